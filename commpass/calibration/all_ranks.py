@@ -100,7 +100,7 @@ def all_ranks(timeout: float) -> Iterator[Ranks]:
 
 @contextmanager
 def _patience(seconds: float) -> Iterator[None]:
-    """Limit the time-out of all process groups to so many seconds."""
+    """Limit the time-out of all process groups to ``seconds``."""
     before = []
     for group in list(dist.distributed_c10d._world.pg_map):
         for device in group._device_types:

@@ -130,8 +130,8 @@ class Check:
 
     ``round`` is None if no ranks compare plans. Each site is measured on ``calls`` calls, and the
     check is ``done`` once all were. ``made`` is the number of calls so far. ``pending`` says that
-    the ranks have not yet compared what they published of the latest call. A check that does not
-    ``decide`` only warns: other ranks keep the plan that this one adopted.
+    the ranks have not yet compared what they published of the latest call. A check without
+    ``decides`` only warns: other ranks keep the plan that this one adopted.
     """
 
     def __init__(

@@ -79,7 +79,7 @@ class Checked:
             return self.function(inputs)
         for each in list(self.graphs):
             if each is not self and each.checks:
-                each.compare_latest()  # all ranks know by now what another graph found
+                each.compare_latest()  # all ranks have the findings of another graph by now
         self.compare_latest()
         if self.built is None:
             return self.function(inputs)

@@ -344,7 +344,7 @@ class PlanStore:
         return {rank: raw.decode() for rank, raw in self.read(said).items()}
 
     def agree_on_first(self, key: str, value: str) -> str:
-        """Return the value that the first rank set for a key; it counts for all.
+        """Return the value that any rank was first to set for a key; it counts for all.
 
         Rank 0 must have published its hello record.
         """

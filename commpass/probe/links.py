@@ -59,7 +59,7 @@ def measure(
     by_messages: bool,
     report: Callable[[str], None] = lambda message: None,
 ) -> list[Times]:
-    """Measure every kind in growing sizes, within about so many seconds.
+    """Measure every kind in growing sizes, within about ``seconds`` seconds.
 
     Every rank of the group calls it. Sizes that would take too long are left out, on all ranks
     alike. ``report`` is called with each kind.

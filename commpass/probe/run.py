@@ -32,7 +32,7 @@ def probe(
     kernels: bool = False,
     progress: Progress | None = None,
 ) -> ProfileFile:
-    """Measure the links of the default process group for about so many seconds, and optionally
+    """Measure the links of the default process group for about ``seconds`` seconds, and optionally
     kernels.
 
     Every rank calls it, and all get the result of rank 0. Raise ProfileError without a process

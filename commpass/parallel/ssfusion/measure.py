@@ -133,7 +133,7 @@ def selection(
     group: Any,
     cores: float = math.inf,
 ) -> Rate:
-    """Measure selection from rows of so many entries on a device, on all ranks of a group at once.
+    """Measure selection from rows of ``entries`` on a device, on all ranks of a group at once.
 
     Ranks that share processors share them in a step as well.
     """
@@ -172,7 +172,7 @@ def sparsifying(
     group: Any,
     cores: float = math.inf,
 ) -> Rate:
-    """Measure all that sending a sparse gradient of so many entries takes.
+    """Measure all that sending a sparse gradient of ``entries`` takes.
 
     That is adding it to the residual, selecting from it, and summing what all ranks of a group
     return.

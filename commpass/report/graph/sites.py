@@ -44,7 +44,7 @@ VIEWS = (
 COSTLY = ("mm", "conv", "attention", "linear")
 """Substrings of the names of operators that give a short run a separate box."""
 FEW = 12
-"""Up to so many operators, none of them costly, are drawn with the run before them."""
+"""Runs of up to this many operators, none of them costly, are drawn with the run before them."""
 
 
 @dataclass(frozen=True)
