@@ -1,7 +1,6 @@
-"""What a caller may have switched on in torch around a call of ours: context managers by name.
+"""Torch modes that a caller may have set around a call of commpass: context managers by name.
 
-The two modes of a user's own change what is computed wherever they are asked, so that a leak cannot
-go unnoticed.
+The two user modes change every result that passes through them, so that a leak is noticed.
 """
 
 from __future__ import annotations
@@ -83,12 +82,12 @@ CODECS = (
     *("equarx", "sdp4bit", "tahquant", "exponent", "raw", "cast", "bf16", "fp16", "mixed"),
     "outlier(width=64)",
 )
-"""Without state."""
+"""Codecs without state."""
 SPARSE = ("topk", "randomk", "dgc", "gaussiank", "redsync", "sidco")
 
 
 def same_bits(one: Any, other: Any) -> bool:
-    """Whether two tensors, or lists of them, are the same to the bit, dtype and device."""
+    """Return whether two tensors, or lists of them, are equal in bits, dtype and device."""
     if not isinstance(one, torch.Tensor):
         return len(one) == len(other) and all(map(same_bits, one, other))
     facts = [(each.dtype, each.shape, each.device) for each in (one, other)]
@@ -105,8 +104,10 @@ def differing(
     mode: str,
     plain: Callable[[str], Any] | None = None,
 ) -> list[str]:
-    """The cases whose results within a mode are others than outside of it (or than those of
-    ``plain``), each with what it raised."""
+    """Return the cases whose results within a mode differ from those outside, or raise.
+
+    If ``plain`` is given, its results are the expected ones.
+    """
     found = []
     for case in cases:
         wanted = (plain or run)(case)

@@ -17,10 +17,10 @@ from processes import Ranks, do_not_time_guards
 from tiers import pytest_collection_modifyitems, pytest_configure, pytest_itemcollected
 from timing import pytest_runtest_logreport, pytest_terminal_summary
 
-# pytest gives each logger that passes nothing on a handler, and torch then describes at length what
-# it compiles.
+# pytest adds a handler to each logger that does not propagate. torch then logs all that it
+# compiles.
 logging.getLogger("torch.__trace").propagate = True
-os.environ["COMMPASS_CHECK"] = "1"  # what passes promise each other is checked, on all ranks
+os.environ["COMMPASS_CHECK"] = "1"  # check the invariants between passes, on all ranks
 
 __all__ = [
     "pytest_collection_modifyitems",
@@ -38,7 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def caplog(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """Backends of earlier tests give their last report before the test begins, not in it."""
+    """Let backends of earlier tests write their last report before the test begins."""
     torch._dynamo.reset()
     gc.collect()
     caplog.clear()
@@ -47,8 +47,11 @@ def caplog(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 
 @pytest.fixture
 def fake_group() -> Iterator[Callable[..., dist.ProcessGroup]]:
-    """``fake_group(64)`` makes this process rank 0 of 64, or another ``rank``, alone: collectives
-    trace and compile, send nothing."""
+    """Make this process rank 0 of 64 by ``fake_group(64)``, or another ``rank``, without other
+    processes.
+
+    Collectives trace and compile, but send nothing.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     def start(size: int, rank: int = 0) -> dist.ProcessGroup:
@@ -65,8 +68,10 @@ def fake_group() -> Iterator[Callable[..., dist.ProcessGroup]]:
 
 @pytest.fixture
 def wait_tensors() -> Iterator[Callable[..., list[torch.Tensor]]]:
-    """The wait for several tensors at once, which torch has from 2.15 on: before, an operator that
-    can only be traced."""
+    """The operator ``wait_tensors``, which waits for several tensors at once.
+
+    torch has it from 2.15 on; before, this is an operator that can only be traced.
+    """
     if hasattr(torch.ops._c10d_functional, "wait_tensors"):
         yield torch.ops._c10d_functional.wait_tensors
         return
@@ -80,8 +85,11 @@ def wait_tensors() -> Iterator[Callable[..., list[torch.Tensor]]]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_makereport() -> Iterator[None]:
-    """A report parses the source of what failed. The parser of Python 3.11 raises SystemError where
-    a garbage collection runs code meanwhile, ours at the end of graphs, and the worker ends."""
+    """Disable garbage collection while a report parses the source of a failed test.
+
+    The parser of Python 3.11 raises SystemError if a collection runs code meanwhile, such as ours
+    at the end of graphs, and the worker ends.
+    """
     gc.disable()
     try:
         return (yield)
@@ -111,8 +119,8 @@ def ranks4() -> Iterator[Ranks]:
 
 
 def pytest_collection_finish() -> None:
-    """What is there when the tests begin stays to the end: nobody needs to look for garbage in
-    it."""
+    """Freeze all objects that exist when the tests begin, so that the garbage collector skips
+    them."""
     do_not_time_guards()
     gc.collect()
     gc.freeze()

@@ -1,5 +1,4 @@
-"""A process group that counts what is handed to it: kind, dtype and bytes of every collective, as
-it really happens."""
+"""A process group that counts the kind, dtype and bytes of every collective that really happens."""
 
 from __future__ import annotations
 
@@ -10,11 +9,10 @@ import torch.distributed as dist
 
 
 class CountingGroup(dist.ProcessGroup):
-    """Passes every collective on to a gloo group and notes (kind, dtype, bytes of one rank's
-    input).
+    """Forward every collective to a gloo group and record (kind, dtype, bytes of one rank's input).
 
-    Each that is used must be a method here: what torch does instead of a missing one holds the
-    interpreter while it waits for a thread of gloo, which waits for the interpreter to free a
+    Each collective that is used must be a method here. For a missing one, torch holds the
+    interpreter while it waits for a thread of gloo. That thread waits for the interpreter to free a
     tensor.
     """
 
@@ -23,9 +21,9 @@ class CountingGroup(dist.ProcessGroup):
         self.gloo = gloo
         cpu = torch.device(
             "cpu"
-        )  # a batch of sends and receives asks for a backend, and then calls the group
+        )  # a batch of sends and receives gets a backend, and then calls the group
         self._register_backend(cpu, dist.ProcessGroup.BackendType.CUSTOM, gloo._get_backend(cpu))
-        self._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)  # torch 2.15 asks for one
+        self._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)  # torch 2.15 requires one
         self.seen: list[tuple[str, torch.dtype, int]] = []
 
     def _note(self, kind: str, tensors: Any) -> None:
@@ -96,8 +94,10 @@ class CountingGroup(dist.ProcessGroup):
 
 
 def counting_group(messages: bool = False) -> CountingGroup:
-    """A group of all ranks, whose process group counts. Every rank calls this alike. With
-    ``messages`` it is taken for gloo's own, whose exchanges go as messages between pairs."""
+    """Return a group of all ranks whose process group counts. Every rank calls this alike.
+
+    With ``messages`` it is treated as gloo's own, whose exchanges are messages between pairs.
+    """
     gloo = dist.new_group(backend="gloo")
     name = f"counting{len(dist.Backend.backend_list)}"
     dist.Backend.register_backend(name, lambda *_: CountingGroup(gloo), devices=["cpu"])

@@ -1,4 +1,4 @@
-"""Plans of sites that no graph has: candidates, then the choice."""
+"""Make plans for sites without a graph: candidates, then the choice."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from commpass.plan import PlannedSite, Site
 
 
 def options(sites: Iterable[Site], policy: Policy, profile: Profile) -> list[Options]:
-    """What may be done to each site."""
+    """Return the candidates of each site."""
     return [
         candidates(site, policy.allowed(site)[0], profile, policy.reassociate) for site in sites
     ]
@@ -21,7 +21,7 @@ def options(sites: Iterable[Site], policy: Policy, profile: Profile) -> list[Opt
 def decide(
     sites: Iterable[Site], policy: Policy, profile: Profile, *, kernels: bool = False
 ) -> tuple[PlannedSite, ...]:
-    """What is done to each."""
+    """Return the decision for each site."""
     sites = tuple(sites)
     allowed = [policy.allowed(site)[0] for site in sites]
     return choose(sites, options(sites, policy, profile), allowed, profile, kernels=kernels)

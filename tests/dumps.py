@@ -1,4 +1,4 @@
-"""Dumps made by hand, and the command line run on them."""
+"""Handwritten dumps, and the command line run on them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def node(name: str, target: str, *inputs: str, **changes: object) -> dump.GraphN
 
 
 def chain(length: int) -> tuple[dump.GraphNode, ...]:
-    """x and w, a compressed all_reduce, and so many plain nodes after it that use x too."""
+    """x and w, a compressed all_reduce, and ``length`` plain nodes after it that use x too."""
     nodes = [
         node("x", "x"),
         node(ODD, ODD),
@@ -119,7 +119,7 @@ def words(text: str) -> str:
 
 
 def fails(result, *said: str) -> None:
-    """A clean error: one line on stderr, nothing on stdout, exit code 2."""
+    """Check for a clean error: one line on stderr, nothing on stdout, exit code 2."""
     assert result.exit_code == 2
     assert result.stdout == ""
     assert re.fullmatch(r"commpass: [^\n]+\n", result.stderr), result.stderr
@@ -128,8 +128,10 @@ def fails(result, *said: str) -> None:
 
 
 def layered(layers: int, changes: dict | None = None, **more: object) -> dump.Dump:
-    """A model of so many layers, each with an attention and an mlp that end in a compressed
-    all_reduce, with a residual stream; and its loss."""
+    """A model with a residual stream and a loss.
+
+    Each layer has an attention and an mlp that end in a compressed all_reduce.
+    """
     nodes, sites, last = [node("x", "x", module="")], [], "x"
     for layer in range(layers):
         for part in ("attn", "mlp"):
@@ -149,7 +151,7 @@ def layered(layers: int, changes: dict | None = None, **more: object) -> dump.Du
 
 
 def coded(name: str, source: str, module: str) -> list[dump.GraphNode]:
-    """What a compressed collective is on the middle level."""
+    """The nodes of a compressed collective on the middle level."""
     mark = {"site": name, "inserted": True, "module": module}
     gather = "commpass.all_gather_into_tensor.default"
     return [

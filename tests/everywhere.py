@@ -1,4 +1,4 @@
-"""One program on all ranks of a world, as it is and simplified, in this one process."""
+"""Run one program on all ranks of a world in this process, untouched and simplified."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ import commpass
 from commpass.policy import Policy
 
 SLOW = commpass.ethernet(0.001)
-"""A link on which bytes count, and messages hardly."""
+"""A link on which bytes cost time, and messages hardly any."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """What each rank's graph was, what was made of it and what both gave; ``plans`` say how."""
+    """Each rank's graph, the simplified graph, the results of both, and the ``plans``."""
 
     plain: list[fx.GraphModule]
     simple: list[fx.GraphModule]
@@ -39,7 +39,7 @@ class Ranks:
 
     @property
     def rules(self) -> list[str]:
-        """The rules that were applied, on all ranks alike."""
+        """The applied rules, equal on all ranks."""
         applied = [[step.rule for step in plan.simplified] for plan in self.plans]
         assert all(rules == applied[0] for rules in applied), applied
         return applied[0]
@@ -51,8 +51,7 @@ def everywhere(
     policy: Policy | None = None,
     profile: commpass.Profile = SLOW,
 ) -> Ranks:
-    """``program(rank)`` is what a rank runs on ``inputs[rank]``, over the group "0" of all
-    ranks."""
+    """Run ``program(rank)`` on ``inputs[rank]`` for each rank, over the group "0" of all ranks."""
     plain, simple, plans = [], [], []
     size = len(inputs)
     for rank, mine in enumerate(inputs):
@@ -68,7 +67,8 @@ def everywhere(
 
 
 def same(ranks: Ranks, exact: bool = True) -> bool:
-    """Whether both gave the same on all ranks: bit for bit, or but for the rounding of sums."""
+    """Return whether both results are equal on all ranks: exactly, or except for the rounding of
+    sums."""
     close = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 1e-5, "atol": 1e-5}
     close["equal_nan"] = True
     return all(a.dtype == b.dtype and torch.allclose(a, b, **close) for a, b in ranks.pairs)

@@ -1,5 +1,8 @@
-"""What an all_reduce in one kernel is tested with: memory that processes share in place of that
-which cards share, and the bits that must come out."""
+"""Helpers for tests of an all_reduce in one kernel.
+
+Memory that processes share replaces memory that GPUs share. The expected bits are computed here
+too.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,13 @@ from plain_form import plainly
 from commpass.codecs import Codec, cut_apart, pad
 
 LAST = 1 << 16
-"""What tells the random choices of a two-shot's second hop from those of its first."""
+"""The salt that distinguishes the random choices of a two-shot's second hop from those of its
+first."""
 
 
 def mapped(folder: Path, exchange: Any, spins: int | None = None) -> Any:
-    """A workspace: the memory of all ranks, mapped from files where this process happens to see
-    them."""
+    """Return a workspace: the memory of all ranks, mapped from files at addresses of this
+    process."""
     from commpass.lowering.gpu.exchange import Workspace, memory_of
 
     rank, total = dist.get_rank(), memory_of(exchange).total
@@ -35,8 +39,10 @@ def mapped(folder: Path, exchange: Any, spins: int | None = None) -> Any:
 def plain(
     coder: Codec, algorithm: str, brought: list[torch.Tensor], op: str
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
-    """The wires that each rank makes, the wires of the sums, and the sum of what ranks bring:
-    written once more, from the codec alone."""
+    """Return the wires of each rank, the wires of the sums, and the sum of the ranks' inputs.
+
+    This is a second implementation from the codec alone.
+    """
     ranks, numel, dtype = len(brought), brought[0].numel(), brought[0].dtype
     domain, within = coder.domain, coder.domain_codec
     shards = 1 if algorithm == "one_shot" else ranks

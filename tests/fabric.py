@@ -1,5 +1,5 @@
-"""Any number of ranks in one process: algorithms run in lockstep, and what they start is carried
-out between them here."""
+"""Any number of ranks in one process: algorithms run in lockstep, and exchanges are executed
+between them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from commpass.collectives import messages, request
 
 @dataclass(frozen=True)
 class Started:
-    """An exchange that one rank has started: the how many-th of it."""
+    """An exchange that one rank has started, with its index among the rank's exchanges."""
 
     index: int
     kind: str
@@ -24,8 +24,10 @@ class Started:
 
 
 class Fabric:
-    """Stands in for torch's functional collectives. ``started[r]`` are the exchanges of rank r, in
-    order."""
+    """A replacement for torch's functional collectives.
+
+    ``started[r]`` are the exchanges of rank r, in order.
+    """
 
     def __init__(self, ranks: int):
         self.started: list[list[Started]] = [[] for _ in range(ranks)]
@@ -48,7 +50,7 @@ class Fabric:
         return mine[-1]
 
     def arrived(self, rank: int, exchange: Started) -> Tensor:
-        """What a rank gets from an exchange, in which all have taken part."""
+        """Return what a rank gets from an exchange in which all have taken part."""
         all_of_it = [mine[exchange.index] for mine in self.started]
         assert {each.kind for each in all_of_it} == {exchange.kind}
         if exchange.kind == "all_gather":
@@ -56,7 +58,7 @@ class Fabric:
         if exchange.kind == "broadcast":
             return all_of_it[exchange.how[0]].wire
         parts = [each.wire.split(each.how[0])[rank].flatten() for each in all_of_it]
-        # Of each rank so many bytes: where these are none, one may send rows without bytes.
+        # Each rank sends so many bytes: if there are none, it may send rows without bytes.
         rest = exchange.wire.shape[1:]
         assert [len(part) for part in parts] == [rows * rest.numel() for rows in exchange.how[1]], (
             "what is sent is not what is waited for"
@@ -65,7 +67,7 @@ class Fabric:
 
 
 def lockstep(steps: Callable[[int], Any], ranks: int, monkeypatch: Any) -> tuple[list[Any], Fabric]:
-    """The results of ``steps(rank)`` on all ranks, and what they sent."""
+    """Return the results of ``steps(rank)`` on all ranks, and what they sent."""
     fabric = Fabric(ranks)
     with monkeypatch.context() as patched:
         patched.setattr(request, "ops", fabric)

@@ -1,5 +1,8 @@
-"""Graphs of a GPU on a machine without one: torch is told of a card, and Triton of its target, for
-as long as a graph is traced and Inductor writes its code. Nothing runs."""
+"""Trace and generate code for a GPU on a machine without one.
+
+torch sees a fake GPU, and Triton its target, while a graph is traced and Inductor generates its
+code. Nothing runs.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +35,12 @@ CARD = SimpleNamespace(
     gcnArchName="",
     uuid="",
 )
-"""What the code that is written depends on."""
+"""The properties that the generated code depends on."""
 
 
 def _contiguous(x: torch.Tensor, **how: Any) -> torch.Tensor:
-    """The method itself would switch to the device of its tensor, which a CPU build cannot."""
+    """Avoid the method itself, which switches to the device of its tensor; a CPU build cannot do
+    that."""
     return torch.ops.aten.contiguous.default(x, **how)
 
 
@@ -59,7 +63,7 @@ OF_INTERFACE: dict[str, Any] = {
 
 
 class _Driver:
-    """What Triton asks a driver, while nothing is launched."""
+    """The driver properties that Triton reads while nothing is launched."""
 
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
@@ -75,7 +79,7 @@ class _Driver:
 
 @contextmanager
 def a_card() -> Iterator[None]:
-    """In here, there seems to be one H100."""
+    """Simulate one H100 in this context."""
     from torch._dynamo.device_interface import CudaInterface
     from triton.runtime import driver
 
@@ -97,7 +101,7 @@ def a_card() -> Iterator[None]:
 
 
 def _forget() -> None:
-    """Lets torch look again whether there is a card that Triton can use."""
+    """Let torch check again whether there is a GPU that Triton can use."""
     from torch.utils import _triton
 
     for value in vars(_triton).values():
@@ -106,8 +110,10 @@ def _forget() -> None:
 
 
 def trace(function: Callable[..., Any], *like: torch.Tensor) -> tuple[Any, list[Any]]:
-    """A graph of fake tensors on a GPU, of the shapes, strides and dtypes of ``like``, and those.
-    It has the operators that Inductor gets."""
+    """Return a graph of fake GPU tensors with the operators that Inductor gets, and its inputs.
+
+    Their shapes, strides and dtypes are those of ``like``.
+    """
     from torch._inductor.decomposition import select_decomp_table
 
     with FakeTensorMode(shape_env=ShapeEnv()):
@@ -125,7 +131,10 @@ class _Written(Exception):
 
 
 def code_of(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> str:
-    """What Inductor writes for a graph of ``trace``, whose output must be a tuple or a list."""
+    """Return the code that Inductor generates for a graph of ``trace``.
+
+    The output of the graph must be a tuple or a list.
+    """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.graph import GraphLowering

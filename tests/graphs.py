@@ -1,4 +1,4 @@
-"""Graphs for tests: a function traced as AOTAutograd would, and what is in it."""
+"""Graphs for tests: trace a function as AOTAutograd would, and inspect the graph."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ KINDS_HERE = tuple(k for k, row in KINDS.items() if not row.pairwise or hasattr(
 def trace(
     function: Callable[..., Any], *inputs: torch.Tensor, dynamic: bool = False
 ) -> fx.GraphModule:
-    """An aten graph with fake values, as it reaches the passes; if it is ``dynamic``, sizes may
-    depend on values."""
+    """Return an aten graph with fake values, as it reaches the passes.
+
+    If it is ``dynamic``, sizes may depend on values.
+    """
     mode = FakeTensorMode(shape_env=ShapeEnv() if dynamic else None)
     fakes = [mode.from_tensor(x, static_shapes=True) for x in inputs]
     with mode:
@@ -34,7 +36,7 @@ def trace(
 
 
 def collectives(gm: fx.GraphModule) -> list[tuple[str, torch.dtype, int]]:
-    """(kind, dtype, bytes handed over) of each collective of a graph, in order."""
+    """Return (kind, dtype, bytes handed over) of each collective of a graph, in order."""
     found = []
     for node in gm.graph.nodes:
         call = parse(node)
@@ -46,13 +48,13 @@ def collectives(gm: fx.GraphModule) -> list[tuple[str, torch.dtype, int]]:
 
 
 def code(gm: fx.GraphModule) -> str:
-    """The graph as text, to tell whether two are the same."""
+    """Return the graph as text, to compare graphs."""
     return str(gm.graph)
 
 
 @contextmanager
 def as_rank(rank: int, size: int) -> Iterator[None]:
-    """This process is one rank of many, alone, until the end: collectives trace, send nothing."""
+    """Make this process one rank of many in this context. Collectives trace, but send nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
@@ -65,7 +67,7 @@ def as_rank(rank: int, size: int) -> Iterator[None]:
 
 
 class Columns(torch.autograd.Function):
-    """What a linear layer that is split by columns takes: summed over ranks in backward."""
+    """The input of a linear layer that is split by columns: summed over ranks in backward."""
 
     @staticmethod
     def forward(ctx, x):
@@ -77,7 +79,7 @@ class Columns(torch.autograd.Function):
 
 
 class Rows(torch.autograd.Function):
-    """What a linear layer that is split by rows gives: summed over ranks in forward."""
+    """The output of a linear layer that is split by rows: summed over ranks in forward."""
 
     @staticmethod
     def forward(ctx, x):

@@ -1,10 +1,11 @@
-"""Kernels in Triton's interpreter: a process of its own, since Triton is told before it is imported
-whether it interprets.
+"""Run kernels in Triton's interpreter, in a separate process.
+
+Triton must know before it is imported whether it interprets.
 
     interpreted(function, *args)
 
-calls a function of a test module there, once Triton interprets, and returns what it returns. It is
-found by module and name; its arguments and its result are copied.
+calls a function of a test module there and returns its result. The function is found by module and
+name; its arguments and its result are copied.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def interpreted(function: Callable[..., Any], *args: Any) -> Any:
 
 @lru_cache(maxsize=1)
 def _process() -> ProcessPoolExecutor:
-    """One for each process of the tests; it starts with the first call."""
+    """Return the one process for each process of the tests; it starts with the first call."""
     pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
     before = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"

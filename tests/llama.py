@@ -1,12 +1,12 @@
-"""A Llama built from its configuration, with no weights to load, distributed in the four usual
+"""A Llama built from its configuration, without pretrained weights, distributed in four usual
 forms.
 
-- ``tensor``: projections column- and row-parallel by DTensor, activations whole on every rank.
-- ``sequence``: the same, and between the projections the activations are split along the sequence.
+- ``tensor``: projections column- and row-parallel by DTensor, activations replicated on every rank.
+- ``sequence``: the same, with activations split along the sequence between the projections.
 - ``sharded``: every parameter is split over the ranks and gathered where it is used, then cast to
   bfloat16.
-- ``mesh``: ``tensor`` over one dimension of a mesh, and over the other the batch is split and
-  gradients are averaged.
+- ``mesh``: ``tensor`` over one dimension of a mesh; over the other the batch is split and gradients
+  are averaged.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FORMS = ("tensor", "sequence", "sharded", "mesh")
 
 
 def llama(layers: int = 2, width: int = 64, heads: int = 4, tied: bool = False) -> LlamaForCausalLM:
-    """The model on one rank; the same numbers on each."""
+    """The model on one rank, with the same numbers on each."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -49,8 +49,10 @@ def llama(layers: int = 2, width: int = 64, heads: int = 4, tied: bool = False) 
 
 
 def tensor(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Column-parallel q, k, v, gate and up; row-parallel o and down: two all_reduces forward in a
-    layer."""
+    """Column-parallel q, k, v, gate and up; row-parallel o and down.
+
+    Each layer has two all_reduces in forward.
+    """
     plan: dict = {f"model.layers.*.self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
     plan |= {f"model.layers.*.mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")}
     plan |= {
@@ -60,9 +62,10 @@ def tensor(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 def sequence(model: nn.Module, mesh: DeviceMesh, gather: str = "once") -> nn.Module:
-    """Norms and residuals on a part of the sequence each. ``gather``: a module's input is gathered
-    ``once``, before it and for all its projections; or as a local tensor (``local``); or by
-    ``each`` projection for itself.
+    """Norms and residuals on a part of the sequence each.
+
+    ``gather``: a module's input is gathered ``once``, before it and for all its projections; or as
+    a local tensor (``local``); or by ``each`` projection separately.
     """
     split = {"input_layouts": Shard(1)} if gather == "each" else {}
     column, row = (
@@ -97,8 +100,10 @@ def sequence(model: nn.Module, mesh: DeviceMesh, gather: str = "once") -> nn.Mod
 
 
 def seen_as(model: nn.Module, change: Callable[[nn.Parameter], torch.Tensor]) -> nn.Module:
-    """Lets modules see ``change(parameter)`` instead of each parameter, traced wherever they take
-    it (as SimpleFSDP does)."""
+    """Let modules see ``change(parameter)`` instead of each parameter, traced at each use.
+
+    SimpleFSDP does the same.
+    """
 
     def seen(name: str) -> property:
         return property(lambda module: change(module._parameters[name]))
@@ -115,9 +120,10 @@ def seen_as(model: nn.Module, change: Callable[[nn.Parameter], torch.Tensor]) ->
 
 
 def sharded(model: nn.Module, mesh: DeviceMesh, cast: str = "after") -> nn.Module:
-    """Parameters split along their first dimension, gathered where they are used; computing is in
-    bfloat16, gradients are averaged in float32. ``cast``: ``after`` gathering, as autocast does it,
-    or ``before``, as FSDP's own mixed precision does.
+    """Parameters split along their first dimension and gathered where they are used.
+
+    Computation is in bfloat16, and gradients are averaged in float32. ``cast``: ``after``
+    gathering, as autocast does it, or ``before``, as FSDP's own mixed precision does.
     """
     dtype = torch.bfloat16
     parts: dict[nn.Parameter, nn.Parameter] = {}
@@ -181,8 +187,8 @@ def build(
 
 
 def tokens(form: str, rank: int, batch: int = 2, length: int = 32) -> torch.Tensor:
-    """What a rank trains on: the same on all ranks of a model that is split, its own where the
-    batch is."""
+    """The training batch of a rank: equal on all ranks of a split model, separate if the batch is
+    split."""
     own = {"sharded": rank, "mesh": rank // 2}.get(form, 0)
     return torch.randint(
         0, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(own)
@@ -192,7 +198,7 @@ def tokens(form: str, rank: int, batch: int = 2, length: int = 32) -> torch.Tens
 def step(
     compiled: Callable, model: nn.Module, batch: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss and this rank's gradients of one training step."""
+    """Return loss and this rank's gradients of one training step."""
     model.zero_grad()
     loss = compiled(input_ids=batch, labels=batch).loss
     loss.backward()

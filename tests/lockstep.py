@@ -1,8 +1,8 @@
-"""All ranks' graphs in one process: each runs until it must wait, and what they start is carried
-out between them here.
+"""Run all ranks' graphs in one process, with a simulated network between them.
 
-A stand-in for process groups that knows their true ranks, written from the definitions of the
-collectives. What would hang or be undefined on real ranks is an error that says where.
+Each graph runs until it must wait; collectives are executed between the runs. This replaces process
+groups by an implementation with their true ranks, written from the definitions of the collectives.
+What would hang or be undefined on real ranks is an error that names the place.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ from torch import Tensor, fx
 
 
 class LockstepError(AssertionError):
-    """Ranks wait for each other for ever, or start collectives that do not fit together."""
+    """Ranks wait for each other forever, or start collectives that do not match."""
 
 
 @dataclass(frozen=True)
 class Collective:
-    """What one rank started on a group: the operator without its form, its tensors as they were
-    then, and its settings by name of argument."""
+    """What one rank started on a group.
+
+    It has the operator without its form, copies of its tensors at that time, and its settings by
+    name of argument.
+    """
 
     rank: int
     node: str
@@ -52,8 +55,10 @@ class Started:
 
 @dataclass
 class Network:
-    """What was started on each group, by number and rank, and what came out of it; ``exchange``
-    carries a collective out."""
+    """What was started on each group, by number and rank, and its results.
+
+    ``exchange`` executes a collective.
+    """
 
     exchange: Callable[[Sequence[Collective]], list[list[Tensor]]]
     started: dict[tuple[str, int], dict[int, Collective]] = field(default_factory=dict)
@@ -61,7 +66,7 @@ class Network:
     count: dict[tuple[str, int], int] = field(default_factory=dict)
 
     def start(self, group: str, ranks: tuple[int, ...], collective: Collective) -> list[Started]:
-        """Puts a collective on the wire: the last rank to start it carries it out."""
+        """Start a collective. The last rank to start it executes it."""
         rank = collective.rank
         if rank not in ranks:
             raise LockstepError(f"{collective}: group {group} has the ranks {list(ranks)}")
@@ -92,14 +97,16 @@ def run_in_lockstep(
     ranks_of: Callable[[str], Sequence[int]],
     exchange: Callable[[Sequence[Collective]], list[list[Tensor]]] | None = None,
 ) -> list[Any]:
-    """What each rank's graph gives for that rank's inputs: ``graphs[r]`` and ``inputs[r]`` are
-    those of global rank r.
+    """Run each rank's graph on its inputs and return the results.
 
-    ``ranks_of(group name)`` are the global ranks of a group, in its order. Starting a collective
-    does not hold a rank up; waiting does. Raises LockstepError where ranks would wait for ever,
-    where those of a group start other kinds, reduce ops, dtypes or shapes in one turn, and where a
-    result is used before it was waited for. ``exchange`` stands in for ``carry_out``, which
-    gives for each rank the results of one collective.
+    ``graphs[r]`` and ``inputs[r]`` are those of global rank r. ``ranks_of(group name)`` are the
+    global ranks of a group, in its order. Starting a collective does not block a rank; waiting
+    does. ``exchange`` replaces ``carry_out``, which returns for each rank the results of one
+    collective.
+
+    Raise LockstepError if ranks would wait forever, or if a result is used before it was waited
+    for. Raise it too if the ranks of a group start different kinds, reduce ops, dtypes or shapes in
+    one turn.
     """
     network = Network(exchange or carry_out)
     running = {r: _steps(r, gm, inputs[r], network, ranks_of) for r, gm in enumerate(graphs)}
@@ -136,7 +143,8 @@ def _steps(
     network: Network,
     ranks_of: Callable[[str], Sequence[int]],
 ) -> Generator[Started, None, Any]:
-    """One rank: gives what it waits for each time that it must, and returns the graph's result."""
+    """Run one rank: yield what it waits for each time that it must, and return the graph's
+    result."""
     known: dict[fx.Node, Any] = {}
     feed = iter(inputs)
     for node in gm.graph.nodes:
@@ -168,7 +176,7 @@ def _steps(
 
 
 def _taken(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
-    """A node's arguments as values."""
+    """Return a node's arguments as values."""
 
     def value(source: fx.Node) -> Any:
         if isinstance(known[source], Started):
@@ -200,7 +208,8 @@ FORMS = ("_coalesced_", "_coalesced", "_out", "_", "")
 
 
 def _collective(target: Any) -> tuple[str, str] | None:
-    """An operator's name without its form, and its form, if it is a functional collective."""
+    """Return an operator's name without its form, and its form, if it is a functional
+    collective."""
     schema = _schema(target)
     if schema is None or schema.name.partition("::")[0] not in ("_c10d_functional", "_dtensor"):
         return None
@@ -229,7 +238,7 @@ def _start(
     group = given["group_name"]
     group = group if isinstance(group, str) else group.group_name
     into = tensors if form in ("_", "_coalesced_") else () if out is None else (out,)
-    # What is written to later is not what was sent; results lie one after the other in memory.
+    # Later writes must not change what was sent; results are contiguous.
     sent = tuple(x.clone(memory_format=torch.contiguous_format) for x in tensors)
     begun = Collective(rank, node.name, name, form, sent, given, into)
     started = network.start(group, tuple(ranks_of(group)), begun)
@@ -240,7 +249,8 @@ DIFFERENT = "ranks start different collectives in one turn"
 
 
 def carry_out(together: Sequence[Collective]) -> list[list[Tensor]]:
-    """For each rank of a group, in order, the results of one collective, one for each tensor."""
+    """Return for each rank of a group, in order, the results of one collective, one for each
+    tensor."""
     like = together[0]
     for one in together:
         same = (one.name, one.form, len(one.sent)) == (like.name, like.form, len(like.sent))
@@ -263,7 +273,7 @@ def _results(together: Sequence[Collective], values: list[Tensor]) -> list[Tenso
             if [n * rests[to].numel() for n in wanted] != numels:
                 said = f"waits for {list(wanted)} entries and is sent {coming}"
                 raise LockstepError(f"{together[to]} {said}")
-        # Entries may have no bytes on one rank, and be none on another.
+        # Entries may have no bytes on one rank, and not exist on another.
         parts = [value.split(list(sizes)) for value, sizes in zip(values, sent, strict=True)]
         flat = [torch.cat([part[to].flatten() for part in parts]) for to in range(ranks)]
         return [
@@ -290,7 +300,7 @@ def _agreed(one: Collective) -> list[Any]:
 
 
 def _reduced(op: str, values: list[Tensor]) -> Tensor:
-    """In the order of the ranks, in the dtype of the values."""
+    """Reduce in the order of the ranks, in the dtype of the values."""
     pairwise = {"sum": torch.add, "avg": torch.add, "product": torch.mul}
     pairwise |= {"max": torch.maximum, "min": torch.minimum}
     total = functools.reduce(pairwise[op.lower()], values)

@@ -1,7 +1,7 @@
-"""The codecs' plain form where it adds as kernels do, and what it is compared on.
+"""The codecs' plain form with the kernels' order of additions, and values to compare it on.
 
-A kernel rotates by a butterfly, the plain form by small matmuls, which add in another order: in
-``plainly()`` the plain form is given a butterfly, written here.
+A kernel rotates by a butterfly. The plain form uses small matmuls, which add in another order. In
+``plainly()`` the plain form uses a butterfly, written here.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ BITS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 def butterfly(blocks: torch.Tensor, by: transforms.Hadamard, back: bool) -> torch.Tensor:
-    """``H x`` by sums and differences of what lies 1, 2, 4 ... apart, with the signs of the two
-    factors of the rotation before it, or behind it on the way back."""
+    """Return ``H x`` by sums and differences of values at distance 1, 2, 4 ...
+
+    The signs of the rotation's two factors are applied before it, or after it on the way back.
+    """
     width, shape = by.width, blocks.shape
     x = blocks.unflatten(-1, (-1, width))
     place = torch.arange(width)
@@ -39,7 +41,7 @@ def butterfly(blocks: torch.Tensor, by: transforms.Hadamard, back: bool) -> torc
 
 
 class plainly(ExitStack):
-    """In here, rotations are butterflies."""
+    """Make rotations butterflies in this context."""
 
     def __enter__(self) -> ExitStack:
         there, back = (
@@ -56,7 +58,7 @@ def bits_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def same(found: torch.Tensor, want: torch.Tensor) -> None:
-    """The same bits, but any NaN for a NaN."""
+    """Check for equal bits, where any NaN equals any other."""
     assert (found.shape, found.dtype) == (want.shape, want.dtype)
     if found.is_floating_point():
         assert torch.equal(found.isnan(), want.isnan())
@@ -68,7 +70,8 @@ def same(found: torch.Tensor, want: torch.Tensor) -> None:
 
 
 def sample(numel: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Three rows of values of all sizes: a block of zeros, outliers, subnormals, minus zero."""
+    """Return three rows of values of all sizes: a block of zeros, outliers, subnormals, minus
+    zero."""
     random = torch.Generator().manual_seed(seed)
     x = torch.randn(3, numel, generator=random) * torch.randn(3, numel, generator=random).exp()
     x[0, ::37] *= 40

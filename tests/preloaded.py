@@ -1,5 +1,7 @@
-"""What ranks of tests are forked with, since each would need seconds for it: modules that are
-loaded, and what torch finds out once in a process (``processes.Ranks``)."""
+"""State that ranks of tests are forked with, since creating it takes each of them seconds.
+
+It has loaded modules, and what torch determines once in a process (``processes.Ranks``).
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,11 @@ MODULES = (
 
 
 def _compile() -> None:
-    """Compiles a step, so that torch has read its patterns, asked what the processor can do and
-    looked for its compiler. In this process alone: a pool of others could not be forked."""
+    """Compile a step in this process, so that torch initializes its compiler.
+
+    torch then has read its patterns, queried the processor and searched for its compiler. It must
+    not start a pool of processes, which could not be forked.
+    """
     from torch._inductor import config
 
     def step(x: torch.Tensor) -> torch.Tensor:
@@ -46,4 +51,4 @@ for name in MODULES:
 torch.set_num_threads(1)
 _compile()
 gc.collect()
-gc.freeze()  # nobody looks for garbage in it, and pages stay shared
+gc.freeze()  # the garbage collector skips it, and pages stay shared

@@ -1,9 +1,8 @@
-"""Real ranks for tests: processes that stay, run one function at a time on gloo, and show every
-rank's error.
+"""Real ranks for tests: persistent processes that run one function at a time on gloo.
 
-A test calls ``ranks.run(function, *args)``: each rank runs ``function(*args)`` and the list of
-results comes back. If a rank raises, or the time is up, the test fails with what each rank said,
-and the next test gets new ranks.
+A test calls ``ranks.run(function, *args)``: each rank runs ``function(*args)``, and the list of
+results is returned. If a rank raises, or after the time-out, the test fails with every rank's
+error, and the next test gets new ranks.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ from unittest import mock
 
 START_S = 120
 PATIENCE_S = 30
-"""For what others say once one has failed."""
+"""Seconds to wait for the errors of other ranks once one has failed."""
 CLONE_NEWNET = 0x40000000
 
 
 class RanksFailed(AssertionError):
-    """What each rank said before the test failed."""
+    """The message of each rank before the test failed."""
 
 
 class Ranks:
-    """``size`` processes with a process group of their own.
+    """``size`` processes with a separate process group.
 
-    ``workers`` is how many exchanges of a group gloo carries out at once; torch's own number is 2.
-    With 2, and small exchanges in the air, gloo now and then corrupts the memory of a rank, also
+    ``workers`` is how many exchanges of a group gloo executes at once; torch's own number is 2.
+    With 2, and small exchanges in flight, gloo sometimes corrupts the memory of a rank, also
     without commpass (docs/collectives.md): hence 1. With an ``environment``, processes are new
     ones, since libraries read it when they are loaded.
     """
@@ -46,7 +45,7 @@ class Ranks:
         self.members: list[tuple[Any, Connection]] = []
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 180) -> list[Any]:
-        """The results of all ranks, in rank order."""
+        """Return the results of all ranks, in rank order."""
         if not self.members:
             self._start()
         for _, pipe in self.members:
@@ -89,9 +88,7 @@ class Ranks:
                     process = self.members[rank][0]
                     process.join(5)
                     replies[rank] = (False, f"the process died with exit code {process.exitcode}")
-                if not replies[rank][
-                    0
-                ]:  # the others may wait for this one in vain: a moment for their own errors
+                if not replies[rank][0]:  # others may wait for it: give them time for their errors
                     deadline = min(deadline, time.monotonic() + PATIENCE_S)
         if all(good for good, _ in replies.values()) and not open_pipes:
             return [replies[rank][1] for rank in range(self.size)]
@@ -140,30 +137,33 @@ def _member(
         torch.manual_seed(0)
         try:
             begin()
-            dist.barrier()  # what the last function agreed on counts for nobody any more
+            dist.barrier()  # agreements of the last function no longer count for any rank
             pipe.send((True, function(*args)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
 
 
 def forked() -> Any:
-    """What makes processes that are forked with all that ``preloaded`` loads."""
+    """Return a context whose processes are forked with all modules that ``preloaded`` loads."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["preloaded"])
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
-        forkserver.ensure_running()  # which looks for it there
+        forkserver.ensure_running()  # it looks for the module there
     return context
 
 
 def do_not_time_guards() -> None:
-    """Dynamo times the guards of each graph with all caches flushed, 20 ms each, for a log."""
+    """Skip Dynamo's timing of guards.
+
+    Dynamo times the guards of each graph with all caches flushed, 20 ms each, for a log.
+    """
     from torch._dynamo import guards
 
     guards.profile_guard_manager = lambda *given: 0.0
 
 
 def _gloo_with(workers: int) -> type:
-    """The class of gloo groups, with so many workers each."""
+    """Return the class of gloo groups with so many workers each."""
     import torch.distributed as dist
 
     class Gloo(dist.ProcessGroupGloo):
@@ -182,7 +182,7 @@ def _gloo_with(workers: int) -> type:
 
 
 def _enter(host: str) -> None:
-    """Moves this process into a named network namespace."""
+    """Move this process into a named network namespace."""
     with open(f"/run/netns/{host}") as file:
         if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), f"no way into network namespace {host}")

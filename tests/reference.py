@@ -1,10 +1,9 @@
-"""The block codecs a second time, from their formulas, in float64 and NumPy: what the tests compare
-the package with.
+"""A second implementation of the block codecs, from their formulas, in float64 and NumPy.
 
-Nothing here uses commpass, torch or an 8-bit float of anybody's. ``encode`` and ``decode`` are the
-codec itself; ``verify`` reads a wire that the package made and checks each number and each code of
-it on its own: a code must stand for the cell that its value lies in, give or take what the
-arithmetic rounds, so that no error hides behind another.
+The tests compare the package with it. It uses neither commpass, torch nor any library's 8-bit
+float. ``encode`` and ``decode`` are the codec itself. ``verify`` reads a wire that the package
+made, and checks each number and each code independently, so that no error hides another. A code
+must represent the cell that its value lies in, up to the rounding of the arithmetic.
 """
 
 from __future__ import annotations
@@ -25,9 +24,12 @@ SMALLEST = {SINGLE: (2.0**-126, 2.0**-149), DOUBLE: (2.0**-1022, 2.0**-1074)}
 
 @dataclass(frozen=True)
 class Setting:
-    """A block codec in words. ``rotation`` is "", "plain", "signed" or "pivot", of ``width`` values
-    (0: of a block); ``layout`` is "flat", "lanes" (``block`` is the depth, 0 for all) or "tiles"
-    (of a matrix with ``columns``)."""
+    """The definition of a block codec.
+
+    ``rotation`` is "", "plain", "signed" or "pivot", of ``width`` values (0: of a block).
+    ``layout`` is "flat", "lanes" (``block`` is the depth, 0 for all) or "tiles" (of a matrix with
+    ``columns``).
+    """
 
     grid: str
     scale: str = "absmax"
@@ -46,8 +48,7 @@ class Setting:
 
 
 def _family() -> dict[str, Setting]:
-    """Every setting of every block codec that changes more than the block, as text, and what it
-    means."""
+    """Return every setting of every block codec that changes more than the block, by its text."""
     scales, forms = ("absmax", "rms", "lsq"), ("fp32", "bf16", "pow2")
     found: dict[str, Setting] = {}
 
@@ -143,7 +144,7 @@ FAMILY = _family()
 
 
 def blocks_for(text: str) -> list[int]:
-    """Blocks that a codec can have; [] if it has no such parameter."""
+    """Return the blocks that a codec can have; [] if it has no such parameter."""
     setting = FAMILY[text]
     if setting.layout == "tiles":
         return []
@@ -163,9 +164,12 @@ def blocks_for(text: str) -> list[int]:
 
 @dataclass(frozen=True)
 class Grid:
-    """``levels`` from the least to the largest; ``edges`` between each two; ``codes`` of the
-    levels, ``rank`` the level of each code (-1 for none). A number on an edge goes to the even code
-    if ``ties_to_even``, else up."""
+    """A grid of levels.
+
+    ``levels`` are in ascending order, with ``edges`` between them. ``codes`` are those of the
+    levels, and ``rank`` is the level of each code (-1 for none). A number on an edge goes to the
+    even code if ``ties_to_even``, else up.
+    """
 
     bits: int
     levels: np.ndarray
@@ -185,15 +189,15 @@ class Grid:
         return table
 
     def nearest(self, values: np.ndarray) -> np.ndarray:
-        """The rank of the level that each number is coded as."""
+        """Return the rank of the level that each number is coded as."""
         below = np.searchsorted(self.edges, values, side="left")
         above = np.searchsorted(self.edges, values, side="right")
         return np.where(self.ties_to_even & (self.codes[below] % 2 == 0), below, above)
 
 
 LOAD = {2: 1.2, 3: 1.9, 4: 2.5, 5: 2.9, 6: 3.2, 7: 3.6, 8: 3.9}
-"""Deviations of a Gaussian at the largest of ``2^b - 1`` even levels, where the scale is made from
-the root mean square."""
+"""Standard deviations of a Gaussian at the largest of ``2^b - 1`` even levels, for scales from the
+root mean square."""
 
 
 def _even(levels: np.ndarray, first_code: int, bits: int) -> Grid:
@@ -205,11 +209,10 @@ def _even(levels: np.ndarray, first_code: int, bits: int) -> Grid:
 
 
 def small_floats(exponent_bits: int, mantissa_bits: int, *, infinities: bool) -> np.ndarray:
-    """All finite values of an 8-bit float from zero up: ``m / 2^M 2^(1-bias)`` if e = 0, else ``(1
-    + m / 2^M) 2^(e-bias)``.
+    """Return all finite values of an 8-bit float from zero up.
 
-    With ``infinities`` (e5m2) the whole last exponent is Inf and NaN, without (e4m3fn) only its
-    last mantissa is NaN.
+    They are ``m / 2^M 2^(1-bias)`` if e = 0, else ``(1 + m / 2^M) 2^(e-bias)``. With ``infinities``
+    (e5m2) the whole last exponent is Inf and NaN. Without (e4m3fn) only its last mantissa is NaN.
     """
     bias = 2 ** (exponent_bits - 1) - 1
     steps, last = 2**mantissa_bits, 2**exponent_bits - 1
@@ -238,13 +241,16 @@ def _floats(positive: np.ndarray) -> Grid:
 
 
 COMPANDED_PEAK = 8.0
-"""What the peak of a block is scaled to on a companded grid: only the stored scales tell."""
+"""The value that the peak of a block is scaled to on a companded grid; only stored scales show
+it."""
 
 
 def _companded(bits: int, block: int) -> Grid:
-    """Cells of equal width in ``c(z) = z sqrt(1 + k) / sqrt(1 + k z^2)``, ``k = 2 ln(block) / 9``,
-    and for each the number whose ``c`` is its middle; inverted by bisection. The peak of a block,
-    ``z = 1``, is 8."""
+    """Cells of equal width in ``c(z) = z sqrt(1 + k) / sqrt(1 + k z^2)``, ``k = 2 ln(block) / 9``.
+
+    The level of a cell is the number whose ``c`` is its middle, inverted by bisection. The peak of
+    a block, ``z = 1``, is 8.
+    """
     k = 2 * math.log(block) / 9
 
     def inverse(target: np.ndarray) -> np.ndarray:
@@ -263,8 +269,10 @@ def _companded(bits: int, block: int) -> Grid:
 
 @functools.cache
 def lloyd_max(bits: int) -> np.ndarray:
-    """The positive levels of least square error for a Gaussian: Newton's method on ``level = mean
-    of its cell``."""
+    """Return the positive levels of least square error for a Gaussian.
+
+    They come from Newton's method on ``level = mean of its cell``.
+    """
     erfc, count = np.vectorize(math.erfc), 2 ** (bits - 1)
 
     def off(levels: np.ndarray) -> np.ndarray:
@@ -275,7 +283,7 @@ def lloyd_max(bits: int) -> np.ndarray:
 
     normal = statistics.NormalDist(
         sigma=math.sqrt(3)
-    )  # the best density of levels is that of a Gaussian, cubed root
+    )  # the best density of levels is the cube root of a Gaussian's
     levels = np.array([normal.inv_cdf(0.5 + (i + 0.5) / (2 * count)) for i in range(count)])
     for _ in range(60):
         slope = np.stack(
@@ -323,8 +331,11 @@ def grid_of(name: str, block: int) -> Grid:
 
 
 def places(numel: int, setting: Setting) -> np.ndarray:
-    """``[blocks, size]``: which value of a row of ``numel`` stands at each place of each block; -1
-    for a filling zero."""
+    """Return ``[blocks, size]``: the index in a row of ``numel`` values for each position of each
+    block.
+
+    A padding zero has -1.
+    """
     if setting.layout == "flat":
         found = np.arange(-(-numel // setting.block) * setting.block).reshape(-1, setting.block)
     elif setting.layout == "lanes":
@@ -345,7 +356,7 @@ def places(numel: int, setting: Setting) -> np.ndarray:
 
 
 def blocks_of(x: np.ndarray, setting: Setting) -> np.ndarray:
-    """A flat row in blocks, ``[blocks, size]``."""
+    """Return a flat row in blocks, ``[blocks, size]``."""
     where = places(len(x), setting)
     return np.where(where >= 0, x[where], 0.0) if len(x) else np.zeros(where.shape)
 
@@ -372,9 +383,11 @@ def hadamard(width: int, signed: bool = False) -> np.ndarray:
 
 
 def signs(width: int) -> np.ndarray:
-    """A bent function of each of the two halves of the bits of a place: ``(-1)^(i0 i1 + i2 i3 +
-    ...)``, an odd last bit of a half alone. Of an odd number of bits one more is in the upper
-    half."""
+    """Return a bent function of each of the two halves of the bits of a position.
+
+    It is ``(-1)^(i0 i1 + i2 i3 + ...)``, with an odd last bit of a half alone. For an odd number of
+    bits the upper half has one more.
+    """
     bits = int(width).bit_length() - 1
     low = bits // 2
     found = []
@@ -388,21 +401,21 @@ def signs(width: int) -> np.ndarray:
 
 
 def swapped(blocks: np.ndarray, pivots: np.ndarray) -> np.ndarray:
-    """Element 0 and the pivot of each block change places."""
+    """Swap element 0 and the pivot of each block."""
     found, rows = blocks.copy(), np.arange(len(blocks))
     found[rows, 0], found[rows, pivots] = blocks[rows, pivots], blocks[:, 0]
     return found
 
 
 def pivots_of(blocks: np.ndarray) -> np.ndarray:
-    """The place of the value that is more than twice as large as all others of its block; 0 for
-    none."""
+    """Return the position of the value that is more than twice as large as all others of its block;
+    0 for none."""
     size = np.sort(np.abs(blocks), axis=1)
     return np.where(size[:, -1] > 2 * size[:, -2], np.abs(blocks).argmax(axis=1), 0)
 
 
 def forward(blocks: np.ndarray, setting: Setting) -> tuple[np.ndarray, np.ndarray | None]:
-    """``H (signs x) / width`` of each ``width`` values, and the pivots."""
+    """Return ``H (signs x) / width`` of each ``width`` values, and the pivots."""
     if not setting.rotation:
         return blocks, None
     pivots = pivots_of(blocks) if setting.rotation == "pivot" else None
@@ -426,8 +439,11 @@ def backward(values: np.ndarray, pivots: np.ndarray | None, setting: Setting) ->
 
 
 def stored_up(number: np.ndarray, stored: str, roundoff: float) -> np.ndarray:
-    """The least number of the stored form that is not below a number (which is 0 or normal); the
-    form's largest at most."""
+    """Return the least number of the stored form that is not below a number, at most the form's
+    largest.
+
+    The number is 0 or normal.
+    """
     if roundoff == DOUBLE or stored == "fp32":
         return number
     mantissa, exponent = np.frexp(number)  # in [1/2, 1)
@@ -443,8 +459,8 @@ def stored_up(number: np.ndarray, stored: str, roundoff: float) -> np.ndarray:
 
 
 def stored_nearest(number: np.ndarray, stored: str, roundoff: float) -> np.ndarray:
-    """The nearest number of the stored form; of two, the even one (of powers of two, the
-    larger)."""
+    """Return the nearest number of the stored form; on a tie the even one (the larger power of
+    two)."""
     if roundoff == DOUBLE or stored == "fp32":
         return number
     smallest = SMALLEST[SINGLE][0]
@@ -460,8 +476,8 @@ def stored_nearest(number: np.ndarray, stored: str, roundoff: float) -> np.ndarr
 
 @dataclass(frozen=True)
 class Coded:
-    """Codes ``[blocks, size]``, the numbers of each block ``[blocks]`` in the order in which they
-    travel, and the pivots."""
+    """Codes ``[blocks, size]``, the numbers of each block ``[blocks]`` in wire order, and the
+    pivots."""
 
     codes: np.ndarray
     numbers: list[np.ndarray]
@@ -469,7 +485,8 @@ class Coded:
 
 
 def root_mean_square(t: np.ndarray, roundoff: float) -> np.ndarray:
-    """Of each block; of values divided by the peak, whose squares cannot overflow."""
+    """Return the root mean square of each block, from values divided by the peak to avoid
+    overflow."""
     peak = np.abs(t).max(axis=1, initial=0.0)
     return (
         np.sqrt(np.mean((t / np.maximum(peak, SMALLEST[roundoff][0])[:, None]) ** 2, axis=1)) * peak
@@ -485,9 +502,12 @@ def _first_scale(
     shift: np.ndarray | float = 0.0,
     more: float = 0.0,
 ) -> np.ndarray:
-    """The scale by absmax or by the root mean square, as it is stored; of a block whose peak is
-    larger by ``shift`` and ``more`` times itself. A grid without a zero has scale 0 for a block
-    whose scale would be below the smallest normal number, every other at least that."""
+    """Return the stored scale by absmax or by the root mean square.
+
+    The block's peak may be larger by ``shift`` and ``more`` times itself. A grid without a zero has
+    scale 0 for a block whose scale would be below the smallest normal number. Every other scale is
+    at least that number.
+    """
     smallest = SMALLEST[roundoff][0]
     peak = np.abs(t).max(axis=1, initial=0.0)
     if setting.scale == "rms" or (setting.scale == "lsq" and grid.sigma == 1.0):
@@ -504,7 +524,7 @@ def _first_scale(
 
 
 def encode(x: np.ndarray, setting: Setting, roundoff: float) -> Coded:
-    """A flat row, all finite, to codes and numbers, rounded to the nearest."""
+    """Encode a flat row, all finite, into codes and numbers, rounded to the nearest."""
     grid = grid_of(setting.grid, setting.block)
     t, pivots = forward(blocks_of(x, setting), setting)
     numbers = []
@@ -531,13 +551,13 @@ def encode(x: np.ndarray, setting: Setting, roundoff: float) -> Coded:
 
 
 def decode(coded: Coded, numel: int, setting: Setting) -> np.ndarray:
-    """The flat row back."""
+    """Return the decoded flat row."""
     grid = grid_of(setting.grid, setting.block)
     return row_of(backward(_scaled(coded, setting, grid), coded.pivots, setting), numel, setting)
 
 
 def _scaled(coded: Coded, setting: Setting, grid: Grid) -> np.ndarray:
-    """What the codes stand for, before the transform is undone."""
+    """Return what the codes stand for, before the transform is undone."""
     values = grid.levels[grid.rank[coded.codes]]
     numbers = list(coded.numbers)
     middle = numbers.pop(0)[:, None] if setting.offset else 0.0
@@ -551,12 +571,12 @@ def _scaled(coded: Coded, setting: Setting, grid: Grid) -> np.ndarray:
 # --- the wire -------------------------------------------------------------------------------------
 
 WIDTHS = {1: [1], 2: [2], 3: [2, 1], 4: [4], 5: [4, 1], 6: [4, 2], 7: [4, 2, 1], 8: [8]}
-"""How codes of each number of bits are cut, low bits first; part p of a block's codes stands at the
-p-th bits of the bytes."""
+"""How codes of each number of bits are split, low bits first. Part p of a block's codes is stored
+at the p-th bits of the bytes."""
 
 
 def unpacked(raw: np.ndarray, size: int, bits: int) -> np.ndarray:
-    """Bytes ``[blocks, size * bits / 8]`` to codes ``[blocks, size]``."""
+    """Unpack bytes ``[blocks, size * bits / 8]`` into codes ``[blocks, size]``."""
     codes, start, low = np.zeros((len(raw), size), dtype=np.int64), 0, 0
     for width in WIDTHS[bits]:
         length = size * width // 8
@@ -568,7 +588,7 @@ def unpacked(raw: np.ndarray, size: int, bits: int) -> np.ndarray:
 
 
 def regions(numel: int, setting: Setting, roundoff: float) -> list[int]:
-    """Bytes of codes, of each number and of pivots, without the padding."""
+    """Return the bytes of codes, of each number and of pivots, without the padding."""
     blocks, size = places(numel, setting).shape
     itemsize = 8 if roundoff == DOUBLE else {"fp32": 4, "bf16": 2, "pow2": 1}[setting.stored]
     count = {"static": 0, "dual": 2}.get(setting.scale, 1) + setting.offset
@@ -577,7 +597,7 @@ def regions(numel: int, setting: Setting, roundoff: float) -> list[int]:
 
 
 def read(wire: np.ndarray, numel: int, setting: Setting, roundoff: float) -> Coded:
-    """The bytes of a row: codes, numbers, pivots, each from a multiple of 128 bytes on."""
+    """Read the bytes of a row: codes, numbers, pivots, each from a multiple of 128 bytes on."""
     blocks, size = places(numel, setting).shape
     parts, start = [], 0
     for length in regions(numel, setting, roundoff):
@@ -601,8 +621,11 @@ def _number(raw: np.ndarray, stored: str, roundoff: float) -> np.ndarray:
 
 
 def noise(blocks: np.ndarray, seed: int, salt: tuple[int, ...] = ()) -> np.ndarray:
-    """In [0, 1) for ``[blocks, size]``: a hash of seed, salt, place and the bfloat16 bits of the
-    block's values, in whole numbers modulo 2^32."""
+    """Return noise in [0, 1) for ``[blocks, size]``.
+
+    It is a hash of seed, salt, position and the bfloat16 bits of the block's values, in whole
+    numbers modulo 2^32.
+    """
     whole, key = 2**32, 0
     for number in (seed, seed // whole, *salt):
         key = int(_lowbias32(np.array((key + number * 0x9E3779B1 + 1) % whole, dtype=object)))
@@ -632,12 +655,12 @@ def verify(
     roundoff: float,
     limit: float,
 ) -> None:
-    """Asserts that a wire and what is decoded from it are right for a flat row of finite values.
+    """Assert that a wire and its decoded values are right for a flat row of finite values.
 
-    Each number of a block is compared with the one made from the block (and from the numbers and
-    codes before it on the wire); each code with the cell of its value divided by those numbers;
-    each decoded value with the level of its code. ``roundoff`` is that of the arithmetic; ``limit``
-    the largest number of the tensor's dtype, where values are cut.
+    Each number of a block is compared with the one made from the block, and from the numbers and
+    codes before it on the wire. Each code is compared with the cell of its value divided by those
+    numbers, and each decoded value with the level of its code. ``roundoff`` is that of the
+    arithmetic. ``limit`` is the largest number of the tensor's dtype, at which values are clipped.
     """
     grid = grid_of(setting.grid, setting.block)
     smallest_normal, smallest = SMALLEST[roundoff]
@@ -650,7 +673,7 @@ def verify(
     t, pivots = forward(blocks, setting)
     if pivots is not None:
         assert (got.pivots == pivots).all(), "pivots"
-    # Two sums of about sqrt(width) numbers each, generously counted.
+    # Two sums of about sqrt(width) numbers each, with a generous bound.
     blur = (8 * math.sqrt(width) * roundoff * np.abs(blocks).max(axis=1) + width * smallest) * (
         width > 1
     ) + 2 * smallest
@@ -723,7 +746,7 @@ def verify(
                 * math.sqrt(width)
                 * roundoff
             )
-            # The sums are of numbers divided by their count: each loses up to a subnormal, and is
+            # The sums are of numbers divided by their count: each loses up to a subnormal, which is
             # multiplied again.
             rounding = (
                 rounding.reshape(len(values), -1, width).sum(axis=2)
@@ -733,7 +756,7 @@ def verify(
             rounding = np.repeat(rounding, width, axis=1)
         if (
             pivots is not None
-        ):  # a value and the bound of its error change places; all get the largest
+        ):  # a value and the bound of its error are swapped; all get the largest
             rounding = np.broadcast_to(rounding.max(axis=1, keepdims=True), rounding.shape)
         want, rounding = row_of(want, len(x), setting), row_of(rounding, len(x), setting)
     off = np.abs(decoded - np.clip(want, -limit, limit))
@@ -743,7 +766,7 @@ def verify(
 
 
 def replace_dual(setting: Setting) -> Setting:
-    """The second of two scales is an absmax one."""
+    """Return the setting of the second of two scales, an absmax one."""
     return (
         Setting(setting.grid, "absmax", block=setting.block) if setting.scale == "dual" else setting
     )
@@ -760,8 +783,8 @@ def _codes_fit(
     grid: Grid,
     blocks: np.ndarray,
 ) -> None:
-    """Each value divided by a scale between ``low`` and ``high`` lies in the cell of its code, but
-    for rounding."""
+    """Check that each value divided by a scale between ``low`` and ``high`` lies in the cell of its
+    code, up to rounding."""
     some = high > 0
     t, ranks, blur = t[some], ranks[some], blur[some]
     divisor = np.stack([np.maximum(low[some], high[some] * 1e-9), high[some]])[:, :, None]
@@ -789,12 +812,12 @@ def _codes_fit(
 
 
 def gaussian_error(grid: Grid, block: int, points: int = 200) -> float:
-    """Root mean square error of a unit Gaussian, coded with absmax scales: ``sqrt(E[step^2] /
-    12)``, by numeric integration.
+    """Return the root mean square error of a unit Gaussian with absmax scales.
 
-    ``P(max|x| < m) = (2 Phi(m) - 1)^block`` gives the scales; an error is uniform within the cell
-    of its code; the largest value of a block has none. A Hadamard transform of a Gaussian is one
-    again, so that this holds for rotated codecs as well.
+    It is ``sqrt(E[step^2] / 12)``, by numeric integration. ``P(max|x| < m) = (2 Phi(m) - 1)^block``
+    gives the scales. An error is uniform within the cell of its code, and the largest value of a
+    block has none. A Hadamard transform of a Gaussian is Gaussian, so this holds for rotated codecs
+    as well.
     """
     normal = statistics.NormalDist()
     shares = (np.arange(points) + 0.5) / points

@@ -1,4 +1,4 @@
-"""What calls are refused with."""
+"""The messages with which calls are refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from commpass.errors import PolicyError
 
 
 def refusals(*attempts: Callable[[], Any]) -> list[str]:
-    """The message of the PolicyError that each attempt must raise."""
+    """Return the message of the PolicyError that each attempt must raise."""
     said = []
     for attempt in attempts:
         with pytest.raises(PolicyError) as error:

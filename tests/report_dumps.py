@@ -1,5 +1,4 @@
-"""Dumps without a model behind them, for tests of what reads them. Numbers are made up, and add
-up."""
+"""Dumps without a model, for tests of their readers. Numbers are made up, but consistent."""
 
 from __future__ import annotations
 
@@ -59,7 +58,7 @@ def site(name: str, module: str, *, ranks: int = 4, compressed: bool = True, **m
 
 
 def layers(count: int, **more) -> list[PlannedSite]:
-    """Two sites for each layer; those of every third layer's MLP are left alone."""
+    """Two sites for each layer; those of every third layer's MLP are uncompressed."""
     return [
         site(
             f"all_reduce_{2 * layer + at}",
@@ -73,7 +72,7 @@ def layers(count: int, **more) -> list[PlannedSite]:
 
 
 def timeline(sites: Sequence[PlannedSite], *, waits: bool = True) -> Timeline:
-    """1,000 us of computing for each site, then what it takes, half of it waited for."""
+    """1,000 us of computation for each site, then its exchange, half of it waited for."""
     events, now = [], 0.0
     for each in sites:
         us = each.predicted_us
@@ -105,7 +104,7 @@ def timeline(sites: Sequence[PlannedSite], *, waits: bool = True) -> Timeline:
 
 
 def nodes(sites: Sequence[PlannedSite]) -> tuple[GraphNode, ...]:
-    """A matmul, the collective, and the wait for it, of each site."""
+    """A matmul, the collective, and its wait, for each site."""
     found, last = [GraphNode(name="x", op="placeholder", target="x")], "x"
     for each in sites:
         for name, target, of in (

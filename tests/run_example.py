@@ -1,4 +1,4 @@
-"""Examples, run as a user runs them; where one does not end, what each of its processes did."""
+"""Run examples as a user does, and show each process's stack if one hangs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LONGEST_S = 240.0
-"""Below the time-out of a test, so that the output of an example that hangs is seen."""
+"""Below the time-out of a test, so that the output of a hanging example is shown."""
 
 
 def output_of(script: str, ranks: int, *options: str, longest_s: float = LONGEST_S) -> str:
-    """What an example prints, its ranks on this host. Raises AssertionError with all that it
-    printed where it fails; where it does not end, with the stacks of its processes as well."""
+    """Return what an example prints, with its ranks on this host.
+
+    Raise AssertionError with all output if it fails. If it hangs, the output includes the stacks of
+    its processes.
+    """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={ranks}", script, *options]
     more = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
@@ -40,7 +43,7 @@ def output_of(script: str, ranks: int, *options: str, longest_s: float = LONGEST
 
 
 def _descendants(pid: int) -> list[int]:
-    """A process and all that it has started, the latter first."""
+    """Return a process and all its descendants, the latter first."""
     found = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in path.read_text().split():

@@ -1,4 +1,4 @@
-"""How much work a function does, counted and not timed: the same on any machine, under any load."""
+"""Count the work of a function instead of timing it: the result is the same on any machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def steps_of(function: Callable[[], Any]) -> int:
-    """The lines of Python that a call runs. What C does in one line counts once."""
+    """Return the number of Python lines that a call runs. C code within a line is not counted."""
     found = 0
 
     def see(frame: FrameType, event: str, _: Any) -> Any:
@@ -27,8 +27,11 @@ def steps_of(function: Callable[[], Any]) -> int:
 
 
 def growth(work: Callable[[int], Callable[[], Any]], size: int) -> float:
-    """How the steps for one more thing grow as things get twice as many, from ``size`` on: about 1
-    where each takes as many, and 2 where each looks at all others. ``work(n)`` prepares a call with
-    n things."""
+    """Return how the steps for one more item grow when the number of items doubles, from ``size``
+    on.
+
+    The result is about 1 if each item takes as many steps, and 2 if each looks at all others.
+    ``work(n)`` prepares a call with n items.
+    """
     one, two, four = (steps_of(work(times * size)) for times in (1, 2, 4))
     return (four - two) / (2 * (two - one))

@@ -1,6 +1,9 @@
-"""Which tests run: the quick ones always, those marked ``every`` with ``--every``, or one in
-256 of them with ``--share TEXT``. Of a function marked ``few(n)``, n cases are quick. Those of
-``tests/bench``, which are of the benchmarks, run where ``--bench`` or ``--every`` is given."""
+"""Select the tests that run.
+
+Quick tests always run. Those marked ``every`` run with ``--every``, or one in 256 of them with
+``--share TEXT``. Of a function marked ``few(n)``, n cases are quick. Tests of ``tests/bench``,
+which test the benchmarks, run with ``--bench`` or ``--every``.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +28,18 @@ _chosen_tier = {"every": False}
 
 
 def examples(quick: int, every: int) -> int:
-    """How many cases hypothesis tries: so many, or with ``--every`` more."""
+    """Return how many cases hypothesis tries: ``quick``, or ``every`` with ``--every``."""
     return every if _chosen_tier["every"] else quick
 
 
 def part(text: str) -> int:
-    """0 to 255, the same on every machine and in every process."""
+    """Return 0 to 255, the same on every machine and in every process."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) % PARTS
 
 
 def sampled(cases: Iterable[Any], quick: Collection[Any] | Callable[[Any], bool]) -> Iterator:
-    """All cases for ``parametrize``; those that are not ``quick`` run with ``--every`` alone."""
+    """Yield all cases for ``parametrize``; those that are not ``quick`` run only with
+    ``--every``."""
     for case in cases:
         kept = quick(case) if callable(quick) else case in quick
         marks = () if kept else pytest.mark.every
@@ -43,16 +47,21 @@ def sampled(cases: Iterable[Any], quick: Collection[Any] | Callable[[Any], bool]
 
 
 def crossed(*choices: Iterable[Any], one_in: int = 1) -> Iterator[tuple]:
-    """The product of the choices, or one in so many of it. Each pair of values of two choices is
-    still in it where a third choice has ``one_in`` values or more."""
+    """Yield the product of the choices, or one in ``one_in`` of it.
+
+    Each pair of values of two choices is still included if a third choice has ``one_in`` values or
+    more.
+    """
     for numbered in itertools.product(*map(enumerate, choices)):
         if sum(number for number, _ in numbered) % one_in == 0:
             yield tuple(value for _, value in numbered)
 
 
 def thinned(*choices: Iterable[Any], one_in: int) -> Iterator[ParameterSet]:
-    """The product of the choices for ``parametrize``, tuples in it taken apart; one in so many of
-    it runs without ``--every``."""
+    """Yield the product of the choices for ``parametrize``, with nested tuples flattened.
+
+    One case in ``one_in`` runs without ``--every``.
+    """
     every, quick = (tuple(crossed(*choices, one_in=n)) for n in (1, one_in))
     for case in every:
         flat = itertools.chain.from_iterable(x if isinstance(x, tuple) else (x,) for x in case)
@@ -60,7 +69,7 @@ def thinned(*choices: Iterable[Any], one_in: int) -> Iterator[ParameterSet]:
 
 
 def rarely(*case: Any, **more: Any) -> ParameterSet:
-    """A case for ``parametrize`` that runs with ``--every`` alone."""
+    """Return a case for ``parametrize`` that runs only with ``--every``."""
     return pytest.param(*case, marks=pytest.mark.every, **more)
 
 
@@ -82,8 +91,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Tests of the same real ranks run in one worker, in which these are started once. Tests of
-    benchmarks are marked."""
+    """Run tests of the same real ranks in one worker, which starts them once. Mark tests of
+    benchmarks."""
     if item.path.parent.name == "bench":
         item.add_marker("bench")
     if _takes_ranks(item) and not item.get_closest_marker("xdist_group"):
@@ -91,7 +100,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def _takes_ranks(item: pytest.Item) -> bool:
-    """Whether a test takes ranks as a fixture, or asks for a fixture when it runs: those are
+    """Return whether a test has ranks as a fixture, or gets a fixture at run time: those are
     ranks."""
     code = getattr(getattr(item, "function", None), "__code__", None)
     asks = code is not None and "getfixturevalue" in code.co_names
@@ -115,15 +124,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _keep_group(item: pytest.Item) -> None:
-    """pytest-xdist 3.8 tells the group of a test by an id that pytest 9.2 no longer asks for: each
-    worker would start ranks of its own."""
+    """Restore the group of a test, so that not each worker starts ranks.
+
+    pytest-xdist 3.8 stores it in an id that pytest 9.2 no longer reads.
+    """
     named = vars(item).get("_nodeid", item.nodeid)
     if named != item.nodeid:
         item._id = type(item._id).parse(named)
 
 
 def _mark_all_but_few(items: list[pytest.Item]) -> None:
-    """Marks ``every`` all cases of a function ``few(n)`` but n, which lie evenly among them."""
+    """Mark all cases of a function ``few(n)`` as ``every``, except n evenly spaced ones."""
     cases: dict[object, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("few") and not item.get_closest_marker("every"):
@@ -142,6 +153,6 @@ def _is_quick(item: pytest.Item, bench: bool) -> bool:
 
 
 def _chosen(item: pytest.Item, text: str) -> bool:
-    """By the test's place and name: its id has the name of its group at the end under xdist."""
+    """Select by the test's place and name: under xdist its id ends with the name of its group."""
     place, _, name = item.location
     return bool(text) and part(f"{place}::{name}") == part(text)

@@ -1,8 +1,7 @@
-"""How long a run of the tests took: told at its end, and compared with the last one that was stored
-in ``times.json``, so that time cannot grow back unseen.
+"""Report how long a run of the tests took, and compare it with the run stored in ``times.json``.
 
-    make test                 # warns where it takes longer than LONG_S
-    pytest ... --store-times  # stores the times of this run, by file
+make test                 # warns if it takes longer than LONG_S
+pytest ... --store-times  # stores the times of this run, by file
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import pytest
 
 STORED = Path(__file__).parent / "times.json"
 LONG_S = 600.0
-"""A run of the quick tier that takes longer warns. Machines differ, so that it does not fail."""
+"""A longer run of the quick tier warns. It does not fail, since machines differ."""
 MOST = 10
 """Files that are named."""
 _begun = time.monotonic()
@@ -32,7 +31,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """All phases of a test count for its file; with xdist the controller hears of all workers."""
+    """Count all phases of a test for its file; with xdist the controller gets those of all
+    workers."""
     _seconds[report.location[0]] += report.duration
 
 
@@ -67,8 +67,10 @@ def _stored(took: float) -> dict[str, object]:
 
 
 def _warning(took: float) -> str:
-    """What grew most since the stored run, relative to all that ran in both: a slow machine is slow
-    everywhere."""
+    """Return what grew most since the stored run, relative to all tests of both.
+
+    On a slow machine all tests are slower.
+    """
     text = f"WARNING: this took {took / 60:.1f} minutes, wanted are {LONG_S / 60:.0f}."
     if not STORED.exists():
         return text

@@ -1,4 +1,4 @@
-"""Which errors a model minds: measured where each collective stands, and spent by a policy."""
+"""Measure how sensitive a model is to errors of each collective, and choose codecs accordingly."""
 
 from commpass.calibration.data import Address, Calibration, Carried, Level, Place
 from commpass.calibration.mix import Solution, Treatment

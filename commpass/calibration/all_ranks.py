@@ -1,9 +1,10 @@
-"""What ranks tell each other while they measure: numbers and failures, through torch's store.
+"""Exchange measurements and failures between ranks through torch's store.
 
-The collectives of the model are the user's, and a rank that fails takes part in no more of them. So
-nothing of ours goes through them: each rank puts its numbers on the store, and reads the others'.
-A rank that fails leaves its reason there; one that waits for it in a collective of the model is let
-go by the time-out of its process group, which is as short as ``timeout`` for as long.
+The collectives of the model belong to the user, and a rank that fails takes part in no more of
+them. So commpass sends nothing through them: each rank writes its numbers to the store and reads
+the others'. A rank that fails writes its reason there. A rank that waits for it in a collective of
+the model is released by the time-out of its process group, which is as short as ``timeout``
+meanwhile.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ class Ranks:
         self.root = f"commpass/calibrate/{name[0]}"
 
     def exchange(self, value: T, kind: type[T]) -> list[T]:
-        """What every rank gave, by rank. Raises CalibrationError if one has failed, or says nothing
-        in time."""
+        """Return the values of all ranks, by rank.
+
+        Raise CalibrationError if a rank has failed, or publishes nothing in time.
+        """
         self.step += 1
         self._store.set(self._place(self.rank), msgspec.msgpack.encode(value))
         try:
@@ -52,13 +55,12 @@ class Ranks:
         return [msgspec.msgpack.decode(each, type=kind) for each in raw]
 
     def all_sums(self, numbers: list[float]) -> list[float]:
-        """Sums over all ranks, added in rank order: the same bits on every rank."""
+        """Return sums over all ranks, added in rank order: the same bits on every rank."""
         rows = self.exchange(numbers, list[float])
         return [sum(column) for column in zip(*rows, strict=True)]
 
     def fail(self, error: BaseException) -> None:
-        """Leaves a reason for the others, and lets go of those that wait for this rank's
-        numbers."""
+        """Publish the failure's reason, and release the ranks that wait for this rank's numbers."""
         said = f"{type(error).__name__}: {error}".splitlines()[0]
         self._store.set(f"{self.root}/failed/{self.rank}", said)
         for step in (self.step, self.step + 1):
@@ -66,7 +68,7 @@ class Ranks:
                 self._store.set(f"{self.root}/{step}/{self.rank}", "")
 
     def raise_others(self, because: BaseException | None) -> None:
-        """Raises CalibrationError if another rank has failed."""
+        """Raise CalibrationError if another rank has failed."""
         for rank in range(self.size):
             place = f"{self.root}/failed/{rank}"
             if rank != self.rank and self._store.check([place]):
@@ -78,13 +80,13 @@ class Ranks:
 
     @property
     def _store(self) -> Any:
-        """Asked for each time: who keeps torch's store keeps a server alive."""
+        """Looked up each time: holding torch's store would keep its server alive."""
         return dist.distributed_c10d._get_default_store()
 
 
 @contextmanager
 def all_ranks(timeout: float) -> Iterator[Ranks]:
-    """All ranks, for as long as they measure. A rank that raises tells the others why."""
+    """Make ``Ranks`` for the time of a measurement. A rank that raises publishes its error."""
     with _patience(timeout):
         ranks = Ranks(timeout)
         try:
@@ -98,7 +100,7 @@ def all_ranks(timeout: float) -> Iterator[Ranks]:
 
 @contextmanager
 def _patience(seconds: float) -> Iterator[None]:
-    """Process groups that wait no longer than so many seconds."""
+    """Limit the time-out of all process groups to ``seconds``."""
     before = []
     for group in list(dist.distributed_c10d._world.pg_map):
         for device in group._device_types:

@@ -1,4 +1,4 @@
-"""What a calibration found, as data: JSON out, JSON in, with a digest that all ranks share."""
+"""The results of a calibration as data: written to and read from JSON, with a common digest."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ __all__ = ["Address", "Calibration", "Carried", "Level", "Place"]
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """How much a model minds errors of its collectives, as measured on ``batches`` batches.
+    """How sensitive a model is to errors of its collectives, as measured on ``batches`` batches.
 
-    ``of`` says what sensitivities are of: the ``gradients`` of all parameters, or the ``outputs``
-    of inference. ``loss`` is the mean loss of the untouched model (None for inference), ``probes``
-    the codecs whose errors stood for all others', and ``remarks`` say which collectives were not
-    measured, and why. ``written`` is a time as ISO 8601.
+    ``of`` is the subject of sensitivities: the ``gradients`` of all parameters, or the ``outputs``
+    of inference. ``loss`` is the mean loss of the untouched model (None for inference). ``probes``
+    are the codecs whose errors represented all others'. ``remarks`` report which collectives were
+    not measured, and why. ``written`` is a time as ISO 8601.
     """
 
     format: str = FORMAT.name
@@ -53,10 +53,12 @@ class Calibration:
         profile: str | Path | Profile | None = None,
         cheapest: str = "bytes",
     ) -> Solution:
-        """The codec of each place that sends least (``cheapest="bytes"``) or is predicted to take
-        least (``"time"``), with a predicted error of gradients or outputs of at most ``max_error``:
-        a share such as 0.02. Places that ``base`` keeps are left alone. Raises CalibrationError for
-        a budget that is no number, PolicyError for a policy or profile that is none.
+        """Return the cheapest codec of each place, with a predicted error of at most ``max_error``.
+
+        The cheapest one sends least (``cheapest="bytes"``) or is predicted to take least
+        (``"time"``). The error is that of gradients or outputs, a share such as 0.02. Places that
+        ``base`` keeps stay uncompressed. Raise CalibrationError for an invalid budget, and
+        PolicyError for an invalid policy or profile.
         """
         return solve(self.places, max_error, policy_named(base), profile_here(profile), cheapest)
 
@@ -70,18 +72,19 @@ class Calibration:
         exactly: bool = False,
         name: str = "calibrated",
     ) -> Policy:
-        """A policy with a rule for each place: the chosen codec, and every other one whose measured
-        error there is no larger, of which the cost model takes the fastest, or none. With
-        ``exactly`` the rule has the chosen codec alone, and forces it.
+        """Return a policy with a rule for each place.
 
-        What no rule covers is the policy ``base``'s, by its own rules: nothing was measured there.
+        A rule allows the chosen codec, and every other one whose measured error there is no larger.
+        The cost model then selects the fastest of them, or none. With ``exactly`` a rule has only
+        the chosen codec, and forces it. Sites without such a rule follow the rules of the policy
+        ``base``, since nothing was measured there.
         """
         base = policy_named(base)
         found = self.solve(max_error, base=base, profile=profile, cheapest=cheapest)
         return rules_of(found, base, name, exactly=exactly)
 
     def digest(self) -> str:
-        """A digest of all that was measured; equal on all ranks."""
+        """Return a digest of all that was measured; equal on all ranks."""
         said = {**msgspec.to_builtins(self), "written": ""}
         return hashlib.sha256(msgspec.json.encode(said, order="deterministic")).hexdigest()[:16]
 
@@ -89,12 +92,11 @@ class Calibration:
         return msgspec.json.format(msgspec.json.encode(self), indent=1).decode()
 
     def write(self, path: str | Path) -> None:
-        """Writes it, whole or not at all. Raises CalibrationError where that cannot be."""
+        """Write it completely or not at all. Raise CalibrationError if that fails."""
         write_whole(Path(path), self.to_json().encode() + b"\n", CalibrationError)
 
     @staticmethod
     def read(path: str | Path) -> Calibration:
-        """What ``write`` wrote. Raises CalibrationError that says what is wrong with it and
-        where."""
+        """Read what ``write`` wrote. Raise CalibrationError with the error and its place."""
         found: Any = read_json(Path(path), FORMAT, Calibration)
         return found

@@ -1,4 +1,4 @@
-"""From what was measured to a policy: a codec for each place, under one budget of error."""
+"""Choose a codec for each place from measurements, under one error budget, and build a policy."""
 
 from __future__ import annotations
 
@@ -26,10 +26,13 @@ CHEAPEST = ("bytes", "time")
 
 @dataclass(frozen=True, kw_only=True)
 class Treatment:
-    """What may be done at a place: a codec (``none``: leave it alone) by one algorithm for each of
-    its sites. ``error`` is the relative error of what the place gives, ``share`` what that adds
-    to the squared error of the model. ``sent_bytes`` leave one rank in a step (a plan counts those
-    that it hands to collectives), and ``us`` is the predicted time of all sites together."""
+    """A candidate at a place: a codec (``none``: uncompressed) with one algorithm for each of its
+    sites.
+
+    ``error`` is the relative error of the place's result, and ``share`` its contribution to the
+    squared error of the model. ``sent_bytes`` leave one rank in a step; a plan counts the bytes
+    that it hands to collectives instead. ``us`` is the predicted time of all sites together.
+    """
 
     codec: str
     algorithms: tuple[str, ...]
@@ -41,8 +44,10 @@ class Treatment:
 
 @dataclass(frozen=True, kw_only=True)
 class Solution:
-    """The chosen candidate of each place, with all that were considered, and the budget that it
-    keeps. ``excluded`` are the numbers of places that the base policy keeps."""
+    """The chosen candidate of each place, all that were considered, and the budget that is kept.
+
+    ``kept`` are the numbers of places that the base policy keeps.
+    """
 
     max_error: float
     places: tuple[Place, ...]
@@ -52,8 +57,10 @@ class Solution:
 
     @property
     def error(self) -> float:
-        """The predicted relative error of the gradients, or outputs: shares add up, since errors of
-        different places are independent."""
+        """The predicted relative error of the gradients, or outputs.
+
+        Shares add up, since errors of different places are independent.
+        """
         return math.sqrt(math.fsum(each.share for each in self.chosen))
 
     @property
@@ -66,12 +73,13 @@ class Solution:
 
     @property
     def plain_bytes(self) -> float:
-        """Bytes that leave one rank if all is left alone."""
+        """Bytes that leave one rank if everything is uncompressed."""
         return math.fsum(some[0].sent_bytes for some in self.considered)
 
     def uniform(self, name: str) -> tuple[float, float] | None:
-        """Bytes and predicted error if all places had the same codec; None where one cannot."""
-        wanted = codec(name)  # measured bits do not tell codecs apart
+        """Return bytes and predicted error if all places had the same codec; None if one cannot
+        have it."""
+        wanted = codec(name)  # measured bits do not distinguish codecs
         coded = [[each for each in some if each.codec != NONE] for some in self.considered]
         rows = [[each for each in some if codec(each.codec) == wanted] for some in coded]
         if not all(rows):
@@ -88,8 +96,10 @@ def solve(
     profile: Profile | None,
     by: str = "bytes",
 ) -> Solution:
-    """The cheapest mix. Places are looked at in an order of their own, so that the same ones give
-    the same mix however they came."""
+    """Return the cheapest mix.
+
+    Places are sorted first, so that the same ones give the same mix in any order.
+    """
     try:
         check_number("max_error", max_error)
     except ValueError as error:
@@ -105,7 +115,7 @@ def solve(
         for some in open_to
     ]
     mix = cheapest(options, max_error**2)
-    assert mix is not None  # leaving all alone loses nothing
+    assert mix is not None  # leaving everything uncompressed loses nothing
     chosen = tuple(some[number] for some, number in zip(open_to, mix.chosen, strict=True))
     return Solution(
         max_error=max_error, places=ordered, considered=tuple(known), chosen=chosen, kept=kept
@@ -113,7 +123,7 @@ def solve(
 
 
 def _is_excluded(place: Place, base: Policy) -> bool:
-    """Whether a rule of the policy keeps a place, or the policy is off."""
+    """Return whether a rule of the policy keeps a place, or the policy is off."""
     if base.off:
         return True
     return any(
@@ -125,8 +135,11 @@ def _is_excluded(place: Place, base: Policy) -> bool:
 def considered(
     place: Place, base: Policy, profile: Profile | None, by: str = "bytes"
 ) -> tuple[Treatment, ...]:
-    """All that may be done at a place, *leave it alone* first, by the algorithm that is best for
-    each codec: that sends least and then loses least, or is fastest."""
+    """Return all candidates at a place, the uncompressed one first.
+
+    Each codec has its best algorithm: the one that sends least and then loses least, or the
+    fastest.
+    """
     wanted = Allowed(codecs=tuple(sorted(place.errors)), algorithms=base.algorithms)
     found = [
         candidates(each.site, wanted, profile or default_here(each.site.device), True)
@@ -141,7 +154,7 @@ def considered(
 
 
 def _by_codec(place: Place, spec: str, options: Sequence[Options], by: str) -> Treatment | None:
-    """One codec at all sites of a place; None where one of them cannot have it."""
+    """Return one codec at all sites of a place; None if one of them cannot have it."""
     best: list[Candidate] = []
     for carried, each in zip(place.sites, options, strict=True):
         fitting = [
@@ -173,7 +186,7 @@ def _at_all(place: Place, choice: Sequence[Candidate], error: float) -> Treatmen
 
 
 def sent(candidate: Candidate, ranks: int) -> float:
-    """Bytes that leave one rank."""
+    """Return the bytes that leave one rank."""
     return math.fsum(
         stage.leaving if stage.peers is not None else steps(stage.kind, ranks, stage.leaving)[1]
         for stage in candidate.stages
@@ -182,8 +195,11 @@ def sent(candidate: Candidate, ranks: int) -> float:
 
 
 def result_error(place: Place, spec: str, expected: float) -> float:
-    """The relative error of what a place gives: that of one encode and decode as measured there,
-    times how many times as large an algorithm makes that of Gaussian data (``expected``)."""
+    """Return the relative error of a place's result.
+
+    It is the measured error of one encode and decode there, times the factor by which an algorithm
+    increases that of Gaussian data (from ``expected``).
+    """
     alone = codec(spec).relative_error()
     return place.errors[spec] * (expected / alone if alone else 1.0)
 
@@ -192,7 +208,8 @@ def result_error(place: Place, spec: str, expected: float) -> float:
 
 
 def rules_of(found: Solution, base: Policy, name: str, *, exactly: bool = False) -> Policy:
-    """The policy of a mix. Deeper modules come first, since a rule covers all that is inside."""
+    """Return the policy of a mix. Deeper modules come first, since a rule covers all that is
+    inside."""
     made: list[tuple[Address, Rule]] = []
     rows = zip(found.places, found.considered, found.chosen, strict=True)
     for number, (place, some, chosen) in enumerate(rows):
@@ -215,7 +232,7 @@ def _rule(address: Address, entries: dict[str, object]) -> Rule:
 def _rule_fields(
     place: Place, some: Sequence[Treatment], choice: Treatment, excluded: bool, exactly: bool
 ) -> dict[str, object]:
-    """What a rule says of a place."""
+    """Return the fields of a place's rule."""
     if excluded or choice.codec == NONE:
         return {"keep": True}
     names, ways = [choice.codec], list(choice.algorithms)
@@ -234,7 +251,7 @@ def _rule_fields(
             and any(find_algorithm(kind, way) for kind in kinds)
             and all(_error(place, name, [way]) <= choice.error for name in names)
         ]
-    # What candidates compare with the budget: the error by the algorithm on Gaussian data.
+    # Candidates compare this error with the budget: that of the algorithm on Gaussian data.
     most = max(each for name in names for each in _expected(place, name, ways))
     words: dict[str, object] = {
         "codec": tuple(names),
@@ -245,12 +262,12 @@ def _rule_fields(
 
 
 def _error(place: Place, spec: str, ways: Sequence[str]) -> float:
-    """The largest error of a codec by some algorithms."""
+    """Return the largest error of a codec by some algorithms."""
     return max(result_error(place, spec, each) for each in _expected(place, spec, ways))
 
 
 def _expected(place: Place, spec: str, ways: Sequence[str]) -> Iterator[float]:
-    """The errors that are expected of Gaussian data, by each algorithm at each site that has it."""
+    """Yield the expected errors of Gaussian data, by each algorithm at each site that has it."""
     for each in place.sites:
         for way in ways:
             if (known := find_algorithm(each.site.kind, way)) is not None:

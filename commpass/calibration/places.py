@@ -1,4 +1,4 @@
-"""Places: the sites that a rule can tell from all others, and what was measured there."""
+"""Places: the sites that a rule can distinguish from all others, and what was measured there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from commpass.plan import Site
 
 @dataclass(frozen=True, order=True)
 class Address:
-    """What a rule can say of a site: module path, kind, direction, and a label of its group."""
+    """The facts of a site that a rule can match: module path, kind, direction, and a label of its
+    group."""
 
     module: str
     kind: str
@@ -28,8 +29,10 @@ class Address:
 
 @dataclass(frozen=True, kw_only=True)
 class Carried:
-    """A site of a place and how often it is carried out in a step, a mean over batches. Its name
-    and neighbours in the graph are left out."""
+    """A site of a place and its mean number of executions in a step.
+
+    Its name and neighbours in the graph are left out.
+    """
 
     site: Site
     calls: float
@@ -37,9 +40,12 @@ class Carried:
 
 @dataclass(frozen=True, kw_only=True)
 class Level:
-    """What an error of one size does: ``error`` is the relative error that ``codec`` made at a
-    place, ``sensitivity`` the relative change of the gradients (of inference: the outputs) for each
-    unit of it, both root mean squares over batches."""
+    """The effect of an error of one size.
+
+    ``error`` is the relative error that ``codec`` made at a place. ``sensitivity`` is the relative
+    change of the gradients (of inference: the outputs) for each unit of it. Both are root mean
+    squares over batches.
+    """
 
     codec: str
     error: float
@@ -50,14 +56,15 @@ class Level:
 class Place:
     """All sites of one or several ``where``s, and what was measured at them.
 
-    ``where`` are several if simplify makes one collective of theirs, which it can only while all
-    are allowed the same. ``errors`` are by codec: the relative error (2-norm) of one encode and
-    decode of what is sent here, over all ranks and batches, as a root mean square; 0 for a codec
-    that loses nothing, which is named with the bits that a value was measured to take.
-    ``statistics`` are the ranges of the channels on each rank of the group, with no channel kept
-    yet, as ``Channels.to_text`` writes them; "" where tensors do not have the same channels.
-    ``levels`` are by ascending error; none where no codec that loses something was asked for.
-    ``loss`` is the relative change of the loss for each unit of the least of those errors.
+    - ``where``: several, if simplify merges their collectives into one. It can only do that while
+      the same is allowed for all of them.
+    - ``errors``: by codec, the relative error (2-norm) of one encode and decode of what is sent
+      here. It is a root mean square over all ranks and batches. It is 0 for a lossless codec, which
+      is named with the measured bits of a value.
+    - ``statistics``: the ranges of the channels on each rank of the group, with no channel kept
+      yet, as ``Channels.to_text`` writes them; "" if tensors do not have the same channels.
+    - ``levels``: by ascending error; none if only lossless codecs were requested.
+    - ``loss``: the relative change of the loss for each unit of the least of those errors.
     """
 
     where: tuple[Address, ...]
@@ -69,12 +76,15 @@ class Place:
 
     @property
     def sensitivity(self) -> float:
-        """That of the least error; 0 where none was made."""
+        """The sensitivity to the least error; 0 if there is none."""
         return self.levels[0].sensitivity if self.levels else 0.0
 
     def change(self, error: float) -> float:
-        """The relative change that an error here makes. Sensitivities between two levels are
-        interpolated over the logarithm of the error; beyond them they are those of the nearest."""
+        """Return the relative change that an error here causes.
+
+        Sensitivities between two levels are interpolated over the logarithm of the error. Beyond
+        the levels they are those of the nearest.
+        """
         known = [each for each in self.levels if each.error > 0]
         below = [each for each in known if each.error <= error][-1:] or known[:1]
         above = [each for each in known if each.error > error][:1] or known[-1:]
@@ -98,12 +108,12 @@ class Place:
 
     @property
     def label(self) -> str:
-        """What a table calls it."""
+        """The name of the place in a table."""
         first = self.where[0]
         more = f" and {len(self.where) - 1} more" if len(self.where) > 1 else ""
         return f"{first.module or '(root)'}{more}"
 
 
 def bare(site: Site) -> Site:
-    """A site without its name and neighbours: equal for all that do the same in a place."""
+    """Return a site without its name and neighbours: equal for all that do the same in a place."""
     return dataclasses.replace(site, name="", producer=None, consumers=())

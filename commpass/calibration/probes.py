@@ -1,5 +1,7 @@
-"""A backend that compiles nothing new: before each collective it puts a probe, which gives what it
-is given, or what a codec makes of it, and measures."""
+"""A backend that compiles nothing: it inserts a probe before each collective and measures.
+
+A probe returns its input, or what a codec makes of it.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,10 @@ from commpass.utils.ambient import ambient_free
 
 @dataclass
 class Squares:
-    """Sums of squares: of what was sent, and of the errors of codecs, by their names. And how many
-    values were sent, and the bytes that codecs need for them."""
+    """Sums of squares of sent values, and of the errors of codecs by name.
+
+    ``count`` is the number of sent values, and ``bytes`` what codecs need for them.
+    """
 
     values: float = 0.0
     errors: dict[str, float] = field(default_factory=dict)
@@ -44,14 +48,16 @@ class Squares:
 
 @dataclass
 class Probes:
-    """What the probes of one rank know and find, whatever graph they are in.
+    """The settings and results of one rank's probes, in all graphs.
 
-    ``errors_of`` are the codecs whose errors are measured at each place, ``sizes_of`` those whose
-    sizes are, at all of them. ``disturb`` is the place
-    whose values a codec changes. ``channels`` are the ranges of the channels of each place, None
-    where its tensors do not have the same ones, and ``sums`` those of what its sums give. ``seats``
-    are the numbers of this rank in the groups of a place, each with how many ranks there are.
-    ``merged`` says which places simplify makes one collective of."""
+    - ``errors_of``: the codecs whose errors are measured at each place; ``sizes_of``: those whose
+      sizes are measured at all places.
+    - ``disturb``: the place whose values a codec changes.
+    - ``channels``: the ranges of the channels of each place, None if its tensors do not have the
+      same ones; ``sums``: those of the results of its sums.
+    - ``seats``: this rank's numbers in the groups of a place, each with the number of ranks.
+    - ``merged``: the places whose collectives simplify merges into one.
+    """
 
     wanted: tuple[str, ...]
     policy: Policy
@@ -69,7 +75,7 @@ class Probes:
     remarks: dict[str, None] = field(default_factory=dict)
 
     def insert(self, gm: fx.GraphModule, direction: str, obstacle: str | None) -> None:
-        """Puts a probe before every collective of a graph that a rule could compress, after
+        """Insert a probe before every collective of a graph that a rule could compress, after
         simplify."""
         found = discover(gm, direction)
         for each in found:
@@ -107,7 +113,7 @@ class Probes:
         return dataclasses.replace(each, allowed=known or Allowed(codecs=self.wanted))
 
     def _unsupported_reason(self, each: GraphSite, profile: Profile) -> str | None:
-        """Why nothing is measured at a site."""
+        """Return why nothing is measured at a site; None if it is."""
         site = each.site
         if site.word is not None:
             return "a word in the model says what is done to it, which no rule can change"
@@ -118,7 +124,7 @@ class Probes:
         return options.obstacle or (None if options.possible else "; ".join(options.refused))
 
     def _before(self, each: GraphSite, address: Address) -> None:
-        """Puts a probe before a site's input."""
+        """Insert a probe before a site's input."""
         node, source = each.call.node, each.input
         graph = each.module.graph
         probe = Probe(self, address, bare(each.site), "in-place" in each.call.form)
@@ -129,7 +135,7 @@ class Probes:
         node.replace_input_with(source, made)
 
     def _behind(self, each: GraphSite, address: Address) -> None:
-        """Puts a probe behind a sum, where one node has it."""
+        """Insert a probe after a sum that has one output."""
         if each.site.reduce_op != "sum" or len(each.outputs) != 1 or not is_wait(each.outputs[0]):
             return
         (node,) = each.outputs
@@ -140,7 +146,7 @@ class Probes:
         node.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
 
     def forget(self) -> None:
-        """What was counted and summed up."""
+        """Reset counts and sums."""
         self.squares = {}
         for counter in self.sites.values():
             counter.clear()
@@ -148,7 +154,7 @@ class Probes:
 
 @dataclass(frozen=True, kw_only=True)
 class _MergeRecorder(Allowed):
-    """What simplify may merge with all others, and notes whom it is about to be merged with."""
+    """An allowance that simplify may merge with all others; it records what it is merged with."""
 
     where: Address
     merged: set[tuple[Address, Address]]
@@ -160,14 +166,14 @@ class _MergeRecorder(Allowed):
 
 
 def _added(each: GraphSite, probe: nn.Module) -> str:
-    """The name of a probe that is added to the module of a site."""
+    """Add a probe to the module of a site. Return its name."""
     name = f"commpass_probe_{len(each.module._modules)}"
     each.module.add_module(name, probe)
     return name
 
 
 class Probe(nn.Module):
-    """What stands before one collective."""
+    """The probe before one collective."""
 
     def __init__(self, probes: Probes, address: Address, site: Site, in_place: bool):
         super().__init__()
@@ -203,7 +209,7 @@ class Probe(nn.Module):
 
 
 class ProbeOfSums(nn.Module):
-    """What stands behind one collective."""
+    """The probe after one collective."""
 
     def __init__(self, probes: Probes, address: Address):
         super().__init__()
@@ -217,7 +223,7 @@ class ProbeOfSums(nn.Module):
 
 
 def _note_channels(known: dict[Address, Running | None], address: Address, x: Tensor) -> None:
-    """Takes in the ranges of the channels of a tensor; None where tensors differ in them."""
+    """Update the ranges of the channels of a tensor; None if tensors differ in them."""
     if address not in known:
         known[address] = Running.start(x) if x.dim() > 1 else None
     elif (before := known[address]) is not None:
@@ -226,18 +232,18 @@ def _note_channels(known: dict[Address, Running | None], address: Address, x: Te
 
 
 def round_trip(codec: Codec, x: Tensor) -> Tensor:
-    """What a receiver has of a tensor, in its dtype."""
+    """Return what a receiver gets of a tensor, in its dtype."""
     return codec.decode(codec.encode(x.contiguous())) if x.dtype in FLOATS else x
 
 
 def square(x: Tensor, exact: Tensor | None = None) -> float:
-    """The sum of squares of a tensor, or of its difference to another, in float64."""
+    """Return the sum of squares of a tensor, or of its difference to another, in float64."""
     x = x.detach().double()
     return float((x - exact.detach().double() if exact is not None else x).square().sum())
 
 
 class Probing(Backend):
-    """What torch.compile is given: all graphs of a step with probes in them, run operator by
+    """The backend for torch.compile: it runs all graphs of a step with probes, operator by
     operator."""
 
     def __init__(self, probes: Probes):

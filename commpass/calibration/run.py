@@ -1,5 +1,4 @@
-"""calibrate: a model and some batches, on all ranks, to how much it minds errors of each
-collective."""
+"""``calibrate``: measure on all ranks how sensitive a model is to errors of each collective."""
 
 from __future__ import annotations
 
@@ -27,19 +26,19 @@ from commpass.errors import CalibrationError, check_number
 from commpass.policy import Policy, policy_named
 
 CODECS = (*(f"rotated(bits={bits})" for bits in range(2, 8)), "rotated", "bf16", "exponent")
-"""What is measured at each place if nobody names others."""
+"""The codecs that are measured at each place by default."""
 KEEP = 1 / 64
 """The share of channels that ``outlier`` keeps (low-bit tensor-parallel inference, section 3)."""
 PROBES = ("rotated(bits=6)", "rotated(bits=4)", "rotated(bits=2)")
-"""The codecs whose errors stand for all others': 2.4 %, small enough that twice the error changes
-the output twice as much, and far above the rounding of float32; 9.5 % and 37 %, which are not:
+"""The codecs whose errors represent all others'. 2.4 % is small enough that twice the error changes
+the output twice as much, and far above the rounding of float32. 9.5 % and 37 % are not that small:
 coarse codecs shrink what they code, and gradients are not linear."""
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """What one rank has found in a first run over all batches."""
+    """The results of one rank from a first run over all batches."""
 
     places: list[tuple[Address, list[Carried]]]
     merged: list[tuple[Address, Address]]
@@ -52,14 +51,17 @@ class _Seen:
 
 @dataclass
 class Sizes:
-    """How many values were sent at a place, and the bytes that codecs needed for them, by their
-    names: sums over ranks and batches."""
+    """How many values were sent at a place, and the bytes that codecs needed for them, by name.
+
+    Both are sums over ranks and batches.
+    """
 
     count: float = 0.0
     bytes: dict[str, float] = field(default_factory=dict)
 
     def bits(self) -> dict[str, float]:
-        """Bits a value by codec, to a hundredth above; none where nothing was measured."""
+        """Return the bits of a value by codec, rounded up to a hundredth; none if nothing was
+        measured."""
         some = {spec: each for spec, each in self.bytes.items() if each}
         return {spec: math.ceil(800 * each / self.count) / 100 for spec, each in some.items()}
 
@@ -89,23 +91,24 @@ def calibrate(
     timeout: float = 120.0,
     progress: Progress | None = None,
 ) -> Calibration:
-    """Measures how much a model minds errors of each of its collectives. Every rank calls it, with
-    its part of the model and of each batch, and all are given the same.
+    """Measure how sensitive a model is to errors of each of its collectives.
 
-    ``batches`` are tuples of the model's inputs. ``loss(output, *batch)`` makes the loss of what
-    the model gives; without it that is summed up. With ``train`` the gradients of all
-    ``parameters`` (the model's, if not said) are what counts, else what the model gives. At each
-    place the errors of ``codecs`` are measured, and the bits a value of those that lose nothing;
-    with ``outliers`` also those of codec ``outlier``
-    with the channels that reach farthest there. ``probes`` are the codecs whose
-    errors are made there, each for itself. ``policy`` is what simplify goes by. ``timeout`` is
-    how many seconds a rank waits for others, in its own collectives as well.
+    Every rank calls it, with its part of the model and of each batch. All get the same result.
 
-    The model runs twice on each batch, and once more for each place and probe where any of
-    ``codecs`` loses something. Gradients, buffers and random numbers are afterwards as they were.
-    Raises CalibrationError without a process group
-    of several ranks, without a collective, for values that are not finite, and on every rank if one
-    fails.
+    ``batches`` are tuples of the model's inputs. ``loss(output, *batch)`` returns the loss of the
+    model's output; without it the output is summed up. With ``train`` the measured output is the
+    gradients of all ``parameters`` (default: the model's), otherwise the model's output.
+
+    At each place the errors of ``codecs`` are measured, and for lossless ones the bits of a value.
+    With ``outliers`` this includes codec ``outlier`` with the channels of widest range there. The
+    errors of each codec in ``probes`` are made at one place at a time. ``policy`` configures
+    simplify. ``timeout`` is how many seconds a rank waits for others, in its own collectives as
+    well.
+
+    The model runs twice on each batch, and once more for each place and probe if any of ``codecs``
+    is lossy. Gradients, buffers and random numbers are restored afterwards. Raise CalibrationError
+    without a process group of several ranks, without a collective, for values that are not finite,
+    and on every rank if one fails.
     """
     if not dist.is_initialized() or dist.get_world_size() < 2:
         raise CalibrationError(
@@ -120,7 +123,7 @@ def calibrate(
     disturbing = sorted(map(codec, dict.fromkeys(probes)), key=lambda each: each.relative_error())
     if not disturbing or not disturbing[0].relative_error():
         raise CalibrationError(f"probes={probes!r}: give one codec or several that lose something")
-    if sized and not named:  # no error need be known
+    if sized and not named:  # lossless codecs need no errors
         disturbing, outliers = [], False
     wanted = (*named, *(each.spec for each in sized)) or (disturbing[0].spec,)
     inserted = Probes(wanted, policy_named(policy), profile_here(profile))
@@ -225,8 +228,10 @@ def _measured(
 
 
 def _measured_codecs(sites: Sequence[Carried], sizes: Sizes) -> list[str]:
-    """The codecs that lose nothing, with the bits that they were measured to take at a place. None
-    where values of several dtypes are sent there."""
+    """Return the lossless codecs, with the bits that were measured at a place.
+
+    Return none if values of several dtypes are sent there.
+    """
     if len({each.site.dtype for each in sites}) != 1:
         return []
     return [codec(spec).measured(bits).spec for spec, bits in sizes.bits().items()]
@@ -247,7 +252,7 @@ def _one_batch(
     disturbing: Sequence[Codec],
     report: Callable[[int], None],
 ) -> float | None:
-    """Runs one batch untouched, then with each error in each place. Gives the loss, a mean over
+    """Run one batch untouched, then with each error in each place. Return the mean loss over
     ranks."""
     probes.forget()
     probes.look, probes.disturb = True, None
@@ -290,7 +295,7 @@ def _one_batch(
 def _relative(
     ranks: Ranks, probes: Probes, group: tuple[Address, ...], specs: list[str]
 ) -> dict[str, float]:
-    """The relative error of each codec at a place, over all ranks."""
+    """Return the relative error of each codec at a place, over all ranks."""
     mine = [probes.squares[where] for where in group if where in probes.squares] or [Squares()]
     values = [sum(each.values for each in mine)]
     errors = [sum(each.errors.get(spec, 0.0) for each in mine) for spec in specs]
@@ -302,7 +307,7 @@ def _relative(
 
 
 def _add_sizes(ranks: Ranks, probes: Probes, group: tuple[Address, ...], sizes: Sizes) -> None:
-    """Adds what all ranks have sent at a place in a batch, and what codecs need for it."""
+    """Add what all ranks have sent at a place in a batch, and what codecs need for it."""
     specs = [each.spec for each in probes.sizes_of]
     mine = [probes.squares[where] for where in group if where in probes.squares]
     needed = [sum(each.bytes.get(spec, 0) for each in mine) for spec in specs]
@@ -338,7 +343,7 @@ def _ranges(
 
 
 def _clusters(seen: Sequence[_Seen]) -> list[tuple[Address, ...]]:
-    """The places: those that simplify merges are one. Only those that something was sent at."""
+    """Return the places where anything was sent. Those that simplify merges are one place."""
     root: dict[Address, Address] = {}
 
     def find(address: Address) -> Address:
@@ -359,7 +364,7 @@ def _clusters(seen: Sequence[_Seen]) -> list[tuple[Address, ...]]:
 
 
 def _sites(group: tuple[Address, ...], seen: Sequence[_Seen]) -> tuple[Carried, ...]:
-    """The sites of a place, as the first rank has them that sends anything there."""
+    """Return the sites of a place, from the first rank that sends anything there."""
     for each in seen:
         found = [site for where, sites in each.places if where in group for site in sites]
         if found:
@@ -368,8 +373,10 @@ def _sites(group: tuple[Address, ...], seen: Sequence[_Seen]) -> tuple[Carried, 
 
 
 def _channels(group: tuple[Address, ...], seen: Sequence[_Seen]) -> Channels | None:
-    """The ranges of the channels of a place on each rank of its group, the largest of all groups
-    there are, and of its sums; None where tensors differ in their channels."""
+    """Return the channel ranges of a place on each rank of its group, and of its sums.
+
+    They are the largest over all groups. Return None if tensors differ in their channels.
+    """
     by_seat: dict[int, list[list[float]]] = {}
     sizes, sums = set(), []
     for each in seen:
@@ -402,8 +409,11 @@ def _largest(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
 
 
 def _outlier(channels: Channels | None) -> list[str]:
-    """Codec ``outlier`` with the channels of a place that reach farthest on all ranks, in 4 bits
-    the others: with scales for each block, and with static ones that all ranks share."""
+    """Return codec ``outlier`` with the channels of a place that have the widest range on all
+    ranks.
+
+    The others have 4 bits: with scales for each block, and with static ones that all ranks share.
+    """
     if channels is None:
         return []
     chosen = channels.keeping(KEEP)

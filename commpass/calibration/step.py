@@ -1,5 +1,7 @@
-"""One step of the user's model, as often as it takes: the same inputs, random numbers and buffers
-each time, and nothing of it left behind."""
+"""Run one step of the user's model repeatedly without side effects.
+
+Each run has the same inputs, random numbers and buffers.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,11 @@ Loss = Callable[..., Tensor]
 
 @dataclass
 class Step:
-    """A model that is compiled with probes, and what its output is: the gradients of parameters,
-    or what it gives. ``weights`` are by parameter: one over the ranks that hold the same one."""
+    """A model that is compiled with probes, and its measured output.
+
+    That is the gradients of parameters, or the model's output. ``weights`` has, by parameter, one
+    over the number of ranks that hold the same one.
+    """
 
     model: Any
     original: Any
@@ -34,7 +39,7 @@ class Step:
     weights: dict[str, float] = field(default_factory=dict)
 
     def run(self, batch: tuple[Any, ...]) -> tuple[float | None, dict[str, Tensor]]:
-        """The loss (None for inference) and the output of one step on this rank, by name."""
+        """Return the loss (None for inference) and the output of one step on this rank, by name."""
         batch = tree_map_only(Tensor, _copied, batch)
         with _as_before(self.original, self.parameters):
             if not self.train:
@@ -72,8 +77,10 @@ class Step:
         return sums[0] if len(sums) == 1 else torch.stack([each.float() for each in sums]).sum()
 
     def squares(self, output: dict[str, Tensor], exact: dict[str, Tensor] | None = None) -> float:
-        """The sum of squares of an output, or of its difference to another, on this rank; what
-        several ranks hold alike counts once in the sum over ranks."""
+        """Return the sum of squares of an output, or of its difference to another, on this rank.
+
+        Values that several ranks hold alike count once in the sum over ranks.
+        """
         total = 0.0
         for name in sorted(output.keys() | (exact or {}).keys()):
             mine = output.get(name)
@@ -100,7 +107,7 @@ def step_of(
     loss: Loss | None,
     train: bool,
 ) -> Step:
-    """Raises CalibrationError where it is not known which parameters are trained."""
+    """Return a step. Raise CalibrationError if it is unknown which parameters are trained."""
     named: dict[str, Tensor] = {}
     if parameters is not None:
         named = {str(number): each for number, each in enumerate(parameters)}
@@ -114,7 +121,7 @@ def step_of(
 
 
 def fingerprints(parameters: dict[str, Tensor]) -> dict[str, str]:
-    """By name, a text that replicas of what a rank holds of a parameter share."""
+    """Return by name a text that all replicas of a rank's part of a parameter share."""
     return {name: _fingerprint(each) for name, each in parameters.items()}
 
 
@@ -133,7 +140,7 @@ def _fingerprint(parameter: Tensor) -> str:
 
 
 def replicas(own_digests: dict[str, str], every: Sequence[dict[str, str]]) -> dict[str, float]:
-    """By name, one over the number of ranks that hold the same of the parameter of that name."""
+    """Return by name one over the number of ranks that hold the same part of a parameter."""
     return {
         name: 1 / sum(other.get(name) == print_ for other in every)
         for name, print_ in own_digests.items()
@@ -142,7 +149,7 @@ def replicas(own_digests: dict[str, str], every: Sequence[dict[str, str]]) -> di
 
 @contextmanager
 def _as_before(model: Any, parameters: dict[str, Tensor]) -> Iterator[None]:
-    """Gradients, buffers and random numbers are afterwards what they were."""
+    """Restore gradients, buffers and random numbers afterwards."""
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
     trained = [*parameters.values(), *(each for m in modules for each in m.parameters(False))]
     grads = [(each, each.grad) for each in trained]
@@ -167,7 +174,7 @@ def _as_before(model: Any, parameters: dict[str, Tensor]) -> Iterator[None]:
 
 @contextmanager
 def _same_random_numbers() -> Iterator[None]:
-    """Those of torch, of Python, and of numpy where it is in use, are drawn once more."""
+    """Restore the random numbers of torch, of Python, and of numpy if it is in use."""
     numpy: Any = sys.modules.get("numpy")
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
     own, python = torch.get_rng_state(), random.getstate()
@@ -185,7 +192,7 @@ def _same_random_numbers() -> Iterator[None]:
 
 
 def _copied(value: Tensor) -> Tensor:
-    """What a model may change, or put a gradient into."""
+    """Copy a tensor that a model may change, or that may get a gradient."""
     return value.detach().clone().requires_grad_(value.requires_grad)
 
 
@@ -198,7 +205,7 @@ def _local(value: Tensor) -> Tensor:
 
 
 def _full_gradient(value: Tensor) -> Tensor:
-    """A gradient whose parts are no longer to be summed."""
+    """Return a gradient without partial sums."""
     if isinstance(value, DTensor) and any(isinstance(each, Partial) for each in value.placements):
         placements = [Replicate() if isinstance(p, Partial) else p for p in value.placements]
         return value.redistribute(placements=placements).detach()

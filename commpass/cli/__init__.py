@@ -1,6 +1,6 @@
-"""The command line: a file for each command, which reads its arguments and hands the work on.
+"""The command line: each command has a file that parses its arguments and calls the implementation.
 
-Results go to stdout, errors as one line to stderr.
+Results are printed to stdout, errors as one line to stderr.
 """
 
 # Commands are listed by ``--help`` in the order in which they are imported here.

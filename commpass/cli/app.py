@@ -1,4 +1,4 @@
-"""The command line's program: its options for all commands, and how it tells errors."""
+"""The command-line program: its global options, and how it reports errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arguments that several commands have, and the dumps that they name."""
+"""Arguments that several commands share, and the dumps that they refer to."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def load(path: Path, run: str | None) -> list[Dump]:
     """One run of a dump. Where the folder has others and none was asked for, that is said on
     stderr."""
     dumps = dump.read_run(path, run)
-    gc.freeze()  # a command ends soon: what it read need not be looked through for garbage
+    gc.freeze()  # a command ends soon: its data need no garbage collection
     if run is None and path.is_dir():
         runs = list(dict.fromkeys(dump.runs(path).values()))
         if len(runs) > 1:

@@ -1,4 +1,4 @@
-"""``breakeven``: the size from which on compression pays."""
+"""``breakeven``: the size from which on compression is faster."""
 
 from __future__ import annotations
 

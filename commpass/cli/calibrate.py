@@ -1,4 +1,4 @@
-"""``calibrate``: measures which errors a model tolerates."""
+"""``calibrate``: measure which errors a model tolerates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``lower``: what the kernels of a codec become on a GPU."""
+"""``lower``: the compiled GPU kernels of a codec."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``probe``: measures links and kernels."""
+"""``probe``: measure links and kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``simulate``: predicts a step on a cluster."""
+"""``simulate``: predict a step on a cluster."""
 
 from __future__ import annotations
 

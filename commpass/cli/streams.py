@@ -1,4 +1,4 @@
-"""What is printed where a terminal cannot show all of it."""
+"""Output streams for terminals that cannot show all characters."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What happens besides the graph: agreement between ranks, and the record of what was done."""
+"""Agreement between ranks, state that outlives a call, and the record of what was compiled."""

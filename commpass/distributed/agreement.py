@@ -1,21 +1,22 @@
-"""All ranks decide alike, and prove it, before a compiled graph runs (law 5).
+"""All ranks reach the same decision, and verify it, before a compiled graph runs (law 5).
 
-A rank whose graph changes something of a group says so on the board, with a digest, and waits for
-what all other ranks of that group say, and of all groups that those change in the same graph, and
-so
-on: all who hang together read the same words and come to the same verdict.
+A rank whose graph changes something of a group publishes a vote with a digest in the plan store. It
+waits for the votes of all ranks of that group, and of all groups that those ranks change in the
+same graph, and so on. All connected ranks read the same votes and reach the same verdict:
 
-* All change the same: it is carried out.
-* One changes nothing, or compiles another graph: nobody can change anything. All compile the graph
-  untouched and say why. Ranks whose graphs differ then leave their group apart: whose n-th graph is
-  whose is not known any more, and nothing more of it is changed.
-* They change it differently, under different policies: PlanMismatch on all of them.
-* They change it differently because one leaves alone what hides behind its own compute, or does
-  not send what others send since it uses its own part alone: all plan again without that.
+- All change the same: the plan is applied.
+- One rank changes nothing, or compiles another graph: no rank can change anything. All compile the
+  graph untouched and report why. If their graphs differ, the ranks leave that group for good: it is
+  unknown which graphs correspond from then on, so nothing more of the group is changed.
+- The plans differ under different policies: all ranks raise PlanMismatch.
+- The plans differ because one rank skips a site that its own compute overlaps: all ranks plan again
+  without that decision. The same holds if a rank does not send what others send because it uses
+  only its own part.
 
-A rank that changes nothing says that and goes on: there is nothing to wait for. So does one that
-compiles the same code again, alone, with what was agreed on before, site by site. One that compiles
-other code with it waits a while for the others (``reuse``): they may plan that graph differently.
+A rank that changes nothing publishes that and proceeds without waiting. So does a rank that alone
+compiles the same code again with decisions that were agreed on before, site by site. A rank that
+compiles other code with them waits a while for the others (``reuse``): they may plan that graph
+differently.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ from commpass.plan import NONE, Plan, Site, uncompressed
 log = logging.getLogger("commpass")
 
 PATIENCE_S = 30.0
-"""After so long a line says who is waited for."""
+"""Seconds after which a log line names the ranks that are waited for."""
 LONGEST_PAUSE_S = 0.25
 HIDDEN = "the ranks do not decide alike by what they compute"
-"""The verdict after which all plan again, and what a rank computes does not count."""
+"""The verdict after which all ranks plan again without counting what each of them computes."""
 OWN = "some ranks use only their own part of a result, and others more"
-"""The verdict after which all plan again, and send what a rank alone would not use."""
+"""The verdict after which all ranks plan again and also send what this rank alone would not use."""
 DEFAULT_TIMEOUT_S = 1800.0
-"""Where a group does not say what its own time-out is: that of torch's groups."""
+"""The time-out of a group that specifies none: that of torch's groups."""
 
 
 def agree(
@@ -65,13 +66,15 @@ def agree(
     participant: Participant,
     timeout_s: float | None = None,
 ) -> tuple[str, Round | None]:
-    """Compares a plan with those of all ranks that it hangs together with.
+    """Compare a plan with those of all ranks that are connected to this one.
 
-    ``first`` are the graph's sites before anything was changed, ``ends`` the (group, peer) of its
+    ``first`` are the graph's sites before any change, ``ends`` the (group, peer) of its
     collectives. ``timeout_s``: seconds to wait for the others; None for the groups' own time-out.
-    Returns "" where the plan is to be carried out, HIDDEN, OWN, or why nobody may; and the round in
-    which its changes were compared, if they were. Raises PlanMismatch, on all of them, where ranks
-    changed the same graph differently, and Unanswered where one did not answer in time.
+
+    Return a verdict and a round. The verdict is "" if the plan is to be applied, HIDDEN, OWN, or
+    the reason why no rank may apply it. The round is the one in which the changes were compared, or
+    None. Raise PlanMismatch on all ranks if they changed the same graph differently. Raise
+    Unanswered if a rank did not answer in time.
     """
     first, ends = tuple(first), tuple(ends)
     mine = parts(plan, first, ends, participant.digest)
@@ -129,13 +132,16 @@ def agree(
 
 
 SETTINGS_S = 60.0
-"""How long a rank that has settings of its own waits for those of all others."""
+"""Seconds that a rank with settings waits for the settings of all others."""
 
 
 def same_environment(timeout_s: float | None = None) -> None:
-    """Raises PlanMismatch where ranks were started with different settings. A rank that has none
-    compares what is there already; one that has some waits for the others, since those that are
-    switched off meet nobody later. Who does not answer in time may not use commpass at all."""
+    """Raise PlanMismatch if ranks were started with different settings.
+
+    A rank without settings compares only what is published already. A rank with settings waits for
+    the others, since ranks that are switched off take part in no later round. A rank that does not
+    answer in time may not use commpass at all.
+    """
     if not ready() or dist.get_world_size() == 1 or "fake" in dist.get_backend(dist.group.WORLD):
         return
     try:
@@ -152,7 +158,7 @@ def same_environment(timeout_s: float | None = None) -> None:
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
             complete = here.hear_settings()
-    except RuntimeError as error:  # whoever has to compare plans will say so
+    except RuntimeError as error:  # a rank that has to compare plans reports it
         log.debug("commpass could not reach the store: %s", error)
         return
     if why := difference(here.settings):
@@ -166,7 +172,7 @@ SILENT = (
 
 
 def _is_agreed(part: Part, past: History, scope: str) -> bool:
-    """Whether all of it was agreed on before, for a backend or for the same code under it."""
+    """Return whether all of the part was agreed on before, for the given backend or code."""
     if part.changed and part.digest in past.agreed[scope]:
         return True
     known, wanted = past.known[scope], part.decisions()
@@ -178,14 +184,17 @@ def _is_agreed(part: Part, past: History, scope: str) -> bool:
 
 
 def _dissenting(part: Part, past: History, participant: Participant) -> bool:
-    """Whether it leaves alone what was agreed to be changed: the others must know."""
+    """Return whether the part leaves unchanged what was agreed to be changed: others must learn of
+    it."""
     known = past.known[participant.backend]
     return not part.changed and any(_known(known, part, site) != NONE for site in part.first)
 
 
 def _known(known: dict[str, str], part: Part, site: Site) -> str:
-    """What was agreed on for a site; anything but NONE, if there is that, where it is not known for
-    which of its sizes this plan is."""
+    """Return what was agreed on for a site.
+
+    If it is unknown for which of its sizes this plan is, prefer any decision other than NONE.
+    """
     for key in part.keys_of(site):
         if found := {said for other, said in known.items() if may_match(key, other)}:
             return next(iter(sorted(found - {NONE})), NONE)
@@ -195,7 +204,7 @@ def _known(known: dict[str, str], part: Part, site: Site) -> str:
 def _publish_no_change(
     store: PlanStore, part: Part, past: History, plan: Plan, participant: Participant
 ) -> None:
-    """Says that nothing is changed, and goes on."""
+    """Publish that nothing is changed, and do not wait."""
     if past.apart:
         return
     call = call_of(part, participant)
@@ -204,13 +213,15 @@ def _publish_no_change(
     )
     try:
         store.note(part.where, part.key, past, note)
-    except RuntimeError as error:  # the store is gone: nobody can hear it, and nobody need
+    except RuntimeError as error:  # the store is gone: no rank can read it, and none has to
         log.debug("commpass could not reach the store: %s", error)
 
 
 def _say_reused(store: PlanStore, part: Part, past: History, participant: Participant) -> None:
-    """Says that what was agreed on for the same code is carried out for this call. (Where the call
-    is not known on other ranks they could not tell which graph that is.)"""
+    """Publish that what was agreed on for the same code is applied for this call.
+
+    If the call is unknown, publish nothing: other ranks could not tell which graph it is.
+    """
     if not call_of(part, participant):
         return
     try:
@@ -220,7 +231,7 @@ def _say_reused(store: PlanStore, part: Part, past: History, participant: Partic
 
 
 def longest_timeout(some: Iterable[dist.ProcessGroup]) -> float:
-    """The longest time-out of some groups, in seconds."""
+    """Return the longest time-out of some groups, in seconds."""
     return max(map(timeout_of, some), default=0.0) or DEFAULT_TIMEOUT_S
 
 
@@ -233,7 +244,8 @@ def _names(keys: Iterable[str]) -> str:
 
 
 def _count(meeting: AgreementRound) -> None:
-    """Who only noted a graph has not counted its meeting: nor do those who heeded the note."""
+    """Do not count a round in which any rank only left a note: that rank has not counted it
+    either."""
     for key in meeting.parts:
         past = meeting.pasts[key]
         if notes := [*meeting.alone[key].values(), *meeting.reused[key].values()]:
@@ -244,7 +256,7 @@ def _count(meeting: AgreementRound) -> None:
 
 
 def _verdict(meeting: AgreementRound) -> str:
-    """Waits for the words of all. Returns why the graph must stay untouched, or ""."""
+    """Wait for all votes. Return why the graph must stay untouched, or ""."""
     try:
         _wait(meeting)
         return _judge(meeting)
@@ -262,11 +274,11 @@ def _wait(meeting: AgreementRound) -> None:
     while True:
         meeting.publish()
         meeting.poll()
-        meeting.publish()  # what others published may change it; this rank may end first
+        meeting.publish()  # other votes may change this one, and this rank may finish first
         if meeting.decided():
             return
         waited = time.monotonic() - start
-        if waited > 1:  # who was switched off will not come
+        if waited > 1:  # a rank that is switched off will not vote
             meeting.here.hear_settings()
             if why := difference(meeting.here.settings):
                 raise PlanMismatch(why)
@@ -282,7 +294,7 @@ def _wait(meeting: AgreementRound) -> None:
 
 
 def _give_up(meeting: AgreementRound) -> None:
-    """Says that this rank raises."""
+    """Publish that this rank raises."""
     for key, part in meeting.parts.items():
         word = dataclasses.replace(meeting.vote_for(part), gave_up=True)
         meeting.here.publish_vote(key, meeting.mine[key][0], word)
@@ -329,7 +341,7 @@ def _judge(meeting: AgreementRound) -> str:
     for key, part in meeting.parts.items():
         if (
             silent or meeting.has_absent_rank()
-        ):  # not all can see from what was said that nobody can
+        ):  # not all ranks can see from the votes that no rank can change anything
             follows = dataclasses.replace(meeting.vote_for(part), failure=why, follows=True)
             meeting.here.publish_vote(key, meeting.mine[key][0], follows)
             meeting.here.publish_latest(

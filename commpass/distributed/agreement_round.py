@@ -1,5 +1,5 @@
-"""One comparison of a graph's plan: what its ranks say, read from the board until enough is
-said."""
+"""Compare the plans of one graph among ranks: publish votes and poll the store until they
+decide."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from commpass.plan import NONE, Plan
 
 
 class AgreementRound:
-    """One comparison of a graph's plan by all ranks that hang together in it.
+    """One comparison of a graph's plan by all ranks that its groups connect.
 
-    ``halls`` are the meetings of groups that belong to it, also of groups that this rank is not in:
-    the number of each and its ranks.
+    ``halls`` maps the key of each connected group to the number of its round and its ranks. It
+    includes groups that this rank is not in.
     """
 
     def __init__(
@@ -56,13 +56,13 @@ class AgreementRound:
         self.said: dict[str, str] = {}
 
     def publish(self) -> None:
-        """Says what this rank has planned; again where it has come to know of other hellos."""
+        """Publish what this rank planned; publish again after it reads further hello records."""
         meets = {key: (number, spans(ranks)) for key, (number, ranks) in self.mine.items()}
         for key, part in self.parts.items():
             now = self._epoch(key)
             if self.said.get(key) == now:
                 continue
-            if self.said.get(key):  # those who were heard may have spoken in an older run
+            if self.said.get(key):  # those votes may come from an older run
                 self.heard[key].clear()
             self.said[key] = now
             said = self.heard[key].get(self.here.rank, Vote())
@@ -81,7 +81,7 @@ class AgreementRound:
             self.heard[key][self.here.rank] = word
 
     def vote_for(self, part: Part) -> Vote:
-        """What this rank says of a part, if it changes nothing of it."""
+        """Return this rank's vote on a part if it changes nothing there."""
         call = call_of(part, self.speaker)
         return Vote(
             outline=part.outline,
@@ -99,7 +99,8 @@ class AgreementRound:
         return epoch(known) if len(known) == len(ranks) else ""
 
     def poll(self) -> None:
-        """Reads what there is to read; who speaks of other meetings leads there."""
+        """Read all votes and notes that are published, and follow votes to the rounds that they
+        name."""
         for key in list(self.halls):
             number = self.halls[key][0]
             missing = self.absent_ranks(key)
@@ -110,7 +111,7 @@ class AgreementRound:
             places = {rank: self.nonces[rank] for rank in missing if rank in self.nonces}
             others = self._peers(
                 key, places
-            )  # before the rest: who goes on has left a word or a note there
+            )  # first: a rank that proceeds has written its vote or note
             notes = self.here.notes(places, key)
             if key in self.parts:
                 for rank, its in notes.items():
@@ -118,7 +119,7 @@ class AgreementRound:
                         self.alone[key][rank] = note
             for rank, word in self.here.votes(places, key, number).items():
                 if word.meets and (not now or word.epoch != now):
-                    continue  # from an older run, or by one who has not heard all hellos
+                    continue  # from an older run, or without all hello records
                 if key in self.parts and self.pasts[key].is_past(word):
                     continue
                 self.heard[key][rank] = word
@@ -138,7 +139,7 @@ class AgreementRound:
         self._ask_again()
 
     def _reuse(self, key: str, rank: int, note: NoChange) -> None:
-        """Takes the note of a rank that goes on with what was agreed on for its word."""
+        """Count the note of a rank that reuses an agreed plan as its vote."""
         self.reused[key][rank] = note
         digest = "" if note.digest == NONE else note.digest
         self.heard[key][rank] = Vote(
@@ -146,7 +147,7 @@ class AgreementRound:
         )
 
     def _reused(self, key: str, notes: NoChanges) -> NoChange | None:
-        """The note of a rank that reuses a plan for this very call, and waits for nobody."""
+        """Return the note of a rank that reuses a plan for this very call and does not wait."""
         part = self.parts.get(key)
         calls = {word.call for word in self.heard[key].values() if word.call}
         if part is not None:
@@ -166,8 +167,8 @@ class AgreementRound:
         )
 
     def contradicted(self) -> dict[str, list[int]]:
-        """The ranks that go on with what was agreed on before, by meeting, where another rank would
-        do something else."""
+        """Return, by round, the ranks that reuse an agreed plan where another rank planned
+        otherwise."""
         found = {}
         for key, heard in self.heard.items():
             digests = {word.digest for word in heard.values() if not word.follows}
@@ -177,8 +178,11 @@ class AgreementRound:
         return found
 
     def _peers(self, key: str, places: dict[int, str]) -> dict[int, LatestEntry]:
-        """What those ranks said last under a policy that this rank never had there: it is not to
-        come. Or that they have compared with what this one says now."""
+        """Return the latest entries of ranks under a policy that this rank never used there.
+
+        Such a rank will not join this round. Entries that were compared with this rank's current
+        vote are returned too.
+        """
         if key not in self.parts:
             return {}
         where = self.parts[key].where
@@ -193,7 +197,8 @@ class AgreementRound:
         }
 
     def _adopt_entries(self, key: str, entries: dict[int, LatestEntry], epoch: str) -> None:
-        """Takes what was said under another policy, and tells those who cannot find it."""
+        """Adopt entries from under another policy, and publish where they are for ranks that lack
+        them."""
         elsewhere = {}
         for rank, now in entries.items():
             if rank not in self.absent_ranks(key):
@@ -213,8 +218,11 @@ class AgreementRound:
             )
 
     def _ask_again(self) -> None:
-        """Reads once more what they said who led to a meeting that is not this rank's, as long as
-        words are missing there: they may know by now that they need not wait for those."""
+        """Read the votes again that led to a round which this rank is not in, while votes are
+        missing there.
+
+        Those ranks may have found by now that they need not wait for the missing ones.
+        """
         open_ones = {key for key in self.halls if key not in self.parts and self.absent_ranks(key)}
         for key, heard in self.heard.items():
             led = [rank for rank, word in heard.items() if open_ones & set(word.meets)]
@@ -226,8 +234,10 @@ class AgreementRound:
                     heard.update(self.here.votes({rank: self.nonces[rank]}, *word.elsewhere[rank]))
 
     def _about(self, key: str, notes: NoChanges) -> list[NoChange]:
-        """Those notes, since the last meeting, that are about sites of this rank's graph. (Not of
-        one of which this rank has noted the same: that was another graph.)"""
+        """Return the notes since the last round that concern sites of this rank's graph.
+
+        A note that this rank has published too is left out: it was about another graph.
+        """
         part, past = self.parts[key], self.pasts[key]
         call = call_of(part, self.speaker)
 
@@ -248,19 +258,22 @@ class AgreementRound:
         ]
 
     def round(self) -> Round:
-        """What all who compared have for a name of this, and who they are."""
+        """Return the round, under a name that all compared ranks share, with those ranks."""
         ranks = {rank for _, members in self.halls.values() for rank in members}
         key = min(self.halls)
         return Round(f"{key}/{self.halls[key][0]}", tuple(sorted(ranks)))
 
     def absent_ranks(self, key: str) -> list[int]:
-        """The ranks of a meeting that have said nothing yet."""
+        """Return the ranks of a round that have published nothing yet."""
         there = self.heard[key].keys() | self.left[key].keys() | self.alone[key].keys()
         return [rank for rank in self.halls[key][1] if rank not in there]
 
     def decided(self) -> bool:
-        """Whether all have spoken, or enough: one who changes nothing keeps all from it. (But who
-        would leave alone what was agreed on before must know that all others do.)"""
+        """Return whether all ranks have voted, or enough of them.
+
+        One rank that changes nothing keeps all ranks from changing anything. But a rank that would
+        not apply what was agreed on before must first know that all other ranks do the same.
+        """
         words = [word for heard in self.heard.values() for word in heard.values()]
         if any(word.gave_up for word in words) or self.contradicted():
             return True
@@ -269,44 +282,49 @@ class AgreementRound:
         return not any(self.absent_ranks(key) for key in self.halls)
 
     def has_absent_rank(self) -> bool:
-        """Whether a rank changes nothing, and has not waited for the others."""
+        """Return whether a rank changes nothing and has not waited for the others."""
         return any(self.left.values()) or any(self.alone.values())
 
     def is_unchanged(self) -> bool:
-        """Whether nobody can change anything, whatever the others may still say."""
+        """Return whether no rank can change anything, whatever the missing votes are."""
         words = [word for heard in self.heard.values() for word in heard.values()]
         nothing = any(not word.digest and not word.hidden for word in words)
         return bool(self.conflicts) or self.has_absent_rank() or nothing
 
     def hidden_sites(self) -> bool:
-        """Whether a rank leaves sites alone that hide behind what it computes itself."""
+        """Return whether a rank leaves sites uncompressed because its own compute overlaps them."""
         return any(word.hidden for heard in self.heard.values() for word in heard.values())
 
     def uses_local_part(self) -> bool:
-        """Whether a rank does not send what others of its group send, since it uses its own part
-        alone."""
+        """Return whether some ranks of a group do not send what others send, since they use only
+        their own part."""
         return any(len({word.own for word in heard.values()}) > 1 for heard in self.heard.values())
 
     def other_graph(self, key: str) -> bool:
-        """Whether the ranks of a group, as far as they said, compile different graphs."""
+        """Return whether the ranks of a group compile different graphs, by what they have
+        published."""
         said = {word.outline for word in self.heard[key].values() if not word.failure}
         said |= {note.outline for note in self.alone[key].values() if not note.failure}
         return bool(self.left[key]) or len(said | {self.parts[key].outline}) > 1
 
     def several_graphs(self) -> bool:
-        """Whether the ranks of any of the groups, as far as they said, compile different graphs: of
-        those that this rank is not in as well, so that all find the same."""
+        """Return whether the ranks of any group compile different graphs, by what they have
+        published.
+
+        Groups that this rank is not in count too, so that all ranks find the same.
+        """
         said = (
             {w.outline for w in heard.values() if not w.failure} for heard in self.heard.values()
         )
         return any(len(outlines) > 1 for outlines in said)
 
     def other_policy(self, key: str) -> bool:
-        """Whether a rank of a group changes nothing under another policy: it will not come here."""
+        """Return whether a rank changes nothing under another policy: it will not join this
+        round."""
         return any(note.policy != self.speaker.digest for note in self.alone[key].values())
 
     def differing(self) -> str:
-        """The first meeting whose ranks change something differently; "" if there is none."""
+        """Return the first round whose ranks change something differently; "" if there is none."""
         for key in sorted(
             self.halls, key=lambda key: (key not in self.parts and "/pair/" not in key, key)
         ):

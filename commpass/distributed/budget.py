@@ -1,13 +1,14 @@
-"""The error budget on real data: checked on the first calls of each graph, by all ranks alike.
+"""Check the error budget on real data in the first calls of each graph, with one result for all
+ranks.
 
 A plan's error is that of Gaussian values. So on its first calls a graph measures what each lossy
 site with a ``max_error`` does to its real values (``samples``). After such a call each rank
-publishes its readings in the store; before its next call it reads those of all ranks that compared
-this plan. A site that is over its budget on any of them is over it for all: they leave it alone
+publishes its readings in the store. Before its next call it reads those of all ranks that compared
+this plan. A site that is over its budget on any rank is over it for all: all leave it uncompressed
 from that call on.
 
-A call without anything to measure (all values are zero, or some are not finite) does not count:
-the check goes on after twice as many calls.
+A call without anything to measure (all values are zero, or some are not finite) does not count. The
+check then continues after twice as many calls.
 """
 
 from __future__ import annotations
@@ -30,23 +31,23 @@ from commpass.plan import PlannedSite
 log = logging.getLogger("commpass")
 
 LOST = 0.05
-"""Share of non-zero values that may be lost under the smallest of budgets. Of heavy-tailed values
-(Laplace, Student's t with 3 degrees) an 8-bit codec loses 1 to 4 %, of counts and statistics in one
-block with fields 15 to 100 %."""
+"""Share of non-zero values that may be lost under the smallest budgets. Of heavy-tailed values
+(Laplace, Student's t with 3 degrees) an 8-bit codec loses 1 to 4 %. Of counts and statistics in one
+block with fields it loses 15 to 100 %."""
 PER_ERROR = 4.0
 """Share that may be lost for each unit of ``max_error``: a uniform quantiser turns 1.4 times its
 relative error of Gaussian values into 0."""
 MOST_LOST = 0.5
 WORST = 10.0
-"""How many times ``max_error`` a block may be off."""
+"""How many times ``max_error`` the error of a block may be."""
 LONGEST_PAUSE_S = 0.05
 OVER = "%s (%s) is left alone from now on, on all ranks: %s. %s"
-"""Site, kind, what is over, and what to do."""
+"""Site, kind, what is over the budget, and what to do."""
 STAYS = (
     "%s (%s) stays compressed: %s. This rank compiled the graph with what was agreed on before for"
     " other inputs, and cannot leave the site alone by itself. %s"
 )
-"""Likewise, of a graph that was not compared with other ranks'."""
+"""The same, for a graph that was not compared with other ranks'."""
 
 WAITS = (
     "this rank has waited %.0f s, of at most %g s, for rank %s to publish the real errors of %s: it"
@@ -55,13 +56,13 @@ WAITS = (
 
 
 def limits(bound: float) -> Reading:
-    """The largest readings within a budget of ``max_error``."""
+    """Return the largest readings within a budget of ``max_error``."""
     lost = min(max(LOST, PER_ERROR * bound), MOST_LOST)
     return Reading(error=bound, lost=lost, worst=min(WORST * bound, 1.0))
 
 
 def excess(reading: Reading, bound: float) -> str:
-    """What of a reading is over a budget, in words; "" where nothing is."""
+    """Return what of a reading is over a budget, as text; "" if nothing is."""
     most = limits(bound)
     found = []
     if reading.error > most.error:
@@ -79,18 +80,23 @@ def excess(reading: Reading, bound: float) -> str:
 
 
 def is_due(call: int, calls: int) -> bool:
-    """Whether the call of that number, from 1, is measured while the check goes on: the first ones,
-    and ever rarer ones where there was nothing to measure."""
+    """Return whether the call of that number, from 1, is measured while the check goes on.
+
+    The first ones are, and ever fewer later ones if there was nothing to measure.
+    """
     return 0 < call <= calls or (calls > 0 and call & (call - 1) == 0)
 
 
 Key = str
-"""What a site of one graph is called on all ranks, and each time that it is compiled."""
+"""The identifier of a site of one graph on all ranks, and in each compilation of it."""
 
 
 def keys_of(sites: Sequence[PlannedSite], rank: int) -> dict[str, Key]:
-    """A key for each site of this rank's graph, by its name: the same on ranks of other groups of
-    the same dimension, at the other end of a message, and at other sizes."""
+    """Return a key for each site of this rank's graph, by its name.
+
+    The key is the same on ranks of other groups of the same dimension, at the other end of a
+    message, and at other sizes.
+    """
     counts: dict[tuple[object, ...], int] = {}
     found = {}
     for site in sites:
@@ -107,24 +113,25 @@ def keys_of(sites: Sequence[PlannedSite], rank: int) -> dict[str, Key]:
 
 @dataclass(frozen=True)
 class Published:
-    """What a rank publishes of one call: the keys of the sites that it ``measured``, and what of
-    them is ``over`` the budget."""
+    """What a rank publishes of one call: the keys of the sites that it ``measured``, and those
+    ``over`` their budget with the reasons."""
 
     measured: tuple[Key, ...] = ()
     over: dict[Key, str] = field(default_factory=dict)
 
 
 LEFT = "left"
-"""Under this, instead of the number of a call, a rank publishes that it has ended the check."""
+"""The key, in place of a call's number, under which a rank publishes that it has ended the check.
+"""
 
 
 class Check:
     """The check of one graph on this rank.
 
-    ``round`` is None where no ranks compare plans. Each site is measured on ``calls`` calls; the
-    check is ``done`` once all were. ``made`` is the number of calls so far; ``pending`` says that
-    the ranks have not yet compared what they published of the latest. One that does not ``decide``
-    only warns: other ranks go on with the plan that this one took over.
+    ``round`` is None if no ranks compare plans. Each site is measured on ``calls`` calls, and the
+    check is ``done`` once all were. ``made`` is the number of calls so far. ``pending`` says that
+    the ranks have not yet compared what they published of the latest call. A check without
+    ``decides`` only warns: other ranks keep the plan that this one adopted.
     """
 
     def __init__(
@@ -155,18 +162,18 @@ class Check:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is the one that says for all what comes out."""
+        """Whether this rank reports the result for all."""
         return self.round is None or self.board is None or self.board.rank == self.round.ranks[0]
 
     def begin(self) -> None:
-        """Before a call: whether it is measured."""
+        """Decide before a call whether it is measured."""
         self.made += 1
         self.samples.checking = not self.done and is_due(self.made, self.calls)
         for each in self.sites.values():
             each.reading = None
 
     def end(self) -> None:
-        """After a call: publishes what was measured."""
+        """Publish after a call what was measured."""
         if not self.samples.checking:
             return
         self.samples.read_measured(wait=True)
@@ -187,28 +194,30 @@ class Check:
         text = msgspec.json.encode(published)
         try:
             self.board.publish_errors(self.round.name, call, text)
-        except RuntimeError as error:  # the others will say whom they wait for
+        except RuntimeError as error:  # the others report whom they wait for
             log.debug("commpass could not reach the store: %s", error)
 
     def leave(self) -> None:
-        """Ends the check: the others do not wait for this rank, and end it as well."""
+        """End the check: the others do not wait for this rank, and end theirs as well."""
         if not self.done and self.peers:
             self._publish(LEFT, Published())
         self.done = True
 
     def collect(self) -> dict[Key, str]:
-        """Waits for what all ranks publish of the latest call, if it was measured. Returns the
-        sites that are over their budget on any of them, with the reason: also those that this
-        rank's graph does not have. Raises Unanswered where a rank does not publish in time."""
+        """Wait for what all ranks publish of the latest call, if it was measured.
+
+        Return the sites that are over their budget on any rank, with the reason. They include sites
+        that this rank's graph does not have. Raise Unanswered if a rank does not publish in time.
+        """
         if not self.pending:
             return {}
         self.pending = False
         if self.board is not None and self.board is not board():
-            self.done = True  # the process groups were made anew: nobody has the round any more
+            self.done = True  # the process groups were made anew, and the round is void
             return {}
         others = self._peer_readings()
         if others is None:
-            self.done = True  # what one rank no longer learns cannot be applied by all alike
+            self.done = True  # all ranks must apply a result, and one will not get it
             return {}
         everyone = {self.board.rank if self.board is not None else 0: self._own_reading(), **others}
         over: dict[Key, str] = {}
@@ -221,7 +230,8 @@ class Check:
         return over if self.decides else self._warn(over)
 
     def _warn(self, over: dict[Key, str]) -> dict[Key, str]:
-        """Says once of each site that it is over its budget. Returns nothing to leave alone."""
+        """Warn once for each site that is over its budget. Return an empty dict: no site is
+        dropped."""
         for key, why in over.items():
             sampled = self.sites[key]
             if not sampled.warned:
@@ -230,15 +240,15 @@ class Check:
         return {}
 
     def _peer_readings(self) -> dict[int, Published] | None:
-        """What the others published of the latest call; None where one of them has ended the
-        check before it."""
+        """Return what the others published of the latest call; None if one ended the check before
+        it."""
         start, told, pause = time.monotonic(), False, 0.0005
         found: dict[int, Published] = {}
         while missing := [rank for rank in self.peers if rank not in found]:
             assert self.board is not None
             assert self.round is not None
             try:
-                # First: whoever has left published all its calls before that.
+                # First: a rank that has ended its check published all its calls before that.
                 left = self.board.errors(missing, self.round.name, LEFT)
                 raw = self.board.errors(missing, self.round.name, self.made)
             except RuntimeError as error:

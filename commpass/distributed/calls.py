@@ -1,5 +1,4 @@
-"""How a compiled graph is called: something first, with the state that it keeps as its last
-inputs."""
+"""Wrap the call of a compiled graph: hooks before it, and the graph's state as its last inputs."""
 
 from __future__ import annotations
 
@@ -24,9 +23,11 @@ Compiler = Callable[..., Any]
 
 @dataclass(frozen=True)
 class OfParameters:
-    """State that a site keeps, the numbers of the parameters that it is of, or whose gradients it
-    serves (() if that is not known), and which one of its place it is among those that have the
-    same."""
+    """State that a site keeps, with the parameters that it belongs to.
+
+    ``parameters`` are the numbers of the parameters whose state it is or whose gradients it serves;
+    () if unknown. ``number`` is its number among states with the same place and parameters.
+    """
 
     of: StateInput
     parameters: tuple[int, ...]
@@ -48,7 +49,7 @@ def owner_of(states: Sequence[StateInput], gm: fx.GraphModule, calls: Calls) -> 
 def state_for(
     states: Sequence[StateInput], gm: fx.GraphModule, calls: Calls, direction: str
 ) -> Callable[[Sequence[Any]], list[torch.Tensor]]:
-    """What gives the state that each call of a graph needs beside its inputs."""
+    """Return a function that returns the state that each call of a graph takes after its inputs."""
     if isinstance(calls, HookCalls) and calls.parameters_of_flat:
         flats = [Flat(one, calls) for one in states]
         return lambda inputs: [flat.current() for flat in flats]
@@ -58,8 +59,8 @@ def state_for(
 def state_of(
     states: Sequence[OfParameters], calls: Calls, direction: str, inputs: Sequence[Any]
 ) -> list[torch.Tensor]:
-    """The state that a graph is called with beside its ``inputs``: that of the instance whose call
-    it is."""
+    """Return the state that a graph takes after its ``inputs``: that of the instance which calls
+    it."""
     if not states:
         return []
     owner = calls.owner(direction)
@@ -75,19 +76,21 @@ def state_of(
 
 
 def constants_of(constants: Sequence[ConstantInput], inputs: Sequence[Any]) -> list[torch.Tensor]:
-    """The constants that each call of a graph needs beside its ``inputs``."""
+    """Return the constants that each call of a graph takes after its ``inputs``."""
     return [each.tensor() for each in constants]
 
 
 def callable_of(compiled: Any) -> Compiler:
-    """What a compiled graph calls: Inductor's object has it inside."""
+    """Return the function that a compiled graph calls: an attribute of Inductor's object."""
     inner: Compiler | None = getattr(compiled, "current_callable", None)
     return inner if inner is not None else compiled
 
 
 def before_each_call(compiled: Any, hook: Callable[[], None], function: Compiler) -> Any:
-    """What calls ``hook``, then ``function``, in the place of a compiled graph. Inductor's object
-    stays itself: torch asks for its type."""
+    """Return a replacement for a compiled graph that calls ``hook``, then ``function``.
+
+    Inductor's object is changed in place, since torch checks its type.
+    """
 
     def run(inputs: list[Any]) -> Any:
         hook()
@@ -101,7 +104,7 @@ def before_each_call(compiled: Any, hook: Callable[[], None], function: Compiler
 
 
 def with_more(function: Compiler, more: Callable[[Sequence[Any]], list[Any]]) -> Compiler:
-    """A function whose last inputs come from ``more``, which is given the others."""
+    """Return a function whose last inputs are the result of ``more`` on the others."""
 
     def run(inputs: list[Any]) -> Any:
         inputs.extend(more(inputs))
@@ -112,8 +115,10 @@ def with_more(function: Compiler, more: Callable[[Sequence[Any]], list[Any]]) ->
 
 
 def named(function: Compiler, name: str, labels: tuple[str, ...], samples: Samples) -> Compiler:
-    """The function, which profilers show by ``name`` and whose sites have ``labels``; on some calls
-    they are sampled."""
+    """Return the function under a ``name`` that profilers show, with the ``labels`` of its sites.
+
+    On some calls the sites are sampled.
+    """
 
     def run(inputs: list[Any]) -> Any:
         with running(Running(labels, samples.next_sink())), profiled(name):
@@ -124,7 +129,7 @@ def named(function: Compiler, name: str, labels: tuple[str, ...], samples: Sampl
 
 
 def with_boxed_args(function: Compiler) -> Compiler:
-    """The calling convention of AOTAutograd: one list of arguments."""
+    """Return the function in AOTAutograd's calling convention: one list of arguments."""
     from functorch.compile import make_boxed_func
 
     return function if getattr(function, "_boxed_call", False) else make_boxed_func(function)
@@ -132,8 +137,8 @@ def with_boxed_args(function: Compiler) -> Compiler:
 
 @dataclass(frozen=True)
 class Raising:
-    """A compiled function that raises: errors then reach the user as they are, from the call, and
-    not out of a compiler."""
+    """A compiled function that raises, so that errors reach the user from the call and not from the
+    compiler."""
 
     error: Exception
 

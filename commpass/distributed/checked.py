@@ -1,5 +1,7 @@
-"""A compiled graph whose error budget is checked on its first calls, and which is compiled anew
-where a site turns out to be over it."""
+"""A compiled graph whose error budget is checked on its first calls.
+
+It is compiled anew if a site turns out to be over its budget.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,10 @@ _held: ContextVar[bool] = ContextVar("_held", default=False)
 
 @contextlib.contextmanager
 def suspended() -> Iterator[None]:
-    """Within it graphs are called as they were last, and not checked: what is sent once more must
-    arrive with the same bits."""
+    """Call graphs as they were last, without checks, within this context.
+
+    A transfer that is repeated must arrive with the same bits.
+    """
     token = _held.set(True)
     try:
         yield
@@ -37,8 +41,11 @@ Rebuild = Callable[["Built", Mapping[Key, str]], "Built | None"]
 
 @dataclass(frozen=True)
 class Built:
-    """A graph as it is compiled now: what compiled it gave ``compiled``; ``function`` is what is
-    called with its inputs. ``strides`` are Inductor's, of its outputs, where it says them."""
+    """A graph as it is compiled now.
+
+    ``compiled`` is the result of the compiler, ``function`` what is called with the graph's inputs.
+    ``strides`` are the strides that Inductor reports for its outputs, if it does.
+    """
 
     compiled: Any
     function: Function
@@ -48,12 +55,12 @@ class Built:
 
 
 class Checked:
-    """Calls a graph, and holds it to its budget.
+    """Call a graph, and check its sites against their error budget.
 
-    ``rebuild`` is given the sites that are over their budget, with the reasons. It compiles the
-    graph without them, or returns None where none of them is in this graph. ``graphs`` are all that
-    were compiled of the same code, for other sizes: of these the latest is checked, and what is
-    over its budget there is left alone in all whose check it ended.
+    ``rebuild`` gets the sites that are over their budget, with the reasons. It compiles the graph
+    without them, or returns None if none of them is in this graph. ``graphs`` are all graphs that
+    were compiled of the same code for other sizes. The latest of them is checked. What is over its
+    budget there is left uncompressed in all graphs whose check it ended.
     """
 
     _boxed_call = True
@@ -72,7 +79,7 @@ class Checked:
             return self.function(inputs)
         for each in list(self.graphs):
             if each is not self and each.checks:
-                each.compare_latest()  # what another graph found is known to all ranks by now
+                each.compare_latest()  # all ranks have the findings of another graph by now
         self.compare_latest()
         if self.built is None:
             return self.function(inputs)
@@ -88,12 +95,12 @@ class Checked:
 
     @property
     def checks(self) -> bool:
-        """Whether its check goes on."""
+        """Whether its check is still going on."""
         return self.built is not None and not self.built.check.done
 
     def compare_latest(self) -> None:
-        """Compares the readings of the latest call with those of all ranks, and compiles anew if
-        that says so."""
+        """Compare the readings of the latest call with those of all ranks, and recompile if
+        needed."""
         if self.built is None:
             return
         left = self.built.check.done
@@ -108,8 +115,10 @@ class Checked:
             release(self.graphs)
 
     def _leave_alone(self) -> None:
-        """Compiles the graph again without the sites that are over their budget. Where that raises,
-        the next call tries again: other ranks leave them alone."""
+        """Compile the graph again without the sites that are over their budget.
+
+        If that raises, the next call tries again, since other ranks leave those sites uncompressed.
+        """
         assert self.built is not None
         made = self.rebuild(self.built, self.over)
         self.over = {}
@@ -118,22 +127,26 @@ class Checked:
             self.function = self.built.function
 
     def leave(self) -> None:
-        """Ends the check: the same code is compiled for other inputs, and other ranks may not call
-        this graph as often as this one. It can be compiled again until that check has ended too."""
+        """End the check, because the same code is compiled for other inputs.
+
+        Other ranks may not call this graph as often as this one. It can be compiled again until the
+        new check has ended too.
+        """
         self.compare_latest()
         if self.built is not None:
             self.built.check.leave()
 
     def drop(self) -> None:
-        """Only what is called stays: the graph that it was compiled from, and copies of that, go
-        with all that could compile it again."""
+        """Keep only the function that is called. Drop the graph, its copies, and ``rebuild``."""
         self.built = None
         del self.rebuild
 
 
 def release(graphs: weakref.WeakSet[Checked]) -> None:
-    """Where the check of the latest of these graphs has ended: drops what could compile them again,
-    but where a site has still to be left alone."""
+    """Drop what could recompile these graphs once the latest check has ended.
+
+    A graph keeps it while one of its sites still has to be left uncompressed.
+    """
     if not any(each.checks for each in graphs):
         for each in graphs:
             if each.built is not None and not each.over:
@@ -141,9 +154,11 @@ def release(graphs: weakref.WeakSet[Checked]) -> None:
 
 
 def _with_strides(built: Built, expected: Any, found: Sequence[tuple[int, ...] | None]) -> Built:
-    """A graph whose outputs lie in memory as they did before: what was compiled for them (the
-    backward graph, say) takes that for granted. ``expected`` are Inductor's strides, maybe
-    symbolic, and ``found`` those of a call."""
+    """Return a graph whose outputs have the memory layout that they had before.
+
+    Code that was compiled for them (the backward graph, for example) relies on it. ``expected`` are
+    Inductor's strides, which may be symbolic; ``found`` those of a call.
+    """
     if expected is None or built.strides is None or list(expected) == list(built.strides):
         return built
     differing = {
@@ -152,7 +167,7 @@ def _with_strides(built: Built, expected: Any, found: Sequence[tuple[int, ...] |
         if before is not None and before != now
     }
 
-    function = built.function  # alone: what is called must not keep the graph
+    function = built.function  # a separate name: the called function must not keep the graph alive
 
     def run(inputs: list[Any]) -> Any:
         outputs = list(function(inputs))
@@ -164,8 +179,10 @@ def _with_strides(built: Built, expected: Any, found: Sequence[tuple[int, ...] |
 
 
 def _laid_out(x: Tensor, strides: Sequence[str], example: Sequence[int]) -> Tensor:
-    """The same values with these strides; where those are symbolic, with dimensions in the order in
-    memory of an example."""
+    """Copy a tensor to these strides.
+
+    If they are symbolic, its dimensions get the memory order of an example.
+    """
     if all(stride.isdigit() for stride in map(str, strides)):
         exact = [int(stride) for stride in strides]
         return torch.empty_strided(x.shape, exact, dtype=x.dtype, device=x.device).copy_(x)

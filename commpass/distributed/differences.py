@@ -1,4 +1,4 @@
-"""What is said where ranks do not agree: who is waited for, and what two plans say differently."""
+"""Messages for ranks that do not agree: which ranks are waited for, and how two plans differ."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from commpass.distributed.plan_store import Vote, spans
 from commpass.plan import Plan, diff
 
 SHOW_S = 10.0
-"""How long another rank may take to show its plan, once all have spoken."""
+"""How long another rank may take to publish its plan, once all have voted."""
 MOST = 10
 SIZES = (
     "Of an all-to-all the splits may look alike on some ranks and not on others: a rank whose own "
@@ -28,7 +28,7 @@ def _location(meeting: AgreementRound, key: str) -> str:
 
 
 def _waited_for(meeting: AgreementRound) -> str:
-    """Ranks by group that have said nothing."""
+    """Return the ranks by group that have published nothing."""
     found = []
     for key in meeting.halls:
         if missing := meeting.absent_ranks(key):
@@ -39,7 +39,7 @@ def _waited_for(meeting: AgreementRound) -> str:
 
 
 def patience(meeting: AgreementRound, waited_s: float) -> str:
-    """A line for the log, while a rank waits."""
+    """Return a log line for a rank that is waiting."""
     return (
         f"rank {meeting.here.rank} has waited {waited_s:.0f} s, of at most {meeting.timeout_s:g} s,"
         f" for the plans of {_waited_for(meeting)} to compare this {meeting.plan.direction} graph"
@@ -65,7 +65,8 @@ def gave_up(meeting: AgreementRound, key: str, rank: int) -> str:
 
 
 def reused(meeting: AgreementRound, key: str, ranks: list[int]) -> str:
-    """Some ranks go on with what was agreed on before, and others have planned something else."""
+    """Return the message for ranks that reuse an agreed plan while others have planned something
+    else."""
     digest = meeting.heard[key][ranks[0]].digest
     others = [rank for rank, word in meeting.heard[key].items() if word.digest != digest]
     other = meeting.heard[key][others[0]].digest
@@ -86,7 +87,7 @@ def departed_reason(meeting: AgreementRound, key: str) -> str:
 
 
 def no_change_reason(meeting: AgreementRound) -> str:
-    """Why nobody may change anything: who changes nothing, and why."""
+    """Return why no rank may change anything: which ranks change nothing, and why."""
     here, said, follow = meeting.speaker, [], []
     for key, heard in meeting.heard.items():
         nothing = {rank: word for rank, word in heard.items() if not word.digest}
@@ -112,7 +113,7 @@ def no_change_reason(meeting: AgreementRound) -> str:
 
 
 def text(meeting: AgreementRound, key: str) -> str:
-    """What the two sides of a meeting plan differently."""
+    """Return how the plans of the two sides of a round differ."""
     sides: dict[str, list[int]] = {}
     for rank, word in sorted(meeting.heard[key].items()):
         sides.setdefault(word.digest, []).append(rank)
@@ -176,7 +177,7 @@ def text(meeting: AgreementRound, key: str) -> str:
 
 
 def _messages(key: str, plans: dict[int, Plan]) -> list[str]:
-    """What the two ends of messages say differently; ranks are numbers in the group."""
+    """Return how the two ends of messages differ; ranks are numbers in the group."""
     pair = key.rpartition("/")[2].partition("~")[0]
     low, high = (int(number) for number in pair.split("-"))
     numbers = dict(zip(sorted(plans), (low, high), strict=True))
@@ -184,7 +185,7 @@ def _messages(key: str, plans: dict[int, Plan]) -> list[str]:
 
 
 def _published_plan(meeting: AgreementRound, key: str, rank: int) -> Plan | None:
-    """The plan that a rank shows, waited for."""
+    """Wait for the plan that a rank publishes and return it; None if it does not come in time."""
     until = time.monotonic() + min(SHOW_S, meeting.timeout_s)
     places = [
         word.elsewhere[rank] for word in meeting.heard[key].values() if rank in word.elsewhere

@@ -1,8 +1,8 @@
-"""What an operator of a job sets from outside, without a change of the program.
+"""Environment variables that an operator sets to change a job without changing the program.
 
-``COMMPASS=off`` compiles as with policy ``off``, and doors send as they are. ``COMMPASS_POLICY``
-(a preset or a .toml file) takes the place of every policy that the program gives. The other
-variables stand in where the program says nothing.
+``COMMPASS=off`` compiles as with policy ``off``, and integrations send uncompressed.
+``COMMPASS_POLICY`` (a preset or a .toml file) replaces every policy that the program gives. The
+other variables are defaults for what the program does not specify.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WORDS = ("off", "on")
 
 
 def is_off() -> bool:
-    """Whether commpass is switched off. Raises PolicyError for a word that is not known."""
+    """Return whether commpass is switched off. Raise PolicyError for an unknown value."""
     given = os.environ.get(SWITCH) or "on"
     word = given.lower()
     if word not in WORDS:
@@ -38,8 +38,10 @@ def is_off() -> bool:
 
 
 def asked_policy() -> Policy | None:
-    """The policy that COMMPASS_POLICY names; None where it is not set. Raises PolicyError for one
-    that is not known."""
+    """Return the policy that COMMPASS_POLICY names; None if it is not set.
+
+    Raise PolicyError for an unknown one.
+    """
     named = os.environ.get(POLICY)
     if not named:
         return None
@@ -50,8 +52,10 @@ def asked_policy() -> Policy | None:
 
 
 def policy_here(argument: str | Path | Policy) -> Policy:
-    """The policy that counts, where the program gives this one. Raises PolicyError for one that is
-    not known, wherever it stands, so that a mistake is found before the variables are taken away.
+    """Return the policy to use if the program gives this one.
+
+    Raise PolicyError for an unknown policy, also one that is replaced: so a mistake is found before
+    the variables are removed.
     """
     chosen = policy_named(argument)
     asked = asked_policy()
@@ -69,7 +73,7 @@ def policy_here(argument: str | Path | Policy) -> Policy:
 
 
 def dump_here(argument: str | os.PathLike[str] | None) -> Path | None:
-    """The folder for dumps: as the program says, else as the environment does."""
+    """Return the folder for dumps: the program's, or else that of the environment."""
     folder = argument if argument is not None else os.environ.get(DUMP)
     return Path(folder) if folder else None
 
@@ -85,14 +89,14 @@ def _log(level: int, text: str) -> None:
 
 @dataclass(frozen=True)
 class Settings:
-    """What must be set alike on all ranks: in words, and a digest of what it means."""
+    """What must be set alike on all ranks: the text, and a digest of its meaning."""
 
     words: str = ""
     digest: str = ""
 
 
 def settings() -> Settings:
-    """Those of this process. A value that is wrong raises elsewhere."""
+    """Return the settings of this process. A wrong value raises elsewhere."""
     words = " ".join(f"{name}={os.environ[name]}" for name in (SWITCH, POLICY) if _counts(name))
     if not words:
         return Settings()
@@ -106,12 +110,12 @@ def settings() -> Settings:
 
 
 def _counts(name: str) -> bool:
-    """Whether a variable is set to something else than what holds anyway."""
+    """Return whether a variable is set to something other than its default."""
     return os.environ.get(name) not in (None, "") and (name, os.environ[name]) != (SWITCH, "on")
 
 
 def difference(settings: Mapping[int, Settings]) -> str:
-    """What ranks are told whose settings differ; "" where they are alike."""
+    """Return the message for ranks whose settings differ; "" if they are alike."""
     sides: dict[str, list[int]] = {}
     for rank, one in sorted(settings.items()):
         sides.setdefault(one.digest, []).append(rank)
@@ -133,7 +137,7 @@ def difference(settings: Mapping[int, Settings]) -> str:
 
 
 def problems() -> Iterator[tuple[str, str, str, str]]:
-    """(variable, its value or "not set", what it does, what is wrong with it or "")."""
+    """Yield (variable, its value or "not set", its meaning, the problem or "")."""
     for name, (meaning, check) in VARIABLES.items():
         value = os.environ.get(name, "")
         wrong = ""
@@ -174,6 +178,6 @@ VARIABLES: dict[str, tuple[str, Callable[[str], str]]] = {
     DUMP: ("where rank 0 writes plans and graphs, unless the program says", _dump_problem),
     CHECK: ("1: passes are checked on every graph, as with strict=True", _check_problem),
 }
-"""Variable to what it does and what finds its mistakes. COMMPASS_PROFILE is checked on its own."""
+"""Maps a variable to its meaning and its check. COMMPASS_PROFILE is checked separately."""
 OTHERS = ("COMMPASS_DEMO_HOSTS", "COMMPASS_NETLAB")
 """Variables of examples and tests."""

@@ -1,7 +1,8 @@
 """The residual of a tensor that holds the gradients of several parameters one after another.
 
-The compiled exchange takes it as one tensor. It is kept, named, saved and loaded by parameter, each
-of which has its part of that tensor: so it stays right when parameters are put into other buckets.
+The compiled exchange takes it as one tensor. It is kept, named, saved and loaded by parameter, and
+each parameter owns its part of that tensor. So it stays right when parameters move to other
+buckets.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from commpass.distributed.owners import HookCalls, Owner, owner_of
 from commpass.passes.rewrite import StateInput
 
 PLACE = "gradient"
-"""What the residual of a parameter's gradient is called, whatever bucket it is sent in."""
+"""The place name of the residual of a parameter's gradient, whatever bucket it is sent in."""
 
 
 class Flat:
@@ -30,7 +31,8 @@ class Flat:
         self.parts: list[tuple[Owner, Any, Tensor]] = []
 
     def current(self) -> Tensor:
-        """It, with what other exchanges of these parameters, a reset or a load have left there."""
+        """Return the residual, with what other exchanges, a reset or a load have left for its
+        parameters."""
         if self.whole is None or self.of is not self.calls.parameters_of_flat:
             kept, self.of = self.kept, self.calls.parameters_of_flat
             self.whole = torch.zeros(kept.shape, dtype=kept.dtype, device=kept.device)
@@ -43,7 +45,7 @@ class Flat:
         return self.whole
 
     def _parts(self, flat: Tensor) -> list[tuple[Owner, Tensor]]:
-        """Each parameter's owner and its part, laid out in memory as the parameter is."""
+        """Return each parameter's owner and its part, in the memory layout of the parameter."""
         found, start = [], 0
         for parameter in self.of:
             part = flat.narrow(0, start, parameter.numel()).view(parameter.shape)
@@ -56,8 +58,8 @@ class Flat:
 
 
 def put_back(hook: str, parameter: Tensor, values: Tensor) -> None:
-    """Adds to what is kept of a parameter's gradient for the exchanges of a ``hook``, if that is
-    anything."""
+    """Add ``values`` to the residual of a parameter's gradient in the exchanges of a ``hook``, if
+    there is one."""
     for name, residual in owner_of([parameter]).state.values():
         if name.function == hook and name.own.startswith(f"{PLACE}/"):
             residual.add_(values)

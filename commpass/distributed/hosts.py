@@ -1,9 +1,9 @@
-"""How many ranks follow one another on each host, where the profile does not say: as all ranks
-agree.
+"""Determine the number of consecutive ranks on each host, alike on all ranks, if the profile lacks
+it.
 
-Each rank publishes where it runs when it says hello: its host name, its network, and torchrun's
-number of the node. Whoever needs to know waits until all have. The first answer counts for all
-ranks, an answer that time ran out for among them: it is put on the store by compare-and-set.
+Each rank publishes its place with its hello record: host name, network, and torchrun's number of
+the node. A rank that needs the number waits until all places are published. The first answer counts
+for all ranks, even one after a time-out: it is written to the store by compare-and-set.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from commpass.policy.annotate import KEY
 log = logging.getLogger("commpass")
 
 PATIENCE_S = 60.0
-"""How long a rank waits for others to say where they run."""
+"""How long a rank waits for the places of others."""
 LONGEST_PAUSE_S = 0.25
 HIERARCHICAL = "hierarchical"
 
@@ -36,31 +36,37 @@ HIERARCHICAL = "hierarchical"
 def with_hosts(
     profile: Profile, policy: Policy, gm: fx.GraphModule, timeout_s: float | None = None
 ) -> Profile:
-    """The profile with its ``node``, where that is not said but needed: for ``hierarchical``, if a
-    rule or an annotation names it without a number of ranks. The number is 0 on all ranks where
-    hosts have different ones, or where not all ranks use commpass."""
+    """Return the profile with its ``node``, if that is missing but needed.
+
+    It is needed for ``hierarchical``, if a rule or an annotation names it without a number of
+    ranks. The number is 0 on all ranks if hosts have different ones, or if not all ranks use
+    commpass.
+    """
     if profile.node or not _asks(policy, gm) or not _is_distributed():
         return profile
     try:
         here = board()
         if here.node is None:
             here.node = _agreed(here, min(timeout_s or PATIENCE_S, PATIENCE_S))
-    except RuntimeError as error:  # the store is gone: who compares plans will say so
+    except RuntimeError as error:  # the store is gone: the comparison of plans reports it
         log.debug("commpass could not reach the store: %s", error)
         return profile
     return dataclasses.replace(profile, node=here.node)
 
 
 def on_each_host(places: Sequence[str]) -> int:
-    """How many ranks follow one another on each host, by the places of all ranks in order; 0 where
-    it is not the same number."""
+    """Return the number of consecutive ranks on each host, from the places of all ranks in order.
+
+    Return 0 if it is not the same number on all.
+    """
     runs = [(place, len(list(run))) for place, run in groupby(places)]
     hosts, sizes = {place for place, _ in runs}, {size for _, size in runs}
     return sizes.pop() if len(hosts) == len(runs) and len(sizes) == 1 else 0
 
 
 def _asks(policy: Policy, gm: fx.GraphModule) -> bool:
-    """Whether the policy, or an annotation in a graph, names the algorithm without ``node``."""
+    """Return whether the policy, or an annotation in a graph, names the algorithm without
+    ``node``."""
     named = [spec for rule in policy.rules for spec in rule.algorithm or ()]
     named += policy.algorithms if policy.algorithms != DEFAULTS else ()
     nodes = (node for _, module in graph_modules(gm) for node in module.graph.nodes)
@@ -70,7 +76,8 @@ def _asks(policy: Policy, gm: fx.GraphModule) -> bool:
 
 
 def _is_distributed() -> bool:
-    """Whether there are other ranks: not in a fake group, which stands for many with one."""
+    """Return whether there are other ranks. A fake group, which simulates many ranks in one, has
+    none."""
     return ready() and dist.get_world_size() > 1 and "fake" not in dist.get_backend()
 
 

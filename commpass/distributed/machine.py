@@ -1,4 +1,4 @@
-"""The machine that this process runs on, and whether a profile was measured on such a one."""
+"""Describe the machine that this process runs on, and compare it with that of a profile."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ from commpass.errors import ProfileError, nearest
 from commpass.groups import is_first_rank
 
 VARIABLE = "COMMPASS_PROFILE"
-"""The environment variable that names a profile where the program names none."""
+"""The environment variable that names a profile if the program names none."""
 log = logging.getLogger("commpass")
 
 
 def profile_here(profile: str | Path | Profile | None) -> Profile | None:
-    """The profile that is asked for, by name, path or the environment; None if nobody asks. One
-    that was measured on another machine is used, and said so once."""
+    """Return the profile that is requested by name, path or the environment; None if there is none.
+
+    A profile that was measured on another machine is used with a warning, once.
+    """
     asked = requested_profile(profile)
     if isinstance(asked, (str, Path)) and str(asked).endswith(".json"):
         file = read(Path(asked))
@@ -44,13 +46,13 @@ def profile_here(profile: str | Path | Profile | None) -> Profile | None:
 
 @functools.cache
 def default_here(device: str) -> Profile:
-    """What stands in where nobody asks for a profile, by the type of the device and its name."""
+    """Return the default profile for a type of device and the name of the device here."""
     here = device == "cuda" and torch.cuda.is_available()
     return default_profile(device, torch.cuda.get_device_name() if here else "")
 
 
 def requested_profile(profile: str | Path | Profile | None) -> str | Path | Profile | None:
-    """What is asked for, by the program or else by the environment."""
+    """Return the profile that the program requests, or else the environment."""
     return profile if profile is not None else os.environ.get(VARIABLE) or None
 
 
@@ -60,7 +62,7 @@ def _warn(warning: str) -> None:
 
 
 def this_machine(places: Sequence[str] = ()) -> Machine:
-    """This machine, as a profile remembers it; ``places`` are the hosts of all ranks."""
+    """Return this machine, as a profile records it; ``places`` are the hosts of all ranks."""
     world = dist.group.WORLD
     device = device_of(world) if world is not None else torch.device("cpu")
     return Machine(
@@ -75,7 +77,7 @@ def this_machine(places: Sequence[str] = ()) -> Machine:
 
 
 def processor() -> str:
-    """The processor's name."""
+    """Return the processor's name."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             names = (line.partition(":")[2].strip() for line in lines if "model name" in line)
@@ -85,21 +87,23 @@ def processor() -> str:
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
-    """What a group's exchanges are fastest on."""
+    """Return the device on which a group's exchanges are fastest."""
     carriers = dist.get_backend_config(group)
     return torch.device("cuda" if "nccl" in carriers and torch.cuda.is_available() else "cpu")
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The backend that carries a group's exchanges on a device. A group that was made without
-    naming one has several, and torch calls it "undefined"."""
+    """Return the backend that carries a group's exchanges on a device.
+
+    A group that was made without naming one has several, and torch calls it "undefined".
+    """
     carriers = dist.get_backend_config(group).split(",")
     named = dict(each.split(":", 1) for each in carriers if ":" in each)
     return named.get(device.type, dist.get_backend(group))
 
 
 def place() -> str:
-    """What ranks of one host have in common: name, network, and torchrun's number for it."""
+    """Return what ranks of one host share: name, network, and torchrun's number for it."""
     try:
         network = os.stat("/proc/self/ns/net").st_ino
     except OSError:
@@ -108,7 +112,7 @@ def place() -> str:
 
 
 def differences_from(measured: Machine, current: Machine) -> Iterator[str]:
-    """In what a profile's machine differs from this one, as far as both are known."""
+    """Yield how a profile's machine differs from this one, as far as both are known."""
     words = {
         "device": "device",
         "processor": "processor",
@@ -126,7 +130,7 @@ def differences_from(measured: Machine, current: Machine) -> Iterator[str]:
 
 
 UNDEFINED = "undefined"
-"""The backend in profiles of before it was asked of a device."""
+"""The backend in older profiles, which did not record it by device."""
 
 
 def _minor(version: str) -> list[str]:
@@ -134,10 +138,12 @@ def _minor(version: str) -> list[str]:
 
 
 def processors_each(group: Any) -> float:
-    """How many processors of its machine each rank of a group has to itself where all of them
-    compute at once: of 4 ranks on the same 2 processors each has half a one. Of the rank that has
-    the fewest; every rank calls it. Ranks that share a kernel of the operating system are on one
-    machine, in whatever containers."""
+    """Return how many processors each rank of a group has to itself while all of them compute.
+
+    Each of 4 ranks on the same 2 processors has 0.5. The result is that of the rank with the
+    fewest; every rank must call this function. Ranks that share an operating system kernel are on
+    one machine, in whatever containers.
+    """
     mine = (_kernel(), _processors())
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, mine, group=group)
@@ -146,14 +152,15 @@ def processors_each(group: Any) -> float:
 
 
 def _processors() -> list[int]:
-    """Those that this process may use; all where the system does not say, as macOS."""
+    """Return the processors that this process may use; all if the system does not report them
+    (macOS)."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
 
 
 def _kernel() -> str:
-    """What tells the running operating system from any other."""
+    """Return an identifier of the running operating system."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:

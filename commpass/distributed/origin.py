@@ -1,9 +1,9 @@
-"""Which code a graph was compiled from, and for which of its calls.
+"""Identify the code that a graph was compiled from, and the call that it was compiled for.
 
-A digest of a plan says what is done, and not to which graph: two functions may have plans of one
-digest on this rank and different ones elsewhere. What tells a graph that is compiled again from
-another one is the code that Dynamo compiled. What ranks share is the number of the call for which
-they compile: they call the same code equally often.
+A digest of a plan describes the changes, but not the graph. Two functions may have plans of one
+digest on this rank and different plans on others. The code that Dynamo compiled distinguishes a
+graph that is compiled again from another one. Ranks share the number of the call for which they
+compile: they call the same code equally often.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ _calls: Counter[str] = Counter()
 
 @dataclass(frozen=True)
 class Origin:
-    """Digests of the code that a graph was compiled from: ``function`` of the whole function,
-    ``code`` of that or of the part of it that follows a graph break. Both are "" where that is not
-    known: then the graph's operators must do. Where only ``code`` is "", other ranks cannot tell
-    which call it is."""
+    """Digests of the code that a graph was compiled from.
+
+    ``function`` is the digest of the whole function, ``code`` that of the function or of its part
+    after a graph break. Both are "" if unknown: then the graph's operators identify it. If only
+    ``code`` is "", other ranks cannot identify the call.
+    """
 
     function: str = ""
     code: str = ""
@@ -37,7 +39,7 @@ UNKNOWN = Origin()
 
 
 def code_here() -> CodeType | None:
-    """The code that Dynamo is compiling now; None if a backend was called by hand."""
+    """Return the code that Dynamo is compiling now; None if the backend was called directly."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     try:
@@ -50,8 +52,10 @@ def code_here() -> CodeType | None:
 
 
 def origin_of(code: CodeType | None) -> Origin:
-    """The origin of what is compiled from ``code``. Code of torch's own calls any module, and so
-    tells nothing."""
+    """Return the origin of what is compiled from ``code``.
+
+    It is ``UNKNOWN`` for torch's own code, which calls any module and so identifies nothing.
+    """
     if code is None:
         return UNKNOWN
     resumed = ContinueExecutionCache.generated_code_metadata.get(code)
@@ -62,20 +66,22 @@ def origin_of(code: CodeType | None) -> Origin:
 
 
 def origin_of_graph(gm: fx.GraphModule) -> Origin:
-    """The origin of a graph whose code is not known: its operators, whatever their sizes."""
+    """Return the origin of a graph whose code is unknown: its operators, whatever their sizes."""
     digest = _digest([str(node.target) for node in gm.graph.nodes if node.op == "call_function"])
     return Origin(digest, digest)
 
 
 def origin_of_hook(*facts: Any) -> Origin:
-    """The origin of the graph of a hook's exchange: what tells the exchange from others."""
+    """Return the origin of a hook's exchange: the facts that distinguish it from others."""
     digest = _digest([str(fact) for fact in facts])
     return Origin(digest, digest)
 
 
 def call_of(origin: Origin, direction: str) -> str:
-    """A digest of the next call of a code in a direction, equal on ranks that called it equally
-    often."""
+    """Return a digest of the next call of a code in a direction.
+
+    It is equal on ranks that called the code equally often.
+    """
     key = _key(origin, direction)
     return _digest([key, _calls[key]])
 
@@ -85,7 +91,7 @@ def count_call(origin: Origin, direction: str) -> None:
 
 
 def forget_calls() -> None:
-    """As in a new process."""
+    """Forget all counts, as in a new process."""
     _calls.clear()
 
 
@@ -94,7 +100,7 @@ def _key(origin: Origin, direction: str) -> str:
 
 
 def _digest_of(code: CodeType) -> str:
-    """Of what is the same on all ranks that run the same program: not of where its file lies."""
+    """Return a digest of what all ranks of a program share of the code: not its file's location."""
     plain = [each for each in code.co_consts if isinstance(each, (int, float, str, bytes))]
     return _digest(
         [code.co_qualname, code.co_firstlineno, code.co_code.hex(), code.co_names, plain]

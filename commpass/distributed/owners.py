@@ -1,11 +1,10 @@
-"""Whose a call of a compiled graph is: the module instance, known by the parameters that the call
-is given.
+"""Find the module instance that a call of a compiled graph belongs to, by the call's parameters.
 
-Instances of a class share compiled code, and their parameters are inputs of it. So state that
-belongs to an instance is found when a graph is called, not when it is compiled. A backward graph is
-not given all parameters; it learns whose it is from the autograd node that runs it, on which the
-forward call of that very node has written its owner. This holds for accumulation, checkpoints and
-several models, in whatever order they run.
+Instances of a class share compiled code, and their parameters are inputs of it. So state of an
+instance is looked up when a graph is called, not when it is compiled. A backward graph is not given
+all parameters. It reads its owner from the autograd node that runs it: the forward call of that
+very node has stored the owner there. This also holds for accumulation, checkpoints and several
+models, in whatever order they run.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ from commpass.policy import paths
 log = logging.getLogger("commpass")
 
 KEY = "commpass_owner"
-"""Key in the metadata of an autograd node: whose it is."""
+"""Key of the owner in the metadata of an autograd node."""
 FEW = 3
-"""Owners that went after one step until we say that nothing is made up."""
+"""Owners that disappear after one step before a warning says that error feedback is lost."""
 INFERENCE = (
     "inference has no next step to make up in: give the rule direction='backward', or this model a"
     " codec without state"
@@ -53,12 +52,14 @@ NOBODYS = (
     " compile a module or a function that is given the parameters, or call commpass.all_reduce(...,"
     " residual=...)"
 )
-"""Why no state is kept."""
+"""The reasons why no state is kept."""
 
 
 class Owner:
-    """The parameters that one instance gives to its graphs, and the state that is kept for it;
-    it goes with any of them."""
+    """The parameters that one instance gives to its graphs, and the state that is kept for it.
+
+    It is dropped as soon as any of the parameters is.
+    """
 
     def __init__(self, parameters: Sequence[Tensor]):
         key = tuple(map(id, parameters))
@@ -69,7 +70,8 @@ class Owner:
         self.used = 0
 
     def name_in(self, names: dict[int, str]) -> str | None:
-        """The name of the first of its parameters that has one in ``names``, which are by id."""
+        """Return the name of the first of its parameters that is in ``names``, a mapping from
+        id."""
         held = (parameter() for parameter in self.parameters)
         return next((names[id(one)] for one in held if one is not None and id(one) in names), None)
 
@@ -79,12 +81,12 @@ _short = [0]
 
 
 def state_owners() -> list[Owner]:
-    """All whose parameters live, in the order in which they were first seen."""
+    """Return all owners whose parameters live, in the order in which they were first seen."""
     return list(_owners.values())
 
 
 def owner_of(parameters: Sequence[Tensor]) -> Owner:
-    """Who gives these parameters."""
+    """Return the owner of these parameters; make it if there is none."""
     key = tuple(map(id, parameters))
     if key not in _owners:
         _owners[key] = Owner(parameters)
@@ -92,16 +94,17 @@ def owner_of(parameters: Sequence[Tensor]) -> Owner:
 
 
 def part_of(owner: Owner, numbers: Sequence[int]) -> Owner:
-    """Whose state is that is kept for some of an owner's parameters: the same one, whatever other
-    parameters a graph takes."""
+    """Return the owner of the state that is kept for some of an owner's parameters.
+
+    It is the same one whatever other parameters a graph takes.
+    """
     held = [owner.parameters[number]() for number in numbers]
     some = [parameter for parameter in held if parameter is not None]
     return owner_of(some) if some else owner
 
 
 def _forget(key: tuple[int, ...]) -> None:
-    """Lets go of the owner one of whose parameters is no more: the ids may be those of others
-    soon."""
+    """Drop the owner of a parameter that was freed: other tensors may get its ids."""
     owner = _owners.pop(key, None)
     if owner is not None and owner.used == 1:
         _short[0] += 1
@@ -114,8 +117,11 @@ def _forget(key: tuple[int, ...]) -> None:
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:
-    """The name of each parameter of a model by its id, without what wrappers of torch put into
-    it; a tied one has its first."""
+    """Return the name of each parameter of a model by its id, without the prefixes of torch's
+    wrappers.
+
+    A tied parameter has its first name.
+    """
     found: dict[int, str] = {}
     for path, module in paths.names(model):
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -125,8 +131,10 @@ def parameter_names(model: nn.Module) -> dict[int, str]:
 
 @dataclass(frozen=True)
 class Code:
-    """The function that a graph was made of. A method of one name in one place is the same one
-    when it is compiled again."""
+    """The function that a graph was compiled from.
+
+    A method of one name at one place is the same one when it is compiled again.
+    """
 
     file: str
     line: int
@@ -137,14 +145,15 @@ COMPILED_AUTOGRAD = Code("", 0, "compiled_autograd")
 
 
 def _name_of(code: CodeType | None) -> Code:
-    """The function that Dynamo is compiling; None where the backend was called by hand."""
+    """Return the function that Dynamo is compiling; a placeholder if the backend was called
+    directly."""
     if code is None:
         return Code("", 0, "graph")
     return Code(code.co_filename, code.co_firstlineno, code.co_qualname)
 
 
 def _grad_of(recorded: Any) -> Any:
-    """The input of which an output is the gradient, as AOTAutograd describes both; None if of
+    """Return the input that an output is the gradient of, as AOTAutograd describes both; None if
     none."""
     while hasattr(recorded, "base"):  # a part of a tensor subclass
         recorded = recorded.base
@@ -152,8 +161,10 @@ def _grad_of(recorded: Any) -> Any:
 
 
 class Calls:
-    """The calls of one graph of Dynamo's. ``autograd`` says that compiled autograd made it: then
-    it is a backward graph."""
+    """The calls of one Dynamo graph.
+
+    ``autograd`` says that compiled autograd made it: then it is a backward graph.
+    """
 
     hook = False
     """Whether it is the graph of a hook, of which there are many alike."""
@@ -173,18 +184,19 @@ class Calls:
         self.positions = [i for i, value in enumerate(inputs) if isinstance(value, nn.Parameter)]
         if (
             not self.positions and not self.fixed
-        ):  # a function: its weights are leaves that want gradients
+        ):  # a function: its weights are leaves that require gradients
             self.positions = [i for i, value in enumerate(inputs) if _is_weight(value)]
         self.last = False
-        """Whether Dynamo will compile this code no more."""
+        """Whether Dynamo will not compile this code again."""
         self._now = threading.local()
 
     def parameters(self, outputs: fx.Node, reaches: Iterable[int]) -> tuple[int, ...]:
-        """The numbers, among what an owner has, of the parameters of which the outputs ``reaches``
-        of the backward graph are the gradients. () where that cannot be told.
+        """Return the parameters whose gradients the outputs ``reaches`` of the backward graph are.
 
-        AOTAutograd says it of each output: their places do not, for the gradient of a DTensor is
-        several outputs."""
+        They are numbers among an owner's parameters; () if they cannot be determined. AOTAutograd
+        records the parameter of each output. The position of an output does not identify it, since
+        the gradient of a DTensor is several outputs.
+        """
         said = outputs.meta.get("desc")
         if self.autograd or said is None:
             return ()
@@ -192,14 +204,17 @@ class Calls:
         return tuple(sorted(number for number in numbers if number is not None))
 
     def stateless(self, direction: str, inference: bool) -> str | None:
-        """Why no state can be kept for a site of this graph, if none can."""
+        """Return why no state can be kept for a site of this graph, or None."""
         if direction == "forward":
             return INFERENCE if inference else FORWARD
         return None if self.positions or self.fixed else NOBODYS
 
     def weights(self, gm: fx.GraphModule, direction: str, stateless: str | None) -> Weights:
-        """Which inputs of a graph of AOTAutograd's are parameters, or the shards of such: it says
-        of each input which one of Dynamo's it is. ``stateless`` is what this says of the graph."""
+        """Return which inputs of an AOTAutograd graph are parameters, or shards of parameters.
+
+        AOTAutograd records for each input which Dynamo input it is. ``stateless`` is the result of
+        the method of that name for the graph.
+        """
         if direction == "backward" or stateless == INFERENCE:
             return Weights(why=BACKWARD if direction == "backward" else NOT_TRAINED)
         numbers = {}
@@ -210,8 +225,9 @@ class Calls:
         return Weights(numbers, why=None if numbers else NOBODYS)
 
     def _number(self, recorded: Any) -> int | None:
-        """The number, among what an owner has, of a parameter as AOTAutograd describes it."""
-        while hasattr(recorded, "base"):  # a part of a tensor subclass: of a DTensor its shard
+        """Return the number of a parameter among an owner's, from AOTAutograd's description of
+        it."""
+        while hasattr(recorded, "base"):  # a part of a tensor subclass: the shard of a DTensor
             recorded = recorded.base
         target, index = getattr(recorded, "target", None), getattr(recorded, "idx", None)
         if target in self.names:
@@ -221,7 +237,8 @@ class Calls:
         return None
 
     def wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """The compiled graph, which lets its forward and backward graph know who called it."""
+        """Wrap the compiled graph so that its forward and backward graphs find the owner of each
+        call."""
         if not self.positions and not self.fixed:
             return compiled
 
@@ -248,8 +265,10 @@ class Calls:
         return run
 
     def owner(self, direction: str) -> Owner:
-        """Whose the call of a forward or backward graph is that goes on now. Raises PolicyError
-        where that is not known."""
+        """Return the owner of the current call of a forward or backward graph.
+
+        Raise PolicyError if it is unknown.
+        """
         if self.autograd or direction == "forward":
             owner = getattr(self._now, "owner", None)
         else:
@@ -274,10 +293,12 @@ class Calls:
 
 
 class HookCalls(Calls):
-    """The calls of a graph that a hook made, of one collective: whose state it keeps is known from
-    the start, and so is its direction. With ``flat`` its tensor holds the gradients of the
-    parameters one after another, and the state belongs to each of them. ``recomputed`` says that
-    backward calls it once more for what forward has gathered."""
+    """The calls of a graph that a hook made for one collective: its owner and direction are fixed.
+
+    With ``flat``, its tensor holds the gradients of the parameters one after another, and the state
+    belongs to each of them. ``recomputed`` says that backward calls it again for what forward has
+    gathered.
+    """
 
     hook = True
 
@@ -301,8 +322,7 @@ class HookCalls(Calls):
         self.set_parameters(parameters)
 
     def set_parameters(self, parameters: Sequence[Tensor]) -> None:
-        """From now on the calls are of these parameters. Those that others took the place of have
-        taken their state with them."""
+        """Use these parameters from now on. The state of replaced parameters goes with them."""
         if not parameters:
             return
         self.whose = owner_of(parameters)
@@ -331,12 +351,12 @@ class HookCalls(Calls):
 
 
 def _are(some: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
-    """Whether these are the very same tensors."""
+    """Return whether these are the very same tensors."""
     return len(some) == len(tensors) and all(map(operator.is_, some, tensors))
 
 
 def _flat(inputs: Sequence[Any]) -> list[Any]:
-    """The inputs of a graph; those of compiled autograd begin with a list of tensors."""
+    """Return the inputs of a graph; those of compiled autograd begin with a list of tensors."""
     return [*inputs[0], *inputs[1:]] if inputs and isinstance(inputs[0], list) else list(inputs)
 
 
@@ -345,8 +365,10 @@ def _is_weight(value: Any) -> bool:
 
 
 def _write(values: Iterable[Any], outputs: range, owner: Owner) -> None:
-    """Writes whose they are on the autograd nodes that a call made: those behind ``values`` whose
-    sequence numbers are in ``outputs``."""
+    """Store the owner on the autograd nodes that a call made.
+
+    Those are the nodes behind ``values`` whose sequence numbers are in ``outputs``.
+    """
     nodes: list[Any] = [value.grad_fn for value in values if isinstance(value, Tensor)]
     while nodes:
         node = nodes.pop()

@@ -1,7 +1,7 @@
-"""What goes between two ranks: the two ends of each message, and how they differ.
+"""Match the two ends of each message between two ranks, and find where they differ.
 
-A rank's graph holds its own ends alone. The n-th that is sent on a channel (from, to, tag) is the
-n-th that is received on it.
+A rank's graph holds only its own ends. The n-th message that is sent on a channel (from, to, tag)
+is the n-th that is received on it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ Channel = tuple[int, int, int]
 
 
 def channel_of(site: Site, rank: int) -> Channel:
-    """(from, to, tag) of a send or recv of one rank; ranks are numbers in the group."""
+    """Return (from, to, tag) of a send or recv of one rank; ranks are numbers in the group."""
     assert site.peer is not None
     return (rank, site.peer, site.tag) if site.kind == "send" else (site.peer, rank, site.tag)
 
 
 def terms(site: PlannedSite | End) -> dict[str, Any]:
-    """What both ends must hold alike. Of a shape that is the number of values: they travel as one
-    row."""
+    """Return what both ends must have alike.
+
+    Of the shape that is only the number of values, since they travel as one row.
+    """
     sizes = [size for size in site.shape if isinstance(size, int)]
     values = math.prod(sizes) if len(sizes) == len(site.shape) else "symbolic"
     return {
@@ -60,7 +62,7 @@ class End:
 
 
 def endpoints(sites: Iterable[PlannedSite], rank: int) -> tuple[End, ...]:
-    """The ends that one rank of a group has, in graph order."""
+    """Return the ends that one rank of a group has, in graph order."""
     return tuple(
         End(
             site.name,
@@ -78,8 +80,10 @@ def endpoints(sites: Iterable[PlannedSite], rank: int) -> tuple[End, ...]:
 
 
 def mismatches(ends: Iterable[Iterable[End]]) -> list[str]:
-    """What ends say differently that should be one message. Where nothing is compressed the two
-    need not be alike: torch lets shapes differ."""
+    """Return how the two ends of messages differ.
+
+    If nothing is compressed they need not be alike: torch lets shapes differ.
+    """
     sides: dict[Channel, tuple[list[End], list[End]]] = {}
     for word in ends:
         for end in word:

@@ -1,4 +1,4 @@
-"""The parts of a plan: for each group, and each pair of ranks, what its ranks must do alike."""
+"""Split a plan into parts: for each group, and each pair of ranks, what its ranks must do alike."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from commpass.groups import group_named
 from commpass.plan import ALIKE, NONE, Plan, PlannedSite, Site
 
 SEVERAL = "several"
-"""What is decided of sites that are alike and not treated alike."""
+"""The decision for sites that have equal keys and different decisions."""
 
 
 SIDE = "/"
-"""Between what a site is known by and the sizes that its plan is for."""
+"""Separates the key of a site from the sizes that its plan is for."""
 
 
 def may_match(one: str, second: str) -> bool:
-    """Whether two of ``keys_of`` or of ``sites`` may be those of one site, at a size that both
-    plans are for."""
+    """Return whether two of ``keys_of`` or of ``sites`` may be one site, at a size that both plans
+    cover."""
     (a, _, here), (b, _, there) = one.partition(SIDE), second.partition(SIDE)
     return a == b and (here == there or not here or not there)
 
 
 @dataclass(frozen=True)
 class Part:
-    """One group's part of a graph's plan, or that of two ranks between which something goes.
+    """One group's part of a graph's plan, or that of two ranks that exchange messages.
 
-    ``where`` is what all its ranks call it; ``key`` that and the policy, as each is compared with
-    its like alone. ``ranks`` are global ones. ``first`` are the collectives as they came, ``plan``
-    what becomes of them.
+    ``where`` is the name that all its ranks share. ``key`` adds the policy, since only parts under
+    the same policy are compared. ``ranks`` are global. ``first`` are the collectives before any
+    change, ``plan`` what becomes of them.
     """
 
     where: str
@@ -55,25 +55,29 @@ class Part:
 
     @property
     def hidden_sites(self) -> bool:
-        """Whether anything is decided by what this rank computes: what hides behind it and is left
-        alone, or how much of a gradient is sent."""
+        """Whether anything is decided by what this rank computes.
+
+        That is a site that is left uncompressed because compute overlaps it, or how much of a
+        gradient is sent.
+        """
         decided = bool(self.plan.timed) or any(site.hidden for site in self.plan.sites)
         return decided and not self.plan.fallback
 
     @property
     def failure(self) -> str:
-        """Why nothing is changed, where that was not the policy's wish."""
+        """Why nothing is changed, if the policy did not request that."""
         failed = dict.fromkeys(site.reason for site in self.plan.sites if site.failed)
         return self.plan.fallback or ("" if self.changed else "; ".join(failed))
 
     @property
     def uses_local_part(self) -> bool:
-        """Whether anything is not sent because this rank uses its own part alone."""
+        """Whether anything is not sent because this rank uses only its own part."""
         return any(step.own for step in self.plan.simplified)
 
     @cached_property
     def digest(self) -> str:
-        """Of what is changed, alike on all ranks that change the same; "" where nothing is."""
+        """The digest of the changes, equal on all ranks with the same changes; "" if there are
+        none."""
         if not self.changed:
             return ""
         if not self.pair:
@@ -88,12 +92,13 @@ class Part:
 
     @property
     def reused_digest(self) -> str:
-        """``digest``; NONE where nothing is changed, since it is hidden."""
+        """``digest``; NONE if nothing is changed because compute overlaps it."""
         return self.digest or NONE
 
     @cached_property
     def outline(self) -> str:
-        """Of the collectives as they came: ranks that compile the same graph have the same."""
+        """A digest of the collectives before any change: equal on ranks that compile the same
+        graph."""
         if self.pair:
             rank = self.group.rank()
             rows: list[Any] = [row[:2] for row in _numbered(self.first, rank)]
@@ -103,18 +108,18 @@ class Part:
 
     @cached_property
     def sites(self) -> tuple[str, ...]:
-        """What each site is told by, on whichever rank and in whichever graph it is."""
+        """The identifier of each site, independent of rank and graph."""
         ids = {_digest(_facts(site))[:8] + self._side(site) for site in self.first}
         return tuple(sorted(ids)) or (ANY,)
 
     @cached_property
     def order(self) -> str:
-        """A digest of the order in which exchanges start; "" where that is the program's."""
+        """A digest of the order in which exchanges start; "" if it is the program's."""
         starts = self.plan.starts()
         return _digest(starts) if starts and not self.plan.fallback else ""
 
     def decisions(self) -> dict[str, str]:
-        """What is done with each site as it came, by each of its ``keys_of``."""
+        """Return the decision for each original site, under each of its ``keys_of``."""
         planned = {site.name: site for site in self.plan.sites}
         merged = {step.site: ", ".join((step.rule, *step.moved)) for step in self.plan.simplified}
         merged |= {name: "grouped" for each in self.plan.grouped for name in each.sites}
@@ -132,14 +137,18 @@ class Part:
         return found
 
     def keys_of(self, site: Site) -> tuple[str, ...]:
-        """What a site is known by, the surest first: with its module, where that is known, and
-        without, since a graph break may hide it."""
+        """Return the keys of a site, the most specific first.
+
+        The first includes its module, if that is known. The last does not, since a graph break may
+        hide it.
+        """
         facts, side = _facts(site), self._side(site)
         full = [_digest([*facts, site.module]) + side] if site.module else []
         return (*full, _digest(facts) + side)
 
     def _side(self, site: Site) -> str:
-        """For which of a site's sizes the plan is; "" for all, and where no plan was made."""
+        """Return the sizes of a site that the plan is for; "" for all sizes, and if no plan was
+        made."""
         holds = self._holds.get(site.name)
         return f"{SIDE}{holds}" if holds else ""
 
@@ -151,10 +160,10 @@ class Part:
 def parts(
     plan: Plan, first: Iterable[Site], ends: Iterable[tuple[str, int | None]], policy: str = ""
 ) -> list[Part]:
-    """The parts of a plan whose ranks can talk, under a policy of this digest.
+    """Return the parts of a plan whose ranks can compare, under a policy of this digest.
 
-    ``ends`` are the (group, peer) of all collectives of the graph, peer None where all of the group
-    take part: known also where a pass failed before there were sites.
+    ``ends`` are the (group, peer) of all collectives of the graph; peer is None if the whole group
+    takes part. They are known even if a pass failed before sites were found.
     """
     sites = tuple(first)
     simplified = {step.site: step.group for step in plan.simplified}
@@ -187,13 +196,16 @@ def parts(
 
 
 def call_of(part: Part, participant: Participant) -> str:
-    """The call for which a part is compiled; "" for what goes between two ranks, since each of them
-    may run other code."""
+    """Return the call for which a part is compiled.
+
+    It is "" for messages between two ranks, since each of them may run other code.
+    """
     return "" if part.pair else participant.call
 
 
 def _talking(name: str) -> Any:
-    """A group whose ranks can talk: it exists here, has more than one rank, and is no fake one."""
+    """Return the group if its ranks can compare: it exists here, has several ranks, and is not
+    fake."""
     group = group_named(name)
     if group is None or group.size() < 2 or group.rank() < 0 or "fake" in dist.get_backend(group):
         return None
@@ -201,12 +213,12 @@ def _talking(name: str) -> Any:
 
 
 def can_compare(name: str) -> bool:
-    """Whether the ranks of a group can compare plans."""
+    """Return whether the ranks of a group can compare plans."""
     return _talking(name) is not None
 
 
 def _numbered(sites: Sequence[Site], rank: int) -> list[tuple[tuple[int, int, int], int, Site]]:
-    """(channel, the how many-th on it, site) of the ends of messages, channel by channel."""
+    """Return (channel, index on the channel, site) of the ends of messages, sorted by channel."""
     seen: dict[tuple[int, int, int], int] = {}
     rows = []
     for site in sites:
@@ -217,8 +229,11 @@ def _numbered(sites: Sequence[Site], rank: int) -> list[tuple[tuple[int, int, in
 
 
 def _facts(site: Site) -> list[Any]:
-    """What tells a site, wherever it is compiled: not by its module, which a graph break hides. Of
-    a message what both ends say alike: its shape may be another one at the other."""
+    """Return the facts that identify a site wherever it is compiled.
+
+    The module is left out because a graph break hides it. For a message, only facts that both ends
+    share count: its shape may differ at the other end.
+    """
     other = ("module", "kind", "common_shape") if site.pairwise else ("module",)
     names = [name for name in ALIKE if name not in other]
     return [*(getattr(site, name) for name in names), site.tag]

@@ -1,4 +1,5 @@
-"""What commpass did in this process: plans, counters, artifacts for tlparse, log lines, dumps."""
+"""Record what commpass did in this process: plans, counters, tlparse artifacts, log lines,
+dumps."""
 
 from __future__ import annotations
 
@@ -38,9 +39,11 @@ def plans() -> list[Plan]:
 
 
 def record(outcome: PassResult, instead_of: Plan | None = None) -> None:
-    """Keeps a plan, counts it among torch's own counters
-    (``torch._dynamo.utils.counters["commpass"]``), and traces it. The plan that a graph had before
-    goes, and is not counted any more."""
+    """Store a plan, add it to torch's counters (``torch._dynamo.utils.counters["commpass"]``) and
+    trace it.
+
+    The plan that the graph had before is dropped and no longer counted.
+    """
     from torch._dynamo.utils import counters
     from torch._logging import trace_structured
 
@@ -60,7 +63,7 @@ def record(outcome: PassResult, instead_of: Plan | None = None) -> None:
 
 
 def _counts(plan: Plan) -> dict[str, int]:
-    """What is counted of a plan."""
+    """Return the counters of a plan."""
     return {
         "graphs": 1,
         "sites": len(plan.sites),
@@ -75,7 +78,7 @@ def _counts(plan: Plan) -> dict[str, int]:
 
 
 def trace_graph(gm: fx.GraphModule, name: str) -> None:
-    """The readable graph as an artifact, where structured tracing is on."""
+    """Trace the readable graph as an artifact, if structured tracing is on."""
     from torch._logging import trace_structured
 
     trace_structured(
@@ -89,19 +92,20 @@ def trace_graph(gm: fx.GraphModule, name: str) -> None:
 
 
 def wire_bytes(plan: Plan) -> int:
-    """What one rank hands to the collectives of a graph as it was really compiled."""
+    """Return the bytes that one rank hands to the collectives of a graph as it was really
+    compiled."""
     return sum(max(site.bytes if plan.fallback else site.wire_bytes, 0) for site in plan.sites)
 
 
 def nodes_before(outcome: PassResult, gm: fx.GraphModule) -> tuple[dumps.GraphNode, ...]:
-    """The graph as it was handed to us, as data."""
+    """Return the nodes of the graph before the passes, as data."""
     return _rows(
         ((p, outcome.untouched.get(m, m.graph)) for p, m in graph_modules(gm)), outcome.plan.sites
     )
 
 
 def nodes_now(gm: fx.GraphModule, sites: Iterable[PlannedSite]) -> tuple[dumps.GraphNode, ...]:
-    """The graph as it is, as data."""
+    """Return the nodes of the graph as it is now, as data."""
     return _rows(((p, m.graph) for p, m in graph_modules(gm)), sites)
 
 
@@ -146,7 +150,7 @@ def _target(target: Any) -> str:
 
 
 def _considered(outcome: PassResult) -> tuple[dumps.Considered, ...]:
-    """What might have been chosen, once for all sites that have the same choice."""
+    """Return the candidates of each site, once for all sites that have the same candidates."""
     alike: dict[tuple[Candidate, ...], list[str]] = {}
     for name, options in outcome.options.items():
         alike.setdefault(options.candidates, []).append(name)
@@ -165,9 +169,11 @@ def write_dump(
     profile: Profile | None = None,
     nodes: Mapping[str, tuple[dumps.GraphNode, ...]] | None = None,
 ) -> None:
-    """Writes the dump of one graph; ``nodes`` are those before, after, and lowered, ``timeline``
-    what is predicted for the last. A full disk ends no job: it is a warning, and the others go on
-    with what was agreed on."""
+    """Write the dump of one graph.
+
+    ``nodes`` are those before, after, and lowered; ``timeline`` is the prediction for the last. A
+    full disk does not end the job: it logs a warning, and all ranks keep the agreed plan.
+    """
     held = nodes or {}
     found = dumps.Dump(
         run=run,

@@ -1,8 +1,8 @@
-"""References: what all ranks hold of gathered parameters, to which the next difference is taken.
+"""References: the gathered parameters that all ranks hold, from which the next difference is taken.
 
-A reference begins with the parameters themselves, gathered uncompressed when its site first runs,
-on all ranks alike. After that the graph changes it in place, by what all ranks decode: so all hold
-the same bits. It belongs to the parameters and goes with them. It is not saved: another process, or
+A reference starts as the parameters themselves, gathered uncompressed on all ranks when its site
+first runs. After that the graph changes it in place by what all ranks decode, so all hold the same
+bits. It belongs to the parameters and is freed with them. It is not saved: another process, or
 another group of ranks, gathers anew.
 """
 
@@ -27,8 +27,11 @@ ops = torch.ops._c10d_functional
 
 
 def reference(state: StateInput, key: Any, owner: Owner, inputs: Sequence[Any]) -> Tensor:
-    """The reference of a site for an owner, gathered when it is first asked for, or first since its
-    process group was made. ``inputs`` are those of the call."""
+    """Return the reference of a site for an owner.
+
+    It is gathered at the first request, and at the first one after its process group was made anew.
+    ``inputs`` are those of the call.
+    """
     group: Any = group_named(state.group)
     found = owner.references.get((key, state.group))
     if found is None or found[0]() is not group:
@@ -38,7 +41,7 @@ def reference(state: StateInput, key: Any, owner: Owner, inputs: Sequence[Any]) 
 
 
 def _gathered(state: StateInput, inputs: Sequence[Any]) -> Tensor:
-    """What all ranks hold of their parameters now; 0 where that is not finite."""
+    """Gather the current parameters of all ranks; values that are not finite become 0."""
     assert state.source is not None
     shard = state.source.value(inputs)
     ranks = state.shape[0] // shard.shape[0]

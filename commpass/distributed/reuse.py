@@ -1,10 +1,10 @@
-"""A rank whose plan was agreed on before, for other code, asks whether the others compile it too.
+"""Decide whether a rank may reuse a plan that was agreed on for other code.
 
 A plan of the same digest may be that of another graph, which other ranks plan differently. A rank
-that compiles the same code again goes on at once. One that compiles other code publishes that it
-would reuse the plan, and waits a while. It goes on when all ranks that its groups connect publish
-the same, and compares its plan as if it was new if one of them does. If they publish nothing, this
-rank is taken to be the only one that compiles such a graph, and goes on.
+that compiles the same code again proceeds at once. A rank that compiles other code publishes that
+it would reuse the plan, and waits a while. It proceeds when all ranks that its groups connect
+publish the same. If one of them compares its plan, this rank compares its own like a new one. If
+they publish nothing, only this rank is assumed to compile such a graph, and it proceeds.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def publish_reuse(
     *,
     waits: bool = False,
 ) -> NoChange:
-    """Publishes that this rank goes on with what was agreed on, or would."""
+    """Publish that this rank reuses what was agreed on, or would reuse it (``waits``)."""
     note = NoChange(
         0,
         part.outline,
@@ -71,10 +71,10 @@ def must_compare(
     participant: Participant,
     patience_s: float,
 ) -> tuple[bool, Round | None]:
-    """Whether another rank plans the graph anew, so that this one has to compare its plan; if not,
-    the round in which all ranks published that they reuse theirs, if all have.
+    """Return whether another rank plans the graph anew, so that this rank has to compare its plan.
 
-    ``likely`` are the parts whose plans were agreed on for other code. Waits for at most
+    If not, also return the round in which all ranks published that they reuse theirs, if all have.
+    ``likely`` are the parts whose plans were agreed on for other code. Wait for at most
     ``patience_s`` seconds.
     """
     if not likely:
@@ -97,7 +97,7 @@ def must_compare(
         round = asked.round()
         for part in likely:
             publish_reuse(store, part, pasts[part.key], participant, links)
-    except RuntimeError as error:  # the store is gone: nobody can be heard
+    except RuntimeError as error:  # the store is gone: no rank can be read
         log.debug("commpass could not reach the store: %s", error)
     for part in likely:
         pasts[part.key].agree(participant, part.digest, part.decisions())
@@ -106,8 +106,10 @@ def must_compare(
 
 @dataclass
 class _Published:
-    """What the ranks have published of one graph, in the groups of this rank (``parts``) and in
-    those that other ranks' notes lead to."""
+    """What the ranks have published of one graph.
+
+    It covers the groups of this rank (``parts``) and those that other ranks' notes link to.
+    """
 
     here: PlanStore
     parts: Mapping[str, Part]
@@ -123,8 +125,10 @@ class _Published:
             self.notes[key][self.here.rank] = note
 
     def is_compared(self, patience_s: float) -> bool:
-        """Whether a rank compares its plan, or would reuse another one. False once all would reuse
-        the same, or ``patience_s`` seconds have passed."""
+        """Return whether a rank compares its plan, or would reuse another one.
+
+        Return False once all would reuse the same, or after ``patience_s`` seconds.
+        """
         start, pause = time.monotonic(), 0.001
         while True:
             if any(self._differs(key) for key in list(self.links)):
@@ -139,7 +143,7 @@ class _Published:
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
     def round(self) -> Round | None:
-        """What all ranks have for a name of this, if all have published."""
+        """Return the round under a name that all ranks share, if all have published."""
         key = min(self.links)
         if not self.links[key].call or any(map(self._silent, self.links)):
             return None
@@ -150,7 +154,7 @@ class _Published:
         return [rank for rank in from_spans(self.links[key].ranks) if rank not in self.notes[key]]
 
     def _differs(self, key: str) -> bool:
-        """Reads what there is in one group."""
+        """Read one group's entries. Return whether a rank compares its plan or reuses another."""
         here, silent, link = self.here, self._silent(key), self.links[key]
         self.nonces |= here.nonces([rank for rank in silent if rank not in self.nonces])
         places = {rank: self.nonces[rank] for rank in silent if rank in self.nonces}
@@ -171,7 +175,7 @@ class _Published:
         return len({note.digest for note in self.notes[key].values()}) > 1
 
     def _of_graph(self, key: str, notes: NoChanges) -> NoChange | None:
-        """The latest note that a rank has left of this graph."""
+        """Return the latest note that a rank has published of this graph."""
         if notes.count != self.links[key].count:
             return None
         return next((note for note in reversed(notes.notes) if self._is_of_graph(key, note)), None)

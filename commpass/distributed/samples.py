@@ -1,11 +1,13 @@
-"""The real error of compressed sites, measured on some calls of a graph: on its first ones, where
-there is an error budget (``budget``), and on a share of all (``Policy(watch=...)``).
+"""Measure the real error of compressed sites on some calls of a graph.
 
-What is measured is what the codec does to this rank's own values: ``|decode(encode(x)) - x| / |x|``
+Errors are measured on the first calls if there is an error budget (``budget``), and on a share of
+all calls (``Policy(watch=...)``).
+
+The measurement is what the codec does to this rank's own values: ``|decode(encode(x)) - x| / |x|``
 of the tensor x that the site is given, in 2-norms. The plan's ``error`` and ``max_error`` are about
-the result of the whole algorithm, which may encode more than once: of a Gaussian, one encode has
-the error ``Codec.relative_error``, and the result the plan's ``error``. What was measured is
-therefore told times the second over the first.
+the result of the whole algorithm, which may encode more than once. For Gaussian values, one encode
+has the error ``Codec.relative_error``, and the result has the plan's ``error``. The measured error
+is therefore reported times the ratio of the plan's ``error`` to that of one encode.
 """
 
 from __future__ import annotations
@@ -31,33 +33,40 @@ log = logging.getLogger("commpass")
 
 SLICE = 1 << 22
 SLICE_CPU = 1 << 16
-"""Values that are encoded at a time: what is measured needs little memory, and stays in the cache
-of a CPU, where that takes half the time."""
+"""Values that are encoded at a time. Measuring then needs little memory and stays in the cache of a
+CPU, where that takes half the time."""
 CHECKED = 1 << 18
-"""Values of a site that are measured where its budget is checked: 64 pieces of 4,096."""
+"""Values of a site that are measured when its budget is checked: 64 pieces of 4,096."""
 
 
 def is_sampled(call: int, share: float) -> bool:
-    """Whether the call of that number, from 0, is among those on which errors are measured: the
-    first, and so on so that their share is right. All ranks count alike (law 5)."""
+    """Return whether errors are measured on the call of that number, from 0.
+
+    The first call is measured, and then as many as keep the share right. All ranks count alike (law
+    5).
+    """
     return math.floor(call * share) > math.floor((call - 1) * share)
 
 
 PIECES = 64
-"""Where a tensor is measured in part: from so many places, evenly apart."""
+"""The number of places, evenly spaced, from which a tensor is measured in part."""
 BLOCK = 256
-"""Values of a block, of a codec that has none of its own."""
+"""Values per block, for a codec without a block size."""
 SMALL = 0.01
-"""Share of the mean energy of a block below which the error of one is compared with that share: a
-block of next to nothing may be lost."""
+"""Share of the mean block energy below which a block's error is compared with that share instead: a
+block of almost zero may be lost."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What one call lost at a site of this rank: the relative root mean square ``error`` of its
-    result; the share of its non-zero values that are ``lost``, which became 0 or are off by as much
-    as they are; the relative error of its ``worst`` block; and whether all values are ``whole``
-    numbers, as counts and ids are, though many of them could have a fraction."""
+    """What one call lost at a site of this rank.
+
+    - ``error``: the relative root mean square error of its result.
+    - ``lost``: the share of its non-zero values that became 0 or are off by their own size.
+    - ``worst``: the relative error of its worst block.
+    - ``whole``: whether all values are whole numbers, as counts and ids are, though many could have
+      a fraction.
+    """
 
     error: float
     lost: float
@@ -66,12 +75,14 @@ class Reading:
 
 
 SOME = 16
-"""Whole numbers that no field has by chance."""
+"""A number of whole values that no field has by chance."""
 
 
 def reading_of(found: Sequence[float], site: PlannedSite) -> Reading | None:
-    """What ``measure`` found of a site, with the error as that of its result. None where there was
-    nothing to measure: all values are zero, or some are not finite."""
+    """Convert the output of ``measure`` for a site, with the error scaled to that of its result.
+
+    Return None if there was nothing to measure: all values are zero, or some are not finite.
+    """
     lost, had, values, gone, worst, fractions, could = found
     if not (math.isfinite(lost) and math.isfinite(had) and had):
         return None
@@ -82,15 +93,20 @@ def reading_of(found: Sequence[float], site: PlannedSite) -> Reading | None:
 
 @ambient_free
 def measure(coder: Codec, x: Tensor, limit: int | None = None) -> Tensor:
-    """What ``coder`` does to ``x``: float64 ``[7]`` on its device, which nobody waits for. The
-    squared 2-norms of the error and of ``x``; how many values are not zero, and how many of those
-    are lost; the largest relative error of a block; how many values have a fraction, and how many
-    that are not zero could have one in their dtype. With ``limit``, of that many values of a larger
-    tensor, where the codec codes blocks by themselves."""
+    """Measure what ``coder`` does to ``x``, without a synchronization.
+
+    Return float64 ``[7]`` on the device of ``x``: the squared 2-norms of the error and of ``x``;
+    the number of non-zero values, and of those that are lost; the largest relative error of a
+    block; the number of values with a fraction, and of non-zero values that could have one in their
+    dtype.
+
+    ``limit`` measures only that many values of a larger tensor, if the codec codes blocks
+    independently.
+    """
     row = x.detach().reshape(1, -1)
     blocks = isinstance(coder, (BlockCodec, CastCodec)) and coder.block <= SLICE
     block = coder.block if blocks and coder.block > 1 else BLOCK
-    parts = _parts(row, block, limit) if blocks else [row]  # what others choose depends on all
+    parts = _parts(row, block, limit) if blocks else [row]  # other codecs need all values
     wide = torch.promote_types(x.dtype, torch.float32)
     least_whole = 1 / torch.finfo(x.dtype).eps
     errors, energies, counts = [], [], []
@@ -112,13 +128,13 @@ def measure(coder: Codec, x: Tensor, limit: int | None = None) -> Tensor:
 
 
 def coder_of(site: PlannedSite) -> Codec:
-    """The codec by which this rank encodes what a site is given."""
+    """Return the codec with which this rank encodes the site's input."""
     coder, rank = codec(site.codec), groups.rank_in(site.group)
     return coder if rank is None else coder.of_rank(rank, site.group_size)
 
 
 def _parts(row: Tensor, block: int, limit: int | None) -> list[Tensor]:
-    """A row in parts of whole blocks, or so many of its values."""
+    """Split a row, or ``limit`` of its values, into parts of whole blocks."""
     if limit is not None and row.shape[1] > limit:
         length = max(limit // PIECES // block, 1) * block
         last = (row.shape[1] - length) // block
@@ -129,7 +145,8 @@ def _parts(row: Tensor, block: int, limit: int | None) -> list[Tensor]:
 
 
 def _by_block(values: Tensor, block: int) -> Tensor:
-    """The sums of squares, in float64, of the blocks of a row ``[1, n]``; of none, one of 0."""
+    """Return the sums of squares, in float64, of the blocks of a row ``[1, n]``; one 0 if n is
+    0."""
     short = -values.shape[1] % block if values.shape[1] else block
     blocks = torch.nn.functional.pad(values, (0, short)) if short else values
     squares = blocks.reshape(-1, block).to(torch.float64).square()
@@ -138,10 +155,13 @@ def _by_block(values: Tensor, block: int) -> Tensor:
 
 @dataclass
 class Sampled:
-    """What was measured of one site on this rank: relative errors of its result, as they would be
-    with the error of what this rank encoded. ``why`` says why nothing is measured; "" otherwise.
-    ``bound`` is ``max_error`` as it holds there, and ``checked`` says that the first calls hold the
-    site to it; ``reading`` is that of the latest call, if there was something to measure."""
+    """The errors that were measured of one site on this rank.
+
+    They are relative errors of its result, estimated from the error of what this rank encoded.
+    ``why`` is the reason why nothing is measured, "" otherwise. ``bound`` is the ``max_error`` that
+    applies there, and ``checked`` says that the first calls enforce it. ``reading`` is that of the
+    latest call, if there was something to measure.
+    """
 
     site: PlannedSite
     bound: float | None
@@ -161,8 +181,8 @@ class Sampled:
         return self.total / self.count if self.count else None
 
     def add(self, found: Sequence[float]) -> None:
-        """Takes what was measured. What is not finite, or zero everywhere, has no relative error:
-        it is counted."""
+        """Add a measurement. One that is not finite, or zero everywhere, is only counted in
+        ``unclear``."""
         reading = reading_of(found, self.site)
         if reading is None:
             self.unclear += 1
@@ -172,7 +192,7 @@ class Sampled:
         self.count += 1
 
     def warn(self) -> None:
-        """Says once that the error is above the bound."""
+        """Log a warning once if the error is above the bound."""
         if self.count and self.bound is not None and self.last > self.bound and not self.warned:
             self.warned = True
             log.warning(ABOVE, label(self.site), self.site.kind, self.last, self.bound, MORE)
@@ -189,20 +209,22 @@ MORE = (
 
 
 PLAIN = "it is sent as it is"
-"""Why nothing is measured of a site that is left alone."""
+"""Why nothing is measured of an uncompressed site."""
 
 
 def label(site: PlannedSite) -> str:
-    """A site in a few words: ``layers.0.mlp.down int8/two_shot``."""
+    """Return a short label of a site: ``layers.0.mlp.down int8/two_shot``."""
     where = site.module or site.name
     return f"{where} {site.codec}/{site.algorithm}" if site.compressed else f"{where} as it is"
 
 
 @dataclass
 class Samples:
-    """The sites of one graph, in the order of its plan, and what was measured of them. ``share``
-    is the policy's ``watch``. While ``checking``, ``CHECKED`` values of each site are measured as
-    well, and what is above its bound is for others to say."""
+    """The sites of one graph, in the order of its plan, and their measured errors.
+
+    ``share`` is the policy's ``watch``. While ``checking``, ``CHECKED`` values of each site are
+    measured as well, and the caller reports what is above its bound.
+    """
 
     share: float
     sites: list[Sampled] = field(default_factory=list)
@@ -211,7 +233,8 @@ class Samples:
     _waiting: list[tuple[int, Tensor, Any]] = field(default_factory=list)
 
     def next_sink(self) -> Callable[[int, Tensor], None] | None:
-        """Counts a call. Returns what its sites are to be handed to, if it is sampled."""
+        """Count a call. Return the function that receives its sites' tensors, or None if it is not
+        sampled."""
         call, self.calls = self.calls, self.calls + 1
         if not any(not each.why for each in self.sites):
             return None
@@ -223,7 +246,7 @@ class Samples:
     def _take(self, number: int, x: Tensor, limit: int | None = None) -> None:
         found = measure(coder_of(self.sites[number].site), x, limit)
         event = None
-        if found.is_cuda:  # read when it has come, so that nothing waits
+        if found.is_cuda:  # read once the copy is done, so that nothing waits
             module = torch.get_device_module(found.device)
             host = torch.empty(len(found), dtype=torch.float64, pin_memory=True)
             found, event = host.copy_(found, non_blocking=True), module.Event()
@@ -232,7 +255,7 @@ class Samples:
         self.read_measured()
 
     def read_measured(self, *, wait: bool = False) -> None:
-        """Reads what has been measured by now, or waits for all."""
+        """Read the measurements that have arrived, or wait for all."""
         waiting, self._waiting = self._waiting, []
         for number, found, event in waiting:
             if wait and event is not None:

@@ -1,13 +1,13 @@
-"""Error feedback: what each site has not yet sent, kept between calls, saved, and shared out anew
-when the ranks change.
+"""Error feedback: keep, save and load what each site has not sent yet, also for other rank counts.
 
 A *residual* belongs to one site of one module instance, on one rank. It has the shape of the site's
-tensor and the dtype in which sums are made; the compiled graph takes it as an input and changes it
-in place. It is made when the site first runs for that instance, and goes with the instance's
-parameters. Its name in ``state_dict()`` says all that is needed to read it back, and depends on
-nothing that changes from run to run, such as the order in which code is compiled:
-``commpass.v2/<first parameter>/<function>/<site>/<op>/<world, or the first rank of the
-group>/<rank>of<ranks>``. The parameter is ``-`` where no model was given that would tell its name.
+tensor and the dtype of its sums. The compiled graph takes it as an input and changes it in place.
+It is made when the site first runs for that instance, and is freed with the instance's parameters.
+
+Its name in ``state_dict()`` holds all that is needed to read it back. It depends on nothing that
+changes from run to run, such as the order in which code is compiled: ``commpass.v2/<first
+parameter>/<function>/<site>/<op>/<world, or the first rank of the group>/<rank>of<ranks>``. The
+parameter is ``-`` if no model was given to look up its name.
 """
 
 from __future__ import annotations
@@ -37,10 +37,13 @@ _NAME = re.compile(r"([^/]+)/([^/]+)/(.+)/(sum|avg)/(world|\d+)/(\d+)of(\d+)", r
 
 @dataclass(frozen=True)
 class Name:
-    """Whose residual a tensor is: of a site, in a function, of the instance whose first
-    parameter is ``parameter`` ("-" if that is not known); on rank ``rank`` of the ``ranks`` of
-    the group whose first rank is ``first`` ("world" for the group of all ranks). ``own`` is the
-    site as it is counted among those of its parameter, by which it is named where that is known."""
+    """The name of a residual.
+
+    It belongs to a site, in a function, of the instance whose first parameter is ``parameter`` ("-"
+    if unknown). It is that of rank ``rank`` of the ``ranks`` of the group whose first rank is
+    ``first`` ("world" for the group of all ranks). ``own`` is the site's number among those of its
+    parameter; the name uses it if the parameter is known.
+    """
 
     parameter: str
     function: str
@@ -58,18 +61,18 @@ class Name:
 
     @property
     def place(self) -> str:
-        """Which of a model's residuals, whatever the ranks and whichever the instance."""
+        """Which of a model's residuals it is, whatever the ranks and the instance."""
         return (
             f"{self.function}/{self.own if self.own and self.parameter != UNKNOWN else self.site}"
         )
 
     @property
     def whose(self) -> str:
-        """Which residual, whatever the ranks: for people."""
+        """Which residual it is, whatever the ranks, for messages."""
         return self.place if self.parameter == UNKNOWN else f"{self.parameter}/{self.place}"
 
     def continues(self, saved: Name) -> bool:
-        """Whether this rank carries on with what ``saved`` of the same site had not sent."""
+        """Return whether this rank continues with what ``saved`` of the same site had not sent."""
         return saved.first == self.first and saved.rank % self.ranks == self.rank
 
 
@@ -80,16 +83,16 @@ OF_GRADIENTS = ("ddp", "ssfusion")
 
 @dataclass
 class Loaded:
-    """State that was loaded for ``model``, or for whatever asks for it, and those who took of
-    it, by place."""
+    """State that was loaded for ``model``, or for any, and the owners that took parts of it, by
+    place."""
 
     given: dict[Name, Tensor]
     model: weakref.ref[nn.Module] | None
     taken: dict[str, weakref.ref[Owner]] = field(default_factory=dict)
 
     def names(self) -> dict[int, str] | None:
-        """The names of the model's parameters by id; None where no model was given, or it is
-        gone."""
+        """Return the names of the model's parameters by id; None if no model was given, or it was
+        freed."""
         model = self.model() if self.model is not None else None
         return parameter_names(model) if model is not None else None
 
@@ -98,16 +101,20 @@ _loaded: list[Loaded] = []
 
 
 def residual(state: StateInput, number: int, code: Code, owner: Owner) -> Tensor:
-    """The residual of a site, of its place the one of that ``number`` for an owner: zeros when it
-    is first asked for, or what was loaded for it. Raises PolicyError if state was loaded that this
-    site is not part of, or of which it is not known whose it is."""
+    """Return the residual of a site: the one numbered ``number`` at its place for an owner.
+
+    It is zeros at first, or what was loaded for it. Raise PolicyError if the loaded state lacks
+    this site, or if the owner of a loaded residual is ambiguous.
+    """
     return owner.state[_kept_under(state, number, code, owner)][1]
 
 
 def move(state: StateInput, code: Code, owner: Owner, into: Tensor) -> Any:
-    """Keeps the residual of ``residual(kept, 0, code, owner)`` in ``into`` from now on, with what
-    it was, also in a group that this one has taken the place of. Returns its key in the owner's
-    state."""
+    """Keep the residual of ``residual(state, 0, code, owner)`` in ``into`` from now on.
+
+    ``into`` gets its value, and that of residuals from a group which this one replaces. Return the
+    key in the owner's state.
+    """
     key = _kept_under(state, 0, code, owner)
     name, before = owner.state[key]
     owner.state[key] = name, into.copy_(before)
@@ -118,7 +125,7 @@ def move(state: StateInput, code: Code, owner: Owner, into: Tensor) -> Any:
 
 
 def _of_one_site(one: Any, value: Any) -> bool:
-    """Whether two keys are of the same site, whatever the ranks."""
+    """Return whether two keys are of the same site, whatever the ranks."""
     (code, name), (code_of_other, name_of_other) = one, value
     return code == code_of_other and (name.place, name.op) == (
         name_of_other.place,
@@ -127,13 +134,12 @@ def _of_one_site(one: Any, value: Any) -> bool:
 
 
 def _scale(old: Name, new: Name) -> float:
-    """By what a residual is multiplied where there are other ranks: of a sum it stays what it
-    was."""
+    """Return the factor for a residual when the ranks change: 1 for a sum."""
     return new.ranks / old.ranks if new.op == "avg" else 1.0
 
 
 def _kept_under(state: StateInput, number: int, code: Code, owner: Owner) -> Any:
-    """The key of a residual in its owner's state, where it is made if it is not there."""
+    """Return the key of a residual in its owner's state; make the residual if it is missing."""
     ranks = _ranks(state.group)
     everybody = not ready() or len(ranks) == dist.get_world_size()
     first = "world" if everybody else str(ranks[0])
@@ -152,12 +158,12 @@ def _kept_under(state: StateInput, number: int, code: Code, owner: Owner) -> Any
 
 
 def _take(loaded: Loaded, name: Name, owner: Owner, into: Tensor) -> None:
-    """Adds to a residual what was loaded for it."""
+    """Add to a residual what was loaded for it."""
     names = loaded.names()
     if loaded.model is not None:
         parameter = owner.name_in(names) if names is not None else None
         if parameter is None:
-            return  # it is another model's
+            return  # it belongs to another model
         name = dataclasses.replace(name, parameter=parameter)
     else:
         before = loaded.taken.get(name.place)
@@ -165,7 +171,7 @@ def _take(loaded: Loaded, name: Name, owner: Owner, into: Tensor) -> None:
             raise _ambiguous(name, "asked for by")
     if loaded.given:
         into += _shared(name, into, loaded.given)
-        for saved in _of(name, loaded.given):  # what others take is not this rank's
+        for saved in _of(name, loaded.given):  # this rank does not keep what others take
             del loaded.given[saved]
         loaded.taken[name.place] = weakref.ref(owner)
 
@@ -181,8 +187,7 @@ def state_dict(
     of: str | os.PathLike[str] | None = None,
     prefix: str = "commpass",
 ) -> dict[str, Tensor]:
-    """This rank's residuals by name: of this process, or with ``of`` empty ones to load those of a
-    checkpoint into.
+    """Return this rank's residuals by name.
 
         dcp.save({"model": ..., "commpass": commpass.state_dict(model)}, checkpoint_id=path)
 
@@ -190,12 +195,14 @@ def state_dict(
         dcp.load({"commpass": state}, checkpoint_id=path)
         commpass.load_state_dict(state, model)
 
-    With ``model`` those of its parameters alone, by the names of these. It is needed where several
-    instances share their code: blocks that are compiled one by one, two models of one class. ``of``
-    is a folder that ``torch.distributed.checkpoint`` wrote, in which the residuals stand under
-    ``prefix``. The number of ranks may be another one: each rank is given those that it carries on
-    with. What was loaded and not yet asked for by a graph is part of the state. Raises PolicyError
-    where the folder holds no checkpoint, and where it cannot be told whose a residual is.
+    With ``of``, the tensors are empty ones to load those of a checkpoint into. ``of`` is a folder
+    that ``torch.distributed.checkpoint`` wrote, in which the residuals have the prefix ``prefix``.
+    The number of ranks may differ: each rank gets those that it continues with.
+
+    With ``model``, only residuals of its parameters are returned, under their names. It is required
+    if several instances share code: blocks that are compiled one by one, or two models of one
+    class. State that was loaded and not yet used by a graph is included. Raise PolicyError if the
+    folder holds no checkpoint, or if the owner of a residual is ambiguous.
     """
     if of is not None:
         return _stored(of, prefix)
@@ -208,7 +215,7 @@ def state_dict(
 
 
 def _live(model: nn.Module | None) -> list[tuple[Name, Tensor]]:
-    """The residuals there are, of a model's parameters or of all."""
+    """Return the current residuals, of a model's parameters or of all."""
     names = parameter_names(model) if model is not None else None
     found = []
     for owner in state_owners():
@@ -222,7 +229,7 @@ def _live(model: nn.Module | None) -> list[tuple[Name, Tensor]]:
 
 
 def _loads(model: nn.Module | None) -> list[Loaded]:
-    """What was loaded for a model, or for any that there still is."""
+    """Return what was loaded for a model, or for any that is still alive."""
     gone = [one for one in _loaded if one.model is not None and one.model() is None]
     for loaded in gone:
         _loaded.remove(loaded)
@@ -250,7 +257,7 @@ def _stored(folder: str | os.PathLike[str], prefix: str) -> dict[str, Tensor]:
     state = {}
     for key, entry in found.items():
         name = _parse(key)
-        # Of a group that is not the world it is not yet known who is in it now: all of them are
+        # The members of a group that is not the world are unknown yet, so all of its residuals are
         # read.
         if isinstance(entry, TensorStorageMetadata) and (
             name.first != "world" or name.rank % world == rank
@@ -260,15 +267,18 @@ def _stored(folder: str | os.PathLike[str], prefix: str) -> dict[str, Tensor]:
 
 
 def load_state_dict(state: Mapping[str, Tensor], model: nn.Module | None = None) -> None:
-    """Carries on with residuals that ``state_dict`` gave, of as many ranks or of others; an empty
-    one begins again with zeros. References of differences are not saved: those there are, are
-    forgotten, and the next step gathers the parameters anew. So every rank must call it.
+    """Continue with residuals that ``state_dict`` returned, from as many ranks or from another
+    number.
 
-    With ``model`` they are given to its parameters by name, and other models keep theirs. Without,
-    each site takes what was saved for it, which is refused where several instances ask for it.
-    Sites that have not run yet take theirs when they do. Raises PolicyError for what is no such
-    state, or is that of another model, shape or version, with what was expected; nothing is changed
-    then.
+    An empty state starts again with zeros. References of differences are not saved. Existing ones
+    are dropped, and the next step gathers the parameters anew, so every rank must call this
+    function.
+
+    With ``model``, residuals are assigned to its parameters by name, and other models keep theirs.
+    Without it, each site takes what was saved for it; if several instances ask for it, that is an
+    error. Sites that have not run yet take theirs when they do. Raise PolicyError for a state that
+    is invalid, or of another model, shape or version, with what was expected. Then nothing is
+    changed.
     """
     given: dict[Name, Tensor] = {}
     for key, tensor in state.items():
@@ -308,10 +318,12 @@ def load_state_dict(state: Mapping[str, Tensor], model: nn.Module | None = None)
 
 
 def reset_state(model: nn.Module | None = None) -> None:
-    """Forgets what was not sent, what was loaded and not asked for yet, and the references of
-    differences: all of it, or that of one model's parameters. The next step begins as in a new
-    process: with nothing left to send, and references of the parameters as they then are. Every
-    rank must call it at the same step."""
+    """Drop residuals, loaded state that is not used yet, and references of differences.
+
+    This applies to all models, or to one model's parameters. The next step begins as in a new
+    process: residuals are zero, and references are taken from the current parameters. Every rank
+    must call it at the same step.
+    """
     for owner in _owners_of(model):
         owner.state.clear()
         owner.references.clear()
@@ -320,20 +332,23 @@ def reset_state(model: nn.Module | None = None) -> None:
 
 
 def _owners_of(model: nn.Module | None) -> list[Owner]:
-    """All, or those of a model's parameters."""
+    """Return all owners, or those of a model's parameters."""
     names = parameter_names(model) if model is not None else None
     return [each for each in state_owners() if names is None or each.name_in(names) is not None]
 
 
 def _check_parameters(value: Iterable[Name], known: set[str]) -> None:
-    """Raises PolicyError for state of parameters that a model does not have."""
+    """Raise PolicyError for state of parameters that a model does not have."""
     if left := {saved.parameter for saved in value} - known - {UNKNOWN}:
         raise PolicyError(_foreign(left, known, "was loaded for", "this model has"))
 
 
 def _check_shapes(value: Mapping[Name, Tensor], model: nn.Module) -> None:
-    """Raises PolicyError for state of whole gradients, as hooks keep it, that is not of the shape
-    of their parameters: before a step asks for it, which others might not survive."""
+    """Raise PolicyError if state of whole gradients, as hooks keep it, has the wrong shape.
+
+    This is checked before a step asks for the state, since other ranks might not survive an error
+    then.
+    """
     names = parameter_names(model)
     shapes = {names[id(one)]: one.shape for one in model.parameters() if id(one) in names}
     for saved, tensor in value.items():
@@ -346,14 +361,17 @@ def _check_shapes(value: Mapping[Name, Tensor], model: nn.Module) -> None:
 
 
 def _same(name: Name, saved: Name) -> bool:
-    """Whether what was saved is of the same site, of the same instance as far as both are known."""
+    """Return whether saved state is of the same site, and of the same instance as far as both are
+    known."""
     alike = name.parameter == saved.parameter or UNKNOWN in (name.parameter, saved.parameter)
     return alike and name.place == saved.place
 
 
 def _of(name: Name, value: Mapping[Name, Tensor]) -> list[Name]:
-    """What was saved for one site of one instance, in rank order. Raises PolicyError if it was
-    saved for several."""
+    """Return what was saved for one site of one instance, in rank order.
+
+    Raise PolicyError if it was saved for several instances.
+    """
     found = [saved for saved in value if _same(name, saved)]
     if len({saved.parameter for saved in found}) > 1:
         raise _ambiguous(name, "saved for")
@@ -361,8 +379,10 @@ def _of(name: Name, value: Mapping[Name, Tensor]) -> list[Name]:
 
 
 def _shared(name: Name, like: Tensor, value: Mapping[Name, Tensor]) -> Tensor:
-    """What one rank carries on with: the sum over ranks stays what it was (for a mean, that
-    divided by the number of ranks)."""
+    """Return the residual that one rank continues with.
+
+    The sum over ranks is kept. For a mean, the sum divided by the number of ranks is kept.
+    """
     of_site = _of(name, value)
     if not of_site:
         raise PolicyError(

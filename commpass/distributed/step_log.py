@@ -1,4 +1,4 @@
-"""What the backends of this process have compiled, with what was measured of it since."""
+"""The graphs that the backends of this process have compiled, with what was measured of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from commpass.plan import Plan
 
 @dataclass(frozen=True)
 class Entry:
-    """One graph: its plan, its samples, and its times where they are taken."""
+    """One graph: its plan, its samples, and its times if they are taken."""
 
     plan: Plan
     samples: Samples
@@ -21,8 +21,10 @@ class Entry:
 
 @dataclass
 class StepLog:
-    """The graphs of one backend or door, in the order in which they were compiled. ``past`` are
-    plans that others took the place of."""
+    """The graphs of one backend or integration, in the order of compilation.
+
+    ``past`` are plans that were replaced.
+    """
 
     policy: str
     entries: list[Entry] = field(default_factory=list)
@@ -30,12 +32,12 @@ class StepLog:
     _current: dict[tuple[str, str], Plan] = field(default_factory=dict)
 
     def add(self, plan: Plan, why: str, instead_of: Plan | None = None) -> None:
-        """As ``put``, exchanges of which nothing is measured, and why."""
+        """Add exchanges of which nothing is measured, and the reason ``why``. See ``put``."""
         sites = [Sampled(site, None, why if site.compressed else PLAIN) for site in plan.sites]
         self.put(Entry(plan, Samples(0.0, sites), None), instead_of)
 
     def put(self, entry: Entry, instead_of: Plan | None = None) -> None:
-        """Adds a graph, or puts it in the place of the one that had this plan."""
+        """Add a graph, or replace the one that had the plan ``instead_of``."""
         self._current[entry.plan.graph, entry.plan.direction] = entry.plan
         places = [n for n, each in enumerate(self.entries) if each.plan is instead_of]
         if places:
@@ -45,17 +47,17 @@ class StepLog:
             self.entries.append(entry)
 
     def current(self, plan: Plan) -> Plan:
-        """The plan that a graph has now, which had this one: another where it was compiled
+        """Return the current plan of the graph that had this plan: another if it was compiled
         again."""
         return self._current.get((plan.graph, plan.direction), plan)
 
     def replace(self, plan: Plan, why: str) -> None:
-        """As ``add``, in the place of all there was."""
+        """Add a plan as ``add`` does, in place of all current ones."""
         self.retire()
         self.add(plan, why)
 
     def retire(self) -> None:
-        """From now on all graphs are past: none of them is called again."""
+        """Move all graphs to ``past``: none of them is called again."""
         self.past += [entry.plan for entry in self.entries]
         self.entries.clear()
         self._current.clear()
@@ -70,7 +72,7 @@ class StepLog:
         return found
 
     def facts(self) -> str:
-        """For a line of the log: bytes and errors."""
+        """Return bytes and errors as text for a log line."""
         sites = [(entry.plan, site) for entry in self.entries for site in entry.plan.sites]
         before = sum(max(site.bytes, 0) for _, site in sites)
         after = sum(max(s.bytes if plan.fallback else s.wire_bytes, 0) for plan, s in sites)
@@ -85,7 +87,7 @@ _ledgers: list[weakref.ref[StepLog]] = []
 
 
 def opened(policy: str) -> StepLog:
-    """The step_log of a new backend, which goes with it."""
+    """Return the step log of a new backend. It lives as long as that backend."""
     made = StepLog(policy)
     _ledgers[:] = [each for each in _ledgers if each() is not None]
     _ledgers.append(weakref.ref(made))
@@ -93,5 +95,5 @@ def opened(policy: str) -> StepLog:
 
 
 def step_logs() -> list[StepLog]:
-    """Those of all backends that there are, oldest first."""
+    """Return the step logs of all living backends, oldest first."""
     return [found for each in _ledgers if (found := each()) is not None]

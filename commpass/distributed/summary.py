@@ -1,5 +1,8 @@
-"""One line (at INFO) about a model, and rules that matched nothing and a policy that compresses
-nothing (at WARNING): said when what a backend compiles has come to rest."""
+"""Log a summary of a model once its backend no longer compiles new graphs.
+
+One line (INFO) describes the model. Warnings report rules that matched nothing and a policy that
+compresses nothing.
+"""
 
 from __future__ import annotations
 
@@ -23,21 +26,23 @@ log = logging.getLogger("commpass")
 
 
 doors: weakref.WeakSet[object] = weakref.WeakSet()
-"""Models of which a door of ours exchanges the gradients without a plan for each graph."""
+"""Models whose gradients an integration exchanges without a plan for each graph."""
 _warned_of_no_site: list[bool] = []
 
 
 class Summary:
     """What the graphs of one backend have in common.
 
-    A *round* goes from one call of a forward graph to the next one of the same, with no graph
-    compiled between the two and no backward still to come of a graph that has one: a step, an
-    evaluation, a part of a batch. Where all graphs are backward ones it goes from one call of any
-    to the next. After one round all is said in a line, and again after a round behind graphs that
-    were compiled later (training after an evaluation, a second model). After two rounds, of which a
-    backward was part, rules that matched nothing are said: each once; and so is a policy that
-    compresses none of all sites, that after ``SERVED`` rounds without a backward too.
-    What was not said until then is said when the backend goes, or the process.
+    A *round* goes from one call of a forward graph to the next call of the same graph. No graph is
+    compiled in between, and no backward of a graph that has one is still to come. It is a step, an
+    evaluation, or a part of a batch. If all graphs are backward ones, a round goes from one call of
+    any graph to its next.
+
+    After one round a line describes all graphs. It is repeated after a round that follows later
+    compilations (training after an evaluation, a second model). After two rounds that include a
+    backward, each rule that matched nothing is reported once. So is a policy that compresses none
+    of all sites; that is reported after ``SERVED`` rounds without a backward too. The rest is
+    reported when the backend or the process ends.
     """
 
     def __init__(self, policy: Policy):
@@ -60,9 +65,11 @@ class Summary:
         instead_of: Plan | None = None,
         sites: Sequence[UncompressedSite] = (),
     ) -> None:
-        """Takes a graph's plan, or that of one which was compiled again. ``trained`` says whether
-        there is a backward of it, which may be compiled only when it runs; ``sites`` are the sites
-        that it leaves alone."""
+        """Add the plan of a graph, or that of one which was compiled again.
+
+        ``trained`` says whether the graph has a backward, which may be compiled only when it runs.
+        ``sites`` are the sites that it leaves uncompressed.
+        """
         self.left[plan.graph, plan.direction] = sites
         for place, each in enumerate(self.plans):
             if each is instead_of:
@@ -73,14 +80,12 @@ class Summary:
             self.trained.add(plan.graph)
         self.round &= {f"{plan.graph}forward"} if plan.direction == "backward" else set()
         self.rounds = 0
-        self.speaks = (
-            is_first_rank()
-        )  # asked now: when the backend goes, the process group may have gone already
+        self.speaks = is_first_rank()  # at the backend's end the process group may be gone
 
     def called(self, graph: str) -> None:
-        """Before each call of a graph, which is its number and direction."""
+        """Count a call of a graph, before it runs; ``graph`` is its number and direction."""
         if self.rounds > 1 and (self.rounds >= SERVED or self._has_backward()):
-            return  # all that can be known before another graph is compiled is said
+            return  # all is reported until another graph is compiled
         if graph in self.round and self._begins_round(graph):
             self.round.clear()
             self.rounds += 1
@@ -94,8 +99,10 @@ class Summary:
         self.round.add(graph)
 
     def _begins_round(self, graph: str) -> bool:
-        """Whether a graph that is called again begins a round. Where there are graphs of hooks in
-        backward alone, as DDP's, each does."""
+        """Return whether a graph that is called again begins a round.
+
+        If only backward graphs of hooks exist, as for DDP, each of them does.
+        """
         if graph.endswith("forward"):
             return not self._backward_to_come()
         return all(plan.direction == "backward" for plan in self.plans)
@@ -111,10 +118,10 @@ class Summary:
         known = {plan.graph for plan in self.plans if plan.direction == "forward"}
         return backward <= known and bool(
             forward & self.trained - backward
-        )  # compiled autograd's is that of all graphs
+        )  # compiled autograd's graph serves all forward graphs
 
     def report(self) -> None:
-        """Says what was not said: at the end."""
+        """Report at the end what was not reported before."""
         self.say_line()
         self.say_unmatched()
         self.say_none_compressed(at_end=True)
@@ -132,8 +139,10 @@ class Summary:
                     log.warning("%s", sentence)
 
     def say_no_site(self) -> None:
-        """Says that nothing is sent in any graph, where there are ranks to send to: that the
-        gradients go past torch.compile. Once in a process."""
+        """Warn once in a process that no graph has a collective although there are several ranks.
+
+        The gradients then bypass torch.compile.
+        """
         ranks = dist.get_world_size() if ready() else 1
         silent = _warned_of_no_site or not self.speaks or self.policy.off or ranks == 1 or doors
         if not silent and not any(plan.sites or plan.simplified for plan in record.plans()):
@@ -141,7 +150,7 @@ class Summary:
             log.warning(NO_SITE, len(self.plans), ranks)
 
     def say_none_compressed(self, *, at_end: bool = False) -> None:
-        """Says that nothing is compressed, where the user asks for it: once, with why."""
+        """Warn once, with the reason, if nothing is compressed although the user requests it."""
         if self.warned_of_none_compressed or not self.speaks:
             return
         if text := self.none_compressed(sizes=not at_end):
@@ -149,10 +158,12 @@ class Summary:
             log.warning("%s", text)
 
     def none_compressed(self, *, sizes: bool = True) -> str:
-        """Why no site of any graph is compressed; "" where one is, where nobody asks for it, where
-        nothing is sent to other ranks, and where other warnings say it: those of rules that matched
-        nothing, of graphs that are left untouched, of errors above their budget. ``sizes`` as in
-        ``uncompressed.sentence``."""
+        """Return why no site of any graph is compressed.
+
+        Return "" if one is, if compression is not requested, or if nothing is sent to other ranks.
+        Also return "" if other warnings report it: rules that matched nothing, untouched graphs,
+        errors above their budget. ``sizes`` is that of ``uncompressed.sentence``.
+        """
         sites = [site for plan in self.plans for site in plan.sites]
         if any(plan.compressed for plan in self.plans) or not asks_for_codecs(self.policy, sites):
             return ""
@@ -187,8 +198,10 @@ class Summary:
         )
 
     def unmatched_rules(self) -> dict[int, str]:
-        """A sentence for each rule, by number from 0, that matched no site of any graph. Those of a
-        preset, which the user did not write, have one together, under ``OF_PRESET``."""
+        """Return a sentence for each rule, by number from 0, that matched no site of any graph.
+
+        Rules of a preset, which the user did not write, share one sentence under ``OF_PRESET``.
+        """
         sites = [site for plan in self.plans for site in plan.sites]
         matched = {number for plan in self.plans for number in plan.matched}
         preset = {
@@ -209,8 +222,10 @@ class Summary:
     def _left_by_preset(
         self, sites: list[PlannedSite], preset: set[int], matched: set[int]
     ) -> str | None:
-        """What no rule of the preset is for, in words: groups with names that it does not know, or
-        all that there is. None where each group has a rule."""
+        """Return what no rule of the preset covers: groups with unknown names, or all collectives.
+
+        Return None if each group has a rule.
+        """
         rules = [self.policy.rules[number] for number in sorted(preset)]
         if all(rule.groups is not None for rule in rules):
             groups = {
@@ -231,7 +246,7 @@ class Summary:
 
 
 def plural(count: int, noun: str) -> str:
-    """``1 graph``, ``2 graphs``."""
+    """Return ``1 graph``, ``2 graphs``."""
     return f"{count} {noun}{'s' * (count != 1)}"
 
 
@@ -243,8 +258,8 @@ NO_SITE = (
     " commpass.parallel.replicate(model, mesh). If nothing is to be sent, policy='off' says so"
 )
 SERVED = 32
-"""Rounds without a backward after which a model is taken to be served, and not evaluated before it
-is trained."""
+"""Rounds without a backward after which a model is assumed to be served, and not evaluated before
+training."""
 OF_PRESET = -1
 NO_ROLE = (
     "{} has no rule for what is sent over {}, and leaves it alone. Where that is tensor, data or"
@@ -253,7 +268,7 @@ NO_ROLE = (
 
 
 def _without_groups(rule: Rule) -> Rule:
-    """A rule without its groups, which ``Policy.for_mesh`` replaces."""
+    """Return a rule without its groups, which ``Policy.for_mesh`` replaces."""
     return dataclasses.replace(rule, group=None)
 
 
@@ -261,8 +276,7 @@ _PRESET_RULES = [_without_groups(rule) for policy in PRESETS.values() for rule i
 
 
 def _instead(rule: Rule, sites: list[PlannedSite]) -> str:
-    """What there is in place of what a rule asks for: of each of its conditions that no site
-    meets."""
+    """Return what exists instead of what a rule requires, for each condition that no site meets."""
     if not sites:
         return ": they have none."
     said = []
@@ -286,8 +300,7 @@ def _instead(rule: Rule, sites: list[PlannedSite]) -> str:
 def _conditions(
     rule: Rule, sites: list[PlannedSite]
 ) -> Iterable[tuple[str, str | None, Callable[[PlannedSite], bool], set[str]]]:
-    """(field, what the rule says there or None, whether a site meets it, what there is) of a
-    rule."""
+    """Yield (field, the rule's value or None, whether a site meets it, the values that exist)."""
     module = None if rule.module == "**" else rule.module
     yield (
         "module",
@@ -320,7 +333,7 @@ def _conditions(
 
 
 def _why(name: str, known: set[str]) -> str:
-    """What else a user must know about module paths."""
+    """Return a hint about module paths."""
     if name != "module":
         return ""
     shared = any("*" in path.split(".") for path in known)

@@ -1,5 +1,4 @@
-"""One sentence about a policy that compresses none of the sites of its graphs: why, and what would
-change that."""
+"""Explain in one sentence why a policy compresses none of its sites, and what would change that."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from commpass.utils.printable import amount
 
 @dataclass(frozen=True)
 class Slower:
-    """The candidates that code a site, best first, which do not gain by a profile."""
+    """The candidates that code a site, best first, none of which is faster under a profile."""
 
     candidates: tuple[Candidate, ...]
     profile: Profile
@@ -34,9 +33,11 @@ class Slower:
 
 @dataclass(frozen=True)
 class UncompressedSite:
-    """A site that is left alone: because of the time of its candidates, which are ``slower``, or
-    else for a reason, ``why``, that sites may share. ``remedy`` is what would change that, as far
-    as a user can."""
+    """A site that is left uncompressed.
+
+    Either all its candidates are ``slower``, or there is a reason, ``why``, that sites may share.
+    ``remedy`` is what would change that, as far as a user can.
+    """
 
     site: PlannedSite
     why: str = ""
@@ -45,12 +46,12 @@ class UncompressedSite:
 
     @property
     def is_reported(self) -> bool:
-        """Whether a warning, or an error, has said why."""
+        """Whether a warning, or an error, has reported the reason."""
         return self.why == EARLIER
 
     @property
     def is_unmatched(self) -> bool:
-        """Whether it is left alone because no rule matches it."""
+        """Whether it is left uncompressed because no rule matches it."""
         return self.remedy == NO_RULE_REMEDY
 
 
@@ -62,8 +63,8 @@ EARLIER = "left alone as earlier warnings say"
 
 
 def asks_for_codecs(policy: Policy, sites: Sequence[PlannedSite]) -> bool:
-    """Whether a user asks for something to be compressed: by the codecs of a policy, by a rule, or
-    by an annotation in the model."""
+    """Return whether the user requests compression: by a policy's codecs, a rule, or an
+    annotation."""
     if policy.off:
         return False
     by_rule = any(not rule.keep and (rule.codec or rule.force) for rule in policy.rules)
@@ -77,7 +78,7 @@ def _is_annotated(site: PlannedSite) -> bool:
 def uncompressed_sites(
     outcome: PassResult, policy: Policy, profile: Profile
 ) -> tuple[UncompressedSite, ...]:
-    """The sites of a graph that are left alone though their group has other ranks, each with its
+    """Return the uncompressed sites of a graph whose group has other ranks, each with its
     reason."""
     allowed = {each.site.name: each.allowed for each in outcome.found}
     plan, found = outcome.plan, []
@@ -117,7 +118,7 @@ def _of_site(
 
 
 def _unasked(site: PlannedSite, allowed: Allowed, policy: Policy) -> tuple[str, str]:
-    """Why no codec is allowed to a site, and what would allow one."""
+    """Return why no codec is allowed for a site, and what would allow one."""
     if site.word is not None and Annotation.from_json(site.word).keep:
         return KEPT, ""
     if allowed.source == policy.label and policy.rules:
@@ -132,8 +133,11 @@ MOST = 3
 
 
 def sentence(policy: Policy, sites: Sequence[UncompressedSite], *, sizes: bool) -> str:
-    """What is said of a policy that compresses none of some sites. With ``sizes`` it may look for
-    the size from which on a codec gains, for which algorithms are traced."""
+    """Return the sentence about a policy that compresses none of some sites.
+
+    With ``sizes`` it may also search for the size from which on a codec is faster, for which
+    algorithms are traced.
+    """
     alike: dict[Any, list[UncompressedSite]] = defaultdict(list)
     for each in sites:
         if each.slower is not None:
@@ -157,14 +161,14 @@ def _sites_text(count: int) -> str:
 
 
 def _cause_key(site: PlannedSite, slower: Slower) -> tuple[Any, ...]:
-    """What sites have in common that one reason is about."""
+    """Return the key that sites with one common reason share."""
     of_site = (site.kind, site.bytes, site.group_size, site.dtype)
     best = slower.best
     return (*of_site, best.codec, best.algorithm, best.chunks, slower.profile.name)
 
 
 def _in_numbers(site: PlannedSite, slower: Slower, count: int) -> str:
-    """What the best candidate of a site would take, instead of what."""
+    """Return the predicted times of a site: with its best candidate, and uncompressed."""
     best, profile = slower.best, slower.profile
     what = f"{site.kind} of {amount(site.common_bytes)} over {site.group_size} ranks"
     chunks = f" in {best.chunks} chunks" if best.chunks > 1 else ""
@@ -180,11 +184,11 @@ def _in_numbers(site: PlannedSite, slower: Slower, count: int) -> str:
 
 
 TRIED = 4
-"""Candidates of a site of which it is found out from which size on they gain."""
+"""Candidates of a site for which the size is searched from which on they are faster."""
 
 
 def _gains(site: PlannedSite, slower: Slower, sizes: bool) -> Iterator[str]:
-    """With what a candidate of a site would gain."""
+    """Yield the conditions under which a candidate of a site would be faster."""
     best, profile = slower.best, slower.profile
     if not profile.measured:
         yield f"a profile that is measured here (commpass probe): {profile.name} is stated"
@@ -200,13 +204,13 @@ def _gains(site: PlannedSite, slower: Slower, sizes: bool) -> Iterator[str]:
 
 
 def _least_bytes(site: PlannedSite, candidate: Candidate, profile: Profile) -> float:
-    """From how many bytes on a candidate gains; inf where that is not known."""
+    """Return the bytes from which on a candidate is faster; inf if that is unknown."""
     spec, code = candidate.algorithm, candidate.codec
     least = break_even(site, spec, code, profile, chunks=candidate.chunks)
     return inf if least is None else least
 
 
 def _rounded_down(value: float) -> float:
-    """To two digits."""
+    """Round down to two digits."""
     unit = 10.0 ** (floor(log10(value)) - 1)
     return round(floor(value / unit) * unit, 9)

@@ -1,4 +1,4 @@
-"""Predicted against measured: what the compiled graphs of a backend really take, said once."""
+"""Time the compiled graphs of a backend and log the predicted and the measured time once."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ log = logging.getLogger("commpass")
 SKIPPED, COUNTED = 3, 5
 """Calls of a graph that warm up, and those after them that are timed."""
 LATE = 3
-"""Calls more, after which a graph that is called less often is no longer waited for."""
+"""Further calls after which graphs that are called less often are no longer waited for."""
 
 
 @dataclass
 class Watched:
-    """One graph: its name, microseconds that are predicted for it and for the graph as it came, and
-    whether something was changed by a profile that was measured: what is slower then is told.
-    ``device`` is the type of that on which it runs."""
+    """One graph with its name and two predictions in microseconds: as compiled, and as it came.
+
+    ``judged`` says that a measured profile decided a change: then a slower graph is reported.
+    ``device`` is the type of the device on which the graph runs.
+    """
 
     name: str
     predicted_us: float
@@ -45,8 +47,11 @@ class Watched:
         return median(self.took_us)
 
     def time(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Calls and times. On a CPU a call is done when it returns; elsewhere by events on the
-        stream, which are read later: nothing waits for them."""
+        """Call the function and time it.
+
+        On a CPU a call is done when it returns. Elsewhere events on the stream are recorded and
+        read later, so that nothing waits for them.
+        """
         if self.device == "cpu":
             start = time.perf_counter()
             result = function(*args)
@@ -61,16 +66,19 @@ class Watched:
         return result
 
     def read_events(self) -> None:
-        """Reads the events that have come by now."""
+        """Read the events that are complete."""
         while self.pending and self.pending[0][1].query():
             begin, end = self.pending.pop(0)
             self.took_us.append(1e3 * begin.elapsed_time(end))
 
 
 class Watch:
-    """The graphs of one backend on this rank. When each was called often enough, or one much more
-    often than the others, a line says what was predicted and measured; again where graphs were
-    compiled later. ``facts`` gives what else the line says."""
+    """The timed graphs of one backend on this rank.
+
+    A line reports predictions and measurements once each graph was called often enough, or one much
+    more often than the others. It is repeated if graphs are compiled later. ``facts`` returns
+    further text for that line.
+    """
 
     def __init__(self, facts: Callable[[], str] = str) -> None:
         self.graphs: list[Watched] = []
@@ -78,12 +86,12 @@ class Watch:
         self.facts = facts
 
     def timed(self, function: Callable[..., Any], graph: Watched) -> Callable[..., Any]:
-        """The function with its first calls timed."""
+        """Return the function with its first calls timed."""
         self.graphs.append(graph)
 
         def run(*args: Any) -> Any:
             if graph.calls >= SKIPPED + COUNTED + LATE or innermost().sample is not None:
-                return function(*args)  # sampling takes time of its own
+                return function(*args)  # sampling takes extra time
             graph.calls += 1
             graph.read_events()
             timed = SKIPPED < graph.calls <= SKIPPED + COUNTED
@@ -96,8 +104,10 @@ class Watch:
         return run
 
     def log_summary(self) -> None:
-        """A line for the graphs that were timed, and one for each that is slower than was predicted
-        without commpass."""
+        """Log a line for the timed graphs.
+
+        Log a warning for each that is slower than the prediction without commpass.
+        """
         for each in self.graphs:
             each.read_events()
         found = [each for each in self.graphs if each.done and each.name not in self.said]

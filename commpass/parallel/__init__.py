@@ -1,8 +1,8 @@
 """Data, sharded-data and pipeline parallelism: every collective of a training run under one policy.
 
-In the graph: ``replicate`` and ``shard`` put the exchange of gradients and parameters into the
-compiled graph. Eager doors, for exchanges that never reach a graph: ``compress_fsdp`` and
-``compress_ddp``. Stages: ``compress_pipeline``.
+``replicate`` and ``shard`` put the exchange of gradients and parameters into the compiled graph.
+``compress_fsdp`` and ``compress_ddp`` are eager integrations, for exchanges that never reach a
+graph. ``compress_pipeline`` compresses the messages between pipeline stages.
 """
 
 from commpass.parallel.ddp import compress_ddp

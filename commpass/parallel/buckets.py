@@ -1,4 +1,4 @@
-"""The parts of a bucket: parameters for which a policy says different things are sent apart."""
+"""Split a bucket into parts: parameters with different terms in the policy are sent separately."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from commpass.policy.rules import Allowed
 
 @dataclass(frozen=True)
 class Part:
-    """Some parameters of a bucket, and where they lie in it: (start, values) in values."""
+    """Some parameters of a bucket, and their ranges in it: (start, length) in values."""
 
     what: Exchange
     parameters: tuple[Tensor, ...]
     ranges: tuple[tuple[int, int], ...]
 
     def of(self, x: Tensor) -> Tensor:
-        """This part of a bucket's tensor: a view where it lies in one piece, else a copy."""
+        """Return this part of a bucket's tensor: a view if it is contiguous, else a copy."""
         pieces = [x.narrow(0, start, length) for start, length in self.ranges]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def exchange(self, run: Callable[[Tensor], Any], x: Tensor) -> None:
-        """Sends it, with ``run``, and puts the result into the bucket's tensor."""
+        """Send this part with ``run``, and put the result into the bucket's tensor."""
         piece = self.of(x)
         run(piece)
         if len(self.ranges) > 1:
@@ -51,8 +51,11 @@ def parts_of(
     names: Mapping[int, str],
     annotations: Mapping[str, str],
 ) -> list[Part]:
-    """What is sent of a bucket whose tensor ``x`` holds the gradients of ``parameters`` one after
-    another. ``names`` are theirs by id, ``annotations`` the nearest ones by module."""
+    """Return the parts of a bucket whose tensor ``x`` holds the gradients of ``parameters`` in
+    order.
+
+    ``names`` are the parameters' names by id, ``annotations`` the nearest ones by module.
+    """
     site = Site(
         name="bucket",
         kind="all_reduce",
@@ -81,7 +84,7 @@ def parts_of(
     found = []
     for terms, numbers in alike:
         module, word = common(modules[number] for number in numbers), None
-        if _terms(policy, site, module, None) != terms:  # what is said of one is said of all
+        if _terms(policy, site, module, None) != terms:  # all in a group have the same terms
             module, word = modules[numbers[0]], annotations.get(modules[numbers[0]])
         what = Exchange(
             "all_reduce",
@@ -96,12 +99,12 @@ def parts_of(
 
 
 def _terms(policy: Policy, site: Site, module: str, annotation: str | None) -> Allowed:
-    """What a policy allows to the gradients of one module."""
+    """Return the terms of a policy for the gradients of one module."""
     return policy.allowed(dataclasses.replace(site, module=module, word=annotation))[0].terms
 
 
 def _joined(ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Ranges with those made one that follow each other."""
+    """Merge ranges that follow each other."""
     found: list[tuple[int, int]] = []
     for start, length in ranges:
         if found and sum(found[-1]) == start:

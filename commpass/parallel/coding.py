@@ -1,8 +1,7 @@
-"""Encode and decode for those who send by themselves: compiled once for a codec and a size.
+"""Encode and decode messages outside a graph, compiled once for a codec and a size.
 
-Eager codecs take several times as long as compiled ones (docs/lowering.md). What is compiled are
-the plain operators of the codec, by Inductor, or C++ generated from its parts where that is
-quicker.
+Eager codecs take several times as long as compiled ones (docs/lowering.md). Inductor compiles the
+plain operators of the codec, or C++ is generated from its parts if that is faster.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from commpass.passes.template import inductor_decompositions, without_tensors
 from commpass.utils.ambient import ambient_free, without_ambient_state
 
 Run = Callable[[Tensor, Tensor], object]
-"""Takes one row and writes another."""
+"""Reads one row and writes another."""
 
 
 @dataclass(frozen=True)
 class Coding:
-    """How a tensor of ``numel`` values of ``dtype`` becomes one message, and comes back.
+    """How a tensor of ``numel`` values of ``dtype`` becomes one message, and is decoded.
 
-    ``salt`` is that of who encodes (see ``Codec.salted``). ``compiled``: by kernels that all who
-    need the same share, else operator by operator. The bits are the same, but for rotations in C++
-    (``lowering.cpu.exact``).
+    ``salt`` is that of the encoding rank (see ``Codec.salted``). ``compiled`` uses kernels that all
+    equal codings share; otherwise the codec runs operator by operator. The bits are the same,
+    except for rotations in C++ (``lowering.cpu.exact``).
     """
 
     codec: Codec
@@ -50,18 +49,18 @@ class Coding:
         return self.codec.wire_bytes(self.numel, self.codec.hop_dtype(self.dtype))
 
     def empty_wire(self) -> Tensor:
-        """A buffer for the message, uint8 ``[wire_bytes]``."""
+        """Return a buffer for the message, uint8 ``[wire_bytes]``."""
         return torch.empty(self.wire_bytes, dtype=torch.uint8, device=self.device)
 
     @ambient_free
     def prepare(self, *, encodes: bool) -> None:
-        """Compiles what will be needed, so that the first message need not wait for it."""
+        """Compile the encoder or decoder, so that the first message need not wait for it."""
         if self.compiled:
             (encoder if encodes else decoder)(self)
 
     @ambient_free
     def encode(self, x: Tensor) -> Tensor:
-        """``numel`` values of any shape to a new message, uint8 ``[wire_bytes]``."""
+        """Encode ``numel`` values of any shape into a new message, uint8 ``[wire_bytes]``."""
         row = x.detach().reshape(1, self.numel)
         if not self.compiled:
             return torch.cat([_bytes(piece) for piece in self.encoded(row)], dim=1).flatten()
@@ -71,7 +70,7 @@ class Coding:
 
     @ambient_free
     def decode(self, wire: Tensor, into: Tensor) -> None:
-        """A message to ``numel`` values of ``dtype``, written into a tensor of any shape and
+        """Decode a message to ``numel`` values of ``dtype``, into a tensor of any shape and
         layout."""
         rows, into = wire.unsqueeze(0), into.detach()
         if not self.compiled:
@@ -84,11 +83,11 @@ class Coding:
             into.copy_(made)
 
     def encoded(self, row: Tensor) -> tuple[Tensor, ...]:
-        """The pieces of the message, by plain operators."""
+        """Return the pieces of the message, by plain operators."""
         return self.codec.salted(*self.salt).encode_pieces(row.to(self.codec.hop_dtype(self.dtype)))
 
     def decoded(self, wire: Tensor) -> Tensor:
-        """The values ``[1, numel]``, by plain operators."""
+        """Return the values ``[1, numel]``, by plain operators."""
         rows = self.codec.decode_rows(wire, self.codec.padded_numel(self.numel), self.dtype)
         return cut_apart(rows.to(self.dtype), self.numel)
 
@@ -99,7 +98,8 @@ def _bytes(piece: Tensor) -> Tensor:
 
 @functools.cache
 def encoder(coding: Coding) -> Run:
-    """What writes the message of a row ``[1, numel]`` into ``[1, wire_bytes]``."""
+    """Return a function that writes the message of a row ``[1, numel]`` into ``[1,
+    wire_bytes]``."""
     chain = Chain(coding.dtype, (Encode(coding.codec.salted(*coding.salt)),))
     if (kernel := _generated(coding, chain)) is not None:
         return kernel
@@ -108,7 +108,8 @@ def encoder(coding: Coding) -> Run:
 
 @functools.cache
 def decoder(coding: Coding) -> Run:
-    """What writes the values of a message ``[1, wire_bytes]`` into ``[1, numel]``."""
+    """Return a function that writes the values of a message ``[1, wire_bytes]`` into ``[1,
+    numel]``."""
     chain = Chain(torch.uint8, (Decode(coding.codec, coding.dtype), Cast(coding.dtype)))
     if (kernel := _generated(coding, chain)) is not None:
         return kernel
@@ -118,7 +119,7 @@ def decoder(coding: Coding) -> Run:
 
 
 def _generated(coding: Coding, chain: Chain) -> Run | None:
-    """C++ made from the codec's parts, where there is some and it is quicker."""
+    """Return C++ generated from the codec's parts, if it exists and is faster."""
     if coding.device.type != "cpu" or cpu.supports(chain):
         return None
     kernel = cpu.compiled(chain)
@@ -131,7 +132,7 @@ def _compiled(
     shape: tuple[int, int],
     dtype: torch.dtype,
 ) -> Run:
-    """A function of one row, compiled by Inductor; what it gives is written side by side."""
+    """Compile a function of one row with Inductor; its results are written side by side."""
     with without_ambient_state(), FakeTensorMode():
         fake = torch.empty(shape, dtype=dtype, device=coding.device)
         body = make_fx(lambda row: list(run(row)), decomposition_table=inductor_decompositions())(

@@ -1,8 +1,8 @@
 """DDP's gradients under one policy: a comm hook that sends each bucket by a plan.
 
 DDP puts gradients into buckets and gives each to the hook as soon as it is full, while backward
-goes on. Each is written as one exchange (``exchange.py``), compiled by the backend when it first
-comes, and carried out by a thread of the door's own (``worker.py``) in a process group of its own.
+continues. Each bucket is written as one exchange (``exchange.py``) and compiled by the backend at
+its first use. A separate thread (``worker.py``) executes it in a separate process group.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from commpass.utils.deprecated import old_names
 
 
 class Bytes(NamedTuple):
-    """What one rank handed to collectives in a step: without the policy, and with it."""
+    """The bytes that one rank handed to collectives in a step: without the policy, and with it."""
 
     plain: int
     sent: int
@@ -56,21 +56,21 @@ def compress_ddp(
     dump: str | os.PathLike[str] | None = None,
     timeout: float | None = None,
 ) -> CompressedDDP:
-    """Sends the gradients of a DistributedDataParallel model as a policy allows.
+    """Send the gradients of a DistributedDataParallel model as a policy allows.
 
         model = DistributedDataParallel(model)
-        door = commpass.parallel.compress_ddp(model, "balanced")
+        integration = commpass.parallel.compress_ddp(model, "balanced")
 
-    Every rank of the model's group calls this alike, before the first backward. The other arguments
-    are those of ``commpass.backend``. Returns the door, which shows plans and bytes; it need not be
-    kept. Error feedback is in ``commpass.state_dict(model)``, by the names of parameters.
+    Every rank of the model's group calls this function alike, before the first backward. The other
+    arguments are those of ``commpass.backend``. Return the integration, which reports plans and
+    bytes; it need not be kept. Error feedback is in ``commpass.state_dict(model)``, by the names of
+    parameters.
 
-    Where DDP is given another process group later (``_update_process_group``), gradients go on in
-    that one, as DDP's own would.
+    If DDP gets another process group later (``_update_process_group``), gradients are sent in that
+    one, as DDP's own would be.
 
-    Raises PolicyError for a model that is not DDP's, one that has a comm hook or optimizers that
-    run in backward, one whose gradients never come to a hook, and one with complex or sparse
-    gradients.
+    Raise PolicyError for a model that is not DDP's, or that has a comm hook or optimizers that run
+    in backward. Raise it too if its gradients never reach a hook, or are complex or sparse.
     """
     ddp = checked(model)
     made = backend(policy, inner=inner, profile=profile, strict=strict, dump=dump, timeout=timeout)
@@ -84,12 +84,12 @@ def _hook(state: CompressedDDP, bucket: dist.GradBucket) -> Future[Tensor]:
     return state.send(bucket)
 
 
-_hook.__annotations__.clear()  # DDP compares them with classes, and in this file they are texts
+_hook.__annotations__.clear()  # DDP compares them with classes, but here they are strings
 
 
 @dataclass
 class _Step:
-    """What was sent since the last bucket of the step before."""
+    """What was sent since the last bucket of the previous step."""
 
     plans: list[Plan]
     plain: int = 0
@@ -97,7 +97,7 @@ class _Step:
 
 
 class CompressedDDP:
-    """What sends the gradients of one DDP model."""
+    """The integration that sends the gradients of one DDP model."""
 
     def __init__(self, ddp: DistributedDataParallel, exchanges: Exchanges):
         self.exchanges = exchanges
@@ -115,26 +115,26 @@ class CompressedDDP:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The group in which gradients travel; None once an exchange has failed here."""
+        """The group in which gradients are sent; None once an exchange has failed here."""
         return self._channel.group
 
     @property
     def worker(self) -> Worker:
-        """The thread that carries out exchanges."""
+        """The thread that executes exchanges."""
         return self._channel.worker
 
     @property
     def plans(self) -> list[Plan]:
-        """The plans by which the last step was sent, in the order of its buckets."""
+        """The plans of the last step, in the order of its buckets."""
         return list(self._last.plans)
 
     @property
     def bytes(self) -> Bytes:
-        """What this rank sent in the last step."""
+        """The bytes that this rank sent in the last step."""
         return Bytes(self._last.plain, self._last.sent)
 
     def __reduce__(self) -> Any:
-        """A copy of the model has no comm hook, and so no door."""
+        """Pickle as ``Released``: a copy of the model has no comm hook, and so no integration."""
         return Released, ()
 
     def __repr__(self) -> str:
@@ -154,11 +154,13 @@ class CompressedDDP:
         )
 
     def send(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        """Starts the exchange of one bucket; its future is the bucket's own tensor, in which the
-        mean over all ranks is then. Errors are raised when backward ends, when DDP is ready for
-        another one."""
+        """Start the exchange of one bucket.
+
+        Its future is the bucket's own tensor, which then holds the mean over all ranks. Errors are
+        raised at the end of backward, when DDP is ready for another one.
+        """
         x = bucket.buffer()
-        if bucket.index() == 0:  # the step before may have ended in an error of the user's
+        if bucket.index() == 0:  # the previous step may have ended in a user error
             self._now = _Step([])
         backward = torch._C._current_graph_task_id()
         in_backward = backward != -1
@@ -178,13 +180,13 @@ class CompressedDDP:
         future = self._submit(job, x)
         if bucket.is_last():
             self._step_done()
-        if not in_backward:  # the shadow of a backward, of a rank that has no more inputs: join()
+        if not in_backward:  # the shadow backward of a rank without more inputs: join()
             future.wait()
             self.worker.check()
         return future
 
     def _backward_done(self) -> None:
-        """Called at the end of backward, maybe before DDP ends it: errors wait until it has."""
+        """Run at the end of backward, maybe before DDP ends it: errors wait until it has."""
         torch.autograd.Variable._execution_engine.queue_callback(self._ddp_done)
 
     def _ddp_done(self) -> None:
@@ -197,9 +199,12 @@ class CompressedDDP:
         self._provisional = max(0, (self._provisional or 0) - 1)
 
     def _follow(self) -> None:
-        """Goes on as DDP is now, before the first bucket of a step. It may have been given another
-        group, of other ranks, by ``_update_process_group``: then all is compiled anew, for ranks
-        that join compile as well, and what failed in the group before no longer counts."""
+        """Adopt DDP's current state before the first bucket of a step.
+
+        ``_update_process_group`` may have given it another group, of other ranks. Then all
+        exchanges are compiled anew, since ranks that join compile too. A failure in the previous
+        group no longer counts.
+        """
         ddp = self._ddp()
         if ddp is None:
             return
@@ -216,14 +221,14 @@ class CompressedDDP:
             self._dropped = Dropped("ddp", self.group.size()) if drops else None
 
     def _job(self, bucket: dist.GradBucket, x: Tensor) -> Callable[[], None]:
-        """What carries out the exchange of a bucket, compiled if it is new."""
+        """Return the function that executes the exchange of a bucket; compile it if it is new."""
         ddp = self._ddp()
         if ddp is not None and ddp._join_config.enable and not ddp._divide_by_initial_world_size:
             raise PolicyError(
                 "compress_ddp: join(divide_by_initial_world_size=False) divides by the number of"
                 " ranks that still have inputs, which a comm hook is not told: leave it True"
             )
-        assert self.group is not None  # as long as nothing has failed
+        assert self.group is not None  # while nothing has failed
         if self._provisional:
             self._now.plain += x.nbytes
             self._now.sent += x.nbytes
@@ -245,8 +250,11 @@ class CompressedDDP:
         return functools.partial(_in_order, jobs)
 
     def _submit(self, job: Callable[[], None], x: Tensor) -> Future[Tensor]:
-        """On a CPU the worker's thread does it. A GPU's exchanges run beside its other work on a
-        stream of their own: there the thread that starts them need not wait."""
+        """Run a job in the worker's thread on a CPU, and on a separate stream on a GPU.
+
+        A GPU's exchanges overlap its other work on that stream, so the calling thread need not
+        wait.
+        """
         if x.device.type == "cpu":
             return self.worker.submit(job, x)
         module = torch.get_device_module(x.device)
@@ -266,8 +274,7 @@ class CompressedDDP:
 
 
 class _Channel:
-    """Where the gradients of a DDP model travel that has the group ``host``: a group of the same
-    ranks, and a thread that sends in it."""
+    """A group of the same ranks as a DDP model's group ``host``, and a thread that sends in it."""
 
     def __init__(self, host: dist.ProcessGroup):
         self.host = host
@@ -275,15 +282,17 @@ class _Channel:
         self.worker = Worker("commpass-ddp", functools.partial(_leave, weakref.ref(self)))
 
     def open(self) -> None:
-        """Makes the group: all ranks of the host's call it alike."""
+        """Make the group. All ranks of the host group call this alike."""
         self.group = duplicate(self.host)
         close_with(self, self.group)
 
 
 def _provisional_steps(ddp: DistributedDataParallel) -> int:
-    """How many steps DDP makes before it puts its parameters into final buckets, in the order in
-    which their gradients come. Each bucket is compiled, so these steps are sent as they are. They
-    are counted, since a rank in join() does not know whether its buckets are final."""
+    """Return how many steps DDP makes before it forms its final buckets in the order of gradients.
+
+    Each bucket is compiled, so these steps are sent uncompressed. They are counted, since a rank in
+    join() does not know whether its buckets are final.
+    """
     rebuilds = ddp.static_graph or not ddp.find_unused_parameters
     if ddp._has_rebuilt_buckets or not rebuilds:
         return 0
@@ -297,7 +306,7 @@ def _plain(x: Tensor, group: str, ranks: int) -> None:
 
 
 def _record(step: _Step, compiled: Compiled) -> None:
-    """After an exchange, which may have planned anew before it sent."""
+    """Record an exchange after it was sent, since it may have been planned anew before."""
     step.plans.append(compiled.plan)
     step.sent += wire_bytes(compiled.plan)
 
@@ -312,8 +321,11 @@ def _no_op() -> None:
 
 
 def _leave(channel: weakref.ref[_Channel]) -> None:
-    """Closes the group of a channel in which one exchange failed here, so that no other rank waits
-    for this one until its time is up. It is closed when nothing holds it any more."""
+    """Close the group of a channel in which an exchange failed on this rank.
+
+    So no other rank waits for this one until its time-out. The group is closed when nothing refers
+    to it any more.
+    """
     if (held := channel()) is not None and held.group is not None:
         group, held.group = held.group, None
         dist.destroy_process_group(group)

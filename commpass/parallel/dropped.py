@@ -1,8 +1,8 @@
-"""Gradients that DDP drops: with ``find_unused_parameters=True`` a parameter that no rank used in a
-step keeps the gradient that it had, whatever came back for it in its bucket.
+"""Return to error feedback what DDP drops.
 
-A codec with error feedback sends what is left of such a parameter all the same. What came back and
-was dropped is left again.
+With ``find_unused_parameters=True`` a parameter that no rank used in a step keeps its previous
+gradient, whatever its bucket returned. A codec with error feedback still sends the residual of such
+a parameter. What DDP dropped of the result is added back to the residual.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from commpass.distributed.flat import put_back
 
 
 class Dropped:
-    """What came back in a step, until it is known what DDP made of it."""
+    """The results of a step, until it is known what DDP did with them."""
 
     def __init__(self, hook: str, ranks: int):
         self.hook, self.ranks = hook, ranks
@@ -23,15 +23,18 @@ class Dropped:
         self._complete = False
 
     def sent(self, bucket: dist.GradBucket) -> None:
-        """The means of a bucket's gradients will be in its views."""
+        """Remember the views of a bucket, which will hold the means of its gradients."""
         if bucket.index() == 0:
             self._sent.clear()
         self._sent += zip(bucket.parameters(), bucket.gradients(), strict=True)
         self._complete = bucket.is_last()
 
     def end(self) -> None:
-        """DDP may be ready (a checkpoint has backwards within a backward). What it has not put into
-        gradients is not sent yet, a part on each rank. A mean that is not finite is lost."""
+        """Add back what DDP has not put into gradients, once a step is complete.
+
+        DDP may be ready (a checkpoint has backwards within a backward). Each rank adds back one
+        part of the mean. A mean that is not finite is lost.
+        """
         if not self._complete:
             return
         for parameter, mean in self._sent:

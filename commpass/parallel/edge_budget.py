@@ -1,9 +1,9 @@
-"""The error budget of what goes between the stages of a pipeline, on real data.
+"""The error budget of messages between pipeline stages, on real data.
 
-The end that sends measures the first microbatch of a step, and publishes what is over its budget
-before the step ends. Both ends apply it from the first microbatch of the next step on: by then the
-end that receives finds it in the store. A step in which a message has nothing to measure (all is
-zero, or some is not finite) does not count: steps 4, 8, 16, ... are measured then.
+The sending end measures the first microbatch of a step, and publishes what is over its budget
+before the step ends. Both ends apply it from the first microbatch of the next step on. By then the
+receiving end finds it in the store. A step in which a message has nothing to measure (all values
+are zero, or some are not finite) does not count: then steps 4, 8, 16, ... are measured.
 """
 
 from __future__ import annotations
@@ -26,26 +26,30 @@ What = tuple[str, str]
 
 
 class EdgeBudget:
-    """The checks of one stage's messages. ``over`` has, by direction and the name of a site, why it
-    is left alone."""
+    """The checks of one stage's messages.
+
+    ``over`` has, by direction and site name, the reason why a site is left uncompressed.
+    """
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.over: dict[tuple[str, str], str] = {}
         self.steps: Counter[What] = Counter()
         self.found: dict[What, dict[str, str]] = {}
-        self.left: dict[What, dict[str, int]] = {}  # on how many steps a site is yet to be measured
-        self.ended: set[str] = set()  # keys of edges over which nothing more is published
+        # the number of steps on which a site still has to be measured
+        self.left: dict[What, dict[str, int]] = {}
+        self.ended: set[str] = set()  # keys of edges about which nothing more is published
 
     def restart(self, direction: str) -> None:
-        """Torch has prepared the stage anew: both ends count from the beginning."""
+        """Restart the counts of a direction: torch has prepared the stage anew, and both ends do
+        the same."""
         for kind in ("send", "recv"):
             self.steps.pop((kind, direction), None)
             self.found.pop((kind, direction), None)
             self.left.pop((kind, direction), None)
 
     def apply(self, sites: Sequence[PlannedSite]) -> tuple[PlannedSite, ...]:
-        """The sites of a plan, those that are known to be over their budget left alone."""
+        """Return the sites of a plan, with those over their budget uncompressed."""
         return tuple(
             uncompressed(site, f"left alone: {why}", site.plain_us)
             if (why := self.over.get((site.direction, site.name))) and site.compressed
@@ -54,8 +58,11 @@ class EdgeBudget:
         )
 
     def begin(self, exchange: What, edges: Sequence[ends.Edge], timeout_s: float) -> bool:
-        """At the first microbatch of a step: whether the step before found anything over its
-        budget. Raises Unanswered where the end that sends does not say so in time."""
+        """Return, at the first microbatch of a step, whether the last step found anything over its
+        budget.
+
+        Raise Unanswered if the sending end does not publish that in time.
+        """
         step = self.steps[exchange]
         self.steps[exchange] += 1
         if not step or not is_due(step, self.policy.check_calls):
@@ -74,22 +81,22 @@ class EdgeBudget:
         return bool(over)
 
     def checks(self, site: PlannedSite) -> float | None:
-        """The budget to which a site is held; None where it is held to none."""
+        """Return the error budget of a site; None if it has none."""
         allowed = self.policy.allowed(site)[0]
         return None if allowed.force or unsupported_reason(site) else allowed.max_error
 
     def is_due(self, exchange: What, microbatch: int) -> bool:
-        """Whether the messages of this microbatch are measured."""
+        """Return whether the messages of this microbatch are measured."""
         if exchange[0] != "send" or microbatch or not self._more(exchange):
             return False
         return is_due(self.steps[exchange], self.policy.check_calls)
 
     def _more(self, exchange: What) -> bool:
-        """Whether there is a site that is yet to be measured."""
+        """Return whether any site still has to be measured."""
         return exchange not in self.left or any(self.left[exchange].values())
 
     def measure(self, exchange: What, site: PlannedSite, coder: Codec, x: Tensor) -> None:
-        """Measures a message that is about to be encoded."""
+        """Measure a message that is about to be encoded."""
         left = self.left.setdefault(exchange, {})
         bound = self.checks(site)
         if bound is None:
@@ -101,10 +108,10 @@ class EdgeBudget:
         left[site.name] = max(left[site.name] - 1, 0)
         if why := excess(reading, bound):
             self.found.setdefault(exchange, {})[site.name] = why
-            left[site.name] = 0  # it is left alone
+            left[site.name] = 0  # it stays uncompressed
 
     def publish(self, exchange: What, edges: Sequence[ends.Edge]) -> None:
-        """Publishes what was found, for the other end of each edge."""
+        """Publish the findings for the other end of each edge."""
         over: Mapping[str, str] = self.found.get(exchange, {})
         for edge in edges:
             found = ends.Found(ends.of_edge(edge, over), self._more(exchange))

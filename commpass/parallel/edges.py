@@ -1,8 +1,8 @@
-"""What goes between the stages of a pipeline, as sites, and what is decided about it.
+"""Describe the messages between pipeline stages as sites, and decide how they are sent.
 
 A *line* is one tensor that a stage sends to, or receives from, another stage once a microbatch. Its
-two ends decide alike, each on its own rank: from shape, dtype, group and stages, and not from what
-one of them alone knows.
+two ends decide alike, each on its own rank: from shape, dtype, group and stages, and not from facts
+that only one of them has.
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ WHOLE = "a stage's message is sent whole"
 
 @dataclass(frozen=True)
 class Line:
-    """One end of what goes between two stages for each microbatch, in ``direction``: ``source`` and
-    ``target`` are the stages that send and receive it, and ``number`` tells apart several."""
+    """One end of a message that two stages exchange for each microbatch, in ``direction``.
+
+    ``source`` and ``target`` are the stages that send and receive it; ``number`` distinguishes
+    several messages between the same stages.
+    """
 
     kind: str
     direction: str
@@ -52,8 +55,10 @@ class Line:
 
 
 def lines(stage: Any, direction: str) -> tuple[Line, ...]:
-    """All that a stage receives and sends in a direction, in the order in which torch does it. To
-    be asked once torch has prepared the stage for that direction."""
+    """Return all that a stage receives and sends in a direction, in torch's order.
+
+    Call it once torch has prepared the stage for that direction.
+    """
     index, forward = stage.stage_index, direction == "forward"
     received = _received(stage.args_recv_info if forward else stage.grad_recv_info)
     sent = _activations(stage) if forward else _gradients(stage)
@@ -69,14 +74,14 @@ def lines(stage: Any, direction: str) -> tuple[Line, ...]:
 
 
 def _received(infos: dict[int, Sequence[Any]]) -> Iterator[tuple[int, Any]]:
-    """(stage, buffer) of what arrives for a microbatch. All of them receive the same."""
+    """Yield (stage, buffer) of received tensors, which are the same for all microbatches."""
     for info in infos.get(0, ()):
         if not _is_root(info) and info.buffer is not None:
             yield info.source, info.buffer
 
 
 def _activations(stage: Any) -> Iterator[tuple[int, Any]]:
-    """(stage, metadata) of the outputs that are sent on."""
+    """Yield (stage, metadata) of the outputs that are sent on."""
     outputs = _metas(stage).outputs if _metas(stage) else stage.get_outputs_meta()
     for number, targets in stage.act_send_info.items():
         for target in targets:
@@ -85,8 +90,11 @@ def _activations(stage: Any) -> Iterator[tuple[int, Any]]:
 
 
 def _gradients(stage: Any) -> Iterator[tuple[int, Any]]:
-    """(stage, metadata) of the gradients that go back: those of all inputs that were received, but
-    for inputs without one, which torch says nothing of before 2.13."""
+    """Yield (stage, metadata) of the gradients that are sent back.
+
+    These are those of all received inputs, except inputs without a gradient, which torch before
+    2.13 does not report.
+    """
     known = getattr(stage, "_get_grad_send_meta", None)
     for number, info in enumerate(stage.args_recv_info.get(0, ())):
         if not _is_root(info):
@@ -100,16 +108,18 @@ def _metas(stage: Any) -> Any:
 
 
 def _is_root(info: Any) -> bool:
-    """Whether it is an input of the whole pipeline, of which torch before 2.13 has another type."""
+    """Return whether it is an input of the whole pipeline; torch before 2.13 has another type for
+    it."""
     return getattr(info, "is_root_arg", not hasattr(info, "buffer"))
 
 
-# --- what is decided ------------------------------------------------------------------------------
+# --- decisions ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a stage runs: its process group, the rank in it of every stage, and the device."""
+    """Where a stage runs: its process group, the rank of every stage in that group, and the
+    device."""
 
     group: dist.ProcessGroup
     ranks: dict[int, int]
@@ -120,8 +130,11 @@ class Place:
 
 
 def site_of(line: Line, place: Place) -> Site:
-    """A line as a site. Its module is ``stages.I``, the stage that sends the activations: so all
-    that goes between two stages has one name, whoever sends it."""
+    """Return a line as a site.
+
+    Its module is ``stages.I``, the stage that sends the activations. So all messages between two
+    stages have one name, whichever stage sends them.
+    """
     low = line.source if line.direction == "forward" else line.target
     several = f".{line.number}" if line.number else ""
     group = place.group
@@ -148,13 +161,13 @@ def site_of(line: Line, place: Place) -> Site:
 
 
 def decide(site: Site, policy: Policy, profile: Profile) -> tuple[PlannedSite, Options]:
-    """What is done about a line that goes from rank to rank, and what might be."""
+    """Return the decision for a line between two ranks, and its candidates."""
     allowed = policy.allowed(site)[0]
     whole = dataclasses.replace(allowed, chunks=1, rows=1)
     options = candidates(site, whole, profile, policy.reassociate)
     (chosen,) = choose([site], [options], [whole], profile)
     if chosen.compressed:
-        # There is no graph to put codes into: they are compiled alone, or run as they are.
+        # There is no graph to put codes into: they are compiled alone, or run eagerly.
         form = "inline" if allowed.lowering == "inline" else "kernel"
         chosen = dataclasses.replace(chosen, lowering=form)
         if (allowed.chunks or 1) > 1:
@@ -166,7 +179,7 @@ def decide(site: Site, policy: Policy, profile: Profile) -> tuple[PlannedSite, O
 def decide_all(
     lines: Iterable[Line], place: Place, policy: Policy, profile: Profile
 ) -> tuple[tuple[PlannedSite, ...], dict[str, Options]]:
-    """The decisions on lines, in order, and what might have been decided, by the site's name."""
+    """Return the decisions on lines, in order, and the candidates by the site's name."""
     sites, considered = [], {}
     for line in lines:
         site = site_of(line, place)
@@ -180,7 +193,7 @@ def decide_all(
 
 
 def coding_of(line: Line, site: PlannedSite, place: Place) -> Coding | None:
-    """How a line is coded, None where it is left alone."""
+    """Return how a line is coded; None if it is uncompressed."""
     if not site.compressed:
         return None
     assert KINDS[line.kind].pairwise

@@ -1,8 +1,8 @@
-"""The two ends of an edge between stages agree on what goes over it, before anything does (law 5).
+"""The two ends of an edge between stages compare their plans before the first message (law 5).
 
-Each says on the board what it has decided, as soon as torch has prepared its stage, and goes on. It
-reads what the other end said before the first message of that edge: by then the other has said it,
-or does so without waiting for this one. So nobody waits in a circle.
+Each end publishes its decision in the plan store as soon as torch has prepared its stage, and does
+not wait. It reads the other end's decision before the first message of that edge. By then the other
+end has published it, or does so without waiting for this one. So no cycle of waits can form.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger("commpass")
 
 @dataclass(frozen=True)
 class EndPlan:
-    """What one end of an edge has decided: under which policy, and each of its messages."""
+    """The decisions of one end of an edge: its policy, and each of its messages."""
 
     policy: str
     ends: tuple[End, ...]
@@ -33,9 +33,11 @@ class EndPlan:
 
 @dataclass(frozen=True)
 class Edge:
-    """What goes in one direction between two stages, as its ranks know it. ``key`` is the same at
-    both ends, and another each time that torch prepares the stages; ``rank`` is the global number
-    of the rank at the other end."""
+    """The messages in one direction between two stages.
+
+    ``key`` is the same at both ends, and changes each time that torch prepares the stages. ``rank``
+    is the global number of the rank at the other end.
+    """
 
     key: str
     source: int
@@ -49,20 +51,24 @@ class Edge:
 
 @dataclass(frozen=True)
 class Found:
-    """What the end that sends has found in a step: why messages are over their budget, by the names
-    of their sites, and whether it measures ``more``."""
+    """What the sending end found in a step.
+
+    ``over`` has the reasons why messages are over their budget, by site name. ``more`` says whether
+    it continues to measure.
+    """
 
     over: dict[str, str]
     more: bool
 
 
 def answers() -> bool:
-    """Whether there are other ranks: not in a fake group, which stands for many with one."""
+    """Return whether there are other ranks. A fake group, which simulates many ranks in one, has
+    none."""
     return "fake" not in dist.get_backend(dist.group.WORLD)
 
 
 def publish(edge: Edge, plan: EndPlan) -> None:
-    """Says what this end has decided."""
+    """Publish the decisions of this end."""
     try:
         here = board()
         here.store.set(f"{ROOT}/{here.nonce}/{edge.key}", msgspec.json.encode(plan))
@@ -71,8 +77,10 @@ def publish(edge: Edge, plan: EndPlan) -> None:
 
 
 def compare(edge: Edge, own_plan: EndPlan, timeout_s: float) -> None:
-    """Waits for what the other end says. Raises PlanMismatch where it differs, and Unanswered
-    where nothing was said in time."""
+    """Wait for the other end's decisions and compare them.
+
+    Raise PlanMismatch if they differ, and Unanswered if they are not published in time.
+    """
     try:
         other = _received(edge, timeout_s)
     except RuntimeError as error:
@@ -89,7 +97,7 @@ def compare(edge: Edge, own_plan: EndPlan, timeout_s: float) -> None:
 
 
 def publish_errors(edge: Edge, step: int, found: Found) -> None:
-    """Publishes which messages of a step are over their budget."""
+    """Publish which messages of a step are over their budget."""
     try:
         here = board()
         here.store.set(_place(here.nonce, edge, step), msgspec.json.encode(found))
@@ -98,8 +106,10 @@ def publish_errors(edge: Edge, step: int, found: Found) -> None:
 
 
 def errors(edge: Edge, step: int, timeout_s: float) -> Found:
-    """Waits for what the end that sends has found in a step. Raises Unanswered where it does not
-    publish it in time."""
+    """Wait for the findings of the sending end in a step.
+
+    Raise Unanswered if it does not publish them in time.
+    """
     try:
         raw = _read(edge, step, timeout_s)
     except RuntimeError as error:
@@ -110,7 +120,7 @@ def errors(edge: Edge, step: int, timeout_s: float) -> Found:
 
 
 def of_edge(edge: Edge, by_site: Mapping[str, str]) -> dict[str, str]:
-    """What belongs to an edge, by the names of its sites."""
+    """Return the entries that belong to an edge, by the names of its sites."""
     name = f"stage_{edge.source}_to_{edge.target}"
     return {site: each for site, each in by_site.items() if site.partition(".")[0] == name}
 
@@ -124,7 +134,7 @@ def _received(edge: Edge, timeout_s: float) -> EndPlan:
 
 
 def _read(edge: Edge, step: int, timeout_s: float) -> bytes:
-    """What the other end has published: its plan (0), or what it found in a step."""
+    """Return what the other end has published: its plan (step 0), or its findings in a step."""
     here, start, told, pause = board(), time.monotonic(), False, 0.001
     what = f"the errors of step {step} of" if step else "how it has planned"
     while True:
@@ -154,6 +164,6 @@ def _unreachable(edge: Edge, error: RuntimeError) -> Unanswered:
 
 
 def ends_of(every: Sequence[End], source: int, target: int) -> tuple[End, ...]:
-    """Those that belong to an edge, by the names of their sites."""
+    """Return the ends that belong to an edge, by the names of their sites."""
     name = f"stage_{source}_to_{target}"
     return tuple(end for end in every if end.name.partition(".")[0] == name)

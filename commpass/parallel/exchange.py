@@ -1,9 +1,8 @@
-"""One collective of a hook, as a graph of its own that takes the road of the passes.
+"""One collective of a hook, written as a graph and compiled with the passes.
 
 Hooks of FSDP2 and DDP send eagerly what never reaches a graph. Each such exchange is written as a
-graph of one collective and compiled by the same backend as any other: so a policy's words, the cost
-model, plans, dumps, the agreement between ranks, error feedback and kernels are those of all
-graphs.
+graph of one collective and compiled by the same backend as any other. So policies, the cost model,
+plans, dumps, agreement between ranks, error feedback and kernels work as for all graphs.
 """
 
 from __future__ import annotations
@@ -32,19 +31,24 @@ from commpass.utils.ambient import ambient_free, without_ambient_state
 
 @dataclass(frozen=True)
 class Exchange:
-    """What a hook sends: ``kind`` and ``op`` as in a site, over the group named ``group`` of
-    ``ranks`` ranks, for the module at ``module``, in ``direction``; ``hook`` is who sends it, in
-    the names of its state. ``word`` is what ``compress`` or ``keep`` says of it, as JSON;
-    ``unsupported_reason`` is why it is left as it is, if it must be. ``flat`` says that it sends
-    the gradients of its parameters one after another: state is then kept by parameter. ``again``
-    says that backward sends once more what forward sent, and must get the same bits. ``parameters``
-    are the names of those that it carries: they tell it from others of the same module. ``wide`` is
-    the dtype of the result where ``x`` has narrower values, which are widened before they are
-    summed, and ``factor`` what they are multiplied by then.
+    """What a hook sends.
+
+    - ``kind`` and ``op``: as in a site, over the group named ``group`` of ``ranks`` ranks, for the
+      module at ``module``, in ``direction``.
+    - ``hook``: the integration that sends it, as named in its state.
+    - ``word``: the annotation by ``compress`` or ``keep``, as JSON.
+    - ``obstacle``: why it must be sent uncompressed, if it must.
+    - ``flat``: it sends the gradients of its parameters one after another; then state is kept by
+      parameter.
+    - ``again``: backward sends again what forward sent, and must get the same bits.
+    - ``parameters``: the names of those that it carries; they distinguish it from others of the
+      module.
+    - ``wide``: the dtype of the result if ``x`` has narrower values, which are widened before the
+      sum; ``factor`` is what they are multiplied by then.
 
     A mean (``op="avg"``) is the sum of values that each rank has multiplied by 1 / ``ranks`` before
-    it sends them, as DDP has it: the library need not know means, and no sum overflows that its
-    mean would not.
+    it sends them, as in DDP. So the library does not need to support means, and no sum overflows
+    unless its mean does.
     """
 
     kind: str
@@ -64,12 +68,15 @@ class Exchange:
 
     @property
     def scale(self) -> float:
-        """What each value is multiplied by before it is summed."""
+        """The factor of each value before the sum."""
         return self.factor / self.ranks if self.op == "avg" else self.factor
 
     def graph(self, inplace: bool) -> fx.GraphModule:
-        """``x -> None``, which puts the result into ``x``, or ``(x, out) -> None``, into ``out``:
-        all flat tensors."""
+        """Return the graph ``x -> None``, which puts the result into ``x``, or ``(x, out) ->
+        None``.
+
+        All are flat tensors.
+        """
         graph = fx.Graph()
         x = graph.placeholder("x")
         out = x if inplace else graph.placeholder("out")
@@ -78,7 +85,8 @@ class Exchange:
         if self.wide is not None:
             convert = torch.ops.prims.convert_element_type.default
             sent = graph.call_function(convert, (sent, self.wide))
-        if self.op == "avg" or self.scale != 1.0:  # of one rank too: it is then not ``x`` itself
+        # also for one rank: the result is then not ``x`` itself
+        if self.op == "avg" or self.scale != 1.0:
             sent = graph.call_function(torch.ops.aten.mul.Tensor, (sent, self.scale))
         functional = torch.ops._c10d_functional
         calls: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -105,8 +113,10 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled exchange: what carries it out, what gives its plan, whose its calls are, and
-    whether it was ``refused``: then ``run`` raises why, and nothing may be sent."""
+    """A compiled exchange: its function, its current plan and the owner of its calls.
+
+    If it is ``refused``, ``run`` raises the reason, and nothing may be sent.
+    """
 
     run: Callable[..., Any]
     current_plan: Callable[[], Plan]
@@ -115,20 +125,22 @@ class Compiled:
 
     @property
     def plan(self) -> Plan:
-        """The plan by which it is carried out now."""
+        """The plan by which it is executed now."""
         return self.current_plan()
 
     @property
     def untouched(self) -> bool:
-        """Whether it may be sent as it would be without us: nothing was compiled for it."""
+        """Whether it may be sent as without commpass: nothing was compiled for it."""
         return not self.plan.changed and not self.refused
 
 
 @dataclass
 class Exchanges:
-    """The compiled exchanges of one hook, each compiled when it first happens, on all ranks
-    alike. They are kept by what is sent and by the names of parameters: a model may be given
-    other parameters of the same names, as ``load_state_dict(assign=True)`` does."""
+    """The compiled exchanges of one hook, each compiled at its first use, on all ranks alike.
+
+    They are keyed by what is sent and by parameter names, since a model may get other parameters of
+    the same names (``load_state_dict(assign=True)``).
+    """
 
     backend: Backend
     compiled: dict[Any, Compiled] = field(default_factory=dict)
@@ -138,15 +150,17 @@ class Exchanges:
     def run(
         self, exchange: Exchange, x: Tensor, out: Tensor | None = None, of: Sequence[Tensor] = ()
     ) -> None:
-        """Sends ``x`` and puts the result into ``out``, or into ``x`` itself; the two do not
-        overlap. ``of`` are the parameters of ``what.parameters`` as they are now: their state is
-        kept, if a codec keeps any."""
+        """Send ``x`` and put the result into ``out``, or into ``x`` itself; the two do not overlap.
+
+        ``of`` are the current parameters of ``exchange.parameters``. Their state is kept, if the
+        codec has any.
+        """
         self.get(exchange, x, out, of).run(*([x] if out is None else [x, out]))
 
     def get(
         self, exchange: Exchange, x: Tensor, out: Tensor | None = None, of: Sequence[Tensor] = ()
     ) -> Compiled:
-        """The compiled exchange."""
+        """Return the compiled exchange."""
         shape = None if out is None else tuple(out.shape)
         key = (exchange, tuple(x.shape), x.dtype, x.device, shape, len(of))
         if key not in self.compiled:
@@ -156,7 +170,7 @@ class Exchanges:
         return compiled
 
     def narrows(self, exchange: Exchange, x: Tensor, out: Tensor) -> bool:
-        """Whether simplify makes of an exchange of widened values one of narrow ones."""
+        """Return whether simplify turns an exchange of widened values into one of narrow values."""
         key = (exchange, tuple(x.shape), x.dtype, x.device)
         if key not in self.narrow:
             self.narrow[key] = self._narrows(exchange, x, out)
@@ -170,7 +184,7 @@ class Exchanges:
             return bool(self.backend.simplified(gm, exchange.direction))
 
     def clear(self) -> None:
-        """Lets go of all that was compiled, as of a group that is no longer used."""
+        """Drop all that was compiled, for a group that is no longer used."""
         self.backend.step_log.retire()
         self.compiled.clear()
         self.narrow.clear()
@@ -215,5 +229,5 @@ class Exchanges:
 
     @property
     def plans(self) -> list[Plan]:
-        """The plan of each, in the order in which they first happened."""
+        """The plan of each exchange, in the order in which they first happened."""
         return [each.plan for each in self.compiled.values()]

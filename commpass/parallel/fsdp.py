@@ -1,8 +1,8 @@
-"""The door of FSDP2: what ``fully_shard`` sends eagerly goes through a policy.
+"""The FSDP2 integration: what ``fully_shard`` sends eagerly is sent under a policy.
 
-FSDP2 gathers the parameters of a unit before its forward, once more before its backward, and
-scatters the sums of its gradients. ``compress_fsdp`` takes the place of the calls that send these;
-when and on which stream they happen stays FSDP2's.
+FSDP2 gathers the parameters of a unit before its forward and again before its backward, and
+reduce-scatters its gradients. ``compress_fsdp`` replaces the calls that send these. FSDP2 still
+decides when and on which stream they happen.
 """
 
 from __future__ import annotations
@@ -46,13 +46,16 @@ RESHARDED = (
     " gradients would be those of weights that forward did not use"
 )
 OTHER_OP = "FSDP2 reduces with {}, and codes are summed or averaged alone"
-"""Why an exchange is left as it is."""
+"""Why an exchange is sent uncompressed."""
 
 
 @dataclass(frozen=True)
 class Sent:
-    """What one rank handed to the collectives of a kind: in how many ``calls`` of FSDP2, the bytes
-    without the policy, and those with it."""
+    """What one rank handed to the collectives of a kind.
+
+    ``calls`` is the number of FSDP2's calls; ``plain`` and ``sent`` are the bytes without and with
+    the policy.
+    """
 
     calls: int = 0
     plain: int = 0
@@ -61,8 +64,11 @@ class Sent:
 
 @dataclass(eq=False)
 class Unit:
-    """What one call of ``fully_shard`` made: the names of its modules, the word on them (as of the
-    first exchange), torch's parameter group, and the names of its parameters."""
+    """The result of one call of ``fully_shard``.
+
+    It has the names of its modules, their annotation (as of the first exchange), torch's parameter
+    group, and the names of its parameters.
+    """
 
     name: str
     word: str | None
@@ -75,7 +81,7 @@ class Unit:
 
     @property
     def grad_dtype(self) -> torch.dtype | None:
-        """The dtype in which its gradients are computed; None where they differ in it."""
+        """The dtype in which its gradients are computed; None if they differ in it."""
         trained = (each for each in self.group.fsdp_params if each.sharded_param.requires_grad)
         found = {each.param_dtype or each.orig_dtype for each in trained}
         return found.pop() if len(found) == 1 else None
@@ -92,17 +98,19 @@ class Unit:
 
     @property
     def in_backward(self) -> bool:
-        """Whether what is gathered now is for backward."""
+        """Whether the current gather is for backward."""
         return getattr(self.group._training_state, "name", "") == "PRE_BACKWARD"
 
     def shards_over(self, group: dist.ProcessGroup) -> bool:
-        """Whether it is over this group that the parameters are sharded between steps."""
+        """Return whether the parameters are sharded over this group between steps."""
         return group is getattr(self.group.mesh_info, "shard_process_group", None)
 
 
 class CompressedAllGather:
-    """FSDP2's ``AllGather``: every rank gets the values that the codes stand for, its own shard
-    among them. Backward's gather is the same exchange as forward's, so it gives the same bits."""
+    """FSDP2's ``AllGather`` with codes: every rank gets the decoded values, its own shard included.
+
+    Backward's gather is the same exchange as forward's, so it gives the same bits.
+    """
 
     def __init__(self, integration: CompressedFSDP, unit: Unit, plain: Any):
         self.door, self.unit, self.plain = integration, unit, plain
@@ -135,8 +143,8 @@ class CompressedAllGather:
 
 
 class CompressedReduceScatter:
-    """FSDP2's ``ReduceScatter``: each rank gets the sum, or the mean, of what the codes of all
-    ranks stand for."""
+    """FSDP2's ``ReduceScatter`` with codes: each rank gets the sum, or the mean, of all decoded
+    values."""
 
     def __init__(self, integration: CompressedFSDP, unit: Unit, plain: Any):
         self.door, self.unit, self.plain = integration, unit, plain
@@ -172,7 +180,7 @@ class CompressedReduceScatter:
 
 
 class CompressedFSDP:
-    """The exchanges of a model's FSDP2 units under a policy; ``compress_fsdp`` makes it."""
+    """The exchanges of a model's FSDP2 units under a policy; ``compress_fsdp`` creates it."""
 
     def __init__(self, exchanges: Exchanges, units: Sequence[Unit], model: nn.Module):
         self.exchanges, self.units, self.name = exchanges, tuple(units), type(model).__name__
@@ -193,16 +201,18 @@ class CompressedFSDP:
 
     @property
     def bytes(self) -> dict[str, Sent]:
-        """By kind, what this rank has sent since the door was opened or ``clear`` was called:
-        that of a step, if ``clear`` was called before it."""
+        """By kind, what this rank has sent since ``compress_fsdp`` or ``clear`` was called.
+
+        Call ``clear`` before a step to get the numbers of that step.
+        """
         return dict(self._sent)
 
     def clear(self) -> None:
-        """Counts bytes from nothing again."""
+        """Reset the byte counts."""
         self._sent.clear()
 
     def remove(self) -> None:
-        """Closes the door: FSDP2 sends as it did before. Call it between steps, on all ranks."""
+        """Remove the integration: FSDP2 sends as before. Call it between steps, on all ranks."""
         for unit in self.units:
             group = unit.group
             for name in ("_all_gather_comm", "_reduce_scatter_comm"):
@@ -211,8 +221,11 @@ class CompressedFSDP:
                     setattr(group, name, comm.plain)
 
     def sending(self, exchange: Exchange, x: Tensor, out: Tensor, unit: Unit) -> Any:
-        """What sends this exchange compressed, or raises why nothing may be sent; None where its
-        plan leaves it as it is."""
+        """Return the function that sends this exchange compressed, or raises why it may not be
+        sent.
+
+        Return None if its plan leaves it uncompressed.
+        """
         self._begin_once(unit)
         exchange = replace(exchange, word=unit.word, parameters=unit.names)
         compiled = self.exchanges.get(exchange, x, out, unit.parameters)
@@ -229,8 +242,10 @@ class CompressedFSDP:
     def sends_narrow(
         self, exchange: Exchange, x: Tensor, out: Tensor, unit: Unit, group: dist.ProcessGroup
     ) -> bool:
-        """Sends gradients that were widened as the narrow values that they are. False, and nothing
-        is sent, where they are none, or where that is no gain."""
+        """Send widened gradients as the narrow values that they are.
+
+        Return False, and send nothing, if their values are not narrow or if that is not faster.
+        """
         dtype = unit.grad_dtype
         if (
             exchange.obstacle is not None
@@ -257,7 +272,7 @@ class CompressedFSDP:
         return narrow is not None
 
     def _record(self, kind: str, compiled: Compiled) -> None:
-        """After an exchange, which may have planned anew before it sent."""
+        """Record an exchange after it was sent, since it may have been planned anew before."""
         so_far = self._sent.get(kind, Sent())
         self._sent[kind] = Sent(
             so_far.calls + 1,
@@ -266,21 +281,23 @@ class CompressedFSDP:
         )
 
     def _count(self, kind: str, more: int) -> None:
-        """Bytes that this rank has sent beside what its plans say."""
+        """Add bytes that this rank sent in addition to its plans."""
         so_far = self._sent.get(kind, Sent())
         self._sent[kind] = replace(so_far, sent=so_far.sent + more)
 
     def _begin_once(self, unit: Unit) -> None:
-        """Before each exchange of a unit."""
+        """Check a unit, and begin if this is the first exchange."""
         if self._unseen is not None:
             self._begin(self._unseen)
             self._unseen = None
-        for each in (unit, self._next[unit]):  # in a step, all units
+        for each in (unit, self._next[unit]):  # in a step, all units are checked
             self._refuse_if_replaced(each)
 
     def _begin(self, model: nn.Module) -> None:
-        """Reads the words that were put on modules since the door was opened, and says which
-        modules were sharded since."""
+        """Read annotations that were added to modules since ``compress_fsdp``.
+
+        Warn about modules that were sharded since.
+        """
         now = {id(unit.group): unit for unit in _units(model)}
         for unit in self.units:
             found = now.pop(id(unit.group), None)
@@ -289,7 +306,7 @@ class CompressedFSDP:
             log.warning(LATER, self.name, ", ".join(name or "the root module" for name in later))
 
     def _refuse_if_replaced(self, unit: Unit) -> None:
-        """Raises PolicyError where FSDP2 was given other calls for a unit than this door's."""
+        """Raise PolicyError if FSDP2 was given other calls for a unit than this integration's."""
         comms = (unit.group._all_gather_comm, unit.group._reduce_scatter_comm)
         other = next((each for each in comms if getattr(each, "door", None) is not self), None)
         if other is not None:
@@ -321,7 +338,7 @@ def compress_fsdp(
     dump: str | os.PathLike[str] | None = None,
     timeout: float | None = None,
 ) -> CompressedFSDP:
-    """Lets all that FSDP2 sends for a model go through a policy, and returns the door.
+    """Send all exchanges of FSDP2 for a model under a policy, and return the integration.
 
     Call it after ``fully_shard``, on all ranks alike, before the first step. The other arguments
     are those of ``commpass.backend``.
@@ -330,13 +347,13 @@ def compress_fsdp(
         model: holds modules that ``torch.distributed.fsdp.fully_shard`` was called on; the root
             need not be one.
 
-    In rules an all_gather of parameters has direction "forward" (backward's gather as well: it is
-    the same exchange), a reduce_scatter of gradients "backward"; ``module`` is the name of the
-    unit in the model, and ``a+b`` for ``fully_shard([a, b])``. What a plan leaves alone is sent as
-    FSDP2 sends it.
+    In rules an all_gather of parameters has direction "forward". This includes backward's gather,
+    since it is the same exchange. A reduce_scatter of gradients has direction "backward".
+    ``module`` is the name of the unit in the model, and ``a+b`` for ``fully_shard([a, b])``. FSDP2
+    itself sends what a plan leaves uncompressed.
 
-    Raises PolicyError if nothing in the model was sharded by FSDP2, or if its exchanges go
-    through something else already; then nothing is changed.
+    Raise PolicyError if nothing in the model was sharded by FSDP2, or if another integration
+    already handles its exchanges. Then nothing is changed.
     """
     if not isinstance(model, nn.Module):
         given = type(model).__name__
@@ -365,7 +382,7 @@ NOT_REACHED = (
 
 
 def _units(model: nn.Module) -> Iterator[Unit]:
-    """The parameter groups of a model's FSDP2 modules, outer ones first, each once."""
+    """Yield the parameter groups of a model's FSDP2 modules, outer ones first, each once."""
     named: dict[int, tuple[Any, list[str]]] = {}
     said, modules = annotations_of(model), paths.names(model)
     where = {id(module): path for path, module in reversed(modules)}  # a tied one has its first
@@ -390,7 +407,7 @@ def _units(model: nn.Module) -> Iterator[Unit]:
 
 
 def _refuse_if_taken(unit: Unit) -> None:
-    """Raises PolicyError where someone else carries out the exchanges of a unit."""
+    """Raise PolicyError if another integration or custom call executes the exchanges of a unit."""
     where = unit.name or "the root module"
     for comm in (unit.group._all_gather_comm, unit.group._reduce_scatter_comm):
         if isinstance(comm, (CompressedAllGather, CompressedReduceScatter)):
@@ -407,7 +424,7 @@ def _refuse_if_taken(unit: Unit) -> None:
 
 
 def _suggestion(model: nn.Module, name: str) -> str:
-    """What to call instead, for a model without FSDP2 modules."""
+    """Return the message about what to call instead, for a model without FSDP2 modules."""
     said = f"compress_fsdp: no module of {name} was sharded by torch.distributed.fsdp.fully_shard"
     if any(isinstance(each, FullyShardedDataParallel) for each in model.modules()):
         return (
@@ -428,13 +445,13 @@ def _exchange(kind: str, direction: str, unit: Unit, group: dist.ProcessGroup) -
 
 
 def _plain_bytes(plan: Plan) -> int:
-    """What a rank would hand to the collective of a hook, were it left alone."""
+    """Return the bytes that a rank would hand to a hook's collective if it was uncompressed."""
     saved = sum(step.saved_bytes for step in plan.simplified)
     return sum(site.bytes for site in plan.sites) + saved
 
 
 def _factor(op: Any) -> float | None:
-    """What values are multiplied by before they are summed; None for what is no sum."""
+    """Return the factor of values before they are summed; None if ``op`` is not a sum."""
     if op == dist.ReduceOp.SUM:
         return 1.0
     if op == dist.ReduceOp.PREMUL_SUM:
@@ -443,7 +460,7 @@ def _factor(op: Any) -> float | None:
 
 
 def _done(result: Tensor) -> dist.Work:
-    """What to wait for where the current stream, if there are streams, is still at work."""
+    """Return a handle to wait for while the current stream, if any, is still working."""
     future: Any = torch.futures.Future(devices=[result.device] if result.is_cuda else None)
     future.set_result(result)
     torch_c10d: Any = torch._C._distributed_c10d

@@ -1,8 +1,8 @@
-"""Wide gradients that hold narrow values: found out bit for bit, by all ranks alike.
+"""Detect wide gradients that hold narrow values, exactly, with one result for all ranks.
 
 With ``MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32)`` gradients are computed in
-bfloat16 and widened before they are summed, so 16 of their 32 bits say nothing (ZipCCL, section
-5.2). That is not so where they were accumulated in float32. Only the values themselves say which.
+bfloat16 and widened before they are summed. Then 16 of their 32 bits carry nothing (ZipCCL, section
+5.2). That is not so if they were accumulated in float32. Only the values themselves can tell.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ FLAG = torch.int32
 
 
 def narrowed(x: Tensor, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor | None:
-    """The values of ``x`` in a narrower ``dtype`` where they are all exactly such on all ranks of a
-    group, else None on all of them. A NaN counts as no such value: its payload might be lost."""
+    """Return ``x`` in a narrower ``dtype`` if all values fit exactly on all ranks of a group.
+
+    Otherwise return None on all of them. A NaN does not fit, since its payload might be lost.
+    """
     narrow = x.to(dtype)
     lost = narrow.to(x.dtype).ne(x).any().to(FLAG).reshape(1)
     dist.all_reduce(lost, dist.ReduceOp.MAX, group=group)
@@ -27,8 +29,11 @@ def narrowed(x: Tensor, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor 
 
 
 def gains(group: dist.ProcessGroup, wide: int, narrow: int, profile: Profile) -> bool:
-    """Whether a reduce_scatter of ``wide`` bytes takes longer than an all_to_all of ``narrow``
-    ones, where it is found out first, in three kernels, that these are enough."""
+    """Return whether a reduce_scatter of ``wide`` bytes is slower than an all_to_all of ``narrow``
+    bytes.
+
+    The latter includes three kernels that first check whether the narrow values suffice.
+    """
     name = group.group_name
     here = prices(profile, group.size(), groups.labels_of(name), groups.ranks_of(name))
     before = here.us("reduce_scatter", wide)

@@ -1,4 +1,5 @@
-"""Which models can be given a door: gradients are exchanged by one, and DDP takes one comm hook."""
+"""Check which models can get an integration: only one may exchange gradients, and DDP has one comm
+hook."""
 
 from __future__ import annotations
 
@@ -24,20 +25,19 @@ _claimed: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
 def acquire(model: nn.Module, integration: str) -> None:
-    """From now on ``integration`` exchanges the gradients of a model."""
+    """Record that ``integration`` exchanges the gradients of a model from now on."""
     _claimed[model] = integration
     summary.doors.add(model)
 
 
 def release(model: nn.Module) -> None:
-    """The model has no door any more."""
+    """Record that the model has no integration any more."""
     _claimed.pop(model, None)
     summary.doors.discard(model)
 
 
 def refuse_if_claimed(model: nn.Module, integration: str, allowed: Collection[str]) -> None:
-    """Raises PolicyError for a model of which a parameter is exchanged by one of ``allowed``
-    already."""
+    """Raise PolicyError if one of ``allowed`` already exchanges a parameter of the model."""
     mine = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def found() -> str:
@@ -54,19 +54,21 @@ def refuse_if_claimed(model: nn.Module, integration: str, allowed: Collection[st
         )
 
     if found():
-        gc.collect()  # a model that nobody holds any more does not count
+        gc.collect()  # a model that is no longer referenced does not count
         if why := found():
             raise PolicyError(why)
 
 
 class Released:
-    """What a copy of a model has in the place of our hook's state: torch copies the list of hooks,
-    and not the hook."""
+    """Replaces the state of our hook in a copy of a model: torch copies the list of hooks, not the
+    hook."""
 
 
 def checked(model: Any) -> DistributedDataParallel:
-    """The DDP model in what was given. Raises PolicyError where there is none that takes a hook of
-    ``compress_ddp``."""
+    """Return the DDP model in the argument.
+
+    Raise PolicyError if there is none that accepts a hook of ``compress_ddp``.
+    """
     ddp = getattr(model, "_orig_mod", model)
     if not isinstance(ddp, DistributedDataParallel):
         what = f"compress_ddp(model={type(ddp).__name__}): must be a DistributedDataParallel model"
@@ -120,7 +122,7 @@ def checked(model: Any) -> DistributedDataParallel:
 
 
 def _instead(model: Any) -> str:
-    """What to call, or to give, for what is no DDP model."""
+    """Return the message about what to call, or to pass, if the model is not DDP's."""
     for path, module in model.named_modules() if isinstance(model, nn.Module) else ():
         if isinstance(module, DistributedDataParallel):
             return f", and {path!r} in it is one: give that one"
@@ -136,8 +138,10 @@ def _instead(model: Any) -> str:
 
 
 def refuse_if_optimized_in_backward(parameters: Iterable[Any], integration: str) -> None:
-    """Raises PolicyError for parameters with an optimizer of _apply_optimizer_in_backward, which
-    DDP runs in a comm hook of its own, or which runs before gradients are exchanged."""
+    """Raise PolicyError for parameters with an optimizer of _apply_optimizer_in_backward.
+
+    DDP runs it in a comm hook, or it runs before gradients are exchanged.
+    """
     if any(hasattr(each, "_in_backward_optimizers") for each in parameters):
         raise PolicyError(
             f"{integration}: parameters of this model have an optimizer that runs in backward"
@@ -147,8 +151,7 @@ def refuse_if_optimized_in_backward(parameters: Iterable[Any], integration: str)
 
 
 def refuse_if_taken(ddp: DistributedDataParallel, integration: str) -> None:
-    """Raises PolicyError for a model that has a comm hook already, on behalf of a
-    ``integration``."""
+    """Raise PolicyError in the name of ``integration`` if a model already has a comm hook."""
     ddp._comm_hooks[:] = [each for each in ddp._comm_hooks if not isinstance(each[1], Released)]
     if taken := _hook_of(ddp):
         why = "mixed_precision= registers it" if ddp.mixed_precision is not None else "by hand"
@@ -162,7 +165,7 @@ def refuse_if_taken(ddp: DistributedDataParallel, integration: str) -> None:
 
 
 def _hook_of(ddp: DistributedDataParallel) -> str:
-    """The name of the comm hook that a model has; "" if none."""
+    """Return the name of a model's comm hook; "" if none."""
     if ddp._comm_hooks:
         hook, _ = ddp._comm_hooks[0]
         name = f"{hook.__module__}.{hook.__qualname__}"

@@ -1,11 +1,10 @@
-"""Compressed pipeline stages: activations and their gradients travel between the stages of
-``torch.distributed.pipelining`` as codes.
+"""Compress the activations and gradients that stages of ``torch.distributed.pipelining`` exchange.
 
 torch's schedules ask a stage for the messages of a microbatch, and start and wait for them
-themselves. A compressed stage hands out the same messages, to the same ranks and in the same order,
-with a wire in place of the values; what arrives is decoded into torch's own buffer just before the
-stage takes it from there. So every schedule works that asks its stages. The gradient of a decoded
-activation goes back as if it were the original (straight through).
+themselves. A compressed stage returns the same messages, to the same ranks and in the same order,
+with a wire tensor in place of the values. A received message is decoded into torch's own buffer
+just before the stage reads it. So every schedule works that gets messages from its stages. The
+gradient of a decoded activation is sent back as if it were the original's (straight through).
 """
 
 from __future__ import annotations
@@ -53,14 +52,14 @@ MESSAGES = {
     ("recv", "backward"): "get_bwd_recv_ops",
     ("send", "backward"): "get_bwd_send_ops",
 }
-"""The methods of a stage that are ours for a compressed one."""
+"""The methods of a stage that are replaced on a compressed one."""
 FACTS = (
     *("stage_index", "num_stages", "group", "device", "stage_index_to_group_rank"),
     *("args_recv_info", "act_send_info", "grad_recv_info"),
 )
-"""What is read of a stage."""
+"""The attributes of a stage that are read."""
 MARK = "_commpass_compressed"
-"""The attribute of a stage that is compressed."""
+"""The attribute that marks a compressed stage."""
 ALONE = "the pipeline has one stage: nothing is sent"
 NO_EVENTS = "stages of a pipeline have no graph of their own"
 UNSEEN = "what stages of a pipeline send is not looked into"
@@ -74,23 +73,24 @@ def compress_pipeline(
     dump: str | os.PathLike[str] | None = None,
     timeout: float | None = None,
 ) -> None:
-    """Lets the stages of a pipeline send codes, as the policy allows: ``compress_pipeline(stage,
-    "tahquant")``, before the first step of a schedule.
+    """Send codes between the stages of a pipeline, as the policy allows.
 
-    ``policy``, ``profile`` and ``dump`` are as in ``commpass.backend``. A site is one tensor that
-    goes between two stages, of kind ``send`` or ``recv``, in direction ``forward`` (an activation)
-    or ``backward`` (its gradient); its module is ``stages.I``, the stage that sends the activation.
+    Call ``compress_pipeline(stage, "tahquant")`` before the first step of a schedule. ``policy``,
+    ``profile`` and ``dump`` are those of ``commpass.backend``.
+
+    A site is one tensor that is sent between two stages, of kind ``send`` or ``recv``. Its
+    direction is ``forward`` (an activation) or ``backward`` (its gradient). Its module is
+    ``stages.I``, the stage that sends the activation.
 
     Args:
-        stages: a stage of ``torch.distributed.pipelining`` (``PipelineStage``, or what
-            ``build_stage`` makes), or all those of this rank. Each is changed in place, and it
-            alone.
+        stages: a stage of ``torch.distributed.pipelining`` (``PipelineStage``, or the result of
+            ``build_stage``), or all those of this rank. Only these stages are changed, in place.
         timeout: seconds that the ranks of two stages wait for each other's plans; if None the
             process group's own time-out.
 
-    All ranks of the pipeline call it, for all of its stages. Raises PolicyError for what is no
-    stage, for one that is compressed already or has run, and for a policy that is not known. The
-    first step raises PlanMismatch where two stages planned differently.
+    All ranks of the pipeline call it, for all of its stages. Raise PolicyError for an object that
+    is not a stage, for a stage that is compressed already or has run, and for an unknown policy.
+    The first step raises PlanMismatch if two stages planned differently.
     """
     every = list(stages) if isinstance(stages, (list, tuple)) else [stages]
     if not every:
@@ -105,7 +105,7 @@ def compress_pipeline(
 
 
 def _check(stage: Any) -> None:
-    """Raises PolicyError for what cannot be compressed."""
+    """Raise PolicyError for an object that cannot be compressed."""
     from torch.distributed.pipelining.stage import _PipelineStageBase
 
     if not isinstance(stage, _PipelineStageBase):
@@ -142,12 +142,12 @@ def _group_of(stage: Any) -> dist.ProcessGroup:
 
 _pipelines: Counter[tuple[str, str, int, int]] = Counter()
 """How often a stage of a number was compressed, by the run of this process, its group and the
-number of stages: the other end counts the same, so that two pipelines of one group are not mistaken
-for each other."""
+number of stages. The other end counts the same, so that two pipelines of one group are not
+confused."""
 
 
 class Compressed:
-    """What a compressed stage knows beside torch's: its methods are this object's."""
+    """The state of a compressed stage in addition to torch's; its methods replace the stage's."""
 
     def __init__(self, stage: Any, shared: Backend):
         self.stage, self.backend = stage, shared
@@ -180,7 +180,7 @@ class Compressed:
     def _prepare(
         self, direction: str, original: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Torch prepares the stage for a direction; then what it will send is known."""
+        """Prepare the stage as torch does; then plan its messages, which are known by now."""
         result = original(*args, **kwargs)
         self._plan(direction)
         return result
@@ -188,7 +188,8 @@ class Compressed:
     def _messages(
         self, target: tuple[str, str], original: Callable[[int], list[Any]], microbatch: int
     ) -> list[Any]:
-        """The messages of a microbatch, as torch makes them, of codes where that was planned."""
+        """Return the messages of a microbatch as torch creates them, with codes where that was
+        planned."""
         messages = original(microbatch)
         if not messages:
             return messages
@@ -228,7 +229,7 @@ class Compressed:
         return messages
 
     def _leave_alone(self, target: tuple[str, str]) -> None:
-        """Sends as they are from now on those messages that are over their budget."""
+        """Send messages that are over their budget uncompressed from now on."""
         kind, direction = target
         before = self.plans[direction]
         plan = dataclasses.replace(before, sites=self.budget.apply(before.sites))
@@ -247,7 +248,7 @@ class Compressed:
         self._record(PassResult(plan), profile, before)
 
     def _take(self, direction: str, original: Callable[[int], Any], microbatch: int) -> Any:
-        """What has arrived for a microbatch is put where torch takes it from."""
+        """Decode what has arrived for a microbatch into the buffers from which torch reads it."""
         for coding, wire, buffer in self.arriving.pop((direction, microbatch), ()):
             coding.decode(wire, buffer)
         return original(microbatch)
@@ -255,8 +256,10 @@ class Compressed:
     def _check_messages(
         self, target: tuple[str, str], messages: Sequence[Any], coded: Sequence[Any]
     ) -> None:
-        """Raises CommpassError where torch sends something else than was planned: another number
-        of messages would be taken for one another."""
+        """Raise CommpassError if torch sends other messages than were planned.
+
+        With another number of messages, one would be mistaken for another.
+        """
         place = self._place()
         wanted = [(place.ranks[line.peer], line.shape, line.dtype) for line, _, _ in coded]
         ranks = [dist.get_group_rank(self.group, each.peer) for each in messages]
@@ -277,12 +280,12 @@ class Compressed:
     # --- the plan ---------------------------------------------------------------------------------
 
     def _place(self) -> Place:
-        ranks = dict(self.stage.stage_index_to_group_rank)  # which a schedule may change
+        ranks = dict(self.stage.stage_index_to_group_rank)  # a schedule may change the original
         return Place(self.group, ranks, torch.device(self.stage.device))
 
     def _plan(self, direction: str) -> None:
-        """Decides on all that the stage sends and receives in a direction, says so to the other
-        ends, and compiles what will be needed."""
+        """Plan all that the stage sends and receives in a direction, publish it, and compile the
+        codecs."""
         place = self._place()
         profile = self.backend.profile or default_here(place.device.type)
         wanted = lines(self.stage, direction)
@@ -319,7 +322,7 @@ class Compressed:
     def _messages_text(
         self, rows: Sequence[tuple[Line, PlannedSite, Coding | None]], place: Place
     ) -> list[tuple[ends.Edge, ends.EndPlan]]:
-        """The edges of some lines to stages of other ranks, with what was said to these."""
+        """Publish the plans for edges to stages on other ranks. Return those edges and plans."""
         every = pairs.endpoints([site for _, site, _ in rows], self.group.rank())
         found = {}
         for line, _, _ in rows:

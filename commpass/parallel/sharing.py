@@ -1,8 +1,8 @@
-"""Graphs of hooks, compiled once for all that are alike.
+"""Compile graphs of hooks once for all that are alike.
 
-The layers of a model send alike: their exchanges have plans and state of their own, but one
-rewritten graph, and so one compiled code. These graphs are flat and functional from the start, so
-they go to Inductor without AOTAutograd.
+The layers of a model send alike: their exchanges have separate plans and state, but one rewritten
+graph, and so one compiled code. These graphs are flat and functional from the start, so they go to
+Inductor without AOTAutograd.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Key = tuple[tuple[Any, str], ...]
 
 
 def with_fakes(gm: fx.GraphModule, inputs: Sequence[Tensor]) -> None:
-    """Gives every node a fake value, of inputs that are like these and do not overlap."""
-    mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)  # for sizes that data has
+    """Give every node a fake value, from inputs like these that do not overlap."""
+    mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)  # for sizes that depend on data
     with mode:
         fakes = [
             torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in inputs
@@ -36,12 +36,12 @@ def with_fakes(gm: fx.GraphModule, inputs: Sequence[Tensor]) -> None:
 
 @dataclass
 class Shared:
-    """What Inductor made of each graph, by all that it depends on."""
+    """Inductor's result for each graph, by all that it depends on."""
 
     made: dict[Key, Compiled] = field(default_factory=dict)
 
     def compiled(self, gm: fx.GraphModule, pinned: bool) -> Compiled:
-        """The compiled graph, which takes a list; ``pinned`` keeps its collectives in their
+        """Return the compiled graph, which takes a list; ``pinned`` keeps its collectives in
         order."""
         key = _key(gm)
         if key is None:
@@ -52,8 +52,11 @@ class Shared:
 
 
 def _key(gm: fx.GraphModule) -> Key | None:
-    """All that the compiled code depends on: what is called, and the text of the rest, node by
-    node. None if that is more than can be written down."""
+    """Return all that the compiled code depends on: the called functions and the other text, by
+    node.
+
+    Return None if it cannot be written down.
+    """
     numbers = {node: f"%{number}" for number, node in enumerate(gm.graph.nodes)}
     lines = []
     for node in gm.graph.nodes:

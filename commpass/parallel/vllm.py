@@ -1,9 +1,9 @@
-"""vLLM: the passes in the slot that it has for passes of its users.
+"""vLLM: run the passes in its slot for user passes.
 
-vLLM compiles its models with Inductor and passes of its own at Inductor's post-grad slot. Its
-collectives are opaque operators there, ``vllm::all_reduce`` and its kin, which name a group of its
-own registry. They are taken as functional collectives along the road, and those that are left alone
-are put back as they were, so that vLLM's own kernels go on carrying them.
+vLLM compiles its models with Inductor and adds its own passes at Inductor's post-grad slot. Its
+collectives are opaque operators there, such as ``vllm::all_reduce``, which name a group of vLLM's
+registry. They are replaced by functional collectives during the passes. Those that stay
+uncompressed are put back as they were, so that vLLM's own kernels still execute them.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ FORMS: dict[str, Any] = {
     "vllm::all_gather": c10d.all_gather_into_tensor.default,
     "vllm::reduce_scatter": c10d.reduce_scatter_tensor.default,
 }
-"""vLLM's operators and the functional collectives that they are."""
+"""vLLM's operators and the functional collectives that they correspond to."""
 ORIGIN = "commpass_vllm"
-"""In the metadata of a functional collective: what of vLLM's it was."""
+"""Metadata key of a functional collective: the vLLM operator that it replaced."""
 STRIDES = "eager_input_vals"
-"""In the metadata of an operator that Inductor does not know: what its arguments were like."""
+"""Metadata key of an operator that Inductor does not know: the layout of its arguments."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """An operator of vLLM's, its arguments but the tensor, and the metadata of its node; the name
-    of its group in torch, and the shape of its result."""
+    """A vLLM operator: its arguments except the tensor, its node's metadata, its group in torch and
+    the shape of its result."""
 
     target: Any
     args: tuple[Any, ...]
@@ -67,13 +67,13 @@ class Origin:
     shape: torch.Size
 
     def is_still(self, node: fx.Node) -> bool:
-        """Whether a node does what it did, and was not made out of it by a pass."""
+        """Return whether a node still does the same, and was not made out of it by a pass."""
         form, group = FORMS[self.target._schema.name], node.args[-1]
         return (node.target, group, node.meta["val"].shape) == (form, self.group, self.shape)
 
 
 def _base() -> Any:
-    """vLLM's class of passes, which it insists on; where there is no vLLM, torch's."""
+    """Return vLLM's base class of passes, which it requires; torch's if there is no vLLM."""
     for place in ("vllm.compilation.passes.inductor_pass", "vllm.compilation.inductor_pass"):
         try:
             return importlib.import_module(place).InductorPass
@@ -85,13 +85,13 @@ def _base() -> Any:
 class CollectivePass(_base()):  # type: ignore[misc]
     """A pass for vLLM's slot (``SLOT``) that compresses the collectives of each graph.
 
-    policy, profile, strict: as ``commpass.backend`` has them; ``strict`` raises where a graph would
-    otherwise be compiled untouched, with a warning.
-    groups: the process group, or its name in torch, for a name of vLLM's such as ``"tp:0"``; if
-        None vLLM's own registry is asked. It must be importable where vLLM starts processes.
+    policy, profile, strict: those of ``commpass.backend``. With ``strict`` a pass raises if a graph
+    would otherwise be compiled untouched with a warning. groups: the process group, or its name in
+    torch, for a vLLM group name such as ``"tp:0"``. If it is None, vLLM's own registry is used. It
+    must be importable if vLLM starts processes.
 
-    No ranks are asked: all must be started with the same policy and profile. Both are part of the
-    pass's name in Inductor's cache and vLLM's. Raises PolicyError for a policy that is not known.
+    Ranks do not compare plans: all must be started with the same policy and profile. Both are part
+    of the pass's name in Inductor's cache and vLLM's. Raise PolicyError for an unknown policy.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class CollectivePass(_base()):  # type: ignore[misc]
         self.groups, self.strict = groups or group_of_vllm, strict
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Rewrites a graph in place. If that fails it is left as it was."""
+        """Rewrite a graph in place. If that fails it is unchanged."""
         before, why = copy.deepcopy(graph), None
         try:
             take(graph, self.groups)
@@ -129,12 +129,15 @@ class CollectivePass(_base()):  # type: ignore[misc]
         try:
             return rewrite(module, (), self.policy, profile=self.profile, strict=self.strict)
         finally:
-            if module.graph is not graph:  # a copy, where a pass failed; vLLM goes on with this one
+            if module.graph is not graph:  # a copy, if a pass failed; vLLM keeps using this one
                 module.graph = graph
 
     def uuid(self) -> str:
-        """Changes with all that decides what becomes of a graph. A rank is part of that: caches may
-        be shared by ranks, who have the same graph before the pass, but not after it."""
+        """Return a key of all that determines the resulting graph.
+
+        The rank is part of it: ranks may share caches, and have the same graph before the pass but
+        not after it.
+        """
         profile = digest_of(self.profile) if self.profile is not None else ""
         groups = f"{self.groups.__module__}.{self.groups.__qualname__}"
         rank = (dist.get_rank(), dist.get_world_size()) if ready() else None
@@ -149,7 +152,7 @@ def _sources() -> str:
 
 
 def group_of_vllm(name: str) -> dist.ProcessGroup:
-    """The process group that carries the tensors of a group of vLLM's, such as ``tp:0``."""
+    """Return the process group that carries the tensors of a vLLM group such as ``tp:0``."""
     state: Any = sys.modules.get("vllm.distributed.parallel_state")
     if state is None:
         raise CommpassError(
@@ -164,8 +167,10 @@ def group_of_vllm(name: str) -> dist.ProcessGroup:
 
 
 def take(graph: fx.Graph, groups: Groups) -> None:
-    """Replaces vLLM's collectives by functional ones and their waits. A gather or scatter along
-    another dimension than the first is not replaced."""
+    """Replace vLLM's collectives by functional ones and their waits.
+
+    A gather or scatter along another dimension than the first is not replaced.
+    """
     for node in list(graph.nodes):
         name = getattr(getattr(node.target, "_schema", None), "name", "")
         if node.op != "call_function" or name not in FORMS:
@@ -192,7 +197,7 @@ def take(graph: fx.Graph, groups: Groups) -> None:
 
 
 def put_back(graph: fx.Graph) -> None:
-    """Replaces functional collectives that were vLLM's, and are not compressed, by vLLM's."""
+    """Replace the uncompressed functional collectives that were vLLM's by vLLM's operators."""
     for node in [node for node in graph.nodes if ORIGIN in node.meta]:
         origin = node.meta.pop(ORIGIN)
         if MARK in node.meta or not origin.is_still(node):
@@ -208,7 +213,7 @@ def put_back(graph: fx.Graph) -> None:
 
 
 def _refill(graph: fx.Graph, source: fx.Graph) -> None:
-    """Gives a graph the nodes of another: others hold on to the graph itself."""
+    """Give a graph the nodes of another, since other objects refer to the graph itself."""
     for node in reversed(list(graph.nodes)):
         erase(node)
     *_, output = source.nodes

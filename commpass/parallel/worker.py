@@ -1,5 +1,4 @@
-"""One thread that carries out exchanges in the order in which they are given to it, while others go
-on computing."""
+"""One thread that executes exchanges in order while other threads compute."""
 
 from __future__ import annotations
 
@@ -17,34 +16,38 @@ Job = tuple[Callable[[], None], Future[Any], Any]
 
 
 class Worker:
-    """``submit`` returns at once. After an error nothing more is carried out: what ranks have sent
-    no longer belongs together. ``failed`` is called once, in the thread, when that happens."""
+    """Execute submitted jobs in one thread.
+
+    ``submit`` returns at once. After an error no further job is executed, since the messages of
+    ranks no longer match. ``failed`` is called once, in the thread, when that happens.
+    """
 
     def __init__(self, name: str, failed: Callable[[], None]):
         self.error: BaseException | None = None
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._failed = failed
-        # The thread knows the queue alone while it waits, so that it ends when the worker goes.
+        # While it waits, the thread only refers to the queue, so that it ends with the worker.
         target = weakref.WeakMethod(self._carry_out)
         threading.Thread(target=_work, args=(self._jobs, target), name=name, daemon=True).start()
         weakref.finalize(self, self._jobs.put, None)
 
     def submit(self, job: Callable[[], None], value: Any) -> Future[Any]:
-        """The future is ``value`` once the job is done, or cannot be done: see ``check``."""
+        """Return a future of ``value``, set once the job is done or cannot be done: see
+        ``check``."""
         future: Future[Any] = Future()
         self._jobs.put((job, future, value))
         return future
 
     def fail(self, error: BaseException) -> None:
-        """Lets nothing more be carried out, because of an error."""
+        """Execute no further job, because of an error."""
         if self.error is None:
             self.error = error
-            traceback.clear_frames(error.__traceback__)  # they may hold the group
-            with contextlib.suppress(Exception):  # what failed first is what the user needs to know
+            traceback.clear_frames(error.__traceback__)  # its frames may hold the group
+            with contextlib.suppress(Exception):  # the user needs the first error
                 self._failed()
 
     def check(self) -> None:
-        """Raises the error of a job, every time."""
+        """Raise the error of a job, at every call."""
         if self.error is not None:
             raise self.error
 
@@ -52,7 +55,7 @@ class Worker:
         try:
             if self.error is None:
                 job()
-        except BaseException as error:  # it reaches the user where ``check`` is called
+        except BaseException as error:  # ``check`` raises it to the user
             self.fail(error)
         finally:
             future.set_result(value)

@@ -1,5 +1,4 @@
-"""Measures the links and kernels of the machines that a program runs on, and makes a profile of
-them."""
+"""Measure the links and kernels of the machines that a program runs on, and create a profile."""
 
 from commpass.probe.run import probe
 

@@ -1,5 +1,7 @@
-"""Times of compiled encodes and decodes, of matmuls and of copies, on all ranks at once: ranks that
-share cores will do so in a step as well."""
+"""Measure compiled encodes and decodes, matmuls and copies on all ranks at once.
+
+Ranks that share cores share them in a step as well.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,12 @@ from commpass.costmodel import KernelRate, Kernels
 from commpass.probe.links import seconds_of, slowest_of
 
 CODECS = ("int8", "int4", "fp8", "rotated", "exponent", "cast")
-"""Those whose rates a profile knows; the slowest of them stands for all others."""
+"""The codecs whose rates a profile has; the slowest of them represents all others."""
 SMALL, LARGE = 1 << 11, 1 << 22
-"""Values of which a call takes longer than they do, and of which it is the other way round."""
+"""A number of values for which the call takes longer than the values, and one for the opposite
+case."""
 REPEATS, CALLS, WARM_UP = 9, 200, 20
-"""How often a kernel is timed, and a small gather, and how often before that."""
+"""How often a kernel is timed, how often a small gather is, and the number of warm-up calls."""
 MATMUL = 1024
 
 
@@ -35,8 +38,10 @@ def measure(
     known: Kernels,
     report: Callable[[str], None] = lambda message: None,
 ) -> Kernels:
-    """What a profile says of kernels, measured here; every rank of the group calls it. Takes about
-    a minute of compiling on a CPU."""
+    """Measure the kernel rates of a profile; every rank of the group calls it.
+
+    It takes about a minute of compilation on a CPU.
+    """
 
     clock = partial(slowest, group=group, device=device)
     rates = {}
@@ -61,11 +66,12 @@ def measure(
 
 
 Clock = Callable[[Callable[[], Any]], float]
-"""What times a call."""
+"""Returns the time of a call."""
 
 
 def _rate(name: str, group: dist.ProcessGroup, device: torch.device, clock: Clock) -> KernelRate:
-    """Nanoseconds a value to encode and to decode, and microseconds of each beside its values."""
+    """Return the nanoseconds of a value to encode and to decode, and each call's overhead in
+    microseconds."""
     coder = codec(name)
     rows = torch.randn(1, LARGE, device=device)
     encode = _compiled(coder.encode_rows, rows)
@@ -82,10 +88,14 @@ def _decoded(coder: Codec, numel: int) -> Callable[[Any], Tensor]:
 
 
 def _call_us(coder: Codec, ns: float, group: dist.ProcessGroup, device: torch.device) -> float:
-    """Microseconds that an encode, and a decode, takes in a graph beside its values, of which one
-    to gather takes ``ns`` nanoseconds in all. It is what is left of a small gather and the sum of
-    what arrives when the exchange alone is taken off, and what a compiled call takes that does
-    next to nothing. By itself a kernel is several times faster: its code is still in the caches."""
+    """Return the microseconds that an encode or decode call takes in a graph in addition to its
+    values.
+
+    ``ns`` nanoseconds is the total time of one value in a gather. The result comes from a small
+    gather and the sum of what arrives. The exchange alone and a compiled call that does almost
+    nothing are subtracted. A kernel that is timed alone is several times faster, since its code is
+    still in the caches.
+    """
     ranks, decoded = group.size(), _decoded(coder, SMALL)
     gather = messages.ops if device.type == "cpu" else torch.ops._c10d_functional
     rows = torch.randn(1, SMALL, device=device)
@@ -110,7 +120,7 @@ def _call_us(coder: Codec, ns: float, group: dist.ProcessGroup, device: torch.de
 def _medians(
     calls: Mapping[str, Callable[[], Any]], group: dist.ProcessGroup, device: torch.device
 ) -> dict[str, float]:
-    """The median time in seconds of each of some calls, which take turns, on the slowest rank."""
+    """Return the median seconds of each of some calls on the slowest rank. The calls alternate."""
     took: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(CALLS + WARM_UP):
         for name, call in calls.items():
@@ -119,19 +129,24 @@ def _medians(
 
 
 def _compiled(function: Callable[..., Any], inputs: Any) -> Callable[..., Any]:
-    """A function as it is in a compiled graph. It is traced first: Dynamo compiles the same code
-    only ``torch._dynamo.config.recompile_limit`` times, and codecs of one class share theirs."""
+    """Compile a function as it would be in a compiled graph.
 
-    def traced(x: Any) -> Any:  # what has defaults cannot be traced as it is
+    It is traced first: Dynamo compiles the same code only ``torch._dynamo.config.recompile_limit``
+    times, and codecs of one class share theirs.
+    """
+
+    def traced(x: Any) -> Any:  # a function with defaults cannot be traced directly
         return function(x)
 
     return torch.compile(make_fx(traced)(inputs), dynamic=False)
 
 
 def slowest(run: Callable[[], Any], group: dist.ProcessGroup, device: torch.device) -> float:
-    """The median time of a call on the slowest rank in seconds, after two that do not count. Each
-    follows another one at once, as in a graph: after a barrier a rank takes longer, whatever it
-    computes (an empty call 250 us instead of 50)."""
+    """Return the median seconds of a call on the slowest rank, after two that do not count.
+
+    Each timed call directly follows another one, as in a graph. After a barrier a rank takes
+    longer, whatever it computes (an empty call 250 us instead of 50).
+    """
     times = []
     for _ in range(REPEATS + 2):
         dist.barrier(group)

@@ -1,4 +1,4 @@
-"""Times of plain collectives, and of exchanges by messages, between the ranks of a group."""
+"""Measure plain collectives, and exchanges by messages, between the ranks of a group."""
 
 from __future__ import annotations
 
@@ -17,17 +17,21 @@ from commpass.costmodel.links import ONE, SEVERAL, steps
 
 ops, ours = torch.ops._c10d_functional, torch.ops.commpass
 SIZES = tuple(1 << power for power in range(10, 27, 2))
-"""Bytes that leave a rank, about: 1 KiB to 64 MiB."""
+"""Bytes that leave a rank, approximately: 1 KiB to 64 MiB."""
 PARTS, BUSY_BYTES = 8, 64 << 10
-"""Into how many messages so many bytes to each rank are divided to see what a message takes."""
+"""To measure the cost of a message, ``BUSY_BYTES`` to each rank are divided into ``PARTS``
+messages."""
 LEAST, MOST = 5, 25
-"""Repetitions of a size that count."""
+"""The least and the most repetitions of a size."""
 
 
 @dataclass(frozen=True)
 class Times:
-    """What a size of a kind took, in microseconds, of the slowest rank: quartiles. Each rank handed
-    over ``nbytes``, and ``sent`` of them left it in ``messages`` that followed one another."""
+    """The time of a size of a kind, in microseconds, on the slowest rank: quartiles.
+
+    Each rank handed over ``nbytes``, and ``sent`` of them left it in ``messages`` successive
+    messages.
+    """
 
     kind: str
     ranks: int
@@ -40,7 +44,7 @@ class Times:
 
 
 def kinds(group: dist.ProcessGroup, *, by_messages: bool) -> list[str]:
-    """What is measured of a group."""
+    """Return the kinds that are measured of a group."""
     found = [*CALLS, *((ONE, SEVERAL) if by_messages else ())]
     if group.size() == 2 and SEVERAL in found:
         found.remove(SEVERAL)
@@ -55,9 +59,11 @@ def measure(
     by_messages: bool,
     report: Callable[[str], None] = lambda message: None,
 ) -> list[Times]:
-    """Every kind in growing sizes, within about so many seconds; every rank of the group calls it.
-    Sizes that would take too long are left out, on all ranks alike. ``report`` is told each
-    kind."""
+    """Measure every kind in growing sizes, within about ``seconds`` seconds.
+
+    Every rank of the group calls it. Sizes that would take too long are left out, on all ranks
+    alike. ``report`` is called with each kind.
+    """
     wanted = kinds(group, by_messages=by_messages)
     found = []
     for kind in wanted:
@@ -74,9 +80,12 @@ def measure(
 
 
 def busy_us(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Microseconds for which a rank is busy with one more message to another rank and one from it:
-    what the same bytes take longer in many messages than in one. Every rank of the group calls
-    it."""
+    """Return the microseconds of a rank's work for one more message to another rank and one from
+    it.
+
+    That is the additional time of the same bytes in many messages instead of one. Every rank of the
+    group calls it.
+    """
     took = []
     for parts in (1, PARTS):
         nbytes = _handed(SEVERAL, BUSY_BYTES // parts, group.size())
@@ -100,8 +109,10 @@ def _times(
     *,
     needed: bool,
 ) -> Times | None:
-    """One size, or None if ``seconds`` seconds are too few for it and it is not ``needed``: a line
-    needs two."""
+    """Measure one size. Return None if ``seconds`` are too few for it and it is not ``needed``.
+
+    A line needs two sizes.
+    """
     ranks = group.size()
     nbytes = _handed(kind, size, ranks)
     call = _call(kind, nbytes, group, device)
@@ -118,21 +129,23 @@ def _times(
 
 
 def sent_by(kind: str, ranks: int, nbytes: float) -> tuple[int, float]:
-    """Messages that follow one another, and bytes that leave a rank that hands over so many."""
+    """Return the successive messages, and the bytes that leave a rank that hands over
+    ``nbytes``."""
     if kind == ONE:
         return 1, float(nbytes)
     return (1, float(nbytes)) if kind == SEVERAL else steps(kind, ranks, nbytes)
 
 
 def _handed(kind: str, size: int, ranks: int) -> int:
-    """Bytes to hand over so that about ``size`` leave a rank: whole floats for each rank."""
+    """Return the bytes to hand over so that about ``size`` leave a rank: whole floats for each
+    rank."""
     _, share = sent_by(kind, ranks, 1)
     unit = 4 * ranks * (ranks - 1)
     return max(round(size / share / unit), 1) * unit
 
 
 def seconds_of(call: Callable[[], Any], group: dist.ProcessGroup, device: torch.device) -> float:
-    """What a call takes on this rank, after all of them have met."""
+    """Return the time of a call on this rank, after a barrier of all."""
     dist.barrier(group)
     start = time.perf_counter()
     call()
@@ -144,7 +157,7 @@ def seconds_of(call: Callable[[], Any], group: dist.ProcessGroup, device: torch.
 def slowest_of(
     seconds: Sequence[float], group: dist.ProcessGroup, device: torch.device
 ) -> list[float]:
-    """What the slowest rank took, each time."""
+    """Return the time of the slowest rank for each repetition."""
     slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
     return slowest.tolist()

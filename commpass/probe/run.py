@@ -1,4 +1,4 @@
-"""probe: what is measured, by whom, and the profile that comes of it."""
+"""``probe``: measure links and kernels, and create a profile."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from commpass.probe.kernels import measure as kernel_times
 from commpass.probe.links import Times, busy_us, kinds, measure
 
 Progress = Callable[[int, int, str], None]
-"""What is told how many kinds of exchanges and codecs are measured, of how many, and the next."""
+"""Called with the number of measured kinds of exchanges and codecs, their total, and the next
+one."""
 
 
 def probe(
@@ -31,9 +32,12 @@ def probe(
     kernels: bool = False,
     progress: Progress | None = None,
 ) -> ProfileFile:
-    """Measures the links of the default process group for about so many seconds, and kernels if
-    asked to. Every rank calls it, and all are given the same, as rank 0 has it. Raises ProfileError
-    without a process group of several ranks."""
+    """Measure the links of the default process group for about ``seconds`` seconds, and optionally
+    kernels.
+
+    Every rank calls it, and all get the result of rank 0. Raise ProfileError without a process
+    group of several ranks.
+    """
     if not dist.is_initialized() or dist.get_world_size() < 2:
         raise ProfileError("there is nothing to measure: a probe needs a group of several ranks")
     world = dist.group.WORLD
@@ -98,7 +102,7 @@ def _gathered(value: Any) -> list[Any]:
 
 
 def _link(times: Sequence[Times], busy: float) -> Link:
-    """What was measured of a level; beside the regions, round numbers of the whole."""
+    """Return a level's link: its measured regions, and overall numbers."""
     known_kinds = dict.fromkeys(each.kind for each in times)
     measured = {
         kind: regions([Point(t.messages, t.sent, t.us) for t in times if t.kind == kind])

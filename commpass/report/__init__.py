@@ -1,4 +1,4 @@
-"""What commpass shows: ``commpass.report()`` in a program, and what the command line prints."""
+"""Reports: ``commpass.report()`` in a program, and the output of the command line."""
 
 import sys
 from types import ModuleType
@@ -6,8 +6,11 @@ from typing import Any
 
 
 class _CallablePackage(ModuleType):
-    """This package, which can be called: ``commpass.report()`` works beside ``import
-    commpass.report.tables``, whichever comes first."""
+    """Make this package callable.
+
+    ``commpass.report()`` then works together with ``import commpass.report.tables``, in either
+    order.
+    """
 
     def __call__(self) -> Any:
         from commpass.report.verdict import report

@@ -1,4 +1,4 @@
-"""From which size on compressing pays: a table by link, ranks and dtype, from the cost model."""
+"""From which size on compression pays: a table by link, ranks and dtype, from the cost model."""
 
 from __future__ import annotations
 
@@ -35,9 +35,11 @@ UNITS = {"": 0, "KIB": 10, "MIB": 20, "GIB": 30}
 
 @dataclass(frozen=True)
 class Even:
-    """One link, number of ranks and dtype. ``from_bytes`` is the least tensor of one rank, in
-    powers of two, from which on compressing is chosen (inf: for none up to 16 GiB); the others are
-    for ``at_bytes``."""
+    """The break-even size for one link, number of ranks and dtype.
+
+    ``from_bytes`` is the smallest tensor of one rank, in powers of two, from which on compression
+    is chosen (inf: none up to 16 GiB). The other fields are for a tensor of ``at_bytes``.
+    """
 
     profile: str
     ranks: int
@@ -62,7 +64,7 @@ def run(
     gpus: bool,
     json: bool,
 ) -> None:
-    """Prints the table. With ``gpus`` codecs run on those, whatever the link."""
+    """Print the table. With ``gpus`` codecs run on GPUs, whatever the link."""
     if kind not in KINDS or KINDS[kind].pairwise:
         known = [name for name, each in KINDS.items() if not each.pairwise]
         raise PolicyError(f"unknown kind {kind!r}{nearest(kind, known)}")
@@ -96,8 +98,7 @@ def profile_of(name: str, gpus: bool) -> Profile:
 def even(
     profile: Profile, ranks: int, dtype: str, kind: str, policy: Policy, at_bytes: int
 ) -> Even:
-    """From which size on the policy compresses a collective of one rank's tensor, and what that
-    gives at one size."""
+    """Return from which size on the policy compresses a collective, and its choice at one size."""
     there = decided(profile, ranks, dtype, kind, policy, at_bytes)
     return Even(
         profile.name,
@@ -114,7 +115,7 @@ def even(
 
 
 def _smallest_gaining(profile: Profile, ranks: int, dtype: str, kind: str, policy: Policy) -> float:
-    """The least power of two from which on all larger ones are compressed."""
+    """Return the smallest power of two such that it and all larger ones are compressed."""
     least, nbytes = inf, MOST
     while nbytes >= LEAST:
         if not decided(profile, ranks, dtype, kind, policy, nbytes).compressed:
@@ -126,7 +127,7 @@ def _smallest_gaining(profile: Profile, ranks: int, dtype: str, kind: str, polic
 def decided(
     profile: Profile, ranks: int, dtype: str, kind: str, policy: Policy, nbytes: int
 ) -> PlannedSite:
-    """What is chosen for one collective that nothing hides."""
+    """Return the choice for one collective that no compute overlaps."""
     unit = ranks * getattr(torch, dtype).itemsize
     entries = max(1, nbytes // unit) * ranks
     site = Site(
@@ -147,7 +148,7 @@ def decided(
 
 
 def table(rows: Sequence[Even], at_bytes: int) -> Table:
-    """One line a link, dtype and number of ranks."""
+    """Return a table with a line for each link, dtype and number of ranks."""
     heading = f"at {size(at_bytes)}, predicted"
     made = plain_table(
         "link", "dtype", "ranks", "pays from", heading, "times", "codec by algorithm"
@@ -181,7 +182,7 @@ def _numbers(ranks: str) -> list[int]:
 
 
 def _bytes(text: str) -> int:
-    """``16MiB``, ``64 KiB`` or a number of bytes."""
+    """Parse ``16MiB``, ``64 KiB`` or a number of bytes."""
     found = re.fullmatch(r"(\d+)\s*([a-z]*)", text.strip(), re.IGNORECASE)
     if not found or found.group(2).upper() not in UNITS or not int(found.group(1)):
         raise PolicyError(f"--size {text!r}: must be bytes, such as 65536, 64KiB or 16MiB")

@@ -1,5 +1,7 @@
-"""``commpass calibrate``: the function of a file on real ranks, a table of what was measured and
-chosen, the policy as TOML, a picture."""
+"""``commpass calibrate``: measure a file's function on real ranks and choose codecs.
+
+It prints a table of measurements and choices, and writes the policy as TOML and a picture.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ from commpass.simulate import no_dimension
 from commpass.utils.tables import write_whole
 
 UNIFORM = ("exponent", "rotated", "rotated(bits=6)", "rotated(bits=4)")
-"""What totals are compared with."""
+"""The codecs that totals are compared with."""
 
 
 def run(
@@ -47,7 +49,8 @@ def run(
     train: bool,
     plot: Path | None,
 ) -> None:
-    """Measures on every rank, or reads what was measured; rank 0 writes and says what is chosen."""
+    """Measure on every rank, or read measurements. Rank 0 writes the policy and prints the
+    choices."""
     base = policy_named(policy)
     if output.suffix != ".toml":
         raise CalibrationError(f"{str(output)!r}: a policy is a .toml file")
@@ -91,7 +94,7 @@ LEFT = (
 
 
 def assumed(profile: str | None) -> str:
-    """What is to be said of the profile, where nobody named one."""
+    """Return a note about the profile, for a user who did not name one."""
     if requested_profile(profile) is not None:
         return LEFT
     name = default_here("cuda" if torch.cuda.is_available() else "cpu").name
@@ -166,7 +169,7 @@ def _measured(
 
 
 def table(found: Solution) -> Table:
-    """A row for each place, in the order of modules."""
+    """Return a table with a row for each place, in the order of modules."""
     groups = len({place.where[0].group for place in found.places}) > 1
     columns = ("module", "what", "bytes", "sens.", "codec", "sent", "error", "of all")
     made = plain_table(*columns)
@@ -188,14 +191,14 @@ def table(found: Solution) -> Table:
 
 
 def short(codec: str) -> str:
-    """A codec's name without data of its own."""
+    """Return a codec's name without its data."""
     if codec == NONE:
         return "left alone"
     return codec if len(codec) < 40 else f"{codec.partition('(')[0]}(...)"
 
 
 def totals(measured: Calibration, found: Solution) -> list[str]:
-    """Bytes and predicted error of the mix, and of the same codec everywhere."""
+    """Return bytes and predicted error of the mix, and of one codec everywhere."""
     what = measured.of
     lines = [
         f"if all is coded so, a rank sends {size(round(found.sent_bytes))} instead of"
@@ -211,7 +214,7 @@ def totals(measured: Calibration, found: Solution) -> list[str]:
 
 
 def draw(found: Solution, title: str, path: Path) -> None:
-    """Sensitivities as bars, with the bits for each value that were chosen."""
+    """Draw sensitivities as bars, with the chosen bits for each value."""
     try:
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch

@@ -1,4 +1,4 @@
-"""Which sites of a dump are shown: those of a module, a kind, a direction, a codec."""
+"""Select the sites of a dump that are shown: by module, kind, direction or codec."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ DIRECTIONS = ("forward", "backward")
 
 @dataclass(frozen=True)
 class Choice:
-    """What a site must be to be shown; None asks for nothing. ``module`` is a glob as in a rule,
-    ``codec`` a name with or without its parameters.
+    """The conditions for a site to be shown; None means no condition.
 
-    Raises CommpassError for a kind or direction that does not exist, with the nearest name."""
+    ``module`` is a glob as in a rule; ``codec`` is a name with or without its parameters. Raise
+    CommpassError for an unknown kind or direction, with the nearest name.
+    """
 
     module: str | None = None
     kind: str | None = None
@@ -45,7 +46,7 @@ class Choice:
         return all(test(site) for _, test in self._tests())
 
     def _tests(self) -> Iterable[tuple[str, Callable[[PlannedSite], bool]]]:
-        """By name, what each part of it asks of a site."""
+        """Yield each condition by name."""
         module, codec = self.module, self.codec
         if module is not None:
             yield "module", lambda site: covers(module, site.module)
@@ -58,9 +59,11 @@ class Choice:
 
 
 def only(dumps: Sequence[Dump], choice: Choice) -> list[Dump]:
-    """The same graphs with the sites that are asked for alone; a graph without any is left out.
-    What was simplified, grouped or split is not told there: it has no module. Raises CommpassError
-    where nothing is left, with what there is."""
+    """Return the same graphs with only the selected sites; a graph without any is left out.
+
+    Simplified, grouped or split sites are not reported there, since they have no module. Raise
+    CommpassError if nothing is left, with the names that exist.
+    """
     if choice.everything:
         return list(dumps)
     check(dumps, choice)
@@ -73,8 +76,10 @@ def only(dumps: Sequence[Dump], choice: Choice) -> list[Dump]:
 
 
 def check(dumps: Sequence[Dump], choice: Choice) -> None:
-    """Raises CommpassError where no site is meant, with what there is in place of each part that
-    none meets."""
+    """Raise CommpassError if no site is selected.
+
+    The message names the values that exist for each condition that no site meets.
+    """
     sites = [site for dump in dumps for site in dump.plan.sites]
     if any(map(choice.accepts, sites)):
         return

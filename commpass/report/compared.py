@@ -1,4 +1,4 @@
-"""What two runs say differently: totals of both, then what changed, by pattern of sites."""
+"""Compare two runs: totals of both, then what changed, by pattern of sites."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from commpass.report.patterns import without_numbers
 from commpass.report.tables import amounts, durations, plain_table, size
 
 FORECASTS = ("wire_bytes", "plain_us", "predicted_us", "error", "reason")
-"""What a diff shows besides the decisions: what the cost model thought of them."""
+"""Fields that a diff shows besides the decisions: the cost model's predictions."""
 SAID = {
     "wire_bytes": "on the wire",
     "plain_us": "uncompressed us",
     "predicted_us": "predicted us",
     "common_shape": "shape",
 }
-"""Fields whose names say less than they should."""
+"""Fields whose names are not clear enough."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,10 @@ class Compared:
 
 
 def named(dumps: Sequence[Dump]) -> dict[str, Dump]:
-    """The graphs by place and direction ("forward 1"): what two runs of one model have in
-    common. Those of one exchange each are one graph."""
+    """Return the graphs by direction and number ("forward 1"), which runs of one model share.
+
+    Graphs of one exchange each count as one graph.
+    """
     seen = Counter[str]()
     found = {}
     for dump in (one.dump for one in merged(dumps)):
@@ -60,8 +62,11 @@ def named(dumps: Sequence[Dump]) -> dict[str, Dump]:
 def compared(
     before: Sequence[Dump], right: Sequence[Dump], choice: Choice | None = None
 ) -> list[Compared]:
-    """Every graph that differs. With a ``choice``, as far as sites differ that it takes in one of
-    the runs; CommpassError where it takes none."""
+    """Return every graph that differs.
+
+    With a ``choice``, only sites that it selects in one of the runs count. Raise CommpassError if
+    it selects none.
+    """
     choice = choice or Choice()
     if not choice.everything:
         check([*before, *right], choice)
@@ -85,7 +90,7 @@ def _of(dump: Dump | None) -> Plan | None:
 
 
 def _only(plan: Plan, names: set[str]) -> Plan:
-    """The plan of those sites alone, without what is said of the whole graph."""
+    """Return the plan of those sites alone, without fields of the whole graph."""
     sites = tuple(site for site in plan.sites if site.name in names)
     return dataclasses.replace(plan, sites=sites, simplified=(), grouped=(), split=(), reordered=())
 
@@ -95,7 +100,7 @@ def _policies(plans: Sequence[Plan]) -> str:
 
 
 def heads(first: Sequence[Dump], right: Sequence[Dump], names: Sequence[str]) -> Iterator[Text]:
-    """Which two runs they are, and what each comes to."""
+    """Yield a header for the two runs, with the totals of each."""
     for letter, path, dumps in zip("AB", names, (first, right), strict=True):
         plans = [dump.plan for dump in dumps]
         yield Text(
@@ -108,7 +113,7 @@ def heads(first: Sequence[Dump], right: Sequence[Dump], names: Sequence[str]) ->
 
 
 def differences(found: Sequence[Compared], *, every: bool) -> Iterator[RenderableType]:
-    """Graph by graph, what differs: a line for each pattern, or for each field of each site."""
+    """Yield what differs in each graph: a line for each pattern, or for each field of each site."""
     for one in found:
         if one.only_in:
             plan = one.left or one.right
@@ -123,7 +128,7 @@ def differences(found: Sequence[Compared], *, every: bool) -> Iterator[Renderabl
 
 
 def diff_table(one: Compared) -> Table:
-    """A line for each field of each site."""
+    """Return a table with a line for each field of each site."""
     table = plain_table("site", "module", "field", "A", "B", folded=("module", "A", "B"))
     modules = _modules(one)
     for row in one.rows:
@@ -156,7 +161,7 @@ def _formatted(row: Difference) -> Any:
 def to_json(
     first: Sequence[Dump], right: Sequence[Dump], found: Sequence[Compared]
 ) -> dict[str, Any]:
-    """The two runs with their totals, and each difference: for programs."""
+    """Return the two runs with their totals, and each difference, as data for programs."""
     return {
         **{name: _totals(dumps) for name, dumps in (("a", first), ("b", right))},
         "graphs": [
@@ -198,17 +203,17 @@ def _totals(dumps: Sequence[Dump]) -> dict[str, Any]:
     }
 
 
-# By pattern. What one run has split into chunks is compared as a whole with what the other has.
+# Differences by pattern. A collective that is split into chunks in one run is compared as a whole.
 
 
 @dataclass(frozen=True)
 class FoundCollective:
-    """A collective as it was found, in one run: its site, or the several into which it is split."""
+    """A collective before any split, in one run: its site, or the sites into which it is split."""
 
     sites: tuple[PlannedSite, ...]
 
     def common_value(self, field: str) -> str:
-        """What its sites say alike of a field, or that they do not."""
+        """Return the common value of a field of its sites, or "several"."""
         values = {str(getattr(site, field)) for site in self.sites}
         return values.pop() if len(values) == 1 else "several"
 
@@ -217,7 +222,7 @@ class FoundCollective:
 
 
 def wholes(plan: Plan) -> dict[str, FoundCollective]:
-    """The collectives of a plan by the names under which they were found."""
+    """Return the collectives of a plan by their original names."""
     of = {part: split.site for split in plan.split for part in split.into}
     found: dict[str, list[PlannedSite]] = {}
     for site in plan.sites:
@@ -226,11 +231,11 @@ def wholes(plan: Plan) -> dict[str, FoundCollective]:
 
 
 Key = tuple[str, str, tuple[str, ...]]
-"""Pattern of modules, kind, and what changed in words: what one line has in common."""
+"""The key of one line: pattern of modules, kind, and the changes as text."""
 
 
 def changes_table(one: Compared) -> Table:
-    """A line for each pattern of sites of which the same changed."""
+    """Return a table with a line for each pattern of sites with the same changes."""
     assert one.left is not None
     assert one.right is not None
     lefts, rights = wholes(one.left), wholes(one.right)
@@ -249,14 +254,14 @@ def changes_table(one: Compared) -> Table:
         texts = (what, "; ".join(changed), _two(pairs, "wire_bytes"), _two(pairs, "predicted_us"))
         table.add_row(*map(Text, texts))
     for row in one.rows:
-        if row.site == "(graph)" and row.field != "split":  # those stand at their sites
+        if row.site == "(graph)" and row.field != "split":  # the sites have those
             was, now = map(_often, _both(row))
             table.add_row(Text("the graph"), Text(f"{row.field}: {was} -> {now}"), "", "")
     return table
 
 
 def _often(value: Any) -> str:
-    """A list in words in which what stands there several times is told once."""
+    """Return a list as text in which repeated entries are counted."""
     counted = Counter(str(value).split("; "))
     said = (each + (f" (x {many})" if many > 1 else "") for each, many in counted.items())
     return "; ".join(said) if value else "-"
@@ -266,7 +271,8 @@ HEADS = ("sites", "changed")
 
 
 def changes(first: FoundCollective | None, right: FoundCollective | None) -> tuple[str, ...]:
-    """What changed of one collective, in words; () if nothing did. Sums stand beside it."""
+    """Return the changes of one collective as text; () if there are none. Sums are in another
+    column."""
     if first is None or right is None:
         return (f"only in {'B' if first is None else 'A'}",)
     found = []
@@ -288,7 +294,7 @@ def changes(first: FoundCollective | None, right: FoundCollective | None) -> tup
 
 
 def _forecasts(first: FoundCollective, right: FoundCollective) -> list[str]:
-    """Where all was decided alike: what the cost model thought otherwise, without numbers."""
+    """Return which predictions differ if the decisions are equal, without numbers."""
     changed = [
         field
         for field in FORECASTS
@@ -303,7 +309,7 @@ def _forecasts(first: FoundCollective, right: FoundCollective) -> list[str]:
 
 
 def _two(pairs: Sequence[tuple[FoundCollective | None, FoundCollective | None]], field: str) -> str:
-    """The sums of both runs, or of the one that has the sites."""
+    """Return the sums of both runs, or of the one that has the sites."""
     sums = [
         sum(each.total(field) for each in side if each)
         for side in zip(*pairs, strict=True)

@@ -1,4 +1,4 @@
-"""What this installation can do."""
+"""Report what this installation can do."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from commpass.report.tables import plain_table
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that an installation has or lacks. Without a ``needed`` one commpass cannot work at
-    all; ``wrong`` says what cannot be meant as it is set."""
+    """One feature that an installation has or lacks.
+
+    Without a ``needed`` one commpass cannot work at all. ``wrong`` describes an invalid setting.
+    """
 
     what: str
     state: str
@@ -31,7 +33,7 @@ class Check:
 
 
 def checks() -> list[Check]:
-    """What this installation can do. A probe that fails is a finding, never a traceback."""
+    """Return what this installation can do. A probe that fails is a finding, never a traceback."""
     found = []
     for what, probe, have, lack, needed in PROBES:
         try:
@@ -47,10 +49,10 @@ def checks() -> list[Check]:
 
 
 def variables() -> list[Check]:
-    """The environment variables of ours, and those that are none."""
+    """Return commpass's environment variables, and unknown ones with its prefix."""
     try:
         from commpass.distributed.environment import problems
-    except Exception as error:  # without torch: said above
+    except Exception as error:  # without torch, which is reported above
         return [Check("environment", "unknown", False, str(error), False)]
     return [
         Check(name, value, not wrong, wrong or meaning, False, wrong)
@@ -66,7 +68,7 @@ def torch_version() -> tuple[str, bool]:
 
 
 def distributed(part: str = "") -> tuple[str, bool]:
-    """Whether torch.distributed, or one backend of it, was built in."""
+    """Return whether torch.distributed, or one backend of it, was built in."""
     import torch.distributed
 
     has = torch.distributed.is_available() and (
@@ -118,8 +120,8 @@ def drawing() -> tuple[str, bool]:
 
 
 def profile() -> tuple[str, bool]:
-    """The profile that a program would use that names none, how old it is, and in what it was
-    measured elsewhere."""
+    """Return the default profile of a program, its age, and how its machine differs from this
+    one."""
     import torch
 
     from commpass.costmodel.files import age, read
@@ -150,7 +152,7 @@ def profile() -> tuple[str, bool]:
 
 
 def needed_torch() -> str:
-    """The versions of torch that this package was made for, as its metadata say."""
+    """Return the versions of torch that this package supports, from its metadata."""
     return next(
         line
         for line in metadata.requires("commpass") or ()
@@ -226,8 +228,8 @@ PROBES = (
         False,
     ),
 )
-"""What, how to find out, what it means to have it, what it means to lack it, and whether nothing
-works without it."""
+"""What is checked, the probe, its meaning if present, its meaning if missing, and whether commpass
+requires it."""
 
 
 def table_of(found: Sequence[Check]) -> Table:

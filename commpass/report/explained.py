@@ -1,5 +1,5 @@
-"""The plans of a run for people: totals first, then a line for each pattern of sites, or for each
-site, and the reasons below."""
+"""Explain the plans of a run: totals, then a line for each pattern of sites or each site, and
+reasons."""
 
 from __future__ import annotations
 
@@ -27,14 +27,17 @@ HEADERS = (
     ("bytes each", "sent, all of them"),
     ("predicted each",),
 )
-"""One column each where there is room, else one column of lines for each of these."""
+"""Each name is a column on a wide terminal; on a narrow one, each group is a column of several
+lines."""
 
 
 def explain(
     dumps: Sequence[Dump], console: Console, *, every: bool = False
 ) -> Iterator[RenderableType]:
-    """What was decided in one run. ``every``: a line for each site in place of one for each
-    pattern."""
+    """Yield the decisions of one run.
+
+    ``every``: a line for each site instead of one for each pattern.
+    """
     plans = [dump.plan for dump in dumps]
     last = dumps[-1]
     yield Text(
@@ -50,7 +53,7 @@ def explain(
 
 
 def headlines(dumps: Sequence[Dump]) -> list[str]:
-    """What leaves the rank, and what need not be sent at all."""
+    """Return the bytes that leave the rank, and those that need not be sent at all."""
     before, after, unknown = sent.of_plans(dump.plan for dump in dumps)
     lines = []
     if any(dump.plan.sites for dump in dumps):
@@ -73,8 +76,11 @@ def headlines(dumps: Sequence[Dump]) -> list[str]:
 
 
 def simplified_sites(dumps: Sequence[Dump]) -> tuple[int, int]:
-    """How many collectives there were in the graphs as they came, and how many of those need not be
-    sent. What was grouped or split counts as what it was before."""
+    """Return the number of original collectives in the graphs, and how many of them need not be
+    sent.
+
+    Grouped or split collectives count as the original ones.
+    """
     found = gone = 0
     for dump in dumps:
         plan = dump.plan
@@ -92,7 +98,7 @@ def simplified_sites(dumps: Sequence[Dump]) -> tuple[int, int]:
 
 
 def of_graph(one: Merged, console: Console, *, every: bool) -> Iterator[RenderableType]:
-    """One graph: its totals, its sites, and why."""
+    """Yield one graph: its totals, its sites, and the reasons."""
     dump, plan = one.dump, one.dump.plan
     yield Text(one.title, style="bold")
     passes = f", passes took {sum(dump.passes_ms.values()):.1f} ms" if dump.passes_ms else ""
@@ -125,13 +131,16 @@ def of_graph(one: Merged, console: Console, *, every: bool) -> Iterator[Renderab
 
 
 Slack = Sequence[float | None]
-"""Of each site of a graph by how many microseconds later its exchanges could begin without the
-graph ending later; None where that is not known. Empty where it is known of no site."""
+"""For each site of a graph, how many microseconds later its exchanges could begin without delaying
+the end of the graph. None if that is unknown. Empty if it is unknown for all sites."""
 
 
 def slack_of_sites(dump: Dump) -> Slack:
-    """Also empty for a graph that is one exchange of a hook: what else is computed meanwhile is not
-    in it."""
+    """Return the slack of a graph's sites.
+
+    It is empty for a graph that is one exchange of a hook, since compute that overlaps it is not in
+    the graph.
+    """
     timeline = dump.timeline
     if timeline is None or not timeline.slack_us:
         return ()
@@ -141,7 +150,7 @@ def slack_of_sites(dump: Dump) -> Slack:
 
 
 def critical_sentence(slack: Slack) -> str:
-    """How many sites are critical, and what that means."""
+    """Return how many sites are critical, and what that means."""
     critical = sum(us == 0 for us in slack)
     verb = "is" if critical == 1 else "are"
     return (
@@ -152,7 +161,7 @@ def critical_sentence(slack: Slack) -> str:
 
 
 def in_words_of_slack(us: float) -> str:
-    """What the slack of one site means."""
+    """Return what the slack of one site means."""
     if us == 0:
         return (
             "critical: it is on the longest path through the predicted timeline, where a faster"
@@ -162,8 +171,7 @@ def in_words_of_slack(us: float) -> str:
 
 
 def to_json(dumps: Sequence[Dump]) -> list[dict[str, Any]]:
-    """The plans, with the slack of each site and whether it is critical; both None where they are
-    not known."""
+    """Return the plans with the slack of each site and whether it is critical; None if unknown."""
     found = []
     for dump in dumps:
         made = msgspec.to_builtins(dump.plan)
@@ -175,7 +183,7 @@ def to_json(dumps: Sequence[Dump]) -> list[dict[str, Any]]:
 
 
 def _each(plan: Plan, console: Console, slack: Slack) -> Iterator[RenderableType]:
-    """A line for each site."""
+    """Yield a line for each site."""
     table = tables.sites_table(plan.sites, wide=True, slack=slack)
     fits = _needs(table, console) <= console.width
     whole = console.width >= tables.NARROW
@@ -188,7 +196,7 @@ def _each(plan: Plan, console: Console, slack: Slack) -> Iterator[RenderableType
 
 
 def _by_pattern(plan: Plan, console: Console, slack: Slack) -> Iterator[RenderableType]:
-    """A line for each pattern."""
+    """Yield a line for each pattern."""
     found = patterns([plan])
     table = patterns_table(found, wide=True, slack=slack)
     fits = _needs(table, console) <= console.width
@@ -206,8 +214,10 @@ def _needs(table: Table, console: Console) -> int:
 
 
 def patterns_table(found: Sequence[Pattern], *, wide: bool, slack: Slack = ()) -> Table:
-    """A line for each pattern on a wide terminal, on a narrow one two; with the ``slack`` of the
-    graph's sites, where that is known of any."""
+    """Return a table with one line for each pattern on a wide terminal, two on a narrow one.
+
+    It includes the ``slack`` of the graph's sites, if that is known for any.
+    """
     table = plain_table("#")
     for group in (*HEADERS[:-1], (*HEADERS[-1], *((tables.SLACK,) if slack else ()))):
         for header in group if wide else ["\n".join(group)]:
@@ -225,7 +235,7 @@ def patterns_table(found: Sequence[Pattern], *, wide: bool, slack: Slack = ()) -
 
 
 def cells(one: Pattern) -> tuple[tuple[str, ...], ...]:
-    """The texts of one pattern, in the shape of HEADERS."""
+    """Return the texts of one pattern, in the shape of HEADERS."""
     site, many = one.first, len(one.sites)
     known = min(min(each.bytes, each.wire_bytes) for each in one.sites) >= 0
     each = [one.total(name) / many if known else -1 for name in ("bytes", "wire_bytes")]
@@ -242,19 +252,19 @@ def cells(one: Pattern) -> tuple[tuple[str, ...], ...]:
 
 
 def _all(numbers: Iterator[int]) -> int:
-    """Their sum, or -1 where one of them is not known."""
+    """Return their sum, or -1 if one of them is unknown."""
     found = list(numbers)
     return -1 if min(found) < 0 else sum(found)
 
 
 def name_of(one: Pattern) -> str:
-    """``layers.*.mlp.down x 32``."""
+    """Return ``layers.*.mlp.down x 32``."""
     many = len(one.sites)
     return (one.module or "(the root module)") + (f" x {many}" if many > 1 else "")
 
 
 def done(site: tables.PlannedSite) -> str:
-    """What is done to a site in a few words: ``int8 by two_shot x4``."""
+    """Return what is done to a site in a few words: ``int8 by two_shot x4``."""
     if not site.compressed:
         return "left alone: hides behind compute" if site.hidden else "left alone"
     chunks = f" x{site.chunks}" if site.chunks > 1 else ""
@@ -262,12 +272,14 @@ def done(site: tables.PlannedSite) -> str:
 
 
 MOST = 3
-"""Reasons of a pattern that are told; ``--all`` tells each."""
+"""Reasons of a pattern that are shown; ``--all`` shows all."""
 
 
 def reasons(found: Sequence[Pattern]) -> Table:
-    """The reasons of the patterns, those of most sites first; patterns that share one share a
-    line."""
+    """Return the reasons of the patterns, the most frequent first.
+
+    Patterns with one reason share a line.
+    """
     numbers: dict[str, list[int]] = {}
     left_out = Counter[int]()
     for number, one in enumerate(found, 1):
@@ -282,7 +294,7 @@ def reasons(found: Sequence[Pattern]) -> Table:
 
 
 def _what_else(plan: Plan, *, every: bool) -> Iterator[Table]:
-    """What was simplified, grouped and split: each step, or how many of each sort."""
+    """Yield what was simplified, grouped and split: each step, or the number of each sort."""
     if plan.simplified:
         yield tables.simplified(plan.simplified) if every else simplified(plan.simplified)
     if plan.grouped:
@@ -292,7 +304,7 @@ def _what_else(plan: Plan, *, every: bool) -> Iterator[Table]:
 
 
 def simplified(steps: Sequence[Simplification]) -> Table:
-    """What need not be sent, a line for each rule."""
+    """Return what need not be sent, a line for each rule."""
     saved = sum(step.saved_bytes for step in steps)
     table = plain_table(f"{len(steps)} simplified", "rule", f"{size(saved)} less")
     by_rule: dict[str, list[Simplification]] = {}
@@ -306,7 +318,7 @@ def simplified(steps: Sequence[Simplification]) -> Table:
 
 
 def grouped(fusions: Sequence[Grouped]) -> Table:
-    """Which small sites travel together: a line for each number of them and reason."""
+    """Return which small sites are sent together, a line for each number of sites and reason."""
     first = f"{sum(len(each.sites) for each in fusions)} grouped"
     table = plain_table(first, "bytes", "why", folded=(first, "why"))
     alike: dict[tuple[int, str], list[Grouped]] = {}
@@ -319,7 +331,7 @@ def grouped(fusions: Sequence[Grouped]) -> Table:
 
 
 def splits(steps: Sequence[Split]) -> Table:
-    """What is done in chunks of rows: a line for each form of them."""
+    """Return what is done in chunks of rows, a line for each form of chunks."""
     first = f"{len(steps)} split into chunks"
     table = plain_table(first, "why", folded=(first, "why"))
     alike: dict[tuple[int, ...], list[Split]] = {}
@@ -337,5 +349,5 @@ def _and_more(reasons: int) -> str:
 
 
 def _abbreviated(names: Sequence[str]) -> str:
-    """``all_reduce_3``, or how many there are with the first."""
+    """Return ``all_reduce_3``, or the first name and the number of others."""
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

@@ -1,4 +1,4 @@
-"""A line for each codec: what it is for, and the paper it is from."""
+"""One line for each codec: its purpose, and the paper that it is from."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ GLOSSES = {
     "segments": "tensors of a fusion buffer, each selected from on its own (SSFusion)",
     "raw": "the values as they are",
 }
-"""By the name of a codec, without parameters."""
+"""Maps the name of a codec, without parameters, to its line."""
 
 
 def table_of(specs: Iterable[str]) -> Table:
-    """The lines of some codecs, one for each name."""
+    """Return the lines of some codecs, one for each name."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")

@@ -1,5 +1,7 @@
-"""``commpass lower``: what the kernels of a codec, or of a planned site, become on an architecture
-that need not be here."""
+"""``commpass lower``: compile the kernels of a codec or a planned site for any GPU architecture.
+
+The architecture need not be present on this machine.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,12 @@ if TYPE_CHECKING:
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
 TEXTS = ("triton", "ptx", "sass")
-"""What can be shown of a kernel as text."""
+"""The text forms of a kernel."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One kernel, or why there is none. ``times``: in how many places a site has it."""
+    """One kernel, or why there is none. ``times`` is the number of places where a site has it."""
 
     name: str
     found: Lowered | None = None
@@ -41,8 +43,7 @@ class Row:
 
 @dataclass(frozen=True)
 class KernelQuery:
-    """Which kernels: of a codec by ``kernel`` (None: all that it has), or of the sites of a
-    dump."""
+    """The requested kernels: of a codec by ``kernel`` (None: all), or of the sites of a dump."""
 
     codec: str | None = None
     kernel: str | None = None
@@ -54,8 +55,10 @@ class KernelQuery:
 
 
 def run(query: KernelQuery, arch: str, *, text: str = "", json: bool = False) -> None:
-    """Compiles, and prints a table, the text of the kernels, or JSON: an object where a name was
-    given of one kernel, else a list."""
+    """Compile, and print a table, the text of the kernels, or JSON.
+
+    The JSON is an object if one kernel was named, else a list.
+    """
     needs_triton()
     if architecture(arch).backend == "hip" and text == "sass":
         raise KernelError(f"{arch} has no SASS: --ptx shows its assembly")
@@ -75,7 +78,7 @@ def run(query: KernelQuery, arch: str, *, text: str = "", json: bool = False) ->
 
 
 MARKS = {"triton": "#", "ptx": "//", "sass": "//"}
-"""How a comment begins in each text."""
+"""The comment mark of each text form."""
 
 
 def needs_triton() -> None:
@@ -88,7 +91,7 @@ def needs_triton() -> None:
 
 
 def rows_of(query: KernelQuery, arch: str) -> tuple[str, list[Row]]:
-    """What the kernels are of, in words, and the kernels."""
+    """Return what the kernels belong to, as text, and the kernels."""
     if query.codec is None and query.folder is None:
         raise PolicyError("give --codec SPEC, or --dump DIR with --site NAME")
     if query.codec is not None and query.folder is not None:
@@ -120,8 +123,7 @@ def of_codec(query: KernelQuery, arch: str) -> tuple[str, list[Row]]:
 
 
 def of_site(folder: Path, run: str | None, name: str, arch: str) -> tuple[str, list[Row]]:
-    """The kernels of a planned site: a chain for each thing that a rank computes between two
-    exchanges."""
+    """Return the kernels of a planned site: a chain for each computation between two exchanges."""
     from commpass.lowering.fused import role_of
     from commpass.lowering.inspect.kernels import of_place, of_stages
 
@@ -138,7 +140,7 @@ def of_site(folder: Path, run: str | None, name: str, arch: str) -> tuple[str, l
 
 
 def site_of(folder: Path, run: str | None, name: str) -> PlannedSite:
-    """A compressed site by name, of the newest run or of one by name."""
+    """Return a compressed site by name, of the newest run or of a named one."""
     sites = [site for one in dump.read_run(folder, run) for site in one.plan.sites]
     found = [site for site in sites if site.name == name]
     if not found:
@@ -152,7 +154,7 @@ def site_of(folder: Path, run: str | None, name: str) -> PlannedSite:
 def rows_for(
     name: str, make: Callable[[], Sequence[Lowerable]], arch: str, times: int = 1
 ) -> list[Row]:
-    """Kernels compiled, or why they cannot be."""
+    """Return compiled kernels, or why they cannot be compiled."""
     from commpass.lowering.inspect.lowerable import lowered
 
     try:
@@ -182,7 +184,7 @@ def show(title: str, rows: Sequence[Row], arch: str) -> None:
 
 
 def notes(rows: Sequence[Row], arch: str) -> list[str]:
-    """What must be known to read the table."""
+    """Return notes that are needed to read the table."""
     from commpass.lowering.inspect.roofline import MEMORY
 
     found = [one.found for one in rows if one.found is not None]
@@ -244,7 +246,7 @@ def cells_of(found: Lowered, cards: int) -> list[str]:
 
 
 def widths(accesses: Any) -> str:
-    """Accesses by bits, widest first: ``4 x 128, 2 x 32``."""
+    """Return accesses by bits, widest first: ``4 x 128, 2 x 32``."""
     return ", ".join(f"{number:g} x {8 * width}" for width, number in accesses.items()) or "-"
 
 
@@ -252,7 +254,7 @@ def widths(accesses: Any) -> str:
 
 
 def as_json(one: Row) -> dict[str, Any]:
-    """One kernel as plain data; of one that cannot be had, its name and why."""
+    """Return one kernel as plain data; its name and the reason if it cannot be compiled."""
     if one.found is None:
         return {"kernel": one.name, "why": one.why}
     found, made = one.found.compiled, one.found.kernel

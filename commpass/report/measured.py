@@ -1,4 +1,4 @@
-"""Timelines as they were measured: the calls of a trace, matched with the graphs of a dump."""
+"""Build measured timelines: match the calls of a trace with the graphs of a dump."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ from commpass.plan.timeline import (
 from commpass.report.trace import CALL, HOW, Call, Row, Step, calls_of, operation_kind, read
 
 LINKS = "links"
-"""The lane of what travels where the dump names none."""
+"""The lane of exchanges if the dump names none."""
 
 
 def measured(path: Path, dumps: Sequence[Dump]) -> dict[int, Timeline]:
-    """The measured timeline of each graph that has exchanges, by its number in the dump. Raises
-    TraceError where the file is no trace, or that of another program."""
+    """Return the measured timeline of each graph that has exchanges, by its number in the dump.
+
+    Raise TraceError if the file is not a trace, or is that of another program.
+    """
     rows = read(path)
     calls = calls_of(rows)
     if not calls:
@@ -46,7 +48,7 @@ def measured(path: Path, dumps: Sequence[Dump]) -> dict[int, Timeline]:
 
 
 def _steps(one: Dump) -> list[tuple[str, GraphNode]]:
-    """What the compiled graph does, as its calls would tell it."""
+    """Return the compiled graph's operations in the form of its calls."""
     found = [
         (operation_kind(node.target), node) for node in one.lowered if node.op == "call_function"
     ]
@@ -54,8 +56,10 @@ def _steps(one: Dump) -> list[tuple[str, GraphNode]]:
 
 
 def _matched(path: Path, dumps: Sequence[Dump], calls: Sequence[Call]) -> dict[int, Call]:
-    """The last call of each graph, by number. Graphs with the same exchanges are told apart by
-    direction, and then by their order."""
+    """Return the last call of each graph, by number.
+
+    Graphs with the same exchanges are distinguished by direction, and then by their order.
+    """
     alike: dict[tuple[tuple[str, ...], str], list[int]] = defaultdict(list)
     for one in dumps:
         if pattern := tuple(what for what, _ in _steps(one) if what not in (WAIT, KERNEL)):
@@ -78,7 +82,7 @@ def _matched(path: Path, dumps: Sequence[Dump], calls: Sequence[Call]) -> dict[i
 
 
 def _counted(pattern: Iterable[str]) -> str:
-    """How many exchanges of which kind."""
+    """Return the number of exchanges of each kind as text."""
     counts = Counter(pattern)
     return ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "no exchange"
 
@@ -88,8 +92,11 @@ def _counted(pattern: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class Known:
-    """What the dump knows of the steps of a call: their nodes in the graph, the site of each node
-    by name, and the lane of each exchange by name."""
+    """What the dump has about the steps of a call.
+
+    These are their nodes in the graph, the site of each node by name, and the lane of each exchange
+    by name.
+    """
 
     nodes: dict[Row, GraphNode]
     sites: dict[str, str]
@@ -142,13 +149,13 @@ def _starts(call: Call) -> list[Step]:
 
 
 def _tracks(one: Dump) -> dict[str, str]:
-    """Exchanges to the lanes that the prediction has them on."""
+    """Return the lane of each exchange in the prediction."""
     predicted = one.timeline.events if one.timeline is not None else ()
     return {event.name: event.lane for event in predicted if event.travels}
 
 
 def _sites(one: Dump) -> dict[str, str]:
-    """Nodes to the sites that they belong to; a wait, to that of what it waits for."""
+    """Return the site of each node; for a wait, that of the exchange that it waits for."""
     found: dict[str, str] = {}
     for node in one.lowered:
         given = (found[each] for each in node.inputs if found.get(each))
@@ -157,7 +164,8 @@ def _sites(one: Dump) -> dict[str, str]:
 
 
 def _on_cpu(call: Call, known: Known, rows: Sequence[Row]) -> list[Event]:
-    """Waits are the host's; what is no step computes."""
+    """Return the events of a call on a CPU. Waits are the host's; time outside of steps is
+    compute."""
     zero, found = call.row.begin, []
     for step in call.steps:
         what = {WAIT: WAIT, KERNEL: known.role_of(step)}.get(step.what, EXCHANGE)
@@ -178,8 +186,11 @@ def _computing(spans: Iterable[Span], zero: float) -> list[Event]:
 
 
 def _travels(call: Call, rows: Sequence[Row]) -> dict[Step, Span]:
-    """When what a call starts is on its way. Messages are noted where they are handed over, by the
-    thread that does; all else by gloo's own threads, one exchange after the other."""
+    """Return when each exchange of a call is in flight.
+
+    Messages are recorded by the calling thread when they are handed over. Other exchanges are
+    recorded by gloo's threads, one after the other.
+    """
     inside = [row for row in rows if call.row.begin <= row.begin < call.row.end]
     notes = [row for row in inside if row.name.startswith("gloo:")]
     others = [row for row in notes if row.thread != call.row.thread]
@@ -196,7 +207,7 @@ def _travels(call: Call, rows: Sequence[Row]) -> dict[Step, Span]:
 
 
 def _launched(call: Call, rows: Sequence[Row]) -> dict[Row, Row]:
-    """The kernels on a GPU that were launched in a call, in order, to what launched them."""
+    """Map the GPU kernels that were launched in a call, in order, to their launches."""
     launches = {
         row.launch: row
         for row in rows
@@ -210,7 +221,8 @@ def _launched(call: Call, rows: Sequence[Row]) -> dict[Row, Row]:
 
 
 def _on_gpu(call: Call, known: Known, launched: dict[Row, Row]) -> list[Event]:
-    """Streams are what stands still: while exchanges travel and nothing is computed."""
+    """Return the events of a call on a GPU. A rank waits while exchanges run and nothing is
+    computed."""
     zero = min(row.begin for row in launched)
     travelling = {row: at for row, at in launched.items() if "nccl" in row.name.lower()}
     computing = {row: at for row, at in launched.items() if row not in travelling}

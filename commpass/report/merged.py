@@ -1,5 +1,8 @@
-"""Graphs of one exchange each, as doors make one for each module of a model, as one graph: sites of
-repeated layers are then one line in it, as they are in a compiled graph."""
+"""Merge graphs of one exchange each into one graph.
+
+Integrations create such a graph for each module of a model. Sites of repeated layers then share one
+line, as in a compiled graph.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,13 @@ from collections.abc import Sequence
 from commpass.plan.dump import Dump
 
 FEW = 8
-"""Nodes of a graph that does nothing but its exchange."""
+"""Most nodes of a graph that consists of one exchange."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Merged:
-    """One graph, or what several with one exchange each come to. ``numbers`` are theirs."""
+    """One graph, or several merged ones with one exchange each. ``numbers`` are those of the
+    graphs."""
 
     numbers: tuple[int, ...]
     dump: Dump
@@ -30,8 +34,11 @@ class Merged:
 
 
 def merged(dumps: Sequence[Dump]) -> list[Merged]:
-    """The graphs in their order, those with one exchange each where the first of them was: one for
-    each run, direction, policy and profile. Sites keep their names with a number behind them."""
+    """Return the graphs in order, with merged ones in place of the first of them.
+
+    Graphs with one exchange each are merged by run, direction, policy and profile. Sites keep their
+    names with a number appended.
+    """
     found: dict[object, list[Dump]] = {}
     for dump in dumps:
         plan = dump.plan
@@ -41,7 +48,7 @@ def merged(dumps: Sequence[Dump]) -> list[Merged]:
 
 
 def is_exchange(dump: Dump) -> bool:
-    """Whether a graph does nothing but one exchange, as that of a hook."""
+    """Return whether a graph consists of one exchange, like that of a hook."""
     plan = dump.plan
     more = plan.simplified or plan.grouped or plan.split or plan.fallback
     return len(plan.sites) == 1 and len(dump.before) <= FEW and not more

@@ -1,4 +1,4 @@
-"""Sites that differ in the number of their layer alone, as one line: ``layers.*.mlp.down`` x 32."""
+"""Combine sites that differ only in the number of their layer: ``layers.*.mlp.down`` x 32."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from commpass.plan import Plan, PlannedSite
 
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 ALIKE = ("kind", "reduce_op", "direction", "dtype", "codec", "algorithm", "chunks")
-"""What sites of one pattern share, beside their module, group and shape."""
+"""Facts that sites of one pattern share, in addition to module, group and shape."""
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """Sites that are alike but for the numbers in their module's path, in graph order, each with
-    its number in its graph (from 1) and the place of that graph among those that were given."""
+    """Sites that differ only in the numbers in their module's path, in graph order.
+
+    ``numbers`` has for each site the index of its graph among the given ones, and its number in
+    that graph (from 1).
+    """
 
     module: str
     sites: tuple[PlannedSite, ...]
@@ -31,22 +34,22 @@ class Pattern:
         return tuple(dict.fromkeys(site.module for site in self.sites))
 
     def total(self, field: str) -> float:
-        """The sum of what is known: a size of -1 is one that nobody knows."""
+        """Return the sum of known values: -1 is an unknown size."""
         return sum(max(0, getattr(site, field)) for site in self.sites)
 
 
 def without_numbers(module: str) -> str:
-    """``layers.12.mlp`` as ``layers.*.mlp``."""
+    """Return ``layers.12.mlp`` as ``layers.*.mlp``."""
     return NUMBER.sub("*", module)
 
 
 def patterns(plans: Iterable[Plan]) -> list[Pattern]:
-    """The sites of some plans by pattern, those first that come first."""
+    """Return the sites of some plans by pattern, in order of first appearance."""
     found: dict[tuple, list[tuple[PlannedSite, tuple[int, int]]]] = {}
     for graph, plan in enumerate(plans):
         for number, site in enumerate(plan.sites, 1):
             where = (without_numbers(site.module), site.group_label or site.group, plan.fallback)
-            # Sizes that are not known have another name in each layer; their bytes tell them apart.
+            # Unknown sizes have another name in each layer; their bytes distinguish them.
             shape = tuple("?" if isinstance(size, str) else size for size in site.shape)
             hint = site.bytes if "?" in shape else None
             key = (*where, shape, hint, *(getattr(site, name) for name in ALIKE))

@@ -1,4 +1,5 @@
-"""``commpass probe``: the process group, what was measured as a table and a picture, the file."""
+"""``commpass probe``: measure a process group, and show a table and a picture and write the
+file."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from commpass.report.tables import console_for, plain_table, size
 
 
 def run(output: Path, seconds: float, *, kernels: bool, plot: Path | None, json: bool) -> None:
-    """Measures on every rank; rank 0 writes the file and says what is in it."""
+    """Measure on every rank; rank 0 writes the file and prints its content."""
     if output.suffix != ".json":
         raise ProfileError(f"{str(output)!r}: a measured profile is a .json file")
     with group("probe -o cluster.json"):
@@ -55,7 +56,8 @@ def run(output: Path, seconds: float, *, kernels: bool, plot: Path | None, json:
 
 
 def _check_folder(output: Path) -> None:
-    """Before anything is measured; all ranks learn what rank 0 finds, who writes."""
+    """Check the folder before the measurement. All ranks learn the result of rank 0, which
+    writes."""
     found = [None if os.access(output.parent, os.W_OK) else str(output.parent)]
     dist.broadcast_object_list(found)
     if found[0] is not None:
@@ -65,11 +67,11 @@ def _check_folder(output: Path) -> None:
 
 
 NOISE = 0.5
-"""Between quartiles, as a share of the median: more tells of a machine that does other things."""
+"""Distance between quartiles, as a share of the median, above which a machine counts as busy."""
 
 
 def noisy(file: ProfileFile) -> str:
-    """What is to be said where a quarter of the times was not measured in peace."""
+    """Return a warning if a quarter of the times varied too much."""
     off = [each for each in file.points if each.high_us - each.low_us > NOISE * each.us]
     if len(off) <= len(file.points) / 4:
         return ""
@@ -88,8 +90,10 @@ def how(command: str, ranks: int = 2) -> str:
 
 @contextmanager
 def group(command: str, ranks: int = 2) -> Iterator[None]:
-    """The process group of the environment's variables, where there is none yet. ``command`` is
-    what to start on every rank."""
+    """Make the process group from the environment's variables, if there is none yet.
+
+    ``command`` is what to start on every rank.
+    """
     if dist.is_initialized():
         yield
         return
@@ -110,7 +114,7 @@ WHERE = {"link": "between hosts", "inside": "inside a host"}
 
 
 def links(file: ProfileFile) -> Table:
-    """A row for each region of each kind: alpha, rate, and by how much the fit is off."""
+    """Return a row for each region of each kind: alpha, rate, and the error of the fit."""
     several = file.profile.inside is not None
     columns = ("ranks", "exchange", "sent", "alpha us", "GB/s", "off")
     table = plain_table(*(["link"] if several else []), *columns)
@@ -133,7 +137,8 @@ def links(file: ProfileFile) -> Table:
 
 
 def rates(file: ProfileFile) -> Table:
-    """What the profile says of kernels: nanoseconds a value, and how fast the rest is."""
+    """Return the profile's kernel rates: nanoseconds for each value, and the speed of other
+    work."""
     kernels = file.profile.kernels
     table = plain_table("codec", "encode ns", "decode ns", "us a call")
     for name, rate in kernels.rates.items():
@@ -148,7 +153,7 @@ def rates(file: ProfileFile) -> Table:
 
 
 def draw(file: ProfileFile, path: Path) -> None:
-    """Measured times with their quartiles, and the fit, of every kind."""
+    """Draw measured times with their quartiles, and the fit, for every kind."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -178,7 +183,7 @@ def _curve(axes: Any, kind: str, points: list[Measured], link: Link | None) -> N
 
 
 def parts(points: Sequence[Measured], link: Link | None) -> list[list[Measured]]:
-    """The points of each region: between two regions a fit may jump, and no line joins them."""
+    """Return the points of each region. A fit may jump between regions, so no line joins them."""
 
     def begin(each: Measured) -> float:
         region = link.region(each.kind, each.sent) if link is not None else None

@@ -1,4 +1,4 @@
-"""How far a command is: a bar on stderr, on a terminal only."""
+"""Show the progress of a command: a bar on stderr, on a terminal only."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 Told = Callable[[int, int | None, str], None]
-"""What is told how much is done, of how much (None: nobody knows), and what is done now."""
+"""Called with the amount done, the total (None: unknown), and the current task."""
 
 
 @contextmanager
 def progress(title: str, *, visible: bool = True) -> Iterator[Told]:
-    """A bar that is gone in the end. Nothing is written where stderr is no terminal."""
+    """Show a bar that disappears at the end. Nothing is written if stderr is not a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     quiet = not visible or not console.is_terminal

@@ -1,4 +1,4 @@
-"""Codecs as points: error against bits."""
+"""Draw codecs as points: error against bits."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ if TYPE_CHECKING:
 
 MARKS = "osD^vPX*<>dph"
 LABEL = 6.5
-"""Points, of the letters of a label."""
+"""The font size of a label, in points."""
 AWAY = [
     (length * x, length * y)
     for length in (8, 16, 26, 38, 52, 68, 86, 106)
     for x, y in ((1, 0), (1, 1), (1, -1), (-1, 0), (-1, 1), (-1, -1), (0, 1), (0, -1))
 ]
-"""Where a label may stand, in points from its own, the best places first."""
+"""Candidate positions of a label, in points from its own point, the best first."""
 
 
 def plot(rows: Sequence[Measured], title: str, path: Path) -> None:
-    """Error against bits, one point a codec with its name, with the rate-distortion bound of a
-    Gaussian, ``2^-bits``, as a line. A family has a colour and a mark of its own."""
+    """Draw error against bits, one labelled point for each codec.
+
+    The line is the rate-distortion bound of a Gaussian, ``2^-bits``. Each family has its own colour
+    and mark.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -73,7 +76,7 @@ def _family(row: Measured) -> str:
 
 
 def _family_colours(rows: Sequence[Measured]) -> dict[str, Any]:
-    """A colour for each family: dark ones from the whole circle, neighbours far apart."""
+    """Return a dark colour for each family, with neighbours far apart in hue."""
     from matplotlib.colors import hsv_to_rgb
 
     families = list(dict.fromkeys(map(_family, rows)))
@@ -86,11 +89,11 @@ def _family_colours(rows: Sequence[Measured]) -> dict[str, Any]:
 def _label(
     figure: Any, axes: Any, rows: Sequence[Measured], colours: dict[str, Any], bound: Any
 ) -> None:
-    """Writes each point's name beside it, where it covers neither a point nor another name."""
+    """Write each point's name beside it, where it covers neither a point nor another name."""
     from matplotlib.transforms import Bbox
 
     figure.draw_without_rendering()
-    figure.set_layout_engine("none")  # places hold from here on
+    figure.set_layout_engine("none")  # positions must not move from here on
     renderer = figure.canvas.get_renderer()
     at = [axes.transData.transform((row.bits, row.error)) for row in rows]
     taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in at]
@@ -118,12 +121,12 @@ def _label(
                 break
             label.remove()
         else:
-            continue  # no place at all: the table has it
-        taken.append(text.padded(4, 0))  # names side by side do not read as one
+            continue  # there is no room: the table has it
+        taken.append(text.padded(4, 0))  # keep adjacent names apart
 
 
 def _text_of(label: Any, renderer: Any) -> tuple[float, float, float, float]:
-    """The place of a label without its line."""
+    """Return the place of a label without its line."""
     from matplotlib.text import Text
 
     box = Text.get_window_extent(label, renderer)

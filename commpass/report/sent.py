@@ -1,6 +1,8 @@
-"""What leaves a rank: bytes on its link, so that a ring and a direct exchange compare like for
-like. What is *handed* to a collective (``bytes``, ``wire_bytes``) does not: of n bytes an
-all_reduce sends 2 (p - 1) / p n by a ring, an all_gather (p - 1) n."""
+"""Count the bytes that leave a rank on its link, so that algorithms can be compared.
+
+What is *handed* to a collective (``bytes``, ``wire_bytes``) does not allow that. Of n bytes an
+all_reduce sends 2 (p - 1) / p n by a ring, and an all_gather (p - 1) n.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +14,19 @@ from commpass.plan.stage import Stage
 
 
 def plain(site: PlannedSite) -> int:
-    """Bytes that leave the rank if the site is left alone; -1 where nobody knows its size."""
+    """Return the bytes that leave the rank if the site is uncompressed; -1 if its size is
+    unknown."""
     if site.bytes < 0:
         return -1
     return round(_of_collective(site.kind, site.group_size, site.bytes))
 
 
 def planned(site: PlannedSite) -> int:
-    """Bytes that leave the rank with the chosen candidate: those of its stages, which may be of
-    another size than its own (then in proportion). -1 where the size or the stages are not
-    known."""
+    """Return the bytes that leave the rank with the chosen candidate.
+
+    They are those of its stages. If these have another size than the site, they are scaled. Return
+    -1 if the size or the stages are unknown.
+    """
     if not site.compressed:
         return plain(site)
     exchanges = [stage for stage in site.stages if stage.role == "exchange"]
@@ -33,8 +38,10 @@ def planned(site: PlannedSite) -> int:
 
 
 def of_plans(plans: Iterable[Plan]) -> tuple[int, int, int]:
-    """Bytes that leave a rank, before and after, of the sites of which both are known; and how many
-    are left out. A graph that fell back sends what it did before."""
+    """Return the bytes that leave a rank before and after, and the number of sites left out.
+
+    Sites count if both numbers are known. A graph that fell back sends what it did before.
+    """
     before = after = unknown = 0
     for plan in plans:
         for site in plan.sites:
@@ -48,13 +55,15 @@ def of_plans(plans: Iterable[Plan]) -> tuple[int, int, int]:
 
 
 def _of_stage(stage: Stage, ranks: int) -> float:
-    """Those of one exchange. With ``peers`` its stage has counted them."""
+    """Return the bytes of one exchange. With ``peers`` its stage has counted them."""
     if stage.peers is not None:
         return stage.leaving
     return _of_collective(stage.kind, ranks, stage.leaving)
 
 
 def _of_collective(kind: str, ranks: int, nbytes: int) -> float:
-    """Bytes one rank sends when each of ``ranks`` ranks hands over ``nbytes`` (docs: cost model).
-    A receiver sends none."""
+    """Return the bytes that one rank sends if each of ``ranks`` ranks hands over ``nbytes``.
+
+    See docs: cost model. A receiver sends none.
+    """
     return 0.0 if kind == "recv" or ranks <= 1 else steps(kind, ranks, nbytes)[1]

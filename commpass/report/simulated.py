@@ -1,4 +1,5 @@
-"""``commpass simulate``: the function of a file, what a step takes under each policy, a picture."""
+"""``commpass simulate``: predict a step of a file's function under each policy, and draw a
+picture."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ def run(
 
 
 def build_of(location: str) -> Build:
-    """The function that ``FILE.py:NAME`` means."""
+    """Return the function that ``FILE.py:NAME`` names."""
     path, _, name = location.rpartition(":")
     if not path.endswith(".py") or not name:
         raise CommpassError(f"{location!r}: must be FILE.py:FUNCTION, such as model.py:build")
@@ -72,8 +73,7 @@ def build_of(location: str) -> Build:
 
 
 def _module(path: Path) -> ModuleType:
-    """The module that a file is, with a name under which Dynamo finds it, and with its neighbours
-    to import from."""
+    """Import a file as a module under a name that Dynamo finds, with its folder on the path."""
     spec = importlib.util.spec_from_file_location(f"simulated_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
@@ -85,7 +85,7 @@ def _module(path: Path) -> ModuleType:
 
 
 def mesh_of(text: str) -> dict[str, int]:
-    """``dp=8,tp=8`` as sizes by name."""
+    """Parse ``dp=8,tp=8`` into sizes by name."""
     found: dict[str, int] = {}
     for part in text.split(","):
         name, _, many = part.partition("=")
@@ -96,7 +96,7 @@ def mesh_of(text: str) -> dict[str, int]:
 
 
 def sweep_of(text: str) -> Sweep:
-    """``tp=2,4,8`` as a name and values."""
+    """Parse ``tp=2,4,8`` into a name and values."""
     name, _, values = text.partition("=")
     try:
         found = [float(value) for value in values.split(",")]
@@ -108,7 +108,7 @@ def sweep_of(text: str) -> Sweep:
 
 
 def table(found: Sequence[Simulated]) -> Table:
-    """A row for each policy; what was swept stands first."""
+    """Return a table with a row for each policy; the swept value is the first column."""
     name = found[0].swept[0] if found[0].swept else None
     columns = ("ranks", "policy", "step ms", "x first", "exposed ms", "compressed", "sent")
     made = plain_table(*([name] if name and name != "ranks" else []), *columns)
@@ -128,22 +128,23 @@ def table(found: Sequence[Simulated]) -> Table:
 
 
 def millis(value: float) -> str:
-    """Milliseconds with three digits that count, and never as a power of ten."""
+    """Format milliseconds with three significant digits, without an exponent."""
     digits = 2 - math.floor(math.log10(value)) if value > 0 else 0
     return f"{value:,.{min(max(digits, 0), 4)}f}"
 
 
 FAR = 20
-"""Of a sweep: the largest by the smallest value from which an axis is logarithmic."""
+"""Ratio of the largest to the smallest swept value from which on an axis is logarithmic."""
 AXES = {"gbit": "Gbit/s of the link", "inside_gbit": "Gbit/s inside a host"}
 STYLES = ("-", "--", "-.", (0, (1, 1)), (0, (5, 1, 1, 1, 1, 1)))
 MARKERS = "osD^v"
 
 
 def draw(found: Sequence[Simulated], of: str, path: Path) -> None:
-    """Step times by policy: bars, or lines over what was swept; exposed communication beside or
-    below. Policies that come to the same are told apart by the widths and dashes of lines that lie
-    on one another."""
+    """Draw step times and exposed communication by policy: bars, or lines over the swept value.
+
+    Widths and dashes distinguish lines of equal policies, which cover each other.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -183,7 +184,7 @@ def draw(found: Sequence[Simulated], of: str, path: Path) -> None:
 
 
 def _scaled(axes: Any, found: Sequence[Simulated], field: str) -> None:
-    """Axes that suit the values: ticks where a sweep has its values, as far as they have room."""
+    """Scale the axes to the values, with ticks at swept values as far as there is room."""
     at = sorted({each.swept[1] for each in found if each.swept})
     ms = [getattr(each, field) for each in found]
     if far := at[0] > 0 and at[-1] > FAR * at[0]:
@@ -198,11 +199,11 @@ def _scaled(axes: Any, found: Sequence[Simulated], field: str) -> None:
 
 
 ROOM = 0.11
-"""Of an axis, what the label of a tick takes."""
+"""The share of an axis that a tick's label takes."""
 
 
 def separate(values: Sequence[float], *, log: bool) -> list[float]:
-    """Those of growing values whose labels have room beside one another; the last is always one."""
+    """Return those of growing values whose labels do not overlap; the last is always included."""
     places = [math.log(value) if log else value for value in values]
     room = ROOM * (places[-1] - places[0])
     kept = [len(values) - 1]

@@ -1,5 +1,5 @@
-"""Codecs measured: bits, error and speed on data of one's own or of known distributions. ``commpass
-codecs`` shows it."""
+"""``commpass codecs``: measure bits, error and speed of codecs on user data or known
+distributions."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ STANDARD = (
     "redsync",
     "sidco",
 )
-"""What is measured where nobody says what."""
+"""The codecs that are measured by default."""
 
 VALUES = 1 << 20
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
@@ -71,15 +71,17 @@ def student(generator: torch.Generator) -> Tensor:
 
 
 def outliers(generator: torch.Generator) -> Tensor:
-    """Activations of 1,024 channels, of which one in 64 is 30 times as large as the others."""
+    """Activations of 1,024 channels; one channel in 64 is 30 times as large as the others."""
     x = torch.randn(VALUES // 1024, 1024, generator=generator)
     x[:, 11::64] *= 30
     return x
 
 
 def gradients(generator: torch.Generator) -> Tensor:
-    """Small and heavy-tailed, 30 times as large in one channel of 64: below the range of a plain
-    8-bit float."""
+    """Small and heavy-tailed values, 30 times as large in one channel of 64.
+
+    They are below the range of a plain 8-bit float.
+    """
     x = student(generator).reshape(VALUES // 1024, 1024) * 1e-4
     x[:, 11::64] *= 30
     return x
@@ -103,10 +105,13 @@ DATA: dict[str, Callable[[torch.Generator], Tensor]] = {
 
 @dataclass(frozen=True)
 class Measured:
-    """A codec on some data. ``bits`` a value, side data included; ``error`` and ``cosine`` relative
-    to the data; ``distance`` bits above what the same error takes at least: of a Gaussian
-    ``-log2(error)`` (lossy), the entropy of the exponents and all other bits (lossless). GB/s of
-    input; None where it was not timed."""
+    """The measurements of a codec on some data.
+
+    ``bits`` are those of a value, side data included. ``error`` and ``cosine`` are relative to the
+    data. ``distance`` is the number of bits above the lower bound for the same error. The bound of
+    a Gaussian is ``-log2(error)`` (lossy); the lossless bound is the entropy of the exponents and
+    all other bits. Speeds are GB/s of input; None if not timed.
+    """
 
     codec: str
     bits: float
@@ -120,8 +125,10 @@ class Measured:
 
 
 def tensors(source: str, dtype: str) -> list[Tensor]:
-    """Data by name, or the float tensors of a safetensors file. Raises PolicyError if there are
-    none."""
+    """Return data by name, or the float tensors of a safetensors file.
+
+    Raise PolicyError if there are none.
+    """
     if dtype not in DTYPES:
         raise PolicyError(f"unknown dtype {dtype!r}{nearest(dtype, DTYPES)}")
     if source in DATA:
@@ -156,7 +163,7 @@ def _read(path: Path) -> Iterator[Tensor]:
 
 
 def measure(spec: str, data: Sequence[Tensor], *, timed: bool = False) -> Measured:
-    """One codec on all tensors: bits and errors over all of them, speed on the largest."""
+    """Measure one codec on all tensors: bits and errors over all of them, speed on the largest."""
     coder = codec(spec)
     wire = values = 0
     off = size = other = dot = floor = 0.0
@@ -182,8 +189,10 @@ def measure(spec: str, data: Sequence[Tensor], *, timed: bool = False) -> Measur
 
 
 def exponent_bits(x: Tensor) -> float:
-    """Bits a value needs at least if only its exponent is coded: the entropy of the exponents, and
-    all other bits."""
+    """Return the least bits of a value if only its exponent is coded.
+
+    That is the entropy of the exponents, and all other bits.
+    """
     whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
     mantissa = round(-math.log2(torch.finfo(x.dtype).eps))
     exponents = 8 * x.element_size() - 1 - mantissa
@@ -195,8 +204,11 @@ def exponent_bits(x: Tensor) -> float:
 
 
 def speeds(coder: Codec, x: Tensor, *, repeats: int = 7) -> tuple[float, float]:
-    """GB/s of input of the compiled encode and decode. Those of other codecs are forgotten: Dynamo
-    compiles the same code eight times, and runs all further ones eagerly."""
+    """Return GB/s of input of the compiled encode and decode.
+
+    Dynamo is reset first: it compiles the same code eight times, and runs all further versions
+    eagerly.
+    """
     torch._dynamo.reset()
     rows, dtype = x.reshape(1, -1), x.dtype
     numel = rows.shape[1]
@@ -212,7 +224,7 @@ def speeds(coder: Codec, x: Tensor, *, repeats: int = 7) -> tuple[float, float]:
 
 
 def seconds(run: Callable[[], Any], repeats: int) -> float:
-    """The median time of a call, after two that do not count."""
+    """Return the median time of a call, after two that do not count."""
     times = []
     for _ in range(repeats + 2):
         start = time.perf_counter()
@@ -224,7 +236,7 @@ def seconds(run: Callable[[], Any], repeats: int) -> float:
 
 
 def table_of(rows: Sequence[Measured]) -> Table:
-    """Codecs on some data, one a line."""
+    """Return a table of codecs on some data, one for each line."""
     timed = any(row.encode_gbs is not None for row in rows)
     speed_headers = ("encode GB/s", "decode GB/s") if timed else ()
     table = plain_table("codec", "bits", "error", "cosine", "bound", "above", *speed_headers)

@@ -1,4 +1,4 @@
-"""Plans and their differences as rich tables."""
+"""Render plans and their differences as rich tables."""
 
 from __future__ import annotations
 
@@ -24,17 +24,16 @@ COLUMNS = (
     ("codec", "algorithm", "chunks"),
     ("uncompressed us", "predicted us", "error"),
 )
-"""One table column each on a wide terminal; on a narrow one each group is a column of so many
+"""Each name is a column on a wide terminal; on a narrow one, each group is a column of several
 lines."""
 
 
 SHORT = "uncompressed"
-"""The first of the times in a narrow column: the next line says that they are microseconds."""
+"""The first time in a narrow column: the next line has the unit."""
 
 
 def size(count: float) -> str:
-    """Bytes for people; a negative count is one that nobody knows (a dynamic shape without a
-    hint)."""
+    """Format bytes; a negative count is unknown (a dynamic shape without a hint)."""
     if count < 0:
         return "?"
     if count < 1024:
@@ -44,12 +43,12 @@ def size(count: float) -> str:
 
 
 def amounts(*counts: float, arrow: str = "->") -> str:
-    """Bytes before and after: ``1 MiB -> 260 KiB``; or those that stay."""
+    """Format bytes before and after as ``1 MiB -> 260 KiB``, or one amount."""
     return f" {arrow} ".join(map(amount, counts))
 
 
 def durations(*us: float, arrow: str = "->") -> str:
-    """Times before and after in one unit: ``8.5 -> 2.5 ms``; or one that stays."""
+    """Format times before and after in one unit as ``8.5 -> 2.5 ms``, or one time."""
     most = max(us)
     unit, scale = ("us", 1.0) if most < 1000 else ("ms", 1e3) if most < 1e6 else ("s", 1e6)
     return f" {arrow} ".join(_short(each / scale) for each in us) + f" {unit}"
@@ -62,7 +61,7 @@ def _short(value: float) -> str:
 
 
 def micros(value: float, baseline: float | None = None) -> str:
-    """A time in the unit that fits it, or the number that it stands ``baseline``."""
+    """Format a time in the unit that fits it, or that fits ``baseline``."""
     return (
         f"{value:,.1f} us"
         if (value if baseline is None else baseline) < 10_000
@@ -75,7 +74,7 @@ def ratio(after: float, before: float) -> str:
 
 
 NARROW = 80
-"""Columns of a terminal below which even numbers are folded."""
+"""Width of a terminal, in columns, below which even numbers are folded."""
 
 
 def sites_table(
@@ -85,7 +84,10 @@ def sites_table(
     full: bool = True,
     slack: Sequence[float | None] = (),
 ) -> Table:
-    """A line for each site; with its ``slack`` in microseconds, where that is known of any."""
+    """Return a table with a line for each site.
+
+    It includes their ``slack`` in microseconds, if that is known for any.
+    """
     table = plain_table("#")
     table.leading = 0 if wide else 1
     more = ((SLACK,),) if slack else ()
@@ -95,8 +97,7 @@ def sites_table(
                 header,
                 justify="right" if group in (2, 4) else "left",
                 overflow="fold",
-                no_wrap=full
-                and group > 1,  # names are folded before numbers, and only if there is no room
+                no_wrap=full and group > 1,  # fold names before numbers, and only without room
             )
     for number, site in enumerate(sites, 1):
         groups = cells(site)
@@ -112,11 +113,11 @@ def sites_table(
 
 
 SLACK, CRITICAL = "slack", "critical"
-"""The header of how much later exchanges may begin, and what stands there if that is no time."""
+"""The header of the slack column, and its text for a slack of zero."""
 
 
 def slack_cell(slack: Sequence[float | None]) -> str:
-    """The slack of sites of one line, in microseconds; "-" where it is not known."""
+    """Format the slack of the sites of one line, in microseconds; "-" if it is unknown."""
     known = [us for us in slack if us is not None]
     some = sorted(us for us in known if us > 0)
     critical = len(known) - len(some)
@@ -131,7 +132,7 @@ def slack_cell(slack: Sequence[float | None]) -> str:
 
 
 def cells(site: PlannedSite) -> tuple[tuple[str, ...], ...]:
-    """The texts of one site, in the shape of COLUMNS."""
+    """Return the texts of one site, in the shape of COLUMNS."""
     kind = site.kind + (f"({site.reduce_op})" if site.reduce_op else "")
     tensor = f"{site.dtype.removeprefix('torch.')}[{', '.join(map(str, site.shape))}]"
     algorithm = site.algorithm + (", fused" if site.fused else "")
@@ -154,7 +155,7 @@ NO_REASON = "(no reason was recorded)"
 
 
 def reasons(sites: Sequence[PlannedSite]) -> Table:
-    """Every reason in full, below the table where it has room; sites that share one share a
+    """Return every reason in full, for a place below the table; sites with one reason share a
     line."""
     numbers: dict[str, list[int]] = {}
     for number, site in enumerate(sites, 1):
@@ -163,7 +164,7 @@ def reasons(sites: Sequence[PlannedSite]) -> Table:
 
 
 def numbered(numbers: Mapping[str, Sequence[int]]) -> Table:
-    """What is said, each behind the numbers of those of whom it is said."""
+    """Return the texts, each after the numbers that it applies to."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(max_width=16, overflow="fold")
     table.add_column(overflow="fold")
@@ -173,8 +174,11 @@ def numbered(numbers: Mapping[str, Sequence[int]]) -> Table:
 
 
 def exposed(sites: Sequence[PlannedSite], numbers: Sequence[int] | None = None) -> Table:
-    """For how long the rank is predicted to stand still, and why; sites of one reason share a
-    line. ``numbers`` are those of the lines in which the sites stand, if not 1, 2, ..."""
+    """Return for how long the rank is predicted to wait, and why; sites with one reason share a
+    line.
+
+    ``numbers`` are those of the sites' lines, if not 1, 2, ...
+    """
     missed: dict[str, list[tuple[int, PlannedSite]]] = {}
     for number, site in zip(numbers or range(1, len(sites) + 1), sites, strict=True):
         if site.missed:
@@ -192,7 +196,7 @@ def exposed(sites: Sequence[PlannedSite], numbers: Sequence[int] | None = None) 
 
 
 def simplified(steps: Sequence[Simplification]) -> Table:
-    """What need not be sent, rule by rule."""
+    """Return what need not be sent, by rule."""
     saved = sum(step.saved_bytes for step in steps)
     first = f"{len(steps)} simplified"
     table = plain_table(first, "into", f"{size(saved)} less", folded=(first, "into"))
@@ -204,7 +208,7 @@ def simplified(steps: Sequence[Simplification]) -> Table:
 
 
 def grouped(fusions: Sequence[Grouped]) -> Table:
-    """Which small sites travel together, and why."""
+    """Return which small sites are sent together, and why."""
     many = sum(len(each.sites) for each in fusions)
     first = f"{many} grouped"
     table = plain_table(first, "into", "bytes", "why", folded=(first, "into", "why"))
@@ -215,7 +219,7 @@ def grouped(fusions: Sequence[Grouped]) -> Table:
 
 
 def splits(steps: Sequence[Split]) -> Table:
-    """What is done in chunks of rows, and why."""
+    """Return what is done in chunks of rows, and why."""
     first = f"{len(steps)} split into chunks"
     table = plain_table(first, "rows", "reason", folded=(first, "rows", "reason"))
     for step in steps:
@@ -225,7 +229,7 @@ def splits(steps: Sequence[Split]) -> Table:
 
 
 def spans(numbers: Sequence[int]) -> str:
-    """1, 2, 3, 7 as "1-3, 7"."""
+    """Format 1, 2, 3, 7 as "1-3, 7"."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][-1] == number - 1:
@@ -236,7 +240,7 @@ def spans(numbers: Sequence[int]) -> str:
 
 
 def totals(plans: Sequence[Plan]) -> str:
-    """A graph that fell back sends and takes what it did before, whatever its plan says."""
+    """Return the totals of plans as text. A graph that fell back counts as it was before."""
     sites = [(site, not plan.fallback) for plan in plans for site in plan.sites]
     known = [
         (site, done)
@@ -268,8 +272,10 @@ def totals(plans: Sequence[Plan]) -> str:
 
 
 def plain_table(*headers: str, folded: Sequence[str] = ()) -> Table:
-    """A table whose cells stay whole: half a number or half a name reads as another one. Those of
-    the columns ``folded`` are free text, which may go on in the next line."""
+    """Return a table whose cells are never cut, since half a number reads as another one.
+
+    The columns ``folded`` are free text, which may wrap.
+    """
     table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     for header in headers:
         table.add_column(header, overflow="fold", no_wrap=header not in folded)
@@ -277,16 +283,19 @@ def plain_table(*headers: str, folded: Sequence[str] = ()) -> Table:
 
 
 WIDE = 10_000
-"""What no table is wider than."""
+"""An upper bound for the width of tables."""
 
 
 LEAST = 40
-"""Columns below which a table's own are a letter wide: the terminal folds such lines instead."""
+"""Width below which a table's columns would be one letter wide. The terminal wraps such lines
+instead."""
 
 
 class Harmless(Console):
-    """A console that shows what a dump says and does not obey it: escapes and other control
-    characters are blanks."""
+    """A console that shows a dump's text without interpreting it.
+
+    Escapes and other control characters become blanks.
+    """
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
@@ -299,9 +308,12 @@ class Harmless(Console):
 
 
 def console_for(*tables: RenderableType, full: bool = True) -> Console:
-    """A console on stdout. In a file or a pipe, where COLUMNS says nothing else, its lines are as
-    long as the tables need. On a terminal too narrow for what must stay ``full`` they are as long
-    as that needs; on any, as long as one can read."""
+    """Return a console on stdout that is wide enough for the tables.
+
+    In a file or a pipe, lines are as long as the tables need, unless COLUMNS is set. On a terminal
+    that is too narrow, they are as long as what must stay ``full`` needs. They are never narrower
+    than LEAST.
+    """
     console = Harmless()
     for each in tables if full else ():
         if isinstance(each, Table):
@@ -316,7 +328,7 @@ def console_for(*tables: RenderableType, full: bool = True) -> Console:
 
 
 def _keep_whole(table: Table) -> None:
-    """Gives columns that do not wrap room for their longest cell: rich counts its longest word."""
+    """Give columns that do not wrap room for their longest cell: rich uses the longest word."""
     for column in table.columns:
         if column.no_wrap:
             cells = (str(cell) for cell in (column.header, *column.cells))

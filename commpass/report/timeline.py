@@ -1,5 +1,4 @@
-"""What hides behind what: the sites of a graph with how long each travels, and for how long a rank
-stands still for it."""
+"""Show a graph's sites with how long each exchange takes and how long a rank waits for it."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ class TimelineView:
 
     @property
     def pictures(self) -> list[tracks.Picture]:
-        """What is predicted, and below it what was measured, each with a title that adds it up."""
+        """The predicted timeline, and below it the measured one, each with totals in its title."""
         what = f"graph {self.dump.number}: {self.dump.plan.direction}"
         was = sum(site.unmoved_us for site in self.dump.plan.sites)
         moved = was > self.predicted.exposed_us + 0.5
@@ -59,8 +58,10 @@ class TimelineView:
 
 
 def timelines(dumps: Sequence[Dump], measured: Mapping[int, Timeline]) -> list[TimelineView]:
-    """The graphs that have exchanges to show. Raises CommpassError where there is none, DumpError
-    for a dump without timelines."""
+    """Return the graphs that have exchanges to show.
+
+    Raise CommpassError if there are none, and DumpError for a dump without timelines.
+    """
     for one in dumps:
         if one.timeline is None:
             raise DumpError(
@@ -78,7 +79,7 @@ def timelines(dumps: Sequence[Dump], measured: Mapping[int, Timeline]) -> list[T
 
 
 def left_out(dumps: Sequence[Dump]) -> list[str]:
-    """The graphs that are not shown, and why."""
+    """Return the graphs that are not shown, and why."""
     return [
         f"graph {one.number} ({one.plan.direction}) is not shown:"
         f" {one.timeline.note or 'its timeline has no events'}"
@@ -88,7 +89,7 @@ def left_out(dumps: Sequence[Dump]) -> list[str]:
 
 
 def exposure_text(timeline: Timeline, before: str = "") -> str:
-    """What is exposed of what travels, in words, and what is not known."""
+    """Return how much of the exchange time is exposed, as text, and what is unknown."""
     exposed, travels = timeline.exposed_us, timeline.travel_us
     of = f"exposed {ms(exposed)} of {ms(travels)} ms on the links"
     start = f", {ms(timeline.start_us)} ms to start them" if timeline.start_us else ""
@@ -98,20 +99,22 @@ def exposure_text(timeline: Timeline, before: str = "") -> str:
 
 
 def hidden(timelines: Sequence[Timeline]) -> str:
-    """How much of what travels in several graphs is hidden, in words."""
+    """Return how much of the exchange time of several graphs is overlapped, as text."""
     travels = sum(each.travel_us for each in timelines)
     behind = travels - sum(each.exposed_us for each in timelines)
     return f"{ms(behind)} of {ms(travels)} ms ({ratio(behind, travels)})"
 
 
 def ms(us: float) -> str:
-    """Milliseconds with as many digits as tell something."""
+    """Format milliseconds with three significant digits."""
     return f"{us / 1000:,.0f}" if us >= 1e5 else f"{us / 1000:.3g}"
 
 
 def rows(view: TimelineView) -> list[tuple[str, ...]]:
-    """The cells of each site, with the reason last. A coalesced collective's times stand at the
-    first of its sites."""
+    """Return the cells of each site, with the reason last.
+
+    A coalesced collective's times are shown at the first of its sites.
+    """
     found, seen = [], set[str]()
     moved = any(site.unmoved_us for site in view.dump.plan.sites)
     for site in view.dump.plan.sites:
@@ -135,7 +138,7 @@ def headers(view: TimelineView) -> tuple[str, ...]:
 
 
 def table(view: TimelineView) -> Table:
-    """The sites for a terminal, without reasons: ``commpass explain`` has them."""
+    """Return the sites as a table without reasons: ``commpass explain`` has them."""
     made = plain_table(*headers(view), folded=LEFT)
     for column in made.columns[len(LEFT) :]:
         column.justify = "right"
@@ -145,8 +148,11 @@ def table(view: TimelineView) -> Table:
 
 
 def write(view: Sequence[TimelineView], path: Path) -> None:
-    """Writes graphs, one below the other, as a PNG or as a page with their tables, or as JSON for
-    ui.perfetto.dev. Raises CommpassError for another ending, and if the file cannot be written."""
+    """Write graphs, one below the other, as a PNG, as a page with tables, or as JSON for
+    ui.perfetto.dev.
+
+    Raise CommpassError for another extension, and if the file cannot be written.
+    """
     kinds = {".png": _png, ".html": _html, ".json": _json}
     if path.suffix.lower() not in kinds:
         raise CommpassError(f"{str(path)!r}: a timeline is a .png, an .html or a .json file")

@@ -1,17 +1,17 @@
-"""Traces of torch.profiler: when the graphs of a dump ran, and where their ranks stood still.
+"""Read traces of torch.profiler: when the graphs of a dump ran, and where their ranks waited.
 
-A trace is the JSON that ``prof.export_chrome_trace`` writes. What is looked for in it:
+A trace is the JSON that ``prof.export_chrome_trace`` writes. These entries are used:
 
-* ``## Call CompiledFxGraph``: a call of a graph that Inductor compiled. The last call of each graph
-  is taken. A graph is known by its exchanges, one after the other.
-* On the thread of that call, the operators that start an exchange (``_c10d_functional::all_reduce``
-  and its kin, ``commpass::all_to_all_single``), wait for one (``..::wait_tensor``), or are a kernel
-  of ours (``commpass::kernel_``). All other time is computing, Inductor's own kernels among it,
-  which have no name in a trace on a CPU.
-* On a CPU, ``gloo:`` annotations: what travels, until it has been waited for.
-* On a GPU, where waits hold up no host: kernels (``"cat": "kernel"``) that were launched in the
-  call. Those named ``nccl`` travel, the others compute, and a rank stands still while only the
-  former run.
+- ``## Call CompiledFxGraph``: a call of a graph that Inductor compiled. The last call of each graph
+  is used. A graph is identified by the sequence of its exchanges.
+- On the thread of that call: operators that start an exchange (such as
+  ``_c10d_functional::all_reduce`` and ``commpass::all_to_all_single``), wait for one
+  (``..::wait_tensor``), or are a kernel of commpass (``commpass::kernel_``). All other time is
+  compute. It includes Inductor's own kernels, which have no name in a trace on a CPU.
+- On a CPU, ``gloo:`` annotations: exchanges in flight, until they have been waited for.
+- On a GPU, where waits do not block the host: kernels (``"cat": "kernel"``) that were launched in
+  the call. Those named ``nccl`` are exchanges, and the others compute. A rank waits while only
+  exchanges run.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ HOW = "write it with torch.profiler's prof.export_chrome_trace(...) around a ste
 
 @dataclass(frozen=True)
 class Row:
-    """Something of a trace that takes time, in its microseconds. ``launch`` is the number by which
-    a kernel and what launched it know each other."""
+    """An entry of a trace with a duration, in microseconds.
+
+    ``launch`` is the number that a kernel and its launch share.
+    """
 
     name: str
     category: str
@@ -53,8 +55,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Step:
-    """An exchange that is started, a wait, or a kernel of ours: ``what`` is the kind of the
-    exchange, ``WAIT`` or ``KERNEL``."""
+    """The start of an exchange, a wait, or a kernel of commpass.
+
+    ``what`` is the kind of the exchange, ``WAIT`` or ``KERNEL``.
+    """
 
     what: str
     row: Row
@@ -75,7 +79,8 @@ class Call:
 
 
 def read(path: Path) -> list[Row]:
-    """What takes time in a trace, in order. Raises TraceError for anything else."""
+    """Return the entries of a trace that have a duration, in order. Raise TraceError for other
+    files."""
     try:
         raw = path.read_bytes()
         text = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
@@ -112,8 +117,7 @@ def _row(event: dict[str, Any]) -> Row | None:
 
 
 def calls_of(rows: Sequence[Row]) -> list[Call]:
-    """The calls of compiled graphs, in order; those of kernels of ours, which lie within, are not
-    among them."""
+    """Return the calls of compiled graphs, in order, without the kernel calls inside them."""
     threads = defaultdict(list)
     for row in rows:
         threads[row.thread].append(row)
@@ -131,7 +135,7 @@ def calls_of(rows: Sequence[Row]) -> list[Call]:
 
 
 def _outermost(rows: Iterable[Row]) -> list[Row]:
-    """Rows of one thread, without those that lie within others."""
+    """Return the rows of one thread that are not inside others."""
     found: list[Row] = []
     for row in rows:
         if not found or row.begin >= found[-1].end:
@@ -140,8 +144,10 @@ def _outermost(rows: Iterable[Row]) -> list[Row]:
 
 
 def operation_kind(name: str) -> str:
-    """What an operator does: the kind of the exchange that it starts, ``WAIT``, ``KERNEL``, or ""
-    for anything else. Graphs write ``commpass.kernel_.default``, traces ``commpass::kernel_``."""
+    """Return the kind of exchange that an operator starts, ``WAIT``, ``KERNEL``, or "" for others.
+
+    Graphs contain ``commpass.kernel_.default``, traces ``commpass::kernel_``.
+    """
     namespace, operator, *_ = [*re.split(r"::|\.", name), ""]
     if namespace not in NAMESPACES:
         return ""

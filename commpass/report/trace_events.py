@@ -1,4 +1,4 @@
-"""Timelines in the Trace Event Format, which chrome://tracing and ui.perfetto.dev open."""
+"""Write timelines in the Trace Event Format, which chrome://tracing and ui.perfetto.dev open."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from commpass.report.tracks import Picture
 
 
 def write(pictures: Sequence[Picture], path: Path) -> None:
-    """Writes each timeline as a process whose threads are its lanes. Times are in microseconds from
-    the begin of the graph. Raises OSError if the file cannot be written."""
+    """Write each timeline as a process whose threads are its lanes.
+
+    Times are in microseconds from the start of the graph. Raise OSError if the file cannot be
+    written.
+    """
     processes = [(each.title, each.timeline) for each in pictures]
     events = [event for pid, one in enumerate(processes) for event in _process(pid, *one)]
     data = {"displayTimeUnit": "ms", "traceEvents": events}

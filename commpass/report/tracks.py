@@ -1,4 +1,4 @@
-"""Timelines as pictures: a lane for what a rank computes, and one for each of its links."""
+"""Draw timelines: a lane for a rank's compute, and one for each of its links."""
 
 from __future__ import annotations
 
@@ -25,18 +25,21 @@ TRAVELS = "exchange on a link"
 IN_TURNS = " (every other site darker)"
 RED = "#cc2222"
 DARKER = "#27684c"
-"""Every other site's exchanges, so that neighbours are told apart."""
+"""The colour of every other site's exchanges, to distinguish neighbours."""
 WIDTH, LANE, HEAD = 14.0, 0.5, 0.9
-"""Inches: of the picture, of a lane, of title and axis."""
+"""In inches: the width of the picture, the height of a lane, and that of title and axis."""
 SIZE = 8
-"""Of the labels of exchanges, in points; a character and a line of them in inches:"""
+"""The font size of exchange labels in points; below, the size of a character and a line in
+inches."""
 CHAR, LINE = 0.53 * SIZE / 72, 1.35 * SIZE / 72
 
 
 @dataclass(frozen=True)
 class Picture:
-    """One timeline with its title. ``end_us`` is where its axis ends: those that are to be compared
-    end at the same."""
+    """One timeline with its title.
+
+    ``end_us`` is the end of its axis, equal for timelines that are to be compared.
+    """
 
     title: str
     timeline: Timeline
@@ -45,7 +48,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Labels:
-    """What stands below the lanes: where, in ms, and what. ``inches`` is the room it takes."""
+    """The labels below the lanes: position in ms, and text. ``inches`` is the room they take."""
 
     texts: tuple[tuple[float, str], ...]
     upright: bool
@@ -53,7 +56,7 @@ class Labels:
 
 
 def kind(event: Event) -> str:
-    """What an event is shown as."""
+    """Return the kind that an event is shown as."""
     if event.exposed:
         return EXPOSED
     if event.travels:
@@ -64,7 +67,7 @@ def kind(event: Event) -> str:
 
 
 def draw(pictures: Sequence[Picture]) -> Any:
-    """Pictures one below the other, as a matplotlib figure."""
+    """Draw pictures one below the other, as a matplotlib figure."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -128,8 +131,10 @@ def _draw(axes: Any, picture: Picture, below: Labels) -> None:
 
 
 def labels(picture: Picture) -> Labels:
-    """The site and hop of exchanges, upright where they are many; those without room are left
-    out."""
+    """Return the site and hop of exchanges, upright if there are many.
+
+    Labels without room are left out.
+    """
     room = (WIDTH - 1.5) / (picture.end_us / 1000)  # inches for a millisecond
     known = _middles(event for event in picture.timeline.events if event.travels)
     wide = CHAR * max((len(site) for _, site, _ in known), default=0)
@@ -144,8 +149,10 @@ def labels(picture: Picture) -> Labels:
 
 
 def _middles(exchanges: Iterable[Event]) -> list[tuple[float, str, str]]:
-    """Where each hop of each site is, in ms, its site and hop: chunks share one. The only hop of a
-    site needs no name."""
+    """Return the middle of each hop of each site in ms, its site and hop; chunks share one.
+
+    The only hop of a site is not named.
+    """
     spans: dict[tuple[str, int], Span] = {}
     for event in exchanges:
         begin, end = spans.get((event.site, event.hop), (event.begin_us, event.end_us))
@@ -158,13 +165,14 @@ def _middles(exchanges: Iterable[Event]) -> list[tuple[float, str, str]]:
 
 
 def svg(pictures: Sequence[Picture], prefix: str) -> str:
-    """The same as text that a page can hold. Its ids begin with a prefix: a page has several."""
+    """Return the figure as SVG text for a page. Its ids begin with a prefix, since a page has
+    several."""
     from matplotlib import rc_context
 
     held = io.StringIO()
     with rc_context(
         {"svg.fonttype": "none", "svg.hashsalt": "commpass"}
-    ):  # text stays text; the same bytes each time
+    ):  # text stays text, and the bytes are reproducible
         draw(pictures).savefig(held, format="svg", metadata={"Date": None})
     text = held.getvalue()
     for before in (' id="', 'href="#', "url(#"):

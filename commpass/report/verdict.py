@@ -1,4 +1,5 @@
-"""What commpass did for this process, as far as this rank knows: times, bytes and errors."""
+"""``commpass.report()``: what commpass did in this process on this rank: times, bytes and
+errors."""
 
 from __future__ import annotations
 
@@ -35,12 +36,16 @@ ELSEWHERE = (
 
 @dataclass(frozen=True, kw_only=True)
 class SiteReport:
-    """One site. Bytes are those of one call: ``bytes`` and ``wire_bytes`` are handed to the
-    collectives without and with commpass, ``sent_plain`` and ``sent`` leave this rank (-1: not
-    known). ``error`` is what was expected, ``measured`` and ``worst`` are the mean and the largest
-    of ``samples`` measurements (None before the first), ``max_error`` the bound, if there is one.
-    ``unclear`` counts those without a relative error: of what was not finite, or zero everywhere.
-    ``unmeasured`` says why nothing is measured, if so, and ``reason`` why the plan is as it is."""
+    """One site.
+
+    Bytes are those of one call. ``bytes`` and ``wire_bytes`` are handed to the collectives without
+    and with commpass. ``sent_plain`` and ``sent`` leave this rank (-1: unknown). ``error`` is the
+    expected error. ``measured`` and ``worst`` are the mean and the largest of ``samples``
+    measurements (None before the first). ``max_error`` is the bound, if there is one. ``unclear``
+    counts measurements without a relative error: of values that were not finite, or zero
+    everywhere. ``unmeasured`` is the reason if nothing is measured, and ``reason`` that of the
+    plan.
+    """
 
     name: str
     module: str
@@ -63,17 +68,19 @@ class SiteReport:
 
     @property
     def above(self) -> bool:
-        """Whether an error was measured that is above the bound."""
+        """Whether a measured error is above the bound."""
         worst, bound = self.worst, self.max_error
         return worst is not None and bound is not None and worst > bound
 
 
 @dataclass(frozen=True, kw_only=True)
 class GraphReport:
-    """One graph. Times are in microseconds, of one call: predicted, predicted without commpass, and
-    the median of those measured (on rank 0, with Inductor). None where they are not known.
-    ``watch`` is the share of calls on which errors are measured. ``fallback`` says why it was
-    compiled untouched, if so."""
+    """One graph.
+
+    Times are microseconds of one call: predicted, predicted without commpass, and the median of
+    measured ones (on rank 0, with Inductor). None if unknown. ``watch`` is the share of calls on
+    which errors are measured. ``fallback`` is the reason if it was compiled untouched.
+    """
 
     policy: str
     graph: str
@@ -89,8 +96,11 @@ class GraphReport:
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums over graphs, each called once. Times, in milliseconds, are those of the graphs that were
-    measured; None where none was. Sites of unknown size are not counted among the bytes."""
+    """Sums over graphs, each called once.
+
+    Times, in milliseconds, are those of measured graphs; None if there are none. Sites of unknown
+    size do not count in the bytes.
+    """
 
     graphs: int
     sites: int
@@ -109,8 +119,10 @@ class Totals:
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """What ``commpass.report()`` gives. ``print`` it, or take it as data. ``elsewhere`` is how many
-    plans of this process are of exchanges that it does not follow."""
+    """The result of ``commpass.report()``: print it, or use its data.
+
+    ``elsewhere`` is the number of plans in this process whose exchanges it does not follow.
+    """
 
     graphs: tuple[GraphReport, ...]
     plans: tuple[Plan, ...] = dataclasses.field(default=(), compare=False)
@@ -118,7 +130,7 @@ class Report:
 
     @property
     def sites(self) -> tuple[SiteReport, ...]:
-        """Those of all graphs."""
+        """The sites of all graphs."""
         return tuple(site for graph in self.graphs for site in graph.sites)
 
     @property
@@ -144,14 +156,17 @@ class Report:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it as plain data."""
+        """Return all of it as plain data."""
         held = {"totals": self.totals, "graphs": self.graphs}
         found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(held))
         return found
 
     def metrics(self) -> dict[str, float]:
-        """Flat names to numbers: the totals, and the mean measured error of each pattern of sites.
-        What is not known is left out."""
+        """Return numbers under flat names: the totals, and the mean measured error of each site
+        pattern.
+
+        Unknown numbers are left out.
+        """
         held = dataclasses.asdict(self.totals)
         found = {f"commpass/{name}": float(n) for name, n in held.items() if n is not None}
         alike: dict[str, list[SiteReport]] = {}  # of all sizes, and of all graphs
@@ -204,7 +219,7 @@ class Report:
             )
 
     def _reasons(self) -> Iterable[str]:
-        """Why sites are as they are, and why nothing was measured of others."""
+        """Yield why sites are uncompressed, and why nothing was measured of others."""
         alone = [site for each in self.graphs if not each.fallback for site in each.sites]
         yield from _counted("as it is", [(s, s.reason) for s in alone if s.codec == "none"])
         coded = [site for site in alone if site.codec != "none"]
@@ -219,14 +234,14 @@ class Report:
         yield from _counted("no relative error", [(s, UNCLEAR) for s in unclear])
 
     def _watching(self) -> str:
-        """The policy in use, with ``watch``, as one writes it."""
+        """Return the policy in use, with ``watch``, as code."""
         names = {each.policy for each in self.graphs if each.sites}
         if len(names) == 1 and (name := names.pop()) in PRESETS:
             return f'Policy.from_preset("{name}", watch=0.01)'
         return "watch=0.01 in the policy"
 
     def _patterns(self) -> list[tuple[Pattern, list[SiteReport]]]:
-        """The sites by pattern, each with what is known of its sites."""
+        """Return the sites by pattern, with their reports."""
         return [
             (pattern, [self.graphs[graph].sites[number - 1] for graph, number in pattern.numbers])
             for pattern in patterns(self.plans)
@@ -234,9 +249,11 @@ class Report:
 
 
 def report() -> Report:
-    """What commpass has compiled in this process, with what was measured since: of all backends,
-    and of doors, whose exchanges are graphs too. Waits for nothing. Before anything was compiled
-    it says so."""
+    """Return what commpass has compiled in this process, with what was measured since.
+
+    It covers all backends and integrations, whose exchanges are graphs too. It does not wait for
+    anything. If nothing was compiled yet, the report says so.
+    """
     entries = [(book.policy, entry) for book in step_logs() for entry in book.entries]
     followed = {id(entry.plan) for _, entry in entries}
     followed |= {id(plan) for book in step_logs() for plan in book.past}
@@ -248,20 +265,20 @@ def report() -> Report:
 
 
 def metrics() -> dict[str, float]:
-    """``commpass.report().metrics()``: flat names to numbers."""
+    """Return ``commpass.report().metrics()``: numbers under flat names."""
     return report().metrics()
 
 
 def log_metrics(to: Any, step: int) -> None:
-    """Writes ``metrics()`` to a logger, under the number of a step.
+    """Write ``metrics()`` to a logger, under the number of a step.
 
     Args:
-        to: a TensorBoard ``SummaryWriter`` (or what has ``add_scalar(name, number, step)``), a run
-            of Weights & Biases (``log(numbers, step=...)``), or a logger of Lightning's
+        to: a TensorBoard ``SummaryWriter`` (or an object with ``add_scalar(name, number, step)``),
+            a run of Weights & Biases (``log(numbers, step=...)``), or a Lightning logger
             (``log_metrics(numbers, step=...)``).
         step: the number of the step.
 
-    Raises CommpassError for anything else.
+    Raise CommpassError for anything else.
     """
     numbers = metrics()
     if hasattr(to, "add_scalar"):
@@ -347,7 +364,7 @@ def _why_untimed(graphs: Sequence[GraphReport]) -> str:
 
 
 def _counted(noun: str, found: Sequence[tuple[SiteReport, str]]) -> Iterable[str]:
-    """A line for each reason, the commonest first."""
+    """Yield a line for each reason, the most frequent first."""
     by_reason: dict[str, list[SiteReport]] = {}
     for site, why in found:
         if why:
@@ -358,7 +375,7 @@ def _counted(noun: str, found: Sequence[tuple[SiteReport, str]]) -> Iterable[str
 
 
 REASONS = 3
-"""Reasons that are told; ``commpass explain`` and ``SiteReport.reason`` have all."""
+"""Reasons that are shown; ``commpass explain`` and ``SiteReport.reason`` have all."""
 
 # --- as a table -----------------------------------------------------------------------------------
 
@@ -366,7 +383,7 @@ HEAD = ("sites", "kind", "codec", "bytes", "expected error", "measured", "worst"
 
 
 def _table(rows: Iterable[tuple[Pattern, list[SiteReport]]]) -> list[str]:
-    """A line for each pattern."""
+    """Return a line for each pattern."""
     cells = [_row(pattern, sites) for pattern, sites in rows]
     if not cells:
         return []

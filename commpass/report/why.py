@@ -1,4 +1,4 @@
-"""Why a site was given its candidate, and why each other one lost."""
+"""Explain why a site was given its candidate, and why each other one lost."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from commpass.utils.printable import brief
 
 
 def considered(dumps: Sequence[Dump], name: str) -> list[tuple[Dump, PlannedSite]]:
-    """The sites of this name or glob, or of modules that it covers as in a rule (``layers.*`` and
-    all that is inside), in the graphs of a run; of one that was grouped or
-    split, what that was made into.
-    Raises CommpassError where there is none, with the nearest name, or where the dump has no
-    candidates."""
+    """Return the sites of this name or glob in the graphs of a run, or of modules that it covers.
+
+    Modules match as in a rule (``layers.*`` and all that is inside). A grouped or split site is
+    replaced by its results. Raise CommpassError if there is none, with the nearest name, or if the
+    dump has no candidates.
+    """
     found = [
         (dump, site)
         for dump in dumps
@@ -53,25 +54,28 @@ def considered(dumps: Sequence[Dump], name: str) -> list[tuple[Dump, PlannedSite
 
 
 def members(dump: Dump, site: PlannedSite) -> tuple[str, ...]:
-    """The names of the sites that were there before: several small ones that were grouped, or one
-    that was split into chunks of rows; () for any other."""
+    """Return the names of the original sites.
+
+    They are several small ones that were grouped, or one that was split into chunks of rows; () for
+    any other.
+    """
     grouped = next((each.sites for each in dump.plan.grouped if each.into == site.name), ())
     return grouped or tuple(each.site for each in dump.plan.split if site.name in each.into)
 
 
 def member_modules(dump: Dump, site: PlannedSite) -> tuple[str, ...]:
-    """The modules of those."""
+    """Return the modules of the original sites."""
     return next((each.modules for each in dump.plan.grouped if each.into == site.name), ())
 
 
 def candidates(dump: Dump, site: PlannedSite) -> list[Candidate]:
-    """What was considered for a site, best first, those that are refused last."""
+    """Return the candidates of a site, best first, refused ones last."""
     found = next((each.candidates for each in dump.considered if site.name in each.sites), ())
     return sorted(found, key=lambda each: (bool(each.refused), each.predicted_us, each.wire_bytes))
 
 
 def lost(candidate: Candidate, site: PlannedSite) -> str:
-    """Why a candidate was not chosen, or that it was."""
+    """Return why a candidate was not chosen, or "chosen"."""
     if candidate.refused:
         return candidate.refused
     names = [(each.codec, each.algorithm, each.chunks) for each in (candidate, site)]
@@ -89,7 +93,7 @@ def lost(candidate: Candidate, site: PlannedSite) -> str:
 
 
 def _gains_from(dump: Dump, site: PlannedSite) -> str:
-    """From which size on the chosen codec, or else the best that there was, gains."""
+    """Return from which size on the chosen codec, or else the best candidate, is faster."""
     from commpass.passes.breakeven import (  # traces the algorithm: needs torch
         break_even,
         explanation,
@@ -115,9 +119,11 @@ def _gains_from(dump: Dump, site: PlannedSite) -> str:
 
 
 def dependents(dump: Dump, site: PlannedSite) -> tuple[int, int, int, int] | None:
-    """How much of a graph needs what a site brings: the number of other sites that do, of all
-    others, of other operators that do, and of all others. None where a dump has no graph in
-    order."""
+    """Return how much of a graph depends on a site.
+
+    The result is the number of dependent sites, of all other sites, of dependent other operators,
+    and of all other operators. None if a dump has no graph in order.
+    """
     import networkx as nx
 
     nodes = dump.lowered or dump.after
@@ -130,7 +136,7 @@ def dependents(dump: Dump, site: PlannedSite) -> tuple[int, int, int, int] | Non
     if not its:
         return None
     graph = nx.DiGraph((source, user) for user, sources in edges.items() for source in sources)
-    graph.add_edges_from((site, each) for each in its)  # one source of all that is done for it
+    graph.add_edges_from((site, each) for each in its)  # one source for all its nodes
     found = nx.descendants(graph, site)
     others = [
         node
@@ -182,7 +188,7 @@ def title(dump: Dump, site: PlannedSite) -> Text:
 
 
 def table_of(dump: Dump, site: PlannedSite) -> Table:
-    """The candidates of a site that have a score, best first."""
+    """Return the candidates of a site that have a score, best first."""
     table = plain_table()
     for header in COLUMNS:
         right = header in RIGHT
@@ -209,7 +215,7 @@ def table_of(dump: Dump, site: PlannedSite) -> Table:
 
 
 def refusals(dump: Dump, site: PlannedSite) -> Table:
-    """The candidates of a site that nobody can choose, and why, each reason once."""
+    """Return the refused candidates of a site and the reasons, each reason once."""
     by_reason: dict[str, list[str]] = {}
     for each in candidates(dump, site):
         if each.refused:

@@ -1,6 +1,8 @@
-"""Data parallelism inside the compiled graph: a model whose parameters gather themselves where they
-are read, and whose gradients are reduced there in backward (as SimpleFSDP has it, Zhang et al.
-2024)."""
+"""Data parallelism inside the compiled graph.
+
+Parameters of the model are gathered where they are read, and gradients are reduced there in
+backward (as in SimpleFSDP, Zhang et al. 2024).
+"""
 
 from commpass.parallel.in_graph.accumulation import accumulate, drop_accumulated
 from commpass.parallel.in_graph.model import replicate, shard

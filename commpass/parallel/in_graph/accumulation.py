@@ -1,4 +1,4 @@
-"""Gradients of several micro-batches, exchanged once."""
+"""Gradient accumulation: exchange the gradients of several micro-batches once."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from commpass.utils.ambient import without_ambient_state
 
 @contextmanager
 def accumulate(model: nn.Module) -> Iterator[None]:
-    """Gradients of what the model computes in here stay on their rank, and are exchanged with those
-    of the next backward outside: all micro-batches but the last are run in here, forward and
-    backward, as in ``no_sync`` of DistributedDataParallel.
+    """Keep the gradients of this context on their rank until the next backward outside of it.
 
-    They are kept in ``reduce_dtype``, in memory of the size of the gathered parameters, which is
-    used again in later steps; ``drop_accumulated`` gives it back. A parameter that the last
-    micro-batch does not use sends what it has with the next one that does. Raises ParallelError for
-    a model that ``replicate`` and ``shard`` have not seen.
+    They are exchanged with those of that backward. Run the forward and backward of all
+    micro-batches but the last in this context, as in ``no_sync`` of DistributedDataParallel.
+
+    Gradients are kept in ``reduce_dtype``, in memory of the size of the gathered parameters, which
+    later steps use again; ``drop_accumulated`` frees it. A parameter that the last micro-batch does
+    not use sends its gradient with the next one that does. Raise ParallelError for a model that was
+    not passed to ``replicate`` or ``shard``.
     """
     held = [one for one, _ in every_held(model)]
     before = [one.accumulating for one in held]
@@ -42,7 +43,7 @@ def _make_room(shard: ExchangedParameter, device: torch.device) -> None:
     pending = shard.pending = torch.zeros(shape, dtype=dtype, device=device)
 
     def add(leaf: Tensor) -> None:
-        # A forward that is under way may hold it: backward takes what is there by then.
+        # A running forward may refer to it: backward uses the value at that time.
         with without_ambient_state(), torch.autograd._unsafe_preserve_version_counter(pending):
             pending.add_(leaf.grad)  # type: ignore[arg-type]
         leaf.grad = None
@@ -51,7 +52,9 @@ def _make_room(shard: ExchangedParameter, device: torch.device) -> None:
 
 
 def drop_accumulated(model: nn.Module) -> None:
-    """Forgets what ``accumulate`` kept and was not exchanged yet, as ``zero_grad`` does with
-    gradients, and gives its memory back."""
+    """Drop what ``accumulate`` kept and was not exchanged yet, and free its memory.
+
+    This corresponds to ``zero_grad`` for gradients.
+    """
     for held, _ in every_held(model):
         held.leaf = held.pending = None

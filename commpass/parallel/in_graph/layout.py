@@ -1,5 +1,4 @@
-"""Where a parameter's parts are: parameters as DTensors on a data-parallel mesh, alone or around
-tensor parallelism."""
+"""Place parameters as DTensors on a data-parallel mesh, alone or around tensor parallelism."""
 
 from __future__ import annotations
 
@@ -19,8 +18,10 @@ from commpass.errors import ParallelError, nearest
 
 
 def one_dimension(mesh: DeviceMesh, dim: str | None) -> DeviceMesh:
-    """The dimension of a mesh over which data is parallel. Raises ParallelError where it has none
-    of that name, or several and none was named."""
+    """Return the dimension of a mesh over which data is parallel.
+
+    Raise ParallelError if it has no such dimension, or several and none was named.
+    """
     if not isinstance(mesh, DeviceMesh):
         raise ParallelError(
             f"mesh is {type(mesh).__name__}, but must be a DeviceMesh: init_device_mesh("
@@ -44,8 +45,10 @@ def name_of(mesh: DeviceMesh) -> str:
 
 
 def joint_mesh(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
-    """The mesh of the dimensions of both. Raises ParallelError if they are not of one mesh, or
-    share a dimension."""
+    """Return the mesh of the dimensions of both.
+
+    Raise ParallelError if they are not of one mesh, or share a dimension.
+    """
     shared = set(outer.mesh_dim_names or ()) & set(inner.mesh_dim_names or ())
     if shared:
         raise ParallelError(
@@ -64,10 +67,11 @@ def joint_mesh(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
 
 
 def placed(parameter: nn.Parameter, outer: DeviceMesh, mesh: DeviceMesh, sharded: bool) -> DTensor:
-    """The parameter as a DTensor on ``mesh``: over ``outer``, its first dimension, ``sharded`` by
-    rows or whole; over the others as it is now (whole, where it is a plain tensor).
+    """Return the parameter as a DTensor on ``mesh``.
 
-    Ranks of ``outer`` must hold equal values: see ``equalize``.
+    Over ``outer``, its first dimension, it is ``sharded`` by rows or replicated. Over the others it
+    is placed as before (replicated, if it is a plain tensor). Ranks of ``outer`` must hold equal
+    values: see ``equalize``.
     """
     local = parameter.detach()
     inner: tuple[Placement, ...] = (Replicate(),) * (mesh.ndim - outer.ndim)
@@ -93,8 +97,11 @@ def placed(parameter: nn.Parameter, outer: DeviceMesh, mesh: DeviceMesh, sharded
 
 
 def has_rows(parameter: Tensor) -> bool:
-    """Whether there is more than one row to divide, on any rank of the other dimensions of a mesh:
-    all of them must answer alike."""
+    """Return whether there is more than one row to divide, on any rank of a mesh's other
+    dimensions.
+
+    All of these ranks must get the same result.
+    """
     if parameter.dim() == 0 or parameter.numel() == 0:
         return False
     within = 1
@@ -104,7 +111,8 @@ def has_rows(parameter: Tensor) -> bool:
 
 
 def _parts_of_rows(mesh: DeviceMesh, placements: Iterable[Placement]) -> int:
-    """Into how many parts the last dimensions of a mesh, one for each placement, divide rows."""
+    """Return into how many parts the last dimensions of a mesh, one for each placement, divide
+    rows."""
     placements = tuple(placements)
     first = mesh.ndim - len(placements)
     return math.prod(
@@ -115,14 +123,16 @@ def _parts_of_rows(mesh: DeviceMesh, placements: Iterable[Placement]) -> int:
 
 
 def _rows(mesh: DeviceMesh, inner: Iterable[Placement]) -> Placement:
-    """The placement of the rows of what is already a part of a tensor: where that is rows as well,
-    the parts of one rank do not lie side by side."""
+    """Return the placement of the rows of a tensor that is already sharded.
+
+    If that is sharded by rows as well, the parts of one rank are not contiguous.
+    """
     within = _parts_of_rows(mesh, inner)
     return _StridedShard(0, split_factor=within) if within > 1 else Shard(0)
 
 
 def check_alike(parameters: Mapping[str, nn.Parameter], mesh: DeviceMesh) -> None:
-    """Raises ParallelError, on all ranks of a mesh of one dimension, if their models differ."""
+    """Raise ParallelError, on all ranks of a mesh of one dimension, if their models differ."""
     words = [
         f"{name}: {list(parameter.shape)} of {parameter.dtype}, {parameter.placements}"
         if isinstance(parameter, DTensor)
@@ -147,7 +157,7 @@ def check_alike(parameters: Mapping[str, nn.Parameter], mesh: DeviceMesh) -> Non
 
 
 def equalize(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
-    """Gives all ranks of a mesh of one dimension the values of its first."""
+    """Give all ranks of a mesh of one dimension the values of its first rank."""
     for parameter in parameters:
         if parameter.is_meta:
             continue

@@ -1,9 +1,9 @@
-"""Data parallelism inside the compiled graph: parameters are distributed, and whoever reads one
-gets the whole of it by collectives that torch.compile sees.
+"""Data parallelism inside the compiled graph: ``replicate`` and ``shard``.
 
-As in SimpleFSDP (Zhang et al. 2024, arXiv 2411.00284), a module's class becomes a subclass on which
-each parameter is a property. ``parameters()`` and ``state_dict()`` do not go through it: they have
-the distributed parameters, under their own names.
+Parameters are distributed. A module that reads one gets the full tensor by collectives that
+torch.compile sees. As in SimpleFSDP (Zhang et al. 2024, arXiv 2411.00284), a module's class becomes
+a subclass on which each parameter is a property. ``parameters()`` and ``state_dict()`` bypass it:
+they return the distributed parameters, under their own names.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from commpass.parallel.in_graph.traced import Exchange
 
 @dataclass(frozen=True)
 class Terms:
-    """What the user asked for, of all parameters alike."""
+    """The user's arguments, which apply to all parameters."""
 
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
@@ -59,17 +59,20 @@ def replicate(
     cast_forward_inputs: bool = True,
     reduce_op: str = "avg",
 ) -> nn.Module:
-    """Makes a model data-parallel inside the graph: each rank has all parameters, and backward has
-    an all_reduce for each gradient.
+    """Make a model data-parallel inside the graph.
 
-    ``mesh`` has one dimension, or ``dim`` names it. Parameters become DTensors on it: in place, and
-    with the values of the first rank. A model that is tensor-parallel over another dimension of the
-    same mesh stays so. ``param_dtype`` is what modules compute with, ``reduce_dtype`` that in which
-    gradients are reduced (``param_dtype``, if not said). Gradients end in the parameter's own
-    dtype. The model's floating-point inputs are cast to ``param_dtype`` unless
-    ``cast_forward_inputs`` is False. ``reduce_op`` is "avg" or "sum". Returns the model. Raises
-    ParallelError for a model, mesh or parameter of which this cannot be made, before anything is
-    changed.
+    Each rank has all parameters, and backward has an all_reduce for each gradient. ``mesh`` has one
+    dimension, or ``dim`` names it. Parameters become DTensors on it in place, with the values of
+    the first rank. A model that is tensor-parallel over another dimension of the same mesh stays
+    so.
+
+    ``param_dtype`` is the dtype of computation. Gradients are reduced in ``reduce_dtype`` (default
+    ``param_dtype``) and end in the parameter's own dtype. The model's floating-point inputs are
+    cast to ``param_dtype`` unless ``cast_forward_inputs`` is False. ``reduce_op`` is "avg" or
+    "sum".
+
+    Return the model. Raise ParallelError for an unsupported model, mesh or parameter, before
+    anything is changed.
     """
     terms = Terms(param_dtype, reduce_dtype, reduce_op)
     return _distribute(model, mesh, dim, False, terms, cast_forward_inputs)
@@ -86,13 +89,15 @@ def shard(
     reduce_op: str = "avg",
     keep_gathered: bool = True,
 ) -> nn.Module:
-    """Makes a model sharded-data-parallel inside the graph: each rank has a part of the rows of
-    each parameter, gathered where it is used, and backward has a reduce_scatter for each gradient.
+    """Make a model sharded-data-parallel inside the graph.
 
-    Parameters without rows to divide (of no dimension, of one row, or empty) are replicated. With
-    ``keep_gathered`` the gathered parameters are kept from forward to backward, as torch's
-    partitioner does by itself: the fewest bytes sent. Without, backward gathers again what it
-    needs. The other arguments and errors are those of ``replicate``; parameters travel in
+    Each rank has a part of the rows of each parameter, gathered where it is used, and backward has
+    a reduce_scatter for each gradient. Parameters without rows to divide (of no dimension, of one
+    row, or empty) are replicated.
+
+    With ``keep_gathered`` the gathered parameters are kept from forward to backward, which is the
+    default of torch's partitioner and sends the fewest bytes. Without it, backward gathers again
+    what it needs. The other arguments and errors are those of ``replicate``; parameters are sent in
     ``param_dtype``.
     """
     terms = Terms(param_dtype, reduce_dtype, reduce_op, keep_gathered)
@@ -115,7 +120,7 @@ def _distribute(
     around = {mesh: layout.joint_mesh(outer, mesh) for mesh in inner}
     layout.check_alike(parameters, outer)
     layout.equalize(parameters.values(), outer)
-    # Plain parameters go onto the mesh of the others: norms of gradients on two do not add up.
+    # Plain parameters use the mesh of the others: norms over two meshes cannot be added.
     plain = next(iter(around.values())) if len(around) == 1 else outer
     made: dict[int, tuple[nn.Parameter, ExchangedParameter]] = {}
     for parameter in parameters.values():
@@ -171,7 +176,7 @@ def _casting(dtype: torch.dtype) -> Any:
 
 
 def _check(model: nn.Module, outer: DeviceMesh) -> None:
-    """Raises ParallelError for a model that cannot be made parallel."""
+    """Raise ParallelError for a model that cannot be made parallel."""
     if not isinstance(model, nn.Module):
         raise ParallelError(f"model is {type(model).__name__}, but must be a torch.nn.Module")
     for path, module in model.named_modules():

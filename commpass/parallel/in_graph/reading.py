@@ -1,4 +1,4 @@
-"""What a module sees of a parameter: a whole tensor, by the collective that makes it so."""
+"""Let modules read a parameter as a full tensor, by the collective that gathers it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from commpass.errors import ParallelError
 from commpass.parallel.in_graph.traced import Exchange, Exchanged, LocalGradient, gathered
 
 HELD = "_commpass_held"
-"""The attribute of a module that says how its parameters are exchanged."""
+"""The attribute of a module that records how its parameters are exchanged."""
 
 
 @dataclass(frozen=True)
 class Inner:
-    """What modules had before: a DTensor over the other dimensions of the mesh."""
+    """The parameter's previous form: a DTensor over the other dimensions of the mesh."""
 
     mesh: DeviceMesh
     placements: tuple[Any, ...]
@@ -33,7 +33,8 @@ class Inner:
 
 @dataclass(eq=False)
 class ExchangedParameter:
-    """One parameter, however many modules have it: how it is exchanged, and what is accumulated.
+    """How one parameter is exchanged, and its accumulated gradient; modules that share it share
+    this.
 
     While ``accumulating``, gradients go to ``leaf``, which takes no memory, and from there to
     ``pending``.
@@ -48,7 +49,7 @@ class ExchangedParameter:
     pending: Tensor | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExchangedParameter:
-        """That of a copy of the model, which has accumulated nothing."""
+        """Copy for a copy of the model, without the accumulated gradient."""
         return memo.setdefault(
             id(self), ExchangedParameter(self.how, self.inner, self.keep_gathered)
         )
@@ -56,8 +57,10 @@ class ExchangedParameter:
 
 @functools.cache
 def reading(kind: Any, names: tuple[str, ...]) -> type[nn.Module]:
-    """The subclass on which these parameters are read whole. Instances share it, and so what is
-    compiled of it."""
+    """Return the subclass on which these parameters are read in full.
+
+    Instances share it, and therefore its compiled code.
+    """
 
     def read(name: str) -> property:
         return property(lambda module: _full_parameter(module, name))
@@ -67,7 +70,8 @@ def reading(kind: Any, names: tuple[str, ...]) -> type[nn.Module]:
 
 
 def _register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-    """As of ``nn.Module``, for the parameters that a module had when it was made parallel."""
+    """Register a parameter as ``nn.Module`` does, if the module had it when it was made
+    parallel."""
     if name not in module.__dict__[HELD]:
         raise ParallelError(
             f"{name} of {type(module).__name__} is added after the model was made data-parallel,"
@@ -77,7 +81,7 @@ def _register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> N
 
 
 def _full_parameter(module: nn.Module, name: str) -> Tensor:
-    """What a module sees of a parameter."""
+    """Return what a module sees of a parameter."""
     parameter, held = module._parameters[name], module.__dict__[HELD][name]
     if held.as_it_is and parameter is not None:
         return parameter
@@ -116,7 +120,7 @@ def _read(part: Tensor, parameter: ExchangedParameter) -> Tensor:
 
 
 def every_held(model: nn.Module) -> Collection[tuple[ExchangedParameter, nn.Parameter]]:
-    """Each parameter of a model once. Raises ParallelError if it is not data-parallel."""
+    """Return each parameter of a model once. Raise ParallelError if it is not data-parallel."""
     found = {
         id(held): (held, parameter)
         for module in model.modules()
@@ -133,8 +137,11 @@ def every_held(model: nn.Module) -> Collection[tuple[ExchangedParameter, nn.Para
 
 @contextmanager
 def distributed_parameters(model: nn.Module) -> Iterator[None]:
-    """In here modules see their parameters as they are, DTensors, as to fill them in place: what a
-    module sees otherwise is a copy."""
+    """Let modules see their parameters as DTensors in this context, for example to fill them in
+    place.
+
+    Otherwise a module sees a copy.
+    """
     held = [one for one, _ in every_held(model)]
     for one in held:
         one.as_it_is = True

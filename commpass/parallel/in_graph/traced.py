@@ -1,7 +1,7 @@
-"""What a parameter's exchange is: gathered for forward, its gradient reduced in backward.
+"""The exchange of one parameter: gathered for forward, its gradient reduced in backward.
 
-Everything here is traced into the graph of whoever reads a parameter: plain functional collectives,
-one for each read, which commpass's passes then merge, join and compress like any other.
+All code here is traced into the graph of the module that reads a parameter. It consists of plain
+functional collectives, one for each read, which commpass's passes then merge, join and compress.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ ops: Any = torch.ops._c10d_functional
 
 @dataclass(frozen=True)
 class Exchange:
-    """How one parameter of ``shape``, whole on each rank of ``group`` or ``sharded`` along its
-    first dimension, is exchanged by the ``size`` ranks of the group.
+    """How the ``size`` ranks of ``group`` exchange one parameter of ``shape``.
 
-    Values travel in ``param_dtype``, gradients in ``reduce_dtype``; ``dtype`` is the parameter's.
-    ``op`` is how gradients are reduced, "avg" or "sum".
+    Each rank has the full parameter, or it is ``sharded`` along its first dimension. Values are
+    sent in ``param_dtype``, gradients in ``reduce_dtype``; ``dtype`` is the parameter's. ``op`` is
+    how gradients are reduced, "avg" or "sum".
     """
 
     group: str
@@ -56,7 +56,7 @@ class Exchange:
 
 
 def gathered(part: Tensor, how: Exchange) -> Tensor:
-    """The whole parameter, in ``param_dtype``, of the part that this rank has."""
+    """Return the full parameter, in ``param_dtype``, from this rank's part."""
     part = part.to(how.param_dtype)
     if how.size == 1 or not how.sharded or 0 in how.shape:
         return part.view_as(part)
@@ -66,7 +66,7 @@ def gathered(part: Tensor, how: Exchange) -> Tensor:
 
 
 def reduced(gradient: Tensor, how: Exchange) -> Tensor:
-    """This rank's part of the gradient of all ranks, in the parameter's dtype."""
+    """Return this rank's part of the reduced gradient, in the parameter's dtype."""
     gradient = gradient.to(how.reduce_dtype)
     if how.size == 1 or 0 in how.shape:
         pass
@@ -83,21 +83,21 @@ def reduced(gradient: Tensor, how: Exchange) -> Tensor:
 
 
 def _of_rows(part: Tensor, rows: int) -> Tensor:
-    """The first rows of a tensor, and zeros where it has fewer.
+    """Return the first rows of a tensor, padded with zeros.
 
-    Ranks cut off, or add, different numbers of rows, and some none. All of them must do it by the
-    same operators, which no pass removes where there is nothing to do: what ranks decide about
-    their collectives, each by its own graph, must be the same.
+    Ranks cut off, or add, different numbers of rows, and some none. All must do it by the same
+    operators, which no pass removes even if they do nothing. Each rank decides about its
+    collectives by its own graph, and the decisions must be the same.
     """
     line = torch.cat([part, part.new_zeros(1, *part.shape[1:])])
     return line.index_select(0, torch.arange(rows, device=part.device).clamp(max=part.shape[0]))
 
 
 class Exchanged(torch.autograd.Function):
-    """The whole parameter; backward reduces its gradient, and with it what was accumulated.
+    """Return the full parameter; backward reduces its gradient and the accumulated one.
 
-    ``pending`` is emptied there, so that it is sent once however often a parameter is read. It is
-    no saved tensor: what is accumulated between forward and backward counts as well.
+    ``pending`` is cleared there, so that it is sent once even if a parameter is read several times.
+    It is not a saved tensor: what is accumulated between forward and backward counts as well.
     """
 
     @staticmethod
@@ -114,7 +114,7 @@ class Exchanged(torch.autograd.Function):
 
 
 class LocalGradient(torch.autograd.Function):
-    """The whole parameter; the gradient goes to ``leaf``, of this rank alone, and no further."""
+    """Return the full parameter; its gradient goes to this rank's ``leaf`` and no further."""
 
     @staticmethod
     def forward(ctx: Any, full: Tensor, leaf: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The public face of SSFusion."""
+"""The public interface of SSFusion."""
 
 from __future__ import annotations
 
@@ -58,35 +58,36 @@ def ssfusion(
     dump: str | os.PathLike[str] | None = None,
     group: dist.ProcessGroup | DeviceMesh | None = None,
 ) -> SSFusion:
-    """Data-parallel training with sparsified gradients in fusion buffers (SSFusion). Every rank
-    calls it, with the same model and the same arguments.
+    """Train data-parallel with sparsified gradients in fusion buffers (SSFusion).
 
-    ``model`` is a plain module, whose parameters and buffers are set to those of the group's first
-    rank, and whose gradients are means over ``group`` (None: all ranks) when ``backward()``
-    returns; or a ``DistributedDataParallel``, which gets a comm hook, and whose group it is then.
+    Every rank calls it with the same model and the same arguments. ``model`` is one of:
 
-    ``fuse``, ``aware``, ``interleave`` and ``offload`` are parts of the method that can be left out
-    (see ``Settings``). With COMMPASS=off all is sent whole always.
+    - A plain module. Its parameters and buffers are set to those of the group's first rank. Its
+      gradients are means over ``group`` (None: all ranks) when ``backward()`` returns.
+    - A ``DistributedDataParallel``, which gets a comm hook and keeps its own group.
+
+    ``fuse``, ``aware``, ``interleave`` and ``offload`` are parts of the method that can be switched
+    off (see ``Settings``). With COMMPASS=off everything is always sent dense.
 
     Args:
         density: the share of all gradient entries that is sent.
         bound: the least share of one gradient that selection is thinned to.
         selector: a sparse codec, such as ``"dgc"``, ``"topk"`` or ``"dgc(values=bf16)"``.
-        momentum: that of momentum correction, for plain SGD whose own momentum is 0; with 0 what is
-            not sent is added to the next gradient as it is.
+        momentum: that of momentum correction, for plain SGD with momentum 0; with 0, what is not
+            sent is added unchanged to the next gradient.
         optimizer: if given, is checked for that.
-        clip: the largest 2-norm of the mean of one gradient; that of each rank is held to ``clip /
-            sqrt(ranks)`` before it is accumulated.
+        clip: the largest 2-norm of the mean of one gradient; each rank clips its gradient to
+            ``clip / sqrt(ranks)`` before it is accumulated.
         warmup: steps in which the density falls from 25 % to the target.
-        step: how many steps were done before, in a run that is resumed.
-        dense: a codec for what is sent whole, such as ``"bf16"``; its rounding is not made up for.
-        force: sparse even where dense is predicted to be as fast.
+        step: the number of steps done before, in a run that is resumed.
+        dense: a codec for dense gradients, such as ``"bf16"``, without error feedback.
+        force: sparse even if dense is predicted to be as fast.
         profile: the link, as in ``commpass.backend``; None measures it after the first steps.
-        profile_steps: how many steps these are: backward is measured, and all is sent whole.
-        dump: a folder for plans, as in ``commpass.backend``; each plan is a run of its own there.
+        profile_steps: the number of these steps: backward is measured, and all is sent dense.
+        dump: a folder for plans, as in ``commpass.backend``; each plan is a separate run there.
         group: the ranks, for a plain module.
 
-    Raises PolicyError for what cannot be, and PlanMismatch on all ranks if they differ.
+    Raise PolicyError for invalid arguments, and PlanMismatch on all ranks if they differ.
     """
     need_group("commpass.parallel.ssfusion")
     if not isinstance(model, nn.Module):
@@ -133,7 +134,7 @@ class SSFusion:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The parameters by the numbers that they have in the plan."""
+        """The parameters' names, indexed by their numbers in the plan."""
         return tuple(each.name for each in self._hooks.driver.planner.weights)
 
     @property
@@ -143,7 +144,7 @@ class SSFusion:
 
     @property
     def overhead_s(self) -> float:
-        """What measuring and planning took so far, in seconds."""
+        """The seconds that measuring and planning took so far."""
         return self._hooks.driver.planner.overhead_s
 
     def __repr__(self) -> str:
@@ -156,19 +157,20 @@ class SSFusion:
         )
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward in here accumulates gradients, and exchanges nothing."""
+        """Accumulate gradients in this context without exchanging them."""
         return self._hooks.no_sync()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What this rank has not sent yet, and its velocities: ``commpass.state_dict(model)``."""
+        """Return this rank's residuals and velocities: ``commpass.state_dict(model)``."""
         return state.state_dict(self._model)
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
-        """As ``commpass.load_state_dict(saved, model)``: of as many ranks, or of others."""
+        """Load a state as ``commpass.load_state_dict(saved, model)`` does, from any number of
+        ranks."""
         state.load_state_dict(saved, self._model)
 
     def remove(self) -> None:
-        """Leaves gradients alone from now on. What was not sent stays in the state."""
+        """Stop exchanging gradients. Residuals stay in the state."""
         self._hooks.remove()
         release(self._model)
 
@@ -196,7 +198,8 @@ def _group_of(model: nn.Module, group: Any) -> dist.ProcessGroup:
 
 
 def _weights(model: nn.Module) -> list[Weight]:
-    """The parameters that want a gradient, the last one first: about the order of backward."""
+    """Return the parameters that require a gradient, the last one first: about the order of
+    backward."""
     found: dict[int, Weight] = {}
     for path, module in names(model):
         for name, parameter in module.named_parameters(recurse=False):
@@ -222,7 +225,7 @@ def _link(profile: Profile, group: dist.ProcessGroup) -> Link:
 
 
 def _spread(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Sets a model to that of the group's first rank."""
+    """Set a model to that of the group's first rank."""
     source = dist.get_global_rank(group, 0)
     for tensor in (*model.parameters(), *model.buffers()):
         whole = tensor.detach().contiguous()

@@ -1,5 +1,8 @@
-"""DistributedDataParallel's buckets, whose futures wait until the fusion buffers of all their
-gradients have come back. (Without postponed annotations, which DDP would not understand.)"""
+"""Exchange DistributedDataParallel's buckets by fusion buffers.
+
+A bucket's future waits until the fusion buffers of all its gradients have come back. This file has
+no postponed annotations, since DDP would not understand them.
+"""
 
 import threading
 import weakref
@@ -19,10 +22,10 @@ from commpass.parallel.ssfusion.planner import Planner
 
 
 class BucketHooks:
-    """Gradients of a DistributedDataParallel: a comm hook, which cannot be taken back."""
+    """Gradients of a DistributedDataParallel: a comm hook, which cannot be removed."""
 
     def __init__(self, module: DistributedDataParallel, planner: Planner):
-        # Its reducer holds the hook, of which Python sees nothing.
+        # Its reducer holds the hook, invisibly to Python's garbage collector.
         self.module, self._group = weakref.ref(module), module.process_group
         self.driver = Driver(planner, self._done, self._broken)
         self._lock = threading.Lock()
@@ -41,7 +44,7 @@ class BucketHooks:
 
     def no_sync(self) -> AbstractContextManager[None]:
         module = self.module()
-        assert module is not None  # whoever calls this holds it
+        assert module is not None  # the caller refers to it
         found: AbstractContextManager[None] = module.no_sync()
         return found
 
@@ -51,7 +54,7 @@ class BucketHooks:
         )
 
     def _accumulated(self, parameter: Tensor) -> None:
-        """This parameter was used, in this backward or in one that accumulated."""
+        """Record that this parameter was used, in this backward or in one that accumulated."""
         self._used.add(id(parameter))
 
     def _take(self, bucket: dist.GradBucket) -> Future[Tensor]:
@@ -94,7 +97,7 @@ class BucketHooks:
 
 
 class _Bucket:
-    """The buffer of a bucket, its future, and the parameters whose means have not come."""
+    """The buffer of a bucket, its future, and the parameters whose means are missing."""
 
     def __init__(self, buffer: Tensor, future: Future[Tensor], missing: set[int]):
         self.buffer, self.future, self.missing = buffer, future, missing

@@ -1,7 +1,8 @@
-"""Gradients as backward makes them: remembered, selected from, exchanged in fusion buffers.
+"""Process gradients in the order of backward: accumulate, select, exchange in fusion buffers.
 
-Three threads: backward's own, which adds and selects; one that selects beside it (offload); one
-that exchanges, message by message in the order of the plan, which is that of all ranks.
+Three threads are involved: backward's own, which accumulates and selects; one that selects in
+parallel (offload); and one that exchanges, message by message in the order of the plan, which is
+the same on all ranks.
 """
 
 from __future__ import annotations
@@ -29,15 +30,21 @@ from commpass.passes.rewrite import StateInput
 from commpass.utils.ambient import without_ambient_state
 
 CODE = Code("", 0, "ssfusion")
-"""Whose state it is, in the names of ``commpass.state_dict``."""
+"""The owner's function in the names of ``commpass.state_dict``."""
 CPU = torch.device("cpu")
 
 
 @dataclass
 class Step:
-    """A step under way: where the mean of each gradient goes, by its number (None: its parameter
-    had no gradient), what is sent of it, what messages still wait for, those on their way, and the
-    means of parameters without a gradient."""
+    """A step in progress.
+
+    - ``missing``: the gradients that each message still waits for.
+    - ``views``: where the mean of each gradient goes, by its number; None if its parameter had no
+      gradient.
+    - ``wires``: what is sent of each gradient.
+    - ``sent``: the messages in flight.
+    - ``late``: the means of parameters without a gradient.
+    """
 
     missing: list[set[int]]
     views: dict[int, Tensor | None] = field(default_factory=dict)
@@ -47,9 +54,12 @@ class Step:
 
 
 class Driver:
-    """The exchange of gradients. Whoever sees them calls ``ready`` for each, once a step and in any
-    order, then ``end``; ``done`` is told of each whose mean is there, and ``broken`` why none will
-    be, both in the thread that exchanges."""
+    """The exchange of gradients.
+
+    The caller passes each gradient to ``ready``, once a step and in any order, then calls ``end``.
+    The exchanging thread calls ``done`` for each gradient whose mean has arrived, or ``broken``
+    with the error if none will.
+    """
 
     def __init__(
         self,
@@ -70,7 +80,7 @@ class Driver:
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def begin(self) -> Step:
-        """The step under way, or a new one."""
+        """Return the step in progress, or a new one."""
         if self.failed is not None:
             raise CommpassError(
                 "an exchange of gradients failed, and ranks may hold different ones: begin again"
@@ -93,8 +103,10 @@ class Driver:
         self.parts = {number: self.planner.part(sent) for number, sent in self.sent.items()}
 
     def ready(self, parameter: nn.Parameter, gradient: Tensor | None, used: bool = True) -> None:
-        """Takes the gradient of a parameter, and puts the mean into it later. None, or not
-        ``used``: this rank had none in this step, and sends nothing of it."""
+        """Take the gradient of a parameter; the mean is written into it later.
+
+        None, or not ``used``: this rank had none in this step and sends nothing of it.
+        """
         step = self.begin()
         number = self.numbers[id(parameter)]
         name = self.planner.weights[number].name
@@ -117,13 +129,13 @@ class Driver:
         self._send(step)
 
     def end(self) -> Step:
-        """All gradients were given: the next one begins a new step."""
+        """End the step: all gradients were given, and the next one begins a new step."""
         step, self.step = self.begin(), None
         self.count += 1
         return step
 
     def memory(self, number: int) -> Memory:
-        """What this rank has not sent of a gradient."""
+        """Return what this rank has not sent of a gradient."""
         velocity = self._state_tensor(number, "velocity") if self.options.momentum else None
         return Memory(self._state_tensor(number, "residual"), velocity, self.options.momentum)
 
@@ -164,8 +176,11 @@ class Driver:
     # --- messages ---------------------------------------------------------------------------------
 
     def _send(self, step: Step) -> None:
-        """Hands over all messages that are complete, in the order of the plan. In measured steps
-        only when all are, so that backward is measured alone."""
+        """Submit all messages that are complete, in the order of the plan.
+
+        In measured steps submit them only when all are complete, so that backward is measured
+        alone.
+        """
         if self.planner.measures(self.count) and any(step.missing):
             return
         while len(step.sent) < len(self.messages) and not step.missing[len(step.sent)]:
@@ -173,7 +188,7 @@ class Driver:
             step.sent.append(self._exchanger.submit(self._run, message, step, self._event()))
 
     def _run(self, message: Message, step: Step, event: Any) -> None:
-        """In the thread that exchanges."""
+        """Exchange one message, in the exchanging thread."""
         if self.failed is not None:
             raise self.failed
         try:
@@ -209,8 +224,10 @@ class Driver:
         self.done(parameter)
 
     def wait(self, step: Step) -> None:
-        """Until all messages of a step have come back. Parameters that had no gradient here, but
-        had one elsewhere, get theirs."""
+        """Wait until all messages of a step have come back.
+
+        Parameters that had no gradient here, but had one elsewhere, get theirs.
+        """
         for future in step.sent:
             future.result()
         for number, mean in step.late.items():
@@ -219,14 +236,14 @@ class Driver:
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
     def close(self) -> None:
-        """Ends the threads."""
+        """End the threads."""
         self._exchanger.shutdown(wait=False)
         self._selector.shutdown(wait=False)
 
     # --- the stream of the threads, on a GPU ------------------------------------------------------
 
     def _event(self) -> Any:
-        """Where the stream of backward stands now."""
+        """Record an event at the current position of backward's stream."""
         if self._stream is None:
             return None
         event = torch.cuda.Event()
@@ -235,7 +252,7 @@ class Driver:
 
     @contextmanager
     def _side_stream(self, event: Any) -> Iterator[None]:
-        """Work that comes after ``event``, in a stream of its own."""
+        """Run work after ``event``, in a separate stream."""
         if self._stream is None:
             yield
             return

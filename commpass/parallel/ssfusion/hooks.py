@@ -1,4 +1,5 @@
-"""Who sees gradients: hooks on the parameters of a module, or DistributedDataParallel's buckets."""
+"""Collect gradients by hooks on a module's parameters; helpers for DistributedDataParallel's
+buckets."""
 
 from __future__ import annotations
 
@@ -17,8 +18,11 @@ from commpass.parallel.ssfusion.planner import Planner
 
 
 class ModuleHooks:
-    """Gradients of a plain module, each as soon as it is accumulated; backward returns when all
-    means are there. What has no gradient when backward ends is not used by this rank."""
+    """Gradients of a plain module, each as soon as it is accumulated.
+
+    Backward returns when all means have arrived. A parameter without a gradient at the end of
+    backward is not used by this rank.
+    """
 
     def __init__(self, module: nn.Module, planner: Planner):
         self.module, self.driver = module, Driver(planner)
@@ -32,7 +36,7 @@ class ModuleHooks:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward in here accumulates, and exchanges nothing."""
+        """Accumulate gradients in this context without exchanging them."""
         before, self.syncs = self.syncs, False
         try:
             yield
@@ -56,7 +60,7 @@ class ModuleHooks:
         self.driver.ready(parameter, parameter.grad)
 
     def _finish(self) -> None:
-        """At the end of a backward: of one within another only if nothing is missing."""
+        """Finish the step at the end of a backward; of a nested one only if nothing is missing."""
         step = self.driver.step
         if step is None or (_in_backward() and any(step.missing)):
             return
@@ -79,14 +83,17 @@ class ModuleHooks:
 
 
 def _in_backward() -> bool:
-    """Whether autograd is in the middle of another backward."""
+    """Return whether autograd is in the middle of another backward."""
     return torch._C._current_autograd_node() is not None
 
 
 def weakly(method: Callable[[torch.Tensor], None], name: str = "") -> Callable[[Any], None]:
-    """A hook for the parameter ``name`` that does not keep the object of a method: Python does not
-    see through these hooks, and would never free what refers to the parameter. Where the object is
-    gone it raises CommpassError, and does nothing without a name."""
+    """Return a hook for the parameter ``name`` that does not keep the object of a method alive.
+
+    Python's garbage collector cannot see these hooks, and would never free what refers to the
+    parameter. If the object was freed, the hook raises CommpassError, or does nothing without a
+    name.
+    """
     held = weakref.WeakMethod(method)
 
     def hook(parameter: torch.Tensor) -> None:
@@ -104,8 +111,10 @@ def weakly(method: Callable[[torch.Tensor], None], name: str = "") -> Callable[[
 
 
 def refuse_if_replaced(module: nn.Module, driver: Driver) -> None:
-    """Raises PolicyError where a module has other parameters than those whose gradients are
-    exchanged: these would never have one, and the others would keep their own."""
+    """Raise PolicyError if a module has other parameters than those whose gradients are exchanged.
+
+    The new ones would never get a mean, and the old ones would keep their gradients.
+    """
     weights, own = driver.planner.weights, {id(each) for each in module.parameters()}
     if not torch.is_grad_enabled() or all(id(each.parameter) in own for each in weights):
         return
@@ -120,13 +129,16 @@ def refuse_if_replaced(module: nn.Module, driver: Driver) -> None:
 
 
 def after_forward(module: nn.Module, driver: Driver, keeps: object = None) -> Any:
-    """Tells the clock when forward has ended, as long as times are measured, and looks whether the
-    parameters are those of before. The hook ``keeps`` an object as long as there is the module."""
+    """Register a forward hook that starts the clock while times are measured.
+
+    It also checks that the parameters are still the same. The hook ``keeps`` an object as long as
+    the module lives.
+    """
     held, own = weakref.ref(driver), weakref.ref(module)  # so that the module can be copied
 
     def begin(module: nn.Module, inputs: Any, outputs: Any) -> None:
         if module is not own():
-            return  # a copy: nobody exchanges its gradients
+            return  # a copy, whose gradients are not exchanged
         found = held()
         if found is not None and found.planner.measures(found.count):
             found.planner.clock.begin()

@@ -1,5 +1,5 @@
-"""What a fusion plan is made of: times of backward, of selection and of the link, measured in the
-first steps."""
+"""Measure the inputs of a fusion plan in the first steps: times of backward, selection and the
+link."""
 
 from __future__ import annotations
 
@@ -29,52 +29,57 @@ from commpass.utils.ambient import without_ambient_state
 
 REPEATS = 3
 SMALLEST = 1 << 10
-"""Entries: what selecting from fewer takes does not depend on their number."""
+"""Entries: below this size, the time of a selection does not depend on the size."""
 LARGEST = 1 << 22
-"""Entries: the time of more is that of so many, times as often."""
+"""Entries: above this size, times are extrapolated proportionally."""
 FACTOR = 8
-"""Between sizes that are measured."""
+"""The factor between measured sizes."""
 LINK_BYTES = (1 << 12, 1 << 16, 1 << 20)
 LONG_US = 10_000.0
-"""An exchange that takes longer is not measured with more bytes: those are what it takes."""
+"""An exchange that takes longer is not measured with more bytes: its time is extrapolated."""
 SHORT_US = LONG_US / 4
-"""After one that takes longer, an exchange of more bytes is measured once, without a warm-up."""
+"""After an exchange that takes longer, the next size is measured once, without a warm-up."""
 
 
 @dataclass
 class Clock:
-    """When gradients were there, in each of the steps that are measured: on a GPU by events in its
-    stream, so that nobody waits for it."""
+    """When gradients arrived, in each measured step.
+
+    On a GPU this uses events in its stream, so that nothing waits for it.
+    """
 
     device: torch.device
     steps: list[list[tuple[int, Any]]] = field(default_factory=list)
     begun: Any = None
 
     def begin(self) -> None:
-        """Forward has ended: what follows is backward."""
+        """Record that forward has ended and backward begins."""
         self.begun = self._timestamp()
 
     def step(self) -> None:
-        """A backward begins to make gradients."""
+        """Record that a backward begins to produce gradients."""
         self.steps.append([])
 
     def mark(self, number: int) -> None:
-        """Gradient ``number`` is there."""
+        """Record that gradient ``number`` has arrived."""
         if self.steps and not self.steps[-1] and self.begun is not None:
             self.steps[-1].append((-1, self.begun))
         if self.steps:
             self.steps[-1].append((number, self._timestamp()))
 
     def order(self) -> list[int]:
-        """Gradients as they came in the last step."""
+        """Return the gradients in the order of the last step."""
         last = self.steps[-1] if self.steps else []
         return [number for number, _ in last if number >= 0]
 
     def backward_us(self, count: int, cores: float = math.inf) -> list[float]:
-        """Of each of ``count`` gradients, the least time since the one before was there, for what
-        disturbs a step only adds; 0 for those that never came. A rank that has ``cores``
-        processors to itself takes no less than its processor time on those: a step of a few
-        milliseconds may by luck go undisturbed, and all of a backward does not."""
+        """Return the least time of each of ``count`` gradients since the previous one arrived.
+
+        The least time is used because disturbances only add. It is 0 for gradients that never came.
+        A rank that has ``cores`` processors to itself takes no less than its processor time on
+        those. A step of a few milliseconds may run undisturbed by luck, but not every part of a
+        backward does.
+        """
         found: list[list[tuple[float, float]]] = [[] for _ in range(count)]
         for step in self.steps:
             for (_, before), (number, there) in pairwise(step):
@@ -89,7 +94,7 @@ class Clock:
         return event
 
     def _us(self, before: Any, end: Any) -> tuple[float, float]:
-        """Time, and processor time."""
+        """Return wall time and processor time."""
         if self.device.type != "cuda":
             wall, busy = (1e6 * (after - first) for first, after in zip(before, end, strict=True))
             return wall, busy
@@ -98,14 +103,14 @@ class Clock:
 
 
 def _minimum(times: Sequence[tuple[float, float]], cores: float) -> float:
-    """Of some times and processor times, what is taken where all ranks compute at once."""
+    """Return the time that applies if all ranks compute at once, from wall and processor times."""
     wall, busy = (min(each, default=0.0) for each in zip(*times, strict=True)) if times else (0, 0)
     return max(wall, busy / cores)
 
 
 @dataclass(frozen=True)
 class Rate:
-    """Microseconds of a selection by number of entries, between the sizes that were measured."""
+    """Microseconds of a selection by number of entries, interpolated between measured sizes."""
 
     sizes: tuple[int, ...]
     us: tuple[float, ...]
@@ -128,8 +133,10 @@ def selection(
     group: Any,
     cores: float = math.inf,
 ) -> Rate:
-    """What selecting from rows of so many entries takes on a device, on all ranks of a group at
-    once: those that share processors do so in a step as well."""
+    """Measure selection from rows of ``entries`` on a device, on all ranks of a group at once.
+
+    Ranks that share processors share them in a step as well.
+    """
     encode = encoding(coder, torch.device(device))
     return _rate(lambda row: functools.partial(encode, row), entries, dtype, device, group, cores)
 
@@ -142,8 +149,11 @@ def offloaded_rate(
     group: Any,
     cores: float = math.inf,
 ) -> Rate:
-    """The same by a thread of the CPU beside the one that runs backward, which is as busy on a CPU;
-    for a gradient on another device, copies there and back included."""
+    """Measure selection in a CPU thread beside the one that runs backward, which is as busy on a
+    CPU.
+
+    For a gradient on another device, the copies to the CPU and back are included.
+    """
     encode, cpu = encoding(coder, torch.device("cpu")), torch.device("cpu")
 
     def prepared(row: Tensor) -> Callable[[], object]:
@@ -162,8 +172,11 @@ def sparsifying(
     group: Any,
     cores: float = math.inf,
 ) -> Rate:
-    """All that it takes to send gradients of so many entries sparse: to add one to what was not
-    sent, to select from it, and to add up what comes back from all ranks of a group."""
+    """Measure all that sending a sparse gradient of ``entries`` takes.
+
+    That is adding it to the residual, selecting from it, and summing what all ranks of a group
+    return.
+    """
     ranks = dist.get_world_size(group)
 
     def prepared(row: Tensor) -> Callable[[], object]:
@@ -212,7 +225,7 @@ def _rate(
 
 
 def _median_us(call: Callable[[], object], device: Any, cores: float) -> float:
-    """Microseconds of a call on all ranks at once, of which each has ``cores`` processors to
+    """Return the microseconds of a call on all ranks at once, each with ``cores`` processors to
     itself."""
     times = [_seconds(call, device) for _ in range(REPEATS)]
     wall, busy = (median(each) for each in zip(*times, strict=True))
@@ -220,7 +233,7 @@ def _median_us(call: Callable[[], object], device: Any, cores: float) -> float:
 
 
 def _seconds(call: Callable[[], object], device: Any) -> tuple[float, float]:
-    """Time, and processor time of all threads."""
+    """Return wall time, and processor time of all threads."""
     _synchronize(device)
     start, busy = time.perf_counter(), time.process_time()
     call()
@@ -235,8 +248,11 @@ def _synchronize(device: Any) -> None:
 
 @dataclass(frozen=True)
 class ExchangeTimes:
-    """What exchanges take: the ``link`` between the ranks, and by kind for how long one of so many
-    bytes keeps the processors of a rank from backward."""
+    """The times of exchanges.
+
+    ``link`` is the link between the ranks. ``busy`` is, by kind, for how long an exchange of so
+    many bytes keeps a rank's processors from backward.
+    """
 
     link: Link
     busy: Mapping[str, Rate] = field(default_factory=dict)
@@ -246,15 +262,21 @@ class ExchangeTimes:
 
 
 def taken_from_backward(cores: float) -> float:
-    """How much longer backward takes for each unit of processor time of the thread that exchanges,
-    on a rank that has ``cores`` processors to itself. With two or more each thread has its own;
-    with one, and less, one waits for the other."""
+    """Return how much longer backward takes for each unit of the exchanging thread's processor
+    time.
+
+    The rank has ``cores`` processors to itself. With two or more, each thread has its own. With one
+    or less, one thread waits for the other.
+    """
     return 1 / cores if cores <= 1 else max(2 / cores - 1, 0.0)
 
 
 def exchanges(group: Any, device: Any, cores: float = math.inf) -> ExchangeTimes:
-    """Alpha and beta of the messages of a step between the ranks of a group, all of which call it,
-    of the slowest rank; and what they take of the processors."""
+    """Measure alpha and beta of a step's messages between the ranks of a group, and their processor
+    time.
+
+    All ranks of the group call it. The times are those of the slowest rank.
+    """
     ranks = dist.get_world_size(group)
     calls: dict[str, Callable[[Part, Tensor], Any]] = {
         "all_reduce": lambda part, x: messages.sums([part], [x], group, device),

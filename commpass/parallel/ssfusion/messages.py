@@ -1,8 +1,8 @@
-"""One collective of several gradients, and what comes back: the mean of each over the ranks, with
-the same bits on all of them.
+"""Exchange several gradients in one collective and return their means, with equal bits on all
+ranks.
 
-Beside the values travels which rank had a gradient at all, so that a parameter that nobody used is
-left alone, as DistributedDataParallel does it.
+A flag for each gradient tells whether a rank had one. A parameter that no rank used stays
+unchanged, as in DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from commpass.collectives import all_reduce
 
 ops = torch.ops._c10d_functional
 Given = Sequence[Tensor | None]
-"""What a rank sends of each gradient: a wire, or values; None where it had none."""
+"""What a rank sends of each gradient: a wire, or values; None if it had none."""
 USED_BYTES = 1
-"""What one gradient's flag takes in an all_gather, or beside a coded all_reduce."""
+"""The bytes of one gradient's flag in an all_gather, or beside a coded all_reduce."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A gradient of ``entries`` values in a message: selected from by ``coder``, or None, whole."""
+    """A gradient of ``entries`` values in a message: sparse by ``coder``, or dense if that is
+    None."""
 
     entries: int
     dtype: torch.dtype
@@ -37,13 +38,13 @@ class Part:
 
     @property
     def nbytes(self) -> int:
-        """Of its row in an all_gather, without its flag."""
+        """The bytes of its row in an all_gather, without its flag."""
         if self.coder is not None:
             return self.coder.wire_bytes(self.entries, self.dtype)
         return self.entries * self.dtype.itemsize
 
     def sum(self, rows: Tensor) -> Tensor:
-        """uint8 ``[ranks, nbytes]`` to the sum ``[entries]``, in rank order (law 4)."""
+        """Return the sum ``[entries]`` of uint8 ``[ranks, nbytes]``, in rank order (law 4)."""
         if self.coder is not None:
             return sum_by_index(
                 *self.coder.decode_sparse(rows, self.entries, self.dtype), self.entries
@@ -55,8 +56,10 @@ class Part:
 
 
 def gather(parts: Sequence[Part], values: Given, group: Any, device: Any) -> list[Tensor | None]:
-    """One all_gather of a row of bytes: all wires, then a flag for each. The mean of each part,
-    None where no rank had any."""
+    """Return the mean of each part by one all_gather of a row of bytes; None if no rank had any.
+
+    The row has all wires, then a flag for each.
+    """
     ranks, many = dist.get_world_size(group), len(parts)
     mine = torch.zeros(gather_bytes(parts), dtype=torch.uint8, device=device)
     flags = [int(wire is not None) for wire in values]
@@ -80,15 +83,18 @@ def gather(parts: Sequence[Part], values: Given, group: Any, device: Any) -> lis
 
 
 def gather_bytes(parts: Sequence[Part]) -> int:
-    """What a rank hands over in ``gather``."""
+    """Return the bytes that a rank hands over in ``gather``."""
     return sum(part.nbytes + USED_BYTES for part in parts)
 
 
 def sums(
     parts: Sequence[Part], gradients: Given, group: Any, device: Any, codec: str | None = None
 ) -> list[Tensor | None]:
-    """One all_reduce of the values of all parts, by the library, or coded. The mean of each, None
-    where no rank had any. Divided before it is summed, as DistributedDataParallel does it."""
+    """Return the mean of each part by one all_reduce of all values; None if no rank had any.
+
+    The library sums them, or a codec is used. Values are divided before the sum, as in
+    DistributedDataParallel.
+    """
     ranks = dist.get_world_size(group)
     dtype = message_dtype(parts)
     flat = torch.cat(
@@ -117,12 +123,12 @@ def sums(
 
 
 def message_dtype(parts: Sequence[Part]) -> torch.dtype:
-    """In which the values of an all_reduce travel: the widest of its gradients'."""
+    """Return the dtype of an all_reduce's values: the widest of its gradients' dtypes."""
     return reduce(torch.promote_types, (part.dtype for part in parts))
 
 
 def _places(parts: Sequence[Part]) -> list[tuple[int, Part]]:
-    """Where the row of each part begins."""
+    """Return where the row of each part begins."""
     found, begin = [], 0
     for part in parts:
         found.append((begin, part))

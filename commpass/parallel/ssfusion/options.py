@@ -1,4 +1,4 @@
-"""What a user asks of SSFusion, checked."""
+"""The user's options for SSFusion, checked."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ from commpass.errors import PolicyError, check_number
 from commpass.parallel.ssfusion.plan import Settings
 
 WARM_UP = (0.25, 0.0625, 0.015625, 0.004)
-"""The densities of Deep Gradient Compression's warm-up, one after the other (section 3.3)."""
+"""The successive densities of Deep Gradient Compression's warm-up (section 3.3)."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """``settings`` are those of the plan. ``selector`` is a sparse codec; ``momentum`` and ``clip``
-    as in ``ssfusion``; the density falls to the target in ``warmup`` steps, of which ``step`` were
-    done before; times are measured in the first ``profile_steps``. ``dense`` is the codec of what
-    is sent whole, None for none."""
+    """The options of one run.
+
+    ``settings`` are those of the plan. ``selector`` is a sparse codec. ``momentum`` and ``clip``
+    are those of ``ssfusion``. The density falls to the target in ``warmup`` steps, of which
+    ``step`` were done before. Times are measured in the first ``profile_steps``. ``dense`` is the
+    codec of dense gradients, None for none.
+    """
 
     settings: Settings
     selector: str = "dgc"
@@ -54,14 +57,16 @@ class Options:
             )
 
     def coder(self, density: float) -> SparseCodec:
-        """The selector at a density."""
+        """Return the selector at a density."""
         found = codec(self.selector, density=density)
         assert isinstance(found, SparseCodec)
         return found
 
     def at(self, step: int) -> Settings:
-        """The settings of a step: the density of its stage of warm-up, exponentially falling to the
-        target."""
+        """Return the settings of a step.
+
+        Their density is that of its warm-up stage, which falls exponentially to the target.
+        """
         stages = [each for each in WARM_UP if each > self.settings.density]
         done = self.step + step
         if not stages or done >= self.warmup:
@@ -70,8 +75,10 @@ class Options:
 
 
 def check_optimizer(optimizer: optim.Optimizer | None, momentum: float) -> None:
-    """Raises PolicyError for momentum on both sides: the optimizer's would be applied to values
-    that have had it already."""
+    """Raise PolicyError for momentum on both sides.
+
+    The optimizer's would be applied to values that already include momentum.
+    """
     if optimizer is None or not momentum:
         return
     for group in optimizer.param_groups:

@@ -1,7 +1,7 @@
-"""What is sent of each gradient, in which buffers, by which collective: SSFusion, section IV.
+"""Plan what is sent of each gradient, in which buffers, by which collective: SSFusion, section IV.
 
-Pure functions of numbers: same numbers, same plan, on every rank. Times are microseconds, of one
-step, gradients are numbered in the order in which backward makes them.
+These are pure functions of numbers: equal numbers give equal plans on every rank. Times are
+microseconds of one step. Gradients are numbered in the order in which backward produces them.
 """
 
 from __future__ import annotations
@@ -26,17 +26,22 @@ from commpass.costmodel.buffers import (
 from commpass.errors import PolicyError, check_number
 
 BUCKET_BYTES = 25 << 20
-"""Of dense buffers as long as nothing was measured: what DDP takes."""
+"""The size of dense buffers before times are measured: DDP's default."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """``density`` is the share of all entries that is sent, ``bound`` the least share of one
-    gradient; the others switch parts of the method off: ``fuse`` (else each gradient is a buffer),
-    ``aware`` (density-aware: large gradients make up for what is sent whole), ``interleave``
-    (all_reduce for what is sent whole), ``offload`` (selection by the CPU). ``force``: sparse even
-    where dense is predicted to be as fast, else the gain must be more than the share ``margin`` of
-    what dense exchange adds to backward."""
+    """The settings of a plan.
+
+    - ``density``: the share of all entries that is sent; ``bound``: the least share of one
+      gradient.
+    - ``fuse``: if False, each gradient is a buffer.
+    - ``aware``: density-aware: large gradients compensate for those that are sent dense.
+    - ``interleave``: all_reduce for dense gradients.
+    - ``offload``: selection by the CPU.
+    - ``force``: sparse even if dense is predicted to be as fast. Otherwise the gain must be more
+      than the share ``margin`` of what dense exchange adds to backward.
+    """
 
     density: float = 0.01
     bound: float = BOUND
@@ -60,8 +65,10 @@ class Settings:
 
 @dataclass(frozen=True)
 class Sent:
-    """What is sent of gradient ``number``: the share ``density`` of it, 1 for all. ``offloaded``:
-    chosen by a thread of the CPU. ``why`` says so in words."""
+    """What is sent of gradient ``number``: the share ``density`` of it, 1 for all.
+
+    ``offloaded``: a CPU thread selects. ``why`` is the reason as text.
+    """
 
     number: int
     density: float = 1.0
@@ -75,7 +82,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class Message:
-    """One collective: ``all_reduce`` of gradients sent whole, or ``all_gather`` of all others."""
+    """One collective: ``all_reduce`` of dense gradients, or ``all_gather`` of all others."""
 
     kind: str
     sent: tuple[Sent, ...]
@@ -83,8 +90,11 @@ class Message:
 
 @dataclass(frozen=True)
 class Buffer:
-    """Gradients that follow one another in backward. Those of the first ``reduced`` that are sent
-    whole go by all_reduce, as soon as they are there; all others by one all_gather."""
+    """Gradients that follow one another in backward.
+
+    Dense ones among the first ``reduced`` are sent by all_reduce as soon as they arrive; all others
+    by one all_gather.
+    """
 
     sent: tuple[Sent, ...]
     reduced: int = 0
@@ -99,9 +109,11 @@ class Buffer:
 
 @dataclass(frozen=True)
 class FusionPlan:
-    """The buffers in the order of their exchange; ``end_us`` is the predicted end of the last one,
-    from the start of backward, and ``dense_us`` that of dense all_reduces in the best buffers.
-    ``why`` says why nothing is sparse, where nothing is."""
+    """The buffers in the order of their exchange.
+
+    ``end_us`` is the predicted end of the last one, from the start of backward. ``dense_us`` is
+    that of dense all_reduces in the best buffers. ``why`` is the reason if nothing is sparse.
+    """
 
     buffers: tuple[Buffer, ...]
     end_us: float = 0.0
@@ -125,8 +137,11 @@ def make(
     settings: Settings,
     busy_us: Callable[[str, float], float] = idle,
 ) -> FusionPlan:
-    """The plan of a step. ``row_bytes(entries, density)`` are the bytes of a sparse row;
-    ``busy_us`` is as in ``Problem``."""
+    """Return the plan of a step.
+
+    ``row_bytes(entries, density)`` are the bytes of a sparse row; ``busy_us`` is that of
+    ``Problem``.
+    """
     problem = Problem(gradients, ranks, link, row_bytes, busy_us=busy_us)
     whole = _all_dense(problem, settings)
     if ranks == 1:
@@ -142,7 +157,7 @@ def make(
 
 
 def unmeasured(gradients: Sequence[Gradient]) -> FusionPlan:
-    """All sent whole, in buffers of a fixed size: until times are known."""
+    """Return a plan that sends all dense in buffers of a fixed size, until times are known."""
     buffers: list[list[Sent]] = []
     room = 0
     for number, each in enumerate(gradients):
@@ -155,7 +170,7 @@ def unmeasured(gradients: Sequence[Gradient]) -> FusionPlan:
 
 
 def _all_dense(problem: Problem, settings: Settings) -> FusionPlan:
-    """All sent whole, by all_reduce, in the best buffers."""
+    """Return a plan that sends all dense by all_reduce, in the best buffers."""
     everything = frozenset(range(len(problem.gradients)))
     runs = fused(problem, everything, "all_reduce") if settings.fuse else _each(problem)
     sent = [tuple(Sent(number, why="sent whole") for number in run) for run in runs]
@@ -165,8 +180,7 @@ def _all_dense(problem: Problem, settings: Settings) -> FusionPlan:
 
 
 def _selected(problem: Problem, settings: Settings) -> FusionPlan:
-    """Buffers, selection, densities, offload and separation, one after the other, as in the
-    paper."""
+    """Decide on buffers, selection, densities, offload and separation in the order of the paper."""
     why = {
         number: "sent whole: its codes would be no smaller"
         for number, each in enumerate(problem.gradients)

@@ -1,5 +1,7 @@
-"""The plan of each step: measured in the first ones, made when the density changes, the same on all
-ranks, and proved to be (law 5)."""
+"""The plan of each step, equal on all ranks and verified to be (law 5).
+
+Times are measured in the first steps. A plan is made when the density changes.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ UNSEEN = "what one step leaves out, later ones send"
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter that wants a gradient, by its name."""
+    """A parameter that requires a gradient, with its name."""
 
     name: str
     parameter: nn.Parameter
@@ -37,10 +39,13 @@ class Weight:
 
 @dataclass
 class Planner:
-    """``weights`` are in the order of backward: the reverse of the model's at first, then as they
-    came. ``group`` is the user's, ``lane`` one of the same ranks for this alone. ``link`` is None
-    until it is measured; ``profile`` is its name, ``dump`` the folder for plans, ``overhead_s``
-    what measuring and planning took."""
+    """Measure and plan the exchange of a model's gradients.
+
+    ``weights`` are in the order of backward: at first the reverse of the model's, then as measured.
+    ``group`` is the user's; ``lane`` is a separate group of the same ranks. ``link`` is None until
+    it is measured, and ``profile`` is its name. ``dump`` is the folder for plans. ``overhead_s`` is
+    the time that measuring and planning took.
+    """
 
     weights: list[Weight]
     options: Options
@@ -66,12 +71,14 @@ class Planner:
         self.step_log = step_log.opened("ssfusion")
 
     def measures(self, step: int) -> bool:
-        """Whether a step is one of those that are measured."""
+        """Return whether a step is measured."""
         return step < self.options.profile_steps
 
     def plan_at(self, step: int) -> FusionPlan:
-        """The plan of a step, the same object as long as it is the same plan. All ranks call it
-        before the step's first message."""
+        """Return the plan of a step: the same object while the plan does not change.
+
+        All ranks call it before the step's first message.
+        """
         density = 1.0 if self.measures(step) else self.options.at(step).density
         if density not in self._plans or (not self.measured and not self.measures(step)):
             begun = time.perf_counter()
@@ -88,7 +95,7 @@ class Planner:
         return self._plans[density]
 
     def gradients(self) -> list[Gradient]:
-        """What is known of each gradient."""
+        """Return what is known of each gradient."""
         found = []
         for number, each in enumerate(self.weights):
             entries = each.parameter.numel()
@@ -109,7 +116,7 @@ class Planner:
         return found
 
     def part(self, sent: Sent) -> Part:
-        """What is sent of a gradient, as part of a message."""
+        """Return what is sent of a gradient, as part of a message."""
         parameter = self.weights[sent.number].parameter
         coder = None if sent.dense else self.options.coder(sent.density)
         return Part(parameter.numel(), parameter.dtype, coder)
@@ -131,8 +138,11 @@ class Planner:
         return make(gradients, *known, self._exchanges.busy_us)
 
     def _measure(self) -> None:
-        """Times of backward and selection as the mean over ranks, the order of rank 0, the link as
-        the slowest rank has it: so that all ranks plan alike."""
+        """Measure, and combine the results so that all ranks plan alike.
+
+        Times of backward and selection are the mean over ranks. The order is that of rank 0, and
+        the link that of the slowest rank.
+        """
         order: list[Any] = [self.clock.order()]
         dist.broadcast_object_list(order, dist.get_global_rank(self.lane, 0), self.lane)
         came = order[0] + sorted(set(range(len(self.weights))) - set(order[0]))
@@ -177,7 +187,7 @@ class Planner:
 
 
 def agree(group: Any, own_value: Any, subject: str, need: str) -> None:
-    """Raises PlanMismatch, on all ranks of a group, if they do not all have the same."""
+    """Raise PlanMismatch, on all ranks of a group, if their values are not equal."""
     text = repr(own_value)
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     said: list[Any] = [None] * dist.get_world_size(group)

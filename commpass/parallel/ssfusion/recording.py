@@ -1,4 +1,4 @@
-"""A fusion plan as a plan of commpass: what ``commpass.plans()`` shows."""
+"""Convert a fusion plan into a plan for ``commpass.plans()``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from commpass.plan.timeline import Timeline
 from commpass.policy import paths
 
 CODED_BY = "two_shot"
-"""The algorithm of what is sent whole by a codec."""
+"""The algorithm of dense gradients with a codec."""
 NO_EVENTS = "fusion buffers have no graph of their own"
 
 
@@ -41,9 +41,12 @@ def keep(
     profile: str,
     dump: Path | None = None,
 ) -> Plan:
-    """Records a plan of gradients ``names``, of whose messages ``parts`` are what is sent: a site
-    for what goes in one message by one codec. Rank 0 writes it to the folder ``dump`` as a run of
-    its own, since each plan takes the place of the one before. ``profile`` is the link's name."""
+    """Record a fusion plan as a plan with a site for what is sent in one message by one codec.
+
+    ``names`` are the gradients', ``parts`` the contents of each message, and ``profile`` is the
+    link's name. Rank 0 writes it to the folder ``dump`` as a separate run, since each plan replaces
+    the previous one.
+    """
     sites: list[PlannedSite] = []
     grouped: list[Grouped] = []
     for number, (message, sent) in enumerate(zip(plan.messages, parts, strict=True)):
@@ -111,8 +114,8 @@ def _site(
 def _stages(
     message: Message, parts: Sequence[Part], group: Any, coded: str | None
 ) -> tuple[tuple[Stage, ...], int]:
-    """What a rank does for some parts of a message, as far as it is sent, and the bytes that it
-    hands over, flags included."""
+    """Return the stages of some parts of a message, and the bytes that a rank hands over with
+    flags."""
     if coded is not None:
         request = Request(group=group.group_name, ranks=group.size(), op="avg")
         payload = Payload(sum(part.entries for part in parts), 1, message_dtype(parts))
@@ -127,7 +130,7 @@ def _stages(
 
 
 def _us(stages: Sequence[Stage], link: Link, group: Any) -> float:
-    """Microseconds of what is sent; what is coded is part of what is computed."""
+    """Return the microseconds of sending; coding counts as computation."""
     of_group = prices(Profile("measured", link), group.size(), groups.labels(group))
     tasks = (of_group.task(stage) for stage in stages if stage.role == "exchange")
     return sum(task.busy_us + task.latency_us + task.us for task in tasks)

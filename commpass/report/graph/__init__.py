@@ -1,2 +1,4 @@
-"""Drawings of the graphs of a dump: one box a site (``sites``), or one a node (``nodes``), as text,
-Graphviz source or SVG. Needs no torch."""
+"""Draw the graphs of a dump as text, Graphviz source or SVG, without torch.
+
+A graph has one box for each site (``sites``) or for each node (``nodes``).
+"""

@@ -1,4 +1,4 @@
-"""A picture as Graphviz source, and as SVG, which Graphviz lays out."""
+"""Convert a picture into Graphviz source, and into SVG by Graphviz."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from commpass.utils.printable import clean
 INSTALL = (
     "install Graphviz (apt-get install graphviz, brew install graphviz, conda install graphviz)"
 )
-"""What else an SVG needs, beside the Python package."""
+"""What an SVG needs besides the Python package."""
 
 
 def quoted(*lines: str) -> str:
-    """A DOT string: backslash and quote escaped, so that any name is one."""
+    """Return a DOT string with backslash and quote escaped, so that any name is valid."""
     return (
         '"'
         + "\\n".join(clean(line).replace("\\", "\\\\").replace('"', '\\"') for line in lines)
@@ -24,7 +24,7 @@ def quoted(*lines: str) -> str:
 
 
 def dot(picture: Picture) -> str:
-    """Graphviz source, with the boxes of a site in one frame."""
+    """Return Graphviz source, with the boxes of a site in one frame."""
     looks = [f"{LOOKS[kind].called}: {LOOKS[kind].meaning}" for kind in picture.kinds]
     if any(arrow.hidden for arrow in picture.arrows):
         looks.append("dashed arrow: by way of what is not shown")
@@ -53,7 +53,7 @@ def dot(picture: Picture) -> str:
     sites = {box.name for box in picture.boxes if box.kind in ("alone", "compressed")}
     for arrow in picture.arrows:
         looks = ["style=dashed"] if arrow.hidden else []
-        if {arrow.source, arrow.user} & sites:  # the ways between collectives are straight
+        if {arrow.source, arrow.user} & sites:  # paths between collectives are straight
             looks.append("weight=8")
         looks += [f"label={quoted(arrow.label)}"] if arrow.label else []
         about = f" [{', '.join(looks)}]" if looks else ""
@@ -69,8 +69,10 @@ def _clusters(boxes: Sequence[Box]) -> dict[str, list[Box]]:
 
 
 def svg(picture: Picture) -> str:
-    """The drawing as SVG text. Raises CommpassError where Graphviz is missing, with how to install
-    it."""
+    """Return the drawing as SVG text.
+
+    Raise CommpassError if Graphviz is missing, with installation instructions.
+    """
     try:
         import graphviz
     except ImportError as error:

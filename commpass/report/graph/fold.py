@@ -1,4 +1,5 @@
-"""Repeated layers as one: the boxes of a graph that differ in the number of their layer alone."""
+"""Fold repeated layers: merge the boxes of a graph that differ only in the number of their
+layer."""
 
 from __future__ import annotations
 
@@ -14,12 +15,14 @@ from commpass.report.patterns import patterns, without_numbers
 from commpass.utils.printable import clean
 
 MANY = 60
-"""Sites above which repeated layers are folded unless it is told otherwise."""
+"""Sites above which repeated layers are folded by default."""
 
 
 def folded(sketch: Sketch) -> Picture:
-    """One box for each pattern of sites, and one for each sort of run between them. An arrow that
-    leads back to the next layer says so."""
+    """Return one box for each pattern of sites, and one for each sort of run between them.
+
+    An arrow back to the next layer is labelled.
+    """
     whole = picture(sketch)
     groups = patterns([sketch.dump.plan])
     of = {site.name: at for at, one in enumerate(groups) for site in one.sites}
@@ -53,7 +56,7 @@ def _repeat_count(count: int) -> str:
 
 
 def _box(name: str, some: Sequence[Box], sketch: Sketch) -> Box:
-    """The box of several, with what they have in common."""
+    """Merge several boxes into one, with what they have in common."""
     first = dataclasses.replace(some[0], name=name)
     if len(some) == 1:
         return first
@@ -69,7 +72,7 @@ def _box(name: str, some: Sequence[Box], sketch: Sketch) -> Box:
 
 
 def runs_label(runs: Sequence[Sequence[GraphNode]]) -> str:
-    """``layers.*.mlp x 32: 14 operators each``."""
+    """Return ``layers.*.mlp x 32: 14 operators each``."""
     modules = ", ".join(map(without_numbers, modules_of(runs[0])))
     counts = sorted(map(len, runs))
     several = "" if counts[0] == counts[-1] else f"{counts[0]} to "

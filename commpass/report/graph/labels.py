@@ -1,4 +1,4 @@
-"""What stands in the boxes of a graph with one box a site."""
+"""The labels of a graph with one box for each site."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from commpass.report.graph.sites import Sketch, role_of
 from commpass.utils.printable import clean
 
 MODULES = 3
-"""So many modules are named in a box."""
+"""Most modules that are named in a box."""
 
 
 def picture(sketch: Sketch) -> Picture:
-    """Every box with its label."""
+    """Return every box with its label."""
     many = Counter(sketch.sites.values())
     used = {source for some in sketch.edges.values() for source in some}
     boxes = []
@@ -52,8 +52,11 @@ def kind(nodes: Sequence[GraphNode]) -> str:
 
 
 def site_lines(sketch: Sketch, site: str, nodes: Sequence[GraphNode]) -> list[str]:
-    """What stands in the box of a site: what it is and where, what was done to it, and what that
-    saves. One that the plan does not have any more says what became of it."""
+    """Return the lines of a site's box: what and where it is, what was done to it, and what that
+    saves.
+
+    A site that is no longer in the plan is labelled with what became of it.
+    """
     where = next((node.module for node in nodes if node.module), "") or "the root module"
     some = sketch.planned[site]
     if not some:
@@ -67,8 +70,11 @@ def site_lines(sketch: Sketch, site: str, nodes: Sequence[GraphNode]) -> list[st
 
 
 def done_lines(several: Sequence[Sequence[PlannedSite]], *, found: bool) -> list[str]:
-    """What was done to sites that are alike, each with its parts, and what that saves one of them.
-    ``found``: as they were found, with nothing done."""
+    """Return what was done to equal sites, each with its parts, and what that saves for one of
+    them.
+
+    ``found``: as they were found, before any change.
+    """
     first = several[0][0]
     each = "each " if len(several) > 1 else ""
     values = {name: _of_one(name, several) for name in VALUES}
@@ -89,13 +95,13 @@ VALUES = ("bytes", "wire_bytes", "plain_us", "predicted_us")
 
 
 def _of_one(name: str, several: Sequence[Sequence[PlannedSite]]) -> float:
-    """The value of one of these sites, which are alike; -1 where a size is not known."""
+    """Return the value for one of these equal sites; -1 if a size is unknown."""
     values = [getattr(site, name) for some in several for site in some]
     return -1 if min(values) < 0 else sum(values) / len(several)
 
 
 def became(sketch: Sketch, name: str) -> str:
-    """What became of a site that the plan does not have any more, in words."""
+    """Return what became of a site that is no longer in the plan, as text."""
     plan = sketch.dump.plan
     for step in plan.simplified:
         if step.site == name:
@@ -110,14 +116,14 @@ def became(sketch: Sketch, name: str) -> str:
 
 
 def run_label(nodes: Sequence[GraphNode]) -> str:
-    """``layers.0.mlp, layers.0.norm: 14 operators``."""
+    """Return ``layers.0.mlp, layers.0.norm: 14 operators``."""
     modules = modules_of(nodes)
     many = len(nodes)
     return f"{', '.join(modules)}: {many} operator{'s' * (many != 1)}"
 
 
 def modules_of(nodes: Sequence[GraphNode]) -> tuple[str, ...]:
-    """The modules of some operators, without what is inside them where they are too many."""
+    """Return the modules of some operators, shortened to outer ones if they are too many."""
     paths = list(dict.fromkeys(node.module for node in nodes if node.module))
     if not paths:
         return ("the root module",)
@@ -131,7 +137,7 @@ def modules_of(nodes: Sequence[GraphNode]) -> tuple[str, ...]:
 
 
 def _part(name: str, nodes: Sequence[GraphNode], site: str, sketch: Sketch) -> Box:
-    """A box of the middle level: what a site does in one step."""
+    """Return a box of the middle level: one step of a site."""
     first = next((node for node in nodes if role_of(node)), nodes[0])
     role, some = role_of(first), sketch.planned[site]
     mine = next((each for each in some if each.name == first.site), some[0] if some else None)
@@ -148,6 +154,6 @@ def _part(name: str, nodes: Sequence[GraphNode], site: str, sketch: Sketch) -> B
 
 
 def _on_the_wire(site: PlannedSite, hop: int) -> str:
-    """The bytes that the rank hands to one exchange of a site."""
+    """Return the bytes that the rank hands to one exchange of a site."""
     exchanges = [stage for stage in site.stages if stage.role == "exchange"]
     return tables.amount(exchanges[hop].nbytes) if hop < len(exchanges) else ""

@@ -1,4 +1,4 @@
-"""A graph of a dump node by node: its lines as text, its boxes as a picture."""
+"""Show a graph of a dump node by node: as lines of text, or as a picture of boxes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from commpass.utils.printable import clean
 
 
 def nodes_of(dump: Dump, side: str) -> tuple[GraphNode, ...]:
-    """The nodes of a graph as it was found, with coded operators, or as it was compiled."""
-    lowered = dump.lowered or dump.after  # dumps of before there were coded operators
+    """Return the nodes of a graph as it was found, with coded operators, or as it was compiled."""
+    lowered = dump.lowered or dump.after  # older dumps have no coded operators
     return {"before": dump.before, "after": dump.after, "lowered": lowered}[side]
 
 
@@ -31,16 +31,18 @@ def kind(node: GraphNode) -> str:
 
 
 def serves(node: GraphNode) -> bool:
-    """Whether it is a site, or was inserted for one."""
+    """Return whether it is a site, or was inserted for one."""
     return bool(node.inserted or node.site)
 
 
 def select_nodes(
     dump: Dump, side: str, radius: int | None
 ) -> tuple[tuple[GraphNode, ...], Edges, str]:
-    """The nodes of one side within ``radius`` edges of a site or an inserted node, all for None;
-    the edges of all; and a title that counts them. Raises CommpassError where there is no site to
-    be near to."""
+    """Return the nodes of one side within ``radius`` edges of a site or an inserted node.
+
+    All nodes are returned for None. Also return the edges of all, and a title that counts them.
+    Raise CommpassError if there is no such site or node.
+    """
     nodes = nodes_of(dump, side)
     edges = inputs_of(nodes)
     served = {node.name for node in nodes if serves(node)}
@@ -74,7 +76,7 @@ def fallback(dump: Dump) -> str:
 
 
 def text(dump: Dump, side: str, radius: int | None) -> str:
-    """One line a node, in graph order."""
+    """Return one line for each node, in graph order."""
     nodes, _, title = select_nodes(dump, side, radius)
     calls = [call(node) for node in nodes]
     kinds = [each for each in LOOKS if any(kind(node) == each != "plain" for node in nodes)]
@@ -98,7 +100,7 @@ def _served(node: GraphNode) -> str:
 
 
 def _part(node: GraphNode) -> str:
-    """What an inserted node does, and in which exchange of its algorithm."""
+    """Return what an inserted node does, and in which exchange of its algorithm."""
     return f"{node.role} of hop {node.hop}" if node.role else ""
 
 
@@ -109,7 +111,7 @@ def call(node: GraphNode) -> str:
 
 
 def picture(dump: Dump, side: str, radius: int | None) -> Picture:
-    """One box a node, with the nodes of a site in one frame."""
+    """Return one box for each node, with the nodes of a site in one frame."""
     some, edges, title = select_nodes(dump, side, radius)
     nodes = nodes_of(dump, side)
     boxes = tuple(
@@ -122,8 +124,7 @@ def picture(dump: Dump, side: str, radius: int | None) -> Picture:
 
 
 def labels(node: GraphNode) -> tuple[str, ...]:
-    """What stands in the box of a node: name, what it calls, its value, what it does for which
-    site."""
+    """Return the lines of a node's box: name, called function, value, and role with site."""
     called = node.target if node.op.startswith("call") else node.op
     served = " ".join(filter(None, (_part(node), _served(node))))
     lines = (node.name, called if called != node.name else "", node.value, served)

@@ -1,4 +1,4 @@
-"""What is drawn, whatever it shows: boxes and the arrows between them."""
+"""Pictures of graphs: boxes and the arrows between them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from commpass.plan.dump import GraphNode
 from commpass.plan.kinds import KIND_OF, NAMESPACES, WAITS, without_form
 
 BUFFER, KERNEL = "aten.empty.memory_format", "commpass.kernel_.default"
-"""What a kernel that a CPU calls writes into, and the call."""
+"""The buffer that a CPU kernel writes into, and the call of the kernel."""
 
 
 @dataclass(frozen=True)
 class BoxStyle:
-    """How boxes of a kind are drawn: what the legend says of them, their mark in text, and their
-    colour with its name."""
+    """How boxes of a kind are drawn: their text in the legend, mark in text, colour and its
+    name."""
 
     meaning: str
     mark: str
@@ -38,8 +38,11 @@ LOOKS = {
 
 @dataclass(frozen=True)
 class Box:
-    """``lines`` are what stands in it; ``cluster`` the site whose boxes are framed together;
-    ``cut``: it has neighbours that are not shown, nor what is behind them."""
+    """One box.
+
+    ``lines`` is its label, and ``cluster`` the site whose boxes share a frame. ``cut``: it has
+    neighbours that are not shown.
+    """
 
     name: str
     kind: str
@@ -50,7 +53,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Arrow:
-    """``user`` takes what ``source`` gives; ``hidden``: by way of boxes that are not shown."""
+    """``user`` takes the result of ``source``; ``hidden``: through boxes that are not shown."""
 
     source: str
     user: str
@@ -66,18 +69,20 @@ class Picture:
 
     @property
     def kinds(self) -> list[str]:
-        """The kinds of boxes that there are, in the order of the legend."""
+        """The kinds of its boxes, in the order of the legend."""
         found = {box.kind for box in self.boxes}
         return [kind for kind in LOOKS if kind in found]
 
 
 Edges = Mapping[str, Collection[str]]
-"""From each name to the names that it takes from."""
+"""Maps each name to the names of its inputs."""
 
 
 def inputs_of(nodes: Iterable[GraphNode]) -> dict[str, tuple[str, ...]]:
-    """What each node takes. Of a buffer that kernels write into, that is what they wrote. Raises
-    CommpassError where a node takes what comes after it."""
+    """Return the inputs of each node; for a buffer that kernels write into, the kernels.
+
+    Raise CommpassError if a node takes one that comes after it.
+    """
     found: dict[str, tuple[str, ...]] = {}
     writers: dict[str, list[str]] = {}
     nodes = tuple(nodes)
@@ -101,7 +106,7 @@ def inputs_of(nodes: Iterable[GraphNode]) -> dict[str, tuple[str, ...]]:
 
 
 def travels(node: GraphNode) -> bool:
-    """Whether a node is a collective."""
+    """Return whether a node is a collective."""
     return node.role == "exchange" or _operator(node) in KIND_OF
 
 
@@ -110,19 +115,21 @@ def waits(node: GraphNode) -> bool:
 
 
 def kind_of(node: GraphNode) -> str:
-    """The kind of collective that a node is, "" for any other."""
+    """Return the kind of collective that a node is; "" for any other."""
     return KIND_OF.get(_operator(node), "")
 
 
 def _operator(node: GraphNode) -> str:
-    """The name of an operator among the collectives, "" for any other."""
+    """Return the name of an operator among the collectives; "" for any other."""
     space, _, rest = node.target.partition(".")
     return without_form(rest.partition(".")[0]) if space in NAMESPACES else ""
 
 
 def in_order(edges: Edges) -> list[str] | None:
-    """The names so that each comes behind what it takes, as near to their own order as that
-    allows; None where they form a circle."""
+    """Return the names in topological order, as close to the given order as possible.
+
+    Return None if there is a cycle.
+    """
     place = {name: at for at, name in enumerate(edges)}
     users: dict[str, list[str]] = {name: [] for name in edges}
     missing = {name: len(set(sources)) for name, sources in edges.items()}
@@ -143,8 +150,10 @@ def in_order(edges: Edges) -> list[str] | None:
 
 
 def needed(edges: Edges) -> dict[str, tuple[str, ...]]:
-    """The edges that do not follow from others: what a box waits for anyway is left out (the
-    transitive reduction). All of them where they form a circle."""
+    """Return the edges that do not follow from others (the transitive reduction).
+
+    Return all of them if there is a cycle.
+    """
     order = in_order(edges)
     if order is None:
         return {name: tuple(sources) for name, sources in edges.items()}
@@ -163,7 +172,7 @@ def needed(edges: Edges) -> dict[str, tuple[str, ...]]:
 
 
 def near(edges: Edges, names: Iterable[str], steps: int) -> set[str]:
-    """Those names and all that are within so many edges of them, in either direction."""
+    """Return those names and all within ``steps`` edges of them, in either direction."""
     around: dict[str, set[str]] = {name: set(sources) for name, sources in edges.items()}
     for name, sources in edges.items():
         for source in sources:
@@ -175,13 +184,15 @@ def near(edges: Edges, names: Iterable[str], steps: int) -> set[str]:
 
 
 def between(edges: Edges, visible: Collection[str]) -> list[tuple[str, str]]:
-    """The pairs of shown names that a path of hidden ones alone connects, source first; of several
-    sources only those that no other of them waits for."""
+    """Return the pairs of visible names that a path of only hidden ones connects, source first.
+
+    Of several sources, only those are returned that no other of them depends on.
+    """
     order = in_order(edges) or list(edges)
     names = [name for name in order if name in visible]
     bit = {name: 1 << at for at, name in enumerate(names)}
-    before: dict[str, int] = {}  # of a shown name: all shown ones that it waits for
-    reach: dict[str, int] = {}  # of a hidden name: the last shown ones that it waits for
+    before: dict[str, int] = {}  # of a visible name: all visible ones that it depends on
+    reach: dict[str, int] = {}  # of a hidden name: the last visible ones that it depends on
 
     def waited_for(some: int) -> int:
         found = 0
@@ -205,7 +216,7 @@ def between(edges: Edges, visible: Collection[str]) -> list[tuple[str, str]]:
 
 
 def _places(some: int) -> list[int]:
-    """The places of the bits of a number."""
+    """Return the positions of the set bits of a number."""
     found = []
     while some:
         found.append((some & -some).bit_length() - 1)
@@ -214,8 +225,10 @@ def _places(some: int) -> list[int]:
 
 
 def restricted(picture: Picture, edges: Edges, visible: Collection[str], *, cut: bool) -> Picture:
-    """The part of a picture with these boxes, and dashed arrows in place of what lies between them.
-    ``cut`` marks boxes with neighbours that are not shown."""
+    """Return the part of a picture with these boxes, with dashed arrows through hidden ones.
+
+    ``cut`` marks boxes with neighbours that are not shown.
+    """
     if all(box.name in visible for box in picture.boxes):
         return picture
     ends = {source for name, some in edges.items() if name not in visible for source in some}

@@ -1,7 +1,8 @@
-"""A graph of a dump with one box a site, between boxes of what else is computed.
+"""Draw a graph of a dump with one box for each site, between boxes of other operators.
 
 A run of other operators is one box: those that come after the same sites and before the same sites.
-So no box waits for a site that another operator in it does not wait for, and boxes form no circle.
+So no operator in a box waits for a site that another one in it does not wait for, and boxes form no
+cycle.
 """
 
 from __future__ import annotations
@@ -39,39 +40,41 @@ VIEWS = (
     ),
     *("t", "transpose", "unsqueeze", "view", "_unsafe_view"),
 )
-"""Operators that compute nothing. Views of inputs, as of weights, are not drawn, as inputs are
-not."""
+"""Operators that compute nothing. Views of inputs, such as weights, are not drawn, like inputs."""
 COSTLY = ("mm", "conv", "attention", "linear")
-"""Parts of the names of operators for which a run of few operators has a box of its own."""
+"""Substrings of the names of operators that give a short run a separate box."""
 FEW = 12
-"""So many operators, none of them costly, are drawn with the run before them."""
+"""Runs of up to this many operators, none of them costly, are drawn with the run before them."""
 
 
 @dataclass(frozen=True)
 class Sketch:
-    """The boxes of a graph before they have labels: the box of each node, in graph order the nodes
-    of each box, the box of each site, and from each box to those that it waits for."""
+    """The boxes of a graph before they have labels.
+
+    ``members`` are the nodes of each box in graph order. ``edges`` maps each box to those that it
+    waits for.
+    """
 
     dump: Dump
     side: str
     members: dict[str, list[GraphNode]]
     edges: dict[str, tuple[str, ...]]
     sites: dict[str, str] = field(default_factory=dict)
-    """From box to the name of its site. One that is expanded has several boxes; one that is split
-    into chunks of rows is drawn as the one that it was."""
+    """Maps a box to its site. An expanded site has several boxes; one that is split into chunks of
+    rows is drawn as the original."""
     left_out: int = 0
     """Operators in boxes that no other box waits for, and that wait for none."""
     planned: dict[str, tuple[PlannedSite, ...]] = field(default_factory=dict)
-    """From the name of a site to what the plan has of it: the chunks of one that is split, the
-    parts of one that is coalesced, none of one that is not sent."""
+    """Maps a site to its planned sites: the chunks of a split one, the parts of a coalesced one,
+    none if it is not sent."""
 
     @property
     def found(self) -> bool:
-        """Whether the sites are as they were found, with nothing done to them."""
+        """Whether the sites are as they were found, before any change."""
         return self.side == "before" or bool(self.dump.plan.fallback)
 
     def numbers(self, site: str) -> str:
-        """The numbers of a site in the plan, from 1: "#3", or "#3-6"."""
+        """Return the numbers of a site in the plan, from 1: "#3", or "#3-6"."""
         some = [self._number_of[each.name] for each in self.planned[site]]
         return f"#{tables.spans(some)} " if some else ""
 
@@ -81,8 +84,10 @@ class Sketch:
 
 
 def sketch(dump: Dump, side: str, expanded: Collection[str] = ()) -> Sketch:
-    """The boxes of one side of a graph, with those of the middle level for the sites that are
-    ``expanded``. Raises CommpassError for a graph without sites, or a damaged one."""
+    """Return the boxes of one side of a graph, with steps for the sites that are ``expanded``.
+
+    Raise CommpassError for a graph without sites, or a damaged one.
+    """
     nodes = nodes_of(dump, side) or _of_plan(dump)
     sources = inputs_of(nodes)
     whole = {part: split.site for split in dump.plan.split for part in split.into}
@@ -117,7 +122,7 @@ def sketch(dump: Dump, side: str, expanded: Collection[str] = ()) -> Sketch:
 
 
 def _of_plan(dump: Dump) -> tuple[GraphNode, ...]:
-    """The sites alone, for what has a plan and no graph: the exchanges of a pipeline's stage."""
+    """Return only the sites, for a plan without a graph: the exchanges of a pipeline's stage."""
     return tuple(
         GraphNode(
             name=site.name,
@@ -132,7 +137,7 @@ def _of_plan(dump: Dump) -> tuple[GraphNode, ...]:
 
 
 def _sites(nodes: Sequence[GraphNode], sources: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """From the nodes of sites to their names: collectives, their waits, and what was inserted."""
+    """Map the nodes of sites to site names: collectives, their waits, and inserted nodes."""
     found: dict[str, str] = {}
     for node in nodes:
         if node.site or travels(node):
@@ -145,7 +150,7 @@ def _sites(nodes: Sequence[GraphNode], sources: Mapping[str, Sequence[str]]) -> 
 def _runs(
     nodes: Sequence[GraphNode], sources: Mapping[str, Sequence[str]], site_of: Mapping[str, str]
 ) -> dict[str, str]:
-    """From each other operator to the name of its box."""
+    """Map each other operator to the name of its box."""
     users: dict[str, list[str]] = {node.name: [] for node in nodes}
     for name, some in sources.items():
         for source in some:
@@ -165,7 +170,8 @@ def _runs(
         else:
             key = (before[node.name], after[node.name])
             found[node.name] = numbers.setdefault(key, f"run {len(numbers)}")
-    for node in reversed(nodes):  # what is made of inputs alone goes to the only run that takes it
+    # operators that depend only on inputs join the only run that uses them
+    for node in reversed(nodes):
         if node.name in found and not before[node.name]:
             takers = {found.get(user, "") for user in users[node.name]}
             if len(takers) == 1 and (taker := takers.pop()):
@@ -183,7 +189,10 @@ def _reached(
     site_of: Mapping[str, str],
     bit: Mapping[str, int],
 ) -> dict[str, int]:
-    """The sites that come before each name, and its own, as bits; equal numbers are one object."""
+    """Return the sites that come before each name, and its own, as bits.
+
+    Equal numbers are one object.
+    """
     found: dict[str, int] = {}
     same: dict[int, int] = {}
     for name in names:
@@ -200,8 +209,10 @@ def _roles(
     site_of: Mapping[str, str],
     expanded: Collection[str],
 ) -> dict[str, str]:
-    """From the nodes of sites that are expanded to the box of what they do: the role, hop and chunk
-    of their mark. Views and buffers go with what takes them, or else with what they take."""
+    """Map the nodes of expanded sites to the box of their role, hop and chunk.
+
+    Views and buffers join the box of their users, or else of their inputs.
+    """
     found: dict[str, str] = {}
     mine = [node for node in nodes if site_of.get(node.name) in expanded]
     for node in mine:
@@ -219,7 +230,7 @@ def _roles(
 
 
 def role_of(node: GraphNode) -> str:
-    """What a node of a site does, "" for one that only moves or views memory."""
+    """Return what a node of a site does; "" for one that only moves or views memory."""
     if node.inserted:
         return "" if node.role == "layout" else node.role or node.target
     return "wait" if waits(node) else "exchange"
@@ -230,7 +241,7 @@ def _between(
     owner: Mapping[str, str],
     sources: Mapping[str, Sequence[str]],
 ) -> dict[str, tuple[str, ...]]:
-    """From each box to the others that it takes from."""
+    """Map each box to the others that it takes inputs from."""
     found = {}
     for box, nodes in members.items():
         some = (owner[source] for node in nodes for source in sources[node.name] if source in owner)
@@ -243,8 +254,10 @@ def _fold_small(
     edges: dict[str, tuple[str, ...]],
     sites: AbstractSet[str],
 ) -> None:
-    """A few operators that wait for one other run alone become part of it. That makes no circle:
-    whatever takes from them comes behind that run too."""
+    """Merge small runs that wait for only one other run into that run.
+
+    This creates no cycle: all their users come after that run too.
+    """
     into: dict[str, str] = {}
     for box in in_order(edges) or ():
         sources = {into.get(each, each) for each in edges[box]}
@@ -261,8 +274,10 @@ def _fold_small(
 
 
 def named(dump: Dump, side: str, name: str) -> set[str]:
-    """The sites, as they are drawn, that a number (as ``explain --all`` has it) or a name means.
-    Raises CommpassError where there is none, with the nearest."""
+    """Return the drawn sites that a number (as in ``explain --all``) or a name refers to.
+
+    Raise CommpassError if there is none, with the nearest name.
+    """
     plan = dump.plan
     whole = {part: split.site for split in plan.split for part in split.into}
     nodes = nodes_of(dump, side) or _of_plan(dump)
@@ -275,7 +290,7 @@ def named(dump: Dump, side: str, name: str) -> set[str]:
             )
         name = plan.sites[int(name) - 1].name
     meant = {name, name.partition(".")[0], *(g.into for g in plan.grouped if name in g.sites)}
-    if side == "before":  # there it is what it was made of
+    if side == "before":  # there it is shown as its original sites
         meant |= {each for group in plan.grouped if group.into == name for each in group.sites}
     known = {whole.get(site, site) for site in drawn}
     found = {whole.get(each, each) for each in meant} & known

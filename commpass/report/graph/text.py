@@ -1,4 +1,4 @@
-"""A picture as a table: one line a box, with the lines of those that it waits for."""
+"""Show a picture as a table: one line for each box, with the lines of those that it waits for."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ from commpass.report.tables import WIDE, plain_table
 
 
 def text(picture: Picture) -> RenderableType:
-    """The title, the legend and the table."""
+    """Return the title, the legend and the table."""
     return Group(
         Text(picture.title, style="bold"), Text(_legend(picture)), Text(), table_of(picture)
     )
 
 
 def plain(picture: Picture) -> str:
-    """The same as lines of plain text, as long as they need to be."""
+    """Return the same as lines of plain text, as long as needed."""
     file = io.StringIO()
     Console(file=file, width=WIDE, no_color=True).print(text(picture))
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
 
 def table_of(picture: Picture) -> Table:
-    """The boxes in an order in which they may run. A number in brackets is that of a line that
-    comes by way of what is not shown."""
+    """Return the boxes in an order in which they may run.
+
+    A number in brackets is a line that is reached through hidden boxes.
+    """
     edges: dict[str, list[str]] = {box.name: [] for box in picture.boxes}
     for arrow in picture.arrows:
         edges[arrow.user].append(arrow.source)

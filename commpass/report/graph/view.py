@@ -1,4 +1,5 @@
-"""What of a graph is shown: which level, which sites and their surroundings, folded or not."""
+"""Select what of a graph is shown: which level, which sites and their surroundings, folded or
+not."""
 
 from __future__ import annotations
 
@@ -19,12 +20,13 @@ def of_sites(
     radius: int | None = None,
     every: bool = False,
 ) -> Picture:
-    """One box a site: of all, or of those of a ``module`` (a glob), or of the one ``site`` (its
-    number or name), with what is within ``radius`` boxes of them (one, where it is not said).
-    ``expand`` names sites whose middle level is shown; that of ``site`` always is. More than
-    ``fold.MANY`` sites are folded by pattern unless ``every`` one is asked for.
+    """Return a picture with one box for each site.
 
-    Raises CommpassError where there is no such site, or no site at all."""
+    It has all sites, those of a ``module`` (a glob), or the one ``site`` (its number or name), with
+    everything within ``radius`` boxes of them (default one). ``expand`` names sites whose steps are
+    shown; those of ``site`` always are. More than ``fold.MANY`` sites are folded by pattern unless
+    ``every`` is set. Raise CommpassError if there is no such site, or no site at all.
+    """
     wanted = (*expand, *([] if site is None else [site]))
     opened = {name for each in wanted for name in sites.named(dump, side, each)}
     shown = sites.sketch(dump, side, opened)
@@ -44,7 +46,7 @@ def of_sites(
 
 
 def _of_module(sketch: sites.Sketch, module: str) -> set[str]:
-    """The boxes of sites in modules that a glob covers."""
+    """Return the boxes of sites in modules that a glob covers."""
     found, known = set(), set()
     for box in sketch.sites:
         modules = {node.module for node in sketch.members[box]}

@@ -1,5 +1,4 @@
-"""One page that shows what was done to the collectives of one run or several: an HTML file that
-needs nothing beside itself."""
+"""Write an HTML page about the collectives of one run or several, as one self-contained file."""
 
 from commpass.report.html.page import check, write
 from commpass.report.html.runs import Read, runs

@@ -1,7 +1,7 @@
-"""Two runs side by side: what they come to, and what they decided differently, by pattern.
+"""Compare two runs: their totals, and their different decisions, by pattern.
 
-Sites are compared by where they are (graph, module without its layer's number, kind), and not by
-name: one run may split or group what the other leaves whole.
+Sites are compared by place (graph, module without its layer's number, kind), and not by name: one
+run may split or group what the other leaves whole.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ Sites = list[tuple[PlannedSite, bool]]
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """The sites of a place in one of two runs: how many, what one rank hands to their collectives
-    in bytes, and their predicted times, each by itself."""
+    """The sites of a place in one of two runs.
+
+    It has their number, the bytes that one rank hands to their collectives, and the sum of their
+    predicted times.
+    """
 
     sites: int
     bytes: int
@@ -38,8 +41,11 @@ class Side:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A place where two runs differ. ``fields`` is what they say differently; empty where they
-    decide alike, about other bytes or another number of sites, or predict other times."""
+    """A place where two runs differ.
+
+    ``what`` lists the differences. It is empty if the decisions are equal but the bytes, the number
+    of sites or the predicted times differ.
+    """
 
     graph: str
     module: str
@@ -50,8 +56,8 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Two runs: places that differ, those that do not (``same``, counted), and what graphs as a
-    whole say differently (``notes``)."""
+    """Two runs: places that differ, the number of equal ones (``same``), and differences of whole
+    graphs (``notes``)."""
 
     runs: tuple[Run, Run]
     changes: tuple[Change, ...]
@@ -60,7 +66,7 @@ class Comparison:
 
 
 def compare(before: Run, right: Run) -> Comparison:
-    """What the second run does otherwise than the first."""
+    """Return how the second run differs from the first."""
     places = _places(before.dumps), _places(right.dumps)
     changes = []
     every = list(dict.fromkeys((*places[0], *places[1])))
@@ -117,7 +123,7 @@ def _sizes(side: Side | None) -> tuple[float, ...]:
 
 
 def _differences(before: Sites, right: Sites) -> list[str]:
-    """What is decided about the sites of a place, where the two say it differently."""
+    """Return the decisions about the sites of a place that differ."""
     if not before or not right:
         return [f"only in {'A' if before else 'B'}"]
     found = []
@@ -135,11 +141,11 @@ FACTS = {
     "ranks: ": lambda site, _: str(site.group_size),
     "tensor: ": lambda site, _: f"{site.dtype}[{', '.join(map(str, site.shape))}]",
 }
-"""What is compared, and the words before it."""
+"""What is compared, with the prefix of its text."""
 
 
 def _counted(values: Iterator[str]) -> str:
-    """``int8 x24, left alone x8``; what is there once, or is all there is, is not counted."""
+    """Format ``int8 x24, left alone x8``; a single value has no count."""
     counts = Counter(values)
     if len(counts) == 1:
         return next(iter(counts))

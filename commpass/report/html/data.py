@@ -1,5 +1,4 @@
-"""What the page shows of a run, as plain data: the template takes it as it is, the scripts as
-JSON."""
+"""The data of the page: the template uses it directly, the scripts as JSON."""
 
 from __future__ import annotations
 
@@ -21,10 +20,12 @@ from commpass.utils.printable import brief
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One site. ``graph`` is the number of its dump, ``number`` its own there, from 1. ``reason``
-    and ``missed`` are places in the texts of the run, ``choice`` is one in its choices, -1 where
-    the dump has no candidates. ``measured_us`` is how long the rank stood still, None where it was
-    not measured."""
+    """One site.
+
+    ``graph`` is the number of its dump, and ``number`` its own number there, from 1. ``reason`` and
+    ``missed`` are indices into the run's texts, and ``choice`` into its choices, -1 if the dump has
+    no candidates. ``measured_us`` is how long the rank waited, None if that was not measured.
+    """
 
     graph: int
     number: int
@@ -72,8 +73,7 @@ class Option:
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """What one rule of simplify did: the graph, the site, what became of it, and the bytes less, of
-    each."""
+    """The steps of one rule of simplify: graph, site, result and saved bytes of each."""
 
     rule: str
     count: int
@@ -83,8 +83,8 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class Graph:
-    """One graph of a run, with its sums. ``measured`` is None where no trace was given, and
-    ``drawing`` is HTML."""
+    """One graph of a run, with its sums. ``measured`` is None without a trace; ``drawing`` is
+    HTML."""
 
     dump: Dump
     drawing: str
@@ -95,7 +95,7 @@ class Graph:
 
 @dataclass(frozen=True, kw_only=True)
 class Tables:
-    """What the scripts show of a run."""
+    """The data of a run for the scripts."""
 
     groups: tuple[Group, ...]
     choices: tuple[tuple[Option, ...], ...]
@@ -107,7 +107,7 @@ class Tables:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run: ``key`` is its letter on the page, and ``source`` where it was read."""
+    """One run: ``key`` is its letter on the page, and ``source`` the path that it was read from."""
 
     key: str
     source: str
@@ -123,7 +123,7 @@ class Run:
 
     @property
     def policies(self) -> str:
-        """The policies of all graphs, in the order in which they come."""
+        """The policies of all graphs, in order."""
         return ", ".join(dict.fromkeys(graph.dump.plan.policy for graph in self.graphs))
 
     @property
@@ -136,7 +136,7 @@ class Run:
 
 
 def run(key: str, read: Read) -> Run:
-    """Everything about one run, under a letter."""
+    """Collect everything about one run, under a letter."""
     dumps, measured = read.dumps, read.measured
     found = _Tables(dumps, measured)
     groups = tuple(found.group(each) for each in patterns([dump.plan for dump in dumps]))
@@ -172,7 +172,7 @@ def _predicted(dumps: Sequence[Dump]) -> list[Timeline]:
 
 
 def _rules(dumps: Sequence[Dump]) -> tuple[Rule, ...]:
-    """What was simplified, rule by rule, that which saves most first."""
+    """Return the simplifications by rule, the one that saves most first."""
     steps: dict[str, list[tuple[int, str, str, int]]] = {}
     for dump in dumps:
         for step in dump.plan.simplified:
@@ -186,7 +186,7 @@ def _rules(dumps: Sequence[Dump]) -> tuple[Rule, ...]:
 
 
 def described(choice: Candidate) -> str:
-    """A candidate in words."""
+    """Return a candidate as text."""
     if choice.codec == NONE:
         return "left alone"
     more = f", {choice.chunks} chunks" if choice.chunks > 1 else ""
@@ -196,7 +196,7 @@ def described(choice: Candidate) -> str:
 
 
 class _Tables:
-    """Rows of sites. Texts and choices that many sites share are kept once."""
+    """Build rows of sites. Texts and choices that many sites share are stored once."""
 
     def __init__(self, dumps: Sequence[Dump], measured: Mapping[int, Timeline]):
         self.dumps = dumps
@@ -266,8 +266,10 @@ class _Tables:
 
 
 def options(dump: Dump, site: PlannedSite) -> tuple[Option, ...]:
-    """What might have been done to a site, best first, and why each lost; below it what nobody can
-    choose, once for each reason."""
+    """Return the candidates of a site, best first, and why each lost.
+
+    Refused candidates follow, once for each reason.
+    """
     possible, refused = [], dict[str, list[str]]()
     for each in why.candidates(dump, site):
         if each.refused:
@@ -291,14 +293,16 @@ def options(dump: Dump, site: PlannedSite) -> tuple[Option, ...]:
 
 
 def _before(dump: Dump) -> dict[str, tuple[str, ...]]:
-    """The sites that were grouped into, or split into, a site, by its name."""
+    """Return the original sites that were grouped or split into a site, by its name."""
     found = {each.into: each.sites for each in dump.plan.grouped}
     return found | {name: (each.site,) for each in dump.plan.split for name in each.into}
 
 
 def _exposed(timeline: Timeline | None) -> dict[str, float]:
-    """How long the rank stands still for each site. A coalesced collective's time stands at the
-    first of its sites."""
+    """Return how long the rank waits for each site.
+
+    A coalesced collective's time is stored at the first of its sites.
+    """
     found: dict[str, float] = {}
     for event in timeline.events if timeline is not None else ():
         if event.exposed:
@@ -307,5 +311,6 @@ def _exposed(timeline: Timeline | None) -> dict[str, float]:
 
 
 def _measured_totals(measured: Timeline | None) -> dict[str, float] | None:
-    """The same as measured; None where nobody did, or where the trace does not tell sites apart."""
+    """Return the measured waits; None without a measurement, or if the trace does not identify
+    sites."""
     return None if measured is None or measured.note else _exposed(measured)

@@ -1,4 +1,4 @@
-"""The drawing of a graph, as the page holds it."""
+"""Draw a graph for the page."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from commpass.report.graph import dot
 from commpass.report.graph.view import of_sites
 
 MOST = 400
-"""Boxes of a drawing that can still be looked at, and takes seconds."""
+"""Most boxes of a drawing that is still readable and takes seconds."""
 
 
 def drawing(dump: Dump, prefix: str) -> str:
-    """A graph as HTML: an SVG whose ids begin with ``prefix``, for a page has several, or a
-    sentence that says why there is none; "" where nothing was recorded."""
+    """Return a graph as HTML: an SVG, or a sentence that gives the reason why there is none.
+
+    Its ids begin with ``prefix``, since a page has several. Return "" if nothing was recorded.
+    """
     if not dump.after:
         return ""
     try:

@@ -1,4 +1,4 @@
-"""The page itself: a template, styles and scripts become one file that loads nothing."""
+"""Build the page: a template, styles and scripts become one file that loads nothing."""
 
 from __future__ import annotations
 
@@ -23,18 +23,20 @@ from commpass.report.timeline import ms
 from commpass.utils.tables import write_whole
 
 SCRIPTS = ("format.js", "table.js", "bars.js", "sites.js", "timeline.js", "page.js")
-"""Of one script, in this order: later ones use what earlier ones define."""
+"""The parts of one script, in this order: later ones use what earlier ones define."""
 
 
 def write(runs: Sequence[Read], path: Path) -> None:
-    """Writes the page of some runs, whole or not at all. Raises CommpassError where the file cannot
-    be written."""
+    """Write the page of some runs, completely or not at all.
+
+    Raise CommpassError if the file cannot be written.
+    """
     check(path)
     write_whole(path.resolve(), page(runs).encode("utf-8", "replace"), CommpassError)
 
 
 def check(path: Path) -> None:
-    """Raises CommpassError for a path that cannot become the page."""
+    """Raise CommpassError for a path that cannot become the page."""
     if path.is_dir():
         raise CommpassError(f"{path}: is a folder; name a file in it: {path / 'report.html'}")
     if path.suffix.lower() != ".html":
@@ -44,7 +46,7 @@ def check(path: Path) -> None:
 
 
 def page(runs: Sequence[Read]) -> str:
-    """The page as text. The first two of several runs are compared."""
+    """Return the page as text. The first two of several runs are compared."""
     found = [run(key(at), each) for at, each in enumerate(runs)]
     comparison = compare(*found[:2]) if len(found) > 1 else None
     script = _text(SCRIPTS)
@@ -69,7 +71,7 @@ def page(runs: Sequence[Read]) -> str:
 
 
 def key(at: int) -> str:
-    """The letter of a run: A, B, ..., Z, and numbers from then on."""
+    """Return the letter of a run: A, B, ..., Z, and numbers after that."""
     return ascii_uppercase[at] if at < len(ascii_uppercase) else f"R{at + 1}"
 
 
@@ -92,21 +94,20 @@ def percent(share: float | None) -> str:
 
 
 def change(before: float, after: float) -> str:
-    """By how much a number grew or shrank."""
+    """Format by how much a number grew or shrank."""
     if before <= 0:
         return "-"
     return "the same" if after == before else f"{after / before - 1:+.0%}"
 
 
 def arrow(before: str, after: str) -> str:
-    """What was and what is, or one of them where they are the same. Lines break at the arrow
-    alone."""
+    """Format before and after, or one of them if they are equal. Lines break only at the arrow."""
     was, now = (text.replace(" ", "\u00a0") for text in (before, after))
     return now if was == now else f"{was} → {now}"
 
 
 def rest(table: Mapping[str, Any]) -> dict[str, Any]:
-    """A policy or a profile without what it leaves open."""
+    """Return a policy or a profile without empty fields."""
     return {key: value for key, value in table.items() if value not in (None, "", [], {})}
 
 
@@ -116,12 +117,12 @@ def _text(names: Iterable[str]) -> str:
 
 
 def _hash(script: str) -> str:
-    """What the page's own policy lets run: this script, and no other."""
+    """Return the hash for the page's content policy, which allows this script only."""
     return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
 def _embedded(data: Any) -> str:
-    """JSON that cannot end the element that it stands in."""
+    """Return JSON that cannot end the element that contains it."""
     text = msgspec.json.encode(data).decode()
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")

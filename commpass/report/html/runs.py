@@ -1,4 +1,4 @@
-"""Which graphs belong together, and what was measured of them."""
+"""Group graphs into runs, with their measured timelines."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from commpass.report.measured import measured
 
 @dataclass(frozen=True)
 class Read:
-    """The graphs of one run, where they were read (for people), and their measured timelines by
-    number, none where there is no trace."""
+    """The graphs of one run, the paths they were read from (for display), and measured timelines by
+    number, none without a trace."""
 
     source: str
     dumps: tuple[Dump, ...]
@@ -23,9 +23,12 @@ class Read:
 
 
 def runs(found: Iterable[tuple[Path, Sequence[Dump]]], traces: Sequence[Path] = ()) -> list[Read]:
-    """What was read from some paths, run by run: files of one run are taken together, and a graph
-    that is there already begins another run. The first trace is of the first run, and so on. Raises
-    CommpassError for more traces than runs, TraceError for one that is of another program."""
+    """Group the dumps of some paths into runs.
+
+    Files of one run are combined; a graph number that exists already begins another run. The first
+    trace belongs to the first run, and so on. Raise CommpassError for more traces than runs, and
+    TraceError for a trace of another program.
+    """
     groups: list[tuple[list[Path], dict[int, Dump]]] = []
     for path, dumps in found:
         for dump in dumps:

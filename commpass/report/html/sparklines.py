@@ -1,4 +1,4 @@
-"""Timelines as the page draws them: lanes of coloured bars."""
+"""Convert timelines into the page's lanes of coloured bars."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from commpass.report import tracks
 from commpass.report.timeline import TimelineView
 
 KINDS = tuple(what for what in tracks.COLOURS if what != "latency")
-"""What bars are, in the order of the legend. An exchange's latency is a part of its own bar."""
+"""The kinds of bars, in the order of the legend. An exchange's latency is a part of its bar."""
 
 Bar = tuple[int, int, float, float, float, int]
-"""Lane, kind, begin, length and latency in microseconds, and the place of its label."""
+"""Lane, kind, begin, length and latency in microseconds, and the index of its label."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Strip:
-    """One timeline: ``bars`` in order of time. ``end_us`` is where its axis ends: those that are to
-    be compared end at the same."""
+    """One timeline, with ``bars`` in order of time.
+
+    ``end_us`` is the end of its axis, equal for timelines that are to be compared.
+    """
 
     title: str
     measured: bool
@@ -31,8 +33,10 @@ class Strip:
 
 
 def sparklines(dumps: Sequence[Dump], measured: Mapping[int, Timeline]) -> tuple[Strip, ...]:
-    """What is predicted for each graph, and below it what was measured. Graphs without events have
-    none."""
+    """Return the predicted timeline of each graph, and below it the measured one.
+
+    Graphs without events have none.
+    """
     shown = [
         TimelineView(dump, dump.timeline, measured.get(dump.number))
         for dump in dumps
@@ -46,7 +50,7 @@ def sparklines(dumps: Sequence[Dump], measured: Mapping[int, Timeline]) -> tuple
 
 
 def missing(dump: Dump) -> str:
-    """Why a graph has no timeline to show, "" if it has one."""
+    """Return why a graph has no timeline to show; "" if it has one."""
     if dump.timeline is None:
         return f"its dump was written by an older commpass ({dump.commpass})"
     return "" if dump.timeline.events else dump.timeline.note or "nothing happens in it"
@@ -79,7 +83,7 @@ def _strip(dump: Dump, picture: tracks.Picture, second: int) -> Strip:
 
 
 def _label(event: Event, modules: Mapping[str, str]) -> str:
-    """What an event is about, in words."""
+    """Return a text for an event."""
     if not event.site:
         return " in ".join(filter(None, (event.name, event.module)))
     role = "" if event.travels or event.exposed else f"{event.what} for "

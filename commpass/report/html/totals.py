@@ -1,4 +1,4 @@
-"""What the graphs of a run come to: sites, bytes, and times, predicted and measured."""
+"""Totals of the graphs of a run: sites, bytes, and times, predicted and measured."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from commpass.report import sent
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """Microseconds of some timelines: until the rank is done, in which anything travels, and for
-    which the rank stands still."""
+    """Microseconds of some timelines: until the rank is done, of exchanges, and of waiting."""
 
     us: float
     travel_us: float
@@ -25,13 +24,15 @@ class Times:
 
     @property
     def hidden(self) -> float | None:
-        """The share of what travels for which the rank does not stand still, 0 to 1; None where
-        nothing travels."""
+        """The share of the exchange time during which the rank does not wait, 0 to 1.
+
+        None if there are no exchanges.
+        """
         return self.hidden_us / self.travel_us if self.travel_us else None
 
 
 def times(timelines: Sequence[Timeline]) -> Times | None:
-    """The sum of timelines, None if there are none."""
+    """Return the sum of timelines; None if there are none."""
     return (
         Times(
             us=sum(each.us for each in timelines),
@@ -45,12 +46,15 @@ def times(timelines: Sequence[Timeline]) -> Times | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """Sums over some plans. ``bytes`` and ``wire_bytes`` are what one rank hands to the collectives
-    without and with commpass, of those sites of which both are known (``unknown`` others);
-    ``sent_plain`` and ``sent`` are what leaves the rank, so that algorithms compare (``untold``
-    sites not counted).
-    ``plain_us`` and ``predicted_us`` are the predicted times of the collectives, each by itself.
-    ``saved_bytes`` are those of what was simplified away: they are in neither of the two."""
+    """Sums over some plans.
+
+    ``bytes`` and ``wire_bytes`` are what one rank hands to the collectives without and with
+    commpass, of those sites of which both are known (``unknown`` others). ``sent_plain`` and
+    ``sent`` are what leaves the rank, so that algorithms can be compared (``untold`` sites not
+    counted). ``plain_us`` and ``predicted_us`` are the summed predicted times of the single
+    collectives. ``saved_bytes`` are those of simplified collectives, which are in neither of the
+    byte counts.
+    """
 
     sites: int
     compressed: int
@@ -67,7 +71,7 @@ class Totals:
 
 
 def totals(plans: Sequence[Plan]) -> Totals:
-    """Adds plans up. A graph that fell back sends what it did before, whatever its plan says."""
+    """Add up plans. A graph that fell back counts as it was before."""
     sites = [(site, bool(plan.fallback)) for plan in plans for site in plan.sites]
     sizes = [(site.bytes, wire_bytes(site, fallback)) for site, fallback in sites]
     known = [(before, after) for before, after in sizes if before >= 0 and after >= 0]
@@ -90,10 +94,11 @@ def totals(plans: Sequence[Plan]) -> Totals:
 
 
 def wire_bytes(site: PlannedSite, fallback: bool) -> int:
-    """What one rank hands to the collectives of a site, as it was really compiled."""
+    """Return the bytes that one rank hands to the collectives of a site as it was really
+    compiled."""
     return site.bytes if fallback else site.wire_bytes
 
 
 def predicted_us(site: PlannedSite, fallback: bool) -> float:
-    """The predicted time of a site, as it was really compiled."""
+    """Return the predicted time of a site as it was really compiled."""
     return site.plain_us if fallback else site.predicted_us
