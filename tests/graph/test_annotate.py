@@ -587,8 +587,8 @@ def test_a_word_that_cannot_be_meant_is_refused_and_nothing_is_changed(word, par
 @pytest.mark.parametrize(
     ("model", "words", "parts"),
     [
-        (Net, ["int8"], ["words=['int8']", '{"layers.*.mlp": "int8"}']),
-        (Net, "int8", ["words='int8'", '{"layers.*.mlp": "int8"}']),
+        (Net, ["int8"], ["annotations=['int8']", '{"layers.*.mlp": "int8"}']),
+        (Net, "int8", ["annotations='int8'", '{"layers.*.mlp": "int8"}']),
         (Net, {"": 5}, ["the word for ''", "is 5"]),
         (Net, {3: "int8"}, ["pattern 3", "text"]),
         (lambda: 5, {"head": "int8"}, ["model=5", "must be a module"]),
