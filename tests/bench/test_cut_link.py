@@ -49,7 +49,7 @@ def run(seconds: int, *arguments: str) -> tuple[int, list[str]]:
 
 
 @pytest.mark.every
-def test_a_cut_link_is_an_error_on_every_rank_in_time_and_the_next_run_works():
+def test_cut_link_is_an_error_on_every_rank_in_time_and_the_next_run_works():
     code, said = run(50, "--drop", "1@25")
     assert code == 7
     assert [line[:9] for line in said] == ["[0] error", "[1] error", "[2] error"]

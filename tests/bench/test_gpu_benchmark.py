@@ -117,7 +117,7 @@ def test_kernels_pass_in_the_interpreter(spec):
         ("a rank", "decode_sum(4): float64"),
     ],
 )
-def test_a_broken_kernel_is_found(broken, said):
+def test_broken_kernel_is_found(broken, said):
     assert any(said in each for each in failed(interpreted(checked, "int8", broken)))
 
 
@@ -125,7 +125,7 @@ def test_a_broken_kernel_is_found(broken, said):
 
 
 @pytest.mark.every
-def test_the_command_runs_dry(tmp_path):
+def test_command_runs_dry(tmp_path):
     path = tmp_path / "found.json"
     names = ["copy", "check int4", "time block codecs"]
     command = [sys.executable, run.__file__, "--dry", "--only", *names, "--json", str(path)]
@@ -138,7 +138,7 @@ def test_the_command_runs_dry(tmp_path):
     assert any(each["what"].startswith("decode_sum_encode") for each in content["timings"])
 
 
-def test_a_check_that_fails_is_an_exit_code(monkeypatch, capsys):
+def test_check_that_fails_is_an_exit_code(monkeypatch, capsys):
     def work(crew: run.Crew, groups: list[list[str]], *others: Any) -> None:
         crew.found.append(
             {"kind": "check", "job": "copy", "name": "a sum", "passed": False, "said": "off by 3"}
@@ -150,7 +150,7 @@ def test_a_check_that_fails_is_an_exit_code(monkeypatch, capsys):
     assert "off by 3" in capsys.readouterr().out
 
 
-def test_a_process_that_dies_is_a_check_that_fails(tmp_path):
+def test_process_that_dies_is_a_check_that_fails(tmp_path):
     options = run.parsed(["--dry"])
     crew = run.Crew(options, show.Console(quiet=True))
     log = tmp_path / "log"
@@ -163,7 +163,7 @@ def test_a_process_that_dies_is_a_check_that_fails(tmp_path):
     ]
 
 
-def test_a_part_that_fails_does_not_stop_the_rest():
+def test_part_that_fails_does_not_stop_the_rest():
     bench = Bench("test", torch.device("cpu"), 0)
     for number in (0, 1):
         with bench.part(f"part {number}"):
@@ -172,7 +172,7 @@ def test_a_part_that_fails_does_not_stop_the_rest():
     assert "ZeroDivisionError" in bench.found[0]["said"]
 
 
-def test_the_limit_lies_between_the_copies_that_were_measured():
+def test_limit_lies_between_the_copies_that_were_measured():
     copies = timing.Copies({10: time_of(1.0), 20: time_of(2.0), 40: time_of(6.0)})
     assert [copies.seconds(n) for n in (5, 10, 15, 30, 40, 60)] == [1.0, 1.0, 1.5, 4.0, 6.0, 10.0]
 

@@ -86,7 +86,7 @@ def test_nodes_have_a_bridge_and_an_uplink():
     assert names(path(NODES, 1, 2)) == ["host 1", "node 0", "node 1", "host 2"]
 
 
-def test_a_delay_takes_the_place_of_the_hub():
+def test_delay_takes_the_place_of_the_hub():
     late = replace(NODES, delay_us=40_000)
     assert "hub" not in " ".join(commands(late))
     assert ports(late) == ["core0", "core1"]
@@ -192,7 +192,7 @@ def test_missing_programs_are_reported_in_one_line(capsys, monkeypatch):
     assert "only Linux" in said(capsys, monkeypatch, "--", "true")
 
 
-def test_a_lab_is_not_built_in_the_machines_own_namespace(monkeypatch):
+def test_lab_is_not_built_in_the_machines_own_namespace(monkeypatch):
     monkeypatch.delenv(apart.APART, raising=False)
     from benchmarks.netlab import build
 

@@ -38,7 +38,7 @@ def lab(*arguments: str) -> subprocess.CompletedProcess:
     )
 
 
-def test_a_command_runs_in_each_host(tmp_path):
+def test_command_runs_in_each_host(tmp_path):
     script = "echo $RANK $LOCAL_RANK $WORLD_SIZE $MASTER_ADDR $GLOO_SOCKET_IFNAME $OMP_NUM_THREADS"
     script += " $(ls /sys/class/net); [ $RANK = 0 ] || exit 3"
     found = lab("--no-check", "--json", str(tmp_path / "made"), "--", "sh", "-c", script)
@@ -83,7 +83,7 @@ def test_rates_hold_and_bytes_are_counted(tmp_path):
 
 
 @pytest.mark.every
-def test_a_delay_is_held():
+def test_delay_is_held():
     found = lab("--hosts", "2", "--gbit", "0.1", "--delay-us", "5000", "--", "true")
     assert found.returncode == 0, found.stderr
     warnings = [line for line in found.stderr.splitlines() if "WARNING" in line]
@@ -117,7 +117,7 @@ while True:
 
 @pytest.mark.every
 @pytest.mark.parametrize("delay", ["0", "300"])
-def test_a_host_that_is_dropped_falls_silent(delay):
+def test_host_that_is_dropped_falls_silent(delay):
     rest = ["--delay-us", delay, "--drop", "1@5", "--grace", "0", "--", sys.executable, "-c", TALK]
     found = lab("--no-check", *rest)
     assert found.returncode == 5, found.stderr
@@ -167,7 +167,7 @@ print(json.dumps(transfer(netlab.build(netlab.Network(3, 0.1)), [(0, 2)])))
 """
 
 
-def test_a_lab_is_removed_and_another_built(tmp_path):
+def test_lab_is_removed_and_another_built(tmp_path):
     (tmp_path / "script.py").write_text(REMOVED)
     found = subprocess.run(
         [sys.executable, str(tmp_path / "script.py")],
@@ -215,7 +215,7 @@ def left(mark: str) -> tuple[str, str, list[str]]:
     return *said, [pid for pid, line in lines.items() if mark in line]
 
 
-def test_a_lab_that_is_killed_leaves_nothing_behind():
+def test_lab_that_is_killed_leaves_nothing_behind():
     mark = f"9{os.getpid()}"
     before = left(mark)
     command = [
@@ -240,7 +240,7 @@ def test_a_lab_that_is_killed_leaves_nothing_behind():
 
 @pytest.mark.every
 @pytest.mark.parametrize(("number", "code"), [(2, 130), (15, 143)])
-def test_a_lab_that_is_ended_leaves_nothing_behind(number, code):
+def test_lab_that_is_ended_leaves_nothing_behind(number, code):
     mark = f"8{os.getpid()}"
     before = left(mark)
     command = ["--hosts", "2", "--no-check", "--", "sh", "-c", f"echo up; sleep {mark}"]

@@ -84,7 +84,7 @@ def test_rows_are_of_the_slowest_rank():
     assert (plain["of_plain"], ours["of_plain"]) == (1.0, 2.0)
 
 
-def test_a_call_that_is_left_alone_sends_what_torch_sends():
+def test_call_that_is_left_alone_sends_what_torch_sends():
     ranks = found(plain=[9.0, 9.0], ours=[9.0, 9.0])
     for each in ranks:
         each["ours"] |= {"codec": None, "stages": (), "unchanged": True}
@@ -94,7 +94,7 @@ def test_a_call_that_is_left_alone_sends_what_torch_sends():
     assert ours["ideal_ms"] == plain["ideal_ms"] == pytest.approx(8.388608)
 
 
-def test_the_worst_is_of_those_that_were_changed():
+def test_worst_is_of_those_that_were_changed():
     row = {"kind": "all_reduce", "KiB": 4, "gbit": 1.0, "name": "balanced"}
     rows = [
         {**row, "name": "plain", "of_plain": 1.0},
@@ -236,7 +236,7 @@ def test_unknown_options_are_refused(arguments, said, capsys):
     assert said in capsys.readouterr().err
 
 
-def test_the_first_is_always_compared():
+def test_first_is_always_compared():
     assert shared.chosen(gradients.WAYS, ["topk", "fp16"]) == ["ddp", "fp16", "topk"]
 
 
@@ -274,7 +274,7 @@ def reduced():
                     yield {**row, "share": 0.5 * gain, "of_plain": gain}
 
 
-def test_a_picture_is_drawn(tmp_path):
+def test_picture_is_drawn(tmp_path):
     known = {"model": "demo", "ranks": 2, "gbit": 1.0}
     rows = {
         "reduces": list(reduced()),

@@ -33,7 +33,7 @@ def found() -> dict[str, Row]:
 # --- formulas by hand -----------------------------------------------------------------------------
 
 
-def test_a_fused_kernel_reads_values_and_writes_the_wire():
+def test_fused_kernel_reads_values_and_writes_the_wire():
     """2 bytes and 8.25 bits of a value, at half of 3,350 GB/s."""
     rate = fused(CARDS["h100"], "taco").other
     assert rate.encode_ns == pytest.approx((2 + 8.25 / 8) / 1675, rel=1e-6)
@@ -56,7 +56,7 @@ def test_plain_and_coded_times_of_a_two_shot():
     )
 
 
-def test_a_fit_gives_back_the_machine_that_it_was_made_of():
+def test_fit_gives_back_the_machine_that_it_was_made_of():
     """Two throughputs of a machine with 4 s of compute and 25 GB/s, by the formula itself."""
     link = Link(8.0, 25.0)
     nbytes = 1024 * 1024 * 2
@@ -74,7 +74,7 @@ def test_a_fit_gives_back_the_machine_that_it_was_made_of():
         assert SMALL.tflops(ranks, us) == pytest.approx(said)
 
 
-def test_a_step_is_compute_and_exchanges():
+def test_step_is_compute_and_exchanges():
     machine = taco.Fitted(800.0, Link(1.0, 10.0))
     assert machine.step_us(SMALL, 4, 50.0) == 200 + 8 * 50
     us = plain(SMALL.sum_of(4), machine.link)
@@ -112,7 +112,7 @@ def test_hosts_share_a_port():
     assert zipccl.hosts_link(1, 8, hop=None, sockets=1) == INTERCONNECTS["pcie-4"].link
 
 
-def test_a_ring_is_as_fast_as_its_slowest_hop():
+def test_ring_is_as_fast_as_its_slowest_hop():
     """Between hosts 20 GB/s, from GPU to GPU in them 11: only where a host has several."""
     values, nbytes = 1 << 20, 1 << 21
     for gpus, rate in ((1, 20.0), (2, 11.0), (8, 11.0)):
@@ -129,7 +129,7 @@ def test_sockets_of_a_host_share_what_joins_them():
     assert (times[0] - start) / (times[1] - start) == pytest.approx(4 * 4 / 7)
 
 
-def test_an_fsdp_step_waits_for_what_takes_longest():
+def test_fsdp_step_waits_for_what_takes_longest():
     """Where exchanges take longer: 64 gathers, 32 scatters. Where compute does: the first gather,
     96 times a layer's forward, the last scatter."""
     slow = Kernels(launch_us=0.0, other=KernelRate(0, 0), gflops=1e-3)
@@ -141,7 +141,7 @@ def test_an_fsdp_step_waits_for_what_takes_longest():
     assert zipccl.LLAMA_LAYER == 218_112_000
 
 
-def test_the_ring_of_chips():
+def test_ring_of_chips():
     """Both directions of a port of 50 GB/s, less a fifth."""
     assert equarx.ring_link().gbytes_per_s == pytest.approx(80.0)
     assert equarx.kernels().other.encode_ns == pytest.approx(
@@ -197,7 +197,7 @@ def test_fitted_rows_do_not_count():
     assert summary([*some, made(2.0, 2.0, fitted=True)]) == rows.Summary(4, 2, 1)
 
 
-def test_the_goal_and_the_share_of_a_gain():
+def test_goal_and_the_share_of_a_gain():
     predicted = (0.849, 0.851, 1.149, 1.151)
     assert [made(1.0, each).met for each in predicted] == [False, True, True, False]
     assert made(1.5, 1.2, speedup=True).of_gain == pytest.approx(0.4)
@@ -248,7 +248,7 @@ def test_faster_links_gain_less():
     assert gains[0] > gains[1] > gains[2]
 
 
-def test_a_crowded_port_is_left_to_the_library():
+def test_crowded_port_is_left_to_the_library():
     for gpus, chosen in ((1, "zipped"), (8, "native")):
         assert zipccl.switched(zipccl.hosts_link(8, gpus), 8 * gpus, rows.A6000) == chosen
 

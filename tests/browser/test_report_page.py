@@ -203,7 +203,7 @@ def test_filtering_by_keyboard(opened):
     assert said.text == "0 of 3 lines, 0 sites"
 
 
-def test_a_site_and_its_candidates_by_keyboard(opened):
+def test_site_and_its_candidates_by_keyboard(opened):
     opener = opened.find_element(By.CSS_SELECTOR, "#a [data-table=sites] .open")
     tab_to(opened, opener)
     press(opened, Keys.SPACE)

@@ -66,7 +66,7 @@ def compile_and_run(policy=FORCED, model=None, times=1, grad=False, **options):
 
 @pytest.mark.every
 @pytest.mark.parametrize("ranks", [rarely(2), rarely(8), 64, rarely(1024)])
-def test_a_model_compiles_for_any_number_of_ranks(ranks, fake_group):
+def test_model_compiles_for_any_number_of_ranks(ranks, fake_group):
     fake_group(ranks)
     forward, backward = compile_and_run(grad=True, inner="inductor")
     assert [site.codec for site in (*forward, *backward)] == ["int8"] * 4
@@ -173,7 +173,7 @@ def test_world_size_one_sends_nothing_and_says_so(fake_group):
     assert "one rank" in plan.sites[0].reason
 
 
-def test_a_graph_without_collectives_compiles_and_has_an_empty_plan(fake_group):
+def test_graph_without_collectives_compiles_and_has_an_empty_plan(fake_group):
     fake_group(8)
     (plan,) = compile_and_run(model=nn.Linear(64, 64))
     assert plan.sites == ()
@@ -205,7 +205,7 @@ def test_every_site_has_a_reason_and_a_rule_that_matched_nothing_is_reported_onc
     assert "2 graphs, 4 sites, 2 compressed" in summaries[0]
 
 
-def test_a_rule_that_only_backward_meets_is_not_reported(fake_group, caplog):
+def test_rule_that_only_backward_meets_is_not_reported(fake_group, caplog):
     fake_group(8)
     with caplog.at_level(logging.INFO, "commpass"):
         compile_and_run(
@@ -257,7 +257,7 @@ def test_counters_and_artifacts(fake_group, tmp_path):
     assert [site["codec"] for site in plan["sites"]] == ["int8", "int8"]
 
 
-def test_a_full_disk_ends_no_job(fake_group, tmp_path, monkeypatch, caplog):
+def test_full_disk_ends_no_job(fake_group, tmp_path, monkeypatch, caplog):
     fake_group(8)
 
     def full(*_):
@@ -270,7 +270,7 @@ def test_a_full_disk_ends_no_job(fake_group, tmp_path, monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("how", ["argument", "environment"])
-def test_a_dump_holds_plan_and_graphs(how, fake_group, tmp_path, monkeypatch):
+def test_dump_holds_plan_and_graphs(how, fake_group, tmp_path, monkeypatch):
     fake_group(8)
     if how == "environment":
         monkeypatch.setenv("COMMPASS_DUMP", str(tmp_path))
@@ -295,9 +295,7 @@ def test_a_dump_holds_plan_and_graphs(how, fake_group, tmp_path, monkeypatch):
     assert len(forward.after) < len(forward.lowered) / 2
 
 
-def test_a_failing_pass_compiles_the_untouched_graph_with_a_warning(
-    fake_group, monkeypatch, caplog
-):
+def test_failing_pass_compiles_the_untouched_graph_with_a_warning(fake_group, monkeypatch, caplog):
     from commpass.passes import pipeline
 
     def fail(road):
@@ -379,7 +377,7 @@ def test_options_of_inductor_are_written_with_either_sign_and_checked(fake_group
 
 
 @pytest.mark.parametrize(("policy", "warned"), [(FORCED, True), ("off", False)])
-def test_the_last_compile_before_torch_gives_up_is_told_where_anything_was_changed(
+def test_last_compile_before_torch_gives_up_is_told_where_anything_was_changed(
     policy, warned, fake_group, caplog
 ):
     fake_group(2)
@@ -397,7 +395,7 @@ def test_the_last_compile_before_torch_gives_up_is_told_where_anything_was_chang
 
 
 @pytest.mark.parametrize(("codec", "refused"), [("int8", True), ("none", False)])
-def test_a_changed_graph_is_not_called_with_other_ranks_than_it_was_compiled_for(
+def test_changed_graph_is_not_called_with_other_ranks_than_it_was_compiled_for(
     fake_group, codec, refused
 ):
     policy = Policy(rules=[Rule(codec=codec, force=True) if refused else Rule(keep=True)])

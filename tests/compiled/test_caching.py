@@ -171,7 +171,7 @@ def decorator_alone() -> list[tuple[str, float]]:
 
 
 @pytest.mark.every
-def test_a_policy_change_by_decorator_alone_is_not_served_from_the_cache(tmp_path):
+def test_policy_change_by_decorator_alone_is_not_served_from_the_cache(tmp_path):
     ranks = Ranks(2, own_cache(tmp_path / "cache"))
     try:
         rows = ranks.run(decorator_alone)[0]

@@ -118,7 +118,7 @@ def wires(coder, made: torch.Tensor, right: torch.Tensor, numel: int, dtype: tor
 
 
 @pytest.mark.parametrize(("spec", "dtype"), CASES, ids=str)
-def test_a_wire_has_the_bytes_of_the_aten_form(spec, dtype):
+def test_wire_has_the_bytes_of_the_aten_form(spec, dtype):
     coder = codec(spec)
     chain = Chain(dtype, (Encode(coder),))
     for n in SIZES:
@@ -127,7 +127,7 @@ def test_a_wire_has_the_bytes_of_the_aten_form(spec, dtype):
 
 
 @pytest.mark.parametrize(("spec", "dtype"), CASES, ids=str)
-def test_a_wire_is_decoded_to_the_values_of_the_aten_form(spec, dtype):
+def test_wire_is_decoded_to_the_values_of_the_aten_form(spec, dtype):
     coder = codec(spec)
     chain = Chain(U8, (Decode(coder, dtype), Cast(dtype)))
     for n in SIZES:
@@ -139,7 +139,7 @@ RANKS = 3
 
 
 @pytest.mark.parametrize("spec", [PLAIN[1], rarely("fp8(block=64)")])
-def test_a_sum_is_in_rank_order_and_goes_on_as_a_wire_or_as_values(spec):
+def test_sum_is_in_rank_order_and_goes_on_as_a_wire_or_as_values(spec):
     coder, n = codec(spec), 1000
     wire = coder.encode_rows(torch.cat([values(1, n, BF16, seed) for seed in range(RANKS)]))
     total = operators.sum_rows(coder.decode_rows(wire, n, BF16))
@@ -428,7 +428,7 @@ ROTATED = ("rotated", "rotated(bits=4,block=32)", "rotated(form=int,block=512)")
 
 
 @pytest.mark.parametrize("spec", sampled([*ROTATED, "sdp4bit"], [ROTATED[1], "sdp4bit"]))
-def test_a_rotation_has_the_bits_of_its_butterfly(spec):
+def test_rotation_has_the_bits_of_its_butterfly(spec):
     coder = codec(spec)
     width, signed = coder.transform.width, coder.transform.signed
     inside, dtype = coder.domain_codec if spec != "sdp4bit" else codec("int4"), BF16
@@ -443,7 +443,7 @@ def test_a_rotation_has_the_bits_of_its_butterfly(spec):
 
 
 @pytest.mark.parametrize("spec", sampled(ROTATED, ROTATED[:1]))
-def test_a_rotation_is_close_to_the_aten_form(spec):
+def test_rotation_is_close_to_the_aten_form(spec):
     coder, n = codec(spec), 1 << 14
     x = torch.randn(1, n, generator=torch.Generator().manual_seed(0))
     wire, right = run(Chain(F32, (Encode(coder),)), [x], n), coder.encode_rows(x)
@@ -490,7 +490,7 @@ def test_pivots_and_offsets_are_those_of_the_aten_form(spec, dtype):
             assert (row - other).norm() <= near * other.norm()
 
 
-def test_a_wire_with_places_that_are_none_is_read_within_bounds():
+def test_wire_with_places_that_are_none_is_read_within_bounds():
     coder, n = codec("tahquant(block=32)"), 5000
     g = torch.Generator().manual_seed(3)
     wire = torch.randint(0, 256, (9, coder.wire_bytes(n, BF16)), generator=g).to(U8)
@@ -548,7 +548,7 @@ def test_exponents_travel_in_the_same_bytes(dtype, planes):
         assert torch.equal(run(decode, [wire], n).view(whole), x.view(whole)), n
 
 
-def test_a_wire_of_exponents_that_holds_anything_is_read_within_bounds():
+def test_wire_of_exponents_that_holds_anything_is_read_within_bounds():
     coder, n = codec("exponent"), 5000
     g = torch.Generator().manual_seed(3)
     for _ in range(20):
@@ -571,7 +571,7 @@ def test_chains_say_whether_they_have_the_bits_of_the_aten_form():
 
 
 @pytest.mark.parametrize("spec", ["rotated", "exponent", rarely("int8"), rarely("taco")])
-def test_the_number_of_threads_changes_nothing(spec):
+def test_number_of_threads_changes_nothing(spec):
     coder, n = codec(spec), 300_001
     x = values(2, n, BF16)
     encode = Chain(BF16, (Encode(coder),))
@@ -613,7 +613,7 @@ def test_missing_kernels_say_why(chain, reason):
     assert cpu.supports(chain)
 
 
-def test_a_kernel_that_is_slower_than_inline_says_so():
+def test_kernel_that_is_slower_than_inline_says_so():
     for spec in ("int4", "int4(scale=rms)"):
         assert "inline form is quicker" in cpu.supports(Chain(BF16, (Encode(codec(spec)),)))
     assert not cpu.supports(Chain(BF16, (Encode(codec("rotated(bits=4)")),)))
@@ -621,7 +621,7 @@ def test_a_kernel_that_is_slower_than_inline_says_so():
         assert not cpu.supports(Chain(BF16, (Encode(codec(spec)),)))
 
 
-def test_a_kernel_refuses_tensors_that_it_would_read_wrongly():
+def test_kernel_refuses_tensors_that_it_would_read_wrongly():
     chain, x = Chain(F32, (Encode(INT8),)), torch.randn(2, 512)
     kernel, wire = cpu.compiled(chain), torch.empty(2, INT8.wire_bytes(512, F32), dtype=U8)
     kernel([x], wire, 512)
@@ -632,7 +632,7 @@ def test_a_kernel_refuses_tensors_that_it_would_read_wrongly():
         kernel([x], wire[:, 1:], 512)
 
 
-def test_the_operator_calls_a_generated_kernel_by_name():
+def test_operator_calls_a_generated_kernel_by_name():
     """Rows that lie in a larger buffer, and a wire that is a part of one."""
     n, size = 512, INT8.wire_bytes(512, BF16)
     buffer, joined = torch.randn(2, 3 * n).to(BF16), torch.zeros(2, 2 * size, dtype=U8)

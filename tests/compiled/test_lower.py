@@ -72,7 +72,7 @@ def roles(gm) -> list[str]:
 # --- the middle level -----------------------------------------------------------------------------
 
 
-def test_a_two_shot_is_a_dozen_nodes_that_say_what_they_are(fake_group):
+def test_two_shot_is_a_dozen_nodes_that_say_what_they_are(fake_group):
     fake_group(8)
     gm = coded(summed, torch.randn(64, 64), forced("int8", algorithm="two_shot"))
     assert [role for role in roles(gm) if role != "layout"] == [
@@ -227,7 +227,7 @@ def test_values_that_later_hops_take_are_filled_up_outside_of_kernels(how, outsi
 @pytest.mark.every
 @pytest.mark.few(1)
 @pytest.mark.parametrize("numel", [5000, 4096])
-def test_a_ring_whose_values_are_filled_up_gives_the_bits_of_the_inline_form(numel):
+def test_ring_whose_values_are_filled_up_gives_the_bits_of_the_inline_form(numel):
     both = [
         results(forced("int8", algorithm="ring", lowering=form), inputs_of((numel,)))[1]
         for form in ("inline", "kernel")
@@ -343,7 +343,7 @@ def test_sites_that_differ_by_their_reduce_op_alone_are_apart(form, made):
         assert (mean - sum(inputs) * 3 / RANKS).norm() < 0.02 * mean.norm()
 
 
-def test_a_kernel_writes_into_buffers_and_leaves_what_it_was_given(fake_group, made):
+def test_kernel_writes_into_buffers_and_leaves_what_it_was_given(fake_group, made):
     """Codes of ``cast`` for bfloat16 are the values themselves."""
     fake_group(4)
     policy = forced("cast", algorithm="one_shot", lowering="kernel")
@@ -495,7 +495,7 @@ def test_numbers_that_depend_on_values_may_be_asked_for_again(
 
 
 @EVERY
-def test_a_collective_by_hand_stays_one_graph_without_being_a_whole_function(
+def test_collective_by_hand_stays_one_graph_without_being_a_whole_function(
     fake_group, without_code
 ):
     fake_group(2)
@@ -660,7 +660,7 @@ def test_sizes_that_are_not_fixed_stay_inline(fake_group, without_code):
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("form", [None, "inline", "kernel"])
-def test_a_plan_names_the_form_that_is_carried_out(form, fake_group, made):
+def test_plan_names_the_form_that_is_carried_out(form, fake_group, made):
     fake_group(4)
     policy = forced("int8", algorithm="two_shot", lowering=form)
     gm = make_fx(summed, tracing_mode="symbolic")(torch.randn(64, 64))
@@ -683,7 +683,7 @@ def test_graphs_traced_with_real_values_are_rewritten(name, form, fake_group, ma
     assert gm(x).shape == x.shape
 
 
-def test_an_unknown_lowering_is_refused():
+def test_unknown_lowering_is_refused():
     with pytest.raises(PolicyError, match="did you mean 'kernel'"):
         Rule(codec="int8", lowering="kernels")
     with pytest.raises(PolicyError, match="did you mean 'inline'"):

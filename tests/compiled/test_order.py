@@ -197,7 +197,7 @@ def test_generated_code_sends_a_chunk_while_the_next_is_computed(fake_group):
     assert len(re.findall(r"empty_strided_cpu\(\(512, 256\)", body)) == 2
 
 
-def test_a_sum_that_is_pinned_is_made_in_place(fake_group):
+def test_sum_that_is_pinned_is_made_in_place(fake_group):
     """Inductor does not look behind pins: it would copy each gradient before it is summed. What
     something else takes later on is copied."""
     fake_group(4)
@@ -223,7 +223,7 @@ def test_a_sum_that_is_pinned_is_made_in_place(fake_group):
     assert [each in made for each in summed].count(True) == 2
 
 
-def test_a_sum_of_an_input_is_pinned_and_leaves_the_input_alone(fake_group):
+def test_sum_of_an_input_is_pinned_and_leaves_the_input_alone(fake_group):
     fake_group(4)
 
     def function(x, w):
@@ -238,7 +238,7 @@ def test_a_sum_of_an_input_is_pinned_and_leaves_the_input_alone(fake_group):
     assert targets.count(ops.all_reduce.default) == 1
 
 
-def test_a_cache_is_written_into_once_it_has_been_sent(fake_group):
+def test_cache_is_written_into_once_it_has_been_sent(fake_group):
     """Its new rows are written into the graph's input, in place."""
     fake_group(4)
     torch._dynamo.reset()

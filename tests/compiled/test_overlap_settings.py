@@ -111,7 +111,7 @@ def test_setting_orders_them_by_rank_without_commpass():
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", list(NAMES.values()))
-def test_a_graph_that_is_not_changed_keeps_the_setting(name, caplog):
+def test_graph_that_is_not_changed_keeps_the_setting(name, caplog):
     """Seen in what Inductor is given."""
     seen = []
 

@@ -129,9 +129,7 @@ def forward_words(function) -> list:
     ids=["compress", "keep()", "keep", "bare", "bare()", "all that can be said"],
 )
 @pytest.mark.parametrize("target", ["class", "module", "function", "method"])
-def test_a_decorator_puts_its_word_on_all_that_is_inside_in_forward_and_backward(
-    scope, word, target
-):
+def test_decorator_puts_its_word_on_all_that_is_inside_in_forward_and_backward(scope, word, target):
     if target == "class":
         decorated = scope(type("Mine", (Leaf,), {}))()
     elif target == "module":
@@ -146,13 +144,13 @@ def test_a_decorator_puts_its_word_on_all_that_is_inside_in_forward_and_backward
     assert words(forward) == words(backward) == [None, word, None]
 
 
-def test_a_decorated_model_may_be_the_compiled_one_itself():
+def test_decorated_model_may_be_the_compiled_one_itself():
     decorated = commpass.compress(codec="int8")(type("Mine", (Net,), {}))
     forward, backward = plans_of(decorated())
     assert words(forward) == words(backward) == ["int8"] * 5
 
 
-def test_a_context_manager_in_forward_covers_its_lines_alone():
+def test_context_manager_in_forward_covers_its_lines_alone():
     def function(x):
         x = gather(x)
         with commpass.compress(codec="fp8"):
@@ -166,7 +164,7 @@ def test_a_context_manager_in_forward_covers_its_lines_alone():
     assert words(backward) == [None, "keep", "fp8", None]
 
 
-def test_a_context_manager_in_forward_takes_all_that_compress_takes():
+def test_context_manager_in_forward_takes_all_that_compress_takes():
     def function(x):
         with commpass.compress(
             codec=("int8", "fp8"), algorithm=["direct"], max_error=0.5, force=True
@@ -178,7 +176,7 @@ def test_a_context_manager_in_forward_takes_all_that_compress_takes():
     ]
 
 
-def test_a_codec_that_is_an_attribute_may_change():
+def test_codec_that_is_an_attribute_may_change():
     class Chosen(nn.Module):
         codec = "int8"
 
@@ -195,7 +193,7 @@ def test_a_codec_that_is_an_attribute_may_change():
     assert [words(plan) for plan in commpass.plans()[seen:]] == [["int8"], ["int4"]]
 
 
-def test_the_nearest_of_nested_words_counts():
+def test_nearest_of_nested_words_counts():
     inner = commpass.compress(codec="int8")(type("Inner", (Leaf,), {}))()
 
     @commpass.compress(codec="int4")
@@ -237,7 +235,7 @@ def test_words_hold_for_what_checkpointing_computes_again():
     assert len(found) == len(own) + len(again)
 
 
-def test_an_inherited_forward_gets_the_word_of_the_class_that_has_it_and_parents_do_not():
+def test_inherited_forward_gets_the_word_of_the_class_that_has_it_and_parents_do_not():
     class Parent(Leaf):
         pass
 
@@ -255,12 +253,12 @@ def test_an_inherited_forward_gets_the_word_of_the_class_that_has_it_and_parents
     ]
 
 
-def test_a_word_on_one_module_is_not_on_another_of_its_class():
+def test_word_on_one_module_is_not_on_another_of_its_class():
     first, second = commpass.keep(Leaf()), Leaf()
     assert forward_words(lambda x: second(first(x))) == ["keep", None]
 
 
-def test_a_decorator_keeps_what_it_decorates_and_its_name_and_docstring():
+def test_decorator_keeps_what_it_decorates_and_its_name_and_docstring():
     class Mine(nn.Module):
         """Of the class."""
 
@@ -306,7 +304,7 @@ def test_objects_without_modules_cannot_be_decorated(scope, target):
         ({"max_error": -1}, "max_error=-1"),
     ],
 )
-def test_an_unknown_name_is_refused_with_the_nearest_outside_and_inside_compiled_code(said, part):
+def test_unknown_name_is_refused_with_the_nearest_outside_and_inside_compiled_code(said, part):
     with pytest.raises(PolicyError) as error:
         commpass.compress(**said)
     assert part in str(error.value)
@@ -327,7 +325,7 @@ def forced(codec):
     return commpass.compress(codec=codec, force=True)
 
 
-def test_a_word_is_what_is_done_in_both_directions_and_the_reason_says_so():
+def test_word_is_what_is_done_in_both_directions_and_the_reason_says_so():
     @forced("int8")
     def inner(x):
         return gather(x)
@@ -357,7 +355,7 @@ def test_words_beat_rules():
         assert "compress(...)" in by_word.reason
 
 
-def test_a_bare_compress_allows_what_the_policy_itself_does_whatever_rules_and_keeps_say():
+def test_bare_compress_allows_what_the_policy_itself_does_whatever_rules_and_keeps_say():
     policy = Policy(codecs="fp8", max_error=0.1, rules=[Rule(keep=True)])
     decorated = commpass.compress(gather)
     with_arguments = commpass.compress(gather, codec="int8", force=True)
@@ -381,7 +379,7 @@ def test_a_bare_compress_allows_what_the_policy_itself_does_whatever_rules_and_k
         assert "fp8" in bare.reason  # it is 48 bytes: a candidate that loses
 
 
-def test_a_bare_compress_allows_nothing_where_the_policy_itself_does_not():
+def test_bare_compress_allows_nothing_where_the_policy_itself_does_not():
     policy = Policy(rules=[Rule(codec="int8", force=True)])
     for plan in plans_of(commpass.compress(gather), policy):
         assert [site.codec for site in plan] == [NONE]
@@ -408,7 +406,7 @@ def test_lossless_compresses_what_a_word_allows_and_nothing_else():
         assert sorted(site.codec for site in plan) == ["int8", NONE]
 
 
-def test_a_decorator_alone_makes_another_plan_of_the_same_code():
+def test_decorator_alone_makes_another_plan_of_the_same_code():
     def code(x):
         return gather(x).sin()
 
@@ -426,7 +424,7 @@ def test_a_decorator_alone_makes_another_plan_of_the_same_code():
     assert digests[1] == digests[4]
 
 
-def test_a_decorated_module_that_nobody_compiles_computes_what_it_did():
+def test_decorated_module_that_nobody_compiles_computes_what_it_did():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
     x = torch.randn(4, 3)
@@ -448,7 +446,7 @@ def test_a_decorated_module_that_nobody_compiles_computes_what_it_did():
     assert open_scopes() == ()
 
 
-def test_a_scope_ends_when_an_exception_leaves_it():
+def test_scope_ends_when_an_exception_leaves_it():
     @commpass.keep
     def fails(*_):
         raise KeyError("mine")
@@ -516,7 +514,7 @@ def test_words_are_put_on_modules_by_glob_without_their_source():
         ("head", [False] * 4 + [True]),
     ],
 )
-def test_a_glob_names_modules_and_covers_what_is_inside(pattern, covered):
+def test_glob_names_modules_and_covers_what_is_inside(pattern, covered):
     model = commpass.apply_policy(Net(), {pattern: "int8"})
     assert [word == "int8" for word in forward_words(model)] == covered
 
@@ -533,7 +531,7 @@ def test_a_glob_names_modules_and_covers_what_is_inside(pattern, covered):
         ),
     ],
 )
-def test_the_word_of_the_module_inside_counts_whatever_the_order(said, expected):
+def test_word_of_the_module_inside_counts_whatever_the_order(said, expected):
     for patterns in (list(said), list(said)[::-1]):
         model = commpass.apply_policy(Net(), {pattern: said[pattern] for pattern in patterns})
         assert forward_words(model) == expected
@@ -550,7 +548,7 @@ UNKNOWN = {
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize("pattern", UNKNOWN)
-def test_a_pattern_that_names_no_module_is_refused_with_the_nearest_and_nothing_is_changed(pattern):
+def test_pattern_that_names_no_module_is_refused_with_the_nearest_and_nothing_is_changed(pattern):
     model = Net()
     with pytest.raises(PolicyError) as error:
         commpass.apply_policy(model, {"head": "int8", pattern: "int8"})
@@ -576,7 +574,7 @@ def test_a_pattern_that_names_no_module_is_refused_with_the_nearest_and_nothing_
         (Rule(codec="int8", direction="backward"), "put a rule into Policy(rules=[...])"),
     ],
 )
-def test_a_word_that_cannot_be_meant_is_refused_and_nothing_is_changed(word, part):
+def test_word_that_cannot_be_meant_is_refused_and_nothing_is_changed(word, part):
     model = Net()
     with pytest.raises(PolicyError) as error:
         commpass.apply_policy(model, {"head": "int8", "layers.0": word})
@@ -668,7 +666,7 @@ class Weighted(nn.Module):
     ],
     ids=["apply_policy", "a module inside", "the module itself"],
 )
-def test_a_copy_of_a_model_has_weights_of_its_own_and_the_words(put, twin_of):
+def test_copy_of_a_model_has_weights_of_its_own_and_the_words(put, twin_of):
     model = nn.Sequential(Weighted())
     put(model)
     twin = twin_of(model)
@@ -700,7 +698,7 @@ def refused(function, word) -> None:
     [(lambda: commpass.compress(codec="int8"), "int8"), (commpass.keep, "keep")],
     ids=["compress", "keep"],
 )
-def test_a_scope_around_a_compiled_call_is_refused_and_the_call_works_behind_it(
+def test_scope_around_a_compiled_call_is_refused_and_the_call_works_behind_it(
     scope, word, called_before
 ):
     run, x = compiled(gather), torch.ones(4, 3)
@@ -713,14 +711,14 @@ def test_a_scope_around_a_compiled_call_is_refused_and_the_call_works_behind_it(
 
 
 @pytest.mark.parametrize("policy", ["off", "lossless", "balanced"])
-def test_a_scope_around_is_refused_whatever_the_policy(policy):
+def test_scope_around_is_refused_whatever_the_policy(policy):
     run = compiled(gather, policy)
     with commpass.keep():
         refused(lambda: run(torch.ones(4, 3)), "keep")
     run(torch.ones(4, 3))
 
 
-def test_a_decorated_eager_caller_of_a_compiled_call_is_refused_and_names_the_nearest_word():
+def test_decorated_eager_caller_of_a_compiled_call_is_refused_and_names_the_nearest_word():
     run, x = compiled(gather), torch.ones(4, 3)
     caller = commpass.compress(codec="fp8")(run)
     outer = commpass.keep(caller)
@@ -740,7 +738,7 @@ def test_a_decorated_eager_caller_of_a_compiled_call_is_refused_and_names_the_ne
     assert run(x).shape == (4 * RANKS, 3)
 
 
-def test_a_scope_around_a_compiled_backward_is_refused():
+def test_scope_around_a_compiled_backward_is_refused():
     run = compiled(gather)
     loss = run(torch.ones(4, 3, requires_grad=True)).sum()
     with commpass.keep():
@@ -748,7 +746,7 @@ def test_a_scope_around_a_compiled_backward_is_refused():
     loss.backward()
 
 
-def test_a_graph_break_inside_a_scope_is_refused_and_named():
+def test_graph_break_inside_a_scope_is_refused_and_named():
     @commpass.compress(codec="int8")
     def broken(x):
         x = gather(x)
@@ -760,7 +758,7 @@ def test_a_graph_break_inside_a_scope_is_refused_and_named():
     assert open_scopes() == ()
 
 
-def test_a_scope_made_outside_and_entered_inside_is_refused_rather_than_ignored():
+def test_scope_made_outside_and_entered_inside_is_refused_rather_than_ignored():
     scope = commpass.compress(codec="int8")
 
     def function(x):
@@ -801,7 +799,7 @@ SECOND = {
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("again", SECOND)
-def test_a_second_word_that_would_do_nothing_is_refused_and_nothing_is_changed(again):
+def test_second_word_that_would_do_nothing_is_refused_and_nothing_is_changed(again):
     model = commpass.apply_policy(Net(), {"head": "int8", "layers": "int8"})
     before = forward_words(model)
     with pytest.raises(PolicyError, match=r"already has the word .*int8"):

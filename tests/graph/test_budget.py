@@ -288,7 +288,7 @@ def test_gradients_are_those_of_the_graph_that_was_compiled_again(fake_group, in
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "when all was planned"])
-def test_a_graph_that_could_not_be_compiled_again_is_compiled_with_the_next_call(
+def test_graph_that_could_not_be_compiled_again_is_compiled_with_the_next_call(
     fake_group, warnings, late
 ):
     fake_group(4)
@@ -354,7 +354,7 @@ def test_any_number_of_values_can_be_measured(numel, spec):
     assert found.isfinite().all()
 
 
-def test_a_budget_is_exceeded_by_its_error_its_lost_values_or_its_worst_block():
+def test_budget_is_exceeded_by_its_error_its_lost_values_or_its_worst_block():
     most = limits(0.02)
     assert (most.error, most.lost, most.worst) == (0.02, 0.08, 0.2)
     assert limits(0.001).lost == 0.05

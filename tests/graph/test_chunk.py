@@ -93,7 +93,7 @@ def _group(fake_group):
 
 
 @pytest.mark.parametrize(("rows", "order"), [(2, "msmswmwm"), (4, "msmsmsmswmwmwmwm")])
-def test_a_chunk_travels_while_the_next_is_computed(rows, order):
+def test_chunk_travels_while_the_next_is_computed(rows, order):
     gm, plan = check(block, inputs(), rows=rows)
     assert story(gm).replace("c", "") == order
     (step,) = plan.split
@@ -123,7 +123,7 @@ def test_sum_without_a_matmul_behind_it_is_joined():
     assert plan.split[0].through == ("mm",)
 
 
-def test_the_cost_model_splits_what_gains():
+def test_cost_model_splits_what_gains():
     shapes = [(2048, 1024), (1024, 1024), (2048, 1024), (1024,), (1024, 1024)]
     for speed, split in ((1, True), (1000, False)):
         gm = trace(block, *[torch.empty(shape) for shape in shapes])
@@ -177,7 +177,7 @@ def test_chunks_are_multiples_of_codec_blocks():
     assert plan.split[0].rows == (18, 19)
 
 
-def test_a_chain_of_layers_goes_on_in_chunks():
+def test_chain_of_layers_goes_on_in_chunks():
     """The matmul after one sum makes the next: its chunks are sent, and are never joined."""
 
     def function(x, w, v):
@@ -231,7 +231,7 @@ def test_batches(shape, rows):
     assert story(gm).count("m") == 2 * rows
 
 
-def test_a_view_that_a_matmul_and_others_take():
+def test_view_that_a_matmul_and_others_take():
     """As linear layers have it, of which backward takes the input again."""
 
     def function(x, w, residual, weight, v):
@@ -256,7 +256,7 @@ def test_statistics_of_rows_biases_and_casts():
     assert "var_mean" in " ".join(plan.split[0].through)
 
 
-def test_a_llama_block():
+def test_llama_block():
     """From attention's output to the next layer: two sums, each with what comes after it."""
 
     def function(x, wo, residual, n1, gate, up, down, n2, q):
@@ -433,7 +433,7 @@ def test_not_above_the_peak_memory_by_more_than_a_chunk():
     assert len(drive(gm, rows=4).split) == 1
 
 
-def test_the_memory_of_a_graph_is_not_counted_for_each_of_many_equal_sites(monkeypatch):
+def test_memory_of_a_graph_is_not_counted_for_each_of_many_equal_sites(monkeypatch):
     from commpass.passes import chunk
 
     counted = []
@@ -450,7 +450,7 @@ def test_the_memory_of_a_graph_is_not_counted_for_each_of_many_equal_sites(monke
 
 
 @pytest.mark.parametrize("name", ["amax", "amin", "mean", "sum", "var"])
-def test_a_statistic_of_all_values_is_computed_of_the_whole(name):
+def test_statistic_of_all_values_is_computed_of_the_whole(name):
     def function(x, w):
         y = reduced(x @ w)
         return (y - getattr(y, name)()) @ w, room(x)
@@ -475,7 +475,7 @@ def test_rows_that_depend_on_other_rows_are_computed_whole():
 
 
 @pytest.mark.parametrize(("dim", "of_rows"), [(0, True), (-2, True), (1, False), (-1, False)])
-def test_a_softmax_over_rows_is_computed_of_the_whole(dim, of_rows):
+def test_softmax_over_rows_is_computed_of_the_whole(dim, of_rows):
     """One operator, as other compilers than Inductor leave it."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -509,7 +509,7 @@ def test_sizes_that_depend_on_values_are_left_alone():
     assert "rows=2 does not apply: its size is symbolic" in site.reason
 
 
-def test_a_matmul_in_chunks_already_keeps_them():
+def test_matmul_in_chunks_already_keeps_them():
     def function(x, w, v):
         return reduced(reduced(x @ w).relu() @ v) @ w
 
@@ -542,7 +542,7 @@ def test_rows_in_a_file(tmp_path):
 # --- the plan -------------------------------------------------------------------------------------
 
 
-def test_the_plan_tells_and_ranks_compare():
+def test_plan_tells_and_ranks_compare():
     given = inputs()
     split, other, whole_ = (drive(trace(block, *given), rows=rows) for rows in (2, 4, 1))
     assert commpass.Plan.from_json(split.to_json()) == split

@@ -89,7 +89,7 @@ def split(program, ranks, shape, dim, rows, profile=SLOW, **policy):
 @pytest.mark.parametrize("rows", [2, 4])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-def test_the_same_numbers(program, shape, rows):
+def test_same_numbers(program, shape, rows):
     found = split(program, 2, *SHAPES[shape], rows)
     for one, other in found.pairs:
         assert one.stride() == other.stride()
@@ -110,7 +110,7 @@ def story(gm):
 
 
 @pytest.mark.parametrize("shape", ["rows", "batch"])
-def test_a_chunk_travels_while_a_matmul_runs(shape):
+def test_chunk_travels_while_a_matmul_runs(shape):
     found = split(ends, 2, *SHAPES[shape], 2, commpass.ethernet(1))
     plan = found.plans[0]
     assert [site.kind for site in plan] == ["reduce_scatter"] * 2 + ["all_gather"] * 2
@@ -166,7 +166,7 @@ def test_any_shapes(ranks, local, batch, dim, rows, program):
 
 
 @pytest.mark.parametrize(("gbit", "gains"), [(1, 2), (1000, 0)])
-def test_the_cost_model_splits_what_gains(gbit, gains, fake_group):
+def test_cost_model_splits_what_gains(gbit, gains, fake_group):
     fake_group(2)
     given = [*[torch.empty(1024, 1024)] * 3, torch.empty(1 << 20)]
     plan = commpass.rewrite(

@@ -66,7 +66,7 @@ def exchanges(gm) -> int:
         rarely("ethernet", 1),
     ],
 )
-def test_the_count_is_that_of_the_least_predicted_time(name, mib, fake_group):
+def test_count_is_that_of_the_least_predicted_time(name, mib, fake_group):
     """Of the counts named one by one, the first that is hardly slower than the best. Chunks must
     gain more than the whole takes to be encoded (5 us, and 0.02 ns a value), which a matmul may
     do."""
@@ -86,7 +86,7 @@ def test_the_count_is_that_of_the_least_predicted_time(name, mib, fake_group):
         assert site.chunks == 1
 
 
-def test_a_slow_start_makes_fewer_chunks(fake_group):
+def test_slow_start_makes_fewer_chunks(fake_group):
     fake_group(RANKS)
     links = Link(15.0, 10.0), Link(2000.0, 10.0)
     soon, late = (planned(64, Profile("test", link, kernels=GPU))[1].chunks for link in links)

@@ -40,13 +40,13 @@ def changed(name: str, **how) -> list[Pass]:
     return [dataclasses.replace(step, **how) if step.name == name else step for step in PASSES]
 
 
-def test_the_passes_fit_together():
+def test_passes_fit_together():
     check_order(PASSES)
     check_order([step for step in PASSES if step.needed])
 
 
 @pytest.mark.parametrize("name", [step.name for step in PASSES if step.provides])
-def test_a_pass_that_somebody_requires_cannot_be_left_out(name):
+def test_pass_that_somebody_requires_cannot_be_left_out(name):
     rest = [step for step in PASSES if step.name != name]
     if name in ("simplify", "group", "chunk", "fuse", "move", NAMES[-1]):
         check_order(rest)
@@ -63,7 +63,7 @@ def test_passes_in_another_order_do_not_fit(first, second):
         check_order(order)
 
 
-def test_a_pass_that_changes_the_graph_makes_an_end_of_what_was_known_of_it():
+def test_pass_that_changes_the_graph_makes_an_end_of_what_was_known_of_it():
     blind = Pass(name="blind", run=lambda road: road, mutates=True)
     with pytest.raises(VerifyError, match=r"pass 'rewrite' requires 'sites'"):
         check_order([*PASSES[:6], blind, *PASSES[6:]])
@@ -129,7 +129,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("what", BROKEN)
-def test_a_broken_promise_is_found_and_the_graph_is_the_untouched_one(what, fake_group):
+def test_broken_promise_is_found_and_the_graph_is_the_untouched_one(what, fake_group):
     name, wrong, said = BROKEN[what]
     fake_group(4)
     gm = graph()
@@ -144,7 +144,7 @@ def test_a_broken_promise_is_found_and_the_graph_is_the_untouched_one(what, fake
     assert len(good.plan.compressed) == 2
 
 
-def test_a_pass_that_only_moves_nodes_is_rolled_back_as_well(fake_group):
+def test_pass_that_only_moves_nodes_is_rolled_back_as_well(fake_group):
     fake_group(4)
     gm = graph()
     before = code(gm)
@@ -160,7 +160,7 @@ def test_a_pass_that_only_moves_nodes_is_rolled_back_as_well(fake_group):
     assert code(gm) == before
 
 
-def test_a_graph_may_come_again_under_another_policy(fake_group):
+def test_graph_may_come_again_under_another_policy(fake_group):
     fake_group(4)
     gm = graph()
     first = Policy(rules=[Rule(kind="all_reduce", codec="int8", algorithm="two_shot", force=True)])
@@ -172,7 +172,7 @@ def test_a_graph_may_come_again_under_another_policy(fake_group):
         assert kinds == ["all_to_all", "all_gather", "all_gather"]
 
 
-def test_a_sub_graph_that_several_others_hold_is_one(fake_group):
+def test_sub_graph_that_several_others_hold_is_one(fake_group):
     fake_group(4)
     shared = trace(lambda x: ops.wait_tensor(ops.all_reduce(x, "sum", "0")), torch.ones(64, 64))
 

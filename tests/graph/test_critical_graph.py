@@ -63,7 +63,7 @@ def dumped(fake_group, tmp_path):
 UNCHUNKED = Policy(name="plain", skip=("simplify", "group", "chunk"))
 
 
-def test_a_hidden_exchange_has_slack_and_an_exposed_one_is_critical(dumped, tmp_path):
+def test_hidden_exchange_has_slack_and_an_exposed_one_is_critical(dumped, tmp_path):
     times = dumped(UNCHUNKED, n=1024).timeline
     hidden, exposed = "all_reduce", "all_reduce_1"
     assert times.exposed_of(hidden) == 0
@@ -86,7 +86,7 @@ def test_a_hidden_exchange_has_slack_and_an_exposed_one_is_critical(dumped, tmp_
     assert "\nslack " in explained(tmp_path, "--why", hidden)
 
 
-def test_what_needs_an_exchange_is_counted(dumped, tmp_path):
+def test_dependents_of_exchange_are_counted(dumped, tmp_path):
     dumped(UNCHUNKED)
     first, last = (explained(tmp_path, "--why", name) for name in ("all_reduce", "all_reduce_1"))
     # The first: its sum, a slice, times 3, the other site, times 2, a sum. Before: times 2, 8 x 2.
@@ -108,7 +108,7 @@ def compiled(policy) -> tuple[Work, list]:
     return work_of(gm.graph, memory(gm.graph), LINK), list(gm.graph.nodes)
 
 
-def test_a_coded_site_has_the_slack_of_its_least_exchange(fake_group):
+def test_coded_site_has_the_slack_of_its_least_exchange(fake_group):
     fake_group(4)
     rule = commpass.Rule(codec="int8", algorithm="two_shot", force=True)
     work, nodes = compiled(Policy(rules=[rule], skip=("move", "simplify", "group", "chunk")))
@@ -121,7 +121,7 @@ def test_a_coded_site_has_the_slack_of_its_least_exchange(fake_group):
     assert site_slack_us(work, nodes) == wanted
 
 
-def test_the_longest_path_of_a_graph_is_its_predicted_time(fake_group):
+def test_longest_path_of_a_graph_is_its_predicted_time(fake_group):
     fake_group(4)
     work, nodes = compiled("balanced")
     tasks = tasks_of(work, nodes)
@@ -129,7 +129,7 @@ def test_the_longest_path_of_a_graph_is_its_predicted_time(fake_group):
     assert longest == pytest.approx(timed(work, nodes).now)
 
 
-def test_a_dump_of_before_has_no_slack(dumped, tmp_path):
+def test_dump_of_before_has_no_slack(dumped, tmp_path):
     dumped(UNCHUNKED)
     (file,) = dump.files(tmp_path)
     held = json.loads(file.read_text())
@@ -142,6 +142,6 @@ def test_a_dump_of_before_has_no_slack(dumped, tmp_path):
     assert {(site["slack_us"], site["critical"]) for site in sites} == {(None, None)}
 
 
-def test_the_exchange_of_a_hook_alone_is_not_called_critical(dumped, tmp_path):
+def test_exchange_of_a_hook_alone_is_not_called_critical(dumped, tmp_path):
     dumped(UNCHUNKED, lambda x, w: wait(ops.all_reduce(x, "sum", "0")))
     assert "critical" not in explained(tmp_path)

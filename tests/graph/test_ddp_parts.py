@@ -34,7 +34,7 @@ def parts(policy: Policy, of: nn.Module, group: dist.ProcessGroup):
     return x, found
 
 
-def test_a_bucket_under_one_rule_is_one_view(fake_group):
+def test_bucket_under_one_rule_is_one_view(fake_group):
     x, (part,) = parts(Policy(), model(), fake_group(4))
     assert part.of(x).data_ptr() == x.data_ptr()
     assert part.of(x).shape == x.shape
@@ -71,7 +71,7 @@ def test_words_in_the_model_are_nearer_than_rules(by_class, fake_group):
     assert len(found) == 2
 
 
-def test_a_common_module_that_another_rule_means_is_not_named(fake_group):
+def test_common_module_that_another_rule_means_is_not_named(fake_group):
     of = nn.Module()
     of.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
     policy = Policy(rules=[Rule(module="layers.*", codec="int8")])
@@ -79,7 +79,7 @@ def test_a_common_module_that_another_rule_means_is_not_named(fake_group):
     assert part.what.module == "layers.0"
 
 
-def test_a_twin_has_the_labels_of_its_group_and_another_name(fake_group):
+def test_twin_has_the_labels_of_its_group_and_another_name(fake_group):
     group = fake_group(8)
     mesh = dist.init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
     for one in (group, mesh.get_group("dp")):
@@ -124,7 +124,7 @@ def test_hook_does_nothing_and_waits_for_nothing_after_an_error():
     assert done == []
 
 
-def test_the_thread_ends_with_the_worker():
+def test_thread_ends_with_the_worker():
     worker = Worker("ends", lambda: None)
     worker.submit(lambda: None, None).wait()
     del worker

@@ -98,7 +98,7 @@ def test_several_waits_and_waits_on_waits(fake_group):
     assert found[0].site.obstacle is None
 
 
-def test_a_result_taken_before_its_wait_or_never_waited_for_is_an_obstacle(fake_group):
+def test_result_taken_before_its_wait_or_never_waited_for_is_an_obstacle(fake_group):
     fake_group(8)
     (early,) = sites(lambda x: ops.all_reduce(x * 2, "sum", "0") + 1)
     assert "before it is waited for" in early.obstacle
@@ -122,7 +122,7 @@ def test_autograd_and_deprecated_forms_are_seen_and_left_alone(fake_group):
     assert "deprecated" in found[1].site.obstacle
 
 
-def test_the_matmul_before_and_the_consumers_after_are_seen_through_views_and_casts(fake_group):
+def test_matmul_before_and_the_consumers_after_are_seen_through_views_and_casts(fake_group):
     fake_group(8)
 
     def function(x, w):
@@ -147,7 +147,7 @@ def test_mesh_dimension_is_the_label_of_a_group(fake_group):
     assert [(site.group_label, site.group_size) for site in found] == [("dp", 2), ("tp", 4)]
 
 
-def test_a_group_that_is_not_here_is_an_obstacle_where_its_size_matters(fake_group):
+def test_group_that_is_not_here_is_an_obstacle_where_its_size_matters(fake_group):
     fake_group(8)
     gm = trace(lambda x: wait(ops.all_reduce(x, "sum", "0")), X)
     dist.destroy_process_group()
@@ -235,7 +235,7 @@ def test_symbolic_sizes_stand_as_text_with_the_bytes_of_their_hints(fake_group):
     assert site.bytes == 512
 
 
-def test_a_group_given_as_an_object(fake_group):
+def test_group_given_as_an_object(fake_group):
     group = fake_group(8)
     graph = fx.Graph()
     x = graph.placeholder("x")

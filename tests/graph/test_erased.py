@@ -37,19 +37,19 @@ READ = ("args", "kwargs", "target", "op", "users", "meta", "all_input_nodes", "n
 
 
 @pytest.mark.parametrize("what", READ)
-def test_an_erased_node_cannot_be_read(what):
+def test_erased_node_cannot_be_read(what):
     with pytest.raises(VerifyError, match=f"mul_tensor was erased, and then its {what} was read"):
         getattr(erased(), what)
 
 
-def test_an_erased_node_has_no_place_in_an_order():
+def test_erased_node_has_no_place_in_an_order():
     node = erased()
     for compare in (lambda: node < node, lambda: max(node, node), lambda: node >= node):
         with pytest.raises(VerifyError, match="its place was read"):
             compare()
 
 
-def test_an_erased_node_can_be_named_and_looked_up():
+def test_erased_node_can_be_named_and_looked_up():
     node = erased()
     assert node.name == "mul_tensor"
     assert repr(node) == "mul_tensor (erased)"
@@ -57,7 +57,7 @@ def test_an_erased_node_can_be_named_and_looked_up():
     assert isinstance(node, fx.Node)
 
 
-def test_an_erased_node_is_as_torch_has_it_without_the_checks(monkeypatch):
+def test_erased_node_is_as_torch_has_it_without_the_checks(monkeypatch):
     monkeypatch.setenv(CHECK, "0")
     node = erased()
     assert type(node) is fx.Node
@@ -151,7 +151,7 @@ SCALES = {
 @pytest.mark.few(6)
 @pytest.mark.parametrize("place", AROUND)
 @pytest.mark.parametrize("scale", SCALES)
-def test_a_plan_names_the_numbers_that_a_rule_moves(place, scale):
+def test_plan_names_the_numbers_that_a_rule_moves(place, scale):
     """Ranks with numbers of their own plan differently, so that they fall back."""
     (around, rule), (scaled, said) = AROUND[place], SCALES[scale]
     digests = set()
@@ -175,7 +175,7 @@ def test_ranks_with_the_same_numbers_plan_alike():
     assert len(digests) == 1
 
 
-def test_a_plan_says_which_sites_a_rule_merged():
+def test_plan_says_which_sites_a_rule_merged():
     """Each rank can merge one pair of two alone, since its other number is 0: not the same one."""
 
     def function(x, k):

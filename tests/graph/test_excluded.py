@@ -72,7 +72,7 @@ def test_names_of_sites_are_the_same_on_the_restored_graph(name):
     assert seen[0] == seen[1] == seen[2]
 
 
-def test_an_excluded_site_is_left_alone_and_its_neighbours_are_not():
+def test_excluded_site_is_left_alone_and_its_neighbours_are_not():
     gm = trace(three, *PROGRAMS["plain"][1])
     first = planned(gm)
     names = [site.name for site in first.plan]
@@ -88,7 +88,7 @@ def test_an_excluded_site_is_left_alone_and_its_neighbours_are_not():
 
 
 @pytest.mark.parametrize("which", ["member", "whole"])
-def test_a_grouped_site_is_left_alone_with_its_group(which):
+def test_grouped_site_is_left_alone_with_its_group(which):
     function, inputs, policy, profile = PROGRAMS["grouped"]
     gm = trace(function, *inputs)
     first = planned(gm, policy=policy, profile=profile)
@@ -117,7 +117,7 @@ def test_chunks_of_one_collective_are_excluded_together(which):
     ]
 
 
-def test_an_excluded_name_that_no_site_has_changes_nothing():
+def test_excluded_name_that_no_site_has_changes_nothing():
     plans = [
         planned(trace(three, *PROGRAMS["plain"][1]), excluded).plan
         for excluded in (None, {"all_reduce_99": WHY})
@@ -126,7 +126,7 @@ def test_an_excluded_name_that_no_site_has_changes_nothing():
     assert len(plans[0].compressed) == 3
 
 
-def test_an_excluded_site_is_left_alone_though_a_rule_forces_what_it_cannot_do():
+def test_excluded_site_is_left_alone_though_a_rule_forces_what_it_cannot_do():
     policy = Policy(rules=[Rule(codec="topk", force=True)])
     gm = trace(three, *PROGRAMS["plain"][1])
     error = planned(gm, policy=policy).error

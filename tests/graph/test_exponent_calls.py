@@ -56,7 +56,7 @@ def tokens_fixed(x):
 X = torch.ones(128, 5)
 
 
-def test_an_exchange_of_tokens_has_few_nodes():
+def test_exchange_of_tokens_has_few_nodes():
     gm, own = lowered(X, operators=True)
     assert own == CALLS
     assert len(gm.graph.nodes) < 250

@@ -27,7 +27,7 @@ def exported(model):
     return torch.export.export(model, (torch.randn(64, 256),))
 
 
-def test_the_graph_of_an_exported_program_is_rewritten_in_place():
+def test_graph_of_an_exported_program_is_rewritten_in_place():
     with as_rank(0, 2):
         program = exported(Summed())
         plan = commpass.rewrite(program.graph_module, (torch.randn(64, 256),), FORCED)
@@ -107,7 +107,7 @@ def test_rewritten_graph_has_no_operator_that_samples():
         assert not [node for node in module.graph.nodes if "sample" in str(node.target)]
 
 
-def test_a_collective_called_by_hand_is_one_operator_of_an_exported_program():
+def test_collective_called_by_hand_is_one_operator_of_an_exported_program():
     with as_rank(0, 2):
         program = exported(ByHand())
         targets = [str(node.target) for node in program.graph.nodes]
@@ -115,13 +115,13 @@ def test_a_collective_called_by_hand_is_one_operator_of_an_exported_program():
         assert program.module()(torch.randn(64, 256)).shape == (64, 256)
 
 
-def test_an_exported_program_itself_is_refused():
+def test_exported_program_itself_is_refused():
     with as_rank(0, 2), pytest.raises(PolicyError, match="give its graph_module"):
         commpass.rewrite(exported(Summed()), (torch.randn(64, 256),), FORCED)
 
 
 @pytest.mark.parametrize("given", [FORCED, "balanced", None])
-def test_a_policy_in_the_place_of_the_inputs_is_refused(given):
+def test_policy_in_the_place_of_the_inputs_is_refused(given):
     """It was taken for inputs that nobody needed, and the default policy for what was wanted."""
     with as_rank(0, 2):
         module = exported(Summed()).graph_module

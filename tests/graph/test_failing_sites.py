@@ -134,7 +134,7 @@ FAILING = {
 @pytest.mark.few(4)
 @pytest.mark.parametrize("lowering", ["inline", "kernel"])
 @pytest.mark.parametrize("how", FAILING)
-def test_a_codec_that_fails_costs_its_own_site(how, lowering, caplog):
+def test_codec_that_fails_costs_its_own_site(how, lowering, caplog):
     reason = FAILING[how]
     if lowering == "kernel":
         reason = reason.replace("encode_1 (commpass.encode.default)", "commpass.encode.default")
@@ -142,7 +142,7 @@ def test_a_codec_that_fails_costs_its_own_site(how, lowering, caplog):
     check(policy, f"left alone: pass 'lower' failed: {reason}", caplog, warned=True)
 
 
-def test_the_graph_is_that_of_a_caller_who_excludes_the_site():
+def test_graph_is_that_of_a_caller_who_excludes_the_site():
     gm, expected = trace(three, ones(64, 64)), trace(three, ones(64, 64))
     policy = forced("broken(how=captures)")
     name = planned(gm, policy).plan.sites[1].name
@@ -150,7 +150,7 @@ def test_the_graph_is_that_of_a_caller_who_excludes_the_site():
     assert code(gm) == code(expected)
 
 
-def test_a_site_that_fails_is_an_error_under_strict():
+def test_site_that_fails_is_an_error_under_strict():
     gm = trace(three, ones(64, 64))
     before = code(gm)
     outcome = planned(gm, forced("broken(how=captures)"), strict=True)
@@ -176,7 +176,7 @@ def gathers(x, y):
     return one + two, other
 
 
-def test_a_kernel_that_does_not_compile_costs_the_sites_that_share_it(caplog, monkeypatch):
+def test_kernel_that_does_not_compile_costs_the_sites_that_share_it(caplog, monkeypatch):
     small = failing(lambda _: None, lambda sources: sources[0].inputs[0].whole.shape[0] == 1000)
     monkeypatch.setattr(lower, "make", small)
     gm = trace(gathers, ones(1000), ones(3000))
@@ -204,7 +204,7 @@ def test_sites_that_fail_in_several_passes_are_all_left_alone(caplog, monkeypatc
 
 
 @pytest.mark.parametrize(("rounds", "fallback"), [(2, False), (1, True)])
-def test_the_graph_is_the_untouched_one_if_sites_fail_in_too_many_rounds(
+def test_graph_is_the_untouched_one_if_sites_fail_in_too_many_rounds(
     rounds, fallback, caplog, monkeypatch
 ):
     of = failing(rewrite.Templates.of, lambda _, found, *__: found.site.kind == "broadcast")
@@ -218,7 +218,7 @@ def test_the_graph_is_the_untouched_one_if_sites_fail_in_too_many_rounds(
     assert (outcome.error is not None) == fallback
 
 
-def test_a_site_that_fails_again_though_it_is_left_alone_is_an_error(monkeypatch):
+def test_site_that_fails_again_though_it_is_left_alone_is_an_error(monkeypatch):
     """As would one whose nodes are left in the graph."""
 
     def again(gm, plan):

@@ -102,7 +102,7 @@ def ops_join():
     return torch.ops.commpass.join.default
 
 
-def test_a_mean_and_a_residual_are_part_of_the_kernel(fake_group):
+def test_mean_and_a_residual_are_part_of_the_kernel(fake_group):
     fake_group(RANKS)
 
     def mean(x, r):
@@ -130,7 +130,7 @@ def test_inductor_gets_calls_that_it_sees(fake_group):
     assert plan.sites[0].fused
 
 
-def test_an_equal_kernel_is_defined_once(fake_group):
+def test_equal_kernel_is_defined_once(fake_group):
     fake_group(RANKS)
 
     def twice(x):
@@ -146,7 +146,7 @@ def test_an_equal_kernel_is_defined_once(fake_group):
 @pytest.mark.few(4)
 @pytest.mark.parametrize("codec", ["int8", "rotated", "int4(stored=bf16)", "taco"])
 @pytest.mark.parametrize("algorithm", ["two_shot", "one_shot", "two_shot(chunks=2)"])
-def test_the_numbers_are_those_of_the_operators(fake_group, codec, algorithm):
+def test_numbers_are_those_of_the_operators(fake_group, codec, algorithm):
     """The fused operators compute what those did that they stand for: run as they are, on a CPU."""
     fake_group(2)
     random = torch.Generator().manual_seed(0)
@@ -197,7 +197,7 @@ def test_results_that_several_take_are_not_fused_with_one_of_them(fake_group):
         (torch.empty(256, 64, dtype=torch.bfloat16).t(), "layout"),
     ],
 )
-def test_an_addition_of_something_else_stays(fake_group, other, of):
+def test_addition_of_something_else_stays(fake_group, other, of):
     fake_group(RANKS)
     gm, _, plan = run(with_residual, forced("int8"), X, other, passes=before("lower"))
     assert fused_roles(gm)[-1] == "decode"
@@ -205,7 +205,7 @@ def test_an_addition_of_something_else_stays(fake_group, other, of):
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_an_addition_with_a_factor_stays(fake_group, first):
+def test_addition_with_a_factor_stays(fake_group, first):
     def function(x, r):
         reduced = wait(ops.all_reduce(torch.relu(x), "sum", "0"))
         pair = (reduced, r) if first else (r, reduced)
@@ -234,7 +234,7 @@ def test_micro_shards_travel_in_parts(fake_group):
         (forced("int8(block=24)", lowering="kernel"), X, "blocks of 24 values"),
     ],
 )
-def test_the_plain_form_takes_over_with_the_reason(fake_group, policy, x, said):
+def test_plain_form_takes_over_with_the_reason(fake_group, policy, x, said):
     fake_group(RANKS)
     gm, _, plan = run(summed, policy, x, passes=before("lower"))
     assert fused_roles(gm) == []
@@ -293,7 +293,7 @@ def roles_of(gm) -> list[str]:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("codec", ["int8", "rotated", "fp8", "int4"])
 @pytest.mark.parametrize("algorithm", ["two_shot", "one_shot"])
-def test_a_matmul_encodes_its_own_result(fake_group, codec, algorithm):
+def test_matmul_encodes_its_own_result(fake_group, codec, algorithm):
     fake_group(RANKS)
     policy = forced(codec, algorithm)
     gm, _, plan = run(multiplied, policy, A, B, passes=before("lower"))
@@ -346,7 +346,7 @@ def mixed_rows(x, w):
         (mixed_rows, forced("int8"), (A, B), ""),
     ],
 )
-def test_a_matmul_stays_apart_where_it_must(fake_group, function, policy, inputs, said):
+def test_matmul_stays_apart_where_it_must(fake_group, function, policy, inputs, said):
     fake_group(RANKS)
     gm, _, plan = run(function, policy, *inputs, passes=before("lower"))
     assert "matmul+encode" not in roles_of(gm)
@@ -355,7 +355,7 @@ def test_a_matmul_stays_apart_where_it_must(fake_group, function, policy, inputs
     assert bool(said) == ("not fused" in plan.sites[0].reason)
 
 
-def test_the_cost_model_keeps_them_apart_where_that_is_quicker(fake_group):
+def test_cost_model_keeps_them_apart_where_that_is_quicker(fake_group):
     fake_group(RANKS)
     profile = default_profile("cuda")
     slow = dataclasses.replace(profile.kernels, matmul_encode=3.0, gflops=1000.0)
@@ -365,7 +365,7 @@ def test_the_cost_model_keeps_them_apart_where_that_is_quicker(fake_group):
     assert "apart take" in plan.sites[0].reason
 
 
-def test_a_matmul_that_encodes_computes_what_both_did(fake_group):
+def test_matmul_that_encodes_computes_what_both_did(fake_group):
     fake_group(2)
     random = torch.Generator().manual_seed(0)
     a, b = torch.randn(64, 32, generator=random), torch.randn(32, 512, generator=random)
@@ -405,7 +405,7 @@ def test_lossless_encode_and_decode_are_kernels_of_their_own(numel):
         assert f"def {name}(" in code
 
 
-def test_a_kernel_that_triton_does_not_compile_leaves_the_graph_as_it_was(fake_group):
+def test_kernel_that_triton_does_not_compile_leaves_the_graph_as_it_was(fake_group):
     fake_group(RANKS)
     from commpass.lowering.gpu import source
 

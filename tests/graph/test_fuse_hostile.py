@@ -34,7 +34,7 @@ def biased(bias, x, w):
     ],
     ids=["one", "repeated", "strided", "of two dimensions", "a matrix"],
 )
-def test_a_bias_that_is_no_row_in_memory_stays_apart(fake_group, bias):
+def test_bias_that_is_no_row_in_memory_stays_apart(fake_group, bias):
     """The kernel would read on behind it, or other values."""
     fake_group(4)
     gm, _, plan = run(biased, forced("int8"), bias, A, B, passes=before("lower"))
@@ -71,7 +71,7 @@ def squared_and_biased(x, bias):
     ("function", "inputs"),
     [(squared, (SQUARE,)), (squared_and_biased, (SQUARE, torch.empty(1024, dtype=BF16)))],
 )
-def test_a_matmul_may_take_one_tensor_twice(fake_group, function, inputs):
+def test_matmul_may_take_one_tensor_twice(fake_group, function, inputs):
     fake_group(4)
     gm, _, _ = run(function, forced("int8"), *inputs)
     from test_fuse import FUNCTIONAL

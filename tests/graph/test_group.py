@@ -125,7 +125,7 @@ def test_all_ranks_get_the_bits_that_they_got_before(name):
     assert same(ranks)
 
 
-def test_a_fused_site_gives_the_bits_of_its_codec_on_each_member():
+def test_fused_site_gives_the_bits_of_its_codec_on_each_member():
     """Blocks never hold values of two members, so each is what its own exchange gives."""
     rule = [Rule(codec="int8", algorithm=("two_shot", "direct"), force=True)]
     generator = torch.Generator().manual_seed(1)
@@ -313,7 +313,7 @@ def anything(graph, node):
 
 
 @pytest.mark.parametrize("make", [add_one, add_one_to_a_view, anything])
-def test_an_input_that_is_written_to_before_the_fused_start_stays_where_it_is(make):
+def test_input_that_is_written_to_before_the_fused_start_stays_where_it_is(make):
     _, plan = grouped(both(ar), inplace=lambda gm: between(gm, make))
     assert plan.grouped == ()
 
@@ -333,7 +333,7 @@ def test_group_leaves_views_of_written_tensors_alone(make):
     assert plan.grouped == ()
 
 
-def test_an_input_that_is_written_to_afterwards_may_be_fused():
+def test_input_that_is_written_to_afterwards_may_be_fused():
     def function(x, y):
         one, two = ar(x), ar(y)
         done = wait(one) + 1, wait(two) + 1
@@ -365,7 +365,7 @@ def test_terms_that_differ_are_not_mixed_and_kept_stays_kept():
 
 
 @pytest.mark.parametrize("spec", ["topk", "equarx"])
-def test_a_codec_that_looks_at_more_than_a_block_keeps_sites_apart(spec):
+def test_codec_that_looks_at_more_than_a_block_keeps_sites_apart(spec):
     _, plan = grouped(both(ar), codecs=spec)
     assert plan.grouped == ()
     assert len(plan.sites) == 2
@@ -395,7 +395,7 @@ def test_recomputed_sites_are_left_alone():
     assert grouped(both(ar), inplace=tagged)[1].grouped == ()
 
 
-def test_a_message_between_two_ranks_parts_what_stands_around_it():
+def test_message_between_two_ranks_parts_what_stands_around_it():
     if not hasattr(ops, "isend"):
         pytest.skip("this torch has no functional send")
 
@@ -419,7 +419,7 @@ def test_sums_are_left_where_their_order_may_not_change():
 # --- what pays ------------------------------------------------------------------------------------
 
 
-def test_a_site_may_be_as_large_as_the_policy_says_and_all_four_times_that():
+def test_site_may_be_as_large_as_the_policy_says_and_all_four_times_that():
     _, plan = grouped(both(ar), group_bytes=96 * 4)
     assert len(plan.grouped) == 1
     assert grouped(both(ar), group_bytes=96 * 4 - 1)[1].grouped == ()
@@ -433,7 +433,7 @@ def test_a_site_may_be_as_large_as_the_policy_says_and_all_four_times_that():
     assert [len(each.sites) for each in plan.grouped] == [4, 4, 2]
 
 
-def test_a_gain_below_the_margin_is_none():
+def test_gain_below_the_margin_is_none():
     """By hand: 2 (P - 1) = 6 messages of alpha are saved, and the copies cost what the kernels
     say."""
     kernels = dataclasses.replace(CPU, launch_us=0.0, gbytes_per_s=1e9)
@@ -452,7 +452,7 @@ def test_a_gain_below_the_margin_is_none():
     assert grouped(both(ar), profile=Profile("test", link, kernels=slow))[1].grouped == ()
 
 
-def test_a_large_member_does_not_keep_small_ones_apart():
+def test_large_member_does_not_keep_small_ones_apart():
     def function(x, y):
         starts = [ar(y.sin()), ar(x.exp()), ar(y.cos())]
         return [wait(start) + 1 for start in starts]
@@ -477,7 +477,7 @@ def layers(depth):
 
 
 @pytest.mark.parametrize(("delay", "sizes"), [(0, [2] * 6), (1, [2] * 6), (2, [4] * 3), (99, [12])])
-def test_a_start_is_delayed_by_so_many_matmuls_at_most(delay, sizes):
+def test_start_is_delayed_by_so_many_matmuls_at_most(delay, sizes):
     _, plan = grouped(layers(6), torch.ones(8, 8), Y, group_delay=delay)
     assert [len(each.sites) for each in plan.grouped] == sizes
 
@@ -502,7 +502,7 @@ def test_group_keeps_results_needed_much_earlier_apart():
 # --- what is said ---------------------------------------------------------------------------------
 
 
-def test_the_plan_says_it_and_ranks_agree_on_it():
+def test_plan_says_it_and_ranks_agree_on_it():
     _, plan = grouped(both(ar))
     _, plain = grouped(both(ar), group_bytes=0)
     assert plan.changed
@@ -519,7 +519,7 @@ def test_the_plan_says_it_and_ranks_agree_on_it():
 
 
 @pytest.mark.parametrize("name", ["group_bytes", "group_delay"])
-def test_a_policy_says_what_is_wrong(name, tmp_path):
+def test_policy_says_what_is_wrong(name, tmp_path):
     for value, words in ((-1, rf"{name}=-1: must be"), ("x", rf"{name}='x'"), (True, name)):
         with pytest.raises(PolicyError, match=words):
             Policy(**{name: value})
@@ -531,7 +531,7 @@ def test_a_policy_says_what_is_wrong(name, tmp_path):
     assert getattr(Policy.from_toml(path), name) == 5
 
 
-def test_the_innermost_module_around_all():
+def test_innermost_module_around_all():
     assert common(["a.b.c", "a.b.d"]) == "a.b"
     assert common(["a.b", "a.b.c"]) == "a.b"
     assert common(["a.bc", "a.bd"]) == "a"

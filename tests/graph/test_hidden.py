@@ -110,7 +110,7 @@ def test_codes_that_take_the_rank_longer_than_they_save_are_not_worth_it():
     "policy",
     [{"leave_hidden": False}, {"rules": (Rule(codec="int8", algorithm="two_shot", force=True),)}],
 )
-def test_a_policy_may_compress_it_all_the_same(policy):
+def test_policy_may_compress_it_all_the_same(policy):
     known = profile(exchange_us=10_000, matmul_us=20_000)
     (site,) = planned(gradients(3), known, **policy)
     assert site.codec == "int8"
@@ -172,7 +172,7 @@ def test_last_sites_alone_are_exposed_on_a_full_link():
     assert plan.sites[-1].codec == "int8"
 
 
-def test_the_same_is_decided_of_sites_that_nothing_tells_apart():
+def test_same_is_decided_of_sites_that_nothing_tells_apart():
     gm = several([N, N, N], 1)
     plan = planned(gm, profile(exchange_us=10_000, matmul_us=10_500 / UNSURE))
     assert len({site.hidden for site in plan}) == 1
@@ -236,7 +236,7 @@ def _found(gm):
     return allow(tuple(discover(gm, "backward", "")), Policy(codecs="int8"), "backward")
 
 
-def test_the_order_of_dictionaries_does_not_count():
+def test_order_of_dictionaries_does_not_count():
     known = profile(exchange_us=10_000, matmul_us=12_000)
     plans = []
     for seed in range(3):

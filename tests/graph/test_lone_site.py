@@ -111,7 +111,7 @@ QUICK = [
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("kind", "spec", "code", "chunks", "place", "messages"), QUICK)
-def test_a_lone_site_takes_what_its_choice_was_given(kind, spec, code, chunks, place, messages):
+def test_lone_site_takes_what_its_choice_was_given(kind, spec, code, chunks, place, messages):
     """With any profile, of any rank, in whole and in chunks."""
     with ranks_that(messages, place):
         policy = dataclasses.replace(forced(code, spec, chunks), skip=("move",))

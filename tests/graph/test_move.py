@@ -106,7 +106,7 @@ def test_one_matmul_behind_each_hop_of_a_compressed_site():
     assert site.exposed_us < site.unmoved_us
 
 
-def test_a_wait_goes_to_where_its_result_is_used():
+def test_wait_goes_to_where_its_result_is_used():
     def function(x, w):
         y = reduced(x)
         return (x @ w) @ w, y * 2
@@ -116,7 +116,7 @@ def test_a_wait_goes_to_where_its_result_is_used():
     assert story(gm) == "smmw"
 
 
-def test_a_start_goes_to_where_its_input_is_there():
+def test_start_goes_to_where_its_input_is_there():
     def function(x, w):
         a = x + 1
         b = (x @ w) @ w
@@ -206,7 +206,7 @@ def test_less_memory_hides_less_and_none_hides_what_costs_none():
     assert exposed == sorted(exposed, reverse=True)
 
 
-def test_a_missed_overlap_has_its_reason():
+def test_missed_overlap_has_its_reason():
     """There is room for one of two matmuls while the first sum travels."""
 
     def function(g, x, w, b):

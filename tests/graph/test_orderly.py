@@ -56,7 +56,7 @@ def profiles(draw) -> Profile:
 
 @settings(deadline=None, max_examples=examples(10, 60))
 @given(sites(), profiles(), st.sampled_from(CODECS), st.floats(1.0, 1000.0))
-def test_a_faster_link_never_makes_fewer_bytes_more_attractive(site, profile, codec, times):
+def test_faster_link_never_makes_fewer_bytes_more_attractive(site, profile, codec, times):
     """What a candidate saves, where it puts fewer bytes on the link than the plain collective. (A
     one-shot sends in one step, and more bytes than a ring of many ranks: there it is the other way
     round, and rightly.)"""
@@ -94,7 +94,7 @@ def _same(one, other) -> bool:
 
 @settings(deadline=None, max_examples=examples(40, 400))
 @given(sites(), profiles(), st.sampled_from((0.003, 0.01, 0.03, 0.1)), st.sampled_from((1, 4, 30)))
-def test_a_larger_budget_never_makes_a_plan_slower(site, profile, budget, times):
+def test_larger_budget_never_makes_a_plan_slower(site, profile, budget, times):
     """But for the share that fewer chunks may cost."""
     small, large = (
         decide([site], Policy(codecs=CODECS, max_error=each), profile)[0]
@@ -115,7 +115,7 @@ CASES = [
 @pytest.mark.parametrize("profile", ["nvlink-4", "ethernet-10g"])
 @pytest.mark.parametrize("codec", ["bf16", "int8", "rotated"])
 @pytest.mark.parametrize(("kind", "way"), CASES)
-def test_a_site_alone_takes_on_the_timeline_what_it_was_chosen_for(
+def test_site_alone_takes_on_the_timeline_what_it_was_chosen_for(
     kind, way, codec, profile, fake_group
 ):
     import torch
@@ -176,7 +176,7 @@ def whole_plan() -> str:
 
 
 @pytest.mark.every
-def test_a_plan_is_the_same_under_every_hash_seed_and_on_every_rank():
+def test_plan_is_the_same_under_every_hash_seed_and_on_every_rank():
     here = Path(__file__).parent
     said = []
     for seed, rank in (("1", 0), ("2", 3)):

@@ -213,7 +213,7 @@ def test_frozen_parameters_are_not_reduced_and_unused_ones_are_left_out(fake_gro
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("how", HOW)
-def test_a_tied_parameter_is_one(fake_group, how):
+def test_tied_parameter_is_one(fake_group, how):
     fake_group(4)
 
     class Tied(nn.Module):
@@ -409,7 +409,7 @@ def test_names_and_copies(fake_group):
     assert held[1].pending.any()
 
 
-def test_a_model_without_values_is_filled_in_place(fake_group):
+def test_model_without_values_is_filled_in_place(fake_group):
     fake_group(2)
     with torch.device("meta"):
         model = Net()

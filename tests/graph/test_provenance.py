@@ -273,7 +273,7 @@ FIELDS = {
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_a_rule_without_a_name_leaves_alone(name):
+def test_rule_without_a_name_leaves_alone(name):
     function, inputs, words = ALONE[name]
     gm = trace(lambda *inputs: ar(function(*inputs)), *inputs)
     found = site(None, *inputs, gm=gm)
@@ -284,7 +284,7 @@ def test_a_rule_without_a_name_leaves_alone(name):
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize("name", FIELDS)
-def test_a_rule_without_a_name_compresses_fields(name):
+def test_rule_without_a_name_compresses_fields(name):
     function, inputs = FIELDS[name]
     assert site(lambda *inputs: ar(function(*inputs)), *inputs).codec == "int8"
 
@@ -397,7 +397,7 @@ def planned(model, *inputs, policy=INT8):
     ],
     ids=str,
 )
-def test_a_rule_that_names_the_module_and_a_codec_compresses_counts(rule, codec):
+def test_rule_that_names_the_module_and_a_codec_compresses_counts(rule, codec):
     x = torch.randn(8, 4000)
     policy = Policy(codecs="int8", rules=[rule])
     assert [each.codec for each in planned(Model(), x, policy=policy)] == [codec]
@@ -406,7 +406,7 @@ def test_a_rule_that_names_the_module_and_a_codec_compresses_counts(rule, codec)
 @pytest.mark.parametrize(
     ("words", "codec"), [({"codec": "int8", "force": True}, "int8"), ({}, "none")], ids=str
 )
-def test_an_annotation_that_names_a_codec_compresses_counts(words, codec):
+def test_annotation_that_names_a_codec_compresses_counts(words, codec):
     model = Model()
     commpass.compress(**words)(model.counts)
     policy = Policy(codecs="int8")
@@ -508,7 +508,7 @@ class Gathered(torch.autograd.Function):
         return g
 
 
-def test_a_statistic_that_backward_computes_again_is_left_alone_there_too():
+def test_statistic_that_backward_computes_again_is_left_alone_there_too():
     weight = torch.randn(96, 96, requires_grad=True)
 
     def block(x):
@@ -520,7 +520,7 @@ def test_a_statistic_that_backward_computes_again_is_left_alone_there_too():
     assert {each.codec for each in found} == {"none"}
 
 
-def test_the_operators_of_torchs_own_batch_norm_are_known():
+def test_operators_of_torchs_own_batch_norm_are_known():
     """They have kernels for GPUs alone, and so no fake values here but those that are given."""
     graph, images, channels = fx.Graph(), torch.empty(8, 12, 6, 6), torch.empty(12)
 
@@ -552,7 +552,7 @@ def test_the_operators_of_torchs_own_batch_norm_are_known():
     ]
 
 
-def test_a_number_that_may_be_a_ranks_own_does_not_decide():
+def test_number_that_may_be_a_ranks_own_does_not_decide():
     def padded(x):
         return ar(torch.cat([x * 2, torch.zeros(3, 96)]))
 
@@ -593,7 +593,7 @@ def test_simplify_adds_no_counts_to_fields_before_they_are_sent():
 
 
 @pytest.mark.every
-def test_a_graph_of_many_nodes_is_walked_once(monkeypatch):
+def test_graph_of_many_nodes_is_walked_once(monkeypatch):
     walked = []
     monkeypatch.setattr(
         provenance,

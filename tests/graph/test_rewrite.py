@@ -197,7 +197,7 @@ def test_long_entries_go_in_micro_shards(algorithm, fake_group):
 
 
 @pytest.mark.parametrize("algorithm", [name + stage for name in HOPS for stage in STAGES])
-def test_a_ring_of_too_many_hops_leaves_the_graph_as_it_was(algorithm, fake_group):
+def test_ring_of_too_many_hops_leaves_the_graph_as_it_was(algorithm, fake_group):
     fake_group(1024)
     gm = trace(CASES["all_reduce"][0](1024), torch.ones(3072, 40))
     before = code(gm)
@@ -268,7 +268,7 @@ LOSSLESS = {
     ("splits", "first"),
     sampled(crossed(LOSSLESS, ["static", "sizes"]), [("received unevenly", "sizes")]),
 )
-def test_a_lossless_code_of_parts_is_two_exchanges_whatever_the_splits(splits, first, fake_group):
+def test_lossless_code_of_parts_is_two_exchanges_whatever_the_splits(splits, first, fake_group):
     fake_group(2)
     sent, received = LOSSLESS[splits]
     gm = trace_with_sizes(lambda x: exchange(x * 2, sent, received) + 1, torch.ones(6, 40))
@@ -299,7 +299,7 @@ def test_every_codec_is_traced_without_captured_tensors_and_shrinks_the_wire(cod
     assert not gm.graph.find_nodes(op="get_attr")
 
 
-def test_the_first_exchange_starts_where_the_collective_stood_and_the_rest_at_its_wait(
+def test_first_exchange_starts_where_the_collective_stood_and_the_rest_at_its_wait(
     fake_group,
 ):
     fake_group(8)
@@ -476,7 +476,7 @@ def test_graphs_that_must_not_be_rewritten(name, fake_group):
     assert plan.sites[0].wire_bytes == plan.sites[0].bytes
 
 
-def test_a_group_of_one_rank_sends_nothing_and_is_left_alone(fake_group):
+def test_group_of_one_rank_sends_nothing_and_is_left_alone(fake_group):
     fake_group(1)
     gm = trace(CASES["all_reduce"][0](1), torch.ones(64, 64))
     before = code(gm)
@@ -518,7 +518,7 @@ def test_several_groups_of_a_mesh_take_the_rules_of_their_own(fake_group):
     assert groups == [names["dp"], names["tp"], names["tp"]]
 
 
-def test_a_failing_pass_leaves_the_graph_as_it_was_and_says_why(fake_group, monkeypatch):
+def test_failing_pass_leaves_the_graph_as_it_was_and_says_why(fake_group, monkeypatch):
     fake_group(8)
 
     def fail(road):
@@ -593,7 +593,7 @@ def test_rewrite_gives_graphs_without_fake_values_their_own(fake_group):
     assert site.shape == (64, 64)
 
 
-def test_a_codecs_tables_stand_once_in_a_graph(fake_group):
+def test_codecs_tables_stand_once_in_a_graph(fake_group):
     fake_group(8)
 
     def function(x):
@@ -611,7 +611,7 @@ def test_a_codecs_tables_stand_once_in_a_graph(fake_group):
     assert len(tables) == len(set(tables)) > 0
 
 
-def test_a_collective_of_a_collectives_result(fake_group):
+def test_collective_of_a_collectives_result(fake_group):
     fake_group(8)
 
     def function(x):

@@ -103,7 +103,7 @@ def test_each_site_is_looked_at_in_front_of_its_encode(fake_group, lowering):
             assert x.target is torch.ops.aten.mm.default
 
 
-def test_a_site_in_chunks_is_looked_at_before_anything_of_it_is_taken(fake_group):
+def test_site_in_chunks_is_looked_at_before_anything_of_it_is_taken(fake_group):
     fake_group(4)
     policy = forced(lowering="kernel", algorithm="one_shot", chunks=4)
     gm, _ = planned(lambda x, w: reduced(x @ w), values(0), values(1), policy=policy)
@@ -171,7 +171,7 @@ def test_every_kind_is_sampled(fake_group, kind):
     assert samples_in(gm) == [0]
 
 
-def test_the_passes_alone_leave_it_out_for_other_compile_stacks(fake_group):
+def test_passes_alone_leave_it_out_for_other_compile_stacks(fake_group):
     fake_group(4)
     gm = trace(lambda x: reduced(x @ x), values(0))
     plan = commpass.rewrite(gm, (), forced(), profile=commpass.ethernet(1))
@@ -185,7 +185,7 @@ def test_no_share_of_steps(wrong):
         Policy(watch=wrong)
 
 
-def test_a_file_says_it_too(tmp_path):
+def test_file_says_it_too(tmp_path):
     file = tmp_path / "p.toml"
     file.write_text('preset = "balanced"\nwatch = 0.25\n')
     policy = Policy.from_toml(file)
@@ -277,7 +277,7 @@ def test_errors_of_chunks_are_those_of_each_chunk(fake_group, more):
     assert all(each.count == 1 for each in step_log.entries[0].samples.sites)
 
 
-def test_a_compiler_of_others_is_not_given_the_operator(fake_group):
+def test_compiler_of_others_is_not_given_the_operator(fake_group):
     fake_group(4)
     graphs = []
 
@@ -292,7 +292,7 @@ def test_a_compiler_of_others_is_not_given_the_operator(fake_group):
     assert "not looked into" in site.why
 
 
-def test_a_site_above_its_bound_is_told_once_with_its_name(fake_group, caplog):
+def test_site_above_its_bound_is_told_once_with_its_name(fake_group, caplog):
     fake_group(4)
     caplog.set_level(logging.WARNING, "commpass")
     bad = nn.Sequential(Layer(), Layer())

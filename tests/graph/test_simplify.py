@@ -275,7 +275,7 @@ def test_groups_must_be_the_same(fake_group):
     assert rules == []
 
 
-def test_a_scatter_and_a_gather_over_groups_of_one_size_stay_two(fake_group):
+def test_scatter_and_a_gather_over_groups_of_one_size_stay_two(fake_group):
     fake_group(4)
     MESHES[:] = [mesh] = [init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))]
     dp, tp = (mesh.get_group(name).group_name for name in ("dp", "tp"))
@@ -311,7 +311,7 @@ def test_nested_groups_of_a_whole_mesh_become_one(fake_group):
     assert rules == []
 
 
-def test_a_group_of_one_rank_sends_nothing(fake_group):
+def test_group_of_one_rank_sends_nothing(fake_group):
     fake_group(1)
     gm, rules, _before, _ = simplified(lambda x: ar(x) + ag(x, 1).sin() + rs(x, ranks=1))
     assert rules == ["alone"] * 3
@@ -407,7 +407,7 @@ def test_narrow_bits_are_coded_where_the_codec_is_lossless(fake_group):
     assert (plan.sites[0].kind, plan.sites[0].dtype) == ("reduce_scatter", "float32")
 
 
-def test_a_sum_and_a_mean_of_nested_groups_are_the_sum_divided(fake_group):
+def test_sum_and_a_mean_of_nested_groups_are_the_sum_divided(fake_group):
     fake_group(8)
     dp, tp = mesh_names()
     for first, second, divided_by in (("sum", "avg", 2), ("avg", "sum", 4)):
@@ -465,7 +465,7 @@ def test_tied_gradients_are_merged_where_one_wide_exchange_is_no_slower_than_two
     assert [dtype for _, dtype, _ in collectives(gm)] == [torch.bfloat16] * 2
 
 
-def test_a_part_of_another_dimension_is_scattered_only_where_that_pays(fake_group):
+def test_part_of_another_dimension_is_scattered_only_where_that_pays(fake_group):
     fake_group(2)
     large = torch.ones(256, 256)
     messages = commpass.Profile("far", Link(1000.0, 100.0))

@@ -118,7 +118,7 @@ def test_values_that_are_written_before_the_collective_are_not_sent_instead(made
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
-def test_an_own_part_of_each_dimension_is_scattered(dim):
+def test_own_part_of_each_dimension_is_scattered(dim):
     generator = torch.Generator().manual_seed(0)
     inputs = [[torch.randn(4, 6, 8, generator=generator)] for _ in range(2)]
     ranks = everywhere(lambda rank: lambda x: ar(x * 2).chunk(2, dim)[rank].sin(), inputs)
@@ -128,7 +128,7 @@ def test_an_own_part_of_each_dimension_is_scattered(dim):
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_a_part_of_another_dimension_than_the_gathered_one_is_not_what_one_gave(dim):
+def test_part_of_another_dimension_than_the_gathered_one_is_not_what_one_gave(dim):
     inputs = [[torch.randn(4, 6, generator=torch.Generator().manual_seed(n))] for n in range(2)]
     ranks = everywhere(lambda rank: lambda x: ag(x * 2).chunk(2, dim)[rank].sin(), inputs)
     assert ranks.rules == ([] if dim else ["own part"])

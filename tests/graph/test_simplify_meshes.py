@@ -362,7 +362,7 @@ def test_two_meshes_with_the_same_ranks_in_a_group():
     assert prove(world, nested(2, 3)) == ["nested groups"]  # both are known whole
 
 
-def test_a_rank_outside_a_mesh_and_a_mesh_of_a_group_that_is_gone():
+def test_rank_outside_a_mesh_and_a_mesh_of_a_group_that_is_gone():
     """What is known of each is nothing: the mesh says nothing of this rank, or of these groups."""
     with as_rank(0, 4):
         elsewhere = DeviceMesh("cpu", torch.tensor([[2], [3]]), mesh_dim_names=("a", "b"))

@@ -130,7 +130,7 @@ def test_terms_are_kept_through_several_rules(fake_group):
     assert [(site.kind, site.codec) for site in plan] == [("reduce_scatter", "none")]
 
 
-def test_a_graph_that_comes_again_is_allowed_what_the_new_policy_says(fake_group):
+def test_graph_that_comes_again_is_allowed_what_the_new_policy_says(fake_group):
     fake_group(8)
     gm = labelled(SUM)
     assert rules(planned(gm, codecs="int8", skip=("simplify",), rules=[Rule(keep=True)])) == []
@@ -154,7 +154,7 @@ def test_rules_are_reported_by_what_was_found(fake_group):
     assert "third" in warning
 
 
-def test_a_plan_without_the_field_is_still_read(fake_group):
+def test_plan_without_the_field_is_still_read(fake_group):
     fake_group(8)
     plan = planned(labelled(SUM), codecs="int8", rules=[Rule(kind="all_reduce")])
     assert plan.matched == (0,)

@@ -67,7 +67,7 @@ def all_reduce_ms(nbytes: int, ranks: int) -> float:
     return (2 * (ranks - 1) * 10.0 + 2 * (ranks - 1) / ranks * nbytes / 1000) / 1000
 
 
-def test_a_step_is_its_exchanges_where_nothing_is_computed():
+def test_step_is_its_exchanges_where_nothing_is_computed():
     (found,) = commpass.simulate(build, CLUSTER, {"tp": 4}, ["off"])
     each = all_reduce_ms(512 * 64 * 8, 4)
     assert (found.policy, found.ranks, found.swept) == ("off", 4, None)
@@ -93,7 +93,7 @@ def test_compute_without_exchanges_counts():
     assert found.step_ms == pytest.approx(3 * 2 * 512**3 / 1e9, rel=0.02)
 
 
-def test_a_graph_that_is_left_untouched_counts_and_is_told():
+def test_graph_that_is_left_untouched_counts_and_is_told():
     skips = Policy(codecs="int8", skip="rewrite")
     plain, found = commpass.simulate(build, CLUSTER, {"tp": 4}, ["off", skips])
     assert found.step_ms == pytest.approx(plain.step_ms)
@@ -102,7 +102,7 @@ def test_a_graph_that_is_left_untouched_counts_and_is_told():
     assert "the policy skips pass 'rewrite'" in found.remarks[0]
 
 
-def test_a_model_of_another_dtype_before_it_is_divided():
+def test_model_of_another_dtype_before_it_is_divided():
     def converted(mesh):
         model = nn.Sequential(nn.Linear(48, 96, bias=False), nn.Linear(96, 48, bias=False))
         model = model.bfloat16()
@@ -128,7 +128,7 @@ def test_compressed_sites_take_less_time():
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("ranks", [2, 64, 1024])
-def test_a_dimension_of_the_mesh_is_swept(ranks):
+def test_dimension_of_the_mesh_is_swept(ranks):
     (found,) = commpass.simulate(
         build, CLUSTER, {"dp": 2, "tp": 2}, ["off"], sweep=("dp", [ranks // 2])
     )
@@ -251,7 +251,7 @@ def call(tmp_path: Path, *args: str):
 
 
 @pytest.mark.every
-def test_a_table_and_a_picture(tmp_path):
+def test_table_and_a_picture(tmp_path):
     plot = tmp_path / "out.png"
     result = call(
         tmp_path, "build", "--mesh", "tp=2", "--sweep", "tp=2,4", "--policy", "off",
@@ -266,7 +266,7 @@ def test_a_table_and_a_picture(tmp_path):
     assert (row["policy"], row["sites"]) == ("off", 1)
 
 
-def test_a_file_that_is_not_there(tmp_path):
+def test_file_that_is_not_there(tmp_path):
     result = CliRunner().invoke(
         app, ["simulate", f"{tmp_path}/no.py:build", "--mesh", "tp=2", "--profile", "nvlink-4"]
     )
@@ -321,7 +321,7 @@ def figure(monkeypatch, tmp_path):
     return drawn
 
 
-def test_a_picture_of_a_wide_sweep(figure):
+def test_picture_of_a_wide_sweep(figure):
     at = [1, 1.1, 10, 11, 100, 100_000]
     made = figure([simulated(name, x, 1000 / x) for x in at for name in ("off", "lossless")])
     for axes in made.axes:
@@ -337,7 +337,7 @@ def test_a_picture_of_a_wide_sweep(figure):
     assert "model.py:build, nvlink-4" in made._suptitle.get_text()
 
 
-def test_a_picture_of_a_narrow_sweep(figure):
+def test_picture_of_a_narrow_sweep(figure):
     made = figure([simulated("off", x, 10 + x) for x in (1, 2, 3)])
     for axes in made.axes:
         assert (axes.get_xscale(), axes.get_yscale()) == ("linear", "linear")

@@ -70,7 +70,7 @@ def _gains(site, nbytes: int) -> bool:
     return choose([like], [options], [allowed], PROFILE)[0].compressed
 
 
-def test_a_graph_on_each_side_of_the_size_from_which_codes_gain():
+def test_graph_on_each_side_of_the_size_from_which_codes_gain():
     small, large = run(layer, (4, 4000, 7, 900, 3, 2222))
     assert [site.codec for site in small] == ["none"]
     assert [site.codec for site in large] == ["int8"]
@@ -92,7 +92,7 @@ def test_it_ends_where_the_cost_model_decides_otherwise():
 
 
 @pytest.mark.every
-def test_the_reason_says_where_a_plan_ends():
+def test_reason_says_where_a_plan_ends():
     small, large = run(layer, (4, 4000))
     assert "holds until 1024*s" in small.sites[0].reason
     assert "holds while 1024*s" in large.sites[0].reason
@@ -186,14 +186,14 @@ def test_limits_are_counted_for_each_group():
     assert widths == {dp: [3, 3, 4, 4], tp: [6, 6, 6, 7, 7, 7]}
 
 
-def test_the_size_is_that_which_explain_names():
+def test_size_is_that_which_explain_names():
     (plan,) = run(layer, (4,))
     (site,) = plan
     size = break_even(site, "two_shot", "int8", PROFILE)
     assert f"{round(size + 0.5):,} bytes" in site.reason
 
 
-def test_a_plan_that_is_not_carried_out_ends_nowhere():
+def test_plan_that_is_not_carried_out_ends_nowhere():
     """The untouched graph is right for every size."""
 
     def failing(*_args, **_more):

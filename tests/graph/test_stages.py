@@ -199,7 +199,7 @@ def test_large_groups(ranks):
     assert gathered.nbytes == row
 
 
-def test_a_stage_needs_no_group_and_sends_nothing():
+def test_stage_needs_no_group_and_sends_nothing():
     """Plans are made before, and without, ranks."""
     assert not torch.distributed.is_initialized()
     found = read_stages("all_gather", "direct", "int8", Payload(512, 1, torch.float32), request(3))

@@ -87,7 +87,7 @@ def train(log: Log, number: int) -> None:
     log.add(number, "backward")
 
 
-def test_a_step_is_told_after_it_and_a_rule_that_matched_nothing_after_two(caplog):
+def test_step_is_told_after_it_and_a_rule_that_matched_nothing_after_two(caplog):
     log = Log(caplog, MISSING)
     train(log, 0)
     assert [log.call("F0", "B0") for _ in range(6)] == ["", "L", "W", "", "", ""]
@@ -95,7 +95,7 @@ def test_a_step_is_told_after_it_and_a_rule_that_matched_nothing_after_two(caplo
     assert log.said() == ""
 
 
-def test_an_evaluation_first_is_told_and_then_training_with_no_warning_before(caplog):
+def test_evaluation_first_is_told_and_then_training_with_no_warning_before(caplog):
     log = Log(caplog, MISSING, Rule(direction="backward"))
     log.add(0, "forward")
     assert log.call(*["F0"] * 5) == "L"
@@ -106,7 +106,7 @@ def test_an_evaluation_first_is_told_and_then_training_with_no_warning_before(ca
     assert [entry.getMessage().count("3 graphs") for entry in caplog.records] == [0, 1, 1]
 
 
-def test_a_backward_that_is_compiled_when_it_is_first_needed_is_waited_for(caplog):
+def test_backward_that_is_compiled_when_it_is_first_needed_is_waited_for(caplog):
     log = Log(caplog, MISSING, Rule(direction="backward"))
     log.add(0, "forward", trained=True)
     assert log.call("F0", "F0", "F0") == ""
@@ -169,7 +169,7 @@ def test_parts_of_a_batch_are_told_once(order, caplog):
     assert "".join(log.call(*order) for _ in range(4)) == "LW"
 
 
-def test_a_second_model_of_the_backend_is_told_too_and_each_warning_stays_one(caplog):
+def test_second_model_of_the_backend_is_told_too_and_each_warning_stays_one(caplog):
     log = Log(caplog, MISSING)
     train(log, 0)
     assert "".join(log.call("F0", "B0") for _ in range(4)) == "LW"
@@ -225,7 +225,7 @@ INSTEAD = {
 
 
 @pytest.mark.parametrize("what", INSTEAD)
-def test_a_rule_that_matched_nothing_is_told_with_what_there_is(what):
+def test_rule_that_matched_nothing_is_told_with_what_there_is(what):
     rule, parts = INSTEAD[what]
     summary = Summary(Policy(rules=[Rule(module="head"), rule]))
     summary.add(plan("0", "forward", *SITES, rules=summary.policy.rules), trained=True)
@@ -235,7 +235,7 @@ def test_a_rule_that_matched_nothing_is_told_with_what_there_is(what):
         assert part in sentence
 
 
-def test_a_preset_tells_groups_that_it_has_no_role_for_and_nothing_of_the_others(fake_group):
+def test_preset_tells_groups_that_it_has_no_role_for_and_nothing_of_the_others(fake_group):
     fake_group(8)
     summary = Summary(PRESETS["balanced-3d"])
     summary.add(plan("0", "forward", planned(), rules=summary.policy.rules), trained=True)
@@ -252,7 +252,7 @@ def test_a_preset_tells_groups_that_it_has_no_role_for_and_nothing_of_the_others
     assert not summary.unmatched_rules()
 
 
-def test_a_rule_for_one_of_the_blocks_that_share_a_graph_is_told_why():
+def test_rule_for_one_of_the_blocks_that_share_a_graph_is_told_why():
     summary = Summary(Policy(rules=[Rule(module="layers.3", codec="int8")]))
     summary.add(plan("0", "forward", planned(module="layers.*.mlp")), trained=True)
     (sentence,) = summary.unmatched_rules().values()
@@ -262,13 +262,13 @@ def test_a_rule_for_one_of_the_blocks_that_share_a_graph_is_told_why():
     assert "share a graph" not in "".join(summary.unmatched_rules().values())
 
 
-def test_a_rule_is_told_that_there_are_no_collectives_at_all():
+def test_rule_is_told_that_there_are_no_collectives_at_all():
     summary = Summary(Policy(rules=[MISSING]))
     summary.add(plan("0", "forward"), trained=True)
     assert "they have none" in summary.unmatched_rules()[0]
 
 
-def test_a_message_lists_no_more_names_than_one_can_read():
+def test_message_lists_no_more_names_than_one_can_read():
     summary = Summary(Policy(rules=[MISSING]))
     summary.add(
         plan("0", "forward", *(planned(module=f"layers.{number}.mlp") for number in range(500))),
@@ -348,7 +348,7 @@ def test_evaluation_then_training_is_said_right_and_warns_of_nothing_that_matche
 
 
 @pytest.mark.every
-def test_a_process_that_ends_early_says_at_its_end_what_it_did():
+def test_process_that_ends_early_says_at_its_end_what_it_did():
     code = """
 import logging, torch, commpass
 logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
@@ -380,7 +380,7 @@ FORCED = Policy(rules=[Rule(group="tp", codec="int8", force=True)])
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("group", ["tp", "t*", "world", "0"])
-def test_a_mesh_of_one_dimension_gives_the_group_of_all_ranks_its_name(group, fake_group):
+def test_mesh_of_one_dimension_gives_the_group_of_all_ranks_its_name(group, fake_group):
     fake_group(4)
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     found = plan_of(Policy(rules=[Rule(group=group, codec="int8", force=True)]))
@@ -391,7 +391,7 @@ def test_a_mesh_of_one_dimension_gives_the_group_of_all_ranks_its_name(group, fa
     assert mesh.size() == 4
 
 
-def test_a_mesh_is_found_though_as_many_refer_to_its_class_as_before(fake_group):
+def test_mesh_is_found_though_as_many_refer_to_its_class_as_before(fake_group):
     fake_group(4)
     others = [DeviceMesh] * 100
     meshes()
@@ -402,7 +402,7 @@ def test_a_mesh_is_found_though_as_many_refer_to_its_class_as_before(fake_group)
     assert any(found is mesh for found in meshes())
 
 
-def test_a_link_by_the_meshs_name_is_that_of_its_group(fake_group):
+def test_link_by_the_meshs_name_is_that_of_its_group(fake_group):
     fake_group(4)
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     slow, fast = commpass.Link(1000.0, 0.001), commpass.Link(1.0, 100.0)
@@ -437,7 +437,7 @@ def test_names_come_from_every_mesh_in_an_order_of_their_own(fake_group):
     assert len(meshes) == 5
 
 
-def test_a_mesh_of_before_the_ranks_were_set_up_again_counts_no_more(fake_group):
+def test_mesh_of_before_the_ranks_were_set_up_again_counts_no_more(fake_group):
     fake_group(4)
     before = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     fake_group(8)
@@ -447,7 +447,7 @@ def test_a_mesh_of_before_the_ranks_were_set_up_again_counts_no_more(fake_group)
     assert before.mesh_dim_names == ("tp",)
 
 
-def test_a_mesh_that_is_made_between_two_graphs_is_seen(fake_group):
+def test_mesh_that_is_made_between_two_graphs_is_seen(fake_group):
     fake_group(4)
     assert not plan_of(FORCED).compressed
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
@@ -484,9 +484,7 @@ def told(caplog) -> list[str]:
     return [text for level, text in said(caplog) if text.startswith("no collective in any")]
 
 
-def test_a_model_of_several_ranks_without_a_site_is_told_what_to_do_once(
-    fake_group, unsaid, caplog
-):
+def test_model_of_several_ranks_without_a_site_is_told_what_to_do_once(fake_group, unsaid, caplog):
     fake_group(8)
     for _ in range(2):
         steps(torch.compile(Alone(), backend=commpass.backend("balanced", inner="eager")), 4)

@@ -85,7 +85,7 @@ def serve(policy, profile, rounds):
     return compiled
 
 
-def test_a_preset_on_a_fast_link_says_its_times_and_the_profile(fake_group, warnings):
+def test_preset_on_a_fast_link_says_its_times_and_the_profile(fake_group, warnings):
     fake_group(RANKS)
     plans = train("taco", "nvlink-4")
     (text,) = warnings()
@@ -99,7 +99,7 @@ def test_a_preset_on_a_fast_link_says_its_times_and_the_profile(fake_group, warn
     assert "commpass probe): nvlink-4 is stated" in text
 
 
-def test_what_would_change_it_does_change_it(fake_group, warnings):
+def test_named_remedy_changes_the_outcome(fake_group, warnings):
     fake_group(RANKS)
     profile = dataclasses.replace(profile_named("nvlink-4"), link=Link(1.0, 1000.0))
     train("taco", profile)
@@ -117,7 +117,7 @@ def test_what_would_change_it_does_change_it(fake_group, warnings):
     assert len(warnings()) == 1
 
 
-def test_a_size_is_named_from_which_on_a_codec_gains(fake_group, warnings):
+def test_size_is_named_from_which_on_a_codec_gains(fake_group, warnings):
     fake_group(RANKS)
     link = ethernet(1)
     train(Policy(codecs="int8", max_error=0.05), link)
@@ -180,7 +180,7 @@ def test_reasons_are_counted_where_there_are_several(fake_group, warnings):
     assert "; 2 sites: kept by keep in the model. What would change it:" in text
 
 
-def test_a_codec_that_loses_more_than_the_budget_is_named_with_both(fake_group, warnings):
+def test_codec_that_loses_more_than_the_budget_is_named_with_both(fake_group, warnings):
     fake_group(RANKS)
     policy = Policy(codecs="int4", algorithms="one_shot", max_error=0.01)
     train(policy, SLOW)
@@ -190,7 +190,7 @@ def test_a_codec_that_loses_more_than_the_budget_is_named_with_both(fake_group, 
     assert text.endswith("What would change it: a larger max_error")
 
 
-def test_an_annotation_asks_for_codecs_whatever_the_policy(fake_group, warnings):
+def test_annotation_asks_for_codecs_whatever_the_policy(fake_group, warnings):
     fake_group(RANKS)
     model = Broken()
     commpass.apply_policy(model, {"first": "int8"})
@@ -203,7 +203,7 @@ def test_an_annotation_asks_for_codecs_whatever_the_policy(fake_group, warnings)
     assert len(warnings()) == 1
 
 
-def test_a_model_of_two_graphs_is_told_once_and_not_again(fake_group, warnings):
+def test_model_of_two_graphs_is_told_once_and_not_again(fake_group, warnings):
     fake_group(RANKS)
     plans = train("taco", FAST, Broken(), steps=8)
     gc.collect()
@@ -219,7 +219,7 @@ def test_rules_that_match_nothing_are_told_by_their_own_warning_alone(fake_group
     assert "no rule of policy 'tahquant' matched" in text
 
 
-def test_a_served_model_is_told_while_it_runs_and_one_that_is_evaluated_at_the_end(
+def test_served_model_is_told_while_it_runs_and_one_that_is_evaluated_at_the_end(
     fake_group, warnings
 ):
     fake_group(RANKS)
@@ -277,7 +277,7 @@ def summary_of(*whys: str) -> Summary:
     return summary
 
 
-def test_the_sites_that_take_longest_come_first():
+def test_sites_that_take_longest_come_first():
     summary, named = summary_of("a", "b"), profile_named("nvlink-4")
     candidate = Candidate(codec="int8", algorithm="two_shot", predicted_us=9e3)
     graph = ("0", "forward")
@@ -292,12 +292,12 @@ def test_the_sites_that_take_longest_come_first():
     assert text.index("all_reduce of 64 B") < text.index("all_reduce of 32 B")
 
 
-def test_what_other_warnings_say_is_not_said_again():
+def test_warning_repeats_no_other_warning():
     assert summary_of(EARLIER, EARLIER).none_compressed() == ""
     assert "1 site: hidden behind" in summary_of(EARLIER, HIDDEN).none_compressed()
 
 
-def test_a_sentence_names_the_commonest_reasons_and_counts_the_others():
+def test_sentence_names_the_commonest_reasons_and_counts_the_others():
     text = summary_of(*"aabccccddde").none_compressed()
     assert "4 sites: c; 3 sites: d; 2 sites: a; and 2 more reasons (commpass explain)." in text
     assert text.endswith("What would change it: change c; change d; change a")
@@ -306,7 +306,7 @@ def test_a_sentence_names_the_commonest_reasons_and_counts_the_others():
 @pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "all_to_all"])
 @pytest.mark.parametrize("mapped", [False, True])
-def test_a_rate_is_where_a_candidate_begins_to_gain(kind, mapped):
+def test_rate_is_where_a_candidate_begins_to_gain(kind, mapped):
     link = Link(1.0, 1000.0)
     profile = Profile("p", link)
     if mapped:

@@ -84,7 +84,7 @@ def targets(gm) -> list[str]:
     return [str(node.target) for node in gm.graph.nodes if node.op == "call_function"]
 
 
-def test_a_sum_of_vllms_is_compressed_and_the_rest_of_the_graph_stays(four):
+def test_sum_of_vllms_is_compressed_and_the_rest_of_the_graph_stays(four):
     gm = layer_graph()
     graph = gm.graph
     CollectivePass(INT8, groups=world, strict=True)(graph)
@@ -136,7 +136,7 @@ def test_gathers_and_scatters_along_the_first_dimension_are_taken(four, dim, cap
         assert f"along dimension {dim}" in caplog.text
 
 
-def test_a_gather_and_a_scatter_that_are_kept_stay_as_they_were(four):
+def test_gather_and_a_scatter_that_are_kept_stay_as_they_were(four):
     def around(x):
         part = torch.ops.vllm.reduce_scatter(x, 0, 4, "tp:0")
         return torch.ops.vllm.all_gather(part.sin(), 0, 4, "tp:0")
@@ -152,7 +152,7 @@ def fails(*_):
 
 
 @pytest.mark.parametrize("how", ["a pass fails", "no such group", "a pass is left out"])
-def test_a_graph_of_which_nothing_comes_is_left_as_it_was(four, how, monkeypatch, caplog):
+def test_graph_of_which_nothing_comes_is_left_as_it_was(four, how, monkeypatch, caplog):
     gm = layer_graph()
     graph = gm.graph
     before = form(graph)
@@ -217,7 +217,7 @@ def test_it_goes_to_other_processes():
     assert back.groups is world
 
 
-def test_a_policy_that_is_not_known():
+def test_policy_that_is_not_known():
     with pytest.raises(PolicyError, match="balanced"):
         CollectivePass("balancd")
 

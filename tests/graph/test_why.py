@@ -44,7 +44,7 @@ def explained(folder, *arguments, width=200):
     )
 
 
-def test_the_dump_has_every_candidate_once_for_sites_that_have_the_same(dumped):
+def test_dump_has_every_candidate_once_for_sites_that_have_the_same(dumped):
     (one,) = dumped()
     assert [each.sites for each in one.considered] == [
         ("all_reduce", "all_reduce_1"),
@@ -74,7 +74,7 @@ def test_candidates_come_best_first_and_all_but_one_have_a_reason(dumped):
         assert sum(not row.compressed for row in scored) == 1
 
 
-def test_the_table_shows_scores_the_reason_and_what_is_not_possible(dumped, tmp_path):
+def test_table_shows_scores_the_reason_and_what_is_not_possible(dumped, tmp_path):
     (one,) = dumped()
     site = one.plan.sites[0]
     shown = explained(tmp_path, "--why", "all_reduce")
@@ -101,7 +101,7 @@ def test_left_alone_says_of_each_codec_why_it_lost(dumped):
     assert all("slower" in lost(row, site) for row in rows[1:] if not row.refused)
 
 
-def test_a_gain_below_the_margin_and_a_forced_loss_are_told_apart(dumped):
+def test_gain_below_the_margin_and_a_forced_loss_are_told_apart(dumped):
     profile = commpass.Profile("narrow", commpass.Link(1.0, 0.5), margin=0.9)
     (one,) = dumped(profile=profile)
     (site, *_) = one.plan
@@ -110,7 +110,7 @@ def test_a_gain_below_the_margin_and_a_forced_loss_are_told_apart(dumped):
     assert any("not above the model's margin" in reason for reason in reasons)
 
 
-def test_a_codec_that_is_forced_leaves_alone_behind_though_it_is_faster(dumped):
+def test_codec_that_is_forced_leaves_alone_behind_though_it_is_faster(dumped):
     (one,) = dumped(Policy(rules=[Rule(codec="int8", force=True)]), "nvlink")
     (site, *_) = one.plan
     assert site.compressed
@@ -150,7 +150,7 @@ def test_sites_of_a_module_are_found_by_its_name(fake_group, tmp_path):
     assert explained(tmp_path, "--why", "layer").stdout.count("of 1.0 MiB in layer") == 3
 
 
-def test_an_unknown_name_is_refused_with_the_nearest(dumped, tmp_path):
+def test_unknown_name_is_refused_with_the_nearest(dumped, tmp_path):
     dumped()
     shown = explained(tmp_path, "--why", "all_reduce_2")
     assert shown.exit_code == 2
@@ -174,7 +174,7 @@ def test_positions_of_a_coalesced_collective_and_globs_over_modules_are_found(du
         considered([one], "layers")
 
 
-def test_a_dump_from_before_candidates_were_kept_says_so(dumped, tmp_path):
+def test_dump_from_before_candidates_were_kept_says_so(dumped, tmp_path):
     dumped()
     (file,) = dump.files(tmp_path)
     old = json.loads(file.read_text())
@@ -185,7 +185,7 @@ def test_a_dump_from_before_candidates_were_kept_says_so(dumped, tmp_path):
     assert "written before dumps had them" in shown.stderr
 
 
-def test_a_plan_that_was_not_carried_out_has_no_table(fake_group, tmp_path):
+def test_plan_that_was_not_carried_out_has_no_table(fake_group, tmp_path):
     fake_group(8)
     backend = commpass.backend(
         Policy(codecs="int8", skip="rewrite"), inner="eager", profile="ethernet-1g", dump=tmp_path

@@ -101,7 +101,7 @@ def one_stays_away() -> str:
     return str(error.value)
 
 
-def test_a_rank_that_does_not_answer_is_an_error_within_the_time_out(ranks2):
+def test_rank_that_does_not_answer_is_an_error_within_the_time_out(ranks2):
     text = ranks2.run(one_stays_away)[0]
     assert "rank 1 of group" in text
     assert "within 2 s" in text
@@ -117,7 +117,7 @@ def first_stays_away() -> str:
 
 
 @pytest.mark.every
-def test_the_first_rank_may_be_the_silent_one(ranks2):
+def test_first_rank_may_be_the_silent_one(ranks2):
     assert "rank 0 of group" in ranks2.run(first_stays_away)[1]
 
 
@@ -221,7 +221,7 @@ def waits_with_a_line() -> tuple[list[str], float]:
     return lines, agreement._timeout([part])
 
 
-def test_a_rank_that_waits_long_says_for_whom_and_waits_as_long_as_its_group_would(ranks2):
+def test_rank_that_waits_long_says_for_whom_and_waits_as_long_as_its_group_would(ranks2):
     (line, timeout), (none, _) = ranks2.run(waits_with_a_line)
     assert "for the plans of rank 1 of group" in line[0]
     assert len(line) == 1
@@ -238,7 +238,7 @@ def a_late_rank() -> None:
 
 
 @pytest.mark.every
-def test_a_late_rank_is_waited_for(ranks2):
+def test_late_rank_is_waited_for(ranks2):
     ranks2.run(a_late_rank)
 
 
@@ -254,7 +254,7 @@ def recompiles_alone() -> None:
     assert torch.equal(function(x), expected)
 
 
-def test_a_rank_may_recompile_alone_what_was_agreed_on(ranks2):
+def test_rank_may_recompile_alone_what_was_agreed_on(ranks2):
     ranks2.run(recompiles_alone)
 
 
@@ -337,7 +337,7 @@ def part_of_gather(first: bool) -> tuple[list[str], list[str], str]:
     return [site.codec for site in plan], rules, plan.fallback
 
 
-def test_a_part_that_only_one_rank_owns_leaves_the_rest_compressed_on_all(ranks3):
+def test_part_that_only_one_rank_owns_leaves_the_rest_compressed_on_all(ranks3):
     for found in ranks3.run(part_of_gather, True):
         assert found == (["none", "int8"], [], "")
 

@@ -80,7 +80,7 @@ def a_pass_fails_on_rank(broken: int):
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("broken", [0, 1, 2])
-def test_a_failure_travels_across_groups(broken, ranks3):
+def test_failure_travels_across_groups(broken, ranks3):
     for exact, why, compressed in ranks3.run(a_pass_fails_on_rank, broken):
         assert exact
         assert "injected" in why
@@ -95,7 +95,7 @@ def two_differ():
     return str(error.value)
 
 
-def test_a_difference_in_one_group_raises_on_all_who_hang_together_with_it(ranks3):
+def test_difference_in_one_group_raises_on_all_who_hang_together_with_it(ranks3):
     for text in ranks3.run(two_differ):
         assert "(ranks 1-2) planned differently" in text
         assert "'int8'" in text
@@ -110,7 +110,7 @@ def all_alike():
     assert all(torch.allclose(each, torch.full((600,), 5.0), atol=0.05) for each in got)
 
 
-def test_a_chain_of_groups_that_agrees_is_compressed(ranks3):
+def test_chain_of_groups_that_agrees_is_compressed(ranks3):
     ranks3.run(all_alike)
 
 
@@ -133,7 +133,7 @@ def the_last_group_changes_nothing():
     return [site.codec for site in commpass.plans()[-1]]
 
 
-def test_a_group_in_which_nothing_is_changed_ties_nobody(ranks3):
+def test_group_in_which_nothing_is_changed_ties_nobody(ranks3):
     assert ranks3.run(the_last_group_changes_nothing) == [["int8"], ["int8", "none"], ["none"]]
 
 
@@ -171,15 +171,15 @@ def prints_on_rank_0(policy, when: int):
 @pytest.mark.few(1)
 @pytest.mark.parametrize("when", [0, 2])
 @pytest.mark.parametrize("policy", ["off", "lossless"])
-def test_a_print_on_one_rank_is_no_error_where_nothing_is_changed(policy, when, ranks2):
+def test_print_on_one_rank_is_no_error_where_nothing_is_changed(policy, when, ranks2):
     assert ranks2.run(prints_on_rank_0, policy, when) == [[0.0] * 4] * 2
 
 
-def test_a_print_on_one_rank_from_the_start_leaves_its_group_alone(ranks2):
+def test_print_on_one_rank_from_the_start_leaves_its_group_alone(ranks2):
     assert ranks2.run(prints_on_rank_0, forced("int8"), 0) == [[0.0] * 4] * 2
 
 
-def test_a_rank_that_breaks_its_graph_later_goes_on_with_what_was_agreed_on_site_by_site(ranks2):
+def test_rank_that_breaks_its_graph_later_goes_on_with_what_was_agreed_on_site_by_site(ranks2):
     errors = ranks2.run(prints_on_rank_0, forced("int8"), 2)
     assert errors[0] == errors[1]
     assert all(0 < error < 0.03 for error in errors[0])
@@ -197,7 +197,7 @@ def one_is_not_compiled(policy):
 
 
 @pytest.mark.parametrize("policy", ["off", "lossless"])
-def test_an_eager_rank_is_not_waited_for_where_nothing_is_changed(policy, ranks2):
+def test_eager_rank_is_not_waited_for_where_nothing_is_changed(policy, ranks2):
     assert ranks2.run(one_is_not_compiled, policy) == [True, True]
 
 
@@ -229,7 +229,7 @@ def without_a_store():
     return commpass.plans()[-1].sites[0].codec, got.shape
 
 
-def test_a_store_that_is_gone_is_an_error_only_for_who_needs_it(ranks2):
+def test_store_that_is_gone_is_an_error_only_for_who_needs_it(ranks2):
     assert ranks2.run(without_a_store) == [("int8", (70,))] * 2
 
 
@@ -429,7 +429,7 @@ def like_sites_treated_differently() -> list[float]:
     return found
 
 
-def test_a_lone_graph_break_between_like_sites_that_are_treated_differently(ranks2):
+def test_lone_graph_break_between_like_sites_that_are_treated_differently(ranks2):
     first, second = ranks2.run(like_sites_treated_differently, timeout=60)
     assert first == second
     assert all(0 < error < 0.03 for error in first)

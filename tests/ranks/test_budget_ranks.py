@@ -308,7 +308,7 @@ def _copied_within_the_check() -> tuple[list[list[str]], list[bool]]:
     return [*codecs, codecs_of(backend)], exact
 
 
-def test_a_compiled_module_can_be_copied_while_it_is_checked(ranks2):
+def test_compiled_module_can_be_copied_while_it_is_checked(ranks2):
     for codecs, exact in ranks2.run(_copied_within_the_check):
         assert codecs[0] == ["int8"]
         assert set(codecs[1]) == {"none"}

@@ -176,7 +176,7 @@ def test_sensitivities_of_outputs(ranks2, tmp_path):
     assert math.isclose(place.sensitivity, expected("b", train=False), rel_tol=1e-3)
 
 
-def test_a_codec_that_keeps_some_channels_is_a_choice(trained):
+def test_codec_that_keeps_some_channels_is_a_choice(trained):
     for place in trained.places:
         specs = [each for each in place.errors if each.startswith("outlier")]
         assert [bool(codec(spec).channels.ranges) for spec in sorted(specs, key=len)] == [
@@ -308,7 +308,7 @@ def left_behind() -> tuple[list[float], dict[str, bool]]:
 
 
 @pytest.mark.every
-def test_a_model_that_changes_things_finds_them_as_they_were(ranks2):
+def test_model_that_changes_things_finds_them_as_they_were(ranks2):
     for sensitivities, same in ranks2.run(left_behind):
         assert all(same.values()), same
         for each in sensitivities:
@@ -408,7 +408,7 @@ def own_ranks() -> Iterator[Ranks]:
 
 
 @pytest.mark.every
-def test_a_rank_that_fails_lets_the_others_go(own_ranks):
+def test_rank_that_fails_lets_the_others_go(own_ranks):
     waiting, failed = own_ranks.run(failing)
     assert failed == "ValueError: the disk is full"
     assert waiting == "CalibrationError: rank 1 failed: ValueError: the disk is full"

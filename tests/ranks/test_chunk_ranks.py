@@ -109,7 +109,7 @@ def check_alone() -> None:
         assert torch.equal(h, own[2] + total)
 
 
-def test_a_rank_that_compiles_alone_keeps_the_chunks(ranks2):
+def test_rank_that_compiles_alone_keeps_the_chunks(ranks2):
     ranks2.run(check_alone, timeout=280)
 
 
@@ -149,5 +149,5 @@ def check_training() -> None:
 
 
 @pytest.mark.every
-def test_a_training_step_in_chunks_of_rows(ranks2):
+def test_training_step_in_chunks_of_rows(ranks2):
     ranks2.run(check_training, timeout=280)

@@ -420,7 +420,7 @@ def check_alone() -> None:
             assert worst <= (0.05 if codec == "int8" else 0), (kind, name, codec, worst)
 
 
-def test_a_group_of_one_rank(ranks2):
+def test_group_of_one_rank(ranks2):
     ranks2.run(check_alone)
 
 
@@ -460,7 +460,7 @@ def test_error_without_ranks_says_what_to_call_first(kind):
         torch.compile(lambda x: call(kind, None, x, "int8"), backend="eager")(torch.ones(4))
 
 
-def test_a_group_that_is_none_is_refused_with_what_to_give(fake_group):
+def test_group_that_is_none_is_refused_with_what_to_give(fake_group):
     fake_group(8)
     mesh = dist.init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
     x, others = torch.ones(8), dist.new_group([1, 2])
@@ -479,7 +479,7 @@ def test_a_group_that_is_none_is_refused_with_what_to_give(fake_group):
         assert commpass.all_gather(x, group=group).shape == (32,)
 
 
-def test_a_group_may_be_named_in_compiled_code(fake_group):
+def test_group_may_be_named_in_compiled_code(fake_group):
     fake_group(4)
     function = torch.compile(
         lambda x: commpass.all_gather(x, group="0"), fullgraph=True, backend="eager"

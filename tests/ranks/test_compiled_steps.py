@@ -225,12 +225,12 @@ def check_gpt(steps: int) -> None:
     assert error == 0.0
 
 
-def test_a_gpt_under_bit_exact_rules_has_the_losses_of_plain_torch(ranks2):
+def test_gpt_under_bit_exact_rules_has_the_losses_of_plain_torch(ranks2):
     ranks2.run(check_gpt, 3)
 
 
 @pytest.mark.every
-def test_a_gpt_of_50_steps_under_bit_exact_rules(ranks3):
+def test_gpt_of_50_steps_under_bit_exact_rules(ranks3):
     ranks3.run(check_gpt, 50, timeout=400)
 
 
@@ -248,7 +248,7 @@ def check_compressed(kind: str, sites: int, bound: float) -> None:
     ("kind", "sites", "bound"),
     [("muon", 5, 0.03), ("sync_batch_norm", 0, 1e-9), ("ring_attention", 4, 0.03)],
 )
-def test_a_step_that_is_one_graph(kind, sites, bound, ranks2):
+def test_step_that_is_one_graph(kind, sites, bound, ranks2):
     ranks2.run(check_compressed, kind, sites, bound)
 
 

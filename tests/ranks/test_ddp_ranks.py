@@ -339,7 +339,7 @@ def counted(spec: str):
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("spec", ["", "int8", "topk(density=0.1)"])
-def test_the_bytes_that_are_sent_are_those_of_the_plans(spec, ranks2):
+def test_bytes_that_are_sent_are_those_of_the_plans(spec, ranks2):
     for found, bytes, sites in ranks2.run(counted, spec):
         plain = 4 * sum(p.numel() for p in Net().parameters())
         assert [sum(n for _, _, n in step) for step in found] == [plain, *(2 * [bytes.sent])]
@@ -652,7 +652,7 @@ def copied():
 
 
 @pytest.mark.every
-def test_a_model_with_a_door_can_be_copied_and_saved_and_the_copy_given_a_door(ranks2):
+def test_model_with_a_door_can_be_copied_and_saved_and_the_copy_given_a_door(ranks2):
     assert ranks2.run(copied) == [[(True, True)] * 2] * 2
 
 
@@ -670,7 +670,7 @@ def opened_and_gone():
 
 
 @pytest.mark.every
-def test_a_door_that_is_gone_leaves_no_groups_behind(ranks2):
+def test_door_that_is_gone_leaves_no_groups_behind(ranks2):
     for (first, _), *others in ranks2.run(opened_and_gone):
         assert first is None
         assert len({*others}) == 1
@@ -717,7 +717,7 @@ def one_dies():
     raise CommpassError(f"told alike: {said[0] == said[1]}")
 
 
-def test_a_rank_that_dies_is_an_error_on_the_others_in_time(ranks3):
+def test_rank_that_dies_is_an_error_on_the_others_in_time(ranks3):
     with pytest.raises(RanksFailed) as caught:
         ranks3.run(one_dies)
     assert str(caught.value).count("CommpassError: told alike: True") == 2, str(caught.value)
@@ -745,7 +745,7 @@ def one_fails():
     return [*found, (dist.barrier(), True)[1]]
 
 
-def test_an_error_on_one_rank_is_one_on_all_in_time_and_as_itself(ranks2):
+def test_error_on_one_rank_is_one_on_all_in_time_and_as_itself(ranks2):
     assert ranks2.run(one_fails) == [[True] * 2] * 2
 
 
@@ -836,7 +836,7 @@ def after_a_failure():
     return ((applied + after - wanted).norm() / wanted.norm()).item(), before.norm().item()
 
 
-def test_those_who_are_left_go_on_in_a_new_group_after_a_failure(ranks3):
+def test_remaining_ranks_continue_in_new_group_after_failure(ranks3):
     first, second, _ = ranks3.run(after_a_failure)
     for away, kept in (first, second):
         assert away < 1e-5

@@ -159,7 +159,7 @@ def test_four_ranks(ranks4, tmp_path, text, algorithm, numel, dtype):
 @pytest.mark.every
 @pytest.mark.few(1)
 @pytest.mark.parametrize("algorithm", BOTH)
-def test_a_mean(ranks2, tmp_path, algorithm):
+def test_mean(ranks2, tmp_path, algorithm):
     check(ranks2, tmp_path, "fp8(form=e5m2)", algorithm, 1300, torch.float32, op="avg")
 
 

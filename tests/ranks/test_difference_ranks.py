@@ -233,7 +233,7 @@ def check_bad_from_the_start() -> None:
     assert bool(call(function, model, weights(0)).isfinite().all())
 
 
-def test_a_reference_that_begins_with_a_nan_is_finite(ranks2):
+def test_reference_that_begins_with_a_nan_is_finite(ranks2):
     ranks2.run(check_bad_from_the_start)
 
 
@@ -263,7 +263,7 @@ def check_restart() -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_a_reset_gathers_anew_on_any_number_of_ranks(ranks, request):
+def test_reset_gathers_anew_on_any_number_of_ranks(ranks, request):
     request.getfixturevalue(f"ranks{ranks}").run(check_restart)
 
 
@@ -397,7 +397,7 @@ def check_sharded() -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_a_sharded_parameter_travels_as_its_difference(ranks, request):
+def test_sharded_parameter_travels_as_its_difference(ranks, request):
     request.getfixturevalue(f"ranks{ranks}").run(check_sharded)
 
 
@@ -430,7 +430,7 @@ def check_exchange() -> None:
     assert "forces a codec" in said
 
 
-def test_a_hook_keeps_a_reference_for_the_parameters_that_it_names(ranks3):
+def test_hook_keeps_a_reference_for_the_parameters_that_it_names(ranks3):
     ranks3.run(check_exchange)
 
 
@@ -438,5 +438,5 @@ def check_public() -> str:
     return refusals(lambda: commpass.all_gather(torch.ones(4), codec="difference"))[0]
 
 
-def test_a_gather_by_hand_says_who_keeps_references(ranks2):
+def test_gather_by_hand_says_who_keeps_references(ranks2):
     assert "against(reference)" in ranks2.run(check_public)[0]

@@ -149,7 +149,7 @@ def check_backward_rules(how: str, inner: str) -> None:
 
 @runs_again
 @pytest.mark.parametrize(("how", "inner"), sampled(RUN, RUN[:1]))
-def test_a_rule_for_backward_leaves_what_is_run_again(how, inner, ranks2):
+def test_rule_for_backward_leaves_what_is_run_again(how, inner, ranks2):
     ranks2.run(check_backward_rules, how, inner)
 
 
@@ -286,7 +286,7 @@ def check_ddp(direction: str) -> None:
 
 @pytest.mark.every
 @pytest.mark.parametrize("direction", ["backward", rarely("forward")])
-def test_the_gradients_of_ddp_are_backward(direction, ranks2):
+def test_gradients_of_ddp_are_backward(direction, ranks2):
     ranks2.run(check_ddp, direction)
     ranks2.stop()  # DDP leaves hooks in the process group
 
@@ -330,14 +330,14 @@ def test_sites_that_a_gradient_reaches_are_never_forward(tag, takes_gradient, fa
 
 
 @pytest.mark.parametrize("tag", [{}, {"recompute": CheckpointPolicy.MUST_SAVE}])
-def test_a_backward_formula_that_takes_no_gradient_is_backward(tag, fake_group):
+def test_backward_formula_that_takes_no_gradient_is_backward(tag, fake_group):
     """As that of an auxiliary loss, whose gradient is a constant."""
     fake_group(2)
     (found,) = discover(backward_graph(tag, False), "backward", stateless=None)
     assert found.site.direction == "backward"
 
 
-def test_a_recomputed_site_keeps_no_state(fake_group):
+def test_recomputed_site_keeps_no_state(fake_group):
     fake_group(2)
     gm = backward_graph(TAGS["checkpointed"], False)
     started = next(node for node in gm.graph.nodes if node.target is ops.all_reduce.default)

@@ -63,7 +63,7 @@ def apart(one: dict, other: dict) -> float:
 
 
 @pytest.mark.every
-def test_a_model_by_its_own_tp_plan(ranks2):
+def test_model_by_its_own_tp_plan(ranks2):
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")  # transformers divides no model without it
     told = ranks2.run(next_byte, ["off", INT8])

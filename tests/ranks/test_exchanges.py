@@ -236,7 +236,7 @@ def check_late_rank() -> None:
 
 
 @pytest.mark.every
-def test_a_rank_that_is_late(ranks3):
+def test_rank_that_is_late(ranks3):
     ranks3.run(check_late_rank)
 
 

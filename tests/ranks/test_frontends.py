@@ -117,7 +117,7 @@ def data_parallel() -> list[str]:
 
 
 @pytest.mark.every
-def test_the_bucketed_gradients_of_ddp_are_compressed(ranks2):
+def test_bucketed_gradients_of_ddp_are_compressed(ranks2):
     assert "all_reduce" in ranks2.run(data_parallel)[0]
     ranks2.stop()  # DDP leaves hooks in the process group
 

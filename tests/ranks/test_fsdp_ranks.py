@@ -138,7 +138,7 @@ def trained(codec: str, steps: int) -> tuple[list[float], list[float], set[str]]
         rarely("outlier(width=64, inner=int4)", 0.15),
     ],
 )
-def test_a_lossy_codec_trains_nearly_as_without_it(ranks2, codec, near):
+def test_lossy_codec_trains_nearly_as_without_it(ranks2, codec, near):
     for plain, got, codecs in ranks2.run(trained, codec, 50):
         assert plain[-1] < 0.7 * plain[0]
         assert abs(sum(got[-10:]) - sum(plain[-10:])) / 10 < near
@@ -166,7 +166,7 @@ def test_lossless_ones_train_bit_for_bit_as_without(ranks2, policy, compressed):
 
 
 @pytest.mark.every
-def test_the_preset_lossless_and_three_ranks(ranks3):
+def test_preset_lossless_and_three_ranks(ranks3):
     """What is exact on three ranks: gathers. A sum of three may be rounded in another order."""
     ranks3.run(exact, "lossless", 4, False)
     gathers = Policy(name="g", rules=[Rule(codec="raw", direction="forward", force=True)])
@@ -754,7 +754,7 @@ def over_its_budget() -> list[tuple[int, float]]:
     return found
 
 
-def test_a_block_over_its_budget_is_left_alone_and_counted_so_in_that_step(ranks2):
+def test_block_over_its_budget_is_left_alone_and_counted_so_in_that_step(ranks2):
     steps, others = ranks2.run(over_its_budget)
     assert steps == others
     (plans, smaller), *later = steps

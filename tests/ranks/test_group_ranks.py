@@ -173,7 +173,7 @@ def disagree():
     return [float(each[0]) for each in got], plan.fallback, len(plan.grouped)
 
 
-def test_a_graph_whose_only_change_is_a_group_is_agreed_on(ranks2):
+def test_graph_whose_only_change_is_a_group_is_agreed_on(ranks2):
     (first, _, none), (second, why, nothing) = ranks2.run(disagree)
     assert first == second == [4.0, 6.0]
     assert none == nothing == 0

@@ -88,7 +88,7 @@ def check_input_is_free(ways) -> int:
 @pytest.mark.every
 @pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize(("size", "ways"), [(3, WAYS), rarely(4, NODES)])
-def test_an_input_may_be_changed_as_soon_as_the_call_is_back(size, ways, request):
+def test_input_may_be_changed_as_soon_as_the_call_is_back(size, ways, request):
     checked = request.getfixturevalue(f"ranks{size}").run(check_input_is_free, ways, timeout=280)
     assert checked[0] > 3 * len(ways) * len(CODECS)
 
@@ -120,7 +120,7 @@ def check_alone() -> None:
 
 
 @pytest.mark.xdist_group("ranks")
-def test_a_group_of_one_rank(ranks2):
+def test_group_of_one_rank(ranks2):
     ranks2.run(check_alone)
 
 
@@ -150,7 +150,7 @@ def failing(after: int):
 
 
 @pytest.mark.parametrize("after", [1, 2])
-def test_a_wait_that_failed_says_why_each_time(after):
+def test_wait_that_failed_says_why_each_time(after):
     handle = Handle(failing(after))
     with pytest.raises(ConnectionError, match="rank 3 is gone"):
         handle.wait()
@@ -159,14 +159,14 @@ def test_a_wait_that_failed_says_why_each_time(after):
             handle.wait()
 
 
-def test_a_start_that_failed_is_the_callers_error(recwarn):
+def test_start_that_failed_is_the_callers_error(recwarn):
     with pytest.raises(ConnectionError):
         Handle(failing(0))
     gc.collect()
     assert not [each for each in recwarn if "handle" in str(each.message)]
 
 
-def test_a_handle_that_is_dropped_is_warned_of(recwarn):
+def test_handle_that_is_dropped_is_warned_of(recwarn):
     handle = Handle(failing(1))
     with pytest.warns(UserWarning, match=r"dropped without wait\(\)"):
         del handle
@@ -194,7 +194,7 @@ def check_peer_that_dies() -> None:
 
 
 @pytest.mark.every
-def test_a_handle_whose_peer_has_died_raises_each_time():
+def test_handle_whose_peer_has_died_raises_each_time():
     ranks = Ranks(3)
     try:
         with pytest.raises(RanksFailed) as said:  # of the rank that died

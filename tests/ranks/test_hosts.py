@@ -82,7 +82,7 @@ def asked(numbers: tuple[int, ...], policy: Policy) -> int | None:
     return board().node
 
 
-def test_nobody_waits_for_hosts_where_no_rule_needs_them(ranks4):
+def test_hosts_are_not_awaited_if_no_rule_needs_them(ranks4):
     policy = Policy(rules=[Rule(codec="int8", algorithm="hierarchical(node=2)")], max_error=0.1)
     assert ranks4.run(asked, (0, 0, 1, 1), policy) == [None] * 4
     policy = Policy(rules=[Rule(codec="int8", algorithm="hierarchical")], max_error=0.1)

@@ -107,7 +107,7 @@ def train(inner) -> list[str]:
 
 @pytest.mark.every
 @pytest.mark.parametrize(("size", "inner"), [(2, "inductor"), rarely(3, "inductor")])
-def test_a_tensor_parallel_model_trains_with_replicas_bit_equal(size, inner, request):
+def test_tensor_parallel_model_trains_with_replicas_bit_equal(size, inner, request):
     request.getfixturevalue(f"ranks{size}").run(train, inner)
 
 
@@ -367,5 +367,5 @@ def lossless() -> None:
         )
 
 
-def test_the_default_policy_is_bit_exact(ranks2):
+def test_default_policy_is_bit_exact(ranks2):
     ranks2.run(lossless)

@@ -77,5 +77,5 @@ def check_alone() -> None:
             assert (summed - every).norm() < 0.05 * every.norm()
 
 
-def test_a_rank_that_compiles_alone_keeps_the_order(ranks2):
+def test_rank_that_compiles_alone_keeps_the_order(ranks2):
     ranks2.run(check_alone, timeout=280)

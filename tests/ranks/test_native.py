@@ -93,7 +93,7 @@ def check_error() -> dict[str, tuple[float, float]]:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_the_predicted_error_counts_the_rounding_of_partial_sums(size, request):
+def test_predicted_error_counts_the_rounding_of_partial_sums(size, request):
     for found in request.getfixturevalue(f"ranks{size}").run(check_error)[0].values():
         predicted, native, wide = found
         assert predicted / 1.5 <= native <= predicted * 1.5
@@ -151,7 +151,7 @@ def check_wire() -> None:
         assert (stage.kind, stage.nbytes, stage.leaving) == (kind, nbytes, nbytes)
 
 
-def test_the_library_gets_16_bit_floats(ranks4):
+def test_library_gets_16_bit_floats(ranks4):
     ranks4.run(check_wire)
 
 
@@ -267,7 +267,7 @@ def in_float64(given: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("lowering", ["inline", "kernel"])
 @pytest.mark.parametrize("size", [rarely(2), rarely(4)])
-def test_a_graph_has_the_bits_of_calls_by_hand_forward_and_backward(size, lowering, request):
+def test_graph_has_the_bits_of_calls_by_hand_forward_and_backward(size, lowering, request):
     request.getfixturevalue(f"ranks{size}").run(check_graph, lowering, timeout=280)
 
 
@@ -298,5 +298,5 @@ def check_model() -> None:
 
 
 @pytest.mark.every
-def test_a_model_trains_by_native_only_where_it_is_named(ranks4):
+def test_model_trains_by_native_only_where_it_is_named(ranks4):
     ranks4.run(check_model, timeout=280)

@@ -47,7 +47,7 @@ WIDTHS = crossed(CODECS, [(), (8,), (1024,)])
     sampled(WIDTHS, [*zip(CODECS[:3], [(), (8,), (1024,)], strict=True), ("raw", ())]),
     ids=str,
 )
-def test_a_rank_without_entries_plans_as_the_others_do(codec, width, fake_group):
+def test_rank_without_entries_plans_as_the_others_do(codec, width, fake_group):
     fake_group(3)
     ways = [(SOME, SOME), (NOBODY, SOME), (SOME, NOBODY), (NOBODY, NOBODY)]
     plans = [planned(codec, sent, received, width) for sent, received in ways]

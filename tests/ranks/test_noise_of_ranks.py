@@ -48,7 +48,7 @@ def error(inputs, codec, name, monkeypatch) -> torch.Tensor:
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("equal", [True, False])
 @pytest.mark.parametrize("name", ["one_shot", "two_shot(stage=rs)", "one_shot(shards=2)"])
-def test_the_error_of_a_sum_of_64_is_8_times_that_of_one(name, equal, stored, monkeypatch):
+def test_error_of_a_sum_of_64_is_8_times_that_of_one(name, equal, stored, monkeypatch):
     inputs = [values(0 if equal else rank) for rank in range(RANKS)]
     some = inputs[: 1 if equal else 4]
     one = [error([each], coder(stored), "one_shot", monkeypatch) for each in some]
@@ -91,7 +91,7 @@ def test_errors_of_all_hops_add_up_as_variances(name, stored, monkeypatch):
     assert 0.85 * math.sqrt(expected) <= found <= 1.1 * math.sqrt(expected)
 
 
-def test_the_next_step_makes_errors_of_its_own(monkeypatch):
+def test_next_step_makes_errors_of_its_own(monkeypatch):
     """Scales that are powers of two are equal from step to step; values are not."""
     inputs = [[values(rank, step=step) for rank in range(4)] for step in range(16)]
     found = [error(each, coder("pow2"), "two_shot", monkeypatch) for each in inputs]
@@ -109,7 +109,7 @@ def test_one_value_that_stays_while_the_others_of_its_block_change_is_right_on_a
 
 
 @pytest.mark.parametrize("stored", STORED)
-def test_the_mean_error_over_ranks_is_none(stored, monkeypatch):
+def test_mean_error_over_ranks_is_none(stored, monkeypatch):
     """Unbiased: each value's mean over 256 ranks that hold the same, within five standard
     errors."""
     ranks, x = 256, values(0, (2048,))
@@ -177,7 +177,7 @@ def check_recomputed(inner: str) -> None:
 @pytest.mark.every
 @runs_again
 @pytest.mark.parametrize("inner", ["aot_eager", rarely("inductor")])
-def test_a_sum_that_is_computed_again_in_backward_has_the_same_noise(inner, ranks2):
+def test_sum_that_is_computed_again_in_backward_has_the_same_noise(inner, ranks2):
     ranks2.run(check_recomputed, inner, timeout=400)
 
 

@@ -118,7 +118,7 @@ def raises_between_graphs() -> str:
     return str(error.value)
 
 
-def test_a_rank_that_fails_between_two_graphs_is_named(ranks2):
+def test_rank_that_fails_between_two_graphs_is_named(ranks2):
     said, own = ranks2.run(raises_between_graphs)
     assert own == "a failure of its own"
     assert "rank 1 of group" in said
@@ -145,7 +145,7 @@ def full_disk(folder: str) -> tuple[str, list[str]]:
     return commpass.plans()[-1].sites[0].codec, [line for line in lines if "dump" in line]
 
 
-def test_a_full_disk_loses_the_dump_and_nothing_else(ranks2, tmp_path):
+def test_full_disk_loses_the_dump_and_nothing_else(ranks2, tmp_path):
     (codec, lines), (other, none) = ranks2.run(full_disk, str(tmp_path))
     assert (codec, other) == ("int8", "int8")
     assert "No space left on device" in lines[0]

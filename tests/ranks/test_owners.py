@@ -365,7 +365,7 @@ class Activation(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("force", [True, False])
-def test_a_graph_without_parameters_is_nobodys(force, fake_group):
+def test_graph_without_parameters_is_nobodys(force, fake_group):
     fake_group(2)
     fresh()
     rule = Rule(codec="topk", direction="backward", force=force)

@@ -147,7 +147,7 @@ def test_positions_of_a_batch_are_compressed_within_it(fake_group):
 
 
 @pytest.mark.parametrize("taken", [0, 1])
-def test_an_end_that_is_waited_for_with_others_needs_nobody_who_takes_its_result(
+def test_end_that_is_waited_for_with_others_needs_nobody_who_takes_its_result(
     taken, fake_group, wait_tensors
 ):
     fake_group(4)
@@ -240,7 +240,7 @@ def test_plain_policies_leave_every_graph_exactly_as_it_was(function, policy, fa
     assert code(gm) == before
 
 
-def test_a_message_stays_and_is_waited_for_though_nobody_takes_the_waits_result(fake_group):
+def test_message_stays_and_is_waited_for_though_nobody_takes_the_waits_result(fake_group):
     fake_group(4)
     gm = trace(into_its_buffer, X)
     commpass.rewrite(gm, [], "lossless", strict=True)
@@ -420,7 +420,7 @@ def run_ring():
 
 
 @pytest.mark.every
-def test_a_ring_of_three(ranks3):
+def test_ring_of_three(ranks3):
     assert ranks3.run(run_ring) == [(True, True)] * 3
 
 
@@ -442,7 +442,7 @@ def run_counting():
     return rows
 
 
-def test_the_bytes_that_reach_the_process_group_are_the_plans(ranks2):
+def test_bytes_that_reach_the_process_group_are_the_plans(ranks2):
     for alone, batched in ranks2.run(run_counting):
         for seen, planned, compressed in (alone, batched):
             assert [(kind, size) for kind, _, size in seen] == planned
@@ -517,7 +517,7 @@ def test_message_that_one_end_leaves_alone_is_left_alone_at_both(function, other
     assert f"its policy is {other!r}" in why
 
 
-def test_a_rule_that_matches_at_one_end_alone_compresses_nothing(ranks2):
+def test_rule_that_matches_at_one_end_alone_compresses_nothing(ranks2):
     rows = ranks2.run(run_one_end, pipeline, None, True)
     assert [(exact, compressed) for exact, _, compressed in rows] == [(True, 0)] * 2
 
@@ -547,7 +547,7 @@ def run_alone(policy):
     return torch.equal(compiled(inputs(0)[:18], group), 2 * inputs(0)[:18])
 
 
-def test_the_other_end_may_be_eager_where_nothing_is_compressed(ranks2):
+def test_other_end_may_be_eager_where_nothing_is_compressed(ranks2):
     assert ranks2.run(run_alone, "lossless") == [True, True]
 
 
@@ -598,7 +598,7 @@ def run_cached():
 
 
 @pytest.mark.every
-def test_a_warm_cache_gives_each_policy_its_own_graph(tmp_path):
+def test_warm_cache_gives_each_policy_its_own_graph(tmp_path):
     environment = {
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
         "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",

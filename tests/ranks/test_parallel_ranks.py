@@ -377,7 +377,7 @@ def load(folder: str, seed: int) -> None:
     close(model(x).detach().double(), want(x).detach().double(), 1e-6)
 
 
-def test_a_checkpoint_goes_to_other_numbers_of_ranks(ranks2, ranks4, tmp_path):
+def test_checkpoint_goes_to_other_numbers_of_ranks(ranks2, ranks4, tmp_path):
     ranks2.run(save, str(tmp_path / "two"), 5)
     ranks4.run(load, str(tmp_path / "two"), 5)
     ranks4.run(save, str(tmp_path / "four"), 7)
@@ -446,7 +446,7 @@ ANY_INT8 = Policy(rules=[Rule(codec="int8", force=True)], max_error=0.1)
 
 @pytest.mark.every
 @pytest.mark.parametrize("policy", [rarely(EXACT), ANY_INT8])
-def test_the_reducer_of_ddp_in_python(ranks2, policy):
+def test_reducer_of_ddp_in_python(ranks2, policy):
     kinds, sent, planned = ranks2.run(ddp, policy)[0]
     ranks2.stop()  # DDP leaves hooks in the process group
     assert set(kinds) == {"all_reduce"}

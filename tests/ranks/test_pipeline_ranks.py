@@ -454,7 +454,7 @@ def one_sided():
 
 
 @pytest.mark.every
-def test_a_rank_that_compresses_nothing_is_named(ranks2: Ranks):
+def test_rank_that_compresses_nothing_is_named(ranks2: Ranks):
     said, other = ranks2.run(one_sided, timeout=60)
     assert "rank 1 did not publish within 3 s" in said
     assert "compress_pipeline" in said
@@ -469,7 +469,7 @@ def dies():
     step(schedule, stages, *data())
 
 
-def test_a_rank_that_dies_is_an_error_on_the_other():
+def test_rank_that_dies_is_an_error_on_the_other():
     ranks = Ranks(2)
     try:
         with pytest.raises(RanksFailed, match="exit code 3") as error:

@@ -91,7 +91,7 @@ def named() -> list[str]:
 DEVICES = ("cpu", "cuda", "xpu")
 
 
-def test_the_backend_is_that_of_the_device(ranks2):
+def test_backend_is_that_of_the_device(ranks2):
     torchs, cpu, cuda, xpu = ranks2.run(named)[0]
     assert torchs != "gloo"
     assert cpu == cuda == "gloo"
@@ -111,7 +111,7 @@ def launch(*wanted: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.every
-def test_a_folder_that_is_not_there_is_told_before_anything_is_measured(tmp_path: Path):
+def test_folder_that_is_not_there_is_told_before_anything_is_measured(tmp_path: Path):
     done = launch("--seconds", "300", "-o", str(tmp_path / "none" / "cluster.json"))
     assert done.returncode != 0
     assert "is no folder that can be written to" in done.stderr

@@ -105,7 +105,7 @@ def plans_of_another(second, late: int, inner: str) -> tuple[bool, list[str]]:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("late", [0, 1])
 @pytest.mark.parametrize("second", [other_operators, same_operators])
-def test_a_function_whose_graphs_differ_is_compared_though_its_plan_was_agreed_on(
+def test_function_whose_graphs_differ_is_compared_though_its_plan_was_agreed_on(
     second, late, ranks2
 ):
     for exact, (why,) in ranks2.run(plans_of_another, second, late, "eager", timeout=60):
@@ -115,7 +115,7 @@ def test_a_function_whose_graphs_differ_is_compared_though_its_plan_was_agreed_o
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", rarely("inductor")])
-def test_a_function_whose_graph_differs_on_one_rank_of_three_is_compared(inner, ranks3):
+def test_function_whose_graph_differs_on_one_rank_of_three_is_compared(inner, ranks3):
     for exact, (why,) in ranks3.run(plans_of_another, other_operators, 2, inner, timeout=60):
         assert exact
         assert "times 3.0" in why
@@ -142,7 +142,7 @@ def plans_of_another_backward() -> tuple[bool, str]:
     return torch.equal(*grads), plan.fallback
 
 
-def test_a_backward_graph_that_differs_is_compared(ranks2):
+def test_backward_graph_that_differs_is_compared(ranks2):
     for exact, why in ranks2.run(plans_of_another_backward, timeout=60):
         assert exact
         assert "times 3.0" in why
@@ -200,7 +200,7 @@ def of_two_groups(late: int) -> tuple[list[bool], str]:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("late", [1, 2])
-def test_a_graph_that_differs_in_one_group_is_changed_in_no_group_connected_with_it(late, ranks3):
+def test_graph_that_differs_in_one_group_is_changed_in_no_group_connected_with_it(late, ranks3):
     for exact, why in ranks3.run(of_two_groups, late, timeout=60):
         assert all(exact)
         assert "times 3.0" in why
@@ -230,7 +230,7 @@ def compiled_again_on_all() -> str:
     return str(error.value)
 
 
-def test_a_rank_that_plans_differently_than_those_that_went_on_raises_at_once(ranks2):
+def test_rank_that_plans_differently_than_those_that_went_on_raises_at_once(ranks2):
     _, text = ranks2.run(compiled_again_on_all)
     assert "rank 0 of group" in text
     assert "goes on with plan" in text
@@ -258,7 +258,7 @@ def compiled_again_on_one_then_on_all() -> list[bool]:
     return found
 
 
-def test_a_note_of_a_rank_that_compiled_alone_is_no_answer_for_later_calls(ranks2):
+def test_note_of_a_rank_that_compiled_alone_is_no_answer_for_later_calls(ranks2):
     assert ranks2.run(compiled_again_on_one_then_on_all, timeout=60) == [[True] * 3] * 2
 
 
@@ -276,7 +276,7 @@ def new_on_one_rank(patience_s: float) -> tuple[bool, list[str]]:
         agreement.PATIENCE_S = 30.0
 
 
-def test_a_function_that_only_one_rank_compiles_goes_on_after_a_while_with_a_warning(ranks2):
+def test_function_that_only_one_rank_compiles_goes_on_after_a_while_with_a_warning(ranks2):
     (same, (line,)), (other, none) = ranks2.run(new_on_one_rank, 0.3, timeout=60)
     assert same
     assert other
@@ -314,7 +314,7 @@ def summed(a, b):
 
 
 @pytest.mark.parametrize("function", [summed, sends])
-def test_a_new_function_with_one_plan_on_all_ranks_is_not_waited_for(function, ranks2):
+def test_new_function_with_one_plan_on_all_ranks_is_not_waited_for(function, ranks2):
     if function is sends and not hasattr(ops, "batch_p2p_ops"):
         pytest.skip("this torch has no point-to-point operators")
     for codecs, lines in ranks2.run(new_on_all, function, timeout=60):
@@ -349,7 +349,7 @@ def after_one_changed_nothing(late: int) -> list[tuple[list[str], bool]]:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("late", [0, 1])
-def test_a_word_about_a_graph_that_nobody_changed_is_none_about_the_next(late, ranks2):
+def test_word_about_a_graph_that_nobody_changed_is_none_about_the_next(late, ranks2):
     changed = (["sum of sums"], False)
     for rank, found in enumerate(ranks2.run(after_one_changed_nothing, late, timeout=60)):
         assert found == [([], rank == 1), changed, changed]

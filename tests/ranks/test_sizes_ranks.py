@@ -106,7 +106,7 @@ def one_compiles_again(sizes: list[int], alone: int) -> list[tuple[str, float]]:
 
 @pytest.mark.every
 @pytest.mark.parametrize("sizes", [[4, 600, 4], [600, 4, 600], [4, 600, 600], [600, 4, 4]])
-def test_a_rank_may_compile_again_alone_on_either_side(sizes, ranks2):
+def test_rank_may_compile_again_alone_on_either_side(sizes, ranks2):
     for found in ranks2.run(one_compiles_again, sizes, 2):
         for rows, (_, off) in zip(sizes, found, strict=True):
             assert (off < 1e-6) == (rows == 4)
@@ -129,7 +129,7 @@ def another_profile() -> list[tuple[str, float]]:
     return found
 
 
-def test_a_rank_does_not_take_an_old_word_for_an_answer(ranks2):
+def test_rank_does_not_take_an_old_word_for_an_answer(ranks2):
     """Rank 0 left the first graph as it was, for rank 1, and does not compile another."""
     for found in ranks2.run(another_profile):
         assert [codec for codec, _ in found] == ["none", "none"]

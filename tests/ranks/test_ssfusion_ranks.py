@@ -241,7 +241,7 @@ def check_nan() -> None:
         assert not finite.any() if step == 2 else finite.all()
 
 
-def test_a_nan_of_one_rank_reaches_all_and_does_not_come_back(ranks3):
+def test_nan_of_one_rank_reaches_all_and_does_not_come_back(ranks3):
     ranks3.run(check_nan)
 
 
@@ -545,7 +545,7 @@ def check_two_doors() -> None:
     inner(batch(0)).sum().backward()
 
 
-def test_a_second_door_of_any_kind_is_refused(ranks2):
+def test_second_door_of_any_kind_is_refused(ranks2):
     ranks2.run(check_two_doors)
 
 
@@ -597,7 +597,7 @@ def check_gone(ddp: bool) -> list[tuple[bool, int]]:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("ddp", [False, True])
-def test_a_model_that_is_gone_leaves_nothing_behind(ddp, ranks2):
+def test_model_that_is_gone_leaves_nothing_behind(ddp, ranks2):
     for found in ranks2.run(check_gone, ddp):
         assert all(gone for gone, _ in found)
         assert len({groups for _, groups in found[1:]}) == 1
@@ -617,7 +617,7 @@ def dies() -> None:
 
 
 @pytest.mark.every
-def test_a_rank_that_dies_is_an_error_on_the_others():
+def test_rank_that_dies_is_an_error_on_the_others():
     ranks = Ranks(2)
     with pytest.raises(RanksFailed) as caught:
         ranks.run(dies, timeout=60)
@@ -726,7 +726,7 @@ def test_it_is_in_the_report(ranks2):
     ranks2.run(reported)
 
 
-def test_a_model_with_hooks_can_be_copied(ranks2):
+def test_model_with_hooks_can_be_copied(ranks2):
     ranks2.run(check_copied)
 
 

@@ -144,7 +144,7 @@ QUICK = [((3, 2), "sum", "aot_eager"), ((2, 3), "avg", "aot_eager")]
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("sizes", "op", "inner"), sampled(CHECKPOINTS, QUICK), ids=str)
-def test_a_checkpoint_of_some_ranks_is_carried_on_by_others(sizes, op, inner, tmp_path, request):
+def test_checkpoint_of_some_ranks_is_carried_on_by_others(sizes, op, inner, tmp_path, request):
     before, after = sizes
     folder = str(tmp_path / "checkpoint")
     _, _, left = request.getfixturevalue(f"ranks{before}").run(save, folder, op, inner)[0]
@@ -175,7 +175,7 @@ def check_recompiled(inner: str) -> None:
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", rarely("inductor")])
-def test_a_function_that_is_compiled_again_keeps_its_residuals(inner, ranks2):
+def test_function_that_is_compiled_again_keeps_its_residuals(inner, ranks2):
     ranks2.run(check_recompiled, inner)
 
 
@@ -436,7 +436,7 @@ def test_state_that_nobody_asked_for_yet_is_saved_again(fake_group):
     fresh()
 
 
-def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
+def test_folder_without_a_checkpoint_is_refused(tmp_path):
     with pytest.raises(PolicyError, match="no checkpoint"):
         commpass.state_dict(of=os.fspath(tmp_path))
 

@@ -213,7 +213,7 @@ def one_never_comes() -> tuple[bool, list[tuple[str, str]]]:
     return True, words
 
 
-def test_a_rank_that_says_nothing_is_waited_for_only_for_a_while(ranks2):
+def test_rank_that_says_nothing_is_waited_for_only_for_a_while(ranks2):
     (same, words), _ = ranks2.run(one_never_comes)
     assert same
     assert any("were started with COMMPASS=off" in text for _, text in words)
@@ -264,7 +264,7 @@ def replaced() -> tuple[list[str], list[tuple[str, str]]]:
         return [backend.policy.name, commpass.plans()[-1].policy], words
 
 
-def test_the_policy_of_the_environment_takes_the_place_of_the_programs_and_says_so(ranks2):
+def test_policy_of_the_environment_takes_the_place_of_the_programs_and_says_so(ranks2):
     for rank, (names, words) in enumerate(ranks2.run(replaced)):
         assert names == ["balanced"] * 2
         warned = [text for level, text in words if level == "WARNING" and "takes the place" in text]

@@ -48,7 +48,7 @@ def cases() -> Iterator[ParameterSet]:
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize(("scenario", "policy", "inner"), cases())
-def test_a_scenario_trains_as_in_plain_torch(scenario: Scenario, policy: str, inner: str, request):
+def test_scenario_trains_as_in_plain_torch(scenario: Scenario, policy: str, inner: str, request):
     if scenario.torch > VERSION:
         pytest.skip(f"needs torch {scenario.torch}")
     ranks = request.getfixturevalue(f"ranks{scenario.ranks}")

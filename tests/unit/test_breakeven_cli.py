@@ -32,20 +32,20 @@ def test_sizes_from_the_break_even_on_are_compressed_and_half_of_it_is_not():
     assert row.predicted_us < row.uncompressed_us
 
 
-def test_a_fast_link_never_pays_and_says_so():
+def test_fast_link_never_pays_and_says_so():
     found = asked("ethernet-100g", "--ranks", "2", "--dtype", "bfloat16")
     assert found.exit_code == 0, found.output
     assert "never up to 16.0 GiB" in found.output
     assert "left alone" in found.output
 
 
-def test_a_policy_without_lossy_codecs_compresses_nothing_here():
+def test_policy_without_lossy_codecs_compresses_nothing_here():
     row = even(commpass.ethernet(1), 2, "float32", "all_reduce", policy_named("off"), 1 << 24)
     assert row.from_bytes == inf
     assert row.predicted_us == row.uncompressed_us
 
 
-def test_the_link_is_what_counts_and_codecs_may_run_on_gpus():
+def test_link_is_what_counts_and_codecs_may_run_on_gpus():
     arguments = ("ethernet-100g", "--ranks=8", "--dtype=float32", "--json")
     by_cpu, by_gpu = (json.loads(asked(*arguments, *more).output)[0] for more in ((), ("--gpus",)))
     assert by_cpu["codec"] == "none"

@@ -52,7 +52,7 @@ def best_by_trying_all(places: list[list[Option]], budget: float) -> float | Non
 
 @tried
 @given(problem, st.sampled_from([0.0, 0.5, 1.0, 2.75, 6.0]))
-def test_the_cheapest_mix_is_that_of_trying_all(places, budget):
+def test_cheapest_mix_is_that_of_trying_all(places, budget):
     found, best = cheapest(places, budget), best_by_trying_all(places, budget)
     if best is None:
         assert found is None
@@ -64,7 +64,7 @@ def test_the_cheapest_mix_is_that_of_trying_all(places, budget):
 
 @tried
 @given(problem, st.integers(1, 4))
-def test_a_larger_budget_never_costs_more_even_where_little_is_remembered(places, most):
+def test_larger_budget_never_costs_more_even_where_little_is_remembered(places, most):
     budgets = [0.0, 0.25, 0.5, 1.0, 1.5, 3.0, 6.0, 15.0]
     costs = [
         math.inf if found is None else found.cost
@@ -152,7 +152,7 @@ def test_nothing_may_be_lost_without_a_budget():
     assert found.sent_bytes == found.plain_bytes == 1.5 * (7 << 20)  # 2 (P - 1) / P of them
 
 
-def test_a_mix_keeps_the_budget_and_is_smaller_than_one_codec_everywhere():
+def test_mix_keeps_the_budget_and_is_smaller_than_one_codec_everywhere():
     found = calibration(*SOME)
     alike = found.solve(0.0).uniform("rotated(bits=4)")
     mixed = found.solve(alike[1])
@@ -165,12 +165,12 @@ def test_a_mix_keeps_the_budget_and_is_smaller_than_one_codec_everywhere():
 
 @tried
 @given(st.lists(st.floats(1e-4, 2), min_size=1, max_size=5), st.floats(0, 0.2), st.floats(1, 3))
-def test_a_larger_budget_sends_no_more(sensitivities, budget, more):
+def test_larger_budget_sends_no_more(sensitivities, budget, more):
     found = calibration(*(place(f"m{i}", s) for i, s in enumerate(sensitivities)))
     assert found.solve(budget * more).sent_bytes <= found.solve(budget).sent_bytes
 
 
-def test_a_two_shot_is_taken_to_lose_more_than_one_encode():
+def test_two_shot_is_taken_to_lose_more_than_one_encode():
     """Its values are encoded twice: once as a sum."""
     one = calibration(place("m", 0.1))
     shot = {
@@ -182,7 +182,7 @@ def test_a_two_shot_is_taken_to_lose_more_than_one_encode():
         assert math.isclose(once.error, one.places[0].errors[once.codec], rel_tol=1e-3)
 
 
-def test_the_cost_model_takes_what_was_chosen_or_what_loses_no_more():
+def test_cost_model_takes_what_was_chosen_or_what_loses_no_more():
     found = calibration(*SOME)
     for budget in (0.005, 0.02, 0.1):
         mixed = found.solve(budget, profile=SLOW)
@@ -308,7 +308,7 @@ def test_files_that_are_none(tmp_path, text, said):
         Calibration.read(tmp_path / "c.json")
 
 
-def test_a_folder_that_is_not_there(tmp_path):
+def test_folder_that_is_not_there(tmp_path):
     with pytest.raises(CalibrationError, match="cannot be written: No such file"):
         calibration(*SOME).write(tmp_path / "none" / "c.json")
 
@@ -319,7 +319,7 @@ def reread(policy: Policy, path: Path) -> Policy:
 
 
 @pytest.mark.parametrize("budget", [0.0, 0.01, 0.2])
-def test_a_policy_out_and_in(tmp_path, budget):
+def test_policy_out_and_in(tmp_path, budget):
     policy = calibration(*SOME).policy(budget)
     assert reread(policy, tmp_path / "p.toml") == policy
 
@@ -350,7 +350,7 @@ def test_any_name_and_number_out_and_in(tmp_path_factory, name, number, force):
 
 
 @pytest.mark.parametrize("budget", [math.nan, -0.1, "2%", None, math.inf])
-def test_a_budget_that_is_no_number(budget):
+def test_budget_that_is_no_number(budget):
     with pytest.raises(CalibrationError, match=r"max_error=.*must be a number.*such as 0.02"):
         calibration(*SOME).policy(budget)
 
@@ -392,7 +392,7 @@ def test_another_budget_from_the_command_line(tmp_path, monkeypatch):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_picture_says_what_it_shows(tmp_path, monkeypatch):
+def test_picture_says_what_it_shows(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: drawn.append(self))
     draw(calibration(*SOME).solve(0.02), "a title", tmp_path / "p.png")

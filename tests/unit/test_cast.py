@@ -77,7 +77,7 @@ def test_values_of_the_form_come_back_as_they_are(form):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_a_row_is_two_bytes_a_value_padded_to_128(dtype):
+def test_row_is_two_bytes_a_value_padded_to_128(dtype):
     coder = codec("cast")
     assert coder.bits_per_value(1 << 20, dtype) == 16
     for numel in (0, 1, 63, 64, 65, 1000):

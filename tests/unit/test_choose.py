@@ -441,7 +441,7 @@ RINGS = [
 @pytest.mark.parametrize("ranks", [1000, 1024])
 @pytest.mark.parametrize("force", [False, True])
 @pytest.mark.parametrize(("kind", "spec"), RINGS)
-def test_a_ring_of_too_many_hops_is_refused_with_their_number(kind, spec, force, ranks):
+def test_ring_of_too_many_hops_is_refused_with_their_number(kind, spec, force, ranks):
     policy = Policy(codecs="int8", algorithms=spec, rules=[Rule(force=force)])
     planned = one(site(kind, 1 << 24, ranks), policy, profile())
     assert not planned.compressed
@@ -514,7 +514,7 @@ def test_sparse_hands_over_one_row_and_decodes_what_all_selected(ranks):
 @pytest.mark.parametrize(
     "kind", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
 )
-def test_a_link_costs_start_ups_and_bytes(kind, ranks):
+def test_link_costs_start_ups_and_bytes(kind, ranks):
     for alpha, gbytes, factor, nbytes in (
         (0.0, 1.0, 1.0, 10**6),
         (60.0, 1.25, 2.0, 10**6),
@@ -559,7 +559,7 @@ def test_ethernet_is_gloo_over_that_many_bits():
     assert default_profile("cuda").link.gbytes_per_s > link.gbytes_per_s
 
 
-def test_a_kernel_costs_its_launch_and_its_values():
+def test_kernel_costs_its_launch_and_its_values():
     assert KERNELS.us("int8", "encode", 1000) == pytest.approx(3.0 + 0.125)
     assert KERNELS.us("int8", "decode", 2000) == pytest.approx(3.0 + 0.125)
     assert KERNELS.us("int8(block=64)", "encode", 1000) == KERNELS.us("int8", "encode", 1000)
@@ -574,7 +574,7 @@ LABELS = {"tp": 1.0, "tp_inner": 1.0, "dp": 2.0, "dp0": 3.0, "pp": 4.0, "": 4.0,
 
 
 @pytest.mark.parametrize("label", LABELS)
-def test_the_first_link_whose_glob_fits_the_groups_label_counts(label):
+def test_first_link_whose_glob_fits_the_groups_label_counts(label):
     links = {
         "tp*": Link(1.0, 1.0),
         "dp": Link(2.0, 1.0),
@@ -608,9 +608,7 @@ def choices(kind: str) -> list[str]:
 
 @tried
 @given(st.lists(ANY_SITES, max_size=5), POLICIES, LINKS)
-def test_the_same_inputs_give_the_same_plan_and_sites_do_not_depend_on_each_other(
-    sites, policy, link
-):
+def test_same_inputs_give_the_same_plan_and_sites_do_not_depend_on_each_other(sites, policy, link):
     planned = decide(sites, policy, profile(link))
     assert decide(list(sites), dataclasses.replace(policy), profile(link)) == planned
     assert tuple(one(a_site, policy, profile(link)) for a_site in sites) == planned
@@ -642,7 +640,7 @@ def test_every_site_keeps_its_facts_and_has_a_reason(a_site, policy, link, margi
     st.sampled_from([0.0, 0.1, 0.5]),
     st.lists(st.sampled_from(CODECS), min_size=1, unique=True),
 )
-def test_the_chosen_candidate_is_the_fastest_and_never_slower_than_leaving_alone(
+def test_chosen_candidate_is_the_fastest_and_never_slower_than_leaving_alone(
     a_site, link, margin, codecs
 ):
     """Law 10. Each candidate is forced by itself to learn its time."""
@@ -669,7 +667,7 @@ def test_the_chosen_candidate_is_the_fastest_and_never_slower_than_leaving_alone
 
 @tried
 @given(SITES, st.floats(0.01, 100))
-def test_a_faster_link_never_turns_a_site_that_was_left_alone_into_a_compressed_one(a_site, gbytes):
+def test_faster_link_never_turns_a_site_that_was_left_alone_into_a_compressed_one(a_site, gbytes):
     slower, faster = profile(Link(0.0, gbytes)), profile(Link(0.0, 2 * gbytes))
     if one(a_site, Policy(codecs="int8"), faster).compressed:
         assert one(a_site, Policy(codecs="int8"), slower).compressed
@@ -677,7 +675,7 @@ def test_a_faster_link_never_turns_a_site_that_was_left_alone_into_a_compressed_
 
 @pytest.mark.parametrize("ranks", [2, 8, 64])
 @pytest.mark.parametrize("kind", COMPRESSIBLE)
-def test_a_slow_link_makes_it_compress_and_a_fast_one_leave_alone_with_both_times(kind, ranks):
+def test_slow_link_makes_it_compress_and_a_fast_one_leave_alone_with_both_times(kind, ranks):
     a_site = site(kind, 1 << 20, ranks)
     slow = one(a_site, Policy(name="mine", codecs="int8"), profile(SLOW, 0.1))
     assert slow.codec == "int8"
@@ -694,7 +692,7 @@ def test_a_slow_link_makes_it_compress_and_a_fast_one_leave_alone_with_both_time
     assert "no gain" in fast.reason
 
 
-def test_a_gain_has_to_be_above_the_margin_and_the_reason_says_so():
+def test_gain_has_to_be_above_the_margin_and_the_reason_says_so():
     """Law 10, at the edge: a gain of exactly the margin is not enough."""
     a_site = site(numel=100_000)
     free = one(a_site, Policy(codecs="int8"), profile(Link(10.0, 1.0)))
@@ -708,7 +706,7 @@ def test_a_gain_has_to_be_above_the_margin_and_the_reason_says_so():
         assert (f"{margin:.0%}" in planned.reason) is not compressed
 
 
-def test_a_gain_of_exactly_the_margin_is_not_enough():
+def test_gain_of_exactly_the_margin_is_not_enough():
     link, free = Link(0.0, 0.001), Kernels(0.0, KernelRate(0.0, 0.0))
     a_site = site(
         "all_gather", 128 * 64, 2
@@ -769,7 +767,7 @@ def shares(kind: str, spec: str, ranks: int) -> list[float]:
     ("kind", "spec", "ranks"),
     [(*case, ranks) for case in CASES for ranks in [*RANKS, 129] if fits(case[1], ranks)],
 )
-def test_the_error_of_a_plan_is_the_codecs_once_for_each_encode(kind, spec, ranks):
+def test_error_of_a_plan_is_the_codecs_once_for_each_encode(kind, spec, ranks):
     planned = one(site(kind, 64 * ranks, ranks), forced("int4", spec), profile())
     once = commpass.codec("int4").relative_error()
     assert planned.error == pytest.approx(
@@ -778,7 +776,7 @@ def test_the_error_of_a_plan_is_the_codecs_once_for_each_encode(kind, spec, rank
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_the_encodes_of_rings_add_up_to_the_closed_formulas(ranks):
+def test_encodes_of_rings_add_up_to_the_closed_formulas(ranks):
     up, down = ranks // 2, (ranks - 1) // 2
     assert sum(shares("reduce_scatter", "ring", ranks)) == pytest.approx((ranks - 1) / 2)
     assert sum(shares("all_reduce", "ring", ranks)) == pytest.approx((ranks - 1) / 2 + 1)
@@ -838,7 +836,7 @@ def test_predicted_errors_are_those_of_a_simulation(spec, ranks):
 
 
 @pytest.mark.parametrize("force", [False, True])
-def test_a_candidate_above_the_error_budget_is_out_and_the_reason_gives_error_and_budget(force):
+def test_candidate_above_the_error_budget_is_out_and_the_reason_gives_error_and_budget(force):
     error = commpass.codec("int4").relative_error()
     for budget, allowed in (
         (error * 1.001, {"one_shot"}),
@@ -858,7 +856,7 @@ def test_a_candidate_above_the_error_budget_is_out_and_the_reason_gives_error_an
                     assert part in planned.reason
 
 
-def test_the_budget_takes_the_next_codec_that_is_within_it():
+def test_budget_takes_the_next_codec_that_is_within_it():
     policy = Policy(codecs=("int4", "int8"))
     assert one(site(), policy, profile()).codec == "int4"  # fewer bytes
     assert one(site(), dataclasses.replace(policy, max_error=0.02), profile()).codec == "int8"
@@ -913,7 +911,7 @@ def test_no_algorithm_above_the_budget_is_chosen_at_any_number_of_ranks(
 
 @pytest.mark.parametrize("kind", COMPRESSIBLE)
 @pytest.mark.parametrize("name", ALGORITHM_NAMES)
-def test_an_algorithm_named_for_another_kind_leaves_this_kind_its_own_or_the_site_alone(kind, name):
+def test_algorithm_named_for_another_kind_leaves_this_kind_its_own_or_the_site_alone(kind, name):
     """What a policy names is for all kinds at once; what a rule or a word names is for the sites
     that it covers."""
     own, mine = choices(kind), name in [a.name for a in algorithms_of(kind)]
@@ -953,7 +951,7 @@ def test_algorithms_of_the_kind_alone_count_of_those_named(force):
     assert "two_shot" in alone.reason
 
 
-def test_an_algorithm_that_the_kind_of_a_rule_has_not_is_refused_at_once():
+def test_algorithm_that_the_kind_of_a_rule_has_not_is_refused_at_once():
     with pytest.raises(PolicyError) as error:
         Rule(kind="all_reduce", codec="int8", algorithm="direct")
     assert "all_reduce has no algorithm 'direct'" in str(error.value)
@@ -991,7 +989,7 @@ OBSTACLES = {
 
 @pytest.mark.parametrize("what", OBSTACLES)
 @pytest.mark.parametrize("policy", [Policy(codecs="int8"), FORCED], ids=["wanted", "forced"])
-def test_an_obstacle_leaves_a_site_alone_even_if_forced_and_is_its_reason(what, policy):
+def test_obstacle_leaves_a_site_alone_even_if_forced_and_is_its_reason(what, policy):
     a_site, part = OBSTACLES[what]
     planned = one(a_site, policy, profile())
     assert part in planned.reason
@@ -1017,14 +1015,14 @@ def test_sites_would_be_compressed_without_the_obstacle():
         (Policy(rules=[Rule(module="**", algorithm="direct")]), "rule 1"),
     ],
 )
-def test_a_site_that_nobody_allows_a_codec_has_the_reason_who_said_so(policy, part):
+def test_site_that_nobody_allows_a_codec_has_the_reason_who_said_so(policy, part):
     planned = one(site(), policy, profile())
     assert planned.codec == NONE
     assert part in planned.reason
     assert "allows no codec" in planned.reason
 
 
-def test_a_word_in_the_model_is_decided_by_and_named():
+def test_word_in_the_model_is_decided_by_and_named():
     kept = one(site(word=Annotation(keep=True).to_json()), Policy(codecs="int8"), profile())
     assert (kept.codec, "keep" in kept.reason) == (NONE, True)
     said = one(site(word=Annotation(codec="fp8").to_json()), Policy(codecs="int8"), profile())
@@ -1036,7 +1034,7 @@ def test_a_word_in_the_model_is_decided_by_and_named():
 @pytest.mark.parametrize(
     ("name", "state"), [("topk", "error feedback"), ("difference", "reference")]
 )
-def test_a_codec_that_needs_state_is_refused_with_what_it_needs(name, state):
+def test_codec_that_needs_state_is_refused_with_what_it_needs(name, state):
     planned = one(site(), Policy(codecs=(name,)), profile())
     assert not planned.compressed
     assert f"{name} needs {state}" in planned.reason
@@ -1056,7 +1054,7 @@ def test_reason_says_why_nothing_keeps_state():
         (Policy(codecs="int8", max_error=0.0), "above the budget of 0.000%"),
     ],
 )
-def test_a_codec_that_needs_no_state_is_not_refused_for_lack_of_it(policy, part):
+def test_codec_that_needs_no_state_is_not_refused_for_lack_of_it(policy, part):
     planned = one(site(), policy, profile())
     assert "None" not in planned.reason
     assert part in planned.reason
@@ -1119,7 +1117,7 @@ def test_ranks_that_hold_different_sizes_decide_alike(codec, matrix, width, dtyp
     sites = exchanges(matrix, width, dtype)
     assume(
         len({a_site.uneven for a_site in sites}) == 1
-    )  # but see test_a_rank_whose_own_lengths_are_alike
+    )  # but see test_rank_whose_own_lengths_are_alike
     plans = decided(sites, Policy(codecs=codec), profile(link, margin))
     assert len({(plan.sites[0].codec, plan.sites[0].algorithm) for plan in plans}) == 1
     assert len({plan.digest() for plan in plans}) == 1
@@ -1137,14 +1135,14 @@ def test_ranks_that_know_no_sizes_decide_alike_whatever_their_sizes_are_called(w
     assert len({plan.digest() for plan in plans}) == 1
 
 
-def test_a_rank_that_has_no_entries_at_all_decides_as_the_others_do():
+def test_rank_that_has_no_entries_at_all_decides_as_the_others_do():
     matrix = [[0, 0, 0], [0, 2000, 10], [0, 10, 2000]]
     for policy in (Policy(codecs="int8"), forced("int8")):
         plans = decided(exchanges(matrix, 64), policy, profile(Link(5.0, 1.0)))
         assert len({plan.digest() for plan in plans}) == 1
 
 
-def test_a_rank_whose_own_lengths_are_alike_may_decide_otherwise_which_its_plans_outline_tells():
+def test_rank_whose_own_lengths_are_alike_may_decide_otherwise_which_its_plans_outline_tells():
     """It cannot know better: the ranks find out when they compare their plans (test_agreement)."""
     matrix = [[1, 1, 1], [1, 2000, 10], [1, 10, 2000]]
     plans = decided(exchanges(matrix, 64), Policy(codecs="int8"), profile(Link(5.0, 1.0)))
@@ -1161,7 +1159,7 @@ def outline(one_site: Site, plan: Plan) -> str:
 
 
 @pytest.mark.parametrize(("above", "covered"), [(0, True), (1, False)])
-def test_a_rule_for_large_sites_covers_an_uneven_exchange_on_all_ranks_or_on_none(above, covered):
+def test_rule_for_large_sites_covers_an_uneven_exchange_on_all_ranks_or_on_none(above, covered):
     """By the bytes of so many rows for each rank, whatever this one has."""
     for matrix in ([[9, 9], [1, 2]], [[0, 5000], [1, 0]], [["u0", "u1"], ["u2", "u3"]]):
         least = SCORED * 2 * 4096 * 4 + above
@@ -1222,7 +1220,7 @@ def test_uneven_exchanges_are_scored_for_so_many_rows_a_rank_and_the_reason_says
 
 
 @pytest.mark.parametrize("ranks", [2, 8, 1024])
-def test_an_uneven_exchange_of_parts_is_charged_two_kernels_for_each(ranks):
+def test_uneven_exchange_of_parts_is_charged_two_kernels_for_each(ranks):
     a_site, *_ = exchanges([[2, 6] * (ranks // 2), *[[4] * ranks] * (ranks - 1)], 512)
     free, dear = (
         one(
@@ -1304,7 +1302,7 @@ def test_stages_of_a_lossless_code_count_with_its_measured_bits():
 
 
 @pytest.mark.parametrize("sent", [(3, 3, 3), (1, 2, 6)])
-def test_a_lossless_code_sends_two_parts_of_each_row_in_two_exchanges(sent):
+def test_lossless_code_sends_two_parts_of_each_row_in_two_exchanges(sent):
     coder, width = commpass.codec("exponent"), 80
     rows = [entries * width for entries in sent]
     static = sum(coder.parts(row, torch.float32)[0] for row in rows)
@@ -1318,11 +1316,11 @@ def test_a_lossless_code_sends_two_parts_of_each_row_in_two_exchanges(sent):
         assert found.dynamic_bytes == expected[1][0]
 
 
-def test_a_lossless_code_of_parts_of_which_the_last_is_empty():
+def test_lossless_code_of_parts_of_which_the_last_is_empty():
     assert len(exchange_work("direct", "exponent", (1, 0), (1, 1), 40).exchanges) == 2
 
 
-def test_a_lossless_code_of_parts_of_which_the_first_is_empty():
+def test_lossless_code_of_parts_of_which_the_first_is_empty():
     full, first_empty = (
         exchange_work("direct", "exponent", sent, (1, 1), 40) for sent in ((1, 1), (0, 1))
     )
@@ -1416,7 +1414,7 @@ def test_sites_of_another_group_do_not_count_towards_shared_kernels():
         assert {each.lowering for each in planned} == {form}
 
 
-def test_a_codec_that_is_named_twice_is_one_candidate():
+def test_codec_that_is_named_twice_is_one_candidate():
     (found,) = options([site()], Policy(codecs=("int8", "int8", "int8(block=256)")), profile())
     named = [(each.codec, each.algorithm) for each in found.candidates]
     assert len(named) == len(set(named))
@@ -1429,7 +1427,7 @@ NODES = profile(Link(50.0, 0.5), node=8, inside=Link(5.0, 200.0))
 
 
 @pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter"])
-def test_a_hierarchy_is_a_choice_only_where_the_ranks_of_a_node_are_known(kind):
+def test_hierarchy_is_a_choice_only_where_the_ranks_of_a_node_are_known(kind):
     a_site, named = site(kind, 1 << 24, 64), Policy(codecs="int8", algorithms="hierarchical")
     unknown = one(a_site, named, profile())
     assert not unknown.compressed
@@ -1449,7 +1447,7 @@ def test_a_hierarchy_is_a_choice_only_where_the_ranks_of_a_node_are_known(kind):
 
 
 @pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter"])
-def test_a_hierarchy_wins_where_the_link_inside_is_fast_and_the_one_between_slow(kind):
+def test_hierarchy_wins_where_the_link_inside_is_fast_and_the_one_between_slow(kind):
     a_site = site(kind, 1 << 26, 64)
     policy = Policy(codecs="int8")
     assert one(a_site, policy, NODES).algorithm == "hierarchical(node=8)"
@@ -1462,7 +1460,7 @@ def test_a_hierarchy_wins_where_the_link_inside_is_fast_and_the_one_between_slow
 
 @pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter"])
 @pytest.mark.parametrize("node", [2, 4, 8, 16, 32])
-def test_a_hierarchy_on_one_link_sends_as_many_bytes_in_fewer_messages(node, kind):
+def test_hierarchy_on_one_link_sends_as_many_bytes_in_fewer_messages(node, kind):
     """(node - 1) * nodes + nodes - 1 rows leave a rank, as many as it has others; but it talks to
     node + nodes - 2 of them."""
     a_site, ranks, free = site(kind, 1 << 24, 64), 64, Kernels(0.0, KernelRate(0.0, 0.0))
@@ -1506,7 +1504,7 @@ def test_hops_inside_a_node_take_the_link_inside_and_the_others_the_groups(kind)
 
 
 @pytest.mark.parametrize(("ranks", "node"), [(8, 3), (8, 8), (8, 16), (8, 1), (1000, 64), (7, 2)])
-def test_a_node_that_does_not_divide_the_ranks_is_refused_by_number(ranks, node):
+def test_node_that_does_not_divide_the_ranks_is_refused_by_number(ranks, node):
     planned = one(site(ranks=ranks), forced("int8", f"hierarchical(node={node})"), profile())
     assert not planned.compressed
     assert f"{ranks} ranks are not several nodes of {node}" in planned.reason
@@ -1536,7 +1534,7 @@ def test_bytes_depend_on_the_values_with_a_lossless_code_alone(codec, kind, dtyp
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_lossless_code_is_expected_to_need_what_a_gaussian_does(dtype):
+def test_lossless_code_is_expected_to_need_what_a_gaussian_does(dtype):
     numel = 1 << 20
     planned = one(site("all_gather", numel, 8, dtype), forced("exponent"), profile())
     sample = (
@@ -1685,7 +1683,7 @@ LOSSY = ("balanced", "aggressive")
 
 
 @pytest.mark.parametrize("name", LOSSY)
-def test_a_preset_takes_a_cast_where_coding_takes_longer_than_it_saves(name):
+def test_preset_takes_a_cast_where_coding_takes_longer_than_it_saves(name):
     """By hand: 2^22 values go from one of two ranks to the other, 2^21 of them. int8 is encoded in
     0.65 ns and decoded in 0.25, a cast in 0.30 and 0.40: 0.20 ns less for each of the 2^22, which
     is 839 us. int8 and its scales take 2 - 1 - 1/64 bytes less for each of the 2^21, which
@@ -1703,7 +1701,7 @@ def test_a_preset_takes_a_cast_where_coding_takes_longer_than_it_saves(name):
 
 
 @pytest.mark.parametrize("name", LOSSY)
-def test_a_preset_leaves_casts_out_where_fewer_bytes_gain_more(name):
+def test_preset_leaves_casts_out_where_fewer_bytes_gain_more(name):
     """At 1 Gbit/s the same byte takes 25 times as long."""
     a_site = site("all_to_all", 1 << 22, 2, by_messages=True)
     chosen = one(a_site, PRESETS[name], ethernet(1))
@@ -1712,7 +1710,7 @@ def test_a_preset_leaves_casts_out_where_fewer_bytes_gain_more(name):
 
 
 @pytest.mark.parametrize("name", LOSSY)
-def test_a_preset_takes_a_cast_where_the_budget_of_a_rule_is_below_all_others(name):
+def test_preset_takes_a_cast_where_the_budget_of_a_rule_is_below_all_others(name):
     policy = dataclasses.replace(PRESETS[name], rules=(Rule(max_error=0.003),))
     assert one(site(), policy, profile()).codec == "bf16"
     below = dataclasses.replace(PRESETS[name], rules=(Rule(max_error=0.001),))
@@ -1765,7 +1763,7 @@ PLACED = {
 
 
 @pytest.mark.parametrize("where", PLACED)
-def test_the_link_of_a_group_is_the_inner_one_only_if_all_its_ranks_are_on_one_host(where):
+def test_link_of_a_group_is_the_inner_one_only_if_all_its_ranks_are_on_one_host(where):
     ranks, alpha = PLACED[where]
     planned = one(site(ranks=len(ranks), members=ranks), Policy(), ON_HOSTS)
     link = INSIDE if alpha == 5.0 else ON_HOSTS.link
@@ -1789,7 +1787,7 @@ HIERARCHIES = {
 
 
 @pytest.mark.parametrize("where", HIERARCHIES)
-def test_a_hierarchy_follows_the_hosts_that_a_groups_ranks_are_on(where):
+def test_hierarchy_follows_the_hosts_that_a_groups_ranks_are_on(where):
     ranks, node = HIERARCHIES[where]
     a_site = site(numel=1 << 20, ranks=len(ranks), members=tuple(ranks))
     planned = one(a_site, forced("int8", "hierarchical"), ON_HOSTS)
@@ -1827,7 +1825,7 @@ NO_NUMBERS = (-1, math.nan, math.inf, -math.inf, "fast", None, True)
 
 
 @pytest.mark.parametrize("value", [*NO_NUMBERS, 0])
-def test_a_speed_that_cannot_be_is_refused(value):
+def test_speed_that_cannot_be_is_refused(value):
     for attempt in (
         lambda: ethernet(value),
         lambda: Link(1.0, value),
@@ -1839,7 +1837,7 @@ def test_a_speed_that_cannot_be_is_refused(value):
 
 
 @pytest.mark.parametrize("value", NO_NUMBERS)
-def test_a_time_or_a_share_that_cannot_be_is_refused(value):
+def test_time_or_a_share_that_cannot_be_is_refused(value):
     rate, link = KernelRate(1.0, 1.0), Link(1.0, 1.0)
     for attempt in (
         lambda: Link(value, 1.0),
@@ -1877,7 +1875,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_a_field_of_another_type_is_refused_with_what_belongs_there(what):
+def test_field_of_another_type_is_refused_with_what_belongs_there(what):
     attempt, part = WRONG[what]
     with pytest.raises(PolicyError) as error:
         attempt()
@@ -1909,7 +1907,7 @@ def test_profiles_have_names():
 
 
 @pytest.mark.parametrize("value", [2, 1.01, math.inf, math.nan, -0.1])
-def test_an_error_budget_above_the_whole_is_refused(value):
+def test_error_budget_above_the_whole_is_refused(value):
     for attempt in (
         lambda: Rule(max_error=value),
         lambda: Policy(max_error=value),
@@ -1921,7 +1919,7 @@ def test_an_error_budget_above_the_whole_is_refused(value):
 
 
 @pytest.mark.parametrize(("numel", "chunks"), [(8 * 256, 1), (8 * 256 * 3, 3), (1 << 20, 64)])
-def test_the_plan_says_how_many_chunks_there_are(numel, chunks):
+def test_plan_says_how_many_chunks_there_are(numel, chunks):
     """Of 64 that are named no more are made than a row of a rank has blocks."""
     policy = Policy(rules=[Rule(codec="int8", algorithm="two_shot", force=True, chunks=64)])
     planned = one(site("all_reduce", numel, 8), policy, profile(SLOW))
@@ -2051,7 +2049,7 @@ def test_chunks_of_the_chosen_algorithm_are_reported():
     assert "does not apply" not in other.reason
 
 
-def test_a_codec_may_have_a_time_of_a_call_of_its_own():
+def test_codec_may_have_a_time_of_a_call_of_its_own():
     """Two calls, an encode and a decode, of 100 us each instead of 40."""
     own = KernelRate(0.125, 0.0625, call_us=100.0)
     same, slower = (

@@ -44,7 +44,7 @@ def in_chunks_us(numel: int, chunks: int, alpha: float, rate: float, how: Kernel
 
 
 @pytest.mark.parametrize(("alpha", "expected"), [(10, 8), (20, 4), (100, 2), (1000, 1)])
-def test_the_number_of_chunks_follows_from_the_predicted_time(alpha, expected):
+def test_number_of_chunks_follows_from_the_predicted_time(alpha, expected):
     """On a GPU each exchange of a stream takes its start-up time, which none hides."""
     a_site, how = gathered(), kernels(0.125, 0.0625)
     a_profile = profile(Link(alpha, 10.0), kernels=how)

@@ -227,7 +227,7 @@ def spoilt(text: str, change) -> str:
     ],
 )
 @pytest.mark.parametrize("command", ["explain", "graph", "diff"])
-def test_a_file_that_is_no_dump(folder: Path, command: str, spoil, said: str):
+def test_file_that_is_no_dump(folder: Path, command: str, spoil, said: str):
     path = folder / "0001-backward.json"
     path.write_text(spoil(path.read_text()))
     fails(run(command, *([folder] * (1 + (command == "diff")))), said, str(path))
@@ -241,7 +241,7 @@ def test_no_file_and_no_dump_in_the_folder(folder: Path, tmp_path: Path):
 
 @pytest.mark.parametrize("form", ["--text", "--dot", "--svg"])
 @pytest.mark.parametrize("level", ["sites", "nodes"])
-def test_a_circle_in_a_damaged_graph(tmp_path: Path, level: str, form: str):
+def test_circle_in_a_damaged_graph(tmp_path: Path, level: str, form: str):
     nodes = (node("a", "aten.neg.default", "b"), node("b", "aten.neg.default", "a"))
     path = dump.write(tmp_path, make(nodes=nodes))
     fails(run("graph", path, form, "--level", level), "circle", "a takes b")
@@ -368,7 +368,7 @@ def test_version_and_help():
         assert run(command, "--help").exit_code == 0
 
 
-def test_the_console_script_starts():
+def test_console_script_starts():
     import subprocess
 
     script = shutil.which("commpass", path=str(Path(sys.executable).parent)) or pytest.skip(

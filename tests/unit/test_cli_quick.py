@@ -114,7 +114,7 @@ def test_reading_needs_no_torch_and_few_modules(arguments, folder):
     assert int(modules) < MOST_MODULES
 
 
-def test_the_package_is_a_program():
+def test_package_is_a_program():
     done = subprocess.run(
         [sys.executable, "-m", "commpass", "--version"],
         capture_output=True,
@@ -145,7 +145,7 @@ def test_signs_that_an_encoding_does_not_have_are_spelled(encoding, folder):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
 @pytest.mark.parametrize("arguments", [["graph"], ["explain"], ["explain", "--json"]])
-def test_a_full_disk_is_one_line(arguments, folder):
+def test_full_disk_is_one_line(arguments, folder):
     with open("/dev/full", "w") as full:
         done = output(*arguments, folder, stdout=full, stderr=subprocess.PIPE)
     assert done.returncode == 2

@@ -98,13 +98,13 @@ def test_other_codecs_differ_from_each_other_and_from_the_family():
 
 
 @pytest.mark.parametrize("form", ["bf16", "fp16"])
-def test_a_cast_is_the_same_by_all_its_names(form):
+def test_cast_is_the_same_by_all_its_names(form):
     made = [codec(form), codec(f"cast({form})"), codec(f"cast(to={form})"), codec("cast", to=form)]
     assert all(coder == made[0] for coder in made)
 
 
 @pytest.mark.parametrize("text", ["rotated", "rotated(bits=4)", "taco", "sdp4bit"])
-def test_a_codec_of_what_is_in_its_domain_is_another_one(text):
+def test_codec_of_what_is_in_its_domain_is_another_one(text):
     coder = codec(text)
     assert coder.domain_codec != coder
     assert coder.domain_codec.spec == coder.spec
@@ -132,7 +132,7 @@ def test_grids_made_for_other_blocks_differ():
     assert codec("rotated", block=64, form="int").grid == codec("rotated", form="int").grid
 
 
-def test_a_salt_makes_another_codec_only_where_there_is_noise():
+def test_salt_makes_another_codec_only_where_there_is_noise():
     coder = codec("int4(rounding=stochastic, seed=7)")
     x = gaussian(300)
     salted = coder.salted(1, 2)
@@ -193,7 +193,7 @@ def test_codecs_may_be_compared_in_compiled_code():
     assert call(torch.zeros(2)).tolist() == [1, 1]
 
 
-def test_a_rotation_with_a_static_scale_is_refused():
+def test_rotation_with_a_static_scale_is_refused():
     """Decode divides the scale that travels by the sums of a rotation, and a static one does not
     travel: values would come back as many times too large."""
     rotated = codec("rotated(form=int)")

@@ -57,7 +57,7 @@ def test_registers_in_several_groups(numel, block):
 
 
 @pytest.mark.parametrize("rows", [(512, 512), (1024, 512)], ids=str)
-def test_a_shard_has_1024_scales_in_all(rows):
+def test_shard_has_1024_scales_in_all(rows):
     """EQuARX, section III.B: of a shard of 512 x 512, and of a larger one, each is the largest of
     the values at one place of all registers of 8 x 128."""
     x = gaussian(*rows).reshape(1, -1)
@@ -114,7 +114,7 @@ COMPANDED = ["rotated", "rotated(form=companded, bits=6)", "rotated(form=compand
         *((text, 256) for text in COMPANDED),
     ],
 )
-def test_the_relative_error_is_that_of_theory_on_a_gaussian(text, block):
+def test_relative_error_is_that_of_theory_on_a_gaussian(text, block):
     """For companded grids, whose outermost level is not the peak, in large blocks only."""
     coder, setting = build(text, block)
     theory = reference.gaussian_error(reference.grid_of(setting.grid, block), block)
@@ -165,7 +165,7 @@ GRIDS = {
 
 
 @pytest.mark.parametrize("name", GRIDS)
-def test_a_grid_has_the_levels_and_the_numbers_of_the_reference(name):
+def test_grid_has_the_levels_and_the_numbers_of_the_reference(name):
     grid, want = GRIDS[name](), reference.grid_of(name, 256)
     assert (grid.bits, grid.has_zero) == (want.bits, 0.0 in want.levels)
     assert (grid.largest, grid.sigma) == pytest.approx((want.largest, want.sigma), rel=1e-12)
@@ -237,12 +237,12 @@ levels, least square error."""
 
 
 @pytest.mark.parametrize("bits_", MAX_1960)
-def test_the_levels_of_least_error_are_the_published_ones(bits_):
+def test_levels_of_least_error_are_the_published_ones(bits_):
     assert grids.lloyd_max(bits_) == pytest.approx(MAX_1960[bits_], rel=1.3e-3)
 
 
 @pytest.mark.parametrize("bits_", range(2, 7))
-def test_the_levels_of_least_error_are_means_of_their_cells_and_edges_lie_midway(bits_):
+def test_levels_of_least_error_are_means_of_their_cells_and_edges_lie_midway(bits_):
     """Both conditions of Lloyd and Max, by integration on a grid of points; and the error that they
     promise."""
     grid = grids.TableGrid(bits_)
@@ -262,7 +262,7 @@ def test_the_levels_of_least_error_are_means_of_their_cells_and_edges_lie_midway
 
 
 @pytest.mark.parametrize("bits_", range(2, 9))
-def test_the_load_of_even_levels_is_near_the_best_one(bits_):
+def test_load_of_even_levels_is_near_the_best_one(bits_):
     x = np.linspace(-9, 9, 180_001)
     density = np.exp(-x * x / 2) / math.sqrt(2 * math.pi) * (x[1] - x[0])
     largest = 2 ** (bits_ - 1) - 1
@@ -292,7 +292,7 @@ WIDTHS = [8, 16, 32, 64, 128, 256, 512]
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("signed", [False, True])
-def test_a_rotation_is_the_matrix_of_the_reference_and_its_inverse_undoes_it(width, signed):
+def test_rotation_is_the_matrix_of_the_reference_and_its_inverse_undoes_it(width, signed):
     rotation = transforms.Hadamard(width, signed=signed)
     x = gaussian(3, 5, width, dtype=torch.float64)
     turned, side = transforms.forward(rotation, x)
@@ -305,7 +305,7 @@ def test_a_rotation_is_the_matrix_of_the_reference_and_its_inverse_undoes_it(wid
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_the_signs_spread_every_row_of_the_matrix(width):
+def test_signs_spread_every_row_of_the_matrix(width):
     """A bent function of an even number of bits has a flat spectrum: then a block that is a row of
     the matrix, such as a constant, has all its rotated values alike. An odd number leaves one bit
     of a half: then half of them, and larger."""
@@ -327,7 +327,7 @@ def test_groups_may_be_wider_than_the_rotation():
     )
 
 
-def test_a_pivot_is_what_is_twice_as_large_as_all_others():
+def test_pivot_is_what_is_twice_as_large_as_all_others():
     x = gaussian(6, 16, dtype=torch.float64).clamp(-1, 1)
     x[0, 5], x[1, 9], x[2, 0], x[3, 3] = 2.01, -50.0, 9.0, 1.0
     x[4, 7], x[4, 8] = 4.0, 2.0  # not more than twice
@@ -345,7 +345,7 @@ def test_a_pivot_is_what_is_twice_as_large_as_all_others():
 
 
 @pytest.mark.parametrize("text", ["rotated(form=int, bits=8)", "rotated(form=int, bits=4)"])
-def test_a_rotation_helps_the_values_beside_an_outlier(text):
+def test_rotation_helps_the_values_beside_an_outlier(text):
     x = gaussian(4096)
     x[::256] = 50.0
     rotated, setting = build(text, 256)
@@ -465,7 +465,7 @@ SEEDS = range(400)
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "int2"])
-def test_the_mean_over_many_seeds_is_the_value(name):
+def test_mean_over_many_seeds_is_the_value(name):
     """Within four standard errors of each value's own rounding, but for the few of so many that
     chance puts further off."""
     x = gaussian(1024)
@@ -568,7 +568,7 @@ def test_other_seeds_make_other_wires():
 
 
 @pytest.mark.every
-def test_the_same_seed_makes_the_same_bits_in_another_process():
+def test_same_seed_makes_the_same_bits_in_another_process():
     program = (
         "import torch, hashlib; from commpass.codecs import codec\nx = torch.arange(1000,"
         " dtype=torch.float32).sin()\nprint(hashlib.sha256(codec('int4(rounding=stochastic,"

@@ -144,7 +144,7 @@ def ablation(x: torch.Tensor) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("magnitude", "direct"), [(1e-6, 0.999), (1e-4, 0.15), (1.0, 0.025), (3e3, 0.99)]
 )
-def test_the_ablation_of_taco(magnitude, direct):
+def test_ablation_of_taco(magnitude, direct):
     """A plain cast loses what is below half of the least 8-bit float, 2^-10, and cuts what is above
     448; any scale cures that. On values beside outliers floats need no rotation: their steps are
     relative, and the dual scale alone (1.94 %) loses less than with it (2.61 %). The rotated forms
@@ -173,7 +173,7 @@ def test_rotation_lowers_the_error_of_outliers():
     assert turned < 0.5 * plain
 
 
-def test_the_forms_of_taco_in_order():
+def test_forms_of_taco_in_order():
     for data in ("gaussian", "outlier channels"):
         x = DATA[data]
         error = {

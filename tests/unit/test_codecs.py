@@ -242,7 +242,7 @@ def relative_norms(
 
 @settings(max_examples=examples(200, 600), deadline=None)
 @given(codecs(), tensors())
-def test_the_stated_error_bound_is_never_exceeded(named, x):
+def test_stated_error_bound_is_never_exceeded(named, x):
     coder, setting = named
     errors, norms, peak = relative_norms(x, decoded(coder, x), setting)
     size = reference.places(x.numel(), setting).shape[1]
@@ -254,7 +254,7 @@ def test_the_stated_error_bound_is_never_exceeded(named, x):
 
 @pytest.mark.few(52)
 @each_of_the_family
-def test_the_bound_and_the_floor_are_numbers_that_mean_something(text):
+def test_bound_and_the_floor_are_numbers_that_mean_something(text):
     coder, setting = build(text)
     assert 0 < coder.bound < 17
     if setting.scale == "static":
@@ -342,7 +342,7 @@ def test_zeros_decode_to_zeros_and_the_smallest_numbers_to_small_ones(text):
 
 @pytest.mark.few(35)
 @each_of_the_family
-def test_a_block_of_zeros_among_others_is_zeros(text):
+def test_block_of_zeros_among_others_is_zeros(text):
     coder, setting = build(text, 64)
     if setting.layout == "lanes":
         x = gaussian(2, 1024) * torch.cat([torch.zeros(500), torch.ones(524)])
@@ -356,7 +356,7 @@ def test_a_block_of_zeros_among_others_is_zeros(text):
 
 @pytest.mark.few(51)
 @each_of_the_family
-def test_the_largest_finite_numbers_stay_finite_and_large(text):
+def test_largest_finite_numbers_stay_finite_and_large(text):
     coder, setting = build(text)
     for dtype in FLOATS:
         limit = torch.finfo(dtype).max
@@ -398,7 +398,7 @@ def test_one_value_and_nothing_at_all(text):
 
 @tried
 @given(codecs(), tensors())
-def test_the_payload_is_bytes_of_exactly_the_stated_number_and_the_same_each_time(named, x):
+def test_payload_is_bytes_of_exactly_the_stated_number_and_the_same_each_time(named, x):
     coder, _ = named
     before = bits(x)
     wire = coder.encode(x)
@@ -415,7 +415,7 @@ def test_the_payload_is_bytes_of_exactly_the_stated_number_and_the_same_each_tim
 
 @settings(max_examples=examples(100, 300), deadline=None)
 @given(codecs(), st.integers(0, 100_000), st.sampled_from(FLOATS))
-def test_the_wire_holds_codes_and_numbers_each_region_padded_to_128_bytes(named, numel, dtype):
+def test_wire_holds_codes_and_numbers_each_region_padded_to_128_bytes(named, numel, dtype):
     coder, setting = named
     regions = reference.regions(numel, setting, roundoff(dtype))
     assert coder.wire_bytes(numel, dtype) == sum(
@@ -563,7 +563,7 @@ RARELY += ["rotated(form=int, bits=3)", "rotated(form=e4m3, bits=8)"]
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("text", sampled(SYMBOLIC, set(SYMBOLIC) - set(RARELY)))
-def test_a_graph_of_symbolic_sizes_gives_the_bits_of_real_ones(text):
+def test_graph_of_symbolic_sizes_gives_the_bits_of_real_ones(text):
     coder, setting = build(text, 64)
     run = round_trip(coder)
     # A graph holds where what was found true in tracing is: of sizes of one chunk or tile, that
@@ -683,7 +683,7 @@ def test_lossy_codecs_without_state_say_so(text):
     )
 
 
-def test_the_relative_error_is_measured_for_real_under_fake_tensors():
+def test_relative_error_is_measured_for_real_under_fake_tensors():
     real = codec("int8", block=40).relative_error()
     with FakeTensorMode():
         assert codec("int8", block=48).relative_error() == pytest.approx(real, rel=0.1)
@@ -691,7 +691,7 @@ def test_the_relative_error_is_measured_for_real_under_fake_tensors():
 
 @tried
 @given(codecs())
-def test_the_spec_of_a_codec_makes_an_equal_one(named):
+def test_spec_of_a_codec_makes_an_equal_one(named):
     coder, _ = named
     again = codec(coder.spec)
     assert again == coder
@@ -855,7 +855,7 @@ def test_dtypes_other_than_floats_are_refused(dtype):
         assert part in str(error.value)
 
 
-def test_a_wire_is_decoded_by_its_own_codec_only():
+def test_wire_is_decoded_by_its_own_codec_only():
     wire = codec("int8").encode(torch.ones(8))
     for other in ("fp8", "int8(block=64)"):
         with pytest.raises(PolicyError, match="'int8'") as error:
@@ -866,7 +866,7 @@ def test_a_wire_is_decoded_by_its_own_codec_only():
 @pytest.mark.parametrize(
     "like", [torch.ones(7), torch.ones(2, 4), torch.ones(8, 1), torch.ones(8).bfloat16()]
 )
-def test_a_wire_is_decoded_into_its_own_shape_and_dtype_only(like):
+def test_wire_is_decoded_into_its_own_shape_and_dtype_only(like):
     wire = codec("int8").encode(torch.ones(8))
     with pytest.raises(PolicyError) as error:
         codec("int8").decode(wire, like)
@@ -874,7 +874,7 @@ def test_a_wire_is_decoded_into_its_own_shape_and_dtype_only(like):
         assert part in str(error.value)
 
 
-def test_a_wire_of_another_size_is_refused_and_both_sizes_are_named():
+def test_wire_of_another_size_is_refused_and_both_sizes_are_named():
     coder = codec("int8")
     wire = coder.encode(torch.ones(300))
     for changes in (

@@ -47,7 +47,7 @@ def leaving(kind: str, groups: list[range], node: int, nbytes: float) -> float:
     st.sampled_from([1, 2, 4, 8]),
     st.booleans(),
 )
-def test_a_port_carries_what_all_its_ranks_send(kind, node, hosts, many, strided):
+def test_port_carries_what_all_its_ranks_send(kind, node, hosts, many, strided):
     """All ranks in groups of one form, each at the same collective, on one port a host."""
     ranks = node * hosts
     if many > ranks or ranks % many:

@@ -92,7 +92,7 @@ SEEDS = range(60)
 
 @pytest.mark.few(12)
 @pytest.mark.parametrize("seed", SEEDS)
-def test_what_is_critical_is_on_a_longest_of_all_paths(seed):
+def test_critical_sites_are_on_a_longest_path(seed):
     tasks = drawn(seed)
     paths = list(all_lengths(edges_of(tasks)))
     longest = max(length for length, _ in paths)
@@ -116,7 +116,7 @@ def test_slack_is_the_delay_that_ends_nothing_later(seed):
         assert end_with_delay(tasks, number, us + 1) == end + 1
 
 
-def test_a_hidden_exchange_has_slack_and_one_that_is_waited_for_has_none():
+def test_hidden_exchange_has_slack_and_one_that_is_waited_for_has_none():
     long = Task(HOST, 100.0)
     start, wait = Task("tp", 30.0, 5.0), Task(HOST, 0.0, after=(0,))
     assert slack_us([start, long, wait]) == {0: 65.0}
@@ -124,7 +124,7 @@ def test_a_hidden_exchange_has_slack_and_one_that_is_waited_for_has_none():
     assert slack_us([dataclasses.replace(start, us=95.0), long, wait]) == {0: 0.0}
 
 
-def test_an_exchange_may_be_exposed_and_not_critical():
+def test_exchange_may_be_exposed_and_not_critical():
     """The rank waits for the first, and then for one on another link that takes longer."""
     long, short = Task("dp", 100.0), Task("tp", 10.0)
     tasks = [long, short, Task(HOST, 0.0, after=(1,)), Task(HOST, 7.0), Task(HOST, 0.0, after=(0,))]
@@ -136,6 +136,6 @@ def test_no_task_is_done_at_once():
     assert slack_us([]) == {}
 
 
-def test_a_long_course_is_no_deep_recursion():
+def test_long_course_is_no_deep_recursion():
     tasks = [Task("tp" if number % 3 else HOST, 1.0) for number in range(30_000)]
     assert len(slack_us(tasks)) == 20_000

@@ -53,7 +53,7 @@ def test_value_on_is_as_if_nothing_was_set(monkeypatch, caplog, word):
     assert not caplog.records
 
 
-def test_a_file_takes_the_place_of_the_policy_with_both_names_in_a_warning(
+def test_file_takes_the_place_of_the_policy_with_both_names_in_a_warning(
     monkeypatch, caplog, tmp_path
 ):
     file = tmp_path / "ours.toml"
@@ -81,7 +81,7 @@ def test_a_file_takes_the_place_of_the_policy_with_both_names_in_a_warning(
         ("COMMPASS_POLICY", "gone.toml", "COMMPASS_POLICY=gone.toml: gone.toml"),
     ],
 )
-def test_a_mistake_is_an_error_with_the_nearest_and_doctor_finds_it(monkeypatch, name, value, said):
+def test_mistake_is_an_error_with_the_nearest_and_doctor_finds_it(monkeypatch, name, value, said):
     monkeypatch.setenv(name, value)
     with pytest.raises(PolicyError, match=said):
         commpass.backend("balanced")
@@ -92,7 +92,7 @@ def test_a_mistake_is_an_error_with_the_nearest_and_doctor_finds_it(monkeypatch,
     assert said in rows[name]["wrong"]
 
 
-def test_a_mistake_in_the_program_is_found_though_the_environment_says_otherwise(monkeypatch):
+def test_mistake_in_the_program_is_found_though_the_environment_says_otherwise(monkeypatch):
     monkeypatch.setenv("COMMPASS", "off")
     with pytest.raises(PolicyError, match="balanced"):
         commpass.backend("balancd")
@@ -149,7 +149,7 @@ def test_settings_differ_by_what_they_mean(monkeypatch, tmp_path):
     assert "rank 1: COMMPASS=off" in text
 
 
-def test_a_difference_of_many_ranks_is_short():
+def test_difference_of_many_ranks_is_short():
     said = {rank: Settings("COMMPASS=off", "x") for rank in range(1, 1000)} | {0: Settings()}
     assert "and 991 more" in difference(said)
     assert len(difference(said)) < 400

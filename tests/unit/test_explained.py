@@ -51,7 +51,7 @@ def coded_site(*stages: Stage, **changes: object) -> plan.PlannedSite:
     return site("s", **facts | changes)
 
 
-def test_a_ring_and_a_direct_exchange_compare_like_for_like():
+def test_ring_and_a_direct_exchange_compare_like_for_like():
     """Both of n bytes: P - 1 sends of n / P to a neighbour twice, or n / P to each other twice."""
     n = 8000
     hop = exchange("all_to_all", n // P, peers=1)
@@ -75,7 +75,7 @@ def test_sent_of_what_is_not_known_or_was_scored_for_another_size():
     assert sent.of_plans([fallen]) == (1400, 1400, 1)
 
 
-def test_a_line_a_pattern_and_all_of_them_with_all(tmp_path: Path):
+def test_line_a_pattern_and_all_of_them_with_all(tmp_path: Path):
     path = dump.write(tmp_path, layered(32))
     lines = run("explain", path, width=140).stdout.splitlines()
     rows = [line for line in lines if "layers." in line and "each" not in line]
@@ -151,7 +151,7 @@ def test_filters_that_nothing_meets_say_what_there_is(folder: Path, command: str
     fails(run(command, *folders, *args), *said)
 
 
-def test_a_diff_is_a_line_a_pattern_after_the_totals_of_both(tmp_path: Path):
+def test_diff_is_a_line_a_pattern_after_the_totals_of_both(tmp_path: Path):
     a = dump.write(tmp_path / "a", layered(32))
     b = dump.write(tmp_path / "b", layered(32, {"codec": "int4", "wire_bytes": 1 << 20}))
     result = run("diff", a, b, width=140)
@@ -166,7 +166,7 @@ def test_a_diff_is_a_line_a_pattern_after_the_totals_of_both(tmp_path: Path):
     assert run("diff", a, a).exit_code == 0
 
 
-def test_a_diff_of_chunks_is_one_of_the_whole(tmp_path: Path):
+def test_diff_of_chunks_is_one_of_the_whole(tmp_path: Path):
     one = layered(1)
     whole, other = one.plan.sites
     parts = tuple(
@@ -182,7 +182,7 @@ def test_a_diff_of_chunks_is_one_of_the_whole(tmp_path: Path):
     assert "only in" not in shown
 
 
-def test_a_diff_for_programs(tmp_path: Path):
+def test_diff_for_programs(tmp_path: Path):
     a = dump.write(tmp_path / "a", layered(1))
     b = dump.write(tmp_path / "b", layered(1, {"codec": "int4", "wire_bytes": 1 << 20}))
     result = run("diff", a, b, "--json", "--module", "layers.*.mlp")

@@ -298,7 +298,7 @@ def test_rows_are_coded_each_on_its_own(planes, dtype):
 
 @both
 @floats
-def test_the_used_length_is_in_the_static_part_and_nothing_after_it_is_read(planes, dtype):
+def test_used_length_is_in_the_static_part_and_nothing_after_it_is_read(planes, dtype):
     coder = coder_of(planes)
     numel = 5000
     rows = torch.stack([gaussian(numel, dtype), patterns(numel, dtype, 1)])
@@ -397,7 +397,7 @@ def test_planes_out_of_range_and_other_dtypes_are_refused():
     [rarely(2, torch.bfloat16), rarely(2, torch.float32), rarely(3, torch.float16)],
     ids=str,
 )
-def test_a_graph_traced_once_with_symbolic_sizes_serves_all_sizes(planes, dtype):
+def test_graph_traced_once_with_symbolic_sizes_serves_all_sizes(planes, dtype):
     coder = coder_of(planes)
 
     def encode(rows: torch.Tensor) -> torch.Tensor:
@@ -589,7 +589,7 @@ def entropy(x: torch.Tensor) -> float:
 
 @floats
 @pytest.mark.parametrize("scale", [1.0, 0.013])
-def test_the_distance_to_the_entropy_is_less_than_half_of_three_planes(dtype, scale):
+def test_distance_to_the_entropy_is_less_than_half_of_three_planes(dtype, scale):
     x = gaussian(1 << 18, dtype, scale)
     raw = x.dtype.itemsize * 8 - EXPONENT_BITS[dtype]
     spent = {

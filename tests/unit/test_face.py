@@ -36,7 +36,7 @@ def alone(code: str, *arguments: str) -> str:
     return done.stdout.strip()
 
 
-def test_the_package_imports_next_to_nothing():
+def test_package_imports_next_to_nothing():
     said = alone(
         "import sys, torch; before = set(sys.modules); import commpass\n"
         "print(*sorted(set(sys.modules) - before))"
@@ -54,7 +54,7 @@ def test_plain_codecs_and_profiles_need_no_compiler():
     assert alone(f"import sys, commpass; {asked}; print({heavy})") == "[]"
 
 
-def test_a_type_checker_and_a_program_see_the_same_names():
+def test_type_checker_and_a_program_see_the_same_names():
     tree = ast.parse((PACKAGE / "__init__.py").read_text())
     seen = {
         alias.name: node.module
@@ -92,7 +92,7 @@ QUICK = ("the face first", "the module first", "all names")
 
 @pytest.mark.every
 @pytest.mark.parametrize("order", tiers.sampled(ORDERS, QUICK))
-def test_the_name_of_the_face_wins_over_a_module_of_that_name(order):
+def test_name_of_the_face_wins_over_a_module_of_that_name(order):
     clashing = [name for name in commpass._HOME if (PACKAGE / f"{name}.py").is_file()]
     assert clashing == ["backend", "simulate"]
     lines = [
@@ -110,7 +110,7 @@ def test_the_name_of_the_face_wins_over_a_module_of_that_name(order):
     assert said.startswith("commpass.parallel commpass.errors <commpass.backend: policy 'off'")
 
 
-def test_a_name_may_be_set_and_restored_as_tests_do(monkeypatch):
+def test_name_may_be_set_and_restored_as_tests_do(monkeypatch):
     before = commpass.backend
     monkeypatch.setattr(commpass, "backend", 5)
     assert commpass.backend == 5
@@ -118,7 +118,7 @@ def test_a_name_may_be_set_and_restored_as_tests_do(monkeypatch):
     assert commpass.backend is before
 
 
-def test_a_name_that_is_not_there_is_an_error_that_python_knows_how_to_tell():
+def test_name_that_is_not_there_is_an_error_that_python_knows_how_to_tell():
     with pytest.raises(
         AttributeError, match="module 'commpass' has no attribute 'bakend'"
     ) as error:
@@ -160,7 +160,7 @@ USERS = sorted(
 
 
 @pytest.mark.every
-def test_whoever_calls_operators_of_ours_imports_what_registers_them():
+def test_operators_need_the_import_that_registers_them():
     assert "commpass.collectives.public" in USERS
     code = f"""
 import importlib, os, re, sys, torch._dynamo
@@ -184,7 +184,7 @@ print("all")
     assert alone(code) == "all"
 
 
-def test_a_backend_says_what_it_is(tmp_path):
+def test_backend_says_what_it_is(tmp_path):
     plain = repr(commpass.backend())
     assert plain == (
         "<commpass.backend: policy 'lossless', inner 'inductor', default profile, 0 graphs>"
@@ -198,7 +198,7 @@ def test_a_backend_says_what_it_is(tmp_path):
     assert "\n" not in repr(made)
 
 
-def test_a_door_without_a_process_group_says_what_to_write():
+def test_door_without_a_process_group_says_what_to_write():
     assert not torch.distributed.is_initialized()
     with pytest.raises(PolicyError) as error:
         commpass.parallel.ssfusion(torch.nn.Linear(2, 2))
@@ -221,16 +221,16 @@ KNOWN = (*NEAR.values(), "topk", "taco", "exponent", "one_shot", "forward")
 
 
 @pytest.mark.parametrize("word", NEAR)
-def test_a_name_that_is_near_is_offered(word):
+def test_name_that_is_near_is_offered(word):
     assert nearest(word, KNOWN).startswith(f"; did you mean {NEAR[word]!r}? Known: ")
 
 
 @pytest.mark.parametrize("word", FAR)
-def test_a_name_that_is_far_from_all_is_told_the_known_ones_alone(word):
+def test_name_that_is_far_from_all_is_told_the_known_ones_alone(word):
     assert nearest(word, KNOWN).startswith(". Known: ")
     assert re.search(r"Known: .*topk", nearest(word, KNOWN))
 
 
-def test_a_codec_that_is_like_none_is_not_taken_for_another():
+def test_codec_that_is_like_none_is_not_taken_for_another():
     with pytest.raises(PolicyError, match=r"unknown codec 'nope'\. Known: .*topk"):
         commpass.codec("nope")

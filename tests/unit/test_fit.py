@@ -74,7 +74,7 @@ def test_times_that_fall_with_size_give_no_negative_rate():
     assert found.us(1, SIZES[4]) == pytest.approx(340, rel=1e-3)
 
 
-def test_a_negative_alpha_is_none():
+def test_negative_alpha_is_none():
     points = [Point(1, 1000.0, 1.0), Point(1, 2000.0, 4.0)]
     (found,) = regions(points)
     assert found.alpha_us == 0
@@ -139,6 +139,6 @@ def test_regions_that_cannot_be_are_refused(measured, said):
 
 
 @pytest.mark.parametrize("bad", [(-1, 1, 1), (0, -1, 1), (0, 1, 0), (0, math.nan, 1)])
-def test_a_region_of_impossible_numbers_is_refused(bad):
+def test_region_of_impossible_numbers_is_refused(bad):
     with pytest.raises(PolicyError, match="must be a number"):
         Region(*bad)

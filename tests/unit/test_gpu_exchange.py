@@ -142,11 +142,11 @@ def test_exchanges_without_a_kernel_say_why(changed, said):
     assert said in unsupported_reason(replace(INT8, **changed), processors=100, card=(9, 0))
 
 
-def test_a_card_that_is_too_old_is_named():
+def test_card_that_is_too_old_is_named():
     assert "sm_61: it does not release and acquire" in unsupported_reason(INT8, card=(6, 1))
 
 
-def test_a_workspace_is_for_values_of_one_kind():
+def test_workspace_is_for_values_of_one_kind():
     exchange = replace(INT8, ranks=1)
     space = Workspace(exchange, 0, torch.zeros(1, dtype=torch.int64), torch.zeros(1))
     with pytest.raises(CommpassError, match="a workspace for 131072 values"):

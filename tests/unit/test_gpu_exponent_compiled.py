@@ -157,7 +157,7 @@ def test_other_floats(dtype: torch.dtype, tmp_path: Path) -> None:
 
 @pytest.mark.every
 @pytest.mark.parametrize("numel", [128, 129, 1 << 30])
-def test_the_least_and_the_most(numel: int, tmp_path: Path) -> None:
+def test_least_and_the_most(numel: int, tmp_path: Path) -> None:
     """Numbers that are one, halves of words, and sums of 64 bits."""
     for name, launch in launches_of(3, torch.bfloat16, Tiling(), numel).items():
         assert machine_code(compiled(launch, "cuda", 90), 90, tmp_path).spilled == 0, name

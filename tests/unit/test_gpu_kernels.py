@@ -209,7 +209,7 @@ def test_sums_are_made_in_rank_order(text, ranks):
 
 @pytest.mark.parametrize("text", ["int8(stored=pow2)", "int4(stored=pow2)", "fp8(stored=pow2)"])
 @pytest.mark.parametrize("first", [0.0, float("nan"), float("inf")])
-def test_the_largest_values_are_cut_beside_a_block_that_is_not_finite(text, first):
+def test_largest_values_are_cut_beside_a_block_that_is_not_finite(text, first):
     """Scales rounded up to a power of two decode the largest values to more than the largest."""
     coder, numel, dtype = codec(text), 1024, torch.float32
     x = torch.full((2, numel), 3.3e38)
@@ -224,7 +224,7 @@ def test_the_largest_values_are_cut_beside_a_block_that_is_not_finite(text, firs
 
 
 @pytest.mark.parametrize("text", ["rotated", "rotated(bits=3, block=64)", "sdp4bit", "taco"])
-def test_a_domain_is_entered_and_left_within_the_kernel(text):
+def test_domain_is_entered_and_left_within_the_kernel(text):
     coder = codec(text)
     numel, dtype = coder.padded_numel(900), torch.bfloat16
     x = sample(numel, dtype).float()
@@ -242,7 +242,7 @@ def test_a_domain_is_entered_and_left_within_the_kernel(text):
     same(interpreted(ran, back, wire, numel), left)
 
 
-def test_a_residual_is_added_after_the_values_were_rounded():
+def test_residual_is_added_after_the_values_were_rounded():
     coder, numel, dtype = codec("int8"), 1500, torch.bfloat16
     wire, other = coder.encode_rows(sample(numel, dtype)), sample(numel, dtype, 5)
     chain = Chain(torch.uint8, (Decode(coder, dtype), Cast(dtype), Add(dtype)))
@@ -250,7 +250,7 @@ def test_a_residual_is_added_after_the_values_were_rounded():
     same(interpreted(ran, chain, wire, numel, other), want)
 
 
-def test_a_norm_follows_the_residual():
+def test_norm_follows_the_residual():
     coder, width, dtype = codec("int8"), 512, torch.float32
     numel = 3 * width
     wire, other = coder.encode_rows(sample(numel, dtype)), sample(numel, dtype, 5)

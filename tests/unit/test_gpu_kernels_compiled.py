@@ -61,7 +61,7 @@ def test_kernels_fit_and_move_whole_words(text, kernel, arch, request):
         assert moved.get(16, 0) > 0.5 * sum(moved.values()), accesses
 
 
-def test_an_architecture_without_8_bit_floats_has_them_in_whole_numbers():
+def test_architecture_without_8_bit_floats_has_them_in_whole_numbers():
     """sm_80 has no e4m3: the same text computes it."""
     assert "e4m3" not in compiled("fp8", "encode", "sm_80").compiled.assembly
     assert "e4m3x2" in compiled("fp8", "encode", "sm_90").compiled.assembly

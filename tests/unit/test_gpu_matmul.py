@@ -147,7 +147,7 @@ def name_of(case: Case) -> str:
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("case", EXACT, ids=name_of)
-def test_the_wire_is_that_of_the_codec(case: Case) -> None:
+def test_wire_is_that_of_the_codec(case: Case) -> None:
     wire, ready = interpreted(kernel_wire, case)
     assert torch.equal(wire, plain_wire(case))
     if ready is not None:

@@ -137,7 +137,7 @@ SELECTORS = ["topk", "randomk", "dgc", "gaussiank", "redsync", "sidco"]
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("content", list(CONTENTS))
-def test_the_wire_and_what_is_left_are_those_of_the_aten_form(content):
+def test_wire_and_what_is_left_are_those_of_the_aten_form(content):
     """Selectors and dtypes by turns: ties at the threshold, fewer candidates than slots and more,
     what is not finite, and more of it than there are slots."""
     cases = [
@@ -286,7 +286,7 @@ def least(form: int, dtype: torch.dtype, infinity: int) -> list[bool]:
 @pytest.mark.parametrize(
     ("form", "dtype", "infinity"), [(FP16, torch.float16, 0x7C00), (BF16, torch.bfloat16, 0x7F80)]
 )
-def test_a_threshold_before_rounding_is_that_after_it(form, dtype, infinity):
+def test_threshold_before_rounding_is_that_after_it(form, dtype, infinity):
     """At each number of the form, and one pattern to either side."""
     assert interpreted(least, form, dtype, infinity) == [True, True]
 
@@ -322,7 +322,7 @@ def looked_back(first: int, mine: int, summed_at: list[int]) -> tuple[int, int, 
         (40, 56, [40]),
     ],
 )
-def test_a_look_back_adds_up_blocks_to_the_last_that_is_summed(first, mine, summed_at):
+def test_look_back_adds_up_blocks_to_the_last_that_is_summed(first, mine, summed_at):
     found = interpreted(looked_back, first, mine, summed_at)
     assert found[:2] == found[2:]
 

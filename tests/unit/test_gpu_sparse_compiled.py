@@ -147,7 +147,7 @@ def test_selection_issues_less_than_memory_leaves_time_for(dtype, tmp_path):
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
-def test_the_look_back_keeps_all_warps_together(target, tmp_path):
+def test_look_back_keeps_all_warps_together(target, tmp_path):
     """The word that other programs change is read once a thread, and what follows of it goes by a
     barrier: a warp on its own could see another word."""
     text, *_ = assembled(calls("gaussiank", torch.bfloat16, target)["select"], target, tmp_path)

@@ -50,7 +50,7 @@ def test_text_has_one_marked_line_a_node(folder: Path):
     assert [line[0] for line in before[3:]] == [*" *"]
 
 
-def test_the_newest_graph_is_shown_and_the_others_are_told(folder: Path, tmp_path: Path):
+def test_newest_graph_is_shown_and_the_others_are_told(folder: Path, tmp_path: Path):
     for _ in range(2):
         dump.write(folder, make())
     shown = run("graph", folder, "--level", "nodes")
@@ -204,9 +204,7 @@ def test_flags_that_exclude_each_other_and_values_that_cannot_be(
 @pytest.mark.parametrize(
     ("flag", "name"), [("--svg", "x.png"), ("--svg", "x"), ("--dot", "x.svg"), ("--dot", "x.gv")]
 )
-def test_a_graph_is_written_under_no_other_ending(
-    folder: Path, tmp_path: Path, flag: str, name: str
-):
+def test_graph_is_written_under_no_other_ending(folder: Path, tmp_path: Path, flag: str, name: str):
     result = run("graph", folder, "--graph", 0, flag, "-o", tmp_path / name, width=400)
     assert result.exit_code == 2
     for part in ("--output", f"{flag} writes ", name, f"must end in .{flag[2:]}"):
@@ -304,7 +302,7 @@ def test_compute_that_no_collective_waits_for_has_a_box_beside_it():
     assert not any(source == beside for source, _ in ways(shown))
 
 
-def test_a_site_opens_to_what_it_does():
+def test_site_opens_to_what_it_does():
     for asked in ({"expand": ("ar_mlp_0",)}, {"site": "2", "around": 9}):
         shown = of_sites(layered(2), **asked)
         inside = [box for box in shown.boxes if box.cluster]
@@ -393,7 +391,7 @@ def test_option_before_says_what_became_of_a_collective():
     ]
 
 
-def test_a_site_or_module_that_is_not_there_is_told_with_the_nearest(tmp_path: Path):
+def test_site_or_module_that_is_not_there_is_told_with_the_nearest(tmp_path: Path):
     path = dump.write(tmp_path, layered(2))
     fails(run("graph", path, "--site", 5), "no site 5", "it has 4, from 1 on")
     fails(run("graph", path, "--site", "ar_attn_7"), "did you mean 'ar_attn_")
@@ -413,7 +411,7 @@ def test_text_has_a_line_a_box_with_those_that_it_waits_for(tmp_path: Path):
 
 
 @needs_dot
-def test_a_thousand_sites_are_drawn_small(tmp_path: Path):
+def test_thousand_sites_are_drawn_small(tmp_path: Path):
     pytest.importorskip("graphviz")
     path = dump.write(tmp_path, layered(500))
     assert run("graph", path, "--svg", "-o", tmp_path / "g.svg").exit_code == 0
@@ -448,7 +446,7 @@ def test_boxes_hold_every_operator_once_and_form_no_circle(data):
                 assert box[source] in reached[box[user.name]]
 
 
-def test_a_dashed_way_that_follows_from_another_is_not_drawn():
+def test_dashed_way_that_follows_from_another_is_not_drawn():
     edges = {"a": (), "b": ("a",), "p": ("a",), "q": ("b",), "c": ("p", "q"), "d": ("a", "c")}
     assert picture.between(edges, {"a", "b", "c"}) == [("b", "c")]
     assert picture.between(edges, {"a", "d"}) == []

@@ -232,7 +232,7 @@ def test_timelines_and_what_was_measured():
     assert {row["measured_us"] for group in groups for row in group["sites"]} == {None}
 
 
-def test_a_graph_that_fell_back_is_told_and_counts_as_untouched():
+def test_graph_that_fell_back_is_told_and_counts_as_untouched():
     one = made.dump(made.layers(2), fallback="pass 'move' failed: x")
     found = shown([one])
     assert "Graph 0 fell back" in found.text
@@ -259,7 +259,7 @@ def test_unknown_bytes_are_not_counted():
     assert {row["choice"] for row in rows} == {-1}
 
 
-def test_a_graph_without_collectives():
+def test_graph_without_collectives():
     empty = dataclasses.replace(
         made.dump([]), timeline=Timeline(note="no collective in this graph")
     )
@@ -303,7 +303,7 @@ def test_two_runs_are_compared_by_place():
     assert "1 place differs, 1 is the same in both" in found.text
 
 
-def test_a_place_that_only_one_run_has():
+def test_place_that_only_one_run_has():
     right = made.dump([*made.layers(2), made.site("extra", "head")], run="b")
     found = shown([made.dump(made.layers(2))], [right])
     (change,) = found.data["changes"]
@@ -318,7 +318,7 @@ def test_runs_of_different_worlds():
     assert {text for change in found.data["changes"] for text in change["what"]} == {"ranks: 4 → 8"}
 
 
-def test_a_third_run_is_shown_and_not_compared():
+def test_third_run_is_shown_and_not_compared():
     runs = [[made.eventful(run=name)] for name in "abc"]
     found = shown(*runs)
     assert list(found.data["runs"]) == ["A", "B", "C"]
@@ -428,7 +428,7 @@ def test_any_text_stays_what_it_is(text):
     assert text in run["texts"]
 
 
-def test_the_page_loads_nothing():
+def test_page_loads_nothing():
     text = page([html.Read("folder", (made.eventful(),), {})])
     found = Page(text)
     links = [value for name, value in found.attributes if name in ("href", "src", "action")]
@@ -494,7 +494,7 @@ def damage(folder: Path, how: str) -> None:
 @pytest.mark.parametrize(
     "how", ["cut short", "damaged dump", "not a commpass dump", "install a newer commpass"]
 )
-def test_a_broken_dump_is_told_and_nothing_is_written(folder, tmp_path, how):
+def test_broken_dump_is_told_and_nothing_is_written(folder, tmp_path, how):
     out = tmp_path / "out.html"
     out.write_text("older")
     damage(folder, how)
@@ -537,7 +537,7 @@ def test_traces_that_fit_no_run(folder, tmp_path):
     assert not out.exists()
 
 
-def test_the_command_writes_the_page_and_says_so(folder, tmp_path):
+def test_command_writes_the_page_and_says_so(folder, tmp_path):
     out = tmp_path / "out.html"
     result = report(folder, "-o", out)
     assert (result.exit_code, result.stdout) == (0, f"wrote {out}\n")
@@ -563,7 +563,7 @@ def test_page_without_graphviz_says_so(monkeypatch):
     assert "There is no drawing: an SVG needs <dot>." in shown([made.eventful()]).text
 
 
-def test_a_drawing_that_nobody_could_read_is_not_made(monkeypatch):
+def test_drawing_that_nobody_could_read_is_not_made(monkeypatch):
     monkeypatch.setattr(dot, "svg", lambda picture: pytest.fail("drawn"))
     sites = [made.site(f"all_reduce_{n}", f"part{n}.mlp") for n in range(1000)]
     found = shown([made.dump(sites)])

@@ -104,7 +104,7 @@ def test_accesses_of_a_sum_are_as_wide_as_they_can_be(arch):
     assert (".target sm_" in found.assembly) == (arch in NVIDIA)
 
 
-def test_a_length_of_which_nothing_is_known_makes_narrow_accesses():
+def test_length_of_which_nothing_is_known_makes_narrow_accesses():
     """Of a mask that may end anywhere: this is what hints are for."""
     found = of_middle("sm_90", hint=1)
     assert set(found.loads) == set(found.stores) == {4}
@@ -120,7 +120,7 @@ def test_widths_are_those_of_the_dtype():
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942"])
-def test_a_kernel_that_spills_is_seen(arch):
+def test_kernel_that_spills_is_seen(arch):
     few, many = of_centred(arch, 1024), of_centred(arch, 32768 if arch == "gfx942" else 8192)
     assert few.spills == few.local == 0
     assert many.spills > 0
@@ -307,7 +307,7 @@ def test_counts_by_kind_and_width():
     assert counts.of("tensor") == 0
 
 
-def test_a_subroutine_counts_where_it_is_called_and_a_rare_one_does_not():
+def test_subroutine_counts_where_it_is_called_and_a_rare_one_does_not():
     text = listing(
         "CALL.REL.NOINC `($div)",
         "CALL.REL.NOINC `($div)",
@@ -349,7 +349,7 @@ def test_loops_that_only_wait_have_no_trips():
     assert len(counts.loops) == 1
 
 
-def test_a_way_back_into_the_middle_of_a_loop_is_none_of_its_own():
+def test_way_back_into_the_middle_of_a_loop_is_none_of_its_own():
     """As waits are laid out: behind the end, with a jump back to where they are missed."""
     code = parsed(
         listing(
@@ -444,7 +444,7 @@ def test_how_many_programs_fit(arch, registers, shared, warps, programs, limit):
     assert found.occupancy == programs * warps / architecture(arch).warps
 
 
-def test_the_limit_that_binds():
+def test_limit_that_binds():
     """4 warps; on an H100 (132 multiprocessors, 1.83 GHz) 2415.6 clocks make 10 ns of a card."""
     card, clocks = H100, 132 * 1.83
 
@@ -486,7 +486,7 @@ def test_the_limit_that_binds():
     assert (nowhere.limit, nowhere.share) == ("latency", 0.0)
 
 
-def test_a_sum_is_predicted_to_run_like_a_copy():
+def test_sum_is_predicted_to_run_like_a_copy():
     found = of_middle("sm_90")
     moved = 3 * 2048 * 4
     for card in cards_of("sm_90"):

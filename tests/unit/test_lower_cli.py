@@ -86,7 +86,7 @@ def test_bytes_are_those_of_all_rows():
 
 
 @pytest.mark.every
-def test_a_table_of_all_kernels():
+def test_table_of_all_kernels():
     result = run("--codec", "int8")
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
@@ -105,7 +105,7 @@ def test_a_table_of_all_kernels():
 @pytest.mark.parametrize(
     ("arch", "used"), [("sm_80", "HMMA"), ("sm_90", "HGMMA"), ("sm_100", "UTCHMMA")]
 )
-def test_a_matmul_that_encodes(arch, used):
+def test_matmul_that_encodes(arch, used):
     made = data("--codec", "int8", "--kernel", "matmul_encode", "--arch", arch)
     assert set(made["tensor"]) == {used}
     assert made["spills"] == 0
@@ -239,7 +239,7 @@ def places(kind: str, algorithm: str, spec: str) -> list[Place]:
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
-def test_a_two_shot_has_three_kernels():
+def test_two_shot_has_three_kernels():
     int8 = codec("int8")
     first, middle, last = places("all_reduce", "two_shot", "int8")
     assert first.chain.steps == (Encode(int8),)
@@ -272,7 +272,7 @@ def test_moved_values_keep_their_transform():
     assert last.numel == NUMEL
 
 
-def test_a_ring_adds_at_every_hop():
+def test_ring_adds_at_every_hop():
     int8 = codec("int8")
     first, hop, last = places("all_reduce", "ring", "int8")
     assert hop.chain.steps == (Decode(int8, BF16), Add(FP32), Encode(int8))
@@ -353,7 +353,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.every
-def test_the_kernels_of_a_site(folder):
+def test_kernels_of_a_site(folder):
     made = data("--dump", folder, "--site", "all_reduce_1")
     assert [one["kernel"] for one in made] == ["encode", "decode+sum+encode", "decode"]
     assert [one["places"] for one in made] == [2, 2, 2]

@@ -174,7 +174,7 @@ def test_exponent_sums_are_exact_in_float32_order(name, monkeypatch):
 
 
 @pytest.mark.parametrize("codec", ["int8", "exponent"])
-def test_a_rank_that_sends_even_parts_and_receives_others_does_as_its_peers(codec, monkeypatch):
+def test_rank_that_sends_even_parts_and_receives_others_does_as_its_peers(codec, monkeypatch):
     sent = [(2, 2, 2), (1, 2, 3), (4, 2, 0)]
     generator = torch.Generator().manual_seed(9)
     values = [torch.randn(sum(some), 3, generator=generator) for some in sent]

@@ -31,7 +31,7 @@ def written(folder, dumps, name: str = "run-1"):
     return folder
 
 
-def test_a_line_for_each_pattern_whatever_the_number_of_graphs(tmp_path):
+def test_line_for_each_pattern_whatever_the_number_of_graphs(tmp_path):
     text = run("explain", written(tmp_path, doors(12))).stdout
     assert "all 24 graphs: 24 sites" in text
     assert "graphs 0-11: forward, one exchange each" in text

@@ -111,7 +111,7 @@ def test_any_size_comes_back_and_what_is_not_finite_stays_so(numel, dtype, optio
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_the_largest_numbers_and_zeros_come_back(dtype):
+def test_largest_numbers_and_zeros_come_back(dtype):
     limit = torch.finfo(dtype).max
     x = torch.zeros(6, 128, dtype=dtype)
     x[1], x[2, ::2] = limit, -limit

@@ -41,7 +41,7 @@ def test_two_break_different_things():
     assert len({*texts}) == len({mutant.sentence for mutant in EVERY}) == len(EVERY)
 
 
-def test_a_patch_without_a_header_is_refused(tmp_path, monkeypatch):
+def test_patch_without_a_header_is_refused(tmp_path, monkeypatch):
     (tmp_path / "nameless.patch").write_text("diff --git a/x b/x\n--- a/x\n+++ b/x\n")
     monkeypatch.setattr("mutants.FOLDER", tmp_path)
     with pytest.raises(ValueError, match=r"nameless\.patch: must begin with a sentence"):

@@ -68,7 +68,7 @@ def test_code_of_torchs_own_tells_nothing(recorder):
     assert recorder.found == [origin.UNKNOWN]
 
 
-def test_a_graph_by_hand_is_known_by_its_operators():
+def test_graph_by_hand_is_known_by_its_operators():
     def graph_of(function):
         return torch.fx.symbolic_trace(function)
 

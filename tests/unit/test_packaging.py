@@ -12,7 +12,7 @@ ROOT = Path(commpass.__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-def test_the_license_is_there_in_full():
+def test_license_is_there_in_full():
     assert PROJECT["license"] == "Apache-2.0"
     (name,) = PROJECT["license-files"]
     text = (ROOT / name).read_text()
@@ -21,7 +21,7 @@ def test_the_license_is_there_in_full():
     assert not any(each.startswith("License ::") for each in PROJECT["classifiers"])
 
 
-def test_the_package_is_typed_and_says_for_which_pythons():
+def test_package_is_typed_and_says_for_which_pythons():
     assert (ROOT / "commpass" / "py.typed").is_file()
     assert "Typing :: Typed" in PROJECT["classifiers"]
     found = re.findall(r":: (3\.\d+)", " ".join(PROJECT["classifiers"]))
@@ -29,7 +29,7 @@ def test_the_package_is_typed_and_says_for_which_pythons():
     assert PROJECT["requires-python"] == f">={found[0]}"
 
 
-def test_the_changelog_begins_with_this_version():
+def test_changelog_begins_with_this_version():
     text = (ROOT / "CHANGELOG.md").read_text()
     versions = re.findall(r"^## \[(.+?)\]", text, re.MULTILINE)
     assert next(each for each in versions if each != "Unreleased") == PROJECT["version"]

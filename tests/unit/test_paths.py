@@ -232,7 +232,7 @@ def test_paths_are_those_of_the_model_without_what_wraps_it_in_forward_and_backw
     assert set(backward) == set(expected)
 
 
-def test_a_block_that_is_compiled_and_called_by_itself_has_the_path_that_apply_policy_saw():
+def test_block_that_is_compiled_and_called_by_itself_has_the_path_that_apply_policy_saw():
     model = Net()
     run = compiled(model.layers[1])
     forward, *_ = step(run)
@@ -243,7 +243,7 @@ def test_a_block_that_is_compiled_and_called_by_itself_has_the_path_that_apply_p
 
 
 @pytest.mark.every
-def test_a_rule_for_all_blocks_reaches_blocks_that_are_compiled_one_by_one():
+def test_rule_for_all_blocks_reaches_blocks_that_are_compiled_one_by_one():
     policy = Policy(rules=[Rule(module="layers.*.mlp", codec="int8", force=True)])
     model, chosen = Net(), commpass.backend(policy, inner="aot_eager", strict=True)
     for layer in model.layers:
@@ -336,7 +336,7 @@ def test_words_go_on_modules_by_the_names_that_rules_see(wrapper):
     assert "keep" in sites["layers.1.mlp"]
 
 
-def test_a_pattern_with_a_wrappers_name_is_refused_with_the_name_without():
+def test_pattern_with_a_wrappers_name_is_refused_with_the_name_without():
     with pytest.raises(PolicyError) as error:
         commpass.apply_policy(compiled(Net()), {"_orig_mod.head": "int8"})
     assert "did you mean 'head'?" in str(error.value)
@@ -355,7 +355,7 @@ class Tied(nn.Module):
 
 
 @pytest.mark.parametrize("name", ["first", "second"])
-def test_a_tied_module_takes_a_word_under_each_of_its_names(name):
+def test_tied_module_takes_a_word_under_each_of_its_names(name):
     forward, backward = step(compiled(commpass.apply_policy(Tied(), {name: "int8"})))
     assert all("int8" in site.word for plan in (forward, backward) for site in plan)
     assert len(forward.sites) == 2
@@ -401,7 +401,7 @@ def with_odd_names() -> nn.Module:
 
 
 @pytest.mark.parametrize("keeps", [False, True])
-def test_a_module_may_be_called_anything_and_rules_find_it(keeps):
+def test_module_may_be_called_anything_and_rules_find_it(keeps):
     rule = Rule(keep=True) if keeps else Rule(codec="int8", force=True)
     policy = Policy(codecs=("int8",), max_error=0.1, rules=[rule])
     backend = commpass.backend(policy, inner="aot_eager", profile=commpass.ethernet(0.01))
@@ -411,7 +411,7 @@ def test_a_module_may_be_called_anything_and_rules_find_it(keeps):
     assert {site.codec for site in sites} == {"none" if keeps else "int8"}
 
 
-def test_a_rule_and_a_word_name_one_of_them():
+def test_rule_and_a_word_name_one_of_them():
     for name in ODD:
         if "*" not in name:
             model = commpass.apply_policy(with_odd_names(), {name: commpass.keep()})

@@ -41,7 +41,7 @@ def plan(*sites, direction: str = "forward") -> Plan:
         ("h.3", "h.*"),
     ],
 )
-def test_a_number_is_one_where_it_is_a_whole_part_of_a_path(path, pattern):
+def test_number_is_one_where_it_is_a_whole_part_of_a_path(path, pattern):
     assert without_numbers(path) == pattern
 
 

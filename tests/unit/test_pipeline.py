@@ -65,7 +65,7 @@ def test_both_ends_decide_alike(fake_group, policy, direction, profile):
         assert sent.wire_bytes == sent.bytes == 4 * 512 * 1024 * 4
 
 
-def test_the_preset_has_a_codec_for_each_direction(fake_group):
+def test_preset_has_a_codec_for_each_direction(fake_group):
     fake_group(2)
     forward, backward = decide("tahquant", line(), line(direction="backward"))
     assert forward.codec == "tahquant"
@@ -227,7 +227,7 @@ def test_bad_input_is_refused(fake_group):
     refused(PolicyError, lambda: compress_pipeline(has_run, "off"), "before the first step")
 
 
-def test_a_torch_with_other_stages_is_refused(fake_group, monkeypatch):
+def test_torch_with_other_stages_is_refused(fake_group, monkeypatch):
     fake_group(2)
     from torch.distributed.pipelining.stage import _PipelineStageBase
 

@@ -168,7 +168,7 @@ def sizes(site: PlannedSite) -> tuple[int | str, ...]:
 
 @tried
 @given(PLANS)
-def test_a_plan_comes_back_from_json_as_it_was(one):
+def test_plan_comes_back_from_json_as_it_was(one):
     back = Plan.from_json(one.to_json())
     assert back == one
     assert back.digest() == one.digest()
@@ -180,7 +180,7 @@ def test_a_plan_comes_back_from_json_as_it_was(one):
     assert diff(one, back, [field.name for field in dataclasses.fields(PlannedSite)]) == []
 
 
-def test_the_json_of_a_plan_names_what_the_design_names():
+def test_json_of_a_plan_names_what_the_design_names():
     (site,) = json.loads(plan(planned()).to_json())["sites"]
     named = """name kind reduce_op group_size dtype shape bytes module direction codec algorithm
     chunks fused wire_bytes plain_us predicted_us reason"""
@@ -195,24 +195,24 @@ def test_objects_other_than_plans_are_refused(text):
 
 
 @pytest.mark.parametrize("cut", [0.1, 0.5, 0.99])
-def test_a_plan_cut_short_is_refused(cut):
+def test_plan_cut_short_is_refused(cut):
     text = plan(planned()).to_json()
     with pytest.raises(msgspec.DecodeError):
         Plan.from_json(text[: int(len(text) * cut)])
 
 
-def test_a_shape_of_another_type_is_refused():
+def test_shape_of_another_type_is_refused():
     with pytest.raises(msgspec.ValidationError, match="shape"):
         Plan.from_json(plan(planned()).to_json().replace('"s0"', "0.5"))
 
 
-def test_a_size_as_text_is_dynamic():
+def test_size_as_text_is_dynamic():
     assert planned().dynamic
     assert not planned(shape=(3, 4096)).dynamic
     assert not planned(shape=()).dynamic
 
 
-def test_the_summary_of_a_model_says_what_it_could_not_count():
+def test_summary_of_a_model_says_what_it_could_not_count():
     summary = Summary(Policy())
     summary.add(plan(planned(), planned(bytes=-1, wire_bytes=-1)), trained=True)
     assert (
@@ -287,7 +287,7 @@ def test_each_field_of_a_site_is_agreed_or_free():
 
 
 @pytest.mark.parametrize("field", OTHER)
-def test_a_digest_differs_if_an_agreed_field_does(field):
+def test_digest_differs_if_an_agreed_field_does(field):
     changed, agreed = planned("b", **{field: OTHER[field]}), AGREED_AS.get(field, field)
     one, other = plan(planned("a"), planned("b")), plan(planned("a"), changed)
     assert one.digest() != other.digest()
@@ -324,7 +324,7 @@ def test_first_dimensions_may_differ_between_ranks_in_an_all_to_all_with_splits_
         ]
 
 
-def test_the_other_dimensions_are_agreed_in_an_all_to_all_with_splits_too():
+def test_other_dimensions_are_agreed_in_an_all_to_all_with_splits_too():
     assert plan(exchanged(7)).digest() != plan(exchanged(7, 4095)).digest()
     assert plan(exchanged(7)).digest() != plan(exchanged(7, splits=None)).digest()
     assert diff(plan(exchanged(7)), plan(exchanged(9, 4095))) == [
@@ -365,20 +365,20 @@ def test_ranks_take_an_uneven_exchange_for_one_of_1024_entries_from_each_to_each
 
 
 @pytest.mark.parametrize("field", FREE)
-def test_a_digest_is_the_same_whatever_ranks_may_differ_in(field):
+def test_digest_is_the_same_whatever_ranks_may_differ_in(field):
     assert plan(planned()).digest() == plan(planned(**{field: FREE[field]})).digest()
 
 
-def test_a_digest_differs_if_the_direction_of_the_graph_does():
+def test_digest_differs_if_the_direction_of_the_graph_does():
     assert plan(planned()).digest() != plan(planned(), direction="backward").digest()
 
 
 @pytest.mark.parametrize("field", ["graph", "policy", "profile"])
-def test_a_digest_is_of_what_is_done_not_of_how_it_is_called(field):
+def test_digest_is_of_what_is_done_not_of_how_it_is_called(field):
     assert plan(planned()).digest() == plan(planned(), **{field: "other"}).digest()
 
 
-def test_a_fallback_is_part_of_a_digest_but_its_words_are_not():
+def test_fallback_is_part_of_a_digest_but_its_words_are_not():
     done, failed, otherwise = (
         plan(planned()),
         plan(planned(), fallback="rewrite failed"),
@@ -388,7 +388,7 @@ def test_a_fallback_is_part_of_a_digest_but_its_words_are_not():
     assert failed.digest() == otherwise.digest()
 
 
-def test_a_digest_is_of_what_algebra_did_moved_and_merged_but_not_of_names():
+def test_digest_is_of_what_algebra_did_moved_and_merged_but_not_of_names():
     done = {
         "rule": "sum of sums",
         "site": "all_reduce_1",
@@ -411,7 +411,7 @@ def test_a_digest_is_of_what_algebra_did_moved_and_merged_but_not_of_names():
     assert one.digest() == elsewhere.digest()
 
 
-def test_a_digest_is_of_which_sites_were_grouped_but_not_of_their_names():
+def test_digest_is_of_which_sites_were_grouped_but_not_of_their_names():
     done = {
         "sites": ("a", "b"),
         "modules": ("x", "x"),
@@ -430,7 +430,7 @@ def test_a_digest_is_of_which_sites_were_grouped_but_not_of_their_names():
     assert one.digest() == elsewhere.digest()
 
 
-def test_a_digest_is_of_the_rows_of_a_split_but_not_of_why():
+def test_digest_is_of_the_rows_of_a_split_but_not_of_why():
     done = {"site": "all_reduce", "into": ("a", "b"), "rows": (64, 64), "through": ("mm",)}
     one, other, told = (
         plan(planned(), split=(Split(**done | changes),))
@@ -476,7 +476,7 @@ def test_plans_have_one_digest_if_and_only_if_they_decide_the_same(one, data):
     assert (one.digest() == other.digest()) == same
 
 
-def test_a_digest_is_16_hexadecimal_digits():
+def test_digest_is_16_hexadecimal_digits():
     assert re.fullmatch("[0-9a-f]{16}", plan(planned()).digest())
 
 
@@ -488,7 +488,7 @@ def test_equal_plans_have_no_difference():
     assert diff(plan(), plan()) == []
 
 
-def test_a_difference_lists_every_field_of_every_site_that_differs_and_no_other():
+def test_difference_lists_every_field_of_every_site_that_differs_and_no_other():
     left = plan(planned("a"), planned("b"), planned("c"))
     right = plan(
         planned("a", codec="int4", chunks=2),
@@ -504,7 +504,7 @@ def test_a_difference_lists_every_field_of_every_site_that_differs_and_no_other(
     assert diff(left, right, []) == []
 
 
-def test_a_site_that_only_one_plan_has_is_one_difference():
+def test_site_that_only_one_plan_has_is_one_difference():
     left, right = (
         plan(planned("a"), planned("b")),
         plan(planned("b"), planned("c", kind="all_gather")),
@@ -519,13 +519,13 @@ def test_a_site_that_only_one_plan_has_is_one_difference():
     ]
 
 
-def test_a_fallback_on_one_side_is_a_difference():
+def test_fallback_on_one_side_is_a_difference():
     left, right = plan(planned()), plan(planned(), fallback="rewrite failed")
     assert diff(left, right) == [Difference("(graph)", "fallback", "", "rewrite failed")]
     assert diff(right, plan(planned(), fallback="verify failed")) == []
 
 
-def test_a_difference_says_what_both_sides_say():
+def test_difference_says_what_both_sides_say():
     assert (
         str(Difference("a", "codec", "int8", "int4"))
         == "a: codec is 'int8' in the first and 'int4' in the second"
@@ -552,7 +552,7 @@ def test_plans_with_different_digests_have_a_difference_to_show(what):
     assert diff(left, right)
 
 
-def test_the_part_of_a_group_has_its_sites_in_order_and_all_else():
+def test_part_of_a_group_has_its_sites_in_order_and_all_else():
     whole = plan(
         planned("a", group="1"), planned("b", group="2"), planned("c", group="1"), fallback="failed"
     )
@@ -591,7 +591,7 @@ def dump(run: str = "one", direction: str = "forward", **changes) -> Dump:
     )
 
 
-def test_a_dump_is_read_as_it_was_written(tmp_path):
+def test_dump_is_read_as_it_was_written(tmp_path):
     one = dump(
         policy={"name": "custom", "codecs": ["int8"]},
         profile={"margin": 0.1},
@@ -627,7 +627,7 @@ def test_each_dump_takes_the_next_number_whatever_its_direction(tmp_path):
     assert dumps.files(tmp_path) == paths
 
 
-def test_the_next_number_is_one_above_the_largest_there_is(tmp_path):
+def test_next_number_is_one_above_the_largest_there_is(tmp_path):
     for name in (
         "0041-forward.json",
         "0007-backward.json",
@@ -708,7 +708,7 @@ def test_writers_at_the_same_time_take_different_numbers_and_lose_nothing(
     assert sorted(tmp_path.iterdir()) == sorted(paths)
 
 
-def test_a_dump_that_does_not_fit_leaves_nothing_behind(tmp_path):
+def test_dump_that_does_not_fit_leaves_nothing_behind(tmp_path):
     dumps.write(tmp_path, dump())
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(
@@ -723,7 +723,7 @@ def test_a_dump_that_does_not_fit_leaves_nothing_behind(tmp_path):
     assert dumps.write(tmp_path, dump()).name == "0001-forward.json"
 
 
-def test_the_newest_run_of_a_folder_is_read_unless_another_is_named(tmp_path):
+def test_newest_run_of_a_folder_is_read_unless_another_is_named(tmp_path):
     for run, direction in (
         ("old", "forward"),
         ("old", "backward"),
@@ -741,7 +741,7 @@ def test_the_newest_run_of_a_folder_is_read_unless_another_is_named(tmp_path):
     assert [one.number for one in dumps.read_run(tmp_path / "0003-forward.json")] == [3]
 
 
-def test_a_run_that_is_not_there_is_refused_with_those_that_are(tmp_path):
+def test_run_that_is_not_there_is_refused_with_those_that_are(tmp_path):
     dumps.write(tmp_path, dump("3f2a90b1"))
     with pytest.raises(DumpError, match=r"3f2a90b2.*did you mean '3f2a90b1'"):
         dumps.read_run(tmp_path, "3f2a90b2")
@@ -772,7 +772,7 @@ SPOILT = {
 
 
 @pytest.mark.parametrize("what", SPOILT)
-def test_a_file_that_is_no_dump_of_ours_is_refused_with_its_name_and_what_is_wrong(what, tmp_path):
+def test_file_that_is_no_dump_of_ours_is_refused_with_its_name_and_what_is_wrong(what, tmp_path):
     spoil, said = SPOILT[what]
     path = dumps.write(tmp_path, dump())
     text = path.read_text()
@@ -792,7 +792,7 @@ IMPOSSIBLE = {
 
 
 @pytest.mark.parametrize("what", IMPOSSIBLE)
-def test_a_site_that_cannot_be_is_refused_with_its_place(what, tmp_path):
+def test_site_that_cannot_be_is_refused_with_its_place(what, tmp_path):
     changes, said = IMPOSSIBLE[what]
     spoilt = dataclasses.replace(planned("a"), **changes)
     with pytest.raises(DumpError, match=said):
@@ -801,7 +801,7 @@ def test_a_site_that_cannot_be_is_refused_with_its_place(what, tmp_path):
     dumps.read(dumps.write(tmp_path, dataclasses.replace(dump(), plan=plan(unknown))))
 
 
-def test_a_plan_has_a_length_and_shows_itself_in_one_line():
+def test_plan_has_a_length_and_shows_itself_in_one_line():
     sites = [planned("a", codec="int8"), planned("b", codec=NONE), planned("c", codec=NONE)]
     one = plan(*sites, graph="7", direction="backward", policy="mine", profile="ethernet-1g")
     assert len(one) == len(list(one)) == 3
@@ -812,6 +812,6 @@ def test_a_plan_has_a_length_and_shows_itself_in_one_line():
     assert repr(given_up).endswith(", 1 site, fallback 'pass fuse failed:\\nKeyError'>")
 
 
-def test_a_plan_without_sites_is_a_plan_all_the_same():
+def test_plan_without_sites_is_a_plan_all_the_same():
     assert len(plan()) == 0
     assert plan()

@@ -105,7 +105,7 @@ COVERED = [
 
 
 @pytest.mark.parametrize(("glob", "path", "covered"), COVERED)
-def test_a_glob_covers_a_module_and_all_that_is_inside(glob, path, covered):
+def test_glob_covers_a_module_and_all_that_is_inside(glob, path, covered):
     assert covers(glob, path) is covered
 
 
@@ -157,7 +157,7 @@ MATCHED = [
 
 
 @pytest.mark.parametrize(("rule", "matched"), MATCHED, ids=str)
-def test_a_rule_matches_by_module_kind_direction_group_and_size_together(rule, matched):
+def test_rule_matches_by_module_kind_direction_group_and_size_together(rule, matched):
     assert rule.matches(site()) is matched
     assert terms(Policy(rules=[dataclasses.replace(rule, codec="int8")])).codecs == (
         ("int8",) if matched else ()
@@ -177,7 +177,7 @@ UNEVEN = {
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("what", UNEVEN)
-def test_a_least_size_is_compared_with_what_all_ranks_take_an_uneven_exchange_for(what, dtype):
+def test_least_size_is_compared_with_what_all_ranks_take_an_uneven_exchange_for(what, dtype):
     """Law 5: a rule that covered it on one rank only would make plans differ."""
     splits, width = UNEVEN[what], 24
     known = isinstance(splits[0][0], int)
@@ -199,13 +199,13 @@ def test_a_least_size_is_compared_with_what_all_ranks_take_an_uneven_exchange_fo
     assert not Rule(min_bytes=4097).matches(alike)
 
 
-def test_a_group_without_a_label_is_matched_by_its_name():
+def test_group_without_a_label_is_matched_by_its_name():
     rule = Rule(group="17", codec="int8")
     assert rule.matches(site(group_label=""))
     assert not Rule(group="tp", codec="int8").matches(site(group_label=""))
 
 
-def test_the_first_rule_that_matches_counts_and_is_named():
+def test_first_rule_that_matches_counts_and_is_named():
     policy = Policy(
         rules=[
             Rule(module="layers.0", codec="fp8"),
@@ -236,7 +236,7 @@ def test_the_first_rule_that_matches_counts_and_is_named():
         ),
     ],
 )
-def test_a_reason_shows_what_the_rule_is_about(rule, source):
+def test_reason_shows_what_the_rule_is_about(rule, source):
     assert terms(Policy(rules=[rule])).source == source
 
 
@@ -266,7 +266,7 @@ OVER = [
 
 
 @pytest.mark.parametrize(("policy", "word", "who"), OVER)
-def test_a_codec_above_the_budget_has_the_reason_whose_budget_that_is(policy, word, who):
+def test_codec_above_the_budget_has_the_reason_whose_budget_that_is(policy, word, who):
     (planned,) = decide(
         [dataclasses.replace(site(word=word), reduce_op="sum")], policy, Profile("p", Link(1, 1))
     )
@@ -284,7 +284,7 @@ def test_source_of_a_rule_does_not_make_sites_differ():
     assert one.allow_like(other)
 
 
-def test_a_site_that_no_rule_covers_is_the_policys():
+def test_site_that_no_rule_covers_is_the_policys():
     policy = Policy(
         name="mine",
         codecs="int8",
@@ -331,7 +331,7 @@ def test_policy_fills_in_what_annotations_and_rules_leave_open(said, changed):
         assert {field: getattr(found, field) for field in expected} == expected
 
 
-def test_a_word_in_the_model_beats_every_rule():
+def test_word_in_the_model_beats_every_rule():
     policy = Policy(
         codecs="fp8", rules=[Rule(codec="int8", force=True, max_error=0.5), Rule(keep=True)]
     )
@@ -367,7 +367,7 @@ def test_off_ignores_words_and_rules():
         assert "off" in found.source
 
 
-def test_a_rule_as_text_shows_what_was_said_and_no_more():
+def test_rule_as_text_shows_what_was_said_and_no_more():
     assert (
         str(Rule(module="layers.*", codec="int8", min_bytes=3))
         == "Rule(codec=('int8',), module='layers.*', min_bytes=3)"
@@ -402,7 +402,7 @@ WORDS = st.one_of(
 
 @tried
 @given(WORDS)
-def test_a_word_goes_out_as_json_and_comes_back(word):
+def test_word_goes_out_as_json_and_comes_back(word):
     assert Annotation.from_json(word.to_json()) == word
     assert Annotation.from_json(word.to_json()).to_json() == word.to_json()
 
@@ -494,14 +494,14 @@ def test_nothing_above_the_budget_of_a_preset_is_ever_chosen_whatever_the_ranks(
         assert exact <= preset.max_error + 1e-6
 
 
-def test_a_ring_is_within_the_budget_of_a_preset_on_few_ranks_and_above_it_on_many():
+def test_ring_is_within_the_budget_of_a_preset_on_few_ranks_and_above_it_on_many():
     ring = algorithm("all_reduce", "ring")
     assert (
         ring.error(codec("int8"), 2) < PRESETS["balanced"].max_error < ring.error(codec("int8"), 64)
     )
 
 
-def test_a_policy_is_taken_as_it_is():
+def test_policy_is_taken_as_it_is():
     policy = Policy(codecs="int8")
     assert policy_named(policy) is policy
 
@@ -683,7 +683,7 @@ def toml(tmp_path):
     return write
 
 
-def test_a_file_holds_all_that_a_policy_can_say(toml):
+def test_file_holds_all_that_a_policy_can_say(toml):
     path = toml("""
 codecs = ["fp8", "int8(block=64)"]
 algorithms = "two_shot"
@@ -730,13 +730,13 @@ keep = true
     assert policy_named(str(path)) == Policy.from_toml(str(path)) == Policy.from_toml(path)
 
 
-def test_an_empty_file_is_a_policy_that_leaves_all_alone(toml):
+def test_empty_file_is_a_policy_that_leaves_all_alone(toml):
     assert Policy.from_toml(toml("")) == Policy(name="mine")
     assert Policy.from_toml(toml("# nothing\r\n\r\n")) == Policy(name="mine")
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_is_where_a_file_may_start(name, toml):
+def test_preset_is_where_a_file_may_start(name, toml):
     assert Policy.from_toml(toml(f'preset = "{name}"')) == dataclasses.replace(
         PRESETS[name], name="mine"
     )
@@ -926,7 +926,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_an_error_in_a_file_names_the_file_the_line_and_what_was_expected(what, toml):
+def test_error_in_a_file_names_the_file_the_line_and_what_was_expected(what, toml):
     text, line, parts = BAD[what]
     path = toml(text)
     with pytest.raises(PolicyError) as error:
@@ -944,13 +944,13 @@ def test_an_error_in_a_file_names_the_file_the_line_and_what_was_expected(what, 
     ("raw", "part"),
     [(b'codecs = "\xff\xfe"', "UTF-8"), ("codecs = 'ü'".encode("latin-1"), "UTF-8")],
 )
-def test_a_file_that_is_not_utf_8_is_named(raw, part, toml):
+def test_file_that_is_not_utf_8_is_named(raw, part, toml):
     with pytest.raises(PolicyError, match=part) as error:
         Policy.from_toml(toml(raw))
     assert "mine.toml" in str(error.value)
 
 
-def test_a_file_that_is_missing_or_cannot_be_read_is_named(tmp_path):
+def test_file_that_is_missing_or_cannot_be_read_is_named(tmp_path):
     with pytest.raises(PolicyError, match=r"none\.toml.*No such file"):
         policy_named(str(tmp_path / "none.toml"))
     with pytest.raises(PolicyError, match="cannot be read"):
@@ -1003,7 +1003,7 @@ def test_values_of_a_wrong_type_are_refused_by_name(make, part):
         ),
     ],
 )
-def test_an_error_in_an_inline_rule_names_its_line(tmp_path, text, line):
+def test_error_in_an_inline_rule_names_its_line(tmp_path, text, line):
     file = tmp_path / "policy.toml"
     file.write_text(text)
     with pytest.raises(PolicyError, match=f"policy.toml:{line}: "):
@@ -1021,7 +1021,7 @@ def test_chunks_in_a_file_are_those_of_python(toml):
     assert Annotation.from_json(Annotation(chunks=4).to_json()).chunks == 4
 
 
-def test_a_rule_that_only_says_how_does_not_answer_for_the_codec():
+def test_rule_that_only_says_how_does_not_answer_for_the_codec():
     policy = Policy(name="mine", codecs="int8", rules=[Rule(rows=4, kind="all_reduce")])
     found = terms(policy)
     assert (found.source, found.split) == ("policy 'mine'", "rule 1 (kind='all_reduce')")
@@ -1029,7 +1029,7 @@ def test_a_rule_that_only_says_how_does_not_answer_for_the_codec():
     assert (found.source, found.split) == ("rule 1 (module='**')", "policy 'mine'")
 
 
-def test_a_preset_with_something_changed():
+def test_preset_with_something_changed():
     rule = Rule(kind="all_reduce", rows=4)
     changed = Policy.from_preset("balanced", rules=[rule], max_error=0.01)
     assert (changed.codecs, changed.name) == (PRESETS["balanced"].codecs, "balanced, changed")
@@ -1042,7 +1042,7 @@ def test_a_preset_with_something_changed():
         Policy.from_preset("balanced", max_eror=0.1)
 
 
-def test_a_pass_that_does_not_exist_is_refused_where_it_is_written(tmp_path):
+def test_pass_that_does_not_exist_is_refused_where_it_is_written(tmp_path):
     assert tuple(each.name for each in PASSES) == PASS_NAMES
     with pytest.raises(PolicyError, match="no pass 'chunks'; did you mean 'chunk'"):
         Policy(skip="chunks")

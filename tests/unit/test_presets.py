@@ -104,7 +104,7 @@ def test_each_paper_has_a_preset_by_its_name():
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", TOUCHED)
-def test_a_preset_compresses_what_its_paper_does_and_nothing_else(name, kind, direction):
+def test_preset_compresses_what_its_paper_does_and_nothing_else(name, kind, direction):
     found = planned(name, kind, direction, profile=profile_of(name, kind))
     directions, spec, algorithms = TOUCHED[name].get(kind, ((), NONE, {NONE}))
     if name in BACK and directions and direction == "backward":
@@ -130,7 +130,7 @@ def test_nothing_is_forced_what_would_lose_is_left_alone(name, kind):
 
 
 @pytest.mark.parametrize("name", [name for name, kinds in TOUCHED.items() if kinds])
-def test_a_preset_has_room_in_its_budget_for_what_it_names_and_little_more(name):
+def test_preset_has_room_in_its_budget_for_what_it_names_and_little_more(name):
     preset = PRESETS[name]
     errors = []
     for kind, (_, spec, names) in TOUCHED[name].items():
@@ -150,7 +150,7 @@ def test_a_preset_has_room_in_its_budget_for_what_it_names_and_little_more(name)
         assert preset.max_error / 2 < max(errors) <= preset.max_error
 
 
-def test_an_all_reduce_without_loss_is_left_alone_over_gloo():
+def test_all_reduce_without_loss_is_left_alone_over_gloo():
     """Its exchanges take twice what the link needs, which is more than ZipCCL saves."""
     found = planned("zipccl", "all_reduce")
     assert not found.compressed
@@ -195,7 +195,7 @@ def toml(tmp_path):
 
 
 @pytest.mark.parametrize("name", TOUCHED)
-def test_a_file_that_starts_from_a_preset_decides_as_it(name, toml):
+def test_file_that_starts_from_a_preset_decides_as_it(name, toml):
     policy = policy_named(toml(f'preset = "{name}"\n'))
     for kind in KINDS:
         for direction in DIRECTIONS:
@@ -212,7 +212,7 @@ def test_rules_of_a_file_come_before_those_of_its_preset(toml):
     assert "group='dp'" in kept.reason
 
 
-def test_a_rule_may_be_about_several_kinds_in_a_file_too(toml):
+def test_rule_may_be_about_several_kinds_in_a_file_too(toml):
     rule = Rule(kind=["send", "recv"], codec="int8")
     assert rule == Rule(kind=("send", "recv"), codec="int8")
     assert rule.kinds == ("send", "recv")
@@ -243,7 +243,7 @@ def test_unknown_presets_are_refused_with_the_nearest(make, parts):
         assert part in str(error.value)
 
 
-def test_a_rule_of_several_kinds_that_matched_nothing_says_what_there_is():
+def test_rule_of_several_kinds_that_matched_nothing_says_what_there_is():
     policy = dataclasses.replace(PRESETS["tahquant"], name="ours")
     plan = commpass.plan.Plan(
         graph="0",
@@ -357,7 +357,7 @@ def traced(function, name):
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize(("name", "touched", "direction", "left", "other"), GRAPHS)
-def test_a_graph_is_rewritten_where_the_paper_compresses_and_nowhere_else(
+def test_graph_is_rewritten_where_the_paper_compresses_and_nowhere_else(
     name, touched, direction, left, other, fake_group
 ):
     fake_group(2)
@@ -402,7 +402,7 @@ values, which the fake group has none of."""
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", COMPILED)
-def test_a_model_compiles_with_the_preset(name, fake_group):
+def test_model_compiles_with_the_preset(name, fake_group):
     fake_group(2)
     torch._dynamo.reset()
     seen = len(commpass.plans())
@@ -440,7 +440,7 @@ ROW = re.compile(
 MEASURED = {name + more: row for name, more, *row in ROW.findall(DOCS)}
 
 
-def test_the_table_has_every_codec_that_is_compared():
+def test_table_has_every_codec_that_is_compared():
     known = {row.codec for row in benchmark().COMPARED} | {"rotated", "rotated(bits=4)"}
     assert set(MEASURED) == known - {"exponent(planes=3)"}  # that loses nothing
 

@@ -39,7 +39,7 @@ def exchanges(spec: str, profile: Profile = PROFILE, *, by_messages: bool = Fals
     return [*rows, finished_us(tasks)]
 
 
-def test_a_hop_inside_a_host_takes_its_link_and_one_between_hosts_their_port():
+def test_hop_inside_a_host_takes_its_link_and_one_between_hosts_their_port():
     """7 messages of 8 shards inside; 7 of a shard between hosts, from all 8 ranks by one port; then
     a ring of shards, of which one rank of a host sends by its port."""
     shard_us = SHARD * 4 / 1e3
@@ -87,7 +87,7 @@ PARTS = [
 
 
 @pytest.mark.parametrize("reach", [BLOCK, STRIDE])
-def test_the_bytes_that_leave_a_host_are_those_of_its_messages(reach):
+def test_bytes_that_leave_a_host_are_those_of_its_messages(reach):
     for on_host, hosts, size in PARTS:
         check_leaving(on_host, hosts, size, reach)
 
@@ -119,7 +119,7 @@ def check_leaving(on_host: int, hosts: int, size: int, reach: str) -> None:
         ([], [], ALL),
     ],
 )
-def test_whom_an_exchange_reaches(to, source, reach):
+def test_exchange_reaches(to, source, reach):
     sent, received = ([int(rank in some) for rank in range(12)] for some in (to, source))
     found = all_to_all(100 * sum(sent), sent, received, 5, by_messages=False)
     away = len(set(to) - {5})
@@ -146,6 +146,6 @@ def test_parts_of_other_kernels_take_no_time(role):
     assert of_group(PROFILE).task(Stage(role=role, values=1 << 20)).us == 0.0
 
 
-def test_a_group_whose_labels_are_not_known_has_the_links_of_any_label():
+def test_group_whose_labels_are_not_known_has_the_links_of_any_label():
     profile = Profile("p", Link(1.0, 1.0), links={"*": Link(7.0, 1.0)})
     assert prices(profile, 4, []).link == prices(profile, 4, [""]).link == Link(7.0, 1.0)

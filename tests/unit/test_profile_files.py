@@ -56,7 +56,7 @@ def test_profile_written_comes_back(path):
     assert [each.name for each in path.parent.iterdir()] == ["cluster.json"]
 
 
-def test_the_digest_is_that_of_the_numbers_and_not_of_the_name(path):
+def test_digest_is_that_of_the_numbers_and_not_of_the_name(path):
     profile = file().profile
     assert digest(profile) == digest(dataclasses.replace(profile, name="other"))
     assert digest(profile) == digest(read(path).profile)
@@ -90,7 +90,7 @@ def test_damaged_files_say_what_is_wrong(path, change, said):
     assert str(path) in str(error.value)
 
 
-def test_a_file_that_is_not_there(tmp_path):
+def test_file_that_is_not_there(tmp_path):
     with pytest.raises(ProfileError, match=r"none\.json: cannot be read: No such file"):
         profile_from(tmp_path / "none.json")
     with pytest.raises(ProfileError, match=r"\.json or a \.toml"):
@@ -140,7 +140,7 @@ def test_numbers_of_ones_own(tmp_path):
     assert found.kernels.rates["rotated"] == base.kernels.rates["rotated"]
 
 
-def test_the_least_that_a_file_can_say(tmp_path):
+def test_least_that_a_file_can_say(tmp_path):
     found = profile_from(toml(tmp_path, "[link]\nalpha_us = 5\ngbytes_per_s = 12.5\n"))
     assert found == Profile("cluster", Link(5, 12.5))
 
@@ -176,14 +176,14 @@ def test_errors_name_file_and_line(tmp_path, text, line, said):
 
 
 @pytest.mark.parametrize("name", INTERCONNECTS)
-def test_a_link_by_name_is_what_its_maker_states_less_a_share(name):
+def test_link_by_name_is_what_its_maker_states_less_a_share(name):
     found = profile_from(name)
     assert found.link.gbytes_per_s == pytest.approx(INTERCONNECTS[name].gbytes_per_s * 0.8)
     assert INTERCONNECTS[name].source
 
 
 @pytest.mark.parametrize("name", CARDS)
-def test_a_card_copies_no_faster_than_its_maker_states(name):
+def test_card_copies_no_faster_than_its_maker_states(name):
     assert CARDS[name].kernels.gbytes_per_s < CARDS[name].gbytes_per_s
     assert CARDS[name].kernels.gflops < 1000 * CARDS[name].tflops
 
@@ -191,7 +191,7 @@ def test_a_card_copies_no_faster_than_its_maker_states(name):
 # --- where it is used -----------------------------------------------------------------------------
 
 
-def test_the_environment_names_a_profile(path, monkeypatch):
+def test_environment_names_a_profile(path, monkeypatch):
     monkeypatch.setenv("COMMPASS_PROFILE", str(path))
     assert commpass.backend("balanced").profile == file().profile
     assert commpass.backend("balanced", profile="nvlink").profile.name == "nvlink"
@@ -199,7 +199,7 @@ def test_the_environment_names_a_profile(path, monkeypatch):
     assert commpass.backend("balanced").profile is None
 
 
-def test_a_profile_of_another_machine_is_told_once(path, caplog):
+def test_profile_of_another_machine_is_told_once(path, caplog):
     for _ in range(2):
         commpass.backend("balanced", profile=path)
     (said,) = [each.message for each in caplog.records if str(path) in each.message]
@@ -247,7 +247,7 @@ def test_times_of_a_busy_machine_are_told():
     assert "2 of 4 times varied" in noisy(file(points=(calm, calm, wild, wild)))
 
 
-def test_the_fits_of_two_regions_are_not_joined():
+def test_fits_of_two_regions_are_not_joined():
     one = file().points[0]
     points = [dataclasses.replace(one, kind="all_reduce", sent=n) for n in (1, 10, 100, 1000)]
     measured = {"all_reduce": (Region(0, 10.0, 1.0), Region(100, 50.0, 1.0))}
@@ -315,7 +315,7 @@ def test_gpu_without_a_profile_is_known_by_its_name(device, card, link, monkeypa
         ),
     ],
 )
-def test_a_misspelt_word_anywhere_is_an_error(text, said, tmp_path):
+def test_misspelt_word_anywhere_is_an_error(text, said, tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text('base = "ethernet-10g"\n' + text)
     with pytest.raises(ProfileError) as error:

@@ -39,13 +39,13 @@ def test_links_lead_somewhere(page):
 
 
 @pytest.mark.parametrize("room", [commpass, commpass.parallel], ids=lambda room: room.__name__)
-def test_the_reference_has_every_public_name(room):
+def test_reference_has_every_public_name(room):
     headings = set(re.findall(r"heading: ([\w.]+)", (ROOT / "docs" / "api.md").read_text()))
     names = {f"{room.__name__}.{name}" for name in room.__all__}
     assert names - {"commpass.parallel"} <= headings
 
 
-def test_the_reference_shows_what_the_names_stand_for():
+def test_reference_shows_what_the_names_stand_for():
     text = (ROOT / "docs" / "api.md").read_text()
     for full, shown in re.findall(r"^::: ([\w.]+)\n    options: {heading: ([\w.]+)}$", text, re.M):
         module, _, name = full.rpartition(".")
@@ -65,7 +65,7 @@ def said(name: str, gpus: bool, dtype: str) -> str:
 
 
 @pytest.mark.every
-def test_the_break_even_table_of_the_readme_is_what_the_cost_model_says():
+def test_break_even_table_of_the_readme_is_what_the_cost_model_says():
     rows = ROW.findall((ROOT / "README.md").read_text())
     assert len(rows) == 7
     for name, where, *cells in rows:

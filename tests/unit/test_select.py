@@ -125,7 +125,7 @@ def test_thresholds_are_those_of_the_published_formulas(name, kind, ratio):
 @pytest.mark.parametrize(
     ("name", "least"), [("dgc", 0.8), ("gaussiank", 2 / 3), ("redsync", 1.0), ("sidco", 0.8)]
 )
-def test_the_number_found_is_what_the_method_promises(name, least, kind):
+def test_number_found_is_what_the_method_promises(name, least, kind):
     for seed in range(3):
         rows = torch.from_numpy(data(kind, 50_000, seed)).float()[None]
         used = int(BY_THRESHOLD[name](rows, density_of(0.01)).used[0])
@@ -220,7 +220,7 @@ def test_topk_chooses_the_largest(x, ratio):
 
 @settings(max_examples=examples(50, 150), deadline=None)
 @given(rows_of(not_finite=True), RATIOS, st.sampled_from(sorted(BY_THRESHOLD)))
-def test_a_threshold_chooses_the_largest_and_of_equal_ones_the_first(x, ratio, name):
+def test_threshold_chooses_the_largest_and_of_equal_ones_the_first(x, ratio, name):
     """Exactly, if it found no more than there are slots; else up to 1/256 of the way from the
     threshold to the peak."""
     selection = BY_THRESHOLD[name](x, density_of(ratio))
@@ -255,7 +255,7 @@ def test_a_threshold_chooses_the_largest_and_of_equal_ones_the_first(x, ratio, n
 
 @tried
 @given(rows_of(), RATIOS, st.sampled_from(sorted(BY_THRESHOLD)))
-def test_the_largest_magnitude_is_chosen_unless_there_are_too_many_of_it(x, ratio, name):
+def test_largest_magnitude_is_chosen_unless_there_are_too_many_of_it(x, ratio, name):
     selection = BY_THRESHOLD[name](x, density_of(ratio))
     k = selection.indices.shape[1]
     for row, bits in enumerate(patterns(x)):
@@ -361,7 +361,7 @@ def test_eager_and_compiled_selectors_agree_bit_for_bit(names):
 
 
 @pytest.mark.parametrize("density", [0.0, -0.1, 1.5, math.nan, 1e-9])
-def test_a_density_that_is_none_is_refused(density):
+def test_density_that_is_none_is_refused(density):
     with pytest.raises(PolicyError, match=r"density=.*1e-6 to 1"):
         density_of(density)
 

@@ -69,7 +69,7 @@ def grouped(*numbers: int) -> Part:
     ],
     ids=["simplified", "grouped"],
 )
-def test_the_same_of_each_site_is_not_enough_where_sites_were_put_together(first, second):
+def test_same_of_each_site_is_not_enough_where_sites_were_put_together(first, second):
     past = History(group=None)
     past.agree(SPEAKER, first.digest, first.decisions())
     assert first.decisions() == second.decisions()
@@ -78,7 +78,7 @@ def test_the_same_of_each_site_is_not_enough_where_sites_were_put_together(first
     assert not _is_agreed(second, past, SPEAKER.scope)
 
 
-def test_a_part_of_what_was_agreed_on_is_settled():
+def test_part_of_what_was_agreed_on_is_settled():
     past = History(group=None)
     known = part()
     past.agree(SPEAKER, "digest of more", known.decisions())
@@ -95,7 +95,7 @@ def test_another_order_of_exchanges_is_not_settled():
     assert not _is_agreed(second, past, SPEAKER.scope)
 
 
-def test_a_note_that_was_heeded_before_is_no_answer():
+def test_note_that_was_heeded_before_is_no_answer():
     mine = merged(0, 1)
 
     def note(repeats: int) -> NoChange:

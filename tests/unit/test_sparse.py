@@ -153,7 +153,7 @@ def test_no_bytes_are_read_as_an_index_outside_of_the_row(drawn, seed):
 @pytest.mark.parametrize(
     "density", [1.0, 0.9, 0.5, 0.3, 0.25, 0.2, 0.1, 0.01, 0.001, 1e-4, 1e-5, 1e-6]
 )
-def test_the_least_code_is_chosen_for_every_density(density):
+def test_least_code_is_chosen_for_every_density(density):
     n = 10**7
     k = math.ceil(density * n)
     code = index_code(Fraction(density).limit_denominator(10**6))
@@ -280,7 +280,7 @@ def test_chosen_entries_arrive_and_all_others_are_zero(coder, x):
 
 @tried
 @given(coders(), tensors())
-def test_the_error_is_within_the_stated_bound(coder, x):
+def test_error_is_within_the_stated_bound(coder, x):
     values = x.double().reshape(-1).numpy()
     back = (
         coder.decode_rows(coder.encode(x).payload[None], x.numel(), x.dtype)
@@ -330,7 +330,7 @@ def test_non_finite_values_stay_so(name, bad, values):
             assert torch.equal(back[0, places], broken[0, places]) or math.isnan(bad)
 
 
-def test_a_lost_row_leaves_the_others_alone():
+def test_lost_row_leaves_the_others_alone():
     coder = made("topk")
     rows = gaussian(3, 1000)
     rows[1, :500] = math.nan
@@ -387,7 +387,7 @@ def test_sums_by_index_are_sums_of_rows_in_order(count, n, dtype, name, seed):
     assert torch.equal(sparse.dense(indices, values, n), coder.decode_rows(wires, n, dtype))
 
 
-def test_a_sum_by_index_with_a_lost_row_is_nan():
+def test_sum_by_index_with_a_lost_row_is_nan():
     coder = made("topk", density=0.1)
     rows = gaussian(2, 50)
     rows[1, :30] = math.inf
@@ -546,6 +546,6 @@ def test_bad_parameters_are_refused(name, parameters):
         made(name, **parameters)
 
 
-def test_a_seed_outside_of_32_bits_is_refused():
+def test_seed_outside_of_32_bits_is_refused():
     with pytest.raises(PolicyError, match="seed=-1"):
         made("randomk", seed=-1)

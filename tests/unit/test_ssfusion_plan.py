@@ -104,9 +104,7 @@ def test_every_gradient_is_sent_once_in_the_order_of_backward(model, size, link,
 
 @given(models, ranks, links, choices)
 @settings(deadline=None)
-def test_the_share_that_is_sent_is_the_density_or_selection_is_at_its_bound(
-    model, size, link, chosen
-):
+def test_share_that_is_sent_is_the_density_or_selection_is_at_its_bound(model, size, link, chosen):
     plan = make(model, size, link, row_bytes, dataclasses.replace(chosen, aware=True, force=True))
     total = sum(each.entries for each in model)
     whole = sum(
@@ -237,7 +235,7 @@ def test_buffers_are_the_best_of_all_divisions(model, size, link, kind, data):
 
 @given(models, ranks, links, st.data())
 @settings(deadline=None)
-def test_the_cut_makes_t1_and_t2_least(model, size, link, data):
+def test_cut_makes_t1_and_t2_least(model, size, link, data):
     dense = data.draw(st.sets(st.integers(0, len(model) - 1)))
     sent = [Sent(n, 1.0 if n in dense else 0.01) for n in range(len(model))]
     busy = [e.backward_us + (0 if n in dense else e.select_us) for n, e in enumerate(model)]
@@ -259,7 +257,7 @@ def test_the_cut_makes_t1_and_t2_least(model, size, link, data):
 
 @given(models, ranks, links, st.data())
 @settings(deadline=None)
-def test_the_smallest_of_a_buffer_are_left_dense_until_equation_2_holds(model, size, link, data):
+def test_smallest_of_a_buffer_are_left_dense_until_equation_2_holds(model, size, link, data):
     problem = Problem(model, size, link, row_bytes, 0.01)
     runs = data.draw(st.sampled_from(list(divisions(len(model)))))
     found = excluded(problem, runs, frozenset())
@@ -297,7 +295,7 @@ def test_equation_2_leaves_a_small_one_dense_and_a_large_one_not():
 
 @given(models, st.data())
 @settings(deadline=None)
-def test_the_cpu_selects_where_it_ends_before_backward_of_the_buffer(model, data):
+def test_cpu_selects_where_it_ends_before_backward_of_the_buffer(model, data):
     dense = data.draw(st.sets(st.integers(0, len(model) - 1)))
     problem = Problem(model, 4, LINK, row_bytes, 0.01)
     run = range(len(model))
@@ -388,7 +386,7 @@ def test_values_not_finite_go_out_once_and_do_not_come_back(many):
     assert memory.velocity.isfinite().all()
 
 
-def test_a_row_of_zeros_sends_nothing_and_keeps_its_velocity():
+def test_row_of_zeros_sends_nothing_and_keeps_its_velocity():
     memory = Memory(torch.zeros(10), torch.arange(10.0), 0.5)
     coder = commpass.codec("dgc", density=0.1)
     memory.select(coder, torch.float32, CPU)
@@ -406,7 +404,7 @@ def test_clipping_holds_the_norm_and_lets_what_is_not_finite_through():
 # --- what is asked --------------------------------------------------------------------------------
 
 
-def test_the_density_falls_exponentially_to_the_target():
+def test_density_falls_exponentially_to_the_target():
     options = Options(Settings(density=0.001), warmup=8)
     densities = [options.at(step).density for step in range(10)]
     assert densities == [*(each for each in WARM_UP for _ in range(2)), 0.001, 0.001]

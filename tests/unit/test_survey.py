@@ -62,7 +62,7 @@ def test_all_float_tensors_of_a_file_count_together(tmp_path):
     assert 0.005 < row["error"] < 0.01
 
 
-def test_the_picture_and_the_table_hold_every_codec(tmp_path):
+def test_picture_and_the_table_hold_every_codec(tmp_path):
     picture = tmp_path / "out.png"
     result = run("int8", "rotated(bits=4)", "exponent", "--no-speed", "--plot", picture)
     assert result.exit_code == 0

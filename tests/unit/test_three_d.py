@@ -121,14 +121,14 @@ def test_ours_sends_no_more_and_loses_less_at_each_site():
     assert ours.error < theirs.error  # on a Gaussian; by more on gradients: benchmarks/three_d.py
 
 
-def test_the_companded_form_has_the_wire_of_the_published_one():
+def test_companded_form_has_the_wire_of_the_published_one():
     ours, theirs = codec("tahquant(form=companded)"), codec("tahquant")
     assert ours.wire_bytes(4096, torch.float32) == theirs.wire_bytes(4096, torch.float32)
     assert ours.relative_error() < 0.95 * theirs.relative_error()
     assert "form" in refusals(lambda: codec("tahquant(form=fp8)"))[0]
 
 
-def test_a_mesh_with_other_names_is_told(fake_group):
+def test_mesh_with_other_names_is_told(fake_group):
     fake_group(8)
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("x", "model", "z"))
     policy = Policy.for_mesh("taco-3d", tp="x", dp=("model", "z"), pp=())
@@ -163,7 +163,7 @@ def test_a_mesh_with_other_names_is_told(fake_group):
     del mesh
 
 
-def test_a_preset_survives_its_file(tmp_path):
+def test_preset_survives_its_file(tmp_path):
     for name in THREE_D:
         path = tmp_path / f"{name}.toml"
         path.write_text(PRESETS[name].to_toml())
@@ -174,7 +174,7 @@ def test_a_preset_survives_its_file(tmp_path):
     assert set(DIMENSIONS) == set(NAMES)
 
 
-def test_a_graph_of_two_dimensions_gets_both(fake_group):
+def test_graph_of_two_dimensions_gets_both(fake_group):
     fake_group(4)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     ops = torch.ops._c10d_functional

@@ -57,7 +57,7 @@ TEXTS = [next(t for t in map(str, range(10_000)) if part(t) == n) for n in range
 """One for each part, in order."""
 
 
-def test_the_part_of_a_text_is_always_the_same():
+def test_part_of_a_text_is_always_the_same():
     assert [part(text) for text in "ldaovgkh"] == [144, 137, 202, 123, 108, 197, 246, 31]
 
 
@@ -92,7 +92,7 @@ def test_ranks(n):
 
 
 @pytest.mark.every
-def test_a_group_stays_with_one_worker(tmp_path):
+def test_group_stays_with_one_worker(tmp_path):
     """Ranks would be started by each worker, and share the cores."""
     (tmp_path / "test_these.py").write_text(GROUPED)
     command = [sys.executable, "-m", "pytest", "-p", "tiers", "-n", "2", "--dist", "loadgroup"]

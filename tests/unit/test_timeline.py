@@ -34,7 +34,7 @@ def test_compute_hides_behind_exchanges():
     assert finished_us(tasks) == 55.0
 
 
-def test_a_rank_that_waits_starts_nothing():
+def test_rank_that_waits_starts_nothing():
     """An exchange that stands behind a wait starts no sooner than that is over."""
     tasks = [
         Task("link", 10.0, 10.0),

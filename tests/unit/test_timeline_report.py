@@ -102,7 +102,7 @@ def test_begins_and_ends_are_those_of_the_rule(fake_group):
     assert found.tracks == (HOST, "world")
 
 
-def test_a_wait_stands_still_until_all_has_arrived(fake_group):
+def test_wait_stands_still_until_all_has_arrived(fake_group):
     fake_group(4)
     gm = trace(lambda x, w: wait(ops.all_reduce(x + 1, "sum", "0")) @ w, *inputs())
     found = timeline(gm, outcome_of(gm, KEPT, profile()), profile())
@@ -187,7 +187,7 @@ def fails(result, *said: str) -> None:
         assert part in result.stderr
 
 
-def test_a_dump_holds_the_timeline(folder):
+def test_dump_holds_the_timeline(folder):
     (one,) = dump.read_run(folder)
     exposed = sum(site.exposed_us for site in one.plan)
     assert one.timeline.exposed_us == pytest.approx(exposed, abs=0.01)
@@ -199,7 +199,7 @@ def test_a_dump_holds_the_timeline(folder):
     fails(call(folder), "0000-forward.json", "damaged dump", "begin_us")
 
 
-def test_a_table_without_a_picture(folder):
+def test_table_without_a_picture(folder):
     (one,) = dump.read_run(folder)
     result = call(folder)
     assert result.exit_code == 0, result.stderr
@@ -209,7 +209,7 @@ def test_a_table_without_a_picture(folder):
         assert re.search(rf"{site.name} .* two_shot 2 [\d.]+ [\d.]+ [\d.]+", said)
 
 
-def test_a_picture_and_a_page(folder, tmp_path):
+def test_picture_and_a_page(folder, tmp_path):
     (one,) = dump.read_run(folder)
     assert call(folder, "-o", tmp_path / "out.png").exit_code == 0
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
@@ -246,7 +246,7 @@ def test_pictures_label_sites_and_hops(folder):
     assert texts == [[site.name, "hop", hop] for site in one.plan for hop in ("0", "1")]
 
 
-def test_the_only_hop_of_a_site_has_no_name():
+def test_only_hop_of_a_site_has_no_name():
     events = tuple(
         Event(name=site, what="exchange", lane="tp", begin_us=begin, us=4000.0, site=site, hop=hop)
         for site, begin, hop in (("a", 0.0, 0), ("b", 5000.0, 0), ("b", 9500.0, 1))
@@ -329,7 +329,7 @@ ON_CPU = (
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_trace_on_a_cpu(plain, tmp_path, packed):
+def test_trace_on_a_cpu(plain, tmp_path, packed):
     path = written(tmp_path / "trace.json", *ON_CPU)
     if packed:
         path = tmp_path / "trace.json.gz"
@@ -346,7 +346,7 @@ def test_a_trace_on_a_cpu(plain, tmp_path, packed):
     assert computing == [(0, 20), (25, 30), (55, 60), (65, 90), (91, 100)]
 
 
-def test_the_last_call_counts(plain, tmp_path):
+def test_last_call_counts(plain, tmp_path):
     later = [row | {"ts": row["ts"] + 5000, "dur": row["dur"] * 2} for row in ON_CPU[:1]]
     later += [row | {"ts": row["ts"] + 5000} for row in ON_CPU[1:]]
     assert measured(written(tmp_path / "trace.json", *ON_CPU, *later), plain)[0].us == 200
@@ -361,7 +361,7 @@ def test_waits_in_another_order_are_not_told_apart(plain, tmp_path):
     assert {e.site for e in found.events if e.exposed} == {""}
 
 
-def test_a_trace_on_a_gpu_stands_still_where_only_exchanges_run(plain, tmp_path):
+def test_trace_on_a_gpu_stands_still_where_only_exchanges_run(plain, tmp_path):
     host = [
         event(CALLED, 0, 50),
         event("_c10d_functional::all_reduce_", 5, 2),
@@ -431,7 +431,7 @@ def profiled(folder: str) -> None:
 
 
 @pytest.mark.xdist_group("ranks")
-def test_a_trace_of_real_ranks_is_read(ranks2, tmp_path):
+def test_trace_of_real_ranks_is_read(ranks2, tmp_path):
     ranks2.run(profiled, str(tmp_path))
     dumps = dump.read_run(tmp_path)
     assert [one.plan.direction for one in dumps] == ["forward", "backward"]

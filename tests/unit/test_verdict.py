@@ -98,7 +98,7 @@ def test_exchanges_that_it_does_not_follow_are_named(book, monkeypatch):
     assert "compiled nothing" not in said
 
 
-def test_the_way_to_measure_errors_keeps_the_policy(book):
+def test_way_to_measure_errors_keeps_the_policy(book):
     """Policy(watch=0.01) alone would be another policy, which compresses nothing."""
     one = entry(*layers(1))
     one.samples.share = 0.0
@@ -199,7 +199,7 @@ def test_bytes_that_leave_a_rank_are_those_of_its_exchanges(book):
     assert (totals.sent_plain, totals.sent) == (3072, 480 + 1536)
 
 
-def test_a_site_of_unknown_size_is_not_counted_and_one_that_only_receives_sends_nothing(book):
+def test_site_of_unknown_size_is_not_counted_and_one_that_only_receives_sends_nothing(book):
     unknown = PlannedSite(**(ALONE | {"bytes": -1, "wire_bytes": -1}))
     book.entries.append(entry(unknown, PlannedSite(**(ALONE | {"kind": "recv"}))))
     first, second = commpass.report().sites
@@ -208,7 +208,7 @@ def test_a_site_of_unknown_size_is_not_counted_and_one_that_only_receives_sends_
     assert commpass.report().totals.bytes_plain == 1024
 
 
-def test_an_untouched_graph_sends_what_it_did_and_says_why(book):
+def test_untouched_graph_sends_what_it_did_and_says_why(book):
     book.entries.append(entry(PlannedSite(**CODED), fallback="pass 'fuse' failed", why="failed"))
     (site,) = commpass.report().sites
     assert (site.wire_bytes, site.sent) == (site.bytes, site.sent_plain)
@@ -216,7 +216,7 @@ def test_an_untouched_graph_sends_what_it_did_and_says_why(book):
     assert commpass.report().totals.fallbacks == 1
 
 
-def test_a_report_is_plain_data_and_stays_as_it_was(book):
+def test_report_is_plain_data_and_stays_as_it_was(book):
     book.entries.append(entry(PlannedSite(**CODED), took=[5.0]))
     before = commpass.report()
     assert json.loads(json.dumps(before.as_dict())) == before.as_dict()
@@ -227,7 +227,7 @@ def test_a_report_is_plain_data_and_stays_as_it_was(book):
         before.graphs = ()
 
 
-def test_a_backend_that_is_gone_is_not_in_the_report():
+def test_backend_that_is_gone_is_not_in_the_report():
     graphs = len(commpass.report().graphs)
     made = commpass.backend("off")
     made.step_log.entries.append(entry(PlannedSite(**ALONE)))
@@ -247,7 +247,7 @@ def test_a_backend_that_is_gone_is_not_in_the_report():
         rarely("from commpass import report; report(); import commpass.report.tables as t"),
     ],
 )
-def test_the_room_and_the_function_have_one_name(lines):
+def test_room_and_the_function_have_one_name(lines):
     code = f"{lines}; assert t is commpass.report.tables; print(commpass.report())"
     if lines.startswith("from"):
         code = code.replace("; import", "; import commpass, ", 1).replace(",  ", ", ")
@@ -364,7 +364,7 @@ def test_measured_errors_are_those_of_the_codec(monkeypatch, spec, dtype):
     assert had == pytest.approx(float(x.double().square().sum()))
 
 
-def test_an_error_is_told_of_the_result_of_all_encodes():
+def test_error_is_told_of_the_result_of_all_encodes():
     site = Sampled(PlannedSite(**CODED), None, "")
     site.add([9e-4, 1.0, *REST])
     assert site.mean == pytest.approx(2 * 0.03)  # the plan's error is that of two encodes
@@ -377,7 +377,7 @@ def test_zeros_and_what_is_not_finite_have_no_relative_error_and_are_only_counte
     assert (site.mean, site.count, site.unclear, site.warned) == (None, 0, 2, False)
 
 
-def test_a_warning_names_the_site_once_and_not_below_the_bound(caplog):
+def test_warning_names_the_site_once_and_not_below_the_bound(caplog):
     site = Sampled(PlannedSite(**CODED), 0.05, "")
     for lost in (1e-4, 1e-2, 1e-2):
         site.add([lost, 1.0, *REST])
@@ -427,7 +427,7 @@ class Stamp:
         return end.number - self.number
 
 
-def test_a_gpu_is_timed_by_events_that_are_read_when_they_have_come(monkeypatch):
+def test_gpu_is_timed_by_events_that_are_read_when_they_have_come(monkeypatch):
     monkeypatch.setattr(torch, "get_device_module", lambda _: type("m", (), {"Event": Stamp}))
     graph = Watched("0 (forward)", 1.0, 1.0, False, "cuda")
     assert graph.time(lambda x: x + 1, 1) == 2

@@ -42,7 +42,7 @@ def test_one_line_when_all_graphs_are_known(clock, caplog):
     assert line == "2 graphs: predicted 40 ms (70 ms without commpass), measured 40 ms"
 
 
-def test_the_first_calls_do_not_count(clock, caplog):
+def test_first_calls_do_not_count(clock, caplog):
     caplog.set_level(logging.INFO, "commpass")
     graph, first = Watched("0 (forward)", 1e3, 1e3, False), Watch()
     slow = first.timed(takes(clock, 500), graph)
@@ -51,7 +51,7 @@ def test_the_first_calls_do_not_count(clock, caplog):
     assert graph.took_us == []
 
 
-def test_a_graph_that_is_hardly_called_is_not_waited_for(clock, caplog):
+def test_graph_that_is_hardly_called_is_not_waited_for(clock, caplog):
     caplog.set_level(logging.INFO, "commpass")
     both = Watch()
     often = both.timed(takes(clock, 10), Watched("0 (forward)", 9e3, 9e3, False))
@@ -80,7 +80,7 @@ def test_sites_slower_than_plain_are_named(clock, caplog, judged, ms, lines):
         assert "commpass probe --kernels" in found[0]
 
 
-def test_the_calling_convention_stays():
+def test_calling_convention_stays():
     def boxed(inputs): ...
 
     boxed._boxed_call = True

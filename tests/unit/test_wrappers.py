@@ -76,7 +76,7 @@ def test_running_ranges_follow_equations_1_and_2(gamma):
     assert np.allclose(running.ranges.numpy(), np.maximum(np.abs(low), np.abs(high)), rtol=1e-12)
 
 
-def test_the_widest_channels_of_all_ranks_together_are_kept():
+def test_widest_channels_of_all_ranks_together_are_kept():
     """Channel 7 is the widest on one rank alone; 20 and 30 are wider when the ranks are added
     up."""
     ranks = []
@@ -288,7 +288,7 @@ def test_static_values_are_those_of_the_formula(tokens, width, dtype, bits_, see
     assert (np.abs(got - wide) <= np.abs(wide) * (1 + 1e-6)).all(), "off by more than it was"
 
 
-def test_a_64th_of_the_channels_and_4_bits_are_4_19_bits_a_value():
+def test_64th_of_the_channels_and_4_bits_are_4_19_bits_a_value():
     channels = Channels(4096, tuple(range(0, 4096, 64)), (tuple([1.0] * 4096),))
     assert built(channels).bits_per_value(4096 * 2048, torch.bfloat16) == pytest.approx(
         4 + 12 / 64, abs=1e-3
@@ -383,14 +383,14 @@ def test_any_size_comes_back_and_what_is_not_finite_stays_so(numel, dtype, inner
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_the_largest_numbers_stay_finite(dtype):
+def test_largest_numbers_stay_finite(dtype):
     limit = torch.finfo(dtype).max
     x = torch.tensor([limit, -limit]).to(dtype).double().repeat(24).clamp(-limit, limit).to(dtype)
     coder = built(Channels(4, (1, 2), ((1e-3, 1.0, 1.0, 2.9e38),)))
     assert coder.decode(coder.encode(x)).isfinite().all()
 
 
-def test_a_finite_value_beyond_its_static_range_is_cut_to_it():
+def test_finite_value_beyond_its_static_range_is_cut_to_it():
     coder = built(Channels(4, (1,), ((1.0, 1.0, 1.0, 0.0),)))
     assert coder.decode(coder.encode(torch.tensor([1e30, 3.0, -5.0, 0.4]))).tolist() == [
         1.0,
@@ -448,7 +448,7 @@ def test_receivers_get_what_they_hold_and_the_coded_difference(rows, n, dtype, i
     assert torch.equal(back, want.to(dtype))
 
 
-def test_the_error_is_that_of_the_difference():
+def test_error_is_that_of_the_difference():
     """SDP4Bit, section 3: weights that move by 1 % are 100 times nearer than if they were coded
     themselves."""
     held = gaussian(64, 1024)
@@ -518,7 +518,7 @@ def test_compiled_code_takes_the_values_that_were_rounded():
     assert not torch.compile(send)(weights, held).any()
 
 
-def test_a_missing_or_wrong_reference_is_refused():
+def test_missing_or_wrong_reference_is_refused():
     x = torch.ones(4, 5)
     coder = difference("difference")
     for call in (
@@ -538,7 +538,7 @@ def test_a_missing_or_wrong_reference_is_refused():
         coder.against(torch.ones(4, 5, dtype=torch.int32))
 
 
-def test_a_codec_with_state_inside_is_refused(monkeypatch):
+def test_codec_with_state_inside_is_refused(monkeypatch):
     monkeypatch.setitem(registry.NAMES, "topk-of-this-test", topk)
     for make in (
         lambda: difference("difference", inner="topk-of-this-test"),
@@ -549,7 +549,7 @@ def test_a_codec_with_state_inside_is_refused(monkeypatch):
             make()
 
 
-def test_a_codec_of_calibrated_channels_inside_is_refused():
+def test_codec_of_calibrated_channels_inside_is_refused():
     """Others hand on differences, chosen values or other channels: scales would not be theirs."""
     static = f"outlier(statistics={Channels(256, (1,), ((1.0,) * 256,)).to_text()})"
     dynamic = f"outlier(statistics={Channels(256, (1,)).to_text()})"
