@@ -2,19 +2,19 @@
 
 Two ranks train a model each, on text of their own. At some steps they gather the weight, the input
 and both gradients of the first matmul of the first MLP (ZipCCL's figure 16) through a compiled
-graph whose all_gather is coded. The profiler counts the bytes that a rank hands over, and what is
-gathered must have the bits that were sent. There are also bits by the paper's one window for a
-whole tensor.
+graph whose all_gather is coded. Their process group counts the bytes that a rank hands over, and
+what is gathered must have the bits that were sent. There are also bits by the paper's one window
+for a whole tensor.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from counting import CountingGroup, counting_group
 from torch import Tensor, nn
 
 import commpass
@@ -23,8 +23,6 @@ from benchmarks.claims.experiments.coded import coded_sites, forced
 from benchmarks.claims.experiments.experiment import Experiment
 from benchmarks.claims.experiments.launch import launched
 from benchmarks.claims.formulas.zipccl import EXPONENTS, best_start
-from commpass.plan.kinds import KINDS
-from commpass.report.trace import operation_kind
 
 CODECS = ("exponent", "exponent(planes=3)")
 """Ours, and the paper's: a window for each 1,024 values."""
@@ -83,29 +81,13 @@ def bits_of(x: Tensor) -> dict[str, float]:
 # --- on a rank ------------------------------------------------------------------------------------
 
 
-def all_gather(x: Tensor) -> Tensor:
-    ops = torch.ops._c10d_functional
-    return ops.wait_tensor(ops.all_gather_into_tensor(x, dist.get_world_size(), "0"))
+def coded_gather(codec: str, inner: str, group: CountingGroup) -> Callable[[Tensor], Tensor]:
+    """A compiled all_gather of ``VALUES`` bfloat16 values over a group, by a codec."""
+    ops, name = torch.ops._c10d_functional, group.group_name
 
+    def all_gather(x: Tensor) -> Tensor:
+        return ops.wait_tensor(ops.all_gather_into_tensor(x, group.size(), name))
 
-def handed(run: Callable[[], Any]) -> tuple[Any, int]:
-    """What ``run`` returns, and the bytes that this rank hands to collectives, as the profiler sees
-    them."""
-    sizes = {"unsigned char": 1, "long int": 8, "c10::BFloat16": 2, "float": 4}
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
-    ) as profile:
-        found = run()
-    total = 0
-    for event in profile.profiler.kineto_results.events():
-        ours = event.name().startswith(("_c10d_functional::", "commpass::"))
-        if ours and operation_kind(event.name()) in KINDS:
-            total += math.prod(event.shapes()[0]) * sizes[event.dtypes()[0]]
-    return found, total
-
-
-def coded_gather(codec: str, inner: str) -> Callable[[Tensor], Tensor]:
-    """A compiled all_gather of ``VALUES`` bfloat16 values, by a codec."""
     torch._dynamo.reset()
     backend = commpass.backend(forced(codec, "direct", lowering="kernel"), inner=inner, strict=True)
     gather = torch.compile(all_gather, backend=backend, dynamic=False)
@@ -130,7 +112,8 @@ def tensors(model: nn.Module) -> dict[str, Tensor]:
 def on_rank(steps: int, measured: list[int], inner: str) -> list[dict[str, Any]]:
     """A row for each step and tensor: bits on this rank's wire by codec, and what ``bits_of`` says.
     Raises RuntimeError where a gathered bit is another one."""
-    gathers = {codec: coded_gather(codec, inner) for codec in CODECS}
+    group = counting_group()
+    gathers = {codec: coded_gather(codec, inner, group) for codec in CODECS}
     model, rows = text.transformer(LAYERS, WIDTH).bfloat16(), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     gate, seen = model.blocks[0].mlp.gate, tensors(model)
@@ -143,19 +126,20 @@ def on_rank(steps: int, measured: list[int], inner: str) -> list[dict[str, Any]]
             found = dict(zip(OF, (gate.weight, gate.weight.grad, x, x.grad), strict=True))
             for of, values in found.items():
                 flat = values.detach().flatten()[:VALUES].clone()
-                wire = {codec: _wire_bits(gather, flat) for codec, gather in gathers.items()}
+                wire = {codec: _wire_bits(gather, flat, group) for codec, gather in gathers.items()}
                 rows.append({"step": step, "of": of, **wire, **bits_of(flat)})
             rows.append({"step": step, "of": "loss", "loss": float(loss.detach())})
         optimizer.step()
     return rows
 
 
-def _wire_bits(gather: Callable[[Tensor], Tensor], values: Tensor) -> float:
-    got, sent = handed(lambda: gather(values))
-    own = got.view(dist.get_world_size(), -1)[dist.get_rank()]
+def _wire_bits(gather: Callable[[Tensor], Tensor], values: Tensor, group: CountingGroup) -> float:
+    """Bits that this rank hands to collectives of the group for each value."""
+    group.seen.clear()
+    own = gather(values).view(group.size(), -1)[group.rank()]
     if not torch.equal(own.view(torch.int16), values.view(torch.int16)):
         raise RuntimeError("an all_gather gave other bits than were sent")
-    return 8 * sent / values.numel()
+    return 8 * sum(nbytes for _, _, nbytes in group.seen) / values.numel()
 
 
 # --- what is read off the rows --------------------------------------------------------------------
