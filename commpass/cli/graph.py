@@ -61,6 +61,7 @@ def graph(
     radius: Annotated[
         str | None,
         typer.Option(
+            "--around",
             metavar="K|all",
             help="Only what is within K arrows of a site (default: all; of --site, --module 1).",
         ),

@@ -303,7 +303,7 @@ def test_compute_that_no_collective_waits_for_has_a_box_beside_it():
 
 
 def test_site_opens_to_what_it_does():
-    for asked in ({"expand": ("ar_mlp_0",)}, {"site": "2", "around": 9}):
+    for asked in ({"expand": ("ar_mlp_0",)}, {"site": "2", "radius": 9}):
         shown = of_sites(layered(2), **asked)
         inside = [box for box in shown.boxes if box.cluster]
         assert {box.cluster for box in inside} == {"#2 layers.0.mlp.o"}

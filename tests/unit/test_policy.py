@@ -519,9 +519,9 @@ REFUSED = {
     ),
     "word's field": (
         lambda: Annotation(algoritm="a"),
-        ["Word", "'algoritm'", "did you mean 'algorithm'?"],
+        ["Annotation", "'algoritm'", "did you mean 'algorithm'?"],
     ),
-    "word is no rule": (lambda: Annotation(module="a"), ["Word", "'module'", "codec"]),
+    "word is no rule": (lambda: Annotation(module="a"), ["Annotation", "'module'", "codec"]),
     "rule's codec": (lambda: Rule(codec="int9"), ["'int9'", "did you mean 'int8'?", "rotated"]),
     "one of several": (lambda: Annotation(codec=["int8", "pf8"]), ["'pf8'", "did you mean 'fp8'?"]),
     "codec's parameter": (lambda: Rule(codec="int8(blok=8)"), ["'blok'", "did you mean 'block'?"]),

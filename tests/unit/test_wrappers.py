@@ -160,7 +160,7 @@ def test_statistics_survive_json_and_text(channels):
     assert text.isidentifier()
     assert Channels.from_text(text) == channels
     assert hash(Channels.from_text(text)) == hash(channels)
-    assert sorted((*channels.kept, *channels.others)) == list(range(channels.width))
+    assert sorted((*channels.kept, *channels.inner_channels)) == list(range(channels.width))
 
 
 def test_ranges_are_rounded_up_to_bfloat16():
