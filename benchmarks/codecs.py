@@ -95,7 +95,7 @@ def by_kernel(spec: str, x: torch.Tensor) -> dict[str, Callable[[], Any]]:
     coder, rows = codec(spec), x.reshape(1, -1)
     encode = Chain(x.dtype, (Encode(coder),))
     decode = Chain(torch.uint8, (Decode(coder, x.dtype), Cast(x.dtype)))
-    if cpu.supports(encode) or cpu.supports(decode):
+    if cpu.unsupported_reason(encode) or cpu.unsupported_reason(decode):
         return {}
     encoder, decoder = cpu.compiled(encode), cpu.compiled(decode)
     size = coder.wire_bytes(x.numel(), x.dtype)

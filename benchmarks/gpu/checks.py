@@ -96,7 +96,7 @@ def ran(bench: Bench, chain: Chain, taken: Tensor, numel: int, *others: Tensor) 
     """What the kernel of a chain makes; None, and a check that failed, where there is none."""
     from commpass.lowering.gpu import generate, launch
 
-    if why := generate.obstacle(chain, numel):
+    if why := generate.unsupported_reason(chain, numel):
         steps = " + ".join(type(s).__name__ for s in chain.steps)
         bench.check(f"a kernel for {steps} of {numel:,}", False, why)
         return None

@@ -115,7 +115,7 @@ def _chosen(
 ) -> None:
     coder: Any = codec(spec)
     numel = shape[1]
-    if why := kernels.obstacle(coder, numel, dtype):
+    if why := kernels.unsupported_reason(coder, numel, dtype):
         bench.check(f"{name}: a kernel", False, why)
         return
     x, residual = bench.normal(*shape, dtype=dtype), bench.normal(*shape) / 4

@@ -61,7 +61,7 @@ def _has_kernel(chain: Chain, device: torch.device) -> bool:
     """Whether there is a kernel for a chain; a C++ kernel is compiled here."""
     if device.type != "cpu":
         return has_exponent_kernels(device)
-    if cpu.supports(chain):
+    if cpu.unsupported_reason(chain):
         return False
     cpu.compiled(chain)
     return True

@@ -23,12 +23,12 @@ def unsupported_reason(chain: Chain, numel: int, device: torch.device) -> str:
     """Return why no kernel can be generated for rows of ``numel`` values on a device, or "" if one
     can."""
     if device.type == "cpu":
-        return cpu.supports(chain)
+        return cpu.unsupported_reason(chain)
     if why := _no_triton(device):
         return why
     from commpass.lowering.gpu import generate
 
-    return generate.obstacle(chain, numel)
+    return generate.unsupported_reason(chain, numel)
 
 
 def has_kernels(coder: Codec, numel: int, device: torch.device) -> bool:

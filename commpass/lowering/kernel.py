@@ -95,8 +95,8 @@ class Source:
 
 @dataclass(frozen=True)
 class Generated:
-    """A kernel generated from a chain that has C++ (``cpu.supports``), for rows of ``numel``
-    values.
+    """A kernel generated from a chain that has C++ (``cpu.unsupported_reason``), for rows of
+    ``numel`` values.
 
     ``inputs`` are the inputs of the chain: rows ``[rows * ranks, numel]`` (or ``wire_bytes``), then
     the added tensors, ``[rows, numel]``. ``piece`` is the destination of its result, ``[rows,

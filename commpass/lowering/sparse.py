@@ -58,7 +58,7 @@ def unsupported_reason(coder: SparseCodec, numel: Any, dtype: torch.dtype) -> st
 
     if not isinstance(numel, int):
         return "sparse kernels take rows of a fixed length"
-    return sparse.obstacle(coder, numel, dtype) or ""
+    return sparse.unsupported_reason(coder, numel, dtype) or ""
 
 
 def _coder(name: str) -> SparseCodec:

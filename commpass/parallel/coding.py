@@ -120,7 +120,7 @@ def decoder(coding: Coding) -> Run:
 
 def _generated(coding: Coding, chain: Chain) -> Run | None:
     """Return C++ generated from the codec's parts, if it exists and is faster."""
-    if coding.device.type != "cpu" or cpu.supports(chain):
+    if coding.device.type != "cpu" or cpu.unsupported_reason(chain):
         return None
     kernel = cpu.compiled(chain)
     return lambda row, output: kernel([row], output, coding.numel)

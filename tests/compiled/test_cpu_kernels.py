@@ -610,15 +610,17 @@ def test_number_of_threads_changes_nothing(spec):
 def test_missing_kernels_say_why(chain, reason):
     with pytest.raises(CommpassError, match=reason):
         cpu.compiled(chain)
-    assert cpu.supports(chain)
+    assert cpu.unsupported_reason(chain)
 
 
 def test_kernel_that_is_slower_than_inline_says_so():
     for spec in ("int4", "int4(scale=rms)"):
-        assert "inline form is quicker" in cpu.supports(Chain(BF16, (Encode(codec(spec)),)))
-    assert not cpu.supports(Chain(BF16, (Encode(codec("rotated(bits=4)")),)))
+        assert "inline form is quicker" in cpu.unsupported_reason(
+            Chain(BF16, (Encode(codec(spec)),))
+        )
+    assert not cpu.unsupported_reason(Chain(BF16, (Encode(codec("rotated(bits=4)")),)))
     for spec in ("int8", "taco", "fp8", "fp8(form=e5m2,scale=dual)"):
-        assert not cpu.supports(Chain(BF16, (Encode(codec(spec)),)))
+        assert not cpu.unsupported_reason(Chain(BF16, (Encode(codec(spec)),)))
 
 
 def test_kernel_refuses_tensors_that_it_would_read_wrongly():
@@ -649,9 +651,9 @@ def test_operator_calls_a_generated_kernel_by_name():
 
 def test_no_kernel_where_inductor_finds_no_vector_instructions(monkeypatch):
     chains = [Chain(BF16, (Encode(codec(name)),)) for name in ("int8", "taco", "exponent")]
-    assert [cpu.supports(chain) for chain in chains] == [""] * 3
+    assert [cpu.unsupported_reason(chain) for chain in chains] == [""] * 3
     monkeypatch.setattr(cpu_vec_isa, "pick_vec_isa", lambda: cpu_vec_isa.invalid_vec_isa)
-    assert all("vector instructions" in cpu.supports(chain) for chain in chains)
+    assert all("vector instructions" in cpu.unsupported_reason(chain) for chain in chains)
     cpu.compiled.cache_clear()
     with pytest.raises(CommpassError, match="vector instructions"):
         cpu.compiled(chains[0])

@@ -47,7 +47,7 @@ def ran(chain: Chain, taken: torch.Tensor, numel: int, *others: torch.Tensor) ->
     """What the kernel of a chain makes, in a buffer that held something else before."""
     from commpass.lowering.gpu import generate, launch
 
-    assert generate.obstacle(chain, numel) == ""
+    assert generate.unsupported_reason(chain, numel) == ""
     made = generate.kernel(chain, numel)
     out = launch.empty(made, taken.shape[0] // chain.ranks, numel, taken.device)
     out.view(torch.uint8).fill_(POISON)
@@ -58,7 +58,7 @@ def ran(chain: Chain, taken: torch.Tensor, numel: int, *others: torch.Tensor) ->
 def obstacle_of(chain: Chain, numel: int) -> str:
     from commpass.lowering.gpu import generate
 
-    return generate.obstacle(chain, numel)
+    return generate.unsupported_reason(chain, numel)
 
 
 def without_tile() -> list[str]:

@@ -385,7 +385,7 @@ def test_statistics_are_those_of_the_aten_form(dtype, content):
 
 def test_codecs_without_a_kernel_say_why():
     coder = coder_of("topk")
-    assert sparse.obstacle(coder, 1000, torch.bfloat16) is None
-    assert "float64" in str(sparse.obstacle(coder, 1000, torch.float64))
-    assert "at least one" in str(sparse.obstacle(coder, 0, torch.float32))
-    assert "longer" in str(sparse.obstacle(coder, 2**31, torch.float32))
+    assert sparse.unsupported_reason(coder, 1000, torch.bfloat16) is None
+    assert "float64" in str(sparse.unsupported_reason(coder, 1000, torch.float64))
+    assert "at least one" in str(sparse.unsupported_reason(coder, 0, torch.float32))
+    assert "longer" in str(sparse.unsupported_reason(coder, 2**31, torch.float32))

@@ -26,7 +26,7 @@ TILE = 256
 LARGEST_UNIT = 8192
 
 
-def supports(chain: Chain) -> str:
+def unsupported_reason(chain: Chain) -> str:
     """Return why a chain should be left to Inductor, or "" if its C++ exists and is faster."""
     return impossible(chain) or _slower(chain)
 

@@ -168,7 +168,7 @@ def unsupported_reason(
         return f"{exchange.codec.spec}: no block codec"
     length = exchange.length
     for chain in _chains(exchange):
-        if why := generate.obstacle(chain, max(length, 1)):
+        if why := generate.unsupported_reason(chain, max(length, 1)):
             return why
     for what, many in (
         ("values", length * exchange.rows),

@@ -109,7 +109,7 @@ a tile that extends beyond the row."""
 # --- supported chains -----------------------------------------------------------------------------
 
 
-def obstacle(chain: Chain, numel: int) -> str:
+def unsupported_reason(chain: Chain, numel: int) -> str:
     """Return why no kernel can be generated for rows of ``numel`` values, or "" if one can."""
     coders = coders_of(chain)
     if not coders:
@@ -193,7 +193,8 @@ class Body:
 
 @lru_cache(maxsize=1024)
 def kernel(chain: Chain, numel: int = 1 << 20) -> Generated:
-    """Return the kernel of a chain for rows of ``numel`` values (``obstacle`` must return "").
+    """Return the kernel of a chain for rows of ``numel`` values (``unsupported_reason`` must return
+    "").
 
     It depends on ``numel`` if the size of a block does, or if the last block is not full.
     """

@@ -15,7 +15,7 @@ from commpass.codecs.rows import aligned
 from commpass.errors import CommpassError
 from commpass.lowering.chain import Chain
 from commpass.lowering.fused import encoded_dtype, made_dtype
-from commpass.lowering.gpu.generate import Generated, kernel, obstacle
+from commpass.lowering.gpu.generate import Generated, kernel, unsupported_reason
 from commpass.lowering.gpu.source import load
 
 
@@ -30,7 +30,7 @@ def run(chain: Chain, inputs: Tensor, numel: int, *constants: Tensor) -> Tensor:
     ``numel`` is the number of values of a row. ``constants`` are the inputs of later steps
     (residuals, weights).
     """
-    if why := obstacle(chain, numel):
+    if why := unsupported_reason(chain, numel):
         raise CommpassError(f"no kernel: {why}")
     generated = kernel(chain, numel)
     rows = inputs.shape[0] // chain.ranks

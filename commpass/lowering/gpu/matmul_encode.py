@@ -58,7 +58,7 @@ def unsupported_reason(
     if why := _unsupported_dtypes(matmul, arch):
         return why
     block, n = coder.block, problem.n
-    if why := generate.obstacle(_chain(coder), problem.rows * n):
+    if why := generate.unsupported_reason(_chain(coder), problem.rows * n):
         return why
     if block > WIDEST:
         return f"{coder.spec}: blocks of {block} values, wider than a tile of {WIDEST} columns"

@@ -101,7 +101,7 @@ class Layout:
         return self.chosen + (self.entries >> self.low)
 
 
-def obstacle(coder: SparseCodec, numel: int, dtype: torch.dtype) -> str | None:
+def unsupported_reason(coder: SparseCodec, numel: int, dtype: torch.dtype) -> str | None:
     """Return why there are no kernels for rows, or None if there are."""
     if dtype not in FORMS:
         return f"sparse kernels take float32, bfloat16 and float16, not {dtype}"

@@ -43,7 +43,7 @@ def of_sparse(
     name: str, coder: SparseCodec, dtype: torch.dtype, ranks: int, arch: str, numel: int
 ) -> tuple[Lowerable, ...]:
     """Return the kernels of a sparse codec; the bytes that each moves depend on the values."""
-    if why := sparse.obstacle(coder, numel, dtype):
+    if why := sparse.unsupported_reason(coder, numel, dtype):
         raise KernelError(f"no kernel: {coder.spec}: {why}")
     if name == "decode_sum_encode":
         raise KernelError(f"no kernel: {coder.spec}: sums are not made sparse again in one kernel")

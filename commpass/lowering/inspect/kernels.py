@@ -80,7 +80,7 @@ def named(
 
 def of_chain(chain: Chain, arch: str, numel: int = NUMEL, name: str = "") -> Lowerable:
     """Return the kernel of a chain for rows of ``numel`` values."""
-    if why := generate.obstacle(chain, numel):
+    if why := generate.unsupported_reason(chain, numel):
         raise KernelError(f"no kernel: {why}")
     made = generate.kernel(chain, numel)
     taken, written = row_bytes(chain, numel)
