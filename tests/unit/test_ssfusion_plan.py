@@ -10,6 +10,7 @@ import math
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -26,7 +27,7 @@ from commpass.costmodel.buffers import (
     sparsified,
 )
 from commpass.errors import PolicyError
-from commpass.parallel.ssfusion import ssfusion
+from commpass.parallel.ssfusion import measure, ssfusion
 from commpass.parallel.ssfusion.measure import Clock, Rate, taken_from_backward
 from commpass.parallel.ssfusion.memory import Memory, clipped
 from commpass.parallel.ssfusion.options import WARM_UP, Options, check_optimizer
@@ -489,3 +490,36 @@ def test_fewer_messages_are_planned_where_each_keeps_processors_from_backward():
     shared = dataclasses.replace(problem, busy_us=lambda kind, nbytes: 500.0)
     counts = [len(fused(each, set(range(12)), "all_reduce")) for each in (problem, shared)]
     assert counts[1] < counts[0]
+
+
+@pytest.mark.parametrize(
+    ("us_per_byte", "calls"),
+    [
+        (0.001, [1, 3, 1, 3, 1, 3]),  # 4 us, 66 us, 1.0 ms: a warm-up and three repeats of each
+        (0.05, [1, 3, 1, 3, 1]),  # 3.3 ms for 64 KiB: 1 MiB is measured once
+        (0.5, [1, 3, 1, 3]),  # 33 ms for 64 KiB: 1 MiB is not measured
+        (1.0, [1, 3, 1]),  # 4.1 ms for 4 KiB, 66 ms for 64 KiB
+    ],
+)
+def test_long_exchanges_are_measured_once_or_not_at_all(
+    us_per_byte, calls, fake_group, monkeypatch
+):
+    fake_group(2)
+    seen: list[str] = []
+
+    def clocked(run, device):
+        numel = run.args[1].numel()
+        seen.append(f"timed {4 * numel}")
+        return 1e-6 * us_per_byte * 4 * numel, 0.0
+
+    def exchanged(_, rows, *__):
+        seen.append(f"warm {4 * rows[0].numel()}")
+
+    monkeypatch.setattr(measure, "_seconds", clocked)
+    for name in ("sums", "gather"):
+        monkeypatch.setattr(measure.messages, name, exchanged)
+    found = measure.exchanges(dist.group.WORLD, torch.device("cpu"))
+    runs = [len(list(same)) for _, same in itertools.groupby(seen)]
+    assert runs == 2 * calls
+    for kind in ("all_reduce", "all_gather"):
+        assert found.link.us(kind, 1 << 16, 2) == pytest.approx(us_per_byte * (1 << 16), rel=0.3)
