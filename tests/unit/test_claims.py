@@ -44,6 +44,22 @@ def test_verdicts_are_by_the_kind_of_claim(measured, number, kind, said):
 
 
 @pytest.mark.parametrize(
+    ("measured", "number", "spread", "said"),
+    [
+        (-0.1, 0.12, 0.01, "contradicted"),
+        (-0.1, 0.12, 0.2, "reproduced"),
+        (-0.05, 0.05, 0.01, "reproduced"),
+        (0.1, 0.12, 0.01, "reproduced"),
+    ],
+)
+def test_losses_of_opposite_sign_are_reproduced_only_if_both_are_none(
+    measured, number, spread, said
+):
+    asked = claim(measure=lambda _: measured, spread=lambda _: spread, number=number, kind="loss")
+    assert judged(asked, {}).verdict == said
+
+
+@pytest.mark.parametrize(
     ("measured", "spread", "said"),
     [
         (0.4, 0.01, "reproduced"),
