@@ -197,15 +197,15 @@ def _roots(matmul: fx.Node, ranks: int, cut: Mapping[fx.Node, Join]) -> list[tup
     return [(rows, entries // n) for n, rows in found if rows is not None and entries % n == 0]
 
 
-def _treated(chain: list[fx.Node], value: fx.Node, root: Rows, chunks: int) -> Product | str:
-    """Return a product whose first node treats its rows as ``root``, with ``chunks`` rows in a
+def _treated(chain: list[fx.Node], value: fx.Node, root: Rows, block_rows: int) -> Product | str:
+    """Return a product whose first node treats its rows as ``root``, with ``block_rows`` rows in a
     block."""
     rows = {chain[0]: root}
     for node in chain[1:]:
         if (found := rows_of(node, {one: its.axis for one, its in rows.items()})) is None:
             return f"{node.name} does not compute each row alone"
         rows[node] = found
-    return Product(tuple(chain), rows, value, rows[value].axis, chunks)
+    return Product(tuple(chain), rows, value, rows[value].axis, block_rows)
 
 
 def region_of(
