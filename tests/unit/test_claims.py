@@ -13,6 +13,7 @@ from benchmarks.claims.experiments import EXPERIMENTS
 from benchmarks.claims.page import page
 from benchmarks.claims.suites import every
 from benchmarks.claims.suites.predicted import place
+from benchmarks.claims.suites.ssfusion import offloading
 from benchmarks.paper_models.rows import Row
 
 ROOT = Path(__file__).parents[2]
@@ -220,3 +221,12 @@ def test_claims_of_a_paper_are_measured_again():
     said = {row["text"]: row["verdict"] for row in FOUND["claims"]}
     for each in claims:
         assert judged(each, found).verdict == said[each.text]
+
+
+@pytest.mark.parametrize(("offloaded", "said"), [(0, "not testable here"), (3, "order only")])
+def test_gain_of_offloading_is_claimed_only_if_something_is_offloaded(offloaded, said):
+    asked = claim(measure=lambda _: 1.5, number=1.1, kind="ratio", experiments=("ssfusion_times",))
+    found = {"rows": [{"gbit": 1.0, "offloaded": None}, {"gbit": 1.0, "offloaded": offloaded}]}
+    made = offloading(1.0, asked, found)
+    assert judged(made, {"ssfusion_times": found}).verdict == said
+    assert bool(made.why_not) == (offloaded == 0)
