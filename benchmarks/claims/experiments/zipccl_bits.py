@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from counting import CountingGroup, counting_group
 from torch import Tensor, nn
+from torch.nn import functional
 
 import commpass
 from benchmarks.claims.experiments import text
@@ -97,6 +98,24 @@ def coded_gather(codec: str, inner: str, group: CountingGroup) -> Callable[[Tens
     return gather
 
 
+class Float32Linear(nn.Linear):
+    """A linear layer whose values and gradients are bfloat16, and whose matmuls are computed in
+    float32 and rounded once. Matrix units do the same; a CPU without them takes ten times as long
+    for a matmul of bfloat16."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.float()
+        return functional.linear(input.float(), self.weight.float(), bias).to(input.dtype)
+
+
+def bfloat16_model() -> nn.Module:
+    model = text.transformer(LAYERS, WIDTH).bfloat16()
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = Float32Linear
+    return model
+
+
 def tensors(model: nn.Module) -> dict[str, Tensor]:
     """By name, ``VALUES`` of each, in what follows a step: filled by hooks of the first MLP."""
     seen: dict[str, Tensor] = {}
@@ -114,7 +133,7 @@ def on_rank(steps: int, measured: list[int], inner: str) -> list[dict[str, Any]]
     Raises RuntimeError where a gathered bit is another one."""
     group = counting_group()
     gathers = {codec: coded_gather(codec, inner, group) for codec in CODECS}
-    model, rows = text.transformer(LAYERS, WIDTH).bfloat16(), []
+    model, rows = bfloat16_model(), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     gate, seen = model.blocks[0].mlp.gate, tensors(model)
     for step, batch in enumerate(text.batches(text.texts()[0], steps + 1, dist.get_rank())):
