@@ -32,7 +32,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import commpass
-from commpass.passes import PassContext, run
+from commpass.passes import GraphInput, run
 from commpass.policy import Policy
 from commpass.policy.rules import Rule
 
@@ -101,7 +101,7 @@ def passes_alone(graph: Callable[..., Any], collectives: int) -> dict[str, Any]:
     with FakeTensorMode():
         weights = [torch.randn(8 * WIDTH, 8 * WIDTH) for _ in range(collectives)]
         gm = make_fx(graph)(torch.randn(2 * WIDTH, 8 * WIDTH), weights)
-    road = PassContext(
+    road = GraphInput(
         gm=gm,
         direction="backward",
         policy=Policy(codecs=("int8", "bf16"), max_error=0.02),

@@ -177,16 +177,16 @@ SHAPES = (layers, long_sum, late_sum, gathers)
 def timed(gm: fx.GraphModule) -> tuple[float, int]:
     """Milliseconds of processor time of the pass on a graph, which it changes, and how many rules
     were applied."""
-    from commpass.passes import PASSES, PassContext
+    from commpass.passes import PASSES, GraphInput, PassContext
 
     passes = {step.name: step.run for step in PASSES}
     profile = commpass.ethernet(0.001)
-    road = passes["discover"](
-        PassContext(gm=gm, direction="forward", policy=POLICIES["on"], profile=profile)
-    )
+    given = GraphInput(gm=gm, direction="forward", policy=POLICIES["on"], profile=profile)
+    context = PassContext.of(given, "0")
+    passes["discover"](context)
     start = time.process_time()
-    road = passes["simplify"](road)
-    return (time.process_time() - start) * 1e3, len(road.simplified)
+    passes["simplify"](context)
+    return (time.process_time() - start) * 1e3, len(context.plan.simplified)
 
 
 def measure_pass(sizes: list[int], repeats: int) -> list[dict[str, Any]]:

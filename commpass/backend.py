@@ -66,7 +66,7 @@ from commpass.errors import (
 )
 from commpass.groups import is_first_rank, ready
 from commpass.lowering.repairs import repaired
-from commpass.passes import PASSES, PassContext, PassResult
+from commpass.passes import PASSES, GraphInput, PassContext
 from commpass.passes import run as run_passes
 from commpass.passes.fx import meta
 from commpass.passes.fx.direction import keep_metadata
@@ -333,11 +333,11 @@ class Backend:
     def simplified(self, gm: fx.GraphModule, direction: str) -> tuple[Simplification, ...]:
         """Simplify a graph that will not be compiled, in place. Return the simplifications."""
         profile = self.profile or default_here(meta.device_of(gm))
-        road = PassContext(
+        given = GraphInput(
             gm=gm, direction=direction, policy=self.policy, profile=profile, hook=True
         )
         passes = tuple(each for each in PASSES if each.name in ("discover", "simplify"))
-        return run_passes(road, "", passes).plan.simplified
+        return run_passes(given, "", passes).plan.simplified
 
     def reset(self) -> None:
         """Forget agreed values, so that graphs are compiled and compared again.
@@ -485,7 +485,7 @@ class Backend:
         together.add(checked)
         return before_each_call(made.compiled, hook, checked)
 
-    def _build(self, job: Job, before: PassResult | None = None) -> Built | Raising:
+    def _build(self, job: Job, before: PassContext | None = None) -> Built | Raising:
         """Build a graph that is still unchanged. ``before`` is the result that it was compiled from
         so far."""
         instead_of = before.plan if before is not None else None
@@ -494,7 +494,7 @@ class Backend:
         policy = self.policy
         if self.inner not in LOOKS:
             policy = dataclasses.replace(policy, watch=0.0, check_calls=0)
-        road = PassContext(
+        given = GraphInput(
             gm=gm,
             direction=direction,
             policy=policy,
@@ -517,19 +517,19 @@ class Backend:
 
         def watch(step: str, context: PassContext) -> None:
             if step == "rewrite" and self._writes():
-                nodes["after"] = record.nodes_now(context.gm, context.sites or ())
+                nodes["after"] = record.nodes_now(context.gm, context.plan.sites)
 
         device = meta.device_of(gm)
         watched = is_first_rank() and device in ("cpu", "cuda") and self.inner == "inductor"
         plain_us = _predicted_us(gm, profile) if watched else None
         speaker = self._participant(profile, job.origin, direction)
-        outcome, mismatch, round = self._planned(road, job, watch, speaker)
+        outcome, mismatch, round = self._planned(given, job, watch, speaker)
         if outcome.error is not None:
             record.log.warning(
                 "%s graph %s compiled untouched: %s", direction, number, outcome.plan.fallback
             )
         if self._writes():
-            nodes["before"] = record.nodes_before(outcome, gm)
+            nodes["before"] = record.nodes_before(outcome)
             nodes["lowered"] = record.nodes_now(gm, outcome.plan.sites)
             if outcome.plan.fallback:
                 nodes["after"] = nodes["lowered"]
@@ -558,7 +558,7 @@ class Backend:
         more = [kept.fake for kept in outcome.state]
         more += [each.fake for each in outcome.constants]
         planned_us = _predicted_us(gm, profile) if plain_us is not None else None
-        pinned = outcome.pinned or chunked(gm)
+        pinned = outcome.moved.pinned or chunked(gm)
         compiled = job.compile_graph(gm, more, pinned, outcome.plan.changed)
         if instead_of is not None:  # not earlier: a failed compile leaves the earlier plan in use
             self._record(outcome, job, instead_of)
@@ -578,7 +578,7 @@ class Backend:
         strides = getattr(compiled, "output_strides", None)
         return Built(compiled, function, check, strides, outcome)
 
-    def _record(self, outcome: PassResult, job: Job, instead_of: Plan | None) -> None:
+    def _record(self, outcome: PassContext, job: Job, instead_of: Plan | None) -> None:
         """Record a plan for reports. It replaces ``instead_of`` if there is one."""
         record.record(outcome, instead_of)
         self.summary.add(
@@ -641,11 +641,11 @@ class Backend:
 
     def _planned(
         self,
-        context: PassContext,
+        given: GraphInput,
         job: Job,
         watch: Callable[[str, PassContext], None],
         participant: agreement.Participant,
-    ) -> tuple[PassResult, PlanMismatch | None, Round | None]:
+    ) -> tuple[PassContext, PlanMismatch | None, Round | None]:
         """Run the passes and compare the plan with the other ranks. Return the result, a mismatch
         if any, and the round of the comparison.
 
@@ -653,15 +653,15 @@ class Backend:
         """
         number = job.number
         while True:
-            outcome = run_passes(context, number, watch=watch, strict=self.strict)
+            outcome = run_passes(given, number, on_pass_end=watch, strict=self.strict)
             if not (over := self._excluded(job, outcome.plan)):
                 break
             outcome.restore("a site is left alone")
-            context = dataclasses.replace(context, excluded={**outcome.excluded, **over})
+            given = dataclasses.replace(given, excluded={**outcome.excluded, **over})
         plan = outcome.plan
         try:
             agreement.same_environment(self.timeout)
-            ends = _ends(context.gm, outcome)
+            ends = _ends(outcome)
             why, round = agreement.agree(plan, outcome.first, ends, participant, self.timeout)
         except PlanMismatch as mismatch:
             outcome.restore(f"the ranks planned differently: {mismatch}")
@@ -671,14 +671,14 @@ class Backend:
             outcome.restore(why)
             less: dict[str, Any] = {"own": False}
             if why == agreement.HIDDEN:
-                less = {"hides": False} if context.hides else {"hidden": None, "densities": None}
+                less = {"hides": False} if given.hides else {"hidden": None, "densities": None}
                 less["excluded"] = outcome.excluded
-            return self._planned(dataclasses.replace(context, **less), job, watch, participant)
+            return self._planned(dataclasses.replace(given, **less), job, watch, participant)
         if why and not plan.fallback:
             outcome.restore(why)
             outcome.error = CommpassError(why)
         self.hidden |= decided(outcome.plan)
-        self.densities |= outcome.densities
+        self.densities |= outcome.thinned.densities
         for limit in outcome.limits:
             limit.install_guard()
         return outcome, None, round
@@ -719,7 +719,7 @@ class Backend:
         self.summary.called(graph)
 
 
-def _samples(outcome: PassResult, policy: Policy, known: bool) -> Samples:
+def _samples(outcome: PassContext, policy: Policy, known: bool) -> Samples:
     """Return the sites of a compiled graph as those whose errors may be measured.
 
     ``known`` says whether the inner compiler knows the sampling operator.
@@ -802,12 +802,12 @@ def _is_compiled_autograd() -> bool:
     )
 
 
-def _ends(gm: fx.GraphModule, outcome: PassResult) -> set[tuple[str, int | None]]:
+def _ends(outcome: PassContext) -> set[tuple[str, int | None]]:
     """Return (group, peer) of a graph's collectives if a pass failed before sites were found, else
     nothing."""
     if outcome.first or not outcome.plan.fallback:
         return set()
-    calls = (parse(node) for _, module in graph_modules(gm) for node in module.graph.nodes)
+    calls = (parse(node) for _, module in graph_modules(outcome.gm) for node in module.graph.nodes)
     return {
         (describe_group(call)[0], end.peer if end else None)
         for call in calls

@@ -33,7 +33,7 @@ from commpass.costmodel import Link, Profile
 from commpass.distributed.machine import profile_here
 from commpass.distributed.owners import Calls
 from commpass.errors import CommpassError, PolicyError, nearest
-from commpass.passes import PassContext
+from commpass.passes import GraphInput
 from commpass.passes import run as run_passes
 from commpass.passes.fx.parse import graph_modules
 from commpass.passes.hidden import decided
@@ -233,7 +233,7 @@ class _Planner(Backend):
             profile = run.case.profile
             self.say(f"{direction}, policy {run.policy.name}")
             untouched = {module: copy.deepcopy(module.graph) for _, module in graph_modules(gm)}
-            road = PassContext(
+            given = GraphInput(
                 gm=gm,
                 direction=direction,
                 policy=run.policy,
@@ -245,7 +245,7 @@ class _Planner(Backend):
                 hidden=run.hidden,
                 hides=True,
             )
-            outcome = run_passes(road, number)
+            outcome = run_passes(given, number)
             if isinstance(outcome.error, PolicyError):
                 raise outcome.error
             run.hidden |= decided(outcome.plan)

@@ -18,7 +18,7 @@ from commpass.distributed import record
 from commpass.distributed.environment import policy_here
 from commpass.distributed.machine import default_here, profile_here
 from commpass.errors import PolicyError
-from commpass.passes import PassContext
+from commpass.passes import GraphInput
 from commpass.passes import run as run_passes
 from commpass.passes.fx import meta
 from commpass.plan import Plan
@@ -50,7 +50,7 @@ def rewrite(
     chosen = dataclasses.replace(policy_here(policy), watch=0.0, check_calls=0)
     _fake_values(gm, example_inputs)
     table = (lambda: dict(decompositions)) if decompositions is not None else None
-    road = PassContext(
+    given = GraphInput(
         gm=gm,
         direction=direction,
         policy=chosen,
@@ -58,7 +58,7 @@ def rewrite(
         decompositions=table,
     )
     names = [node.name for node in _results(gm)]
-    outcome = run_passes(road, graph="0", strict=strict)
+    outcome = run_passes(given, graph="0", strict=strict)
     _rename_results(gm, names)
     if outcome.error is not None and strict:
         raise outcome.error

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 
 from commpass import Policy
 from commpass.costmodel import Profile
-from commpass.passes.candidates import Options, candidates
+from commpass.passes.candidates import candidates
 from commpass.passes.choose import choose
+from commpass.passes.results import Options
 from commpass.plan import PlannedSite, Site
 
 

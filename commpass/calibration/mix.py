@@ -15,8 +15,9 @@ from commpass.costmodel.budget import Option, cheapest
 from commpass.costmodel.links import steps
 from commpass.distributed.machine import default_here
 from commpass.errors import CalibrationError, check_number, nearest
-from commpass.passes.candidates import Options, candidates
+from commpass.passes.candidates import candidates
 from commpass.passes.choose import rank
+from commpass.passes.results import Options
 from commpass.plan import NONE, Candidate
 from commpass.policy import Policy
 from commpass.policy.rules import Allowed, Rule

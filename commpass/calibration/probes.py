@@ -22,10 +22,11 @@ from commpass.distributed.calls import with_boxed_args
 from commpass.distributed.machine import default_here
 from commpass.distributed.owners import Calls
 from commpass.passes.candidates import candidates
-from commpass.passes.discover import GraphSite, discover
+from commpass.passes.discover import discover
 from commpass.passes.fx import meta
 from commpass.passes.fx.marks import ALLOWED
 from commpass.passes.fx.parse import is_wait
+from commpass.passes.graph_site import GraphSite
 from commpass.passes.simplify import simplify
 from commpass.plan import Site
 from commpass.policy import Policy

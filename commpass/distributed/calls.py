@@ -14,8 +14,7 @@ from commpass.distributed import references, state
 from commpass.distributed.flat import Flat
 from commpass.distributed.owners import Calls, HookCalls, part_of
 from commpass.distributed.samples import Samples
-from commpass.passes.constants import ConstantInput
-from commpass.passes.rewrite import StateInput
+from commpass.passes.results import ConstantInput, StateInput
 from commpass.utils.running import Running, profiled, running
 
 Compiler = Callable[..., Any]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from commpass.distributed.budget import Check, Key
-from commpass.passes import PassResult
+from commpass.passes import PassContext
 
 _held: ContextVar[bool] = ContextVar("_held", default=False)
 
@@ -51,7 +51,7 @@ class Built:
     function: Function
     check: Check
     strides: Any
-    outcome: PassResult
+    outcome: PassContext
 
 
 class Checked:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from commpass.distributed import state
 from commpass.distributed.owners import HookCalls, Owner, owner_of
-from commpass.passes.rewrite import StateInput
+from commpass.passes.results import StateInput
 
 PLACE = "gradient"
 """The place name of the residual of a parameter's gradient, whatever bucket it is sent in."""

@@ -18,7 +18,7 @@ from torch import fx
 
 from commpass.costmodel import Profile
 from commpass.groups import ready
-from commpass.passes import PassResult
+from commpass.passes import PassContext, PassResult
 from commpass.passes.fx import meta
 from commpass.passes.fx.marks import MARK
 from commpass.passes.fx.parse import graph_modules
@@ -97,10 +97,11 @@ def wire_bytes(plan: Plan) -> int:
     return sum(max(site.bytes if plan.fallback else site.wire_bytes, 0) for site in plan.sites)
 
 
-def nodes_before(outcome: PassResult, gm: fx.GraphModule) -> tuple[dumps.GraphNode, ...]:
+def nodes_before(outcome: PassContext) -> tuple[dumps.GraphNode, ...]:
     """Return the nodes of the graph before the passes, as data."""
     return _rows(
-        ((p, outcome.untouched.get(m, m.graph)) for p, m in graph_modules(gm)), outcome.plan.sites
+        ((p, outcome.untouched.get(m, m.graph)) for p, m in graph_modules(outcome.gm)),
+        outcome.plan.sites,
     )
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from commpass.distributed.owners import Owner
 from commpass.groups import group_named
-from commpass.passes.rewrite import StateInput
+from commpass.passes.results import StateInput
 from commpass.utils.ambient import making_lasting_tensors
 
 log = logging.getLogger("commpass")

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from commpass.distributed.owners import Code, Owner, parameter_names, state_owners
 from commpass.errors import PolicyError, nearest
 from commpass.groups import group_named, rank_in, ready
-from commpass.passes.rewrite import StateInput
+from commpass.passes.results import StateInput
 from commpass.utils.ambient import making_lasting_tensors
 
 VERSION = 2

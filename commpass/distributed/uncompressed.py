@@ -11,8 +11,9 @@ from typing import Any
 from commpass.costmodel import Profile
 from commpass.passes import PassResult
 from commpass.passes.breakeven import break_even, break_even_rate
-from commpass.passes.candidates import NO_CODEC, Options
+from commpass.passes.candidates import NO_CODEC
 from commpass.passes.choose import rank
+from commpass.passes.results import Options
 from commpass.plan import LEFT, Candidate, PlannedSite
 from commpass.policy import Policy
 from commpass.policy.rules import Allowed, Annotation

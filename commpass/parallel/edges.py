@@ -20,9 +20,10 @@ from commpass import groups
 from commpass.codecs import codec
 from commpass.costmodel import Profile
 from commpass.parallel.coding import Coding
-from commpass.passes.candidates import Options, candidates
+from commpass.passes.candidates import candidates
 from commpass.passes.choose import choose
 from commpass.passes.fx import meta
+from commpass.passes.results import Options
 from commpass.plan import Candidate, PlannedSite, Site, planned
 from commpass.plan.kinds import KINDS
 from commpass.policy import Policy

@@ -1,5 +1,7 @@
-"""The passes, one file each, and the pipeline that runs them in order."""
+"""The passes, one file each, and the manager that runs them in order."""
 
-from commpass.passes.pipeline import PASSES, Pass, PassContext, PassResult, run
+from commpass.passes.context import GraphInput, PassContext, PassResult
+from commpass.passes.contract import Pass
+from commpass.passes.manager import PASSES, run
 
-__all__ = ["PASSES", "Pass", "PassContext", "PassResult", "run"]
+__all__ = ["PASSES", "GraphInput", "Pass", "PassContext", "PassResult", "run"]

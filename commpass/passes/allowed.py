@@ -16,9 +16,9 @@ from functools import cache
 
 from torch import fx
 
-from commpass.passes.discover import GraphSite
 from commpass.passes.fed_back import fed_back_reason
 from commpass.passes.fx.marks import ALLOWED
+from commpass.passes.graph_site import GraphSite
 from commpass.passes.provenance import Provenance, lossy_unsupported_reason, provenances
 from commpass.policy import Policy
 from commpass.policy.rules import Allowed

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from math import inf
 
 import torch
@@ -31,6 +30,7 @@ from commpass.collectives import (
     without_chunks,
 )
 from commpass.costmodel import Profile, finished_us
+from commpass.passes.context import PassContext
 from commpass.passes.divide import (
     SURE,
     divided,
@@ -43,6 +43,7 @@ from commpass.passes.divide import (
     unapplied_note,
     undivided_reason,
 )
+from commpass.passes.results import Options
 from commpass.plan import ROWS, Candidate, PlannedSite, Site
 from commpass.plan.kinds import KINDS
 from commpass.plan.stage import Stage
@@ -50,40 +51,29 @@ from commpass.plan.timeline import HOST
 from commpass.policy.rules import Allowed
 
 
-@dataclass(frozen=True)
-class Options:
-    """The candidates of a site, the uncompressed one first.
+def run(context: PassContext) -> None:
+    """List the candidates of all sites. Excluded sites have the uncompressed one alone."""
+    given, excluded = context.input, _with_parts(context)
+    scored = scoring(given.profile, given.policy.reassociate)
+    for each in context.found:
+        site = each.site
+        if (why := excluded.get(site.name)) is not None:
+            site = dataclasses.replace(site, obstacle=why)
+        context.options[site.name] = scored(site, each.allowed)
 
-    If ``obstacle`` is set, it is the reason why the site cannot be compressed by any codec or
-    algorithm.
-    """
 
-    candidates: tuple[Candidate, ...]
-    obstacle: str = ""
-
-    @property
-    def uncompressed(self) -> Candidate:
-        """The uncompressed candidate."""
-        return self.candidates[0]
-
-    @property
-    def possible(self) -> tuple[Candidate, ...]:
-        """The compressing candidates that are not refused."""
-        return tuple(each for each in self.candidates[1:] if not each.refused)
-
-    @property
-    def refused(self) -> tuple[str, ...]:
-        """Why candidates are refused, each reason once.
-
-        For a codec over the error budget, only the reason of its algorithm with the smallest error
-        is listed.
-        """
-        losses = [each for each in self.candidates if each.refused and each.error]
-        by_error = sorted(losses, key=lambda each: each.error)
-        least = {each.codec: each for each in reversed(by_error)}
-        refused = [each for each in self.candidates if each.refused]
-        told = [each for each in refused if not each.error or least[each.codec] is each]
-        return tuple(dict.fromkeys(each.refused for each in told))
+def _with_parts(context: PassContext) -> dict[str, str]:
+    """Return the excluded sites, with the sites that they were grouped or split into. The chunks of
+    one collective are excluded together."""
+    excluded = dict(context.excluded)
+    for fusion in context.plan.grouped:
+        if (name := next((name for name in fusion.sites if name in excluded), None)) is not None:
+            excluded.setdefault(fusion.into, excluded[name])
+    for split in context.plan.split:
+        names = (split.site, *split.into)
+        if (name := next((name for name in names if name in excluded), None)) is not None:
+            excluded |= {part: excluded.get(part, excluded[name]) for part in split.into}
+    return excluded
 
 
 def candidates(site: Site, allowed: Allowed, profile: Profile, reassociate: bool) -> Options:

@@ -19,9 +19,12 @@ from commpass.costmodel import Profile
 from commpass.errors import PolicyError
 from commpass.lowering import cpu, has_kernels
 from commpass.lowering.chain import Chain, Encode
-from commpass.passes.candidates import Options, together_us
+from commpass.passes.candidates import together_us
+from commpass.passes.context import PassContext
 from commpass.passes.divide import SURE
-from commpass.passes.hidden import Known, Schedule, allow_hiding
+from commpass.passes.hidden import Schedule, allow_hiding, initial_schedule
+from commpass.passes.results import Known, Options
+from commpass.passes.sizes import limits, with_limits
 from commpass.plan import ROWS, Candidate, PlannedSite, Site, planned
 from commpass.policy.rules import Allowed
 
@@ -31,6 +34,30 @@ SHARE = 3
 One site compiles no faster with kernels than inline, and inline its encode fuses with the producer
 of its values (benchmarks/compile_time.py).
 """
+
+
+def run(context: PassContext) -> None:
+    """Choose a candidate of every site, and find the sizes for which the choice is valid."""
+    given, found, options = context.input, context.found, tuple(context.options.values())
+    policy, profile = given.policy, given.profile
+    allowed = [each.allowed for each in found]
+    timeline = None
+    timed = given.hides and policy.leave_hidden and given.obstacle is None
+    if timed and any(each.possible for each in options):
+        timeline = initial_schedule(given.gm, found, policy, profile)
+    plan = choose(
+        [each.site for each in found],
+        options,
+        allowed,
+        profile,
+        kernels=given.kernels,
+        hook=given.hook,
+        known=given.hidden if policy.leave_hidden else None,
+        timeline=timeline,
+    )
+    ends = limits(found, options, allowed, plan, profile)
+    context.limits = tuple(ends.values())
+    context.plan_with(sites=tuple(map(context.chunked.with_reason, with_limits(plan, ends))))
 
 
 def choose(

@@ -4,30 +4,17 @@ buffers of its module."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from commpass.codecs import constants
 from commpass.codecs.operators import CONSTANT
 from commpass.passes.fx.erase import erase
+from commpass.passes.results import ConstantInput
 
 INPUT = "commpass_constant"
 """The name prefix of inputs and buffers that hold constants."""
-
-
-@dataclass(frozen=True)
-class ConstantInput:
-    """A constant that a graph takes as one of its last inputs."""
-
-    name: str
-    device: torch.device
-    fake: Tensor
-
-    def tensor(self) -> Tensor:
-        """Return its values: one read-only tensor for all graphs of the process."""
-        return constants.on_device(self.name, self.device)
 
 
 def lift_constants(

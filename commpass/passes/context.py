@@ -1,33 +1,39 @@
-"""The state that passes hand on (PassContext) and the result of a pipeline run (PassResult)."""
+"""What passes work on: the input of a run (GraphInput) and its results so far (PassContext)."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import fx
 
 from commpass.costmodel import Profile
-from commpass.passes.candidates import Options
-from commpass.passes.chunk import Chunked
-from commpass.passes.constants import ConstantInput
-from commpass.passes.densities import Densities, Thinned
-from commpass.passes.discover import GraphSite
-from commpass.passes.hidden import Known
-from commpass.passes.move import Moved
+from commpass.passes.fx.parse import graph_modules
+from commpass.passes.graph_site import GraphSite
 from commpass.passes.references import UNKNOWN, Weights
-from commpass.passes.rewrite import StateInput
-from commpass.passes.sample import EncodedValue
-from commpass.passes.sizes import Limit
+from commpass.passes.results import (
+    Chunked,
+    ConstantInput,
+    Densities,
+    EncodedValue,
+    Known,
+    Limit,
+    Moved,
+    Options,
+    StateInput,
+    Thinned,
+)
 from commpass.passes.template import Decompositions
-from commpass.plan import NOBODY, Grouped, Plan, PlannedSite, Simplification, Site, uncompressed
+from commpass.plan import NOBODY, Plan, Site, uncompressed
 from commpass.policy import Policy
 
 
 @dataclass(frozen=True, kw_only=True)
-class PassContext:
-    """The input of the passes, and what they have found and chosen so far.
+class GraphInput:
+    """A graph, and all that the passes need to know about it.
 
     - ``stateless`` and ``weights``: which collectives may keep state, as in ``discover``.
     - ``obstacle``: why no collective may be changed, whatever the policy says, or None.
@@ -40,8 +46,6 @@ class PassContext:
     - ``hides``: whether other sites may be found overlapped. Requires that the ranks agree on it.
     - ``densities``: agreed densities of gradients that are selected from.
     - ``own``: whether rules may look for what only this rank uses. Requires agreement as well.
-    - ``given``: what compressed sites encode, by name.
-    - ``sampled``: why the real error of a compressed site is not measured, by name; "" if it is.
     """
 
     gm: fx.GraphModule
@@ -49,14 +53,6 @@ class PassContext:
     policy: Policy
     profile: Profile
     decompositions: Decompositions | None = None
-    found: tuple[GraphSite, ...] = ()
-    matched: tuple[int, ...] = ()
-    simplified: tuple[Simplification, ...] = ()
-    grouped: tuple[Grouped, ...] = ()
-    thinned: Thinned = field(default_factory=Thinned)
-    chunked: Chunked = field(default_factory=Chunked)
-    options: tuple[Options, ...] = ()
-    sites: tuple[PlannedSite, ...] | None = None
     stateless: str | None = NOBODY
     weights: Weights = UNKNOWN
     obstacle: str | None = None
@@ -69,26 +65,15 @@ class PassContext:
     hides: bool = False
     densities: Densities | None = None
     own: bool = True
-    limits: tuple[Limit, ...] = ()
-    state: tuple[StateInput, ...] = ()
-    constants: tuple[ConstantInput, ...] = ()
-    given: dict[str, EncodedValue] = field(default_factory=dict)
-    moved: Moved = field(default_factory=Moved)
-    sampled: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
 class PassResult:
-    """The result of the passes.
+    """A plan and how it was made: what reports read, also of exchanges without a graph.
 
     - ``plan``: its ``fallback`` is set, with the reason, if the graph is the untouched one.
-    - ``options``: the candidates of each site, by name.
-    - ``state``, then ``constants``: the graph's last inputs.
-    - ``pinned``: whether the order of the graph must be kept.
-    - ``limits``: the sizes for which the graph is valid.
-    - ``sampled`` and ``densities``: as in the context.
-    - ``failed``: the errors of sites that made a pass fail, by name.
-    - ``excluded``: why sites were excluded, for such an error or at the caller's request.
+    - ``found``: the sites, in graph order. ``options``: their candidates, by name.
+    - ``times_ms``: the time of each pass, of all rounds together.
     """
 
     plan: Plan
@@ -96,31 +81,91 @@ class PassResult:
     options: dict[str, Options] = field(default_factory=dict)
     times_ms: dict[str, float] = field(default_factory=dict)
     error: Exception | None = None
-    untouched: dict[fx.GraphModule, fx.Graph] = field(default_factory=dict)
+
+
+@dataclass
+class PassContext(PassResult):
+    """A graph on its way through the passes, which write their results here.
+
+    - ``first``: the sites of the untouched graph; ``untouched``: copies of its graphs.
+    - ``encoded``: what compressed sites encode, by name.
+    - ``state``, then ``constants``: the graph's last inputs.
+    - ``limits``: the sizes for which the graph is valid.
+    - ``sampled``: why the real error of a compressed site is not measured, by name; "" if it is.
+    - ``failed``: the errors of sites that made a pass fail, by name.
+    - ``sites_changed``: whether a pass has changed the collectives, so that ``found`` is outdated.
+    """
+
+    input: GraphInput = field(kw_only=True)
     first: tuple[Site, ...] = ()
+    untouched: dict[fx.GraphModule, fx.Graph] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    sites_changed: bool = False
+    thinned: Thinned = field(default_factory=Thinned)
+    chunked: Chunked = field(default_factory=Chunked)
+    limits: tuple[Limit, ...] = ()
+    encoded: dict[str, EncodedValue] = field(default_factory=dict)
     state: tuple[StateInput, ...] = ()
     constants: tuple[ConstantInput, ...] = ()
-    pinned: bool = False
-    limits: tuple[Limit, ...] = ()
-    densities: Densities = field(default_factory=dict)
+    moved: Moved = field(default_factory=Moved)
     sampled: dict[str, str] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
-    excluded: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, input: GraphInput, graph: str) -> PassContext:
+        """Return a context without results. ``graph`` is the graph's name in its plan."""
+        plan = Plan(
+            graph=graph,
+            direction=input.direction,
+            policy=input.policy.name,
+            profile=input.profile.name,
+        )
+        return cls(plan, input=input)
+
+    @property
+    def gm(self) -> fx.GraphModule:
+        return self.input.gm
+
+    @property
+    def excluded(self) -> Mapping[str, str]:
+        """Why sites were excluded, after a failure or at the caller's request, by name."""
+        return self.input.excluded
+
+    @property
+    def changeable(self) -> bool:
+        """Whether there are collectives, and they may be changed."""
+        given = self.input
+        return bool(self.found) and not given.policy.off and given.obstacle is None
+
+    def plan_with(self, **fields: Any) -> None:
+        """Set fields of the plan."""
+        self.plan = dataclasses.replace(self.plan, **fields)
 
     def copies(self) -> dict[fx.GraphModule, fx.Graph]:
         """Copy the untouched graphs."""
         return {module: copied(graph) for module, graph in self.untouched.items()}
+
+    def keep_untouched(self) -> None:
+        """Copy the graphs if they contain sites and were not copied yet."""
+        if self.found and not self.untouched:
+            modules = (module for _, module in graph_modules(self.gm))
+            self.untouched = {module: copied(module.graph) for module in modules}
 
     def restore(self, why: str) -> None:
         """Restore the untouched graph (law 7). ``why`` becomes the plan's fallback reason."""
         for module, graph in self.untouched.items():
             module.graph = graph
             module.recompile()
-        self.untouched, self.options = {}, {}
-        self.state, self.constants, self.pinned = (), (), False
-        self.limits, self.sampled, self.densities = (), {}, {}
         sites = tuple(uncompressed(site, why) for site in self.first)
-        self.plan = self.plan.untouched(sites, why)
+        reset = PassContext(
+            self.plan.untouched(sites, why),
+            input=self.input,
+            found=self.found,
+            first=self.first,
+            times_ms=self.times_ms,
+            error=self.error,
+            failed=self.failed,
+        )
+        vars(self).update(vars(reset))
 
 
 def copied(graph: fx.Graph) -> fx.Graph:

@@ -20,24 +20,27 @@ from commpass.passes.context import PassContext
 from commpass.passes.fx.marks import MARK
 from commpass.passes.fx.parse import graph_modules, parse
 
-PHASES = ("graph", "post-grad")
+GRAPH, POST_GRAD = PHASES = ("graph", "post-grad")
 """When passes run: on AOTAutograd's graphs, or on the graphs that Inductor is about to schedule."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """A named pass: a function from one context to the next.
+    """A named pass: a function that changes the graph of a context, and writes its results there.
 
-    ``requires`` and ``provides`` name facts. If a ``needed`` pass is skipped, the pipeline stops.
+    ``requires`` and ``provides`` name facts. If a ``needed`` pass is skipped, the manager stops. A
+    pass that ``needs_sites`` runs only if the graph has collectives that may be changed. ``run`` is
+    None for a pass that Inductor calls.
     """
 
     name: str
-    run: Callable[[PassContext], PassContext]
-    phase: str = "graph"
+    run: Callable[[PassContext], None] | None = None
+    phase: str = GRAPH
     requires: tuple[str, ...] = ()
     provides: tuple[str, ...] = ()
     mutates: bool = False
     needed: bool = False
+    needs_sites: bool = False
 
 
 def check_order(passes: Iterable[Pass]) -> None:
@@ -80,29 +83,25 @@ def _sites(context: PassContext) -> str | None:
 
 def _options(context: PassContext) -> str | None:
     """Each site has options, of which the first is uncompressed."""
-    if len(context.options) != len(context.found):
+    if [*context.options] != [found.site.name for found in context.found]:
         return f"{len(context.found)} sites have {len(context.options)} options"
-    wrong = [
-        f
-        for f, its in zip(context.found, context.options, strict=True)
-        if its.uncompressed.compressed
-    ]
-    return f"{wrong[0].site.name}: the first option compresses" if wrong else None
+    wrong = [name for name, its in context.options.items() if its.uncompressed.compressed]
+    return f"{wrong[0]}: the first option compresses" if wrong else None
 
 
 def _plan(context: PassContext) -> str | None:
     """Each site has one chosen candidate that is not refused, and a reason."""
-    names = [site.name for site in context.sites or ()]
+    names = [site.name for site in context.plan.sites]
     if names != [found.site.name for found in context.found]:
         return "the plan is not about these sites"
-    wrong = [site.name for site in context.sites or () if site.refused or not site.reason]
+    wrong = [site.name for site in context.plan.sites if site.refused or not site.reason]
     return f"{wrong[0]} is refused, or has no reason" if wrong else None
 
 
 def _coded(context: PassContext) -> str | None:
     """No compressed collective remains. Its replacement has marks that name its site, and every
     codec operator has a mark."""
-    compressed = {site.name for site in context.sites or () if site.compressed}
+    compressed = {site.name for site in context.plan.sites if site.compressed}
     nodes = [node for _, module in graph_modules(context.gm) for node in module.graph.nodes]
     marked = [node for node in nodes if MARK in node.meta]
     if lost := [node.name for node in _operators(nodes) if MARK not in node.meta]:

@@ -18,7 +18,7 @@ import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,14 +28,17 @@ from commpass.codecs import SparseCodec, codec
 from commpass.collectives import read_stages
 from commpass.costmodel import HOST, Profile
 from commpass.costmodel.buffers import BOUND, Gradient, Problem, excluded, slack, sparsified
+from commpass.passes.allowed import still_allowed
 from commpass.passes.candidates import request
-from commpass.passes.discover import GraphSite
+from commpass.passes.context import PassContext
 from commpass.passes.divide import payload_of, prices_of
 from commpass.passes.fx import costs
 from commpass.passes.fx.marks import ALLOWED
 from commpass.passes.fx.parse import graph_modules, is_wait, parse
+from commpass.passes.graph_site import GraphSite
 from commpass.passes.group import Member, fusions, runs_again, selects
 from commpass.passes.hidden import facts_of
+from commpass.passes.results import Densities, Thinned
 from commpass.policy import Policy
 
 WHOLE = 1.0
@@ -44,18 +47,15 @@ EQUATION_2 = "sent whole: its selection would outlast the exchange before (SSFus
 NO_SMALLER = "sent whole: its codes would be no smaller"
 AGREED = "sent whole, as was agreed on before"
 
-Densities = Mapping[tuple[Any, ...], float]
-"""The share of its entries that a site sends, by ``hidden.facts_of`` the site and its number among
-equal sites."""
 
-
-@dataclass(frozen=True)
-class Thinned:
-    """The decided ``densities`` of sites, and the names of the process ``groups`` in which they
-    depend on this rank's computation."""
-
-    densities: dict[tuple[Any, ...], float] = field(default_factory=dict)
-    groups: tuple[str, ...] = ()
+def run(context: PassContext) -> None:
+    """Decide the densities of the sites, before group combines them."""
+    given = context.input
+    what = (given.gm, context.found, given.policy, given.profile, given.direction)
+    context.thinned = thin(*what, given.densities, timed=given.hides)
+    context.plan_with(timed=context.thinned.groups)
+    if context.thinned.densities:
+        context.found = still_allowed(context.found, given.policy, given.direction)
 
 
 def thin(

@@ -17,9 +17,10 @@ from enum import Enum
 import torch
 from torch import fx
 
-from commpass.passes.discover import SEE_THROUGH, GraphSite
 from commpass.passes.fx import meta
 from commpass.passes.fx.parse import is_wait, parse
+from commpass.passes.graph_site import GraphSite
+from commpass.passes.neighbours import SEE_THROUGH
 from commpass.passes.provenance.walk import inputs, is_number, name_of, tensors
 
 UPDATES = ("add", "sub", "rsub", "lerp", "addcmul", "addcdiv", "fma")

@@ -35,12 +35,14 @@ from commpass.lowering.chain import (
     Step,
     Sum,
 )
+from commpass.passes.context import PassContext
 from commpass.passes.failures import site_errors
 from commpass.passes.fx import meta
 from commpass.passes.fx.erase import erase
 from commpass.passes.fx.fakes import is_view, mode_of
 from commpass.passes.fx.marks import MARK
 from commpass.passes.fx.parse import graph_modules
+from commpass.passes.sample import given_to_products
 from commpass.plan import PlannedSite
 
 ops = operators.ops
@@ -93,6 +95,13 @@ class Fusions:
         if self.missed:
             reason += f"; not fused: {'; '.join(dict.fromkeys(self.missed))}"
         return dataclasses.replace(site, reason=reason, fused=bool(self.done))
+
+
+def run(context: PassContext) -> None:
+    """Fuse codec operators, and note what matmuls encode that are now fused."""
+    given = context.input
+    context.plan_with(sites=fuse(given.gm, context.plan.sites, given.profile))
+    context.encoded |= given_to_products(given.gm)
 
 
 def fuse(

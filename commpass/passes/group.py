@@ -25,11 +25,13 @@ from torch import fx
 from commpass.codecs import FLOATS, SparseCodec, codec
 from commpass.codecs.sparse.segments import segmented
 from commpass.costmodel import Profile
-from commpass.passes.discover import MATMULS, GraphSite
+from commpass.passes.context import PassContext
 from commpass.passes.fx import meta
 from commpass.passes.fx.direction import AGAIN
 from commpass.passes.fx.marks import ALLOWED, SEGMENTS
 from commpass.passes.fx.parse import graph_modules
+from commpass.passes.graph_site import GraphSite
+from commpass.passes.neighbours import MATMULS
 from commpass.passes.simplify.editor import BY_ADDRESS, Editor, aten, fake, ops
 from commpass.passes.simplify.outputs import output_memory
 from commpass.passes.simplify.rules.gathers import SENT_EVERYWHERE
@@ -110,6 +112,14 @@ class Fusions:
     editor: Editor
     look: GraphSnapshot
     sets: tuple[list[Member], ...]
+
+
+def run(context: PassContext) -> None:
+    """Combine small sites."""
+    given = context.input
+    grouped = group(given.gm, context.found, given.policy, given.profile, given.direction)
+    context.plan_with(grouped=grouped)
+    context.sites_changed = bool(grouped)
 
 
 def group(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +21,12 @@ from torch import fx
 
 from commpass.costmodel import HOST, Profile
 from commpass.passes.chunk.gain import exchange_of
-from commpass.passes.discover import GraphSite
 from commpass.passes.fx import costs
 from commpass.passes.fx.memory import memory
 from commpass.passes.fx.schedule import Clock, Work, timed
+from commpass.passes.graph_site import GraphSite
 from commpass.passes.move import ordered, unsupported_reason, work_of
+from commpass.passes.results import Known
 from commpass.plan import ALIKE, Plan, PlannedSite, Site
 from commpass.plan.kinds import KINDS
 from commpass.policy import Policy
@@ -37,9 +38,6 @@ UNSURE = 0.5
 The time of a matmul is known less precisely than that of a transfer (a core does 40 GFLOP/s, or
 twice as many).
 """
-
-Known = Mapping[tuple[Any, ...], bool]
-"""Whether a site stayed uncompressed because it is overlapped, by ``facts_of`` the site."""
 
 
 def facts_of(site: Site) -> tuple[Any, ...]:

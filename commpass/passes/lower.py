@@ -25,6 +25,8 @@ from commpass.codecs import operators
 from commpass.errors import VerifyError
 from commpass.lowering import Generated, Source, caller, exponent, fused, make, matmul
 from commpass.lowering.chain import Decode
+from commpass.passes.constants import lift_constants
+from commpass.passes.context import PassContext
 from commpass.passes.failures import SiteErrors, site_errors
 from commpass.passes.fx import meta
 from commpass.passes.fx.erase import erase
@@ -55,6 +57,15 @@ WITH_FEEDBACK = operators.ops.encode_with_feedback.default
 RATED = ("encode", "decode", "enter", "leave")
 """The roles that a codec's rates refer to. The encode and decode rates also cover enter and
 leave."""
+
+
+def run(context: PassContext) -> None:
+    """Lower codec operators. Codecs inside codecs only now introduce their constants."""
+    given, plan = context.input, context.plan
+    how = {"calls": given.operators, "kernels": given.kernels}
+    lower(given.gm, plan.sites, given.decompositions, **how)
+    known = context.constants
+    context.constants = lift_constants(given.gm, as_inputs=given.adds_inputs, before=known)
 
 
 def lower(

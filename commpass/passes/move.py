@@ -12,18 +12,20 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
 from commpass import groups
 from commpass.costmodel import HOST, Profile, Task
+from commpass.passes.context import PassContext
 from commpass.passes.fx import costs, meta
 from commpass.passes.fx.marks import MARK
 from commpass.passes.fx.memory import Memory, memory, orders, peak, sources
 from commpass.passes.fx.parse import Call, describe_group, graph_modules, is_wait, parse
 from commpass.passes.fx.schedule import Clock, Work, schedule, sequence, timed
+from commpass.passes.results import Moved
 from commpass.plan import PlannedSite
 
 WINDOWS = (0, 1, 2)
@@ -33,25 +35,12 @@ WORTH = 0.01
 must save."""
 
 
-@dataclass(frozen=True)
-class Moved:
-    """The result of reordering a graph.
-
-    - ``reordered``: the sites of the exchanges in the order of their starts, if it differs from the
-      program's.
-    - ``exposed_us``: how long a rank is predicted to wait for each site.
-    - ``was_us``: the same for the graph's original order.
-    - ``missed``: why the rank still waits, by site.
-    - ``pinned``: whether work overlaps an exchange, so that the order must be kept.
-    - ``why``: why nothing was moved, or "".
-    """
-
-    exposed_us: dict[str, float] = field(default_factory=dict)
-    was_us: dict[str, float] = field(default_factory=dict)
-    reordered: tuple[str, ...] = ()
-    pinned: bool = False
-    why: str = ""
-    missed: dict[str, str] = field(default_factory=dict)
+def run(context: PassContext) -> None:
+    """Reorder the graph, and note in its plan how long the rank waits."""
+    given = context.input
+    context.moved = moved = move(given.gm, given.profile, given.policy.more_memory)
+    sites = with_exposure(context.plan.sites, moved)
+    context.plan_with(sites=sites, reordered=moved.reordered, order=moved.why)
 
 
 def move(gm: fx.GraphModule, profile: Profile, more_memory: float) -> Moved:

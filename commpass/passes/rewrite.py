@@ -22,12 +22,15 @@ from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 
 from commpass.codecs import Codec, codec
-from commpass.passes.discover import GraphSite
+from commpass.passes.constants import lift_constants
+from commpass.passes.context import PassContext
 from commpass.passes.failures import site_errors
 from commpass.passes.fx.erase import erase
 from commpass.passes.fx.marks import MARK, PARTS, SEGMENTS
 from commpass.passes.fx.parse import is_size, is_wait, items, parse, value_of
-from commpass.passes.references import Source, source_of
+from commpass.passes.graph_site import GraphSite
+from commpass.passes.references import source_of
+from commpass.passes.results import EncodedValue, StateInput
 from commpass.passes.template import (
     Decompositions,
     Templates,
@@ -41,27 +44,13 @@ from commpass.plan import PlannedSite
 from commpass.utils.ambient import without_ambient_state
 
 
-@dataclass(frozen=True)
-class StateInput:
-    """State that a site keeps between calls: an additional last input of its graph.
-
-    ``place`` is its permanent name: module, direction, kind, dtype and shape. ``number`` counts
-    equal places in a graph. ``reaches`` lists the graph outputs that depend on the site. State of
-    an all_gather is the gathered result, equal on all ranks. ``source`` computes its initial value,
-    the gathered tensor, and ``parameters`` are the numbers of the parameters in it.
-    """
-
-    place: str
-    number: int
-    reaches: tuple[int, ...]
-    op: str
-    group: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    fake: Tensor
-    source: Source | None = None
-    parameters: tuple[int, ...] = ()
+def run(context: PassContext) -> None:
+    """Insert the chosen algorithms, and the inputs that they need."""
+    given = context.input
+    state, values = rewrite(context.found, context.plan.sites, given.decompositions)
+    context.state = state
+    context.encoded = {name: EncodedValue((value,)) for name, value in values.items()}
+    context.constants = lift_constants(given.gm, as_inputs=given.adds_inputs)
 
 
 def rewrite(

@@ -11,7 +11,6 @@ fused with its encode is computed again on sampled calls.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,10 +18,12 @@ from torch import Tensor, fx
 
 from commpass.codecs import codec
 from commpass.lowering import matmul
+from commpass.passes.context import PassContext
 from commpass.passes.fx.costs import is_matmul
 from commpass.passes.fx.fakes import is_view, mode_of
 from commpass.passes.fx.marks import MARK
 from commpass.passes.fx.parse import graph_modules
+from commpass.passes.results import EncodedValue
 from commpass.plan import PlannedSite
 from commpass.utils.ambient import ambient_free
 from commpass.utils.running import innermost
@@ -35,16 +36,21 @@ UNSEEN = "watch is 0, and its budget is not checked"
 EMPTY = torch.ops.aten.empty.memory_format
 
 
-@dataclass(frozen=True)
-class EncodedValue:
-    """What a site encodes.
+def run(context: PassContext) -> None:
+    """Insert the operator if the policy samples errors, or a budget has to be checked."""
+    watched, checked = bool(context.input.policy.watch), _checked(context)
+    if watched or checked:
+        what = (context.gm, context.plan.sites, context.encoded, checked)
+        context.sampled = sample(*what, other_ranks=watched)
 
-    Either the fake value itself, or those of two matrices and an optional bias, from which a
-    ``product`` of ``lowering.matmul`` computes and encodes it.
-    """
 
-    values: tuple[Tensor | None, ...]
-    product: str = ""
+def _checked(context: PassContext) -> frozenset[str]:
+    """Return the names of lossy sites whose error budgets are checked on real values."""
+    if not context.input.policy.check_calls:
+        return frozenset()
+    bounded = {each.site.name for each in context.found if each.allowed.max_error is not None}
+    sites = (site for site in context.plan.compressed if site.name in bounded)
+    return frozenset(site.name for site in sites if not unsupported_reason(site))
 
 
 def given_to_products(gm: fx.GraphModule) -> dict[str, EncodedValue]:

@@ -15,7 +15,6 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import ceil, inf
 from typing import Any
 
@@ -24,9 +23,10 @@ from torch.fx.experimental.symbolic_shapes import StrictMinMaxConstraint, free_u
 
 from commpass.costmodel import Profile
 from commpass.passes.breakeven import break_even, explanation
-from commpass.passes.candidates import Options, nameless
-from commpass.passes.discover import GraphSite
+from commpass.passes.candidates import nameless
 from commpass.passes.fx import meta
+from commpass.passes.graph_site import GraphSite
+from commpass.passes.results import Limit, Options
 from commpass.plan import PlannedSite, Site
 from commpass.policy.rules import Allowed
 
@@ -40,26 +40,6 @@ the other ranks are not in.
 """
 NEAR = 1.1
 """The factor within which two byte counts may be the same break-even size."""
-
-
-@dataclass(frozen=True)
-class Limit:
-    """The plan holds while a site has at least ``least`` bytes if ``above``, else while it has
-    fewer."""
-
-    nbytes: torch.SymInt
-    least: int
-    above: bool
-
-    @property
-    def key(self) -> str:
-        """A text that is equal on all ranks and in all graphs, independent of symbol names."""
-        return f"from {self.least:,} bytes on" if self.above else f"below {self.least:,} bytes"
-
-    def install_guard(self) -> None:
-        """Install a guard for this limit on the compiled code, unless it has one already."""
-        if bool(self.nbytes >= self.least) != self.above:
-            raise AssertionError(f"{self.nbytes} >= {self.least} is not as it was planned")
 
 
 def limits(

@@ -17,11 +17,11 @@ from commpass.collectives import Algorithm, Request, algorithm
 from commpass.collectives import run as run_steps
 from commpass.collectives.data_sized import sizes_of_data
 from commpass.errors import VerifyError
-from commpass.passes.discover import GraphSite
 from commpass.passes.fx import meta
 from commpass.passes.fx.fakes import another, can_be_copied, is_view
 from commpass.passes.fx.marks import MARK, Mark, marks
 from commpass.passes.fx.parse import is_wait, value_of
+from commpass.passes.graph_site import GraphSite
 from commpass.plan import PlannedSite
 from commpass.utils.ambient import without_ambient_state
 

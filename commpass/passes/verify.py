@@ -15,6 +15,7 @@ from torch import fx
 
 from commpass.codecs import codec
 from commpass.errors import VerifyError
+from commpass.passes.context import PassContext
 from commpass.passes.failures import site_errors
 from commpass.passes.fx import meta
 from commpass.passes.fx.marks import MARK, PARTS
@@ -23,6 +24,11 @@ from commpass.passes.template import algorithm_of
 from commpass.plan import PlannedSite
 
 BYTES = torch.uint8
+
+
+def run(context: PassContext) -> None:
+    """Check the graph against its plan."""
+    verify(context.gm, context.plan.sites)
 
 
 def verify(gm: fx.GraphModule, plan: Sequence[PlannedSite]) -> None:

@@ -39,7 +39,7 @@ PASS_NAMES = (
     "verify",
     "sample",
 )
-"""The passes, in the order in which they run."""
+"""The passes that a policy may skip, in the order in which they run."""
 
 
 @dataclass(frozen=True, kw_only=True)

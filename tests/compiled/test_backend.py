@@ -296,18 +296,18 @@ def test_dump_holds_plan_and_graphs(how, fake_group, tmp_path, monkeypatch):
 
 
 def test_failing_pass_compiles_the_untouched_graph_with_a_warning(fake_group, monkeypatch, caplog):
-    from commpass.passes import pipeline
+    from commpass.passes import manager, rewrite
 
     def fail(road):
-        pipeline._rewrite(road)
+        rewrite.run(road)
         raise RuntimeError("injected")
 
     fake_group(8)
     monkeypatch.setattr(
-        pipeline,
+        manager,
         "PASSES",
         tuple(
-            dataclasses.replace(p, run=fail) if p.name == "rewrite" else p for p in pipeline.PASSES
+            dataclasses.replace(p, run=fail) if p.name == "rewrite" else p for p in manager.PASSES
         ),
     )
     with caplog.at_level(logging.WARNING, "commpass"):

@@ -18,7 +18,7 @@ from commpass.costmodel import default_profile
 from commpass.lowering import cpu, kernel
 from commpass.lowering.chain import Chain, Encode
 from commpass.lowering.constants import without_tables
-from commpass.passes import PassContext, pipeline
+from commpass.passes import GraphInput, manager
 from commpass.passes.choose import SHARE
 from commpass.passes.fx.marks import MARK
 from commpass.policy import Policy, PolicyError
@@ -43,17 +43,17 @@ def summed(x):
     return wait(ops.all_reduce(torch.relu(x), "sum", "0")) * 2
 
 
-def rewritten(function, x, policy, passes=pipeline.PASSES):
+def rewritten(function, x, policy, passes=manager.PASSES):
     """The graph of one rank after some passes, and its plan."""
     gm = trace(function, x, dynamic="exponent" in str(policy))
-    road = PassContext(
+    road = GraphInput(
         gm=gm,
         direction="forward",
         policy=policy,
         profile=default_profile("cpu"),
         stateless=None,
     )
-    outcome = pipeline.run(road, "0", passes)
+    outcome = manager.run(road, "0", passes)
     if outcome.error is not None:
         raise outcome.error
     return gm, outcome
@@ -61,8 +61,8 @@ def rewritten(function, x, policy, passes=pipeline.PASSES):
 
 def coded(function, x, policy):
     """The graph with coded operators."""
-    before_lower = [step.name for step in pipeline.PASSES].index("lower")
-    return rewritten(function, x, policy, pipeline.PASSES[:before_lower])[0]
+    before_lower = [step.name for step in manager.PASSES].index("lower")
+    return rewritten(function, x, policy, manager.PASSES[:before_lower])[0]
 
 
 def roles(gm) -> list[str]:

@@ -16,7 +16,7 @@ import torch
 from commpass import groups
 from commpass.codecs import Codec, codec
 from commpass.collectives import Request, algorithm
-from commpass.passes import PASSES, PassContext, PassResult, run
+from commpass.passes import PASSES, GraphInput, PassContext, run
 from commpass.passes.discover import discover
 from commpass.passes.fx.parse import parse
 from commpass.passes.simplify import RULES
@@ -104,7 +104,7 @@ class Compiled:
     """The graphs of all ranks after some passes."""
 
     graphs: list[fx.GraphModule]
-    outcomes: list[PassResult]
+    outcomes: list[PassContext]
 
     @property
     def plans(self) -> list[Plan]:
@@ -159,7 +159,7 @@ def compiled(case: Case, graphs: Sequence[fx.GraphModule], passes: Sequence[Any]
     copies, outcomes = [], []
     for rank, gm in enumerate(graphs):
         copies.append(Uncompiled({}, copy.deepcopy(gm.graph)))
-        road = PassContext(
+        road = GraphInput(
             gm=copies[-1],
             direction=case.direction,
             policy=policy,

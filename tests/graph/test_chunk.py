@@ -12,10 +12,10 @@ from tiers import examples
 import commpass
 from commpass.costmodel import ethernet
 from commpass.errors import PolicyError
-from commpass.passes.context import PassContext
+from commpass.passes.context import GraphInput
 from commpass.passes.fx.memory import memory, peak
 from commpass.passes.fx.parse import is_wait, parse
-from commpass.passes.pipeline import run
+from commpass.passes.manager import run
 from commpass.plan import diff
 from commpass.policy import Policy
 from commpass.policy.rules import Rule
@@ -53,7 +53,7 @@ def inputs(m=M, n=N):
 
 def drive(gm, direction="forward", profile=LINK, **policy):
     policy = {"more_memory": 10.0} | policy
-    road = PassContext(gm=gm, direction=direction, policy=Policy(**policy), profile=profile)
+    road = GraphInput(gm=gm, direction=direction, policy=Policy(**policy), profile=profile)
     return run(road, "0", strict=True).plan
 
 

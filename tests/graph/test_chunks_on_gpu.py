@@ -11,7 +11,7 @@ from tiers import rarely
 from commpass.costmodel import Link, Profile, profile_named
 from commpass.costmodel.kernels import GPU
 from commpass.costmodel.profile import link_named
-from commpass.passes import PassContext, pipeline
+from commpass.passes import GraphInput, manager
 from commpass.passes.fx.marks import MARK
 from commpass.policy import Policy
 from commpass.policy.rules import Rule
@@ -22,7 +22,7 @@ PROFILES = {
     "infiniband-edr": profile_named("infiniband-edr"),
     "ethernet": Profile("ethernet", link_named("ethernet-10g"), kernels=GPU),
 }
-BEFORE = pipeline.PASSES[: [step.name for step in pipeline.PASSES].index("fuse")]
+BEFORE = manager.PASSES[: [step.name for step in manager.PASSES].index("fuse")]
 
 
 def summed(x):
@@ -35,7 +35,7 @@ def planned(mib: int, profile: Profile, algorithm: str = "two_shot", chunks: int
     x = torch.empty(mib << 9, 1024, dtype=torch.bfloat16, device="meta")
     with fake_cuda.a_card():
         gm, _ = fake_cuda.trace(summed, x)
-        road = PassContext(
+        road = GraphInput(
             gm=gm,
             direction="forward",
             policy=policy,
@@ -43,7 +43,7 @@ def planned(mib: int, profile: Profile, algorithm: str = "two_shot", chunks: int
             stateless=None,
             kernels=True,
         )
-        outcome = pipeline.run(road, "0", BEFORE, strict=True)
+        outcome = manager.run(road, "0", BEFORE, strict=True)
     if outcome.error is not None:
         raise outcome.error
     (site,) = outcome.plan

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ import commpass
 from commpass import Policy, Rule
 from commpass.codecs import operators
 from commpass.errors import VerifyError
-from commpass.passes import PASSES, Pass, PassContext, run
+from commpass.passes import PASSES, GraphInput, Pass, choose, manager, rewrite, run
 from commpass.passes.contract import FACTS, check_order
 from commpass.passes.fx.marks import MARK
 from commpass.passes.fx.parse import graph_modules
@@ -32,12 +34,27 @@ def graph():
 
 def drive(gm, passes, **rule):
     policy = Policy(rules=[Rule(codec="int8", force=True, **rule)])
-    road = PassContext(gm=gm, direction="forward", policy=policy, profile=commpass.ethernet(1))
+    road = GraphInput(gm=gm, direction="forward", policy=policy, profile=commpass.ethernet(1))
     return run(road, "0", tuple(passes), strict=True)
 
 
 def changed(name: str, **how) -> list[Pass]:
     return [dataclasses.replace(step, **how) if step.name == name else step for step in PASSES]
+
+
+def test_index_lists_all_passes_in_order_with_what_they_require_and_provide():
+    lines = [line for line in manager.__doc__.splitlines() if line.startswith("    ")]
+    rows = [tuple(re.split(" {2,}", line.strip())[:3]) for line in lines]
+    said = [", ".join(facts) or "-" for step in PASSES for facts in (step.requires, step.provides)]
+    assert rows == [
+        ("pass", "requires", "provides"),
+        *zip(NAMES, said[::2], said[1::2], strict=True),
+    ]
+
+
+def test_documentation_lists_all_passes_in_order():
+    text = (Path(__file__).parents[2] / "docs/design.md").read_text()
+    assert re.findall(r"^\d+\. \*\*(\w+)\*\*", text, re.MULTILINE) == NAMES
 
 
 def test_passes_fit_together():
@@ -48,7 +65,7 @@ def test_passes_fit_together():
 @pytest.mark.parametrize("name", [step.name for step in PASSES if step.provides])
 def test_pass_that_somebody_requires_cannot_be_left_out(name):
     rest = [step for step in PASSES if step.name != name]
-    if name in ("simplify", "group", "chunk", "fuse", "move", NAMES[-1]):
+    if name in ("simplify", "group", "chunk", "fuse", "move", "sample"):
         check_order(rest)
         return
     with pytest.raises(VerifyError, match="which no pass before it provides"):
@@ -64,7 +81,7 @@ def test_passes_in_another_order_do_not_fit(first, second):
 
 
 def test_pass_that_changes_the_graph_makes_an_end_of_what_was_known_of_it():
-    blind = Pass(name="blind", run=lambda road: road, mutates=True)
+    blind = Pass(name="blind", run=lambda road: None, mutates=True)
     with pytest.raises(VerifyError, match=r"pass 'rewrite' requires 'sites'"):
         check_order([*PASSES[:6], blind, *PASSES[6:]])
     check_order([*PASSES[:6], dataclasses.replace(blind, mutates=False), *PASSES[6:]])
@@ -72,10 +89,10 @@ def test_pass_that_changes_the_graph_makes_an_end_of_what_was_known_of_it():
 
 def test_facts_and_phases_that_do_not_exist_are_named():
     with pytest.raises(VerifyError, match=r"no fact 'site'; did you mean 'sites'\?"):
-        check_order([Pass(name="one", run=lambda road: road, requires=("site",))])
+        check_order([Pass(name="one", run=lambda road: None, requires=("site",))])
     with pytest.raises(VerifyError, match="no phase 'late'"):
-        check_order([Pass(name="one", run=lambda road: road, phase="late")])
-    late = Pass(name="order", run=lambda road: road, phase="post-grad", mutates=True)
+        check_order([Pass(name="one", run=lambda road: None, phase="late")])
+    late = Pass(name="order", run=lambda road: None, phase="post-grad", mutates=True)
     check_order([*PASSES, late])
     with pytest.raises(VerifyError, match="comes after a later one"):
         check_order([late, *PASSES])
@@ -90,23 +107,21 @@ def erase(road):
     node = next(n for n in reversed(road.gm.graph.nodes) if n.target is torch.ops.aten.mul.Tensor)
     node.replace_all_uses_with(node.args[0])
     road.gm.graph.erase_node(node)
-    return road
 
 
 def forget_one(road):
-    return dataclasses.replace(road, found=road.found[:1])
+    road.found = road.found[:1]
 
 
 def unmark(road):
-    road = PASSES[NAMES.index("rewrite")].run(road)
+    rewrite.run(road)
     next(n for n in road.gm.graph.nodes if n.target in operators.IMPLEMENTATIONS).meta.pop(MARK)
-    return road
 
 
 def no_reason(road):
-    road = PASSES[NAMES.index("choose")].run(road)
-    sites = [dataclasses.replace(site, reason="") for site in road.sites]
-    return dataclasses.replace(road, sites=tuple(sites))
+    choose.run(road)
+    sites = [dataclasses.replace(site, reason="") for site in road.plan.sites]
+    road.plan_with(sites=tuple(sites))
 
 
 BROKEN = {
@@ -118,13 +133,13 @@ BROKEN = {
     ),
     "options of other sites": (
         "candidates",
-        lambda road: dataclasses.replace(road, options=()),
+        lambda road: None,
         "2 sites have 0 options",
     ),
     "a decision without a reason": ("choose", no_reason, "has no reason"),
     "an operator without a mark": ("rewrite", unmark, "has no mark"),
-    "a site that nothing stands for": ("rewrite", lambda road: road, "nothing stands for"),
-    "operators that nobody lowered": ("lower", lambda road: road, "is left"),
+    "a site that nothing stands for": ("rewrite", lambda road: None, "nothing stands for"),
+    "operators that nobody lowered": ("lower", lambda road: None, "is left"),
 }
 
 
@@ -154,7 +169,7 @@ def test_pass_that_only_moves_nodes_is_rolled_back_as_well(fake_group):
         list(road.gm.graph.nodes)[-2].append(first)
         raise RuntimeError("half way")
 
-    order = Pass(name="order", run=move, phase="post-grad", mutates=True)
+    order = Pass(name="order", run=move, mutates=True)
     outcome = drive(gm, [PASSES[0], order])
     assert "half way" in outcome.plan.fallback
     assert code(gm) == before
@@ -195,7 +210,7 @@ def test_promises_are_checked_under_strict_and_where_the_environment_says_so(
     passes = tuple(changed("choose", run=no_reason))
 
     def outcome(**how):
-        road = PassContext(
+        road = GraphInput(
             gm=graph(), direction="forward", policy=policy, profile=commpass.ethernet(1)
         )
         return run(road, "0", passes, **how)

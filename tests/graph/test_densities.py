@@ -12,7 +12,7 @@ from graphs import collectives, ops, trace
 import commpass
 from commpass.codecs import codec
 from commpass.costmodel import KernelRate, Kernels, Link
-from commpass.passes import PassContext, group, pipeline
+from commpass.passes import GraphInput, group, manager
 from commpass.passes.densities import AGREED, EQUATION_2, NO_SMALLER
 from commpass.plan import NONE
 from commpass.policy import Policy
@@ -30,9 +30,9 @@ LINK = Link(ALPHA_US, BYTES_PER_US / 1e3)
 RULE = {"codec": f"topk(density={DENSITY})", "algorithm": "sparse"}
 
 
-PASSES = [each.name for each in pipeline.PASSES]
+PASSES = [each.name for each in manager.PASSES]
 UNTIL_CHOSEN, UNTIL_REWRITTEN = (
-    pipeline.PASSES[: PASSES.index(name) + 1] for name in ("choose", "rewrite")
+    manager.PASSES[: PASSES.index(name) + 1] for name in ("choose", "rewrite")
 )
 
 
@@ -78,7 +78,7 @@ def planned(
     given = ([torch.zeros(matmul, matmul)] if matmul else []) + values
     gm = trace(with_matmul if matmul else gradients, *given)
     policy = {"selective": True, "max_error": 1.0, "rules": [Rule(**RULE | (rule or {}))]} | more
-    road = PassContext(
+    road = GraphInput(
         gm=gm,
         direction="backward",
         policy=Policy(**policy),
@@ -87,7 +87,7 @@ def planned(
         hides=hides,
         densities=densities,
     )
-    outcome = pipeline.run(road, "0", passes, strict=True)
+    outcome = manager.run(road, "0", passes, strict=True)
     if outcome.error is not None:
         raise outcome.error
     return gm, outcome
@@ -199,7 +199,7 @@ def test_backward_counts_only_where_ranks_compare_it(fake_group):
     assert len(whole(asked)) > len(whole(alone))
     assert (alone.plan.timed, asked.plan.timed) == ((), ("0",))
     # Another batch, whose matmul takes no time: what was agreed on before counts.
-    known = asked.densities
+    known = asked.thinned.densities
     again = planned(matmul=64, group_delay=99, **short, hides=True, densities=known)[1]
     assert whole(again) == whole(asked)
     assert again.plan.timed == ()

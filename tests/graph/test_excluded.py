@@ -10,8 +10,8 @@ from torch import ones
 
 import commpass
 from commpass.errors import PolicyError
-from commpass.passes.context import PassContext
-from commpass.passes.pipeline import run
+from commpass.passes.context import GraphInput
+from commpass.passes.manager import run
 from commpass.policy import Policy
 from commpass.policy.rules import Rule
 
@@ -27,7 +27,7 @@ def _group(fake_group):
 
 
 def planned(gm, excluded=None, policy=INT8, profile=SLOW):
-    road = PassContext(gm=gm, direction="forward", policy=policy, profile=profile)
+    road = GraphInput(gm=gm, direction="forward", policy=policy, profile=profile)
     return run(road, "0", strict=True, excluded=excluded)
 
 

@@ -9,8 +9,8 @@ from graphs import ops, trace
 import commpass
 from commpass.codecs import codec
 from commpass.lowering import exponent
-from commpass.passes.context import PassContext
-from commpass.passes.pipeline import run
+from commpass.passes.context import GraphInput
+from commpass.passes.manager import run
 from commpass.policy import Policy
 from commpass.policy.rules import Rule
 
@@ -39,7 +39,7 @@ def lowered(x, dynamic=True, **road):
     function = tokens if dynamic else lambda x, _: tokens_fixed(x)
     gm = trace(function, x, counts, dynamic=True)
     policy = Policy(rules=[Rule(codec="exponent", force=True)])
-    taken = PassContext(
+    taken = GraphInput(
         gm=gm, direction="forward", policy=policy, profile=commpass.ethernet(1), **road
     )
     outcome = run(taken, "0", strict=True)

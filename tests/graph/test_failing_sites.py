@@ -15,10 +15,10 @@ from commpass.codecs import Codec, registry
 from commpass.codecs.block.presets import int8
 from commpass.collectives import data_sized
 from commpass.errors import VerifyError
-from commpass.passes import lower, pipeline, rewrite
-from commpass.passes.context import PassContext
+from commpass.passes import lower, manager, rewrite, verify
+from commpass.passes.context import GraphInput
 from commpass.passes.failures import SiteFailure
-from commpass.passes.pipeline import run
+from commpass.passes.manager import run
 from commpass.policy import Policy
 from commpass.policy.rules import Rule
 
@@ -87,7 +87,7 @@ def forced(gather: str, other: str = "int8", **more) -> Policy:
 
 
 def planned(gm, policy, **more):
-    road = PassContext(gm=gm, direction="forward", policy=policy, profile=SLOW)
+    road = GraphInput(gm=gm, direction="forward", policy=policy, profile=SLOW)
     return run(road, "0", **more)
 
 
@@ -209,7 +209,7 @@ def test_graph_is_the_untouched_one_if_sites_fail_in_too_many_rounds(
 ):
     of = failing(rewrite.Templates.of, lambda _, found, *__: found.site.kind == "broadcast")
     monkeypatch.setattr(rewrite.Templates, "of", of)
-    monkeypatch.setattr(pipeline, "ROUNDS", rounds)
+    monkeypatch.setattr(manager, "ROUNDS", rounds)
     gm = trace(three, ones(64, 64))
     before = code(gm)
     with caplog.at_level(logging.WARNING, "commpass"):
@@ -224,7 +224,7 @@ def test_site_that_fails_again_though_it_is_left_alone_is_an_error(monkeypatch):
     def again(gm, plan):
         raise SiteFailure({plan[1].name: RuntimeError("again")})
 
-    monkeypatch.setattr(pipeline, "verify", again)
+    monkeypatch.setattr(verify, "verify", again)
     gm = trace(three, ones(64, 64))
     before = code(gm)
     outcome = planned(gm, forced("int8"))
@@ -246,8 +246,8 @@ def test_sizes_that_a_failed_trace_left_behind_do_not_matter(monkeypatch):
         return [wait(ops.all_gather_into_tensor(e * 2, RANKS, "0")) + 1 for e in (x, y)]
 
     gm = trace(both, ones(4000).half(), ones(4000).bfloat16(), dynamic=True)
-    names = [each.name for each in pipeline.PASSES]
-    passes = pipeline.PASSES[: names.index("rewrite") + 1]
+    names = [each.name for each in manager.PASSES]
+    passes = manager.PASSES[: names.index("rewrite") + 1]
     plan = planned(gm, forced("exponent"), passes=passes).plan
     assert [site.codec for site in plan] == ["none", "exponent"]
     assert plan.sites[0].reason == "left alone: pass 'rewrite' failed: RuntimeError: injected"

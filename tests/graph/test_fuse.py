@@ -18,7 +18,7 @@ from commpass.codecs import operators
 from commpass.costmodel import default_profile
 from commpass.errors import VerifyError
 from commpass.lowering import fused, generated, matmul
-from commpass.passes import PassContext, pipeline
+from commpass.passes import GraphInput, manager
 from commpass.passes.fuse import fuse
 from commpass.passes.fx.marks import CODED, MARK, Mark
 from commpass.passes.lower import lower
@@ -30,7 +30,7 @@ pytest.importorskip("triton", reason="kernels are written in Triton: pip install
 wait = ops.wait_tensor
 FUNCTIONAL = torch.ops.higher_order.triton_kernel_wrapper_functional
 RANKS = 4
-NAMES = [step.name for step in pipeline.PASSES]
+NAMES = [step.name for step in manager.PASSES]
 X = torch.empty(64, 256, dtype=torch.bfloat16)
 
 
@@ -38,11 +38,11 @@ def forced(codec: str, algorithm: str = "two_shot", **more) -> Policy:
     return Policy(rules=[Rule(codec=codec, algorithm=algorithm, force=True, **more)])
 
 
-def run(function, policy, *inputs, passes=pipeline.PASSES, profile="cuda"):
+def run(function, policy, *inputs, passes=manager.PASSES, profile="cuda"):
     """A graph of a GPU after some passes, its fake inputs and its plan."""
     with fake_cuda.a_card():
         gm, inputs = fake_cuda.trace(function, *inputs)
-        road = PassContext(
+        road = GraphInput(
             gm=gm,
             direction="forward",
             policy=policy,
@@ -50,7 +50,7 @@ def run(function, policy, *inputs, passes=pipeline.PASSES, profile="cuda"):
             stateless=None,
             kernels=True,
         )
-        outcome = pipeline.run(road, "0", passes, strict=True)
+        outcome = manager.run(road, "0", passes, strict=True)
     if outcome.error is not None:
         raise outcome.error
     return gm, inputs, outcome.plan
@@ -61,7 +61,7 @@ def fused_roles(gm) -> list[str]:
 
 
 def before(name: str):
-    return pipeline.PASSES[: NAMES.index(name)]
+    return manager.PASSES[: NAMES.index(name)]
 
 
 def summed(x):
@@ -158,11 +158,11 @@ def test_numbers_are_those_of_the_operators(fake_group, codec, algorithm):
         gm = trace(summed, x)
         profile = default_profile("cpu")
         kernels = forced(codec, algorithm, lowering="kernel")
-        road = PassContext(
+        road = GraphInput(
             gm=gm, direction="forward", policy=kernels, profile=profile, stateless=None
         )
         with patch.object(lowering, "unsupported_reason", any_device):
-            outcome = pipeline.run(road, "0", passes)
+            outcome = manager.run(road, "0", passes)
         assert outcome.error is None
         return gm
 

@@ -9,7 +9,7 @@ from graphs import ops, trace
 from test_fuse import A, B, before, forced, fused_roles, roles_of, run, wait
 
 from commpass.costmodel import default_profile
-from commpass.passes import PassContext, pipeline
+from commpass.passes import GraphInput, manager
 
 BF16 = torch.bfloat16
 SQUARE = torch.empty(1024, 1024, dtype=BF16)
@@ -94,7 +94,7 @@ def test_form_does_not_depend_on_the_number_of_sites_where_bits_differ(fake_grou
         return function
 
     def forms(sites):
-        road = PassContext(
+        road = GraphInput(
             gm=trace(chained(sites), x),
             direction="forward",
             policy=forced(codec),
@@ -102,7 +102,7 @@ def test_form_does_not_depend_on_the_number_of_sites_where_bits_differ(fake_grou
             stateless=None,
             kernels=True,
         )
-        outcome = pipeline.run(road, "0", before("fuse"))
+        outcome = manager.run(road, "0", before("fuse"))
         assert outcome.error is None
         return {site.lowering for site in outcome.plan.sites}
 

@@ -11,7 +11,7 @@ from tiers import rarely
 import commpass
 from commpass.codecs import codec
 from commpass.costmodel import Link
-from commpass.passes import PassContext, pipeline
+from commpass.passes import GraphInput, manager
 from commpass.policy import Policy
 from commpass.policy.rules import Rule
 
@@ -19,7 +19,7 @@ wait = ops.wait_tensor
 FAR = commpass.Profile("far", Link(1000.0, 0.1))
 RANKS = 4
 SHAPES = [(64, 64), (1000,), (7,)]
-PASSES = pipeline.PASSES[: [each.name for each in pipeline.PASSES].index("lower")]
+PASSES = manager.PASSES[: [each.name for each in manager.PASSES].index("lower")]
 """Coded operators can be called: what each of them becomes is not looked at here."""
 SIZES = (1.0, 1e-3, 1000.0)
 """Of the values of each: one threshold for all would leave out the second throughout."""
@@ -42,7 +42,7 @@ def rewritten(
     spec: str, *values: torch.Tensor, stateless: str | None = None, force: bool = True, **more
 ):
     gm = trace(gradients, *values)
-    road = PassContext(
+    road = GraphInput(
         gm=gm,
         direction="backward",
         policy=Policy(
@@ -54,7 +54,7 @@ def rewritten(
         profile=FAR,
         stateless=stateless,
     )
-    outcome = pipeline.run(road, "0", PASSES)
+    outcome = manager.run(road, "0", PASSES)
     if outcome.error is not None:
         raise outcome.error
     return gm, outcome

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tiers import examples
 
 from commpass.costmodel import KernelRate, Kernels, Link, Profile
-from commpass.passes.context import PassContext
+from commpass.passes.context import GraphInput
 from commpass.passes.hidden import MANY, UNSURE, facts_of, initial_schedule
-from commpass.passes.pipeline import run
+from commpass.passes.manager import run
 from commpass.plan import NONE
 from commpass.policy import Policy
 from commpass.policy.rules import Rule
@@ -54,7 +54,7 @@ def gradients(matmuls: int):
 
 def planned(gm, known: Profile, *, hidden=None, hides=True, **policy):
     terms = {"codecs": "int8", "algorithms": "two_shot", "skip": ("group", "chunk")} | policy
-    road = PassContext(
+    road = GraphInput(
         gm=gm,
         direction="backward",
         policy=Policy(**terms),

@@ -18,7 +18,7 @@ from commpass.codecs import codec
 from commpass.collectives import algorithm
 from commpass.costmodel import KernelRate, Kernels, Link, Profile, Region
 from commpass.costmodel.links import ONE, SEVERAL
-from commpass.passes import PassContext, run
+from commpass.passes import GraphInput, run
 from commpass.passes.candidates import coded_us, plain_us
 from commpass.passes.timeline import whole_us
 from commpass.policy import Policy, policy_named
@@ -81,7 +81,7 @@ def planned(kind: str, entries: int, ranks: int, policy: Policy, profile: Profil
     """The one site of a graph that does nothing else, and that graph."""
     x = torch.empty(ranks * entries, 8)
     gm = trace(lambda x: ops.wait_tensor(SITES[kind](x, ranks)), x)
-    outcome = run(PassContext(gm=gm, direction="forward", policy=policy, profile=profile), "0")
+    outcome = run(GraphInput(gm=gm, direction="forward", policy=policy, profile=profile), "0")
     assert outcome.error is None, outcome.error
     (site,) = outcome.plan.sites
     return site, gm

@@ -14,13 +14,13 @@ from tiers import examples, thinned
 import commpass
 from commpass.costmodel import ethernet
 from commpass.errors import PolicyError
-from commpass.passes.context import PassContext
+from commpass.passes.context import GraphInput
 from commpass.passes.fx import costs
 from commpass.passes.fx.marks import CODED
 from commpass.passes.fx.memory import memory, peak
 from commpass.passes.fx.parse import is_wait, parse
+from commpass.passes.manager import run
 from commpass.passes.move import NEEDED, move
-from commpass.passes.pipeline import run
 from commpass.policy import Policy
 from commpass.policy.rules import Rule
 
@@ -49,7 +49,7 @@ def traced(function, many=5, n=N):
 
 
 def drive(gm, **policy):
-    road = PassContext(gm=gm, direction="backward", policy=Policy(**policy), profile=LINK)
+    road = GraphInput(gm=gm, direction="backward", policy=Policy(**policy), profile=LINK)
     return run(road, "0", strict=True).plan
 
 
@@ -490,7 +490,7 @@ def test_all_ranks_start_their_exchanges_in_the_same_order(seed, gbit):
             policy = Policy(
                 rules=[Rule(codec="int8", algorithm="two_shot", force=True)], more_memory=ENOUGH
             )
-            road = PassContext(gm=gm, direction="forward", policy=policy, profile=ethernet(speed))
+            road = GraphInput(gm=gm, direction="forward", policy=policy, profile=ethernet(speed))
             plan = run(road, "0", strict=True).plan
             marks = [node for node in gm.graph.nodes if parse(node) is not None]
             found.append(([node.meta["commpass"].site for node in marks], plan.digest()))

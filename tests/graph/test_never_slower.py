@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import commpass
 from commpass import groups
 from commpass.costmodel import KernelRate, Kernels, Link, Profile
-from commpass.passes import PassContext, run
+from commpass.passes import GraphInput, run
 from commpass.passes.candidates import together_us
 from commpass.passes.timeline import whole_us
 from commpass.plan import Plan
@@ -35,7 +35,7 @@ LINK = Link(100.0, 1.0)
 def planned(gm, profile: Profile, policy: Policy = INT8) -> tuple[Plan, float, float]:
     """The plan, and microseconds of the graph that came and of the one that is left."""
     before = whole_us(gm, profile)
-    road = PassContext(
+    road = GraphInput(
         gm=gm, direction="forward", policy=policy, profile=profile, hidden={}, hides=True
     )
     outcome = run(road, "0")

@@ -17,7 +17,7 @@ from tiers import examples
 import commpass
 from commpass import Policy, Rule
 from commpass.costmodel import KernelRate, Kernels, Link, Profile
-from commpass.passes import PassContext, run
+from commpass.passes import GraphInput, run
 from commpass.passes.divide import SURE
 from commpass.passes.timeline import whole_us
 from commpass.plan import Site
@@ -130,7 +130,7 @@ def test_site_alone_takes_on_the_timeline_what_it_was_chosen_for(
     gm = trace(lambda x: ops.wait_tensor(calls[kind](x)), torch.ones(512, 512))
     policy = Policy(rules=[Rule(codec=codec, algorithm=way, force=True)])
     known = commpass.costmodel.profile_named(profile)
-    road = PassContext(gm=gm, direction="forward", policy=policy, profile=known)
+    road = GraphInput(gm=gm, direction="forward", policy=policy, profile=known)
     (site,) = run(road, "0", strict=True).plan
     assert site.codec == codec
     assert whole_us(gm, known) == pytest.approx(site.predicted_us, rel=1e-3)
@@ -164,7 +164,7 @@ def whole_plan() -> str:
             found.append(wait(ops.all_gather_into_tensor(x[:1] + number, 4, "0")))
         return x, found
 
-    road = PassContext(
+    road = GraphInput(
         gm=trace(function, torch.ones(512, 512), torch.ones(512, 512)),
         direction="backward",
         policy=Policy(codecs=("int8", "bf16"), rules=sorted(rules, key=repr), max_error=0.05),

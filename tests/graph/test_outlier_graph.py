@@ -13,7 +13,7 @@ from commpass.codecs import codec, constants
 from commpass.codecs.operators import CONSTANT
 from commpass.codecs.wrappers.outlier import Channels, Running, calibrate
 from commpass.costmodel import default_profile
-from commpass.passes import PassContext, pipeline
+from commpass.passes import GraphInput, manager
 from commpass.passes.constants import INPUT, lift_constants
 from commpass.policy import Policy
 from commpass.policy.rules import Rule
@@ -58,7 +58,7 @@ def policy_of(spec: str, **more) -> Policy:
 
 def rewritten(function, x, policy, **more):
     gm = trace(function, x)
-    road = PassContext(
+    road = GraphInput(
         gm=gm,
         direction="forward",
         policy=policy,
@@ -66,7 +66,7 @@ def rewritten(function, x, policy, **more):
         stateless=None,
         **more,
     )
-    outcome = pipeline.run(road, "0")
+    outcome = manager.run(road, "0")
     if outcome.error is not None:
         raise outcome.error
     assert not outcome.excluded
@@ -198,14 +198,14 @@ def test_scales_of_other_ranks_leave_their_site_alone(fake_group):
     larger = Rule(codec="int8", force=True, min_bytes=2 * small.nbytes)
     policy = Policy(rules=[larger, Rule(codec=spec, force=True)])
     gm = trace(both, small, activations(1))
-    road = PassContext(
+    road = GraphInput(
         gm=gm,
         direction="forward",
         policy=policy,
         profile=default_profile("cpu"),
         stateless=None,
     )
-    outcome = pipeline.run(road, "0")
+    outcome = manager.run(road, "0")
     assert [site.codec for site in outcome.plan.sites] == ["none", "int8"]
     assert "calibrated on 2 ranks, and these are 4" in outcome.plan.sites[0].reason
     assert not outcome.plan.fallback

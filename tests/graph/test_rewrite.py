@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import commpass
-from commpass.passes import pipeline
+from commpass.passes import manager, rewrite
 from commpass.passes.failures import SiteFailure
 from commpass.passes.fx.parse import is_wait
 from commpass.plan import NONE
@@ -522,13 +522,13 @@ def test_failing_pass_leaves_the_graph_as_it_was_and_says_why(fake_group, monkey
     fake_group(8)
 
     def fail(road):
-        pipeline._rewrite(road)
+        rewrite.run(road)
         raise RuntimeError("injected")
 
     passes = tuple(
-        dataclasses.replace(p, run=fail) if p.name == "rewrite" else p for p in pipeline.PASSES
+        dataclasses.replace(p, run=fail) if p.name == "rewrite" else p for p in manager.PASSES
     )
-    monkeypatch.setattr(pipeline, "PASSES", passes)
+    monkeypatch.setattr(manager, "PASSES", passes)
     gm = trace(CASES["all_reduce"][0](8), torch.ones(64, 64))
     before = code(gm)
     plan = commpass.rewrite(gm, [], forced())

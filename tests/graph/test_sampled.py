@@ -15,7 +15,7 @@ from commpass import Policy, Rule
 from commpass.codecs import codec
 from commpass.codecs.wrappers.outlier import Channels
 from commpass.errors import PolicyError
-from commpass.passes import PassContext, run
+from commpass.passes import GraphInput, run
 from commpass.passes.fx.marks import MARK
 
 SAMPLE = torch.ops.commpass.sample_.default
@@ -55,7 +55,7 @@ def forced(spec: str = "int8", watch: float = 1.0, **rule) -> Policy:
 
 def planned(function, *inputs, policy, dynamic=False):
     gm = trace(function, *inputs, dynamic=dynamic)
-    road = PassContext(gm=gm, direction="forward", policy=policy, profile=commpass.ethernet(1))
+    road = GraphInput(gm=gm, direction="forward", policy=policy, profile=commpass.ethernet(1))
     return gm, run(road, "0", strict=True)
 
 

@@ -11,7 +11,7 @@ from torch.fx.traceback import preserve_node_meta
 
 import commpass
 from commpass.costmodel import Link
-from commpass.passes import PassContext, pipeline
+from commpass.passes import GraphInput, manager
 from commpass.passes.simplify import RULES
 from commpass.policy import PRESETS, Policy
 from commpass.policy.rules import Rule
@@ -381,11 +381,11 @@ def test_narrow_bits_are_gathered_for_an_all_reduce_of_few_ranks_and_only_where_
 
 def planned(function, x, policy):
     """What the passes before rewrite make of a graph whose sizes may depend on values."""
-    road = PassContext(
+    road = GraphInput(
         gm=trace(function, x, dynamic=True), direction="forward", policy=policy, profile=SLOW
     )
-    names = [step.name for step in pipeline.PASSES]
-    return pipeline.run(road, "0", pipeline.PASSES[: names.index("rewrite")]).plan
+    names = [step.name for step in manager.PASSES]
+    return manager.run(road, "0", manager.PASSES[: names.index("rewrite")]).plan
 
 
 def test_narrow_bits_are_coded_where_the_codec_is_lossless(fake_group):

@@ -199,10 +199,10 @@ def test_plan_that_is_not_carried_out_ends_nowhere():
     def failing(*_args, **_more):
         raise RuntimeError("on purpose")
 
-    from commpass.passes import pipeline
+    from commpass.passes import verify
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline, "verify", failing)
+        patch.setattr(verify, "verify", failing)
         backend = commpass.backend(POLICY, profile=PROFILE, inner="eager")
         compiled = torch.compile(layer, backend=backend, dynamic=True)
         for rows in (4, 4000):

@@ -18,7 +18,7 @@ from commpass import lowering
 from commpass.codecs import operators
 from commpass.costmodel import Link
 from commpass.lowering import generated
-from commpass.passes import PassContext, pipeline
+from commpass.passes import GraphInput, manager
 from commpass.policy import Policy
 from commpass.policy.rules import Rule
 
@@ -26,8 +26,8 @@ wait = ops.wait_tensor
 FAR = commpass.Profile("far", Link(1000.0, 0.1))
 RANKS = 2
 SHAPES = [(10, 30), (7,)]
-NAMES = [each.name for each in pipeline.PASSES]
-UNTIL_REWRITTEN = pipeline.PASSES[: NAMES.index("rewrite") + 1]
+NAMES = [each.name for each in manager.PASSES]
+UNTIL_REWRITTEN = manager.PASSES[: NAMES.index("rewrite") + 1]
 SPARSE = ("sparse_encode", "sparse_decode", "sparse_sum")
 
 
@@ -47,10 +47,10 @@ def policy(spec: str, **more) -> Policy:
 
 
 def passed(gm, chosen: Policy, passes=None):
-    road = PassContext(
+    road = GraphInput(
         gm=gm, direction="backward", policy=chosen, profile=FAR, stateless=None, kernels=True
     )
-    outcome = pipeline.run(road, "0", passes, strict=True)
+    outcome = manager.run(road, "0", passes, strict=True)
     if outcome.error is not None:
         raise outcome.error
     return outcome

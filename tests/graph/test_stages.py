@@ -23,7 +23,7 @@ from commpass.collectives import (
     read_stages,
     record_stages,
 )
-from commpass.passes import PASSES, PassContext, run
+from commpass.passes import PASSES, GraphInput, run
 from commpass.passes.fx.marks import MARK
 from commpass.plan.stage import Stage
 
@@ -58,7 +58,7 @@ def coded_graph(kind: str, spec: str, code: str, dtype: torch.dtype):
     x = torch.ones(8 * RANKS, 48, dtype=dtype)
     gm = trace(lambda x: ops.wait_tensor(SITES[kind](x)), x, dynamic=True)
     policy = Policy(rules=[Rule(codec=code, algorithm=spec, force=True)])
-    road = PassContext(gm=gm, direction="forward", policy=policy, profile=commpass.ethernet(1))
+    road = GraphInput(gm=gm, direction="forward", policy=policy, profile=commpass.ethernet(1))
     before_lower = PASSES[: [step.name for step in PASSES].index("lower")]
     outcome = run(road, "0", before_lower)
     assert outcome.error is None, outcome.error

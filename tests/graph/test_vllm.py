@@ -158,8 +158,8 @@ def test_graph_of_which_nothing_comes_is_left_as_it_was(four, how, monkeypatch, 
     before = form(graph)
     own = CollectivePass(INT8, groups=world)
     if how == "a pass fails":
-        monkeypatch.setattr("commpass.passes.pipeline.PASSES", _failing())
-        monkeypatch.setattr("commpass.passes.pipeline.run.__defaults__", (None, None))
+        monkeypatch.setattr("commpass.passes.manager.PASSES", _failing())
+        monkeypatch.setattr("commpass.passes.manager.run.__defaults__", (None, None))
     elif how == "no such group":
         own = CollectivePass(INT8, groups=fails)
     else:
@@ -175,11 +175,11 @@ def test_graph_of_which_nothing_comes_is_left_as_it_was(four, how, monkeypatch, 
 def _failing():
     import dataclasses
 
-    from commpass.passes import pipeline
+    from commpass.passes import manager
 
     return tuple(
         dataclasses.replace(step, run=fails) if step.name == "verify" else step
-        for step in pipeline.PASSES
+        for step in manager.PASSES
     )
 
 

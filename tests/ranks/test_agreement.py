@@ -18,7 +18,7 @@ from commpass.distributed import agreement
 from commpass.distributed.parts import parts
 from commpass.errors import PlanMismatch, Unanswered
 from commpass.lowering import kernel
-from commpass.passes import pipeline
+from commpass.passes import manager, rewrite
 from commpass.policy import Policy
 from commpass.policy.rules import Rule
 
@@ -351,13 +351,12 @@ def breaks_on_one_rank(strict: bool) -> tuple[bool, str, str]:
     """A pass that fails on rank 1 alone, half-way through."""
 
     def fail(road):
-        road = pipeline._rewrite(road)
+        rewrite.run(road)
         if dist.get_rank() == 1:
             raise RuntimeError("injected")
-        return road
 
-    kept = pipeline.PASSES
-    pipeline.PASSES = tuple(
+    kept = manager.PASSES
+    manager.PASSES = tuple(
         dataclasses.replace(p, run=fail) if p.name == "rewrite" else p for p in kept
     )
     messages: list[str] = []
@@ -370,7 +369,7 @@ def breaks_on_one_rank(strict: bool) -> tuple[bool, str, str]:
         return torch.equal(result, model(x)), commpass.plans()[-1].fallback, " ".join(messages)
     finally:
         logging.getLogger("commpass").removeHandler(handler)
-        pipeline.PASSES = kept
+        manager.PASSES = kept
 
 
 def test_pass_that_fails_on_one_rank_makes_all_compile_the_untouched_graph_and_say_why(ranks2):
@@ -433,14 +432,14 @@ def breaks_in_discovery() -> bool:
     def fail(road):
         raise RuntimeError("injected")
 
-    kept = pipeline.PASSES
+    kept = manager.PASSES
     if dist.get_rank() == 1:
-        pipeline.PASSES = (dataclasses.replace(kept[0], run=fail), *kept[1:])
+        manager.PASSES = (dataclasses.replace(kept[0], run=fail), *kept[1:])
     try:
         x = torch.ones(800) / 3
         return torch.equal(compiled(forced("int8"))(x), model(x))
     finally:
-        pipeline.PASSES = kept
+        manager.PASSES = kept
 
 
 def test_rank_without_sites_takes_the_others_along(ranks2):

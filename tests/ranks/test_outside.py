@@ -17,7 +17,7 @@ from tiers import sampled
 import commpass
 from commpass.distributed.agreement_round import AgreementRound
 from commpass.errors import PlanMismatch
-from commpass.passes import pipeline
+from commpass.passes import manager
 from commpass.plan import dump
 from commpass.policy import Policy
 from commpass.policy.rules import Rule
@@ -48,8 +48,8 @@ def killed(where: str) -> str:
     function, x = compiled(timeout=2 if never_comes else 100), torch.ones(300)
     doomed = dist.get_rank() == 1
     if doomed and where == "compile":
-        pipeline.PASSES = tuple(
-            dataclasses.replace(p, run=lambda road: die()) for p in pipeline.PASSES
+        manager.PASSES = tuple(
+            dataclasses.replace(p, run=lambda road: die()) for p in manager.PASSES
         )
     if doomed and where == "agreement":
         AgreementRound.publish = lambda self: die()

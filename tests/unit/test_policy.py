@@ -1043,7 +1043,7 @@ def test_preset_with_something_changed():
 
 
 def test_pass_that_does_not_exist_is_refused_where_it_is_written(tmp_path):
-    assert tuple(each.name for each in PASSES) == PASS_NAMES
+    assert tuple(each.name for each in PASSES if each.phase == "graph") == PASS_NAMES
     with pytest.raises(PolicyError, match="no pass 'chunks'; did you mean 'chunk'"):
         Policy(skip="chunks")
     file = tmp_path / "policy.toml"

@@ -23,7 +23,7 @@ from commpass import Policy, Rule
 from commpass.cli import app
 from commpass.costmodel import Link, Profile
 from commpass.errors import TraceError
-from commpass.passes import PASSES, PassContext, run
+from commpass.passes import PASSES, GraphInput, run
 from commpass.passes.timeline import timeline
 from commpass.plan import dump
 from commpass.plan.timeline import HOST, Event, Timeline, subtract, union
@@ -62,7 +62,7 @@ def profile(gflops: float = 1.0) -> Profile:
 
 
 def outcome_of(gm, policy: Policy, known: Profile, *without: str):
-    road = PassContext(gm=gm, direction="forward", policy=policy, profile=known)
+    road = GraphInput(gm=gm, direction="forward", policy=policy, profile=known)
     return run(road, "0", tuple(each for each in PASSES if each.name not in without), strict=True)
 
 

@@ -26,7 +26,7 @@ from commpass.parallel.ssfusion.memory import Memory
 from commpass.parallel.ssfusion.messages import Part
 from commpass.parallel.ssfusion.plan import FusionPlan, Message, Sent
 from commpass.parallel.ssfusion.planner import Planner
-from commpass.passes.rewrite import StateInput
+from commpass.passes.results import StateInput
 from commpass.utils.ambient import without_ambient_state
 
 CODE = Code("", 0, "ssfusion")

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -22,13 +21,15 @@ from commpass.passes.candidates import scoring
 from commpass.passes.chunk.build import build, joined_of
 from commpass.passes.chunk.gain import Meanwhile, exchange_of, part_of, pipeline_us
 from commpass.passes.chunk.region import Join, Product, Region, product_of, region_of
-from commpass.passes.discover import GraphSite
+from commpass.passes.context import PassContext
 from commpass.passes.fx import meta
 from commpass.passes.fx.costs import tensors
 from commpass.passes.fx.direction import AGAIN
 from commpass.passes.fx.memory import LiveBytes, changed, memory, peak
+from commpass.passes.graph_site import GraphSite
 from commpass.passes.move import SMALL
-from commpass.plan import NONE, Candidate, PlannedSite, Site, Split
+from commpass.passes.results import Chunked
+from commpass.plan import NONE, Candidate, Site, Split
 from commpass.policy import Policy
 
 CHUNKS = (2, 4)
@@ -38,20 +39,12 @@ MOST = 512
 memory of the graph."""
 
 
-@dataclass
-class Chunked:
-    """The splits that were made, and why others were not, by site name.
-
-    ``refused`` has sites that an annotation, a rule or the cost model wanted to split.
-    """
-
-    done: list[Split] = field(default_factory=list)
-    refused: dict[str, str] = field(default_factory=dict)
-
-    def with_reason(self, site: PlannedSite) -> PlannedSite:
-        """Return a planned site with the refused split added to its reason."""
-        why = self.refused.get(site.name)
-        return site if why is None else replace(site, reason=f"{site.reason}; {why}")
+def run(context: PassContext) -> None:
+    """Split collectives."""
+    given = context.input
+    context.chunked = chunk(given.gm, context.found, given.policy, given.profile, given.direction)
+    context.plan_with(split=tuple(context.chunked.done))
+    context.sites_changed = bool(context.chunked.done)
 
 
 def chunk(

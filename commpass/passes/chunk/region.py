@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from commpass.passes.discover import GraphSite
 from commpass.passes.fx import meta
 from commpass.passes.fx.memory import Memory
 from commpass.passes.fx.parse import is_wait
@@ -31,6 +30,7 @@ from commpass.passes.fx.rowwise import (
     rows_of,
     step_of,
 )
+from commpass.passes.graph_site import GraphSite
 
 aten = torch.ops.aten
 LEAST = 16

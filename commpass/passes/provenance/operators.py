@@ -8,9 +8,9 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from commpass.passes.discover import MATMULS
 from commpass.passes.fx import meta
 from commpass.passes.fx.parse import parse
+from commpass.passes.neighbours import MATMULS
 from commpass.passes.provenance.kinds import FIELD, FIELDS, NEUTRAL, SUMS, WHOLE, Kind, Provenance
 from commpass.passes.provenance.walk import (
     Walk,

@@ -14,8 +14,9 @@ from typing import Any
 from torch import fx
 
 from commpass.costmodel import Profile
-from commpass.passes.discover import GraphSite
+from commpass.passes.context import PassContext
 from commpass.passes.fx.parse import graph_modules, is_wait, parse
+from commpass.passes.graph_site import GraphSite
 from commpass.passes.simplify.editor import Editor
 from commpass.passes.simplify.outputs import output_memory, separate_outputs
 from commpass.passes.simplify.rules import RULES, Applied, Rule
@@ -30,6 +31,14 @@ differ."""
 LATE = ("alone",)
 """The rules of the last sweep. Other ranks' groups may have more than one rank, so a removal on one
 rank alone must not enable further rules there."""
+
+
+def run(context: PassContext) -> None:
+    """Simplify the graph."""
+    given = context.input
+    applied = simplify(given.gm, context.found, given.policy, given.profile, given.own)
+    context.plan_with(simplified=applied)
+    context.sites_changed = True  # repeated waits are removed without a record
 
 
 def simplify(
@@ -109,4 +118,4 @@ def _sweep(editor: Editor, rules: Sequence[Rule]) -> list[tuple[str, Applied]]:
     return done
 
 
-__all__ = ["RULES", "simplify"]
+__all__ = ["RULES", "run", "simplify"]
