@@ -169,11 +169,13 @@ def write_dump(
     policy: Policy | None = None,
     profile: Profile | None = None,
     nodes: Mapping[str, tuple[dumps.GraphNode, ...]] | None = None,
+    passes: Mapping[str, str] | None = None,
 ) -> None:
     """Write the dump of one graph.
 
-    ``nodes`` are those before, after, and lowered; ``timeline`` is the prediction for the last. A
-    full disk does not end the job: it logs a warning, and all ranks keep the agreed plan.
+    ``nodes`` are those before, after, and lowered; ``timeline`` is the prediction for the last.
+    ``passes`` has the graph as text after each pass that changed it. A full disk does not end the
+    job: it logs a warning, and all ranks keep the agreed plan.
     """
     held = nodes or {}
     found = dumps.Dump(
@@ -194,7 +196,7 @@ def write_dump(
         timeline=timeline,
     )
     try:
-        dumps.write(folder, found)
+        dumps.write_passes(dumps.write(folder, found), passes or {})
     except OSError as error:
         graph, why = outcome.plan.graph, error.strerror
         log.warning("%s: the dump of graph %s was not written: %s", folder, graph, why)

@@ -3,7 +3,7 @@ torch.
 
 ``backend(..., dump="dir")`` (or ``COMMPASS_DUMP=dir``) makes rank 0 write ``dir/0000-forward.json``
 and so on. Each file takes the next free number, so no earlier dump is overwritten. A file holds the
-plan, and the graph before and after.
+plan, and the graph before and after. A folder ``dir/0000-forward`` has the graph after each pass.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import fcntl
 import gc
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,6 +105,15 @@ def write(folder: Path, dump: Dump) -> Path:
         finally:
             temporary.unlink(missing_ok=True)
     return path
+
+
+def write_passes(path: Path, graphs: Mapping[str, str]) -> None:
+    """Write graphs as text, by the name of the pass that made them, into a folder beside the dump
+    file ``path``."""
+    folder = path.with_suffix("")
+    for name, text in graphs.items():
+        folder.mkdir(exist_ok=True)
+        (folder / f"{name}.txt").write_text(text)
 
 
 @contextmanager

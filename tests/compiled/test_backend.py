@@ -295,6 +295,21 @@ def test_dump_holds_plan_and_graphs(how, fake_group, tmp_path, monkeypatch):
     assert len(forward.after) < len(forward.lowered) / 2
 
 
+def test_dump_has_the_graph_after_each_pass_that_changed_it(fake_group, tmp_path):
+    fake_group(8)
+    compile_and_run(grad=False, dump=tmp_path)
+    (dump,) = dumps.read_run(tmp_path)
+    texts = {path.stem: path.read_text() for path in (tmp_path / "0000-forward").iterdir()}
+    assert {"00-discover", "06-rewrite", "08-lower"} <= texts.keys()
+    assert "05-choose" not in texts
+    assert len(set(texts.values())) == len(texts)
+    for name, text in texts.items():
+        step = name[3:]
+        assert text.startswith(f"# {step} took {dump.passes_ms[step]:.1f} ms\nclass ")
+        assert ("torch.ops.commpass.encode" in text) == (name in ("06-rewrite", "07-fuse"))
+    assert "all_reduce" in texts["00-discover"]
+
+
 def test_failing_pass_compiles_the_untouched_graph_with_a_warning(fake_group, monkeypatch, caplog):
     from commpass.passes import manager, rewrite
 

@@ -136,7 +136,7 @@ def test_check_goes_on_until_there_is_something_to_measure(fake_group, warnings)
 @pytest.mark.parametrize("y", [normal(128, 256), with_counts()], ids=["within", "over"])
 def test_untouched_graph_is_released_after_the_check(fake_group, y):
     fake_group(4)
-    graphs, module = [], importlib.import_module("commpass.backend")
+    graphs, module = [], importlib.import_module("commpass.backend.agree")
     run = module.run_passes
 
     def watched(road, *args, **kwargs):
@@ -289,24 +289,26 @@ def test_gradients_are_those_of_the_graph_that_was_compiled_again(fake_group, in
 @pytest.mark.few(1)
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "when all was planned"])
 def test_graph_that_could_not_be_compiled_again_is_compiled_with_the_next_call(
-    fake_group, warnings, late
+    fake_group, warnings, monkeypatch, late
 ):
     fake_group(4)
     torch._dynamo.reset()
     policy = Policy(codecs=("int8",), max_error=0.02)
     backend = commpass.backend(policy, inner="eager", profile=SLOW, strict=True)
-    build, failed, seen = backend._build, [], len(commpass.plans())
+    module = importlib.import_module("commpass.backend.build")
+    build, failed, seen = module.build, [], len(commpass.plans())
 
     def no_room(*_):
         failed.append(True)
         raise MemoryError("no room to compile in")
 
-    def fail_once(job, before=None):
+    def fail_once(shared, job, before=None):
         if before is None or failed:
-            return build(job, before)
-        return build(dataclasses.replace(job, compile_graph=no_room), before) if late else no_room()
+            return build(shared, job, before)
+        broken = dataclasses.replace(job, compile_graph=no_room)
+        return build(shared, broken, before) if late else no_room()
 
-    backend._build = fail_once
+    monkeypatch.setattr(module, "build", fail_once)
     compiled, values = torch.compile(two_sums, backend=backend), (*GOOD, with_counts())
     compiled(*values)
     with pytest.raises(MemoryError):

@@ -218,7 +218,7 @@ def test_rank_that_compiles_again_alone_warns_of_a_site_over_its_budget(ranks2):
 def _silent() -> tuple[str, float, list[str]]:
     torch._dynamo.reset()
     backend = commpass.backend(INT8, inner="eager", profile=SLOW, timeout=120)
-    backend._patience = lambda plan: 1.5  # of what is compiled, not of the compilation
+    backend.patience = lambda plan: 1.5  # of what is compiled, not of the compilation
     compiled = torch.compile(two_sums, backend=backend)
     x, y = normal(64, 64), normal(64, 256)
     compiled(x, y)

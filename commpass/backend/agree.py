@@ -1,0 +1,106 @@
+"""Plan one graph, and agree with the other ranks on its plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import torch.distributed as dist
+
+from commpass.backend.shared import Job, Shared
+from commpass.costmodel.files import digest as digest_of
+from commpass.distributed import agreement, record
+from commpass.distributed.budget import keys_of
+from commpass.distributed.origin import call_of
+from commpass.distributed.plan_store import Round
+from commpass.errors import CommpassError, PlanMismatch
+from commpass.groups import ready
+from commpass.passes import GraphInput, PassContext
+from commpass.passes import run as run_passes
+from commpass.passes.fx.parse import describe_group, graph_modules, parse
+from commpass.passes.hidden import decided
+from commpass.plan import Plan
+
+OnPassEnd = Callable[[str, PassContext], None]
+Agreed = tuple[PassContext, PlanMismatch | None, Round | None]
+
+
+def plan_graph(shared: Shared, given: GraphInput, job: Job, on_pass_end: OnPassEnd) -> Agreed:
+    """Run the passes and compare the plan with the other ranks. Return the result, a mismatch if
+    any, and the round of the comparison.
+
+    If one rank cannot carry out the common plan, the result is the untouched graph (law 7).
+    """
+    number = job.number
+    while True:
+        outcome = run_passes(given, number, on_pass_end=on_pass_end, strict=shared.strict)
+        if not (over := excluded_sites(shared, job, outcome.plan)):
+            break
+        outcome.restore("a site is left alone")
+        given = dataclasses.replace(given, excluded={**outcome.excluded, **over})
+    plan = outcome.plan
+    try:
+        agreement.same_environment(shared.timeout)
+        why, round = agreement.agree(
+            plan, outcome.first, _ends(outcome), _participant(shared, job), shared.timeout
+        )
+    except PlanMismatch as mismatch:
+        outcome.restore(f"the ranks planned differently: {mismatch}")
+        return outcome, mismatch, None
+    if why in (agreement.HIDDEN, agreement.OWN):
+        record.log.info("graph %s is planned once more: %s", number, why)
+        outcome.restore(why)
+        less: dict[str, Any] = {"own": False}
+        if why == agreement.HIDDEN:
+            less = {"hides": False} if given.hides else {"hidden": None, "densities": None}
+            less["excluded"] = outcome.excluded
+        return plan_graph(shared, dataclasses.replace(given, **less), job, on_pass_end)
+    if why and not plan.fallback:
+        outcome.restore(why)
+        outcome.error = CommpassError(why)
+    shared.hidden |= decided(outcome.plan)
+    shared.densities |= outcome.thinned.densities
+    for limit in outcome.limits:
+        limit.install_guard()
+    return outcome, None, round
+
+
+def excluded_sites(shared: Shared, job: Job, plan: Plan) -> dict[str, str]:
+    """Return the compressed sites of a plan that are known to be over their budget, with the
+    reasons."""
+    rank = dist.get_rank() if ready() else 0
+    keys, place = keys_of(plan.sites, rank), job.place
+    found = {site.name: (place, keys[site.name]) for site in plan.compressed}
+    return {n: f"left alone: {shared.over[key]}" for n, key in found.items() if key in shared.over}
+
+
+def _participant(shared: Shared, job: Job) -> agreement.Participant:
+    """Return this rank's participant. It identifies policy and profile by their contents, not their
+    names, and says what is compiled."""
+    said = [{**msgspec.to_builtins(shared.policy), "name": ""}, digest_of(job.profile)]
+    digest = hashlib.sha256(msgspec.json.encode(said)).hexdigest()[:16]
+    origin = job.origin
+    return agreement.Participant(
+        digest,
+        shared.policy.name,
+        f"{shared.run}/{shared.resets}",
+        origin.function,
+        call_of(origin, job.direction) if origin.code else "",
+    )
+
+
+def _ends(outcome: PassContext) -> set[tuple[str, int | None]]:
+    """Return (group, peer) of a graph's collectives if a pass failed before sites were found, else
+    nothing."""
+    if outcome.first or not outcome.plan.fallback:
+        return set()
+    calls = (parse(node) for _, module in graph_modules(outcome.gm) for node in module.graph.nodes)
+    return {
+        (describe_group(call)[0], end.peer if end else None)
+        for call in calls
+        if call is not None
+        for end in call.ends or (None,)
+    }

@@ -1,0 +1,288 @@
+"""The Backend: what torch.compile calls, and how it calls the inner compiler."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import CompileContext, TracingContext
+
+from commpass import groups
+from commpass.backend import build
+from commpass.backend.calls import check_call
+from commpass.backend.options import Compiler, inductor_options
+from commpass.backend.shared import Job, Shared
+from commpass.distributed import record
+from commpass.distributed.calls import Raising, before_each_call, with_boxed_args
+from commpass.distributed.checked import Checked, release
+from commpass.distributed.hosts import with_hosts
+from commpass.distributed.machine import default_here
+from commpass.distributed.origin import count_call, origin_of_graph
+from commpass.distributed.owners import Calls
+from commpass.distributed.plan_store import greet
+from commpass.errors import PolicyError
+from commpass.lowering.repairs import repaired
+from commpass.passes import PASSES, GraphInput
+from commpass.passes import run as run_passes
+from commpass.passes.fx import meta
+from commpass.passes.fx.direction import keep_metadata
+from commpass.passes.fx.parse import graph_modules
+from commpass.plan import Simplification
+from commpass.policy.paths import Places
+
+TRAINS = (
+    'inner="tensorrt" is for inference alone, and this call wants gradients: make it under'
+    ' torch.inference_mode() or torch.no_grad(), or train with inner="inductor"'
+)
+
+
+CPP_WRAPPER = "cpp_wrapper is on: torch's C++ wrapper cannot call the collectives that carry codes"
+"""The reason for leaving a graph unchanged under ``torch._inductor.config.cpp_wrapper``.
+
+There, torch 2.13 can call only all_reduce and its wait. An all_gather raises NotImplementedError
+even without commpass.
+"""
+
+
+REORDERING_OFF = (
+    "torch._inductor.config has %s on: Inductor would order exchanges by what this rank computes,"
+    " and ranks that compute different things would wait for each other. It is off for graphs that"
+    " commpass has changed; pass move hides their exchanges. Other graphs are compiled with it"
+)
+
+
+class Backend(Shared):
+    """A configured backend, called by torch.compile."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Backend:
+        """Return itself, as torch's function backends do.
+
+        A copy of a compiled module (averaged weights, for example) thus keeps the backend of the
+        module.
+        """
+        return self
+
+    def __repr__(self) -> str:
+        inner = getattr(self.inner, "__name__", type(self.inner).__name__)
+        said = [
+            f"policy {self.policy.name!r}",
+            f"inner {self.inner if isinstance(self.inner, str) else inner!r}",
+            f"profile {self.profile.name!r}" if self.profile else "default profile",
+            *(["strict"] if self.strict else []),
+            *([f"dump {str(self.dump)!r}"] if self.dump else []),
+            f"{self.graphs} graph{'s' * (self.graphs != 1)}",
+        ]
+        return f"<commpass.backend: {', '.join(said)}>"
+
+    def __call__(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        mode: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Compile one Dynamo graph. ``mode`` and ``options`` of torch.compile are passed to
+        Inductor."""
+        greet()
+        options = inductor_options(options or {}, self.inner)
+        number = str(self.graphs)
+        self.graphs += 1
+        places = Places()
+        for _, module in graph_modules(gm):
+            meta.place(module, places)
+        calls = Calls(gm, example_inputs, _is_compiled_autograd())
+        calls.last = _is_last_compile()
+        if calls.autograd:
+            keep_metadata(gm)
+        with torch._functorch.config.patch(enable_autograd_cache=False):
+            if self.inner in ("inductor", "eager"):
+                return calls.wrap(
+                    self._with_inductor(gm, example_inputs, number, calls, mode, options)
+                )
+            return calls.wrap(self._with_aot(gm, example_inputs, number, calls))
+
+    def of_hook(
+        self,
+        gm: fx.GraphModule,
+        direction: str,
+        calls: Calls,
+        compile_graph: Compiler,
+        obstacle: str | None = None,
+    ) -> Callable[[list[Any]], Any]:
+        """Run the passes on a graph that was not traced (the collective of a hook) and pass it to
+        ``compile_graph``. Its nodes have fake values."""
+        greet()
+        number = str(self.graphs)
+        self.graphs += 1
+        stateless = calls.stateless(direction, False)
+        return self.compile(gm, number, direction, calls, stateless, compile_graph, None, obstacle)
+
+    def simplified(self, gm: fx.GraphModule, direction: str) -> tuple[Simplification, ...]:
+        """Simplify a graph that will not be compiled, in place. Return the simplifications."""
+        profile = self.profile or default_here(meta.device_of(gm))
+        given = GraphInput(
+            gm=gm, direction=direction, policy=self.policy, profile=profile, hook=True
+        )
+        passes = tuple(each for each in PASSES if each.name in ("discover", "simplify"))
+        return run_passes(given, "", passes).plan.simplified
+
+    def _with_inductor(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        number: str,
+        calls: Calls,
+        mode: str | None,
+        options: Mapping[str, Any] | None,
+    ) -> Any:
+        from torch._inductor import list_mode_options
+        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+        from commpass.passes.post.order import ordered
+
+        patches = {**(list_mode_options(mode) if mode else {}), **(options or {})}
+
+        def inner_compile(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+            def compile_graph(
+                gm: fx.GraphModule, more: Sequence[Any], pinned: bool, changed: bool = False
+            ) -> Any:
+                if self.inner == "eager":
+                    return with_boxed_args(gm.forward)
+                with (
+                    ordered() if pinned else nullcontext(),
+                    repaired(),
+                    torch._inductor.config.patch(patches),  # patched here too, for later recompiles
+                    self._without_reordering() if pinned or changed else nullcontext(),
+                ):
+                    return compile_fx_inner(gm, [*example_inputs, *more], **kwargs)
+
+            direction = "backward" if kwargs.get("is_backward") or calls.autograd else "forward"
+            stateless = calls.stateless(direction, bool(kwargs.get("is_inference")))
+            wrapped = kwargs.get("cpp_wrapper") or torch._inductor.config.cpp_wrapper
+            obstacle = CPP_WRAPPER if wrapped and self.inner == "inductor" else None
+            table = kwargs.get("get_decomp_fn")
+            return self.compile(
+                gm, number, direction, calls, stateless, compile_graph, table, obstacle
+            )
+
+        return compile_fx(
+            gm, example_inputs, inner_compile=inner_compile, config_patches=patches or None
+        )
+
+    def _without_reordering(self) -> Any:
+        """Return a config patch under which Inductor does not reorder exchanges per rank, for one
+        compile. Warn once about the settings that it disables."""
+        from commpass.passes.post.reordering import reordering_settings, switched_off
+
+        names = reordering_settings()
+        if names and not self.warned_of_reordering:
+            self.warned_of_reordering = True
+            record.log.warning(REORDERING_OFF, ", ".join(names))
+        return switched_off(names)
+
+    def _with_aot(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], number: str, calls: Calls
+    ) -> Any:
+        from functorch.compile import min_cut_rematerialization_partition
+        from torch._dynamo.backends.common import aot_autograd
+
+        def compiler(direction: str, inference: bool = False) -> Compiler:
+            direction = "backward" if calls.autograd else direction
+
+            def compile_aot(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+                if not inference and getattr(self.inner, "inference_only", False):
+                    raise PolicyError(TRAINS)
+
+                def run_inner(gm: fx.GraphModule, more: Sequence[Any], *_: bool) -> Any:
+                    return with_boxed_args(
+                        self.inner(gm, [*example_inputs, *more])
+                        if callable(self.inner)
+                        else gm.forward
+                    )
+
+                stateless = calls.stateless(direction, inference)
+                return self.compile(gm, number, direction, calls, stateless, run_inner, None)
+
+            return compile_aot
+
+        return aot_autograd(
+            fw_compiler=compiler("forward"),
+            bw_compiler=compiler("backward"),
+            inference_compiler=compiler("forward", inference=True),
+            partition_fn=min_cut_rematerialization_partition,
+            keep_inference_input_mutations=True,
+        )(gm, example_inputs)
+
+    def compile(
+        self,
+        gm: fx.GraphModule,
+        number: str,
+        direction: str,
+        calls: Calls,
+        stateless: str | None,
+        compile_graph: Compiler,
+        decompositions: Callable[[], Any] | None,
+        obstacle: str | None = None,
+    ) -> Any:
+        """Run the passes on one forward or backward graph, let the ranks agree on its plan, and
+        compile it.
+
+        If ``obstacle`` is given, no collective is changed, and ``obstacle`` is the reason.
+        """
+        profile = self.profile or default_here(meta.device_of(gm))
+        job = Job(
+            gm=gm,
+            number=number,
+            direction=direction,
+            calls=calls,
+            stateless=stateless,
+            compile_graph=compile_graph,
+            decompositions=decompositions,
+            obstacle=obstacle,
+            profile=with_hosts(profile, self.policy, gm, self.timeout),
+            origin=calls.origin if calls.origin.function else origin_of_graph(gm),
+            context=TracingContext.try_get(),
+        )
+        same_code = self.checked.setdefault(job.place, weakref.WeakSet())
+        for other in list(same_code):
+            other.leave()
+        made = build.build(self, job)
+        if isinstance(made, Raising):
+            release(same_code)
+            return made
+        counted = functools.partial(count_call, job.origin, direction)
+        first = counted if made.outcome.first else None
+        members = groups.Members(made.outcome.plan.bound_groups)
+        hook = functools.partial(check_call, self, number + direction, first, members)
+        if made.check.done or not made.check.decides:
+            release(same_code)
+        if made.check.done:
+            return before_each_call(made.compiled, hook, made.function)
+        together = same_code if made.check.decides else weakref.WeakSet()
+        checked = Checked(made, functools.partial(build.rebuild, self, job), together)
+        together.add(checked)
+        return before_each_call(made.compiled, hook, checked)
+
+
+def _is_last_compile() -> bool:
+    """Whether Dynamo stops recompiling this code after the current compile."""
+    frame = CompileContext.current_compile_id()
+    count = getattr(frame, "frame_compile_id", None)
+    return count is not None and count + 1 >= torch._dynamo.config.recompile_limit
+
+
+def _is_compiled_autograd() -> bool:
+    """Whether Dynamo is compiling a backward pass of compiled autograd.
+
+    False for a function that wants gradients: it is user code called from there, such as a
+    checkpoint that recomputes its forward.
+    """
+    frame = CompileContext.current_compile_id()
+    return (
+        frame is not None and frame.compiled_autograd_id is not None and not torch.is_grad_enabled()
+    )

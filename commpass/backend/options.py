@@ -1,0 +1,34 @@
+"""The options of the backend, and those that it passes to Inductor."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from typing import Any, get_origin
+
+from commpass.errors import PolicyError
+
+INNER = ("inductor", "eager", "aot_eager", "tensorrt")
+LOOKS = INNER[:3]
+"""The inner compilers that know the operator that samples errors. Others need not know it."""
+OPTIONS = ("policy", "inner", "profile", "strict", "dump", "timeout")
+Compiler = Callable[..., Any]
+
+
+def inductor_options(options: Mapping[str, Any], inner: str | Compiler) -> dict[str, Any]:
+    """Return options by their names in Inductor's config. Raise PolicyError for options that the
+    inner compiler does not have."""
+    from torch._inductor import config
+
+    known = list(config.get_config_copy()) if inner == "inductor" else []
+    found = {name.replace("-", "_"): value for name, value in options.items()}
+    for name, value in found.items():
+        if name not in known:
+            close = difflib.get_close_matches(name, [*OPTIONS, *known], 1)
+            hint = f"; did you mean {close[0]!r}?" if close else "."
+            others = ", and the options of Inductor" if known else ""
+            raise PolicyError(f"unknown option {name!r}{hint} Known: {', '.join(OPTIONS)}{others}.")
+        wanted: Any = config.get_type(name)  # type: ignore[attr-defined]
+        if get_origin(wanted) is None and not isinstance(value, wanted):
+            raise PolicyError(f"option {name}={value!r}: must be a {wanted.__name__}")
+    return found

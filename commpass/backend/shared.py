@@ -1,0 +1,100 @@
+"""What all graphs of a backend share, and one graph that it compiles."""
+
+from __future__ import annotations
+
+import uuid
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+from torch._guards import TracingContext
+
+from commpass import groups
+from commpass.backend.options import LOOKS, Compiler
+from commpass.costmodel import Profile
+from commpass.distributed import agreement, step_log
+from commpass.distributed.budget import Key
+from commpass.distributed.checked import Checked
+from commpass.distributed.origin import Origin
+from commpass.distributed.owners import Calls
+from commpass.distributed.plan_store import greet
+from commpass.distributed.summary import Summary
+from commpass.distributed.watch import Watch
+from commpass.plan import Plan
+from commpass.policy import Policy
+
+
+class Shared:
+    """The settings of a backend, what its ranks have agreed on, and its reports."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        inner: str | Compiler,
+        profile: Profile | None,
+        strict: bool,
+        dump: Path | None,
+        timeout: float | None,
+    ):
+        self.__name__ = "commpass"
+        self.policy, self.inner, self.profile = policy, inner, profile
+        self.strict, self.dump, self.timeout = strict, dump, timeout
+        self.run = uuid.uuid4().hex[:8]
+        self.graphs = self.resets = 0
+        self.warned_of_reordering = False
+        # As the ranks agreed, because a rank may compile alone.
+        self.hidden: dict[tuple[Any, ...], bool] = {}
+        self.densities: dict[tuple[Any, ...], float] = {}
+        self.over: dict[tuple[Any, Key], str] = {}  # sites over their error budget
+        self.checked: dict[tuple[Any, ...], weakref.WeakSet[Checked]] = {}
+        self.step_log = step_log.opened(policy.name)
+        self.summary, self.watch = Summary(policy), Watch(self.step_log.facts)
+        weakref.finalize(self, self.summary.report)
+        greet()
+
+    @property
+    def samples(self) -> bool:
+        """Whether the inner compiler knows the operator that samples errors."""
+        return self.inner in LOOKS
+
+    def reset(self) -> None:
+        """Forget agreed values, so that graphs are compiled and compared again.
+        ``torch._dynamo.reset`` calls this."""
+        self.resets += 1
+        self.hidden.clear()
+        self.densities.clear()
+        self.over.clear()
+        self.checked.clear()
+
+    def patience(self, plan: Plan) -> float:
+        """Return the seconds to wait for what other ranks publish."""
+        some = (groups.group_named(name) for name in {site.group for site in plan.sites})
+        known = [group for group in some if group is not None]
+        return self.timeout or agreement.longest_timeout(known)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One graph to compile: the arguments of ``Backend.compile``, the profile, and torch's tracing
+    context, which is needed to compile the graph again."""
+
+    gm: fx.GraphModule
+    number: str
+    direction: str
+    calls: Calls
+    stateless: str | None
+    compile_graph: Compiler
+    decompositions: Callable[[], Any] | None
+    obstacle: str | None
+    profile: Profile
+    origin: Origin
+    context: TracingContext | None
+
+    @property
+    def place(self) -> tuple[Any, ...]:
+        """A key of the code that is recompiled for other inputs: code object and direction. Each
+        hook has a graph and a key of its own."""
+        return (self.calls.code, self.direction, self.number if self.calls.hook else "")
