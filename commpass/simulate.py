@@ -22,16 +22,15 @@ from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx
+from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_leaves
 
-from commpass.backend import Backend
+from commpass.backend import Backend, TracedGraph
 from commpass.costmodel import Link, Profile
 from commpass.distributed.machine import profile_here
-from commpass.distributed.owners import Calls
 from commpass.errors import CommpassError, PolicyError, nearest
 from commpass.passes import GraphInput
 from commpass.passes import run as run_passes
@@ -218,17 +217,8 @@ class _Planner(Backend):
         super().__init__(policy_named("off"), "eager", runs[0].case.profile, False, None, None)
         self.runs, self.say = runs, report
 
-    def compile(
-        self,
-        gm: fx.GraphModule,
-        number: str,
-        direction: str,
-        calls: Calls,
-        stateless: str | None,
-        compile_graph: Callable[..., Any],
-        decompositions: Callable[[], Any] | None,
-        obstacle: str | None = None,
-    ) -> Any:
+    def compile(self, graph: TracedGraph) -> Any:
+        gm, direction, calls = graph.gm, graph.direction, graph.calls
         for run in self.runs:
             profile = run.case.profile
             self.say(f"{direction}, policy {run.policy.name}")
@@ -238,23 +228,23 @@ class _Planner(Backend):
                 direction=direction,
                 policy=run.policy,
                 profile=profile,
-                decompositions=decompositions,
-                stateless=stateless,
-                weights=calls.weights(gm, direction, stateless),
-                obstacle=obstacle,
+                decompositions=graph.decompositions,
+                stateless=graph.stateless,
+                weights=calls.weights(gm, direction, graph.stateless),
+                obstacle=graph.obstacle,
                 hidden=run.hidden,
                 hides=True,
             )
-            outcome = run_passes(given, number)
+            outcome = run_passes(given, graph.number)
             if isinstance(outcome.error, PolicyError):
                 raise outcome.error
             run.hidden |= decided(outcome.plan)
             run.graphs.append(_Graph(outcome.plan, timeline(gm, outcome, profile)))
-            for module, graph in untouched.items():
-                module.graph = graph
+            for module, before in untouched.items():
+                module.graph = before
         if direction == "backward":
             calls.keeps = False
-        return compile_graph(gm, [], False)
+        return graph.compile_graph(gm, [], False)
 
 
 def _plan(

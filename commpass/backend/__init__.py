@@ -13,5 +13,6 @@ and ``calls`` wraps what is then called. ``shared`` is what all graphs of a Back
 from commpass.backend.compiler import Backend
 from commpass.backend.entry import backend, by_name
 from commpass.backend.options import Compiler
+from commpass.backend.shared import TracedGraph
 
-__all__ = ["Backend", "Compiler", "backend", "by_name"]
+__all__ = ["Backend", "Compiler", "TracedGraph", "backend", "by_name"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -22,9 +21,9 @@ from commpass.passes import GraphInput, PassContext
 from commpass.passes import run as run_passes
 from commpass.passes.fx.parse import describe_group, graph_modules, parse
 from commpass.passes.hidden import decided
+from commpass.passes.manager import OnPassEnd
 from commpass.plan import Plan
 
-OnPassEnd = Callable[[str, PassContext], None]
 Agreed = tuple[PassContext, PlanMismatch | None, Round | None]
 
 

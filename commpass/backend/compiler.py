@@ -16,7 +16,7 @@ from commpass import groups
 from commpass.backend import build
 from commpass.backend.calls import check_call
 from commpass.backend.options import Compiler, inductor_options
-from commpass.backend.shared import Job, Shared
+from commpass.backend.shared import Job, Shared, TracedGraph
 from commpass.distributed import record
 from commpass.distributed.calls import Raising, before_each_call, with_boxed_args
 from commpass.distributed.checked import Checked, release
@@ -119,8 +119,17 @@ class Backend(Shared):
         greet()
         number = str(self.graphs)
         self.graphs += 1
-        stateless = calls.stateless(direction, False)
-        return self.compile(gm, number, direction, calls, stateless, compile_graph, None, obstacle)
+        return self.compile(
+            TracedGraph(
+                gm=gm,
+                number=number,
+                direction=direction,
+                calls=calls,
+                stateless=calls.stateless(direction, False),
+                compile_graph=compile_graph,
+                obstacle=obstacle,
+            )
+        )
 
     def simplified(self, gm: fx.GraphModule, direction: str) -> tuple[Simplification, ...]:
         """Simplify a graph that will not be compiled, in place. Return the simplifications."""
@@ -162,12 +171,18 @@ class Backend(Shared):
                     return compile_fx_inner(gm, [*example_inputs, *more], **kwargs)
 
             direction = "backward" if kwargs.get("is_backward") or calls.autograd else "forward"
-            stateless = calls.stateless(direction, bool(kwargs.get("is_inference")))
             wrapped = kwargs.get("cpp_wrapper") or torch._inductor.config.cpp_wrapper
-            obstacle = CPP_WRAPPER if wrapped and self.inner == "inductor" else None
-            table = kwargs.get("get_decomp_fn")
             return self.compile(
-                gm, number, direction, calls, stateless, compile_graph, table, obstacle
+                TracedGraph(
+                    gm=gm,
+                    number=number,
+                    direction=direction,
+                    calls=calls,
+                    stateless=calls.stateless(direction, bool(kwargs.get("is_inference"))),
+                    compile_graph=compile_graph,
+                    decompositions=kwargs.get("get_decomp_fn"),
+                    obstacle=CPP_WRAPPER if wrapped and self.inner == "inductor" else None,
+                )
             )
 
         return compile_fx(
@@ -205,8 +220,16 @@ class Backend(Shared):
                         else gm.forward
                     )
 
-                stateless = calls.stateless(direction, inference)
-                return self.compile(gm, number, direction, calls, stateless, run_inner, None)
+                return self.compile(
+                    TracedGraph(
+                        gm=gm,
+                        number=number,
+                        direction=direction,
+                        calls=calls,
+                        stateless=calls.stateless(direction, inference),
+                        compile_graph=run_inner,
+                    )
+                )
 
             return compile_aot
 
@@ -218,32 +241,12 @@ class Backend(Shared):
             keep_inference_input_mutations=True,
         )(gm, example_inputs)
 
-    def compile(
-        self,
-        gm: fx.GraphModule,
-        number: str,
-        direction: str,
-        calls: Calls,
-        stateless: str | None,
-        compile_graph: Compiler,
-        decompositions: Callable[[], Any] | None,
-        obstacle: str | None = None,
-    ) -> Any:
-        """Run the passes on one forward or backward graph, let the ranks agree on its plan, and
-        compile it.
-
-        If ``obstacle`` is given, no collective is changed, and ``obstacle`` is the reason.
-        """
+    def compile(self, graph: TracedGraph) -> Any:
+        """Run the passes on a graph, let the ranks agree on its plan, and compile it."""
+        gm, calls = graph.gm, graph.calls
         profile = self.profile or default_here(meta.device_of(gm))
         job = Job(
-            gm=gm,
-            number=number,
-            direction=direction,
-            calls=calls,
-            stateless=stateless,
-            compile_graph=compile_graph,
-            decompositions=decompositions,
-            obstacle=obstacle,
+            **vars(graph),
             profile=with_hosts(profile, self.policy, gm, self.timeout),
             origin=calls.origin if calls.origin.function else origin_of_graph(gm),
             context=TracingContext.try_get(),
@@ -255,10 +258,10 @@ class Backend(Shared):
         if isinstance(made, Raising):
             release(same_code)
             return made
-        counted = functools.partial(count_call, job.origin, direction)
+        counted = functools.partial(count_call, job.origin, job.direction)
         first = counted if made.outcome.first else None
         members = groups.Members(made.outcome.plan.bound_groups)
-        hook = functools.partial(check_call, self, number + direction, first, members)
+        hook = functools.partial(check_call, self, job.number + job.direction, first, members)
         if made.check.done or not made.check.decides:
             release(same_code)
         if made.check.done:

@@ -77,9 +77,11 @@ class Shared:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
-    """One graph to compile: the arguments of ``Backend.compile``, the profile, and torch's tracing
-    context, which is needed to compile the graph again."""
+class TracedGraph:
+    """A forward or backward graph, and how to compile it.
+
+    If ``obstacle`` is given, no collective is changed, and ``obstacle`` is the reason.
+    """
 
     gm: fx.GraphModule
     number: str
@@ -87,14 +89,21 @@ class Job:
     calls: Calls
     stateless: str | None
     compile_graph: Compiler
-    decompositions: Callable[[], Any] | None
-    obstacle: str | None
-    profile: Profile
-    origin: Origin
-    context: TracingContext | None
+    decompositions: Callable[[], Any] | None = None
+    obstacle: str | None = None
 
     @property
     def place(self) -> tuple[Any, ...]:
         """A key of the code that is recompiled for other inputs: code object and direction. Each
         hook has a graph and a key of its own."""
         return (self.calls.code, self.direction, self.number if self.calls.hook else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job(TracedGraph):
+    """A graph to compile, with its profile, and torch's tracing context, which is needed to compile
+    it again."""
+
+    profile: Profile
+    origin: Origin
+    context: TracingContext | None

@@ -13,14 +13,13 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from commpass import groups
-from commpass.backend import Backend, Compiler
+from commpass.backend import Backend, TracedGraph
 from commpass.calibration.places import Address, bare
 from commpass.codecs import FLOATS, Codec
 from commpass.codecs.wrappers.outlier import Running
 from commpass.costmodel import Profile
 from commpass.distributed.calls import with_boxed_args
 from commpass.distributed.machine import default_here
-from commpass.distributed.owners import Calls
 from commpass.passes.candidates import candidates
 from commpass.passes.discover import discover
 from commpass.passes.fx import meta
@@ -251,16 +250,6 @@ class Probing(Backend):
         super().__init__(probes.policy, "eager", probes.profile, True, None, None)
         self.probes = probes
 
-    def compile(
-        self,
-        gm: fx.GraphModule,
-        number: str,
-        direction: str,
-        calls: Calls,
-        stateless: str | None,
-        compile_graph: Compiler,
-        decompositions: Any,
-        obstacle: str | None = None,
-    ) -> Any:
-        self.probes.insert(gm, direction, obstacle)
-        return with_boxed_args(compile_graph(gm, [], False))
+    def compile(self, graph: TracedGraph) -> Any:
+        self.probes.insert(graph.gm, graph.direction, graph.obstacle)
+        return with_boxed_args(graph.compile_graph(graph.gm, [], False))

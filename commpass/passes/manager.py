@@ -27,6 +27,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from commpass.passes import (
     candidates,
@@ -58,39 +59,21 @@ def _group(context: PassContext) -> None:
     group.run(context)
 
 
+SITES, CODED, LOWERED = ("sites",), ("coded", "plan"), ("plain", "plan")
+EDIT_SITES: dict[str, Any] = {
+    "requires": SITES,
+    "provides": SITES,
+    "mutates": True,
+    "needs_sites": True,
+}
+EDIT_LOWERED = EDIT_SITES | {"requires": LOWERED, "provides": LOWERED}
+
 PASSES: tuple[Pass, ...] = (
-    Pass(name="discover", run=discover.run, provides=("sites",), needed=True),
-    Pass(
-        name="simplify",
-        run=simplify.run,
-        requires=("sites",),
-        provides=("sites",),
-        mutates=True,
-        needs_sites=True,
-    ),
-    Pass(
-        name="group",
-        run=_group,
-        requires=("sites",),
-        provides=("sites",),
-        mutates=True,
-        needs_sites=True,
-    ),
-    Pass(
-        name="chunk",
-        run=chunk.run,
-        requires=("sites",),
-        provides=("sites",),
-        mutates=True,
-        needs_sites=True,
-    ),
-    Pass(
-        name="candidates",
-        run=candidates.run,
-        requires=("sites",),
-        provides=("options",),
-        needed=True,
-    ),
+    Pass(name="discover", run=discover.run, provides=SITES, needed=True),
+    Pass(name="simplify", run=simplify.run, **EDIT_SITES),
+    Pass(name="group", run=_group, **EDIT_SITES),
+    Pass(name="chunk", run=chunk.run, **EDIT_SITES),
+    Pass(name="candidates", run=candidates.run, requires=SITES, provides=("options",), needed=True),
     Pass(
         name="choose",
         run=choose.run,
@@ -106,41 +89,15 @@ PASSES: tuple[Pass, ...] = (
         mutates=True,
         needed=True,
     ),
+    Pass(name="fuse", run=fuse.run, requires=CODED, provides=CODED, mutates=True),
     Pass(
-        name="fuse",
-        run=fuse.run,
-        requires=("coded", "plan"),
-        provides=("coded", "plan"),
-        mutates=True,
+        name="lower", run=lower.run, requires=CODED, provides=("plain",), mutates=True, needed=True
     ),
-    Pass(
-        name="lower",
-        run=lower.run,
-        requires=("coded", "plan"),
-        provides=("plain",),
-        mutates=True,
-        needed=True,
-    ),
-    Pass(
-        name="move",
-        run=move.run,
-        requires=("plain", "plan"),
-        provides=("plain", "plan"),
-        mutates=True,
-        needs_sites=True,
-    ),
-    Pass(name="verify", run=verify.run, requires=("plain", "plan")),
-    Pass(
-        name="sample",
-        run=sample.run,
-        requires=("plain", "plan"),
-        provides=("plain", "plan"),
-        mutates=True,
-        needs_sites=True,
-    ),
+    Pass(name="move", run=move.run, **EDIT_LOWERED),
+    Pass(name="verify", run=verify.run, requires=LOWERED),
+    Pass(name="sample", run=sample.run, **EDIT_LOWERED),
     Pass(name="order", phase=POST_GRAD, requires=("plain",), mutates=True),
 )
-
 
 OnPassEnd = Callable[[str, PassContext], None]
 
