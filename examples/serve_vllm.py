@@ -1,12 +1,11 @@
-"""Runs a tensor-parallel model with vLLM's operators, compiled by Inductor with the pass for vLLM's
-slot, without and with compressed collectives.
+"""Run a tensor-parallel model on vLLM's operators, without and with compressed collectives.
 
     torchrun --nproc-per-node 2 examples/serve_vllm.py
     torchrun --nproc-per-node 2 examples/serve_vllm.py --policy aggressive
 
-vLLM itself is not needed, and not used: its collectives are defined here with the names and schemas
-that they have in vLLM, over gloo, and the pass is put where vLLM puts it, at Inductor's post-grad
-slot. With vLLM the pass goes into its compilation config: docs/vllm.md.
+vLLM itself is not needed. This file defines vLLM's collectives over gloo, with vLLM's names and
+schemas, and installs the pass where vLLM does: in Inductor's post-grad slot. With vLLM, add the
+pass to its compilation config (docs/vllm.md).
 """
 
 from __future__ import annotations
@@ -24,12 +23,14 @@ import commpass
 from commpass.parallel.vllm import SLOT, CollectivePass
 from commpass.report.tables import totals
 
-GROUP = "tp:0"  # as vLLM calls its first tensor-parallel group
+GROUP = "tp:0"  # vLLM's name of its first tensor-parallel group
 
 
 def define_operators(library: torch.library.Library) -> None:
-    """Adds vLLM's collectives, as its ``parallel_state`` has them, over the group of all ranks, to
-    a library for fragments of the namespace vllm. They last as long as that."""
+    """Define vLLM's collectives over the group of all ranks, as in its ``parallel_state``.
+
+    ``library`` is a fragment of the namespace vllm. The operators exist as long as it does.
+    """
     library.define("all_reduce(Tensor tensor, str group_name) -> Tensor")
     rest = "Tensor tensor, SymInt dim, SymInt world_size, str group_name"
     library.define(f"all_gather({rest}) -> Tensor")
@@ -61,7 +62,8 @@ def define_operators(library: torch.library.Library) -> None:
 
 
 class RowParallel(nn.Module):
-    """What vLLM makes of ``o`` and ``down``: a part of the inputs each, and a sum over ranks."""
+    """vLLM's row-parallel layer, for ``o`` and ``down``: each rank has some of the inputs, and the
+    results are summed over the ranks."""
 
     def __init__(self, weight: Tensor):
         super().__init__()
@@ -72,7 +74,7 @@ class RowParallel(nn.Module):
 
 
 def divide(model: Transformer, rank: int, ranks: int) -> None:
-    """Leaves a rank its heads and its part of the MLPs."""
+    """Keep only this rank's heads and its part of each MLP."""
     for block in model.blocks:
         for linear in (block.attn.q, block.attn.k, block.attn.v, block.mlp.gate, block.mlp.up):
             linear.weight = nn.Parameter(linear.weight.chunk(ranks, 0)[rank].clone())
@@ -81,7 +83,7 @@ def divide(model: Transformer, rank: int, ranks: int) -> None:
 
 
 def trained(steps: int, text: Tensor) -> Transformer:
-    """The same small language model on every rank, each of which trains the whole of it."""
+    """Train a small language model. Every rank trains the whole model and gets the same weights."""
     torch.manual_seed(0)
     model = Transformer(layers=2, width=256)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -101,7 +103,7 @@ def main() -> None:
     torch.set_num_threads(1)
     library = torch.library.Library("vllm", "FRAGMENT")
     define_operators(library)
-    # a pass does not run, and makes no plan, where Inductor's cache has what it made
+    # on a hit in Inductor's cache the pass does not run, and makes no plan
     torch.compiler.config.force_disable_caches = True
     text, held_out = read_texts()
     model = trained(options.steps, text)

@@ -1,4 +1,4 @@
-"""What the examples print of trainings that they compare."""
+"""Print the comparison of the trainings that an example runs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from commpass.report import html, measured, tables, timeline
 
 
 def report(runs: Mapping[str, Run], options: Namespace) -> None:
-    """Prints losses and step times of the runs ``off``, ``bf16`` and ``on``, every collective with
-    its reason, the bytes, and how to see more."""
+    """Print the losses and step times of the runs ``off``, ``bf16`` and ``on``, every collective
+    with its reason, the bytes, and commands that show more."""
     labels = {"off": "off", "bf16": "bf16", "on": str(options.policy)}
     show_losses(runs, labels, options.steps)
     show_plans(runs["on"])
@@ -41,7 +41,7 @@ def report(runs: Mapping[str, Run], options: Namespace) -> None:
 
 
 def program() -> str:
-    """commpass as this shell finds it: by its path, where it is not on PATH."""
+    """Return the command ``commpass``, with its path if it is not on PATH."""
     beside = Path(sys.executable).with_name("commpass")
     if shutil.which("commpass") or not beside.exists():
         return "commpass"
@@ -90,8 +90,8 @@ def show_bytes(off: Run, on: Run) -> None:
 
 
 def draw_overlap(options: Namespace) -> None:
-    """Draws what is computed while exchanges travel, as predicted and as measured in the last step,
-    and says how much of them that hides."""
+    """Draw what is computed during the exchanges, as predicted and as measured in the last step,
+    and print which share of the exchanges is overlapped."""
     folder, picture = options.out / "on", options.out / "timeline.png"
     dumps = dump.read_run(folder)
     without = timeline.left_out(dumps)
@@ -111,7 +111,8 @@ def draw_overlap(options: Namespace) -> None:
 
 
 def write_page(options: Namespace) -> None:
-    """Writes one HTML page of the first and the last run, predicted and as measured in one step."""
+    """Write one HTML page of the runs ``off`` and ``on``, as predicted and as measured in one
+    step."""
     folders = [options.out / name for name in ("off", "on")]
     read = html.runs(
         [(folder, dump.read_run(folder)) for folder in folders],
@@ -122,7 +123,7 @@ def write_page(options: Namespace) -> None:
 
 
 def show_times(runs: Mapping[str, Run], labels: Mapping[str, str], gbit: float) -> None:
-    """The steps that were timed in turns, and on which network."""
+    """Print the times of the alternating steps, and on which network they were measured."""
     table = tables.plain_table("policy", "ms a step", "middle half", "times as fast")
     base = median(runs["off"].took_ms)
     for name, run in runs.items():

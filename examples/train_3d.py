@@ -1,14 +1,15 @@
-"""Trains on two or all dimensions of 3-D parallelism, without and with compressed collectives,
-under one policy for all three.
+"""Train with two or all three dimensions of 3-D parallelism, without and with compressed
+collectives.
 
     python examples/train_3d.py --mesh tp,dp
     python examples/train_3d.py --mesh tp,pp --policy taco-3d
     python examples/train_3d.py --mesh tp,dp,pp --ranks 8
 
-Tensor parallelism (tp) has 2 ranks, and each other dimension 2 as well where there are 4, or 8 for
-all three. With data parallelism (dp) weights are sharded in the compiled graph, so that all is sent
-from there. With pipeline parallelism (pp) each stage of ``--layers`` blocks is compiled, and what
-goes between stages passes through ``compress_pipeline``.
+One policy applies to all dimensions. Tensor parallelism (tp) has 2 ranks. The other dimensions also
+have 2 ranks each, given 4 ranks, or 8 for all three dimensions. With data parallelism (dp), weights
+are sharded in the compiled graph, so that all communication is in that graph. With pipeline
+parallelism (pp), each stage of ``--layers`` blocks is compiled. ``compress_pipeline`` compresses
+what is sent between stages.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ MICROBATCHES = 4
 
 
 class Part(nn.Module):
-    """What one pipeline stage has of the model."""
+    """The part of the model that belongs to one pipeline stage."""
 
     def __init__(self, model: Transformer, stage: int, stages: int):
         super().__init__()
@@ -53,7 +54,8 @@ class Part(nn.Module):
 
 
 def over(policy: str, *names: str) -> commpass.Policy | str:
-    """A preset of three dimensions, told which of them a door sees; another policy as it is."""
+    """Restrict a ``*-3d`` preset to the mesh dimensions ``names``; return any other policy
+    unchanged."""
     if not policy.endswith("-3d"):
         return policy
     told = {name: name if name in names else () for name in ("tp", "dp", "pp")}
@@ -61,7 +63,7 @@ def over(policy: str, *names: str) -> commpass.Policy | str:
 
 
 def sharded(model: Transformer, mesh: DeviceMesh, policy: str, profile: Any) -> meshes.Training:
-    """Data parallelism: weights are gathered and gradients scattered in the compiled graph."""
+    """Set up data parallelism: the compiled graph gathers weights and scatters gradients."""
     shard(model, mesh["dp"])
     backend = commpass.backend(over(policy, "tp", "dp"), profile=profile)
     compiled = torch.compile(model, backend=backend, fullgraph=True)
@@ -75,8 +77,11 @@ def sharded(model: Transformer, mesh: DeviceMesh, policy: str, profile: Any) -> 
 
 
 def pipelined(model: Transformer, mesh: DeviceMesh, policy: str, profile: Any) -> meshes.Training:
-    """Pipeline parallelism: a compiled stage on each rank, and a door to what stages send. With
-    data parallelism too, the weights of a stage are sharded as above."""
+    """Set up pipeline parallelism: each rank compiles one stage, and an integration compresses what
+    stages send.
+
+    If the mesh also has data parallelism, the weights of a stage are sharded as in ``sharded``.
+    """
     number, stages = mesh["pp"].get_local_rank(), mesh["pp"].size()
     part = Part(model, number, stages)
     names = [name for name in mesh.mesh_dim_names or () if name != "pp"]
@@ -97,7 +102,7 @@ def pipelined(model: Transformer, mesh: DeviceMesh, policy: str, profile: Any) -
         return torch.stack(losses).mean() if part.last else None
 
     def sent(plans: meshes.Plans) -> Counter[str]:
-        return meshes.sent(plans, MICROBATCHES)  # they are of one microbatch
+        return meshes.sent(plans, MICROBATCHES)  # each plan is of one microbatch
 
     return meshes.Training(part, step, sent)
 
@@ -123,5 +128,5 @@ if __name__ == "__main__":
     options = parser.parse_args()
     others = options.mesh.removeprefix("tp,").split(",")
     shape = meshes.beside_tp(others, parser, options)
-    options.layers *= shape.get("pp", 1)  # so many in each stage
+    options.layers *= shape.get("pp", 1)  # per stage
     meshes.main(__file__, setup, parser, options, shape)

@@ -1,11 +1,11 @@
-"""Trains on a mesh of FSDP2 and tensor parallelism, without and with compressed collectives.
+"""Train on a mesh of FSDP2 and tensor parallelism, without and with compressed collectives.
 
     python examples/train_fsdp_tp.py
     torchrun --nproc-per-node 4 examples/train_fsdp_tp.py --policy aggressive --link-gbit 0.1
 
-The sums of tensor parallelism are in the graphs of the compiled blocks, where the backend finds
-them. FSDP2 sends parameters and gradients eagerly: ``compress_fsdp`` is the door to these. Both
-have one policy. All that is particular to commpass is in ``parallelize``.
+The all_reduces of tensor parallelism are in the graphs of the compiled blocks, where the backend
+finds them. FSDP2 sends parameters and gradients eagerly, which ``compress_fsdp`` compresses. Both
+use one policy. Only ``parallelize`` is specific to commpass.
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ def parallelize(
     inner: str = "inductor",
     wrap: Callable[[nn.Module], nn.Module] = lambda block: block,
 ) -> Any:
-    """Divides, compiles and shards the blocks; what is compiled may be wrapped before it is
-    sharded. Returns the door to what FSDP2 sends."""
+    """Shard the blocks for tensor parallelism, compile them, and apply FSDP2.
+
+    ``wrap`` is applied to a compiled block before FSDP2. Return the integration that compresses
+    FSDP2's communication.
+    """
     divide(model, mesh["tp"])
     backend = commpass.backend(policy, profile=profile, inner=inner)
     for name, block in list(model.blocks.named_children()):

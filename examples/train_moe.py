@@ -1,17 +1,17 @@
-"""Trains one small language model twice, without and with compressed collectives, and compares the
-two: expert parallelism.
+"""Train a language model with expert parallelism, without and with compressed collectives.
 
     torchrun --nproc-per-node 2 examples/train_moe.py
     python examples/train_moe.py --ranks 2 --policy aggressive --link-gbit 0.1
 
-The MLPs are mixtures of experts, of which each rank has some. Every rank has text of its own, and a
-copy of all that is not an expert. A router sends each token to one expert: an all_to_all takes the
-tokens to the ranks of their experts (dispatch) and another one brings the results back (combine);
-in backward the gradients go the same ways. How many tokens go where is known only when they are
-routed: the ranks tell each other the numbers first, and one compiled graph serves all of them.
+The MLPs are mixtures of experts, and each rank has some of the experts. Every rank has its own
+text, and a copy of everything that is not an expert. A router assigns each token to one expert. One
+all_to_all sends the tokens to the ranks of their experts (dispatch), and another one sends the
+results back (combine). In backward, the gradients take the same two steps. The number of tokens for
+each rank is known only after routing. The ranks therefore exchange these numbers first, and one
+compiled graph handles all of them.
 
-You see the losses of both runs side by side, every collective with what was decided about it and
-why, the bytes of a step before and after, and commands that show more.
+The output shows the losses of the runs side by side, every collective with the decision and its
+reason, the bytes of a step before and after, and commands that show more.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from torch.distributed._functional_collectives import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import silu
 
-LOCAL = 2  # experts of one rank
-TOKENS = BATCH * CONTEXT  # of one rank, in one step
+LOCAL = 2  # experts per rank
+TOKENS = BATCH * CONTEXT  # per rank and step
 
 
 class Experts(nn.Module):
-    """A mixture of MLPs: all of them until it is divided, then those of this rank."""
+    """A mixture of MLPs: all experts, or only those of this rank after ``divide``."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -53,11 +53,9 @@ class Experts(nn.Module):
         tokens = x.flatten(0, 1)
         chances = self.router(tokens).softmax(-1)
         chance, expert = chances.max(-1)
-        order = expert.argsort(
-            stable=True
-        )  # an expert's tokens, and so a rank's, one after the other
+        order = expert.argsort(stable=True)  # tokens in order of experts, and so of ranks
         counts = (expert.unsqueeze(1) == torch.arange(LOCAL * RANKS)).sum(0)
-        # the smallest where all experts get as much; the mean chance of each is what can be trained
+        # minimal if the experts are equally loaded; gradients flow through the mean probabilities
         self.imbalance = (counts / TOKENS * chances.mean(0)).sum() * len(counts)
 
         arriving = wait_tensor(all_to_all_single(counts, None, None, dist.group.WORLD)).view(
@@ -76,7 +74,7 @@ class Experts(nn.Module):
         torch._check(sum(each) == total)
 
         inbox = exchange(tokens[order], sent, received)
-        # they come by rank and then by expert, and are wanted by expert
+        # tokens arrive ordered by rank, then expert; the split below needs them by expert
         owner = (
             torch.arange(LOCAL)
             .repeat(RANKS)
@@ -92,7 +90,7 @@ class Experts(nn.Module):
 
 
 def numbers(sums: Tensor, most: int) -> list[int]:
-    """The values of a tensor, as numbers of which the compiler knows no more than their bounds."""
+    """Return the values of a tensor as integers of which the compiler knows only the bounds."""
     values = sums.tolist()
     for value in values:
         torch._check(value >= 0)
@@ -101,15 +99,17 @@ def numbers(sums: Tensor, most: int) -> list[int]:
 
 
 def exchange(rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-    """The first ``sent[0]`` rows to rank 0, the next ones to rank 1, and so on; and those that come
-    from there."""
+    """Send the first ``sent[0]`` rows to rank 0, the next ones to rank 1, and so on; return the
+    rows received."""
     return wait_tensor(all_to_all_single_autograd(rows, received, sent, dist.group.WORLD))
 
 
 class Mixture(Transformer):
     def forward(self, text: Tensor) -> Tensor:
-        """As Transformer's; the gradient, but not the value, has a share that draws the experts'
-        loads together."""
+        """Return the loss of Transformer, with a term that balances the experts' loads.
+
+        The term changes the gradient only, not the value of the loss.
+        """
         loss = super().forward(text)
         imbalance = sum(block.mlp.imbalance for block in self.blocks)
         return loss + 0.01 * (imbalance - imbalance.detach())
@@ -120,14 +120,17 @@ def build(options: Namespace) -> Mixture:
 
 
 def divide(model: Mixture, mesh: DeviceMesh) -> None:
-    """Leaves of each mixture the experts of this rank; all else is on every rank."""
+    """Keep only this rank's experts in each mixture; everything else stays on every rank."""
     for block in model.blocks:
         block.mlp.divide()
 
 
 def average_gradients(model: nn.Module) -> None:
-    """The gradients of the mean loss of all ranks. Experts have had tokens of all ranks; for what
-    is copied, ranks must sum."""
+    """Average the gradients over the ranks.
+
+    An expert has seen the tokens of all ranks, so its gradient is already a sum. The gradients of
+    replicated weights are summed here.
+    """
     copied = [
         weight.grad
         for name, weight in model.named_parameters()
@@ -142,7 +145,7 @@ def average_gradients(model: nn.Module) -> None:
 
 
 if __name__ == "__main__":
-    torch._dynamo.config.capture_scalar_outputs = True  # numbers of tokens stay in the graph
+    torch._dynamo.config.capture_scalar_outputs = True  # token counts stay in the graph
     main(
         __file__, Example(build, divide, average_gradients, data_parallel=True, steps=60, layers=2)
     )

@@ -1,12 +1,12 @@
-"""Data-parallel training that sends one gradient entry in a hundred (SSFusion), beside
-DistributedDataParallel, which sends all of them.
+"""Train with data parallelism that sends one gradient entry in a hundred (SSFusion), and compare it
+with DistributedDataParallel, which sends all of them.
 
     python examples/train_ssfusion.py
     torchrun --nproc-per-node 4 examples/train_ssfusion.py --density 0.02 --link-gbit 0.1
 
-What is not sent is added to what is sent later, so that nothing is lost. The optimizer is SGD with
-momentum 0.9. Where gradients are sparse, ``ssfusion`` takes care of the momentum, and SGD has none.
-With another ``--policy`` gradients go through ``compress_ddp``.
+Entries that are not sent are added to later gradients, so that nothing is lost. The optimizer is
+SGD with momentum 0.9. With sparse gradients, ``ssfusion`` applies the momentum, and SGD has none.
+With another ``--policy``, gradients go through ``compress_ddp``.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def setup(policy: str, mesh: DeviceMesh, options: Namespace) -> meshes.Training:
         if policy == "off":
             return Counter(dp=sum(weight.nbytes for weight in model.parameters()))
         if policy == "ssfusion":
-            return meshes.sent(plans[-1:])  # earlier ones are of the steps that measure
+            return meshes.sent(plans[-1:])  # earlier plans are of the measuring steps
         return Counter(dp=door.bytes.sent)
 
     momentum = 0.0 if policy == "ssfusion" else MOMENTUM

@@ -1,12 +1,12 @@
-"""Trains on a mesh as torchtitan does: tensor parallelism, activation checkpointing and
-torch.compile for each block, FSDP2 around it; without and with compressed collectives.
+"""Train on a mesh as torchtitan does, without and with compressed collectives.
 
     torchrun --nproc-per-node 4 examples/train_titan.py
     torchrun --nproc-per-node 4 examples/train_titan.py --policy aggressive --link-gbit 0.1
 
-The sums of tensor parallelism are in the graphs of the compiled blocks, where the backend finds
-them. FSDP2 sends parameters and gradients eagerly: ``compress_fsdp`` is the door to these. All that
-is particular to commpass is in ``parallelize`` of train_fsdp_tp.py, which has no checkpointing.
+Each block has tensor parallelism, activation checkpointing and torch.compile; FSDP2 wraps it. The
+all_reduces of tensor parallelism are in the graphs of the compiled blocks, where the backend finds
+them. FSDP2 sends parameters and gradients eagerly, which ``compress_fsdp`` compresses. Only
+``parallelize`` of train_fsdp_tp.py, which has no checkpointing, is specific to commpass.
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ from commpass.report.tables import totals
 
 
 def checkpointed(block: nn.Module) -> nn.Module:
-    """torchtitan compiles what it has checkpointed; torch 2.13 fails there with DTensors, with
-    every backend."""
+    """Apply activation checkpointing to a compiled block.
+
+    torchtitan compiles the checkpointed block; with DTensors, torch 2.13 fails there with every
+    backend.
+    """
     return checkpoint_wrapper(block, preserve_rng_state=False)
 
 
@@ -43,8 +46,11 @@ def train(
     width: int = 4 * HEAD,
     inner: str = "inductor",
 ) -> tuple[list[float], float, list[commpass.Plan], Any]:
-    """Losses of the steps and on held-out text (means over ranks), the plans of the graphs, and the
-    door. Ranks that share their layers have the same batches."""
+    """Return the losses of the steps and on held-out text (means over ranks), the plans of the
+    graphs, and the FSDP2 integration.
+
+    Ranks that share their layers have the same batches.
+    """
     torch._dynamo.reset()
     torch.manual_seed(0)
     text, held_out = read_texts()

@@ -1,11 +1,11 @@
-"""Trains a Hugging Face model with Trainer on 2 ranks, its gradients sent by DDP, without and with
-compression.
+"""Train a Hugging Face model with Trainer and DDP on 2 ranks, without and with compressed
+gradients.
 
     torchrun --nproc-per-node 2 examples/train_trainer.py
     torchrun --nproc-per-node 2 examples/train_trainer.py --policy aggressive --link-gbit 0.1
 
-Needs ``transformers`` and ``accelerate``. All that is particular to commpass is ``Compressed``, a
-callback that opens the eager door for DDP's gradients once Trainer has wrapped the model.
+Needs ``transformers`` and ``accelerate``. Only ``Compressed`` is specific to commpass: a callback
+that calls ``compress_ddp`` once Trainer has wrapped the model in DDP.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torch import Tensor
 import commpass
 from commpass.parallel import compress_ddp
 
-BATCH = 8  # sequences a step of one rank
+BATCH = 8  # sequences per step and rank
 
 
 class Compressed(transformers.TrainerCallback):
-    """Sends the gradients as a policy allows, from the beginning of training on."""
+    """Compress the gradients under a policy, from the beginning of the training."""
 
     def __init__(self, trainer: transformers.Trainer, policy: str, profile: Any):
         self.trainer, self.policy, self.profile = trainer, policy, profile
@@ -38,7 +38,7 @@ class Compressed(transformers.TrainerCallback):
 
 
 class Windows(torch.utils.data.Dataset):
-    """Pieces of a text, ``CONTEXT`` bytes each."""
+    """Consecutive windows of a text, ``CONTEXT`` bytes each."""
 
     def __init__(self, text: Tensor, count: int):
         self.rows = text[: count * CONTEXT].view(count, CONTEXT).long()
@@ -51,7 +51,7 @@ class Windows(torch.utils.data.Dataset):
 
 
 def llama(layers: int, width: int) -> transformers.LlamaForCausalLM:
-    """A Llama over bytes, the same random weights on each rank."""
+    """Return a Llama over bytes, with the same random weights on each rank."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=256,
@@ -69,7 +69,8 @@ def llama(layers: int, width: int) -> transformers.LlamaForCausalLM:
 def train(
     policy: str, profile: Any, steps: int, layers: int = 2, width: int = 128
 ) -> tuple[list[float], float, Any]:
-    """Losses of the steps, that on held-out text (the mean over ranks), and the door."""
+    """Return the losses of the steps, the loss on held-out text (mean over ranks), and the DDP
+    integration."""
     text, held_out = read_texts()
     with TemporaryDirectory() as folder:
         arguments = transformers.TrainingArguments(
