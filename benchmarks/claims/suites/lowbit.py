@@ -128,7 +128,7 @@ def _orders() -> list[Claim]:
         )
 
     def less(part: str, one: tuple[str, float, int], other: tuple[str, float, int]) -> Any:
-        """Return a test: whether one loss is smaller than the other by more than the spread of both."""
+        """Return a test: whether one loss is below the other by more than the spread of both."""
 
         def measure(found: Found) -> bool:
             a, b = (mean_percent(found[part], *each) for each in (one, other))
