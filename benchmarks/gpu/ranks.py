@@ -160,7 +160,7 @@ def _measure(rank: int, device: Any, seed: int) -> dict[str, Any]:
 
 
 def _told(what: str, found: Tensor, plain: Tensor, parts: float, bound: float) -> dict[str, Any]:
-    """Return the allowed error of an all_reduce by two shots.
+    """Return the error of an all_reduce by two shots, and its bound.
 
     It encodes each rank's part once, and their sum once. ``parts`` is the sum of the norms of the
     parts. Both forms round sums to bf16.

@@ -55,7 +55,7 @@ def profile(gbit: float) -> commpass.Profile:
 def crossing(stage: Any, ranks: int) -> float:
     """Return the bytes of one stage that a rank sends to other nodes.
 
-    A stage among some ranks that are not of one node is among counterparts on different nodes.
+    A stage between nodes among only some of the ranks is between counterparts on different nodes.
     """
     if stage.role != "exchange" or stage.inside:
         return 0

@@ -140,7 +140,8 @@ def remarks(rows: list[Row]) -> list[str]:
 
 
 def _same(case: list[Row], chosen: Row) -> float:
-    """Return the time of the chosen candidate in its named row: the same graph measured again."""
+    """Return the time of the chosen candidate, from its named row if there is one: the graph is the
+    same."""
     what = (chosen.get("codec"), chosen.get("algorithm"), chosen.get("chunks"))
     for row in case:
         if row["name"] == PLAIN and chosen.get("unchanged"):

@@ -159,7 +159,7 @@ def spread(row: Row) -> str:
 
 
 def by(row: Row) -> str:
-    """Return who carries it out."""
+    """Return the algorithm with its chunks, or torch."""
     return f"{row['algorithm']} x{row['chunks']}" if row.get("algorithm") else "torch"
 
 
