@@ -284,17 +284,17 @@ def shared_options(
         description="Train without and with compressed collectives.",
         formatter_class=ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--policy", default=policy, help="a preset by name, or a .toml file")
+    parser.add_argument("--policy", default=policy, help="name of a preset, or a .toml file")
     parser.add_argument(
         "--ranks",
         type=int,
         default=RANKS if STARTED else ranks,
-        help="processes to start, where torchrun has not done so",
+        help="processes to start, unless torchrun has started them",
     )
     parser.add_argument("--steps", type=int, default=steps, help="training steps of each run")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and batches")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches")
     parser.add_argument(
-        "--link-gbit", type=float, default=link_gbit, help="the network to decide for, in Gbit/s"
+        "--link-gbit", type=float, default=link_gbit, help="rate of the assumed link, in Gbit/s"
     )
     parser.add_argument("--layers", type=int, default=layers, help="blocks of the model")
     parser.add_argument("--width", type=int, default=width, help="features of the model")
@@ -308,8 +308,8 @@ def check_options(parser: Parser, options: Namespace, sharing: int) -> None:
             parser.error(f"--{name} {getattr(options, name)}: must be at least 1")
     if STARTED and options.ranks != RANKS:
         parser.error(
-            f"--ranks {options.ranks}: torchrun started {RANKS}; leave it out, or start with python"
-            " instead"
+            f"--ranks {options.ranks}: torchrun started {RANKS} ranks; omit --ranks, or start with"
+            " python instead"
         )
     if options.width % (unit := HEAD * sharing):
         which = f"heads of {HEAD}" if sharing == 1 else f"{sharing} ranks, heads of {HEAD}"
@@ -328,7 +328,7 @@ def read_options(example: Example) -> Namespace:
         "--out",
         type=Path,
         default="demo-out",
-        help="folder for plans and graphs; earlier ones are replaced",
+        help="folder for plans and graphs; existing ones are replaced",
     )
     options = parser.parse_args()
     check_options(parser, options, 1 if example.data_parallel else options.ranks)
@@ -377,14 +377,14 @@ def begin(options: Namespace, model: nn.Module) -> None:
         style="bold",
     )
     if OWN_HOSTS in os.environ:
-        where = f"Each rank has a host of its own, and a real link of {options.link_gbit:g} Gbit/s."
+        where = f"Each rank has its own host, with a real link of {options.link_gbit:g} Gbit/s."
     elif int(os.environ.get("LOCAL_WORLD_SIZE", RANKS)) < RANKS:
-        where = f"The ranks are on several hosts; decisions are for {options.link_gbit:g} Gbit/s."
+        where = f"The ranks are on several hosts. Decisions assume {options.link_gbit:g} Gbit/s."
     else:
         where = (
-            f"Decisions are made for a link of {options.link_gbit:g} Gbit/s, but the ranks talk"
-            " over loopback, which is faster than any network: the step times below cannot show"
-            " what is gained. As root (sudo make demo) each rank gets a host and a link of its own."
+            f"Decisions are made for a link of {options.link_gbit:g} Gbit/s, but the ranks"
+            " communicate over loopback, which is faster than any network: the step times below"
+            " cannot show the gain. As root (sudo make demo), each rank gets its own host and link."
         )
     console.print(where)
 

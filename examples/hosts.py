@@ -28,7 +28,7 @@ def main() -> int:
         netlab.stand_apart()
         lab = netlab.build(netlab.Network(int(hosts), float(gbit)))
     except netlab.LabError as error:
-        print(f"no hosts of their own for the ranks: {error}", file=sys.stderr)
+        print(f"cannot create a host for each rank: {error}", file=sys.stderr)
         return NO_HOSTS
     ranks = [
         subprocess.Popen(

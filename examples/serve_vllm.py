@@ -96,7 +96,7 @@ def trained(steps: int, text: Tensor) -> Transformer:
 
 def main() -> None:
     parser = ArgumentParser(description="Serve with vLLM's operators, compressed.")
-    parser.add_argument("--policy", default="balanced", help="a preset by name, or a .toml file")
+    parser.add_argument("--policy", default="balanced", help="name of a preset, or a .toml file")
     parser.add_argument("--steps", type=int, default=30, help="training steps before serving")
     options = parser.parse_args()
     dist.init_process_group("gloo")

@@ -61,7 +61,7 @@ def show_losses(runs: Mapping[str, Run], labels: Mapping[str, str], many: int) -
 
 def show_plans(run: Run) -> None:
     console.print(
-        "\nThe collectives of one rank in one step, and what was decided about each, and why:",
+        "\nThe collectives of one rank in one step, with the decision on each and its reason:",
         style="bold",
     )
     for plan in run.plans:
@@ -96,7 +96,7 @@ def draw_overlap(options: Namespace) -> None:
     dumps = dump.read_run(folder)
     without = timeline.left_out(dumps)
     for line in without:
-        console.print(f"In the picture of what hides behind what {line}")
+        console.print(f"In {picture.name}, {line}")
     if len(without) == len(dumps):
         return
     shown = timeline.timelines(dumps, measured.measured(folder / TRACE, dumps))
@@ -104,8 +104,8 @@ def draw_overlap(options: Namespace) -> None:
     predicted = timeline.hidden([one.predicted for one in shown])
     found = timeline.hidden([one.measured for one in shown if one.measured is not None])
     console.print(
-        f"Hidden behind compute: predicted {predicted}; measured in one step {found}. {picture}"
-        " shows what runs while exchanges travel.",
+        f"Exchange time that overlaps with compute: predicted {predicted}, measured in one step"
+        f" {found}. {picture} shows what runs during the exchanges.",
         style="bold",
     )
 
@@ -134,7 +134,7 @@ def show_times(runs: Mapping[str, Run], labels: Mapping[str, str], gbit: float) 
         )
     rounds = len(runs["off"].took_ms)
     where = (
-        f"each rank on a host of its own, behind a real link of {gbit:g} Gbit/s"
+        f"each rank on its own host, with a real link of {gbit:g} Gbit/s"
         if OWN_HOSTS in os.environ
         else "over loopback, where no gain can be seen (sudo make demo shows it)"
     )

@@ -123,7 +123,7 @@ if __name__ == "__main__":
         steps=40, layers=1, width=128, ranks=4, link_gbit=0.1, policy="balanced-3d"
     )
     choices = ["tp,dp", "tp,pp", "tp,dp,pp"]
-    about = "kinds of parallelism, of 2 ranks each; for all three give --ranks 8"
+    about = "mesh dimensions, of 2 ranks each; all three together need --ranks 8"
     parser.add_argument("--mesh", choices=choices, default="tp,pp", help=about)
     options = parser.parse_args()
     others = options.mesh.removeprefix("tp,").split(",")

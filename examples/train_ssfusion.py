@@ -63,10 +63,12 @@ if __name__ == "__main__":
     parser = shared_options(
         steps=100, layers=2, width=128, ranks=2, link_gbit=0.1, policy="ssfusion"
     )
-    parser.add_argument("--density", type=float, default=0.01, help="share of gradients sent")
-    parser.add_argument("--selector", default="topk", help="the sparse codec that selects them")
     parser.add_argument(
-        "--force", action="store_true", help="sparse even where dense is predicted to be as fast"
+        "--density", type=float, default=0.01, help="share of gradient entries to send"
+    )
+    parser.add_argument("--selector", default="topk", help="sparse codec that selects the entries")
+    parser.add_argument(
+        "--force", action="store_true", help="send sparse gradients even if dense ones are as fast"
     )
     options = parser.parse_args()
     meshes.main(__file__, setup, parser, options, {"dp": options.ranks})

@@ -105,9 +105,11 @@ def train(
 
 def main() -> None:
     parser = ArgumentParser(description="Train with Trainer, gradients compressed.")
-    parser.add_argument("--policy", default="balanced", help="a preset by name, or a .toml file")
+    parser.add_argument("--policy", default="balanced", help="name of a preset, or a .toml file")
     parser.add_argument("--steps", type=int, default=40, help="training steps of each run")
-    parser.add_argument("--link-gbit", type=float, default=1.0, help="the network to decide for")
+    parser.add_argument(
+        "--link-gbit", type=float, default=1.0, help="rate of the assumed link, in Gbit/s"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     profile = commpass.ethernet(options.link_gbit)
