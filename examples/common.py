@@ -99,7 +99,7 @@ class Transformer(nn.Module):
         return cross_entropy(self.head(self.norm(x)).flatten(0, 1), text[:, 1:].flatten())
 
 
-def read_texts(most: int = 4_000_000) -> tuple[Tensor, ...]:
+def read_texts(max_bytes: int = 4_000_000) -> tuple[Tensor, ...]:
     """Return training bytes and held-out bytes: the sources of Python's standard library, in the
     same order on every machine."""
     root = Path(get_paths()["stdlib"])
@@ -107,7 +107,7 @@ def read_texts(most: int = 4_000_000) -> tuple[Tensor, ...]:
     files = sorted(
         path for path in root.rglob("*.py") if skipped.isdisjoint(path.relative_to(root).parts)
     )
-    text = bytearray(b"".join(map(Path.read_bytes, files))[:most])
+    text = bytearray(b"".join(map(Path.read_bytes, files))[:max_bytes])
     return torch.frombuffer(text, dtype=torch.uint8).tensor_split([len(text) // 10 * 9])
 
 
@@ -145,7 +145,7 @@ class Run:
 
     ``losses`` has the loss of every step and ``held_out`` the loss on held-out text, both as means
     over the ranks. ``sent`` is the mean number of bytes that a rank sends in a step; it is measured
-    only if the plans cannot tell. ``step`` runs one more step, and ``took_ms`` has the milliseconds
+    only if the plans cannot tell. ``step`` runs one more step, and ``step_ms`` has the milliseconds
     of the timed steps.
     """
 
@@ -154,7 +154,7 @@ class Run:
     plans: list[commpass.Plan]
     sent: float | None
     step: Callable[[], Any]
-    took_ms: list[float] = field(default_factory=list)
+    step_ms: list[float] = field(default_factory=list)
 
 
 def train(
@@ -179,7 +179,7 @@ def train(
     backend = commpass.backend(policy, profile=commpass.ethernet(options.link_gbit), dump=folder)
     loss_of = torch.compile(model, backend=backend, fullgraph=True)
     losses = list[float]()
-    own = RANK if example.data_parallel else 0
+    batch_rank = RANK if example.data_parallel else 0
 
     def step(batch: Tensor) -> float:
         loss = loss_of(batch)
@@ -190,7 +190,7 @@ def train(
         return loss.item()
 
     for batch in track(
-        batches(texts[0], options.steps, options.seed, own),
+        batches(texts[0], options.steps, options.seed, batch_rank),
         f"{name:4}",
         options.steps,
         console=console,
@@ -198,7 +198,9 @@ def train(
     ):
         losses.append(step(batch))
     # not under no_grad, which would compile another graph: the training graph is what is evaluated
-    held_out = fmean(loss_of(batch).item() for batch in batches(texts[1], 16, options.seed, own))
+    held_out = fmean(
+        loss_of(batch).item() for batch in batches(texts[1], 16, options.seed, batch_rank)
+    )
     trace_step(lambda: loss_of(batch).backward(), folder / TRACE)
     plans = commpass.plans()[earlier:]
     unknown = any(site.bytes < 0 for plan in plans for site in plan)
@@ -206,7 +208,7 @@ def train(
     return Run([mean(loss) for loss in losses], mean(held_out), plans, sent, lambda: step(batch))
 
 
-def take_turns(runs: dict[str, Run], rounds: int) -> None:
+def time_alternating(runs: dict[str, Run], rounds: int) -> None:
     """Time further steps of all runs, alternating between them so that other load on the machine
     affects all runs alike.
 
@@ -217,9 +219,9 @@ def take_turns(runs: dict[str, Run], rounds: int) -> None:
             dist.barrier()
             start = time.perf_counter()
             run.step()
-            took = torch.tensor(1e3 * (time.perf_counter() - start))
-            dist.all_reduce(took, dist.ReduceOp.MAX)
-            run.took_ms.append(took.item())
+            elapsed_ms = torch.tensor(1e3 * (time.perf_counter() - start))
+            dist.all_reduce(elapsed_ms, dist.ReduceOp.MAX)
+            run.step_ms.append(elapsed_ms.item())
 
 
 def mean(value: float) -> float:
@@ -405,7 +407,7 @@ def main(file: str, example: Example) -> None:
         name: train(name, policy, example, options, mesh, texts)
         for name, policy in (policies | {"on": options.policy}).items()
     }
-    take_turns(runs, ROUNDS)
+    time_alternating(runs, ROUNDS)
     if RANK == 0:  # only rank 0 has written dumps and traces
         report(runs, options)
     dist.barrier()

@@ -87,19 +87,19 @@ class Run:
 
     def step(self, batch: Tensor) -> None:
         dist.barrier()
-        earlier, before, start = len(commpass.plans()), left_host(), time.perf_counter()
+        earlier, before, start = len(commpass.plans()), bytes_left_host(), time.perf_counter()
         loss = self.training.step(batch)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.ms.append(1e3 * (time.perf_counter() - start))
         self.losses.append(nan if loss is None else loss.item())
         dist.barrier()  # everything that was sent has arrived
-        self.left.append(left_host() - before)
+        self.left.append(bytes_left_host() - before)
         self.plans += commpass.plans()[earlier:]
 
 
 @dataclass(frozen=True)
-class Found:
+class Result:
     """Means over the ranks.
 
     ``losses`` has the loss of every step. The others are of a late step, because the first ones
@@ -112,7 +112,7 @@ class Found:
     left: float
 
 
-def sent(plans: Iterable[commpass.Plan], times: int = 1) -> Counter[str]:
+def bytes_by_dimension(plans: Iterable[commpass.Plan], times: int = 1) -> Counter[str]:
     """Return the bytes that a rank passes to the collectives of the plans' graphs in a step, by
     mesh dimension.
 
@@ -128,7 +128,7 @@ def sent(plans: Iterable[commpass.Plan], times: int = 1) -> Counter[str]:
     return found
 
 
-def left_host() -> float:
+def bytes_left_host() -> float:
     """Return the bytes that have left this rank's host so far, with headers; NaN if ranks share
     it."""
     if OWN_HOSTS not in os.environ:
@@ -146,7 +146,7 @@ def mean_known(values: list[float]) -> list[float]:
 
 def train(
     setup: Setup, policies: Iterable[str], mesh: DeviceMesh, options: Namespace
-) -> list[Found]:
+) -> list[Result]:
     """Train a model under each policy, from the same seed and on the same batches.
 
     Each data-parallel rank has its own batches; all other ranks share theirs.
@@ -156,22 +156,22 @@ def train(
         torch.manual_seed(options.seed)
         training = setup(policy, mesh, options)
         runs.append(Run(training, training.optimizer(training.model)))
-    own = mesh["dp"].get_local_rank() if "dp" in mesh.mesh_dim_names else 0
-    every = batches(read_texts()[0], options.steps, options.seed, own)
-    for batch in track(every, "steps", options.steps, console=console, disable=RANK > 0):
+    batch_rank = mesh["dp"].get_local_rank() if "dp" in mesh.mesh_dim_names else 0
+    all_batches = batches(read_texts()[0], options.steps, options.seed, batch_rank)
+    for batch in track(all_batches, "steps", options.steps, console=console, disable=RANK > 0):
         for run in runs:
             run.step(batch)
     late = options.steps // 2
     found = []
     for run in runs:
-        handed = run.training.sent(run.plans)
-        by_name = {name: mean(handed[name]) for name in mesh.mesh_dim_names}
+        sent = run.training.sent(run.plans)
+        by_name = {name: mean(sent[name]) for name in mesh.mesh_dim_names}
         step_ms, left = mean(median(run.ms[late:])), mean(fmean(run.left[late:]))
-        found.append(Found(mean_known(run.losses), step_ms, by_name, left))
+        found.append(Result(mean_known(run.losses), step_ms, by_name, left))
     return found
 
 
-def report(off: Found, on: Found, options: Namespace) -> None:
+def report(off: Result, on: Result, options: Namespace) -> None:
     """Print the losses side by side, then the bytes and the time of a step."""
     from commpass.report import tables
 
@@ -193,7 +193,7 @@ def report(off: Found, on: Found, options: Namespace) -> None:
     console.print(table)
 
 
-def beside_tp(names: Sequence[str], parser: Parser, options: Namespace) -> dict[str, int]:
+def mesh_shape(names: Sequence[str], parser: Parser, options: Namespace) -> dict[str, int]:
     """Return the shape of a mesh of the dimensions ``names`` and tensor parallelism.
 
     Every dimension has 2 ranks, except the first one, which has the remaining ranks.

@@ -49,13 +49,13 @@ def define_operators(library: torch.library.Library) -> None:
     def reduce_scatter(tensor: Tensor, dim: int, world_size: int, group_name: str) -> Tensor:
         return all_reduce(tensor, group_name).chunk(world_size, dim)[dist.get_rank()].clone()
 
-    def changed(tensor: Tensor, dim: int, size: Any) -> Tensor:
+    def resized(tensor: Tensor, dim: int, size: Any) -> Tensor:
         return tensor.new_empty([size if i == dim else n for i, n in enumerate(tensor.shape)])
 
     for name, real, fake in (
         ("all_reduce", all_reduce, lambda tensor, _: torch.empty_like(tensor)),
-        ("all_gather", all_gather, lambda x, dim, n, _: changed(x, dim, x.shape[dim] * n)),
-        ("reduce_scatter", reduce_scatter, lambda x, dim, n, _: changed(x, dim, x.shape[dim] // n)),
+        ("all_gather", all_gather, lambda x, dim, n, _: resized(x, dim, x.shape[dim] * n)),
+        ("reduce_scatter", reduce_scatter, lambda x, dim, n, _: resized(x, dim, x.shape[dim] // n)),
     ):
         library.impl(name, real, "CPU")
         torch.library.register_fake(f"vllm::{name}", fake, lib=library)
@@ -82,7 +82,7 @@ def divide(model: Transformer, rank: int, ranks: int) -> None:
         block.mlp.down = RowParallel(block.mlp.down.weight.chunk(ranks, 1)[rank].clone())
 
 
-def trained(steps: int, text: Tensor) -> Transformer:
+def train_model(steps: int, text: Tensor) -> Transformer:
     """Train a small language model. Every rank trains the whole model and gets the same weights."""
     torch.manual_seed(0)
     model = Transformer(layers=2, width=256)
@@ -106,13 +106,15 @@ def main() -> None:
     # on a hit in Inductor's cache the pass does not run, and makes no plan
     torch.compiler.config.force_disable_caches = True
     text, held_out = read_texts()
-    model = trained(options.steps, text)
+    model = train_model(options.steps, text)
     divide(model, dist.get_rank(), dist.get_world_size())
     losses = {}
     for policy in ("off", options.policy):
         torch._dynamo.reset()
-        own = CollectivePass(policy, profile="ethernet-1g", groups=lambda _: dist.group.WORLD)
-        compiled = torch.compile(model, options={SLOT: own})
+        collective_pass = CollectivePass(
+            policy, profile="ethernet-1g", groups=lambda _: dist.group.WORLD
+        )
+        compiled = torch.compile(model, options={SLOT: collective_pass})
         with torch.inference_mode():
             losses[policy] = fmean(compiled(batch).item() for batch in batches(held_out, 8, seed=1))
     if dist.get_rank() == 0:

@@ -36,8 +36,8 @@ def report(runs: Mapping[str, Run], options: Namespace) -> None:
         "diff {0}/off {0}/on",
         "timeline {0}/on --measured {0}/on/" + TRACE + " -o timeline.html",
     ):
-        said = f"  {quote(program())} {command.format(quote(str(options.out)))}"
-        console.print(said, style="bold", soft_wrap=True)
+        line = f"  {quote(program())} {command.format(quote(str(options.out)))}"
+        console.print(line, style="bold", soft_wrap=True)
 
 
 def program() -> str:
@@ -49,10 +49,10 @@ def program() -> str:
     return str(beside.relative_to(here) if beside.is_relative_to(here) else beside)
 
 
-def show_losses(runs: Mapping[str, Run], labels: Mapping[str, str], many: int) -> None:
+def show_losses(runs: Mapping[str, Run], labels: Mapping[str, str], steps_run: int) -> None:
     names = [f"loss, {labels[name]}" for name in runs]
     table = tables.plain_table("step", *names, "difference")
-    steps = sorted({1, many, *range(0, many, max(1, many // 10))} - {0})
+    steps = sorted({1, steps_run, *range(0, steps_run, max(1, steps_run // 10))} - {0})
     rows = [(str(step), [run.losses[step - 1] for run in runs.values()]) for step in steps]
     for step, losses in [*rows, ("held out", [run.held_out for run in runs.values()])]:
         table.add_row(step, *(f"{loss:.4f}" for loss in losses), f"{losses[-1] - losses[0]:+.4f}")
@@ -94,10 +94,10 @@ def draw_overlap(options: Namespace) -> None:
     and print which share of the exchanges is overlapped."""
     folder, picture = options.out / "on", options.out / "timeline.png"
     dumps = dump.read_run(folder)
-    without = timeline.left_out(dumps)
-    for line in without:
+    omitted = timeline.left_out(dumps)
+    for line in omitted:
         console.print(f"In {picture.name}, {line}")
-    if len(without) == len(dumps):
+    if len(omitted) == len(dumps):
         return
     shown = timeline.timelines(dumps, measured.measured(folder / TRACE, dumps))
     timeline.write(shown, picture)
@@ -125,14 +125,14 @@ def write_page(options: Namespace) -> None:
 def show_times(runs: Mapping[str, Run], labels: Mapping[str, str], gbit: float) -> None:
     """Print the times of the alternating steps, and on which network they were measured."""
     table = tables.plain_table("policy", "ms a step", "middle half", "times as fast")
-    base = median(runs["off"].took_ms)
+    base = median(runs["off"].step_ms)
     for name, run in runs.items():
-        low, _, high = quantiles(run.took_ms, n=4)
-        middle = median(run.took_ms)
+        low, _, high = quantiles(run.step_ms, n=4)
+        middle = median(run.step_ms)
         table.add_row(
             labels[name], f"{middle:.0f}", f"{low:.0f} to {high:.0f}", f"{base / middle:.2f}"
         )
-    rounds = len(runs["off"].took_ms)
+    rounds = len(runs["off"].step_ms)
     where = (
         f"each rank on its own host, with a real link of {gbit:g} Gbit/s"
         if OWN_HOSTS in os.environ

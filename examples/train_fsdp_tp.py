@@ -52,18 +52,19 @@ def parallelize(
 
 def setup(policy: str, mesh: DeviceMesh, options: Namespace) -> meshes.Training:
     model = build(options)
-    door = parallelize(model, mesh, policy, commpass.ethernet(options.link_gbit))
+    integration = parallelize(model, mesh, policy, commpass.ethernet(options.link_gbit))
 
     def step(batch: Tensor) -> Tensor:
-        door.clear()  # so that it counts the bytes of one step
+        integration.clear()  # so that it counts the bytes of one step
         loss = model(batch)
         loss.backward()
         return loss
 
     def sent(plans: meshes.Plans) -> Counter[str]:
-        eager = sum(each.sent for each in door.bytes.values())
-        graphs = [plan for plan in plans if plan not in door.plans]
-        return meshes.sent(graphs, options.layers) + Counter(dp=eager)  # all blocks share a graph
+        eager = sum(each.sent for each in integration.bytes.values())
+        graphs = [plan for plan in plans if plan not in integration.plans]
+        # all blocks share a graph
+        return meshes.bytes_by_dimension(graphs, options.layers) + Counter(dp=eager)
 
     return meshes.Training(model, step, sent)
 
@@ -71,4 +72,4 @@ def setup(policy: str, mesh: DeviceMesh, options: Namespace) -> meshes.Training:
 if __name__ == "__main__":
     parser = shared_options(steps=40, layers=2, width=128, ranks=4, link_gbit=0.1)
     options = parser.parse_args()
-    meshes.main(__file__, setup, parser, options, meshes.beside_tp(["dp"], parser, options))
+    meshes.main(__file__, setup, parser, options, meshes.mesh_shape(["dp"], parser, options))

@@ -64,11 +64,11 @@ def load(folder: Path) -> transformers.PreTrainedModel:
 
 def build(options: Namespace) -> NextByte:
     """Return the same model on all ranks: rank 0 saves it, and every rank loads it."""
-    with TemporaryDirectory() as own:
-        folder = [own]
+    with TemporaryDirectory() as temporary:
+        folder = [temporary]
         dist.broadcast_object_list(folder)
         if dist.get_rank() == 0:
-            save(Path(own), options.layers, options.width)
+            save(Path(temporary), options.layers, options.width)
         dist.barrier()
         model = load(Path(folder[0]))
         dist.barrier()

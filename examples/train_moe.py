@@ -44,26 +44,26 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.randn(LOCAL * RANKS, 3 * width, width) * (3 * width) ** -0.5)
 
     def divide(self) -> None:
-        mine = slice(LOCAL * RANK, LOCAL * (RANK + 1))
+        own_experts = slice(LOCAL * RANK, LOCAL * (RANK + 1))
         self.up, self.down = (
-            nn.Parameter(weight[mine].detach().clone()) for weight in (self.up, self.down)
+            nn.Parameter(weight[own_experts].detach().clone()) for weight in (self.up, self.down)
         )
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, 1)
-        chances = self.router(tokens).softmax(-1)
-        chance, expert = chances.max(-1)
+        probabilities = self.router(tokens).softmax(-1)
+        probability, expert = probabilities.max(-1)
         order = expert.argsort(stable=True)  # tokens in order of experts, and so of ranks
         counts = (expert.unsqueeze(1) == torch.arange(LOCAL * RANKS)).sum(0)
         # minimal if the experts are equally loaded; gradients flow through the mean probabilities
-        self.imbalance = (counts / TOKENS * chances.mean(0)).sum() * len(counts)
+        self.imbalance = (counts / TOKENS * probabilities.mean(0)).sum() * len(counts)
 
         arriving = wait_tensor(all_to_all_single(counts, None, None, dist.group.WORLD)).view(
             RANKS, LOCAL
         )
-        sent, received, each = (
-            numbers(sums, most)
-            for sums, most in (
+        sent, received, per_expert = (
+            bounded_list(sums, upper)
+            for sums, upper in (
                 (counts.view(RANKS, LOCAL).sum(1), TOKENS),
                 (arriving.sum(1), TOKENS),
                 (arriving.sum(0), RANKS * TOKENS),
@@ -71,7 +71,7 @@ class Experts(nn.Module):
         )
         total = sum(received)
         torch._check(sum(sent) == TOKENS)
-        torch._check(sum(each) == total)
+        torch._check(sum(per_expert) == total)
 
         inbox = exchange(tokens[order], sent, received)
         # tokens arrive ordered by rank, then expert; the split below needs them by expert
@@ -81,20 +81,20 @@ class Experts(nn.Module):
             .repeat_interleave(arriving.flatten(), output_size=total)
         )
         by_expert = owner.argsort(stable=True)
-        parts = zip(inbox[by_expert].split(each), self.up, self.down, strict=True)
+        parts = zip(inbox[by_expert].split(per_expert), self.up, self.down, strict=True)
         outbox = torch.cat([silu(part @ up) @ down for part, up, down in parts])[
             by_expert.argsort()
         ]
         back = exchange(outbox, received, sent)
-        return (back[order.argsort()] * chance.unsqueeze(1)).view_as(x)
+        return (back[order.argsort()] * probability.unsqueeze(1)).view_as(x)
 
 
-def numbers(sums: Tensor, most: int) -> list[int]:
+def bounded_list(sums: Tensor, upper: int) -> list[int]:
     """Return the values of a tensor as integers of which the compiler knows only the bounds."""
     values = sums.tolist()
     for value in values:
         torch._check(value >= 0)
-        torch._check(value <= most)
+        torch._check(value <= upper)
     return values
 
 

@@ -41,7 +41,7 @@ def setup(policy: str, mesh: DeviceMesh, options: Namespace) -> meshes.Training:
     else:
         model = DistributedDataParallel(model, device_mesh=mesh)
         if policy != "off":
-            door = compress_ddp(model, policy, profile=profile)
+            integration = compress_ddp(model, policy, profile=profile)
 
     def step(batch: Tensor) -> Tensor:
         loss = model(batch)
@@ -52,8 +52,8 @@ def setup(policy: str, mesh: DeviceMesh, options: Namespace) -> meshes.Training:
         if policy == "off":
             return Counter(dp=sum(weight.nbytes for weight in model.parameters()))
         if policy == "ssfusion":
-            return meshes.sent(plans[-1:])  # earlier plans are of the measuring steps
-        return Counter(dp=door.bytes.sent)
+            return meshes.bytes_by_dimension(plans[-1:])  # earlier plans are of the measuring steps
+        return Counter(dp=integration.bytes.sent)
 
     momentum = 0.0 if policy == "ssfusion" else MOMENTUM
     return meshes.Training(model, step, sent, partial(sgd, momentum=momentum))

@@ -28,7 +28,7 @@ import commpass
 from commpass.report.tables import totals
 
 
-def checkpointed(block: nn.Module) -> nn.Module:
+def checkpoint_block(block: nn.Module) -> nn.Module:
     """Apply activation checkpointing to a compiled block.
 
     torchtitan compiles the checkpointed block; with DTensors, torch 2.13 fails there with every
@@ -56,7 +56,7 @@ def train(
     text, held_out = read_texts()
     model = Transformer(layers, width)
     earlier = len(commpass.plans())
-    door = parallelize(model, mesh, policy, profile, inner, wrap=checkpointed)
+    integration = parallelize(model, mesh, policy, profile, inner, wrap=checkpoint_block)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
     for batch in batches(text, steps, 0, mesh["dp"].get_local_rank()):
@@ -66,7 +66,7 @@ def train(
         optimizer.zero_grad()
         losses.append(mean(loss.item()))
     tests = fmean(model(batch).item() for batch in batches(held_out, 8, seed=1))
-    return losses, mean(tests), commpass.plans()[earlier:], door
+    return losses, mean(tests), commpass.plans()[earlier:], integration
 
 
 def main() -> None:
@@ -84,7 +84,9 @@ def main() -> None:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
     profile = commpass.ethernet(options.link_gbit)
     off, held_off, *_ = train("off", profile, mesh, options.steps, options.layers)
-    on, held_on, plans, door = train(options.policy, profile, mesh, options.steps, options.layers)
+    on, held_on, plans, integration = train(
+        options.policy, profile, mesh, options.steps, options.layers
+    )
     if dist.get_rank() == 0:
         print(f"step      loss, off  loss, {options.policy}")
         for step in sorted({1, *range(10, options.steps + 1, 10), options.steps}):
@@ -92,7 +94,7 @@ def main() -> None:
         print(f"held out {held_off:10.4f} {held_on:10.4f}")
         graphs = [plan for plan in plans if any(site.group_label == "tp" for site in plan)]
         print(f"tensor parallelism, a block: {totals(graphs)}")
-        print(f"FSDP2: {door}")
+        print(f"FSDP2: {integration}")
     dist.barrier()
     dist.destroy_process_group()
 

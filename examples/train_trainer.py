@@ -31,10 +31,12 @@ class Compressed(transformers.TrainerCallback):
 
     def __init__(self, trainer: transformers.Trainer, policy: str, profile: Any):
         self.trainer, self.policy, self.profile = trainer, policy, profile
-        self.door: Any = None
+        self.integration: Any = None
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self.door = compress_ddp(self.trainer.model_wrapped, self.policy, profile=self.profile)
+        self.integration = compress_ddp(
+            self.trainer.model_wrapped, self.policy, profile=self.profile
+        )
 
 
 class Windows(torch.utils.data.Dataset):
@@ -100,7 +102,7 @@ def train(
         trainer.add_callback(compressed)
         trainer.train()
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        return losses, mean(trainer.evaluate()["eval_loss"]), compressed.door
+        return losses, mean(trainer.evaluate()["eval_loss"]), compressed.integration
 
 
 def main() -> None:
@@ -114,14 +116,14 @@ def main() -> None:
     torch.set_num_threads(1)
     profile = commpass.ethernet(options.link_gbit)
     off, held_off, _ = train("off", profile, options.steps)
-    on, held_on, door = train(options.policy, profile, options.steps)
+    on, held_on, integration = train(options.policy, profile, options.steps)
     if dist.get_rank() == 0:
         print(f"step      loss, off  loss, {options.policy}")
         for step in sorted({1, *range(10, options.steps + 1, 10), options.steps}):
             print(f"{step:<8} {off[step - 1]:10.4f} {on[step - 1]:10.4f}")
         print(f"held out {held_off:10.4f} {held_on:10.4f}")
-        print(door)
-        for plan in door.plans:
+        print(integration)
+        for plan in integration.plans:
             for site in plan:
                 print(f"{site.kind}, {site.bytes:,} bytes -> {site.wire_bytes:,}: {site.reason}")
     dist.barrier()
