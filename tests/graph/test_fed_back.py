@@ -1,4 +1,5 @@
-"""fed_back: what the next call begins with is not compressed with loss; what is made anew is."""
+"""fed_back: values that the next call starts with are not compressed lossily; recomputed values may
+be."""
 
 from __future__ import annotations
 
