@@ -124,7 +124,7 @@ def test_sites_that_a_rule_makes_are_allowed_what_they_stand_for(fake_group):
 
 
 def test_terms_are_kept_through_several_rules(fake_group):
-    """Merged, then scattered: what is left is allowed what both were."""
+    """Sites that are merged, then scattered: the result is allowed what both were."""
     fake_group(8)
     function = lambda x: (ar(x.sin()) + ar(x.cos()))[:8] + 1  # noqa: E731
     said = [Rule(kind="all_reduce", keep=True)]
@@ -143,7 +143,7 @@ def test_graph_that_comes_again_is_allowed_what_the_new_policy_says(fake_group):
 
 
 def test_rules_are_reported_by_what_was_found(fake_group):
-    """Of the two that are merged one module has no collective any more."""
+    """After a merge of two sites, one of the modules has no collective any more."""
     fake_group(8)
     said = [Rule(module="first"), Rule(module="second"), Rule(module="third", keep=True)]
     policy = Policy(codecs="int8", rules=said)

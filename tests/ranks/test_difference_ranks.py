@@ -259,7 +259,8 @@ def check_restart() -> None:
         assert torch.equal(call(function, model), weights(2))
         assert not torch.equal(call(function, model, weights(5)), weights(5))
         call(function, model, weights(2))
-    # Other weights are loaded, and nobody says so: coarse for some steps, and alike on all ranks.
+    # Other weights are loaded without a call of ours: the error is large for some steps, and the
+    # same on all ranks.
     off = []
     for _ in range(4):
         held = call(function, model, weights(0, seed=7))
@@ -276,7 +277,7 @@ def test_reset_gathers_anew_on_any_number_of_ranks(ranks, request):
 
 
 def check_twins() -> list[str]:
-    """Where no reference may be kept: why."""
+    """Return the reasons for which no reference may be kept."""
     said = []
 
     def reason(function, *args, grad=True) -> None:
@@ -309,7 +310,8 @@ def test_no_reference_is_kept_where_none_would_be_right(ranks2):
     assert "not computed from parameters alone" in activation
     assert "inference changes no parameters" in inference
     assert "reshard_after_forward=False" in again
-    assert "reshard_after_forward=False" in backward  # both are left alone, and give the same bits
+    # both are uncompressed, and give the same bits
+    assert "reshard_after_forward=False" in backward
     assert "forces a codec" in forced
     assert "not computed from parameters alone" in forced
 
@@ -327,7 +329,8 @@ def check_accumulation(inner: str) -> None:
         x = x_of(model).requires_grad_()
         loss, whole = function(x)
         found.append((x, loss, whole.detach().clone()))
-    assert not torch.equal(found[0][2], found[1][2])  # the second makes up what the first lost
+    # the second compensates for the error of the first
+    assert not torch.equal(found[0][2], found[1][2])
     for x, loss, whole in reversed(found):
         loss.backward()
         wanted = 2 * (x.detach().double() @ whole.double()) @ whole.double().t()
@@ -341,7 +344,7 @@ def test_two_forwards_before_a_backward_each_have_their_own_weights(inner, ranks
 
 
 def check_instances() -> None:
-    """Instances of a class share code, and keep references of their own."""
+    """Instances of a class share code, and keep separate references."""
     fresh()
     models = [Layer(seed=seed) for seed in range(3)]
     backend = commpass.backend(POLICY, inner="eager", strict=True)
@@ -360,7 +363,8 @@ def test_instances_keep_references_of_their_own_and_take_them_along(ranks2):
 
 
 class Sharded(nn.Module):
-    """A weight as SimpleFSDP has it: a DTensor, gathered where it is used; rows do not divide."""
+    """A weight as in SimpleFSDP: a DTensor, gathered where it is used; the ranks cannot share its
+    rows evenly."""
 
     def __init__(self, mesh, rows: int):
         super().__init__()
