@@ -87,7 +87,7 @@ def test_nvidia_releases_and_acquires_for_the_system(arch, algorithm, spec):
     made = compiled(arch, exchange)
     registers, stack = usage(made.asm["cubin"])
     assert stack == 0, "spills"
-    # `obstacle` guarantees that so many programs of one processor run at once.
+    # `unsupported_reason` guarantees that so many programs of one processor run at once.
     assert registers * made.metadata.num_warps * 32 * RESIDENT <= 65536
     lines = made.asm["ptx"].splitlines()
     order = [each for each in lines if re.search(r"bar\.sync|atom\.global\.sys", each)]

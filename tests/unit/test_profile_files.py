@@ -1,5 +1,4 @@
-"""Profiles as JSON and TOML: what is written comes back, and errors name file, line and what to
-write."""
+"""Profiles as JSON and TOML: round trips, and errors that name file, line and remedy."""
 
 from __future__ import annotations
 
