@@ -51,8 +51,11 @@ console = Console(highlight=False, quiet=int(os.environ.get("RANK", "0")) > 0)
 
 @dataclass(frozen=True)
 class Point:
-    """The results of a policy on held-out text: bytes that leave one rank in a step, predicted and
-    measured relative error of the gradients, mean loss, and the number of sites by codec."""
+    """The results of a policy on held-out text.
+
+    They are the bytes that leave one rank in a step, the predicted and the measured relative error
+    of the gradients, the mean loss, and the number of sites by codec.
+    """
 
     name: str
     sent_bytes: int

@@ -96,7 +96,7 @@ Times = dict[str, list[float]]
 
 
 def cases(options: argparse.Namespace, ranks: int) -> Iterator[tuple[str, str, str]]:
-    """Return kind, algorithm and codec of all supported combinations for a number of ranks."""
+    """Yield kind, algorithm and codec of all supported combinations for a number of ranks."""
     for kind, code in itertools.product(options.kinds, options.codecs):
         if code == "plain":
             yield kind, "torch", code

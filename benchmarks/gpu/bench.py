@@ -49,7 +49,7 @@ class Bench:
         self.small = self.small or self.dry
         self.random = torch.Generator(self.device).manual_seed(self.seed)
 
-    # --- what is told -----------------------------------------------------------------------------
+    # --- reports ----------------------------------------------------------------------------------
 
     def say(self, kind: str, **what: Any) -> None:
         line = {"kind": kind, "job": self.job, **what}

@@ -152,7 +152,7 @@ def close(
 def within_bound(
     bench: Bench, name: str, coder: BlockCodec, wire: Tensor, want: Tensor, dtype: torch.dtype
 ) -> float:
-    """Check that the error of every block is within the codec's bound, and report the relative
+    """Check that the error of every block is within the codec's bound, and return the relative
     error of all."""
     numel = want.shape[1]
     want = want.double()

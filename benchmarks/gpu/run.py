@@ -104,7 +104,7 @@ def jobs() -> list[Job]:
     ]
 
 
-# --- a process of one job, or of several that follow each other -----------------------------------
+# --- a process of one job, or of several in sequence ----------------------------------------------
 
 
 def work(options: argparse.Namespace) -> None:
@@ -264,7 +264,7 @@ def _left_out(job: str, name: str) -> Found:
     return {"kind": "left out", "job": job, "name": name}
 
 
-# --- all of it ------------------------------------------------------------------------------------
+# --- the whole run --------------------------------------------------------------------------------
 
 
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -323,8 +323,8 @@ def file_for(found: Sequence[Found], options: argparse.Namespace) -> Path | None
 
 
 def written(path: Path, found: Sequence[Found], options: argparse.Namespace) -> None:
-    """Return the results to write: of passed checks, only how far the bits are from the plain
-    form's; everything else whole."""
+    """Write the results: of passed checks, only how far the bits are from the plain form's;
+    everything else whole."""
     differ = {each["name"]: each["differ"] for each in found if "differ" in each}
     kept = [each for each in found if not each.get("passed") and "differ" not in each]
     parts = {

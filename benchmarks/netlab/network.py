@@ -173,7 +173,7 @@ def bridges(network: Network) -> list[str]:
 
 
 def commands(network: Network, cubic: bool = True) -> Iterator[str]:
-    """Return all commands that create the lab, in order.
+    """Yield all commands that create the lab, in order.
 
     With ``cubic``, TCP uses cubic congestion control regardless of the machine's default: bbr
     measures the link for seconds before it fills it.

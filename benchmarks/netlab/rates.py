@@ -69,7 +69,7 @@ def slowest(network: Network, sender: int, receiver: int) -> float:
 
 
 def ways(network: Network) -> Iterator[Way]:
-    """Return each link in both directions, with a pair of hosts.
+    """Yield each link in both directions, with a pair of hosts.
 
     The other host is the next one (or the one before) to which nothing on the path is slower than
     the link, or else the one with the fastest path.

@@ -47,7 +47,7 @@ def port(name: str) -> socket.socket:
 
 
 def arrivals(source: socket.socket):
-    """Return the frames that wait at a port, each with the second at which the kernel received
+    """Yield the frames that wait at a port, each with the second at which the kernel received
     it."""
     while True:
         try:

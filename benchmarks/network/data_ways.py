@@ -76,11 +76,10 @@ def fp16(net: nn.Module, mesh: DeviceMesh, profile: str) -> Forward:
 
 
 def power(net: nn.Module, mesh: DeviceMesh, profile: str, rank: int, start: int = 2) -> Forward:
-    """Return DDP with PowerSGD from the third step on, the earliest possible, with its error
-    feedback and a warm start.
+    """Return DDP of one bucket with PowerSGD, with its error feedback and a warm start.
 
-    The hook waits within the callbacks of gloo's two workers, where two buckets would deadlock. It
-    therefore uses one bucket.
+    It starts with the third step, the earliest possible. The hook waits within the callbacks of
+    gloo's two workers, where two buckets would deadlock.
     """
     model = ddp(net, mesh, ONE_BUCKET_MB)
     state = power_sgd.PowerSGDState(model.process_group, rank, start_powerSGD_iter=start)

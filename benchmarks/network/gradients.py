@@ -79,11 +79,10 @@ def fp16(model: DistributedDataParallel) -> None:
 
 
 def power(model: DistributedDataParallel) -> None:
-    """Return DDP with PowerSGD of rank 4 from the third step on, the earliest possible, with its
-    error feedback.
+    """Register PowerSGD of rank 4 with its error feedback on a DDP model of one bucket.
 
-    The hook waits within the callbacks of gloo's two workers, where two buckets would deadlock. It
-    therefore uses one bucket.
+    It starts with the third step, the earliest possible. The hook waits within the callbacks of
+    gloo's two workers, where two buckets would deadlock.
     """
     rank, start = 4, 2
     state = power_sgd.PowerSGDState(model.process_group, rank, start_powerSGD_iter=start)

@@ -31,7 +31,7 @@ def found() -> dict[str, Row]:
     return {f"{row.paper}: {row.what}": row for row in rows.all_rows()}
 
 
-# --- formulas by hand -----------------------------------------------------------------------------
+# --- formulas -------------------------------------------------------------------------------------
 
 
 def test_fused_kernel_reads_values_and_writes_the_wire():
@@ -241,7 +241,7 @@ def test_results_are_those_of_the_model(found):
         assert line in page, line
 
 
-# --- which way predictions move -------------------------------------------------------------------
+# --- direction of predictions ---------------------------------------------------------------------
 
 
 def test_more_ranks_gain_more_and_unfused_coding_loses(found):

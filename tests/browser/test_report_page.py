@@ -65,7 +65,7 @@ def path(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def opened(browser, path):
-    """Return the freshly loaded page, wide and light. It must not have a script error
+    """Yield the freshly loaded page, wide and light. It must not have a script error
     afterwards."""
     show(browser, path)
     yield browser

@@ -100,7 +100,7 @@ def run(chain: Chain, inputs: list[torch.Tensor], numel: int) -> torch.Tensor:
 
 
 def same(made: torch.Tensor, right: torch.Tensor) -> bool:
-    """Compare values; all NaNs are equal, and so are both zeros."""
+    """Return whether values are equal; all NaNs are equal, and so are both zeros."""
     return (
         made.dtype == right.dtype
         and torch.equal(made.nan_to_num(nan=7.5), right.nan_to_num(nan=7.5))
@@ -574,7 +574,7 @@ def test_wire_of_exponents_that_holds_anything_is_read_within_bounds():
         run(Chain(U8, (Decode(coder, BF16),)), [wire], n)
 
 
-# --- threads, refusals, and the operator ----------------------------------------------------------
+# --- threads, errors, and the operator ------------------------------------------------------------
 
 
 def test_chains_say_whether_they_have_the_bits_of_the_aten_form():

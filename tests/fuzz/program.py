@@ -402,10 +402,14 @@ LOCAL: dict[str, Callable[..., Any]] = {
 """Operators of one rank."""
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
-"""Operators of several ranks. ``how`` has: group (a dimension), reduce, splits (entries from each
-rank to each; None if even), counts (the inputs that hold them, if they are only known there), root,
-form (plain, in-place, coalesced: one tensor or several), late (waited for when it is first
-used)."""
+"""Operators of several ranks, with these settings in ``how``:
+
+- group: a dimension; reduce: the op; root: a rank.
+- splits: entries from each rank to each; None if even.
+- counts: the inputs that hold the splits, if they are only known there.
+- form: plain, in-place, or coalesced (one tensor or several).
+- late: whether it is waited for when it is first used.
+"""
 
 
 @dataclass(frozen=True)

@@ -483,7 +483,7 @@ def coalesced(d: Drawer) -> None:
     d.collective(kind, x, group, y, form="coalesced", **how)
 
 
-# --- what rules look for --------------------------------------------------------------------------
+# --- patterns of rules ----------------------------------------------------------------------------
 
 
 def sums(d: Drawer) -> None:

@@ -318,7 +318,7 @@ def test_unknown_name_is_refused_with_the_nearest_outside_and_inside_compiled_co
     assert part in str(wrapped.value)
 
 
-# --- what a word does -----------------------------------------------------------------------------
+# --- effects of an annotation ---------------------------------------------------------------------
 
 
 def forced(codec):
@@ -681,7 +681,7 @@ def test_copy_of_a_model_has_weights_of_its_own_and_the_words(put, twin_of):
     assert forward_words(twin) == ["keep"]
 
 
-# --- where a word cannot reach --------------------------------------------------------------------
+# --- limits of annotations ------------------------------------------------------------------------
 
 
 def refused(function, word) -> None:

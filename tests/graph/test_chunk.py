@@ -278,7 +278,7 @@ def test_llama_block():
         torch.testing.assert_close(one, other)
 
 
-# --- what is not ----------------------------------------------------------------------------------
+# --- what is not changed --------------------------------------------------------------------------
 
 
 def used_elsewhere(x, w):

@@ -91,7 +91,7 @@ def test_nodes_are_erased_in_one_place_only():
     assert places == {"passes/fx/erase.py: erase_node"}
 
 
-# --- what rules say -------------------------------------------------------------------------------
+# --- facts of rules -------------------------------------------------------------------------------
 
 
 def ar(x, op="sum", group="0"):

@@ -107,7 +107,7 @@ def check(policy, reason, caplog, *, warned):
     assert dict(outcome.excluded) == ({names[1]: reason} if warned else {})
 
 
-# --- refused before anything is changed -----------------------------------------------------------
+# --- rejected before anything is changed ----------------------------------------------------------
 
 REFUSED = {
     "broken(how=dtype)": "broken(how=dtype) by direct fails: KeyError: torch.float32",
@@ -122,7 +122,7 @@ def test_values_that_a_codec_cannot_carry_are_refused(spec, caplog):
     check(forced(spec), REFUSED[spec], caplog, warned=False)
 
 
-# --- found out by a pass --------------------------------------------------------------------------
+# --- detected by a pass ---------------------------------------------------------------------------
 
 FAILING = {
     "encode": "RuntimeError: injected",

@@ -87,7 +87,7 @@ def test_codecs_that_lose_nothing_and_rules_that_name_the_site_still_compress():
     assert site.codec == "int8"
 
 
-# --- whole steps, as Dynamo and AOTAutograd hand them over ----------------------------------------
+# --- whole steps, as passed by Dynamo and AOTAutograd ---------------------------------------------
 
 V, OTHER, ROW, ROWS = W + 1, GRADIENT + 1, torch.rand(64, 64), torch.randn(8, 64)
 

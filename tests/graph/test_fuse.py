@@ -279,7 +279,7 @@ def test_nothing_is_done_to_graphs_without_kernels(fake_group):
     assert list(gm.graph.nodes) == nodes
 
 
-# --- a matmul before it ---------------------------------------------------------------------------
+# --- with a matmul before the encode --------------------------------------------------------------
 
 A = torch.empty(2048, 512, dtype=torch.bfloat16)
 B = torch.empty(512, 1024, dtype=torch.bfloat16)

@@ -207,7 +207,7 @@ def test_sets_of_several_kinds_and_chains_of_sets_are_fused_apart():
     gm.graph.lint()
 
 
-# --- what is not ----------------------------------------------------------------------------------
+# --- what is not changed --------------------------------------------------------------------------
 
 
 def dependent(x, y):
@@ -498,7 +498,7 @@ def test_group_keeps_results_needed_much_earlier_apart():
         assert len(grouped(used(later))[1].grouped) == many
 
 
-# --- what is said ---------------------------------------------------------------------------------
+# --- reports --------------------------------------------------------------------------------------
 
 
 def test_plan_says_it_and_ranks_agree_on_it():

@@ -153,7 +153,7 @@ def test_moving_is_reported():
     assert commpass.Plan.from_json(plan.to_json()) == plan
 
 
-# --- what is not ----------------------------------------------------------------------------------
+# --- what is not changed --------------------------------------------------------------------------
 
 
 def test_not_what_takes_the_result():

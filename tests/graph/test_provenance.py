@@ -358,7 +358,7 @@ def test_balanced_compresses_a_field_of_that_size():
     assert site(lambda x: ag(x[0, :, 0, 0]), x, policy=policy).codec in ("int8", "rotated")
 
 
-# --- who may compress it all the same -------------------------------------------------------------
+# --- what may compress it anyway ------------------------------------------------------------------
 
 
 class Counts(nn.Module):
@@ -566,7 +566,7 @@ def test_number_that_may_be_a_ranks_own_does_not_decide():
         assert [each.codec for each in planned(lambda x, n=number: told(x, n), X)] == ["none"]
 
 
-# --- passes that put sites together ---------------------------------------------------------------
+# --- passes that merge sites ----------------------------------------------------------------------
 
 
 def test_group_joins_no_counts_with_fields():

@@ -199,7 +199,7 @@ def test_nothing_is_said_where_nothing_was_compiled(caplog):
     assert log.said() == ""
 
 
-# --- what there is instead ------------------------------------------------------------------------
+# --- suggested alternatives -----------------------------------------------------------------------
 
 SITES = (
     planned(),
@@ -475,7 +475,7 @@ class Alone(nn.Module):
 
 @pytest.fixture
 def unsaid(monkeypatch, caplog):
-    """Return the state of a new process, with 8 ranks, in which nothing has been reported."""
+    """Simulate a new process, with 8 ranks, in which nothing has been reported."""
     monkeypatch.setattr(summaries, "_warned_of_no_site", [])
     monkeypatch.setattr(record, "_plans", [])
     caplog.set_level(logging.INFO, "commpass")

@@ -56,7 +56,7 @@ class Result:
 
 @contextmanager
 def copy_of_repository() -> Iterator[Path]:
-    """Return a folder with all files that git tracks or would add, in their current state."""
+    """Yield a folder with all files that git tracks or would add, in their current state."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:

@@ -293,7 +293,7 @@ def test_process_groups_made_anew_in_one_launch_agree_anew(ranks2):
         ranks2.stop()  # their groups differ from those that they started with
 
 
-# --- what is said ---------------------------------------------------------------------------------
+# --- reports --------------------------------------------------------------------------------------
 
 
 def leaves_apart():

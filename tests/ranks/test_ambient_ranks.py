@@ -33,7 +33,7 @@ def data() -> torch.Tensor:
     return torch.randn(40, 64, generator=torch.Generator().manual_seed(dist.get_rank()))
 
 
-# --- by hand --------------------------------------------------------------------------------------
+# --- direct calls ---------------------------------------------------------------------------------
 
 
 def by_hand(kind: str, codecs: tuple[str, ...], mode: str) -> list[str]:

@@ -340,7 +340,7 @@ def test_parameters_on_several_ranks_count_once_however_they_are_held(ranks2, ra
     assert alone == pytest.approx(together, rel=1e-6)
 
 
-# --- what goes wrong -------------------------------------------------------------------------
+# --- errors ----------------------------------------------------------------------------------
 
 
 def refused(what: str) -> str:
@@ -479,7 +479,7 @@ def test_requirements_of_a_file(function, mesh, said, tmp_path):
     assert said in done.stderr
 
 
-# --- bits of codecs that lose nothing --------------------------------------------------------
+# --- bits of lossless codecs -----------------------------------------------------------------
 
 
 class Narrow(nn.Module):

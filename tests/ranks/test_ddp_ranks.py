@@ -90,7 +90,7 @@ def same_on_all(tensors: list[torch.Tensor]) -> bool:
     return all(torch.equal(flat, other) for other in everybody)
 
 
-# --- every way in which DDP trains ----------------------------------------------------------------
+# --- all ways to train with DDP -------------------------------------------------------------------
 
 
 def plainly(model, step):
@@ -854,7 +854,7 @@ def test_remaining_ranks_continue_in_new_group_after_failure(ranks3):
         assert kept > 0.01
 
 
-# --- several doors --------------------------------------------------------------------------------
+# --- several integrations -------------------------------------------------------------------------
 
 
 def others_beside_it():

@@ -98,11 +98,11 @@ def alone(folder: Path, algorithm: str, gone: int):
     return made, missing
 
 
-# --- what is right --------------------------------------------------------------------------------
+# --- correct results ------------------------------------------------------------------------------
 
 
 def agree(found: torch.Tensor, want: torch.Tensor) -> bool:
-    """Compare bits; any two NaNs are equal."""
+    """Return whether bits are equal; any two NaNs are equal."""
     nan = found.isnan()
     if not torch.equal(nan, want.isnan()):
         return False

@@ -297,7 +297,7 @@ def test_bad_splits_and_algorithms_are_refused_before_anything_is_sent(ranks2):
             assert part in text
 
 
-# --- the flavours of EQuARX's figure 7 ------------------------------------------------------------
+# --- the forms of EQuARX's figure 7 ---------------------------------------------------------------
 
 FLAVOURS = [
     f"{loop}{stage}" for loop in ("ring", "semi_ring") for stage in ("", "(stage=rs)", "(stage=ag)")

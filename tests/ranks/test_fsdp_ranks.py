@@ -174,7 +174,7 @@ def test_preset_lossless_and_three_ranks(ranks3):
     ranks3.run(exact, gathers, 4, True)
 
 
-# --- what FSDP2 can do, under a codec that loses nothing: bit for bit as without -----------------
+# --- FSDP2's features with a lossless codec: bit for bit as without ------------------------------
 
 
 def accumulation(model, optimizer):
@@ -612,7 +612,7 @@ def alone() -> None:
     assert "nothing sent yet" in repr(door)
 
 
-# --- what is left alone, and what is refused -----------------------------------------------------
+# --- uncompressed collectives, and errors --------------------------------------------------------
 
 
 def reasons() -> None:

@@ -80,8 +80,8 @@ def test_sums_are_within_the_bound_and_replicas_hold_the_same_bits(size, one_in,
 
 
 def check_error() -> dict[str, tuple[float, float]]:
-    """Compare for each form the predicted error with the measured one, and with that of sums in
-    float32."""
+    """Return for each form the predicted error and the measured one, and compare the latter with
+    that of sums in float32."""
     rank, size, found = dist.get_rank(), dist.get_world_size(), {}
     given = inputs((1 << 18,), torch.float32, size)
     expected = sum(x.double() for x in given)

@@ -325,7 +325,7 @@ def test_parameters_that_are_loaded_keep_their_residuals(ranks2):
     ranks2.run(check_weights_are_loaded)
 
 
-# --- forward, and graphs that are nobody's --------------------------------------------------------
+# --- forward, and graphs without an owner ---------------------------------------------------------
 
 
 class SummedForward(torch.autograd.Function):

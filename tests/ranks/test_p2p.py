@@ -268,7 +268,7 @@ def test_messages_received_into_equal_buffers_are_not_taken_for_equal(fake_group
     assert [kind for kind, _, _ in collectives(gm)] == ["recv", "recv", "all_gather", "all_gather"]
 
 
-# --- what two ends agree on -----------------------------------------------------------------------
+# --- agreement of two endpoints -------------------------------------------------------------------
 
 
 def end(kind, rank, peer, codec="int8", **more):

@@ -244,7 +244,7 @@ def test_mixed_precision(ranks2, how):
     ranks2.run(mixed_precision, how)
 
 
-# --- what is really sent --------------------------------------------------------------------------
+# --- bytes sent -----------------------------------------------------------------------------------
 
 
 def counted(how: str, policy) -> tuple[list, list]:
@@ -392,7 +392,7 @@ def test_checkpoint_goes_to_other_numbers_of_ranks(ranks2, ranks4, tmp_path):
     ranks2.run(load, str(tmp_path / "four"), 7)
 
 
-# --- ranks that begin differently -----------------------------------------------------------------
+# --- ranks that start differently -----------------------------------------------------------------
 
 
 def begun_differently() -> None:

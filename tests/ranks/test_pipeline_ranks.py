@@ -268,7 +268,7 @@ def test_four_ranks(ranks4: Ranks, name):
     compare(found, many, torch.float32, "int8", "int8", lambda stage: stage != turn, **EXACT)
 
 
-# --- what stages send beside activations ----------------------------------------------------------
+# --- messages other than activations --------------------------------------------------------------
 
 
 class Several(nn.Module):
@@ -406,7 +406,7 @@ def test_messages_of_stages_are_in_the_report(ranks2: Ranks):
     assert all("not looked into" in site[4] for site in (*first, *last))
 
 
-# --- what goes wrong ------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 def several_pipelines(policy):

@@ -324,7 +324,7 @@ def test_new_function_with_one_plan_on_all_ranks_is_not_waited_for(function, ran
         assert lines == []
 
 
-# --- words and notes of other graphs --------------------------------------------------------------
+# --- votes and notices of other graphs ------------------------------------------------------------
 
 
 def after_one_changed_nothing(late: int) -> list[tuple[list[str], bool]]:

@@ -181,7 +181,7 @@ def test_momentum_correction_on_several_ranks_is_that_of_the_paper(momentum, ran
     ranks3.run(check_reference, momentum)
 
 
-# --- what is learned ------------------------------------------------------------------------------
+# --- training -------------------------------------------------------------------------------------
 
 
 def learned(steps: int, sparse: bool, options: dict) -> float:
@@ -226,7 +226,7 @@ def test_fifty_steps_learn_nearly_as_much_as_dense_ones(options, ranks4):
     ranks4.run(check_learned, options)
 
 
-# --- not finite, not used, accumulated ------------------------------------------------------------
+# --- non-finite, unused and accumulated gradients -------------------------------------------------
 
 
 def check_nan() -> None:
@@ -350,7 +350,7 @@ def test_checkpointed_activations(reentrant, ranks2):
     ranks2.run(check_checkpointed, reentrant)
 
 
-# --- the plan tells the truth ---------------------------------------------------------------------
+# --- the plan is accurate -------------------------------------------------------------------------
 
 
 def check_bytes(options: dict) -> None:
@@ -481,7 +481,7 @@ def test_state_of_another_model_or_shape_is_refused_and_nothing_is_lost(ranks2):
     ranks2.run(check_foreign_state)
 
 
-# --- what cannot be -------------------------------------------------------------------------------
+# --- unsupported uses -----------------------------------------------------------------------------
 
 
 def check_refused() -> None:

@@ -73,7 +73,7 @@ def _run(scenario: Scenario, backend: object, lr: float) -> Results:
 
 
 def _untold(scenario: Scenario, plans: list[Plan]) -> Iterator[str]:
-    """Return passes that failed."""
+    """Yield passes that failed."""
     for plan in plans:
         if plan.fallback and not scenario.differ:
             yield f"{plan.direction} graph {plan.graph} was left untouched: {plan.fallback}"

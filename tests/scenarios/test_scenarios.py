@@ -34,7 +34,7 @@ LONG = (
 
 
 def cases() -> Iterator[ParameterSet]:
-    """Return all cases; ``every`` marks those that run only with ``--every``."""
+    """Yield all cases; ``every`` marks those that run only with ``--every``."""
     for number, scenario in enumerate(ALL):
         for inner in ("aot_eager", "inductor") if scenario.inductor else ("aot_eager",):
             for policy in (*POLICIES, *(OTHERS if scenario.presets else ())):

@@ -54,7 +54,7 @@ def alone():
     dist.destroy_process_group()
 
 
-# --- what computes --------------------------------------------------------------------------------
+# --- computations ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *map(rarely, FLOATS[1:])])
@@ -200,7 +200,7 @@ def test_autocast_around_a_compiled_collective_stays_the_callers(alone):
     torch.testing.assert_close(y, exact, rtol=0, atol=0.02 * float(exact.abs().max()))
 
 
-# --- what is computed once and kept ---------------------------------------------------------------
+# --- cached computations --------------------------------------------------------------------------
 
 
 @pytest.mark.few(4)

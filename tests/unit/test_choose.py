@@ -157,7 +157,7 @@ POLICIES = st.builds(
 )
 
 
-# --- the formulas, a second time ------------------------------------------------------------------
+# --- a second implementation of the formulas ------------------------------------------------------
 
 
 def exchange_us(
@@ -611,7 +611,7 @@ def choices(kind: str) -> list[str]:
     return [spec for spec in DEFAULTS if spec in SPECS[kind]]
 
 
-# --- a pure function, and one that never loses ----------------------------------------------------
+# --- a pure function that never makes a plan slower -----------------------------------------------
 
 
 @tried
@@ -1523,7 +1523,7 @@ def test_node_that_does_not_divide_the_ranks_is_refused_by_number(ranks, node):
     ).compressed  # by another algorithm
 
 
-# --- codecs that lose nothing, and domains --------------------------------------------------------
+# --- lossless codecs, and domains -----------------------------------------------------------------
 
 REDUCTIONS = ("all_reduce", "reduce_scatter")
 
@@ -1830,7 +1830,7 @@ def test_inner_hops_of_a_hierarchy_that_someone_named_take_the_inner_link_only_o
     assert planned.predicted_us == pytest.approx(expected, abs=1e-3)
 
 
-# --- what a profile may be ------------------------------------------------------------------------
+# --- valid profiles -------------------------------------------------------------------------------
 
 
 NO_NUMBERS = (-1, math.nan, math.inf, -math.inf, "fast", None, True)
@@ -1939,7 +1939,7 @@ def test_plan_says_how_many_chunks_there_are(numel, chunks):
     assert sum(stage.role == "exchange" for stage in planned.stages) == 2 * chunks
 
 
-# --- chunks that the model chooses, or that a word asks for in vain -------------------------------
+# --- chunks chosen by the model, or requested in vain ---------------------------------------------
 
 
 MIB = 1 << 20

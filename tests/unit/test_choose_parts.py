@@ -261,7 +261,7 @@ def test_micro_shards_are_planned_the_same_each_time():
     assert one(a_site, EQUARX, profile(FAST)).codec == "none"
 
 
-# --- what need not be scored ----------------------------------------------------------------------
+# --- candidates that need not be scored -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("alpha", [1.0, 8.0, 60.0])

@@ -27,7 +27,7 @@ from commpass.codecs.block import grids, noise, packing, scales, transforms
 
 __all__ = ["one_thread"]  # a fixture that works by its presence
 
-# --- the whole ------------------------------------------------------------------------------------
+# --- the whole codec ------------------------------------------------------------------------------
 
 
 def verify(text_or_named, x: torch.Tensor) -> None:

@@ -671,7 +671,7 @@ def test_eager_and_compiled_sums_and_roots_differ_by_rounding_alone(compiled, gr
     assert values[3].isfinite().tolist() == compiled_values[3].isfinite().tolist()
 
 
-# --- what they say of themselves ------------------------------------------------------------------
+# --- names and properties -------------------------------------------------------------------------
 
 
 @pytest.mark.few(35)

@@ -66,7 +66,7 @@ def edges_of(tasks: Sequence[Task]) -> dict[tuple, dict[tuple, float]]:
 
 
 def all_lengths(edges, moment="begin", length=0.0, seen=()):
-    """Return (length, moments) of every path from a moment to the end."""
+    """Yield (length, moments) of every path from a moment to the end."""
     if moment == "end":
         yield length, seen
         return

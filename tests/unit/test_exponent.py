@@ -59,7 +59,7 @@ def survives(coder: ExponentCodec, x: torch.Tensor) -> bool:
     return back.dtype == x.dtype and back.shape == x.shape and bits(back) == bits(x)
 
 
-# --- the format a second time, in NumPy: only what sizes follow from ------------------------------
+# --- a second implementation of the format, for sizes only ----------------------------------------
 
 LADDERS = {
     2: [(2, range(0, 3)), (2, range(-2, 4)), (3, range(-7, 5)), (8, None)],
@@ -146,7 +146,7 @@ def most_bytes(numel: int, dtype: torch.dtype) -> int:
     return math.ceil((numel * dtype.itemsize + 4 * math.ceil(numel // 128 / 8)) / 16) * 16
 
 
-# --- every bit comes back -------------------------------------------------------------------------
+# --- every bit is restored ------------------------------------------------------------------------
 
 
 @both
@@ -346,7 +346,7 @@ def test_nonsense_on_the_wire_reads_nothing_outside(planes):
         assert coder.decode_rows(wire.reshape(3, -1), 4000, dtype).shape == (3, 4000)
 
 
-# --- wires that are refused -----------------------------------------------------------------------
+# --- rejected wires -------------------------------------------------------------------------------
 
 
 def test_cut_and_foreign_wires_are_refused_and_both_sides_are_named():

@@ -41,7 +41,7 @@ BOTH = ("one_shot", "two_shot")
 INT8 = Exchange("one_shot", codec("int8"), torch.bfloat16, 1 << 17, 8, programs=64)
 
 
-# --- what a card is told --------------------------------------------------------------------------
+# --- instructions for a GPU -----------------------------------------------------------------------
 
 
 def compiled(arch: str, exchange: Exchange) -> Any:
@@ -120,7 +120,7 @@ def test_amd_releases_and_acquires_for_the_system(algorithm, spec):
     assert said == " ".join([once] * exchange.phases)
 
 
-# --- what cannot be exchanged ---------------------------------------------------------------------
+# --- unsupported exchanges ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_nothing_in_memory_overlaps(algorithm, ranks):
         assert place + size <= following
 
 
-# --- why so many buffers are enough ---------------------------------------------------------------
+# --- why the number of buffers suffices -----------------------------------------------------------
 
 WRITE, SIGNAL, WAIT, READ = "write", "signal", "wait", "read"
 

@@ -99,7 +99,7 @@ def machine_code(kernel: object, arch: int, folder: Path) -> Machine:
 
 
 def check(planes: int, dtype: torch.dtype, arch: int, folder: Path) -> dict[str, Machine]:
-    """Check all kernels: no spills, and 16 bytes at a time in streams."""
+    """Check that no kernel spills, and that streams use 16 bytes at a time; return the reports."""
     found = {}
     for name, launch in launches_of(planes, dtype, Tiling()).items():
         found[name] = machine_code(compiled(launch, "cuda", arch), arch, folder)

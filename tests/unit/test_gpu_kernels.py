@@ -284,7 +284,7 @@ def test_nothing_is_written_for_no_values():
     assert interpreted(ran, Chain(torch.float32, (Encode(coder),)), empty, 0).shape == (2, 0)
 
 
-# --- what cannot be generated ---------------------------------------------------------------------
+# --- unsupported chains ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

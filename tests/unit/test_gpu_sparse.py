@@ -74,8 +74,8 @@ def reference(coder: SparseCodec, x: Tensor, residual: Tensor) -> tuple[Tensor, 
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Compare bit for bit, except that all NaNs are equal: processors differ in how they round a
-    NaN to 16 bits."""
+    """Return whether bits are equal; all NaNs are equal, because processors differ in how they
+    round a NaN to 16 bits."""
     if a.is_floating_point():
         nans = a.isnan() & b.isnan()
         whole = {2: torch.int16, 4: torch.int32}[a.itemsize]

@@ -127,7 +127,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "dump"
 
 
-# --- what it says ---------------------------------------------------------------------------------
+# --- content --------------------------------------------------------------------------------------
 
 
 def test_totals_are_the_sums_of_the_plan():
@@ -355,7 +355,7 @@ def test_two_runs_of_one_folder(tmp_path):
     assert "runs of one DUMP" in result.stderr
 
 
-# --- one file, that is what it seems --------------------------------------------------------------
+# --- one self-contained file, and hostile text ----------------------------------------------------
 
 
 HOSTILE = (

@@ -214,7 +214,7 @@ def fused(x, out, BLOCK: tl.constexpr):
     tl.store(out + at, value * value + value)
 
 
-# What is refused
+# Errors
 
 
 def said(*args, **options) -> str:
@@ -237,7 +237,7 @@ def test_kernels_that_cannot_be_compiled_say_why():
         _ = of_middle("gfx942").code
 
 
-# Machine code by hand
+# Handwritten machine code
 
 
 def listing(*lines: str) -> str:
@@ -417,7 +417,7 @@ def test_kinds_and_widths_of_instructions(name, kind, width):
         assert one.width == width
 
 
-# What fits, and what limits
+# Occupancy, and what limits it
 
 
 @pytest.mark.parametrize(

@@ -184,7 +184,7 @@ def test_dtype_and_ranks_are_those_that_are_asked_for():
     )
 
 
-# What is refused
+# Errors
 
 
 def test_unknown_names_are_refused_with_the_nearest():

@@ -381,7 +381,7 @@ def test_words_tell_blocks_apart_that_are_compiled_one_by_one():
     assert "int8" in words[1][1]
 
 
-# --- names that nobody expects --------------------------------------------------------------------
+# --- unusual names --------------------------------------------------------------------------------
 
 ODD = [
     *("a b", "x\ny", "a-b", "[red]x[/red]", "a|b", "*", "a/b", "<b>", "a\\b", "'q'", '"dq"'),

@@ -374,7 +374,7 @@ def test_rule_as_text_shows_what_was_said_and_no_more():
     assert str(Rule()) == "Rule()"
 
 
-# --- words ----------------------------------------------------------------------------------------
+# --- annotations ----------------------------------------------------------------------------------
 
 SPECS = (
     *ALGORITHM_NAMES,
@@ -505,7 +505,7 @@ def test_policy_is_taken_as_it_is():
     assert policy_named(policy) is policy
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 REFUSED = {
     "policy's field": (

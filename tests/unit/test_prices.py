@@ -40,8 +40,11 @@ def exchanges(spec: str, profile: Profile = PROFILE, *, by_messages: bool = Fals
 
 
 def test_hop_inside_a_host_takes_its_link_and_one_between_hosts_their_port():
-    """7 messages of 8 shards inside; 7 of a shard between hosts, from all 8 ranks through one port;
-    then a ring of shards, of which one rank of a host sends through its port."""
+    """There are 7 messages of 8 shards inside, and 7 of one shard between hosts.
+
+    The latter are sent by all 8 ranks through one port. A ring of shards follows, of which one rank
+    of a host sends through its port.
+    """
     shard_us = SHARD * 4 / 1e3
     inner, outer, gather, end = exchanges("hierarchical(node=8)")
     assert inner == (INSIDE, 7 * 2.0, pytest.approx(7 * 8 * shard_us / 100))

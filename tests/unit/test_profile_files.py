@@ -187,7 +187,7 @@ def test_card_copies_no_faster_than_its_maker_states(name):
     assert CARDS[name].kernels.gflops < 1000 * CARDS[name].tflops
 
 
-# --- where it is used -----------------------------------------------------------------------------
+# --- uses -----------------------------------------------------------------------------------------
 
 
 def test_environment_names_a_profile(path, monkeypatch):

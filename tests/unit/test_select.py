@@ -142,7 +142,7 @@ def test_dgc_takes_the_threshold_of_its_sample():
     assert min(found) < 500 <= max(found)
 
 
-# --- what holds for any row -----------------------------------------------------------------------
+# --- properties on any row ------------------------------------------------------------------------
 
 CONTENTS = {
     "gaussian": lambda rng, n: rng.standard_normal(n),
@@ -333,7 +333,7 @@ def test_random_k_depends_on_seed_and_data_and_on_nothing_else():
         assert (other == one).sum() < 10
 
 
-# --- compiled, and refused ------------------------------------------------------------------------
+# --- compiled; errors -----------------------------------------------------------------------------
 
 
 @pytest.mark.timeout(600)

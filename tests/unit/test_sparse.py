@@ -433,7 +433,7 @@ def test_residual_keeps_nothing_that_is_not_finite():
     assert left.isfinite().all()
 
 
-# --- values as they are ---------------------------------------------------------------------------
+# --- uncoded values -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -465,7 +465,7 @@ def test_raw_refuses_another_wire_as_others_do():
         coder.decode(dataclasses.replace(wire, payload=wire.payload[:-1]))
 
 
-# --- compiled, fake, symbolic; refused ------------------------------------------------------------
+# --- compiled, fake and symbolic; errors ----------------------------------------------------------
 
 
 BOTH = [("topk", "int8", 0.3), ("randomk", "raw", 0.01)]

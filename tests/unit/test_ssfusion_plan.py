@@ -404,7 +404,7 @@ def test_clipping_holds_the_norm_and_lets_what_is_not_finite_through():
     assert clipped(torch.tensor([math.nan, 1.0]), 1.5).isnan().tolist() == [True, False]
 
 
-# --- what is asked --------------------------------------------------------------------------------
+# --- arguments ------------------------------------------------------------------------------------
 
 
 def test_density_falls_exponentially_to_the_target():

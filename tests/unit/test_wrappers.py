@@ -42,7 +42,7 @@ def gaussian(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> 
 
 
 def stays_within_its_bound(coder, x: torch.Tensor, back: torch.Tensor) -> None:
-    """Return whether the 2-norm of the error of a whole tensor is within its bound; values are
+    """Check that the 2-norm of the error of a whole tensor is within its bound; values are
     scaled, so that no square overflows."""
     values, got = x.double().numpy(), back.double().numpy()
     largest = np.abs(values).max(initial=0) or 1.0

@@ -90,7 +90,7 @@ def _exact(kib: int) -> Tensor:
     return torch.stack([gaussian(rank, kib).double() for rank in range(RANKS)]).sum(0)
 
 
-# --- what is read off the rows --------------------------------------------------------------------
+# --- results from the rows ------------------------------------------------------------------------
 
 
 def ms(rows: Rows, name: str, kib: int, gbit: float | None) -> float:

@@ -198,7 +198,7 @@ def spans(found: Calibration) -> list[float]:
     return [float(total.max() / total.median()) for total in totals]
 
 
-# --- what is read off the rows --------------------------------------------------------------------
+# --- results from the rows ------------------------------------------------------------------------
 
 
 def loss_percent(part: dict[str, Any], how: str, share: float, bits: int) -> list[float]:

@@ -40,7 +40,7 @@ def digest() -> str:
 
 
 def batches(text: Tensor, count: int, seed: int, size: int = common.BATCH) -> Iterator[Tensor]:
-    """Return random windows of a text, int64 ``[size, CONTEXT + 1]``."""
+    """Yield random windows of a text, int64 ``[size, CONTEXT + 1]``."""
     generator = torch.Generator().manual_seed(seed)
     windows = text.unfold(0, common.CONTEXT + 1, 1)
     for _ in range(count):

@@ -174,7 +174,7 @@ def _wire_bits(gather: Callable[[Tensor], Tensor], values: Tensor, group: Counti
     return 8 * sum(nbytes for _, _, nbytes in group.seen) / values.numel()
 
 
-# --- what is read off the rows --------------------------------------------------------------------
+# --- results from the rows ------------------------------------------------------------------------
 
 
 def by_step(rows: Sequence[dict[str, Any]], of: str, how: str) -> dict[int, float]:
