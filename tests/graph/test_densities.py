@@ -173,7 +173,7 @@ def test_others_are_thinned_so_that_as_many_entries_are_sent(fake_group):
 
 
 def test_nothing_is_thinned_below_the_bound(fake_group):
-    """What would need it is not sent whole."""
+    """A gradient that would require a lower density is not sent whole."""
     fake_group(RANKS)
     many = (*[LARGE] * 8, *[120] * 8)
     _, outcome = planned(many)

@@ -796,8 +796,9 @@ def test_backward_has_the_weights_of_forward_where_their_block_turns_out_over_it
 
 
 def replaced_parameters(codec: str) -> tuple[list[int], list[int], bool, bool]:
-    """Return the graphs of an integration, and those in its report, by step; each step begins with
-    new parameters of the same values.
+    """Return the number of graphs of an integration, and of those in its report, by step.
+
+    Each step begins with new parameters of the same values.
 
     Return also whether the weights stay those of plain FSDP2 (like a difference whose reference was
     just gathered), and whether the state belongs to existing parameters.
