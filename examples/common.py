@@ -112,7 +112,7 @@ def read_texts(max_bytes: int = 4_000_000) -> tuple[Tensor, ...]:
 
 
 def batches(text: Tensor, count: int, seed: int, rank: int = 0) -> Iterator[Tensor]:
-    """Yield random windows of the text, of shape ``[BATCH, CONTEXT + 1]``.
+    """Return an iterator over random windows of the text, of shape ``[BATCH, CONTEXT + 1]``.
 
     The same seed gives the same windows. Each data-parallel rank gets different ones.
     """
