@@ -39,7 +39,7 @@ def text(number: Number | None) -> str:
 
 
 def said(row: Row) -> str:
-    """Return how a table describes the goal."""
+    """Return whether a row meets the goal, as text for a table."""
     return "fitted" if row.fitted else "yes" if row.met else "no"
 
 

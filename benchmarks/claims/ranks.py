@@ -76,7 +76,7 @@ def _exact(case: Case, every: Sequence[Tensor], rank: int) -> Tensor:
 
 
 def _compiled(case: Case, x: Tensor, inner: str) -> tuple[Tensor, float]:
-    """Return the collective compiled with commpass, and the bits per value on the wire."""
+    """Return the result of the collective with commpass, and the bits per value on the wire."""
     torch._dynamo.reset()
     spec = case.spec()
     rule = commpass.Rule(kind=case.kind, codec=spec, algorithm=case.algorithm, force=True)

@@ -5,9 +5,10 @@ float32.
 column- and row-parallel plan (tests/llama.py). Weights are the same under all policies: one model
 is compiled under each. ``--length`` is the Llama's sequence length; the demo has its own sequences.
 
-``exposed`` is how long a rank waits for exchanges that no computation overlaps: the time of the
-operators that start and wait for them in a step under torch's profiler, as a share of that step,
-and that share of ``ms``. It is the median of three steps, as a mean over the ranks.
+``exposed`` is how long a rank waits for exchanges that no computation overlaps. It is the time of
+the operators that start and wait for exchanges in a step under torch's profiler, given as a share
+of that step, and as that share of ``ms``. It is the median of three steps, as a mean over the
+ranks.
 
 There is no row for plain sums of values cast to bfloat16. DDP has a hook for that, tensor
 parallelism has none, and a model or an autocast in bfloat16 also computes in it. ``bf16`` is

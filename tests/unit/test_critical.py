@@ -75,7 +75,7 @@ def all_lengths(edges, moment="begin", length=0.0, seen=()):
 
 
 def end_with_delay(tasks: Sequence[Task], which: int, delay: float) -> float:
-    """Return when the last task ends if one is delayed and a link begins later with it."""
+    """Return when the last task ends if the link starts task ``which`` later by ``delay``."""
     now, free, done = 0.0, {}, []
     for number, task in enumerate(tasks):
         now = max([now, *(done[each] for each in task.after)]) + task.busy_us

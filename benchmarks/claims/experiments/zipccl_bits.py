@@ -124,9 +124,9 @@ def bfloat16_model() -> nn.Module:
 
 
 def tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return a dictionary that receives ``VALUES`` values of each tensor in the following steps.
+    """Return a dictionary that receives the input of the first MLP (with its gradient) in a step.
 
-    Hooks on the first MLP fill it.
+    A hook on the MLP fills it.
     """
     seen: dict[str, Tensor] = {}
 
