@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from commpass.codecs import Codec
 from commpass.codecs.rows import cut_apart
 from commpass.lowering import Form, KernelInput, Piece, Source, cpu, form_of, make
 from commpass.lowering.chain import Cast, Chain, Decode, Encode
+from commpass.passes.fx.tracing import inductor_decompositions, traced
 from commpass.passes.regions import write
-from commpass.passes.template import inductor_decompositions, without_tensors
 from commpass.utils.ambient import ambient_free, without_ambient_state
 
 Run = Callable[[Tensor, Tensor], object]
@@ -135,10 +134,8 @@ def _compiled(
     """Compile a function of one row with Inductor; its results are written side by side."""
     with without_ambient_state(), FakeTensorMode():
         fake = torch.empty(shape, dtype=dtype, device=coding.device)
-        body = make_fx(lambda row: list(run(row)), decomposition_table=inductor_decompositions())(
-            fake
-        )
-    without_tensors(body.graph, coding.codec.spec)
+        spec = coding.codec.spec
+        body = traced(lambda row: list(run(row)), [fake], inductor_decompositions, spec)
     made: Any = body.graph.output_node().args[0]
     pieces, place = [], 0
     for node in made:

@@ -14,13 +14,13 @@ from commpass.passes.chunk import Chunked
 from commpass.passes.constants import ConstantInput
 from commpass.passes.densities import Densities, Thinned
 from commpass.passes.discover import GraphSite
+from commpass.passes.fx.tracing import Decompositions
 from commpass.passes.hidden import Known
 from commpass.passes.move import Moved
 from commpass.passes.references import UNKNOWN, Weights
 from commpass.passes.rewrite import StateInput
 from commpass.passes.sample import EncodedValue
 from commpass.passes.sizes import Limit
-from commpass.passes.template import Decompositions
 from commpass.plan import NOBODY, Grouped, Plan, PlannedSite, Simplification, Site, uncompressed
 from commpass.policy import Policy
 

@@ -18,6 +18,7 @@ from torch import fx
 from commpass import groups
 from commpass.passes.fx import meta
 from commpass.passes.fx.direction import gradients, recomputed
+from commpass.passes.fx.ops import MATMUL_NAMES, SEE_THROUGH, called_name
 from commpass.passes.fx.parse import (
     Call,
     describe_group,
@@ -38,46 +39,6 @@ from commpass.passes.references import (
 from commpass.plan import NOBODY, Site
 from commpass.policy.annotate import KEY
 from commpass.policy.rules import NOTHING, Allowed
-
-MATMULS = (
-    "mm",
-    "addmm",
-    "bmm",
-    "baddbmm",
-    "matmul",
-    "linear",
-    "_scaled_mm",
-    "_int_mm",
-    "convolution",
-)
-SEE_THROUGH = (
-    "view",
-    "reshape",
-    "_unsafe_view",
-    "permute",
-    "transpose",
-    "t",
-    "squeeze",
-    "unsqueeze",
-    "expand",
-    "slice",
-    "select",
-    "clone",
-    "alias",
-    "detach",
-    "contiguous",
-    "_to_copy",
-    "to",
-    "convert_element_type",
-    "getitem",
-    "split",
-    "split_with_sizes",
-    "wait_tensor",
-    "wait_tensors",
-)
-"""Operators between a collective and its producing matmul, or its consumers, that change no value
-except its dtype."""
-
 
 SYMBOLIC = "its size is symbolic: compile with dynamic=False"
 AGAIN = "it runs again what forward sent, and must send the same"
@@ -279,22 +240,11 @@ def _end_is_waited_for(call: Call, position: int) -> bool:
     return bool(call.ends) and value is not None and any(is_wait(user) for user in value.users)
 
 
-def _operator(node: fx.Node) -> str:
-    if node.op != "call_function":
-        return node.op
-    schema = getattr(node.target, "_schema", None)
-    return (
-        schema.name.split("::")[-1]
-        if schema is not None
-        else getattr(node.target, "__name__", str(node.target))
-    )
-
-
 def _producer(node: fx.Node) -> str | None:
     """Return the name of the matmul that produces a collective's input, through views and casts."""
-    while _operator(node) in SEE_THROUGH and node.args and isinstance(node.args[0], fx.Node):
+    while called_name(node) in SEE_THROUGH and node.args and isinstance(node.args[0], fx.Node):
         node = node.args[0]
-    return node.name if _operator(node) in MATMULS else None
+    return node.name if called_name(node) in MATMUL_NAMES else None
 
 
 def _consumers(values: list[fx.Node], limit: int = 4) -> list[str]:
@@ -305,7 +255,7 @@ def _consumers(values: list[fx.Node], limit: int = 4) -> list[str]:
     while queue and len(names) < limit:
         node = queue.pop(0)
         for user in node.users:
-            if _operator(user) in SEE_THROUGH:
+            if called_name(user) in SEE_THROUGH:
                 queue.append(user)
             else:
                 names.setdefault(user.name)

@@ -19,10 +19,12 @@ from torch import fx
 
 from commpass import groups
 from commpass.costmodel import HOST, Profile, Task
-from commpass.passes.fx import costs, meta
+from commpass.passes.fx import costs
+from commpass.passes.fx.dependencies import orders
 from commpass.passes.fx.marks import MARK
-from commpass.passes.fx.memory import Memory, memory, orders, peak, sources
-from commpass.passes.fx.parse import Call, describe_group, graph_modules, is_wait, parse
+from commpass.passes.fx.memory import Memory, memory, peak
+from commpass.passes.fx.ops import is_heavy, is_matmul
+from commpass.passes.fx.parse import Call, describe_group, graph_modules, is_wait, parse, sources
 from commpass.passes.fx.schedule import Clock, Work, schedule, sequence, timed
 from commpass.plan import PlannedSite
 
@@ -185,7 +187,7 @@ def work_of(graph: fx.Graph, known: Memory, profile: Profile) -> Work:
         elif is_wait(node):
             tasks[node] = Task(HOST, 0.0)
             waited[node] = [each for each in sources(node) if parse(each) is not None]
-        elif costs.is_matmul(node):
+        elif is_matmul(node):
             heavy.add(node)
         for other in alone.before(node, call):
             before[node] += [] if other in before[node] else [other]
@@ -249,8 +251,7 @@ def _is_unsafe(call: Call) -> bool:
     """
     if call.kind == "all_gather":
         return True
-    fakes = (fake for each in call.inputs for fake in costs.tensors(each.meta.get("val")))
-    return call.splits is not None or sum(max(meta.nbytes(fake), 0) for fake in fakes) < SMALL
+    return call.splits is not None or costs.sent_nbytes(call) < SMALL
 
 
 def site_of(node: fx.Node) -> str:
@@ -281,6 +282,6 @@ def _overlapped(gm: fx.GraphModule) -> bool:
             if travelling:
                 return True
             travelling.add(node)
-        elif travelling and costs.is_heavy(node):
+        elif travelling and is_heavy(node):
             return True
     return False

@@ -24,7 +24,6 @@ from commpass.passes.chunk.gain import Meanwhile, exchange_of, part_of, pipeline
 from commpass.passes.chunk.region import Join, Product, Region, product_of, region_of
 from commpass.passes.discover import GraphSite
 from commpass.passes.fx import meta
-from commpass.passes.fx.costs import tensors
 from commpass.passes.fx.direction import AGAIN
 from commpass.passes.fx.memory import LiveBytes, changed, memory, peak
 from commpass.passes.move import SMALL
@@ -245,7 +244,7 @@ def _form(region: Region) -> tuple[Any, ...]:
     return region.bounds, tuple(
         (
             node.target,
-            tuple((each.shape, each.dtype) for each in tensors(node.meta.get("val"))),
+            tuple((each.shape, each.dtype) for each in meta.tensors(node.meta.get("val"))),
             is_inside(node),
             tuple(is_inside(each) for each in node.all_input_nodes if each not in inside),
         )

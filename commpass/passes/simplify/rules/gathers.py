@@ -9,10 +9,9 @@ import torch
 from torch import fx
 
 from commpass.passes.fx import meta
+from commpass.passes.fx.ops import aten, is_cast, is_copy
 from commpass.passes.simplify.chains import (
     before_clone,
-    is_cast,
-    is_copy,
     is_scaling,
     is_view,
     maps_values,
@@ -20,7 +19,7 @@ from commpass.passes.simplify.chains import (
     scales,
     trace_to_source,
 )
-from commpass.passes.simplify.editor import Editor, Exchange, aten, common_nbytes, fake, nbytes
+from commpass.passes.simplify.editor import Editor, Exchange, common_nbytes, fake, nbytes
 from commpass.passes.simplify.rules.rule import GATHERS, Applied
 
 EXACT_WIDENINGS = {

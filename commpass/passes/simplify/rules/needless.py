@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from commpass.passes.fx.ops import aten, is_cast
 from commpass.passes.fx.parse import is_wait, parse
-from commpass.passes.simplify.chains import LONGEST, is_cast
-from commpass.passes.simplify.editor import Editor, Exchange, aten, fake, nbytes, same_shape
+from commpass.passes.simplify.chains import LONGEST
+from commpass.passes.simplify.editor import Editor, Exchange, fake, nbytes, same_shape
 from commpass.passes.simplify.rules.rule import GATHERS, Applied
 from commpass.plan.kinds import SUMS
 

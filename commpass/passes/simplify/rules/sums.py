@@ -10,9 +10,9 @@ from torch import fx
 
 from commpass.collectives import UNROLLED_RANKS
 from commpass.passes.fx import meta
+from commpass.passes.fx.ops import ADDITIONS, RESHAPES, aten
 from commpass.passes.fx.parse import describe_group
 from commpass.passes.simplify.chains import (
-    RESHAPES,
     WIDE,
     before_clone,
     dim_before,
@@ -23,7 +23,7 @@ from commpass.passes.simplify.chains import (
     scales,
     trace_to_source,
 )
-from commpass.passes.simplify.editor import Editor, Exchange, aten, fake, nbytes, same_shape
+from commpass.passes.simplify.editor import Editor, Exchange, fake, nbytes, same_shape
 from commpass.passes.simplify.rules.gathers import convert, widened
 from commpass.passes.simplify.rules.rule import Applied
 from commpass.plan.kinds import SUMS
@@ -71,9 +71,7 @@ def sum_of_sums(node: fx.Node, editor: Editor) -> Applied | None:
 
 def _terms(node: fx.Node, editor: Editor) -> tuple[Term, Term] | None:
     """Return the two reductions that a sum or difference adds, if they can be merged."""
-    if node.target not in (aten.add.Tensor, aten.sub.Tensor) or not all(
-        isinstance(arg, fx.Node) for arg in node.args
-    ):
+    if node.target not in ADDITIONS or not all(isinstance(arg, fx.Node) for arg in node.args):
         return None
     left, right = (_term(arg, node, editor) for arg in node.args)
     if left is None or right is None or left.exchange.wait is right.exchange.wait:
