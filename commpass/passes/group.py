@@ -30,9 +30,9 @@ from commpass.passes.fx import meta
 from commpass.passes.fx.aliasing import Roots, roots
 from commpass.passes.fx.direction import AGAIN
 from commpass.passes.fx.marks import ALLOWED, SEGMENTS
-from commpass.passes.fx.ops import aten, may_compute_much
+from commpass.passes.fx.ops import aten, functional, may_compute_much
 from commpass.passes.fx.parse import graph_modules
-from commpass.passes.simplify.editor import Editor, fake, ops
+from commpass.passes.simplify.editor import Editor, fake
 from commpass.passes.simplify.outputs import output_memory
 from commpass.passes.simplify.rules.gathers import SENT_EVERYWHERE
 from commpass.plan import Grouped
@@ -390,7 +390,7 @@ def _fuse(
     path = common(each.found.site.module for each in members)
     start.meta["custom"] = {**(start.meta.get("custom") or {}), meta.PLACE: path}
     made = _record(members, editor, prefix + start.name)
-    wait = editor.emit(use, NAME, call.node, ops.wait_tensor.default, start)
+    wait = editor.emit(use, NAME, call.node, functional.wait_tensor.default, start)
     rows = ranks if first.site.kind == "all_gather" else 1
     arrived = editor.emit(use, NAME, call.node, aten.view.default, wait, [rows, sum(lengths)])
     for each, end, length in zip(members, itertools.accumulate(lengths), lengths, strict=True):

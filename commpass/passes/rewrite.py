@@ -207,12 +207,12 @@ def _update(states: Sequence[fx.Node], new: fx.Node) -> None:
         with graph.inserting_before(graph.output_node()):
             if len(states) > 1:
                 end = start + held.numel()
-                value = graph.call_function(aten.slice.Tensor, (new, 0, start, end))
-                part = aten.slice.Tensor(fake_of(new), 0, start, end)
-                value.meta = {**new.meta, MARK: mark, "val": part}
-                shaped = graph.call_function(aten.reshape.default, (value, list(held.shape)))
-                shaped.meta = {**value.meta, "val": part.reshape(held.shape)}
-                value, start = shaped, end
+                part = graph.call_function(aten.slice.Tensor, (new, 0, start, end))
+                value = graph.call_function(aten.reshape.default, (part, list(held.shape)))
+                for node in (part, value):
+                    node.meta = {**new.meta, MARK: mark}
+                    set_value(node)
+                start = end
             copied = graph.call_function(aten.copy_.default, (state, value))
         copied.meta = {**new.meta, MARK: mark, "val": held}
 

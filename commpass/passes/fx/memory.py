@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import fx
 
 from commpass.passes.fx import meta
@@ -172,9 +174,6 @@ def peak(order: Sequence[fx.Node], known: Memory) -> int:
 
 # --- the memory that rules add --------------------------------------------------------------------
 
-BLOCK = 128
-"""Places that are summarized together, so that long intervals are cheap."""
-
 
 @dataclass
 class MemoryBudget:
@@ -185,14 +184,11 @@ class MemoryBudget:
     outputs of collectives are counted, whose sizes all ranks share.
 
     ``place`` numbers the nodes, and ``kept`` has the extra bytes at each place. ``largest`` is the
-    largest tensor that a rule has merged. ``most`` is the maximum in each block of places, and
-    ``more`` the bytes that all of a block's places share.
+    largest tensor that a rule has merged.
     """
 
     place: dict[fx.Node, int]
-    kept: list[int]
-    most: list[int]
-    more: list[int]
+    kept: NDArray[np.int64]
     largest: int = 0
 
     def may_extend(self, first: fx.Node, last: fx.Node, nbytes: int, merged: int) -> bool:
@@ -201,38 +197,14 @@ class MemoryBudget:
         if nbytes <= 0:
             return True
         start, end = sorted((self.place[first], self.place[last]))
-        largest = max(self.largest, merged)
-        if start < end:
-            if self._peak(start, end) + nbytes > largest:
-                return False
-            self._add(start, end, nbytes)
+        largest, between = max(self.largest, merged), self.kept[start:end]
+        if between.size and between.max() + nbytes > largest:
+            return False
+        between += nbytes
         self.largest = largest
         return nbytes <= largest
-
-    def _pieces(self, start: int, end: int) -> Iterator[tuple[int, int, int, bool]]:
-        """Yield (block, from, to, whether it is the whole block) for the blocks of an interval."""
-        for block in range(start // BLOCK, (end - 1) // BLOCK + 1):
-            low, high = max(start, block * BLOCK), min(end, (block + 1) * BLOCK)
-            yield block, low, high, high - low == BLOCK
-
-    def _peak(self, start: int, end: int) -> int:
-        return max(
-            self.most[block] if whole else max(self.kept[low:high]) + self.more[block]
-            for block, low, high, whole in self._pieces(start, end)
-        )
-
-    def _add(self, start: int, end: int, nbytes: int) -> None:
-        for block, low, high, whole in self._pieces(start, end):
-            if whole:
-                self.more[block] += nbytes
-                self.most[block] += nbytes
-            else:
-                self.kept[low:high] = [n + nbytes for n in self.kept[low:high]]
-                most = max(self.kept[low:high]) + self.more[block]
-                self.most[block] = max(self.most[block], most)
 
 
 def initial_budget(graph: fx.Graph) -> MemoryBudget:
     place = {node: number for number, node in enumerate(graph.nodes)}
-    blocks = len(place) // BLOCK + 1
-    return MemoryBudget(place, [0] * (blocks * BLOCK), [0] * blocks, [0] * blocks)
+    return MemoryBudget(place, np.zeros(len(place), dtype=np.int64))

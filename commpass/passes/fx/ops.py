@@ -17,7 +17,8 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from commpass.passes.fx.fakes import fake_of
 from commpass.plan.kinds import KERNEL
 
-aten = torch.ops.aten
+aten, functional = torch.ops.aten, torch.ops._c10d_functional
+convert = torch.ops.prims.convert_element_type.default
 PLAIN = ("aten", "prims")
 """The namespaces of torch's own operators. Others may be random, read state, or send."""
 
@@ -117,7 +118,7 @@ UNMIXED = (
     *("detach", "_to_copy", "convert_element_type"),
 )
 """Those of them that keep all values, in order: no parts, and no permutation."""
-CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
+CASTS = (convert, aten._to_copy.default)
 PLAIN_LAYOUTS = (None, torch.contiguous_format, torch.preserve_format)
 MULTIPLICATIONS = (aten.mul.Tensor, aten.mul.Scalar)
 DIVISIONS = (aten.div.Tensor, aten.div.Scalar)
@@ -128,6 +129,11 @@ UNWRITTEN = (EMPTY, aten.empty_strided.default)
 """Operators that allocate memory without writing to it, as Inductor sees them."""
 BUFFERS = (EMPTY, aten.new_empty.default)
 """The same, as algorithms create buffers for later writes."""
+
+
+def moves_values(node: fx.Node) -> bool:
+    """Whether a node is one of ``VIEWS``, whether its result shares memory or not."""
+    return node.target in VIEWS
 
 
 def is_cast(node: fx.Node) -> bool:

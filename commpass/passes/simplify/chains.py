@@ -21,10 +21,10 @@ from commpass.passes.fx.ops import (
     RESHAPES,
     SCALINGS,
     SPLITS,
-    VIEWS,
     aten,
     is_cast,
     is_copy,
+    moves_values,
 )
 from commpass.passes.simplify.editor import Editor, Exchange, fake
 
@@ -42,11 +42,6 @@ These dtypes end at 2^127 and 2^-126. Values between 2^-60 and 2^60 thus stay in
 """
 LONGEST = 16
 """The maximum number of links in a chain, which keeps the pass linear."""
-
-
-def is_view(node: fx.Node) -> bool:
-    """Whether a node moves values in a way that ``dim_before`` can follow."""
-    return node.target in VIEWS
 
 
 def is_scaling(node: fx.Node) -> bool:
@@ -275,7 +270,7 @@ def _may_divide(node: fx.Node) -> bool:
     if node.target in RESHAPES:
         sizes = (*fake(node).shape, *fake(node.all_input_nodes[0]).shape)
         return all(isinstance(size, int) for size in sizes)
-    return is_view(node)
+    return moves_values(node)
 
 
 def dim_before(link: fx.Node, dim: int, ranks: int) -> int | None:

@@ -24,14 +24,13 @@ from commpass.passes.fx.erase import erase
 from commpass.passes.fx.fakes import fake_of
 from commpass.passes.fx.marks import ALLOWED
 from commpass.passes.fx.memory import MemoryBudget, initial_budget
-from commpass.passes.fx.ops import arguments, aten, is_functional
+from commpass.passes.fx.ops import arguments, aten, functional, is_functional
 from commpass.passes.fx.parse import Call, describe_group, is_wait, parse
 from commpass.passes.fx.splice import insert
 from commpass.passes.simplify.values import value_numbers
 from commpass.plan import ROWS
 from commpass.policy.rules import Allowed
 
-ops = torch.ops._c10d_functional
 RULE = "commpass_rule"
 """The key in ``node.meta`` of nodes that a rule inserted: the name of the rule."""
 NEAR = 256
@@ -241,7 +240,7 @@ class Editor:
         """Insert the same collective of another value, with its wait. The policy allows it the
         same."""
         start = self.start(before, rule, like, value, **changed)
-        return self.emit(before, rule, like.node, ops.wait_tensor.default, start)
+        return self.emit(before, rule, like.node, functional.wait_tensor.default, start)
 
     def start(
         self, before: fx.Node, rule: str, like: Call, value: fx.Node, **changed: Any

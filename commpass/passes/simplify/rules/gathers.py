@@ -9,11 +9,10 @@ import torch
 from torch import fx
 
 from commpass.passes.fx import meta
-from commpass.passes.fx.ops import aten, is_cast, is_copy
+from commpass.passes.fx.ops import aten, convert, is_cast, is_copy, moves_values
 from commpass.passes.simplify.chains import (
     before_clone,
     is_scaling,
-    is_view,
     maps_values,
     repeat,
     scales,
@@ -47,7 +46,6 @@ SENT_EVERYWHERE = (
 )
 """Dtypes that gloo and other libraries can send. float8 and 16-bit integers are not among them, and
 are narrowed after the gather."""
-convert = torch.ops.prims.convert_element_type.default
 
 
 def gather_then_narrow(node: fx.Node, editor: Editor) -> Applied | None:
@@ -82,7 +80,7 @@ def _is_link(node: fx.Node) -> bool:
 
 
 def _lays_out(node: fx.Node) -> bool:
-    return is_view(node) or is_copy(node)
+    return moves_values(node) or is_copy(node)
 
 
 def widened(
@@ -96,7 +94,7 @@ def widened(
     """
 
     def may_follow(node: fx.Node) -> bool:
-        return is_view(node) or (scaled and is_scaling(node))
+        return moves_values(node) or (scaled and is_scaling(node))
 
     walked = trace_to_source(exchange.input, may_follow, lambda n: n if is_cast(n) else None)
     if walked is None:

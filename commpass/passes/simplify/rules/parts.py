@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import operator
 
-import torch
 from torch import fx
 
-from commpass.passes.fx.ops import aten
+from commpass.passes.fx.ops import aten, functional
 from commpass.passes.simplify.chains import own_parts, repeat
 from commpass.passes.simplify.editor import Editor, fake, nbytes
 from commpass.passes.simplify.rules.rule import Applied
-
-functional = torch.ops._c10d_functional
 
 
 def own_part(node: fx.Node, editor: Editor) -> Applied | None:

@@ -10,25 +10,22 @@ from torch import fx
 
 from commpass.collectives import UNROLLED_RANKS
 from commpass.passes.fx import meta
-from commpass.passes.fx.ops import ADDITIONS, RESHAPES, aten
+from commpass.passes.fx.ops import ADDITIONS, RESHAPES, aten, convert, functional, moves_values
 from commpass.passes.fx.parse import describe_group
 from commpass.passes.simplify.chains import (
     WIDE,
     before_clone,
     dim_before,
     is_scaling,
-    is_view,
     keeps_range,
     repeat,
     scales,
     trace_to_source,
 )
 from commpass.passes.simplify.editor import Editor, Exchange, fake, nbytes, same_shape
-from commpass.passes.simplify.rules.gathers import convert, widened
+from commpass.passes.simplify.rules.gathers import widened
 from commpass.passes.simplify.rules.rule import Applied
 from commpass.plan.kinds import SUMS
-
-functional = torch.ops._c10d_functional
 
 
 @dataclass(frozen=True)
@@ -95,7 +92,7 @@ def _terms(node: fx.Node, editor: Editor) -> tuple[Term, Term] | None:
 
 
 def _linear(node: fx.Node) -> bool:
-    return is_scaling(node) or is_view(node)
+    return is_scaling(node) or moves_values(node)
 
 
 def _term(node: Any, user: fx.Node, editor: Editor) -> Term | None:
@@ -167,7 +164,7 @@ def widen_then_reduce(node: fx.Node, editor: Editor) -> Applied | None:
     # then. Other exchanges can then overlap this one.
     needed = min(node.users, default=node) if arrives <= nbytes(node) else node
     rule = "widen then reduce"
-    laid_out = repeat([link for link in links if is_view(link)], source, place, rule, editor)
+    laid_out = repeat([link for link in links if moves_values(link)], source, place, rule, editor)
     shape = [ranks if scatter else 1, -1]
     rows = editor.emit(place, rule, cast, aten.reshape.default, laid_out, shape)
     splits = [1] * ranks
