@@ -24,8 +24,9 @@ from commpass.passes.chunk.gain import exchange_of
 from commpass.passes.discover import GraphSite
 from commpass.passes.fx.memory import memory
 from commpass.passes.fx.ops import is_heavy
-from commpass.passes.fx.schedule import Clock, Work, timed
-from commpass.passes.move import ordered, unsupported_reason, work_of
+from commpass.passes.fx.schedule import Clock, timed
+from commpass.passes.fx.work import Work, unsupported_reason, work_of
+from commpass.passes.move import ordered
 from commpass.plan import ALIKE, Plan, PlannedSite, Site
 from commpass.plan.kinds import KINDS
 from commpass.policy import Policy

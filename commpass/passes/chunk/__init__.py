@@ -26,7 +26,7 @@ from commpass.passes.discover import GraphSite
 from commpass.passes.fx import meta
 from commpass.passes.fx.direction import AGAIN
 from commpass.passes.fx.memory import LiveBytes, changed, memory, peak
-from commpass.passes.move import SMALL
+from commpass.passes.fx.work import SMALL
 from commpass.plan import NONE, Candidate, PlannedSite, Site, Split
 from commpass.policy import Policy
 
