@@ -188,16 +188,14 @@ def _describe(copy: fx.Node, found: GraphSite, mark: Mark, node: fx.Node, own_si
     """
     copy.meta = {MARK: mark}
     meta.carry(found.call.node, copy)
-    if own_sizes:
-        copy.meta |= {
-            key: node.meta[key] for key in ("val", "unbacked_bindings") if key in node.meta
-        }
     if isinstance(found.call.group, fx.Node):  # traced with the group's name
         copy.args = tuple(found.call.group if arg == found.site.group else arg for arg in copy.args)
     held = node.meta.get("val")
     if own_sizes:
-        return
-    if can_be_copied(held) and not is_view(node):
+        copy.meta |= {
+            key: node.meta[key] for key in ("val", "unbacked_bindings") if key in node.meta
+        }
+    elif can_be_copied(held) and not is_view(node):
         copy.meta["val"] = another(held)
     else:
         set_value(copy, partial(_value, found))

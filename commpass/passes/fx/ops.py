@@ -117,7 +117,7 @@ UNMIXED = (
     *("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "expand", "clone", "alias"),
     *("detach", "_to_copy", "convert_element_type"),
 )
-"""Those of them that keep all values, in order: no parts, and no permutation."""
+"""Those of them that keep all values in order, perhaps repeated: no parts, and no permutation."""
 CASTS = (convert, aten._to_copy.default)
 PLAIN_LAYOUTS = (None, torch.contiguous_format, torch.preserve_format)
 MULTIPLICATIONS = (aten.mul.Tensor, aten.mul.Scalar)
@@ -257,6 +257,7 @@ def is_pointwise(target: Any) -> bool:
     )
 
 
+@functools.cache
 def is_repeatable(target: Any) -> bool:
     """Whether an operator gives the same bits for the same inputs. Uninitialized values differ."""
     if not is_functional(target) or target.namespace not in PLAIN or "empty" in target._opname:
