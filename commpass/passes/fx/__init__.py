@@ -1,1 +1,1 @@
-"""The toolkit of all passes: what nodes are, share, cost and wait for, and how graphs are edited."""
+"""The toolkit of all passes: what nodes are, share, cost and wait for, and how graphs change."""
