@@ -19,7 +19,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import fx
 
 from commpass.codecs import FLOATS, SparseCodec, codec
@@ -399,10 +398,7 @@ def _fuse(
         value = editor.emit(use, NAME, each.start, aten.slice.Tensor, arrived, 1, *part)
         if rows > 1 or snapshot.memory.of[each.wait] in snapshot.leaving:
             # Copy: an output must not share memory with others.
-            plain = torch.contiguous_format
-            value = editor.emit(
-                use, NAME, each.start, aten.clone.default, value, memory_format=plain
-            )
+            value = editor.copy(use, NAME, each.start, value)
         value = editor.emit(use, NAME, each.start, aten.view.default, value, shape)
         each.wait.replace_all_uses_with(value)
         editor.prune(each.wait)

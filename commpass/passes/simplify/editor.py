@@ -131,18 +131,12 @@ class Editor:
             return None
         start = node.args[0]
         call = self.call(start)
-        if (
-            call is None
-            or call.form != "plain"
-            or call.kind not in kinds
-            or list(start.users) != [node]
-        ):
+        if call is None or call.form != "plain" or call.kind not in kinds:
             return None
-        if (
-            meta.tensor(call.inputs[0]) is None
-            or node in self.changing
-            or call.inputs[0] in self.changing
-        ):
+        source = call.inputs[0]
+        if list(start.users) != [node] or meta.tensor(source) is None:
+            return None
+        if node in self.changing or source in self.changing:
             return None  # values that are written to may differ between reads
         return Exchange(call, node)
 
@@ -254,14 +248,15 @@ class Editor:
 
     def contiguous(self, before: fx.Node, rule: str, value: fx.Node) -> fx.Node:
         """Return the same values in contiguous memory, as collectives require."""
-        if (
-            any(not isinstance(size, int) for size in fake(value).shape)
-            or fake(value).is_contiguous()
-        ):
+        found = fake(value)
+        if any(not isinstance(size, int) for size in found.shape) or found.is_contiguous():
             return value
-        return self.emit(
-            before, rule, value, aten.clone.default, value, memory_format=torch.contiguous_format
-        )
+        return self.copy(before, rule, value, value)
+
+    def copy(self, before: fx.Node, rule: str, source: fx.Node, value: fx.Node) -> fx.Node:
+        """Insert a contiguous copy of a value. Its metadata comes from ``source``."""
+        plain = torch.contiguous_format
+        return self.emit(before, rule, source, aten.clone.default, value, memory_format=plain)
 
     def replace(self, old: fx.Node, new: fx.Node) -> None:
         """Replace all uses of ``old`` by ``new``, and erase nodes without users."""
@@ -279,8 +274,7 @@ class Editor:
             return new
         rule, back = new.meta.get(RULE, "same"), [order.index(dim) for dim in range(len(order))]
         turned = self.emit(old, rule, new, aten.permute.default, new, order)
-        plain = torch.contiguous_format
-        copied = self.emit(old, rule, new, aten.clone.default, turned, memory_format=plain)
+        copied = self.copy(old, rule, new, turned)
         return self.emit(old, rule, new, aten.permute.default, copied, back)
 
     def prune(self, node: fx.Node) -> None:

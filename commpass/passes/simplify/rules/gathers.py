@@ -123,9 +123,8 @@ def widen_then_gather(node: fx.Node, editor: Editor) -> Applied | None:
         return None
     if len(cast.users) > 1 and not editor.may_extend(cast, place, sent, size):
         return None
-    narrow = editor.collective(
-        place, rule, exchange.call, repeat(views, source, place, rule, editor)
-    )
+    laid_out = repeat(views, source, place, rule, editor)
+    narrow = editor.collective(place, rule, exchange.call, laid_out)
     wide = editor.emit(node, rule, cast, convert, narrow, fake(cast).dtype)
     into = f"{narrow.all_input_nodes[0].name} of {meta.dtype_name(fake(source).dtype)}"
     editor.replace(node, wide)
@@ -168,10 +167,7 @@ def gather_of_expand(node: fx.Node, editor: Editor) -> Applied | None:
     # Row r of the gathered result stands for all rows of rank r.
     apart = editor.emit(node, rule, wide, aten.reshape.default, gathered, [ranks, *kept])
     whole = editor.emit(node, rule, wide, aten.expand.default, apart, [ranks, *shape])
-    whole = editor.emit(
-        node, rule, wide, aten.clone.default, whole, memory_format=torch.contiguous_format
-    )
-    editor.replace(
-        node, editor.emit(node, rule, wide, aten.reshape.default, whole, list(fake(node).shape))
-    )
+    whole = editor.copy(node, rule, wide, whole)
+    sizes = list(fake(node).shape)
+    editor.replace(node, editor.emit(node, rule, wide, aten.reshape.default, whole, sizes))
     return Applied(name, f"{gathered.all_input_nodes[0].name}, expanded afterwards", saved)

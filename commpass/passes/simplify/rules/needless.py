@@ -109,12 +109,9 @@ def constant(node: fx.Node, editor: Editor) -> Applied | None:
     if result is None or ranks < 1 or not all(isinstance(length, int) for length in value.shape):
         return None
     name, size = exchange.call.node.name, nbytes(source)
-    editor.replace(
-        node,
-        editor.emit(
-            node, "constant", source, aten.full.default, list(value.shape), result, **source.kwargs
-        ),
-    )
+    given = (list(value.shape), result)
+    made = editor.emit(node, "constant", source, aten.full.default, *given, **source.kwargs)
+    editor.replace(node, made)
     return Applied(name, f"the constant {result}, which need not be sent", size)
 
 

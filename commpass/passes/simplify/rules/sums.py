@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
 from commpass.collectives import UNROLLED_RANKS
@@ -146,13 +145,11 @@ def widen_then_reduce(node: fx.Node, editor: Editor) -> Applied | None:
         return None
     scatter, size, wide = call.kind == "reduce_scatter", nbytes(source), nbytes(exchange.input)
     instead = "all_to_all" if scatter else "all_gather"
-    before, after = (
-        editor.us(call.kind, wide, call),
-        editor.us(instead, size, call) + editor.kernels_us(2),
-    )
-    if before - after <= editor.profile.margin * before or _better_merged(
-        node, before, after, editor
-    ):
+    before = editor.us(call.kind, wide, call)
+    after = editor.us(instead, size, call) + editor.kernels_us(2)
+    if before - after <= editor.profile.margin * before:
+        return None
+    if _better_merged(node, before, after, editor):
         return None
     arrives = size if scatter else size * ranks
     more = arrives + nbytes(node)
@@ -167,23 +164,10 @@ def widen_then_reduce(node: fx.Node, editor: Editor) -> Applied | None:
     laid_out = repeat([link for link in links if moves_values(link)], source, place, rule, editor)
     shape = [ranks if scatter else 1, -1]
     rows = editor.emit(place, rule, cast, aten.reshape.default, laid_out, shape)
-    splits = [1] * ranks
-    start = (
-        editor.emit(
-            place,
-            rule,
-            place,
-            functional.all_to_all_single.default,
-            rows,
-            splits,
-            splits,
-            call.group,
-        )
-        if scatter
-        else editor.emit(
-            place, rule, place, functional.all_gather_into_tensor.default, rows, ranks, call.group
-        )
-    )
+    target, sizes = functional.all_gather_into_tensor.default, [ranks]
+    if scatter:
+        target, sizes = functional.all_to_all_single.default, [[1] * ranks, [1] * ranks]
+    start = editor.emit(place, rule, place, target, rows, *sizes, call.group)
     arrived = editor.emit(needed, rule, place, functional.wait_tensor.default, start)
     total: fx.Node | None = None
     scalings = [link for link in links if is_scaling(link)]
@@ -201,9 +185,8 @@ def widen_then_reduce(node: fx.Node, editor: Editor) -> Applied | None:
         total = editor.emit(needed, rule, place, aten.div.Tensor, total, ranks)
     into = f"{start.name} of {meta.dtype_name(dtypes[0])}, summed here"
     done = Applied(place.name, into, wide - size, scales(scalings), moved_to="behind")
-    editor.replace(
-        node, editor.emit(needed, rule, place, aten.reshape.default, total, list(fake(node).shape))
-    )
+    sizes = list(fake(node).shape)
+    editor.replace(node, editor.emit(needed, rule, place, aten.reshape.default, total, sizes))
     return done
 
 
@@ -241,9 +224,7 @@ def expanded(node: fx.Node, editor: Editor) -> Applied | None:
     small = editor.collective(place, "expand", call, narrow)
     again = editor.emit(node, "expand", wide, aten.expand.default, small, *wide.args[1:])
     # A separate tensor, like the collective's result: an expanded one has internal overlap.
-    whole = editor.emit(
-        node, "expand", wide, aten.clone.default, again, memory_format=torch.contiguous_format
-    )
+    whole = editor.copy(node, "expand", wide, again)
     into = small.args[0].name  # type: ignore[union-attr]
     editor.replace(node, whole)
     return Applied(name, f"{into}, expanded afterwards", saved)
@@ -293,8 +274,7 @@ def nested_groups(node: fx.Node, editor: Editor) -> Applied | None:
     done = Applied(place.name, into, size, scales(chain), (outer.call.node.name,))
     value = repeat(chain, merged, node, rule, editor)
     if ops[0] != ops[1]:
-        value = editor.emit(
-            node, rule, place, aten.div.Tensor, value, first if ops[0] == "avg" else second
-        )
+        averaged = first if ops[0] == "avg" else second
+        value = editor.emit(node, rule, place, aten.div.Tensor, value, averaged)
     editor.replace(node, editor.contiguous(node, rule, value))
     return done
