@@ -10,7 +10,7 @@ changes: no computed value. The plan has a reason for each missed fusion.
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,14 +40,15 @@ from commpass.passes.fx import meta
 from commpass.passes.fx.aliasing import is_view
 from commpass.passes.fx.erase import erase, replace
 from commpass.passes.fx.marks import inherit, nodes_by_site
-from commpass.passes.fx.ops import ADDITIONS, DIVISIONS, ROW_MATMULS, is_float_cast, only_user
+from commpass.passes.fx.ops import DIVISIONS, ROW_MATMULS, aten, is_float_cast, only_user
 from commpass.passes.fx.parse import graph_modules
 from commpass.passes.fx.splice import insert
 from commpass.plan import PlannedSite
 
 ops = operators.ops
-RELU = torch.ops.aten.relu.default
-ADDMM = torch.ops.aten.addmm.default
+RELU, ADDMM = aten.relu.default, aten.addmm.default
+BEFORE_ENCODE = (Cast, Enter, Divide)
+AFTER_DECODE = (Sum, Leave, *BEFORE_ENCODE, Encode)
 APART = (ops.encode_parts.default, ops.decode_parts.default)
 
 
@@ -169,35 +170,20 @@ def runs(nodes: Sequence[fx.Node]) -> Iterator[Run]:
     for node in nodes:
         if node in used or node.target not in (ops.decode.default, ops.encode.default):
             continue
-        starts = node.target is ops.decode.default
-        run = _following(node, own) if starts else _back(node, own)
-        used.update(run.nodes)
-        yield run
-
-
-def _following(node: fx.Node, members: set[fx.Node]) -> Run:
-    nodes, steps = [node], [_step(node)]
-    while (following := only_user(nodes[-1])) in members:
-        assert following is not None
-        step = _step(following)
-        if step is None or isinstance(step, Decode):
-            break
-        nodes.append(following)
-        steps.append(step)
-        if isinstance(step, Encode):
-            break
-    return Run(tuple(nodes), tuple(step for step in steps if step is not None))
-
-
-def _back(node: fx.Node, members: set[fx.Node]) -> Run:
-    nodes, steps = [node], [_step(node)]
-    while (before := nodes[0].all_input_nodes[0]) in members and len(before.users) == 1:
-        step = _step(before)
-        if not isinstance(step, (Cast, Enter, Divide)):
-            break
-        nodes.insert(0, before)
-        steps.insert(0, step)
-    return Run(tuple(nodes), tuple(step for step in steps if step is not None))
+        run = deque([node])
+        if node.target is ops.encode.default:
+            while (source := run[0].all_input_nodes[0]) in own and only_user(source) is run[0]:
+                if not isinstance(_step(source), BEFORE_ENCODE):
+                    break
+                run.appendleft(source)
+        while run[-1].target is not ops.encode.default:
+            user = only_user(run[-1])
+            if user is None or user not in own or not isinstance(_step(user), AFTER_DECODE):
+                break
+            run.append(user)
+        used.update(run)
+        steps = (step for each in run if (step := _step(each)) is not None)
+        yield Run(tuple(run), tuple(steps))
 
 
 def _step(node: fx.Node) -> Step | None:
@@ -234,7 +220,7 @@ def with_consumer(run: Run) -> tuple[Run, str]:
         return run, "decode with the addition after it: others take its values too" if len(
             nodes[-1].users
         ) > 1 else ""
-    if user.target is not ADDITIONS[0]:
+    if user.target is not aten.add.Tensor:
         return run, ""
     other = next((arg for arg in user.args[:2] if arg is not nodes[-1]), None)
     if not isinstance(other, fx.Node) or user.kwargs.get("alpha", 1) != 1:
@@ -360,7 +346,7 @@ def _counted(notes: Sequence[str]) -> str:
 def _replace(run: Run) -> None:
     """Replace a run by one fused operator."""
     chain, shape = run.chain, run.nodes[-1].meta["val"].shape
-    view = torch.ops.aten.view.default
+    view = aten.view.default
     others = [_insert(run, "layout", view, other, [-1, run.numel]) for other in run.others]
     args = ([run.source, *others], fused.name_of(chain), run.numel)
     made = _insert(run, fused.role_of(chain), fused.FUSED, *args)
