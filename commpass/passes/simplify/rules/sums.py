@@ -164,10 +164,9 @@ def widen_then_reduce(node: fx.Node, editor: Editor) -> Applied | None:
     laid_out = repeat([link for link in links if moves_values(link)], source, place, rule, editor)
     shape = [ranks if scatter else 1, -1]
     rows = editor.emit(place, rule, cast, aten.reshape.default, laid_out, shape)
-    target, sizes = functional.all_gather_into_tensor.default, [ranks]
-    if scatter:
-        target, sizes = functional.all_to_all_single.default, [[1] * ranks, [1] * ranks]
-    start = editor.emit(place, rule, place, target, rows, *sizes, call.group)
+    sizes: list[Any] = [[1] * ranks, [1] * ranks] if scatter else [ranks]
+    target = functional.all_to_all_single if scatter else functional.all_gather_into_tensor
+    start = editor.emit(place, rule, place, target.default, rows, *sizes, call.group)
     arrived = editor.emit(needed, rule, place, functional.wait_tensor.default, start)
     total: fx.Node | None = None
     scalings = [link for link in links if is_scaling(link)]
@@ -185,8 +184,8 @@ def widen_then_reduce(node: fx.Node, editor: Editor) -> Applied | None:
         total = editor.emit(needed, rule, place, aten.div.Tensor, total, ranks)
     into = f"{start.name} of {meta.dtype_name(dtypes[0])}, summed here"
     done = Applied(place.name, into, wide - size, scales(scalings), moved_to="behind")
-    sizes = list(fake(node).shape)
-    editor.replace(node, editor.emit(needed, rule, place, aten.reshape.default, total, sizes))
+    whole = editor.emit(needed, rule, place, aten.reshape.default, total, list(fake(node).shape))
+    editor.replace(node, whole)
     return done
 
 
