@@ -100,7 +100,6 @@ def test_accesses_of_a_sum_are_as_wide_as_they_can_be(arch):
     assert found.occupancy >= 0.75
     assert "def half" in found.source
     assert "def middle" in found.source
-    assert "tt.func" in found.ttgir
     assert (".target sm_" in found.assembly) == (arch in NVIDIA)
 
 
@@ -125,7 +124,7 @@ def test_kernel_that_spills_is_seen(arch):
     assert few.spills == few.local == 0
     assert many.spills > 0
     assert many.local > 0
-    assert many.registers >= ARCHITECTURES[arch].registers_each - 1
+    assert many.registers >= (512 if arch == "gfx942" else 255) - 1
 
 
 def test_spills_are_those_that_the_assembler_tells(tmp_path):

@@ -44,7 +44,6 @@ class Architecture:
     quarters: int = 4
     registers: int = 16384
     register_unit: int = 256
-    registers_each: int = 255
     shared: int
     shared_each: int
     shared_unit: int = 128
@@ -126,7 +125,6 @@ ARCHITECTURES = {
             warp=64,
             registers=32768,
             register_unit=512,
-            registers_each=512,
             shared=64 * KIB,
             shared_each=64 * KIB,
             shared_unit=512,
