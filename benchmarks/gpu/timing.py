@@ -476,9 +476,8 @@ def _fastest(
     if bench.dry:
         listed = [small(bench)["by"]]
     else:
-        form = sizes.Matmul(torch.bfloat16, torch.bfloat16, b_by_rows=False)
         problem = sizes.Problem(m, n, k, RANKS)
-        listed = sizes.configurations(coder, form, problem, kernels.arch_of(bench.device))
+        listed = sizes.configurations(coder, problem, kernels.arch_of(bench.device))
     for by in listed:
         try:
             time = measured(bench, _encoding(kernels, coder, pairs, by))

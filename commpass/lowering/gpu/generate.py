@@ -20,7 +20,6 @@ from commpass.codecs import Codec
 from commpass.codecs.block.codec import BlockCodec
 from commpass.codecs.block.domain import VALUES
 from commpass.codecs.block.grids import CompandedGrid, TableGrid
-from commpass.codecs.block.layouts import Flat
 from commpass.codecs.block.noise import Stochastic
 from commpass.codecs.block.packing import widths
 from commpass.codecs.block.scales import Static
@@ -36,7 +35,6 @@ from commpass.lowering.chain import (
     Encode,
     Enter,
     Leave,
-    Normalise,
     Step,
     Sum,
 )
@@ -132,10 +130,6 @@ def unsupported_reason(chain: Chain, numel: int) -> str:
         width = step.domain.width if isinstance(step, (Enter, Leave)) else 1
         if next(iter(sizes)) % width:
             return f"a domain of width {width} in blocks of {next(iter(sizes))}"
-        if isinstance(step, Normalise) and _blocks_of_norm(step, next(iter(sizes))) < 1:
-            return f"a norm over {step.width} values: a tile holds up to {TILE}, in whole blocks"
-        if isinstance(step, Normalise) and not isinstance(next(iter(layouts_)), Flat):
-            return "a norm over blocks that are no consecutive values"
     return ""
 
 
@@ -160,12 +154,6 @@ def _unsupported_codec(coder: Codec, numel: int) -> str:
 def _block_codec(coder: Codec) -> BlockCodec:
     assert isinstance(coder, BlockCodec)
     return coder
-
-
-def _blocks_of_norm(step: Normalise, size: int) -> int:
-    """Return the blocks of a tile that is one row of a norm; 0 if there is no such tile."""
-    fits = step.width % size == 0 and step.width <= TILE and is_power_of_two(step.width)
-    return step.width // size if fits else 0
 
 
 # --- kernel text ----------------------------------------------------------------------------------
@@ -226,9 +214,6 @@ def kernel(chain: Chain, numel: int = 1 << 20) -> Generated:
     for name in ("numel", "blocks"):
         body.add_argument(name, "i32")
     blocks = max(1, _tile(chain) // size)
-    for step in chain.steps:
-        if isinstance(step, Normalise):
-            blocks = _blocks_of_norm(step, size)
     split = max(8 // widths(_block_codec(each).grid.bits)[0] for each in coders_of(chain))
     grids_ = [_block_codec(each).grid for each in coders_of(chain)]
     fuses = any(isinstance(grid, CompandedGrid) for grid in grids_)
@@ -506,14 +491,6 @@ def _add(step: Add, body: Body, chain: Chain) -> None:
     body.add(f"x = x + to_float32(tl.load({place}, mask=there, other=0.0))")
     if step is not chain.steps[-1]:
         body.add(f"x = through_{_short(step.dtype)}(x, CASTS)")
-
-
-@_write.register
-def _normalise(step: Normalise, body: Body, chain: Chain) -> None:
-    weight = body.add_argument("weight", TYPES[step.dtype])
-    column = f"(place % {step.width})"
-    body.add(f"x = normalised(x, {step.width}, {step.eps!r})")
-    body.add(f"x = x * to_float32(tl.load({weight} + {column}, mask=there, other=0.0))")
 
 
 def _short(dtype: torch.dtype) -> str:

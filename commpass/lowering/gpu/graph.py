@@ -65,13 +65,7 @@ def exponent_caller(node: fx.Node) -> Callable[..., Tensor] | None:
 
 def product_obstacle(a: Tensor, b: Tensor, bias: Tensor | None, product: Product) -> str:
     """Return why no kernel can encode the result of a matmul, or "" if one can."""
-    made = matmul_launch.matmul_of(
-        a,
-        b,
-        a.dtype,
-        bias=bias.dtype if bias is not None else None,
-        activation=product.activation,
-    )
+    made = matmul_launch.matmul_of(a, b, bias, product.activation)
     if made is None:
         return "an operand lies neither by rows nor by columns"
     problem = Problem(int(a.shape[0]), int(b.shape[1]), int(a.shape[1]), product.rows)
