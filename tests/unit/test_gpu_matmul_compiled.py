@@ -31,6 +31,7 @@ from commpass.lowering.gpu.matmul_sizes import (
     shared_bytes,
 )
 from commpass.lowering.gpu.source import load
+from commpass.lowering.inspect.lowerable import casts
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -60,7 +61,7 @@ def compiled(arch: str, spec: str, matmul: Matmul = LINEAR, **others: Any) -> Co
     coder = codec(spec)
     by = replace(configuration(coder, PROBLEM, arch), **others)
     steps = (PROBLEM.k, PROBLEM.k if not matmul.b_by_rows else PROBLEM.n)
-    made = call(coder, matmul, PROBLEM, by, steps, fp8=arch in ("sm_90", "sm_100"))
+    made = call(coder, matmul, PROBLEM, by, steps, casts(arch))
     types = made.kernel.signature
     whole = [
         place

@@ -40,7 +40,7 @@ from commpass.lowering.chain import (
 )
 from commpass.lowering.fused import dtype_after
 from commpass.lowering.gpu import parts
-from commpass.lowering.gpu.source import Source, of_text
+from commpass.lowering.gpu.source import Source, constant, function_text, indented, of_text
 from commpass.lowering.gpu.tiles import (
     grids,
     layouts,
@@ -69,7 +69,11 @@ CONSTANTS = ("SIZE", "PARTS", "BLOCKS", "CASTS", "FP8", "LOOKS")
 - ``LOOKS``: whether sums check for values that must be clamped to the largest number. The usual
   cost is that without the check.
 """
-NBSP = "\N{NO-BREAK SPACE}"
+INSIDE = (
+    "inside = tl.arange(0, SIZE // PARTS)[None, None, :]",
+    "inside += tl.arange(0, PARTS)[None, :, None] * (SIZE // PARTS)",
+)
+"""Lines that number the values of a block, parts of a byte apart."""
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 """Triton's names of pointers to values."""
 
@@ -191,8 +195,7 @@ def kernel(chain: Chain, numel: int = 1 << 20) -> Generated:
     body = Body(size, parts.place(layout, size))
     body.add("row = tl.program_id(1).to(tl.int64)")
     body.add("block = (tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS))[:, None, None]")
-    body.add("inside = tl.arange(0, SIZE // PARTS)[None, None, :]")
-    body.add("inside += tl.arange(0, PARTS)[None, :, None] * (SIZE // PARTS)")
+    body.add(*INSIDE)
     body.add(f"place = {body.place}", "there = place < numel", "here = block < blocks")
     if chain.decodes is None:
         body.add_argument("taken", TYPES[chain.taken])
@@ -243,14 +246,8 @@ def _entry(name: str, body: Body) -> str:
     order = sorted(pointers, key="made".__eq__)  # the output comes last of the pointers
     order += [each for each in body.signature if each not in pointers]
     body.signature = {each: body.signature[each] for each in order}
-    arguments = ", ".join([*order, *(f"{name}:{NBSP}tl.constexpr" for name in CONSTANTS)])
-    head = textwrap.fill(
-        arguments, 96, initial_indent="    ", subsequent_indent="    ", break_long_words=False
-    )
-    head = head.replace(NBSP, " ")
-    lines = textwrap.indent("\n".join(body.lines), "    ")
     functions = "".join(f"{text}\n\n@triton.jit\n" for text in body.functions)
-    return f"{functions}def {name}(\n{head},\n):\n{lines}\n"
+    return functions + function_text(name, [*order, *map(constant, CONSTANTS)], body.lines)
 
 
 def _name(chain: Chain) -> str:
@@ -353,12 +350,12 @@ def _decode(step: Decode, body: Body, chain: Chain) -> None:
     loads = [f"    {name} = {_loaded(stored, at, ROW)}" for name, stored, at in regions]
     limit = torch.finfo(step.dtype).max / (2 * coder.grid.largest * coder.transform.sums)
     body.add("far = False", "if LOOKS:", "    most = 0.0")
-    body.add(f"    for rank in range(0, {ranks}):", *_indented(loads))
+    body.add(f"    for rank in range(0, {ranks}):", *indented(loads))
     body.add(f"        most = tl.maximum(most, most_of_all({product}))")
     # Whether a maximum ignores NaN differs between GPUs.
     body.add(f"    far = (most > {limit!r}) | (most != most)")
-    body.add("if far:", *_indented(_summed(call.replace("CUT", "True"), ranks, unrolled=1)))
-    body.add("else:", *_indented(_summed(call.replace("CUT", "False"), ranks)))
+    body.add("if far:", *indented(_summed(call.replace("CUT", "True"), ranks, unrolled=1)))
+    body.add("else:", *indented(_summed(call.replace("CUT", "False"), ranks)))
 
 
 ROW = "(wire + rank * taken_stride)"
@@ -379,10 +376,6 @@ def _summed(call: str, ranks: int, unrolled: int = UNROLLED) -> list[str]:
             f"    x += {call.replace('wire', row, 1)}",
         ]
     return lines
-
-
-def _indented(lines: list[str]) -> list[str]:
-    return [f"    {line}" for line in lines]
 
 
 def _loaded(stored: str, at: str, wire: str = "wire") -> str:

@@ -12,7 +12,6 @@ encoded.
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -28,7 +27,7 @@ from commpass.codecs.block.noise import Stochastic
 from commpass.lowering.chain import Chain, Encode
 from commpass.lowering.gpu import generate
 from commpass.lowering.gpu.matmul_sizes import SHARED, WIDEST, Configuration, Matmul, Problem
-from commpass.lowering.gpu.source import Source, of_text
+from commpass.lowering.gpu.source import Source, constant, function_text, indented, of_text
 from commpass.lowering.gpu.tiles import matmul as tiles
 
 OPERANDS = (torch.bfloat16, torch.float16)
@@ -74,7 +73,7 @@ def _unsupported_dtypes(matmul: Matmul, arch: str) -> str:
     if arch not in SHARED:
         return f"{arch}: no kernels for it"
     if matmul.dtype not in OPERANDS:
-        return f"{_name(matmul.dtype)} operands: kernels take bfloat16 and float16"
+        return f"{_name(matmul.dtype)} operands: tensor cores take bfloat16, float16 and e4m3"
     if matmul.bias is not None and matmul.bias not in generate.TYPES:
         return f"a bias in {_name(matmul.bias)}"
     return ""
@@ -118,7 +117,7 @@ def kernel(coder: BlockCodec, matmul: Matmul, by: Configuration) -> Kernel:
         *_place_lines(),
         *_product_lines(matmul, by),
         "for cut in tl.static_range(SLICES):",
-        *(f"    {line}" for line in ["x = cut_of(product, cut, SLICES)", *epilogue, *stores]),
+        *indented(["x = cut_of(product, cut, SLICES)", *epilogue, *stores]),
     ]
     lines = [
         "ALONG: tl.constexpr = BLOCK_N // SIZE",
@@ -130,19 +129,11 @@ def kernel(coder: BlockCodec, matmul: Matmul, by: Configuration) -> Kernel:
         "for number in tl.range(",
         f"    tl.program_id(0), tiles, tl.num_programs(0), flatten={by.flatten}",
         "):",
-        *(f"    {line}" for line in loop),
+        *indented(loop),
     ]
     signature = dict(sorted(body.signature.items(), key=lambda each: not each[1].startswith("*")))
-    said = "\n".join(lines)
-    constants = tuple(name for name in CONSTANTS if name in said)
-    head = textwrap.fill(
-        ", ".join([*signature, *(f"{name}: tl.constexpr" for name in constants)]),
-        *(96,),
-        initial_indent="    ",
-        subsequent_indent="    ",
-        break_long_words=False,
-    )
-    text = f"def matmul_encode(\n{head},\n):\n{textwrap.indent(said, '    ')}\n"
+    constants = tuple(name for name in CONSTANTS if any(name in line for line in lines))
+    text = function_text("matmul_encode", [*signature, *map(constant, constants)], lines)
     known = {**generate.KNOWN, **vars(tiles)}
     fuses = isinstance(coder.grid, CompandedGrid)
     return Kernel(of_text("matmul_encode", text, known), signature, constants, fuses)
@@ -227,8 +218,7 @@ def _encode_lines(body: generate.Body, coder: BlockCodec) -> None:
     the wire, and encode them."""
     body.add(
         "x = tl.reshape(x, (BLOCKS, PARTS, SIZE // PARTS))",
-        "inside = tl.arange(0, SIZE // PARTS)[None, None, :]",
-        "inside += tl.arange(0, PARTS)[None, :, None] * (SIZE // PARTS)",
+        *generate.INSIDE,
         "each = tl.arange(0, BLOCKS)[:, None, None]",
         "down = line + line_of(each // ALONG, cut, SLICES)",
         "beside = column // SIZE + each % ALONG",

@@ -4,7 +4,7 @@ interprets."""
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.library import wrap_triton
 
 from commpass.codecs.block.codec import BlockCodec
-from commpass.codecs.block.noise import Stochastic, key_of
+from commpass.codecs.block.noise import Stochastic
 from commpass.codecs.block.packing import widths
 from commpass.errors import CommpassError
-from commpass.lowering.gpu.launch import has_fp8, interpreting, offsets
+from commpass.lowering.gpu.launch import casts, interpreting, key_argument, offsets
 from commpass.lowering.gpu.matmul_encode import Kernel, kernel, unsupported_reason
 from commpass.lowering.gpu.matmul_sizes import Configuration, Matmul, Problem, configuration
 from commpass.lowering.gpu.source import load
@@ -46,14 +46,12 @@ def call(
     problem: Problem,
     by: Configuration,
     steps: Sequence[int],
-    *,
-    casts: bool = True,
-    fp8: bool = True,
+    casts: Mapping[str, bool],
 ) -> Call:
     """Return the call of a kernel.
 
-    ``steps`` are the numbers of values from one line of ``a``, and of ``b``, to the next. ``casts``
-    is False in Triton's interpreter, ``fp8`` if the GPU has no casts to 8-bit floats.
+    ``steps`` are the numbers of values from one line of ``a``, and of ``b``, to the next; ``casts``
+    is as ``launch.casts`` returns it.
     """
     made = kernel(coder, matmul, by)
     numel = problem.rows * problem.n
@@ -69,8 +67,7 @@ def call(
         **offsets("made", coder, numel, torch.float32),
     }
     if isinstance(coder.rounding, Stochastic):
-        key = key_of(coder.rounding.seed, coder.salt)
-        numbers["key"] = (key + 2**31) % 2**32 - 2**31
+        numbers["key"] = key_argument(coder.rounding, coder.salt)
     constants = {
         "BLOCK_M": by.block_m,
         "BLOCK_N": by.block_n,
@@ -80,8 +77,7 @@ def call(
         "SIZE": coder.block,
         "PARTS": 8 // widths(coder.grid.bits)[0],
         "WHOLE_K": problem.k % by.block_k == 0,
-        "CASTS": casts,
-        "FP8": fp8,
+        **casts,
     }
     return Call(
         made,
@@ -153,12 +149,7 @@ def run(
     width = coder.wire_bytes(problem.rows * problem.n, torch.float32)
     wire = a.new_empty((chunks, ranks, width), dtype=torch.uint8)
     by = for_alignment(by or configuration(coder, problem, arch), a, b)
-    card = not interpreting()
-    made = call(
-        *(coder, matmul, problem, by, (step_of(a), step_of(b))),
-        casts=card,
-        fp8=card and has_fp8(a.device),
-    )
+    made = call(coder, matmul, problem, by, (step_of(a), step_of(b)), casts(a.device))
     given: dict[str, Any] = {"a": a, "b": b, "bias": bias, "made": wire} | made.numbers
     arguments = [given[name] for name in made.kernel.signature]
     function, grid = load(made.kernel.source), made.grid(_processors(a.device))
@@ -166,7 +157,7 @@ def run(
     if graph:
         wrap_triton(function)[grid](*arguments, **made.constants, **compiled)
         return wire
-    if card:
+    if not interpreting():
         compiled["enable_fp_fusion"] = made.kernel.fuses
 
     def launch() -> None:

@@ -40,7 +40,6 @@ class Compiled:
     tensor cores; both are static counts.
     """
 
-    name: str
     arch: str
     source: str
     assembly: str
@@ -104,7 +103,6 @@ def compiled(
     )
     nvidia = target.backend == "cuda"
     return Compiled(
-        name=kernel.__name__,
         arch=arch,
         source=_text(kernel),
         assembly=result.asm["ptx" if nvidia else "amdgcn"],

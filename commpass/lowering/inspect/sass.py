@@ -275,14 +275,15 @@ def _routine(some: Sequence[Instruction], labels: Mapping[str, int]) -> Routine:
         block.append(one)
     graph = nx.DiGraph()
     graph.add_nodes_from(blocks)
-    for address, following in pairwise([*blocks, None]):
+    behind = dict(pairwise(blocks))
+    for address in blocks:
         last = blocks[address][-1]
         target = labels.get(last.target)
         if target in blocks:
             graph.add_edge(address, target)
         left = last.base in LEAVES or target in blocks
-        if following is not None and (last.conditional or not left):
-            graph.add_edge(address, following)
+        if address in behind and (last.conditional or not left):
+            graph.add_edge(address, behind[address])
     graph.remove_nodes_from([each for each in blocks if each != entry and _is_rare(blocks[each])])
     usual = graph.subgraph({entry, *nx.descendants(graph, entry)})
     return Routine(
