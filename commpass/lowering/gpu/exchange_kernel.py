@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 
@@ -26,7 +25,7 @@ from commpass.codecs.rows import ALIGNMENT, aligned
 from commpass.collectives.steps import shard_length
 from commpass.lowering.chain import Cast, Chain, Decode, Divide, Encode, Enter, Leave, Sum
 from commpass.lowering.gpu import generate, parts
-from commpass.lowering.gpu.source import Source, constant, function_text, indented, of_text
+from commpass.lowering.gpu.source import Kernel, constant, function_text, indented, of_text
 from commpass.lowering.gpu.tiles import exchange as tiles
 from commpass.lowering.gpu.tiles.exchange import SLOTS
 
@@ -198,22 +197,6 @@ def _chains(exchange: Exchange) -> list[Chain]:
 # --- kernel text ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """A kernel and how to call it.
-
-    ``signature`` holds its arguments in order, with their Triton types; ``constants`` are the
-    compile-time arguments that follow. ``fuses`` is as in ``Generated``. The grid is
-    ``(programs,)``.
-    """
-
-    source: Source
-    signature: dict[str, str]
-    constants: dict[str, Any]
-    num_warps: int
-    fuses: bool
-
-
 NUMBERS = (
     *("rank", "count", "numel", "blocks", "tiles"),
     *("counters_at", "late_at", "wires_at", "wire_bytes"),
@@ -225,7 +208,8 @@ of a wire."""
 
 @lru_cache(maxsize=256)
 def kernel(exchange: Exchange) -> Kernel:
-    """Return the kernel of an exchange (``unsupported_reason`` must be "")."""
+    """Return the kernel of an exchange (``unsupported_reason`` must be ""). Its grid is
+    ``(programs,)``."""
     writer = _writer(exchange)
     lines = [*_beginning(writer), *(_LINES[exchange.algorithm](writer)), *_end()]
     pointers = {"peers": "*i64", "taken": writer.values, "made": writer.values}
@@ -240,7 +224,9 @@ def kernel(exchange: Exchange) -> Kernel:
     known = {**generate.KNOWN, **vars(tiles)}
     fuses = isinstance(writer.coder.grid, CompandedGrid)
     source = of_text(exchange.algorithm, text, known)
-    return Kernel(source, signature, constants, WARPS, fuses)
+    return Kernel(
+        source=source, signature=signature, constants=constants, num_warps=WARPS, fuses=fuses
+    )
 
 
 def _power(ranks: int) -> int:

@@ -40,7 +40,7 @@ from commpass.lowering.chain import (
 )
 from commpass.lowering.fused import dtype_after
 from commpass.lowering.gpu import parts
-from commpass.lowering.gpu.source import Source, constant, function_text, indented, of_text
+from commpass.lowering.gpu.source import Kernel, constant, function_text, indented, of_text
 from commpass.lowering.gpu.tiles import (
     grids,
     layouts,
@@ -78,29 +78,13 @@ TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"
 """Triton's names of pointers to values."""
 
 
-@dataclass(frozen=True)
-class Generated:
-    """A kernel and how to call it.
-
-    ``signature`` holds its arguments in order, with their Triton types; ``constants`` are the
-    compile-time ones. One program processes ``blocks`` blocks of one row; the grid is ``(programs
-    of a row, rows)``.
-    """
+@dataclass(frozen=True, kw_only=True)
+class Generated(Kernel):
+    """The kernel of a chain. One program processes ``blocks`` blocks of one row; the grid is
+    ``(programs of a row, rows)``."""
 
     chain: Chain
-    source: Source
-    signature: dict[str, str]
-    constants: dict[str, Any]
     blocks: int
-    num_warps: int
-    fuses: bool
-    """Whether a product and a sum may be rounded once. It is allowed if the bits depend on the GPU
-    anyway, since it approximates a root."""
-
-    @property
-    def size(self) -> int:
-        """Values per block."""
-        return int(self.constants["SIZE"])
 
 
 MOST = 2**31 - 2**16
@@ -224,7 +208,13 @@ def kernel(chain: Chain, numel: int = 1 << 20) -> Generated:
     text = _entry(entry, body)
     constants = dict(zip(CONSTANTS, (size, split, blocks, True, True, True), strict=True))
     return Generated(
-        chain, of_text(entry, text, KNOWN), body.signature, constants, blocks, WARPS, fuses
+        chain=chain,
+        source=of_text(entry, text, KNOWN),
+        signature=body.signature,
+        constants=constants,
+        blocks=blocks,
+        num_warps=WARPS,
+        fuses=fuses,
     )
 
 

@@ -35,6 +35,22 @@ class Source:
         return hashlib.sha256(self.text.encode()).hexdigest()[:16]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """A kernel with a generated entry, and how to call it.
+
+    ``signature`` holds its arguments in order, with their Triton types; ``constants`` are the
+    compile-time arguments that follow. ``fuses`` says whether a product and a sum may be rounded
+    once. It is allowed if the bits depend on the GPU anyway, since it approximates a root.
+    """
+
+    source: Source
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    num_warps: int
+    fuses: bool
+
+
 def tile(function: Callable[..., Any]) -> Callable[..., Any]:
     """Mark a function in Triton's language as a part of kernels. It is never called directly."""
     function.is_tile = True  # type: ignore[attr-defined]
