@@ -14,7 +14,7 @@ from statistics import median, quantiles
 from common import OWN_HOSTS, TRACE, Run, console
 
 from commpass.plan import dump
-from commpass.report import html, measured, tables, timeline
+from commpass.report import html, measured_timeline, tables, timeline
 
 
 def report(runs: Mapping[str, Run], options: Namespace) -> None:
@@ -99,7 +99,7 @@ def draw_overlap(options: Namespace) -> None:
         console.print(f"In the picture of what hides behind what {line}")
     if len(without) == len(dumps):
         return
-    shown = timeline.timelines(dumps, measured.measured(folder / TRACE, dumps))
+    shown = timeline.timelines(dumps, measured_timeline.measured(folder / TRACE, dumps))
     timeline.write(shown, picture)
     predicted = timeline.hidden([one.predicted for one in shown])
     found = timeline.hidden([one.measured for one in shown if one.measured is not None])

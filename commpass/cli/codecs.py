@@ -41,22 +41,26 @@ def codecs(
     json: Json = False,
 ) -> None:
     """Measure codecs: bits, error, distance to the bound 2^-b, speed."""
-    from commpass.report import glosses, scatter, survey
+    from commpass.report import codec_descriptions, codec_plot
+    from commpass.report import codecs as measurements
 
-    tensors = survey.tensors(data, dtype)
+    tensors = measurements.tensors(data, dtype)
     rows = []
-    specs = names or survey.STANDARD
+    specs = names or measurements.STANDARD
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=len(specs))
         for spec in specs:
             progress.update(task, description=spec)
-            rows.append(survey.measure(spec, tensors, timed=speed))
+            rows.append(measurements.measure(spec, tensors, timed=speed))
             progress.advance(task)
     if json:
         typer.echo(msgspec.json.format(msgspec.json.encode(rows), indent=1))
     else:
-        made, words = survey.table_of(rows), glosses.table_of(row.codec for row in rows)
+        made, words = (
+            measurements.table_of(rows),
+            codec_descriptions.table_of(row.codec for row in rows),
+        )
         tables.console_for(made).print(made, "", words, sep="\n")
     if plot is not None:
-        scatter.plot(rows, f"codecs on {Path(data).name}", plot)
+        codec_plot.plot(rows, f"codecs on {Path(data).name}", plot)
         typer.echo(f"wrote {plot}", err=json)

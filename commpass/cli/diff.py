@@ -18,8 +18,9 @@ from commpass.cli.arguments import (
     Module,
     load,
 )
-from commpass.report import compared, tables
-from commpass.report.choice import Choice
+from commpass.report import diff as differing
+from commpass.report import tables
+from commpass.report.site_filter import Choice
 
 
 @app.command()
@@ -47,14 +48,14 @@ def diff(
     The exit status is 0 if nothing, 1 if something, 2 on an error.
     """
     a, b = load(first, left_run), load(right, right_run)
-    found = compared.compared(a, b, Choice(module, kind, direction, codec))
+    found = differing.compared(a, b, Choice(module, kind, direction, codec))
     if json:
-        told = compared.to_json(a, b, found)
+        told = differing.to_json(a, b, found)
         typer.echo(msgspec.json.format(msgspec.json.encode(told), indent=1))
     else:
-        parts = list(compared.differences(found, every=every))
+        parts = list(differing.differences(found, every=every))
         console = tables.console_for(*parts, full=False)
-        for part in (*compared.heads(a, b, (str(first), str(right))), *parts):
+        for part in (*differing.heads(a, b, (str(first), str(right))), *parts):
             console.print(part)
         if not found:
             console.print("no differences")

@@ -22,11 +22,11 @@ from commpass.cli.arguments import (
 )
 from commpass.plan.dump import Dump
 from commpass.report import tables
-from commpass.report.choice import Choice, only
-from commpass.report.explained import explain as explanation
-from commpass.report.explained import slack_of_sites, to_json
-from commpass.report.why import candidates, considered, refusals, title
-from commpass.report.why import table_of as candidates_table
+from commpass.report.candidate_table import candidates, considered, refusals, title
+from commpass.report.candidate_table import table_of as candidates_table
+from commpass.report.explain import explain as explanation
+from commpass.report.explain import slack_of_sites, to_json
+from commpass.report.site_filter import Choice, only
 from commpass.utils.printable import brief
 
 

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from commpass.cli.app import app
 from commpass.cli.arguments import DumpPath, RunName, load, pick
-from commpass.report import measured as traces
+from commpass.report import measured_timeline as traces
 from commpass.report import tables
 from commpass.report import timeline as timelines
 

@@ -13,7 +13,7 @@ class _CallablePackage(ModuleType):
     """
 
     def __call__(self) -> Any:
-        from commpass.report.verdict import report
+        from commpass.report.process_report import report
 
         return report()
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from commpass.plan import Grouped, Plan, PlannedSite, Simplification, Split
-from commpass.report import sent
+from commpass.report import sent_bytes
 from commpass.utils.printable import amount, brief, clean_lines
 
 COLUMNS = (
@@ -144,7 +144,7 @@ def cells(site: PlannedSite) -> tuple[tuple[str, ...], ...]:
             size(site.bytes),
             size(site.wire_bytes),
             ratio(site.wire_bytes, site.bytes),
-            size(sent.planned(site)),
+            size(sent_bytes.planned(site)),
         ),
         (brief(site.codec), algorithm, f"{site.chunks} chunks" if site.chunks > 1 else "-"),
         (f"{site.plain_us:,.1f}", f"{site.predicted_us:,.1f}", f"{100 * site.error:.3g}%"),

@@ -13,7 +13,7 @@ from rich.text import Text
 from commpass.errors import CommpassError, DumpError
 from commpass.plan.dump import Dump
 from commpass.plan.timeline import Timeline
-from commpass.report import trace_events, tracks
+from commpass.report import timeline_drawing, timeline_json
 from commpass.report.tables import plain_table, ratio
 from commpass.utils.printable import brief
 
@@ -41,7 +41,7 @@ class TimelineView:
     measured: Timeline | None = None
 
     @property
-    def pictures(self) -> list[tracks.Picture]:
+    def pictures(self) -> list[timeline_drawing.Picture]:
         """The predicted timeline, and below it the measured one, each with totals in its title."""
         what = f"graph {self.dump.number}: {self.dump.plan.direction}"
         was = sum(site.unmoved_us for site in self.dump.plan.sites)
@@ -50,10 +50,10 @@ class TimelineView:
         title = f"{what}, predicted: {exposure_text(self.predicted, before)}"
         both = [self.predicted, *([] if self.measured is None else [self.measured])]
         end = max(event.end_us for each in both for event in each.events)
-        found = [tracks.Picture(title, self.predicted, end)]
+        found = [timeline_drawing.Picture(title, self.predicted, end)]
         if self.measured is not None:
             title = f"{what}, measured: {exposure_text(self.measured)}"
-            found.append(tracks.Picture(title, self.measured, end))
+            found.append(timeline_drawing.Picture(title, self.measured, end))
         return found
 
 
@@ -163,20 +163,20 @@ def write(view: Sequence[TimelineView], path: Path) -> None:
 
 
 def _png(view: Sequence[TimelineView], path: Path) -> None:
-    tracks.draw([picture for one in view for picture in one.pictures]).savefig(
+    timeline_drawing.draw([picture for one in view for picture in one.pictures]).savefig(
         path, format="png", dpi=110
     )
 
 
 def _json(view: Sequence[TimelineView], path: Path) -> None:
-    trace_events.write([picture for one in view for picture in one.pictures], path)
+    timeline_json.write([picture for one in view for picture in one.pictures], path)
 
 
 def _html(view: Sequence[TimelineView], path: Path) -> None:
     parts = [f"<!doctype html><meta charset=utf-8><title>commpass timeline</title><style>{STYLE}"]
     parts.append("</style>")
     for one in view:
-        parts.append(tracks.svg(one.pictures, f"graph{one.dump.number}-"))
+        parts.append(timeline_drawing.svg(one.pictures, f"graph{one.dump.number}-"))
         numeric = range(len(LEFT), len(headers(one)))
         heads = [*headers(one), "reason"]
         lines = [[f"<th>{escape(head)}" for head in heads]]

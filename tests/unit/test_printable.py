@@ -10,7 +10,7 @@ from dumps import site
 from commpass.codecs import codec
 from commpass.codecs.wrappers.outlier import Running, calibrate
 from commpass.plan import Candidate
-from commpass.report.explained import done
+from commpass.report.explain import done
 from commpass.report.html.data import described
 from commpass.report.tables import reasons
 from commpass.utils.printable import brief, clean

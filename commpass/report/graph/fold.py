@@ -11,7 +11,7 @@ from commpass.plan.dump import GraphNode
 from commpass.report.graph.labels import done_lines, modules_of, picture
 from commpass.report.graph.picture import Arrow, Box, Picture
 from commpass.report.graph.sites import Sketch
-from commpass.report.patterns import patterns, without_numbers
+from commpass.report.layer_patterns import patterns, without_numbers
 from commpass.utils.printable import clean
 
 MANY = 60

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from commpass.plan import PlannedSite
 from commpass.plan.dump import GraphNode
 from commpass.report import tables
-from commpass.report.explained import done
+from commpass.report.explain import done
 from commpass.report.graph.nodes import fallback
 from commpass.report.graph.picture import Arrow, Box, Picture, kind_of, travels
 from commpass.report.graph.sites import Sketch, role_of

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from commpass.plan import PlannedSite
 from commpass.plan.dump import Dump
-from commpass.report.compared import named
+from commpass.report.diff import named
 from commpass.report.html.data import Run, described
 from commpass.report.html.totals import predicted_us, wire_bytes
-from commpass.report.patterns import without_numbers
+from commpass.report.layer_patterns import without_numbers
 from commpass.utils.printable import brief
 
 Place = tuple[str, str, str]

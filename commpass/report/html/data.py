@@ -9,12 +9,12 @@ from typing import Any
 from commpass.plan import NONE, Candidate, PlannedSite
 from commpass.plan.dump import Dump
 from commpass.plan.timeline import Timeline
-from commpass.report import why
+from commpass.report import candidate_table
 from commpass.report.html.drawing import drawing
 from commpass.report.html.runs import Read
 from commpass.report.html.sparklines import Strip, sparklines
 from commpass.report.html.totals import Times, Totals, predicted_us, times, totals, wire_bytes
-from commpass.report.patterns import Pattern, patterns
+from commpass.report.layer_patterns import Pattern, patterns
 from commpass.utils.printable import brief
 
 
@@ -271,11 +271,11 @@ def options(dump: Dump, site: PlannedSite) -> tuple[Option, ...]:
     Refused candidates follow, once for each reason.
     """
     possible, refused = [], dict[str, list[str]]()
-    for each in why.candidates(dump, site):
+    for each in candidate_table.candidates(dump, site):
         if each.refused:
             refused.setdefault(each.refused, []).append(described(each))
             continue
-        reason = why.lost(each, site)
+        reason = candidate_table.lost(each, site)
         possible.append(
             Option(
                 what=described(site if reason == "chosen" else each),

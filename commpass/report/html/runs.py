@@ -9,7 +9,7 @@ from pathlib import Path
 from commpass.errors import CommpassError
 from commpass.plan.dump import Dump
 from commpass.plan.timeline import Timeline
-from commpass.report.measured import measured
+from commpass.report.measured_timeline import measured
 
 
 @dataclass(frozen=True)

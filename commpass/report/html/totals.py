@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from commpass.plan import Plan, PlannedSite
 from commpass.plan.timeline import Timeline
-from commpass.report import sent
+from commpass.report import sent_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ def totals(plans: Sequence[Plan]) -> Totals:
     sizes = [(site.bytes, wire_bytes(site, fallback)) for site, fallback in sites]
     known = [(before, after) for before, after in sizes if before >= 0 and after >= 0]
     steps = [step for plan in plans for step in plan.simplified]
-    sent_plain, sent_coded, untold = sent.of_plans(plans)
+    sent_plain, sent_coded, untold = sent_bytes.of_plans(plans)
     return Totals(
         sites=len(sites),
         compressed=sum(len(plan.compressed) for plan in plans),

@@ -15,9 +15,9 @@ from rich.text import Text
 
 from commpass.plan import Grouped, Plan, Simplification, Split
 from commpass.plan.dump import Dump
-from commpass.report import sent, tables
-from commpass.report.merged import Merged, is_exchange, merged
-from commpass.report.patterns import Pattern, patterns
+from commpass.report import sent_bytes, tables
+from commpass.report.layer_patterns import Pattern, patterns
+from commpass.report.run import Merged, is_exchange, merged
 from commpass.report.tables import WIDE, amount, amounts, durations, plain_table, ratio, size
 from commpass.utils.printable import brief
 
@@ -54,7 +54,7 @@ def explain(
 
 def headlines(dumps: Sequence[Dump]) -> list[str]:
     """Return the bytes that leave the rank, and those that need not be sent at all."""
-    before, after, unknown = sent.of_plans(dump.plan for dump in dumps)
+    before, after, unknown = sent_bytes.of_plans(dump.plan for dump in dumps)
     lines = []
     if any(dump.plan.sites for dump in dumps):
         left_out = f", {unknown} of unknown size not counted" if unknown else ""
@@ -239,7 +239,10 @@ def cells(one: Pattern) -> tuple[tuple[str, ...], ...]:
     site, many = one.first, len(one.sites)
     known = min(min(each.bytes, each.wire_bytes) for each in one.sites) >= 0
     each = [one.total(name) / many if known else -1 for name in ("bytes", "wire_bytes")]
-    moved = [_all(sent.plain(s) for s in one.sites), _all(sent.planned(s) for s in one.sites)]
+    moved = [
+        _all(sent_bytes.plain(s) for s in one.sites),
+        _all(sent_bytes.planned(s) for s in one.sites),
+    ]
     us = [one.total(name) / many for name in ("plain_us", "predicted_us")]
     if not site.compressed:
         each, moved, us = each[:1], moved[:1], us[:1]

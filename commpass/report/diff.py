@@ -14,11 +14,11 @@ from rich.text import Text
 
 from commpass.plan import AGREED_FIELDS, Difference, Plan, PlannedSite, diff
 from commpass.plan.dump import Dump
-from commpass.report import sent, tables
-from commpass.report.choice import Choice, check
-from commpass.report.explained import done
-from commpass.report.merged import merged
-from commpass.report.patterns import without_numbers
+from commpass.report import sent_bytes, tables
+from commpass.report.explain import done
+from commpass.report.layer_patterns import without_numbers
+from commpass.report.run import merged
+from commpass.report.site_filter import Choice, check
 from commpass.report.tables import amounts, durations, plain_table, size
 
 FORECASTS = ("wire_bytes", "plain_us", "predicted_us", "error", "reason")
@@ -107,7 +107,7 @@ def heads(first: Sequence[Dump], right: Sequence[Dump], names: Sequence[str]) ->
             f"{letter}: {path}, run {dumps[0].run}, policy {_policies(plans)}, profile"
             f" {plans[0].profile}"
         )
-        before, after, _ = sent.of_plans(plans)
+        before, after, _ = sent_bytes.of_plans(plans)
         yield Text(f"   {tables.totals(plans)}", style="bold")
         yield Text(f"   sent to other ranks: {size(before)} -> {size(after)}", style="bold")
 
@@ -187,7 +187,7 @@ def to_json(
 def _totals(dumps: Sequence[Dump]) -> dict[str, Any]:
     plans = [dump.plan for dump in dumps]
     sites = [(site, not plan.fallback) for plan in plans for site in plan.sites]
-    before, after, _ = sent.of_plans(plans)
+    before, after, _ = sent_bytes.of_plans(plans)
     return {
         "run": dumps[0].run,
         "policy": _policies(plans),

@@ -21,7 +21,16 @@ from commpass.plan.timeline import (
     subtract,
     union,
 )
-from commpass.report.trace import CALL, HOW, Call, Row, Step, calls_of, operation_kind, read
+from commpass.report.profiler_trace import (
+    CALL,
+    HOW,
+    Call,
+    Row,
+    Step,
+    calls_of,
+    operation_kind,
+    read,
+)
 
 LINKS = "links"
 """The lane of exchanges if the dump names none."""

@@ -18,8 +18,8 @@ from commpass.errors import CommpassError
 from commpass.groups import is_first_rank
 from commpass.plan import Plan
 from commpass.policy import PRESETS
-from commpass.report import sent
-from commpass.report.patterns import Pattern, patterns
+from commpass.report import sent_bytes
+from commpass.report.layer_patterns import Pattern, patterns
 from commpass.utils.printable import brief, clean
 
 NOTHING = (
@@ -329,8 +329,8 @@ def _site(sampled: Sampled, plan: Plan) -> SiteReport:
         algorithm=site.algorithm,
         bytes=site.bytes,
         wire_bytes=site.wire_bytes if compressed else site.bytes,
-        sent_plain=sent.plain(site),
-        sent=sent.planned(site) if compressed else sent.plain(site),
+        sent_plain=sent_bytes.plain(site),
+        sent=sent_bytes.planned(site) if compressed else sent_bytes.plain(site),
         error=site.error,
         max_error=sampled.bound,
         measured=sampled.mean,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from commpass.errors import PolicyError
 
 if TYPE_CHECKING:
-    from commpass.report.survey import Measured
+    from commpass.report.codecs import Measured
 
 MARKS = "osD^vPX*<>dph"
 LABEL = 6.5
