@@ -41,8 +41,9 @@ def codecs(
     json: Json = False,
 ) -> None:
     """Measure codecs: bits, error, distance to the bound 2^-b, speed."""
-    from commpass.report import codec_descriptions, codec_plot
     from commpass.report import codecs as measurements
+    from commpass.report.codec_descriptions import descriptions_of
+    from commpass.report.codec_plot import plot as draw
 
     tensors = measurements.tensors(data, dtype)
     rows = []
@@ -56,11 +57,8 @@ def codecs(
     if json:
         typer.echo(msgspec.json.format(msgspec.json.encode(rows), indent=1))
     else:
-        made, words = (
-            measurements.table_of(rows),
-            codec_descriptions.table_of(row.codec for row in rows),
-        )
+        made, words = measurements.table_of(rows), descriptions_of(row.codec for row in rows)
         tables.console_for(made).print(made, "", words, sep="\n")
     if plot is not None:
-        codec_plot.plot(rows, f"codecs on {Path(data).name}", plot)
+        draw(rows, f"codecs on {Path(data).name}", plot)
         typer.echo(f"wrote {plot}", err=json)

@@ -18,9 +18,11 @@ from commpass.cli.arguments import (
     Module,
     load,
 )
-from commpass.report import diff as differing
 from commpass.report import tables
-from commpass.report.site_filter import Choice
+from commpass.report.comparison import compared
+from commpass.report.diff import differences, heads, to_json
+from commpass.report.run import Run
+from commpass.report.site_filter import SiteFilter
 
 
 @app.command()
@@ -47,15 +49,16 @@ def diff(
 
     The exit status is 0 if nothing, 1 if something, 2 on an error.
     """
-    a, b = load(first, left_run), load(right, right_run)
-    found = differing.compared(a, b, Choice(module, kind, direction, codec))
+    a = Run(tuple(load(first, left_run)), str(first))
+    b = Run(tuple(load(right, right_run)), str(right))
+    found = compared(a, b, SiteFilter(module, kind, direction, codec))
     if json:
-        told = differing.to_json(a, b, found)
+        told = to_json(a, b, found)
         typer.echo(msgspec.json.format(msgspec.json.encode(told), indent=1))
     else:
-        parts = list(differing.differences(found, every=every))
+        parts = list(differences(found, every=every))
         console = tables.console_for(*parts, full=False)
-        for part in (*differing.heads(a, b, (str(first), str(right))), *parts):
+        for part in (*heads(a, b), *parts):
             console.print(part)
         if not found:
             console.print("no differences")

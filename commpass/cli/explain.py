@@ -25,8 +25,10 @@ from commpass.report import tables
 from commpass.report.candidate_table import candidates, considered, refusals, title
 from commpass.report.candidate_table import table_of as candidates_table
 from commpass.report.explain import explain as explanation
-from commpass.report.explain import slack_of_sites, to_json
-from commpass.report.site_filter import Choice, only
+from commpass.report.explain import to_json
+from commpass.report.run import Run, slack_of_sites
+from commpass.report.site_filter import SiteFilter, select
+from commpass.report.sites_table import sites_table
 from commpass.utils.printable import brief
 
 
@@ -51,8 +53,8 @@ def explain(
     json: Json = False,
 ) -> None:
     """Show the collectives, what was decided about them, and the reasons."""
-    choice = Choice(module, kind, direction, codec)
-    dumps = only(load(path, run), choice)
+    chosen = SiteFilter(module, kind, direction, codec)
+    dumps = select(load(path, run), chosen)
     if why is not None:
         show_candidates(dumps, why, json)
         return
@@ -61,14 +63,12 @@ def explain(
         typer.echo(msgspec.json.format(plans, indent=1))
         return
     shown = [
-        tables.sites_table(one.plan.sites, wide=True, slack=slack_of_sites(one))
-        for one in dumps
-        if every
+        sites_table(one.plan.sites, wide=True, slack=slack_of_sites(one)) for one in dumps if every
     ]
     console = tables.console_for(*shown, full=False)
-    if not choice.everything:
-        console.print(Text(f"only {choice}", style="bold"))
-    for part in explanation(dumps, console, every=every):
+    if not chosen.everything:
+        console.print(Text(f"only {chosen}", style="bold"))
+    for part in explanation(Run(tuple(dumps)), console, every=every):
         console.print(part)
 
 

@@ -24,7 +24,8 @@ from commpass.passes.choose import choose
 from commpass.plan import PlannedSite, Site
 from commpass.plan.kinds import KINDS
 from commpass.policy import Policy, policy_named
-from commpass.report.tables import console_for, micros, plain_table, size
+from commpass.report.numbers import micros, size
+from commpass.report.tables import console_for, plain_table
 
 LEAST, MOST = 1 << 10, 1 << 34
 """Bytes of the smallest and the largest tensor that is tried, in powers of two."""

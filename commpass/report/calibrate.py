@@ -23,10 +23,11 @@ from commpass.distributed.machine import default_here, device_of, requested_prof
 from commpass.errors import CalibrationError
 from commpass.plan import NONE
 from commpass.policy import Policy, policy_named
+from commpass.report.numbers import size
 from commpass.report.probe import group
 from commpass.report.progress import progress
 from commpass.report.simulate import build_of, mesh_of
-from commpass.report.tables import console_for, plain_table, size
+from commpass.report.tables import console_for, plain_table
 from commpass.simulate import no_dimension
 from commpass.utils.tables import write_whole
 

@@ -14,9 +14,11 @@ from commpass.costmodel import Profile
 from commpass.errors import CommpassError, nearest
 from commpass.plan import Candidate, PlannedSite
 from commpass.plan.dump import Dump
-from commpass.report.explain import in_words_of_slack, slack_of_sites
+from commpass.report.explain import in_words_of_slack
 from commpass.report.graph.picture import inputs_of, waits
-from commpass.report.tables import micros, plain_table, ratio, size
+from commpass.report.numbers import micros, ratio, size
+from commpass.report.run import slack_of_sites
+from commpass.report.tables import plain_table
 from commpass.utils.globs import covers
 from commpass.utils.printable import brief
 

@@ -1,8 +1,7 @@
-"""Compare two runs: totals of both, then what changed, by pattern of sites."""
+"""Show how two runs differ: totals of both, then what changed, by pattern of sites."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,17 +11,16 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from commpass.plan import AGREED_FIELDS, Difference, Plan, PlannedSite, diff
-from commpass.plan.dump import Dump
-from commpass.report import sent_bytes, tables
-from commpass.report.explain import done
+from commpass.plan import AGREED_FIELDS, Difference, Plan, PlannedSite
+from commpass.report.comparison import FORECASTS, GraphPair
+from commpass.report.headlines import totals_line
 from commpass.report.layer_patterns import without_numbers
-from commpass.report.run import merged
-from commpass.report.site_filter import Choice, check
-from commpass.report.tables import amounts, durations, plain_table, size
+from commpass.report.numbers import amounts, durations, size
+from commpass.report.run import Run
+from commpass.report.site_text import done
+from commpass.report.tables import plain_table
+from commpass.utils.printable import plural
 
-FORECASTS = ("wire_bytes", "plain_us", "predicted_us", "error", "reason")
-"""Fields that a diff shows besides the decisions: the cost model's predictions."""
 SAID = {
     "wire_bytes": "on the wire",
     "plain_us": "uncompressed us",
@@ -32,102 +30,34 @@ SAID = {
 """Fields whose names are not clear enough."""
 
 
-@dataclass(frozen=True)
-class Compared:
-    """A graph of both runs by its name ("forward 1"), or of one of them, and how it differs."""
-
-    name: str
-    left: Plan | None
-    right: Plan | None
-    rows: tuple[Difference, ...]
-
-    @property
-    def only_in(self) -> str:
-        return "" if self.left and self.right else "A" if self.left else "B"
-
-
-def named(dumps: Sequence[Dump]) -> dict[str, Dump]:
-    """Return the graphs by direction and number ("forward 1"), which runs of one model share.
-
-    Graphs of one exchange each count as one graph.
-    """
-    seen = Counter[str]()
-    found = {}
-    for dump in (one.dump for one in merged(dumps)):
-        seen[dump.plan.direction] += 1
-        found[f"{dump.plan.direction} {seen[dump.plan.direction]}"] = dump
-    return found
-
-
-def compared(
-    before: Sequence[Dump], right: Sequence[Dump], choice: Choice | None = None
-) -> list[Compared]:
-    """Return every graph that differs.
-
-    With a ``choice``, only sites that it selects in one of the runs count. Raise CommpassError if
-    it selects none.
-    """
-    choice = choice or Choice()
-    if not choice.everything:
-        check([*before, *right], choice)
-    found = []
-    lefts, rights = named(before), named(right)
-    for name in dict.fromkeys((*lefts, *rights)):
-        a, b = (_of(some.get(name)) for some in (lefts, rights))
-        if not choice.everything:
-            taken = {s.name for plan in (a, b) if plan for s in plan if choice.accepts(s)}
-            a, b = (plan and _only(plan, taken) for plan in (a, b))
-            if not taken:
-                continue
-        rows = () if a is None or b is None else diff(a, b, (*AGREED_FIELDS, *FORECASTS))
-        if a is None or b is None or rows:
-            found.append(Compared(name, a, b, tuple(rows)))
-    return found
-
-
-def _of(dump: Dump | None) -> Plan | None:
-    return dump.plan if dump is not None else None
-
-
-def _only(plan: Plan, names: set[str]) -> Plan:
-    """Return the plan of those sites alone, without fields of the whole graph."""
-    sites = tuple(site for site in plan.sites if site.name in names)
-    return dataclasses.replace(plan, sites=sites, simplified=(), grouped=(), split=(), reordered=())
-
-
-def _policies(plans: Sequence[Plan]) -> str:
-    return ", ".join(dict.fromkeys(plan.policy for plan in plans))
-
-
-def heads(first: Sequence[Dump], right: Sequence[Dump], names: Sequence[str]) -> Iterator[Text]:
+def heads(first: Run, right: Run) -> Iterator[Text]:
     """Yield a header for the two runs, with the totals of each."""
-    for letter, path, dumps in zip("AB", names, (first, right), strict=True):
-        plans = [dump.plan for dump in dumps]
+    for letter, run in zip("AB", (first, right), strict=True):
         yield Text(
-            f"{letter}: {path}, run {dumps[0].run}, policy {_policies(plans)}, profile"
-            f" {plans[0].profile}"
+            f"{letter}: {run.source}, run {run.first.run}, policy {run.policies}, profile"
+            f" {run.first.plan.profile}"
         )
-        before, after, _ = sent_bytes.of_plans(plans)
-        yield Text(f"   {tables.totals(plans)}", style="bold")
-        yield Text(f"   sent to other ranks: {size(before)} -> {size(after)}", style="bold")
+        sent = f"{size(run.sent.before)} -> {size(run.sent.after)}"
+        yield Text(f"   {totals_line(run.totals)}", style="bold")
+        yield Text(f"   sent to other ranks: {sent}", style="bold")
 
 
-def differences(found: Sequence[Compared], *, every: bool) -> Iterator[RenderableType]:
+def differences(found: Sequence[GraphPair], *, every: bool) -> Iterator[RenderableType]:
     """Yield what differs in each graph: a line for each pattern, or for each field of each site."""
     for one in found:
         if one.only_in:
             plan = one.left or one.right
             many = len(plan.sites) if plan else 0
             yield Text(f"\n{one.name}: 1 difference", style="bold")
-            yield Text(f"only in {one.only_in} ({many} site{'s' * (many != 1)})")
+            yield Text(f"only in {one.only_in} ({plural(many, 'site')})")
             continue
         many, sites = len(one.rows), len({row.site for row in one.rows})
-        said = f"{many} difference{'s' * (many != 1)} in {sites} site{'s' * (sites != 1)}"
+        said = f"{plural(many, 'difference')} in {plural(sites, 'site')}"
         yield Text(f"\n{one.name}: {said}", style="bold")
         yield diff_table(one) if every else changes_table(one)
 
 
-def diff_table(one: Compared) -> Table:
+def diff_table(one: GraphPair) -> Table:
     """Return a table with a line for each field of each site."""
     table = plain_table("site", "module", "field", "A", "B", folded=("module", "A", "B"))
     modules = _modules(one)
@@ -138,7 +68,7 @@ def diff_table(one: Compared) -> Table:
     return table
 
 
-def _modules(one: Compared) -> dict[str, str]:
+def _modules(one: GraphPair) -> dict[str, str]:
     plans = [plan for plan in (one.right, one.left) if plan]
     return {site.name: site.module for plan in plans for site in plan.sites}
 
@@ -158,12 +88,11 @@ def _formatted(row: Difference) -> Any:
     return text
 
 
-def to_json(
-    first: Sequence[Dump], right: Sequence[Dump], found: Sequence[Compared]
-) -> dict[str, Any]:
+def to_json(first: Run, right: Run, found: Sequence[GraphPair]) -> dict[str, Any]:
     """Return the two runs with their totals, and each difference, as data for programs."""
     return {
-        **{name: _totals(dumps) for name, dumps in (("a", first), ("b", right))},
+        "a": _totals(first),
+        "b": _totals(right),
         "graphs": [
             {
                 "graph": one.name,
@@ -184,22 +113,20 @@ def to_json(
     }
 
 
-def _totals(dumps: Sequence[Dump]) -> dict[str, Any]:
-    plans = [dump.plan for dump in dumps]
-    sites = [(site, not plan.fallback) for plan in plans for site in plan.sites]
-    before, after, _ = sent_bytes.of_plans(plans)
+def _totals(run: Run) -> dict[str, Any]:
+    of = run.totals
     return {
-        "run": dumps[0].run,
-        "policy": _policies(plans),
-        "profile": plans[0].profile,
-        "sites": len(sites),
-        "compressed": sum(len(plan.compressed) for plan in plans),
-        "bytes": sum(max(site.bytes, 0) for site, _ in sites),
-        "wire_bytes": sum(max(s.wire_bytes if did else s.bytes, 0) for s, did in sites),
-        "sent_plain_bytes": before,
-        "sent_bytes": after,
-        "plain_us": sum(site.plain_us for site, _ in sites),
-        "predicted_us": sum(s.predicted_us if did else s.plain_us for s, did in sites),
+        "run": run.first.run,
+        "policy": run.policies,
+        "profile": run.first.plan.profile,
+        "sites": of.sites,
+        "compressed": of.compressed,
+        "bytes": of.bytes,
+        "wire_bytes": of.wire_bytes,
+        "sent_plain_bytes": run.sent.before,
+        "sent_bytes": run.sent.after,
+        "plain_us": of.plain_us,
+        "predicted_us": of.predicted_us,
     }
 
 
@@ -234,7 +161,7 @@ Key = tuple[str, str, tuple[str, ...]]
 """The key of one line: pattern of modules, kind, and the changes as text."""
 
 
-def changes_table(one: Compared) -> Table:
+def changes_table(one: GraphPair) -> Table:
     """Return a table with a line for each pattern of sites with the same changes."""
     assert one.left is not None
     assert one.right is not None

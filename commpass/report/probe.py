@@ -22,8 +22,9 @@ from commpass.costmodel.fit import FASTEST
 from commpass.costmodel.links import Link
 from commpass.errors import CommpassError, ProfileError
 from commpass.probe import probe
+from commpass.report.numbers import size
 from commpass.report.progress import progress
-from commpass.report.tables import console_for, plain_table, size
+from commpass.report.tables import console_for, plain_table
 
 
 def run(output: Path, seconds: float, *, kernels: bool, plot: Path | None, json: bool) -> None:

@@ -1,73 +1,185 @@
-"""Merge graphs of one exchange each into one graph.
-
-Integrations create such a graph for each module of a model. Sites of repeated layers then share one
-line, as in a compiled graph.
-"""
+"""One run as data: its graphs and their sums, which tables, pages and JSON print."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 
+from commpass.errors import CommpassError
+from commpass.plan import Plan
 from commpass.plan.dump import Dump
+from commpass.plan.timeline import Timeline
+from commpass.plan.totals import Totals, totals
+from commpass.report.exchange_graphs import Merged, is_exchange, merged
+from commpass.report.measured_timeline import measured
+from commpass.report.sent_bytes import Sent, of_plans
+from commpass.utils.printable import plural
 
-FEW = 8
-"""Most nodes of a graph that consists of one exchange."""
 
+@dataclass(frozen=True)
+class Times:
+    """Microseconds of some timelines: until the rank is done, of exchanges, and of waiting."""
 
-@dataclasses.dataclass(frozen=True)
-class Merged:
-    """One graph, or several merged ones with one exchange each. ``numbers`` are those of the
-    graphs."""
-
-    numbers: tuple[int, ...]
-    dump: Dump
+    us: float
+    travel_us: float
+    exposed_us: float
 
     @property
-    def title(self) -> str:
-        plan, (first, *others) = self.dump.plan, self.numbers
-        if not others:
-            return f"graph {first}: {plan.direction} ({plan.graph})"
-        whole = list(self.numbers) == list(range(first, others[-1] + 1))
-        named = f"{first}-{others[-1]}" if whole else ", ".join(map(str, self.numbers))
-        return f"graphs {named}: {plan.direction}, one exchange each"
+    def hidden_us(self) -> float:
+        return max(0.0, self.travel_us - self.exposed_us)
+
+    @property
+    def hidden(self) -> float | None:
+        """The share of the exchange time during which the rank does not wait, 0 to 1.
+
+        None if there are no exchanges.
+        """
+        return self.hidden_us / self.travel_us if self.travel_us else None
 
 
-def merged(dumps: Sequence[Dump]) -> list[Merged]:
-    """Return the graphs in order, with merged ones in place of the first of them.
+def times(timelines: Iterable[Timeline | None]) -> Times | None:
+    """Return the sum of timelines; None if there are none."""
+    if not (some := [each for each in timelines if each is not None]):
+        return None
+    columns = zip(*((each.us, each.travel_us, each.exposed_us) for each in some), strict=True)
+    return Times(*map(sum, columns))
 
-    Graphs with one exchange each are merged by run, direction, policy and profile. Sites keep their
-    names with a number appended.
+
+@dataclass(frozen=True)
+class Run:
+    """Graphs of one run, in order.
+
+    ``source`` are the paths that they were read from, for display. ``timelines`` are measured ones
+    by the number of the graph, none without a trace.
     """
-    found: dict[object, list[Dump]] = {}
-    for dump in dumps:
-        plan = dump.plan
-        like = (dump.run, dump.rank, plan.direction, plan.policy, plan.profile)
-        found.setdefault(like if is_exchange(dump) else dump.number, []).append(dump)
-    return [Merged(tuple(one.number for one in some), _joined(some)) for some in found.values()]
+
+    dumps: tuple[Dump, ...]
+    source: str = ""
+    timelines: Mapping[int, Timeline] = field(default_factory=dict)
+
+    @property
+    def first(self) -> Dump:
+        return self.dumps[0]
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        return tuple(dump.plan for dump in self.dumps)
+
+    @property
+    def policies(self) -> str:
+        """The policies of all graphs, in order."""
+        return ", ".join(dict.fromkeys(plan.policy for plan in self.plans))
+
+    @cached_property
+    def totals(self) -> Totals:
+        return totals(self.plans)
+
+    @cached_property
+    def sent(self) -> Sent:
+        return of_plans(self.plans)
+
+    @cached_property
+    def predicted(self) -> Times | None:
+        return times(dump.timeline for dump in self.dumps)
+
+    @cached_property
+    def measured(self) -> Times | None:
+        return times(self.timelines.get(dump.number) for dump in self.dumps)
+
+    @cached_property
+    def merged(self) -> tuple[Merged, ...]:
+        return tuple(merged(self.dumps))
+
+    @cached_property
+    def by_name(self) -> dict[str, Dump]:
+        """The graphs by direction and number ("forward 1"), which runs of one model share.
+
+        Graphs of one exchange each count as one graph.
+        """
+        seen = Counter[str]()
+        found = {}
+        for dump in (one.dump for one in self.merged):
+            seen[dump.plan.direction] += 1
+            found[f"{dump.plan.direction} {seen[dump.plan.direction]}"] = dump
+        return found
+
+    @property
+    def original_sites(self) -> tuple[int, int]:
+        """The number of original collectives, and how many of them need not be sent.
+
+        Grouped or split collectives count as the original ones.
+        """
+        found = gone = 0
+        for dump in self.dumps:
+            plan = dump.plan
+            were = {node.site.partition(".")[0] for node in dump.before if node.site}
+            parts = {name: split.site for split in plan.split for name in split.into}
+            members = {each.into: each.sites for each in plan.grouped}
+            left = {
+                name.partition(".")[0]
+                for site in plan.sites
+                for name in members.get(site.name, (parts.get(site.name, site.name),))
+            }
+            found += len(were)
+            gone += max(0, len(were) - len(left)) if plan.simplified else 0
+        return found, gone
 
 
-def is_exchange(dump: Dump) -> bool:
-    """Return whether a graph consists of one exchange, like that of a hook."""
-    plan = dump.plan
-    more = plan.simplified or plan.grouped or plan.split or plan.fallback
-    return len(plan.sites) == 1 and len(dump.before) <= FEW and not more
+def runs(found: Iterable[tuple[Path, Sequence[Dump]]], traces: Sequence[Path] = ()) -> list[Run]:
+    """Group the dumps of some paths into runs.
+
+    Files of one run are combined; a graph number that exists already begins another run. The first
+    trace belongs to the first run, and so on. Raise CommpassError for more traces than runs, and
+    TraceError for a trace of another program.
+    """
+    groups: list[tuple[list[Path], dict[int, Dump]]] = []
+    for path, dumps in found:
+        for dump in dumps:
+            group = next(
+                (
+                    (paths, own)
+                    for paths, own in groups
+                    if dump.run == next(iter(own.values())).run and dump.number not in own
+                ),
+                None,
+            )
+            if group is None:
+                group = ([], {})
+                groups.append(group)
+            group[0].append(path)
+            group[1][dump.number] = dump
+    if len(traces) > len(groups):
+        raise CommpassError(
+            f"{len(traces)} traces for {plural(len(groups), 'run')}: --measured names one for each"
+            " run at most"
+        )
+    return [
+        Run(
+            dumps := tuple(own[number] for number in sorted(own)),
+            ", ".join(map(str, dict.fromkeys(paths))),
+            measured(traces[at], dumps) if at < len(traces) else {},
+        )
+        for at, (paths, own) in enumerate(groups)
+    ]
 
 
-def _joined(dumps: Sequence[Dump]) -> Dump:
-    if len(dumps) == 1:
-        return dumps[0]
-    sites = [site for dump in dumps for site in dump.plan.sites]
-    numbered = tuple(
-        dataclasses.replace(site, name=f"{site.name}[{number}]")
-        for number, site in enumerate(sites, 1)
-    )
-    return dataclasses.replace(
-        dumps[0],
-        plan=dataclasses.replace(dumps[0].plan, sites=numbered, reordered=()),
-        passes_ms={"all": sum(sum(dump.passes_ms.values()) for dump in dumps)},
-        before=(),
-        after=(),
-        lowered=(),
-        timeline=None,
-    )
+Slack = Sequence[float | None]
+"""For each site of a graph, how many microseconds later its exchanges could begin without delaying
+the end of the graph. None if that is unknown. Empty if it is unknown for all sites."""
+
+
+def slack_of_sites(dump: Dump) -> Slack:
+    """Return the slack of a graph's sites.
+
+    It is empty for a graph that is one exchange of a hook, since compute that overlaps it is not in
+    the graph.
+    """
+    timeline = dump.timeline
+    if timeline is None or not timeline.slack_us:
+        return ()
+    if len(timeline.slack_us) == 1 and is_exchange(dump):
+        return ()
+    return [timeline.slack_of(site.name) for site in dump.plan.sites]

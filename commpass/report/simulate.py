@@ -17,8 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from commpass.errors import CommpassError, nearest
+from commpass.report.numbers import size
 from commpass.report.progress import progress
-from commpass.report.tables import console_for, plain_table, size
+from commpass.report.tables import console_for, plain_table
 from commpass.simulate import Build, Simulated, simulate
 
 Sweep = tuple[str, Sequence[float]]

@@ -14,7 +14,8 @@ from commpass.errors import CommpassError, DumpError
 from commpass.plan.dump import Dump
 from commpass.plan.timeline import Timeline
 from commpass.report import timeline_drawing, timeline_json
-from commpass.report.tables import plain_table, ratio
+from commpass.report.numbers import ms, ratio
+from commpass.report.tables import plain_table
 from commpass.utils.printable import brief
 
 LEFT, RIGHT = (
@@ -103,11 +104,6 @@ def hidden(timelines: Sequence[Timeline]) -> str:
     travels = sum(each.travel_us for each in timelines)
     behind = travels - sum(each.exposed_us for each in timelines)
     return f"{ms(behind)} of {ms(travels)} ms ({ratio(behind, travels)})"
-
-
-def ms(us: float) -> str:
-    """Format milliseconds with three significant digits."""
-    return f"{us / 1000:,.0f}" if us >= 1e5 else f"{us / 1000:.3g}"
 
 
 def rows(view: TimelineView) -> list[tuple[str, ...]]:

@@ -114,18 +114,18 @@ def test_files_without_floats_or_that_are_no_safetensors_are_refused(tmp_path):
     assert "cannot be read as safetensors" in run("int8", "--data", file).stderr
 
 
-def test_every_codec_that_needs_nothing_else_is_in_the_survey():
+def test_every_codec_that_needs_nothing_else_is_measured_by_default():
     from commpass.codecs import NAMES
 
-    surveyed = {spec.partition("(")[0] for spec in measurements.STANDARD}
+    shown = {spec.partition("(")[0] for spec in measurements.STANDARD}
     twice = {"bf16", "fp16"}  # other names of what is there
-    assert surveyed == set(NAMES) - {"raw", "outlier", "difference", "segments"} - twice
+    assert shown == set(NAMES) - {"raw", "outlier", "difference", "segments"} - twice
 
 
 def test_every_codec_has_a_line_that_says_what_it_is_for():
     from commpass.codecs import NAMES
 
-    assert set(codec_descriptions.GLOSSES) == set(NAMES)
+    assert set(codec_descriptions.DESCRIPTIONS) == set(NAMES)
     shown = run("int8", "taco", "taco(scale=absmax)", "--no-speed").stdout
     assert shown.count("(TACO)") == 1
     assert "plain integers" in shown

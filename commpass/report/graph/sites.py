@@ -15,7 +15,6 @@ from functools import cached_property
 from commpass.errors import CommpassError, nearest
 from commpass.plan import PlannedSite
 from commpass.plan.dump import Dump, GraphNode
-from commpass.report import tables
 from commpass.report.graph.nodes import nodes_of
 from commpass.report.graph.picture import (
     in_order,
@@ -24,6 +23,7 @@ from commpass.report.graph.picture import (
     travels,
     waits,
 )
+from commpass.report.numbers import spans
 
 NOT_DRAWN = ("placeholder", "get_attr", "output")
 VIEWS = (
@@ -76,7 +76,7 @@ class Sketch:
     def numbers(self, site: str) -> str:
         """Return the numbers of a site in the plan, from 1: "#3", or "#3-6"."""
         some = [self._number_of[each.name] for each in self.planned[site]]
-        return f"#{tables.spans(some)} " if some else ""
+        return f"#{spans(some)} " if some else ""
 
     @cached_property
     def _number_of(self) -> dict[str, int]:
