@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 from rich.console import Console
 from rich.progress import Progress
@@ -55,7 +54,7 @@ def codecs(
             rows.append(measurements.measure(spec, tensors, timed=speed))
             progress.advance(task)
     if json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(rows), indent=1))
+        tables.print_json(rows)
     else:
         made, words = measurements.table_of(rows), descriptions_of(row.codec for row in rows)
         tables.console_for(made).print(made, "", words, sep="\n")

@@ -5,19 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 
 from commpass.cli.app import app
-from commpass.cli.arguments import (
-    CodecName,
-    Direction,
-    Every,
-    Json,
-    Kind,
-    Module,
-    load,
-)
+from commpass.cli.arguments import CodecName, Direction, Every, Json, Kind, Module, load
 from commpass.report import tables
 from commpass.report.comparison import compared
 from commpass.report.diff import differences, heads, to_json
@@ -53,8 +44,7 @@ def diff(
     b = Run(tuple(load(right, right_run)), str(right))
     found = compared(a, b, SiteFilter(module, kind, direction, codec))
     if json:
-        told = to_json(a, b, found)
-        typer.echo(msgspec.json.format(msgspec.json.encode(told), indent=1))
+        tables.print_json(to_json(a, b, found))
     else:
         parts = list(differences(found, every=every))
         console = tables.console_for(*parts, full=False)

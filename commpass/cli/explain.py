@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import msgspec
 import typer
 from rich.text import Text
 
@@ -59,8 +58,7 @@ def explain(
         show_candidates(dumps, why, json)
         return
     if json:
-        plans = msgspec.json.encode(to_json(dumps))
-        typer.echo(msgspec.json.format(plans, indent=1))
+        tables.print_json(to_json(dumps))
         return
     shown = [
         sites_table(one.plan.sites, wide=True, slack=slack_of_sites(one)) for one in dumps if every
@@ -80,7 +78,7 @@ def show_candidates(dumps: list[Dump], name: str, json: bool) -> None:
             {"graph": one.number, "site": site, "candidates": candidates(one, site)}
             for one, site in found
         ]
-        typer.echo(msgspec.json.format(msgspec.json.encode(rows), indent=1))
+        tables.print_json(rows)
         return
     shown = [candidates_table(one, site) for one, site in found]
     console = tables.console_for(*shown, full=False)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from commpass.plan import AGREED_FIELDS, Difference, Plan, PlannedSite
+from commpass.plan import AGREED_FIELDS, Plan, PlannedSite
 from commpass.report.comparison import FORECASTS, GraphPair
 from commpass.report.headlines import totals_line
-from commpass.report.layer_patterns import without_numbers
+from commpass.report.layer_patterns import total, without_numbers
 from commpass.report.numbers import amounts, durations, size
 from commpass.report.run import Run
 from commpass.report.site_text import done
@@ -63,8 +62,8 @@ def diff_table(one: GraphPair) -> Table:
     modules = _modules(one)
     for row in one.rows:
         field = SAID.get(row.field, row.field)
-        texts = (row.site, modules.get(row.site) or "-", field, *map(_formatted(row), _both(row)))
-        table.add_row(*map(Text, texts))
+        values = (_text(row.field, value) for value in (row.left, row.right))
+        table.add_row(*map(Text, (row.site, modules.get(row.site) or "-", field, *values)))
     return table
 
 
@@ -73,44 +72,26 @@ def _modules(one: GraphPair) -> dict[str, str]:
     return {site.name: site.module for plan in plans for site in plan.sites}
 
 
-def _both(row: Difference) -> tuple[Any, Any]:
-    return row.left, row.right
-
-
-def _formatted(row: Difference) -> Any:
-    def text(value: Any) -> str:
-        if row.field == "site":
-            return "(no such site)" if value is None else str(value)
-        if row.field == "wire_bytes":
-            return f"{value:,} ({size(value)})"
-        return "-" if value in (None, "") else str(value)
-
-    return text
+def _text(field: str, value: Any) -> str:
+    if field == "site":
+        return "(no such site)" if value is None else str(value)
+    if field == "wire_bytes":
+        return f"{value:,} ({size(value)})"
+    return "-" if value in (None, "") else str(value)
 
 
 def to_json(first: Run, right: Run, found: Sequence[GraphPair]) -> dict[str, Any]:
     """Return the two runs with their totals, and each difference, as data for programs."""
-    return {
-        "a": _totals(first),
-        "b": _totals(right),
-        "graphs": [
-            {
-                "graph": one.name,
-                "only_in": one.only_in.lower(),
-                "differences": [
-                    {
-                        "site": row.site,
-                        "module": _modules(one).get(row.site, ""),
-                        "field": row.field,
-                        "a": row.left,
-                        "b": row.right,
-                    }
-                    for row in one.rows
-                ],
-            }
-            for one in found
-        ],
-    }
+    graphs = []
+    for one in found:
+        modules = _modules(one)
+        rows = [
+            {"site": row.site, "module": modules.get(row.site, ""), "field": row.field}
+            | {"a": row.left, "b": row.right}
+            for row in one.rows
+        ]
+        graphs.append({"graph": one.name, "only_in": one.only_in.lower(), "differences": rows})
+    return {"a": _totals(first), "b": _totals(right), "graphs": graphs}
 
 
 def _totals(run: Run) -> dict[str, Any]:
@@ -133,28 +114,19 @@ def _totals(run: Run) -> dict[str, Any]:
 # Differences by pattern. A collective that is split into chunks in one run is compared as a whole.
 
 
-@dataclass(frozen=True)
-class FoundCollective:
-    """A collective before any split, in one run: its site, or the sites into which it is split."""
-
-    sites: tuple[PlannedSite, ...]
-
-    def common_value(self, field: str) -> str:
-        """Return the common value of a field of its sites, or "several"."""
-        values = {str(getattr(site, field)) for site in self.sites}
-        return values.pop() if len(values) == 1 else "several"
-
-    def total(self, field: str) -> float:
-        return sum(max(0, getattr(site, field)) for site in self.sites)
+Sites = tuple[PlannedSite, ...]
+"""A collective before any split, in one run: its site, or the sites into which it is split. ()
+where a run does not have it."""
 
 
-def wholes(plan: Plan) -> dict[str, FoundCollective]:
+def wholes(plan: Plan) -> dict[str, Sites]:
     """Return the collectives of a plan by their original names."""
     of = {part: split.site for split in plan.split for part in split.into}
-    found: dict[str, list[PlannedSite]] = {}
+    found: dict[str, Sites] = {}
     for site in plan.sites:
-        found.setdefault(of.get(site.name, site.name), []).append(site)
-    return {name: FoundCollective(tuple(sites)) for name, sites in found.items()}
+        name = of.get(site.name, site.name)
+        found[name] = (*found.get(name, ()), site)
+    return found
 
 
 Key = tuple[str, str, tuple[str, ...]]
@@ -166,23 +138,23 @@ def changes_table(one: GraphPair) -> Table:
     assert one.left is not None
     assert one.right is not None
     lefts, rights = wholes(one.left), wholes(one.right)
-    lines: dict[Key, list[tuple[FoundCollective | None, FoundCollective | None]]] = {}
+    lines: dict[Key, list[tuple[Sites, Sites]]] = {}
     for name in dict.fromkeys((*lefts, *rights)):
-        a, b = lefts.get(name), rights.get(name)
+        a, b = lefts.get(name, ()), rights.get(name, ())
         if changed := changes(a, b):
-            site = (a or b or FoundCollective(())).sites[0]
+            site = (*a, *b)[0]
             key = (without_numbers(site.module), site.kind, changed)
             lines.setdefault(key, []).append((a, b))
     table = plain_table("sites", "changed", "on the wire, all", "predicted, all", folded=HEADS)
     for (module, kind, changed), pairs in lines.items():
-        modules = {each.sites[0].module for pair in pairs for each in pair if each}
+        modules = {each[0].module for pair in pairs for each in pair if each}
         name = module if len(modules) > 1 else modules.pop()
         what = f"{len(pairs)} {kind} of {name or 'the root module'}"
         texts = (what, "; ".join(changed), _two(pairs, "wire_bytes"), _two(pairs, "predicted_us"))
         table.add_row(*map(Text, texts))
     for row in one.rows:
         if row.site == "(graph)" and row.field != "split":  # the sites have those
-            was, now = map(_often, _both(row))
+            was, now = _often(row.left), _often(row.right)
             table.add_row(Text("the graph"), Text(f"{row.field}: {was} -> {now}"), "", "")
     return table
 
@@ -197,22 +169,22 @@ def _often(value: Any) -> str:
 HEADS = ("sites", "changed")
 
 
-def changes(first: FoundCollective | None, right: FoundCollective | None) -> tuple[str, ...]:
+def changes(first: Sites, right: Sites) -> tuple[str, ...]:
     """Return the changes of one collective as text; () if there are none. Sums are in another
     column."""
-    if first is None or right is None:
-        return (f"only in {'B' if first is None else 'A'}",)
+    if not first or not right:
+        return (f"only in {'A' if first else 'B'}",)
     found = []
-    chunks = [len(one.sites) for one in (first, right)]
+    chunks = [len(first), len(right)]
     if chunks[0] != chunks[1]:
         found.append(f"chunks of rows {chunks[0]} -> {chunks[1]}")
     fields = [f for f in AGREED_FIELDS if f != "common_shape" or chunks[0] == chunks[1]]
-    a, b = first.sites[0], right.sites[0]
+    a, b = first[0], right[0]
     if a.compressed != b.compressed:
         found.append(f"{done(a)} -> {done(b)}")
         fields = [f for f in fields if f not in ("codec", "algorithm", "chunks", "lowering")]
     for field in fields:
-        was, now = first.common_value(field), right.common_value(field)
+        was, now = _common(first, field), _common(right, field)
         if was != now:
             found.append(f"{SAID.get(field, field)} {was or '-'} -> {now or '-'}")
     if not found:
@@ -220,27 +192,26 @@ def changes(first: FoundCollective | None, right: FoundCollective | None) -> tup
     return tuple(found)
 
 
-def _forecasts(first: FoundCollective, right: FoundCollective) -> list[str]:
+def _common(sites: Sites, field: str) -> str:
+    """Return the common value of a field, or "several"."""
+    values = {str(getattr(site, field)) for site in sites}
+    return values.pop() if len(values) == 1 else "several"
+
+
+def _forecasts(first: Sites, right: Sites) -> list[str]:
     """Return which predictions differ if the decisions are equal, without numbers."""
     changed = [
-        field
+        SAID.get(field, field)
         for field in FORECASTS
-        if [getattr(site, field) for site in first.sites]
-        != [getattr(site, field) for site in right.sites]
+        if [getattr(site, field) for site in first] != [getattr(site, field) for site in right]
     ]
-    numbers = [SAID.get(field, field) for field in changed if field != "reason"]
-    if not changed:
-        return []
-    said = [*numbers, "reason"] if "reason" in changed else numbers
-    return [f"decided alike, with other {', '.join(said)}"]
+    return [f"decided alike, with other {', '.join(changed)}"] if changed else []
 
 
-def _two(pairs: Sequence[tuple[FoundCollective | None, FoundCollective | None]], field: str) -> str:
+def _two(pairs: Sequence[tuple[Sites, Sites]], field: str) -> str:
     """Return the sums of both runs, or of the one that has the sites."""
     sums = [
-        sum(each.total(field) for each in side if each)
-        for side in zip(*pairs, strict=True)
-        if any(side)
+        sum(total(each, field) for each in side) for side in zip(*pairs, strict=True) if any(side)
     ]
     same = len(sums) == 2 and sums[0] == sums[1]
     return (amounts if field == "wire_bytes" else durations)(*(sums[:1] if same else sums))

@@ -86,7 +86,7 @@ def of_graph(one: Merged, console: Console, *, every: bool) -> Iterator[Renderab
     if plan.sites:
         slack = slack_of_sites(dump)
         yield Text()
-        yield from (_each if every else _by_pattern)(plan, console, slack)
+        yield from _sites(plan, console, slack, every=every)
         if slack:
             yield Text()
             yield Text(critical_sentence(slack))
@@ -128,35 +128,26 @@ def to_json(dumps: Sequence[Dump]) -> list[dict[str, Any]]:
     return found
 
 
-def _each(plan: Plan, console: Console, slack: Slack) -> Iterator[RenderableType]:
-    """Yield a line for each site."""
-    table = sites_table(plan.sites, wide=True, slack=slack)
-    fits = _needs(table, console) <= console.width
-    whole = console.width >= NARROW
-    yield table if fits else sites_table(plan.sites, wide=False, full=whole, slack=slack)
-    yield Text()
-    yield site_reasons(plan.sites)
-    if any(site.missed for site in plan.sites):
-        yield Text()
-        yield exposed(plan.sites)
-
-
-def _by_pattern(plan: Plan, console: Console, slack: Slack) -> Iterator[RenderableType]:
-    """Yield a line for each pattern."""
+def _sites(plan: Plan, console: Console, slack: Slack, *, every: bool) -> Iterator[RenderableType]:
+    """Yield a line for each site, or for each pattern."""
     found = patterns([plan])
-    table = patterns_table(found, wide=True, slack=slack)
-    fits = _needs(table, console) <= console.width
-    yield table if fits else patterns_table(found, wide=False, slack=slack)
+    numbers = [number for number, one in enumerate(found, 1) for _ in one.sites]
+    sites = [site for one in found for site in one.sites]
+
+    def table(*, wide: bool) -> Table:
+        if every:
+            full = wide or console.width >= NARROW
+            return sites_table(plan.sites, wide=wide, full=full, slack=slack)
+        return patterns_table(found, wide=wide, slack=slack)
+
+    widest = table(wide=True)
+    needs = console.measure(widest, options=console.options.update(max_width=WIDE)).maximum
+    yield widest if needs <= console.width else table(wide=False)
     yield Text()
-    yield reasons(found)
+    yield site_reasons(plan.sites) if every else reasons(found)
     if any(site.missed for site in plan.sites):
         yield Text()
-        numbers = [number for number, one in enumerate(found, 1) for _ in one.sites]
-        yield exposed([site for one in found for site in one.sites], numbers)
-
-
-def _needs(table: Table, console: Console) -> int:
-    return console.measure(table, options=console.options.update(max_width=WIDE)).maximum
+        yield exposed(plan.sites) if every else exposed(sites, numbers)
 
 
 def patterns_table(found: Sequence[Pattern], *, wide: bool, slack: Slack = ()) -> Table:

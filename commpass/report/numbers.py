@@ -54,6 +54,10 @@ def ratio(after: float, before: float) -> str:
     return f"{100 * after / before:.0f}%" if before > 0 and after >= 0 else "-"
 
 
+def percent(share: float | None, digits: int = 0) -> str:
+    return "-" if share is None else f"{share:.{digits}%}"
+
+
 def spans(numbers: Sequence[int]) -> str:
     """Format 1, 2, 3, 7 as "1-3, 7"."""
     runs: list[list[int]] = []

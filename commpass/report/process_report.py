@@ -20,6 +20,7 @@ from commpass.plan.totals import totals
 from commpass.policy import PRESETS
 from commpass.report import sent_bytes
 from commpass.report.layer_patterns import Pattern, patterns
+from commpass.report.numbers import percent
 from commpass.utils.printable import brief, clean, plural
 
 NOTHING = (
@@ -402,12 +403,8 @@ def _row(pattern: Pattern, sites: Sequence[SiteReport]) -> tuple[str, ...]:
         f"{first.kind} {first.direction}",
         f"{brief(first.codec)}/{first.algorithm}" if coded else "as it is",
         f"{before:,} -> {after:,}" if coded else f"{before:,}",
-        _percent(max(site.error for site in sites) if coded else None),
-        _percent(_mean(sites)),
-        _percent(worst),
-        _percent(first.max_error),
+        percent(max(site.error for site in sites) if coded else None, 3),
+        percent(_mean(sites), 3),
+        percent(worst, 3),
+        percent(first.max_error, 3),
     )
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.3%}"

@@ -135,35 +135,27 @@ def runs(found: Iterable[tuple[Path, Sequence[Dump]]], traces: Sequence[Path] = 
     trace belongs to the first run, and so on. Raise CommpassError for more traces than runs, and
     TraceError for a trace of another program.
     """
-    groups: list[tuple[list[Path], dict[int, Dump]]] = []
+    groups: list[dict[int, tuple[Path, Dump]]] = []
     for path, dumps in found:
         for dump in dumps:
-            group = next(
-                (
-                    (paths, own)
-                    for paths, own in groups
-                    if dump.run == next(iter(own.values())).run and dump.number not in own
-                ),
-                None,
-            )
-            if group is None:
-                group = ([], {})
-                groups.append(group)
-            group[0].append(path)
-            group[1][dump.number] = dump
+            for group in groups:
+                if dump.number not in group and dump.run == next(iter(group.values()))[1].run:
+                    break
+            else:
+                groups.append(group := {})
+            group[dump.number] = path, dump
     if len(traces) > len(groups):
         raise CommpassError(
             f"{len(traces)} traces for {plural(len(groups), 'run')}: --measured names one for each"
             " run at most"
         )
-    return [
-        Run(
-            dumps := tuple(own[number] for number in sorted(own)),
-            ", ".join(map(str, dict.fromkeys(paths))),
-            measured(traces[at], dumps) if at < len(traces) else {},
-        )
-        for at, (paths, own) in enumerate(groups)
-    ]
+    made = []
+    for at, group in enumerate(groups):
+        dumps = tuple(group[number][1] for number in sorted(group))
+        source = ", ".join(dict.fromkeys(str(path) for path, _ in group.values()))
+        timelines = measured(traces[at], dumps) if at < len(traces) else {}
+        made.append(Run(dumps, source, timelines))
+    return made
 
 
 Slack = Sequence[float | None]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Literal
 
+import msgspec
+import typer
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -26,15 +29,22 @@ def numbered(numbers: Mapping[str, Sequence[int]]) -> Table:
     return table
 
 
-def plain_table(*headers: str, folded: Sequence[str] = ()) -> Table:
+def plain_table(*headers: str, folded: Collection[str] = (), right: Collection[str] = ()) -> Table:
     """Return a table whose cells are never cut, since half a number reads as another one.
 
-    The columns ``folded`` are free text, which may wrap.
+    The columns ``folded`` are free text, which may wrap. Those in ``right`` are justified so.
     """
     table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     for header in headers:
-        table.add_column(header, overflow="fold", no_wrap=header not in folded)
+        justify: Literal["left", "right"] = "right" if header in right else "left"
+        whole = header not in folded
+        table.add_column(header, justify=justify, overflow="fold", no_wrap=whole)
     return table
+
+
+def print_json(data: Any) -> None:
+    """Print plain data, such as dataclasses, as indented JSON."""
+    typer.echo(msgspec.json.format(msgspec.json.encode(data), indent=1))
 
 
 WIDE = 10_000

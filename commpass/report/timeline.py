@@ -135,9 +135,7 @@ def headers(view: TimelineView) -> tuple[str, ...]:
 
 def table(view: TimelineView) -> Table:
     """Return the sites as a table without reasons: ``commpass explain`` has them."""
-    made = plain_table(*headers(view), folded=LEFT)
-    for column in made.columns[len(LEFT) :]:
-        column.justify = "right"
+    made = plain_table(*headers(view), folded=LEFT, right=headers(view)[len(LEFT) :])
     for row in rows(view):
         made.add_row(*map(Text, row[:-1]))
     return made

@@ -16,13 +16,7 @@ from commpass.errors import CommpassError, nearest
 from commpass.plan import PlannedSite
 from commpass.plan.dump import Dump, GraphNode
 from commpass.report.graph.nodes import nodes_of
-from commpass.report.graph.picture import (
-    in_order,
-    inputs_of,
-    needed,
-    travels,
-    waits,
-)
+from commpass.report.graph.picture import in_order, inputs_of, needed, travels, waits
 from commpass.report.numbers import spans
 
 NOT_DRAWN = ("placeholder", "get_attr", "output")
@@ -250,9 +244,7 @@ def _between(
 
 
 def _fold_small(
-    members: dict[str, list[GraphNode]],
-    edges: dict[str, tuple[str, ...]],
-    sites: AbstractSet[str],
+    members: dict[str, list[GraphNode]], edges: dict[str, tuple[str, ...]], sites: AbstractSet[str]
 ) -> None:
     """Merge small runs that wait for only one other run into that run.
 

@@ -125,11 +125,7 @@ def _differences(before: Sites, right: Sites) -> list[str]:
     return found
 
 
-FACTS = {
-    "": described,
-    "ranks: ": lambda site: str(site.group_size),
-    "tensor: ": tensor_of,
-}
+FACTS = {"": described, "ranks: ": lambda site: str(site.group_size), "tensor: ": tensor_of}
 """What is compared, with the prefix of its text."""
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from commpass.plan import PlannedSite
 from commpass.plan.dump import Dump
 from commpass.plan.timeline import Timeline
-from commpass.report import candidate_table
+from commpass.report.candidate_table import refused, scored
 from commpass.report.html.drawing import drawing
 from commpass.report.html.sparklines import Strip, sparklines
 from commpass.report.layer_patterns import Pattern, patterns
@@ -127,10 +127,7 @@ def part(key: str, run: Run) -> Part:
         key=key,
         run=run,
         graphs=tuple(
-            Graph(
-                Run((dump,), run.source, run.timelines),
-                drawing(dump, f"{key}-{dump.number}-"),
-            )
+            Graph(Run((dump,), run.source, run.timelines), drawing(dump, f"{key}-{dump.number}-"))
             for dump in run.dumps
         ),
         tables=Tables(
@@ -233,25 +230,21 @@ def options(dump: Dump, site: PlannedSite) -> tuple[Option, ...]:
 
     Refused candidates follow, once for each reason.
     """
-    possible, refused = [], dict[str, list[str]]()
-    for each in candidate_table.candidates(dump, site):
-        if each.refused:
-            refused.setdefault(each.refused, []).append(described(each))
-            continue
-        reason = candidate_table.lost(each, site)
-        possible.append(
-            Option(
-                what=described(site if reason == "chosen" else each),
-                wire_bytes=each.wire_bytes,
-                share=each.wire_bytes / site.bytes
-                if min(each.wire_bytes, site.bytes) > 0
-                else None,
-                error=each.error,
-                us=each.predicted_us,
-                why=reason,
-            )
+    possible = [
+        Option(
+            what=described(site if why == "chosen" else each),
+            wire_bytes=each.wire_bytes,
+            share=each.wire_bytes / site.bytes if min(each.wire_bytes, site.bytes) > 0 else None,
+            error=each.error,
+            us=each.predicted_us,
+            why=why,
         )
-    impossible = [Option(what=", ".join(names), why=text) for text, names in refused.items()]
+        for each, why in scored(dump, site)
+    ]
+    impossible = [
+        Option(what=", ".join(map(described, some)), why=why)
+        for why, some in refused(dump, site).items()
+    ]
     return (*possible, *impossible)
 
 

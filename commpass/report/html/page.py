@@ -17,7 +17,7 @@ from commpass.errors import CommpassError
 from commpass.report.html.compare import compare
 from commpass.report.html.data import part
 from commpass.report.html.sparklines import KINDS, missing
-from commpass.report.numbers import micros, ms, ratio, size
+from commpass.report.numbers import micros, ms, percent, ratio, size
 from commpass.report.run import Run
 from commpass.utils.tables import write_whole
 
@@ -86,10 +86,6 @@ def _environment() -> Environment:
     made.filters |= {"thousands": "{:,}".format}
     made.globals |= {"arrow": arrow, "change": change, "missing": missing, "ratio": ratio}
     return made
-
-
-def percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.0%}"
 
 
 def change(before: float, after: float) -> str:
