@@ -90,6 +90,12 @@ def trace_graph(gm: fx.GraphModule, name: str) -> None:
     )
 
 
+def wire_bytes(plan: Plan) -> int:
+    """Return the bytes that one rank hands to the collectives of a graph as it was really
+    compiled."""
+    return totals([plan]).wire_bytes
+
+
 def nodes_before(outcome: PassResult, gm: fx.GraphModule) -> tuple[dumps.GraphNode, ...]:
     """Return the nodes of the graph before the passes, as data."""
     return _rows(

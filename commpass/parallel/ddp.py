@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from commpass.backend import backend
 from commpass.costmodel import Profile
 from commpass.distributed.owners import parameter_names
+from commpass.distributed.record import wire_bytes
 from commpass.errors import PolicyError
 from commpass.groups import close_with, duplicate
 from commpass.parallel.buckets import Part, parts_of
@@ -32,7 +33,6 @@ from commpass.parallel.exchange import Compiled, Exchanges
 from commpass.parallel.ownership import Released, acquire, checked, refuse_if_optimized_in_backward
 from commpass.parallel.worker import Worker
 from commpass.plan import Plan
-from commpass.plan.totals import totals
 from commpass.policy import Policy
 from commpass.policy.annotate import annotations_of
 from commpass.utils.ambient import without_ambient_state
@@ -308,7 +308,7 @@ def _plain(x: Tensor, group: str, ranks: int) -> None:
 def _record(step: _Step, compiled: Compiled) -> None:
     """Record an exchange after it was sent, since it may have been planned anew before."""
     step.plans.append(compiled.plan)
-    step.sent += totals([compiled.plan]).wire_bytes
+    step.sent += wire_bytes(compiled.plan)
 
 
 def _in_order(jobs: Sequence[Callable[[], None]]) -> None:

@@ -24,12 +24,12 @@ from commpass.backend import backend
 from commpass.costmodel import Profile
 from commpass.distributed.checked import suspended
 from commpass.distributed.machine import default_here
+from commpass.distributed.record import wire_bytes
 from commpass.errors import PolicyError
 from commpass.parallel.exchange import Compiled, Exchange, Exchanges
 from commpass.parallel.narrow import FLAG, gains, narrowed
 from commpass.passes.simplify.rules.gathers import EXACT_WIDENINGS
 from commpass.plan import Plan
-from commpass.plan.totals import totals
 from commpass.policy import Policy, paths
 from commpass.policy.annotate import annotations_of
 from commpass.utils.deprecated import old_names
@@ -277,7 +277,7 @@ class CompressedFSDP:
         self._sent[kind] = Sent(
             so_far.calls + 1,
             so_far.plain + _plain_bytes(compiled.plan),
-            so_far.sent + totals([compiled.plan]).wire_bytes,
+            so_far.sent + wire_bytes(compiled.plan),
         )
 
     def _count(self, kind: str, more: int) -> None:

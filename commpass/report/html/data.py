@@ -169,8 +169,9 @@ class _Tables:
             for dump in dumps
         ]
         self._before = [_before(dump) for dump in dumps]
-        self._predicted = [_exposed(dump.timeline) for dump in dumps]
-        self._measured = [_measured_totals(run.timelines.get(dump.number)) for dump in dumps]
+        measured = (run.timelines.get(dump.number) for dump in dumps)
+        # a note: the trace does not identify sites
+        self._measured = [None if each is None or each.note else each for each in measured]
 
     def group(self, pattern: Pattern) -> Group:
         sites = [self._executed[at][number - 1] for at, number in pattern.numbers]
@@ -192,7 +193,7 @@ class _Tables:
         )
 
     def _row(self, site: PlannedSite, at: int, number: int) -> Row:
-        predicted, measured = self._predicted[at], self._measured[at]
+        measured = self._measured[at]
         return Row(
             graph=self.dumps[at].number,
             number=number,
@@ -202,8 +203,8 @@ class _Tables:
             wire_bytes=site.wire_bytes,
             plain_us=site.plain_us,
             predicted_us=site.predicted_us,
-            exposed_us=predicted.get(site.name, 0.0),
-            measured_us=None if measured is None else measured.get(site.name, 0.0),
+            exposed_us=_exposed(self.dumps[at].timeline, site),
+            measured_us=None if measured is None else _exposed(measured, site),
             reason=self._text(site.reason),
             missed=self._text(site.missed),
             choice=self._choice(self.dumps[at].plan.sites[number - 1], at),
@@ -254,19 +255,9 @@ def _before(dump: Dump) -> dict[str, tuple[str, ...]]:
     return found | {name: (each.site,) for each in dump.plan.split for name in each.into}
 
 
-def _exposed(timeline: Timeline | None) -> dict[str, float]:
-    """Return how long the rank waits for each site.
+def _exposed(timeline: Timeline | None, site: PlannedSite) -> float:
+    """Return how long the rank waits for a site.
 
-    A coalesced collective's time is stored at the first of its sites.
+    The time of a coalesced collective is that of the first of its sites.
     """
-    found: dict[str, float] = {}
-    for event in timeline.events if timeline is not None else ():
-        if event.exposed:
-            found[event.site] = found.get(event.site, 0.0) + event.us
-    return found | {f"{name}.0": us for name, us in found.items()}
-
-
-def _measured_totals(measured: Timeline | None) -> dict[str, float] | None:
-    """Return the measured waits; None without a measurement, or if the trace does not identify
-    sites."""
-    return None if measured is None or measured.note else _exposed(measured)
+    return float(timeline.exposed_of(site.name.removesuffix(".0"))) if timeline else 0.0
