@@ -34,7 +34,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention, sil
 import commpass
 from commpass.plan import dump
 from commpass.plan.kinds import KINDS
-from commpass.report.profiler_trace import operation_kind
+from commpass.report.operators import operation_kind
 
 BATCH, CONTEXT, HEAD = 8, 128, 32  # sequences a step, bytes a sequence, width of an attention head
 RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "2"))

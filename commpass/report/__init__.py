@@ -12,7 +12,8 @@ of its name; exceptions are ``explain --why`` (``candidate_table``) and ``report
 ``timeline``              ``measured_timeline`` of a ``profiler_trace``; ``timeline_drawing``
                           (.png, .html) and ``timeline_json``
 ``codecs``                ``codec_descriptions``, ``codec_plot``
-all                       ``tables``, ``numbers``, ``site_text``, ``plots``, ``progress``
+all                       ``tables``, ``numbers``, ``site_text``, ``operators``, ``plots``,
+                          ``progress``
 ========================  ==================================================================
 """
 
