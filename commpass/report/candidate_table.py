@@ -198,12 +198,7 @@ def title(dump: Dump, site: PlannedSite) -> Text:
 
 def table_of(dump: Dump, site: PlannedSite) -> Table:
     """Return the candidates of a site that have a score, best first."""
-    table = plain_table()
-    for header in COLUMNS:
-        right = header in RIGHT
-        table.add_column(
-            header, justify="right" if right else "left", no_wrap=right, overflow="fold"
-        )
+    table = plain_table(*COLUMNS, folded={*COLUMNS} - {*RIGHT}, right=RIGHT)
     for each, why in scored(dump, site):
         more = f", {each.chunks} chunks" if each.chunks > 1 else ""
         more += f", {site.lowering}" if why == "chosen" and site.lowering == "kernel" else ""

@@ -69,14 +69,18 @@ def timelines(dumps: Sequence[Dump], measured: Mapping[int, Timeline]) -> list[T
                 f"graph {one.number} has no timeline: it was written by an older commpass"
                 f" ({one.commpass}). Write the dump again"
             )
-    found = [
+    if found := views(dumps, measured):
+        return found
+    raise CommpassError(f"there is nothing to show: {'; '.join(left_out(dumps))}")
+
+
+def views(dumps: Sequence[Dump], measured: Mapping[int, Timeline]) -> list[TimelineView]:
+    """Return the graphs that have events to show."""
+    return [
         TimelineView(one, one.timeline, measured.get(one.number))
         for one in dumps
         if one.timeline is not None and one.timeline.events
     ]
-    if not found:
-        raise CommpassError(f"there is nothing to show: {'; '.join(left_out(dumps))}")
-    return found
 
 
 def left_out(dumps: Sequence[Dump]) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from commpass.plan.dump import Dump
 from commpass.plan.timeline import HOST, Event, Timeline
 from commpass.report import timeline_drawing
-from commpass.report.timeline import TimelineView
+from commpass.report.timeline import views
 
 KINDS = tuple(what for what in timeline_drawing.COLOURS if what != "latency")
 """The kinds of bars, in the order of the legend. An exchange's latency is a part of its bar."""
@@ -37,14 +37,9 @@ def sparklines(dumps: Sequence[Dump], measured: Mapping[int, Timeline]) -> tuple
 
     Graphs without events have none.
     """
-    shown = [
-        TimelineView(dump, dump.timeline, measured.get(dump.number))
-        for dump in dumps
-        if dump.timeline is not None and dump.timeline.events
-    ]
     return tuple(
         _strip(one.dump, picture, second)
-        for one in shown
+        for one in views(dumps, measured)
         for second, picture in enumerate(one.pictures)
     )
 
