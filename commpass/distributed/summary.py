@@ -18,9 +18,11 @@ from commpass.distributed.uncompressed import UncompressedSite, asks_for_codecs,
 from commpass.errors import nearest
 from commpass.groups import is_first_rank, ready
 from commpass.plan import Plan, PlannedSite
+from commpass.plan.totals import totals
 from commpass.policy import PRESETS, Policy
 from commpass.policy.rules import Rule
 from commpass.utils.globs import covers
+from commpass.utils.printable import plural
 
 log = logging.getLogger("commpass")
 
@@ -176,25 +178,16 @@ class Summary:
         return sentence(self.policy, left, sizes=sizes)
 
     def line(self) -> str:
-        sites = [(plan, site) for plan in self.plans for site in plan.sites]
-        before = sum(max(site.bytes, 0) for _, site in sites)
-        after = sum(
-            max(site.bytes if plan.fallback else site.wire_bytes, 0) for plan, site in sites
-        )
-        plain = sum(site.plain_us for _, site in sites)
-        predicted = sum(
-            site.plain_us if plan.fallback else site.predicted_us for plan, site in sites
-        )
-        compressed = sum(len(plan.compressed) for plan in self.plans)
-        fallbacks = sum(bool(plan.fallback) for plan in self.plans)
-        unknown = sum(site.bytes < 0 for _, site in sites)
+        of = totals(self.plans)
+        unknown = f", {plural(of.unknown, 'site')} of unknown size not counted"
         return (
-            f"policy {self.policy.name!r}: {plural(len(self.plans), 'graph')},"
-            f" {plural(len(sites), 'site')},"
-            f" {compressed} compressed; each graph run once: {before:,} bytes -> {after:,},"
-            f" collectives predicted {plain:,.0f} us -> {predicted:,.0f} us"
-            + (f", {plural(unknown, 'site')} of unknown size not counted" if unknown else "")
-            + (f", {plural(fallbacks, 'graph')} untouched" if fallbacks else "")
+            f"policy {self.policy.name!r}: {plural(of.graphs, 'graph')},"
+            f" {plural(of.sites, 'site')},"
+            f" {of.compressed} compressed; each graph run once: {of.bytes:,} bytes ->"
+            f" {of.wire_bytes:,}, collectives predicted {of.plain_us:,.0f} us ->"
+            f" {of.predicted_us:,.0f} us"
+            + (unknown if of.unknown else "")
+            + (f", {plural(of.fallbacks, 'graph')} untouched" if of.fallbacks else "")
         )
 
     def unmatched_rules(self) -> dict[int, str]:
@@ -243,11 +236,6 @@ class Summary:
             f" so far: it is for {' and '.join(asked)}, in certain directions, and they have"
             f" {', '.join(sorted({site.kind for site in sites})) or 'none'}"
         )
-
-
-def plural(count: int, noun: str) -> str:
-    """Return ``1 graph``, ``2 graphs``."""
-    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 NO_SITE = (

@@ -32,7 +32,7 @@ from commpass.errors import CommpassError, PlanMismatch, PolicyError
 from commpass.parallel import compress_ddp, ssfusion
 from commpass.plan.dump import read_run
 from commpass.plan.dump import runs as read_runs
-from commpass.report.sent import of_plans
+from commpass.report.sent_bytes import of_plans
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

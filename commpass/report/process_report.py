@@ -13,14 +13,15 @@ import msgspec
 from commpass.distributed.record import plans
 from commpass.distributed.samples import Sampled
 from commpass.distributed.step_log import Entry, step_logs
-from commpass.distributed.summary import plural
 from commpass.errors import CommpassError
 from commpass.groups import is_first_rank
-from commpass.plan import Plan
+from commpass.plan import Plan, PlannedSite
+from commpass.plan.totals import totals
 from commpass.policy import PRESETS
-from commpass.report import sent
-from commpass.report.patterns import Pattern, patterns
-from commpass.utils.printable import brief, clean
+from commpass.report import sent_bytes
+from commpass.report.layer_patterns import Pattern, patterns
+from commpass.report.numbers import percent
+from commpass.utils.printable import brief, clean, plural
 
 NOTHING = (
     "commpass has compiled nothing in this process: compile with torch.compile(model,"
@@ -136,18 +137,17 @@ class Report:
     @property
     def totals(self) -> Totals:
         timed = [each for each in self.graphs if each.measured_us is not None]
-        known = [site for site in self.sites if site.bytes >= 0 and site.wire_bytes >= 0]
-        told = [site for site in known if site.sent_plain >= 0 and site.sent >= 0]
+        of, sent = totals(self.plans), sent_bytes.of_plans(self.plans)
         errors = [site.worst for site in self.sites if site.worst is not None]
         return Totals(
-            graphs=len(self.graphs),
-            sites=len(self.sites),
-            compressed=sum(site.codec != "none" for site in self.sites),
-            fallbacks=sum(bool(each.fallback) for each in self.graphs),
-            bytes_plain=sum(site.bytes for site in known),
-            bytes=sum(site.wire_bytes for site in known),
-            sent_plain=sum(site.sent_plain for site in told),
-            sent=sum(site.sent for site in told),
+            graphs=of.graphs,
+            sites=of.sites,
+            compressed=of.compressed,
+            fallbacks=of.fallbacks,
+            bytes_plain=of.bytes,
+            bytes=of.wire_bytes,
+            sent_plain=sent.before,
+            sent=sent.after,
             predicted_ms=_ms(each.predicted_us for each in timed),
             uncompressed_ms=_ms(each.plain_us for each in timed),
             measured_ms=_ms(each.measured_us for each in timed),
@@ -178,8 +178,7 @@ class Report:
         return found | {f"commpass/error/{name}": e for name, e in errors.items() if e is not None}
 
     def __str__(self) -> str:
-        many = f"{self.elsewhere} plan{'s' * (self.elsewhere != 1)}"
-        elsewhere = [ELSEWHERE.format(many)] if self.elsewhere else []
+        elsewhere = [ELSEWHERE.format(plural(self.elsewhere, "plan"))] if self.elsewhere else []
         if not self.graphs:
             return "\n".join(elsewhere or [NOTHING])
         told = [*self._head(), *_table(self._patterns()), *self._reasons()]
@@ -314,12 +313,12 @@ def _graph(policy: str, entry: Entry) -> GraphReport:
         plain_us=watched.plain_us if watched is not None else None,
         measured_us=watched.measured_us if watched is not None and watched.took_us else None,
         fallback=plan.fallback,
-        sites=tuple(_site(each, plan) for each in entry.samples.sites),
+        sites=tuple(map(_site, entry.samples.sites, plan.executed)),
     )
 
 
-def _site(sampled: Sampled, plan: Plan) -> SiteReport:
-    site, compressed = sampled.site, sampled.site.compressed and not plan.fallback
+def _site(sampled: Sampled, executed: PlannedSite) -> SiteReport:
+    site = sampled.site
     return SiteReport(
         name=site.name,
         module=site.module,
@@ -328,9 +327,9 @@ def _site(sampled: Sampled, plan: Plan) -> SiteReport:
         codec=site.codec,
         algorithm=site.algorithm,
         bytes=site.bytes,
-        wire_bytes=site.wire_bytes if compressed else site.bytes,
-        sent_plain=sent.plain(site),
-        sent=sent.planned(site) if compressed else sent.plain(site),
+        wire_bytes=executed.wire_bytes if executed.compressed else site.bytes,
+        sent_plain=sent_bytes.plain(site),
+        sent=sent_bytes.planned(executed),
         error=site.error,
         max_error=sampled.bound,
         measured=sampled.mean,
@@ -404,12 +403,8 @@ def _row(pattern: Pattern, sites: Sequence[SiteReport]) -> tuple[str, ...]:
         f"{first.kind} {first.direction}",
         f"{brief(first.codec)}/{first.algorithm}" if coded else "as it is",
         f"{before:,} -> {after:,}" if coded else f"{before:,}",
-        _percent(max(site.error for site in sites) if coded else None),
-        _percent(_mean(sites)),
-        _percent(worst),
-        _percent(first.max_error),
+        percent(max(site.error for site in sites) if coded else None, 3),
+        percent(_mean(sites), 3),
+        percent(worst, 3),
+        percent(first.max_error, 3),
     )
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.3%}"

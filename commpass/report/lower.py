@@ -11,22 +11,21 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import typer
 from rich.table import Table
 from rich.text import Text
 
-from commpass.codecs import FLOATS, codec
+from commpass.codecs import codec
 from commpass.errors import CommpassError, KernelError, PolicyError, nearest
 from commpass.lowering.inspect.architectures import architecture
 from commpass.plan import PlannedSite, dump
-from commpass.report.tables import console_for, plain_table
+from commpass.report.codecs import DTYPES, dtype_of
+from commpass.report.tables import console_for, plain_table, print_json
 
 if TYPE_CHECKING:
     from commpass.lowering.inspect.compiled import Compiled
     from commpass.lowering.inspect.lowerable import Lowerable, Lowered
 
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
 TEXTS = ("triton", "ptx", "sass")
 """The text forms of a kernel."""
 
@@ -68,7 +67,7 @@ def run(query: KernelQuery, arch: str, *, text: str = "", json: bool = False) ->
         raise KernelError(rows[0].why)
     if json:
         made = [as_json(row) for row in rows]
-        typer.echo(msgspec.json.format(msgspec.json.encode(made[0] if one else made), indent=1))
+        print_json(made[0] if one else made)
     elif text:
         for row in rows:
             shown = text_of(row.found.compiled, text) if row.found else row.why
@@ -111,11 +110,9 @@ def of_codec(query: KernelQuery, arch: str) -> tuple[str, list[Row]]:
     from commpass.lowering.inspect.kernels import KERNELS, named
 
     coder = codec(query.codec or "")
-    if query.dtype not in DTYPES:
-        raise PolicyError(f"unknown dtype {query.dtype!r}{nearest(query.dtype, DTYPES)}")
+    dtype = dtype_of(query.dtype)
     if query.kernel is not None and query.kernel not in KERNELS:
         raise KernelError(f"no kernel {query.kernel!r}{nearest(query.kernel, KERNELS)}")
-    dtype = DTYPES[query.dtype]
     rows: list[Row] = []
     for name in KERNELS if query.kernel is None else (query.kernel,):
         rows += rows_for(name, partial(named, name, coder, dtype, query.ranks, arch), arch)

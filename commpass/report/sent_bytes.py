@@ -7,10 +7,19 @@ all_reduce sends 2 (p - 1) / p n by a ring, and an all_gather (p - 1) n.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from commpass.costmodel.links import steps
 from commpass.plan import Plan, PlannedSite
 from commpass.plan.stage import Stage
+
+
+class Sent(NamedTuple):
+    """Bytes that leave a rank without and with commpass, without ``unknown`` sites."""
+
+    before: int
+    after: int
+    unknown: int
 
 
 def plain(site: PlannedSite) -> int:
@@ -37,21 +46,12 @@ def planned(site: PlannedSite) -> int:
     return round(sent * site.wire_bytes / handed) if handed else 0
 
 
-def of_plans(plans: Iterable[Plan]) -> tuple[int, int, int]:
-    """Return the bytes that leave a rank before and after, and the number of sites left out.
-
-    Sites count if both numbers are known. A graph that fell back sends what it did before.
-    """
-    before = after = unknown = 0
-    for plan in plans:
-        for site in plan.sites:
-            was = plain(site)
-            now = was if plan.fallback else planned(site)
-            if was < 0 or now < 0:
-                unknown += 1
-            else:
-                before, after = before + was, after + now
-    return before, after, unknown
+def of_plans(plans: Iterable[Plan]) -> Sent:
+    """Return the bytes of all sites for which both numbers are known."""
+    both = [(plain(site), planned(site)) for plan in plans for site in plan.executed]
+    known = [each for each in both if min(each) >= 0]
+    before, after = (sum(column) for column in zip(*known, strict=True)) if known else (0, 0)
+    return Sent(before, after, len(both) - len(known))
 
 
 def _of_stage(stage: Stage, ranks: int) -> float:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import re
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -27,8 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from commpass.errors import TraceError
-from commpass.plan.kinds import KERNEL, KIND_OF, NAMESPACES, WAITS, without_form
+from commpass.plan.kinds import KERNEL
 from commpass.plan.timeline import WAIT
+from commpass.report.operators import operation_kind
 
 CALL = "## Call CompiledFxGraph"
 BACKWARD = "CompiledFunctionBackward"
@@ -141,16 +141,3 @@ def _outermost(rows: Iterable[Row]) -> list[Row]:
         if not found or row.begin >= found[-1].end:
             found.append(row)
     return found
-
-
-def operation_kind(name: str) -> str:
-    """Return the kind of exchange that an operator starts, ``WAIT``, ``KERNEL``, or "" for others.
-
-    Graphs contain ``commpass.kernel_.default``, traces ``commpass::kernel_``.
-    """
-    namespace, operator, *_ = [*re.split(r"::|\.", name), ""]
-    if namespace not in NAMESPACES:
-        return ""
-    if operator in WAITS:
-        return WAIT
-    return KERNEL if operator == KERNEL else KIND_OF.get(without_form(operator), "")

@@ -23,10 +23,12 @@ from commpass.distributed.machine import default_here, device_of, requested_prof
 from commpass.errors import CalibrationError
 from commpass.plan import NONE
 from commpass.policy import Policy, policy_named
-from commpass.report.probed import group
+from commpass.report.numbers import size
+from commpass.report.plots import new_figure
+from commpass.report.probe import group
 from commpass.report.progress import progress
-from commpass.report.simulated import build_of, mesh_of
-from commpass.report.tables import console_for, plain_table, size
+from commpass.report.simulate import build_of, mesh_of
+from commpass.report.tables import console_for, plain_table
 from commpass.simulate import no_dimension
 from commpass.utils.tables import write_whole
 
@@ -102,12 +104,7 @@ def assumed(profile: str | None) -> str:
 
 
 def _print_summary(
-    found: Calibration,
-    solved: Solution,
-    policy: Policy,
-    output: Path,
-    plot: Path | None,
-    more: str,
+    found: Calibration, solved: Solution, policy: Policy, output: Path, plot: Path | None, more: str
 ) -> None:
     for remark in found.remarks:
         typer.echo(remark, err=True)
@@ -215,13 +212,10 @@ def totals(measured: Calibration, found: Solution) -> list[str]:
 
 def draw(found: Solution, title: str, path: Path) -> None:
     """Draw sensitivities as bars, with the chosen bits for each value."""
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-    except ImportError as error:
-        raise CalibrationError("a picture needs: pip install 'commpass[graph]'") from error
     of, many = found.places, len(found.places)
-    figure = Figure(figsize=(8, 1.2 + 0.24 * many), layout="constrained")
+    figure = new_figure(8, 1.2 + 0.24 * many)
+    from matplotlib.patches import Patch
+
     axes = figure.subplots()
     names = [f"{place.label} ({place.where[0].direction})" for place in found.places]
     colours = {"forward": "#9db4cf", "backward": "#e0b080"}

@@ -16,7 +16,7 @@ DIRECTIONS = ("forward", "backward")
 
 
 @dataclass(frozen=True)
-class Choice:
+class SiteFilter:
     """The conditions for a site to be shown; None means no condition.
 
     ``module`` is a glob as in a rule; ``codec`` is a name with or without its parameters. Raise
@@ -36,7 +36,7 @@ class Choice:
 
     @property
     def everything(self) -> bool:
-        return self == Choice()
+        return self == SiteFilter()
 
     def __str__(self) -> str:
         given = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self))
@@ -58,39 +58,39 @@ class Choice:
             yield "codec", lambda site: codec in (site.codec, site.codec.partition("(")[0])
 
 
-def only(dumps: Sequence[Dump], choice: Choice) -> list[Dump]:
+def select(dumps: Sequence[Dump], chosen: SiteFilter) -> list[Dump]:
     """Return the same graphs with only the selected sites; a graph without any is left out.
 
     Simplified, grouped or split sites are not reported there, since they have no module. Raise
     CommpassError if nothing is left, with the names that exist.
     """
-    if choice.everything:
+    if chosen.everything:
         return list(dumps)
-    check(dumps, choice)
+    check(dumps, chosen)
     found = []
     for dump in dumps:
-        if sites := tuple(site for site in dump.plan.sites if choice.accepts(site)):
+        if sites := tuple(site for site in dump.plan.sites if chosen.accepts(site)):
             plan = dataclasses.replace(dump.plan, sites=sites, simplified=(), grouped=(), split=())
             found.append(dataclasses.replace(dump, plan=plan))
     return found
 
 
-def check(dumps: Sequence[Dump], choice: Choice) -> None:
+def check(dumps: Sequence[Dump], chosen: SiteFilter) -> None:
     """Raise CommpassError if no site is selected.
 
     The message names the values that exist for each condition that no site meets.
     """
     sites = [site for dump in dumps for site in dump.plan.sites]
-    if any(map(choice.accepts, sites)):
+    if any(map(chosen.accepts, sites)):
         return
     if not sites:
-        raise CommpassError(f"{choice}: there are no sites here")
+        raise CommpassError(f"{chosen}: there are no sites here")
     parts = []
-    for name, test in choice._tests():
+    for name, test in chosen._tests():
         if not any(map(test, sites)):
             known = {getattr(site, name) for site in sites}
-            parts.append(f"no site with {name} {getattr(choice, name)!r}")
-            parts[-1] += nearest(getattr(choice, name), known)
+            parts.append(f"no site with {name} {getattr(chosen, name)!r}")
+            parts[-1] += nearest(getattr(chosen, name), known)
     raise CommpassError(
-        " ".join(parts) or f"no site meets all of {choice}, though each of them has some"
+        " ".join(parts) or f"no site meets all of {chosen}, though each of them has some"
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from commpass.plan.timeline import Timeline
-from commpass.report.tracks import Picture
+from commpass.report.timeline_drawing import Picture
 
 
 def write(pictures: Sequence[Picture], path: Path) -> None:

@@ -11,14 +11,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import msgspec
 import typer
 from rich.table import Table
 from rich.text import Text
 
 from commpass.errors import CommpassError, nearest
+from commpass.report.numbers import size
+from commpass.report.plots import new_figure
 from commpass.report.progress import progress
-from commpass.report.tables import console_for, plain_table, size
+from commpass.report.tables import console_for, plain_table, print_json
 from commpass.simulate import Build, Simulated, simulate
 
 Sweep = tuple[str, Sequence[float]]
@@ -49,7 +50,7 @@ def run(
         for remark in each.remarks:
             typer.echo(f"policy {each.policy!r}: {remark}", err=True)
     if json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=1))
+        print_json(found)
     else:
         made = table(found)
         console_for(made).print(made)
@@ -145,13 +146,9 @@ def draw(found: Sequence[Simulated], of: str, path: Path) -> None:
 
     Widths and dashes distinguish lines of equal policies, which cover each other.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise CommpassError("a picture needs: pip install 'commpass[graph]'") from error
     names = list(dict.fromkeys(each.policy for each in found))
     if found[0].swept is None:
-        figure = Figure(figsize=(7, 4.5), layout="constrained")
+        figure = new_figure(7, 4.5)
         axes = figure.subplots()
         axes.bar(names, [each.step_ms for each in found], color="#9db4cf", label="step")
         axes.bar(names, [each.exposed_ms for each in found], color="#cc2222", label="exposed")
@@ -160,7 +157,7 @@ def draw(found: Sequence[Simulated], of: str, path: Path) -> None:
         axes.legend(frameon=False)
         figure.savefig(path, dpi=110)
         return
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    figure = new_figure(11, 4.5)
     both = figure.subplots(1, 2)
     for axes, field, what in zip(both, ("step_ms", "exposed_ms"), ("step", "exposed"), strict=True):
         for number, name in enumerate(names):

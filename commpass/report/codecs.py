@@ -124,15 +124,21 @@ class Measured:
     decode_gbs: float | None = None
 
 
+def dtype_of(name: str) -> torch.dtype:
+    """Return a dtype that codecs take, by name. Raise PolicyError for another one."""
+    if name not in DTYPES:
+        raise PolicyError(f"unknown dtype {name!r}{nearest(name, DTYPES)}")
+    return DTYPES[name]
+
+
 def tensors(source: str, dtype: str) -> list[Tensor]:
     """Return data by name, or the float tensors of a safetensors file.
 
     Raise PolicyError if there are none.
     """
-    if dtype not in DTYPES:
-        raise PolicyError(f"unknown dtype {dtype!r}{nearest(dtype, DTYPES)}")
+    of = dtype_of(dtype)
     if source in DATA:
-        return [DATA[source](torch.Generator().manual_seed(0)).to(DTYPES[dtype])]
+        return [DATA[source](torch.Generator().manual_seed(0)).to(of)]
     path = Path(source)
     if path.suffix != ".safetensors":
         raise PolicyError(
@@ -238,14 +244,13 @@ def seconds(run: Callable[[], Any], repeats: int) -> float:
 def table_of(rows: Sequence[Measured]) -> Table:
     """Return a table of codecs on some data, one for each line."""
     timed = any(row.encode_gbs is not None for row in rows)
-    speed_headers = ("encode GB/s", "decode GB/s") if timed else ()
-    table = plain_table("codec", "bits", "error", "cosine", "bound", "above", *speed_headers)
+    numbers = ["bits", "error", "cosine", "bound", "above"]
+    numbers += ["encode GB/s", "decode GB/s"] if timed else []
+    table = plain_table("codec", *numbers, right=numbers)
     table.caption = (
         "above: bits above 2^-b, the least for a Gaussian (lossless: above the entropy of the"
         " exponents)"
     )
-    for column in table.columns[1:]:
-        column.justify = "right"
     for row in rows:
         speeds = [f"{speed:.2f}" for speed in (row.encode_gbs, row.decode_gbs) if speed is not None]
         error = "lossless" if row.lossless else f"{row.error:.3%}"

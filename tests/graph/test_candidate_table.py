@@ -14,7 +14,7 @@ from commpass import Policy, Rule
 from commpass.cli import app
 from commpass.errors import CommpassError
 from commpass.plan import dump
-from commpass.report.why import candidates, considered, lost
+from commpass.report.candidate_table import candidates, considered, lost
 
 ops = torch.ops._c10d_functional
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from commpass.errors import CommpassError
 from commpass.plan.timeline import COMPUTE, EXCHANGE, HOST, Event, Span, Timeline
+from commpass.report.plots import new_figure
 
 COLOURS = {
     "compute": "#9db4cf",
@@ -68,19 +68,14 @@ def kind(event: Event) -> str:
 
 def draw(pictures: Sequence[Picture]) -> Any:
     """Draw pictures one below the other, as a matplotlib figure."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-    except ImportError as error:
-        raise CommpassError("a picture needs: pip install 'commpass[graph]'") from error
     below = [labels(each) for each in pictures]
     heights = [
         LANE * len(each.timeline.tracks) + under.inches + HEAD
         for each, under in zip(pictures, below, strict=True)
     ]
-    figure = Figure(figsize=(WIDTH, sum(heights) + 0.4), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(WIDTH, sum(heights) + 0.4)
+    from matplotlib.patches import Patch
+
     plots = figure.subplots(len(pictures), 1, squeeze=False, height_ratios=heights)[:, 0]
     for axes, each, under in zip(plots, pictures, below, strict=True):
         _draw(axes, each, under)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from rich.table import Table
 from rich.text import Text
 
-GLOSSES = {
+DESCRIPTIONS = {
     "cast": "a 16-bit float: what every framework has; half of the bytes of float32",
     "bf16": "cast to bfloat16",
     "fp16": "cast to float16",
@@ -43,12 +43,12 @@ GLOSSES = {
 """Maps the name of a codec, without parameters, to its line."""
 
 
-def table_of(specs: Iterable[str]) -> Table:
+def descriptions_of(specs: Iterable[str]) -> Table:
     """Return the lines of some codecs, one for each name."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for name in dict.fromkeys(spec.partition("(")[0] for spec in specs):
-        if name in GLOSSES:
-            table.add_row(Text(name), Text(GLOSSES[name]))
+        if name in DESCRIPTIONS:
+            table.add_row(Text(name), Text(DESCRIPTIONS[name]))
     return table

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from commpass.plan import Candidate, Plan, Site, planned
-from commpass.report.patterns import patterns, without_numbers
+from commpass.report.layer_patterns import patterns, without_numbers
 
 
 def site(module: str, number: int = 0, codec: str = "int8", **more):

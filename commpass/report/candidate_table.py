@@ -14,9 +14,11 @@ from commpass.costmodel import Profile
 from commpass.errors import CommpassError, nearest
 from commpass.plan import Candidate, PlannedSite
 from commpass.plan.dump import Dump
-from commpass.report.explained import in_words_of_slack, slack_of_sites
+from commpass.report.explain import in_words_of_slack
 from commpass.report.graph.picture import inputs_of, waits
-from commpass.report.tables import micros, plain_table, ratio, size
+from commpass.report.numbers import micros, ratio, size
+from commpass.report.run import slack_of_sites
+from commpass.report.tables import plain_table
 from commpass.utils.globs import covers
 from commpass.utils.printable import brief
 
@@ -33,17 +35,12 @@ def considered(dumps: Sequence[Dump], name: str) -> list[tuple[Dump, PlannedSite
         for dump in dumps
         for site in dump.plan.sites
         if name == site.name.rpartition(".")[0]
-        or any(fnmatchcase(text, name) for text in (site.name, *members(dump, site)))
-        or any(covers(name, path) for path in (site.module, *member_modules(dump, site)))
+        or any(fnmatchcase(text, name) for text in names_of(dump, site))
+        or any(covers(name, path) for path in modules_of(dump, site))
     ]
     if not found:
-        known = {
-            text
-            for d in dumps
-            for s in d.plan.sites
-            for text in (s.name, s.module, *members(d, s), *member_modules(d, s))
-            if text
-        }
+        sites = [(dump, site) for dump in dumps for site in dump.plan.sites]
+        known = {text for each in sites for text in (*names_of(*each), *modules_of(*each))} - {""}
         raise CommpassError(f"no site {name!r} in this run{nearest(name, sorted(known))}")
     if not any(dump.considered or dump.plan.fallback for dump, _ in found):
         raise CommpassError(
@@ -53,19 +50,17 @@ def considered(dumps: Sequence[Dump], name: str) -> list[tuple[Dump, PlannedSite
     return found
 
 
-def members(dump: Dump, site: PlannedSite) -> tuple[str, ...]:
-    """Return the names of the original sites.
-
-    They are several small ones that were grouped, or one that was split into chunks of rows; () for
-    any other.
-    """
-    grouped = next((each.sites for each in dump.plan.grouped if each.into == site.name), ())
-    return grouped or tuple(each.site for each in dump.plan.split if site.name in each.into)
+def names_of(dump: Dump, site: PlannedSite) -> tuple[str, ...]:
+    """Return its name, and those of the original sites that were grouped into it, or split."""
+    grouped = [name for each in dump.plan.grouped if each.into == site.name for name in each.sites]
+    split = [each.site for each in dump.plan.split if site.name in each.into]
+    return (site.name, *grouped, *split)
 
 
-def member_modules(dump: Dump, site: PlannedSite) -> tuple[str, ...]:
-    """Return the modules of the original sites."""
-    return next((each.modules for each in dump.plan.grouped if each.into == site.name), ())
+def modules_of(dump: Dump, site: PlannedSite) -> tuple[str, ...]:
+    """Return its module, and those of the original sites."""
+    grouped = (each.modules for each in dump.plan.grouped if each.into == site.name)
+    return (site.module, *next(grouped, ()))
 
 
 def candidates(dump: Dump, site: PlannedSite) -> list[Candidate]:
@@ -90,6 +85,20 @@ def lost(candidate: Candidate, site: PlannedSite) -> str:
         gain = -slower / site.plain_us if site.plain_us else 0.0
         return f"a gain of {gain:.1%}, not above the model's margin"
     return "as fast, with no fewer bytes on the wire"
+
+
+def scored(dump: Dump, site: PlannedSite) -> list[tuple[Candidate, str]]:
+    """Return the candidates of a site that have a score, best first, and why each lost."""
+    return [(each, lost(each, site)) for each in candidates(dump, site) if not each.refused]
+
+
+def refused(dump: Dump, site: PlannedSite) -> dict[str, list[Candidate]]:
+    """Return the refused candidates of a site by reason."""
+    found: dict[str, list[Candidate]] = {}
+    for each in candidates(dump, site):
+        if each.refused:
+            found.setdefault(each.refused, []).append(each)
+    return found
 
 
 def _gains_from(dump: Dump, site: PlannedSite) -> str:
@@ -189,16 +198,8 @@ def title(dump: Dump, site: PlannedSite) -> Text:
 
 def table_of(dump: Dump, site: PlannedSite) -> Table:
     """Return the candidates of a site that have a score, best first."""
-    table = plain_table()
-    for header in COLUMNS:
-        right = header in RIGHT
-        table.add_column(
-            header, justify="right" if right else "left", no_wrap=right, overflow="fold"
-        )
-    for each in candidates(dump, site):
-        if each.refused:
-            continue
-        why = lost(each, site)
+    table = plain_table(*COLUMNS, folded={*COLUMNS} - {*RIGHT}, right=RIGHT)
+    for each, why in scored(dump, site):
         more = f", {each.chunks} chunks" if each.chunks > 1 else ""
         more += f", {site.lowering}" if why == "chosen" and site.lowering == "kernel" else ""
         cells = (
@@ -216,12 +217,8 @@ def table_of(dump: Dump, site: PlannedSite) -> Table:
 
 def refusals(dump: Dump, site: PlannedSite) -> Table:
     """Return the refused candidates of a site and the reasons, each reason once."""
-    by_reason: dict[str, list[str]] = {}
-    for each in candidates(dump, site):
-        if each.refused:
-            what = f"{brief(each.codec)} by {each.algorithm}"
-            by_reason.setdefault(each.refused, []).append(what)
     table = plain_table("not possible", "why", folded=("not possible", "why"))
-    for why, names in by_reason.items():
-        table.add_row(Text(", ".join(names)), Text(brief(why)))
+    for why, some in refused(dump, site).items():
+        names = ", ".join(f"{brief(each.codec)} by {each.algorithm}" for each in some)
+        table.add_row(Text(names), Text(brief(why)))
     return table

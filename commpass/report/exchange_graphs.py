@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from commpass.plan.dump import Dump
 
@@ -15,7 +16,7 @@ FEW = 8
 """Most nodes of a graph that consists of one exchange."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Merged:
     """One graph, or several merged ones with one exchange each. ``numbers`` are those of the
     graphs."""

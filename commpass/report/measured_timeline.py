@@ -21,7 +21,8 @@ from commpass.plan.timeline import (
     subtract,
     union,
 )
-from commpass.report.trace import CALL, HOW, Call, Row, Step, calls_of, operation_kind, read
+from commpass.report.operators import operation_kind
+from commpass.report.profiler_trace import CALL, HOW, Call, Row, Step, calls_of, read
 
 LINKS = "links"
 """The lane of exchanges if the dump names none."""

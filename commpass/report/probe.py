@@ -10,7 +10,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 import typer
@@ -22,8 +21,10 @@ from commpass.costmodel.fit import FASTEST
 from commpass.costmodel.links import Link
 from commpass.errors import CommpassError, ProfileError
 from commpass.probe import probe
+from commpass.report.numbers import size
+from commpass.report.plots import new_figure
 from commpass.report.progress import progress
-from commpass.report.tables import console_for, plain_table, size
+from commpass.report.tables import console_for, plain_table, print_json
 
 
 def run(output: Path, seconds: float, *, kernels: bool, plot: Path | None, json: bool) -> None:
@@ -39,7 +40,7 @@ def run(output: Path, seconds: float, *, kernels: bool, plot: Path | None, json:
             return
     write(output, file)
     if json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(file), indent=1))
+        print_json(file)
     else:
         made = links(file)
         console_for(made).print(made, rates(file) if kernels else KERNELS_ASSUMED)
@@ -154,12 +155,8 @@ def rates(file: ProfileFile) -> Table:
 
 def draw(file: ProfileFile, path: Path) -> None:
     """Draw measured times with their quartiles, and the fit, for every kind."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise CommpassError("a picture needs: pip install 'commpass[graph]'") from error
     levels = list(dict.fromkeys(each.group for each in file.points))
-    figure = Figure(figsize=(7.5 * len(levels), 5.5), layout="constrained")
+    figure = new_figure(7.5 * len(levels), 5.5)
     for axes, level in zip(figure.subplots(1, len(levels), squeeze=False)[0], levels, strict=True):
         own = [each for each in file.points if each.group == level]
         for kind, points in groupby(own, key=lambda each: each.kind):

@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from commpass.cli import app
-from commpass.report import glosses, scatter, survey
+from commpass.report import codec_descriptions, codec_plot
+from commpass.report import codecs as measurements
 
 
 def run(*args: object):
@@ -26,7 +27,7 @@ def rows(*args: object) -> dict[str, dict]:
 
 
 def test_bits_errors_and_distances_are_those_of_the_data():
-    x = survey.gaussian(torch.Generator().manual_seed(0)).double().numpy().reshape(-1, 256)
+    x = measurements.gaussian(torch.Generator().manual_seed(0)).double().numpy().reshape(-1, 256)
     scale = np.abs(x).max(axis=1, keepdims=True) / 127
     error = np.sqrt(((np.round(x / scale) * scale - x) ** 2).sum() / (x**2).sum())
     row = rows("int8")["int8"]
@@ -37,7 +38,7 @@ def test_bits_errors_and_distances_are_those_of_the_data():
 
 
 def test_distance_of_a_lossless_codec_is_that_to_the_entropy_of_the_exponents():
-    x = survey.laplace(torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    x = measurements.laplace(torch.Generator().manual_seed(0)).to(torch.bfloat16)
     counts = np.unique(
         (x.view(torch.int16).numpy().view(np.uint16) >> 7) & 255, return_counts=True
     )[1]
@@ -112,18 +113,18 @@ def test_files_without_floats_or_that_are_no_safetensors_are_refused(tmp_path):
     assert "cannot be read as safetensors" in run("int8", "--data", file).stderr
 
 
-def test_every_codec_that_needs_nothing_else_is_in_the_survey():
+def test_every_codec_that_needs_nothing_else_is_measured_by_default():
     from commpass.codecs import NAMES
 
-    surveyed = {spec.partition("(")[0] for spec in survey.STANDARD}
+    shown = {spec.partition("(")[0] for spec in measurements.STANDARD}
     twice = {"bf16", "fp16"}  # other names of existing codecs
-    assert surveyed == set(NAMES) - {"raw", "outlier", "difference", "segments"} - twice
+    assert shown == set(NAMES) - {"raw", "outlier", "difference", "segments"} - twice
 
 
 def test_every_codec_has_a_line_that_says_what_it_is_for():
     from commpass.codecs import NAMES
 
-    assert set(glosses.GLOSSES) == set(NAMES)
+    assert set(codec_descriptions.DESCRIPTIONS) == set(NAMES)
     shown = run("int8", "taco", "taco(scale=absmax)", "--no-speed").stdout
     assert shown.count("(TACO)") == 1
     assert "plain integers" in shown
@@ -136,10 +137,10 @@ def test_names_in_the_picture_cover_neither_each_other_nor_a_point(tmp_path, mon
 
     drawn = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
-    data = survey.tensors("gaussian", "float32")
-    specs = [spec for spec in survey.STANDARD if not spec.startswith("exponent")]
-    found = [survey.measure(spec, [data[0][:65536]]) for spec in specs]
-    scatter.plot(found, "codecs", tmp_path / "out.png")
+    data = measurements.tensors("gaussian", "float32")
+    specs = [spec for spec in measurements.STANDARD if not spec.startswith("exponent")]
+    found = [measurements.measure(spec, [data[0][:65536]]) for spec in specs]
+    codec_plot.plot(found, "codecs", tmp_path / "out.png")
     (figure,) = drawn
     axes, renderer = figure.axes[0], figure.canvas.get_renderer()
     names = [each for each in axes.texts if isinstance(each, Annotation)]

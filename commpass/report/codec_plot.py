@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from commpass.errors import PolicyError
+from commpass.report.plots import new_figure
 
 if TYPE_CHECKING:
-    from commpass.report.survey import Measured
+    from commpass.report.codecs import Measured
 
 MARKS = "osD^vPX*<>dph"
 LABEL = 6.5
@@ -28,13 +29,7 @@ def plot(rows: Sequence[Measured], title: str, path: Path) -> None:
     The line is the rate-distortion bound of a Gaussian, ``2^-bits``. Each family has its own colour
     and mark.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise PolicyError("a picture needs: pip install 'commpass[graph]'") from error
-    figure = Figure(figsize=(11, 8), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(11, 8)
     axes = figure.add_subplot()
     lossy = [row for row in rows if row.error > 0]
     if exact := [row.codec for row in rows if row.error == 0]:

@@ -15,13 +15,13 @@ from steps import growth
 from commpass import plan
 from commpass.plan import Grouped, Simplification, dump
 from commpass.plan.stage import Stage
-from commpass.report import sent
+from commpass.report import sent_bytes
 
 P = 8
 
 
 def moved(kind: str, nbytes: int, **changes: object) -> int:
-    return sent.plain(site("s", kind=kind, bytes=nbytes, **changes))
+    return sent_bytes.plain(site("s", kind=kind, bytes=nbytes, **changes))
 
 
 @pytest.mark.parametrize(
@@ -59,21 +59,21 @@ def test_ring_and_a_direct_exchange_compare_like_for_like():
     ring = coded_site(*[hop] * (2 * (P - 1)))
     scatter = exchange("all_to_all", n, leaving=n * (P - 1) // P, peers=P - 1)
     direct = coded_site(scatter, exchange("all_gather", n // P))
-    assert sent.planned(ring) == sent.planned(direct) == 2 * (P - 1) / P * n
+    assert sent_bytes.planned(ring) == sent_bytes.planned(direct) == 2 * (P - 1) / P * n
     assert ring.wire_bytes != direct.wire_bytes
 
 
 def test_sent_of_what_is_not_known_or_was_scored_for_another_size():
     gather = exchange("all_gather", 100)
-    assert sent.planned(coded_site(gather)) == 700
-    assert sent.planned(coded_site(gather, wire_bytes=300)) == 2100
-    assert sent.planned(coded_site(gather, wire_bytes=-1)) == -1
-    assert sent.planned(coded_site(wire_bytes=300)) == -1
-    assert sent.planned(site("s")) == sent.plain(site("s"))
+    assert sent_bytes.planned(coded_site(gather)) == 700
+    assert sent_bytes.planned(coded_site(gather, wire_bytes=300)) == 2100
+    assert sent_bytes.planned(coded_site(gather, wire_bytes=-1)) == -1
+    assert sent_bytes.planned(coded_site(wire_bytes=300)) == -1
+    assert sent_bytes.planned(site("s")) == sent_bytes.plain(site("s"))
     known = make(sites=(coded_site(gather, bytes=800), site("d", bytes=-1, wire_bytes=-1))).plan
-    assert sent.of_plans([known]) == (1400, 700, 1)
+    assert sent_bytes.of_plans([known]) == (1400, 700, 1)
     fallen = dataclasses.replace(known, fallback="verify failed")
-    assert sent.of_plans([fallen]) == (1400, 1400, 1)
+    assert sent_bytes.of_plans([fallen]) == (1400, 1400, 1)
 
 
 def test_line_a_pattern_and_all_of_them_with_all(tmp_path: Path):

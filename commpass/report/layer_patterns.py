@@ -34,8 +34,12 @@ class Pattern:
         return tuple(dict.fromkeys(site.module for site in self.sites))
 
     def total(self, field: str) -> float:
-        """Return the sum of known values: -1 is an unknown size."""
-        return sum(max(0, getattr(site, field)) for site in self.sites)
+        return total(self.sites, field)
+
+
+def total(sites: Iterable[PlannedSite], field: str) -> float:
+    """Return the sum of known values: -1 is an unknown size."""
+    return sum(max(0, getattr(site, field)) for site in sites)
 
 
 def without_numbers(module: str) -> str:

@@ -24,7 +24,7 @@ from commpass.distributed.watch import Watched
 from commpass.errors import CommpassError
 from commpass.plan import Plan, PlannedSite
 from commpass.plan.stage import Stage
-from commpass.report import verdict
+from commpass.report import process_report
 
 ALONE = {
     "name": "all_reduce",
@@ -66,8 +66,8 @@ def entry(*sites: PlannedSite, bound=None, fallback="", took=(), why="") -> Entr
 def book(monkeypatch):
     """Return the only step_log; there are no plans of other tests."""
     made = StepLog("balanced")
-    monkeypatch.setattr(verdict, "step_logs", lambda: [made])
-    monkeypatch.setattr(verdict, "plans", lambda: [])
+    monkeypatch.setattr(process_report, "step_logs", lambda: [made])
+    monkeypatch.setattr(process_report, "plans", lambda: [])
     return made
 
 
@@ -87,7 +87,7 @@ def test_report_before_anything_was_compiled_says_so(book):
 def test_exchanges_that_it_does_not_follow_are_named(book, monkeypatch):
     followed = entry(*layers(1))
     made = [entry(*layers(1)).plan, followed.plan]  # one like that of a rewrite, and one of ours
-    monkeypatch.setattr(verdict, "plans", lambda: made)
+    monkeypatch.setattr(process_report, "plans", lambda: made)
     book.entries.append(followed)
     assert str(commpass.report()).splitlines()[-1].startswith("not in this report: 1 plan of")
     book.entries.clear()
@@ -184,7 +184,7 @@ def test_why_no_time_is_known(book, monkeypatch):
     assert "time: not measured yet: calls of graphs that Inductor compiles" in str(
         commpass.report()
     )
-    monkeypatch.setattr(verdict, "is_first_rank", lambda: False)
+    monkeypatch.setattr(process_report, "is_first_rank", lambda: False)
     assert "time: not measured: that is done on rank 0 alone" in str(commpass.report())
 
 
