@@ -62,7 +62,7 @@ class Integration:
     it has other options instead.
     """
 
-    call: ClassVar[str]
+    call: ClassVar[str] = ""
     per: ClassVar[str] = ""
     policy: Policy | None = None
 
@@ -116,16 +116,18 @@ class Integration:
             self._stop()
             for each in self._acquired:
                 if (what := each()) is not None:
-                    release(what)
+                    exchanged.pop(what, None)
 
     def _stop(self) -> None:
         """Give exchanges back to their sender, and free groups and threads."""
 
-    def acquire(self, exchanged: object, of: object) -> None:
-        """Record, until it is closed, that it exchanges the data of an object; ``of`` is the
-        user's."""
-        acquire(exchanged, self.call, of, self.policy)
-        self._acquired.append(weakref.ref(exchanged))
+    def acquire(self, what: object, of: object) -> None:
+        """Record, until it is closed, that it exchanges the data of ``what``, a part of the user's
+        object ``of``."""
+        under = f", under policy {self.policy.name!r}," if self.policy is not None else ""
+        text = f"commpass.parallel.{self.call} of a {type(of).__name__} already{under}"
+        exchanged[what] = self.call, text
+        self._acquired.append(weakref.ref(what))
 
     def __enter__(self) -> Self:
         return self
@@ -159,17 +161,6 @@ TWICE = (
     "{}: {} is exchanged by {} and would be exchanged twice. Leave one of the two out, give one"
     " policy with rules for both, or call close() on the first"
 )
-
-
-def acquire(what: object, call: str, of: object, policy: Policy | None = None) -> None:
-    """Record that the integration of a call exchanges the data of ``what`` from now on."""
-    under = f", under policy {policy.name!r}," if policy is not None else ""
-    exchanged[what] = call, f"commpass.parallel.{call} of a {type(of).__name__} already{under}"
-
-
-def release(what: object) -> None:
-    """Record that it has no integration any more."""
-    exchanged.pop(what, None)
 
 
 def refuse_if_exchanged(what: object, name: str, call: str, by: Collection[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 import re
 from pathlib import Path
 
@@ -84,7 +85,7 @@ def test_defaults_are_those_of_one_that_has_nothing():
 
 def test_engines_and_other_passes_have_nothing_to_close(monkeypatch):
     monkeypatch.setattr("importlib.import_module", lambda name: None)
-    for handle in (Engines(), CollectivePass("off")):
+    for handle in (Engines(), pickle.loads(pickle.dumps(CollectivePass("off")))):
         assert handle.plans == []
         assert handle.state_dict() == {}
         handle.close()

@@ -29,7 +29,7 @@ from commpass.distributed.owners import parameter_names
 from commpass.distributed.record import wire_bytes
 from commpass.errors import PolicyError
 from commpass.groups import close_with, duplicate
-from commpass.parallel.ddp.buckets import Part, parts_of
+from commpass.parallel.ddp.buckets import BucketPart, parts_of
 from commpass.parallel.ddp.checks import (
     Released,
     check_model,
@@ -109,7 +109,7 @@ class CompressedDDP(Integration):
         self.exchanges = exchanges
         self._names = parameter_names(ddp)
         self._words: dict[str, str] = {}
-        self._parts: dict[Any, list[Part]] = {}
+        self._parts: dict[Any, list[BucketPart]] = {}
         self._provisional: int | None = None
         self._now, self._last = _Step(), _Step()
         self._backward = -1

@@ -23,7 +23,7 @@ from commpass.distributed.integration import TWICE
 from commpass.errors import ParallelError, nearest
 from commpass.parallel.in_graph import layout
 from commpass.parallel.in_graph.reading import HELD, ExchangedParameter, Inner, reading
-from commpass.parallel.in_graph.traced import Exchange
+from commpass.parallel.in_graph.traced import ParameterSpec
 from commpass.parallel.refusals import wrong_argument
 
 
@@ -121,7 +121,7 @@ def _distribute(
     inner = {one.device_mesh for one in parameters.values() if isinstance(one, DTensor)}
     around = {mesh: layout.joint_mesh(outer, mesh) for mesh in inner}
     layout.check_alike(parameters, outer)
-    layout.equalize(parameters.values(), outer)
+    layout.equalize(parameters.values(), outer.get_group())
     # Plain parameters use the mesh of the others: norms over two meshes cannot be added.
     plain = next(iter(around.values())) if len(around) == 1 else outer
     made: dict[int, tuple[nn.Parameter, ExchangedParameter]] = {}
@@ -152,7 +152,7 @@ def _shard_of(
         local = local.to_local()
     floating = parameter.is_floating_point()
     param_dtype = (terms.param_dtype if floating else None) or parameter.dtype
-    how = Exchange(
+    how = ParameterSpec(
         group=outer.get_group().group_name,
         rank=outer.get_local_rank(),
         size=outer.size(),

@@ -172,7 +172,7 @@ class CompressedStage:
         self.prepared: Counter[str] = Counter()
         self.plans: dict[str, Plan] = {}
         self.coded: dict[tuple[str, str], list[tuple[Message, PlannedSite, Coding | None]]] = {}
-        self.unheard: dict[tuple[str, str], list[tuple[endpoints.Edge, endpoints.EndPlan]]] = {}
+        self.uncompared: dict[tuple[str, str], list[tuple[endpoints.Edge, endpoints.EndPlan]]] = {}
         self.edges: dict[tuple[str, str], list[endpoints.Edge]] = {}
         self.budget = EdgeBudget(shared.policy)
         self.arriving: dict[tuple[str, int], list[tuple[Coding, Tensor, Tensor]]] = {}
@@ -214,8 +214,8 @@ class CompressedStage:
         refuse_other_group("compress_pipeline", what, group, self.group, remedy)
         kind, direction = target
         timeout_s = self.backend.timeout or longest_timeout([self.group])
-        for edge, word in self.unheard.pop(target, ()):
-            endpoints.compare(edge, word, timeout_s)
+        for edge, plan in self.uncompared.pop(target, ()):
+            endpoints.compare(edge, plan, timeout_s)
         coded = self.coded.get(target, [])
         coded_edges = {(message.source, message.target) for message, _, coding in coded if coding}
         edges = [e for e in self.edges.get(target, ()) if (e.source, e.target) in coded_edges]
@@ -331,13 +331,14 @@ class CompressedStage:
                 if message.kind == kind
             ]
             self.coded[kind, direction] = rows
-            self.unheard[kind, direction] = self._messages_text(rows, place) if self.answers else []
-            self.edges[kind, direction] = [edge for edge, _ in self.unheard[kind, direction]]
+            edges = self._publish_plans(rows, place) if self.answers else []
+            self.uncompared[kind, direction] = edges
+            self.edges[kind, direction] = [edge for edge, _ in edges]
             for _, _, coding in rows:
                 if coding is not None:
                     coding.prepare(encodes=kind == "send")
 
-    def _messages_text(
+    def _publish_plans(
         self, rows: Sequence[tuple[Message, PlannedSite, Coding | None]], place: Place
     ) -> list[tuple[endpoints.Edge, endpoints.EndPlan]]:
         """Publish the plans for edges to stages on other ranks. Return those edges and plans."""
@@ -351,9 +352,9 @@ class CompressedStage:
             rank = dist.get_global_rank(self.group, place.ranks[message.peer])
             edge = endpoints.Edge(key, message.source, message.target, message.direction, rank)
             own = tuple(end for end in every if edge.carries(end.name))
-            word = endpoints.EndPlan(self.backend.policy.name, own)
-            endpoints.publish(edge, word)
-            found[message.source, message.target] = (edge, word)
+            plan = endpoints.EndPlan(self.backend.policy.name, own)
+            endpoints.publish(edge, plan)
+            found[message.source, message.target] = (edge, plan)
         return list(found.values())
 
     def _record(

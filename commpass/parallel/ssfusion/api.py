@@ -22,6 +22,7 @@ from commpass.distributed.record import wire_bytes
 from commpass.errors import PolicyError
 from commpass.groups import close_with, duplicate, labels, need_group
 from commpass.parallel.ddp.checks import refuse_if_optimized_in_backward, refuse_other_hook
+from commpass.parallel.in_graph.layout import equalize
 from commpass.parallel.refusals import wrong_argument
 from commpass.parallel.ssfusion.buckets import BucketHooks
 from commpass.parallel.ssfusion.hooks import ModuleHooks
@@ -111,7 +112,7 @@ def ssfusion(
     if isinstance(model, DistributedDataParallel):
         hooks = BucketHooks(model, planner)
     else:
-        _spread(model, lane)
+        equalize([*model.parameters(), *model.buffers()], lane)
         hooks = ModuleHooks(model, planner)
     close_with(hooks.driver, lane)
     return SSFusion(model, hooks)
@@ -233,12 +234,3 @@ def _weights(model: nn.Module) -> list[Weight]:
 
 def _link(profile: Profile, group: dist.ProcessGroup) -> Link:
     return profile.link_of(*labels(group), ranks=dist.get_process_group_ranks(group))
-
-
-def _spread(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Set a model to that of the group's first rank."""
-    source = dist.get_global_rank(group, 0)
-    for tensor in (*model.parameters(), *model.buffers()):
-        whole = tensor.detach().contiguous()
-        dist.broadcast(whole, source, group=group)
-        tensor.detach().copy_(whole)
