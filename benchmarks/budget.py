@@ -1,12 +1,12 @@
-"""What the check of error budgets on real values costs.
+"""Measure the cost of checking error budgets on real values.
 
     python benchmarks/budget.py [--layers 4] [--steps 100] [--json FILE]
 
-Two ranks on gloo train a tensor-parallel stack of MLPs under int8 and a budget that all sites keep.
-Three graphs of it take turns, step by step, so that noise meets all alike: one without the check,
-one whose check has ended (the operator is in the graph, and returns at once), one that is checked
-on every call. 100 steps of a job are 2 of the last and 98 of the second kind. Expected: at most 1 %
-more than 100 of the first.
+Two ranks on gloo train a tensor-parallel stack of MLPs under int8 and a budget that all sites meet.
+Three graphs of it alternate step by step, so that noise affects all alike: one without the check,
+one whose check has ended (the operator is in the graph, and returns at once), and one that is
+checked on every call. 100 steps of a job are 2 of the last kind and 98 of the second. Expected: at
+most 1 % more than 100 steps of the first.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SIZE, TOKENS = 512, 512
 
 
 class Sum(torch.autograd.Function):
-    """The all_reduce after a row-parallel matmul: its gradient is the identity."""
+    """The all_reduce after a row-parallel matmul; its gradient is the identity."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -53,19 +53,19 @@ def model(x: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
 
 
 KINDS = {"without": 0, "ended": 1, "checked": 1 << 20}
-"""Graphs by their ``check_calls``: that of "ended" is over when the time is taken."""
+"""Kinds of graphs, by their ``check_calls``. The check of "ended" is over when timing begins."""
 CHECKED = 2
-"""Calls that are checked unless a policy says otherwise."""
+"""Calls that are checked, unless a policy sets another number."""
 
 
 def graphs() -> dict[str, Any]:
-    """A compiled model of each kind, by its name."""
+    """Return a compiled model of each kind, by name."""
     found = {}
     for name, calls in KINDS.items():
         policy = commpass.Policy(codecs=("int8",), max_error=0.05, check_calls=calls)
         backend = commpass.backend(policy, profile=commpass.ethernet(0.01))
 
-        # Code of its own, so that none of them is compiled in the place of another.
+        # A separate code object for each kind: no graph is reused for another kind.
         def function(x: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
             return model(x, weights)
 
@@ -75,7 +75,7 @@ def graphs() -> dict[str, Any]:
 
 
 def seconds(layers: int, steps: int) -> dict[str, list[float]]:
-    """Seconds of each step, by the kind of graph."""
+    """Return the seconds of each step, by kind of graph."""
     torch.manual_seed(dist.get_rank())
     x = torch.randn(TOKENS, SIZE)
     weights = [torch.randn(SIZE, SIZE) / SIZE**0.5 for _ in range(2 * layers)]
@@ -95,7 +95,8 @@ def seconds(layers: int, steps: int) -> dict[str, list[float]]:
         assert [site.codec for site in sites] == ["int8"] * layers
         counts = {each.count for entry in backend.step_log.entries for each in entry.samples.sites}
         assert counts == {min(KINDS[name], steps + 4)}, (name, counts)
-    return {name: times[4:] for name, times in took.items()}  # these compile, and end the check
+    # the first steps compile, and end the check
+    return {name: times[4:] for name, times in took.items()}
 
 
 def run(rank: int, folder: str, args: argparse.Namespace) -> None:
@@ -109,8 +110,8 @@ def run(rank: int, folder: str, args: argparse.Namespace) -> None:
 
 
 def more(found: dict[str, list[float]], name: str) -> float:
-    """Seconds that a step of one kind takes beyond that of the same number without the check: the
-    median of the differences."""
+    """Return the seconds that a step of one kind takes beyond the same step without the check (the
+    median of the differences)."""
     return median(a - b for a, b in zip(found[name], found["without"], strict=True))
 
 

@@ -1,15 +1,15 @@
-"""What a calibrated mix of codecs loses, against the same codec everywhere.
+"""Compare the loss of a calibrated mix of codecs with that of the same codec everywhere.
 
     python benchmarks/calibrated.py [--cases tp-4 sp-4] [--steps 300] [--json FILE]
 
-Each case is the demo's transformer (examples/common.py) of so many layers on 2 ranks over gloo,
-divided by tensor parallelism as examples/train_tp.py does it, or with sequence parallelism as
-examples/train_sp.py. It is trained first, on the sources of Python's standard library. Then it is
-calibrated on 12 batches of held-out text (with --text trained: of the text that it was trained on),
-and compared on 4 others of the held-out text: loss and relative error of the gradients of the real
-rewritten graphs, every site forced, run operator by operator. Budgets are the errors that are
-predicted of 8 to 3 bits everywhere. The profile is that of the demo, 1 Gbit/s, and algorithms are
-the same for both. Bytes are those of the plans that leave a rank.
+Each case is the demo's transformer (examples/common.py) on 2 ranks over gloo, with the given number
+of layers. It uses tensor parallelism as in examples/train_tp.py, or sequence parallelism as in
+examples/train_sp.py. The model is first trained on the sources of Python's standard library. It is
+then calibrated on 12 batches of held-out text (with --text trained: of the training text), and
+compared on 4 other held-out batches. The comparison shows the loss and the relative error of the
+gradients of the real rewritten graphs, with every site forced, run operator by operator. Budgets
+are the errors predicted for 8 to 3 bits everywhere. The profile is the demo's, 1 Gbit/s, and both
+use the same algorithms. Bytes are those that leave a rank, by the plans.
 """
 
 from __future__ import annotations
@@ -51,9 +51,11 @@ console = Console(highlight=False, quiet=int(os.environ.get("RANK", "0")) > 0)
 
 @dataclass(frozen=True)
 class Point:
-    """A policy on held-out text: bytes that leave one rank in a step, the predicted
-    and the measured relative error of the gradients, the mean loss, and how many sites have which
-    codec."""
+    """The results of a policy on held-out text.
+
+    They are the bytes that leave one rank in a step, the predicted and the measured relative error
+    of the gradients, the mean loss, and the number of sites by codec.
+    """
 
     name: str
     sent_bytes: int
@@ -82,7 +84,8 @@ def trained(division: str, layers: int, steps: int, mesh: Any, text: torch.Tenso
 def measured(
     ranks: Ranks, model: Any, policy: commpass.Policy, batches: list, plain: list
 ) -> tuple[int, float, float, dict[str, int]]:
-    """Bytes, error of the gradients and loss under a policy; ``plain`` are gradients without."""
+    """Return bytes, error of the gradients and loss under a policy; ``plain`` are the uncompressed
+    gradients."""
     torch._dynamo.reset()
     before = len(commpass.plans())
     backend = commpass.backend(policy, inner="eager", profile=commpass.ethernet(1.0), strict=True)
@@ -120,7 +123,7 @@ def mean(values: list[float]) -> float:
 
 
 def case(name: str, steps: int, mesh: Any, text: str) -> dict[str, Any]:
-    """All points of a case."""
+    """Return all points of a case."""
     import common
 
     division, layers = name.split("-")
@@ -190,7 +193,7 @@ def case(name: str, steps: int, mesh: Any, text: str) -> dict[str, Any]:
 
 
 def everywhere(known: Solution, name: str) -> commpass.Policy:
-    """One codec at all places, by the algorithms that mixes have."""
+    """Return a policy with one codec at all places, using the algorithms of the mixes."""
     spec = commpass.codec(name).spec
     ways = {
         way for some in known.considered for each in some if each.codec == spec
@@ -201,8 +204,8 @@ def everywhere(known: Solution, name: str) -> commpass.Policy:
 
 
 def at_bytes(found: Calibration, most: float, profile: Any) -> float:
-    """The budget of the mix of least predicted error that sends no more than so many bytes, by
-    bisection."""
+    """Return the budget of the mix with the least predicted error that sends at most the given
+    bytes, by bisection."""
     low, high = 0.0, 1.0
     for _ in range(24):
         middle = (low + high) / 2
@@ -212,9 +215,12 @@ def at_bytes(found: Calibration, most: float, profile: Any) -> float:
 
 
 def spread(known: Solution) -> dict[str, float]:
-    """How different places are: the root of the arithmetic over the geometric mean of s^2 (weighted
-    by bytes). Where an error halves with each bit, no mix has less than that part of the error of
-    the same codec everywhere, and none saves more bits than its logarithm."""
+    """Return how much places differ: the square root of the ratio of the arithmetic to the
+    geometric mean of s^2, weighted by bytes.
+
+    If an error halves with each bit, the error of a mix is at least the error of the same codec
+    everywhere divided by this number. A mix saves at most the logarithm of this number in bits.
+    """
     rows = [
         (some[0].sent_bytes, place.sensitivity**2)
         for place, some in zip(known.places, known.considered, strict=True)
@@ -227,8 +233,8 @@ def spread(known: Solution) -> dict[str, float]:
 
 
 def candidates(found: Calibration, profile: Any) -> list[dict[str, Any]]:
-    """What several sets of candidates are predicted to give: bytes at the error of 6 bits
-    everywhere, and the error at the bytes of 4, both as shares of those."""
+    """Return what several sets of candidates are predicted to give: bytes at the error of 6 bits
+    everywhere, and error at the bytes of 4 bits, both relative to those."""
     even = ("rotated(bits=2)", "rotated(bits=4)", "rotated(bits=6)", "rotated")
     every = tuple(commpass.codec(each).spec for each in CODECS)
     sets = {
@@ -251,7 +257,7 @@ def candidates(found: Calibration, profile: Any) -> list[dict[str, Any]]:
 
 
 def narrowed(found: Calibration, specs: tuple[str, ...] | None) -> Calibration:
-    """The same calibration with fewer codecs to choose from."""
+    """Return the same calibration with fewer codecs to choose from."""
     from dataclasses import replace
 
     places = tuple(
@@ -283,9 +289,12 @@ def rank(cases: list[str], steps: int, text: str, out: Path, plot: Path | None) 
 
 
 def gains(found: dict[str, Any]) -> dict[str, float]:
-    """As measured: bytes of a mix that has the error of 6 bits everywhere, as a share of theirs,
-    between the two nearest mixes (bytes over the logarithm of the error); and the error of the mix
-    of the bytes of 4 bits, as a share of theirs."""
+    """Return the measured gains of mixes, as shares.
+
+    The first is the bytes of a mix with the error of 6 bits everywhere, relative to the bytes of 6
+    bits. It is interpolated between the two nearest mixes (bytes over the logarithm of the error).
+    The second is the error of the mix with the bytes of 4 bits, relative to the error of 4 bits.
+    """
     points = {point["name"]: point for point in found["points"]}
     six, four = points["rotated(bits=6)"], points["rotated(bits=4)"]
     mixes = sorted(
@@ -306,7 +315,7 @@ def gains(found: dict[str, Any]) -> dict[str, float]:
 
 
 def add(found: dict[str, Any], out: Path, plot: Path | None) -> None:
-    """Writes a case into the file of all, in place of an older one of its name."""
+    """Write a case into the results file, replacing an older one of its name."""
     known = json.loads(out.read_text(encoding="utf-8"))["cases"] if out.is_file() else []
     cases = sorted(
         [found, *(each for each in known if each["case"] != found["case"])],
@@ -337,7 +346,7 @@ def show(found: dict[str, Any]) -> None:
 
 
 def markdown(found: dict[str, Any]) -> str:
-    """The table of docs/calibration.md."""
+    """Return the table of docs/calibration.md."""
     lines = [
         "| policy | bytes | of plain | predicted | measured | loss, off by |",
         "|---|---|---|---|---|---|",
@@ -359,7 +368,8 @@ NAMES = {"tp": "tensor parallelism", "sp": "with sequence parallelism"}
 
 
 def draw(found: list[dict[str, Any]], path: Path) -> None:
-    """Measured error of the gradients over bytes: the same codec everywhere, and mixes."""
+    """Draw the measured error of the gradients over bytes, for the same codec everywhere and for
+    mixes."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MultipleLocator, NullFormatter, PercentFormatter
 

@@ -1,18 +1,16 @@
-"""How fast codecs encode and decode, compiled and eager, against a copy of the same bytes in the
-same run.
+"""Measure how fast codecs encode and decode, compiled and eager, relative to a copy of the bytes.
 
     python benchmarks/codecs.py [CODEC ...] [--dtype bfloat16] [--threads 1 2] [--mib 32] [--json
     FILE]
 
-GB/s are of input. `of a copy` is the ratio to `torch.Tensor.copy_` of the input, which reads and
-writes every byte once; it is measured again beside every codec, since a machine has other guests.
-The targets are for one core, and for the better of two forms: `inline` is what Inductor makes of
-the codec's operators, `kernel` the C++ of `commpass.lowering.cpu`, where there is one. `kernels` is
-the number of kernels that Inductor made. With `pip install
-'commpass[bench]'` lossless codecs are compared with ZipNN and zstd. Every count of threads runs in
-a process of its own, since compiled code is made for one count, and with a heap that keeps its
-pages: else a result of 32 MiB and more costs more in page faults than in anything else, for a copy
-as for a codec.
+GB/s count the input. `of a copy` is the ratio to `torch.Tensor.copy_` of the input, which reads and
+writes every byte once. It is measured again beside every codec, because the load on a machine
+changes. The targets are for one core, and for the faster of two forms. `inline` is Inductor's code
+for the codec's operators; `kernel` is the C++ of `commpass.lowering.cpu`, if there is one.
+`kernels` is the number of kernels that Inductor made. With `pip install 'commpass[bench]'`,
+lossless codecs are compared with ZipNN and zstd. Every thread count runs in a separate process,
+because code is compiled for one count. The heap keeps its pages; otherwise page faults dominate for
+results of 32 MiB and more, for a copy as for a codec.
 """
 
 from __future__ import annotations
@@ -64,7 +62,7 @@ HEAP = {
 
 
 def seconds(run: Callable[[], Any], repeats: int = REPEATS) -> tuple[float, float]:
-    """Median and spread of a call, after two that do not count."""
+    """Return the median and spread of a call, after two warm-up calls."""
     times = []
     for _ in range(repeats + 2):
         start = time.perf_counter()
@@ -88,7 +86,8 @@ def row(
 
 
 def by_kernel(spec: str, x: torch.Tensor) -> dict[str, Callable[[], Any]]:
-    """Encode and decode by our own C++, each into a new tensor; nothing where there is none."""
+    """Encode and decode with commpass's C++, each into a new tensor; return nothing if there is no
+    C++ for the codec."""
     from commpass.lowering import cpu
     from commpass.lowering.chain import Cast, Chain, Decode, Encode
 
@@ -137,7 +136,7 @@ def measure(spec: str, x: torch.Tensor, copy: float) -> dict[str, Any]:
 
 
 def others(x: torch.Tensor, copy: float) -> list[dict[str, Any]]:
-    """Lossless compressors of other people, where they are installed."""
+    """Return other lossless compressors, if they are installed."""
     try:
         import zipnn
         import zstandard
@@ -188,7 +187,7 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(part: dict[str, Any], dtype: str) -> None:
-    """GB/s and, after the slash, the share of a copy."""
+    """Format GB/s and, after the slash, the share of a copy."""
     table = Table(title=f"{dtype}, {part['threads']} thread(s), copy {part['copy_gbs']:.1f} GB/s")
     table.add_column("codec", no_wrap=True)
     columns = ("encode", "kernel_encode", "decode", "kernel_decode")

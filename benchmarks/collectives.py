@@ -1,5 +1,4 @@
-"""What a collective costs with a codec: bytes and time, against torch's plain collective in the
-same run and the bare exchange.
+"""Measure the bytes and time of collectives with a codec against torch's plain collectives.
 
     python benchmarks/collectives.py [--ranks 2] [--kinds KIND ...] [--algorithms SPEC ... | all]
     [--codecs CODEC ...]
@@ -7,26 +6,26 @@ same run and the bare exchange.
                                      [--eager] [--repeats 11] [--graph]
                                      [--json FILE]
 
-Ranks are processes of this machine, one thread each, with gloo between them: where cores are fewer,
-ranks take turns at coding, and the exchange is a copy through this machine's memory, faster than a
-network. `--link 1` gives each rank a network of its own with 1 Gbit/s each way (root, Linux);
-`limit` is then what the bytes that a rank sends to others take there.
+Ranks are processes of this machine, one thread each, connected by gloo. If there are fewer cores
+than ranks, the ranks take turns at coding. The exchange is a copy through this machine's memory,
+which is faster than a network. `--link 1` gives each rank a network link of 1 Gbit/s each way
+(root, Linux); `limit` is then the time that the bytes sent to other ranks take on it.
 
-A row is one call on a tensor of so many KiB a rank. The plain collective, the call and the bare
-exchange take turns in one loop, each behind a barrier; a time is the median over the repetitions,
-[lower and upper quartile], of the slowest rank's. `bare` hands the same bytes over in the same
-exchanges and does nothing else: the least that the algorithm can take here. Codec `plain` is the
-plain collective against itself, which shows the noise; `raw` an algorithm without a codec. A rank
-hands over `wire_bytes` by its stages, and `handed` in fact.
+A row is one call on a tensor of the given KiB per rank. The plain collective, the call and the bare
+exchange alternate in one loop, each behind a barrier. A time is the median over the repetitions,
+[lower and upper quartile], of the slowest rank. `bare` sends the same bytes in the same exchanges
+and does nothing else: the least that the algorithm can take here. Codec `plain` is the plain
+collective against itself, which shows the noise. Codec `raw` is an algorithm without a codec. A
+rank sends `wire_bytes` according to its stages, and `handed` as measured.
 
-Compiled, `encode` and `decode` are the compiled codec alone on one rank, for as many values as the
-algorithm codes, while the others wait. With `--eager` they are what the algorithm computes before
-its first exchange and after its last one, `between` is what it computes between, and `waits` how
-long it waits: measured in a run of its own, `steps`. `exponent` goes by both orders of its
-exchanges, and takes a minute to compile on a CPU: it must be asked for. `--graph` measures nothing:
-it lists what Inductor makes of each algorithm on 4 ranks of the fake process group. `copies` are
-the loops that only load and store; `copied` are the bytes that those, `cat` and `clone` write,
-`allocated` those of `buffers`.
+With compiled calls, `encode` and `decode` time the compiled codec alone on one rank, for as many
+values as the algorithm codes, while the other ranks wait. With `--eager`, `encode` is the
+computation before the first exchange, `decode` that after the last one, and `between` that between
+exchanges. `waits` is the time spent waiting; `steps` measures it in a separate run. `exponent` is
+measured with both orders of its exchanges. It takes a minute to compile on a CPU, so that it must
+be named explicitly. `--graph` measures nothing. It lists what Inductor makes of each algorithm on 4
+ranks of the fake process group. `copies` are the loops that only load and store. `copied` counts
+the bytes that these loops, `cat` and `clone` write, and `allocated` the bytes of `buffers`.
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ Times = dict[str, list[float]]
 
 
 def cases(options: argparse.Namespace, ranks: int) -> Iterator[tuple[str, str, str]]:
-    """Kind, algorithm and codec of all that can be done on so many ranks."""
+    """Yield kind, algorithm and codec of all supported combinations for a number of ranks."""
     for kind, code in itertools.product(options.kinds, options.codecs):
         if code == "plain":
             yield kind, "torch", code
@@ -134,8 +133,8 @@ def call(kind: str, spec: str, code: str, x: torch.Tensor) -> torch.Tensor:
 
 
 class Recorder(TorchDispatchMode):
-    """Notes the exchanges and waits of an algorithm, so that they can be done again without
-    anything else."""
+    """Record the exchanges and waits of an algorithm, so that they can be repeated without anything
+    else."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +156,7 @@ class Recorder(TorchDispatchMode):
 
 
 def stages(steps: Any) -> dict[str, float]:
-    """Milliseconds of one eager run of an algorithm, step by step."""
+    """Return the milliseconds of one eager run of an algorithm, step by step."""
     marks, arrived = [time.perf_counter()], None
     with suppress(StopIteration):
         while True:
@@ -185,7 +184,7 @@ def tensor(kib: int, dtype: str) -> torch.Tensor:
 def timed(
     functions: dict[str, Callable[[], Any]], repeats: int, before: Callable[[], Any] = lambda: None
 ) -> Times:
-    """Milliseconds of each repetition of functions that take turns."""
+    """Return the milliseconds of each repetition of alternating functions."""
     times: Times = {name: [] for name in functions}
     for number in range(WARM_UP + repeats):
         for name in functions if number % 2 else reversed(functions):
@@ -199,7 +198,7 @@ def timed(
 def measure(
     kind: str, spec: str, code: str, kib: int, dtype: str, eager: bool, repeats: int
 ) -> tuple[int, Times]:
-    """The bytes that this rank handed over, and milliseconds of each repetition of each run."""
+    """Return the bytes that this rank sent, and the milliseconds of each repetition of each run."""
     x, recorder, parts = tensor(kib, dtype), Recorder(), []
     request = Request("0", dist.get_world_size(), dist.get_rank())
     with recorder:
@@ -223,8 +222,10 @@ def measure(
 
 
 def alone(code: str, kib: int, dtype: str, repeats: int) -> Times:
-    """Milliseconds of compiled encode and decode of a tensor, a row for each rank, on rank 0 while
-    the others wait."""
+    """Return the milliseconds of compiled encode and decode on rank 0 while the others wait.
+
+    The tensor has a row for each rank.
+    """
     times = {}
     if dist.get_rank() == 0:
         rows, coder = tensor(kib, dtype).reshape(dist.get_world_size(), -1), codec(code)
@@ -240,7 +241,7 @@ def alone(code: str, kib: int, dtype: str, repeats: int) -> Times:
 
 
 def measured(options: argparse.Namespace) -> list[Row]:
-    os.environ.update(HEAP)  # of the ranks, which begin after this
+    os.environ.update(HEAP)  # for the ranks, which start after this
     members = Ranks(
         options.ranks,
         netlab.shaped(options.ranks, options.link) if options.link else None,
@@ -319,8 +320,8 @@ KERNEL = re.compile(
 
 
 def nests(kernel: str) -> list[int]:
-    """For each loop nest of a kernel the bytes that it writes if it only loads and stores, else
-    0."""
+    """Return, for each loop nest of a kernel, the bytes that it writes if it only loads and stores,
+    else 0."""
     types = {name: kind for kind, name in re.findall(r"([\w:]+)\* (\w*out_ptr\d+)", kernel)}
     found = []
     for nest in re.findall(r"^    \{\n(.*?for\(.*?)^    \}", kernel, re.DOTALL | re.MULTILINE):
@@ -333,7 +334,7 @@ def nests(kernel: str) -> list[int]:
 
 
 def listed(source: str) -> Row:
-    """What a graph that Inductor made consists of; sizes known only as it runs are left out."""
+    """Summarize a graph that Inductor made, without sizes that are known only at run time."""
     kernels, body = dict(KERNEL.findall(source)), source[source.index("def call(") :]
     called = re.findall(r"^\s+(cpp_fused\w*)\(", body, re.MULTILINE)
     loops = [nest for name in called for nest in nests(kernels[name])]
@@ -341,7 +342,7 @@ def listed(source: str) -> Row:
     buffers = re.findall(r"empty_strided_cpu\((\(.*?\)), \(.*?\), torch\.(\w+)\)", body)
     moved = [
         (shape, "uint8") for shape in re.findall(MOVED, body)
-    ]  # Inductor leaves no cat to torch but that of bytes
+    ]  # the only cat that Inductor leaves to torch is that of bytes
     allocated, copied = (
         sum(
             math.prod(map(int, re.findall(r"\b\d+", shape))) * getattr(torch, dtype).itemsize
@@ -367,9 +368,10 @@ def graphs(options: argparse.Namespace) -> list[Row]:
     from torch._inductor.utils import get_code
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    torch.compiler.config.force_disable_caches = True  # nothing is compiled, so nothing may be kept
+    # nothing is compiled, so nothing may be cached
+    torch.compiler.config.force_disable_caches = True
     warnings.filterwarnings("ignore", message="dynamo_pgo")
-    torch.set_num_threads(1)  # as on the ranks: other loops are made for several
+    torch.set_num_threads(1)  # as on the ranks: the loops depend on the number of threads
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=GRAPH_RANKS)
     x, made = tensor(GRAPH_KIB, options.dtype), []
     for case in cases(options, GRAPH_RANKS):

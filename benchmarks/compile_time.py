@@ -1,13 +1,14 @@
-"""How long a Llama takes to compile with every site compressed, against the plain compile.
+"""Measure how long a Llama takes to compile with every site compressed, against the plain compile.
 
     python benchmarks/compile_time.py [--layers 8 32] [--codecs int8 rotated] [--lowerings inline
         kernel] [--repeats 3] [--json FILE]
 
-Each row is a process of its own with empty caches: a tensor-parallel Llama on rank 0 of 8 of the
-fake process group, forward and backward, from the first call to the end of its first backward. Then
-the step time of the compiled model, exchanges excluded (they are fakes). Expected: with kernels at
-most 1.25 times the plain compile for 8 layers and 1.15 times for 32, since every site calls the
-same three functions; inline about 1.8 times. Step time: inline fuses more, kernels less.
+Each row is a separate process with empty caches. It compiles a tensor-parallel Llama on rank 0 of 8
+of the fake process group, forward and backward. The time is from the first call to the end of its
+first backward. Then the step time of the compiled model is measured, without exchanges (they are
+fakes). Expected: with kernels at most 1.25 times the plain compile for 8 layers and 1.15 times for
+32, since every site calls the same three functions; inline about 1.8 times. Step time: inline fuses
+more, kernels less.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ STEPS = 10
 
 
 def measure(layers: int, codec: str, lowering: str) -> dict[str, float]:
-    """Seconds to compile, and milliseconds of a step afterwards. In a process of its own."""
+    """Return the seconds to compile, and the milliseconds of a step afterwards. Runs in a separate
+    process."""
     sys.path.insert(0, str(ROOT / "tests"))
     import torch
     import torch.distributed as dist

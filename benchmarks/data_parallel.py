@@ -1,10 +1,10 @@
-"""Data-parallel training on hosts of its own: step time, bytes and loss by DDP, its hooks,
+"""Measure data-parallel training on virtual hosts: step time, bytes and loss of DDP, its hooks,
 FSDP2 and commpass. Needs Linux and root (docs/netlab.md).
 
     python benchmarks/data_parallel.py --gbit 1 [--ways ddp balanced ...] [--json FILE]
 
-The same as ``python -m benchmarks.network --only data_parallel``, which says what is measured
-(benchmarks/network/data_parallel.py); ``--help`` lists the options.
+This is the same as ``python -m benchmarks.network --only data_parallel``. What it measures is
+described in benchmarks/network/data_parallel.py; ``--help`` lists the options.
 """
 
 import sys
@@ -14,5 +14,5 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.network import cli, data_parallel
 
-if __name__ == "__main__":  # ranks that are started import this file as well
+if __name__ == "__main__":  # the started ranks import this file as well
     cli.main(["--only", data_parallel.NAME, *sys.argv[1:]])

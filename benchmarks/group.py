@@ -1,16 +1,16 @@
-"""What fusing small all_reduces saves, and what the copies for it cost.
+"""Measure what fusing small all_reduces saves, and what the copies for it cost.
 
     python benchmarks/group.py [--ranks 2] [--gbit 0 1 10] [--tensors 32] [--kib 16]
         [--repeats 50] [--json FILE]
 
-`--gbit 0` are ranks on this machine over loopback. Any other number needs Linux and root: every
-rank is a host of its own, with a link of that speed (docs/netlab.md). The tensors are float32
+With `--gbit 0` the ranks are on this machine, over loopback. Any other number needs Linux and root:
+every rank gets a virtual host with a link of that speed (docs/netlab.md). The tensors are float32
 inputs of one compiled function, which starts all of their all_reduces, then waits for them. Two
-compiled copies, without and with the pass `group`, take turns in one loop, each behind a barrier.
-A time is the median over the repetitions, [lower and upper quartile], of the slowest rank. gloo has
-one worker: with two and many small exchanges in the air it may fail (docs/collectives.md).
+compiled copies, without and with the pass `group`, alternate in one loop, each behind a barrier. A
+time is the median over the repetitions, [lower and upper quartile], of the slowest rank. gloo has
+one worker. With two workers and many small exchanges in flight it may fail (docs/collectives.md).
 
-`copies` are the same tensors joined by one compiled function and parted by another, in one process;
+`copies` are the same tensors joined by one compiled function and split by another, in one process;
 GB/s count each byte once.
 """
 
@@ -60,7 +60,7 @@ def reduced(xs: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def measure(tensors: int, kib: int, gbit: float, repeats: int) -> dict[str, Row]:
-    """For each policy the milliseconds of each repetition on this rank, and what was planned."""
+    """Return for each policy the milliseconds of each repetition on this rank, and the plan."""
     import torch.distributed as dist
 
     profile = f"ethernet-{gbit or 10:g}g"
@@ -135,7 +135,7 @@ def copies(options: argparse.Namespace) -> list[Row]:
     return made
 
 
-# --- showing --------------------------------------------------------------------------------------
+# --- output ---------------------------------------------------------------------------------------
 
 
 def show(title: str, rows: list[Row]) -> None:

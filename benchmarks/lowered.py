@@ -1,12 +1,12 @@
-"""What every generated kernel becomes on every architecture: registers, spills, shared memory,
-occupancy, and the share of a copy's bandwidth that its instructions allow. Needs no GPU.
+"""Report registers, spills, shared memory and occupancy of every generated kernel. Needs no GPU.
 
     python benchmarks/lowered.py [CODEC ...] [--arch sm_90 ...] [--dtype bfloat16] [--ranks 8]
         [--json benchmarks/results/lowered.json]
 
-The share is a bound, not a measurement: no kernel is faster than it says, see
-`commpass/lowering/inspect/roofline.py`. Rows of codecs and architectures that are not asked for
-stay in the file as they are. It takes some minutes for each architecture.
+The report is for every architecture, and also has the share of a copy's bandwidth that the kernel's
+instructions allow. The share is a bound, not a measurement: no kernel is faster (see
+`commpass/lowering/inspect/roofline.py`). Rows of codecs and architectures that are not named stay
+in the file unchanged. It takes some minutes for each architecture.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ RESULTS = Path(__file__).parent / "results" / "lowered.json"
 
 
 def measured(codec: str, arch: str, dtype: str, ranks: int) -> list[dict[str, Any]]:
-    """The kernels of a codec on an architecture, or why it has none."""
+    """Return the kernels of a codec on an architecture, or the reason if it has none."""
     _, rows = rows_of(KernelQuery(codec=codec, dtype=dtype, ranks=ranks), arch)
     about = {"codec": codec, "arch": arch, "dtype": dtype, "ranks": ranks}
     return [about | as_json(row) for row in rows]
@@ -72,7 +72,7 @@ def key(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def written(path: Path, made: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """All rows of the file, in which those just made take the place of earlier ones."""
+    """Return all rows of the file, with the new rows in place of the earlier ones."""
     done = set(map(key, made))
     before = json.loads(path.read_text())["rows"] if path.exists() else []
     file = {

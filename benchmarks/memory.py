@@ -1,12 +1,13 @@
-"""Memory that a compressed all_reduce needs beside its input: its peak, in tensors.
+"""Measure the peak memory that a compressed all_reduce needs beside its input, in tensors.
 
     python benchmarks/memory.py [--ranks 2 4] [--mib 64] [--codecs int8 int4 rotated bf16]
         [--chunks 0 1 8] [--json FILE]
 
-The peak is that of a rank's resident memory (VmHWM), reset before each call; what was resident
-before is taken off, and malloc gives back at once what is freed (HEAP). It holds the result, so
-plain torch has 1.0: one tensor. The median of three calls after two, and the largest of the ranks.
-Chunks 0 is what the cost model chooses on links of 1 Gbit/s. Needs Linux.
+The peak is that of a rank's resident memory (VmHWM), reset before each call, minus what was
+resident before. malloc returns freed memory at once (HEAP). The peak contains the result, so that
+plain torch has 1.0: one tensor. The number is the median of three calls after two warm-up calls,
+and the largest over the ranks. Chunks 0 is what the cost model chooses on links of 1 Gbit/s. Needs
+Linux.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ ops = torch.ops._c10d_functional
 Row = dict[str, Any]
 HEAP = {"MALLOC_MMAP_THRESHOLD_": str(1 << 16)}
 CALLS = (2, 3)
-"""Calls before those that count, and those."""
+"""The number of warm-up calls, and of measured calls."""
 
 
 def plain(x: torch.Tensor) -> torch.Tensor:
@@ -46,7 +47,7 @@ def plain(x: torch.Tensor) -> torch.Tensor:
 
 
 def resident(peak: bool) -> int:
-    """Bytes that are resident, or were at most since the peak was reset."""
+    """Return the bytes that are resident, or the peak since it was reset."""
     name = "VmHWM" if peak else "VmRSS"
     found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
@@ -54,7 +55,7 @@ def resident(peak: bool) -> int:
 
 
 def peak_of(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> float:
-    """The peak of one call above what was there before, in tensors like its input."""
+    """Return the peak of one call above the memory before it, in tensors of the input's size."""
     dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")
     before = resident(peak=False)
@@ -100,7 +101,7 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, nargs="+", default=[0, 1, 8])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    os.environ.update(HEAP)  # of the ranks, which begin after this
+    os.environ.update(HEAP)  # for the ranks, which start after this
     rows = []
     for size in options.ranks:
         members = Ranks(size, workers=2)

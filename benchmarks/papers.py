@@ -1,11 +1,12 @@
-"""What commpass's cost model predicts of four papers' measurements, beside what they measured.
+"""Compare the predictions of commpass's cost model with the measurements of four papers.
 
     python benchmarks/papers.py [--json FILE]
 
-Predictions are made from the papers' hardware, models and baselines alone (`paper_models`). What a
-paper does not say is assumed, and stands beside the row. A number to which a parameter was fitted
-is marked, and does not count. `of the gain` is how much of a speedup, or of a loss, is predicted: a
-ratio of 0.93 may be half of it. The second table has other assumptions, and what they give.
+Predictions use only the papers' hardware, models and baselines (`paper_models`). Where a paper
+gives no value, one is assumed and shown beside the row. A number to which a parameter was fitted is
+marked, and does not count. `of the gain` is the share of a speedup, or of a loss, that is
+predicted: a ratio of 0.93 may be half of it. The second table has other assumptions and their
+results.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def text(number: Number | None) -> str:
 
 
 def said(row: Row) -> str:
-    """What a table says of the goal."""
+    """Return whether a row meets the goal, as text for a table."""
     return "fitted" if row.fitted else "yes" if row.met else "no"
 
 

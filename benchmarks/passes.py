@@ -1,4 +1,4 @@
-"""How long commpass's passes take, against Inductor's whole compile of the same graph.
+"""Measure how long commpass's passes take, against Inductor's whole compile of the same graph.
 
     python benchmarks/passes.py [--sizes 10 100 1000] [--repeats 3] [--codec int8] [--json FILE]
     python benchmarks/passes.py --alone 100 1000 10000
@@ -6,7 +6,7 @@
 A graph of n collectives (a matmul, a relu and an all_reduce each, every one compressed) is compiled
 for rank 0 of 8 on the fake process group, with Inductor's caches off. Expected: linear in n, and at
 most 5 % of the compile. ``--alone`` runs the passes without Inductor, on that graph and on one of n
-gradients that are summed while others are computed, with the cost model's own choice.
+gradients that are summed while others are computed, with the cost model's choice.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def model(x: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
 
 
 def compile_once(collectives: int, codec: str) -> dict[str, float]:
-    """Seconds of one cold compile, and of each pass in it."""
+    """Return the seconds of one cold compile, and of each pass in it."""
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
@@ -83,12 +83,13 @@ def measure(collectives: int, codec: str, repeats: int) -> dict[str, Any]:
 
 
 def chain(x: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
-    """Each collective waits for the one before it."""
+    """A graph in which each collective depends on the one before."""
     return model(x, weights)
 
 
 def gradients(x: torch.Tensor, weights: list[torch.Tensor]) -> list[torch.Tensor]:
-    """None waits for another: they hide behind what is computed, as far as there is any."""
+    """A graph of independent collectives, which can overlap with the computation of the
+    gradients."""
     ops, found = torch.ops._c10d_functional, []
     for weight in weights:
         x = x @ weight
@@ -97,7 +98,7 @@ def gradients(x: torch.Tensor, weights: list[torch.Tensor]) -> list[torch.Tensor
 
 
 def passes_alone(graph: Callable[..., Any], collectives: int) -> dict[str, Any]:
-    """Seconds of each pass on a traced graph, on a link of 1 Gbit/s."""
+    """Return the seconds of each pass on a traced graph, on a link of 1 Gbit/s."""
     with FakeTensorMode():
         weights = [torch.randn(8 * WIDTH, 8 * WIDTH) for _ in range(collectives)]
         gm = make_fx(graph)(torch.randn(2 * WIDTH, 8 * WIDTH), weights)
@@ -149,9 +150,10 @@ def main() -> None:
     options = parser.parse_args()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     torch._dynamo.config.recompile_limit = 10_000
-    compile_once(1, options.codec)  # imports and worker processes are not what is measured
+    # so that imports and the start of worker processes are not measured
+    compile_once(1, options.codec)
     if options.alone:
-        passes_alone(chain, 3)  # so are kernels that are compiled once
+        passes_alone(chain, 3)  # nor kernels that are compiled once
         pairs = [(graph, many) for graph in (chain, gradients) for many in options.alone]
         alone = [passes_alone(graph, many) for graph, many in pairs]
         print_alone(alone)

@@ -1,13 +1,13 @@
-"""What the presets with the names of papers lose and send, beside our own at the same bits.
+"""Measure the error and bytes of the presets named after papers, beside our own at the same bits.
 
     python benchmarks/presets.py [--json FILE]
 
-Each codec encodes 2^20 float32 values of three kinds: a Gaussian; partial sums as a row-parallel
-layer makes them (heavy-tailed activations, gated, times weights whose output channels are not
-alike); and 1,024 channels of which one in 64 is 30 times as large. Errors are 2-norms, relative to
-the data, where a value is encoded once. `on 8 ranks` is what a plan predicts of the result, by the
-preset's first algorithm. Lossless codecs are given bfloat16, and lose nothing. The channels of
-`outlier` are calibrated on other data of the same kind, 64 tokens a sequence.
+Each codec encodes 2^20 float32 values of three kinds. The first is a Gaussian. The second is
+partial sums as a row-parallel layer makes them: heavy-tailed activations, gated, times weights
+whose output channels differ. The third has 1,024 channels, of which one in 64 is 30 times as large.
+Errors are 2-norms of one encoding, relative to the data. `on 8 ranks` is the predicted error of the
+result, by the preset's first algorithm. Lossless codecs get bfloat16, and have no error. The
+channels of `outlier` are calibrated on other data of the same kind, with 64 tokens per sequence.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ CALIBRATED = "outlier, calibrated"
 
 @dataclass(frozen=True)
 class Compared:
-    """A preset's codec, the kind and algorithm that it is for, and our own preset and codec beside
-    it."""
+    """A preset's codec, its kind and algorithm, and the corresponding preset and codec of our
+    own."""
 
     preset: str
     codec: str
@@ -69,14 +69,18 @@ COMPARED = (
 
 
 def student(generator: torch.Generator, *shape: int) -> Tensor:
-    """Student's t with 3 degrees of freedom."""
+    """Return samples of Student's t with 3 degrees of freedom."""
     squares = torch.randn(3, *shape, generator=generator).square().sum(dim=0)
     return torch.randn(shape, generator=generator) / (squares / 3).sqrt()
 
 
 def partial_sums(generator: torch.Generator) -> Tensor:
-    """What one rank adds to a row-parallel layer's result: the same weights for any generator. The
-    output channels differ by a factor of 1.3 or so, and one in 64 is twice as large again."""
+    """Return what one rank adds to a row-parallel layer's result; the weights are the same for
+    every generator.
+
+    The output channels differ by a factor of about 1.3, and one in 64 is larger by another factor
+    of two.
+    """
     fixed = torch.Generator().manual_seed(1)
     weights = torch.randn(WIDTH, WIDTH, generator=fixed) / WIDTH**0.5
     sizes = torch.exp(0.25 * torch.randn(WIDTH, generator=fixed))
@@ -97,7 +101,7 @@ def values(kind: str, seed: int) -> Tensor:
 
 
 def calibrated(kind: str) -> str:
-    """The codec of low-bit tensor-parallel inference, with statistics of other data."""
+    """Return the codec of low-bit tensor-parallel inference, with statistics of other data."""
     first, *rest = values(kind, 2).split(SEQUENCE)
     running = Running.start(first)
     for sequence in rest:
@@ -106,7 +110,7 @@ def calibrated(kind: str) -> str:
 
 
 def measure(name: str, kind: str) -> tuple[float, float]:
-    """Bits of a value and relative error."""
+    """Return the bits per value and the relative error."""
     coder = codec(calibrated(kind) if name == CALIBRATED else name)
     x = values(kind, 0).to(torch.bfloat16 if coder.lossless else torch.float32)
     wire = coder.encode(x)
@@ -115,7 +119,8 @@ def measure(name: str, kind: str) -> tuple[float, float]:
 
 
 def result_error(row: Compared) -> float | None:
-    """What is predicted of the result; of the calibrated codec nothing is known beforehand."""
+    """Return the predicted error of the result; None for the calibrated codec, whose error is not
+    known in advance."""
     if row.codec == CALIBRATED:
         return None
     hosts = row.algorithm.startswith("hierarchical")

@@ -1,11 +1,11 @@
-"""What chunks of rows gain in the forward of a tensor-parallel layer: a matmul, its sum over the
-ranks, a residual and an RMSNorm, and the next matmul.
+"""Measure what chunks of rows gain in the forward of a tensor-parallel layer.
 
     python -m benchmarks.netlab --hosts 2 --gbit 1 -- python benchmarks/rows.py [--repeats 9]
 
-Torch's own compile, and ours with no codec and with int8, each in 1, 2 and 4 chunks, take turns in
-one loop, each behind a barrier; a time is the median over the repetitions of the slower rank's, and
-[the fastest, the slowest]. `exposed` is how long a rank is predicted to stand still.
+The layer is a matmul, its sum over the ranks, a residual and an RMSNorm, and the next matmul.
+Torch's own compile, and commpass with no codec and with int8, each in 1, 2 and 4 chunks, alternate
+in one loop, each behind a barrier. A time is the median over the repetitions of the slower rank,
+and [the fastest, the slowest]. `exposed` is the predicted time for which a rank waits.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def measured(every: dict[str, Callable[..., Any]], repeats: int) -> dict[str, list[float]]:
-    """Milliseconds of each, of the slower rank."""
+    """Return the milliseconds of each, of the slower rank."""
     given = inputs()
     times: dict[str, list[float]] = {name: [] for name in every}
     for number in range(repeats + 1):

@@ -1,16 +1,15 @@
-"""What simplify saves in a training step of a tensor-parallel Llama, and how long the pass itself
-takes.
+"""Measure what simplify saves in a step of a tensor-parallel Llama, and the time of the pass.
 
     python benchmarks/simplify.py [--steps 20] [--ranks 4] [--inner eager] [--only pass] [--sizes
     100 1000 ...] [--json FILE]
 
-The step: a Llama of width 256 and 4 layers, split over the ranks by DTensor, all ranks on this
-machine's CPU with gloo. Two compiled copies, without and with simplify, take turns in one run; a
-step is forward and backward, between two barriers.
-Expected: 7 all_reduces a layer become 4, so 43 % fewer bytes.
+The step: a Llama of width 256 and 4 layers, sharded over the ranks by DTensor, all ranks on this
+machine's CPU with gloo. Two compiled copies, without and with simplify, alternate in one run. A
+step is forward and backward, between two barriers. Expected: 7 all_reduces per layer become 4, so
+that there are 43 % fewer bytes.
 
 The pass: graphs of n nodes for rank 0 of 8 on the fake process group, of four shapes, all of which
-the rules change. Expected: linear in n, so the time for a node is the same in all sizes.
+the rules change. Expected: linear in n, so that the time per node is the same for all sizes.
 """
 
 from __future__ import annotations
@@ -131,14 +130,14 @@ def reduced(x: torch.Tensor) -> torch.Tensor:
 
 
 def layers(x: torch.Tensor, nodes: int) -> torch.Tensor:
-    """Sums of two all_reduces, one after the other, as in the layers of a model."""
+    """Sums of two all_reduces, in sequence, as in the layers of a model."""
     for _ in range(nodes // 8):
         x = (reduced(x.sin()) + reduced(x.cos())).tanh()
     return x
 
 
 def long_sum(x: torch.Tensor, nodes: int) -> torch.Tensor:
-    """One sum of many all_reduces, from the left."""
+    """One sum of many all_reduces, added from the left."""
     total = reduced(x.sin())
     for number in range(nodes // 4):
         total = total + reduced(x * (number + 2))
@@ -146,7 +145,7 @@ def long_sum(x: torch.Tensor, nodes: int) -> torch.Tensor:
 
 
 def late_sum(x: torch.Tensor, nodes: int) -> torch.Tensor:
-    """The same, but every all_reduce comes before the first addition, and the last is added
+    """The same sum, but all all_reduces come before the first addition, and the last one is added
     first."""
     parts = [reduced(x * (number + 2)) for number in range(nodes // 4)]
     total = parts.pop()
@@ -156,7 +155,7 @@ def late_sum(x: torch.Tensor, nodes: int) -> torch.Tensor:
 
 
 def gathers(x: torch.Tensor, nodes: int) -> torch.Tensor:
-    """Many all_gathers of one value, each of them cast."""
+    """Many all_gathers of one value, each followed by a cast."""
     ops = torch.ops._c10d_functional
     value, total = x.sin(), None
     for number in range(nodes // 4):
@@ -175,8 +174,11 @@ SHAPES = (layers, long_sum, late_sum, gathers)
 
 
 def timed(gm: fx.GraphModule) -> tuple[float, int]:
-    """Milliseconds of processor time of the pass on a graph, which it changes, and how many rules
-    were applied."""
+    """Return the milliseconds of processor time of the pass on a graph, and the number of applied
+    rules.
+
+    The pass changes the graph.
+    """
     from commpass.passes import PASSES, PassContext
 
     passes = {step.name: step.run for step in PASSES}
@@ -194,7 +196,7 @@ def measure_pass(sizes: list[int], repeats: int) -> list[dict[str, Any]]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    timed(trace(sized(layers, 100), torch.ones(8, 8)))  # imports are not what is measured
+    timed(trace(sized(layers, 100), torch.ones(8, 8)))  # so that imports are not measured
     rows = []
     for shape in SHAPES:
         for size in sizes:

@@ -1,15 +1,16 @@
-"""What each part of SSFusion gains: a data-parallel step of a transformer on links of given rates.
+"""Measure the gain of each part of SSFusion: a data-parallel step of a transformer on links of
+given rates.
 
     python -m benchmarks.ssfusion [--ranks 4] [--gbit 0.1 1] [--selector topk] [--json FILE]
 
-Needs Linux and root (docs/netlab.md). Every rank is a host of its own. All ways begin with the same
-weights, take the same batches, and take turns in one loop, each step behind a barrier; a time is a
-median, [lower and upper quartile], of the slowest rank. The first is DistributedDataParallel.
-``backward`` is the part of a step in which ``loss.backward()`` runs, whose end a plan predicts.
-The others add one part each to sparse gradients that go one by one; all are forced, but for the
-last, which leaves gradients dense where that is predicted to be as fast. ``sent`` is what a rank
-hands over in a step, ``measuring`` what measuring and planning took once, and its share of a run of
-ten minutes.
+Needs Linux and root (docs/netlab.md). Every rank gets a virtual host. All variants start with the
+same weights, use the same batches, and alternate in one loop, each step behind a barrier. A time is
+a median, [lower and upper quartile], of the slowest rank. The first variant is
+DistributedDataParallel. ``backward`` is the part of a step in which ``loss.backward()`` runs, whose
+end a plan predicts. Each other variant adds one part to sparse gradients that are sent one by one.
+All are forced except the last, which keeps gradients dense where that is predicted to be as fast.
+``sent`` counts the bytes that a rank sends in a step. ``measuring`` is the one-time cost of
+measuring and planning, and its share of a run of ten minutes.
 """
 
 from __future__ import annotations
@@ -59,11 +60,12 @@ WAYS: dict[str, dict[str, Any] | None] = {
 }
 PROFILE_STEPS = 2
 RUN_S = 600.0
-"""The run of which measuring is a share."""
+"""The length of the run of which measuring is a share, in seconds."""
 
 
 def train(options: Options) -> dict[str, Row]:
-    """On a rank: times of a step of each way, what it sends, and the loss of its last batch."""
+    """Return a rank's step times in each variant, the bytes that it sends, and the loss of its last
+    batch."""
     import common
     import torch.distributed as dist
 
@@ -77,7 +79,7 @@ def train(options: Options) -> dict[str, Row]:
         learn = torch.optim.SGD(net.parameters(), lr=0.02)
         batches = (batch[: options.batch] for batch in own)
         steps[name] = partial(learned, ways[name][0], batches, learn, [], [])
-        for _ in range(PROFILE_STEPS + 1):  # the last one makes the plan
+        for _ in range(PROFILE_STEPS + 1):  # the last of these steps makes the plan
             steps[name]()
         whole = sum(weight.numel() * weight.itemsize for weight in net.parameters())
         wire = sum(site.wire_bytes for site in commpass.plans()[-1]) if asked is not None else whole
@@ -180,7 +182,7 @@ def main() -> None:
     for ranks, gbit in on_links("ssfusion", options):
         found = ranks.run(train, options, timeout=PATIENCE_S)
         rows += rows_of(found, {"ranks": ranks.size, "gbit": gbit})
-        ranks.stop()  # hooks stay in a process; new ranks come by themselves
+        ranks.stop()  # hooks stay in a process; new ranks start automatically
         if options.json:
             asked = {key: value for key, value in vars(options).items() if key != "json"}
             options.json.write_text(json.dumps({**facts({"": rows}), "asked": asked}, indent=1))

@@ -1,12 +1,12 @@
-"""When SSFusion's offload and interleaving pay, by the cost model.
+"""Predict with the cost model when SSFusion's offload and interleaving pay.
 
     python -m benchmarks.ssfusion_parts [--json FILE]
 
-Two models of the paper by the shapes of their gradients, on GPUs that take for a selection what its
-table III says, on a GPU and on the CPU, between the sizes there. Backward does so many operations a
-parameter as it has tokens, twice for weights and inputs, at ``TFLOPS``, an assumption. Plans are
-those of ``commpass.parallel.ssfusion``, forced to be sparse; ``+`` adds one part to fusion and
-density-aware selection. A time is the predicted end of the last exchange.
+It uses two models of the paper, by the shapes of their gradients. The time of a selection, on a GPU
+and on the CPU, is from the paper's table III, interpolated between its sizes. Backward does as many
+operations per parameter as it has tokens, twice each for weights and inputs, at ``TFLOPS``, an
+assumption. Plans are those of ``commpass.parallel.ssfusion``, forced to be sparse; ``+`` adds one
+part to fusion and density-aware selection. A time is the predicted end of the last exchange.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from commpass.parallel.ssfusion.measure import Rate
 from commpass.parallel.ssfusion.plan import FusionPlan, Settings, make
 
 TABLE_III = (2_500, 25_000, 250_000, 2_500_000)
-"""Entries of float32: 10 KB to 10,000 KB."""
+"""Numbers of float32 entries: 10 KB to 10,000 KB."""
 ON_GPU = Rate(TABLE_III, (850.0, 890.0, 1060.0, 1820.0))
 ON_CPU = Rate(TABLE_III, (1490.0, 1810.0, 3220.0, 8740.0))
 TFLOPS = 50.0
 TOKENS = 32 * 384
 ALPHA_US = 5.0
 RATES = (1.25, 25.0)
-"""GB/s: 10 and 200 Gbit/s."""
+"""In GB/s: 10 and 200 Gbit/s."""
 RANKS = (8, 64)
 WAYS = {
     "fusion": {"interleave": False, "offload": False},
@@ -47,7 +47,8 @@ WAYS = {
 
 
 def transformer(layers: int, width: int, embedding: int) -> list[int]:
-    """Entries of the gradients of an encoder or decoder, in the order of backward."""
+    """Return the number of entries of each gradient of an encoder or decoder, in the order of
+    backward."""
     layer = [width, width, width, 4 * width * width, 4 * width, 4 * width * width, width, width]
     layer += [width, width * width] + [width, width * width] * 3
     return [width, width, *layer * layers, width, width, 512 * width, embedding * width]
@@ -60,7 +61,7 @@ MODELS = {
 
 
 def gradients(entries: Sequence[int]) -> list[Gradient]:
-    """With their times."""
+    """Return the gradients with their times."""
     found = []
     for number, each in enumerate(entries):
         backward = 4e-6 * TOKENS * each / TFLOPS if each > 1e5 else 0.0

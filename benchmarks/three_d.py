@@ -1,17 +1,17 @@
-"""taco-3d and balanced-3d: what each dimension sends and loses, on tensors of a trained model.
+"""Measure the bytes and errors of taco-3d and balanced-3d by dimension, on a trained model.
 
     python benchmarks/three_d.py [--steps 150] [--json FILE]
 
-A language model of bytes is trained on the text of docs/ by 4 ranks, tensor parallelism 2 x data
-parallelism 2, uncompressed. Then:
+4 ranks, tensor parallelism 2 x data parallelism 2, train a language model of bytes on the text of
+docs/, uncompressed. Then:
 
-* *codecs*: what the last step sent in each dimension, encoded once by each preset's codec: partial
+- *codecs*: what the last step sent in each dimension, encoded once by each preset's codec: partial
   sums of the layers and their gradients (tp), weights as differences in a closed loop over the last
   steps, gradients inside and between hosts (dp), outputs of the blocks and their gradients (pp).
-  Errors are 2-norms, relative to what is encoded; of weights, to the change of the step.
-* *gradients*: the same weights and batches of some more steps, with graphs that each preset has
-  compressed, on the same ranks: the error of all gradients against the uncompressed ones, bytes by
-  dimension that a rank hands to collectives in a step, and how far the gathered weights are off.
+  Errors are 2-norms, relative to what is encoded; for weights, relative to the change of the step.
+- *gradients*: the same weights and batches of some more steps, with graphs compressed by each
+  preset, on the same ranks: the error of all gradients against the uncompressed ones, the bytes
+  that a rank sends in a step by dimension, and the error of the gathered weights.
 """
 
 from __future__ import annotations
@@ -47,12 +47,13 @@ ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "three_d.json"
 TP, DP, WIDTH, HEADS, BLOCKS, LENGTH, BATCH = 2, 2, 256, 4, 2, 64, 8
 LAST = 8
-"""Steps whose weights are kept, and whose gradients are compared."""
+"""Number of steps whose weights are kept and whose gradients are compared."""
 SLOW = Profile("slow", Link(60.0, 1e-4))
-"""A link so slow that all that may be compressed is: what is lost does not depend on it."""
+"""A link so slow that every site that may be compressed is: the error does not depend on the
+link."""
 ops = torch.ops._c10d_functional
 recorded: list[dict[str, list[Tensor]]] = []
-"""What is sent, by what it is, in the steps that are recorded."""
+"""The tensors that are sent in the recorded steps, by their meaning."""
 
 
 def note(what: str, x: Tensor) -> Tensor:
@@ -78,7 +79,7 @@ class Summed(torch.autograd.Function):
 
 
 class Shared(torch.autograd.Function):
-    """The input of a column-parallel layer, whose gradient is a sum."""
+    """The input of a column-parallel layer; its gradient is summed over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
@@ -91,7 +92,7 @@ class Shared(torch.autograd.Function):
 
 
 class Gathered(torch.autograd.Function):
-    """A weight from its shards, whose gradient is the mean, scattered."""
+    """A weight gathered from its shards; the mean of its gradients is scattered."""
 
     @staticmethod
     def forward(ctx: Any, shard: Tensor, group: str) -> Tensor:
@@ -105,7 +106,7 @@ class Gathered(torch.autograd.Function):
 
 
 class Stage(torch.autograd.Function):
-    """What would go from one pipeline stage to the next."""
+    """Record what one pipeline stage would send to the next."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -117,7 +118,7 @@ class Stage(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, of which each tensor-parallel rank has a part."""
+    """Attention and a feed-forward layer, sharded over the tensor-parallel ranks."""
 
     def __init__(self, whole: Callable[[Tensor], Tensor], tp: str, make: Callable[..., Any]):
         super().__init__()
@@ -137,7 +138,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """A language model of bytes; its weights are shards of one data-parallel rank."""
+    """A language model of bytes; each data-parallel rank has shards of its weights."""
 
     def __init__(self, tp: str, dp: str, tp_rank: int, dp_rank: int):
         super().__init__()
@@ -173,13 +174,16 @@ def batch(step: int, dp_rank: int, data: Tensor) -> Tensor:
 
 
 def off(coded: Tensor, exact: Tensor, whole: Tensor) -> list[float]:
-    """Squares of an error, and of what it is relative to."""
+    """Return the square of an error and the square of the norm that it is relative to."""
     return [float((coded - exact).double().square().sum()), float(whole.double().square().sum())]
 
 
 def by_codec(name: str, sent: dict[str, list[Tensor]], weights: list[list[Tensor]]) -> dict:
-    """What this rank sent, encoded once by each codec of a preset: the squares of the error and of
-    what it is relative to, bytes and values."""
+    """Encode what this rank sent, once by each codec of a preset.
+
+    Return the squares of the error and of the norm that it is relative to, the bytes, and the
+    number of values.
+    """
     tp, (gathers, sums), pp = (THREE_D[name][role] for role in ("tp", "dp", "pp"))
     between = sums.algorithm[-1].removeprefix("hierarchical(between=").removesuffix(")")
     coders = {
@@ -215,14 +219,15 @@ def by_codec(name: str, sent: dict[str, list[Tensor]], weights: list[list[Tensor
 
 
 def with_roles(name: str, roles: tuple[str, ...]) -> Policy:
-    """A preset for some of its roles alone."""
+    """Return a preset restricted to some of its roles."""
     names = {role: role if role in roles else () for role in DIMENSIONS}
     return Policy.for_mesh(name, **(names | {"pp": ()}))
 
 
 def by_gradients(model: Model, policy: Policy, weights: list[list[Tensor]], exact: Any, data: Any,
                  dp_rank: int, first: int) -> dict[str, Any]:  # fmt: skip
-    """The error of the gradients of each of the last steps, and what travelled, by dimension."""
+    """Return the error of the gradients of each of the last steps, and the bytes sent, by
+    dimension."""
     torch._dynamo.reset()
     commpass.reset_state()
     seen, parameters = len(commpass.plans()), list(model.parameters())
@@ -249,7 +254,7 @@ def by_gradients(model: Model, policy: Policy, weights: list[list[Tensor]], exac
 
 
 def total(rows: list[float]) -> list[float]:
-    """Sums over all ranks."""
+    """Return sums over all ranks."""
     summed = torch.tensor(rows, dtype=torch.float64)
     dist.all_reduce(summed)
     return summed.tolist()
@@ -299,7 +304,7 @@ def relative(row: list[float]) -> float:
 
 
 def tables(found: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Rows of what each site loses by codec, and of what all gradients lose."""
+    """Return the rows of each site's error by codec, and of the error of all gradients."""
     theirs, ours = (found["codecs"][name] for name in ("taco-3d", "balanced-3d"))
     codecs = [
         {

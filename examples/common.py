@@ -1,7 +1,8 @@
-"""What the examples share: a small language model, text to train it on, and trainings of it under
-several policies; ``shown.py`` compares them.
+"""Code shared by the examples: a small language model, its training text, and training under
+several policies.
 
-All that is particular to commpass is its backend, two lines in ``train``.
+Only two lines in ``train`` are specific to commpass: they create and use its backend. ``shown.py``
+prints the comparison of the runs.
 """
 
 from __future__ import annotations
@@ -36,12 +37,13 @@ from commpass.plan import dump
 from commpass.plan.kinds import KINDS
 from commpass.report.trace import operation_kind
 
-BATCH, CONTEXT, HEAD = 8, 128, 32  # sequences a step, bytes a sequence, width of an attention head
+# sequences per step, bytes per sequence, width of an attention head
+BATCH, CONTEXT, HEAD = 8, 128, 32
 RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "2"))
-STARTED = "RANK" in os.environ  # whether this is one of the ranks
-OWN_HOSTS = "COMMPASS_DEMO_HOSTS"  # environment variable: each rank has a host, and a real link
+STARTED = "RANK" in os.environ  # whether this process is one of the ranks
+OWN_HOSTS = "COMMPASS_DEMO_HOSTS"  # environment variable: set if each rank has its own host
 TRACE = "step.trace.json"
-ROUNDS = 20  # in which steps are timed
+ROUNDS = 20  # number of timed steps per run
 console = Console(quiet=RANK > 0, highlight=False, markup=False)
 
 
@@ -51,8 +53,7 @@ class Attention(nn.Module):
         self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        # q, k and v may be divided by columns: each rank then has some of the heads, and these
-        # whole
+        # if q, k and v are sharded by columns, each rank has whole heads, but only some of them
         q, k, v = (
             linear(x).unflatten(-1, (-1, HEAD)).transpose(1, 2)
             for linear in (self.q, self.k, self.v)
@@ -90,29 +91,32 @@ class Transformer(nn.Module):
         self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, 256, bias=False)
 
     def forward(self, text: Tensor) -> Tensor:
-        """Bytes ``[BATCH, CONTEXT + 1]`` in, the mean cross entropy of each next byte out."""
+        """Return the mean cross entropy of each next byte, for bytes of shape
+        ``[BATCH, CONTEXT + 1]``."""
         x = self.token(text[:, :-1]) + self.position.weight
         for block in self.blocks:
             x = block(x)
         return cross_entropy(self.head(self.norm(x)).flatten(0, 1), text[:, 1:].flatten())
 
 
-def read_texts(most: int = 4_000_000) -> tuple[Tensor, ...]:
-    """Bytes to train on and bytes held out: the sources of Python's standard library, in the same
-    order everywhere."""
+def read_texts(max_bytes: int = 4_000_000) -> tuple[Tensor, ...]:
+    """Return training bytes and held-out bytes: the sources of Python's standard library, in the
+    same order on every machine."""
     root = Path(get_paths()["stdlib"])
     skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
     files = sorted(
         path for path in root.rglob("*.py") if skipped.isdisjoint(path.relative_to(root).parts)
     )
-    text = bytearray(b"".join(map(Path.read_bytes, files))[:most])
+    text = bytearray(b"".join(map(Path.read_bytes, files))[:max_bytes])
     return torch.frombuffer(text, dtype=torch.uint8).tensor_split([len(text) // 10 * 9])
 
 
 def batches(text: Tensor, count: int, seed: int, rank: int = 0) -> Iterator[Tensor]:
-    """Random windows of the text ``[BATCH, CONTEXT + 1]``: the same ones for the same seed, and
-    others for another data-parallel rank."""
-    # torch's generator for a CPU reads no more than 32 bits of a seed
+    """Return an iterator over random windows of the text, of shape ``[BATCH, CONTEXT + 1]``.
+
+    The same seed gives the same windows. Each data-parallel rank gets different ones.
+    """
+    # torch's CPU generator uses only 32 bits of a seed
     generator = torch.Generator().manual_seed(seed + (rank << 16))
     windows = text.unfold(0, CONTEXT + 1, 1)
     return (
@@ -123,32 +127,34 @@ def batches(text: Tensor, count: int, seed: int, rank: int = 0) -> Iterator[Tens
 
 @dataclass(frozen=True)
 class Example:
-    """What is particular to an example: the whole model, how it is divided over the ranks, and what
-    is to be done with the gradients after backward."""
+    """The parts that differ between examples: the model, how it is sharded over the ranks, and what
+    is done with the gradients after backward."""
 
     build: Callable[[Namespace], nn.Module]
     divide: Callable[[Any, DeviceMesh], None]
     finish_gradients: Callable[[nn.Module], None] = lambda model: None
-    data_parallel: bool = (
-        False  # whether each rank has batches of its own; else heads are divided over the ranks
-    )
-    sequence_parallel: bool = False  # whether positions are divided over the ranks
+    data_parallel: bool = False  # if not, the ranks share batches, and heads are sharded over them
+    sequence_parallel: bool = False  # whether the sequence is sharded over the ranks
     steps: int = 150
     layers: int = 4
 
 
 @dataclass
 class Run:
-    """What one training gave: the loss of every step and on held-out text (means over ranks), the
-    plans, what one rank sent in a step (a mean), measured where the plans cannot tell, one ``step``
-    more, and milliseconds that each of some steps took."""
+    """The results of one training.
+
+    ``losses`` has the loss of every step and ``held_out`` the loss on held-out text, both as means
+    over the ranks. ``sent`` is the mean number of bytes that a rank sends in a step; it is measured
+    only if the plans cannot tell. ``step`` runs one more step, and ``step_ms`` has the milliseconds
+    of the timed steps.
+    """
 
     losses: list[float]
     held_out: float
     plans: list[commpass.Plan]
     sent: float | None
     step: Callable[[], Any]
-    took_ms: list[float] = field(default_factory=list)
+    step_ms: list[float] = field(default_factory=list)
 
 
 def train(
@@ -159,19 +165,21 @@ def train(
     mesh: DeviceMesh,
     texts: tuple[Tensor, ...],
 ) -> Run:
-    """Trains a new model, from the same seed and on the same batches, with its collectives under
-    ``policy``."""
+    """Train a new model with its collectives under ``policy``.
+
+    Every call uses the same seed and the same batches.
+    """
     torch.manual_seed(options.seed)
     model = example.build(options)
     example.divide(model, mesh)
     folder, earlier = options.out / name, len(commpass.plans())
-    for file in dump.files(folder) if RANK == 0 else ():  # those of an earlier run
+    for file in dump.files(folder) if RANK == 0 else ():  # files of an earlier run
         file.unlink()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     backend = commpass.backend(policy, profile=commpass.ethernet(options.link_gbit), dump=folder)
     loss_of = torch.compile(model, backend=backend, fullgraph=True)
     losses = list[float]()
-    own = RANK if example.data_parallel else 0
+    batch_rank = RANK if example.data_parallel else 0
 
     def step(batch: Tensor) -> float:
         loss = loss_of(batch)
@@ -182,16 +190,17 @@ def train(
         return loss.item()
 
     for batch in track(
-        batches(texts[0], options.steps, options.seed, own),
+        batches(texts[0], options.steps, options.seed, batch_rank),
         f"{name:4}",
         options.steps,
         console=console,
         disable=RANK > 0,
     ):
         losses.append(step(batch))
-    # not under no_grad: that would compile another graph, and it is the one of the training that is
-    # to be judged
-    held_out = fmean(loss_of(batch).item() for batch in batches(texts[1], 16, options.seed, own))
+    # not under no_grad, which would compile another graph: the training graph is what is evaluated
+    held_out = fmean(
+        loss_of(batch).item() for batch in batches(texts[1], 16, options.seed, batch_rank)
+    )
     trace_step(lambda: loss_of(batch).backward(), folder / TRACE)
     plans = commpass.plans()[earlier:]
     unknown = any(site.bytes < 0 for plan in plans for site in plan)
@@ -199,29 +208,32 @@ def train(
     return Run([mean(loss) for loss in losses], mean(held_out), plans, sent, lambda: step(batch))
 
 
-def take_turns(runs: dict[str, Run], rounds: int) -> None:
-    """Times some steps more of all runs in turns, so that what else the machine does meets all of
-    them; each begins behind a barrier, and takes as long as the slowest rank."""
+def time_alternating(runs: dict[str, Run], rounds: int) -> None:
+    """Time further steps of all runs, alternating between them so that other load on the machine
+    affects all runs alike.
+
+    Each step starts after a barrier. Its time is that of the slowest rank.
+    """
     for _ in track(range(rounds), "time", console=console, disable=RANK > 0):
         for run in runs.values():
             dist.barrier()
             start = time.perf_counter()
             run.step()
-            took = torch.tensor(1e3 * (time.perf_counter() - start))
-            dist.all_reduce(took, dist.ReduceOp.MAX)
-            run.took_ms.append(took.item())
+            elapsed_ms = torch.tensor(1e3 * (time.perf_counter() - start))
+            dist.all_reduce(elapsed_ms, dist.ReduceOp.MAX)
+            run.step_ms.append(elapsed_ms.item())
 
 
 def mean(value: float) -> float:
-    """The mean over all ranks."""
+    """Return the mean over all ranks."""
     total = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(total)
     return total.item() / dist.get_world_size()
 
 
 def trace_step(step: Callable[[], Any], path: Path) -> None:
-    """Writes what the profiler sees of a step on rank 0."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # nothing on the console
+    """Write the profiler's trace of one step on rank 0."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # no messages on the console
     dist.barrier()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         step()
@@ -230,8 +242,8 @@ def trace_step(step: Callable[[], Any], path: Path) -> None:
 
 
 def bytes_sent(step: Callable[[], Any]) -> int:
-    """The bytes that this rank hands to the collectives of compiled graphs in a step, as the
-    profiler sees them."""
+    """Return the bytes that this rank passes to the collectives of compiled graphs in a step,
+    according to the profiler."""
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
     ) as profile:
@@ -251,8 +263,10 @@ def bytes_sent(step: Callable[[], Any]) -> int:
 
 class Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Leaves with 2 after one line of rank 0. The others let it go first: torchrun ends all
-        ranks when one leaves."""
+        """Exit with status 2 after rank 0 has printed one line.
+
+        The other ranks wait first, because torchrun stops all ranks when one exits.
+        """
         if RANK > 0:
             time.sleep(5)
         self.exit(2, f"{self.prog}: {' '.join(message.split())}\n" if RANK == 0 else None)
@@ -267,22 +281,22 @@ def shared_options(
     ranks: int = RANKS,
     link_gbit: float = 1.0,
 ) -> Parser:
-    """The options that all trainings have, with their defaults."""
+    """Return a parser with the options that all examples share, and their defaults."""
     parser = Parser(
         description="Train without and with compressed collectives.",
         formatter_class=ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--policy", default=policy, help="a preset by name, or a .toml file")
+    parser.add_argument("--policy", default=policy, help="name of a preset, or a .toml file")
     parser.add_argument(
         "--ranks",
         type=int,
         default=RANKS if STARTED else ranks,
-        help="processes to start, where torchrun has not done so",
+        help="processes to start, unless torchrun has started them",
     )
     parser.add_argument("--steps", type=int, default=steps, help="training steps of each run")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and batches")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches")
     parser.add_argument(
-        "--link-gbit", type=float, default=link_gbit, help="the network to decide for, in Gbit/s"
+        "--link-gbit", type=float, default=link_gbit, help="rate of the assumed link, in Gbit/s"
     )
     parser.add_argument("--layers", type=int, default=layers, help="blocks of the model")
     parser.add_argument("--width", type=int, default=width, help="features of the model")
@@ -290,14 +304,14 @@ def shared_options(
 
 
 def check_options(parser: Parser, options: Namespace, sharing: int) -> None:
-    """Leaves with an error where an option cannot be; ``sharing`` ranks divide the heads."""
+    """Exit with an error if an option is invalid; ``sharing`` ranks share the attention heads."""
     for name in ("ranks", "steps", "layers", "width"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} {getattr(options, name)}: must be at least 1")
     if STARTED and options.ranks != RANKS:
         parser.error(
-            f"--ranks {options.ranks}: torchrun started {RANKS}; leave it out, or start with python"
-            " instead"
+            f"--ranks {options.ranks}: torchrun started {RANKS} ranks; omit --ranks, or start with"
+            " python instead"
         )
     if options.width % (unit := HEAD * sharing):
         which = f"heads of {HEAD}" if sharing == 1 else f"{sharing} ranks, heads of {HEAD}"
@@ -316,7 +330,7 @@ def read_options(example: Example) -> Namespace:
         "--out",
         type=Path,
         default="demo-out",
-        help="folder for plans and graphs; earlier ones are replaced",
+        help="folder for plans and graphs; existing ones are replaced",
     )
     options = parser.parse_args()
     check_options(parser, options, 1 if example.data_parallel else options.ranks)
@@ -330,8 +344,11 @@ def read_options(example: Example) -> Namespace:
 
 
 def start(file: str, options: Namespace) -> None:
-    """Starts the ranks: each in a host of its own with a link of the rate that is decided for,
-    where root allows that, and otherwise all on this one."""
+    """Start the ranks.
+
+    As root on Linux, each rank gets its own host, with a link of ``--link-gbit``. Otherwise all
+    ranks run on this host.
+    """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     command = [sys.executable, file, *sys.argv[1:]]
     hosts = [str(Path(__file__).with_name("hosts.py")), str(options.ranks), str(options.link_gbit)]
@@ -344,13 +361,13 @@ def start(file: str, options: Namespace) -> None:
 
 
 def join() -> None:
-    """Joins the ranks: before a model is built, since that may ask the others."""
+    """Initialize the process group; call this before building a model, which may communicate."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
 
 
 def begin(options: Namespace, model: nn.Module) -> None:
-    """Says what is trained where."""
+    """Configure logging, and print what is trained and where."""
     handler = RichHandler(
         console=console if RANK == 0 else Console(stderr=True), show_time=False, show_path=False
     )
@@ -362,14 +379,14 @@ def begin(options: Namespace, model: nn.Module) -> None:
         style="bold",
     )
     if OWN_HOSTS in os.environ:
-        where = f"Each rank has a host of its own, and a real link of {options.link_gbit:g} Gbit/s."
+        where = f"Each rank has its own host, with a real link of {options.link_gbit:g} Gbit/s."
     elif int(os.environ.get("LOCAL_WORLD_SIZE", RANKS)) < RANKS:
-        where = f"The ranks are on several hosts; decisions are for {options.link_gbit:g} Gbit/s."
+        where = f"The ranks are on several hosts. Decisions assume {options.link_gbit:g} Gbit/s."
     else:
         where = (
-            f"Decisions are made for a link of {options.link_gbit:g} Gbit/s, but the ranks talk"
-            " over loopback, which is faster than any network: the step times below cannot show"
-            " what is gained. As root (sudo make demo) each rank gets a host and a link of its own."
+            f"Decisions are made for a link of {options.link_gbit:g} Gbit/s, but the ranks"
+            " communicate over loopback, which is faster than any network: the step times below"
+            " cannot show the gain. As root (sudo make demo), each rank gets its own host and link."
         )
     console.print(where)
 
@@ -390,8 +407,8 @@ def main(file: str, example: Example) -> None:
         name: train(name, policy, example, options, mesh, texts)
         for name, policy in (policies | {"on": options.policy}).items()
     }
-    take_turns(runs, ROUNDS)
-    if RANK == 0:  # whose dumps and traces those are
+    time_alternating(runs, ROUNDS)
+    if RANK == 0:  # only rank 0 has written dumps and traces
         report(runs, options)
     dist.barrier()
     dist.destroy_process_group()

@@ -1,9 +1,9 @@
-"""Runs a command once in each of some hosts on this machine, linked at a rate: a rank each.
+"""Run a command as one rank on each of several virtual hosts, linked at a given rate.
 
     python examples/hosts.py 2 1.0 -- python train.py    # 2 hosts, 1 Gbit/s; needs Linux and root
 
-The hosts are network namespaces (docs/netlab.md). Where they cannot be made it leaves with 97, and
-one line says why.
+The hosts are network namespaces (docs/netlab.md). If they cannot be created, print the reason in
+one line and exit with status 97.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks import netlab
 
 NO_HOSTS = 97
-QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # it would warn that these hosts have no names
+QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # otherwise it warns that these hosts have no names
 
 
 def main() -> int:
@@ -28,7 +28,7 @@ def main() -> int:
         netlab.stand_apart()
         lab = netlab.build(netlab.Network(int(hosts), float(gbit)))
     except netlab.LabError as error:
-        print(f"no hosts of their own for the ranks: {error}", file=sys.stderr)
+        print(f"cannot create a host for each rank: {error}", file=sys.stderr)
         return NO_HOSTS
     ranks = [
         subprocess.Popen(
@@ -39,7 +39,7 @@ def main() -> int:
     ]
     while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
         time.sleep(0.1)
-    return next(filter(None, codes), 0)  # when this process ends, all ranks do
+    return next(filter(None, codes), 0)  # all ranks end with this process
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""What the examples on a mesh share: one model trained twice, without and with compression, and a
-comparison of the two: losses, bytes by mesh dimension, and the time of a step.
+"""Code shared by the examples on a device mesh: train a model without and with compression and
+compare the runs.
 
-The two trainings take turns, step by step, so that whatever else the machine does hits both alike.
-No text comes twice, so every loss is one on text that the model has not seen.
+The comparison shows losses, bytes by mesh dimension, and the time of a step. The two trainings
+alternate step by step, so that other load on the machine affects both alike. No text is repeated,
+so every loss is on text that the model has not seen.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import commpass
 
 TP = 2  # ranks that share a layer
-DEVICES = Path("/proc/thread-self/net/dev")  # what this host's network devices have counted
+DEVICES = Path("/proc/thread-self/net/dev")  # byte counters of this host's network devices
 Plans = list[commpass.Plan]
 
 
@@ -52,9 +53,12 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True)
 class Training:
-    """What an example sets up. ``step`` runs forward and backward on a batch and gives the loss, or
-    None on a rank that does not have it. ``sent`` gives what this rank hands to the collectives of
-    each mesh dimension in a step, in bytes, from the plans of the training."""
+    """What an example sets up.
+
+    ``step`` runs forward and backward on a batch and returns the loss, or None on a rank that does
+    not have it. ``sent`` takes the plans of the training. It returns the bytes that this rank
+    passes to the collectives of each mesh dimension in a step.
+    """
 
     model: nn.Module
     step: Callable[[Tensor], Tensor | None]
@@ -63,13 +67,16 @@ class Training:
 
 
 Setup = Callable[[str, DeviceMesh, Namespace], Training]
-"""Sets a training up under a policy, on a mesh."""
+"""Set up a training under a policy, on a mesh."""
 
 
 @dataclass
 class Run:
-    """A training and what its steps gave on this rank: losses, milliseconds, and the bytes that
-    left its host (both NaN where that is not known)."""
+    """A training and the results of its steps on this rank: losses, milliseconds, and bytes that
+    left its host.
+
+    A loss or a number of bytes is NaN if this rank does not know it.
+    """
 
     training: Training
     optimizer: torch.optim.Optimizer
@@ -80,21 +87,24 @@ class Run:
 
     def step(self, batch: Tensor) -> None:
         dist.barrier()
-        earlier, before, start = len(commpass.plans()), left_host(), time.perf_counter()
+        earlier, before, start = len(commpass.plans()), bytes_left_host(), time.perf_counter()
         loss = self.training.step(batch)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.ms.append(1e3 * (time.perf_counter() - start))
         self.losses.append(nan if loss is None else loss.item())
-        dist.barrier()  # all that was sent has arrived
-        self.left.append(left_host() - before)
+        dist.barrier()  # everything that was sent has arrived
+        self.left.append(bytes_left_host() - before)
         self.plans += commpass.plans()[earlier:]
 
 
 @dataclass(frozen=True)
-class Found:
-    """Means over the ranks: the loss of every step; of a late step (the first ones compile) the
-    time, the bytes by mesh dimension, and those that left a host."""
+class Result:
+    """Means over the ranks.
+
+    ``losses`` has the loss of every step. The others are of a late step, because the first ones
+    compile: its time, the bytes by mesh dimension, and the bytes that left a host.
+    """
 
     losses: list[float]
     step_ms: float
@@ -102,21 +112,25 @@ class Found:
     left: float
 
 
-def sent(plans: Iterable[commpass.Plan], times: int = 1) -> Counter[str]:
-    """What a rank hands to the collectives of graphs that run so many ``times`` in a step: bytes by
-    mesh dimension."""
+def bytes_by_dimension(plans: Iterable[commpass.Plan], times: int = 1) -> Counter[str]:
+    """Return the bytes that a rank passes to the collectives of the plans' graphs in a step, by
+    mesh dimension.
+
+    Each graph runs ``times`` times in a step.
+    """
     found = Counter[str]()
     for plan in plans:
         for site in plan:
-            if site.kind != "recv":  # the rank that sends it counts it
+            if site.kind != "recv":  # the sending rank counts these bytes
                 found[site.group_label] += times * (
                     site.bytes if plan.fallback else site.wire_bytes
                 )
     return found
 
 
-def left_host() -> float:
-    """Bytes that have left this rank's host so far, headers included; NaN if ranks share one."""
+def bytes_left_host() -> float:
+    """Return the bytes that have left this rank's host so far, with headers; NaN if ranks share
+    it."""
     if OWN_HOSTS not in os.environ:
         return nan
     rows = (line.split(":") for line in DEVICES.read_text().splitlines()[2:])
@@ -124,7 +138,7 @@ def left_host() -> float:
 
 
 def mean_known(values: list[float]) -> list[float]:
-    """The means over the ranks that know them (whose value is not NaN)."""
+    """Return the mean of each value over the ranks where it is not NaN."""
     rows = torch.tensor([[0.0, 0.0] if isnan(x) else [x, 1.0] for x in values], dtype=torch.float64)
     dist.all_reduce(rows)
     return (rows[:, 0] / rows[:, 1]).tolist()
@@ -132,31 +146,33 @@ def mean_known(values: list[float]) -> list[float]:
 
 def train(
     setup: Setup, policies: Iterable[str], mesh: DeviceMesh, options: Namespace
-) -> list[Found]:
-    """Trains a model under each policy, from the same seed and on the same batches. Data-parallel
-    ranks have batches of their own, all others the same ones."""
+) -> list[Result]:
+    """Train a model under each policy, from the same seed and on the same batches.
+
+    Each data-parallel rank has its own batches; all other ranks share theirs.
+    """
     runs = []
     for policy in policies:
         torch.manual_seed(options.seed)
         training = setup(policy, mesh, options)
         runs.append(Run(training, training.optimizer(training.model)))
-    own = mesh["dp"].get_local_rank() if "dp" in mesh.mesh_dim_names else 0
-    every = batches(read_texts()[0], options.steps, options.seed, own)
-    for batch in track(every, "steps", options.steps, console=console, disable=RANK > 0):
+    batch_rank = mesh["dp"].get_local_rank() if "dp" in mesh.mesh_dim_names else 0
+    all_batches = batches(read_texts()[0], options.steps, options.seed, batch_rank)
+    for batch in track(all_batches, "steps", options.steps, console=console, disable=RANK > 0):
         for run in runs:
             run.step(batch)
     late = options.steps // 2
     found = []
     for run in runs:
-        handed = run.training.sent(run.plans)
-        by_name = {name: mean(handed[name]) for name in mesh.mesh_dim_names}
+        sent = run.training.sent(run.plans)
+        by_name = {name: mean(sent[name]) for name in mesh.mesh_dim_names}
         step_ms, left = mean(median(run.ms[late:])), mean(fmean(run.left[late:]))
-        found.append(Found(mean_known(run.losses), step_ms, by_name, left))
+        found.append(Result(mean_known(run.losses), step_ms, by_name, left))
     return found
 
 
-def report(off: Found, on: Found, options: Namespace) -> None:
-    """Prints the losses side by side, and what a step sends and takes."""
+def report(off: Result, on: Result, options: Namespace) -> None:
+    """Print the losses side by side, then the bytes and the time of a step."""
     from commpass.report import tables
 
     table = tables.plain_table("step", "loss, off", f"loss, {options.policy}", "difference")
@@ -177,9 +193,11 @@ def report(off: Found, on: Found, options: Namespace) -> None:
     console.print(table)
 
 
-def beside_tp(names: Sequence[str], parser: Parser, options: Namespace) -> dict[str, int]:
-    """The shape of a mesh of the first of ``names`` and, within it, of 2 ranks each, the others and
-    tensor parallelism."""
+def mesh_shape(names: Sequence[str], parser: Parser, options: Namespace) -> dict[str, int]:
+    """Return the shape of a mesh of the dimensions ``names`` and tensor parallelism.
+
+    Every dimension has 2 ranks, except the first one, which has the remaining ranks.
+    """
     first, *within = (*names, "tp")
     inner = TP ** len(within)
     if options.ranks % inner:
@@ -193,14 +211,14 @@ def beside_tp(names: Sequence[str], parser: Parser, options: Namespace) -> dict[
 def main(
     file: str, setup: Setup, parser: Parser, options: Namespace, shape: dict[str, int]
 ) -> None:
-    """Starts the ranks; on each, trains without and with the policy, and reports."""
+    """Start the ranks; on each, train without and with the policy, and report."""
     check_options(parser, options, shape.get("tp", 1))
     if not STARTED:
         start(file, options)
         return
     join()
     begin(options, Transformer(options.layers, options.width))
-    logging.getLogger("commpass").setLevel(logging.WARNING)  # each door would say a line of its own
+    logging.getLogger("commpass").setLevel(logging.WARNING)  # each integration would log a line
     mesh = init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))
     off, on = train(setup, ("off", options.policy), mesh, options)
     report(off, on, options)

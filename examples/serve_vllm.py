@@ -1,12 +1,11 @@
-"""Runs a tensor-parallel model with vLLM's operators, compiled by Inductor with the pass for vLLM's
-slot, without and with compressed collectives.
+"""Run a tensor-parallel model on vLLM's operators, without and with compressed collectives.
 
     torchrun --nproc-per-node 2 examples/serve_vllm.py
     torchrun --nproc-per-node 2 examples/serve_vllm.py --policy aggressive
 
-vLLM itself is not needed, and not used: its collectives are defined here with the names and schemas
-that they have in vLLM, over gloo, and the pass is put where vLLM puts it, at Inductor's post-grad
-slot. With vLLM the pass goes into its compilation config: docs/vllm.md.
+vLLM itself is not needed. This file defines vLLM's collectives over gloo, with vLLM's names and
+schemas, and installs the pass where vLLM does: in Inductor's post-grad slot. With vLLM, add the
+pass to its compilation config (docs/vllm.md).
 """
 
 from __future__ import annotations
@@ -24,12 +23,14 @@ import commpass
 from commpass.parallel.vllm import SLOT, CollectivePass
 from commpass.report.tables import totals
 
-GROUP = "tp:0"  # as vLLM calls its first tensor-parallel group
+GROUP = "tp:0"  # vLLM's name of its first tensor-parallel group
 
 
 def define_operators(library: torch.library.Library) -> None:
-    """Adds vLLM's collectives, as its ``parallel_state`` has them, over the group of all ranks, to
-    a library for fragments of the namespace vllm. They last as long as that."""
+    """Define vLLM's collectives over the group of all ranks, as in its ``parallel_state``.
+
+    ``library`` is a fragment of the namespace vllm. The operators exist as long as it does.
+    """
     library.define("all_reduce(Tensor tensor, str group_name) -> Tensor")
     rest = "Tensor tensor, SymInt dim, SymInt world_size, str group_name"
     library.define(f"all_gather({rest}) -> Tensor")
@@ -48,20 +49,21 @@ def define_operators(library: torch.library.Library) -> None:
     def reduce_scatter(tensor: Tensor, dim: int, world_size: int, group_name: str) -> Tensor:
         return all_reduce(tensor, group_name).chunk(world_size, dim)[dist.get_rank()].clone()
 
-    def changed(tensor: Tensor, dim: int, size: Any) -> Tensor:
+    def resized(tensor: Tensor, dim: int, size: Any) -> Tensor:
         return tensor.new_empty([size if i == dim else n for i, n in enumerate(tensor.shape)])
 
     for name, real, fake in (
         ("all_reduce", all_reduce, lambda tensor, _: torch.empty_like(tensor)),
-        ("all_gather", all_gather, lambda x, dim, n, _: changed(x, dim, x.shape[dim] * n)),
-        ("reduce_scatter", reduce_scatter, lambda x, dim, n, _: changed(x, dim, x.shape[dim] // n)),
+        ("all_gather", all_gather, lambda x, dim, n, _: resized(x, dim, x.shape[dim] * n)),
+        ("reduce_scatter", reduce_scatter, lambda x, dim, n, _: resized(x, dim, x.shape[dim] // n)),
     ):
         library.impl(name, real, "CPU")
         torch.library.register_fake(f"vllm::{name}", fake, lib=library)
 
 
 class RowParallel(nn.Module):
-    """What vLLM makes of ``o`` and ``down``: a part of the inputs each, and a sum over ranks."""
+    """vLLM's row-parallel layer, for ``o`` and ``down``: each rank has some of the inputs, and the
+    results are summed over the ranks."""
 
     def __init__(self, weight: Tensor):
         super().__init__()
@@ -72,7 +74,7 @@ class RowParallel(nn.Module):
 
 
 def divide(model: Transformer, rank: int, ranks: int) -> None:
-    """Leaves a rank its heads and its part of the MLPs."""
+    """Keep only this rank's heads and its part of each MLP."""
     for block in model.blocks:
         for linear in (block.attn.q, block.attn.k, block.attn.v, block.mlp.gate, block.mlp.up):
             linear.weight = nn.Parameter(linear.weight.chunk(ranks, 0)[rank].clone())
@@ -80,8 +82,8 @@ def divide(model: Transformer, rank: int, ranks: int) -> None:
         block.mlp.down = RowParallel(block.mlp.down.weight.chunk(ranks, 1)[rank].clone())
 
 
-def trained(steps: int, text: Tensor) -> Transformer:
-    """The same small language model on every rank, each of which trains the whole of it."""
+def train_model(steps: int, text: Tensor) -> Transformer:
+    """Train a small language model. Every rank trains the whole model and gets the same weights."""
     torch.manual_seed(0)
     model = Transformer(layers=2, width=256)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -94,23 +96,25 @@ def trained(steps: int, text: Tensor) -> Transformer:
 
 def main() -> None:
     parser = ArgumentParser(description="Serve with vLLM's operators, compressed.")
-    parser.add_argument("--policy", default="balanced", help="a preset by name, or a .toml file")
+    parser.add_argument("--policy", default="balanced", help="name of a preset, or a .toml file")
     parser.add_argument("--steps", type=int, default=30, help="training steps before serving")
     options = parser.parse_args()
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     library = torch.library.Library("vllm", "FRAGMENT")
     define_operators(library)
-    # a pass does not run, and makes no plan, where Inductor's cache has what it made
+    # on a hit in Inductor's cache the pass does not run, and makes no plan
     torch.compiler.config.force_disable_caches = True
     text, held_out = read_texts()
-    model = trained(options.steps, text)
+    model = train_model(options.steps, text)
     divide(model, dist.get_rank(), dist.get_world_size())
     losses = {}
     for policy in ("off", options.policy):
         torch._dynamo.reset()
-        own = CollectivePass(policy, profile="ethernet-1g", groups=lambda _: dist.group.WORLD)
-        compiled = torch.compile(model, options={SLOT: own})
+        collective_pass = CollectivePass(
+            policy, profile="ethernet-1g", groups=lambda _: dist.group.WORLD
+        )
+        compiled = torch.compile(model, options={SLOT: collective_pass})
         with torch.inference_mode():
             losses[policy] = fmean(compiled(batch).item() for batch in batches(held_out, 8, seed=1))
     if dist.get_rank() == 0:

@@ -1,4 +1,4 @@
-"""What the examples print of trainings that they compare."""
+"""Print the comparison of the trainings that an example runs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from commpass.report import html, measured, tables, timeline
 
 
 def report(runs: Mapping[str, Run], options: Namespace) -> None:
-    """Prints losses and step times of the runs ``off``, ``bf16`` and ``on``, every collective with
-    its reason, the bytes, and how to see more."""
+    """Print the losses and step times of the runs ``off``, ``bf16`` and ``on``, every collective
+    with its reason, the bytes, and commands that show more."""
     labels = {"off": "off", "bf16": "bf16", "on": str(options.policy)}
     show_losses(runs, labels, options.steps)
     show_plans(runs["on"])
@@ -36,12 +36,12 @@ def report(runs: Mapping[str, Run], options: Namespace) -> None:
         "diff {0}/off {0}/on",
         "timeline {0}/on --measured {0}/on/" + TRACE + " -o timeline.html",
     ):
-        said = f"  {quote(program())} {command.format(quote(str(options.out)))}"
-        console.print(said, style="bold", soft_wrap=True)
+        line = f"  {quote(program())} {command.format(quote(str(options.out)))}"
+        console.print(line, style="bold", soft_wrap=True)
 
 
 def program() -> str:
-    """commpass as this shell finds it: by its path, where it is not on PATH."""
+    """Return the command ``commpass``, with its path if it is not on PATH."""
     beside = Path(sys.executable).with_name("commpass")
     if shutil.which("commpass") or not beside.exists():
         return "commpass"
@@ -49,10 +49,10 @@ def program() -> str:
     return str(beside.relative_to(here) if beside.is_relative_to(here) else beside)
 
 
-def show_losses(runs: Mapping[str, Run], labels: Mapping[str, str], many: int) -> None:
+def show_losses(runs: Mapping[str, Run], labels: Mapping[str, str], steps_run: int) -> None:
     names = [f"loss, {labels[name]}" for name in runs]
     table = tables.plain_table("step", *names, "difference")
-    steps = sorted({1, many, *range(0, many, max(1, many // 10))} - {0})
+    steps = sorted({1, steps_run, *range(0, steps_run, max(1, steps_run // 10))} - {0})
     rows = [(str(step), [run.losses[step - 1] for run in runs.values()]) for step in steps]
     for step, losses in [*rows, ("held out", [run.held_out for run in runs.values()])]:
         table.add_row(step, *(f"{loss:.4f}" for loss in losses), f"{losses[-1] - losses[0]:+.4f}")
@@ -61,7 +61,7 @@ def show_losses(runs: Mapping[str, Run], labels: Mapping[str, str], many: int) -
 
 def show_plans(run: Run) -> None:
     console.print(
-        "\nThe collectives of one rank in one step, and what was decided about each, and why:",
+        "\nThe collectives of one rank in one step, with the decision on each and its reason:",
         style="bold",
     )
     for plan in run.plans:
@@ -90,28 +90,29 @@ def show_bytes(off: Run, on: Run) -> None:
 
 
 def draw_overlap(options: Namespace) -> None:
-    """Draws what is computed while exchanges travel, as predicted and as measured in the last step,
-    and says how much of them that hides."""
+    """Draw what is computed during the exchanges, as predicted and as measured in the last step,
+    and print which share of the exchanges is overlapped."""
     folder, picture = options.out / "on", options.out / "timeline.png"
     dumps = dump.read_run(folder)
-    without = timeline.left_out(dumps)
-    for line in without:
-        console.print(f"In the picture of what hides behind what {line}")
-    if len(without) == len(dumps):
+    omitted = timeline.left_out(dumps)
+    for line in omitted:
+        console.print(f"In {picture.name}, {line}")
+    if len(omitted) == len(dumps):
         return
     shown = timeline.timelines(dumps, measured.measured(folder / TRACE, dumps))
     timeline.write(shown, picture)
     predicted = timeline.hidden([one.predicted for one in shown])
     found = timeline.hidden([one.measured for one in shown if one.measured is not None])
     console.print(
-        f"Hidden behind compute: predicted {predicted}; measured in one step {found}. {picture}"
-        " shows what runs while exchanges travel.",
+        f"Exchange time that overlaps with compute: predicted {predicted}, measured in one step"
+        f" {found}. {picture} shows what runs during the exchanges.",
         style="bold",
     )
 
 
 def write_page(options: Namespace) -> None:
-    """Writes one HTML page of the first and the last run, predicted and as measured in one step."""
+    """Write one HTML page of the runs ``off`` and ``on``, as predicted and as measured in one
+    step."""
     folders = [options.out / name for name in ("off", "on")]
     read = html.runs(
         [(folder, dump.read_run(folder)) for folder in folders],
@@ -122,18 +123,18 @@ def write_page(options: Namespace) -> None:
 
 
 def show_times(runs: Mapping[str, Run], labels: Mapping[str, str], gbit: float) -> None:
-    """The steps that were timed in turns, and on which network."""
+    """Print the times of the alternating steps, and on which network they were measured."""
     table = tables.plain_table("policy", "ms a step", "middle half", "times as fast")
-    base = median(runs["off"].took_ms)
+    base = median(runs["off"].step_ms)
     for name, run in runs.items():
-        low, _, high = quantiles(run.took_ms, n=4)
-        middle = median(run.took_ms)
+        low, _, high = quantiles(run.step_ms, n=4)
+        middle = median(run.step_ms)
         table.add_row(
             labels[name], f"{middle:.0f}", f"{low:.0f} to {high:.0f}", f"{base / middle:.2f}"
         )
-    rounds = len(runs["off"].took_ms)
+    rounds = len(runs["off"].step_ms)
     where = (
-        f"each rank on a host of its own, behind a real link of {gbit:g} Gbit/s"
+        f"each rank on its own host, with a real link of {gbit:g} Gbit/s"
         if OWN_HOSTS in os.environ
         else "over loopback, where no gain can be seen (sudo make demo shows it)"
     )

@@ -1,11 +1,11 @@
-"""Trains on a mesh of FSDP2 and tensor parallelism, without and with compressed collectives.
+"""Train on a mesh of FSDP2 and tensor parallelism, without and with compressed collectives.
 
     python examples/train_fsdp_tp.py
     torchrun --nproc-per-node 4 examples/train_fsdp_tp.py --policy aggressive --link-gbit 0.1
 
-The sums of tensor parallelism are in the graphs of the compiled blocks, where the backend finds
-them. FSDP2 sends parameters and gradients eagerly: ``compress_fsdp`` is the door to these. Both
-have one policy. All that is particular to commpass is in ``parallelize``.
+The all_reduces of tensor parallelism are in the graphs of the compiled blocks, where the backend
+finds them. FSDP2 sends parameters and gradients eagerly, which ``compress_fsdp`` compresses. Both
+use one policy. Only ``parallelize`` is specific to commpass.
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ def parallelize(
     inner: str = "inductor",
     wrap: Callable[[nn.Module], nn.Module] = lambda block: block,
 ) -> Any:
-    """Divides, compiles and shards the blocks; what is compiled may be wrapped before it is
-    sharded. Returns the door to what FSDP2 sends."""
+    """Shard the blocks for tensor parallelism, compile them, and apply FSDP2.
+
+    ``wrap`` is applied to a compiled block before FSDP2. Return the integration that compresses
+    FSDP2's communication.
+    """
     divide(model, mesh["tp"])
     backend = commpass.backend(policy, profile=profile, inner=inner)
     for name, block in list(model.blocks.named_children()):
@@ -49,18 +52,19 @@ def parallelize(
 
 def setup(policy: str, mesh: DeviceMesh, options: Namespace) -> meshes.Training:
     model = build(options)
-    door = parallelize(model, mesh, policy, commpass.ethernet(options.link_gbit))
+    integration = parallelize(model, mesh, policy, commpass.ethernet(options.link_gbit))
 
     def step(batch: Tensor) -> Tensor:
-        door.clear()  # so that it counts the bytes of one step
+        integration.clear()  # so that it counts the bytes of one step
         loss = model(batch)
         loss.backward()
         return loss
 
     def sent(plans: meshes.Plans) -> Counter[str]:
-        eager = sum(each.sent for each in door.bytes.values())
-        graphs = [plan for plan in plans if plan not in door.plans]
-        return meshes.sent(graphs, options.layers) + Counter(dp=eager)  # all blocks share a graph
+        eager = sum(each.sent for each in integration.bytes.values())
+        graphs = [plan for plan in plans if plan not in integration.plans]
+        # all blocks share a graph
+        return meshes.bytes_by_dimension(graphs, options.layers) + Counter(dp=eager)
 
     return meshes.Training(model, step, sent)
 
@@ -68,4 +72,4 @@ def setup(policy: str, mesh: DeviceMesh, options: Namespace) -> meshes.Training:
 if __name__ == "__main__":
     parser = shared_options(steps=40, layers=2, width=128, ranks=4, link_gbit=0.1)
     options = parser.parse_args()
-    meshes.main(__file__, setup, parser, options, meshes.beside_tp(["dp"], parser, options))
+    meshes.main(__file__, setup, parser, options, meshes.mesh_shape(["dp"], parser, options))

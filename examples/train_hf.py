@@ -1,13 +1,13 @@
-"""Trains a Hugging Face Llama, divided by its own ``tp_plan``, without and with compressed
+"""Train a Hugging Face Llama, sharded by its own ``tp_plan``, without and with compressed
 collectives.
 
     torchrun --nproc-per-node 2 examples/train_hf.py
     python examples/train_hf.py --ranks 2 --policy aggressive --link-gbit 0.1
 
-Needs ``transformers`` and ``accelerate``. The model has random weights and is small; it is saved
-and loaded from a folder, as one from a hub would be: ``from_pretrained`` with a ``tp_plan`` divides
-it over the ranks. All that is particular to commpass is its backend, two lines in ``train`` of
-common.py.
+Needs ``transformers`` and ``accelerate``. The model is small and has random weights. It is saved to
+a folder and loaded like a model from the hub: ``from_pretrained`` with a ``tp_plan`` shards it over
+the ranks. Only two lines in ``train`` of common.py are specific to commpass: they create and use
+its backend.
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ transformers.logging.disable_progress_bar()
 
 
 class NextByte(nn.Module):
-    """A causal model of Hugging Face's as the trainings of common.py want it."""
+    """A Hugging Face causal model with the interface that common.py expects."""
 
     def __init__(self, llama: transformers.PreTrainedModel):
         super().__init__()
         self.llama = llama
 
     def forward(self, text: Tensor) -> Tensor:
-        """Bytes ``[batch, length + 1]`` in, the mean cross entropy of each next byte out."""
+        """Return the mean cross entropy of each next byte, for bytes of shape ``[batch, length +
+        1]``."""
         logits = self.llama(input_ids=text[:, :-1]).logits
         return cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
 
 
 def save(folder: Path, layers: int, width: int) -> None:
-    """Writes a Llama over bytes with random weights, as ``save_pretrained`` does."""
+    """Save a Llama over bytes with random weights, with ``save_pretrained``."""
     config = transformers.LlamaConfig(
         vocab_size=256,
         hidden_size=width,
@@ -55,19 +56,19 @@ def save(folder: Path, layers: int, width: int) -> None:
 
 
 def load(folder: Path) -> transformers.PreTrainedModel:
-    """The model in a folder, divided over all ranks by the plan that its class brings along."""
+    """Load the model in a folder, sharded over all ranks by the plan of its class."""
     return transformers.AutoModelForCausalLM.from_pretrained(
         folder, distributed_config=DistributedConfig(tp_plan="auto")
     )
 
 
 def build(options: Namespace) -> NextByte:
-    """The same model on all ranks: rank 0 writes it, all read it."""
-    with TemporaryDirectory() as own:
-        folder = [own]
+    """Return the same model on all ranks: rank 0 saves it, and every rank loads it."""
+    with TemporaryDirectory() as temporary:
+        folder = [temporary]
         dist.broadcast_object_list(folder)
         if dist.get_rank() == 0:
-            save(Path(own), options.layers, options.width)
+            save(Path(temporary), options.layers, options.width)
         dist.barrier()
         model = load(Path(folder[0]))
         dist.barrier()

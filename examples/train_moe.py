@@ -1,17 +1,17 @@
-"""Trains one small language model twice, without and with compressed collectives, and compares the
-two: expert parallelism.
+"""Train a language model with expert parallelism, without and with compressed collectives.
 
     torchrun --nproc-per-node 2 examples/train_moe.py
     python examples/train_moe.py --ranks 2 --policy aggressive --link-gbit 0.1
 
-The MLPs are mixtures of experts, of which each rank has some. Every rank has text of its own, and a
-copy of all that is not an expert. A router sends each token to one expert: an all_to_all takes the
-tokens to the ranks of their experts (dispatch) and another one brings the results back (combine);
-in backward the gradients go the same ways. How many tokens go where is known only when they are
-routed: the ranks tell each other the numbers first, and one compiled graph serves all of them.
+The MLPs are mixtures of experts, and each rank has some of the experts. Every rank has its own
+text, and a copy of everything that is not an expert. A router assigns each token to one expert. One
+all_to_all sends the tokens to the ranks of their experts (dispatch), and another one sends the
+results back (combine). In backward, the gradients take the same two steps. The number of tokens for
+each rank is known only after routing. The ranks therefore exchange these numbers first, and one
+compiled graph handles all of them.
 
-You see the losses of both runs side by side, every collective with what was decided about it and
-why, the bytes of a step before and after, and commands that show more.
+The output shows the losses of the runs side by side, every collective with the decision and its
+reason, the bytes of a step before and after, and commands that show more.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from torch.distributed._functional_collectives import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import silu
 
-LOCAL = 2  # experts of one rank
-TOKENS = BATCH * CONTEXT  # of one rank, in one step
+LOCAL = 2  # experts per rank
+TOKENS = BATCH * CONTEXT  # per rank and step
 
 
 class Experts(nn.Module):
-    """A mixture of MLPs: all of them until it is divided, then those of this rank."""
+    """A mixture of MLPs: all experts, or only those of this rank after ``divide``."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -44,28 +44,26 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.randn(LOCAL * RANKS, 3 * width, width) * (3 * width) ** -0.5)
 
     def divide(self) -> None:
-        mine = slice(LOCAL * RANK, LOCAL * (RANK + 1))
+        own_experts = slice(LOCAL * RANK, LOCAL * (RANK + 1))
         self.up, self.down = (
-            nn.Parameter(weight[mine].detach().clone()) for weight in (self.up, self.down)
+            nn.Parameter(weight[own_experts].detach().clone()) for weight in (self.up, self.down)
         )
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, 1)
-        chances = self.router(tokens).softmax(-1)
-        chance, expert = chances.max(-1)
-        order = expert.argsort(
-            stable=True
-        )  # an expert's tokens, and so a rank's, one after the other
+        probabilities = self.router(tokens).softmax(-1)
+        probability, expert = probabilities.max(-1)
+        order = expert.argsort(stable=True)  # tokens in order of experts, and so of ranks
         counts = (expert.unsqueeze(1) == torch.arange(LOCAL * RANKS)).sum(0)
-        # the smallest where all experts get as much; the mean chance of each is what can be trained
-        self.imbalance = (counts / TOKENS * chances.mean(0)).sum() * len(counts)
+        # minimal if the experts are equally loaded; gradients flow through the mean probabilities
+        self.imbalance = (counts / TOKENS * probabilities.mean(0)).sum() * len(counts)
 
         arriving = wait_tensor(all_to_all_single(counts, None, None, dist.group.WORLD)).view(
             RANKS, LOCAL
         )
-        sent, received, each = (
-            numbers(sums, most)
-            for sums, most in (
+        sent, received, per_expert = (
+            bounded_list(sums, upper)
+            for sums, upper in (
                 (counts.view(RANKS, LOCAL).sum(1), TOKENS),
                 (arriving.sum(1), TOKENS),
                 (arriving.sum(0), RANKS * TOKENS),
@@ -73,43 +71,45 @@ class Experts(nn.Module):
         )
         total = sum(received)
         torch._check(sum(sent) == TOKENS)
-        torch._check(sum(each) == total)
+        torch._check(sum(per_expert) == total)
 
         inbox = exchange(tokens[order], sent, received)
-        # they come by rank and then by expert, and are wanted by expert
+        # tokens arrive ordered by rank, then expert; the split below needs them by expert
         owner = (
             torch.arange(LOCAL)
             .repeat(RANKS)
             .repeat_interleave(arriving.flatten(), output_size=total)
         )
         by_expert = owner.argsort(stable=True)
-        parts = zip(inbox[by_expert].split(each), self.up, self.down, strict=True)
+        parts = zip(inbox[by_expert].split(per_expert), self.up, self.down, strict=True)
         outbox = torch.cat([silu(part @ up) @ down for part, up, down in parts])[
             by_expert.argsort()
         ]
         back = exchange(outbox, received, sent)
-        return (back[order.argsort()] * chance.unsqueeze(1)).view_as(x)
+        return (back[order.argsort()] * probability.unsqueeze(1)).view_as(x)
 
 
-def numbers(sums: Tensor, most: int) -> list[int]:
-    """The values of a tensor, as numbers of which the compiler knows no more than their bounds."""
+def bounded_list(sums: Tensor, upper: int) -> list[int]:
+    """Return the values of a tensor as integers of which the compiler knows only the bounds."""
     values = sums.tolist()
     for value in values:
         torch._check(value >= 0)
-        torch._check(value <= most)
+        torch._check(value <= upper)
     return values
 
 
 def exchange(rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-    """The first ``sent[0]`` rows to rank 0, the next ones to rank 1, and so on; and those that come
-    from there."""
+    """Send the first ``sent[0]`` rows to rank 0, the next ones to rank 1, and so on; return the
+    rows received."""
     return wait_tensor(all_to_all_single_autograd(rows, received, sent, dist.group.WORLD))
 
 
 class Mixture(Transformer):
     def forward(self, text: Tensor) -> Tensor:
-        """As Transformer's; the gradient, but not the value, has a share that draws the experts'
-        loads together."""
+        """Return the loss of Transformer, with a term that balances the experts' loads.
+
+        The term changes the gradient only, not the value of the loss.
+        """
         loss = super().forward(text)
         imbalance = sum(block.mlp.imbalance for block in self.blocks)
         return loss + 0.01 * (imbalance - imbalance.detach())
@@ -120,14 +120,17 @@ def build(options: Namespace) -> Mixture:
 
 
 def divide(model: Mixture, mesh: DeviceMesh) -> None:
-    """Leaves of each mixture the experts of this rank; all else is on every rank."""
+    """Keep only this rank's experts in each mixture; everything else stays on every rank."""
     for block in model.blocks:
         block.mlp.divide()
 
 
 def average_gradients(model: nn.Module) -> None:
-    """The gradients of the mean loss of all ranks. Experts have had tokens of all ranks; for what
-    is copied, ranks must sum."""
+    """Average the gradients over the ranks.
+
+    An expert has seen the tokens of all ranks, so its gradient is already a sum. The gradients of
+    replicated weights are summed here.
+    """
     copied = [
         weight.grad
         for name, weight in model.named_parameters()
@@ -142,7 +145,7 @@ def average_gradients(model: nn.Module) -> None:
 
 
 if __name__ == "__main__":
-    torch._dynamo.config.capture_scalar_outputs = True  # numbers of tokens stay in the graph
+    torch._dynamo.config.capture_scalar_outputs = True  # token counts stay in the graph
     main(
         __file__, Example(build, divide, average_gradients, data_parallel=True, steps=60, layers=2)
     )

@@ -1,16 +1,15 @@
-"""Trains one small language model twice, without and with compressed collectives, and compares the
-two: sequence parallelism.
+"""Train a language model with sequence parallelism, without and with compressed collectives.
 
     torchrun --nproc-per-node 2 examples/train_sp.py
     python examples/train_sp.py --ranks 2 --policy aggressive --link-gbit 0.1
 
-As in train_tp.py, attention and MLP are divided over the ranks; here, what lies between them is
-divided too, by the sequence: each rank has some of the positions. So each layer gathers the whole
-sequence before ``attn`` and before ``mlp`` (all_gather) and sums and divides it afterwards
-(reduce_scatter); in backward it is the other way round.
+As in train_tp.py, attention and MLP are sharded over the ranks. Here the activations between them
+are sharded too, by sequence: each rank has some of the positions. Each layer therefore gathers the
+whole sequence before ``attn`` and before ``mlp`` (all_gather). After them it sums and scatters the
+results (reduce_scatter). In backward the two are swapped.
 
-You see the losses of both runs side by side, every collective with what was decided about it and
-why, the bytes of a step before and after, and commands that show more.
+The output shows the losses of the runs side by side, every collective with the decision and its
+reason, the bytes of a step before and after, and commands that show more.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-WHOLE, DIVIDED = Replicate(), Shard(1)  # every rank has all positions, or some
+WHOLE, DIVIDED = Replicate(), Shard(1)  # every rank has all positions, or some of them
 
 
 def build(options: Namespace) -> Transformer:
@@ -37,7 +36,7 @@ def build(options: Namespace) -> Transformer:
 
 
 def divide(model: Transformer, mesh: DeviceMesh) -> None:
-    """Divides the blocks over the ranks, and between them the sequence."""
+    """Shard the blocks over the ranks, and the sequence between them."""
     gathered = PrepareModuleInput(input_layouts=(DIVIDED,), desired_input_layouts=(WHOLE,))
     summed = RowwiseParallel(output_layouts=DIVIDED)
     attn = {
@@ -54,7 +53,7 @@ def divide(model: Transformer, mesh: DeviceMesh) -> None:
     }
     for block in model.blocks:
         parallelize_module(block, mesh, attn | mlp | {"mlp.down": summed})
-    # at both ends, the embeddings are whole on every rank, and so is what the head sees
+    # the embeddings, and the input of the head, are replicated
     cut = PrepareModuleInput(
         input_layouts=(WHOLE,), desired_input_layouts=(DIVIDED,), use_local_output=True
     )
@@ -65,8 +64,8 @@ def divide(model: Transformer, mesh: DeviceMesh) -> None:
 
 
 def sum_norm_gradients(model: nn.Module) -> None:
-    """A norm has seen this rank's positions alone: its weight's gradient is a sum over ranks that
-    is still to be made."""
+    """Sum the gradients of the norms' weights over the ranks: each rank has only seen its own
+    positions."""
     for weight in model.parameters():
         if isinstance(weight.grad, DTensor) and weight.grad.placements[0].is_partial():
             weight.grad = weight.grad.redistribute(placements=(WHOLE,))

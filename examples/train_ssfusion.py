@@ -1,12 +1,12 @@
-"""Data-parallel training that sends one gradient entry in a hundred (SSFusion), beside
-DistributedDataParallel, which sends all of them.
+"""Train with data parallelism that sends one gradient entry in a hundred (SSFusion), and compare it
+with DistributedDataParallel, which sends all of them.
 
     python examples/train_ssfusion.py
     torchrun --nproc-per-node 4 examples/train_ssfusion.py --density 0.02 --link-gbit 0.1
 
-What is not sent is added to what is sent later, so that nothing is lost. The optimizer is SGD with
-momentum 0.9. Where gradients are sparse, ``ssfusion`` takes care of the momentum, and SGD has none.
-With another ``--policy`` gradients go through ``compress_ddp``.
+Entries that are not sent are added to later gradients, so that nothing is lost. The optimizer is
+SGD with momentum 0.9. With sparse gradients, ``ssfusion`` applies the momentum, and SGD has none.
+With another ``--policy``, gradients go through ``compress_ddp``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def setup(policy: str, mesh: DeviceMesh, options: Namespace) -> meshes.Training:
     else:
         model = DistributedDataParallel(model, device_mesh=mesh)
         if policy != "off":
-            door = compress_ddp(model, policy, profile=profile)
+            integration = compress_ddp(model, policy, profile=profile)
 
     def step(batch: Tensor) -> Tensor:
         loss = model(batch)
@@ -52,8 +52,8 @@ def setup(policy: str, mesh: DeviceMesh, options: Namespace) -> meshes.Training:
         if policy == "off":
             return Counter(dp=sum(weight.nbytes for weight in model.parameters()))
         if policy == "ssfusion":
-            return meshes.sent(plans[-1:])  # earlier ones are of the steps that measure
-        return Counter(dp=door.bytes.sent)
+            return meshes.bytes_by_dimension(plans[-1:])  # earlier plans are of the measuring steps
+        return Counter(dp=integration.bytes.sent)
 
     momentum = 0.0 if policy == "ssfusion" else MOMENTUM
     return meshes.Training(model, step, sent, partial(sgd, momentum=momentum))
@@ -63,10 +63,12 @@ if __name__ == "__main__":
     parser = shared_options(
         steps=100, layers=2, width=128, ranks=2, link_gbit=0.1, policy="ssfusion"
     )
-    parser.add_argument("--density", type=float, default=0.01, help="share of gradients sent")
-    parser.add_argument("--selector", default="topk", help="the sparse codec that selects them")
     parser.add_argument(
-        "--force", action="store_true", help="sparse even where dense is predicted to be as fast"
+        "--density", type=float, default=0.01, help="share of gradient entries to send"
+    )
+    parser.add_argument("--selector", default="topk", help="sparse codec that selects the entries")
+    parser.add_argument(
+        "--force", action="store_true", help="send sparse gradients even if dense ones are as fast"
     )
     options = parser.parse_args()
     meshes.main(__file__, setup, parser, options, {"dp": options.ranks})

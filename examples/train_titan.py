@@ -1,12 +1,12 @@
-"""Trains on a mesh as torchtitan does: tensor parallelism, activation checkpointing and
-torch.compile for each block, FSDP2 around it; without and with compressed collectives.
+"""Train on a mesh as torchtitan does, without and with compressed collectives.
 
     torchrun --nproc-per-node 4 examples/train_titan.py
     torchrun --nproc-per-node 4 examples/train_titan.py --policy aggressive --link-gbit 0.1
 
-The sums of tensor parallelism are in the graphs of the compiled blocks, where the backend finds
-them. FSDP2 sends parameters and gradients eagerly: ``compress_fsdp`` is the door to these. All that
-is particular to commpass is in ``parallelize`` of train_fsdp_tp.py, which has no checkpointing.
+Each block has tensor parallelism, activation checkpointing and torch.compile; FSDP2 wraps it. The
+all_reduces of tensor parallelism are in the graphs of the compiled blocks, where the backend finds
+them. FSDP2 sends parameters and gradients eagerly, which ``compress_fsdp`` compresses. Only
+``parallelize`` of train_fsdp_tp.py, which has no checkpointing, is specific to commpass.
 """
 
 from __future__ import annotations
@@ -28,9 +28,12 @@ import commpass
 from commpass.report.tables import totals
 
 
-def checkpointed(block: nn.Module) -> nn.Module:
-    """torchtitan compiles what it has checkpointed; torch 2.13 fails there with DTensors, with
-    every backend."""
+def checkpoint_block(block: nn.Module) -> nn.Module:
+    """Apply activation checkpointing to a compiled block.
+
+    torchtitan compiles the checkpointed block; with DTensors, torch 2.13 fails there with every
+    backend.
+    """
     return checkpoint_wrapper(block, preserve_rng_state=False)
 
 
@@ -43,14 +46,17 @@ def train(
     width: int = 4 * HEAD,
     inner: str = "inductor",
 ) -> tuple[list[float], float, list[commpass.Plan], Any]:
-    """Losses of the steps and on held-out text (means over ranks), the plans of the graphs, and the
-    door. Ranks that share their layers have the same batches."""
+    """Return the losses of the steps and on held-out text (means over ranks), the plans of the
+    graphs, and the FSDP2 integration.
+
+    Ranks that share their layers have the same batches.
+    """
     torch._dynamo.reset()
     torch.manual_seed(0)
     text, held_out = read_texts()
     model = Transformer(layers, width)
     earlier = len(commpass.plans())
-    door = parallelize(model, mesh, policy, profile, inner, wrap=checkpointed)
+    integration = parallelize(model, mesh, policy, profile, inner, wrap=checkpoint_block)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
     for batch in batches(text, steps, 0, mesh["dp"].get_local_rank()):
@@ -60,15 +66,17 @@ def train(
         optimizer.zero_grad()
         losses.append(mean(loss.item()))
     tests = fmean(model(batch).item() for batch in batches(held_out, 8, seed=1))
-    return losses, mean(tests), commpass.plans()[earlier:], door
+    return losses, mean(tests), commpass.plans()[earlier:], integration
 
 
 def main() -> None:
     parser = ArgumentParser(description="Train as torchtitan does, compressed.")
-    parser.add_argument("--policy", default="balanced", help="a preset by name, or a .toml file")
+    parser.add_argument("--policy", default="balanced", help="name of a preset, or a .toml file")
     parser.add_argument("--steps", type=int, default=40, help="training steps of each run")
     parser.add_argument("--layers", type=int, default=2, help="blocks of the model")
-    parser.add_argument("--link-gbit", type=float, default=1.0, help="the network to decide for")
+    parser.add_argument(
+        "--link-gbit", type=float, default=1.0, help="rate of the assumed link, in Gbit/s"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -76,7 +84,9 @@ def main() -> None:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
     profile = commpass.ethernet(options.link_gbit)
     off, held_off, *_ = train("off", profile, mesh, options.steps, options.layers)
-    on, held_on, plans, door = train(options.policy, profile, mesh, options.steps, options.layers)
+    on, held_on, plans, integration = train(
+        options.policy, profile, mesh, options.steps, options.layers
+    )
     if dist.get_rank() == 0:
         print(f"step      loss, off  loss, {options.policy}")
         for step in sorted({1, *range(10, options.steps + 1, 10), options.steps}):
@@ -84,7 +94,7 @@ def main() -> None:
         print(f"held out {held_off:10.4f} {held_on:10.4f}")
         graphs = [plan for plan in plans if any(site.group_label == "tp" for site in plan)]
         print(f"tensor parallelism, a block: {totals(graphs)}")
-        print(f"FSDP2: {door}")
+        print(f"FSDP2: {integration}")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,17 +1,16 @@
-"""Trains one small language model twice, without and with compressed collectives, and compares the
-two.
+"""Train a language model with tensor parallelism, without and with compressed collectives.
 
     torchrun --nproc-per-node 2 examples/train_tp.py
     python examples/train_tp.py --ranks 2 --policy aggressive --link-gbit 0.1
 
-The model is a decoder-only transformer over bytes, its attention and MLP divided over the ranks
-(tensor parallelism); it learns the sources of Python's standard library. Each layer sums
-activations over all ranks twice in the forward and twice in the backward graph: these are the
-collectives that commpass finds, and compresses where that pays on the given link.
+The model is a decoder-only transformer over bytes that learns the sources of Python's standard
+library. Its attention and MLP are sharded over the ranks. Each layer sums activations over all
+ranks twice in the forward graph and twice in the backward graph. commpass finds these collectives,
+and compresses them if that pays on the given link.
 
-You see the losses of both runs side by side, every collective with what was decided about it and
-why, the bytes of a step before and after, and commands that show more. All that is particular to
-commpass is its backend, two lines in ``train`` of common.py.
+The output shows the losses of the runs side by side, every collective with the decision and its
+reason, the bytes of a step before and after, and commands that show more. Only two lines in
+``train`` of common.py are specific to commpass: they create and use its backend.
 """
 
 from __future__ import annotations
@@ -34,10 +33,11 @@ def build(options: Namespace) -> Transformer:
 
 
 def divide(model: Transformer, mesh: DeviceMesh) -> None:
-    """Divides the blocks over the ranks: an all_reduce after ``o`` and ``down``; in backward,
-    before ``attn`` and ``mlp``."""
-    # one DTensor goes into q, k and v (and into gate and up), so that in backward one all_reduce
-    # sums for all of them
+    """Shard the blocks over the ranks.
+
+    This adds an all_reduce after ``o`` and ``down`` and, in backward, before ``attn`` and ``mlp``.
+    """
+    # q, k and v share one input DTensor (as do gate and up), so that backward needs one all_reduce
     shared = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),))
     attn = {"attn": shared, "attn.[qkv]": ColwiseParallel(), "attn.o": RowwiseParallel()}
     mlp = {

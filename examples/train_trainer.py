@@ -1,11 +1,11 @@
-"""Trains a Hugging Face model with Trainer on 2 ranks, its gradients sent by DDP, without and with
-compression.
+"""Train a Hugging Face model with Trainer and DDP on 2 ranks, without and with compressed
+gradients.
 
     torchrun --nproc-per-node 2 examples/train_trainer.py
     torchrun --nproc-per-node 2 examples/train_trainer.py --policy aggressive --link-gbit 0.1
 
-Needs ``transformers`` and ``accelerate``. All that is particular to commpass is ``Compressed``, a
-callback that opens the eager door for DDP's gradients once Trainer has wrapped the model.
+Needs ``transformers`` and ``accelerate``. Only ``Compressed`` is specific to commpass: a callback
+that calls ``compress_ddp`` once Trainer has wrapped the model in DDP.
 """
 
 from __future__ import annotations
@@ -23,22 +23,24 @@ from torch import Tensor
 import commpass
 from commpass.parallel import compress_ddp
 
-BATCH = 8  # sequences a step of one rank
+BATCH = 8  # sequences per step and rank
 
 
 class Compressed(transformers.TrainerCallback):
-    """Sends the gradients as a policy allows, from the beginning of training on."""
+    """Compress the gradients under a policy, from the beginning of the training."""
 
     def __init__(self, trainer: transformers.Trainer, policy: str, profile: Any):
         self.trainer, self.policy, self.profile = trainer, policy, profile
-        self.door: Any = None
+        self.integration: Any = None
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self.door = compress_ddp(self.trainer.model_wrapped, self.policy, profile=self.profile)
+        self.integration = compress_ddp(
+            self.trainer.model_wrapped, self.policy, profile=self.profile
+        )
 
 
 class Windows(torch.utils.data.Dataset):
-    """Pieces of a text, ``CONTEXT`` bytes each."""
+    """Consecutive windows of a text, ``CONTEXT`` bytes each."""
 
     def __init__(self, text: Tensor, count: int):
         self.rows = text[: count * CONTEXT].view(count, CONTEXT).long()
@@ -51,7 +53,7 @@ class Windows(torch.utils.data.Dataset):
 
 
 def llama(layers: int, width: int) -> transformers.LlamaForCausalLM:
-    """A Llama over bytes, the same random weights on each rank."""
+    """Return a Llama over bytes, with the same random weights on each rank."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=256,
@@ -69,7 +71,8 @@ def llama(layers: int, width: int) -> transformers.LlamaForCausalLM:
 def train(
     policy: str, profile: Any, steps: int, layers: int = 2, width: int = 128
 ) -> tuple[list[float], float, Any]:
-    """Losses of the steps, that on held-out text (the mean over ranks), and the door."""
+    """Return the losses of the steps, the loss on held-out text (mean over ranks), and the DDP
+    integration."""
     text, held_out = read_texts()
     with TemporaryDirectory() as folder:
         arguments = transformers.TrainingArguments(
@@ -99,26 +102,28 @@ def train(
         trainer.add_callback(compressed)
         trainer.train()
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        return losses, mean(trainer.evaluate()["eval_loss"]), compressed.door
+        return losses, mean(trainer.evaluate()["eval_loss"]), compressed.integration
 
 
 def main() -> None:
     parser = ArgumentParser(description="Train with Trainer, gradients compressed.")
-    parser.add_argument("--policy", default="balanced", help="a preset by name, or a .toml file")
+    parser.add_argument("--policy", default="balanced", help="name of a preset, or a .toml file")
     parser.add_argument("--steps", type=int, default=40, help="training steps of each run")
-    parser.add_argument("--link-gbit", type=float, default=1.0, help="the network to decide for")
+    parser.add_argument(
+        "--link-gbit", type=float, default=1.0, help="rate of the assumed link, in Gbit/s"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     profile = commpass.ethernet(options.link_gbit)
     off, held_off, _ = train("off", profile, options.steps)
-    on, held_on, door = train(options.policy, profile, options.steps)
+    on, held_on, integration = train(options.policy, profile, options.steps)
     if dist.get_rank() == 0:
         print(f"step      loss, off  loss, {options.policy}")
         for step in sorted({1, *range(10, options.steps + 1, 10), options.steps}):
             print(f"{step:<8} {off[step - 1]:10.4f} {on[step - 1]:10.4f}")
         print(f"held out {held_off:10.4f} {held_on:10.4f}")
-        print(door)
-        for plan in door.plans:
+        print(integration)
+        for plan in integration.plans:
             for site in plan:
                 print(f"{site.kind}, {site.bytes:,} bytes -> {site.wire_bytes:,}: {site.reason}")
     dist.barrier()

@@ -18,7 +18,7 @@ import commpass
 from commpass.policy import Policy
 
 SLOW = commpass.ethernet(0.001)
-"""A link on which bytes cost time, and messages hardly any."""
+"""A link on which bytes take time, and messages hardly any."""
 
 
 @dataclass(frozen=True)

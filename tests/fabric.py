@@ -58,7 +58,8 @@ class Fabric:
         if exchange.kind == "broadcast":
             return all_of_it[exchange.how[0]].wire
         parts = [each.wire.split(each.how[0])[rank].flatten() for each in all_of_it]
-        # Each rank sends so many bytes: if there are none, it may send rows without bytes.
+        # Each rank sends the same number of bytes per row; with none, it may send rows without
+        # bytes.
         rest = exchange.wire.shape[1:]
         assert [len(part) for part in parts] == [rows * rest.numel() for rows in exchange.how[1]], (
             "what is sent is not what is waited for"

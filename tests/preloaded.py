@@ -1,4 +1,4 @@
-"""State that ranks of tests are forked with, since creating it takes each of them seconds.
+"""State with which ranks of tests are forked, since creating it takes seconds per rank.
 
 It has loaded modules, and what torch determines once in a process (``processes.Ranks``).
 """

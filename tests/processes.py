@@ -88,7 +88,7 @@ class Ranks:
                     process = self.members[rank][0]
                     process.join(5)
                     replies[rank] = (False, f"the process died with exit code {process.exitcode}")
-                if not replies[rank][0]:  # others may wait for it: give them time for their errors
+                if not replies[rank][0]:  # others may wait for it: allow time for their errors
                     deadline = min(deadline, time.monotonic() + PATIENCE_S)
         if all(good for good, _ in replies.values()) and not open_pipes:
             return [replies[rank][1] for rank in range(self.size)]

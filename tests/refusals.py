@@ -1,4 +1,4 @@
-"""The messages with which calls are refused."""
+"""The error messages of refused calls."""
 
 from __future__ import annotations
 

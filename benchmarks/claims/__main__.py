@@ -1,4 +1,4 @@
-"""Measures the claims, prints them, and writes the results and the page."""
+"""Measure the claims, print them, and write the results and the page."""
 
 from __future__ import annotations
 
@@ -105,7 +105,8 @@ def main() -> None:
 
 
 def measure(claims: list[Claim], inner: str) -> dict[str, Any]:
-    """The cases in graphs, and what is stored of experiments, judged: what the page is made of."""
+    """Run the cases in compiled graphs, judge them and the stored experiments, and return the data
+    of the page."""
     cases = {case.name: case for claim in claims for case in claim.cases}
     start = time.monotonic()
     found: dict[str, Any] = dict(measured(list(cases.values()), inner)) if cases else {}

@@ -1,4 +1,5 @@
-"""What is measured: a collective of some data, coded as a policy says, in a compiled graph."""
+"""Define the measured cases: a collective of some data, coded under a policy, in a compiled
+graph."""
 
 from __future__ import annotations
 
@@ -15,9 +16,12 @@ RANKS, TOKENS, WIDTH = 4, 128, 1024
 
 @dataclass(frozen=True)
 class Case:
-    """``data`` names a function of this file; ``codec`` may begin with ``calibrated:``, then the
-    rest says how ``outlier`` is calibrated on other data of the kind. ``reference`` names a formula
-    (``formulas.SUMS``) whose result the collective should have."""
+    """One measured collective.
+
+    ``data`` names a function of this file. ``codec`` may begin with ``calibrated:``; the rest then
+    tells how ``outlier`` is calibrated on other data of the same kind. ``reference`` names a
+    formula (``formulas.SUMS``) whose result the collective should have.
+    """
 
     name: str
     codec: str
@@ -28,7 +32,7 @@ class Case:
     reference: str = ""
 
     def spec(self) -> str:
-        """The codec's text, with its calibration."""
+        """Return the text of the codec, with its calibration."""
         how = self.codec.removeprefix("calibrated:")
         if how == self.codec:
             return codec(self.codec).spec
@@ -56,12 +60,12 @@ def _normal(rank: int, seed: int) -> Tensor:
 
 
 def gaussian(rank: int, seed: int) -> Tensor:
-    """N(0, 1)."""
+    """Return samples of N(0, 1)."""
     return _normal(rank, seed)
 
 
 def channels(rank: int, seed: int) -> Tensor:
-    """Activations: one channel in 64 is 30 times as large, and ranks differ by a third."""
+    """Return activations: one channel in 64 is 30 times as large, and ranks differ by a third."""
     generator = torch.Generator().manual_seed(7)
     size = torch.rand(WIDTH, generator=generator) + 0.5
     far = torch.randperm(WIDTH, generator=generator) < WIDTH // 64
@@ -69,7 +73,8 @@ def channels(rank: int, seed: int) -> Tensor:
 
 
 def gradients(rank: int, seed: int) -> Tensor:
-    """Heavy tails around 1e-5: the product of two Gaussians, rows of sizes that differ widely."""
+    """Return gradients with heavy tails around 1e-5: the product of two Gaussians, with rows of
+    widely different sizes."""
     generator = torch.Generator().manual_seed(9000 + 1000 * seed + rank)
     rows = torch.randn(TOKENS, 1, generator=generator).exp() * 1e-5
     return _normal(rank, seed) * torch.randn(TOKENS, WIDTH, generator=generator) * rows

@@ -1,4 +1,4 @@
-"""What a claim is, and how it is judged."""
+"""Define what a claim is, and how it is judged."""
 
 from __future__ import annotations
 
@@ -10,21 +10,24 @@ from benchmarks.claims.cases import Case
 
 Kind = Literal["exact", "ratio", "order", "loss", "ours"]
 Found = Mapping[str, Any]
-"""By name: of each case what was `Measured`, of each experiment its stored result, or None."""
+"""By name: what was `Measured` of each case, and the stored result of each experiment, or None."""
 WITHIN = {"exact": 0.02, "ratio": 0.15}
-"""How far from the paper's number a reproduced one may be, by the kind of claim."""
+"""How far a reproduced number may be from the paper's, by the kind of claim."""
 LOSS_WITHIN = 0.25
-"""How far a change of a loss may be, in percent of the loss without."""
+"""How far a change of a loss may be from the paper's, in percent of the uncompressed loss."""
 NO_CHANGE = 0.1
-"""A change of a loss that counts as none, in percent, where the spread over the seeds is less: two
-of them may have opposite signs."""
+"""A change of a loss up to this percentage counts as none (up to the spread over the seeds, if that
+is larger). Two such changes may have opposite signs."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one case: the error of the result relative to its norm, its mean square, and the bits on
-    the wire for each value that a rank hands over. ``deviation`` is how far it is from the case's
-    ``reference``, relative to the largest value, where there is one."""
+    """The measurement of one case: relative error of the result, its mean square, and bits on the
+    wire per value that a rank sends.
+
+    If the case has a ``reference``, ``deviation`` is the distance to it, relative to the largest
+    value.
+    """
 
     error: float
     mse: float
@@ -35,15 +38,18 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """A headline of a paper. ``number`` is the paper's, None where it states an order alone.
+    """A headline result of a paper.
 
-    ``measure`` makes our number (of an order: whether it holds) of the ``cases`` and of the
-    ``experiments`` by name; ``spread`` is its standard deviation over the seeds, None for one. Of
-    the kind "loss", both numbers are percent, mostly of the loss without. Of the kind "ours" the
-    paper has no number. ``bound`` is for a formula: ours is then the deviation from it, and no more
-    than rounding explains. ``predicted`` is that of the cost model, ``assumed`` what it stands on,
-    ``fitted`` whether a parameter was fitted to this very number. ``note`` says how it was
-    measured. ``unsupported_reason`` says why there is neither.
+    ``number`` is the paper's number, or None if the paper only states an order.
+
+    ``measure`` computes our number from the ``cases`` and ``experiments`` by name; for an order it
+    tells whether the order holds. ``spread`` is its standard deviation over the seeds, None for one
+    seed. For the kind "loss", both numbers are percent, mostly of the uncompressed loss. For the
+    kind "ours", the paper has no number. ``bound`` is for a formula: our number is then the
+    deviation from it, and may be at most what rounding explains. ``predicted`` is the number of the
+    cost model, ``assumed`` are its assumptions, and ``fitted`` tells whether a parameter was fitted
+    to this number. ``note`` tells how it was measured. ``unsupported_reason`` tells why there is
+    neither number.
     """
 
     paper: str
@@ -64,7 +70,7 @@ class Claim:
 
 
 def untestable(paper: str, reasons: Mapping[tuple[str, str], str]) -> list[Claim]:
-    """A claim for each ``(where, text)``, with the reason why it has neither number."""
+    """Return a claim for each ``(where, text)``, with the reason why it has neither number."""
     return [
         Claim(paper=paper, where=where, text=text, why_not=why)
         for (where, text), why in reasons.items()
@@ -73,7 +79,7 @@ def untestable(paper: str, reasons: Mapping[tuple[str, str], str]) -> list[Claim
 
 @dataclass(frozen=True)
 class Result:
-    """A claim with our number and what is to be thought of it."""
+    """A claim with our number and the verdict on it."""
 
     claim: Claim
     measured: float | bool | None
@@ -82,8 +88,10 @@ class Result:
 
 
 def judged(claim: Claim, found: Found) -> Result:
-    """The verdict over a claim: "not run" where the result of an experiment is None. Raises
-    KeyError where a case was not run, or an experiment is not there."""
+    """Return the verdict on a claim, "not run" if the result of an experiment is None.
+
+    Raise KeyError if a case was not run, or an experiment does not exist.
+    """
     if any(found[name] is None for name in claim.experiments):
         return Result(claim, None, None, "not run")
     if claim.measure is None:

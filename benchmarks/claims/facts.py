@@ -1,4 +1,4 @@
-"""What a result was measured with."""
+"""Describe the software and hardware of a result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``docs/papers.md``, written from the results."""
+"""Write ``docs/papers.md`` from the results."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _lines(words: dict[str, str]) -> str:
 
 
 def _counts(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """How many rows of each paper have each verdict."""
+    """Return how many rows of each paper have each verdict."""
     found = Counter((row["paper"], row["verdict"]) for row in rows)
     lines = ["## How many rows have which verdict\n", f"| | {' | '.join(VERDICTS)} |"]
     lines.append(f"|---|{'---:|' * len(VERDICTS)}")
@@ -93,7 +93,7 @@ def _counts(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _misses(rows: Iterable[dict[str, Any]]) -> list[str]:
-    """The rows that contradict a paper, and the predictions that are off."""
+    """Return the rows that contradict a paper, and the predictions that are off."""
     lines = ["## What does not hold here\n", f"{ABOUT_MISSES}\n"]
     for row in rows:
         if row["verdict"] == "contradicted":
@@ -120,7 +120,7 @@ def _row(row: dict[str, Any]) -> str:
 
 
 def _verdict(row: dict[str, Any]) -> str:
-    """The verdict; of a prediction also how far it is from the paper's number."""
+    """Return the verdict; for a prediction, also how far it is from the paper's number."""
     if row["verdict"] != "predicted only" or row["number"] is None:
         return str(row["verdict"])
     off = "**off**, " if is_off(row) else ""
@@ -130,8 +130,8 @@ def _verdict(row: dict[str, Any]) -> str:
 
 
 def is_off(row: dict[str, Any]) -> bool:
-    """Whether a prediction is further from the paper's number than a reproduced ratio may be, or
-    another choice than the paper's."""
+    """Return whether a prediction differs from the paper's choice, or is further from its number
+    than a reproduced ratio may be."""
     if row["verdict"] != "predicted only" or row["number"] is None:
         return False
     if isinstance(row["number"], str):
@@ -140,12 +140,12 @@ def is_off(row: dict[str, Any]) -> bool:
 
 
 def published(row: dict[str, Any]) -> str:
-    """The paper's number, or what the deviation from its formula may be."""
+    """Return the paper's number, or the largest allowed deviation from its formula."""
     return number(row["number"]) if row["bound"] is None else f"≤ {row['bound']:.2g}"
 
 
 def number(value: Any, spread: float | None = None) -> str:
-    """A number, an order or a choice, as the page and the table write it."""
+    """Format a number, an order or a choice for the page and the table."""
     if value is None:
         return ""
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""Runs cases in compiled graphs on real ranks."""
+"""Run cases in compiled graphs on real ranks."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from benchmarks.claims.formulas import SUMS
 from benchmarks.claims.formulas.equation import relative
 
 NAIVE = "naive fp8"
-"""The codec of a case without us: values and every partial sum are cast to float8_e4m3fn."""
+"""The codec of a case without commpass: values and every partial sum are cast to float8_e4m3fn."""
 
 
 def measured(cases: Sequence[Case], inner: str) -> dict[str, Measured]:
-    """What all cases give, by name. Raises RuntimeError where a plan is not what was asked for."""
+    """Return the measurements of all cases, by name. Raise RuntimeError if a plan is not the
+    requested one."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_run, (folder, [asdict(case) for case in cases], inner), nprocs=RANKS)
         found = json.loads((Path(folder) / "found.json").read_text())
@@ -75,7 +76,7 @@ def _exact(case: Case, every: Sequence[Tensor], rank: int) -> Tensor:
 
 
 def _compiled(case: Case, x: Tensor, inner: str) -> tuple[Tensor, float]:
-    """The collective by commpass, and the bits of a value on the wire."""
+    """Return the result of the collective with commpass, and the bits per value on the wire."""
     torch._dynamo.reset()
     spec = case.spec()
     rule = commpass.Rule(kind=case.kind, codec=spec, algorithm=case.algorithm, force=True)

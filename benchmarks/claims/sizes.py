@@ -1,4 +1,4 @@
-"""How many of a model's tensors are small, and what they hold (SSFusion, table II)."""
+"""Count a model's small tensors, and their share of all entries (SSFusion, table II)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 SMALL = 102_400
-"""A tensor of fewer entries is small."""
+"""A tensor with fewer entries is small."""
 
 
 @lru_cache
 def tensor_sizes(model: str) -> tuple[int, ...]:
-    """The entries of each parameter of a model by its name in the paper; no weight is made."""
+    """Return the number of entries of each parameter of a model, by the paper's name; no weight is
+    created."""
     import transformers as library
 
     large = {
@@ -43,7 +44,8 @@ def tensor_sizes(model: str) -> tuple[int, ...]:
 
 
 def small_percents(model: str) -> tuple[float, float]:
-    """Percent of the tensors that are small, and of all entries that these hold."""
+    """Return the percentage of tensors that are small, and the percentage of all entries that these
+    hold."""
     sizes = tensor_sizes(model)
     small = [size for size in sizes if size < SMALL]
     return 100 * len(small) / len(sizes), 100 * sum(small) / sum(sizes)

@@ -1,4 +1,4 @@
-"""Kernels on a GPU: checked against float64, timed against a copy, and against what others have.
+"""Check kernels on a GPU against float64, and time them against a copy and against other libraries.
 
 python benchmarks/gpu/run.py
 """

@@ -1,5 +1,8 @@
-"""Where a job runs, what it draws its data from, and where it writes what it found: one line of
-JSON each, at once, so that a job that dies has said what it knew."""
+"""The device of a job, its input data, and its output.
+
+Results are one line of JSON each, written at once, so that a job that dies has reported what it
+found.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +21,20 @@ from torch import Tensor
 
 POISON = 0xAB
 LINES = 6
-"""Of a traceback, the last that are told."""
+"""The number of last lines of a traceback that are reported."""
 
 
 class Lost(RuntimeError):
-    """A kernel has spoiled the process's hold of the card: nothing runs in it any more."""
+    """A kernel has broken the process's GPU context: nothing runs in it any more."""
 
 
 @dataclass
 class Bench:
-    """``dry``: no card; Triton interprets on small tensors, and nothing is timed. ``small``: the
-    same sizes on a card."""
+    """The settings and output of a job.
+
+    With ``dry`` there is no GPU: Triton interprets on small tensors, and nothing is timed.
+    ``small`` uses the same sizes on a GPU.
+    """
 
     job: str
     device: torch.device
@@ -43,7 +49,7 @@ class Bench:
         self.small = self.small or self.dry
         self.random = torch.Generator(self.device).manual_seed(self.seed)
 
-    # --- what is told -----------------------------------------------------------------------------
+    # --- reports ----------------------------------------------------------------------------------
 
     def say(self, kind: str, **what: Any) -> None:
         line = {"kind": kind, "job": self.job, **what}
@@ -61,7 +67,7 @@ class Bench:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """What fails in here is told as a check that failed, and the rest goes on."""
+        """Report a failure in this block as a failed check, and go on."""
         try:
             yield
             self.synchronize()
@@ -74,7 +80,7 @@ class Bench:
                 raise Lost(str(lost)) from error
 
     def late(self, name: str) -> bool:
-        """Whether there is no time left for something, which is told then."""
+        """Return whether there is no time left for something, and report it if so."""
         if time.time() > self.until:
             self.say("left out", name=f"{name}, for want of time")
             return True
@@ -91,7 +97,8 @@ class Bench:
         return made.to(dtype)
 
     def rows(self, count: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """Values of all sizes: outliers, a third of a row zeros, minus zero, small numbers."""
+        """Return values of all sizes: outliers, a third of a row zeros, minus zero, small
+        numbers."""
         x = self.normal(count, numel) * self.normal(count, numel).exp()
         x[0, ::37] *= 40
         x[count // 2, : numel // 3] = 0
@@ -103,8 +110,8 @@ class Bench:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """In here, memory that nobody has written holds something: a kernel that leaves any of its
-    output unwritten is seen."""
+    """Fill unwritten memory inside this block, so that a kernel that leaves any of its output
+    unwritten is noticed."""
 
     def filled(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def made(*args: Any, **named: Any) -> Tensor:

@@ -1,7 +1,7 @@
-"""The kernels of block codecs against float64, on fresh random inputs, into poisoned memory.
+"""Check the kernels of block codecs against float64, on fresh random inputs, into poisoned memory.
 
-Where no rotation, root or sum is involved, a kernel must also give the bits of the codec's plain
-form on a CPU; elsewhere the share of bytes that differ is told, and must be small.
+If no rotation, root or sum is involved, a kernel must also give the bits of the codec's plain form
+on a CPU. Otherwise the share of bytes that differ is reported, and must be small.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ CODECS = (
     "int8(rounding=stochastic)",
 )
 DIFFERENT = 0.02
-"""The largest share of bytes that may differ from the plain form where sums are made in another
-order: codes at a tie."""
+"""The largest share of bytes that may differ from the plain form if sums are made in another order:
+codes at a tie."""
 ARITHMETIC = 1e-5
-"""Error of float32 arithmetic on the way, of the largest value of a block: two hundred values are
-added up."""
+"""The error of float32 arithmetic, relative to the largest value of a block: two hundred values are
+added."""
 
 
 def block(bench: Bench, spec: str) -> None:
-    """All kernels of a codec: those of the sizes that are timed, then others."""
+    """Check all kernels of a codec: first those of the timed sizes, then others."""
     coder = codec(spec).salted(1, 2)
     assert isinstance(coder, BlockCodec)
     for dtype, numel, checks in cases(bench):
@@ -72,7 +72,7 @@ def block(bench: Bench, spec: str) -> None:
 
 
 def cases(bench: Bench) -> list[tuple[torch.dtype, int, tuple[Any, ...]]]:
-    """One size with whole blocks, whose kernels are those that are timed; others without."""
+    """Return one size with whole blocks, whose kernels are the timed ones, and others without."""
     every = (coded, summed, in_domain, added, normalised, not_finite)
     if bench.small:
         return [(torch.bfloat16, 1024 + 51, every)]
@@ -84,7 +84,7 @@ def cases(bench: Bench) -> list[tuple[torch.dtype, int, tuple[Any, ...]]]:
 
 
 def plainly(coder: BlockCodec) -> bool:
-    """Whether a kernel must give the bits of the plain form."""
+    """Return whether a kernel must give the bits of the plain form."""
     return (
         isinstance(coder.transform, NoTransform)
         and isinstance(coder.scale, (Absmax, Static))
@@ -93,7 +93,8 @@ def plainly(coder: BlockCodec) -> bool:
 
 
 def ran(bench: Bench, chain: Chain, taken: Tensor, numel: int, *others: Tensor) -> Tensor | None:
-    """What the kernel of a chain makes; None, and a check that failed, where there is none."""
+    """Return the output of the kernel of a chain; if there is no kernel, report a failed check and
+    return None."""
     from commpass.lowering.gpu import generate, launch
 
     if why := generate.unsupported_reason(chain, numel):
@@ -110,7 +111,7 @@ def ran(bench: Bench, chain: Chain, taken: Tensor, numel: int, *others: Tensor) 
 
 
 def share(found: Tensor, want: Tensor) -> float:
-    """Of values that differ in their bits, any NaN as good as another."""
+    """Return the share of values that differ in their bits; any two NaNs are equal."""
     found, want = found.cpu(), want.cpu()
     assert (found.shape, found.dtype) == (want.shape, want.dtype), (found.shape, want.shape)
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[found.itemsize]
@@ -121,7 +122,7 @@ def share(found: Tensor, want: Tensor) -> float:
 
 
 def same_bits(bench: Bench, name: str, coder: BlockCodec, found: Tensor, want: Tensor) -> None:
-    """Against the plain form on a CPU."""
+    """Compare with the plain form on a CPU."""
     part = share(found, want)
     if plainly(coder):
         bench.check(f"{name}: bits of the plain form", part == 0, f"{part:.2%} differ", differ=part)
@@ -135,8 +136,10 @@ def same_bits(bench: Bench, name: str, coder: BlockCodec, found: Tensor, want: T
 def close(
     bench: Bench, name: str, coder: BlockCodec, found: Tensor, want: Tensor, size: Tensor
 ) -> None:
-    """Values that only float32 arithmetic keeps apart from float64 ones; ``size`` says how large
-    the values are of which they were made."""
+    """Check that values differ from the float64 ones by float32 arithmetic only.
+
+    ``size`` is the magnitude of the values that they were computed from.
+    """
     finite = want.isfinite()
     peak = exact.blocks_of(coder, size.double().nan_to_num(0, 0, 0).abs()).amax(-1, keepdim=True)
     most = peak.expand(-1, -1, coder.layout.size(found.shape[1]))
@@ -149,7 +152,8 @@ def close(
 def within_bound(
     bench: Bench, name: str, coder: BlockCodec, wire: Tensor, want: Tensor, dtype: torch.dtype
 ) -> float:
-    """Blocks that lose no more than the codec says; the relative error of all."""
+    """Check that the error of every block is within the codec's bound, and return the relative
+    error of all."""
     numel = want.shape[1]
     want = want.double()
     error = exact.blocks_of(coder, exact.decode(coder, wire, numel, dtype) - want).norm(dim=-1)
@@ -173,7 +177,7 @@ def _worst(error: Tensor, allowed: Tensor) -> float:
 
 
 def coded(bench: Bench, coder: BlockCodec, dtype: torch.dtype, numel: int, where: str) -> None:
-    """Encode, decode, and decode to the dtype that was encoded."""
+    """Check encode, decode, and decode to the dtype that was encoded."""
     x = bench.rows(3, numel, dtype)
     plain = coder.encode_rows(x.cpu())
     wire = ran(bench, Chain(dtype, (Encode(coder),)), x, numel)
@@ -200,7 +204,7 @@ def coded(bench: Bench, coder: BlockCodec, dtype: torch.dtype, numel: int, where
 
 
 def summed(bench: Bench, coder: BlockCodec, dtype: torch.dtype, numel: int, where: str) -> None:
-    """Decode and sum, decode and sum and mean and encode, over several ranks."""
+    """Check decode and sum, and decode, sum, mean and encode, over several ranks."""
     inner = coder.domain_codec
     assert isinstance(inner, BlockCodec)
     for ranks, wanted in summing(bench, dtype).items():
@@ -230,8 +234,11 @@ def summed(bench: Bench, coder: BlockCodec, dtype: torch.dtype, numel: int, wher
 
 
 def summing(bench: Bench, dtype: torch.dtype) -> dict[int, tuple[str, ...]]:
-    """Ranks, and what is made of their sum. Of many ranks a kernel takes many seconds to compile:
-    each that is timed is checked, and any other once."""
+    """Return numbers of ranks, and what is made of their sum.
+
+    For many ranks a kernel takes many seconds to compile. Each timed kernel is checked, and any
+    other once.
+    """
     kinds = ("decode_sum", "decode_sum_encode", "decode_sum_mean_encode")
     if bench.small:
         return {4: kinds, 8: kinds[:2]}
@@ -239,7 +246,7 @@ def summing(bench: Bench, dtype: torch.dtype) -> dict[int, tuple[str, ...]]:
 
 
 def in_domain(bench: Bench, coder: BlockCodec, dtype: torch.dtype, numel: int, where: str) -> None:
-    """Values that enter a domain and are encoded there, and the way back."""
+    """Check values that are converted to a domain and encoded there, and the way back."""
     if coder.domain == VALUES:
         return
     domain, inner, numel = coder.domain, coder.domain_codec, coder.padded_numel(numel)
@@ -260,7 +267,7 @@ def in_domain(bench: Bench, coder: BlockCodec, dtype: torch.dtype, numel: int, w
 
 
 def added(bench: Bench, coder: BlockCodec, dtype: torch.dtype, numel: int, where: str) -> None:
-    """Decode to the dtype and add a residual."""
+    """Check decode to the dtype with a residual added."""
     x, other = bench.rows(2, numel, dtype), bench.normal(2, numel, dtype=dtype)
     wire = coder.encode_rows(x.cpu()).to(x.device)
     steps = (Decode(coder, dtype), Cast(dtype))
@@ -280,7 +287,7 @@ def added(bench: Bench, coder: BlockCodec, dtype: torch.dtype, numel: int, where
 
 
 def normalised(bench: Bench, coder: BlockCodec, dtype: torch.dtype, numel: int, where: str) -> None:
-    """Decode, residual, and a root mean square norm with a weight."""
+    """Check decode, residual, and a root mean square norm with a weight."""
     if not isinstance(coder.layout, Flat):
         return
     width, eps = 1024, 1e-5
@@ -302,7 +309,7 @@ def normalised(bench: Bench, coder: BlockCodec, dtype: torch.dtype, numel: int, 
 
 
 def not_finite(bench: Bench, coder: BlockCodec, dtype: torch.dtype, numel: int, where: str) -> None:
-    """Law 2: NaN and Inf stay so, in their block alone; a row of zeros stays zero."""
+    """Law 2: NaN and Inf are preserved, and affect their block only; a row of zeros stays zero."""
     x = bench.normal(3, numel, dtype=dtype)
     x[0, numel // 2], x[0, -1], x[1, numel // 3] = math.nan, math.inf, -math.inf
     x[2] = 0.0

@@ -1,5 +1,7 @@
-"""Block codecs in float64, written from their parts: what a wire stands for, bit for bit as it
-travels, and what a domain is. Nothing of how codecs compute is used here, only what they are.
+"""Block codecs in float64, written from their parts: the values of a wire, bit for bit, and the
+domains.
+
+This module uses what codecs are, but nothing of how they compute.
 """
 
 from __future__ import annotations
@@ -17,12 +19,12 @@ from commpass.codecs.block.scales import Static
 from commpass.codecs.block.transforms import Hadamard, Transform
 
 REGION = 128
-"""Bytes at whose multiples the regions of a wire begin."""
+"""The alignment in bytes of the regions of a wire."""
 BYTES = {"fp32": 4, "bf16": 2, "pow2": 1}
 
 
 def decode(coder: BlockCodec, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-    """Wires uint8 ``[rows, bytes]`` to float64 ``[rows, numel]``."""
+    """Decode wires uint8 ``[rows, bytes]`` to float64 ``[rows, numel]``."""
     rows, size, blocks = wire.shape[0], coder.layout.size(numel), coder.layout.blocks(numel)
     raw, *regions = regions_of(coder, wire, numel)
     values = _levels(coder.grid, _codes(raw.reshape(rows, blocks, -1), coder.grid.bits, size))
@@ -42,7 +44,7 @@ def decode(coder: BlockCodec, wire: Tensor, numel: int, dtype: torch.dtype) -> T
 
 
 def regions_of(coder: BlockCodec, wire: Tensor, numel: int) -> list[Tensor]:
-    """The regions of wires: codes, a middle, scales, side data, each ``[rows, bytes]``."""
+    """Return the regions of wires: codes, a middle, scales, side data, each ``[rows, bytes]``."""
     found, at = [], 0
     for length in lengths(coder, numel):
         found.append(wire[:, at : at + length])
@@ -51,7 +53,7 @@ def regions_of(coder: BlockCodec, wire: Tensor, numel: int) -> list[Tensor]:
 
 
 def lengths(coder: BlockCodec, numel: int) -> list[int]:
-    """Bytes of each region."""
+    """Return the number of bytes of each region."""
     blocks = coder.layout.blocks(numel)
     found = [blocks * coder.layout.size(numel) * coder.grid.bits // 8]
     found += [blocks * BYTES[coder.offset.stored]] if coder.offset else []
@@ -60,7 +62,7 @@ def lengths(coder: BlockCodec, numel: int) -> list[int]:
 
 
 def gaps(coder: BlockCodec, wire: Tensor, numel: int) -> Tensor:
-    """What fills regions up: all bytes of wires that hold nothing."""
+    """Return the padding of regions: all bytes of wires that hold nothing."""
     found, at = [], 0
     for length in lengths(coder, numel):
         end = -(-(at + length) // REGION) * REGION
@@ -71,7 +73,8 @@ def gaps(coder: BlockCodec, wire: Tensor, numel: int) -> Tensor:
 
 
 def blocks_of(coder: BlockCodec, rows: Tensor) -> Tensor:
-    """``[rows, numel]`` to ``[rows, blocks, size]``, zeros where a block is not full."""
+    """Reshape ``[rows, numel]`` to ``[rows, blocks, size]``, with zeros where a block is not
+    full."""
     place = _places(coder, rows.shape[1], rows.device)
     padded = torch.cat([rows.new_zeros((rows.shape[0], 1)), rows], dim=1)
     return padded[:, place.flatten()].unflatten(1, tuple(place.shape))
@@ -87,7 +90,8 @@ def joined(coder: BlockCodec, blocks: Tensor, numel: int) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _places(coder: BlockCodec, numel: int, device: torch.device) -> Tensor:
-    """For each place of a block, one plus the number of its value in the row; 0 of nothing."""
+    """Return for each place of a block one plus the number of its value in the row, or 0 for
+    padding."""
     numbers = torch.arange(1, numel + 1, device=device).reshape(1, -1)
     return coder.layout.split(numbers)[0]
 
@@ -96,8 +100,11 @@ def _places(coder: BlockCodec, numel: int, device: torch.device) -> Tensor:
 
 
 def _codes(raw: Tensor, bits: int, size: int) -> Tensor:
-    """Codes travel in parts of 8, 4, 2 and 1 bits, low bits first; a byte holds one of each of the
-    equal parts of its block."""
+    """Return the codes of a region.
+
+    Codes are stored in parts of 8, 4, 2 and 1 bits, low bits first. A byte holds one code of each
+    of the equal parts of its block.
+    """
     codes = torch.zeros((*raw.shape[:-1], size), dtype=torch.int64, device=raw.device)
     low = first = 0
     for width in (8, 4, 2, 1):
@@ -151,8 +158,11 @@ def _number(raw: Tensor, stored: str) -> Tensor:
 
 
 def matrix(transform: Hadamard, device: torch.device) -> Tensor:
-    """``H diag(s)`` of a width in float64: the Kronecker product of two of half as many bits, each
-    with signs of its own; the transpose times it is the width times one."""
+    """Return ``H diag(s)`` of a width in float64.
+
+    It is the Kronecker product of two matrices of half as many bits, each with its own signs. The
+    transpose times it is the width times the identity.
+    """
     bits = transform.width.bit_length() - 1
     left = (bits + 1) // 2
     return torch.kron(
@@ -185,7 +195,7 @@ def _forward(transform: Transform, values: Tensor) -> Tensor:
 
 
 def enter(domain: Domain, rows: Tensor) -> Tensor:
-    """float64 rows of values to rows in a domain."""
+    """Convert float64 rows of values to rows in a domain."""
     return _forward(domain.transform, rows)
 
 

@@ -1,15 +1,15 @@
-"""The all_reduce that is one kernel, on cards: first whether it is right, then what it takes.
+"""Check, then time, the all_reduce that is one kernel, on GPUs.
 
     python benchmarks/gpu/exchange.py [--ranks 4] [--codecs int8 rotated fp8] [--kib 8 64 1024]
                                       [--repeats 50] [--patience 240] [--json FILE] [--dry]
 
-Each rank is a process. There may be more ranks than cards: they take turns then, which shows
-whether results are right, and nothing about time. Checked are several calls on fresh values, with
-another rank late in each, and the replays of a CUDA graph: all ranks hold the bits that the codec's
-plain form gives on a CPU. Times are microseconds a call, the median of five runs of the slowest
-rank: `kernel` called from Python, `graph` replayed, and torch's plain all_reduce by NCCL where each
-rank has a card, else by gloo. With `--dry` there is no card: Triton interprets small tensors over
-memory that processes share, and nothing is timed.
+Each rank is a process. If there are more ranks than GPUs, the ranks take turns, which shows whether
+results are right, and nothing about time. Several calls on fresh values are checked, with another
+rank late in each, and so are the replays of a CUDA graph: all ranks must hold the bits that the
+codec's plain form gives on a CPU. Times are microseconds per call, the median of five runs of the
+slowest rank: `kernel` called from Python, and `graph` replayed. They stand beside torch's plain
+all_reduce, by NCCL if each rank has a GPU, else by gloo. With `--dry` there is no GPU: Triton
+interprets small tensors over memory that processes share, and nothing is timed.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def run(given: argparse.Namespace) -> list[dict[str, Any]]:
-    """What all ranks say, as far as they got."""
+    """Run the ranks; return what they report, as far as they got."""
     context = multiprocessing.get_context("spawn")
     folder = Path(tempfile.mkdtemp(prefix="exchange"))
     members = [
@@ -72,7 +72,7 @@ def run(given: argparse.Namespace) -> list[dict[str, Any]]:
         member.join(max(until - time.time(), 0.1))
     lines = []
     for rank, member in enumerate(members):
-        if member.is_alive():  # a kernel that waits cannot be stopped, only its process
+        if member.is_alive():  # a waiting kernel cannot be stopped, but its process can
             member.kill()
             member.join()
             lines.append({"rank": rank, "error": f"not done in {given.patience:.0f} s"})
@@ -94,7 +94,7 @@ def _member(rank: int, folder: Path, given: dict[str, Any]) -> None:
     except BaseException:
         say(error="; ".join(traceback.format_exc().splitlines()[-6:]))
     sys.stdout.flush()
-    os._exit(0)  # threads that wait for a rank that died would keep this one
+    os._exit(0)  # threads that wait for a dead rank would keep this process alive
 
 
 def _measure(rank: int, folder: Path, given: dict[str, Any], say: Callable[..., None]) -> None:
@@ -154,7 +154,7 @@ def _measure(rank: int, folder: Path, given: dict[str, Any], say: Callable[..., 
 
 
 def _graph(space: Any, brought: list[Any]) -> dict[str, Any]:
-    """A call in a CUDA graph, replayed on one input after the other."""
+    """Capture a call in a CUDA graph, and replay it on one input after the other."""
     import torch
 
     from commpass.lowering.gpu.exchange import run

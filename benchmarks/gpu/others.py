@@ -1,5 +1,5 @@
-"""Checks of the kernels that are no chains: the lossless codec, the sparse ones, and the matmul
-that encodes its own result."""
+"""Check the kernels that are not chains: the lossless codec, the sparse ones, and the matmul that
+encodes its result."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ GPU = "commpass.lowering.gpu"
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 SPARSE = ("gaussiank", "topk", "dgc", "redsync", "sidco", "randomk", "topk(values=bf16)")
 TIES = 0.01
-"""Of the entries that are sent, how many may be others than the plain form's: a threshold is worked
-out with roots and logarithms, which a card rounds in its own way."""
+"""The largest share of sent entries that may differ from the plain form's: a threshold is computed
+with roots and logarithms, which a GPU rounds differently."""
 
 
 def module(bench: Bench, name: str) -> Any:
-    """A module of kernels; None where it is not there, which is told."""
+    """Return a module of kernels; if it does not exist, report it and return None."""
     try:
         return importlib.import_module(f"{GPU}.{name}")
     except ModuleNotFoundError as missing:
@@ -35,7 +35,7 @@ def module(bench: Bench, name: str) -> Any:
 
 
 def words(x: Tensor) -> Tensor:
-    """Bytes on the CPU: NaNs compare."""
+    """Return bytes on the CPU, so that NaNs compare as bits."""
     return x.contiguous().reshape(-1).view(torch.uint8).cpu()
 
 
@@ -43,7 +43,8 @@ def words(x: Tensor) -> Tensor:
 
 
 def exponent(bench: Bench) -> None:
-    """Lossless: the bytes of the plain form up to those that are used, and every bit back."""
+    """Check the lossless codec: the used bytes equal those of the plain form, and every bit is
+    restored."""
     kernels = module(bench, "exponent")
     if kernels is None:
         return
@@ -178,8 +179,10 @@ def _summed_by_index(
 
 @dataclass(frozen=True)
 class Product:
-    """``m x k @ k x n`` for so many ranks, in chunks; ``b`` is the weight of a linear layer, whose
-    columns are contiguous, unless ``by_rows``."""
+    """``m x k @ k x n`` for a number of ranks, in chunks.
+
+    ``b`` is the weight of a linear layer, whose columns are contiguous, unless ``by_rows``.
+    """
 
     spec: str
     m: int
@@ -231,7 +234,7 @@ def matmul(bench: Bench) -> None:
 
 
 def configurations(bench: Bench, spec: str) -> None:
-    """Every configuration that is listed: those that are timed as well."""
+    """Check every listed configuration; these include the timed ones."""
     kernels, sizes = module(bench, "matmul_launch"), module(bench, "matmul_sizes")
     if kernels is None or sizes is None or bench.dry:
         return
@@ -246,13 +249,13 @@ def configurations(bench: Bench, spec: str) -> None:
 
 
 def said(by: Any) -> str:
-    """A configuration in a few words."""
+    """Describe a configuration in a few words."""
     told = f"{by.block_m}x{by.block_n}x{by.block_k} warps {by.num_warps} stages {by.num_stages}"
     return f"{told} cuts {by.cuts} {'tma' if by.descriptors else 'pointers'}"
 
 
 def small(bench: Bench) -> dict[str, Any]:
-    """In the interpreter, a configuration for small tiles."""
+    """Return a configuration with small tiles for the interpreter."""
     if not bench.dry:
         return {}
     from commpass.lowering.gpu.matmul_sizes import Configuration
@@ -265,7 +268,7 @@ def _product(bench: Bench, kernels: Any, product: Product, name: str, more: dict
     assert isinstance(coder, BlockCodec)
     for whole in (True, False):
         if whole and product.activation.endswith("gelu_tanh"):
-            continue  # whole numbers do not stay what they are
+            continue  # whole numbers would be changed
         a, b, bias, scales = _operands(bench, product, whole)
         with poisoned():
             wire = kernels.run(
@@ -304,8 +307,11 @@ def _product(bench: Bench, kernels: Any, product: Product, name: str, more: dict
 
 
 def _operands(bench: Bench, product: Product, whole: bool) -> tuple[Any, Any, Any, Any]:
-    """``a``, ``b``, a bias, and scales of 8-bit operands; small whole numbers, whose products and
-    sums are exact in any order, or else random ones."""
+    """Return ``a``, ``b``, a bias, and scales of 8-bit operands.
+
+    The values are small whole numbers, whose products and sums are exact in any order, or else
+    random.
+    """
 
     def made(height: int, width: int) -> Tensor:
         if not whole:

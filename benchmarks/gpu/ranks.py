@@ -1,8 +1,8 @@
-"""A tensor-parallel MLP over two ranks on one card, compiled: with compressed all_reduces, and
+"""Run a compiled tensor-parallel MLP on two ranks of one GPU, with compressed all_reduces and
 without.
 
-Exchanges go over gloo, which takes the card's tensors by way of the host: what is shown is that
-compiled graphs with the kernels in them are right, not that they are fast.
+Exchanges go over gloo, which moves the GPU's tensors through the host. This shows that compiled
+graphs with the kernels are right, not that they are fast.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ RANKS = 2
 WIDTH, HIDDEN, TOKENS = 512, 1024, 1024
 CODECS = ("int8", "rotated")
 DEFINED = re.compile(r"\bdef ((?:enter_|matmul_)?encode|decode_\w+|decode)\(")
-"""Kernels in the code that Inductor makes. A two-shot has three: one that encodes, by itself or
-behind a matmul, one that decodes, sums and encodes, and one that decodes."""
+"""Matches kernels in the code that Inductor makes. A two-shot has three: one that encodes,
+separately or after a matmul, one that decodes, sums and encodes, and one that decodes."""
 FIRST, MIDDLE = {"encode", "enter_encode", "matmul_encode"}, "decode_sum_encode"
 PATIENCE_S = 240
 GROUP = "0"
-"""The name of the group of all ranks, as torch gives it."""
+"""torch's name of the group of all ranks."""
 
 
 def run(bench: Bench) -> None:
-    """Starts the ranks and tells what they found."""
+    """Start the ranks and report their results."""
     context = multiprocessing.get_context("spawn")
     folder = Path(tempfile.mkdtemp(prefix="ranks"))
     before = os.environ.pop("TRITON_INTERPRET", None)
@@ -110,7 +110,7 @@ def _member(rank: int, folder: str, device: str, seed: int) -> None:
     path.with_suffix(".part").rename(path)
     if torch.distributed.is_initialized() and "error" not in answer:
         torch.distributed.destroy_process_group()
-    os._exit("error" in answer)  # threads that wait for a peer that died would keep this one
+    os._exit("error" in answer)  # threads that wait for a dead peer would keep this process alive
 
 
 def _join(rank: int, folder: str) -> None:
@@ -160,8 +160,11 @@ def _measure(rank: int, device: Any, seed: int) -> dict[str, Any]:
 
 
 def _told(what: str, found: Tensor, plain: Tensor, parts: float, bound: float) -> dict[str, Any]:
-    """An all_reduce by two shots encodes each rank's part once, and their sum once; ``parts`` is
-    the sum of the norms of the parts. Both forms round sums to bf16."""
+    """Return the error of an all_reduce by two shots, and its bound.
+
+    It encodes each rank's part once, and their sum once. ``parts`` is the sum of the norms of the
+    parts. Both forms round sums to bf16.
+    """
     norm, rounding = float(plain.float().norm()), 2**-7
     raw = found.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes()
     return {
@@ -172,7 +175,7 @@ def _told(what: str, found: Tensor, plain: Tensor, parts: float, bound: float) -
 
 
 class _Copied(torch.autograd.Function):
-    """To all ranks; gradients are summed over them."""
+    """Copied to all ranks; gradients are summed over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -207,8 +210,11 @@ def _mlp(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
 def _stepped(
     x: Tensor, back: Tensor, weights: tuple[Tensor, Tensor], backend: Any
 ) -> tuple[Tensor, Tensor, tuple[float, float]]:
-    """Forward and backward: the result, the gradient of ``x``, and the sums over ranks of the norms
-    of what is summed in each."""
+    """Run forward and backward.
+
+    Return the result, the gradient of ``x``, and the sums over ranks of the norms of what is summed
+    in each.
+    """
     torch._dynamo.reset()
     x = x.clone().requires_grad_()
     up, down = (weight.clone().requires_grad_() for weight in weights)
@@ -227,7 +233,7 @@ def _stepped(
 
 
 def _with_code(call: Any) -> tuple[Any, list[str]]:
-    """What a call gives, and the code that Inductor makes for it."""
+    """Return the result of a call, and the code that Inductor makes for it."""
     from torch._inductor import config
     from torch._inductor.utils import run_and_get_code
 
@@ -236,7 +242,7 @@ def _with_code(call: Any) -> tuple[Any, list[str]]:
 
 
 def _launched(call: Any) -> list[str]:
-    """The names of kernels that ran on a card, where the profiler may look."""
+    """Return the names of kernels that ran on a GPU, if the profiler has access."""
     if not torch.cuda.is_available():
         return []
     from torch.profiler import ProfilerActivity, profile

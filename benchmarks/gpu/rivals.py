@@ -1,5 +1,8 @@
-"""What others have for the same work, in the same run: torch.compile's own kernel of a codec's
-plain form, a few lines of eager torch, and libraries where they are installed."""
+"""Time other implementations of the same work in the same run.
+
+These are torch.compile's kernel of a codec's plain form, a few lines of eager torch, and libraries
+if they are installed.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +25,13 @@ from commpass.lowering.chain import Cast, Chain, Decode, Encode
 CODECS = ("int8", "rotated", "fp8", "taco", "int4", "rotated(bits=4)", "sdp4bit")
 MIB_OF = 64
 AHEAD = 1.0
-"""Goal: a rival's time over ours."""
+"""Goal: the time of another implementation over ours."""
 DIETGPU = 2.0
 
 
 def compiled(bench: Bench) -> None:
-    """Compiles the plain forms, so that their timing finds them in Inductor's cache, and compares
-    what they make with what the kernels make."""
+    """Compile the plain forms, so that their timing finds them in Inductor's cache, and compare
+    their results with the kernels'."""
     numel = 2048 if bench.dry else MIB_OF * MIB // 2
     for spec in CODECS[:1] if bench.dry else CODECS:
         if bench.late(f"torch.compile of {spec}"):
@@ -48,7 +51,7 @@ def compiled(bench: Bench) -> None:
 
 
 def _compiled(coder: BlockCodec, numel: int) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    torch._dynamo.reset()  # what was compiled before counts against a limit
+    torch._dynamo.reset()  # earlier compiled code counts against a limit
 
     def decode(wire: Tensor) -> Tensor:
         return coder.decode_rows(wire, numel, torch.bfloat16).to(torch.bfloat16)
@@ -60,7 +63,7 @@ def _compiled(coder: BlockCodec, numel: int) -> tuple[Callable[..., Tensor], Cal
 
 
 def timed(bench: Bench) -> None:
-    """64 MiB of bf16, ours and theirs."""
+    """Time 64 MiB of bf16, with our kernels and with the others."""
     numel = 2048 if bench.dry else MIB_OF * MIB // 2
     xs = [bench.normal(1, numel, dtype=torch.bfloat16) for _ in range(sets(bench, 3 * numel))]
     for spec in CODECS[:1] if bench.dry else CODECS:
@@ -163,7 +166,7 @@ def _installed(bench: Bench, name: str) -> Any:
 
 
 def _torchft(bench: Bench, xs: Sequence[Tensor]) -> None:
-    """Rows of 256 values with a float32 scale each, to 8-bit floats: what fp8 here does."""
+    """Rows of 256 values with a float32 scale each, to 8-bit floats: the same as fp8 here."""
     theirs = _installed(bench, "torchft.quantization")
     if theirs is not None and not bench.dry:
         mine = caller(Chain(torch.bfloat16, (Encode(codec("fp8")),)), xs[0].shape[1])
@@ -187,7 +190,7 @@ def _hadamard(bench: Bench, xs: Sequence[Tensor]) -> None:
 
 
 def _dietgpu(bench: Bench, xs: Sequence[Tensor]) -> None:
-    """Lossless compression of floats, with temporary memory of its own."""
+    """Lossless compression of floats, with its own temporary memory."""
     if _installed(bench, "dietgpu") is None or bench.dry:
         return
     kernels = module(bench, "exponent")

@@ -1,14 +1,14 @@
-"""Checks every generated kernel on a GPU against float64, then times it: one command of under 9
-minutes on a machine with one H100 or H200.
+"""Check every generated kernel on a GPU against float64, then time it, in under 9 minutes.
 
     python benchmarks/gpu/run.py [--minutes 8.5] [--json FILE] [--only JOB ...]
     python benchmarks/gpu/run.py --dry          # no GPU: Triton interprets, tiny, nothing is timed
     python benchmarks/gpu/run.py --sanitize     # the checks alone, small, under compute-sanitizer
 
-Each job is a process of its own: a kernel that spoils the card for its process spoils no other.
-Checks run side by side, which also compiles the kernels that are timed; then each timing has the
-card for itself. Jobs are in the order of their importance; what no time was left for is named. It
-ends with 1 if any check failed. Inputs are other ones each time: ``--seed`` repeats those of a run.
+The machine needs one H100 or H200. Each job is a separate process: a kernel that breaks the GPU
+context of its process affects no other. Checks run side by side, which also compiles the timed
+kernels; then each timing has the GPU alone. Jobs are in the order of their importance, and jobs for
+which no time was left are named. The exit status is 1 if any check failed. Inputs differ in each
+run: ``--seed`` repeats those of a run.
 
 A share `of a copy` is the time of a copy that reads and writes as many bytes, in the same process,
 over the time of the kernel. `spread` is that of the middle four fifths of the samples, over their
@@ -46,20 +46,23 @@ PACKAGES = ("torch", "triton", "numpy", "commpass")
 CHECKS = 0.6
 """The share of the time after which checks that have not begun are left out."""
 LAST_S = 5
-"""What is kept of the time for the tables."""
+"""Seconds reserved for the tables."""
 SANITIZER = "compute-sanitizer"
 HEARTBEAT_S = 20
-"""Between words of what still runs."""
+"""Seconds between reports of what still runs."""
 STARTED_S = 15
-"""What a process needs before its job begins: no job is started with less left."""
+"""Seconds that a process needs before its job begins: no job is started with less left."""
 GRACE_S = 30
-"""For a check that has begun when the time for checks is over."""
+"""Seconds for a check that has begun when the time for checks is over."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """``call`` is ``module:function``; ``given`` what it takes besides. ``alone``: it is timed, and
-    has the card for itself."""
+    """One job.
+
+    ``call`` is ``module:function``, and ``given`` has its other arguments. A job that is ``alone``
+    is timed, and has the GPU alone.
+    """
 
     name: str
     call: str
@@ -75,7 +78,7 @@ class Job:
 
 
 def jobs() -> list[Job]:
-    """All of them, the most important first."""
+    """Return all jobs, the most important first."""
     from benchmarks.gpu.checks import CODECS
     from benchmarks.gpu.others import SPARSE
     from benchmarks.gpu.timing import MATMULS
@@ -101,7 +104,7 @@ def jobs() -> list[Job]:
     ]
 
 
-# --- a process of one job, or of several that follow each other -----------------------------------
+# --- a process of one job, or of several in sequence ----------------------------------------------
 
 
 def work(options: argparse.Namespace) -> None:
@@ -115,7 +118,7 @@ def work(options: argparse.Namespace) -> None:
 
     if not options.dry and not torch.cuda.is_available():
         sys.exit("no GPU here: --dry needs none")
-    warnings.filterwarnings("ignore")  # an interpreter's infinities
+    warnings.filterwarnings("ignore")  # infinities in the interpreter
     torch.set_num_threads(1 if options.dry else 2)
     known = {job.name: job for job in jobs()}
     device = torch.device("cpu") if options.dry else torch.device("cuda", 0)
@@ -135,13 +138,13 @@ def work(options: argparse.Namespace) -> None:
                 known[name].run(bench)
         except Lost as lost:
             bench.check(f"{name}: the rest", False, f"the card was lost to this process: {lost}")
-            os._exit(1)  # what a context holds that is lost cannot be freed
+            os._exit(1)  # memory of a lost context cannot be freed
         bench.say("done")
 
 
 @dataclass
 class Member:
-    """A process at work."""
+    """A running process."""
 
     names: list[str]
     process: subprocess.Popen
@@ -151,7 +154,7 @@ class Member:
 
     @property
     def last(self) -> str:
-        """What it has told last."""
+        """Return its last report."""
         lines = self.out.read_text().splitlines() if self.out.exists() else []
         if not lines or len(lines[-1]) > 1 << 16:
             return " + ".join(self.names[:3])
@@ -160,7 +163,7 @@ class Member:
 
 
 class Crew:
-    """Starts processes, collects what they find, and ends those whose time is up."""
+    """Start processes, collect their results, and stop those whose time is up."""
 
     def __init__(self, options: argparse.Namespace, console: Console) -> None:
         self.options, self.console = options, console
@@ -171,8 +174,11 @@ class Crew:
         self.started = 0
 
     def run(self, groups: Sequence[list[str]], side_by_side: int, until: float) -> None:
-        """Groups of jobs, a process each. What has not begun ``until`` then is left out, and what
-        still runs a while later is ended."""
+        """Run groups of jobs, one process per group.
+
+        Groups that have not begun by ``until`` are left out. Those that still run a while later are
+        stopped.
+        """
         waiting, members, said = list(groups), list[Member](), time.time()
         while waiting or members:
             while waiting and len(members) < side_by_side:
@@ -219,7 +225,7 @@ class Crew:
         done = {each["job"] for each in found if each["kind"] == "done"}
         self.found += [each for each in found if each["kind"] not in ("began", "done")]
         code, log = member.process.returncode, member.log.read_text(errors="replace")
-        if path := file_for(self.found, self.options):  # in case that somebody ends all of it
+        if path := file_for(self.found, self.options):  # in case the whole run is stopped
             written(path, self.found, self.options)
         for name in member.names:
             if name not in done:
@@ -258,7 +264,7 @@ def _left_out(job: str, name: str) -> Found:
     return {"kind": "left out", "job": job, "name": name}
 
 
-# --- all of it ------------------------------------------------------------------------------------
+# --- the whole run --------------------------------------------------------------------------------
 
 
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -284,7 +290,7 @@ def chosen(options: argparse.Namespace) -> list[Job]:
     if unknown := set(options.only or ()) - set(names):
         sys.exit(f"no such jobs: {', '.join(unknown)}; there are {', '.join(names)}")
     found = [job for job in known if not options.only or job.name in options.only]
-    if options.sanitize:  # other processes and compiled code are not what is asked about
+    if options.sanitize:  # the sanitizer is not meant for other processes and compiled code
         found = [job for job in found if job.name.startswith("check")]
     return found
 
@@ -309,7 +315,7 @@ def _version(name: str) -> str:
 
 
 def file_for(found: Sequence[Found], options: argparse.Namespace) -> Path | None:
-    """Where results go: none of a dry run, nor of a part, unless it is said."""
+    """Return where results go; a dry or partial run has no file unless one is named."""
     if options.json or options.dry or options.only or options.sanitize or options.small:
         return options.json
     card = facts(found)["card"] or "unknown"
@@ -317,7 +323,8 @@ def file_for(found: Sequence[Found], options: argparse.Namespace) -> Path | None
 
 
 def written(path: Path, found: Sequence[Found], options: argparse.Namespace) -> None:
-    """Of checks that passed, how far bits are from the plain form's alone; all else whole."""
+    """Write the results: of passed checks, only how far the bits are from the plain form's;
+    everything else whole."""
     differ = {each["name"]: each["differ"] for each in found if "differ" in each}
     kept = [each for each in found if not each.get("passed") and "differ" not in each]
     parts = {

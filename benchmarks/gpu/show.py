@@ -1,4 +1,4 @@
-"""Tables of what was found."""
+"""Print tables of the results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Found = dict[str, Any]
 
 
 def show(found: Sequence[Found], console: Console) -> None:
-    """Times, then checks that failed, then what was left out, then what was counted."""
+    """Print times, then failed checks, then what was left out, then the counts."""
     for title, columns, rows in (
         ("Against a copy of the same bytes", COPIED, _with(found, "gbs")),
         ("The matmul that encodes", PRODUCTS, _with(found, "of_matmul")),
@@ -34,7 +34,7 @@ def show(found: Sequence[Found], console: Console) -> None:
 
 
 def counts(found: Sequence[Found]) -> dict[str, int]:
-    """Checks passed and failed, goals met and missed, what was left out."""
+    """Count checks passed and failed, goals met and missed, and what was left out."""
     checks = [each["passed"] for each in found if each["kind"] == "check"]
     goals = [each["met"] for each in found if each["kind"] == "timing" and "met" in each]
     return {

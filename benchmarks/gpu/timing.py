@@ -1,7 +1,7 @@
-"""Times on a card, and a copy of as many bytes in the same run as their limit.
+"""Time kernels on a GPU, with a copy of as many bytes in the same run as their limit.
 
-Calls are captured in a CUDA graph, one after the other over different buffers that together are
-larger than the L2 cache; their results are kept, so that no two calls write to the same memory. A
+Calls are captured in a CUDA graph, one after the other, over different buffers that together are
+larger than the L2 cache. Their results are kept, so that no two calls write to the same memory. A
 sample is the time of one replay between two events, over the number of its calls.
 """
 
@@ -31,25 +31,28 @@ MIB = 1 << 20
 SAMPLES = 30
 WARM_UP = 5
 CALLS = 16
-"""In a graph, at least: what an event costs is then a small part of a sample."""
+"""The least number of calls in a graph: the cost of an event is then a small part of a sample."""
 L2 = 60 * MIB
-"""The largest that a card has of those for which this is made: an H200's."""
+"""The largest L2 cache of the GPUs that this supports: an H200's."""
 COPIED = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-"""MiB of bf16 that are copied; the others lie between them."""
+"""MiB of bf16 that are copied; other sizes are interpolated."""
 SHOWN = (16, 64, 256)
 SIZES = (64, 4)
-"""MiB of bf16 that codecs take."""
+"""MiB of bf16 that are encoded."""
 CHOSEN = ("gaussiank", "dgc", "redsync", "topk")
 PLAIN, ROTATED, LOSSLESS, SPARSE = 0.90, 0.85, 0.70, 0.70
-"""Goals: the shares of the speed of a copy of the same bytes."""
+"""Goals: shares of the speed of a copy of the same bytes."""
 
 Call = Callable[[], Any]
 
 
 @dataclass(frozen=True)
 class Time:
-    """Of one call in seconds: the median, and how far the middle four fifths of samples lie apart,
-    as a share of it. ``by``: how it was taken."""
+    """The time of one call: the median in seconds, and the spread.
+
+    The spread is that of the middle four fifths of samples, as a share of the median. ``by`` tells
+    how it was measured.
+    """
 
     seconds: float
     spread: float
@@ -61,7 +64,7 @@ class Time:
 
 
 def measured(bench: Bench, calls: Sequence[Call]) -> Time | None:
-    """The time of one of the calls; None without a card, where each is made once."""
+    """Return the time of one of the calls. Without a GPU, run each once and return None."""
     for call in calls[:2]:
         call()
     if bench.dry:
@@ -70,7 +73,7 @@ def measured(bench: Bench, calls: Sequence[Call]) -> Time | None:
     many = [calls[i % len(calls)] for i in range(max(CALLS, len(calls)))]
     try:
         return _of(_replays(many), len(many), "graph")
-    except Exception as error:  # what reads a number on the host cannot be captured
+    except Exception as error:  # a call that reads a number on the host cannot be captured
         torch.cuda.synchronize()
         lines = str(error).splitlines()
         bench.note("timed call by call", lines[0] if lines else repr(error))
@@ -78,7 +81,7 @@ def measured(bench: Bench, calls: Sequence[Call]) -> Time | None:
 
 
 def _of(samples: Sequence[float], calls: int, by: str) -> Time:
-    """``samples``: milliseconds."""
+    """Return the time for ``samples`` in milliseconds."""
     middle = median(samples)
     tenths = quantiles(samples, n=10)
     return Time(middle / calls / 1e3, (tenths[-1] - tenths[0]) / middle, by)
@@ -92,13 +95,15 @@ def _replays(calls: Sequence[Call]) -> list[float]:
         graph.replay()
     samples = [_between(graph.replay) for _ in range(SAMPLES)]
     del kept, graph
-    torch.cuda.empty_cache()  # each graph has a pool of its own
+    torch.cuda.empty_cache()  # each graph has its own pool
     return samples
 
 
 def _singles(calls: Sequence[Call]) -> list[float]:
-    """Each between events, behind a write that fills the L2 cache and keeps the card busy while the
-    host prepares the call."""
+    """Time each call between events.
+
+    A write before it fills the L2 cache and keeps the GPU busy while the host prepares the call.
+    """
     filler = torch.empty(4 * L2, dtype=torch.uint8, device="cuda")
     samples = []
     for i in range(SAMPLES + WARM_UP):
@@ -118,7 +123,7 @@ def _between(call: Call) -> float:
 
 
 def sets(bench: Bench, nbytes: int) -> int:
-    """How many buffers of a size are gone through in turn."""
+    """Return how many buffers of a size are used in turn."""
     return 1 if bench.dry else min(192, max(4, -(-3 * L2 // nbytes)))
 
 
@@ -127,12 +132,13 @@ def sets(bench: Bench, nbytes: int) -> int:
 
 @dataclass(frozen=True)
 class Copies:
-    """What a copy takes, by the bytes that it reads and writes."""
+    """The time of a copy, by the bytes that it reads and writes."""
 
     times: dict[int, Time]
 
     def seconds(self, nbytes: float) -> float:
-        """For so many bytes: between two sizes that were measured, as the line between them."""
+        """Return the seconds for a number of bytes, interpolated linearly between the measured
+        sizes."""
         known = sorted(self.times)
         place = min(max(bisect_left(known, nbytes), 1), len(known) - 1)
         (low, high) = known[place - 1 : place + 1]
@@ -143,7 +149,7 @@ class Copies:
 
 
 def copies(bench: Bench) -> Copies | None:
-    """Of copies and of an elementwise kernel that moves the same bytes, whichever is faster."""
+    """Time copies, and an elementwise kernel that moves the same bytes; keep the faster."""
     both = [_moved(bench, copy) for copy in (True, False)]
     known = [each for each in both[0] if each in both[1]]
     fastest = {n: min((each[n] for each in both), key=lambda time: time.seconds) for n in known}
@@ -168,7 +174,7 @@ def _moved(bench: Bench, copy: bool) -> dict[int, Time]:
 
 
 def copy(bench: Bench) -> None:
-    """The limit itself, and the card's state."""
+    """Time the limit itself, and report the state of the GPU."""
     bench.note("card", card(bench), **facts(bench))
     for name, by_copy in (("copy", True), ("elementwise", False)):
         for nbytes, time in _moved(bench, by_copy).items():
@@ -196,7 +202,8 @@ def facts(bench: Bench) -> dict[str, Any]:
 
 
 def clocks() -> str:
-    """What the driver says of clocks, power and temperature; "" where nobody can be asked."""
+    """Return what the driver reports of clocks, power and temperature; "" if it cannot be
+    queried."""
 
     asked = "clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,temperature.gpu"
     command = ["nvidia-smi", f"--query-gpu={asked},driver_version", "--format=csv,noheader"]
@@ -217,7 +224,7 @@ def told(
     goal: float | None = None,
     **more: Any,
 ) -> None:
-    """A time with its share of a copy of the same bytes."""
+    """Report a time with its share of a copy of the same bytes."""
     if time is None:
         bench.say("timing", name=name, what=what, us=None, bytes=nbytes, **more)
         return
@@ -243,8 +250,10 @@ def told(
 
 
 def blocks(bench: Bench) -> None:
-    """encode, decode, and decode + sum + encode over 4 and 8 ranks; what is in one message with the
-    codes lies in whole blocks."""
+    """Time encode, decode, and decode + sum + encode over 4 and 8 ranks.
+
+    Values that share a message with the codes lie in whole blocks.
+    """
     limit = copies(bench)
     for mib in SIZES[:1] if bench.dry else SIZES:
         for spec in CODECS[:2] if bench.dry else CODECS:
@@ -302,7 +311,7 @@ def caller(chain: Chain, numel: int) -> Callable[[Tensor], Tensor]:
 
 
 def exponent(bench: Bench) -> None:
-    """Both ways, of what a Gaussian has for exponents. Bytes are those that are used."""
+    """Time both directions, with a Gaussian's exponents. Bytes are those that are used."""
     kernels = module(bench, "exponent")
     if kernels is None:
         return
@@ -331,8 +340,10 @@ def exponent(bench: Bench) -> None:
 
 
 def sparse(bench: Bench) -> None:
-    """The one pass that selects, compacts and leaves the rest; then all that encodes. Bytes are x,
-    the residual, what is left and the wire, each once."""
+    """Time the single pass that selects, compacts and stores the residual, then the whole encode.
+
+    Bytes are x, the residual, what is left and the wire, each once.
+    """
     kernels = module(bench, "sparse")
     if kernels is None:
         return
@@ -370,7 +381,7 @@ def _sparse(bench: Bench, kernels: Any, spec: str, mib: int, limit: Copies | Non
 
 
 def _selection(kernels: Any, coder: Any, x: Tensor, residual: Tensor) -> Call:
-    """The kernel that selects alone, once bounds are known."""
+    """Time the kernel that only selects, with known bounds."""
     from commpass.lowering.gpu.call import launch
 
     sizes, layout = kernels.Sizes(), kernels.layout_of(coder, x.shape[1], x.dtype)
@@ -399,7 +410,8 @@ OF_MATMUL = 1.03
 
 
 def matmul(bench: Bench) -> None:
-    """m x n x k in bf16: torch's matmul alone, with an encode behind it, and one that encodes."""
+    """Time m x n x k in bf16: torch's matmul alone, a matmul followed by an encode, and one that
+    encodes."""
     kernels, sizes = module(bench, "matmul_launch"), module(bench, "matmul_sizes")
     if kernels is None or sizes is None:
         return
@@ -434,7 +446,7 @@ def _products(bench: Bench, kernels: Any, sizes: Any, pairs: list[tuple[Tensor, 
             return encode(torch.mm(a, b.t()).view(RANKS, numel))
 
         by, tried = _fastest(bench, kernels, sizes, coder, pairs)
-        # One after the other: the card's clocks follow its temperature.
+        # In sequence, because the GPU's clocks follow its temperature.
         alone = measured(bench, plain)
         both = measured(bench, [partial(apart, *pair) for pair in pairs])
         best = measured(bench, _encoding(kernels, coder, pairs, by)) if by else None
@@ -468,8 +480,8 @@ def _encoding(kernels: Any, coder: Any, pairs: list[tuple[Tensor, Tensor]], by: 
 def _fastest(
     bench: Bench, kernels: Any, sizes: Any, coder: Any, pairs: list[tuple[Tensor, Tensor]]
 ) -> tuple[Any, dict[str, Any]]:
-    """Of the configurations that are listed, None if none runs; with the time or the failure of
-    each."""
+    """Return the fastest of the listed configurations, or None if none runs, with the time or the
+    failure of each."""
     (m, k), n = pairs[0][0].shape, pairs[0][1].shape[0]
     found: list[tuple[float, Any]] = []
     tried: dict[str, Any] = {}

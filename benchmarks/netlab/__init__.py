@@ -4,7 +4,7 @@
 
 From Python, in a program that may start twice:
 
-    netlab.stand_apart()  # this program again, in namespaces of its own; needs root
+    netlab.stand_apart()  # start this program again, in new namespaces; needs root
     lab = netlab.build(netlab.Network(hosts=4, gbit=1))
     netlab.check(lab)
     netlab.run(lab, ["python", "train.py"], netlab.Course())

@@ -1,9 +1,9 @@
-"""Starts a program again in network, mount and process namespaces of its own, so that whatever it
-makes is gone with it.
+"""Start a program again in new network, mount and process namespaces, so that whatever it creates
+is removed with it.
 
-The program is the first process of its namespace: when it ends, in whatever way, the kernel kills
-all others there, and network devices and mounts go with the last of them. It is killed when the
-process that started it dies.
+The program is the first process of its namespace. When it ends, for whatever reason, the kernel
+kills all other processes of the namespace. Network devices and mounts are removed with the last
+one. The program is killed when the process that started it dies.
 """
 
 from __future__ import annotations
@@ -27,16 +27,20 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def stand_apart() -> None:
-    """Returns in a process that stands apart, this program's second start. The first one waits for
-    it, hands on signals and leaves with its exit code. Raises ``LabError`` where it cannot be."""
+    """Start this program again in new namespaces, and return only in that second process.
+
+    The first process waits for it, passes on signals and exits with its exit code. Raise
+    ``LabError`` if namespaces cannot be created.
+    """
     if APART in os.environ:
-        for number in ENDING[1:]:  # the first process of a namespace ignores them otherwise
+        for number in ENDING[1:]:  # otherwise the first process of a namespace ignores them
             if signal.getsignal(number) is signal.SIG_DFL:
                 signal.signal(number, lambda number, _: sys.exit(128 + number))
         return
     check_machine()
     libc = ctypes.CDLL(None, use_errno=True)
-    called(libc.unshare(CLONE_NEWPID), "a namespace of its own")  # of the children, not of this
+    # of the children, not of this process
+    called(libc.unshare(CLONE_NEWPID), "a namespace of its own")
 
     def settle() -> None:
         called(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL), "prctl")
@@ -50,7 +54,8 @@ def stand_apart() -> None:
             [sys.executable, *sys.orig_argv[1:]],
             env={**os.environ, APART: "1"},
             preexec_fn=settle,  # noqa: PLW1509 - a program begins with this: it has no threads
-            start_new_session=True,  # a terminal's Ctrl-C comes once, through this process
+            # so that a terminal's Ctrl-C arrives once, through this process
+            start_new_session=True,
         )
     except subprocess.SubprocessError as error:
         raise LabError(
@@ -63,7 +68,7 @@ def stand_apart() -> None:
 
 
 def check_machine() -> None:
-    """What a lab needs, before anything is made."""
+    """Check what a lab needs, before anything is created."""
     if not sys.platform.startswith("linux"):
         raise LabError("a lab is made of network namespaces, which only Linux has")
     missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
@@ -81,7 +86,7 @@ def called(result: int, what: str) -> None:
 
 @contextmanager
 def inside(host: str) -> Iterator[None]:
-    """Moves this thread into a host for a while; a socket stays where it was made."""
+    """Move this thread into a host for a while; a socket stays where it was created."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open("/proc/thread-self/ns/net") as home, open(f"/run/netns/{host}") as there:
         called(libc.setns(there.fileno(), CLONE_NEWNET), f"no way into {host}")

@@ -1,4 +1,4 @@
-"""The command line. Results of the command go to stdout, all that the lab says to stderr."""
+"""The command line. Results of the command go to stdout, messages of the lab to stderr."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from .rates import check, check_together
 
 app = typer.Typer(add_completion=False)
 SECONDS = "SECONDS"
-TALK_BYTES = 1000  # fewer are only hosts that ask for addresses
+TALK_BYTES = 1000  # fewer bytes are only hosts that look for addresses
 
 
 def pairs(option: str, texts: list[str], sign: str) -> tuple[tuple[int, float], ...]:
-    """HOST=NUMBER or HOST@NUMBER, taken apart."""
+    """Parse HOST=NUMBER or HOST@NUMBER."""
     made: dict[int, float] = {}
     for text in texts:
         host, _, number = text.partition(sign)
@@ -118,7 +118,7 @@ def netlab(
     if hosts > 1 and checks:
         found = check(lab)
         show.show(show.checked(network, found))
-    if hosts > 1 and (checks or delay_us):  # a switch in user space that is too slow must be told
+    if hosts > 1 and (checks or delay_us):  # a user-space switch that is too slow must be reported
         together = check_together(lab)
         say(f"all hosts at once send {together[1]:.3g} of {together[0]:g} Gbit/s")
     for warning in show.warnings(found, together):
@@ -152,7 +152,7 @@ def say(text: str) -> None:
 
 
 def main() -> None:
-    """Errors are one line, with exit code 2."""
+    """Run the command line; errors are one line, with exit code 2."""
     try:
         code = app(standalone_mode=False, prog_name="python -m benchmarks.netlab")
     except LabError as error:
@@ -163,7 +163,7 @@ def main() -> None:
     except Exception as error:
         if isinstance(error.__cause__, KeyboardInterrupt):
             sys.exit(130)
-        if not hasattr(error, "format_message"):  # of the arguments, by click's or typer's own
+        if not hasattr(error, "format_message"):  # errors of click or typer in the arguments
             raise
         say(" ".join(error.format_message().split()))
         code = 2

@@ -1,4 +1,4 @@
-"""A lab that stands: its devices are made, and can be slowed, dropped, restored and counted."""
+"""A running lab: its devices exist, and can be slowed, dropped, restored and counted."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ PORT = 29500
 
 @dataclass(frozen=True)
 class Lab:
-    """``switch`` is the process that holds frames, where links have a delay."""
+    """A running lab. ``switch`` is the process that delays frames, if links have a delay."""
 
     network: Network
     switch: subprocess.Popen | None = None
 
     def environment(self, host: int) -> dict[str, str]:
-        """What a rank on a host is told."""
+        """Return the environment variables of a rank on a host."""
         return {
             "RANK": str(host),
             "LOCAL_RANK": "0",
@@ -50,30 +50,35 @@ class Lab:
         }
 
     def slow(self, host: int, gbit: float) -> None:
-        """Gives a host's link another rate, in Gbit/s, each way."""
+        """Change the rate of a host's link, in Gbit/s, each way."""
         do(slowing(self.network, host, gbit))
 
     def drop(self, host: int) -> None:
-        """Takes a host's link down: nothing comes or goes any more, and nobody is told."""
+        """Take a host's link down: no frame passes, and no process is notified."""
         self.network.check_host("drop", host)
         do([f"ip link set {host_link(self.network, host).far} down"])
 
     def restore(self, host: int) -> None:
-        """Brings a host's link up, at the rate that it had at first."""
+        """Bring a host's link up, at its original rate."""
         do(slowing(self.network, host, host_link(self.network, host).gbit))
         do([f"ip link set {host_link(self.network, host).far} up"])
 
     def remove(self) -> None:
-        """Takes all of it away, so that this process can build another lab. Whatever runs in a host
-        must have ended."""
+        """Remove all devices, so that this process can build another lab.
+
+        Processes in the hosts must have ended.
+        """
         if self.switch:
             self.switch.kill()
             self.switch.wait()
         do(removal(self.network))
 
     def bytes(self) -> dict[str, tuple[int, int]]:
-        """For each link, bytes sent and received by its host or node since it was made: what left
-        the queue, with headers, so what is lost in a queue does not count."""
+        """Return, for each link, the bytes sent and received by its host or node since it was
+        created.
+
+        They count what left the queue, with headers; what is lost in a queue does not count.
+        """
         said = json.loads(do(["ip -j -s link show"]))
         found = {device["ifname"]: device["stats64"] for device in said}
         return {
@@ -83,7 +88,7 @@ class Lab:
 
 
 def settle(lab: Lab, patience_s: float = 3.0) -> dict[str, tuple[int, int]]:
-    """Waits until nothing is on its way any more; the bytes of each link then."""
+    """Wait until no frame is in flight; return the bytes of each link then."""
     deadline, before = time.monotonic() + patience_s, lab.bytes()
     while time.monotonic() < deadline:
         time.sleep(QUIET_S + 2e-6 * lab.network.delay_us)
@@ -95,7 +100,7 @@ def settle(lab: Lab, patience_s: float = 3.0) -> dict[str, tuple[int, int]]:
 
 
 def build(network: Network) -> Lab:
-    """Makes a lab, in a process that stands apart (``stand_apart``)."""
+    """Build a lab, in a process that runs in its own namespaces (``stand_apart``)."""
     if APART not in os.environ:
         raise LabError("a lab must be built after stand_apart(): it would change this machine")
     do(commands(network, cubic="cubic" in SETTINGS.joinpath(CUBIC).read_text().split()))
@@ -107,8 +112,8 @@ def build(network: Network) -> Lab:
 
 
 def shaped(ranks: int, gbit: float) -> dict[str, str]:
-    """Makes a lab of so many hosts; returns the environment by which ``Ranks`` puts each rank into
-    its own."""
+    """Build a lab of some hosts; return the environment by which ``Ranks`` puts each rank into its
+    host."""
     build(Network(ranks, gbit))
     return {"RANKS_HOST": "host", "GLOO_SOCKET_IFNAME": "eth0"}
 
@@ -126,7 +131,7 @@ def start_switch(network: Network) -> subprocess.Popen:
 
 
 def do(some: Iterable[str]) -> str:
-    """Runs commands; what the last one said."""
+    """Run commands; return the output of the last one."""
     said = ""
     for command in some:
         done = subprocess.run(shlex.split(command), check=False, capture_output=True, text=True)

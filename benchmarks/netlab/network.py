@@ -1,8 +1,9 @@
-"""What a lab is: hosts, links with a rate each, and the commands that make them. Nothing here runs.
+"""Define a lab: hosts, links with a rate each, and the commands that create them. Nothing here
+runs.
 
-Without nodes every host has one link, to the hub. With nodes a host's link goes to its node's own
-bridge, and one uplink a node, which its hosts share, goes to the hub. All addresses are in one
-subnet. Where links have a delay there is no hub: a switch in user space takes its place.
+Without nodes, every host has one link, to the hub. With nodes, a host's link goes to its node's
+bridge, and one uplink per node, which its hosts share, goes to the hub. All addresses are in one
+subnet. If links have a delay, a user-space switch replaces the hub.
 """
 
 from __future__ import annotations
@@ -13,22 +14,25 @@ from dataclasses import dataclass
 
 MTU = 9000
 MOST_HOSTS = 250  # one subnet of 256 addresses
-LARGEST_SEGMENT = 65536  # bytes the kernel hands to a link at once, at most
+LARGEST_SEGMENT = 65536  # the largest unit, in bytes, that the kernel passes to a link at once
 QUEUE_MS = 50
-LEAST_WINDOW = 6 << 20  # the kernel's usual limit
+LEAST_WINDOW = 6 << 20  # the kernel's default limit
 HEADERS = 66  # bytes of a TCP segment's Ethernet, IP and TCP headers, with time stamps
 
 
 class LabError(Exception):
-    """What is wrong with a lab that was asked for, or with the machine, in one line."""
+    """An error in the requested lab, or in the machine, in one line."""
 
 
 @dataclass(frozen=True)
 class Network:
-    """``hosts`` hosts, linked by ``gbit`` Gbit/s each way. With ``node``, so many hosts that follow
-    one another are a node: their own links have ``inside_gbit``, and each node's uplink ``gbit``.
-    ``delay_us`` is how many microseconds each frame between hosts (with nodes, between nodes) is
-    held, one way. ``slow`` gives the links of some hosts a rate of their own."""
+    """``hosts`` hosts, linked by ``gbit`` Gbit/s each way.
+
+    With ``node``, that many consecutive hosts are a node: their links have ``inside_gbit``, and
+    each node's uplink has ``gbit``. ``delay_us`` is the number of microseconds for which each frame
+    between hosts (with nodes, between nodes) is held, one way. ``slow`` gives the links of some
+    hosts their own rates.
+    """
 
     hosts: int
     gbit: float = 1.0
@@ -61,14 +65,17 @@ class Network:
             raise LabError(f"{option}: there is no host {host}, only 0 to {self.hosts - 1}")
 
     def together(self, a: int, b: int) -> bool:
-        """Whether two hosts are on one node."""
+        """Return whether two hosts are on one node."""
         return self.node is not None and a // self.node == b // self.node
 
 
 @dataclass(frozen=True)
 class Link:
-    """``near`` is the device at the host, in its namespace ``host``, or at a node's bridge; ``far``
-    the other end, in the lab's own namespace. What the host sends, ``far`` receives."""
+    """A link between two devices.
+
+    ``near`` is the device at the host, in its namespace ``host``, or at a node's bridge. ``far`` is
+    the other end, in the lab's namespace. ``far`` receives what the host sends.
+    """
 
     name: str
     near: str
@@ -78,7 +85,7 @@ class Link:
 
     @property
     def inside(self) -> str:
-        """What makes ``ip`` and ``tc`` act on the near end."""
+        """Return the arguments that make ``ip`` and ``tc`` act on the near end."""
         return f"-n {self.host} " if self.host else ""
 
 
@@ -107,7 +114,7 @@ def links(network: Network) -> list[Link]:
 
 
 def path(network: Network, sender: int, receiver: int) -> list[Link]:
-    """The links that a frame from one host to another goes over."""
+    """Return the links on the path of a frame from one host to another."""
     ends = [host_link(network, sender), host_link(network, receiver)]
     if network.node is None or network.together(sender, receiver):
         return ends
@@ -116,26 +123,34 @@ def path(network: Network, sender: int, receiver: int) -> list[Link]:
 
 
 def burst(gbit: float) -> int:
-    """Bytes that a link may send at once: half a millisecond's, so that rates hold over a
-    millisecond, and two frames at least."""
+    """Return the bytes that a link may send at once.
+
+    They are half a millisecond's, so that rates hold over a millisecond, and at least two frames.
+    """
     return max(int(gbit * 1e9 / 8 * 0.5e-3), 2 * MTU)
 
 
 def segment(gbit: float) -> int:
-    """Bytes the kernel may hand to a link at once. With half the burst a link that is served late
-    loses no time unless it is later than a quarter of a millisecond."""
+    """Return the bytes that the kernel may pass to a link at once.
+
+    With half the burst, a link that is served late loses no time unless it is later than a quarter
+    of a millisecond.
+    """
     return min(max(burst(gbit) // 2, MTU), LARGEST_SEGMENT)
 
 
 def queue_ms(delay_us: float) -> int:
-    """How long a frame may wait at a link: 50 ms, or a round trip where that is longer, as TCP
+    """Return how long a frame may wait at a link: 50 ms, or a round trip if that is longer, as TCP
     needs."""
     return max(QUEUE_MS, math.ceil(2 * delay_us / 1000))
 
 
 def window(network: Network) -> int:
-    """Bytes that TCP may have in the air: four times what the fastest link carries in a round trip
-    and a full queue. The kernel's own limit is too small for long delays."""
+    """Return the bytes that TCP may have in flight.
+
+    They are four times what the fastest link carries in a round trip and a full queue. The kernel's
+    limit is too small for long delays.
+    """
     longest_s = 2e-6 * network.delay_us + 1e-3 * queue_ms(network.delay_us)
     carried = max(link.gbit for link in links(network)) * 1e9 / 8 * longest_s
     return min(max(4 * int(carried), LEAST_WINDOW), 1 << 30)
@@ -147,7 +162,7 @@ def bucket(gbit: float, delay_us: float) -> str:
 
 
 def ports(network: Network) -> list[str]:
-    """The devices at the hub."""
+    """Return the devices at the hub."""
     outer = uplinks(network) if network.node else links(network)
     return [link.far for link in outer]
 
@@ -158,8 +173,11 @@ def bridges(network: Network) -> list[str]:
 
 
 def commands(network: Network, cubic: bool = True) -> Iterator[str]:
-    """All that makes a lab, in order. With ``cubic`` TCP takes that, whatever the machine's own
-    is: bbr measures the link for seconds before it fills it."""
+    """Yield all commands that create the lab, in order.
+
+    With ``cubic``, TCP uses cubic congestion control regardless of the machine's default: bbr
+    measures the link for seconds before it fills it.
+    """
     yield "ip link set lo up"
     for bridge in bridges(network):
         yield f"ip link add {bridge} mtu {MTU} type bridge"
@@ -189,14 +207,14 @@ def commands(network: Network, cubic: bool = True) -> Iterator[str]:
 
 
 def removal(network: Network) -> list[str]:
-    """Undoes ``commands``. Deleting one end of a link deletes both."""
+    """Return the commands that undo ``commands``. Deleting one end of a link deletes both."""
     devices = [link.far for link in links(network)] + bridges(network)
     made = [f"ip link del {device}" for device in devices]
     return made + [f"ip netns del host{host}" for host in range(network.hosts)]
 
 
 def slowing(network: Network, host: int, gbit: float) -> list[str]:
-    """Gives the link of a host another rate while it runs."""
+    """Return the commands that change the rate of a host's link while the lab runs."""
     network.check_host("slow", host)
     check_rate("slow", gbit)
     link = host_link(network, host)

@@ -1,4 +1,4 @@
-"""One process of a command in each host: started, watched, ended."""
+"""Start, watch and stop one process of a command in each host."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ from .apart import APART
 from .lab import Lab
 from .network import LabError
 
-TIMED_OUT = 124  # the exit code that timeout(1) has
+TIMED_OUT = 124  # the exit code of timeout(1)
 KILL_S = 2.0
 
 
 @dataclass(frozen=True)
 class Course:
-    """What happens as ranks run: seconds from the start at which a host's rank starts (``late``)
-    and at which its link goes down (``drop``); seconds that others get once a rank has failed, and
-    that all get."""
+    """What happens while ranks run.
+
+    ``late`` has the seconds from the start at which a host's rank starts, and ``drop`` those at
+    which its link goes down. The others are the seconds that other ranks get once a rank has
+    failed, and that all ranks get.
+    """
 
     late: tuple[tuple[int, float], ...] = ()
     drop: tuple[tuple[int, float], ...] = ()
@@ -41,7 +44,7 @@ class Outcome:
 
 
 def run(lab: Lab, command: Sequence[str], course: Course) -> Outcome:
-    """The exit code of the rank that failed first, 0 if none did."""
+    """Return the exit code of the rank that failed first, 0 if none failed."""
     begun = time.monotonic()
     events = [(0.0, "start", host) for host in range(lab.network.hosts)]
     for host, seconds in course.late:
@@ -79,7 +82,7 @@ def run(lab: Lab, command: Sequence[str], course: Course) -> Outcome:
         seconds = time.monotonic() - begun
         end(list(members.values()))
         for reader in readers:
-            reader.join(1)  # a process that a rank left behind may hold its output open
+            reader.join(1)  # a leftover process of the rank may hold its output open
     return Outcome(code, seconds, why)
 
 
@@ -92,12 +95,12 @@ def start(lab: Lab, host: int, command: Sequence[str]) -> subprocess.Popen:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        start_new_session=True,  # a rank ends with the processes that it started
+        start_new_session=True,  # so that a rank ends with the processes that it started
     )
 
 
 def relay(rank: int, member: subprocess.Popen) -> list[threading.Thread]:
-    """Passes on what a rank says, each line with its number."""
+    """Pass on the output of a rank, each line with its number."""
     pipes = ((member.stdout, sys.stdout), (member.stderr, sys.stderr))
     threads = [threading.Thread(target=copy, args=(rank, *pair), daemon=True) for pair in pipes]
     for thread in threads:
@@ -112,7 +115,7 @@ def copy(rank: int, source: IO[bytes], target: IO[str]) -> None:
 
 
 def end(members: list[subprocess.Popen]) -> None:
-    """Asks those that still run to end, and kills them when they do not."""
+    """Ask the running processes to end, and kill those that do not."""
     left = [one for one in members if one.poll() is None]
     for number, patience in ((signal.SIGTERM, KILL_S), (signal.SIGKILL, KILL_S)):
         for one in left:

@@ -1,5 +1,5 @@
-"""Whether a lab is what was asked for: plain TCP between hosts, one pair after another and all at
-once, and the time of a round trip."""
+"""Check that a lab is as requested: plain TCP between hosts, one pair after another and all at
+once, and round-trip times."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ from .apart import inside
 from .lab import Lab
 from .network import HEADERS, MTU, Network, address, host_link, path, uplinks
 
-OFF = 0.05  # a rate that is further off than this share is told
+OFF = 0.05  # a rate that is off by more than this share is reported
 OWN_US = 300  # what a round trip may take without a delay
 WARM_UP_S, MEASURE_S, PATIENCE_S = 0.3, 0.5, 5.0
 CHUNK, ROUNDS = 1 << 18, 21
 WIRE = (MTU + 14) / (MTU + 14 - HEADERS)  # bytes on the link for each byte of data, in full frames
-RESET = struct.pack("ii", 1, 0)  # closing forgets what is still on its way
+RESET = struct.pack("ii", 1, 0)  # closing discards what is in flight
 
 
 @dataclass(frozen=True)
 class Way:
-    """A link and a direction, with a pair of hosts that shows its rate. ``asked`` is the rate in
-    Gbit/s of the slowest link between the two, ``delay_us`` the round trip's part that was asked
-    for."""
+    """A link and a direction, with a pair of hosts that shows its rate.
+
+    ``asked`` is the rate in Gbit/s of the slowest link between the two, ``delay_us`` the requested
+    part of the round trip.
+    """
 
     link: str
     direction: str
@@ -41,8 +43,11 @@ class Way:
 
 @dataclass(frozen=True)
 class Measured:
-    """``gbit`` counts headers too, as the link does. ``round_trip_us`` is the median, of messages
-    of one byte on quiet links."""
+    """Measured rate and round trip.
+
+    ``gbit`` counts headers too, as the link does. ``round_trip_us`` is the median, of messages of
+    one byte on idle links.
+    """
 
     way: Way
     gbit: float
@@ -54,7 +59,7 @@ class Measured:
 
     @property
     def late(self) -> bool:
-        """Whether a delay is not what was asked for; what the way takes anyway may come on top."""
+        """Return whether a delay is not as requested, with an allowance for the path's own time."""
         over = self.round_trip_us - self.way.delay_us
         return self.way.delay_us > 0 and not 0 <= over <= OWN_US + OFF * self.way.delay_us
 
@@ -64,8 +69,11 @@ def slowest(network: Network, sender: int, receiver: int) -> float:
 
 
 def ways(network: Network) -> Iterator[Way]:
-    """Each link both ways. The other host is the next one (or the one before) to which nothing on
-    the way is slower than the link, or else the one with the fastest way."""
+    """Yield each link in both directions, with a pair of hosts.
+
+    The other host is the next one (or the one before) to which nothing on the path is slower than
+    the link, or else the one with the fastest path.
+    """
     everyone = range(network.hosts)
     size = network.node or 1
     tried = [(host_link(network, h), h, network.node is None) for h in everyone]
@@ -86,7 +94,7 @@ def ways(network: Network) -> Iterator[Way]:
 
 
 def check(lab: Lab, told: Callable[[Measured], None] = lambda _: None) -> list[Measured]:
-    """Measures each link alone, each way."""
+    """Measure each link alone, in each direction."""
     known: dict[tuple[int, int], tuple[float, float]] = {}
     found = []
     for way in ways(lab.network):
@@ -99,15 +107,15 @@ def check(lab: Lab, told: Callable[[Measured], None] = lambda _: None) -> list[M
 
 
 def check_together(lab: Lab) -> tuple[float, float]:
-    """What is asked of a ring in which all hosts send to the next at once, and what is measured,
-    in Gbit/s."""
+    """Return the requested and the measured rates, in Gbit/s, of a ring in which all hosts send to
+    the next at once."""
     hosts = lab.network.hosts
     pairs = [(host, (host + 1) % hosts) for host in range(hosts)]
     return sum(slowest(lab.network, *pair) for pair in pairs), sum(transfer(lab, pairs))
 
 
 def round_trip(lab: Lab, sender: int, receiver: int) -> float:
-    """Microseconds from one host to another and back."""
+    """Return the microseconds from one host to another and back."""
     times = []
     with suppress(OSError), ahead():
         ours, theirs = connected(sender, receiver)
@@ -128,7 +136,7 @@ def echo(theirs: socket.socket) -> None:
 
 
 def transfer(lab: Lab, pairs: list[tuple[int, int]]) -> list[float]:
-    """Gbit/s of each pair, all sending at once; 0 where nothing arrives."""
+    """Return the Gbit/s of each pair, all sending at once; 0 if nothing arrives."""
     found = [0.0] * len(pairs)
     warm = WARM_UP_S + 20e-6 * lab.network.delay_us  # ten round trips
     both = []
@@ -150,8 +158,10 @@ def transfer(lab: Lab, pairs: list[tuple[int, int]]) -> list[float]:
 
 @contextmanager
 def ahead() -> Iterator[None]:
-    """This thread, and those that it starts, go before all others: what is measured is the link,
-    not how busy the machine is."""
+    """Raise the priority of this thread, and of those that it starts, above all others.
+
+    The measurement is then of the link, not of how busy the machine is.
+    """
     before = os.sched_getscheduler(0), os.sched_getparam(0)
     with suppress(PermissionError):
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
@@ -187,7 +197,7 @@ def send(ours: socket.socket, until: float) -> None:
 
 
 def receive(theirs: socket.socket, until: float, found: list[float], number: int) -> None:
-    """Notes the rate over the last ``MEASURE_S`` seconds before ``until``."""
+    """Record the rate over the last ``MEASURE_S`` seconds before ``until``."""
     buffer, count, begun, now = bytearray(CHUNK), 0, 0.0, 0.0
     with suppress(OSError), theirs:
         while (now := time.perf_counter()) < until:

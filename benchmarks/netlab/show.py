@@ -1,4 +1,4 @@
-"""What a lab measured and counted, as tables and as JSON."""
+"""Show what a lab measured and counted, as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def warnings(found: list[Measured], together: tuple[float, float] | None) -> lis
 
 
 def counted(network: Network, before: Traffic, after: Traffic, seconds: float) -> list[dict]:
-    """A row for each link; shares are of what its rate carries in so many seconds."""
+    """Return a row for each link; shares are of what its rate carries in the given seconds."""
     rows = []
     for link in links(network):
         sent, received = (b - a for a, b in zip(before[link.name], after[link.name], strict=True))
@@ -101,5 +101,5 @@ def as_json(found: list[Measured]) -> list[dict[str, Any]]:
 
 
 def show(table: Table) -> None:
-    """To stderr: stdout is the ranks'."""
+    """Print to stderr: stdout belongs to the ranks."""
     Console(stderr=True, width=100).print(table)

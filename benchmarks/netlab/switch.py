@@ -1,12 +1,12 @@
-"""A switch that holds each frame for a fixed time: what the kernel's netem does, where it has none.
+"""A switch that holds each frame for a fixed time, for kernels without netem.
 
     python switch.py DELAY_US PORT PORT ...
 
-Ports are network devices of this namespace. A packet socket on each takes the frames that come in,
-and sends others out by the device's own queue, so that its rate is still the kernel's business.
-Frames stay as large as the sender's kernel made them, up to 64 KB, with the header that says how
-they are to be cut (``PACKET_VNET_HDR``): a Python process keeps up with few large frames. Prints a
-line once it forwards.
+Ports are network devices of this namespace. A packet socket on each receives the incoming frames,
+and sends others out through the device's queue, so that the kernel still enforces its rate. Frames
+stay as large as the sender's kernel made them, up to 64 KB, with the header that tells how they are
+to be split (``PACKET_VNET_HDR``): a Python process keeps up with few large frames. Prints a line
+once it forwards.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from contextlib import suppress
 ETH_P_ALL, SOL_PACKET = 3, 263
 PACKET_VNET_HDR, PACKET_IGNORE_OUTGOING = 15, 23
 SO_SNDBUFFORCE, SO_RCVBUFFORCE, SO_TIMESTAMPNS = 32, 33, 35
-VNET_HEADER = 10  # bytes before each frame: how it is to be cut and where its checksum goes
+VNET_HEADER = 10  # header before each frame: how to split it, and where its checksum goes
 LARGEST = VNET_HEADER + 14 + (1 << 16)
-QUEUE = 64 << 20  # bytes a port may have waiting
+QUEUE = 64 << 20  # bytes that may wait at a port
 LOST = {
     errno.ENOBUFS,
     errno.EAGAIN,
@@ -47,7 +47,8 @@ def port(name: str) -> socket.socket:
 
 
 def arrivals(source: socket.socket):
-    """Frames that wait at a port, each with the second at which the kernel got it."""
+    """Yield the frames that wait at a port, each with the second at which the kernel received
+    it."""
     while True:
         try:
             frame, [(_, _, stamp), *_], _, _ = source.recvmsg(LARGEST, 64)
@@ -60,7 +61,7 @@ def arrivals(source: socket.socket):
 
 
 def forward(delay: float, ports: list[socket.socket]) -> None:
-    behind: dict[bytes, socket.socket] = {}  # where a hardware address was last seen
+    behind: dict[bytes, socket.socket] = {}  # the port at which a hardware address was last seen
     held: deque[tuple[float, bytes, socket.socket]] = deque()
     while True:
         wait = max(0.0, held[0][0] - time.time()) if held else None
@@ -82,7 +83,7 @@ def forward(delay: float, ports: list[socket.socket]) -> None:
 
 
 def main(delay_us: str, *names: str) -> None:
-    with suppress(PermissionError):  # ahead of the ranks, as a switch of its own would be
+    with suppress(PermissionError):  # at a higher priority than the ranks, like a separate switch
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     ports = [port(name) for name in names]
     print("ready", flush=True)

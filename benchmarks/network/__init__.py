@@ -1,21 +1,22 @@
-"""What commpass gains on a real network: hosts in namespaces, joined by links of a given rate.
+"""Measure the gain of commpass on a real network: hosts in namespaces, joined by links of a given
+rate.
 
     python -m benchmarks.network [--only NAME ...] [--quick] [--json FILE] [--plot FILE]
 
-Needs Linux and root (docs/netlab.md). Every rank is a host of its own. Measurements, each a file:
+Needs Linux and root (docs/netlab.md). Every rank gets a virtual host. The measurements, one file
+each:
 
-- ``reduces``: all_reduce by codec and size, against what the bytes sent take on the link.
+- ``reduces``: all_reduce by codec and size, against the time that the bytes sent take on the link.
 - ``steps``: a step of tensor-parallel transformers, forward and backward.
-- ``gradients``: a data-parallel step and the loss after so many, against DDP's hooks.
+- ``gradients``: a data-parallel step and the loss after some steps, against DDP's hooks.
 - ``gathers``: all_gather and all_to_all without any loss.
 - ``never_slower``: presets over kinds, sizes and rates, against plain.
-- ``levels``: two levels of links, with an algorithm that knows them and with one that does not.
+- ``levels``: two levels of links, with an algorithm that uses them and with one that does not.
 
-``--only`` chooses some. Other options are for all chosen measurements that have them; ``--help``
-lists what each takes if nobody says. A time is a median over repetitions, [lower and upper
-quartile], of the slowest rank. Those that are compared take turns in one loop, each behind a
-barrier. Memory is kept by the ranks' malloc and not given back to the system between calls, for
-all alike.
+``--only`` selects some. Other options apply to all selected measurements that have them; ``--help``
+lists the defaults of each. A time is a median over repetitions, [lower and upper quartile], of the
+slowest rank. Compared variants alternate in one loop, each behind a barrier. The ranks' malloc
+keeps memory between calls, for all variants.
 """
 
 import sys

@@ -1,4 +1,4 @@
 from .cli import main
 
-if __name__ == "__main__":  # ranks that are started import this file as well
+if __name__ == "__main__":  # the started ranks import this file as well
     main()

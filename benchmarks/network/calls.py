@@ -1,5 +1,5 @@
-"""One collective at a time: compiled calls under several policies that take turns, and the bytes
-that have to travel."""
+"""Measure one collective at a time: compiled calls under several policies that alternate, and the
+bytes that have to be sent."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ Contenders = Mapping[str, tuple[Callable[[Tensor], Tensor], Allowed]]
 
 
 def leaves(kind: str, ranks: int, nbytes: float) -> float:
-    """Bytes that leave a rank at least, if each hands ``nbytes`` to a plain collective."""
+    """Return the least bytes that leave a rank if each rank passes ``nbytes`` to a plain
+    collective."""
     if kind == "all_gather":
         return (ranks - 1) * nbytes
     once = (ranks - 1) / ranks * nbytes
@@ -61,19 +62,20 @@ def leaves(kind: str, ranks: int, nbytes: float) -> float:
 
 
 def sent(stage: Any, ranks: int) -> int:
-    """Bytes that leave a rank in one stage."""
+    """Return the bytes that leave a rank in one stage."""
     if stage.role != "exchange":
         return 0
     return stage.leaving * (ranks - 1 if stage.kind == "all_gather" else 1)
 
 
 def ideal_ms(nbytes: float, gbit: float) -> float:
-    """What so many bytes take on a link."""
+    """Return the milliseconds that a number of bytes takes on a link."""
     return nbytes * 8 / gbit / 1e6
 
 
 def decided(plan: commpass.Plan) -> Row:
-    """What a plan of one site says of it; ``unchanged``: the graph is the one without commpass."""
+    """Return the decision of a plan of one site; ``unchanged``: the graph is the one without
+    commpass."""
     (site,) = plan
     alone = site.codec == NONE
     return {
@@ -90,8 +92,10 @@ def decided(plan: commpass.Plan) -> Row:
 def measure(
     contenders: Contenders, kib: int, dtype: torch.dtype, profile: Any, repeats: int
 ) -> dict[str, Row]:
-    """On a rank: what ``take_turns`` gives of each contender, for a Gaussian tensor of so many KiB,
-    and what was decided about it."""
+    """Return, on a rank, the results of ``take_turns`` and the decision for each contender.
+
+    The input is a Gaussian tensor of the given KiB.
+    """
     torch._dynamo.reset()
     generator = torch.Generator().manual_seed(dist.get_rank())
     x = torch.randn(kib * 1024 // dtype.itemsize, generator=generator).to(dtype)
@@ -112,8 +116,11 @@ def measure(
 
 
 def rows_of(found: list[dict[str, Row]], known: Row, least: Mapping[str, float]) -> list[Row]:
-    """A row for each contender, from what each rank found. ``known`` is in all of them; ``least``
-    are the bytes that leave a rank where torch carries the contender out."""
+    """Return a row for each contender, from the results of each rank.
+
+    ``known`` is added to all rows. ``least`` are the bytes that leave a rank if torch carries the
+    contender out.
+    """
     made = []
     for name, first in found[0].items():
         every = [each[name] for each in found]

@@ -1,4 +1,4 @@
-"""The command line: which measurements with which options, their tables, one JSON, one picture."""
+"""The command line: measurements with their options, their tables, one JSON file, one picture."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ SINGLE = {
     "steps": int,
     "repeats": int,
 }
-LEAST = 2  # times, for quartiles
+LEAST = 2  # repetitions, for quartiles
 
 
 def parsed(arguments: list[str] | None = None) -> tuple[argparse.ArgumentParser, Any]:
@@ -99,7 +99,7 @@ def parsed(arguments: list[str] | None = None) -> tuple[argparse.ArgumentParser,
 
 
 def takers(name: str, chosen: list[str]) -> list[str]:
-    """Which of the chosen measurements have an option."""
+    """Return which of the selected measurements have an option."""
     return [each for each in chosen if name in MEASUREMENTS[each].usual]
 
 
@@ -108,7 +108,7 @@ def shown(value: Any) -> str:
 
 
 def told(measurement: Measurement, options: Any) -> Options:
-    """A measurement's own options: as given, else as --quick says, else as usual."""
+    """Return a measurement's options: as given, else those of --quick, else the defaults."""
     made = {**measurement.usual, **(measurement.quick if options.quick else {})}
     given = {name: getattr(options, name) for name in made}
     return Options(**made | {name: value for name, value in given.items() if value is not None})
@@ -139,7 +139,7 @@ def main(arguments: list[str] | None = None) -> None:
         console.print(table(rows[name], measurement.columns))
         for line in measurement.remarks(rows[name]):
             console.print(line)
-        if options.json:  # after each, since all of them take hours
+        if options.json:  # after each measurement, because all of them take hours
             options.json.write_text(json.dumps(facts(rows), indent=1) + "\n")
     if options.plot:
         draw(rows, options.plot)

@@ -1,18 +1,19 @@
-"""Data-parallel training by DDP, its hooks, FSDP2 and commpass: step time, bytes, and the loss.
+"""Measure data-parallel training by DDP, its hooks, FSDP2 and commpass: step time, bytes, and the
+loss.
 
-All ways begin with the same weights and take the same batches of real text (examples/common.py),
-those of a rank its own, and take turns step by step. A step is forward, backward, AdamW and zeroing
-the gradients. ``compute`` is DDP that never exchanges (``no_sync``); ``exposed`` is what a step
-takes beyond it, in ways that are compiled whole beyond ``graph-alone``.
+All ways start with the same weights and use the same batches of real text (examples/common.py).
+Each rank has its own batches, and the ways alternate step by step. A step is forward, backward,
+AdamW and zeroing the gradients. ``compute`` is DDP that never exchanges (``no_sync``). ``exposed``
+is what a step takes beyond it; for ways that are compiled whole, beyond ``graph-alone``.
 
-``wire`` is what the bytes that left the busiest rank's link, headers included, take at the link's
-rate. ``CPU`` is processor time of a rank beyond ``compute``: codecs, and handing bytes to sockets.
-``waits`` is how long the thread that trains waits in a step: for others, the network, or threads of
-its own that code; ``queues`` how long it could run but had no core.
+``wire`` is the time that the bytes that left the busiest rank's link, with headers, take at the
+link's rate. ``CPU`` is processor time of a rank beyond ``compute``: codecs, and passing bytes to
+sockets. ``waits`` is how long the training thread waits in a step: for others, the network, or its
+own coding threads. ``queues`` is how long it could run but had no core.
 
-``loss`` is on held-out text after ``--steps`` steps, the mean over ranks, each with text of its
-own. ``by T`` is what a way has reached by the time at which the first of all has made its
-steps: the mean loss in training of the last ten steps until then.
+``loss`` is on held-out text after ``--steps`` steps, the mean over ranks, each with its own text.
+``by T`` is the training loss of a way at the time at which the fastest way has finished its steps:
+the mean of the last ten steps until then.
 """
 
 from __future__ import annotations
@@ -72,25 +73,29 @@ QUICK = {
 }
 HELD_OUT, SMOOTH = 2, 10
 DEVICES, WAITING = Path("/proc/thread-self/net/dev"), Path("/proc/thread-self/schedstat")
-DEVICE, SENT = "eth0", 8  # the column of bytes sent
+DEVICE, SENT = "eth0", 8  # the network device, and its column of bytes sent
 
 
 def sent_so_far() -> int:
-    """Bytes that have left this rank's host, as its device counts them."""
+    """Return the bytes that have left this rank's host, as counted by its device."""
     lines = (line.split(":") for line in DEVICES.read_text().splitlines()[2:])
     return next(int(row.split()[SENT]) for name, row in lines if name.strip() == DEVICE)
 
 
 def on_core() -> tuple[int, int]:
-    """Nanoseconds for which this thread ran, and for which it could have but had no core."""
+    """Return the nanoseconds for which this thread ran, and for which it could have run but had no
+    core."""
     ran, queued, _ = map(int, WAITING.read_text().split())
     return ran, queued
 
 
 @dataclass
 class Training:
-    """One way on one rank: what it trains, and what each step gave. ``marks`` are what had left the
-    host when each step of any way began, behind a barrier: all that was sent before had arrived."""
+    """One way on one rank: what it trains, and the results of each step.
+
+    ``marks`` has the bytes that had left the host when each step of any way began. A barrier
+    precedes, so that everything sent before had arrived.
+    """
 
     net: nn.Module
     forward: Callable[[Tensor], Tensor]
@@ -115,7 +120,8 @@ class Training:
 
 
 def train(options: Options, profile: str) -> dict[str, Row]:
-    """On a rank: what each step of each way took and gave, and its loss on held-out text."""
+    """Return, on a rank, the times and results of each step of each way, and its loss on held-out
+    text."""
     import common
 
     torch._dynamo.reset()
@@ -135,7 +141,8 @@ def train(options: Options, profile: str) -> dict[str, Row]:
     dist.barrier()
     sent = [after - before for before, after in pairwise([*marks, sent_so_far()])]
     for turn, (name, one) in enumerate(every.items()):
-        # in grad mode and batches as in training: for others, all would be compiled again
+        # in grad mode and with batches of the training shape: otherwise everything is compiled
+        # again
         unseen = torch.cat([*common.batches(texts[1], HELD_OUT, rank)]).split(options.batch)
         losses = [one.net(batch).item() for batch in unseen]
         row = {key: [each[key] for each in one.found] for key in one.found[0]}
@@ -146,7 +153,7 @@ def train(options: Options, profile: str) -> dict[str, Row]:
 
 
 def taking_part(names: Sequence[str]) -> list[str]:
-    """The base, the ways that are named, and those that compute the same and send nothing."""
+    """Return the base, the named ways, and those that compute the same and send nothing."""
     some = set(chosen(WAYS, names))
     some |= {WAYS[name].alone for name in some}
     return [name for name in WAYS if name in some]
@@ -158,12 +165,12 @@ def measured(options: Options) -> list[Row]:
         job = (options, f"ethernet-{gbit:g}g")
         found = ranks.run(train, *job, timeout=PATIENCE_S)
         rows += way_rows(found, {"ranks": ranks.size, "gbit": gbit})
-        ranks.stop()  # DDP leaves hooks in a process; new ranks come by themselves
+        ranks.stop()  # DDP leaves hooks in a process; new ranks start automatically
     return rows
 
 
 def way_rows(found: list[dict[str, Row]], known: Row) -> list[Row]:
-    """A row for each way, from what each rank found."""
+    """Return a row for each way, from the results of each rank."""
     made = [way_row(name, [each[name] for each in found], known) for name in found[0]]
     rows = {row["way"]: row for row in made}
     for row in made:
@@ -201,7 +208,7 @@ def way_row(name: str, ranks: list[Row], known: Row) -> Row:
 
 
 def loss_by(row: Row, seconds: float) -> float:
-    """The loss in training that a way has reached by then."""
+    """Return the training loss that a way has reached by a time."""
     return row["losses"][max(0, bisect_right(row["elapsed_s"], seconds) - 1)]
 
 

@@ -1,8 +1,8 @@
 """The ways in which ``data_parallel`` trains one model: how each wraps it.
 
-Ways with hooks (DDP's, FSDP2's) compile each block by itself, with Inductor, as loops with such
-hooks do: hooks run between blocks, outside compiled graphs. Ways ``in graph`` compile the whole
-model, so that exchanges are in its graph.
+Ways with hooks (DDP's, FSDP2's) compile each block separately with Inductor, as training loops with
+such hooks do: hooks run between blocks, outside compiled graphs. Ways ``in graph`` compile the
+whole model, so that exchanges are in its graph.
 """
 
 from __future__ import annotations
@@ -24,19 +24,22 @@ import commpass.parallel
 
 from .shared import Allowed, compiled, forced
 
-BUCKET_MB = 4  # small enough for some to travel while others are computed
-DEFAULT_MB = 25  # DDP's own
+BUCKET_MB = 4  # small enough that some buckets are sent while others are computed
+DEFAULT_MB = 25  # DDP's default
 ONE_BUCKET_MB = 1024
 INT8 = forced("int8")
 GRAPH = "graph-alone"
 Forward = Callable[[Tensor], Tensor]
-"""A batch in, the loss out."""
+"""Maps a batch to the loss."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """``make`` wraps a new model for a mesh and links of a profile. ``alone`` is the way that
-    computes the same and sends nothing: what a step takes beyond it is exposed."""
+    """One way to train.
+
+    ``make`` wraps a new model for a mesh and links of a profile. ``alone`` is the way that computes
+    the same and sends nothing: what a step takes beyond it is exposed.
+    """
 
     make: Callable[[nn.Module, DeviceMesh, str], Forward]
     alone: str = "compute"
@@ -73,8 +76,10 @@ def fp16(net: nn.Module, mesh: DeviceMesh, profile: str) -> Forward:
 
 
 def power(net: nn.Module, mesh: DeviceMesh, profile: str, rank: int, start: int = 2) -> Forward:
-    """From the third step on, the earliest there is, with its error feedback and a warm start. It
-    waits within the callbacks of gloo's two workers, and two buckets then wait for ever: hence one.
+    """Return DDP of one bucket with PowerSGD, with its error feedback and a warm start.
+
+    It starts with the third step, the earliest possible. The hook waits within the callbacks of
+    gloo's two workers, where two buckets would deadlock.
     """
     model = ddp(net, mesh, ONE_BUCKET_MB)
     state = power_sgd.PowerSGDState(model.process_group, rank, start_powerSGD_iter=start)
@@ -89,7 +94,8 @@ def compress_ddp(net: nn.Module, mesh: DeviceMesh, profile: str, policy: Allowed
 
 
 def ssfusion(net: nn.Module, mesh: DeviceMesh, profile: str, force: bool = False) -> Forward:
-    """At its density of 1 %; ``force``: sparse even where dense is predicted to be as fast."""
+    """Return SSFusion at its density of 1 %; ``force``: sparse even where dense is predicted to be
+    as fast."""
     block_by_block(net)
     commpass.parallel.ssfusion(net, profile=profile, group=dist.new_group(), force=force)
     return net
@@ -98,7 +104,8 @@ def ssfusion(net: nn.Module, mesh: DeviceMesh, profile: str, force: bool = False
 def fsdp(
     net: nn.Module, mesh: DeviceMesh, profile: str, policy: Allowed = None, keeps: bool = False
 ) -> Forward:
-    """``keeps`` what forward gathered for backward (ZeRO-2), so that it is gathered once a step."""
+    """Return FSDP2; with ``keeps``, parameters gathered in forward are kept for backward (ZeRO-2),
+    so that they are gathered once per step."""
     block_by_block(net)
     for block in net.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=not keeps)

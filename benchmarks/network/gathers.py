@@ -1,8 +1,9 @@
-"""What moves gain without any loss: all_gather and all_to_all of bfloat16 with codec ``exponent``.
+"""Measure the gain of lossless collectives: all_gather and all_to_all of bfloat16 with codec
+``exponent``.
 
-Values are Gaussian, as weights and gradients nearly are; sizes are what each rank hands over. The
-cost model chooses; where it leaves a call alone, the table says why. ``x plain`` is then the same
-graph twice.
+Values are Gaussian, which approximates weights and gradients. Sizes are what each rank sends. The
+cost model chooses; if it leaves a call uncompressed, the table tells why, and ``x plain`` is then
+the same graph twice.
 """
 
 from __future__ import annotations

@@ -1,17 +1,19 @@
-"""A data-parallel step and what is learned: forward, backward, AdamW, of a transformer of about
-10 million parameters over the bytes of Python's standard library (examples/common.py).
+"""Measure a data-parallel step, and the loss that the training reaches.
 
-All ways begin with the same weights and take the same batches, those of a rank its own. ``loss`` is
-on held-out text after ``--steps`` steps; times leave the first three out, in which DDP makes its
+A step is forward, backward and AdamW of a transformer of about 10 million parameters over the bytes
+of Python's standard library (examples/common.py).
+
+All ways start with the same weights and use the same batches; each rank has its own. ``loss`` is on
+held-out text after ``--steps`` steps. Times leave out the first three steps, in which DDP makes its
 buckets.
 
 ``ddp`` is DistributedDataParallel around the model, compiled by Inductor, alone or with torch's
-hooks for gradients. Those run outside compiled graphs, where commpass sees nothing: in ``graph``
-and in ours each parameter is seen through a DTensor whose gradient is averaged, as data parallelism
-in the compiled graph is written; ``graph`` is Inductor alone.
+hooks for gradients. Those run outside compiled graphs, where commpass sees nothing. In ``graph``
+and in ours, each parameter is a DTensor whose gradient is averaged, which puts data parallelism
+into the compiled graph. ``graph`` is Inductor alone.
 
 GRACE, which has top-k and QSGD as hooks, is not on PyPI: ``pip download grace-dl`` finds nothing,
-and ``grace`` there is something else.
+and ``grace`` there is a different package.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ TOPK = commpass.Policy(
         )
     ],
 )
-"""One value in a hundred of each matrix; what is not sent is made up for in later steps."""
+"""One value in a hundred of each matrix; error feedback adds what is not sent to later steps."""
 
 
 def by_ddp(net: nn.Module, profile: str, hook: Any = None, **options: Any) -> Any:
@@ -77,8 +79,11 @@ def fp16(model: DistributedDataParallel) -> None:
 
 
 def power(model: DistributedDataParallel) -> None:
-    """Rank 4 from the third step on, the earliest there is, with its error feedback. It waits
-    within the callbacks of gloo's two workers, and two buckets then wait for ever: hence one."""
+    """Register PowerSGD of rank 4 with its error feedback on a DDP model of one bucket.
+
+    It starts with the third step, the earliest possible. The hook waits within the callbacks of
+    gloo's two workers, where two buckets would deadlock.
+    """
     rank, start = 4, 2
     state = power_sgd.PowerSGDState(model.process_group, rank, start_powerSGD_iter=start)
     model.register_comm_hook(state, power_sgd.powerSGD_hook)
@@ -129,7 +134,7 @@ QUICK = {
 
 
 def train(options: Options, profile: str) -> dict[str, Row]:
-    """On a rank: times of a step and held-out loss of each way, and what was decided."""
+    """Return, on a rank, the step times and held-out loss of each way, and the decisions."""
     import common
 
     torch._dynamo.reset()
@@ -157,7 +162,7 @@ def train(options: Options, profile: str) -> dict[str, Row]:
 
 
 def learned(forward: Any, batches: Any, learn: Any, sites: Row, steps: Any) -> None:
-    """One step; the first one compiles, and notes in ``sites`` what was decided."""
+    """Run one step; the first one compiles, and records the decisions in ``sites``."""
     earlier = len(commpass.plans())
     forward(next(batches)).backward()
     learn.step()
@@ -172,12 +177,12 @@ def measured(options: Options) -> list[Row]:
         job = (options, f"ethernet-{gbit:g}g")
         found = ranks.run(train, *job, timeout=PATIENCE_S)
         rows += way_rows(found, {"ranks": ranks.size, "gbit": gbit})
-        ranks.stop()  # DDP leaves hooks in a process; new ranks come by themselves
+        ranks.stop()  # DDP leaves hooks in a process; new ranks start automatically
     return rows
 
 
 def way_rows(found: list[dict[str, Row]], known: Row) -> list[Row]:
-    """The loss is rank 0's: replicas are alike."""
+    """Return a row for each way. The loss is rank 0's, because replicas are equal."""
     made = []
     for name, first in found[0].items():
         row = {**known, "way": name, "ms": slowest([each[name]["ms"] for each in found])}

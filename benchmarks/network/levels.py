@@ -1,7 +1,7 @@
-"""Two levels of links: nodes of two hosts, fast inside and slow between. all_reduce of float32 by
-an algorithm that knows of them and by one that does not.
+"""Measure all_reduce on two levels of links: nodes of two hosts, fast inside and slow between.
 
-``uplink`` is what goes each way over the link of a node at least, ``ideal`` what that takes.
+It compares an algorithm for float32 that uses the levels with one that does not. ``uplink`` is the
+least that is sent each way over the link of a node, ``ideal`` the time that this takes.
 """
 
 from __future__ import annotations
@@ -47,14 +47,16 @@ QUICK = {"kib": [1024], "repeats": 3}
 
 
 def profile(gbit: float) -> commpass.Profile:
-    """What the cost model is told of such a network."""
+    """Return the cost model's profile of such a network."""
     inside = commpass.ethernet(INSIDE_GBIT).link
     return dataclasses.replace(commpass.ethernet(gbit), node=NODE, inside=inside)
 
 
 def crossing(stage: Any, ranks: int) -> float:
-    """Bytes of one stage that a rank sends to other nodes. One that talks to some ranks alone, not
-    of its own node, talks to its counterparts on the other nodes."""
+    """Return the bytes of one stage that a rank sends to other nodes.
+
+    A stage between nodes among only some of the ranks is between counterparts on different nodes.
+    """
     if stage.role != "exchange" or stage.inside:
         return 0
     others = ranks - NODE
@@ -64,13 +66,13 @@ def crossing(stage: Any, ranks: int) -> float:
 
 
 def uplink(stages: Iterable[Any], ranks: int) -> float:
-    """Bytes that leave a node."""
+    """Return the bytes that leave a node."""
     return NODE * sum(map(crossing, stages, itertools.repeat(ranks)))
 
 
 def ring(ranks: int, nbytes: float) -> float:
-    """Bytes that leave a node in a plain all_reduce: a ring in which one rank of each node sends to
-    the next node."""
+    """Return the bytes that leave a node in a plain all_reduce: a ring in which one rank of each
+    node sends to the next node."""
     return 2 * (ranks - 1) / ranks * nbytes
 
 

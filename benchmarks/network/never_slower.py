@@ -1,8 +1,8 @@
-"""Whether a preset is ever slower than plain: kinds, sizes and rates, of float32.
+"""Check whether a preset is ever slower than plain, over kinds, sizes and rates, for float32.
 
-``of plain`` is how many times faster than plain. Where the preset leaves the graph as it is, that
-is the same graph twice, and shows the noise: such rows say ``unchanged`` and are not judged by
-time. The worst of the others is said below the table.
+``of plain`` is how many times faster than plain. If the preset leaves the graph unchanged, that is
+the same graph twice, and shows the noise: such rows are marked ``unchanged`` and not judged by
+time. The worst of the others is named below the table.
 """
 
 from __future__ import annotations

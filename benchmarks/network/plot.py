@@ -1,7 +1,9 @@
-"""A picture of what was measured: for each rate a column with the share of the ideal and the
-speed-up of all_reduce over size, the times of steps as bars, and losses over time.
+"""Draw the measurements.
 
     python -m benchmarks.network.plot FILE.json [FILE.json ...] FILE.png
+
+Each rate is a column with the share of the ideal and the speed-up of all_reduce over size, the
+times of steps as bars, and losses over time.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ COLOURS = 10
 
 
 def draw(rows: Rows, file: Path) -> None:
-    """Writes a PNG. Raises ValueError where there is no measurement that it shows."""
+    """Write a PNG file. Raise ValueError if there is no measurement to draw."""
     shown = [
         (name, each) for name, painted in PAINTED.items() if rows.get(name) for each in painted
     ]
@@ -46,7 +48,7 @@ def draw(rows: Rows, file: Path) -> None:
 
 
 def lines(axes: Axes, rows: list[Row], key: str, skipped: tuple[str, ...] = ()) -> None:
-    """A colour for each codec, a style for each number of ranks, over size."""
+    """Draw lines over size, with a colour for each codec and a style for each number of ranks."""
     names = dict.fromkeys(row["name"] for row in rows)
     everyone = sorted({row["ranks"] for row in rows})
     for number, name in enumerate(names):
@@ -85,8 +87,10 @@ def gains(axes: Axes, rows: list[Row]) -> None:
 
 
 def bars(axes: Axes, rows: list[Row], by: str, cluster: Callable[[Row], str]) -> None:
-    """Step times in clusters, a colour for each ``by``; lines are quartiles, the dark part is time
-    in which a rank waits."""
+    """Draw step times in clusters, with a colour for each ``by``.
+
+    Lines are quartiles; the dark part is the time in which a rank waits.
+    """
     names, clusters = (list(dict.fromkeys(map(of, rows))) for of in (lambda row: row[by], cluster))
     width = 0.8 / len(names)
     for number, name in enumerate(names):
@@ -118,7 +122,7 @@ def gradients(axes: Axes, rows: list[Row]) -> None:
 
 
 def losses(axes: Axes, rows: list[Row]) -> None:
-    """The loss in training over the time that the steps took."""
+    """Draw the training loss over the time that the steps took."""
     for number, row in enumerate(row for row in rows if row["learns"]):
         style = list(STYLES)[number // COLOURS % len(STYLES)]
         color = f"C{number % COLOURS}"
@@ -136,7 +140,7 @@ PAINTED: dict[str, tuple[Callable[[Axes, list[Row]], None], ...]] = {
     "gradients": (gradients,),
     "data_parallel": (losses,),
 }
-"""Measurements that are shown, and what is drawn of each."""
+"""The measurements that are drawn, and how each is drawn."""
 
 if __name__ == "__main__":
     *sources, target = map(Path, sys.argv[1:])

@@ -1,12 +1,12 @@
-"""How right the cost model is, with a profile that ``commpass probe`` has just measured.
+"""Measure how accurate the cost model is, with a profile that ``commpass probe`` has just measured.
 
-For each kind and size every candidate that is named here is carried out, and so is what the cost
-model chooses of them (``chosen``) and the plain collective. A measured time is that of a call of a
-compiled function. So what a call that sends nothing takes is measured as well, and added to what is
-predicted. ``off`` is the prediction against the median: +0.10 says that it took a tenth longer in
-the prediction. Predictions of what is plain were fitted to times of the same kind, and are no proof
-of anything but the fit. The remarks say how many choices are within 5 % of the fastest that was
-measured.
+For each kind and size, every candidate that is named here is measured, and so are the cost model's
+choice among them (``chosen``) and the plain collective. A measured time is that of a call of a
+compiled function. The time of a call that sends nothing is measured as well, and added to the
+prediction. ``off`` is the prediction against the median: +0.10 means that the prediction was a
+tenth longer. Predictions of plain collectives were fitted to times of the same kind, and only show
+the quality of the fit. The remarks count the choices that are within 5 % of the fastest measured
+candidate.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _contenders(kind: str, function: Any, kib: int, codecs: list[str]) -> Conten
 
 
 def nothing(x: torch.Tensor) -> torch.Tensor:
-    """What is compiled and sends nothing."""
+    """A compiled function that sends nothing."""
     return x[:1].neg()
 
 
@@ -140,7 +140,8 @@ def remarks(rows: list[Row]) -> list[str]:
 
 
 def _same(case: list[Row], chosen: Row) -> float:
-    """What the candidate that was chosen took where it was named: the same graph once more."""
+    """Return the time of the chosen candidate, from its named row if there is one: the graph is the
+    same."""
     what = (chosen.get("codec"), chosen.get("algorithm"), chosen.get("chunks"))
     for row in case:
         if row["name"] == PLAIN and chosen.get("unchanged"):

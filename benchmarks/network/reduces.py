@@ -1,10 +1,10 @@
-"""What all_reduce gains, by codec and size.
+"""Measure the gain of all_reduce, by codec and size.
 
-A row is one codec with what the cost model chooses for it on this link, or with the chunks and the
-algorithm that are named; the tensors are float32. It takes turns with Inductor's plain all_reduce
-of the same values and of the values cast to bfloat16, which anybody has for nothing. ``ideal`` is
-what the bytes that a rank sends take on its link; ``share`` how much of the time that is. ``CPU``
-is the processor time of one rank for one call.
+A row is one codec with the cost model's choice for it on this link, or with the named chunks and
+algorithm. The tensors are float32. It alternates with Inductor's plain all_reduce of the same
+values and of the values cast to bfloat16, which needs no commpass. ``ideal`` is the time that the
+bytes that a rank sends take on its link; ``share`` is how much of the measured time that is.
+``CPU`` is the processor time of one rank for one call.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ QUICK = {"ranks": [2], "gbit": [1.0], "kib": [256, 1024], "codecs": ["bf16", "in
 
 
 def measured(options: Options) -> list[Row]:
-    """Raises PolicyError for an algorithm that there is not."""
+    """Return the rows. Raise PolicyError for an unknown algorithm."""
     if options.algorithm:
         algorithm("all_reduce", options.algorithm)
     named = {"chunks": options.chunks, "algorithm": options.algorithm}

@@ -1,4 +1,4 @@
-"""What all measurements share: hosts and their ranks, those that take turns, times, tables."""
+"""Code shared by all measurements: hosts and their ranks, alternating variants, times, tables."""
 
 from __future__ import annotations
 
@@ -39,14 +39,17 @@ Options = SimpleNamespace
 Allowed = commpass.Policy | str | None
 """A policy, or None for Inductor alone."""
 
-torch._dynamo.config.recompile_limit = 64  # one function is compiled for all that are compared
+torch._dynamo.config.recompile_limit = 64  # one function is compiled for each compared variant
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """``usual`` are its options and what they are if nobody says, ``quick`` those of ``--quick``.
-    ``measured`` makes all rows; ``columns`` are what a table shows of one, by title; ``remarks``
-    are the lines below the table."""
+    """A measurement.
+
+    ``usual`` are its options with their defaults, ``quick`` those of ``--quick``. ``measured``
+    makes all rows. ``columns`` are the columns of a table, by title; ``remarks`` are the lines
+    below the table.
+    """
 
     name: str
     title: str
@@ -59,7 +62,7 @@ class Measurement:
 
 @contextmanager
 def hosts(network: netlab.Network) -> Iterator[netlab.Lab]:
-    """A lab that is gone afterwards, so that the next measurement can make its own."""
+    """Build a lab and remove it afterwards, so that the next measurement can build its own."""
     lab = netlab.build(network)
     try:
         yield lab
@@ -69,7 +72,7 @@ def hosts(network: netlab.Network) -> Iterator[netlab.Lab]:
 
 @contextmanager
 def members(ranks: int) -> Iterator[Ranks]:
-    """The first hosts' ranks, one in each."""
+    """Start the ranks of the first hosts, one in each."""
     os.environ.update(HEAP)  # the ranks begin after this
     made = Ranks(ranks, {"RANKS_HOST": "host", "GLOO_SOCKET_IFNAME": "eth0"}, workers=2)
     try:
@@ -79,7 +82,7 @@ def members(ranks: int) -> Iterator[Ranks]:
 
 
 def on_links(name: str, options: Options) -> Iterator[tuple[Ranks, float]]:
-    """Ranks and the rate of their links in Gbit/s: each number of ranks with each rate."""
+    """Yield ranks and the rate of their links in Gbit/s: each number of ranks with each rate."""
     rates = options.gbit
     with hosts(netlab.Network(hosts=max(options.ranks), gbit=max(rates))) as lab:
         for ranks in options.ranks:
@@ -92,7 +95,7 @@ def on_links(name: str, options: Options) -> Iterator[tuple[Ranks, float]]:
 
 
 def compiled(target: Any, policy: Allowed, profile: Any) -> Any:
-    """``target`` under a policy, for links of this profile; under Inductor alone for None."""
+    """Compile ``target`` under a policy, for links of this profile; None: under Inductor alone."""
     backend: Any = "inductor"
     if policy is not None:
         backend = commpass.backend(policy, profile=profile, strict=True)
@@ -100,12 +103,12 @@ def compiled(target: Any, policy: Allowed, profile: Any) -> Any:
 
 
 def forced(codec: str, **named: Any) -> commpass.Policy:
-    """A policy that compresses every site with a codec, whatever the model says."""
+    """Return a policy that compresses every site with a codec, whatever the model predicts."""
     return commpass.Policy(rules=[commpass.Rule(codec=codec, force=True, **named)])
 
 
 def take_turns(functions: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, Row]:
-    """Milliseconds, and milliseconds of processor time, of each repetition on this rank."""
+    """Return milliseconds, and milliseconds of processor time, of each repetition on this rank."""
     found: dict[str, Row] = {name: {"ms": [], "cpu_ms": []} for name in functions}
     for number in range(WARM_UP + repeats):
         for name, function in functions.items():
@@ -120,19 +123,20 @@ def take_turns(functions: Mapping[str, Callable[[], Any]], repeats: int) -> dict
 
 
 def slowest(times: Sequence[Sequence[float]]) -> list[float]:
-    """Lower quartile, median and upper quartile of the slowest rank's times, from those of each."""
+    """Return lower quartile, median and upper quartile of the slowest rank's times, from those of
+    each."""
     return quartiles([max(each) for each in zip(*times, strict=True)])
 
 
 def compare(rows: list[Row], key: str, base: str, into: str) -> None:
-    """Writes into each row how many times faster it is than the one that ``key`` calls ``base``."""
+    """Write into each row how many times faster it is than the one whose ``key`` is ``base``."""
     (ms,) = (row["ms"][1] for row in rows if row[key] == base)
     for row in rows:
         row[into] = ms / row["ms"][1]
 
 
 def table(rows: list[Row], columns: Mapping[str, Callable[[Row], str]]) -> Table:
-    """Columns of numbers stand to the right."""
+    """Return a table; columns of numbers are aligned right."""
     made = Table(box=None)
     cells = {title: [show(row) for row in rows] for title, show in columns.items()}
     for title, texts in cells.items():
@@ -144,7 +148,7 @@ def table(rows: list[Row], columns: Mapping[str, Callable[[Row], str]]) -> Table
 
 
 def chosen(have: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-    """The first, which all others are compared with, and those that are named, in their order."""
+    """Return the first, with which all others are compared, and the named ones, in order."""
     first, *others = have
     return [first, *(name for name in others if name in names)]
 
@@ -155,12 +159,12 @@ def spread(row: Row) -> str:
 
 
 def by(row: Row) -> str:
-    """Who carries it out."""
+    """Return the algorithm with its chunks, or torch."""
     return f"{row['algorithm']} x{row['chunks']}" if row.get("algorithm") else "torch"
 
 
 def number(key: str, form: str = ".2f") -> Callable[[Row], str]:
-    """A column that shows one number, or - where a row has none."""
+    """Return a column that shows one number, or - if a row has none."""
     return lambda row: "-" if row.get(key) is None else f"{row[key]:{form}}"
 
 

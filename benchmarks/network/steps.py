@@ -1,16 +1,18 @@
-"""A step of tensor-parallel transformers: zero the gradients, forward, loss, backward; float32.
+"""Measure a step of tensor-parallel transformers: zero the gradients, forward, loss, backward;
+float32.
 
 ``demo`` is the model of examples/train_tp.py, ``llama`` a Llama of transformers with DTensor's
 column- and row-parallel plan (tests/llama.py). Weights are the same under all policies: one model
-is compiled under each. ``--length`` is the Llama's; the demo has sequences of its own.
+is compiled under each. ``--length`` is the Llama's sequence length; the demo has its own sequences.
 
-``exposed`` is how long a rank waits for exchanges that nothing hides: the time of the operators
-that start and wait for them in a step under torch's profiler, as a share of that step, and that
-share of ``ms``; the median of three steps, the mean over ranks.
+``exposed`` is how long a rank waits for exchanges that no computation overlaps. It is the time of
+the operators that start and wait for exchanges in a step under torch's profiler, given as a share
+of that step, and as that share of ``ms``. It is the median of three steps, as a mean over the
+ranks.
 
-There is no row for plain sums of values cast to bfloat16: DDP has a hook for that, tensor
-parallelism none, and a model or an autocast in bfloat16 computes in it too. ``bf16`` is ours, by a
-rule: cast, exchanged by two_shot, summed in float32.
+There is no row for plain sums of values cast to bfloat16. DDP has a hook for that, tensor
+parallelism has none, and a model or an autocast in bfloat16 also computes in it. ``bf16`` is
+commpass's, by a rule: cast, exchanged by two_shot, summed in float32.
 """
 
 from __future__ import annotations
@@ -84,7 +86,7 @@ Step = Callable[[Any], Tensor]
 
 
 def demo(options: Options) -> tuple[nn.Module, Step]:
-    """The model and its loss, by the model as it is or as it is compiled."""
+    """Return the model and its loss function, which takes the model as it is or compiled."""
     import common
     import train_tp
 
@@ -109,12 +111,13 @@ MODELS = {"demo": demo, "llama": llama}
 
 
 def numbers(rows: int, length: int) -> Tensor:
-    """Random tokens, the same on each rank."""
+    """Return random tokens, the same on each rank."""
     return torch.randint(0, 256, (rows, length), generator=torch.Generator().manual_seed(0))
 
 
 def train(name: str, options: Options, profile: str) -> dict[str, Row]:
-    """On a rank: the times of a step under each policy, what waits in it, and what was decided."""
+    """Return, on a rank, the times of a step under each policy, its waiting time, and the
+    decisions."""
     torch._dynamo.reset()
     model, loss = MODELS[name](options)
     steps: dict[str, Callable[[], None]] = {}
@@ -144,7 +147,7 @@ def counted(plans: list[commpass.Plan]) -> Row:
 
 
 def waits(step: Callable[[], None]) -> float:
-    """The share of a step in which this rank starts or waits for exchanges."""
+    """Return the share of a step in which this rank starts or waits for exchanges."""
     dist.barrier()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         start = time.perf_counter()
@@ -154,7 +157,7 @@ def waits(step: Callable[[], None]) -> float:
 
 
 def waiting(self_us: dict[str, float]) -> float:
-    """Seconds, of the microseconds that operators themselves took, that went to exchanges."""
+    """Return the seconds that exchanges took, from the operators' own microseconds."""
     ours = [us for name, us in self_us.items() if name in EXCHANGES]
     return 1e-6 * sum(ours + [us for name, us in self_us.items() if "c10d" in name])
 

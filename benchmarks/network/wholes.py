@@ -1,10 +1,10 @@
-"""How right the cost model is about whole steps, with a profile that has just been measured on the
-same link, kernels included.
+"""Measure how accurate the cost model is for whole steps, with a profile just measured on the same
+link, kernels included.
 
-The models are those of ``steps``. ``predicted`` is the sum of what the cost model says of the
-compiled graphs, forward and backward; ``step ms`` is all of the step, with what Python and the
-optimizer's zeroing take beside them. ``off`` compares the two: +0.10 says that the prediction was a
-tenth longer. ``graphs`` are the milliseconds of the graphs alone on rank 0.
+The models are those of ``steps``. ``predicted`` is the sum of the cost model's times of the
+compiled graphs, forward and backward. ``step ms`` is the whole step, with the time of Python and of
+zeroing the gradients. ``off`` compares the two: +0.10 means that the prediction was a tenth longer.
+``graphs`` are the milliseconds of the graphs alone on rank 0.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def measured(options: Options) -> list[Row]:
 
 
 def train(name: str, options: Options, profile: Profile) -> dict[str, Row]:
-    """On a rank: the times of a step under each policy, and on rank 0 what was predicted."""
+    """Return, on a rank, the times of a step under each policy, and on rank 0 the predictions."""
     torch._dynamo.reset()
     model, loss = steps.MODELS[name](options)
     each: dict[str, Callable[[], None]] = {}

@@ -1,1 +1,1 @@
-"""The set-ups of four papers in the terms of commpass's own cost model, one file each."""
+"""Model the set-ups of four papers with commpass's cost model, one file each."""

@@ -1,4 +1,4 @@
-"""Numbers of four papers, each with what the cost model predicts of it and what is assumed."""
+"""Numbers of four papers, each with the cost model's prediction and its assumptions."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ Number = float | str
 
 @dataclass(frozen=True)
 class Row:
-    """A number of a paper and what is predicted of it; of a choice, both are its name. A
-    ``speedup`` is one of doing something against not doing it."""
+    """A number of a paper and its prediction; for a choice, both are names.
+
+    A ``speedup`` compares doing something with not doing it.
+    """
 
     paper: str
     what: str
@@ -29,21 +31,22 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """Predicted by the paper's; None of a choice."""
+        """Return the prediction over the paper's number; None for a choice."""
         if isinstance(self.number, str) or isinstance(self.predicted, str):
             return None
         return self.predicted / self.number
 
     @property
     def of_gain(self) -> float | None:
-        """Of a speedup or a loss, the share that is predicted: 0 where none is."""
+        """Return the predicted share of a speedup or a loss; 0 if none is predicted."""
         if not self.speedup or self.ratio is None:
             return None
         return (float(self.predicted) - 1) / (float(self.number) - 1)
 
     @property
     def met(self) -> bool:
-        """Whether it is within the goal; of a choice, whether it is the same."""
+        """Return whether the prediction is within the goal; for a choice, whether it is the
+        same."""
         if self.ratio is None:
             return self.number == self.predicted
         return abs(self.ratio - 1) <= GOAL
@@ -51,7 +54,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Summary:
-    """Of the rows to which nothing was fitted: how many, and how many meet the goal."""
+    """The number of rows without fitted parameters, and how many of them meet the goal."""
 
     predicted: int
     met: int
@@ -112,8 +115,8 @@ SWITCHED = {
     (8, 2): "zipped",
     (8, 4): "zipped",
 }
-"""Hosts and GPUs of each to what is chosen. Section 6.5 names those in which switching gains
-nothing; that it is over always coding is how we read it: on 64 the library's is faster (6.3)."""
+"""Hosts and GPUs per host, to what is chosen. Section 6.5 names those in which switching gains
+nothing. We read this as relative to always coding: on 64, the library's is faster (6.3)."""
 CLUSTER = zipccl.hosts_link(8, 8)
 A6000 = fused(zipccl.A6000, zipccl.ZIPPED)
 
@@ -213,5 +216,5 @@ def grown(
 
 
 def all_rows() -> list[Row]:
-    """Every number, paper by paper."""
+    """Return every number, paper by paper."""
     return [*taco_rows(), *zipccl_rows(), *equarx_rows(), *ssfusion_rows()]

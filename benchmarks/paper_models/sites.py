@@ -1,8 +1,8 @@
-"""Sites, kernels and times that the papers' set-ups are made of.
+"""Sites, kernels and times from which the papers' set-ups are built.
 
-Nothing here is a result. What a paper says of its set-up, and what makers state of hardware, goes
-into ``Link``, ``Kernels`` and ``Site``; times come from ``plain_us`` and ``coded_us``, as those of
-any plan do. ``benchmarks/papers.py`` lays them beside what the papers measured.
+Nothing here is a result. What a paper states of its set-up, and what vendors state of hardware,
+goes into ``Link``, ``Kernels`` and ``Site``; times come from ``plain_us`` and ``coded_us``, like
+those of any plan. ``benchmarks/papers.py`` compares them with the papers' measurements.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MANY = 1 << 20
 
 
 def site(kind: str, values: int, ranks: int, dtype: str = BF16) -> Site:
-    """A collective to which each rank hands so many values."""
+    """Return a collective to which each rank passes this many values."""
     return Site(
         name="site",
         kind=kind,
@@ -41,25 +41,28 @@ def site(kind: str, values: int, ranks: int, dtype: str = BF16) -> Site:
 
 
 def fused(card: Card, code: str, reached: float = 0.5) -> Kernels:
-    """A card with a codec whose encode and decode of bf16 values are one kernel each, bound by
-    memory: values are read and the wire written, or the other way round, at a share of the stated
-    bandwidth: half, as ``Card`` assumes."""
+    """Return a GPU with a codec whose encode and decode of bf16 values are one kernel each, bound
+    by memory.
+
+    A kernel reads the values and writes the wire, or the other way round, at half of the stated
+    bandwidth, as ``Card`` assumes.
+    """
     wire = codec(code).expected_bytes(MANY, torch.bfloat16) / MANY
     ns = (torch.bfloat16.itemsize + wire) / (card.gbytes_per_s * reached)
     return dataclasses.replace(card.kernels, other=KernelRate(ns, ns))
 
 
 def coded(of: Site, spec: str, code: str, link: Link, kernels: Kernels) -> float:
-    """Microseconds of a site by an algorithm with a codec."""
+    """Return the microseconds of a site by an algorithm with a codec."""
     profile = Profile("paper", link, kernels=kernels)
     return coded_us(of, algorithm(of.kind, spec), codec(code), profile)
 
 
 def plain(of: Site, link: Link) -> float:
-    """Microseconds of a site that is left alone."""
+    """Return the microseconds of an uncompressed site."""
     return plain_us(of, Profile("paper", link))
 
 
 def gain(of: Site, spec: str, code: str, link: Link, kernels: Kernels) -> float:
-    """How many times faster a site is with a codec."""
+    """Return how many times faster a site is with a codec."""
     return plain(of, link) / coded(of, spec, code, link, kernels)

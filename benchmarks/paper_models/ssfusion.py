@@ -1,4 +1,5 @@
-"""SSFusion: what an all_gather and an all_reduce of all gradients take on more and more ranks."""
+"""SSFusion: the times of an all_gather and an all_reduce of all gradients on more and more
+ranks."""
 
 from __future__ import annotations
 
@@ -12,21 +13,23 @@ from commpass.costmodel.links import steps
 
 @dataclass(frozen=True)
 class Gradients:
-    """A model's gradients: bytes (SSFusion, table IV), and exchanges in which they go."""
+    """A model's gradients: bytes (SSFusion, table IV), and the number of exchanges that send
+    them."""
 
     nbytes: float
     exchanges: int
 
 
 BERT_LARGE = Gradients(1.32e9, 5 + 24 * 16 + 2)
-"""5 of the embedding, 16 a layer, 2 of the head: each a tensor of its own."""
+"""5 of the embedding, 16 per layer, 2 of the head: each is a separate tensor."""
 GPT2_LARGE = Gradients(3.2e9, 2 + 36 * 12 + 2)
-"""2 of the embedding, 12 a layer, 2 of the last norm."""
+"""2 of the embedding, 12 per layer, 2 of the last norm."""
 FEW, MANY = 8, 64
 
 
 def growth(kind: str, of: Gradients, link: Link) -> float:
-    """How many times longer 64 ranks take than 8 (SSFusion, section IV.D, equations 3 and 4)."""
+    """Return how many times longer 64 ranks take than 8 (SSFusion, section IV.D, equations 3 and
+    4)."""
     few, many = (
         of.exchanges * link.us(kind, of.nbytes / of.exchanges, ranks) for ranks in (FEW, MANY)
     )
@@ -34,8 +37,11 @@ def growth(kind: str, of: Gradients, link: Link) -> float:
 
 
 def fit_alpha(of: Gradients, grown: float) -> Link:
-    """The link of stated rate whose start-up time lets an all_reduce of ``of`` grow so much:
-    ``many = grown * few``, solved for alpha."""
+    """Return the link of stated rate whose start-up time makes an all_reduce of ``of`` grow by
+    ``grown``.
+
+    ``many = grown * few``, solved for alpha.
+    """
     link = INTERCONNECTS["infiniband-hdr"].link
     (few, few_sent), (many, many_sent) = (
         steps("all_reduce", ranks, of.nbytes) for ranks in (FEW, MANY)
@@ -45,5 +51,5 @@ def fit_alpha(of: Gradients, grown: float) -> Link:
 
 
 def in_buffers(of: Gradients, mib: float) -> Gradients:
-    """The same gradients, fused into buffers of so many MiB."""
+    """Return the same gradients, fused into buffers of some MiB."""
     return Gradients(of.nbytes, max(1, round(of.nbytes / (mib * (1 << 20)))))

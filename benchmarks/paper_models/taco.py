@@ -20,8 +20,11 @@ from .unfused import count_unfused
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """A GPT of TACO's section 5.4: each layer sums its activations twice in forward and their
-    gradients twice in backward, over all ranks. One micro-batch has ``tokens``."""
+    """A GPT of TACO's section 5.4.
+
+    Each layer sums its activations twice in forward and their gradients twice in backward, over all
+    ranks. One micro-batch has ``tokens``.
+    """
 
     parameters: float = 6.7e9
     layers: int = 32
@@ -36,30 +39,31 @@ class TensorParallel:
         return site("all_reduce", self.tokens * self.width, ranks)
 
     def step_us(self, ranks: int, tflops: float) -> float:
-        """The time of a step that runs at so many TFLOP/s a GPU: 6 operations a parameter and
-        token."""
+        """Return the time of a step that runs at some TFLOP/s per GPU: 6 operations per parameter
+        and token."""
         return 6 * self.parameters * self.tokens / (ranks * tflops * 1e6)
 
     def tflops(self, ranks: int, step_us: float) -> float:
-        """What a step of so many microseconds reports."""
+        """Return the throughput of a step of some microseconds."""
         return self.step_us(ranks, 1.0) / step_us
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """What two throughputs without compression say of a machine: microseconds of a step's compute
-    on one GPU, and the link."""
+    """A machine fitted to two throughputs without compression: microseconds of a step's compute on
+    one GPU, and the link."""
 
     compute_us: float
     link: Link
 
     def step_us(self, model: TensorParallel, ranks: int, exchange_us: float) -> float:
-        """Compute divided over ranks, then exchanges on the critical path (TACO, section 1)."""
+        """Return the time of compute divided over ranks, then exchanges on the critical path (TACO,
+        section 1)."""
         return self.compute_us / ranks + model.exchanges * exchange_us
 
 
 def fit_step(model: TensorParallel, tflops: Sequence[tuple[int, float]], alpha_us: float) -> Fitted:
-    """Solves ``step = compute / ranks + exchanges * (messages * alpha + bytes / rate)`` for compute
+    """Solve ``step = compute / ranks + exchanges * (messages * alpha + bytes / rate)`` for compute
     and rate, from two throughputs by ranks."""
     (a, left), (b, right) = (_less_alpha(model, each, alpha_us) for each in tflops)
     sent_a, sent_b = (
@@ -81,7 +85,7 @@ def _less_alpha(
 def taco_gain(
     model: TensorParallel, machine: Fitted, ranks: int, card: Card, spec: str = "two_shot"
 ) -> float:
-    """Throughput with fused coding against without compression."""
+    """Return the throughput with fused coding over that without compression."""
     of = model.sum_of(ranks)
     exchange = coded(of, spec, "taco", machine.link, fused(card, "taco"))
     without = machine.step_us(model, ranks, plain(of, machine.link))
@@ -91,8 +95,10 @@ def taco_gain(
 def unfused_gain(
     model: TensorParallel, machine: Fitted, ranks: int, card: Card, *, by_peer: bool = False
 ) -> float:
-    """The same with every operator a kernel of its own. ``by_peer``: what goes to or comes from
-    each rank is coded by calls of its own."""
+    """Return the same with every operator as a separate kernel.
+
+    With ``by_peer``, the data to or from each rank is coded by separate calls.
+    """
     of, count = model.sum_of(ranks), count_unfused("taco")
     payload = Payload(model.tokens * model.width, of.width, torch.bfloat16)
     coding = 0.0

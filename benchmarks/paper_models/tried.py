@@ -1,4 +1,4 @@
-"""Other assumptions than those of ``rows``, and what they give: none of these counts."""
+"""Other assumptions than those of ``rows``, and their results: none of these counts."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ SWITCHERS: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
     ("any gain", {}, {"margin": 0.0}),
     *((f"{hop:g} GB/s from GPU to GPU", {"hop": hop}, {}) for hop in (9.0, 10.0, 12.0, 14.0)),
 )
-"""How the choices come out where one assumption is another: of links, and of the choice."""
+"""The choices under one different assumption each: of links, and of the choice."""
 
 
 def switched_tried() -> list[Row]:
@@ -125,5 +125,5 @@ def ssfusion_tried() -> list[Row]:
 
 
 def all_tried() -> list[Row]:
-    """Every other way, paper by paper."""
+    """Return every other variant, paper by paper."""
     return [*taco_tried(), *zipccl_tried(), *equarx_tried(), *ssfusion_tried()]

@@ -1,4 +1,4 @@
-"""What a codec costs where each of its operators is a kernel of its own."""
+"""Model the cost of a codec whose operators are separate kernels."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from .sites import MANY
 
 @dataclass(frozen=True)
 class Unfused:
-    """Kernels of one encode and one decode where each operator is a kernel of its own, and bytes
-    that they read and write for a value."""
+    """The number of kernels of one encode and one decode with separate kernels, and the bytes that
+    they read and write per value."""
 
     encode_kernels: int
     decode_kernels: int
@@ -28,15 +28,17 @@ class Unfused:
     decode_bytes: float
 
     def us(self, role: str, values: float, kernels: Kernels, calls: int = 1) -> float:
-        """Microseconds of coding so many values, in so many calls."""
+        """Return the microseconds of coding some values, in some calls."""
         many = self.encode_kernels if role == "encode" else self.decode_kernels
         each = self.encode_bytes if role == "encode" else self.decode_bytes
         return kernels.copies_us(many * calls, each * values)
 
 
 class _Counted(TorchDispatchMode):
-    """Counts operators that take or give at least ``least`` bytes, and all their bytes. Views and
-    what is only allocated do nothing."""
+    """Count operators that read or write at least ``least`` bytes, and all their bytes.
+
+    Views and pure allocations do not count.
+    """
 
     def __init__(self, least: float) -> None:
         super().__init__()
@@ -56,8 +58,11 @@ class _Counted(TorchDispatchMode):
 
 @lru_cache
 def count_unfused(code: str, block: int = 256) -> Unfused:
-    """Counts the operators of commpass's own codec, run eagerly on bf16 values. What is smaller
-    than one number a block are tables that do not depend on values, and is left out."""
+    """Count the operators of commpass's codec, run eagerly on bf16 values.
+
+    Tensors smaller than one number per block are tables that do not depend on values, and are left
+    out.
+    """
     coder, rows = codec(code), torch.randn(1, MANY, generator=torch.Generator().manual_seed(0))
     rows = rows.to(torch.bfloat16)
     with _Counted(4 * MANY / block) as encoding:

@@ -13,10 +13,11 @@ from .sites import FP32, coded, gain, plain, site
 A6000 = Card(768.0, 154.8, "NVIDIA RTX A6000 data sheet")
 ZIPPED = "exponent(planes=3)"
 TRAINED = "exponent(planes=3, bits=12.03)"
-"""With the bits of the paper's own training: 16 / 1.33 (figure 1a, over 40,000 iterations)."""
+"""With the bits of the paper's training: 16 / 1.33 (figure 1a, over 40,000 iterations)."""
 HOP_GBYTES_PER_S = 11.0
-"""What a hop of a ring between GPUs of a host gives, through PCIe and the host's memory: reported
-of 3 and 4 GPUs on hosts with a port of 25 GB/s (NVIDIA/nccl, issue 1195). The paper has none."""
+"""The rate of a hop of a ring between GPUs of a host, through PCIe and the host's memory. It is
+reported for 3 and 4 GPUs on hosts with a port of 25 GB/s (NVIDIA/nccl, issue 1195). The paper has
+none."""
 SOCKETS, MARGIN = 2, 0.1
 """Sockets of a host of 8 GPUs, an assumption; and the share that a plan must gain (``Profile``)."""
 LLAMA_LAYER = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096
@@ -24,19 +25,19 @@ LLAMA_LAYERS, LLAMA_TOKENS = 32, 1024
 """Values of a layer of Llama3-8B, as published; layers; tokens of a step (ZipCCL, section 6.1)."""
 LLAMA_MIB = LLAMA_LAYER / (1 << 19)
 QWEN_MIB = 1024 * 8 * 4096 / (1 << 19)
-"""What a rank hands to an all_to_all in Qwen3-MoE: 1,024 tokens, each to 8 experts, 4,096 wide."""
+"""What a rank passes to an all_to_all in Qwen3-MoE: 1,024 tokens, each to 8 experts, 4,096 wide."""
 
 
 def hosts_link(
     hosts: int, gpus: int, *, hop: float | None = HOP_GBYTES_PER_S, sockets: int = SOCKETS
 ) -> Link:
-    """Hosts with one 200 Gbit/s port each (ZipCCL, section 6.1).
+    """Return hosts with one 200 Gbit/s port each (ZipCCL, section 6.1).
 
-    A ring crosses each port once and is as fast as its slowest link: ``hop`` GB/s where it passes
-    from GPU to GPU inside a host (None: as fast as PCIe is stated to be). Its steps start as fast
-    as those inside a host and those between hosts do on average. Of an all_to_all all that
-    ``gpus`` ranks send to other hosts goes through one port; inside one host, all that those of a
-    socket send to another one goes through what joins the two.
+    A ring crosses each port once and is as fast as its slowest link: ``hop`` GB/s between GPUs
+    inside a host (None: as fast as PCIe is stated to be). The start-up time of its steps is the
+    mean of those inside a host and those between hosts. In an all_to_all, everything that ``gpus``
+    ranks send to other hosts goes through one port. Inside one host, everything that the ranks of
+    one socket send to the other goes through the link between the two.
     """
     inside, between = INTERCONNECTS["pcie-4"].link, INTERCONNECTS["infiniband-hdr"].link
     rate = hop or inside.gbytes_per_s
@@ -53,8 +54,10 @@ def hosts_link(
 
 
 def zipped_gain(kind: str, mib: float, ranks: int, link: Link, kernels: Kernels) -> float:
-    """How many times faster a collective is; ``mib`` are what an all_gather gives, or what a rank
-    hands to an all_to_all."""
+    """Return how many times faster a collective is.
+
+    ``mib`` is the result of an all_gather, or what a rank passes to an all_to_all.
+    """
     values = int(mib * (1 << 19)) // (ranks if kind == "all_gather" else 1)
     return gain(site(kind, values, ranks), "direct", ZIPPED, link, kernels)
 
@@ -68,9 +71,12 @@ def switched(
     code: str = TRAINED,
     margin: float = MARGIN,
 ) -> str:
-    """What a reduce_scatter of a layer's gradients is: the library's in ``dtype``, or an all_to_all
-    of coded bf16 and a local sum (ZipCCL, section 5.2, equations 6 and 7), if that is faster by
-    more than the ``margin``. The sum reads what was decoded once more."""
+    """Return the choice for a reduce_scatter of a layer's gradients.
+
+    It is the library's in ``dtype``, or an all_to_all of coded bf16 and a local sum (ZipCCL,
+    section 5.2, equations 6 and 7) if that is faster by more than the ``margin``. The sum reads the
+    decoded values once more.
+    """
     values = LLAMA_LAYER // ranks * ranks
     native = plain(site("reduce_scatter", values, ranks, dtype), link)
     zipped = coded(site("reduce_scatter", values, ranks), "direct", code, link, kernels)
@@ -79,9 +85,11 @@ def switched(
 
 
 def fsdp_step_us(gather_us: float, reduce_us: float, kernels: Kernels) -> float:
-    """A step of ZipCCL's Llama (section 6.1) by FSDP: each layer is gathered for forward and again
-    for backward, one layer ahead, and its gradients are scattered. Backward computes twice as
-    much."""
+    """Return the time of a step of ZipCCL's Llama (section 6.1) by FSDP.
+
+    Each layer is gathered for forward and again for backward, one layer ahead, and its gradients
+    are scattered. Backward computes twice as much.
+    """
     compute, many = _compute_us(kernels), 2 * LLAMA_LAYERS
     tasks, gathered = [Task("link", gather_us)], 0
     for number in range(many):
@@ -96,18 +104,21 @@ def fsdp_step_us(gather_us: float, reduce_us: float, kernels: Kernels) -> float:
 
 
 def serial_step_us(gather_us: float, reduce_us: float, kernels: Kernels) -> float:
-    """The same where nothing overlaps."""
+    """Return the same time without any overlap."""
     return LLAMA_LAYERS * (2 * gather_us + reduce_us + 3 * _compute_us(kernels))
 
 
 def _compute_us(kernels: Kernels) -> float:
-    """A layer's forward: two operations a parameter and token."""
+    """Return the time of a layer's forward: two operations per parameter and token."""
     return kernels.compute_us(2 * LLAMA_LAYER * LLAMA_TOKENS, 0)
 
 
 def layer_us(ranks: int, link: Link, kernels: Kernels) -> tuple[float, float, float]:
-    """Of a layer: its gather plain and coded, and the library's reduce_scatter in fp32, which was
-    faster than a coded one (section 6.3)."""
+    """Return the times of a layer: its gather plain and coded, and the library's reduce_scatter in
+    fp32.
+
+    The latter was faster than a coded one (section 6.3).
+    """
     gather = site("all_gather", LLAMA_LAYER // ranks, ranks)
     scatter = site("reduce_scatter", LLAMA_LAYER // ranks * ranks, ranks, FP32)
     return (

@@ -1,5 +1,8 @@
-"""A link that is cut while chunks travel: every rank gets an error within the time-out of the
-process group, and the next run works. Needs root."""
+"""A link is cut while chunks are sent.
+
+Every rank gets an error within the time-out of the process group, and the next run works. Needs
+root.
+"""
 
 from __future__ import annotations
 

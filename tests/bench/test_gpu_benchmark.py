@@ -1,5 +1,7 @@
-"""The benchmark of kernels on a GPU, without one: its references are right, its checks pass in
-Triton's interpreter, and find a kernel that is broken."""
+"""Test the benchmark of GPU kernels without a GPU.
+
+Its references are right, its checks pass in Triton's interpreter, and they catch a broken kernel.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,8 @@ def test_values_that_are_not_finite_are_so_in_float64():
 
 
 def checked(spec: str, broken: str = "") -> list[dict[str, Any]]:
-    """What the checks find, in the interpreter; ``broken`` says how each kernel is."""
+    """Return the results of the checks in the interpreter; ``broken`` tells how each kernel is
+    broken."""
     from benchmarks.gpu import checks
     from commpass.lowering.gpu import launch
 

@@ -1,5 +1,8 @@
-"""A lab's plan, which nobody needs to be root for: its commands, the pairs that its check takes,
-and what is said about bad arguments and machines."""
+"""Test the plan of a lab, which does not need root.
+
+The tests cover its commands, the pairs that its check measures, and the errors for bad arguments
+and machines.
+"""
 
 from __future__ import annotations
 
@@ -142,7 +145,7 @@ def test_traffic_is_counted_from_before():
 
 
 def said(capsys, monkeypatch, *arguments: str) -> str:
-    """The one line that the command line leaves with."""
+    """Return the one line of the command line's error."""
     monkeypatch.setattr(sys, "argv", ["netlab", *arguments])
     with pytest.raises(SystemExit) as left:
         cli.main()

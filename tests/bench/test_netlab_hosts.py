@@ -1,5 +1,5 @@
-"""Labs that are made, which needs root: what ranks see, that links are as asked, and that nothing
-is left behind."""
+"""Test real labs, which need root: what ranks see, that links are as requested, and that nothing is
+left behind."""
 
 from __future__ import annotations
 
@@ -201,7 +201,8 @@ def test_gloo_goes_over_the_links(tmp_path):
 
 
 def left(mark: str) -> tuple[str, str, list[str]]:
-    """Namespaces and devices of this machine, and the processes whose command line has a word."""
+    """Return namespaces and devices of this machine, and the processes whose command line contains
+    a word."""
     said = [
         subprocess.run(command, capture_output=True, text=True, check=True).stdout
         for command in (["ip", "netns", "list"], ["ip", "-br", "link"])

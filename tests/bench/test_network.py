@@ -1,5 +1,5 @@
-"""The parts of benchmarks.network that need no network: bytes that must travel, rows, ratios, what
-the command line takes, the picture."""
+"""Test the parts of benchmarks.network that need no network: bytes to send, rows, ratios, command
+line, picture."""
 
 from __future__ import annotations
 
@@ -52,9 +52,12 @@ def test_times_of_bytes():
 
 @pytest.mark.parametrize(("spec", "share"), [("two_shot", 2.0), ("hierarchical(node=2)", 1.5)])
 def test_bytes_that_leave_a_node(spec, share):
-    """A quarter of the tensor is a rank's own part. By two_shot each rank of a node sends, and then
-    gives, a quarter to each of two on the other: 2 x 2 x 2 quarters. By levels it sends one quarter
-    to its counterpart, whose own part that is, and gives its own to two: 2 x 3 quarters."""
+    """A quarter of the tensor is a rank's own part.
+
+    With two_shot, each rank of a node sends a quarter to each of the two ranks of the other node,
+    in both stages: 2 x 2 x 2 quarters. With levels, it sends one quarter to its counterpart, which
+    owns that part, and its own part to both: 2 x 3 quarters.
+    """
     numel = 1 << 20
     request = Request("0", 4)
     found = read_stages("all_reduce", spec, "int8", Payload(numel, 1, torch.float32), request)
@@ -63,7 +66,7 @@ def test_bytes_that_leave_a_node(spec, share):
 
 
 def found(**ms):
-    """What two ranks found; the second takes a millisecond more."""
+    """Return the results of two ranks; the second takes a millisecond more."""
     return [
         {name: {"ms": [n + rank for n in times], "cpu_ms": [1.0]} for name, times in ms.items()}
         for rank in (0, 1)
@@ -145,8 +148,8 @@ def test_rows_of_gradients():
 
 
 def learned(steps=5, **ms):
-    """What two ranks found in so many steps, of which the first three warm up; the second takes a
-    millisecond more."""
+    """Return the results of two ranks in some steps, of which the first three warm up; the second
+    takes a millisecond more."""
     found = [{}, {}]
     for rank, each in enumerate(found):
         for name, time in ms.items():
@@ -166,7 +169,7 @@ def test_rows_of_data_parallel_training():
     assert [row["exposed_ms"] for row in (compute, ddp, int8)] == [0, 200, 100]
     assert (ddp["less_exposed"], int8["less_exposed"]) == (1, 2)
     assert compute["less_exposed"] is compute["of_wire"] is compute["more_loss"] is None
-    assert int8["wire_ms"] == 16  # 2 MB, of the busier one, without those that warm up
+    assert int8["wire_ms"] == 16  # 2 MB, of the busier rank, without the warm-up steps
     assert int8["of_wire"] == 100 / 16
     assert int8["waits_ms"] == 199.5 - 60 - 10
     assert int8["held_out"] == 2.5
@@ -174,12 +177,12 @@ def test_rows_of_data_parallel_training():
 
 def test_losses_over_time_leave_compiling_out():
     found = learned(steps=14, compute=99.0, ddp=299.0, int8=199.0)
-    for each in found:  # a step that is slow is not the first
+    for each in found:  # a slow step is not the first
         each["int8"]["ms"][4] = 999.0
     _, ddp, int8 = data_parallel.way_rows(found, {"ranks": 2, "gbit": 1.0})
     assert ddp["elapsed_s"] == pytest.approx([0.3 * step for step in range(1, 15)])
     assert int8["elapsed_s"][6:8] == pytest.approx([1.4, 2.399])
-    assert int8["losses"][:3] == [0.5, 1, 1.5]  # means of ranks, then of steps so far
+    assert int8["losses"][:3] == [0.5, 1, 1.5]  # means over ranks, then over the steps so far
     assert int8["losses"][-1] == 9  # of the steps 4.5 to 13.5
     assert ddp["by_s"] == int8["by_s"] == int8["elapsed_s"][-1]
     assert int8["loss_by"] == 9
@@ -291,7 +294,7 @@ def test_picture_is_drawn(tmp_path):
         made = (tmp_path / name).read_bytes()
         assert made.startswith(b"\x89PNG")
         sizes.append(int.from_bytes(made[20:24]))
-    assert sizes[0] == pytest.approx(3 * sizes[1], abs=3)  # a row each for shares, gains, steps
+    assert sizes[0] == pytest.approx(3 * sizes[1], abs=3)  # one row each for shares, gains, steps
 
 
 def test_nothing_to_draw_is_told(tmp_path):

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.network`` from its command line to its JSON, on hosts of its own; needs
+"""Test ``python -m benchmarks.network`` from its command line to its JSON, on virtual hosts; needs
 root."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.every, pytest.mark.skipif(bool(WHY), reason=WHY)]
 
 
 def test_training_is_measured(tmp_path):
-    """By its own command. What left the hosts is what the model's gradients are: a ring of two
+    """With its own command. The bytes that leave the hosts are the model's gradients: a ring of two
     sends them once, fp16 half of that."""
     ways = ["ddp", "compute", "fp16"]
     command = [sys.executable, "benchmarks/data_parallel.py", "--quick", "--ways", "fp16"]
@@ -52,8 +52,10 @@ def test_levels_are_measured_and_nothing_is_left_behind(tmp_path):
 
 
 def test_taco_steps_are_measured(tmp_path):
-    """The experiment of ``benchmarks.claims``: plain steps and coded ones, whose bytes are those of
-    a two-shot of 8 sequences of 128 bytes, width 64."""
+    """The experiment of ``benchmarks.claims``: plain and coded steps.
+
+    The bytes are those of a two-shot of 8 sequences of 128 bytes, width 64.
+    """
     path = tmp_path / "found.json"
     command = [sys.executable, "-m", "benchmarks.claims.experiments.taco_overlap"]
     command += ["--quick", "--json", str(path)]

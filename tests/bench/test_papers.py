@@ -1,4 +1,5 @@
-"""The numbers of papers against the cost model: formulas by hand, rows, and which way they move."""
+"""Test the papers' numbers against the cost model: formulas with explicit numbers, rows, and the
+direction of changes."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def found() -> dict[str, Row]:
     return {f"{row.paper}: {row.what}": row for row in rows.all_rows()}
 
 
-# --- formulas by hand -----------------------------------------------------------------------------
+# --- formulas -------------------------------------------------------------------------------------
 
 
 def test_fused_kernel_reads_values_and_writes_the_wire():
@@ -43,8 +44,11 @@ def test_fused_kernel_reads_values_and_writes_the_wire():
 
 
 def test_plain_and_coded_times_of_a_two_shot():
-    """4 ranks, 2^20 values, 10 GB/s, 5 us a message. Plain: 6 messages and 3/4 of the bytes twice.
-    Coded: as many messages; 8.25 bits a value; 5/4 of the values encoded, twice as many decoded."""
+    """4 ranks, 2^20 values, 10 GB/s, 5 us per message.
+
+    Plain: 6 messages and 3/4 of the bytes twice. Coded: as many messages; 8.25 bits per value; 5/4
+    of the values encoded, twice as many decoded.
+    """
     of, link = site("all_reduce", 1 << 20, 4), Link(5.0, 10.0)
     assert plain(of, link) == pytest.approx(6 * 5 + 1.5 * (2 << 20) / 1e4, abs=1e-3)
     wire = 1.5 * (1 << 20) * 8.25 / 8 / 1e4
@@ -57,7 +61,8 @@ def test_plain_and_coded_times_of_a_two_shot():
 
 
 def test_fit_gives_back_the_machine_that_it_was_made_of():
-    """Two throughputs of a machine with 4 s of compute and 25 GB/s, by the formula itself."""
+    """Two throughputs of a machine with 4 s of compute and 25 GB/s, computed with the formula
+    itself."""
     link = Link(8.0, 25.0)
     nbytes = 1024 * 1024 * 2
     step = {
@@ -85,7 +90,7 @@ def test_step_is_compute_and_exchanges():
 
 
 def test_unfused_operators_are_counted():
-    """A cast of bf16: read 2 bytes, write 1, one kernel; what is viewed or allocated is none."""
+    """A cast of bf16 reads 2 bytes and writes 1, in one kernel; views and allocations need none."""
     with unfused._Counted(0) as counted:
         x = torch.empty(1024, dtype=torch.bfloat16)
         x.view(4, 256).to(torch.float8_e4m3fn)
@@ -100,20 +105,23 @@ def test_unfused_operators_are_counted():
 
 
 def test_hosts_share_a_port():
-    """Of 16 ranks on 2 hosts, 8 send 8/15 of what they send through one port; a ring crosses it
-    once. 7 of 8 of its steps are inside a host."""
+    """Of 16 ranks on 2 hosts, 8 send 8/15 of their bytes through one port; a ring crosses it once.
+
+    7 of 8 of its steps are inside a host.
+    """
     link = zipccl.hosts_link(2, 8)
     assert link.sharing["all_to_all"] == pytest.approx(8 * 8 / 15)
     assert link.sharing["all_reduce"] == 1.0
     assert link.alpha_us == pytest.approx((7 * 10 + 15) / 8)
     sent = plain(site("all_to_all", 1 << 20, 16), link) - 15 * link.alpha_us
-    assert sent == pytest.approx(8 * (1 << 21) / 2 / 20e3, abs=1e-3)  # half leaves, of 8 ranks
+    # half of the 8 ranks' bytes leave
+    assert sent == pytest.approx(8 * (1 << 21) / 2 / 20e3, abs=1e-3)
     assert set(zipccl.hosts_link(8, 1).sharing.values()) == {1.0}
     assert zipccl.hosts_link(1, 8, hop=None, sockets=1) == INTERCONNECTS["pcie-4"].link
 
 
 def test_ring_is_as_fast_as_its_slowest_hop():
-    """Between hosts 20 GB/s, from GPU to GPU in them 11: only where a host has several."""
+    """20 GB/s between hosts, 11 between GPUs of a host: it matters only if a host has several."""
     values, nbytes = 1 << 20, 1 << 21
     for gpus, rate in ((1, 20.0), (2, 11.0), (8, 11.0)):
         link, ranks = zipccl.hosts_link(8, gpus), 8 * gpus
@@ -122,7 +130,7 @@ def test_ring_is_as_fast_as_its_slowest_hop():
 
 
 def test_sockets_of_a_host_share_what_joins_them():
-    """4 of 8 GPUs send 4/7 each of what they send to the other socket; a ring crosses it once."""
+    """Each of 4 of 8 GPUs sends 4/7 of its bytes to the other socket; a ring crosses it once."""
     link = zipccl.hosts_link(1, 8)
     times = [plain(site(kind, 1 << 24, 8), link) for kind in ("all_to_all", "reduce_scatter")]
     start = 7 * link.alpha_us
@@ -130,8 +138,10 @@ def test_sockets_of_a_host_share_what_joins_them():
 
 
 def test_fsdp_step_waits_for_what_takes_longest():
-    """Where exchanges take longer: 64 gathers, 32 scatters. Where compute does: the first gather,
-    96 times a layer's forward, the last scatter."""
+    """If exchanges take longer: 64 gathers, 32 scatters.
+
+    If compute takes longer: the first gather, 96 times a layer's forward, the last scatter.
+    """
     slow = Kernels(launch_us=0.0, other=KernelRate(0, 0), gflops=1e-3)
     fast = dataclasses.replace(slow, gflops=1e12)
     assert zipccl.fsdp_step_us(100.0, 300.0, fast) == pytest.approx(64 * 100 + 32 * 300, rel=1e-3)
@@ -142,7 +152,7 @@ def test_fsdp_step_waits_for_what_takes_longest():
 
 
 def test_ring_of_chips():
-    """Both directions of a port of 50 GB/s, less a fifth."""
+    """Both directions of a port of 50 GB/s, minus a fifth."""
     assert equarx.ring_link().gbytes_per_s == pytest.approx(80.0)
     assert equarx.kernels().other.encode_ns == pytest.approx(
         (2 + codec("equarx").expected_bytes(1 << 20, torch.bfloat16) / 2**20) / 409.5
@@ -155,7 +165,8 @@ def test_ring_of_chips():
 
 
 def test_growth_is_solved_for_alpha():
-    """1 GB in 100 exchanges at 20 GB/s. 8 ranks: 14 alpha and 1.75 of 50 ms; 64: 126, 1.96875."""
+    """1 GB in 100 exchanges at 20 GB/s. 8 ranks: 14 alpha and 1.75 times 50 ms; 64: 126 and
+    1.96875."""
     of = ssfusion.Gradients(1e9, 100)
     link = ssfusion.fit_alpha(of, 2.0)
     alpha = link.alpha_us
@@ -215,7 +226,7 @@ def test_tables_say_what_missed():
 
 
 def test_results_are_those_of_the_model(found):
-    """The file in the repository, and the table of the documentation made of it."""
+    """The file in the repository, and the table of the documentation made from it."""
     kept = json.loads(papers.RESULTS.read_text())
     assert kept["summary"] == dataclasses.asdict(summary(list(found.values())))
     page = (ROOT / "docs" / "costmodel.md").read_text()
@@ -230,7 +241,7 @@ def test_results_are_those_of_the_model(found):
         assert line in page, line
 
 
-# --- which way predictions move -------------------------------------------------------------------
+# --- direction of predictions ---------------------------------------------------------------------
 
 
 def test_more_ranks_gain_more_and_unfused_coding_loses(found):

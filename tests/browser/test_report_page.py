@@ -1,5 +1,8 @@
-"""The report's page in a browser: no script error, everything by keyboard, narrow and wide, light
-and dark. Skipped where there is no Chromium with its driver (Debian: chromium chromium-driver)."""
+"""Test the report's page in a browser: no script error, everything by keyboard, narrow and wide,
+light and dark.
+
+Skipped without Chromium and its driver (Debian: chromium chromium-driver).
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ def browser():
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory) -> Path:
-    """Two runs, of which one was measured, with something of everything."""
+    """Return the page of two runs, of which one was measured, with an example of everything."""
     one = made.eventful(8)
     slower = dataclasses.replace(one.timeline, us=one.timeline.us * 1.5)
     long = "decoder.layers.3.a_module_with_a_rather_long_name_that_nobody_can_break.projection"
@@ -62,7 +65,8 @@ def path(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def opened(browser, path):
-    """The page, wide and light, as it is when it has just been loaded. Leaves no script error."""
+    """Yield the freshly loaded page, wide and light. It must not have a script error
+    afterwards."""
     show(browser, path)
     yield browser
     assert errors(browser) == []
@@ -85,7 +89,7 @@ def errors(browser) -> list[str]:
 
 
 def open_all(browser) -> None:
-    """Opens each line, site and detail that there is, and those that are in them."""
+    """Open every line, site and detail, and those nested in them."""
     closed = ".open[aria-expanded=false]"
     browser.execute_script(
         "document.querySelectorAll(arguments[0]).forEach((b) => b.click())", closed
@@ -104,7 +108,7 @@ def press(browser, *keys: str) -> None:
 
 
 def tab_to(browser, wanted) -> None:
-    """Goes to an element with the tab key, and sees that it shows that it has the focus."""
+    """Move to an element with the tab key, and check that it shows the focus."""
     for _ in range(200):
         press(browser, Keys.TAB)
         if browser.switch_to.active_element == wanted:
@@ -116,7 +120,8 @@ def tab_to(browser, wanted) -> None:
 
 
 def soon(browser, what):
-    """What a function gives once it gives something: details are filled after they have opened."""
+    """Return the result of a function once there is one: details are filled after they have
+    opened."""
     return WebDriverWait(browser, 20).until(what)
 
 
@@ -125,7 +130,7 @@ def in_table(browser, table: str, css: str, at: int = 0):
 
 
 def modules(browser) -> list[str]:
-    """What the lines of the first table of sites are about."""
+    """Return the modules in the lines of the first table of sites."""
     names = "#a [data-table=sites] > table > tbody > tr > th code"
     script = "return [...document.querySelectorAll(arguments[0])].map((each) => each.textContent)"
     return browser.execute_script(script, names)
@@ -178,7 +183,7 @@ def test_sorting_by_keyboard(opened):
         "return [...document.querySelectorAll('#a [data-table=sites] tbody td[data-label=count]')]"
         ".map((cell) => Number(cell.textContent))"
     )
-    # 2 left alone: 2 MiB; 8 and 6 as int8: 2.03 and 1.5 MiB
+    # 2 uncompressed: 2 MiB; 8 and 6 as int8: 2.03 and 1.5 MiB
     assert counts == [8, 2, 6]
     press(opened, Keys.SPACE)
     assert sorted_as(bytes_head) == "ascending"
@@ -282,7 +287,7 @@ CONTRAST = """
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_is_readable(browser, path, tmp_path, scheme):
-    """By a contrast of 4.5 to 1, as WCAG 2.1 asks for in 1.4.3."""
+    """The contrast is at least 4.5 to 1, as required by WCAG 2.1, 1.4.3."""
     show(browser, path, scheme=scheme)
     open_all(browser)
     browser.save_screenshot(str(tmp_path / f"{scheme}.png"))
@@ -343,7 +348,7 @@ def test_sites_of_one_run_alone_are_no_share_of_the_other(browser, tmp_path):
 
 
 def test_short_words_stay_whole_on_a_telephone(browser, path):
-    """A policy's name in the first table, of two runs."""
+    """A policy's name in the first table, with two runs."""
     show(browser, path, 400)
     cell = browser.find_element(By.CSS_SELECTOR, ".pairs tbody td.number")
     script = """

@@ -1,5 +1,5 @@
-"""The backend on the fake process group: what it refuses, what it leaves as it found it, what it
-says."""
+"""The backend on the fake process group: what it rejects, what it leaves unchanged, what it
+reports."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Net(nn.Module):
 
 
 def compile_and_run(policy=FORCED, model=None, times=1, grad=False, **options):
-    """Compiles and runs a small model; returns the plans that were made."""
+    """Compile and run a small model; return its plans."""
     torch._dynamo.reset()
     seen = len(commpass.plans())
     function = torch.compile(
@@ -192,7 +192,7 @@ def test_every_site_has_a_reason_and_a_rule_that_matched_nothing_is_reported_onc
     fake_group(8)
     rules = [Rule(module="layers.0", codec="int8", force=True), Rule(module="layer.*", keep=True)]
     torch._dynamo.reset()
-    gc.collect()  # the backends of other tests report when they go
+    gc.collect()  # the backends of other tests report when they are deleted
     with caplog.at_level(logging.INFO, "commpass"):
         plans = compile_and_run(Policy(rules=rules), grad=True, times=3)
     assert all(site.reason for plan in plans for site in plan)
@@ -406,7 +406,7 @@ def test_changed_graph_is_not_called_with_other_ranks_than_it_was_compiled_for(
     x = torch.ones(64, 64)
     fake_group(4)
     compiled(x)
-    fake_group(4)  # made anew, with the same ranks
+    fake_group(4)  # created again, with the same ranks
     compiled(x)
     fake_group(8)
     if refused:

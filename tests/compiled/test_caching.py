@@ -1,5 +1,5 @@
-"""Inductor's caches and policies: a warm cache never applies yesterday's policy, and still saves
-the compile."""
+"""Inductor's caches and policies: a warm cache never applies an old policy, and still saves the
+compile."""
 
 from __future__ import annotations
 
@@ -27,8 +27,11 @@ CODECS = {"A": "int8", "B": "int4"}
 
 
 def own_cache(folder: Path) -> dict[str, str]:
-    """The environment of a process with caches of its own. Compiled headers of torch, which take
-    the compiler longer than all graphs here, are shared with other tests."""
+    """Return the environment of a process with separate caches.
+
+    Compiled headers of torch, which take the compiler longer than all graphs here, are shared with
+    other tests.
+    """
     headers = Path(cache_dir()) / "precompiled_headers"
     headers.mkdir(parents=True, exist_ok=True)
     folder.mkdir()
@@ -42,8 +45,8 @@ class Layer(torch.nn.Module):
 
 
 def run_policies(order: str, training: bool) -> list[tuple[str, str, bool, int, int]]:
-    """For each policy in turn: what was planned, whether the numbers are that codec's, cache hits
-    and misses."""
+    """Return for each policy in turn: the plan, whether the values are those of its codec, cache
+    hits and misses."""
     from torch._dynamo.utils import counters
 
     x = torch.randn(3000, generator=torch.Generator().manual_seed(dist.get_rank()))
@@ -81,7 +84,7 @@ def run_policies(order: str, training: bool) -> list[tuple[str, str, bool, int, 
 def test_policies_in_turn_give_their_own_numbers_and_plans_with_cache_hits_in_two_processes(
     training, tmp_path
 ):
-    graphs = 1 + training  # forward, and backward
+    graphs = 1 + training  # forward and backward
     environment = own_cache(tmp_path / "cache")
     ranks = Ranks(2, environment)
     try:
@@ -109,7 +112,7 @@ def test_policies_in_turn_give_their_own_numbers_and_plans_with_cache_hits_in_tw
 
 
 def run_kernels() -> tuple[set[str], list[float], int, int]:
-    """How three equal sites are lowered, what they give, cache hits and misses."""
+    """Return how three equal sites are lowered, their results, cache hits and misses."""
     from torch._dynamo.utils import counters
 
     x = torch.randn(3000, generator=torch.Generator().manual_seed(dist.get_rank()))
@@ -148,7 +151,7 @@ def test_kernels_come_from_the_cache_in_a_second_process(tmp_path):
 
 
 def decorator_alone() -> list[tuple[str, float]]:
-    """Only the decorator on the same class changes: what is compiled must change with it."""
+    """Change only the decorator on the same class: the compiled code must change with it."""
     x = torch.randn(3000, generator=torch.Generator().manual_seed(dist.get_rank()))
     rows = []
     for word in (None, "int8", "int4", "int8", None):
@@ -229,11 +232,11 @@ def test_cache_serves_nothing_that_another_commpass_compiled(tmp_path):
 
     first, again = run(), run()
     assert first[:2] == ["True", "0"]
-    assert again == ["True", "1", first[2]]  # the same commpass is served from the cache
+    assert again == ["True", "1", first[2]]  # the cache serves the same version of commpass
     grids = tmp_path / "commpass" / "codecs" / "block" / "grids.py"
     text, largest = grids.read_text(), "float(2 ** (self.bits - 1) - 1)"
     assert largest in text
     grids.write_text(text.replace(largest, "float(2 ** (self.bits - 1) - 2)"))
     other = run()
     assert other[:2] == ["True", "0"]
-    assert other[2] != first[2]  # and the other one does compute something else
+    assert other[2] != first[2]  # and the other version does compute something else

@@ -1,5 +1,5 @@
-"""Inductor's C++ wrapper cannot call the collectives that carry codes: every site is left alone
-there, and says so."""
+"""Inductor's C++ wrapper cannot call the collectives that carry codes: every site stays
+uncompressed, with that reason."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def summed(x):
 
 
 def twice(x):
-    """Two sums that algebra would make one."""
+    """Two sums that algebra would merge."""
     return summed(x) + summed(x * 3)
 
 
 def gathered(x):
-    """A sum of which a quarter is taken: algebra would make it a reduce_scatter."""
+    """A sum of which a quarter is used: algebra would make it a reduce_scatter."""
     return summed(x).narrow(0, 0, x.shape[0] // 4)
 
 
@@ -41,7 +41,8 @@ def planned(function, backend, caplog, **more):
 
 @pytest.mark.parametrize("function", [summed, rarely(twice), rarely(gathered)])
 def test_every_site_is_left_alone_with_the_reason(function, fake_group, caplog):
-    """Where plain torch compiles a graph, so does commpass, with no exception and no warning."""
+    """commpass compiles every graph that plain torch compiles, without an exception or a
+    warning."""
     fake_group(4)
     backend = commpass.backend(FORCED, strict=True)
     for site in planned(function, backend, caplog, options={"cpp_wrapper": True}):
@@ -51,7 +52,7 @@ def test_every_site_is_left_alone_with_the_reason(function, fake_group, caplog):
         sites = planned(function, backend, caplog)
     assert sites
     assert all("cpp_wrapper" in site.reason for site in sites)
-    assert planned(function, backend, caplog)[0].codec == "int8"  # without it
+    assert planned(function, backend, caplog)[0].codec == "int8"  # without the wrapper
 
 
 def test_graphs_that_inductor_does_not_compile_have_no_wrapper(fake_group, caplog):

@@ -1,4 +1,4 @@
-"""C++ kernels of chains: the bits of the aten form."""
+"""C++ kernels of chains give the bits of the aten form."""
 
 from __future__ import annotations
 
@@ -55,8 +55,11 @@ SPECIAL = (math.nan, math.inf, -math.inf, -0.0, 0.0, 1e-40, -3e-45, 3.3e38, -3.3
 
 
 def values(rows: int, n: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Rows of values, some of them such as kernels get wrong: in the first row none, so that all
-    scales are finite there; the second has blocks of zeros, and subnormals."""
+    """Return rows of values, some of which are hard for kernels.
+
+    The first row has none of these, so that all its scales are finite. The second has blocks of
+    zeros, and subnormals.
+    """
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, n, generator=generator) * torch.logspace(-3, 3, rows)[:, None]
     if rows > 1:
@@ -69,14 +72,14 @@ def values(rows: int, n: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor
 
 
 def apart(x: torch.Tensor, more: int = 5) -> torch.Tensor:
-    """The same rows further apart, and not at the start of a storage."""
+    """Return the same rows with larger strides, and not at the start of a storage."""
     wide = torch.full((x.shape[0], x.shape[1] + more), 77, dtype=x.dtype)
     part = wide[:, 3 : 3 + x.shape[1]]
     return part.copy_(x)
 
 
 def run(chain: Chain, inputs: list[torch.Tensor], numel: int) -> torch.Tensor:
-    """What a kernel makes of inputs, written between values that it must not touch."""
+    """Run a kernel on inputs; its output lies between values that it must not touch."""
     rows = inputs[0].shape[0] // chain.ranks
     last = chain.steps[-1]
     dtype = chain.taken if chain.decodes is None else chain.decodes.dtype
@@ -97,7 +100,7 @@ def run(chain: Chain, inputs: list[torch.Tensor], numel: int) -> torch.Tensor:
 
 
 def same(made: torch.Tensor, right: torch.Tensor) -> bool:
-    """Equal values, NaNs anywhere alike, zeros whatever their sign."""
+    """Return whether values are equal; all NaNs are equal, and so are both zeros."""
     return (
         made.dtype == right.dtype
         and torch.equal(made.nan_to_num(nan=7.5), right.nan_to_num(nan=7.5))
@@ -106,7 +109,7 @@ def same(made: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def wires(coder, made: torch.Tensor, right: torch.Tensor, numel: int, dtype: torch.dtype) -> None:
-    """Two wires are equal, but for codes of blocks that decode to NaN."""
+    """Compare two wires, except for codes of blocks that decode to NaN."""
     decoded = coder.decode_rows(right, numel, dtype)
     assert same(coder.decode_rows(made, numel, dtype), decoded)
     finite = ~decoded.isnan().any(1)
@@ -205,8 +208,12 @@ FORMS = {"e4m3": (torch.float8_e4m3fn, 448.0), "e5m2": (torch.float8_e5m2, 57344
 
 
 def all_numbers(form: torch.dtype) -> torch.Tensor:
-    """Every bfloat16 and every float16 as float32; and around the numbers of a form, those midway
-    between two of them, and the float32 before and behind each."""
+    """Return every bfloat16 and every float16 as float32, and float32 values around the numbers of
+    a form.
+
+    These are the midpoints of two neighbours, and the float32 values before and after each
+    midpoint.
+    """
     bits = torch.arange(-(2**15), 2**15).to(torch.int16)
     every = [bits.view(BF16).float(), bits.view(F16).float()]
     levels = torch.arange(256).to(U8).view(form).float()
@@ -218,7 +225,7 @@ def all_numbers(form: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_numbers_are_rounded_to_8_bit_floats_as_torch_casts_them(form):
-    """Above the largest number they are cut; what is not finite is NaN."""
+    """Values above the largest number are clipped; non-finite ones become NaN."""
     dtype, largest = FORMS[form]
     x = all_numbers(dtype)
     coder, n = codec(f"fp8(form={form},static=1.0,block=16)"), x.numel()
@@ -231,7 +238,7 @@ def test_numbers_are_rounded_to_8_bit_floats_as_torch_casts_them(form):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_all_8_bit_floats_are_decoded_as_torch_casts_them(form):
-    """Those that no encoder makes as well."""
+    """This includes those that no encoder makes."""
     dtype, _ = FORMS[form]
     coder, codes = codec(f"fp8(form={form},static=1.0)"), torch.arange(256).to(U8)
     made = run(Chain(U8, (Decode(coder, F32),)), [codes[None]], 256)[0]
@@ -246,8 +253,10 @@ def test_all_8_bit_floats_are_decoded_as_torch_casts_them(form):
 
 
 def numbers_of(wire: torch.Tensor, coder, n: int) -> list[torch.Tensor]:
-    """The numbers of each block, ``[rows, blocks, 1]``, in float64; read as float32 or bfloat16
-    from regions that each begin at a multiple of 128 bytes."""
+    """Return the numbers of each block, ``[rows, blocks, 1]``, in float64.
+
+    They are read as float32 or bfloat16 from regions that each begin at a multiple of 128 bytes.
+    """
     blocks, kind = -(-n // coder.block), {"fp32": F32, "bf16": BF16}[coder.scale.stored]
     place, size, found = -(-blocks * coder.block // 128) * 128, blocks * kind.itemsize, []
     for _ in range(coder.scale.numbers):
@@ -260,14 +269,16 @@ def numbers_of(wire: torch.Tensor, coder, n: int) -> list[torch.Tensor]:
 
 
 LEVELS = {"e4m3": (448.0, 56.0, 2**-4, 2**-10), "e5m2": (57344.0, 7168.0, 2**-3, 2**-17)}
-"""Of each form: its largest number, an eighth of it, and by how much numbers are off, as a part of
-them and at least."""
+"""For each form: its largest number, an eighth of it, the relative rounding error, and the least
+absolute one."""
 
 
 def check_roots(wire: torch.Tensor, coder, z: torch.Tensor) -> None:
-    """A wire of finite values z, float64, is what the formulas say: within the roundings of a sum
-    of squares of so many values, and of a few products. Of a rotation, each of its sums may also be
-    off by the steps of subnormal numbers."""
+    """Check a wire of finite values z, float64, against the formulas.
+
+    The tolerance is the roundings of a sum of squares of that many values, and of a few products.
+    With a rotation, each of its sums may also be off by the steps of subnormal numbers.
+    """
     form, (rows, n) = coder.grid.form, z.shape
     largest, eighth, part, least = LEVELS[form]
     blocks = torch.nn.functional.pad(z, (0, -n % coder.block)).unflatten(1, (-1, coder.block))
@@ -290,13 +301,13 @@ def check_roots(wire: torch.Tensor, coder, z: torch.Tensor) -> None:
     units = codes.contiguous().view(FORMS[form][0]).double()
     cut = (blocks / scale).clamp(-largest, largest)
     assert ((units - cut).abs() <= cut.abs() * (part + 1e-5) + least + steps / scale).all()
-    if coder.scale.numbers == 2:  # the peak lands on the largest number
+    if coder.scale.numbers == 2:  # the peak is scaled to the largest number
         assert ((units.abs() == largest).any(-1) | (peak.squeeze(-1) < tiny * largest)).all()
 
 
 def finite_values(n: int, dtype: torch.dtype) -> torch.Tensor:
-    """Rows of usual values; with a block of zeros, -0.0 and an outlier; of subnormals; small; and
-    among the largest that there are."""
+    """Return rows of usual values; with a block of zeros, -0.0 and an outlier; of subnormals;
+    small; and among the largest numbers."""
     limits, g = torch.finfo(dtype), torch.Generator().manual_seed(n)
     x = torch.randn(5, n, generator=g)
     x[1, : n // 2] = -0.0
@@ -319,7 +330,7 @@ ROOTS = (
 
 @pytest.mark.parametrize(("spec", "dtype"), ROOTS, ids=str)
 def test_root_mean_squares_are_those_of_float64(spec, dtype):
-    """And the codes those of the nearest numbers. What is decoded is the wire's own numbers."""
+    """The codes are those of the nearest numbers. What is decoded are the wire's own numbers."""
     coder = codec(spec)
     encode, decode = Chain(dtype, (Encode(coder),)), Chain(U8, (Decode(coder, dtype),))
     width = coder.transform.sums
@@ -355,8 +366,8 @@ def test_blocks_scaled_by_a_root_that_are_not_finite_stay_so(spec):
 
 
 def test_sums_of_values_scaled_by_roots_go_on_as_a_wire():
-    """Decoded and summed they are bit for bit those of the aten form; each scale that goes on is
-    that of float64."""
+    """The decoded sums are bit for bit those of the aten form; each scale that is passed on is that
+    of float64."""
     coder, n = codec("taco").domain_codec, 1024
     rows = torch.randn(RANKS, n, generator=torch.Generator().manual_seed(5))
     rows[:, 256:512] *= 1e-30
@@ -368,7 +379,7 @@ def test_sums_of_values_scaled_by_roots_go_on_as_a_wire():
 
 
 def test_roots_do_not_depend_on_the_width_of_vectors():
-    """The sum of squares is of 16 sums in turns, then of halves."""
+    """The sum of squares uses 16 alternating sums, then halves."""
     coder, n = codec("taco(rotate=False)"), 1 << 13
     x = torch.randn(1, n, generator=torch.Generator().manual_seed(1))
     found = numbers_of(run(Chain(F32, (Encode(coder),)), [x], n), coder, n)[0].flatten()
@@ -390,7 +401,8 @@ def test_roots_do_not_depend_on_the_width_of_vectors():
 
 @cache
 def signs(width: int) -> torch.Tensor:
-    """Signs of places: the parity of the products of their bits 0 and 1, 2 and 3, ..."""
+    """Return the signs of positions: the parity of the products of their bits 0 and 1, 2 and 3,
+    ..."""
     place = torch.arange(width)
     parity = torch.zeros_like(place)
     for bit in range(0, width.bit_length() - 2, 2):
@@ -399,7 +411,8 @@ def signs(width: int) -> torch.Tensor:
 
 
 def stages(x: torch.Tensor, distances: list[int]) -> torch.Tensor:
-    """a + b and a - b for values of the last dimension at each of the distances, in float32."""
+    """Compute a + b and a - b for values of the last dimension at each of the distances, in
+    float32."""
     for distance in distances:
         pair = x.unflatten(-1, (-1, 2, distance))
         a, b = pair[..., 0, :], pair[..., 1, :]
@@ -418,7 +431,7 @@ def forward(
 def inverse(
     x: torch.Tensor, width: int, signed: bool = True, dtype: torch.dtype = F32
 ) -> torch.Tensor:
-    """Of values divided by the width."""
+    """Return the inverse for values divided by the width."""
     up = [1 << bit for bit in range(width.bit_length() - 1)]
     factors = (signs(width) if signed else torch.ones(width)).to(dtype) * width
     return (stages(x.unflatten(-1, (-1, width)), up) * factors).flatten(-2)
@@ -466,8 +479,12 @@ def test_rotation_is_close_to_the_aten_form(spec):
     ids=str,
 )
 def test_pivots_and_offsets_are_those_of_the_aten_form(spec, dtype):
-    """Places of pivots and padding byte for byte, the rest as close as a rotation is. Of the rows
-    one has a value far above all others in some blocks, one zeros, one the largest numbers."""
+    """Positions of pivots and padding are equal byte for byte; the rest is as close as a rotation
+    allows.
+
+    One row has a value far above all others in some blocks, one has zeros, and one the largest
+    numbers.
+    """
     coder = codec(spec)
     encode = Chain(dtype, (Encode(coder),))
     decode = Chain(U8, (Decode(coder, dtype), Cast(dtype)))
@@ -486,7 +503,7 @@ def test_pivots_and_offsets_are_those_of_the_aten_form(spec, dtype):
         assert (right[1, places:] == 5).any() == (n > 5)
         made, wanted = run(decode, [right], n), coder.decode_rows(right, n, dtype).to(dtype)
         for row, other in zip(made.double(), wanted.double(), strict=True):
-            near = 1e-5 if dtype == F32 else 1e-3  # where a value is cast to one of its neighbours
+            near = 1e-5 if dtype == F32 else 1e-3  # a value may be cast to a neighbour
             assert (row - other).norm() <= near * other.norm()
 
 
@@ -515,7 +532,8 @@ def test_domains_are_entered_and_left_on_the_way():
 
 
 def raw(seed: int, n: int, dtype: torch.dtype, kind: int) -> torch.Tensor:
-    """Rows of any bits: those of a Gaussian; with many zeros; wild; mixed; of one value."""
+    """Return rows of any bits: those of a Gaussian; with many zeros; random; mixed; of one
+    value."""
     g = torch.Generator().manual_seed(seed)
     whole = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
     bits = torch.randint(-(2**15), 2**15, (n,), generator=g).to(whole)
@@ -556,7 +574,7 @@ def test_wire_of_exponents_that_holds_anything_is_read_within_bounds():
         run(Chain(U8, (Decode(coder, BF16),)), [wire], n)
 
 
-# --- threads, refusals, and the operator ----------------------------------------------------------
+# --- threads, errors, and the operator ------------------------------------------------------------
 
 
 def test_chains_say_whether_they_have_the_bits_of_the_aten_form():
@@ -635,7 +653,7 @@ def test_kernel_refuses_tensors_that_it_would_read_wrongly():
 
 
 def test_operator_calls_a_generated_kernel_by_name():
-    """Rows that lie in a larger buffer, and a wire that is a part of one."""
+    """Rows are in a larger buffer, and the wire is a part of one."""
     n, size = 512, INT8.wire_bytes(512, BF16)
     buffer, joined = torch.randn(2, 3 * n).to(BF16), torch.zeros(2, 2 * size, dtype=U8)
     part = buffer[:, n : 2 * n]

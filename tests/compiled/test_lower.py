@@ -1,4 +1,4 @@
-"""Coded operators and what becomes of them: inline or kernels, with the same bits."""
+"""Coded operators are lowered inline or to kernels, with the same bits."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ wait = ops.wait_tensor
 RANKS = 4
 CODECS = ["outlier(width=4)", *(n for n in NAMES if n not in ("difference", "outlier", "raw"))]
 ROOTS = "taco"
-"""Its scale is a root of a sum, which eager code, compiled code and kernels in C++ each add up and
-round in their own ways."""
+"""Its scale is a root of a sum, which eager code, compiled code and C++ kernels add up and round
+differently."""
 CODED = set(operators.IMPLEMENTATIONS)
 KERNEL = torch.ops.commpass.kernel_.default
 EVERY = pytest.mark.every
@@ -44,7 +44,7 @@ def summed(x):
 
 
 def rewritten(function, x, policy, passes=pipeline.PASSES):
-    """The graph of one rank after some passes, and its plan."""
+    """Return the graph of one rank after some passes, and its plan."""
     gm = trace(function, x, dynamic="exponent" in str(policy))
     road = PassContext(
         gm=gm,
@@ -60,7 +60,7 @@ def rewritten(function, x, policy, passes=pipeline.PASSES):
 
 
 def coded(function, x, policy):
-    """The graph with coded operators."""
+    """Return the graph with coded operators."""
     before_lower = [step.name for step in pipeline.PASSES].index("lower")
     return rewritten(function, x, policy, pipeline.PASSES[:before_lower])[0]
 
@@ -168,14 +168,16 @@ def same(one, other):
 
 
 def alike_of(name):
-    """How the two forms of a codec are compared."""
+    """Return how the two forms of a codec are compared."""
     return nearly_same if name == ROOTS else same
 
 
 def nearly_same(a, b):
-    """Values whose scales are roots and whose rotations are summed in two orders: each is within
-    4 roundings for each of the 256 values of its block. In one block of eight, no more, there may
-    be a code that is another one, which moves all its values by less than an eighth of the peak."""
+    """Compare values whose scales are roots and whose rotations are summed in two orders.
+
+    Each is within 4 roundings for each of the 256 values of its block. In at most one block of
+    eight, a code may differ, which moves all its values by less than an eighth of the peak.
+    """
     assert a.dtype == b.dtype
     one, other = a.double().flatten(), b.double().flatten()
     peak, eps = one.abs().amax(), max(4 * 256 * 2.0**-23, torch.finfo(a.dtype).eps)
@@ -207,8 +209,10 @@ def kernels(gm) -> int:
 
 @pytest.mark.parametrize(("how", "outside"), [("ring", True), rarely("two_shot", False)])
 def test_values_that_later_hops_take_are_filled_up_outside_of_kernels(how, outside, fake_group):
-    """A ring adds a rank's own values at each hop: Inductor writes them once, with zeros behind
-    them. What is sent as a whole is filled up in the kernel that encodes it."""
+    """A ring adds a rank's own values at each hop: Inductor writes them once, followed by zeros.
+
+    What is sent as a whole is padded in the kernel that encodes it.
+    """
     fake_group(RANKS)
     gm, _ = rewritten(summed, torch.randn(5000), forced("int8", algorithm=how, lowering="kernel"))
     cats = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default)
@@ -256,14 +260,14 @@ FORMS += [("bf16", "native", *shape) for shape in SHAPES]
 FORMS += [
     ("int4(rounding=stochastic, seed=7)", how, *SHAPES[0]) for how in ("ring", "two_shot(shards=3)")
 ]
-"""Equal shapes that are not encoded alike: each hop and each chunk has noise of its own."""
+"""Equal shapes that are encoded differently: each hop and each chunk has different noise."""
 
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "how", "shape", "dtype"), FORMS)
 def test_both_forms_give_the_same_bits(name, how, shape, dtype, made):
-    """Kernels are run here as they are traced; that compiled code and eager code give the same bits
-    is shown for each codec elsewhere."""
+    """Kernels run here as they are traced; other tests show for each codec that compiled and eager
+    code give the same bits."""
     both = []
     for form in ("inline", "kernel"):
         policy = forced(name, algorithm=how, lowering=form)
@@ -280,8 +284,8 @@ def test_both_forms_give_the_same_bits(name, how, shape, dtype, made):
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", sampled(CODECS, ("int8", "rotated", ROOTS)))
 def test_compiled_kernels_give_the_bits_of_the_inline_form(name):
-    """A kernel in C++ adds up a rotation in another order (``cpu.exact``), which scales in bfloat16
-    hide and those in float32 do not."""
+    """A C++ kernel adds up a rotation in another order (``cpu.exact``): scales in bfloat16 hide
+    this, and those in float32 do not."""
     how = "sparse" if codec(name).state else "two_shot"
     alike = same_but_for_order if name in ROTATED_IN_FLOAT32 else alike_of(name)
     both = [
@@ -294,14 +298,17 @@ def test_compiled_kernels_give_the_bits_of_the_inline_form(name):
 
 
 ROTATED_IN_FLOAT32 = {"sdp4bit": 32}
-"""Codecs of which a kernel in C++ has not the bits of the inline form, and the width of the
+"""Codecs whose C++ kernel does not have the bits of the inline form, and the width of the
 rotation."""
 
 
 def same_but_for_order(a: torch.Tensor, b: torch.Tensor) -> None:
-    """Sums of ``width`` products, twice rotated back and once more summed over ranks, in two
-    orders: each is within ``width`` roundings of the largest value. In one block of a hundred, no
-    more, a value may lie so near the middle of two codes that another one is taken."""
+    """Compare sums of ``width`` products, rotated back twice and summed over ranks once more, in
+    two orders.
+
+    Each is within ``width`` roundings of the largest value. In at most one block of a hundred, a
+    value may lie so near the middle of two codes that the other one is chosen.
+    """
     (width,) = set(ROTATED_IN_FLOAT32.values())
     rounding = 4 * width * torch.finfo(torch.float32).eps * a.abs().amax()
     assert ((a - b).abs() > rounding).float().mean() <= 0.01
@@ -317,7 +324,7 @@ def test_codecs_whose_kernels_sum_in_another_order_say_so(name):
 
 @pytest.fixture
 def made(monkeypatch):
-    """The inputs of the kernels that were compiled, none before; they run as they were traced."""
+    """Return the inputs of the kernels that were compiled; they run as they were traced."""
     found = []
 
     def compiled(body, inputs):
@@ -374,7 +381,7 @@ def test_kernel_between_two_exchanges_is_one_and_shared_by_equal_sites(fake_grou
     called = [node for node in gm.graph.nodes if node.target is KERNEL]
     assert len(called) == 9
     assert len({node.args[3] for node in called}) == 3
-    # Names are in the key of Inductor's cache: the same in each process.
+    # Names are in the key of Inductor's cache: they are the same in each process.
     order = [f"kernel__default_{number}" if number else "kernel__default" for number in range(9)]
     assert [node.name for node in called] == order
     assert [node.meta[MARK].role for node in called[:3]] == [
@@ -418,8 +425,10 @@ def test_sites_that_do_the_same_share_kernels(fake_group, without_code, made):
 
 @pytest.fixture
 def without_code(monkeypatch):
-    """Inductor runs graphs on fake values, as it does before all else, and generates no code, which
-    takes it minutes where sizes depend on values."""
+    """Let Inductor run graphs on fake values, as it does first, and generate no code.
+
+    Code generation takes minutes if sizes depend on values.
+    """
     from torch._inductor import compile_fx
 
     def compile_fx_inner(gm, example_inputs, **_):
@@ -486,7 +495,7 @@ def test_inductor_generates_code_for_codes_whose_size_depends_on_values(fake_gro
 def test_numbers_that_depend_on_values_may_be_asked_for_again(
     sites, dynamic, training, fake_group, without_code, made
 ):
-    """Dynamo allows them in graphs that are whole functions alone."""
+    """Dynamo allows them only in graphs of whole functions."""
     fake_group(2)
     form = "kernel" if sites >= SHARE and not dynamic else "inline"
     check_sizes_of_data(
@@ -503,7 +512,7 @@ def test_collective_by_hand_stays_one_graph_without_being_a_whole_function(
     torch._dynamo.utils.counters.clear()
     x = torch.randn(600, requires_grad=True)
 
-    def inductor(gm, example_inputs):  # which has its inner compile as a default
+    def inductor(gm, example_inputs):  # its default is its inner compile
         compiler = torch._inductor.compile_fx
         with torch._functorch.config.patch(enable_autograd_cache=False):
             return compiler.compile_fx(gm, example_inputs, inner_compile=compiler.compile_fx_inner)
@@ -551,13 +560,13 @@ def test_kernels_are_compiled_once_by_the_pass_that_lowers(fake_group, made):
         called = {node.args[3] for node in gm.graph.nodes if node.target is KERNEL}
         assert called == set(kernel._kernels)
         assert len(called) == len(made) == 3
-    with torch._inductor.config.patch(emulate_precision_casts=True):  # which may change bits
+    with torch._inductor.config.patch(emulate_precision_casts=True):  # this may change bits
         rewritten(chain(3), torch.randn(64, 64), policy)
     assert len(kernel._kernels) == len(made) == 6
 
 
 def constants(graph) -> list:
-    """What is computed from nothing."""
+    """Return what is computed without inputs."""
     known: set = set()
     for node in graph.nodes:
         if node.op == "call_function" and set(node.all_input_nodes) <= known:
@@ -674,7 +683,7 @@ def test_plan_names_the_form_that_is_carried_out(form, fake_group, made):
 @pytest.mark.parametrize("form", ["inline", "kernel"])
 @pytest.mark.parametrize("name", ["int8", "exponent"])
 def test_graphs_traced_with_real_values_are_rewritten(name, form, fake_group, made):
-    """``make_fx`` gives each of their nodes a fake mode of its own."""
+    """``make_fx`` gives each of their nodes a separate fake mode."""
     fake_group(4)
     x = torch.randn(64, 24)
     gm = make_fx(chain(2))(x)

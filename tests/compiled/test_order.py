@@ -33,8 +33,11 @@ def function(x, w):
 
 
 def exchanges(source: str, *, matmuls: bool = False) -> list[str]:
-    """Starts and waits in order: ``a0`` starts the first all-to-all, ``A0`` waits for it; ``g`` and
-    ``G`` are all-gathers, and ``m`` is a matmul."""
+    """Return starts and waits in order.
+
+    ``a0`` starts the first all-to-all, ``A0`` waits for it; ``g`` and ``G`` are all-gathers, and
+    ``m`` is a matmul.
+    """
     names: dict[str, str] = {}
     counts = {"a": 0, "g": 0}
     found = []
@@ -60,7 +63,7 @@ EXPECTED = {
         " A4 g4 A5 g5 A6 g6 A7 g7 G4 G5 G6 G7"
     ),
 }
-"""Chunks to the order of a two-shot: four are in the air at once."""
+"""Chunks to the order of a two-shot: four are in flight at once."""
 
 
 @pytest.mark.parametrize(
@@ -84,8 +87,7 @@ def test_generated_code_has_the_order_of_the_algorithm(chunks, lowering, fake_gr
 
 
 def test_kernels_of_chunks_write_into_one_buffer(fake_group):
-    """Nothing is joined, no wire is put together from parts, and the result lies where the input
-    was."""
+    """Nothing is joined, no wire is assembled from parts, and the result replaces the input."""
     fake_group(4)
     torch._dynamo.reset()
     backend = commpass.backend(policy(4), strict=True)
@@ -95,7 +97,7 @@ def test_kernels_of_chunks_write_into_one_buffer(fake_group):
     body = sources[-1][sources[-1].index("def call(") :]
     assert "cat" not in body
     whole = re.findall(r"empty_strided_cpu\(\(256, 256\)", body)
-    assert len(whole) == 2  # the product, into which the sum is written, and the relu's result
+    assert len(whole) == 2  # the product, to which the sum is written, and the relu's result
     kernels = re.findall(r"kernel_\.default\(\[(\w+)\], \[(\w+)\], \[(\d+), (\d+)\]", body)
     assert len(kernels) == 12
     assert [int(first) for _, _, first, _ in kernels[:4]] == [0, 4096, 8192, 12288]
@@ -113,8 +115,10 @@ def test_kernels_of_chunks_write_into_one_buffer(fake_group):
     ],
 )
 def test_kernels_stay_between_what_they_stand_between(name, chunks, expected, fake_group):
-    """A chunk is encoded once the one before it travels, and decoded before the next is waited
-    for. Inductor would make all encodes first, since that frees the values soonest."""
+    """A chunk is encoded once the one before is sent, and decoded before the next is waited for.
+
+    Inductor would run all encodes first, since that frees the values soonest.
+    """
     fake_group(2)
     torch._dynamo.reset()
     rule = Rule(codec="int8", algorithm=name, force=True, chunks=chunks, lowering="kernel")
@@ -140,8 +144,8 @@ HIDDEN = {
     2: "m m a0 a1 m A0 g0 A1 g1 m G0 G1",
     4: "m m a0 a1 a2 a3 m A0 g0 A1 g1 A2 g2 A3 g3 m G0 G1 G2 G3",
 }
-"""Chunks to the order of a backward graph: the gradients of both weights while that of the input
-travels."""
+"""Chunks to the order of a backward graph: the gradients of both weights while that of the input is
+sent."""
 
 
 @pytest.mark.parametrize("chunks", [1, rarely(2), rarely(4)])
@@ -161,7 +165,7 @@ def test_generated_code_computes_weight_gradients_while_the_input_gradient_trave
 
 
 def test_generated_code_of_inference_keeps_what_is_computed_meanwhile(fake_group):
-    """Inductor would bring a matmul next to what takes it, behind the wait."""
+    """Inductor would move a matmul next to its user, after the wait."""
     fake_group(4)
     torch._dynamo.reset()
 
@@ -177,7 +181,7 @@ def test_generated_code_of_inference_keeps_what_is_computed_meanwhile(fake_group
 
 
 def test_generated_code_sends_a_chunk_while_the_next_is_computed(fake_group):
-    """Chunks are written where they are joined: nothing is copied for that."""
+    """Chunks are written to where they are joined: this needs no copies."""
     fake_group(2)
     torch._dynamo.reset()
 
@@ -198,8 +202,10 @@ def test_generated_code_sends_a_chunk_while_the_next_is_computed(fake_group):
 
 
 def test_sum_that_is_pinned_is_made_in_place(fake_group):
-    """Inductor does not look behind pins: it would copy each gradient before it is summed. What
-    something else takes later on is copied."""
+    """Inductor does not look behind pins: it would copy each gradient before it is summed.
+
+    A gradient with other, later users is copied.
+    """
     fake_group(4)
     torch._dynamo.reset()
 
@@ -239,7 +245,7 @@ def test_sum_of_an_input_is_pinned_and_leaves_the_input_alone(fake_group):
 
 
 def test_cache_is_written_into_once_it_has_been_sent(fake_group):
-    """Its new rows are written into the graph's input, in place."""
+    """The new rows are written to the graph's input, in place."""
     fake_group(4)
     torch._dynamo.reset()
 

@@ -1,5 +1,7 @@
-"""Inductor's settings that order exchanges by what a rank computes: ranks that compute different
-things start the exchanges of a changed graph in the same order all the same."""
+"""Inductor's settings that order exchanges by what a rank computes.
+
+Ranks that compute different things still start the exchanges of a changed graph in the same order.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,8 @@ NAMES = {
 
 
 def model(x, weights, more):
-    """Exchanges of equal sizes on all ranks, none of which needs another; rank 1 has ``more`` to
-    compute, and a larger batch."""
+    """Independent exchanges of equal sizes on all ranks; rank 1 has ``more`` to compute, and a
+    larger batch."""
     group, outputs = dist.group.WORLD.group_name, []
     for w in weights:
         gradient = ops.wait_tensor(ops.all_reduce(x.t() @ torch.tanh(x @ w), "sum", group))
@@ -56,8 +58,8 @@ def model(x, weights, more):
 
 
 def starts(rank, backend, patches):
-    """The kinds of exchanges in the order in which Inductor's code starts them; its kernels are not
-    compiled."""
+    """Return the kinds of exchanges in the order in which Inductor's code starts them; its kernels
+    are not compiled."""
     with as_rank(rank, RANKS):
         torch._dynamo.reset()
         torch.manual_seed(0)
@@ -89,7 +91,7 @@ def policy(kind: str | None, skip: Any) -> Policy:
     ],
 )
 def test_ranks_that_compute_different_things_start_exchanges_alike(setting, kind, skip, caplog):
-    """Without commpass the same setting orders them by rank, or (on a CPU) does not compile."""
+    """Without commpass, the same setting orders them by rank, or (on a CPU) does not compile."""
     found = []
     with caplog.at_level(logging.WARNING, logger="commpass"):
         for rank in range(RANKS):
@@ -112,7 +114,7 @@ def test_setting_orders_them_by_rank_without_commpass():
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", list(NAMES.values()))
 def test_graph_that_is_not_changed_keeps_the_setting(name, caplog):
-    """Seen in what Inductor is given."""
+    """Checked on the settings that Inductor gets."""
     seen = []
 
     def compiled(gm, inputs, **_):

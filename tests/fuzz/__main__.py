@@ -1,5 +1,7 @@
-"""``make fuzz MINUTES=30``: tries random cases until the time is up; what fails is made small and
-kept as JSON, which the suite then tries each time."""
+"""Try random cases until the time is up: ``make fuzz MINUTES=30``.
+
+A failing case is minimized and stored as JSON. The test suite then tries it each time.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,13 @@ from fuzz.strategies import cases
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 BATCH = 200
-"""Cases of one seed."""
+"""Number of cases per seed."""
 SHRINK_S = 120.0
-"""Seconds in which a case that fails is made smaller."""
+"""Seconds for minimizing a failing case."""
 
 
 class Enough(BaseException):
-    """The time is up. No Exception, so that hypothesis lets it through."""
+    """The time is up. It is not an Exception, so that hypothesis does not catch it."""
 
 
 @dataclass
@@ -43,7 +45,7 @@ class Search:
     give_up: float = 0.0
 
     def batch(self, number: int) -> None:
-        """Cases of one seed, up to a fault that was not known, which is made small."""
+        """Try the cases of one seed, up to an unknown fault, which is minimized."""
         self.failing = ""
         known = set(self.faults)
 
@@ -89,7 +91,7 @@ class Search:
 
 
 def crash(error: Exception) -> str:
-    """What tells one error that is no Fault from another: its type and where it was raised."""
+    """Return what distinguishes errors that are not a Fault: the type, and where it was raised."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {Path(last.filename).name} {last.name}"
 

@@ -1,9 +1,8 @@
-"""What a program computes, in float64 and from the definitions, and how far rounding may take a run
-of it from that.
+"""Compute a program in float64 from the definitions, with a bound of the rounding errors of a run.
 
-A bound of the error goes with every value (running error analysis): each operator adds its own
-rounding to what its arguments have. Where ranks add, the terms are those of any order of addition,
-and of any order of adding and scaling.
+A bound of the error accompanies every value (running error analysis): each operator adds its
+rounding to the errors of its arguments. For sums over ranks, the terms are those of any order of
+addition, and of any order of adding and scaling.
 """
 
 from __future__ import annotations
@@ -18,14 +17,17 @@ from fuzz.program import COLLECTIVES, Case, Step, Where, aten, convert, instead,
 from torch import Tensor
 
 ROUNDINGS = 8
-"""Roundings that a value may meet around a collective, beside one for each addend: scales and sums
-that were moved past it."""
+"""The number of roundings of a value around a collective, beside one for each addend: scales and
+sums that were moved past it."""
 
 
 @dataclass(frozen=True)
 class Bounded:
-    """``value`` in float64 (int64 for integers) and the most by which a run may differ from it;
-    ``dtype`` is that of the run."""
+    """A value with its error bound.
+
+    ``value`` is in float64 (int64 for integers), ``error`` is the most by which a run may differ
+    from it, and ``dtype`` is that of the run.
+    """
 
     value: Tensor
     error: Tensor
@@ -39,18 +41,19 @@ class Bounded:
 def rounded(
     value: Tensor, error: Tensor, dtype: torch.dtype, times: float = 1, of: Tensor | None = None
 ) -> Bounded:
-    """A result that was rounded so many ``times`` at the size ``of`` (its own, if None)."""
+    """Return a result that was rounded ``times`` times at the magnitude ``of`` (its own, if
+    None)."""
     if not dtype.is_floating_point:
         return Bounded(value, torch.zeros_like(value, dtype=torch.float64), dtype)
     info = torch.finfo(dtype)
     size = (value.abs() if of is None else of) + error
     error = error + times * (info.eps / 2 * size + info.smallest_normal * info.eps)
-    # Where an overflow hangs on rounding or order, anything may come.
+    # If an overflow depends on rounding or order, any value is allowed.
     return Bounded(value, torch.where(size + error > info.max, torch.inf, error), dtype)
 
 
 def given(x: Tensor) -> Bounded:
-    """An input as it is."""
+    """Return an exact input."""
     value = x.double() if x.dtype.is_floating_point else x
     return Bounded(value, torch.zeros(x.shape, dtype=torch.float64), x.dtype)
 
@@ -64,14 +67,15 @@ MOVES = {
     aten.expand.default: aten.expand.default,
     aten.slice.Tensor: aten.slice.Tensor,
 }
-"""Operators that move values, with what does the same to any tensor, however it lies in memory."""
+"""Operators that move values, with the operator that does the same on a tensor of any memory
+layout."""
 LIPSCHITZ = {aten.relu.default: 0, aten.abs.default: 0, aten.neg.default: 0, aten.tanh.default: 8}
-"""Functions whose results are no further apart than their arguments, with the roundings that they
-take."""
+"""Functions whose results differ at most as much as their arguments, with the number of their
+roundings."""
 
 
 class Bounds:
-    """Carries out operators on bounded values."""
+    """Execute operators on bounded values."""
 
     def contiguous(self, x: Bounded) -> bool:
         return False
@@ -159,7 +163,7 @@ class Bounds:
         return Bounded(made.double(), torch.zeros(made.shape, dtype=torch.float64), torch.bool)
 
     def _argmax(self, x: Bounded, dim: int, keep: bool) -> Bounded:
-        """Any place may be that of the largest value, where values are not exact."""
+        """If values are not exact, any position may be that of the largest value."""
         place = x.value.argmax(dim, keep)
         sure = x.error.amax(dim, keep) == 0
         return Bounded(
@@ -174,7 +178,7 @@ class Bounds:
 
 
 def _known(error: Tensor, value: Tensor) -> Tensor:
-    """No number for an error (infinity times nothing) is any error, where the value is a number."""
+    """If the value is a number, replace a NaN error (infinity times zero) by infinity."""
     return torch.where(error.isnan() & value.isfinite(), torch.inf, error)
 
 
@@ -183,7 +187,8 @@ def _cast(x: Bounded, dtype: torch.dtype) -> Bounded:
         assert x.exact, "numbers that were rounded become integers by chance"
         return x
     value, error = x.value.double(), x.error
-    if dtype is torch.float8_e4m3fn:  # has no infinity: it becomes NaN or the largest number
+    # has no infinity: an overflow becomes NaN or the largest number
+    if dtype is torch.float8_e4m3fn:
         error = torch.where(value.isinf(), torch.inf, error)
         value = torch.where(value.isinf(), 0.0, value)
     wider = x.exact or torch.finfo(dtype).eps < torch.finfo(x.dtype).eps
@@ -192,7 +197,7 @@ def _cast(x: Bounded, dtype: torch.dtype) -> Bounded:
 
 
 def computed(case: Case, inputs: Sequence[Sequence[Tensor]]) -> list[list[Bounded]]:
-    """The outputs of each rank."""
+    """Return the outputs of each rank."""
     on = Bounds()
     env = [[given(x) for x in inputs[rank]] for rank in range(case.world)]
     for step in case.steps:
@@ -215,7 +220,7 @@ def computed(case: Case, inputs: Sequence[Sequence[Tensor]]) -> list[list[Bounde
 def _together(
     step: Step, given: Sequence[Bounded], ranks: Sequence[int], rank: int, world: int
 ) -> Bounded:
-    """What one rank of a group gets from a collective of all."""
+    """Return what one rank of a group gets from a collective."""
     dtype, mine, size = given[0].dtype, ranks.index(rank), len(given)
     if step.op == "broadcast":
         return given[step.how["root"]]

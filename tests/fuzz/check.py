@@ -1,4 +1,4 @@
-"""What must hold of every case, whatever it computes."""
+"""Check what must hold for every case, whatever it computes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 DECIDED = PASSES[: 1 + [step.name for step in PASSES].index("choose")]
-"""The passes up to the plan: what is compressed is not rewritten yet."""
+"""The passes up to the plan: compressed sites are not rewritten yet."""
 EXACT = {rule.name for rule in RULES if rule.exact}
 GLOO = {
     torch.float64,
@@ -55,12 +55,14 @@ GLOO = {
     torch.uint8,
     torch.bool,
 }
-"""What gloo carries."""
+"""The dtypes that gloo supports."""
 
 
 class Fault(AssertionError):
-    """Something that must hold does not. ``kind`` is which, ``about`` what tells one fault from
-    another."""
+    """Something that must hold does not.
+
+    ``kind`` is the violated property, and ``about`` distinguishes faults of one kind.
+    """
 
     def __init__(self, kind: str, about: str, text: str):
         super().__init__(f"{kind} ({about}): {text}")
@@ -72,8 +74,10 @@ class Fault(AssertionError):
 
 
 def agree(plans: Sequence[Plan], members: dict[str, list[int]]) -> str:
-    """Whether all ranks of each group change the same: "" or what they differ in. Where no rank
-    changes anything, nothing needs to be agreed on."""
+    """Return "" if all ranks of each group make the same changes, else how they differ.
+
+    If no rank changes anything, the ranks need not agree.
+    """
     for name, ranks in members.items():
         parts = {rank: plans[rank].of_group(name) for rank in ranks}
         said = {rank: part.digest() if part.changed else "" for rank, part in parts.items()}
@@ -90,7 +94,7 @@ def agree(plans: Sequence[Plan], members: dict[str, list[int]]) -> str:
 
 @dataclass
 class Tried:
-    """What was met on the way: rules, codecs, ends."""
+    """Counts of what the tried cases covered: rules, codecs, outcomes."""
 
     graphs: int = 0
     met: Counter[str] = field(default_factory=Counter)
@@ -116,14 +120,14 @@ _traced: dict[int | None, dict[Any, Template]] = {}
 
 @functools.cache
 def _mode() -> FakeTensorMode:
-    """The fake mode of all graphs: what was traced for one is put into others."""
+    """Return the fake mode of all graphs: a traced algorithm is inserted into several of them."""
     mode = FakeTensorMode(shape_env=ShapeEnv())
     mode.allow_scalar_outputs = True
     return mode
 
 
 class Remembered(rewriting.Templates):
-    """Keeps what was traced from graph to graph: tracing takes most of the time."""
+    """Cache traced algorithms across graphs: tracing takes most of the time."""
 
     def of(self, found: Any, planned: PlannedSite, inputs: Sequence[fx.Node]) -> Template:
         rank = groups.rank_in(planned.group)
@@ -152,8 +156,7 @@ def written(case: Case) -> list[Uncompiled]:
 
 
 def compiled(case: Case, graphs: Sequence[fx.GraphModule], passes: Sequence[Any]) -> Compiled:
-    """Copies of the graphs, taken along the road by each rank. Raises Fault where a pass fails,
-    or a site."""
+    """Run passes on copies of the graphs of all ranks. Raise Fault if a pass or a site fails."""
     policy, profile = case.settings()
     stateless = None if case.direction == "backward" else "there is no next step"
     copies, outcomes = [], []
@@ -177,7 +180,7 @@ def compiled(case: Case, graphs: Sequence[fx.GraphModule], passes: Sequence[Any]
 
 
 def _outline(text: str) -> str:
-    """A message without its numbers and names, to tell faults apart."""
+    """Return a message without its numbers and names, to distinguish faults."""
     return " ".join(word for word in text.split() if not any(c.isdigit() for c in word))[:100]
 
 
@@ -185,8 +188,8 @@ def _outline(text: str) -> str:
 
 
 def check(case: Case, tried: Tried | None = None) -> None:
-    """Raises Fault if something does not hold for a case, and LockstepError for a program that is
-    itself none."""
+    """Raise Fault if something does not hold for a case, and LockstepError if the program itself is
+    invalid."""
     tried = tried if tried is not None else Tried()
     tried.graphs += case.world
     inputs = [[x.value(rank) for x in case.inputs] for rank in range(case.world)]
@@ -238,8 +241,8 @@ def check(case: Case, tried: Tried | None = None) -> None:
 
 
 def slow(plans: Sequence[Plan]) -> bool:
-    """Whether rewriting takes too long: a graph of a lossless codec has thousands of nodes, one of
-    a ring many hops."""
+    """Return whether rewriting takes too long: the graph of a lossless codec has thousands of
+    nodes, and a ring has many hops."""
     sites = [site for plan in plans for site in plan.compressed]
     dynamic = [site for site in sites if codec(site.codec).dynamic]
     rings = [site for site in sites if "ring" in site.algorithm and site.group_size > 4]
@@ -258,11 +261,12 @@ def _kinds(simple: Compiled) -> str:
 
 
 SIZES_ALONE = ("full", "positions")
-"""Steps that take nothing of a value but its size."""
+"""Steps that use only the size of a value."""
 
 
 def _directions(case: Case, plain: Sequence[fx.GraphModule]) -> None:
-    """What backward computes again is forward's; what a gradient reaches is not that."""
+    """Check directions: what backward recomputes belongs to forward, unless a gradient reaches
+    it."""
     reached = [given.gradient for given in case.inputs]
     forward = set()
     for index, step in enumerate(case.steps):
@@ -279,7 +283,7 @@ def _directions(case: Case, plain: Sequence[fx.GraphModule]) -> None:
 
 
 def _grouped(plan: Plan) -> list[str]:
-    """The kind of each fusion."""
+    """Return the kind of each fusion."""
     kinds = {site.name: site.kind for site in plan.sites}
     return [kinds[each.into] for each in plan.grouped]
 
@@ -302,7 +306,8 @@ def _same_text(gm: fx.GraphModule, before: fx.GraphModule) -> None:
 
 
 def _carried(case: Case, after: Compiled, plain: Sequence[fx.GraphModule]) -> None:
-    """Only dtypes that the library carries, or that the program sends itself, are sent."""
+    """Check that only dtypes are sent that the library supports, or that the program sends
+    itself."""
     for gm, before in zip(after.graphs, plain, strict=True):
         new = {dtype for dtype in _sent(gm) if dtype not in GLOO} - set(_sent(before))
         if new:
@@ -327,8 +332,8 @@ def _run(
 
 
 class Expected:
-    """What a case must compute: by its own graphs to the bit, and from the definitions within a
-    bound."""
+    """The expected results: bit for bit those of the case's graphs, and within a bound those of the
+    definitions."""
 
     def __init__(self, case: Case, plain: Any, inputs: Any, members: dict[str, list[int]]):
         self.case, self.inputs, self.members = case, inputs, members
@@ -340,7 +345,7 @@ class Expected:
         self.compare(self.plain, exact=True, about="the program itself")
 
     def compare(self, outputs: Any, exact: bool, about: str, zeros: bool = False) -> None:
-        """``exact``: to the bit. ``zeros``: but for the sign of zeros."""
+        """Compare results; ``exact``: bit for bit, ``zeros``: except for the sign of zeros."""
         for rank in range(self.case.world):
             rows = zip(outputs[rank], self.plain[rank], self.bounded[rank], strict=True)
             for number, (got, plain, bounded) in enumerate(rows):
@@ -358,7 +363,7 @@ class Expected:
         self.replicas(outputs, about)
 
     def replicas(self, outputs: Any, about: str) -> None:
-        """What is the same on several ranks by construction is the same."""
+        """Check that values that are equal on several ranks by construction are equal."""
         for number, value in enumerate(self.case.outputs):
             first: dict[int, int] = {}
             for rank in range(self.case.world):
@@ -369,7 +374,7 @@ class Expected:
                     )
 
     def finite(self, outputs: Any, about: str) -> None:
-        """What is not finite stays not finite (law 2)."""
+        """Check that non-finite values stay non-finite (law 2)."""
         for rank in range(self.case.world):
             rows = zip(outputs[rank], self.bounded[rank], strict=True)
             for number, (got, bounded) in enumerate(rows):
@@ -414,8 +419,7 @@ def _within(got: Tensor, plain: Tensor, bounded: bounds.Bounded, about: str, whe
 
 
 def alike(case: Case) -> list[list[int]]:
-    """For each value and rank a number; where it is equal the program gives the same bits by
-    construction."""
+    """Return a number for each value and rank; equal numbers mean equal bits by construction."""
     known: dict[Any, int] = {}
     label = lambda key: known.setdefault(key, len(known))  # noqa: E731
     values = [
@@ -454,8 +458,7 @@ def alike(case: Case) -> list[list[int]]:
 
 @dataclass
 class Coded:
-    """Carries compressed sites out eagerly, between all ranks at once, and checks each of them
-    where it is."""
+    """Execute compressed sites eagerly, on all ranks at once, and check each of them."""
 
     case: Case
     plans: Sequence[Plan]
@@ -470,7 +473,7 @@ class Coded:
             yield from sites.values()
 
     def states_of(self, rank: int) -> list[Tensor]:
-        """What a rank keeps, in the order of its sites."""
+        """Return the state of a rank, in the order of its sites."""
         keys = [(rank, name) for name in self.sites[rank]]
         return [self.states[key] for key in keys if key in self.states]
 
@@ -521,7 +524,8 @@ class Coded:
             new = [state for _, state in ended]
             ended = [result for result, _ in ended]
             self.states |= dict(zip(keys, new, strict=True))
-        ended = [result.contiguous() for result in ended]  # as ``steps.finish`` gives them
+        # in the form that ``steps.finish`` returns
+        ended = [result.contiguous() for result in ended]
         self.tried.met[f"codec: {coder.spec.partition('(')[0]} by {how.name} of {site.kind}"] += 1
         exact = self._exact(together, position)
         about = f"{site.kind} by {site.codec}, {site.algorithm}"
@@ -558,8 +562,8 @@ class Coded:
     def _near(
         self, ended: Any, exact: Any, values: Any, site: PlannedSite, about: str, kept: bool
     ) -> None:
-        """Within the hard bound of the codec, for each time that something is coded; and where
-        values are like a Gaussian's, within what the plan predicts."""
+        """Check that the error is within the codec's hard bound for each coding, and for
+        Gaussian-like values within the plan's prediction."""
         coder = codec(site.codec)
         if not all(x.isfinite().all() for x in values) or not all(
             x.isfinite().all() for x in exact
@@ -609,8 +613,7 @@ def _sums(x: Tensor) -> torch.dtype:
 def under_autocast(
     case: Case, plain: Sequence[fx.GraphModule], without: Compiled, passes: Sequence[Any]
 ) -> None:
-    """Passes that run where the user's code has autocast on make the same plans and graphs: nodes,
-    dtypes and all."""
+    """Check that passes under autocast make the same plans and graphs: nodes, dtypes and all."""
     with torch.autocast("cpu", torch.bfloat16):
         within = compiled(case, plain, passes)
     pairs = zip(within.outcomes, without.outcomes, within.graphs, without.graphs, strict=True)
@@ -622,13 +625,13 @@ def under_autocast(
 
 
 def _dtypes(gm: fx.GraphModule) -> list[Any]:
-    """What each node gives, by its fake value."""
+    """Return the dtypes of the fake value of each node."""
     values = [node.meta.get("val") for node in gm.graph.nodes]
     return fx.node.map_aggregate(values, lambda x: x.dtype if isinstance(x, Tensor) else None)
 
 
 def _coded_under_autocast(x: Tensor, coder: Codec, about: str) -> None:
-    """A codec gives the same bits where the user's code has autocast on."""
+    """Check that a codec gives the same bits under autocast."""
     made = []
     for on in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=on):
@@ -646,11 +649,14 @@ def _rewritten(
     expected: Expected,
     about: str,
 ) -> None:
-    """The rewritten graphs compute what the simplified ones do with each compressed site carried
-    out by hand; twice, where something is kept for the next time."""
+    """Check that the rewritten graphs compute the same as the simplified ones with eagerly executed
+    compressed sites.
+
+    If there is state, run them twice.
+    """
     whole = compiled(case, plain, PASSES)
     for first, again in zip(simple.plans, whole.plans, strict=True):
-        decided = replace(again, reordered=())  # what comes after the plan moves
+        decided = replace(again, reordered=())  # what comes after the plan moves nodes
         if (first.digest(), first.grouped) != (decided.digest(), decided.grouped):
             raise Fault("determinism", "plan", "planned differently the second time")
     inputs, members = expected.inputs, expected.members
@@ -684,8 +690,11 @@ def _rewritten(
 
 
 def silenced(case: Case, plain: Sequence[fx.GraphModule]) -> Case | None:
-    """The same program where all that a codec is allowed for sends zeros: what is left must arrive
-    as it was sent. None where nothing is left."""
+    """Return the same program with zeros sent wherever a codec is allowed, or None if nothing else
+    is sent.
+
+    What is still sent must arrive unchanged.
+    """
     policy, _ = case.settings()
     coded, rest = set(), set()
     for rank, gm in enumerate(plain):
@@ -724,7 +733,7 @@ def check_silent(case: Case, tried: Tried) -> None:
         return carry_out(together)
 
     _run(case, plain, inputs, members, watched)
-    if not all(finite):  # infinity times nothing is not nothing
+    if not all(finite):  # infinity times zero is not zero
         return
     simple = compiled(case, plain, DECIDED)
     if agree(simple.plans, members) and case.dependent:

@@ -1,8 +1,7 @@
-"""A program for several ranks as data, and what it is on one rank: a graph as it reaches the
-passes.
+"""A program for several ranks as data, and its graph on one rank as it reaches the passes.
 
-A case is a program with the policy and the profile under which it is compiled. It goes out as JSON
-and comes back, so that what was found once can be tried for ever.
+A case is a program with the policy and the profile under which it is compiled. It is written to
+JSON and read back, so that a found case can be tried again at any time.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ convert = torch.ops.prims.convert_element_type.default
 
 @dataclass(frozen=True)
 class Dim:
-    """Disjoint groups of equal size and the label of their mesh dimension. A rank may be in none of
-    them."""
+    """Disjoint groups of equal size, with the label of their mesh dimension. A rank may be in none
+    of them."""
 
     label: str
     groups: list[list[int]]
@@ -50,14 +49,14 @@ class Dim:
         return next((group for group in self.groups if rank in group), None)
 
     def number(self, rank: int) -> int:
-        """The rank's place in its group; 0 where it is in none."""
+        """Return the rank's position in its group; 0 if it is in none."""
         group = self.of(rank)
         return group.index(rank) if group else 0
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """A device mesh: ``ranks`` as a nested list, and the names of the dimensions of the case that
+    """A device mesh: ``ranks`` as a nested list, and the names of those dimensions of the case that
     it has."""
 
     ranks: list[Any]
@@ -66,10 +65,12 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Input:
-    """A tensor that each rank is given. ``rows`` are the lengths of the first dimension by rank
-    where they differ; ``fill`` is normal, same (on all ranks), ints or zeros; ``planted`` are
-    [rank, place, value]. ``gradient``: it comes in as one, in a backward graph.
-    ``numbers`` are its values by rank, where they are given."""
+    """A tensor that each rank gets.
+
+    ``rows`` are the lengths of the first dimension by rank if they differ. ``fill`` is normal, same
+    (on all ranks), ints or zeros; ``planted`` are [rank, place, value]. ``gradient``: it is a
+    gradient, in a backward graph. ``numbers`` are its values by rank, if they are given.
+    """
 
     dtype: str
     shape: list[int]
@@ -106,9 +107,11 @@ class Input:
 
 @dataclass(frozen=True)
 class Step:
-    """An operator ``op`` of earlier values; ``how`` are its settings. ``module`` and ``word`` are
-    what its nodes say of where they come from. ``again``: they are marked as forward's, computed
-    again in backward."""
+    """An operator ``op`` applied to earlier values, with settings ``how``.
+
+    ``module`` and ``word`` are the module and the annotation in the metadata of its nodes.
+    ``again``: the nodes are marked as recomputed from forward, in backward.
+    """
 
     op: str
     of: list[int]
@@ -120,10 +123,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Case:
-    """Values are numbered: the inputs, then what each step gives. ``dependent`` says why ranks may
-    decide differently. ``rewritten``: whether algorithms are spliced into the graphs, which takes
-    most of the time; if not, compressed sites are carried out by hand alone. ``autocast``: it is
-    planned, and its codecs run, once more where the user's code has autocast on."""
+    """A program with its policy and profile.
+
+    Values are numbered: first the inputs, then the results of each step. ``dependent`` is the
+    reason why ranks may decide differently. ``rewritten``: whether algorithms are inserted into the
+    graphs, which takes most of the time; if not, compressed sites are only executed eagerly.
+    ``autocast``: the case is also planned, and its codecs run, under autocast.
+    """
 
     world: int
     dims: dict[str, Dim]
@@ -140,7 +146,7 @@ class Case:
     autocast: bool = False
 
     def to_json(self) -> str:
-        """As JSON with one step a line."""
+        """Return the case as JSON with one step per line."""
         facts = msgspec.to_builtins(self)
         lines = []
         for key, value in facts.items():
@@ -169,11 +175,11 @@ class Case:
 
 
 WORLD = "world"
-"""The dimension of all ranks: torch's default group, which is not made anew."""
+"""The dimension of all ranks: torch's default group, which is not created again."""
 
 
 def group_names(case: Case) -> dict[str, tuple[str, list[int]]]:
-    """The dimension and the ranks of each group by the name that torch gives it: groups are made in
+    """Return the dimension and the ranks of each group by torch's group name: groups are created in
     order."""
     made = [(key, ranks) for key, dim in case.dims.items() if key != WORLD for ranks in dim.groups]
     everybody = list(range(case.world))
@@ -182,12 +188,12 @@ def group_names(case: Case) -> dict[str, tuple[str, list[int]]]:
 
 @contextmanager
 def as_rank(case: Case, rank: int) -> Iterator[None]:
-    """This process as one rank of the program, with its groups; nothing is sent."""
+    """Make this process one rank of the program, with its groups; nothing is sent."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
         dist.destroy_process_group()
-    hook = sys.excepthook  # torch puts a rank in front of it, each time
+    hook = sys.excepthook  # torch inserts a rank before it, each time
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=case.world)
     sys.excepthook = hook
     try:
@@ -208,7 +214,7 @@ def as_rank(case: Case, rank: int) -> Iterator[None]:
             for mesh in case.meshes
         ]
         yield
-        del meshes  # they live as long as their groups
+        del meshes  # they exist as long as their groups
     finally:
         dist.destroy_process_group()
 
@@ -216,7 +222,7 @@ def as_rank(case: Case, rank: int) -> Iterator[None]:
 # --- operators ------------------------------------------------------------------------------------
 
 On = Any
-"""Who carries out operators: ``on(target, *args, **kwargs)``. Writes a graph, or computes."""
+"""Executes operators: ``on(target, *args, **kwargs)`` writes a graph, or computes."""
 
 
 def _reshape(on: On, x: Any, shape: list[int]) -> Any:
@@ -240,7 +246,7 @@ def _own_item(on: On, x: Any, how: dict[str, Any], where: Where) -> Any:
 
 
 def _joined(on: On, x: Any, how: dict[str, Any], where: Where) -> Any:
-    """Equal parts of the first dimension, joined along another: a gather along that one."""
+    """Join equal parts of the first dimension along another one: a gather along that one."""
     split = on(aten.split.Tensor, x, on.shape(x)[0] // how["parts"])
     return on(
         aten.cat.default, [on(operator.getitem, split, n) for n in range(how["parts"])], how["dim"]
@@ -248,12 +254,12 @@ def _joined(on: On, x: Any, how: dict[str, Any], where: Where) -> Any:
 
 
 def _number(number: Any, where: Where) -> Any:
-    """The number that a rank has in its program: of a list its own."""
+    """Return a rank's number; a list has one number per rank."""
     return number[where.rank] if isinstance(number, list) else number
 
 
 def has_own_number(step: Step) -> bool:
-    """Whether a rank's own number is in a step."""
+    """Return whether a step contains different numbers for different ranks."""
     return any(isinstance(step.how.get(key), list) for key in ("by", "alpha"))
 
 
@@ -296,7 +302,7 @@ def _sum(on: On, x: Any, how: dict[str, Any], where: Where) -> Any:
 
 
 def _through(on: On, x: Any, how: dict[str, Any], where: Where) -> Any:
-    """There and back: what is narrow is of a dtype in which little can be computed."""
+    """Convert to a dtype and back: few operators compute in narrow dtypes."""
     return on(convert, on(convert, x, getattr(torch, how["narrow"])), on.dtype(x))
 
 
@@ -309,7 +315,7 @@ def _places(on: On, length: int) -> Any:
 
 
 def _index(on: On, x: Any, how: dict[str, Any], where: Where) -> Any:
-    """Where the largest value of each row is, as a float."""
+    """Return the position of the largest value of each row, as a float."""
     return on(convert, on(aten.argmax.default, x, -1, how["keep"]), on.dtype(x))
 
 
@@ -318,7 +324,7 @@ def _mask(on: On, x: Any, how: dict[str, Any], where: Where) -> Any:
 
 
 def _counts(on: On, x: Any, how: dict[str, Any], where: Where) -> Any:
-    """How many values are above each of some numbers: whole numbers, kept as floats."""
+    """Return how many values exceed each of some numbers: whole numbers, stored as floats."""
     masks = [on(convert, on(aten.gt.Scalar, x, above), on.dtype(x)) for above in how["above"]]
     every = list(range(len(on.shape(x))))
     return on(
@@ -327,13 +333,14 @@ def _counts(on: On, x: Any, how: dict[str, Any], where: Where) -> Any:
 
 
 def _histogram(on: On, x: Any, how: dict[str, Any], where: Where) -> Any:
-    """How often each of the integers from 0 to 7 occurs, as a float: a sum of one-hot rows."""
+    """Return how often each of the integers from 0 to 7 occurs, as a float: a sum of one-hot
+    rows."""
     hot = on(aten.eq.Tensor, on(aten.reshape.default, x, [-1, 1]), _places(on, 8))
     return on(aten.sum.dim_IntList, on(convert, hot, getattr(torch, how["dtype"])), [0], False)
 
 
 def _positions(on: On, x: Any, how: dict[str, Any], where: Where) -> Any:
-    """The number of each row, as a float."""
+    """Return the number of each row, as a float."""
     return on(convert, _places(on, on.shape(x)[0]), on.dtype(x))
 
 
@@ -342,8 +349,11 @@ def _flat(on: On, x: Any) -> Any:
 
 
 def _statistics(on: On, x: Any, how: dict[str, Any], where: Where) -> Any:
-    """What normalization over ranks sends: for each column the mean and the variance, or the sum
-    and that of squares, and how many rows there are."""
+    """Return the message of a normalization over ranks.
+
+    For each column it has the mean and the variance, or the sum and the sum of squares, and the
+    number of rows.
+    """
     rows, total = on.shape(x)[0], lambda y: on(aten.sum.dim_IntList, y, [0], False)
     first, second = total(x), total(on(aten.mul.Tensor, x, x))
     if how["of"] == "mean":
@@ -389,18 +399,22 @@ LOCAL: dict[str, Callable[..., Any]] = {
     "sum": _sum,
     "full": _full,
 }
-"""What a rank does alone."""
+"""Operators of one rank."""
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
-"""What ranks do together. ``how``: group (a dimension), reduce, splits (entries from each rank to
-each; None if even), counts (the inputs in which they stand, if they are only known there), root,
-form (plain, in-place, coalesced: one tensor or several), late (waited for when it is first
-used)."""
+"""Operators of several ranks, with these settings in ``how``:
+
+- group: a dimension; reduce: the op; root: a rank.
+- splits: entries from each rank to each; None if even.
+- counts: the inputs that hold the splits, if they are only known there.
+- form: plain, in-place, or coalesced (one tensor or several).
+- late: whether it is waited for when it is first used.
+"""
 
 
 @dataclass(frozen=True)
 class Where:
-    """The rank of which program is being written or computed."""
+    """The rank whose program is being written or computed."""
 
     case: Case
     rank: int
@@ -411,8 +425,8 @@ def local(on: On, step: Step, values: Sequence[Any], where: Where) -> Any:
 
 
 def instead(on: On, step: Step, x: Any, where: Where) -> Any:
-    """What a rank that is in none of the groups has for a collective's result: of the same
-    shape."""
+    """Return a replacement for a collective's result, of the same shape, on a rank that is in none
+    of the groups."""
     ranks = where.case.dims[step.how["group"]].size
     if step.op == "all_gather":
         return on(aten.cat.default, [x] * ranks)
@@ -422,7 +436,7 @@ def instead(on: On, step: Step, x: Any, where: Where) -> Any:
 
 
 def together(on: On, step: Step, x: torch.Tensor, where: Where) -> torch.Tensor:
-    """What a rank has for a collective's result, without its values."""
+    """Return a collective's result on a rank, without its values."""
     dim = where.case.dims[step.how["group"]]
     ranks = dim.of(where.rank)
     if ranks is None:
@@ -438,7 +452,7 @@ def together(on: On, step: Step, x: torch.Tensor, where: Where) -> torch.Tensor:
 
 
 class Shapes:
-    """Carries out operators on tensors without values."""
+    """Execute operators on tensors without values."""
 
     def contiguous(self, x: torch.Tensor) -> bool:
         return x.is_contiguous()
@@ -459,7 +473,7 @@ class Shapes:
 
 
 def results(step: Step) -> int:
-    """How many values a step gives."""
+    """Return how many values a step gives."""
     return len(step.of) if step.op in COLLECTIVES else 1
 
 
@@ -467,15 +481,18 @@ def results(step: Step) -> int:
 
 
 class Uncompiled(fx.GraphModule):
-    """Runs node by node only: no code is made of it, which would take most of the time."""
+    """A graph module that is only interpreted: generating code would take most of the time."""
 
     def recompile(self) -> None:
         pass
 
 
 class Writer:
-    """Writes a graph with fake values. They are worked out on tensors without values, outside of
-    the fake mode: that is ten times as fast."""
+    """Write a graph with fake values.
+
+    The values are computed on tensors without values, outside of the fake mode, which is ten times
+    as fast.
+    """
 
     def __init__(self, mode: FakeTensorMode):
         self.mode, self.graph, self.meta = mode, fx.Graph(), {}
@@ -491,12 +508,13 @@ class Writer:
         return self.node(target, args, kwargs, Shapes()(target, *values, **named))
 
     def symbolic(self, target: Any, args: Any, kwargs: Any) -> fx.Node:
-        """A node whose size, or value, is only known when the graph runs."""
+        """Return a node whose size, or value, is only known when the graph runs."""
         node = self.graph.call_function(target, args, kwargs)
         values, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         with torch.no_grad(), self.mode:
             node.meta = {**self.meta, "val": target(*values, **named)}
-            # Each result has its node here, as in a trace: no later trace is to miss it.
+            # Each result has a node here, as in a trace, so that no later trace reports it as
+            # missing.
             self.mode.shape_env.pending_fresh_unbacked_symbols.clear()
         made = node.meta["val"]
         if isinstance(made, torch.Tensor) and all(isinstance(n, int) for n in made.shape):
@@ -504,7 +522,7 @@ class Writer:
         return node
 
     def numbers(self, x: fx.Node) -> list[fx.Node]:
-        """The numbers in an input, read once."""
+        """Return the numbers in an input, read once."""
         if x not in self.read:
             rows = self(aten.unbind.int, x)
             places = range(self.shape(x)[0])
@@ -519,7 +537,7 @@ class Writer:
         return self.symbolic(ops.wait_tensor.default, (node,), {})
 
     def node(self, target: Any, args: Any, kwargs: Any, made: Any) -> fx.Node:
-        """A node of which the result is known, as one tensor without values or several."""
+        """Add a node with a known result: one or several tensors without values."""
         node = self.graph.call_function(target, args, kwargs)
         self.shapes[node] = made
         node.meta = {**self.meta, "val": fx.node.map_aggregate(made, self._fake)}
@@ -562,7 +580,7 @@ COALESCED = {
 
 
 STEP = "fuzz_step"
-"""Key in the metadata of every node: the number of the step that it was written for."""
+"""Key in the metadata of every node: the number of its step."""
 
 
 def start(
@@ -573,7 +591,7 @@ def start(
     where: Where,
     counts: Sequence[fx.Node] = (),
 ) -> list[fx.Node]:
-    """The nodes that stand for a collective's results before they are waited for."""
+    """Return the nodes of a collective's results before they are waited for."""
     how, rank = step.how, where.rank
     ranks = where.case.dims[how["group"]].of(rank)
     assert ranks is not None
@@ -607,7 +625,7 @@ def start(
 
 
 def write(case: Case, rank: int, mode: FakeTensorMode) -> Uncompiled:
-    """The graph of one rank, as AOTAutograd would give it to the passes."""
+    """Write the graph of one rank, as AOTAutograd would pass it to the passes."""
     on, where = Writer(mode), Where(case, rank)
     names = {key: name for name, (key, ranks) in group_names(case).items() if rank in ranks}
     values = [
@@ -651,7 +669,7 @@ def write(case: Case, rank: int, mode: FakeTensorMode) -> Uncompiled:
 
 
 def _said(step: Step) -> dict[str, Any]:
-    """The metadata of a step's nodes."""
+    """Return the metadata of a step's nodes."""
     said: dict[str, Any] = {}
     if step.module:
         said["nn_module_stack"] = {step.module: (f"L['self'].{step.module}", "Module")}

@@ -1,5 +1,4 @@
-"""Random cases, drawn by hypothesis: what it draws is as small as it can be made where something
-fails."""
+"""Draw random cases with hypothesis, which minimizes those that fail."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ FLOATS = ("float32", "bfloat16", "float16", "float64")
 MODULES = ("", "layers.0.attn", "layers.0.mlp", "layers.1.mlp", "router")
 OWN_NUMBER = "a rank's own number"
 LARGEST = 1 << 13
-"""Values of a tensor, at most: a run of all ranks is then quick."""
+"""The largest number of values of a tensor, so that a run of all ranks is quick."""
 
 
 Value = list[torch.Tensor]
@@ -50,7 +49,7 @@ def is_matrix(value: Value) -> bool:
 
 @dataclass(frozen=True)
 class Counted:
-    """How many tokens go from each rank to each, and the inputs in which it stands."""
+    """The number of tokens from each rank to each, and the inputs that hold it."""
 
     inputs: tuple[int, int]
     group: str
@@ -59,7 +58,7 @@ class Counted:
 
 
 class Drawer:
-    """Draws a program step by step, and knows the shapes of its values on all ranks."""
+    """Draw a program step by step, and record the shapes of its values on all ranks."""
 
     def __init__(self, draw: Callable[[Any], Any]):
         self.draw = draw
@@ -145,7 +144,7 @@ class Drawer:
         )
         for _ in range(self.draw(st.integers(1, 2))):
             self.input(dtype, [length, columns])
-        if self.chance(2):  # each rank has as many samples as it has
+        if self.chance(2):  # each rank has its own number of samples
             lengths = st.sampled_from([0, 1, 2, 3, 5, 8, 33, 100])
             rows = self.draw(st.lists(lengths, min_size=self.world, max_size=self.world))
             self.input(dtype, [0, columns], rows)
@@ -170,11 +169,11 @@ class Drawer:
             self.inputs.append(made)
             self.values.append([x.to("meta") for x in map(made.value, range(self.world))])
         last = len(self.inputs) - 1
-        self.unsized |= {last - 1, last}  # not to be reckoned with
+        self.unsized |= {last - 1, last}  # values that are not used in computations
         return Counted((last - 1, last), group, dim.groups[0], splits)
 
     def splits(self, group: str, rows: Sequence[int]) -> list[list[int]]:
-        """Entries from each rank to each: the ``rows`` that a rank has go to those of its group."""
+        """Return the entries from each rank to each: a rank's ``rows`` go to those of its group."""
         splits = [[0] * self.world for _ in range(self.world)]
         for ranks in self.dims[group].groups:
             for rank in ranks:
@@ -189,7 +188,7 @@ class Drawer:
     # --- values ---
 
     def pick(self, fits: Callable[[Value], bool] = lambda value: True) -> int | None:
-        """The number of a value; those that were made last are taken most: rules need
+        """Return the number of a value; recent ones are picked most often, because rules need
         neighbours."""
         numbers = [
             number
@@ -201,7 +200,7 @@ class Drawer:
         return numbers[-1 - self.draw(st.integers(0, min(len(numbers), 5) - 1))]
 
     def like(self, number: int) -> int | None:
-        """Another value of the same shape and dtype, or the same."""
+        """Return another value of the same shape and dtype, or the same value."""
         mine = self.values[number]
         alike = lambda value: all(  # noqa: E731
             (a.shape, a.dtype) == (b.shape, b.dtype) for a, b in zip(value, mine, strict=True)
@@ -209,7 +208,7 @@ class Drawer:
         return self.pick(alike)
 
     def add(self, op: str, *of: int, **how: Any) -> int | None:
-        """Adds a step; the number of its (first) value, or None where its result would be too
+        """Add a step; return the number of its (first) value, or None if its result would be too
         large."""
         step = Step(op, list(of), how, self.module, self.word, self.again)
         given = [[self.values[number][rank] for number in of] for rank in range(self.world)]
@@ -267,7 +266,8 @@ class Drawer:
         return self.one_of(list(self.dims))
 
     def number(self, choices: Sequence[float]) -> Any:
-        """A number of the program; or each rank's own, in programs that have such."""
+        """Return a number of the program, or a different number for each rank if the program has
+        such."""
         if not self.has_own_numbers or self.chance(3):
             return self.one_of(choices)
         self.dependent = self.dependent or OWN_NUMBER
@@ -276,8 +276,10 @@ class Drawer:
         return [0.5 + rank for rank in range(self.world)]
 
     def links(self, number: int | None, most: int = 3) -> int | None:
-        """What may stand before or after a collective and moves past it: a chain of scales by one
-        number, negations, views and copies."""
+        """Add what may stand before or after a collective and can be moved past it.
+
+        This is a chain of scales by one number, negations, views and copies.
+        """
         if number is None or not is_float(self.values[number]):
             return number
         if not (self.has_own_numbers or self.chance(2)):
@@ -481,7 +483,7 @@ def coalesced(d: Drawer) -> None:
     d.collective(kind, x, group, y, form="coalesced", **how)
 
 
-# --- what rules look for --------------------------------------------------------------------------
+# --- patterns of rules ----------------------------------------------------------------------------
 
 
 def sums(d: Drawer) -> None:
@@ -534,7 +536,8 @@ def nested(d: Drawer) -> None:
 
 
 def own_of(d: Drawer) -> None:
-    """The own part of a gather or a sum, behind what may stand between."""
+    """Add the slice of a gather or a sum that is the rank's own, after operators that may stand
+    between."""
     x = d.pick(lambda v: is_float(v) and not ragged(v) and v[0].dim() == 2 and v[0].numel() > 0)
     if x is None:
         return
@@ -614,7 +617,7 @@ def gathered_scatter(d: Drawer) -> None:
 
 
 def between_links(d: Drawer) -> None:
-    """Any collective with scales before and after it, and behind those what rules look for."""
+    """Add a collective with scales before and after it, followed by patterns that rules match."""
     x = d.links(d.pick(lambda v: is_float(v) and v[0].dim() > 0))
     if x is None:
         return
@@ -642,8 +645,8 @@ def between_links(d: Drawer) -> None:
 
 
 def no_field(d: Drawer) -> None:
-    """What is no field of like values: counts, indices, masks, statistics, maybe beside others of
-    its kind, in a collective."""
+    """Add a collective of values that are no field of like values: counts, indices, masks,
+    statistics, maybe several in one tensor."""
     y = _no_field(d)
     if y is not None and d.values[y][0].dim() > 0 and d.chance(3):
         other = d.like(y) if d.chance(2) else _no_field(d)
@@ -680,7 +683,7 @@ def _no_field(d: Drawer) -> int | None:
 
 
 def tokens(d: Drawer) -> None:
-    """Tokens to experts and back: how many, each rank knows for itself."""
+    """Send tokens to experts and back, with counts that each rank knows when it compiles."""
     x, group = d.pick(lambda v: v[0].dim() == 2), d.group()
     if x is None:
         return
@@ -698,7 +701,7 @@ def tokens(d: Drawer) -> None:
 
 
 def counted_tokens(d: Drawer) -> None:
-    """As tokens, but the numbers stand in inputs: they are only known when the graph runs."""
+    """As ``tokens``, but inputs hold the counts: they are only known when the graph runs."""
     if d.counted is None:
         return
     counted = d.counted
@@ -775,7 +778,7 @@ SCALED: tuple[Callable[[Drawer], None], ...] = (
     between_links,
     between_links,
 )
-"""Those with scales around collectives."""
+"""Steps with scales around collectives."""
 
 
 # --- policies -------------------------------------------------------------------------------------

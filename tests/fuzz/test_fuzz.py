@@ -1,4 +1,4 @@
-"""Random programs for several ranks, the same ones each time; and every case that failed once.
+"""Random programs for several ranks, always the same ones; and every case that once failed.
 
 ``make fuzz MINUTES=30`` tries others.
 """

@@ -1,4 +1,4 @@
-"""Nothing that a caller has switched on in torch reaches a rewritten graph."""
+"""Torch modes of the caller do not affect a rewritten graph."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_rewritten_graph_and_plan_are_the_same(fake_group, mode, policy):
 
 @pytest.mark.parametrize("inner", ["aot_eager", rarely("inductor")])
 def test_graphs_compiled_in_inference_mode_are_rewritten(fake_group, inner):
-    """Also those that write into their inputs, which are then tensors of that mode."""
+    """This includes graphs that write to their inputs, which are then inference tensors."""
     fake_group(4)
 
     def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""compress, keep and apply_policy: whose word a site carries, in forward and backward, and where a
-word cannot reach."""
+"""compress, keep and apply_policy: which annotation a site has, in forward and backward, and the
+limits of annotations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from commpass.policy.rules import Rule
 
 RANKS = 2
 NOTHING = Policy(codecs=())
-"""Leaves alone what no word is about."""
+"""Compresses only annotated sites."""
 
 
 @pytest.fixture(autouse=True)
@@ -33,12 +33,12 @@ def group(fake_group):
 
 
 def gather(x):
-    """Gathers in forward, and in backward reduces and scatters."""
+    """Gather in forward; reduce and scatter in backward."""
     return all_gather_tensor_autograd(x, 0, dist.group.WORLD)
 
 
 def reduce(x):
-    """Reduces in forward, and has no gradient of its own."""
+    """Reduce in forward, without a separate gradient."""
     return ops.wait_tensor(ops.all_reduce(x * 2, "sum", "0"))
 
 
@@ -79,7 +79,7 @@ def compiled(function, policy=NOTHING, **more):
 
 
 def plans_of(function, policy=NOTHING, *, train: bool = True):
-    """The plans of the graphs that one step of a function makes."""
+    """Return the plans of the graphs of one step of a function."""
     seen = len(commpass.plans())
     x = torch.ones(4, 3, requires_grad=train)
     result = compiled(function, policy)(x)
@@ -89,7 +89,7 @@ def plans_of(function, policy=NOTHING, *, train: bool = True):
 
 
 def words(plan) -> list:
-    """What each site's word says, in order: a codec, "keep", all that is said, or None."""
+    """Return each site's annotation, in order: a codec, "keep", the whole annotation, or None."""
 
     def said(text):
         word = json.loads(text)
@@ -230,7 +230,7 @@ def test_words_hold_for_what_checkpointing_computes_again():
     own = sorted(word for kind, word in found if kind == "reduce_scatter")
     again = sorted(word for kind, word in found if kind == "all_gather")
     assert own == ["int8", "keep"]
-    # torch 2.11 saves what a custom gather gave instead of computing it again.
+    # torch 2.11 saves the result of a custom gather instead of recomputing it.
     assert again == ([] if torch.__version__.startswith("2.11.") else ["int8", "keep"])
     assert len(found) == len(own) + len(again)
 
@@ -318,7 +318,7 @@ def test_unknown_name_is_refused_with_the_nearest_outside_and_inside_compiled_co
     assert part in str(wrapped.value)
 
 
-# --- what a word does -----------------------------------------------------------------------------
+# --- effects of an annotation ---------------------------------------------------------------------
 
 
 def forced(codec):
@@ -376,7 +376,7 @@ def test_bare_compress_allows_what_the_policy_itself_does_whatever_rules_and_kee
         assert bare.word == "{}"
         assert "rule" not in bare.reason
         assert "keep" not in bare.reason
-        assert "fp8" in bare.reason  # it is 48 bytes: a candidate that loses
+        assert "fp8" in bare.reason  # it has 48 bytes: a losing candidate
 
 
 def test_bare_compress_allows_nothing_where_the_policy_itself_does_not():
@@ -681,11 +681,11 @@ def test_copy_of_a_model_has_weights_of_its_own_and_the_words(put, twin_of):
     assert forward_words(twin) == ["keep"]
 
 
-# --- where a word cannot reach --------------------------------------------------------------------
+# --- limits of annotations ------------------------------------------------------------------------
 
 
 def refused(function, word) -> None:
-    """A call raises ScopeError, which shows the word and says what to write instead."""
+    """Check that a call raises ScopeError, whose message has the annotation and the alternative."""
     with pytest.raises(ScopeError) as error:
         function()
     for part in (word, "commpass.compress", "apply_policy(model, {...})", "module's class"):

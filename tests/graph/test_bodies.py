@@ -1,4 +1,4 @@
-"""What coded operators stand for is traced once in a process, as far as nothing tells two apart."""
+"""Bodies of coded operators are traced once per process, if nothing distinguishes them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def summed(x):
 
 @pytest.fixture
 def traces(fake_group, monkeypatch):
-    """``traces(columns)`` rewrites a graph; the number of bodies that are traced, and the graph."""
+    """``traces(columns)`` rewrites a graph; it returns the number of traced bodies, and the
+    graph."""
     fake_group(4)
     monkeypatch.setattr(lower, "_bodies", {})
     policy = Policy(rules=[Rule(codec="int8", algorithm="two_shot", force=True)])

@@ -1,4 +1,4 @@
-"""max_error on real values: sites over it are left alone after the first calls."""
+"""max_error on real values: sites that exceed it are uncompressed after the first calls."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def with_counts() -> torch.Tensor:
-    """Fields, with one count in each 256 values: the count sets the scale of its block."""
+    """Return fields with one count in each 256 values: the count sets the scale of its block."""
     x = normal(128, 256, seed=2)
     x[:, ::256] = 1e6
     return x
@@ -48,7 +48,7 @@ def codecs_of(backend) -> list[str]:
 
 
 def called(values, *, policy=BALANCED, calls: int = 3, inner: str = "eager", function=two_sums):
-    """A backend whose function was called with these, and what each call gave."""
+    """Return a backend whose function was called with these values, and the result of each call."""
     torch._dynamo.reset()
     backend = commpass.backend(policy, inner=inner, profile=SLOW, strict=True)
     compiled = torch.compile(function, backend=backend)
@@ -77,8 +77,8 @@ def test_site_over_its_budget_is_left_alone_after_the_first_call(fake_group, war
     assert "of its non-zero values are lost" in entry.plan.sites[1].reason
     assert entry.plan in commpass.plans()
     lost = (results[0][1] != y).float().mean()
-    assert lost > 0.9  # of the first call, whose values nobody knew
-    assert torch.equal(results[1][1], y)  # the fake group gives each rank its own values
+    assert lost > 0.9  # the error of the first call, whose values were unknown
+    assert torch.equal(results[1][1], y)  # the fake group returns each rank's own values
     (warning,) = warnings()
     assert "all_reduce_1" in warning
     assert "max_error" in warning
@@ -92,7 +92,7 @@ def test_site_over_its_budget_is_left_alone_after_the_first_call(fake_group, war
         torch.distributions.Laplace(0.0, 1.0).icdf(torch.rand(128, 256).clamp(1e-6, 1 - 1e-6)),
         torch.relu(normal(128, 256, seed=3)),
         torch.nn.functional.gelu(normal(128, 256, seed=4)),
-        normal(128, 256) * torch.logspace(-3, 3, 128)[:, None],  # rows that differ in size
+        normal(128, 256) * torch.logspace(-3, 3, 128)[:, None],  # rows of different sizes
         torch.full((128, 256), 0.7),
     ],
     ids=["gauss", "laplace", "relu", "gelu", "rows", "constant"],
@@ -124,7 +124,7 @@ def test_check_goes_on_until_there_is_something_to_measure(fake_group, warnings)
     backend = commpass.backend(policy, inner="eager", profile=SLOW)
     compiled = torch.compile(two_sums, backend=backend)
     zeros, infinite = torch.zeros(128, 256), torch.full((128, 256), float("inf"))
-    for y in (zeros, infinite, zeros, with_counts()):  # the fourth call is one that is measured
+    for y in (zeros, infinite, zeros, with_counts()):  # the fourth call is measured
         assert codecs_of(backend).count("none") == 0
         compiled(*GOOD, y)
     compiled(*GOOD, zeros)
@@ -167,8 +167,10 @@ def test_site_over_its_budget_stays_so_when_compiled_for_other_sizes(fake_group)
 
 
 def alternating(backend, calls: int = 4):
-    """Calls a function with two sizes in turns; what the smaller one is given is over its budget.
-    The bigger one has a graph of its own, and first has nothing to measure."""
+    """Call a function alternately with two sizes; the values of the smaller exceed its budget.
+
+    The larger one has a separate graph, and first has nothing to measure.
+    """
     torch._dynamo.reset()
     compiled = torch.compile(two_sums, backend=backend, dynamic=False)
     big = with_counts()
@@ -249,7 +251,7 @@ def test_values_inside_of_a_kernel_are_checked_too(fake_group):
 
 @pytest.mark.parametrize("inner", ["aot_eager", rarely("inductor")])
 def test_gradients_are_those_of_the_graph_that_was_compiled_again(fake_group, inner):
-    """A forward graph that is compiled again hands its backward graph what that expects."""
+    """A recompiled forward graph passes its backward graph what that expects."""
     fake_group(4)
 
     class Sum(torch.autograd.Function):
@@ -364,7 +366,7 @@ def test_budget_is_exceeded_by_its_error_its_lost_values_or_its_worst_block():
     assert "non-zero values are lost" in excess(Reading(0, 0.1, 0), 0.02)
     assert "worst block" in excess(Reading(0, 0, 0.3), 0.02)
     assert "whole numbers" in excess(Reading(0.001, 0, 0, whole=True), 0.02)
-    assert excess(Reading(0, 0, 0, whole=True), 0.02) == ""  # they arrive as they are
+    assert excess(Reading(0, 0, 0, whole=True), 0.02) == ""  # they arrive unchanged
 
 
 def whole(x: torch.Tensor) -> bool:
@@ -378,8 +380,8 @@ def test_whole_numbers_are_told_from_values_without_room_for_a_fraction(dtype):
     large = normal(4096) * 2.0 ** (4 if dtype == torch.float16 else 12)
     assert whole(counts.to(dtype))
     assert not whole((counts + 0.5).to(dtype))
-    assert not whole(large.to(dtype))  # in bfloat16 most of these are whole
-    assert not whole(torch.ones(8, dtype=dtype))  # too few to tell
+    assert not whole(large.to(dtype))  # in bfloat16 most of these are whole numbers
+    assert not whole(torch.ones(8, dtype=dtype))  # too few to decide
 
 
 def test_equal_sites_have_keys_of_their_own(fake_group):

@@ -1,4 +1,4 @@
-"""Collectives in chunks of rows: what is split, what is not, and the same numbers either way."""
+"""Collectives in chunks of rows: what is split, what is not, and the same results either way."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def block(x, w, residual, weight, w2):
 
 
 def whole(*shape, seed=0):
-    """Values whose sums are exact."""
+    """Return values whose sums are exact."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-4, 5, shape, generator=generator).float()
 
@@ -58,7 +58,7 @@ def drive(gm, direction="forward", profile=LINK, **policy):
 
 
 def story(gm) -> str:
-    """The order in short: s starts an exchange, w waits, m is a matmul, c joins."""
+    """Return the order in short: s starts an exchange, w waits, m is a matmul, c joins."""
     letters = {aten.mm.default: "m", aten.addmm.default: "m", aten.cat.default: "c"}
     found = ""
     for node in gm.graph.nodes:
@@ -67,12 +67,12 @@ def story(gm) -> str:
 
 
 def room(x):
-    """A later peak, beside which chunks do not count."""
+    """A later peak of memory, compared with which chunks do not count."""
     return x.repeat(16, 1)
 
 
 def check(function, given, **policy):
-    """Splits a graph; what it computes must stay the same. Returns it with its plan."""
+    """Split a graph and check that its results stay the same. Return it with its plan."""
     gm = trace(function, *given)
     expected = gm(*[x.clone() for x in given])
     plan = drive(gm, **policy)
@@ -104,8 +104,8 @@ def test_chunk_travels_while_the_next_is_computed(rows, order):
 
 
 def test_chunks_that_others_take_are_joined():
-    """The residual is a result of its own: its chunks are put together, and those of the sum, which
-    nobody else takes, are not."""
+    """The residual is a result itself, so its chunks are joined. Those of the sum, which has no
+    other users, are not."""
     gm, _ = check(block, inputs(), rows=2)
     joined = [node for node in gm.graph.nodes if node.target == aten.cat.default]
     assert sorted(node.args[0][0].target.name() for node in joined) == [
@@ -135,7 +135,7 @@ def test_cost_model_splits_what_gains():
 
 
 def test_not_what_is_hidden_behind_other_matmuls():
-    """The gradient of a weight is computed meanwhile: that is for the pass that moves."""
+    """The gradient of a weight is computed meanwhile: that case belongs to the pass that moves."""
 
     given = [torch.empty(1024, 1024) for _ in range(3)]
     gm = trace(lambda g, w, y: (g.t() @ y, reduced(g @ w) @ w), *given)
@@ -146,7 +146,7 @@ def test_not_what_is_hidden_behind_other_matmuls():
 
 @pytest.mark.parametrize("batch", [64, 512])
 def test_gradients_of_weights_are_treated_alike_for_all_batches(batch):
-    """Ranks that share a weight may have batches of other sizes."""
+    """Ranks that share a weight may have batches of different sizes."""
     given = [torch.empty(batch, 256), torch.empty(batch, 256)]
     gm = trace(lambda x, g: (reduced(x.t() @ g), room(x)), *given)
     assert not drive(gm, direction="backward").split
@@ -162,7 +162,7 @@ def test_compressed_sites_are_split_as_well():
 
 
 def test_new_sites_are_allowed_what_the_old_one_was():
-    """Though they are smaller than the rule wants sites to be."""
+    """This holds although they are smaller than the rule's least size."""
     rule = Rule(codec="int8", force=True, min_bytes=256 * 256 * 4, rows=2)
     plan = drive(trace(block, *inputs(256, 256)), rules=[rule])
     assert [site.codec for site in plan] == ["int8", "int8"]
@@ -178,7 +178,7 @@ def test_chunks_are_multiples_of_codec_blocks():
 
 
 def test_chain_of_layers_goes_on_in_chunks():
-    """The matmul after one sum makes the next: its chunks are sent, and are never joined."""
+    """The matmul after one sum feeds the next: its chunks are sent, and are never joined."""
 
     def function(x, w, v):
         return reduced(reduced(x @ w).relu() @ v).relu() @ w
@@ -189,7 +189,7 @@ def test_chain_of_layers_goes_on_in_chunks():
 
 
 def test_matmuls_of_what_was_joined_take_the_chunks():
-    """Of two sums with the same chunks, the second adds the first as it came."""
+    """Of two sums with the same chunks, the second adds the first unchanged."""
 
     def function(x, w, v):
         h = reduced(x @ w)
@@ -213,7 +213,7 @@ def test_matmuls_of_what_was_joined_take_the_chunks():
     ],
 )
 def test_batches(shape, rows):
-    """As linear layers have them: a view to two dimensions, and back."""
+    """As in linear layers: a view to two dimensions, and back."""
     *batch, n = shape
 
     def function(x, w, residual, weight, v):
@@ -232,7 +232,7 @@ def test_batches(shape, rows):
 
 
 def test_view_that_a_matmul_and_others_take():
-    """As linear layers have it, of which backward takes the input again."""
+    """As in linear layers, whose backward uses the input again."""
 
     def function(x, w, residual, weight, v):
         y = reduced((x.view(M, N) @ w).view(1, M, N))
@@ -278,7 +278,7 @@ def test_llama_block():
         torch.testing.assert_close(one, other)
 
 
-# --- what is not ----------------------------------------------------------------------------------
+# --- what is not changed --------------------------------------------------------------------------
 
 
 def used_elsewhere(x, w):
@@ -367,7 +367,7 @@ def test_policies_that_forbid_it(name):
 
 
 def test_not_a_site_that_checkpointing_runs_again():
-    """Backward could not tell into what forward was split."""
+    """Backward could not tell how forward was split."""
     from torch.utils.checkpoint import CheckpointPolicy
 
     gm = trace(lambda x, w: reduced(x @ w) @ w, whole(M, N), whole(N, N))
@@ -398,7 +398,7 @@ def test_not_in_a_sub_graph():
 
 @pytest.mark.parametrize("rows", [None, 2])
 def test_nothing_to_split(rows):
-    """A rank without any rows: no tokens came to it, say."""
+    """A rank without any rows, for example because it got no tokens."""
     gm = trace(lambda x, w: reduced(x @ w) @ w, whole(0, N), whole(N, N))
     plan = drive(gm, rows=rows)
     assert not plan.split
@@ -406,7 +406,7 @@ def test_nothing_to_split(rows):
 
 
 def test_not_small_chunks_over_gloo(monkeypatch):
-    """It corrupts memory with several small exchanges in the air."""
+    """gloo corrupts memory with several small exchanges in flight."""
     monkeypatch.setattr(commpass.groups, "sends_messages", lambda name, device: True)
     for m, split in ((512, 1), (256, 0)):
         plan = drive(trace(lambda x, w: reduced(x @ w) @ w, whole(m, N), whole(N, N)), rows=2)
@@ -415,7 +415,7 @@ def test_not_small_chunks_over_gloo(monkeypatch):
 
 
 def test_not_above_the_peak_memory_by_more_than_a_chunk():
-    """What has arrived is copied to where it is joined; what is computed of it is not."""
+    """What has arrived is copied to where it is joined; what is computed from it is not."""
 
     def function(x, w):
         y = reduced(x @ w)
@@ -446,7 +446,7 @@ def test_memory_of_a_graph_is_not_counted_for_each_of_many_equal_sites(monkeypat
 
     _, plan = check(layers, inputs()[:2], rows=2)
     assert len(plan.split) == 12
-    assert len(counted) <= 3  # the first and the last are of a form of their own
+    assert len(counted) <= 3  # the first and the last have a different form
 
 
 @pytest.mark.parametrize("name", ["amax", "amin", "mean", "sum", "var"])
@@ -461,7 +461,7 @@ def test_statistic_of_all_values_is_computed_of_the_whole(name):
 
 
 def test_rows_that_depend_on_other_rows_are_computed_whole():
-    """Sums over rows, and what takes them; random numbers are drawn for all rows at once."""
+    """Sums over rows, and their users; random numbers are drawn for all rows at once."""
 
     def function(x, w):
         y = reduced(x @ w)
@@ -476,7 +476,7 @@ def test_rows_that_depend_on_other_rows_are_computed_whole():
 
 @pytest.mark.parametrize(("dim", "of_rows"), [(0, True), (-2, True), (1, False), (-1, False)])
 def test_softmax_over_rows_is_computed_of_the_whole(dim, of_rows):
-    """One operator, as other compilers than Inductor leave it."""
+    """One operator, as compilers other than Inductor leave it."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     def function(x, w):
@@ -587,7 +587,7 @@ STEPS = {
 
 
 def chained(names, taken, matmuls):
-    """A sum, some steps, the matmuls that take each, and the steps whose values are results."""
+    """A sum, some steps, the matmuls that use each, and the steps whose values are results."""
 
     def function(x, w, r, v):
         y = reduced(x @ w)
@@ -626,7 +626,7 @@ def test_any_chain_computes_the_same(names, taken, matmuls, rows, moves):
             assert now <= was + 64 * 16 * 4 // rows + 64
     for one, other in zip(expected, found, strict=True):
         assert one.stride() == other.stride()
-        if "bf16" in names:  # a bit of float32 more or less is then one of bfloat16
+        if "bf16" in names:  # a bit of float32 then becomes one of bfloat16
             assert (one - other).norm() <= 0.05 * one.norm()
         else:
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)

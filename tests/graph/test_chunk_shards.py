@@ -1,4 +1,4 @@
-"""What is gathered and what is scattered, in chunks of rows: each rank's part of every chunk."""
+"""Gathers and scatters in chunks of rows: each rank's part of every chunk."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ wait = ops.wait_tensor
 
 
 def gathered(x, ranks, dim=0):
-    """As DTensor does it: along the first dimension, then each rank's part where it belongs."""
+    """As in DTensor: gather along the first dimension, then put each rank's part in its place."""
     y = wait(ops.all_gather_into_tensor(x, ranks, "0"))
     return torch.cat(y.split(x.shape[0]), dim) if dim else y
 
@@ -36,13 +36,13 @@ def times(x, w):
 
 
 def values(*shape, seed=0):
-    """Values whose sums are exact."""
+    """Return values whose sums are exact."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-4, 5, shape, generator=generator).float()
 
 
 def mlp(ranks, dim):
-    """A sequence-parallel half of a layer, with another gather behind it."""
+    """A sequence-parallel half of a layer, followed by another gather."""
 
     def function(x, w1, w2, room):
         y = scattered(times(gathered(x, ranks, dim), w1).relu().clamp(max=3), ranks, dim)
@@ -52,7 +52,7 @@ def mlp(ranks, dim):
 
 
 def ends(ranks, dim):
-    """The matmul before a scatter, and the one behind a gather."""
+    """The matmul before a scatter, and the one after a gather."""
 
     def function(x, w1, w2, room):
         y = scattered(times(x, w1), ranks, dim).relu() + 1
@@ -62,7 +62,7 @@ def ends(ranks, dim):
 
 
 def kept(ranks, dim):
-    """What is gathered is taken whole as well: for the gradient of a weight, say."""
+    """The gathered tensor also has a user of the whole, such as the gradient of a weight."""
 
     def function(x, w1, w2, room):
         whole = gathered(x, ranks, dim)
@@ -115,7 +115,7 @@ def test_chunk_travels_while_a_matmul_runs(shape):
     plan = found.plans[0]
     assert [site.kind for site in plan] == ["reduce_scatter"] * 2 + ["all_gather"] * 2
     assert story(found.plain[0]) == "mswswm"
-    assert story(found.simple[0]) == "msmswswswwmm"  # a chunk is gathered while another is summed
+    assert story(found.simple[0]) == "msmswswswwmm"  # one chunk is gathered while another is summed
 
 
 def test_compressed_chunks():
@@ -136,7 +136,7 @@ def test_sites_with_nothing_before_and_after_them_are_not_split():
 
 
 def test_rows_that_ranks_do_not_share_evenly():
-    """The matmul's rows are the entries of another dimension than the one that is scattered."""
+    """The matmul's rows are the entries of a dimension other than the scattered one."""
 
     def function(ranks, dim):
         return lambda x, w1, w2, room: scattered((x @ w1).t().contiguous(), ranks)
@@ -177,7 +177,7 @@ def test_cost_model_splits_what_gains(gbit, gains, fake_group):
 
 @pytest.mark.parametrize(("codec", "kinds"), [(None, ["reduce_scatter"]), ("int8", BOTH)])
 def test_gathers_that_gloo_carries_out_stay_whole(codec, kinds, fake_group, monkeypatch):
-    """It corrupts memory with two in the air; what is coded goes as messages."""
+    """gloo corrupts memory with two in flight; coded gathers are sent as messages."""
     fake_group(2)
     monkeypatch.setattr(commpass.groups, "sends_messages", lambda name, device: True)
     given = [*[torch.empty(1024, 1024)] * 3, torch.empty(1 << 20)]

@@ -1,4 +1,4 @@
-"""Chunks of graphs of a GPU, which nobody asked for: planned on the fake process group."""
+"""Chunks of graphs of a GPU without an explicit count, planned on the fake process group."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def summed(x):
 
 
 def planned(mib: int, profile: Profile, algorithm: str = "two_shot", chunks: int | None = None):
-    """The graph of an all_reduce of so many MiB of bfloat16 on a GPU, and its planned site."""
+    """Return the graph of an all_reduce of some MiB of bfloat16 on a GPU, and its planned site."""
     policy = Policy(rules=[Rule(codec="int8", algorithm=algorithm, force=True, chunks=chunks)])
     x = torch.empty(mib << 9, 1024, dtype=torch.bfloat16, device="meta")
     with fake_cuda.a_card():
@@ -67,9 +67,12 @@ def exchanges(gm) -> int:
     ],
 )
 def test_count_is_that_of_the_least_predicted_time(name, mib, fake_group):
-    """Of the counts named one by one, the first that is hardly slower than the best. Chunks must
-    gain more than the whole takes to be encoded (5 us, and 0.02 ns a value), which a matmul may
-    do."""
+    """The count is the first that is hardly slower than the best one, among all counts given
+    explicitly.
+
+    Chunks must gain more than the time of encoding the whole (5 us, and 0.02 ns per value), which a
+    matmul may do.
+    """
     fake_group(RANKS)
     profile = PROFILES[name]
     gm, site = planned(mib, profile)

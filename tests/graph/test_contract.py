@@ -1,4 +1,5 @@
-"""What passes promise each other: the list fits together, and a broken promise is found at once."""
+"""The contracts between passes: the list is consistent, and a broken contract is detected at
+once."""
 
 from __future__ import annotations
 
@@ -86,7 +87,7 @@ def test_every_fact_is_promised_by_a_pass():
 
 
 def erase(road):
-    """Takes the last multiplication out of the graph."""
+    """Remove the last multiplication from the graph."""
     node = next(n for n in reversed(road.gm.graph.nodes) if n.target is torch.ops.aten.mul.Tensor)
     node.replace_all_uses_with(node.args[0])
     road.gm.graph.erase_node(node)

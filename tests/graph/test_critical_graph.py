@@ -1,4 +1,4 @@
-"""Which exchanges of a graph are on its critical path: in dumps, and what explain says of them."""
+"""Which exchanges of a graph are on its critical path, in dumps and in the output of explain."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ wait = ops.wait_tensor
 
 
 def hidden_and_exposed(x, w):
-    """One sum travels while eight matmuls are computed, one is waited for at once."""
+    """One sum overlaps with eight matmuls; another one is waited for at once."""
     hidden = ops.all_reduce(x * 2, "sum", "0")
     y = x
     for _ in range(8):
@@ -89,13 +89,14 @@ def test_hidden_exchange_has_slack_and_an_exposed_one_is_critical(dumped, tmp_pa
 def test_dependents_of_exchange_are_counted(dumped, tmp_path):
     dumped(UNCHUNKED)
     first, last = (explained(tmp_path, "--why", name) for name in ("all_reduce", "all_reduce_1"))
-    # The first: its sum, a slice, times 3, the other site, times 2, a sum. Before: times 2, 8 x 2.
+    # After the first: its sum, a slice, times 3, the other site, times 2, a sum. Before: times 2, 8
+    # x 2.
     assert "1 of 1 other sites and 5 of 22 other operators need what it brings" in first
     assert "0 of 1 other sites and 2 of 22 other operators need what it brings" in last
 
 
 def compiled(policy) -> tuple[Work, list]:
-    """What is compiled of a graph, as work, and its nodes in order."""
+    """Return the compiled operators of a graph, as work, and its nodes in order."""
     seen = []
 
     def keep(gm, inputs):

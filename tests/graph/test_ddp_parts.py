@@ -1,4 +1,5 @@
-"""The parts of DDP's buckets, the group and the thread of the door, and where residuals lie."""
+"""The parts of DDP's buckets, the group and the thread of the integration, and the layout of
+residuals."""
 
 from __future__ import annotations
 
@@ -201,7 +202,7 @@ def test_residuals_follow_parameters_into_other_buckets(fake_group):
 
 
 def test_residual_has_the_layout_of_its_parameter(fake_group):
-    """DDP's buckets hold gradients in the order in which their parameters lie in memory."""
+    """DDP's buckets hold gradients in the memory order of their parameters."""
     commpass.reset_state()
     owners._owners.clear()
     group = fake_group(4)
@@ -217,7 +218,7 @@ def test_residual_has_the_layout_of_its_parameter(fake_group):
 
 
 def test_state_of_parameters_that_are_gone_is_no_others(fake_group):
-    """Whatever the numbers (``id``) of new ones: torch and Python use those of old ones again."""
+    """This holds for any numbers (``id``) of new parameters: torch and Python reuse old ones."""
     commpass.reset_state()
     owners._owners.clear()
     group = fake_group(4)
@@ -227,7 +228,7 @@ def test_state_of_parameters_that_are_gone_is_no_others(fake_group):
         of = nn.Linear(8, 8, bias=False)
         made.run(what, torch.ones(64), of=[of.weight])
         (left,) = commpass.state_dict(of).values()
-        assert 0 < float(left.max()) <= 0.25  # what one step left, and none of the steps before
+        assert 0 < float(left.max()) <= 0.25  # what one step left, and not what earlier steps left
     assert len(made.plans) == 1
 
 

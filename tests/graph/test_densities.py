@@ -1,5 +1,5 @@
 """densities: the smallest gradients of a fusion are sent whole until equation 2 holds, and the
-others are thinned for that."""
+others are sparsified for that."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RANKS = 4
 LARGE, SMALL = 4096, (60, 61, 90, 8000, 8001)
 AT_ONCE = 4
 SIZES = (*[LARGE] * AT_ONCE, *SMALL)
-"""Of the gradients of two fusions: in these tests the first has so many selections."""
+"""The gradients of two fusions: in these tests the first has this many selections."""
 DENSITY = 0.01
 ALPHA_US, BYTES_PER_US, CALL_US = 100.0, 0.95, 1000.0
 LINK = Link(ALPHA_US, BYTES_PER_US / 1e3)
@@ -42,14 +42,15 @@ def _small_fusions(monkeypatch):
 
 
 def profile(call_us: float = CALL_US, gflops: float = 1e9) -> commpass.Profile:
-    """A selection takes ``call_us``, whatever it selects from; a matmul its operations."""
+    """A selection takes ``call_us``, regardless of its size; a matmul takes the time of its
+    operations."""
     free = KernelRate(0.0, 0.0)
     kernels = Kernels(0.0, free, call_us=call_us, gflops=gflops, gbytes_per_s=1e9)
     return commpass.Profile("slow", LINK, kernels=kernels)
 
 
 def gradients(*values):
-    """All are there at once."""
+    """All are available at once."""
     started = [ops.all_reduce(x * 1, "avg", "0") for x in values]
     return [wait(each) for each in started]
 
@@ -94,7 +95,7 @@ def planned(
 
 
 def whole(outcome, sizes=SIZES) -> list[int]:
-    """The sizes of the gradients that are sent whole."""
+    """Return the sizes of the gradients that are sent whole."""
     by_name = dict(zip([site.name for site in outcome.first], sizes, strict=True))
     left = [site.name for site in outcome.plan.sites if "sent whole" in site.reason]
     members = {each.into: each.sites for each in outcome.plan.grouped}
@@ -102,20 +103,20 @@ def whole(outcome, sizes=SIZES) -> list[int]:
 
 
 def densities_of(outcome) -> set[float]:
-    """Of what is selected from."""
+    """Return the densities of the selections."""
     found = [codec(site.codec).density for site in outcome.plan.sites if site.codec != NONE]
     return {each.ratio for each in found}
 
 
 def gather_us(sizes, density: float) -> float:
-    """Equation 3, of one message with a selection of each."""
+    """Equation 3, for one message with a selection of each."""
     chosen = codec("topk", density=density)
     nbytes = sum(chosen.wire_bytes(n, torch.float32) for n in sizes)
     return (RANKS - 1) * (ALPHA_US + nbytes / BYTES_PER_US)
 
 
 def test_smallest_of_a_fusion_are_sent_whole_until_equation_2_holds(fake_group):
-    """Not those of the first fusion, before which nothing is sent."""
+    """This does not apply to the first fusion, before which nothing is sent."""
     fake_group(RANKS)
     sizes = (*[LARGE] * AT_ONCE, 59, *SMALL)
     gm, outcome = planned(sizes, passes=UNTIL_REWRITTEN)
@@ -150,7 +151,7 @@ def test_nothing_is_sent_whole_otherwise(different, fake_group):
     _, outcome = planned(**different)
     assert whole(outcome) == []
     expected = DENSITY
-    if different == {"call_us": 100.0}:  # so many entries at most: each selection is rounded up
+    if different == {"call_us": 100.0}:  # at most this many entries: each selection is rounded up
         room = DENSITY * sum(SIZES) - len(SIZES)
         expected = math.floor(room / sum(SIZES) * 1e6) / 1e6
     assert densities_of(outcome) == {expected}
@@ -172,7 +173,7 @@ def test_others_are_thinned_so_that_as_many_entries_are_sent(fake_group):
 
 
 def test_nothing_is_thinned_below_the_bound(fake_group):
-    """What would have to be is not sent whole."""
+    """A gradient that would require a lower density is not sent whole."""
     fake_group(RANKS)
     many = (*[LARGE] * 8, *[120] * 8)
     _, outcome = planned(many)
@@ -198,7 +199,7 @@ def test_backward_counts_only_where_ranks_compare_it(fake_group):
     alone, asked = planned(**late, **short)[1], planned(**late, **short, hides=True)[1]
     assert len(whole(asked)) > len(whole(alone))
     assert (alone.plan.timed, asked.plan.timed) == ((), ("0",))
-    # Another batch, whose matmul takes no time: what was agreed on before counts.
+    # Another batch, whose matmul takes no time: the earlier agreement holds.
     known = asked.densities
     again = planned(matmul=64, group_delay=99, **short, hides=True, densities=known)[1]
     assert whole(again) == whole(asked)

@@ -1,4 +1,4 @@
-"""discover: every form a functional collective takes, and all that matters about it."""
+"""discover: every form of a functional collective, and its relevant properties."""
 
 from __future__ import annotations
 

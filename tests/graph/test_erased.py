@@ -1,5 +1,7 @@
-"""Nodes that were erased cannot be read, and what rules say of them is found out before: ranks
-compare the numbers that a rule moves across a collective, and the sites that it merges."""
+"""Erased nodes cannot be read, so the facts of rules are recorded earlier.
+
+Ranks compare the numbers that a rule moves across a collective, and the sites that it merges.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,7 @@ def test_nodes_are_erased_in_one_place_only():
     assert places == {"passes/fx/erase.py: erase_node"}
 
 
-# --- what rules say -------------------------------------------------------------------------------
+# --- facts of rules -------------------------------------------------------------------------------
 
 
 def ar(x, op="sum", group="0"):
@@ -152,7 +154,7 @@ SCALES = {
 @pytest.mark.parametrize("place", AROUND)
 @pytest.mark.parametrize("scale", SCALES)
 def test_plan_names_the_numbers_that_a_rule_moves(place, scale):
-    """Ranks with numbers of their own plan differently, so that they fall back."""
+    """Ranks with different numbers plan differently, so that they fall back."""
     (around, rule), (scaled, said) = AROUND[place], SCALES[scale]
     digests = set()
     for rank in range(2):
@@ -176,7 +178,7 @@ def test_ranks_with_the_same_numbers_plan_alike():
 
 
 def test_plan_says_which_sites_a_rule_merged():
-    """Each rank can merge one pair of two alone, since its other number is 0: not the same one."""
+    """Each rank can merge only one of two pairs, since its other number is 0: not the same one."""
 
     def function(x, k):
         first = ar(x.sin()) * k + ar(x.cos())

@@ -1,4 +1,5 @@
-"""Sites that the caller of the passes excludes: left alone with its reason, and nothing else is."""
+"""Sites that the caller of the passes excludes stay uncompressed with a reason; other sites are
+unaffected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encode and decode of the exponent codec as a call each, for compilers that accept our calls."""
+"""Encode and decode of the exponent codec as one call each, for compilers that accept our calls."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _world(fake_group):
 
 
 def tokens(x, counts):
-    """To each rank as many tokens as ``counts`` says, and from each as many."""
+    """Send tokens to each rank as given by ``counts``, and get as many from each."""
     sizes = counts.tolist()
     for size in sizes:
         torch._check(size >= 0)
@@ -34,7 +34,7 @@ def tokens(x, counts):
 
 
 def lowered(x, dynamic=True, **road):
-    """The graph of an all_to_all, and the names of commpass's own operators in it."""
+    """Return the graph of an all_to_all, and the names of commpass's operators in it."""
     counts = torch.tensor([3, 4])
     function = tokens if dynamic else lambda x, _: tokens_fixed(x)
     gm = trace(function, x, counts, dynamic=True)
@@ -116,7 +116,7 @@ def test_shapes_are_those_that_torch_is_told():
 
 
 def test_code_without_a_kernel_is_inline_where_a_compiler_fuses(monkeypatch):
-    """One operator after the other is what runs anyway where nothing is compiled."""
+    """Without compilation, the operators run one after the other anyway."""
     monkeypatch.setattr(exponent, "_has_kernel", lambda chain, device: False)
     calls = []
 

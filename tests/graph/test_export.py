@@ -1,4 +1,4 @@
-"""What ``torch.export`` makes: its graph is rewritten in place, and what cannot be is refused."""
+"""Graphs of ``torch.export`` are rewritten in place, and unsupported ones are rejected."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_exported_program_itself_is_refused():
 
 @pytest.mark.parametrize("given", [FORCED, "balanced", None])
 def test_policy_in_the_place_of_the_inputs_is_refused(given):
-    """It was taken for inputs that nobody needed, and the default policy for what was wanted."""
+    """The policy was taken for unused inputs, and the default policy was applied."""
     with as_rank(0, 2):
         module = exported(Summed()).graph_module
         with pytest.raises(PolicyError, match="the policy comes third"):

@@ -1,4 +1,5 @@
-"""A site that cannot be carried out is left alone with its reason, and its neighbours are not."""
+"""A site that fails in a pass stays uncompressed with a reason, and its neighbours are
+compressed."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ SLOW = commpass.ethernet(0.01)
 
 @dataclasses.dataclass(frozen=True)
 class Broken(Codec):
-    """int8, but for one thing that fails."""
+    """int8 with one method that fails."""
 
     spec: str
     how: str
@@ -92,7 +93,7 @@ def planned(gm, policy, **more):
 
 
 def check(policy, reason, caplog, *, warned):
-    """Only the gather is left alone, for this reason and with one warning."""
+    """Check that only the gather is uncompressed, for this reason and with one warning."""
     gm = trace(three, ones(64, 64))
     with caplog.at_level(logging.WARNING, "commpass"):
         outcome = planned(gm, policy)
@@ -106,7 +107,7 @@ def check(policy, reason, caplog, *, warned):
     assert dict(outcome.excluded) == ({names[1]: reason} if warned else {})
 
 
-# --- refused before anything is changed -----------------------------------------------------------
+# --- rejected before anything is changed ----------------------------------------------------------
 
 REFUSED = {
     "broken(how=dtype)": "broken(how=dtype) by direct fails: KeyError: torch.float32",
@@ -121,7 +122,7 @@ def test_values_that_a_codec_cannot_carry_are_refused(spec, caplog):
     check(forced(spec), REFUSED[spec], caplog, warned=False)
 
 
-# --- found out by a pass --------------------------------------------------------------------------
+# --- detected by a pass ---------------------------------------------------------------------------
 
 FAILING = {
     "encode": "RuntimeError: injected",
@@ -160,7 +161,7 @@ def test_site_that_fails_is_an_error_under_strict():
 
 
 def failing(function, wrong):
-    """A function that raises where its arguments are ``wrong``."""
+    """Return a function that raises if its arguments are ``wrong``."""
 
     def instead(*args, **kwargs):
         if wrong(*args):
@@ -171,7 +172,7 @@ def failing(function, wrong):
 
 
 def gathers(x, y):
-    """Two sites that share their kernels, and one of another size."""
+    """Two sites that share their kernels, and one of a different size."""
     one, two, other = (wait(ops.all_gather_into_tensor(e, RANKS, "0")) for e in (x, x * 2, y))
     return one + two, other
 
@@ -190,7 +191,7 @@ def test_kernel_that_does_not_compile_costs_the_sites_that_share_it(caplog, monk
 
 
 def test_sites_that_fail_in_several_passes_are_all_left_alone(caplog, monkeypatch):
-    """One in rewrite, and one in lower, where the first round does not come to."""
+    """One fails in rewrite, and one in lower, which the first round does not reach."""
     of = failing(rewrite.Templates.of, lambda _, found, *__: found.site.kind == "broadcast")
     monkeypatch.setattr(rewrite.Templates, "of", of)
     gm = trace(three, ones(64, 64))
@@ -219,7 +220,7 @@ def test_graph_is_the_untouched_one_if_sites_fail_in_too_many_rounds(
 
 
 def test_site_that_fails_again_though_it_is_left_alone_is_an_error(monkeypatch):
-    """As would one whose nodes are left in the graph."""
+    """So is one whose nodes stay in the graph."""
 
     def again(gm, plan):
         raise SiteFailure({plan[1].name: RuntimeError("again")})
@@ -234,7 +235,7 @@ def test_site_that_fails_again_though_it_is_left_alone_is_an_error(monkeypatch):
 
 
 def test_sizes_that_a_failed_trace_left_behind_do_not_matter(monkeypatch):
-    """A site fails after sizes were read from values: other sites that read some are as ever."""
+    """A site fails after sizes were read from values; other sites that read some are unaffected."""
 
     def wrong(_, parts, numel, dtype):
         return dtype == torch.float16 and data_sized._foreseen.get() is None

@@ -1,4 +1,5 @@
-"""fed_back: what the next call begins with is not compressed with loss; what is made anew is."""
+"""fed_back: values that the next call starts with are not compressed lossily; recomputed values may
+be."""
 
 from __future__ import annotations
 
@@ -86,7 +87,7 @@ def test_codecs_that_lose_nothing_and_rules_that_name_the_site_still_compress():
     assert site.codec == "int8"
 
 
-# --- whole steps, as Dynamo and AOTAutograd hand them over ----------------------------------------
+# --- whole steps, as passed by Dynamo and AOTAutograd ---------------------------------------------
 
 V, OTHER, ROW, ROWS = W + 1, GRADIENT + 1, torch.rand(64, 64), torch.randn(8, 64)
 

@@ -1,5 +1,8 @@
-"""Coded operators that one kernel can do become one; where they must not they stay apart, with the
-reason in the plan. The graphs are a GPU's, and nothing runs on one."""
+"""Coded operators are fused into one kernel where possible, and otherwise stay separate, with the
+reason in the plan.
+
+The graphs are a GPU's, and nothing runs on one.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ def forced(codec: str, algorithm: str = "two_shot", **more) -> Policy:
 
 
 def run(function, policy, *inputs, passes=pipeline.PASSES, profile="cuda"):
-    """A graph of a GPU after some passes, its fake inputs and its plan."""
+    """Return a graph of a GPU after some passes, its fake inputs and its plan."""
     with fake_cuda.a_card():
         gm, inputs = fake_cuda.trace(function, *inputs)
         road = PassContext(
@@ -147,7 +150,7 @@ def test_equal_kernel_is_defined_once(fake_group):
 @pytest.mark.parametrize("codec", ["int8", "rotated", "int4(stored=bf16)", "taco"])
 @pytest.mark.parametrize("algorithm", ["two_shot", "one_shot", "two_shot(chunks=2)"])
 def test_numbers_are_those_of_the_operators(fake_group, codec, algorithm):
-    """The fused operators compute what those did that they stand for: run as they are, on a CPU."""
+    """The fused operators compute the same as those that they replace, run on a CPU."""
     fake_group(2)
     random = torch.Generator().manual_seed(0)
     x = torch.randn(64, 256, generator=random).to(torch.bfloat16)
@@ -276,7 +279,7 @@ def test_nothing_is_done_to_graphs_without_kernels(fake_group):
     assert list(gm.graph.nodes) == nodes
 
 
-# --- a matmul before it ---------------------------------------------------------------------------
+# --- with a matmul before the encode --------------------------------------------------------------
 
 A = torch.empty(2048, 512, dtype=torch.bfloat16)
 B = torch.empty(512, 1024, dtype=torch.bfloat16)

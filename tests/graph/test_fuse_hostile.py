@@ -1,5 +1,7 @@
-"""What a fused kernel must not be given: operands and biases that lie otherwise than it reads them;
-and forms that depend on how many sites a graph happens to have."""
+"""Inputs that a fused kernel must not get, and forms that must not depend on the number of sites.
+
+The inputs are operands and biases with a different memory layout than the kernel reads.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ def biased(bias, x, w):
     ids=["one", "repeated", "strided", "of two dimensions", "a matrix"],
 )
 def test_bias_that_is_no_row_in_memory_stays_apart(fake_group, bias):
-    """The kernel would read on behind it, or other values."""
+    """The kernel would read beyond the bias, or other values."""
     fake_group(4)
     gm, _, plan = run(biased, forced("int8"), bias, A, B, passes=before("lower"))
     assert roles_of(gm)[0] == "encode"
@@ -81,7 +83,7 @@ def test_matmul_may_take_one_tensor_twice(fake_group, function, inputs):
 
 @pytest.mark.parametrize(("codec", "two"), [("rotated", "kernel"), ("int8", "inline")])
 def test_form_does_not_depend_on_the_number_of_sites_where_bits_differ(fake_group, codec, two):
-    """Checkpointing runs some of a forward graph's sites again in the backward graph."""
+    """Checkpointing reruns some of a forward graph's sites in the backward graph."""
     fake_group(4)
     x = torch.empty(64, 256, dtype=BF16)
 

@@ -1,4 +1,4 @@
-"""group: what is fused, its must-not twins, and what the plan says of it."""
+"""group: what is fused, similar graphs that must not be, and the plan's report."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from commpass.policy.rules import Rule
 wait = ops.wait_tensor
 RANKS = 4
 FAST = commpass.ethernet(10)
-"""A link on which messages count, and few bytes hardly."""
+"""A link on which messages take time, and a few bytes hardly any."""
 
 
 def ar(x, op="sum", group="0"):
@@ -42,7 +42,7 @@ def rs(x, op="sum", group="0"):
 
 
 def both(start, other=None):
-    """Two collectives of small tensors, both started before the first of them is taken."""
+    """Two collectives of small tensors, both started before the first is used."""
 
     def function(x, y):
         one, two = start(x.sin()), (other or start)(y.cos())
@@ -55,7 +55,7 @@ X, Y = torch.arange(96.0).reshape(8, 12), torch.arange(20.0).reshape(4, 5)
 
 
 def grouped(function, *inputs, profile=FAST, inplace=None, **policy):
-    """(graph, plan) of a function; ``inplace`` changes the graph before the passes see it."""
+    """Return (graph, plan) of a function; ``inplace`` changes the graph before the passes."""
     gm = trace(function, *(inputs or (X, Y)))
     if inplace is not None:
         inplace(gm)
@@ -126,11 +126,11 @@ def test_all_ranks_get_the_bits_that_they_got_before(name):
 
 
 def test_fused_site_gives_the_bits_of_its_codec_on_each_member():
-    """Blocks never hold values of two members, so each is what its own exchange gives."""
+    """Blocks never hold values of two members, so each result is that of a separate exchange."""
     rule = [Rule(codec="int8", algorithm=("two_shot", "direct"), force=True)]
     generator = torch.Generator().manual_seed(1)
     for start in (ar, ag, rs):
-        # 512 values a rank: a member alone is cut for the ranks where its blocks end
+        # 512 values per rank: a single member is split between ranks at block boundaries
         inputs = [
             [torch.randn(2048, generator=generator) * 10**power for power in (0, 3)]
             for _ in range(RANKS)
@@ -159,7 +159,7 @@ def test_members_are_filled_up_only_where_a_codec_may_lose_something():
         assert plan.sites[0].shape == (values,), codecs
     whole = lambda x, y: tuple(map(wait, (ar(x * 2), ar(y * 2))))  # noqa: E731
     _, plan = grouped(whole, X.int(), Y.int(), codecs="int8")
-    assert plan.sites[0].shape == (116,)  # no codec carries integers
+    assert plan.sites[0].shape == (116,)  # no codec supports integers
 
 
 def test_outputs_have_memory_of_their_own():
@@ -207,7 +207,7 @@ def test_sets_of_several_kinds_and_chains_of_sets_are_fused_apart():
     gm.graph.lint()
 
 
-# --- what is not ----------------------------------------------------------------------------------
+# --- what is not changed --------------------------------------------------------------------------
 
 
 def dependent(x, y):
@@ -221,7 +221,7 @@ def used_between(x, y):
 
 
 def through_others(x, y):
-    """The second takes the first through another collective."""
+    """The second uses the first through another collective."""
     one = wait(ar(x.sin()))
     return wait(ar(wait(ag(one)))) + 1
 
@@ -288,7 +288,7 @@ def test_groups_of_two_meshes_stay_apart():
 
 
 def between(gm, make):
-    """Inserts what ``make`` makes of the first input of a collective between the two starts."""
+    """Insert the result of ``make`` for the first input of a collective between the two starts."""
     first, second = (node for node in gm.graph.nodes if parse(node) is not None)
     with gm.graph.inserting_before(second):
         node = make(gm.graph, first.args[0])
@@ -434,8 +434,7 @@ def test_site_may_be_as_large_as_the_policy_says_and_all_four_times_that():
 
 
 def test_gain_below_the_margin_is_none():
-    """By hand: 2 (P - 1) = 6 messages of alpha are saved, and the copies cost what the kernels
-    say."""
+    """2 (P - 1) = 6 messages of alpha are saved, and the copies cost the time of the kernels."""
     kernels = dataclasses.replace(CPU, launch_us=0.0, gbytes_per_s=1e9)
     link = Link(alpha_us=10.0, gbytes_per_s=1.0)
     size = 2 * (RANKS - 1) / RANKS * (96 + 20) * 4 / 1e3
@@ -457,13 +456,13 @@ def test_large_member_does_not_keep_small_ones_apart():
         starts = [ar(y.sin()), ar(x.exp()), ar(y.cos())]
         return [wait(start) + 1 for start in starts]
 
-    slow = commpass.ethernet(0.1)  # where 128 KiB take fifteen times as long as the messages
+    slow = commpass.ethernet(0.1)  # 128 KiB take fifteen times as long as the messages
     _, plan = grouped(function, torch.ones(256, 128), Y, profile=slow)
     assert [each.numbers for each in plan.grouped] == [(0, 2)]
 
 
 def layers(depth):
-    """The gradients of a stack of linears, as backward makes them: two matmuls a layer."""
+    """The gradients of a stack of linears, as in backward: two matmuls per layer."""
 
     def function(x, y):
         starts = []
@@ -483,7 +482,7 @@ def test_start_is_delayed_by_so_many_matmuls_at_most(delay, sizes):
 
 
 def test_group_keeps_results_needed_much_earlier_apart():
-    """Two gathers that start together, of which one is used three matmuls later."""
+    """Two gathers start together, and one of them is used three matmuls later."""
 
     def used(later):
         def function(x, y):
@@ -499,7 +498,7 @@ def test_group_keeps_results_needed_much_earlier_apart():
         assert len(grouped(used(later))[1].grouped) == many
 
 
-# --- what is said ---------------------------------------------------------------------------------
+# --- reports --------------------------------------------------------------------------------------
 
 
 def test_plan_says_it_and_ranks_agree_on_it():

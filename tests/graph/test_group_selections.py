@@ -1,4 +1,4 @@
-"""group: gradients that are selected from are sent together, each by a selection of its own."""
+"""group: sparse gradients are sent together, each with a separate selection."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ FAR = commpass.Profile("far", Link(1000.0, 0.1))
 RANKS = 4
 SHAPES = [(64, 64), (1000,), (7,)]
 PASSES = pipeline.PASSES[: [each.name for each in pipeline.PASSES].index("lower")]
-"""Coded operators can be called: what each of them becomes is not looked at here."""
+"""Coded operators can be called: how each is lowered is not tested here."""
 SIZES = (1.0, 1e-3, 1000.0)
-"""Of the values of each: one threshold for all would leave out the second throughout."""
+"""The magnitudes of the values: a common threshold would leave out the second tensor entirely."""
 
 
 def gradients(*values):
@@ -76,7 +76,7 @@ def test_selections_of_several_tensors_are_one_exchange(fake_group):
 
 
 def after(spec: str, steps: int, **more) -> list[list[torch.Tensor]]:
-    """What rank 0 has after each step, with the residuals of the step before."""
+    """Return what rank 0 has after each step, with the residuals of the step before."""
     graphs, states, found = [], [], []
     for rank in range(RANKS):
         with as_rank(rank, RANKS):
@@ -94,7 +94,7 @@ def after(spec: str, steps: int, **more) -> list[list[torch.Tensor]]:
 
 @pytest.mark.parametrize("spec", ["topk(density=0.05)", rarely("dgc")])
 def test_results_are_those_of_tensors_sent_one_by_one(spec, fake_group):
-    """The next steps too: what a tensor has left comes back to it."""
+    """This includes later steps: each tensor gets its own residual back."""
     fake_group(RANKS)
     together, apart = after(spec, 3), after(spec, 3, group_bytes=0)
     for one, other in zip(together, apart, strict=True):
@@ -103,7 +103,7 @@ def test_results_are_those_of_tensors_sent_one_by_one(spec, fake_group):
 
 
 def test_selections_without_state_stay_single(fake_group):
-    """Nobody keeps what is left out: then nothing is selected, and nothing is put together."""
+    """Without a residual nothing is selected, and nothing is fused."""
     fake_group(RANKS)
     _, outcome = rewritten("dgc", *inputs(0), stateless="there is no next step", force=False)
     assert not outcome.plan.grouped
@@ -121,7 +121,7 @@ def test_dense_codecs_are_put_together_in_blocks_as_before(fake_group):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_segment_that_is_not_finite_stays_so(bad):
-    """And of the row nothing finite is taken for what it is not (law 2)."""
+    """And no finite value of the row becomes non-finite (law 2)."""
     coder = codec("segments(inner=topk(density=0.1), lengths=n40_30)")
     x = torch.randn(70)
     x[3] = bad

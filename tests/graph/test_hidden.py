@@ -1,4 +1,5 @@
-"""What hides behind compute is left alone: choices by the end of a graph's timeline."""
+"""Exchanges that overlap with compute stay uncompressed: choices by the end of a graph's
+timeline."""
 
 from __future__ import annotations
 
@@ -24,13 +25,17 @@ N = 64
 wait = ops.wait_tensor
 BYTES = N * N * 4
 SENT = 2 * 3 / 4 * BYTES
-"""What a rank of 4 sends in an all_reduce."""
+"""The bytes that a rank of 4 sends in an all_reduce."""
 MATMUL = 2 * N**3
 
 
 def profile(exchange_us: float, matmul_us: float, coding: float = 0.1) -> Profile:
-    """On which the plain all_reduce of a graph takes so long, and one of its matmuls. To encode or
-    decode takes so large a share of the plain all_reduce; codes are a fourth of the bytes."""
+    """Return a profile with given times of the plain all_reduce of a graph and of one of its
+    matmuls.
+
+    Encode and decode each take a given share of the plain all_reduce; codes are a fourth of the
+    bytes.
+    """
     rate = KernelRate(*2 * [coding * exchange_us * 1e3 / (N * N)])
     kernels = Kernels(0.0, rate, gflops=MATMUL / matmul_us / 1e3, gbytes_per_s=1e6)
     return Profile("made up", Link(0.0, SENT / exchange_us / 1e3), kernels=kernels)
@@ -41,7 +46,7 @@ def reduced(x):
 
 
 def gradients(matmuls: int):
-    """A gradient that is summed, while the matmuls for others are computed."""
+    """A gradient that is summed while the matmuls for others are computed."""
 
     def function(g, x):
         summed = reduced(x)
@@ -97,8 +102,8 @@ def test_compute_may_be_faster_than_is_predicted(matmul_us, hides):
 
 
 def test_codes_that_take_the_rank_longer_than_they_save_are_not_worth_it():
-    """Half of it is exposed. Coding takes the rank three tenths of the plain time, and the wire a
-    fourth: alone it gains, and behind the matmul it does not."""
+    """Half of the exchange is exposed. Coding takes three tenths of the plain time, and the wire a
+    fourth: this pays without the matmul, and not with it."""
     known = profile(exchange_us=10_000, matmul_us=9_000 / UNSURE, coding=0.08)
     (alone,) = planned(gradients(1), known, hides=False)
     assert alone.codec == "int8"
@@ -124,7 +129,7 @@ def test_sites_are_not_left_alone_as_hidden_where_ranks_are_not_asked():
 
 @pytest.mark.parametrize("was", [True, False])
 def test_earlier_decisions_stay(was):
-    """As where one rank compiles again for another batch: others go on with what they have."""
+    """As on a rank that recompiles for another batch: the others keep the existing decisions."""
     known = profile(exchange_us=10_000, matmul_us=20_000)
     (site,) = planned(gradients(3), known)
     before = {facts_of(site): was}
@@ -135,7 +140,7 @@ def test_earlier_decisions_stay(was):
 
 
 def several(sizes, matmuls: int):
-    """Gradients of several sizes, each summed when a matmul has made it."""
+    """Gradients of several sizes, each summed when a matmul has computed it."""
 
     def function(x, *others):
         found = []
@@ -150,7 +155,7 @@ def several(sizes, matmuls: int):
 
 
 def test_last_sites_alone_are_exposed_on_a_full_link():
-    """Four exchanges, and behind each but the last as much compute: the last alone is coded."""
+    """Four exchanges, and after each but the last as much compute: only the last is coded."""
 
     def function(x, *others):
         found = []
@@ -180,7 +185,7 @@ def test_same_is_decided_of_sites_that_nothing_tells_apart():
 
 @pytest.mark.every
 def test_sites_with_the_most_compute_behind_them_are_left_alone():
-    """One after the other on a link that has time for half of them, without codes."""
+    """They follow one another on a link that has time for half of them without codes."""
     many = MANY + 8
     sizes = [N + n for n in range(many)]
     hidden = {
@@ -207,8 +212,11 @@ cases = st.tuples(
 @settings(max_examples=examples(10, 30), deadline=None)
 @given(cases)
 def test_against_all_that_could_be_left_alone(case):
-    """What is left alone ends the graph later by no more than the margin, and nothing is compressed
-    that alone could be left alone for nothing."""
+    """Compare with every set of uncompressed sites.
+
+    The uncompressed sites delay the end of the graph by at most the margin, and no site is
+    compressed that alone could stay uncompressed without delay.
+    """
     sizes, matmuls, exchange_us, matmul_us, coding = case
     known = profile(exchange_us, matmul_us, coding)
     gm = several(sizes, matmuls)

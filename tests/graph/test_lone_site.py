@@ -1,4 +1,4 @@
-"""One price list: what is predicted of a site, and of the graph that has no other."""
+"""The predicted time of a site agrees with that of a graph that has no other site."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from commpass.policy import Policy, policy_named
 from commpass.policy.rules import Rule
 
 NANOSECOND = 2e-3
-"""To which times in plans are rounded, in microseconds, and a little."""
+"""The rounding of times in plans, in microseconds, and a little more."""
 SITES = {
     "all_reduce": lambda x, ranks: ops.all_reduce(x, "sum", "0"),
     "all_gather": lambda x, ranks: ops.all_gather_into_tensor(x, ranks, "0"),
@@ -78,7 +78,7 @@ profiles = st.builds(
 
 
 def planned(kind: str, entries: int, ranks: int, policy: Policy, profile: Profile):
-    """The one site of a graph that does nothing else, and that graph."""
+    """Return the only site of a graph that does nothing else, and that graph."""
     x = torch.empty(ranks * entries, 8)
     gm = trace(lambda x: ops.wait_tensor(SITES[kind](x, ranks)), x)
     outcome = run(PassContext(gm=gm, direction="forward", policy=policy, profile=profile), "0")
@@ -89,7 +89,7 @@ def planned(kind: str, entries: int, ranks: int, policy: Policy, profile: Profil
 
 @contextmanager
 def ranks_that(messages: bool, place: tuple[int, int]):
-    """This process is one of so many ranks, whose exchanges go as ``messages`` or not."""
+    """Make this process one of some ranks, whose exchanges are sent as ``messages`` or not."""
     with as_rank(*place), mock.patch.object(groups, "sends_messages", return_value=messages):
         yield
 
@@ -112,7 +112,7 @@ QUICK = [
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("kind", "spec", "code", "chunks", "place", "messages"), QUICK)
 def test_lone_site_takes_what_its_choice_was_given(kind, spec, code, chunks, place, messages):
-    """With any profile, of any rank, in whole and in chunks."""
+    """With any profile, for any rank, whole and in chunks."""
     with ranks_that(messages, place):
         policy = dataclasses.replace(forced(code, spec, chunks), skip=("move",))
         site, gm = planned(kind, 300, place[1], policy, Profile("first", Link(1.0, 1.0)))

@@ -1,4 +1,4 @@
-"""What runs while an exchange travels: the order of nodes that the pass ``move`` makes."""
+"""What runs during an exchange: the order of nodes that the pass ``move`` makes."""
 
 from __future__ import annotations
 
@@ -35,8 +35,11 @@ def reduced(x):
 
 
 def backward(g, x, w, w2, y):
-    """Two layers, each split by the columns of its weight: the gradient of the weight first, as
-    autograd has it, and then that of the input, which is summed."""
+    """Two layers, each sharded by the columns of its weight.
+
+    The gradient of the weight comes first, as in autograd, and then that of the input, which is
+    summed.
+    """
     dw2 = g.t() @ y
     dy = reduced(g @ w2)
     dw = dy.t() @ x
@@ -54,7 +57,7 @@ def drive(gm, **policy):
 
 
 def story(gm) -> str:
-    """The order in short: s starts an exchange, w waits, m is a matmul."""
+    """Return the order in short: s starts an exchange, w waits, m is a matmul."""
     letters = []
     for node in gm.graph.nodes:
         if parse(node) is not None:
@@ -67,7 +70,7 @@ def story(gm) -> str:
 
 
 def held(gm) -> int:
-    """Bytes at the peak of a graph."""
+    """Return the bytes at the peak of a graph."""
     return peak(list(gm.graph.nodes), memory(gm.graph, in_place=True))
 
 
@@ -130,7 +133,7 @@ def test_start_goes_to_where_its_input_is_there():
 
 @pytest.mark.parametrize("lowering", ["inline", "kernel"])
 def test_buckets_of_gradients_follow_one_another(lowering):
-    """The second hop of one is on its way before the first of the next but one."""
+    """The second hop of one is sent before the first hop of the next but one."""
 
     def function(*layers):
         return [reduced(x @ x) for x in layers]
@@ -150,7 +153,7 @@ def test_moving_is_reported():
     assert commpass.Plan.from_json(plan.to_json()) == plan
 
 
-# --- what is not ----------------------------------------------------------------------------------
+# --- what is not changed --------------------------------------------------------------------------
 
 
 def test_not_what_takes_the_result():
@@ -167,7 +170,7 @@ def test_not_what_takes_the_result():
 
 
 def test_not_above_the_memory_that_the_policy_allows():
-    """There is no room for the product while the sum travels."""
+    """There is no room for the product during the sum."""
 
     def function(x, w):
         y = reduced(x * 2).sum()
@@ -194,7 +197,7 @@ def chain(g, *layers):
 
 
 def test_less_memory_hides_less_and_none_hides_what_costs_none():
-    """What is put off, or done early, is what there is room for."""
+    """Delaying and advancing operators is limited by memory."""
     exposed = []
     for more in (0.0, 0.1, ENOUGH):
         gm = trace(chain, *[torch.ones(256, 256) for _ in range(17)])
@@ -207,7 +210,7 @@ def test_less_memory_hides_less_and_none_hides_what_costs_none():
 
 
 def test_missed_overlap_has_its_reason():
-    """There is room for one of two matmuls while the first sum travels."""
+    """There is room for one of two matmuls during the first sum."""
 
     def function(g, x, w, b):
         second = reduced(b * 2).sum()
@@ -227,8 +230,11 @@ def test_missed_overlap_has_its_reason():
 @pytest.mark.parametrize("more", [0.1, 0.5, ENOUGH])
 @pytest.mark.parametrize("rows", [16, 256, 4096])
 def test_exchanges_that_could_start_at_once_keep_their_order(rows, more):
-    """Gathers of weights take nothing that is computed. Their order must not depend on the memory
-    of a batch that is the rank's own: all of them first holds all weights whole."""
+    """Gathers of weights depend on no computation.
+
+    Their order must not depend on the memory of a rank's own batch: gathering all first holds all
+    weights whole.
+    """
 
     def gathered(w):
         return ops.wait_tensor(ops.all_gather_into_tensor(w, 2, "0"))
@@ -262,7 +268,7 @@ def test_exchanges_that_could_start_at_once_keep_their_order(rows, more):
     ),
 )
 def test_coding_takes_what_the_choice_counted(algorithm, chunks, lowering, codec):
-    """Inline it is many nodes, of which Inductor makes few kernels."""
+    """Inline, it is many nodes, of which Inductor makes few kernels."""
     gm = traced(lambda x: reduced(x * 2) + 1, 1, 512)
     rule = Rule(codec=codec, algorithm=algorithm, force=True, chunks=chunks, lowering=lowering)
     (site,) = drive(gm, rules=(rule,))
@@ -283,7 +289,7 @@ def test_not_under_a_policy_that_is_off_or_skips_it():
 
 
 def test_not_over_a_write_into_what_travels():
-    """The input is changed once the sum was waited for, and read again after that."""
+    """The input is changed after the wait for the sum, and read again after that."""
 
     def function(x, w):
         y = reduced(x)
@@ -314,8 +320,10 @@ def test_not_over_a_write_through_a_view():
 
 @pytest.mark.parametrize("first", ["wait", "write"])
 def test_buffers_that_travel_are_not_written_in_place_by_inductor(first):
-    """A cache is sent and gets new rows, before or after that: Inductor makes an index_put_ of the
-    index_put, and may write into the cache at once."""
+    """A cache is sent and gets new rows, before or after that.
+
+    Inductor makes an index_put_ of the index_put, and may write to the cache at once.
+    """
 
     def after(x, w, cache, rows):
         sent = wait(ops.all_gather_into_tensor(cache, 4, "0"))
@@ -399,7 +407,8 @@ def test_more_memory_must_be_a_share():
 
 @pytest.mark.parametrize(("n", "expected"), [(64, "smmwsw"), (256, "ssmmww")])
 def test_small_exchanges_of_gloo_stay_alone(n, expected, monkeypatch):
-    """It corrupts memory with several small ones in the air; large ones may be there at once."""
+    """gloo corrupts memory with several small ones in flight; large ones may be in flight at
+    once."""
     monkeypatch.setattr(commpass.groups, "sends_messages", lambda name, device: True)
 
     def function(x, y, w):
@@ -412,7 +421,7 @@ def test_small_exchanges_of_gloo_stay_alone(n, expected, monkeypatch):
 
 
 def test_all_gathers_of_gloo_stay_alone(monkeypatch):
-    """It corrupts memory with two of them in the air, whatever their size."""
+    """gloo corrupts memory with two of them in flight, whatever their size."""
     monkeypatch.setattr(commpass.groups, "sends_messages", lambda name, device: True)
 
     def gathered(x):
@@ -430,8 +439,8 @@ def test_all_gathers_of_gloo_stay_alone(monkeypatch):
 
 
 def program(seed: int):
-    """A random program over matrices: matmuls, sums over ranks, writes in place, and what takes
-    results long after they were asked for."""
+    """A random program over matrices: matmuls, sums over ranks, in-place writes, and late uses of
+    results."""
 
     def function(*inputs):
         draw = random.Random(seed)
@@ -477,10 +486,10 @@ def test_any_graph_computes_the_same_in_the_new_order(seed, more):
 @given(st.integers(0, 10**6), st.sampled_from((0.01, 1.0, 100.0)))
 @settings(max_examples=examples(3, 15), deadline=None)
 def test_all_ranks_start_their_exchanges_in_the_same_order(seed, gbit):
-    """Whatever each takes its links for, and whatever sizes it computes with."""
+    """This holds for any links in the ranks' profiles, and any sizes of their computations."""
 
     def function(*inputs):
-        outputs = program(seed)(*(x.t() @ x for x in inputs))  # as gradients: the sizes are gone
+        outputs = program(seed)(*(x.t() @ x for x in inputs))  # like gradients: the sizes are gone
         return outputs
 
     found = []

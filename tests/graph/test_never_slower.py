@@ -1,4 +1,4 @@
-"""No plan is predicted to be slower than the graph that came: whole graphs, timed before and after
+"""No plan is predicted to be slower than the original graph: whole graphs, timed before and after
 the passes."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LINK = Link(100.0, 1.0)
 
 
 def planned(gm, profile: Profile, policy: Policy = INT8) -> tuple[Plan, float, float]:
-    """The plan, and microseconds of the graph that came and of the one that is left."""
+    """Return the plan, and the microseconds of the original and of the resulting graph."""
     before = whole_us(gm, profile)
     road = PassContext(
         gm=gm, direction="forward", policy=policy, profile=profile, hidden={}, hides=True
@@ -56,8 +56,11 @@ def coding(launch_us: float) -> Profile:
 
 
 def test_tensors_of_one_exchange_are_left_alone_where_codes_gain_for_each_but_not_for_all():
-    """Eight all_reduces of 16 KiB by one_shot: each would save 300 us of start-up, which the one
-    exchange of all has once, and takes 200 us of kernels."""
+    """Eight all_reduces of 16 KiB by one_shot.
+
+    Each would save 300 us of start-up, which their shared exchange has only once, and costs 200 us
+    of kernels.
+    """
     with as_rank(0, RANKS):
         plan, before, after = planned(coalesced(), coding(100.0))
     assert before == after == pytest.approx(6 * 100.0 + 8 * 1.5 * 16.384)
@@ -134,8 +137,8 @@ profiles = st.builds(
 
 
 def program(steps):
-    """A function of activations and a weight: collectives that follow one another, that stand
-    beside others, and that travel while a matmul is computed."""
+    """A function of activations and a weight, with collectives in sequence, in parallel, and during
+    a matmul."""
 
     def function(x, w):
         given = []
@@ -171,8 +174,11 @@ def program(steps):
 def test_no_graph_is_predicted_to_be_slower_than_it_came(
     steps, rows, width, messages, preset, profile
 ):
-    """Fused exchanges are left out: what is fused must not depend on what a rank computes, so
-    ``group_delay`` bounds what they no longer hide behind, and no time does."""
+    """Fused exchanges are left out.
+
+    Fusion must not depend on what a rank computes. ``group_delay`` therefore limits the overlap
+    that it may lose, and no predicted time does.
+    """
     policy = dataclasses.replace(
         INT8 if preset == "int8" else policy_named(preset), skip=("group",)
     )

@@ -1,4 +1,4 @@
-"""Choices follow what they are made of: links, budgets, and nothing else."""
+"""Choices depend on their inputs only, such as links and budgets, and in the right direction."""
 
 from __future__ import annotations
 
@@ -57,9 +57,11 @@ def profiles(draw) -> Profile:
 @settings(deadline=None, max_examples=examples(10, 60))
 @given(sites(), profiles(), st.sampled_from(CODECS), st.floats(1.0, 1000.0))
 def test_faster_link_never_makes_fewer_bytes_more_attractive(site, profile, codec, times):
-    """What a candidate saves, where it puts fewer bytes on the link than the plain collective. (A
-    one-shot sends in one step, and more bytes than a ring of many ranks: there it is the other way
-    round, and rightly.)"""
+    """Compare what a candidate saves if it puts fewer bytes on the link than the plain collective.
+
+    A one-shot sends in one step, and more bytes than a ring of many ranks: there the opposite
+    holds, and rightly so.
+    """
     link = dataclasses.replace(profile.link, gbytes_per_s=profile.link.gbytes_per_s * times)
     faster = dataclasses.replace(profile, link=link)
     free = dataclasses.replace(profile, link=Link(0.0, 1e-3))
@@ -67,7 +69,7 @@ def test_faster_link_never_makes_fewer_bytes_more_attractive(site, profile, code
     (slow,), (fast,) = (options([site], terms, each) for each in (profile, faster))
     assume(slow.possible)
     for before in slow.possible:
-        if before.chunks > 1:  # into how many chunks depends on the link
+        if before.chunks > 1:  # the number of chunks depends on the link
             continue
         (after,) = (each for each in fast.possible if _same(each, before))
         on_link = [profile_us(free, site, each, terms) for each in (before, slow.uncompressed)]
@@ -78,7 +80,7 @@ def test_faster_link_never_makes_fewer_bytes_more_attractive(site, profile, code
 
 
 def profile_us(profile, site, candidate, terms) -> float:
-    """Microseconds of a candidate where neither messages nor codes take time."""
+    """Return the microseconds of a candidate if neither messages nor codes take time."""
     free = dataclasses.replace(
         profile, kernels=Kernels(0.0, KernelRate(0.0, 0.0), gbytes_per_s=1e12)
     )
@@ -95,7 +97,7 @@ def _same(one, other) -> bool:
 @settings(deadline=None, max_examples=examples(40, 400))
 @given(sites(), profiles(), st.sampled_from((0.003, 0.01, 0.03, 0.1)), st.sampled_from((1, 4, 30)))
 def test_larger_budget_never_makes_a_plan_slower(site, profile, budget, times):
-    """But for the share that fewer chunks may cost."""
+    """Except for the share that fewer chunks may cost."""
     small, large = (
         decide([site], Policy(codecs=CODECS, max_error=each), profile)[0]
         for each in (budget, min(1.0, budget * times))
@@ -148,7 +150,7 @@ print(whole_plan())
 
 
 def whole_plan() -> str:
-    """The plan of a graph in which there is something for every pass."""
+    """Return the plan of a graph that contains something for every pass."""
     import torch
     from graphs import ops, trace
 

@@ -1,4 +1,5 @@
-"""Codec ``outlier`` in graphs: its constants are inputs, its scales may differ between ranks."""
+"""Codec ``outlier`` in graphs: its constants are inputs, and its scales may differ between
+ranks."""
 
 from functools import cache
 
@@ -27,8 +28,10 @@ def summed(x):
 
 
 def activations(rank: int, tokens: int = TOKENS, seed: int = 0) -> torch.Tensor:
-    """Partial sums with one channel in 64 that reaches 30 times as far, each rank with a size of
-    its own: bell-shaped values whose channels differ."""
+    """Return partial sums with one channel in 64 that has 30 times the range.
+
+    Each rank has a different magnitude: bell-shaped values whose channels differ.
+    """
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     channels = torch.Generator().manual_seed(7)
     size = torch.rand(WIDTH, generator=channels) + 0.5
@@ -74,7 +77,7 @@ def rewritten(function, x, policy, **more):
 
 
 def sums(spec: str, ranks: int = RANKS, function=summed, **more) -> list[torch.Tensor]:
-    """What all ranks have in the end, all graphs in one process."""
+    """Return the final results of all ranks, with all graphs in one process."""
     graphs, inputs = [], [[activations(rank)] for rank in range(ranks)]
     for rank, (x,) in enumerate(inputs):
         with as_rank(rank, ranks):
@@ -91,13 +94,14 @@ def error(results: list[torch.Tensor], ranks: int = RANKS) -> float:
 
 
 ERRORS = {"each": 0.032, "shared": 0.036, "random": 0.114, "int4": 0.21}
-"""Of the sum on 8 ranks: by scales of each, by shared ones, with channels at random, with none."""
+"""The error of the sum on 8 ranks: with scales of each rank, with shared ones, with random
+channels, with no channels."""
 
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("how", ERRORS)
 def test_errors_of_sums_are_in_the_order_of_the_paper(how, fake_group):
-    """Section 3: scales of each device are best, and channels at random gain little."""
+    """Section 3: scales of each device are best, and random channels gain little."""
     fake_group(RANKS)
     specs = {
         "each": spec_of(calibrated()),
@@ -115,7 +119,7 @@ def test_errors_of_sums_are_in_the_order_of_the_paper(how, fake_group):
 )
 @pytest.mark.parametrize("shared", [False, True])
 def test_algorithms_that_code_sums_have_scales_of_sums(how, most, shared, fake_group):
-    """Scales of one rank's values would cut most of a sum: an error of some 20 %."""
+    """Scales of one rank's values would clip most of a sum: an error of about 20 %."""
     fake_group(RANKS)
     assert error(sums(spec_of(calibrated(shared=shared)), algorithm=how)) < most
 
@@ -157,7 +161,7 @@ def test_constants_are_buffers_where_a_graph_gets_no_inputs(fake_group):
 
 @pytest.mark.parametrize("as_inputs", [True, False])
 def test_constants_that_come_later_take_no_others_place(as_inputs):
-    """Codecs inside of codecs name theirs when they are lowered."""
+    """Codecs inside of codecs name their constants when they are lowered."""
     names = [constants.named([number, 1], torch.int64) for number in (5, 6)]
 
     def first(x):
@@ -187,7 +191,7 @@ def test_kernels_give_the_bits_of_the_inline_form(fake_group):
 
 
 def test_scales_of_other_ranks_leave_their_site_alone(fake_group):
-    """And cost its neighbour nothing."""
+    """Its neighbour is still compressed."""
     fake_group(4)
     spec = spec_of(calibrated(2))
     small = activations(0)[:8]

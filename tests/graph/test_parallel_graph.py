@@ -1,4 +1,4 @@
-"""replicate and shard on the fake process group: which collectives reach the graph, and which do
+"""replicate and shard on the fake process group: which collectives are in the graph, and which are
 not."""
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from commpass.parallel import accumulate, distributed_parameters, drop_accumulat
 
 HOW = ("replicate", "shard")
 BARE = Policy(skip=("group",))
-"""Every collective as it comes."""
+"""Every collective separately."""
 
 
 class Net(nn.Module):
-    """Two linears, a norm between them, and all that is unusual, on demand."""
+    """Two linears with a norm between them, and unusual properties on demand."""
 
     def __init__(self, width: int = 32, inside: int = 48):
         super().__init__()
@@ -47,7 +47,7 @@ def make(how: str, model: nn.Module, mesh, **more) -> nn.Module:
 
 
 def plans_of(model: nn.Module, *inputs, policy=BARE, backward: bool = True) -> list:
-    """The plans of one step: forward, and backward if there is one."""
+    """Return the plans of one step: forward, and backward if there is one."""
     torch._dynamo.reset()
     seen = len(commpass.plans())
     backend = commpass.backend(policy, inner="eager", strict=True)
@@ -122,7 +122,7 @@ def test_no_plain_model_has_them(fake_group, how):
     model = make(how, Net(), mesh_of(4))
     plain = Net()
     assert sites(plans_of(plain, torch.randn(4, 32)), "backward") == []
-    with torch.no_grad():  # and inference reduces nothing
+    with torch.no_grad():  # inference reduces nothing either
         plans = plans_of(model, torch.randn(4, 32), backward=False)
     assert {site.kind for plan in plans for site in plan} <= {"all_gather"}
 
@@ -186,7 +186,7 @@ def test_backward_gathers_again_only_where_asked(fake_group, keep_gathered):
     model = make("shard", Net(), mesh_of(4), keep_gathered=keep_gathered)
     _, backward = plans_of(model, torch.randn(4, 32))
     again = [site.module for site in backward if site.kind == "all_gather"]
-    # The weight of up is not needed: the input wants no gradient. Those of the norm are small.
+    # The weight of up is not needed: the input needs no gradient. Those of the norm are small.
     assert ("down" in again) is not keep_gathered
     assert keep_gathered == (again == [])
     assert all(site.direction == "forward" for site in backward if site.kind == "all_gather")
@@ -365,7 +365,7 @@ def test_accumulated_gradients_are_dropped_on_demand_alone(fake_group):
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_accumulated_gradients_are_sent_once(fake_group, backend):
     """A parameter that is read twice, two forwards before their backwards, and a gradient that is
-    accumulated when the last forward has run (as pipelines do)."""
+    accumulated after the last forward (as in pipelines)."""
     fake_group(1)
 
     class Twice(nn.Linear):
@@ -475,7 +475,7 @@ def test_parameters_that_are_added_afterwards_are_refused(fake_group, how):
     refused("gain of ParallelLinear|add it before", setattr, model, "gain", more)
     refused("gain of ParallelLinear|add it before", model.register_parameter, "gain", more)
     assert sorted(model.state_dict()) == ["bias", "weight"]
-    model.load_state_dict(model.state_dict(), assign=True)  # sets those that are there
+    model.load_state_dict(model.state_dict(), assign=True)  # replaces the existing ones
     assert copy.deepcopy(model)(torch.zeros(1, 4)).shape == (1, 4)
 
 
@@ -504,6 +504,6 @@ def test_blocks_that_are_compiled_one_by_one_share_their_graphs(fake_group, how)
     for block in model:
         block.compile(backend=backend, fullgraph=True)
     model(torch.randn(4, 32)).square().mean().backward()
-    # The first block's input wants no gradient, which is one more graph.
+    # The first block's input needs no gradient, which makes one more graph.
     assert len(commpass.plans()[seen:]) <= 4
     assert all(parameter.grad is not None for parameter in model.parameters())

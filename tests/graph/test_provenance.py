@@ -1,4 +1,5 @@
-"""provenance: what only a rule with a name may compress, and the fields beside it that all may."""
+"""provenance: values that only a rule that names them may compress, and the fields beside them that
+every rule may."""
 
 from __future__ import annotations
 
@@ -69,20 +70,21 @@ def send(x):
 
 
 def site(function, *inputs, policy=INT8, gm=None):
-    """The one site of a function, as planned."""
+    """Return the only site of a function, as planned."""
     gm = trace(function, *inputs) if gm is None else gm
     (found,) = commpass.rewrite(gm, inputs, policy, profile=SLOW, strict=True).sites
     return found
 
 
 def statistics(x):
-    """The vector that a batch norm over all ranks sends: means, 1 / deviations, the count."""
+    """Return the vector that a batch norm over all ranks sends: means, 1 / deviations, the
+    count."""
     count = torch.full((1,), x.numel() / x.shape[1])
     return torch.cat([x.mean((0, 2, 3)), (x.var((0, 2, 3)) + 1e-5).rsqrt(), count])
 
 
 def written(x):
-    """Counts that are written into a buffer."""
+    """Counts that are written to a buffer."""
     buffer = torch.empty(2, 96)
     buffer[0].copy_((x > 0).sum(0))
     buffer[1].copy_((x > 1).sum(0))
@@ -90,7 +92,7 @@ def written(x):
 
 
 def written_beside_fields(x):
-    """A field and counts that are written into one buffer."""
+    """A field and counts that are written to one buffer."""
     buffer = torch.empty(2, 96)
     buffer[0].copy_(x[0].sin())
     buffer[1].copy_((x > 1).sum(0))
@@ -356,7 +358,7 @@ def test_balanced_compresses_a_field_of_that_size():
     assert site(lambda x: ag(x[0, :, 0, 0]), x, policy=policy).codec in ("int8", "rotated")
 
 
-# --- who may compress it all the same -------------------------------------------------------------
+# --- what may compress it anyway ------------------------------------------------------------------
 
 
 class Counts(nn.Module):
@@ -374,7 +376,7 @@ class Model(nn.Module):
 
 
 def planned(model, *inputs, policy=INT8):
-    """The sites of a compiled model's graphs."""
+    """Return the sites of a compiled model's graphs."""
     torch._dynamo.reset()
     seen = len(commpass.plans())
     backend = commpass.backend(policy, inner="aot_eager", profile=SLOW, strict=True)
@@ -429,7 +431,7 @@ def test_codecs_that_lose_nothing_stay_allowed():
 
 
 class Reduced(torch.autograd.Function):
-    """Parameters as they are; their gradients are summed over ranks, as one tensor."""
+    """Unchanged parameters; their gradients are summed over ranks, as one tensor."""
 
     @staticmethod
     def forward(ctx, *weights):
@@ -444,7 +446,7 @@ class Reduced(torch.autograd.Function):
 
 
 class Layers(nn.Module):
-    """Linear layers with a bias, a norm and a gate; ``only`` picks whose gradients are sent."""
+    """Linear layers with a bias, a norm and a gate; ``only`` selects whose gradients are sent."""
 
     def __init__(self, only=""):
         super().__init__()
@@ -469,7 +471,7 @@ def test_gradients_of_layers_in_one_tensor_are_compressed(only):
 
 
 class SyncNorm(torch.autograd.Function):
-    """A batch norm over all ranks, as torch has it for GPUs."""
+    """A batch norm over all ranks, as torch implements it for GPUs."""
 
     @staticmethod
     def forward(ctx, x):
@@ -497,7 +499,7 @@ def test_batch_norm_statistics_are_left_alone_in_both_directions():
 
 
 class Gathered(torch.autograd.Function):
-    """A sum over ranks whose gradient goes back as it is."""
+    """A sum over ranks whose gradient is passed on unchanged."""
 
     @staticmethod
     def forward(ctx, x):
@@ -521,7 +523,7 @@ def test_statistic_that_backward_computes_again_is_left_alone_there_too():
 
 
 def test_operators_of_torchs_own_batch_norm_are_known():
-    """They have kernels for GPUs alone, and so no fake values here but those that are given."""
+    """They have kernels for GPUs only, and so no fake values here except those given explicitly."""
     graph, images, channels = fx.Graph(), torch.empty(8, 12, 6, 6), torch.empty(12)
 
     def node(target, *args, val):
@@ -564,7 +566,7 @@ def test_number_that_may_be_a_ranks_own_does_not_decide():
         assert [each.codec for each in planned(lambda x, n=number: told(x, n), X)] == ["none"]
 
 
-# --- passes that put sites together ---------------------------------------------------------------
+# --- passes that merge sites ----------------------------------------------------------------------
 
 
 def test_group_joins_no_counts_with_fields():

@@ -1,4 +1,4 @@
-"""Results of rewritten collectives lie in memory as those of plain ones do."""
+"""Results of rewritten collectives have the same memory layout as those of plain ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import commpass
 from commpass import Policy, Rule
 
 SHAPES = [(6, 17), (1, 17, 1), (2, 384), (1, 1)]
-"""Of whole blocks, and of such that a code fills up and cuts again."""
+"""Shapes of whole blocks, and those that a codec pads and cuts again."""
 
 
 def all_reduce(x):

@@ -1,5 +1,5 @@
-"""rewrite and verify on traced graphs: what is spliced in, at any number of ranks, and what must
-not be touched."""
+"""rewrite and verify on traced graphs: what is inserted for any number of ranks, and what must not
+be changed."""
 
 from __future__ import annotations
 
@@ -70,15 +70,17 @@ def forced(codec="int8", **more):
 
 
 def fits(algorithm, ranks):
-    """Hierarchies need several nodes; rings are refused above 64 hops."""
+    """Return whether the algorithm is supported: hierarchies need several nodes, and rings at most
+    64 hops."""
     name = algorithm.partition("(")[0]
     return ranks > 4 if name == "hierarchical" else ranks <= 64 if name in HOPS else True
 
 
 def hops_of(kind, algorithm, ranks):
-    """The exchanges of a graph, in order."""
+    """Return the exchanges of a graph, in order."""
     name = algorithm.partition("(")[0]
-    if kind == "all_to_all":  # with splits, entries of 40 values go by parts, which have no shards
+    # with splits, entries of 40 values are sent in parts, which have no shards
+    if kind == "all_to_all":
         return [kind]
     if "shards" in algorithm:  # side data, then each shard's codes
         shards = int(algorithm[-2])
@@ -101,7 +103,7 @@ SIZES = [
 
 
 def is_short(case) -> bool:
-    """Graphs of rings are as long as the ring."""
+    """Return whether the graph is short: graphs of rings are as long as the ring."""
     _, name, n = case
     return n == 8 or (n == 1024 and "ring" not in name)
 
@@ -126,7 +128,7 @@ def test_wire_dtype_and_bytes_are_the_plans_at_any_number_of_ranks(
 
 
 def value(gm):
-    """(shape, dtype) of a graph's result."""
+    """Return (shape, dtype) of a graph's result."""
     out = gm.graph.output_node().args[0].meta["val"]
     return tuple(out.shape), out.dtype
 
@@ -144,8 +146,8 @@ SPLITS = {
 }
 
 
-# With uneven splits each rank's part is encoded on its own where entries are short: 1024 of them
-# take half a minute to trace.
+# With uneven splits each rank's part is encoded separately if entries are short: 1024 of them take
+# half a minute to trace.
 @pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("splits", "width", "ranks"), thinned(SPLITS, [None, 1, 40, 4096], [2, 16], one_in=2)
@@ -208,7 +210,7 @@ def test_ring_of_too_many_hops_leaves_the_graph_as_it_was(algorithm, fake_group)
 
 
 def trace_with_sizes(function, x):
-    """As ``trace``, for codecs with sizes that depend on values."""
+    """Like ``trace``, for codecs with sizes that depend on values."""
     mode = FakeTensorMode(shape_env=ShapeEnv())
     with mode:
         return make_fx(function, decomposition_table=select_decomp_table())(
@@ -234,7 +236,7 @@ def test_sizes_that_were_asked_of_a_result_stay_known_when_it_is_gone(kind, dim,
         torch.ones(64, 41)
     )
     gone = next(node for node in gm.graph.nodes if is_wait(node)).args[0]
-    with gm.graph.inserting_after(gone):  # as AOTAutograd does where a backward needs the size
+    with gm.graph.inserting_after(gone):  # as in AOTAutograd if a backward needs the size
         size = gm.graph.call_function(torch.ops.aten.sym_size.int, (gone, dim))
     size.meta["val"] = asked = gone.meta["val"].shape[dim]
     out = gm.graph.output_node()
@@ -291,8 +293,8 @@ def test_lossless_code_of_parts_is_two_exchanges_whatever_the_splits(splits, fir
 def test_every_codec_is_traced_without_captured_tensors_and_shrinks_the_wire(codec, fake_group):
     fake_group(8)
     gm = trace(CASES["all_reduce"][0](8), torch.ones(64, 1024))
-    # The fastest may send more bytes: a codec that computes long gains by two_shot(stage=ag), which
-    # codes half of the way.
+    # The fastest may send more bytes: a codec with long computation gains by two_shot(stage=ag),
+    # which codes half of the exchange.
     (site,) = commpass.rewrite(gm, [], forced(codec, algorithm="two_shot"), strict=True).sites
     bits = 4.4 if "4" in codec else 8.3
     assert site.wire_bytes * 8 < site.bytes / 4 * bits * (1 + 1 / 8)
@@ -384,9 +386,9 @@ def test_chosen_parts_alone_are_taken_out_of_a_coalesced_collective(kept, fake_g
         if kept == 0
     ]
     policies = {
-        0: Policy(rules=[*small, Rule(codec="int8", force=True)]),  # the largest stays
-        1: Policy(rules=[Rule(codec="int8", force=True)]),  # none stays
-        2: Policy(rules=[Rule(codec="int8", force=True, min_bytes=64 * 64 * 8)]),  # two stay
+        0: Policy(rules=[*small, Rule(codec="int8", force=True)]),  # the largest stays uncompressed
+        1: Policy(rules=[Rule(codec="int8", force=True)]),  # none does
+        2: Policy(rules=[Rule(codec="int8", force=True, min_bytes=64 * 64 * 8)]),  # two do
     }
     plan = commpass.rewrite(gm, [], policies[kept], strict=True)
     expected = {0: [True, True, False], 1: [True] * 3, 2: [False, False, True]}[kept]

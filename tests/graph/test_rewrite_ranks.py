@@ -1,4 +1,4 @@
-"""Rewritten graphs of four ranks in one process: by every algorithm each rank gets what is its."""
+"""Rewritten graphs of four ranks in one process: with every algorithm each rank gets its result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policy(watch=...): what is sampled, where, and that it changes nothing."""
+"""Policy(watch=...): what is sampled, where, and that sampling changes nothing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Layer(nn.Module):
 
 
 class Fused(nn.Module):
-    """What is sent is made by operators that Inductor fuses with whatever takes it."""
+    """What is sent is computed by operators that Inductor fuses with their users."""
 
     def __init__(self):
         super().__init__()
@@ -68,7 +68,7 @@ def values(seed: int, dtype=torch.float32) -> torch.Tensor:
 
 
 def steps(model, policy, count: int, **options):
-    """Losses and gradients of some steps, and the report on the backend alone."""
+    """Return losses and gradients of some steps, and the report on this backend only."""
     torch._dynamo.reset()
     backend = commpass.backend(policy, strict=True, **options)
     compiled, found = torch.compile(model, backend=backend), []
@@ -224,7 +224,7 @@ def test_errors_are_those_of_the_values_that_were_sent(fake_group, inner):
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_errors_of_a_calibrated_codec_are_those_of_the_ranks_own_scales(fake_group, rank):
-    """Neither forced nor with sampling asked for: the first calls of a budget alone."""
+    """Neither forced nor with sampling requested: only the first calls of a budget."""
     fake_group(4, rank=rank)
     model, scales = Layer(), [2.0, 3.0, 4.0, 6.0]
     channels = Channels(64, (), tuple((scale,) * 64 for scale in scales))
@@ -301,7 +301,7 @@ def test_site_above_its_bound_is_told_once_with_its_name(fake_group, caplog):
     bounded = Policy(rules=[Rule(codec="int4(block=32)", force=True, max_error=0.2)], watch=1.0)
     steps(bad, bounded, 3, inner="eager")
     warned = [r.getMessage() for r in caplog.records if "real error" in r.getMessage()]
-    assert warned == []  # large values are kept exactly: of the whole, little is lost
+    assert warned == []  # large values are exact: the overall error is small
     with torch.no_grad():
         bad[1].linear.weight.zero_()
         bad[1].linear.bias.copy_(torch.tensor([7.0] + [0.49] * 31).repeat(2))

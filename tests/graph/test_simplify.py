@@ -1,4 +1,4 @@
-"""simplify: each rule, its must-not twins, and what the plan says of it."""
+"""simplify: each rule, similar graphs that must not change, and the plan's report."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def a2a(x):
 
 
 SLOW = commpass.ethernet(0.001)
-"""A link on which bytes count, and messages hardly."""
+"""A link on which bytes take time, and messages hardly any."""
 
 
 def simplified(function, *inputs, profile=SLOW, **policy):
     with (
         preserve_node_meta()
-    ):  # as AOTAutograd does: a node knows which operator it was decomposed from
+    ):  # as in AOTAutograd: a node knows which operator it was decomposed from
         gm = trace(function, *(inputs or (X,)))
     before = len(collectives(gm))
     shape = [
@@ -173,7 +173,7 @@ def test_rule(rule, case, fake_group):
     assert left < before or rule in smaller
     assert all(step.saved_bytes >= 0 and step.into for step in plan.simplified)
     assert sum(step.saved_bytes for step in plan.simplified) > 0
-    if rule != "same":  # the rule again finds nothing more
+    if rule != "same":  # applied again, the rule finds nothing more
         assert commpass.rewrite(gm, [], Policy(), profile=SLOW, strict=True).simplified == ()
 
 
@@ -260,7 +260,7 @@ def test_simplify_must_not_change(name, fake_group):
 
 
 MESHES = []
-"""As a model keeps them. A group alone does not say which groups the other ranks have."""
+"""References like a model's. A group alone does not tell which groups the other ranks have."""
 
 
 def mesh_names():
@@ -301,7 +301,7 @@ def test_nested_groups_of_a_whole_mesh_become_one(fake_group):
     assert plan.sites[0].group_size == 8
     fast = commpass.ethernet(
         100, alpha_us=100
-    )  # where messages count, two small groups are faster than a large one
+    )  # if messages dominate, two small groups are faster than a large one
     assert simplified(lambda x: ar(ar(x.sin(), group=tp), group=dp) + 1, profile=fast)[1] == []
     _, rules, _, _ = simplified(lambda x: ar(ar(x.sin(), group=tp), "max", group=dp) + 1)
     assert rules == []
@@ -319,7 +319,7 @@ def test_group_of_one_rank_sends_nothing(fake_group):
 
 
 def test_groups_of_one_rank_make_no_room_for_other_rules(fake_group):
-    """Other ranks' groups may have more than one, and would not find what this rank then does."""
+    """Other ranks' groups may have several ranks, and would not match this rank's changes."""
     fake_group(8)
     one = dist.new_group([0]).group_name
     gm, rules, _, _ = simplified(lambda x: ar(ar(x.sin()), group=one) + ar(x.cos()))
@@ -380,7 +380,8 @@ def test_narrow_bits_are_gathered_for_an_all_reduce_of_few_ranks_and_only_where_
 
 
 def planned(function, x, policy):
-    """What the passes before rewrite make of a graph whose sizes may depend on values."""
+    """Return the result of the passes before rewrite for a graph whose sizes may depend on
+    values."""
     road = PassContext(
         gm=trace(function, x, dynamic=True), direction="forward", policy=policy, profile=SLOW
     )
@@ -401,7 +402,7 @@ def test_narrow_bits_are_coded_where_the_codec_is_lossless(fake_group):
     (site,) = plan.sites
     assert (site.kind, site.dtype, site.codec) == ("all_to_all", "bfloat16", "exponent(planes=3)")
     assert site.wire_bytes < 13 / 32 * 1024 * 1024 * 4
-    # A codec that is forced is that of the collective as it is.
+    # A forced codec applies to the collective as it is.
     plan = planned(gradients, x, Policy(rules=[Rule(codec="exponent", force=True)]))
     assert not plan.simplified
     assert (plan.sites[0].kind, plan.sites[0].dtype) == ("reduce_scatter", "float32")
@@ -428,7 +429,7 @@ def test_sum_and_a_mean_of_nested_groups_are_the_sum_divided(fake_group):
     for other in ("max", "product"):
         one = simplified(lambda x: ar(ar(x.sin(), "avg", tp), other, dp) + 1)  # noqa: B023
         assert one[1] == []
-    half = X.half()  # a sum may be too large where the mean is not
+    half = X.half()  # a sum may be too large even if the mean is not
     assert simplified(lambda x: ar(ar(x, "sum", tp), "avg", dp) + 1, half)[1] == []
     assert simplified(lambda x: ar(-3 * ar(x, "max", tp), "max", dp) + 1)[1] == []
     assert simplified(lambda x: ar(ar(x, group=tp).relu(), group=dp) + 1)[1] == []
@@ -458,7 +459,7 @@ def test_tied_gradients_are_merged_where_one_wide_exchange_is_no_slower_than_two
     gm, rules, _, _ = simplified(tied, profile=commpass.Profile("even", link))
     assert rules == ["sum of sums"]
     assert [dtype for _, dtype, _ in collectives(gm)] == [torch.float32]
-    # Here an all_to_all of half the bytes is much less than half the time.
+    # Here an all_to_all of half the bytes takes much less than half the time.
     link = Link(0.0, 0.001, {"reduce_scatter": 4.0, "all_to_all": 1.0})
     gm, rules, _, _ = simplified(tied, profile=commpass.Profile("odd", link))
     assert rules == ["widen then reduce"] * 2
@@ -513,8 +514,7 @@ def test_equal_gathers_far_apart_do_not_fill_the_memory(fake_group):
     fake_group(8)
 
     def gathered_twice(x):
-        """Ten weights, gathered where they are used, twice: as under sharding with
-        recomputation."""
+        """Ten weights, each gathered at both of its uses, as with sharding and recomputation."""
         weights = [x * number for number in range(10)]
         total = sum(ag(weight).sum() for weight in weights)
         return sum((total * ag(weight)).sum() for weight in weights)
@@ -523,5 +523,6 @@ def test_equal_gathers_far_apart_do_not_fill_the_memory(fake_group):
     assert before == 20
     assert (
         rules.count("same") == 1
-    )  # each would keep 8 times a weight for as long: one does not raise the peak by more than that
+        # each would keep 8 times a weight for that long: one raises the peak by no more
+    )
     assert len(collectives(gm)) == 19

@@ -1,5 +1,4 @@
-"""simplify and memory layout: what took a view of a value still can, and outputs lie as they
-did."""
+"""simplify and memory layout: views of a value stay valid, and outputs keep their layout."""
 
 from __future__ import annotations
 
@@ -109,7 +108,7 @@ def written_after_a_copy(x):
 @pytest.mark.parametrize("collective", [ar, rs, ag])
 @pytest.mark.parametrize("made", [written_after_a_cast, written_after_a_copy])
 def test_values_that_are_written_before_the_collective_are_not_sent_instead(made, collective):
-    """Of a graph that is not functional: what was widened or copied has other values by then."""
+    """In a graph that is not functional, what was widened or copied has other values by then."""
     generator = torch.Generator().manual_seed(0)
     inputs = [[torch.randn(4, 6, generator=generator)] for _ in range(2)]
     ranks = everywhere(lambda rank: lambda x: collective(made(x)).sin(), inputs)
@@ -136,7 +135,7 @@ def test_part_of_another_dimension_than_the_gathered_one_is_not_what_one_gave(di
 
 
 def test_sizes_that_are_symbolic():
-    """A graph of dynamic shapes is laid out by hints, and computes the same for others."""
+    """A graph of dynamic shapes is laid out by hints, and computes the same for other sizes."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     def function(x):

@@ -1,8 +1,9 @@
-"""Every rule of simplify against the ranks of the groups: random programs on random meshes, run for
-all ranks in lockstep, plain and simplified.
+"""Test every rule of simplify against the ranks of the groups: random programs on random meshes,
+run for all ranks in lockstep, plain and simplified.
 
-Each rank makes the groups and traces the program for itself, as rank r of n, and simplifies its own
-graph without asking anybody. All must do alike, and compute what the plain graphs compute.
+Each rank creates the groups and traces the program separately, as rank r of n. It simplifies its
+graph without communication. All ranks must make the same changes, and compute what the plain graphs
+compute.
 """
 
 from __future__ import annotations
@@ -35,8 +36,11 @@ SLOW = commpass.ethernet(0.001)
 
 @dataclass(frozen=True)
 class Axis:
-    """One way to divide all ranks into groups. torch numbers the ranks of a group as they are
-    numbered in the world, whatever a mesh says."""
+    """One way to divide all ranks into groups.
+
+    torch numbers the ranks of a group as they are numbered in the world, whatever the order in a
+    mesh.
+    """
 
     blocks: tuple[tuple[int, ...], ...]
 
@@ -45,14 +49,15 @@ class Axis:
 
     @property
     def even(self) -> bool:
-        """Whether all groups divide the rows of a value alike."""
+        """Return whether all groups divide the rows of a value evenly."""
         lengths = {len(block) for block in self.blocks}
         return len(lengths) == 1 and not ROWS % lengths.pop()
 
 
 @dataclass(frozen=True)
 class World:
-    """The meshes that each rank makes, flattened dimensions too, and the groups made by hand."""
+    """The meshes that each rank creates, with flattened dimensions, and explicitly created
+    groups."""
 
     size: int
     meshes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
@@ -63,7 +68,8 @@ class World:
         return [torch.tensor(ranks).view(shape) for shape, ranks in self.meshes]
 
     def axes(self) -> list[Axis]:
-        """In the order of ``names``: all ranks, then the dimensions of each mesh, and so on."""
+        """Return the axes in the order of ``names``: all ranks, then the dimensions of each mesh,
+        and so on."""
         found = [Axis((tuple(range(self.size)),))]
         for table in self.tables():
             found += [rows(table, (dim,)) for dim in range(table.dim())]
@@ -71,7 +77,8 @@ class World:
         return found + [Axis(blocks) for blocks in self.by_hand]
 
     def names(self, rank: int) -> tuple[list[str], list[DeviceMesh]]:
-        """The name of this rank's group of each axis. Every rank makes all groups, in one order."""
+        """Return the name of this rank's group of each axis. Every rank creates all groups, in one
+        order."""
         names, made = [dist.group.WORLD.group_name], []
         for table in self.tables():
             dims = tuple(f"m{len(made)}d{dim}" for dim in range(table.dim()))
@@ -88,7 +95,7 @@ class World:
 
 
 def rows(table: Tensor, dims: tuple[int, ...]) -> Axis:
-    """The ranks that differ in these dimensions of a table alone."""
+    """Return the sets of ranks that differ only in these dimensions of a table."""
     last = table.movedim(dims, tuple(range(-len(dims), 0)))
     length = last.shape[-len(dims) :].numel()
     return Axis(tuple(map(tuple, last.reshape(-1, length).tolist())))
@@ -112,7 +119,7 @@ SHAPES = [
     (2, 2, 4),
 ]
 ROWS, COLUMNS = 48, 2
-"""Rows that 2, 3, 4, 6, 8, 12 and 16 ranks can divide."""
+"""A number of rows that 2, 3, 4, 6, 8, 12 and 16 ranks can divide."""
 
 
 @st.composite
@@ -141,7 +148,7 @@ def worlds(draw) -> World:
 
 @dataclass(frozen=True)
 class Step:
-    """One line of a program: what is done with which earlier values, over which axes."""
+    """One line of a program: an operation, the earlier values that it uses, and its axes."""
 
     name: str
     left: int
@@ -186,7 +193,7 @@ Program = Callable[[Tensor], Any]
 
 
 def program(world: World, steps: tuple[Step, ...], rank: int, names: list[str]) -> Program:
-    """What a rank runs. Every value has ROWS rows on all ranks."""
+    """The program of a rank. Every value has ROWS rows on all ranks."""
     axes = world.axes()
 
     def reduce(x: Tensor, axis: int, op: str = "sum") -> Tensor:
@@ -207,7 +214,7 @@ def program(world: World, steps: tuple[Step, ...], rank: int, names: list[str]) 
         axis, even = step.axis, axes[step.axis].even
         if step.name == "reduce":
             return reduce(x, axis, step.op)
-        if step.name == "nested":  # the second op is the first, but for a mean of a sum
+        if step.name == "nested":  # the second op equals the first, except for a mean of a sum
             inner = reduce(x, axis, step.op)
             between = inner.view(-1).view(ROWS, COLUMNS) * step.scale if step.left % 2 else inner
             mixed = step.op == "avg" and step.right == 0
@@ -248,8 +255,8 @@ def program(world: World, steps: tuple[Step, ...], rank: int, names: list[str]) 
 
 
 def prove(world: World, steps: tuple[Step, ...]) -> list[str]:
-    """The rules that were applied, on all ranks alike, without changing what the program
-    computes."""
+    """Return the rules that were applied; check that all ranks applied the same, and that results
+    are unchanged."""
     plain: list[fx.GraphModule] = []
     simple: list[fx.GraphModule] = []
     applied: list[dict[str, list[tuple[Any, ...]]]] = []
@@ -303,7 +310,8 @@ TWO = World(8, (((2, 4), ORDER), ((4, 2), ORDER)), (), ())
 TURNED = World(8, (((2, 4), ORDER), ((4, 2), (0, 4, 1, 5, 2, 6, 3, 7))), (), ())
 """The second mesh is the first, transposed: axis 4 is axis 1, axis 3 is axis 2."""
 CROOKED = World(8, (((4, 2), ORDER), ((2, 4), (0, 2, 4, 5, 1, 3, 6, 7))), (), ())
-"""Axis 2 has the rows {0,1} {2,3} .., axis 4 {0,2,4,5} {1,3,6,7}: they meet in one rank on some."""
+"""Axis 2 has the rows {0,1} {2,3} .., axis 4 {0,2,4,5} {1,3,6,7}: on some ranks they share one
+rank."""
 UNEVEN = World(6, (((2, 3), tuple(range(6))),), (), (((0, 3), (1, 2, 4, 5)),))
 
 
@@ -339,7 +347,7 @@ def test_sums_over_groups_that_meet_in_one_rank_each_become_one(world, axis, oth
         (CUBE, 4, 2),  # a flattened dimension, then one that it contains
         rarely(CUBE, 2, 4),
         (CUBE, 4, 5),  # two flattened ones that share a dimension
-        (CUBE, 1, 3),  # four ranks of which there is no group
+        (CUBE, 1, 3),  # four ranks for which there is no group
         rarely(CUBE, 0, 1),
         rarely(CUBE, 1, 1),
         rarely(TWO, 2, 4),  # {0,1,2,3} contains {0,1}
@@ -359,11 +367,11 @@ def test_two_meshes_with_the_same_ranks_in_a_group():
     """tp = {0,1} of one mesh and ep = {0,1} of another, over four ranks."""
     world = World(4, (((2, 2), (0, 1, 2, 3)), ((2, 2), (0, 1, 2, 3))), (), ())
     assert prove(world, nested(2, 4)) == []
-    assert prove(world, nested(2, 3)) == ["nested groups"]  # both are known whole
+    assert prove(world, nested(2, 3)) == ["nested groups"]  # both are completely known
 
 
 def test_rank_outside_a_mesh_and_a_mesh_of_a_group_that_is_gone():
-    """What is known of each is nothing: the mesh says nothing of this rank, or of these groups."""
+    """Nothing is known of either: the mesh has no entry for this rank, or for these groups."""
     with as_rank(0, 4):
         elsewhere = DeviceMesh("cpu", torch.tensor([[2], [3]]), mesh_dim_names=("a", "b"))
         whole = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("a", "b"))
@@ -372,12 +380,12 @@ def test_rank_outside_a_mesh_and_a_mesh_of_a_group_that_is_gone():
         assert set(names) <= set(known)
         assert not any({2, 3} in blocks for blocks in known.values() if len(blocks) < 2)
         assert elsewhere.get_coordinate() is None
-    with as_rank(0, 4):  # the names are used again, for groups of the same ranks here
+    with as_rank(0, 4):  # the names are reused, for groups of the same ranks here
         for blocks in ([0, 2], [1, 3]), ([0, 1], [2, 3]):
             for ranks in blocks:
                 dist.new_group(ranks)
         assert not set(names) & set(partitions())
-    assert whole.ndim == 2  # alive all the time
+    assert whole.ndim == 2  # it exists all the time
 
 
 def test_groups_made_by_hand_are_not_known_whole():
@@ -387,7 +395,8 @@ def test_groups_made_by_hand_are_not_known_whole():
 
 @pytest.mark.every
 def test_every_rule_is_met():
-    """The same proof for programs in order, so that it is known which rules have been proved."""
+    """Run the same proof for systematic programs, so that it is known which rules have been
+    proved."""
     steps = {
         "sum of sums": Step("sums", 0, 1, 2, 0, "sum", -3.0),
         "scattered": Step("scattered", 0, 0, 2, 0, "sum", 1.0),

@@ -1,4 +1,4 @@
-"""Random small graphs with collectives, simplified against plain, run for all ranks of a simulated
+"""Random small graphs with collectives, simplified and plain, run for all ranks of a simulated
 group in one process."""
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ aten = torch.ops.aten
 ROWS, COLUMNS = 12, 6  # divisible by 2 and 3 ranks
 convert = torch.ops.prims.convert_element_type.default
 OWN = "own"
-"""Key in the metadata of what is not the same on all ranks: ("slice", length) or ("item",) of the
-own part."""
+"""Key in the metadata of values that differ between ranks: ("slice", length) or ("item",) for the
+rank's own part."""
 
 
 class Writer:
-    """Writes a graph of aten operators with fake values, for rank 0."""
+    """Write a graph of aten operators with fake values, for rank 0."""
 
     def __init__(self, mode: FakeTensorMode, dtype: torch.dtype):
         self.mode, self.graph, self.dtype = mode, fx.Graph(), dtype
@@ -66,14 +66,14 @@ class Writer:
         return node
 
     def part(self, x: fx.Node, dim: int, ranks: int) -> fx.Node:
-        """The own part by a slice."""
+        """Return the rank's own part, by a slice."""
         length = x.meta["val"].shape[dim] // ranks
         node = self.call(aten.slice.Tensor, x, dim, 0, length)
         node.meta[OWN] = ("slice", length)
         return node
 
     def item(self, x: fx.Node, dim: int, ranks: int) -> fx.Node:
-        """The own part by a split."""
+        """Return the rank's own part, by a split."""
         split = self.call(aten.split.Tensor, x, x.meta["val"].shape[dim] // ranks, dim)
         node = self.call(operator.getitem, split, 0)
         node.meta[OWN] = ("item",)
@@ -104,14 +104,14 @@ NARROW = ["widen", "narrow", "narrow behind", "widen before"]
 
 
 def write(seed: int, ranks: int, narrow: bool) -> fx.GraphModule:
-    """The graph of rank 0: the same program on all, but for the own part that each takes of some
-    tensors."""
+    """Write the graph of rank 0. All ranks have the same program, except for their own parts of
+    some tensors."""
     pick = random.Random(seed)
     writer = Writer(FakeTensorMode(), torch.float32 if narrow else torch.float64)
     call = writer.call
     pool = [writer.input("a"), writer.input("b")]
 
-    def some() -> fx.Node:  # what was made last is taken most: rules need neighbours
+    def some() -> fx.Node:  # recent values are picked most often: rules need neighbours
         return pool[-1 - min(int(pick.expovariate(0.6)), len(pool) - 1)]
 
     def like(node: fx.Node) -> fx.Node:
@@ -229,14 +229,14 @@ def write(seed: int, ranks: int, narrow: bool) -> fx.GraphModule:
 
 
 class Uncompiled(fx.GraphModule):
-    """Runs node by node only: no code is made of it, which would take most of the time."""
+    """A graph module that is only interpreted: generating code would take most of the time."""
 
     def recompile(self) -> None:
         pass
 
 
 def on_rank(gm: fx.GraphModule, rank: int = 0) -> fx.GraphModule:
-    """A copy of a graph for another rank, which takes its own parts."""
+    """Return a copy of a graph for another rank, which uses its own parts."""
     graph = copy.deepcopy(gm.graph)
     for node in graph.nodes:
         how, *length = node.meta.get(OWN, ("",))
@@ -248,7 +248,7 @@ def on_rank(gm: fx.GraphModule, rank: int = 0) -> fx.GraphModule:
 
 
 def exchange(node: fx.Node, values: list[torch.Tensor]) -> list[torch.Tensor]:
-    """A collective among simulated ranks, from its definition."""
+    """Execute a collective among simulated ranks, from its definition."""
     call = parse(node)
     assert call is not None
     if call.kind == "all_gather":
@@ -262,7 +262,7 @@ def exchange(node: fx.Node, values: list[torch.Tensor]) -> list[torch.Tensor]:
 def run(
     graphs: list[fx.GraphModule], inputs: list[list[torch.Tensor]]
 ) -> list[tuple[torch.Tensor, ...]]:
-    """Runs the graphs of all ranks in step: they are the same program."""
+    """Run the graphs of all ranks in lockstep: they are the same program."""
     orders = [list(gm.graph.nodes) for gm in graphs]
     assert len({tuple(str(node.target) for node in order) for order in orders}) == 1, (
         "ranks rewrote their graphs differently"
@@ -297,7 +297,7 @@ PROFILE = commpass.ethernet(0.001)
 
 
 def check(seed: int, ranks: int, exact: bool, monkeypatch) -> list[str]:
-    """One random graph: what simplify makes of it computes the same. Returns the rules that were
+    """Check that a random graph computes the same after simplify. Return the rules that were
     applied."""
     policy = Policy(reassociate=not exact)
     first = write(seed, ranks, narrow=exact)

@@ -1,4 +1,4 @@
-"""simplify and the range of a dtype: where Inf, NaN and zero appear does not move."""
+"""simplify and the range of a dtype: it does not change where Inf, NaN and zero appear."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ def ag(x):
 
 HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
 LARGE = [[40000.0, 60000.0, 1.0, 1.0], [-40000.0, 1.0, 60000.0, 1.0]]
-"""Of two ranks: their sums are finite, but twice a value, or two of them, are not."""
+"""The values of two ranks: their sums are finite, but twice a value, or the sum of two of them, is
+not."""
 SMALL = [[2.0**-13] * 4, [2.0**-13] * 4]
-"""Times 2^-12 each is 0 in float16, and their sum is not."""
+"""Each times 2^-12 is 0 in float16, and their sum is not."""
 IN_HALF = {
     "a sum of sums": lambda x: ar(x * 1) + ar(x.neg()),
     "a difference": lambda x: ar(x * 1) - ar(x.neg()),
@@ -86,7 +87,7 @@ def test_scales_of_a_chain_count_together():
 
 
 def test_sums_of_float16_that_are_made_in_float32_may_change():
-    """The addends are the same numbers, and the sum is as wide as it was."""
+    """The addends are the same numbers, and the sum is as wide as before."""
     generator = torch.Generator().manual_seed(0)
     values = [[torch.randn(4096, generator=generator).mul(30000).half()] for _ in range(2)]
     ranks = everywhere(lambda rank: lambda x: ar((x * 1).float()) + 1, values)
@@ -106,7 +107,7 @@ LAID_OUT = {
 
 @pytest.mark.parametrize("name", LAID_OUT)
 def test_widened_values_are_added_where_they_belong(name):
-    """What stands between the cast and the sum is done to the narrow values, or to each row that
+    """Operators between the cast and the sum are applied to the narrow values, or to each row that
     arrives."""
     generator = torch.Generator().manual_seed(0)
     for shape in ((8, 4), (4, 8), (8, 8)):

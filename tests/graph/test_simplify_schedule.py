@@ -1,9 +1,9 @@
 """simplify neither lengthens the critical path nor raises peak memory: a timeline and a count of
-living bytes.
+live bytes.
 
-The timeline: one link and one stream of compute. Collectives run on the link in the order of their
-starts, each as long as the cost model says; every operator that computes takes the same time; a
-wait holds up the stream. Written apart from the pass.
+The timeline has one link and one stream of compute. Collectives run on the link in the order of
+their starts, each for the time of the cost model. Every computing operator takes the same time, and
+a wait blocks the stream. This is written independently of the pass.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FREE = {
     "detach",
     "full",
 }
-"""Operators that move nothing in memory, and constants."""
+"""Operators without memory traffic, and constants."""
 
 
 def name_of(node: fx.Node) -> str:
@@ -65,7 +65,7 @@ def nbytes(value) -> int:
 
 
 def finish_us(gm: fx.GraphModule, profile: commpass.Profile, compute_us: float) -> float:
-    """When the last operator and the last exchange of a graph are done."""
+    """Return the end of the last operator and the last exchange of a graph."""
     stream = link = 0.0
     arrival: dict[fx.Node, float] = {}
     for node in gm.graph.nodes:
@@ -84,8 +84,9 @@ def finish_us(gm: fx.GraphModule, profile: commpass.Profile, compute_us: float) 
 
 
 def peak_bytes(gm: fx.GraphModule) -> int:
-    """The most bytes of tensors alive at once; a view keeps alive what it shows."""
-    memory: dict[fx.Node, set[fx.Node]] = {}  # a node, and the tensors that must live while it does
+    """Return the most bytes of tensors alive at once; a view keeps its base alive."""
+    # a node, and the tensors that must stay alive while it does
+    memory: dict[fx.Node, set[fx.Node]] = {}
     last: dict[fx.Node, fx.Node] = {}
     for node in gm.graph.nodes:
         shows = (
@@ -110,7 +111,7 @@ def peak_bytes(gm: fx.GraphModule) -> int:
 
 
 def largest(gm: fx.GraphModule) -> int:
-    """Bytes of the largest tensor that a collective of a graph takes or gives."""
+    """Return the bytes of the largest input or result of a graph's collectives."""
     return max(
         max(nbytes(node.meta["val"]), nbytes(node.args[0].meta["val"]))
         for node in gm.graph.nodes
@@ -143,7 +144,7 @@ def test_random_graphs(link, one_in, fake_group):
             continue
         before_us, after_us = (finish_us(graph, profile, compute_us) for graph in (gm, after))
         rules = [step.rule for step in applied]
-        # What was a part of a result and is now an input itself needs a copy where it is an output.
+        # What was a part of a result and is now an input needs a copy if it is an output.
         copies = sum(node.meta.get(RULE) == "separate outputs" for node in after.graph.nodes)
         assert after_us <= before_us + copies * compute_us + 1e-6, (
             seed,
@@ -156,8 +157,8 @@ def test_random_graphs(link, one_in, fake_group):
 
 
 def graphs_of_llama(layers: int) -> list[tuple[fx.GraphModule, fx.GraphModule]]:
-    """(plain, simplified) of the forward and the backward of a tensor-parallel Llama, as the pass
-    gets them."""
+    """Return (plain, simplified) of the forward and the backward of a tensor-parallel Llama, as the
+    pass gets them."""
     from llama import build, step, tokens
 
     pairs = []

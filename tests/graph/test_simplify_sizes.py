@@ -1,4 +1,5 @@
-"""simplify and sizes that ranks do not share: batches, numbers of tokens. All must do alike."""
+"""simplify with sizes that differ between ranks: batches, numbers of tokens. All ranks must make
+the same changes."""
 
 from __future__ import annotations
 
@@ -18,14 +19,15 @@ def ag(x, ranks):
 
 
 def batches(*rows):
-    """A batch of so many rows for each rank, and six parameters' shards, the same size on all."""
+    """A batch with a different number of rows on each rank, and six parameters' shards of equal
+    size."""
     draw = torch.Generator().manual_seed(0)
     shard = lambda: torch.randn(4, 16, generator=draw)  # noqa: E731
     return [[torch.randn(n, 8, generator=draw), *(shard() for _ in range(6))] for n in rows]
 
 
 def sharded(x, *shards):
-    """Parameters gathered where they are used, and gathered again: as ZeRO does by hand."""
+    """Parameters gathered where they are used, and gathered again, like ZeRO without a library."""
     for shard in (*shards, *shards):
         x = (x @ ag(shard * 1, 2)).relu() @ ag(shard * 1, 2).t()
     return x
@@ -40,7 +42,7 @@ def test_gathers_of_parameters_do_not_depend_on_the_batch(rows):
 
 
 EVERY_BATCH = 12
-"""Of 24 gathers the two of a layer are one. Between the layers' two turns nothing is kept."""
+"""Of 24 gathers, the two of a layer are merged. Nothing is kept between the two uses of a layer."""
 
 
 def reduced(x, *shards):
@@ -67,7 +69,8 @@ SENT = {
 
 
 def exchanged(sent, narrow):
-    """Tokens to experts and back, cast on the way: each rank knows its own numbers alone."""
+    """Tokens sent to experts and back, with a cast between: each rank knows only its own
+    numbers."""
 
     def of(rank):
         mine, back = sent[rank], [row[rank] for row in sent]
@@ -99,7 +102,7 @@ def test_exchanges_of_tokens_do_not_depend_on_how_many_there_are(name, narrow, l
 
 
 def test_exchanges_that_are_equal_by_chance_on_one_rank_stay_two():
-    """Rank 0 sends and gets the same entries twice, the others do not."""
+    """Rank 0 sends and gets the same entries twice, and the others do not."""
     sent = [[[2, 2, 2], [2, 2, 2]], [[2, 1, 3], [2, 3, 1]], [[2, 3, 1], [2, 1, 3]]]
 
     def of(rank):

@@ -1,5 +1,8 @@
-"""simplify and what the policy allows: sites that are allowed different things stay apart, what a
-rule makes is allowed what it stands for, and rules are reported by what was found."""
+"""simplify and what the policy allows.
+
+Sites that are allowed different things are not merged. The result of a rule is allowed what the
+original sites are. Rules are reported with the original sites.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ def rs(x):
 
 
 def labelled(function, paths=(), words=(), x=X):
-    """A graph whose collectives, in order, come from these modules and carry these words."""
+    """A graph whose collectives, in order, are in these modules and have these annotations."""
     gm = trace(function, x)
     nodes = [node for node in gm.graph.nodes if parse(node)]
     for node, path in zip(nodes, paths, strict=False):
@@ -83,7 +86,7 @@ def test_sites_with_equal_permissions_alone_are_merged(terms, fake_group):
     paths = ("router", "mlp")
     other = Rule(module="router", **terms)
     assert rules(planned(labelled(SUM, paths), codecs="int8", rules=[other])) == []
-    same = [other, Rule(module="mlp", **terms)]  # two rules that say the same
+    same = [other, Rule(module="mlp", **terms)]  # two equivalent rules
     assert rules(planned(labelled(SUM, paths), codecs="int8", rules=same)) == ["sum of sums"]
 
 
@@ -106,7 +109,7 @@ def test_gather_of_scatter_and_nested_groups_merge_only_what_is_allowed_the_same
 
 
 def test_sites_that_a_rule_makes_are_allowed_what_they_stand_for(fake_group):
-    """A scatter made of an all_reduce is no site of rules for reduce_scatter."""
+    """A scatter made from an all_reduce is not a site for rules on reduce_scatter."""
     fake_group(8)
     own = lambda x: ar(x * 2)[:8] + 1  # noqa: E731
     for kind, codec in (("all_reduce", "int8"), ("reduce_scatter", "none")):
@@ -121,7 +124,7 @@ def test_sites_that_a_rule_makes_are_allowed_what_they_stand_for(fake_group):
 
 
 def test_terms_are_kept_through_several_rules(fake_group):
-    """Merged, then scattered: what is left is allowed what both were."""
+    """Sites that are merged, then scattered: the result is allowed what both were."""
     fake_group(8)
     function = lambda x: (ar(x.sin()) + ar(x.cos()))[:8] + 1  # noqa: E731
     said = [Rule(kind="all_reduce", keep=True)]
@@ -140,7 +143,7 @@ def test_graph_that_comes_again_is_allowed_what_the_new_policy_says(fake_group):
 
 
 def test_rules_are_reported_by_what_was_found(fake_group):
-    """Of the two that are merged one module has no collective any more."""
+    """After a merge of two sites, one of the modules has no collective any more."""
     fake_group(8)
     said = [Rule(module="first"), Rule(module="second"), Rule(module="third", keep=True)]
     policy = Policy(codecs="int8", rules=said)

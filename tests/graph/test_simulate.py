@@ -1,4 +1,4 @@
-"""Steps of a model on clusters that are not there, against times worked out by hand."""
+"""Simulated steps of a model on clusters, against times computed from formulas."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def build(mesh, rows: int = 512):
 
 
 def all_reduce_ms(nbytes: int, ranks: int) -> float:
-    """A ring on the link above, from the formula."""
+    """Return the time of a ring on the link above, from the formula."""
     return (2 * (ranks - 1) * 10.0 + 2 * (ranks - 1) / ranks * nbytes / 1000) / 1000
 
 
@@ -71,7 +71,7 @@ def test_step_is_its_exchanges_where_nothing_is_computed():
     (found,) = commpass.simulate(build, CLUSTER, {"tp": 4}, ["off"])
     each = all_reduce_ms(512 * 64 * 8, 4)
     assert (found.policy, found.ranks, found.swept) == ("off", 4, None)
-    assert (found.sites, found.compressed, found.remarks) == (2, 0, ())  # one each way
+    assert (found.sites, found.compressed, found.remarks) == (2, 0, ())  # one in each direction
     assert found.wire_bytes == 2 * 512 * 64 * 8
     assert found.step_ms == pytest.approx(2 * each, rel=0.01)
     assert found.exposed_ms == pytest.approx(2 * each, rel=0.01)
@@ -79,8 +79,8 @@ def test_step_is_its_exchanges_where_nothing_is_computed():
 
 
 def test_compute_without_exchanges_counts():
-    """A matmul forward and two backward of 2 x 512^3 operations each, at 1 TFLOP/s; nothing is
-    sent."""
+    """Matmuls of 2 x 512^3 operations each, one in forward and two in backward, at 1 TFLOP/s;
+    nothing is sent."""
     computes = dataclasses.replace(NO_COMPUTE, gflops=1000.0)
     slow = dataclasses.replace(CLUSTER, kernels=computes)
 
@@ -205,7 +205,7 @@ def test_links_and_policies_share_one_trace():
 
 
 def test_many_ranks_take_no_time_of_their_own():
-    """Neither is a parameter cut into as many tensors as there are ranks."""
+    """In particular, a parameter is not split into as many tensors as there are ranks."""
     cut = torch.Tensor.chunk
 
     def no_chunk(tensor, many, *rest):
@@ -306,7 +306,7 @@ def test_numbers_of_a_table_are_written_alike():
 
 @pytest.fixture
 def figure(monkeypatch, tmp_path):
-    """Draws, and gives the axes of what was drawn."""
+    """Draw, and return the axes of the drawing."""
     made = []
     save = Figure.savefig
     monkeypatch.setattr(

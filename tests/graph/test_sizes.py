@@ -1,4 +1,4 @@
-"""Sizes that are not fixed: one graph on each side of the size from which codes gain."""
+"""Dynamic sizes: one graph on each side of the size from which codes gain."""
 
 from __future__ import annotations
 
@@ -34,8 +34,10 @@ def layer(x, w):
 
 
 def run(function, rows, policy=POLICY, profile=PROFILE, marked=None, train=False, **given):
-    """The plans that are made while a function runs with tensors of so many rows; the columns are
-    fixed, and ``marked`` goes to mark_dynamic."""
+    """Run a function with tensors of the given numbers of rows; return the plans.
+
+    The columns are fixed, and ``marked`` is passed to mark_dynamic.
+    """
     before = len(commpass.plans())
     backend = commpass.backend(policy, profile=profile, inner="eager", strict=True)
     compiled = torch.compile(function, backend=backend, fullgraph=True, **given)
@@ -50,7 +52,7 @@ def run(function, rows, policy=POLICY, profile=PROFILE, marked=None, train=False
 
 
 def edge(plan) -> int:
-    """Rows from which on the codec gains, found by trying all of them."""
+    """Return the number of rows from which the codec gains, found by trying all of them."""
     (site,) = plan
     return next(rows for rows in range(2, 4096) if _gains(site, rows * WIDTH * 4))
 
@@ -83,7 +85,7 @@ def test_it_ends_where_the_cost_model_decides_otherwise():
     (plan,) = run(layer, (4,))
     rows = edge(plan)
     torch._dynamo.reset()
-    near = rows // 10 + 1  # it is solved for to 2 %, and for rows of blocks that are full
+    near = rows // 10 + 1  # it is solved to 2 %, and for rows of full blocks
     assert len(run(layer, (rows - near, rows + near))) == 2
     torch._dynamo.reset()
     assert len(run(layer, (rows + near, 2 * rows))) == 1
@@ -111,7 +113,7 @@ def test_training_compiles_both_graphs_twice_and_no_more():
 
 FORCED = Policy(rules=[Rule(codec="int8", algorithm="two_shot", force=True)])
 SLOW = commpass.ethernet(1e-4)
-"""On which a block saves more time than it takes to code."""
+"""A link on which a block saves more time than its coding takes."""
 
 
 @pytest.mark.every
@@ -123,17 +125,18 @@ SLOW = commpass.ethernet(1e-4)
         (Policy(rules=[Rule(keep=True)]), PROFILE),
         (Policy(off=True), PROFILE),
         (POLICY, commpass.ethernet(1e5)),  # gains at no size
-        (Policy(codecs="int8", algorithms="one_shot", max_error=0.05), SLOW),  # at any
+        (Policy(codecs="int8", algorithms="one_shot", max_error=0.05), SLOW),  # at every size
     ],
     ids=["forced", "kept", "off", "never", "always"],
 )
 def test_one_graph_where_no_size_changes_the_decision(policy, profile):
-    (plan,) = run(layer, (8, 4000, 11), policy, profile)  # 4 rows are one block: torch's own case
+    # 4 rows are one block: torch's special case
+    (plan,) = run(layer, (8, 4000, 11), policy, profile)
     assert "holds" not in plan.sites[0].reason
 
 
 def test_bounds_of_the_user_are_not_narrowed():
-    """Dynamo makes an error of a guard inside bounds that somebody has promised."""
+    """Dynamo raises an error for a guard inside bounds that the user has promised."""
     (plan,) = run(layer, (4, 4000), marked={"min": 2, "max": 10_000})
     assert "holds" not in plan.sites[0].reason
 
@@ -166,7 +169,7 @@ def test_limits_of_the_most_sites_count():
 
 
 def test_limits_are_counted_for_each_group():
-    """Ranks of one group may be in other groups beside, whose sites the others do not see."""
+    """Ranks of one group may also be in other groups, whose sites the other ranks do not see."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     dp, tp = (mesh.get_group(name).group_name for name in ("dp", "tp"))
 
@@ -194,7 +197,7 @@ def test_size_is_that_which_explain_names():
 
 
 def test_plan_that_is_not_carried_out_ends_nowhere():
-    """The untouched graph is right for every size."""
+    """The unchanged graph is right for every size."""
 
     def failing(*_args, **_more):
         raise RuntimeError("on purpose")

@@ -1,4 +1,4 @@
-"""Selections in graphs of a GPU: kernels, and the bits of the aten form."""
+"""Selections in graphs of a GPU: kernels give the bits of the aten form."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def passed(gm, chosen: Policy, passes=None):
 
 
 def called(gm) -> Counter:
-    """How often each kernel of a selection is called."""
+    """Return how often each kernel of a selection is called."""
     names = (getattr(node.target, "_opname", "") for node in gm.graph.nodes)
     return Counter(name for name in names if name in SPARSE)
 
@@ -116,7 +116,7 @@ def test_operators_of_a_cpu_have_none(fake_group):
 def stepped(
     spec: str, dtype: torch.dtype, steps: int, **more
 ) -> tuple[list[list[Tensor]], list[Counter]]:
-    """What all ranks have after each of some steps, and what is then left on each."""
+    """Return the results of all ranks after each of some steps, and the residual of each."""
     graphs, states, found = [], [], []
     for rank in range(RANKS):
         with as_rank(rank, RANKS):
@@ -133,8 +133,11 @@ def stepped(
 
 
 def both_forms(spec: str, dtype: torch.dtype) -> tuple[list[str], list[Counter]]:
-    """In which steps the graph of a GPU, whose kernels are interpreted on this CPU, differs from
-    the plain one; and which kernels it calls."""
+    """Return the steps in which the graph of a GPU differs from the plain one, and the kernels that
+    it calls.
+
+    The kernels are interpreted on this CPU.
+    """
     before, generated._no_triton = generated._no_triton, lambda device: ""
     try:
         plain, none = stepped(spec, dtype, 2, lowering="inline")
@@ -159,7 +162,7 @@ def both_forms(spec: str, dtype: torch.dtype) -> tuple[list[str], list[Counter]]
     ],
 )
 def test_steps_with_kernels_have_the_bits_of_the_plain_form(spec, dtype):
-    """Residuals of the next step included."""
+    """This includes the residuals of the next step."""
     differing, calls = interpreted(both_forms, spec, dtype)
     assert differing == []
     assert all(each["sparse_encode"] == len(SHAPES) for each in calls)

@@ -1,4 +1,4 @@
-"""Stages are those of the graph that is spliced in: the same steps, bytes and dependencies."""
+"""Stages agree with the inserted graph: the same steps, bytes and dependencies."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ CODECS = ["int8", "rotated", "int4(block=64)", "exponent"]
 
 
 def coded_graph(kind: str, spec: str, code: str, dtype: torch.dtype):
-    """The plan of a graph with one site, and its graph with coded operators."""
+    """Return the plan of a graph with one site, and its graph with coded operators."""
     x = torch.ones(8 * RANKS, 48, dtype=dtype)
     gm = trace(lambda x: ops.wait_tensor(SITES[kind](x)), x, dynamic=True)
     policy = Policy(rules=[Rule(codec=code, algorithm=spec, force=True)])
@@ -67,8 +67,10 @@ def coded_graph(kind: str, spec: str, code: str, dtype: torch.dtype):
 
 
 def stages_of_graph(gm) -> list[tuple]:
-    """(role, after) of each step in a graph, from its nodes: what waits for what through any number
-    of nodes in between, and the bytes of exchanges."""
+    """Return (role, after) of each step in a graph, from its nodes, and the bytes of exchanges.
+
+    ``after`` are the steps that it depends on, through any number of nodes.
+    """
     found: list[tuple] = []
     made_by: dict = {}
     for node in gm.graph.nodes:
@@ -120,7 +122,7 @@ def request(ranks: int, **more) -> Request:
 
 
 SYMBOLIC = [case for case in CASES if case[0] != "all_to_all"]
-"""The splits of an all-to-all are numbers, or symbols of their own."""
+"""The splits of an all-to-all are numbers, or separate symbols."""
 
 
 @pytest.mark.few(4)
@@ -164,7 +166,7 @@ def test_bytes_that_depend_on_values_alone_are_dynamic(first):
 
 @pytest.mark.parametrize("first", ["static", "sizes"])
 def test_rows_that_are_too_short_to_be_coded_are_one_exchange(first):
-    """Of fewer than 128 values nothing is coded: no second exchange, and no sizes before it."""
+    """Fewer than 128 values are not coded: no second exchange, and no sizes before it."""
     for numel, exchanges in ((1, 1), (127, 1), (128, 2)):
         payload, spec = Payload(numel, numel, torch.bfloat16), f"direct(first={first})"
         found = read_stages("all_gather", spec, "exponent", payload, request(4)).exchanges

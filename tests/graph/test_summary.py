@@ -1,4 +1,4 @@
-"""What is said of a backend's graphs: when, how often, and what instead of a rule that matched
+"""Reports on a backend's graphs: when, how often, and the alternatives for a rule that matched
 nothing."""
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ def planned(**changes) -> PlannedSite:
 
 
 def plan(graph: str, direction: str, *sites: PlannedSite, rules=()) -> Plan:
-    """A plan of these sites, and which of the rules match one of them."""
+    """Return a plan of these sites, with the rules that match any of them."""
     matched = tuple(n for n, rule in enumerate(rules) if any(map(rule.matches, sites)))
     facts = {"policy": "p", "profile": "p", "sites": sites, "matched": matched}
     return Plan(graph=graph, direction=direction, **facts)
 
 
 class Log:
-    """What a summary says, call by call."""
+    """Record what a summary logs, call by call."""
 
     def __init__(self, caplog, *rules: Rule):
         self.caplog, self.seen = caplog, 0
         caplog.set_level(logging.INFO, "commpass")
-        gc.collect()  # the backends of other tests report when they go
+        gc.collect()  # the backends of other tests report when they are deleted
         caplog.clear()
         self.summary = Summary(Policy(rules=rules))
 
@@ -67,8 +67,10 @@ class Log:
         self.summary.add(plan(str(number), direction, site, rules=rules), trained=trained)
 
     def call(self, *graphs: str) -> str:
-        """``F0``, ``B0``: forward or backward of graph 0. What was said meanwhile: L a line, W a
-        warning."""
+        """Call graphs, where ``F0`` and ``B0`` are forward and backward of graph 0.
+
+        Return what was logged meanwhile: L a line, W a warning.
+        """
         for graph in graphs:
             self.summary.called(graph[1:] + {"F": "forward", "B": "backward"}[graph[0]])
         return self.said()
@@ -197,7 +199,7 @@ def test_nothing_is_said_where_nothing_was_compiled(caplog):
     assert log.said() == ""
 
 
-# --- what there is instead ------------------------------------------------------------------------
+# --- suggested alternatives -----------------------------------------------------------------------
 
 SITES = (
     planned(),
@@ -239,7 +241,7 @@ def test_preset_tells_groups_that_it_has_no_role_for_and_nothing_of_the_others(f
     fake_group(8)
     summary = Summary(PRESETS["balanced-3d"])
     summary.add(plan("0", "forward", planned(), rules=summary.policy.rules), trained=True)
-    assert not summary.unmatched_rules()  # nothing of dp and pp, which are not there
+    assert not summary.unmatched_rules()  # nothing about dp and pp, which do not exist
     other = planned(group="9", group_label="d", group_labels=("d", "world"))
     summary.add(plan("1", "forward", other, rules=summary.policy.rules), trained=True)
     (sentence,) = summary.unmatched_rules().values()
@@ -328,7 +330,7 @@ def test_evaluation_then_training_is_said_right_and_warns_of_nothing_that_matche
     caplog.set_level(logging.INFO, "commpass")
     caplog.clear()
     rules = [
-        Rule(direction="backward", codec="int8", force=True),  # nothing compressed is a warning
+        Rule(direction="backward", codec="int8", force=True),  # compressing nothing gives a warning
         Rule(module="lyers", codec="int8"),
     ]
     run = how(stack(), commpass.backend(Policy(rules=rules), inner="aot_eager", strict=True))
@@ -461,7 +463,7 @@ def test_mesh_that_is_made_between_two_graphs_is_seen(fake_group):
 
 
 class Alone(nn.Module):
-    """As DDP and FSDP2 leave a graph: what they send is not in it."""
+    """Like a graph under DDP or FSDP2, which does not contain what they send."""
 
     def __init__(self):
         super().__init__()
@@ -473,7 +475,7 @@ class Alone(nn.Module):
 
 @pytest.fixture
 def unsaid(monkeypatch, caplog):
-    """As in a new process, of 8 ranks."""
+    """Simulate a new process, with 8 ranks, in which nothing has been reported."""
     monkeypatch.setattr(summaries, "_warned_of_no_site", [])
     monkeypatch.setattr(record, "_plans", [])
     caplog.set_level(logging.INFO, "commpass")

@@ -1,5 +1,5 @@
-"""A policy that compresses no site of a backend's graphs is told once, with why and what would
-change it."""
+"""A policy that compresses no site of a backend's graphs causes one warning, with the reason and a
+remedy."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ class Broken(nn.Module):
 
 @pytest.fixture
 def warnings(caplog):
-    """What is warned of sites that are not compressed."""
+    """Return the warnings about uncompressed sites."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    gc.collect()  # the backends of other tests report when they go
+    gc.collect()  # the backends of other tests report when they are deleted
     caplog.set_level(logging.WARNING, "commpass")
     caplog.clear()
 
@@ -67,7 +67,7 @@ def warnings(caplog):
 
 
 def train(policy, profile, model=None, steps=4):
-    """Trains a model, and gives its plans."""
+    """Train a model, and return its plans."""
     chosen = commpass.backend(policy, inner="aot_eager", strict=True, profile=profile)
     seen, model = len(commpass.plans()), model or Block()
     compiled = torch.compile(model, backend=chosen)
@@ -107,7 +107,8 @@ def test_named_remedy_changes_the_outcome(fake_group, warnings):
     (rate,) = re.findall(r"a link of ([\d,.]+) Gbit/s or less", text)
     slower = dataclasses.replace(profile, link=Link(1.0, float(rate.replace(",", "")) / 8))
     torch._dynamo.reset()
-    unchecked = Policy.from_preset("taco", check_calls=0)  # of these weights it may lose too much
+    # the error may be too large for these weights
+    unchecked = Policy.from_preset("taco", check_calls=0)
     assert all(plan.compressed for plan in train(unchecked, slower))
     torch._dynamo.reset()
     (rule,) = re.findall(r"Rule\(.*?\)", text)
@@ -147,8 +148,8 @@ def of_rows(rows: int, profile: Profile) -> PlannedSite:
         ("off", FAST),
         (Policy(), FAST),
         (Policy(rules=[Rule(module="first", keep=True)]), FAST),
-        ("equarx", SLOW),  # forward alone
-        ("ssfusion", SLOW),  # backward alone
+        ("equarx", SLOW),  # forward only
+        ("ssfusion", SLOW),  # backward only
     ],
     ids=["compressed", "default", "off", "no codec", "keep", "forward", "backward"],
 )
@@ -199,7 +200,7 @@ def test_annotation_asks_for_codecs_whatever_the_policy(fake_group, warnings):
     assert "0 of 4 sites compressed: on fast" in text
     assert "2 sites: policy 'lossless' names no codec" in text
     torch._dynamo.reset()
-    train("off", FAST, model)  # no annotation counts
+    train("off", FAST, model)  # annotations do not count
     assert len(warnings()) == 1
 
 

@@ -1,4 +1,4 @@
-"""The pass for vLLM's slot, on graphs with operators of the names and schemas that vLLM's have."""
+"""The pass for vLLM's slot, on graphs of operators with vLLM's names and schemas."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def four(fake_group):
 
 
 def layer(x, residual, weight, norm):
-    """What a layer of vLLM's is at the slot: attention, a matmul of its own rows, the sum, and a
-    norm in place, functionalised."""
+    """A layer of vLLM at the slot: attention, a row-parallel matmul, the sum, and an in-place norm,
+    functionalised."""
     ops = torch.ops.vllm
     attended = ops.unified_attention(x, x, x, "model.layers.0.self_attn")
     summed = ops.all_reduce(attended @ weight, "tp:0")
@@ -66,7 +66,8 @@ def layer_graph():
 
 
 def form(graph) -> list:
-    """What a graph does, whatever its nodes are called, and what is known of each value."""
+    """Return the operators of a graph, independent of node names, and what is known of each
+    value."""
     number = {node: at for at, node in enumerate(graph.nodes)}
     return [
         (
@@ -95,7 +96,8 @@ def test_sum_of_vllms_is_compressed_and_the_rest_of_the_graph_stays(four):
     assert names.count("auto_functionalized") == 1
     [(_, dtype, size)] = collectives(gm)
     assert dtype == torch.uint8
-    assert size == 64 * 256 + 4 * (64 * 256 // 256)  # a byte each, a scale of 4 for each block
+    # one byte per value, and a scale of 4 bytes per block
+    assert size == 64 * 256 + 4 * (64 * 256 // 256)
     graph.lint()
 
 
@@ -110,7 +112,7 @@ def test_allowed_one_of_two_alone_is_compressed(four):
     def two(x, y):
         return torch.ops.vllm.all_reduce(x, "tp:0"), torch.ops.vllm.all_reduce(y, "tp:0")
 
-    gm = trace(two, torch.randn(64, 256), torch.randint(9, (8, 8)))  # nobody codes integers
+    gm = trace(two, torch.randn(64, 256), torch.randint(9, (8, 8)))  # no codec supports integers
     CollectivePass(INT8, groups=world, strict=True)(gm.graph)
     [own] = [node for node in gm.graph.nodes if str(node.target) == "vllm.all_reduce.default"]
     assert own.meta["val"].shape == (8, 8)

@@ -1,5 +1,5 @@
-"""Mutants: patches that each break one thing a user would be hurt by, and the tests that must
-notice it."""
+"""Mutants: patches that each introduce one defect that users would notice, and the tests that must
+catch it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FOLDER = Path(__file__).resolve().parent
 
 @dataclass(frozen=True)
 class Mutant:
-    """A patch: what is wrong with it in a ``sentence``, and the ``tests`` that are responsible."""
+    """A patch: its defect in one ``sentence``, and the responsible ``tests``."""
 
     path: Path
     sentence: str
@@ -23,7 +23,8 @@ class Mutant:
 
 
 def mutants() -> list[Mutant]:
-    """All, by name. Raises ValueError for a patch without the two lines of a header."""
+    """Return all mutants by name. Raise ValueError for a patch without the two lines of a
+    header."""
     return [_read(path) for path in sorted(FOLDER.glob("*.patch"))]
 
 

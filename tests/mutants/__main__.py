@@ -1,5 +1,8 @@
-"""``make mutants``: breaks one thing at a time in a copy of the repository, and runs the tests that
-are responsible for it. They must fail."""
+"""Apply one mutant at a time to a copy of the repository, and run its responsible tests:
+``make mutants``.
+
+The tests must fail.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +40,13 @@ sys.exit(pytest.main(sys.argv[1:]))
 """
 OPTIONS = ("-x", "-n0", "-rfE", "-p", "no:cacheprovider")
 GOOD = ("killed", "timed out")
-"""What may become of a mutant: a test that hangs is noticed as well."""
+"""The good outcomes of a mutant: a test that hangs also catches it."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a mutant; ``test`` is the first one that failed, or why there is none."""
+    """The outcome of a mutant; ``test`` is the first one that failed, or the reason why there is
+    none."""
 
     name: str
     outcome: str
@@ -52,7 +56,7 @@ class Result:
 
 @contextmanager
 def copy_of_repository() -> Iterator[Path]:
-    """A folder with all files that git knows or would take, as they are now."""
+    """Yield a folder with all files that git tracks or would add, in their current state."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
@@ -65,7 +69,8 @@ def copy_of_repository() -> Iterator[Path]:
 
 
 def environment(place: Path) -> dict[str, str]:
-    """That of a run in a copy: nothing of it is found elsewhere, or kept for others."""
+    """Return the environment of a run in a copy: it uses nothing from elsewhere, and leaves nothing
+    behind."""
     return os.environ | {
         "PYTHONPATH": os.pathsep.join([str(place), str(place / "tests")]),
         "TORCHINDUCTOR_CACHE_DIR": str(place.parent / "inductor"),
@@ -76,7 +81,8 @@ def environment(place: Path) -> dict[str, str]:
 
 
 def tested(place: Path, tests: Sequence[str], timeout: float) -> tuple[str, str]:
-    """How tests end in a copy, and the first that fails, or what was said last."""
+    """Run tests in a copy; return how they end, and the first that fails, or the last line of
+    output."""
     command = [sys.executable, "-c", RUN, *OPTIONS, *tests]
     process = subprocess.Popen(
         command,
@@ -92,7 +98,7 @@ def tested(place: Path, tests: Sequence[str], timeout: float) -> tuple[str, str]
     except subprocess.TimeoutExpired:
         return "timed out", f"within {timeout:g} s"
     finally:
-        if process.poll() is None:  # the ranks that it started as well
+        if process.poll() is None:  # with the ranks that it started
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", said, re.MULTILINE)
@@ -105,7 +111,7 @@ def tested(place: Path, tests: Sequence[str], timeout: float) -> tuple[str, str]
 
 
 def tried(mutant: Mutant, timeout: float) -> Result:
-    """Applies a patch to a copy and runs its tests there."""
+    """Apply a patch to a copy, and run its tests there."""
     start = time.monotonic()
     with copy_of_repository() as place:
         applied = subprocess.run(
@@ -135,7 +141,7 @@ def table_of(results: Sequence[Result]) -> Table:
 
 
 def written(results: Sequence[Result]) -> str:
-    """The results as JSON, with what they were made with."""
+    """Write the results as JSON, with the versions that they were made with."""
     head = ["git", "rev-parse", "HEAD"]
     commit = subprocess.run(head, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     rows = {each.name: asdict(each) for each in results}

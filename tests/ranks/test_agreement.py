@@ -1,5 +1,5 @@
-"""Law 5: all ranks decide alike, and prove it. Law 7: if one rank cannot carry out its plan, nobody
-does."""
+"""Law 5: all ranks make the same decision, and verify it. Law 7: if one rank cannot execute its
+plan, all ranks fall back."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from commpass.policy.rules import Rule
 pytestmark = pytest.mark.xdist_group("ranks")
 ops = torch.ops._c10d_functional
 NEVER_S = 3600.0
-"""A time-out that the test does not live to see: what waits for it fails."""
+"""A time-out longer than the test: whatever waits for it fails."""
 
 
 def model(x: torch.Tensor, group: str | None = None) -> torch.Tensor:
@@ -50,7 +50,7 @@ def different_policies(inner: str) -> str:
     function = torch.compile(model, backend=commpass.backend(policy, inner=inner, timeout=NEVER_S))
     with pytest.raises(PlanMismatch) as error:
         function(torch.ones(500))
-    with pytest.raises(PlanMismatch):  # and it stays an error
+    with pytest.raises(PlanMismatch):  # and it remains an error
         function(torch.ones(500))
     return str(error.value)
 
@@ -122,8 +122,8 @@ def test_first_rank_may_be_the_silent_one(ranks2):
 
 
 def too_late() -> str:
-    """Rank 1 comes when rank 0 has given up: it is told so at once, and the next meeting is another
-    one."""
+    """Rank 1 arrives when rank 0 has given up: it learns this at once, and the next agreement is a
+    new round."""
     rank = dist.get_rank()
     if rank == 1:
         dist.barrier()
@@ -145,7 +145,7 @@ def test_rank_that_is_late_gets_an_error_and_the_next_round_is_not_mixed_up_with
 
 
 def asks_again() -> float:
-    """Nothing is kept of a graph whose plan was not answered: the next call compiles it again."""
+    """Nothing is cached for a graph whose plan got no answer: the next call compiles it again."""
     torch._dynamo.reset()
     backend = commpass.backend(forced("int8"), inner="eager", timeout=2)
     function = torch.compile(model, backend=backend)
@@ -165,7 +165,7 @@ def test_rank_that_waited_in_vain_asks_again_with_the_next_call(ranks2):
 
 
 def anew(folder: str) -> list[float]:
-    """As after a restart in the same processes: the groups are made anew, and the same compiled
+    """As after a restart in the same processes: the groups are created anew, and the same compiled
     function is called."""
     rank, size, name = dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name
     torch._dynamo.reset()
@@ -178,8 +178,8 @@ def anew(folder: str) -> list[float]:
     dist.destroy_process_group()
     store = dist.FileStore(f"{folder}/store", size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    assert dist.group.WORLD.group_name == name  # or Dynamo would compile again on its own
-    backend.timeout = 120  # this is the first that rank 1 compiles: it can take longer
+    assert dist.group.WORLD.group_name == name  # or Dynamo would recompile anyway
+    backend.timeout = 120  # this is rank 1's first compilation, which can take longer
     got = [float(function(torch.ones(450))[0]) for _ in range(2)]
     assert commpass.plans()[-1].sites[0].codec == "int8"
     return got
@@ -195,7 +195,7 @@ def test_function_goes_on_after_a_failure_with_groups_that_were_made_anew(tmp_pa
 
 
 def waits_with_a_line() -> tuple[list[str], float]:
-    """Rank 1 comes once rank 0 has said that it waits, and has had the time to say it again."""
+    """Rank 1 arrives after rank 0 has logged that it waits, and had time to log it again."""
     lines: list[str] = []
     store = dist.distributed_c10d._get_default_store()  # a barrier would be traced
 
@@ -226,7 +226,7 @@ def test_rank_that_waits_long_says_for_whom_and_waits_as_long_as_its_group_would
     assert "for the plans of rank 1 of group" in line[0]
     assert len(line) == 1
     assert none == []
-    assert timeout == 1800  # torch's own for gloo: an ordinary skew of a minute is no error
+    assert timeout == 1800  # torch's default for gloo: an ordinary skew of a minute is no error
 
 
 def a_late_rank() -> None:
@@ -243,12 +243,12 @@ def test_late_rank_is_waited_for(ranks2):
 
 
 def recompiles_alone() -> None:
-    """A rank that compiles the same decision again need not meet the others."""
+    """A rank that compiles the same decision again does not wait for the others."""
     x = torch.ones(500)
     backend = commpass.backend(forced("int8"), inner="eager", timeout=120)
     function = torch.compile(model, backend=backend)
     expected = function(x)
-    backend.timeout = 0.5  # so long rank 0 waits in vain for the other to compile that as well
+    backend.timeout = 0.5  # rank 0 waits this long in vain for the other to compile it as well
     if dist.get_rank() == 0:
         function = torch.compile(lambda x: model(x) + 0, backend=backend)
     assert torch.equal(function(x), expected)
@@ -267,7 +267,7 @@ SLOW = commpass.Profile(  # 10 ms for the exchange, 20 ms for a matmul
 
 
 def behind(x: torch.Tensor, many: int) -> torch.Tensor:
-    """A sum, and so many matmuls that do not wait for it."""
+    """A sum, and some matmuls that do not depend on it."""
     summed = ops.wait_tensor(ops.all_reduce(x * 2, "sum", dist.group.WORLD.group_name))
     for _ in range(many):
         x = x @ x
@@ -275,8 +275,10 @@ def behind(x: torch.Tensor, many: int) -> torch.Tensor:
 
 
 def hides(matmuls: tuple[int, ...], then: int, inner: str) -> list[tuple[str, bool]]:
-    """What becomes of a sum on a rank that computes so many matmuls meanwhile, and when the last
-    rank compiles again, alone, with another number of them."""
+    """Return the decision on a sum on a rank that computes some matmuls meanwhile.
+
+    Return it also after the last rank compiles again, alone, with a different number of them.
+    """
     torch._dynamo.reset()
     policy = Policy(name=f"{matmuls}", codecs="int8", skip=["group", "chunk"])
     backend = commpass.backend(policy, inner=inner, profile=SLOW, timeout=20)
@@ -298,7 +300,7 @@ def hides(matmuls: tuple[int, ...], then: int, inner: str) -> list[tuple[str, bo
     [
         ((3, 3), 0, ("none", True)),
         ((0, 0), 3, ("int8", False)),
-        ((3, 0), 3, ("int8", False)),  # all plan again, and leave nothing alone for that
+        ((3, 0), 3, ("int8", False)),  # all plan again, and leave no site uncompressed for overlap
         ((0, 3), 0, ("int8", False)),
     ],
 )
@@ -317,7 +319,7 @@ def test_site_exposed_on_one_rank_of_three_is_compressed_on_all(matmuls, ranks3)
 
 
 def part_of_gather(first: bool) -> tuple[list[str], list[str], str]:
-    """A sum, and a gather of which each rank takes its own part, or all take that of rank 0."""
+    """A sum, and a gather of which each rank uses its own part, or all use that of rank 0."""
     torch._dynamo.reset()
     own = 0 if first else dist.get_rank()
 
@@ -348,7 +350,7 @@ def test_gather_goes_where_each_rank_takes_its_own_part(ranks3):
 
 
 def breaks_on_one_rank(strict: bool) -> tuple[bool, str, str]:
-    """A pass that fails on rank 1 alone, half-way through."""
+    """A pass that fails on rank 1 only, half-way through."""
 
     def fail(road):
         road = pipeline._rewrite(road)
@@ -382,7 +384,7 @@ def test_pass_that_fails_on_one_rank_makes_all_compile_the_untouched_graph_and_s
 
 
 def kernel_breaks_on_one_rank() -> tuple[bool, str, str]:
-    """Inductor fails on rank 1 alone, at a kernel that three sites share."""
+    """Inductor fails on rank 1 only, at a kernel that three sites share."""
 
     def compile_kernel(body, inputs):
         if dist.get_rank() == 1:
@@ -415,7 +417,7 @@ def test_kernel_that_fails_on_one_rank_makes_all_compile_the_untouched_graph(ran
     assert f"rank 1: {why}" in fallback
     assert "compiled untouched" in warning
     assert other
-    assert not nothing  # its own plan leaves all sites alone
+    assert not nothing  # its own plan compresses no site
     assert f"all_reduce is {why}" in own
 
 
@@ -467,7 +469,7 @@ def test_groups_agree_each_on_their_own(ranks4):
 
 
 EVEN_TO_ONE = [[1, 1, 1], [1, 2000, 10], [1, 10, 2000]]
-"""Entries from rank i to rank j: to rank 0 they look even."""
+"""Entries from rank i to rank j: on rank 0 they look even."""
 UNEVEN = [[1, 2, 3], [4, 2000, 10], [5, 10, 2000]]
 
 
@@ -481,7 +483,7 @@ def exchanges(matrix: list[list[int]], codec: str, strict: bool = False) -> tupl
     torch._dynamo.reset()
     link = commpass.ethernet(
         0.05
-    )  # an exchange of nothing pays by no codec, one of 1,024 entries does
+    )  # no codec pays for an empty exchange, and one does for 1,024 entries
     backend = commpass.backend(
         Policy(codecs=codec), profile=link, inner="eager", timeout=120, strict=strict
     )
@@ -563,7 +565,8 @@ def scaled_by_rank(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def numbers_that_differ() -> tuple[str, bool, bool]:
-    """A sum of sums would move the rank's own number across the collective: then nobody does."""
+    """A sum of sums would move the rank's own number across the collective: then all ranks fall
+    back."""
     x, y = torch.ones(500) * (dist.get_rank() + 1), torch.ones(500)
     exact = []
     for policy in ("lossless", Policy(reassociate=False)):
@@ -585,8 +588,8 @@ def test_numbers_that_differ_between_ranks_are_not_moved_across_a_collective(ran
 
 
 def graphs_of_two_groups() -> list[torch.Tensor]:
-    """Ranks 0 and 1 compile different graphs for their group; in the other, a sum hides on rank 0
-    alone."""
+    """Ranks 0 and 1 compile different graphs for their group; in the other group, a sum overlaps on
+    rank 0 only."""
     torch._dynamo.reset()
     first, second = dist.new_group([0, 1]), dist.new_group([0, 2])
 

@@ -1,5 +1,8 @@
-"""Ranks that hang together through several groups come to one verdict; who changes nothing waits
-for nobody; no run is taken for an older one."""
+"""Agreement of ranks that are connected through several groups.
+
+They reach one verdict. A rank that changes nothing waits for no other. A run is not confused with
+an older one.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ def summed(x, group):
 
 
 def chain():
-    """A function that sums over both groups of which this rank is, and the exact result of ones."""
+    """Return a function that sums over both groups of this rank, and the exact result for ones."""
     groups = [dist.new_group([0, 1]), dist.new_group([1, 2])]
     mine = [
         group.group_name
@@ -91,7 +94,8 @@ def two_differ():
     function, _ = chain()
     codec = "int8" if dist.get_rank() < 2 else "fp8"
     with pytest.raises(PlanMismatch) as error:
-        compiled(function, forced(codec), timeout=3600)(torch.ones(600))  # which is not waited for
+        # the time-out is not waited for
+        compiled(function, forced(codec), timeout=3600)(torch.ones(600))
     return str(error.value)
 
 
@@ -115,7 +119,7 @@ def test_chain_of_groups_that_agrees_is_compressed(ranks3):
 
 
 def the_last_group_changes_nothing():
-    """The sum over {1, 2} is of whole numbers: rank 0 has to do with {0, 1} alone, and rank 2 with
+    """The sum over {1, 2} is of whole numbers: rank 0 depends on {0, 1} only, and rank 2 on
     nothing."""
     groups = [dist.new_group([0, 1]), dist.new_group([1, 2])]
     rank = dist.get_rank()
@@ -234,7 +238,7 @@ def test_store_that_is_gone_is_an_error_only_for_who_needs_it(ranks2):
 
 
 def begins_again(store, run: int) -> None:
-    """Makes the process groups anew on a store that has seen older ones, as one launch does."""
+    """Create the process groups anew on a store that older ones have used, as within one launch."""
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.barrier()
     dist.destroy_process_group()
@@ -243,7 +247,7 @@ def begins_again(store, run: int) -> None:
     if rank == 0:
         for key in store.list_keys():
             if "/cpu/" in key:
-                store.delete_key(key)  # else gloo may connect to who is no more
+                store.delete_key(key)  # else gloo may connect to a process that no longer exists
     store.set(f"ready/{run}/{rank}", "")
     store.wait([f"ready/{run}/{other}" for other in range(size)])
     dist.init_process_group(
@@ -286,10 +290,10 @@ def test_process_groups_made_anew_in_one_launch_agree_anew(ranks2):
             assert rows[:3] == [("int8", True), True, ("fp8", True)]
             assert rows[3:] == [("none", True), ("int8", True)]
     finally:
-        ranks2.stop()  # their groups are others than those that they began with
+        ranks2.stop()  # their groups differ from those that they started with
 
 
-# --- what is said ---------------------------------------------------------------------------------
+# --- reports --------------------------------------------------------------------------------------
 
 
 def leaves_apart():
@@ -331,7 +335,7 @@ def one_policy_after_another(names: list[str]) -> list[tuple[float, str]]:
     for number, name in enumerate(names):
         policy = name if name in ("off", "lossless") else forced(name)
         if dist.get_rank() == number % 2:
-            time.sleep(1)  # the other meets what this one said under the last policy
+            time.sleep(1)  # the other rank sees what this one published under the last policy
         for when in (0, 9) if name == "off" else (9,):
             model = Net(group, when)
             with torch.no_grad():
@@ -350,7 +354,7 @@ def test_records_of_a_former_policy_are_not_taken_for_present_ones(ranks2):
 
 def models_in_another_order() -> str:
     group = dist.new_group().group_name
-    policies = [forced("int8"), forced("fp8")]  # the first that each would compile
+    policies = [forced("int8"), forced("fp8")]  # the first graphs that each would compile
     policy = policies[dist.get_rank()]
     with pytest.raises(PlanMismatch) as error:
         compiled(lambda x: summed(x, group), policy)(torch.ones(60))
@@ -392,7 +396,7 @@ def test_agreement_of_one_backend_counts_for_no_other_nor_after_a_reset(reset, r
 
 
 class Kept(nn.Module):
-    """Two like layers, of which one is kept; rank 0 breaks its graph between them later on."""
+    """Two equal layers, of which one is kept; rank 0 later breaks its graph between them."""
 
     def __init__(self, group: str):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Nothing that a caller has switched on in torch changes what real ranks exchange."""
+"""Torch modes of the caller do not change what real ranks exchange."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from commpass.policy.rules import Rule
 pytestmark = pytest.mark.xdist_group("ranks")
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 MATMULS = ("rotated", "taco", "tahquant")
-"""Codecs that autocast would reach."""
+"""Codecs that autocast would affect."""
 
 
 def forced(spec: str, **more) -> Policy:
@@ -33,7 +33,7 @@ def data() -> torch.Tensor:
     return torch.randn(40, 64, generator=torch.Generator().manual_seed(dist.get_rank()))
 
 
-# --- by hand --------------------------------------------------------------------------------------
+# --- direct calls ---------------------------------------------------------------------------------
 
 
 def by_hand(kind: str, codecs: tuple[str, ...], mode: str) -> list[str]:
@@ -85,8 +85,8 @@ def test_exchange_of_a_hook_gives_the_same_bits(ranks2, kind, codecs, mode):
 
 
 class Exact(nn.Module):
-    """Computes the same with autocast on, which reaches no products of values: what differs then
-    are the exchanges."""
+    """Computes the same under autocast, which affects no products of values: only exchanges could
+    differ."""
 
     def __init__(self, width: int = 64):
         super().__init__()
@@ -131,7 +131,7 @@ def test_pipeline_stage_sends_the_same_bits(ranks2, mode, codec, lowering):
 
 
 def watched(watch: float, mode: str | None) -> tuple[list[torch.Tensor], list[tuple[str, float]]]:
-    """Gradients of a step, and the measured errors of what was gathered for it."""
+    """Return gradients of a step, and the measured errors of what was gathered for it."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh())
     fully_shard(model)

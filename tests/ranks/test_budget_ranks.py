@@ -1,4 +1,5 @@
-"""max_error on real values, by real ranks: what is over it on one is left alone on all."""
+"""max_error on real values, on real ranks: a site that exceeds it on one rank is uncompressed on
+all."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def codecs_of(backend) -> list[str]:
 
 @contextlib.contextmanager
 def warnings_of_commpass() -> Iterator[list[str]]:
-    """What is said while it is open."""
+    """Collect warnings while this context is open."""
     messages: list[str] = []
     keeper = logging.Handler(logging.WARNING)
     keeper.emit = lambda record: messages.append(record.getMessage())
@@ -86,7 +87,7 @@ def test_site_that_is_over_its_budget_on_one_rank_is_left_alone_on_all(ranks2, i
         assert "(rank 1)" in reasons[1]
         assert all(torch.equal(result, wanted) for result in results[1:])
     assert found[0][1] == found[1][1]
-    assert [len(messages) for *_, messages in found] == [1, 0]  # one warning, of the first rank
+    assert [len(messages) for *_, messages in found] == [1, 0]  # one warning, from the first rank
 
 
 def _two_sizes() -> tuple[list[list[str]], torch.Tensor]:
@@ -118,7 +119,7 @@ def _ddp() -> tuple[list[list[str]], torch.Tensor]:
     rank, codecs = dist.get_rank(), []
     x, shown = normal(32, 64, seed=rank), []
     if rank == 0:
-        x[:, 0] = 1e7  # its weights' gradients are all that is seen in their blocks
+        x[:, 0] = 1e7  # only its weights' gradients are significant in their blocks
     for _ in range(5):
         model.zero_grad()
         model(x).square().mean().backward()
@@ -139,7 +140,7 @@ def test_buckets_of_ddp_are_checked(ranks2):
 
 
 def _one_compiles_again() -> list[str]:
-    """Rank 1 compiles again for another size, alone, while both are still checking."""
+    """Rank 1 recompiles for another size, alone, while both are still checking."""
     torch._dynamo.reset()
     rank = dist.get_rank()
     backend = commpass.backend(INT8, inner="eager", profile=SLOW, timeout=30)
@@ -162,8 +163,11 @@ def test_rank_that_compiles_again_alone_keeps_nobody_waiting(ranks2):
 
 
 def _one_compiles_again_late(zeros: int, over_from: int) -> list[str]:
-    """Rank 1 compiles again for another size, alone, after ``zeros`` calls with nothing to measure,
-    or before one whose values are over their budget."""
+    """Rank 1 recompiles for another size, alone.
+
+    It does so after ``zeros`` calls with nothing to measure, or before a call whose values exceed
+    their budget.
+    """
     torch._dynamo.reset()
     rank = dist.get_rank()
     backend = commpass.backend(INT8, inner="eager", profile=SLOW, timeout=15)
@@ -182,11 +186,11 @@ def _one_compiles_again_late(zeros: int, over_from: int) -> list[str]:
 @pytest.mark.parametrize(("zeros", "over_from"), [(2, 8), (0, 1)])
 def test_rank_that_compiles_again_alone_ends_the_check_of_all(ranks2, zeros, over_from):
     found = ranks2.run(_one_compiles_again_late, zeros, over_from, timeout=60)
-    assert found == [["int8"], ["int8", "int8"]]  # nothing that one rank alone would change
+    assert found == [["int8"], ["int8", "int8"]]  # one rank alone would change nothing
 
 
 def _one_compiles_again_over_its_budget() -> tuple[list[str], list[str], torch.Tensor]:
-    """Rank 1 compiles again for another size, alone, when both have checked the first one."""
+    """Rank 1 recompiles for another size, alone, when both have checked the first one."""
     torch._dynamo.reset()
     rank = dist.get_rank()
     backend = commpass.backend(INT8, inner="eager", profile=SLOW, timeout=15)
@@ -218,7 +222,7 @@ def test_rank_that_compiles_again_alone_warns_of_a_site_over_its_budget(ranks2):
 def _silent() -> tuple[str, float, list[str]]:
     torch._dynamo.reset()
     backend = commpass.backend(INT8, inner="eager", profile=SLOW, timeout=120)
-    backend._patience = lambda plan: 1.5  # of what is compiled, not of the compilation
+    backend._patience = lambda plan: 1.5  # for the compiled code, not the compilation
     compiled = torch.compile(two_sums, backend=backend)
     x, y = normal(64, 64), normal(64, 256)
     compiled(x, y)
@@ -255,7 +259,7 @@ def _without_publishing() -> tuple[str, float, list[str]]:
 
 
 class Weighted(nn.Module):
-    """Two parameters whose gradients are what it is called with."""
+    """Two parameters whose gradients are the inputs."""
 
     def __init__(self):
         super().__init__()
@@ -266,7 +270,7 @@ class Weighted(nn.Module):
 
 
 def _equal_buckets() -> list[list[str]]:
-    """Two buckets of one plan: what is sent in the second is over its budget."""
+    """Two buckets of one plan: the values of the second exceed its budget."""
     model, rank, codecs = DDP(Weighted(), bucket_cap_mb=0.01), dist.get_rank(), []
     door = compress_ddp(model, INT8, profile=SLOW)
     for _ in range(5):
@@ -284,7 +288,7 @@ def test_equal_plans_of_two_graphs_are_both_checked(ranks2):
 
 
 class Scaled(nn.Module):
-    """Has a weight, so that a copy is another module."""
+    """Has a weight, so that a copy is a different module."""
 
     def __init__(self):
         super().__init__()
@@ -316,7 +320,7 @@ def test_compiled_module_can_be_copied_while_it_is_checked(ranks2):
 
 
 def _late_for_the_second_plan() -> tuple[list[str], list[str], bool]:
-    """Rank 1 is away when the graph is compiled again, until rank 0 has given up."""
+    """Rank 1 is absent when the graph is recompiled, until rank 0 has given up."""
     torch._dynamo.reset()
     rank, said = dist.get_rank(), []
     backend = commpass.backend(INT8, inner="eager", profile=SLOW, timeout=120)

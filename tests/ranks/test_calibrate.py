@@ -1,5 +1,8 @@
-"""``commpass.calibrate`` on real ranks: sensitivities against those worked out in float64, the same
-on all ranks, and what the policy that comes of them does."""
+"""``commpass.calibrate`` on real ranks.
+
+Sensitivities are compared with those computed in float64, and must be equal on all ranks. The
+resulting policy is tested as well.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +36,8 @@ WIDTH, INNER, ROWS = 128, 256, 32
 
 
 class Model(nn.Module):
-    """``pre`` is whole on all ranks; ``a`` is divided by columns and ``b`` by rows: a sum after
-    ``b``, and in backward one before ``a``."""
+    """``pre`` is replicated; ``a`` is sharded by columns and ``b`` by rows: a sum after ``b``, and
+    in backward one before ``a``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,8 +72,8 @@ def squared(given: Tensor) -> Tensor:
 
 
 def lost(parts: list[Tensor], name: str) -> tuple[Tensor, float, float]:
-    """The error of the sum of some tensors that a codec has each coded, and the squares of the
-    errors and of the tensors."""
+    """Return the error of the sum of some separately coded tensors, and the squares of the errors
+    and of the tensors."""
     coder = codec(name)
     each = [part.detach().float() for part in parts]
     errors = [coder.decode(coder.encode(part)).double() - part.double() for part in each]
@@ -81,8 +84,11 @@ def lost(parts: list[Tensor], name: str) -> tuple[Tensor, float, float]:
 def by_hand(
     place: str, batch: Tensor, train: bool, disturbed: bool, name: str
 ) -> tuple[Tensor, float]:
-    """What the whole model gives in float64, with an error at a place if it is to be ``disturbed``:
-    of the parts of 2 ranks. And that error relative to what is sent there."""
+    """Return the results of the whole model in float64, on the parts of 2 ranks.
+
+    If a place is ``disturbed``, it has an error there, which is also returned, relative to what is
+    sent.
+    """
     model, half, errors = whole().double(), INNER // 2, [math.nan]
 
     def off(parts: list[Tensor]) -> Tensor | float:
@@ -91,7 +97,8 @@ def by_hand(
         return found if disturbed else 0.0
 
     def before_a(grad: Tensor) -> Tensor:
-        """What backward sums there: each rank has the gradients of a half of what ``a`` gives."""
+        """Return what backward sums there: each rank has the gradients of one half of the output of
+        ``a``."""
         rows = model.a.weight.detach().split(half)
         return grad + off(
             [part @ row for part, row in zip(kept[0].split(half, 1), rows, strict=True)]
@@ -240,7 +247,7 @@ def test_places_that_simplify_merges_are_one(ranks2):
 
 
 class Noisy(nn.Module):
-    """Dropout, and statistics that each step changes."""
+    """A model with dropout, and with statistics that each step changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -267,13 +274,13 @@ def as_it_was() -> tuple[float, bool, bool]:
 @pytest.mark.every
 def test_dropout_and_buffers_are_the_same_in_every_run(ranks2):
     for most, same, grads in ranks2.run(as_it_was):
-        assert 0 < most < 3  # another dropout mask would be an error a hundred times as large
+        assert 0 < most < 3  # with another dropout mask the error would be a hundred times as large
         assert same
         assert grads
 
 
 class Untidy(nn.Module):
-    """It changes its input in place, replaces a buffer, and draws random numbers of Python's."""
+    """It changes its input in place, replaces a buffer, and uses Python's random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -312,11 +319,12 @@ def test_model_that_changes_things_finds_them_as_they_were(ranks2):
     for sensitivities, same in ranks2.run(left_behind):
         assert all(same.values()), same
         for each in sensitivities:
-            assert 0 < each < 3  # other inputs or numbers are an error a hundred times as large
+            # with other inputs or numbers the error would be a hundred times as large
+            assert 0 < each < 3
 
 
 def on_a_mesh(shape: tuple[int, ...]) -> list[float]:
-    """The same batch on all ranks, and the same gradients, whatever the second dimension is."""
+    """All ranks have the same batch, and the same gradients, whatever the second dimension is."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
     model = whole()
     parallelize_module(model, mesh["tp"], {"a": ColwiseParallel(), "b": RowwiseParallel()})
@@ -332,7 +340,7 @@ def test_parameters_on_several_ranks_count_once_however_they_are_held(ranks2, ra
     assert alone == pytest.approx(together, rel=1e-6)
 
 
-# --- what goes wrong -------------------------------------------------------------------------
+# --- errors ----------------------------------------------------------------------------------
 
 
 def refused(what: str) -> str:
@@ -391,7 +399,8 @@ class Failing(nn.Module):
 
 
 def failing() -> str:
-    """The process of the rank that fails stays: its end is not what the other one hears of."""
+    """The process of the failing rank stays alive: the other one does not learn of it by its
+    end."""
     model = Failing(divided())
     try:
         commpass.calibrate(model, batches(), codecs=CODECS, timeout=60)
@@ -451,7 +460,7 @@ def test_command_line_gives_the_same(tmp_path, trained):
         *("--json", str(data), *codecs),
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("rotated(bits=4) everywhere") == 1  # rank 0 alone says it
+    assert done.stdout.count("rotated(bits=4) everywhere") == 1  # only rank 0 prints it
     found = Calibration.read(data)
     assert found.digest() == trained.digest()
     assert Policy.from_toml(out) == found.policy(0.01, name="p")
@@ -470,7 +479,7 @@ def test_requirements_of_a_file(function, mesh, said, tmp_path):
     assert said in done.stderr
 
 
-# --- bits of codecs that lose nothing --------------------------------------------------------
+# --- bits of lossless codecs -----------------------------------------------------------------
 
 
 class Narrow(nn.Module):
@@ -485,7 +494,7 @@ class Narrow(nn.Module):
 
 
 class Scaled(nn.Module):
-    """An all_reduce of values whose exponents are spread by so many powers of two."""
+    """An all_reduce of values whose exponents span a given number of powers of two."""
 
     def __init__(self, spread: float) -> None:
         super().__init__()
@@ -501,7 +510,8 @@ def uniform_values() -> Tensor:
 
 
 def bits_of_both(codecs: tuple[str, ...]) -> tuple[str, dict[str, float]]:
-    """The calibration, and by module the bits a value in the wire of this rank's own values."""
+    """Return the calibration, and by module the bits per value in the wire of this rank's
+    values."""
     found = commpass.calibrate(Narrow(), [uniform_values()], train=False, codecs=codecs)
     own = {}
     for name, layer in (("left", Scaled(0.0)), ("right", Scaled(6.0))):
@@ -539,8 +549,8 @@ def test_bits_of_a_lossless_codec_are_those_of_the_values_of_all_ranks(ranks2, t
 
 
 def sizes_under(text: str, budget: float) -> dict[str, tuple[str, int]]:
-    """By module the codec and the bytes of a rank that a plan has, under the policy of a
-    calibration that was written as TOML."""
+    """Return by module the codec and the bytes of a rank in a plan, under a calibration's policy
+    that was written as TOML."""
     path = Path(text).with_suffix(".toml")
     if dist.get_rank() == 0:
         path.write_text(Calibration.read(text).policy(budget, exactly=True).to_toml())
@@ -563,7 +573,7 @@ def test_policies_have_the_measured_bits_of_each_place(ranks2, tmp_path):
     rules = {rule.module: rule.codec for rule in Policy.from_toml(tmp_path / "p.toml").rules}
     assert rules == {p.where[0].module: tuple(exponents(p)) for p in found.places}
     left, right = (each.sent_bytes for each in solved.chosen)
-    assert left < right  # by a two-shot, as many values
+    assert left < right  # a two-shot sends as many values
     assert solved.uniform("exponent") == (left + right, 0.0)
 
 

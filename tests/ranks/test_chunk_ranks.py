@@ -1,4 +1,4 @@
-"""Sums in chunks of rows on real ranks: the same values as in one piece."""
+"""Sums in chunks of rows on real ranks: the same values as without chunks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def block(x, w, residual, weight, w2, scale=1.0):
 
 
 def whole(*shape, seed):
-    """Values whose sums are exact."""
+    """Return values whose sums are exact."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-4, 5, shape, generator=generator).float()
 
@@ -34,11 +34,11 @@ def inputs(m: int = 512, n: int = 128) -> list[torch.Tensor]:
 
 
 def shards(x, w, residual, weight, w2):
-    """As ``block``, but each rank has some of the rows between the halves."""
+    """Like ``block``, but each rank has some of the rows between the halves."""
     y = wait(ops.reduce_scatter_tensor(x @ w, "sum", 2, "0"))
     h = residual[: y.shape[0]] + y
     normed = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1.0) * weight
-    later = x.repeat(16, 1)  # a higher peak, beside which chunks do not count
+    later = x.repeat(16, 1)  # a higher peak, compared with which chunks do not count
     return h, wait(ops.all_gather_into_tensor(normed, 2, "0")) @ w2, later
 
 
@@ -93,7 +93,7 @@ def test_shards_in_chunks_give_the_same_bits(rule, ranks2):
 
 
 def check_alone() -> None:
-    """One rank compiles again, for another number in its program, and goes on alone."""
+    """One rank recompiles, for another number in its program, and goes on alone."""
     policy = commpass.Policy(rows=2)
     backend = commpass.backend(policy, profile="ethernet-1g", strict=True)
     compiled = torch.compile(block, backend=backend, dynamic=False)
@@ -114,7 +114,7 @@ def test_rank_that_compiles_alone_keeps_the_chunks(ranks2):
 
 
 def check_differently() -> None:
-    """Ranks of other policies say so."""
+    """Ranks with different policies report it."""
     rows = 2 + 2 * dist.get_rank()
     backend = commpass.backend(commpass.Policy(rows=rows), profile="ethernet-1g", strict=True)
     compiled = torch.compile(block, backend=backend, dynamic=False)
@@ -127,7 +127,7 @@ def test_ranks_that_split_differently_say_so(ranks2):
 
 
 def gradients(rows: int) -> tuple[list[torch.Tensor], list[commpass.Plan]]:
-    """The result and all gradients of two layers, and the plans of their graphs."""
+    """Return the result and all gradients of two layers, and the plans of their graphs."""
     torch._dynamo.reset()
     rank, known = dist.get_rank(), len(commpass.plans())
     x = whole(512, 128, seed=1).requires_grad_()

@@ -1,5 +1,5 @@
 """Chunks and messages between pairs on real ranks: the same bits as without, and the bytes that the
-algorithm says."""
+algorithm predicts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ops = torch.ops._c10d_functional
 pytestmark = pytest.mark.xdist_group("ranks")
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-WHOLE = ("sparse", "native")  # divide nothing
+WHOLE = ("sparse", "native")  # split nothing
 CASES = [(kind, a.name) for kind in KINDS for a in algorithms_of(kind) if a.name not in WHOLE]
 CODECS = ["int8", "int4", "rotated", "bf16", "fp8", "taco", "exponent", "raw"]
 
@@ -82,8 +82,8 @@ def test_chunks_of_uneven_parts(ranks3):
 
 
 def check_messages(one_in: int) -> None:
-    """What a rank sends to others leaves it once, as bytes; and comes from where it should: the
-    result is that of the library's own exchanges."""
+    """What a rank sends leaves it once, as bytes, and arrives where it should: the result equals
+    that of the library's exchanges."""
     size, rank = dist.get_world_size(), dist.get_rank()
     library, messages = counting_group(), counting_group(messages=True)
     for (kind, name), codec, numel, chunks in crossed(
@@ -129,8 +129,8 @@ def test_receives_are_posted_first(ranks3):
 
 
 def check_bytes_of_a_chunk() -> None:
-    """Chunks of 8 KiB of a tensor of 48 KiB are six: six times the exchanges, and the same bits.
-    Of one of 4 KiB they are one."""
+    """A tensor of 48 KiB has six chunks of 8 KiB: six times the exchanges, and the same bits. One
+    of 4 KiB has one chunk."""
     size, rank = dist.get_world_size(), dist.get_rank()
     library = counting_group()
     for kind, name in [("all_reduce", "two_shot"), ("all_gather", "direct")]:
@@ -154,8 +154,8 @@ def test_chunks_of_so_many_bytes_are_exchanges_of_their_own(ranks2):
 
 
 def check_planned_shards() -> None:
-    """Unasked, on gloo: what runs is what is planned, and the bits are those of the algorithm by
-    name."""
+    """By default, on gloo: what runs is what is planned, and the bits are those of the named
+    algorithm."""
     rank = dist.get_rank()
     x = torch.randn(1 << 20, generator=torch.Generator().manual_seed(rank))
     rate = KernelRate(0.1, 2.0)
@@ -180,5 +180,5 @@ def check_planned_shards() -> None:
 
 
 def test_planned_micro_shards_run_as_planned(ranks2):
-    """To one other rank goes what is handed over."""
+    """What is passed to the collective is sent to one other rank."""
     ranks2.run(check_planned_shards)

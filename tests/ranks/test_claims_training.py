@@ -1,4 +1,4 @@
-"""The experiments of ``benchmarks.claims`` that train, in small."""
+"""The training experiments of ``benchmarks.claims``, in small."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TINY = taco_training.Setup(
     layers=1, width=64, sequences=1, steps=2, seeds=(0, 1), held_out=1, inner="eager"
 )
 VALUES = 128 * 64
-"""Of one sum."""
+"""The number of values of one sum."""
 
 
 def test_taco_training_sends_codes_of_the_form_that_is_named():
@@ -23,7 +23,7 @@ def test_taco_training_sends_codes_of_the_form_that_is_named():
     forms["TACO, block 32"] = "taco(block=32)"
     found = taco_training.trained(TINY, forms)["forms"]
     assert found["off"]["bytes"] == 4 * VALUES * 4
-    # A two-shot hands over all values, then this rank's half of them.
+    # A two-shot sends all values, then this rank's half of them.
     assert found["naive fp8"]["bytes"] == 4 * 1.5 * VALUES
     # Both regions of scales of all three rows, of 64 bytes each, are padded to 128.
     assert found["TACO"]["bytes"] == 4 * (1.5 * VALUES + 3 * 2 * 128)
@@ -40,7 +40,7 @@ def test_taco_training_refuses_plans_that_are_not_what_was_asked_for(ranks2):
 
 
 def refused() -> None:
-    """Trains without coding and asks for TACO."""
+    """Train without coding and request TACO."""
     taco_training.policy_of = lambda spec: "off"
     try:
         taco_training.train_form("taco", replace(TINY, seeds=(0,)))

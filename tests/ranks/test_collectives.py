@@ -1,5 +1,5 @@
-"""The algorithms on real ranks: against exact sums in float64, and laws 1, 2, 4 and 9 on what they
-return and send."""
+"""The algorithms on real ranks: results against exact sums, and laws 1, 2, 4 and 9 on results and
+bytes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ ALL = [*CASES, *STAGES, *SHARDS]
 
 
 def exact(kind: str, inputs: list[torch.Tensor], rank: int, op: str) -> torch.Tensor:
-    """What the collective gives without rounding, in float64, from every rank's input."""
+    """Return the result of the collective without rounding, in float64, from every rank's input."""
     wide = [x.double() for x in inputs]
     if kind == "all_gather":
         return torch.cat(wide)
@@ -85,8 +85,8 @@ def everybodys(x: Any) -> list[Any]:
 
 
 def check_values(one_in: int) -> int:
-    """Every kind x algorithm x codec x dtype x odd shape: near the exact result, and the same bits
-    on every rank."""
+    """Every kind x algorithm x codec x dtype x odd shape is near the exact result, and has the same
+    bits on every rank."""
     rank, size, digests = dist.get_rank(), dist.get_world_size(), []
     cases = [*crossed(CASES, CODECS, DTYPES, SHAPES, one_in=one_in)] if size == 3 else []
     more = STAGES + SHARDS + (NODES if size == 4 else []) + (CASES if size != 3 else [])
@@ -104,9 +104,9 @@ def check_values(one_in: int) -> int:
             expected = exact(kind, inputs, rank, op)
             assert result.dtype == dtype, where
             assert result.shape == expected.shape, where
-            # Largest error of a code of the smallest grid used here (int4: half a step of 1/7 of
-            # the peak; rotated blocks add up to sqrt(block) of them in the worst case, but 4
-            # standard deviations in practice), for each encode.
+            # Largest error of a code of the smallest grid used here, for each encode. It is int4:
+            # half a step of 1/7 of the peak. Rotated blocks add up to sqrt(block) of them in the
+            # worst case, but 4 standard deviations in practice.
             step = (1 / 7 if "int4" in name else 0) + {"int8": 1 / 254, "fp8": 1 / 16}.get(
                 codec, 1 / 14
             ) * (2 if "rotated" in codec else 1)
@@ -141,7 +141,8 @@ def test_every_algorithm_is_near_the_exact_result_and_replicas_hold_the_same_bit
 
 
 def check_not_finite(one_in: int) -> None:
-    """Law 2: one bad element of one rank is not finite at every receiver, and stays where it is."""
+    """Law 2: a non-finite element of one rank is non-finite at every receiver, and affects its
+    block only."""
     rank, size = dist.get_rank(), dist.get_world_size()
     for (kind, name), codec, bad in crossed(
         ALL, CODECS, [float("nan"), float("inf"), -float("inf")], one_in=one_in
@@ -198,11 +199,11 @@ def test_edges(ranks2):
 
 
 def check_order() -> None:
-    """Law 4: sums are made in float32 in rank order, with one rounding at the end; two runs give
-    the same bits."""
+    """Law 4: sums are computed in float32 in rank order, with one rounding at the end; two runs
+    give the same bits."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    # Codes that decode exactly (the peak of each block is 127 * 4**rank): then the sum's own
-    # rounding is all that is left.
+    # Codes that decode exactly (the peak of each block is 127 * 4**rank), so that only the sum's
+    # rounding is left.
     codes = torch.randint(-127, 128, (512,), generator=torch.Generator().manual_seed(rank))
     codes[::256] = 127
     x = (codes * 4**rank).to(torch.bfloat16)
@@ -224,8 +225,7 @@ def test_sums_are_float32_in_rank_order_and_deterministic(ranks3):
 
 
 def check_wire(one_in: int) -> None:
-    """Law 9: dtype and bytes handed to the process group are what the algorithm says that it
-    sends."""
+    """Law 9: dtype and bytes passed to the process group are those that the algorithm predicts."""
     group = counting_group()
     size = dist.get_world_size()
     codecs, dtypes = (CODECS, DTYPES) if size < 4 else (["int8", "rotated(bits=4)"], DTYPES[:2])
@@ -287,7 +287,7 @@ COMPILED += [(kind, "native", "bf16") for kind in ("all_reduce", "reduce_scatter
 
 
 def check_compiled(cases: list[tuple[str, str, str]], backend: str) -> None:
-    """Eager and compiled calls give the same bits, also where one graph serves several sizes."""
+    """Eager and compiled calls give the same bits, even if one graph serves several sizes."""
     rank, size = dist.get_rank(), dist.get_world_size()
     for kind, name, codec in cases:
         torch._dynamo.reset()
@@ -349,7 +349,7 @@ ALL_TAILS = [
 
 
 def check_compiled_tails(cases: list[tuple[tuple[str, str], str]]) -> None:
-    """Compiled, with something elementwise after it, at sizes that end within a block: Inductor
+    """Compiled, followed by an elementwise operator, at sizes that end within a block: Inductor
     must not lose the tail."""
 
     def all_of_them(x):
@@ -360,7 +360,7 @@ def check_compiled_tails(cases: list[tuple[tuple[str, str], str]]) -> None:
     )
     made = torch.compile(all_of_them, dynamic=False)(
         x
-    )  # one graph: starting the compiler is what takes time
+    )  # one graph: starting the compiler takes most of the time
     for case, eager, compiled in zip(cases, all_of_them(x), made, strict=True):
         assert torch.equal(eager, compiled), (case, (eager != compiled).sum())
 
@@ -372,8 +372,8 @@ def test_compiled_results_are_whole_at_sizes_that_end_within_a_block(cases, rank
 
 
 def check_decoded() -> None:
-    """Where values are coded once, the result is the float64 sum of what the ranks really decode,
-    rounded."""
+    """If values are coded once, the result is the rounded float64 sum of the values that the ranks
+    decode."""
     rank, size = dist.get_rank(), dist.get_world_size()
     for codec, dtype, numel in itertools.product(
         ["int8", "int4", "fp8", "sdp4bit", "raw"], DTYPES, [1, 257, 1030]
@@ -390,7 +390,7 @@ def check_decoded() -> None:
         parts = [
             coder.decode_rows(coder.encode_rows(t.reshape(size, -1)), numel, dtype).double()
             for t in others
-        ]  # a row for each rank
+        ]  # one row per rank
         expected = {
             ("all_reduce", "one_shot"): sum(whole),
             ("reduce_scatter", "direct"): sum(part[rank] for part in parts),
@@ -408,7 +408,7 @@ def test_results_are_sums_of_what_the_ranks_decode(ranks3):
 
 
 def check_alone() -> None:
-    """A group of one rank: nothing is sent, and the value is what the codec makes of it."""
+    """A group of one rank: nothing is sent, and the result is the decoded value."""
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     group = groups[dist.get_rank()]
     x = torch.randn(700, generator=torch.Generator().manual_seed(dist.get_rank()))

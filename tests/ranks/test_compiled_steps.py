@@ -1,5 +1,8 @@
-"""Whole steps in one graph, against plain torch: a sharded GPT, to the bit where only bit-exact
-rules were applied; optimizers that change their state in place; ring attention by hand."""
+"""Whole steps in one graph, against plain torch.
+
+They are a sharded GPT, equal to the bit if only bit-exact rules were applied; optimizers that
+change their state in place; and a handwritten ring attention.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ def scattered(x: Tensor) -> Tensor:
 
 
 class Whole(torch.autograd.Function):
-    """A weight of which every rank has some rows, gathered and then cast, as autocast does it."""
+    """A weight of which every rank has some rows, gathered and then cast, as under autocast."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor) -> Tensor:
@@ -64,7 +67,8 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Its words are embedded and told by one sharded table; losses are averaged over ranks."""
+    """A GPT that embeds and predicts tokens with one sharded table; losses are averaged over
+    ranks."""
 
     def __init__(self, depth: int) -> None:
         super().__init__()
@@ -83,7 +87,7 @@ class Gpt(nn.Module):
 
 
 def gpt(backend: Any, steps: int) -> list[Tensor]:
-    """Losses of all steps and the weights in the end."""
+    """Return the losses of all steps and the final weights."""
     model = Gpt(depth=2 if steps > 10 else 1)
     compiled = torch.compile(model, backend=backend)
     learn = torch.optim.Adam(model.parameters(), 3e-3)
@@ -108,7 +112,8 @@ def orthogonal(x: Tensor) -> Tensor:
 
 
 def muon(backend: Any, steps: int) -> list[Tensor]:
-    """Each rank makes the updates of some weights; momenta are running means, changed in place."""
+    """Each rank computes the updates of some weights; momenta are running means, changed in
+    place."""
     weights = [random(64, 64, i) / 8 for i in range(4)]
     momenta = [torch.zeros(64, 64) for _ in range(4)]
 
@@ -155,7 +160,7 @@ def sync_batch_norm(backend: Any, steps: int) -> list[Tensor]:
 
 
 class Passed(torch.autograd.Function):
-    """The next rank's turn: what this one has goes to it; gradients go the other way."""
+    """Pass a tensor to the next rank; gradients take the opposite direction."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -201,7 +206,7 @@ KINDS = {each.__name__: each for each in (gpt, muon, sync_batch_norm, ring_atten
 
 
 def run(kind: str, policy: Policy | str, steps: int) -> tuple[float, list[Plan]]:
-    """The largest relative error against plain torch (0: the same bits), and the plans."""
+    """Return the largest relative error against plain torch (0: the same bits), and the plans."""
     torch._dynamo.reset()
     plain = KINDS[kind]("aot_eager", steps)
     torch._dynamo.reset()
@@ -253,8 +258,10 @@ def test_step_that_is_one_graph(kind, sites, bound, ranks2):
 
 
 def check_sharded_descent() -> None:
-    """Each rank has the gradient of all rows summed for its own, updates those and gathers all, in
-    place. Updates smaller than half a step of an 8-bit code must add up."""
+    """Each rank gets the summed gradient of its rows, updates them and gathers all rows, in place.
+
+    Updates smaller than half a step of an 8-bit code must add up.
+    """
     x, target = random(64, 64, 1 + dist.get_rank()), random(64, 64, 9)
     rank, size = dist.get_rank(), dist.get_world_size()
 

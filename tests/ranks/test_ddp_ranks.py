@@ -1,4 +1,4 @@
-"""DDP's gradients by a policy, on real ranks: all ways of training, errors, state, bytes."""
+"""DDP's gradients under a policy, on real ranks: all ways of training, errors, state, bytes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ TOPK = forced("topk(density=0.1)")
 
 
 class Net(nn.Module):
-    """Three layers of other sizes, one that only some inputs use, and a checkpoint if wished."""
+    """Three layers of different sizes, one that only some inputs use, and a checkpoint on
+    demand."""
 
     def __init__(self, dtypes: tuple[torch.dtype, ...] = (torch.float32,) * 3, again: bool = False):
         super().__init__()
@@ -74,7 +75,7 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
 
 
 def pair(policy, build=Net, inner="eager", small=0.01, **options):
-    """The same model twice: with the door, and plain."""
+    """Return the same model twice: with the integration, and plain."""
     made = (
         DDP(build(), bucket_cap_mb=small, **options),
         DDP(build(), bucket_cap_mb=small, **options),
@@ -89,7 +90,7 @@ def same_on_all(tensors: list[torch.Tensor]) -> bool:
     return all(torch.equal(flat, other) for other in everybody)
 
 
-# --- every way in which DDP trains ----------------------------------------------------------------
+# --- all ways to train with DDP -------------------------------------------------------------------
 
 
 def plainly(model, step):
@@ -158,8 +159,11 @@ WAYS = {
 
 
 def trained(way: str, policy, steps: int = 4):
-    """Whether gradients are bit-equal to plain DDP's in each step, their largest distance from
-    them, relative to their norm, and whether all ranks hold the same ones."""
+    """Return for each step whether gradients are bit-equal to plain DDP's.
+
+    Return also their largest distance from them, relative to their norm, and whether all ranks hold
+    the same ones.
+    """
     options, build, step = WAYS[way]
     model, plain, door = pair(policy, build, **options)
     found = []
@@ -198,7 +202,7 @@ def test_bits_are_those_of_ddp_on_more_ranks(policy, size, request):
 def test_coded_gradients_are_near_and_alike_on_all_ranks(way, ranks2):
     for found, shown, codecs in ranks2.run(trained, way, INT8):
         assert all(same for _, _, same in found)
-        assert 1e-4 < found[-1][1] < 0.03  # coded, and by 8 bits
+        assert 1e-4 < found[-1][1] < 0.03  # coded with 8 bits
         assert set(codecs) == {"int8"}, shown
 
 
@@ -208,7 +212,7 @@ def wide():
 
 
 def compiled_and_trained():
-    model, plain, door = pair(INT8, wide, small=1)  # buckets of 1 MiB: Dynamo's least
+    model, plain, door = pair(INT8, wide, small=1)  # buckets of 1 MiB: Dynamo's minimum
     both = torch.compile(model, backend="aot_eager"), torch.compile(plain, backend="aot_eager")
     for step in range(3):
         for each in both:
@@ -274,7 +278,7 @@ def test_join_with_another_divisor_is_refused(ranks2):
 
 
 def losses(spec: str | None, steps: int) -> tuple[float, float]:
-    """The first loss and the last one of a student that learns from a teacher."""
+    """Return the first and the last loss of a student that learns from a teacher."""
     torch.manual_seed(3)
     teacher = Net()
     for p in teacher.parameters():
@@ -381,7 +385,7 @@ def test_rules_and_words_hold_for_each_parameter_of_a_bucket(ranks2):
 
 
 def exact_mean(model: nn.Module, step: int) -> list[torch.Tensor]:
-    """The mean of all ranks' gradients, in float64, without DDP."""
+    """Return the mean of all ranks' gradients, in float64, without DDP."""
     total = None
     for rank in range(dist.get_world_size()):
         model.zero_grad()
@@ -423,7 +427,7 @@ def test_applied_and_remaining_values_are_the_gradients(options, ranks2):
 
 
 class Seldom(nn.Module):
-    """In float64, of two layers, of which one is used if wished."""
+    """Two layers in float64; the use of the second is optional."""
 
     def __init__(self):
         super().__init__()
@@ -437,7 +441,7 @@ class Seldom(nn.Module):
 
 
 def dropped(view):
-    """``seldom`` is used by one rank, or by nobody: DDP drops what comes back for it then."""
+    """``seldom`` is used by one rank, or by none: DDP then ignores the returned gradients."""
     net = Seldom()
     model = DDP(net, find_unused_parameters=True, gradient_as_bucket_view=view)
     compress_ddp(model, TOPK, inner="eager", strict=True)
@@ -487,7 +491,7 @@ def resumed(folder):
     state = commpass.state_dict(of=folder)
     dist.checkpoint.load({"commpass": state}, checkpoint_id=folder)
     commpass.load_state_dict(state, model)
-    for p in model.parameters():  # nothing new: all that is sent was left
+    for p in model.parameters():  # nothing new: all that was sent is the residual
         p.register_hook(torch.zeros_like)
     sent = None
     for step in range(3):
@@ -612,8 +616,8 @@ def test_optimizers_that_run_in_backward_and_replaced_parameters_are_refused(ran
 
 
 def misspelt_on_one():
-    """What rank 0 is told where the other one's call is refused."""
-    group = dist.new_group()  # of its own: its ranks have counted their calls differently then
+    """Return the error on rank 0 if the other rank's call is rejected."""
+    group = dist.new_group()  # a separate group, because its ranks then have different call counts
     model = DDP(Net(), process_group=group)
     if dist.get_rank():
         return refusals(lambda: compress_ddp(model, "balancd"))[0]
@@ -677,7 +681,8 @@ def test_door_that_is_gone_leaves_no_groups_behind(ranks2):
 
 
 def of_another_shape():
-    """State that was loaded before the first step is refused at once, and the door goes on."""
+    """State that was loaded before the first step is rejected at once, and the integration goes
+    on."""
     first, model = (DDP(Net(), bucket_cap_mb=0.01) for _ in range(2))
     for each in (first, model):
         compress_ddp(each, TOPK, inner="eager", strict=True)
@@ -710,7 +715,7 @@ def one_dies():
     if dist.get_rank() == 1:
         os._exit(7)
     said = []
-    for step in range(2):  # the next step neither hangs nor says something else
+    for step in range(2):  # the next step neither hangs nor reports something else
         with pytest.raises(RuntimeError) as error:
             plainly(model, step)
         said.append(str(error.value))
@@ -724,8 +729,8 @@ def test_rank_that_dies_is_an_error_on_the_others_in_time(ranks3):
 
 
 def one_fails():
-    """Nothing is compiled for a rank whose policy is another one; in a thread of one rank, an
-    exchange fails."""
+    """Nothing is compiled if one rank has a different policy; an exchange fails in a thread of one
+    rank."""
     found = []
     model = DDP(Net(), bucket_cap_mb=0.01)
     compress_ddp(model, forced("int8" if dist.get_rank() else "fp8"), inner="eager", timeout=30)
@@ -753,8 +758,11 @@ def test_error_on_one_rank_is_one_on_all_in_time_and_as_itself(ranks2):
 
 
 def in_fewer_and_more_ranks(policy, options):
-    """Rank 2 is left out, and comes back. For each step: the number of ranks
-    that the plans are for, the graphs in the report, and how far gradients are from plain DDP's."""
+    """Rank 2 is left out, and comes back.
+
+    Return for each step the number of ranks in the plans, the graphs in the report, and the
+    distance of the gradients from plain DDP's.
+    """
     size, rank = dist.get_world_size(), dist.get_rank()
     fewer, again = (dist.new_group(range(n), timeout=SHORT) for n in (size - 1, size))
     first = dist.new_group(timeout=SHORT)
@@ -790,7 +798,7 @@ def test_gradients_follow_ddp_into_another_group(policy, options, ranks3):
     codec = "none" if policy == "off" else "int8"
     for found in (zero, one):
         assert [sizes for sizes, *_ in found[3::4]] == [{3}, {2}, {3}]
-        assert len({graphs for _, _, graphs, _ in found[3::4]}) == 1  # those of before are gone
+        assert len({graphs for _, _, graphs, _ in found[3::4]}) == 1  # the earlier ones are gone
     assert [sizes for sizes, *_ in two[3::4]] == [{3}, {3}]
     for found in (zero, one, two):
         assert all(codecs <= {codec} for _, codecs, _, _ in found)
@@ -799,8 +807,11 @@ def test_gradients_follow_ddp_into_another_group(policy, options, ranks3):
 
 
 def after_a_failure():
-    """An exchange fails on one rank. The others go on without it, with what they had not sent:
-    how far the sum of what they apply and what they keep is from all that they had to send."""
+    """An exchange fails on one rank, and the others go on without that rank, with their residuals.
+
+    Return the difference between everything that they had to send and the sum of what they apply
+    and what they keep.
+    """
     group = dist.new_group(timeout=SHORT)
     model = DDP(Net(), process_group=group, bucket_cap_mb=0.01)
     door = compress_ddp(model, TOPK, inner="eager", strict=True)
@@ -816,7 +827,7 @@ def after_a_failure():
     model._update_process_group(fewer)
 
     def left() -> torch.Tensor:
-        """The sum of what the ranks have not sent, in the order of parameters."""
+        """Return the sum of the ranks' residuals, in the order of parameters."""
         state = {name.split("/")[1]: t for name, t in commpass.state_dict(model).items()}
         assert len(state) == len(commpass.state_dict(model))  # none of another group
         names = [name for name, _ in model.module.named_parameters()]
@@ -825,7 +836,7 @@ def after_a_failure():
         return flat
 
     before = left()
-    for step in (3, 4):  # the first is sent as it is
+    for step in (3, 4):  # the first is sent uncompressed
         model.zero_grad()
         plainly(model, step)
     applied, after = torch.cat([g.flatten() for g in gradients(model)]), left()
@@ -843,12 +854,14 @@ def test_remaining_ranks_continue_in_new_group_after_failure(ranks3):
         assert kept > 0.01
 
 
-# --- several doors --------------------------------------------------------------------------------
+# --- several integrations -------------------------------------------------------------------------
 
 
 def others_beside_it():
-    """Two models, each with a door, of which one belongs to a part of the ranks, and exchanges of
-    the user's own in between, in another order than the door's."""
+    """Two models with an integration each, one of them on a subset of the ranks.
+
+    The user's own exchanges run in between, in a different order than the integration's.
+    """
     size = dist.get_world_size()
     if dist.get_rank() == 0:  # ranks have different numbers of groups
         _more = dist.new_group([0], use_local_synchronization=True)

@@ -1,5 +1,5 @@
-"""What ``make demo`` runs, and the examples that share its code: run as a user runs them.
-CI runs that of the demo with each commit."""
+"""Run ``make demo`` and the examples that share its code as a user does. CI runs the demo on each
+commit."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def check_demo(printed: str, tmp_path: Path) -> None:
     for policy in ("off", "bf16", "balanced"):
         assert float(rows[policy][1]) > 0
     assert "over loopback, where no gain can be seen" in " ".join(printed.split())
-    # The steps in turns compile nothing anew: each run has the graphs of its trace alone.
+    # The alternating steps compile nothing new: each run only has the graphs of its trace.
     for run in ("off", "bf16", "on"):
         assert [one.plan.direction for one in dump.read_run(tmp_path / run)] == [
             "forward",
             "backward",
         ]
-    # What it says to run is there: beside Python, where that is not on the path.
+    # The command that it prints exists: beside Python, if it is not on PATH.
     said = next(line for line in printed.splitlines() if " explain " in line).split()
     assert shutil.which(said[0]), said
     page = (tmp_path / "report.html").read_text()

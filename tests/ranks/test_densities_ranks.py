@@ -1,5 +1,8 @@
-"""densities on real ranks: what is sent and what is left is what the gradients were, ranks with
-other batches agree, and residuals are saved and loaded."""
+"""densities on real ranks.
+
+What is sent and what is left add up to the gradients, ranks with different batches agree, and
+residuals are saved and loaded.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ STEPS = 4
 
 
 def profile(call_us: float = 1e3, gflops: float = 1e9) -> commpass.Profile:
-    """A selection takes ``call_us``, the exchange of four of them about 1 ms."""
+    """A selection takes ``call_us``, and the exchange of four of them about 1 ms."""
     kernels = Kernels(0.0, KernelRate(0.0, 0.0), call_us=call_us, gflops=gflops, gbytes_per_s=1e9)
     return commpass.Profile("slow", Link(1.0, 2e-3), kernels=kernels)
 
@@ -75,7 +78,7 @@ def everybodys(x):
 
 
 def fresh(inner: str, known: commpass.Profile):
-    """A model, what compiles it, and what counts its messages, as in a process that has begun."""
+    """Return a model, its backend, and a counter of its messages, as in a new process."""
     commpass.reset_state()
     owners._owners.clear()
     torch._dynamo.reset()
@@ -93,7 +96,7 @@ def step(model, compiled, x) -> list[torch.Tensor]:
 
 
 def exact(model, x) -> list[torch.Tensor]:
-    """The gradients of this rank, in float64, by eager torch."""
+    """Return the gradients of this rank, in float64, by eager torch."""
     weights = [p.detach().double().requires_grad_() for p in model.parameters()]
     x = x.double()
     for weight, bias in zip(weights[::2], weights[1::2], strict=True):
@@ -142,7 +145,7 @@ def check_sum(inner: str) -> None:
 
 
 def _whole(plan) -> int:
-    """How many gradients are sent whole."""
+    """Return how many gradients are sent whole."""
     members = {each.into: len(each.sites) for each in plan.grouped}
     return sum(members.get(site.name, 1) for site in plan.sites if site.codec == NONE)
 
@@ -154,8 +157,10 @@ def test_sent_and_remaining_values_are_the_sum_of_all_gradients(size, inner, req
 
 
 def disagree(rows: tuple[int, int], then: int) -> list[tuple[str, int]]:
-    """Digest and gradients sent whole, of a rank with so many rows, and where the last rank then
-    compiles for other rows, alone."""
+    """Return the digest and the number of gradients sent whole, of a rank with some rows.
+
+    Return them also after the last rank compiles for other rows, alone.
+    """
     model, compiled, _ = fresh("aot_eager", profile(10.0, 2 * WIDTH**3 / 1e6))
     found = []
     rank = dist.get_rank()
@@ -170,10 +175,10 @@ def disagree(rows: tuple[int, int], then: int) -> list[tuple[str, int]]:
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("rows", "then", "some"),
-    [((8, 512), 512, False), ((512, 512), 8, True)],  # of 512 rows a matmul takes 8 ms
+    [((8, 512), 512, False), ((512, 512), 8, True)],  # with 512 rows a matmul takes 8 ms
 )
 def test_ranks_with_other_batches_agree_and_one_may_compile_alone(rows, then, some, ranks2):
-    """Where they would decide differently, backward counts as nothing."""
+    """If they would decide differently, backward counts as nothing."""
     first, second = ranks2.run(disagree, rows, then)
     assert first == second
     assert len(set(first)) == 1

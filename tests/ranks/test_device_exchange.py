@@ -1,5 +1,7 @@
-"""An all_reduce that is one kernel, on ranks that are processes: each interprets it over memory
-that all have mapped. They really run at once, and really wait for each other's signals.
+"""An all_reduce in one kernel, on ranks that are processes.
+
+Each process interprets the kernel over memory that all have mapped. They really run at once, and
+really wait for each other's signals.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ pytestmark = pytest.mark.xdist_group("ranks")
 
 PROGRAMS = 2
 SHORT = 40
-"""Looks at the signals that are enough where nobody will come."""
+"""The number of polls of the signals, reduced for ranks that never arrive."""
 
 
 def _ranks(size: int) -> Iterator[Ranks]:
@@ -47,13 +49,16 @@ def ranks4() -> Iterator[Ranks]:
 
 
 def values(numel: int, dtype: torch.dtype, rank: int, call: int) -> torch.Tensor:
-    """What a rank brings to a call."""
+    """Return the input of a rank in a call."""
     return sample(numel, dtype, 100 * call + rank)[call % 3].contiguous()
 
 
 def several(folder: Path, text: str, algorithm: str, numel: int, dtype, op: str, calls: int, after):
-    """Calls in a row, in each of which another rank comes late: results, what the library's own
-    algorithm gives, and this rank's memory after each. ``after`` is how many calls were before."""
+    """Run calls in a row, in each of which a different rank is late.
+
+    Return the results, those of the library's own algorithm, and this rank's memory after each.
+    ``after`` is the number of earlier calls.
+    """
     from commpass.lowering.gpu.exchange import Exchange, memory_of, run, unsupported_reason
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -78,7 +83,7 @@ def several(folder: Path, text: str, algorithm: str, numel: int, dtype, op: str,
 
 
 def alone(folder: Path, algorithm: str, gone: int):
-    """Calls to which one rank does not come, then one to which all do."""
+    """Run calls in which one rank is missing, then one in which none is."""
     from commpass.lowering.gpu.exchange import Exchange, run
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -93,11 +98,11 @@ def alone(folder: Path, algorithm: str, gone: int):
     return made, missing
 
 
-# --- what is right --------------------------------------------------------------------------------
+# --- correct results ------------------------------------------------------------------------------
 
 
 def agree(found: torch.Tensor, want: torch.Tensor) -> bool:
-    """The same bits, but any NaN for a NaN."""
+    """Return whether bits are equal; any two NaNs are equal."""
     nan = found.isnan()
     if not torch.equal(nan, want.isnan()):
         return False
@@ -189,19 +194,20 @@ def test_numbers_of_calls_wrap_around(ranks2, tmp_path, algorithm):
 def test_rank_that_waits_in_vain_names_the_other_and_makes_no_numbers(
     request, tmp_path, size, gone, algorithm
 ):
-    """And never makes any again: the others have no wire of that rank, or not that one."""
+    """It never returns numbers again: the others have no wire of that rank, or not the right
+    one."""
     results = request.getfixturevalue(f"ranks{size}").run(alone, tmp_path, algorithm, gone)
     for rank, (made, missing) in enumerate(results):
         if rank != gone:
-            assert gone in missing  # and those whose later programs, having seen that, gave up
+            assert gone in missing  # and those whose later programs saw that, and gave up
             assert all(bool(each.isnan().all()) for each in made)
     late, after = results[gone][0]
     assert bool(after.isnan().all())
     if algorithm == "two_shot":
-        assert bool(late.isnan().all())  # nobody has made the sums of the other shards
+        assert bool(late.isnan().all())  # no rank has made the sums of the other shards
         return
-    # Those programs of the others that had begun have left their wires of the call that it missed:
-    # it gets what it came for, or NaN.
+    # The programs of the others that had begun have left their wires of the call that it missed: it
+    # gets the right result, or NaN.
     brought = [values(900, torch.float32, rank, 0) for rank in range(size)]
     want = plain(codec("int8"), algorithm, brought, "sum")[2]
     got = late.isfinite()

@@ -1,5 +1,8 @@
-"""Gathered parameters as differences to what all ranks hold: the reference that graphs keep, on
-real ranks, against a closed loop of the formula in float64."""
+"""Gathered parameters as differences to what all ranks hold.
+
+The tests run on real ranks and compare the reference that graphs keep with a closed loop of the
+formula in float64.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +24,15 @@ from commpass.parallel.exchange import Exchange, Exchanges
 pytestmark = pytest.mark.xdist_group("ranks")
 
 ops = torch.ops._c10d_functional
-CODEC = "difference"  # of 4 bits in groups of 2048
+CODEC = "difference"  # 4 bits in groups of 2048
 POLICY = commpass.Policy(rules=[commpass.Rule(kind="all_gather", codec=CODEC, force=True)])
 OFFERED = commpass.Policy(rules=[commpass.Rule(kind="all_gather", codec=CODEC)])
-ROWS, COLUMNS = 20, 130  # of one rank: more than a group, and no multiple of one
+ROWS, COLUMNS = 20, 130  # of one rank: more than a group, and not a multiple of one
 
 
 class Gathered(torch.autograd.Function):
-    """The shards of all ranks, whose gradient is summed and scattered: what sharded data
-    parallelism makes of a parameter."""
+    """The shards of all ranks, whose gradient is summed and scattered, as for a parameter in
+    sharded data parallelism."""
 
     @staticmethod
     def forward(ctx, shard, group, ranks):
@@ -43,7 +46,7 @@ class Gathered(torch.autograd.Function):
 
 
 class Layer(nn.Module):
-    """A sharded weight, of which it gives what was gathered; in ``dtype`` where it travels so."""
+    """A sharded weight that returns what was gathered; in ``dtype`` if it is sent so."""
 
     def __init__(self, group=None, dtype=torch.float32, seed=0):
         super().__init__()
@@ -57,14 +60,14 @@ class Layer(nn.Module):
 
 
 def fresh() -> None:
-    """As in a process that has just begun."""
+    """Reset the state to that of a new process."""
     commpass.reset_state()
     owners._owners.clear()
     torch._dynamo.reset()
 
 
 def weights(step: int, seed: int = 0) -> torch.Tensor:
-    """The whole weight after some steps: it wanders, a hundredth of its size each step."""
+    """Return the whole weight after some steps: it changes by a hundredth of its size in each."""
     generator = torch.Generator().manual_seed(seed)
     shape = (ROWS * dist.get_world_size(), COLUMNS)
     start, ways = (
@@ -90,7 +93,8 @@ def x_of(model: nn.Module) -> torch.Tensor:
 
 
 def call(function, model: nn.Module, new: torch.Tensor | None = None) -> torch.Tensor:
-    """One step: what all ranks hold of the weight, which is set to the rank's part of ``new``."""
+    """Run one step: set the weight to the rank's part of ``new``, and return what all ranks hold of
+    it."""
     if new is not None:
         with torch.no_grad():
             model.weight.copy_(shard(new))
@@ -101,16 +105,19 @@ def call(function, model: nn.Module, new: torch.Tensor | None = None) -> torch.T
 
 
 def one_bits(x: torch.Tensor) -> bool:
-    """Whether all ranks hold the same bits."""
+    """Return whether all ranks hold the same bits."""
     found = [None] * dist.get_world_size()
     dist.all_gather_object(found, x.view(torch.uint8).numpy().tobytes())
     return len(set(found)) == 1
 
 
 def closed_loop(held: torch.Tensor, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What is held after one more step, by the formula in float64, and the scale of each value:
-    of each rank's shard in groups of 2048, s = max|d| / 7 of the difference d, and s * round(d/s)
-    is added."""
+    """Return what is held after one more step, by the formula in float64, and the scale of each
+    value.
+
+    Each rank's shard is coded in groups of 2048: s = max|d| / 7 of the difference d, and s *
+    round(d/s) is added.
+    """
     ranks, group = dist.get_world_size(), 2048
     differences = (new.double() - held.double()).reshape(ranks, -1)
     pad = -differences.shape[1] % group
@@ -129,7 +136,7 @@ def check_closed_loop(inner: str, steps: int, dtype: torch.dtype) -> None:
     model = Layer(dtype=dtype)
     function = compiled(model, inner=inner)
     held = call(function, model)
-    assert torch.equal(held, weights(0).to(dtype))  # it begins with the weights themselves
+    assert torch.equal(held, weights(0).to(dtype))  # it starts with the weights themselves
     losses = []
     ties = 0.01 if dtype == torch.float32 else 0.2  # differences of few last places
     for step in range(1, steps):
@@ -189,7 +196,7 @@ def check_bytes() -> None:
 
 def test_bytes_that_travel_are_those_of_the_plan(ranks2):
     ranks2.run(check_bytes)
-    ranks2.stop()  # other tests look for groups by name
+    ranks2.stop()  # other tests look up groups by name
 
 
 def check_hostile() -> None:
@@ -206,7 +213,8 @@ def check_hostile() -> None:
     healed = call(function, model, weights(2))
     assert one_bits(healed)
     off = (healed - weights(2)).abs().max()
-    assert off <= 0.5 * (weights(2) - weights(0)).abs().max() / 7 * 1.01  # as if never there
+    # as if it had never existed
+    assert off <= 0.5 * (weights(2) - weights(0)).abs().max() / 7 * 1.01
     huge = weights(3).sign() * 3e38
     for new in (huge, -huge, torch.zeros_like(huge), torch.full_like(huge, -0.0)):
         assert bool(call(function, model, new).isfinite().all())
@@ -251,7 +259,8 @@ def check_restart() -> None:
         assert torch.equal(call(function, model), weights(2))
         assert not torch.equal(call(function, model, weights(5)), weights(5))
         call(function, model, weights(2))
-    # Other weights are loaded, and nobody says so: coarse for some steps, and alike on all ranks.
+    # Other weights are loaded without a call of ours: the error is large for some steps, and the
+    # same on all ranks.
     off = []
     for _ in range(4):
         held = call(function, model, weights(0, seed=7))
@@ -268,7 +277,7 @@ def test_reset_gathers_anew_on_any_number_of_ranks(ranks, request):
 
 
 def check_twins() -> list[str]:
-    """Where no reference may be kept: why."""
+    """Return the reasons for which no reference may be kept."""
     said = []
 
     def reason(function, *args, grad=True) -> None:
@@ -301,7 +310,8 @@ def test_no_reference_is_kept_where_none_would_be_right(ranks2):
     assert "not computed from parameters alone" in activation
     assert "inference changes no parameters" in inference
     assert "reshard_after_forward=False" in again
-    assert "reshard_after_forward=False" in backward  # both are left alone, and give the same bits
+    # both are uncompressed, and give the same bits
+    assert "reshard_after_forward=False" in backward
     assert "forces a codec" in forced
     assert "not computed from parameters alone" in forced
 
@@ -319,7 +329,8 @@ def check_accumulation(inner: str) -> None:
         x = x_of(model).requires_grad_()
         loss, whole = function(x)
         found.append((x, loss, whole.detach().clone()))
-    assert not torch.equal(found[0][2], found[1][2])  # the second makes up what the first lost
+    # the second compensates for the error of the first
+    assert not torch.equal(found[0][2], found[1][2])
     for x, loss, whole in reversed(found):
         loss.backward()
         wanted = 2 * (x.detach().double() @ whole.double()) @ whole.double().t()
@@ -333,7 +344,7 @@ def test_two_forwards_before_a_backward_each_have_their_own_weights(inner, ranks
 
 
 def check_instances() -> None:
-    """Instances of a class share code, and keep references of their own."""
+    """Instances of a class share code, and keep separate references."""
     fresh()
     models = [Layer(seed=seed) for seed in range(3)]
     backend = commpass.backend(POLICY, inner="eager", strict=True)
@@ -352,7 +363,8 @@ def test_instances_keep_references_of_their_own_and_take_them_along(ranks2):
 
 
 class Sharded(nn.Module):
-    """A weight as SimpleFSDP has it: a DTensor, gathered where it is used; rows do not divide."""
+    """A weight as in SimpleFSDP: a DTensor, gathered where it is used; the ranks cannot share its
+    rows evenly."""
 
     def __init__(self, mesh, rows: int):
         super().__init__()

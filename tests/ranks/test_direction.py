@@ -1,4 +1,4 @@
-"""What backward runs again is forward's; what compiled autograd compiles is backward."""
+"""Recomputed sites in backward belong to forward; what compiled autograd compiles is backward."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def summed(x: torch.Tensor) -> torch.Tensor:
 
 
 class SumForward(torch.autograd.Function):
-    """Leaves a row-parallel layer: sums in forward."""
+    """The end of a row-parallel layer: sums in forward."""
 
     @staticmethod
     def forward(ctx, x):
@@ -44,7 +44,7 @@ class SumForward(torch.autograd.Function):
 
 
 class SumBackward(torch.autograd.Function):
-    """Enters a column-parallel layer: sums in backward."""
+    """The start of a column-parallel layer: sums in backward."""
 
     @staticmethod
     def forward(ctx, x):
@@ -56,7 +56,7 @@ class SumBackward(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    """A tensor-parallel block; ``enters`` says whether gradients are summed where it begins."""
+    """A tensor-parallel block; ``enters`` tells whether gradients are summed at its start."""
 
     def __init__(self, enters: bool):
         super().__init__()
@@ -106,7 +106,7 @@ def step(
     enters: bool = False,
     autograd: bool = False,
 ):
-    """(gradients, plans) of one compiled training step."""
+    """Return (gradients, plans) of one compiled training step."""
     torch._dynamo.reset()
     seen = len(commpass.plans())
     net = Net(how, enters)
@@ -135,12 +135,12 @@ RUN = [("whole", "aot_eager"), ("selective", "aot_eager"), ("selective", "eager"
 
 
 def check_backward_rules(how: str, inner: str) -> None:
-    """No gradient is sent, so a rule for backward changes no bit."""
+    """No gradient is sent, so that a rule for backward changes no bit."""
     plain, _ = step(how, "off", inner)
     for codec in ("int4", "topk(density=0.1)"):
         got, (forward, backward) = step(how, backward_only(codec), inner)
         assert [site.direction for site in backward.sites] == ["forward"] * len(backward.sites)
-        assert len(backward.sites) > 0  # or nothing was run again, and nothing is tested
+        assert len(backward.sites) > 0  # otherwise nothing was recomputed, and nothing is tested
         assert not forward.compressed
         assert not backward.compressed
         assert equal(got, plain)
@@ -154,7 +154,7 @@ def test_rule_for_backward_leaves_what_is_run_again(how, inner, ranks2):
 
 
 def check_forward_rules(how: str, inner: str) -> None:
-    """What is run again is sent as forward sent it: gradients are those without checkpoints."""
+    """Recomputed sites are sent as in forward: gradients are those without checkpoints."""
     for codec in ("int4", "int8(rounding=stochastic)"):
         kept, _ = step("plain", forward_only(codec), inner)
         got, (forward, backward) = step(how, forward_only(codec), inner)
@@ -170,7 +170,7 @@ def check_forward_rules(how: str, inner: str) -> None:
         assert all(site.compressed for site in (*forward.sites, *backward.sites))
         assert equal(got, kept)
         exact, _ = step("plain", "off", inner)
-        assert not equal(got, exact)  # or the codec did nothing
+        assert not equal(got, exact)  # otherwise the codec did nothing
 
 
 @pytest.mark.every
@@ -192,13 +192,14 @@ def test_recomputed_sites_under_inductor(ranks2):
 
 
 def check_words() -> None:
-    """Gradients are told from what is run again, one by one, with and without compiled autograd."""
+    """Gradients are distinguished from recomputed sites one by one, with and without compiled
+    autograd."""
     for autograd in (False, True):
         _, (_, backward) = step("whole", backward_only("int8"), enters=True, autograd=autograd)
         assert backward.direction == "backward"
         again = [site for site in backward.sites if site.direction == "forward"]
         carried = [site for site in backward.sites if site.direction == "backward"]
-        assert sorted(site.module for site in carried) == ["layers.1", "layers.2"]  # x wants none
+        assert sorted(site.module for site in carried) == ["layers.1", "layers.2"]  # x needs none
         assert {site.codec for site in carried} == {"int8"}
         assert again
         assert {site.codec for site in again} == {"none"}
@@ -211,7 +212,8 @@ def test_gradients_and_what_is_run_again_in_one_graph(ranks2):
 
 
 def check_compiled_autograd() -> None:
-    """Rules for backward reach the gradients, rules for forward do not, words of the model hold."""
+    """Rules for backward apply to the gradients, rules for forward do not, and the model's
+    annotations apply."""
     plain, _ = step("plain", "off", enters=True)
     exact, (_, backward) = step("plain", "off", enters=True, autograd=True)
     assert equal(exact, plain)
@@ -331,7 +333,7 @@ def test_sites_that_a_gradient_reaches_are_never_forward(tag, takes_gradient, fa
 
 @pytest.mark.parametrize("tag", [{}, {"recompute": CheckpointPolicy.MUST_SAVE}])
 def test_backward_formula_that_takes_no_gradient_is_backward(tag, fake_group):
-    """As that of an auxiliary loss, whose gradient is a constant."""
+    """An example is an auxiliary loss, whose gradient is a constant."""
     fake_group(2)
     (found,) = discover(backward_graph(tag, False), "backward", stateless=None)
     assert found.site.direction == "backward"

@@ -1,5 +1,7 @@
-"""The examples' doors to other stacks, on real ranks: Hugging Face's tensor parallelism, Trainer
-over DDP, torchtitan's order of things."""
+"""The examples' integrations with other stacks, on real ranks.
+
+They are Hugging Face's tensor parallelism, Trainer over DDP, and torchtitan's order of wrappers.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,11 @@ TINY = Namespace(layers=1, width=64)
 
 
 def next_byte(policies: list) -> list[tuple]:
-    """For each policy the loss and gradients of a Hugging Face model that its own plan divides, and
-    the plans; first those of the whole model, in float64."""
+    """Return loss, gradients and plans of a Hugging Face model that is sharded by its own plan, for
+    each policy.
+
+    The first entry is the whole model in float64.
+    """
     from common import CONTEXT
     from torch.distributed.tensor import DTensor
     from train_hf import build
@@ -56,7 +61,7 @@ def next_byte(policies: list) -> list[tuple]:
 
 
 def apart(one: dict, other: dict) -> float:
-    """The norm of the difference of gradients, of the norm of the first ones."""
+    """Return the norm of the difference of gradients, relative to the norm of the first ones."""
     norm = sum(x.double().square().sum() for x in one.values()).sqrt()
     difference = sum((one[n].double() - other[n].double()).square().sum() for n in one).sqrt()
     return float(difference / norm)
@@ -65,7 +70,7 @@ def apart(one: dict, other: dict) -> float:
 @pytest.mark.every
 def test_model_by_its_own_tp_plan(ranks2):
     pytest.importorskip("transformers")
-    pytest.importorskip("accelerate")  # transformers divides no model without it
+    pytest.importorskip("accelerate")  # transformers needs it to shard a model
     told = ranks2.run(next_byte, ["off", INT8])
     for mine, other in zip(told[0], told[1], strict=True):  # replicas
         assert torch.equal(mine[0], other[0])

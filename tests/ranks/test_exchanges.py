@@ -1,4 +1,4 @@
-"""All-to-all with any splits, wires whose size depends on the data, and collectives in the air, on
+"""All-to-all with any splits, wires whose size depends on the data, and collectives in flight, on
 real ranks."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def everybodys(x):
 
 
 def splits(matrix) -> tuple[list[int], list[int]]:
-    """What this rank receives from and sends to each, of ``matrix[from][to]``."""
+    """Return what this rank receives from and sends to each, from ``matrix[from][to]``."""
     rank = dist.get_rank()
     return [row[rank] for row in matrix], list(matrix[rank])
 
@@ -53,7 +53,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def any_bits(shape, dtype, seed: int) -> torch.Tensor:
-    """Random bit patterns: NaNs with payloads, infinities, subnormals and -0.0 among them."""
+    """Return random bit patterns, including NaNs with payloads, infinities, subnormals and -0.0."""
     whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     limits = torch.iinfo(whole)
     return torch.randint(
@@ -63,9 +63,7 @@ def any_bits(shape, dtype, seed: int) -> torch.Tensor:
 
 def some(shape, dtype, kind: str) -> torch.Tensor:
     rank = dist.get_rank()
-    if (
-        kind == "any bits"
-    ):  # nothing of it is compressible: the dynamic part is as large as it can be
+    if kind == "any bits":  # nothing of it is compressible: the dynamic part has its maximal size
         return any_bits(shape, dtype, rank)
     normal = torch.randn(shape, generator=torch.Generator().manual_seed(rank)).to(dtype)
     return (
@@ -130,8 +128,8 @@ def moved(kind: str, inputs: list[torch.Tensor], rank: int) -> torch.Tensor:
 
 
 def check_lossless(one_in: int) -> None:
-    """Law 3, whatever the bits are; and the dynamic part never overflows, since there is room for
-    the worst case."""
+    """Law 3, for any bits. The dynamic part never overflows, since there is room for the worst
+    case."""
     rank, size = dist.get_rank(), dist.get_world_size()
     kinds = ("normal", "any bits", "one of them")
     for (kind, how), dtype, what in crossed(LOSSLESS, DTYPES, kinds, one_in=one_in):
@@ -177,8 +175,8 @@ def test_lossless_sums(ranks3):
 
 
 def check_lossless_bytes() -> None:
-    """Law 9 for wires whose size depends on the data: what is handed over is what the values need,
-    no more."""
+    """Law 9 for wires whose size depends on the data: what is sent is what the values need, and no
+    more."""
     group, size, rank = counting_group(), dist.get_world_size(), dist.get_rank()
     coder = commpass.codec("exponent")
     for (kind, how), dtype, what in itertools.product(LOSSLESS, DTYPES[:3], ("normal", "any bits")):
@@ -205,7 +203,7 @@ def check_lossless_bytes() -> None:
             kind, how, coder.spec, Payload(x.numel(), 1, dtype), Request("0", size, rank)
         )
         assert found.wire_bytes - found.dynamic_bytes <= sum(sent)
-        if what == "normal":  # what the plan says that values like these need
+        if what == "normal":  # the plan's size for values like these
             assert abs(found.wire_bytes - sum(sent)) <= 0.02 * sum(sent), (kind, how, dtype)
             assert sum(sent) < x.numel() * dtype.itemsize
         else:
@@ -218,7 +216,7 @@ def test_lossless_wires_carry_only_what_the_values_need(ranks2):
 
 
 def check_late_rank() -> None:
-    """A rank that comes late: all wait for it, none gets wrong numbers."""
+    """One rank is late: all wait for it, and no rank gets wrong values."""
     rank, size = dist.get_rank(), dist.get_world_size()
     store = dist.distributed_c10d._get_default_store()
     names = ["two_shot", "ring", "semi_ring", "one_shot", "two_shot(shards=4)"]
@@ -229,7 +227,7 @@ def check_late_rank() -> None:
             time.sleep(0.1)
             store.set(f"{late} {name} {codec} begins", "")
         result = commpass.all_reduce(x, codec=codec, algorithm=name)
-        # The result holds what the late rank gave: nobody can have it before.
+        # The result contains the late rank's values: no rank can have it earlier.
         assert store.check([f"{late} {name} {codec} begins"])
         total = sum(t.double() for t in everybodys(x))
         assert (result.double() - total).abs().max() <= 0.1
@@ -251,7 +249,7 @@ def check_handles() -> None:
         "all_to_all": lambda **more: commpass.all_to_all(x, **more),
         "lossless": lambda **more: commpass.all_to_all(x, codec="exponent", **more),
     }
-    handles = {name: call(async_op=True) for name, call in calls.items()}  # all in the air at once
+    handles = {name: call(async_op=True) for name, call in calls.items()}  # all in flight at once
     for name, handle in handles.items():
         assert isinstance(handle, commpass.Handle)
         result = handle.wait()
@@ -299,7 +297,7 @@ def test_bad_splits_and_algorithms_are_refused_before_anything_is_sent(ranks2):
             assert part in text
 
 
-# --- the flavours of EQuARX's figure 7 ------------------------------------------------------------
+# --- the forms of EQuARX's figure 7 ---------------------------------------------------------------
 
 FLAVOURS = [
     f"{loop}{stage}" for loop in ("ring", "semi_ring") for stage in ("", "(stage=rs)", "(stage=ag)")
@@ -325,8 +323,8 @@ def errors() -> dict[str, float]:
 
 @pytest.mark.parametrize("size", [3, 4])
 def test_errors_of_ring_and_semi_ring_come_in_the_published_order(size, request):
-    """Semi-loop below full loop, and coding the all-gather alone least (EQuARX, figure 7); as the
-    plan predicts."""
+    """Semi-loop has a smaller error than full loop, and coding only the all-gather the smallest
+    (EQuARX, figure 7); as the plan predicts."""
     found = request.getfixturevalue(f"ranks{size}").run(errors)[0]
     assert found["semi_ring"] < found["ring"]
     assert found["semi_ring(stage=rs)"] < found["ring(stage=rs)"]
@@ -395,7 +393,7 @@ def test_graphs_with_uneven_splits_and_lossless_wires(inner, ranks2):
 
 
 def check_unknown_splits(inner: str) -> None:
-    """Mixture of experts: one compiled graph, lengths that are only known when it runs."""
+    """Mixture of experts: one compiled graph, with lengths that are only known at run time."""
     rank, size = dist.get_rank(), dist.get_world_size()
     group = dist.group.WORLD.group_name
 
@@ -437,7 +435,7 @@ def test_splits_that_are_only_known_when_the_graph_runs(inner, ranks2):
 
 
 def check_compiled_bits() -> None:
-    """NaN payloads survive Inductor, which handles 16-bit floats as float32 where it may."""
+    """NaN payloads survive Inductor, which computes on 16-bit floats as float32 where possible."""
     rank = dist.get_rank()
     for dtype in (torch.bfloat16, torch.float32):
         x = any_bits((3001,), dtype, rank)
@@ -450,8 +448,8 @@ def test_compiled_moves_of_raw_values_are_bit_exact(ranks2):
 
 
 def check_autograd_forms(inner: str) -> None:
-    """The differentiable forms, in training: forward and backward are compressed, whose splits are
-    only known when they run."""
+    """The differentiable forms, in training: forward and backward, with splits known at run time,
+    are compressed."""
     from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
 
     rank = dist.get_rank()

@@ -1,4 +1,4 @@
-"""What front ends of torch put into graphs is found and compressed: sequence parallelism, sharded
+"""Collectives from torch's front ends are found and compressed: sequence parallelism, sharded
 parameters, DDP, in-place."""
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ pytestmark = pytest.mark.xdist_group("ranks")
 
 
 def run_plain_and_compressed(model: nn.Module, x: torch.Tensor, inner: str = "eager"):
-    """Outputs and gradients of one step, plain and compressed, and the kinds of sites in forward
-    and backward."""
+    """Return outputs and gradients of one step, plain and compressed, and the kinds of sites in
+    forward and backward."""
     results = []
     seen = len(commpass.plans())
     for function in (

@@ -1,5 +1,8 @@
-"""FSDP2's float32 sums of bfloat16 gradients: sent as 16 bits, coded or not, and exactly those
-sums. Where gradients hold more than 16 bits, they are sent as float32."""
+"""FSDP2's float32 sums of bfloat16 gradients are sent as 16 bits, coded or not, and give exactly
+those sums.
+
+Gradients that hold more than 16 bits are sent as float32.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +28,12 @@ MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.floa
 CODEC = "exponent(planes=3)"
 CODED = Policy(rules=[Rule(kind="reduce_scatter", codec=CODEC)])
 PLAIN = Policy()
-"""Nothing is coded; what algebra says need not be sent is not sent, as by preset lossless."""
+"""Nothing is coded; simplification still applies, as with preset lossless."""
 
 
 class Layer(nn.Module):
-    """One unit of FSDP2, for what takes long to trace. A rank's part of it has more than a line of
-    128 values on 4 ranks."""
+    """One unit of FSDP2, for slow traces. A rank's part of it has more than a line of 128 values on
+    4 ranks."""
 
     def __init__(self):
         super().__init__()
@@ -49,7 +52,7 @@ def model_on(group, policy: Policy) -> nn.Module:
 
 
 def watch_sums(door) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """What each reduce_scatter is given, and what it gives."""
+    """Record the input and output of each reduce_scatter."""
     seen = []
     for unit in door.units:
         comm = unit.group._reduce_scatter_comm
@@ -66,7 +69,7 @@ def watch_sums(door) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def check_sums(seen, scale: float) -> None:
-    """Each is the float32 sum in rank order, bit for bit, and near that in float64."""
+    """Check that each is the float32 sum in rank order, bit for bit, and near the float64 sum."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     for given, got in seen:
         others = [torch.empty_like(given) for _ in range(ranks)]
@@ -82,7 +85,7 @@ def check_sums(seen, scale: float) -> None:
 
 
 def backward(model, steps: int = 1) -> None:
-    """Gradients of some batches; all but the last are accumulated without being sent."""
+    """Compute gradients of some batches; all but the last are accumulated without being sent."""
     for number, (x, y) in enumerate(batches(steps)):
         model.set_requires_gradient_sync(number == steps - 1)
         loss_of(model, x, y).backward()
@@ -113,7 +116,7 @@ def sent_in_16_bits(policy: Policy, factor: float | None = None) -> None:
     coded = bytes_of(group, "all_to_all", torch.uint8)
     if policy is PLAIN:
         assert (plain, coded) == (2 * values, 0)
-    else:  # of 16 bits a value the codec leaves no more than 13
+    else:  # of 16 bits per value the codec leaves at most 13
         assert plain == 0 < coded < values * 13 / 8
     assert bytes_of(group, "all_reduce", torch.int32) == 4 * len(seen)
     sites = [site for plan in door.plans for site in plan if site.direction == "backward"]
@@ -140,7 +143,7 @@ def test_bfloat16_gradients_are_summed_in_float32_from_coded_16_bits(ranks2, ran
 
 
 def accumulated(policy: Policy) -> None:
-    """The must-not twin: a sum of two backward passes in float32 is no bfloat16 value."""
+    """The opposite case: a sum of two backward passes in float32 is not a bfloat16 value."""
     group = counting_group()
     policy = PLAIN if policy == PLAIN else policy
     model = model_on(group, policy)
@@ -156,7 +159,7 @@ def accumulated(policy: Policy) -> None:
     assert bytes_of(group, "all_reduce", torch.int32) == 4 * len(seen)
     wide = [site for plan in door.plans for site in plan if site.kind == "reduce_scatter"]
     assert {site.dtype for site in wide} == {"float32"}
-    if policy is PLAIN:  # torch sends it by the backend, past the group that counts
+    if policy is PLAIN:  # torch sends it through the backend, bypassing the counting group
         assert not bytes_of(group, "all_to_all", torch.uint8)
         assert door.bytes["reduce_scatter"].sent == 4 * values + 4 * len(seen)
     assert door.bytes["reduce_scatter"].sent > 2 * values  # more bits than narrow values have
@@ -223,7 +226,7 @@ VALUES = {
 
 
 def narrow_values() -> dict[str, tuple[bool, bool]]:
-    """For each kind of values whether they are narrow on all ranks, and where rank 1 alone has
+    """Return for each kind of values whether they are narrow on all ranks, also if only rank 1 has
     them."""
     found, group = {}, dist.group.WORLD
     for name, make in VALUES.items():
@@ -243,7 +246,7 @@ def test_narrow_values_are_found_bit_for_bit_and_by_all_ranks_alike(ranks2):
 
 
 def steps_with_both() -> None:
-    """A step with accumulation after one without: each is sent as its values are."""
+    """A step with accumulation after one without: each is sent according to its values."""
     model = sharded(Net(), mp_policy=MIXED)
     door = opened(model, PLAIN, profile=SLOW)
     seen, sent = watch_sums(door), []

@@ -1,4 +1,5 @@
-"""The door of FSDP2: what ``fully_shard`` sends goes by a policy, and trains as without it."""
+"""The FSDP2 integration: what ``fully_shard`` sends follows a policy, and training works as without
+it."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ from commpass.parallel import compress_fsdp
 pytestmark = pytest.mark.xdist_group("ranks")
 
 WIDTH, LAYERS = 24, 3
-UNEVEN = 26  # rows that 3 and 4 ranks do not share evenly
+UNEVEN = 26  # rows that 3 and 4 ranks cannot share evenly
 EXACT = Policy(name="exact", rules=[Rule(codec="raw", force=True)])
 
 
@@ -72,7 +73,7 @@ def sharded(model: nn.Module, **more) -> nn.Module:
 
 
 def opened(model: nn.Module, policy, inner: str = "eager", **more):
-    """The door, whose graphs run operator by operator where the compiler is not what is tested."""
+    """Return the integration; its graphs run operator by operator unless the compiler is tested."""
     door = compress_fsdp(model, policy, strict=True, timeout=60, **more)
     door.exchanges.backend.inner = inner
     return door
@@ -167,13 +168,13 @@ def test_lossless_ones_train_bit_for_bit_as_without(ranks2, policy, compressed):
 
 @pytest.mark.every
 def test_preset_lossless_and_three_ranks(ranks3):
-    """What is exact on three ranks: gathers. A sum of three may be rounded in another order."""
+    """Gathers are exact on three ranks. A sum of three may be rounded in another order."""
     ranks3.run(exact, "lossless", 4, False)
     gathers = Policy(name="g", rules=[Rule(codec="raw", direction="forward", force=True)])
     ranks3.run(exact, gathers, 4, True)
 
 
-# --- what FSDP2 can do, under a codec that loses nothing: bit for bit as without -----------------
+# --- FSDP2's features with a lossless codec: bit for bit as without ------------------------------
 
 
 def accumulation(model, optimizer):
@@ -325,8 +326,8 @@ def test_features_train_bit_for_bit_as_without(ranks2, name):
 
 
 def gathered(codec: str) -> None:
-    """Every rank holds the same bits, which are not the exact ones; the shards stay exact;
-    backward gathers the same bits again."""
+    """Every rank holds the same bits, which are not exact; the shards stay exact; backward gathers
+    the same bits again."""
     model = sharded(Net())
     door = opened(model, forced(codec))
     before = {name: p.to_local().detach().clone() for name, p in model.named_parameters()}
@@ -389,7 +390,7 @@ def test_gradients_are_the_mean_over_the_ranks(ranks3, ranks4):
 
 
 def counted() -> None:
-    """What really goes out is what the plans and the door say, in dtype and bytes."""
+    """Dtype and bytes that are sent are those in the plans and the integration's report."""
     group = counting_group()
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",))
     model = sharded(Net(), mesh=mesh)
@@ -412,7 +413,7 @@ def counted() -> None:
         p.sites[0] for p in door.plans if p.sites[0].module == "" and p.direction == "forward"
     )
     assert root_gather.codec == "none"
-    by_torch = root_gather.bytes  # torch calls gloo for it, and not the group that counts
+    by_torch = root_gather.bytes  # torch calls gloo for it, and not the counting group
     assert seen + by_torch == sum(s.sent for s in door.bytes.values()), (group.seen, door.bytes)
     of_layers = 2 * LAYERS  # in forward, and again in backward
     gathers = [dtype for kind, dtype, _ in group.seen if kind == "all_gather"]
@@ -468,8 +469,7 @@ def test_rank_that_dies_in_an_exchange_gives_the_others_an_error():
 
 
 def shared() -> None:
-    """Layers that are alike share one compiled code for each kind, and the compiler changes
-    nothing."""
+    """Equal layers share one compiled code for each kind, and the compiler changes no value."""
     weights = []
     for inner in ("eager", "inductor"):
         model = sharded(Net())
@@ -568,8 +568,8 @@ def listening():
 
 
 def hybrid() -> None:
-    """Shards of two ranks, each held twice: the all_reduce over the replicas is FSDP2's, and a
-    warning says so once."""
+    """Shards of two ranks, each held twice: FSDP2 itself does the all_reduce over the replicas, and
+    one warning reports this."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "fsdp"))
     weights = []
     for on in (False, True):
@@ -585,7 +585,8 @@ def hybrid() -> None:
 
 
 def fewer() -> None:
-    """Backward's gather over two of four ranks starts from rounded weights, and is left alone."""
+    """Backward's gather over two of four ranks starts from rounded weights, and is not
+    compressed."""
     model = sharded(Net(), reshard_after_forward=2)
     door = opened(model, forced("int8"))
     plain_steps(model, adam(model), 2)
@@ -611,7 +612,7 @@ def alone() -> None:
     assert "nothing sent yet" in repr(door)
 
 
-# --- what is left alone, and what is refused -----------------------------------------------------
+# --- uncompressed collectives, and errors --------------------------------------------------------
 
 
 def reasons() -> None:
@@ -634,7 +635,7 @@ def reasons() -> None:
 
 
 def differences() -> None:
-    """A reference moves with each gather, so that one in backward must not be a second one."""
+    """Each gather updates the reference, so a gather in backward must not be a second one."""
     slow = Profile("slow", Link(1.0, 1e-6))
     rules = [Rule(kind="all_gather", codec="difference(inner=int8)")]
     for again in (True, False):
@@ -709,7 +710,7 @@ def taken() -> list[str]:
         lambda: compress_fsdp(model.state_dict(), "off"),
     )
     door.remove()
-    again = opened(model, "off")  # the place is free again
+    again = opened(model, "off")  # the model can be acquired again
     try:
         model.set_allocate_memory_from_process_group_for_comm(True)
     except AssertionError as error:
@@ -721,7 +722,7 @@ def taken() -> list[str]:
 
 
 class Mine:
-    """Somebody's own way to gather."""
+    """A user-defined gather."""
 
     def allocate(self, size, *, dtype, device):
         return torch.empty(size, dtype=dtype, device=device)
@@ -736,8 +737,10 @@ def test_reasons_words_and_groups_of_one_rank(ranks2):
 
 
 def over_its_budget() -> list[tuple[int, float]]:
-    """Of each step how many plans compress, and by how much its gathers are smaller, where the
-    weights of one layer are over their budget: a few set the scale of all others."""
+    """Return for each step how many plans compress, and how much smaller the gathers are.
+
+    The weights of one layer exceed their budget: a few set the scale of all others.
+    """
     model = Net(32)
     with torch.no_grad():
         model.layers[1].up.weight[:, 0] = 1e7
@@ -758,14 +761,14 @@ def test_block_over_its_budget_is_left_alone_and_counted_so_in_that_step(ranks2)
     steps, others = ranks2.run(over_its_budget)
     assert steps == others
     (plans, smaller), *later = steps
-    assert len(set(later)) == 1  # the step that plans anew counts as those after it
+    assert len(set(later)) == 1  # the step that plans anew counts like those after it
     assert plans > later[0][0] > 0
     assert smaller > later[0][1] > 1
 
 
 def weights_of_a_block_over_its_budget() -> list[tuple[bool, bool]]:
-    """Of each step whether backward has the weights that forward had, and whether these are the
-    exact ones, of a layer that is over its budget."""
+    """Return for each step whether backward has forward's weights, and whether these are exact, for
+    a layer that exceeds its budget."""
     model = Net(32)
     with torch.no_grad():
         model.layers[1].up.weight[:, 0] = 1e7
@@ -793,10 +796,13 @@ def test_backward_has_the_weights_of_forward_where_their_block_turns_out_over_it
 
 
 def replaced_parameters(codec: str) -> tuple[list[int], list[int], bool, bool]:
-    """The graphs of a door, and those in its report, step by step, where each step begins with
-    other parameters of the same values; whether that leaves the weights of plain FSDP2, as a
-    difference does whose reference has just been gathered; and whether what is kept belongs to
-    parameters that there are."""
+    """Return the number of graphs of an integration, and of those in its report, by step.
+
+    Each step begins with new parameters of the same values.
+
+    Return also whether the weights stay those of plain FSDP2 (like a difference whose reference was
+    just gathered), and whether the state belongs to existing parameters.
+    """
     weights, plans, listed = [], [], []
     for on in (True, False):
         model = sharded(Net(), reshard_after_forward=False)
@@ -840,7 +846,8 @@ def test_calls_that_are_set_behind_the_door_are_refused(ranks2):
 
 
 def opened_too_early(late: bool) -> tuple[int, list[str]]:
-    """The units of a door, and what is logged in two steps, where the root is sharded behind it."""
+    """Return the units of an integration, and the log of two steps, if the root is sharded after
+    the call."""
     model = Net()
     for layer in model.layers:
         fully_shard(layer)
@@ -856,7 +863,8 @@ def opened_too_early(late: bool) -> tuple[int, list[str]]:
 
 def test_blocks_sharded_later_are_reported_once(ranks2):
     units, said = ranks2.run(opened_too_early, True)[0]
-    said = [each for each in said if each.startswith("compress_fsdp")]  # others end meanwhile
+    # other objects are deleted meanwhile
+    said = [each for each in said if each.startswith("compress_fsdp")]
     assert len(said) == 1
     assert "afterwards on the root module" in said[0]
     more, said = ranks2.run(opened_too_early, False)[0]

@@ -1,4 +1,4 @@
-"""group on real ranks: the bits of the ungrouped graph, and fewer collectives really issued."""
+"""group on real ranks: the bits of the ungrouped graph, and fewer collectives."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FAST = commpass.ethernet(10)
 
 
 def starts(size, group):
-    """kind -> what starts it."""
+    """Return functions by kind that start it."""
     return {
         "all_reduce": lambda x: ops.all_reduce(x, "sum", group),
         "largest": lambda x: ops.all_reduce(x, "max", group),
@@ -32,7 +32,7 @@ def starts(size, group):
 
 
 def kinds(inner):
-    """The results of every kind, plain and grouped, with the sums in float64."""
+    """Return the results of every kind, plain and grouped, with the sums in float64."""
     size, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD.group_name
     x = torch.randn(4 * size, 4 * size, generator=torch.Generator().manual_seed(rank))
     results = {}
@@ -81,7 +81,7 @@ def test_every_kind_gives_the_bits_of_the_ungrouped_graph_or_another_order_of_a_
 
 
 class Reduced(torch.autograd.Function):
-    """A parameter whose gradient is the mean over the ranks, as DDP makes it."""
+    """A parameter whose gradient is the mean over the ranks, as in DDP."""
 
     @staticmethod
     def forward(ctx, parameter, group):
@@ -94,7 +94,7 @@ class Reduced(torch.autograd.Function):
 
 
 class Replica(nn.Module):
-    """Many small layers, each parameter reduced by itself."""
+    """Many small layers, with each parameter reduced separately."""
 
     def __init__(self, group, depth=8, width=16):
         super().__init__()
@@ -109,7 +109,7 @@ class Replica(nn.Module):
 
 
 def gradients(policies, inner):
-    """For each policy: loss and gradients of a step, collectives really issued, and the plan of
+    """Return for each policy: loss and gradients of a step, executed collectives, and the plan of
     backward."""
     counting = counting_group()
     torch.manual_seed(0)
@@ -159,7 +159,7 @@ def test_grouped_gradients_are_compressed_as_their_blocks_would_be_alone(ranks2)
 
 
 def disagree():
-    """One rank groups, the other does not: nobody may."""
+    """One rank groups and the other does not: then none may."""
     group, rank = dist.group.WORLD.group_name, dist.get_rank()
     policy = Policy(group_bytes=(1 << 18) * rank)
 

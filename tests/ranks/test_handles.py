@@ -1,5 +1,5 @@
-"""Collectives in the air: the input is free as soon as the call is back, and a handle says what
-went wrong."""
+"""Collectives in flight: the input may be changed once the call returns, and a handle reports
+errors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def uneven(x: torch.Tensor, *, codec: str, **more):
 
 
 class Late:
-    """Collectives that read what they send as late as they may: in the wait."""
+    """Collectives that read their input as late as possible: in the wait."""
 
     def __init__(self, space: Any):
         self.space = space
@@ -102,7 +102,7 @@ def test_inputs_read_later_alone_are_copied():
 
 
 def check_alone() -> None:
-    """In a group of one rank nothing is exchanged; the result is no view of the input even so."""
+    """In a group of one rank nothing is exchanged; the result is still not a view of the input."""
     group = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     dtypes = [torch.float32, torch.float64]
     for (kind, name), codec, dtype in itertools.product(WAYS, ["int8", "raw"], dtypes):
@@ -125,7 +125,8 @@ def test_group_of_one_rank(ranks2):
 
 
 def check_several() -> None:
-    """Handles of two groups, waited for in another order than they were started, alike on all."""
+    """Handles of two groups, waited for in another order than they were started, the same on all
+    ranks."""
     rank, size = dist.get_rank(), dist.get_world_size()
     groups = [dist.group.WORLD, dist.new_group(list(range(size)))]
     x = torch.randn(size * 300, generator=torch.Generator().manual_seed(rank))

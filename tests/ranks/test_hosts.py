@@ -1,5 +1,5 @@
-"""The ranks of a host, where the profile does not say how many: as all ranks agree, and SDP4Bit's
-4 bits between hosts because of it."""
+"""The number of ranks per host, if the profile does not give it: all ranks agree, and SDP4Bit uses
+4 bits between hosts."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ HIERARCHICAL = "hierarchical(between=sdp4bit, node=2)"
 
 
 def on_hosts(numbers: tuple[int, ...]) -> mock._patch_dict:
-    """This rank says that it runs on the host of its number, as torchrun would."""
+    """Make this rank appear to run on the host with its number, as torchrun would."""
     return mock.patch.dict(os.environ, GROUP_RANK=str(numbers[dist.get_rank()]))
 
 
 def averaged(
     numbers: tuple[int, ...], policy: str | Policy, profile: Profile
 ) -> tuple[str, float, list[float]]:
-    """The algorithm of the gradients of a DDP model on such hosts, their relative error in float64,
-    and some of them."""
+    """Return the algorithm of the gradients of a DDP model on such hosts, their relative error in
+    float64, and some of them."""
     with on_hosts(numbers):
         begin()
     dist.barrier()
@@ -41,7 +41,7 @@ def averaged(
     layer = nn.Linear(WIDTH, WIDTH, bias=False)
     model = DDP(layer)
     door = compress_ddp(model, policy, profile=profile, strict=True, inner="eager")
-    for _ in range(2):  # DDP makes its buckets anew after the first step
+    for _ in range(2):  # DDP rebuilds its buckets after the first step
         generator = torch.Generator().manual_seed(dist.get_rank())
         x = torch.randn(8, WIDTH, generator=generator)
         model.zero_grad()
@@ -56,7 +56,7 @@ def averaged(
 
 
 def check(found, algorithm: str, most: float) -> None:
-    """All ranks have the same algorithm and the same bits, near the exact ones."""
+    """Check that all ranks have the same algorithm and the same bits, near the exact ones."""
     assert [each[0] for each in found] == [algorithm] * len(found)
     assert all(each[2] == found[0][2] for each in found)
     assert all(0 < each[1] < most for each in found)
@@ -77,7 +77,7 @@ def test_hosts_of_a_profile_count_before_those_that_are_found(ranks4):
 
 
 def asked(numbers: tuple[int, ...], policy: Policy) -> int | None:
-    """What a rank knows of hosts after a step under a policy."""
+    """Return what a rank knows of hosts after a step under a policy."""
     averaged(numbers, policy, SLOW)
     return board().node
 
@@ -90,7 +90,8 @@ def test_hosts_are_not_awaited_if_no_rule_needs_them(ranks4):
 
 
 def some_never_say() -> tuple[int, int]:
-    """Rank 3 does not use commpass; rank 2 waits longer than the others, and finds theirs."""
+    """Rank 3 does not use commpass; rank 2 waits longer than the others, and finds their
+    entries."""
     patience = 1.0 if dist.get_rank() == 2 else 0.05
     found = 0
     if dist.get_rank() != 3:

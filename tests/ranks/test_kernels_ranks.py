@@ -1,5 +1,7 @@
-"""Generated kernels on real ranks: the numbers of the inline form, the same on every rank, whatever
-number of threads it has, how its rows lie and what is added."""
+"""Generated kernels on real ranks give the numbers of the inline form, the same on every rank.
+
+This holds for any number of threads, any strides of rows, and any addend.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ EXACT = ("int8",)
 
 
 def step(x, residual):
-    """Sums with a residual, of rows that lie apart, and of what is summed already."""
+    """Compute sums with a residual, of rows with gaps, and of what is summed already."""
     first = wait(ops.all_reduce(torch.sin(x), "sum", "0")) + residual
     second = wait(ops.all_reduce(x[:, ::2], "sum", "0"))
     third = wait(ops.all_reduce(first, "avg", "0"))
@@ -48,7 +50,8 @@ def check(text: str, algorithm: str, dtype: torch.dtype) -> None:
         assert {site.lowering for site in plan} == {"kernel"}
         assert all("in one kernel each" in site.reason for site in plan)
         if text in EXACT:
-            # Of values as they came: inline, Inductor codes what it computes before it is rounded.
+            # These are input values: computed values are coded by Inductor before they are rounded,
+            # if inline.
             assert torch.equal(found[1], inline[1])
         for each in found:
             gathered = [torch.empty_like(each) for _ in range(ranks)]

@@ -1,7 +1,7 @@
-"""A whole Llama on real ranks, in the four forms it is usually distributed in: what simplify finds,
-and the numbers.
+"""A whole Llama on real ranks, distributed in four usual forms: what simplify finds, and the
+numbers.
 
-The model comes from the library that the test extra installs; without it these tests fail.
+The test extra installs the model's library; without it these tests fail.
 """
 
 from __future__ import annotations
@@ -23,14 +23,17 @@ PLAIN = Policy(skip=("simplify", "group"))
 EXACT = Policy(skip="group", reassociate=False)
 ALL = Policy(skip="group")
 ROUNDING = 1e-5
-"""Of a gradient's norm. A reassociated float32 sum differs by a rounding of 6e-8 relative to its
-addends; a gradient has passed through at most a few dozen such sums, and what cancels in them may
+"""Relative to a gradient's norm. A reassociated float32 sum differs by a rounding of 6e-8 relative
+to its addends. A gradient has passed through at most a few dozen such sums, and cancellation may
 make it tens of times smaller than its addends."""
 
 
 def train(form, model, policy, inner):
-    """Loss and gradients of a compiled step, and per direction how many collectives of which (kind,
-    dtype, group); the rules applied; bytes sent and saved."""
+    """Return loss and gradients of a compiled step, and facts by direction.
+
+    The facts are the number of collectives by (kind, dtype, group), the applied rules, and the
+    bytes sent and saved.
+    """
     from llama import step, tokens
 
     torch._dynamo.reset()
@@ -47,7 +50,7 @@ def train(form, model, policy, inner):
     }
     rules = Counter(step.rule for plan in plans for step in plan.simplified)
     size = sum(site.bytes for plan in plans for site in plan)
-    # A reduce_scatter sends half of what an all_reduce does, but is handed as much.
+    # A reduce_scatter sends half of what an all_reduce does, for the same input.
     saved = sum(
         step.saved_bytes for plan in plans for step in plan.simplified if step.rule != "scattered"
     )
@@ -55,7 +58,7 @@ def train(form, model, policy, inner):
 
 
 def _label(form, site) -> str:
-    """Of the form's own mesh: those of earlier tests may have the same groups."""
+    """The label in the form's own mesh: meshes of earlier tests may have the same groups."""
     mine = ("tp", "dp") if form == "mesh" else ("x",)
     return next((label for label in mine if label in site.group_labels), site.group_label)
 
@@ -65,8 +68,8 @@ def bits_equal(a, b) -> bool:
 
 
 def simplified(form, layers=1, inductor=False, exact_too=False, **how):
-    """A form plain, with the exact rules and with all: numbers compared, and what the plans say of
-    plain and all."""
+    """Run a form plain, with the exact rules and with all rules: compare numbers, and return the
+    plans' facts for plain and all."""
     from llama import build
 
     model = build(form, dist.get_world_size(), layers, **how)
@@ -129,7 +132,7 @@ def test_tensor_parallel_with_inductor(ranks2):
 GATHER = ("all_gather", "float32", "x")
 SCATTER = ("reduce_scatter", "float32", "x")
 FORWARD = {SCATTER: 3, GATHER: 4}
-"""Of sequence parallelism: into and out of each block; the embedding's scatter; the gathers of the
+"""For sequence parallelism: into and out of each block; the embedding's scatter; the gathers of the
 head's input and output."""
 
 
@@ -158,14 +161,14 @@ def test_sequence_parallel(gather, ranks2):
 
 def sharded_form():
     """The embedding is also the head, so one gather serves both, and two gradients are scattered:
-    merged, or narrow each."""
+    merged, or each narrow."""
     before, after, rules, sizes, _ = simplified("sharded", exact_too=True, tied=True)
     weights = 11
     assert before == {"forward": {GATHER: weights}, "backward": {SCATTER: weights + 1}}
     assert after["forward"] == {("all_gather", "bfloat16", "x"): weights}
     assert rules["gather then narrow"] == weights
     assert rules["sum of sums"] + rules["widen then reduce"] > 0
-    # Which gradients are exchanged in bfloat16 and summed in float32 is for the cost model to say.
+    # The cost model chooses which gradients are exchanged in bfloat16 and summed in float32.
     narrow = after["backward"][("all_to_all", "bfloat16", "x")]
     assert narrow == rules["widen then reduce"]
     assert after["backward"][SCATTER] == weights + 1 - narrow - rules["sum of sums"]

@@ -1,5 +1,7 @@
-"""The examples on a mesh, run as a user runs them: what they print, against one process that trains
-the whole model on the batches of all ranks."""
+"""Run the examples on a mesh as a user does.
+
+Their output is compared with one process that trains the whole model on the batches of all ranks.
+"""
 
 from __future__ import annotations
 
@@ -21,24 +23,24 @@ pytestmark = pytest.mark.xdist_group("ranks")
 
 
 def run(script: str, ranks: int, *options: str) -> list[str]:
-    """The lines that an example prints, its ranks on this host."""
+    """Return the lines that an example prints, with its ranks on this host."""
     size = (f"--steps={STEPS}", f"--width={WIDTH}")
     return output_of(f"examples/{script}.py", ranks, *size, *options).splitlines()
 
 
 def cells(lines: list[str]) -> dict[str, list[str]]:
-    """The rows of the printed tables by their first cell."""
+    """Return the rows of the printed tables by their first cell."""
     rows = (re.split(r" {2,}", line.strip()) for line in lines)
     return {first: rest for first, *rest in rows if len(rest) == 3}
 
 
 def losses(rows: dict[str, list[str]]) -> list[tuple[float, float]]:
-    """Without and with compression, step by step."""
+    """Return the losses without and with compression, by step."""
     return [(float(rows[str(n)][0]), float(rows[str(n)][1])) for n in range(1, STEPS + 1)]
 
 
 def shares(rows: dict[str, list[str]]) -> dict[str, float]:
-    """The bytes with compression, of those without, by mesh dimension."""
+    """Return the bytes with compression, relative to those without, by mesh dimension."""
     found = {}
     for title, (off, on, _) in rows.items():
         if title.startswith("bytes over "):
@@ -50,7 +52,7 @@ def shares(rows: dict[str, list[str]]) -> dict[str, float]:
 
 
 def alone(layers: int, parts: int, optimizer=None) -> list[float]:
-    """The losses of the whole model in one process, on the batches of so many data-parallel
+    """Return the losses of the whole model in one process, on the batches of some data-parallel
     ranks."""
     from common import Transformer, batches, read_texts
 
@@ -87,9 +89,12 @@ def test_data_parallel_ranks_have_batches_of_their_own():
 
 @pytest.mark.every
 def test_ssfusion():
-    """With steps that measure: the last two of 4 would not do, so it says what it has by then.
-    Forced, since on a slow machine a plan may send all whole; the seventh step is the first one
-    with weights that sparse gradients have changed."""
+    """There are measuring steps, and the last two of 4 steps would not suffice, so the test sets
+    the number of steps.
+
+    The run is forced, since on a slow machine a plan may send everything whole. The seventh step is
+    the first one whose weights sparse gradients have changed.
+    """
     lines = run("train_ssfusion", 2, "--layers=1", "--steps=8", "--force")
     rows = cells(lines)
     sgd = partial(torch.optim.SGD, lr=0.3, momentum=0.9)
@@ -133,7 +138,8 @@ def test_tensor_and_pipeline_parallelism(policy):
 @pytest.mark.every
 @pytest.mark.parametrize("policy", ["balanced-3d", "taco-3d"])
 def test_all_three_dimensions_in_one_run(policy):
-    """Tensor, data and pipeline parallelism on 8 ranks: each is compressed, and the loss stays."""
+    """Tensor, data and pipeline parallelism on 8 ranks: each is compressed, and the loss is
+    unchanged."""
     options = ["--mesh=tp,dp,pp", "--width=64", "--steps=8", f"--policy={policy}"]
     rows = cells(run("train_3d", 8, *options))
     assert all(abs(on - off) < 0.1 for off, on in losses(rows))

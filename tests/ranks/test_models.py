@@ -184,7 +184,7 @@ def checkpointed() -> None:
     compiled = torch.compile(model, backend=commpass.backend(FORCED, inner="eager", strict=True))
     out, grads = step(compiled, x)
     _forward, backward = commpass.plans()[seen:]
-    assert len(backward.compressed) == 4  # the forward's two again, and its own two
+    assert len(backward.compressed) == 4  # the forward's two again, and two of its own
     assert close(out, plain_out, 0.01)
     for got, expected in zip(grads, plain_grads, strict=True):
         assert close(got, expected, 0.03)
@@ -306,7 +306,7 @@ def test_every_form_gives_the_numbers_of_the_plain_one(inner, ranks2):
 
 
 def on_the_wire(inner: str) -> None:
-    """Law 9 end to end: what a compiled model hands to the process group is what its plan says."""
+    """Law 9 end to end: a compiled model passes to the process group what its plan states."""
     from counting import counting_group
 
     group = counting_group()
@@ -346,8 +346,8 @@ def test_bytes_of_a_compiled_model_are_those_of_its_plan(inner, ranks2):
 
 
 def lossless() -> None:
-    """Law 3: under the default policy every bit is that of the plain model, NaN payloads and -0.0
-    included."""
+    """Law 3: under the default policy every bit is that of the plain model, including NaN payloads
+    and -0.0."""
     group = dist.group.WORLD.group_name
     size = dist.get_world_size()
 

@@ -1,4 +1,4 @@
-"""Graphs whose exchanges were moved, on real ranks: the same bits as in the program's own order."""
+"""Graphs with moved exchanges on real ranks: the same bits as in the program's order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ wait = ops.wait_tensor
 
 
 def gradients(policy: commpass.Policy, rows: int = 512) -> tuple[list[torch.Tensor], list]:
-    """The result and all gradients of two layers, and the plans of their graphs."""
+    """Return the result and all gradients of two layers, and the plans of their graphs."""
     torch._dynamo.reset()
     generator = torch.Generator().manual_seed(dist.get_rank())
     same = torch.Generator().manual_seed(0)
@@ -53,12 +53,12 @@ def test_moved_exchanges_give_the_same_bits(rule, ranks2):
 
 
 def buckets(*inputs):
-    """Gradients, each summed over ranks as soon as it is there."""
+    """Gradients, each summed over ranks as soon as it is available."""
     return [wait(ops.all_reduce(x.t() @ x, "sum", "0")) for x in inputs]
 
 
 def check_alone() -> None:
-    """One rank compiles again for another batch, and starts in the order that was agreed on."""
+    """One rank recompiles for another batch, and starts exchanges in the agreed order."""
     rule = commpass.Rule(codec="int8", algorithm="two_shot", force=True, chunks=1)
     backend = commpass.backend(
         commpass.Policy(rules=(rule,), more_memory=2.0), profile="ethernet-1g", strict=True

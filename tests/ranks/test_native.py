@@ -1,5 +1,5 @@
-"""Algorithm ``native`` on real ranks: values against a float64 reference, replicas, law 2, what is
-sent, gradients and graphs."""
+"""Algorithm ``native`` on real ranks: values against a float64 reference, replicas, law 2, bytes,
+gradients and graphs."""
 
 from __future__ import annotations
 
@@ -33,15 +33,18 @@ def call(kind: str, x: torch.Tensor, codec: str = "bf16", op: str = "sum", **mor
 
 
 def inputs(shape, dtype: torch.dtype, size: int) -> list[torch.Tensor]:
-    """What each rank has, a row for each."""
+    """Return the input of each rank, in one list."""
     shape = (shape[0] * size, *shape[1:])
     seeds = map(torch.Generator().manual_seed, range(size))
     return [torch.randn(shape, generator=seed).to(dtype) for seed in seeds]
 
 
 def bound(form: torch.dtype, dtype: torch.dtype, given: list[torch.Tensor]) -> torch.Tensor:
-    """The largest error of a sum of each value: an addend is rounded, and then at most as many
-    partial sums as there are ranks less one, each by at most half a step; at last the result."""
+    """Return the largest error of the sum of each value.
+
+    An addend is rounded; then at most as many partial sums as there are ranks less one, each by at
+    most half a step; at last the result.
+    """
     half, last = torch.finfo(form).eps / 2, torch.finfo(dtype).eps / 2
     size, addends = len(given), sum(x.double().abs() for x in given)
     smallest = size * torch.finfo(form).tiny
@@ -77,7 +80,8 @@ def test_sums_are_within_the_bound_and_replicas_hold_the_same_bits(size, one_in,
 
 
 def check_error() -> dict[str, tuple[float, float]]:
-    """Of each form: predicted and measured, and the measured one of sums in float32."""
+    """Return for each form the predicted error and the measured one, and compare the latter with
+    that of sums in float32."""
     rank, size, found = dist.get_rank(), dist.get_world_size(), {}
     given = inputs((1 << 18,), torch.float32, size)
     expected = sum(x.double() for x in given)
@@ -116,7 +120,7 @@ def check_not_finite() -> None:
         if mine:
             expected[5] = bad
         assert torch.equal(result.nan_to_num(7.0), expected.nan_to_num(7.0)), (kind, codec, bad)
-    # A finite addend is cut at the largest number; a sum above it is an Inf.
+    # A finite addend is clipped to the largest number; a sum above it is Inf.
     x = torch.zeros(size, 2)
     x[:, 0] = 1e6 if rank == 0 else 0.0
     x[:, 1] = 60000.0
@@ -132,7 +136,7 @@ def test_values_not_finite_stay_so_and_sums_overflow_as_the_librarys_do(ranks2):
 
 
 def check_wire() -> None:
-    """Law 9: the library is handed 16-bit floats, as many bytes as the stages say."""
+    """Law 9: the library gets 16-bit floats, with as many bytes as in the stages."""
     group, size = counting_group(), dist.get_world_size()
     for kind, codec, numel in [(k, c, n) for k in KINDS for c in FORMS for n in (1, 300, 4096)]:
         x = torch.ones(numel * size)
@@ -161,7 +165,7 @@ def check_edges() -> None:
         assert call(kind, torch.empty(0, 3)).shape == (0, 3)
         assert (call(kind, torch.full((size, 3), -0.0)) == 0).all()
     assert call("all_reduce", torch.tensor(1.0)).item() == size
-    # What is in the air is no longer the caller's tensor, also where nothing is rounded.
+    # A tensor in flight is not the caller's, even if nothing is rounded.
     for kind, name in [*((kind, "native") for kind in KINDS), ("all_gather", "direct")]:
         x = torch.ones(size * 64, dtype=torch.bfloat16)
         handle = getattr(commpass, kind)(x, codec="bf16", algorithm=name, async_op=True)
@@ -206,8 +210,8 @@ def named(**more) -> Policy:
 
 
 def check_graph(lowering: str) -> None:
-    """Forward and backward of a compiled function have the bits of the calls by hand, bf16 on the
-    wire, and what the plan says."""
+    """Forward and backward of a compiled function have the bits of direct calls, with bf16 on the
+    wire, as in the plan."""
     rank, size, group = dist.get_rank(), dist.get_world_size(), counting_group()
     given = inputs((40, 3), torch.float32, size)
 
@@ -253,13 +257,16 @@ def check_graph(lowering: str) -> None:
 
 
 def in_float64(given: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """What ``check_graph`` computes, and the largest error of each value: a sine moves at most as
-    far as what it is of, and then a second sum is rounded."""
+    """Return the results of ``check_graph``, and the largest error of each value.
+
+    A sine changes at most as much as its argument, and then a second sum is rounded.
+    """
     factors, weights = torch.arange(1.0, 4.0), [1.0 + rank for rank in range(len(given))]
     doubled = [x * 2 for x in given]
     y = (sum(x.double() for x in doubled) * factors).sin()
     moved = bound(torch.bfloat16, torch.float32, doubled) * factors + 1e-6
-    # What is sent may be off by what moved: the rounding of the second sum is of at most 1 a sine.
+    # What is sent may be off by this change: each sine in the second sum is at most 1, and is
+    # rounded.
     rounded = bound(torch.bfloat16, torch.float32, [torch.full_like(y, w) for w in weights])
     return y * sum(weights) * 3, (moved * sum(weights) + rounded) * 3
 
@@ -287,7 +294,7 @@ def check_model() -> None:
     for got, expected in zip(grads, plain_grads, strict=True):
         assert close(got, expected, 0.03)
     assert same_everywhere(out.numpy().tobytes())
-    # Who does not name it never gets it.
+    # It is never chosen unless it is named.
     seen = len(commpass.plans())
     for policy in (Policy(rules=[Rule(codec="bf16", force=True)]), PRESETS["balanced"]):
         torch._dynamo.reset()

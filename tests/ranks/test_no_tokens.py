@@ -1,5 +1,7 @@
-"""All-to-all with splits (mixture of experts) where a rank sends or receives nothing: compressed as
-on the others, and never a reason to fail."""
+"""All-to-all with splits (mixture of experts) if a rank sends or receives nothing.
+
+It is compressed as on the other ranks, and never fails.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ def planned(codec: str, sent, received, width, dtype=torch.bfloat16):
 
 
 WIDTHS = crossed(CODECS, [(), (8,), (1024,)])
-"""Those of a lossless code take seconds each."""
+"""Those of a lossless codec take seconds each."""
 
 
 @pytest.mark.few(1)
@@ -68,7 +70,7 @@ def test_entries_of_no_values_are_left_alone(codec, sent, fake_group):
 
 
 class Seen(Exception):
-    """The graph has been planned: what it would compute on a fake group does not matter."""
+    """The graph has been planned: its results on a fake group do not matter."""
 
 
 def dispatch(x, sizes):
@@ -97,7 +99,7 @@ def test_splits_that_are_not_known_before_the_graph_runs(codec, entries, fake_gr
     x, sizes = torch.ones(entries, 1024), torch.tensor([SOME, (entries, 0, 0)])
     compiled = torch.compile(dispatch, backend=backend, fullgraph=True)
     scalars = torch._dynamo.config.patch(capture_scalar_outputs=True)
-    with scalars, pytest.raises(Exception, match="Seen"):  # torch wraps it in its own
+    with scalars, pytest.raises(Exception, match="Seen"):  # torch wraps it in its own exception
         compiled(x, sizes)
     (plan,) = commpass.plans()[seen:]
     assert (plan.fallback, plan.sites[0].codec) == ("", codec)
@@ -107,7 +109,7 @@ def test_splits_that_are_not_known_before_the_graph_runs(codec, entries, fake_gr
 
 
 def check_dispatch(codec: str, known: bool) -> int:
-    """Which rank has no entries changes from call to call, and at first it is rank 0."""
+    """The rank without entries changes from call to call; at first it is rank 0."""
     rank, size, checked = dist.get_rank(), dist.get_world_size(), 0
     seen = len(commpass.plans())
     none_from_0 = [[0] * size, *[[3 + to for to in range(size)]] * (size - 1)]

@@ -1,5 +1,5 @@
-"""Stochastic rounding over ranks, hops and steps: errors are independent, and the same when they
-are computed again."""
+"""Stochastic rounding over ranks, hops and steps: errors are independent, and the same if they are
+recomputed."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_error_of_a_sum_of_64_is_8_times_that_of_one(name, equal, stored, monkey
     ("name", "rows"), [("one_shot(chunks=2)", 1), ("two_shot(chunks=2)", 4), ("ring(chunks=2)", 4)]
 )
 def test_chunks_of_equal_values_have_noise_of_their_own(name, rows, monkeypatch):
-    """What is exchanged has ``rows``, which are divided by columns."""
+    """The exchanged tensor has ``rows``, which are split by columns."""
     half = values(0, (rows, 1024))
     inputs = [torch.cat([half, half], dim=1).flatten()] * 4
     one, other = error(inputs, coder("fp32"), name, monkeypatch).reshape(rows, 2, -1).unbind(1)
@@ -74,7 +74,7 @@ def test_errors_of_all_hops_add_up_as_variances(name, stored, monkeypatch):
     ranks, codec, shape = 16, coder(stored, bits=8), (64, 256)
 
     def lost(addends: int) -> float:
-        """The mean square error of one encode of a sum of so many."""
+        """Return the mean square error of one encode of a sum of some addends."""
         x = sum(values(500 + each, shape) for each in range(addends))
         return rms(codec.decode(codec.encode(x)).double() - x.double()) ** 2
 
@@ -87,7 +87,8 @@ def test_errors_of_all_hops_add_up_as_variances(name, stored, monkeypatch):
     expected = hops[name]() + lost(ranks)
     inputs = [values(rank, shape) for rank in range(ranks)]
     found = rms(error(inputs, codec, name, monkeypatch))
-    # A sum of coded values lies on a grid itself: its code may lose less than that of others.
+    # A sum of coded values lies on a grid itself: its codes may have a smaller error than those of
+    # others.
     assert 0.85 * math.sqrt(expected) <= found <= 1.1 * math.sqrt(expected)
 
 
@@ -101,7 +102,7 @@ def test_next_step_makes_errors_of_its_own(monkeypatch):
 def test_one_value_that_stays_while_the_others_of_its_block_change_is_right_on_average(monkeypatch):
     steps = 400
     x = torch.stack([values(step, (256,)) for step in range(steps)])
-    x[:, 0], x[:, 1] = 4.0, 0.3  # the peak, which makes the scale 1, and a part of one step
+    x[:, 0], x[:, 1] = 4.0, 0.3  # the peak, which makes the scale 1, and a fraction of one step
     x = x.clamp(-4, 4)
     codec = coder("pow2")
     mean = torch.stack([codec.decode(codec.encode(each))[1].double() for each in x]).mean()
@@ -110,7 +111,7 @@ def test_one_value_that_stays_while_the_others_of_its_block_change_is_right_on_a
 
 @pytest.mark.parametrize("stored", STORED)
 def test_mean_error_over_ranks_is_none(stored, monkeypatch):
-    """Unbiased: each value's mean over 256 ranks that hold the same, within five standard
+    """Unbiased: each value's mean over 256 ranks with the same input, within five standard
     errors."""
     ranks, x = 256, values(0, (2048,))
     codec = coder(stored)
@@ -134,8 +135,10 @@ def test_recomputed_values_have_the_same_bits(monkeypatch):
 
 
 def check_recomputed(inner: str) -> None:
-    """Backward sums again what forward has summed, and sees the same bits: its gradient is 2 y of
-    the y that it has computed, forward's result y * y."""
+    """Backward recomputes forward's sum, and gets the same bits.
+
+    Its gradient is 2 y for the recomputed y, and forward's result is y * y.
+    """
     rank, group, ops = dist.get_rank(), dist.group.WORLD.group_name, torch.ops._c10d_functional
 
     class Sum(torch.autograd.Function):
@@ -170,7 +173,7 @@ def check_recomputed(inner: str) -> None:
         slope, found = slope.double(), gradient.double() / 2
         y = out.detach().double().sqrt()
         off = (found.abs() - (y * slope).abs()).abs()
-        # Each step of 4 bits is 1/4 or more of a sum; bfloat16 rounds four times on the way.
+        # Each step of 4 bits is 1/4 or more of a sum; bfloat16 rounds four times in between.
         assert (off <= (1e-5 if dtype == torch.float32 else 2**-6) * (1 + (y * slope).abs())).all()
 
 
@@ -182,8 +185,8 @@ def test_sum_that_is_computed_again_in_backward_has_the_same_noise(inner, ranks2
 
 
 def check_eager_and_compiled(backend: str) -> None:
-    """The noise of a compiled call is that of an eager one; equal values get another on each
-    rank."""
+    """The noise of a compiled call is that of an eager one; equal values get different noise on
+    each rank."""
     x, codec = values(dist.get_rank(), (3000,)), coder("pow2").spec
     call = lambda x: commpass.all_reduce(x * 2, codec=codec)  # noqa: E731
     assert torch.equal(torch.compile(call, fullgraph=True, backend=backend)(x), call(x))

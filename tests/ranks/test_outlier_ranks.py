@@ -1,4 +1,5 @@
-"""Codec ``outlier`` on real ranks: in graphs, by hand, and as the policy of a calibration."""
+"""Codec ``outlier`` on real ranks: in graphs, by direct calls, and as the policy of a
+calibration."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ TOKENS, WIDTH = 32, 128
 
 
 def activations(rank: int, seed: int = 0) -> Tensor:
-    """Two channels reach 30 times as far as the others, and each rank has a size of its own."""
+    """Return activations with two channels of 30 times the range of the others; each rank has a
+    different magnitude."""
     generator = torch.Generator().manual_seed(100 * seed + rank)
     size = torch.ones(WIDTH)
     size[torch.tensor([5, 70])] = 30.0
@@ -37,7 +39,7 @@ def spec_of(ranks: int, *, shared: bool, seed: int = 1) -> str:
 
 
 def compiled_sum(x: Tensor, spec: str, how: str, inner: str) -> tuple[Tensor, list[str]]:
-    """The sum by ``spec``, beside another site, which goes as int8."""
+    """Return the sum with ``spec``, beside another site, which uses int8."""
     larger = commpass.Rule(codec="int8", force=True, min_bytes=2 * x.nbytes)
     rule = commpass.Rule(codec=spec, algorithm=how, force=True)
     policy = commpass.Policy(rules=[larger, rule])
@@ -97,7 +99,7 @@ def test_sums_of_four_ranks_in_graphs_are_those_by_hand(ranks4, shared, inner, h
 
 
 def two_tables() -> list[Tensor]:
-    """Graphs that differ in what their constants hold alone, one after the other and again."""
+    """Graphs that differ only in the values of their constants, one after the other and again."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     found = []
     for seed in (1, 2, 1):
@@ -117,7 +119,7 @@ def test_constants_are_not_mixed_up_by_inductors_cache(ranks2):
 def as_the_paper_has_it(
     folder: str, share: float | str, **how: object
 ) -> tuple[str, float, list[tuple[str, str, str]]]:
-    """What ``lowbit_tp`` makes of a calibration; the error of the output, and the plan."""
+    """Return the error of the output, and the plan, with ``lowbit_tp`` from a calibration."""
     torch._dynamo.reset()
     model, path = divided(), Path(folder) / f"{dist.get_rank()}.toml"
     found = commpass.calibrate(model, batches(), codecs=("rotated",), train=False)

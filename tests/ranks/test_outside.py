@@ -1,5 +1,7 @@
-"""Faults from outside: a rank that is killed, that raises in its own code, a full disk. The others
-get an error in time, and the next run works."""
+"""External faults: a rank that is killed, that raises in the user's code, a full disk.
+
+The other ranks get an error in time, and the next run works.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ def compiled(timeout: float = 100.0, **more):
 
 
 def killed(where: str) -> str:
-    """Rank 1 is killed there; rank 0 says what it is told."""
+    """Rank 1 is killed there; rank 0 returns its error."""
     never_comes = where in ("compile", "agreement")
     function, x = compiled(timeout=2 if never_comes else 100), torch.ones(300)
     doomed = dist.get_rank() == 1
@@ -96,13 +98,13 @@ def test_rank_that_is_killed_gives_the_other_an_error_in_time_and_the_next_run_w
         assert "rank 1: the process died with exit code -9" in str(failed.value)
         assert f"AssertionError: {kind}: " in str(failed.value)
         assert part in str(failed.value)
-        assert ranks.run(works, timeout=120) == ["int8", "int8"]  # others in their places
+        assert ranks.run(works, timeout=120) == ["int8", "int8"]  # new ranks in their places
     finally:
         ranks.stop()
 
 
 def raises_between_graphs() -> str:
-    """Rank 1 fails in its own code between two graphs, and says so; it then goes on."""
+    """Rank 1 fails in user code between two graphs, reports it, and goes on."""
     function, other = (
         compiled(),
         torch.compile(

@@ -1,4 +1,5 @@
-"""Residuals belong to a module instance: told apart, carried over, read back and let go with it."""
+"""Residuals belong to a module instance: they are kept apart, carried over, loaded and released
+with it."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ class Summed(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    """A linear layer whose gradient, which does not depend on its weight, the ranks sum."""
+    """A linear layer with a gradient that the ranks sum and that does not depend on its weight."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +52,7 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    """Blocks of one class that see inputs of very different sizes."""
+    """Blocks of one class with inputs of very different magnitudes."""
 
     def __init__(self, number: int = 3):
         super().__init__()
@@ -71,7 +72,7 @@ def data(layer: int, step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def exact(layer: int, steps: range) -> torch.Tensor:
-    """The sum of the gradients of all ranks and steps, in float64, from the formula."""
+    """Return the sum of the gradients of all ranks and steps, in float64, from the formula."""
     total = torch.zeros(WIDTH, WIDTH, dtype=torch.float64)
     for step in steps:
         for rank in range(dist.get_world_size()):
@@ -81,13 +82,13 @@ def exact(layer: int, steps: range) -> torch.Tensor:
 
 
 def compiled_blocks(model: Blocks, backend=None):
-    """Every block compiled alone: they share one code."""
+    """Compile every block separately: they share one code."""
     backend = backend or commpass.backend(POLICY, inner="eager", strict=True)
     return [torch.compile(block, backend=backend) for block in model.layers]
 
 
 def train(model: Blocks, steps: range, order=(0, 1, 2), run=None, functions=None):
-    """What each block's weight was given over the steps, in float64."""
+    """Return the sum of each block's gradients over the steps, in float64."""
     functions = functions or compiled_blocks(model)
     given = {layer: torch.zeros(WIDTH, WIDTH, dtype=torch.float64) for layer in order}
     for step in steps:
@@ -106,7 +107,7 @@ def train(model: Blocks, steps: range, order=(0, 1, 2), run=None, functions=None
 
 
 def left(model: nn.Module) -> dict[int, torch.Tensor]:
-    """What all ranks have not sent yet, by layer, in float64."""
+    """Return what all ranks have not sent yet, by layer, in float64."""
     everybodys = [None] * dist.get_world_size()
     dist.all_gather_object(everybodys, commpass.state_dict(model))
     total: dict[int, torch.Tensor] = {}
@@ -199,7 +200,7 @@ def test_accumulation_evaluation_and_graphs_that_are_kept(ranks2):
 
 
 def check_second_model() -> None:
-    """Two models in turn; then one goes, and another takes its place in memory perhaps."""
+    """Two models alternate; then one is deleted, and another may take its place in memory."""
     fresh()
     backend = commpass.backend(POLICY, inner="eager", strict=True)
     one, two = Blocks(1), Blocks(1)
@@ -223,7 +224,7 @@ def check_second_model() -> None:
 
 
 def twice(model: Blocks) -> dict[str, torch.Tensor]:
-    """A state that was saved for two instances, as if by their parameters."""
+    """Return a state that was saved for two instances, as if by their parameters."""
     state = commpass.state_dict(model)
     ((name, tensor),) = state.items()
     return {name: tensor, name.replace("layers.0.weight", "layers.1.weight"): tensor}
@@ -238,7 +239,8 @@ def save() -> tuple[dict, dict]:
     model = Blocks()
     given = train(model, range(STEPS))
     check_nothing_is_lost(model, given, range(STEPS))
-    assert "several" in refusals(commpass.state_dict)[0]  # by themselves they cannot be told apart
+    # without other information, they cannot be told apart
+    assert "several" in refusals(commpass.state_dict)[0]
     return commpass.state_dict(model), left(model)
 
 
@@ -260,7 +262,7 @@ def resume(saved: list[tuple[dict, dict]], order: tuple[int, ...]) -> None:
     commpass.load_state_dict(state)
     assert "several" in refusals(lambda: train(model, range(1), order))[0]
     fresh()
-    commpass.load_state_dict(state, Blocks())  # of a model that is gone
+    commpass.load_state_dict(state, Blocks())  # of a model that no longer exists
     given = train(model, range(STEPS), order)
     check_nothing_is_lost(model, given, range(STEPS))
 
@@ -271,7 +273,8 @@ def test_residuals_are_read_back_whatever_is_compiled_first(order, ranks2):
 
 
 def check_one_of_two() -> str:
-    """A state of one model, loaded without saying for which: the second that asks is refused."""
+    """A state of one model, loaded without naming the model: the second model that asks for it is
+    rejected."""
     fresh()
     one = Blocks(1)
     train(one, range(1), (0,))
@@ -307,7 +310,7 @@ def test_state_can_be_begun_again(ranks2):
 
 
 def check_weights_are_loaded() -> None:
-    """load_state_dict of the model changes parameters in place: residuals stay."""
+    """load_state_dict of the model changes parameters in place: residuals are kept."""
     fresh()
     model = Blocks(1)
     functions = compiled_blocks(model)
@@ -322,11 +325,11 @@ def test_parameters_that_are_loaded_keep_their_residuals(ranks2):
     ranks2.run(check_weights_are_loaded)
 
 
-# --- forward, and graphs that are nobody's --------------------------------------------------------
+# --- forward, and graphs without an owner ---------------------------------------------------------
 
 
 class SummedForward(torch.autograd.Function):
-    """Sums activations over the ranks; gradients are not."""
+    """Sums activations over the ranks, but not their gradients."""
 
     @staticmethod
     def forward(ctx, x):
@@ -382,7 +385,7 @@ def test_graph_without_parameters_is_nobodys(force, fake_group):
 
 @pytest.mark.every
 def test_sizes_that_were_symbolic_elsewhere(fake_group):
-    """Backward is then compiled together with forward, where torch makes no real tensors."""
+    """Backward is then compiled together with forward, and torch makes no real tensors."""
     fake_group(2)
     fresh()
     block = Block()
@@ -421,7 +424,7 @@ def test_names_of_parameters_are_those_without_wrappers():
 
 
 class Branches(nn.Module):
-    """Two weights of one shape, whose gradients are sums over the ranks; one of them may be left
+    """Two weights of one shape, whose gradients are summed over the ranks; one of them may be left
     out."""
 
     sums_second = uses_second = True
@@ -438,8 +441,12 @@ class Branches(nn.Module):
 
 
 def leave_out(what: str) -> dict[str, tuple[float, float]]:
-    """What each weight's first gradient lacks, and how far from that is what comes in later steps,
-    whose own gradients are zero; while the second weight is left out, and when it is back."""
+    """Return what is missing of each weight's first gradient, and its distance from what arrives in
+    later steps.
+
+    The later gradients themselves are zero. Return this while the second weight is left out, and
+    after it is back.
+    """
     fresh()
     x, nothing = random(4, 8, dist.get_rank()), torch.zeros(4, 8)
     plain = Branches()

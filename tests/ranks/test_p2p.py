@@ -1,4 +1,4 @@
-"""What goes between two ranks: sends and receives of graphs, alone and in batches."""
+"""Messages between two ranks: sends and receives of graphs, alone and in batches."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def receives(x):
 
 
 def into_its_buffer(x):
-    """As ``dist.irecv(buffer).wait()`` comes into a graph."""
+    """The form of ``dist.irecv(buffer).wait()`` in a graph."""
     buffer = torch.empty_like(x)
     wait(wait(ops.irecv(buffer, 3, 7, "0")))
     return buffer + 1
@@ -268,7 +268,7 @@ def test_messages_received_into_equal_buffers_are_not_taken_for_equal(fake_group
     assert [kind for kind, _, _ in collectives(gm)] == ["recv", "recv", "all_gather", "all_gather"]
 
 
-# --- what two ends agree on -----------------------------------------------------------------------
+# --- agreement of two endpoints -------------------------------------------------------------------
 
 
 def end(kind, rank, peer, codec="int8", **more):
@@ -322,7 +322,7 @@ def test_mismatches(words, said):
 
 
 def pipeline(x, group):
-    """Rank 0 sends to rank 1: another graph on each."""
+    """Rank 0 sends to rank 1: the ranks have different graphs."""
     if dist.get_rank() == 0:
         y = x * 2
         wait(ops.isend(y, 1, 7, group))
@@ -331,7 +331,7 @@ def pipeline(x, group):
 
 
 def exchange(x, group):
-    """Each sends to the next and receives from the one before."""
+    """Each rank sends to the next and receives from the one before."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     buffer, exact = torch.empty_like(x), torch.empty_like(x, dtype=torch.int32)
     peers = [(rank + 1) % ranks, (rank - 1) % ranks] * 2
@@ -342,7 +342,7 @@ def exchange(x, group):
 
 
 def torchs_own(x, group):
-    """By the functions of torch.distributed, results read from their buffers."""
+    """The functions of torch.distributed; results are read from their buffers."""
     rank, buffer = dist.get_rank(), torch.empty_like(x)
     given = [dist.P2POp(dist.isend, x * 2, 1 - rank), dist.P2POp(dist.irecv, buffer, 1 - rank)]
     for request in dist.batch_isend_irecv(given):
@@ -523,7 +523,7 @@ def test_rule_that_matches_at_one_end_alone_compresses_nothing(ranks2):
 
 
 def run_third():
-    """Ranks 0 and 1 differ; rank 2 hangs together with rank 1."""
+    """Ranks 0 and 1 differ; rank 2 is connected with rank 1."""
     torch._dynamo.reset()
     policy = forced() if dist.get_rank() else forced("int4")
     with pytest.raises(PlanMismatch) as error:

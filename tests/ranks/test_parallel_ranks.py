@@ -30,8 +30,8 @@ ROTATED = Policy(rules=[Rule(group="dp", codec="rotated", force=True)], max_erro
 
 
 class Odd(nn.Module):
-    """All that is unusual: a tied, a frozen and an unused parameter, one without a dimension, one
-    with one row, one with fewer rows than ranks, one that only some steps use, a buffer."""
+    """A model with unusual parameters: tied, frozen, unused, without a dimension, with one row,
+    with fewer rows than ranks, used in some steps only; and a buffer."""
 
     def __init__(self):
         super().__init__()
@@ -80,8 +80,8 @@ def loss_of(model, x) -> torch.Tensor:
 
 
 def reference(ranks: int, micro: int = 1, clip: float | None = None, kind=Odd):
-    """Losses by rank and gradients of each step, in float64, on the batches of all ranks; and the
-    parameters after it."""
+    """Return losses by rank and gradients of each step, in float64, on the batches of all ranks;
+    and the parameters after it."""
     model = seeded(kind).double()
     learn = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], RATE, momentum=0.9)
     found = []
@@ -106,7 +106,7 @@ def digest(tensors) -> str:
 
 
 def check_alike(tensors) -> None:
-    """That all ranks have the same bits."""
+    """Check that all ranks have the same bits."""
     found = [None] * dist.get_world_size()
     dist.all_gather_object(found, digest(tensors))
     assert len(set(found)) == 1
@@ -115,7 +115,7 @@ def check_alike(tensors) -> None:
 def close(
     got: torch.Tensor, want: torch.Tensor, bound: float, what: str = "", least: float = 1e-6
 ) -> None:
-    """Relative to what is wanted, or to ``least`` a value where that is more."""
+    """Compare relative to the expected values, or to ``least`` per value if that is larger."""
     error = (got - want).norm() / want.norm().clamp(min=least * want.numel() ** 0.5)
     assert error <= bound, f"{what}: {error}"
 
@@ -130,8 +130,11 @@ def train(
     plan: dict | None = None,
     **more,
 ) -> None:
-    """Trains and compares with the reference. ``bound`` is relative, of each gradient; of coded
-    ones, small values share blocks with others, whose size their error is of."""
+    """Train and compare with the reference.
+
+    ``bound`` is relative to each gradient. Coded small values share blocks with larger ones, which
+    determine their error.
+    """
     ranks = dist.get_world_size()
     if plan:
         mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "tp"))
@@ -241,12 +244,15 @@ def test_mixed_precision(ranks2, how):
     ranks2.run(mixed_precision, how)
 
 
-# --- what is really sent --------------------------------------------------------------------------
+# --- bytes sent -----------------------------------------------------------------------------------
 
 
 def counted(how: str, policy) -> tuple[list, list]:
-    """(what the process group is handed in one step, what the plans say) as sorted (kind, dtype,
-    bytes); then what it is handed while gradients are accumulated."""
+    """Return (what the process group gets in one step, what the plans state) as sorted (kind,
+    dtype, bytes).
+
+    Then return what it gets while gradients are accumulated.
+    """
     group = counting_group()
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",))
     model = getattr(commpass.parallel, how)(
@@ -289,8 +295,8 @@ def test_bytes_are_those_of_the_plan(ranks2, how, policy):
     if policy == EXACT:
         narrow = [size for _, dtype, size in sent if dtype == "bfloat16"]
         wide = [size for _, dtype, size in sent if dtype == "float32"]
-        # Shards: 2 bytes of half of them to gather. What is replicated sends gradients of bf16 as
-        # they are, and adds them here as float32.
+        # Shards: 2 bytes of half of them to gather. Replicated parameters send bf16 gradients
+        # unchanged, and are added here as float32.
         assert sum(narrow) == (parameters if how == "shard" else 2 * parameters)
         assert sum(wide) == (4 * parameters if how == "shard" else 0)
         assert how == "shard" or len(narrow) <= 2  # of eight gradients
@@ -305,8 +311,10 @@ def test_bytes_are_those_of_the_plan(ranks2, how, policy):
 
 
 def fed_back() -> list[str]:
-    """Over several steps: what was given plus what is kept under a parameter's name is the mean of
-    all its gradients, also where another one of its shape is trained later."""
+    """What was applied plus the residual under a parameter's name is the mean of all its gradients.
+
+    This holds over several steps, and if another parameter of its shape is trained later.
+    """
     commpass.reset_state()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",))
@@ -384,7 +392,7 @@ def test_checkpoint_goes_to_other_numbers_of_ranks(ranks2, ranks4, tmp_path):
     ranks2.run(load, str(tmp_path / "four"), 7)
 
 
-# --- ranks that begin differently -----------------------------------------------------------------
+# --- ranks that start differently -----------------------------------------------------------------
 
 
 def begun_differently() -> None:
@@ -455,6 +463,6 @@ def test_reducer_of_ddp_in_python(ranks2, policy):
     sizes = [parameter.numel() for parameter in Block().parameters()]
     if policy == EXACT:
         assert sum(size for _, size in sent) == 4 * sum(sizes)
-    else:  # a byte for each, filled up to blocks of 256, and the scales
+    else:  # one byte for each, padded to blocks of 256, and the scales
         blocks = sum(-(-size // 256) for size in sizes)
         assert 256 * blocks < sum(size for _, size in sent) < 1.1 * 256 * blocks

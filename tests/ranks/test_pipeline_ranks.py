@@ -1,4 +1,4 @@
-"""Pipeline stages that send codes: gradients, what travels, and what goes wrong."""
+"""Pipeline stages that send codes: gradients, bytes, and errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ WIDTH, BATCH, MICROBATCHES = 96, 8, 4
 
 
 def forced(forward="int8", backward="int8", **more):
-    """Codecs by direction, whatever they gain; run operator by operator unless it is told."""
+    """Return a policy that forces codecs by direction, whatever they gain; graphs run operator by
+    operator by default."""
     rules = [
         Rule(kind=("send", "recv"), direction=direction, codec=name, force=True)
         for direction, name in (("forward", forward), ("backward", backward))
@@ -59,7 +60,7 @@ def data(dtype=torch.float32):
 
 
 class RoundTrip(torch.autograd.Function):
-    """What a message does to an activation and to its gradient, from the codecs alone."""
+    """The effect of a message on an activation and on its gradient, from the codecs alone."""
 
     @staticmethod
     def forward(ctx, x, forward, backward):
@@ -79,8 +80,10 @@ def trip(x, name):
 
 
 def unpipelined(stages, dtype, forward, backward, apart=lambda stage: True):
-    """Gradients and outputs of the whole model, microbatch by microbatch; between two stages on
-    different ranks what a message does happens to the values."""
+    """Return gradients and outputs of the whole model, microbatch by microbatch.
+
+    Between two stages on different ranks, the values go through ``RoundTrip``.
+    """
     blocks = [Block(number, dtype) for number in range(stages)]
     x, target = data(dtype)
     outputs = []
@@ -100,7 +103,7 @@ V_SHAPED = {"ZBVZeroBubble", "DualPipeV"}
 
 
 def own_stages(name: str) -> tuple[int, list[int]]:
-    """The number of stages, and those of this rank."""
+    """Return the number of stages, and the stages of this rank."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if name in LOOPED:
         return 2 * ranks, [rank, rank + ranks]
@@ -110,7 +113,7 @@ def own_stages(name: str) -> tuple[int, list[int]]:
 
 
 def pipeline(name, policy, dtype=torch.float32, group=None, with_loss=True, make=Block, **more):
-    """A schedule and its stages on this rank."""
+    """Return a schedule and its stages on this rank."""
     many, mine = own_stages(name)
     stages = [
         PipelineStage(make(number, dtype), number, many, torch.device("cpu"), group=group)
@@ -124,7 +127,7 @@ def pipeline(name, policy, dtype=torch.float32, group=None, with_loss=True, make
 
 
 def step(schedule, stages, x, target, run="step"):
-    """One step; the outputs on the last stage's rank."""
+    """Run one step; return the outputs on the last stage's rank."""
     inputs = (x,) if any(stage.is_first for stage in stages) else ()
     wanted = {"target": target} if any(stage.is_last for stage in stages) else {}
     return getattr(schedule, run)(*inputs, **wanted)
@@ -137,7 +140,7 @@ def grads_of(stages):
 
 
 def run(name, policy, dtype=torch.float32, steps=2, **more):
-    """The gradients of the last of some steps by stage, the output, and the plans."""
+    """Return the gradients of the last of some steps by stage, the output, and the plans."""
     before = len(commpass.plans())
     schedule, stages = pipeline(name, policy, dtype, **more)
     for _ in range(steps):
@@ -180,7 +183,7 @@ def test_gradients_are_those_of_the_whole_model_with_its_messages_coded(ranks2: 
         return not (name in V_SHAPED and stage == many // 2 - 1)
 
     compare(found, many, torch.float32, "int8", "int6(block=32)", apart, **EXACT)
-    with pytest.raises(AssertionError):  # and not those of a model that sends values
+    with pytest.raises(AssertionError):  # nor those of a model that sends values
         compare(found, many, torch.float32, "", "", **EXACT)
     for _, _, plans in found:
         assert {plan.direction for plan in plans} == {"forward", "backward"}
@@ -205,7 +208,8 @@ def test_lossless_is_exact(ranks2: Ranks, policy):
 
 
 def counted(name, policy, dtype):
-    """What the group carries in the second step, and what the plans say of each microbatch."""
+    """Return the bytes of the group in the second step, and those in the plans of each
+    microbatch."""
     group = counting_group()
     assert isinstance(group, CountingGroup)
     before = len(commpass.plans())
@@ -264,12 +268,12 @@ def test_four_ranks(ranks4: Ranks, name):
     compare(found, many, torch.float32, "int8", "int8", lambda stage: stage != turn, **EXACT)
 
 
-# --- what stages send beside activations ----------------------------------------------------------
+# --- messages other than activations --------------------------------------------------------------
 
 
 class Several(nn.Module):
-    """Gives an activation whose memory is not contiguous, one of another dtype, a mask, numbers,
-    and a float that needs no gradient."""
+    """Returns a non-contiguous activation, one of another dtype, a mask, numbers, and a float that
+    needs no gradient."""
 
     arrived = odd = True
 
@@ -290,14 +294,15 @@ class Several(nn.Module):
         if self.number == 1:
             return y
         places = torch.arange(y.numel()).view(y.shape)
-        first = y.mT.contiguous().mT if Several.odd else y  # which torch alone refuses to send
+        first = y.mT.contiguous().mT if Several.odd else y  # torch alone rejects it
         return first, (y / 2).bfloat16(), places % 3 == 0, places, y.detach() * 2
 
 
 def several(policy):
     Several.odd = policy != "off"
     grads, output, plans = run("GPipe", policy, make=Several)
-    assert Several.arrived  # in the last step: the first asks for shapes, with any values
+    # in the last step: the first one sends arbitrary values to learn the shapes
+    assert Several.arrived
     sites = {(s.name, s.kind, s.direction): s for plan in plans for s in plan}
     return grads, output, sites
 
@@ -351,7 +356,7 @@ def test_non_finite_values_stay_so(ranks2: Ranks, name):
 
 
 def by_turns(policy):
-    """Training, evaluation, training: outputs of each, and the gradients of both trainings."""
+    """Train, evaluate, train: return the outputs of each, and the gradients of both trainings."""
     schedule, stages = pipeline("Interleaved1F1B", policy)
     outputs, grads = [], []
     for how in ("step", "eval", "step"):
@@ -401,11 +406,11 @@ def test_messages_of_stages_are_in_the_report(ranks2: Ranks):
     assert all("not looked into" in site[4] for site in (*first, *last))
 
 
-# --- what goes wrong ------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 def several_pipelines(policy):
-    """Two pipelines of one group, of which only some stages have the same numbers."""
+    """Two pipelines of one group, in which only some stages have the same numbers."""
     for name in ("GPipe", "Interleaved1F1B", "GPipe"):
         schedule, stages = pipeline(name, policy, timeout=20)
         step(schedule, stages, *data())
@@ -446,7 +451,7 @@ def test_ranks_that_plan_differently_both_say_so(ranks2: Ranks, policies):
 
 
 def one_sided():
-    """Rank 1 compresses nothing. Neither waits for longer than its group's time-out."""
+    """Rank 1 compresses nothing. Neither rank waits longer than its group's time-out."""
     group = dist.new_group(timeout=timedelta(seconds=3))
     policy = forced() if dist.get_rank() == 0 else None
     schedule, stages = pipeline("GPipe", policy, group=group)
@@ -542,7 +547,7 @@ def test_stages_of_a_traced_model(ranks2: Ranks):
 
 
 def frozen(policy):
-    """The first stage learns nothing: no gradient goes back to it."""
+    """The first stage is frozen: no gradient is sent back to it."""
     schedule, stages = pipeline("1F1B", policy)
     for stage in stages:
         stage.submod.requires_grad_(stage.stage_index > 0)
@@ -568,8 +573,8 @@ class WithCount(Block):
 
 
 def over_budget(name, calls):
-    """Outputs of each step, those of the stages without compression, and what each step's forward
-    plan codes."""
+    """Return the outputs of each step, those without compression, and the codecs of each step's
+    forward plan."""
     policy = Policy(codecs=("int8",), max_error=0.02, check_calls=calls)
     slow = commpass.ethernet(1e-4)
     schedule, stages = pipeline(name, policy, make=WithCount, profile=slow)
@@ -605,7 +610,8 @@ class ZeroAtFirst(WithCount):
 
 
 def with_nothing_to_measure(name):
-    """What each step's forward plan codes, where messages are zero in the first two steps."""
+    """Return the codecs of each step's forward plan, if messages are zero in the first two
+    steps."""
     policy = Policy(codecs=("int8",), max_error=0.02)
     profile = commpass.ethernet(1e-4)
     schedule, stages = pipeline(name, policy, make=ZeroAtFirst, profile=profile)

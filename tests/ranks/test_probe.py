@@ -1,4 +1,4 @@
-"""``commpass probe`` on real ranks: what it writes, and that they then decide by it."""
+"""``commpass probe`` on real ranks: what it writes, and that ranks then use it for decisions."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_ranks_measure_the_same_profile(ranks3):
 
 
 def as_on_hosts(hosts: list[int]) -> tuple:
-    """As if each rank were on the host of that number."""
+    """Make each rank appear to be on the host of its number."""
     real, run.place = run.place, lambda: f"host {hosts[dist.get_rank()]}"
     try:
         file = probe(1.0)
@@ -83,7 +83,8 @@ def test_one_rank_has_nothing_to_measure():
 
 
 def named() -> list[str]:
-    """The backend by torch's word, and by ours, of a group that was made for several devices."""
+    """Return the name of the backend, by torch and by commpass, of a group that was created for
+    several devices."""
     group = dist.new_group(backend="cpu:gloo,cuda:gloo")
     return [dist.get_backend(group), *map(partial(backend_of, group), map(torch.device, DEVICES))]
 
@@ -122,7 +123,7 @@ def test_command_line_gives_the_same(tmp_path: Path):
     out, plot = tmp_path / "cluster.json", tmp_path / "cluster.png"
     done = launch("--seconds", "2", "-o", str(out), "--plot", str(plot))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("all_reduce") == 1  # rank 0 alone says it
+    assert done.stdout.count("all_reduce") == 1  # only rank 0 prints it
     assert digest(read(out).profile) in done.stdout
     assert read(out).machine.backend == "gloo"  # torchrun names none
     assert plot.read_bytes().startswith(b"\x89PNG")

@@ -1,5 +1,8 @@
-"""Sums, means, extremes, products and bits of every dtype that gloo adds: what is not a sum or a
-mean of floats arrives as it was, under every policy, next to sums that are compressed."""
+"""Sums, means, extremes, products and bit operations on every dtype that gloo supports.
+
+Everything except a sum or a mean of floats arrives unchanged, under every policy, beside compressed
+sums.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +42,14 @@ def values(dtype: torch.dtype, rank: int) -> Tensor:
 
 
 def has(dtype: torch.dtype, op: str) -> bool:
-    """Whether torch reduces this dtype so: no bits of floats, no mean of integers."""
+    """Return whether torch supports this op for a dtype: no bit operations on floats, no mean of
+    integers."""
     return op not in BITS if dtype.is_floating_point else op != "avg"
 
 
 def expected(dtype: torch.dtype, op: str) -> Tensor:
-    """From the definition: in float64, and of integers and bools modulo their own size."""
+    """Return the result from the definition: in float64, and for integers and bools modulo their
+    size."""
     wide = torch.float64 if dtype.is_floating_point else torch.int64
     reduced = REDUCE[op](torch.stack([values(dtype, rank).to(wide) for rank in range(2)]))
     return reduced.to(dtype)
@@ -80,7 +85,7 @@ FORMS: dict[Callable[[Tensor, str], Tensor], Callable[[Tensor], Tensor]] = {
 
 
 def check(name: str, policy: Policy | str) -> int:
-    """How many sites were compressed; all of them sums or means of floats."""
+    """Return how many sites were compressed; check that all of them are sums or means of floats."""
     dtype = getattr(torch, name)
     cases = [(form, op) for op in REDUCE if has(dtype, op) for form in FORMS]
 

@@ -1,5 +1,7 @@
-"""A plan that was agreed on for one graph is no answer for another one, though its digest is the
-same: ranks whose graphs differ compare them, or raise at once, and none is left in a collective."""
+"""An agreed plan does not answer for another graph, even if its digest is the same.
+
+Ranks whose graphs differ compare them, or raise at once, and none is left in a collective.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ ops = torch.ops._c10d_functional
 LOSSLESS = Policy.from_preset("lossless", skip=("group",))
 INT8 = Policy(name="int8", rules=[Rule(codec="int8", force=True)], skip=("group",))
 OWN = 3.0
-"""The number by which the last rank alone scales what it sums up."""
+"""The number by which only the last rank scales its sum."""
 
 
 def ar(x: torch.Tensor) -> torch.Tensor:
@@ -60,7 +62,7 @@ def is_last() -> bool:
 
 @contextlib.contextmanager
 def warnings_of_ranks():
-    """What this rank logs meanwhile."""
+    """Collect what this rank logs meanwhile."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda entry: lines.append(entry.getMessage())
@@ -83,7 +85,7 @@ def other_operators(a, b):
 
 
 def same_operators(a, b):
-    """On all ranks but the last its graph is that of ``first``."""
+    """On all ranks but the last, its graph is that of ``first``."""
     return ar(a) + (ar(b) * OWN if is_last() else ar(b))
 
 
@@ -149,8 +151,8 @@ def test_backward_graph_that_differs_is_compared(ranks2):
 
 
 def kept_on_one_rank() -> tuple[bool, str]:
-    """The last rank leaves alone what was agreed to be compressed; the plan of the others is known
-    site by site."""
+    """The last rank keeps uncompressed what was agreed to be compressed; the other ranks' plan is
+    known site by site."""
 
     def two(a, b):
         if is_last():
@@ -210,7 +212,7 @@ def test_graph_that_differs_in_one_group_is_changed_in_no_group_connected_with_i
 
 
 def by_flag(a, b, flag: bool):
-    """The same code for both graphs; with the flag the last rank has a number of its own."""
+    """The same code for both graphs; with the flag, the last rank uses a different number."""
     if not flag:
         return ar(a) + ar(b)
     return ar(a) + (ar(b) * OWN if is_last() else ar(b)) + 1
@@ -238,7 +240,7 @@ def test_rank_that_plans_differently_than_those_that_went_on_raises_at_once(rank
 
 
 def compiled_again_on_one_then_on_all() -> list[bool]:
-    """What rank 0 published when it compiled alone is no word about later calls."""
+    """What rank 0 published when it compiled alone does not hold for later calls."""
 
     def function(a, b, mode: int):
         if mode == 0:
@@ -285,7 +287,7 @@ def test_function_that_only_one_rank_compiles_goes_on_after_a_while_with_a_warni
 
 
 def new_on_all(function) -> tuple[list[str], list[str]]:
-    """A second function, with the same plan on all ranks, and longer to wait than the test may."""
+    """A second function, with the same plan on all ranks, and a time-out longer than the test."""
     compiled = compiler(INT8, timeout=600)
     agreement.PATIENCE_S = 300.0
     try:
@@ -302,7 +304,7 @@ def new_on_all(function) -> tuple[list[str], list[str]]:
 
 
 def sends(a, b):
-    """Rank 0 sends to rank 1: other code on each."""
+    """Rank 0 sends to rank 1: each has different code."""
     name = dist.group.WORLD.group_name
     if dist.get_rank() == 0:
         return ops.wait_tensor(ops.isend(a * 2, 1, 7, name))
@@ -322,12 +324,12 @@ def test_new_function_with_one_plan_on_all_ranks_is_not_waited_for(function, ran
         assert lines == []
 
 
-# --- words and notes of other graphs --------------------------------------------------------------
+# --- votes and notices of other graphs ------------------------------------------------------------
 
 
 def after_one_changed_nothing(late: int) -> list[tuple[list[str], bool]]:
-    """Rank 0 changes nothing of the first graph, and rank 1 would; then all change the second
-    alike, whoever comes first."""
+    """Rank 0 changes nothing of the first graph, and rank 1 would; then all change the second in
+    the same way, in any order of arrival."""
 
     def one(a, b):
         summed = ar(a), ar(b)
@@ -356,7 +358,7 @@ def test_word_about_a_graph_that_nobody_changed_is_none_about_the_next(late, ran
 
 
 def after_one_compiled_alone() -> str:
-    """Rank 1 compiles a graph again that nobody changes; then rank 0 changes nothing of another
+    """Rank 1 recompiles a graph that no rank changes; then rank 0 changes nothing of another
     one."""
 
     def one(a, b, more: bool):

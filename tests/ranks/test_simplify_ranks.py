@@ -1,5 +1,5 @@
-"""simplify on real ranks: the numbers of the unsimplified graph, bit for bit where that is
-promised."""
+"""simplify on real ranks: the numbers of the unsimplified graph, bit for bit if that is
+guaranteed."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ def compare() -> set[str]:
 
 
 def uneven() -> list[str]:
-    """Tokens sent narrow to where they are needed, rank 0 having none, and a parameter gathered
-    twice around a batch of the rank's own."""
+    """Tokens sent in narrow form (rank 0 has none), and a parameter gathered twice around a batch
+    whose size differs by rank."""
     rank, group = dist.get_rank(), dist.group.WORLD.group_name
     sends = [[0, 0], [3000, 2]]
 
@@ -139,7 +139,7 @@ def test_ranks_with_unequal_batches_and_no_tokens_simplify_alike(ranks2):
 
 
 def own_numbers() -> None:
-    """Results of collectives that a rank scales by a number of its own."""
+    """Results of collectives that each rank scales by a different number."""
     rank, group = dist.get_rank(), dist.group.WORLD.group_name
     k, even = 0.5 + 2.0 * rank, [4, 4]
 

@@ -1,5 +1,5 @@
-"""A site that fails: on one rank alone all leave the graph untouched, on all ranks the site alone
-is left alone."""
+"""A failing site: if it fails on one rank only, all leave the graph unchanged; if on all, only the
+site is uncompressed."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ ops = torch.ops._c10d_functional
 
 
 def two(x):
-    """Two sites, with codecs of their own."""
+    """Two sites, with different codecs."""
     group = dist.group.WORLD.group_name
     a = ops.wait_tensor(ops.all_reduce(x * 2, "sum", group))
     return ops.wait_tensor(ops.all_gather_into_tensor(a + 1, dist.get_world_size(), group)) - 1
 
 
 def fails(failing: tuple[int, ...], numel: int):
-    """(plan, result, result of plain torch, warnings) where fp8 is not encoded on some ranks."""
+    """Return (plan, result, result of plain torch, warnings) if encoding fp8 fails on some
+    ranks."""
     kept = operators.IMPLEMENTATIONS[operators.ops.encode.default]
 
     def encode(rows, name, salt):

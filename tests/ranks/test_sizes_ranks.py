@@ -1,4 +1,5 @@
-"""Graphs of symbolic sizes on real ranks: all pass the size from which codes gain together."""
+"""Graphs with symbolic sizes on real ranks: all ranks switch together at the size from which codes
+gain."""
 
 from __future__ import annotations
 
@@ -67,7 +68,7 @@ def test_each_size_is_sent_by_the_graph_that_is_right_for_it(inner, ranks2):
 
 
 def summed(compiled, x, w, group) -> float:
-    """The relative error of what ranks sum up, against float64."""
+    """Return the relative error of the ranks' sum, against float64."""
     got = compiled(x).double()
     exact = (x @ w).double()
     dist.all_reduce(exact, group=group)
@@ -75,7 +76,7 @@ def summed(compiled, x, w, group) -> float:
 
 
 class Flagged(torch.nn.Module):
-    """Its graph is another one with the flag, and does the same."""
+    """With the flag, its graph differs but computes the same."""
 
     def __init__(self):
         super().__init__()
@@ -89,7 +90,7 @@ class Flagged(torch.nn.Module):
 
 
 def one_compiles_again(sizes: list[int], alone: int) -> list[tuple[str, float]]:
-    """Rank 0 alone compiles another graph for the size at place ``alone``."""
+    """Only rank 0 compiles another graph for the size at position ``alone``."""
     torch._dynamo.reset()
     model = Flagged()
     backend = commpass.backend("balanced", inner="eager", profile="ethernet-1g", timeout=20)
@@ -114,7 +115,7 @@ def test_rank_may_compile_again_alone_on_either_side(sizes, ranks2):
 
 
 def another_profile() -> list[tuple[str, float]]:
-    """Rank 0 would send codes at every size, rank 1 at the larger one alone."""
+    """Rank 0 would send codes at every size, rank 1 only at the larger one."""
     torch._dynamo.reset()
     slow = commpass.Profile("slow", commpass.Link(100.0, 0.0125))
     profile = (slow, "ethernet-1g")[dist.get_rank()]
@@ -130,7 +131,7 @@ def another_profile() -> list[tuple[str, float]]:
 
 
 def test_rank_does_not_take_an_old_word_for_an_answer(ranks2):
-    """Rank 0 left the first graph as it was, for rank 1, and does not compile another."""
+    """Rank 0 left the first graph unchanged because of rank 1, and does not compile another."""
     for found in ranks2.run(another_profile):
         assert [codec for codec, _ in found] == ["none", "none"]
         assert all(off < 1e-6 for _, off in found)
@@ -181,7 +182,7 @@ def test_sizes_of_one_group_do_not_depend_on_others(ranks3):
 
 
 def gains_between_two_sizes(sizes: list[int]) -> tuple[int, list[float]]:
-    """Of a library whose all_reduce is slow for some sizes alone."""
+    """The library's all_reduce is slow for some sizes only."""
     torch._dynamo.reset()
     rows = ((0, 50, 2.0), (1 << 15, 600, 1.0), (1 << 18, 10, 8.0), (1 << 24, 10, 0.05))
     of = {"all_reduce": tuple(commpass.Region(*row) for row in rows)}

@@ -1,5 +1,5 @@
-"""Thousands of steps on real ranks: memory does not grow, replicas stay the same bits, nothing is
-lost on the way."""
+"""Thousands of steps on real ranks: memory does not grow, replicas keep equal bits, and nothing is
+lost."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Net(nn.Module):
 
 
 def resident() -> int:
-    """Bytes of this process in memory."""
+    """Return the resident bytes of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
@@ -106,6 +106,6 @@ def test_many_steps_keep_replicas_alike_and_memory_as_it_is(steps, ranks2):
         soak, steps, timeout=800
     )
     assert bits == other_bits
-    assert last < 0.8 * first  # it was trained, with what was held back made up
+    assert last < 0.8 * first  # it was trained, including what was held back
     assert max(grown, other_grown) < 16 * 2**20
     assert max(more, other_more) <= 10

@@ -1,5 +1,8 @@
-"""SSFusion on real ranks: what is sent and what is left is what the gradients were, replicas are
-alike, and state is carried over to other numbers of ranks."""
+"""SSFusion on real ranks.
+
+What is sent and what is left add up to the gradients, replicas are equal, and state is carried over
+to other numbers of ranks.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ from commpass.report.sent import of_plans
 pytestmark = pytest.mark.xdist_group("ranks")
 
 SLOW = Profile("slow", Link(10.0, 1e-5))
-"""A link on which bytes are all that counts, so that plans do not depend on how fast tests run."""
+"""A link on which only bytes take time, so that plans do not depend on the speed of the tests."""
 USUAL = {"profile": SLOW, "profile_steps": 1, "density": 0.05, "bound": 0.01}
 FIXED = USUAL | {"fuse": False, "aware": False, "force": True}
 """What is selected does not depend on times."""
@@ -61,7 +64,7 @@ def everybodys(x):
 
 
 def alike(*tensors) -> bool:
-    """Whether all ranks hold the same bits."""
+    """Return whether all ranks hold the same bits."""
     return len({t.detach().numpy().tobytes() for t in everybodys(flat(tensors))}) == 1
 
 
@@ -74,7 +77,7 @@ def gradients(model: nn.Module) -> torch.Tensor:
 
 
 def residuals(handle, model: nn.Module) -> torch.Tensor:
-    """The sum of all ranks' residuals, in the order of parameters."""
+    """Return the sum of all ranks' residuals, in the order of parameters."""
     driver = handle._hooks.driver
     numbers = {id(w.parameter): n for n, w in enumerate(driver.planner.weights)}
     own = flat([driver.memory(numbers[id(p)]).residual for p in model.parameters()])
@@ -82,7 +85,7 @@ def residuals(handle, model: nn.Module) -> torch.Tensor:
 
 
 def exact(model: nn.Module, step: int) -> torch.Tensor:
-    """The sum of all ranks' gradients, by itself."""
+    """Return the sum of all ranks' gradients, computed separately."""
     mine = copy.deepcopy(model)
     for p in mine.parameters():
         p.grad = None
@@ -159,7 +162,7 @@ def check_reference(momentum: float) -> None:
             g = given(step, r).flatten()
             u[r] = momentum * u[r] + g * min(1.0, 3.0 / size**0.5 / g.norm())
             v[r] = v[r] + u[r]
-            whole = step < 1  # the step that is measured
+            whole = step < 1  # the measured step
             top = torch.arange(60) if whole else v[r].abs().topk(6).indices
             mean[top] += v[r][top] / size
             v[r][top] = 0
@@ -178,11 +181,11 @@ def test_momentum_correction_on_several_ranks_is_that_of_the_paper(momentum, ran
     ranks3.run(check_reference, momentum)
 
 
-# --- what is learned ------------------------------------------------------------------------------
+# --- training -------------------------------------------------------------------------------------
 
 
 def learned(steps: int, sparse: bool, options: dict) -> float:
-    """The loss after so many steps of a task that every rank has other data of."""
+    """Return the loss after some steps of a task with different data on every rank."""
     model = net(torch.float32)
     wrapped = model if sparse else DistributedDataParallel(model)
     if sparse:
@@ -223,7 +226,7 @@ def test_fifty_steps_learn_nearly_as_much_as_dense_ones(options, ranks4):
     ranks4.run(check_learned, options)
 
 
-# --- not finite, not used, accumulated ------------------------------------------------------------
+# --- non-finite, unused and accumulated gradients -------------------------------------------------
 
 
 def check_nan() -> None:
@@ -269,7 +272,7 @@ def check_unused(ddp: bool) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     given, right = 0, 0
     for step in range(4):
-        some = step != 2 and rank == 1  # one rank alone, and in one step nobody
+        some = step != 2 and rank == 1  # one rank only, and in one step none
         mine = copy.deepcopy(model)
         mine.zero_grad()
         mine(batch(step), some).backward()
@@ -347,7 +350,7 @@ def test_checkpointed_activations(reentrant, ranks2):
     ranks2.run(check_checkpointed, reentrant)
 
 
-# --- the plan tells the truth ---------------------------------------------------------------------
+# --- the plan is accurate -------------------------------------------------------------------------
 
 
 def check_bytes(options: dict) -> None:
@@ -359,7 +362,7 @@ def check_bytes(options: dict) -> None:
     for step in range(3):
         model.zero_grad()
         model(batch(step, dtype=torch.float32)).square().sum().backward()
-        driver.lane = group  # what is agreed on, and how the link is measured, is not counted
+        driver.lane = group  # agreement and link measurement are not counted
         if step == 1:
             group.seen.clear()
     (*_, plan) = commpass.plans()[seen:]
@@ -400,7 +403,7 @@ def train(model: nn.Module, steps: range) -> torch.Tensor:
 
 
 def save(folder: str, momentum: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mean over ranks of what is left, and of the velocities."""
+    """Return the mean over ranks of the residuals, and of the velocities."""
     model = net()
     handle = ssfusion(model, **USUAL | {"momentum": momentum})
     train(model, range(STEPS))
@@ -420,7 +423,7 @@ def means(handle) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def load(folder: str, momentum: float, first: bool):
-    """State that comes before the first step, or after some."""
+    """State that is loaded before the first step, or after some."""
     model = net()
     handle = ssfusion(model, **USUAL | {"momentum": momentum})
     if not first:
@@ -478,7 +481,7 @@ def test_state_of_another_model_or_shape_is_refused_and_nothing_is_lost(ranks2):
     ranks2.run(check_foreign_state)
 
 
-# --- what cannot be -------------------------------------------------------------------------------
+# --- unsupported uses -----------------------------------------------------------------------------
 
 
 def check_refused() -> None:
@@ -526,7 +529,7 @@ def check_refused() -> None:
 
 
 def check_two_doors() -> None:
-    """The gradients of a parameter are exchanged once, and refusals name both."""
+    """The gradients of a parameter are exchanged once, and errors name both integrations."""
     held = DistributedDataParallel(net())
     compress_ddp(held, "off")
     for model in (held, held.module):
@@ -550,7 +553,7 @@ def test_second_door_of_any_kind_is_refused(ranks2):
 
 
 def check_replaced(ddp: bool) -> None:
-    """Another group, or other parameters: neither hangs, nor trains each rank by itself."""
+    """Another group, or other parameters: this neither hangs nor trains each rank separately."""
     model = DistributedDataParallel(net()) if ddp else net()
     handle = ssfusion(model, **USUAL)
     train(model, range(3))
@@ -627,7 +630,7 @@ def test_rank_that_dies_is_an_error_on_the_others():
 
 
 def check_dense() -> None:
-    """Where the link is fast nothing is sparse, and what is recorded says why."""
+    """On a fast link nothing is sparse, and the record has the reason."""
     model = net()
     handle = ssfusion(model, profile=Profile("fast", Link(1.0, 100.0)), profile_steps=1)
     for step in range(2):
@@ -645,7 +648,8 @@ def test_tensors_sent_whole_say_why(ranks2):
 
 
 def check_measured() -> None:
-    """Without a profile the link is measured; all ranks plan alike, whatever they measured."""
+    """Without a profile the link is measured; all ranks make the same plan, whatever they
+    measured."""
     model = net(torch.float32)
     handle = ssfusion(model, force=True, profile_steps=2, density=0.05)
     seen = len(commpass.plans())
@@ -684,7 +688,7 @@ def test_each_plan_is_a_run_of_its_own_in_the_dump(ranks2, tmp_path):
     assert {site.codec for site in newest.plan.sites} == {"dgc(density=0.003)"}
     assert newest.rank == 0
     assert newest.plan.profile == "slow"
-    # An all_gather sends to the one other rank what is handed over.
+    # An all_gather sends its input to the one other rank.
     before, after, unknown = of_plans([newest.plan])
     assert unknown == 0
     assert after == sum(site.wire_bytes for site in newest.plan.sites)
@@ -702,7 +706,8 @@ def test_each_plan_is_a_run_of_its_own_in_the_dump(ranks2, tmp_path):
 
 
 def reported() -> None:
-    """The plan in use alone, as one call of a graph; earlier ones are not counted as unknown."""
+    """Only the plan in use is reported, as one call of a graph; earlier ones are not counted as
+    unknown."""
     gc.collect()  # models of other tests
     before = commpass.report()
     model = net()
@@ -744,7 +749,8 @@ def check_copied() -> None:
 
 
 def shares() -> tuple[float, float, int]:
-    """How many processors each rank has to itself, before each is held to one, and then."""
+    """Return how many processors each rank has exclusively, before each is limited to one, and
+    after."""
     allowed = os.sched_getaffinity(0)
     before = processors_each(dist.group.WORLD)
     mine = sorted(allowed)[dist.get_rank() % len(allowed)]

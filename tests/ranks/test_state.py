@@ -1,4 +1,4 @@
-"""Error feedback on real ranks: nothing is lost between steps, between runs, or when the number of
+"""Error feedback on real ranks: nothing is lost between steps, between runs, or if the number of
 ranks changes."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ POLICY = commpass.Policy(
 )
 STEPS = 6
 held: list[torch.Tensor] = []
-"""The weight that was trained last: residuals go with it."""
+"""The weight that was trained last, which keeps its residuals alive."""
 
 
 def sum_gradients(gradient, op):
@@ -35,8 +35,8 @@ def sum_gradients(gradient, op):
 
 
 class Summed(torch.autograd.Function):
-    """The identity, whose gradient is summed over the ranks: what data parallelism makes of a
-    parameter."""
+    """The identity, whose gradient is summed over the ranks, as for a parameter in data
+    parallelism."""
 
     @staticmethod
     def forward(ctx, x, op):
@@ -49,7 +49,7 @@ class Summed(torch.autograd.Function):
 
 
 def fresh() -> None:
-    """As in a process that has just begun."""
+    """Reset the state to that of a new process."""
     commpass.reset_state()
     owners._owners.clear()
     torch._dynamo.reset()
@@ -66,7 +66,7 @@ def everybodys(x):
 
 
 def train(steps: range, op: str = "sum", scale: float = 1.0, inner: str = "inductor"):
-    """(sum of what the ranks were given, sum of the exact gradients of all ranks) in float64."""
+    """Return (sum of the applied gradients, sum of the exact gradients of all ranks) in float64."""
     weight = torch.ones(64, 32, requires_grad=True)
     held[:] = [weight]
     step = torch.compile(
@@ -123,7 +123,7 @@ def save(folder: str, op: str, inner: str):
 
 def resume(folder: str, op: str, inner: str, compiled_first: bool):
     fresh()
-    if compiled_first:  # then the state is written over what there is
+    if compiled_first:  # then the state replaces an existing one
         train(range(1), op, 3.0, inner)
     saved = commpass.state_dict(of=folder)
     dcp.load({"commpass": saved}, checkpoint_id=folder)
@@ -156,8 +156,8 @@ def test_checkpoint_of_some_ranks_is_carried_on_by_others(sizes, op, inner, tmp_
 
 
 def check_recompiled(inner: str) -> None:
-    """Another batch size compiles anew: the residual of the gradient, whose shape is the same, goes
-    on."""
+    """Another batch size recompiles: the residual of the gradient, whose shape is the same, is
+    kept."""
     fresh()
     weight = torch.ones(64, 32, requires_grad=True)
     step = torch.compile(
@@ -180,7 +180,7 @@ def test_function_that_is_compiled_again_keeps_its_residuals(inner, ranks2):
 
 
 def check_two_functions() -> None:
-    """Two functions whose sites have the same place and shape keep residuals of their own."""
+    """Two functions whose sites have the same place and shape keep separate residuals."""
     weight = torch.ones(64, 32, requires_grad=True)
 
     def one(w, x):
@@ -205,7 +205,7 @@ def check_two_functions() -> None:
 
 
 def check_namesakes() -> str:
-    """Two functions of one name: which residual is whose could not be told when it is read."""
+    """Two functions of one name: a loaded residual could not be assigned to either."""
     fresh()
     weight = torch.ones(64, 32, requires_grad=True)
     backend = commpass.backend(POLICY, inner="eager", strict=True)
@@ -258,7 +258,7 @@ def check_by_hand() -> None:
     bad[3] = float("nan") if rank == 0 else 1.0
     residual = torch.zeros(64)
     assert not commpass.all_reduce(bad, codec="topk(density=0.1)", residual=residual)[3].isfinite()
-    assert residual.isfinite().all()  # or every later step would be lost as well
+    assert residual.isfinite().all()  # otherwise every later step would be lost as well
 
 
 def check_compiled_by_hand(backend: str) -> None:
@@ -363,7 +363,8 @@ def test_names_go_out_and_come_back(kept):
 @pytest.mark.parametrize("op", ["sum", "avg"])
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4), (5, 2), (3, 3), (1, 3)])
 def test_residuals_of_lost_ranks_are_shared_out_whole(before, after, op):
-    """Each residual is taken by one rank; of a mean they count less, or more, by the ranks."""
+    """Each residual goes to one rank; those of a mean are scaled by the ratio of the numbers of
+    ranks."""
 
     def of(rank: int, ranks: int) -> Name:
         return Name("-", "f", "root/backward/all_reduce/float32[4]/0", op, "world", rank, ranks)

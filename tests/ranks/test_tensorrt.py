@@ -1,5 +1,8 @@
-"""Pieces for torch-tensorrt, which cannot be installed everywhere: what stands in for it here takes
-what it takes, compiles it as it does (torch-tensorrt 2.14), and runs it by PyTorch."""
+"""Pieces for torch-tensorrt, which cannot be installed everywhere.
+
+A stand-in accepts the same arguments, compiles in the same way (torch-tensorrt 2.14), and runs with
+PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,10 @@ NAMES = ("torch_tensorrt", "torch_tensorrt.dynamo", "torch_tensorrt.dynamo.backe
 
 
 class StandIn:
-    """``torch_tensorrt.dynamo.backend``: keeps what it was called with. On several ranks the real
-    one calls AOTAutograd once more, and so does this."""
+    """``torch_tensorrt.dynamo.backend``, which records its arguments.
+
+    On several ranks the real one calls AOTAutograd once more, and so does this.
+    """
 
     def __init__(self):
         self.calls: list[tuple[list[str], dict]] = []
@@ -73,7 +78,8 @@ def inputs(rank: int) -> tuple[torch.Tensor, ...]:
 
 
 def served() -> tuple:
-    """The compressed sum and what is computed of it, by engines and by PyTorch alone."""
+    """Return the compressed sum and what is computed from it, with engines and with PyTorch
+    only."""
     found = StandIn()
     found.install()
     try:
@@ -106,7 +112,7 @@ def test_engines_get_what_is_computed_and_nothing_that_is_sent(ranks2):
         4 * numel,
         numel + 4 * numel // 256,
     )
-    # from the formula: the sum of what two ranks bring, each rounded to a step of its block
+    # from the formula: the sum of the inputs of two ranks, each rounded to a step of its block
     xs, weight, norm = [inputs(rank)[0].double() for rank in range(2)], *inputs(0)[1:]
     summed = sum(x @ weight.double() for x in xs)
     plain = torch.nn.functional.rms_norm(summed + xs[0], (256,), norm.double()) @ weight.double()
@@ -143,7 +149,7 @@ def test_error_without_torch_tensorrt_says_what_to_install(monkeypatch):
 
 
 def test_writes_keep_their_place(fake_group):
-    """A piece comes as early as it can, but not across what writes into what it reads."""
+    """A piece is moved to the front as far as possible, but not across a write to its inputs."""
     fake_group(2)
     graph = fx.Graph()
     x, state = graph.placeholder("x"), graph.placeholder("state")

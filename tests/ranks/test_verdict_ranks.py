@@ -38,7 +38,7 @@ def summed(x: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def started_with(*settings: dict[str, str]):
-    """As if this rank had been started with its own of these."""
+    """Make this rank appear to be started with these variables."""
     mine = settings[dist.get_rank()]
     with mock.patch.dict(os.environ, mine):
         environment._log.cache_clear()
@@ -48,7 +48,7 @@ def started_with(*settings: dict[str, str]):
 
 @contextlib.contextmanager
 def said():
-    """What this rank says meanwhile: (level, text)."""
+    """Collect what this rank logs: (level, text)."""
     found: list[tuple[str, str]] = []
 
     class Keeper(logging.Handler):
@@ -114,7 +114,7 @@ class Net(nn.Module):
 
 
 def through(door: str, watch: float) -> tuple[list[torch.Tensor], str, dict[str, float], int]:
-    """Gradients of some steps, and what is said of the door afterwards."""
+    """Return gradients of some steps, and the report on the integration afterwards."""
     model = Net()
     if door == "ddp":
         model = DDP(model)
@@ -154,7 +154,7 @@ def test_exchanges_of_doors_are_sampled_too(ranks2, door):
 
 
 def differing(settings: tuple[dict[str, str], ...], inner: str) -> str:
-    """Without a wait: none of these would end before the test does."""
+    """The time-outs are longer than the test: none of these may wait."""
     patience = mock.patch.object(agreement, "SETTINGS_S", 3600.0)
     with started_with(*settings), patience:
         torch._dynamo.reset()
@@ -163,7 +163,7 @@ def differing(settings: tuple[dict[str, str], ...], inner: str) -> str:
         )
         with pytest.raises(PlanMismatch) as error:
             function(torch.ones(64, 64))
-        with pytest.raises(PlanMismatch):  # and it stays an error
+        with pytest.raises(PlanMismatch):  # and it remains an error
             function(torch.ones(64, 64))
     return str(error.value)
 
@@ -225,7 +225,7 @@ def switched_off() -> tuple[list[bool], list[tuple[str, str]], int]:
         seen = len(commpass.plans())
         x = x_of(dist.get_rank(), 0)
         same = []
-        for _ in range(2):  # it is said once for all backends
+        for _ in range(2):  # it is logged once for all backends
             function = torch.compile(summed, backend=commpass.backend(forced("int4")))
             same.append(torch.equal(function(x), summed(x)))
             torch._dynamo.reset()

@@ -27,8 +27,11 @@ def brought(rank: int) -> torch.Tensor:
 
 
 def served(policies: list[Policy], salt: float) -> list[tuple]:
-    """For each policy what comes out, and the plans made: the sum of what ranks bring, and its
-    sines scattered and gathered. ``salt`` tells the graph from those in Inductor's cache."""
+    """Return for each policy the results and the plans.
+
+    The results are the sum of the ranks' inputs, and its sines, scattered and gathered. ``salt``
+    distinguishes the graph from those in Inductor's cache.
+    """
     from serve_vllm import define_operators
 
     from commpass.parallel.vllm import SLOT, CollectivePass
@@ -70,7 +73,7 @@ def test_collectives_of_vllms_at_inductors_slot(ranks2):
     bound = 2 * steps[0] + 2 * steps[1] / 2 + steps[2] / 2 + 1e-4
     assert (gathered.double() - 2 * exact.sin()).abs().max() <= bound
     numel, block = SHAPE[0] * SHAPE[1], 256
-    # a byte each, and 4 for each block's scale in a region of whole 128 bytes
+    # one byte per value, and 4 per block's scale in a region of whole 128 bytes
     whole, part = (n + -(-4 * n // block // 128) * 128 for n in (numel, numel // 2))
     assert [(site.kind, site.bytes, site.wire_bytes) for site in plan] == [
         ("all_reduce", 4 * numel, whole),
@@ -83,7 +86,7 @@ def test_collectives_of_vllms_at_inductors_slot(ranks2):
     assert torch.allclose(gathered.double(), 2 * exact.sin(), rtol=1e-5, atol=1e-5)
     assert not plan.compressed
 
-    assert torch.equal(again[0], coded[0])  # out of the cache: the pass does not run
+    assert torch.equal(again[0], coded[0])  # from the cache: the pass does not run
     assert torch.equal(again[1], coded[1])
     assert again[2] == []
     assert not torch.equal(coded[0], kept[0])

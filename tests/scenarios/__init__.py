@@ -1,1 +1,1 @@
-"""Real training set-ups, as data: each is trained plain and compressed on real ranks."""
+"""Real training set-ups, as data: each is trained without and with compression on real ranks."""

@@ -1,4 +1,5 @@
-"""One scenario under one policy on one rank, against plain torch: what differs more than it may."""
+"""Compare one scenario under one policy on one rank with plain torch, and report deviations beyond
+the tolerance."""
 
 from __future__ import annotations
 
@@ -27,17 +28,16 @@ POLICIES = {
     "topk": Policy(name="topk", rules=[TOPK]),
 }
 OTHERS = {name: preset for name, preset in PRESETS.items() if name not in POLICIES}
-"""The presets under which scenarios are tried that say so."""
+"""The presets of scenarios that are marked with ``presets``."""
 SLOW = commpass.ethernet(0.001)
 """A link on which compressing pays."""
 LR = {"topk": 0.0}
-"""Where gradients are to add up, weights stay as they are."""
+"""Learning rates. With topk the weights stay constant, so that the gradients add up."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank has to say: what is wrong, how many sites are compressed by codecs that lose
-    bits, digests."""
+    """The result of one rank: errors, the number of sites compressed by lossy codecs, digests."""
 
     wrong: list[str]
     compressed: int
@@ -73,7 +73,7 @@ def _run(scenario: Scenario, backend: object, lr: float) -> Results:
 
 
 def _untold(scenario: Scenario, plans: list[Plan]) -> Iterator[str]:
-    """Passes that failed."""
+    """Yield passes that failed."""
     for plan in plans:
         if plan.fallback and not scenario.differ:
             yield f"{plan.direction} graph {plan.graph} was left untouched: {plan.fallback}"
@@ -111,7 +111,8 @@ def _differences(
 
 
 def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """0 for the same bits; else the 2-norm of the difference, as a share of what is expected."""
+    """Return 0 for the same bits, else the 2-norm of the difference, relative to the expected
+    tensor."""
     if (found.dtype, found.shape) != (expected.dtype, expected.shape):
         return float("inf")
     if _digest(found) == _digest(expected):
@@ -122,9 +123,11 @@ def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _held_back(key: str, error: float, plain: Results) -> float:
-    """What error feedback may change a step's gradient by, as a share of it: it holds back at most
-    ``error / (1 - error)`` of the largest gradient there was (a geometric series), before the step
-    and after it."""
+    """Return by how much error feedback may change a step's gradient, as a share of it.
+
+    It holds back at most ``error / (1 - error)`` of the largest gradient so far (a geometric
+    series), before the step and after it.
+    """
     name = key.partition("/")[2].partition("/")[2]
     norms = [
         value.double().norm().item() for other, value in plain.items() if _is_grad(other, name)
@@ -138,7 +141,8 @@ def _is_grad(key: str, name: str) -> bool:
 
 
 def _lost(plain: Results, found: Results) -> Iterator[str]:
-    """What was sent and what is held back are together the gradients: equal norms of what lacks."""
+    """Check that what was sent and what is held back add up to the gradients, by the norm of the
+    difference."""
     kept: list[torch.Tensor] = [torch.empty(0)] * dist.get_world_size()
     dist.all_gather_object(kept, found.get("residual", torch.zeros(1, dtype=torch.float64)))
     missing: dict[str, torch.Tensor] = {}

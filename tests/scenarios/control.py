@@ -1,4 +1,4 @@
-"""What goes on around training: evaluation, code of one rank alone, late ranks, new groups."""
+"""Control flow around training: evaluation, code on one rank only, late ranks, new groups."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Both(nn.Module):
 
 
 def evaluated_first(job: Job) -> Results:
-    """Evaluation comes first and between the steps, with other batches."""
+    """Evaluate before training and between the steps, with other batches."""
     model = Net(WIDTH, block=Both)
     compiled = job.compile(model)
     found: Results = {}
@@ -44,7 +44,7 @@ def evaluated_first(job: Job) -> Results:
 
 
 def evaluated_alone(job: Job) -> Results:
-    """Rank 0 evaluates a model that needs nobody else, while the others go on."""
+    """Evaluate a model without collectives on rank 0 while the others go on."""
     model, alone = Net(WIDTH, block=Both), Net(WIDTH)
     compiled, compiled_alone = job.compile(model), job.compile(alone)
     found: Results = {}
@@ -57,7 +57,7 @@ def evaluated_alone(job: Job) -> Results:
 
 
 class Printing(nn.Module):
-    """Rank 0 looks at a value: its graph ends there, the others' does not."""
+    """Rank 0 prints a value: its graph breaks there, and those of other ranks do not."""
 
     def __init__(self, early: bool):
         super().__init__()
@@ -88,7 +88,7 @@ def printed(early: bool):
 
 
 def late(job: Job) -> Results:
-    """A rank comes three seconds after the others: it reads data, or compiles cold."""
+    """Let one rank be three seconds late, like a rank that reads data, or compiles cold."""
     model = Net(WIDTH, block=Both)
     if job.rank == 0:
         time.sleep(3)
@@ -96,7 +96,7 @@ def late(job: Job) -> Results:
 
 
 def new_groups(job: Job) -> Results:
-    """All groups are destroyed and made again, in one launch; training goes on."""
+    """Destroy all groups and create them again, in one launch; training goes on."""
     found: Results = {}
     launch = launch_store()
     for step in range(2):
@@ -108,8 +108,10 @@ def new_groups(job: Job) -> Results:
 
 
 def other_policies(codecs: list[str]) -> float:
-    """Groups that are made anew know nothing of what the old ones agreed on: the error of a sum by
-    this rank's one of ``codecs``, where all ranks had int8 before."""
+    """Check that new groups do not reuse agreements of old ones.
+
+    Return the error of a sum with this rank's entry of ``codecs``, after all ranks had int8.
+    """
     launch, found = launch_store(), 0.0
     x = random(20, 50, dist.get_rank())
     for step, codec in enumerate(("int8", codecs[dist.get_rank()])):
@@ -126,8 +128,8 @@ def other_policies(codecs: list[str]) -> float:
 class Launch(dist.Store):
     """The store of a launch, which outlives its groups.
 
-    gloo finds its peers by keys that it uses again, and now and then meets those that are gone. So
-    its own keys are of one ``start``, and no others.
+    gloo finds its peers by keys that it reuses, and sometimes finds peers that no longer exist. Its
+    keys are therefore valid for one ``start`` only.
     """
 
     def __init__(self, store: dist.Store, start: int):
@@ -161,7 +163,7 @@ class Launch(dist.Store):
 
 
 KEPT: list[Launch] = []
-"""torch does not keep the part of a store that is written in Python."""
+"""torch does not keep a reference to the Python part of a store."""
 
 
 def launch_store() -> dist.Store:
@@ -171,7 +173,7 @@ def launch_store() -> dist.Store:
 
 
 def start(launch: dist.Store, number: int) -> None:
-    """Destroys all groups, and makes the group of all ranks again."""
+    """Destroy all groups, and create the group of all ranks again."""
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.barrier()
     dist.destroy_process_group()

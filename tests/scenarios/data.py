@@ -22,7 +22,7 @@ def replicas(job: Job) -> Results:
 
 
 def uneven_batches(job: Job) -> Results:
-    """Every rank's batches are of another size, and one rank's last one is short."""
+    """Every rank's batches have a different size, and one rank's last one is short."""
     data = batches(job.rank, 8 + 5 * job.rank, WIDTH, steps=4)
     if job.rank == 0:
         data[2:] = [data[2][:3], data[3][:1]]
@@ -30,7 +30,7 @@ def uneven_batches(job: Job) -> Results:
 
 
 def block_by_block(job: Job) -> Results:
-    """Each block is compiled for itself: three graphs that look alike."""
+    """Each block is compiled separately: three graphs that look alike."""
     model = Net(WIDTH, depth=3, block=Replica)
     for layer in model.layers:
         layer.compile(backend=job.backend)
@@ -38,7 +38,7 @@ def block_by_block(job: Job) -> Results:
 
 
 def second_model(job: Job) -> Results:
-    """A model that is trained after another one of the same shape, which is gone."""
+    """Train a model after another one of the same shape was deleted."""
     first = Net(WIDTH, block=Replica)
     found = train(job, first, batches(job.rank + 50, 8, WIDTH))
     found = {f"out/first/{key}": value for key, value in found.items() if key.startswith("loss")}
@@ -49,7 +49,7 @@ def second_model(job: Job) -> Results:
 
 
 def two_models(job: Job) -> Results:
-    """Two models of one shape take turns, as a generator and a discriminator do."""
+    """Alternate between two models of one shape, like a generator and a discriminator."""
     models = {"one": Net(WIDTH, block=Replica), "two": Net(WIDTH, block=Replica)}
     compiled = {name: job.compile(model) for name, model in models.items()}
     found: Results = {}
@@ -73,7 +73,7 @@ class Both(nn.Module):
 
 
 def resumed(job: Job) -> Results:
-    """Training goes on from a checkpoint. The block that is compiled first is then another one."""
+    """Resume training from a checkpoint. A different block is then compiled first."""
     model = Both()
     for part in (model.small, model.large):
         part.compile(backend=job.backend)
@@ -96,7 +96,7 @@ def resumed(job: Job) -> Results:
 
 
 def accumulated(job: Job) -> Results:
-    """Gradients of three batches are added up on each rank, and then summed over the ranks."""
+    """Accumulate gradients of three batches on each rank, then sum them over the ranks."""
     model = Net(WIDTH, block=Local)
     compiled = job.compile(model)
     learn = torch.optim.SGD(model.parameters(), job.lr, foreach=False)
@@ -119,7 +119,7 @@ def accumulated(job: Job) -> Results:
 
 
 class Local(nn.Module):
-    """A matmul of this rank alone."""
+    """A matmul of this rank only."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -137,7 +137,7 @@ class Reduce(nn.Module):
 
 
 def no_sync(job: Job) -> Results:
-    """A switch in the model leaves the sums out, for all but the last of three batches."""
+    """Skip the sums for all but the last of three batches, by a switch in the model."""
     model = Net(WIDTH, block=Switched)
     compiled = job.compile(model)
     learn = torch.optim.SGD(model.parameters(), job.lr, foreach=False)
@@ -164,13 +164,13 @@ class Switched(Local):
 
 
 def ddp(job: Job) -> Results:
-    """DDP as it is: its hooks sum the gradients, outside compiled graphs."""
+    """Unmodified DDP: its hooks sum the gradients, outside compiled graphs."""
     model = DistributedDataParallel(Net(WIDTH), process_group=dist.new_group())
     return train(job, model, batches(job.rank, 8, WIDTH))
 
 
 def ddp_in_graph(job: Job) -> Results:
-    """DDP's reducer in Python, of which compiled autograd makes a part of the backward graph."""
+    """DDP's Python reducer, which compiled autograd makes a part of the backward graph."""
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"), autograd_compiled(job):
         model = DistributedDataParallel(Net(WIDTH), process_group=dist.new_group())
         return train(job, model, batches(job.rank, 8, WIDTH))
@@ -195,7 +195,7 @@ def autograd_compiled(job: Job) -> AbstractContextManager[None]:
 
 
 class Half(nn.Module):
-    """float16 weights, of which the gradients are summed in float16."""
+    """float16 weights, whose gradients are summed in float16."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,7 +207,8 @@ class Half(nn.Module):
 
 
 def loss_scaled(job: Job) -> Results:
-    """As a GradScaler does: the first scale is too large for float16, and the step is skipped."""
+    """Loss scaling like GradScaler: the first scale is too large for float16, and the step is
+    skipped."""
     model = Half()
     compiled = job.compile(model)
     learn = torch.optim.SGD(model.parameters(), job.lr / 10, foreach=False)

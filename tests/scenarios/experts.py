@@ -1,4 +1,4 @@
-"""Mixtures of experts: tokens travel to the ranks of their experts and back."""
+"""Mixtures of experts: tokens are sent to the ranks of their experts and back."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ UNEVEN = [[1, 2, 30], [4, 9, 3], [5, 1, 2]]
 NOTHING_FOR_ONE = [[0, 9, 3], [0, 4, 20], [0, 0, 0]]
 """Tokens from rank i to rank j: rank 2 has none, and rank 0 gets none."""
 EVEN_FOR_ONE = [[4, 4, 4], [4, 9, 3], [4, 1, 2]]
-"""Rank 0 sends and gets as many everywhere."""
+"""Rank 0 sends and gets equally many everywhere."""
 
 
 class Experts(nn.Module):
-    """One expert a rank; the router's weight is on every rank. Tokens come sorted by expert."""
+    """One expert per rank; the router's weight is on every rank. Tokens are sorted by expert."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
         chance = torch.sigmoid(x @ Copied.apply(self.router, world()))
-        tokens = x.bfloat16().sin().float()  # in float32 again, as experts compute
+        tokens = x.bfloat16().sin().float()  # back to float32, as experts compute
         inbox = exchange(tokens, sent, received)
         outbox = silu(inbox @ self.expert).bfloat16().float()
         return x + exchange(outbox, received, sent) * chance
@@ -45,7 +45,8 @@ def exchange(rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
 
 
 class Routed(Experts):
-    """How many tokens go where is known only when the graph runs: the ranks tell each other."""
+    """The number of tokens for each rank is known only when the graph runs: the ranks exchange
+    it."""
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:  # type: ignore[override]
         arriving = wait_tensor(all_to_all_single(counts, None, None, dist.group.WORLD))
@@ -55,7 +56,7 @@ class Routed(Experts):
 
 
 def numbers(counts: Tensor) -> list[int]:
-    """The values of a tensor, as numbers of which the compiler knows that they are small."""
+    """Return the values of a tensor, as numbers that the compiler knows to be small."""
     values = counts.tolist()
     for value in values:
         torch._check(value >= 0)
@@ -64,7 +65,7 @@ def numbers(counts: Tensor) -> list[int]:
 
 
 def fixed(matrix: list[list[int]]):
-    """Experts whose graphs know the numbers of tokens: each rank's graph knows its own."""
+    """Experts with constant token counts: each rank's graph contains its own."""
 
     def run(job: Job) -> Results:
         sent, received = matrix[job.rank], [row[job.rank] for row in matrix]
@@ -93,7 +94,7 @@ def routed(matrix: list[list[int]]):
 
 
 def changing(job: Job) -> Results:
-    """Other numbers of tokens in every step, through one graph."""
+    """Different token counts in every step, through one graph."""
     model = Routed()
     found: Results = {}
     with torch._dynamo.config.patch(capture_scalar_outputs=True):

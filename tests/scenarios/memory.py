@@ -19,7 +19,7 @@ WIDTH = 32
 
 
 class Whole(nn.Module):
-    """Of each block its input alone is kept."""
+    """Keep only the input of each block."""
 
     def __init__(self, block: type):
         super().__init__()
@@ -36,7 +36,7 @@ def sine(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 class Selective(Whole):
-    """Results of matmuls are kept (and of ``also``); all else is computed again."""
+    """Keep the results of matmuls (and of ``also``), and recompute everything else."""
 
     def __init__(self, block: type, also: tuple = ()):
         super().__init__(block)
@@ -56,7 +56,7 @@ class Selective(Whole):
 
 
 class Mixed(nn.Module):
-    """Backward has a collective of its own, for a replicated weight, beside those it runs again."""
+    """Backward has its own collective, for a replicated weight, beside the recomputed ones."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -84,7 +84,7 @@ def mixed(job: Job) -> Results:
 
 
 def of_one_block(job: Job) -> Results:
-    """Checkpointing around compiled blocks: forward's graph is called again in backward."""
+    """Checkpointing around compiled blocks: backward calls forward's graph again."""
     net = Net(WIDTH, block=RowParallel)
     for layer in net.layers:
         layer.compile(backend=job.backend)
@@ -104,7 +104,7 @@ SCENARIOS = (
         sites=4,
         replicated=("out",),
         inductor=True,
-        torch=(2, 12),  # before, what is summed is kept
+        torch=(2, 12),  # earlier versions keep what is summed
     ),
     Scenario(name="checkpointed selectively", run=selective, sites=4, replicated=("out",)),
     Scenario(

@@ -1,4 +1,4 @@
-"""Small modules and collectives with gradients, of which the scenarios are built."""
+"""Small modules, and collectives with gradients, from which the scenarios are built."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ops = torch.ops._c10d_functional
 
 
 def world() -> str:
-    """The name of the group of all ranks."""
+    """Return the name of the group of all ranks."""
     return dist.group.WORLD.group_name
 
 
@@ -22,12 +22,12 @@ def total(x: Tensor, group: str, op: str = "sum") -> Tensor:
 
 
 def gathered(x: Tensor, group: str) -> Tensor:
-    """What all ranks have, one after the other along the first dimension."""
+    """Concatenate the tensors of all ranks along the first dimension."""
     return ops.wait_tensor(ops.all_gather_into_tensor(x, dist.get_world_size(), group))
 
 
 class Summed(torch.autograd.Function):
-    """The sum over ranks; each gets the gradient as it is (behind a row-parallel matmul)."""
+    """The sum over ranks, as after a row-parallel matmul; each rank gets the gradient unchanged."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
@@ -39,9 +39,9 @@ class Summed(torch.autograd.Function):
 
 
 class Copied(torch.autograd.Function):
-    """The value as it is; its gradient is summed over ranks.
+    """The unchanged value; its gradient is summed over ranks.
 
-    For a replicated weight, or in front of a column-parallel matmul.
+    It is for a replicated weight, or before a column-parallel matmul.
     """
 
     @staticmethod
@@ -55,7 +55,7 @@ class Copied(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    """A residual MLP of ``width``, all of it on this rank."""
+    """A residual MLP of ``width``, not sharded."""
 
     def __init__(self, width: int = 32):
         super().__init__()
@@ -67,7 +67,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks, one after the other."""
+    """Blocks in sequence."""
 
     def __init__(self, width: int = 32, depth: int = 2, block: Any = Block):
         super().__init__()
@@ -81,7 +81,7 @@ class Net(nn.Module):
 
 
 class Replica(nn.Module):
-    """A matmul whose weight every rank holds; its gradient is summed over ranks, in the graph."""
+    """A matmul with a replicated weight, whose gradient is summed over ranks in the graph."""
 
     def __init__(self, width: int = 32, group: str | None = None):
         super().__init__()
@@ -93,7 +93,7 @@ class Replica(nn.Module):
 
 
 class RowParallel(nn.Module):
-    """Each rank has rows of an MLP's second matmul. There is no collective in backward."""
+    """An MLP whose second matmul is sharded by rows. There is no collective in backward."""
 
     def __init__(self, width: int = 32, group: str | None = None):
         super().__init__()

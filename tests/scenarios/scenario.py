@@ -1,4 +1,4 @@
-"""What a scenario says of itself, and what it is given."""
+"""Define what a scenario consists of, and what it gets."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from torch.distributed.tensor import DTensor
 import commpass
 
 Results = dict[str, Tensor]
-"""What a rank found, by name; the part before the first "/" says how it is compared:
+"""What a rank found, by name; the part before the first "/" determines how it is compared:
 
-``loss``, ``out``: made by forward; under a policy for backward alone they are those of plain torch.
-``grad``: gradients, as ``grad/<step>/<parameter>``.
-``exact``: no collective on the way may be compressed: equal, but for rounding, under every policy.
-``residual``: what error feedback holds back on this rank in the end.
+- ``loss``, ``out``: computed by forward; under a policy for backward only, equal to plain torch.
+- ``grad``: gradients, as ``grad/<step>/<parameter>``.
+- ``exact``: no collective on its path may be compressed: equal, except for rounding, under every
+  policy.
+- ``residual``: what error feedback holds back on this rank at the end.
 """
 
 
@@ -46,20 +47,21 @@ class Job:
 class Scenario:
     """A training set-up.
 
-    run: trains for two or three steps on this rank. Same seeds, same numbers.
-    ranks: how many it needs.
-    sites: how many sites of its plans are compressed on each rank, at least, with int8 forced.
-    pays: some are, where the cost model decides, on a slow link.
-    gradients: how many are, at least, where topk is forced in backward. With 0 all must be exact.
-    conserved: gradients are sums over ranks and nothing comes after: topk holds back what lacks.
-    replicated: beginnings of the names of results that must be the same bits on all ranks.
-    rules: what the user also says, under every policy.
-    growth: how many times a codec's own relative error the results may be off.
-    rounding: relative error where only the order of a sum may differ.
-    differ: what ranks want to change differs, so commpass may leave a graph as it is and say so.
-    inductor: it is tried with Inductor, too.
-    presets: it is tried under every preset, none of which may lose a bit.
-    torch: the first version of torch that has what it needs.
+    - run: trains for two or three steps on this rank. The same seeds give the same numbers.
+    - ranks: the number of ranks.
+    - sites: the least number of compressed sites on each rank, with int8 forced.
+    - pays: whether the cost model compresses some sites on a slow link.
+    - gradients: the least number of compressed sites with topk forced in backward. If 0, all must
+      be exact.
+    - conserved: gradients are sums over ranks without later steps: topk holds back what is missing.
+    - replicated: prefixes of the names of results that must have the same bits on all ranks.
+    - rules: rules that are added to every policy.
+    - growth: the allowed error of the results, as a multiple of the codec's relative error.
+    - rounding: the allowed relative error if only the order of a sum may differ.
+    - differ: the ranks propose different changes, so that commpass may fall back, with a warning.
+    - inductor: also run with Inductor.
+    - presets: also run under every preset, none of which may change a bit.
+    - torch: the first supported version of torch.
     """
 
     name: str
@@ -80,12 +82,13 @@ class Scenario:
 
 
 def random(rows: int, width: int, seed: int) -> Tensor:
-    """``[rows, width]`` of a Gaussian; the same for the same seed on every rank."""
+    """Return ``[rows, width]`` Gaussian values; the same seed gives the same values on every
+    rank."""
     return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
 
 
 def batches(rank: int, rows: int, width: int, steps: int = 3) -> list[Tensor]:
-    """A rank's own data, one tensor ``[rows, width]`` a step."""
+    """Return a rank's own data, one tensor ``[rows, width]`` per step."""
     return [random(rows, width, 1000 * rank + step) for step in range(steps)]
 
 
@@ -96,7 +99,8 @@ def train(
     forward: Callable[[Tensor], Tensor] | None = None,
     first: int = 0,
 ) -> Results:
-    """Steps of SGD on the mean square of what ``forward`` gives (the compiled model if None).
+    """Run steps of SGD on the mean square of the output of ``forward`` (the compiled model if
+    None).
 
     ``data`` has a batch for each step; steps are numbered from ``first``.
     """
@@ -116,7 +120,7 @@ def train(
 
 
 def gradients(model: nn.Module, step: int) -> Results:
-    """This rank's part of each gradient."""
+    """Return this rank's part of each gradient."""
     return {
         f"grad/{step}/{name}": local(weight.grad).clone()
         for name, weight in model.named_parameters()
@@ -125,7 +129,8 @@ def gradients(model: nn.Module, step: int) -> Results:
 
 
 def residual(model: nn.Module) -> Results:
-    """What error feedback holds back of a model now: one row of numbers, in the order of names."""
+    """Return what error feedback currently holds back of a model: one row of numbers, ordered by
+    name."""
     kept = [tensor.double().reshape(-1) for _, tensor in sorted(commpass.state_dict(model).items())]
     return {"residual": torch.cat(kept)} if kept else {}
 

@@ -1,4 +1,4 @@
-"""Parameters that are sharded, and gathered where they are used: by hand, tied, cast; FSDP2."""
+"""Parameters that are sharded, and gathered where they are used: explicitly, tied, cast; FSDP2."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def cast(job: Job) -> Results:
 
 
 def uneven_batches(job: Job) -> Results:
-    """What fits in memory differs by rank; what is gathered must not."""
+    """Batch sizes differ by rank; what is gathered must not."""
     rows = (2, 700, 40)[job.rank]
     model = Sharded(depth=3, tied=True, dtype=torch.bfloat16)
     return train(job, model, batches(job.rank, rows, WIDTH))
 
 
 def short_last_batch(job: Job) -> Results:
-    """The last batch of an epoch is short on one rank, which compiles anew."""
+    """The last batch of an epoch is short on one rank, which recompiles."""
     data = batches(job.rank, 256, WIDTH, steps=4)
     if job.rank == job.size - 1:
         data[2:] = [data[2][:3], data[3]]
@@ -65,7 +65,7 @@ def short_last_batch(job: Job) -> Results:
 
 
 def fsdp(job: Job) -> Results:
-    """FSDP2 gathers in hooks, outside compiled graphs: nothing of it is seen."""
+    """FSDP2 gathers in hooks, outside compiled graphs, so that the backend sees no collective."""
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (job.size,), mesh_dim_names=("dp",))

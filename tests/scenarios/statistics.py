@@ -1,5 +1,8 @@
-"""Numbers that are no field of like values: statistics of a batch norm, metrics, where the largest
-logit is, the loads of experts. No policy without a name in it may change one."""
+"""Tensors that are no field of like values, which no policy may change unless it names them.
+
+They are statistics of a batch norm, metrics, positions of the largest logits, and the loads of
+experts.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from scenarios.parts import Net, gathered, total, world
 from scenarios.scenario import Job, Results, Scenario, batches, random, train
 
 WIDTH = 256
-"""Wide enough for codes to pay on the slow link, if they were allowed."""
+"""Wide enough that codes would pay on the slow link, if they were allowed."""
 
 
 def exact(found: Results) -> Results:
@@ -21,7 +24,7 @@ def exact(found: Results) -> Results:
 
 
 class Normalized(torch.autograd.Function):
-    """A batch norm over all ranks: they gather [means, 1 / deviations, count], as torch does."""
+    """A batch norm over all ranks, which gather [means, 1 / deviations, count], as in torch."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -56,7 +59,7 @@ class NormalizedBlock(nn.Module):
 
 
 def batch_norm(job: Job) -> Results:
-    """Every rank's batch has another number of rows, so that counts differ."""
+    """Every rank's batch has a different number of rows, so that counts differ."""
     model = Net(WIDTH, block=NormalizedBlock)
     return exact(train(job, model, batches(job.rank, 16 + 8 * job.rank, WIDTH)))
 
@@ -77,7 +80,7 @@ def metrics(job: Job) -> Results:
 
 
 def argmax(job: Job) -> Results:
-    """Each rank has a part of the vocabulary: its largest logits, and of which tokens they are."""
+    """Each rank has a part of the vocabulary: its largest logits, and their tokens."""
     vocabulary = 30_000
 
     def choose(x: Tensor, head: Tensor, first: Tensor) -> Tensor:
@@ -94,8 +97,8 @@ def argmax(job: Job) -> Results:
 
 
 def loads(job: Job) -> Results:
-    """How many tokens each expert of each layer gets; their biases move by the sign of what they
-    have too many."""
+    """Count the tokens of each expert of each layer; the sign of the excess changes the expert's
+    bias."""
     layers, experts = 12, 64
     routers = random(WIDTH, layers * experts, 5).view(WIDTH, layers, experts)
 

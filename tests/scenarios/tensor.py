@@ -25,7 +25,7 @@ def tensor_parallel(job: Job) -> Results:
 
 
 def activations(rank: int) -> list[Tensor]:
-    """What an embedding would give: a gradient goes on through it."""
+    """Return activations like those of an embedding: a gradient flows through them."""
     return [batch.requires_grad_() for batch in batches(rank, 8, WIDTH)]
 
 
@@ -53,7 +53,7 @@ def autocast(job: Job) -> Results:
 
 
 class Gate(nn.Module):
-    """Scores that every rank has a part of; they decide where tokens go, so they must be exact."""
+    """Scores of which every rank has a part; they route tokens, so they must be exact."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -64,7 +64,7 @@ class Gate(nn.Module):
 
 
 class Gated(nn.Module):
-    """A gate's sum over the ranks plus an MLP's: algebra could make one of the two."""
+    """A gate's sum over the ranks plus an MLP's: algebra could merge the two."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -85,7 +85,8 @@ class GatedNet(nn.Module):
 
 
 def router_kept(job: Job) -> Results:
-    """Where the MLP gives nothing, what is left is the router's, which the user keeps."""
+    """The MLP gives nothing; what is left is the router's sum, which the user keeps
+    uncompressed."""
     model = GatedNet()
     found = train(job, model, batches(0, 8, WIDTH))
     alone = Gated(WIDTH)
@@ -108,7 +109,7 @@ class Twice(nn.Module):
 
 
 def overlapping_meshes(job: Job) -> Results:
-    """Two meshes call the same ranks tp and ep: summing over both counts each rank twice."""
+    """Two meshes name the same ranks tp and ep: a sum over both counts each rank twice."""
     tp = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"].get_group().group_name
     ep = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))["ep"].get_group().group_name
     return train(job, Twice(tp, ep), batches(job.rank, 8, WIDTH))
@@ -136,7 +137,8 @@ class Averaged(torch.autograd.Function):
 
 
 class Layer(nn.Module):
-    """Parallel over ``tp``; weights' gradients are summed over ``dp``, the norm's over both."""
+    """Parallel over ``tp``; gradients of the weights are summed over ``dp``, that of the norm over
+    both."""
 
     def __init__(self, tp: str, dp: str, place: int):
         super().__init__()
@@ -159,7 +161,7 @@ def mesh_of_two(job: Job) -> Results:
 
 
 class Chain(nn.Module):
-    """Neighbours sum what they have, two by two: the middle rank is in both groups."""
+    """Each pair of neighbours sums its values: the middle rank is in both groups."""
 
     def __init__(self, groups: list[str]):
         super().__init__()
@@ -179,7 +181,7 @@ def chained_groups(job: Job) -> Results:
 
 
 def fsdp_and_tp(job: Job) -> Results:
-    """Hooks gather sharded parameters between compiled blocks; in the blocks are sums over tp."""
+    """Hooks gather sharded parameters between compiled blocks; the blocks contain sums over tp."""
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

@@ -1,4 +1,4 @@
-"""Every scenario under every policy, against plain torch: nothing changes that must not."""
+"""Run every scenario under every policy, and compare it with plain torch."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from scenarios.scenario import Scenario
 pytestmark = pytest.mark.xdist_group("ranks")
 
 PATIENCE_S = 120
-"""Far more than any scenario takes: what needs longer is a wait that plain torch does not have."""
+"""Far more seconds than any scenario takes: a longer time is a wait that plain torch does not
+have."""
 TURNS = ["int8", "topk", "balanced", "int8", "topk", "lossless", "off"]
-"""Without ``--every`` a scenario is tried under one policy, these in turn."""
+"""Without ``--every``, a scenario runs under one policy, which alternates between these."""
 COMPILED = [("checkpointed", "int8")]
-"""Those tried with Inductor even so."""
+"""Those that also run with Inductor."""
 LONG = (
     *("chained groups", "overlapping meshes", "late", "evaluated first", "evaluated alone"),
     *("experts, routed anew", "experts, uneven", "experts, routed, no tokens"),
@@ -29,11 +30,11 @@ LONG = (
     *("sharded, tied weights", "sharded, short last batch", "mesh of two dimensions"),
     "second model",
 )
-"""Those that take longest, or whose parts others have too, are tried with ``--every`` alone."""
+"""Those that take longest, or whose parts are in others too, run only with ``--every``."""
 
 
 def cases() -> Iterator[ParameterSet]:
-    """All of them; ``every`` marks those that run with ``--every`` alone."""
+    """Yield all cases; ``every`` marks those that run only with ``--every``."""
     for number, scenario in enumerate(ALL):
         for inner in ("aot_eager", "inductor") if scenario.inductor else ("aot_eager",):
             for policy in (*POLICIES, *(OTHERS if scenario.presets else ())):

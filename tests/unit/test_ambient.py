@@ -1,5 +1,5 @@
-"""Nothing that a caller has switched on in torch changes what a codec, a collective by hand, or a
-pass computes."""
+"""Torch modes of the caller do not change the results of a codec, a direct collective call, or a
+pass."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def data(dtype: torch.dtype = torch.float32, *shape: int) -> torch.Tensor:
 
 @pytest.fixture
 def alone():
-    """A gloo group of this process alone."""
+    """A gloo group of this process only."""
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -54,7 +54,7 @@ def alone():
     dist.destroy_process_group()
 
 
-# --- what computes --------------------------------------------------------------------------------
+# --- computations ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *map(rarely, FLOATS[1:])])
@@ -143,7 +143,8 @@ def differing_compiled(
     mode: str,
     backend: str,
 ) -> list[str]:
-    """As ``differing``, of one compiled function. What is not Inductor's has the bits of eager."""
+    """Like ``differing``, for one compiled function. Operators outside Inductor have the bits of
+    eager."""
     x = data().requires_grad_(mode not in FORWARD_ALONE)
 
     def run(_: str) -> Any:
@@ -170,7 +171,7 @@ def test_compiled_collective_gives_the_same_bits_and_gradients(alone, mode, name
 
 
 FIXED = [case for case in CASES if "exponent" not in getattr(case, "values", case)]
-"""Without the codec whose wire has a length that depends on the values: no whole graph has it."""
+"""Without the codec whose wire length depends on the values: no whole graph has it."""
 
 
 @pytest.mark.parametrize(("mode", "name", "backend"), FIXED)
@@ -199,7 +200,7 @@ def test_autocast_around_a_compiled_collective_stays_the_callers(alone):
     torch.testing.assert_close(y, exact, rtol=0, atol=0.02 * float(exact.abs().max()))
 
 
-# --- what is computed once and kept ---------------------------------------------------------------
+# --- cached computations --------------------------------------------------------------------------
 
 
 @pytest.mark.few(4)
@@ -241,7 +242,7 @@ def test_tensors_that_last_can_be_written_after_inference():
 
 
 def state() -> tuple[object, ...]:
-    """All that the boundary touches, and what it must leave alone."""
+    """Return everything that the boundary changes temporarily, and what it must not change."""
     return (
         torch.is_autocast_enabled("cpu"),
         torch.is_grad_enabled(),
@@ -271,7 +272,7 @@ def test_boundary_restores_the_callers_state_also_after_an_error(mode):
 
 @pytest.mark.parametrize("mode", OF_THE_PROCESS)
 def test_boundary_leaves_the_state_of_the_process_alone(mode):
-    """Other threads of the caller's have it too."""
+    """Other threads of the caller share it."""
 
     def of_the_process() -> tuple[object, ...]:
         return torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()

@@ -1,4 +1,4 @@
-"""From which size on a candidate gains: against a search over the choice itself."""
+"""The size from which a candidate gains, compared with a search with the choice itself."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def test_just_above_it_is_chosen_and_just_below_it_is_not(kind, spec, profile):
     if found == inf:
         assert not any(chosen(1 << power) for power in range(8, 34))
         return
-    # codes come in blocks: just below it some sizes may gain, and others not
+    # codes come in blocks: just below the limit some sizes may gain, and others not
     assert all(chosen(found * NEAR * 2**power) for power in range(10))
     if found:
         assert not chosen(found / NEAR)
 
 
 def test_two_lines_meet_where_the_formula_says():
-    """One-shot on 2 ranks sends 65/256 of the bytes; encoding takes 1/4 ns a byte."""
+    """One-shot on 2 ranks sends 65/256 of the bytes; encoding takes 1/4 ns per byte."""
     free = Kernels(launch_us=0.0, other=KernelRate(1.0, 0.0))
     profile = Profile("lines", Link(0.0, 1.0), kernels=free, margin=0.0)
     assert break_even(site(ranks=2), "one_shot", "int8", profile) < 1024  # a block or two

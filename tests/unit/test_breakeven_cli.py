@@ -1,4 +1,4 @@
-"""``commpass breakeven``: from which size on compressing pays."""
+"""``commpass breakeven``: the size from which compressing pays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calibrations as data, the mixes that they lead to, and the policies and files of those."""
+"""Calibrations as data, the mixes that they lead to, and the policies and files made from those."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ def test_time_instead_of_bytes():
 
 
 LIKE = tuple(place(f"like.{number}", 0.1 + number / 7) for number in range(8))
-"""Whose squares add up to other sums in another order."""
+"""Their squares, added in another order, have other sums."""
 SHUFFLED = """
 import random, sys
 sys.path[:0] = {path!r}

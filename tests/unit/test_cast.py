@@ -16,14 +16,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from commpass.codecs import FLOATS, codec
 from commpass.errors import PolicyError
 
-__all__ = ["one_thread"]  # a fixture, used by its presence
+__all__ = ["one_thread"]  # a fixture that works by its presence
 
 FORMS = {"bf16": (8, -126, 127), "fp16": (11, -14, 15)}
-"""Bits of the mantissa with the one in front, and the least and the largest exponent."""
+"""Bits of the mantissa with the leading one, and the least and the largest exponent."""
 
 
 def rounded(x: np.ndarray, form: str) -> np.ndarray:
-    """The nearest number of a form, ties to even, cut at the largest one; by its definition."""
+    """Return the nearest number of a form, ties to even, clipped to the largest one, from the
+    definition."""
     precision, least, most = FORMS[form]
     largest = (2 - 2.0 ** (1 - precision)) * 2.0**most
     exponent = np.maximum(np.frexp(x)[1] - 1, least)

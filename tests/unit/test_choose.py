@@ -1,5 +1,7 @@
-"""Candidates and the choice as pure functions: numbers worked out a second time from the formulas,
-and when it compresses or does not."""
+"""Candidates and the choice as pure functions.
+
+Numbers are computed a second time from the formulas, and the tests show when the choice compresses.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ SHARED_OUT = ("reduce_scatter", "all_to_all")
 """Kinds whose input has a part for every rank."""
 RANKS = [2, 3, 8, 48, 64, 65, 1000, 1024]
 MOST_HOPS = 64
-"""Hops that a ring may have."""
+"""The largest number of hops of a ring."""
 ITEM = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 CODECS = ("int8", "int4(block=64)", "fp8", "rotated")
 KERNELS = Kernels(
@@ -155,7 +157,7 @@ POLICIES = st.builds(
 )
 
 
-# --- the formulas, a second time ------------------------------------------------------------------
+# --- a second implementation of the formulas ------------------------------------------------------
 
 
 def exchange_us(
@@ -167,8 +169,11 @@ def exchange_us(
     factor: float = 1.0,
     peers: int | None = None,
 ) -> float:
-    """alpha-beta: ``messages * alpha + bytes sent / bandwidth``; 1 GB/s are 1000 bytes a
-    microsecond. With ``peers``, one message to each of those and to nobody else."""
+    """alpha-beta: ``messages * alpha + bytes sent / bandwidth``; 1 GB/s are 1000 bytes per
+    microsecond.
+
+    With ``peers``, a rank sends one message to each of those and to no other rank.
+    """
     beta = factor / (gbytes * 1000)
     p = ranks
     if peers is not None:
@@ -183,7 +188,7 @@ def exchange_us(
 
 
 def wire_bytes(numel: int, block: int, bits: int, scale: int) -> int:
-    """Codes of whole blocks, then a scale a block, each up to a multiple of 128 bytes."""
+    """Codes of whole blocks, then a scale per block, each padded to a multiple of 128 bytes."""
     blocks = math.ceil(numel / block)
     return math.ceil(blocks * block * bits / 8 / 128) * 128 + math.ceil(blocks * scale / 128) * 128
 
@@ -194,9 +199,12 @@ def parameters(spec: str) -> tuple[str, dict[str, str]]:
 
 
 def work(spec: str, kind: str, numel: int, ranks: int, block: int, bits: int, dtype: str):
-    """(exchanges as (kind, bytes handed over, bytes that leave, peers), values encoded, values
-    decoded, kernels) of one rank. The codec has no scales and codes nothing if ``bits`` is 0. Where
-    ``peers`` is None, the plain collective's formula has what leaves."""
+    """Return the work of one rank: (exchanges, values encoded, values decoded, kernels).
+
+    Exchanges are (kind, bytes passed to the collective, bytes that leave, peers). The codec has no
+    scales and codes nothing if ``bits`` is 0. If ``peers`` is None, the bytes that leave follow the
+    plain collective's formula.
+    """
     wide, plain = 8 if dtype == "float64" else 4, ITEM[dtype]  # wide: a scale, and a partial sum
     name, given = parameters(spec)
     stage, shards, node = given.get("stage"), int(given.get("shards", 1)), int(given.get("node", 1))
@@ -205,8 +213,8 @@ def work(spec: str, kind: str, numel: int, ranks: int, block: int, bits: int, dt
         return math.ceil(values / (block * shards)) * block * shards
 
     def sizes(values: int, item: int) -> list[int]:
-        """Of a row, its bytes in each exchange: one, or its shards' scales together and then the
-        codes of each."""
+        """Return the bytes of a row in each exchange: one, or its shards' scales together and then
+        the codes of each."""
         if item:
             return [math.ceil(values / shards) * item] * shards
         if shards == 1:
@@ -215,8 +223,8 @@ def work(spec: str, kind: str, numel: int, ranks: int, block: int, bits: int, dt
         codes = wire_bytes(of_one, block, bits, 0)
         return [shards * (wire_bytes(of_one, block, bits, wide) - codes), *[codes] * shards]
 
-    # (kind, rows, values of each, rows for other ranks if only some get one, bytes of a value if
-    # not coded, rows that arrive)
+    # (kind, rows, values of each, rows for other ranks if only some get one, bytes per value if not
+    # coded, rows that arrive)
     if kind in ("all_gather", "broadcast"):
         hops = [(kind, 1, numel, None, 0 if bits else plain, ranks if kind == "all_gather" else 1)]
     elif kind == "all_to_all":
@@ -237,7 +245,7 @@ def work(spec: str, kind: str, numel: int, ranks: int, block: int, bits: int, dt
         }[name]
         sums = (
             plain if name in ("two_shot", "direct") else wide
-        )  # sums on their way are not rounded, values are as they came
+        )  # partial sums are not rounded, values are as they came
         item = sums if stage == "ag" or not bits else 0
         hops = [("all_to_all", rows, values, away, item, rows) for rows, values, away in scattered]
         if kind == "all_reduce":
@@ -260,7 +268,7 @@ def work(spec: str, kind: str, numel: int, ranks: int, block: int, bits: int, dt
         encoded,
         decoded,
         2 * shards * len(coded),
-    )  # each shard is encoded and decoded by a kernel of its own
+    )  # a separate kernel encodes and decodes each shard
 
 
 STAGES = ("", "stage=ag", "stage=rs")
@@ -320,7 +328,7 @@ CASES = [(kind, spec) for kind, specs in SPECS.items() for spec in specs]
 
 
 def test_every_algorithm_has_a_second_formula():
-    """But ``sparse`` and ``native``, which have tests of their own."""
+    """Except ``sparse`` and ``native``, which have separate tests."""
     for kind in COMPRESSIBLE:
         assert {parameters(spec)[0] for spec in SPECS[kind]} == {
             a.name for a in algorithms_of(kind)
@@ -328,7 +336,7 @@ def test_every_algorithm_has_a_second_formula():
 
 
 def taken_us(size: int, kind: str, to: Any, ranks: int, gbytes: float, factors: dict) -> float:
-    """The time for which an exchange takes the link."""
+    """Return the time for which an exchange occupies the link."""
     return exchange_us(kind, size, ranks, 0.0, gbytes, factors.get(kind, 1.0), to)
 
 
@@ -352,7 +360,7 @@ def check_formulas(kind: str, spec: str, ranks: int, dtype: str) -> None:
         )
         plain = exchange_us(kind, numel * ITEM[dtype], ranks, alpha, gbytes, factors.get(kind, 1.0))
         assert (planned.codec, planned.algorithm) == (codec, spec)
-        if "shards=" in spec:  # what is coded may hide behind what travels, but takes no less
+        if "shards=" in spec:  # coding may overlap with exchanges, but takes no less
             coded = kernels * KERNELS.launch_us
             coded += (encoded * rate.encode_ns + decoded * rate.decode_ns) / 1000
             least = max(
@@ -402,8 +410,8 @@ def test_micro_shards_are_exchanges_and_kernels_of_their_own(kind, spec, ranks, 
 
 @pytest.mark.parametrize("kind", COMPRESSIBLE)
 def test_values_that_are_not_coded_cost_no_kernels(kind):
-    """Whatever kernels cost, a wire of values as they are costs the same; a stage of them, the
-    kernels of the other one."""
+    """Whatever kernels cost, a wire of unchanged values costs the same; a stage of them costs the
+    kernels of the other stage."""
     free, dear = (
         Profile("test", SLOW, kernels=Kernels(launch, KernelRate(ns, ns)), margin=0.0)
         for launch, ns in ((0.0, 0.0), (1e6, 1e3))
@@ -541,8 +549,8 @@ def test_one_rank_alone_sends_nothing(kind):
 
 
 def test_ethernet_is_gloo_over_that_many_bits():
-    """gloo's reduce_scatter sends everything twice and its all_to_all is half duplex beyond 256
-    KiB; its all_reduce is at the formula."""
+    """gloo's reduce_scatter sends everything twice, and its all_to_all is half duplex beyond 256
+    KiB; its all_reduce follows the formula."""
     link = ethernet(10, alpha_us=60.0).link_of("any")
     for kind, factor in (
         ("all_reduce", 1),
@@ -599,11 +607,11 @@ def test_groups_on_links_of_their_own_are_decided_on_their_own():
 
 
 def choices(kind: str) -> list[str]:
-    """What there is to choose from for a kind where nobody names an algorithm."""
+    """Return the choices for a kind if no algorithm is named."""
     return [spec for spec in DEFAULTS if spec in SPECS[kind]]
 
 
-# --- a pure function, and one that never loses ----------------------------------------------------
+# --- a pure function that never makes a plan slower -----------------------------------------------
 
 
 @tried
@@ -643,7 +651,7 @@ def test_every_site_keeps_its_facts_and_has_a_reason(a_site, policy, link, margi
 def test_chosen_candidate_is_the_fastest_and_never_slower_than_leaving_alone(
     a_site, link, margin, codecs
 ):
-    """Law 10. Each candidate is forced by itself to learn its time."""
+    """Law 10. Each candidate is forced separately to learn its time."""
     a_profile = profile(link, margin)
     chosen = one(a_site, Policy(codecs=codecs), a_profile)
     alone = [
@@ -693,7 +701,7 @@ def test_slow_link_makes_it_compress_and_a_fast_one_leave_alone_with_both_times(
 
 
 def test_gain_has_to_be_above_the_margin_and_the_reason_says_so():
-    """Law 10, at the edge: a gain of exactly the margin is not enough."""
+    """Law 10, at the limit: a gain of exactly the margin is not enough."""
     a_site = site(numel=100_000)
     free = one(a_site, Policy(codecs="int8"), profile(Link(10.0, 1.0)))
     assert free.compressed
@@ -747,9 +755,10 @@ def test_force_compresses_whatever_the_times_and_says_so(a_site, link):
 
 
 def shares(kind: str, spec: str, ranks: int) -> list[float]:
-    """Of the variance of a result, the share in what is encoded, for each time that something is.
-    Values of ranks are
-    independent: a partial sum of k of them has k shares of ``ranks``."""
+    """Return the share of a result's variance in what is encoded, for each encode.
+
+    Values of ranks are independent: a partial sum of k of them has k shares of ``ranks``.
+    """
     name, given = parameters(spec)
     up, down = ranks // 2, (ranks - 1) // 2
     scattered = {
@@ -785,12 +794,12 @@ def test_encodes_of_rings_add_up_to_the_closed_formulas(ranks):
 
 
 def coded(values: np.ndarray, random: np.random.Generator, error: float) -> np.ndarray:
-    """What a codec does to values on average: noise of ``error`` times their size."""
+    """The average effect of a codec on values: noise of ``error`` times their size."""
     return values + error * values.std() * random.standard_normal(values.shape)
 
 
 def simulated(spec: str, ranks: int, error: float = 0.05, numel: int = 20_000) -> float:
-    """The relative error of one shard of an all_reduce of Gaussian values, in float64."""
+    """Return the relative error of one shard of an all_reduce of Gaussian values, in float64."""
     name, given = parameters(spec)
     random = np.random.default_rng(ranks)
     x = random.standard_normal((ranks, numel))
@@ -912,8 +921,8 @@ def test_no_algorithm_above_the_budget_is_chosen_at_any_number_of_ranks(
 @pytest.mark.parametrize("kind", COMPRESSIBLE)
 @pytest.mark.parametrize("name", ALGORITHM_NAMES)
 def test_algorithm_named_for_another_kind_leaves_this_kind_its_own_or_the_site_alone(kind, name):
-    """What a policy names is for all kinds at once; what a rule or a word names is for the sites
-    that it covers."""
+    """A policy names algorithms for all kinds at once; a rule or an annotation names them for its
+    own sites."""
     own, mine = choices(kind), name in [a.name for a in algorithms_of(kind)]
     word = Policy(), site(kind, ranks=2, word=Annotation(codec="int8", algorithm=name).to_json())
     rule = Policy(rules=[Rule(codec="int8", algorithm=name)]), site(kind, ranks=2)
@@ -1063,11 +1072,11 @@ def test_codec_that_needs_no_state_is_not_refused_for_lack_of_it(policy, part):
 # --- all-to-all whose ranks hold different sizes --------------------------------------------------
 
 SCORED = 1024
-"""Entries a rank pair that times are predicted for."""
+"""Entries per rank pair for which times are predicted."""
 
 
 def exchanges(matrix, width: int | None = 4096, dtype: str = "float32", **changes) -> list[Site]:
-    """The site of each rank where rank i sends ``matrix[i][j]`` entries to rank j."""
+    """Return the site of each rank if rank i sends ``matrix[i][j]`` entries to rank j."""
     ranks, of_one = len(matrix), 1 if width is None else width
     found = []
     for rank in range(ranks):
@@ -1085,7 +1094,7 @@ def exchanges(matrix, width: int | None = 4096, dtype: str = "float32", **change
 
 
 def decided(sites: list[Site], policy: Policy, a_profile: Profile) -> list[Plan]:
-    """Each rank's plan, made of nothing but its own site."""
+    """Return each rank's plan, made only from its own site."""
     return [
         Plan(
             graph=str(rank),
@@ -1113,11 +1122,11 @@ WIDTHS = st.sampled_from([None, 1, 7, 512, 4096])
 @given(MATRICES, WIDTHS, st.sampled_from(list(ITEM)), LINKS, st.sampled_from([0.0, 0.1]))
 @example([[1, 0], [0, 1]], None, "float32", SLOW, 0.0)
 def test_ranks_that_hold_different_sizes_decide_alike(codec, matrix, width, dtype, link, margin):
-    """Law 5, where no rank knows what another holds."""
+    """Law 5, if no rank knows what another holds."""
     sites = exchanges(matrix, width, dtype)
     assume(
         len({a_site.uneven for a_site in sites}) == 1
-    )  # but see test_rank_whose_own_lengths_are_alike
+    )  # except in test_rank_whose_own_lengths_are_alike
     plans = decided(sites, Policy(codecs=codec), profile(link, margin))
     assert len({(plan.sites[0].codec, plan.sites[0].algorithm) for plan in plans}) == 1
     assert len({plan.digest() for plan in plans}) == 1
@@ -1160,7 +1169,8 @@ def outline(one_site: Site, plan: Plan) -> str:
 
 @pytest.mark.parametrize(("above", "covered"), [(0, True), (1, False)])
 def test_rule_for_large_sites_covers_an_uneven_exchange_on_all_ranks_or_on_none(above, covered):
-    """By the bytes of so many rows for each rank, whatever this one has."""
+    """The bytes are those of the same number of rows for each rank, independent of this rank's
+    rows."""
     for matrix in ([[9, 9], [1, 2]], [[0, 5000], [1, 0]], [["u0", "u1"], ["u2", "u3"]]):
         least = SCORED * 2 * 4096 * 4 + above
         plans = decided(
@@ -1175,12 +1185,12 @@ def test_rule_for_large_sites_covers_an_uneven_exchange_on_all_ranks_or_on_none(
 SAID = "for 1,024 entries from each rank to each, since ranks may hold different numbers"
 INT8 = KERNELS.rates["int8"]
 WHETHER_LONG = [(None, False), (40, False), (512, False), (4096, True), (5000, True)]
-"""Widths, and whether an entry is encoded on its own: where it takes at most a twentieth more bytes
+"""Widths, and whether an entry is encoded separately: if it takes at most a twentieth more bytes
 than in a large tensor."""
 
 
 def blocks(values: int) -> int:
-    """Values in whole blocks: so many are encoded and decoded."""
+    """Return the values in whole blocks that are encoded and decoded."""
     return math.ceil(values / 256) * 256
 
 
@@ -1242,7 +1252,7 @@ def exchange_work(
 
 
 def coding(found: Stages) -> tuple[int, int, int]:
-    """Values encoded and decoded, and in how many kernels."""
+    """Return the values encoded and decoded, and the number of kernels."""
     kernels = sum(stage.role in ("encode", "decode") for stage in found)
     return found.values("encode"), found.values("decode"), kernels
 
@@ -1285,7 +1295,7 @@ def test_entries_that_are_rows_go_in_micro_shards(sent, unknown, width, shards):
 
 
 def test_stages_of_a_lossless_code_count_with_its_measured_bits():
-    """A gather of 2^20 values, 8 of 8 ranks each: what leaves one is one row."""
+    """A gather of 2^20 values, on each of 8 ranks: one row leaves each."""
     payload, request = Payload(1 << 20, 1 << 20, torch.bfloat16), Request("0", 8)
     sent = {
         spec: sum(
@@ -1347,7 +1357,7 @@ def test_exchanges_of_even_parts_are_scored_as_they_are(width, splits):
 @pytest.mark.parametrize("ranks", [2, 8, 64])
 @pytest.mark.parametrize("width", [None, 1, 40, 512, 4096])
 def test_exchanges_of_unknown_sizes_are_scored_entry_by_entry_as_they_run(width, ranks):
-    """Nobody knows how long parts are: each entry is a row, be it short or long."""
+    """The lengths of parts are unknown: each entry is a row, whether short or long."""
     a_site, *_ = exchanges([[f"u{n}" for n in range(ranks)]] * ranks, width)
     planned = one(a_site, forced("int8"), profile(Link(7.0, 1.25)))
     of_one, entries = width or 1, SCORED * ranks
@@ -1384,7 +1394,7 @@ def test_bytes_of_an_unknown_size_are_not_known_but_it_is_decided():
 
 @pytest.mark.parametrize("width", [None, 8, 40])
 def test_short_entries_of_unknown_splits_are_not_sent_at_more_bytes_than_they_have(width):
-    """Law 10: each is padded to a block of its own."""
+    """Law 10: each is padded to a separate block."""
     a_site, *_ = exchanges([["u0", "u1"], ["u2", "u3"]], width)
     a_site = dataclasses.replace(a_site, bytes=4096 * 4 * (width or 1))
     planned = one(a_site, Policy(codecs="int8"), profile())
@@ -1395,7 +1405,7 @@ def test_short_entries_of_unknown_splits_are_not_sent_at_more_bytes_than_they_ha
 
 
 def test_sites_of_which_ranks_know_different_sizes_share_no_kernels():
-    """One rank's sizes are alike for all three sites, another's are not: both must do the same."""
+    """One rank's sizes are equal for all three sites, another's are not: both must do the same."""
     lowerings = []
     for rank in range(2):
         sites = [exchanges([[8, 4], [6, many]], 512)[rank] for many in (2, 4, 10)]
@@ -1439,7 +1449,7 @@ def test_hierarchy_is_a_choice_only_where_the_ranks_of_a_node_are_known(kind):
     said = one(
         a_site, dataclasses.replace(named, algorithms="hierarchical(node=4)"), profile(node=8)
     )
-    assert said.algorithm == "hierarchical(node=4)"  # the nearer word
+    assert said.algorithm == "hierarchical(node=4)"  # the more specific annotation
     staged = one(
         a_site, Policy(codecs="int8", algorithms="hierarchical(between=int4)"), profile(node=8)
     )
@@ -1461,7 +1471,7 @@ def test_hierarchy_wins_where_the_link_inside_is_fast_and_the_one_between_slow(k
 @pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter"])
 @pytest.mark.parametrize("node", [2, 4, 8, 16, 32])
 def test_hierarchy_on_one_link_sends_as_many_bytes_in_fewer_messages(node, kind):
-    """(node - 1) * nodes + nodes - 1 rows leave a rank, as many as it has others; but it talks to
+    """(node - 1) * nodes + nodes - 1 rows leave a rank, one per other rank, but it sends to only
     node + nodes - 2 of them."""
     a_site, ranks, free = site(kind, 1 << 24, 64), 64, Kernels(0.0, KernelRate(0.0, 0.0))
     for alpha in (0.0, 50.0):
@@ -1513,7 +1523,7 @@ def test_node_that_does_not_divide_the_ranks_is_refused_by_number(ranks, node):
     ).compressed  # by another algorithm
 
 
-# --- codecs that lose nothing, and domains --------------------------------------------------------
+# --- lossless codecs, and domains -----------------------------------------------------------------
 
 REDUCTIONS = ("all_reduce", "reduce_scatter")
 
@@ -1550,7 +1560,7 @@ def test_lossless_code_is_expected_to_need_what_a_gaussian_does(dtype):
         site("all_gather", numel, 8, dtype), forced("exponent", "direct(first=sizes)"), profile()
     )
     assert sizes.wire_bytes == planned.wire_bytes + 8
-    assert sizes.dynamic_bytes == planned.wire_bytes  # the static part then travels with the rest
+    assert sizes.dynamic_bytes == planned.wire_bytes  # the static part is then sent with the rest
 
 
 @pytest.mark.parametrize("codec", ["exponent", "raw"])
@@ -1568,7 +1578,7 @@ def test_codecs_that_lose_nothing_still_sum_in_another_order_which_may_be_forbid
             )
     assert (
         one(a_site, forced("int8", reassociate=False), profile()).codec == "int8"
-    )  # an opted-in error is another matter
+    )  # an explicitly allowed error is different
 
 
 DOMAINS = {
@@ -1612,7 +1622,7 @@ REDUCTIONS = ("all_reduce", "reduce_scatter")
 
 
 def native_us(kind: str, values: int, ranks: int, link: Link) -> float:
-    """A cast of all values, the plain collective on bf16, and what arrives widened."""
+    """A cast of all values, the plain collective on bf16, and widening what arrives."""
     back = values if kind == "all_reduce" else values // ranks
     rate = KERNELS.other
     us = exchange_us(kind, 2 * values, ranks, link.alpha_us, link.gbytes_per_s)
@@ -1629,14 +1639,14 @@ def test_native_costs_the_plain_collective_on_two_bytes_a_value_and_two_casts(ki
     assert [stage.kind for stage in planned.stages if stage.role == "exchange"] == [kind]
     assert planned.predicted_us == pytest.approx(native_us(kind, numel, ranks, SLOW), abs=1e-3)
     once = commpass.codec("bf16").relative_error()
-    partial = sum(k / ranks for k in range(2, ranks + 1))  # shares of what is rounded on the way
+    partial = sum(k / ranks for k in range(2, ranks + 1))  # shares of what is rounded in between
     assert planned.error == pytest.approx(once * math.sqrt(1 + partial), abs=2e-6)
 
 
 @pytest.mark.parametrize("kind", REDUCTIONS)
 @pytest.mark.parametrize("spec", ["bf16", "fp16", "cast(fp16)", "cast"])
 def test_native_is_chosen_only_where_it_is_named(kind, spec):
-    """Also on a link on which it is by far the fastest."""
+    """This holds even on a link on which it is by far the fastest."""
     slow = profile(Link(0.0, 0.05, {"all_to_all": 100.0, "all_gather": 100.0}))
     fastest, other = (one(site(kind), forced(spec, name), slow) for name in ("native", None))
     assert fastest.predicted_us < 0.1 * other.predicted_us
@@ -1684,10 +1694,12 @@ LOSSY = ("balanced", "aggressive")
 
 @pytest.mark.parametrize("name", LOSSY)
 def test_preset_takes_a_cast_where_coding_takes_longer_than_it_saves(name):
-    """By hand: 2^22 values go from one of two ranks to the other, 2^21 of them. int8 is encoded in
-    0.65 ns and decoded in 0.25, a cast in 0.30 and 0.40: 0.20 ns less for each of the 2^22, which
-    is 839 us. int8 and its scales take 2 - 1 - 1/64 bytes less for each of the 2^21, which
-    25 Gbit/s, 3125 bytes a microsecond, carry in 661 us."""
+    """2^22 values on each of two ranks, 2^21 of which are sent to the other rank.
+
+    int8 is encoded in 0.65 ns and decoded in 0.25, a cast in 0.30 and 0.40: 0.20 ns less for each
+    of the 2^22, which is 839 us. int8 and its scales take 2 - 1 - 1/64 bytes less for each of the
+    2^21, which 25 Gbit/s, 3125 bytes per microsecond, carry in 661 us.
+    """
     a_site, link = site("all_to_all", 1 << 22, 2, by_messages=True), ethernet(25)
     link = dataclasses.replace(link, kernels=dataclasses.replace(link.kernels, call_us=40.0))
     chosen = one(a_site, dataclasses.replace(PRESETS[name], chunks=1), link)
@@ -1721,7 +1733,7 @@ def test_preset_takes_a_cast_where_the_budget_of_a_rule_is_below_all_others(name
 @pytest.mark.parametrize("kind", COMPRESSIBLE)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_values_of_16_bits_are_not_cast(kind, dtype, name):
-    """It saves nothing, and of float16 it would lose three bits."""
+    """It would save nothing, and float16 would lose three bits."""
     for kernels in (KERNELS, Kernels(0.0, KernelRate(9.0, 9.0), {"bf16": KernelRate(0.0, 0.0)})):
         slow = profile(kernels=kernels)
         assert one(site(kind, 1 << 22, 2, dtype), PRESETS[name], slow).codec != "bf16"
@@ -1818,7 +1830,7 @@ def test_inner_hops_of_a_hierarchy_that_someone_named_take_the_inner_link_only_o
     assert planned.predicted_us == pytest.approx(expected, abs=1e-3)
 
 
-# --- what a profile may be ------------------------------------------------------------------------
+# --- valid profiles -------------------------------------------------------------------------------
 
 
 NO_NUMBERS = (-1, math.nan, math.inf, -math.inf, "fast", None, True)
@@ -1920,28 +1932,28 @@ def test_error_budget_above_the_whole_is_refused(value):
 
 @pytest.mark.parametrize(("numel", "chunks"), [(8 * 256, 1), (8 * 256 * 3, 3), (1 << 20, 64)])
 def test_plan_says_how_many_chunks_there_are(numel, chunks):
-    """Of 64 that are named no more are made than a row of a rank has blocks."""
+    """If 64 are named, there are only as many as a rank's row has blocks."""
     policy = Policy(rules=[Rule(codec="int8", algorithm="two_shot", force=True, chunks=64)])
     planned = one(site("all_reduce", numel, 8), policy, profile(SLOW))
     assert planned.chunks == chunks
     assert sum(stage.role == "exchange" for stage in planned.stages) == 2 * chunks
 
 
-# --- chunks that the model chooses, or that a word asks for in vain -------------------------------
+# --- chunks chosen by the model, or requested in vain ---------------------------------------------
 
 
 MIB = 1 << 20
 
 
 def chunks_of(a_site: Site, policy: Policy) -> set[int]:
-    """Into how many chunks candidates divide a site."""
+    """Return into how many chunks candidates split a site."""
     (found,) = options([a_site], policy, profile(ethernet(1).link))
     assert found.possible
     return {each.chunks for each in found.possible}
 
 
 def large(kind: str = "all_reduce", **changes) -> Site:
-    """16 MiB on two ranks, whose coded exchanges go as messages."""
+    """16 MiB on two ranks, with coded exchanges as messages."""
     return site(kind, 4 * MIB, 2, **({"by_messages": True} | changes))
 
 
@@ -1977,9 +1989,11 @@ UNASKED = {
 
 
 def test_rings_are_divided_unasked_where_their_messages_take_long():
-    """By hand: int8 takes a byte a value and 1/64 more, which 0.1 Gbit/s carry in 81 ns, and 1 in
-    8.1; to encode and decode it takes 0.9, and 84 us beside, which is 0.64 for each value of an
-    eighth of 4 MiB."""
+    """int8 takes one byte and 1/64 per value, which 0.1 Gbit/s carry in 81 ns, and 1 Gbit/s in 8.1.
+
+    Encode and decode take 0.9 ns, and 84 us besides, which is 0.64 ns for each value of an eighth
+    of 4 MiB.
+    """
     a_site = site("all_reduce", 4 * MIB, 4, by_messages=True)
     policy = Policy(codecs="int8", algorithms="ring")
     for gbit, expected in ((0.1, {1, 2, 4, 8}), (1, {1})):
@@ -2033,7 +2047,7 @@ def test_chunks_that_do_not_apply_are_told_in_the_reason(what):
         planned = one(a_site, policy, profile())
         assert planned.chunks == (3 if what == "chunks" else 1)
         assert planned.reason.endswith(told)
-    for chunks in (None, 3 if what == "chunks" else 1):  # nobody asks for others
+    for chunks in (None, 3 if what == "chunks" else 1):  # others are not requested
         policy = Policy(rules=[dataclasses.replace(rule, chunks=chunks)])
         assert "chunks=" not in one(a_site, policy, profile()).reason.replace(name, "")
     kept = one(a_site, Policy(rules=[Rule(keep=True)], chunks=4), profile())

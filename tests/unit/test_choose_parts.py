@@ -1,5 +1,7 @@
-"""Into how many chunks or micro-shards a site is divided where nobody names a number: by the
-predicted time, which is worked out a second time here."""
+"""The number of chunks or micro-shards of a site, if none is given.
+
+It follows from the predicted time, which is computed a second time here.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,11 @@ from commpass.policy.rules import Rule
 
 RANKS = 8
 BLOCK_BYTES = 1 + 4 / 256
-"""Of int8 and equarx(block=256), bytes for a value."""
+"""Bytes per value of int8 and equarx(block=256)."""
 
 
 def kernels(encode_ns: float, decode_ns: float, gbytes_per_s: float = 1000.0) -> Kernels:
-    """Of a codec; other work takes nothing."""
+    """Kernels of a codec; other work takes no time."""
     rate = KernelRate(encode_ns, decode_ns)
     return Kernels(launch_us=0.0, other=rate, gbytes_per_s=gbytes_per_s)
 
@@ -35,8 +37,8 @@ def gathered(mib: float = 16, **changes):
 
 
 def in_chunks_us(numel: int, chunks: int, alpha: float, rate: float, how: Kernels) -> float:
-    """The first chunk is encoded, all travel one after the other, and the last one is decoded; the
-    rest hides behind what travels."""
+    """The first chunk is encoded, all are sent one after the other, and the last one is decoded;
+    the rest overlaps with the exchanges."""
     first = numel / chunks * how.other.encode_ns / 1e3
     last = RANKS * numel / chunks * how.other.decode_ns / 1e3
     wire = (RANKS - 1) * (chunks * alpha + numel * BLOCK_BYTES / rate / 1e3)
@@ -45,7 +47,7 @@ def in_chunks_us(numel: int, chunks: int, alpha: float, rate: float, how: Kernel
 
 @pytest.mark.parametrize(("alpha", "expected"), [(10, 8), (20, 4), (100, 2), (1000, 1)])
 def test_number_of_chunks_follows_from_the_predicted_time(alpha, expected):
-    """On a GPU each exchange of a stream takes its start-up time, which none hides."""
+    """On a GPU each exchange of a stream has a start-up time, which nothing overlaps."""
     a_site, how = gathered(), kernels(0.125, 0.0625)
     a_profile = profile(Link(alpha, 10.0), kernels=how)
     times = {many: in_chunks_us(4 * MIB, many, alpha, 10.0, how) for many in (1, 2, 4, 8)}
@@ -57,8 +59,11 @@ def test_number_of_chunks_follows_from_the_predicted_time(alpha, expected):
 
 
 def test_chunks_on_a_gpu_gain_more_than_the_encode_that_a_matmul_may_do():
-    """Eight chunks of an all_to_all hide 7/8 of what is encoded and decoded. That is more than all
-    that is encoded where decoding takes a seventh of it, and not where it takes less."""
+    """Eight chunks of an all_to_all hide 7/8 of encode and decode.
+
+    That is more than the whole encode if decode takes more than a seventh of it, and not if it
+    takes less.
+    """
     policy = Policy(codecs="int8", algorithms="direct")
     a_site = site("all_to_all", 4 * MIB, RANKS, device="cuda")
     for decode_ns, expected in ((0.2, {1, 8}), (0.13, {1})):
@@ -99,7 +104,7 @@ def test_chunks_are_tried_on_a_gpu_as_over_messages(kind, name, on_gpu):
 
 
 def test_chunks_of_an_exchange_do_not_share_their_start_up_time_on_a_gpu():
-    """Over messages they do."""
+    """With messages they do."""
     policy = Policy(rules=[Rule(codec="int8", algorithm="direct", force=True, chunks=4)])
     slow = profile(Link(1000.0, 1e9), kernels=kernels(0.0, 0.0))
     gpu, cpu = (one(gathered(device=device), policy, slow) for device in ("cuda", "cpu"))
@@ -114,7 +119,7 @@ def test_chunks_of_an_exchange_do_not_share_their_start_up_time_on_a_gpu():
     [(256, 64, 4), (64, 64, 1), (1, 64, 1), (160, 64, 2), (180, 64, 3), (1024, 4, 64), (16, 2, 8)],
 )
 def test_chunks_of_so_many_bytes_are_a_number_for_each_size(mib, each, expected):
-    """As near as can be; of 64 MiB in TACO, section 3; never more than 64."""
+    """As near as possible; 64 MiB in TACO, section 3; never more than 64 chunks."""
     for device in ("cpu", "cuda"):
         named = f"two_shot(chunk_bytes={each * MIB})"
         a_site = site("all_reduce", mib * MIB // 4, RANKS, device=device)
@@ -150,12 +155,12 @@ def test_chunks_of_so_many_bytes_are_refused_in_words(named, words):
 # --- micro-shards ---------------------------------------------------------------------------------
 
 EQUARX = Policy(codecs="equarx(block=256)", algorithms="direct")
-"""Its blocks depend on the length, so it is divided into no chunks unasked."""
+"""Its blocks depend on the length, so it is not chunked by default."""
 
 
 def in_shards_us(numel: int, shards: int, alpha: float, rate: float, how: Kernels) -> float:
-    """All is encoded; side data and all codes travel; the last shard is decoded. ``shards`` of 1
-    is one exchange without any."""
+    """Everything is encoded; side data and all codes are sent; the last shard is decoded.
+    ``shards`` of 1 is one exchange without shards."""
     encode = numel * how.other.encode_ns / 1e3
     last = RANKS * numel / shards * how.other.decode_ns / 1e3
     exchanges = 1 + shards if shards > 1 else 1
@@ -165,11 +170,11 @@ def in_shards_us(numel: int, shards: int, alpha: float, rate: float, how: Kernel
 
 SHARDS = [
     (10.0, 0.0625, 0.1, 4),  # 2.1 ms of 5.7 are decoding
-    (10.0, 0.0625, 0.4, 1),  # of which no more than 37 % can hide
+    (10.0, 0.0625, 0.4, 1),  # at most 37 % of them can overlap
     (10.0, 0.005, 0.1, 1),  # 4 % are decoding
     (1000.0, 0.0625, 0.1, 1),  # an exchange takes longer to start than it saves
 ]
-"""Start-up time, decoding of a value, margin, and the shards that are chosen."""
+"""Start-up time, decoding time per value, margin, and the shards that are chosen."""
 
 
 @pytest.mark.parametrize("changes", [{"device": "cuda"}, {"device": "cpu", "by_messages": True}])
@@ -181,7 +186,7 @@ def test_micro_shards_are_chosen_where_they_surely_win(alpha, decode_ns, margin,
     assert found.codec == "equarx(block=256)"
     name, chunks, us = found.algorithm, found.chunks, found.predicted_us
     assert chunks == 1
-    if "by_messages" in changes:  # which share their start-up times
+    if "by_messages" in changes:  # these share their start-up times
         assert ("shards=" in name) == (expected > 1 or alpha == 1000.0)
         return
     times = {many: in_shards_us(4 * MIB, many, alpha, 10.0, how) for many in (1, 2, 4, 8)}
@@ -194,7 +199,7 @@ def test_micro_shards_are_chosen_where_they_surely_win(alpha, decode_ns, margin,
 
 
 def test_micro_shards_are_not_tried_where_chunks_are():
-    """Chunks hide what is encoded as well, by one exchange less."""
+    """Chunks overlap encoding as well, with one exchange fewer."""
     policy = Policy(codecs="int8", algorithms="direct")
     a_profile = profile(Link(10.0, 10.0), 0.1, kernels(0.125, 0.0625))
     (found,) = options([gathered()], policy, a_profile)
@@ -256,13 +261,13 @@ def test_micro_shards_are_planned_the_same_each_time():
     assert one(a_site, EQUARX, profile(FAST)).codec == "none"
 
 
-# --- what need not be scored ----------------------------------------------------------------------
+# --- candidates that need not be scored -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("alpha", [1.0, 8.0, 60.0])
 @pytest.mark.parametrize("rate", [2.0, 20.0, 360.0])
 def test_parts_that_are_not_scored_on_a_gpu_would_not_have_been_chosen(monkeypatch, alpha, rate):
-    """The choice is that of all numbers of chunks and micro-shards; fewer are scored."""
+    """The choice is that among all numbers of chunks and micro-shards; fewer are scored."""
     how = kernels(0.02, 0.01, 500.0)
     a_profile = profile(Link(alpha, rate), kernels=how, margin=0.1)
     policy = Policy(codecs=("int8", "int4"), algorithms=("two_shot", "ring"), max_error=0.5)
@@ -284,4 +289,4 @@ def test_parts_that_are_not_scored_on_a_gpu_would_not_have_been_chosen(monkeypat
         chosen.append([(each.codec, each.algorithm, each.chunks) for each in plan])
     assert chosen[0] == chosen[1]
     assert counts[0] <= counts[1]
-    assert counts[0] < counts[1] or (alpha, rate) == (1.0, 20.0)  # most parts are worth it there
+    assert counts[0] < counts[1] or (alpha, rate) == (1.0, 20.0)  # most parts pay there

@@ -1,5 +1,5 @@
 """``benchmarks.claims.formulas``: commpass is as near to each equation as rounding allows, and a
-formula that is wrong is not near."""
+wrong formula is not near."""
 
 from __future__ import annotations
 

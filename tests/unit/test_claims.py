@@ -1,4 +1,4 @@
-"""``benchmarks.claims``: how claims are judged, and that the page says what was found."""
+"""``benchmarks.claims``: how claims are judged, and that the page agrees with the results."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_page_is_that_of_the_results():
 
 
 def row(**more) -> dict:
-    """A row as it is stored."""
+    """Return a row in its stored form."""
     empty = {"number": None, "measured": None, "spread": None, "bound": None, "predicted": None}
     words = {"paper": "P", "where": "table 1", "text": "t"}
     reasons = {"note": "", "assumed": "", "why_not": "", "experiments": []}

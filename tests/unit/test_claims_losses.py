@@ -1,4 +1,4 @@
-"""``benchmarks.claims``: what is said of trainings, without training."""
+"""``benchmarks.claims``: the claims on trainings, without training."""
 
 from __future__ import annotations
 
@@ -122,5 +122,5 @@ def test_small_tensors_are_counted():
     assert (len(sizes), sum(size < SMALL for size in sizes)) == (2 + 12 * 36 + 2, 2 + 8 * 36)
     number, size = small_percents("GPT2-large")
     assert number == pytest.approx(100 * 290 / 436)
-    # All of a layer but its four matrices, and the last norm.
+    # Everything in a layer except its four matrices, and the last norm.
     assert size == pytest.approx(100 * (36 * 13 * 1280 + 2 * 1280) / sum(sizes))

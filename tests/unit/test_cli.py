@@ -1,5 +1,4 @@
-"""The command line, on dumps made by hand: what it prints, what it leaves with, and what it says
-about bad input."""
+"""The command line on handwritten dumps: output, exit codes, and errors for bad input."""
 
 from __future__ import annotations
 
@@ -311,7 +310,7 @@ def test_doctor_tells_what_is_wrong_with_a_profile(
     assert f"COMMPASS_PROFILE={where}" in result.stderr
     assert said in result.stderr
     assert "assumes one" not in result.stdout
-    assert "distributed" in result.stdout  # all else is told as well
+    assert "distributed" in result.stdout  # everything else is reported as well
 
 
 # tables

@@ -1,5 +1,7 @@
-"""The command line starts quickly: reading a dump imports no torch. Counted in modules: seconds are
-the machine's."""
+"""The command line starts quickly: reading a dump does not import torch.
+
+The tests count modules, since seconds depend on the machine.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from commpass.plan.timeline import COMPUTE, EXCHANGE, HOST, Event, Timeline
 
 ROOT = Path(commpass.__file__).parent.parent
 MOST_MODULES = 550
-"""Of which the interpreter itself, typer and rich are most."""
+"""Most of them belong to the interpreter itself, typer and rich."""
 HEAVY = ("torch", "sympy", "numpy", "matplotlib", "networkx", "triton")
 REPORT = f"""
 import sys

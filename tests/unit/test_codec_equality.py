@@ -1,4 +1,4 @@
-"""Codecs are compared by what they do: equal if and only if they encode and decode alike."""
+"""Codecs compare by what they do: they are equal if and only if they encode and decode alike."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from commpass.codecs.sparse import indices, select
 from commpass.codecs.wrappers.outlier import Channels
 from commpass.errors import PolicyError
 
-__all__ = ["one_thread"]  # a fixture, used by its presence
+__all__ = ["one_thread"]  # a fixture that works by its presence
 
 OTHERS = [
     *("raw", "cast", "cast(to=fp16)", "exponent", "exponent(planes=3)"),
@@ -35,7 +35,7 @@ OTHERS = [
 
 
 def meaning(setting: Setting) -> Setting:
-    """A setting without what does not matter to it, so that aliases are equal."""
+    """Return a setting without irrelevant parameters, so that aliases are equal."""
     width = (setting.width or setting.block) if setting.rotation else 0
     block = 0 if setting.layout == "tiles" else setting.block
     stored = "" if setting.scale == "static" else setting.stored
@@ -125,7 +125,7 @@ def test_domains_are_equal_if_their_transforms_are():
 
 
 def test_grids_made_for_other_blocks_differ():
-    """Of two blocks of 256 values, of which one is coded by the grid for blocks of 64."""
+    """Two blocks of 256 values, one of them coded with the grid for blocks of 64."""
     one, other = codec("rotated", block=64), codec("rotated", block=256)
     assert one.grid != other.grid
     assert one.domain_codec != dataclasses.replace(other.domain_codec, layout=one.layout)
@@ -149,7 +149,7 @@ def test_references_and_ranks_and_tables_count_for_what_they_do():
     held = gaussian(4, 5)
     coder = codec("difference")
     assert coder.against(held) == coder.against(held) != coder
-    assert coder.against(held) != coder.against(held.clone())  # which may not stay equal
+    assert coder.against(held) != coder.against(held.clone())  # which may become different
     assert hash(coder.against(held)) == hash(coder.against(held))
     channels = Channels(8, (1,), ((1.0,) * 8, (2.0,) * 8))
     outlier = built(channels)
@@ -160,7 +160,7 @@ def test_references_and_ranks_and_tables_count_for_what_they_do():
 
 @pytest.mark.parametrize("text", [*OTHERS, "rotated", "tahquant", "equarx(width=96)", "taco"])
 def test_codecs_are_data(text):
-    """No part is a function: a codec can be written down and read again."""
+    """No part is a function: a codec can be serialized and read again."""
     assert pickle.loads(pickle.dumps(codec(text))) == codec(text)
 
 
@@ -194,8 +194,11 @@ def test_codecs_may_be_compared_in_compiled_code():
 
 
 def test_rotation_with_a_static_scale_is_refused():
-    """Decode divides the scale that travels by the sums of a rotation, and a static one does not
-    travel: values would come back as many times too large."""
+    """Decode divides the scale on the wire by the sums of a rotation, and a static scale is not on
+    the wire.
+
+    Values would be decoded as many times too large.
+    """
     rotated = codec("rotated(form=int)")
     with pytest.raises(PolicyError, match=r"Hadamard.*Static.*scale that travels"):
         dataclasses.replace(rotated, scale=scales.Static(0.5))

@@ -1,5 +1,8 @@
-"""What each part of a block codec computes, and what the whole makes of it, against references
-written from the formulas: transforms, scales, grids, stored forms, packing, stochastic rounding."""
+"""What each part of a block codec computes, and the whole codec, against references written from
+the formulas.
+
+The parts are transforms, scales, grids, stored forms, packing, and stochastic rounding.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,9 @@ from tiers import examples
 from commpass.codecs import FLOATS, codec
 from commpass.codecs.block import grids, noise, packing, scales, transforms
 
-__all__ = ["one_thread"]  # a fixture, used by its presence
+__all__ = ["one_thread"]  # a fixture that works by its presence
 
-# --- the whole ------------------------------------------------------------------------------------
+# --- the whole codec ------------------------------------------------------------------------------
 
 
 def verify(text_or_named, x: torch.Tensor) -> None:
@@ -58,8 +61,10 @@ def test_registers_in_several_groups(numel, block):
 
 @pytest.mark.parametrize("rows", [(512, 512), (1024, 512)], ids=str)
 def test_shard_has_1024_scales_in_all(rows):
-    """EQuARX, section III.B: of a shard of 512 x 512, and of a larger one, each is the largest of
-    the values at one place of all registers of 8 x 128."""
+    """EQuARX, section III.B: for a shard of 512 x 512, and for a larger one.
+
+    Each scale is the largest of the values at one place of all registers of 8 x 128.
+    """
     x = gaussian(*rows).reshape(1, -1)
     coder, numel = codec("equarx"), x.numel()
     codes, scales = coder.regions(numel, x.dtype)
@@ -80,8 +85,8 @@ def test_rectangles_at_the_edges_of_a_matrix(columns, numel):
 @pytest.mark.few(70)
 @pytest.mark.parametrize("text", [text for text, setting in FAMILY.items() if setting.seed is None])
 def test_float64_values_are_the_reference_to_nine_digits(text):
-    """Of values near a tie rounding decides, in the package and in the reference: they may differ,
-    and must be rare."""
+    """Near a tie, rounding decides in the package and in the reference: such values may differ, and
+    must be rare."""
     coder, setting = build(text, 64)
     x = gaussian(3000, dtype=torch.float64)
     x[::97] *= 20
@@ -173,9 +178,9 @@ def test_grid_has_the_levels_and_the_numbers_of_the_reference(name):
     assert wide(grids.decode(grid, codes, torch.float64)) == pytest.approx(
         want.levels, abs=1e-11 * want.largest
     )
-    # Each level, and what is a little to both sides of each edge, has its code.
+    # Each level, and values a little to both sides of each edge, have its code.
     low, high = want.edges - 1e-6 * want.largest, want.edges + 1e-6 * want.largest
-    if not name.startswith("e"):  # whose gaps near zero are narrower than that
+    if not name.startswith("e"):  # their gaps near zero are narrower than that
         assert grids.encode(grid, torch.from_numpy(low), None).tolist() == want.codes[:-1].tolist()
         assert grids.encode(grid, torch.from_numpy(high), None).tolist() == want.codes[1:].tolist()
     assert grids.decode(
@@ -243,8 +248,8 @@ def test_levels_of_least_error_are_the_published_ones(bits_):
 
 @pytest.mark.parametrize("bits_", range(2, 7))
 def test_levels_of_least_error_are_means_of_their_cells_and_edges_lie_midway(bits_):
-    """Both conditions of Lloyd and Max, by integration on a grid of points; and the error that they
-    promise."""
+    """Both conditions of Lloyd and Max, by integration on a grid of points, and the resulting
+    error."""
     grid = grids.TableGrid(bits_)
     x = np.linspace(-12, 12, 1_200_001)
     density = np.exp(-x * x / 2) / math.sqrt(2 * math.pi) * (x[1] - x[0])
@@ -258,7 +263,7 @@ def test_levels_of_least_error_are_means_of_their_cells_and_edges_lie_midway(bit
     if bits_ in DISTORTION:
         assert distortion == pytest.approx(
             DISTORTION[bits_], rel=2.5e-3
-        )  # his of 5 bits is 0.2 % low
+        )  # the published value of 5 bits is 0.2 % low
 
 
 @pytest.mark.parametrize("bits_", range(2, 9))
@@ -306,9 +311,11 @@ def test_rotation_is_the_matrix_of_the_reference_and_its_inverse_undoes_it(width
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_signs_spread_every_row_of_the_matrix(width):
-    """A bent function of an even number of bits has a flat spectrum: then a block that is a row of
-    the matrix, such as a constant, has all its rotated values alike. An odd number leaves one bit
-    of a half: then half of them, and larger."""
+    """A bent function of an even number of bits has a flat spectrum.
+
+    A block that is a row of the matrix, such as a constant, then has equal rotated magnitudes. An
+    odd number of bits leaves one bit of a half: then half of the values are nonzero, and larger.
+    """
     rows = torch.from_numpy(reference.hadamard(width))
     turned, _ = transforms.forward(transforms.Hadamard(width, signed=True), rows)
     plain, _ = transforms.forward(transforms.Hadamard(width), rows)
@@ -421,7 +428,7 @@ def test_float64_scales_travel_whole(stored):
 )
 def test_least_squares_never_loses_to_the_scale_it_starts_from(text, stored, seed):
     """The first scale is of the stored form itself, and the error is a parabola in the scale: the
-    nearest number to its least point is at least as good."""
+    nearest number to its minimum is at least as good."""
     name, _, rest = text.partition("(")
     given_ = dict(part.split("=") for part in rest.rstrip(")").split(", ")) if rest else {}
     parameters = {key: int(value) if value.isdigit() else value for key, value in given_.items()}
@@ -466,8 +473,8 @@ SEEDS = range(400)
 
 @pytest.mark.parametrize("name", ["int8", "int4", "int2"])
 def test_mean_over_many_seeds_is_the_value(name):
-    """Within four standard errors of each value's own rounding, but for the few of so many that
-    chance puts further off."""
+    """Within four standard errors of each value's rounding, except for the few of so many that
+    exceed it by chance."""
     x = gaussian(1024)
     coders = [codec(name, block=64, rounding="stochastic", seed=seed) for seed in SEEDS]
     all_ = torch.stack([coder.decode(coder.encode(x)) for coder in coders]).double()
@@ -520,8 +527,8 @@ def test_noise_is_that_of_the_reference(dtype):
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 2**31 + 5, 10**12])
 def test_noise_is_uniform_and_neighbours_know_nothing_of_each_other(seed):
-    """Chi-square over 256 cells of one, and over 16 x 16 of neighbouring pairs: 255 degrees of
-    freedom, within 6 deviations."""
+    """Chi-square over 256 cells of one value, and over 16 x 16 cells of neighbouring pairs: 255
+    degrees of freedom, within 6 deviations."""
     found = wide(noise.uniform(gaussian(4, 64, 256), noise.key_of(seed, ())))
     assert 0 <= found.min() < 1e-3
     assert 1 - 1e-3 < found.max() < 1
@@ -539,7 +546,7 @@ def test_another_seed_salt_value_or_place_makes_other_noise():
     blocks = gaussian(1, 1, 1024)
     first = wide(noise.uniform(blocks, noise.key_of(1, (0, 0))))
     changed = blocks.clone()
-    changed[0, 0, 17] *= 1 + 2**-7  # the next bfloat16, of one value alone
+    changed[0, 0, 17] *= 1 + 2**-7  # the next bfloat16, for one value only
     swapped = blocks[..., [1, 0, *range(2, 1024)]]
     others = [noise.uniform(blocks, noise.key_of(2, (0, 0)))]
     salts = ((1, 0), (0, 1), (0,), (1 << 16, 0))
@@ -551,7 +558,8 @@ def test_another_seed_salt_value_or_place_makes_other_noise():
 
 
 def test_noise_is_the_same_where_values_differ_by_less_than_bfloat16_tells():
-    """What a compiler hands over before it rounds to bfloat16, and the last bits of float32."""
+    """Such values are what a compiler passes on before it rounds to bfloat16, and values that
+    differ in the last bits of float32."""
     x = gaussian(2, 3, 256)
     rounded = x.to(torch.bfloat16)
     key = noise.key_of(3, (1, 2))

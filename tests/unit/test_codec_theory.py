@@ -1,5 +1,5 @@
-"""What the block codecs are worth: their errors against the bound of rate and distortion, against
-each other, and TACO's ablation as numbers."""
+"""The quality of the block codecs: their errors against the rate-distortion bound and each other,
+and TACO's ablation as numbers."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from test_codecs import gaussian, one_thread
 
 from commpass.codecs import Codec, codec
 
-__all__ = ["one_thread"]  # a fixture, used by its presence
+__all__ = ["one_thread"]  # a fixture that works by its presence
 
 COUNT = 1 << 18
 
 
 @functools.cache  # of codecs and of the same tensors, which many tests share
 def relative_error(coder: Codec, x: torch.Tensor) -> float:
-    """2-norm of the error over 2-norm of the values."""
+    """Return the 2-norm of the error over the 2-norm of the values."""
     error = coder.decode(coder.encode(x)).double() - x.double()
     return float(error.norm() / x.double().norm())
 
 
 @functools.cache
 def outliers(width: int = 1024) -> torch.Tensor:
-    """Gaussian activations whose every 37th channel is 50 times as large."""
+    """Return Gaussian activations in which every 37th channel is 50 times as large."""
     x = gaussian(COUNT // width, width)
     x[:, ::37] *= 50
     return x
@@ -45,7 +45,8 @@ DATA = {
 
 
 def distance(coder: Codec, x: torch.Tensor) -> float:
-    """Bits above the bound ``2^-b`` of a Gaussian, side data included (for 16-bit values)."""
+    """Return the bits above the bound ``2^-b`` of a Gaussian, with side data (for 16-bit
+    values)."""
     return coder.bits_per_value(x.numel(), torch.bfloat16) + math.log2(relative_error(coder, x))
 
 
@@ -60,7 +61,7 @@ def test_rotated_is_within_three_quarters_of_a_bit_of_the_bound(bits, data):
 
 @pytest.mark.parametrize("bits", range(2, 7))
 def test_tables_are_nearer_to_the_bound_with_fewer_bits_and_least_squares(bits):
-    """Of 3 bits and less they are better than companded levels; of 6 they miss 0.75 bit by a
+    """With 3 bits and less they are better than companded levels; with 6 they miss 0.75 bit by a
     hundredth."""
     x = DATA["gaussian"]
     rms, lsq, companded = (
@@ -102,8 +103,8 @@ def test_rotated_beats_taco_at_fewer_bits(data):
     eight, six = codec("rotated", form="int"), codec("rotated", bits=6)
     assert eight.bits_per_value(COUNT, torch.bfloat16) == 8.0625
     assert relative_error(eight, x) < 0.0075
-    # But where one value of a block is all of it: its rotated values have one magnitude, which even
-    # levels hit.
+    # Except if one value dominates a block: its rotated values have one magnitude, which even
+    # levels represent exactly.
     assert (relative_error(codec("rotated"), x) < relative_error(eight, x)) == (
         data != "one outlier in a thousand"
     )
@@ -117,9 +118,12 @@ def test_rotated_beats_taco_at_fewer_bits(data):
 @pytest.mark.parametrize("block", [32, 64, 128, 256, 512])
 @pytest.mark.parametrize("form", ["e4m3", "e5m2", "int8"])
 def test_alpha_cancels_in_taco(form, block):
-    """What is coded is ``z / max|z|``: the first scale, by which both are divided, is not in it. So
-    one scale gives the same values, to the rounding of float64, but where a value is so near a tie
-    that this rounding decides."""
+    """What is coded is ``z / max|z|``, which does not contain the first scale: both are divided by
+    it.
+
+    One scale therefore gives the same values, to the rounding of float64, except for values so near
+    a tie that this rounding decides.
+    """
     x = gaussian(1 << 15, dtype=torch.float64)
     x[::131] *= 40
     dual, single = (
@@ -145,10 +149,13 @@ def ablation(x: torch.Tensor) -> dict[str, float]:
     ("magnitude", "direct"), [(1e-6, 0.999), (1e-4, 0.15), (1.0, 0.025), (3e3, 0.99)]
 )
 def test_ablation_of_taco(magnitude, direct):
-    """A plain cast loses what is below half of the least 8-bit float, 2^-10, and cuts what is above
-    448; any scale cures that. On values beside outliers floats need no rotation: their steps are
-    relative, and the dual scale alone (1.94 %) loses less than with it (2.61 %). The rotated forms
-    are alike, since alpha cancels."""
+    """A plain cast loses what is below half of the least 8-bit float, 2^-10, and clips what is
+    above 448; any scale avoids that.
+
+    For values beside outliers, floats need no rotation. Their steps are relative, and the error of
+    the dual scale alone (1.94 %) is smaller than with a rotation (2.61 %). The rotated forms are
+    equal, since alpha cancels.
+    """
     error = ablation(outliers() * magnitude)
     assert direct < error["direct"] <= 1.0
     assert error["direct"] > error["all"] > error["dual scale"]
@@ -158,8 +165,8 @@ def test_ablation_of_taco(magnitude, direct):
 
 
 def test_rotation_lowers_the_error_of_outliers():
-    """The small values beside a large one: with integers the scale of a block with an outlier
-    rounds them to zero."""
+    """These are the small values beside a large one: with integers, the scale of a block with an
+    outlier rounds them to zero."""
     x = outliers()
     quiet = torch.ones(1024, dtype=torch.bool)
     quiet[::37] = False
@@ -226,8 +233,11 @@ def test_sdp4bit_and_tahquant_at_their_widths():
 
 
 def test_pivot_lowers_the_error_of_offsets():
-    """Beside one large value a block, which the swap turns into an offset, TahQuant keeps the
-    others as well as without it; a rotation alone spreads its error over them."""
+    """The swap turns one large value per block into an offset.
+
+    TahQuant then keeps the other values as well as without the large one; a rotation alone spreads
+    its error over them.
+    """
     x = DATA["gaussian"].clone()
     x[5::128] = 100.0
     quiet = torch.arange(COUNT) % 128 != 5
@@ -242,7 +252,7 @@ def test_pivot_lowers_the_error_of_offsets():
 
 
 def test_signs_lower_the_error_of_patterns():
-    """A mean that all values share is gathered in one by a plain rotation, as an outlier of its
+    """A plain rotation gathers a mean that all values share in one value, like an outlier of its
     block."""
     x = DATA["far from zero"]
     signed = relative_error(codec("rotated", bits=4), x)

@@ -1,8 +1,6 @@
-"""The codecs by name, all settings: what holds for each of them. Laws 2 and 4, error bounds, exact
-sizes, shapes, bad input.
+"""The codecs by name, in all settings: laws 2 and 4, error bounds, exact sizes, shapes, bad input.
 
-What the values are is compared with references in test_codec_family.py, what they are worth in
-test_codec_theory.py.
+test_codec_family.py compares the values with references, and test_codec_theory.py tests the errors.
 """
 
 from __future__ import annotations
@@ -83,11 +81,10 @@ CORE = [
     "tahquant",
     "tahquant(bits=3, stored=fp32)",
 ]
-"""Of all settings some that have every part in them, for the tests that try each."""
+"""A selection of settings that contains every part, for the tests that try each."""
 
 EACH = 5
-"""Of the settings that differ from others by numbers alone, one in so many is tried without
-``--every``."""
+"""Of the settings that differ only in numbers, one in this many runs without ``--every``."""
 each_of_the_family = pytest.mark.parametrize(
     "text",
     [
@@ -102,7 +99,7 @@ tried = settings(max_examples=examples(50, 150), deadline=None)
 
 
 def build(text: str, block: int | None = None) -> tuple[Codec, Setting]:
-    """A codec of the family and what it means, with another block if it can have that."""
+    """Return a codec of the family and its meaning, with another block if it supports that."""
     if block is None or block not in reference.blocks_for(text):
         return codec(text), FAMILY[text]
     return codec(text, block=block), dataclasses.replace(FAMILY[text], block=block)
@@ -124,13 +121,13 @@ def wide(x: torch.Tensor) -> np.ndarray:
 
 
 def decoded(coder: Codec, x: torch.Tensor) -> np.ndarray:
-    """decode(encode(x)) before it is rounded to the dtype of x."""
+    """Return decode(encode(x)) before it is rounded to the dtype of x."""
     wire = coder.encode(x)
     return wide(coder.decode_rows(wire.payload.reshape(1, -1), x.numel(), x.dtype))
 
 
 def roundoff(dtype: torch.dtype) -> float:
-    """Of the arithmetic of a codec for values of this dtype."""
+    """Return the roundoff of a codec's arithmetic for values of this dtype."""
     return reference.DOUBLE if dtype == torch.float64 else reference.SINGLE
 
 
@@ -142,8 +139,8 @@ def gaussian(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> 
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """Blocks this small are computed sooner by one thread than several find each other, above all
-    on busy machines."""
+    """Small blocks are computed faster by one thread than several can be started, above all on busy
+    machines."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -173,7 +170,7 @@ CONTENTS = {
     "two levels": lambda rng, n: np.where(rng.random(n) < 0.5, 1.0, -1.0),
     "many magnitudes": lambda rng, n: rng.standard_normal(n) * 10.0 ** rng.uniform(-30, 0, n),
     "few levels": lambda rng, n: rng.integers(-8, 9, n) / 2.0,
-    # The rotation gathers such a block in one value: as large as a coded value can be.
+    # The rotation gathers such a block in one value, the largest possible coded value.
     "row of a rotation": lambda rng, n: np.resize(
         reference.hadamard(w := 2 ** rng.integers(3, 10), True)[rng.integers(w)], n
     ),
@@ -229,8 +226,8 @@ def test_every_block_codec_and_every_part_of_one_is_covered_here():
 def relative_norms(
     x: torch.Tensor, back: np.ndarray, setting: Setting
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """2-norms of error and of values of each block, over the largest magnitude of the block; and
-    that magnitude."""
+    """Return the 2-norms of error and of values of each block, over the largest magnitude of the
+    block; and that magnitude."""
     values = reference.blocks_of(wide(x), setting)
     peak = np.abs(values).max(axis=1, initial=0.0, keepdims=True)
     safe = np.where(peak > 0, peak, 1.0)
@@ -454,11 +451,11 @@ def test_bits_per_value_are_codes_and_side_data(text):
 @pytest.mark.few(35)
 @each_of_the_family
 def test_each_row_is_encoded_and_decoded_on_its_own(text):
-    """Noise is another for each place, so of another for each row: stochastic codes of a row depend
-    on where it stands."""
+    """Noise differs between places, and so between rows: stochastic codes of a row depend on its
+    position."""
     coder, setting = build(text, 64)
     rows = gaussian(5, 333)
-    rows[2, 7] = math.nan  # of one row, which must not reach another
+    rows[2, 7] = math.nan  # in one row, which must not affect another
     wires = coder.encode_rows(rows)
     values = coder.decode_rows(wires, 333, torch.float32)
     assert values[[0, 1, 3, 4]].isfinite().all()
@@ -473,7 +470,7 @@ def test_each_row_is_encoded_and_decoded_on_its_own(text):
 
 @pytest.mark.parametrize("text", CORE)
 def test_blocks_do_not_depend_on_what_follows_them(text):
-    """The last block, filled with zeros, decodes as a block of its own with the same zeros does."""
+    """The last block, padded with zeros, decodes like a separate block with the same zeros."""
     coder, setting = build(text, 64)
     if setting.layout != "flat":
         return
@@ -566,8 +563,8 @@ RARELY += ["rotated(form=int, bits=3)", "rotated(form=e4m3, bits=8)"]
 def test_graph_of_symbolic_sizes_gives_the_bits_of_real_ones(text):
     coder, setting = build(text, 64)
     run = round_trip(coder)
-    # A graph holds where what was found true in tracing is: of sizes of one chunk or tile, that
-    # there is one.
+    # A graph is valid wherever the facts of its trace hold: for sizes of one chunk or tile, that
+    # there is only one.
     first, others = (
         ((3, 300), [(2, 517), (4, 64), (2, 3000)])
         if setting.layout == "flat"
@@ -583,14 +580,14 @@ def test_graph_of_symbolic_sizes_gives_the_bits_of_real_ones(text):
 
 STOCHASTIC = "int4(scale=absmax, stored=bf16, rounding=stochastic, seed=7)"
 ROUNDED = ["rotated(form=companded, bits=3)", "int8(scale=lsq, stored=fp32)", "taco"]
-"""Settings with square roots, or whose scales are made of sums over a block."""
+"""Settings with square roots, or with scales made from sums over a block."""
 COMPILED = {
     "quick": ["fp8(form=e5m2)"],
     "long": ["int6", STOCHASTIC, "int8(static=0.05)", "equarx(width=96)", "tahquant", *ROUNDED],
     "long, dynamic": [STOCHASTIC, "equarx", "int8(scale=lsq, stored=fp32)"],
 }
-"""Those compiled as one graph. Dynamic ones are compiled for symbolic sizes; each costs the
-compiler seconds, and the graphs of all are run above."""
+"""Settings that are compiled as one graph. Dynamic ones are compiled for symbolic sizes. Each costs
+seconds to compile, and the graphs of all run above."""
 WAYS = [(graph, text) for graph, texts in COMPILED.items() for text in texts]
 
 
@@ -601,9 +598,12 @@ def ways(rounded: bool) -> list:
 
 @pytest.fixture(scope="module")
 def compiled():
-    """``compiled(graph)``: what the eager and the compiled form of each codec make of some rows.
-    One graph for several: each start of the compiler costs more. A dynamic graph was compiled for
-    other sizes."""
+    """``compiled(graph)`` returns the results of the eager and the compiled form of each codec on
+    some rows.
+
+    One graph serves several codecs, because each start of the compiler costs more. A dynamic graph
+    was compiled for other sizes.
+    """
     found: dict[str, dict] = {}
     x = gaussian(4, 2200)
     x[1] = 0.0
@@ -639,7 +639,7 @@ def test_eager_and_compiled_calls_agree_bit_for_bit(compiled, graph, text):
     (wire, values), (compiled_wire, compiled_values) = compiled(graph)[1][text]
     assert bits(wire[:3]) == bits(compiled_wire[:3])
     assert bits(values[:3]) == bits(compiled_values[:3])
-    # The codes of what is not finite may differ; what comes out may not.
+    # The codes of non-finite values may differ; the decoded values may not.
     assert values[3].isfinite().tolist() == compiled_values[3].isfinite().tolist()
     assert not values[3, 2150].isfinite()
     good = values[3].isfinite()
@@ -650,10 +650,12 @@ def test_eager_and_compiled_calls_agree_bit_for_bit(compiled, graph, text):
 @pytest.mark.xdist_group("compiled codecs")
 @pytest.mark.parametrize(("graph", "text"), ways(rounded=True))
 def test_eager_and_compiled_sums_and_roots_differ_by_rounding_alone(compiled, graph, text):
-    """A root mean square and a least-squares factor are sums of many products. A compiled loop adds
-    them in the order of its vectors, so that a scale may differ in its last bits, and with it a
-    value at the edge of two cells. And torch's eager square root is off by one in the last bit for
-    some numbers: the companded levels have one, and so has the mean square."""
+    """A root mean square and a least-squares factor are sums of many products.
+
+    A compiled loop adds them in the order of its vectors, so that the last bits of a scale may
+    differ, and with it a value at the edge of two cells. Also, torch's eager square root is off by
+    one in the last bit for some numbers; the companded levels and the mean square use one.
+    """
     x, made = compiled(graph)
     (_, values), (_, compiled_values) = made[text]
     coder, setting = build(text, 64)
@@ -669,7 +671,7 @@ def test_eager_and_compiled_sums_and_roots_differ_by_rounding_alone(compiled, gr
     assert values[3].isfinite().tolist() == compiled_values[3].isfinite().tolist()
 
 
-# --- what they say of themselves ------------------------------------------------------------------
+# --- names and properties -------------------------------------------------------------------------
 
 
 @pytest.mark.few(35)
@@ -825,7 +827,7 @@ MALFORMED = [
 
 @pytest.mark.parametrize("text", REFUSED)
 def test_unknown_names_parameters_and_values_are_refused_with_what_is_valid(text):
-    codec("int8(block=64)")  # which 64.0 must not be taken for
+    codec("int8(block=64)")  # 64.0 must not be mistaken for it
     with pytest.raises(PolicyError) as error:
         codec(text)
     for part in REFUSED[text]:
@@ -910,7 +912,7 @@ WHOLE = [
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("text", WHOLE)
 def test_codes_in_the_dtype_carried_are_decoded_in_that_of_the_tensor(text, dtype):
-    """A sum is handed over in ``hop_dtype(dtype)``; who decodes it knows ``dtype`` alone."""
+    """A sum is passed on in ``hop_dtype(dtype)``; the decoder only knows ``dtype``."""
     coder, x = codec(text), gaussian(2, 640, dtype=dtype)
     wire = coder.encode_rows(x.to(coder.hop_dtype(dtype)))
     assert wire.shape[1] == coder.wire_bytes(640, dtype)

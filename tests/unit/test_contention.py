@@ -24,8 +24,10 @@ SLOW, FAST = Link(0.0, 1.0), Link(0.0, 100.0)
 
 
 def leaving(kind: str, groups: list[range], node: int, nbytes: float) -> float:
-    """Bytes that leave the busiest host, counted message by message, where every rank of each group
-    sends to the next, or as much to each other one."""
+    """Return the bytes that leave the busiest host, counted message by message.
+
+    Every rank of each group sends to the next, or equally much to each other one.
+    """
     found: Counter[int] = Counter()
     for ranks in groups:
         members, sent = list(ranks), steps(kind, len(ranks), nbytes)[1]
@@ -48,7 +50,7 @@ def leaving(kind: str, groups: list[range], node: int, nbytes: float) -> float:
     st.booleans(),
 )
 def test_port_carries_what_all_its_ranks_send(kind, node, hosts, many, strided):
-    """All ranks in groups of one form, each at the same collective, on one port a host."""
+    """All ranks are in groups of one form, each at the same collective, with one port per host."""
     ranks = node * hosts
     if many > ranks or ranks % many:
         return
@@ -62,7 +64,7 @@ def test_port_carries_what_all_its_ranks_send(kind, node, hosts, many, strided):
     link = profile.link_of("dp", ranks=tuple(groups[0]))
     if crossing:
         _, taken = link.parts_us(kind, 1e6, many)
-        alone = steps(kind, many, 1e6)[1]  # what one rank sends, to its own host too
+        alone = steps(kind, many, 1e6)[1]  # what one rank sends, including to its own host
         assert taken == pytest.approx(max(crossing, alone) / 1e3)
     else:
         assert link is FAST

@@ -1,5 +1,5 @@
-"""The critical path of tasks and their slack, against all paths one by one and against what a delay
-does."""
+"""The critical path of tasks and their slack, against an enumeration of all paths and the effect of
+a delay."""
 
 from __future__ import annotations
 
@@ -35,8 +35,10 @@ def drawn(seed: int, most: int = 9) -> list[Task]:
 
 
 def edges_of(tasks: Sequence[Task]) -> dict[tuple, dict[tuple, float]]:
-    """From each moment to those that come later, with the time between: every task has its own
-    moments, straight from what a task says."""
+    """Return for each moment those that come later, with the time between.
+
+    Every task has its own moments, directly from its definition.
+    """
     found: dict[tuple, dict[tuple, float]] = {}
 
     def add(source, target, us):
@@ -64,7 +66,7 @@ def edges_of(tasks: Sequence[Task]) -> dict[tuple, dict[tuple, float]]:
 
 
 def all_lengths(edges, moment="begin", length=0.0, seen=()):
-    """(length, moments) of every path from a moment to the end."""
+    """Yield (length, moments) of every path from a moment to the end."""
     if moment == "end":
         yield length, seen
         return
@@ -73,7 +75,7 @@ def all_lengths(edges, moment="begin", length=0.0, seen=()):
 
 
 def end_with_delay(tasks: Sequence[Task], which: int, delay: float) -> float:
-    """When the last task is done if a link begins later with one."""
+    """Return when the last task ends if the link starts task ``which`` later by ``delay``."""
     now, free, done = 0.0, {}, []
     for number, task in enumerate(tasks):
         now = max([now, *(done[each] for each in task.after)]) + task.busy_us
@@ -125,7 +127,7 @@ def test_hidden_exchange_has_slack_and_one_that_is_waited_for_has_none():
 
 
 def test_exchange_may_be_exposed_and_not_critical():
-    """The rank waits for the first, and then for one on another link that takes longer."""
+    """The rank waits for the first exchange, and then for one on another link that takes longer."""
     long, short = Task("dp", 100.0), Task("tp", 10.0)
     tasks = [long, short, Task(HOST, 0.0, after=(1,)), Task(HOST, 7.0), Task(HOST, 0.0, after=(0,))]
     assert slack_us(tasks) == {0: 0.0, 1: 83.0}

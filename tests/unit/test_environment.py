@@ -1,4 +1,4 @@
-"""What is set from outside: on, off, another policy, and what is wrong with it."""
+"""Environment variables: on, off, another policy, and invalid values."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_file_takes_the_place_of_the_policy_with_both_names_in_a_warning(
     assert record.levelname == "WARNING"
     assert f"COMMPASS_POLICY={file} takes the place of policy 'taco'" in record.getMessage()
     caplog.clear()
-    assert commpass.backend(file).policy.watch == 0.5  # the program says the same
+    assert commpass.backend(file).policy.watch == 0.5  # the program sets the same
     assert not caplog.records
 
 
@@ -142,7 +142,7 @@ def test_settings_differ_by_what_they_mean(monkeypatch, tmp_path):
     text = difference(dict(enumerate(found)))
     assert "ranks 0, 1: COMMPASS_POLICY=" in text
     assert f"rank 2: COMMPASS_POLICY={files[2]}" in text
-    monkeypatch.setenv("COMMPASS", "off")  # then the policy has no meaning
+    monkeypatch.setenv("COMMPASS", "off")  # then the policy has no effect
     assert settings().digest != found[0].digest
     text = difference({0: Settings(), 1: settings()})
     assert "rank 0: neither COMMPASS nor COMMPASS_POLICY is set" in text

@@ -1,4 +1,4 @@
-"""``benchmarks.claims.experiments``: what is read off the rows, and what the models are."""
+"""``benchmarks.claims.experiments``: the numbers derived from the rows, and the models."""
 
 from __future__ import annotations
 

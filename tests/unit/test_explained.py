@@ -1,4 +1,4 @@
-"""explain and diff by pattern: totals, what is sent, filters; and how long big dumps take."""
+"""explain and diff by pattern: totals, bytes sent, filters; and the time for large dumps."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def coded_site(*stages: Stage, **changes: object) -> plan.PlannedSite:
 
 
 def test_ring_and_a_direct_exchange_compare_like_for_like():
-    """Both of n bytes: P - 1 sends of n / P to a neighbour twice, or n / P to each other twice."""
+    """Both for n bytes: P - 1 sends of n / P to a neighbour twice, or n / P to each other rank
+    twice."""
     n = 8000
     hop = exchange("all_to_all", n // P, peers=1)
     ring = coded_site(*[hop] * (2 * (P - 1)))
@@ -207,13 +208,14 @@ def test_work_for_a_site_that_is_explained_does_not_grow_with_their_number(tmp_p
         path = dump.write(tmp_path / str(layers), layered(layers))
         return lambda: run("explain", path, width=100)
 
-    work(10)()  # which reads what is read once
+    work(10)()  # which reads what is read only once
     assert growth(work, 200) < 1.2
     assert "layers.*.mlp.o x 800" in work(800)().stdout
 
 
 def test_no_name_speaks_to_the_terminal(tmp_path: Path):
-    """What a dump says is shown, and not obeyed: no escape, and no letter that turns a line."""
+    """Text of a dump is escaped: it has no terminal escapes, and no characters that change the text
+    direction."""
     name = "\x1b[31mred\x1b]0;title\x07\u202e.layer"
     sites = [dataclasses.replace(site, module=name, reason=name) for site in made.layers(2)]
     for which in (name, f"{name} 2"):

@@ -1,5 +1,5 @@
-"""The lossless codec: every bit pattern comes back, sizes are exact, and what is on the wire is
-what the theory says."""
+"""The lossless codec: every bit pattern is restored, sizes are exact, and the wire has the size
+that the theory predicts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def bits(x: torch.Tensor) -> bytes:
 
 
 def patterns(numel: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Any bits at all: NaNs of every payload, infinities, subnormals, both zeros."""
+    """Return arbitrary bits: NaNs of every payload, infinities, subnormals, both zeros."""
     raw = np.random.default_rng(seed).integers(0, 256, numel * dtype.itemsize, dtype=np.uint8)
     return torch.from_numpy(raw).view(dtype) if numel else torch.zeros(0, dtype=dtype)
 
@@ -59,17 +59,17 @@ def survives(coder: ExponentCodec, x: torch.Tensor) -> bool:
     return back.dtype == x.dtype and back.shape == x.shape and bits(back) == bits(x)
 
 
-# --- the format a second time, in NumPy: only what sizes follow from ------------------------------
+# --- a second implementation of the format, for sizes only ----------------------------------------
 
 LADDERS = {
     2: [(2, range(0, 3)), (2, range(-2, 4)), (3, range(-7, 5)), (8, None)],
     3: [(3, range(0, 7)), (8, None)],
 }
-"""Bits of the fields of each step, and the exponents named so far, from the start of the first
-window on; the last step names all."""
+"""Bits of the fields of each step, and the number of exponents named so far, from the start of the
+first window on; the last step names all."""
 MODES = {2: 3, 3: 2}
 TRIED = {2: range(-2, 3), 3: range(-6, 4)}
-"""Starts of the first window, from the median on."""
+"""Starts of the first window, relative to the median."""
 
 
 def exponents_of(x: torch.Tensor) -> np.ndarray:
@@ -80,8 +80,11 @@ def exponents_of(x: torch.Tensor) -> np.ndarray:
 
 @functools.cache
 def code_lengths(start: int, mode: int, planes: int, width: int) -> np.ndarray:
-    """Bits of the code of each exponent, those of the first step included: mode k names the
-    exponent zero by the last code of step k, and what that named is named where zero was."""
+    """Return the number of bits of the code of each exponent, those of the first step included.
+
+    Mode k names the exponent zero by the last code of step k, and the exponent that this code named
+    is named in the place of zero.
+    """
     steps = [*LADDERS[planes][:-1], (width, None)]
     upto = np.cumsum([field for field, _ in steps])
 
@@ -101,8 +104,8 @@ def code_lengths(start: int, mode: int, planes: int, width: int) -> np.ndarray:
 
 
 def chunk_bytes(exponents: np.ndarray, planes: int, width: int) -> int:
-    """Bytes of a chunk in the dynamic part: whole words, as many as those of the exponents' other
-    bits at the most."""
+    """Return the bytes of a chunk in the dynamic part: whole words, at most as many as those of the
+    exponents' other bits."""
     seen = np.bincount(exponents, minlength=1 << width)
     some = np.sort(exponents[exponents > 0])
     median = some[(len(some) - 1) // 2] if len(some) else (1 << width) - 1
@@ -110,7 +113,7 @@ def chunk_bytes(exponents: np.ndarray, planes: int, width: int) -> int:
     for mode in range(MODES[planes]):
         for start in TRIED[planes]:
             lengths = code_lengths(median + start, mode, planes, width)
-            # A choice is made as if zero was in no window.
+            # The choice assumes that zero is in no window.
             counted = int(seen[1:] @ lengths[1:]) + int(seen[0]) * zero_length(mode, planes, width)
             choices.append((counted, int(seen @ lengths)))
     spent = min(choices, key=lambda choice: choice[0])[1] - planes * len(exponents)
@@ -118,12 +121,12 @@ def chunk_bytes(exponents: np.ndarray, planes: int, width: int) -> int:
 
 
 def zero_length(mode: int, planes: int, width: int) -> int:
-    """Bits of the exponent zero where it is in no window."""
+    """Return the bits of the exponent zero if it is in no window."""
     return {2: (7, 2, 4), 3: (3 + width, 3)}[planes][mode]
 
 
 def expected_sizes(x: torch.Tensor, planes: int) -> tuple[int, int]:
-    """Static and used bytes of a flat tensor, from the description of the format."""
+    """Return static and used bytes of a flat tensor, from the description of the format."""
     width, lines = EXPONENT_BITS[x.dtype], x.numel() // 128
     chunks = math.ceil(lines / 8)
     rest = x.dtype.itemsize * 8 - width + planes
@@ -138,12 +141,12 @@ def expected_sizes(x: torch.Tensor, planes: int) -> tuple[int, int]:
 
 
 def most_bytes(numel: int, dtype: torch.dtype) -> int:
-    """What a row may take whatever its values are: they themselves, 4 bytes for each chunk, and
-    what fills 16."""
+    """Return the largest size of a row: the values themselves, 4 bytes per chunk, and padding to
+    16."""
     return math.ceil((numel * dtype.itemsize + 4 * math.ceil(numel // 128 / 8)) / 16) * 16
 
 
-# --- every bit comes back -------------------------------------------------------------------------
+# --- every bit is restored ------------------------------------------------------------------------
 
 
 @both
@@ -151,7 +154,7 @@ def most_bytes(numel: int, dtype: torch.dtype) -> int:
 def test_all_patterns_of_16_bits_survive(planes, dtype):
     whole = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(dtype)
     shuffled = whole[torch.randperm(65536, generator=torch.Generator().manual_seed(0))]
-    # A few strange values among zeros: each escapes on its own, in chunks that are not raw.
+    # A few special values among zeros: each escapes separately, in chunks that are not raw.
     few = torch.zeros(65536 * 12, dtype=dtype)
     few[torch.randperm(few.numel(), generator=torch.Generator().manual_seed(1))[:65536]] = whole
     coder = coder_of(planes)
@@ -245,7 +248,7 @@ def test_values_of_any_kind_survive_in_the_predicted_bytes(x, planes):
 
 @both
 def test_capacity_suffices_where_everything_escapes(planes):
-    """Exponents spread evenly over all 256: every chunk is raw and the wire is full."""
+    """Exponents are spread evenly over all 256: every chunk is raw and the wire is full."""
     x = patterns(64 * 1024, torch.bfloat16)
     coder = coder_of(planes)
     wire = coder.encode(x)
@@ -334,7 +337,7 @@ def test_rows_that_lie_crooked_in_memory_survive(dtype):
 
 @both
 def test_nonsense_on_the_wire_reads_nothing_outside(planes):
-    """Decoding bytes that no encoder made gives some values, not a crash."""
+    """Decoding bytes that no encoder made gives arbitrary values, not a crash."""
     coder = coder_of(planes)
     for dtype in DTYPES:
         wire = patterns(3 * coder.wire_bytes(4000, dtype), torch.float16).view(torch.uint8)[
@@ -343,7 +346,7 @@ def test_nonsense_on_the_wire_reads_nothing_outside(planes):
         assert coder.decode_rows(wire.reshape(3, -1), 4000, dtype).shape == (3, 4000)
 
 
-# --- wires that are refused -----------------------------------------------------------------------
+# --- rejected wires -------------------------------------------------------------------------------
 
 
 def test_cut_and_foreign_wires_are_refused_and_both_sides_are_named():
@@ -453,7 +456,7 @@ def test_compiled_and_eager_agree_bit_for_bit():
 @both
 @floats
 def test_no_row_is_longer_than_its_values_by_more_than_the_marks(planes, dtype):
-    """19 bytes, and 4 for each chunk of 1,024 values: 0.05 bits a value from 8,192 on."""
+    """19 bytes, and 4 for each chunk of 1,024 values: 0.05 bits per value from 8,192 on."""
     coder = coder_of(planes)
     for numel in (*range(0, 400), *range(900, 1200), *range(5000, 5200), 8192, 8193, 100_001):
         plain = numel * dtype.itemsize
@@ -474,22 +477,22 @@ def test_values_that_cannot_be_coded_take_sixteen_bits(planes, content):
 
 @functools.cache
 def all_lengths(planes: int, width: int) -> np.ndarray:
-    """The lengths of codes for every start and mode."""
+    """Return the lengths of codes for every start and mode."""
     starts = range(-16, (1 << width) + 1)
     modes = range(MODES[planes])
     return np.stack([code_lengths(s, m, planes, width) for m in modes for s in starts])
 
 
 def best_single_code(x: torch.Tensor, planes: int) -> float:
-    """Bits a value by the one window and mode that suit a whole tensor best, or as it is, without
-    any side data."""
+    """Return the bits per value by the best single window and mode of a whole tensor, or of the raw
+    tensor, without any side data."""
     width = EXPONENT_BITS[x.dtype]
     seen = np.bincount(exponents_of(x), minlength=1 << width) / x.numel()
     return 8 * x.itemsize - width + min(width, float((all_lengths(planes, width) @ seen).min()))
 
 
 def channels(rng: np.random.Generator, rows: int) -> np.ndarray:
-    """64 of 4,096 channels, at random, 30 times as large."""
+    """64 of 4,096 channels, chosen at random, are 30 times as large."""
     large = np.ones(4096)
     large[rng.choice(4096, 64, replace=False)] = 30
     return (rng.standard_normal((rows, 4096)) * large).flatten()
@@ -537,7 +540,7 @@ def test_bits_are_within_a_tenth_of_the_best_single_code(planes, dtype, content)
 
 def test_outlier_channels_and_mixed_weights_take_what_they_should():
     """With a window from the mean, and columns across the row, these took 14.9, 18.0 and 12.9 bits
-    (15.7, 19.0 and 19.0 by three planes)."""
+    (15.7, 19.0 and 19.0 with three planes)."""
     most = {"random channels": 11.0, "every 64th channel": 11.0, "two weights in a row": 10.8}
     for content, bound in most.items():
         x = torch.from_numpy(REAL[content](np.random.default_rng(1), 1 << 17)).bfloat16()
@@ -613,8 +616,8 @@ def test_zeros_are_cheap_where_they_are_many(dtype, share):
 
 
 def test_outliers_move_no_window():
-    """Sigma comes from the mean exponent: a thousand values a million times as large cost their
-    escapes of 15 bits alone."""
+    """Sigma comes from the mean exponent: a thousand values a million times as large only cost
+    their escapes of 15 bits."""
     x = gaussian(1 << 18, torch.bfloat16)
     coder = coder_of(2)
     before = coder.encode(x).payload.numel()

@@ -1,5 +1,5 @@
-"""``import commpass``: its names come when they are asked for, and stay the face's own, whatever
-was imported before."""
+"""``import commpass``: its names are loaded on first use, and do not depend on what was imported
+before."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from commpass.errors import PolicyError, nearest
 
 PACKAGE = Path(commpass.__file__).parent
 MOST_MODULES = 10
-"""How many modules ``import commpass`` may add to those of torch."""
+"""How many modules ``import commpass`` may load besides those of torch."""
 
 
 def alone(code: str, *arguments: str) -> str:
-    """What a program of its own prints."""
+    """Return what a separate program prints."""
     done = subprocess.run(
         [sys.executable, *arguments, "-c", code],
         capture_output=True,
@@ -64,7 +64,7 @@ def test_type_checker_and_a_program_see_the_same_names():
     }
     homes = {name: f"commpass.{module}" for name, module in commpass._HOME.items()}
     assert {name: module for name, module in seen.items() if name in homes} == homes
-    for name in seen.keys() - homes.keys():  # a submodule that is a name of the face itself
+    for name in seen.keys() - homes.keys():  # a submodule that is also a public name
         assert getattr(commpass, name) is sys.modules[f"commpass.{name}"]
     assert "parallel" in seen
     assert sorted(seen) == commpass.__all__

@@ -19,7 +19,7 @@ tried = settings(max_examples=examples(20, 60), deadline=None)
 
 
 def line(alpha: float, gbytes_per_s: float, messages: int = 1, sizes=SIZES) -> list[Point]:
-    """What a link of these takes, from the formula."""
+    """Return the times of a link with these parameters, from the formula."""
     return [Point(messages, n, alpha * messages + n / (gbytes_per_s * 1000)) for n in sizes]
 
 
@@ -108,7 +108,7 @@ def test_measurements_replace_the_formula():
     assert link.us("all_gather", 1000, 4) == pytest.approx(3 * 60 + 3000 / 500)
     alone = link.parts_us("all_to_all", 1000, 4, 1, by_messages=True)
     assert alone == pytest.approx((7, 1000 / 4000))
-    # several peers: what was measured of one stands for them, where nothing else was
+    # several peers: the time measured for one applies if nothing else was measured
     assert link.parts_us("all_to_all", 3000, 4, 3, by_messages=True) == pytest.approx((7, 0.75))
     assert link.parts_us("all_reduce", 1000, 1) == (0.0, 0.0)
 
@@ -117,7 +117,8 @@ def test_measurements_replace_the_formula():
     ("peers", "nbytes", "again"), [(1, 4000, 0), (3, 4000, 1000), (3, 1e8, 1e6)]
 )
 def test_messages_to_several_ranks_crowd_each_other_out(peers, nbytes, again):
-    """A quarter of few bytes is sent again, and of many ``crowd_bytes``; to one rank nothing is."""
+    """A quarter of a small message is sent again, and ``crowd_bytes`` of a large one; with one
+    peer, nothing is."""
     link = Link(60, 0.5, crowd_bytes=1e6)
     found = link.parts_us("all_to_all", nbytes, 4, peers, by_messages=True)
     assert found == pytest.approx((60, (nbytes + again) / 500))

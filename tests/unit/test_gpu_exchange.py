@@ -1,5 +1,5 @@
-"""The all_reduce that is one kernel: what a card is told, what cannot be exchanged, and why so many
-buffers are enough."""
+"""The all_reduce in one kernel: the instructions for a GPU, what is unsupported, and why the number
+of buffers suffices."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ BOTH = ("one_shot", "two_shot")
 INT8 = Exchange("one_shot", codec("int8"), torch.bfloat16, 1 << 17, 8, programs=64)
 
 
-# --- what a card is told --------------------------------------------------------------------------
+# --- instructions for a GPU -----------------------------------------------------------------------
 
 
 def compiled(arch: str, exchange: Exchange) -> Any:
@@ -65,7 +65,7 @@ def compiled(arch: str, exchange: Exchange) -> Any:
 
 
 def usage(cubin: bytes) -> tuple[int, int]:
-    """Registers and bytes of local memory."""
+    """Return registers and bytes of local memory."""
     with tempfile.TemporaryDirectory() as place:
         file = Path(place) / "kernel.cubin"
         file.write_bytes(cubin)
@@ -87,7 +87,7 @@ def test_nvidia_releases_and_acquires_for_the_system(arch, algorithm, spec):
     made = compiled(arch, exchange)
     registers, stack = usage(made.asm["cubin"])
     assert stack == 0, "spills"
-    # What `obstacle` promises: so many programs of one processor run at once.
+    # `unsupported_reason` guarantees that so many programs of one processor run at once.
     assert registers * made.metadata.num_warps * 32 * RESIDENT <= 65536
     lines = made.asm["ptx"].splitlines()
     order = [each for each in lines if re.search(r"bar\.sync|atom\.global\.sys", each)]
@@ -109,7 +109,7 @@ def test_amd_releases_and_acquires_for_the_system(algorithm, spec):
     made = compiled("gfx942", exchange)
     text = made.asm["amdgcn"]
     assert re.findall(r"\.[sv]gpr_spill_count:\s*(\d+)", text) == ["0", "0"]
-    # The write-back comes before the exchange, the invalidation after the look: an exchange that
+    # The write-back comes before the exchange, the invalidation after the poll: an exchange that
     # adds nothing has become a load. `sc0 sc1` is the whole system.
     order = re.findall(
         r"buffer_wbl2 sc0 sc1|global_atomic_swap .* sc1|global_load_dword .* sc0 sc1|buffer_inv.*",
@@ -120,7 +120,7 @@ def test_amd_releases_and_acquires_for_the_system(algorithm, spec):
     assert said == " ".join([once] * exchange.phases)
 
 
-# --- what cannot be exchanged ---------------------------------------------------------------------
+# --- unsupported exchanges ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -167,14 +167,17 @@ def test_nothing_in_memory_overlaps(algorithm, ranks):
         assert place + size <= following
 
 
-# --- why so many buffers are enough ---------------------------------------------------------------
+# --- why the number of buffers suffices -----------------------------------------------------------
 
 WRITE, SIGNAL, WAIT, READ = "write", "signal", "wait", "read"
 
 
 def steps_of(algorithm: str) -> list[tuple[str, str]]:
-    """What one program does in a call, in order, and with what: the wires of a rank (``w``), the
-    wire of its sum (``s``); signals have a name for each phase."""
+    """Return what one program does in a call, in order, and with what.
+
+    The wires of a rank are ``w``, and the wire of its sum ``s``; signals have a name for each
+    phase.
+    """
     first = [(WRITE, "w"), (SIGNAL, "0"), (WAIT, "0"), (READ, "w")]
     return first if algorithm == "one_shot" else [*first, *[(WRITE, "s"), (SIGNAL, "1")], *LAST]
 
@@ -183,10 +186,12 @@ LAST = [(WAIT, "1"), (READ, "s")]
 
 
 def overwritten(algorithm: str, buffers: int, ranks: int, calls: int) -> bool:
-    """Whether in any order in which ranks can run some rank reads what is not of its own call.
+    """Return whether in any execution order some rank reads data of another call than its own.
 
-    A state is where each rank is; what memory holds follows from that: who has made so many writes
-    has made those of these calls. A read of all peers takes several steps, one for each peer."""
+    A state is the position of each rank. The contents of memory follow from it: a rank that has
+    made some number of writes has made those of the corresponding calls. A read from all peers
+    takes several steps, one per peer.
+    """
     program = [
         (call, kind, what, peer)
         for call in range(1, calls + 1)
@@ -221,7 +226,7 @@ def overwritten(algorithm: str, buffers: int, ranks: int, calls: int) -> bool:
 
 
 def _held(done: list, what: str, buffers: int) -> list[int]:
-    """The call whose wire lies in each buffer."""
+    """Return the call whose wire is in each buffer."""
     held = [0] * buffers
     for call, kind, of, _ in done:
         if (kind, of) == (WRITE, what):

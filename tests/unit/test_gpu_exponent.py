@@ -1,4 +1,5 @@
-"""The kernels of the lossless codec, interpreted: the same bytes as the aten form, both ways."""
+"""The kernels of the lossless codec, interpreted, give the same bytes as the aten form in both
+directions."""
 
 from __future__ import annotations
 
@@ -24,14 +25,14 @@ def coder_of(planes: int) -> ExponentCodec:
 
 
 def raw(x: torch.Tensor) -> np.ndarray:
-    """Bytes: NaNs compare, and no float is touched on the way to another process."""
+    """Return bytes, so that NaNs compare, and no float is changed on the way to another process."""
     return x.contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def through_kernels(
     planes: int, rows: np.ndarray, count: int, dtype: torch.dtype, tiling: tuple[int, int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """In the interpreter: the wire of rows, and what comes of the wire again."""
+    """Return, from the interpreter, the wire of rows, and the decoded wire."""
     from commpass.lowering.gpu import exponent as kernels
 
     coder, x = coder_of(planes), torch.from_numpy(rows).view(dtype).reshape(count, -1)
@@ -41,7 +42,7 @@ def through_kernels(
 
 
 def check(planes: int, x: torch.Tensor, tiling: tuple[int, int] = (128, 128)) -> np.ndarray:
-    """Both forms of ``x [rows, n]`` are one; returns the wire."""
+    """Check that both forms of ``x [rows, n]`` are equal; return the wire."""
     expected = raw(coder_of(planes).encode_rows(x))
     wire, back = interpreted(through_kernels, planes, raw(x), x.shape[0], x.dtype, tiling)
     assert (wire == expected).all(), np.flatnonzero(wire != expected)[:8]
@@ -50,7 +51,7 @@ def check(planes: int, x: torch.Tensor, tiling: tuple[int, int] = (128, 128)) ->
 
 
 def patterns(numel: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Any bits at all: NaNs of every payload, infinities, subnormals, both zeros."""
+    """Return arbitrary bits: NaNs of every payload, infinities, subnormals, both zeros."""
     bits = np.random.default_rng(seed).integers(0, 256, numel * dtype.itemsize, dtype=np.uint8)
     return torch.from_numpy(bits).view(dtype)
 
@@ -60,7 +61,7 @@ def gaussian(numel: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 
 def mixed(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Gaussian chunks, chunks of zeros and of many zeros, and raw ones of random bits."""
+    """Return Gaussian chunks, chunks of zeros and of many zeros, and raw ones of random bits."""
     x, noise = gaussian(numel, dtype), patterns(numel, dtype, 1)
     chunk = torch.arange(numel) // 1024
     x = torch.where((chunk % 4 == 1) & (torch.arange(numel) % 3 > 0), torch.zeros_like(x), x)
@@ -80,8 +81,8 @@ def test_sizes(planes: int, dtype: torch.dtype, numel: int) -> None:
 @both
 @floats
 def test_rows_of_tiles_of_groups(planes: int, dtype: torch.dtype) -> None:
-    """Tiles of one chunk, groups of two tiles: sums over more than one round of groups, a raw
-    chunk between others, and rows of an odd length."""
+    """Tiles of one chunk, groups of two tiles: sums over more than one round of groups, a raw chunk
+    between others, and rows of an odd length."""
     check(planes, mixed(2 * 4609, dtype).reshape(2, -1), (32, 2))
 
 
@@ -102,7 +103,7 @@ def test_one_value(planes: int, value: float) -> None:
 @pytest.mark.every
 @both
 def test_zeros_of_any_number(planes: int) -> None:
-    """From none to all of a chunk, so that each mode is taken."""
+    """From none to all of a chunk, so that each mode is used."""
     x = gaussian(9 * 1024, torch.bfloat16).reshape(9, 1024)
     for number, row in enumerate(x):
         row[: number * 128] = 0.0
@@ -114,7 +115,7 @@ def test_zeros_of_any_number(planes: int) -> None:
 @both
 @pytest.mark.parametrize("many", [8, 9, 32])
 def test_columns_of_escapes(planes: int, many: int) -> None:
-    """Up to 8 exponents as they are make a string of 64 bits; more of a column, several."""
+    """Up to 8 exponents in raw form make a string of 64 bits; more in one column make several."""
     parts = torch.ones(16, 32, 2, dtype=torch.bfloat16)
     parts[: many // 2, 5] = 2.0**90
     if many % 2:
@@ -149,7 +150,7 @@ def decoded(planes: int, wire: np.ndarray, numel: int, dtype: torch.dtype) -> np
 
 @both
 def test_foreign_wires_stay_inside(planes: int) -> None:
-    """Random bytes decode to something, and nothing beyond the wire is read."""
+    """Random bytes decode to some values, and nothing beyond the wire is read."""
     numel, coder = 3000, coder_of(planes)
     size = coder.wire_bytes(numel, torch.bfloat16)
     wire = np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8)

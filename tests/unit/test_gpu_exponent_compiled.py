@@ -1,5 +1,8 @@
-"""The kernels of the lossless codec, compiled for GPUs that need not be there: nothing spills, what
-streams is loaded and stored 16 bytes at a time, and a value costs few instructions."""
+"""The kernels of the lossless codec, compiled for GPUs that need not be present.
+
+Nothing spills, streams are loaded and stored 16 bytes at a time, and a value costs few
+instructions.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ VALUES_OF_A_THREAD = 128
 
 @dataclass(frozen=True)
 class Machine:
-    """What ptxas and nvdisasm say of a kernel."""
+    """The report of ptxas and nvdisasm on a kernel."""
 
     registers: int
     spilled: int
@@ -42,7 +45,7 @@ def launches_of(
     tiling: Tiling,
     numel: int = NUMEL,
 ) -> dict[str, Launch]:
-    """All kernels of both directions, by name."""
+    """Return all kernels of both directions, by name."""
     coder = exponent(f"exponent(planes={planes})", planes=planes)
     assert isinstance(coder, ExponentCodec)
     found = {}
@@ -54,8 +57,8 @@ def launches_of(
 
 
 def compiled(launch: Launch, backend: str, arch: int | str) -> object:
-    """As a launch would: tensors begin at, and numbers are, multiples of 16 where they are; ones
-    are part of the code."""
+    """Compile as for a launch: pointers and numbers are marked as multiples of 16 if they are, and
+    ones are constants."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -96,7 +99,7 @@ def machine_code(kernel: object, arch: int, folder: Path) -> Machine:
 
 
 def check(planes: int, dtype: torch.dtype, arch: int, folder: Path) -> dict[str, Machine]:
-    """Of all kernels: no spills, and 16 bytes at a time where they stream."""
+    """Check that no kernel spills, and that streams use 16 bytes at a time; return the reports."""
     found = {}
     for name, launch in launches_of(planes, dtype, Tiling()).items():
         found[name] = machine_code(compiled(launch, "cuda", arch), arch, folder)
@@ -127,9 +130,11 @@ def narrow(opcodes: Counter[str], kind: str) -> int:
 
 @pytest.mark.every
 def test_quick_code_of_hopper(tmp_path: Path) -> None:
-    """Instructions for each value, loops counted once: at 26 issue slots a bf16 value the copy
-    bandwidth of an H100 is reached. 5 of each are for columns of more than 64 bits, and not run
-    where there are none."""
+    """Count instructions per value, with loops counted once.
+
+    At 26 issue slots per bf16 value, the copy bandwidth of an H100 is reached. 5 of each are for
+    columns of more than 64 bits, and run only for those.
+    """
     found = check(3, torch.bfloat16, 90, tmp_path)
     assert found["exponent_split"].instructions / VALUES_OF_A_THREAD < 24
     assert found["exponent_place"].instructions / VALUES_OF_A_THREAD < 7

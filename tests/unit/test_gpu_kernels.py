@@ -1,8 +1,9 @@
-"""Generated kernels in Triton's interpreter: the bits of the codecs' plain form, for every part.
+"""Generated kernels in Triton's interpreter give the bits of the codecs' plain form, for every
+part.
 
-A rotation adds in another order than the plain form's small matmuls do: there the plain form is
-given a butterfly. A root mean square and a least-squares fit are sums as well: there
-scales may differ in their last bit, and codes at a tie.
+A rotation adds in another order than the plain form's small matmuls, so the plain form uses a
+butterfly there. A root mean square and a least-squares fit are sums as well: there the last bit of
+scales may differ, and codes at a tie.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ POISON = 0xAB
 
 
 def ran(chain: Chain, taken: torch.Tensor, numel: int, *others: torch.Tensor) -> torch.Tensor:
-    """What the kernel of a chain makes, in a buffer that held something else before."""
+    """Return the output of the kernel of a chain, in a buffer that held other data before."""
     from commpass.lowering.gpu import generate, launch
 
     assert generate.unsupported_reason(chain, numel) == ""
@@ -62,7 +63,7 @@ def obstacle_of(chain: Chain, numel: int) -> str:
 
 
 def without_tile() -> list[str]:
-    """The parts of codecs that some function of ``parts`` does not know."""
+    """Return the parts of codecs that some function of ``parts`` does not support."""
     from commpass.lowering.gpu import generate, parts
 
     kinds = {
@@ -89,7 +90,8 @@ def without_tile() -> list[str]:
 
 
 def sums(coder) -> bool:
-    """Whether a scale of it is made of a sum, and travels with all its bits, or decides codes."""
+    """Return whether a scale is made from a sum, and is sent with all its bits, or determines
+    codes."""
     rule = coder.scale
     return isinstance(rule, (scales.Rms, scales.Dual, scales.LeastSquares))
 
@@ -98,7 +100,7 @@ ALL = [text for text in CORE if text not in ("outlier(width=4)",)]
 
 
 def generated() -> list[str]:
-    """The settings for which kernels are generated, whatever the number of values."""
+    """Return the settings for which kernels are generated, for any number of values."""
     return [text for text in ALL if getattr(codec(text), "grid", None) is not None]
 
 
@@ -110,7 +112,7 @@ def test_encode_and_decode_give_the_bits_of_the_plain_form(text):
         encode, numel = Chain(dtype, (Encode(coder),)), some
         if why := interpreted(obstacle_of, encode, numel):
             assert "blocks of" in why, why
-            numel = 1024 * 8  # equarx makes blocks of a size that follows from this number
+            numel = 1024 * 8  # the block size of equarx follows from this number
         x = sample(numel, dtype)
         decode = Chain(torch.uint8, (Decode(coder, dtype), Cast(dtype)))
         with plainly():
@@ -136,7 +138,8 @@ def test_equal_blocks_draw_the_noise_of_the_plain_form(text):
 
 
 def nearly(coder, found: torch.Tensor, wire: torch.Tensor, numel: int, dtype: torch.dtype) -> None:
-    """Two wires of which one in a hundred values differs by a level, and scales in a last bit."""
+    """Compare two wires of which one in a hundred values may differ by a level, and scales in a
+    last bit."""
     with plainly():
         mine, its = (coder.decode_rows(each, numel, dtype) for each in (found, wire))
     with_peak = its.abs().amax(dim=1, keepdim=True)
@@ -210,11 +213,12 @@ def test_sums_are_made_in_rank_order(text, ranks):
 @pytest.mark.parametrize("text", ["int8(stored=pow2)", "int4(stored=pow2)", "fp8(stored=pow2)"])
 @pytest.mark.parametrize("first", [0.0, float("nan"), float("inf")])
 def test_largest_values_are_cut_beside_a_block_that_is_not_finite(text, first):
-    """Scales rounded up to a power of two decode the largest values to more than the largest."""
+    """Scales rounded up to a power of two decode the largest values to more than the largest
+    number."""
     coder, numel, dtype = codec(text), 1024, torch.float32
     x = torch.full((2, numel), 3.3e38)
     x[:, ::2] *= -1
-    x[1] *= -1  # uncut, the sum of the two would be no number
+    x[1] *= -1  # without clipping, the sum of the two would be NaN
     x[0, 0] = first
     wires = coder.encode_rows(x)
     rows = coder.decode_rows(wires, numel, dtype)
@@ -280,7 +284,7 @@ def test_nothing_is_written_for_no_values():
     assert interpreted(ran, Chain(torch.float32, (Encode(coder),)), empty, 0).shape == (2, 0)
 
 
-# --- what cannot be generated ---------------------------------------------------------------------
+# --- unsupported chains ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -292,7 +296,7 @@ def test_nothing_is_written_for_no_values():
         (Chain(torch.float32, (Encode(codec("int8")),)), 2**31, "values in a row: kernels count"),
         (
             Chain(torch.bfloat16, (Encode(codec("int8")),)),
-            2_120_000_000,  # with its scales a wire of more than 2^31 bytes
+            2_120_000_000,  # with its scales, a wire of more than 2^31 bytes
             "bytes of a wire in a row: kernels count to 2^31",
         ),
         (Chain(torch.bfloat16, (Encode(codec("int4")),)), 2**31 - 2**15, "values in a row"),

@@ -1,5 +1,8 @@
-"""Generated kernels compiled for cards that are not there: they fit into registers, move memory in
-whole words of 128 bits, and as many programs run at once as was planned."""
+"""Generated kernels, compiled for GPUs that need not be present.
+
+They fit into registers, access memory in whole words of 128 bits, and as many programs run at once
+as planned.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,8 @@ USUAL += [
 ]
 ALL = [(c, k, a) for c in CODECS for k in KERNELS for a in ARCHS if (c, k, a) not in USUAL]
 WARPS = 8
-"""Of a multiprocessor, at least: a fraction of what it holds, but each with 8 loads in the air."""
+"""The least number per multiprocessor: a fraction of its capacity, but each with 8 loads in
+flight."""
 
 
 def compiled(text: str, kernel: str, arch: str):
@@ -37,13 +41,13 @@ def compiled(text: str, kernel: str, arch: str):
 
 
 NARROW = {("int4", "decode", arch) for arch in ARCHS}
-"""Half of what a thread loads are scales of 4 bytes, of eight blocks: cached, but loaded again."""
+"""Half of what a thread loads are scales of 4 bytes, for eight blocks: cached, but loaded again."""
 NARROW |= {("int6", k, "gfx942") for k in ("encode", "decode", "decode_sum_encode")}
 NARROW |= {("int2(stored=bf16)", k, "gfx942") for k in KERNELS}
 NARROW |= {(c, k, "gfx942") for c in ("table", "tahquant") for k in KERNELS[2:]}
 """64 lanes share a tile, so each has half as many codes: 8 bytes or less."""
 NARROW |= {("tahquant", "decode_sum_encode", arch) for arch in ARCHS[:3]}
-"""Of half a tile the codes are 16 bytes a thread, and scales with what fills up regions 22."""
+"""With half a tile, the codes are 16 bytes per thread, and scales with padding 22."""
 
 
 @pytest.mark.few(1)
@@ -51,7 +55,7 @@ NARROW |= {("tahquant", "decode_sum_encode", arch) for arch in ARCHS[:3]}
     ("text", "kernel", "arch"), sampled([*USUAL, *ALL], lambda case: case in USUAL)
 )
 def test_kernels_fit_and_move_whole_words(text, kernel, arch, request):
-    if (text, kernel, arch) in NARROW:  # known, and strict: to be taken out when it is mended
+    if (text, kernel, arch) in NARROW:  # known, and strict: remove it when it is fixed
         request.applymarker(pytest.mark.xfail(strict=True, reason="words of less than 128 bits"))
     found = compiled(text, kernel, arch).compiled
     assert found.spills == 0
@@ -62,6 +66,6 @@ def test_kernels_fit_and_move_whole_words(text, kernel, arch, request):
 
 
 def test_architecture_without_8_bit_floats_has_them_in_whole_numbers():
-    """sm_80 has no e4m3: the same text computes it."""
+    """sm_80 has no e4m3: the same source computes it."""
     assert "e4m3" not in compiled("fp8", "encode", "sm_80").compiled.assembly
     assert "e4m3x2" in compiled("fp8", "encode", "sm_90").compiled.assembly

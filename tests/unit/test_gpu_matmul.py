@@ -1,7 +1,7 @@
-"""The matmul that encodes its own result, in Triton's interpreter: its wire is that of the codec's
-aten form for the result of a plain matmul.
+"""The matmul that encodes its result, in Triton's interpreter.
 
-Operands are small whole numbers: their products and sums are exact in float32 in any order.
+Its wire is that of the codec's aten form for the result of a plain matmul. Operands are small whole
+numbers: their products and sums are exact in float32 in any order.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from commpass.lowering.gpu import matmul_encode, matmul_launch, matmul_sizes
 
 @dataclass(frozen=True)
 class Case:
-    """``m x k @ k x n`` for so many ranks."""
+    """``m x k @ k x n`` for some ranks."""
 
     spec: str
     m: int = 32
@@ -56,7 +56,7 @@ def operands(case: Case) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def kernel_wire(case: Case) -> tuple[Tensor, Tensor | None]:
-    """What the kernel makes, and what it counted. Called in the interpreter."""
+    """Return the output of the kernel, and its counts. Called in the interpreter."""
     a, b, bias = operands(case)
     scales = None
     if case.dtype.itemsize == 1:
@@ -79,7 +79,7 @@ def kernel_wire(case: Case) -> tuple[Tensor, Tensor | None]:
 
 
 def plain_result(case: Case) -> Tensor:
-    """The matmul alone, rounded as it is where nothing is fused."""
+    """Return the result of the matmul alone, rounded as without fusion."""
     a, b, bias = operands(case)
     made = case.made or (torch.bfloat16 if case.dtype.itemsize == 1 else case.dtype)
     exact = a.double() @ b.double()
@@ -96,7 +96,7 @@ def plain_result(case: Case) -> Tensor:
 
 
 def plain_wire(case: Case) -> Tensor:
-    """Segments of the result, encoded by the codec itself."""
+    """Return segments of the result, encoded by the codec itself."""
     coder = codec(case.spec)
     rows = plain_result(case).reshape(case.ranks, case.chunks, -1).transpose(0, 1)
     wires = [coder.encode_rows(each.contiguous()) for each in rows]
@@ -157,7 +157,7 @@ def test_wire_is_that_of_the_codec(case: Case) -> None:
 
 @pytest.mark.parametrize("case", NEAR, ids=name_of)
 def test_sums_in_another_order_are_nearly_the_same(case: Case) -> None:
-    """Rotations and activations differ in the last bits: few codes do, and by one."""
+    """The last bits of rotations and activations differ: few codes do, and by one."""
     coder, (wire, _), wanted = codec(case.spec), interpreted(kernel_wire, case), plain_wire(case)
     numel = case.m * case.n // case.ranks
     apart = (codes_of(coder, wire[0], numel) - codes_of(coder, wanted[0], numel)).abs()
@@ -168,7 +168,7 @@ def test_sums_in_another_order_are_nearly_the_same(case: Case) -> None:
 
 
 def codes_of(coder: BlockCodec, wire: Tensor, numel: int) -> Tensor:
-    """Codes as whole numbers in the order of what they stand for."""
+    """Return codes as whole numbers in the order of their values."""
     raw = wire[:, : numel * coder.grid.bits // 8].reshape(-1, coder.block * coder.grid.bits // 8)
     codes = unpack(raw, coder.grid.bits).to(torch.int32)
     signed = isinstance(coder.grid, Fp8Grid)
@@ -176,7 +176,7 @@ def codes_of(coder: BlockCodec, wire: Tensor, numel: int) -> Tensor:
 
 
 def test_non_finite_values_stay_so() -> None:
-    """Of the blocks with an Inf or NaN, and of no other."""
+    """This applies to the blocks with an Inf or NaN, and to no other."""
     wire = interpreted(spoiled_wire)
     decoded = codec("int8").decode_rows(wire[0], 16 * 256, torch.bfloat16)
     finite = decoded.isfinite().reshape(32, 256)

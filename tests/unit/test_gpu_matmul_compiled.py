@@ -1,5 +1,8 @@
-"""The matmul that encodes its own result, compiled for cards that are not there: which instructions
-it is made of, and that its tiles fit in the registers and the shared memory of a program."""
+"""The matmul that encodes its result, compiled for GPUs that need not be present.
+
+The tests check its instructions, and that its tiles fit in the registers and the shared memory of a
+program.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ PROBLEM = Problem(m=4096, n=4096, k=4096, ranks=8)
 LINEAR = Matmul(torch.bfloat16, torch.bfloat16, b_by_rows=False)
 E4M3 = replace(LINEAR, operands=torch.float8_e4m3fn)
 REGISTERS = 65536
-"""Of a processor; a program's threads share them."""
+"""Per processor; a program's threads share them."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ def compiled(
 
 
 def _read(cubin: bytes) -> tuple[int, int, Counter[str]]:
-    """Registers, bytes of local memory, and instructions of a kernel."""
+    """Return registers, bytes of local memory, and instructions of a kernel."""
     with tempfile.TemporaryDirectory() as place:
         file = Path(place) / "kernel.cubin"
         file.write_bytes(cubin)
@@ -120,7 +123,7 @@ def fits(made: Compiled, arch: str) -> None:
 
 
 PRODUCT = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA", "gfx942": "v_mfma_f32"}
-"""What the tensor cores of an arch are told, for 16-bit operands."""
+"""The tensor core instructions of an arch for 16-bit operands."""
 LOAD = {"sm_80": "LDGSTS", "sm_90": "UTMALDG", "sm_100": "UTMALDG", "gfx942": "global_load_dwordx4"}
 
 CASES = [
@@ -197,7 +200,8 @@ def test_two_programs_share_a_processor_where_tiles_are_small() -> None:
 
 @pytest.mark.parametrize("descriptors", [False, True])
 def test_inductor_sees_the_kernel_in_a_graph(descriptors: bool) -> None:
-    """As a call with its constants, between what makes the operands and what takes the wire."""
+    """It appears as a call with its constants, between the producers of its operands and the users
+    of the wire."""
 
     def function(x: Tensor, weight: Tensor) -> tuple[Tensor]:
         coder = codec("int8")

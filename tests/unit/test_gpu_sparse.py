@@ -66,7 +66,7 @@ CONTENTS = {
 
 
 def reference(coder: SparseCodec, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """As ``collectives.reductions.sparse_steps``."""
+    """The same as ``collectives.reductions.sparse_steps``."""
     wanted = x.float() + residual
     wire = coder.encode_rows(wanted.to(x.dtype))
     own = coder.decode_rows(wire, x.shape[1], x.dtype).float()
@@ -74,8 +74,8 @@ def reference(coder: SparseCodec, x: Tensor, residual: Tensor) -> tuple[Tensor, 
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Bit for bit, but that any NaN is as good as another: what a NaN becomes when it is rounded
-    to 16 bits, no two processors agree on."""
+    """Return whether bits are equal; all NaNs are equal, because processors differ in how they
+    round a NaN to 16 bits."""
     if a.is_floating_point():
         nans = a.isnan() & b.isnan()
         whole = {2: torch.int16, 4: torch.int32}[a.itemsize]
@@ -84,7 +84,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def differences(spec: str, dtype: torch.dtype, x: Tensor, residual: Tensor) -> list[str]:
-    """What the kernels make otherwise than the aten form; empty."""
+    """Return in what the kernels differ from the aten form; expected to be empty."""
     coder, x = coder_of(spec), x.to(dtype)
     n = x.shape[1]
     wire, left = sparse.encode(coder, x, residual, SMALL)
@@ -118,7 +118,7 @@ def wanted_is_finite(x: Tensor, residual: Tensor) -> bool:
 
 
 def check(cases: list[tuple[str, torch.dtype, str, int, int]]) -> dict[object, list[str]]:
-    """The cases that differ, and in what."""
+    """Return the cases that differ, and in what."""
     torch.manual_seed(0)
     found: dict[object, list[str]] = {}
     for case in cases:
@@ -138,8 +138,8 @@ SELECTORS = ["topk", "randomk", "dgc", "gaussiank", "redsync", "sidco"]
 @pytest.mark.few(1)
 @pytest.mark.parametrize("content", list(CONTENTS))
 def test_wire_and_what_is_left_are_those_of_the_aten_form(content):
-    """Selectors and dtypes by turns: ties at the threshold, fewer candidates than slots and more,
-    what is not finite, and more of it than there are slots."""
+    """Selectors and dtypes alternate: ties at the threshold, fewer candidates than slots and more,
+    non-finite values, and more of those than slots."""
     cases = [
         (f"{name}(density=0.05)", DTYPES[(place + len(content)) % 3], content, 1, 500)
         for place, name in enumerate(SELECTORS)
@@ -191,7 +191,7 @@ def test_all_codes_of_indices_and_values(parameters, which):
 
 
 def in_place() -> list[bool]:
-    """Whether the kernels give the same where what is left takes the place of the residual."""
+    """Return whether the kernels give the same if what is left replaces the residual."""
     same_bits = []
     for spec in ("gaussiank(density=0.2)", "topk(density=0.2)"):
         coder = coder_of(spec)
@@ -253,7 +253,7 @@ def summed(ranks: int) -> list[bool]:
 
 
 def test_sums_are_in_the_order_of_ranks():
-    """Which shows in their bits: in another order they are others."""
+    """Their bits show it: another order gives other bits."""
     assert interpreted(summed, 5) == [True, False]
 
 
@@ -296,7 +296,8 @@ def before_entry(state, out, first, mine, WINDOW: tl.constexpr):
 
 
 def looked_back(first: int, mine: int, summed_at: list[int]) -> tuple[int, int, int, int]:
-    """What is found of blocks with 3 i sure ones and 2^24 that may be, and what there is."""
+    """Return what is found for blocks with 3 i certain and 2^24 possible entries, and the expected
+    values."""
     state = torch.zeros(mine + 2, dtype=torch.int64)
     sures = maybes = 0
     for block in range(first, mine):
@@ -334,7 +335,7 @@ def no_launch(call: object) -> None:
 @pytest.mark.parametrize("values", ["raw", "int8"])
 @pytest.mark.parametrize("name", SELECTORS)
 def test_nothing_is_read_on_the_host(name, values, monkeypatch):
-    """All that is computed between the kernels runs on tensors without numbers."""
+    """All computations between the kernels run on tensors without values."""
     monkeypatch.setattr(sparse, "launch", no_launch)
     monkeypatch.setattr(sparse_measure, "launch", no_launch)
     coder = coder_of(f"{name}(density=0.05, values={values})")
@@ -347,7 +348,7 @@ def test_nothing_is_read_on_the_host(name, values, monkeypatch):
 
 
 def measured(dtype: torch.dtype, content: str, rows: int, n: int) -> list[str]:
-    """The statistics in which kernels and aten operations differ; none."""
+    """Return the statistics in which kernels and aten operations differ; expected to be none."""
     x = CONTENTS[content](rows, n).to(dtype)
     residual = gaussian(rows, n, 1) * 0.1
     wanted = (x.float() + residual).to(dtype)

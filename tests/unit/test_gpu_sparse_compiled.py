@@ -1,5 +1,5 @@
-"""The kernels of the sparse codecs, compiled for GPUs that need not be there: no spills, loads and
-stores of 16 bytes."""
+"""The kernels of the sparse codecs, compiled for GPUs that need not be present: no spills, loads
+and stores of 16 bytes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def ints(*shape: int) -> Tensor:
 
 
 def calls(spec: str, dtype: torch.dtype, target: str, n: int = LONG) -> dict[str, Call]:
-    """All kernels of a codec for a row of ``n``, of tensors that hold nothing."""
+    """Return all kernels of a codec for a row of ``n``, with tensors without values."""
     coder = codec(spec)
     assert isinstance(coder, SparseCodec)
     sizes = sparse.Sizes(warp=TARGETS[target].warp_size)
@@ -78,7 +78,7 @@ def calls(spec: str, dtype: torch.dtype, target: str, n: int = LONG) -> dict[str
 
 
 def assembled(call: Call, target: str, folder: Path) -> tuple[str, int, int]:
-    """The machine code, its registers a thread and its spilled bytes."""
+    """Return the machine code, its registers per thread and its spilled bytes."""
     asm = compiled(call, target)
     if target == AMD:
         text = asm["amdgcn"]
@@ -108,7 +108,7 @@ def assembled(call: Call, target: str, folder: Path) -> tuple[str, int, int]:
 
 
 def operations(text: str) -> list[str]:
-    """The operations of NVIDIA machine code, one for each line that has one."""
+    """Return the operations of NVIDIA machine code, one for each line that has one."""
     return re.findall(r"^ +/\*[0-9a-f]{4,}\*/ +(?:@!?U?P\w+ +)?([A-Z][A-Z0-9_.]+)", text, re.M)
 
 
@@ -116,7 +116,7 @@ def operations(text: str) -> list[str]:
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_selection_loads_and_stores_16_bytes_and_spills_nothing(dtype, target, tmp_path):
-    """Whatever the length of the row: here it is no multiple of anything."""
+    """This holds for any length of the row: here it is not a multiple of anything."""
     call = calls("gaussiank", dtype, target, LONG - 3)["select"]
     text, registers, spilled = assembled(call, target, tmp_path)
     assert spilled == 0
@@ -129,7 +129,7 @@ def test_selection_loads_and_stores_16_bytes_and_spills_nothing(dtype, target, t
         return
     assert registers <= 128, "fewer than 4 programs of 128 threads on a multiprocessor"
     found = operations(text)
-    # Of 4096 entries each of 128 threads has 32; the last block, cut short, goes one by one.
+    # Of 4096 entries each of 128 threads has 32; the last, partial block is accessed one by one.
     loads = 8 + (8 if dtype == torch.float32 else 4)
     assert sum(name.startswith("LDG.E.128") for name in found) == loads
     assert sum(name.startswith("STG.E.128") for name in found) == 8
@@ -137,9 +137,12 @@ def test_selection_loads_and_stores_16_bytes_and_spills_nothing(dtype, target, t
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_selection_issues_less_than_memory_leaves_time_for(dtype, tmp_path):
-    """An H200 issues 29.6e12 operations of threads a second (132 multiprocessors, 4 x 32, 1.75
-    GHz), and moves 4.8e12 bytes: 61 for each entry of 10 bytes, 74 for each of 12. What a block
-    cut short needs, and no other, is counted as well."""
+    """An H200 issues 29.6e12 operations of threads per second (132 multiprocessors, 4 x 32, 1.75
+    GHz), and moves 4.8e12 bytes.
+
+    That is 61 operations for each entry of 10 bytes, and 74 for each of 12. What only a partial
+    block needs is counted as well.
+    """
     call = calls("gaussiank", dtype, "sm_90")["select"]
     text, *_ = assembled(call, "sm_90", tmp_path)
     assert len(operations(text)) / 32 <= 40
@@ -148,8 +151,8 @@ def test_selection_issues_less_than_memory_leaves_time_for(dtype, tmp_path):
 @pytest.mark.few(1)
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
 def test_look_back_keeps_all_warps_together(target, tmp_path):
-    """The word that other programs change is read once a thread, and what follows of it goes by a
-    barrier: a warp on its own could see another word."""
+    """The word that other programs change is read once per thread, and its use follows a barrier:
+    otherwise a warp could see another word."""
     text, *_ = assembled(calls("gaussiank", torch.bfloat16, target)["select"], target, tmp_path)
     found = operations(text)
     [read] = [place for place, name in enumerate(found) if name.startswith("LDG.E.64.STRONG")]

@@ -1,4 +1,4 @@
-"""commpass graph: one box a site or one a node, as text, Graphviz source and drawing."""
+"""commpass graph: one box per site or per node, as text, Graphviz source and drawing."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ Graph = namedtuple("Graph", "nodes edges clusters looks")
 
 
 def parse_dot(text: str) -> Graph:
-    """Reads the part of DOT that is written here, by its real rules for strings; anything else is
+    """Parse the subset of DOT that is written here, with DOT's rules for strings; anything else is
     an error."""
     string = r'"(?:[^"\\\n]|\\.)*"'
     token = rf"{string}|[\w#.]+|->|[{{}}\[\];=,]"
@@ -136,7 +136,7 @@ def test_dot_is_valid_whatever_the_names(folder: Path, tmp_path: Path):
         drawn.nodes[f'"{name}"']["fillcolor"] for name in ("mm", "all_reduce", "encode", "gather")
     ]
     assert len(set(fills)) == 3
-    assert fills[1] == fills[3]  # what travels
+    assert fills[1] == fills[3]  # what is exchanged
     assert "bf16[4096, s0]" in drawn.nodes['"mm"']["label"]
     run("graph", folder, *NODES, "--dot", "--output", tmp_path / "g.dot")
     assert (tmp_path / "g.dot").read_text() == result.stdout
@@ -268,7 +268,7 @@ def lines_of(shown: picture.Picture) -> list[str]:
 
 
 def ways(shown: picture.Picture) -> set[tuple[str, str]]:
-    """The arrows by what stands first in the boxes."""
+    """Return the arrows, by the first line of the boxes."""
     first = {box.name: box.lines[0] for box in shown.boxes}
     return {(first[each.source], first[each.user]) for each in shown.arrows}
 
@@ -347,7 +347,7 @@ def test_many_layers_are_folded_and_all_of_them_are_not():
     ]
     assert [arrow.label for arrow in shown.arrows if arrow.label] == ["next layer, x 39"]
     assert len(of_sites(one, every=True).boxes) == 161
-    assert len(of_sites(one, module="layers.7").boxes) == 5  # what is asked for is not folded
+    assert len(of_sites(one, module="layers.7").boxes) == 5  # a requested module is not folded
     assert len(of_sites(layered(30)).boxes) == 121
 
 
@@ -422,7 +422,7 @@ def test_thousand_sites_are_drawn_small(tmp_path: Path):
 
 @given(st.data())
 def test_boxes_hold_every_operator_once_and_form_no_circle(data):
-    """Random graphs with sites: what is drawn waits as the graph does."""
+    """Random graphs with sites: the drawing has the dependencies of the graph."""
     many = data.draw(st.integers(2, 24))
     nodes = [node("n0", "n0")]
     for at in range(1, many):

@@ -1,5 +1,5 @@
-"""The page of ``commpass report``: what it says, that it is one file and loads nothing, and what
-becomes of bad input."""
+"""The page of ``commpass report``: its content, that it is one file and loads nothing, and errors
+for bad input."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ VOID = {"meta", "link", "input", "br", "hr", "img"}
 
 
 class Page(HTMLParser):
-    """What a page consists of. Raises AssertionError where its elements do not nest."""
+    """The elements of a page. Raise AssertionError if they do not nest."""
 
     def __init__(self, text: str):
         super().__init__()
@@ -99,7 +99,7 @@ class Page(HTMLParser):
 
 
 def shown(*runs, measured=()) -> Page:
-    """The page of some runs, each a list of dumps."""
+    """Return the page of some runs, each a list of dumps."""
     times = [*measured, *({} for _ in runs[len(measured) :])]
     read = [
         html.Read(f"folder-{at}", tuple(run), time)
@@ -113,7 +113,7 @@ def report(*args: object):
 
 
 def fails(result, *said: str) -> None:
-    """A clean error: one line on stderr, nothing on stdout, exit code 2."""
+    """Check for a clean error: one line on stderr, nothing on stdout, exit code 2."""
     assert result.exit_code == 2
     assert result.stdout == ""
     assert re.fullmatch(r"commpass: [^\n]+\n", result.stderr), result.stderr
@@ -127,11 +127,11 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "dump"
 
 
-# --- what it says ---------------------------------------------------------------------------------
+# --- content --------------------------------------------------------------------------------------
 
 
 def test_totals_are_the_sums_of_the_plan():
-    """Twelve sites of 1 MiB: ten as int8, two as they are."""
+    """Twelve sites of 1 MiB: ten as int8, two uncompressed."""
     one = made.eventful(6)
     found = shown([one])
     handed = [266_240] * 10 + [1 << 20] * 2
@@ -192,7 +192,7 @@ def test_each_site_has_its_reason_its_candidates_and_what_it_was_made_of():
     )
     whys = [option["why"] for option in run["choices"][alone["choice"]]]
     assert whys[:2] == ["a gain of 70.6%, not above the model's margin", "chosen"]
-    assert len(run["choices"]) == 2  # once for all sites that are alike
+    assert len(run["choices"]) == 2  # once for all equal sites
 
 
 def test_simplified_sites_are_listed_by_rule():
@@ -355,7 +355,7 @@ def test_two_runs_of_one_folder(tmp_path):
     assert "runs of one DUMP" in result.stderr
 
 
-# --- one file, that is what it seems --------------------------------------------------------------
+# --- one self-contained file, and hostile text ----------------------------------------------------
 
 
 HOSTILE = (
@@ -370,7 +370,7 @@ HOSTILE = (
 
 
 def hostile(text: str) -> dumps.Dump:
-    """A dump that says one text wherever a text can be."""
+    """Return a dump that has one text wherever a text may be."""
     one = made.eventful()
     sites = tuple(
         dataclasses.replace(site, module=text, reason=text, missed=text, group_label=text)
@@ -457,7 +457,7 @@ def test_work_for_a_site_does_not_grow_with_their_number():
         one = made.dump(made.layers(layers))
         return lambda: page([html.Read("big", (one,), {})])
 
-    work(10)()  # which reads what is read once
+    work(10)()  # which reads what is read only once
     assert growth(work, 200) < 1.2
 
 
@@ -466,7 +466,7 @@ def test_ten_thousand_sites_take_few_elements():
     one = made.dump(made.layers(5000))
     text = page([html.Read("big", (one,), {})])
     found = Page(text)
-    assert sum(found.tags.values()) < 500  # the page makes rows when they are wanted
+    assert sum(found.tags.values()) < 500  # the page creates rows on demand
     assert [len(group["sites"]) for group in found.data["runs"]["A"]["groups"]] == [
         5000,
         3334,

@@ -1,5 +1,5 @@
-"""Reading what kernels become: small kernels compiled for processors that are not here, and machine
-code written by hand."""
+"""Inspect compiled kernels: small kernels compiled for processors that are not present, and
+handwritten machine code."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def middle(x, y, out, numel, BLOCK: tl.constexpr):
 
 @tile
 def centred(x, out, BLOCK: tl.constexpr):
-    """Every value is needed twice, so that all of them must be somewhere in between."""
+    """Every value is needed twice, so that all of them must be held in between."""
     at = tl.arange(0, BLOCK)
     values = tl.load(x + at)
     tl.store(out + at, values - tl.max(values, 0))
@@ -105,7 +105,7 @@ def test_accesses_of_a_sum_are_as_wide_as_they_can_be(arch):
 
 
 def test_length_of_which_nothing_is_known_makes_narrow_accesses():
-    """Of a mask that may end anywhere: this is what hints are for."""
+    """The mask may end anywhere: this is what hints are for."""
     found = of_middle("sm_90", hint=1)
     assert set(found.loads) == set(found.stores) == {4}
     assert found.loads[4] == 32
@@ -184,7 +184,7 @@ def test_slow_paths_of_a_division_are_not_counted():
     found = of_divided()
     assert "slowpath" in found.sass
     counts = counted(found.code)
-    # The usual way: one reciprocal, one check, five multiply-adds, and a branch round the call.
+    # The usual form: one reciprocal, one check, five multiply-adds, and a branch around the call.
     assert counts.of("special") == 1
     assert counts.of("compare") == 1
     assert counts.of("fp32") == 5
@@ -214,7 +214,7 @@ def fused(x, out, BLOCK: tl.constexpr):
     tl.store(out + at, value * value + value)
 
 
-# What is refused
+# Errors
 
 
 def said(*args, **options) -> str:
@@ -237,11 +237,11 @@ def test_kernels_that_cannot_be_compiled_say_why():
         _ = of_middle("gfx942").code
 
 
-# Machine code by hand
+# Handwritten machine code
 
 
 def listing(*lines: str) -> str:
-    """Lines as nvdisasm prints them: labels end in a colon, instructions get addresses."""
+    """Return lines as nvdisasm prints them: labels end in a colon, instructions get addresses."""
     shown, address = [".text.kernel:"], 0
     for line in lines:
         if line.endswith(":"):
@@ -350,7 +350,7 @@ def test_loops_that_only_wait_have_no_trips():
 
 
 def test_way_back_into_the_middle_of_a_loop_is_none_of_its_own():
-    """As waits are laid out: behind the end, with a jump back to where they are missed."""
+    """As waits are laid out: after the end, with a jump back to where they failed."""
     code = parsed(
         listing(
             ".L_0:",
@@ -370,7 +370,7 @@ def test_way_back_into_the_middle_of_a_loop_is_none_of_its_own():
 
 
 def test_branches_of_a_loop_may_run_less_often_than_it_turns():
-    """As of two loops in one: the end of a tile is a branch in the loop over its steps."""
+    """As for two loops in one: the end of a tile is a branch in the loop over its steps."""
     code = parsed(
         listing(
             ".L_0:",
@@ -417,7 +417,7 @@ def test_kinds_and_widths_of_instructions(name, kind, width):
         assert one.width == width
 
 
-# What fits, and what limits
+# Occupancy, and what limits it
 
 
 @pytest.mark.parametrize(
@@ -428,8 +428,8 @@ def test_kinds_and_widths_of_instructions(name, kind, width):
         ("sm_90", 255, 0, 4, 2, "registers"),
         ("sm_80", 130, 0, 8, 1, "registers"),
         ("sm_90", 32, 0, 1, 32, "programs"),
-        ("sm_90", 80, 0, 1, 24, "registers"),  # 25 if a warp's could be of two quarters
-        ("sm_90", 32, 76 << 10, 4, 2, "shared"),  # 3 but for what is kept back for each
+        ("sm_90", 80, 0, 1, 24, "registers"),  # 25 if a warp could use two quarters
+        ("sm_90", 32, 76 << 10, 4, 2, "shared"),  # 3 without the amount reserved for each
         ("sm_90", 32, 100 << 10, 4, 2, "shared"),
         ("sm_80", 32, 100 << 10, 4, 1, "shared"),
         ("sm_90", 32, 228 << 10, 4, 0, "shared"),
@@ -445,7 +445,7 @@ def test_how_many_programs_fit(arch, registers, shared, warps, programs, limit):
 
 
 def test_limit_that_binds():
-    """4 warps; on an H100 (132 multiprocessors, 1.83 GHz) 2415.6 clocks make 10 ns of a card."""
+    """4 warps; on an H100 (132 multiprocessors, 1.83 GHz) 2415.6 clocks are 10 ns of a GPU."""
     card, clocks = H100, 132 * 1.83
 
     def of(names, moved=3350.0, programs=16):
@@ -454,7 +454,7 @@ def test_limit_that_binds():
     copied = of({"LDG.E.128": 1, "STG.E.128": 1})
     assert (copied.limit, copied.share) == ("memory", 1.0)
     assert copied.ns["memory"] == pytest.approx(1.0)
-    # A warp's 16 bytes a thread are 4 lines of 128 bytes, of which one goes a clock.
+    # A warp's 16 bytes per thread are 4 lines of 128 bytes, of which one passes per clock.
     assert copied.ns["load and store"] * clocks == pytest.approx(2 * 4 * 4)
 
     roots = of({"MUFU.RSQ": 100})

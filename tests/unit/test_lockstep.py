@@ -1,4 +1,5 @@
-"""The lockstep of ranks in one process: right numbers, and an error where real ranks would hang."""
+"""The lockstep of ranks in one process: correct results, and an error where real ranks would
+hang."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ GROUPS = {"all": [0, 1, 2], "pair": [0, 1], "other": [2, 1]}
 
 
 def run(functions, values=None):
-    """One function of a tensor for each rank, on the rank's own values."""
+    """Run one function of a tensor for each rank, on the rank's own values."""
     values = values or [torch.arange(6.0).view(6, 1) + 10 * rank for rank in range(len(functions))]
     graphs = [trace(function, value) for function, value in zip(functions, values, strict=True)]
     return run_in_lockstep(graphs, [[value] for value in values], GROUPS.__getitem__), values

@@ -23,7 +23,7 @@ class Found:
 
 
 def place(module: str, *, sensitivity: float = 1.0, far: float = 30.0, **more) -> Place:
-    """With channels whose ranges on two ranks fall from ``far`` to 1."""
+    """A place with channels whose ranges on two ranks fall from ``far`` to 1."""
     row = tuple(max(1.0, far / (1 + channel)) for channel in range(WIDTH))
     channels = Channels(WIDTH, (), (row, tuple(2 * each for each in row)), row)
     site = Site(

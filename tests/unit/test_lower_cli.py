@@ -1,4 +1,4 @@
-"""``commpass lower``: what it prints, what it says of sites in dumps, and about bad input."""
+"""``commpass lower``: its output, its report on sites in dumps, and errors for bad input."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run(*args: object, width: int = 400):
 
 
 def said(*args: object) -> str:
-    """The one line that an error is told in."""
+    """Return the one line of an error."""
     result = run(*args)
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
@@ -74,7 +74,7 @@ def test_one_kernel_as_data():
 
 
 def test_bytes_are_those_of_all_rows():
-    """Eight wires are read for one that is written."""
+    """Eight wires are read for each one that is written."""
     one = data("--codec", "int8", "--kernel", "decode_sum", "--ranks", 2)
     other = data("--codec", "int8", "--kernel", "decode_sum", "--ranks", 4)
     kernel = named("decode_sum", codec("int8"), torch.bfloat16, 2, "sm_90")[0]
@@ -111,7 +111,7 @@ def test_matmul_that_encodes(arch, used):
     assert made["spills"] == 0
     (card, *_) = made["cards"]
     assert made["predicted_share"] == pytest.approx(card["ns"]["tensor"] / max(card["ns"].values()))
-    # Operands once, and a wire of about a byte a value: what the tiles of the whole share.
+    # Operands once, and a wire of about one byte per value: what the tiles of the whole share.
     tiles = 4096 * 4096 // (128 * 256)
     assert made["bytes"] * tiles == pytest.approx((2 * 2 + 1) * 4096**2, rel=0.05)
     shown = run("--codec", "int8", "--kernel", "matmul_encode", "--arch", arch).stdout
@@ -184,7 +184,7 @@ def test_dtype_and_ranks_are_those_that_are_asked_for():
     )
 
 
-# What is refused
+# Errors
 
 
 def test_unknown_names_are_refused_with_the_nearest():

@@ -1,5 +1,5 @@
-"""Algorithms on more ranks than a machine can start: the right sums, errors as predicted, the same
-bits, bytes as stated."""
+"""Algorithms on more ranks than a machine can start: correct sums, errors as predicted, equal bits,
+bytes as stated."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def exact(kind, values, rank):
 
 
 UNEVEN_GROUPS = 1024 * 257
-"""Values of a rank's shard in which a codec of groups that are alike pads whole blocks again."""
+"""The number of values of a rank's shard in which a codec of uniform groups pads whole blocks
+again."""
 
 
 @pytest.mark.few(3)
@@ -136,7 +137,7 @@ def test_odd_shapes_of_bfloat16_by_a_lossless_codec_lose_no_more_than_one_roundi
         assert result.dtype == torch.bfloat16
         twice = (
             2 if kind == "all_reduce" and "one_shot" not in name else 1
-        )  # a stage that carries bfloat16 rounds to it
+        )  # a stage that sends bfloat16 rounds to it
         assert ((result.double() - expected).abs() <= twice * 2**-8 * expected.abs() + 1e-5).all()
 
 

@@ -1,4 +1,5 @@
-"""Graphs of one exchange each, as doors make them, are told as one; and all runs of a folder."""
+"""Graphs of one exchange each, as integrations make them, are reported as one; and all runs of a
+folder."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ SMALLER = {"codec": "int8", "algorithm": "ring", "wire_bytes": 2 << 20, "predict
 
 
 def exchange(module: str, direction: str = "forward", **more: object) -> dump.Dump:
-    """What a door writes of one module."""
+    """Return what an integration writes for one module."""
     kind = "all_gather" if direction == "forward" else "reduce_scatter"
     one = site(kind, kind=kind, module=module, shape=(64,), reason="because", **more)
     return make(direction, [one], nodes=())

@@ -1,4 +1,4 @@
-"""How the meshes of a process are found: nobody else notices."""
+"""How the meshes of a process are found, without side effects."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from commpass import groups
 
 @pytest.fixture
 def switching():
-    """Threads take turns as often as they can."""
+    """Let threads switch as often as possible."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     yield
@@ -55,7 +55,7 @@ def test_each_new_mesh_is_found_and_one_that_went_is_not(fake_group):
 
 
 def test_mesh_made_as_another_reference_to_its_class_goes_is_found(fake_group):
-    """The count of references is what it was, and the mesh is old by then."""
+    """The count of references is unchanged, and the mesh is old by then."""
     fake_group(4)
     init_device_mesh("cpu", (4,), mesh_dim_names=("first",))
     held = [DeviceMesh]
@@ -71,7 +71,7 @@ def test_mesh_made_as_another_reference_to_its_class_goes_is_found(fake_group):
 def test_meshes_are_looked_for_once_while_none_is_made(fake_group, monkeypatch):
     fake_group(4)
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
-    gc.collect()  # now it is no new object
+    gc.collect()  # now it is an old object
     assert groups.labels(mesh.get_group()) == ("tp", "world")
     monkeypatch.setattr(gc, "get_referrers", pytest.fail)
     gc.collect()
@@ -79,7 +79,7 @@ def test_meshes_are_looked_for_once_while_none_is_made(fake_group, monkeypatch):
 
 
 def test_meshes_are_still_known_after_gc_freeze(fake_group):
-    """Serving stacks freeze what there is when they begin to serve."""
+    """Serving stacks freeze existing objects when they start to serve."""
     fake_group(4)
     kept = [init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))]
     assert "tp" in groups.dimensions()

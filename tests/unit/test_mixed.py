@@ -22,14 +22,14 @@ tried = settings(max_examples=examples(20, 60), deadline=None)
 
 
 def tokens_of(count: int, width: int, seed: int = 0) -> torch.Tensor:
-    """Tokens that differ in size and in how their values are spread."""
+    """Return tokens that differ in magnitude and in the distribution of their values."""
     x = gaussian(count, width, seed=seed)
     x[::3, 1] *= 40
     return x * torch.exp(gaussian(count, 1, seed=seed + 1))
 
 
 def in_the_share(x: np.ndarray, share: float, by: str) -> np.ndarray:
-    """From the formulas, in float64: bool ``[tokens]``."""
+    """Return from the formulas, in float64: bool ``[tokens]``."""
     sizes = np.abs(x)
     if by == "energy":
         score = (sizes**2).sum(1)
@@ -47,7 +47,7 @@ def in_the_share(x: np.ndarray, share: float, by: str) -> np.ndarray:
 @pytest.mark.parametrize("share", [0.8, 0.5, 0.01])
 @pytest.mark.parametrize("width", [128, 512])
 def test_each_token_is_coded_by_the_codec_that_its_score_gives_it(by, share, width):
-    """A block of its own in either codec, so a token decodes as it would alone."""
+    """Each token is a separate block in either codec, so that it decodes as it would alone."""
     coder = codec("mixed", by=by, share=share, width=width)
     x = tokens_of(37, width)
     wire = coder.encode(x)
@@ -61,14 +61,14 @@ def test_each_token_is_coded_by_the_codec_that_its_score_gives_it(by, share, wid
 
 def test_80_percent_with_4_bits_are_3_8_bits_and_what_scales_take():
     """TahQuant: 3.8 bits; then two bf16 numbers and a byte of the pivot for each 128 values, and
-    one bit to say which."""
+    one bit for the choice."""
     numel = 128 * 100_000
     want = 0.8 * 4 + 0.2 * 3 + (16 + 16 + 8 + 1) / 128
     assert codec("mixed").bits_per_value(numel, torch.float32) == pytest.approx(want, abs=1e-3)
 
 
 def test_energy_loses_less_than_entropy_where_tokens_differ_in_size():
-    """And by rotated codecs it takes 5 and 3 bits to less error than 4 bits for all."""
+    """And with rotated codecs, 5 and 3 bits lead to less error than 4 bits for all."""
     x = tokens_of(4000, 256)
 
     def error(text: str) -> float:
@@ -104,7 +104,7 @@ def test_any_size_comes_back_and_what_is_not_finite_stays_so(numel, dtype, optio
         x[place] = data.draw(st.sampled_from([math.nan, math.inf, -math.inf]))
         got = coder.decode(coder.encode(x))
         assert not got[place].isfinite()
-        # Tokens without it are as finite as they were.
+        # Tokens without it stay finite.
         token = place // coder.block
         others = torch.cat([got[: token * coder.block], got[(token + 1) * coder.block :]])
         assert others.isfinite().all()

@@ -1,4 +1,4 @@
-"""The patches of ``tests/mutants`` have not rotted: they say what they break and who must notice,
+"""The patches of ``tests/mutants`` are current: they name their defect and the responsible tests,
 and still apply."""
 
 from __future__ import annotations

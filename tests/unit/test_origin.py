@@ -1,4 +1,4 @@
-"""What tells a graph that is compiled again from another one: its code, and the call of it."""
+"""What distinguishes a recompiled graph from another one: its code, and the call of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from commpass.distributed.owners import Calls
 
 
 class Recorder:
-    """A backend that keeps the origin of each graph that it is given."""
+    """A backend that records the origin of each graph that it gets."""
 
     def __init__(self):
         self.found: list[origin.Origin] = []

@@ -1,4 +1,4 @@
-"""What is said about the package agrees with what is in it."""
+"""The package's metadata agrees with its contents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The path of a module: the user's own, whatever wraps the model, in rules, words and plans,
+"""The path of a module: the user's own, whatever wraps the model, in rules, annotations and plans,
 forward and backward."""
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class Broken(Layer):
 
 
 class Adapter(nn.Module):
-    """A module around another, as adapters for fine-tuning are: it has weights, and its name is
-    part of the path."""
+    """A module around another, like adapters for fine-tuning: it has weights, and its name is part
+    of the path."""
 
     def __init__(self, base_layer):
         super().__init__()
@@ -88,7 +88,7 @@ class Adapter(nn.Module):
 
 
 class Owner(nn.Module):
-    """A model whose attribute is called as those of wrappers are."""
+    """A model with an attribute named like those of wrappers."""
 
     def __init__(self):
         super().__init__()
@@ -148,7 +148,7 @@ def with_words(model):
 
 
 class Trainer:
-    """Not a module, but holds one."""
+    """Not a module, but it holds one."""
 
     def __init__(self):
         self.model = Net()
@@ -201,7 +201,7 @@ MODELS = {
 
 
 def step(model):
-    """The plans of a training step, in order."""
+    """Return the plans of a training step, in order."""
     torch._dynamo.reset()
     seen = len(commpass.plans())
     with getattr(
@@ -236,7 +236,8 @@ def test_block_that_is_compiled_and_called_by_itself_has_the_path_that_apply_pol
     model = Net()
     run = compiled(model.layers[1])
     forward, *_ = step(run)
-    assert [site.module for site in forward] == ["attn", "mlp"]  # nothing tells where it belongs
+    # nothing tells which one it belongs to
+    assert [site.module for site in forward] == ["attn", "mlp"]
     model = commpass.apply_policy(Net(), {"head": "int8"})
     forward, *_ = step(compiled(model.layers[1]))
     assert [site.module for site in forward] == ["layers.1.attn", "layers.1.mlp"]
@@ -256,7 +257,8 @@ def test_rule_for_all_blocks_reaches_blocks_that_are_compiled_one_by_one():
 @pytest.mark.few(2)
 @pytest.mark.parametrize("which", ["layers.0", "layers.1", "layers.1.mlp"])
 def test_keep_for_one_of_the_blocks_that_share_a_graph_keeps_it_for_all(which):
-    """A graph that serves both layers cannot compress one alone: never where it must not."""
+    """A graph that serves both layers cannot compress only one: ``keep`` always takes
+    precedence."""
     rules = [Rule(module=which, keep=True), Rule(module="layers.*", codec="int8", force=True)]
     model, chosen = Net(), commpass.backend(Policy(rules=rules), inner="aot_eager", strict=True)
     for layer in model.layers:
@@ -363,7 +365,7 @@ def test_tied_module_takes_a_word_under_each_of_its_names(name):
     forward, _ = step(compiled(model))
     assert all(
         "int8" in site.word for site in forward
-    )  # of two patterns for one module the first counts
+    )  # the first of two patterns for one module counts
 
 
 def test_words_tell_blocks_apart_that_are_compiled_one_by_one():
@@ -379,7 +381,7 @@ def test_words_tell_blocks_apart_that_are_compiled_one_by_one():
     assert "int8" in words[1][1]
 
 
-# --- names that nobody expects --------------------------------------------------------------------
+# --- unusual names --------------------------------------------------------------------------------
 
 ODD = [
     *("a b", "x\ny", "a-b", "[red]x[/red]", "a|b", "*", "a/b", "<b>", "a\\b", "'q'", '"dq"'),

@@ -1,4 +1,4 @@
-"""Sites of repeated layers are one line."""
+"""Sites of repeated layers are shown in one line."""
 
 from __future__ import annotations
 

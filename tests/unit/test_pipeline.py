@@ -1,4 +1,4 @@
-"""What is planned for the messages between pipeline stages, and what compress_pipeline refuses."""
+"""Plans for the messages between pipeline stages, and errors of compress_pipeline."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def line(kind="send", direction="forward", shape=(4, 512, 1024), dtype=torch.flo
 
 
 def place(wanted, ranks=2):
-    """This rank has the stage whose end a line is."""
+    """This rank has the stage at one end of a line."""
     group: Any = dist.group.WORLD
     own = wanted.source if wanted.kind == "send" else wanted.target
     return Place(group, {stage: (stage - own) % ranks for stage in range(4)}, CPU)
@@ -145,7 +145,7 @@ def test_chunks_do_not_apply(fake_group):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("spec", ["int8", "tahquant", "int6(block=32, stored=bf16)", "bf16"])
 def test_messages_have_the_planned_size_and_are_the_codecs(fake_group, spec, dtype):
-    """Any shape and layout, read against the codec's own encode and decode."""
+    """Any shape and layout, compared with the codec's own encode and decode."""
     fake_group(2)
     wanted = line(shape=(3, 50, 7), dtype=dtype)
     rule = Rule(codec=spec, force=True, lowering="inline")

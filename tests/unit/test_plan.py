@@ -1,5 +1,5 @@
-"""Plans as data: JSON there and back, digests, differences; and dumps, which are written whole
-under a number of their own."""
+"""Plans as data: JSON round trips, digests, differences; and dumps, which are written whole under
+separate numbers."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def test_summary_of_a_model_says_what_it_could_not_count():
     assert (
         "2 sites, 2 compressed; each graph run once: 1,048,576 bytes -> 524,288" in summary.line()
     )
-    assert ", collectives predicted " in summary.line()  # not what the graphs take
+    assert ", collectives predicted " in summary.line()  # not the time of the graphs
     assert summary.line().endswith(", 1 site of unknown size not counted")
 
 
@@ -546,7 +546,7 @@ UNLIKE = {
 
 @pytest.mark.parametrize("what", UNLIKE)
 def test_plans_with_different_digests_have_a_difference_to_show(what):
-    """Law 5: ranks that planned differently are shown what differs."""
+    """Law 5: ranks that planned differently get a report of the difference."""
     left, right = UNLIKE[what]
     assert left.digest() != right.digest()
     assert diff(left, right)
@@ -652,7 +652,7 @@ def test_numbers_of_five_digits_come_behind_those_of_four(tmp_path):
 
 
 def together(functions) -> None:
-    """Runs functions in threads; raises what one of them raised."""
+    """Run functions in threads; raise what one of them raised."""
     errors = []
 
     def guarded(function):
@@ -713,7 +713,7 @@ def test_dump_that_does_not_fit_leaves_nothing_behind(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(
         resource.RLIMIT_FSIZE, (200, limits[1])
-    )  # bytes a file may have: the disk is as good as full
+    )  # the largest size of a file, as if the disk were full
     try:
         with pytest.raises(OSError, match="too large"):
             dumps.write(tmp_path, dump())
@@ -797,7 +797,7 @@ def test_site_that_cannot_be_is_refused_with_its_place(what, tmp_path):
     spoilt = dataclasses.replace(planned("a"), **changes)
     with pytest.raises(DumpError, match=said):
         dumps.read(dumps.write(tmp_path, dataclasses.replace(dump(), plan=plan(spoilt))))
-    unknown = dataclasses.replace(planned("a"), bytes=-1, wire_bytes=-1)  # sizes not known yet
+    unknown = dataclasses.replace(planned("a"), bytes=-1, wire_bytes=-1)  # unknown sizes
     dumps.read(dumps.write(tmp_path, dataclasses.replace(dump(), plan=plan(unknown))))
 
 

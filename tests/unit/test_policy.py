@@ -1,5 +1,5 @@
-"""Policies: presets, which rule is a site's, what a word leaves open, and errors that name file,
-line and what to write."""
+"""Policies: presets, which rule applies to a site, what an annotation leaves open, and errors that
+name file, line and remedy."""
 
 from __future__ import annotations
 
@@ -165,8 +165,7 @@ def test_rule_matches_by_module_kind_direction_group_and_size_together(rule, mat
 
 
 ROWS = 1024
-"""Entries for each rank that stand for those of an all-to-all where ranks may hold different
-numbers."""
+"""Entries per rank that represent those of an all-to-all whose ranks may hold different numbers."""
 UNEVEN = {
     "less than they": ((1, 2), (3, 4)),
     "far more than they": ((90_000, 0), (1, 1)),
@@ -375,7 +374,7 @@ def test_rule_as_text_shows_what_was_said_and_no_more():
     assert str(Rule()) == "Rule()"
 
 
-# --- words ----------------------------------------------------------------------------------------
+# --- annotations ----------------------------------------------------------------------------------
 
 SPECS = (
     *ALGORITHM_NAMES,
@@ -441,8 +440,8 @@ def test_off_and_lossless_allow_no_lossy_codec_and_the_lossy_presets_keep_a_budg
 @pytest.mark.parametrize("name", [name for name, preset in PRESETS.items() if preset.codecs])
 @pytest.mark.parametrize("how", ["one_shot", "two_shot"])
 def test_every_codec_of_a_preset_is_within_its_own_error_budget_on_eight_ranks(how, name):
-    """By the algorithms that encode a value once or twice; those that code hop by hop are above it
-    with enough ranks."""
+    """This holds for algorithms that encode a value once or twice; those that code hop by hop
+    exceed it with enough ranks."""
     preset = PRESETS[name]
     for spec in preset.codecs:
         assert 0 < algorithm("all_reduce", how).error(codec(spec), 8) <= preset.max_error
@@ -506,7 +505,7 @@ def test_policy_is_taken_as_it_is():
     assert policy_named(policy) is policy
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 REFUSED = {
     "policy's field": (
@@ -665,7 +664,7 @@ def test_codecs_that_nobody_names_are_chosen_from_the_defaults():
         == terms(Policy(rules=[Rule(codec="int8")])).algorithms
         == DEFAULTS
     )
-    assert {*ALGORITHM_NAMES} - {*DEFAULTS} == {"native"}  # only who names it gets it
+    assert {*ALGORITHM_NAMES} - {*DEFAULTS} == {"native"}  # it is used only if it is named
 
 
 # --- TOML -----------------------------------------------------------------------------------------
@@ -673,7 +672,7 @@ def test_codecs_that_nobody_names_are_chosen_from_the_defaults():
 
 @pytest.fixture
 def toml(tmp_path):
-    """Writes a file and returns its path; text is taken as it is."""
+    """Write a file and return its path; text is used unchanged."""
 
     def write(text: str | bytes, name: str = "mine.toml"):
         path = tmp_path / name
@@ -1015,7 +1014,7 @@ def test_chunks_in_a_file_are_those_of_python(toml):
     rules = [Rule(module="head", chunks=64), Rule(chunks=1)]
     policy = Policy.from_toml(path)
     assert policy == Policy(name="mine", chunks=2, rules=rules)
-    assert terms(policy).chunks == 1  # 1 is said, and not what is left open
+    assert terms(policy).chunks == 1  # 1 is a value, and not left open
     assert terms(Policy(chunks=2, rules=[Rule(codec="int8")])).chunks == 2
     assert terms(Policy(rules=[Rule(codec="int8")])).chunks is None
     assert Annotation.from_json(Annotation(chunks=4).to_json()).chunks == 4

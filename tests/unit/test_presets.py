@@ -1,5 +1,5 @@
-"""Presets by the papers' names: what each compresses and how, what it leaves alone, and the table
-of docs/policies.md that compares them with ours."""
+"""Presets by the papers' names: what each compresses and how, what it leaves uncompressed, and the
+comparison in docs/policies.md."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[2]
 wait = ops.wait_tensor
 SLOW = ethernet(0.1)
 DUPLEX = Profile("duplex", Link(60.0, 0.0125))
-"""As slow, but with an all-to-all that goes both ways at once, which gloo's does not."""
+"""As slow, but with an all-to-all that sends both ways at once, which gloo's does not."""
 BOTH, FORWARD, BACKWARD = DIRECTIONS, ("forward",), ("backward",)
 TOUCHED = {
     "taco": {"all_reduce": (BOTH, "taco", {"two_shot"})},
@@ -58,12 +58,12 @@ TOUCHED = {
     "tahquant": dict.fromkeys(("send", "recv"), (FORWARD, "tahquant", {"direct"})),
 }
 BACK = {"tahquant": "int6(block=32, stored=bf16)"}
-"""By which codec a preset sends back the gradients of what it touches in forward alone."""
+"""The codec by which a preset sends back gradients, if it compresses a kind in forward only."""
 TOUCHED = {
     name: {kind: how for kind, how in kinds.items() if kind in KINDS}
     for name, kinds in TOUCHED.items()
 }
-"""Preset to what it touches: kind to directions, codec and algorithms."""
+"""Preset to what it compresses: kind to directions, codec and algorithms."""
 
 
 def site(kind: str, direction: str = "forward", numel: int = 1 << 20, ranks: int = 2, **changes):
@@ -79,14 +79,15 @@ def site(kind: str, direction: str = "forward", numel: int = 1 << 20, ranks: int
         "bytes": 2 * numel,
         "direction": direction,
         "peer": 1 if kind in ("send", "recv") else None,
-        # As if of a parameter.
+        # As if for a parameter.
         "stateless": None if kind == "all_gather" or direction == "backward" else FORWARD_STATE,
     }
     return Site(**facts | changes)
 
 
 def profile_of(name: str, kind: str) -> Profile:
-    """One on which what the preset touches pays: its all_reduce saves too little over gloo."""
+    """Return a profile on which the preset's compression pays: its all_reduce saves too little over
+    gloo."""
     return DUPLEX if (name, kind) == ("zipccl", "all_reduce") else SLOW
 
 
@@ -155,7 +156,7 @@ def test_all_reduce_without_loss_is_left_alone_over_gloo():
     found = planned("zipccl", "all_reduce")
     assert not found.compressed
     below = "a gain below the model's margin of 10%: exponent(planes=3) by two_shot"
-    assert below in found.reason  # a little of an all-to-all goes both ways at once
+    assert below in found.reason  # a small part of an all-to-all is sent both ways at once
 
 
 def test_sdp4bit_codes_4_bits_between_hosts_that_the_profile_knows():
@@ -254,7 +255,7 @@ def test_rule_of_several_kinds_that_matched_nothing_says_what_there_is():
     )
     summary = Summary(policy)
     summary.plans.append(plan)
-    (sentence,) = summary.unmatched_rules().values()  # its rules were not written by the user
+    (sentence,) = summary.unmatched_rules().values()  # the user did not write its rules
     assert "for recv and send, in certain directions, and they have all_reduce" in sentence
     own = Rule(kind=("send", "recv"))
     summary.policy = dataclasses.replace(policy, rules=(own, *policy.rules))
@@ -290,7 +291,7 @@ def test_calibrated_channels_are_given_by_a_rule():
 @pytest.mark.parametrize("only", [*DEFAULTS, None])
 @pytest.mark.parametrize("kind", KINDS)
 def test_aggressive_never_takes_plain_int4(kind, only):
-    """Also where 4 bits cost nothing to encode, and rotated ones much."""
+    """This holds even if 4 bits cost nothing to encode, and rotated ones much."""
     rates = {"int4": KernelRate(0.0, 0.0), "rotated": KernelRate(9.0, 9.0)}
     dear = Kernels(0.0, KernelRate(0.0, 0.0), rates)
     rules = (Rule(algorithm=only, force=True),) if only else ()
@@ -347,7 +348,7 @@ SLOWER = ethernet(0.01)
 
 
 def traced(function, name):
-    """A graph; for ZipCCL with a place for sizes that depend on values."""
+    """Return a graph; for ZipCCL with support for sizes that depend on values."""
     if name != "zipccl":
         return trace(function, torch.ones(512, 256))
     with FakeTensorMode(shape_env=ShapeEnv()) as mode:
@@ -378,7 +379,7 @@ def test_graph_is_rewritten_where_the_paper_compresses_and_nowhere_else(
 
 
 class Net(torch.nn.Module):
-    """An all_gather and an all_reduce; of the first, backward is a reduce_scatter."""
+    """An all_gather and an all_reduce; the backward of the former is a reduce_scatter."""
 
     def __init__(self):
         super().__init__()
@@ -397,7 +398,7 @@ COMPILED = {
     "tahquant": ([], []),
 }
 """Preset to the kinds that are compressed in forward and in backward. ZipCCL's sizes depend on
-values, which the fake group has none of."""
+values, which the fake group does not have."""
 
 
 @pytest.mark.few(1)
@@ -426,7 +427,7 @@ def benchmark():
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look themselves up there
+    sys.modules[spec.name] = module  # its dataclasses are looked up there
     spec.loader.exec_module(module)
     return module
 
@@ -442,7 +443,7 @@ MEASURED = {name + more: row for name, more, *row in ROW.findall(DOCS)}
 
 def test_table_has_every_codec_that_is_compared():
     known = {row.codec for row in benchmark().COMPARED} | {"rotated", "rotated(bits=4)"}
-    assert set(MEASURED) == known - {"exponent(planes=3)"}  # that loses nothing
+    assert set(MEASURED) == known - {"exponent(planes=3)"}  # it has no error
 
 
 @pytest.mark.parametrize(
@@ -464,8 +465,11 @@ def test_errors_are_those_of_the_documentation(name):
 
 
 def test_ours_lose_less_at_no_more_bits_but_where_the_documentation_says_otherwise():
-    """On the Gaussian and on partial sums: better in all; on outliers not than what keeps some
-    values apart. Of ``equarx``, with 1,024 scales a shard, ours sends 0.03 bit more."""
+    """On the Gaussian and on partial sums, ours are better in all cases.
+
+    On outliers they are not better than codecs that keep some values separate. Compared with
+    ``equarx``, with 1,024 scales per shard, ours sends 0.03 bit more.
+    """
     for row in benchmark().COMPARED:
         if row.codec not in MEASURED:
             continue

@@ -1,5 +1,5 @@
-"""Prices of the hops of an algorithm, against times worked out by hand and messages counted one by
-one."""
+"""Prices of the hops of an algorithm, against times computed from formulas and messages counted one
+by one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from commpass.costmodel.profile import INSIDE, LINK
 from commpass.plan.stage import ALL, BLOCK, NEXT, STRIDE, Stage, all_to_all
 
 NODE, RANKS, SHARD = 8, 64, 1024
-"""Ranks of a host and of a group, and values of which each rank sums a shard."""
+"""Ranks of a host and of a group, and the number of values of the shard that each rank sums."""
 FREE = Kernels(0.0, KernelRate(0.0, 0.0))
 PROFILE = Profile(
     "hosts", Link(10.0, 1.0), inside=Link(2.0, 100.0), node=NODE, ports=1, kernels=FREE
@@ -27,8 +27,8 @@ def of_group(profile: Profile, ranks: int = RANKS):
 
 
 def exchanges(spec: str, profile: Profile = PROFILE, *, by_messages: bool = False) -> list:
-    """Port, latency and microseconds on the link of each exchange of an all_reduce of float32
-    values that are not coded, and its end."""
+    """Return port, latency and microseconds on the link of each exchange of an uncoded all_reduce
+    of float32 values, and its end."""
     import torch
 
     request = Request("0", RANKS, by_messages=by_messages)
@@ -40,8 +40,11 @@ def exchanges(spec: str, profile: Profile = PROFILE, *, by_messages: bool = Fals
 
 
 def test_hop_inside_a_host_takes_its_link_and_one_between_hosts_their_port():
-    """7 messages of 8 shards inside; 7 of a shard between hosts, from all 8 ranks by one port; then
-    a ring of shards, of which one rank of a host sends by its port."""
+    """There are 7 messages of 8 shards inside, and 7 of one shard between hosts.
+
+    The latter are sent by all 8 ranks through one port. A ring of shards follows, of which one rank
+    of a host sends through its port.
+    """
     shard_us = SHARD * 4 / 1e3
     inner, outer, gather, end = exchanges("hierarchical(node=8)")
     assert inner == (INSIDE, 7 * 2.0, pytest.approx(7 * 8 * shard_us / 100))
@@ -57,8 +60,10 @@ def test_hop_between_hosts_has_its_own_port_where_each_rank_has_one():
 
 
 def test_parts_that_are_not_hosts_go_by_the_port_that_their_bytes_pass():
-    """Parts of 16 ranks on two hosts each: 8 of the 15 others are on the other one. The second hop
-    is between 4 of those parts, all on other hosts."""
+    """Parts of 16 ranks on two hosts each: 8 of the 15 others are on the other host.
+
+    The second hop is between 4 of those parts, all on other hosts.
+    """
     inner, outer, *_ = exchanges("hierarchical(node=16)")
     assert inner == (LINK, 150.0, pytest.approx(15 * 4 * SHARD * 4 / 1e3 * NODE * 8 / 15))
     assert outer == (LINK, 30.0, pytest.approx(3 * SHARD * 4 / 1e3 * NODE))
@@ -72,7 +77,7 @@ def test_parts_of_a_host_without_a_link_of_their_own_do_not_pass_the_port():
 @pytest.mark.parametrize("by_messages", [False, True])
 @pytest.mark.parametrize("spec", ["ring", "semi_ring"])
 def test_one_rank_of_a_host_sends_to_the_next_host(spec, by_messages):
-    """What the 8 ranks of a host send by its port is what one of them sends."""
+    """The 8 ranks of a host send through its port as much as one of them."""
     first, *_ = exchanges(spec, by_messages=by_messages)
     messages = {"ring": 1, "semi_ring": 2}[spec]
     latency = 10.0 if by_messages else 10.0 * messages
@@ -127,8 +132,8 @@ def test_exchange_reaches(to, source, reach):
 
 
 def test_measurement_of_messages_holds_the_time_for_which_a_rank_is_busy():
-    """A lone exchange takes what was measured of it, and no more; of several at once the rank
-    begins one after the other."""
+    """A single exchange takes the measured time, and no more; the rank starts several at once one
+    after the other."""
     region = (Region(0.0, 300.0, 1.0),)
     message = Stage(role="exchange", kind="all_to_all", leaving=5000, peers=1, by_messages=True)
     for busy_us, one in ((0.0, 305.0), (100.0, 305.0), (400.0, 305.0)):

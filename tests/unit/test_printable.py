@@ -1,4 +1,4 @@
-"""``commpass.utils.printable``: codecs that hold data are short where people read them."""
+"""``commpass.utils.printable``: codecs that hold data are shortened in text for users."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from commpass.utils.printable import brief, clean
 
 
 def calibrated(seed: int) -> str:
-    """The text of codec ``outlier`` with the channels and scales of 256 channels."""
+    """Return the text of codec ``outlier`` with the channels and scales of 256 channels."""
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(seed))
     return codec("outlier", statistics=calibrate([Running.start(x)]).to_text()).spec
 

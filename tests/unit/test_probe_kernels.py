@@ -1,4 +1,4 @@
-"""How the probe compiles what it times."""
+"""How the probe compiles the codecs that it times."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CODECS = ("int8", "int4", "fp8")
 
 @pytest.mark.parametrize("role", ["encode", "decode"])
 def test_codecs_of_one_class_are_all_compiled(role, monkeypatch):
-    """Codecs share their functions, and Dynamo compiles one only so often."""
+    """Codecs share their functions, and Dynamo limits the number of compilations of one."""
     compiled = []
 
     def backend(gm, inputs):

@@ -1,5 +1,4 @@
-"""Profiles as JSON and TOML: what is written comes back, and errors name file, line and what to
-write."""
+"""Profiles as JSON and TOML: round trips, and errors that name file, line and remedy."""
 
 from __future__ import annotations
 
@@ -188,7 +187,7 @@ def test_card_copies_no_faster_than_its_maker_states(name):
     assert CARDS[name].kernels.gflops < 1000 * CARDS[name].tflops
 
 
-# --- where it is used -----------------------------------------------------------------------------
+# --- uses -----------------------------------------------------------------------------------------
 
 
 def test_environment_names_a_profile(path, monkeypatch):

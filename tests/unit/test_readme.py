@@ -1,4 +1,5 @@
-"""What README.md and docs/ say is there: links, anchors, commands, and the break-even table."""
+"""README.md and docs/ agree with the repository: links, anchors, commands, and the break-even
+table."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ ROW = re.compile(r"^\| `([\w-]+)` \| (CPUs|GPUs) \| (.*?) \| (.*?) \|$", re.MULT
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
+    """Return the anchors of a page's headings, as GitHub makes them."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     names = [line.lstrip("#").strip() for line in text.splitlines() if line.startswith("#")]
     return {re.sub(r"[^\w\- ]", "", name).strip().lower().replace(" ", "-") for name in names}

@@ -1,4 +1,4 @@
-"""What runs the examples shows what those did that fail or do not end."""
+"""The runner of the examples shows the output of those that fail or do not end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ waits_for_nothing()
 """
 
 
-@pytest.mark.every  # long enough for two ranks to begin on a busy machine
+@pytest.mark.every  # long enough for two ranks to start on a busy machine
 def test_example_that_does_not_end_shows_its_output_and_the_stacks_of_its_ranks(tmp_path):
     script = tmp_path / "sleeping.py"
     script.write_text(SLEEPING)

@@ -1,4 +1,4 @@
-"""Selectors against references written from the published formulas in float64, and what holds for
+"""Selectors against references written from the published formulas in float64, and properties of
 all of them on any row."""
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def chosen(selection: Selection, row: int) -> np.ndarray:
 
 
 def patterns(x: torch.Tensor) -> np.ndarray:
-    """Magnitudes as whole numbers: the bits of |x| in float32, or float64 for float64."""
+    """Return magnitudes as whole numbers: the bits of |x| in float32, or float64 for float64."""
     wide = x.double().numpy() if x.dtype == torch.float64 else x.float().numpy()
     return wide.view(np.uint64 if wide.dtype == np.float64 else np.uint32).astype(object) & (
         2**63 - 1 if wide.dtype == np.float64 else 2**31 - 1
@@ -112,8 +112,7 @@ def test_thresholds_are_those_of_the_published_formulas(name, kind, ratio):
     x = data(kind, 30_000)
     k = math.ceil(ratio * len(x))
     threshold = THRESHOLDS[name](x, k, ratio)
-    # Sums of 24 bits behind the point move a threshold by a few parts in a million of the largest
-    # value.
+    # Sums with 24 fractional bits move a threshold by a few millionths of the largest value.
     slack = 1e-5 * np.abs(x).max()
     least, most = (np.abs(x) >= threshold + slack).sum(), (np.abs(x) >= threshold - slack).sum()
     assert min(most, k) - min(least, k) <= 3 + 0.01 * k, "the comparison would mean nothing"
@@ -133,8 +132,8 @@ def test_number_found_is_what_the_method_promises(name, least, kind):
 
 
 def test_dgc_takes_the_threshold_of_its_sample():
-    """The sample's threshold is off by a tenth or so: x0.8 of it must not be needed, nor may it be
-    the exact one."""
+    """The sample's threshold is off by about a tenth: its factor of 0.8 must not be needed, nor may
+    it be the exact one."""
     found = []
     for seed in range(8):
         x = torch.from_numpy(data("gaussian", 50_000, seed)).float()[None]
@@ -143,7 +142,7 @@ def test_dgc_takes_the_threshold_of_its_sample():
     assert min(found) < 500 <= max(found)
 
 
-# --- what holds for any row -----------------------------------------------------------------------
+# --- properties on any row ------------------------------------------------------------------------
 
 CONTENTS = {
     "gaussian": lambda rng, n: rng.standard_normal(n),
@@ -247,7 +246,7 @@ def test_threshold_chooses_the_largest_and_of_equal_ones_the_first(x, ratio, nam
             assert most < least
         else:
             assert most - least <= (peak + 1) / 256 + 32
-        # whatever was left of the magnitude that was cut through lies behind what was taken of it
+        # what is left of the partially selected magnitude comes after what was selected
         first_left = [i for i in left if int(bits[i]) == least]
         last_taken = [int(i) for i in picked if int(bits[i]) == least]
         assert not first_left or min(first_left) > max(last_taken)
@@ -265,7 +264,7 @@ def test_largest_magnitude_is_chosen_unless_there_are_too_many_of_it(x, ratio, n
 
 
 def test_too_many_of_one_magnitude_leave_no_larger_one_out():
-    """What published code, which keeps the first that reach the threshold, gets wrong."""
+    """Published code, which keeps the first entries that reach the threshold, is wrong here."""
     x = torch.ones(1, 1000)
     x[0, 990:] = 1.5
     for name, selector in BY_THRESHOLD.items():
@@ -304,15 +303,15 @@ def test_magnitude_does_not_matter(name, scale):
 
 
 def test_random_k_gives_each_entry_the_same_chance():
-    """Chi-squared of 5 000 draws of 7 from 50: stretches of 50/7 are of unequal length, so of all
-    seeds and data."""
+    """Chi-squared of 5 000 draws of 7 from 50, over all seeds and data, because stretches of 50/7
+    have unequal lengths."""
     rows = torch.from_numpy(data("gaussian", 5000 * 50)).reshape(5000, 50).float()
     selection = select.select(select.RandomK(0), rows, density_of(0.14))
     count = np.bincount(selection.indices.reshape(-1).numpy(), minlength=50)
     lengths = [(j + 1) * 50 // 7 - j * 50 // 7 for j in range(7)]
     expected = np.repeat([5000 / length for length in lengths], lengths)
     chi = ((count - expected) ** 2 / expected).sum()
-    assert chi < 80  # 43 degrees of freedom: 1 in 2 000 above
+    assert chi < 80  # 43 degrees of freedom: 1 in 2 000 exceeds it
     assert (np.abs(expected / 700 - 1) < 0.1).sum() >= 40
 
 
@@ -334,7 +333,7 @@ def test_random_k_depends_on_seed_and_data_and_on_nothing_else():
         assert (other == one).sum() < 10
 
 
-# --- compiled, and refused ------------------------------------------------------------------------
+# --- compiled; errors -----------------------------------------------------------------------------
 
 
 @pytest.mark.timeout(600)
@@ -346,7 +345,7 @@ def test_eager_and_compiled_selectors_agree_bit_for_bit(names):
     x[2, 100], x[3, ::2] = math.nan, 0.0
     x = torch.cat(
         [x, x * 1e-40, torch.ones(1, 9001), torch.full((1, 9001), math.inf)]
-    )  # so many rows are scanned
+    )  # this many rows are scanned
 
     density = density_of(0.01)
 

@@ -1,5 +1,5 @@
-"""What a rank takes for agreed on before, and carries out without asking the others; and what it
-takes for their answers."""
+"""What a rank treats as agreed, and executes without a new round; and what it accepts as the other
+ranks' answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SPEAKER = Participant("policy", "custom", "backend", "function", "call")
 
 
 def part(**changes: object) -> Part:
-    """A plan of three sums of modules of their own, which are left alone."""
+    """Return a plan of three uncompressed sums in different modules."""
     sites = [
         Site(
             name=name,

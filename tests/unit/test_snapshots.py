@@ -1,4 +1,4 @@
-"""What explain, diff and graph print, as text files that people can read. To write them anew:
+"""The output of explain, diff and graph, as readable text files. To write them anew:
 
 PYTHONPATH=tests python tests/unit/test_snapshots.py
 """
@@ -21,7 +21,7 @@ REDUCE = "_c10d_functional.all_reduce.default"
 
 
 def backward() -> dump.Dump:
-    """A graph in which little is compressed: one collective is not sent, one is split."""
+    """Return a graph in which little is compressed: one collective is eliminated, one is split."""
     one = layered(2, {"codec": "none", "algorithm": "none", "chunks": 1, "wire_bytes": 8 << 20})
     reason = "left alone: the link is faster than the codec"
     times = {"predicted_us": 100.0, "exposed_us": 20.0, "unmoved_us": 60.0}
@@ -49,7 +49,7 @@ def backward() -> dump.Dump:
 
 
 def written(folder: Path) -> dict[str, Path]:
-    """Two runs to look at."""
+    """Return two runs to show."""
     found = {}
     for name, change in (("int8", {}), ("int4", {"codec": "int4", "wire_bytes": 1 << 20})):
         found[name] = folder / name
@@ -82,7 +82,7 @@ WIDTHS = (80, 140)
 
 
 def printed(name: str, width: int, folder: Path) -> str:
-    """What a command says, without spaces at the ends of lines."""
+    """Return the output of a command, without spaces at the ends of lines."""
     result = run(*COMMANDS[name](written(folder)), width=width)
     assert result.stderr == ""
     assert result.exit_code == (1 if name.startswith("diff") else 0)

@@ -1,5 +1,5 @@
-"""Index codes against a writer of bits in plain Python, and the sparse codecs: laws 2 and 4,
-bounds, exact sizes, residuals."""
+"""Index codes against a bit writer in plain Python, and the sparse codecs: laws 2 and 4, bounds,
+exact sizes, residuals."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def gaussian(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> 
 
 
 def as_bytes(ones: list[int]) -> bytes:
-    """Bits to bytes, least bit first."""
+    """Pack bits into bytes, least significant bit first."""
     return np.packbits(np.array(ones, dtype=np.uint8), bitorder="little").tobytes() if ones else b""
 
 
@@ -63,7 +63,7 @@ def number(value: int, width: int) -> list[int]:
 
 
 def written(code: IndexCode, slots: list[int], n: int) -> bytes:
-    """The code of a row of slots, from its definition."""
+    """Return the code of a row of slots, from its definition."""
     if code == Bitmap():
         return as_bytes([int(i in set(slots)) for i in range(n)])
     if code == Blocks16():
@@ -75,7 +75,7 @@ def written(code: IndexCode, slots: list[int], n: int) -> bytes:
         )
     low = [bit for slot in slots for bit in number(slot & (1 << code.low) - 1, code.low)]
     high, before = [], 0
-    for slot in slots:  # each high part in unary: as many zeros as it grew, then a one
+    for slot in slots:  # each high part in unary: as many zeros as it increased, then a one
         high += [0] * ((slot >> code.low) - before) + [1]
         before = slot >> code.low
     high += [0] * (len(slots) + (n >> code.low) - len(high))
@@ -267,7 +267,7 @@ def test_chosen_entries_arrive_and_all_others_are_zero(coder, x):
     picked[used] = True
     assert (back.reshape(-1)[~picked] == 0).all()
     assert (values[indices == n] == 0).all()
-    # the values are those of the inner codec, of the chosen entries with zeros behind
+    # the values are those of the inner codec, of the selected entries followed by zeros
     inner = torch.zeros(1, coder.slots(n), dtype=x.dtype)
     inner[0, : len(used)] = x.reshape(-1)[used]
     want = coder.inner.decode_rows(coder.inner.encode_rows(inner), coder.slots(n), x.dtype).to(
@@ -303,7 +303,7 @@ def test_bounds_are_those_of_theory():
         math.sqrt(0.99 + 0.01 * codec("int8").bound ** 2)
     )
     assert inner.bound < 1
-    flat = torch.ones(10_000)  # the worst there is for top-k
+    flat = torch.ones(10_000)  # the worst case for top-k
     coder = made("topk", density=0.01)
     assert float((coder.decode(coder.encode(flat)) - flat).norm() / flat.norm()) == pytest.approx(
         coder.bound
@@ -324,7 +324,7 @@ def test_non_finite_values_stay_so(name, bad, values):
         assert not back[0, places].isfinite().any(), places
         if (
             name != "randomk" and values == "raw" and len(places) <= 20
-        ):  # nothing else is touched, and Inf stays Inf
+        ):  # nothing else changes, and Inf stays Inf
             others = [i for i in range(2000) if i not in places]
             assert back[0, others].isfinite().all()
             assert torch.equal(back[0, places], broken[0, places]) or math.isnan(bad)
@@ -414,8 +414,8 @@ def test_sent_and_remaining_values_add_up(name, values):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_feedback_sends_everything_in_time(name):
-    """100 steps of one gradient: what has arrived is 100 times it, up to what is still held
-    back."""
+    """100 steps of one gradient: what has arrived is 100 times the gradient, up to what is still
+    held back."""
     coder = made(name, density=0.05)
     x, left, arrived = gaussian(2000).abs() + 0.1, torch.zeros(2000), torch.zeros(2000)
     for _ in range(100):
@@ -433,7 +433,7 @@ def test_residual_keeps_nothing_that_is_not_finite():
     assert left.isfinite().all()
 
 
-# --- values as they are ---------------------------------------------------------------------------
+# --- uncoded values -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -465,7 +465,7 @@ def test_raw_refuses_another_wire_as_others_do():
         coder.decode(dataclasses.replace(wire, payload=wire.payload[:-1]))
 
 
-# --- compiled, fake, symbolic; refused ------------------------------------------------------------
+# --- compiled, fake and symbolic; errors ----------------------------------------------------------
 
 
 BOTH = [("topk", "int8", 0.3), ("randomk", "raw", 0.01)]
@@ -489,7 +489,7 @@ def test_eager_and_compiled_calls_agree_bit_for_bit(how):
     for coder, eager, other in zip(coders, all_of_them(x), compiled, strict=True):
         rows = (
             slice(0, 3) if coder.inner.spec == "int8" else slice(None)
-        )  # codes of what is not finite may differ
+        )  # codes of non-finite values may differ
         assert bits(eager[0][rows]) == bits(other[0][rows]), coder.spec
         assert bits(eager[1][rows]) == bits(other[1][rows]), coder.spec
 

@@ -1,5 +1,5 @@
-"""SSFusion's plan: every gradient once, buffers and cuts as good as trying all, equation 2, the
-density kept; and what is asked of it, checked."""
+"""SSFusion's plan: every gradient once, buffers and cuts as good as an exhaustive search, equation
+2, the requested density; and checked arguments."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_gradients_have_the_times_that_were_measured():
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_work_around_a_selection_counts_as_well(offload):
-    """By hand: 4 gradients of 4 MiB at 0.5 GB/s, 1 ms of backward and 1 ms of selection each."""
+    """4 gradients of 4 MiB at 0.5 GB/s, 1 ms of backward and 1 ms of selection each."""
     light = [Gradient("w", 1 << 20, 4, 1e3, 1e3, 1e3)] * 4
     heavy = [dataclasses.replace(each, around_us=3e4) for each in light]
     link, how = Link(1.0, 0.5), Settings(offload=offload)
@@ -201,7 +201,7 @@ def test_tensors_go_whole_in_buckets_until_times_are_known():
 
 
 def end_of(model, runs, dense, kind, link, size, density):
-    """When the exchanges of runs end: written anew, from the definition."""
+    """Return when the exchanges of runs end, computed independently from the definition."""
     formula = {"all_reduce": all_reduce_us, "all_gather": all_gather_us}[kind]
     clock = link_free = 0.0
     for run in runs:
@@ -275,7 +275,7 @@ def test_smallest_of_a_buffer_are_left_dense_until_equation_2_holds(model, size,
         busy = problem.compute_us(run, found)
         if exchange < busy and left:  # not yet, and the next one would cost more than it saves
             later = end_of(model, runs, [*found, left[0]], "all_gather", link, size, 0.01)
-            earlier = [n for n in found if n >= run[0]]  # what was decided when this one was
+            earlier = [n for n in found if n >= run[0]]  # what was decided at that time
             then = end_of(model, runs, earlier, "all_gather", link, size, 0.01)
             one_more = [*earlier, left[0]]
             assert (
@@ -314,8 +314,10 @@ def test_cpu_selects_where_it_ends_before_backward_of_the_buffer(model, data):
 
 
 def dgc(gradients, k, momentum, norm):
-    """Deep Gradient Compression on one rank, algorithm 4 and section 3: what each step sends, and
-    what is left, in float64."""
+    """Deep Gradient Compression on one rank, algorithm 4 and section 3.
+
+    Return what each step sends, and what is left, in float64.
+    """
     u, v = np.zeros_like(gradients[0]), np.zeros_like(gradients[0])
     sent = []
     for g in gradients:
@@ -402,7 +404,7 @@ def test_clipping_holds_the_norm_and_lets_what_is_not_finite_through():
     assert clipped(torch.tensor([math.nan, 1.0]), 1.5).isnan().tolist() == [True, False]
 
 
-# --- what is asked --------------------------------------------------------------------------------
+# --- arguments ------------------------------------------------------------------------------------
 
 
 def test_density_falls_exponentially_to_the_target():
@@ -452,7 +454,7 @@ def test_momentum_on_both_sides_is_refused():
 
 
 def test_backward_takes_its_processor_time_where_ranks_share_processors():
-    """Times by the clock may go undisturbed by luck, in steps that are shorter than a turn."""
+    """In steps shorter than a time slice, times by the clock may be undisturbed by chance."""
     clock = Clock(CPU)
     clock.steps = [
         [(-1, (0.0, 0.0)), (0, (0.001, 0.001)), (1, (0.004, 0.002))],
@@ -472,7 +474,8 @@ def test_thread_that_exchanges_keeps_backward_from_processors_it_shares(cores, s
 
 
 def test_messages_that_keep_processors_from_backward_make_a_step_longer():
-    """Three buffers: what the first two messages take, backward loses; the last one ends it."""
+    """Three buffers: backward loses the time of the first two messages, and the last one comes
+    after it."""
     model = [Gradient(name, 1000, backward_us=1000.0) for name in "abc"]
     link = Link(10.0, 1.0)
     buffers = [Buffer((Sent(number),), 1) for number in range(3)]

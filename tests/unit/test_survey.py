@@ -1,5 +1,4 @@
-"""commpass codecs: what is measured of codecs, on data by name and on files, and what is said about
-bad input."""
+"""commpass codecs: measurements of codecs, on named data and on files, and errors for bad input."""
 
 from __future__ import annotations
 
@@ -58,7 +57,7 @@ def test_all_float_tensors_of_a_file_count_together(tmp_path):
     row = rows("int8", "--data", file)["int8"]
     assert (
         row["bits"] == 8 * 2 * (512 + 128) / 1024
-    )  # two tensors, each its codes and a region of 128 bytes of scales
+    )  # two tensors, each with its codes and a region of 128 bytes of scales
     assert 0.005 < row["error"] < 0.01
 
 
@@ -79,7 +78,7 @@ def test_speeds_are_measured_of_compiled_code():
 
 
 def test_however_many_codecs_are_measured_all_are_compiled():
-    """Dynamo compiles the same code so many times, and runs it eagerly from then on."""
+    """Dynamo limits how often the same code is compiled, and then runs it eagerly."""
     limits = {"recompile_limit": 1, "fail_on_recompile_limit_hit": True}
     with torch._dynamo.config.patch(limits):
         result = run("cast", "cast(to=fp16)", "--json")
@@ -117,7 +116,7 @@ def test_every_codec_that_needs_nothing_else_is_in_the_survey():
     from commpass.codecs import NAMES
 
     surveyed = {spec.partition("(")[0] for spec in survey.STANDARD}
-    twice = {"bf16", "fp16"}  # other names of what is there
+    twice = {"bf16", "fp16"}  # other names of existing codecs
     assert surveyed == set(NAMES) - {"raw", "outlier", "difference", "segments"} - twice
 
 
@@ -146,7 +145,7 @@ def test_names_in_the_picture_cover_neither_each_other_nor_a_point(tmp_path, mon
     names = [each for each in axes.texts if isinstance(each, Annotation)]
     boxes = [Text.get_window_extent(each, renderer) for each in names]
     assert {each.get_text() for each in names} >= {row.codec for row in found}
-    wide = [box.padded(2, 0) for box in boxes]  # nor do two side by side read as one
+    wide = [box.padded(2, 0) for box in boxes]  # nor do two adjacent labels read as one
     assert not any(a.overlaps(b) for at, a in enumerate(wide) for b in boxes[:at])
     points = [axes.transData.transform((row.bits, row.error)) for row in found]
     assert not any(box.contains(*point) for box in boxes for point in points)

@@ -1,5 +1,7 @@
-"""The switches of two papers, as what the cost model decides where it knows no more than they do:
-links by alpha and beta, and coding for nothing. The formulas are the papers'."""
+"""The switches of two papers, as the cost model's decisions on the same information.
+
+The links have only alpha and beta, and coding takes no time. The formulas are the papers'.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ def site(kind: str, nbytes: int, ranks: int, dtype: str = "bfloat16") -> Site:
 
 
 def coded(of: Site, spec: str, algorithm: str, link: Link) -> tuple[bool, float]:
-    """Whether it is coded, and the bytes that it would send."""
+    """Return whether it is coded, and the bytes that it would send."""
     policy = Policy(codecs=spec, algorithms=algorithm, max_error=None)
     profile = Profile("two lines", link, kernels=FREE, margin=0.0)
     (found,) = decide([of], policy, profile)
@@ -51,9 +53,11 @@ rates = st.floats(0.5, 200)
 @tried
 @given(times, rates, times, rates, st.integers(10, 24), st.sampled_from([2, 4, 8, 16]))
 def test_zipccl_switches_back_to_the_plain_reduce_scatter(a1, b1, a2, b2, power, ranks):
-    """ZipCCL, section 4: a reduce_scatter of d bytes takes ``alpha + beta d``; by a compressed
-    all_to_all with a line of its own ``alpha' + beta' e d``, e the share of bytes that are left.
-    The lower one is taken. Ours sends the part of known size first, so alpha' counts twice."""
+    """ZipCCL, section 4: a reduce_scatter of d bytes takes ``alpha + beta d``.
+
+    A compressed all_to_all takes ``alpha' + beta' e d``, where e is the share of bytes that are
+    left. The faster one is used. Ours sends the part of known size first, so alpha' counts twice.
+    """
     nbytes = 2**power * 16
     measured = {"reduce_scatter": (Region(0, a1, b1),), "all_to_all": (Region(0, a2, b2),)}
     done, _ = coded(
@@ -78,9 +82,12 @@ def test_zipccl_switches_back_to_the_plain_reduce_scatter(a1, b1, a2, b2, power,
 def test_ssfusion_sends_dense_where_its_all_gather_would_take_longer(
     alpha, beta, power, ranks, density
 ):
-    """SSFusion, section 2: a dense all_reduce of D bytes takes ``2 (P - 1) alpha + 2 (P - 1) / P D
-    beta``, an all_gather of a part s ``(P - 1) (alpha + s beta)``: it grows with P, and above some
-    P the dense one is faster."""
+    """SSFusion, section 2: a dense all_reduce of D bytes takes
+    ``2 (P - 1) alpha + 2 (P - 1) / P D beta``.
+
+    An all_gather of a part s takes ``(P - 1) (alpha + s beta)``. It grows with P, and above some P
+    the dense one is faster.
+    """
     nbytes = 2**power
     of = site("all_reduce", nbytes, ranks, "float32")
     spec = f"topk(density={density})"
@@ -94,8 +101,8 @@ def test_ssfusion_sends_dense_where_its_all_gather_would_take_longer(
 
 @pytest.mark.parametrize("ranks", [8, 64])
 def test_growth_from_8_to_64_ranks(ranks):
-    """With time for bytes alone an all_gather grows 9 times from 8 to 64 ranks, an all_reduce
-    1.125 times (SSFusion, section 2)."""
+    """If only bytes take time, an all_gather grows 9 times from 8 to 64 ranks, an all_reduce 1.125
+    times (SSFusion, section 2)."""
     link, nbytes = Link(0, 10), 2**20
     assert link.us("all_gather", nbytes, ranks) == pytest.approx((ranks - 1) * nbytes / 1e4)
     whole = 2 * (ranks - 1) / ranks * nbytes / 1e4

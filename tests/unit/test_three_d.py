@@ -1,5 +1,5 @@
-"""The presets of three dimensions: each kind of site of each role gets the codec that it should,
-and nothing else gets any."""
+"""The three-dimensional presets: each kind of site of each role gets its codec, and no other site
+gets any."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CODED = {
         "tahquant(form=companded)",
     ),
 }
-"""Of sums of layers, weights, gradients, and what goes from stage to stage."""
+"""Codecs of layers' sums, weights, gradients, and what is sent between stages."""
 OUR_SIX = "rotated(bits=6, block=32, scale=lsq)"
 NAMES = {
     "tp": ("tp", "tensor", "tensor_parallel", "model", "mp"),
@@ -133,7 +133,7 @@ def test_mesh_with_other_names_is_told(fake_group):
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("x", "model", "z"))
     policy = Policy.for_mesh("taco-3d", tp="x", dp=("model", "z"), pp=())
     assert planned(policy, "all_reduce", "forward", "x").codec == "taco"
-    # Told names come before the usual ones of others.
+    # Explicit names take precedence over the usual names of other dimensions.
     assert planned(policy, "all_reduce", "backward", "model").codec == "sdp4bit(bits=8)"
     assert planned(policy, "all_gather", "forward", "z").codec == CODED["taco-3d"][1]
     assert planned(policy, "all_reduce", "forward", "tp").codec == NONE

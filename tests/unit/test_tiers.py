@@ -34,8 +34,8 @@ def test_these(n):
 
 
 def collected(folder: Path, *runs: list[str], tests: str = TESTS) -> list[list[str]]:
-    """The tests that pytest would run with each of some options, in a process of its own, whose
-    hashes have another seed."""
+    """Return the tests that pytest would run with each of some options, in a separate process with
+    another hash seed."""
     (folder / "test_these.py").write_text(tests)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers = every: long\n")
     program = "import pytest, sys\nfor line in sys.stdin:\n    print('run')\n"
@@ -93,7 +93,7 @@ def test_ranks(n):
 
 @pytest.mark.every
 def test_group_stays_with_one_worker(tmp_path):
-    """Ranks would be started by each worker, and share the cores."""
+    """Otherwise each worker would start the ranks, and they would share the cores."""
     (tmp_path / "test_these.py").write_text(GROUPED)
     command = [sys.executable, "-m", "pytest", "-p", "tiers", "-n", "2", "--dist", "loadgroup"]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}

@@ -1,4 +1,4 @@
-"""When stages are done, against timelines worked out by hand."""
+"""When stages end, against explicit timelines."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def test_dependent_steps_add_up():
 
 
 def test_compute_hides_behind_exchanges():
-    """Two chunks: while the first travels, the second is encoded; while the second, the first is
-    decoded."""
+    """Two chunks: the second is encoded while the first is sent, and the first is decoded while the
+    second is sent."""
     tasks = [
         Task(HOST, 5.0),
-        Task("link", 20.0, 3.0, (0,)),  # on the link from 5 to 25, there at 28
+        Task("link", 20.0, 3.0, (0,)),  # on the link from 5 to 25, arrives at 28
         Task(HOST, 5.0),  # to 10
-        Task("link", 20.0, 3.0, (2,)),  # from 25 to 45, there at 48
+        Task("link", 20.0, 3.0, (2,)),  # from 25 to 45, arrives at 48
         Task(HOST, 7.0, after=(1,)),  # from 28 to 35
         Task(HOST, 7.0, after=(3,)),  # from 48 to 55
     ]
@@ -35,11 +35,11 @@ def test_compute_hides_behind_exchanges():
 
 
 def test_rank_that_waits_starts_nothing():
-    """An exchange that stands behind a wait starts no sooner than that is over."""
+    """An exchange that follows a wait starts no sooner than the end of the wait."""
     tasks = [
         Task("link", 10.0, 10.0),
         Task(HOST, 1.0, after=(0,)),  # from 20 to 21
-        Task("link", 10.0, 10.0),  # needs nothing, but stands behind: from 21
+        Task("link", 10.0, 10.0),  # depends on nothing, but follows the wait: from 21
     ]
     assert finished_us(tasks) == 41.0
 
@@ -86,8 +86,11 @@ tasks = st.lists(
 
 @given(tasks)
 def test_against_the_longest_path_through_all_that_must_follow_something(rows):
-    """A graph of instants: when the host comes to a task, when its resource takes it, when it lets
-    go of it, and when the result is there. The end is the longest path."""
+    """A graph of instants: when the host reaches a task, when its resource starts it, when the
+    resource is free, and when the result is available.
+
+    The end is the longest path.
+    """
     graph = nx.DiGraph()
     host, link, made = None, {}, []
     for number, (resource, us, latency, busy, back) in enumerate(rows):
@@ -99,7 +102,7 @@ def test_against_the_longest_path_through_all_that_must_follow_something(rows):
         graph.add_edge(free, there, us=latency)
         for each in after:
             graph.add_edge((each, "there"), come, us=0)
-        if host is not None:  # it has started, or computed, what stood before
+        if host is not None:  # it has started, or computed, all earlier tasks
             graph.add_edge(host, come, us=0)
         handed = (number, "handed")
         graph.add_edge(come, handed, us=busy)

@@ -1,5 +1,5 @@
-"""Timelines: predicted for graphs, in dumps and pictures, and read from traces; against numbers
-worked out by hand."""
+"""Timelines, predicted for graphs, in dumps and pictures, and read from traces, against explicit
+numbers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def two_sums(x, w):
 
 
 def profile(gflops: float = 1.0) -> Profile:
-    """A link of 0.1 GB/s that takes 100 us to start with; 2 GB/s read and written, 1 GFLOP/s."""
+    """A link of 0.1 GB/s with a start-up time of 100 us; 2 GB/s read and written, 1 GFLOP/s."""
     kernels = dataclasses.replace(
         commpass.ethernet(1).kernels, launch_us=0.0, gflops=gflops, gbytes_per_s=2.0
     )
@@ -77,8 +77,11 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_begins_and_ends_are_those_of_the_rule(fake_group):
-    """250,000 values: 1,000 us to read and write, 15,000 us on the link. Two exchanges, one after
-    the other, while the rank computes 250 ms: only then does it ask for them."""
+    """250,000 values: 1,000 us to read and write, 15,000 us on the link.
+
+    Two exchanges follow one another while the rank computes for 250 ms, and only then waits for
+    them.
+    """
     fake_group(4)
     gm = trace(two_sums, *inputs())
     outcome = outcome_of(gm, KEPT, profile(), "simplify", "move")
@@ -128,7 +131,7 @@ def test_exposed_time_is_that_of_the_plan(fake_group, policy):
     assert found.exposed_us <= found.travel_us <= found.us
     roles = {event.what for event in found.events}
     if policy is CHUNKS:
-        assert {"encode", "decode"} <= roles  # sums are part of what decodes
+        assert {"encode", "decode"} <= roles  # sums are part of the decoding stage
         hops = {(event.hop, event.chunk) for event in found.events if event.travels}
         assert hops == {(0, 0), (0, 1), (1, 0), (1, 1)}
 
@@ -158,7 +161,7 @@ def step(x, w):
 
 @pytest.fixture
 def folder(fake_group, tmp_path: Path) -> Path:
-    """The dump of a graph with a site of two chunks and one that is left alone."""
+    """The dump of a graph with a site of two chunks and an uncompressed one."""
     fake_group(4)
 
     def function(x, w):
@@ -179,7 +182,7 @@ def call(*args: object):
 
 
 def fails(result, *said: str) -> None:
-    """A clean error: one line on stderr, nothing on stdout, exit code 2."""
+    """Check for a clean error: one line on stderr, nothing on stdout, exit code 2."""
     assert result.exit_code == 2
     assert result.stdout == ""
     assert re.fullmatch(r"commpass: [^\n]+\n", result.stderr), result.stderr
@@ -301,7 +304,7 @@ def event(name: str, begin: float, us: float, cat: str = "cpu_op", tid=1, **args
 
 @pytest.fixture
 def plain(fake_group, tmp_path: Path) -> list[dump.Dump]:
-    """The dump of a graph whose two all_reduces are left alone."""
+    """The dump of a graph with two uncompressed all_reduces."""
     fake_group(4)
     backend = commpass.backend("off", dump=tmp_path / "plain", inner="eager")
     with torch.no_grad():
@@ -406,7 +409,7 @@ def test_traces_of_other_programs_are_refused(plain, tmp_path):
 
 
 def profiled(folder: str) -> None:
-    """A compiled step of two sites, profiled, on each rank."""
+    """Profile a compiled step of two sites on each rank."""
     import torch.distributed as dist
     from torch.profiler import ProfilerActivity, profile
 

@@ -1,4 +1,4 @@
-"""What a run of the tests says of its time."""
+"""The report on the duration of a test run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import timing
 
 @pytest.fixture
 def stored(tmp_path, monkeypatch):
-    """Times of a run before, and of this one, which is on a machine of half the speed."""
+    """Return times of an earlier run, and of this one, on a machine of half the speed."""
     before = {"a.py": 10.0, "b.py": 20.0, "c.py": 30.0, "gone.py": 500.0}
     path = tmp_path / "times.json"
     path.write_text(json.dumps({"files": before}))

@@ -1,4 +1,4 @@
-"""The verdict of a run as data, as text, and to loggers."""
+"""The report on a run as data, as text, and for loggers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ CODED = ALONE | {
 }
 
 REST = (1.0, 0.0, 0.0, 1.0, 1.0)
-"""Of one value, none is lost."""
+"""The remainder for one value without error."""
 
 
 def entry(*sites: PlannedSite, bound=None, fallback="", took=(), why="") -> Entry:
@@ -64,7 +64,7 @@ def entry(*sites: PlannedSite, bound=None, fallback="", took=(), why="") -> Entr
 
 @pytest.fixture
 def book(monkeypatch):
-    """The only step_log that there is; no plans of other tests."""
+    """Return the only step_log; there are no plans of other tests."""
     made = StepLog("balanced")
     monkeypatch.setattr(verdict, "step_logs", lambda: [made])
     monkeypatch.setattr(verdict, "plans", lambda: [])
@@ -86,7 +86,7 @@ def test_report_before_anything_was_compiled_says_so(book):
 
 def test_exchanges_that_it_does_not_follow_are_named(book, monkeypatch):
     followed = entry(*layers(1))
-    made = [entry(*layers(1)).plan, followed.plan]  # such as that of a rewrite, and one of ours
+    made = [entry(*layers(1)).plan, followed.plan]  # one like that of a rewrite, and one of ours
     monkeypatch.setattr(verdict, "plans", lambda: made)
     book.entries.append(followed)
     assert str(commpass.report()).splitlines()[-1].startswith("not in this report: 1 plan of")
@@ -99,7 +99,7 @@ def test_exchanges_that_it_does_not_follow_are_named(book, monkeypatch):
 
 
 def test_way_to_measure_errors_keeps_the_policy(book):
-    """Policy(watch=0.01) alone would be another policy, which compresses nothing."""
+    """Policy(watch=0.01) alone would be a different policy, which compresses nothing."""
     one = entry(*layers(1))
     one.samples.share = 0.0
     book.entries.append(one)
@@ -145,7 +145,7 @@ def test_names_neither_break_lines_nor_steer_a_terminal(book):
     said = str(commpass.report())
     assert all(line.isprintable() for line in said.splitlines())
     assert said.count("[red]|*") >= 5
-    assert {each.module for each in commpass.report().sites} == {ODD}  # data is as it is
+    assert {each.module for each in commpass.report().sites} == {ODD}  # data is unchanged
 
 
 def test_names_in_errors_and_logs_do_not_steer_a_terminal(caplog):
@@ -261,7 +261,7 @@ def test_room_and_the_function_have_one_name(lines):
 
 
 class Writer:
-    """TensorBoard's, as far as it is used."""
+    """The part of TensorBoard's writer that is used."""
 
     def __init__(self):
         self.rows = []
@@ -281,7 +281,7 @@ class Run:
 
 
 class Lightning:
-    """Beside ``log_metrics`` these have methods of other meanings."""
+    """Besides ``log_metrics``, these have methods with other meanings."""
 
     def __init__(self):
         self.rows = []
@@ -304,11 +304,11 @@ def test_loggers_get_flat_names_and_numbers(book, kind):
     found = commpass.metrics()
     assert all(type(number) is float for number in found.values())
     assert found["commpass/error/layers.*.mlp/all_reduce/forward"] == pytest.approx(0.02)
-    assert "commpass/measured_ms" not in found  # nothing is made up
+    assert "commpass/measured_ms" not in found  # nothing is invented
 
 
 def test_one_name_is_that_of_all_sites_whatever_their_size(book):
-    """As where a graph was compiled again for another size."""
+    """An example is a graph that was recompiled for another size."""
     for nbytes, lost in ((1024, 1e-4), (2048, 9e-4)):
         book.entries.append(entry(PlannedSite(**(CODED | {"bytes": nbytes, "shape": (nbytes,)}))))
         book.entries[-1].samples.sites[0].add([lost, 1.0, *REST])
@@ -410,7 +410,7 @@ def test_report_does_not_wait_for_what_a_gpu_has_not_measured_yet():
 
 
 class Stamp:
-    """An event with a time, of a GPU that is a call behind."""
+    """An event of a GPU that is one call behind, with a time."""
 
     made: ClassVar[list[Stamp]] = []
 

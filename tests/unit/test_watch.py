@@ -1,4 +1,4 @@
-"""What graphs really take against what was predicted: said once, when it is known."""
+"""Measured times of graphs against predictions: logged once, when they are known."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from commpass.distributed.watch import COUNTED, LATE, SKIPPED, Watch, Watched
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that goes on when a function says so."""
+    """A clock that a function advances."""
     now = [0.0]
     monkeypatch.setattr(watch.time, "perf_counter", lambda: now[0])
     return now

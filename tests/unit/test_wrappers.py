@@ -42,7 +42,8 @@ def gaussian(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> 
 
 
 def stays_within_its_bound(coder, x: torch.Tensor, back: torch.Tensor) -> None:
-    """The 2-norm of the error of a whole tensor; scaled, so that no square overflows."""
+    """Check that the 2-norm of the error of a whole tensor is within its bound; values are
+    scaled, so that no square overflows."""
     values, got = x.double().numpy(), back.double().numpy()
     largest = np.abs(values).max(initial=0) or 1.0
     floor = coder.floor(x.dtype) * math.sqrt(x.numel()) / largest
@@ -77,8 +78,7 @@ def test_running_ranges_follow_equations_1_and_2(gamma):
 
 
 def test_widest_channels_of_all_ranks_together_are_kept():
-    """Channel 7 is the widest on one rank alone; 20 and 30 are wider when the ranks are added
-    up."""
+    """Channel 7 is the widest on only one rank; the sums over the ranks of 20 and 30 are wider."""
     ranks = []
     for rank in range(4):
         x = gaussian(50, 64, seed=rank).clamp(-1, 1)
@@ -226,7 +226,7 @@ def test_ranges_of_sums_grow_like_variances(sums):
 
 
 def test_error_that_is_expected_is_that_of_channels_as_calibrated():
-    """Of a Gaussian that reaches 4 standard deviations in 7 steps: step / sqrt(12)."""
+    """For a Gaussian of which 4 standard deviations are 7 steps: step / sqrt(12)."""
     coder = built(Channels(4, (), ((1.0, 30.0, 0.01, 4.0),)))
     assert coder.relative_error() == pytest.approx(4 / 7 / math.sqrt(12), rel=0.02)
     alone = built(Channels(4, (1,), ((1.0, 30.0, 0.01, 4.0),)))
@@ -246,8 +246,8 @@ def built(channels: Channels, **parameters) -> OutlierCodec:
 def static_reference(
     x: np.ndarray, channels: Channels, row: int, bits_: int, dtype: torch.dtype
 ) -> np.ndarray:
-    """Kept channels rounded to 16 bits, the others to ``round(x / s) * s`` with ``s = range /
-    largest``, cut at the range."""
+    """Return kept channels rounded to 16 bits, the others as ``round(x / s) * s`` with
+    ``s = range / largest``, clipped to the range."""
     largest = 2 ** (bits_ - 1) - 1
     reach = np.array(channels.ranges[row])
     scale = np.where(reach > 0, reach / largest, 1.0)
@@ -300,7 +300,8 @@ def test_64th_of_the_channels_and_4_bits_are_4_19_bits_a_value():
 
 
 def test_kept_channels_save_the_error_and_random_ones_do_not():
-    """Static int4 alone, with random channels, with the widest: the paper's table 1 in small."""
+    """Static int4 alone, with random channels, and with the widest: the paper's table 1 in
+    small."""
     calibration = Running.start(features(400, 128))
     x = features(50, 128, seed=9)
     others = [channel for channel in range(128) if channel not in (3, 40)]
@@ -337,7 +338,7 @@ def test_scales_of_each_rank_are_used_for_what_it_sent():
         own = coder.at(rank).decode_rows(wires[rank : rank + 1], 7 * 64, torch.float32)
         assert bits(own) == bits(got[rank])
     assert coder.at(1).spec == coder.spec  # the same codec by name: ranks agree on it
-    assert len({coder, *map(coder.at, range(3))}) == 4  # though each encodes otherwise
+    assert len({coder, *map(coder.at, range(3))}) == 4  # though each encodes differently
     with pytest.raises(PolicyError, match=r"\.at\(rank\)"):
         coder.encode_rows(sent[0].reshape(1, -1))
     with pytest.raises(PolicyError, match="2 rows to decode"):
@@ -449,8 +450,8 @@ def test_receivers_get_what_they_hold_and_the_coded_difference(rows, n, dtype, i
 
 
 def test_error_is_that_of_the_difference():
-    """SDP4Bit, section 3: weights that move by 1 % are 100 times nearer than if they were coded
-    themselves."""
+    """SDP4Bit, section 3: the error for weights that change by 1 % is 100 times smaller than if
+    they were coded directly."""
     held = gaussian(64, 1024)
     x = held + 0.01 * gaussian(64, 1024, seed=1)
     coder = difference("difference").against(held)
@@ -465,7 +466,8 @@ def test_error_is_that_of_the_difference():
 
 
 def test_all_ranks_end_with_the_same_bits_and_may_go_on_from_them():
-    """Law 1: each rank encodes its shard against what all hold of it, all decode all shards."""
+    """Law 1: each rank encodes its shard relative to what all hold of it, and all decode all
+    shards."""
     held = gaussian(3, 500)
     for step in range(4):
         x = held + 0.01 * gaussian(3, 500, seed=step + 1)
@@ -505,8 +507,10 @@ def test_differences_of_the_largest_numbers_stay_finite(dtype):
 
 
 def test_compiled_code_takes_the_values_that_were_rounded():
-    """Inductor leaves out a cast to 16 bits that is widened again: of weights that have not
-    changed, the difference would be what they lost in rounding."""
+    """Inductor removes a cast to 16 bits that is widened again.
+
+    For unchanged weights, the difference would be their rounding error.
+    """
     torch._dynamo.reset()
     weights = torch.randn(4096, generator=torch.Generator().manual_seed(0))
     held = weights.to(torch.bfloat16)
@@ -550,7 +554,8 @@ def test_codec_with_state_inside_is_refused(monkeypatch):
 
 
 def test_codec_of_calibrated_channels_inside_is_refused():
-    """Others hand on differences, chosen values or other channels: scales would not be theirs."""
+    """Other codecs pass on differences, selected values or other channels, for which the scales are
+    wrong."""
     static = f"outlier(statistics={Channels(256, (1,), ((1.0,) * 256,)).to_text()})"
     dynamic = f"outlier(statistics={Channels(256, (1,)).to_text()})"
     for make in (
@@ -609,8 +614,8 @@ def coders() -> list:
 
 @pytest.mark.parametrize("one_in", [rarely(2), rarely(1)])
 def test_eager_and_compiled_calls_agree_bit_for_bit(one_in):
-    """Also where the decoded rows end within a block and something elementwise follows: see
-    inner_decode."""
+    """This includes sizes at which the decoded rows end within a block and an elementwise operator
+    follows: see inner_decode."""
     x = gaussian(3, 900)
     x[1] = 0.0
     x[2, 5] = math.nan

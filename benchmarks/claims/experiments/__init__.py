@@ -1,6 +1,6 @@
-"""Longer runs, each of minutes, whose results are stored: ``benchmarks/results/claims/*.json``.
+"""Longer runs, each of minutes, with stored results: ``benchmarks/results/claims/*.json``.
 
-A file an experiment, which holds an ``Experiment`` and what it runs.
+Each file holds one ``Experiment`` and the code that it runs.
 """
 
 from __future__ import annotations

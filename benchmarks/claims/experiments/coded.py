@@ -1,4 +1,4 @@
-"""What all experiments check of plans: that the codec is in them and that nothing fell back."""
+"""Check the plans of an experiment: they contain the codec, and nothing fell back."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ from commpass.plan import NONE, Plan, PlannedSite
 
 
 def forced(codec: str, algorithm: str, **named: object) -> commpass.Policy:
-    """Compresses every site with one codec by one algorithm, whatever the cost model says."""
+    """Return a policy that compresses every site with one codec by one algorithm, whatever the cost
+    model predicts."""
     rule = commpass.Rule(codec=codec, algorithm=algorithm, force=True, max_error=1.0, **named)
     return commpass.Policy(rules=[rule])
 
 
 def coded_sites(plans: Sequence[Plan], codecs: Sequence[str], many: int) -> list[PlannedSite]:
-    """The coded sites of plans. Raises RuntimeError if a plan fell back, if a site is uncompressed
-    or has a codec that is not one of ``codecs``, or if their number is not ``many``, where the
-    parts of a site that was split by rows count as one."""
+    """Return the coded sites of plans.
+
+    Raise RuntimeError if a plan fell back, if a site is uncompressed or has a codec that is not one
+    of ``codecs``, or if their number is not ``many``. The parts of a site that was split by rows
+    count as one site.
+    """
     wanted = {commpass.codec(each).spec for each in codecs}
     for plan in plans:
         if plan.fallback:

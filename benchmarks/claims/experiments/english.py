@@ -1,4 +1,5 @@
-"""Real text that every Python has: the topics of its reference manual, some 500 KB of English."""
+"""Real text that every Python installation has: the topics of its reference manual, about 500 KB of
+English."""
 
 from __future__ import annotations
 
@@ -10,12 +11,12 @@ import torch
 from torch import Tensor
 
 TENTH = 10
-"""Of so many topics one is for validation and one for the test."""
+"""One in this many topics is for validation, and one for the test."""
 
 
 @dataclass(frozen=True)
 class English:
-    """Bytes ``[n]`` to train on, and bytes of other topics to validate and to test with."""
+    """Bytes ``[n]`` to train on, and bytes of other topics for validation and test."""
 
     train: Tensor
     validation: Tensor
@@ -23,7 +24,7 @@ class English:
 
 
 def english() -> English:
-    """The same text in the same order in every process of one version of Python."""
+    """Return the text; every process of one Python version gets the same text in the same order."""
     texts = list(dict.fromkeys(topics[name] for name in sorted(topics)))
     numbered = list(enumerate(texts))
     return English(

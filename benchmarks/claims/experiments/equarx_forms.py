@@ -1,8 +1,8 @@
-"""The six forms of EQuARX's figure 7, and a sum of plain 8-bit floats: error and time.
+"""Measure error and time of the six forms in EQuARX's figure 7, and of a sum of plain 8-bit floats.
 
-Each form is an all_reduce of bfloat16 in a compiled graph on four ranks over gloo. Forms and the
-plain all_reduce take turns, each call behind a barrier; a time is the quartiles of the slowest
-rank's. Errors are those of N(0, 1), against the sum in float64.
+Each form is an all_reduce of bfloat16 in a compiled graph on four ranks over gloo. The forms and
+the plain all_reduce alternate, each call behind a barrier. A time is given as quartiles of the
+slowest rank's times. Errors are those of N(0, 1), against the sum in float64.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def all_reduce(x: Tensor) -> Tensor:
 def on_rank(
     kib: list[int], forms: list[str], repeats: int, inner: str, profile: str | None
 ) -> list[dict[str, Any]]:
-    """A row for each size and form, and for the plain all_reduce."""
+    """Return a row for each size and form, and for the plain all_reduce."""
     rows = []
     for size in kib:
         x, rank = gaussian(dist.get_rank(), size), dist.get_rank()
@@ -90,11 +90,11 @@ def _exact(kib: int) -> Tensor:
     return torch.stack([gaussian(rank, kib).double() for rank in range(RANKS)]).sum(0)
 
 
-# --- what is read off the rows --------------------------------------------------------------------
+# --- results from the rows ------------------------------------------------------------------------
 
 
 def ms(rows: Rows, name: str, kib: int, gbit: float | None) -> float:
-    """The median time. Raises KeyError where that was not measured."""
+    """Return the median time. Raise KeyError if it was not measured."""
     for row in rows:
         if (row["name"], row["kib"], row["gbit"]) == (name, kib, gbit):
             return row["ms"][1]
@@ -102,13 +102,16 @@ def ms(rows: Rows, name: str, kib: int, gbit: float | None) -> float:
 
 
 def gain(rows: Rows, name: str, kib: int, gbit: float | None) -> float:
-    """How many times faster than the plain all_reduce."""
+    """Return how many times faster than the plain all_reduce a form is."""
     return ms(rows, PLAIN, kib, gbit) / ms(rows, name, kib, gbit)
 
 
 def crossover_mib(rows: Rows, name: str, gbit: float | None) -> float | None:
-    """The least size from which on a form is faster than the plain all_reduce at each larger one,
-    in MiB; None if it is not even at the largest."""
+    """Return the least size, in MiB, from which on a form is faster than the plain all_reduce at
+    every larger size.
+
+    Return None if it is not faster even at the largest size.
+    """
     sizes = sorted({row["kib"] for row in rows if row["gbit"] == gbit}, reverse=True)
     gaining = list(itertools.takewhile(lambda kib: gain(rows, name, kib, gbit) > 1, sizes))
     return gaining[-1] / 1024 if gaining else None

@@ -1,4 +1,4 @@
-"""What an experiment is, and where its result is stored."""
+"""Define what an experiment is, and where its result is stored."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FOLDER = Path(__file__).parents[2] / "results" / "claims"
 
 @dataclass(frozen=True)
 class Experiment:
-    """A longer run: ``run`` returns plain data; ``minutes`` is what it takes on two cores."""
+    """A longer run: ``run`` returns plain data, and ``minutes`` is its duration on two cores."""
 
     name: str
     text: str
@@ -26,13 +26,14 @@ class Experiment:
 
 
 def stored(name: str) -> dict[str, Any] | None:
-    """The result of an experiment; None before it was run."""
+    """Return the result of an experiment, or None if it was not run."""
     path = FOLDER / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else None
 
 
 def scale(name: str) -> str:
-    """How long the trainings of an experiment were, as stored; nothing before it was run."""
+    """Return how long the trainings of a stored experiment were; an empty result if it was not
+    run."""
     found = stored(name)
     if found is None:
         return ""
@@ -41,8 +42,10 @@ def scale(name: str) -> str:
 
 
 def carry_out(experiment: Experiment) -> None:
-    """Runs an experiment and stores what it found; ``load`` says how busy the machine was, as a
-    mean of the last 15 minutes."""
+    """Run an experiment and store its result.
+
+    ``load`` records how busy the machine was, as a mean of the last 15 minutes.
+    """
     start = time.monotonic()
     found = experiment.run()
     how = {"seconds": round(time.monotonic() - start), "load": round(os.getloadavg()[2], 1)}

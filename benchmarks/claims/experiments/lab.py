@@ -1,4 +1,4 @@
-"""Experiments on hosts of their own: each begins in namespaces that are gone with it."""
+"""Run experiments on virtual hosts: each run starts in namespaces that are removed with it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ ROOT = Path(__file__).parents[3]
 
 
 def in_lab(module: str, *options: str) -> dict[str, Any]:
-    """What a program that makes a lab (docs/netlab.md) writes to the file that ``--json`` names.
-    Needs Linux and root. Raises CalledProcessError where it fails."""
+    """Run a program that builds a lab (docs/netlab.md), and return what it writes to the file named
+    by ``--json``.
+
+    Needs Linux and root. Raise CalledProcessError if the program fails.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "found.json"
         command = [sys.executable, "-m", module, *options, "--json", str(path)]

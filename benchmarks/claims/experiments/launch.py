@@ -1,5 +1,7 @@
-"""Starts ranks for an experiment: on this machine, or each in a network namespace whose link has a
-given rate (docs/netlab.md; needs root)."""
+"""Start the ranks of an experiment: on this machine, or each in a network namespace.
+
+The links of namespaces have a given rate (docs/netlab.md; needs root).
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,17 @@ HEAP = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
     "MALLOC_TOP_PAD_": str(1 << 28),
 }
-"""Memory is kept by malloc, and not given back to the system between calls."""
+"""malloc keeps memory, and does not return it to the system between calls."""
 SHOWN = 3000
-"""Characters of what failed ranks said."""
+"""Number of characters of failed ranks' output in an error message."""
 
 
 def launched(module: str, ranks: int, options: dict[str, Any], gbit: float | None = None) -> Any:
-    """What ``module.on_rank(**options)`` returns on rank 0, as JSON has it. ``gbit`` gives each
-    rank a link of so many Gbit/s. Raises RuntimeError with what the ranks said if one fails."""
+    """Return what ``module.on_rank(**options)`` returns on rank 0, after a round trip through JSON.
+
+    With ``gbit``, each rank gets a link of that many Gbit/s. Raise RuntimeError with the output of
+    the ranks if one fails.
+    """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
         worker = ["-m", "benchmarks.claims.experiments.worker", module, str(out)]

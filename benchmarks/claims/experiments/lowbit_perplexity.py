@@ -1,11 +1,11 @@
-"""Perplexity of a trained model under low-bit tensor parallelism, by what travels.
+"""Measure the perplexity of a trained model under low-bit tensor parallelism, by codec.
 
-A small transformer is trained on one process, divided by tensor parallelism, calibrated on parts of
-the training text, and measured on held-out text through compiled graphs in which every all_reduce
-of forward is coded. ``selected`` channels are the paper's: static scales, the widest channels in
-bfloat16; ``random`` ones are chosen without looking; ``dynamic`` keeps the selected channels, and
-measures scales of blocks each time. Two models: as it is trained, and one with planted outlier
-channels that computes the same function.
+A small transformer is trained in one process, sharded by tensor parallelism, and calibrated on
+parts of the training text. It is measured on held-out text through compiled graphs in which every
+all_reduce of forward is coded. ``selected`` channels are the paper's: static scales, and the widest
+channels in bfloat16. ``random`` channels are chosen at random. ``dynamic`` keeps the selected
+channels, and measures block scales in each call. There are two models: one as trained, and one with
+planted outlier channels that computes the same function.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ SHARES = (0.0, 1 / 128, 1 / 64, 1 / 32, 1 / 16)
 BITS, HOWS, SEEDS = (2, 4, 6), ("selected", "random", "dynamic"), (0, 1, 2)
 LAYERS, WIDTH, STEPS = 2, 256, 600
 CALIBRATED, MEASURED = 32, 8
-"""Sequences of a calibration; batches of held-out text."""
+"""Number of sequences of a calibration; number of batches of held-out text."""
 PLANTED, FACTOR = 1 / 64, 32.0
-"""The share of channels that are planted, and how many times as large they become."""
+"""Share of planted channels, and the factor by which they are enlarged."""
 Rows = Sequence[dict[str, Any]]
 
 
@@ -46,7 +46,7 @@ Rows = Sequence[dict[str, Any]]
 
 
 class Unscaled(nn.Module):
-    """A norm behind channels that were made larger: divides them first."""
+    """A norm after enlarged channels: it divides them by their factors first."""
 
     def __init__(self, norm: nn.Module, factors: Tensor) -> None:
         super().__init__()
@@ -58,7 +58,8 @@ class Unscaled(nn.Module):
 
 
 def factors() -> Tensor:
-    """Of each channel of the residual stream: powers of two, so that products are exact."""
+    """Return the factor of each channel of the residual stream; powers of two, so that products are
+    exact."""
     generator = torch.Generator().manual_seed(11)
     chosen = torch.randperm(WIDTH, generator=generator) < round(PLANTED * WIDTH)
     return torch.where(chosen, FACTOR, 1.0)
@@ -66,8 +67,11 @@ def factors() -> Tensor:
 
 @torch.no_grad()
 def plant(model: nn.Module) -> nn.Module:
-    """Makes channels of the residual stream larger, in all that writes to it, and divides them in
-    front of all norms that read it: the same function, to the bit."""
+    """Enlarge channels of the residual stream in all weights that write to it, and divide them
+    before all norms that read it.
+
+    The model computes the same function, bit for bit.
+    """
     by = factors()
     model.token.weight.mul_(by)
     model.position.weight.mul_(by)
@@ -91,8 +95,11 @@ class RowParallel(nn.Module):
 
 
 def divided(state: str, planted: bool) -> nn.Module:
-    """The model for inference by tensor parallelism: heads and inner features over the ranks, and a
-    sum after each attention and each MLP."""
+    """Return the model with tensor parallelism for inference.
+
+    Heads and inner features are sharded over the ranks, with a sum after each attention and each
+    MLP.
+    """
     model = text.transformer(LAYERS, WIDTH)
     model.load_state_dict(torch.load(state))
     model = (plant(model) if planted else model).requires_grad_(False)
@@ -111,7 +118,7 @@ def divided(state: str, planted: bool) -> nn.Module:
 
 
 def policy_of(found: Calibration, how: str, share: float, bits: int, seed: int) -> commpass.Policy:
-    """All places coded in one way; ``selected`` is ``Policy.lowbit_tp``."""
+    """Return a policy that codes all places in one way; ``selected`` is ``Policy.lowbit_tp``."""
     if how == "selected":
         policy = commpass.Policy.lowbit_tp(found, share, bits=bits, max_error=1.0)
         return replace(policy, rules=[replace(rule, force=True) for rule in policy.rules])
@@ -151,7 +158,8 @@ def on_rank(
     measured: int,
     inner: str,
 ) -> dict[str, Any]:
-    """The perplexity without a codec, and a row for each cell ``[how, share, bits, seed]``."""
+    """Return the perplexity without a codec, and a row for each cell
+    ``[how, share, bits, seed]``."""
     model = divided(state, planted)
     plain, rows, reach = text.perplexity(model, measured), [], []
     for seed in dict.fromkeys(cell[-1] for cell in cells):
@@ -183,18 +191,22 @@ def on_rank(
 
 
 def spans(found: Calibration) -> list[float]:
-    """Of each place, the widest range of a channel over the median one, added up over ranks."""
+    """Return, for each place, the ratio of the widest channel's range to the median one, with
+    ranges summed over the ranks."""
     tables = [Channels.from_text(place.statistics).ranges for place in found.places]
     totals = [torch.tensor(table).sum(0) for table in tables]
     return [float(total.max() / total.median()) for total in totals]
 
 
-# --- what is read off the rows --------------------------------------------------------------------
+# --- results from the rows ------------------------------------------------------------------------
 
 
 def loss_percent(part: dict[str, Any], how: str, share: float, bits: int) -> list[float]:
-    """By how much perplexity is larger than without a codec, in percent, for each seed. No channel
-    kept is the same for ``random`` and ``selected``. Raises KeyError for what was not measured."""
+    """Return by how many percent perplexity is larger than without a codec, for each seed.
+
+    Without kept channels, ``random`` and ``selected`` are the same. Raise KeyError for what was not
+    measured.
+    """
     how = "selected" if how == "random" and share == 0 else how
     found = [
         100 * (row["perplexity"] / part["perplexity"] - 1)
@@ -216,7 +228,7 @@ def spread_percent(part: dict[str, Any], how: str, share: float, bits: int) -> f
 
 
 def wire_bits(part: dict[str, Any], how: str, share: float, bits: int) -> float:
-    """Bits on the wire for each value, by the plans."""
+    """Return the bits per value on the wire, according to the plans."""
     return next(
         row["wire_bits"]
         for row in part["rows"]
@@ -227,7 +239,7 @@ def wire_bits(part: dict[str, Any], how: str, share: float, bits: int) -> float:
 def cells(
     bits: Sequence[int], shares: Sequence[float], seeds: Sequence[int]
 ) -> list[tuple[str, float, int, int]]:
-    """All that differs: without a kept channel, ``random`` is ``selected``."""
+    """Return all cells that differ: without a kept channel, ``random`` is ``selected``."""
     return [
         (how, share, each, seed)
         for seed in seeds
@@ -247,7 +259,7 @@ def run(
     measured: int = MEASURED,
     inner: str = "eager",
 ) -> dict[str, Any]:
-    """Trains the model, then what ``on_rank`` gives of some cells."""
+    """Train the model, then return the results of ``on_rank`` for some cells."""
     model = text.trained(LAYERS, WIDTH, steps)
     with tempfile.TemporaryDirectory() as folder:
         state = str(Path(folder) / "model.pt")
@@ -266,7 +278,8 @@ TRAINED = Experiment(
     9,
     partial(run, 2, False, cells(BITS, SHARES, SEEDS[:1]) + cells(BITS, FEW, SEEDS[1:])),
 )
-"""All shares with the first calibration; no channel kept, and 1/64 of them, with three."""
+"""All shares with the first calibration; with no kept channel and with 1/64 of them, three
+calibrations."""
 OUTLIERS = Experiment(
     "lowbit_planted",
     "perplexity under int4 of a model with planted outlier channels; 2 ranks",

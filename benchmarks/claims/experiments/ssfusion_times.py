@@ -1,5 +1,5 @@
-"""Steps of data-parallel training on real links: dense, and with each part of SSFusion added
-(``benchmarks/ssfusion.py``)."""
+"""Measure steps of data-parallel training on real links: dense, and with each part of SSFusion
+added (``benchmarks/ssfusion.py``)."""
 
 from __future__ import annotations
 

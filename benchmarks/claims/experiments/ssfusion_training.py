@@ -1,12 +1,12 @@
-"""Data-parallel training with sparsified gradients: in each tensor, in a selection of tensors
-(SSFusion), and in fused buffers, at two densities.
+"""Train with data parallelism and sparse gradients: per tensor, for selected tensors (SSFusion),
+and in fused buffers, at two densities.
 
-A byte-level transformer (``examples/common.py``) on two ranks, each with batches of its own, learns
-English text by SGD with momentum, each seed on two ranks of its own at the same time. Momentum
-correction and error feedback are the same in all ways
-(``commpass.parallel.ssfusion.memory``), and so is the selector, DGC. What others do, a selection
-from several fused tensors at once, is not part of commpass: ``Buffers`` does it here. The *fusion
-degree* is the share of tensors, from the last layer on, that are fused into one buffer; the
+A byte-level transformer (``examples/common.py``) on two ranks, each with its own batches, learns
+English text by SGD with momentum. All seeds train at the same time, each on its own two ranks.
+Momentum correction and error feedback are the same in all variants
+(``commpass.parallel.ssfusion.memory``), and so is the selector, DGC. A selection from several fused
+tensors at once, as other work does it, is not part of commpass; ``Buffers`` implements it here. The
+*fusion degree* is the share of tensors, from the last layer on, that are fused into one buffer. The
 *missing rate* is the share of tensors of which a rank sends nothing in a step (section III.A).
 """
 
@@ -39,13 +39,16 @@ BY_ONE = dict.fromkeys(("fuse", "aware", "interleave", "offload"), False)
 DENSE, EACH, SELECTIVE, FUSED = "dense", "each tensor", "selective", "fused"
 SELECTORS = ("dgc", "gaussiank", "redsync", "sidco", "randomk")
 KIB = (10, 100, 1000, 10_000)
-"""Sizes of SSFusion's table III, whose KB are taken as 1,024 bytes."""
+"""Sizes of SSFusion's table III, with its KB read as 1,024 bytes."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """``sequences`` of 128 bytes are a rank's batch. ``degrees`` are fused at the first density;
-    1 is fused at all of them."""
+    """The settings of the trainings.
+
+    A rank's batch is ``sequences`` of 128 bytes. ``degrees`` are the fusion degrees at the first
+    density; degree 1 is used at all densities.
+    """
 
     layers: int = 2
     width: int = 64
@@ -63,8 +66,11 @@ class Setup:
 
 @dataclass
 class Buffers:
-    """Gradients fused into buffers, each selected from as a whole. ``missing`` are the shares of
-    tensors of which nothing was sent, ``busy_s`` the seconds of selection, a step each."""
+    """Gradients fused into buffers, each selected from as a whole.
+
+    ``missing`` has the share of tensors of which nothing was sent, and ``busy_s`` the seconds of
+    selection, one per step.
+    """
 
     tensors: list[list[nn.Parameter]]
     density: float
@@ -84,7 +90,7 @@ class Buffers:
         self.parts = [Part(n, torch.float32, self.coder) for n in sizes]
 
     def exchange(self) -> None:
-        """Puts the mean of what all ranks sent into the gradients."""
+        """Replace the gradients by the mean of what all ranks sent."""
         begun, wires, missing = time.perf_counter(), [], 0
         for some, memory, part in zip(self.tensors, self.memories, self.parts, strict=True):
             memory.add(torch.cat([each.grad.flatten() for each in some]))
@@ -100,8 +106,10 @@ class Buffers:
 
 
 def not_sent(wire: Tensor, coder: SparseCodec, lengths: Sequence[int]) -> int:
-    """Of how many tensors of these ``lengths``, one after the other in a row, a wire ``[1, bytes]``
-    has no entry."""
+    """Return how many tensors have no entry in a wire ``[1, bytes]``.
+
+    The tensors have the given ``lengths`` and lie one after the other in a row.
+    """
     numel = sum(lengths)
     indices, _ = coder.decode_sparse(wire, numel, torch.float32)
     used = indices[indices < numel]
@@ -110,8 +118,8 @@ def not_sent(wire: Tensor, coder: SparseCodec, lengths: Sequence[int]) -> int:
 
 
 def buffers_of(model: nn.Module, degree: float) -> list[list[nn.Parameter]]:
-    """The share ``degree`` of the tensors in one buffer, from the last one on, and all others by
-    themselves."""
+    """Return the buffers: one for the share ``degree`` of the tensors, from the last one on, and
+    one for each other tensor."""
     tensors = list(model.parameters())[::-1]
     fused = round(degree * len(tensors))
     first = [tensors[:fused]] if fused else []
@@ -123,7 +131,7 @@ def run() -> dict[str, Any]:
 
 
 def trained(setup: Setup) -> dict[str, Any]:
-    """What each way gave, and how long a selection takes."""
+    """Return the results of each variant, and the time of a selection."""
     ways: dict[str, Any] = {}
     ranks = Ranks(DP * len(setup.seeds))
     try:
@@ -136,7 +144,7 @@ def trained(setup: Setup) -> dict[str, Any]:
 
 
 def jobs(setup: Setup) -> list[tuple[str, str, float, float]]:
-    """Name, way, density and fusion degree of all that is trained."""
+    """Return name, variant, density and fusion degree of all trainings."""
     found = [(DENSE, DENSE, 1.0, 0.0)]
     for density in setup.densities:
         found += [(f"{way}, {density:g}", way, density, 1.0) for way in (EACH, SELECTIVE, FUSED)]
@@ -145,12 +153,12 @@ def jobs(setup: Setup) -> list[tuple[str, str, float, float]]:
 
 
 def runs_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The run of each seed, from what all ranks found."""
+    """Return the run of each seed, from the results of all ranks."""
     return [mean_of(rows[start : start + DP]) for start in range(0, len(rows), DP)]
 
 
 def mean_of(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of what each rank found the first, with the means of what differs."""
+    """Return the first rank's result, with means over the ranks of the entries that differ."""
     means = {
         key: fmean(each[key] for each in found)
         for key in ("missing", "busy_share", "overhead_s", "took_s")
@@ -160,7 +168,7 @@ def mean_of(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def train(way: str, density: float, degree: float, setup: Setup) -> dict[str, Any]:
-    """On a rank: the run of its seed."""
+    """Return the run of a rank's seed."""
     import common
 
     mesh = init_device_mesh("cpu", (len(setup.seeds), DP), mesh_dim_names=("seed", "dp"))
@@ -212,7 +220,8 @@ def train(way: str, density: float, degree: float, setup: Setup) -> dict[str, An
 
 
 def facts_of(handle: Any) -> dict[str, Any]:
-    """What is stored of SSFusion's plan. A tensor is missing if the plan has no message for it."""
+    """Return what is stored of SSFusion's plan. A tensor is missing if the plan has no message for
+    it."""
     plan, count = handle.plan, len(handle.names)
     sent = {each.number for message in plan.messages for each in message.sent}
     return {
@@ -226,7 +235,7 @@ def facts_of(handle: Any) -> dict[str, Any]:
 
 
 def reduce_all(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Gradients become their means over the ranks, in one exchange."""
+    """Replace the gradients by their means over the ranks, in one exchange."""
     gradients = [each.grad for each in model.parameters()]
     flat = torch.cat([each.flatten() for each in gradients]) / group.size()
     dist.all_reduce(flat, group=group)
@@ -236,8 +245,8 @@ def reduce_all(model: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def select_us(repeats: int = 9) -> dict[str, dict[str, float]]:
-    """The median processor time, in microseconds, in which one thread selects 1 % of a Gaussian of
-    so many KiB, by selector."""
+    """Return the median processor time, in microseconds, in which one thread selects 1 % of a
+    Gaussian of some KiB, by selector."""
     torch.set_num_threads(1)
     found: dict[str, dict[str, float]] = {}
     for name in SELECTORS:

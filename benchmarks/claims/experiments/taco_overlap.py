@@ -1,13 +1,13 @@
-"""A step of a tensor-parallel transformer on real links: plain, and coded by TACO's codec in
-several algorithms, whole and in chunks.
+"""Measure a step of a tensor-parallel transformer on real links, plain and coded by TACO's codec.
 
     python -m benchmarks.claims.experiments.taco_overlap --json FILE
 
-Needs Linux and root (docs/netlab.md). Every rank is a host of its own. A step is forward, loss and
-backward in float32, compiled by Inductor. All ways have the same weights and take turns in one
-loop, each step behind a barrier. A time is that of the slowest rank: lower quartile, median, upper
-quartile. ``chunks`` divides what is coded, so that one part travels while the next is coded;
-``rows`` also divides the matmul before and what comes after.
+The coded variants use several algorithms, whole and in chunks. Needs Linux and root
+(docs/netlab.md). Every rank gets a virtual host. A step is forward, loss and backward in float32,
+compiled by Inductor. All variants have the same weights and alternate in one loop, each step behind
+a barrier. A time is that of the slowest rank: lower quartile, median, upper quartile. ``chunks``
+splits what is coded, so that one part is sent while the next is coded. ``rows`` also splits the
+matmul before and the computation after.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NAME = "taco_overlap"
 
 
 def forced(codec: str, algorithm: str, chunks: int = 1, rows: int = 1) -> commpass.Policy:
-    """A policy that codes every all_reduce in just this way."""
+    """Return a policy that codes every all_reduce in exactly this way."""
     rule = commpass.Rule(
         kind="all_reduce", codec=codec, algorithm=algorithm, chunks=chunks, rows=rows, force=True
     )
@@ -74,8 +74,8 @@ def run() -> dict[str, Any]:
 
 
 def train(options: Options, profile: str) -> dict[str, Row]:
-    """On a rank: the times of a step in each way. Raises RuntimeError where a plan is not what was
-    asked for."""
+    """Return a rank's step times in each variant. Raise RuntimeError if a plan is not the requested
+    one."""
     model, loss = demo(options)
     steps: dict[str, Callable[[], None]] = {}
     facts: dict[str, Row] = {}
@@ -95,7 +95,7 @@ def train(options: Options, profile: str) -> dict[str, Row]:
 
 
 def sent(name: str, policy: commpass.Policy | None, plans: list[commpass.Plan]) -> Row:
-    """Sites and the bytes that a rank hands over in a step."""
+    """Return the number of sites, and the bytes that a rank sends in a step."""
     if policy is None:
         return {"sites": None, "bytes": None}
     (rule,) = policy.rules

@@ -1,10 +1,10 @@
-"""Tensor-parallel training with the sums of all layers coded: TACO, its parts, its formats and its
-block sizes, others' codecs and ours.
+"""Train with tensor parallelism and the sums of all layers coded: TACO, its parts, formats and
+block sizes, other codecs and ours.
 
-A byte-level transformer (``examples/common.py``) on two ranks learns English text, each seed on two
-ranks of its own at the same time. Its graphs are compiled by ``torch.compile`` with
-``commpass.backend``; every all_reduce, forward and backward, is coded by the same codec and carried
-out by ``two_shot``. All forms of one seed have the same weights at first and see the same batches.
+A byte-level transformer (``examples/common.py``) on two ranks learns English text. All seeds train
+at the same time, each on its own two ranks. The graphs are compiled by ``torch.compile`` with
+``commpass.backend``. Every all_reduce, forward and backward, is coded by the same codec and carried
+out by ``two_shot``. All forms of one seed start with the same weights and use the same batches.
 Held-out losses are those of the coded model.
 """
 
@@ -30,7 +30,7 @@ from commpass.codecs import codec
 
 TP = 2
 WHOLE = 16384
-"""What one rank encodes for the other, so that there is one scale for all of it."""
+"""The number of values that one rank encodes for the other, so that all of them share one scale."""
 FORMATS: dict[str, str | None] = {
     "off": None,
     "TACO": "taco",
@@ -40,7 +40,7 @@ FORMATS: dict[str, str | None] = {
     "TACO int8": "taco(form=int8)",
     "rotated": "rotated",
 }
-"""By name, the codec; None leaves all collectives alone."""
+"""The codec by name; None leaves all collectives uncompressed."""
 PARTS: dict[str, str | None] = {
     "DS alone": "taco(rotate=False)",
     "ASH alone": "rotated(form=e4m3, scale=rms, stored=fp32)",
@@ -52,13 +52,16 @@ PARTS: dict[str, str | None] = {
 BLOCKS: dict[str, str | None] = {
     f"TACO, block {size}": f"taco(block={size})" for size in (32, 64, 128, 512)
 }
-"""256 is the block of those that name none."""
+"""256 is the block size of codecs that name none."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """``sequences`` of 128 bytes are a batch; held-out losses are means of ``held_out`` batches.
-    ``inner`` is what compiles the rewritten graphs."""
+    """The settings of the trainings.
+
+    A batch is ``sequences`` of 128 bytes. Held-out losses are means of ``held_out`` batches.
+    ``inner`` compiles the rewritten graphs.
+    """
 
     layers: int = 2
     width: int = 64
@@ -71,7 +74,7 @@ class Setup:
 
 
 def trained(setup: Setup, forms: Mapping[str, str | None]) -> dict[str, Any]:
-    """What each form gave."""
+    """Return the results of each form."""
     found = {}
     ranks = Ranks(TP * len(setup.seeds))
     try:
@@ -85,8 +88,10 @@ def trained(setup: Setup, forms: Mapping[str, str | None]) -> dict[str, Any]:
 
 
 def train_form(spec: str | None, setup: Setup) -> dict[str, Any]:
-    """On a rank: the run of its seed, and the bytes that it sends in a step. Raises RuntimeError
-    where a plan is not what was asked for."""
+    """Return the run of a rank's seed, and the bytes that it sends in a step.
+
+    Raise RuntimeError if a plan is not the requested one.
+    """
     mesh = init_device_mesh("cpu", (len(setup.seeds), TP), mesh_dim_names=("seed", "tp"))
     seed = setup.seeds[mesh["seed"].get_local_rank()]
     model, before = divided(seed, setup, mesh["tp"]), len(commpass.plans())
@@ -110,7 +115,8 @@ def policy_of(spec: str | None) -> commpass.Policy | str:
 
 
 def check(plans: Sequence[commpass.Plan], spec: str | None, sites: int) -> None:
-    """Raises RuntimeError unless all of so many collectives are coded as ``spec`` says."""
+    """Raise RuntimeError unless all collectives are coded by ``spec`` and have the expected
+    number."""
     wanted = "none" if spec is None else codec(spec).spec
     if fallen := [plan.fallback for plan in plans if plan.fallback]:
         raise RuntimeError(f"{spec}: {fallen[0]}")
@@ -123,7 +129,7 @@ def check(plans: Sequence[commpass.Plan], spec: str | None, sites: int) -> None:
 
 
 def divided(seed: int, setup: Setup, mesh: DeviceMesh) -> nn.Module:
-    """A new model of a seed, its layers divided over the ranks."""
+    """Return a new model of a seed, its layers sharded over the ranks."""
     import common
     import train_tp
 
@@ -136,11 +142,11 @@ def divided(seed: int, setup: Setup, mesh: DeviceMesh) -> nn.Module:
 def train(
     model: nn.Module, loss_of: Callable[[Tensor], Tensor], seed: int, setup: Setup
 ) -> dict[str, Any]:
-    """A run: AdamW, whose rate falls to a tenth along a cosine."""
+    """Return a run with AdamW, whose learning rate falls to a tenth along a cosine."""
     import common
 
     text, losses = english(), []
-    # One fused update cannot take both kinds.
+    # One fused update cannot take both kinds of tensors.
     groups = [
         {"params": [each for each in model.parameters() if isinstance(each, DTensor) is kind]}
         for kind in (True, False)
@@ -156,7 +162,8 @@ def train(
         losses.append(loss.item())
 
     def held_out(part: Tensor) -> float:
-        """In grad mode, and of batches as in training: others would be compiled again."""
+        """Return the held-out loss, in grad mode and with batches of the training shape, which
+        avoids another compilation."""
         unseen = common.batches(part, setup.held_out, 0)
         return fmean(loss_of(batch[: setup.sequences]).item() for batch in unseen)
 

@@ -1,10 +1,11 @@
-"""Training in three dimensions, tensor 2 x data 2 x pipeline 2: nothing coded, two dimensions
-coded (SDP4Bit and TahQuant), all three (TACO besides), and ours.
+"""Train in three dimensions, tensor 2 x data 2 x pipeline 2, with several sets of coded dimensions.
 
-The model and the pipeline are those of ``examples/train_3d.py``: weights are sharded over data
-parallelism in the compiled graph, stages send through ``compress_pipeline``. The link is so slow
-that all that a preset allows is coded, so that losses do not depend on it. All settings of one seed
-have the same weights at first and see the same batches; each data-parallel rank has its own.
+The settings are: nothing coded, two dimensions coded (SDP4Bit and TahQuant), all three (also TACO),
+and ours. The model and the pipeline are those of ``examples/train_3d.py``: weights are sharded over
+data parallelism in the compiled graph, and stages send through ``compress_pipeline``. The link is
+so slow that everything that a preset allows is coded, so that losses do not depend on it. All
+settings of one seed start with the same weights and use the same batches; each data-parallel rank
+has its own.
 """
 
 from __future__ import annotations
@@ -45,8 +46,11 @@ SETTINGS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Setup:
-    """``sequences`` of 128 bytes are the batch of a data-parallel rank, in so many microbatches.
-    ``inner`` compiles the rewritten graphs."""
+    """The settings of the trainings.
+
+    The batch of a data-parallel rank is ``sequences`` of 128 bytes, in the given number of
+    microbatches. ``inner`` compiles the rewritten graphs.
+    """
 
     layers: int = 2
     width: int = 64
@@ -81,7 +85,8 @@ def trained(setup: Setup, settings: dict[str, tuple[str, tuple[str, ...]]]) -> d
 
 
 def policy_for(preset: str, roles: Sequence[str], seen: Sequence[str]) -> commpass.Policy | str:
-    """A preset for the dimensions ``roles`` alone, as far as an integration has them (``seen``)."""
+    """Return a preset restricted to the dimensions ``roles``, for an integration that has the
+    dimensions ``seen``."""
     if preset == "off":
         return preset
     names = {role: role if role in roles and role in seen else () for role in DIMENSIONS}
@@ -89,7 +94,7 @@ def policy_for(preset: str, roles: Sequence[str], seen: Sequence[str]) -> commpa
 
 
 def part_of(seed: int, setup: Setup, mesh: DeviceMesh) -> nn.Module:
-    """This rank's stage of a new model of a seed, its layers divided, its weights sharded."""
+    """Return this rank's stage of a new model of a seed, its layers and weights sharded."""
     import common
     import train_3d
     import train_tp
@@ -103,15 +108,17 @@ def part_of(seed: int, setup: Setup, mesh: DeviceMesh) -> nn.Module:
 
 
 def fill(model: nn.Module, like: nn.Module) -> None:
-    """Gives a model the weights of another one, so that it need not be compiled again."""
+    """Copy the weights of another model into a model, so that it need not be compiled again."""
     with torch.no_grad():
         for mine, its in zip(model.parameters(), like.parameters(), strict=True):
             mine.copy_(its)
 
 
 def train_setting(preset: str, roles: Sequence[str], setup: Setup) -> dict[str, Any]:
-    """On a rank: all runs of a setting (none but on a last stage), and the bytes that it sends in a
-    step by dimension. Raises RuntimeError where a plan is not what was asked for."""
+    """Return all runs of a setting on a rank, and the bytes that it sends in a step by dimension.
+
+    Only ranks of a last stage have runs. Raise RuntimeError if a plan is not the requested one.
+    """
     import train_3d
 
     mesh = init_device_mesh("cpu", tuple(MESH.values()), mesh_dim_names=tuple(MESH))
@@ -140,8 +147,10 @@ def train_setting(preset: str, roles: Sequence[str], setup: Setup) -> dict[str, 
 def train(
     part: nn.Module, schedule: Schedule1F1B, mesh: DeviceMesh, seed: int, setup: Setup
 ) -> dict[str, Any]:
-    """A run: AdamW, whose rate falls to a tenth along a cosine; losses are means over data-parallel
-    ranks, and NaN on a first stage."""
+    """Return a run with AdamW, whose learning rate falls to a tenth along a cosine.
+
+    Losses are means over the data-parallel ranks, and NaN on a first stage.
+    """
     import common
 
     text, losses = english(), []
@@ -161,7 +170,7 @@ def train(
         learn.step()
         learn.zero_grad()
         slower.step()
-    # A step without an update: the schedule and its graphs are those of training.
+    # A step without an update: it uses the schedule and graphs of the training.
     unseen = [step(batch) for batch in common.batches(text.validation, setup.held_out, 0, own)]
     learn.zero_grad()
     means = mean_over(mesh["dp"], [*losses, fmean(unseen)])
@@ -169,14 +178,14 @@ def train(
 
 
 def mean_over(mesh: DeviceMesh, values: Sequence[float]) -> list[float]:
-    """Means over the ranks of a dimension."""
+    """Return means over the ranks of a dimension."""
     row = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(row, group=mesh.get_group())
     return (row / mesh.size()).tolist()
 
 
 def check(plans: Sequence[commpass.Plan], roles: Sequence[str]) -> None:
-    """Raises RuntimeError unless something is coded in just these dimensions."""
+    """Raise RuntimeError unless exactly these dimensions have coded sites."""
     if fallen := [plan.fallback for plan in plans if plan.fallback]:
         raise RuntimeError(fallen[0])
     coded = {site.group_label for plan in plans for site in plan.compressed}
@@ -185,11 +194,11 @@ def check(plans: Sequence[commpass.Plan], roles: Sequence[str]) -> None:
 
 
 def sent_by(plans: Sequence[commpass.Plan], microbatches: int) -> Counter[str]:
-    """What this rank hands over in a step, by dimension: plans are of one microbatch."""
+    """Return what this rank sends in a step, by dimension; each plan is of one microbatch."""
     found = Counter[str]()
     for plan in plans:
         for site in plan:
-            if site.kind != "recv":  # the rank that sends it counts it
+            if site.kind != "recv":  # the sending rank counts these bytes
                 found[site.group_label] += microbatches * site.wire_bytes
     return found
 

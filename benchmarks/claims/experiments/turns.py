@@ -1,4 +1,4 @@
-"""Times of functions that take turns on all ranks."""
+"""Time functions that alternate on all ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 PLAIN = "plain"
-"""What is compared with: the collective without commpass."""
+"""The baseline: the collective without commpass."""
 WARM_UP = 3
 
 
@@ -24,8 +24,11 @@ def turns(
     late_rank: int = -1,
     late_ms: float = 0,
 ) -> dict[str, list[float]]:
-    """Quartiles in ms of each function, each call behind a barrier: from the start of the rank that
-    starts last to the end of the one that ends last. ``late_rank`` sleeps before it starts."""
+    """Return quartiles in ms of each function, each call behind a barrier.
+
+    A time is from the start of the rank that starts last to the end of the one that ends last.
+    ``late_rank`` sleeps before it starts.
+    """
     rank, found = dist.get_rank(), {name: list[float]() for name in functions}
     for number in range(WARM_UP + repeats):
         for name, function in functions.items():

@@ -1,5 +1,7 @@
-"""One rank of an experiment: ``python -m benchmarks.claims.experiments.worker MODULE OUT OPTIONS``,
-started by ``launch``. What it raises is written beside OUT."""
+"""One rank of an experiment: ``python -m benchmarks.claims.experiments.worker MODULE OUT OPTIONS``.
+
+``launch`` starts it. An exception is written to a file beside OUT.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""Bits a value of weights, gradients and activations of a small model in bfloat16 as it trains.
+"""Measure the bits per value of a small model's weights, gradients and activations in bfloat16 as
+it trains.
 
-Two ranks train a model each, on text of their own. At some steps they gather the weight, the input
+Two ranks train one model each, on different text. At some steps they gather the weight, the input
 and both gradients of the first matmul of the first MLP (ZipCCL's figure 16) through a compiled
-graph whose all_gather is coded. Their process group counts the bytes that a rank hands over, and
-what is gathered must have the bits that were sent. There are also bits by the paper's one window
-for a whole tensor.
+graph whose all_gather is coded. Their process group counts the bytes that a rank sends, and the
+gathered values must have the bits that were sent. The results also have the bits with the paper's
+single window for a whole tensor.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from benchmarks.claims.experiments.launch import launched
 from benchmarks.claims.formulas.zipccl import EXPONENTS, best_start
 
 CODECS = ("exponent", "exponent(planes=3)")
-"""Ours, and the paper's: a window for each 1,024 values."""
+"""Ours, and the paper's: one window for each 1,024 values."""
 RANKS, LAYERS, WIDTH, STEPS = 2, 2, 256, 300
 MEASURED = (0, 10, 30, 100, 200, 300)
 OF = ("weights", "gradients", "activations", "activation gradients")
 VALUES = 3 * WIDTH * WIDTH
-"""Values of the weight; of the activations as many are gathered."""
+"""Number of values of the weight; as many activations are gathered."""
 ONE_WINDOW = "one window"
 
 
@@ -39,13 +40,16 @@ ONE_WINDOW = "one window"
 
 
 def one_window_bits(x: Tensor) -> float:
-    """By the paper's table: 11 bits a value and 8 more for each outside of the window of seven
-    exponents that equation 5 gives for the tensor's deviation."""
+    """Return the bits per value by the paper's table.
+
+    These are 11 bits per value, and 8 more for each value outside the window of seven exponents
+    that equation 5 gives for the tensor's deviation.
+    """
     return 11 + 8 * (1 - window_share(x))
 
 
 def window_share(x: Tensor) -> float:
-    """The share of values whose exponents are in that window."""
+    """Return the share of values whose exponents are in that window."""
     values = x.detach().float().flatten()
     start = round(best_start(float(values.std())))
     exponents = torch.frexp(values).exponent - 1
@@ -54,15 +58,16 @@ def window_share(x: Tensor) -> float:
 
 
 def top_share(x: Tensor, k: int = EXPONENTS) -> float:
-    """The share of values that have one of the ``k`` commonest exponents, as table 1 counts."""
+    """Return the share of values that have one of the ``k`` most common exponents, as counted in
+    table 1."""
     exponents = (x.detach().flatten().view(torch.int16).to(torch.int32) >> 7) & 0xFF
     counts = torch.bincount(exponents, minlength=256).sort(descending=True).values
     return float(counts[:k].sum()) / x.numel()
 
 
 def entropy_bits(x: Tensor) -> float:
-    """8 bits of sign and mantissa, and the entropy of the exponents: the least that a code of
-    exponents alone takes."""
+    """Return 8 bits of sign and mantissa plus the entropy of the exponents: the least that a code
+    of single exponents can take."""
     exponents = (x.detach().flatten().view(torch.int16).to(torch.int32) >> 7) & 0xFF
     shares = torch.bincount(exponents, minlength=256).double() / x.numel()
     shares = shares[shares > 0]
@@ -70,7 +75,7 @@ def entropy_bits(x: Tensor) -> float:
 
 
 def bits_of(x: Tensor) -> dict[str, float]:
-    """What is known of a tensor without a graph."""
+    """Return what is known of a tensor without a graph."""
     return {
         ONE_WINDOW: one_window_bits(x),
         "entropy": entropy_bits(x),
@@ -83,7 +88,7 @@ def bits_of(x: Tensor) -> dict[str, float]:
 
 
 def coded_gather(codec: str, inner: str, group: CountingGroup) -> Callable[[Tensor], Tensor]:
-    """A compiled all_gather of ``VALUES`` bfloat16 values over a group, by a codec."""
+    """Return a compiled all_gather of ``VALUES`` bfloat16 values over a group, by a codec."""
     ops, name = torch.ops._c10d_functional, group.group_name
 
     def all_gather(x: Tensor) -> Tensor:
@@ -99,9 +104,11 @@ def coded_gather(codec: str, inner: str, group: CountingGroup) -> Callable[[Tens
 
 
 class Float32Linear(nn.Linear):
-    """A linear layer whose values and gradients are bfloat16, and whose matmuls are computed in
-    float32 and rounded once. Matrix units do the same; a CPU without them takes ten times as long
-    for a matmul of bfloat16."""
+    """A linear layer with bfloat16 values and gradients, whose matmuls are computed in float32 and
+    rounded once.
+
+    Matrix units do the same. A CPU without them takes ten times as long for a matmul of bfloat16.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.float()
@@ -117,7 +124,10 @@ def bfloat16_model() -> nn.Module:
 
 
 def tensors(model: nn.Module) -> dict[str, Tensor]:
-    """By name, ``VALUES`` of each, in what follows a step: filled by hooks of the first MLP."""
+    """Return a dictionary that receives the input of the first MLP (with its gradient) in a step.
+
+    A hook on the MLP fills it.
+    """
     seen: dict[str, Tensor] = {}
 
     def keep(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -129,8 +139,11 @@ def tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def on_rank(steps: int, measured: list[int], inner: str) -> list[dict[str, Any]]:
-    """A row for each step and tensor: bits on this rank's wire by codec, and what ``bits_of`` says.
-    Raises RuntimeError where a gathered bit is another one."""
+    """Return a row for each step and tensor: bits on this rank's wire by codec, and the values of
+    ``bits_of``.
+
+    Raise RuntimeError if a gathered bit differs.
+    """
     group = counting_group()
     gathers = {codec: coded_gather(codec, inner, group) for codec in CODECS}
     model, rows = bfloat16_model(), []
@@ -153,7 +166,7 @@ def on_rank(steps: int, measured: list[int], inner: str) -> list[dict[str, Any]]
 
 
 def _wire_bits(gather: Callable[[Tensor], Tensor], values: Tensor, group: CountingGroup) -> float:
-    """Bits that this rank hands to collectives of the group for each value."""
+    """Return the bits per value that this rank sends in collectives of the group."""
     group.seen.clear()
     own = gather(values).view(group.size(), -1)[group.rank()]
     if not torch.equal(own.view(torch.int16), values.view(torch.int16)):
@@ -161,11 +174,11 @@ def _wire_bits(gather: Callable[[Tensor], Tensor], values: Tensor, group: Counti
     return 8 * sum(nbytes for _, _, nbytes in group.seen) / values.numel()
 
 
-# --- what is read off the rows --------------------------------------------------------------------
+# --- results from the rows ------------------------------------------------------------------------
 
 
 def by_step(rows: Sequence[dict[str, Any]], of: str, how: str) -> dict[int, float]:
-    """A number by step: bits by a codec, or one of ``bits_of``."""
+    """Return a number by step: the bits of a codec, or one of ``bits_of``."""
     return {row["step"]: row[how] for row in rows if row["of"] == of}
 
 

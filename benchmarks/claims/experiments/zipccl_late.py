@@ -1,4 +1,4 @@
-"""ZipCCL's two designs of all_to_all where one rank comes late (section 5.1, figure 14).
+"""Measure ZipCCL's two designs of all_to_all if one rank is late (section 5.1, figure 14).
 
 Four ranks with links of 1 Gbit/s exchange bfloat16 tokens in compiled graphs: plain, by design 1
 (sizes first, then all data) and by design 2 (the static part first). Rank 1 starts up to 100 ms
@@ -26,13 +26,15 @@ CODEC = "exponent(planes=3)"
 DESIGNS = {"design 1": "direct(first=sizes)", "design 2": "direct"}
 RANKS, LATE_RANK, LATE_MS, GBIT = 4, 1, (0.0, 10.0, 20.0, 50.0, 100.0), 1.0
 WIDTH, TOKENS, REPEATS = 1024, 1024, 11
-"""Values of a token, and tokens for each other rank."""
+"""Values per token, and tokens for each other rank."""
 
 
 def splits(rank: int, tokens: int, even: bool) -> list[int]:
-    """Tokens from a rank to each rank, the same in both directions. If not ``even``, the late rank
-    exchanges half as many with each other rank, so that the splits of no rank are all equal: a rank
-    that sees equal ones plans for them, and the ranks would not agree."""
+    """Return the number of tokens from a rank to each rank; it is the same in both directions.
+
+    If not ``even``, the late rank exchanges half as many with each other rank, so that no rank has
+    equal splits. A rank with equal splits would plan for equal ones, and the ranks would not agree.
+    """
     if even:
         return [tokens] * RANKS
     late = rank == LATE_RANK
@@ -42,7 +44,7 @@ def splits(rank: int, tokens: int, even: bool) -> list[int]:
 def on_rank(
     tokens: int, even: bool, late_ms: list[float], repeats: int, inner: str
 ) -> list[dict[str, Any]]:
-    """A row for each lateness and way. Raises RuntimeError where a result has other bits."""
+    """Return a row for each delay and variant. Raise RuntimeError if a result has other bits."""
     rank = dist.get_rank()
     mine = splits(rank, tokens, even)
     generator = torch.Generator().manual_seed(rank)
@@ -76,7 +78,7 @@ def on_rank(
 def ratio(
     rows: Sequence[dict[str, Any]], one: str, other: str, late_ms: float, even: bool
 ) -> float:
-    """How many times as long as ``other`` ``one`` takes, of medians."""
+    """Return the ratio of the median times of ``one`` and ``other``."""
     found = {
         row["name"]: row["ms"][1]
         for row in rows

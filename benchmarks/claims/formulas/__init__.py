@@ -1,9 +1,9 @@
-"""The equations of the papers in NumPy's float64, written from the formulas, and how far commpass
-is from each. A file a paper.
+"""The equations of the papers in NumPy's float64, and how far commpass is from each. One file per
+paper.
 
-In each file the formulas come first: they use nothing of commpass or torch. ``EQUATIONS`` then
-compares them with what a codec puts on its wire, or with what an algorithm or a cost model gives.
-``SUMS`` are whole all_reduces: of the tensors of all ranks, what every rank has in the end.
+In each file the formulas come first and use neither commpass nor torch. ``EQUATIONS`` then compares
+them with what a codec puts on its wire, or with the result of an algorithm or a cost model.
+``SUMS`` has whole all_reduces: each maps the tensors of all ranks to the result on every rank.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 """EQuARX: scales by the lanes of a register (section III.B), and the full loop and semi-loop of a
-ring (section III.C). Its text, as it is at hand, has no numbered equations."""
+ring (section III.C).
+
+The available text has no numbered equations.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +24,25 @@ RANKS = 4
 
 
 def scales(shard: Values) -> Values:
-    """Section III.B: of a flat shard, whose length is a multiple of 1,024, the largest magnitude
-    at each of the 8 x 128 places of its chunks, over 127."""
+    """Section III.B: return the scales of a flat shard whose length is a multiple of 1,024.
+
+    A scale is the largest magnitude at each of the 8 x 128 places of its chunks, over 127.
+    """
     return np.abs(shard.reshape(-1, LANES)).max(axis=0) / LARGEST
 
 
 def coded(shard: Values) -> Values:
-    """A shard as its receiver has it."""
+    """Return a shard as its receiver decodes it."""
     by = scales(shard)
     return (np.rint(shard.reshape(-1, LANES) / by) * by).reshape(-1)
 
 
 def ring(ranks: Sequence[Values], coded_stages: str = "both") -> Values:
-    """Section III.C, full loop: the shard that rank s ends with begins at rank s + 1, and each
-    rank in turn adds its own; then it is gathered. Coded at each hop of the coded stages."""
+    """Section III.C, full loop: reduce-scatter and all-gather on a ring.
+
+    The shard that rank s ends with starts at rank s + 1, and each rank in turn adds its own. Then
+    it is gathered. Values are coded at each hop of the coded stages.
+    """
     shards = [each.reshape(len(ranks), -1) for each in ranks]
     found = []
     for owner in range(len(ranks)):
@@ -47,13 +55,15 @@ def ring(ranks: Sequence[Values], coded_stages: str = "both") -> Values:
 
 
 def hops(ranks: int, form: str) -> int:
-    """Section III.C: steps of a reduce-scatter."""
+    """Section III.C: return the steps of a reduce-scatter."""
     return ranks - 1 if form == "ring" else ranks // 2
 
 
 def stage_bytes(ranks: int, nbytes: float) -> float:
-    """Section III.C: what a rank sends at least of ``nbytes`` in one stage. Divided by twice the
-    rate of one direction it is the lower bound of its time."""
+    """Section III.C: return the least that a rank sends of ``nbytes`` in one stage.
+
+    Divided by twice the rate of one direction, it is the lower bound of the stage's time.
+    """
     return (ranks - 1) / ranks * nbytes
 
 
@@ -79,14 +89,15 @@ def code_deviation() -> float:
 
 
 def exchanges(form: str, ranks: int) -> list[int]:
-    """Bytes of float32 that leave rank 0 in each exchange of a reduce_scatter without a codec."""
+    """Return the bytes of float32 that leave rank 0 in each exchange of a reduce_scatter without a
+    codec."""
     payload = Payload(ranks * LANES * 16, 1, torch.float32)
     found = read_stages("reduce_scatter", form, "raw", payload, Request("0", ranks, 0))
     return [stage.leaving for stage in found if stage.role == "exchange"]
 
 
 def hop_deviation(form: str) -> float:
-    """How many exchanges there are too many or too few, on 2 to 16 ranks."""
+    """Return the error of the number of exchanges, on 2 to 16 ranks."""
     return float(
         sum(abs(len(exchanges(form, ranks)) - hops(ranks, form)) for ranks in (2, 4, 8, 16))
     )

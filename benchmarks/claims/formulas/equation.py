@@ -1,4 +1,4 @@
-"""What an equation is, and how deviations are measured."""
+"""Define what an equation is, and how deviations are measured."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ Values = np.ndarray[Any, np.dtype[np.float64]]
 
 @dataclass(frozen=True)
 class Equation:
-    """An equation of a paper. ``deviation()`` is how far commpass is from it: relative, unless
-    ``text`` says otherwise. ``bound`` is the most that rounding explains, and ``note`` says what
-    is rounded."""
+    """An equation of a paper.
+
+    ``deviation()`` is how far commpass is from it: relative, unless ``text`` states otherwise.
+    ``bound`` is the most that rounding explains, and ``note`` tells what is rounded.
+    """
 
     where: str
     text: str
@@ -25,7 +27,7 @@ class Equation:
 
 
 def relative(got: Any, expected: Any) -> float:
-    """The largest difference of two arrays, as a share of the largest expected value."""
+    """Return the largest difference of two arrays, as a share of the largest expected value."""
     got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
     if got.shape != expected.shape:
         raise ValueError(f"shapes differ: {got.shape} and {expected.shape}")

@@ -1,5 +1,5 @@
-"""Low-bit tensor-parallel inference: calibration, equations 1 and 2, the choice of channels, and
-the sums of section 2 by the grids of section 3."""
+"""Low-bit tensor-parallel inference: calibration (equations 1 and 2), the choice of channels, and
+the sums of section 2 with the grids of section 3."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RANKS, SEQUENCES, TOKENS, WIDTH = 4, 8, 64, 256
 
 
 def moving(sequences: Sequence[Values]) -> tuple[Values, Values]:
-    """Equations 1 and 2: moving averages of the least and the largest value of each channel of
+    """Equations 1 and 2: return moving averages of each channel's least and largest value, over
     sequences ``[tokens, width]``."""
     low, high = sequences[0].min(axis=0), sequences[0].max(axis=0)
     for each in sequences[1:]:
@@ -32,26 +32,27 @@ def moving(sequences: Sequence[Values]) -> tuple[Values, Values]:
 
 
 def ranges(sequences: Sequence[Values]) -> Values:
-    """Section 3: how far the symmetric grid of each channel reaches."""
+    """Section 3: return the largest value of each channel's symmetric grid."""
     low, high = moving(sequences)
     return np.maximum(np.abs(low), np.abs(high))
 
 
 def widest(by_rank: Values, share: float = SHARE) -> list[int]:
-    """Section 3: the channels whose ranges, added up over the ranks ``[ranks, width]``, are the
-    widest ``share``."""
+    """Section 3: return the widest ``share`` of the channels, by ranges summed over the ranks
+    ``[ranks, width]``."""
     many = int(np.ceil(share * by_rank.shape[1]))
     return sorted(np.argsort(-by_rank.sum(axis=0), kind="stable")[:many].tolist())
 
 
 def quantised(x: Values, reach: Values) -> Values:
-    """Section 3: symmetric 4-bit integers, one static scale a channel, back as values."""
+    """Section 3: quantise to symmetric 4-bit integers, with one static scale per channel, and
+    return the values."""
     scale = reach / LARGEST
     return np.clip(np.rint(x / scale), -LARGEST, LARGEST) * scale
 
 
 def one_shot(parts: Sequence[Values], by_rank: Values) -> Values:
-    """Section 2: the sum of what all ranks send; the widest channels as they are."""
+    """Section 2: return the sum of what all ranks send; the widest channels are sent unchanged."""
     kept = widest(by_rank)
     total = np.zeros_like(parts[0])
     for part, reach in zip(parts, by_rank, strict=True):
@@ -62,8 +63,8 @@ def one_shot(parts: Sequence[Values], by_rank: Values) -> Values:
 
 
 def calibrated_sum(ranks: Sequence[Values]) -> Values:
-    """What four ranks have of activations (``cases.channels``) once others of the kind have been
-    seen, as ``Case.spec`` does it: of seeds 1 to 7."""
+    """Return what four ranks have of activations (``cases.channels``), calibrated as in
+    ``Case.spec``, on seeds 1 to 7."""
     seen = [
         [DATA["channels"](rank, seed).double().numpy() for seed in range(1, 8)]
         for rank in range(len(ranks))
@@ -72,7 +73,8 @@ def calibrated_sum(ranks: Sequence[Values]) -> Values:
 
 
 def rounded_up(values: Values) -> Values:
-    """The least bfloat16 that is not below each positive value: ranges travel so."""
+    """Return the least bfloat16 that is not below each positive value, which is how ranges are
+    stored."""
     exponent = np.floor(np.log2(values)) - 7
     return np.ceil(values / 2.0**exponent) * 2.0**exponent
 
@@ -82,7 +84,7 @@ def rounded_up(values: Values) -> Values:
 
 @cache
 def sequences(rank: int) -> tuple[Values, ...]:
-    """Activations in float64; one channel in 32 is large, and ranks differ."""
+    """Return activations in float64; one channel in 32 is large, and ranks differ."""
     made = np.random.default_rng(100 + rank)
     size = np.where(np.arange(WIDTH) % 32 == 5, 30.0, 1.0) * (1 + 0.2 * rank)
     return tuple(made.standard_normal((TOKENS, WIDTH)) * size for _ in range(SEQUENCES))
@@ -107,17 +109,18 @@ def exact_ranges() -> Values:
 
 
 def range_deviation() -> float:
-    """Of the ranges that ``calibrate`` stores from the formula's, rounded up to bfloat16."""
+    """Return the deviation of the ranges that ``calibrate`` stores from the formula's, rounded up
+    to bfloat16."""
     return relative(np.array(channels().ranges), rounded_up(exact_ranges()))
 
 
 def choice() -> float:
-    """How many chosen channels are not those of the formula."""
+    """Return how many chosen channels are not those of the formula."""
     return float(len(set(channels().kept) ^ set(widest(exact_ranges()))))
 
 
 def code_deviation() -> float:
-    """What a rank's values are after encode and decode, by the stored ranges."""
+    """Return the deviation of a rank's values after encode and decode, with the stored ranges."""
     reach, kept = np.array(channels().ranges), list(channels().kept)
     found = []
     for rank in range(RANKS):

@@ -1,4 +1,4 @@
-"""SSFusion: times of exchanges, equations 1, 3 and 4, what is sent whole, equation 2, and where a
+"""SSFusion: times of exchanges (equations 1, 3 and 4), what is sent whole (equation 2), and where a
 buffer is separated (section IV.D)."""
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def all_reduce_us(ranks: int, alpha: float, beta: float, size: float) -> float:
 def sent_whole(
     before_us: float, backward_us: Sequence[float], select_us: Sequence[float], sizes: Sequence[int]
 ) -> list[int]:
-    """Equation 2: the smallest tensors of a buffer, one after the other, until its computation is
-    no longer than the communication of the buffer before."""
+    """Equation 2: return the smallest tensors of a buffer, in order, until its computation is no
+    longer than the communication of the buffer before."""
     whole: list[int] = []
     for number in sorted(range(len(sizes)), key=lambda n: (sizes[n], n)):
         computed = sum(backward_us) + sum(
@@ -53,7 +53,7 @@ def sent_whole(
 
 
 def separated_us(cut: int, busy_us: Sequence[float], reduce_us: float, gather_us: float) -> float:
-    """Section IV.D: T1 + T2 of a buffer that is cut after so many tensors."""
+    """Section IV.D: return T1 + T2 of a buffer that is cut after some tensors."""
     return sum(busy_us[:cut]) + max(reduce_us, sum(busy_us[cut:])) + gather_us
 
 
@@ -87,8 +87,11 @@ def gradients(made: np.random.Generator, many: int) -> list[Gradient]:
 
 
 def exclusion() -> float:
-    """How many of the choices of ``excluded`` are not those of equation 2. Bytes take no time
-    here: commpass stops earlier where sending a tensor whole would end the step later."""
+    """Return how many choices of ``excluded`` differ from equation 2.
+
+    Bytes take no time here: otherwise commpass stops earlier, where sending a tensor whole would
+    end the step later.
+    """
     made, off = np.random.default_rng(6), 0
     for _ in range(CASES):
         some = gradients(made, 8)
@@ -107,7 +110,8 @@ def exclusion() -> float:
 
 
 def separation() -> float:
-    """By how much T1 + T2 of the cut is above that of the best one, tried all."""
+    """Return by how much T1 + T2 of the chosen cut exceeds that of the best one, found by trying
+    all."""
     made, found = np.random.default_rng(7), []
     for _ in range(CASES):
         some = gradients(made, 6)

@@ -1,6 +1,6 @@
-"""TACO: 8-bit floats, the adaptive scale-Hadamard transform and its two scales, equations 1 to 13.
+"""TACO: 8-bit floats, the adaptive scale-Hadamard transform and its two scales (equations 1 to 13).
 
-tau, which the paper does not state, is 1 here as in codec ``taco``; epsilon is 0.
+The paper does not state tau. It is 1 here, as in codec ``taco``; epsilon is 0.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from commpass.codecs.block import transforms
 
 BLOCK, LARGEST = 256, 448.0
 ROUNDED = 1e-12
-"""Far above the rounding of float64, far below that of float32."""
+"""Far above the rounding of float64, and far below that of float32."""
 
 
 # --- the formulas ---------------------------------------------------------------------------------
 
 
 def sigma(blocks: Values) -> Values:
-    """Equation 6: the root mean square of each block, ``[blocks]``."""
+    """Equation 6: return the root mean square of each block, ``[blocks]``."""
     return np.sqrt((blocks**2).mean(axis=1))
 
 
@@ -42,7 +42,7 @@ def hadamard(width: int) -> Values:
 
 
 def rotated(blocks: Values) -> Values:
-    """Equation 8, of blocks that are rescaled by alpha."""
+    """Equation 8, for blocks that are rescaled by alpha."""
     return (alpha(blocks)[:, None] * blocks) @ hadamard(BLOCK).T / np.sqrt(BLOCK)
 
 
@@ -53,15 +53,18 @@ def peak_scale(blocks: Values) -> Values:
 
 @cache
 def e4m3_values() -> Values:
-    """Equation 4: what the codes 0 to 126 stand for, of 4 bits of exponent and 3 of mantissa."""
+    """Equation 4: return the values of the codes 0 to 126, with 4 bits of exponent and 3 of
+    mantissa."""
     exponent, mantissa = np.divmod(np.arange(127), 8)
     normal = 2.0 ** (exponent - 7) * (1 + mantissa / 8)
     return np.where(exponent == 0, 2.0**-6 * mantissa / 8, normal)
 
 
 def to_fp8(values: Values) -> Values:
-    """The nearest value of an 8-bit float; of two equally near the one with the even code. The
-    paper's intrinsic (``float_to_fp8``) is given float32, to which values are rounded first."""
+    """Return the nearest value of an 8-bit float; in a tie, the one with the even code.
+
+    The paper's intrinsic (``float_to_fp8``) takes float32, to which values are rounded first.
+    """
     levels, values = e4m3_values(), values.astype(np.float32).astype(np.float64)
     size = np.minimum(np.abs(values), levels[-1])
     above = np.clip(np.searchsorted(levels, size), 1, len(levels) - 1)
@@ -71,20 +74,24 @@ def to_fp8(values: Values) -> Values:
 
 
 def quantised(blocks: Values) -> Values:
-    """Equation 10: values of the 8-bit floats that travel."""
+    """Equation 10: return the values of the 8-bit floats that are sent."""
     return to_fp8(rotated(blocks) / peak_scale(blocks)[:, None])
 
 
 def reconstructed(blocks: Values) -> tuple[Values, Values, Values]:
-    """Equations 11, 12 and 13: in the rotated domain, rotated back, and rescaled."""
+    """Equations 11, 12 and 13: return the values in the rotated domain, rotated back, and
+    rescaled."""
     scaled = quantised(blocks) * peak_scale(blocks)[:, None]
     back = scaled @ hadamard(BLOCK).T / np.sqrt(BLOCK)
     return scaled, back, back / alpha(blocks)[:, None]
 
 
 def two_shot(ranks: Sequence[Values]) -> Values:
-    """Section 4: the all_reduce of flat tensors whose length is a multiple of ranks and blocks.
-    What each rank sends is coded, summed, and the sum coded again."""
+    """Section 4: return the all_reduce of flat tensors whose length is a multiple of ranks and
+    blocks.
+
+    What each rank sends is coded and summed, and the sum is coded again.
+    """
     total = sum(reconstructed(each.reshape(-1, BLOCK))[2] for each in ranks)
     return reconstructed(total)[2].reshape(ranks[0].shape)
 
@@ -94,14 +101,15 @@ def two_shot(ranks: Sequence[Values]) -> Values:
 
 @cache
 def gradients() -> Values:
-    """Blocks of many sizes with heavy tails."""
+    """Return blocks of many sizes with heavy tails."""
     made = np.random.default_rng(1)
     return made.standard_normal((512, BLOCK)) * made.lognormal(-12, 2, (512, 1))
 
 
 @cache
 def wire() -> tuple[Values, Values, Values]:
-    """Of codec ``taco``: the values that the codes stand for, and both scales of each block."""
+    """Return the values that the codes of codec ``taco`` stand for, and both scales of each
+    block."""
     rows = torch.from_numpy(gradients().reshape(1, -1))
     codes, first, second = codec("taco").encode_pieces(rows)
     values = codes.flatten()[: rows.numel()].view(torch.float8_e4m3fn).double()
@@ -118,25 +126,27 @@ def decoded() -> Values:
 
 
 def transformed() -> Values:
-    """What the transform of the codec makes of the blocks, normalised and rescaled."""
+    """Return the codec's transform of the blocks, normalised and rescaled."""
     coder = codec("taco")
     found, _ = transforms.forward(coder.transform, torch.from_numpy(gradients()))
     return found.numpy() * np.sqrt(BLOCK) * alpha(gradients())[:, None]
 
 
 def sent_sigma() -> Values:
-    """``sigma / tau``, which travels instead of alpha; commpass rotates by ``H / B``, whose root
-    mean square is smaller by ``sqrt(B)``."""
+    """Return ``sigma / tau``, which is sent instead of alpha.
+
+    commpass rotates by ``H / B``, whose root mean square is smaller by ``sqrt(B)``.
+    """
     return wire()[1] * np.sqrt(BLOCK)
 
 
 def rotated_back() -> Values:
-    """Equation 12 of what travels: the inverse rotation of the paper."""
+    """Equation 12 applied to what is sent: the paper's inverse rotation."""
     return wire()[0] * wire()[2][:, None] @ hadamard(BLOCK).T / np.sqrt(BLOCK)
 
 
 def int8_error() -> float:
-    """The largest error of codec ``int8`` over half a step of its block."""
+    """Return the largest error of codec ``int8``, relative to half a step of its block."""
     x = np.random.default_rng(2).laplace(size=(512, BLOCK))
     coder = codec("int8")
     got = coder.decode(coder.encode(torch.from_numpy(x))).numpy()
@@ -145,7 +155,8 @@ def int8_error() -> float:
 
 
 def collisions() -> float:
-    """How many of 256 values within one step of ``int8`` do not share the code of the first."""
+    """Return how many of 256 values within one step of ``int8`` do not share the code of the
+    first."""
     x = torch.full((1, BLOCK), 127.0, dtype=torch.float64)
     x[0, 1:] = 0.4 * torch.linspace(0, 1, BLOCK - 1, dtype=torch.float64)
     coder = codec("int8")
@@ -154,8 +165,8 @@ def collisions() -> float:
 
 
 def fp8_error() -> float:
-    """The largest error of a plain cast to E4M3, over half of the gap that equation 3 names, less
-    1; of normal numbers."""
+    """Return the largest error of a plain cast to E4M3 of normal numbers, relative to half of the
+    gap in equation 3, less 1."""
     x = np.random.default_rng(3).standard_normal(1 << 16)
     x = x[(np.abs(x) >= 2.0**-6) & (np.abs(x) <= LARGEST)]
     coder = codec("fp8(static=1.0)")
@@ -165,7 +176,7 @@ def fp8_error() -> float:
 
 
 def code_values() -> float:
-    """What the codes of ``fp8`` stand for, against equation 4."""
+    """Return the deviation of the values of the codes of ``fp8`` from equation 4."""
     levels = e4m3_values()
     coder = codec("fp8(static=1.0)")
     wire_bytes = coder.encode_rows(torch.from_numpy(levels.copy()).unsqueeze(0))

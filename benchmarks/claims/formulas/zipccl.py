@@ -1,5 +1,5 @@
-"""ZipCCL: which exponents a Gaussian has, equations 1 to 5, and the switch of its reduce_scatter,
-equations 6 and 7."""
+"""ZipCCL: the exponents of a Gaussian (equations 1 to 5), and the switch of its reduce_scatter
+(equations 6 and 7)."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from commpass.costmodel import Link
 
 EXPONENTS = 7
 MANY, SIZES = 1 << 18, tuple(2.0 ** (step / 8 - 3) for step in range(16))
-"""Values of each Gaussian, and their deviations: two octaves."""
+"""Number of values of each Gaussian, and their deviations: two octaves."""
 
 
 # --- the formulas ---------------------------------------------------------------------------------
 
 
 def covered(start: float, sigma: float) -> float:
-    """Equations 1 and 2: the share of N(0, sigma^2) whose magnitude is from ``2^start`` up to
+    """Equations 1 and 2: return the share of N(0, sigma^2) with magnitudes from ``2^start`` up to
     ``2^(start + 7)``."""
     u = 2.0**start / (sigma * math.sqrt(2))
     return math.erf(2**EXPONENTS * u) - math.erf(u)
@@ -35,18 +35,18 @@ def best_u() -> float:
 
 
 def best_start(sigma: float) -> float:
-    """Equation 5: where the window begins that covers most."""
+    """Equation 5: return where the window begins that covers most."""
     return math.log2(sigma) + math.log2(2 * EXPONENTS * math.log(2) / (4**EXPONENTS - 1)) / 2
 
 
 def slope(u: float) -> float:
-    """Equation 3, over what has no zero: its zero is that of the derivative."""
+    """Equation 3, divided by a factor without zeros: its zero is that of the derivative."""
     wide = 2.0**EXPONENTS
     return wide * math.exp(-((wide * u) ** 2)) - math.exp(-(u**2))
 
 
 def zero_of_slope() -> float:
-    """The zero of equation 3, by bisection."""
+    """Return the zero of equation 3, by bisection."""
     low, high = 1e-3, 1.0
     while (middle := (low + high) / 2) not in (low, high):
         low, high = (middle, high) if slope(middle) > 0 else (low, middle)
@@ -59,7 +59,7 @@ def reduce_scatter_us(alpha_us: float, beta_us: float, nbytes: float) -> float:
 
 
 def zipped_us(alpha_us: float, beta_us: float, e: float, s: float, nbytes: float) -> float:
-    """Equation 7: ``e`` is the share of bytes that is left, ``s`` that of the narrower dtype."""
+    """Equation 7: ``e`` is the remaining share of bytes, ``s`` that of the narrower dtype."""
     return alpha_us + beta_us * e * s * nbytes
 
 
@@ -73,8 +73,8 @@ def gaussian(sigma: float) -> torch.Tensor:
 
 @cache
 def windows(sigma: float) -> tuple[float, ...]:
-    """Where the windows begin that codec ``exponent(planes=3)`` counts, one for each 1,024 values:
-    as exponents of two."""
+    """Return where the windows of codec ``exponent(planes=3)`` begin, one for each 1,024 values, as
+    exponents of two."""
     coder = codec("exponent(planes=3)")
     wire = coder.encode_rows(gaussian(sigma).unsqueeze(0))
     at = MANY * (8 + 3) // 8  # signs and mantissas, then three planes
@@ -84,8 +84,11 @@ def windows(sigma: float) -> tuple[float, ...]:
 
 
 def coverage() -> float:
-    """By how much the share of values outside of the counted windows is above that of equation 2,
-    of the window that begins at the whole exponent which is best by it; at most."""
+    """Return the largest excess of the share of values outside the counted windows over that of
+    equation 2.
+
+    Equation 2 is evaluated for the window that begins at the best whole exponent.
+    """
     coder, found = codec("exponent(planes=3)"), []
     for sigma in SIZES:
         exponents = torch.frexp(gaussian(sigma).float()).exponent.double() - 1
@@ -105,7 +108,8 @@ def coverage() -> float:
 
 
 def window_distance() -> float:
-    """How far the window that is counted most often lies from equation 5, in exponents, at most."""
+    """Return the largest distance of the most often counted window from equation 5, in
+    exponents."""
     return max(
         abs(max(set(windows(sigma)), key=windows(sigma).count) - best_start(sigma))
         for sigma in SIZES
@@ -117,7 +121,8 @@ RANKS, VALUES = 8, 8 << 20
 
 
 def native_deviation() -> float:
-    """Of a reduce_scatter in float32, by alpha and beta of the smallest and another size."""
+    """Return the deviation of a reduce_scatter in float32, with alpha and beta from the smallest
+    and another size."""
     beta = (RANKS - 1) / RANKS / (LINK.gbytes_per_s * 1e3)
     alpha = (RANKS - 1) * LINK.alpha_us
     got = [plain(site("reduce_scatter", VALUES * k, RANKS, FP32), LINK) for k in (1, 2, 5)]
@@ -125,8 +130,10 @@ def native_deviation() -> float:
 
 
 def zipped_deviation() -> float:
-    """Of coded bfloat16 in place of float32, where kernels take no time: static and dynamic part
-    are two exchanges."""
+    """Return the deviation of coded bfloat16 in place of float32, if kernels take no time.
+
+    The static and the dynamic part are two exchanges.
+    """
     beta = (RANKS - 1) / RANKS / (LINK.gbytes_per_s * 1e3)
     alpha, code = 2 * (RANKS - 1) * LINK.alpha_us, "exponent(planes=3)"
     got, expected = [], []

@@ -1,4 +1,4 @@
-"""The claims, a file a paper."""
+"""The claims, one file per paper."""
 
 from __future__ import annotations
 

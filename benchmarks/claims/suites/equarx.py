@@ -77,7 +77,7 @@ def _rows(found: Found) -> Sequence[dict[str, Any]]:
 
 
 def _forms() -> list[Claim]:
-    """Each form of figure 7 as speed against error."""
+    """Return each form of figure 7 as speed against error."""
 
     def faster(one: str, other: str) -> Any:
         return lambda found: ms(_rows(found), one, KIB, GBIT) < ms(_rows(found), other, KIB, GBIT)

@@ -1,4 +1,4 @@
-"""The papers' equations: how far commpass is from each, as computed in float64 from the formula."""
+"""The papers' equations: how far commpass is from each, computed in float64 from the formula."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from benchmarks.claims.formulas import EQUATIONS
 from benchmarks.claims.formulas.equation import Equation
 
 BOUND = 1e-12
-"""Of a sum over ranks in float64."""
+"""Bound of a sum over ranks in float64."""
 
 
 def summed(reference: str, codec: str, algorithm: str, data: str) -> Case:
-    """An all_reduce in float64 that is compared with ``formulas.SUMS[reference]``."""
+    """Return the claim of an all_reduce in float64 that is compared with
+    ``formulas.SUMS[reference]``."""
     return Case(
         f"formula {reference}", codec, algorithm, data, dtype="float64", reference=reference
     )
@@ -50,7 +51,7 @@ SUMS = {
 
 
 def formulas() -> list[Claim]:
-    """A claim for each equation, and one for each whole sum in a compiled graph."""
+    """Return a claim for each equation, and one for each whole sum in a compiled graph."""
     found = []
     for paper, equations in EQUATIONS.items():
         found += [_of(paper, equation) for equation in equations]

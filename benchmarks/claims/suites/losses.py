@@ -1,4 +1,4 @@
-"""Claims about losses of trainings whose results are stored."""
+"""Claims about the losses of trainings with stored results."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from benchmarks.claims.experiments.losses import Runs, mean_percent, percents, s
 
 @dataclass(frozen=True)
 class Trained:
-    """The runs of an experiment: ``forms`` is the key of its forms, ``base`` the form without, and
-    ``what`` is trained. Other experiments may hold more forms of the same training (``more``)."""
+    """The runs of an experiment.
+
+    ``forms`` is the key of its forms, ``base`` the uncompressed form, and ``what`` describes the
+    training. Other experiments may hold more forms of the same training (``more``).
+    """
 
     experiment: str
     forms: str
@@ -23,7 +26,7 @@ class Trained:
     more: tuple[str, ...] = ()
 
     def form(self, found: Found, form: str) -> dict[str, Any]:
-        """What is stored of a form. Raises RuntimeError where it was trained in another way than
+        """Return what is stored of a form. Raise RuntimeError if it was trained differently from
         the base."""
         setup = found[self.experiment]["setup"]
         for name in (self.experiment, *self.more):
@@ -52,7 +55,7 @@ class Trained:
         needs: str = "",
         note: str = "",
     ) -> Claim:
-        """By how much the loss of a form is above that of ``base``, in percent; ``needs`` is the
+        """Return by how many percent the loss of a form is above that of ``base``; ``needs`` is the
         other experiment that has the form."""
 
         def of(statistic: Callable[..., Any]) -> Callable[[Found], Any]:
@@ -93,16 +96,16 @@ class Trained:
         )
 
     def is_above(self, found: Found, form: str, other: str) -> bool:
-        """Whether the loss of a form is above that of another one with each seed."""
+        """Return whether the loss of a form is above that of another one with each seed."""
         return min(percents(self.runs(found, form), self.runs(found, other))) > 0
 
     def percent(self, found: Found, form: str, base: str = "") -> float:
         return mean_percent(self.runs(found, form), self.runs(found, base or self.base))
 
     def needed(self, other: str) -> tuple[str, ...]:
-        """The experiments of a claim that also needs another one, "" for none."""
+        """Return the experiments of a claim that also needs another one, "" for none."""
         return (self.experiment, other) if other else (self.experiment,)
 
     def note(self, more: str = "") -> str:
-        """What is trained, and for how long."""
+        """Return what is trained, and for how long."""
         return "; ".join(filter(None, (more, self.what, scale(self.experiment))))

@@ -25,8 +25,8 @@ SMALL = (
     " a percent of perplexity is no percent of a score"
 )
 FAR = 10.0
-"""How many times as far as the median channel one reaches that is said to have an enormous range;
-in the paper's figure a few reach further."""
+"""The ratio to the median channel's range from which a range counts as enormous; in the paper's
+figure a few channels exceed it."""
 
 
 def lowbit() -> list[Claim]:
@@ -128,7 +128,7 @@ def _orders() -> list[Claim]:
         )
 
     def less(part: str, one: tuple[str, float, int], other: tuple[str, float, int]) -> Any:
-        """Whether one loses less than the other by more than the spread of both."""
+        """Return a test: whether one loss is below the other by more than the spread of both."""
 
         def measure(found: Found) -> bool:
             a, b = (mean_percent(found[part], *each) for each in (one, other))
@@ -142,7 +142,8 @@ def _orders() -> list[Claim]:
         return mean_percent(part, "random", KEPT, 4) > 0.9 * mean_percent(part, "selected", 0.0, 4)
 
     def planted_change_nothing(found: Found) -> bool:
-        """Of the first calibration, which both had."""
+        """Return whether planted channels change nothing, with the first calibration, which both
+        models had."""
         one, other = (
             loss_percent(found[part], "selected", 0.0, 4)[0] for part in (PLANTED, TRAINED)
         )

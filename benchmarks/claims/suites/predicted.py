@@ -1,4 +1,4 @@
-"""The papers' times by the cost model."""
+"""The papers' times, as predicted by the cost model."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ PLACES = {
     ("SSFusion", "all_gather"): ("section IV.D", "growth of the time of an all_gather"),
     ("SSFusion", "all_reduce"): ("section IV.D", "growth of the time of an all_reduce"),
 }
-"""By paper and beginning of a row of ``paper_models``: the place in the paper, and what the page
-says in place of that beginning. The first that fits counts."""
+"""By paper and beginning of a row of ``paper_models``: the place in the paper, and the page's text
+in place of that beginning. The first match counts."""
 
 
 def place(row: Row) -> tuple[str, str]:
-    """Where the paper has a row's number, and the claim in words. Raises KeyError for a row that
-    ``PLACES`` does not know."""
+    """Return where the paper has a row's number, and the claim in words. Raise KeyError for a row
+    that is not in ``PLACES``."""
     for (paper, begin), (where, text) in PLACES.items():
         if row.paper == paper and row.what.startswith(begin):
             return where, text + row.what.removeprefix(begin)
@@ -39,7 +39,8 @@ def place(row: Row) -> tuple[str, str]:
 
 
 def predicted() -> list[Claim]:
-    """What the cost model says of the papers' times (``benchmarks/papers.py``)."""
+    """Return the claims of the papers' times, with the cost model's predictions
+    (``benchmarks/papers.py``)."""
     return [
         _claim(row)
         for row in all_rows()

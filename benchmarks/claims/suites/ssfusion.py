@@ -1,4 +1,4 @@
-"""SSFusion: sparse gradients that are fused."""
+"""SSFusion: sparse gradients in fused messages."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PERPLEXITIES = {
 
 
 def fused(degree: float) -> str:
-    """The name of a way in which so large a share of the tensors is fused."""
+    """Return the name of the variant with this share of fused tensors."""
     return "fused, 0.01" if degree == 1 else f"degree {degree:g}"
 
 
@@ -72,7 +72,7 @@ def small() -> list[Claim]:
 
 
 def missing() -> list[Claim]:
-    """Table I: the share of tensors of which nothing is sent."""
+    """Table I: return the claims of the share of tensors of which nothing is sent."""
 
     def rate(found: Found, degree: float) -> float:
         return 100 * fmean(run["missing"] for run in TRAINED.runs(found, fused(degree)))
@@ -129,12 +129,12 @@ def losses() -> list[Claim]:
         return TRAINED.order(PAPER, where, text, holds)
 
     def perplexity(name: str) -> float:
-        """As percent of the loss: the loss is the logarithm."""
+        """Return a perplexity as a percentage of the loss, which is its logarithm."""
         return 100 * (math.log(PERPLEXITIES[name]) / math.log(102.0) - 1)
 
     def near(density: str) -> Callable[[Found], bool]:
-        """Whether SSFusion's loss is above that of each tensor by itself by no more than half a
-        percent."""
+        """Return whether SSFusion's loss is at most half a percent above that of per-tensor
+        selection."""
 
         def holds(found: Found) -> bool:
             runs = TRAINED.runs(found, f"selective, {density}")
@@ -200,7 +200,8 @@ def losses() -> list[Claim]:
 
 
 def steps() -> list[Claim]:
-    """Figures 5(a), 11, 15 and 16, as far as one machine with links of a given rate goes."""
+    """Figures 5(a), 11, 15 and 16, as far as one machine with links of a given rate can test
+    them."""
     note = "a transformer of width 256, 2 layers, 4 x 128 bytes, 2 ranks, DGC at 1 %, gloo"
 
     def ms(found: Found, gbit: float, way: str) -> float:
@@ -270,9 +271,11 @@ def steps() -> list[Claim]:
 
 
 def offloading(gbit: float, claim: Claim, found: dict[str, Any] | None = None) -> Claim:
-    """The claim, or that it cannot be tested because no plan at this rate offloads a gradient:
-    steps with and without offloading are then the same. ``found`` is the stored result of the
-    experiment, if it is not given."""
+    """Return the claim on offloading, or that it cannot be tested.
+
+    If no plan at this rate offloads a gradient, steps with and without offloading are the same.
+    ``found`` is the stored result of the experiment, if it is not given.
+    """
     found = found or stored(TIMES)
     rows = [row for row in (found or {}).get("rows", ()) if row["gbit"] == gbit]
     if not rows or any(row["offloaded"] for row in rows):
@@ -281,7 +284,7 @@ def offloading(gbit: float, claim: Claim, found: dict[str, Any] | None = None) -
 
 
 def overhead() -> list[Claim]:
-    """Figures 2 and 4, and table V: what selecting and profiling take."""
+    """Figures 2 and 4, and table V: the time of selecting and profiling."""
 
     def busy(found: Found, degree: float) -> float:
         return fmean(run["busy_share"] for run in TRAINED.runs(found, fused(degree)))
@@ -290,7 +293,7 @@ def overhead() -> list[Claim]:
         return found[TRAINED.experiment]["select_us"]["dgc"][str(kib)]
 
     def profiled(found: Found) -> float:
-        """Percent of a run."""
+        """Return the percentage of a run."""
         runs = TRAINED.runs(found, "selective, 0.01")
         return 100 * fmean(run["overhead_s"] / run["took_s"] for run in runs)
 
@@ -346,7 +349,7 @@ def overhead() -> list[Claim]:
 
 
 def not_here() -> list[Claim]:
-    """What has no row of its own above, and why."""
+    """Return the claims without a row above, and the reasons."""
     reasons = {
         ("abstract", "throughput, +27.5 to +106.7 % over six other systems"): OTHERS,
         ("figures 1, 3, 6, 7, 8, 10", "timelines and examples of the method"): (

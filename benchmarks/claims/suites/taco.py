@@ -31,7 +31,7 @@ CASES = {
     }.items()
 } | {"naive": Case("naive fp8 of gradients", NAIVE, "", "gradients")}
 BLOCKS = {32: 0.280, 64: 0.285, 128: 0.195, 256: 0.169, 512: 0.281}
-"""Table 2: percent of the baseline's validation loss of 2.663061."""
+"""Table 2: percentage of the baseline's validation loss of 2.663061."""
 
 
 def taco() -> list[Claim]:
@@ -39,7 +39,7 @@ def taco() -> list[Claim]:
 
 
 def errors() -> list[Claim]:
-    """Of one sum of values like gradients, on four ranks."""
+    """Return the errors of one sum of gradient-like values, on four ranks."""
     note = "one sum of synthetic gradients with heavy tails"
 
     def ratio(one: str, other: str) -> Callable[[Found], float]:
@@ -68,7 +68,8 @@ def errors() -> list[Claim]:
             text="bits a value: 8 of codes, and two float32 scales for each 256",
             number=8.25,
             cases=of("e4m3"),
-            # Both stages of the two-shot hand over all values once, the second one a rank's share.
+            # Each stage of the two-shot sends all values once; in the second stage each rank sends
+            # its share.
             measure=lambda found: found[CASES["e4m3"].name].bits / 1.25,
             note=note,
         ),
@@ -100,7 +101,7 @@ def errors() -> list[Claim]:
 
 
 def losses() -> list[Claim]:
-    """Of training."""
+    """Return the claims on training losses."""
 
     def loss(where: str, text: str, number: float, form: str, **more: Any) -> Claim:
         return TRAINED.loss(PAPER, where, text, number, form, **more)
@@ -185,7 +186,7 @@ def losses() -> list[Claim]:
 
 
 def blocks() -> list[Claim]:
-    """Table 2, but for its throughputs."""
+    """Table 2, without its throughputs."""
 
     def form(size: int) -> str:
         return "TACO" if size == 256 else f"TACO, block {size}"
@@ -211,7 +212,7 @@ def blocks() -> list[Claim]:
 
 
 def steps() -> list[Claim]:
-    """Times of a step on links of 0.1 and 1 Gbit/s."""
+    """Return the claims on times of a step on links of 0.1 and 1 Gbit/s."""
     note = "a step of a transformer of width 256, 2 layers, 8 x 128 bytes, TP 2, float32, gloo"
 
     def ms(found: Found, gbit: float, way: str) -> float:
@@ -270,7 +271,7 @@ def steps() -> list[Claim]:
 
 
 def not_here() -> list[Claim]:
-    """What has no row of its own above, and why."""
+    """Return the claims without a row above, and the reasons."""
     reasons = {
         ("figure 1a", "communication is over half of a step"): HARDWARE,
         ("figures 4 and 8", "histograms of tensors before and after the transform"): (

@@ -17,7 +17,7 @@ THROUGHPUT = {"2.7B": (39.9, 1.01, 1.50), "6.7B": (61.1, 1.02, 1.53), "13B": (73
 
 def three_d() -> list[Claim]:
     def share(found: Found, setting: str, dimension: str | None = None) -> float:
-        """Of the bytes that are sent without coding."""
+        """Return the percentage of the bytes that are sent without coding."""
 
         def nbytes(name: str) -> int:
             sent: dict[str, int] = TRAINED.form(found, name)["bytes"]

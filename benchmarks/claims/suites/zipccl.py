@@ -31,11 +31,11 @@ GPUS = "needs the paper's GPUs"
 LAB = f"4 ranks over gloo, links of 1 Gbit/s, one rank {LATE_BY:g} ms late, from its start on"
 
 RATES = (1.0, 3.0, 10.0, 25.0, 50.0, 100.0, 200.0, 400.0, 800.0, 1600.0, 3200.0)
-"""Of links, in Gbit/s."""
+"""Rates of links, in Gbit/s."""
 
 
 def covered(k: int) -> float:
-    """Percent of Gaussian bfloat16 values that the k commonest exponents hold."""
+    """Return the percentage of Gaussian bfloat16 values that the k most common exponents hold."""
     x = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)).bfloat16()
     exponents = (x.view(torch.int16).to(torch.int32) >> 7) & 0xFF
     counts = torch.bincount(exponents, minlength=256).sort(descending=True).values
@@ -182,8 +182,11 @@ def _late() -> list[Claim]:
 
 
 def switched_up_to(dtype: str) -> float:
-    """The highest of ``RATES`` in Gbit/s at which a coded reduce_scatter is predicted to be faster
-    than the native one in ``dtype``, of a layer of Llama3-8B on 8 hosts of one GPU; 0 for none."""
+    """Return the highest of ``RATES``, in Gbit/s, at which a coded reduce_scatter is predicted to
+    be faster than the native one in ``dtype``; 0 for none.
+
+    It is that of a layer of Llama3-8B on 8 hosts with one GPU each.
+    """
     kernels, link = fused(A6000, ZIPPED), INTERCONNECTS["infiniband-hdr"].link
     values, won = LLAMA_LAYER // 8 * 8, [0.0]
     for gbit in RATES:
