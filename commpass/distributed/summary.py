@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 
 import torch.distributed as dist
+from torch import nn
 
 from commpass.distributed import record
+from commpass.distributed.integration import exchanged
 from commpass.distributed.uncompressed import UncompressedSite, asks_for_codecs, sentence
 from commpass.errors import nearest
 from commpass.groups import is_first_rank, ready
@@ -27,8 +28,6 @@ from commpass.utils.printable import plural
 log = logging.getLogger("commpass")
 
 
-doors: weakref.WeakSet[object] = weakref.WeakSet()
-"""Models whose gradients an integration exchanges without a plan for each graph."""
 _warned_of_no_site: list[bool] = []
 
 
@@ -146,7 +145,8 @@ class Summary:
         The gradients then bypass torch.compile.
         """
         ranks = dist.get_world_size() if ready() else 1
-        silent = _warned_of_no_site or not self.speaks or self.policy.off or ranks == 1 or doors
+        hooked = any(isinstance(each, nn.Module) for each in exchanged)  # without plans of graphs
+        silent = _warned_of_no_site or not self.speaks or self.policy.off or ranks == 1 or hooked
         if not silent and not any(plan.sites or plan.simplified for plan in record.plans()):
             _warned_of_no_site.append(True)
             log.warning(NO_SITE, len(self.plans), ranks)

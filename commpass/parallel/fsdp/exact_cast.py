@@ -17,7 +17,7 @@ from commpass.costmodel import Profile, prices
 FLAG = torch.int32
 
 
-def narrowed(x: Tensor, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor | None:
+def cast_if_exact(x: Tensor, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor | None:
     """Return ``x`` in a narrower ``dtype`` if all values fit exactly on all ranks of a group.
 
     Otherwise return None on all of them. A NaN does not fit, since its payload might be lost.
@@ -28,7 +28,7 @@ def narrowed(x: Tensor, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor 
     return None if lost.item() else narrow
 
 
-def gains(group: dist.ProcessGroup, wide: int, narrow: int, profile: Profile) -> bool:
+def is_faster(group: dist.ProcessGroup, wide: int, narrow: int, profile: Profile) -> bool:
     """Return whether a reduce_scatter of ``wide`` bytes is slower than an all_to_all of ``narrow``
     bytes.
 

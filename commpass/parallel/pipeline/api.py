@@ -27,15 +27,17 @@ from commpass.costmodel import Profile
 from commpass.distributed import pairs, record
 from commpass.distributed.agreement import longest_timeout
 from commpass.distributed.budget import OVER
+from commpass.distributed.integration import Bytes, Integration, refuse_if_exchanged
 from commpass.distributed.machine import default_here
 from commpass.distributed.plan_store import board, greet
 from commpass.distributed.samples import MORE, label
 from commpass.distributed.uncompressed import uncompressed_sites
 from commpass.errors import CommpassError, PolicyError
-from commpass.parallel import ends
-from commpass.parallel.coding import Coding
-from commpass.parallel.edge_budget import EdgeBudget
-from commpass.parallel.edges import Line, Place, coding_of, decide_all, lines
+from commpass.parallel.pipeline import endpoints
+from commpass.parallel.pipeline.budget import EdgeBudget
+from commpass.parallel.pipeline.coding import Coding
+from commpass.parallel.pipeline.send_recv import Message, Place, coding_of, decide_all, messages_of
+from commpass.parallel.refusals import refuse_other_group, refuse_other_torch, wrong_argument
 from commpass.passes import PassResult
 from commpass.plan import Plan, PlannedSite
 from commpass.plan.timeline import Timeline
@@ -52,14 +54,14 @@ MESSAGES = {
     ("recv", "backward"): "get_bwd_recv_ops",
     ("send", "backward"): "get_bwd_send_ops",
 }
-"""The methods of a stage that are replaced on a compressed one."""
-FACTS = (
+NEEDED = (
+    *PREPARE.values(),
+    *TAKE.values(),
+    *MESSAGES.values(),
     *("stage_index", "num_stages", "group", "device", "stage_index_to_group_rank"),
     *("args_recv_info", "act_send_info", "grad_recv_info"),
 )
-"""The attributes of a stage that are read."""
-MARK = "_commpass_compressed"
-"""The attribute that marks a compressed stage."""
+"""The attributes of a stage that are replaced or read."""
 ALONE = "the pipeline has one stage: nothing is sent"
 NO_EVENTS = "stages of a pipeline have no graph of their own"
 UNSEEN = "what stages of a pipeline send is not looked into"
@@ -72,8 +74,8 @@ def compress_pipeline(
     profile: str | Path | Profile | None = None,
     dump: str | os.PathLike[str] | None = None,
     timeout: float | None = None,
-) -> None:
-    """Send codes between the stages of a pipeline, as the policy allows.
+) -> CompressedPipeline:
+    """Send codes between the stages of a pipeline, as the policy allows. Return the integration.
 
     Call ``compress_pipeline(stage, "tahquant")`` before the first step of a schedule. ``policy``,
     ``profile`` and ``dump`` are those of ``commpass.backend``.
@@ -100,8 +102,7 @@ def compress_pipeline(
     if len({id(stage) for stage in every}) < len(every):
         raise PolicyError("compress_pipeline was given the same stage twice")
     shared = backend(policy, profile=profile, dump=dump, timeout=timeout)
-    for stage in every:
-        Compressed(stage, shared)
+    return CompressedPipeline([CompressedStage(stage, shared) for stage in every], shared)
 
 
 def _check(stage: Any) -> None:
@@ -109,29 +110,14 @@ def _check(stage: Any) -> None:
     from torch.distributed.pipelining.stage import _PipelineStageBase
 
     if not isinstance(stage, _PipelineStageBase):
-        raise PolicyError(
-            f"compress_pipeline: {type(stage).__name__} is no stage of"
-            " torch.distributed.pipelining; give a PipelineStage, or what build_stage makes"
-        )
-    methods = (*PREPARE.values(), *TAKE.values(), *MESSAGES.values())
-    missing = [name for name in (*methods, *FACTS) if not hasattr(stage, name)]
-    if not hasattr(stage, "_stage_meta") and not hasattr(stage, "get_outputs_meta"):
-        missing.append("_stage_meta")
-    if missing:
-        raise CommpassError(
-            f"compress_pipeline knows the stages of torch 2.11 to 2.15; that of torch"
-            f" {torch.__version__} has no {', '.join(missing)}"
-        )
-    number = stage.stage_index
-    if (before := vars(stage).get(MARK)) is not None:
-        raise PolicyError(
-            f"stage {number} is compressed already, under policy {before!r}: call"
-            " compress_pipeline once for each stage"
-        )
+        needed = "a PipelineStage of torch.distributed.pipelining, or what build_stage makes"
+        raise PolicyError(wrong_argument("compress_pipeline", "stages", stage, needed))
+    meta = () if hasattr(stage, "get_outputs_meta") else ("_stage_meta",)
+    refuse_other_torch("compress_pipeline", stage, "the stage of a pipeline", (*NEEDED, *meta))
+    name = f"stage {stage.stage_index}"
+    refuse_if_exchanged(stage, name, "compress_pipeline", ("compress_pipeline",))
     if stage.args_recv_info:
-        raise PolicyError(
-            f"stage {number} has run already: call compress_pipeline before the first step"
-        )
+        raise PolicyError(f"{name} has run already: call compress_pipeline before the first step")
 
 
 def _group_of(stage: Any) -> dist.ProcessGroup:
@@ -146,26 +132,51 @@ number of stages. The other end counts the same, so that two pipelines of one gr
 confused."""
 
 
-class Compressed:
+class CompressedPipeline(Integration):
+    """The messages of this rank's stages under a policy; ``compress_pipeline`` creates it.
+
+    ``bytes`` are those that this rank sent since the call or ``clear``.
+    """
+
+    call = "compress_pipeline"
+
+    def __init__(self, stages: Sequence[CompressedStage], shared: Backend):
+        super().__init__(policy=shared.policy)
+        self.stages = tuple(stages)
+        for each in self.stages:
+            each.sent = self._sent
+            self.acquire(each.stage, each.stage)
+
+    @property
+    def plans(self) -> list[Plan]:
+        """The plan of each stage and direction."""
+        return [plan for stage in self.stages for plan in stage.plans.values()]
+
+    def _stop(self) -> None:
+        for each in self.stages:
+            each.restore()
+
+
+class CompressedStage:
     """The state of a compressed stage in addition to torch's; its methods replace the stage's."""
 
     def __init__(self, stage: Any, shared: Backend):
         self.stage, self.backend = stage, shared
         self.group = _group_of(stage)
         greet()
-        self.answers = ends.answers()
+        self.answers = endpoints.answers()
         run, many = board().nonce if self.answers else "", stage.num_stages
         count = (run, self.group.group_name, many, stage.stage_index)
         _pipelines[count] += 1
         self.number = f"{many}/{_pipelines[count]}"
         self.prepared: Counter[str] = Counter()
         self.plans: dict[str, Plan] = {}
-        self.coded: dict[tuple[str, str], list[tuple[Line, PlannedSite, Coding | None]]] = {}
-        self.unheard: dict[tuple[str, str], list[tuple[ends.Edge, ends.EndPlan]]] = {}
-        self.edges: dict[tuple[str, str], list[ends.Edge]] = {}
+        self.coded: dict[tuple[str, str], list[tuple[Message, PlannedSite, Coding | None]]] = {}
+        self.uncompared: dict[tuple[str, str], list[tuple[endpoints.Edge, endpoints.EndPlan]]] = {}
+        self.edges: dict[tuple[str, str], list[endpoints.Edge]] = {}
         self.budget = EdgeBudget(shared.policy)
         self.arriving: dict[tuple[str, int], list[tuple[Coding, Tensor, Tensor]]] = {}
-        setattr(stage, MARK, shared.policy.name)
+        self.sent = Bytes()
         for direction in DIRECTIONS:
             self._replace(PREPARE[direction], self._prepare, direction)
             self._replace(TAKE[direction], self._take, direction)
@@ -174,6 +185,11 @@ class Compressed:
 
     def _replace(self, name: str, method: Callable[..., Any], target: Any) -> None:
         setattr(self.stage, name, functools.partial(method, target, getattr(self.stage, name)))
+
+    def restore(self) -> None:
+        """Give the stage its own methods back."""
+        for name in (*PREPARE.values(), *TAKE.values(), *MESSAGES.values()):
+            vars(self.stage).pop(name, None)
 
     # --- the methods ------------------------------------------------------------------------------
 
@@ -193,22 +209,22 @@ class Compressed:
         messages = original(microbatch)
         if not messages:
             return messages
-        if _group_of(self.stage) is not self.group:
-            raise CommpassError(
-                f"stage {self.stage.stage_index} was given another process group after"
-                " compress_pipeline, and what it sends was planned for the ranks of the one"
-                " before: make the stages anew, and call compress_pipeline on these"
-            )
+        remedy = "make the stages anew, and call compress_pipeline on these"
+        what, group = f"stage {self.stage.stage_index}", _group_of(self.stage)
+        refuse_other_group("compress_pipeline", what, group, self.group, remedy)
         kind, direction = target
         timeout_s = self.backend.timeout or longest_timeout([self.group])
-        for edge, word in self.unheard.pop(target, ()):
-            ends.compare(edge, word, timeout_s)
+        for edge, plan in self.uncompared.pop(target, ()):
+            endpoints.compare(edge, plan, timeout_s)
         coded = self.coded.get(target, [])
-        lines_coded = {(line.source, line.target) for line, _, coding in coded if coding}
-        edges = [e for e in self.edges.get(target, ()) if (e.source, e.target) in lines_coded]
+        coded_edges = {(message.source, message.target) for message, _, coding in coded if coding}
+        edges = [e for e in self.edges.get(target, ()) if (e.source, e.target) in coded_edges]
         if edges and microbatch == 0 and self.budget.begin(target, edges, timeout_s):
             self._leave_alone(target)
             coded = self.coded[target]
+        for _, site, _ in coded if kind == "send" else ():
+            if site.bytes:
+                self.sent.add(kind, site.bytes, site.wire_bytes)
         if all(coding is None for _, _, coding in coded):
             return messages
         self._check_messages(target, messages, coded)
@@ -236,8 +252,8 @@ class Compressed:
         now = {site.name: site for site in plan.sites if site.kind == kind}
         rows = self.coded[target]
         self.coded[target] = [
-            (line, now[site.name], coding if now[site.name].compressed else None)
-            for line, site, coding in rows
+            (message, now[site.name], coding if now[site.name].compressed else None)
+            for message, site, coding in rows
         ]
         for _, site, coding in rows:
             if coding is not None and not now[site.name].compressed and kind == "send":
@@ -261,7 +277,9 @@ class Compressed:
         With another number of messages, one would be mistaken for another.
         """
         place = self._place()
-        wanted = [(place.ranks[line.peer], line.shape, line.dtype) for line, _, _ in coded]
+        wanted = [
+            (place.ranks[message.peer], message.shape, message.dtype) for message, _, _ in coded
+        ]
         ranks = [dist.get_group_rank(self.group, each.peer) for each in messages]
         tensors = [each.tensor for each in messages]
         found = [
@@ -288,7 +306,7 @@ class Compressed:
         codecs."""
         place = self._place()
         profile = self.backend.profile or default_here(place.device.type)
-        wanted = lines(self.stage, direction)
+        wanted = messages_of(self.stage, direction)
         sites, considered = decide_all(wanted, place, self.backend.policy, profile)
         sites = self.budget.apply(sites)
         self.budget.restart(direction)
@@ -308,34 +326,35 @@ class Compressed:
         self.prepared[direction] += 1
         for kind in ("recv", "send"):
             rows = [
-                (line, site, coding_of(line, site, place))
-                for line, site in zip(wanted, sites, strict=True)
-                if line.kind == kind
+                (message, site, coding_of(message, site, place))
+                for message, site in zip(wanted, sites, strict=True)
+                if message.kind == kind
             ]
             self.coded[kind, direction] = rows
-            self.unheard[kind, direction] = self._messages_text(rows, place) if self.answers else []
-            self.edges[kind, direction] = [edge for edge, _ in self.unheard[kind, direction]]
+            edges = self._publish_plans(rows, place) if self.answers else []
+            self.uncompared[kind, direction] = edges
+            self.edges[kind, direction] = [edge for edge, _ in edges]
             for _, _, coding in rows:
                 if coding is not None:
                     coding.prepare(encodes=kind == "send")
 
-    def _messages_text(
-        self, rows: Sequence[tuple[Line, PlannedSite, Coding | None]], place: Place
-    ) -> list[tuple[ends.Edge, ends.EndPlan]]:
+    def _publish_plans(
+        self, rows: Sequence[tuple[Message, PlannedSite, Coding | None]], place: Place
+    ) -> list[tuple[endpoints.Edge, endpoints.EndPlan]]:
         """Publish the plans for edges to stages on other ranks. Return those edges and plans."""
         every = pairs.endpoints([site for _, site, _ in rows], self.group.rank())
         found = {}
-        for line, _, _ in rows:
-            if place.is_local(line.peer) or (line.source, line.target) in found:
+        for message, _, _ in rows:
+            if place.is_local(message.peer) or (message.source, message.target) in found:
                 continue
-            times = f"{self.number}/{line.direction}/{self.prepared[line.direction]}"
-            key = f"pipeline/{self.group.group_name}/{line.source}-{line.target}/{times}"
-            rank = dist.get_global_rank(self.group, place.ranks[line.peer])
-            edge = ends.Edge(key, line.source, line.target, line.direction, rank)
-            own = ends.ends_of(every, line.source, line.target)
-            word = ends.EndPlan(self.backend.policy.name, own)
-            ends.publish(edge, word)
-            found[line.source, line.target] = (edge, word)
+            times = f"{self.number}/{message.direction}/{self.prepared[message.direction]}"
+            key = f"pipeline/{self.group.group_name}/{message.source}-{message.target}/{times}"
+            rank = dist.get_global_rank(self.group, place.ranks[message.peer])
+            edge = endpoints.Edge(key, message.source, message.target, message.direction, rank)
+            own = tuple(end for end in every if edge.carries(end.name))
+            plan = endpoints.EndPlan(self.backend.policy.name, own)
+            endpoints.publish(edge, plan)
+            found[message.source, message.target] = (edge, plan)
         return list(found.values())
 
     def _record(

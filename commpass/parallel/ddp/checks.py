@@ -1,62 +1,24 @@
-"""Check which models can get an integration: only one may exchange gradients, and DDP has one comm
-hook."""
+"""Check which DDP models can get a comm hook: each takes one."""
 
 from __future__ import annotations
 
-import gc
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from commpass.distributed import summary
+from commpass.distributed.integration import refuse_if_exchanged
 from commpass.errors import PolicyError
+from commpass.parallel.refusals import instead, refuse_other_torch, wrong_argument
 from commpass.policy import paths
 
 log = logging.getLogger("commpass")
 
-DOORS = ("commpass.parallel.ssfusion", "commpass.parallel.compress_ddp")
-
-_claimed: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-
-
-def acquire(model: nn.Module, integration: str) -> None:
-    """Record that ``integration`` exchanges the gradients of a model from now on."""
-    _claimed[model] = integration
-    summary.doors.add(model)
-
-
-def release(model: nn.Module) -> None:
-    """Record that the model has no integration any more."""
-    _claimed.pop(model, None)
-    summary.doors.discard(model)
-
-
-def refuse_if_claimed(model: nn.Module, integration: str, allowed: Collection[str]) -> None:
-    """Raise PolicyError if one of ``allowed`` already exchanges a parameter of the model."""
-    mine = {id(parameter): name for name, parameter in model.named_parameters()}
-
-    def found() -> str:
-        return next(
-            (
-                f"{integration}: {mine[id(parameter)]} of this model is exchanged by"
-                f" commpass.parallel.{other} of a {type(held).__name__} already, and would be"
-                f" exchanged twice. Leave one of the two out, or call remove() on ssfusion's first"
-                for held, other in list(_claimed.items())
-                for parameter in held.parameters()
-                if other in allowed and id(parameter) in mine
-            ),
-            "",
-        )
-
-    if found():
-        gc.collect()  # a model that is no longer referenced does not count
-        if why := found():
-            raise PolicyError(why)
+SSFUSION, COMPRESS_DDP = "commpass.parallel.ssfusion", "commpass.parallel.compress_ddp"
+NEEDED = ("_comm_hooks", "_delay_all_reduce_params", "_join_config", "_module_parameters")
+"""Private attributes of a model that are read."""
 
 
 class Released:
@@ -64,15 +26,15 @@ class Released:
     hook."""
 
 
-def checked(model: Any) -> DistributedDataParallel:
+def check_model(model: Any) -> DistributedDataParallel:
     """Return the DDP model in the argument.
 
     Raise PolicyError if there is none that accepts a hook of ``compress_ddp``.
     """
     ddp = getattr(model, "_orig_mod", model)
     if not isinstance(ddp, DistributedDataParallel):
-        what = f"compress_ddp(model={type(ddp).__name__}): must be a DistributedDataParallel model"
-        raise PolicyError(f"{what}{_instead(ddp)}")
+        needed = "a DistributedDataParallel model" + instead(ddp, "compress_ddp")
+        raise PolicyError(wrong_argument("compress_ddp", "model", ddp, needed))
     if getattr(ddp, "_use_python_reducer", False):
         raise PolicyError(
             "compress_ddp: optimize_ddp='python_reducer' puts the gradients' collectives into the"
@@ -84,7 +46,8 @@ def checked(model: Any) -> DistributedDataParallel:
             "compress_ddp: delay_all_reduce_named_params names all parameters, so that DDP has no"
             " buckets to give to a hook: leave it out"
         )
-    refuse_if_taken(ddp, "compress_ddp")
+    refuse_other_torch("compress_ddp", ddp, "the DistributedDataParallel", NEEDED)
+    refuse_other_hook(ddp, "compress_ddp")
     refuse_if_optimized_in_backward(ddp._module_parameters, "compress_ddp")
     held = {id(parameter) for parameter in ddp.module.parameters()}
     if any(each.requires_grad and id(each) not in held for each in ddp._module_parameters):
@@ -99,7 +62,7 @@ def checked(model: Any) -> DistributedDataParallel:
             " sends itself, and not in buckets: they stay as they are",
             len(ddp._delay_all_reduce_params),
         )
-    refuse_if_claimed(ddp, "compress_ddp", ("ssfusion",))
+    refuse_if_exchanged(ddp, "", "compress_ddp", ("ssfusion",))
     sparse = [
         name
         for name, module in paths.names(ddp)
@@ -121,22 +84,6 @@ def checked(model: Any) -> DistributedDataParallel:
     return ddp
 
 
-def _instead(model: Any) -> str:
-    """Return the message about what to call, or to pass, if the model is not DDP's."""
-    for path, module in model.named_modules() if isinstance(model, nn.Module) else ():
-        if isinstance(module, DistributedDataParallel):
-            return f", and {path!r} in it is one: give that one"
-        if isinstance(module, FSDPModule):
-            return ", but has modules of fully_shard: call commpass.parallel.compress_fsdp"
-        if isinstance(module, FullyShardedDataParallel):
-            return ", but is FSDP1's, which has no door: use fully_shard and compress_fsdp"
-    return (
-        ". Wrap it first: DistributedDataParallel(model); use"
-        " commpass.parallel.compress_fsdp(model, policy) for FSDP2's fully_shard, or"
-        " commpass.parallel.replicate(model, mesh) for gradients in the compiled graph"
-    )
-
-
 def refuse_if_optimized_in_backward(parameters: Iterable[Any], integration: str) -> None:
     """Raise PolicyError for parameters with an optimizer of _apply_optimizer_in_backward.
 
@@ -150,26 +97,25 @@ def refuse_if_optimized_in_backward(parameters: Iterable[Any], integration: str)
         )
 
 
-def refuse_if_taken(ddp: DistributedDataParallel, integration: str) -> None:
+def refuse_other_hook(ddp: DistributedDataParallel, integration: str) -> None:
     """Raise PolicyError in the name of ``integration`` if a model already has a comm hook."""
     ddp._comm_hooks[:] = [each for each in ddp._comm_hooks if not isinstance(each[1], Released)]
-    if taken := _hook_of(ddp):
+    if name := _hook_name(ddp):
         why = "mixed_precision= registers it" if ddp.mixed_precision is not None else "by hand"
-        why = "by that call" if "commpass.parallel" in taken else why
+        why = "by that call" if "commpass.parallel" in name else why
         raise PolicyError(
-            f"{integration}: this model already has the comm hook {taken} ({why}), and DDP takes"
-            " one"
-            f" alone: that of commpass.parallel.{integration} cannot be added. Leave one of the"
+            f"{integration}: this model already has the comm hook {name} ({why}), and DDP takes"
+            f" one alone: that of commpass.parallel.{integration} cannot be added. Leave one of the"
             " two out"
         )
 
 
-def _hook_of(ddp: DistributedDataParallel) -> str:
+def _hook_name(ddp: DistributedDataParallel) -> str:
     """Return the name of a model's comm hook; "" if none."""
     if ddp._comm_hooks:
         hook, _ = ddp._comm_hooks[0]
         name = f"{hook.__module__}.{hook.__qualname__}"
         if hook.__module__.startswith("commpass.parallel."):
-            return DOORS[hook.__module__ == "commpass.parallel.ddp"]
+            return COMPRESS_DDP if hook.__module__.startswith(f"{__package__}.") else SSFUSION
         return name
     return str(ddp._get_ddp_logging_data().get("comm_hook", ""))

@@ -18,21 +18,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule
 
 from commpass.backend import backend
 from commpass.costmodel import Profile
 from commpass.distributed.checked import suspended
+from commpass.distributed.integration import Integration, refuse_if_exchanged
 from commpass.distributed.machine import default_here
 from commpass.distributed.record import wire_bytes
 from commpass.errors import PolicyError
 from commpass.parallel.exchange import Compiled, Exchange, Exchanges
-from commpass.parallel.narrow import FLAG, gains, narrowed
+from commpass.parallel.fsdp.exact_cast import FLAG, cast_if_exact, is_faster
+from commpass.parallel.refusals import instead, refuse_other_torch, wrong_argument
 from commpass.passes.simplify.rules.gathers import EXACT_WIDENINGS
 from commpass.plan import Plan
 from commpass.policy import Policy, paths
 from commpass.policy.annotate import annotations_of
-from commpass.utils.deprecated import old_names
 
 log = logging.getLogger("commpass")
 
@@ -47,19 +48,6 @@ RESHARDED = (
 )
 OTHER_OP = "FSDP2 reduces with {}, and codes are summed or averaged alone"
 """Why an exchange is sent uncompressed."""
-
-
-@dataclass(frozen=True)
-class Sent:
-    """What one rank handed to the collectives of a kind.
-
-    ``calls`` is the number of FSDP2's calls; ``plain`` and ``sent`` are the bytes without and with
-    the policy.
-    """
-
-    calls: int = 0
-    plain: int = 0
-    sent: int = 0
 
 
 @dataclass(eq=False)
@@ -106,18 +94,22 @@ class Unit:
         return group is getattr(self.group.mesh_info, "shard_process_group", None)
 
 
-class CompressedAllGather:
-    """FSDP2's ``AllGather`` with codes: every rank gets the decoded values, its own shard included.
-
-    Backward's gather is the same exchange as forward's, so it gives the same bits.
-    """
+class _Comm:
+    """A replaced call of FSDP2: torch's own one allocates, and sends what stays uncompressed."""
 
     def __init__(self, integration: CompressedFSDP, unit: Unit, plain: Any):
-        self.door, self.unit, self.plain = integration, unit, plain
+        self.integration, self.unit, self.plain = integration, unit, plain
 
     def allocate(self, size: Sequence[Any], **how: Any) -> Tensor:
         made: Tensor = self.plain.allocate(size, **how)
         return made
+
+
+class CompressedAllGather(_Comm):
+    """FSDP2's ``AllGather`` with codes: every rank gets the decoded values, its own shard included.
+
+    Backward's gather is the same exchange as forward's, so it gives the same bits.
+    """
 
     def __call__(
         self,
@@ -133,7 +125,7 @@ class CompressedAllGather:
             what = replace(what, direction="backward", obstacle=RESHARDED)
         elif self.unit.gathers_again:
             what = replace(what, again=True)
-        send = self.door.sending(what, input_tensor, output_tensor, self.unit)
+        send = self.integration.sending(what, input_tensor, output_tensor, self.unit)
         if send is None:
             plain: dist.Work | None = self.plain(output_tensor, input_tensor, group, async_op)
             return plain
@@ -142,16 +134,9 @@ class CompressedAllGather:
         return _done(output_tensor) if async_op else None
 
 
-class CompressedReduceScatter:
+class CompressedReduceScatter(_Comm):
     """FSDP2's ``ReduceScatter`` with codes: each rank gets the sum, or the mean, of all decoded
     values."""
-
-    def __init__(self, integration: CompressedFSDP, unit: Unit, plain: Any):
-        self.door, self.unit, self.plain = integration, unit, plain
-
-    def allocate(self, size: Sequence[Any], **how: Any) -> Tensor:
-        made: Tensor = self.plain.allocate(size, **how)
-        return made
 
     def __call__(
         self,
@@ -169,9 +154,9 @@ class CompressedReduceScatter:
             what = replace(what, obstacle=OTHER_OP.format(op))
         else:
             what = replace(what, factor=factor)
-        if self.door.sends_narrow(what, input_tensor, output_tensor, self.unit, group):
+        if self.integration.sends_narrow(what, input_tensor, output_tensor, self.unit, group):
             return _done(output_tensor) if async_op else None
-        send = self.door.sending(what, input_tensor, output_tensor, self.unit)
+        send = self.integration.sending(what, input_tensor, output_tensor, self.unit)
         if send is None:
             plain: dist.Work | None = self.plain(output_tensor, input_tensor, group, op, async_op)
             return plain
@@ -179,46 +164,44 @@ class CompressedReduceScatter:
         return _done(output_tensor) if async_op else None
 
 
-class CompressedFSDP:
-    """The exchanges of a model's FSDP2 units under a policy; ``compress_fsdp`` creates it."""
+COMMS = {"_all_gather_comm": CompressedAllGather, "_reduce_scatter_comm": CompressedReduceScatter}
+"""The attributes of a parameter group that send."""
+NEEDED = ("fsdp_params", "mesh_info", "modules", "post_forward_mesh_info", *COMMS)
+"""The attributes of a parameter group that are read."""
+
+
+class CompressedFSDP(Integration):
+    """The exchanges of a model's FSDP2 units under a policy; ``compress_fsdp`` creates it.
+
+    ``bytes`` are those since ``compress_fsdp`` or ``clear`` was called. Call ``clear`` before a
+    step to get the numbers of that step.
+    """
+
+    call = "compress_fsdp"
 
     def __init__(self, exchanges: Exchanges, units: Sequence[Unit], model: nn.Module):
+        super().__init__(model, exchanges.backend.policy)
         self.exchanges, self.units, self.name = exchanges, tuple(units), type(model).__name__
-        self._sent: dict[str, Sent] = {}
         self._unseen: nn.Module | None = model  # until its first exchange
         self._next = dict(zip(self.units, (*self.units[1:], self.units[0]), strict=True))
         for unit in self.units:
-            group = unit.group
-            group._all_gather_comm = CompressedAllGather(self, unit, group._all_gather_comm)
-            group._reduce_scatter_comm = CompressedReduceScatter(
-                self, unit, group._reduce_scatter_comm
-            )
+            for name, comm in COMMS.items():
+                setattr(unit.group, name, comm(self, unit, getattr(unit.group, name)))
+            self.acquire(unit.group, model)
 
     @property
     def plans(self) -> list[Plan]:
         """The plan of each exchange, in the order in which they first happened."""
         return self.exchanges.plans
 
-    @property
-    def bytes(self) -> dict[str, Sent]:
-        """By kind, what this rank has sent since ``compress_fsdp`` or ``clear`` was called.
+    remove = Integration.close
 
-        Call ``clear`` before a step to get the numbers of that step.
-        """
-        return dict(self._sent)
-
-    def clear(self) -> None:
-        """Reset the byte counts."""
-        self._sent.clear()
-
-    def remove(self) -> None:
-        """Remove the integration: FSDP2 sends as before. Call it between steps, on all ranks."""
+    def _stop(self) -> None:
         for unit in self.units:
-            group = unit.group
-            for name in ("_all_gather_comm", "_reduce_scatter_comm"):
-                comm = getattr(group, name)
-                if getattr(comm, "door", None) is self:
-                    setattr(group, name, comm.plain)
+            for name in COMMS:
+                comm = getattr(unit.group, name)
+                if getattr(comm, "integration", None) is self:
+                    setattr(unit.group, name, comm.plain)
 
     def sending(self, exchange: Exchange, x: Tensor, out: Tensor, unit: Unit) -> Any:
         """Return the function that sends this exchange compressed, or raises why it may not be
@@ -254,7 +237,7 @@ class CompressedFSDP:
         ):
             return False
         profile = self.exchanges.backend.profile or default_here(x.device.type)
-        if not gains(group, x.nbytes, x.numel() * dtype.itemsize, profile):
+        if not is_faster(group, x.nbytes, x.numel() * dtype.itemsize, profile):
             return False
         self._begin_once(unit)
         exchange = replace(exchange, wide=x.dtype, word=unit.word, parameters=unit.names)
@@ -264,26 +247,16 @@ class CompressedFSDP:
         compiled = self.exchanges.get(exchange, like, out, unit.parameters)
         if compiled.untouched:  # not all ranks plan it so
             return False
-        narrow = like if compiled.refused else narrowed(x, dtype, group)
+        narrow = like if compiled.refused else cast_if_exact(x, dtype, group)
         if narrow is not None:
             compiled.run(narrow, out)
             self._record(exchange.kind, compiled)
-        self._count(exchange.kind, FLAG.itemsize)
+        self._sent.add(exchange.kind, 0, FLAG.itemsize, calls=0)
         return narrow is not None
 
     def _record(self, kind: str, compiled: Compiled) -> None:
         """Record an exchange after it was sent, since it may have been planned anew before."""
-        so_far = self._sent.get(kind, Sent())
-        self._sent[kind] = Sent(
-            so_far.calls + 1,
-            so_far.plain + _plain_bytes(compiled.plan),
-            so_far.sent + wire_bytes(compiled.plan),
-        )
-
-    def _count(self, kind: str, more: int) -> None:
-        """Add bytes that this rank sent in addition to its plans."""
-        so_far = self._sent.get(kind, Sent())
-        self._sent[kind] = replace(so_far, sent=so_far.sent + more)
+        self._sent.add(kind, _plain_bytes(compiled.plan), wire_bytes(compiled.plan))
 
     def _begin_once(self, unit: Unit) -> None:
         """Check a unit, and begin if this is the first exchange."""
@@ -307,26 +280,23 @@ class CompressedFSDP:
 
     def _refuse_if_replaced(self, unit: Unit) -> None:
         """Raise PolicyError if FSDP2 was given other calls for a unit than this integration's."""
-        comms = (unit.group._all_gather_comm, unit.group._reduce_scatter_comm)
-        other = next((each for each in comms if getattr(each, "door", None) is not self), None)
-        if other is not None:
+        for comm in (getattr(unit.group, name) for name in COMMS):
+            if getattr(comm, "integration", None) is self:
+                continue
             raise PolicyError(
                 f"compress_fsdp: {unit.name or 'the root module'} was given"
-                f" {type(other).__name__} after compress_fsdp, by set_custom_all_gather or"
+                f" {type(comm).__name__} after compress_fsdp, by set_custom_all_gather or"
                 " set_custom_reduce_scatter, and would no longer be sent by the policy: leave that"
                 " call out, or call remove() on what compress_fsdp returned before it"
             )
 
-    def __repr__(self) -> str:
+    @property
+    def summary(self) -> str:
         sent = [
             f"{kind}: {each.calls} calls, {each.plain:,} bytes as {each.sent:,}"
-            for kind, each in self._sent.items()
+            for kind, each in self.bytes.items()
         ]
-        policy = self.exchanges.backend.policy.name
-        return (
-            f"CompressedFSDP of {self.name}: {len(self.units)} units under policy {policy!r};"
-            f" {'; '.join(sent) or 'nothing sent yet'}"
-        )
+        return f"{self.name}, {len(self.units)} units; {'; '.join(sent) or super().summary}"
 
 
 def compress_fsdp(
@@ -355,18 +325,16 @@ def compress_fsdp(
     Raise PolicyError if nothing in the model was sharded by FSDP2, or if another integration
     already handles its exchanges. Then nothing is changed.
     """
-    if not isinstance(model, nn.Module):
-        given = type(model).__name__
-        raise PolicyError(f"compress_fsdp(model={given}): must be a module, torch.nn.Module")
-    units = list(_units(model))
-    name = type(model).__name__
+    units = list(_units(model)) if isinstance(model, nn.Module) else []
     if not units:
-        raise PolicyError(_suggestion(model, name))
+        needed = "a module on which torch.distributed.fsdp.fully_shard was called"
+        needed += instead(model, "compress_fsdp")
+        raise PolicyError(wrong_argument("compress_fsdp", "model", model, needed))
     for unit in units:
-        _refuse_if_taken(unit)
+        _check(unit)
     made = backend(policy, profile=profile, strict=strict, dump=dump, timeout=timeout)
     if any(unit.replicas > 1 for unit in units):
-        log.warning(NOT_REACHED, name)
+        log.warning(NOT_REACHED, type(model).__name__)
     return CompressedFSDP(Exchanges(made), units, model)
 
 
@@ -376,8 +344,8 @@ LATER = (
 )
 NOT_REACHED = (
     "compress_fsdp(%s): the mesh has a dimension of replicas (HSDP). FSDP2 sends the all_reduce"
-    " over it itself and has no door for it: it stays as it is. The gathers and scatters over the"
-    " shards are compressed"
+    " over it itself, without a call that can be replaced: it stays as it is. The gathers and"
+    " scatters over the shards are compressed"
 )
 
 
@@ -406,38 +374,18 @@ def _units(model: nn.Module) -> Iterator[Unit]:
         yield Unit("+".join(names), words.pop(), group, own)
 
 
-def _refuse_if_taken(unit: Unit) -> None:
+def _check(unit: Unit) -> None:
     """Raise PolicyError if another integration or custom call executes the exchanges of a unit."""
     where = unit.name or "the root module"
-    for comm in (unit.group._all_gather_comm, unit.group._reduce_scatter_comm):
-        if isinstance(comm, (CompressedAllGather, CompressedReduceScatter)):
-            raise PolicyError(
-                f"compress_fsdp: {where} already goes through another door, {comm.door!r}: call its"
-                " remove() first, or give one policy with rules for both"
-            )
+    refuse_other_torch("compress_fsdp", unit.group, "the parameter group of fully_shard", NEEDED)
+    refuse_if_exchanged(unit.group, where, "compress_fsdp", ("compress_fsdp",))
+    for comm in (getattr(unit.group, name) for name in COMMS):
         if not type(comm).__module__.startswith("torch."):
             raise PolicyError(
                 f"compress_fsdp: {where} already has {type(comm).__name__} from"
                 " set_custom_all_gather or set_custom_reduce_scatter, and one of the two can send:"
                 " leave out one"
             )
-
-
-def _suggestion(model: nn.Module, name: str) -> str:
-    """Return the message about what to call instead, for a model without FSDP2 modules."""
-    said = f"compress_fsdp: no module of {name} was sharded by torch.distributed.fsdp.fully_shard"
-    if any(isinstance(each, FullyShardedDataParallel) for each in model.modules()):
-        return (
-            f"{said}, but FullyShardedDataParallel (FSDP1) wraps it, which has no such door: use"
-            " fully_shard"
-        )
-    if any(isinstance(each, nn.parallel.DistributedDataParallel) for each in model.modules()):
-        return f"{said}. It is in DistributedDataParallel: call commpass.parallel.compress_ddp"
-    return (
-        f"{said}. Call fully_shard before; or for data parallelism without FSDP2,"
-        " commpass.parallel.compress_ddp for DistributedDataParallel, and commpass.parallel.shard"
-        " for a compiled model"
-    )
 
 
 def _exchange(kind: str, direction: str, unit: Unit, group: dist.ProcessGroup) -> Exchange:
@@ -466,6 +414,3 @@ def _done(result: Tensor) -> dist.Work:
     torch_c10d: Any = torch._C._distributed_c10d
     work: dist.Work = torch_c10d._create_work_from_future(future)
     return work
-
-
-__getattr__ = old_names(__name__, {"FSDPDoor": "CompressedFSDP"})

@@ -9,14 +9,14 @@ are zero, or some are not finite) does not count: then steps 4, 8, 16, ... are m
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from commpass.codecs import Codec
 from commpass.distributed.budget import excess, is_due
 from commpass.distributed.samples import CHECKED, measure, reading_of
-from commpass.parallel import ends
+from commpass.parallel.pipeline import endpoints
 from commpass.passes.sample import unsupported_reason
 from commpass.plan import PlannedSite, uncompressed
 from commpass.policy import Policy
@@ -57,7 +57,7 @@ class EdgeBudget:
             for site in sites
         )
 
-    def begin(self, exchange: What, edges: Sequence[ends.Edge], timeout_s: float) -> bool:
+    def begin(self, exchange: What, edges: Sequence[endpoints.Edge], timeout_s: float) -> bool:
         """Return, at the first microbatch of a step, whether the last step found anything over its
         budget.
 
@@ -73,7 +73,7 @@ class EdgeBudget:
             for edge in edges:
                 if edge.key in self.ended:
                     continue
-                found = ends.errors(edge, step, timeout_s)
+                found = endpoints.errors(edge, step, timeout_s)
                 over |= found.over
                 if not found.more:
                     self.ended.add(edge.key)
@@ -110,9 +110,10 @@ class EdgeBudget:
             self.found.setdefault(exchange, {})[site.name] = why
             left[site.name] = 0  # it stays uncompressed
 
-    def publish(self, exchange: What, edges: Sequence[ends.Edge]) -> None:
+    def publish(self, exchange: What, edges: Sequence[endpoints.Edge]) -> None:
         """Publish the findings for the other end of each edge."""
-        over: Mapping[str, str] = self.found.get(exchange, {})
+        over = self.found.get(exchange, {})
         for edge in edges:
-            found = ends.Found(ends.of_edge(edge, over), self._more(exchange))
-            ends.publish_errors(edge, self.steps[exchange], found)
+            own = {site: why for site, why in over.items() if edge.carries(site)}
+            found = endpoints.Found(own, self._more(exchange))
+            endpoints.publish_errors(edge, self.steps[exchange], found)

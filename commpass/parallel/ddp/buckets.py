@@ -21,7 +21,7 @@ from commpass.policy.rules import Allowed
 
 
 @dataclass(frozen=True)
-class Part:
+class BucketPart:
     """Some parameters of a bucket, and their ranges in it: (start, length) in values."""
 
     what: Exchange
@@ -50,7 +50,7 @@ def parts_of(
     parameters: Sequence[Tensor],
     names: Mapping[int, str],
     annotations: Mapping[str, str],
-) -> list[Part]:
+) -> list[BucketPart]:
     """Return the parts of a bucket whose tensor ``x`` holds the gradients of ``parameters`` in
     order.
 
@@ -94,7 +94,7 @@ def parts_of(
             parameters=tuple(names[id(parameters[number])] for number in numbers),
         )
         mine = tuple(parameters[number] for number in numbers)
-        found.append(Part(what, mine, _joined([ranges[number] for number in numbers])))
+        found.append(BucketPart(what, mine, _joined([ranges[number] for number in numbers])))
     return found
 
 

@@ -35,7 +35,7 @@ def with_fakes(gm: fx.GraphModule, inputs: Sequence[Tensor]) -> None:
 
 
 @dataclass
-class Shared:
+class CompileCache:
     """Inductor's result for each graph, by all that it depends on."""
 
     made: dict[Key, Compiled] = field(default_factory=dict)

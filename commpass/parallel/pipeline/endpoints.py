@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import msgspec
@@ -45,6 +46,10 @@ class Edge:
     direction: str
     rank: int
 
+    def carries(self, site: str) -> bool:
+        """Return whether a site, by its name, is one of its messages."""
+        return site.partition(".")[0] == f"stage_{self.source}_to_{self.target}"
+
     def __str__(self) -> str:
         return f"what goes {self.direction} from stage {self.source} to stage {self.target}"
 
@@ -69,11 +74,7 @@ def answers() -> bool:
 
 def publish(edge: Edge, plan: EndPlan) -> None:
     """Publish the decisions of this end."""
-    try:
-        here = board()
-        here.store.set(f"{ROOT}/{here.nonce}/{edge.key}", msgspec.json.encode(plan))
-    except RuntimeError as error:
-        raise _unreachable(edge, error) from error
+    _write(edge, 0, plan)
 
 
 def compare(edge: Edge, own_plan: EndPlan, timeout_s: float) -> None:
@@ -81,12 +82,7 @@ def compare(edge: Edge, own_plan: EndPlan, timeout_s: float) -> None:
 
     Raise PlanMismatch if they differ, and Unanswered if they are not published in time.
     """
-    try:
-        other = _received(edge, timeout_s)
-    except RuntimeError as error:
-        if isinstance(error, PlanMismatch):
-            raise
-        raise _unreachable(edge, error) from error
+    other = msgspec.json.decode(_read(edge, 0, timeout_s), type=EndPlan)
     if found := mismatches((own_plan.ends, other.ends)):
         policies = f"policy {own_plan.policy!r} on this rank, {other.policy!r} on rank {edge.rank}"
         raise PlanMismatch(
@@ -98,11 +94,7 @@ def compare(edge: Edge, own_plan: EndPlan, timeout_s: float) -> None:
 
 def publish_errors(edge: Edge, step: int, found: Found) -> None:
     """Publish which messages of a step are over their budget."""
-    try:
-        here = board()
-        here.store.set(_place(here.nonce, edge, step), msgspec.json.encode(found))
-    except RuntimeError as error:
-        raise _unreachable(edge, error) from error
+    _write(edge, step, found)
 
 
 def errors(edge: Edge, step: int, timeout_s: float) -> Found:
@@ -110,38 +102,31 @@ def errors(edge: Edge, step: int, timeout_s: float) -> Found:
 
     Raise Unanswered if it does not publish them in time.
     """
-    try:
-        raw = _read(edge, step, timeout_s)
-    except RuntimeError as error:
-        if isinstance(error, PlanMismatch):
-            raise
-        raise _unreachable(edge, error) from error
-    return msgspec.json.decode(raw, type=Found)
-
-
-def of_edge(edge: Edge, by_site: Mapping[str, str]) -> dict[str, str]:
-    """Return the entries that belong to an edge, by the names of its sites."""
-    name = f"stage_{edge.source}_to_{edge.target}"
-    return {site: each for site, each in by_site.items() if site.partition(".")[0] == name}
+    return msgspec.json.decode(_read(edge, step, timeout_s), type=Found)
 
 
 def _place(nonce: str, edge: Edge, step: int) -> str:
     return f"{ROOT}/{nonce}/{edge.key}" + (f"/errors/{step}" if step else "")
 
 
-def _received(edge: Edge, timeout_s: float) -> EndPlan:
-    return msgspec.json.decode(_read(edge, 0, timeout_s), type=EndPlan)
+def _write(edge: Edge, step: int, value: EndPlan | Found) -> None:
+    with _reaching_the_store(edge):
+        here = board()
+        here.store.set(_place(here.nonce, edge, step), msgspec.json.encode(value))
 
 
 def _read(edge: Edge, step: int, timeout_s: float) -> bytes:
     """Return what the other end has published: its plan (step 0), or its findings in a step."""
-    here, start, told, pause = board(), time.monotonic(), False, 0.001
+    with _reaching_the_store(edge):
+        here = board()
+    start, told, pause = time.monotonic(), False, 0.001
     what = f"the errors of step {step} of" if step else "how it has planned"
     while True:
-        nonces = here.nonces([edge.rank])
-        places = {rank: _place(nonce, edge, step) for rank, nonce in nonces.items()}
-        if read := here.read(places):
-            return read[edge.rank]
+        with _reaching_the_store(edge):
+            nonces = here.nonces([edge.rank])
+            places = {rank: _place(nonce, edge, step) for rank, nonce in nonces.items()}
+            if read := here.read(places):
+                return read[edge.rank]
         waited = time.monotonic() - start
         if waited > timeout_s:
             raise Unanswered(
@@ -156,14 +141,15 @@ def _read(edge: Edge, step: int, timeout_s: float) -> bytes:
         pause = min(2 * pause, LONGEST_PAUSE_S)
 
 
-def _unreachable(edge: Edge, error: RuntimeError) -> Unanswered:
-    return Unanswered(
-        f"the ranks could not compare how they planned {edge}: the store of torch.distributed does"
-        f" not answer ({str(error).splitlines()[0]})"
-    )
-
-
-def ends_of(every: Sequence[End], source: int, target: int) -> tuple[End, ...]:
-    """Return the ends that belong to an edge, by the names of their sites."""
-    name = f"stage_{source}_to_{target}"
-    return tuple(end for end in every if end.name.partition(".")[0] == name)
+@contextmanager
+def _reaching_the_store(edge: Edge) -> Iterator[None]:
+    """Raise Unanswered instead of an error of the store."""
+    try:
+        yield
+    except PlanMismatch:
+        raise
+    except RuntimeError as error:
+        raise Unanswered(
+            f"the ranks could not compare how they planned {edge}: the store of torch.distributed"
+            f" does not answer ({str(error).splitlines()[0]})"
+        ) from error

@@ -1,8 +1,8 @@
 """Describe the messages between pipeline stages as sites, and decide how they are sent.
 
-A *line* is one tensor that a stage sends to, or receives from, another stage once a microbatch. Its
-two ends decide alike, each on its own rank: from shape, dtype, group and stages, and not from facts
-that only one of them has.
+A message is one tensor that a stage sends to, or receives from, another stage once a microbatch.
+Its two ends decide alike, each on its own rank: from shape, dtype, group and stages, and not from
+facts that only one of them has.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from commpass import groups
 from commpass.codecs import codec
 from commpass.costmodel import Profile
-from commpass.parallel.coding import Coding
+from commpass.parallel.pipeline.coding import Coding
 from commpass.passes.candidates import Options, candidates
 from commpass.passes.choose import choose
 from commpass.passes.fx import meta
@@ -33,7 +33,7 @@ WHOLE = "a stage's message is sent whole"
 
 
 @dataclass(frozen=True)
-class Line:
+class Message:
     """One end of a message that two stages exchange for each microbatch, in ``direction``.
 
     ``source`` and ``target`` are the stages that send and receive it; ``number`` distinguishes
@@ -54,7 +54,7 @@ class Line:
         return self.target if self.kind == "send" else self.source
 
 
-def lines(stage: Any, direction: str) -> tuple[Line, ...]:
+def messages_of(stage: Any, direction: str) -> tuple[Message, ...]:
     """Return all that a stage receives and sends in a direction, in torch's order.
 
     Call it once torch has prepared the stage for that direction.
@@ -62,14 +62,14 @@ def lines(stage: Any, direction: str) -> tuple[Line, ...]:
     index, forward = stage.stage_index, direction == "forward"
     received = _received(stage.args_recv_info if forward else stage.grad_recv_info)
     sent = _activations(stage) if forward else _gradients(stage)
-    found: list[Line] = []
+    found: list[Message] = []
     for kind, tensors in (("recv", received), ("send", sent)):
         count: dict[int, int] = {}
         for peer, value in tensors:
             number = count[peer] = count.get(peer, -1) + 1
             source, target = (peer, index) if kind == "recv" else (index, peer)
             shape = tuple(value.shape)
-            found.append(Line(kind, direction, source, target, number, shape, value.dtype))
+            found.append(Message(kind, direction, source, target, number, shape, value.dtype))
     return tuple(found)
 
 
@@ -129,39 +129,39 @@ class Place:
         return self.ranks[stage] == self.group.rank()
 
 
-def site_of(line: Line, place: Place) -> Site:
-    """Return a line as a site.
+def site_of(message: Message, place: Place) -> Site:
+    """Return a message as a site.
 
     Its module is ``stages.I``, the stage that sends the activations. So all messages between two
     stages have one name, whichever stage sends them.
     """
-    low = line.source if line.direction == "forward" else line.target
-    several = f".{line.number}" if line.number else ""
+    low = message.source if message.direction == "forward" else message.target
+    several = f".{message.number}" if message.number else ""
     group = place.group
     labels = groups.labels(group)
-    nbytes = math.prod(line.shape) * line.dtype.itemsize
+    nbytes = math.prod(message.shape) * message.dtype.itemsize
     return Site(
-        name=f"stage_{line.source}_to_{line.target}{several}",
-        kind=line.kind,
+        name=f"stage_{message.source}_to_{message.target}{several}",
+        kind=message.kind,
         group=group.group_name,
         group_label=next(iter(labels), ""),
         group_labels=labels,
         group_size=group.size(),
         members=tuple(dist.get_process_group_ranks(group)),
-        dtype=meta.dtype_name(line.dtype),
-        shape=line.shape,
-        bytes=0 if place.is_local(line.peer) else nbytes,
-        width=math.prod(line.shape[1:]),
-        peer=place.ranks[line.peer],
+        dtype=meta.dtype_name(message.dtype),
+        shape=message.shape,
+        bytes=0 if place.is_local(message.peer) else nbytes,
+        width=math.prod(message.shape[1:]),
+        peer=place.ranks[message.peer],
         stateless=STATELESS,
         device=place.device.type,
         module=f"stages.{low}",
-        direction=line.direction,
+        direction=message.direction,
     )
 
 
 def decide(site: Site, policy: Policy, profile: Profile) -> tuple[PlannedSite, Options]:
-    """Return the decision for a line between two ranks, and its candidates."""
+    """Return the decision for a message between two ranks, and its candidates."""
     allowed = policy.allowed(site)[0]
     whole = dataclasses.replace(allowed, chunks=1, rows=1)
     options = candidates(site, whole, profile, policy.reassociate)
@@ -177,13 +177,13 @@ def decide(site: Site, policy: Policy, profile: Profile) -> tuple[PlannedSite, O
 
 
 def decide_all(
-    lines: Iterable[Line], place: Place, policy: Policy, profile: Profile
+    messages: Iterable[Message], place: Place, policy: Policy, profile: Profile
 ) -> tuple[tuple[PlannedSite, ...], dict[str, Options]]:
-    """Return the decisions on lines, in order, and the candidates by the site's name."""
+    """Return the decisions on messages, in order, and the candidates by the site's name."""
     sites, considered = [], {}
-    for line in lines:
-        site = site_of(line, place)
-        if place.is_local(line.peer):
+    for message in messages:
+        site = site_of(message, place)
+        if place.is_local(message.peer):
             sites.append(planned(site, Candidate(), TOGETHER, 0.0))
             continue
         chosen, options = decide(site, policy, profile)
@@ -192,16 +192,16 @@ def decide_all(
     return tuple(sites), considered
 
 
-def coding_of(line: Line, site: PlannedSite, place: Place) -> Coding | None:
-    """Return how a line is coded; None if it is uncompressed."""
+def coding_of(message: Message, site: PlannedSite, place: Place) -> Coding | None:
+    """Return how a message is coded; None if it is uncompressed."""
     if not site.compressed:
         return None
-    assert KINDS[line.kind].pairwise
+    assert KINDS[message.kind].pairwise
     return Coding(
         codec(site.codec),
-        math.prod(line.shape),
-        line.dtype,
+        math.prod(message.shape),
+        message.dtype,
         place.device,
-        salt=(place.ranks[line.source],),
+        salt=(place.ranks[message.source],),
         compiled=site.lowering == "kernel",
     )

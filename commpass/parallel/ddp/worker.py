@@ -51,6 +51,10 @@ class Worker:
         if self.error is not None:
             raise self.error
 
+    def end(self) -> None:
+        """End the thread, after the jobs that were submitted."""
+        self._jobs.put(None)
+
     def _carry_out(self, job: Callable[[], None], future: Future[Any], value: Any) -> None:
         try:
             if self.error is None:

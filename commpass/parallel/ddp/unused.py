@@ -1,4 +1,4 @@
-"""Return to error feedback what DDP drops.
+"""Return to error feedback what DDP drops of parameters that no rank used.
 
 With ``find_unused_parameters=True`` a parameter that no rank used in a step keeps its previous
 gradient, whatever its bucket returned. A codec with error feedback still sends the residual of such
@@ -14,7 +14,7 @@ from torch import Tensor
 from commpass.distributed.flat import put_back
 
 
-class Dropped:
+class UnusedParameters:
     """The results of a step, until it is known what DDP did with them."""
 
     def __init__(self, hook: str, ranks: int):

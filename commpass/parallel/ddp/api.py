@@ -1,8 +1,8 @@
 """DDP's gradients under one policy: a comm hook that sends each bucket by a plan.
 
 DDP puts gradients into buckets and gives each to the hook as soon as it is full, while backward
-continues. Each bucket is written as one exchange (``exchange.py``) and compiled by the backend at
-its first use. A separate thread (``worker.py``) executes it in a separate process group.
+continues. Each bucket is written as one exchange (``parallel/exchange.py``) and compiled by the
+backend at its first use. A separate thread (``worker.py``) executes it in a separate process group.
 """
 
 from __future__ import annotations
@@ -11,39 +11,37 @@ import functools
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from commpass.backend import backend
 from commpass.costmodel import Profile
+from commpass.distributed.integration import Bytes, Integration
 from commpass.distributed.owners import parameter_names
 from commpass.distributed.record import wire_bytes
 from commpass.errors import PolicyError
 from commpass.groups import close_with, duplicate
-from commpass.parallel.buckets import Part, parts_of
-from commpass.parallel.dropped import Dropped
+from commpass.parallel.ddp.buckets import BucketPart, parts_of
+from commpass.parallel.ddp.checks import (
+    Released,
+    check_model,
+    refuse_if_optimized_in_backward,
+)
+from commpass.parallel.ddp.unused import UnusedParameters
+from commpass.parallel.ddp.worker import Worker
 from commpass.parallel.exchange import Compiled, Exchanges
-from commpass.parallel.ownership import Released, acquire, checked, refuse_if_optimized_in_backward
-from commpass.parallel.worker import Worker
 from commpass.plan import Plan
 from commpass.policy import Policy
 from commpass.policy.annotate import annotations_of
 from commpass.utils.ambient import without_ambient_state
-from commpass.utils.deprecated import old_names
-
-
-class Bytes(NamedTuple):
-    """The bytes that one rank handed to collectives in a step: without the policy, and with it."""
-
-    plain: int
-    sent: int
 
 
 def compress_ddp(
@@ -72,12 +70,15 @@ def compress_ddp(
     Raise PolicyError for a model that is not DDP's, or that has a comm hook or optimizers that run
     in backward. Raise it too if its gradients never reach a hook, or are complex or sparse.
     """
-    ddp = checked(model)
+    ddp = check_model(model)
     made = backend(policy, inner=inner, profile=profile, strict=strict, dump=dump, timeout=timeout)
-    door = CompressedDDP(ddp, Exchanges(made))
-    ddp.register_comm_hook(door, _hook)
-    acquire(ddp, "compress_ddp")
-    return door
+    integration = CompressedDDP(ddp, Exchanges(made))
+    ddp.register_comm_hook(integration, _hook)
+    integration.acquire(ddp, ddp)
+    return integration
+
+
+PROVISIONAL = "the last step was sent as it is, since DDP makes its final buckets after it"
 
 
 def _hook(state: CompressedDDP, bucket: dist.GradBucket) -> Future[Tensor]:
@@ -91,24 +92,28 @@ _hook.__annotations__.clear()  # DDP compares them with classes, but here they a
 class _Step:
     """What was sent since the last bucket of the previous step."""
 
-    plans: list[Plan]
-    plain: int = 0
-    sent: int = 0
+    plans: list[Plan] = field(default_factory=list)
+    bytes: Bytes = field(default_factory=Bytes)
 
 
-class CompressedDDP:
-    """The integration that sends the gradients of one DDP model."""
+class CompressedDDP(Integration):
+    """The integration that sends the gradients of one DDP model.
+
+    Once it is closed, DDP's own all_reduce sends them, since DDP keeps a comm hook for good.
+    """
+
+    call, per = "compress_ddp", " a step"
 
     def __init__(self, ddp: DistributedDataParallel, exchanges: Exchanges):
+        super().__init__(ddp, exchanges.backend.policy)
         self.exchanges = exchanges
-        self._ddp = weakref.ref(ddp)
         self._names = parameter_names(ddp)
         self._words: dict[str, str] = {}
-        self._parts: dict[Any, list[Part]] = {}
+        self._parts: dict[Any, list[BucketPart]] = {}
         self._provisional: int | None = None
-        self._now, self._last = _Step([]), _Step([])
+        self._now, self._last = _Step(), _Step()
         self._backward = -1
-        self._dropped: Dropped | None = None
+        self._unused: UnusedParameters | None = None
         self._streams: dict[torch.device, Any] = {}
         self._channel = _Channel(ddp.process_group)
         self._channel.open()
@@ -131,27 +136,20 @@ class CompressedDDP:
     @property
     def bytes(self) -> Bytes:
         """The bytes that this rank sent in the last step."""
-        return Bytes(self._last.plain, self._last.sent)
+        return Bytes(self._last.bytes)
 
     def __reduce__(self) -> Any:
         """Pickle as ``Released``: a copy of the model has no comm hook, and so no integration."""
         return Released, ()
 
-    def __repr__(self) -> str:
-        policy = self.exchanges.backend.policy.name
-        if not self._last.plain:
-            return f"<compress_ddp, policy {policy!r}: no step yet>"
-        if not self._last.plans:
-            return (
-                f"<compress_ddp, policy {policy!r}: the last step was sent as it is, since DDP"
-                " makes its final buckets after it>"
-            )
-        sites = [site for plan in self._last.plans for site in plan.sites]
-        coded = sum(site.compressed for site in sites)
-        return (
-            f"<compress_ddp, policy {policy!r}: {coded} of {len(sites)} exchanges compressed, "
-            f"{self._last.sent:,} instead of {self._last.plain:,} bytes a step>"
-        )
+    @property
+    def summary(self) -> str:
+        return PROVISIONAL if self.bytes and not self.plans else super().summary
+
+    def _stop(self) -> None:
+        """End the thread, and close the group on this rank."""
+        self.worker.end()
+        _leave(weakref.ref(self._channel))
 
     def send(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """Start the exchange of one bucket.
@@ -159,9 +157,11 @@ class CompressedDDP:
         Its future is the bucket's own tensor, which then holds the mean over all ranks. Errors are
         raised at the end of backward, when DDP is ready for another one.
         """
-        x = bucket.buffer()
+        x, ddp = bucket.buffer(), self.model
+        if self.closed and isinstance(ddp, DistributedDataParallel):
+            return allreduce_hook(ddp.process_group, bucket)
         if bucket.index() == 0:  # the previous step may have ended in a user error
-            self._now = _Step([])
+            self._now = _Step()
         backward = torch._C._current_graph_task_id()
         in_backward = backward != -1
         if in_backward and backward != self._backward:
@@ -175,8 +175,8 @@ class CompressedDDP:
                 job = self._job(bucket, x)
         except Exception as error:
             self.worker.fail(error)
-        if self._dropped is not None and in_backward:
-            self._dropped.sent(bucket)
+        if self._unused is not None and in_backward:
+            self._unused.sent(bucket)
         future = self._submit(job, x)
         if bucket.is_last():
             self._step_done()
@@ -191,11 +191,11 @@ class CompressedDDP:
 
     def _ddp_done(self) -> None:
         self.worker.check()
-        if self._dropped is not None:
-            self._dropped.end()
+        if self._unused is not None:
+            self._unused.end()
 
     def _step_done(self) -> None:
-        self._last, self._now = self._now, _Step([])
+        self._last, self._now = self._now, _Step()
         self._provisional = max(0, (self._provisional or 0) - 1)
 
     def _follow(self) -> None:
@@ -205,7 +205,7 @@ class CompressedDDP:
         exchanges are compiled anew, since ranks that join compile too. A failure in the previous
         group no longer counts.
         """
-        ddp = self._ddp()
+        ddp: Any = self.model
         if ddp is None:
             return
         if ddp.process_group is not self._channel.host:
@@ -218,11 +218,11 @@ class CompressedDDP:
             self._words = annotations_of(ddp)
             self._provisional = _provisional_steps(ddp)
             drops = ddp.find_unused_parameters and not ddp.static_graph
-            self._dropped = Dropped("ddp", self.group.size()) if drops else None
+            self._unused = UnusedParameters("ddp", self.group.size()) if drops else None
 
     def _job(self, bucket: dist.GradBucket, x: Tensor) -> Callable[[], None]:
         """Return the function that executes the exchange of a bucket; compile it if it is new."""
-        ddp = self._ddp()
+        ddp: Any = self.model
         if ddp is not None and ddp._join_config.enable and not ddp._divide_by_initial_world_size:
             raise PolicyError(
                 "compress_ddp: join(divide_by_initial_world_size=False) divides by the number of"
@@ -230,8 +230,7 @@ class CompressedDDP:
             )
         assert self.group is not None  # while nothing has failed
         if self._provisional:
-            self._now.plain += x.nbytes
-            self._now.sent += x.nbytes
+            self._now.bytes.add("all_reduce", x.nbytes, x.nbytes)
             return functools.partial(_plain, x, self.group.group_name, self.group.size())
         parameters = bucket.parameters()
         refuse_if_optimized_in_backward(parameters, "compress_ddp")
@@ -244,9 +243,8 @@ class CompressedDDP:
         for part in self._parts[key]:
             piece = part.of(x)
             compiled = self.exchanges.get(part.what, piece, of=part.parameters)
-            self._now.plain += piece.nbytes
             jobs.append(functools.partial(part.exchange, compiled.run, x))
-            jobs.append(functools.partial(_record, self._now, compiled))
+            jobs.append(functools.partial(_record, self._now, compiled, piece.nbytes))
         return functools.partial(_in_order, jobs)
 
     def _submit(self, job: Callable[[], None], x: Tensor) -> Future[Tensor]:
@@ -305,10 +303,10 @@ def _plain(x: Tensor, group: str, ranks: int) -> None:
         functional.wait_tensor(functional.all_reduce_(x.mul_(1.0 / ranks), "sum", group))
 
 
-def _record(step: _Step, compiled: Compiled) -> None:
+def _record(step: _Step, compiled: Compiled, plain: int) -> None:
     """Record an exchange after it was sent, since it may have been planned anew before."""
     step.plans.append(compiled.plan)
-    step.sent += wire_bytes(compiled.plan)
+    step.bytes.add("all_reduce", plain, wire_bytes(compiled.plan))
 
 
 def _in_order(jobs: Sequence[Callable[[], None]]) -> None:
@@ -329,6 +327,3 @@ def _leave(channel: weakref.ref[_Channel]) -> None:
     if (held := channel()) is not None and held.group is not None:
         group, held.group = held.group, None
         dist.destroy_process_group(group)
-
-
-__getattr__ = old_names(__name__, {"DDPDoor": "CompressedDDP"})
