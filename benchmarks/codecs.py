@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from commpass.codecs import codec
-from commpass.report.survey import DATA, DTYPES
+from commpass.report.codecs import DATA, DTYPES
 
 TARGETS = {"int8": 0.6, "fp8": 0.35, "int4": 0.3, "exponent": 0.25, "rotated": 0.25}
 CODECS = (

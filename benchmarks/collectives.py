@@ -64,7 +64,7 @@ from commpass.collectives import Payload, Request, algorithm, read_stages, run
 from commpass.costmodel import Link
 from commpass.errors import PolicyError
 from commpass.plan.stage import Stage
-from commpass.report.survey import DTYPES
+from commpass.report.codecs import DTYPES
 
 ALGORITHMS = {
     "all_reduce": [

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from commpass.lowering.inspect.architectures import ARCHITECTURES
-from commpass.report.lowered import KernelQuery, as_json, rows_of
+from commpass.report.lower import KernelQuery, as_json, rows_of
 
 CODECS = (
     "int8",

@@ -29,7 +29,7 @@ from torch.nn.functional import silu
 from commpass.codecs import codec
 from commpass.codecs.wrappers.outlier import Running, calibrate
 from commpass.collectives import algorithm
-from commpass.report.survey import DATA
+from commpass.report.codecs import DATA
 
 TOKENS, WIDTH, SEQUENCE = 1024, 1024, 64
 RANKS, NODE = 8, 4

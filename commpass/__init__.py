@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from commpass.policy import Policy
     from commpass.policy.annotate import apply_policy, compress, keep
     from commpass.policy.rules import Rule
-    from commpass.report.verdict import Report, log_metrics, metrics, report
+    from commpass.report.process_report import Report, log_metrics, metrics, report
     from commpass.simulate import simulate
     from commpass.standalone import rewrite
 
@@ -96,7 +96,7 @@ _NAMES = {
     " ProfileError ScopeError VerifyError",
     "plan": "Plan",
     "policy": "Policy",
-    "report.verdict": "Report log_metrics metrics",
+    "report.process_report": "Report log_metrics metrics",
     "policy.rules": "Rule",
     "distributed.record": "plans",
     "distributed.state": "load_state_dict reset_state state_dict",

@@ -39,6 +39,7 @@ from commpass.passes.hidden import decided
 from commpass.passes.timeline import NOTHING_SENT, timeline
 from commpass.plan import Plan
 from commpass.plan.timeline import Timeline
+from commpass.plan.totals import totals
 from commpass.policy import Policy, policy_named
 
 Build = Callable[..., tuple[Callable[..., Any], Sequence[Any]]]
@@ -348,16 +349,16 @@ def _backward(inputs: Any) -> None:
 
 def _summed(run: _Run) -> Simulated:
     times = [graph.times for graph in run.graphs]
-    sites = [site for graph in run.graphs for site in graph.plan.sites]
+    of = totals(graph.plan for graph in run.graphs)
     return Simulated(
         policy=run.policy.name,
         ranks=prod(run.case.sizes.values()),
         swept=run.case.set_to,
         step_ms=round(sum(each.us for each in times) / 1e3, 3),
         exposed_ms=round(sum(each.exposed_us for each in times) / 1e3, 3),
-        sites=len(sites),
-        compressed=sum(site.compressed for site in sites),
-        wire_bytes=sum(max(site.wire_bytes, 0) for site in sites),
+        sites=of.sites,
+        compressed=of.compressed,
+        wire_bytes=of.wire_bytes,
         remarks=tuple(filter(None, map(_remark, range(len(run.graphs)), run.graphs))),
     )
 

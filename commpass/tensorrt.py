@@ -16,6 +16,7 @@ import torch
 from torch import fx, nn
 from torch.fx.passes.split_module import split_module
 
+from commpass.distributed.integration import Integration
 from commpass.errors import PolicyError
 from commpass.passes.fx.marks import MARK
 from commpass.passes.fx.parse import is_wait, parse
@@ -23,17 +24,20 @@ from commpass.passes.fx.parse import is_wait, parse
 ENGINE, OUTSIDE = "engine", "outside"
 
 
-class Engines:
+class Engines(Integration):
     """An inner compiler for ``commpass.backend``.
 
     Use ``inner="tensorrt"``, or ``inner=commpass.tensorrt.Engines(min_block_size=1)`` with settings
-    of torch-tensorrt. Engines support inference only. Raises PolicyError if torch_tensorrt cannot
+    of torch-tensorrt. Engines support inference only. They send nothing:
+    ``commpass.plans()`` has the exchanges between them. Raises PolicyError if torch_tensorrt cannot
     be imported.
     """
 
+    call = "tensorrt"
     inference_only = True
 
     def __init__(self, **settings: Any):
+        super().__init__()
         self.settings: Mapping[str, Any] = settings
         try:
             self.compiler = importlib.import_module("torch_tensorrt.dynamo.backend")

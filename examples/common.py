@@ -35,7 +35,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention, sil
 import commpass
 from commpass.plan import dump
 from commpass.plan.kinds import KINDS
-from commpass.report.trace import operation_kind
+from commpass.report.operators import operation_kind
 
 # sequences per step, bytes per sequence, width of an attention head
 BATCH, CONTEXT, HEAD = 8, 128, 32

@@ -173,7 +173,7 @@ def train(
 
 def report(off: Result, on: Result, options: Namespace) -> None:
     """Print the losses side by side, then the bytes and the time of a step."""
-    from commpass.report import tables
+    from commpass.report import numbers, tables
 
     table = tables.plain_table("step", "loss, off", f"loss, {options.policy}", "difference")
     last = options.steps
@@ -186,9 +186,9 @@ def report(off: Result, on: Result, options: Namespace) -> None:
     if not isnan(on.left):
         rows.append(("bytes that left its host", off.left, on.left))
     for name, before, after in rows:
-        sizes = tables.size(before), tables.size(after)
-        table.add_row(name, *sizes, tables.ratio(after, before))
-    share = tables.ratio(on.step_ms, off.step_ms)
+        sizes = numbers.size(before), numbers.size(after)
+        table.add_row(name, *sizes, numbers.ratio(after, before))
+    share = numbers.ratio(on.step_ms, off.step_ms)
     table.add_row("time", f"{off.step_ms:.0f} ms", f"{on.step_ms:.0f} ms", share)
     console.print(table)
 

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 import commpass
 from commpass.parallel.vllm import SLOT, CollectivePass
-from commpass.report.tables import totals
+from commpass.plan.totals import totals
+from commpass.report.headlines import totals_line
 
 GROUP = "tp:0"  # vLLM's name of its first tensor-parallel group
 
@@ -123,7 +124,7 @@ def main() -> None:
         plan = commpass.plans()[-1]
         for site in plan:
             print(f"{site.kind:10} {site.bytes:>8} bytes -> {site.wire_bytes:>7}  {site.codec}")
-        print(totals([plan]))
+        print(totals_line(totals([plan])))
     dist.barrier()
     dist.destroy_process_group()
 

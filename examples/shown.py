@@ -14,7 +14,11 @@ from statistics import median, quantiles
 from common import OWN_HOSTS, TRACE, Run, console
 
 from commpass.plan import dump
-from commpass.report import html, measured, tables, timeline
+from commpass.plan.totals import totals
+from commpass.report import html, numbers, tables, timeline
+from commpass.report.headlines import totals_line
+from commpass.report.measured_timeline import measured
+from commpass.report.sites_table import reasons
 
 
 def report(runs: Mapping[str, Run], options: Namespace) -> None:
@@ -71,20 +75,20 @@ def show_plans(run: Run) -> None:
         )
         table = tables.plain_table("#", "module", "kind", "bytes", "wire", "codec", "algorithm")
         for number, site in enumerate(plan, 1):
-            sizes = tables.size(site.bytes), tables.size(site.wire_bytes)
+            sizes = numbers.size(site.bytes), numbers.size(site.wire_bytes)
             how = (site.codec, site.algorithm) if site.compressed else ("left alone", "-")
             table.add_row(str(number), site.module, site.kind, *sizes, *how)
-        console.print(table, tables.reasons(plan.sites), "")
+        console.print(table, reasons(plan.sites), "")
 
 
 def show_bytes(off: Run, on: Run) -> None:
-    console.print(f"All of a step: {tables.totals(on.plans)}", style="bold")
+    console.print(f"All of a step: {totals_line(totals(on.plans))}", style="bold")
     if off.sent is None or on.sent is None:
         return
-    share = tables.ratio(on.sent, off.sent)
+    share = numbers.ratio(on.sent, off.sent)
     console.print(
         "Sizes shown as ? depend on the data. Measured in one step, the mean over ranks, all"
-        f" sites: {tables.size(off.sent)} -> {tables.size(on.sent)} ({share})",
+        f" sites: {numbers.size(off.sent)} -> {numbers.size(on.sent)} ({share})",
         style="bold",
     )
 
@@ -99,7 +103,7 @@ def draw_overlap(options: Namespace) -> None:
         console.print(f"In {picture.name}, {line}")
     if len(omitted) == len(dumps):
         return
-    shown = timeline.timelines(dumps, measured.measured(folder / TRACE, dumps))
+    shown = timeline.timelines(dumps, measured(folder / TRACE, dumps))
     timeline.write(shown, picture)
     predicted = timeline.hidden([one.predicted for one in shown])
     found = timeline.hidden([one.measured for one in shown if one.measured is not None])

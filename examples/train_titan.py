@@ -25,7 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from train_fsdp_tp import parallelize
 
 import commpass
-from commpass.report.tables import totals
+from commpass.plan.totals import totals
+from commpass.report.headlines import totals_line
 
 
 def checkpoint_block(block: nn.Module) -> nn.Module:
@@ -93,7 +94,7 @@ def main() -> None:
             print(f"{step:<8} {off[step - 1]:10.4f} {on[step - 1]:10.4f}")
         print(f"held out {held_off:10.4f} {held_on:10.4f}")
         graphs = [plan for plan in plans if any(site.group_label == "tp" for site in plan)]
-        print(f"tensor parallelism, a block: {totals(graphs)}")
+        print(f"tensor parallelism, a block: {totals_line(totals(graphs))}")
         print(f"FSDP2: {integration}")
     dist.barrier()
     dist.destroy_process_group()

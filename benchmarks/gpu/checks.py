@@ -18,7 +18,6 @@ from commpass.codecs import codec, operators
 from commpass.codecs.block.codec import BlockCodec
 from commpass.codecs.block.domain import VALUES
 from commpass.codecs.block.grids import CompandedGrid
-from commpass.codecs.block.layouts import Flat
 from commpass.codecs.block.scales import Absmax, Static
 from commpass.codecs.block.transforms import NoTransform
 from commpass.lowering.chain import (
@@ -30,7 +29,6 @@ from commpass.lowering.chain import (
     Encode,
     Enter,
     Leave,
-    Normalise,
     Sum,
 )
 
@@ -73,7 +71,7 @@ def block(bench: Bench, spec: str) -> None:
 
 def cases(bench: Bench) -> list[tuple[torch.dtype, int, tuple[Any, ...]]]:
     """Return one size with whole blocks, whose kernels are the timed ones, and others without."""
-    every = (coded, summed, in_domain, added, normalised, not_finite)
+    every = (coded, summed, in_domain, added, not_finite)
     if bench.small:
         return [(torch.bfloat16, 1024 + 51, every)]
     return [
@@ -284,28 +282,6 @@ def added(bench: Bench, coder: BlockCodec, dtype: torch.dtype, numel: int, where
     near = near + ARITHMETIC * exact.joined(coder, most, numel)
     worst = _worst((made.double() - want).abs(), near + 1e-44)
     bench.check(f"{where} decode_add: float64", worst <= 1, f"{worst:.2g} of the error allowed")
-
-
-def normalised(bench: Bench, coder: BlockCodec, dtype: torch.dtype, numel: int, where: str) -> None:
-    """Check decode, residual, and a root mean square norm with a weight."""
-    if not isinstance(coder.layout, Flat):
-        return
-    width, eps = 1024, 1e-5
-    numel = -(-numel // width) * width
-    x, other = bench.normal(2, numel, dtype=dtype), bench.normal(2, numel, dtype=dtype)
-    weight = bench.normal(width, dtype=dtype)
-    wire = coder.encode_rows(x.cpu()).to(x.device)
-    steps = (Decode(coder, dtype), Cast(dtype), Add(dtype))
-    total = ran(bench, Chain(torch.uint8, steps), wire, numel, other)
-    chain = Chain(torch.uint8, (*steps, Normalise(width, eps, dtype)))
-    made = ran(bench, chain, wire, numel, other, weight)
-    if made is None or total is None:
-        return
-    lines = total.double().unflatten(1, (-1, width))
-    want = lines * (lines.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
-    near = (torch.finfo(dtype).eps * 2 + ARITHMETIC) * (want.abs() + 1e-3)
-    worst = _worst((made.double().unflatten(1, (-1, width)) - want).abs(), near)
-    bench.check(f"{where} decode_add_norm: float64", worst <= 1, f"{worst:.2g} of the allowed")
 
 
 def not_finite(bench: Bench, coder: BlockCodec, dtype: torch.dtype, numel: int, where: str) -> None:

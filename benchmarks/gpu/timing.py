@@ -391,11 +391,10 @@ def _selection(kernels: Any, coder: Any, x: Tensor, residual: Tensor) -> Call:
         wire = x.new_empty((x.shape[0], layout.pitch), dtype=torch.uint8)
         values = kernels.values_of(layout, wire)
         left = torch.empty_like(residual)
-        indices = x.new_empty((x.shape[0], layout.chosen), dtype=torch.int32)
-        used = x.new_empty((x.shape[0],), dtype=torch.int32)
-        given = (layout, sizes, x, residual, left, values, indices, wire, used, within, lost)
-        launch(kernels.select_call(*given))
-        return [wire, left, indices]
+        known = kernels.encode_arguments(layout, sizes, x, residual, left, values, wire)
+        select = kernels.select_call(layout, sizes, known, wire, within, lost)
+        launch(select)
+        return [wire, left, select.arguments["indices"]]
 
     return call
 
@@ -488,9 +487,8 @@ def _fastest(
     if bench.dry:
         listed = [small(bench)["by"]]
     else:
-        form = sizes.Matmul(torch.bfloat16, torch.bfloat16, b_by_rows=False)
         problem = sizes.Problem(m, n, k, RANKS)
-        listed = sizes.configurations(coder, form, problem, kernels.arch_of(bench.device))
+        listed = sizes.configurations(coder, problem, kernels.arch_of(bench.device))
     for by in listed:
         try:
             time = measured(bench, _encoding(kernels, coder, pairs, by))

@@ -32,7 +32,6 @@ def breakeven(
 
     By link, number of ranks and dtype. Needs no network.
     """
-    from commpass.report import breakeven as table
+    from commpass.report.breakeven import LINKS, run
 
-    chosen = links or table.LINKS
-    table.run(chosen, ranks, dtype, kind, policy, at, gpus=gpus, json=json)
+    run(links or LINKS, ranks, dtype, kind, policy, at, gpus=gpus, json=json)

@@ -51,9 +51,9 @@ def calibrate(
 
     Run it on every rank, as torchrun does.
     """
-    from commpass.report import calibrated
+    from commpass.report.calibrate import run
 
-    calibrated.run(
+    run(
         build,
         mesh,
         max_error,

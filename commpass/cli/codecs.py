@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 from rich.console import Console
 from rich.progress import Progress
@@ -41,22 +40,24 @@ def codecs(
     json: Json = False,
 ) -> None:
     """Measure codecs: bits, error, distance to the bound 2^-b, speed."""
-    from commpass.report import glosses, scatter, survey
+    from commpass.report import codecs as measurements
+    from commpass.report.codec_descriptions import descriptions_of
+    from commpass.report.codec_plot import plot as draw
 
-    tensors = survey.tensors(data, dtype)
+    tensors = measurements.tensors(data, dtype)
     rows = []
-    specs = names or survey.STANDARD
+    specs = names or measurements.STANDARD
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=len(specs))
         for spec in specs:
             progress.update(task, description=spec)
-            rows.append(survey.measure(spec, tensors, timed=speed))
+            rows.append(measurements.measure(spec, tensors, timed=speed))
             progress.advance(task)
     if json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(rows), indent=1))
+        tables.print_json(rows)
     else:
-        made, words = survey.table_of(rows), glosses.table_of(row.codec for row in rows)
+        made, words = measurements.table_of(rows), descriptions_of(row.codec for row in rows)
         tables.console_for(made).print(made, "", words, sep="\n")
     if plot is not None:
-        scatter.plot(rows, f"codecs on {Path(data).name}", plot)
+        draw(rows, f"codecs on {Path(data).name}", plot)
         typer.echo(f"wrote {plot}", err=json)

@@ -5,21 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 
 from commpass.cli.app import app
-from commpass.cli.arguments import (
-    CodecName,
-    Direction,
-    Every,
-    Json,
-    Kind,
-    Module,
-    load,
-)
-from commpass.report import compared, tables
-from commpass.report.choice import Choice
+from commpass.cli.arguments import CodecName, Direction, Every, Json, Kind, Module, load
+from commpass.report import tables
+from commpass.report.comparison import compared
+from commpass.report.diff import differences, heads, to_json
+from commpass.report.run import Run
+from commpass.report.site_filter import SiteFilter
 
 
 @app.command()
@@ -46,15 +40,15 @@ def diff(
 
     The exit status is 0 if nothing, 1 if something, 2 on an error.
     """
-    a, b = load(first, left_run), load(right, right_run)
-    found = compared.compared(a, b, Choice(module, kind, direction, codec))
+    a = Run(tuple(load(first, left_run)), str(first))
+    b = Run(tuple(load(right, right_run)), str(right))
+    found = compared(a, b, SiteFilter(module, kind, direction, codec))
     if json:
-        told = compared.to_json(a, b, found)
-        typer.echo(msgspec.json.format(msgspec.json.encode(told), indent=1))
+        tables.print_json(to_json(a, b, found))
     else:
-        parts = list(compared.differences(found, every=every))
+        parts = list(differences(found, every=every))
         console = tables.console_for(*parts, full=False)
-        for part in (*compared.heads(a, b, (str(first), str(right))), *parts):
+        for part in (*heads(a, b), *parts):
             console.print(part)
         if not found:
             console.print("no differences")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 import typer
 
 from commpass.cli.app import app
@@ -20,7 +19,7 @@ def doctor(json: Json = False) -> None:
     """
     found = checks_of.checks()
     if json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=1))
+        tables.print_json(found)
     else:
         made = checks_of.table_of(found)
         tables.console_for(made).print(made)

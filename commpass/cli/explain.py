@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import msgspec
 import typer
 from rich.text import Text
 
@@ -22,11 +21,13 @@ from commpass.cli.arguments import (
 )
 from commpass.plan.dump import Dump
 from commpass.report import tables
-from commpass.report.choice import Choice, only
-from commpass.report.explained import explain as explanation
-from commpass.report.explained import slack_of_sites, to_json
-from commpass.report.why import candidates, considered, refusals, title
-from commpass.report.why import table_of as candidates_table
+from commpass.report.candidate_table import candidates, considered, refusals, title
+from commpass.report.candidate_table import table_of as candidates_table
+from commpass.report.explain import explain as explanation
+from commpass.report.explain import to_json
+from commpass.report.run import Run, slack_of_sites
+from commpass.report.site_filter import SiteFilter, select
+from commpass.report.sites_table import sites_table
 from commpass.utils.printable import brief
 
 
@@ -51,24 +52,21 @@ def explain(
     json: Json = False,
 ) -> None:
     """Show the collectives, what was decided about them, and the reasons."""
-    choice = Choice(module, kind, direction, codec)
-    dumps = only(load(path, run), choice)
+    chosen = SiteFilter(module, kind, direction, codec)
+    dumps = select(load(path, run), chosen)
     if why is not None:
         show_candidates(dumps, why, json)
         return
     if json:
-        plans = msgspec.json.encode(to_json(dumps))
-        typer.echo(msgspec.json.format(plans, indent=1))
+        tables.print_json(to_json(dumps))
         return
     shown = [
-        tables.sites_table(one.plan.sites, wide=True, slack=slack_of_sites(one))
-        for one in dumps
-        if every
+        sites_table(one.plan.sites, wide=True, slack=slack_of_sites(one)) for one in dumps if every
     ]
     console = tables.console_for(*shown, full=False)
-    if not choice.everything:
-        console.print(Text(f"only {choice}", style="bold"))
-    for part in explanation(dumps, console, every=every):
+    if not chosen.everything:
+        console.print(Text(f"only {chosen}", style="bold"))
+    for part in explanation(Run(tuple(dumps)), console, every=every):
         console.print(part)
 
 
@@ -80,7 +78,7 @@ def show_candidates(dumps: list[Dump], name: str, json: bool) -> None:
             {"graph": one.number, "site": site, "candidates": candidates(one, site)}
             for one, site in found
         ]
-        typer.echo(msgspec.json.format(msgspec.json.encode(rows), indent=1))
+        tables.print_json(rows)
         return
     shown = [candidates_table(one, site) for one, site in found]
     console = tables.console_for(*shown, full=False)

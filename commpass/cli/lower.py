@@ -49,10 +49,10 @@ def lower(
 
     Registers, spills, memory accesses, and how near they can come to a copy.
     """
-    from commpass.report import lowered
+    from commpass.report import lower as kernels
 
-    chosen = [name for name, on in zip(lowered.TEXTS, (triton, ptx, sass), strict=True) if on]
+    chosen = [name for name, on in zip(kernels.TEXTS, (triton, ptx, sass), strict=True) if on]
     if len(chosen) + json > 1:
         raise typer.BadParameter("choose one of them", param_hint="--triton/--ptx/--sass/--json")
-    asked = lowered.KernelQuery(spec, kernel, dtype, ranks, path, site, run)
-    lowered.run(asked, arch, text="".join(chosen), json=json)
+    asked = kernels.KernelQuery(spec, kernel, dtype, ranks, path, site, run)
+    kernels.run(asked, arch, text="".join(chosen), json=json)

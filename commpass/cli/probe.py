@@ -29,6 +29,6 @@ def probe(
 
     Run it on every rank, as torchrun does.
     """
-    from commpass.report import probed
+    from commpass.report.probe import run
 
-    probed.run(output, seconds, kernels=kernels, plot=plot, json=json)
+    run(output, seconds, kernels=kernels, plot=plot, json=json)

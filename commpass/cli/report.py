@@ -8,9 +8,7 @@ from typing import Annotated
 import typer
 
 from commpass.cli.app import app
-from commpass.cli.arguments import (
-    load,
-)
+from commpass.cli.arguments import load
 
 
 @app.command()

@@ -40,7 +40,7 @@ def simulate(
     json: Json = False,
 ) -> None:
     """Predict a step of a model on a cluster that is not there."""
-    from commpass.report import simulated
+    from commpass.report.simulate import run
 
     chosen = policy or ["off", "lossless", "balanced"]
-    simulated.run(build, profile, mesh, chosen, sweep, train=train, plot=plot, json=json)
+    run(build, profile, mesh, chosen, sweep, train=train, plot=plot, json=json)

@@ -10,9 +10,9 @@ from rich.text import Text
 
 from commpass.cli.app import app
 from commpass.cli.arguments import DumpPath, RunName, load, pick
-from commpass.report import measured as traces
 from commpass.report import tables
 from commpass.report import timeline as timelines
+from commpass.report.measured_timeline import measured as measured_timelines
 
 
 @app.command()
@@ -42,7 +42,7 @@ def timeline(
 ) -> None:
     """Show what a rank computes while exchanges travel, and where it stands still."""
     dumps = load(path, run)
-    times = traces.measured(measured, dumps) if measured is not None else {}
+    times = measured_timelines(measured, dumps) if measured is not None else {}
     dumps = dumps if number is None else [pick(dumps, number)]
     shown = timelines.timelines(dumps, times)
     for line in timelines.left_out(dumps):

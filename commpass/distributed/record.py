@@ -26,6 +26,7 @@ from commpass.passes.simplify.editor import RULE
 from commpass.plan import Candidate, Plan, PlannedSite
 from commpass.plan import dump as dumps
 from commpass.plan.timeline import Timeline
+from commpass.plan.totals import totals
 from commpass.policy import Policy
 
 log = logging.getLogger("commpass")
@@ -62,19 +63,17 @@ def record(outcome: PassResult, instead_of: Plan | None = None) -> None:
     )
 
 
+COUNTED = (
+    *("graphs", "sites", "compressed", "simplified", "grouped", "split"),
+    *("saved_bytes", "bytes", "wire_bytes"),
+)
+"""The totals that torch's counters have."""
+
+
 def _counts(plan: Plan) -> dict[str, int]:
     """Return the counters of a plan."""
-    return {
-        "graphs": 1,
-        "sites": len(plan.sites),
-        "compressed": len(plan.compressed),
-        "simplified": len(plan.simplified),
-        "grouped": sum(len(each.sites) for each in plan.grouped),
-        "split": len(plan.split),
-        "saved_bytes": sum(step.saved_bytes for step in plan.simplified),
-        "bytes": sum(max(site.bytes, 0) for site in plan.sites),
-        "wire_bytes": wire_bytes(plan),
-    }
+    of = totals([plan])
+    return {name: getattr(of, name) for name in COUNTED}
 
 
 def trace_graph(gm: fx.GraphModule, name: str) -> None:
@@ -94,7 +93,7 @@ def trace_graph(gm: fx.GraphModule, name: str) -> None:
 def wire_bytes(plan: Plan) -> int:
     """Return the bytes that one rank hands to the collectives of a graph as it was really
     compiled."""
-    return sum(max(site.bytes if plan.fallback else site.wire_bytes, 0) for site in plan.sites)
+    return totals([plan]).wire_bytes
 
 
 def nodes_before(outcome: PassContext) -> tuple[dumps.GraphNode, ...]:

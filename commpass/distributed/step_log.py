@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from commpass.distributed.samples import PLAIN, Sampled, Samples
 from commpass.distributed.watch import Watched
 from commpass.plan import Plan
+from commpass.plan.totals import totals
 
 
 @dataclass(frozen=True)
@@ -73,10 +74,9 @@ class StepLog:
 
     def facts(self) -> str:
         """Return bytes and errors as text for a log line."""
-        sites = [(entry.plan, site) for entry in self.entries for site in entry.plan.sites]
-        before = sum(max(site.bytes, 0) for _, site in sites)
-        after = sum(max(s.bytes if plan.fallback else s.wire_bytes, 0) for plan, s in sites)
-        said = f"; {before:,} bytes -> {after:,} handed to collectives" if sites else ""
+        of = totals(entry.plan for entry in self.entries)
+        handed = f"; {of.bytes:,} bytes -> {of.wire_bytes:,} handed to collectives"
+        said = handed if of.sites else ""
         if worst := max(self.sampled, key=lambda each: each.worst, default=None):
             bound = f" (max_error={worst.bound:.3g})" if worst.bound is not None else ""
             said += f"; real error at most {worst.worst:.3g} of {worst.site.error:.3g}{bound}"

@@ -8,25 +8,26 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 
 import torch.distributed as dist
+from torch import nn
 
 from commpass.distributed import record
+from commpass.distributed.integration import exchanged
 from commpass.distributed.uncompressed import UncompressedSite, asks_for_codecs, sentence
 from commpass.errors import nearest
 from commpass.groups import is_first_rank, ready
 from commpass.plan import Plan, PlannedSite
+from commpass.plan.totals import totals
 from commpass.policy import PRESETS, Policy
 from commpass.policy.rules import Rule
 from commpass.utils.globs import covers
+from commpass.utils.printable import plural
 
 log = logging.getLogger("commpass")
 
 
-doors: weakref.WeakSet[object] = weakref.WeakSet()
-"""Models whose gradients an integration exchanges without a plan for each graph."""
 _warned_of_no_site: list[bool] = []
 
 
@@ -144,7 +145,8 @@ class Summary:
         The gradients then bypass torch.compile.
         """
         ranks = dist.get_world_size() if ready() else 1
-        silent = _warned_of_no_site or not self.speaks or self.policy.off or ranks == 1 or doors
+        hooked = any(isinstance(each, nn.Module) for each in exchanged)  # without plans of graphs
+        silent = _warned_of_no_site or not self.speaks or self.policy.off or ranks == 1 or hooked
         if not silent and not any(plan.sites or plan.simplified for plan in record.plans()):
             _warned_of_no_site.append(True)
             log.warning(NO_SITE, len(self.plans), ranks)
@@ -176,25 +178,16 @@ class Summary:
         return sentence(self.policy, left, sizes=sizes)
 
     def line(self) -> str:
-        sites = [(plan, site) for plan in self.plans for site in plan.sites]
-        before = sum(max(site.bytes, 0) for _, site in sites)
-        after = sum(
-            max(site.bytes if plan.fallback else site.wire_bytes, 0) for plan, site in sites
-        )
-        plain = sum(site.plain_us for _, site in sites)
-        predicted = sum(
-            site.plain_us if plan.fallback else site.predicted_us for plan, site in sites
-        )
-        compressed = sum(len(plan.compressed) for plan in self.plans)
-        fallbacks = sum(bool(plan.fallback) for plan in self.plans)
-        unknown = sum(site.bytes < 0 for _, site in sites)
+        of = totals(self.plans)
+        unknown = f", {plural(of.unknown, 'site')} of unknown size not counted"
         return (
-            f"policy {self.policy.name!r}: {plural(len(self.plans), 'graph')},"
-            f" {plural(len(sites), 'site')},"
-            f" {compressed} compressed; each graph run once: {before:,} bytes -> {after:,},"
-            f" collectives predicted {plain:,.0f} us -> {predicted:,.0f} us"
-            + (f", {plural(unknown, 'site')} of unknown size not counted" if unknown else "")
-            + (f", {plural(fallbacks, 'graph')} untouched" if fallbacks else "")
+            f"policy {self.policy.name!r}: {plural(of.graphs, 'graph')},"
+            f" {plural(of.sites, 'site')},"
+            f" {of.compressed} compressed; each graph run once: {of.bytes:,} bytes ->"
+            f" {of.wire_bytes:,}, collectives predicted {of.plain_us:,.0f} us ->"
+            f" {of.predicted_us:,.0f} us"
+            + (unknown if of.unknown else "")
+            + (f", {plural(of.fallbacks, 'graph')} untouched" if of.fallbacks else "")
         )
 
     def unmatched_rules(self) -> dict[int, str]:
@@ -243,11 +236,6 @@ class Summary:
             f" so far: it is for {' and '.join(asked)}, in certain directions, and they have"
             f" {', '.join(sorted({site.kind for site in sites})) or 'none'}"
         )
-
-
-def plural(count: int, noun: str) -> str:
-    """Return ``1 graph``, ``2 graphs``."""
-    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 NO_SITE = (

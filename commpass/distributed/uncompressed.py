@@ -17,7 +17,7 @@ from commpass.passes.results import Options
 from commpass.plan import LEFT, Candidate, PlannedSite
 from commpass.policy import Policy
 from commpass.policy.rules import Allowed, Annotation
-from commpass.utils.printable import amount
+from commpass.utils.printable import amount, plural
 
 
 @dataclass(frozen=True)
@@ -148,17 +148,13 @@ def sentence(policy: Policy, sites: Sequence[UncompressedSite], *, sizes: bool) 
     others = Counter((each.why, each.remedy) for each in sites if each.slower is None)
     reasons = [_in_numbers(site, its, count) for site, its, count in slower if its]
     for (why, _), count in others.most_common():
-        reasons.append(f"{_sites_text(count)}: {why}" if count < len(sites) else why)
+        reasons.append(f"{plural(count, 'site')}: {why}" if count < len(sites) else why)
     if len(reasons) > MOST:
         reasons[MOST:] = [f"and {len(reasons) - MOST} more reasons (commpass explain)"]
     remedies = [each for site, its, _ in slower[:1] if its for each in _gains(site, its, sizes)]
     remedies += dict.fromkeys(remedy for (_, remedy), _ in others.most_common(MOST) if remedy)
-    said = f"{policy.label}: 0 of {_sites_text(len(sites))} compressed: {'; '.join(reasons)}"
+    said = f"{policy.label}: 0 of {plural(len(sites), 'site')} compressed: {'; '.join(reasons)}"
     return f"{said}. What would change it: {'; '.join(remedies)}" if remedies else said
-
-
-def _sites_text(count: int) -> str:
-    return f"{count} site{'s' * (count != 1)}"
 
 
 def _cause_key(site: PlannedSite, slower: Slower) -> tuple[Any, ...]:
@@ -181,7 +177,7 @@ def _in_numbers(site: PlannedSite, slower: Slower, count: int) -> str:
         text += " (and is one exchange with others)"
     elif best.predicted_us < site.plain_us:
         text += f" (a gain below the model's margin of {profile.margin:.0%})"
-    return f"{text} ({_sites_text(count)})" if count > 1 else text
+    return f"{text} ({plural(count, 'site')})" if count > 1 else text
 
 
 TRIED = 4

@@ -68,23 +68,13 @@ class Add:
 
 
 @dataclass(frozen=True)
-class Normalise:
-    """Apply a root mean square norm to each ``width`` values, and multiply by a weight, the chain's
-    next input, of ``width`` values of ``dtype``. ``eps`` is as in ``torch.nn.RMSNorm``."""
-
-    width: int
-    eps: float
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
 class Encode:
     """Encode values to a wire of ``codec``: ``Codec.encode_rows``."""
 
     codec: Codec
 
 
-Step = Decode | Sum | Divide | Enter | Leave | Cast | Add | Normalise | Encode
+Step = Decode | Sum | Divide | Enter | Leave | Cast | Add | Encode
 
 
 @dataclass(frozen=True)

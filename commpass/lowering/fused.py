@@ -23,7 +23,6 @@ from commpass.lowering.chain import (
     Encode,
     Enter,
     Leave,
-    Normalise,
     Step,
     Sum,
 )
@@ -70,7 +69,7 @@ def dtype_after(step: Step, dtype: torch.dtype) -> torch.dtype:
 
 
 def _step_name(step: Step) -> str:
-    return {Cast: "", Divide: "", Normalise: "norm"}.get(type(step), type(step).__name__.lower())
+    return "" if isinstance(step, (Cast, Divide)) else type(step).__name__.lower()
 
 
 def _step_text(step: Step) -> str:
@@ -137,13 +136,6 @@ def _cast(step: Cast, rows: Tensor, inputs: Iterator[Tensor], numel: int) -> Ten
 @_done.register
 def _add(step: Add, rows: Tensor, inputs: Iterator[Tensor], numel: int) -> Tensor:
     return rows + next(inputs).reshape(rows.shape)
-
-
-@_done.register
-def _normalise(step: Normalise, rows: Tensor, inputs: Iterator[Tensor], numel: int) -> Tensor:
-    lines = rows.to(torch.float32).unflatten(1, (numel // step.width, step.width))
-    over = (lines.square().mean(dim=-1, keepdim=True) + step.eps).rsqrt()
-    return (lines * over).flatten(1).to(rows.dtype) * next(inputs).repeat(numel // step.width)
 
 
 def _shape(inputs: Sequence[Tensor], name: str, numel: int) -> Tensor:

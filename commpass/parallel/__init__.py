@@ -5,9 +5,11 @@
 graph. ``compress_pipeline`` compresses the messages between pipeline stages.
 """
 
+from commpass.distributed.integration import Integration
 from commpass.parallel.ddp import compress_ddp
 from commpass.parallel.fsdp import compress_fsdp
 from commpass.parallel.in_graph import (
+    InGraph,
     accumulate,
     distributed_parameters,
     drop_accumulated,
@@ -18,6 +20,8 @@ from commpass.parallel.pipeline import compress_pipeline
 from commpass.parallel.ssfusion import SSFusion, ssfusion
 
 __all__ = [
+    "InGraph",
+    "Integration",
     "SSFusion",
     "accumulate",
     "compress_ddp",

@@ -21,7 +21,7 @@ from commpass.distributed.calls import Raising, with_boxed_args
 from commpass.distributed.origin import origin_of_hook
 from commpass.distributed.owners import HookCalls
 from commpass.errors import CommpassError
-from commpass.parallel.sharing import Shared, with_fakes
+from commpass.parallel.compile_cache import CompileCache, with_fakes
 from commpass.passes.fx.marks import MARK
 from commpass.passes.fx.meta import PLACE
 from commpass.plan import Plan
@@ -145,7 +145,7 @@ class Exchanges:
     backend: Backend
     compiled: dict[Any, Compiled] = field(default_factory=dict)
     narrow: dict[Any, bool] = field(default_factory=dict)
-    shared: Shared = field(default_factory=Shared)
+    shared: CompileCache = field(default_factory=CompileCache)
 
     def run(
         self, exchange: Exchange, x: Tensor, out: Tensor | None = None, of: Sequence[Tensor] = ()

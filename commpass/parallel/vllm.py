@@ -26,6 +26,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from commpass.costmodel import Profile
 from commpass.costmodel.files import digest as digest_of
 from commpass.distributed.environment import policy_here
+from commpass.distributed.integration import Integration
 from commpass.distributed.machine import profile_here
 from commpass.distributed.record import log
 from commpass.errors import CommpassError
@@ -82,7 +83,7 @@ def _base() -> Any:
     return CustomGraphPass
 
 
-class CollectivePass(_base()):  # type: ignore[misc]
+class CollectivePass(Integration, _base()):  # type: ignore[misc]
     """A pass for vLLM's slot (``SLOT``) that compresses the collectives of each graph.
 
     policy, profile, strict: those of ``commpass.backend``. With ``strict`` a pass raises if a graph
@@ -94,6 +95,9 @@ class CollectivePass(_base()):  # type: ignore[misc]
     of the pass's name in Inductor's cache and vLLM's. Raise PolicyError for an unknown policy.
     """
 
+    call = "CollectivePass"
+    policy: Policy
+
     def __init__(
         self,
         policy: str | Path | Policy = "lossless",
@@ -102,8 +106,14 @@ class CollectivePass(_base()):  # type: ignore[misc]
         groups: Groups | None = None,
         strict: bool = False,
     ):
-        self.policy, self.profile = policy_here(policy), profile_here(profile)
+        super().__init__(policy=policy_here(policy))
+        self.profile, self._plans = profile_here(profile), list[Plan]()
         self.groups, self.strict = groups or group_of_vllm, strict
+
+    @property
+    def plans(self) -> list[Plan]:
+        """The plans of the graphs that vLLM compiled in this process, in order."""
+        return list(self._plans)
 
     def __call__(self, graph: fx.Graph) -> None:
         """Rewrite a graph in place. If that fails it is unchanged."""
@@ -111,6 +121,7 @@ class CollectivePass(_base()):  # type: ignore[misc]
         try:
             take(graph, self.groups)
             plan = self._rewritten(graph)
+            self._plans.append(plan)
             why = plan.fallback
         except Exception as error:
             if self.strict:

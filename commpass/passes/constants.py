@@ -10,7 +10,8 @@ from torch import fx
 
 from commpass.codecs import constants
 from commpass.codecs.operators import CONSTANT
-from commpass.passes.fx.erase import erase
+from commpass.passes.fx.erase import replace
+from commpass.passes.fx.splice import after_inputs
 from commpass.passes.results import ConstantInput
 
 INPUT = "commpass_constant"
@@ -35,8 +36,7 @@ def lift_constants(
             held[key].meta["val"] = node.meta["val"]
             if as_inputs:
                 made.append(ConstantInput(name, torch.device(device), node.meta["val"]))
-        node.replace_all_uses_with(held[key])
-        erase(node)
+        replace(node, held[key])
     if nodes:
         gm.recompile()
     return tuple(made)
@@ -48,9 +48,7 @@ def _add(gm: fx.GraphModule, name: str, device: str, number: int, as_input: bool
     The buffer's name identifies the constant, because a graph may run through the passes again.
     """
     graph = gm.graph
-    placeholders = graph.find_nodes(op="placeholder")
-    first = next(iter(graph.nodes))
-    with graph.inserting_after(placeholders[-1]) if placeholders else graph.inserting_before(first):
+    with after_inputs(graph):
         if as_input:
             return graph.placeholder(f"{INPUT}_{number}")
         known = f"{INPUT}_{name}_{device.replace(':', '_')}"

@@ -12,6 +12,7 @@ from torch import fx
 
 from commpass.costmodel import Profile
 from commpass.passes.fx.parse import graph_modules
+from commpass.passes.fx.tracing import Decompositions
 from commpass.passes.graph_site import GraphSite
 from commpass.passes.references import UNKNOWN, Weights
 from commpass.passes.results import (
@@ -26,7 +27,6 @@ from commpass.passes.results import (
     StateInput,
     Thinned,
 )
-from commpass.passes.template import Decompositions
 from commpass.plan import NOBODY, Plan, Site, uncompressed
 from commpass.policy import Policy
 

@@ -18,10 +18,10 @@ import torch
 from torch import fx
 
 from commpass.passes.fx import meta
+from commpass.passes.fx.ops import SEE_THROUGH, name_of, opname
 from commpass.passes.fx.parse import is_wait, parse
 from commpass.passes.graph_site import GraphSite
-from commpass.passes.neighbours import SEE_THROUGH
-from commpass.passes.provenance.walk import inputs, is_number, name_of, tensors
+from commpass.passes.provenance.walk import inputs, is_number, tensors
 
 UPDATES = ("add", "sub", "rsub", "lerp", "addcmul", "addcdiv", "fma")
 """Operators that change a tensor slightly, elementwise."""
@@ -152,7 +152,7 @@ def _overwritten(site: GraphSite) -> dict[fx.Node, bool]:
 def _memory(node: object) -> fx.Node | None:
     """Return the graph input behind a node, through in-place changes, or None."""
     while isinstance(node, fx.Node) and node.op == "call_function":
-        if not str(getattr(node.target, "_opname", "")).endswith("_") or not node.args:
+        if not opname(node).endswith("_") or not node.args:
             return None
         node = node.args[0]
     return node if isinstance(node, fx.Node) and node.op == "placeholder" else None

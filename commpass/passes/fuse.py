@@ -10,13 +10,13 @@ changes: no computed value. The plan has a reason for each missed fusion.
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from commpass import lowering
 from commpass.codecs import Codec, operators
@@ -38,20 +38,19 @@ from commpass.lowering.chain import (
 from commpass.passes.context import PassContext
 from commpass.passes.failures import site_errors
 from commpass.passes.fx import meta
-from commpass.passes.fx.erase import erase
-from commpass.passes.fx.fakes import is_view, mode_of
-from commpass.passes.fx.marks import MARK
+from commpass.passes.fx.aliasing import is_view
+from commpass.passes.fx.erase import erase, replace
+from commpass.passes.fx.marks import inherit, nodes_by_site
+from commpass.passes.fx.ops import DIVISIONS, ROW_MATMULS, aten, is_float_cast, only_user
 from commpass.passes.fx.parse import graph_modules
+from commpass.passes.fx.splice import insert
 from commpass.passes.sample import given_to_products
 from commpass.plan import PlannedSite
 
 ops = operators.ops
-CASTS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
-DIVISIONS = (torch.ops.aten.div.Tensor, torch.ops.aten.div.Scalar)
-ADD = torch.ops.aten.add.Tensor
-RELU = torch.ops.aten.relu.default
-ADDMM = torch.ops.aten.addmm.default
-MATMULS = (torch.ops.aten.mm.default, ADDMM)
+RELU, ADDMM = aten.relu.default, aten.addmm.default
+BEFORE_ENCODE = (Cast, Enter, Divide)
+AFTER_DECODE = (Sum, Leave, *BEFORE_ENCODE, Encode)
 APART = (ops.encode_parts.default, ops.decode_parts.default)
 
 
@@ -74,10 +73,14 @@ class Run:
         return Chain(self.source.meta["val"].dtype, self.steps)
 
     @property
+    def coded(self) -> fx.Node:
+        """The first codec operator."""
+        return next(n for n in self.nodes if n.target in operators.IMPLEMENTATIONS)
+
+    @property
     def numel(self) -> Any:
         """The number of values in a row."""
-        coded = next(n for n in self.nodes if n.target in operators.IMPLEMENTATIONS)
-        return _numel(coded)
+        return _numel(self.coded)
 
 
 @dataclass
@@ -112,10 +115,8 @@ def fuse(
     found: dict[str, Fusions] = defaultdict(Fusions)
     with site_errors() as errors:
         for _, module in graph_modules(gm) if by_kernel else ():
-            own: dict[str, list[fx.Node]] = defaultdict(list)
-            for node in module.graph.nodes:
-                if MARK in node.meta and node.meta[MARK].site in by_kernel:
-                    own[node.meta[MARK].site].append(node)
+            of_site = nodes_by_site(module.graph)
+            own = {name: nodes for name, nodes in of_site.items() if name in by_kernel}
             for name, nodes in own.items():
                 with errors.of(name):
                     _fuse_site(nodes, found[name], profile)
@@ -153,7 +154,7 @@ def _fuse_site(nodes: Sequence[fx.Node], found: Fusions, profile: Profile) -> No
 
 def _unsupported_reason(run: Run) -> str:
     """Return why no kernel can compute a run; "" if one can."""
-    if not isinstance(run.numel, int) or not _is_fixed(run.source):
+    if not isinstance(run.numel, int) or not meta.is_fixed(run.source.meta["val"]):
         return "its sizes are not fixed"
     if not _side_by_side(run.source):
         return "its values do not lie side by side"
@@ -178,39 +179,20 @@ def runs(nodes: Sequence[fx.Node]) -> Iterator[Run]:
     for node in nodes:
         if node in used or node.target not in (ops.decode.default, ops.encode.default):
             continue
-        starts = node.target is ops.decode.default
-        run = _following(node, own) if starts else _back(node, own)
-        used.update(run.nodes)
-        yield run
-
-
-def _following(node: fx.Node, members: set[fx.Node]) -> Run:
-    nodes, steps = [node], [_step(node)]
-    while (following := _only_user(nodes[-1])) in members:
-        assert following is not None
-        step = _step(following)
-        if step is None or isinstance(step, Decode):
-            break
-        nodes.append(following)
-        steps.append(step)
-        if isinstance(step, Encode):
-            break
-    return Run(tuple(nodes), tuple(step for step in steps if step is not None))
-
-
-def _back(node: fx.Node, members: set[fx.Node]) -> Run:
-    nodes, steps = [node], [_step(node)]
-    while (before := nodes[0].all_input_nodes[0]) in members and len(before.users) == 1:
-        step = _step(before)
-        if not isinstance(step, (Cast, Enter, Divide)):
-            break
-        nodes.insert(0, before)
-        steps.insert(0, step)
-    return Run(tuple(nodes), tuple(step for step in steps if step is not None))
-
-
-def _only_user(node: fx.Node) -> fx.Node | None:
-    return next(iter(node.users)) if len(node.users) == 1 else None
+        run = deque([node])
+        if node.target is ops.encode.default:
+            while (source := run[0].all_input_nodes[0]) in own and only_user(source) is run[0]:
+                if not isinstance(_step(source), BEFORE_ENCODE):
+                    break
+                run.appendleft(source)
+        while run[-1].target is not ops.encode.default:
+            user = only_user(run[-1])
+            if user is None or user not in own or not isinstance(_step(user), AFTER_DECODE):
+                break
+            run.append(user)
+        used.update(run)
+        steps = (step for each in run if (step := _step(each)) is not None)
+        yield Run(tuple(run), tuple(steps))
 
 
 def _step(node: fx.Node) -> Step | None:
@@ -229,15 +211,9 @@ def _step(node: fx.Node) -> Step | None:
         return Leave(operators.named(str(node.args[1])))
     if node.target in DIVISIONS and isinstance(node.args[1], (int, float)):
         return Divide(float(node.args[1]))
-    if node.target in CASTS and _only_casts(node):
+    if is_float_cast(node):
         return Cast(node.meta["val"].dtype)
     return None
-
-
-def _only_casts(node: fx.Node) -> bool:
-    """Whether a copy changes only the dtype."""
-    said = {key for key, value in node.kwargs.items() if value is not None}
-    return said <= {"dtype"} and node.meta["val"].is_floating_point()
 
 
 def with_consumer(run: Run) -> tuple[Run, str]:
@@ -246,14 +222,14 @@ def with_consumer(run: Run) -> tuple[Run, str]:
     if last.target is ops.encode.default:
         return run, ""
     nodes = list(run.nodes)
-    while (user := _only_user(nodes[-1])) is not None and _is_reshape(user):
+    while (user := only_user(nodes[-1])) is not None and _is_reshape(user):
         nodes.append(user)
-    user = _only_user(nodes[-1])
+    user = only_user(nodes[-1])
     if user is None:
         return run, "decode with the addition after it: others take its values too" if len(
             nodes[-1].users
         ) > 1 else ""
-    if user.target is not ADD:
+    if user.target is not aten.add.Tensor:
         return run, ""
     other = next((arg for arg in user.args[:2] if arg is not nodes[-1]), None)
     if not isinstance(other, fx.Node) or user.kwargs.get("alpha", 1) != 1:
@@ -283,13 +259,13 @@ def with_matmul(run: Run, profile: Profile) -> tuple[Multiplied | None, str]:
     Otherwise return None and the reason, or "" if there is no matmul.
     """
     nodes, activation, node = list[fx.Node](), "", run.source
-    while node.target in (RELU, *MATMULS) or _is_reshape(node):
+    while node.target in (RELU, *ROW_MATMULS) or _is_reshape(node):
         nodes.append(node)
-        if node.target in MATMULS:
+        if node.target in ROW_MATMULS:
             break
         activation = "relu" if node.target is RELU else activation
         node = node.all_input_nodes[0]
-    if node.target not in MATMULS:
+    if node.target not in ROW_MATMULS:
         return None, ""
     if any(len(each.users) > 1 for each in nodes):
         return None, "others take the matmul's result too"
@@ -306,7 +282,7 @@ def with_matmul(run: Run, profile: Profile) -> tuple[Multiplied | None, str]:
     product = matmul.Product(coder, run.source.meta["val"].shape[0], activation)
     made = Multiplied(a, b, bias, tuple(nodes), product)
     values: list[Any] = [e.meta["val"] if e is not None else None for e in (a, b, bias)]
-    if not all(_is_fixed(each) for each in (a, b, node)):
+    if not all(meta.is_fixed(each.meta.get("val")) for each in (a, b, node)):
         return None, "its sizes are not fixed"
     why = lowering.product_obstacle(values[0], values[1], values[2], product)
     return (None, why) if why else _if_quicker(made, profile)
@@ -354,17 +330,10 @@ def _whole_codec(steps: Sequence[Step]) -> Codec | None:
 
 def _is_reshape(node: fx.Node) -> bool:
     """Whether a node reshapes another without changing the order of its values."""
-    if not is_view(node) or not _is_fixed(node):
+    if not is_view(node) or not meta.is_fixed(node.meta["val"]):
         return False
     own, source = node.meta["val"], node.all_input_nodes[0].meta["val"]
     return bool(own.is_contiguous() and source.is_contiguous() and own.numel() == source.numel())
-
-
-def _is_fixed(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, Tensor) and all(
-        isinstance(number, int) for number in (*value.shape, *value.stride())
-    )
 
 
 def _numel(node: fx.Node) -> Any:
@@ -385,52 +354,33 @@ def _counted(notes: Sequence[str]) -> str:
 
 def _replace(run: Run) -> None:
     """Replace a run by one fused operator."""
-    last, graph = run.nodes[-1], run.nodes[-1].graph
-    inside = set(run.nodes)
-    coded = next(n for n in run.nodes if n.target in operators.IMPLEMENTATIONS)
-    chain, value = run.chain, last.meta["val"]
-    with mode_of(graph), graph.inserting_before(last):
-        others = [_as_rows(other, run.numel, coded) for other in run.others]
-        args = ([run.source, *others], fused.name_of(chain), run.numel)
-        made = graph.call_function(fused.FUSED, args)
-        taken = [node.meta["val"] for node in (run.source, *others)]
-        made.meta = _meta(coded, fused.FUSED(taken, *args[1:]), fused.role_of(chain))
-        result = made
-        if made.meta["val"].shape != value.shape:
-            result = graph.call_function(torch.ops.aten.view.default, (made, list(value.shape)))
-            view = torch.ops.aten.view.default(made.meta["val"], list(value.shape))
-            result.meta = _meta(coded, view, "layout")
-    last.replace_all_uses_with(result)
-    for node in reversed(run.nodes):
-        if node in inside:
-            erase(node)
+    chain, shape = run.chain, run.nodes[-1].meta["val"].shape
+    view = aten.view.default
+    others = [_insert(run, "layout", view, other, [-1, run.numel]) for other in run.others]
+    args = ([run.source, *others], fused.name_of(chain), run.numel)
+    made = _insert(run, fused.role_of(chain), fused.FUSED, *args)
+    if made.meta["val"].shape != shape:
+        made = _insert(run, "layout", view, made, list(shape))
+    _put(run, made)
 
 
 def _replace_matmul(run: Run, product: Multiplied) -> None:
     """Replace a matmul and its encode by one operator."""
-    last, graph = run.nodes[-1], run.nodes[-1].graph
-    coded = next(n for n in run.nodes if n.target in operators.IMPLEMENTATIONS)
-    given = [product.a, product.b, product.bias]
-    values = [each.meta["val"] if each is not None else None for each in given]
-    name = matmul.name_of(product.product)
-    with mode_of(graph), graph.inserting_before(last):
-        node = graph.call_function(matmul.MATMUL, (*given, name))
-        node.meta = _meta(coded, matmul.MATMUL(*values, name), "matmul+encode")
-    last.replace_all_uses_with(node)
-    for each in (*reversed(run.nodes), *product.nodes):
+    args = (product.a, product.b, product.bias, matmul.name_of(product.product))
+    _put(run, _insert(run, "matmul+encode", matmul.MATMUL, *args))
+    for each in product.nodes:
         erase(each)
 
 
-def _as_rows(node: fx.Node, numel: int, coded: fx.Node) -> fx.Node:
-    value = node.meta["val"]
-    view = node.graph.call_function(torch.ops.aten.view.default, (node, [-1, numel]))
-    view.meta = _meta(coded, torch.ops.aten.view.default(value, [-1, numel]), "layout")
-    return view
+def _insert(run: Run, role: str, target: Any, *args: Any) -> fx.Node:
+    node = insert(run.nodes[-1], run.coded, target, *args)
+    inherit(node, run.coded, role=role)
+    return node
 
 
-def _meta(coded: fx.Node, value: Any, role: str) -> dict[str, Any]:
-    held: dict[str, Any] = {
-        MARK: dataclasses.replace(coded.meta[MARK], role=role),
-        "val": value,
-    }
-    return held | {key: coded.meta[key] for key in meta.CARRIED if key in coded.meta}
+def _put(run: Run, result: fx.Node) -> None:
+    """Replace the nodes of a run by its result."""
+    *others, last = run.nodes
+    replace(last, result)
+    for each in reversed(others):
+        erase(each)

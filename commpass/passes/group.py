@@ -19,7 +19,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import fx
 
 from commpass.codecs import FLOATS, SparseCodec, codec
@@ -27,15 +26,15 @@ from commpass.codecs.sparse.segments import segmented
 from commpass.costmodel import Profile
 from commpass.passes.context import PassContext
 from commpass.passes.fx import meta
+from commpass.passes.fx.aliasing import Roots, roots
 from commpass.passes.fx.direction import AGAIN
 from commpass.passes.fx.marks import ALLOWED, SEGMENTS
+from commpass.passes.fx.ops import aten, functional, may_compute_much
 from commpass.passes.fx.parse import graph_modules
 from commpass.passes.graph_site import GraphSite
-from commpass.passes.neighbours import MATMULS
-from commpass.passes.simplify.editor import BY_ADDRESS, Editor, aten, fake, ops
+from commpass.passes.simplify.editor import Editor, fake
 from commpass.passes.simplify.outputs import output_memory
 from commpass.passes.simplify.rules.gathers import SENT_EVERYWHERE
-from commpass.passes.simplify.values import memory, writes
 from commpass.plan import Grouped
 from commpass.plan.kinds import SUMS
 from commpass.policy import Policy
@@ -84,22 +83,21 @@ class Member:
 class GraphSnapshot:
     """A graph before any fusion.
 
-    It holds the ``order`` of the nodes and how much ``compute`` precedes each. ``roots`` maps a
-    node to the one whose memory it may share. ``written`` has the places of writes to each root,
-    ``fixed`` what must stay as it is in memory, and ``leaving`` what becomes an output.
+    It holds the ``order`` of the nodes and how much ``compute`` precedes each. ``memory`` says what
+    they may share, ``fixed`` what must stay as it is, and ``leaving`` what becomes an output.
     """
 
     order: dict[fx.Node, int]
     compute: dict[fx.Node, int]
-    roots: dict[fx.Node, fx.Node]
-    written: dict[fx.Node, list[int]]
+    memory: Roots
     fixed: frozenset[fx.Node]
     leaving: frozenset[fx.Node]
 
     def written_between(self, node: fx.Node, first: fx.Node, last: fx.Node) -> bool:
         """Whether an operator between two nodes may write to the memory of a node."""
         low, high = self.order[first], self.order[last]
-        return any(low < place < high for place in self.written.get(self.roots[node], ()))
+        places = self.memory.written.get(self.memory.of[node], ())
+        return any(low < place < high for place in places)
 
 
 @dataclass(frozen=True)
@@ -176,31 +174,16 @@ def _numbers(found: Sequence[GraphSite]) -> Iterator[int]:
 
 
 def _snapshot(graph: fx.Graph) -> GraphSnapshot:
-    roots, _ = memory(graph)
+    memory = roots(graph)
     nodes = list(graph.nodes)
-    written: dict[fx.Node, list[int]] = {}
-    for place, node in enumerate(nodes):
-        for root in {roots[source] for source in writes(node)}:
-            written.setdefault(root, []).append(place)
-    readers = (node for node in nodes if node.target in BY_ADDRESS)
-    before = itertools.accumulate(map(_computes, nodes), initial=0)
+    before = itertools.accumulate(map(may_compute_much, nodes), initial=0)
     return GraphSnapshot(
         order={node: place for place, node in enumerate(nodes)},
         compute=dict(zip(nodes, before, strict=False)),
-        roots=roots,
-        written=written,
-        fixed=frozenset(written) | {roots[node.all_input_nodes[0]] for node in readers},
+        memory=memory,
+        fixed=memory.fixed(),
         leaving=frozenset(output_memory(graph)),
     )
-
-
-def _computes(node: fx.Node) -> bool:
-    """Whether a node is a matmul, a convolution, an attention, or a sub-graph that may contain
-    one."""
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
-        return True
-    name = getattr(node.target, "_opname", "")
-    return name in MATMULS or "convolution" in name or "attention" in name
 
 
 def _is_small(each: GraphSite, policy: Policy, direction: str) -> bool:
@@ -264,7 +247,7 @@ def _member(each: GraphSite, number: int, snapshot: GraphSnapshot) -> Member | N
     wait = each.outputs[0]
     if list(each.call.node.users) != [wait] or len(each.outputs) > 1 or not wait.users:
         return None
-    if snapshot.roots[wait] in snapshot.fixed or not fake(wait).is_contiguous():
+    if snapshot.memory.of[wait] in snapshot.fixed or not fake(wait).is_contiguous():
         return None
     use = min(wait.users, key=snapshot.order.__getitem__)
     begin, end = snapshot.compute[each.call.node], snapshot.compute[use]
@@ -415,19 +398,16 @@ def _fuse(
     path = common(each.found.site.module for each in members)
     start.meta["custom"] = {**(start.meta.get("custom") or {}), meta.PLACE: path}
     made = _record(members, editor, prefix + start.name)
-    wait = editor.emit(use, NAME, call.node, ops.wait_tensor.default, start)
+    wait = editor.emit(use, NAME, call.node, functional.wait_tensor.default, start)
     rows = ranks if first.site.kind == "all_gather" else 1
     arrived = editor.emit(use, NAME, call.node, aten.view.default, wait, [rows, sum(lengths)])
     for each, end, length in zip(members, itertools.accumulate(lengths), lengths, strict=True):
         shape = list(fake(each.wait).shape)
         part = [end - length, end - length + math.prod(shape) // rows]
         value = editor.emit(use, NAME, each.start, aten.slice.Tensor, arrived, 1, *part)
-        if rows > 1 or snapshot.roots[each.wait] in snapshot.leaving:
+        if rows > 1 or snapshot.memory.of[each.wait] in snapshot.leaving:
             # Copy: an output must not share memory with others.
-            plain = torch.contiguous_format
-            value = editor.emit(
-                use, NAME, each.start, aten.clone.default, value, memory_format=plain
-            )
+            value = editor.copy(use, NAME, each.start, value)
         value = editor.emit(use, NAME, each.start, aten.view.default, value, shape)
         each.wait.replace_all_uses_with(value)
         editor.prune(each.wait)

@@ -21,11 +21,12 @@ from torch import fx
 
 from commpass.costmodel import HOST, Profile
 from commpass.passes.chunk.gain import exchange_of
-from commpass.passes.fx import costs
 from commpass.passes.fx.memory import memory
-from commpass.passes.fx.schedule import Clock, Work, timed
+from commpass.passes.fx.ops import is_heavy
+from commpass.passes.fx.schedule import Clock, timed
+from commpass.passes.fx.work import Work, unsupported_reason, work_of
 from commpass.passes.graph_site import GraphSite
-from commpass.passes.move import ordered, unsupported_reason, work_of
+from commpass.passes.move import ordered
 from commpass.passes.results import Known
 from commpass.plan import ALIKE, Plan, PlannedSite, Site
 from commpass.plan.kinds import KINDS
@@ -97,7 +98,7 @@ def initial_schedule(
     nodes = tuple(gm.graph.nodes)
     if unsupported_reason(gm) or any(_may_differ(each.site) for each in found):
         return None
-    if not any(map(costs.is_heavy, nodes)):
+    if not any(map(is_heavy, nodes)):
         return None
     work = _with_least_compute(work_of(gm.graph, memory(gm.graph, in_place=True), profile))
     order: Sequence[fx.Node] = nodes

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from commpass.codecs import operators
 from commpass.errors import VerifyError
@@ -29,9 +28,13 @@ from commpass.passes.constants import lift_constants
 from commpass.passes.context import PassContext
 from commpass.passes.failures import SiteErrors, site_errors
 from commpass.passes.fx import meta
-from commpass.passes.fx.erase import erase
-from commpass.passes.fx.marks import CODED, MARK
+from commpass.passes.fx.erase import erase, replace
+from commpass.passes.fx.fakes import mode_of
+from commpass.passes.fx.marks import CODED, MARK, inherit, nodes_by_site
+from commpass.passes.fx.ops import EMPTY, frozen
 from commpass.passes.fx.parse import graph_modules, items
+from commpass.passes.fx.splice import set_value, splice
+from commpass.passes.fx.tracing import Decompositions, inductor_decompositions, traced
 from commpass.passes.regions import (
     PAD,
     Region,
@@ -42,17 +45,9 @@ from commpass.passes.regions import (
     regions,
     trace,
 )
-from commpass.passes.template import (
-    Decompositions,
-    inductor_decompositions,
-    mode_of,
-    without_tensors,
-)
 from commpass.plan import PlannedSite
 from commpass.utils.ambient import without_ambient_state
 
-EMPTY = torch.ops.aten.empty.memory_format
-"""Creates a buffer that is written to later. Sites never share one."""
 WITH_FEEDBACK = operators.ops.encode_with_feedback.default
 RATED = ("encode", "decode", "enter", "leave")
 """The roles that a codec's rates refer to. The encode and decode rates also cover enter and
@@ -96,7 +91,7 @@ def lower(
                 with (
                     without_ambient_state(),
                     enable_python_dispatcher(),
-                    mode_of(coded[0].all_input_nodes[0]),
+                    mode_of(module.graph),
                 ):
                     _lower(module.graph, marked, by_kernel, of_regions, bodies, errors)
             if marked:
@@ -116,14 +111,13 @@ def _lower(
     bodies: Bodies,
     errors: SiteErrors,
 ) -> None:
-    of_site: dict[str, list[fx.Node]] = defaultdict(list)
     for node in marked:
-        of_site[node.meta[MARK].site].append(node)
         with errors.of(node.meta[MARK].site):
             _note_coded(node)
+    of_site = nodes_by_site(graph)
     for site, number in by_kernel.items():
         with errors.of(site):
-            own = [node for node in of_site[site] if caller(node) is None]
+            own = [node for node in of_site.get(site, ()) if caller(node) is None]
             known, buffers = places(own), dict[fx.Node, fx.Node]()
             for region in regions(own, known):  # lazy: earlier regions are calls by then
                 outline(region, kernels.of(region, site).name, number, buffers)
@@ -152,11 +146,9 @@ def _fill_beside(node: fx.Node) -> None:
         zeros = graph.call_function(torch.ops.aten.full.default, ([widths[1]], 0), how)
         both = graph.call_function(torch.ops.aten.cat.default, ([x, zeros],))
     for each in (zeros, both):
-        each.meta = {MARK: node.meta[MARK]}
-        meta.carry(node, each)
+        inherit(each, node)
     zeros.meta["val"], both.meta["val"] = made.new_zeros(widths[1]), made
-    node.replace_all_uses_with(both)
-    erase(node)
+    replace(node, both)
 
 
 def _note_coded(node: fx.Node) -> None:
@@ -247,9 +239,10 @@ class Bodies:
     def of(self, node: fx.Node) -> fx.Graph:
         """Return the graph of an operator. Its inputs are the operator's input nodes."""
         values = [each.meta["val"] for each in node.all_input_nodes]
-        key = (node.target, _constants(node), tuple(map(_facts, values)), self._call(node) is None)
+        layouts = tuple(map(meta.layout, values))
+        key = (node.target, _constants(node), layouts, self._call(node) is None)
         if key not in self.traced:
-            plain = key[-1] and self.inline is nullcontext and all(map(_is_fixed, values))
+            plain = key[-1] and self.inline is nullcontext and all(map(meta.is_fixed, values))
             made = self._cached_trace(key, node, values) if plain else self._trace(node, values)
             self.traced[key] = made
         return self.traced[key]
@@ -276,16 +269,17 @@ class Bodies:
 
     def _trace(self, node: fx.Node, values: Sequence[Any]) -> fx.Graph:
         function, places = operators.IMPLEMENTATIONS[node.target], list(node.all_input_nodes)
+        subject = f"{node.name} ({node.target})"
         if (call := self._call(node)) is not None:
 
             def called(*inputs: Any) -> Any:
                 held = dict(zip(places, inputs, strict=True))
                 return call(*(held[each] for each in _operands(node)))
 
-            traced = make_fx(called, decomposition_table=self.decompositions())(*values).graph
+            body = traced(called, values, self.decompositions, subject).graph
             if node.target is fused.FUSED:
-                _check_compiles(traced, node)
-            return without_tensors(traced, f"{node.name} ({node.target})")
+                _check_compiles(body, node)
+            return body
 
         def run(*inputs: Any) -> Any:
             held = dict(zip(places, inputs, strict=True))
@@ -293,8 +287,7 @@ class Bodies:
             return function(*args, **kwargs)
 
         with self.inline():
-            traced = make_fx(run, decomposition_table=self.decompositions())(*values).graph
-        return without_tensors(traced, f"{node.name} ({node.target})")
+            return traced(run, values, self.decompositions, subject).graph
 
 
 _bodies: dict[tuple[Any, ...], tuple[fx.Graph, Sequence[Any]]] = {}
@@ -308,19 +301,13 @@ def _coders(node: fx.Node) -> list[Any]:
     return [held(arg) for arg in node.args if isinstance(arg, str)]
 
 
-def _is_fixed(value: Any) -> bool:
-    return isinstance(value, Tensor) and all(
-        isinstance(size, int) for size in (*value.shape, *value.stride())
-    )
-
-
-def _check_compiles(traced: fx.Graph, node: fx.Node) -> None:
+def _check_compiles(body: fx.Graph, node: fx.Node) -> None:
     """Raise VerifyError if Triton cannot parse a generated kernel.
 
     torch analyzes which arguments a kernel writes, and on a failure assumes all of them. Here the
     site can still stay uncompressed; inside Inductor the compile would fail.
     """
-    for call in traced.nodes:
+    for call in body.nodes:
         written = call.kwargs.get("tensors_to_clone", ["made"])
         if list(written) != ["made"]:
             raise VerifyError(f"{node.name}: Triton does not compile its kernel ({node.args[1]})")
@@ -339,42 +326,21 @@ def _constants(node: fx.Node) -> str:
     return str(fx.map_arg((node.args, node.kwargs), lambda each: f"%{numbers[each]}"))
 
 
-def _facts(value: Any) -> tuple[Any, ...]:
-    if not isinstance(value, Tensor):
-        return (str(value),)
-    return value.dtype, value.device, str(tuple(value.shape)), str(value.stride())
-
-
 def _inline(node: fx.Node, body: fx.Graph) -> None:
     """Replace an operator by the nodes of its body."""
-    graph, given_nodes = node.graph, node.all_input_nodes
-    given = iter(given_nodes)
-    copies: dict[fx.Node, Any] = {}
-    last: fx.Node | None = None
-    for each in body.nodes:
-        if each.op == "placeholder":
-            copies[each] = next(given)
-        elif each.op == "output":
-            _take_over(node, fx.map_arg(each.args[0], copies.__getitem__), given_nodes)
-        else:
-            with graph.inserting_before(node):
-                copies[each] = _copied(each, node, copies)
-            if CODED in node.meta:
-                copies[each].meta[CODED] = ()
-                last = copies[each]
-    if last is not None:
-        last.meta[CODED] = node.meta[CODED]
+    made: list[fx.Node] = []
+
+    def describe(copy: fx.Node, _: fx.Node) -> None:
+        copy.meta = {CODED: ()} if CODED in node.meta else {}
+        inherit(copy, node)
+        set_value(copy)
+        made.append(copy)
+
+    inputs = node.all_input_nodes
+    _take_over(node, splice(body, inputs, lambda _: node, describe), inputs)
+    if made and CODED in node.meta:
+        made[-1].meta[CODED] = node.meta[CODED]
     erase(node)
-
-
-def _copied(each: fx.Node, node: fx.Node, copies: dict[fx.Node, Any]) -> fx.Node:
-    """Copy a node of a body into the graph, with a fake value of its own."""
-    copy = node.graph.node_copy(each, copies.__getitem__)
-    copy.meta = {MARK: node.meta[MARK]} if MARK in node.meta else {}
-    meta.carry(node, copy)
-    args, kwargs = fx.map_arg((copy.args, copy.kwargs), lambda source: source.meta["val"])
-    copy.meta["val"] = copy.target(*args, **kwargs)  # type: ignore[operator]
-    return copy
 
 
 def _take_over(node: fx.Node, result: Any, inputs: Sequence[fx.Node]) -> None:
@@ -401,13 +367,12 @@ def _share_tables(graph: fx.Graph) -> None:
     shared: set[fx.Node] = set()
     for node in list(graph.nodes):
         if MARK not in node.meta or node.op != "call_function" or node.target is EMPTY:
-            continue
+            continue  # a buffer that is written to later
         if not all(source in shared for source in node.all_input_nodes):
             continue
-        key = (node.target, _frozen((node.args, node.kwargs)))
+        key = (node.target, frozen((node.args, node.kwargs), lambda each: each))
         if key in tables:
-            node.replace_all_uses_with(tables[key])
-            erase(node)
+            replace(node, tables[key])
             continue
         if node is not top:
             top.prepend(node)
@@ -415,14 +380,3 @@ def _share_tables(graph: fx.Graph) -> None:
             top = node.next
         tables[key] = node
         shared.add(node)
-
-
-def _frozen(value: Any) -> Any:
-    """Return arguments in a hashable form."""
-    if isinstance(value, fx.Node):
-        return value
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_frozen, value))
-    if isinstance(value, dict):
-        return tuple((key, _frozen(item)) for key, item in value.items())
-    return type(value), str(value)

@@ -17,14 +17,13 @@ from typing import Any
 
 from torch import fx
 
-from commpass import groups
-from commpass.costmodel import HOST, Profile, Task
+from commpass.costmodel import Profile
 from commpass.passes.context import PassContext
-from commpass.passes.fx import costs, meta
-from commpass.passes.fx.marks import MARK
-from commpass.passes.fx.memory import Memory, memory, orders, peak, sources
-from commpass.passes.fx.parse import Call, describe_group, graph_modules, is_wait, parse
-from commpass.passes.fx.schedule import Clock, Work, schedule, sequence, timed
+from commpass.passes.fx.memory import memory, peak
+from commpass.passes.fx.ops import is_heavy
+from commpass.passes.fx.parse import is_wait, parse, sources
+from commpass.passes.fx.schedule import Clock, schedule, sequence, timed
+from commpass.passes.fx.work import Work, site_of, unsupported_reason, work_of
 from commpass.passes.results import Moved
 from commpass.plan import PlannedSite
 
@@ -148,109 +147,6 @@ def _windows(starts: Sequence[fx.Node]) -> list[int]:
     return [sites * most for sites in WINDOWS]
 
 
-def unsupported_reason(gm: fx.GraphModule) -> str:
-    """Return why a graph must keep its order, else ""."""
-    for prefix, module in graph_modules(gm):
-        for node in module.graph.nodes:
-            call = parse(node)
-            if call is not None and prefix:
-                return f"an operator of the graph has exchanges of its own: {prefix}{node.name}"
-            if call is not None and call.ends:
-                return f"messages between two ranks keep their place: {node.name}"
-    return ""
-
-
-def work_of(graph: fx.Graph, known: Memory, profile: Profile) -> Work:
-    """Return the dependencies of a graph's nodes, and the cost and memory of each."""
-    before, prices_of = orders(graph, memory(graph)), costs.prices_of(profile)
-    tasks, starts, waited, heavy = {}, set(), {}, set()
-    latest: dict[str, fx.Node] = {}
-    alone = _GlooOrder()
-    for node in graph.nodes:
-        call = parse(node)
-        tasks[node] = costs.exchange(call, prices_of) if call else costs.compute(node, profile)
-        if call is not None:
-            starts.add(node)
-        elif is_wait(node):
-            tasks[node] = Task(HOST, 0.0)
-            waited[node] = [each for each in sources(node) if parse(each) is not None]
-        elif costs.is_matmul(node):
-            heavy.add(node)
-        for other in alone.before(node, call):
-            before[node] += [] if other in before[node] else [other]
-        if (call is not None or node in waited) and (site := site_of(node)):
-            if site in latest and latest[site] not in before[node]:
-                before[node].append(latest[site])  # keeps the site's own order
-            latest[site] = node
-    later = {node for node in starts if MARK in node.meta and node.meta[MARK].hop > 0}
-    return Work(
-        tuple(graph.nodes),
-        before,
-        tasks,
-        frozenset(starts),
-        waited,
-        frozenset(heavy),
-        frozenset(later),
-        known,
-    )
-
-
-SMALL = 1 << 16
-"""The minimum bytes of an exchange that gloo can run concurrently with another of the same group.
-
-Concurrent smaller exchanges, or all_gathers of 128 KiB, occasionally corrupt a rank's memory
-(docs/collectives.md).
-"""
-
-
-class _GlooOrder:
-    """Keeps gloo's small exchanges and all_gathers from overlapping others in their group where the
-    program does not overlap them."""
-
-    def __init__(self) -> None:
-        self.waits: dict[str, list[tuple[fx.Node, bool]]] = defaultdict(list)
-
-    def before(self, node: fx.Node, call: Call | None) -> list[fx.Node]:
-        """Return the waits that must precede a start."""
-        if call is None:
-            for source in sources(node) if is_wait(node) else ():
-                if (started := parse(source)) is not None and (name := self._group(started)):
-                    self.waits[name].append((node, _is_unsafe(started)))
-            return []
-        if not (name := self._group(call)):
-            return []
-        unsafe = _is_unsafe(call)
-        found = [wait for wait, its in self.waits[name] if unsafe or its]
-        self.waits[name] = [each for each in self.waits[name] if each[0] not in found]
-        return found
-
-    def _group(self, call: Call) -> str:
-        """Return the group of an exchange that gloo carries out itself; "" for any other."""
-        name, _ = describe_group(call)
-        return name if not call.by_messages and groups.sends_messages(name, "cpu") else ""
-
-
-def _is_unsafe(call: Call) -> bool:
-    """Whether gloo may corrupt an exchange that overlaps another: an all_gather, or one that may
-    have few bytes on some rank.
-
-    All ranks must find the same.
-    """
-    if call.kind == "all_gather":
-        return True
-    fakes = (fake for each in call.inputs for fake in costs.tensors(each.meta.get("val")))
-    return call.splits is not None or sum(max(meta.nbytes(fake), 0) for fake in fakes) < SMALL
-
-
-def site_of(node: fx.Node) -> str:
-    """Return the name of the site of an exchange or a wait."""
-    if MARK in node.meta:
-        return str(node.meta[MARK].site)
-    if is_wait(node):
-        return next((site_of(each) for each in sources(node) if parse(each) is not None), "")
-    return node.name
-
-
 def _exposed(clock: Clock) -> dict[str, float]:
     """Return the microseconds of waiting for each site."""
     found: dict[str, float] = defaultdict(float)
@@ -270,6 +166,6 @@ def _overlapped(gm: fx.GraphModule) -> bool:
             if travelling:
                 return True
             travelling.add(node)
-        elif travelling and costs.is_heavy(node):
+        elif travelling and is_heavy(node):
             return True
     return False

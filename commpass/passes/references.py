@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from commpass.passes.fx import meta
 from commpass.passes.fx.direction import AGAIN as TAGGED
+from commpass.passes.fx.ops import computes_from_inputs, reached
 from commpass.passes.fx.parse import parse
 from commpass.utils.ambient import ambient_free
 
@@ -118,21 +119,15 @@ def _placeholders(graph: fx.Graph) -> dict[fx.Node, int]:
 def _ancestors(node: fx.Node) -> list[fx.Node]:
     """Return a node and all nodes that it depends on: placeholders first, the others in graph
     order."""
-    found, left = {node}, [node]
-    while left:
-        new = [source for source in left.pop().all_input_nodes if source not in found]
-        found.update(new)
-        left += new
+    found = reached([node], lambda each: each.all_input_nodes)
     in_order = [each for each in node.graph.nodes if each in found]
     return sorted(in_order, key=lambda each: each.op != "placeholder")
 
 
 def _is_pure(node: fx.Node) -> bool:
     """Whether a node's result depends only on its input tensors."""
-    target = node.target
     if node.op != "call_function" or parse(node) is not None:
         return False
-    if isinstance(target, torch._ops.OpOverload):
-        random = torch.Tag.nondeterministic_seeded in target.tags
-        return not (random or target._schema.is_mutable or target.namespace.startswith("_c10d"))
+    if isinstance(node.target, torch._ops.OpOverload):
+        return computes_from_inputs(node.target)
     return meta.tensor(node) is None  # arithmetic on sizes

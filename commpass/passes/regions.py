@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._prims_common import make_contiguous_strides_for
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from commpass.codecs import operators
 from commpass.errors import VerifyError
@@ -24,14 +24,16 @@ from commpass.lowering import (
     unsupported_reason,
 )
 from commpass.passes.fx import meta
-from commpass.passes.fx.erase import erase
-from commpass.passes.fx.fakes import is_view, mode_of
-from commpass.passes.fx.marks import CODED, MARK
-from commpass.passes.template import Decompositions, without_tensors
+from commpass.passes.fx.aliasing import is_view
+from commpass.passes.fx.erase import erase, replace
+from commpass.passes.fx.fakes import mode_of
+from commpass.passes.fx.marks import CODED, MARK, inherit
+from commpass.passes.fx.ops import BUFFERS, EMPTY
+from commpass.passes.fx.splice import add_input
+from commpass.passes.fx.tracing import Decompositions, traced
 
 OUTSIDE = ("exchange", "wait", "state", "join")
 """The roles of nodes that belong to no region."""
-EMPTY = (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default)
 PAD = torch.ops.aten.constant_pad_nd.default
 JOIN = operators.ops.join.default
 ENCODE = operators.ops.encode.default
@@ -126,7 +128,7 @@ def regions(
     for node in nodes:
         waits[node] = frozenset().union(*(_after(source, waits) for source in node.all_input_nodes))
         exchanges += node.meta[MARK].role == "exchange"
-        if node.meta[MARK].role not in OUTSIDE and node.target not in EMPTY:
+        if node.meta[MARK].role not in OUTSIDE and node.target not in BUFFERS:
             groups.setdefault((exchanges, waits[node]), []).append(node)
     for group in groups.values():
         for part in _connected(_without_leading_pads(_without_leading_views(group))):
@@ -184,13 +186,8 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
 def _is_fixed(node: fx.Node) -> bool:
     """Whether all sizes of a node and its inputs are numbers."""
     values = [each.meta.get("val") for each in (node, *node.all_input_nodes)]
-    tensors = [
-        v for value in values for v in (value if isinstance(value, (list, tuple)) else [value])
-    ]
-    return all(
-        isinstance(v, Tensor) and all(isinstance(n, int) for n in (*v.shape, *v.stride()))
-        for v in tensors
-    )
+    several = (v if isinstance(v, (list, tuple)) else [v] for v in values)
+    return all(map(meta.is_fixed, itertools.chain(*several)))
 
 
 def _stands_alone(node: fx.Node) -> bool:
@@ -259,8 +256,8 @@ def trace(region: Region, decompositions: Decompositions) -> Source:
         return [piece for value in made for piece in _several(value)]
 
     values = [node.meta["val"] for node in region.inputs]
-    body = make_fx(run, decomposition_table=decompositions())(*values)
-    without_tensors(body.graph, " and ".join(str(node.target) for node in region.nodes))
+    subject = " and ".join(str(node.target) for node in region.nodes)
+    body = traced(run, values, decompositions, subject)
     made: Any = body.graph.output_node().args[0]
     pieces = tuple(_pieces(region, [node.meta["val"] for node in made]))
     write(body, made, pieces)
@@ -326,10 +323,9 @@ def _pieces(region: Region, values: Sequence[Tensor]) -> Iterator[Piece]:
 def write(body: fx.GraphModule, outputs: Sequence[fx.Node], pieces: Sequence[Piece]) -> None:
     """Make a body write its results into additional inputs."""
     graph = body.graph
-    last, output = graph.find_nodes(op="placeholder")[-1], graph.output_node()
+    output = graph.output_node()
     for number, (value, piece) in enumerate(zip(outputs, pieces, strict=True)):
-        with graph.inserting_after(last):
-            last = graph.placeholder(f"written_{number}")
+        last = add_input(graph, f"written_{number}")
         with mode_of(graph):
             shape, stride = piece.form.shape, piece.form.stride
             last.meta["val"] = value.meta["val"].new_empty_strided(shape, stride)
@@ -370,8 +366,8 @@ def outline(region: Region, kernel: str, site: int, buffers: dict[fx.Node, fx.No
             ),
         )
         first = next(n for n in region.nodes if n.target in operators.ROLES)
-        call.meta = _meta(first, None)
-        call.meta[MARK] = replace(first.meta[MARK], role=region.role)
+        inherit(call, first, role=region.role)
+        call.meta["val"] = None
         call.meta[CODED] = tuple(work for n in region.nodes for work in n.meta.get(CODED, ()))
 
         def outside(node: fx.Node) -> fx.Node:
@@ -397,10 +393,10 @@ def _buffer(like: fx.Node) -> fx.Node:
     """Create a buffer for a value."""
     value: Tensor = like.meta["val"]
     empty = like.graph.call_function(
-        EMPTY[0], (list(value.shape),), {"dtype": value.dtype, "device": value.device}
+        EMPTY, (list(value.shape),), {"dtype": value.dtype, "device": value.device}
     )
-    empty.meta = _meta(like, value)
-    empty.meta[MARK] = replace(like.meta[MARK], role="layout")
+    inherit(empty, like, role="layout")
+    empty.meta["val"] = value
     return empty
 
 
@@ -411,11 +407,4 @@ def place_buffers(buffers: dict[fx.Node, fx.Node]) -> None:
         if left := _parts(join):
             raise VerifyError(f"no kernel writes {left[0].name}, a part of {join.name}")
         min(buffer.users).prepend(buffer)
-        join.replace_all_uses_with(buffer)
-        erase(join)
-
-
-def _meta(source: fx.Node, value: Any) -> dict[str, Any]:
-    held: dict[str, Any] = {MARK: source.meta[MARK], "val": value}
-    held |= {key: source.meta[key] for key in meta.CARRIED if key in source.meta}
-    return held
+        replace(join, buffer)

@@ -9,11 +9,12 @@ changes: values, as the chosen codecs do. Uncompressed sites are not touched.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import operator
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -25,21 +26,17 @@ from commpass.codecs import Codec, codec
 from commpass.passes.constants import lift_constants
 from commpass.passes.context import PassContext
 from commpass.passes.failures import site_errors
-from commpass.passes.fx.erase import erase
+from commpass.passes.fx.erase import erase, replace
+from commpass.passes.fx.fakes import fake_of, mode_of
 from commpass.passes.fx.marks import MARK, PARTS, SEGMENTS
+from commpass.passes.fx.ops import reached
 from commpass.passes.fx.parse import is_size, is_wait, items, parse, value_of
+from commpass.passes.fx.splice import add_input, set_value
+from commpass.passes.fx.tracing import Decompositions, inductor_decompositions
 from commpass.passes.graph_site import GraphSite
 from commpass.passes.references import source_of
 from commpass.passes.results import EncodedValue, StateInput
-from commpass.passes.template import (
-    Decompositions,
-    Templates,
-    fake_of,
-    inductor_decompositions,
-    mode_of,
-    sizes_of,
-    splice,
-)
+from commpass.passes.template import Templates, sizes_of, splice_site
 from commpass.plan import PlannedSite
 from commpass.utils.ambient import without_ambient_state
 
@@ -70,7 +67,7 @@ def rewrite(
     chosen = [
         (site, planned) for site, planned in zip(found, plan, strict=True) if planned.compressed
     ]
-    mode = mode_of(chosen[0][0].input) if chosen else contextlib.nullcontext()
+    mode = mode_of(chosen[0][0].module.graph) if chosen else contextlib.nullcontext()
     with (
         without_ambient_state(),
         enable_python_dispatcher(),  # for symbolic sizes
@@ -83,7 +80,8 @@ def rewrite(
                 held = [] if coder.state is None else _keep(site, planned, coder, kept)
                 inputs = [site.input, *sizes_of(site), *_joined(site, held)]
                 given[planned.name] = fake_of(inputs[0])
-                results = splice(site, planned.name, templates.of(site, planned, inputs), inputs)
+                template = templates.of(site, planned, inputs)
+                results = splice_site(site, planned.name, template, inputs)
                 if held:
                     _update(held, results[1])
                 _replace(site, results[0])
@@ -143,9 +141,7 @@ def _keep(
         place = (
             f"{part.module or 'root'}/{planned.direction}/{planned.kind}/{planned.dtype}[{shape}]"
         )
-        placeholders = graph.find_nodes(op="placeholder")
-        with graph.inserting_after(placeholders[-1]) if placeholders else graph.inserting_before():
-            node = graph.placeholder(f"{STATE}_{len(states)}")
+        node = add_input(graph, f"{STATE}_{len(states)}")
         like = fake if len(parts) == 1 else fake.new_empty(part.shape)
         value = coder.initial_state(like, planned.group_size)
         node.meta["val"] = value
@@ -177,40 +173,35 @@ def _joined(found: GraphSite, states: Sequence[fx.Node]) -> list[fx.Node]:
     with graph.inserting_before(found.call.node):
         flat = [graph.call_function(aten.reshape.default, (node, [-1])) for node in states]
         made = graph.call_function(aten.cat.default, (flat,))
-    for node, state in zip(flat, states, strict=True):
-        node.meta["val"] = fake_of(state).reshape(-1)
-    made.meta["val"] = torch.cat([fake_of(node) for node in flat])
+    for node in (*flat, made):
+        set_value(node)
     return [made]
 
 
 def reached_outputs(nodes: Sequence[fx.Node]) -> tuple[int, ...]:
     """Return the numbers of the graph outputs that depend on any of some nodes."""
-    reached, left = set(nodes), list(nodes)
-    while left:
-        new = [user for user in left.pop().users if user not in reached]
-        reached.update(new)
-        left += new
+    found = reached(nodes, lambda node: node.users)
     outputs = nodes[0].graph.output_node().args[0] if nodes else ()
     outputs = outputs if isinstance(outputs, (list, tuple)) else [outputs]
-    return tuple(number for number, output in enumerate(outputs) if output in reached)
+    return tuple(number for number, output in enumerate(outputs) if output in found)
 
 
 def _update(states: Sequence[fx.Node], new: fx.Node) -> None:
     """Write the new state into the inputs that hold it, at the end of the graph, after all reads of
     the old state."""
     graph, aten, start = new.graph, torch.ops.aten, 0
-    mark = replace(new.meta[MARK], role="state")
+    mark = dataclasses.replace(new.meta[MARK], role="state")
     for state in states:
         value, held = new, fake_of(state)
         with graph.inserting_before(graph.output_node()):
             if len(states) > 1:
                 end = start + held.numel()
-                value = graph.call_function(aten.slice.Tensor, (new, 0, start, end))
-                part = aten.slice.Tensor(fake_of(new), 0, start, end)
-                value.meta = {**new.meta, MARK: mark, "val": part}
-                shaped = graph.call_function(aten.reshape.default, (value, list(held.shape)))
-                shaped.meta = {**value.meta, "val": part.reshape(held.shape)}
-                value, start = shaped, end
+                part = graph.call_function(aten.slice.Tensor, (new, 0, start, end))
+                value = graph.call_function(aten.reshape.default, (part, list(held.shape)))
+                for node in (part, value):
+                    node.meta = {**new.meta, MARK: mark}
+                    set_value(node)
+                start = end
             copied = graph.call_function(aten.copy_.default, (state, value))
         copied.meta = {**new.meta, MARK: mark, "val": held}
 
@@ -227,8 +218,7 @@ def _replace(found: GraphSite, result: fx.Node) -> None:
         result = copied
     for held in found.outputs:
         for chained in [user for user in held.users if is_wait(user) and user.args[0] is held]:
-            chained.replace_all_uses_with(result)
-            erase(chained)
+            replace(chained, result)
         held.replace_all_uses_with(result)
     value = value_of(call, found.position)
     if received and value is not None:
@@ -320,8 +310,7 @@ def _join(found: GraphSite, mark: str) -> None:
         call.node.meta["val"] = [
             fake if index == position else each for index, each in enumerate(held)
         ]
-    own.replace_all_uses_with(value)
-    erase(own)
+    replace(own, value)
 
 
 def _shrink(node: fx.Node, states: list[int]) -> None:

@@ -19,9 +19,10 @@ from torch import Tensor, fx
 from commpass.codecs import codec
 from commpass.lowering import matmul
 from commpass.passes.context import PassContext
-from commpass.passes.fx.costs import is_matmul
-from commpass.passes.fx.fakes import is_view, mode_of
+from commpass.passes.fx.aliasing import is_view
+from commpass.passes.fx.fakes import mode_of
 from commpass.passes.fx.marks import MARK
+from commpass.passes.fx.ops import EMPTY, PLAIN, is_matmul
 from commpass.passes.fx.parse import graph_modules
 from commpass.passes.results import EncodedValue
 from commpass.plan import PlannedSite
@@ -33,7 +34,6 @@ STATE = "its codec keeps {}: what one step leaves out, later ones send"
 RECEIVED = "this rank only receives here"
 INSIDE = "its values are made inside of the kernel that encodes them"
 UNSEEN = "watch is 0, and its budget is not checked"
-EMPTY = torch.ops.aten.empty.memory_format
 
 
 def run(context: PassContext) -> None:
@@ -137,7 +137,7 @@ def _is_stored(x: fx.Node) -> bool:
     """
     while is_view(x):
         x = x.all_input_nodes[0]
-    called = getattr(x.target, "namespace", "aten") not in ("aten", "prims")
+    called = getattr(x.target, "namespace", "aten") not in PLAIN
     return x.op == "placeholder" or called or is_matmul(x)
 
 

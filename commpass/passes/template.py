@@ -3,13 +3,12 @@ graph."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
-from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch import fx
 
 from commpass import groups
 from commpass.codecs import codec, operators
@@ -18,14 +17,15 @@ from commpass.collectives import run as run_steps
 from commpass.collectives.data_sized import sizes_of_data
 from commpass.errors import VerifyError
 from commpass.passes.fx import meta
-from commpass.passes.fx.fakes import another, can_be_copied, is_view
+from commpass.passes.fx.aliasing import is_view
+from commpass.passes.fx.fakes import another, can_be_copied, fake_of
 from commpass.passes.fx.marks import MARK, Mark, marks
 from commpass.passes.fx.parse import is_wait, value_of
+from commpass.passes.fx.splice import set_value, splice
+from commpass.passes.fx.tracing import Decompositions, traced
 from commpass.passes.graph_site import GraphSite
 from commpass.plan import PlannedSite
 from commpass.utils.ambient import without_ambient_state
-
-Decompositions = Callable[[], dict[Any, Callable[..., Any]]]
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,6 @@ class Templates:
     traced: dict[tuple[Any, ...], Template] = field(default_factory=dict)
 
     def of(self, found: GraphSite, planned: PlannedSite, inputs: Sequence[fx.Node]) -> Template:
-        fake = fake_of(found.input)
         key = (
             planned.kind,
             planned.codec,
@@ -59,15 +58,12 @@ class Templates:
             planned.peer,
             planned.tag,
             found.current_call.root,
-            fake.dtype,
-            fake.device,
-            str(tuple(fake.shape)),
-            str(fake.stride()),
+            *meta.layout(fake_of(found.input)),
         )
         if key not in self.traced:
-            traced = trace(planned, found, inputs, self.decompositions)
-            own = any("unbacked_bindings" in node.meta for node in traced.nodes)
-            template = Template(traced, marks(traced, ""), own)
+            graph = trace(planned, found, inputs, self.decompositions)
+            own = any("unbacked_bindings" in node.meta for node in graph.nodes)
+            template = Template(graph, marks(graph, ""), own)
             if own:
                 return template
             self.traced[key] = template
@@ -83,7 +79,7 @@ def trace(
     """Trace the algorithm of a site as a graph of its inputs, under the graph's fake mode. Encodes,
     decodes and sums are single operators."""
     chosen, coder = algorithm_of(planned), codec(planned.codec)
-    values = [value(node, found) for node in inputs]
+    values = [_value(found, node) for node in inputs]
     sizes = dict(zip(sizes_of(found), range(1, len(values)), strict=False))
 
     def run(*inputs: Any) -> Any:
@@ -115,22 +111,14 @@ def trace(
         sizes_of_data(coder, values[0], traced=True),
         operators.as_operators(),
     ):
-        traced = make_fx(run, decomposition_table=decompositions())(*values).graph
-    return without_tensors(traced, f"{planned.codec} by {planned.algorithm}")
+        subject = f"{planned.codec} by {planned.algorithm}"
+        return traced(run, values, decompositions, subject).graph
 
 
 def algorithm_of(planned: PlannedSite) -> Algorithm:
     """Return the algorithm of a compressed site, with its chunks."""
     chunks = {"chunks": planned.chunks} if planned.chunks > 1 else {}
     return algorithm(planned.kind, planned.algorithm, **chunks)
-
-
-def without_tensors(traced: fx.Graph, subject: str) -> fx.Graph:
-    """Return a traced graph. Raise VerifyError if it captured tensors, which the target graph
-    cannot hold."""
-    if captured := [node.name for node in traced.nodes if node.op == "get_attr"]:
-        raise VerifyError(f"{subject} captured tensors while it was traced: {captured}")
-    return traced
 
 
 def sizes_of(found: GraphSite) -> list[fx.Node]:
@@ -149,7 +137,7 @@ def _rank(planned: PlannedSite) -> int:
     return rank
 
 
-def splice(
+def splice_site(
     found: GraphSite, name: str, template: Template, inputs: Sequence[fx.Node]
 ) -> list[fx.Node]:
     """Copy a traced algorithm into the graph of a site. Return the nodes of its result and of its
@@ -160,30 +148,23 @@ def splice(
     computation, chunks start no earlier than the algorithm starts them, so that fewer buffers exist
     at once.
     """
-    graph, collective = found.module.graph, found.call.node
-    anchor = _anchor(found)
+    collective, anchor = found.call.node, _anchor(found)
     in_order = collective.next is anchor
-    given = iter(inputs)
-    copies: dict[fx.Node, Any] = {}
     late: set[fx.Node] = set()
-    for node in template.graph.nodes:
-        if node.op == "placeholder":
-            copies[node] = next(given)
-            continue
-        if node.op == "output":
-            results = node.args[0] if isinstance(node.args[0], (tuple, list)) else [node.args[0]]
-            return [copies[result] for result in results]
-        place = collective
+
+    def before(node: fx.Node) -> fx.Node:
         waits = is_wait(node) or any(source in late for source in node.all_input_nodes)
-        if waits or (late and in_order):
-            place = anchor
-            late.add(node)
-        with graph.inserting_before(place):
-            copy = graph.node_copy(node, lambda old: copies[old])
+        if not waits and not (late and in_order):
+            return collective
+        late.add(node)
+        return anchor
+
+    def describe(copy: fx.Node, node: fx.Node) -> None:
         mark = replace(template.marks[node], site=name)
         _describe(copy, found, mark, node, template.own_sizes)
-        copies[node] = copy
-    raise VerifyError(f"the traced algorithm of {name} has no output")
+
+    results = splice(template.graph, inputs, before, describe)
+    return list(results) if isinstance(results, (tuple, list)) else [results]
 
 
 def _anchor(found: GraphSite) -> fx.Node:
@@ -199,54 +180,27 @@ def _anchor(found: GraphSite) -> fx.Node:
     return first if is_wait(first) else first.all_input_nodes[0]
 
 
-def _describe(
-    copy: fx.Node, found: GraphSite, mark: Mark, traced: fx.Node, own_sizes: bool
-) -> None:
+def _describe(copy: fx.Node, found: GraphSite, mark: Mark, node: fx.Node, own_sizes: bool) -> None:
     """Set the metadata of an inserted node: its site's, and its own fake value, because storages
     identify aliases.
 
-    The fake value is that of the ``traced`` node if no other site shares it (``own_sizes``).
+    The fake value is that of the traced ``node`` if no other site shares it (``own_sizes``).
     """
     copy.meta = {MARK: mark}
     meta.carry(found.call.node, copy)
-    if own_sizes:
-        copy.meta |= {
-            key: traced.meta[key] for key in ("val", "unbacked_bindings") if key in traced.meta
-        }
     if isinstance(found.call.group, fx.Node):  # traced with the group's name
         copy.args = tuple(found.call.group if arg == found.site.group else arg for arg in copy.args)
+    held = node.meta.get("val")
     if own_sizes:
-        return
-    held = traced.meta.get("val")
-    if can_be_copied(held) and not is_view(traced):
+        copy.meta |= {
+            key: node.meta[key] for key in ("val", "unbacked_bindings") if key in node.meta
+        }
+    elif can_be_copied(held) and not is_view(node):
         copy.meta["val"] = another(held)
-        return
-    args, kwargs = fx.map_arg((copy.args, copy.kwargs), lambda node: value(node, found))
-    copy.meta["val"] = copy.target(*args, **kwargs)  # type: ignore[operator]
+    else:
+        set_value(copy, partial(_value, found))
 
 
-def value(node: fx.Node, found: GraphSite) -> Any:
+def _value(found: GraphSite, node: fx.Node) -> Any:
     """Return the fake value, or symbolic number, of a node."""
-    if node is found.call.group:
-        return found.site.group
-    return node.meta["val"] if "val" in node.meta else node.meta["example_value"]
-
-
-def mode_of(node: fx.Node) -> Any:
-    """Return the fake mode under which a graph was traced."""
-    return getattr(fake_of(node), "fake_mode", None) or contextlib.nullcontext()
-
-
-def fake_of(node: fx.Node) -> Tensor:
-    """Return the fake value of a tensor node. Raise VerifyError if it has none."""
-    found = meta.tensor(node)
-    if found is None:
-        raise VerifyError(f"node {node.name} has no fake value")
-    return found
-
-
-def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
-    """Return the decompositions that Inductor applies before it compiles a graph."""
-    from torch._inductor.decomposition import select_decomp_table
-
-    return select_decomp_table()
+    return found.site.group if node is found.call.group else meta.value(node)

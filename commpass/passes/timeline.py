@@ -16,8 +16,8 @@ from commpass.passes.fx import meta
 from commpass.passes.fx.marks import MARK, Mark
 from commpass.passes.fx.memory import memory
 from commpass.passes.fx.parse import describe_group, parse
-from commpass.passes.fx.schedule import Span, Work, timed
-from commpass.passes.move import site_of, unsupported_reason, work_of
+from commpass.passes.fx.schedule import Span, timed
+from commpass.passes.fx.work import Work, site_of, unsupported_reason, work_of
 from commpass.plan.timeline import COMPUTE, EXCHANGE, HOST, WAIT, Event, Timeline
 
 NOTHING_SENT = "no collective in this graph"

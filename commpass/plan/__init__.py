@@ -16,6 +16,7 @@ import msgspec
 
 from commpass.plan.kinds import KINDS
 from commpass.plan.stage import Stage
+from commpass.utils.printable import plural
 
 NONE = "none"
 """The codec (and algorithm) name of an uncompressed site."""
@@ -323,11 +324,21 @@ class Plan:
             self.direction,
             f"policy {self.policy!r}",
             f"profile {self.profile!r}",
-            f"{len(self)} site{'s' * (len(self) != 1)}",
+            plural(len(self), "site"),
             *(f"{count} {what}" for what, count in counts.items() if count),
             *([f"fallback {self.fallback!r}"] if self.fallback else []),
         ]
         return f"<Plan: {', '.join(said)}>"
+
+    @property
+    def executed(self) -> tuple[PlannedSite, ...]:
+        """The sites as they run: all uncompressed in a graph that fell back."""
+        if not self.fallback:
+            return self.sites
+        return tuple(
+            dataclasses.replace(uncompressed(s, s.reason, s.plain_us), missed=s.missed)
+            for s in self.sites
+        )
 
     @property
     def compressed(self) -> tuple[PlannedSite, ...]:

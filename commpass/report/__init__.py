@@ -1,4 +1,21 @@
-"""Reports: ``commpass.report()`` in a program, and the output of the command line."""
+"""What programs and the command line print.
+
+``commpass.report()`` is in ``process_report``. The output of a command is in the file, or package,
+of its name; exceptions are ``explain --why`` (``candidate_table``) and ``report`` (``html``).
+
+========================  ==================================================================
+``run``                   a run of a dump as data: graphs, sums, measured times. Uses
+                          ``sent_bytes``, ``exchange_graphs`` and ``plan.totals``
+``explain``               ``headlines``, ``sites_table``, ``layer_patterns``, ``graph_changes``
+``diff``, ``html``        ``comparison``: the differences between two runs as data
+``explain``, ``diff``     ``site_filter``: the options ``--module``, ``--kind``, ...
+``timeline``              ``measured_timeline`` of a ``profiler_trace``; ``timeline_drawing``
+                          (.png, .html) and ``timeline_json``
+``codecs``                ``codec_descriptions``, ``codec_plot``
+all                       ``tables``, ``numbers``, ``site_text``, ``operators``, ``plots``,
+                          ``progress``
+========================  ==================================================================
+"""
 
 import sys
 from types import ModuleType
@@ -13,7 +30,7 @@ class _CallablePackage(ModuleType):
     """
 
     def __call__(self) -> Any:
-        from commpass.report.verdict import report
+        from commpass.report.process_report import report
 
         return report()
 

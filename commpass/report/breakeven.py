@@ -8,13 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
-import msgspec
-import torch
-import typer
 from rich.table import Table
 from rich.text import Text
 
-from commpass.codecs import FLOATS
 from commpass.costmodel import Profile
 from commpass.costmodel.kernels import GPU
 from commpass.distributed.machine import profile_here
@@ -24,11 +20,12 @@ from commpass.passes.choose import choose
 from commpass.plan import PlannedSite, Site
 from commpass.plan.kinds import KINDS
 from commpass.policy import Policy, policy_named
-from commpass.report.tables import console_for, micros, plain_table, size
+from commpass.report.codecs import dtype_of
+from commpass.report.numbers import micros, size
+from commpass.report.tables import console_for, plain_table, print_json
 
 LEAST, MOST = 1 << 10, 1 << 34
 """Bytes of the smallest and the largest tensor that is tried, in powers of two."""
-DTYPES = [str(dtype).removeprefix("torch.") for dtype in FLOATS]
 LINKS = ("ethernet-1g", "ethernet-10g", "ethernet-100g", "infiniband-ndr", "nvlink-4")
 UNITS = {"": 0, "KIB": 10, "MIB": 20, "GIB": 30}
 
@@ -71,8 +68,7 @@ def run(
     chosen, numbers, nbytes = policy_named(policy), _numbers(ranks), _bytes(at)
     names = [name.strip() for name in dtypes.split(",")]
     for name in names:
-        if name not in DTYPES:
-            raise PolicyError(f"unknown dtype {name!r}{nearest(name, DTYPES)}")
+        dtype_of(name)
     links = [profile_of(name, gpus) for name in profiles]
     rows = [
         even(link, many, dtype, kind, chosen, nbytes)
@@ -81,7 +77,7 @@ def run(
         for many in numbers
     ]
     if json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(rows), indent=1))
+        print_json(rows)
         return
     made = table(rows, nbytes)
     console = console_for(made)
@@ -100,18 +96,9 @@ def even(
 ) -> Even:
     """Return from which size on the policy compresses a collective, and its choice at one size."""
     there = decided(profile, ranks, dtype, kind, policy, at_bytes)
-    return Even(
-        profile.name,
-        ranks,
-        dtype,
-        _smallest_gaining(profile, ranks, dtype, kind, policy),
-        there.bytes,
-        there.plain_us,
-        there.predicted_us,
-        there.codec,
-        there.algorithm,
-        there.reason,
-    )
+    least = _smallest_gaining(profile, ranks, dtype, kind, policy)
+    times, chosen = (there.plain_us, there.predicted_us), (there.codec, there.algorithm)
+    return Even(profile.name, ranks, dtype, least, there.bytes, *times, *chosen, there.reason)
 
 
 def _smallest_gaining(profile: Profile, ranks: int, dtype: str, kind: str, policy: Policy) -> float:
@@ -128,7 +115,7 @@ def decided(
     profile: Profile, ranks: int, dtype: str, kind: str, policy: Policy, nbytes: int
 ) -> PlannedSite:
     """Return the choice for one collective that no compute overlaps."""
-    unit = ranks * getattr(torch, dtype).itemsize
+    unit = ranks * dtype_of(dtype).itemsize
     entries = max(1, nbytes // unit) * ranks
     site = Site(
         name=kind,
@@ -150,11 +137,8 @@ def decided(
 def table(rows: Sequence[Even], at_bytes: int) -> Table:
     """Return a table with a line for each link, dtype and number of ranks."""
     heading = f"at {size(at_bytes)}, predicted"
-    made = plain_table(
-        "link", "dtype", "ranks", "pays from", heading, "times", "codec by algorithm"
-    )
-    for column in made.columns[2:6]:
-        column.justify = "right"
+    numbers = ("ranks", "pays from", heading, "times")
+    made = plain_table("link", "dtype", *numbers, "codec by algorithm", right=numbers)
     for row in rows:
         made.add_row(*map(Text, _cells(row)))
     return made

@@ -5,8 +5,9 @@ from __future__ import annotations
 import platform
 import shutil
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -35,7 +36,8 @@ class Check:
 def checks() -> list[Check]:
     """Return what this installation can do. A probe that fails is a finding, never a traceback."""
     found = []
-    for what, probe, have, lack, needed in PROBES:
+    for what, probe, have, lack in PROBES:
+        needed = what in NEEDED
         try:
             state, ok = probe()
             found.append(Check(what, str(state), ok, have if ok else lack, needed))
@@ -160,76 +162,38 @@ def needed_torch() -> str:
     )
 
 
-PROBES = (
-    ("python", lambda: (platform.python_version(), True), "", "", True),
+NEEDED = ("python", "torch", "distributed")
+HEADERS = "needed on the CPU: g++ and Python headers"
+COLD = "every process compiles anew"
+BUILT = "needed: install a torch that was built with it"
+MEASURE = "the cost model assumes one: measure yours with `commpass probe`"
+INSTALL = "pip install 'commpass[graph]', and Graphviz (apt-get install graphviz)"
+NO_GPU = "only the CPU can be used; a GPU needs its driver and a torch for it"
+PROBES: tuple[tuple[str, Callable[[], tuple[str, bool]], str, str], ...] = (
+    ("python", lambda: (platform.python_version(), True), "", ""),
     (
         "commpass",
         lambda: (metadata.version("commpass"), True),
         "",
         "not installed: pip install commpass",
-        False,
     ),
-    ("torch", torch_version, "supported", f"needed: pip install '{needed_torch()}'", True),
-    (
-        "distributed",
-        distributed,
-        "torch has collectives",
-        "needed: install a torch that was built with it",
-        True,
-    ),
-    (
-        "gloo",
-        lambda: distributed("gloo"),
-        "collectives on the CPU",
-        "no collectives on the CPU",
-        False,
-    ),
+    ("torch", torch_version, "supported", f"needed: pip install '{needed_torch()}'"),
+    ("distributed", distributed, "torch has collectives", BUILT),
+    ("gloo", partial(distributed, "gloo"), "collectives on the CPU", "no collectives on the CPU"),
     (
         "NCCL",
-        lambda: distributed("nccl"),
+        partial(distributed, "nccl"),
         "collectives on the GPU",
         "needed on a GPU: a torch for CUDA or ROCm",
-        False,
     ),
-    ("GPU", gpus, "", "only the CPU can be used; a GPU needs its driver and a torch for it", False),
-    (
-        "triton",
-        triton,
-        "Inductor compiles for the GPU",
-        "needed on a GPU: pip install triton",
-        False,
-    ),
-    (
-        "C++ compiler",
-        compiler,
-        "Inductor compiles for the CPU",
-        "needed on the CPU: g++ and Python headers",
-        False,
-    ),
-    (
-        "Inductor FX-graph cache",
-        graph_cache,
-        "a warm start compiles nothing",
-        "every process compiles anew",
-        False,
-    ),
-    (
-        "profile",
-        profile,
-        "the cost model knows this network",
-        "the cost model assumes one: measure yours with `commpass probe`",
-        False,
-    ),
-    (
-        "graph --svg",
-        drawing,
-        "",
-        "pip install 'commpass[graph]', and Graphviz (apt-get install graphviz)",
-        False,
-    ),
+    ("GPU", gpus, "", NO_GPU),
+    ("triton", triton, "Inductor compiles for the GPU", "needed on a GPU: pip install triton"),
+    ("C++ compiler", compiler, "Inductor compiles for the CPU", HEADERS),
+    ("Inductor FX-graph cache", graph_cache, "a warm start compiles nothing", COLD),
+    ("profile", profile, "the cost model knows this network", MEASURE),
+    ("graph --svg", drawing, "", INSTALL),
 )
-"""What is checked, the probe, its meaning if present, its meaning if missing, and whether commpass
-requires it."""
+"""What is checked, the probe, and its meaning if present and if missing."""
 
 
 def table_of(found: Sequence[Check]) -> Table:

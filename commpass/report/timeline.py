@@ -13,8 +13,9 @@ from rich.text import Text
 from commpass.errors import CommpassError, DumpError
 from commpass.plan.dump import Dump
 from commpass.plan.timeline import Timeline
-from commpass.report import trace_events, tracks
-from commpass.report.tables import plain_table, ratio
+from commpass.report import timeline_drawing, timeline_json
+from commpass.report.numbers import ms, ratio
+from commpass.report.tables import plain_table
 from commpass.utils.printable import brief
 
 LEFT, RIGHT = (
@@ -41,7 +42,7 @@ class TimelineView:
     measured: Timeline | None = None
 
     @property
-    def pictures(self) -> list[tracks.Picture]:
+    def pictures(self) -> list[timeline_drawing.Picture]:
         """The predicted timeline, and below it the measured one, each with totals in its title."""
         what = f"graph {self.dump.number}: {self.dump.plan.direction}"
         was = sum(site.unmoved_us for site in self.dump.plan.sites)
@@ -50,10 +51,10 @@ class TimelineView:
         title = f"{what}, predicted: {exposure_text(self.predicted, before)}"
         both = [self.predicted, *([] if self.measured is None else [self.measured])]
         end = max(event.end_us for each in both for event in each.events)
-        found = [tracks.Picture(title, self.predicted, end)]
+        found = [timeline_drawing.Picture(title, self.predicted, end)]
         if self.measured is not None:
             title = f"{what}, measured: {exposure_text(self.measured)}"
-            found.append(tracks.Picture(title, self.measured, end))
+            found.append(timeline_drawing.Picture(title, self.measured, end))
         return found
 
 
@@ -68,14 +69,18 @@ def timelines(dumps: Sequence[Dump], measured: Mapping[int, Timeline]) -> list[T
                 f"graph {one.number} has no timeline: it was written by an older commpass"
                 f" ({one.commpass}). Write the dump again"
             )
-    found = [
+    if found := views(dumps, measured):
+        return found
+    raise CommpassError(f"there is nothing to show: {'; '.join(left_out(dumps))}")
+
+
+def views(dumps: Sequence[Dump], measured: Mapping[int, Timeline]) -> list[TimelineView]:
+    """Return the graphs that have events to show."""
+    return [
         TimelineView(one, one.timeline, measured.get(one.number))
         for one in dumps
         if one.timeline is not None and one.timeline.events
     ]
-    if not found:
-        raise CommpassError(f"there is nothing to show: {'; '.join(left_out(dumps))}")
-    return found
 
 
 def left_out(dumps: Sequence[Dump]) -> list[str]:
@@ -103,11 +108,6 @@ def hidden(timelines: Sequence[Timeline]) -> str:
     travels = sum(each.travel_us for each in timelines)
     behind = travels - sum(each.exposed_us for each in timelines)
     return f"{ms(behind)} of {ms(travels)} ms ({ratio(behind, travels)})"
-
-
-def ms(us: float) -> str:
-    """Format milliseconds with three significant digits."""
-    return f"{us / 1000:,.0f}" if us >= 1e5 else f"{us / 1000:.3g}"
 
 
 def rows(view: TimelineView) -> list[tuple[str, ...]]:
@@ -139,9 +139,7 @@ def headers(view: TimelineView) -> tuple[str, ...]:
 
 def table(view: TimelineView) -> Table:
     """Return the sites as a table without reasons: ``commpass explain`` has them."""
-    made = plain_table(*headers(view), folded=LEFT)
-    for column in made.columns[len(LEFT) :]:
-        column.justify = "right"
+    made = plain_table(*headers(view), folded=LEFT, right=headers(view)[len(LEFT) :])
     for row in rows(view):
         made.add_row(*map(Text, row[:-1]))
     return made
@@ -163,20 +161,20 @@ def write(view: Sequence[TimelineView], path: Path) -> None:
 
 
 def _png(view: Sequence[TimelineView], path: Path) -> None:
-    tracks.draw([picture for one in view for picture in one.pictures]).savefig(
+    timeline_drawing.draw([picture for one in view for picture in one.pictures]).savefig(
         path, format="png", dpi=110
     )
 
 
 def _json(view: Sequence[TimelineView], path: Path) -> None:
-    trace_events.write([picture for one in view for picture in one.pictures], path)
+    timeline_json.write([picture for one in view for picture in one.pictures], path)
 
 
 def _html(view: Sequence[TimelineView], path: Path) -> None:
     parts = [f"<!doctype html><meta charset=utf-8><title>commpass timeline</title><style>{STYLE}"]
     parts.append("</style>")
     for one in view:
-        parts.append(tracks.svg(one.pictures, f"graph{one.dump.number}-"))
+        parts.append(timeline_drawing.svg(one.pictures, f"graph{one.dump.number}-"))
         numeric = range(len(LEFT), len(headers(one)))
         heads = [*headers(one), "reason"]
         lines = [[f"<th>{escape(head)}" for head in heads]]

@@ -33,6 +33,11 @@ def clean_lines(text: str) -> str:
     return "\n".join(map(clean, text.split("\n")))
 
 
+def plural(count: int, noun: str) -> str:
+    """Return ``1 graph``, ``2 graphs``."""
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
 def amount(count: float) -> str:
     """Format bytes in up to three digits: ``260 KiB``; "?" for a negative count, which means
     unknown."""

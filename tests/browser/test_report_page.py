@@ -55,8 +55,8 @@ def path(tmp_path_factory) -> Path:
     other = dataclasses.replace(made.dump(sites, run="b", policy="off"), world_size=8)
     fell = made.dump(made.layers(2), run="b", number=1, direction="backward", fallback="no reason")
     runs = [
-        html.Read("first", (one,), {0: slower}),
-        html.Read("second", (other, fell), {}),
+        html.Run((one,), "first", {0: slower}),
+        html.Run((other, fell), "second", {}),
     ]
     out = tmp_path_factory.mktemp("page") / "report.html"
     html.write(runs, out)
@@ -311,7 +311,7 @@ def test_printed_page_is_light_and_without_buttons(browser, path):
 def test_ten_thousand_lines_are_made_when_they_are_wanted(browser, tmp_path):
     sites = [made.site(f"all_reduce_{n}", f"part{n}.mlp") for n in range(10_000)]
     out = tmp_path / "big.html"
-    html.write([html.Read("big", (made.dump(sites),), {})], out)
+    html.write([html.Run((made.dump(sites),), "big", {})], out)
     show(browser, out)
     assert len(modules(browser)) == 100
     in_table(browser, "sites", "> button.more").send_keys(Keys.ENTER)
@@ -327,7 +327,7 @@ def test_names_run_no_script(browser, tmp_path):
     bad = "</script><img src=x onerror=document.title='bad'><script>document.title='bad'</script>"
     out = tmp_path / "bad.html"
     one = made.dump([made.site("s", bad, missed=bad), made.site("t", bad)], policy=bad)
-    html.write([html.Read(bad, (one,), {})], out)
+    html.write([html.Run((one,), bad, {})], out)
     show(browser, out)
     open_all(browser)
     assert bad in browser.find_element(By.TAG_NAME, "h2").text
@@ -339,7 +339,7 @@ def test_names_run_no_script(browser, tmp_path):
 def test_sites_of_one_run_alone_are_no_share_of_the_other(browser, tmp_path):
     sites = made.layers(2)
     runs = [made.dump([*sites, made.site("extra", "head")]), made.dump(sites, run="b")]
-    html.write([html.Read(each.run, (each,), {}) for each in runs], tmp_path / "report.html")
+    html.write([html.Run((each,), each.run, {}) for each in runs], tmp_path / "report.html")
     show(browser, tmp_path / "report.html")
     row = in_table(browser, "changes", "tbody > tr").text
     assert "only in A" in row

@@ -26,7 +26,6 @@ from commpass.lowering.chain import (
     Encode,
     Enter,
     Leave,
-    Normalise,
     Sum,
 )
 
@@ -618,7 +617,6 @@ def test_number_of_threads_changes_nothing(spec):
         (Chain(BF16, (Encode(codec("equarx")),)), "Lanes"),
         (Chain(BF16, (Encode(codec("int8(block=8)")),)), "multiples of 16"),
         (Chain(torch.float64, (Encode(INT8),)), "float64"),
-        (Chain(F32, (Normalise(64, 1e-6, F32), Encode(INT8))), "Normalise"),
         (Chain(U8, (Decode(INT8, BF16), Sum(17))), "torch.sum"),
         (Chain(BF16, (Enter(Domain(Hadamard(64))), Encode(INT8))), "float32 alone"),
         (Chain(U8, (Decode(codec("exponent"), BF16), Cast(F32), Sum(2))), "nothing besides"),

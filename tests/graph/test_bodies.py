@@ -14,7 +14,7 @@ import commpass
 from commpass import Policy, Rule
 from commpass.codecs import codec, operators
 from commpass.passes import lower
-from commpass.passes.template import inductor_decompositions
+from commpass.passes.fx.tracing import inductor_decompositions
 
 
 def summed(x):

@@ -556,7 +556,7 @@ def test_plan_tells_and_ranks_compare():
 def test_split_sites_are_shown():
     from rich.console import Console
 
-    from commpass.report.tables import splits
+    from commpass.report.graph_changes import splits
 
     plan = drive(trace(block, *inputs()), rows=2)
     console = Console(width=120)

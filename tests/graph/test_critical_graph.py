@@ -17,8 +17,8 @@ from commpass.costmodel import ethernet
 from commpass.costmodel.critical import dependencies, slack_us
 from commpass.passes.fx.marks import MARK
 from commpass.passes.fx.memory import memory
-from commpass.passes.fx.schedule import Work, timed
-from commpass.passes.move import work_of
+from commpass.passes.fx.schedule import timed
+from commpass.passes.fx.work import Work, work_of
 from commpass.passes.timeline import site_slack_us, tasks_of
 from commpass.plan import dump
 from commpass.policy import Policy

@@ -16,9 +16,9 @@ import commpass
 from commpass.distributed import owners
 from commpass.distributed.owners import parameter_names
 from commpass.groups import duplicate, labels, timeout_of
-from commpass.parallel.buckets import parts_of
+from commpass.parallel.ddp.buckets import parts_of
+from commpass.parallel.ddp.worker import Worker
 from commpass.parallel.exchange import Exchange, Exchanges
-from commpass.parallel.worker import Worker
 from commpass.policy import Policy
 from commpass.policy.annotate import annotations_of
 from commpass.policy.rules import Rule

@@ -417,7 +417,7 @@ def test_kernel_that_triton_does_not_compile_leaves_the_graph_as_it_was(fake_gro
 
     whole = source.load.__wrapped__
     with (
-        patch("commpass.lowering.gpu.graph.load", lambda text: whole(spoiled(text))),
+        patch("commpass.lowering.gpu.launch.load", lambda text: whole(spoiled(text))),
         pytest.raises(VerifyError, match="Triton does not compile its kernel"),
     ):
         run(summed, forced("int8(block=32)"), X)

@@ -24,7 +24,7 @@ from commpass import Policy, Rule
 from commpass.cli import app
 from commpass.costmodel import KernelRate, Kernels, Link, Profile
 from commpass.errors import CommpassError
-from commpass.report.simulated import draw, millis, table
+from commpass.report.simulate import draw, millis, table
 from commpass.simulate import Simulated
 
 NO_COMPUTE = Kernels(launch_us=0.0, other=KernelRate(0, 0), gflops=1e12, gbytes_per_s=1e12)

@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import commpass
 from commpass.distributed import record
 from commpass.distributed import summary as summaries
+from commpass.distributed.integration import Integration
 from commpass.distributed.summary import Summary
 from commpass.groups import meshes
-from commpass.parallel.ownership import acquire, release
 from commpass.plan import Plan, PlannedSite
 from commpass.policy import PRESETS, Policy
 from commpass.policy.rules import Rule
@@ -528,9 +528,10 @@ def other_graphs_have(model, fake_group):
 
 def has_a_door(model, fake_group):
     fake_group(8)
-    acquire(model, "compress_ddp")
+    integration = Integration()
+    integration.acquire(model, model)
     steps(by_itself(model, commpass.backend("balanced", inner="eager")), 4)
-    release(model)
+    integration.close()
 
 
 def not_the_first_rank(model, fake_group):

@@ -575,7 +575,7 @@ def test_refusals_say_what_to_do(ranks2):
     assert "compress_fsdp" in plain
     assert "int" in number
     assert "'0' in it is one: give that one" in inside
-    assert "Wrap it first" not in inside + sharded
+    assert "DistributedDataParallel(model)" not in inside + sharded
     assert "fully_shard: call commpass.parallel.compress_fsdp" in sharded
 
 

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from commpass import Policy, Rule
 from commpass.costmodel import Link, Profile
-from commpass.parallel.narrow import narrowed
+from commpass.parallel.fsdp.exact_cast import cast_if_exact
 
 pytestmark = pytest.mark.xdist_group("ranks")
 SLOW = Profile("slow", Link(1.0, 1e-6))
@@ -63,7 +63,7 @@ def watch_sums(door) -> list[tuple[torch.Tensor, torch.Tensor]]:
             seen.append((before, output_tensor.clone()))
             return done
 
-        watched.allocate, watched.door = comm.allocate, comm.door
+        watched.allocate, watched.integration = comm.allocate, comm.integration
         unit.group._reduce_scatter_comm = watched
     return seen
 
@@ -230,9 +230,9 @@ def narrow_values() -> dict[str, tuple[bool, bool]]:
     them."""
     found, group = {}, dist.group.WORLD
     for name, make in VALUES.items():
-        everywhere = narrowed(make(), torch.bfloat16, group)
+        everywhere = cast_if_exact(make(), torch.bfloat16, group)
         alone = make() if dist.get_rank() == 1 else torch.ones(3)
-        only_there = narrowed(alone, torch.bfloat16, group)
+        only_there = cast_if_exact(alone, torch.bfloat16, group)
         found[name] = everywhere is not None, only_there is not None
         if everywhere is not None:
             back = everywhere.float()

@@ -340,7 +340,7 @@ def gathered(codec: str) -> None:
             seen.setdefault(name, []).append(output_tensor.clone())
             return done
 
-        watched.allocate, watched.door = comm.allocate, comm.door
+        watched.allocate, watched.integration = comm.allocate, comm.integration
         unit.group._all_gather_comm = watched
     x, y = next(batches(1))
     loss_of(model, x, y).backward()
@@ -874,9 +874,9 @@ def test_blocks_sharded_later_are_reported_once(ranks2):
 
 def test_refusals_name_both_sides(ranks2):
     door, comm, nothing, ddp, no_module, torchs = ranks2.run(taken)[0]
-    assert "another door" in door
-    assert "CompressedFSDP of FSDPNet" in door
-    assert "remove()" in door
+    assert "is exchanged by commpass.parallel.compress_fsdp of a FSDPNet already" in door
+    assert "under policy 'off'" in door
+    assert "close()" in door
     assert "layers.1" in comm
     assert "Mine" in comm
     assert "fully_shard" in nothing

@@ -29,7 +29,7 @@ from commpass.passes.choose import choose
 from commpass.plan import NONE, Site
 from commpass.policy import PRESETS, Policy
 from commpass.policy.rules import Rule
-from commpass.report.calibrated import draw
+from commpass.report.calibrate import draw
 
 tried = settings(max_examples=examples(50, 150), deadline=None)
 option = st.builds(Option, cost=st.integers(0, 9), loss=st.sampled_from([0.0, 0.25, 0.5, 1.0, 3.0]))

@@ -18,7 +18,7 @@ from commpass.passes.fx import costs
 from commpass.passes.fx.memory import memory
 from commpass.passes.fx.parse import parse
 from commpass.passes.fx.schedule import timed
-from commpass.passes.move import work_of
+from commpass.passes.fx.work import work_of
 
 SLOW, FAST = Link(0.0, 1.0), Link(0.0, 100.0)
 

@@ -77,7 +77,7 @@ ORDERS = {
     "the face first": "import commpass; commpass.NAME; import commpass.MODULE",
     "the module first": "import commpass.MODULE",
     "from the module": "from commpass.MODULE import *",
-    "another of its modules first": "import commpass.parallel.fsdp, commpass.report.simulated",
+    "another of its modules first": "import commpass.parallel.fsdp, commpass.report.simulate",
     "by name": "import importlib; importlib.import_module('commpass.MODULE')",
     "all names": "from commpass import *; import commpass.MODULE",
     "twice": "import commpass.MODULE; import sys; del sys.modules['commpass.MODULE'];"

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from commpass.codecs.exponent import ExponentCodec, exponent
-from commpass.lowering.gpu.exponent import Launch, Tiling, decoding, encoding
+from commpass.lowering.gpu.call import Call, calls_of, divisible, signature
+from commpass.lowering.gpu.exponent import Tiling, decode_rows, encode_rows
 from commpass.lowering.gpu.source import load
 
 triton = pytest.importorskip("triton")
@@ -44,32 +45,31 @@ def launches_of(
     dtype: torch.dtype,
     tiling: Tiling,
     numel: int = NUMEL,
-) -> dict[str, Launch]:
+) -> dict[str, Call]:
     """Return all kernels of both directions, by name."""
     coder = exponent(f"exponent(planes={planes})", planes=planes)
     assert isinstance(coder, ExponentCodec)
-    found = {}
-    for kernels in (encoding, decoding):
-        halves = dtype.itemsize == 2 and numel % 2 == 1
-        for launch in kernels(coder, 1, numel, dtype, halves, tiling).launches:
-            found[launch.source.entry] = launch
-    return found
+    rows = torch.empty((1, numel), dtype=dtype, device="meta")
+    wire = torch.empty((1, coder.wire_bytes(numel, dtype)), dtype=torch.uint8, device="meta")
+    made = calls_of(lambda: encode_rows(coder, rows, tiling))
+    made += calls_of(lambda: decode_rows(coder, wire, numel, dtype, tiling))
+    return {call.source.entry: call for call in made}
 
 
-def compiled(launch: Launch, backend: str, arch: int | str) -> object:
+def compiled(launch: Call, backend: str, arch: int | str) -> object:
     """Compile as for a launch: pointers and numbers are marked as multiples of 16 if they are, and
     ones are constants."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     sixteen = [["tt.divisibility", 16]]
-    known = {(place,): sixteen for place in range(len(launch.tensors))}
-    for place, (_, number) in enumerate(launch.numbers, start=len(launch.tensors)):
-        if number % 16 == 0:
-            known[(place,)] = sixteen
-    ones = {name: 1 for name, number in launch.numbers if number == 1}
-    signature = {**launch.signature, **dict.fromkeys(ones, "constexpr")}
-    source = ASTSource(load(launch.source), signature, {**dict(launch.constants), **ones}, known)
+    names = list(launch.arguments)
+    known = {(names.index(name),): sixteen for name in divisible(launch)}
+    ones = {
+        name: 1 for name, value in launch.arguments.items() if isinstance(value, int) and value == 1
+    }
+    types = {**signature(launch), **dict.fromkeys(ones, "constexpr")}
+    source = ASTSource(load(launch.source), types, {**launch.constants, **ones}, known)
     target = GPUTarget(backend, arch, 32 if backend == "cuda" else 64)
     return triton.compile(source, target=target, options={"num_warps": launch.warps})
 

@@ -31,7 +31,6 @@ from commpass.lowering.chain import (
     Encode,
     Enter,
     Leave,
-    Normalise,
     Sum,
 )
 
@@ -252,19 +251,6 @@ def test_residual_is_added_after_the_values_were_rounded():
     chain = Chain(torch.uint8, (Decode(coder, dtype), Cast(dtype), Add(dtype)))
     want = coder.decode_rows(wire, numel, dtype).to(dtype) + other
     same(interpreted(ran, chain, wire, numel, other), want)
-
-
-def test_norm_follows_the_residual():
-    coder, width, dtype = codec("int8"), 512, torch.float32
-    numel = 3 * width
-    wire, other = coder.encode_rows(sample(numel, dtype)), sample(numel, dtype, 5)
-    weight = torch.randn(width, generator=torch.Generator().manual_seed(1))
-    steps = (Decode(coder, dtype), Add(dtype), Normalise(width, 1e-6, dtype))
-    found = interpreted(ran, Chain(torch.uint8, steps), wire, numel, other, weight)
-    values = (coder.decode_rows(wire, numel, dtype) + other).double().reshape(3, 3, width)
-    over = (values.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
-    want = values * over * weight.double()
-    torch.testing.assert_close(found.double().reshape(want.shape), want, rtol=1e-6, atol=1e-6)
 
 
 def test_rows_may_lie_apart():

@@ -33,12 +33,10 @@ class Case:
     ranks: int = 2
     chunks: int = 1
     dtype: torch.dtype = torch.bfloat16
-    made: torch.dtype | None = None
     a_by_rows: bool = True
     b_by_rows: bool = True
     bias: bool = False
     activation: str = ""
-    counts: bool = False
     by: dict[str, Any] = field(default_factory=dict)
 
 
@@ -55,44 +53,27 @@ def operands(case: Case) -> tuple[Tensor, Tensor, Tensor]:
     return a, b, bias
 
 
-def kernel_wire(case: Case) -> tuple[Tensor, Tensor | None]:
-    """Return the output of the kernel, and its counts. Called in the interpreter."""
+def kernel_wire(case: Case) -> Tensor:
+    """Return the output of the kernel. Called in the interpreter."""
     a, b, bias = operands(case)
-    scales = None
-    if case.dtype.itemsize == 1:
-        scales = (torch.tensor(0.5), torch.tensor(4.0))
-    ready = torch.zeros(case.ranks * case.chunks, dtype=torch.int32) if case.counts else None
-    wire = matmul_launch.run(
+    return matmul_launch.run(
         a,
         b,
         codec(case.spec),
         case.ranks,
         chunks=case.chunks,
-        dtype=case.made,
         bias=bias if case.bias else None,
         activation=case.activation,
-        scales=scales,
         by=matmul_sizes.Configuration(**{**SMALL, **case.by}),
-        ready=ready,
     )
-    return wire, ready
 
 
 def plain_result(case: Case) -> Tensor:
     """Return the result of the matmul alone, rounded as without fusion."""
     a, b, bias = operands(case)
-    made = case.made or (torch.bfloat16 if case.dtype.itemsize == 1 else case.dtype)
     exact = a.double() @ b.double()
-    if case.dtype.itemsize == 1:
-        exact = exact * 2
-    exact = (exact + bias.double() if case.bias else exact).to(made)
-    activations = {
-        "": lambda x: x,
-        "relu": F.relu,
-        "silu": F.silu,
-        "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    }
-    return activations[case.activation](exact)
+    exact = (exact + bias.double() if case.bias else exact).to(case.dtype)
+    return F.relu(exact) if case.activation else exact
 
 
 def plain_wire(case: Case) -> Tensor:
@@ -113,24 +94,21 @@ EXACT = [
     Case("int8(rounding=stochastic)"),
     Case("int6"),
     Case("int4", dtype=torch.float16),
-    Case("int2", made=torch.float32),
+    Case("int2"),
     Case("fp8"),
     Case("fp8(form=e5m2)", b_by_rows=False),
-    Case("int8", m=64, ranks=2, chunks=2, counts=True),
+    Case("int8", m=64, ranks=2, chunks=2),
     Case("int4", m=48, ranks=3, by={"cuts": 2}),
     Case("int8(block=64)", n=192, by={"block_n": 128, "block_k": 64}),
     Case("int8", m=64, n=512, by={"block_m": 32, "cuts": 2, "group": 1}),
-    Case("int4", m=40, n=384, ranks=2, bias=True, counts=True),
+    Case("int4", m=40, n=384, ranks=2, bias=True),
     Case("int8", bias=True, activation="relu"),
-    Case("int8", dtype=torch.float8_e4m3fn, b_by_rows=False),
     Case("int8", k=64, by={"descriptors": True}),
     Case("int8", m=48, k=40, bias=True, a_by_rows=False, by={"descriptors": True}),
     Case("int8", k=40, b_by_rows=False, by={"descriptors": True, "flatten": False}),
 ]
 
 NEAR = [
-    Case("int8", activation="silu"),
-    Case("int8", bias=True, activation="gelu_tanh"),
     Case("rotated"),
     Case("rotated(bits=4)", bias=True, b_by_rows=False),
     Case("table"),
@@ -148,17 +126,13 @@ def name_of(case: Case) -> str:
 @pytest.mark.few(3)
 @pytest.mark.parametrize("case", EXACT, ids=name_of)
 def test_wire_is_that_of_the_codec(case: Case) -> None:
-    wire, ready = interpreted(kernel_wire, case)
-    assert torch.equal(wire, plain_wire(case))
-    if ready is not None:
-        tiles = -(-case.m // case.ranks // case.chunks // 16) * -(-case.n // 256)
-        assert ready.tolist() == [tiles] * (case.ranks * case.chunks)
+    assert torch.equal(interpreted(kernel_wire, case), plain_wire(case))
 
 
 @pytest.mark.parametrize("case", NEAR, ids=name_of)
 def test_sums_in_another_order_are_nearly_the_same(case: Case) -> None:
-    """The last bits of rotations and activations differ: few codes do, and by one."""
-    coder, (wire, _), wanted = codec(case.spec), interpreted(kernel_wire, case), plain_wire(case)
+    """The last bits of rotations differ: few codes do, and by one."""
+    coder, wire, wanted = codec(case.spec), interpreted(kernel_wire, case), plain_wire(case)
     numel = case.m * case.n // case.ranks
     apart = (codes_of(coder, wire[0], numel) - codes_of(coder, wanted[0], numel)).abs()
     assert apart.max() <= 1
@@ -192,26 +166,20 @@ def spoiled_wire() -> Tensor:
 
 
 PROBLEM = matmul_sizes.Problem(m=4096, n=4096, k=4096, ranks=8)
-LINEAR = matmul_sizes.Matmul(torch.bfloat16, torch.bfloat16, b_by_rows=False)
-E4M3 = replace(LINEAR, operands=torch.float8_e4m3fn)
+LINEAR = matmul_sizes.Matmul(torch.bfloat16, b_by_rows=False)
 
 REFUSED = [
     ("int8", LINEAR, replace(PROBLEM, n=4000), {}, "4000 columns are no multiple"),
     ("int8", LINEAR, replace(PROBLEM, m=4100), {}, "4100 rows for 8 ranks: shards begin inside"),
     ("int8", LINEAR, replace(PROBLEM, chunks=3), {}, "chunks begin inside a row"),
-    ("int8", LINEAR, PROBLEM, {"shards": 2}, "2 micro-shards"),
     ("int8(block=512)", LINEAR, PROBLEM, {}, "blocks of 512 values, wider than a tile"),
     ("int8(block=24)", LINEAR, PROBLEM, {}, "powers of two"),
     ("equarx", LINEAR, PROBLEM, {}, "no consecutive values"),
     ("exponent", LINEAR, PROBLEM, {}, "no block codec"),
     ("int8(rounding=stochastic)", LINEAR, replace(PROBLEM, chunks=2), {}, "noise of its own"),
-    ("int8", replace(LINEAR, operands=torch.float32), PROBLEM, {}, "float32 operands"),
-    ("int8", replace(LINEAR, made=torch.float64), PROBLEM, {}, "a result in float64"),
-    ("int8", replace(LINEAR, activation="gelu"), PROBLEM, {}, "activation 'gelu'"),
+    ("int8", replace(LINEAR, dtype=torch.float32), PROBLEM, {}, "float32 operands"),
     ("int8", replace(LINEAR, bias=torch.int8), PROBLEM, {}, "a bias in int8"),
     ("int8", LINEAR, PROBLEM, {"arch": "sm_75"}, "sm_75: no kernels"),
-    ("int8", E4M3, PROBLEM, {"arch": "sm_80"}, "e4m3 operands: sm_80"),
-    ("int8", replace(E4M3, b_by_rows=True), PROBLEM, {}, "whose k lies contiguous"),
     ("int8", LINEAR, replace(PROBLEM, m=1 << 20), {}, "kernels count to 2^31"),
     ("int8", LINEAR, replace(PROBLEM, k=0), {}, "nothing to multiply"),
 ]
@@ -237,9 +205,9 @@ def test_fused_products_have_tiles_of_whole_blocks(spec: str, arch: str) -> None
     assert isinstance(coder, BlockCodec)
     for problem in (PROBLEM, replace(PROBLEM, m=512, n=1536), replace(PROBLEM, n=128 * 3 * 256)):
         assert matmul_encode.unsupported_reason(coder, LINEAR, problem, arch=arch) == ""
-        for by in matmul_sizes.configurations(coder, LINEAR, problem, arch):
+        for by in matmul_sizes.configurations(coder, problem, arch):
             assert by.block_n % coder.block == 0
-            shared = matmul_sizes.shared_bytes(by, coder, LINEAR, arch)
+            shared = matmul_sizes.shared_bytes(by, coder, arch)
             assert shared <= matmul_sizes.SHARED[arch]
 
 

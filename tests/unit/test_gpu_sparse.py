@@ -190,23 +190,6 @@ def test_all_codes_of_indices_and_values(parameters, which):
     assert interpreted(check, cases) == {}
 
 
-def in_place() -> list[bool]:
-    """Return whether the kernels give the same if what is left replaces the residual."""
-    same_bits = []
-    for spec in ("gaussiank(density=0.2)", "topk(density=0.2)"):
-        coder = coder_of(spec)
-        x, residual = gaussian(1, 600).bfloat16(), gaussian(1, 600, 1)
-        want = sparse.encode(coder, x, residual, SMALL)
-        left = residual.clone()
-        wire = sparse.encode(coder, x, left, SMALL, left)[0]
-        same_bits += [torch.equal(wire, want[0]), torch.equal(left, want[1])]
-    return same_bits
-
-
-def test_remainder_may_take_the_place_of_the_residual():
-    assert interpreted(in_place) == [True] * 4
-
-
 # --- decode ---------------------------------------------------------------------------------------
 
 

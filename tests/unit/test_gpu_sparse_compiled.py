@@ -18,9 +18,10 @@ from triton.compiler import ASTSource
 from commpass.codecs import codec
 from commpass.codecs.sparse import SparseCodec
 from commpass.lowering.gpu import sparse
-from commpass.lowering.gpu.call import Call, divisible, signature
+from commpass.lowering.gpu.call import Call, calls_of, divisible, signature
 from commpass.lowering.gpu.source import load
 from commpass.lowering.gpu.sparse_measure import Seen
+from commpass.lowering.gpu.tiles import sparse_measure
 
 AMD = "gfx942"
 TARGETS = {
@@ -51,30 +52,16 @@ def calls(spec: str, dtype: torch.dtype, target: str, n: int = LONG) -> dict[str
     coder = codec(spec)
     assert isinstance(coder, SparseCodec)
     sizes = sparse.Sizes(warp=TARGETS[target].warp_size)
-    layout = sparse.layout_of(coder, n, dtype)
-    k = layout.chosen
     x, residual = torch.empty(1, n, dtype=dtype, device="meta"), torch.empty(1, n, device="meta")
-    wire = torch.empty(1, layout.pitch, dtype=torch.uint8, device="meta")
-    arrived = ints(8, k) if layout.later else sparse.values_of(layout, wire).expand(8, -1)
-    values, indices, one = sparse.values_of(layout, wire), ints(1, k), ints(1)
-    tiles = ints(1, -(-layout.second // sizes.tile))
-    made = {
-        "select": sparse.select_call(
-            layout, sizes, x, residual, residual, values, indices, wire, one, ints(1, 3), one
-        ),
-        "take": sparse.take_call(layout, sizes, x, residual, residual, values, indices, one),
-        "pack": sparse.pack_call(layout, sizes, indices, one, one, values, wire, False),
-        "sum": sparse.sum_call(layout, sizes, arrived, ints(8, k), torch.empty(n, device="meta")),
+    wires = torch.empty(8, coder.wire_bytes(n, dtype), dtype=torch.uint8, device="meta")
+    made = calls_of(lambda: sparse.encode(coder, x, residual, sizes))
+    made += calls_of(lambda: sparse.sum_rows(coder, wires, n, dtype, sizes))
+    measures = sparse_measure.__name__
+    return {
+        call.source.entry.removeprefix("sparse_"): call
+        for call in made
+        if call.entry.__module__ != measures
     }
-    if layout.code == 3:
-        made["places16"] = sparse.places16_call(layout, sizes, wire, indices)
-    else:
-        made["ones"] = sparse.ones_call(layout, sizes, wire, tiles)
-        made["places"] = sparse.places_call(layout, sizes, wire, indices, tiles)
-    if layout.later:
-        own = torch.empty(1, k, device="meta")
-        made["settle"] = sparse.settle_call(layout, sizes, residual, indices, values, own, one)
-    return made
 
 
 def assembled(call: Call, target: str, folder: Path) -> tuple[str, int, int]:
@@ -166,14 +153,13 @@ def test_look_back_keeps_all_warps_together(target, tmp_path):
     [
         *((target, "topk", torch.bfloat16) for target in TARGETS),
         ("sm_90", "dgc(density=0.3, values=bf16)", torch.float32),
+        ("sm_90", "topk(density=0.3, values=bf16)", torch.float32),
         (AMD, "redsync(indices=blocks16, values=int8)", torch.float16),
+        (AMD, "topk(indices=blocks16, values=int8)", torch.float16),
     ],
 )
 def test_all_kernels_compile_and_spill_nothing(target, spec, dtype, tmp_path):
-    made = calls(spec, dtype, target)
-    if spec == "topk":
-        del made["select"]  # as above
-    for name, call in made.items():
+    for name, call in calls(spec, dtype, target).items():
         _, _, spilled = assembled(call, target, tmp_path)
         assert spilled == 0, name
 

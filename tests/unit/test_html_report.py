@@ -102,7 +102,7 @@ def shown(*runs, measured=()) -> Page:
     """Return the page of some runs, each a list of dumps."""
     times = [*measured, *({} for _ in runs[len(measured) :])]
     read = [
-        html.Read(f"folder-{at}", tuple(run), time)
+        html.Run(tuple(run), f"folder-{at}", time)
         for at, (run, time) in enumerate(zip(runs, times, strict=True))
     ]
     return Page(page(read))
@@ -420,7 +420,7 @@ def test_names_are_data(text):
 @settings(max_examples=examples(10, 30), deadline=None)
 def test_any_text_stays_what_it_is(text):
     one = hostile(text)
-    raw = page([html.Read(text, (one,), {})])
+    raw = page([html.Run((one,), text, {})])
     found = Page(raw)
     assert len(found.scripts) == raw.count("<script") == raw.count("</script>") == 2
     run = found.data["runs"]["A"]
@@ -429,7 +429,7 @@ def test_any_text_stays_what_it_is(text):
 
 
 def test_page_loads_nothing():
-    text = page([html.Read("folder", (made.eventful(),), {})])
+    text = page([html.Run((made.eventful(),), "folder", {})])
     found = Page(text)
     links = [value for name, value in found.attributes if name in ("href", "src", "action")]
     assert [link for link in links if not link.startswith("#")] == ["data:,"]
@@ -455,7 +455,7 @@ def test_every_link_has_its_target(runs):
 def test_work_for_a_site_does_not_grow_with_their_number():
     def work(layers: int):
         one = made.dump(made.layers(layers))
-        return lambda: page([html.Read("big", (one,), {})])
+        return lambda: page([html.Run((one,), "big", {})])
 
     work(10)()  # which reads what is read only once
     assert growth(work, 200) < 1.2
@@ -464,7 +464,7 @@ def test_work_for_a_site_does_not_grow_with_their_number():
 @pytest.mark.every
 def test_ten_thousand_sites_take_few_elements():
     one = made.dump(made.layers(5000))
-    text = page([html.Read("big", (one,), {})])
+    text = page([html.Run((one,), "big", {})])
     found = Page(text)
     assert sum(found.tags.values()) < 500  # the page creates rows on demand
     assert [len(group["sites"]) for group in found.data["runs"]["A"]["groups"]] == [

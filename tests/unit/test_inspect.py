@@ -15,7 +15,6 @@ from commpass.errors import KernelError
 from commpass.lowering.gpu.source import load, of_function, tile
 from commpass.lowering.inspect import ARCHITECTURES, CARDS, Compiled, compiled, predicted
 from commpass.lowering.inspect.architectures import architecture, cards_of, residence
-from commpass.lowering.inspect.roofline import needs, operations
 from commpass.lowering.inspect.sass import Counts, Instruction, counted, parsed
 
 NVIDIA = ("sm_80", "sm_90", "sm_100")
@@ -100,7 +99,6 @@ def test_accesses_of_a_sum_are_as_wide_as_they_can_be(arch):
     assert found.occupancy >= 0.75
     assert "def half" in found.source
     assert "def middle" in found.source
-    assert "tt.func" in found.ttgir
     assert (".target sm_" in found.assembly) == (arch in NVIDIA)
 
 
@@ -125,7 +123,7 @@ def test_kernel_that_spills_is_seen(arch):
     assert few.spills == few.local == 0
     assert many.spills > 0
     assert many.local > 0
-    assert many.registers >= ARCHITECTURES[arch].registers_each - 1
+    assert many.registers >= (512 if arch == "gfx942" else 255) - 1
 
 
 def test_spills_are_those_that_the_assembler_tells(tmp_path):
@@ -165,19 +163,6 @@ def test_matmuls_run_on_the_tensor_cores(arch, dtype, used):
         assert counts.loops == 0
         assert counts.unknown == ()
         assert counted(found.code).loops == 1
-
-
-@pytest.mark.parametrize(("arch", "dtype"), [("sm_80", "bf16"), ("sm_90", "fp8e4nv")])
-def test_operations_of_a_matmul_are_counted_from_its_instructions(arch, dtype):
-    found = of_matmul(arch, dtype)
-    one, nine = counted(found.code, [1]), counted(found.code, [9])
-    card = cards_of(arch)[0]
-    each = 2 * 64 * 64 * 64
-    clocks = [needs(some, 4, ARCHITECTURES[arch])["tensor"] for some in (one, nine)]
-    rate = ARCHITECTURES[arch].tensor[8 if "fp8" in dtype else 16]
-    assert clocks == [each / rate, 9 * each / rate]
-    given = predicted(one, 4, 1, 1.0, card, flops=9 * each)
-    assert given.ns["tensor"] == predicted(nine, 4, 1, 1.0, card).ns["tensor"]
 
 
 def test_slow_paths_of_a_division_are_not_counted():
@@ -493,21 +478,3 @@ def test_sum_is_predicted_to_run_like_a_copy():
         one = predicted(counted(found.code), found.num_warps, found.residence.programs, moved, card)
         assert (one.limit, one.share) == ("memory", 1.0)
         assert one.ns["memory"] == pytest.approx(moved / card.gb_s)
-
-
-@pytest.mark.parametrize(
-    ("name", "flops"),
-    [
-        ("HMMA.16816.F32.BF16", 2 * 16 * 8 * 16),
-        ("HMMA.1688.F32.TF32", 2 * 16 * 8 * 8),
-        ("IMMA.16832.S8.S8", 2 * 16 * 8 * 32),
-        ("QMMA.16832.F32.E4M3.E4M3", 2 * 16 * 8 * 32),
-        ("DMMA.884", 2 * 8 * 8 * 4),
-        ("HGMMA.64x128x16.F32.BF16", 2 * 64 * 128 * 16 / 4),
-        ("QGMMA.64x128x32.F32.E4M3.E4M3", 2 * 64 * 128 * 32 / 4),
-        ("UTCHMMA", 0),
-        ("FFMA", None),
-    ],
-)
-def test_operations_of_tensor_core_instructions(name, flops):
-    assert operations(name) == flops

@@ -17,8 +17,8 @@ from commpass.codecs import codec
 from commpass.costmodel import ethernet
 from commpass.errors import CommpassError, PolicyError
 from commpass.parallel import compress_pipeline
-from commpass.parallel.coding import Coding
-from commpass.parallel.edges import Line, Place, coding_of, decide_all, lines
+from commpass.parallel.pipeline.coding import Coding
+from commpass.parallel.pipeline.send_recv import Message, Place, coding_of, decide_all, messages_of
 from commpass.plan import NONE
 from commpass.policy import Policy, policy_named
 from commpass.policy.rules import DIRECTIONS, Rule
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 def line(kind="send", direction="forward", shape=(4, 512, 1024), dtype=torch.float32, **more):
     source, target = (0, 1) if direction == "forward" else (1, 0)
     facts = {"source": source, "target": target, "number": 0}
-    return Line(kind, direction, **facts | more, shape=shape, dtype=dtype)
+    return Message(kind, direction, **facts | more, shape=shape, dtype=dtype)
 
 
 def place(wanted, ranks=2):
@@ -199,7 +199,7 @@ def test_dumps_are_explained(fake_group, tmp_path):
         assert said.exit_code == 0, said.output
         assert "int8" in said.output
         assert command != ["explain", "--all"] or "stage_0_to_1" in said.output
-    sites = lines(first, "forward")
+    sites = messages_of(first, "forward")
     assert [(each.kind, each.peer, each.shape) for each in sites] == [("send", 1, (2, 8))]
 
 
@@ -212,14 +212,19 @@ def refused(kind, function, *parts):
 
 def test_bad_input_is_refused(fake_group):
     fake_group(2)
-    refused(PolicyError, lambda: compress_pipeline(nn.Linear(2, 2), "off"), "Linear is no stage")
+    refused(
+        PolicyError,
+        lambda: compress_pipeline(nn.Linear(2, 2), "off"),
+        "stages=Linear",
+        "PipelineStage",
+    )
     refused(PolicyError, lambda: compress_pipeline([], "off"), "at least one")
     refused(PolicyError, lambda: compress_pipeline(stage(0, 2), "tahqant"), "tahquant")
     twice = stage(0, 2)
     refused(PolicyError, lambda: compress_pipeline([twice, twice], "off"), "same stage twice")
     compress_pipeline(twice, "tahquant")
     refused(
-        PolicyError, lambda: compress_pipeline(twice, "off"), "compressed already", "'tahquant'"
+        PolicyError, lambda: compress_pipeline(twice, "off"), "stage 0", "already", "'tahquant'"
     )
     refused(PolicyError, lambda: compress_pipeline(stage(0, 2), "off", timeout=-1), "timeout")
     has_run = stage(0, 2)

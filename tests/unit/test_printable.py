@@ -10,9 +10,8 @@ from dumps import site
 from commpass.codecs import codec
 from commpass.codecs.wrappers.outlier import Running, calibrate
 from commpass.plan import Candidate
-from commpass.report.explained import done
-from commpass.report.html.data import described
-from commpass.report.tables import reasons
+from commpass.report.site_text import described, done
+from commpass.report.sites_table import reasons
 from commpass.utils.printable import brief, clean
 
 

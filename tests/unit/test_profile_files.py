@@ -17,7 +17,7 @@ from commpass.costmodel.files import Machine, Measured, ProfileFile, digest, rea
 from commpass.costmodel.interconnects import CARDS, INTERCONNECTS, card_of
 from commpass.distributed.machine import differences_from, processor, this_machine
 from commpass.errors import PolicyError, ProfileError
-from commpass.report.probed import noisy, parts
+from commpass.report.probe import noisy, parts
 
 MACHINE = Machine(
     device="cpu", processor="a", cores=2, hosts=2, world_size=4, backend="gloo", torch="2.13.0"

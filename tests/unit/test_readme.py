@@ -13,7 +13,7 @@ import pytest
 import commpass.parallel
 from commpass.policy import policy_named
 from commpass.report.breakeven import LEAST, even, profile_of
-from commpass.report.tables import size
+from commpass.report.numbers import size
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

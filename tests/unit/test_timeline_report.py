@@ -28,9 +28,9 @@ from commpass.passes.timeline import timeline
 from commpass.plan import dump
 from commpass.plan.timeline import HOST, Event, Timeline, subtract, union
 from commpass.report import timeline as timelines
-from commpass.report.measured import measured
+from commpass.report.measured_timeline import measured
 from commpass.report.timeline import TimelineView
-from commpass.report.tracks import Picture, draw, labels
+from commpass.report.timeline_drawing import Picture, draw, labels
 
 wait = ops.wait_tensor
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from commpass.errors import CommpassError
 from commpass.lowering.chain import Chain, Decode, Encode
-from commpass.lowering.cpu.chains import added, impossible, output_dtype, source
+from commpass.lowering.cpu.chains import added, impossible, source
+from commpass.lowering.fused import made_dtype
 
 LEAST = 1 << 15
 """The fewest values per thread."""
@@ -50,7 +51,7 @@ class Compiled:
         made = numel if chain.encodes is None else _wire(chain.encodes, numel, chain)
         more = added(chain)
         shapes = [(rows * chain.ranks, taken), *[(rows, numel)] * len(more), (rows, made)]
-        dtypes = [chain.taken, *more, output_dtype(chain)]
+        dtypes = [chain.taken, *more, made_dtype(chain)]
         if len(tensors) != len(shapes):
             raise CommpassError(f"{len(tensors) - 1} inputs for a chain of {len(shapes) - 1}")
         for value, shape, dtype in zip(tensors, shapes, dtypes, strict=True):

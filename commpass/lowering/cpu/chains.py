@@ -82,8 +82,6 @@ def _unsupported_reasons(chain: Chain) -> Iterator[str]:
             yield f"{type(step).__name__} of {_dtypes(chain)[place]}: C++ has that of float32 alone"
         if isinstance(step, (Enter, Leave)) and getattr(step.domain.transform, "pivot", False):
             yield "there is no C++ for a pivot swap"
-        if not isinstance(step, (Encode, Decode, Sum, Divide, Enter, Leave, Cast, Add)):
-            yield f"there is no C++ for {type(step).__name__}"
     for dtype in [*_dtypes(chain), *(s.dtype for s in chain.steps if isinstance(s, Decode))]:
         if dtype not in NAMES and dtype != torch.uint8:
             yield f"there is no C++ for {dtype}"
@@ -129,11 +127,6 @@ def _dtypes(chain: Chain) -> list[torch.dtype]:
         else:
             dtypes.append(dtypes[-1])
     return dtypes
-
-
-def output_dtype(chain: Chain) -> torch.dtype:
-    """Return the dtype that a chain writes."""
-    return _dtypes(chain)[-1]
 
 
 def _unit(chain: Chain) -> int:

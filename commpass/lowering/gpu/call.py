@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.library import wrap_triton
 
-from commpass.lowering.gpu.source import Source, load
+from commpass.lowering.gpu.source import Source, load, of_function
 
 Arguments = dict[str, Tensor | int]
 """The arguments of a kernel by name."""
@@ -30,18 +33,57 @@ class Call:
     """A kernel call: ``arguments`` are tensors and integers by name, ``constants`` the compile-time
     arguments; ``programs`` is the size of the one-dimensional grid."""
 
-    source: Source
+    entry: Callable[..., Any]
     arguments: Arguments
-    constants: dict[str, int]
+    constants: dict[str, Any]
     programs: int
     warps: int
-    options: dict[str, Any] = field(default_factory=lambda: OPTIONS)
+    options: dict[str, Any]
+
+    @property
+    def source(self) -> Source:
+        return of_function(self.entry)
 
 
-def launch(call: Call) -> None:
-    """Run a kernel on the device of its tensors: a GPU, or the CPU if Triton interprets."""
-    if call.programs:
-        load(call.source)[(call.programs,)](
+def call_of(
+    entry: Callable[..., Any],
+    known: Mapping[str, Tensor | int],
+    programs: int,
+    warps: int = 4,
+    options: dict[str, Any] = OPTIONS,
+) -> Call:
+    """Return the call of a kernel with the ``known`` values that it takes; compile-time arguments
+    have names in capitals."""
+    names = entry.__code__.co_varnames[: entry.__code__.co_argcount]
+    arguments = {name: known[name] for name in names if not name.isupper()}
+    constants = {name: known[name] for name in names if name.isupper()}
+    return Call(entry, arguments, constants, programs, warps, options)
+
+
+_recorded: ContextVar[list[Call] | None] = ContextVar("calls", default=None)
+
+
+def calls_of(run: Callable[[], object]) -> list[Call]:
+    """Return the calls that a function would launch; its tensors may be meta tensors."""
+    calls: list[Call] = []
+    token = _recorded.set(calls)
+    try:
+        run()
+    finally:
+        _recorded.reset(token)
+    return calls
+
+
+def launch(call: Call, *, graph: bool = False) -> None:
+    """Run a kernel on the device of its tensors: a GPU, or the CPU if Triton interprets.
+
+    With ``graph``, the call is traced for Inductor, which launches the kernel itself.
+    """
+    if (calls := _recorded.get()) is not None:
+        calls.append(call)
+    elif call.programs:
+        function = load(call.source)
+        (wrap_triton(function) if graph else function)[(call.programs,)](
             **call.arguments, **call.constants, num_warps=call.warps, **call.options
         )
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from commpass.codecs import Codec
 from commpass.codecs import codec as codec_of
-from commpass.codecs.block.noise import Stochastic, key_of
+from commpass.codecs.block.noise import Stochastic
 from commpass.collectives.reductions import LAST
 from commpass.errors import CommpassError
 from commpass.lowering.gpu.exchange_kernel import (
@@ -35,7 +35,7 @@ from commpass.lowering.gpu.exchange_kernel import (
     memory_of,
     unsupported_reason,
 )
-from commpass.lowering.gpu.launch import has_fp8, interpreting, offsets
+from commpass.lowering.gpu.launch import casts, interpreting, key_argument, offsets
 from commpass.lowering.gpu.source import load
 
 __all__ = [
@@ -112,13 +112,11 @@ def run(workspace: Workspace, x: Tensor) -> Tensor:
     generated = kernel(exchange)
     tensors = {"peers": workspace.peers, "taken": x.contiguous(), "made": made}
     given = tensors | numbers(exchange, rank)
-    card = not interpreting()
-    flags = {"CASTS": card, "FP8": card and has_fp8(x.device)}
     spins = {} if workspace.spins is None else {"SPINS": workspace.spins}
     load(generated.source)[(exchange.programs,)](
         *(given[name] for name in generated.signature),
-        **(generated.constants | flags | spins),
-        **({"enable_fp_fusion": generated.fuses} if card else {}),
+        **(generated.constants | casts(x.device) | spins),
+        **({} if interpreting() else {"enable_fp_fusion": generated.fuses}),
         num_warps=generated.num_warps,
     )
     return made
@@ -142,8 +140,7 @@ def numbers(exchange: Exchange, rank: int) -> dict[str, int]:
     found |= offsets("made", coder, exchange.length, torch.float32)
     if isinstance(coder.rounding, Stochastic):
         for name, hop in (("key", 0), ("sum_key", LAST)):
-            key = key_of(coder.rounding.seed, (rank, hop))
-            found[name] = (key + 2**31) % 2**32 - 2**31
+            found[name] = key_argument(coder.rounding, (rank, hop))
     return found
 
 

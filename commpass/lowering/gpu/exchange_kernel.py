@@ -9,11 +9,9 @@ docs/exchange.md for the memory layout, and for why nothing is overwritten befor
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 
@@ -27,7 +25,7 @@ from commpass.codecs.rows import ALIGNMENT, aligned
 from commpass.collectives.steps import shard_length
 from commpass.lowering.chain import Cast, Chain, Decode, Divide, Encode, Enter, Leave, Sum
 from commpass.lowering.gpu import generate, parts
-from commpass.lowering.gpu.source import Source, of_text
+from commpass.lowering.gpu.source import Kernel, constant, function_text, indented, of_text
 from commpass.lowering.gpu.tiles import exchange as tiles
 from commpass.lowering.gpu.tiles.exchange import SLOTS
 
@@ -199,22 +197,6 @@ def _chains(exchange: Exchange) -> list[Chain]:
 # --- kernel text ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """A kernel and how to call it.
-
-    ``signature`` holds its arguments in order, with their Triton types; ``constants`` are the
-    compile-time arguments that follow. ``fuses`` is as in ``Generated``. The grid is
-    ``(programs,)``.
-    """
-
-    source: Source
-    signature: dict[str, str]
-    constants: dict[str, Any]
-    num_warps: int
-    fuses: bool
-
-
 NUMBERS = (
     *("rank", "count", "numel", "blocks", "tiles"),
     *("counters_at", "late_at", "wires_at", "wire_bytes"),
@@ -226,7 +208,8 @@ of a wire."""
 
 @lru_cache(maxsize=256)
 def kernel(exchange: Exchange) -> Kernel:
-    """Return the kernel of an exchange (``unsupported_reason`` must be "")."""
+    """Return the kernel of an exchange (``unsupported_reason`` must be ""). Its grid is
+    ``(programs,)``."""
     writer = _writer(exchange)
     lines = [*_beginning(writer), *(_LINES[exchange.algorithm](writer)), *_end()]
     pointers = {"peers": "*i64", "taken": writer.values, "made": writer.values}
@@ -236,41 +219,19 @@ def kernel(exchange: Exchange) -> Kernel:
         **{"RANKS": exchange.ranks, "WIDTH": _power(exchange.ranks), "SPINS": SPINS},
         **{"CASTS": True, "FP8": True},
     }
-    text = _function(exchange.algorithm, [*signature, *map(_constant, constants)], lines)
+    text = function_text(exchange.algorithm, [*signature, *map(constant, constants)], lines)
     text = "\n\n@triton.jit\n".join([*writer.functions, text])
     known = {**generate.KNOWN, **vars(tiles)}
     fuses = isinstance(writer.coder.grid, CompandedGrid)
     source = of_text(exchange.algorithm, text, known)
-    return Kernel(source, signature, constants, WARPS, fuses)
+    return Kernel(
+        source=source, signature=signature, constants=constants, num_warps=WARPS, fuses=fuses
+    )
 
 
 def _power(ranks: int) -> int:
     """Return the smallest power of two that is not below a number."""
     return 1 << (ranks - 1).bit_length()
-
-
-def _constant(name: str) -> str:
-    return f"{name}: tl.constexpr"
-
-
-def _function(name: str, arguments: Sequence[str], lines: Sequence[str]) -> str:
-    held = generate.NBSP
-    head = textwrap.fill(
-        ", ".join(each.replace(" ", held) for each in arguments),
-        96,
-        initial_indent="    ",
-        subsequent_indent="    ",
-        break_long_words=False,
-    ).replace(held, " ")
-    return f"def {name}(\n{head},\n):\n{_in(lines)}\n"
-
-
-def _in(lines: Sequence[str]) -> str:
-    return textwrap.indent("\n".join(lines), "    ")
-
-
-def _indented(lines: Sequence[str]) -> list[str]:
-    return [f"    {line}" for line in lines]
 
 
 @dataclass(frozen=True)
@@ -315,7 +276,7 @@ def _writer(exchange: Exchange) -> _Writer:
     given = ["x", "made_stride", "row", "tile", "block", "inside", "here", "blocks"]
     given += list(encode.signature)
     constants = ["FP8", "PARTS"]
-    function = _function("encoded", [*given, *map(_constant, constants)], encode.lines)
+    function = function_text("encoded", [*given, *map(constant, constants)], encode.lines)
     called = [{"made_stride": "wire_bytes", "made": "wire"}.get(name, name) for name in given]
     decode = generate.Body(size, "")
     decoded = generate.write_decode(coder, exchange.dtype, decode, "decoded")
@@ -342,8 +303,7 @@ def _beginning(writer: _Writer) -> list[str]:
         "program = tl.program_id(0)",
         "programs = tl.num_programs(0)",
         "row = tl.program_id(1)  # 0, as a number of the card's",
-        "inside = tl.arange(0, SIZE // PARTS)[None, None, :]",
-        "inside += tl.arange(0, PARTS)[None, :, None] * (SIZE // PARTS)",
+        *generate.INSIDE,
         "mine = memory_of(peers, rank)",
         "counter = number_at(mine, counters_at + program * 4)",
         "epoch = tl.load(counter) + 1",
@@ -364,7 +324,7 @@ def _loop(writer: _Writer, lines: Sequence[str], shard: str = "") -> list[str]:
     at = f"place + {shard} * numel" if shard else "place"
     return [
         "for tile in range(program, tiles, programs):",
-        *_indented(
+        *indented(
             [
                 "block = (tile * BLOCKS + tl.arange(0, BLOCKS))[:, None, None]",
                 f"place = {parts.place(writer.coder.layout, writer.size)}",
@@ -420,7 +380,7 @@ def _one_shot(writer: _Writer) -> list[str]:
     return [
         "wires = wires_at + (epoch & 1) * wire_bytes",
         "if late == 0:",
-        *_indented([*_loop(writer, encode), *_exchanged(0)]),
+        *indented([*_loop(writer, encode), *_exchanged(0)]),
         *_loop(writer, [*_summed(writer, "wires"), *_stored(writer)]),
     ]
 
@@ -444,12 +404,12 @@ def _two_shot(writer: _Writer) -> list[str]:
     ]
     return [
         "if late == 0:",
-        *_indented(["for shard in range(RANKS):", *_indented(_loop(writer, encode, "shard"))]),
-        *_indented(_exchanged(0)),
+        *indented(["for shard in range(RANKS):", *indented(_loop(writer, encode, "shard"))]),
+        *indented(_exchanged(0)),
         "if late == 0:",
-        *_indented([*_loop(writer, sums, "rank"), *_exchanged(1)]),
+        *indented([*_loop(writer, sums, "rank"), *_exchanged(1)]),
         "for step in range(RANKS):",
-        *_indented(["shard = (rank + step) % RANKS", *_loop(writer, decode, "shard")]),
+        *indented(["shard = (rank + step) % RANKS", *_loop(writer, decode, "shard")]),
     ]
 
 

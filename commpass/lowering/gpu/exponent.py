@@ -7,20 +7,18 @@ chunks before it have been counted. All sizes follow from shapes; nothing is rea
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import wrap_triton
 
 from commpass.codecs.codec import UNIT
 from commpass.codecs.exponent.codec import ExponentCodec
 from commpass.codecs.exponent.floats import FORMS, LANES, LINE
 from commpass.codecs.exponent.ladder import BINS, Ladder
-from commpass.lowering.gpu.source import Source, load, of_function
+from commpass.lowering.gpu.call import Arguments, call_of, launch
 from commpass.lowering.gpu.tiles.exponent_decode import exponent_count, exponent_join
 from commpass.lowering.gpu.tiles.exponent_encode import exponent_place, exponent_split
 from commpass.lowering.gpu.tiles.exponent_floats import BFLOAT16, FLOAT16, FLOAT32
@@ -47,43 +45,6 @@ class Tiling:
 TILING = Tiling()
 
 
-@dataclass(frozen=True)
-class Buffer:
-    """A tensor that kernels pass to each other."""
-
-    name: str
-    dtype: torch.dtype
-    numel: int
-    zeroed: bool = False
-
-
-@dataclass(frozen=True)
-class Launch:
-    """A kernel with its arguments in order: names and types of tensors, then integers;
-    ``constants`` by name, and the number of programs (``grid``)."""
-
-    source: Source
-    tensors: tuple[tuple[str, str], ...]
-    numbers: tuple[tuple[str, int], ...]
-    constants: tuple[tuple[str, int], ...]
-    grid: int
-    warps: int
-
-    @property
-    def signature(self) -> dict[str, str]:
-        """The type of each argument, as named by Triton."""
-        fixed = {name: "constexpr" for name, _ in self.constants}
-        return {**dict(self.tensors), **{name: "i32" for name, _ in self.numbers}, **fixed}
-
-
-@dataclass(frozen=True)
-class Kernels:
-    """Kernels that turn ``source`` into ``wire``, or ``wire`` into ``out``; rows are contiguous."""
-
-    buffers: tuple[Buffer, ...]
-    launches: tuple[Launch, ...]
-
-
 def unsupported_reason(numel: int, dtype: torch.dtype) -> str | None:
     """Return why there are no kernels for such a row, or None if there are."""
     if dtype not in FORMS:
@@ -93,65 +54,6 @@ def unsupported_reason(numel: int, dtype: torch.dtype) -> str | None:
     if numel >= MOST:
         return f"a row of {numel} values has more than {MOST - 1}"
     return None
-
-
-@lru_cache(maxsize=1024)
-def encoding(
-    coder: ExponentCodec,
-    count: int,
-    numel: int,
-    dtype: torch.dtype,
-    halves: bool = False,
-    tiling: Tiling = TILING,
-) -> Kernels:
-    """Return kernels that turn ``source [count, numel]`` into ``wire [count, wire_bytes]``.
-
-    ``source`` is passed as int32 words, or as int16 if ``halves``, which a 16-bit row needs if it
-    does not begin or end with a whole word. ``wire`` is int32 words.
-    """
-    sizes = _sizes(coder, count, numel, dtype, tiling)
-    known = _known(coder, dtype, halves, tiling)
-    tensors = (
-        ("source", "*i16" if halves else "*i32"),
-        ("wire", "*i32"),
-        ("sums", "*i64"),
-        *_counters(sizes),
-    )
-    numbers = _numbers(sizes, numel * dtype.itemsize // (2 if halves else 4))
-    raw = FORMS[dtype].exponent_bits - coder.ladder.planes
-    strings = sizes.count * sizes.tiles * tiling.columns * raw // 2
-    return Kernels(
-        (Buffer("sums", torch.int64, strings), *_buffers(sizes)),
-        tuple(
-            _launch(entry, tensors, numbers, known, sizes)
-            for entry in (exponent_split, exponent_place)
-        ),
-    )
-
-
-@lru_cache(maxsize=1024)
-def decoding(
-    coder: ExponentCodec,
-    count: int,
-    numel: int,
-    dtype: torch.dtype,
-    halves: bool = False,
-    tiling: Tiling = TILING,
-) -> Kernels:
-    """Return kernels that turn ``wire [count, wire_bytes]`` into ``out [count, numel]``; arguments
-    are as for ``encoding``."""
-    sizes = _sizes(coder, count, numel, dtype, tiling)
-    known = _known(coder, dtype, halves, tiling)
-    wire = ("wire", "*i32")
-    numbers = _numbers(sizes, numel * dtype.itemsize // (2 if halves else 4))
-    out = ("out", "*i16" if halves else "*i32")
-    return Kernels(
-        _buffers(sizes),
-        (
-            _launch(exponent_count, (wire, *_counters(sizes)), numbers[1:], known, sizes),
-            _launch(exponent_join, (wire, out, *_counters(sizes)), numbers, known, sizes),
-        ),
-    )
 
 
 def encode_rows(
@@ -165,16 +67,14 @@ def encode_rows(
     count, numel = rows.shape
     if unsupported_reason(numel, rows.dtype) is not None or count == 0:
         return coder.encode_rows(rows)
-    rows = rows.contiguous()
-    halves = _needs_halves(rows)
+    rows, sizes = rows.contiguous(), _sizes(coder, rows, tiling)
     size = coder.wire_bytes(numel, rows.dtype)
     wire = torch.empty((count, size), dtype=torch.uint8, device=rows.device)
-    source = rows.view(torch.int16 if halves else torch.int32)
-    _run(
-        encoding(coder, count, numel, rows.dtype, halves, tiling),
-        {"source": source, "wire": wire.view(torch.int32)},
-        graph,
-    )
+    raw = FORMS[rows.dtype].exponent_bits - coder.ladder.planes
+    strings = sizes.count * sizes.tiles * tiling.columns * raw // 2
+    sums = torch.empty(strings, dtype=torch.int64, device=rows.device)
+    known = {"source": _words(rows), "sums": sums, **_known(coder, rows, wire, sizes)}
+    _launch((exponent_split, exponent_place), known, sizes, graph)
     return wire
 
 
@@ -196,34 +96,22 @@ def decode_rows(
     if wire.storage_offset() % 4:
         wire = wire.clone()
     rows = torch.empty((count, numel), dtype=dtype, device=wire.device)
-    halves = _needs_halves(rows)
-    _run(
-        decoding(coder, count, numel, dtype, halves, tiling),
-        {"wire": wire.view(torch.int32), "out": rows.view(torch.int16 if halves else torch.int32)},
-        graph,
-    )
+    sizes = _sizes(coder, rows, tiling)
+    known = {"out": _words(rows), **_known(coder, rows, wire, sizes)}
+    _launch((exponent_count, exponent_join), known, sizes, graph)
     return rows
+
+
+def _words(rows: Tensor) -> Tensor:
+    """View contiguous rows as 32-bit words, or as 16-bit ones if they do not begin or end with a
+    whole word."""
+    return rows.view(torch.int16 if _needs_halves(rows) else torch.int32)
 
 
 def _needs_halves(rows: Tensor) -> bool:
     """Whether contiguous rows cannot be viewed as 32-bit words."""
     width = rows.dtype.itemsize
     return width == 2 and (rows.shape[1] % 2 == 1 or rows.storage_offset() % 2 == 1)
-
-
-def _run(kernels: Kernels, tensors: dict[str, Tensor], graph: bool) -> None:
-    device = next(iter(tensors.values())).device
-    for buffer in kernels.buffers:
-        make = torch.zeros if buffer.zeroed else torch.empty
-        tensors[buffer.name] = make(buffer.numel, dtype=buffer.dtype, device=device)
-    for launch in kernels.launches:
-        function = load(launch.source)
-        (wrap_triton(function) if graph else function)[(launch.grid,)](
-            *(tensors[name] for name, _ in launch.tensors),
-            *(number for _, number in launch.numbers),
-            **dict(launch.constants),
-            num_warps=launch.warps,
-        )
 
 
 @dataclass(frozen=True)
@@ -241,40 +129,34 @@ class _Sizes:
         return torch.int32 if self.columns < 1 << 27 else torch.int64
 
 
-def _sizes(
-    coder: ExponentCodec, count: int, numel: int, dtype: torch.dtype, tiling: Tiling
-) -> _Sizes:
-    reason = unsupported_reason(numel, dtype)
-    assert reason is None, reason
+def _sizes(coder: ExponentCodec, rows: Tensor, tiling: Tiling) -> _Sizes:
+    (count, numel), dtype = rows.shape, rows.dtype
     columns = numel // LINE * (LINE // LANES)
     tiles = -(-columns // tiling.columns)
     groups = -(-tiles // tiling.group)
     return _Sizes(count, columns, coder.static_bytes(numel, dtype) // UNIT, tiles, groups, tiling)
 
 
-def _buffers(sizes: _Sizes) -> tuple[Buffer, ...]:
+def _known(coder: ExponentCodec, rows: Tensor, wire: Tensor, sizes: _Sizes) -> Arguments:
+    """Return the arguments of all kernels: the wire, counters, which kernels pass to each other,
+    and integers."""
     each, group = sizes.count, sizes.tiling.group
-    return (
-        Buffer("tallies", torch.int32, each * sizes.groups * group),
-        Buffer("groups", sizes.sums, each * -(-sizes.groups // group) * group, zeroed=True),
-    )
+    tallies, groups = each * sizes.groups * group, each * -(-sizes.groups // group) * group
+    return {
+        "wire": wire.view(torch.int32),
+        "tallies": torch.empty(tallies, dtype=torch.int32, device=rows.device),
+        "groups": torch.zeros(groups, dtype=sizes.sums, device=rows.device),
+        "pitch": _words(rows).shape[1],
+        "quads": sizes.columns // 4,
+        "static": sizes.static,
+        "tiles": sizes.tiles,
+        "many_groups": sizes.groups,
+        **_constants(coder, rows.dtype, _needs_halves(rows), sizes.tiling),
+    }
 
 
-def _counters(sizes: _Sizes) -> tuple[tuple[str, str], ...]:
-    return ("tallies", "*i32"), ("groups", "*i32" if sizes.sums == torch.int32 else "*i64")
-
-
-def _numbers(sizes: _Sizes, length: int) -> tuple[tuple[str, int], ...]:
-    return (
-        ("pitch", length),
-        ("quads", sizes.columns // 4),
-        ("static", sizes.static),
-        ("tiles", sizes.tiles),
-        ("many_groups", sizes.groups),
-    )
-
-
-def _known(
+@lru_cache(maxsize=64)
+def _constants(
     coder: ExponentCodec, dtype: torch.dtype, halves: bool, tiling: Tiling
 ) -> dict[str, int]:
     """Return the compile-time arguments of the kernels of a codec and dtype."""
@@ -327,19 +209,8 @@ def _tables(ladder: Ladder) -> int:
 
 
 def _launch(
-    entry: Any,
-    tensors: tuple[tuple[str, str], ...],
-    numbers: tuple[tuple[str, int], ...],
-    known: Mapping[str, int],
-    sizes: _Sizes,
-) -> Launch:
-    taken = entry.__code__.co_varnames[: entry.__code__.co_argcount]
-    constants = tuple((name, value) for name, value in known.items() if name in taken)
-    return Launch(
-        _source(entry), tensors, numbers, constants, sizes.count * sizes.tiles, sizes.tiling.warps
-    )
-
-
-@lru_cache(maxsize=16)
-def _source(entry: Any) -> Source:
-    return of_function(entry)
+    entries: Sequence[Callable[..., None]], known: Arguments, sizes: _Sizes, graph: bool
+) -> None:
+    programs, warps = sizes.count * sizes.tiles, sizes.tiling.warps
+    for entry in entries:
+        launch(call_of(entry, known, programs, warps, {}), graph=graph)

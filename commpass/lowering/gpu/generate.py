@@ -20,7 +20,6 @@ from commpass.codecs import Codec
 from commpass.codecs.block.codec import BlockCodec
 from commpass.codecs.block.domain import VALUES
 from commpass.codecs.block.grids import CompandedGrid, TableGrid
-from commpass.codecs.block.layouts import Flat
 from commpass.codecs.block.noise import Stochastic
 from commpass.codecs.block.packing import widths
 from commpass.codecs.block.scales import Static
@@ -36,13 +35,12 @@ from commpass.lowering.chain import (
     Encode,
     Enter,
     Leave,
-    Normalise,
     Step,
     Sum,
 )
 from commpass.lowering.fused import dtype_after
 from commpass.lowering.gpu import parts
-from commpass.lowering.gpu.source import Source, of_text
+from commpass.lowering.gpu.source import Kernel, constant, function_text, indented, of_text
 from commpass.lowering.gpu.tiles import (
     grids,
     layouts,
@@ -71,34 +69,22 @@ CONSTANTS = ("SIZE", "PARTS", "BLOCKS", "CASTS", "FP8", "LOOKS")
 - ``LOOKS``: whether sums check for values that must be clamped to the largest number. The usual
   cost is that without the check.
 """
-NBSP = "\N{NO-BREAK SPACE}"
+INSIDE = (
+    "inside = tl.arange(0, SIZE // PARTS)[None, None, :]",
+    "inside += tl.arange(0, PARTS)[None, :, None] * (SIZE // PARTS)",
+)
+"""Lines that number the values of a block, parts of a byte apart."""
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 """Triton's names of pointers to values."""
 
 
-@dataclass(frozen=True)
-class Generated:
-    """A kernel and how to call it.
-
-    ``signature`` holds its arguments in order, with their Triton types; ``constants`` are the
-    compile-time ones. One program processes ``blocks`` blocks of one row; the grid is ``(programs
-    of a row, rows)``.
-    """
+@dataclass(frozen=True, kw_only=True)
+class Generated(Kernel):
+    """The kernel of a chain. One program processes ``blocks`` blocks of one row; the grid is
+    ``(programs of a row, rows)``."""
 
     chain: Chain
-    source: Source
-    signature: dict[str, str]
-    constants: dict[str, Any]
     blocks: int
-    num_warps: int
-    fuses: bool
-    """Whether a product and a sum may be rounded once. It is allowed if the bits depend on the GPU
-    anyway, since it approximates a root."""
-
-    @property
-    def size(self) -> int:
-        """Values per block."""
-        return int(self.constants["SIZE"])
 
 
 MOST = 2**31 - 2**16
@@ -132,10 +118,6 @@ def unsupported_reason(chain: Chain, numel: int) -> str:
         width = step.domain.width if isinstance(step, (Enter, Leave)) else 1
         if next(iter(sizes)) % width:
             return f"a domain of width {width} in blocks of {next(iter(sizes))}"
-        if isinstance(step, Normalise) and _blocks_of_norm(step, next(iter(sizes))) < 1:
-            return f"a norm over {step.width} values: a tile holds up to {TILE}, in whole blocks"
-        if isinstance(step, Normalise) and not isinstance(next(iter(layouts_)), Flat):
-            return "a norm over blocks that are no consecutive values"
     return ""
 
 
@@ -160,12 +142,6 @@ def _unsupported_codec(coder: Codec, numel: int) -> str:
 def _block_codec(coder: Codec) -> BlockCodec:
     assert isinstance(coder, BlockCodec)
     return coder
-
-
-def _blocks_of_norm(step: Normalise, size: int) -> int:
-    """Return the blocks of a tile that is one row of a norm; 0 if there is no such tile."""
-    fits = step.width % size == 0 and step.width <= TILE and is_power_of_two(step.width)
-    return step.width // size if fits else 0
 
 
 # --- kernel text ----------------------------------------------------------------------------------
@@ -203,8 +179,7 @@ def kernel(chain: Chain, numel: int = 1 << 20) -> Generated:
     body = Body(size, parts.place(layout, size))
     body.add("row = tl.program_id(1).to(tl.int64)")
     body.add("block = (tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS))[:, None, None]")
-    body.add("inside = tl.arange(0, SIZE // PARTS)[None, None, :]")
-    body.add("inside += tl.arange(0, PARTS)[None, :, None] * (SIZE // PARTS)")
+    body.add(*INSIDE)
     body.add(f"place = {body.place}", "there = place < numel", "here = block < blocks")
     if chain.decodes is None:
         body.add_argument("taken", TYPES[chain.taken])
@@ -226,9 +201,6 @@ def kernel(chain: Chain, numel: int = 1 << 20) -> Generated:
     for name in ("numel", "blocks"):
         body.add_argument(name, "i32")
     blocks = max(1, _tile(chain) // size)
-    for step in chain.steps:
-        if isinstance(step, Normalise):
-            blocks = _blocks_of_norm(step, size)
     split = max(8 // widths(_block_codec(each).grid.bits)[0] for each in coders_of(chain))
     grids_ = [_block_codec(each).grid for each in coders_of(chain)]
     fuses = any(isinstance(grid, CompandedGrid) for grid in grids_)
@@ -236,7 +208,13 @@ def kernel(chain: Chain, numel: int = 1 << 20) -> Generated:
     text = _entry(entry, body)
     constants = dict(zip(CONSTANTS, (size, split, blocks, True, True, True), strict=True))
     return Generated(
-        chain, of_text(entry, text, KNOWN), body.signature, constants, blocks, WARPS, fuses
+        chain=chain,
+        source=of_text(entry, text, KNOWN),
+        signature=body.signature,
+        constants=constants,
+        blocks=blocks,
+        num_warps=WARPS,
+        fuses=fuses,
     )
 
 
@@ -258,14 +236,8 @@ def _entry(name: str, body: Body) -> str:
     order = sorted(pointers, key="made".__eq__)  # the output comes last of the pointers
     order += [each for each in body.signature if each not in pointers]
     body.signature = {each: body.signature[each] for each in order}
-    arguments = ", ".join([*order, *(f"{name}:{NBSP}tl.constexpr" for name in CONSTANTS)])
-    head = textwrap.fill(
-        arguments, 96, initial_indent="    ", subsequent_indent="    ", break_long_words=False
-    )
-    head = head.replace(NBSP, " ")
-    lines = textwrap.indent("\n".join(body.lines), "    ")
     functions = "".join(f"{text}\n\n@triton.jit\n" for text in body.functions)
-    return f"{functions}def {name}(\n{head},\n):\n{lines}\n"
+    return functions + function_text(name, [*order, *map(constant, CONSTANTS)], body.lines)
 
 
 def _name(chain: Chain) -> str:
@@ -368,12 +340,12 @@ def _decode(step: Decode, body: Body, chain: Chain) -> None:
     loads = [f"    {name} = {_loaded(stored, at, ROW)}" for name, stored, at in regions]
     limit = torch.finfo(step.dtype).max / (2 * coder.grid.largest * coder.transform.sums)
     body.add("far = False", "if LOOKS:", "    most = 0.0")
-    body.add(f"    for rank in range(0, {ranks}):", *_indented(loads))
+    body.add(f"    for rank in range(0, {ranks}):", *indented(loads))
     body.add(f"        most = tl.maximum(most, most_of_all({product}))")
     # Whether a maximum ignores NaN differs between GPUs.
     body.add(f"    far = (most > {limit!r}) | (most != most)")
-    body.add("if far:", *_indented(_summed(call.replace("CUT", "True"), ranks, unrolled=1)))
-    body.add("else:", *_indented(_summed(call.replace("CUT", "False"), ranks)))
+    body.add("if far:", *indented(_summed(call.replace("CUT", "True"), ranks, unrolled=1)))
+    body.add("else:", *indented(_summed(call.replace("CUT", "False"), ranks)))
 
 
 ROW = "(wire + rank * taken_stride)"
@@ -394,10 +366,6 @@ def _summed(call: str, ranks: int, unrolled: int = UNROLLED) -> list[str]:
             f"    x += {call.replace('wire', row, 1)}",
         ]
     return lines
-
-
-def _indented(lines: list[str]) -> list[str]:
-    return [f"    {line}" for line in lines]
 
 
 def _loaded(stored: str, at: str, wire: str = "wire") -> str:
@@ -506,14 +474,6 @@ def _add(step: Add, body: Body, chain: Chain) -> None:
     body.add(f"x = x + to_float32(tl.load({place}, mask=there, other=0.0))")
     if step is not chain.steps[-1]:
         body.add(f"x = through_{_short(step.dtype)}(x, CASTS)")
-
-
-@_write.register
-def _normalise(step: Normalise, body: Body, chain: Chain) -> None:
-    weight = body.add_argument("weight", TYPES[step.dtype])
-    column = f"(place % {step.width})"
-    body.add(f"x = normalised(x, {step.width}, {step.eps!r})")
-    body.add(f"x = x * to_float32(tl.load({weight} + {column}, mask=there, other=0.0))")
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, fx
-from torch.library import wrap_triton
 
 from commpass.codecs import operators
 from commpass.codecs.block.codec import BlockCodec
@@ -16,7 +15,6 @@ from commpass.lowering.gpu import exponent, launch, matmul_launch
 from commpass.lowering.gpu.generate import kernel
 from commpass.lowering.gpu.matmul_encode import unsupported_reason
 from commpass.lowering.gpu.matmul_sizes import Problem
-from commpass.lowering.gpu.source import load
 from commpass.lowering.matmul import Product
 
 
@@ -26,16 +24,8 @@ def caller(chain: Chain, numel: int) -> Callable[[Sequence[Tensor]], Tensor]:
     generated = kernel(chain, numel)
 
     def call(*inputs: Tensor) -> Tensor:
-        taken = inputs[0]
-        made = launch.empty(generated, taken.shape[0] // chain.ranks, numel, taken.device)
-        programs, rows = launch.grid(generated, numel, made.shape[0])
-        numbers = launch.scalars(generated, numel, taken.stride(0), made.stride(0))
-        if programs and rows:
-            wrap_triton(load(generated.source))[(programs, rows)](
-                *launch.ordered(generated, [*inputs, made], numbers),
-                **launch.constants(generated, taken.device),
-                num_warps=generated.num_warps,
-            )
+        made = launch.empty(generated, inputs[0].shape[0] // chain.ranks, numel, inputs[0].device)
+        launch.launch(generated, inputs, made, numel, graph=True)
         return made
 
     return torch.func.functionalize(call)
@@ -65,13 +55,7 @@ def exponent_caller(node: fx.Node) -> Callable[..., Tensor] | None:
 
 def product_obstacle(a: Tensor, b: Tensor, bias: Tensor | None, product: Product) -> str:
     """Return why no kernel can encode the result of a matmul, or "" if one can."""
-    made = matmul_launch.matmul_of(
-        a,
-        b,
-        a.dtype,
-        bias=bias.dtype if bias is not None else None,
-        activation=product.activation,
-    )
+    made = matmul_launch.matmul_of(a, b, bias, product.activation)
     if made is None:
         return "an operand lies neither by rows nor by columns"
     problem = Problem(int(a.shape[0]), int(b.shape[1]), int(a.shape[1]), product.rows)

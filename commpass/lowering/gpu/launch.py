@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.library import wrap_triton
 
 from commpass.codecs.block.codec import BlockCodec
 from commpass.codecs.block.noise import Stochastic, key_of
@@ -48,17 +49,26 @@ def empty(generated: Generated, rows: int, numel: int, device: torch.device) -> 
     return torch.empty((rows, width), dtype=dtype, device=device)
 
 
-def launch(generated: Generated, inputs: Sequence[Tensor], outputs: Tensor, numel: int) -> None:
-    """Call a kernel; ``inputs`` are the rows, then the inputs of later steps."""
-    arguments = [*inputs[:1], *inputs[1:], outputs]
-    values = scalars(generated, numel, inputs[0].stride(0), outputs.stride(0))
+def launch(
+    generated: Generated,
+    inputs: Sequence[Tensor],
+    outputs: Tensor,
+    numel: int,
+    *,
+    graph: bool = False,
+) -> None:
+    """Call a kernel; ``inputs`` are the rows, then the inputs of later steps. With ``graph``, the
+    call is traced for Inductor, which launches the kernel itself."""
     programs, rows = grid(generated, numel, outputs.shape[0])
     if not programs or not rows:
         return
-    load(generated.source)[(programs, rows)](
-        *ordered(generated, arguments, values),
-        **constants(generated, inputs[0].device),
-        **({} if interpreting() else {"enable_fp_fusion": generated.fuses}),
+    function = load(generated.source)
+    values = scalars(generated, numel, inputs[0].stride(0), outputs.stride(0))
+    plain = graph or interpreting()
+    (wrap_triton(function) if graph else function)[(programs, rows)](
+        *ordered(generated, [*inputs, outputs], values),
+        **(generated.constants | casts(inputs[0].device)),
+        **({} if plain else {"enable_fp_fusion": generated.fuses}),
         num_warps=generated.num_warps,
     )
 
@@ -85,19 +95,14 @@ def scalars(
         coder = chain.encodes.codec
         found |= offsets("made", coder, numel, encoded_dtype(chain))
         if isinstance(coder, BlockCodec) and isinstance(coder.rounding, Stochastic):
-            key = key_of(coder.rounding.seed, coder.salt)
-            found["key"] = (key + 2**31) % 2**32 - 2**31
+            found["key"] = key_argument(coder.rounding, coder.salt)
     return {name: found[name] for name in generated.signature if name in found}
 
 
-def constants(generated: Generated, device: torch.device) -> dict[str, Any]:
+def casts(device: torch.device) -> dict[str, bool]:
     """Return the compile-time arguments for a device: whether its casts round as required."""
     card = not interpreting()
-    fp8 = card and has_fp8(device)
-    return {
-        name: {"CASTS": card, "FP8": fp8}.get(name, value)
-        for name, value in generated.constants.items()
-    }
+    return {"CASTS": card, "FP8": card and has_fp8(device)}
 
 
 def has_fp8(device: torch.device) -> bool:
@@ -113,6 +118,11 @@ def _codec(generated: Generated) -> BlockCodec:
     assert ends is not None
     assert isinstance(ends.codec, BlockCodec)
     return ends.codec
+
+
+def key_argument(rounding: Stochastic, salt: tuple[int, ...]) -> int:
+    """Return the key of the noise as an int32."""
+    return (key_of(rounding.seed, salt) + 2**31) % 2**32 - 2**31
 
 
 def offsets(of: str, coder: Any, numel: int, dtype: torch.dtype) -> dict[str, int]:

@@ -12,7 +12,6 @@ encoded.
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -28,18 +27,10 @@ from commpass.codecs.block.noise import Stochastic
 from commpass.lowering.chain import Chain, Encode
 from commpass.lowering.gpu import generate
 from commpass.lowering.gpu.matmul_sizes import SHARED, WIDEST, Configuration, Matmul, Problem
-from commpass.lowering.gpu.source import Source, of_text
+from commpass.lowering.gpu.source import Source, constant, function_text, indented, of_text
 from commpass.lowering.gpu.tiles import matmul as tiles
 
-TYPES = {
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.float32: "*fp32",
-    torch.float8_e4m3fn: "*fp8e4nv",
-}
-"""Triton's names of pointers to values."""
-OPERANDS = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
-ACTIVATIONS = ("", "relu", "silu", "gelu_tanh")
+OPERANDS = (torch.bfloat16, torch.float16)
 HELD = 2**31
 """The number of values of one tensor must be below this."""
 
@@ -48,7 +39,7 @@ HELD = 2**31
 
 
 def unsupported_reason(
-    coder: Codec, matmul: Matmul, problem: Problem, *, arch: str = "sm_90", shards: int = 1
+    coder: Codec, matmul: Matmul, problem: Problem, *, arch: str = "sm_90"
 ) -> str:
     """Return why a matmul cannot encode its own result, or "" if it can."""
     if not isinstance(coder, BlockCodec):
@@ -72,8 +63,6 @@ def unsupported_reason(
         return f"{n} columns: chunks are cut at multiples of 64 values"
     if problem.chunks > 1 and isinstance(coder.rounding, Stochastic):
         return f"{coder.spec}: each chunk rounds by noise of its own"
-    if shards > 1:
-        return f"{shards} micro-shards: their side data travels first"
     if min(problem.m, n, problem.k) < 1:
         return "nothing to multiply"
     largest = max(problem.m * problem.k, problem.k * n, problem.m * n)
@@ -83,18 +72,10 @@ def unsupported_reason(
 def _unsupported_dtypes(matmul: Matmul, arch: str) -> str:
     if arch not in SHARED:
         return f"{arch}: no kernels for it"
-    if matmul.operands not in OPERANDS:
-        return f"{_name(matmul.operands)} operands: tensor cores take bfloat16, float16 and e4m3"
-    if matmul.made not in TYPES or matmul.made.itemsize == 1:
-        return f"a result in {_name(matmul.made)}"
-    if matmul.bias is not None and (matmul.bias not in TYPES or matmul.bias.itemsize == 1):
+    if matmul.dtype not in OPERANDS:
+        return f"{_name(matmul.dtype)} operands: tensor cores take bfloat16, float16 and e4m3"
+    if matmul.bias is not None and matmul.bias not in generate.TYPES:
         return f"a bias in {_name(matmul.bias)}"
-    if matmul.activation not in ACTIVATIONS:
-        return f"activation {matmul.activation!r}: not one of relu, silu, gelu_tanh"
-    if matmul.scaled and arch in ("sm_80", "gfx942"):
-        return f"e4m3 operands: {arch} has no products of them"
-    if matmul.scaled and arch == "sm_90" and not (matmul.a_by_rows and not matmul.b_by_rows):
-        return "e4m3 operands: sm_90 takes those whose k lies contiguous"
     return ""
 
 
@@ -122,31 +103,21 @@ class Kernel:
 
 
 @lru_cache(maxsize=1024)
-def kernel(coder: BlockCodec, matmul: Matmul, by: Configuration, *, counts: bool = False) -> Kernel:
-    """Return the kernel for a codec and a matmul.
-
-    With ``counts``, it increments ``ready[segment]`` for each tile of the segment that is in
-    memory. Its loop is then not flattened, because loads are not pipelined in a loop with a barrier
-    (Triton 3.7).
-    """
+def kernel(coder: BlockCodec, matmul: Matmul, by: Configuration) -> Kernel:
+    """Return the kernel for a codec and a matmul."""
     body = generate.Body(coder.block, "")
-    body.add_argument("a", TYPES[matmul.operands])
-    body.add_argument("b", TYPES[matmul.operands])
+    body.add_argument("a", generate.TYPES[matmul.dtype])
+    body.add_argument("b", generate.TYPES[matmul.dtype])
     for name in ("rows", "columns", "depth", "ranks", "chunks", "a_step", "b_step"):
         body.add_argument(name, "i32")
     epilogue = _within_loop(_epilogue_lines, body, matmul)
     stores = _within_loop(_encode_lines, body, coder)
-    ends = []
-    if counts:
-        body.add_argument("ready", "*i32")
-        ends = ["tl.debug_barrier()", 'tl.atomic_add(ready + row, 1, sem="release", scope="sys")']
     body.add_argument("made_stride", "i64")
     loop = [
         *_place_lines(),
         *_product_lines(matmul, by),
         "for cut in tl.static_range(SLICES):",
-        *(f"    {line}" for line in ["x = cut_of(product, cut, SLICES)", *epilogue, *stores]),
-        *ends,
+        *indented(["x = cut_of(product, cut, SLICES)", *epilogue, *stores]),
     ]
     lines = [
         "ALONG: tl.constexpr = BLOCK_N // SIZE",
@@ -156,21 +127,13 @@ def kernel(coder: BlockCodec, matmul: Matmul, by: Configuration, *, counts: bool
         "tiles = tl.cdiv(rows, BLOCK_M) * tl.cdiv(columns, BLOCK_N) * segments",
         *(_descriptor_lines(matmul) if by.descriptors else []),
         "for number in tl.range(",
-        f"    tl.program_id(0), tiles, tl.num_programs(0), flatten={by.flatten and not counts}",
+        f"    tl.program_id(0), tiles, tl.num_programs(0), flatten={by.flatten}",
         "):",
-        *(f"    {line}" for line in loop),
+        *indented(loop),
     ]
     signature = dict(sorted(body.signature.items(), key=lambda each: not each[1].startswith("*")))
-    said = "\n".join(lines)
-    constants = tuple(name for name in CONSTANTS if name in said)
-    head = textwrap.fill(
-        ", ".join([*signature, *(f"{name}: tl.constexpr" for name in constants)]),
-        *(96,),
-        initial_indent="    ",
-        subsequent_indent="    ",
-        break_long_words=False,
-    )
-    text = f"def matmul_encode(\n{head},\n):\n{textwrap.indent(said, '    ')}\n"
+    constants = tuple(name for name in CONSTANTS if any(name in line for line in lines))
+    text = function_text("matmul_encode", [*signature, *map(constant, constants)], lines)
     known = {**generate.KNOWN, **vars(tiles)}
     fuses = isinstance(coder.grid, CompandedGrid)
     return Kernel(of_text("matmul_encode", text, known), signature, constants, fuses)
@@ -219,13 +182,12 @@ def _descriptor_lines(matmul: Matmul) -> list[str]:
 
 
 def _product_lines(matmul: Matmul, by: Configuration) -> list[str]:
-    imprecise = "BLOCK_K" if matmul.scaled and not matmul.fast else "None"
     if by.descriptors:
         forms = f"{matmul.a_by_rows}, {matmul.b_by_rows}"
         return [
             "product = product_by_descriptors(",
             "    a_seen, b_seen, (first + line).to(tl.int32), column, depth,",
-            f"    BLOCK_M, BLOCK_N, BLOCK_K, {forms}, {imprecise}, CASTS",
+            f"    BLOCK_M, BLOCK_N, BLOCK_K, {forms}, CASTS",
             ")",
         ]
     a_at = "a_step, 1" if matmul.a_by_rows else "1, a_step"
@@ -234,21 +196,15 @@ def _product_lines(matmul: Matmul, by: Configuration) -> list[str]:
     return [
         "product = product_by_pointers(",
         f"    {start}, b, line, column, rows, columns, depth, {a_at}, {b_at},",
-        f"    BLOCK_M, BLOCK_N, BLOCK_K, WHOLE_K, {imprecise}, CASTS",
+        "    BLOCK_M, BLOCK_N, BLOCK_K, WHOLE_K, CASTS",
         ")",
     ]
 
 
 def _epilogue_lines(body: generate.Body, matmul: Matmul) -> None:
-    through = f"x = through_{TYPES[matmul.made].removeprefix('*')}(x, CASTS)"
-    if matmul.scaled:
-        a_scale, b_scale = (
-            body.add_argument("a_scale", "*fp32"),
-            body.add_argument("b_scale", "*fp32"),
-        )
-        body.add(f"x = x * (tl.load({a_scale}) * tl.load({b_scale}))")
+    through = f"x = through_{generate.TYPES[matmul.dtype].removeprefix('*')}(x, CASTS)"
     if matmul.bias is not None:
-        body.add_argument("bias", TYPES[matmul.bias])
+        body.add_argument("bias", generate.TYPES[matmul.bias])
         body.add("along = column + tl.arange(0, BLOCK_N)")
         body.add("added = tl.load(bias + along, mask=along < columns, other=0.0)")
         body.add("x = x + to_float32(added)[None, :]")
@@ -262,8 +218,7 @@ def _encode_lines(body: generate.Body, coder: BlockCodec) -> None:
     the wire, and encode them."""
     body.add(
         "x = tl.reshape(x, (BLOCKS, PARTS, SIZE // PARTS))",
-        "inside = tl.arange(0, SIZE // PARTS)[None, None, :]",
-        "inside += tl.arange(0, PARTS)[None, :, None] * (SIZE // PARTS)",
+        *generate.INSIDE,
         "each = tl.arange(0, BLOCKS)[:, None, None]",
         "down = line + line_of(each // ALONG, cut, SLICES)",
         "beside = column // SIZE + each % ALONG",

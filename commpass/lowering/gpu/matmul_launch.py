@@ -14,18 +14,12 @@ from torch import Tensor
 from torch.library import wrap_triton
 
 from commpass.codecs.block.codec import BlockCodec
-from commpass.codecs.block.noise import Stochastic, key_of
+from commpass.codecs.block.noise import Stochastic
 from commpass.codecs.block.packing import widths
 from commpass.errors import CommpassError
-from commpass.lowering.gpu.launch import has_fp8, interpreting, offsets
+from commpass.lowering.gpu.launch import casts, interpreting, key_argument, offsets
 from commpass.lowering.gpu.matmul_encode import Kernel, kernel, unsupported_reason
-from commpass.lowering.gpu.matmul_sizes import (
-    Configuration,
-    Matmul,
-    Problem,
-    configuration,
-    configurations,
-)
+from commpass.lowering.gpu.matmul_sizes import Configuration, Matmul, Problem, configuration
 from commpass.lowering.gpu.source import load
 
 
@@ -33,8 +27,7 @@ from commpass.lowering.gpu.source import load
 class Call:
     """One call of a kernel: integers and compile-time constants by name, and the number of tiles.
 
-    Tensors are also passed by name: ``a``, ``b`` and, if the kernel uses them, ``bias``,
-    ``a_scale``, ``b_scale``, ``ready``.
+    Tensors are also passed by name: ``a``, ``b``, ``made`` and, if the kernel has one, ``bias``.
     """
 
     kernel: Kernel
@@ -53,17 +46,14 @@ def call(
     problem: Problem,
     by: Configuration,
     steps: Sequence[int],
-    *,
-    counts: bool = False,
-    casts: bool = True,
-    fp8: bool = True,
+    casts: Mapping[str, bool],
 ) -> Call:
     """Return the call of a kernel.
 
-    ``steps`` are the numbers of values from one line of ``a``, and of ``b``, to the next. ``casts``
-    is False in Triton's interpreter, ``fp8`` if the GPU has no casts to 8-bit floats.
+    ``steps`` are the numbers of values from one line of ``a``, and of ``b``, to the next; ``casts``
+    is as ``launch.casts`` returns it.
     """
-    made = kernel(coder, matmul, by, counts=counts)
+    made = kernel(coder, matmul, by)
     numel = problem.rows * problem.n
     numbers = {
         "rows": problem.rows,
@@ -77,8 +67,7 @@ def call(
         **offsets("made", coder, numel, torch.float32),
     }
     if isinstance(coder.rounding, Stochastic):
-        key = key_of(coder.rounding.seed, coder.salt)
-        numbers["key"] = (key + 2**31) % 2**32 - 2**31
+        numbers["key"] = key_argument(coder.rounding, coder.salt)
     constants = {
         "BLOCK_M": by.block_m,
         "BLOCK_N": by.block_n,
@@ -88,8 +77,7 @@ def call(
         "SIZE": coder.block,
         "PARTS": 8 // widths(coder.grid.bits)[0],
         "WHOLE_K": problem.k % by.block_k == 0,
-        "CASTS": casts,
-        "FP8": fp8,
+        **casts,
     }
     return Call(
         made,
@@ -115,13 +103,14 @@ def step_of(operand: Tensor) -> int:
     return down if lies_by_rows(operand) else along
 
 
-def matmul_of(a: Tensor, b: Tensor, dtype: torch.dtype, **options: Any) -> Matmul | None:
+def matmul_of(a: Tensor, b: Tensor, bias: Tensor | None, activation: str) -> Matmul | None:
     """Return the ``Matmul`` of two tensors; None if the rows or columns of one are not
     contiguous."""
     by_rows = [lies_by_rows(each) for each in (a, b)]
     if by_rows[0] is None or by_rows[1] is None:
         return None
-    return Matmul(a.dtype, dtype, by_rows[0], by_rows[1], **options)
+    added = bias.dtype if bias is not None else None
+    return Matmul(a.dtype, by_rows[0], by_rows[1], added, activation)
 
 
 def for_alignment(by: Configuration, a: Tensor, b: Tensor) -> Configuration:
@@ -140,79 +129,34 @@ def run(
     ranks: int,
     *,
     chunks: int = 1,
-    dtype: torch.dtype | None = None,
     bias: Tensor | None = None,
     activation: str = "",
-    scales: tuple[Tensor, Tensor] | None = None,
-    fast: bool = False,
     by: Configuration | None = None,
-    ready: Tensor | None = None,
-    tune: bool = False,
     graph: bool = False,
 ) -> Tensor:
-    """Return the wire ``[chunks, ranks, wire_bytes]`` of ``a @ b`` rounded to ``dtype`` (default:
-    that of ``a``, or bf16 if it has 8 bits).
+    """Return the wire ``[chunks, ranks, wire_bytes]`` of ``a @ b`` rounded to their dtype.
 
     With ``graph``, the call is traced for Inductor, which launches the kernel itself and allocates
-    memory for descriptors. ``ready``, int32 ``[chunks * ranks]``, initially zero: the kernel counts
-    the tiles of each segment that are in memory, and a segment is complete at ``Problem.tiles``.
-    ``tune`` measures the promising configurations once for each problem, and uses the fastest.
+    memory for descriptors.
     """
-    dtype = dtype or (torch.bfloat16 if a.dtype.itemsize == 1 else a.dtype)
-    has = {"bias": bias.dtype if bias is not None else None, "activation": activation}
-    matmul = matmul_of(a, b, dtype, fast=fast, **has)
+    matmul = matmul_of(a, b, bias, activation)
     if matmul is None:
         raise CommpassError("no kernel: an operand lies neither by rows nor by columns")
     problem = Problem(a.shape[0], b.shape[1], a.shape[1], ranks, chunks)
     arch = "sm_90" if interpreting() else arch_of(a.device)
     if why := unsupported_reason(coder, matmul, problem, arch=arch):
         raise CommpassError(f"no kernel: {why}")
-    tensors: dict[str, Tensor | None] = {"a": a, "b": b, "bias": bias, "ready": ready}
-    if matmul.scaled:
-        if scales is None:
-            raise CommpassError("no kernel: e4m3 operands need their two scales")
-        tensors |= {"a_scale": scales[0], "b_scale": scales[1]}
     width = coder.wire_bytes(problem.rows * problem.n, torch.float32)
     wire = a.new_empty((chunks, ranks, width), dtype=torch.uint8)
-    tensors["made"] = wire
-    if by is None:
-        by = configuration(coder, matmul, problem, arch)
-    if tune and not interpreting():
-        by = _fastest(coder, matmul, problem, arch, tensors)
-    _launch(coder, matmul, problem, for_alignment(by, a, b), tensors, graph=graph)
-    return wire
-
-
-def _launch(
-    coder: BlockCodec,
-    matmul: Matmul,
-    problem: Problem,
-    by: Configuration,
-    tensors: Mapping[str, Tensor | None],
-    *,
-    graph: bool = False,
-) -> None:
-    device = _tensor(tensors, "a").device
-    steps = [step_of(_tensor(tensors, name)) for name in ("a", "b")]
-    made = call(
-        coder,
-        matmul,
-        problem,
-        by,
-        steps,
-        counts=tensors["ready"] is not None,
-        casts=not interpreting(),
-        fp8=not interpreting() and has_fp8(device),
-    )
-    arguments = [
-        made.numbers[name] if name in made.numbers else _tensor(tensors, name)
-        for name in made.kernel.signature
-    ]
-    function, grid = load(made.kernel.source), made.grid(_processors(device))
+    by = for_alignment(by or configuration(coder, problem, arch), a, b)
+    made = call(coder, matmul, problem, by, (step_of(a), step_of(b)), casts(a.device))
+    given: dict[str, Any] = {"a": a, "b": b, "bias": bias, "made": wire} | made.numbers
+    arguments = [given[name] for name in made.kernel.signature]
+    function, grid = load(made.kernel.source), made.grid(_processors(a.device))
     compiled = {"num_warps": by.num_warps, "num_stages": by.num_stages}
     if graph:
         wrap_triton(function)[grid](*arguments, **made.constants, **compiled)
-        return
+        return wire
     if not interpreting():
         compiled["enable_fp_fusion"] = made.kernel.fuses
 
@@ -223,12 +167,7 @@ def _launch(
 
     # The allocator is set only for this call, since other users of Triton have their own.
     contextvars.copy_context().run(launch)
-
-
-def _tensor(tensors: Mapping[str, Tensor | None], name: str) -> Tensor:
-    found = tensors[name]
-    assert found is not None, name
-    return found
+    return wire
 
 
 def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
@@ -241,32 +180,6 @@ def _processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 2
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-_found: dict[tuple[Any, ...], Configuration] = {}
-
-
-def _fastest(
-    coder: BlockCodec,
-    matmul: Matmul,
-    problem: Problem,
-    arch: str,
-    tensors: Mapping[str, Tensor | None],
-) -> Configuration:
-    """The fastest configuration, measured once for each problem."""
-    a, b = _tensor(tensors, "a"), _tensor(tensors, "b")
-    key = (coder, matmul, problem, arch, a.device)
-    if key not in _found:
-        tried = {for_alignment(by, a, b) for by in configurations(coder, matmul, problem, arch)}
-        free = {**tensors, "ready": None}  # measurements must not count tiles
-        times = {
-            by: triton.testing.do_bench(
-                lambda by=by: _launch(coder, matmul, problem, by, free), return_mode="median"
-            )
-            for by in tried
-        }
-        _found[key] = min(times, key=lambda by: times[by])
-    return _found[key]
 
 
 def arch_of(device: torch.device) -> str:

@@ -23,26 +23,17 @@ SHARED = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_53
 class Matmul:
     """A matmul, and the operations on its result before it is encoded.
 
-    ``operands`` is the dtype of ``a [m, k]`` and ``b [k, n]``, ``made`` the dtype that the result
-    is rounded to. Operands are stored by rows (the last dimension is contiguous) or by columns: the
-    weight of ``F.linear``, viewed as ``[k, n]``, is stored by columns. ``bias`` is the dtype of
-    ``[n]`` values that are added before the result is rounded; the result of an activation is
-    rounded once more. 8-bit operands each have a scale, one float32 number in memory. ``fast``
-    accumulates their products entirely in the tensor cores' registers, which keeps fewer bits on
-    sm_90 (see ``use_fast_accum`` of ``torch._scaled_mm``).
+    ``dtype`` is that of ``a [m, k]`` and ``b [k, n]``, to which the result is rounded. Operands are
+    stored by rows (the last dimension is contiguous) or by columns: the weight of ``F.linear``,
+    viewed as ``[k, n]``, is stored by columns. ``bias`` is the dtype of ``[n]`` values that are
+    added before the result is rounded; ``activation`` is relu, or none.
     """
 
-    operands: torch.dtype
-    made: torch.dtype
+    dtype: torch.dtype
     a_by_rows: bool = True
     b_by_rows: bool = True
     bias: torch.dtype | None = None
     activation: str = ""
-    fast: bool = False
-
-    @property
-    def scaled(self) -> bool:
-        return self.operands.itemsize == 1
 
 
 @dataclass(frozen=True)
@@ -97,49 +88,46 @@ class Problem:
 # --- configurations -------------------------------------------------------------------------------
 
 
-def configurations(
-    coder: BlockCodec, matmul: Matmul, problem: Problem, arch: str
-) -> list[Configuration]:
+def configurations(coder: BlockCodec, problem: Problem, arch: str) -> list[Configuration]:
     """Return the configurations worth measuring, the static choice first."""
-    chosen, most = configuration(coder, matmul, problem, arch), _most_rows(coder, matmul, arch)
+    chosen, most = configuration(coder, problem, arch), _most_rows(coder, arch)
     others = [
         _completed(
-            replace(chosen, block_m=block_m, block_n=block_n, num_stages=stages),
-            *(coder, matmul, arch),
+            replace(chosen, block_m=block_m, block_n=block_n, num_stages=stages), coder, arch
         )
         for block_m, block_n in ((128, 256), (128, 128), (64, 256))
         for stages in ((2,) if arch == "gfx942" else (3, 4))
         if block_n % coder.block == 0 and block_m <= most
     ]
-    fits = (by for by in others if shared_bytes(by, coder, matmul, arch) <= SHARED[arch])
+    fits = (by for by in others if shared_bytes(by, coder, arch) <= SHARED[arch])
     return list(dict.fromkeys([chosen, *fits]))
 
 
-def configuration(coder: BlockCodec, matmul: Matmul, problem: Problem, arch: str) -> Configuration:
+def configuration(coder: BlockCodec, problem: Problem, arch: str) -> Configuration:
     """Choose a good configuration by architecture and sizes, without a measurement."""
     narrow = problem.n % WIDEST and problem.n % 128 == 0 and 128 % coder.block == 0
     by = Configuration(
-        min(64 if problem.rows <= 64 else 128, _most_rows(coder, matmul, arch)),
+        min(64 if problem.rows <= 64 else 128, _most_rows(coder, arch)),
         128 if narrow else WIDEST,
-        128 if matmul.scaled else {"sm_80": 32}.get(arch, 64),
+        {"sm_80": 32}.get(arch, 64),
         num_warps=8,
         num_stages={"sm_80": 4, "gfx942": 2}.get(arch, 3),
         descriptors=arch in ("sm_90", "sm_100"),
         flatten=arch != "gfx942",
     )
-    return _completed(by, coder, matmul, arch)
+    return _completed(by, coder, arch)
 
 
-def _completed(by: Configuration, coder: BlockCodec, matmul: Matmul, arch: str) -> Configuration:
+def _completed(by: Configuration, coder: BlockCodec, arch: str) -> Configuration:
     """Return the configuration with suitable warps, cuts and programs for its tile."""
     results, heavy = by.block_m * by.block_n, _heavy(coder, arch)
-    num_warps = 8 if results > 128 * 128 or heavy or _twice(matmul, arch) else 4
+    num_warps = 8 if results > 128 * 128 or heavy else 4
     halves = heavy and arch in ("sm_80", "sm_90") and results >= 64 * 256
     programs = 2 if num_warps == 4 and arch != "gfx942" else 1
     return replace(by, num_warps=num_warps, cuts=2 if halves else 1, programs=programs)
 
 
-def _most_rows(coder: BlockCodec, matmul: Matmul, arch: str) -> int:
+def _most_rows(coder: BlockCodec, arch: str) -> int:
     """Return the most rows of a tile of 256 columns for which the threads of eight warps have
     enough registers.
 
@@ -151,23 +139,18 @@ def _most_rows(coder: BlockCodec, matmul: Matmul, arch: str) -> int:
             return 32
         return 64 if coder.grid.bits < 8 else 128
     if arch == "sm_90":
-        return 64 if _twice(matmul, arch) or isinstance(coder.rounding, Stochastic) else 128
+        return 64 if isinstance(coder.rounding, Stochastic) else 128
     return 64 if _heavy(coder, arch) else 128
 
 
-def _twice(matmul: Matmul, arch: str) -> bool:
-    """Whether sums in the tensor cores' registers are added to separate sums."""
-    return matmul.scaled and not matmul.fast and arch == "sm_90"
-
-
-def shared_bytes(by: Configuration, coder: BlockCodec, matmul: Matmul, arch: str) -> int:
+def shared_bytes(by: Configuration, coder: BlockCodec, arch: str) -> int:
     """Return the most bytes of shared memory that a program needs.
 
     They hold the operands of all stages, and values that are converted from the tensor cores'
     layout to that of memory. The latter are codes, or integers if a block spans several warps and
     its values are rotated or packed there.
     """
-    stage = (by.block_m + by.block_n) * by.block_k * matmul.operands.itemsize
+    stage = (by.block_m + by.block_n) * by.block_k * 2  # operands have 16 bits
     spread = coder.transform.sums > 1 or (arch == "gfx942" and coder.grid.bits < 8)
     moved = by.block_m * by.block_n // by.cuts * (4 if spread and arch != "sm_90" else 1)
     if arch == "gfx942":  # one stage is in registers, and the rest is free in the epilogue

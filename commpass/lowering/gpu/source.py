@@ -12,7 +12,7 @@ import hashlib
 import inspect
 import linecache
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import CodeType
@@ -35,12 +35,29 @@ class Source:
         return hashlib.sha256(self.text.encode()).hexdigest()[:16]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """A kernel with a generated entry, and how to call it.
+
+    ``signature`` holds its arguments in order, with their Triton types; ``constants`` are the
+    compile-time arguments that follow. ``fuses`` says whether a product and a sum may be rounded
+    once. It is allowed if the bits depend on the GPU anyway, since it approximates a root.
+    """
+
+    source: Source
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    num_warps: int
+    fuses: bool
+
+
 def tile(function: Callable[..., Any]) -> Callable[..., Any]:
     """Mark a function in Triton's language as a part of kernels. It is never called directly."""
     function.is_tile = True  # type: ignore[attr-defined]
     return function
 
 
+@lru_cache(maxsize=64)
 def of_function(entry: Callable[..., Any]) -> Source:
     """Return the source of a kernel that is itself written as a tile function."""
     return Source(entry.__name__, _assembled(_text(entry), _needs(entry)))
@@ -51,6 +68,29 @@ def of_text(entry: str, text: str, known: Mapping[str, Any]) -> Source:
     numbers that its text may use."""
     code = compile(text, f"<{entry}>", "exec")
     return Source(entry, _assembled(text, _needs_of(code, known)))
+
+
+def function_text(name: str, arguments: Sequence[str], lines: Sequence[str]) -> str:
+    """Return the text of a function; its head is broken between arguments alone."""
+    held = "\N{NO-BREAK SPACE}"
+    head = textwrap.fill(
+        ", ".join(each.replace(" ", held) for each in arguments),
+        96,
+        initial_indent="    ",
+        subsequent_indent="    ",
+        break_long_words=False,
+    ).replace(held, " ")
+    body = textwrap.indent("\n".join(lines), "    ")
+    return f"def {name}(\n{head},\n):\n{body}\n"
+
+
+def constant(name: str) -> str:
+    """Return the declaration of a compile-time argument."""
+    return f"{name}: tl.constexpr"
+
+
+def indented(lines: Sequence[str]) -> list[str]:
+    return [f"    {line}" for line in lines]
 
 
 @lru_cache(maxsize=1024)

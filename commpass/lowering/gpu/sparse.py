@@ -10,7 +10,6 @@ Everything is launched without reading numbers from the device, so a CUDA graph 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -23,8 +22,7 @@ from commpass.codecs.sparse import indices as index_codes
 from commpass.codecs.sparse.indices import Bitmap, Blocks16, EliasFano, IndexCode
 from commpass.codecs.sparse.segments import SegmentedCodec
 from commpass.codecs.sparse.select import Threshold, bounds, select
-from commpass.lowering.gpu.call import Arguments, Call, launch
-from commpass.lowering.gpu.source import Source, of_function
+from commpass.lowering.gpu.call import Arguments, Call, call_of, launch
 from commpass.lowering.gpu.sparse_measure import FORMS, WHOLE, seen
 from commpass.lowering.gpu.tiles import sparse as tiles
 from commpass.lowering.gpu.tiles import sparse_indices, sparse_sum
@@ -143,45 +141,82 @@ def _index(code: IndexCode, count: int) -> tuple[int, int, int]:
 
 
 def encode(
-    coder: SparseCodec,
-    x: Tensor,
-    residual: Tensor,
-    sizes: Sizes | None = None,
-    remainder: Tensor | None = None,
+    coder: SparseCodec, x: Tensor, residual: Tensor, sizes: Sizes | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the wire of ``x + residual``, uint8 ``[rows, wire_bytes]``, and the new residual,
     float32 ``[rows, n]``: 0 if the input or the decoded value is not finite.
 
-    ``x`` is ``[rows, n]`` in bf16, fp16 or fp32, ``residual`` float32; both contiguous. The new
-    residual is written to ``remainder`` if given, which may be the residual itself.
+    ``x`` is ``[rows, n]`` in bf16, fp16 or fp32, ``residual`` float32; both contiguous.
     """
     sizes = sizes or sizes_on(x.device)
     layout = layout_of(coder, x.shape[1], x.dtype)
-    wire = x.new_empty((x.shape[0], layout.pitch), dtype=torch.uint8)
-    values = values_of(layout, wire)
-    remainder = torch.empty_like(residual) if remainder is None else remainder
-    indices = x.new_empty((x.shape[0], layout.chosen), dtype=torch.int32)
+    rows, blocks = x.shape[0], _blocks(layout, sizes)
+    wire = x.new_empty((rows, layout.pitch), dtype=torch.uint8)
+    values, remainder = values_of(layout, wire), torch.empty_like(residual)
+    known = encode_arguments(layout, sizes, x, residual, remainder, values, wire)
     if isinstance(coder.selector, Threshold):
-        used = x.new_empty((x.shape[0],), dtype=torch.int32)
-        within, lost = bounds_of(coder, x, residual, sizes)
-        launch(
-            select_call(
-                layout, sizes, x, residual, remainder, values, indices, wire, used, within, lost
-            )
-        )
+        call = select_call(layout, sizes, known, wire, *bounds_of(coder, x, residual, sizes))
+        known |= call.arguments
         done = layout.code == sparse_indices.BITMAP
     else:
         indices, used, lost = selection_of(coder, x, residual)
-        launch(take_call(layout, sizes, x, residual, remainder, values, indices, lost))
+        starts = starts_of(indices, layout, sizes)
+        known |= {"indices": indices, "used": used, "lost": lost, "starts": starts}
+        call = call_of(tiles.sparse_take, known, rows * blocks, sizes.warps)
         done = False
-    launch(pack_call(layout, sizes, indices, used, lost, values, wire, done))
+    launch(call)
+    # The indices may be written already.
+    begin = layout.split + (layout.first + layout.second if done else 0)
+    slots = -(-layout.chosen // sizes.tile)
+    known |= {"begin": begin, "end": layout.pitch, "steps": layout.chosen.bit_length()}
+    known |= {"CODE": sparse_indices.NONE if done else layout.code}
+    tiled = slots + -(-(layout.pitch - begin) // sizes.tile)
+    launch(call_of(sparse_indices.sparse_pack, known, rows * tiled))
     if layout.later:
-        numbers = values.view(layout.dtype)
-        inner = coder.inner.encode_rows(numbers)
+        inner = coder.inner.encode_rows(values.view(layout.dtype))
         wire[:, : layout.split].copy_(inner)
         own = coder.inner.decode_rows(inner, layout.chosen, layout.dtype).float().contiguous()
-        launch(settle_call(layout, sizes, remainder, indices, values, own, used))
+        launch(call_of(tiles.sparse_settle, known | {"decoded": own}, rows * slots))
     return wire, remainder
+
+
+def encode_arguments(
+    layout: Layout,
+    sizes: Sizes,
+    x: Tensor,
+    residual: Tensor,
+    remainder: Tensor,
+    values: Tensor,
+    wire: Tensor,
+) -> Arguments:
+    """Return the arguments that all kernels of ``encode`` share."""
+    return _sizes_known(layout, sizes) | {
+        "x": x.view(WHOLE[layout.dtype]),
+        "residual": residual,
+        "remainder": remainder,
+        "values": values,
+        "value_pitch": values.shape[1],
+        "wire": wire,
+        "ONE_ROW": x.shape[0] == 1,
+    }
+
+
+def select_call(
+    layout: Layout, sizes: Sizes, known: Arguments, wire: Tensor, within: Tensor, lost: Tensor
+) -> Call:
+    """Return the call that selects within bounds; ``known`` is of ``encode_arguments``."""
+    rows, blocks = wire.shape[0], _blocks(layout, sizes)
+    own: Arguments = {
+        "indices": wire.new_empty((rows, layout.chosen), dtype=torch.int32),
+        "bitmap": wire.view(-1)[layout.split :],
+        "used": wire.new_empty((rows,), dtype=torch.int32),
+        "bounds": within,
+        "lost": lost,
+        "state": wire.new_zeros((1 + rows * blocks,), dtype=torch.int64),
+        "bitmap_pitch": layout.pitch,
+        "BITMAP": layout.code == sparse_indices.BITMAP,
+    }
+    return call_of(tiles.sparse_select, known | own, rows * blocks, sizes.warps)
 
 
 def wanted_rows(x: Tensor, residual: Tensor) -> Tensor:
@@ -225,155 +260,6 @@ def starts_of(indices: Tensor, layout: Layout, sizes: Sizes) -> Tensor:
     return torch.searchsorted(indices, edges.contiguous(), out_int32=True)
 
 
-# --- calls ----------------------------------------------------------------------------------------
-
-
-@lru_cache(maxsize=64)
-def _source(entry: object) -> Source:
-    return of_function(entry)  # type: ignore[arg-type]
-
-
-def select_call(
-    layout: Layout,
-    sizes: Sizes,
-    x: Tensor,
-    residual: Tensor,
-    remainder: Tensor,
-    values: Tensor,
-    indices: Tensor,
-    wire: Tensor,
-    used: Tensor,
-    bounds: Tensor,
-    lost: Tensor,
-) -> Call:
-    rows, blocks = x.shape[0], _blocks(layout, sizes)
-    arguments: Arguments = {
-        "x": x.view(WHOLE[layout.dtype]),
-        "residual": residual,
-        "remainder": remainder,
-        "values": values,
-        "indices": indices,
-        "bitmap": wire.view(-1)[layout.split :],
-        "used": used,
-        "bounds": bounds,
-        "lost": lost,
-        "state": x.new_zeros((1 + rows * blocks,), dtype=torch.int64),
-        "n": layout.entries,
-        "k": layout.chosen,
-        "blocks": blocks,
-        "value_pitch": values.shape[1],
-        "bitmap_pitch": layout.pitch,
-    }
-    constants = {
-        "FORM": layout.form,
-        "VALUE": layout.value,
-        "LATER": layout.later,
-        "BITMAP": layout.code == sparse_indices.BITMAP,
-        "ONE_ROW": rows == 1,
-        "BLOCK": sizes.block,
-        "WINDOW": sizes.window,
-    }
-    return Call(_source(tiles.sparse_select), arguments, constants, rows * blocks, sizes.warps)
-
-
-def take_call(
-    layout: Layout,
-    sizes: Sizes,
-    x: Tensor,
-    residual: Tensor,
-    remainder: Tensor,
-    values: Tensor,
-    indices: Tensor,
-    lost: Tensor,
-) -> Call:
-    rows, blocks = x.shape[0], _blocks(layout, sizes)
-    arguments: Arguments = {
-        "x": x.view(WHOLE[layout.dtype]),
-        "residual": residual,
-        "remainder": remainder,
-        "values": values,
-        "indices": indices,
-        "starts": starts_of(indices, layout, sizes),
-        "lost": lost,
-        "n": layout.entries,
-        "k": layout.chosen,
-        "blocks": blocks,
-        "value_pitch": values.shape[1],
-    }
-    constants = {
-        "FORM": layout.form,
-        "VALUE": layout.value,
-        "LATER": layout.later,
-        "ONE_ROW": rows == 1,
-        "BLOCK": sizes.block,
-        "STEP": sizes.step,
-    }
-    return Call(_source(tiles.sparse_take), arguments, constants, rows * blocks, sizes.warps)
-
-
-def pack_call(
-    layout: Layout,
-    sizes: Sizes,
-    indices: Tensor,
-    used: Tensor,
-    lost: Tensor,
-    values: Tensor,
-    wire: Tensor,
-    done: bool,
-) -> Call:
-    """Return the call of ``sparse_pack``. ``done``: the indices are written already."""
-    begin = layout.split + (layout.first + layout.second if done else 0)
-    tiled = -(-layout.chosen // sizes.tile) + -(-(layout.pitch - begin) // sizes.tile)
-    arguments: Arguments = {
-        "indices": indices,
-        "used": used,
-        "lost": lost,
-        "values": values,
-        "wire": wire,
-        "n": layout.entries,
-        "k": layout.chosen,
-        "steps": layout.chosen.bit_length(),
-        "value_pitch": values.shape[1],
-        "pitch": layout.pitch,
-        "gap": layout.gap,
-        "split": layout.split,
-        "begin": begin,
-        "first": layout.first,
-        "second": layout.second,
-        "end": layout.pitch,
-    }
-    constants = {
-        "CODE": sparse_indices.NONE if done else layout.code,
-        "LOW": layout.low,
-        "VALUE": layout.value,
-        "TILE": sizes.tile,
-    }
-    return Call(_source(sparse_indices.sparse_pack), arguments, constants, wire.shape[0] * tiled, 4)
-
-
-def settle_call(
-    layout: Layout,
-    sizes: Sizes,
-    remainder: Tensor,
-    indices: Tensor,
-    values: Tensor,
-    own_values: Tensor,
-    used: Tensor,
-) -> Call:
-    arguments: Arguments = {
-        "remainder": remainder,
-        "indices": indices,
-        "values": values,
-        "decoded": own_values,
-        "used": used,
-        "n": layout.entries,
-        "k": layout.chosen,
-    }
-    constants = {"FORM": layout.form, "TILE": sizes.tile}
-    programs = remainder.shape[0] * -(-layout.chosen // sizes.tile)
-    return Call(_source(tiles.sparse_settle), arguments, constants, programs, 4)
-
-
 # --- decode ---------------------------------------------------------------------------------------
 
 
@@ -405,91 +291,61 @@ def _received(
         values = values.view(torch.int32)
     else:
         values = wire.view(layout.value_dtype)
-    launch(sum_call(layout, sizes, values, indices, out))
+    rows, blocks, together = wire.shape[0], _blocks(layout, sizes), out.dim() == 1
+    known = _sizes_known(layout, sizes) | {
+        "values": values,
+        "value_pitch": values.shape[1],
+        "indices": indices,
+        "starts": starts_of(indices, layout, sizes),
+        "out": out,
+        "ranks": rows if together else 1,
+        "SUM": together,
+    }
+    if layout.later:
+        known |= {"FORM": tiles.FP32, "VALUE": tiles.FP32}
+    programs = blocks if together else rows * blocks
+    launch(call_of(sparse_sum.sparse_sum, known, programs, sizes.warps))
     return out
 
 
 def indices_of(layout: Layout, sizes: Sizes, wire: Tensor) -> Tensor:
     """Return the indices of rows, int32 ``[rows, k]``, with ``n`` in unused slots."""
-    indices = wire.new_full((wire.shape[0], layout.chosen), layout.entries, dtype=torch.int32)
+    rows = wire.shape[0]
+    indices = wire.new_full((rows, layout.chosen), layout.entries, dtype=torch.int32)
+    known = _sizes_known(layout, sizes) | {"wire": wire, "indices": indices}
     if layout.code == sparse_indices.BLOCKS16:
-        launch(places16_call(layout, sizes, wire, indices))
+        known |= {"steps": (-(-layout.entries >> 16)).bit_length()}
+        slots = -(-layout.chosen // sizes.tile)
+        launch(call_of(sparse_indices.sparse_places16, known, rows * slots))
         return indices
     tiled = ceil_to(layout.second, sizes.tile) // sizes.tile
-    ends = wire.new_empty((wire.shape[0], tiled), dtype=torch.int32)
-    launch(ones_call(layout, sizes, wire, ends))
-    launch(places_call(layout, sizes, wire, indices, ends.cumsum(1, dtype=torch.int32)))
+    ends = wire.new_empty((rows, tiled), dtype=torch.int32)
+    known |= {"ends": ends, "begin": layout.split + layout.first, "tiles": tiled}
+    launch(call_of(sparse_indices.sparse_count_ones, known, rows * tiled))
+    known |= {"ends": ends.cumsum(1, dtype=torch.int32)}
+    launch(call_of(sparse_indices.sparse_places, known, rows * tiled))
     return indices
 
 
-def ones_call(layout: Layout, sizes: Sizes, wire: Tensor, ends: Tensor) -> Call:
-    arguments: Arguments = {
-        "wire": wire,
-        "ends": ends,
-        "pitch": layout.pitch,
-        "begin": layout.split + layout.first,
-        "length": layout.bits,
-        "tiles": ends.shape[1],
-    }
-    constants = {"TILE": sizes.tile}
-    return Call(_source(sparse_indices.sparse_count_ones), arguments, constants, ends.numel(), 4)
-
-
-def places_call(layout: Layout, sizes: Sizes, wire: Tensor, indices: Tensor, ends: Tensor) -> Call:
-    arguments: Arguments = {
-        "wire": wire,
-        "indices": indices,
-        "ends": ends,
+def _sizes_known(layout: Layout, sizes: Sizes) -> Arguments:
+    """Return the arguments of kernels that follow from sizes."""
+    return {
         "n": layout.entries,
         "k": layout.chosen,
+        "blocks": _blocks(layout, sizes),
         "pitch": layout.pitch,
+        "gap": layout.gap,
         "split": layout.split,
         "first": layout.first,
+        "second": layout.second,
         "length": layout.bits,
-        "tiles": ends.shape[1],
-    }
-    constants = {"CODE": layout.code, "LOW": layout.low, "TILE": sizes.tile}
-    return Call(_source(sparse_indices.sparse_places), arguments, constants, ends.numel(), 4)
-
-
-def places16_call(layout: Layout, sizes: Sizes, wire: Tensor, indices: Tensor) -> Call:
-    blocks = -(-layout.entries >> 16)
-    arguments: Arguments = {
-        "wire": wire,
-        "indices": indices,
-        "n": layout.entries,
-        "k": layout.chosen,
-        "pitch": layout.pitch,
-        "split": layout.split,
-        "steps": blocks.bit_length(),
-    }
-    programs = wire.shape[0] * -(-layout.chosen // sizes.tile)
-    return Call(
-        _source(sparse_indices.sparse_places16), arguments, {"TILE": sizes.tile}, programs, 4
-    )
-
-
-def sum_call(layout: Layout, sizes: Sizes, values: Tensor, indices: Tensor, out: Tensor) -> Call:
-    """``out`` is ``[numel]`` for the sum of all rows, ``[rows, numel]`` for separate rows."""
-    rows, blocks = indices.shape[0], _blocks(layout, sizes)
-    together = out.dim() == 1
-    arguments: Arguments = {
-        "values": values,
-        "indices": indices,
-        "starts": starts_of(indices, layout, sizes),
-        "out": out,
-        "n": layout.entries,
-        "k": layout.chosen,
-        "blocks": blocks,
-        "value_pitch": values.shape[1],
-        "ranks": rows if together else 1,
-    }
-    constants = {
-        "SUM": together,
-        "FORM": tiles.FP32 if layout.later else layout.form,
-        "VALUE": tiles.FP32 if layout.later else layout.value,
+        "FORM": layout.form,
+        "VALUE": layout.value,
+        "LATER": layout.later,
+        "CODE": layout.code,
+        "LOW": layout.low,
         "BLOCK": sizes.block,
         "STEP": sizes.step,
+        "TILE": sizes.tile,
+        "WINDOW": sizes.window,
     }
-    programs = blocks if together else rows * blocks
-    return Call(_source(sparse_sum.sparse_sum), arguments, constants, programs, sizes.warps)

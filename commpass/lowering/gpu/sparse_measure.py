@@ -3,15 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from commpass.codecs.sparse.measure import magnitude_bits
-from commpass.lowering.gpu.call import Arguments, Call, launch
-from commpass.lowering.gpu.source import Source, of_function
+from commpass.lowering.gpu.call import Arguments, Call, call_of, launch
 from commpass.lowering.gpu.tiles import sparse as tiles
 from commpass.lowering.gpu.tiles import sparse_measure
 
@@ -68,34 +67,35 @@ class Seen:
 
     def peak_call(self) -> Call:
         peaks, outside = self.extremes
-        return self._call(sparse_measure.sparse_peak, {"peaks": peaks, "outside": outside})
+        return self._call(sparse_measure.sparse_peak, peaks=peaks, outside=outside)
 
     def counts_call(self, thresholds: Tensor, unless: Tensor | None, found: Tensor) -> Call:
         none = thresholds.new_zeros((thresholds.shape[0],), dtype=torch.int32)
         skipped = none if unless is None else unless.reshape(-1).to(torch.int32)
-        arguments: Arguments = {"thresholds": thresholds, "unless": skipped, "found": found}
-        return self._call(sparse_measure.sparse_counts, arguments, COUNT=thresholds.shape[1])
+        return self._call(
+            sparse_measure.sparse_counts,
+            thresholds=thresholds,
+            unless=skipped,
+            found=found,
+            COUNT=thresholds.shape[1],
+        )
 
     def moments_call(self, peak: Tensor, found: Tensor) -> Call:
-        return self._call(sparse_measure.sparse_moments, {"peaks": peak, "found": found})
+        return self._call(sparse_measure.sparse_moments, peaks=peak, found=found)
 
     def above_call(self, peak: Tensor, threshold: Tensor, found: Tensor) -> Call:
-        arguments: Arguments = {"peaks": peak, "threshold": threshold, "found": found}
-        return self._call(sparse_measure.sparse_above, arguments)
+        above = sparse_measure.sparse_above
+        return self._call(above, peaks=peak, threshold=threshold, found=found)
 
-    def _call(self, entry: object, arguments: Arguments, **more: int) -> Call:
+    def _call(self, entry: Callable[..., None], **own: Tensor | int) -> Call:
         rows, n = self.x.shape
         parts = -(-n // (self.block * self.tiles))
-        rest: Arguments = {"n": n, "parts": parts}
-        x: Arguments = {"x": self.x.view(WHOLE[self.x.dtype]), "residual": self.residual}
-        constants = {
-            "FORM": FORMS[self.x.dtype],
-            **more,
-            "ONE_ROW": rows == 1,
-            "BLOCK": self.block,
-            "TILES": self.tiles,
+        known: Arguments = {
+            **{"x": self.x.view(WHOLE[self.x.dtype]), "residual": self.residual},
+            **{"n": n, "parts": parts, "FORM": FORMS[self.x.dtype], "ONE_ROW": rows == 1},
+            **{"BLOCK": self.block, "TILES": self.tiles},
         }
-        return Call(_source(entry), {**x, **arguments, **rest}, constants, rows * parts, 4)
+        return call_of(entry, known | own, rows * parts)
 
 
 def seen(x: Tensor, residual: Tensor, block: int = 2048, tiles: int = 8) -> Seen:
@@ -113,8 +113,3 @@ def _rounded_up(peak: Tensor, threshold: Tensor | None) -> Tensor:
     near = threshold.float()
     above = torch.nextafter(near, torch.full_like(near, torch.inf))
     return torch.where(near.double() < threshold, above, near)
-
-
-@lru_cache(maxsize=16)
-def _source(entry: object) -> Source:
-    return of_function(entry)  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass
+from typing import Any
 
 from commpass.errors import KernelError
 
@@ -30,27 +30,10 @@ ACCESS = re.compile(
 MATMUL = re.compile(r"^\s+(v_s?mfmac?_\w+)", re.M)
 
 
-@dataclass(frozen=True)
-class Amdgcn:
-    """Resources and instructions of a kernel.
+def resources(text: str) -> dict[str, Any]:
+    """Return fields of ``Compiled``: ``registers`` are vector registers of a thread, including
+    accumulators, and ``spills`` accesses of private memory."""
 
-    ``registers`` are vector registers of a thread, including accumulators, ``scalars`` the
-    registers of its wave. ``spilled`` counts spilled registers; ``private`` memory is in bytes.
-    ``loads`` and ``stores`` are accesses by bytes per thread, ``matmuls`` matrix-core instructions
-    by name.
-    """
-
-    registers: int
-    scalars: int
-    spilled: int
-    private: int
-    loads: dict[int, float]
-    stores: dict[int, float]
-    spills: float
-    matmuls: dict[str, float]
-
-
-def parsed(text: str) -> Amdgcn:
     def entry(name: str) -> int:
         found = re.search(rf"^\s+(?:- )?\.{name}:\s+(\d+)", text, re.M)
         if found is None:
@@ -62,14 +45,12 @@ def parsed(text: str) -> Amdgcn:
         # An access whose only address is the wave's goes to private memory.
         private = space == "scratch" or (space == "buffer" and "off, s[0:3]" in rest)
         found["scratch" if private else way][WIDTHS.get(width, 4)] += 1
-    scratch = sum(width * number for width, number in found["scratch"].items())
-    return Amdgcn(
-        registers=entry("vgpr_count"),
-        scalars=entry("sgpr_count"),
-        spilled=entry("vgpr_spill_count") + entry("sgpr_spill_count"),
-        private=entry("private_segment_fixed_size"),
-        loads=dict(sorted(found["load"].items(), reverse=True)),
-        stores=dict(sorted(found["store"].items(), reverse=True)),
-        spills=scratch,
-        matmuls=dict(Counter(MATMUL.findall(text))),
-    )
+    return {
+        "registers": entry("vgpr_count"),
+        "scalars": entry("sgpr_count"),
+        "spills": sum(width * number for width, number in found["scratch"].items()),
+        "local": entry("private_segment_fixed_size"),
+        "loads": dict(sorted(found["load"].items(), reverse=True)),
+        "stores": dict(sorted(found["store"].items(), reverse=True)),
+        "matmuls": dict(Counter(MATMUL.findall(text))),
+    }

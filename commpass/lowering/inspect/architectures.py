@@ -33,7 +33,7 @@ class Architecture:
     - ``shared`` is the shared memory in bytes, ``shared_each`` the most that one program may use.
       It is allocated in units of ``shared_unit``, plus ``shared_reserved`` for each program.
     - ``lanes`` is the number of threads that each pipe serves per clock.
-    - ``tensor`` is the number of floating point operations per clock, by the bits of an operand.
+    - ``tensor`` is the number of floating point operations per clock on operands of 16 bits.
     - ``latency`` is the number of clocks from a load to its value on an idle memory system.
     """
 
@@ -44,7 +44,6 @@ class Architecture:
     quarters: int = 4
     registers: int = 16384
     register_unit: int = 256
-    registers_each: int = 255
     shared: int
     shared_each: int
     shared_unit: int = 128
@@ -52,7 +51,7 @@ class Architecture:
     warps: int = 64
     programs: int = 32
     lanes: Mapping[str, int] = field(default_factory=dict)
-    tensor: Mapping[int, int] = field(default_factory=dict)
+    tensor: int = 0
     line: int = 128
     latency: int = 0
 
@@ -96,7 +95,7 @@ ARCHITECTURES = {
             shared=164 * KIB,
             shared_each=163 * KIB,
             lanes={"fma": 64, "multiply": 64, "alu": 64, "half": 64, "special": 16, "double": 32},
-            tensor={8: 4096, 16: 2048, 32: 1024, 64: 128},
+            tensor=2048,
             latency=466,
         ),
         Architecture(
@@ -106,7 +105,7 @@ ARCHITECTURES = {
             shared=228 * KIB,
             shared_each=227 * KIB,
             lanes={"fma": 128, "multiply": 64, "alu": 64, "half": 128, "special": 16, "double": 64},
-            tensor={8: 8192, 16: 4096, 32: 2048, 64: 256},
+            tensor=4096,
             latency=479,
         ),
         Architecture(
@@ -116,7 +115,7 @@ ARCHITECTURES = {
             shared=228 * KIB,
             shared_each=227 * KIB,
             lanes={"fma": 128, "multiply": 64, "alu": 64, "half": 128, "special": 16, "double": 64},
-            tensor={8: 16384, 16: 8192, 32: 4096, 64: 128},
+            tensor=8192,
             latency=479,
         ),
         Architecture(
@@ -126,7 +125,6 @@ ARCHITECTURES = {
             warp=64,
             registers=32768,
             register_unit=512,
-            registers_each=512,
             shared=64 * KIB,
             shared_each=64 * KIB,
             shared_unit=512,

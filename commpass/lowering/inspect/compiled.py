@@ -40,10 +40,8 @@ class Compiled:
     tensor cores; both are static counts.
     """
 
-    name: str
     arch: str
     source: str
-    ttgir: str
     assembly: str
     sass: str = ""
     registers: int
@@ -103,40 +101,14 @@ def compiled(
         target,
         {"enable_fp_fusion": False} | options | {"num_warps": num_warps, "num_stages": num_stages},
     )
-    common = {
-        "name": kernel.__name__,
-        "arch": arch,
-        "source": _text(kernel),
-        "ttgir": result.asm["ttgir"],
-        "num_warps": result.metadata.num_warps,
-    }
-    if target.backend == "hip":
-        found = amdgcn.parsed(result.asm["amdgcn"])
-        return Compiled(
-            **common,
-            assembly=result.asm["amdgcn"],
-            registers=found.registers,
-            scalars=found.scalars,
-            spills=int(found.spills),
-            local=found.private,
-            shared=result.metadata.shared,
-            loads=found.loads,
-            stores=found.stores,
-            matmuls=found.matmuls,
-        )
-    text, usage = _disassembled(result.asm["cubin"])
-    counts = counted(parsed(text))
+    nvidia = target.backend == "cuda"
     return Compiled(
-        **common,
-        assembly=result.asm["ptx"],
-        sass=text,
-        registers=usage["REG"],
-        spills=int(counts.bytes("local load", "local store")),
-        local=usage["STACK"] + usage["LOCAL"],
+        arch=arch,
+        source=_text(kernel),
+        assembly=result.asm["ptx" if nvidia else "amdgcn"],
         shared=result.metadata.shared,
-        loads=counts.widths("global load", "async copy"),
-        stores=counts.widths("global store"),
-        matmuls=counts.matmuls(),
+        num_warps=result.metadata.num_warps,
+        **(_resources(result.asm["cubin"]) if nvidia else amdgcn.resources(result.asm["amdgcn"])),
     )
 
 
@@ -184,9 +156,9 @@ def _compile(kernel: Any, source: Any, target: Architecture, options: dict[str, 
         ) from error
 
 
-def _disassembled(cubin: bytes) -> tuple[str, dict[str, int]]:
-    """Return a cubin's machine code, and the resources of a thread: registers (REG), and bytes of
-    stack and local memory (STACK, LOCAL)."""
+def _resources(cubin: bytes) -> dict[str, Any]:
+    """Return fields of ``Compiled``: the machine code, what cuobjdump says of a thread's registers,
+    stack and local memory, and what the machine code loads and stores."""
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -197,7 +169,17 @@ def _disassembled(cubin: bytes) -> tuple[str, dict[str, int]]:
     found = re.search(r"REG:\d+.*", usage)
     if found is None:
         raise KernelError(f"no registers in what cuobjdump says: {usage.strip()!r}")
-    return text, {name: int(number) for name, number in re.findall(r"(\w+):(\d+)", found[0])}
+    each = {name: int(number) for name, number in re.findall(r"(\w+):(\d+)", found[0])}
+    counts = counted(parsed(text))
+    return {
+        "sass": text,
+        "registers": each["REG"],
+        "spills": int(counts.bytes("local load", "local store")),
+        "local": each["STACK"] + each["LOCAL"],
+        "loads": counts.widths("global load", "async copy"),
+        "stores": counts.widths("global store"),
+        "matmuls": counts.matmuls(),
+    }
 
 
 def _output(command: Sequence[str]) -> str:

@@ -24,7 +24,7 @@ from commpass.lowering.chain import (
 from commpass.lowering.fused import encoded_dtype, made_dtype, role_of
 from commpass.lowering.gpu import generate, launch
 from commpass.lowering.inspect.isolated import of_exponent, of_sparse
-from commpass.lowering.inspect.lowerable import FP8, NUMEL, Lowerable
+from commpass.lowering.inspect.lowerable import NUMEL, Lowerable, casts
 from commpass.lowering.inspect.matmuls import of_matmul
 from commpass.plan.stage import Stage
 
@@ -93,7 +93,7 @@ def of_chain(chain: Chain, arch: str, numel: int = NUMEL, name: str = "") -> Low
         name=name or made.source.entry,
         source=made.source,
         signature=made.signature,
-        constants=made.constants | {"CASTS": True, "FP8": arch in FP8},
+        constants=made.constants | casts(arch),
         # Triton sees these divisors when it is called with these sizes.
         hints={key: 16 for key, number in numbers.items() if number % 16 == 0},
         num_warps=made.num_warps,

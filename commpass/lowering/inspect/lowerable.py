@@ -14,8 +14,11 @@ from commpass.lowering.inspect.sass import Counts, Trips, counted
 
 NUMEL = 1 << 20
 """The default number of values of a row: enough for whole tiles."""
-FP8 = ("sm_90", "sm_100")
-"""Architectures with casts to the 8-bit floats of the grids: see ``launch.constants``."""
+
+
+def casts(arch: str) -> dict[str, bool]:
+    """As ``launch.casts``, for an architecture."""
+    return {"CASTS": True, "FP8": arch in ("sm_90", "sm_100")}
 
 
 @dataclass(frozen=True, kw_only=True)

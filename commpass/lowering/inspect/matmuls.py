@@ -12,7 +12,7 @@ from commpass.errors import KernelError
 from commpass.lowering.gpu.matmul_encode import unsupported_reason
 from commpass.lowering.gpu.matmul_launch import call
 from commpass.lowering.gpu.matmul_sizes import Matmul, Problem, configuration
-from commpass.lowering.inspect.lowerable import FP8, Lowerable
+from commpass.lowering.inspect.lowerable import Lowerable, casts
 
 EDGE = 4096
 """Rows, columns and depth of the matmul that is compiled."""
@@ -21,13 +21,13 @@ EDGE = 4096
 def of_matmul(coder: Codec, dtype: torch.dtype, ranks: int, arch: str) -> Lowerable:
     """Return the matmul of two square matrices, the second stored like the weight of ``F.linear``,
     with the result encoded for a two-shot. Counts and times per program are those of one tile."""
-    matmul = Matmul(dtype, dtype, a_by_rows=True, b_by_rows=False)
+    matmul = Matmul(dtype, b_by_rows=False)
     problem = Problem(EDGE, EDGE, EDGE, ranks)
     if why := unsupported_reason(coder, matmul, problem, arch=arch):
         raise KernelError(f"no kernel: {why}")
     assert isinstance(coder, BlockCodec)
-    by = configuration(coder, matmul, problem, arch)
-    made = call(coder, matmul, problem, by, (EDGE, EDGE), fp8=arch in FP8)
+    by = configuration(coder, problem, arch)
+    made = call(coder, matmul, problem, by, (EDGE, EDGE), casts(arch))
     operands = 2 * EDGE * EDGE * dtype.itemsize
     wire = ranks * coder.wire_bytes(problem.rows * EDGE, torch.float32)
     steps = float(math.ceil(EDGE / by.block_k))

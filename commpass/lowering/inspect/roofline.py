@@ -15,7 +15,6 @@ own instructions.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -83,10 +82,9 @@ def predicted(
     """Predict the time of programs of ``warps`` warps, ``programs`` of them at a time on a
     multiprocessor, each of which reads and writes ``moved`` bytes of memory.
 
-    ``flops`` are the floating point operations of a program's matmuls. With 0, they are derived
-    from its instructions, which is not possible on sm_100. ``of`` is the limit that the share
-    refers to. With ``stays``, programs prefetch data and never wait for loads; the arguments are
-    then for one tile of a program that processes many.
+    ``flops`` are the floating point operations of a program's matmuls, whose operands have 16 bits.
+    ``of`` is the limit that the share refers to. With ``stays``, programs prefetch data and never
+    wait for loads; the arguments are then for one tile of a program that processes many.
     """
     arch = ARCHITECTURES[card.arch]
     clocks = needs(counts, warps, arch, flops)
@@ -114,53 +112,5 @@ def needs(counts: Counts, warps: int, arch: Architecture, flops: float = 0.0) ->
         for width, number in counts.widths(kind).items()
     )
     clocks["load and store"] = lines * warps
-    clocks["tensor"] = _tensor(counts, warps, arch, flops)
+    clocks["tensor"] = flops / arch.tensor if flops else 0.0
     return {name: each for name, each in clocks.items() if each}
-
-
-def _tensor(counts: Counts, warps: int, arch: Architecture, flops: float) -> float:
-    """Return the clocks of the tensor cores. Given ``flops`` run at the rate of the widest
-    operands."""
-    done = {name: number for name, number in counts.names.items() if operations(name) is not None}
-    if flops:
-        bits = max(map(operand_bits, done), default=16)
-        return flops / arch.tensor[bits]
-    return sum(
-        number * warps * (operations(name) or 0.0) / arch.tensor[operand_bits(name)]
-        for name, number in done.items()
-    )
-
-
-def operations(name: str) -> float | None:
-    """Return the floating point operations per warp of a tensor-core instruction; None for any
-    other instruction, 0 if its name does not say (sm_100).
-
-    ``HMMA.16816`` multiplies 16 x 16 by 16 x 8 (rows, columns, depth in this order); four warps
-    issue ``HGMMA.64x128x16`` together.
-    """
-    if re.match(r"UTC.*MMA", name):
-        return 0.0
-    if together := re.match(r"[HQIB]GMMA\.(\d+)x(\d+)x(\d+)", name):
-        return 2.0 * math.prod(map(int, together.groups())) / 4
-    if alone := re.match(r"[HQIBDO]MMA\.(\d+)", name):
-        return 2.0 * math.prod(SHAPES.get(alone[1], (0,)))
-    return None
-
-
-SHAPES = {
-    "1688": (16, 8, 8),
-    "16816": (16, 8, 16),
-    "16832": (16, 8, 32),
-    "16864": (16, 8, 64),
-    "8816": (8, 8, 16),
-    "884": (8, 8, 4),
-}
-
-
-def operand_bits(name: str) -> int:
-    """Return the bits of the operands, as keys of ``Architecture.tensor``."""
-    if name.startswith("DMMA"):
-        return 64
-    if "TF32" in name:
-        return 32
-    return 16 if name.startswith(("HMMA", "HGMMA", "UTCHMMA")) else 8

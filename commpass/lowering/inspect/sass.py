@@ -8,9 +8,12 @@ square root (subnormals), guards that end in a trap, and the handling of diverge
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeVar
+
+import networkx as nx
 
 from commpass.errors import KernelError
 
@@ -69,6 +72,10 @@ LINE = re.compile(
 LABEL = re.compile(r"^([.$\w]+):\s*$")
 PLACE = re.compile(r"`\(([.$\w]+)\)")
 RARE = ("slowpath", "_trap_")
+JUMPS = ("BRA", "JMP")
+LEAVES = ("EXIT", "RET", "BRX", "JMX", "KILL")
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -96,11 +103,31 @@ class Instruction:
             return 4 * int(self.name[-1]) if self.name[-1].isdigit() else 4
         return next((WIDTHS[word] for word in self.name.split(".") if word in WIDTHS), 4)
 
+    @property
+    def target(self) -> str:
+        """The label that it jumps to; "" for branches of diverged threads."""
+        return self._label if self.base in JUMPS and ".DIV" not in self.name else ""
+
+    @property
+    def called(self) -> str:
+        """The subroutine that it calls."""
+        return self._label if self.base == "CALL" else ""
+
+    @property
+    def conditional(self) -> bool:
+        """Whether it has a predicate, also among its operands: ``BRA.U !UP0, `(.L_x_4)``."""
+        return bool(self.predicate) or re.match(r"!?U?P[0-9]", self.operands) is not None
+
+    @property
+    def _label(self) -> str:
+        place = PLACE.search(self.operands)
+        return place[1] if place else ""
+
 
 @dataclass(frozen=True)
 class Loop:
-    """One loop: the first address of its head, its nesting depth (1: outermost), its blocks, those
-    that not every iteration runs, and whether it only waits."""
+    """One loop: the address of its head, its nesting depth (1: outermost), its blocks, those that
+    not every iteration runs, and whether it only waits."""
 
     address: int
     depth: int
@@ -110,24 +137,13 @@ class Loop:
 
 
 @dataclass(frozen=True)
-class Block:
-    """Consecutive instructions, the successors of the block, and the subroutine that its last
-    instruction calls."""
-
-    instructions: tuple[Instruction, ...]
-    after: tuple[int, ...]
-    calls: str = ""
-
-
-@dataclass(frozen=True)
 class Routine:
-    """The kernel or a subroutine, as blocks; the first is its entry. ``loops`` are in the order of
-    their addresses, outer ones first."""
+    """The kernel or a subroutine: consecutive instructions (blocks) by their first address, of
+    those that run in usual cases. ``loops`` are in the order of their addresses, outer ones
+    first."""
 
-    name: str
-    blocks: tuple[Block, ...]
+    blocks: Mapping[int, Sequence[Instruction]]
     loops: tuple[Loop, ...]
-    reached: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -145,34 +161,31 @@ class Sass:
 
 @dataclass(frozen=True)
 class Counts:
-    """How often one warp issues each instruction, by name. ``unknown`` are names of no known kind;
-    ``loops`` is the number of loops that were counted as one iteration."""
+    """How often one warp issues each instruction, by name. ``loops`` is the number of loops that
+    were counted as one iteration."""
 
     names: Mapping[str, float]
-    unknown: tuple[str, ...] = ()
     loops: int = 0
 
     @property
     def total(self) -> float:
         return sum(self.names.values())
 
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """Base names of no known kind."""
+        return tuple(sorted({one.base for one, _ in self._each() if one.kind == "other"}))
+
     def kinds(self) -> dict[str, float]:
         """Return the instructions by kind (KINDS)."""
-        found: Counter[str] = Counter()
-        for name, number in self.names.items():
-            found[Instruction(0, name).kind] += number  # type: ignore[assignment]
-        return dict(found)
+        return _sums((one.kind, number) for one, number in self._each())
 
     def of(self, kind: str) -> float:
         return self.kinds().get(kind, 0.0)
 
     def widths(self, *kinds: str) -> dict[int, float]:
         """Return the accesses of these kinds by bytes per thread, widest first."""
-        found: Counter[int] = Counter()
-        for name, number in self.names.items():
-            one = Instruction(0, name)
-            if one.kind in kinds:
-                found[one.width] += number  # type: ignore[assignment]
+        found = _sums((one.width, number) for one, number in self._each() if one.kind in kinds)
         return dict(sorted(found.items(), reverse=True))
 
     def bytes(self, *kinds: str) -> float:
@@ -181,12 +194,17 @@ class Counts:
 
     def matmuls(self) -> dict[str, float]:
         """Instructions of tensor cores, by base name: HMMA, HGMMA, QGMMA, UTCHMMA, ..."""
-        found: Counter[str] = Counter()
-        for name, number in self.names.items():
-            one = Instruction(0, name)
-            if one.kind == "tensor":
-                found[one.base] += number  # type: ignore[assignment]
-        return dict(found)
+        return _sums((one.base, number) for one, number in self._each() if one.kind == "tensor")
+
+    def _each(self) -> Iterable[tuple[Instruction, float]]:
+        return ((Instruction(0, name), number) for name, number in self.names.items())
+
+
+def _sums(pairs: Iterable[tuple[Key, float]]) -> dict[Key, float]:
+    found: dict[Key, float] = {}
+    for key, number in pairs:
+        found[key] = found.get(key, 0) + number
+    return found
 
 
 def parsed(text: str) -> Sass:
@@ -209,7 +227,7 @@ def parsed(text: str) -> Sass:
             routines.setdefault(current, []).append(one)
     if not routines:
         raise KernelError("no instructions in what was disassembled")
-    made = {name: _routine(name, some, labels) for name, some in routines.items()}
+    made = {name: _routine(some, labels) for name, some in routines.items()}
     kernel, *_ = made
     return Sass(made.pop(kernel), made)
 
@@ -223,172 +241,95 @@ def counted(sass: Sass, trips: Sequence[Trips] = ()) -> Counts:
     if len(trips) > len(sass.loops):
         raise KernelError(f"{len(trips)} trip counts for {len(sass.loops)} loops")
     known = dict(zip(sass.loops, trips, strict=False))
-    times = [1.0] * len(sass.kernel.blocks)
+    times = dict.fromkeys(sass.kernel.blocks, 1.0)
     for loop, number in known.items():
         every, some = number if isinstance(number, tuple) else (number, number)
         for block in loop.blocks:
             turns = some if block in loop.branches else every
             times[block] *= 1.0 if turns is None else turns
-    found: Counter[str] = Counter()
-    _count(sass, sass.kernel, times, found)
-    unknown = sorted({Instruction(0, name).base for name in found if _is_unknown(name)})
-    guessed = sum(known.get(loop) is None for loop in sass.loops)
-    return Counts(dict(found), tuple(unknown), guessed)
+    names = _sums(_issued(sass, sass.kernel, times))
+    return Counts(names, sum(known.get(loop) is None for loop in sass.loops))
 
 
-def _is_unknown(name: str) -> bool:
-    return Instruction(0, name).kind == "other"
-
-
-def _count(sass: Sass, routine: Routine, times: Sequence[float], found: Counter[str]) -> None:
-    for number in routine.reached:
-        block = routine.blocks[number]
-        for one in block.instructions:
-            found[one.name] += times[number]  # type: ignore[assignment]
-        called = sass.routines.get(block.calls)
+def _issued(
+    sass: Sass, routine: Routine, times: Mapping[int, float]
+) -> Iterable[tuple[str, float]]:
+    """Yield the names of all instructions, with the executions of their blocks (``times``)."""
+    for address, block in routine.blocks.items():
+        yield from ((one.name, times[address]) for one in block)
+        called = sass.routines.get(block[-1].called)
         if called is not None and called is not routine:
-            _count(sass, called, [times[number]] * len(called.blocks), found)
+            yield from _issued(sass, called, dict.fromkeys(called.blocks, times[address]))
 
 
-def _routine(name: str, some: list[Instruction], labels: Mapping[str, int]) -> Routine:
+def _routine(some: Sequence[Instruction], labels: Mapping[str, int]) -> Routine:
     """Divide instructions into blocks, and find the reachable ones and the loops."""
-    own = {one.address for one in some}
-    heads = {some[0].address}
-    for place, one in enumerate(some):
-        target = _target(one, labels)
-        if target is not None and target in own:
-            heads.add(target)
-        if _ends(one) and place + 1 < len(some):
-            heads.add(some[place + 1].address)
-    starts = [place for place, one in enumerate(some) if one.address in heads]
-    number_of = {some[start].address: number for number, start in enumerate(starts)}
-    blocks = []
-    for number, start in enumerate(starts):
-        end = starts[number + 1] if number + 1 < len(starts) else len(some)
-        blocks.append(_block(some[start:end], number, number_of, labels, len(starts)))
-    reached = _reached(blocks)
-    return Routine(name, tuple(blocks), _loops(blocks, reached), frozenset(reached))
+    own, entry = {one.address for one in some}, some[0].address
+    heads = {entry, *(own & {labels.get(one.target) for one in some})}
+    ends = (*JUMPS, *LEAVES, "CALL")
+    heads |= {after.address for one, after in pairwise(some) if one.base in ends}
+    blocks: dict[int, list[Instruction]] = {head: [] for head in sorted(heads)}
+    block: list[Instruction] = []
+    for one in some:
+        block = blocks.get(one.address, block)
+        block.append(one)
+    graph = nx.DiGraph()
+    graph.add_nodes_from(blocks)
+    behind = dict(pairwise(blocks))
+    for address in blocks:
+        last = blocks[address][-1]
+        target = labels.get(last.target)
+        if target in blocks:
+            graph.add_edge(address, target)
+        left = last.base in LEAVES or target in blocks
+        if address in behind and (last.conditional or not left):
+            graph.add_edge(address, behind[address])
+    graph.remove_nodes_from([each for each in blocks if each != entry and _is_rare(blocks[each])])
+    usual = graph.subgraph({entry, *nx.descendants(graph, entry)})
+    return Routine(
+        {address: block for address, block in blocks.items() if address in usual},
+        _loops(usual, entry, blocks),
+    )
 
 
-def _block(
-    some: list[Instruction],
-    number: int,
-    number_of: Mapping[int, int],
-    labels: Mapping[str, int],
-    count: int,
-) -> Block:
-    last = some[-1]
-    falls = (number + 1,) if number + 1 < count else ()
-    place = PLACE.search(last.operands)
-    if last.base == "CALL":
-        return Block(tuple(some), falls, place[1] if place else "")
-    if last.base in ("EXIT", "RET", "BRX", "JMX", "KILL") and not last.predicate:
-        return Block(tuple(some), ())
-    target = _target(last, labels)
-    if target is None or target not in number_of:
-        return Block(tuple(some), falls)
-    always = not last.predicate and not _conditional(last)
-    return Block(tuple(some), (number_of[target], *(() if always else falls)))
+def _is_rare(block: Sequence[Instruction]) -> bool:
+    return any(word in block[-1].called for word in RARE)
 
 
-def _ends(one: Instruction) -> bool:
-    return one.base in ("BRA", "JMP", "EXIT", "RET", "CALL", "BRX", "JMX", "KILL")
+def _loops(
+    graph: nx.DiGraph, entry: int, blocks: Mapping[int, Sequence[Instruction]]
+) -> tuple[Loop, ...]:
+    """Find natural loops: an edge back to a block that dominates its start, with every block that
+    leads to it without passing its head."""
+    above = nx.immediate_dominators(graph, entry)
 
+    def dominators(block: int) -> set[int]:
+        found = {block}
+        while block != entry:
+            block = above[block]
+            found.add(block)
+        return found
 
-def _conditional(one: Instruction) -> bool:
-    """Whether a branch has a predicate among its operands: ``BRA.U !UP0, `(.L_x_4)``."""
-    return re.match(r"!?U?P[0-9]", one.operands) is not None
-
-
-def _target(one: Instruction, labels: Mapping[str, int]) -> int | None:
-    """Return the target of a branch; None for branches of diverged threads."""
-    if one.base not in ("BRA", "JMP") or ".DIV" in one.name:
-        return None
-    place = PLACE.search(one.operands)
-    return labels.get(place[1]) if place else None
-
-
-def _is_rare(block: Block) -> bool:
-    return bool(block.calls) and any(word in block.calls for word in RARE)
-
-
-def _reached(blocks: Sequence[Block]) -> set[int]:
-    """Return the blocks that run in usual cases."""
-    found: set[int] = set()
-    left = [0]
-    while left:
-        number = left.pop()
-        if number not in found and not _is_rare(blocks[number]):
-            found.add(number)
-            left.extend(blocks[number].after)
-    return found
-
-
-def _loops(blocks: Sequence[Block], reached: set[int]) -> tuple[Loop, ...]:
-    """Find natural loops: an edge back to a block that is still open in a depth-first search, with
-    every block that leads to it without passing its head."""
-    before: dict[int, list[int]] = {number: [] for number in reached}
-    for number in reached:
-        for after in blocks[number].after:
-            if after in reached:
-                before[after].append(number)
-    bodies: dict[int, set[int]] = {}
     tails: dict[int, set[int]] = {}
-    for tail, head in _back_edges(blocks, reached):
-        tails.setdefault(head, set()).add(tail)
-        body = bodies.setdefault(head, {head})
-        left = [tail]
-        while left:
-            number = left.pop()
-            if number not in body:
-                body.add(number)
-                left.extend(before[number])
+    for tail, head in graph.edges:
+        if head in dominators(tail):
+            tails.setdefault(head, set()).add(tail)
+    bodies = {}
+    for head, some in tails.items():
+        others = nx.restricted_view(graph, [head], [])
+        before = (nx.ancestors(others, tail) for tail in some - {head})
+        bodies[head] = frozenset({head} | some).union(*before)
     found = []
     for head, body in bodies.items():
         depth = sum(body <= other for other in bodies.values())
-        address = blocks[head].instructions[0].address
-        branches = frozenset(n for n in body if _avoided(blocks, body, head, tails[head], n))
-        found.append(Loop(address, depth, frozenset(body), branches, _waits(blocks, body)))
+        every = set.intersection(*map(dominators, tails[head]))
+        found.append(Loop(head, depth, body, body - every, _waits(blocks, body)))
     return tuple(sorted(found, key=lambda loop: (loop.address, loop.depth)))
 
 
-def _back_edges(blocks: Sequence[Block], reached: set[int]) -> Iterable[tuple[int, int]]:
-    opened, closed = {0}, set()
-    path = [(0, iter(blocks[0].after))]
-    while path:
-        number, after = path[-1]
-        for following in after:
-            if following in opened:
-                yield number, following
-            elif following in reached and following not in closed:
-                opened.add(following)
-                path.append((following, iter(blocks[following].after)))
-                break
-        else:
-            opened.discard(number)
-            closed.add(number)
-            path.pop()
-
-
-def _avoided(
-    blocks: Sequence[Block], body: set[int], head: int, tails: set[int], skipped: int
-) -> bool:
-    """Whether an iteration of a loop can avoid a block."""
-    seen, left = {skipped}, [head]
-    while left:
-        number = left.pop()
-        if number in seen or number not in body:
-            continue
-        if number in tails:
-            return True
-        seen.add(number)
-        left.extend(blocks[number].after)
-    return False
-
-
-def _waits(blocks: Sequence[Block], body: set[int]) -> bool:
+def _waits(blocks: Mapping[int, Sequence[Instruction]], body: Iterable[int]) -> bool:
     """Whether a loop only polls for an arrival."""
     idle = {"barrier", "control", "move", "uniform", "int", "multiply"}
-    some = [one for number in body for one in blocks[number].instructions]
+    some = [one for address in body for one in blocks[address]]
     asks = any(one.base in ("SYNCS", "UTCATOMSWS", "NANOSLEEP") for one in some)
     return asks and all(one.kind in idle for one in some)

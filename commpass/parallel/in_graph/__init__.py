@@ -5,7 +5,15 @@ backward (as in SimpleFSDP, Zhang et al. 2024).
 """
 
 from commpass.parallel.in_graph.accumulation import accumulate, drop_accumulated
+from commpass.parallel.in_graph.integration import InGraph
 from commpass.parallel.in_graph.model import replicate, shard
 from commpass.parallel.in_graph.reading import distributed_parameters
 
-__all__ = ["accumulate", "distributed_parameters", "drop_accumulated", "replicate", "shard"]
+__all__ = [
+    "InGraph",
+    "accumulate",
+    "distributed_parameters",
+    "drop_accumulated",
+    "replicate",
+    "shard",
+]

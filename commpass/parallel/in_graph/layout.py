@@ -156,14 +156,14 @@ def check_alike(parameters: Mapping[str, nn.Parameter], mesh: DeviceMesh) -> Non
                 )
 
 
-def equalize(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
-    """Give all ranks of a mesh of one dimension the values of its first rank."""
-    for parameter in parameters:
-        if parameter.is_meta:
+def equalize(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+    """Give all ranks of a group the values of its first rank."""
+    for tensor in tensors:
+        if tensor.is_meta:
             continue
-        local = parameter.detach()
+        local = tensor.detach()
         local = local.to_local() if isinstance(local, DTensor) else local
         dense = local.contiguous()
-        dist.broadcast(dense, group=mesh.get_group(), group_src=0)
+        dist.broadcast(dense, group=group, group_src=0)
         if dense is not local:
             local.copy_(dense)

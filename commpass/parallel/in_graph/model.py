@@ -19,10 +19,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
+from commpass.distributed.integration import TWICE
 from commpass.errors import ParallelError, nearest
 from commpass.parallel.in_graph import layout
 from commpass.parallel.in_graph.reading import HELD, ExchangedParameter, Inner, reading
-from commpass.parallel.in_graph.traced import Exchange
+from commpass.parallel.in_graph.traced import ParameterSpec
+from commpass.parallel.refusals import wrong_argument
 
 
 @dataclass(frozen=True)
@@ -113,13 +115,13 @@ def _distribute(
     cast: bool,
 ) -> nn.Module:
     outer = layout.one_dimension(mesh, dim)
-    _check(model, outer)
+    _check(model, outer, "shard" if sharded else "replicate")
     terms.check()
     parameters = dict(model.named_parameters())
     inner = {one.device_mesh for one in parameters.values() if isinstance(one, DTensor)}
     around = {mesh: layout.joint_mesh(outer, mesh) for mesh in inner}
     layout.check_alike(parameters, outer)
-    layout.equalize(parameters.values(), outer)
+    layout.equalize(parameters.values(), outer.get_group())
     # Plain parameters use the mesh of the others: norms over two meshes cannot be added.
     plain = next(iter(around.values())) if len(around) == 1 else outer
     made: dict[int, tuple[nn.Parameter, ExchangedParameter]] = {}
@@ -150,7 +152,7 @@ def _shard_of(
         local = local.to_local()
     floating = parameter.is_floating_point()
     param_dtype = (terms.param_dtype if floating else None) or parameter.dtype
-    how = Exchange(
+    how = ParameterSpec(
         group=outer.get_group().group_name,
         rank=outer.get_local_rank(),
         size=outer.size(),
@@ -175,17 +177,15 @@ def _casting(dtype: torch.dtype) -> Any:
     return before
 
 
-def _check(model: nn.Module, outer: DeviceMesh) -> None:
+def _check(model: nn.Module, outer: DeviceMesh, call: str) -> None:
     """Raise ParallelError for a model that cannot be made parallel."""
     if not isinstance(model, nn.Module):
-        raise ParallelError(f"model is {type(model).__name__}, but must be a torch.nn.Module")
+        raise ParallelError(wrong_argument(call, "model", model, "a torch.nn.Module"))
     for path, module in model.named_modules():
         where = f"{path or 'the model'} ({type(module).__name__})"
         if HELD in module.__dict__:
-            raise ParallelError(
-                f"{where} is data-parallel already, by replicate or shard, and cannot be so over"
-                f" {layout.name_of(outer)} again: call one of them, once, with the whole model"
-            )
+            other = "commpass.parallel.replicate or shard already"
+            raise ParallelError(TWICE.format(f"{call} over {layout.name_of(outer)}", where, other))
         if isinstance(module, (DistributedDataParallel, FullyShardedDataParallel)):
             raise ParallelError(
                 f"{where} exchanges gradients itself, and replicate or shard would do so once more:"

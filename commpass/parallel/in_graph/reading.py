@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from commpass.errors import ParallelError
-from commpass.parallel.in_graph.traced import Exchange, Exchanged, LocalGradient, gathered
+from commpass.parallel.in_graph.traced import Exchanged, LocalGradient, ParameterSpec, gathered
 
 HELD = "_commpass_held"
 """The attribute of a module that records how its parameters are exchanged."""
@@ -40,7 +40,7 @@ class ExchangedParameter:
     ``pending``.
     """
 
-    how: Exchange
+    how: ParameterSpec
     inner: Inner | None
     keep_gathered: bool
     accumulating: bool = False

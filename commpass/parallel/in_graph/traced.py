@@ -17,7 +17,7 @@ ops: Any = torch.ops._c10d_functional
 
 
 @dataclass(frozen=True)
-class Exchange:
+class ParameterSpec:
     """How the ``size`` ranks of ``group`` exchange one parameter of ``shape``.
 
     Each rank has the full parameter, or it is ``sharded`` along its first dimension. Values are
@@ -55,7 +55,7 @@ class Exchange:
         return min(self.rows, self.shape[0] - self.start)
 
 
-def gathered(part: Tensor, how: Exchange) -> Tensor:
+def gathered(part: Tensor, how: ParameterSpec) -> Tensor:
     """Return the full parameter, in ``param_dtype``, from this rank's part."""
     part = part.to(how.param_dtype)
     if how.size == 1 or not how.sharded or 0 in how.shape:
@@ -65,7 +65,7 @@ def gathered(part: Tensor, how: Exchange) -> Tensor:
     return whole.narrow(0, 0, how.shape[0]) if how.uneven else whole
 
 
-def reduced(gradient: Tensor, how: Exchange) -> Tensor:
+def reduced(gradient: Tensor, how: ParameterSpec) -> Tensor:
     """Return this rank's part of the reduced gradient, in the parameter's dtype."""
     gradient = gradient.to(how.reduce_dtype)
     if how.size == 1 or 0 in how.shape:
@@ -101,7 +101,7 @@ class Exchanged(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, pending: Tensor | None, how: Exchange) -> Tensor:
+    def forward(ctx: Any, part: Tensor, pending: Tensor | None, how: ParameterSpec) -> Tensor:
         ctx.pending, ctx.how = pending, how
         return gathered(part, how)
 

@@ -3,36 +3,33 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn, optim
+from torch import nn, optim
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from commpass.codecs.codec import FLOATS
 from commpass.costmodel import Link, Profile
-from commpass.distributed import state
 from commpass.distributed.environment import dump_here, is_off
+from commpass.distributed.integration import Bytes, Integration, refuse_if_exchanged
 from commpass.distributed.machine import profile_here
+from commpass.distributed.record import wire_bytes
 from commpass.errors import PolicyError
 from commpass.groups import close_with, duplicate, labels, need_group
-from commpass.parallel.ownership import (
-    acquire,
-    refuse_if_claimed,
-    refuse_if_optimized_in_backward,
-    refuse_if_taken,
-    release,
-)
+from commpass.parallel.ddp.checks import refuse_if_optimized_in_backward, refuse_other_hook
+from commpass.parallel.in_graph.layout import equalize
+from commpass.parallel.refusals import wrong_argument
 from commpass.parallel.ssfusion.buckets import BucketHooks
 from commpass.parallel.ssfusion.hooks import ModuleHooks
 from commpass.parallel.ssfusion.options import Options, check_optimizer
 from commpass.parallel.ssfusion.plan import FusionPlan, Settings
 from commpass.parallel.ssfusion.planner import Planner, Weight, agree
+from commpass.plan import Plan
 from commpass.policy.paths import join, names
 
 
@@ -91,10 +88,11 @@ def ssfusion(
     """
     need_group("commpass.parallel.ssfusion")
     if not isinstance(model, nn.Module):
-        raise PolicyError(f"model={model!r}: must be a module or a DistributedDataParallel")
-    refuse_if_claimed(model, "ssfusion", ("ssfusion", "compress_ddp"))
+        needed = "a module or a DistributedDataParallel"
+        raise PolicyError(wrong_argument("ssfusion", "model", model, needed))
+    refuse_if_exchanged(model, "", "ssfusion", ("ssfusion", "compress_ddp"))
     if isinstance(model, DistributedDataParallel):
-        refuse_if_taken(model, "ssfusion")
+        refuse_other_hook(model, "ssfusion")
         refuse_if_optimized_in_backward(model._module_parameters, "ssfusion")
     if is_off():
         density, warmup, dense, force = 1.0, 0, None, False
@@ -114,18 +112,40 @@ def ssfusion(
     if isinstance(model, DistributedDataParallel):
         hooks = BucketHooks(model, planner)
     else:
-        _spread(model, lane)
+        equalize([*model.parameters(), *model.buffers()], lane)
         hooks = ModuleHooks(model, planner)
     close_with(hooks.driver, lane)
-    acquire(model, "ssfusion")
     return SSFusion(model, hooks)
 
 
-class SSFusion:
-    """The exchange of one model's gradients."""
+class SSFusion(Integration):
+    """The exchange of one model's gradients; ``ssfusion`` creates it.
+
+    Once it is closed, a plain module's gradients stay on their rank. Those of a
+    DistributedDataParallel are sent by its own all_reduce.
+    """
+
+    call, per = "ssfusion", " a step"
 
     def __init__(self, model: nn.Module, hooks: ModuleHooks | BucketHooks):
-        self._model, self._hooks = model, hooks
+        super().__init__(model)
+        self._hooks, self._kept = hooks, model  # which trains as long as the handle is kept
+        self.acquire(model, model)
+
+    @property
+    def plans(self) -> list[Plan]:
+        """The plan of the last step, with a site for each message; empty before the first."""
+        recorded = self._hooks.driver.planner.recorded
+        return [] if recorded is None else [recorded]
+
+    @property
+    def bytes(self) -> Bytes:
+        """The bytes that this rank sent in the last step, by its plan."""
+        found = Bytes()
+        for plan in self.plans:
+            plain = sum(site.bytes for site in plan.sites)
+            found.add("all_reduce", plain, wire_bytes(plan), len(plan.sites))
+        return found
 
     @property
     def plan(self) -> FusionPlan | None:
@@ -147,32 +167,24 @@ class SSFusion:
         """The seconds that measuring and planning took so far."""
         return self._hooks.driver.planner.overhead_s
 
-    def __repr__(self) -> str:
+    @property
+    def summary(self) -> str:
         if self.plan is None:
-            return "<ssfusion: no step yet>"
+            return super().summary
         why = f" ({self.plan.why})" if self.plan.why else ""
         return (
-            f"<ssfusion: step {self.steps}, {len(self.plan.sparse)} of {len(self.names)} gradients"
-            f" sparse, in {len(self.plan.messages)} messages{why}>"
+            f"step {self.steps}, {len(self.plan.sparse)} of {len(self.names)} gradients sparse,"
+            f" in {len(self.plan.messages)} messages{why}"
         )
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients in this context without exchanging them."""
         return self._hooks.no_sync()
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return this rank's residuals and velocities: ``commpass.state_dict(model)``."""
-        return state.state_dict(self._model)
+    remove = Integration.close
 
-    def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
-        """Load a state as ``commpass.load_state_dict(saved, model)`` does, from any number of
-        ranks."""
-        state.load_state_dict(saved, self._model)
-
-    def remove(self) -> None:
-        """Stop exchanging gradients. Residuals stay in the state."""
+    def _stop(self) -> None:
         self._hooks.remove()
-        release(self._model)
 
 
 def _group_of(model: nn.Module, group: Any) -> dist.ProcessGroup:
@@ -222,12 +234,3 @@ def _weights(model: nn.Module) -> list[Weight]:
 
 def _link(profile: Profile, group: dist.ProcessGroup) -> Link:
     return profile.link_of(*labels(group), ranks=dist.get_process_group_ranks(group))
-
-
-def _spread(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Set a model to that of the group's first rank."""
-    source = dist.get_global_rank(group, 0)
-    for tensor in (*model.parameters(), *model.buffers()):
-        whole = tensor.detach().contiguous()
-        dist.broadcast(whole, source, group=group)
-        tensor.detach().copy_(whole)

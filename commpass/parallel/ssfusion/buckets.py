@@ -12,10 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from commpass.errors import PolicyError
+from commpass.parallel.refusals import refuse_other_group
 from commpass.parallel.ssfusion.driver import Driver
 from commpass.parallel.ssfusion.hooks import after_forward, weakly
 from commpass.parallel.ssfusion.planner import Planner
@@ -28,6 +29,7 @@ class BucketHooks:
         # Its reducer holds the hook, invisibly to Python's garbage collector.
         self.module, self._group = weakref.ref(module), module.process_group
         self.driver = Driver(planner, self._done, self._broken)
+        self.removed = False
         self._lock = threading.Lock()
         self._of: dict[int, _Bucket] = {}
         self._used: set[int] = set()
@@ -49,9 +51,11 @@ class BucketHooks:
         return found
 
     def remove(self) -> None:
-        raise PolicyError(
-            "DistributedDataParallel keeps its comm hook for good: wrap the module anew"
-        )
+        """Stop exchanging: DDP keeps its comm hook for good, so this one does what DDP would."""
+        self.removed = True
+        for handle in self._handles:
+            handle.remove()
+        self.driver.close()
 
     def _accumulated(self, parameter: Tensor) -> None:
         """Record that this parameter was used, in this backward or in one that accumulated."""
@@ -59,12 +63,11 @@ class BucketHooks:
 
     def _take(self, bucket: dist.GradBucket) -> Future[Tensor]:
         module = self.module()
-        if module is not None and module.process_group is not self._group:
-            raise PolicyError(
-                "ssfusion: the model's process group was replaced (_update_process_group), and"
-                " fusion plans, and what ranks have not sent yet, are of the ranks before. Wrap the"
-                " module in a new DistributedDataParallel, and call ssfusion on that one"
-            )
+        group = self._group if module is None else module.process_group
+        if self.removed:
+            return allreduce_hook(group, bucket)
+        remedy = "wrap the module in a new DistributedDataParallel, and call ssfusion on that one"
+        refuse_other_group("ssfusion", "the model", group, self._group, remedy)
         parameters, views = bucket.parameters(), bucket.gradients()
         devices: list[int | str | torch.device] = []
         if bucket.buffer().is_cuda:

@@ -25,6 +25,7 @@ from commpass.parallel.ssfusion import measure, recording
 from commpass.parallel.ssfusion.messages import Part
 from commpass.parallel.ssfusion.options import Options
 from commpass.parallel.ssfusion.plan import FusionPlan, Message, Sent, make, unmeasured
+from commpass.plan import Plan
 
 UNSEEN = "what one step leaves out, later ones send"
 
@@ -44,7 +45,7 @@ class Planner:
     ``weights`` are in the order of backward: at first the reverse of the model's, then as measured.
     ``group`` is the user's; ``lane`` is a separate group of the same ranks. ``link`` is None until
     it is measured, and ``profile`` is its name. ``dump`` is the folder for plans. ``overhead_s`` is
-    the time that measuring and planning took.
+    the time that measuring and planning took. ``recorded`` is the plan of the last step.
     """
 
     weights: list[Weight]
@@ -57,6 +58,7 @@ class Planner:
     dump: Path | None = None
     overhead_s: float = 0.0
     measured: bool = False
+    recorded: Plan | None = None
     _select: measure.Rate | None = None
     _aside: measure.Rate | None = None
     _sparse: measure.Rate | None = None
@@ -64,7 +66,7 @@ class Planner:
         default_factory=lambda: measure.ExchangeTimes(Link(0.0, 1.0))
     )
     _backward_us: list[float] = field(default_factory=list)
-    _plans: dict[float, FusionPlan] = field(default_factory=dict)
+    _plans: dict[float, tuple[FusionPlan, Plan]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.clock = measure.Clock(self.device)
@@ -88,11 +90,11 @@ class Planner:
                 if not self.measured:
                     self._measure()
                 plan = self._new_plan(step)
-            self._plans[density] = plan
             agree(self.lane, plan, "fusion plans", "the same profile and options")
-            self._record(plan)
+            self._plans[density] = plan, self._record(plan)
             self.overhead_s += time.perf_counter() - begun
-        return self._plans[density]
+        plan, self.recorded = self._plans[density]
+        return plan
 
     def gradients(self) -> list[Gradient]:
         """Return what is known of each gradient."""
@@ -175,7 +177,7 @@ class Planner:
         self._plans.clear()
         self.measured = True
 
-    def _record(self, plan: FusionPlan) -> None:
+    def _record(self, plan: FusionPlan) -> Plan:
         names = [each.name for each in self.weights]
         parts = [self.parts(message) for message in plan.messages]
         link = self.link or Link(0.0, 1.0)
@@ -184,6 +186,7 @@ class Planner:
         told = (group, link, dense, device, self.profile, self.dump)
         made = recording.keep(plan, names, parts, *told)
         self.step_log.replace(made, UNSEEN)
+        return made
 
 
 def agree(group: Any, own_value: Any, subject: str, need: str) -> None:

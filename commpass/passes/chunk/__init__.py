@@ -23,11 +23,10 @@ from commpass.passes.chunk.gain import Meanwhile, exchange_of, part_of, pipeline
 from commpass.passes.chunk.region import Join, Product, Region, product_of, region_of
 from commpass.passes.context import PassContext
 from commpass.passes.fx import meta
-from commpass.passes.fx.costs import tensors
 from commpass.passes.fx.direction import AGAIN
 from commpass.passes.fx.memory import LiveBytes, changed, memory, peak
+from commpass.passes.fx.work import SMALL
 from commpass.passes.graph_site import GraphSite
-from commpass.passes.move import SMALL
 from commpass.passes.results import Chunked
 from commpass.plan import NONE, Candidate, Site, Split
 from commpass.policy import Policy
@@ -238,7 +237,7 @@ def _form(region: Region) -> tuple[Any, ...]:
     return region.bounds, tuple(
         (
             node.target,
-            tuple((each.shape, each.dtype) for each in tensors(node.meta.get("val"))),
+            tuple((each.shape, each.dtype) for each in meta.tensors(node.meta.get("val"))),
             is_inside(node),
             tuple(is_inside(each) for each in node.all_input_nodes if each not in inside),
         )

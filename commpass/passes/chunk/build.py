@@ -8,19 +8,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 from torch import fx
 
 from commpass.passes.chunk.region import Join, Region
 from commpass.passes.fx import meta
-from commpass.passes.fx.costs import tensors
 from commpass.passes.fx.erase import erase
-from commpass.passes.fx.fakes import mode_of
 from commpass.passes.fx.marks import ALLOWED
-from commpass.passes.fx.rowwise import VIEWS, Axis
-from commpass.utils.ambient import without_ambient_state
-
-aten = torch.ops.aten
+from commpass.passes.fx.ops import RESHAPES, aten
+from commpass.passes.fx.rowwise import Axis
+from commpass.passes.fx.splice import insert
 
 
 @dataclass
@@ -62,7 +58,7 @@ def joined_of(region: Region) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]
     views: list[fx.Node] = []
     for node in reversed((region.wait, *region.consumers)):
         if any(user not in members or user in views for user in node.users):
-            (views if node.target in VIEWS else joined).append(node)
+            (views if node.target in RESHAPES else joined).append(node)
     return tuple(reversed(joined)), tuple(reversed(views))
 
 
@@ -72,7 +68,7 @@ def build(graph: fx.Graph, region: Region, joins: Mapping[fx.Node, Join]) -> Bui
 
     ``joins`` are those of earlier regions.
     """
-    work = _Work(graph, region, joins, mode_of(graph))
+    work = _Work(region, joins)
     joined, views = joined_of(region)
     place: dict[fx.Node, float] = {node: number for number, node in enumerate(graph.nodes)}
     chunks = range(region.chunks)
@@ -107,10 +103,8 @@ def build(graph: fx.Graph, region: Region, joins: Mapping[fx.Node, Join]) -> Bui
 
 @dataclass
 class _Work:
-    graph: fx.Graph
     region: Region
     joins: Mapping[fx.Node, Join]
-    mode: Any
     built: Built = field(default_factory=Built)
     chunks: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
     slices: dict[tuple[fx.Node, Axis, int], fx.Node] = field(default_factory=dict)
@@ -127,7 +121,7 @@ class _Work:
             for each, axis in zip(node.args, (*rows.takes, *[None] * len(node.args)), strict=False)
         ]
         target = node.target
-        if target in VIEWS:
+        if target in RESHAPES:
             target, args = aten.reshape.default, [args[0], self.shape(node, rows.axis, number)]
         elif target == aten.split.Tensor and rows.takes[0] != rows.axis:  # into the blocks
             args[1] = self.shape(node, rows.axis, number)[rows.axis.dim]
@@ -138,7 +132,7 @@ class _Work:
     def shape(self, node: fx.Node, axis: Axis, number: int) -> list[int]:
         """Return the shape of a chunk of a node, or of its first result."""
         ends = self.region.cut(node, axis)
-        sizes = list(next(iter(tensors(node.meta["val"]))).shape)
+        sizes = list(next(iter(meta.tensors(node.meta["val"]))).shape)
         sizes[axis.dim] = axis.blocks * (ends[number + 1] - ends[number])
         return sizes
 
@@ -213,11 +207,6 @@ class _Work:
         self, before: fx.Node, source: fx.Node, target: Any, *args: Any, **kwargs: Any
     ) -> fx.Node:
         """Insert a node with its fake value."""
-        with self.graph.inserting_before(before):
-            node = self.graph.call_function(target, args, kwargs)
+        node = insert(before, source, target, *args, **kwargs)
         self.built.new.append(node)
-        meta.carry(source, node)
-        values, named = fx.map_arg((args, kwargs), lambda each: each.meta["val"])
-        with without_ambient_state(), self.mode:
-            node.meta["val"] = target(*values, **named)
         return node

@@ -9,11 +9,12 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from torch import Tensor, fx
+from torch import fx
 
 from commpass.costmodel import HOST, Profile, Task, finished_us
 from commpass.passes.chunk.region import Region
 from commpass.passes.fx import costs, meta
+from commpass.passes.fx.ops import is_heavy, is_matmul
 from commpass.plan import Candidate, Site
 
 EXCHANGE = "exchange"
@@ -56,22 +57,17 @@ def pipeline_us(
         tasks.append(dataclasses.replace(exchange, after=(2 * number,)))
     tasks += [Task(HOST, used, after=(2 * number + 1,)) for number in range(chunks)]
     if chunks > 1:
-        fakes = (fake for node in (*joined, *_sliced(region)) for fake in _fakes(node))
-        copied = sum(max(meta.nbytes(fake), 0) for fake in fakes)
+        copied = meta.total_nbytes([node.meta["val"] for node in (*joined, *_sliced(region))])
         tasks.append(Task(HOST, profile.kernels.compute_us(0, copied)))
     return finished_us(tasks)
 
 
 def _sliced(region: Region) -> Iterable[fx.Node]:
     """Yield matmul inputs that are sliced in several blocks, and therefore copied."""
-    for node in filter(costs.is_matmul, (*region.product.nodes, *region.consumers)):
+    for node in filter(is_matmul, (*region.product.nodes, *region.consumers)):
         for each, axis in zip(node.args, region.rows[node].takes, strict=False):
             if isinstance(each, fx.Node) and axis and axis.blocks > 1 and each not in region.rows:
                 yield each
-
-
-def _fakes(node: fx.Node) -> Iterable[Tensor]:
-    return costs.tensors(node.meta["val"])
 
 
 def exchange_of(best: Candidate, profile: Profile) -> Task:
@@ -94,7 +90,7 @@ class Meanwhile:
 
     def __init__(self, graph: fx.Graph, profile: Profile):
         nodes = list(graph.nodes)
-        heavy = filter(costs.is_heavy, nodes)
+        heavy = filter(is_heavy, nodes)
         self.bits = {node: 1 << number for number, node in enumerate(heavy)}
         self.by_us: dict[float, int] = defaultdict(int)  # matmuls by their time
         for node, bit in self.bits.items():
@@ -122,6 +118,6 @@ def _part_us(nodes: Iterable[fx.Node], chunks: int, profile: Profile) -> float:
     """Return the time of one chunk: its share, and a launch for each matmul."""
     us = 0.0
     for node in nodes:
-        launch = profile.kernels.launch_us if costs.is_matmul(node) else 0.0
+        launch = profile.kernels.launch_us if is_matmul(node) else 0.0
         us += (costs.compute(node, profile).us - launch) / chunks + launch
     return us

@@ -13,11 +13,11 @@ import operator
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
 from commpass.passes.fx import meta
 from commpass.passes.fx.memory import Memory
+from commpass.passes.fx.ops import aten
 from commpass.passes.fx.parse import is_wait
 from commpass.passes.fx.rowwise import (
     Axis,
@@ -32,7 +32,6 @@ from commpass.passes.fx.rowwise import (
 )
 from commpass.passes.graph_site import GraphSite
 
-aten = torch.ops.aten
 LEAST = 16
 """The minimum rows of a chunk. A matmul of fewer rows is hardly faster."""
 BLOCK = 2048

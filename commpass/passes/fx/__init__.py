@@ -1,1 +1,1 @@
-"""Analysis of fx graphs: collectives in every form, metadata, marks, directions."""
+"""The toolkit of all passes: what nodes are, share, cost and wait for, and how graphs change."""

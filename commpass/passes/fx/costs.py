@@ -4,51 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
-import torch
-from torch import Tensor, fx
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from torch import fx
 
 from commpass import groups
 from commpass.costmodel import HOST, Prices, Profile, Task, prices
 from commpass.passes.fx import meta
+from commpass.passes.fx.aliasing import is_alias
 from commpass.passes.fx.marks import CODED, MARK
+from commpass.passes.fx.ops import UNWRITTEN, flops_formula
 from commpass.passes.fx.parse import Call, describe_group
-from commpass.plan.kinds import KERNEL
 from commpass.plan.stage import ALL, Stage, all_to_all
-
-UNWRITTEN = (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default)
-"""Operators that allocate memory without writing to it."""
-OUR_KERNEL = f"commpass::{KERNEL}"
-ATTENTION = "aten::_scaled_dot_product"
-
-
-def is_heavy(node: fx.Node) -> bool:
-    """Whether a node is worth overlapping with an exchange and stays a separate call when Inductor
-    fuses.
-
-    True for a matmul, a convolution, attention, a kernel of commpass, and a Triton kernel.
-    """
-    return is_matmul(node) or _name(node) == OUR_KERNEL or node.target in triton_calls()
-
-
-@functools.cache
-def triton_calls() -> tuple[Any, ...]:
-    """Return the operators that call Triton kernels in a graph, before and after Inductor allocates
-    their outputs.
-
-    torch defines them on first access.
-    """
-    from torch._higher_order_ops import triton_kernel_wrap as wrap
-
-    return wrap.triton_kernel_wrapper_functional, wrap.triton_kernel_wrapper_mutation
-
-
-def is_matmul(node: fx.Node) -> bool:
-    """Whether a node is a matmul, a convolution or attention."""
-    return node.op == "call_function" and _formula(node.target) is not None
 
 
 def compute(node: fx.Node, profile: Profile) -> Task:
@@ -69,8 +36,8 @@ def compute(node: fx.Node, profile: Profile) -> Task:
     ):
         return Task(HOST, 0.0)
     held = node.meta.get("val")
-    moved = sum(max(meta.nbytes(fake), 0) for fake in tensors(held))
-    formula = _formula(node.target)
+    moved = meta.total_nbytes(held)
+    formula = flops_formula(node.target)
     operations = 0
     if formula is not None:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: each.meta.get("val"))
@@ -85,9 +52,12 @@ PricesOf = Callable[[str, int], Prices]
 def exchange(call: Call, prices_of: PricesOf) -> Task:
     """Return the cost of an exchange on the link of its group."""
     name, size = describe_group(call)
-    fakes = [fake for each in call.inputs for fake in tensors(each.meta.get("val"))]
-    nbytes = sum(max(meta.nbytes(fake), 0) for fake in fakes)
-    return prices_of(name, size).task(_stage(call, name, nbytes))
+    return prices_of(name, size).task(_stage(call, name, sent_nbytes(call)))
+
+
+def sent_nbytes(call: Call) -> int:
+    """Return the bytes that a rank hands to an exchange."""
+    return meta.total_nbytes([each.meta.get("val") for each in call.inputs])
 
 
 def _stage(call: Call, group: str, nbytes: int) -> Stage:
@@ -119,50 +89,3 @@ def prices_of(profile: Profile) -> PricesOf:
         return prices(profile, size, groups.labels_of(name), groups.ranks_of(name))
 
     return of
-
-
-def tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a fake value: one, or several in lists."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from tensors(each)
-
-
-def is_alias(node: fx.Node) -> bool:
-    """Whether a node's result shares the memory of another tensor, without changing it."""
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and any(
-        given.alias_info is not None and not given.alias_info.is_write for given in schema.returns
-    )
-
-
-def _name(node: fx.Node) -> str:
-    schema = getattr(node.target, "_schema", None)
-    return schema.name if schema is not None else ""
-
-
-@functools.cache
-def _formula(target: Any) -> Callable[..., Any] | None:
-    """Return the function that counts the operations of an operator, or None if they are
-    negligible."""
-    packet = getattr(target, "overloadpacket", None)
-    if packet in flop_registry:
-        return flop_registry[packet]
-    schema = getattr(target, "_schema", None)
-    if schema is not None and schema.name.startswith(ATTENTION):  # torch has no count for CPUs
-        return _attention_backward if "backward" in schema.name else _attention
-    return None
-
-
-def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    return sdpa_flop_count(query.shape, key.shape, value.shape)
-
-
-def _attention_backward(
-    _: Tensor, query: Tensor, key: Tensor, value: Tensor, *__: Any, **___: Any
-) -> int:
-    """Five products instead of two: the first one again, and two for the gradients of each
-    product."""
-    return sdpa_flop_count(query.shape, key.shape, value.shape) * 5 // 2

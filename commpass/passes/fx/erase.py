@@ -1,4 +1,4 @@
-"""The function with which passes erase nodes, so that reads of erased nodes are detected.
+"""The functions with which passes erase nodes, so that reads of erased nodes are detected.
 
 torch keeps an erased node readable: it has no inputs and no users. A read after the erase then
 continues with wrong values.
@@ -31,6 +31,12 @@ def erase(node: fx.Node) -> None:
     node.graph.erase_node(node)
     if is_checked():
         node.__class__ = Erased
+
+
+def replace(old: fx.Node, new: fx.Node) -> None:
+    """Replace all uses of a node by another, and erase it."""
+    old.replace_all_uses_with(new)
+    erase(old)
 
 
 class Erased(fx.Node):

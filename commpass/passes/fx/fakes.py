@@ -1,4 +1,4 @@
-"""Fake values: which ones share storage, and how to create similar ones."""
+"""Fake values: those of a graph's nodes, and how to create similar ones."""
 
 from __future__ import annotations
 
@@ -8,36 +8,35 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._mode_utils import no_dispatch
+
+from commpass.errors import VerifyError
+from commpass.passes.fx import meta
 
 
 def mode_of(graph: fx.Graph) -> Any:
     """Return the fake mode under which a graph was traced."""
-    values = (node.meta.get("val") for node in graph.nodes)
+    values = map(meta.tensor, graph.nodes)
     modes = (value.fake_mode for value in values if isinstance(value, FakeTensor))
     return next(modes, contextlib.nullcontext())
 
 
-def storage(value: Tensor) -> Any:
-    """Return a key that is equal for a tensor and its views."""
-    return StorageWeakRef(value.untyped_storage())
+def fake_of(node: fx.Node) -> Tensor:
+    """Return the fake value of a tensor node. Raise VerifyError if it has none."""
+    found = meta.tensor(node)
+    if found is None:
+        raise VerifyError(f"node {node.name} has no fake value")
+    return found
 
 
-def is_view(node: fx.Node) -> bool:
-    """Whether a node is a tensor that shares its storage with an input."""
-    own = node.meta.get("val")
-    if not isinstance(own, Tensor):
-        return False
-    sources = (source.meta.get("val") for source in node.all_input_nodes)
-    return any(storage(own) == storage(s) for s in sources if isinstance(s, Tensor))
+def storage(value: Tensor) -> int:
+    """Return a key that is equal for a tensor and its views, while either exists."""
+    return int(value.untyped_storage()._cdata)
 
 
 def can_be_copied(value: Any) -> TypeGuard[FakeTensor]:
     """Whether ``another`` supports a value: a fake tensor of fixed sizes."""
-    return isinstance(value, FakeTensor) and all(
-        isinstance(number, int) for number in (*value.shape, *value.stride())
-    )
+    return isinstance(value, FakeTensor) and meta.is_fixed(value)
 
 
 def another(value: FakeTensor) -> FakeTensor:

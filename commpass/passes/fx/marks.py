@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import fx
 
 from commpass.codecs import operators
+from commpass.passes.fx import meta
 from commpass.passes.fx.parse import graph_modules, is_wait, parse
 
 MARK = "commpass"
@@ -40,6 +43,22 @@ class Mark:
     hop: int
     role: str
     chunk: int = 0
+
+
+def inherit(node: fx.Node, source: fx.Node, **changed: Any) -> None:
+    """Give an inserted node the metadata of another, with parts of its mark changed."""
+    if MARK in source.meta:
+        node.meta[MARK] = replace(source.meta[MARK], **changed)
+    meta.carry(source, node)
+
+
+def nodes_by_site(graph: fx.Graph) -> dict[str, list[fx.Node]]:
+    """Return the inserted nodes of each site, in graph order."""
+    found: dict[str, list[fx.Node]] = defaultdict(list)
+    for node in graph.nodes:
+        if MARK in node.meta:
+            found[node.meta[MARK].site].append(node)
+    return found
 
 
 def chunked(gm: fx.GraphModule) -> bool:

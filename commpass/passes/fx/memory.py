@@ -1,19 +1,21 @@
-"""The order constraints of nodes beyond data dependencies, and the memory that an order needs."""
+"""The memory of a graph: its storages, what an order of nodes holds, and what rules may add."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import fx
 
 from commpass.passes.fx import meta
-from commpass.passes.fx.costs import is_alias, tensors
-from commpass.passes.fx.marks import MARK
-from commpass.passes.fx.parse import is_wait, parse
+from commpass.passes.fx.aliasing import is_alias, written_arguments
+from commpass.passes.fx.fakes import storage
+from commpass.passes.fx.ops import aten, opname
+from commpass.passes.fx.parse import is_wait, parse, sources
 
 
 @dataclass(frozen=True)
@@ -49,17 +51,17 @@ def memory(
         made = set()
         inherits = is_wait(node) or _views(node) or (in_place and _sums_in_place(node))
         if inherits:  # regardless of its fake's storage, which may belong to a replaced node
-            pairs = zip(tensors(node.meta.get("val")), node.all_input_nodes, strict=False)
+            pairs = zip(meta.tensors(node.meta.get("val")), node.all_input_nodes, strict=False)
             for fake, source in pairs:
                 if gives[source]:
-                    numbers.setdefault(fake.untyped_storage()._cdata, min(gives[source]))
+                    numbers.setdefault(storage(fake), min(gives[source]))
         if node in parts:
-            whole = parts[node].meta["val"].untyped_storage()._cdata
-            own_storage = node.meta["val"].untyped_storage()._cdata
+            whole = storage(parts[node].meta["val"])
+            own_storage = storage(node.meta["val"])
             numbers[own_storage] = numbers.setdefault(whole, len(numbers))
             nbytes[numbers[whole]] = meta.nbytes(parts[node].meta["val"])
-        for fake in tensors(node.meta.get("val", node.meta.get("example_value"))):
-            number = numbers.setdefault(fake.untyped_storage()._cdata, len(numbers))
+        for fake in meta.tensors(node.meta.get("val", node.meta.get("example_value"))):
+            number = numbers.setdefault(storage(fake), len(numbers))
             nbytes[number] = max(nbytes[number], meta.nbytes(fake))
             made.add(number)
         given = {number for each in node.all_input_nodes for number in gives[each]}
@@ -76,12 +78,12 @@ def memory(
 def _views(node: fx.Node) -> bool:
     """Whether a node's result always shares its input's memory. Some view operators copy if they
     must."""
-    return is_alias(node) and getattr(node.target, "_opname", "") not in ("reshape", "contiguous")
+    return is_alias(node) and opname(node) not in ("reshape", "contiguous")
 
 
 def _parts(node: fx.Node) -> list[fx.Node]:
     """Return the inputs of a ``cat`` that Inductor computes in place in the result."""
-    if node.target is not torch.ops.aten.cat.default:
+    if node.target is not aten.cat.default:
         return []
     return [
         each
@@ -102,55 +104,6 @@ def _sums_in_place(node: fx.Node) -> bool:
     return len(source.users) == 1 and source.op == "call_function"
 
 
-def sources(node: fx.Node) -> list[fx.Node]:
-    """Return what a wait waits for, through the items of a coalesced collective."""
-    found = list(node.all_input_nodes)
-    return [*found, *(source for each in found for source in each.all_input_nodes)]
-
-
-def orders(graph: fx.Graph, known: Memory) -> dict[fx.Node, list[fx.Node]]:
-    """Return for each node the nodes that must come before it.
-
-    These are its inputs and the last writer of each storage that it touches. For storages that it
-    writes, all earlier readers are included. Nodes with side effects or random numbers keep their
-    order. Nothing that Inductor may run in place may write into data in flight, between the start
-    of an exchange and its wait.
-    """
-    before: dict[fx.Node, dict[fx.Node, None]] = {}
-    readers: dict[int, list[fx.Node]] = defaultdict(list)
-    writer: dict[int, fx.Node] = {}
-    travels: dict[int, list[fx.Node]] = defaultdict(list)  # starts and waits
-    in_place: dict[int, list[fx.Node]] = defaultdict(list)
-    effect: fx.Node | None = None
-    for node in graph.nodes:
-        first = dict.fromkeys(node.all_input_nodes)
-        into = written(node, known)
-        for number in known.touches[node]:
-            if number in writer:
-                first[writer[number]] = None
-            if number in into:
-                first |= dict.fromkeys(readers[number])
-        for number in known.touches[node]:
-            if number in into:
-                writer[number], readers[number] = node, []
-            else:
-                readers[number].append(node)
-        exchange = is_wait(node) or parse(node) is not None
-        for number in known.touches[node] if exchange else ():
-            first |= {} if is_wait(node) else dict.fromkeys(in_place[number])
-            travels[number].append(node)
-        for number in _written_in_place(node, known):
-            first |= dict.fromkeys(travels[number])
-            in_place[number].append(node)
-        if _has_effects(node):
-            if effect is not None:
-                first[effect] = None
-            effect = node
-        first.pop(node, None)
-        before[node] = first
-    return {node: list(first) for node, first in before.items()}
-
-
 def changed(graph: fx.Graph, known: Memory) -> frozenset[int]:
     """Return the storages that some node writes. Waits do not count."""
     nodes = (node for node in graph.nodes if not is_wait(node))
@@ -162,56 +115,7 @@ def written(node: fx.Node, known: Memory) -> frozenset[int]:
     wait writes its result."""
     if is_wait(node):
         return known.gives[node]
-    call = parse(node)
-    found = {number for each in (call.written() if call else ()) for number in known.gives[each]}
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return frozenset(found)
-    names = [argument.name for argument in schema.arguments]
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    for argument in schema.arguments:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = given.get(argument.name)
-            each = value if isinstance(value, (list, tuple)) else [value]
-            found |= {n for node in each if isinstance(node, fx.Node) for n in known.gives[node]}
-    return frozenset(found)
-
-
-IN_PLACE = ("index_put", "_scatter", "_foreach_")
-"""Name parts of operators that Inductor runs in place if the old values have no further users. It
-does not know that an exchange may still read them."""
-
-
-def _written_in_place(node: fx.Node, known: Memory) -> frozenset[int]:
-    """Return the storages that Inductor may let a node write.
-
-    For an operator on one tensor, that of its first argument. For a wrapper of another operator
-    (``auto_functionalized``), those of all inputs.
-    """
-    if node.op != "call_function" or is_wait(node) or parse(node) is not None:
-        return frozenset()
-    found: list[Any]
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
-        found = list(node.all_input_nodes) if "functional" in node.target.name() else []
-    elif any(part in getattr(node.target, "_opname", "") for part in IN_PLACE):
-        first = node.args[0] if node.args else ()
-        found = list(first) if isinstance(first, (list, tuple)) else [first]
-    else:
-        return frozenset()
-    return frozenset(
-        number for each in found if isinstance(each, fx.Node) for number in known.gives[each]
-    )
-
-
-def _has_effects(node: fx.Node) -> bool:
-    """Whether a node has effects beyond its result and its writes."""
-    if node.op != "call_function":
-        return node.op in ("call_module", "call_method")
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
-        return MARK not in node.meta  # commpass kernels only return a result
-    if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-        return True
-    return node.target in fx.node._side_effectful_functions and not is_wait(node)
+    return frozenset(number for each in written_arguments(node) for number in known.gives[each])
 
 
 class LiveBytes:
@@ -266,3 +170,41 @@ def peak(order: Sequence[fx.Node], known: Memory) -> int:
     for node in order:
         held.run(node)
     return held.most
+
+
+# --- the memory that rules add --------------------------------------------------------------------
+
+
+@dataclass
+class MemoryBudget:
+    """The extra bytes that simplify rules hold at each place.
+
+    A rank cannot use the free memory of its own graph as a criterion: it depends on the batch, so
+    ranks would decide differently. Every place therefore counts as the peak, and only inputs and
+    outputs of collectives are counted, whose sizes all ranks share.
+
+    ``place`` numbers the nodes, and ``kept`` has the extra bytes at each place. ``largest`` is the
+    largest tensor that a rule has merged.
+    """
+
+    place: dict[fx.Node, int]
+    kept: NDArray[np.int64]
+    largest: int = 0
+
+    def may_extend(self, first: fx.Node, last: fx.Node, nbytes: int, merged: int) -> bool:
+        """Reserve ``nbytes`` between two nodes and return True, if no place then exceeds the
+        largest tensor ``merged`` so far."""
+        if nbytes <= 0:
+            return True
+        start, end = sorted((self.place[first], self.place[last]))
+        largest, between = max(self.largest, merged), self.kept[start:end]
+        if between.size and between.max() + nbytes > largest:
+            return False
+        between += nbytes
+        self.largest = largest
+        return nbytes <= largest
+
+
+def initial_budget(graph: fx.Graph) -> MemoryBudget:
+    place = {node: number for number, node in enumerate(graph.nodes)}
+    return MemoryBudget(place, np.zeros(len(place), dtype=np.int64))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,34 @@ def tensor(node: fx.Node) -> torch.Tensor | None:
     """Return the fake tensor that a node computes, or None unless it is a single tensor."""
     value = node.meta.get("val", node.meta.get("example_value"))
     return value if isinstance(value, torch.Tensor) else None
+
+
+def value(node: fx.Node) -> Any:
+    """Return the fake value, or symbolic number, of a node."""
+    return node.meta["val"] if "val" in node.meta else node.meta["example_value"]
+
+
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a fake value: one, or several in lists."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from tensors(each)
+
+
+def is_fixed(value: Any) -> bool:
+    """Whether a value is a tensor whose sizes and strides are numbers."""
+    return isinstance(value, torch.Tensor) and all(
+        isinstance(number, int) for number in (*value.shape, *value.stride())
+    )
+
+
+def layout(value: Any) -> tuple[Any, ...]:
+    """Return the dtype, device, sizes and strides of a tensor as a key; other values as text."""
+    if not isinstance(value, torch.Tensor):
+        return (str(value),)
+    return value.dtype, value.device, str(tuple(value.shape)), str(value.stride())
 
 
 def hint(size: Any) -> int | None:
@@ -43,6 +71,11 @@ def nbytes(value: torch.Tensor) -> int:
             return -1
         total *= known
     return total
+
+
+def total_nbytes(value: Any) -> int:
+    """Return the bytes of the tensors of a fake value. Those of unknown size count as 0."""
+    return sum(max(nbytes(each), 0) for each in tensors(value))
 
 
 def width(value: torch.Tensor) -> int:

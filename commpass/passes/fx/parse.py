@@ -14,6 +14,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from commpass import groups
+from commpass.passes.fx.ops import arguments
 from commpass.plan.kinds import KIND_OF, NAMESPACES, WAITS, without_form
 
 
@@ -72,27 +73,22 @@ def parse(node: fx.Node) -> Call | None:
     if node.op != "call_function" or (found := _collective(node.target)) is None:
         return None
     overload, namespace, name, base = found
-    arguments: dict[str, Any] = (
-        dict(zip((a.name for a in overload._schema.arguments), node.args, strict=False))
-        | node.kwargs
-    )
-    tensors = next((arguments[key] for key in _INPUT_NAMES if key in arguments), ())
+    given = arguments(node, overload)
+    tensors = next((given[key] for key in _INPUT_NAMES if key in given), ())
     inputs = tuple(tensors) if isinstance(tensors, (list, tuple)) else (tensors,)
-    op = arguments.get("reduce_op", arguments.get("reduceOp"))
+    op = given.get("reduce_op", given.get("reduceOp"))
     return Call(
         node=node,
         kind=KIND_OF[base],
         form=_form(namespace, name),
         inputs=inputs,
         reduce_op=op.lower() if isinstance(op, str) else None if op is None else str(op),
-        group=arguments.get("group_name", arguments.get("ranks")),
-        group_size=arguments.get("group_size")
-        if isinstance(arguments.get("group_size"), int)
-        else None,
-        out=arguments.get("out"),
-        splits=_splits(arguments),
-        root=arguments.get("src", 0) if KIND_OF[base] == "broadcast" else 0,
-        ends=_ends(base, arguments),
+        group=given.get("group_name", given.get("ranks")),
+        group_size=given.get("group_size") if isinstance(given.get("group_size"), int) else None,
+        out=given.get("out"),
+        splits=_splits(given),
+        root=given.get("src", 0) if KIND_OF[base] == "broadcast" else 0,
+        ends=_ends(base, given),
     )
 
 
@@ -109,19 +105,19 @@ def _collective(target: Any) -> tuple[OpOverload, str, str, str] | None:
     return (overload, namespace, name, base) if known else None
 
 
-def _ends(base: str, arguments: dict[str, Any]) -> tuple[End, ...]:
+def _ends(base: str, given: dict[str, Any]) -> tuple[End, ...]:
     if base == "batch_p2p_ops":
-        rows = zip(arguments["op_list"], arguments["peer_list"], arguments["tag_list"], strict=True)
+        rows = zip(given["op_list"], given["peer_list"], given["tag_list"], strict=True)
         return tuple(End(KIND_OF[op], peer, tag) for op, peer, tag in rows)
     peer = {"isend": "dst", "irecv": "src"}.get(base)
-    return (End(KIND_OF[base], arguments[peer], arguments["tag"]),) if peer else ()
+    return (End(KIND_OF[base], given[peer], given["tag"]),) if peer else ()
 
 
-def _splits(arguments: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
+def _splits(given: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
     """Return what an all_to_all sends to and receives from each rank, as numbers or nodes."""
-    if "input_split_sizes" not in arguments:
+    if "input_split_sizes" not in given:
         return None
-    return tuple(arguments["input_split_sizes"]), tuple(arguments["output_split_sizes"])
+    return tuple(given["input_split_sizes"]), tuple(given["output_split_sizes"])
 
 
 _INPUT_NAMES = ("inputs", "input", "tensors", "tensor", "self", "shard")
@@ -207,6 +203,12 @@ def waited(value: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
             position = list(user.args[0]).index(value)  # type: ignore[arg-type]
             held += [node for index, node in items(user) if index == position]
     return held, early
+
+
+def sources(wait: fx.Node) -> list[fx.Node]:
+    """Return what a wait waits for, through the items of a coalesced collective."""
+    found = list(wait.all_input_nodes)
+    return [*found, *(source for each in found for source in each.all_input_nodes)]
 
 
 def graph_modules(gm: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]]:

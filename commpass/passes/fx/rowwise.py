@@ -14,13 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from commpass.passes.fx import meta
-from commpass.passes.fx.costs import tensors
-
-aten = torch.ops.aten
+from commpass.passes.fx.ops import RESHAPES, ROW_MATMULS, aten, is_pointwise
 
 
 @dataclass(frozen=True)
@@ -48,10 +45,6 @@ class Rows:
     takes: Takes
 
 
-MATMULS = (aten.mm.default, aten.addmm.default)
-"""The matmuls whose rows are the entries of the first dimension."""
-VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
-"""Operators that only change the shape."""
 REDUCTIONS = (
     aten.sum.dim_IntList,
     aten.mean.dim,
@@ -68,7 +61,7 @@ OVER_ONE = (aten._softmax.default, aten._log_softmax.default)
 def matmul_rows(node: fx.Node, blocks: int = 1) -> Rows | None:
     """Return how a matmul treats the rows of its result in ``blocks`` blocks; None for other
     nodes."""
-    if node.op != "call_function" or node.target not in MATMULS:
+    if node.op != "call_function" or node.target not in ROW_MATMULS:
         return None
     axis = Axis(0, blocks)
     if node.target == aten.mm.default:
@@ -114,16 +107,16 @@ def is_fixed(node: fx.Node) -> bool:
 
 
 def _values(node: fx.Node) -> list[Tensor]:
-    return list(tensors(node.meta.get("val")))
+    return list(meta.tensors(node.meta.get("val")))
 
 
 def _rule(node: fx.Node, axes: Mapping[fx.Node, Axis]) -> Rows | None:
     target, rest = node.target, (None,) * (len(node.args) - 1)
-    if target in MATMULS:
+    if target in ROW_MATMULS:
         place = 0 if target == aten.mm.default else 1
         axis = axes.get(node.args[place])  # type: ignore[arg-type]
         return None if axis is None else matmul_rows(node, axis.blocks)
-    if _is_pointwise(target):
+    if is_pointwise(target):
         return _pointwise(node, axes)
     axis = axes.get(node.args[0])  # type: ignore[arg-type]
     if axis is None:
@@ -133,7 +126,7 @@ def _rule(node: fx.Node, axes: Mapping[fx.Node, Axis]) -> Rows | None:
     given = meta.tensor(node.args[0])  # type: ignore[arg-type]
     if given is None:
         return None
-    if target in VIEWS:
+    if target in RESHAPES:
         made = _viewed(given, axis, _first(node))
     elif target in REDUCTIONS:
         over = node.args[1] if rest else None  # default: all dimensions
@@ -147,15 +140,6 @@ def _rule(node: fx.Node, axes: Mapping[fx.Node, Axis]) -> Rows | None:
     else:
         return None
     return None if made is None else Rows(made, (axis, *rest))
-
-
-def _is_pointwise(target: Any) -> bool:
-    tags = getattr(target, "tags", ())
-    return (
-        torch.Tag.pointwise in tags
-        and torch.Tag.nondeterministic_seeded not in tags
-        and not target._schema.is_mutable
-    )
 
 
 def _pointwise(node: fx.Node, axes: Mapping[fx.Node, Axis]) -> Rows | None:

@@ -10,51 +10,15 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import defaultdict, deque
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from torch import fx
 
-from commpass.costmodel import HOST, Task
-from commpass.passes.fx.memory import LiveBytes, Memory
-
-
-@dataclass(frozen=True)
-class Work:
-    """The nodes of a graph in order, the nodes that must come ``before`` each, and their costs.
-
-    ``waited[wait]`` are the nodes that a wait waits for. ``heavy`` are matmuls and similar nodes,
-    and ``later`` the starts of later hops of their sites.
-    """
-
-    nodes: tuple[fx.Node, ...]
-    before: Mapping[fx.Node, Sequence[fx.Node]]
-    tasks: Mapping[fx.Node, Task]
-    starts: frozenset[fx.Node]
-    waited: Mapping[fx.Node, Sequence[fx.Node]]
-    heavy: frozenset[fx.Node]
-    later: frozenset[fx.Node]
-    memory: Memory
-
-    @cached_property
-    def index(self) -> dict[fx.Node, int]:
-        return {node: number for number, node in enumerate(self.nodes)}
-
-    @cached_property
-    def after(self) -> dict[fx.Node, list[fx.Node]]:
-        """Return the nodes that must come after each node."""
-        found: dict[fx.Node, list[fx.Node]] = defaultdict(list)
-        for node in self.nodes:
-            for each in self.before[node]:
-                found[each].append(node)
-        return found
-
-    def remaining(self) -> dict[fx.Node, int]:
-        """Return the initial number of nodes that must come before each node."""
-        return {node: len(self.before[node]) for node in self.nodes}
-
+from commpass.costmodel import HOST
+from commpass.passes.fx.memory import LiveBytes
+from commpass.passes.fx.work import Work
 
 # --- the order of exchange starts -----------------------------------------------------------------
 

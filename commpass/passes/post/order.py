@@ -16,7 +16,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import torch
 from torch import fx
 from torch._inductor import config, custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
@@ -24,18 +23,16 @@ from torch._inductor.fx_passes.control_dependencies import control_deps, preserv
 from torch._inductor.graph import GraphLowering
 from torch.utils._ordered_set import OrderedSet
 
-from commpass.passes.fx.costs import is_heavy, is_matmul
+from commpass.passes.fx.aliasing import is_alias
 from commpass.passes.fx.memory import memory
+from commpass.passes.fx.ops import ADDITIONS, functional, is_heavy, is_matmul, only_user
 from commpass.passes.fx.parse import is_wait, parse
 
-ops = torch.ops._c10d_functional
-
-READS_WITH = tuple(each.__code__.co_filename for each in (parse, is_matmul, memory))
+READS_WITH = tuple(each.__code__.co_filename for each in (parse, is_matmul, memory, is_alias))
 """The source files of the functions that analyze graphs, as part of the pass's name in Inductor's
 cache."""
 KNOWS_VOIDS = "_void_ctrl_dep_op_names" in GraphLowering.__init__.__code__.co_names
 """Whether this torch can pin nodes without a result (2.13 can, 2.11 cannot)."""
-ADDITIONS = (torch.ops.aten.add.Tensor, torch.ops.aten.sub.Tensor)
 
 
 def pin(graph: fx.Graph) -> None:
@@ -62,7 +59,7 @@ def pin(graph: fx.Graph) -> None:
 
 
 def _is_added(node: fx.Node) -> bool:
-    return len(node.users) == 1 and next(iter(node.users)).target in ADDITIONS
+    return (user := only_user(node)) is not None and user.target in ADDITIONS
 
 
 def order(graph: fx.Graph) -> None:
@@ -126,14 +123,14 @@ def _sum_in_place(graph: fx.Graph, starts: Iterable[fx.Node]) -> None:
         for number in known.touches[node]:
             touching[number].append(node)
     for start in starts:
-        if start.target is not ops.all_reduce.default:
+        if start.target is not functional.all_reduce.default:
             continue
         memories = known.gives[start.args[0]]  # type: ignore[index]
         touched = [node for number in memories for node in touching[number]]
         kept = any(node.op in ("placeholder", "get_attr") for node in touched)
         later = {node for node in touched if place[node] > place[start]}
         if memories and not kept and later <= set(filter(is_wait, start.users)):
-            start.target = ops.all_reduce_.default
+            start.target = functional.all_reduce_.default
 
 
 def _is_pinned(node: fx.Node) -> bool:

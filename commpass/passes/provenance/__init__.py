@@ -18,7 +18,9 @@ import torch
 from torch import fx
 
 from commpass.passes.fx import meta
+from commpass.passes.fx.aliasing import may_write, roots
 from commpass.passes.fx.direction import gradients
+from commpass.passes.fx.ops import PLAIN, name_of
 from commpass.passes.fx.parse import Call, is_wait, parse
 from commpass.passes.provenance.kinds import FIELD, FIELDS, LIKE, NEUTRAL, UNKNOWN, WHOLE
 from commpass.passes.provenance.kinds import Kind as Kind
@@ -29,8 +31,7 @@ from commpass.passes.provenance.operators import (
     arithmetic,
     broadcast_later,
 )
-from commpass.passes.provenance.walk import Walk, is_float, is_number, joined, name_of
-from commpass.passes.simplify.values import memory, writes
+from commpass.passes.provenance.walk import Walk, is_float, is_number, joined
 
 
 def lossy_unsupported_reason(found: Provenance) -> str | None:
@@ -51,7 +52,7 @@ def provenances(graph: fx.Graph, direction: str) -> dict[fx.Node, tuple[Provenan
     walk = Walk(
         backward,
         gradients(graph) if backward else (),
-        memory(graph)[0] if targets else {},
+        roots(graph).of if targets else {},
     )
     found: dict[fx.Node, tuple[Provenance, ...]] = {}
     for node in graph.nodes:
@@ -100,7 +101,7 @@ def _of_operator(node: fx.Node, walk: Walk) -> Provenance | tuple[Provenance, ..
         if isinstance(source, (list, tuple)):
             return tuple(map(walk.of, source))
         return walk.of(source)
-    known = getattr(node.target, "namespace", "") in ("aten", "prims")
+    known = getattr(node.target, "namespace", "") in PLAIN
     found = RULES.get(name_of(node), arithmetic)(node, walk) if known else FIELD
     return _with_dtype(found, node, value)
 
@@ -142,7 +143,7 @@ def _with_dtype(found: Provenance, node: fx.Node, value: torch.Tensor | None) ->
 
 def _targets(node: fx.Node) -> list[fx.Node]:
     """Return the nodes to whose memory an operator is known to write."""
-    return writes(node) if isinstance(node.target, torch._ops.OpOverload) else []
+    return may_write(node) if isinstance(node.target, torch._ops.OpOverload) else []
 
 
 def _write(node: fx.Node, call: Call | None, targets: list[fx.Node], walk: Walk) -> None:

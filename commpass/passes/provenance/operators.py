@@ -9,17 +9,15 @@ import torch
 from torch import fx
 
 from commpass.passes.fx import meta
+from commpass.passes.fx.ops import MATMUL_NAMES, arguments, name_of
 from commpass.passes.fx.parse import parse
-from commpass.passes.neighbours import MATMULS
 from commpass.passes.provenance.kinds import FIELD, FIELDS, NEUTRAL, SUMS, WHOLE, Kind, Provenance
 from commpass.passes.provenance.walk import (
     Walk,
-    arguments,
     inputs,
     is_number,
     joined,
     merged,
-    name_of,
     numel,
     origin,
     tensors,
@@ -304,7 +302,7 @@ STATISTICS_OF: dict[str, tuple[int, ...]] = {
 Rule = Callable[[fx.Node, Walk], Provenance]
 ROWS: tuple[tuple[Rule, tuple[str, ...]], ...] = (
     (_reduced, REDUCTIONS),
-    (_matmul, MATMULS),
+    (_matmul, MATMUL_NAMES),
     (_always(Kind.NORM), NORMS),
     (_always(Kind.COUNT), ("bincount", "histc", "count_nonzero")),
     (_always(Kind.INDEX), ("arange", "iota", "argmax", "argmin", "argsort", "nonzero")),

@@ -12,6 +12,7 @@ from torch import fx
 
 from commpass.passes.fx import meta
 from commpass.passes.fx.direction import recomputed
+from commpass.passes.fx.ops import UNMIXED, name_of
 from commpass.passes.provenance.kinds import (
     ACCUMULATED,
     FIELD,
@@ -24,11 +25,6 @@ from commpass.passes.provenance.kinds import (
 )
 
 ADDITIONS = ("add", "sub", "rsub")
-SAME = (
-    *("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "expand", "clone", "alias"),
-    *("detach", "_to_copy", "convert_element_type"),
-)
-"""Operators that change only dtype, shape or place of values."""
 
 
 @dataclass
@@ -68,18 +64,6 @@ class Walk:
 # --- reading nodes --------------------------------------------------------------------------------
 
 
-def name_of(node: Any) -> str:
-    """Return the name of an operator, without the suffix of in-place forms."""
-    return str(getattr(node.target, "_opname", "")).rstrip("_")
-
-
-def arguments(node: fx.Node) -> dict[str, Any]:
-    """Return the arguments of a call by name."""
-    schema = node.target._schema  # type: ignore[union-attr]
-    names = (argument.name for argument in schema.arguments)
-    return dict(zip(names, node.args, strict=False)) | node.kwargs
-
-
 def tensors(values: Iterable[Any]) -> Iterator[fx.Node]:
     """Yield the tensor nodes among arguments and lists of them."""
     for value in values:
@@ -116,7 +100,7 @@ def numel(node: fx.Node) -> int | None:
 
 def origin(node: fx.Node) -> fx.Node:
     """Return the node whose values a node has, before casts, views and repetitions."""
-    while name_of(node) in SAME and node.args and isinstance(node.args[0], fx.Node):
+    while name_of(node) in UNMIXED and node.args and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
 

@@ -16,20 +16,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from commpass.passes.simplify.editor import Editor, Exchange, aten, fake
-
-RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
-VIEWS = (
-    *RESHAPES,
-    aten.permute.default,
-    aten.transpose.int,
-    aten.t.default,
-    aten.squeeze.dim,
-    aten.unsqueeze.default,
+from commpass.passes.fx.ops import (
+    MULTIPLICATIONS,
+    RESHAPES,
+    SCALINGS,
+    SPLITS,
+    aten,
+    is_cast,
+    is_copy,
+    moves_values,
 )
-CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
-SCALINGS = (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.neg.default)
-SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
+from commpass.passes.simplify.editor import Editor, Exchange, fake
+
 WIDE = (torch.bfloat16, torch.float32, torch.float64)
 """Dtypes whose values may be added or scaled before a sum over ranks instead of after it.
 
@@ -42,13 +40,8 @@ FARTHEST = 32
 These dtypes end at 2^127 and 2^-126. Values between 2^-60 and 2^60 thus stay in range, over up to
 2^30 ranks.
 """
-PLAIN_LAYOUTS = (None, torch.contiguous_format, torch.preserve_format)
 LONGEST = 16
 """The maximum number of links in a chain, which keeps the pass linear."""
-
-
-def is_view(node: fx.Node) -> bool:
-    return node.target in VIEWS
 
 
 def is_scaling(node: fx.Node) -> bool:
@@ -67,20 +60,6 @@ def keeps_range(chain: Sequence[fx.Node], *numbers: Any) -> bool:
         return False
     in_range = all(fake(link).dtype in WIDE for link in links)
     return in_range and sum(abs(math.log2(abs(number))) for number in given) <= FARTHEST
-
-
-def is_cast(node: fx.Node) -> bool:
-    return (
-        node.target in CASTS
-        and fake(node).device == fake(node.args[0]).device  # type: ignore[arg-type]
-        and node.kwargs.get("memory_format") in PLAIN_LAYOUTS
-    )
-
-
-def is_copy(node: fx.Node) -> bool:
-    """Whether a node is a clone in a layout that exists for any number of dimensions. Others, such
-    as channels_last, are no links."""
-    return node.target is aten.clone.default and node.kwargs.get("memory_format") in PLAIN_LAYOUTS
 
 
 def maps_values(node: fx.Node) -> bool:
@@ -107,7 +86,7 @@ def scales(chain: Sequence[fx.Node]) -> tuple[str, ...]:
 def _scale(link: fx.Node) -> str:
     if link.target is aten.neg.default:
         return "times -1"
-    return f"{'times' if link.target in SCALINGS[:2] else 'divided by'} {link.args[1]}"
+    return f"{'times' if link.target in MULTIPLICATIONS else 'divided by'} {link.args[1]}"
 
 
 def trace_to_source(
@@ -291,7 +270,7 @@ def _may_divide(node: fx.Node) -> bool:
     if node.target in RESHAPES:
         sizes = (*fake(node).shape, *fake(node.all_input_nodes[0]).shape)
         return all(isinstance(size, int) for size in sizes)
-    return is_view(node)
+    return moves_values(node)
 
 
 def dim_before(link: fx.Node, dim: int, ranks: int) -> int | None:

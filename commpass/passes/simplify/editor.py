@@ -19,18 +19,18 @@ from commpass.codecs import codec
 from commpass.costmodel import Profile
 from commpass.groups import mesh_unions
 from commpass.passes.fx import costs, meta
+from commpass.passes.fx.aliasing import roots
 from commpass.passes.fx.erase import erase
-from commpass.passes.fx.fakes import mode_of
+from commpass.passes.fx.fakes import fake_of
 from commpass.passes.fx.marks import ALLOWED
+from commpass.passes.fx.memory import MemoryBudget, initial_budget
+from commpass.passes.fx.ops import arguments, aten, functional, is_functional
 from commpass.passes.fx.parse import Call, describe_group, is_wait, parse
-from commpass.passes.simplify.memory_budget import MemoryBudget, initial_budget
-from commpass.passes.simplify.values import memory, value_numbers
+from commpass.passes.fx.splice import insert
+from commpass.passes.simplify.values import value_numbers
 from commpass.plan import ROWS
 from commpass.policy.rules import Allowed
-from commpass.utils.ambient import without_ambient_state
 
-aten = torch.ops.aten
-ops = torch.ops._c10d_functional
 RULE = "commpass_rule"
 """The key in ``node.meta`` of nodes that a rule inserted: the name of the rule."""
 NEAR = 256
@@ -84,10 +84,9 @@ class Editor:
         Finds equal values, and values that must keep their memory because something writes to them
         or reads them by address.
         """
-        found = roots, written = memory(self.graph)
-        readers = [node for node in self.graph.nodes if node.target in BY_ADDRESS]
-        fixed = written | {roots[node.all_input_nodes[0]] for node in readers}
-        self.changing = {node for node, root in roots.items() if root in fixed} if fixed else set()
+        found = roots(self.graph)
+        fixed = found.fixed()
+        self.changing = {node for node, root in found.of.items() if root in fixed}
         self.sweeps += 1
         self.equal = {}
         last: dict[int, fx.Node] = {}
@@ -107,11 +106,6 @@ class Editor:
     def memory_budget(self) -> MemoryBudget:
         """The extra memory that rules hold, by the places of the original graph."""
         return initial_budget(self.graph)
-
-    @cached_property
-    def mode(self) -> Any:
-        """The fake mode under which the graph was traced."""
-        return mode_of(self.graph)
 
     @cached_property
     def prices_of(self) -> costs.PricesOf:
@@ -137,18 +131,12 @@ class Editor:
             return None
         start = node.args[0]
         call = self.call(start)
-        if (
-            call is None
-            or call.form != "plain"
-            or call.kind not in kinds
-            or list(start.users) != [node]
-        ):
+        if call is None or call.form != "plain" or call.kind not in kinds:
             return None
-        if (
-            meta.tensor(call.inputs[0]) is None
-            or node in self.changing
-            or call.inputs[0] in self.changing
-        ):
+        source = call.inputs[0]
+        if list(start.users) != [node] or meta.tensor(source) is None:
+            return None
+        if node in self.changing or source in self.changing:
             return None  # values that are written to may differ between reads
         return Exchange(call, node)
 
@@ -229,9 +217,7 @@ class Editor:
         self, before: fx.Node, rule: str, source: fx.Node, target: Any, *args: Any, **kwargs: Any
     ) -> fx.Node:
         """Insert a node with a fake value. Its metadata comes from ``source``."""
-        with self.graph.inserting_before(before):
-            node = self.graph.call_function(target, args, kwargs)
-        meta.carry(source, node)
+        node = insert(before, source, target, *args, **kwargs)
         self.memory_budget.place[node] = self.memory_budget.place[before]
         node.meta[RULE] = rule
         made = self.call(node) is not None
@@ -240,9 +226,6 @@ class Editor:
         if made and source in self.allowed:
             self.allowed[node] = self.allowed[source]
             node.meta[ALLOWED] = {0: self.allowed[source]}
-        values, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-        with without_ambient_state(), self.mode:
-            node.meta["val"] = target(*values, **named)
         return node
 
     def collective(
@@ -251,33 +234,29 @@ class Editor:
         """Insert the same collective of another value, with its wait. The policy allows it the
         same."""
         start = self.start(before, rule, like, value, **changed)
-        return self.emit(before, rule, like.node, ops.wait_tensor.default, start)
+        return self.emit(before, rule, like.node, functional.wait_tensor.default, start)
 
     def start(
         self, before: fx.Node, rule: str, like: Call, value: fx.Node, **changed: Any
     ) -> fx.Node:
         """Insert the same collective of another value, without a wait."""
         value = self.contiguous(before, rule, value)
+        given = arguments(like.node) | {"input": value} | changed
         names = [a.name for a in like.node.target._schema.arguments]  # type: ignore[union-attr]
-        given = {
-            **dict(zip(names, like.node.args, strict=False)),
-            **like.node.kwargs,
-            "input": value,
-            **changed,
-        }
         args = [given[name] for name in names if name in given]
         return self.emit(before, rule, like.node, like.node.target, *args)
 
     def contiguous(self, before: fx.Node, rule: str, value: fx.Node) -> fx.Node:
         """Return the same values in contiguous memory, as collectives require."""
-        if (
-            any(not isinstance(size, int) for size in fake(value).shape)
-            or fake(value).is_contiguous()
-        ):
+        found = fake(value)
+        if any(not isinstance(size, int) for size in found.shape) or found.is_contiguous():
             return value
-        return self.emit(
-            before, rule, value, aten.clone.default, value, memory_format=torch.contiguous_format
-        )
+        return self.copy(before, rule, value, value)
+
+    def copy(self, before: fx.Node, rule: str, source: fx.Node, value: fx.Node) -> fx.Node:
+        """Insert a contiguous copy of a value. Its metadata comes from ``source``."""
+        plain = torch.contiguous_format
+        return self.emit(before, rule, source, aten.clone.default, value, memory_format=plain)
 
     def replace(self, old: fx.Node, new: fx.Node) -> None:
         """Replace all uses of ``old`` by ``new``, and erase nodes without users."""
@@ -295,8 +274,7 @@ class Editor:
             return new
         rule, back = new.meta.get(RULE, "same"), [order.index(dim) for dim in range(len(order))]
         turned = self.emit(old, rule, new, aten.permute.default, new, order)
-        plain = torch.contiguous_format
-        copied = self.emit(old, rule, new, aten.clone.default, turned, memory_format=plain)
+        copied = self.copy(old, rule, new, turned)
         return self.emit(old, rule, new, aten.permute.default, copied, back)
 
     def prune(self, node: fx.Node) -> None:
@@ -315,11 +293,7 @@ def _pure(node: fx.Node) -> bool:
         return not any(_needed(source) for source in node.all_input_nodes)
     if (call := parse(node)) is not None:
         return call.form == "plain" and not call.ends
-    return (
-        isinstance(node.target, torch._ops.OpOverload)
-        and not node.target._schema.is_mutable
-        and not node.is_impure()
-    )
+    return is_functional(node.target) and not node.is_impure()
 
 
 def _needed(node: fx.Node) -> bool:
@@ -327,10 +301,6 @@ def _needed(node: fx.Node) -> bool:
     for."""
     call = parse(node.all_input_nodes[0] if node.target is operator.getitem else node)
     return call is not None and bool(call.ends or "in-place" in call.form or call.form == "out")
-
-
-BY_ADDRESS = (aten.as_strided.default,)
-"""Operators that read memory by address, regardless of the tensor."""
 
 
 def _lengths_and_steps(value: torch.Tensor) -> list[tuple[int, int]] | None:
@@ -355,10 +325,7 @@ def _dense(dims: Sequence[tuple[int, int]]) -> bool:
     return True
 
 
-def fake(node: fx.Node) -> torch.Tensor:
-    value = meta.tensor(node)
-    assert value is not None
-    return value
+fake = fake_of
 
 
 def same_shape(a: fx.Node, b: fx.Node) -> bool:
@@ -367,7 +334,7 @@ def same_shape(a: fx.Node, b: fx.Node) -> bool:
 
 
 def nbytes(node: fx.Node) -> int:
-    return max(meta.nbytes(fake(node)), 0)
+    return meta.total_nbytes(fake(node))
 
 
 def common_nbytes(call: Call, size: int) -> int:

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 from torch import fx
 
-from commpass.passes.simplify.editor import Editor, aten
-from commpass.passes.simplify.values import memory
+from commpass.passes.fx.aliasing import roots
+from commpass.passes.fx.ops import aten
+from commpass.passes.simplify.editor import Editor
 
 
 def output_memory(graph: fx.Graph) -> list[fx.Node]:
     """Return the node in whose memory each output lies."""
-    roots, _ = memory(graph)
-    return [roots[node] for node in _outputs(graph)]
+    of = roots(graph).of
+    return [of[node] for node in _outputs(graph)]
 
 
 def separate_outputs(editor: Editor, before: list[fx.Node]) -> None:

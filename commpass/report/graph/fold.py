@@ -11,8 +11,8 @@ from commpass.plan.dump import GraphNode
 from commpass.report.graph.labels import done_lines, modules_of, picture
 from commpass.report.graph.picture import Arrow, Box, Picture
 from commpass.report.graph.sites import Sketch
-from commpass.report.patterns import patterns, without_numbers
-from commpass.utils.printable import clean
+from commpass.report.layer_patterns import patterns, without_numbers
+from commpass.utils.printable import clean, plural
 
 MANY = 60
 """Sites above which repeated layers are folded by default."""
@@ -76,4 +76,4 @@ def runs_label(runs: Sequence[Sequence[GraphNode]]) -> str:
     modules = ", ".join(map(without_numbers, modules_of(runs[0])))
     counts = sorted(map(len, runs))
     several = "" if counts[0] == counts[-1] else f"{counts[0]} to "
-    return f"{modules} x {len(runs)}: {several}{counts[-1]} operator{'s' * (counts[-1] != 1)} each"
+    return f"{modules} x {len(runs)}: {several}{plural(counts[-1], 'operator')} each"

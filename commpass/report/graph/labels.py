@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 from commpass.plan import PlannedSite
 from commpass.plan.dump import GraphNode
-from commpass.report import tables
-from commpass.report.explained import done
 from commpass.report.graph.nodes import fallback
 from commpass.report.graph.picture import Arrow, Box, Picture, kind_of, travels
 from commpass.report.graph.sites import Sketch, role_of
-from commpass.utils.printable import clean
+from commpass.report.numbers import amounts, durations
+from commpass.report.site_text import done
+from commpass.utils.printable import amount, clean, plural
 
 MODULES = 3
 """Most modules that are named in a box."""
@@ -41,7 +41,7 @@ def title(sketch: Sketch) -> str:
     dump = sketch.dump
     sites = len(set(sketch.sites.values()))
     more = f"; {sketch.left_out} operators apart from all of them" if sketch.left_out else ""
-    counts = f"{sites} site{'s' * (sites != 1)}, times are predicted{more}"
+    counts = f"{plural(sites, 'site')}, times are predicted{more}"
     return clean(
         f"graph {dump.number}: {dump.plan.direction}, {sketch.side} ({counts}){fallback(dump)}"
     )
@@ -81,13 +81,13 @@ def done_lines(several: Sequence[Sequence[PlannedSite]], *, found: bool) -> list
     chunks = f" in {len(several[0])} chunks" if len(several[0]) > 1 else ""
     if found or not first.compressed:
         did = chunks.strip() if found else done(first) + chunks
-        size, us = tables.amount(values["bytes"]), tables.durations(values["plain_us"])
+        size, us = amount(values["bytes"]), durations(values["plain_us"])
         return [" · ".join(filter(None, (did, each + size, us)))]
     overlapped = f" x{first.chunks}" if first.chunks > 1 else ""
     return [
         f"{first.codec}/{first.algorithm}{overlapped}{chunks}",
-        f"{each}{tables.amounts(values['bytes'], values['wire_bytes'], arrow='→')} · "
-        f"{tables.durations(values['plain_us'], values['predicted_us'], arrow='→')}",
+        f"{each}{amounts(values['bytes'], values['wire_bytes'], arrow='→')} · "
+        f"{durations(values['plain_us'], values['predicted_us'], arrow='→')}",
     ]
 
 
@@ -118,8 +118,7 @@ def became(sketch: Sketch, name: str) -> str:
 def run_label(nodes: Sequence[GraphNode]) -> str:
     """Return ``layers.0.mlp, layers.0.norm: 14 operators``."""
     modules = modules_of(nodes)
-    many = len(nodes)
-    return f"{', '.join(modules)}: {many} operator{'s' * (many != 1)}"
+    return f"{', '.join(modules)}: {plural(len(nodes), 'operator')}"
 
 
 def modules_of(nodes: Sequence[GraphNode]) -> tuple[str, ...]:
@@ -156,4 +155,4 @@ def _part(name: str, nodes: Sequence[GraphNode], site: str, sketch: Sketch) -> B
 def _on_the_wire(site: PlannedSite, hop: int) -> str:
     """Return the bytes that the rank hands to one exchange of a site."""
     exchanges = [stage for stage in site.stages if stage.role == "exchange"]
-    return tables.amount(exchanges[hop].nbytes) if hop < len(exchanges) else ""
+    return amount(exchanges[hop].nbytes) if hop < len(exchanges) else ""

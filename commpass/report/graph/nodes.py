@@ -15,7 +15,7 @@ from commpass.report.graph.picture import (
     restricted,
     travels,
 )
-from commpass.utils.printable import clean
+from commpass.utils.printable import clean, plural
 
 
 def nodes_of(dump: Dump, side: str) -> tuple[GraphNode, ...]:
@@ -65,7 +65,7 @@ def titled(dump: Dump, side: str) -> str:
     sites = sum(bool(node.site) and not node.inserted for node in nodes)
     inserted = sum(node.inserted for node in nodes)
     rewritten = len({node.site for node in nodes if node.inserted})
-    counts = f"{len(nodes)} nodes, {sites} site{'s' * (sites != 1)}"
+    counts = f"{len(nodes)} nodes, {plural(sites, 'site')}"
     if side != "before":
         counts += f" left alone, {rewritten} rewritten with {inserted} inserted nodes"
     return clean(f"graph {dump.number}: {dump.plan.direction}, {side} ({counts}){fallback(dump)}")

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 from commpass.errors import CommpassError
 from commpass.plan.dump import GraphNode
-from commpass.plan.kinds import KIND_OF, NAMESPACES, WAITS, without_form
+from commpass.plan.kinds import KINDS
+from commpass.plan.timeline import WAIT
+from commpass.report.operators import operation_kind
 
 BUFFER, KERNEL = "aten.empty.memory_format", "commpass.kernel_.default"
 """The buffer that a CPU kernel writes into, and the call of the kernel."""
@@ -107,22 +109,17 @@ def inputs_of(nodes: Iterable[GraphNode]) -> dict[str, tuple[str, ...]]:
 
 def travels(node: GraphNode) -> bool:
     """Return whether a node is a collective."""
-    return node.role == "exchange" or _operator(node) in KIND_OF
+    return node.role == "exchange" or bool(kind_of(node))
 
 
 def waits(node: GraphNode) -> bool:
-    return _operator(node) in WAITS
+    return operation_kind(node.target) == WAIT
 
 
 def kind_of(node: GraphNode) -> str:
     """Return the kind of collective that a node is; "" for any other."""
-    return KIND_OF.get(_operator(node), "")
-
-
-def _operator(node: GraphNode) -> str:
-    """Return the name of an operator among the collectives; "" for any other."""
-    space, _, rest = node.target.partition(".")
-    return without_form(rest.partition(".")[0]) if space in NAMESPACES else ""
+    kind = operation_kind(node.target)
+    return kind if kind in KINDS else ""
 
 
 def in_order(edges: Edges) -> list[str] | None:

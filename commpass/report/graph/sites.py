@@ -15,15 +15,9 @@ from functools import cached_property
 from commpass.errors import CommpassError, nearest
 from commpass.plan import PlannedSite
 from commpass.plan.dump import Dump, GraphNode
-from commpass.report import tables
 from commpass.report.graph.nodes import nodes_of
-from commpass.report.graph.picture import (
-    in_order,
-    inputs_of,
-    needed,
-    travels,
-    waits,
-)
+from commpass.report.graph.picture import in_order, inputs_of, needed, travels, waits
+from commpass.report.numbers import spans
 
 NOT_DRAWN = ("placeholder", "get_attr", "output")
 VIEWS = (
@@ -76,7 +70,7 @@ class Sketch:
     def numbers(self, site: str) -> str:
         """Return the numbers of a site in the plan, from 1: "#3", or "#3-6"."""
         some = [self._number_of[each.name] for each in self.planned[site]]
-        return f"#{tables.spans(some)} " if some else ""
+        return f"#{spans(some)} " if some else ""
 
     @cached_property
     def _number_of(self) -> dict[str, int]:
@@ -250,9 +244,7 @@ def _between(
 
 
 def _fold_small(
-    members: dict[str, list[GraphNode]],
-    edges: dict[str, tuple[str, ...]],
-    sites: AbstractSet[str],
+    members: dict[str, list[GraphNode]], edges: dict[str, tuple[str, ...]], sites: AbstractSet[str]
 ) -> None:
     """Merge small runs that wait for only one other run into that run.
 

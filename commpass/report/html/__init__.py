@@ -1,6 +1,6 @@
 """Write an HTML page about the collectives of one run or several, as one self-contained file."""
 
 from commpass.report.html.page import check, write
-from commpass.report.html.runs import Read, runs
+from commpass.report.run import Run, runs
 
-__all__ = ["Read", "check", "runs", "write"]
+__all__ = ["Run", "check", "runs", "write"]

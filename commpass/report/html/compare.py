@@ -11,16 +11,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from commpass.plan import PlannedSite
-from commpass.plan.dump import Dump
-from commpass.report.compared import named
-from commpass.report.html.data import Run, described
-from commpass.report.html.totals import predicted_us, wire_bytes
-from commpass.report.patterns import without_numbers
+from commpass.report.comparison import pairs
+from commpass.report.layer_patterns import without_numbers
+from commpass.report.run import Run
+from commpass.report.site_text import described, kind_of, tensor_of
 from commpass.utils.printable import brief
 
 Place = tuple[str, str, str]
-Sites = list[tuple[PlannedSite, bool]]
-"""Sites, each with whether its graph fell back."""
+Sites = list[PlannedSite]
+"""Sites as they run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +66,7 @@ class Comparison:
 
 def compare(before: Run, right: Run) -> Comparison:
     """Return how the second run differs from the first."""
-    places = _places(before.dumps), _places(right.dumps)
+    places = _places(before), _places(right)
     changes = []
     every = list(dict.fromkeys((*places[0], *places[1])))
     for place in every:
@@ -81,25 +80,17 @@ def compare(before: Run, right: Run) -> Comparison:
         runs=(before, right),
         changes=tuple(changes),
         same=len(every) - len(changes),
-        notes=tuple(_notes(before.dumps, right.dumps)),
+        notes=tuple(_notes(before, right)),
     )
 
 
-def _places(dumps: Sequence[Dump]) -> dict[Place, Sites]:
+def _places(run: Run) -> dict[Place, Sites]:
     found: dict[Place, Sites] = {}
-    for name, dump in named(dumps).items():
-        for site in dump.plan.sites:
-            place = (name, without_numbers(site.module), _kind(site))
-            found.setdefault(place, []).append((site, bool(dump.plan.fallback)))
+    for name, dump in run.by_name.items():
+        for site in dump.plan.executed:
+            place = (name, without_numbers(site.module), kind_of(site))
+            found.setdefault(place, []).append(site)
     return found
-
-
-def _kind(site: PlannedSite) -> str:
-    return site.kind + (f"({site.reduce_op})" if site.reduce_op else "")
-
-
-def _choice(site: PlannedSite, fallback: bool) -> str:
-    return "left alone" if fallback else described(site)
 
 
 def _change(place: Place, fields: Sequence[str], sides: tuple) -> Change:
@@ -110,11 +101,11 @@ def _change(place: Place, fields: Sequence[str], sides: tuple) -> Change:
 def _side(sites: Sites) -> Side:
     return Side(
         sites=len(sites),
-        bytes=sum(max(0, site.bytes) for site, _ in sites),
-        wire_bytes=sum(max(0, wire_bytes(site, fallback)) for site, fallback in sites),
-        predicted_us=sum(predicted_us(site, fallback) for site, fallback in sites),
-        choice=_counted(_choice(site, fallback) for site, fallback in sites),
-        reasons=tuple(dict.fromkeys(brief(site.reason) for site, _ in sites)),
+        bytes=sum(max(0, site.bytes) for site in sites),
+        wire_bytes=sum(max(0, site.wire_bytes) for site in sites),
+        predicted_us=sum(site.predicted_us for site in sites),
+        choice=_counted(map(described, sites)),
+        reasons=tuple(dict.fromkeys(brief(site.reason) for site in sites)),
     )
 
 
@@ -128,19 +119,13 @@ def _differences(before: Sites, right: Sites) -> list[str]:
         return [f"only in {'A' if before else 'B'}"]
     found = []
     for what, of in FACTS.items():
-        a, b = (
-            _counted(of(site, fallback) for site, fallback in sites) for sites in (before, right)
-        )
+        a, b = (_counted(map(of, sites)) for sites in (before, right))
         if a != b:
             found.append(f"{what}{a} → {b}")
     return found
 
 
-FACTS = {
-    "": _choice,
-    "ranks: ": lambda site, _: str(site.group_size),
-    "tensor: ": lambda site, _: f"{site.dtype}[{', '.join(map(str, site.shape))}]",
-}
+FACTS = {"": described, "ranks: ": lambda site: str(site.group_size), "tensor: ": tensor_of}
 """What is compared, with the prefix of its text."""
 
 
@@ -154,23 +139,22 @@ def _counted(values: Iterator[str]) -> str:
     )
 
 
-def _notes(before: Sequence[Dump], right: Sequence[Dump]) -> Iterator[str]:
-    worlds = before[0].world_size, right[0].world_size
+def _notes(before: Run, right: Run) -> Iterator[str]:
+    worlds = before.first.world_size, right.first.world_size
     if worlds[0] != worlds[1]:
         yield f"A ran on {worlds[0]} ranks, B on {worlds[1]}"
     for what in ("commpass", "torch"):
-        a, b = getattr(before[0], what), getattr(right[0], what)
+        a, b = getattr(before.first, what), getattr(right.first, what)
         if a != b:
             yield f"A was written with {what} {a}, B with {b}"
-    lefts, rights = named(before), named(right)
-    for name in dict.fromkeys((*lefts, *rights)):
-        if name not in lefts or name not in rights:
-            yield f"graph {name} is only in {'A' if name in lefts else 'B'}"
+    for pair in pairs(before, right):
+        a, b = pair.left, pair.right
+        if a is None or b is None:
+            yield f"graph {pair.name} is only in {pair.only_in}"
             continue
-        a, b = lefts[name].plan, rights[name].plan
         for what, of in OF_GRAPHS.items():
             if of(a) != of(b):
-                yield f"graph {name}, {what}: {of(a)} → {of(b)}"
+                yield f"graph {pair.name}, {what}: {of(a)} → {of(b)}"
 
 
 OF_GRAPHS = {

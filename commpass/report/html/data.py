@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from commpass.plan import NONE, Candidate, PlannedSite
+from commpass.plan import PlannedSite
 from commpass.plan.dump import Dump
 from commpass.plan.timeline import Timeline
-from commpass.report import why
+from commpass.report.candidate_table import refused, scored
 from commpass.report.html.drawing import drawing
-from commpass.report.html.runs import Read
 from commpass.report.html.sparklines import Strip, sparklines
-from commpass.report.html.totals import Times, Totals, predicted_us, times, totals, wire_bytes
-from commpass.report.patterns import Pattern, patterns
+from commpass.report.layer_patterns import Pattern, patterns
+from commpass.report.run import Run
+from commpass.report.site_text import described, group_of, kind_of, tensor_of
 from commpass.utils.printable import brief
 
 
@@ -81,16 +81,16 @@ class Rule:
     steps: tuple[tuple[int, str, str, int], ...]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Graph:
-    """One graph of a run, with its sums. ``measured`` is None without a trace; ``drawing`` is
-    HTML."""
+    """One graph of a run, by itself, and its drawing as HTML."""
 
-    dump: Dump
+    run: Run
     drawing: str
-    totals: Totals
-    predicted: Times | None
-    measured: Times | None
+
+    @property
+    def dump(self) -> Dump:
+        return self.run.first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,69 +106,39 @@ class Tables:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
-    """One run: ``key`` is its letter on the page, and ``source`` the path that it was read from."""
+class Part:
+    """The part of the page about one run. ``key`` is its letter."""
 
     key: str
-    source: str
+    run: Run
     graphs: tuple[Graph, ...]
-    totals: Totals
-    predicted: Times | None
-    measured: Times | None
     tables: Tables
-
-    @property
-    def first(self) -> Dump:
-        return self.graphs[0].dump
-
-    @property
-    def policies(self) -> str:
-        """The policies of all graphs, in order."""
-        return ", ".join(dict.fromkeys(graph.dump.plan.policy for graph in self.graphs))
 
     @property
     def drawn(self) -> bool:
         return any(graph.drawing for graph in self.graphs)
 
-    @property
-    def dumps(self) -> tuple[Dump, ...]:
-        return tuple(graph.dump for graph in self.graphs)
 
-
-def run(key: str, read: Read) -> Run:
+def part(key: str, run: Run) -> Part:
     """Collect everything about one run, under a letter."""
-    dumps, measured = read.dumps, read.measured
-    found = _Tables(dumps, measured)
-    groups = tuple(found.group(each) for each in patterns([dump.plan for dump in dumps]))
-    return Run(
+    found = _Tables(run)
+    groups = tuple(found.group(each) for each in patterns(run.plans))
+    return Part(
         key=key,
-        source=read.source,
+        run=run,
         graphs=tuple(
-            Graph(
-                dump=dump,
-                drawing=drawing(dump, f"{key}-{dump.number}-"),
-                totals=totals([dump.plan]),
-                predicted=times(_predicted([dump])),
-                measured=times([measured[dump.number]] if dump.number in measured else []),
-            )
-            for dump in dumps
+            Graph(Run((dump,), run.source, run.timelines), drawing(dump, f"{key}-{dump.number}-"))
+            for dump in run.dumps
         ),
-        totals=totals([dump.plan for dump in dumps]),
-        predicted=times(_predicted(dumps)),
-        measured=times([measured[dump.number] for dump in dumps if dump.number in measured]),
         tables=Tables(
             groups=groups,
             choices=tuple(found.choices),
             texts=tuple(found.texts),
-            rules=_rules(dumps),
-            strips=sparklines(dumps, measured),
-            measured=bool(measured),
+            rules=_rules(run.dumps),
+            strips=sparklines(run.dumps, run.timelines),
+            measured=bool(run.timelines),
         ),
     )
-
-
-def _predicted(dumps: Sequence[Dump]) -> list[Timeline]:
-    return [dump.timeline for dump in dumps if dump.timeline is not None]
 
 
 def _rules(dumps: Sequence[Dump]) -> tuple[Rule, ...]:
@@ -185,21 +155,12 @@ def _rules(dumps: Sequence[Dump]) -> tuple[Rule, ...]:
     return tuple(sorted(found, key=lambda each: -each.saved_bytes))
 
 
-def described(choice: Candidate) -> str:
-    """Return a candidate as text."""
-    if choice.codec == NONE:
-        return "left alone"
-    more = f", {choice.chunks} chunks" if choice.chunks > 1 else ""
-    more += ", fused" if choice.fused else ""
-    more += ", kernel" if choice.lowering == "kernel" else ""
-    return f"{brief(choice.codec)} by {choice.algorithm}{more}"
-
-
 class _Tables:
     """Build rows of sites. Texts and choices that many sites share are stored once."""
 
-    def __init__(self, dumps: Sequence[Dump], measured: Mapping[int, Timeline]):
-        self.dumps = dumps
+    def __init__(self, run: Run):
+        self.dumps = dumps = run.dumps
+        self._executed = [plan.executed for plan in run.plans]
         self.texts: dict[str, int] = {}
         self.choices: dict[tuple[Option, ...], int] = {}
         self._known: dict[Any, int] = {}
@@ -208,45 +169,45 @@ class _Tables:
             for dump in dumps
         ]
         self._before = [_before(dump) for dump in dumps]
-        self._predicted = [_exposed(dump.timeline) for dump in dumps]
-        self._measured = [_measured_totals(measured.get(dump.number)) for dump in dumps]
+        measured = (run.timelines.get(dump.number) for dump in dumps)
+        # a note: the trace does not identify sites
+        self._measured = [None if each is None or each.note else each for each in measured]
 
     def group(self, pattern: Pattern) -> Group:
-        first = pattern.first
-        fallback = bool(self.dumps[pattern.numbers[0][0]].plan.fallback)
-        choice = "untouched" if fallback else described(first)
+        sites = [self._executed[at][number - 1] for at, number in pattern.numbers]
+        first, fallback = sites[0], bool(self.dumps[pattern.numbers[0][0]].plan.fallback)
         return Group(
             module=pattern.module,
             direction=first.direction,
-            kind=first.kind + (f"({first.reduce_op})" if first.reduce_op else ""),
-            group=f"{first.group_label or first.group}/{first.group_size}",
-            tensor=f"{first.dtype}[{', '.join(map(str, first.shape))}]",
-            choice=choice,
-            compressed=first.compressed and not fallback,
+            kind=kind_of(first),
+            group=group_of(first),
+            tensor=tensor_of(first),
+            choice="untouched" if fallback else described(first),
+            compressed=first.compressed,
             fallback=fallback,
-            error=0.0 if fallback else max(site.error for site in pattern.sites),
+            error=max(site.error for site in sites),
             sites=tuple(
-                self._row(site, at, number, fallback)
-                for site, (at, number) in zip(pattern.sites, pattern.numbers, strict=True)
+                self._row(site, at, number)
+                for site, (at, number) in zip(sites, pattern.numbers, strict=True)
             ),
         )
 
-    def _row(self, site: PlannedSite, at: int, number: int, fallback: bool) -> Row:
-        predicted, measured = self._predicted[at], self._measured[at]
+    def _row(self, site: PlannedSite, at: int, number: int) -> Row:
+        measured = self._measured[at]
         return Row(
             graph=self.dumps[at].number,
             number=number,
             name=site.name,
             module=site.module,
             bytes=site.bytes,
-            wire_bytes=wire_bytes(site, fallback),
+            wire_bytes=site.wire_bytes,
             plain_us=site.plain_us,
-            predicted_us=predicted_us(site, fallback),
-            exposed_us=predicted.get(site.name, 0.0),
-            measured_us=None if measured is None else measured.get(site.name, 0.0),
+            predicted_us=site.predicted_us,
+            exposed_us=_exposed(self.dumps[at].timeline, site),
+            measured_us=None if measured is None else _exposed(measured, site),
             reason=self._text(site.reason),
             missed=self._text(site.missed),
-            choice=self._choice(site, at),
+            choice=self._choice(self.dumps[at].plan.sites[number - 1], at),
             before=self._before[at].get(site.name, ()),
         )
 
@@ -270,25 +231,21 @@ def options(dump: Dump, site: PlannedSite) -> tuple[Option, ...]:
 
     Refused candidates follow, once for each reason.
     """
-    possible, refused = [], dict[str, list[str]]()
-    for each in why.candidates(dump, site):
-        if each.refused:
-            refused.setdefault(each.refused, []).append(described(each))
-            continue
-        reason = why.lost(each, site)
-        possible.append(
-            Option(
-                what=described(site if reason == "chosen" else each),
-                wire_bytes=each.wire_bytes,
-                share=each.wire_bytes / site.bytes
-                if min(each.wire_bytes, site.bytes) > 0
-                else None,
-                error=each.error,
-                us=each.predicted_us,
-                why=reason,
-            )
+    possible = [
+        Option(
+            what=described(site if why == "chosen" else each),
+            wire_bytes=each.wire_bytes,
+            share=each.wire_bytes / site.bytes if min(each.wire_bytes, site.bytes) > 0 else None,
+            error=each.error,
+            us=each.predicted_us,
+            why=why,
         )
-    impossible = [Option(what=", ".join(names), why=text) for text, names in refused.items()]
+        for each, why in scored(dump, site)
+    ]
+    impossible = [
+        Option(what=", ".join(map(described, some)), why=why)
+        for why, some in refused(dump, site).items()
+    ]
     return (*possible, *impossible)
 
 
@@ -298,19 +255,9 @@ def _before(dump: Dump) -> dict[str, tuple[str, ...]]:
     return found | {name: (each.site,) for each in dump.plan.split for name in each.into}
 
 
-def _exposed(timeline: Timeline | None) -> dict[str, float]:
-    """Return how long the rank waits for each site.
+def _exposed(timeline: Timeline | None, site: PlannedSite) -> float:
+    """Return how long the rank waits for a site.
 
-    A coalesced collective's time is stored at the first of its sites.
+    The time of a coalesced collective is that of the first of its sites.
     """
-    found: dict[str, float] = {}
-    for event in timeline.events if timeline is not None else ():
-        if event.exposed:
-            found[event.site] = found.get(event.site, 0.0) + event.us
-    return found | {f"{name}.0": us for name, us in found.items()}
-
-
-def _measured_totals(measured: Timeline | None) -> dict[str, float] | None:
-    """Return the measured waits; None without a measurement, or if the trace does not identify
-    sites."""
-    return None if measured is None or measured.note else _exposed(measured)
+    return float(timeline.exposed_of(site.name.removesuffix(".0"))) if timeline else 0.0

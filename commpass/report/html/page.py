@@ -15,18 +15,17 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from commpass.errors import CommpassError
 from commpass.report.html.compare import compare
-from commpass.report.html.data import run
-from commpass.report.html.runs import Read
+from commpass.report.html.data import part
 from commpass.report.html.sparklines import KINDS, missing
-from commpass.report.tables import micros, ratio, size
-from commpass.report.timeline import ms
+from commpass.report.numbers import micros, ms, percent, ratio, size
+from commpass.report.run import Run
 from commpass.utils.tables import write_whole
 
 SCRIPTS = ("format.js", "table.js", "bars.js", "sites.js", "timeline.js", "page.js")
 """The parts of one script, in this order: later ones use what earlier ones define."""
 
 
-def write(runs: Sequence[Read], path: Path) -> None:
+def write(runs: Sequence[Run], path: Path) -> None:
     """Write the page of some runs, completely or not at all.
 
     Raise CommpassError if the file cannot be written.
@@ -45,10 +44,10 @@ def check(path: Path) -> None:
         raise CommpassError(f"{path}: there is no folder {path.parent}; make it first")
 
 
-def page(runs: Sequence[Read]) -> str:
+def page(runs: Sequence[Run]) -> str:
     """Return the page as text. The first two of several runs are compared."""
-    found = [run(key(at), each) for at, each in enumerate(runs)]
-    comparison = compare(*found[:2]) if len(found) > 1 else None
+    found = [part(key(at), each) for at, each in enumerate(runs)]
+    comparison = compare(*runs[:2]) if len(runs) > 1 else None
     script = _text(SCRIPTS)
     data = {
         "runs": {each.key: each.tables for each in found},
@@ -59,7 +58,7 @@ def page(runs: Sequence[Read]) -> str:
         _environment()
         .get_template("page.html")
         .render(
-            runs=found,
+            parts=found,
             comparison=comparison,
             style=_text(["page.css"]),
             script=script,
@@ -87,10 +86,6 @@ def _environment() -> Environment:
     made.filters |= {"thousands": "{:,}".format}
     made.globals |= {"arrow": arrow, "change": change, "missing": missing, "ratio": ratio}
     return made
-
-
-def percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.0%}"
 
 
 def change(before: float, after: float) -> str:

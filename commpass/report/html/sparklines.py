@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from commpass.plan.dump import Dump
 from commpass.plan.timeline import HOST, Event, Timeline
-from commpass.report import tracks
-from commpass.report.timeline import TimelineView
+from commpass.report import timeline_drawing
+from commpass.report.timeline import views
 
-KINDS = tuple(what for what in tracks.COLOURS if what != "latency")
+KINDS = tuple(what for what in timeline_drawing.COLOURS if what != "latency")
 """The kinds of bars, in the order of the legend. An exchange's latency is a part of its bar."""
 
 Bar = tuple[int, int, float, float, float, int]
@@ -37,14 +37,9 @@ def sparklines(dumps: Sequence[Dump], measured: Mapping[int, Timeline]) -> tuple
 
     Graphs without events have none.
     """
-    shown = [
-        TimelineView(dump, dump.timeline, measured.get(dump.number))
-        for dump in dumps
-        if dump.timeline is not None and dump.timeline.events
-    ]
     return tuple(
         _strip(one.dump, picture, second)
-        for one in shown
+        for one in views(dumps, measured)
         for second, picture in enumerate(one.pictures)
     )
 
@@ -56,7 +51,7 @@ def missing(dump: Dump) -> str:
     return "" if dump.timeline.events else dump.timeline.note or "nothing happens in it"
 
 
-def _strip(dump: Dump, picture: tracks.Picture, second: int) -> Strip:
+def _strip(dump: Dump, picture: timeline_drawing.Picture, second: int) -> Strip:
     timeline = picture.timeline
     modules = {site.name.partition(".")[0]: site.module for site in dump.plan.sites}
     places = {lane: at for at, lane in enumerate(timeline.tracks)}
@@ -70,7 +65,7 @@ def _strip(dump: Dump, picture: tracks.Picture, second: int) -> Strip:
         bars=tuple(
             (
                 places[event.lane],
-                KINDS.index(tracks.kind(event)),
+                KINDS.index(timeline_drawing.kind(event)),
                 round(event.begin_us, 3),
                 round(event.us, 3),
                 round(event.latency_us, 3),

@@ -61,7 +61,6 @@ def product_by_pointers(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WHOLE_K: tl.constexpr,
-    IMPRECISE: tl.constexpr,
     CASTS: tl.constexpr,
 ):
     """A tile of ``a @ b`` in fp32, ``a`` at its segment's first row. Rows and columns that there
@@ -83,7 +82,7 @@ def product_by_pointers(
         else:
             left = tl.load(left_at, mask=deep[None, :] < depth, other=0.0)
             right = tl.load(right_at, mask=deep[:, None] < depth, other=0.0)
-        total = multiply_add(left, right, total, IMPRECISE, CASTS)
+        total = multiply_add(left, right, total, CASTS)
     return total
 
 
@@ -99,7 +98,6 @@ def product_by_descriptors(
     BLOCK_K: tl.constexpr,
     A_BY_ROWS: tl.constexpr,
     B_BY_ROWS: tl.constexpr,
-    IMPRECISE: tl.constexpr,
     CASTS: tl.constexpr,
 ):
     """As ``product_by_pointers``, through tensor descriptors of the whole ``a`` and ``b``: ``row``
@@ -109,38 +107,24 @@ def product_by_descriptors(
         deep = step * BLOCK_K
         left = a.load([row, deep]) if A_BY_ROWS else a.load([deep, row]).T
         right = b.load([deep, column]) if B_BY_ROWS else b.load([column, deep]).T
-        total = multiply_add(left, right, total, IMPRECISE, CASTS)
+        total = multiply_add(left, right, total, CASTS)
     return total
 
 
 @tile
-def multiply_add(a, b, total, IMPRECISE: tl.constexpr, CASTS: tl.constexpr):
+def multiply_add(a, b, total, CASTS: tl.constexpr):
     """``total + a @ b``. ``CASTS`` is false in Triton's interpreter, which has no products
-    of bf16 or 8-bit floats; those of float32 hold them all."""
+    of bf16; those of float32 hold them all."""
     if not CASTS:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
-    return tl.dot(a, b, total, input_precision="ieee", max_num_imprecise_acc=IMPRECISE)
+    return tl.dot(a, b, total, input_precision="ieee")
 
 
 @tile
 def relu(x):
     """The larger of x and 0; NaN stays NaN."""
     return tl.where(x < 0, 0.0, x)
-
-
-@tile
-def silu(x):
-    """``x / (1 + exp(-x))``."""
-    return x / (1 + tl.exp(-x))
-
-
-@tile
-def gelu_tanh(x):
-    """``x / 2 (1 + tanh u)``, ``u = sqrt(2 / pi) (x + 0.044715 x^3)``, as ``x sigmoid(2 u)``: the
-    same, without a difference of nearly equal numbers."""
-    u = 1.5957691216057308 * (x + 0.044715 * x * x * x)
-    return x / (1 + tl.exp(-u))
 
 
 @tile

@@ -248,10 +248,3 @@ def store_values_bf16(place, x, mask, CASTS: tl.constexpr):
     else:
         bits = rounded_bf16(x).to(tl.int16)
         tl.store(place, bits.to(tl.bfloat16, bitcast=True), mask=mask)
-
-
-@tile
-def normalised(x, WIDTH: tl.constexpr, EPS: tl.constexpr):
-    """All values of a tile over their root mean square."""
-    squares = tl.sum(sum_of(x * x), axis=0, keep_dims=True)
-    return x * tl.rsqrt(divided(squares, WIDTH) + EPS)

@@ -1,7 +1,6 @@
 """The rules, in the order in which they are tried at a node."""
 
-from commpass.passes.simplify.chains import CASTS
-from commpass.passes.simplify.editor import aten
+from commpass.passes.fx.ops import ADDITIONS, CASTS
 from commpass.passes.simplify.rules.gathers import (
     gather_of_expand,
     gather_then_narrow,
@@ -28,7 +27,7 @@ RULES: tuple[Rule, ...] = (
     Rule("gather of expand", gather_of_expand, exact=True),
     Rule("expand", expanded, exact=False),
     Rule("widen then reduce", widen_then_reduce, exact=False),
-    Rule("sum of sums", sum_of_sums, exact=False, at=(aten.add.Tensor, aten.sub.Tensor)),
+    Rule("sum of sums", sum_of_sums, exact=False, at=ADDITIONS),
     Rule("scattered", scattered, exact=False, own=True),
     Rule("gather of scatter", gather_of_scatter, exact=False),
     Rule("nested groups", nested_groups, exact=False),

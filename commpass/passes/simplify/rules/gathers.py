@@ -9,18 +9,16 @@ import torch
 from torch import fx
 
 from commpass.passes.fx import meta
+from commpass.passes.fx.ops import aten, convert, is_cast, is_copy, moves_values
 from commpass.passes.simplify.chains import (
     before_clone,
-    is_cast,
-    is_copy,
     is_scaling,
-    is_view,
     maps_values,
     repeat,
     scales,
     trace_to_source,
 )
-from commpass.passes.simplify.editor import Editor, Exchange, aten, common_nbytes, fake, nbytes
+from commpass.passes.simplify.editor import Editor, Exchange, common_nbytes, fake, nbytes
 from commpass.passes.simplify.rules.rule import GATHERS, Applied
 
 EXACT_WIDENINGS = {
@@ -48,7 +46,6 @@ SENT_EVERYWHERE = (
 )
 """Dtypes that gloo and other libraries can send. float8 and 16-bit integers are not among them, and
 are narrowed after the gather."""
-convert = torch.ops.prims.convert_element_type.default
 
 
 def gather_then_narrow(node: fx.Node, editor: Editor) -> Applied | None:
@@ -83,7 +80,7 @@ def _is_link(node: fx.Node) -> bool:
 
 
 def _lays_out(node: fx.Node) -> bool:
-    return is_view(node) or is_copy(node)
+    return moves_values(node) or is_copy(node)
 
 
 def widened(
@@ -97,7 +94,7 @@ def widened(
     """
 
     def may_follow(node: fx.Node) -> bool:
-        return is_view(node) or (scaled and is_scaling(node))
+        return moves_values(node) or (scaled and is_scaling(node))
 
     walked = trace_to_source(exchange.input, may_follow, lambda n: n if is_cast(n) else None)
     if walked is None:
@@ -126,9 +123,8 @@ def widen_then_gather(node: fx.Node, editor: Editor) -> Applied | None:
         return None
     if len(cast.users) > 1 and not editor.may_extend(cast, place, sent, size):
         return None
-    narrow = editor.collective(
-        place, rule, exchange.call, repeat(views, source, place, rule, editor)
-    )
+    laid_out = repeat(views, source, place, rule, editor)
+    narrow = editor.collective(place, rule, exchange.call, laid_out)
     wide = editor.emit(node, rule, cast, convert, narrow, fake(cast).dtype)
     into = f"{narrow.all_input_nodes[0].name} of {meta.dtype_name(fake(source).dtype)}"
     editor.replace(node, wide)
@@ -171,10 +167,7 @@ def gather_of_expand(node: fx.Node, editor: Editor) -> Applied | None:
     # Row r of the gathered result stands for all rows of rank r.
     apart = editor.emit(node, rule, wide, aten.reshape.default, gathered, [ranks, *kept])
     whole = editor.emit(node, rule, wide, aten.expand.default, apart, [ranks, *shape])
-    whole = editor.emit(
-        node, rule, wide, aten.clone.default, whole, memory_format=torch.contiguous_format
-    )
-    editor.replace(
-        node, editor.emit(node, rule, wide, aten.reshape.default, whole, list(fake(node).shape))
-    )
+    whole = editor.copy(node, rule, wide, whole)
+    sizes = list(fake(node).shape)
+    editor.replace(node, editor.emit(node, rule, wide, aten.reshape.default, whole, sizes))
     return Applied(name, f"{gathered.all_input_nodes[0].name}, expanded afterwards", saved)

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from commpass.passes.fx.ops import aten, is_cast
 from commpass.passes.fx.parse import is_wait, parse
-from commpass.passes.simplify.chains import LONGEST, is_cast
-from commpass.passes.simplify.editor import Editor, Exchange, aten, fake, nbytes, same_shape
+from commpass.passes.simplify.chains import LONGEST
+from commpass.passes.simplify.editor import Editor, Exchange, fake, nbytes, same_shape
 from commpass.passes.simplify.rules.rule import GATHERS, Applied
 from commpass.plan.kinds import SUMS
 
@@ -108,12 +109,9 @@ def constant(node: fx.Node, editor: Editor) -> Applied | None:
     if result is None or ranks < 1 or not all(isinstance(length, int) for length in value.shape):
         return None
     name, size = exchange.call.node.name, nbytes(source)
-    editor.replace(
-        node,
-        editor.emit(
-            node, "constant", source, aten.full.default, list(value.shape), result, **source.kwargs
-        ),
-    )
+    given = (list(value.shape), result)
+    made = editor.emit(node, "constant", source, aten.full.default, *given, **source.kwargs)
+    editor.replace(node, made)
     return Applied(name, f"the constant {result}, which need not be sent", size)
 
 

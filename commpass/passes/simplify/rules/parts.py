@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import operator
 
-import torch
 from torch import fx
 
+from commpass.passes.fx.ops import aten, functional
 from commpass.passes.simplify.chains import own_parts, repeat
-from commpass.passes.simplify.editor import Editor, aten, fake, nbytes
+from commpass.passes.simplify.editor import Editor, fake, nbytes
 from commpass.passes.simplify.rules.rule import Applied
-
-functional = torch.ops._c10d_functional
 
 
 def own_part(node: fx.Node, editor: Editor) -> Applied | None:
@@ -20,12 +18,8 @@ def own_part(node: fx.Node, editor: Editor) -> Applied | None:
     parts = own_parts(exchange, editor) if exchange is not None else None
     if exchange is None or not parts or parts[0].dim != 0:
         return None
-    rule, name, size, ranks = (
-        "own part",
-        exchange.call.node.name,
-        nbytes(exchange.input),
-        editor.size(exchange.call),
-    )
+    rule, name = "own part", exchange.call.node.name
+    size, ranks = nbytes(exchange.input), editor.size(exchange.call)
     for part in parts:
         value = repeat(part.chain, exchange.input, part.node, rule, editor, part.dims, part=ranks)
         _replace(part.node, value, editor)
@@ -69,36 +63,20 @@ def scattered(node: fx.Node, editor: Editor) -> Applied | None:
         return None
     value = exchange.input
     if dim:
-        value = editor.contiguous(
-            place, rule, editor.emit(place, rule, place, aten.permute.default, value, turn)
-        )
-    start = editor.emit(
-        place,
-        rule,
-        place,
-        functional.reduce_scatter_tensor.default,
-        value,
-        call.reduce_op,
-        ranks,
-        call.group,
-    )
+        turned = editor.emit(place, rule, place, aten.permute.default, value, turn)
+        value = editor.contiguous(place, rule, turned)
+    target, given = functional.reduce_scatter_tensor.default, (call.reduce_op, ranks, call.group)
+    start = editor.emit(place, rule, place, target, value, *given)
     mine = editor.emit(node, rule, place, functional.wait_tensor.default, start)
     if dim:
         back = [turn.index(d) for d in range(len(turn))]
-        mine = editor.contiguous(
-            node, rule, editor.emit(node, rule, place, aten.permute.default, mine, back)
-        )
+        turned = editor.emit(node, rule, place, aten.permute.default, mine, back)
+        mine = editor.contiguous(node, rule, turned)
     for part in parts:
-        _replace(
-            part.node,
-            repeat(part.chain, mine, part.node, rule, editor, part.dims, part=ranks),
-            editor,
-        )
-    return Applied(
-        place.name,
-        f"reduce_scatter {start.name}: only the own part is used",
-        size * (ranks - 1) // ranks,
-    )
+        value = repeat(part.chain, mine, part.node, rule, editor, part.dims, part=ranks)
+        _replace(part.node, value, editor)
+    into = f"reduce_scatter {start.name}: only the own part is used"
+    return Applied(place.name, into, size * (ranks - 1) // ranks)
 
 
 def gather_of_scatter(node: fx.Node, editor: Editor) -> Applied | None:

@@ -5,30 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
 from commpass.collectives import UNROLLED_RANKS
 from commpass.passes.fx import meta
+from commpass.passes.fx.ops import ADDITIONS, RESHAPES, aten, convert, functional, moves_values
 from commpass.passes.fx.parse import describe_group
 from commpass.passes.simplify.chains import (
-    RESHAPES,
     WIDE,
     before_clone,
     dim_before,
     is_scaling,
-    is_view,
     keeps_range,
     repeat,
     scales,
     trace_to_source,
 )
-from commpass.passes.simplify.editor import Editor, Exchange, aten, fake, nbytes, same_shape
-from commpass.passes.simplify.rules.gathers import convert, widened
+from commpass.passes.simplify.editor import Editor, Exchange, fake, nbytes, same_shape
+from commpass.passes.simplify.rules.gathers import widened
 from commpass.passes.simplify.rules.rule import Applied
 from commpass.plan.kinds import SUMS
-
-functional = torch.ops._c10d_functional
 
 
 @dataclass(frozen=True)
@@ -71,9 +67,7 @@ def sum_of_sums(node: fx.Node, editor: Editor) -> Applied | None:
 
 def _terms(node: fx.Node, editor: Editor) -> tuple[Term, Term] | None:
     """Return the two reductions that a sum or difference adds, if they can be merged."""
-    if node.target not in (aten.add.Tensor, aten.sub.Tensor) or not all(
-        isinstance(arg, fx.Node) for arg in node.args
-    ):
+    if node.target not in ADDITIONS or not all(isinstance(arg, fx.Node) for arg in node.args):
         return None
     left, right = (_term(arg, node, editor) for arg in node.args)
     if left is None or right is None or left.exchange.wait is right.exchange.wait:
@@ -97,7 +91,7 @@ def _terms(node: fx.Node, editor: Editor) -> tuple[Term, Term] | None:
 
 
 def _linear(node: fx.Node) -> bool:
-    return is_scaling(node) or is_view(node)
+    return is_scaling(node) or moves_values(node)
 
 
 def _term(node: Any, user: fx.Node, editor: Editor) -> Term | None:
@@ -151,13 +145,11 @@ def widen_then_reduce(node: fx.Node, editor: Editor) -> Applied | None:
         return None
     scatter, size, wide = call.kind == "reduce_scatter", nbytes(source), nbytes(exchange.input)
     instead = "all_to_all" if scatter else "all_gather"
-    before, after = (
-        editor.us(call.kind, wide, call),
-        editor.us(instead, size, call) + editor.kernels_us(2),
-    )
-    if before - after <= editor.profile.margin * before or _better_merged(
-        node, before, after, editor
-    ):
+    before = editor.us(call.kind, wide, call)
+    after = editor.us(instead, size, call) + editor.kernels_us(2)
+    if before - after <= editor.profile.margin * before:
+        return None
+    if _better_merged(node, before, after, editor):
         return None
     arrives = size if scatter else size * ranks
     more = arrives + nbytes(node)
@@ -169,26 +161,12 @@ def widen_then_reduce(node: fx.Node, editor: Editor) -> Applied | None:
     # then. Other exchanges can then overlap this one.
     needed = min(node.users, default=node) if arrives <= nbytes(node) else node
     rule = "widen then reduce"
-    laid_out = repeat([link for link in links if is_view(link)], source, place, rule, editor)
+    laid_out = repeat([link for link in links if moves_values(link)], source, place, rule, editor)
     shape = [ranks if scatter else 1, -1]
     rows = editor.emit(place, rule, cast, aten.reshape.default, laid_out, shape)
-    splits = [1] * ranks
-    start = (
-        editor.emit(
-            place,
-            rule,
-            place,
-            functional.all_to_all_single.default,
-            rows,
-            splits,
-            splits,
-            call.group,
-        )
-        if scatter
-        else editor.emit(
-            place, rule, place, functional.all_gather_into_tensor.default, rows, ranks, call.group
-        )
-    )
+    sizes: list[Any] = [[1] * ranks, [1] * ranks] if scatter else [ranks]
+    target = functional.all_to_all_single if scatter else functional.all_gather_into_tensor
+    start = editor.emit(place, rule, place, target.default, rows, *sizes, call.group)
     arrived = editor.emit(needed, rule, place, functional.wait_tensor.default, start)
     total: fx.Node | None = None
     scalings = [link for link in links if is_scaling(link)]
@@ -206,9 +184,8 @@ def widen_then_reduce(node: fx.Node, editor: Editor) -> Applied | None:
         total = editor.emit(needed, rule, place, aten.div.Tensor, total, ranks)
     into = f"{start.name} of {meta.dtype_name(dtypes[0])}, summed here"
     done = Applied(place.name, into, wide - size, scales(scalings), moved_to="behind")
-    editor.replace(
-        node, editor.emit(needed, rule, place, aten.reshape.default, total, list(fake(node).shape))
-    )
+    whole = editor.emit(needed, rule, place, aten.reshape.default, total, list(fake(node).shape))
+    editor.replace(node, whole)
     return done
 
 
@@ -246,9 +223,7 @@ def expanded(node: fx.Node, editor: Editor) -> Applied | None:
     small = editor.collective(place, "expand", call, narrow)
     again = editor.emit(node, "expand", wide, aten.expand.default, small, *wide.args[1:])
     # A separate tensor, like the collective's result: an expanded one has internal overlap.
-    whole = editor.emit(
-        node, "expand", wide, aten.clone.default, again, memory_format=torch.contiguous_format
-    )
+    whole = editor.copy(node, "expand", wide, again)
     into = small.args[0].name  # type: ignore[union-attr]
     editor.replace(node, whole)
     return Applied(name, f"{into}, expanded afterwards", saved)
@@ -298,8 +273,7 @@ def nested_groups(node: fx.Node, editor: Editor) -> Applied | None:
     done = Applied(place.name, into, size, scales(chain), (outer.call.node.name,))
     value = repeat(chain, merged, node, rule, editor)
     if ops[0] != ops[1]:
-        value = editor.emit(
-            node, rule, place, aten.div.Tensor, value, first if ops[0] == "avg" else second
-        )
+        averaged = first if ops[0] == "avg" else second
+        value = editor.emit(node, rule, place, aten.div.Tensor, value, averaged)
     editor.replace(node, editor.contiguous(node, rule, value))
     return done

@@ -1,0 +1,416 @@
+"""The FSDP2 integration: what ``fully_shard`` sends eagerly is sent under a policy.
+
+FSDP2 gathers the parameters of a unit before its forward and again before its backward, and
+reduce-scatters its gradients. ``compress_fsdp`` replaces the calls that send these. FSDP2 still
+decides when and on which stream they happen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from commpass.backend import backend
+from commpass.costmodel import Profile
+from commpass.distributed.checked import suspended
+from commpass.distributed.integration import Integration, refuse_if_exchanged
+from commpass.distributed.machine import default_here
+from commpass.distributed.record import wire_bytes
+from commpass.errors import PolicyError
+from commpass.parallel.exchange import Compiled, Exchange, Exchanges
+from commpass.parallel.fsdp.exact_cast import FLAG, cast_if_exact, is_faster
+from commpass.parallel.refusals import instead, refuse_other_torch, wrong_argument
+from commpass.passes.simplify.rules.gathers import EXACT_WIDENINGS
+from commpass.plan import Plan
+from commpass.policy import Policy, paths
+from commpass.policy.annotate import annotations_of
+
+log = logging.getLogger("commpass")
+
+PACKED = (
+    "its parameters are gathered in several dtypes, which FSDP2 packs as bytes: give fully_shard a"
+    " MixedPrecisionPolicy(param_dtype=...), or make them one dtype"
+)
+RESHARDED = (
+    "it gathers again what was gathered for forward, from shards over fewer ranks"
+    " (reshard_after_forward is a number): other blocks would round the weights once more, and the"
+    " gradients would be those of weights that forward did not use"
+)
+OTHER_OP = "FSDP2 reduces with {}, and codes are summed or averaged alone"
+"""Why an exchange is sent uncompressed."""
+
+
+@dataclass(eq=False)
+class Unit:
+    """The result of one call of ``fully_shard``.
+
+    It has the names of its modules, their annotation (as of the first exchange), torch's parameter
+    group, and the names of its parameters.
+    """
+
+    name: str
+    word: str | None
+    group: Any
+    names: tuple[str, ...]
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return [each.sharded_param for each in self.group.fsdp_params]
+
+    @property
+    def grad_dtype(self) -> torch.dtype | None:
+        """The dtype in which its gradients are computed; None if they differ in it."""
+        trained = (each for each in self.group.fsdp_params if each.sharded_param.requires_grad)
+        found = {each.param_dtype or each.orig_dtype for each in trained}
+        return found.pop() if len(found) == 1 else None
+
+    @property
+    def replicas(self) -> int:
+        """How many ranks hold the same shard (HSDP)."""
+        return int(getattr(self.group.mesh_info, "replicate_mesh_size", 1))
+
+    @property
+    def gathers_again(self) -> bool:
+        """Whether backward gathers from the shards from which forward gathered."""
+        return self.group.post_forward_mesh_info is self.group.mesh_info
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether the current gather is for backward."""
+        return getattr(self.group._training_state, "name", "") == "PRE_BACKWARD"
+
+    def shards_over(self, group: dist.ProcessGroup) -> bool:
+        """Return whether the parameters are sharded over this group between steps."""
+        return group is getattr(self.group.mesh_info, "shard_process_group", None)
+
+
+class _Comm:
+    """A replaced call of FSDP2: torch's own one allocates, and sends what stays uncompressed."""
+
+    def __init__(self, integration: CompressedFSDP, unit: Unit, plain: Any):
+        self.integration, self.unit, self.plain = integration, unit, plain
+
+    def allocate(self, size: Sequence[Any], **how: Any) -> Tensor:
+        made: Tensor = self.plain.allocate(size, **how)
+        return made
+
+
+class CompressedAllGather(_Comm):
+    """FSDP2's ``AllGather`` with codes: every rank gets the decoded values, its own shard included.
+
+    Backward's gather is the same exchange as forward's, so it gives the same bits.
+    """
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        what = _exchange("all_gather", "forward", self.unit, group)
+        if input_tensor.dtype == torch.uint8:
+            what = replace(what, obstacle=PACKED)
+        elif not self.unit.shards_over(group):
+            what = replace(what, direction="backward", obstacle=RESHARDED)
+        elif self.unit.gathers_again:
+            what = replace(what, again=True)
+        send = self.integration.sending(what, input_tensor, output_tensor, self.unit)
+        if send is None:
+            plain: dist.Work | None = self.plain(output_tensor, input_tensor, group, async_op)
+            return plain
+        with suspended() if what.again and self.unit.in_backward else contextlib.nullcontext():
+            send(input_tensor.clone(), output_tensor)  # FSDP2's input is a part of its output
+        return _done(output_tensor) if async_op else None
+
+
+class CompressedReduceScatter(_Comm):
+    """FSDP2's ``ReduceScatter`` with codes: each rank gets the sum, or the mean, of all decoded
+    values."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        what = _exchange("reduce_scatter", "backward", self.unit, group)
+        factor = _factor(op)
+        if op == dist.ReduceOp.AVG:
+            what = replace(what, op="avg")
+        elif factor is None:
+            what = replace(what, obstacle=OTHER_OP.format(op))
+        else:
+            what = replace(what, factor=factor)
+        if self.integration.sends_narrow(what, input_tensor, output_tensor, self.unit, group):
+            return _done(output_tensor) if async_op else None
+        send = self.integration.sending(what, input_tensor, output_tensor, self.unit)
+        if send is None:
+            plain: dist.Work | None = self.plain(output_tensor, input_tensor, group, op, async_op)
+            return plain
+        send(input_tensor, output_tensor)
+        return _done(output_tensor) if async_op else None
+
+
+COMMS = {"_all_gather_comm": CompressedAllGather, "_reduce_scatter_comm": CompressedReduceScatter}
+"""The attributes of a parameter group that send."""
+NEEDED = ("fsdp_params", "mesh_info", "modules", "post_forward_mesh_info", *COMMS)
+"""The attributes of a parameter group that are read."""
+
+
+class CompressedFSDP(Integration):
+    """The exchanges of a model's FSDP2 units under a policy; ``compress_fsdp`` creates it.
+
+    ``bytes`` are those since ``compress_fsdp`` or ``clear`` was called. Call ``clear`` before a
+    step to get the numbers of that step.
+    """
+
+    call = "compress_fsdp"
+
+    def __init__(self, exchanges: Exchanges, units: Sequence[Unit], model: nn.Module):
+        super().__init__(model, exchanges.backend.policy)
+        self.exchanges, self.units, self.name = exchanges, tuple(units), type(model).__name__
+        self._unseen: nn.Module | None = model  # until its first exchange
+        self._next = dict(zip(self.units, (*self.units[1:], self.units[0]), strict=True))
+        for unit in self.units:
+            for name, comm in COMMS.items():
+                setattr(unit.group, name, comm(self, unit, getattr(unit.group, name)))
+            self.acquire(unit.group, model)
+
+    @property
+    def plans(self) -> list[Plan]:
+        """The plan of each exchange, in the order in which they first happened."""
+        return self.exchanges.plans
+
+    remove = Integration.close
+
+    def _stop(self) -> None:
+        for unit in self.units:
+            for name in COMMS:
+                comm = getattr(unit.group, name)
+                if getattr(comm, "integration", None) is self:
+                    setattr(unit.group, name, comm.plain)
+
+    def sending(self, exchange: Exchange, x: Tensor, out: Tensor, unit: Unit) -> Any:
+        """Return the function that sends this exchange compressed, or raises why it may not be
+        sent.
+
+        Return None if its plan leaves it uncompressed.
+        """
+        self._begin_once(unit)
+        exchange = replace(exchange, word=unit.word, parameters=unit.names)
+        compiled = self.exchanges.get(exchange, x, out, unit.parameters)
+        if compiled.untouched:
+            self._record(exchange.kind, compiled)
+            return None
+
+        def run(*tensors: Tensor) -> None:
+            compiled.run(*tensors)
+            self._record(exchange.kind, compiled)
+
+        return run
+
+    def sends_narrow(
+        self, exchange: Exchange, x: Tensor, out: Tensor, unit: Unit, group: dist.ProcessGroup
+    ) -> bool:
+        """Send widened gradients as the narrow values that they are.
+
+        Return False, and send nothing, if their values are not narrow or if that is not faster.
+        """
+        dtype = unit.grad_dtype
+        if (
+            exchange.obstacle is not None
+            or dtype is None
+            or (dtype, x.dtype) not in EXACT_WIDENINGS
+        ):
+            return False
+        profile = self.exchanges.backend.profile or default_here(x.device.type)
+        if not is_faster(group, x.nbytes, x.numel() * dtype.itemsize, profile):
+            return False
+        self._begin_once(unit)
+        exchange = replace(exchange, wide=x.dtype, word=unit.word, parameters=unit.names)
+        like = torch.empty_like(x, dtype=dtype)
+        if not self.exchanges.narrows(exchange, like, out):
+            return False
+        compiled = self.exchanges.get(exchange, like, out, unit.parameters)
+        if compiled.untouched:  # not all ranks plan it so
+            return False
+        narrow = like if compiled.refused else cast_if_exact(x, dtype, group)
+        if narrow is not None:
+            compiled.run(narrow, out)
+            self._record(exchange.kind, compiled)
+        self._sent.add(exchange.kind, 0, FLAG.itemsize, calls=0)
+        return narrow is not None
+
+    def _record(self, kind: str, compiled: Compiled) -> None:
+        """Record an exchange after it was sent, since it may have been planned anew before."""
+        self._sent.add(kind, _plain_bytes(compiled.plan), wire_bytes(compiled.plan))
+
+    def _begin_once(self, unit: Unit) -> None:
+        """Check a unit, and begin if this is the first exchange."""
+        if self._unseen is not None:
+            self._begin(self._unseen)
+            self._unseen = None
+        for each in (unit, self._next[unit]):  # in a step, all units are checked
+            self._refuse_if_replaced(each)
+
+    def _begin(self, model: nn.Module) -> None:
+        """Read annotations that were added to modules since ``compress_fsdp``.
+
+        Warn about modules that were sharded since.
+        """
+        now = {id(unit.group): unit for unit in _units(model)}
+        for unit in self.units:
+            found = now.pop(id(unit.group), None)
+            unit.word = found.word if found is not None else unit.word
+        if later := [unit.name for unit in now.values()]:
+            log.warning(LATER, self.name, ", ".join(name or "the root module" for name in later))
+
+    def _refuse_if_replaced(self, unit: Unit) -> None:
+        """Raise PolicyError if FSDP2 was given other calls for a unit than this integration's."""
+        for comm in (getattr(unit.group, name) for name in COMMS):
+            if getattr(comm, "integration", None) is self:
+                continue
+            raise PolicyError(
+                f"compress_fsdp: {unit.name or 'the root module'} was given"
+                f" {type(comm).__name__} after compress_fsdp, by set_custom_all_gather or"
+                " set_custom_reduce_scatter, and would no longer be sent by the policy: leave that"
+                " call out, or call remove() on what compress_fsdp returned before it"
+            )
+
+    @property
+    def summary(self) -> str:
+        sent = [
+            f"{kind}: {each.calls} calls, {each.plain:,} bytes as {each.sent:,}"
+            for kind, each in self.bytes.items()
+        ]
+        return f"{self.name}, {len(self.units)} units; {'; '.join(sent) or super().summary}"
+
+
+def compress_fsdp(
+    model: nn.Module,
+    policy: str | Path | Policy = "lossless",
+    *,
+    profile: str | Path | Profile | None = None,
+    strict: bool = False,
+    dump: str | os.PathLike[str] | None = None,
+    timeout: float | None = None,
+) -> CompressedFSDP:
+    """Send all exchanges of FSDP2 for a model under a policy, and return the integration.
+
+    Call it after ``fully_shard``, on all ranks alike, before the first step. The other arguments
+    are those of ``commpass.backend``.
+
+    Args:
+        model: holds modules that ``torch.distributed.fsdp.fully_shard`` was called on; the root
+            need not be one.
+
+    In rules an all_gather of parameters has direction "forward". This includes backward's gather,
+    since it is the same exchange. A reduce_scatter of gradients has direction "backward".
+    ``module`` is the name of the unit in the model, and ``a+b`` for ``fully_shard([a, b])``. FSDP2
+    itself sends what a plan leaves uncompressed.
+
+    Raise PolicyError if nothing in the model was sharded by FSDP2, or if another integration
+    already handles its exchanges. Then nothing is changed.
+    """
+    units = list(_units(model)) if isinstance(model, nn.Module) else []
+    if not units:
+        needed = "a module on which torch.distributed.fsdp.fully_shard was called"
+        needed += instead(model, "compress_fsdp")
+        raise PolicyError(wrong_argument("compress_fsdp", "model", model, needed))
+    for unit in units:
+        _check(unit)
+    made = backend(policy, profile=profile, strict=strict, dump=dump, timeout=timeout)
+    if any(unit.replicas > 1 for unit in units):
+        log.warning(NOT_REACHED, type(model).__name__)
+    return CompressedFSDP(Exchanges(made), units, model)
+
+
+LATER = (
+    "compress_fsdp(%s): fully_shard was called afterwards on %s, whose exchanges stay as they are:"
+    " call compress_fsdp behind the last fully_shard"
+)
+NOT_REACHED = (
+    "compress_fsdp(%s): the mesh has a dimension of replicas (HSDP). FSDP2 sends the all_reduce"
+    " over it itself, without a call that can be replaced: it stays as it is. The gathers and"
+    " scatters over the shards are compressed"
+)
+
+
+def _units(model: nn.Module) -> Iterator[Unit]:
+    """Yield the parameter groups of a model's FSDP2 modules, outer ones first, each once."""
+    named: dict[int, tuple[Any, list[str]]] = {}
+    said, modules = annotations_of(model), paths.names(model)
+    where = {id(module): path for path, module in reversed(modules)}  # a tied one has its first
+    for path, module in modules:
+        if not isinstance(module, FSDPModule):
+            continue
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            if module in group.modules:
+                _, known = named.setdefault(id(group), (group, []))
+                if path not in known:
+                    known.append(path)
+    for group, names in named.values():
+        words = {said.get(name) for name in names}
+        if len(words) > 1:
+            raise PolicyError(
+                f"compress_fsdp: fully_shard sends {' and '.join(names)} together, but compress or"
+                f" keep say different things about them: {', '.join(map(str, words))}"
+            )
+        infos = [each._module_info for each in group.fsdp_params]
+        own = tuple(paths.join(where[id(info.module)], info.param_name) for info in infos)
+        yield Unit("+".join(names), words.pop(), group, own)
+
+
+def _check(unit: Unit) -> None:
+    """Raise PolicyError if another integration or custom call executes the exchanges of a unit."""
+    where = unit.name or "the root module"
+    refuse_other_torch("compress_fsdp", unit.group, "the parameter group of fully_shard", NEEDED)
+    refuse_if_exchanged(unit.group, where, "compress_fsdp", ("compress_fsdp",))
+    for comm in (getattr(unit.group, name) for name in COMMS):
+        if not type(comm).__module__.startswith("torch."):
+            raise PolicyError(
+                f"compress_fsdp: {where} already has {type(comm).__name__} from"
+                " set_custom_all_gather or set_custom_reduce_scatter, and one of the two can send:"
+                " leave out one"
+            )
+
+
+def _exchange(kind: str, direction: str, unit: Unit, group: dist.ProcessGroup) -> Exchange:
+    return Exchange(kind, group.group_name, group.size(), unit.name, direction, "fsdp")
+
+
+def _plain_bytes(plan: Plan) -> int:
+    """Return the bytes that a rank would hand to a hook's collective if it was uncompressed."""
+    saved = sum(step.saved_bytes for step in plan.simplified)
+    return sum(site.bytes for site in plan.sites) + saved
+
+
+def _factor(op: Any) -> float | None:
+    """Return the factor of values before they are summed; None if ``op`` is not a sum."""
+    if op == dist.ReduceOp.SUM:
+        return 1.0
+    if op == dist.ReduceOp.PREMUL_SUM:
+        return float(op.__getstate__()[1])
+    return None
+
+
+def _done(result: Tensor) -> dist.Work:
+    """Return a handle to wait for while the current stream, if any, is still working."""
+    future: Any = torch.futures.Future(devices=[result.device] if result.is_cuda else None)
+    future.set_result(result)
+    torch_c10d: Any = torch._C._distributed_c10d
+    work: dist.Work = torch_c10d._create_work_from_future(future)
+    return work

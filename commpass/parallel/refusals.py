@@ -1,0 +1,63 @@
+"""What the calls of integrations refuse, in the same words for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+from commpass.errors import CommpassError, PolicyError
+
+TORCH = "2.11 to 2.15"
+"""The versions of torch whose private attributes are known."""
+
+
+def wrong_argument(call: str, name: str, given: object, needed: str) -> str:
+    """Return the message about an argument of another type."""
+    return f"{call}({name}={type(given).__name__}): must be {needed}"
+
+
+def refuse_other_torch(call: str, what: object, subject: str, names: Iterable[str]) -> None:
+    """Raise CommpassError if an object of torch lacks attributes that an integration uses."""
+    if missing := [name for name in names if not hasattr(what, name)]:
+        raise CommpassError(
+            f"{call} knows {subject} of torch {TORCH}; that of torch {torch.__version__} has no"
+            f" {', '.join(missing)}"
+        )
+
+
+def refuse_other_group(call: str, what: str, group: object, known: object, remedy: str) -> None:
+    """Raise PolicyError if the process group is another one than when the integration was made."""
+    if group is not known:
+        raise PolicyError(
+            f"{call}: {what} was given another process group after {call}, and what it sends was"
+            f" planned for the ranks of the one before: {remedy}"
+        )
+
+
+_RIGHT = (
+    (DistributedDataParallel, "DistributedDataParallel", "compress_ddp"),
+    (FSDPModule, "modules of fully_shard", "compress_fsdp"),
+)
+ALL = (
+    ". Call commpass.parallel.compress_ddp(model, policy) after DistributedDataParallel(model),"
+    " commpass.parallel.compress_fsdp(model, policy) after fully_shard(model), or"
+    " commpass.parallel.shard(model, mesh) or replicate(model, mesh) for a compiled model"
+)
+"""What to call for a model without data parallelism."""
+
+
+def instead(model: object, call: str) -> str:
+    """Return what to call, or to pass to ``call``, for a model that is not one of its models."""
+    for path, module in model.named_modules() if isinstance(model, nn.Module) else ():
+        for kind, noun, right in _RIGHT:
+            if isinstance(module, kind):
+                if right == call:
+                    return f", and {path!r} in it is one: give that one"
+                return f", but has {noun}: call commpass.parallel.{right}"
+        if isinstance(module, FullyShardedDataParallel):
+            return ", but has FSDP1's FullyShardedDataParallel: use fully_shard and compress_fsdp"
+    return ALL

@@ -1,0 +1,287 @@
+"""``commpass lower``: compile the kernels of a codec or a planned site for any GPU architecture.
+
+The architecture need not be present on this machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from commpass.codecs import codec
+from commpass.errors import CommpassError, KernelError, PolicyError, nearest
+from commpass.lowering.inspect.architectures import architecture
+from commpass.plan import PlannedSite, dump
+from commpass.report.codecs import DTYPES, dtype_of
+from commpass.report.tables import console_for, plain_table, print_json
+
+if TYPE_CHECKING:
+    from commpass.lowering.inspect.compiled import Compiled
+    from commpass.lowering.inspect.lowerable import Lowerable, Lowered
+
+TEXTS = ("triton", "ptx", "sass")
+"""The text forms of a kernel."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kernel, or why there is none. ``times`` is the number of places where a site has it."""
+
+    name: str
+    found: Lowered | None = None
+    why: str = ""
+    times: int = 1
+
+
+@dataclass(frozen=True)
+class KernelQuery:
+    """The requested kernels: of a codec by ``kernel`` (None: all), or of the sites of a dump."""
+
+    codec: str | None = None
+    kernel: str | None = None
+    dtype: str = "bfloat16"
+    ranks: int = 8
+    folder: Path | None = None
+    site: str | None = None
+    run: str | None = None
+
+
+def run(query: KernelQuery, arch: str, *, text: str = "", json: bool = False) -> None:
+    """Compile, and print a table, the text of the kernels, or JSON.
+
+    The JSON is an object if one kernel was named, else a list.
+    """
+    needs_triton()
+    if architecture(arch).backend == "hip" and text == "sass":
+        raise KernelError(f"{arch} has no SASS: --ptx shows its assembly")
+    title, rows = rows_of(query, arch)
+    one = query.kernel is not None and len(rows) == 1
+    if one and rows[0].found is None:
+        raise KernelError(rows[0].why)
+    if json:
+        made = [as_json(row) for row in rows]
+        print_json(made[0] if one else made)
+    elif text:
+        for row in rows:
+            shown = text_of(row.found.compiled, text) if row.found else row.why
+            typer.echo(shown if one else f"{MARKS[text]} {row.name}\n{shown}")
+    else:
+        show(title, rows, arch)
+
+
+MARKS = {"triton": "#", "ptx": "//", "sass": "//"}
+"""The comment mark of each text form."""
+
+
+def needs_triton() -> None:
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        raise CommpassError(
+            "kernels need Triton: pip install 'commpass[kernels]' (no GPU is needed)"
+        ) from error
+
+
+def rows_of(query: KernelQuery, arch: str) -> tuple[str, list[Row]]:
+    """Return what the kernels belong to, as text, and the kernels."""
+    if query.codec is None and query.folder is None:
+        raise PolicyError("give --codec SPEC, or --dump DIR with --site NAME")
+    if query.codec is not None and query.folder is not None:
+        raise PolicyError("--codec and --dump: a site has its own codec; give one of them")
+    if query.folder is not None:
+        if query.kernel is not None:
+            raise PolicyError("--kernel and --dump: a site has its own kernels; give one of them")
+        if query.site is None:
+            raise PolicyError("--dump needs --site NAME")
+        return of_site(query.folder, query.run, query.site, arch)
+    if query.site is not None:
+        raise PolicyError("--site needs --dump DIR")
+    return of_codec(query, arch)
+
+
+def of_codec(query: KernelQuery, arch: str) -> tuple[str, list[Row]]:
+    from commpass.lowering.inspect.kernels import KERNELS, named
+
+    coder = codec(query.codec or "")
+    dtype = dtype_of(query.dtype)
+    if query.kernel is not None and query.kernel not in KERNELS:
+        raise KernelError(f"no kernel {query.kernel!r}{nearest(query.kernel, KERNELS)}")
+    rows: list[Row] = []
+    for name in KERNELS if query.kernel is None else (query.kernel,):
+        rows += rows_for(name, partial(named, name, coder, dtype, query.ranks, arch), arch)
+    return f"{coder.spec} of {query.dtype}, {query.ranks} ranks", rows
+
+
+def of_site(folder: Path, run: str | None, name: str, arch: str) -> tuple[str, list[Row]]:
+    """Return the kernels of a planned site: a chain for each computation between two exchanges."""
+    from commpass.lowering.fused import role_of
+    from commpass.lowering.inspect.kernels import of_place, of_stages
+
+    site = site_of(folder, run, name)
+    dtype = site.dtype.removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise KernelError(f"site {name!r} holds {dtype}: no codec takes it")
+    rows: list[Row] = []
+    for place in of_stages(site.stages, DTYPES[dtype], site.group_size):
+        made = partial(of_place, place, arch)
+        rows += rows_for(role_of(place.chain), made, arch, place.times)
+    where = f"{site.codec} by {site.algorithm}, {dtype}, {site.group_size} ranks"
+    return f"{site.name}: {where}", rows
+
+
+def site_of(folder: Path, run: str | None, name: str) -> PlannedSite:
+    """Return a compressed site by name, of the newest run or of a named one."""
+    sites = [site for one in dump.read_run(folder, run) for site in one.plan.sites]
+    found = [site for site in sites if site.name == name]
+    if not found:
+        raise KernelError(f"{folder}: no site {name!r}{nearest(name, [s.name for s in sites])}")
+    compressed = [site for site in found if site.compressed]
+    if not compressed:
+        raise KernelError(f"site {name!r} is left alone ({found[0].reason}): it has no kernels")
+    return compressed[0]
+
+
+def rows_for(
+    name: str, make: Callable[[], Sequence[Lowerable]], arch: str, times: int = 1
+) -> list[Row]:
+    """Return compiled kernels, or why they cannot be compiled."""
+    from commpass.lowering.inspect.lowerable import lowered
+
+    try:
+        return [Row(each.name, lowered(each, arch), times=times) for each in make()]
+    except KernelError as error:
+        return [Row(name, why=str(error), times=times)]
+
+
+# --- as text --------------------------------------------------------------------------------------
+
+
+def text_of(found: Compiled, name: str) -> str:
+    return {"triton": found.source, "ptx": found.assembly, "sass": found.sass}[name].rstrip()
+
+
+def show(title: str, rows: Sequence[Row], arch: str) -> None:
+    made = table_of(rows)
+    console = console_for(made)
+    console.print(Text(f"{title}, {arch}", style="bold"))
+    if any(row.found for row in rows):
+        console.print(made)
+    for one in rows:
+        if one.found is None:
+            console.print(Text(f"{one.name}: {one.why}", style="yellow"))
+    for line in notes(rows, arch):
+        console.print(Text(line, style="dim"))
+
+
+def notes(rows: Sequence[Row], arch: str) -> list[str]:
+    """Return notes that are needed to read the table."""
+    from commpass.lowering.inspect.roofline import MEMORY
+
+    found = [one.found for one in rows if one.found is not None]
+    said = []
+    if any(each.predictions and each.kernel.of == MEMORY for each in found):
+        said.append(
+            "Predicted share of the bandwidth of a copy, and what limits it: no more than this."
+        )
+    if any(each.predictions and each.kernel.of != MEMORY for each in found):
+        said.append("Of a matmul: the share of the tensor cores' peak; no more than this.")
+    if any(not each.compiled.loads for each in found):
+        said.append("Loads by tensor descriptors (TMA) are not counted.")
+    if any(each.counts is None for each in found):
+        said.append(f"{arch}: instructions are not counted, so nothing is predicted.")
+    if any(each.kernel.moved is None for each in found):
+        said.append("Where bytes depend on the values nothing is predicted.")
+    counts = [each.counts for each in found if each.counts is not None]
+    if any(each.predictions and each.counts and each.counts.loops for each in found):
+        said.append("Some loops are counted as if they ran once.")
+    if unknown := sorted({name for each in counts for name in each.unknown}):
+        said.append(f"Instructions of no known kind, of which only slots count: {unknown}.")
+    return said
+
+
+def table_of(rows: Sequence[Row]) -> Table:
+    found = [one.found for one in rows if one.found is not None]
+    cards = next(([each.card for each in one.predictions] for one in found if one.predictions), [])
+    several = any(one.times > 1 for one in rows)
+    headers = ["kernel", *(["places"] if several else []), *COLUMNS, *cards]
+    table = plain_table(*headers)
+    for one in rows:
+        if one.found is None:
+            continue
+        cells = [one.name, *([str(one.times)] if several else []), *cells_of(one.found, len(cards))]
+        bad = one.found.compiled.spills > 0 or not one.found.compiled.residence.programs
+        table.add_row(*map(Text, cells), style="red" if bad else "")
+    return table
+
+
+COLUMNS = ("registers", "spills", "shared", "warps", "occupancy", "loads", "stores", "tensor")
+
+
+def cells_of(found: Lowered, cards: int) -> list[str]:
+    one = found.compiled
+    registers = f"{one.registers} + {one.scalars} scalar" if one.scalars else str(one.registers)
+    at = one.residence
+    fits = f"{at.occupancy:.0%} ({at.limit})" if at.programs else f"does not fit ({at.limit})"
+    return [
+        registers,
+        f"{one.spills} B" if one.spills else "0",
+        f"{one.shared:,}",
+        str(one.num_warps),
+        fits,
+        widths(one.loads),
+        widths(one.stores),
+        ", ".join(one.matmuls) or "-",
+        *([f"{each.share:.2f} {each.limit}" for each in found.predictions] or ["-"] * cards),
+    ]
+
+
+def widths(accesses: Any) -> str:
+    """Return accesses by bits, widest first: ``4 x 128, 2 x 32``."""
+    return ", ".join(f"{number:g} x {8 * width}" for width, number in accesses.items()) or "-"
+
+
+# --- as data --------------------------------------------------------------------------------------
+
+
+def as_json(one: Row) -> dict[str, Any]:
+    """Return one kernel as plain data; its name and the reason if it cannot be compiled."""
+    if one.found is None:
+        return {"kernel": one.name, "why": one.why}
+    found, made = one.found.compiled, one.found.kernel
+    predictions = one.found.predictions
+    data = {
+        "kernel": one.name,
+        "places": one.times,
+        "arch": found.arch,
+        "registers": found.registers,
+        "scalars": found.scalars,
+        "spills": found.spills,
+        "local": found.local,
+        "shared": found.shared,
+        "warps": found.num_warps,
+        "threads": found.threads,
+        "programs": found.residence.programs,
+        "occupancy": found.occupancy,
+        "occupancy_limit": found.residence.limit,
+        "loads": {str(8 * width): number for width, number in found.loads.items()},
+        "stores": {str(8 * width): number for width, number in found.stores.items()},
+        "tensor": dict(found.matmuls),
+        "bytes": made.moved,
+        "predicted_share": predictions[0].share if predictions else None,
+        "limit": predictions[0].limit if predictions else None,
+        "cards": [
+            {"card": each.card, "share": each.share, "limit": each.limit, "ns": dict(each.ns)}
+            for each in predictions
+        ],
+    }
+    counts = one.found.counts
+    if counts is not None:
+        data["instructions"] = {"all": counts.total, **counts.kinds()}
+    return data

@@ -1,0 +1,189 @@
+"""``commpass probe``: measure a process group, and show a table and a picture and write the
+file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from commpass.costmodel.files import Measured, ProfileFile, digest, write
+from commpass.costmodel.fit import FASTEST
+from commpass.costmodel.links import Link
+from commpass.errors import CommpassError, ProfileError
+from commpass.probe import probe
+from commpass.report.numbers import size
+from commpass.report.plots import new_figure
+from commpass.report.progress import progress
+from commpass.report.tables import console_for, plain_table, print_json
+
+
+def run(output: Path, seconds: float, *, kernels: bool, plot: Path | None, json: bool) -> None:
+    """Measure on every rank; rank 0 writes the file and prints its content."""
+    if output.suffix != ".json":
+        raise ProfileError(f"{str(output)!r}: a measured profile is a .json file")
+    with group("probe -o cluster.json"):
+        _check_folder(output)
+        first = dist.get_rank() == 0
+        with progress("measuring", visible=first) as told:
+            file = probe(seconds, name=output.stem, kernels=kernels, progress=told)
+        if not first:
+            return
+    write(output, file)
+    if json:
+        print_json(file)
+    else:
+        made = links(file)
+        console_for(made).print(made, rates(file) if kernels else KERNELS_ASSUMED)
+    if busy := noisy(file):
+        typer.echo(busy, err=True)
+    if plot is not None:
+        draw(file, plot)
+        typer.echo(f"wrote {plot}", err=json)
+    typer.echo(
+        f"wrote {output} ({digest(file.profile)}): commpass.backend(..., profile={str(output)!r}),"
+        f" or COMMPASS_PROFILE={output}",
+        err=json,
+    )
+
+
+def _check_folder(output: Path) -> None:
+    """Check the folder before the measurement. All ranks learn the result of rank 0, which
+    writes."""
+    found = [None if os.access(output.parent, os.W_OK) else str(output.parent)]
+    dist.broadcast_object_list(found)
+    if found[0] is not None:
+        raise ProfileError(
+            f"{output}: cannot be written: {found[0]!r} is no folder that can be written to"
+        )
+
+
+NOISE = 0.5
+"""Distance between quartiles, as a share of the median, above which a machine counts as busy."""
+
+
+def noisy(file: ProfileFile) -> str:
+    """Return a warning if a quarter of the times varied too much."""
+    off = [each for each in file.points if each.high_us - each.low_us > NOISE * each.us]
+    if len(off) <= len(file.points) / 4:
+        return ""
+    return (
+        f"{len(off)} of {len(file.points)} times varied by more than half: other programs, or more"
+        " ranks than cores. Measure again when the machines are as they will be"
+    )
+
+
+KERNELS_ASSUMED = "Kernels were not measured: --kernels does. Their rates are assumed."
+
+
+def how(command: str, ranks: int = 2) -> str:
+    return f"torchrun --nproc-per-node {ranks} -m commpass {command}"
+
+
+@contextmanager
+def group(command: str, ranks: int = 2) -> Iterator[None]:
+    """Make the process group from the environment's variables, if there is none yet.
+
+    ``command`` is what to start on every rank.
+    """
+    if dist.is_initialized():
+        yield
+        return
+    if "RANK" not in os.environ:
+        raise CommpassError(
+            f"this is no rank of a group. Start it on every rank: {how(command, ranks)}"
+        )
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group()
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+WHERE = {"link": "between hosts", "inside": "inside a host"}
+
+
+def links(file: ProfileFile) -> Table:
+    """Return a row for each region of each kind: alpha, rate, and the error of the fit."""
+    several = file.profile.inside is not None
+    columns = ("ranks", "exchange", "sent", "alpha us", "GB/s", "off")
+    table = plain_table(*(["link"] if several else []), *columns)
+    levels: dict[str, Link | None] = {"link": file.profile.link, "inside": file.profile.inside}
+    for (level, kind), points in groupby(file.points, key=lambda each: (each.group, each.kind)):
+        link = levels[level]
+        measured = list(points)
+        for number, region in enumerate(link.measured.get(kind, ()) if link is not None else ()):
+            own = [each for each in measured if link and link.region(kind, each.sent) is region]
+            if not own:
+                continue
+            span = f"{size(own[0].sent)} to {size(own[-1].sent)}"
+            worst = max(abs(each.off) for each in own)
+            row = ("", "") if number else (str(own[0].ranks), kind)
+            where = ("" if number else WHERE[level],) if several else ()
+            rate = "any" if region.gbytes_per_s >= FASTEST else f"{region.gbytes_per_s:.4g}"
+            numbers = (f"{region.alpha_us:,.0f}", rate, f"{worst:.0%}")
+            table.add_row(*map(Text, (*where, *row, span, *numbers)))
+    return table
+
+
+def rates(file: ProfileFile) -> Table:
+    """Return the profile's kernel rates: nanoseconds for each value, and the speed of other
+    work."""
+    kernels = file.profile.kernels
+    table = plain_table("codec", "encode ns", "decode ns", "us a call")
+    for name, rate in kernels.rates.items():
+        call_us = kernels.call_us if rate.call_us is None else rate.call_us
+        numbers = (rate.encode_ns, rate.decode_ns, call_us)
+        table.add_row(Text(name), *(Text(f"{number:.3g}") for number in numbers))
+    table.caption = (
+        f"{kernels.gflops:,.0f} GFLOP/s in matmuls, {kernels.gbytes_per_s:.3g} GB/s copied,"
+        f" {kernels.call_us:.3g} us a call of other codecs"
+    )
+    return table
+
+
+def draw(file: ProfileFile, path: Path) -> None:
+    """Draw measured times with their quartiles, and the fit, for every kind."""
+    levels = list(dict.fromkeys(each.group for each in file.points))
+    figure = new_figure(7.5 * len(levels), 5.5)
+    for axes, level in zip(figure.subplots(1, len(levels), squeeze=False)[0], levels, strict=True):
+        own = [each for each in file.points if each.group == level]
+        for kind, points in groupby(own, key=lambda each: each.kind):
+            link = file.profile.inside if level == "inside" else file.profile.link
+            _curve(axes, kind, list(points), link)
+        where = WHERE[level] if file.profile.inside is not None else "between ranks"
+        axes.set(xscale="log", yscale="log", xlabel="bytes that leave a rank", ylabel="us")
+        axes.set_title(f"{where}, {own[0].ranks} ranks: measured (points) and fitted (lines)")
+        axes.legend(frameon=False)
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+
+
+def _curve(axes: Any, kind: str, points: list[Measured], link: Link | None) -> None:
+    sent = [each.sent for each in points]
+    off = [[each.us - each.low_us for each in points], [each.high_us - each.us for each in points]]
+    bars = axes.errorbar(sent, [each.us for each in points], yerr=off, fmt="o", ms=4, label=kind)
+    colour = bars.lines[0].get_color()
+    for part in parts(points, link):
+        axes.plot([at.sent for at in part], [at.fit_us for at in part], lw=1, color=colour)
+
+
+def parts(points: Sequence[Measured], link: Link | None) -> list[list[Measured]]:
+    """Return the points of each region. A fit may jump between regions, so no line joins them."""
+
+    def begin(each: Measured) -> float:
+        region = link.region(each.kind, each.sent) if link is not None else None
+        return region.from_bytes if region is not None else 0.0
+
+    return [list(part) for _, part in groupby(points, key=begin)]

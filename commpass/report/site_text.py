@@ -1,0 +1,43 @@
+"""Texts about one site: what it is, and what was done to it."""
+
+from __future__ import annotations
+
+from commpass.plan import Candidate, PlannedSite
+from commpass.utils.printable import brief
+
+
+def kind_of(site: PlannedSite) -> str:
+    """Return ``all_reduce(sum)``."""
+    return site.kind + (f"({site.reduce_op})" if site.reduce_op else "")
+
+
+def group_of(site: PlannedSite) -> str:
+    """Return ``tp/8``: the name of its group, and the number of ranks."""
+    return f"{site.group_label or site.group}/{site.group_size}"
+
+
+def tensor_of(site: PlannedSite) -> str:
+    """Return ``bfloat16[4096, s0]``."""
+    return f"{site.dtype.removeprefix('torch.')}[{', '.join(map(str, site.shape))}]"
+
+
+def done(site: PlannedSite) -> str:
+    """Return what is done to a site in a few words: ``int8 by two_shot x4``."""
+    if not site.compressed:
+        return "left alone: hides behind compute" if site.hidden else "left alone"
+    chunks = f" x{site.chunks}" if site.chunks > 1 else ""
+    return f"{brief(site.codec)} by {site.algorithm}{chunks}"
+
+
+def described(choice: Candidate) -> str:
+    """Return a candidate as text with all its settings: ``int8 by ring, 4 chunks, kernel``."""
+    if not choice.compressed:
+        return "left alone"
+    chunks = f", {choice.chunks} chunks" if choice.chunks > 1 else ""
+    return f"{brief(choice.codec)} by {choice.algorithm}{chunks}{form_of(choice)}"
+
+
+def form_of(choice: Candidate) -> str:
+    """Return how encode and decode are carried out, as an appendix: ``, fused, kernel``."""
+    kernel = ", kernel" if choice.lowering == "kernel" else ""
+    return (", fused" if choice.fused else "") + kernel
