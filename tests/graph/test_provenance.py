@@ -599,7 +599,7 @@ def test_graph_of_many_nodes_is_walked_once(monkeypatch):
     walked = []
     monkeypatch.setattr(
         provenance,
-        "_made",
+        "_of_operator",
         lambda *given, made=provenance._of_operator: walked.append(1) or made(*given),
     )
 
