@@ -96,3 +96,6 @@ def native(kind: str, spec: str) -> Algorithm:
         obstacle=_casts,
         sends=wire_dtype,
     )
+
+
+ALGORITHMS = {"all_reduce": {"native": native}, "reduce_scatter": {"native": native}}

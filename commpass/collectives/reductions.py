@@ -425,3 +425,21 @@ def flow_of(chunks: int, chunk_bytes: int, shards: int, first: str) -> Flow:
     if first not in ("static", "sizes"):
         raise PolicyError(f"first={first!r}{nearest(first, ('static', 'sizes'))}")
     return Flow(chunks, shards, first == "sizes", chunk_bytes)
+
+
+ALGORITHMS = {
+    "all_reduce": {
+        "one_shot": one_shot,
+        "two_shot": two_shot,
+        "ring": ring,
+        "semi_ring": semi_ring,
+        "hierarchical": hierarchical,
+        "sparse": sparse,
+    },
+    "reduce_scatter": {
+        "direct": two_shot,
+        "ring": ring,
+        "semi_ring": semi_ring,
+        "hierarchical": hierarchical,
+    },
+}

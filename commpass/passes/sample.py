@@ -24,6 +24,7 @@ from commpass.passes.fx.fakes import is_view, mode_of
 from commpass.passes.fx.marks import MARK
 from commpass.passes.fx.parse import graph_modules
 from commpass.plan import PlannedSite
+from commpass.plan.kinds import KINDS
 from commpass.utils.ambient import ambient_free
 from commpass.utils.running import innermost
 
@@ -114,7 +115,7 @@ def unsupported_reason(site: PlannedSite) -> str:
         return LOSSLESS
     if coder.state is not None:
         return STATE.format(coder.state)
-    return RECEIVED if site.kind == "recv" else ""
+    return RECEIVED if KINDS[site.kind].receives else ""
 
 
 def _senders(x: fx.Node, site: str) -> list[fx.Node]:

@@ -14,7 +14,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from commpass import groups
-from commpass.plan.kinds import KIND_OF, NAMESPACES, WAITS, without_form
+from commpass.plan.kinds import KIND_OF, KINDS, NAMESPACES, WAITS, without_form
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,10 @@ class Call:
         """Return the kind of operation on one input."""
         return self.ends[position].kind if self.ends else self.kind
 
+    def receives(self, position: int) -> bool:
+        """Whether one input is a buffer that is written and returned."""
+        return KINDS[self.kind_at(position)].receives
+
     @property
     def by_messages(self) -> bool:
         """Whether it is an exchange of commpass, made of messages between pairs of ranks."""
@@ -61,9 +65,7 @@ class Call:
         """Return the inputs that are receive buffers. The operator's schema does not mark them as
         written."""
         return tuple(
-            source
-            for source, end in zip(self.inputs, self.ends, strict=False)
-            if end.kind == "recv"
+            source for position, source in enumerate(self.inputs) if self.receives(position)
         )
 
 
@@ -91,7 +93,7 @@ def parse(node: fx.Node) -> Call | None:
         else None,
         out=arguments.get("out"),
         splits=_splits(arguments),
-        root=arguments.get("src", 0) if KIND_OF[base] == "broadcast" else 0,
+        root=arguments.get("src", 0) if KINDS[KIND_OF[base]].rooted else 0,
         ends=_ends(base, arguments),
     )
 

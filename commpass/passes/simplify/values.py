@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from commpass.passes.fx.parse import is_wait, parse
+from commpass.plan.kinds import KINDS
 
 NAMESPACES = ("aten", "prims")
 """Operators of other namespaces may be random or read state."""
@@ -71,7 +72,7 @@ def _shares(node: fx.Node, known: dict[Any, bool]) -> bool:
         known[target] = (
             target is operator.getitem
             or is_wait(node)
-            or (call is not None and call.kind == "recv")
+            or (call is not None and KINDS[call.kind].receives)
             or (schema is not None and any(r.alias_info is not None for r in schema.returns))
         )
     return known[target]
@@ -124,7 +125,7 @@ def _deterministic(node: fx.Node, known: dict[Any, bool]) -> bool:
 
 def _plain_collective(node: fx.Node) -> bool:
     call = parse(node)
-    return call is not None and call.form == "plain" and call.kind not in ("send", "recv")
+    return call is not None and call.form == "plain" and not KINDS[call.kind].pairwise
 
 
 def _pure_operator(target: Any) -> bool:
