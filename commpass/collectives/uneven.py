@@ -45,13 +45,15 @@ def all_to_all_steps(x: Tensor, request: Request, coder: Codec, flow: Flow) -> S
         return moved.reshape(x.shape)
     numels = [entries * width for entries in request.received]
     parts = x.reshape(-1).split([entries * width for entries in request.sent])
-    arrived = yield from parts_hop(parts, numels, coding, request)
+    return _joined((yield from parts_hop(parts, numels, coding, request)), numels, x, arriving)
+
+
+def _joined(rows: Sequence[Tensor], numels: Sequence[int], x: Tensor, entries: int) -> Tensor:
+    """Join rows, of which the first ``numels`` values count, to ``entries`` like those of ``x``."""
     whole = [
-        cut_apart(row.to(x.dtype), numel)
-        for row, numel in zip(arrived, numels, strict=True)
-        if numel
+        cut_apart(row.to(x.dtype), numel) for row, numel in zip(rows, numels, strict=True) if numel
     ]
-    return (torch.cat(whole, dim=1) if whole else x.new_empty(0)).reshape(arriving, *x.shape[1:])
+    return (torch.cat(whole, dim=1) if whole else x.new_empty(0)).reshape(entries, *x.shape[1:])
 
 
 def parts_hop(
@@ -68,8 +70,19 @@ def parts_hop(
     wires = [
         operators.encode(codec, row, coding.salt(request.rank, to)) for to, row in enumerate(rows)
     ]
+    return (yield from _exchange(wires, [row.shape[1] for row in rows], arriving, coding, request))
+
+
+def _exchange(
+    wires: Sequence[Tensor],
+    lengths: Sequence[int],
+    arriving: Sequence[int],
+    coding: Coding,
+    request: Request,
+) -> Steps:
+    """Send wire r, of ``lengths[r]`` values, to rank r. Return the rows as ``parts_hop``."""
+    codec, dtype = coding.codec, coding.dtype
     if data_sized.varies(codec, dtype):
-        lengths = [part.numel() for part in parts]
         return (
             yield from data_sized.parts_hop(
                 codec, wires, lengths, arriving, dtype, request, coding.flow.sizes_first
