@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from commpass.backend import backend
     from commpass.calibration import Calibration, calibrate
     from commpass.codecs import codec
-    from commpass.collectives import Handle, all_gather, all_reduce, all_to_all, reduce_scatter
+    from commpass.collectives.handle import Handle
+    from commpass.collectives.public import all_gather, all_reduce, all_to_all, reduce_scatter
     from commpass.costmodel import KernelRate, Kernels, Link, Profile, Region, ethernet
     from commpass.distributed.record import plans
     from commpass.distributed.state import load_state_dict, reset_state, state_dict
@@ -90,7 +91,8 @@ _NAMES = {
     "backend": "backend",
     "calibration": "Calibration calibrate",
     "codecs": "codec",
-    "collectives": "Handle all_gather all_reduce all_to_all reduce_scatter",
+    "collectives.handle": "Handle",
+    "collectives.public": "all_gather all_reduce all_to_all reduce_scatter",
     "costmodel": "KernelRate Kernels Link Profile Region ethernet",
     "errors": "CalibrationError CommpassError DumpError ParallelError PlanMismatch PolicyError"
     " ProfileError ScopeError VerifyError",

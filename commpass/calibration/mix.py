@@ -12,7 +12,7 @@ from commpass.codecs import codec
 from commpass.collectives import DEFAULTS, find_algorithm
 from commpass.costmodel import Profile
 from commpass.costmodel.budget import Option, cheapest
-from commpass.costmodel.links import steps
+from commpass.costmodel.links import sent_by
 from commpass.distributed.machine import default_here
 from commpass.errors import CalibrationError, check_number, nearest
 from commpass.passes.candidates import candidates
@@ -189,7 +189,7 @@ def _at_all(place: Place, choice: Sequence[Candidate], error: float) -> Treatmen
 def sent(candidate: Candidate, ranks: int) -> float:
     """Return the bytes that leave one rank."""
     return math.fsum(
-        stage.leaving if stage.peers is not None else steps(stage.kind, ranks, stage.leaving)[1]
+        sent_by(stage, ranks)
         for stage in candidate.stages
         if stage.role == "exchange" and stage.leaving > 0
     )

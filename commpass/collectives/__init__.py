@@ -1,10 +1,10 @@
-"""Algorithms that run a collective with a codec, and functions to call compressed collectives
-directly."""
+"""Algorithms that run a collective with a codec. Functions to call compressed collectives directly
+are in ``public``."""
 
 from commpass.codecs.operators import UNROLLED_RANKS
+from commpass.collectives import public as public  # registers the operators
 from commpass.collectives.algorithm import Algorithm
 from commpass.collectives.handle import Handle
-from commpass.collectives.public import all_gather, all_reduce, all_to_all, reduce_scatter
 from commpass.collectives.request import Request
 from commpass.collectives.stages import Payload, Stages, read_stages, record_stages
 from commpass.collectives.steps import MOST_CHUNKS, chunks_for, run
@@ -35,9 +35,6 @@ __all__ = [
     "Stages",
     "algorithm",
     "algorithms_of",
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
     "check_name",
     "chunk_bytes_of",
     "chunks_for",
@@ -46,7 +43,6 @@ __all__ = [
     "has_shards",
     "read_stages",
     "record_stages",
-    "reduce_scatter",
     "run",
     "without_chunks",
 ]

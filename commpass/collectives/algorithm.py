@@ -12,10 +12,9 @@ from torch import Tensor
 from commpass.codecs import Codec, RawCodec
 from commpass.collectives.request import Request
 from commpass.collectives.steps import Steps
+from commpass.plan.kinds import BY_RANK
 
 Encodes = tuple[tuple[Codec, float], ...]
-BY_RANK = ("all_reduce", "reduce_scatter", "all_gather")
-"""Kinds of collectives for which rows to decode are those of all ranks, in order, or sums."""
 
 
 def _fits_all(codec: Codec, ranks: int) -> str | None:

@@ -114,7 +114,7 @@ def parts_hop(
     request: Request,
     sizes_first: bool,
 ) -> Generator[Tensor, Tensor, list[Tensor]]:
-    """As ``steps.parts_hop``: send the wire of part r, ``[1, ...]`` with room for the worst case,
+    """As ``uneven.parts_hop``: send the wire of part r, ``[1, ...]`` with room for the worst case,
     to rank r."""
     sent, coming = ([codec.parts(numel, dtype) for numel in some] for some in (lengths, arriving))
     expected, expected_in = (

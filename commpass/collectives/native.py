@@ -50,7 +50,7 @@ def _summed(
     arrived = yield start(wire.view(wire_dtype(coder)))
     row = arrived.view(torch.uint8).reshape(1, -1)
     total = operators.decode(coder, row, rows.shape[1], accumulation_dtype(rows.dtype))
-    return total / request.ranks if request.op == "avg" else total
+    return request.from_sum(total)
 
 
 def wire_dtype(coder: Codec) -> torch.dtype:
@@ -96,3 +96,6 @@ def native(kind: str, spec: str) -> Algorithm:
         obstacle=_casts,
         sends=wire_dtype,
     )
+
+
+ALGORITHMS = {"all_reduce": {"native": native}, "reduce_scatter": {"native": native}}

@@ -27,9 +27,10 @@ from commpass.collectives.data_sized import sizes_of_data
 from commpass.collectives.handle import Handle
 from commpass.collectives.request import Request
 from commpass.collectives.steps import run
-from commpass.collectives.table import REDUCE_OPS, algorithm
+from commpass.collectives.table import REDUCE_OPS, algorithm, find_algorithm
 from commpass.errors import PolicyError, nearest
 from commpass.groups import group_named, need_group, sends_messages
+from commpass.plan.kinds import KINDS
 from commpass.utils.ambient import ambient_free, without_ambient_state
 
 _named = algorithm
@@ -255,18 +256,14 @@ def _check(kind: str, x: Tensor, op: str, ranks: int, even: bool = True) -> None
         raise PolicyError(
             f"{kind}: {x.dtype} cannot be compressed; cast to float32, bfloat16 or float16 first"
         )
-    if kind != "all_reduce" and x.dim() == 0:
+    facts = KINDS[kind]
+    if (facts.scatters or facts.gathers) and x.dim() == 0:
         raise PolicyError(f"{kind}: a scalar has no first dimension; use x.reshape(1)")
-    if kind == "reduce_scatter" and x.shape[0] % ranks:
-        raise PolicyError(
-            f"reduce_scatter: the first dimension, {x.shape[0]}, must be a multiple of {ranks}"
-            " ranks"
-        )
-    if kind == "all_to_all" and even and x.shape[0] % ranks:
-        raise PolicyError(
-            f"all_to_all: the first dimension, {x.shape[0]}, is no multiple of {ranks} ranks: give"
-            " input_split_sizes and output_split_sizes"
-        )
+    if facts.scatters and even and x.shape[0] % ranks:
+        must = f"must be a multiple of {ranks} ranks"
+        if facts.splits:
+            must = f"is no multiple of {ranks} ranks: give input_split_sizes and output_split_sizes"
+        raise PolicyError(f"{kind}: the first dimension, {x.shape[0]}, {must}")
 
 
 def _check_splits(
@@ -345,9 +342,10 @@ class _Straight(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         kind, op, group, ranks, rank, sent, received, codec, name = ctx.call
         request = _request(gradients[0], op, group, ranks, rank, received, sent)
-        mirror = _mirror(kind, name)
+        back = KINDS[kind].backward
+        mirror = find_algorithm(back, name) or _named(back, "direct")
         gradient = _run(mirror, gradients[0].contiguous(), request, codec)
-        if kind == "reduce_scatter" and op == "avg":
+        if op == "avg" and KINDS[kind].sums and not KINDS[back].sums:
             gradient = gradient / ranks
         return gradient, *[None] * 10
 
@@ -356,13 +354,6 @@ def _run(algorithm: Algorithm, x: Tensor, request: Request, codec: str) -> Tenso
     coder = codec_named(codec)
     with sizes_of_data(coder, x, traced=get_proxy_mode() is not None):
         return run(algorithm.run(x, request, coder))
-
-
-def _mirror(kind: str, name: str) -> Algorithm:
-    """Return the algorithm of the backward collective."""
-    if kind == "reduce_scatter":
-        return _named("all_gather", name if name.startswith("direct") else "direct")
-    return _named("reduce_scatter" if kind == "all_gather" else kind, name)
 
 
 @ambient_free

@@ -123,7 +123,7 @@ class Staged:
 
         def both(rows: Tensor, first: Coding) -> Steps:
             summed, here = yield from self.scatter.run(rows, request, first)
-            summed = convert(_mean(summed, request), here, there)
+            summed = convert(request.from_sum(summed), here, there)
             last = second.in_domain().of_chunk(first.chunk)
             arrived = yield from self.scatter.gather(summed, request, last)
             return convert(arrived, there, VALUES).to(x.dtype)
@@ -138,7 +138,7 @@ class Staged:
 
         def summed_values(rows: Tensor, first: Coding) -> Steps:
             summed, here = yield from self.scatter.run(rows, request, first)
-            return convert(_mean(summed, request), here, VALUES).to(x.dtype)
+            return convert(request.from_sum(summed), here, VALUES).to(x.dtype)
 
         rows = x.reshape(request.ranks, -1)
         padded = pad(rows, self._padded_numel(rows.shape[1], coder))
@@ -149,10 +149,6 @@ class Staged:
 
     def _padded_numel(self, numel: int, coder: Codec) -> int:
         return shard_length(numel, 1, self.unit(coder))
-
-
-def _mean(total: Tensor, request: Request) -> Tensor:
-    return total / request.ranks if request.op == "avg" else total
 
 
 # --- one-shot -------------------------------------------------------------------------------------
@@ -166,7 +162,7 @@ def one_shot_steps(x: Tensor, request: Request, coder: Codec, flow: Flow) -> Ste
     def summed(row: Tensor, coding: Coding) -> Steps:
         entered = convert(row, VALUES, domain)
         arrived = yield from hop(entered, coding.in_domain(), Gather(request))
-        total = _mean(sum_rows(arrived.to(accumulation_dtype(x.dtype))), request)
+        total = request.from_sum(sum_rows(arrived.to(accumulation_dtype(x.dtype))))
         return convert(total, domain, VALUES).to(x.dtype)
 
     unit = coder.block * flow.shards
@@ -211,7 +207,7 @@ def sparse_steps(x: Tensor, request: Request, coder: Codec, residual: Tensor) ->
             for wire, length in zip(arrived, lengths, strict=True)
         ]
         total = torch.cat(totals)
-    return _mean(total, request).to(x.dtype).reshape(x.shape), left
+    return request.from_sum(total).to(x.dtype).reshape(x.shape), left
 
 
 def _summed(
@@ -425,3 +421,21 @@ def flow_of(chunks: int, chunk_bytes: int, shards: int, first: str) -> Flow:
     if first not in ("static", "sizes"):
         raise PolicyError(f"first={first!r}{nearest(first, ('static', 'sizes'))}")
     return Flow(chunks, shards, first == "sizes", chunk_bytes)
+
+
+ALGORITHMS = {
+    "all_reduce": {
+        "one_shot": one_shot,
+        "two_shot": two_shot,
+        "ring": ring,
+        "semi_ring": semi_ring,
+        "hierarchical": hierarchical,
+        "sparse": sparse,
+    },
+    "reduce_scatter": {
+        "direct": two_shot,
+        "ring": ring,
+        "semi_ring": semi_ring,
+        "hierarchical": hierarchical,
+    },
+}

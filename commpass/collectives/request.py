@@ -50,6 +50,10 @@ class Request:
     tag: int = 0
     by_messages: bool = False
 
+    def from_sum(self, total: Tensor) -> Tensor:
+        """Return the result of a reduction from the sum over the ranks: the sum, or the mean."""
+        return total / self.ranks if self.op == "avg" else total
+
     @property
     def operators(self) -> Any:
         """The namespace of all_gather_into_tensor and all_to_all_single."""

@@ -25,6 +25,7 @@ from commpass.collectives.algorithm import Algorithm
 from commpass.collectives.request import Request, ops
 from commpass.collectives.steps import run
 from commpass.collectives.table import algorithm
+from commpass.plan.kinds import KIND_OF, KINDS
 from commpass.plan.stage import Stage, all_to_all
 from commpass.utils.ambient import ambient_free
 
@@ -75,12 +76,13 @@ def read_stages(kind: str, spec: str, code: str, payload: Payload, request: Requ
     possible bytes identifies them.
     """
     chosen, coder = algorithm(kind, spec), codec(code)
-    if kind == "all_to_all" and request.sent is not None:
-        rows, width = sum(request.sent), max(payload.width, 1)
-    else:  # for one row per rank, only the length of the rows matters
-        rows, width = request.ranks, payload.numel // request.ranks
-        if kind not in ("all_to_all", "reduce_scatter"):
-            rows, width = 1, payload.numel
+    scatters = KINDS[kind].scatters
+    if request.sent is not None:
+        rows = sum(request.sent) if scatters else request.sent[0]
+        width = max(payload.width, 1)
+    else:  # for equal parts, only the length of a part matters
+        rows = request.ranks if scatters else 1
+        width = payload.numel // rows
     with unset_fake_temporarily():  # meta tensors suffice, and take a third of the time
         return _read(chosen, coder, (rows, width), payload.dtype, request)
 
@@ -121,15 +123,6 @@ def record_stages(
     return Stages(tuple(recorder.stages))
 
 
-KIND_OF = {
-    "all_reduce": "all_reduce",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "all_gather_into_tensor": "all_gather",
-    "all_to_all_single": "all_to_all",
-    "broadcast": "broadcast",
-    "isend": "send",
-    "irecv": "recv",
-}
 EXCHANGES = {
     getattr(space, name).default: kind
     for name, kind in KIND_OF.items()
@@ -207,13 +200,13 @@ class _Recorder(TorchDispatchMode):
 
     def _exchange(self, kind: str, wire: Tensor, args: Any) -> Stage:
         nbytes = wire.numel() * wire.element_size()
-        if kind != "all_to_all":
+        if not KINDS[kind].splits:
             return Stage(
                 role="exchange",
                 kind=kind,
                 nbytes=nbytes,
                 leaving=nbytes,
-                by_messages=kind == "all_gather" and self.request.by_messages,
+                by_messages=KINDS[kind].by_messages and self.request.by_messages,
             )
         _, received, sent, _ = args
         return all_to_all(

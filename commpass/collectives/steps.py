@@ -18,7 +18,7 @@ from torch import Tensor
 
 from commpass.codecs import Codec, cut_apart, operators, pad
 from commpass.collectives import data_sized
-from commpass.collectives.request import Move, Request, Rows, ops
+from commpass.collectives.request import Move, ops
 
 Steps = Generator[Tensor, Tensor, Any]
 
@@ -215,36 +215,6 @@ def _micro_shards(rows: Tensor, coding: Coding, move: Move) -> Steps:
             arrived.append(sides.narrow(1, shard * side[0], side[0]))
         decoded.append(operators.decode_parts(codec, arrived, length, dtype))
     return torch.cat(decoded, dim=1)
-
-
-def parts_hop(
-    parts: Sequence[Tensor], arriving: Sequence[int], coding: Coding, request: Request
-) -> Steps:
-    """Send part r, of any length, to rank r. Return the rows ``[1, padded_numel(arriving[r])]``
-    that arrive, one from each rank.
-
-    Two ranks send each other the same bytes as with ``hop`` on a row per rank, so a rank whose
-    parts have equal lengths may use ``hop`` instead.
-    """
-    codec, dtype = coding.codec, coding.dtype
-    rows = [part.reshape(1, -1).to(codec.hop_dtype(dtype)) for part in parts]
-    wires = [
-        operators.encode(codec, row, coding.salt(request.rank, to)) for to, row in enumerate(rows)
-    ]
-    if data_sized.varies(codec, dtype):
-        lengths = [part.numel() for part in parts]
-        return (
-            yield from data_sized.parts_hop(
-                codec, wires, lengths, arriving, dtype, request, coding.flow.sizes_first
-            )
-        )
-    sizes = [codec.wire_bytes(numel, dtype) for numel in arriving]
-    move = Rows(request, tuple(wire.shape[1] for wire in wires), tuple(sizes))
-    arrived = yield move.start(torch.cat(wires, dim=1).flatten())
-    return [
-        operators.decode(codec, wire.reshape(1, -1), codec.padded_numel(numel), dtype)
-        for wire, numel in zip(arrived.split(sizes), arriving, strict=True)
-    ]
 
 
 def shard_length(numel: int, shards: int, block: int) -> int:

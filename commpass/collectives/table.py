@@ -6,33 +6,19 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from commpass.collectives import moves, native, reductions
+from commpass.collectives import moves, native, reductions, uneven
 from commpass.collectives.algorithm import Algorithm
 from commpass.errors import PolicyError, nearest
 from commpass.utils.spec import changed, parameters_of, parse, spelled
 
+MODULES = (reductions, native, moves, uneven)
+"""The modules of algorithms, each with ``ALGORITHMS``: kind, name, function that builds it."""
+
 ALGORITHMS: dict[str, dict[str, Callable[..., Algorithm]]] = {
-    "all_reduce": {
-        "one_shot": reductions.one_shot,
-        "two_shot": reductions.two_shot,
-        "ring": reductions.ring,
-        "semi_ring": reductions.semi_ring,
-        "hierarchical": reductions.hierarchical,
-        "sparse": reductions.sparse,
-        "native": native.native,
-    },
-    "reduce_scatter": {
-        "direct": reductions.two_shot,
-        "ring": reductions.ring,
-        "semi_ring": reductions.semi_ring,
-        "hierarchical": reductions.hierarchical,
-        "native": native.native,
-    },
-    "all_gather": {"direct": moves.direct},
-    "all_to_all": {"direct": moves.direct},
-    "broadcast": {"direct": moves.direct},
-    "send": {"direct": moves.pairwise},
-    "recv": {"direct": moves.pairwise},
+    kind: {
+        name: build for module in MODULES for name, build in module.ALGORITHMS.get(kind, {}).items()
+    }
+    for kind in dict.fromkeys(kind for module in MODULES for kind in module.ALGORITHMS)
 }
 """The algorithms of each kind of collective, the simplest first."""
 

@@ -2,7 +2,8 @@
 
 Alpha is the time before the first byte of a message arrives, in microseconds, and beta the time of
 one byte. The formulas are those of bandwidth-optimal algorithms on full-duplex links (SSFusion,
-section 2; ZipCCL, section 4): ring for all_reduce and all_gather, direct for the others.
+section 2; ZipCCL, section 4): ring for all_reduce and all_gather, direct for the others. They are
+facts of the kinds (``plan.kinds``).
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from commpass.errors import PolicyError, check_number, nearest
-from commpass.plan.stage import ALL, BLOCK, NEXT
+from commpass.plan.kinds import KINDS
+from commpass.plan.stage import ALL, BLOCK, NEXT, Stage
 
 ONE, SEVERAL = "message", "messages"
 """Kinds that are not collectives: an exchange by messages with one rank, or with several."""
@@ -72,7 +74,7 @@ class Link:
         check_number("Link(busy_us", self.busy_us)
         check_number("Link(crowd_bytes", self.crowd_bytes)
         check_number("Link(buffered_bytes", self.buffered_bytes)
-        for name, kinds in (("factor", _STEPS), ("sharing", MEASURED)):
+        for name, kinds in (("factor", KINDS), ("sharing", MEASURED)):
             if not isinstance(given := getattr(self, name), Mapping):
                 raise PolicyError(
                     f"Link({name}={given!r}): must map kinds of collectives to numbers"
@@ -131,7 +133,7 @@ class Link:
         """
         if ranks <= 1:
             return 0.0, 0.0
-        messages, sent = _STEPS[kind](ranks, nbytes) if peers is None else (peers, nbytes)
+        messages, sent = steps(kind, ranks, nbytes) if peers is None else (peers, nbytes)
         called = _measured_as(kind, messages, by_messages)
         others = self.sharing.get(called, 1.0) if sharing is None else sharing
         if region := self.region(called, sent):
@@ -141,24 +143,14 @@ class Link:
             crowd = min(sent / 4, self.crowd_bytes) if messages > 1 else 0.0
             alpha, taken = self.alpha_us * min(messages, 1), sent + crowd
         else:
-            freely = min(sent, self.buffered_bytes) if kind == "all_to_all" else 0.0
+            freely = min(sent, self.buffered_bytes) if kind in DIRECT else 0.0
             alpha = self.alpha_us * messages
             taken = freely + (sent - freely) * self.factor.get(kind, 1.0)
         return alpha, taken * others / (self.gbytes_per_s * 1e3)
 
 
-_STEPS = {
-    "all_reduce": lambda ranks, size: (2 * (ranks - 1), 2 * (ranks - 1) / ranks * size),
-    "all_gather": lambda ranks, size: (ranks - 1, (ranks - 1) * size),
-    "reduce_scatter": lambda ranks, size: (ranks - 1, (ranks - 1) / ranks * size),
-    "all_to_all": lambda ranks, size: (ranks - 1, (ranks - 1) / ranks * size),
-    "broadcast": lambda ranks, size: (ranks - 1, size),
-    "send": lambda ranks, size: (1, size),
-    "recv": lambda ranks, size: (1, size),
-}
-"""Kind to (consecutive messages, bytes that one rank sends)."""
-MEASURED = (*_STEPS, ONE, SEVERAL)
-DIRECT = ("all_to_all", SEVERAL)
+MEASURED = (*KINDS, ONE, SEVERAL)
+DIRECT = (*(name for name, kind in KINDS.items() if kind.direct), SEVERAL)
 """Kinds in which each rank sends to each other rank; in all others each sends to the next."""
 
 
@@ -168,8 +160,22 @@ def _measured_as(kind: str, messages: int, by_messages: bool) -> str:
 
 def steps(kind: str, ranks: int, nbytes: float) -> tuple[int, float]:
     """Return the number of consecutive messages, and the bytes that one rank sends, if each of
-    ``ranks`` ranks passes ``nbytes``."""
-    return _STEPS[kind](ranks, nbytes)
+    ``ranks`` ranks passes ``nbytes``. Messages to several ranks are all in flight at once."""
+    return (1, float(nbytes)) if kind in (ONE, SEVERAL) else KINDS[kind].steps(ranks, nbytes)
+
+
+def sent_bytes(kind: str, ranks: int, nbytes: float) -> float:
+    """Return the bytes that leave one rank if each of ``ranks`` ranks passes ``nbytes``. A receiver
+    sends none."""
+    return 0.0 if ranks <= 1 or KINDS[kind].receives else steps(kind, ranks, nbytes)[1]
+
+
+def sent_by(exchange: Stage, ranks: int) -> float:
+    """Return the bytes of one exchange that leave one rank. With ``peers`` its stage has counted
+    them."""
+    if exchange.peers is not None:
+        return exchange.leaving
+    return sent_bytes(exchange.kind, ranks, exchange.leaving)
 
 
 def sharing(ranks: int, on_host: int, per_port: float) -> dict[str, float]:

@@ -45,7 +45,7 @@ from commpass.passes.divide import (
 )
 from commpass.passes.results import Options
 from commpass.plan import ROWS, Candidate, PlannedSite, Site
-from commpass.plan.kinds import KINDS
+from commpass.plan.kinds import KINDS, PAIRWISE
 from commpass.plan.stage import Stage
 from commpass.plan.timeline import HOST
 from commpass.policy.rules import Allowed
@@ -403,7 +403,7 @@ def _timed(found: Stages, site: Site, algorithm: Algorithm, coder: Codec) -> lis
         return list(found)
     sent, received = (
         read_stages(kind, algorithm.spec, coder.spec, payload_of(site), request(site))
-        for kind in ("send", "recv")
+        for kind in PAIRWISE
     )
     last = (len(list(sent)) - 1,)
     decodes = (stage for stage in received if stage.role == "decode")

@@ -126,7 +126,7 @@ def _found(
 ) -> GraphSite:
     source, value = call.inputs[position], value_of(call, position)
     held, early = waited(value) if value is not None else ([], [])
-    if held and call.kind_at(position) == "recv":  # its buffer, which later users may read as well
+    if held and call.receives(position):  # its buffer, which later users may read as well
         early = [user for user in early if order[user] < min(map(order.__getitem__, held))]
     if call.form == "batch":
         early += [

@@ -20,6 +20,7 @@ from commpass.collectives import (
 )
 from commpass.costmodel import Prices, Profile, prices
 from commpass.plan import Candidate, Site
+from commpass.plan.kinds import KINDS
 from commpass.plan.stage import NEXT, Stage
 from commpass.policy.rules import Allowed
 
@@ -202,7 +203,7 @@ def in_shards(
         return
     if not has_shards(site.kind, undivided.name):
         return
-    if site.by_messages and site.kind == "broadcast":
+    if site.by_messages and KINDS[site.kind].rooted:
         return  # gloo's own exchanges; small ones must not be in flight together
     made = []
     for shards in _numbers(site):

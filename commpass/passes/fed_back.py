@@ -22,6 +22,7 @@ from commpass.passes.fx.ops import SEE_THROUGH, name_of, opname
 from commpass.passes.fx.parse import is_wait, parse
 from commpass.passes.graph_site import GraphSite
 from commpass.passes.provenance.walk import inputs, is_number, tensors
+from commpass.plan.kinds import COPIES, KINDS, SUMS
 
 UPDATES = ("add", "sub", "rsub", "lerp", "addcmul", "addcdiv", "fma")
 """Operators that change a tensor slightly, elementwise."""
@@ -41,9 +42,6 @@ PUT = (
 )
 """Operators that concatenate tensors or insert one into another."""
 CONSTANTS = ("full", "full_like", "new_full", "zeros", "zeros_like", "new_zeros", "empty")
-COPIES = ("all_gather", "broadcast")
-"""Kinds whose results may have been changed outside of the graph."""
-SUMS = ("all_reduce", "reduce_scatter")
 FOREACH = "_foreach_"
 
 
@@ -97,6 +95,7 @@ def fed_back_reason(site: GraphSite) -> str | None:
     kept = _overwritten(site)
     if not kept or not isinstance(site.input, fx.Node):
         return None
+    # Results of copies may have been changed outside of the graph.
     updated = Updated.MAYBE if site.site.kind in COPIES else Updated.NO
     start = Reached(site.input, updated, site.site.reduce_op == "sum", weighed=False)
     seen, queue = {start}, [start]
@@ -199,7 +198,7 @@ def _sources_of(node: fx.Node, row: int | None = None) -> list[Source]:
     """Return the sources of a node, or of result number ``row`` of a node with several results."""
     call = parse(node)
     if call is not None:
-        if call.kind in ("send", "recv"):
+        if KINDS[call.kind].pairwise:
             return []
         reduce_op = call.reduce_op if call.kind in SUMS else None
         weighed = reduce_op not in (None, "sum")

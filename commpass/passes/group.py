@@ -36,12 +36,11 @@ from commpass.passes.simplify.editor import Editor, fake
 from commpass.passes.simplify.outputs import output_memory
 from commpass.passes.simplify.rules.gathers import SENT_EVERYWHERE
 from commpass.plan import Grouped
-from commpass.plan.kinds import SUMS
+from commpass.plan.kinds import BY_RANK, KINDS, SUMS
 from commpass.policy import Policy
 from commpass.policy.paths import common
 from commpass.policy.rules import Allowed
 
-KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 TOTAL = 4
 """The maximum total size of a fusion's members, as a multiple of ``Policy.group_bytes``."""
 MOST = 64
@@ -190,7 +189,7 @@ def _is_small(each: GraphSite, policy: Policy, direction: str) -> bool:
     """Whether a site is a plain collective of few bytes, with a size that all ranks share."""
     site, call = each.site, each.call
     return (
-        site.kind in KINDS
+        site.kind in BY_RANK
         and call.form == "plain"
         and site.obstacle is None
         and not (site.uneven or site.dynamic)
@@ -261,7 +260,7 @@ def _member(each: GraphSite, number: int, snapshot: GraphSnapshot) -> Member | N
 def _rows(each: GraphSite) -> int:
     """Return how many parts of the input have different destinations: one per rank for a
     reduce_scatter, else 1."""
-    return each.site.group_size if each.site.kind == "reduce_scatter" else 1
+    return each.site.group_size if KINDS[each.site.kind].scatters else 1
 
 
 def _compatible(
@@ -399,7 +398,7 @@ def _fuse(
     start.meta["custom"] = {**(start.meta.get("custom") or {}), meta.PLACE: path}
     made = _record(members, editor, prefix + start.name)
     wait = editor.emit(use, NAME, call.node, functional.wait_tensor.default, start)
-    rows = ranks if first.site.kind == "all_gather" else 1
+    rows = ranks if KINDS[first.site.kind].gathers else 1
     arrived = editor.emit(use, NAME, call.node, aten.view.default, wait, [rows, sum(lengths)])
     for each, end, length in zip(members, itertools.accumulate(lengths), lengths, strict=True):
         shape = list(fake(each.wait).shape)

@@ -38,6 +38,7 @@ from commpass.passes.references import source_of
 from commpass.passes.results import EncodedValue, StateInput
 from commpass.passes.template import Templates, sizes_of, splice_site
 from commpass.plan import PlannedSite
+from commpass.plan.kinds import KINDS
 from commpass.utils.ambient import without_ambient_state
 
 
@@ -209,7 +210,7 @@ def _update(states: Sequence[fx.Node], new: fx.Node) -> None:
 def _replace(found: GraphSite, result: fx.Node) -> None:
     """Replace all uses of the collective's waited result by the new one."""
     call, graph = found.current_call, found.module.graph
-    received = call.kind_at(found.position) == "recv"
+    received = call.receives(found.position)
     target = call.out or (found.input if "in-place" in call.form or received else None)
     if target is not None:  # in-place: other readers of this tensor must see the result
         with graph.inserting_after(result):
@@ -250,21 +251,19 @@ def _drop(node: fx.Node, dropped: list[GraphSite]) -> None:
 
 def _resize(size: fx.Node, found: GraphSite) -> None:
     """Redirect size queries on a collective's result to its input or to an all_to_all's splits."""
-    dim, kind, ranks = size.args[1], found.site.kind, found.site.group_size
+    dim, kind, ranks = size.args[1], KINDS[found.site.kind], found.site.group_size
     asked = size.meta["val"]
     size.args = (found.input, dim)
     size.meta["val"] = fake_of(found.input).shape[dim]  # type: ignore[index]
-    if dim != 0 or kind not in ("all_gather", "reduce_scatter", "all_to_all"):
-        return
     graph, splits = size.graph, found.current_call.splits
+    if dim != 0 or (splits is None and kind.gathers == kind.scatters):
+        return
     with graph.inserting_after(size):
         if splits is not None:
             total = graph.call_function(torch.sym_sum, (tuple(splits[1]),))
-        elif kind == "all_to_all":
-            return
         else:
             total = graph.call_function(
-                operator.mul if kind == "all_gather" else operator.floordiv, (size, ranks)
+                operator.mul if kind.gathers else operator.floordiv, (size, ranks)
             )
     total.meta = {**size.meta, "val": asked}
     size.replace_all_uses_with(total, delete_user_cb=lambda user: user is not total)
@@ -303,7 +302,7 @@ def _join(found: GraphSite, mark: str) -> None:
     ]
     call.node.args = (*call.node.args[:3], tensors, *call.node.args[4:])
     call.node.meta[PARTS] = {**call.node.meta.get(PARTS, {}), position: mark}
-    received = call.kind_at(position) == "recv"  # a receive buffer is its own result
+    received = call.receives(position)  # a receive buffer is its own result
     fake = (own.all_input_nodes[0] if received else own).meta["val"]
     value.meta |= {MARK: own.meta[MARK], "val": fake}
     if isinstance(held, (list, tuple)):

@@ -26,6 +26,7 @@ from commpass.passes.fx.ops import EMPTY, PLAIN, is_matmul
 from commpass.passes.fx.parse import graph_modules
 from commpass.passes.results import EncodedValue
 from commpass.plan import PlannedSite
+from commpass.plan.kinds import KINDS
 from commpass.utils.ambient import ambient_free
 from commpass.utils.running import innermost
 
@@ -120,7 +121,7 @@ def unsupported_reason(site: PlannedSite) -> str:
         return LOSSLESS
     if coder.state is not None:
         return STATE.format(coder.state)
-    return RECEIVED if site.kind == "recv" else ""
+    return RECEIVED if KINDS[site.kind].receives else ""
 
 
 def _senders(x: fx.Node, site: str) -> list[fx.Node]:

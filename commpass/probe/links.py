@@ -124,22 +124,14 @@ def _times(
     repeats = min(MOST, max(LEAST, int(seconds / 3 / first[1])))
     took = slowest_of([seconds_of(call, group, device) for _ in range(repeats)], group, device)
     low, middle, high = (1e6 * each for each in quantiles(took, n=4, method="inclusive"))
-    messages, sent = sent_by(kind, ranks, nbytes)
+    messages, sent = steps(kind, ranks, nbytes)
     return Times(kind, ranks, nbytes, messages, sent, low, middle, high)
-
-
-def sent_by(kind: str, ranks: int, nbytes: float) -> tuple[int, float]:
-    """Return the successive messages, and the bytes that leave a rank that hands over
-    ``nbytes``."""
-    if kind == ONE:
-        return 1, float(nbytes)
-    return (1, float(nbytes)) if kind == SEVERAL else steps(kind, ranks, nbytes)
 
 
 def _handed(kind: str, size: int, ranks: int) -> int:
     """Return the bytes to hand over so that about ``size`` leave a rank: whole floats for each
     rank."""
-    _, share = sent_by(kind, ranks, 1)
+    _, share = steps(kind, ranks, 1)
     unit = 4 * ranks * (ranks - 1)
     return max(round(size / share / unit), 1) * unit
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from commpass.costmodel.links import steps
+from commpass.costmodel.links import sent_by, sent_bytes
 from commpass.plan import Plan, PlannedSite
-from commpass.plan.stage import Stage
 
 
 class Sent(NamedTuple):
@@ -27,7 +26,7 @@ def plain(site: PlannedSite) -> int:
     unknown."""
     if site.bytes < 0:
         return -1
-    return round(_of_collective(site.kind, site.group_size, site.bytes))
+    return round(sent_bytes(site.kind, site.group_size, site.bytes))
 
 
 def planned(site: PlannedSite) -> int:
@@ -42,7 +41,7 @@ def planned(site: PlannedSite) -> int:
     handed = sum(stage.nbytes for stage in exchanges)
     if site.wire_bytes < 0 or not exchanges:
         return -1
-    sent = sum(_of_stage(stage, site.group_size) for stage in exchanges)
+    sent = sum(sent_by(stage, site.group_size) for stage in exchanges)
     return round(sent * site.wire_bytes / handed) if handed else 0
 
 
@@ -52,18 +51,3 @@ def of_plans(plans: Iterable[Plan]) -> Sent:
     known = [each for each in both if min(each) >= 0]
     before, after = (sum(column) for column in zip(*known, strict=True)) if known else (0, 0)
     return Sent(before, after, len(both) - len(known))
-
-
-def _of_stage(stage: Stage, ranks: int) -> float:
-    """Return the bytes of one exchange. With ``peers`` its stage has counted them."""
-    if stage.peers is not None:
-        return stage.leaving
-    return _of_collective(stage.kind, ranks, stage.leaving)
-
-
-def _of_collective(kind: str, ranks: int, nbytes: int) -> float:
-    """Return the bytes that one rank sends if each of ``ranks`` ranks hands over ``nbytes``.
-
-    See docs: cost model. A receiver sends none.
-    """
-    return 0.0 if kind == "recv" or ranks <= 1 else steps(kind, ranks, nbytes)[1]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from commpass.codecs.codec import accumulation_dtype
 from commpass.codecs.sparse import SparseCodec, sum_by_index
-from commpass.collectives import all_reduce
+from commpass.collectives.public import all_reduce
 
 ops = torch.ops._c10d_functional
 Given = Sequence[Tensor | None]

@@ -31,15 +31,12 @@ from commpass.passes.fx.rowwise import (
     step_of,
 )
 from commpass.passes.graph_site import GraphSite
+from commpass.plan.kinds import BY_RANK, KINDS
 
 LEAST = 16
 """The minimum rows of a chunk. A matmul of fewer rows is hardly faster."""
 BLOCK = 2048
 """A multiple of the block sizes of all codecs. Chunks are multiples of it if possible."""
-
-
-KINDS = ("all_reduce", "all_gather", "reduce_scatter")
-"""The collectives that are split by rows."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +108,8 @@ def product_of(
     some node writes.
     """
     start, kind = each.call.node, each.call.kind
-    if each.call.form != "plain" or kind not in KINDS:
-        return f"only plain {', '.join(KINDS)} are split, not {each.site.kind} ({each.call.form})"
+    if each.call.form != "plain" or kind not in BY_RANK:
+        return f"only plain {', '.join(BY_RANK)} are split, not {each.site.kind} ({each.call.form})"
     if each.site.dynamic or not is_fixed(each.input):
         return "its size is symbolic"
     if not _values(each.input):
@@ -132,7 +129,7 @@ def product_of(
                 why = found
             elif _fits_kind(found.axis, kind, ranks):
                 return found
-    if kind != "all_gather":
+    if not KINDS[kind].gathers:
         return why
     value = meta.tensor(each.input)
     if value is None or value.dim() < 2 or not (value.numel() and value.is_contiguous()):
@@ -142,9 +139,9 @@ def product_of(
 
 def _fits_kind(axis: Axis, kind: str, ranks: int) -> bool:
     """Whether a collective's input has rows in the form that its kind needs."""
-    if kind == "reduce_scatter":
+    if KINDS[kind].scatters:
         return axis == Axis(0, ranks)
-    return axis.blocks == 1 and (kind == "all_reduce" or axis.dim == 0)
+    return axis.blocks == 1 and (not KINDS[kind].gathers or axis.dim == 0)
 
 
 def _producers(
@@ -220,8 +217,9 @@ def region_of(
     start = each.call.node
     (wait,) = start.users
     many, given = product.many, product.axis
-    blocks = {"all_gather": each.site.group_size, "reduce_scatter": 1}
-    made = Axis(given.dim, blocks.get(each.call.kind, given.blocks))
+    kind = KINDS[each.call.kind]
+    blocks = each.site.group_size if kind.gathers else 1 if kind.scatters else given.blocks
+    made = Axis(given.dim, blocks)
     rows = dict(product.rows)
     rows[start] = Rows(made, (given, *[None] * (len(start.args) - 1)))
     rows[wait] = Rows(made, (made,))

@@ -17,6 +17,7 @@ from torch._ops import OpOverload
 from commpass.passes.fx.fakes import storage
 from commpass.passes.fx.ops import arguments, aten
 from commpass.passes.fx.parse import is_wait, parse
+from commpass.plan.kinds import KINDS
 
 BY_ADDRESS = (aten.as_strided.default,)
 """Operators that read memory by address, regardless of the tensor."""
@@ -106,7 +107,7 @@ def _may_share(node: fx.Node) -> bool:
     if node.target is operator.getitem or is_wait(node):
         return True
     call, schema = parse(node), getattr(node.target, "_schema", None)
-    received = call is not None and call.kind == "recv"
+    received = call is not None and KINDS[call.kind].receives
     return received or (
         schema is not None and any(each.alias_info is not None for each in schema.returns)
     )

@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 
 from commpass import groups
 from commpass.passes.fx.ops import arguments
-from commpass.plan.kinds import KIND_OF, NAMESPACES, WAITS, without_form
+from commpass.plan.kinds import KIND_OF, KINDS, NAMESPACES, WAITS, without_form
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,10 @@ class Call:
         """Return the kind of operation on one input."""
         return self.ends[position].kind if self.ends else self.kind
 
+    def receives(self, position: int) -> bool:
+        """Whether one input is a buffer that is written and returned."""
+        return KINDS[self.kind_at(position)].receives
+
     @property
     def by_messages(self) -> bool:
         """Whether it is an exchange of commpass, made of messages between pairs of ranks."""
@@ -62,9 +66,7 @@ class Call:
         """Return the inputs that are receive buffers. The operator's schema does not mark them as
         written."""
         return tuple(
-            source
-            for source, end in zip(self.inputs, self.ends, strict=False)
-            if end.kind == "recv"
+            source for position, source in enumerate(self.inputs) if self.receives(position)
         )
 
 
@@ -87,7 +89,7 @@ def parse(node: fx.Node) -> Call | None:
         group_size=given.get("group_size") if isinstance(given.get("group_size"), int) else None,
         out=given.get("out"),
         splits=_splits(given),
-        root=given.get("src", 0) if KIND_OF[base] == "broadcast" else 0,
+        root=given.get("src", 0) if KINDS[KIND_OF[base]].rooted else 0,
         ends=_ends(base, given),
     )
 

@@ -80,8 +80,7 @@ def _of_collective(call: Call, inputs: tuple[Provenance, ...]) -> tuple[Provenan
     rank's graph."""
     if not call.ends:
         return inputs
-    pairs = zip(inputs, call.ends, strict=True)
-    return tuple(UNKNOWN if end.kind == "recv" else each for each, end in pairs)
+    return tuple(UNKNOWN if call.receives(at) else each for at, each in enumerate(inputs))
 
 
 def _of_operator(node: fx.Node, walk: Walk) -> Provenance | tuple[Provenance, ...]:

@@ -15,6 +15,7 @@ from torch import fx
 from commpass.passes.fx.aliasing import Roots
 from commpass.passes.fx.ops import frozen, is_repeatable
 from commpass.passes.fx.parse import is_wait, parse
+from commpass.plan.kinds import KINDS
 
 
 def value_numbers(graph: fx.Graph, memory: Roots) -> dict[fx.Node, int]:
@@ -36,4 +37,4 @@ def _is_deterministic(node: fx.Node) -> bool:
     if node.target is operator.getitem or is_wait(node) or is_repeatable(node.target):
         return True
     call = parse(node)
-    return call is not None and call.form == "plain" and call.kind not in ("send", "recv")
+    return call is not None and call.form == "plain" and not KINDS[call.kind].pairwise

@@ -19,7 +19,8 @@ from commpass.passes.simplify.chains import (
     trace_to_source,
 )
 from commpass.passes.simplify.editor import Editor, Exchange, common_nbytes, fake, nbytes
-from commpass.passes.simplify.rules.rule import GATHERS, Applied
+from commpass.passes.simplify.rules.rule import Applied
+from commpass.plan.kinds import GATHERS
 
 EXACT_WIDENINGS = {
     (torch.bfloat16, torch.float32),

@@ -12,8 +12,8 @@ from commpass.passes.fx.ops import aten, is_cast
 from commpass.passes.fx.parse import is_wait, parse
 from commpass.passes.simplify.chains import LONGEST
 from commpass.passes.simplify.editor import Editor, Exchange, fake, nbytes, same_shape
-from commpass.passes.simplify.rules.rule import GATHERS, Applied
-from commpass.plan.kinds import SUMS
+from commpass.passes.simplify.rules.rule import Applied
+from commpass.plan.kinds import COPIES, GATHERS, SUMS
 
 
 def waits(node: fx.Node, editor: Editor) -> Applied | None:
@@ -51,7 +51,7 @@ def same(node: fx.Node, editor: Editor) -> Applied | None:
 
     all_to_all is excluded: its entry counts are local to a rank and may be equal by chance.
     """
-    kinds = (*SUMS, "all_gather", "broadcast")
+    kinds = (*SUMS, *COPIES)
     exchange, equal = editor.exchange(node, kinds), editor.equal.get(node)
     if exchange is None or equal is None or not editor.lives(equal):
         return None

@@ -17,8 +17,6 @@ from torch import fx
 
 from commpass.passes.simplify.editor import Editor
 
-GATHERS = ("all_gather", "all_to_all")
-
 
 @dataclass(frozen=True)
 class Applied:

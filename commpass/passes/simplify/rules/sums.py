@@ -24,7 +24,7 @@ from commpass.passes.simplify.chains import (
 from commpass.passes.simplify.editor import Editor, Exchange, fake, nbytes, same_shape
 from commpass.passes.simplify.rules.gathers import widened
 from commpass.passes.simplify.rules.rule import Applied
-from commpass.plan.kinds import SUMS
+from commpass.plan.kinds import KINDS, SUMS
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def _term(node: Any, user: fx.Node, editor: Editor) -> Term | None:
     if walked is None:
         return None
     exchange, chain = walked
-    scatter = exchange.call.kind == "reduce_scatter"
+    scatter = KINDS[exchange.call.kind].scatters
     return (
         Term(exchange, chain) if not scatter or all(_keeps_first(link) for link in chain) else None
     )
@@ -119,7 +119,7 @@ def _keeps_first(link: fx.Node) -> bool:
 
 def _replay(term: Term, before: fx.Node, editor: Editor) -> fx.Node:
     """Apply a term's operators to the reduction's input instead of its result."""
-    scatter = term.exchange.call.kind == "reduce_scatter"
+    scatter = KINDS[term.exchange.call.kind].scatters
     dims, times = ([0] * len(term.chain), editor.size(term.exchange.call)) if scatter else ([], 1)
     return repeat(term.chain, term.exchange.input, before, "sum of sums", editor, dims, times=times)
 
@@ -143,7 +143,7 @@ def widen_then_reduce(node: fx.Node, editor: Editor) -> Applied | None:
         isinstance(size, int) for size in fake(node).shape
     ):
         return None
-    scatter, size, wide = call.kind == "reduce_scatter", nbytes(source), nbytes(exchange.input)
+    scatter, size, wide = KINDS[call.kind].scatters, nbytes(source), nbytes(exchange.input)
     instead = "all_to_all" if scatter else "all_gather"
     before = editor.us(call.kind, wide, call)
     after = editor.us(instead, size, call) + editor.kernels_us(2)
