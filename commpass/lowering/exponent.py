@@ -1,9 +1,8 @@
-"""Encode and decode of the exponent codec as one operator each, for rows of symbolic number or
-length.
+"""Encode and decode of the exponent codec as one operator each.
 
-Inlined, each is some 2,000 plain operators, which take seconds to trace with symbolic sizes and far
-longer to compile. The operators run a kernel (C++ on a CPU, Triton on a GPU), or the plain
-operators one by one, with the same bytes.
+Inlined, each is some 2,000 plain operators. With symbolic sizes they take seconds to trace, and
+Inductor takes minutes to compile them. The operators run a kernel (C++ on a CPU, Triton on a GPU),
+or the plain operators one by one, with the same bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _library.define(
 
 
 def as_calls(*, kernels: bool) -> AbstractContextManager[None]:
-    """Trace encode and decode of symbolic sizes as calls in this context.
+    """Trace encode and decode as calls in this context.
 
     With ``kernels``, the calls run kernels (C++ is compiled here), and codecs without a kernel are
     inlined. Otherwise all calls run the plain operators one by one, as other backends of the graph

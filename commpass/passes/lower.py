@@ -74,8 +74,8 @@ def lower(
     """
     by_kernel = {site.name: number for number, site in enumerate(plan) if site.lowering == "kernel"}
     table = decompositions or inductor_decompositions
-    of_regions = Kernels(table)
     inline = partial(exponent.as_calls, kernels=kernels) if calls else nullcontext
+    of_regions = Kernels(table, inline)
     bodies = Bodies(table, frozenset(by_kernel), inline)
     with site_errors() as errors:
         for _, module in graph_modules(gm):
@@ -203,18 +203,19 @@ def _coded_by_product(node: fx.Node) -> tuple[tuple[str, str, int], ...]:
 
 @dataclass
 class Kernels:
-    """The sources of the kernels of regions, with equal regions traced once. ``sites`` lists the
-    sites that share a kernel, by its name."""
+    """The sources of the kernels of regions, with equal regions traced once under ``inline``.
+    ``sites`` lists the sites that share a kernel, by its name."""
 
     decompositions: Decompositions
+    inline: Callable[[], AbstractContextManager[None]] = nullcontext
     traced: dict[Any, Source | Generated] = field(default_factory=dict)
     sites: dict[str, dict[str, None]] = field(default_factory=lambda: defaultdict(dict))
 
     def of(self, region: Region, site: str) -> Source | Generated:
         key = region.key()
         if key not in self.traced:
-            made = generated(region)
-            self.traced[key] = made if made is not None else trace(region, self.decompositions)
+            with self.inline():
+                self.traced[key] = generated(region) or trace(region, self.decompositions)
         self.sites[self.traced[key].name][site] = None
         return self.traced[key]
 

@@ -51,22 +51,16 @@ _calls: ContextVar[tuple[Encoding, Decoding] | None] = ContextVar("exponent_call
 
 @contextmanager
 def by_calls(calls: tuple[Encoding, Decoding] | None) -> Iterator[None]:
-    """Encode and decode rows of symbolic sizes with the given functions, which produce the same
-    bytes.
+    """Encode and decode rows with the given functions, which produce the same bytes.
 
-    Tracing the 2,000 operators of either direction with symbolic sizes takes seconds. None keeps
-    the plain operators.
+    Either direction is 2,000 plain operators. Tracing them with symbolic sizes takes seconds, and
+    Inductor takes minutes to compile them. None keeps the plain operators.
     """
     before = _calls.set(calls)
     try:
         yield
     finally:
         _calls.reset(before)
-
-
-def _calls_for(rows: Tensor) -> tuple[Encoding, Decoding] | None:
-    fixed = all(isinstance(size, int) for size in rows.shape)
-    return None if fixed else _calls.get()
 
 
 @dataclass(frozen=True)
@@ -166,6 +160,11 @@ class ExponentCodec(Codec):
     def _is_coded(self, numel: int, dtype: torch.dtype) -> bool:
         return dtype in FORMS and numel >= LINE
 
+    def _calls_for(self, numel: int, dtype: torch.dtype) -> tuple[Encoding, Decoding] | None:
+        """Return the functions of ``by_calls``, if there are any and rows may be coded."""
+        is_raw = dtype not in FORMS or (isinstance(numel, int) and numel < LINE)
+        return None if is_raw else _calls.get()
+
     def _static_words(self, form: FloatForm) -> int:
         """Words per column in the static part."""
         return form.rest_words + self.ladder.planes
@@ -182,7 +181,7 @@ class ExponentCodec(Codec):
 
     def encode_rows(self, rows: Tensor) -> Tensor:
         count, numel = rows.shape
-        if rows.dtype in FORMS and (calls := _calls_for(rows)) is not None:
+        if (calls := self._calls_for(numel, rows.dtype)) is not None:
             return calls[0](self, rows)
         if not self._is_coded(numel, rows.dtype):
             raw = (
@@ -255,7 +254,7 @@ class ExponentCodec(Codec):
     def decode_parts(self, parts: Sequence[Tensor], numel: int, dtype: torch.dtype) -> Tensor:
         """Decode the static part and the dynamic part, the latter at its full size."""
         wire, rest_of_wire = parts
-        if dtype in FORMS and (calls := _calls_for(wire)) is not None:
+        if (calls := self._calls_for(numel, dtype)) is not None:
             return calls[1](self, torch.cat([wire, rest_of_wire], dim=1), numel, dtype)
         count = wire.shape[0]
         if numel == 0:
