@@ -131,7 +131,7 @@ def _exchange(
         )
     sizes = [codec.wire_bytes(numel, dtype) for numel in arriving]
     move = Rows(request, tuple(wire.shape[1] for wire in wires), tuple(sizes))
-    arrived = yield move.start(torch.cat(wires, dim=1).flatten())
+    arrived = yield move.start(torch.cat(list(wires), dim=1).flatten())
     return [
         operators.decode(codec, wire.reshape(1, -1), codec.padded_numel(numel), dtype)
         for wire, numel in zip(arrived.split(sizes), arriving, strict=True)
