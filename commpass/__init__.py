@@ -17,7 +17,14 @@ if TYPE_CHECKING:
     from commpass.calibration import Calibration, calibrate
     from commpass.codecs import codec
     from commpass.collectives.handle import Handle
-    from commpass.collectives.public import all_gather, all_reduce, all_to_all, reduce_scatter
+    from commpass.collectives.public import (
+        all_gather,
+        all_gather_v,
+        all_reduce,
+        all_to_all,
+        reduce_scatter,
+        reduce_scatter_v,
+    )
     from commpass.costmodel import KernelRate, Kernels, Link, Profile, Region, ethernet
     from commpass.distributed.record import plans
     from commpass.distributed.state import load_state_dict, reset_state, state_dict
@@ -64,6 +71,7 @@ __all__ = [
     "ScopeError",
     "VerifyError",
     "all_gather",
+    "all_gather_v",
     "all_reduce",
     "all_to_all",
     "apply_policy",
@@ -79,6 +87,7 @@ __all__ = [
     "parallel",
     "plans",
     "reduce_scatter",
+    "reduce_scatter_v",
     "report",
     "reset_state",
     "rewrite",
@@ -92,7 +101,8 @@ _NAMES = {
     "calibration": "Calibration calibrate",
     "codecs": "codec",
     "collectives.handle": "Handle",
-    "collectives.public": "all_gather all_reduce all_to_all reduce_scatter",
+    "collectives.public": "all_gather all_gather_v all_reduce all_to_all reduce_scatter"
+    " reduce_scatter_v",
     "costmodel": "KernelRate Kernels Link Profile Region ethernet",
     "errors": "CalibrationError CommpassError DumpError ParallelError PlanMismatch PolicyError"
     " ProfileError ScopeError VerifyError",

@@ -3,7 +3,7 @@ a compiled function.
 
 Gradients ignore the rounding. The backward of each is the compressed form of the collective that
 torch's functional collective uses there. For all_reduce it is all_reduce, for all_gather
-reduce_scatter and vice versa, for all_to_all all_to_all with the splits exchanged.
+reduce_scatter and vice versa (also ``_v``), for all_to_all all_to_all with the splits exchanged.
 """
 
 from __future__ import annotations
@@ -117,6 +117,37 @@ def all_to_all(
     )
 
 
+def all_gather_v(
+    x: Tensor,
+    splits: Sequence[int],
+    group: Any = None,
+    *,
+    codec: str | Codec = "int8",
+    algorithm: str | None = None,
+    async_op: bool = False,
+) -> Any:
+    """Concatenate ``[splits[r], ...]`` of every rank r along the first dimension: ``[sum(splits),
+    ...]`` on each, with the same bits on every rank. ``splits`` are equal on all ranks."""
+    name = algorithm or "direct"
+    return _collective("all_gather_v", x, "sum", group, _spec(codec), name, async_op, parts=splits)
+
+
+def reduce_scatter_v(
+    x: Tensor,
+    splits: Sequence[int],
+    op: str = "sum",
+    group: Any = None,
+    *,
+    codec: str | Codec = "int8",
+    algorithm: str | None = None,
+    async_op: bool = False,
+) -> Any:
+    """Return part r of the sum (or mean) of ``[sum(splits), ...]`` over the ranks on rank r:
+    ``[splits[r], ...]``. ``splits`` are equal on all ranks."""
+    name = algorithm or "direct"
+    return _collective("reduce_scatter_v", x, op, group, _spec(codec), name, async_op, parts=splits)
+
+
 def _collective(
     kind: str,
     x: Tensor,
@@ -126,12 +157,16 @@ def _collective(
     name: str,
     async_op: bool,
     splits: tuple[Sequence[int] | None, Sequence[int] | None] = (None, None),
+    parts: Sequence[int] | None = None,
 ) -> Any:
     where = _name(kind, group)
     ranks, rank = _place(where)
     received, sent = (None if some is None else list(some) for some in splits)
-    _check(kind, x, op, ranks, sent is None and received is None)
-    _check_splits(x, sent, received, ranks)
+    _check(kind, x, op, ranks, sent is None and received is None and parts is None)
+    if parts is None:
+        _check_splits(x, sent, received, ranks)
+    else:
+        sent, received = _splits_of(kind, x, list(parts), ranks, rank)
     spec = _checked(kind, codec, name, ranks)
     if not async_op:
         return torch.ops.commpass.collective(
@@ -286,6 +321,26 @@ def _check_splits(
             f"all_to_all: input_split_sizes {sent} add up to {sum(sent)}, but the first dimension"
             f" of x is {x.shape[0]}"
         )
+
+
+def _splits_of(
+    kind: str, x: Tensor, parts: list[int], ranks: int, rank: int
+) -> tuple[list[int], list[int]]:
+    """Return the lengths that a rank sends and receives if ``parts`` are those of all ranks."""
+    if len(parts) != ranks:
+        raise PolicyError(f"{kind}: splits has {len(parts)} numbers for {ranks} ranks")
+    fixed = all(isinstance(size, int) for size in (*parts, x.shape[0]))
+    if fixed and min(parts) < 0:
+        raise PolicyError(f"{kind}: splits {parts} has a negative number")
+    scatters = KINDS[kind].scatters
+    length = sum(parts) if scatters else parts[rank]
+    if fixed and length != x.shape[0]:
+        what = f"add up to {length}" if scatters else f"has {length} for rank {rank}"
+        raise PolicyError(
+            f"{kind}: splits {parts} {what}, but the first dimension of x is {x.shape[0]}"
+        )
+    own = [parts[rank]] * ranks
+    return (parts, own) if scatters else (own, parts)
 
 
 def _request(

@@ -1,21 +1,27 @@
-"""Collectives of parts that may differ in length: all_to_all.
+"""Collectives of parts that may differ in length: all_to_all, all_gather_v and reduce_scatter_v.
 
 ``Request.sent`` and ``received`` are the lengths of the parts for each rank, in entries of the
-first dimension.
+first dimension. In an all_to_all each rank knows its own. The other two are all-to-alls of lengths
+that all ranks know.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from commpass.codecs import Codec, cut_apart, operators
+from commpass.codecs import VALUES, Codec, accumulation_dtype, cut_apart, operators, pad
+from commpass.codecs.operators import sum_rows
 from commpass.collectives import data_sized
-from commpass.collectives.moves import direct, move_rows
+from commpass.collectives.algorithm import Algorithm
+from commpass.collectives.moves import all_gather_steps, direct, move_rows
+from commpass.collectives.reductions import DIRECT, Staged, flow_of, no_sparse
 from commpass.collectives.request import Request, Rows, scatter
-from commpass.collectives.steps import Coding, Flow, Steps
+from commpass.collectives.scatters import convert
+from commpass.collectives.steps import Coding, Flow, Steps, shard_length
 
 LONG = 1.05
 """A row is long enough for a codec if its bytes per value are at most this factor times those of a
@@ -56,6 +62,41 @@ def _joined(rows: Sequence[Tensor], numels: Sequence[int], x: Tensor, entries: i
     return (torch.cat(whole, dim=1) if whole else x.new_empty(0)).reshape(entries, *x.shape[1:])
 
 
+def all_gather_v_steps(x: Tensor, request: Request, coder: Codec, flow: Flow) -> Steps:
+    """Gather ``[received[r], ...]`` of every rank r to ``[sum(received), ...]``: encode once, send
+    the same bytes to each rank, decode all."""
+    if request.received is None or _even(request):
+        return (yield from all_gather_steps(x, request, coder, flow))
+    coding, numels = Coding(coder, x.dtype, flow), [n * _width(x) for n in request.received]
+    row = x.reshape(1, -1).to(coder.hop_dtype(x.dtype))
+    wire, ranks = operators.encode(coder, row, coding.salt(request.rank)), request.ranks
+    arrived = yield from _exchange([wire] * ranks, [row.shape[1]] * ranks, numels, coding, request)
+    return _joined(arrived, numels, x, sum(request.received))
+
+
+def reduce_scatter_v_steps(x: Tensor, request: Request, coder: Codec, flow: Flow) -> Steps:
+    """Sum part r of ``[sum(sent), ...]`` over the ranks on rank r, in rank order: ``[sent[r],
+    ...]``."""
+    if request.sent is None or _even(request):
+        return (yield from Staged(DIRECT, flow=flow).reduce_scatter(x, request, coder))
+    coding, domain, width = Coding(coder, x.dtype, flow), coder.domain, _width(x)
+    entries, numels = request.sent[request.rank], [n * width for n in request.sent]
+    padded = [shard_length(numel, 1, coder.block) for numel in numels]
+    parts = [
+        convert(pad(part.reshape(1, -1), length), VALUES, domain)
+        for part, length in zip(x.reshape(-1).split(numels), padded, strict=True)
+    ]
+    length = padded[request.rank]
+    arriving = [length] * request.ranks
+    arrived = yield from parts_hop(parts, arriving, coding.in_domain(), request)
+    if not entries:
+        return x.new_empty(0, *x.shape[1:])
+    rows = torch.cat([cut_apart(row, length) for row in arrived])
+    total = request.from_sum(sum_rows(rows.to(accumulation_dtype(x.dtype))))
+    summed = cut_apart(convert(total, domain, VALUES).to(x.dtype), entries * width)
+    return summed.reshape(entries, *x.shape[1:])
+
+
 def parts_hop(
     parts: Sequence[Tensor], arriving: Sequence[int], coding: Coding, request: Request
 ) -> Steps:
@@ -90,7 +131,7 @@ def _exchange(
         )
     sizes = [codec.wire_bytes(numel, dtype) for numel in arriving]
     move = Rows(request, tuple(wire.shape[1] for wire in wires), tuple(sizes))
-    arrived = yield move.start(torch.cat([*wires], dim=1).flatten())
+    arrived = yield move.start(torch.cat(list(wires), dim=1).flatten())
     return [
         operators.decode(codec, wire.reshape(1, -1), codec.padded_numel(numel), dtype)
         for wire, numel in zip(arrived.split(sizes), arriving, strict=True)
@@ -124,4 +165,21 @@ def _even(request: Request) -> bool:
     return request.alike and len({*(request.sent or ()), *(request.received or ())}) == 1
 
 
-ALGORITHMS = {"all_to_all": {"direct": direct(all_to_all_steps)}}
+def common(
+    steps: Callable[..., Steps], domain: Callable[[Codec], str] = lambda coder: ""
+) -> Callable[..., Algorithm]:
+    """Return the function that builds an algorithm for lengths that all ranks know."""
+
+    def build(kind: str, spec: str, *, first: str = "static") -> Algorithm:
+        """An all-to-all of the parts. Equal parts are exchanged as by the kind without ``_v``."""
+        run = partial(steps, flow=flow_of(1, 0, 1, first))
+        return Algorithm(spec, kind, run, obstacle=no_sparse, domain=domain)
+
+    return build
+
+
+ALGORITHMS = {
+    "all_to_all": {"direct": direct(all_to_all_steps)},
+    "all_gather_v": {"direct": common(all_gather_v_steps)},
+    "reduce_scatter_v": {"direct": common(reduce_scatter_v_steps, lambda coder: coder.domain.name)},
+}

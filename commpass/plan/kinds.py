@@ -30,7 +30,8 @@ Steps = Callable[[int, float], tuple[int, float]]
 class Kind:
     """A kind of collective.
 
-    - ``operators``: its functional operators, without their form (coalesced, in-place, out).
+    - ``operators``: its functional operators, without their form (coalesced, in-place, out). A kind
+      without any is for explicit calls alone.
     - ``steps(ranks, nbytes)``: the consecutive messages, and the bytes that one rank sends, if each
       of ``ranks`` ranks passes ``nbytes`` to a bandwidth-optimal algorithm (see ``costmodel``).
     - ``sums``: values of several ranks are added.
@@ -108,6 +109,12 @@ KINDS: dict[str, Kind] = {
         direct=True,
         by_messages=True,
         backward="all_to_all",
+    ),
+    "all_gather_v": Kind(
+        (), _to_all, gathers=True, splits=True, direct=True, backward="reduce_scatter_v"
+    ),
+    "reduce_scatter_v": Kind(
+        (), _part, sums=True, scatters=True, splits=True, direct=True, backward="all_gather_v"
     ),
     "broadcast": Kind(("broadcast",), _passed_on, rooted=True),
     "send": Kind(("isend", "batch_p2p_ops"), _once, pairwise=True),
