@@ -273,17 +273,17 @@ LOSSLESS = {
 def test_lossless_code_of_parts_is_two_exchanges_whatever_the_splits(splits, first, fake_group):
     fake_group(2)
     sent, received = LOSSLESS[splits]
-    gm = trace_with_sizes(lambda x: exchange(x * 2, sent, received) + 1, torch.ones(6, 40))
+    gm = trace_with_sizes(lambda x: exchange(x * 2, sent, received) + 1, torch.ones(6, 70))
     algorithm = "direct" if first == "static" else "direct(first=sizes)"
     (site,) = commpass.rewrite(gm, [], forced("exponent", algorithm=algorithm), strict=True).sites
     assert (site.codec, site.algorithm) == ("exponent", algorithm)
     fixed, depends = [size for _, _, size in collectives(gm)]
     static = sum(
-        commpass.codec("exponent").parts(entries * 40, torch.float32)[0] for entries in sent
+        commpass.codec("exponent").parts(entries * 70, torch.float32)[0] for entries in sent
     )
     assert fixed == site.wire_bytes - site.dynamic_bytes == (static if first == "static" else 2 * 8)
     assert not isinstance(depends, int)
-    assert value(gm) == ((sum(received), 40), torch.float32)
+    assert value(gm) == ((sum(received), 70), torch.float32)
 
 
 @pytest.mark.few(2)
