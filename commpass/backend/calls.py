@@ -33,7 +33,8 @@ def check_call(
             " cannot reach the compiled graph. Write it inside the compiled code (on the"
             " module's class, or `with commpass.compress(...)` in its forward), or use"
             " commpass.apply_policy(model, {...}) before torch.compile; if a graph break"
-            " separates the two, remove the break or move the word to the inner module."
+            " separates the two, remove the break or move the annotation to the inner"
+            " module."
         )
     shared.summary.called(graph)
 

@@ -52,7 +52,7 @@ def load(path: Path, run: str | None) -> list[Dump]:
             others = ", ".join(runs[:-1])
             said = (
                 f"{path} has {len(runs)} runs; this is the newest, {runs[-1]}. --run picks:"
-                f" {others}, or all (each backend and each door of a program is a run)"
+                f" {others}, or all (each backend and each integration of a program is a run)"
             )
             typer.echo(clean(said), err=True)
     return dumps

@@ -275,9 +275,9 @@ def _checked(kind: str, codec: str, name: str, ranks: int) -> str:
     chosen = _named(kind, name)
     if isinstance(codec_named(codec), DifferenceCodec):
         raise PolicyError(
-            f"{kind}: codec {codec!r} needs what the receivers hold, which graphs and the doors of"
-            " commpass.parallel keep for parameters; give a codec without state, or encode and"
-            " decode with commpass.codec(...).against(reference)"
+            f"{kind}: codec {codec!r} needs what the receivers hold, which graphs and the"
+            " integrations of commpass.parallel keep for parameters; give a codec without"
+            " state, or encode and decode with commpass.codec(...).against(reference)"
         )
     if obstacle := chosen.unsupported_reason(codec_named(codec), ranks):
         raise PolicyError(f"{kind} by {chosen.spec}: {obstacle}")

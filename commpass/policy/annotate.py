@@ -101,8 +101,8 @@ def _refuse_if_taken(module: nn.Module, name: str) -> None:
     words = [_own_annotation(part) for part in _callable(module)]
     if words and None not in words:
         raise PolicyError(
-            f"{name} already has the word {words[0]}, and a second one would do nothing: put one"
-            " word on a module, and all words of a model into one apply_policy"
+            f"{name} already has the annotation {words[0]}, and a second one would have no effect."
+            " Put one annotation on a module, and all annotations of a model into one apply_policy"
         )
 
 
@@ -330,7 +330,7 @@ def _scope(pattern: Any, annotation: Any) -> Scope:
         raise PolicyError(f"apply_policy: pattern {pattern!r} must be a text, e.g. 'layers.*.mlp'")
     if isinstance(annotation, Scope):
         return annotation
-    where = f"apply_policy: the word for {pattern!r}"
+    where = f"apply_policy: the annotation for {pattern!r}"
     if isinstance(annotation, Rule):
         raise PolicyError(
             f"{where} is {annotation}, whose module, kind, direction, group and min_bytes would be "

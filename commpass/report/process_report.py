@@ -25,8 +25,8 @@ from commpass.utils.printable import brief, clean, plural
 
 NOTHING = (
     "commpass has compiled nothing in this process: compile with torch.compile(model,"
-    " backend=commpass.backend(...)), or open a door (compress_ddp, compress_fsdp), and run a step,"
-    " then ask again"
+    " backend=commpass.backend(...)), or apply an integration (compress_ddp, compress_fsdp). Run a"
+    " step, then ask again"
 )
 COMPARE = "is it faster? the same job with COMMPASS=off reports what is measured without commpass"
 ELSEWHERE = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import cache
 
 import pytest
@@ -28,6 +29,7 @@ from commpass.lowering.chain import (
     Leave,
     Sum,
 )
+from commpass.lowering.cpu import rotation
 
 INT8 = codec("int8")
 F32, BF16, F16, U8 = torch.float32, torch.bfloat16, torch.float16, torch.uint8
@@ -627,6 +629,16 @@ def test_missing_kernels_say_why(chain, reason):
     with pytest.raises(CommpassError, match=reason):
         cpu.compiled(chain)
     assert cpu.unsupported_reason(chain)
+
+
+def test_unknown_steps_and_transforms_have_no_kernel():
+    @dataclass(frozen=True)
+    class Doubled:
+        pass
+
+    assert cpu.unsupported_reason(Chain(F32, (Doubled(),))) == "there is no C++ for Doubled"
+    assert rotation.unsupported_reason(Doubled()) == "there is no C++ for Doubled"
+    assert rotation.unsupported_reason(Hadamard(64)) == ""
 
 
 def test_kernel_that_is_slower_than_inline_says_so():

@@ -566,8 +566,8 @@ def test_pattern_that_names_no_module_is_refused_with_the_nearest_and_nothing_is
         ({"codec": "int9"}, "did you mean 'int8'?"),
         ({"kodec": "int8"}, "did you mean 'codec'?"),
         ({"keep": True, "codec": "int8"}, "keep=True"),
-        (3, "the word for 'layers.0' is 3: must be a codec"),
-        (None, "the word for 'layers.0' is None: must be a codec"),
+        (3, "the annotation for 'layers.0' is 3: must be a codec"),
+        (None, "the annotation for 'layers.0' is None: must be a codec"),
         ("keep", "write commpass.keep()"),
         (commpass.keep, "write commpass.keep()"),
         (commpass.compress, "write commpass.compress(), or"),
@@ -587,7 +587,7 @@ def test_word_that_cannot_be_meant_is_refused_and_nothing_is_changed(word, part)
     [
         (Net, ["int8"], ["annotations=['int8']", '{"layers.*.mlp": "int8"}']),
         (Net, "int8", ["annotations='int8'", '{"layers.*.mlp": "int8"}']),
-        (Net, {"": 5}, ["the word for ''", "is 5"]),
+        (Net, {"": 5}, ["the annotation for ''", "is 5"]),
         (Net, {3: "int8"}, ["pattern 3", "text"]),
         (lambda: 5, {"head": "int8"}, ["model=5", "must be a module"]),
     ],
@@ -802,7 +802,7 @@ SECOND = {
 def test_second_word_that_would_do_nothing_is_refused_and_nothing_is_changed(again):
     model = commpass.apply_policy(Net(), {"head": "int8", "layers": "int8"})
     before = forward_words(model)
-    with pytest.raises(PolicyError, match=r"already has the word .*int8"):
+    with pytest.raises(PolicyError, match=r"already has the annotation .*int8"):
         SECOND[again](model)
     assert forward_words(model) == before
 

@@ -145,7 +145,11 @@ def unsupported_reason(codec: BlockCodec) -> str:
         return "there is no C++ for rounding at random"
     if isinstance(codec.scale, Static) and not isinstance(codec.transform, NoTransform):
         return "there is no C++ for values that are transformed, then scaled by what nobody sends"
-    return str(grids.unsupported_reason(codec.grid) or scales.unsupported_reason(codec.scale))
+    return str(
+        grids.unsupported_reason(codec.grid)
+        or scales.unsupported_reason(codec.scale)
+        or rotation.unsupported_reason(codec.transform)
+    )
 
 
 def text(codec: BlockCodec, name: str) -> str:

@@ -12,7 +12,18 @@ from commpass.codecs.block.codec import BlockCodec
 from commpass.codecs.block.transforms import Hadamard
 from commpass.codecs.exponent.codec import ExponentCodec
 from commpass.codecs.operators import UNROLLED_RANKS
-from commpass.lowering.chain import Add, Cast, Chain, Decode, Divide, Encode, Enter, Leave, Sum
+from commpass.lowering.chain import (
+    Add,
+    Cast,
+    Chain,
+    Decode,
+    Divide,
+    Encode,
+    Enter,
+    Leave,
+    Step,
+    Sum,
+)
 from commpass.lowering.cpu import blocks, exponents
 from commpass.lowering.cpu.common import NAMES, PRELUDE, number
 from commpass.lowering.cpu.floats import FLOATS
@@ -64,6 +75,8 @@ def _unsupported_reasons(chain: Chain) -> Iterator[str]:
         yield from _lossless_obstacles(chain)
         return
     for place, step in enumerate(chain.steps):
+        if not isinstance(step, Step):
+            yield f"there is no C++ for {type(step).__name__}"
         if isinstance(step, (Encode, Decode)):
             if not isinstance(step.codec, BlockCodec):
                 yield f"there is no C++ for {type(step.codec).__name__}"

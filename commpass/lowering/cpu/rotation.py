@@ -142,6 +142,17 @@ template <int N, int WIDTH, bool TURNED> inline void rotate_up(float* v) {
 
 
 @by_type
+def unsupported_reason(part: Transform) -> str:
+    """Return why there is no C++ for a transform, or "" if there is."""
+    return f"there is no C++ for {type(part).__name__}"
+
+
+@unsupported_reason.register
+def _any(part: NoTransform | Hadamard) -> str:
+    return ""
+
+
+@by_type
 def transform(part: Transform, name: str) -> str:
     """Return a C++ struct for a transform.
 
