@@ -9,6 +9,7 @@ reduce_scatter and vice versa (also ``_v``), for all_to_all all_to_all with the 
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -128,8 +129,8 @@ def all_gather_v(
 ) -> Any:
     """Concatenate ``[splits[r], ...]`` of every rank r along the first dimension: ``[sum(splits),
     ...]`` on each, with the same bits on every rank. ``splits`` are equal on all ranks."""
-    name = algorithm or "direct"
-    return _collective("all_gather_v", x, "sum", group, _spec(codec), name, async_op, parts=splits)
+    name, parts = algorithm or "direct", _lengths("all_gather_v", "splits", splits)
+    return _collective("all_gather_v", x, "sum", group, _spec(codec), name, async_op, parts=parts)
 
 
 def reduce_scatter_v(
@@ -144,8 +145,8 @@ def reduce_scatter_v(
 ) -> Any:
     """Return part r of the sum (or mean) of ``[sum(splits), ...]`` over the ranks on rank r:
     ``[splits[r], ...]``. ``splits`` are equal on all ranks."""
-    name = algorithm or "direct"
-    return _collective("reduce_scatter_v", x, op, group, _spec(codec), name, async_op, parts=splits)
+    name, parts = algorithm or "direct", _lengths("reduce_scatter_v", "splits", splits)
+    return _collective("reduce_scatter_v", x, op, group, _spec(codec), name, async_op, parts=parts)
 
 
 def _collective(
@@ -157,16 +158,17 @@ def _collective(
     name: str,
     async_op: bool,
     splits: tuple[Sequence[int] | None, Sequence[int] | None] = (None, None),
-    parts: Sequence[int] | None = None,
+    parts: list[int] | None = None,
 ) -> Any:
     where = _name(kind, group)
     ranks, rank = _place(where)
-    received, sent = (None if some is None else list(some) for some in splits)
+    named = zip(("output_split_sizes", "input_split_sizes"), splits, strict=True)
+    received, sent = (None if some is None else _lengths(kind, what, some) for what, some in named)
     _check(kind, x, op, ranks, sent is None and received is None and parts is None)
     if parts is None:
         _check_splits(x, sent, received, ranks)
     else:
-        sent, received = _splits_of(kind, x, list(parts), ranks, rank)
+        sent, received = _splits_of(kind, x, parts, ranks, rank)
     spec = _checked(kind, codec, name, ranks)
     if not async_op:
         return torch.ops.commpass.collective(
@@ -299,6 +301,20 @@ def _check(kind: str, x: Tensor, op: str, ranks: int, even: bool = True) -> None
         if facts.splits:
             must = f"is no multiple of {ranks} ranks: give input_split_sizes and output_split_sizes"
         raise PolicyError(f"{kind}: the first dimension, {x.shape[0]}, {must}")
+
+
+def _lengths(kind: str, what: str, sizes: Any) -> list[int]:
+    """Return lengths of parts as ints; symbolic ones stay. Raises PolicyError for other values.
+
+    Whole numbers of NumPy and of int tensors become ints, so that their values are checked too.
+    """
+    if sizes is not None and torch.compiler.is_compiling():  # Dynamo tells which are symbolic
+        return list(sizes)
+    try:
+        return [s if isinstance(s, (int, torch.SymInt)) else operator.index(s) for s in sizes]
+    except TypeError as error:
+        must = "must be a sequence of whole numbers, one for each rank"
+        raise PolicyError(f"{kind}: {what}={sizes!r} {must}") from error
 
 
 def _check_splits(

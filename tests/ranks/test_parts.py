@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -310,6 +311,12 @@ def check_bad_splits() -> list[str]:
         lambda: commpass.all_gather_v(x, [6, 6], algorithm="ring"),
         lambda: commpass.reduce_scatter_v(x, [3, 3], algorithm="direct(chunks=2)"),
         lambda: commpass.reduce_scatter_v(x, [3, 3], codec="topk"),
+        lambda: commpass.all_gather_v(x, torch.tensor([7, 7])),
+        lambda: commpass.reduce_scatter_v(x, np.array([3, 4])),
+        lambda: commpass.all_to_all(x, np.array([7, -1]), np.array([7, -1])),
+        lambda: commpass.reduce_scatter_v(x, [3.0, 3.0]),
+        lambda: commpass.all_gather_v(x, None),
+        lambda: commpass.all_to_all(x, ["3", "3"], [3, 3]),
     )
 
 
@@ -325,6 +332,12 @@ def test_bad_splits_are_refused_before_anything_is_sent(ranks2):
         ["Known: direct"],
         ["'chunks'"],
         ["error feedback"],
+        ["[7, 7] has 7 for rank 0", "is 6"],
+        ["[3, 4] add up to 7", "is 6"],
+        ["[7, -1] has a negative number"],
+        ["splits=[3.0, 3.0] must be a sequence of whole numbers"],
+        ["splits=None must be a sequence of whole numbers"],
+        ["output_split_sizes=['3', '3'] must be a sequence of whole numbers"],
     ]
     for text, expected in zip(ranks2.run(check_bad_splits)[0], parts, strict=True):
         for part in expected:
