@@ -162,7 +162,8 @@ def by_entries(coder: Codec, width: int, dtype: torch.dtype, request: Request) -
 
 
 def _even(request: Request) -> bool:
-    return request.alike and len({*(request.sent or ()), *(request.received or ())}) == 1
+    sizes = (*(request.sent or ()), *(request.received or ()))
+    return request.alike and bool(sizes) and all(size == sizes[0] for size in sizes)
 
 
 def common(

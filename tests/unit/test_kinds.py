@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from fabric import lockstep
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import commpass
 from commpass.collectives import Payload, Request, algorithm, algorithms_of, read_stages
@@ -99,3 +101,19 @@ def test_codec_that_differs_between_ranks_or_keeps_state_is_refused():
         why = direct.unsupported_reason(commpass.codec("topk"), 4)
         assert "only algorithm 'sparse' keeps" in why
         assert direct.unsupported_reason(commpass.codec("int8"), 4) is None
+
+
+def test_gathered_lengths_may_be_symbolic():
+    """Dynamo makes a symbol of a length that changed since the last call."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+
+        def gathered(x: torch.Tensor, other: int) -> torch.Tensor:
+            return commpass.all_gather_v(x, [x.shape[0], other])
+
+        compiled = torch.compile(gathered, backend="aot_eager", fullgraph=True)
+        for other in (3, 5, 6):
+            assert compiled(torch.ones(6, 16), other).shape == (6 + other, 16)
+    finally:
+        dist.destroy_process_group()
+        torch._dynamo.reset()
