@@ -311,10 +311,13 @@ def _lengths(kind: str, what: str, sizes: Any) -> list[int]:
     if sizes is not None and torch.compiler.is_compiling():  # Dynamo tells which are symbolic
         return list(sizes)
     try:
-        return [s if isinstance(s, (int, torch.SymInt)) else operator.index(s) for s in sizes]
+        lengths: list[Any] = [
+            s if isinstance(s, (int, torch.SymInt)) else operator.index(s) for s in sizes
+        ]
     except TypeError as error:
         must = "must be a sequence of whole numbers, one for each rank"
         raise PolicyError(f"{kind}: {what}={sizes!r} {must}") from error
+    return lengths
 
 
 def _check_splits(
