@@ -27,7 +27,7 @@ from commpass.plan import Plan
 Agreed = tuple[PassContext, PlanMismatch | None, Round | None]
 
 
-def plan_graph(shared: Shared, given: GraphInput, job: Job, on_pass_end: OnPassEnd) -> Agreed:
+def plan_graph(shared: Shared, graph_input: GraphInput, job: Job, on_pass_end: OnPassEnd) -> Agreed:
     """Run the passes and compare the plan with the other ranks. Return the result, a mismatch if
     any, and the round of the comparison.
 
@@ -35,11 +35,11 @@ def plan_graph(shared: Shared, given: GraphInput, job: Job, on_pass_end: OnPassE
     """
     number = job.number
     while True:
-        outcome = run_passes(given, number, on_pass_end=on_pass_end, strict=shared.strict)
+        outcome = run_passes(graph_input, number, on_pass_end=on_pass_end, strict=shared.strict)
         if not (over := excluded_sites(shared, job, outcome.plan)):
             break
         outcome.restore("a site is left alone")
-        given = dataclasses.replace(given, excluded={**outcome.excluded, **over})
+        graph_input = dataclasses.replace(graph_input, excluded={**outcome.excluded, **over})
     plan = outcome.plan
     try:
         agreement.same_environment(shared.timeout)
@@ -54,9 +54,9 @@ def plan_graph(shared: Shared, given: GraphInput, job: Job, on_pass_end: OnPassE
         outcome.restore(why)
         less: dict[str, Any] = {"own": False}
         if why == agreement.HIDDEN:
-            less = {"hides": False} if given.hides else {"hidden": None, "densities": None}
+            less = {"hides": False} if graph_input.hides else {"hidden": None, "densities": None}
             less["excluded"] = outcome.excluded
-        return plan_graph(shared, dataclasses.replace(given, **less), job, on_pass_end)
+        return plan_graph(shared, dataclasses.replace(graph_input, **less), job, on_pass_end)
     if why and not plan.fallback:
         outcome.restore(why)
         outcome.error = CommpassError(why)

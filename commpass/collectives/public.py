@@ -303,7 +303,7 @@ def _check(kind: str, x: Tensor, op: str, ranks: int, even: bool = True) -> None
         raise PolicyError(f"{kind}: the first dimension, {x.shape[0]}, {must}")
 
 
-def _lengths(kind: str, what: str, sizes: Any) -> list[int]:
+def _lengths(kind: str, argument: str, sizes: Any) -> list[int]:
     """Return lengths of parts as ints; symbolic ones stay. Raises PolicyError for other values.
 
     Whole numbers of NumPy and of int tensors become ints, so that their values are checked too.
@@ -316,7 +316,7 @@ def _lengths(kind: str, what: str, sizes: Any) -> list[int]:
         ]
     except TypeError as error:
         must = "must be a sequence of whole numbers, one for each rank"
-        raise PolicyError(f"{kind}: {what}={sizes!r} {must}") from error
+        raise PolicyError(f"{kind}: {argument}={sizes!r} {must}") from error
     return lengths
 
 

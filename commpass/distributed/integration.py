@@ -115,19 +115,19 @@ class Integration:
             self.closed = True
             self._stop()
             for each in self._acquired:
-                if (what := each()) is not None:
-                    exchanged.pop(what, None)
+                if (sender := each()) is not None:
+                    exchanged.pop(sender, None)
 
     def _stop(self) -> None:
         """Give exchanges back to their sender, and free groups and threads."""
 
-    def acquire(self, what: object, of: object) -> None:
-        """Record, until it is closed, that it exchanges the data of ``what``, a part of the user's
-        object ``of``."""
+    def acquire(self, sender: object, owner: object) -> None:
+        """Record, until it is closed, that it exchanges the data of ``sender``, a part of the
+        user's object ``owner``."""
         under = f", under policy {self.policy.name!r}," if self.policy is not None else ""
-        text = f"commpass.parallel.{self.call} of a {type(of).__name__} already{under}"
-        exchanged[what] = self.call, text
-        self._acquired.append(weakref.ref(what))
+        text = f"commpass.parallel.{self.call} of a {type(owner).__name__} already{under}"
+        exchanged[sender] = self.call, text
+        self._acquired.append(weakref.ref(sender))
 
     def __enter__(self) -> Self:
         return self
@@ -159,16 +159,17 @@ exchanged: WeakKeyDictionary[object, tuple[str, str]] = WeakKeyDictionary()
 """The call of an integration, and a text about it, by the model or object whose data it sends."""
 TWICE = (
     "{}: {} is exchanged by {} and would be exchanged twice. Leave one of the two out, give one"
-    " policy with rules for both, or call close() on the first"
+    " policy with rules for both, or call close() on the first. DistributedDataParallel keeps its"
+    " hook even then: wrap the module in a new one"
 )
 
 
-def refuse_if_exchanged(what: object, name: str, call: str, by: Collection[str]) -> None:
-    """Raise PolicyError in the name of ``call`` if an integration of ``by`` already has ``what``.
+def refuse_if_exchanged(sender: object, name: str, call: str, by: Collection[str]) -> None:
+    """Raise PolicyError in the name of ``call`` if an integration of ``by`` already has ``sender``.
 
     A module counts as exchanged if one of its parameters is. ``name`` is that of anything else.
     """
-    mine = _parts(what, name)
+    mine = _parts(sender, name)
 
     def found() -> str:
         return next(
@@ -188,8 +189,8 @@ def refuse_if_exchanged(what: object, name: str, call: str, by: Collection[str])
             raise PolicyError(why)
 
 
-def _parts(what: object, name: str = "") -> dict[int, str]:
+def _parts(sender: object, name: str = "") -> dict[int, str]:
     """Return the names of an object's parts by their ids: a module's parameters, or itself."""
-    if not isinstance(what, nn.Module):
-        return {id(what): name}
-    return {id(parameter): f"{path} of this model" for path, parameter in what.named_parameters()}
+    if not isinstance(sender, nn.Module):
+        return {id(sender): name}
+    return {id(parameter): f"{path} of this model" for path, parameter in sender.named_parameters()}

@@ -15,25 +15,25 @@ TORCH = "2.11 to 2.15"
 """The versions of torch whose private attributes are known."""
 
 
-def wrong_argument(call: str, name: str, given: object, needed: str) -> str:
+def wrong_argument(call: str, name: str, argument: object, needed: str) -> str:
     """Return the message about an argument of another type."""
-    return f"{call}({name}={type(given).__name__}): must be {needed}"
+    return f"{call}({name}={type(argument).__name__}): must be {needed}"
 
 
-def refuse_other_torch(call: str, what: object, subject: str, names: Iterable[str]) -> None:
+def refuse_other_torch(call: str, module: object, subject: str, names: Iterable[str]) -> None:
     """Raise CommpassError if an object of torch lacks attributes that an integration uses."""
-    if missing := [name for name in names if not hasattr(what, name)]:
+    if missing := [name for name in names if not hasattr(module, name)]:
         raise CommpassError(
             f"{call} knows {subject} of torch {TORCH}; that of torch {torch.__version__} has no"
             f" {', '.join(missing)}"
         )
 
 
-def refuse_other_group(call: str, what: str, group: object, known: object, remedy: str) -> None:
+def refuse_other_group(call: str, subject: str, group: object, known: object, remedy: str) -> None:
     """Raise PolicyError if the process group is another one than when the integration was made."""
     if group is not known:
         raise PolicyError(
-            f"{call}: {what} was given another process group after {call}, and what it sends was"
+            f"{call}: {subject} was given another process group after {call}, and what it sends was"
             f" planned for the ranks of the one before: {remedy}"
         )
 

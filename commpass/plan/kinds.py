@@ -123,6 +123,8 @@ KINDS: dict[str, Kind] = {
 """The kinds by name. Each end of a batch of sends and receives has its own kind."""
 KIND_OF = {operator: name for name, kind in KINDS.items() for operator in kind.operators}
 """Maps an operator to the name of its kind."""
+IN_GRAPHS = tuple(name for name, kind in KINDS.items() if kind.operators)
+"""The names of the kinds that graphs contain. The others are for explicit calls."""
 SUMS = tuple(name for name, kind in KINDS.items() if kind.sums)
 """The names of the kinds that add."""
 PAIRWISE = tuple(name for name, kind in KINDS.items() if kind.pairwise)

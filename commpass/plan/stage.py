@@ -46,11 +46,6 @@ class Stage:
     dynamic: bool = False
     after: tuple[int, ...] = ()
 
-    @property
-    def inside(self) -> bool:
-        """Whether it stays among consecutive ranks that are not the whole group."""
-        return self.reach == BLOCK
-
 
 def all_to_all(
     nbytes: Any, sent: Sequence[Any], received: Sequence[Any], rank: int, *, by_messages: bool

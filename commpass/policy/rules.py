@@ -15,7 +15,7 @@ from commpass.codecs import codec as codec_named
 from commpass.collectives import DEFAULTS, MOST_CHUNKS, algorithm, check_name, find_algorithm
 from commpass.errors import PolicyError, nearest
 from commpass.plan import Site
-from commpass.plan.kinds import KINDS
+from commpass.plan.kinds import IN_GRAPHS
 from commpass.policy.paths import star
 from commpass.utils.globs import covers
 
@@ -206,12 +206,12 @@ class Rule(Annotation):
             if words is not None and not isinstance(words, str):
                 object.__setattr__(self, field, tuple(words))
         if self.kinds == ():
-            raise PolicyError(f"kind=[]: must name a kind{nearest('', KINDS)}")
+            raise PolicyError(f"kind=[]: must name a kind{nearest('', IN_GRAPHS)}")
         if self.groups == ():
             raise PolicyError("group=[]: must name a dimension of a mesh, such as 'tp'")
         for kind in self.kinds or ():
-            if kind not in KINDS:
-                raise PolicyError(f"unknown kind {kind!r}{nearest(kind, KINDS)}")
+            if kind not in IN_GRAPHS:
+                raise PolicyError(f"unknown kind {kind!r}{nearest(kind, IN_GRAPHS)}")
         if self.direction is not None and self.direction not in DIRECTIONS:
             raise PolicyError(
                 f"unknown direction {self.direction!r}{nearest(self.direction, DIRECTIONS)}"

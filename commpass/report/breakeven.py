@@ -18,7 +18,7 @@ from commpass.errors import PolicyError, nearest
 from commpass.passes.candidates import candidates
 from commpass.passes.choose import choose
 from commpass.plan import PlannedSite, Site
-from commpass.plan.kinds import KINDS
+from commpass.plan.kinds import IN_GRAPHS, KINDS
 from commpass.policy import Policy, policy_named
 from commpass.report.codecs import dtype_of
 from commpass.report.numbers import micros, size
@@ -62,8 +62,8 @@ def run(
     json: bool,
 ) -> None:
     """Print the table. With ``gpus`` codecs run on GPUs, whatever the link."""
-    if kind not in KINDS or KINDS[kind].pairwise:
-        known = [name for name, each in KINDS.items() if not each.pairwise]
+    if kind not in IN_GRAPHS or KINDS[kind].pairwise:
+        known = [name for name in IN_GRAPHS if not KINDS[name].pairwise]
         raise PolicyError(f"unknown kind {kind!r}{nearest(kind, known)}")
     chosen, numbers, nbytes = policy_named(policy), _numbers(ranks), _bytes(at)
     names = [name.strip() for name in dtypes.split(",")]

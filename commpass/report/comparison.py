@@ -34,20 +34,20 @@ def pairs(first: Run, right: Run) -> list[GraphPair]:
     return [GraphPair(name, lefts.get(name), rights.get(name)) for name in names]
 
 
-def compared(first: Run, right: Run, chosen: SiteFilter | None = None) -> list[GraphPair]:
+def compared(first: Run, right: Run, site_filter: SiteFilter | None = None) -> list[GraphPair]:
     """Return every graph that differs.
 
     With a filter, only sites that it accepts in one of the runs count. Raise CommpassError if it
     accepts none.
     """
-    chosen = chosen or SiteFilter()
-    if not chosen.everything:
-        check([*first.dumps, *right.dumps], chosen)
+    site_filter = site_filter or SiteFilter()
+    if not site_filter.everything:
+        check([*first.dumps, *right.dumps], site_filter)
     found = []
     for pair in pairs(first, right):
         a, b = pair.left, pair.right
-        if not chosen.everything:
-            names = {s.name for plan in (a, b) if plan for s in plan if chosen.accepts(s)}
+        if not site_filter.everything:
+            names = {s.name for plan in (a, b) if plan for s in plan if site_filter.accepts(s)}
             a, b = (plan and _only(plan, names) for plan in (a, b))
             if not names:
                 continue

@@ -32,7 +32,7 @@ def simplified(steps: Sequence[Simplification], *, every: bool = True) -> Table:
     if every:
         rows = [(f"{s.site} ({s.rule})", s.into, s.saved_bytes) for s in steps]
     else:
-        alike = _alike((step.rule, step) for step in steps)
+        alike = _by_key((step.rule, step) for step in steps)
         rows = [
             (_abbreviated([s.site for s in some]), rule, sum(s.saved_bytes for s in some))
             for rule, some in alike.items()
@@ -55,7 +55,7 @@ def grouped(fusions: Sequence[Grouped], *, every: bool = True) -> Table:
             table.add_row(*map(Text, texts))
         return table
     table = plain_table(first, "bytes", "why", folded=(first, "why"))
-    alike = _alike(((len(each.sites), each.reason), each) for each in fusions)
+    alike = _by_key(((len(each.sites), each.reason), each) for each in fusions)
     for (many, reason), some in alike.items():
         into = f"{many} each into {_abbreviated([each.into for each in some])}"
         table.add_row(*map(Text, (into, amount(sum(sum(e.bytes) for e in some)), reason)))
@@ -72,7 +72,7 @@ def splits(steps: Sequence[Split], *, every: bool = True) -> Table:
             table.add_row(*map(Text, texts))
         return table
     table = plain_table(first, "why", folded=(first, "why"))
-    for rows, some in _alike((step.rows, step) for step in steps).items():
+    for rows, some in _by_key((step.rows, step) for step in steps).items():
         said = Counter(step.reason for step in some).most_common()
         chunks = f"{_abbreviated([step.site for step in some])}: rows {_rows(rows)}"
         table.add_row(Text(chunks), Text(said[0][0] + more_reasons(len(said) - 1)))
@@ -84,7 +84,7 @@ def more_reasons(count: int) -> str:
     return f" (and {plural(count, 'more reason')}: --all)" if count else ""
 
 
-def _alike(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, list[Any]]:
+def _by_key(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, list[Any]]:
     found: dict[Any, list[Any]] = {}
     for key, value in pairs:
         found.setdefault(key, []).append(value)

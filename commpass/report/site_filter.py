@@ -58,39 +58,39 @@ class SiteFilter:
             yield "codec", lambda site: codec in (site.codec, site.codec.partition("(")[0])
 
 
-def select(dumps: Sequence[Dump], chosen: SiteFilter) -> list[Dump]:
+def select(dumps: Sequence[Dump], site_filter: SiteFilter) -> list[Dump]:
     """Return the same graphs with only the selected sites; a graph without any is left out.
 
     Simplified, grouped or split sites are not reported there, since they have no module. Raise
     CommpassError if nothing is left, with the names that exist.
     """
-    if chosen.everything:
+    if site_filter.everything:
         return list(dumps)
-    check(dumps, chosen)
+    check(dumps, site_filter)
     found = []
     for dump in dumps:
-        if sites := tuple(site for site in dump.plan.sites if chosen.accepts(site)):
+        if sites := tuple(site for site in dump.plan.sites if site_filter.accepts(site)):
             plan = dataclasses.replace(dump.plan, sites=sites, simplified=(), grouped=(), split=())
             found.append(dataclasses.replace(dump, plan=plan))
     return found
 
 
-def check(dumps: Sequence[Dump], chosen: SiteFilter) -> None:
+def check(dumps: Sequence[Dump], site_filter: SiteFilter) -> None:
     """Raise CommpassError if no site is selected.
 
     The message names the values that exist for each condition that no site meets.
     """
     sites = [site for dump in dumps for site in dump.plan.sites]
-    if any(map(chosen.accepts, sites)):
+    if any(map(site_filter.accepts, sites)):
         return
     if not sites:
-        raise CommpassError(f"{chosen}: there are no sites here")
+        raise CommpassError(f"{site_filter}: there are no sites here")
     parts = []
-    for name, test in chosen._tests():
+    for name, test in site_filter._tests():
         if not any(map(test, sites)):
             known = {getattr(site, name) for site in sites}
-            parts.append(f"no site with {name} {getattr(chosen, name)!r}")
-            parts[-1] += nearest(getattr(chosen, name), known)
+            parts.append(f"no site with {name} {getattr(site_filter, name)!r}")
+            parts[-1] += nearest(getattr(site_filter, name), known)
     raise CommpassError(
-        " ".join(parts) or f"no site meets all of {chosen}, though each of them has some"
+        " ".join(parts) or f"no site meets all of {site_filter}, though each of them has some"
     )

@@ -45,9 +45,9 @@ def sites_table(
     It includes their ``slack`` in microseconds, if that is known for any.
     """
     rows = [(cells(site), site, slack[at : at + 1]) for at, site in enumerate(sites)]
-    whole = range(2, len(COLUMNS)) if full else ()  # fold names before numbers
+    no_wrap = range(2, len(COLUMNS)) if full else ()  # fold names before numbers
     columns = COLUMNS if wide else NARROW_COLUMNS
-    table = numbered_rows(columns, rows, wide=wide, right=(2, 4), whole=whole)
+    table = numbered_rows(columns, rows, wide=wide, right=(2, 4), no_wrap=no_wrap)
     table.leading = 0 if wide else 1
     return table
 
@@ -58,12 +58,12 @@ def numbered_rows(
     *,
     wide: bool,
     right: Collection[int],
-    whole: Collection[int] = (),
+    no_wrap: Collection[int] = (),
 ) -> Table:
     """Return a table of sites or patterns, each with its first site, and the slack of all.
 
     On a wide terminal each name is a column, on a narrow one each group. The groups ``right`` are
-    justified so, and those in ``whole`` do not wrap.
+    justified so, and those in ``no_wrap`` do not wrap.
     """
     if any(slack for *_, slack in rows):
         columns = _and_slack(columns, SLACK)
@@ -72,7 +72,7 @@ def numbered_rows(
     for at, group in enumerate(columns):
         justify: Literal["left", "right"] = "right" if at in right else "left"
         for header in group if wide else ["\n".join(group)]:
-            table.add_column(header, justify=justify, overflow="fold", no_wrap=at in whole)
+            table.add_column(header, justify=justify, overflow="fold", no_wrap=at in no_wrap)
     for number, (groups, site, _) in enumerate(rows, 1):
         texts = [t for group in groups for t in group] if wide else list(map("\n".join, groups))
         style = "green" if site.compressed else ""

@@ -181,13 +181,13 @@ def test_hops_inside_a_node_are_those_to_ranks_that_follow_one_another(ranks):
         inner, outer, gather = read_stages(
             "all_reduce", spec, "int8", payload, request(ranks)
         ).exchanges
-        assert (inner.inside, outer.inside, gather.inside) == (True, False, False)
+        assert [each.reach == "block" for each in (inner, outer, gather)] == [True, False, False]
         node = int(spec[-2])
         assert (inner.peers, outer.peers) == (node - 1, ranks // node - 1)
         assert inner.leaving == inner.nbytes // node * (node - 1)
     for spec in ("two_shot", "ring", "semi_ring", "one_shot"):
         found = read_stages("all_reduce", spec, "int8", payload, request(ranks)).exchanges
-        assert not any(stage.inside for stage in found)
+        assert not any(stage.reach == "block" for stage in found)
 
 
 @pytest.mark.parametrize("ranks", [64, 1024])

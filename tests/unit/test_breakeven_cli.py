@@ -60,6 +60,7 @@ def test_link_is_what_counts_and_codecs_may_run_on_gpus():
     [
         (["--kind", "all_reduc"], "did you mean 'all_reduce'?"),
         (["--kind", "send"], "unknown kind 'send'"),
+        (["--kind", "all_gather_v"], "did you mean 'all_gather'?"),
         (["--dtype", "float33"], "did you mean 'float32'?"),
         (["--ranks", "1"], "must be numbers from 2 on"),
         (["--ranks", "two"], "must be numbers from 2 on"),

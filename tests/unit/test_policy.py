@@ -22,7 +22,7 @@ from commpass.costmodel import KernelRate, Kernels, Link, Profile
 from commpass.errors import PolicyError
 from commpass.passes import PASSES
 from commpass.plan import Site
-from commpass.plan.kinds import KINDS
+from commpass.plan.kinds import IN_GRAPHS
 from commpass.policy import PASS_NAMES, PRESETS, Policy, policy_named
 from commpass.policy.rules import Annotation, Rule, covers
 
@@ -588,7 +588,10 @@ REFUSED = {
         lambda: Rule(algorithm="one_shot(stage=ag)"),
         ["'one_shot'", "'stage'", "shards"],
     ),
-    "kind": (lambda: Rule(kind="allreduce"), ["'allreduce'", "did you mean 'all_reduce'?", *KINDS]),
+    "kind": (
+        lambda: Rule(kind="allreduce"),
+        ["'allreduce'", "did you mean 'all_reduce'?", *IN_GRAPHS],
+    ),
     "direction": (
         lambda: Rule(direction="backwards"),
         ["'backwards'", "did you mean 'backward'?", "forward"],
@@ -856,6 +859,11 @@ BAD = {
         '[[rule]]\nkind = "allreduce"\n',
         2,
         ["'allreduce'", "did you mean 'all_reduce'?"],
+    ),
+    "kind of explicit calls alone": (
+        '[[rule]]\nkind = "reduce_scatter_v"\n',
+        2,
+        ["'reduce_scatter_v'", "did you mean 'reduce_scatter'?"],
     ),
     "unknown direction": (
         '[[rule]]\ndirection = "back"\n',

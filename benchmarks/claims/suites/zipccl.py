@@ -112,7 +112,7 @@ def _bits() -> list[Claim]:
         ),
         claim(
             "figure 1",
-            "the gain grows as training goes on",
+            "the gain grows during training",
             lambda found: (
                 _last(_by_step(found, "activations", paper))
                 < _by_step(found, "activations", paper)[min(_by_step(found, "activations", paper))]

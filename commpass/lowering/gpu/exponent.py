@@ -73,7 +73,7 @@ def encode_rows(
     raw = FORMS[rows.dtype].exponent_bits - coder.ladder.planes
     strings = sizes.count * sizes.tiles * tiling.columns * raw // 2
     sums = torch.empty(strings, dtype=torch.int64, device=rows.device)
-    known = {"source": _words(rows), "sums": sums, **_known(coder, rows, wire, sizes)}
+    known = {"source": _as_integers(rows), "sums": sums, **_known(coder, rows, wire, sizes)}
     _launch((exponent_split, exponent_place), known, sizes, graph)
     return wire
 
@@ -97,12 +97,12 @@ def decode_rows(
         wire = wire.clone()
     rows = torch.empty((count, numel), dtype=dtype, device=wire.device)
     sizes = _sizes(coder, rows, tiling)
-    known = {"out": _words(rows), **_known(coder, rows, wire, sizes)}
+    known = {"out": _as_integers(rows), **_known(coder, rows, wire, sizes)}
     _launch((exponent_count, exponent_join), known, sizes, graph)
     return rows
 
 
-def _words(rows: Tensor) -> Tensor:
+def _as_integers(rows: Tensor) -> Tensor:
     """View contiguous rows as 32-bit words, or as 16-bit ones if they do not begin or end with a
     whole word."""
     return rows.view(torch.int16 if _needs_halves(rows) else torch.int32)
@@ -146,7 +146,7 @@ def _known(coder: ExponentCodec, rows: Tensor, wire: Tensor, sizes: _Sizes) -> A
         "wire": wire.view(torch.int32),
         "tallies": torch.empty(tallies, dtype=torch.int32, device=rows.device),
         "groups": torch.zeros(groups, dtype=sizes.sums, device=rows.device),
-        "pitch": _words(rows).shape[1],
+        "pitch": _as_integers(rows).shape[1],
         "quads": sizes.columns // 4,
         "static": sizes.static,
         "tiles": sizes.tiles,

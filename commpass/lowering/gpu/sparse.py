@@ -202,7 +202,7 @@ def encode_arguments(
 
 
 def select_call(
-    layout: Layout, sizes: Sizes, known: Arguments, wire: Tensor, within: Tensor, lost: Tensor
+    layout: Layout, sizes: Sizes, known: Arguments, wire: Tensor, row_bounds: Tensor, lost: Tensor
 ) -> Call:
     """Return the call that selects within bounds; ``known`` is of ``encode_arguments``."""
     rows, blocks = wire.shape[0], _blocks(layout, sizes)
@@ -210,7 +210,7 @@ def select_call(
         "indices": wire.new_empty((rows, layout.chosen), dtype=torch.int32),
         "bitmap": wire.view(-1)[layout.split :],
         "used": wire.new_empty((rows,), dtype=torch.int32),
-        "bounds": within,
+        "bounds": row_bounds,
         "lost": lost,
         "state": wire.new_zeros((1 + rows * blocks,), dtype=torch.int64),
         "bitmap_pitch": layout.pitch,
@@ -230,8 +230,8 @@ def bounds_of(
     """Return the arguments of ``sparse_select`` for each row: int32 ``[rows, 3]`` and
     ``[rows]``."""
     found = bounds(coder.selector, seen(x, residual, sizes.part, sizes.laps), coder.density)
-    within = torch.cat([found.low, found.high, found.room.to(torch.int32)], dim=1)
-    return within, found.lost.to(torch.int32)
+    row_bounds = torch.cat([found.low, found.high, found.room.to(torch.int32)], dim=1)
+    return row_bounds, found.lost.to(torch.int32)
 
 
 def selection_of(coder: SparseCodec, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:

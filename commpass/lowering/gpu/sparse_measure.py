@@ -87,7 +87,7 @@ class Seen:
         above = sparse_measure.sparse_above
         return self._call(above, peaks=peak, threshold=threshold, found=found)
 
-    def _call(self, entry: Callable[..., None], **own: Tensor | int) -> Call:
+    def _call(self, entry: Callable[..., None], **arguments: Tensor | int) -> Call:
         rows, n = self.x.shape
         parts = -(-n // (self.block * self.tiles))
         known: Arguments = {
@@ -95,7 +95,7 @@ class Seen:
             **{"n": n, "parts": parts, "FORM": FORMS[self.x.dtype], "ONE_ROW": rows == 1},
             **{"BLOCK": self.block, "TILES": self.tiles},
         }
-        return call_of(entry, known | own, rows * parts)
+        return call_of(entry, known | arguments, rows * parts)
 
 
 def seen(x: Tensor, residual: Tensor, block: int = 2048, tiles: int = 8) -> Seen:

@@ -107,19 +107,19 @@ def _collective(target: Any) -> tuple[OpOverload, str, str, str] | None:
     return (overload, namespace, name, base) if known else None
 
 
-def _ends(base: str, given: dict[str, Any]) -> tuple[End, ...]:
+def _ends(base: str, arguments: dict[str, Any]) -> tuple[End, ...]:
     if base == "batch_p2p_ops":
-        rows = zip(given["op_list"], given["peer_list"], given["tag_list"], strict=True)
+        rows = zip(arguments["op_list"], arguments["peer_list"], arguments["tag_list"], strict=True)
         return tuple(End(KIND_OF[op], peer, tag) for op, peer, tag in rows)
     peer = {"isend": "dst", "irecv": "src"}.get(base)
-    return (End(KIND_OF[base], given[peer], given["tag"]),) if peer else ()
+    return (End(KIND_OF[base], arguments[peer], arguments["tag"]),) if peer else ()
 
 
-def _splits(given: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
+def _splits(arguments: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
     """Return what an all_to_all sends to and receives from each rank, as numbers or nodes."""
-    if "input_split_sizes" not in given:
+    if "input_split_sizes" not in arguments:
         return None
-    return tuple(given["input_split_sizes"]), tuple(given["output_split_sizes"])
+    return tuple(arguments["input_split_sizes"]), tuple(arguments["output_split_sizes"])
 
 
 _INPUT_NAMES = ("inputs", "input", "tensors", "tensor", "self", "shard")
