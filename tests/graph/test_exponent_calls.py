@@ -8,7 +8,8 @@ from graphs import ops, trace
 
 import commpass
 from commpass.codecs import codec
-from commpass.lowering import exponent
+from commpass.lowering import Source, exponent
+from commpass.passes import lower
 from commpass.passes.context import GraphInput
 from commpass.passes.manager import run
 from commpass.policy import Policy
@@ -33,16 +34,16 @@ def tokens(x, counts):
     return ops.wait_tensor(ops.all_to_all_single(given * 2, sizes, sizes, "0")) + 1
 
 
-def lowered(x, dynamic=True, **road):
+def lowered(x, dynamic=True, lowering=None, **more):
     """Return the graph of an all_to_all, and the names of commpass's operators in it."""
     counts = torch.tensor([3, 4])
     function = tokens if dynamic else lambda x, _: tokens_fixed(x)
     gm = trace(function, x, counts, dynamic=True)
-    policy = Policy(rules=[Rule(codec="exponent", force=True)])
-    taken = GraphInput(
-        gm=gm, direction="forward", policy=policy, profile=commpass.ethernet(1), **road
+    policy = Policy(rules=[Rule(codec="exponent", force=True, lowering=lowering)])
+    graph_input = GraphInput(
+        gm=gm, direction="forward", policy=policy, profile=commpass.ethernet(1), **more
     )
-    outcome = run(taken, "0", strict=True)
+    outcome = run(graph_input, "0", strict=True)
     assert outcome.error is None
     assert len(outcome.plan.compressed) == 1
     own = [n.target.name().split("::")[1] for n in gm.graph.nodes if "commpass" in str(n.target)]
@@ -73,6 +74,16 @@ def test_exchange_of_fixed_size_has_few_nodes():
     gm, own = lowered(X, dynamic=False, operators=True)
     assert own == CALLS
     assert len(gm.graph.nodes) < 250
+
+
+def test_kernel_of_a_region_has_few_nodes(monkeypatch):
+    sources = []
+    monkeypatch.setattr(lower, "make", sources.extend)
+    lowered(X, dynamic=False, lowering="kernel", operators=True, kernels=True)
+    bodies = [each.body.graph for each in sources if isinstance(each, Source)]
+    called = [str(node.target) for body in bodies for node in body.nodes]
+    assert "commpass.exponent_encode.default" in called
+    assert all(len(body.nodes) < 250 for body in bodies)
 
 
 def test_rows_too_short_to_be_coded_are_not_called():
