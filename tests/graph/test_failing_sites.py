@@ -17,7 +17,7 @@ from commpass.codecs.block.presets import int8
 from commpass.collectives import data_sized
 from commpass.errors import VerifyError
 from commpass.passes import lower, manager, rewrite, verify
-from commpass.passes.context import GraphInput
+from commpass.passes.context import GraphInput, PassContext
 from commpass.passes.failures import SiteFailure
 from commpass.passes.manager import run
 from commpass.policy import Policy
@@ -252,3 +252,26 @@ def test_sizes_that_a_failed_trace_left_behind_do_not_matter(monkeypatch):
     plan = planned(gm, forced("exponent"), passes=passes).plan
     assert [site.codec for site in plan] == ["none", "exponent"]
     assert plan.sites[0].reason == "left alone: pass 'rewrite' failed: RuntimeError: injected"
+
+
+# --- restoring the untouched graph ----------------------------------------------------------------
+
+
+def test_restored_graph_has_no_results_of_passes(fake_group):
+    fake_group(RANKS)
+    gm = trace(lambda x: wait(ops.all_reduce(x * 2, "sum", "0")) + 1, ones(1024))
+    given = GraphInput(gm=gm, direction="forward", policy=Policy(rules=[]), profile=SLOW)
+    context = run(given, "0")
+    kept = {"plan", "input", "found", "first", "times_ms", "error", "failed"}
+    fresh = PassContext.of(given, "0")
+    names = {field.name for field in dataclasses.fields(context)} - kept
+    assert len(names) > 8
+    for name in names:
+        setattr(context, name, object())
+    context.untouched = {}
+    context.restore("injected")
+    assert {name: getattr(context, name) for name in names} == {
+        name: getattr(fresh, name) for name in names
+    }
+    assert context.plan.fallback == "injected"
+    assert [site.codec for site in context.plan.sites] == ["none"]

@@ -100,6 +100,19 @@ def test_results_are_near_the_exact_ones_and_gathers_equal_on_all_ranks(ranks3):
     assert ranks3.run(check_values) == [cases] * 3
 
 
+def check_order() -> None:
+    """1e8 - 1e8 + 1 is 1 in rank order, and 0 in the opposite order."""
+    rank, parts = dist.get_rank(), SPLITS["rows longer than a block"]
+    for codec, dtype in itertools.product(("exponent", "raw"), (torch.float32, torch.bfloat16)):
+        x = torch.full((sum(parts), WIDTH), (1e8, -1e8, 1.0)[rank], dtype=dtype)
+        result = commpass.reduce_scatter_v(x, parts, codec=codec)
+        assert torch.equal(result, torch.ones(parts[rank], WIDTH, dtype=dtype)), (codec, dtype)
+
+
+def test_sums_are_made_in_rank_order(ranks3):
+    ranks3.run(check_order)
+
+
 def check_even() -> None:
     """Equal parts give the bits of the collectives that only take equal parts."""
     rank, parts = dist.get_rank(), SPLITS["even"]
