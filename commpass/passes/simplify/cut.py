@@ -86,17 +86,21 @@ def region_of(exchange: Exchange, editor: Editor) -> Region | None:
     def found(node: fx.Node) -> Shard | None:
         return None if node in editor.changing else shard_of(node, shards, ranks, even=even)
 
-    heap = list(consumers(wait))
-    if ranks < 2 or not heap or any(found(each) is None for each in heap):
+    needed = set(consumers(wait))
+    heap = sorted(needed)
+    if ranks < 2:
         return None
-    heapq.heapify(heap)
     while heap and len(shards) < LARGEST:
         node = heapq.heappop(heap)
-        if node not in shards and (shard := found(node)) is not None:
+        if node in shards:
+            continue
+        if (shard := found(node)) is not None:
             shards[node] = shard
             for user in consumers(node):
                 heapq.heappush(heap, user)
-    if not all(each in shards for each in consumers(wait)):
+        elif node in needed:
+            return None
+    if not needed or not needed <= shards.keys():
         return None
     region = Region(exchange, ranks, shards)
     known: dict[Any, fx.Node] = {}
