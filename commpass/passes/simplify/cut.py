@@ -117,7 +117,8 @@ def _key(node: fx.Node, region: Region) -> Any:
         if is_copy(node) or (node.target in SAME_VALUES and same_shape):
             return _key(region.first[source], region)
     return node.target, *(
-        frozen(given, lambda each: region.first.get(each, each)) for given in (node.args, node.kwargs)
+        frozen(given, lambda each: region.first.get(each, each))
+        for given in (node.args, node.kwargs)
     )
 
 
@@ -164,4 +165,3 @@ def _cost(node: fx.Node, region: Region) -> int | None:
         return 0
     fixed = all(isinstance(size, int) for size in value.shape)
     return region.nbytes(node) if fixed or shard.dim == 0 else None
-

@@ -284,16 +284,15 @@ def dim_after(link: fx.Node, dim: int, ranks: int, *, even: bool) -> int | None:
     if link.target is aten.constant_pad_nd.default:
         padded = {len(given) - 1 - number // 2 for number, by in enumerate(args[1]) if by}
         return None if dim in padded else dim
-    if link.target is aten.slice.Tensor:
+    if link.target is aten.slice.Tensor and not fake(link).is_floating_point():
+        # Codes are packed from slices. A slice of values would be sent without the policy's codec.
         return None if (args[1] if len(args) > 1 else 0) % len(given) == dim else dim
     if link.target in RESHAPES:
         return _reshaped(given, made, dim, ranks, even)
     return None
 
 
-def _reshaped(
-    given: torch.Size, made: torch.Size, dim: int, ranks: int, even: bool
-) -> int | None:
+def _reshaped(given: torch.Size, made: torch.Size, dim: int, ranks: int, even: bool) -> int | None:
     """Return the dimension of a reshape's result with the same parts. The order of values is kept,
     so the preceding dimensions must have equal products."""
     if not even or not _is_fixed([*given, *made]):
