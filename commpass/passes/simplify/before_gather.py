@@ -44,12 +44,17 @@ class LocalValues:
         return self.editor.emit(self.place, self.rule, source, target, *args, **kwargs)
 
     def _rounded(self, value: fx.Node) -> fx.Node:
-        """Return 16-bit values as they are in memory, and were sent. A compiler may otherwise join
-        their producer with the operators, and skip the rounding."""
+        """Return 16-bit values as they are in memory, and were sent.
+
+        Inductor would otherwise compute the operators from the producer's float32 values, before
+        rounding. An integer operator needs the real bits, while two casts of bits cancel out.
+        """
         dtype = fake(value).dtype
         if dtype not in (torch.bfloat16, torch.float16) or value.op != "call_function":
             return value
-        return self.emit(value, BITS, self.emit(value, BITS, value, torch.int16), dtype)
+        bits = self.emit(value, BITS, value, torch.int16)
+        bits = self.emit(value, aten.bitwise_or.Scalar, bits, 0)
+        return self.emit(value, BITS, bits, dtype)
 
     # --- computing ---
 
