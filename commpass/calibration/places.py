@@ -115,5 +115,5 @@ class Place:
 
 
 def bare(site: Site) -> Site:
-    """Return a site without its name and neighbours: equal for all that do the same in a place."""
-    return dataclasses.replace(site, name="", producer=None, consumers=())
+    """Return a site without its name: equal for all that do the same in a place."""
+    return dataclasses.replace(site, name="")

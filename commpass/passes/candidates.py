@@ -101,7 +101,7 @@ def scoring(profile: Profile, reassociate: bool) -> Scoring:
 
 def nameless(site: Site) -> Site:
     """Return a site without the fields that do not affect its candidates."""
-    return dataclasses.replace(site, name="", module="", producer=None, consumers=(), word=None)
+    return dataclasses.replace(site, name="", module="", word=None)
 
 
 def _uncompressed(site: Site, profile: Profile) -> Candidate:

@@ -369,7 +369,6 @@ def _record(members: Sequence[Member], editor: Editor, into: str) -> Grouped:
         group=members[0].found.site.group,
         numbers=tuple(each.number for each in members),
         bytes=tuple(each.found.site.bytes for each in members),
-        gain_us=round(times.gain, 3),
         reason=reason,
     )
 

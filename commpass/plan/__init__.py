@@ -75,8 +75,6 @@ class Site:
     device: str = "cpu"
     module: str = ""
     direction: str = "forward"
-    producer: str | None = None
-    consumers: tuple[str, ...] = ()
     word: str | None = None
     obstacle: str | None = None
 
@@ -247,8 +245,7 @@ class Grouped:
     """Small sites that were fused into one.
 
     ``into`` is the name of the fused site. ``numbers`` are the members' places, from 0, among the
-    earlier sites of their process group, and ``bytes`` their sizes, in the same order. ``gain_us``
-    is the predicted gain of one exchange over several, all uncompressed.
+    earlier sites of their process group, and ``bytes`` their sizes, in the same order.
     """
 
     sites: tuple[str, ...]
@@ -257,7 +254,6 @@ class Grouped:
     group: str
     numbers: tuple[int, ...]
     bytes: tuple[int, ...]
-    gain_us: float
     reason: str
 
 

@@ -146,6 +146,5 @@ def _grouped(
         group=site.group,
         numbers=tuple(numbers),
         bytes=tuple(part.entries * part.dtype.itemsize for part in parts),
-        gain_us=0.0,
         reason="a fusion buffer",
     )
