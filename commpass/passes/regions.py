@@ -28,7 +28,7 @@ from commpass.passes.fx.aliasing import is_view
 from commpass.passes.fx.erase import erase, replace
 from commpass.passes.fx.fakes import mode_of
 from commpass.passes.fx.marks import CODED, MARK, inherit
-from commpass.passes.fx.ops import BUFFERS, EMPTY
+from commpass.passes.fx.ops import ALLOCATORS, EMPTY
 from commpass.passes.fx.splice import add_input
 from commpass.passes.fx.tracing import Decompositions, traced
 
@@ -128,7 +128,7 @@ def regions(
     for node in nodes:
         waits[node] = frozenset().union(*(_after(source, waits) for source in node.all_input_nodes))
         exchanges += node.meta[MARK].role == "exchange"
-        if node.meta[MARK].role not in OUTSIDE and node.target not in BUFFERS:
+        if node.meta[MARK].role not in OUTSIDE and node.target not in ALLOCATORS:
             groups.setdefault((exchanges, waits[node]), []).append(node)
     for group in groups.values():
         for part in _connected(_without_leading_pads(_without_leading_views(group))):

@@ -13,7 +13,7 @@ from commpass.costmodel import HOST, Prices, Profile, Task, prices
 from commpass.passes.fx import meta
 from commpass.passes.fx.aliasing import is_alias
 from commpass.passes.fx.marks import CODED, MARK
-from commpass.passes.fx.ops import UNWRITTEN, flops_formula
+from commpass.passes.fx.ops import ALLOCATORS, flops_formula
 from commpass.passes.fx.parse import Call, describe_group
 from commpass.plan.stage import ALL, Stage, all_to_all
 
@@ -31,7 +31,7 @@ def compute(node: fx.Node, profile: Profile) -> Task:
     if (
         node.op != "call_function"
         or is_alias(node)
-        or node.target in UNWRITTEN
+        or node.target in ALLOCATORS
         or MARK in node.meta
     ):
         return Task(HOST, 0.0)

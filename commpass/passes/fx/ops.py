@@ -116,10 +116,8 @@ DIVISIONS = (aten.div.Tensor, aten.div.Scalar)
 SCALINGS = (*MULTIPLICATIONS, *DIVISIONS, aten.neg.default)
 ADDITIONS = (aten.add.Tensor, aten.sub.Tensor)
 EMPTY = aten.empty.memory_format
-UNWRITTEN = (EMPTY, aten.empty_strided.default)
-"""Operators that allocate memory without writing to it, as Inductor sees them."""
-BUFFERS = (EMPTY, aten.new_empty.default)
-"""The same, as algorithms create buffers for later writes."""
+ALLOCATORS = (EMPTY, aten.empty_strided.default, aten.new_empty.default)
+"""Operators that allocate memory without writing to it."""
 
 
 def moves_values(node: fx.Node) -> bool:
