@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ def _fits_all(codec: Codec, ranks: int) -> str | None:
 class Algorithm:
     """An algorithm for one kind of collective, identified by its name with parameters (``spec``).
 
+    - ``parameters``: those of ``spec`` that differ from their defaults, by name.
     - ``steps(x, request, codec)`` returns its steps. For a codec with state it is ``steps(x,
       request, codec, state)``, whose result is a pair of the result and the new state.
     - ``encodes(codec, ranks)`` returns the codecs that encode a value on its way, each with the
@@ -47,6 +49,7 @@ class Algorithm:
     keeps: Callable[[Codec], bool] = lambda codec: isinstance(codec, RawCodec)
     chunks: int = 1
     sends: Callable[[Codec], torch.dtype] = lambda codec: torch.uint8
+    parameters: tuple[tuple[str, Any], ...] = ()
 
     def run(self, x: Tensor, request: Request, codec: Codec, *state: Tensor) -> Steps:
         """Return its steps on this rank. Raises PolicyError for a codec calibrated for another
@@ -71,3 +74,8 @@ class Algorithm:
     @property
     def name(self) -> str:
         return self.spec.partition("(")[0]
+
+    @property
+    def chunk_bytes(self) -> int:
+        """The size of the chunks that it was named with; 0 if it was not."""
+        return int(dict(self.parameters).get("chunk_bytes", 0))

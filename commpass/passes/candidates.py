@@ -23,10 +23,10 @@ from commpass.collectives import (
     Payload,
     Request,
     Stages,
-    algorithm,
     algorithms_of,
     find_algorithm,
     read_stages,
+    with_parameters,
     without_chunks,
 )
 from commpass.costmodel import Profile, finished_us
@@ -178,9 +178,8 @@ def _coded(
             except Exception as error:
                 said = str(error).strip().partition("\n")[0]
                 why = f"{coder.spec} by {each.spec} fails: {type(error).__name__}: {said}"
-                made = [
-                    Candidate(codec=coder.spec, algorithm=without_chunks(each.spec), refused=why)
-                ]
+                name = without_chunks(each).spec
+                made = [Candidate(codec=coder.spec, algorithm=name, refused=why)]
             if len(made) == 1 and not made[0].refused:
                 undivided.append((coder, each, made[0]))
             made = [made[0], *(m for m in made[1:] if is_surely_faster(m, made[0], site, profile))]
@@ -209,7 +208,7 @@ def _candidate(
     """Return the candidate of one codec with one algorithm: with its time, or refused."""
     named = Candidate(
         codec=coder.spec,
-        algorithm=without_chunks(algorithm.spec),
+        algorithm=without_chunks(algorithm).spec,
         chunks=algorithm.chunks,
     )
     obstacle = _unsupported_codec(site, coder, algorithm, reassociate)
@@ -244,8 +243,9 @@ def _actual_chunks(algorithm: Algorithm, found: Stages, site: Site, coder: Codec
     """
     if algorithm.chunks == 1 or site.dynamic:
         return algorithm.chunks
-    undivided = read_stages(site.kind, without_chunks(algorithm.spec), coder.spec, *_scored(site))
-    return len(found.exchanges) // max(len(undivided.exchanges), 1)
+    undivided = without_chunks(algorithm)
+    whole = read_stages(site.kind, undivided.spec, coder.spec, *_scored(site))
+    return len(found.exchanges) // max(len(whole.exchanges), 1)
 
 
 def _unsupported_codec(
@@ -292,7 +292,7 @@ def _algorithms(site: Site, allowed: Allowed, profile: Profile) -> list[Algorith
         if (chosen := find_algorithm(site.kind, spec)) is None:
             continue
         if chosen.name == "hierarchical" and "node=" not in spec and profile.node > 1:
-            chosen = algorithm(site.kind, spec, node=profile.on_each_host(site.global_ranks) or 1)
+            chosen = with_parameters(chosen, node=profile.on_each_host(site.global_ranks) or 1)
         found.append(chosen)
     if found or allowed.named:
         return found
