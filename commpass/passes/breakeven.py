@@ -14,7 +14,8 @@ import torch
 from commpass.codecs import codec
 from commpass.collectives import algorithm
 from commpass.costmodel import Profile
-from commpass.passes.candidates import coded_us, plain_us, prices_of, stages_us
+from commpass.passes.candidates import coded_us, plain_us, stages_us
+from commpass.passes.payloads import prices_of
 from commpass.plan import Candidate, Site
 
 LEAST, MOST = 1 << 8, 1 << 36

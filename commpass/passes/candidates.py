@@ -20,8 +20,6 @@ from commpass.collectives import (
     DEFAULTS,
     REDUCE_OPS,
     Algorithm,
-    Payload,
-    Request,
     Stages,
     algorithms_of,
     find_algorithm,
@@ -38,13 +36,18 @@ from commpass.passes.divide import (
     is_surely_faster,
     is_unsure,
     no_more_gain,
-    payload_of,
-    prices_of,
     unapplied_note,
     undivided_reason,
 )
+from commpass.passes.payloads import (
+    common_input,
+    own_request,
+    payload_of,
+    prices_of,
+    request_of,
+)
 from commpass.passes.results import Options
-from commpass.plan import ROWS, Candidate, PlannedSite, Site
+from commpass.plan import Candidate, PlannedSite, Site
 from commpass.plan.kinds import KINDS, PAIRWISE
 from commpass.plan.stage import Stage
 from commpass.plan.timeline import HOST
@@ -107,7 +110,7 @@ def nameless(site: Site) -> Site:
 def _uncompressed(site: Site, profile: Profile) -> Candidate:
     """Return the uncompressed candidate with its predicted time."""
     known = getattr(torch, site.dtype, None) in FLOATS
-    payload = _scored(site)[0] if site.uneven and known else None
+    payload = common_input(site)[0] if site.uneven and known else None
     size = payload.numel * payload.dtype.itemsize if payload else max(site.bytes, 0)
     us = prices_of(site, profile).us(site.kind, size) if site.kind in KINDS else 0.0
     exchange = Stage(role="exchange", kind=site.kind, nbytes=size, leaving=size)
@@ -219,10 +222,12 @@ def _candidate(
         budget = f"the budget of {allowed.max_error:.3%} ({allowed.budget})"
         above = f"{coder.spec} by {algorithm.spec}: error {error:.3%} is above {budget}"
         return dataclasses.replace(named, error=error, refused=above)
-    scored = read_stages(site.kind, algorithm.spec, coder.spec, *_scored(site))
+    scored = read_stages(site.kind, algorithm.spec, coder.spec, *common_input(site))
     real = scored
     if site.uneven and site.bytes >= 0:
-        real = read_stages(site.kind, algorithm.spec, coder.spec, payload_of(site), _handed(site))
+        real = read_stages(
+            site.kind, algorithm.spec, coder.spec, payload_of(site), own_request(site)
+        )
     known = site.bytes >= 0
     return dataclasses.replace(
         named,
@@ -244,7 +249,7 @@ def _actual_chunks(algorithm: Algorithm, found: Stages, site: Site, coder: Codec
     if algorithm.chunks == 1 or site.dynamic:
         return algorithm.chunks
     undivided = without_chunks(algorithm)
-    whole = read_stages(site.kind, undivided.spec, coder.spec, *_scored(site))
+    whole = read_stages(site.kind, undivided.spec, coder.spec, *common_input(site))
     return len(found.exchanges) // max(len(whole.exchanges), 1)
 
 
@@ -299,65 +304,12 @@ def _algorithms(site: Site, allowed: Allowed, profile: Profile) -> list[Algorith
     return [each for each in algorithms_of(site.kind) if each.name in DEFAULTS]
 
 
-# --- payloads -------------------------------------------------------------------------------------
-
-
-def request(site: Site) -> Request:
-    """Return the request of a site, as seen by any of its ranks."""
-    sent, received = site.splits or (None, None)
-    return Request(
-        site.group,
-        site.group_size,
-        0,
-        site.reduce_op or "sum",
-        0,
-        sent,
-        received,
-        peer=site.peer or 0,
-        tag=site.tag,
-        by_messages=site.by_messages,
-    )
-
-
-def _scored(site: Site) -> tuple[Payload, Request]:
-    """Return the payload and request that times are predicted for.
-
-    If ranks may hold different sizes, they are standard sizes that all ranks know.
-    """
-    if not site.uneven:
-        return payload_of(site), request(site)
-    dtype = getattr(torch, site.dtype)
-    rows = (ROWS,) * site.group_size
-    asked = dataclasses.replace(
-        request(site), sent=rows, received=rows, unknown=not _known(site), alike=False
-    )
-    return Payload(ROWS * site.group_size * site.width, site.width, dtype), asked
-
-
-def _handed(site: Site) -> Request:
-    """Return this rank's request if ranks may hold different sizes.
-
-    If the sizes are still unknown, all entries count as sent to one rank, which gives the same
-    bytes.
-    """
-    asked = request(site)
-    if _known(site):
-        return asked
-    entries = payload_of(site).numel // max(site.width, 1)
-    rows = (entries, *[0] * (site.group_size - 1))
-    return dataclasses.replace(asked, sent=rows, received=rows, unknown=True)
-
-
-def _known(site: Site) -> bool:
-    return all(isinstance(size, int) for some in site.splits or () for size in some)
-
-
 # --- predicted times ------------------------------------------------------------------------------
 
 
 def coded_us(site: Site, algorithm: Algorithm, coder: Codec, profile: Profile) -> float:
     """Return the predicted microseconds of a site by an algorithm with a codec."""
-    found = read_stages(site.kind, algorithm.spec, coder.spec, *_scored(site))
+    found = read_stages(site.kind, algorithm.spec, coder.spec, *common_input(site))
     return stages_us(_timed(found, site, algorithm, coder), site, profile)
 
 
@@ -402,7 +354,7 @@ def _timed(found: Stages, site: Site, algorithm: Algorithm, coder: Codec) -> lis
     if not site.pairwise:
         return list(found)
     sent, received = (
-        read_stages(kind, algorithm.spec, coder.spec, payload_of(site), request(site))
+        read_stages(kind, algorithm.spec, coder.spec, payload_of(site), request_of(site))
         for kind in PAIRWISE
     )
     last = (len(list(sent)) - 1,)

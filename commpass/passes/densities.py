@@ -29,15 +29,14 @@ from commpass.collectives import read_stages
 from commpass.costmodel import HOST, Profile
 from commpass.costmodel.buffers import BOUND, Gradient, Problem, excluded, slack, sparsified
 from commpass.passes.allowed import still_allowed
-from commpass.passes.candidates import request
 from commpass.passes.context import PassContext
-from commpass.passes.divide import payload_of, prices_of
 from commpass.passes.fx import costs
 from commpass.passes.fx.marks import ALLOWED
 from commpass.passes.fx.parse import graph_modules, is_wait, parse
 from commpass.passes.graph_site import GraphSite
 from commpass.passes.group import Member, fusions, runs_again, selects
 from commpass.passes.hidden import facts_of
+from commpass.passes.payloads import payload_of, prices_of, request_of
 from commpass.passes.results import Densities, Thinned
 from commpass.policy import Policy
 
@@ -176,7 +175,7 @@ def _coding_us(
     for them."""
     site = next(each.site for each in sites if payload_of(each.site).numel == numel)
     task = prices_of(site, profile).task
-    stages = read_stages(site.kind, "sparse", coder.spec, payload_of(site), request(site))
+    stages = read_stages(site.kind, "sparse", coder.spec, payload_of(site), request_of(site))
     tasks = [(stage.role, task(stage)) for stage in stages]
     select = sum(each.us for role, each in tasks if role == "encode")
     every = sum(each.us for _, each in tasks if each.resource == HOST)

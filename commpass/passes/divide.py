@@ -10,13 +10,13 @@ import torch
 from commpass.codecs import Codec
 from commpass.collectives import (
     Algorithm,
-    Payload,
     chunks_for,
     has_parameter,
     with_parameters,
     without_chunks,
 )
-from commpass.costmodel import Prices, Profile, prices
+from commpass.costmodel import Profile
+from commpass.passes.payloads import payload_of, prices_of
 from commpass.plan import Candidate, Site
 from commpass.plan.kinds import KINDS
 from commpass.plan.stage import NEXT, Stage
@@ -215,15 +215,3 @@ def in_shards(
     if possible:
         best = min(each.predicted_us for each in possible)
         yield next(each for each in possible if each.predicted_us <= best * (1 + SURE))
-
-
-def payload_of(site: Site) -> Payload:
-    """Return the payload that a rank hands to the collective."""
-    dtype = getattr(torch, site.dtype)
-    return Payload(max(site.bytes, 0) // dtype.itemsize, site.width, dtype)
-
-
-def prices_of(site: Site, profile: Profile) -> Prices:
-    """Return the prices in the group of a site."""
-    labels = (site.group_label, *site.group_labels)
-    return prices(profile, site.group_size, labels, site.global_ranks)
