@@ -26,7 +26,7 @@ from commpass.collectives.request import Request, ops
 from commpass.collectives.steps import run
 from commpass.collectives.table import algorithm
 from commpass.plan.kinds import KIND_OF, KINDS
-from commpass.plan.stage import Stage, all_to_all
+from commpass.plan.stage import Stage, all_to_all, plain_exchange
 from commpass.utils.ambient import ambient_free
 
 
@@ -201,13 +201,8 @@ class _Recorder(TorchDispatchMode):
     def _exchange(self, kind: str, wire: Tensor, args: Any) -> Stage:
         nbytes = wire.numel() * wire.element_size()
         if not KINDS[kind].splits:
-            return Stage(
-                role="exchange",
-                kind=kind,
-                nbytes=nbytes,
-                leaving=nbytes,
-                by_messages=KINDS[kind].by_messages and self.request.by_messages,
-            )
+            by_messages = KINDS[kind].by_messages and self.request.by_messages
+            return plain_exchange(kind, nbytes, by_messages=by_messages)
         _, received, sent, _ = args
         return all_to_all(
             nbytes, sent, received, self.request.rank, by_messages=self.request.by_messages

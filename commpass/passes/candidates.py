@@ -49,7 +49,7 @@ from commpass.passes.payloads import (
 from commpass.passes.results import Options
 from commpass.plan import Candidate, PlannedSite, Site
 from commpass.plan.kinds import KINDS, PAIRWISE
-from commpass.plan.stage import Stage
+from commpass.plan.stage import Stage, plain_exchange
 from commpass.plan.timeline import HOST
 from commpass.policy.rules import Allowed
 
@@ -113,8 +113,8 @@ def _uncompressed(site: Site, profile: Profile) -> Candidate:
     payload = common_input(site)[0] if site.uneven and known else None
     size = payload.numel * payload.dtype.itemsize if payload else max(site.bytes, 0)
     us = prices_of(site, profile).us(site.kind, size) if site.kind in KINDS else 0.0
-    exchange = Stage(role="exchange", kind=site.kind, nbytes=size, leaving=size)
-    return Candidate(wire_bytes=site.bytes, predicted_us=round(us, 3), stages=(exchange,))
+    stages = (plain_exchange(site.kind, size),)
+    return Candidate(wire_bytes=site.bytes, predicted_us=round(us, 3), stages=stages)
 
 
 def _unsent(site: Site) -> str | None:
@@ -326,7 +326,7 @@ def together_us(members: Sequence[PlannedSite], profile: Profile) -> float:
     """
     of_group, kind = prices_of(members[0], profile), members[0].kind
     rest = sum(each.bytes for each in members if not each.compressed)
-    stages = [Stage(role="exchange", kind=kind, nbytes=rest, leaving=rest)] if rest else []
+    stages = [plain_exchange(kind, rest)] if rest else []
     waits = [False] * len(stages)
     for each in members:
         first = len(stages)

@@ -15,7 +15,7 @@ from commpass.passes.fx.aliasing import is_alias
 from commpass.passes.fx.marks import CODED, MARK
 from commpass.passes.fx.ops import ALLOCATORS, flops_formula
 from commpass.passes.fx.parse import Call, describe_group
-from commpass.plan.stage import ALL, Stage, all_to_all
+from commpass.plan.stage import ALL, Stage, all_to_all, plain_exchange
 
 
 def compute(node: fx.Node, profile: Profile) -> Task:
@@ -68,13 +68,7 @@ def _stage(call: Call, group: str, nbytes: int) -> Stage:
     """
     splits = call.splits
     if splits is None or not all(isinstance(rows, int) for some in splits for rows in some):
-        return Stage(
-            role="exchange",
-            kind=call.kind,
-            nbytes=nbytes,
-            leaving=nbytes,
-            by_messages=call.by_messages,
-        )
+        return plain_exchange(call.kind, nbytes, by_messages=call.by_messages)
     rank = groups.rank_in(group) or 0
     sent, received = splits
     found = all_to_all(nbytes, sent, received, rank, by_messages=call.by_messages)
