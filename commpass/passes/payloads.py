@@ -43,7 +43,11 @@ def common_input(site: Site) -> tuple[Payload, Request]:
     dtype = getattr(torch, site.dtype)
     rows = (ROWS,) * site.group_size
     request = dataclasses.replace(
-        request_of(site), sent=rows, received=rows, unknown=not _has_known_splits(site), alike=False
+        request_of(site),
+        sent=rows,
+        received=rows,
+        unknown=not _has_known_splits(site),
+        has_even_peers=False,
     )
     return Payload(ROWS * site.group_size * site.width, site.width, dtype), request
 
