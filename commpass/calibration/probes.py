@@ -121,7 +121,9 @@ class Probes:
             return "both ends of a send must do the same, and each has a place of its own"
         wanted = Allowed(codecs=self.wanted)
         options = candidates(site, wanted, profile, self.policy.reassociate)
-        return options.obstacle or (None if options.possible else "; ".join(options.refused))
+        return options.unsupported_reason or (
+            None if options.possible else "; ".join(options.refused)
+        )
 
     def _before(self, each: GraphSite, address: Address) -> None:
         """Insert a probe before a site's input."""

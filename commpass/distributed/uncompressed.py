@@ -106,10 +106,10 @@ def _of_site(
         return UncompressedSite(site, HIDDEN, "Policy(leave_hidden=False)")
     if options is None or site.reason.startswith(LEFT):
         return UncompressedSite(site, EARLIER if site.reason.startswith(LEFT) else site.reason)
-    if options.obstacle == NO_CODEC.format(allowed.source):
+    if options.unsupported_reason == NO_CODEC.format(allowed.source):
         return UncompressedSite(site, *_unasked(site, allowed, policy))
-    if options.obstacle:
-        return UncompressedSite(site, options.obstacle)
+    if options.unsupported_reason:
+        return UncompressedSite(site, options.unsupported_reason)
     if not options.possible:
         first, *others = options.refused
         over = any(each.refused and each.error for each in options.candidates)

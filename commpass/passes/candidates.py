@@ -82,8 +82,8 @@ def _with_parts(context: PassContext) -> dict[str, str]:
 def candidates(site: Site, allowed: Allowed, profile: Profile, reassociate: bool) -> Options:
     """Return all candidates that the policy allows for a site, with predicted times."""
     alone = (_uncompressed(site, profile),)
-    if obstacle := _unsent(site) or site.obstacle or _unsupported_reason(site, allowed):
-        return Options(alone, obstacle)
+    if reason := _unsent(site) or site.obstacle or _unsupported_reason(site, allowed):
+        return Options(alone, reason)
     return Options((*alone, *_coded(site, allowed, profile, reassociate)))
 
 
@@ -214,9 +214,9 @@ def _candidate(
         algorithm=without_chunks(algorithm).spec,
         chunks=algorithm.chunks,
     )
-    obstacle = _unsupported_codec(site, coder, algorithm, reassociate)
-    if obstacle := obstacle or (None if allowed.force else _needless(site, coder)):
-        return dataclasses.replace(named, refused=obstacle)
+    reason = _unsupported_codec(site, coder, algorithm, reassociate)
+    if reason := reason or (None if allowed.force else _needless(site, coder)):
+        return dataclasses.replace(named, refused=reason)
     error = round(algorithm.error(coder, site.group_size), 6)
     if allowed.max_error is not None and error > allowed.max_error:
         budget = f"the budget of {allowed.max_error:.3%} ({allowed.budget})"
@@ -257,10 +257,10 @@ def _unsupported_codec(
     site: Site, coder: Codec, algorithm: Algorithm, reassociate: bool
 ) -> str | None:
     """Return why an algorithm cannot or may not carry out a site with a codec, else None."""
-    if obstacle := algorithm.unsupported_reason(coder, site.group_size):
-        return obstacle
-    if obstacle := coder.unsupported_shape(site.shape):
-        return obstacle
+    if reason := algorithm.unsupported_reason(coder, site.group_size):
+        return reason
+    if reason := coder.unsupported_shape(site.shape):
+        return reason
     if coder.state is not None and site.stateless:
         return f"{coder.spec} needs {coder.state}, but {site.stateless}"
     if coder.dynamic and site.fixed:
