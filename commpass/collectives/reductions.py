@@ -119,14 +119,14 @@ class Staged:
 
     def all_reduce(self, x: Tensor, request: Request, coder: Codec) -> Steps:
         first, second = self.codings(coder, x.dtype, request)
-        there = second.codec.domain
+        gather_domain = second.codec.domain
 
         def both(rows: Tensor, first: Coding) -> Steps:
-            summed, here = yield from self.scatter.run(rows, request, first)
-            summed = convert(request.from_sum(summed), here, there)
+            summed, domain = yield from self.scatter.run(rows, request, first)
+            summed = convert(request.from_sum(summed), domain, gather_domain)
             last = second.in_domain().of_chunk(first.chunk)
             arrived = yield from self.scatter.gather(summed, request, last)
-            return convert(arrived, there, VALUES).to(x.dtype)
+            return convert(arrived, gather_domain, VALUES).to(x.dtype)
 
         shard = shard_length(x.numel(), request.ranks, self.unit(coder))
         rows = pad(x.reshape(-1), shard * request.ranks).reshape(request.ranks, shard)

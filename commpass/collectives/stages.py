@@ -160,9 +160,9 @@ class _Recorder(TorchDispatchMode):
             if EXCHANGES.get(func) == "all_to_all"
             else func(*args, **(kwargs or {}))
         )
-        taken, given = list(_tensors(args)), list(_tensors([result]))
-        after = tuple(sorted({n for each in taken for n in self.made_by.get(id(each), ())}))
-        stage = self._stage(func, args, taken, given)
+        inputs, outputs = list(_tensors(args)), list(_tensors([result]))
+        after = tuple(sorted({n for each in inputs for n in self.made_by.get(id(each), ())}))
+        stage = self._stage(func, args, inputs, outputs)
         if stage is not None and stage.role == "exchange":
             after = tuple(sorted({*after, *self.known}))
             self.known.clear()
@@ -173,11 +173,11 @@ class _Recorder(TorchDispatchMode):
                 decoded = dataclasses.replace(stage, role="decode", after=after)
                 self.stages.append(decoded)
         if after:
-            for each in given:
+            for each in outputs:
                 self.made_by[id(each)] = after
                 self.tensors.append(each)
         if func is WITH_FEEDBACK:
-            self.made_by[id(given[1])] = (len(self.stages) - 1,)
+            self.made_by[id(outputs[1])] = (len(self.stages) - 1,)
         return result
 
     def _stage(self, func: Any, args: Any, inputs: list[Tensor], outputs: list[Tensor]) -> Any:

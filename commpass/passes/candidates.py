@@ -179,8 +179,8 @@ def _coded(
                     if no_more_gain(made, site, profile, min(least, plain)):
                         break
             except Exception as error:
-                said = str(error).strip().partition("\n")[0]
-                why = f"{coder.spec} by {each.spec} fails: {type(error).__name__}: {said}"
+                first_line = str(error).strip().partition("\n")[0]
+                why = f"{coder.spec} by {each.spec} fails: {type(error).__name__}: {first_line}"
                 name = without_chunks(each).spec
                 made = [Candidate(codec=coder.spec, algorithm=name, refused=why)]
             if len(made) == 1 and not made[0].refused:

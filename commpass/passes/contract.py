@@ -48,14 +48,14 @@ class Pass:
 def _sites(context: PassContext) -> str | None:
     """The context's sites are the graph's collectives: each once, in graph order."""
     known = [(each.call.node, each.position) for each in context.found]
-    there = [
+    in_graph = [
         (node, position)
         for _, module in graph_modules(context.gm)
         for node in module.graph.nodes
         if (call := parse(node)) is not None
         for position in range(len(call.inputs))
     ]
-    return None if known == there else f"{len(known)} sites are known, {len(there)} are there"
+    return None if known == in_graph else f"{len(known)} sites are known, {len(in_graph)} are there"
 
 
 def _options(context: PassContext) -> str | None:
@@ -81,10 +81,10 @@ def _coded(context: PassContext) -> str | None:
     compressed = {site.name for site in context.plan.sites if site.compressed}
     nodes = [node for _, module in graph_modules(context.gm) for node in module.graph.nodes]
     marked = [node for node in nodes if MARK in node.meta]
-    if lost := [node.name for node in _operators(nodes) if MARK not in node.meta]:
-        return f"coded operator {lost[0]} has no mark"
-    if strange := {node.meta[MARK].site for node in marked} - compressed:
-        return f"nodes are marked for {min(strange)}, which is not compressed"
+    if unmarked := [node.name for node in _operators(nodes) if MARK not in node.meta]:
+        return f"coded operator {unmarked[0]} has no mark"
+    if unplanned := {node.meta[MARK].site for node in marked} - compressed:
+        return f"nodes are marked for {min(unplanned)}, which is not compressed"
     if missing := compressed - {node.meta[MARK].site for node in marked}:
         return f"nothing stands for {min(missing)}"
     return None

@@ -87,13 +87,13 @@ class Region:
     def key(self) -> Any:
         """Return a key that is equal for regions that compute the same from equal inputs."""
         names = {node: f"%{number}" for number, node in enumerate((*self.inputs, *self.nodes))}
-        said = [
+        steps = [
             (str(node.target), str(fx.map_arg((node.args, node.kwargs), lambda n: names[n])))
             for node in self.nodes
         ]
         facts = list(map(input_of, self.inputs))
         widths = [self.places[node].width if node in self.places else 0 for node in self.outputs]
-        return str((said, facts, [names[node] for node in self.outputs], widths))
+        return str((steps, facts, [names[node] for node in self.outputs], widths))
 
 
 def places(nodes: Sequence[fx.Node]) -> dict[fx.Node, Place]:

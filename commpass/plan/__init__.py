@@ -315,7 +315,7 @@ class Plan:
             "grouped": len(self.grouped),
             "split": len(self.split),
         }
-        said = [
+        parts = [
             f"graph {self.graph!r}",
             self.direction,
             f"policy {self.policy!r}",
@@ -324,7 +324,7 @@ class Plan:
             *(f"{count} {what}" for what, count in counts.items() if count),
             *([f"fallback {self.fallback!r}"] if self.fallback else []),
         ]
-        return f"<Plan: {', '.join(said)}>"
+        return f"<Plan: {', '.join(parts)}>"
 
     @property
     def executed(self) -> tuple[PlannedSite, ...]:

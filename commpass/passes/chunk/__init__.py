@@ -184,8 +184,8 @@ class _Chunks:
         through = tuple(node.name for node in (*region.product.nodes, *region.consumers))
         form = _form(region)
         built = build(self.graph, region, self.joins)
-        gone, most = set(built.old), _largest(each) // region.chunks
-        if (more := self._more(each, region, form, most, gone)) > most:
+        removed, most = set(built.old), _largest(each) // region.chunks
+        if (more := self._more(each, region, form, most, removed)) > most:
             built.undo()
             return f"the peak memory would be {more:,} bytes higher"
         split = Split(
@@ -197,7 +197,7 @@ class _Chunks:
             reason=reason,
         )
         built.finish()
-        self.joins = {n: join for n, join in (self.joins | built.joins).items() if n not in gone}
+        self.joins = {n: join for n, join in (self.joins | built.joins).items() if n not in removed}
         self.result.splits.append(split)
         return ""
 
