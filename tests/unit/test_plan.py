@@ -177,6 +177,13 @@ def test_plan_comes_back_from_json_as_it_was(one):
     assert diff(one, back, [field.name for field in dataclasses.fields(PlannedSite)]) == []
 
 
+def test_plan_of_an_older_version_is_read_without_its_unused_fields():
+    one = plan(planned())
+    old = json.loads(one.to_json())
+    old["sites"][0] |= {"producer": "mm", "consumers": ["relu"]}
+    assert Plan.from_json(json.dumps(old)) == one
+
+
 def test_json_of_a_plan_names_what_the_design_names():
     (site,) = json.loads(plan(planned()).to_json())["sites"]
     named = """name kind reduce_op group_size dtype shape bytes module direction codec algorithm
