@@ -47,7 +47,7 @@ def rewrite(
     """
     _check(gm, example_inputs)
     # Other compile stacks need not know the operator that samples.
-    chosen = dataclasses.replace(policy_here(policy), watch=0.0, check_calls=0)
+    chosen = dataclasses.replace(policy_here(policy), error_sample_rate=0.0, check_calls=0)
     _fake_values(gm, example_inputs)
     table = (lambda: dict(decompositions)) if decompositions is not None else None
     given = GraphInput(

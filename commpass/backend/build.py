@@ -152,7 +152,7 @@ def _input(shared: Shared, job: Job, excluded: Mapping[str, str]) -> GraphInput:
     """Return the input of the passes."""
     policy = shared.policy
     if not shared.samples:
-        policy = dataclasses.replace(policy, watch=0.0, check_calls=0)
+        policy = dataclasses.replace(policy, error_sample_rate=0.0, check_calls=0)
     return GraphInput(
         gm=job.gm,
         direction=job.direction,

@@ -1,7 +1,7 @@
 """Measure the real error of compressed sites on some calls of a graph.
 
 Errors are measured on the first calls if there is an error budget (``budget``), and on a share of
-all calls (``Policy(watch=...)``).
+all calls (``Policy(error_sample_rate=...)``).
 
 The measurement is what the codec does to this rank's own values: ``|decode(encode(x)) - x| / |x|``
 of the tensor x that the site is given, in 2-norms. The plan's ``error`` and ``max_error`` are about
@@ -222,8 +222,8 @@ def label(site: PlannedSite) -> str:
 class Samples:
     """The sites of one graph, in the order of its plan, and their measured errors.
 
-    ``share`` is the policy's ``watch``. While ``checking``, ``CHECKED`` values of each site are
-    measured as well, and the caller reports what is above its bound.
+    ``share`` is the policy's ``error_sample_rate``. While ``checking``, ``CHECKED`` values of each
+    site are measured as well, and the caller reports what is above its bound.
     """
 
     share: float

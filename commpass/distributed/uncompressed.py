@@ -103,7 +103,7 @@ def _of_site(
     profile: Profile,
 ) -> UncompressedSite:
     if site.hidden:
-        return UncompressedSite(site, HIDDEN, "Policy(leave_hidden=False)")
+        return UncompressedSite(site, HIDDEN, "Policy(skip_overlapped=False)")
     if options is None or site.reason.startswith(LEFT):
         return UncompressedSite(site, EARLIER if site.reason.startswith(LEFT) else site.reason)
     if options.obstacle == NO_CODEC.format(allowed.source):

@@ -4,10 +4,10 @@ allowed."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -45,10 +45,12 @@ TYPES: dict[str, Any] = {
 class Named:
     """Base class that rejects unknown keyword arguments and names the nearest field."""
 
+    OLD_NAMES: ClassVar[Mapping[str, str]] = {}
+
     def __new__(cls, **fields: Any) -> Any:
         known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
         for name in fields:
-            if name not in known:
+            if name not in known and name not in cls.OLD_NAMES:
                 raise PolicyError(f"{cls.__name__} has no field {name!r}{nearest(name, known)}")
         return super().__new__(cls)
 

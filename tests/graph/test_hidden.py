@@ -113,7 +113,10 @@ def test_codes_that_take_the_rank_longer_than_they_save_are_not_worth_it():
 
 @pytest.mark.parametrize(
     "policy",
-    [{"leave_hidden": False}, {"rules": (Rule(codec="int8", algorithm="two_shot", force=True),)}],
+    [
+        {"skip_overlapped": False},
+        {"rules": (Rule(codec="int8", algorithm="two_shot", force=True),)},
+    ],
 )
 def test_policy_may_compress_it_all_the_same(policy):
     known = profile(exchange_us=10_000, matmul_us=20_000)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 
@@ -32,6 +33,39 @@ def test_old_argument_of_apply_policy_is_taken_with_a_warning():
 def test_both_names_of_an_argument_are_an_error():
     with pytest.raises(TypeError, match="both 'annotations' and its old name 'words'"):
         commpass.apply_policy(nn.Linear(2, 2), words={}, annotations={})
+
+
+RENAMED = {"watch": ("error_sample_rate", 0.25), "leave_hidden": ("skip_overlapped", False)}
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_old_fields_of_a_policy_work_with_a_warning(old, tmp_path):
+    new, value = RENAMED[old]
+    wanted = commpass.Policy(**{new: value})
+    with pytest.warns(
+        DeprecationWarning, match=rf"Policy\({old}=...\) is deprecated.*{new}"
+    ) as found:
+        assert commpass.Policy(**{old: value}) == wanted
+    assert [each.filename for each in found] == [__file__]
+    with pytest.warns(DeprecationWarning, match=f"{old} is deprecated.*{new}"):
+        assert getattr(wanted, old) == value
+    with pytest.warns(
+        DeprecationWarning, match=rf"Policy\({old}=...\) is deprecated.*{new}"
+    ) as found:
+        changed = commpass.Policy.from_preset("balanced", **{old: value})
+    assert [each.filename for each in found] == [__file__]
+    assert changed == commpass.Policy.from_preset("balanced", **{new: value})
+    with pytest.raises(TypeError, match=f"both '{new}' and its old name '{old}'"):
+        commpass.Policy(**{old: value, new: value})
+    file = tmp_path / "old.toml"
+    file.write_text(f"name = 'old'\n{old} = {str(value).lower()}\n")
+    with pytest.warns(DeprecationWarning, match=rf"old\.toml:2: {old} is deprecated.*{new}"):
+        read = commpass.Policy.from_toml(file)
+    assert read == dataclasses.replace(wanted, name="old")
+    assert old not in read.to_toml()
+    file.write_text(f"{old} = {str(value).lower()}\n{new} = {str(value).lower()}\n")
+    with pytest.raises(commpass.PolicyError, match=rf"old\.toml:1: '{old}' is the old name"):
+        commpass.Policy.from_toml(file)
 
 
 def test_old_module_of_vllm_is_the_new_one():
