@@ -41,13 +41,16 @@ from commpass.plan import Plan
 from commpass.plan.timeline import Timeline
 from commpass.plan.totals import totals
 from commpass.policy import Policy, policy_named
+from commpass.utils.deprecated import warn_renamed
 
 Build = Callable[..., tuple[Callable[..., Any], Sequence[Any]]]
 """A function that makes a model and its inputs, given the mesh of all ranks."""
 Progress = Callable[[int, int, str], None]
 """A callback: the number of finished values of a sweep, their total, and the current step."""
-RATES = {"gbit": "link", "inside_gbit": "inside"}
+RATES = {"gbit": "link", "intra_host_gbit": "intra_host_link"}
 """The names under which a sweep sets the rates of a profile's links, in Gbit/s."""
+OLD_RATES = {"inside_gbit": "intra_host_gbit"}
+"""Old names of rates, which work for one version."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +90,9 @@ def simulate(
     of fake tensors, which need no memory. ``mesh`` maps dimension names to sizes; their product is
     the number of ranks. If ``train`` is true, the sum of all outputs runs backward.
 
-    ``sweep`` sets one parameter to several values: a mesh dimension, ``gbit`` or ``inside_gbit`` of
-    the profile's links, or an argument of ``build``. The model is traced once for all policies and
-    links, and again for each mesh and each argument.
+    ``sweep`` sets one parameter to several values: a mesh dimension, ``gbit`` or
+    ``intra_host_gbit`` of the profile's links, or an argument of ``build``. The model is traced
+    once for all policies and links, and again for each mesh and each argument.
 
     Raises CommpassError if a process group exists already, if a name cannot be swept, or if the
     model needs a tensor's value.
@@ -128,8 +131,8 @@ def simulate(
 
 
 @functools.lru_cache(maxsize=64)
-def _on_each_host(node: int, ranks: tuple[int, ...]) -> int:
-    return Profile("hosts alone", Link(0.0, 1.0), node=node).on_each_host(ranks)
+def _on_each_host(ranks_per_host: int, ranks: tuple[int, ...]) -> int:
+    return Profile("hosts alone", Link(0.0, 1.0), ranks_per_host=ranks_per_host).on_each_host(ranks)
 
 
 @dataclass(frozen=True)
@@ -140,7 +143,9 @@ class _Remembering(Profile):
     """
 
     def on_each_host(self, ranks: Sequence[int]) -> int:
-        return _on_each_host(self.node, tuple(ranks)) if self.node else 0
+        if not self.ranks_per_host:
+            return 0
+        return _on_each_host(self.ranks_per_host, tuple(ranks))
 
 
 @dataclass(frozen=True)
@@ -180,6 +185,10 @@ def _swept(set_to: tuple[str, float] | None, mesh: dict[str, int], profile: Prof
     if set_to is None:
         return _Case(None, mesh, profile, {})
     name, value = set_to
+    if name in OLD_RATES and name not in mesh:
+        warn_renamed(f"sweep of {name!r}", repr(OLD_RATES[name]))
+        name = OLD_RATES[name]
+        set_to = name, value
     whole: Any = int(value) if float(value).is_integer() else value
     if name in mesh:
         if not isinstance(whole, int) or whole < 1:

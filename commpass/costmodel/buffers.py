@@ -80,8 +80,8 @@ class Problem:
 
     A row of a gradient that is not sent dense has ``row_bytes(entries, density)`` bytes. With
     ``interleaved``, dense gradients use a separate all_reduce, before the all_gather of a buffer.
-    While a message is handled, backward loses ``busy_us(kind, nbytes)``: if ranks share processors,
-    the thread that exchanges does not have its own.
+    While a message is handled, backward loses ``overhead_us(kind, nbytes)``: if ranks share
+    processors, the thread that exchanges does not have its own.
     """
 
     gradients: Sequence[Gradient]
@@ -90,7 +90,7 @@ class Problem:
     row_bytes: Callable[[int, float], int]
     density: float = 1.0
     interleaved: bool = False
-    busy_us: Callable[[str, float], float] = idle
+    overhead_us: Callable[[str, float], float] = idle
 
     def nbytes(self, numbers: Iterable[int], dense: Collection[int]) -> int:
         """Return the bytes that one rank passes for some gradients; those in ``dense`` are sent
@@ -152,7 +152,7 @@ class Problem:
                     begin = max(link, *(there[number] for number in some))
                     nbytes = self.nbytes(some, dense)
                     link = begin + self.sent_us(kind, nbytes)
-                    lost += self.busy_us(kind, nbytes)
+                    lost += self.overhead_us(kind, nbytes)
         return max(link, clock)
 
 
@@ -176,7 +176,7 @@ def fused(problem: Problem, dense: Collection[int], kind: str) -> list[range]:
                 (
                     max(best[begin][0], there[end])
                     + problem.sent_us(kind, held[end] - held[begin])
-                    + problem.busy_us(kind, held[end] - held[begin]),
+                    + problem.overhead_us(kind, held[end] - held[begin]),
                     best[begin][1] + 1,
                     begin,
                 )

@@ -30,13 +30,13 @@ def dependencies(tasks: Sequence[Task]) -> nx.DiGraph:
     latest: dict[Hashable, int] = {}
     gives: dict[int, tuple[Moment, float]] = {}
     for number, task in enumerate(tasks):
-        since += task.busy_us
+        since += task.overhead_us
         if task.after or task.resource != HOST:
             moment = ("rank", number)
             _connect(graph, last, moment, since)
             for other in task.after:
                 source, us = gives[other]
-                _connect(graph, source, moment, us + task.busy_us)
+                _connect(graph, source, moment, us + task.overhead_us)
             last, since = moment, 0.0
         if task.resource == HOST:
             since += task.us

@@ -291,7 +291,7 @@ def _algorithms(site: Site, allowed: Allowed, profile: Profile) -> list[Algorith
     for spec in allowed.algorithms:
         if (chosen := find_algorithm(site.kind, spec)) is None:
             continue
-        if chosen.name == "hierarchical" and "node=" not in spec and profile.node > 1:
+        if chosen.name == "hierarchical" and "node=" not in spec and profile.ranks_per_host > 1:
             chosen = algorithm(site.kind, spec, node=profile.on_each_host(site.global_ranks) or 1)
         found.append(chosen)
     if found or allowed.named:

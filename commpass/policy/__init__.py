@@ -353,7 +353,7 @@ def _build(
     text: str,
     rule: int | None,
     table: Mapping[str, Any],
-    kind: type[Named],
+    kind: type[Policy] | type[Rule],
     base: dict[str, Any],
 ) -> Any:
     """Build a Rule or Policy from a table. Each field is checked separately, so that an error has

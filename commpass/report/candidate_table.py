@@ -10,7 +10,7 @@ import msgspec
 from rich.table import Table
 from rich.text import Text
 
-from commpass.costmodel import Profile
+from commpass.costmodel.files import profile_of
 from commpass.errors import CommpassError, nearest
 from commpass.plan import Candidate, PlannedSite
 from commpass.plan.dump import Dump
@@ -113,7 +113,7 @@ def _gains_from(dump: Dump, site: PlannedSite) -> str:
     if best is None or dump.plan.fallback:
         return ""
     try:
-        profile = msgspec.convert(dump.profile, Profile)
+        profile = profile_of(dump.profile)
         nbytes = break_even(site, best.algorithm, best.codec, profile, chunks=best.chunks)
     except (msgspec.ValidationError, CommpassError) as error:
         return f"from which size on it gains cannot be told from this dump: {error}"

@@ -900,7 +900,7 @@ def test_no_algorithm_above_the_budget_is_chosen_at_any_number_of_ranks(
     a_site, codec, budget, node, force
 ):
     """Rings encode again at each hop: the more ranks, the larger their error."""
-    a_profile = profile(Link(0.0, 0.01), node=node)
+    a_profile = profile(Link(0.0, 0.01), ranks_per_host=node)
     planned = one(
         a_site, Policy(codecs=codec, max_error=budget, rules=[Rule(force=force)]), a_profile
     )
@@ -1433,7 +1433,7 @@ def test_codec_that_is_named_twice_is_one_candidate():
 # --- hierarchies ----------------------------------------------------------------------------------
 
 
-NODES = profile(Link(50.0, 0.5), node=8, inside=Link(5.0, 200.0))
+NODES = profile(Link(50.0, 0.5), ranks_per_host=8, intra_host_link=Link(5.0, 200.0))
 
 
 @pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter"])
@@ -1442,16 +1442,23 @@ def test_hierarchy_is_a_choice_only_where_the_ranks_of_a_node_are_known(kind):
     unknown = one(a_site, named, profile())
     assert not unknown.compressed
     assert "hierarchical(node=8)" in unknown.reason
-    assert "Profile(node=8)" in unknown.reason
-    for spec, a_profile in (("hierarchical(node=8)", profile()), ("hierarchical", profile(node=8))):
+    assert "Profile(ranks_per_host=8)" in unknown.reason
+    for spec, a_profile in (
+        ("hierarchical(node=8)", profile()),
+        ("hierarchical", profile(ranks_per_host=8)),
+    ):
         planned = one(a_site, dataclasses.replace(named, algorithms=spec), a_profile)
         assert (planned.codec, planned.algorithm) == ("int8", "hierarchical(node=8)")
     said = one(
-        a_site, dataclasses.replace(named, algorithms="hierarchical(node=4)"), profile(node=8)
+        a_site,
+        dataclasses.replace(named, algorithms="hierarchical(node=4)"),
+        profile(ranks_per_host=8),
     )
     assert said.algorithm == "hierarchical(node=4)"  # the more specific annotation
     staged = one(
-        a_site, Policy(codecs="int8", algorithms="hierarchical(between=int4)"), profile(node=8)
+        a_site,
+        Policy(codecs="int8", algorithms="hierarchical(between=int4)"),
+        profile(ranks_per_host=8),
     )
     assert staged.algorithm == "hierarchical(between=int4, node=8)"
 
@@ -1461,7 +1468,12 @@ def test_hierarchy_wins_where_the_link_inside_is_fast_and_the_one_between_slow(k
     a_site = site(kind, 1 << 26, 64)
     policy = Policy(codecs="int8")
     assert one(a_site, policy, NODES).algorithm == "hierarchical(node=8)"
-    for changes in ({"node": 0}, {"inside": Link(500.0, 0.05)}, {"node": 7}, {"node": 64}):
+    for changes in (
+        {"ranks_per_host": 0},
+        {"intra_host_link": Link(500.0, 0.05)},
+        {"ranks_per_host": 7},
+        {"ranks_per_host": 64},
+    ):
         assert (
             "hierarchical"
             not in one(a_site, policy, dataclasses.replace(NODES, **changes)).algorithm
@@ -1488,9 +1500,11 @@ def test_hierarchy_on_one_link_sends_as_many_bytes_in_fewer_messages(node, kind)
         )
         messages = (ranks - 1) - (node - 1 + ranks // node - 1)
         assert flat.predicted_us - high.predicted_us == pytest.approx(alpha * messages, abs=0.01)
-    coding_twice = one(a_site, Policy(codecs="int8"), profile(Link(0.0, 0.5), node=node))
+    coding_twice = one(a_site, Policy(codecs="int8"), profile(Link(0.0, 0.5), ranks_per_host=node))
     assert "hierarchical" not in coding_twice.algorithm
-    dear_messages = one(a_site, Policy(codecs="int8"), profile(Link(500.0, 0.5), node=node))
+    dear_messages = one(
+        a_site, Policy(codecs="int8"), profile(Link(500.0, 0.5), ranks_per_host=node)
+    )
     assert dear_messages.algorithm == f"hierarchical(node={node})"
 
 
@@ -1498,7 +1512,12 @@ def test_hierarchy_on_one_link_sends_as_many_bytes_in_fewer_messages(node, kind)
 def test_hops_inside_a_node_take_the_link_inside_and_the_others_the_groups(kind):
     outer, inner, ranks, node, numel = Link(50.0, 0.5), Link(5.0, 200.0), 64, 8, 1 << 20
     a_profile = Profile(
-        "test", Link(9.0, 9.0), links={"tp": outer}, kernels=KERNELS, node=node, inside=inner
+        "test",
+        Link(9.0, 9.0),
+        links={"tp": outer},
+        kernels=KERNELS,
+        ranks_per_host=node,
+        intra_host_link=inner,
     )
     planned = one(site(kind, numel, ranks), forced("int8", "hierarchical"), a_profile)
     hops, encoded, decoded, kernels = work(
@@ -1519,7 +1538,7 @@ def test_node_that_does_not_divide_the_ranks_is_refused_by_number(ranks, node):
     assert not planned.compressed
     assert f"{ranks} ranks are not several nodes of {node}" in planned.reason
     assert one(
-        site(ranks=ranks), Policy(codecs="int8"), profile(node=node)
+        site(ranks=ranks), Policy(codecs="int8"), profile(ranks_per_host=node)
     ).compressed  # by another algorithm
 
 
@@ -1704,7 +1723,7 @@ def test_preset_takes_a_cast_where_coding_takes_longer_than_it_saves(name):
     link = dataclasses.replace(link, kernels=dataclasses.replace(link.kernels, call_us=40.0))
     chosen = one(a_site, dataclasses.replace(PRESETS[name], chunks=1), link)
     assert (chosen.codec, chosen.algorithm) == ("bf16", "direct")
-    alpha, busy = link.link.alpha_us, link.link.busy_us
+    alpha, busy = link.link.alpha_us, link.link.overhead_us
     assert chosen.predicted_us == pytest.approx(
         alpha + busy + 2 * (2 + 40) + 2**22 * 0.7 / 1e3 + 2**22 / 3125, abs=5.0
     )
@@ -1761,8 +1780,8 @@ ON_HOSTS = Profile(
     Link(50.0, 0.5),
     links={"named": Link(20.0, 1.0)},
     kernels=KERNELS,
-    node=4,
-    inside=INSIDE,
+    ranks_per_host=4,
+    intra_host_link=INSIDE,
 )
 PLACED = {
     "one host": ((4, 5, 6, 7), 5.0),
@@ -1867,19 +1886,19 @@ def test_time_or_a_share_that_cannot_be_is_refused(value):
 def test_numbers_at_the_edge_are_taken():
     assert Link(0, 1e-9).us("all_reduce", 0, 2) == 0.0
     assert Kernels(0, KernelRate(0, 0)).us("int8", "encode", 1) == 0.0
-    assert Profile("p", Link(1, 1), margin=0, node=0).on_each_host((0, 1)) == 0
+    assert Profile("p", Link(1, 1), margin=0, ranks_per_host=0).on_each_host((0, 1)) == 0
 
 
 WRONG = {
     "link": (lambda: Profile("p", 3.0), "Link(alpha_us, gbytes_per_s)"),
     "links": (lambda: Profile("p", SLOW, links=[SLOW]), "globs over group labels"),
     "a link of links": (lambda: Profile("p", SLOW, links={"tp": 3}), "tp is 3"),
-    "inside": (lambda: Profile("p", SLOW, inside="nvlink"), "inside is 'nvlink'"),
+    "inside": (lambda: Profile("p", SLOW, intra_host_link="nvlink"), "intra_host_link is 'nvlink'"),
     "kernels": (lambda: Profile("p", SLOW, kernels={}), "Kernels(launch_us"),
     "a rate": (lambda: Kernels(1.0, KernelRate(1.0, 1.0), {"int8": 2.0}), "int8 is 2.0"),
     "rates": (lambda: Kernels(1.0, KernelRate(1.0, 1.0), [1]), "names of codecs"),
-    "node": (lambda: Profile("p", SLOW, node=-1), "node=-1"),
-    "half a node": (lambda: Profile("p", SLOW, node=1.5), "node=1.5"),
+    "node": (lambda: Profile("p", SLOW, ranks_per_host=-1), "ranks_per_host=-1"),
+    "half a node": (lambda: Profile("p", SLOW, ranks_per_host=1.5), "ranks_per_host=1.5"),
     "name": (lambda: Profile(SLOW, SLOW), "must be a text"),
     "factor": (lambda: Link(1.0, 1.0, {"allreduce": 2.0}), "did you mean 'all_reduce'?"),
     "no mapping of factors": (lambda: Link(1.0, 1.0, 2.0), "kinds of collectives"),

@@ -101,7 +101,7 @@ def test_measurements_replace_the_formula():
         "all_reduce": (Region(0, 10, 1.0), Region(1e6, 100, 2.0)),
         "message": (Region(0, 7, 4.0),),
     }
-    link = Link(60, 0.5, {"all_reduce": 3.0}, measured=measured, crowd_bytes=1e6)
+    link = Link(60, 0.5, {"all_reduce": 3.0}, measured=measured, contention_bytes=1e6)
     # 4 ranks: 6 messages, 1.5 of the bytes
     assert link.us("all_reduce", 1000, 4) == pytest.approx(6 * 10 + 1500 / 1000)
     assert link.us("all_reduce", 1e6, 4) == pytest.approx(6 * 100 + 1.5e6 / 2000)
@@ -117,9 +117,9 @@ def test_measurements_replace_the_formula():
     ("peers", "nbytes", "again"), [(1, 4000, 0), (3, 4000, 1000), (3, 1e8, 1e6)]
 )
 def test_messages_to_several_ranks_crowd_each_other_out(peers, nbytes, again):
-    """A quarter of a small message is sent again, and ``crowd_bytes`` of a large one; with one
+    """A quarter of a small message is sent again, and ``contention_bytes`` of a large one; with one
     peer, nothing is."""
-    link = Link(60, 0.5, crowd_bytes=1e6)
+    link = Link(60, 0.5, contention_bytes=1e6)
     found = link.parts_us("all_to_all", nbytes, 4, peers, by_messages=True)
     assert found == pytest.approx((60, (nbytes + again) / 500))
 

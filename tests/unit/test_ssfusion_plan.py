@@ -483,14 +483,14 @@ def test_messages_that_keep_processors_from_backward_make_a_step_longer():
     assert last < 1000
     alone = Problem(model, 2, link, row_bytes)
     assert alone.end_us(buffers) == pytest.approx(3000 + last)
-    shared = dataclasses.replace(alone, busy_us=lambda kind, nbytes: 100.0)
+    shared = dataclasses.replace(alone, overhead_us=lambda kind, nbytes: 100.0)
     assert shared.end_us(buffers) == pytest.approx(3200 + last)
 
 
 def test_fewer_messages_are_planned_where_each_keeps_processors_from_backward():
     model = [Gradient(f"{n}", 1000, backward_us=100.0) for n in range(12)]
     problem = Problem(model, 2, Link(1.0, 1.0), row_bytes)
-    shared = dataclasses.replace(problem, busy_us=lambda kind, nbytes: 500.0)
+    shared = dataclasses.replace(problem, overhead_us=lambda kind, nbytes: 500.0)
     counts = [len(fused(each, set(range(12)), "all_reduce")) for each in (problem, shared)]
     assert counts[1] < counts[0]
 

@@ -133,7 +133,7 @@ def _us(stages: Sequence[Stage], link: Link, group: Any) -> float:
     """Return the microseconds of sending; coding counts as computation."""
     of_group = prices(Profile("measured", link), group.size(), groups.labels(group))
     tasks = (of_group.task(stage) for stage in stages if stage.role == "exchange")
-    return sum(task.busy_us + task.latency_us + task.us for task in tasks)
+    return sum(task.overhead_us + task.latency_us + task.us for task in tasks)
 
 
 def _grouped(

@@ -78,7 +78,7 @@ def exchange_of(best: Candidate, profile: Profile) -> Task:
         if stage.role in ("encode", "decode")
     )
     busy = min(coded, best.predicted_us)
-    return Task(EXCHANGE, best.predicted_us - busy, busy_us=busy)
+    return Task(EXCHANGE, best.predicted_us - busy, overhead_us=busy)
 
 
 class Meanwhile:
