@@ -104,7 +104,7 @@ class Problem:
 
     def sent_us(self, kind: str, nbytes: float) -> float:
         """Return the time of one collective (SSFusion, equations 3 and 4); 0 for no bytes."""
-        return self.link.us(kind, nbytes, self.ranks) if nbytes else 0.0
+        return self.link.time_us(kind, nbytes, self.ranks) if nbytes else 0.0
 
     def gather_us(self, numbers: Iterable[int], dense: Collection[int]) -> float:
         return self.sent_us("all_gather", self.nbytes(numbers, dense))

@@ -35,7 +35,7 @@ class Region:
         check_number("Region(alpha_us", self.alpha_us)
         check_number("Region(gbytes_per_s", self.gbytes_per_s, above=True)
 
-    def us(self, messages: float, sent: float) -> float:
+    def time_us(self, messages: float, sent: float) -> float:
         """Return the microseconds of ``messages`` consecutive messages that send ``sent`` bytes."""
         return self.alpha_us * messages + sent / (self.gbytes_per_s * 1e3)
 
@@ -115,7 +115,7 @@ class Link:
         }
         return replace(self, gbytes_per_s=self.gbytes_per_s * times, measured=measured)
 
-    def us(self, kind: str, nbytes: float, ranks: int, peers: int | None = None) -> float:
+    def time_us(self, kind: str, nbytes: float, ranks: int, peers: int | None = None) -> float:
         """Return the microseconds of one collective of ``kind`` in which each of ``ranks`` ranks
         passes ``nbytes``; with ``peers``, each exchanges only with that many others."""
         return sum(self.parts_us(kind, nbytes, ranks, peers))
@@ -130,7 +130,7 @@ class Link:
         by_messages: bool = False,
         sharing: float | None = None,
     ) -> tuple[float, float]:
-        """As ``us``, with separate latency and time on the link.
+        """As ``time_us``, with separate latency and time on the link.
 
         With ``by_messages``, the exchange is sent as messages between pairs, which are all in
         flight at once. They are not the library's collectives, to which ``factor`` applies.

@@ -36,12 +36,12 @@ class Prices:
             return self._exchange(stage)
         coded = stage.role in ("encode", "decode")
         kernels = self.profile.kernels
-        us = kernels.us(stage.codec, stage.role, stage.values) if coded else 0.0
+        us = kernels.time_us(stage.codec, stage.role, stage.values) if coded else 0.0
         return Task(HOST, us, after=stage.after)
 
-    def us(self, kind: str, nbytes: float) -> float:
+    def time_us(self, kind: str, nbytes: float) -> float:
         """Return the microseconds of a plain collective to which each rank passes ``nbytes``."""
-        return self.link.us(kind, nbytes, self.ranks)
+        return self.link.time_us(kind, nbytes, self.ranks)
 
     def _exchange(self, stage: Stage) -> Task:
         port, link, sharing = self.port, self.link, None

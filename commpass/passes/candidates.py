@@ -109,7 +109,7 @@ def _uncompressed(site: Site, profile: Profile) -> Candidate:
     known = getattr(torch, site.dtype, None) in FLOATS
     payload = _scored(site)[0] if site.uneven and known else None
     size = payload.numel * payload.dtype.itemsize if payload else max(site.bytes, 0)
-    us = prices_of(site, profile).us(site.kind, size) if site.kind in KINDS else 0.0
+    us = prices_of(site, profile).time_us(site.kind, size) if site.kind in KINDS else 0.0
     exchange = Stage(role="exchange", kind=site.kind, nbytes=size, leaving=size)
     return Candidate(wire_bytes=site.bytes, predicted_us=round(us, 3), stages=(exchange,))
 

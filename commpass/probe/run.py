@@ -120,7 +120,7 @@ def _points(found: dict[str, list[Times]], links: dict[str, Link]) -> list[Measu
     for level, times in found.items():
         for each in times:
             region = links[level].region(each.kind, each.sent)
-            fit = region.us(each.messages, each.sent) if region else float("nan")
+            fit = region.time_us(each.messages, each.sent) if region else float("nan")
             made.append(
                 Measured(
                     group=level,

@@ -529,23 +529,23 @@ def test_link_costs_start_ups_and_bytes(kind, ranks):
         (60.0, 1.25, 2.0, 0),
     ):
         expected = exchange_us(kind, nbytes, ranks, alpha, gbytes, factor)
-        assert Link(alpha, gbytes, {kind: factor}).us(kind, nbytes, ranks) == pytest.approx(
+        assert Link(alpha, gbytes, {kind: factor}).time_us(kind, nbytes, ranks) == pytest.approx(
             expected
         )
-        assert Link(alpha, gbytes).us(kind, nbytes, ranks) == pytest.approx(
+        assert Link(alpha, gbytes).time_us(kind, nbytes, ranks) == pytest.approx(
             exchange_us(kind, nbytes, ranks, alpha, gbytes)
         )
         for peers in (1, 2, ranks - 1):
             few = exchange_us(kind, nbytes, ranks, alpha, gbytes, factor, peers)
-            assert Link(alpha, gbytes, {kind: factor}).us(
+            assert Link(alpha, gbytes, {kind: factor}).time_us(
                 kind, nbytes, ranks, peers
             ) == pytest.approx(few)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_rank_alone_sends_nothing(kind):
-    assert Link(60.0, 1.0).us(kind, 1 << 20, 1) == 0.0
-    assert Link(60.0, 1.0).us(kind, 1 << 20, 2) > 60.0
+    assert Link(60.0, 1.0).time_us(kind, 1 << 20, 1) == 0.0
+    assert Link(60.0, 1.0).time_us(kind, 1 << 20, 2) > 60.0
 
 
 def test_ethernet_is_gloo_over_that_many_bits():
@@ -559,23 +559,27 @@ def test_ethernet_is_gloo_over_that_many_bits():
         ("all_to_all", 2),
     ):
         both_ways = 262144 / 1250 if kind == "all_to_all" else 0.0
-        assert link.us(kind, 1 << 24, 8) == pytest.approx(
+        assert link.time_us(kind, 1 << 24, 8) == pytest.approx(
             exchange_us(kind, 1 << 24, 8, 60.0, 1.25, factor) - both_ways
         )
-    assert link.us("all_to_all", 1 << 18, 8) == exchange_us("all_to_all", 1 << 18, 8, 60.0, 1.25, 1)
+    assert link.time_us("all_to_all", 1 << 18, 8) == exchange_us(
+        "all_to_all", 1 << 18, 8, 60.0, 1.25, 1
+    )
     assert default_profile("cpu").link == ethernet(10).link
     assert default_profile("cuda").link.gbytes_per_s > link.gbytes_per_s
 
 
 def test_kernel_costs_its_launch_and_its_values():
-    assert KERNELS.us("int8", "encode", 1000) == pytest.approx(3.0 + 0.125)
-    assert KERNELS.us("int8", "decode", 2000) == pytest.approx(3.0 + 0.125)
-    assert KERNELS.us("int8(block=64)", "encode", 1000) == KERNELS.us("int8", "encode", 1000)
+    assert KERNELS.time_us("int8", "encode", 1000) == pytest.approx(3.0 + 0.125)
+    assert KERNELS.time_us("int8", "decode", 2000) == pytest.approx(3.0 + 0.125)
+    assert KERNELS.time_us("int8(block=64)", "encode", 1000) == KERNELS.time_us(
+        "int8", "encode", 1000
+    )
     called = dataclasses.replace(KERNELS, call_us=40.0)
-    assert called.us("int8", "decode", 2000) == pytest.approx(40.0 + 3.0 + 0.125)
+    assert called.time_us("int8", "decode", 2000) == pytest.approx(40.0 + 3.0 + 0.125)
     assert called.compute_us(1e6, 0) == KERNELS.compute_us(1e6, 0)
-    assert KERNELS.us("rotated", "encode", 1000) == pytest.approx(3.0 + 0.5)
-    assert KERNELS.us("rotated", "decode", 1000) == pytest.approx(3.0 + 0.25)
+    assert KERNELS.time_us("rotated", "encode", 1000) == pytest.approx(3.0 + 0.5)
+    assert KERNELS.time_us("rotated", "decode", 1000) == pytest.approx(3.0 + 0.25)
 
 
 LABELS = {"tp": 1.0, "tp_inner": 1.0, "dp": 2.0, "dp0": 3.0, "pp": 4.0, "": 4.0, "ep.1": 5.0}
@@ -1766,9 +1770,9 @@ def test_values_of_16_bits_are_not_cast(kind, dtype, name):
 
 def test_casts_have_one_rate_whatever_they_are_called():
     for role in ("encode", "decode"):
-        rates = {CPU.us(name, role, 1e6) for name in ("bf16", "fp16", "cast", "cast(to=fp16)")}
+        rates = {CPU.time_us(name, role, 1e6) for name in ("bf16", "fp16", "cast", "cast(to=fp16)")}
         assert len(rates) == 1
-        assert max(rates) < CPU.us("other", role, 1e6)
+        assert max(rates) < CPU.time_us("other", role, 1e6)
 
 
 # --- hosts ----------------------------------------------------------------------------------------
@@ -1884,8 +1888,8 @@ def test_time_or_a_share_that_cannot_be_is_refused(value):
 
 
 def test_numbers_at_the_edge_are_taken():
-    assert Link(0, 1e-9).us("all_reduce", 0, 2) == 0.0
-    assert Kernels(0, KernelRate(0, 0)).us("int8", "encode", 1) == 0.0
+    assert Link(0, 1e-9).time_us("all_reduce", 0, 2) == 0.0
+    assert Kernels(0, KernelRate(0, 0)).time_us("int8", "encode", 1) == 0.0
     assert Profile("p", Link(1, 1), margin=0, ranks_per_host=0).on_each_host((0, 1)) == 0
 
 

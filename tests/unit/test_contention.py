@@ -75,14 +75,14 @@ def test_ports_for_each_rank_are_not_shared():
         link = Profile("p", SLOW, ranks_per_host=8, ports=ports).link_of(
             "dp", ranks=range(0, 64, 8)
         )
-        assert link.us("all_reduce", 8e6, 8) == SLOW.us("all_reduce", 8e6, 8)
+        assert link.time_us("all_reduce", 8e6, 8) == SLOW.time_us("all_reduce", 8e6, 8)
 
 
 def test_two_ports_carry_twice_as_much():
     times = [
         Profile("p", SLOW, ranks_per_host=8, ports=ports)
         .link_of("dp", ranks=range(0, 64, 8))
-        .us(kind, 8e6, 8)
+        .time_us(kind, 8e6, 8)
         for kind in ("all_reduce", "all_to_all")
         for ports in (1, 2)
     ]
@@ -142,7 +142,7 @@ def test_groups_on_one_link_take_turns_and_others_do_not(fake_group):
         }.isdisjoint({HOST})
         return timed(work, gm.graph.nodes).now
 
-    one = SLOW.us("all_reduce", 1e6, 2)
+    one = SLOW.time_us("all_reduce", 1e6, 2)
     assert end("pp", "dp") == pytest.approx(2 * one)
     assert end("dp", "tp") == pytest.approx(one)
     assert end("pp", "dp", dp=SLOW) == pytest.approx(one)

@@ -55,7 +55,7 @@ def test_latency_and_the_time_on_the_link_are_apart(by_messages):
     latency, taken = link.parts_us("all_to_all", 3000, 4, 3, by_messages=by_messages)
     assert (latency, taken) == ((10.0, 3.0) if by_messages else (30.0, 6.0))
     if not by_messages:
-        assert link.us("all_to_all", 3000, 4, 3) == latency + taken
+        assert link.time_us("all_to_all", 3000, 4, 3) == latency + taken
 
 
 def test_messages_that_meet_at_a_rank_crowd_each_other_out():

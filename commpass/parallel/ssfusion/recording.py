@@ -67,7 +67,7 @@ def keep(
                 predicted_us=round(_us(stages, link, group), 1),
                 stages=stages,
             )
-            plain = round(link.us("all_reduce", site.bytes, group.size()), 1)
+            plain = round(link.time_us("all_reduce", site.bytes, group.size()), 1)
             reason = plan.why or "; ".join(dict.fromkeys(each.why for each, _ in held if each.why))
             sites.append(planned(site, candidate, f"by {message.kind}: {reason}", plain))
             if len(held) > 1:
