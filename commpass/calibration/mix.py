@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from commpass.calibration.places import Address, Place
+from commpass.calibration.measured_sites import Address, MeasuredSites
 from commpass.codecs import codec
 from commpass.collectives import DEFAULTS, find_algorithm
 from commpass.costmodel import Profile
@@ -26,7 +26,7 @@ CHEAPEST = ("bytes", "time")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Treatment:
+class CodecOption:
     """A candidate at a place: a codec (``none``: uncompressed) with one algorithm for each of its
     sites.
 
@@ -51,9 +51,9 @@ class Solution:
     """
 
     max_error: float
-    places: tuple[Place, ...]
-    considered: tuple[tuple[Treatment, ...], ...]
-    chosen: tuple[Treatment, ...]
+    places: tuple[MeasuredSites, ...]
+    considered: tuple[tuple[CodecOption, ...], ...]
+    chosen: tuple[CodecOption, ...]
     kept: frozenset[int] = frozenset()
 
     @property
@@ -91,7 +91,7 @@ class Solution:
 
 
 def solve(
-    places: Iterable[Place],
+    places: Iterable[MeasuredSites],
     max_error: float,
     base: Policy,
     profile: Profile | None,
@@ -123,7 +123,7 @@ def solve(
     )
 
 
-def _is_excluded(place: Place, base: Policy) -> bool:
+def _is_excluded(place: MeasuredSites, base: Policy) -> bool:
     """Return whether a rule of the policy keeps a place, or the policy is off."""
     if base.off:
         return True
@@ -134,8 +134,8 @@ def _is_excluded(place: Place, base: Policy) -> bool:
 
 
 def considered(
-    place: Place, base: Policy, profile: Profile | None, by: str = "bytes"
-) -> tuple[Treatment, ...]:
+    place: MeasuredSites, base: Policy, profile: Profile | None, by: str = "bytes"
+) -> tuple[CodecOption, ...]:
     """Return all candidates at a place, the uncompressed one first.
 
     Each codec has its best algorithm: the one that sends least and then loses least, or the
@@ -154,7 +154,9 @@ def considered(
     )
 
 
-def _by_codec(place: Place, spec: str, options: Sequence[Options], by: str) -> Treatment | None:
+def _by_codec(
+    place: MeasuredSites, spec: str, options: Sequence[Options], by: str
+) -> CodecOption | None:
     """Return one codec at all sites of a place; None if one of them cannot have it."""
     best: list[Candidate] = []
     for carried, each in zip(place.sites, options, strict=True):
@@ -174,9 +176,9 @@ def _by_codec(place: Place, spec: str, options: Sequence[Options], by: str) -> T
     return _at_all(place, best, max(result_error(place, one.codec, one.error) for one in best))
 
 
-def _at_all(place: Place, choice: Sequence[Candidate], error: float) -> Treatment:
+def _at_all(place: MeasuredSites, choice: Sequence[Candidate], error: float) -> CodecOption:
     rows = list(zip(place.sites, choice, strict=True))
-    return Treatment(
+    return CodecOption(
         codec=choice[0].codec,
         algorithms=tuple(sorted({one.algorithm for one in choice} - {NONE})),
         error=error,
@@ -195,7 +197,7 @@ def sent(candidate: Candidate, ranks: int) -> float:
     )
 
 
-def result_error(place: Place, spec: str, expected: float) -> float:
+def result_error(place: MeasuredSites, spec: str, expected: float) -> float:
     """Return the relative error of a place's result.
 
     It is the measured error of one encode and decode there, times the factor by which an algorithm
@@ -231,7 +233,11 @@ def _rule(address: Address, entries: dict[str, object]) -> Rule:
 
 
 def _rule_fields(
-    place: Place, some: Sequence[Treatment], choice: Treatment, excluded: bool, exactly: bool
+    place: MeasuredSites,
+    some: Sequence[CodecOption],
+    choice: CodecOption,
+    excluded: bool,
+    exactly: bool,
 ) -> dict[str, object]:
     """Return the fields of a place's rule."""
     if excluded or choice.codec == NONE:
@@ -262,12 +268,12 @@ def _rule_fields(
     return {**words, "force": True} if exactly else words
 
 
-def _error(place: Place, spec: str, ways: Sequence[str]) -> float:
+def _error(place: MeasuredSites, spec: str, ways: Sequence[str]) -> float:
     """Return the largest error of a codec by some algorithms."""
     return max(result_error(place, spec, each) for each in _expected(place, spec, ways))
 
 
-def _expected(place: Place, spec: str, ways: Sequence[str]) -> Iterator[float]:
+def _expected(place: MeasuredSites, spec: str, ways: Sequence[str]) -> Iterator[float]:
     """Yield the expected errors of Gaussian data, by each algorithm at each site that has it."""
     for each in place.sites:
         for way in ways:

@@ -27,7 +27,7 @@ MAX_ERROR = 0.25
 
 
 class Site(Protocol):
-    """The fields by which a rule addresses the sites of a place."""
+    """The fields by which a rule addresses calibrated sites."""
 
     @property
     def module(self) -> str: ...
@@ -39,8 +39,8 @@ class Site(Protocol):
     def group(self) -> str: ...
 
 
-class Place(Protocol):
-    """A place of a calibration (``commpass.calibration.places.Place``)."""
+class CalibratedSites(Protocol):
+    """The properties needed of ``commpass.calibration.MeasuredSites``."""
 
     @property
     def where(self) -> Sequence[Site]: ...
@@ -53,9 +53,9 @@ class Place(Protocol):
 
 @dataclass(frozen=True)
 class _Layer:
-    """A place with its channels."""
+    """Calibrated sites with their channels."""
 
-    place: Place
+    place: CalibratedSites
     channels: Channels
 
     @property
@@ -73,7 +73,7 @@ class _Layer:
 
 
 def lowbit_rules(
-    places: Iterable[Place],
+    places: Iterable[CalibratedSites],
     share: float | str | Mapping[str, float],
     bits: int,
     algorithm: str | Sequence[str],

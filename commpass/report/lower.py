@@ -122,7 +122,7 @@ def of_codec(query: KernelQuery, arch: str) -> tuple[str, list[Row]]:
 def of_site(folder: Path, run: str | None, name: str, arch: str) -> tuple[str, list[Row]]:
     """Return the kernels of a planned site: a chain for each computation between two exchanges."""
     from commpass.lowering.fused import role_of
-    from commpass.lowering.inspect.kernels import of_place, of_stages
+    from commpass.lowering.inspect.kernels import of_site_chain, of_stages
 
     site = site_of(folder, run, name)
     dtype = site.dtype.removeprefix("torch.")
@@ -130,7 +130,7 @@ def of_site(folder: Path, run: str | None, name: str, arch: str) -> tuple[str, l
         raise KernelError(f"site {name!r} holds {dtype}: no codec takes it")
     rows: list[Row] = []
     for place in of_stages(site.stages, DTYPES[dtype], site.group_size):
-        made = partial(of_place, place, arch)
+        made = partial(of_site_chain, place, arch)
         rows += rows_for(role_of(place.chain), made, arch, place.times)
     where = f"{site.codec} by {site.algorithm}, {dtype}, {site.group_size} ranks"
     return f"{site.name}: {where}", rows

@@ -102,7 +102,7 @@ def test_rates_measured_of_one_rank_are_shared_as_well():
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"ports": 1}, "needs node"),
+        ({"ports": 1}, "needs ranks_per_host"),
         ({"ports": -1, "ranks_per_host": 2}, "must be a number of network ports"),
         ({"ports": 1.5, "ranks_per_host": 2}, "must be a number of network ports"),
     ],

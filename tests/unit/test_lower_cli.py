@@ -20,7 +20,7 @@ from commpass.lowering.chain import Add, Cast, Decode, Encode, Enter, Leave, Sum
 from commpass.lowering.fused import role_of
 from commpass.lowering.inspect.kernels import (
     KERNELS,
-    Place,
+    SiteChain,
     named,
     of_stages,
     row_bytes,
@@ -232,7 +232,7 @@ def stages_of(kind: str, algorithm: str, spec: str):
     return tuple(read_stages(kind, algorithm, spec, payload, request))
 
 
-def places(kind: str, algorithm: str, spec: str) -> list[Place]:
+def places(kind: str, algorithm: str, spec: str) -> list[SiteChain]:
     return of_stages(stages_of(kind, algorithm, spec), torch.bfloat16, RANKS)
 
 
