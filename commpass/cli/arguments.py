@@ -33,7 +33,7 @@ Direction = Annotated[
 ]
 CodecName = Annotated[
     str | None,
-    typer.Option("--codec", metavar="CODEC", help="Sites with this codec (none: left alone)."),
+    typer.Option("--codec", metavar="CODEC", help="Sites with this codec (none: uncompressed)."),
 ]
 Every = Annotated[
     bool, typer.Option("--all", help="Each site on its own (default: by pattern of modules).")

@@ -203,19 +203,19 @@ ABOVE = (
     " as the codec expects. %s"
 )
 MORE = (
-    "Give it a codec of more bits (a rule with module=...), leave it alone (keep=True), or allow"
+    "Give it a codec of more bits (a rule with module=...), do not compress it (keep=True), or allow"
     " more (max_error, and force=True where its values are whole numbers)"
 )
 
 
-PLAIN = "it is sent as it is"
+PLAIN = "it is sent uncompressed"
 """Why nothing is measured of an uncompressed site."""
 
 
 def label(site: PlannedSite) -> str:
     """Return a short label of a site: ``layers.0.mlp.down int8/two_shot``."""
     where = site.module or site.name
-    return f"{where} {site.codec}/{site.algorithm}" if site.compressed else f"{where} as it is"
+    return f"{where} {site.codec}/{site.algorithm}" if site.compressed else f"{where} uncompressed"
 
 
 @dataclass

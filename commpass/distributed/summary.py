@@ -250,7 +250,7 @@ SERVED = 32
 training."""
 OF_PRESET = -1
 NO_ROLE = (
-    "{} has no rule for what is sent over {}, and leaves it alone. Where that is tensor, data or"
+    "{} has no rule for what is sent over {}, which stays uncompressed. Where that is tensor, data or"
     " pipeline parallelism, say so: Policy.for_mesh(preset, tp=..., dp=..., pp=...)"
 )
 

@@ -152,7 +152,7 @@ def _cells(row: Even) -> Iterator[str]:
     times = micros(row.uncompressed_us), micros(row.predicted_us, row.uncompressed_us)
     yield " -> ".join(times)
     yield f"{row.uncompressed_us / row.predicted_us:.2f}"
-    yield f"{row.codec} by {row.algorithm}" if row.codec != "none" else "left alone"
+    yield f"{row.codec} by {row.algorithm}" if row.codec != "none" else "uncompressed"
 
 
 def _numbers(ranks: str) -> list[int]:

@@ -89,18 +89,18 @@ def run(
     _print_summary(found, solved, made, output, plot, assumed(profile))
 
 
-LEFT = (
+RULES_ALLOW_MORE = (
     "with the policy a rank may send more than that: it allows the codecs above, and the cost model"
-    " still leaves a site alone where it sees no gain in time"
+    " compresses a site only where it predicts a gain in time"
 )
 
 
 def assumed(profile: str | None) -> str:
     """Return a note about the profile, for a user who did not name one."""
     if requested_profile(profile) is not None:
-        return LEFT
+        return RULES_ALLOW_MORE
     name = default_here("cuda" if torch.cuda.is_available() else "cpu").name
-    return f"{LEFT}. No --profile was given: {name} is assumed"
+    return f"{RULES_ALLOW_MORE}. No --profile was given: {name} is assumed"
 
 
 def _print_summary(
@@ -190,7 +190,7 @@ def table(found: Solution) -> Table:
 def short(codec: str) -> str:
     """Return a codec's name without its data."""
     if codec == NONE:
-        return "left alone"
+        return "uncompressed"
     return codec if len(codec) < 40 else f"{codec.partition('(')[0]}(...)"
 
 

@@ -204,7 +204,7 @@ def table_of(dump: Dump, site: PlannedSite) -> Table:
         more += f", {site.lowering}" if why == "chosen" and site.lowering == "kernel" else ""
         cells = (
             brief(each.codec),
-            each.algorithm + more if each.compressed else "leave it alone",
+            each.algorithm + more if each.compressed else "uncompressed",
             size(each.wire_bytes),
             ratio(each.wire_bytes, site.bytes),
             f"{each.error:.3%}",

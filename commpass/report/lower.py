@@ -144,7 +144,7 @@ def site_of(folder: Path, run: str | None, name: str) -> PlannedSite:
         raise KernelError(f"{folder}: no site {name!r}{nearest(name, [s.name for s in sites])}")
     compressed = [site for site in found if site.compressed]
     if not compressed:
-        raise KernelError(f"site {name!r} is left alone ({found[0].reason}): it has no kernels")
+        raise KernelError(f"site {name!r} is uncompressed ({found[0].reason}): it has no kernels")
     return compressed[0]
 
 

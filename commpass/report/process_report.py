@@ -222,7 +222,7 @@ class Report:
     def _reasons(self) -> Iterable[str]:
         """Yield why sites are uncompressed, and why nothing was measured of others."""
         alone = [site for each in self.graphs if not each.fallback for site in each.sites]
-        yield from _counted("as it is", [(s, s.reason) for s in alone if s.codec == "none"])
+        yield from _counted("uncompressed", [(s, s.reason) for s in alone if s.codec == "none"])
         coded = [site for site in alone if site.codec != "none"]
         if coded and not any(each.error_sample_rate for each in self.graphs):
             known = (
@@ -404,7 +404,7 @@ def _row(pattern: Pattern, sites: Sequence[SiteReport]) -> tuple[str, ...]:
     return (
         f"{pattern.module or first.name}{many}",
         f"{first.kind} {first.direction}",
-        f"{brief(first.codec)}/{first.algorithm}" if coded else "as it is",
+        f"{brief(first.codec)}/{first.algorithm}" if coded else "uncompressed",
         f"{before:,} -> {after:,}" if coded else f"{before:,}",
         percent(max(site.error for site in sites) if coded else None, 3),
         percent(_mean(sites), 3),

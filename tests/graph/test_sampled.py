@@ -146,7 +146,7 @@ NOT = {
     "inside": (forced(lowering="inline"), lambda x: reduced(torch.tanh(x)), "inside of the kernel"),
     "lossless": (forced("exponent"), lambda x: gathered(x @ x), "loses nothing"),
     "feedback": (forced("topk(density=0.1)"), lambda x: reduced(x @ x), None),
-    "left alone": (Policy(error_sample_rate=1.0), lambda x: reduced(x @ x), None),
+    "uncompressed": (Policy(error_sample_rate=1.0), lambda x: reduced(x @ x), None),
 }
 
 

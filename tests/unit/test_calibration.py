@@ -229,7 +229,7 @@ def test_merged_sites_are_allowed_the_same():
     assert dataclasses.replace(one, module="b") == other
 
 
-def test_sites_that_the_base_policy_keeps_are_left_alone():
+def test_sites_that_the_base_policy_keeps_stay_uncompressed():
     keep, more = Rule(module="layers.1", keep=True), Rule(module="head", codec="int8")
     base = Policy(rules=[keep, more], skip="group", codecs="bf16")
     policy = calibration(*SOME).policy(0.1, base=base)
@@ -381,7 +381,7 @@ def test_another_budget_from_the_command_line(tmp_path, monkeypatch):
     assert "rotated(bits=4) everywhere" in done.stdout
     assert "not measured: x" in done.stderr
     said = " ".join(done.stdout.split())
-    assert "leaves a site alone where it sees no gain" in said
+    assert "compresses a site only where it predicts a gain" in said
     assert "No --profile was given: ethernet-10g is assumed" in said
     more = run(
         "--from", tmp_path / "c.json", "--max-error", "0.02", "-o", tmp_path / "q.toml",

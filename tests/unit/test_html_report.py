@@ -167,7 +167,7 @@ def test_sites_of_repeated_layers_are_one_group():
     assert [(group["module"], group["choice"], len(group["sites"])) for group in groups] == [
         ("layers.*.attn.o", "int8 by two_shot, 2 chunks, kernel", 6),
         ("layers.*.mlp.down", "int8 by two_shot, 2 chunks, kernel", 4),
-        ("layers.*.mlp.down", "left alone", 2),
+        ("layers.*.mlp.down", "uncompressed", 2),
     ]
     assert [row["module"] for row in groups[2]["sites"]] == [
         "layers.2.mlp.down",
@@ -184,7 +184,7 @@ def test_each_site_has_its_reason_its_candidates_and_what_it_was_made_of():
     assert run["groups"][1]["sites"][0]["before"] == ["all_reduce_w"]
     best, left, refused = run["choices"][first["choice"]]
     assert (best["what"], best["why"]) == ("int8 by two_shot, 2 chunks, kernel", "chosen")
-    assert (left["what"], left["why"]) == ("left alone", "6,000 us slower")
+    assert (left["what"], left["why"]) == ("uncompressed", "6,000 us slower")
     assert (refused["what"], refused["why"], refused["us"]) == (
         "int4 by ring",
         "an error of 12% is above max_error",

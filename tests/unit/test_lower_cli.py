@@ -368,7 +368,7 @@ def test_kernels_of_a_site(folder):
 def test_sites_that_have_no_kernels_say_why(folder):
     asked = ("--dump", folder, "--site")
     assert "no site 'all_reduce_3'; did you mean" in said(*asked, "all_reduce_3")
-    assert "site 'all_reduce' is left alone (too small)" in said(*asked, "all_reduce")
+    assert "site 'all_reduce' is uncompressed (too small)" in said(*asked, "all_reduce")
     assert "holds int64" in said(*asked, "all_reduce_2")
     assert "no run 'x' here" in said(*asked, "all_reduce_1", "--run", "x")
     assert "no such file" in said("--dump", folder / "other", "--site", "all_reduce_1")

@@ -127,7 +127,7 @@ def test_sites_of_repeated_layers_are_one_line_with_their_errors(book):
     assert f"{2 * 0.015:.3%}" in line  # the mean of 1 % and 2 %, for two encodes
     assert f"{2 * 0.02:.3%}" in line
     assert "5.000%" in line
-    assert "as it is" in text
+    assert "uncompressed" in text
     assert "measured 2.5 ms, predicted 2 ms, predicted without commpass 3 ms" in text
     assert max(map(len, text.splitlines())) < 140
     assert repr(commpass.report()) == text
@@ -164,8 +164,8 @@ def test_it_says_why_sites_are_as_they_are_and_what_was_not_measured(book):
     book.entries += [entry(*alone), coded]
     lines = str(commpass.report()).splitlines()
     assert lines[-3:] == [
-        "as it is: 2 sites, such as head: slow",
-        "as it is: 1 site, such as head: too small",
+        "uncompressed: 2 sites, such as head: slow",
+        "uncompressed: 1 site, such as head: too small",
         "not measured: 2 sites, such as layers.0.mlp: its codec loses nothing",
     ]
     assert [site.reason for site in commpass.report().sites[:3]] == ["too small", "slow", "slow"]

@@ -67,7 +67,7 @@ def titled(dump: Dump, side: str) -> str:
     rewritten = len({node.site for node in nodes if node.inserted})
     counts = f"{len(nodes)} nodes, {plural(sites, 'site')}"
     if side != "before":
-        counts += f" left alone, {rewritten} rewritten with {inserted} inserted nodes"
+        counts += f" uncompressed, {rewritten} rewritten with {inserted} inserted nodes"
     return clean(f"graph {dump.number}: {dump.plan.direction}, {side} ({counts}){fallback(dump)}")
 
 

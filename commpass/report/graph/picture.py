@@ -30,7 +30,7 @@ class BoxStyle:
 
 BOX_STYLES = {
     "transfer": BoxStyle("travels between ranks", "*", "#ffb74d", "orange"),
-    "alone": BoxStyle("a collective, left alone", "*", "#ffe0b2", "pale orange"),
+    "alone": BoxStyle("a collective, uncompressed", "*", "#ffe0b2", "pale orange"),
     "compressed": BoxStyle("a collective, compressed", "+", "#b9dfb4", "green"),
     "inserted": BoxStyle("inserted for a collective", "+", "#b5dcff", "blue"),
     "plain": BoxStyle("what else is computed", " ", "#f4f4f4", "grey"),

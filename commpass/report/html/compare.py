@@ -131,7 +131,7 @@ FACTS = {"": described, "ranks: ": lambda site: str(site.group_size), "tensor: "
 
 
 def _counted(values: Iterator[str]) -> str:
-    """Format ``int8 x24, left alone x8``; a single value has no count."""
+    """Format ``int8 x24, uncompressed x8``; a single value has no count."""
     counts = Counter(values)
     if len(counts) == 1:
         return next(iter(counts))
