@@ -203,8 +203,8 @@ ABOVE = (
     " as the codec expects. %s"
 )
 MORE = (
-    "Give it a codec of more bits (a rule with module=...), do not compress it (keep=True), or allow"
-    " more (max_error, and force=True where its values are whole numbers)"
+    "Give it a codec of more bits (a rule with module=...), do not compress it (keep=True), or"
+    " allow more (max_error, and force=True where its values are whole numbers)"
 )
 
 

@@ -104,10 +104,10 @@ def _of_site(
 ) -> UncompressedSite:
     if site.hidden:
         return UncompressedSite(site, OVERLAPPED, "Policy(skip_overlapped=False)")
-    if options is None or site.reason.startswith(UNCOMPRESSED):
-        return UncompressedSite(
-            site, EARLIER if site.reason.startswith(UNCOMPRESSED) else site.reason
-        )
+    if site.reason.startswith(UNCOMPRESSED):
+        return UncompressedSite(site, EARLIER)
+    if options is None:
+        return UncompressedSite(site, site.reason)
     if options.obstacle == NO_CODEC.format(allowed.source):
         return UncompressedSite(site, *_unasked(site, allowed, policy))
     if options.obstacle:
