@@ -202,7 +202,6 @@ def _hidden(site: PlannedSite, uncompressed: PlannedSite) -> PlannedSite:
     what = f"{site.codec} by {site.algorithm}"
     times = f"{site.predicted_us:,.0f} us instead of {site.plain_us:,.0f} us"
     reason = (
-        f"hidden: {what} would take {times}, but the rank computes meanwhile, and the graph would"
-        " not end earlier"
+        f"overlapped with compute: {what} would take {times}, but the graph would not end earlier"
     )
     return dataclasses.replace(uncompressed, reason=reason, hidden=True)

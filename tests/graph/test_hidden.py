@@ -79,7 +79,7 @@ def test_sites_that_hide_behind_matmuls_are_left_alone_and_say_so():
     (site,) = planned(gradients(3), profile(exchange_us=10_000, matmul_us=20_000))
     assert (site.codec, site.hidden) == (NONE, True)
     assert site.wire_bytes == BYTES
-    assert site.reason.startswith("hidden: int8 by two_shot would take")
+    assert site.reason.startswith("overlapped with compute: int8 by two_shot would take")
 
 
 def test_sites_that_nothing_hides_are_compressed():
