@@ -103,7 +103,7 @@ def simulate(
     if known is None:
         raise CommpassError("simulate needs a profile: a name, a file, or COMMPASS_PROFILE")
     chosen = [policy_named(policy) for policy in policies]
-    known = _Remembering(
+    known = _CachedProfile(
         **{each.name: getattr(known, each.name) for each in dataclasses.fields(known)}
     )
     values = sweep[1] if sweep else (None,)
@@ -114,19 +114,19 @@ def simulate(
     found: list[Simulated] = []
     done = 0
     for _, alike in groupby(cases, key=lambda case: (case.sizes, case.more)):
-        some = list(alike)
+        same = list(alike)
 
-        def describe(message: str, some: Sequence[_Case] = some, done: int = done) -> None:
+        def describe(message: str, same: Sequence[_Case] = same, done: int = done) -> None:
             if progress is not None:
-                which = some[0].set_to
-                where = f"{which[0]}={which[1]:g}: " if which and len(some) == 1 else ""
+                which = same[0].set_to
+                where = f"{which[0]}={which[1]:g}: " if which and len(same) == 1 else ""
                 progress(done, len(cases), where + message)
 
-        runs = [_Run(policy, case) for case in some for policy in chosen]
-        with _fake_ranks(some[0].sizes) as ranks:
+        runs = [_Run(policy, case) for case in same for policy in chosen]
+        with _fake_ranks(same[0].sizes) as ranks:
             _plan(build, ranks, runs, train, describe)
         found += map(_summed, runs)
-        done += len(some)
+        done += len(same)
     return found
 
 
@@ -136,7 +136,7 @@ def _on_each_host(ranks_per_host: int, ranks: tuple[int, ...]) -> int:
 
 
 @dataclass(frozen=True)
-class _Remembering(Profile):
+class _CachedProfile(Profile):
     """A profile that caches how many ranks of a group share a host.
 
     The passes ask for every candidate, and a scan of 100,000 ranks takes 20 ms.
@@ -225,13 +225,13 @@ class _Planner(Backend):
 
     def __init__(self, runs: Sequence[_Run], report: Callable[[str], None]):
         super().__init__(policy_named("off"), "eager", runs[0].case.profile, False, None, None)
-        self.runs, self.say = runs, report
+        self.runs, self.on_step = runs, report
 
     def compile(self, graph: TracedGraph) -> Any:
         gm, direction, calls = graph.gm, graph.direction, graph.calls
         for run in self.runs:
             profile = run.case.profile
-            self.say(f"{direction}, policy {run.policy.name}")
+            self.on_step(f"{direction}, policy {run.policy.name}")
             untouched = {module: copy.deepcopy(module.graph) for _, module in graph_modules(gm)}
             given = GraphInput(
                 gm=gm,
@@ -269,7 +269,7 @@ def _plan(
     try:
         with FakeTensorMode() as mode, nullcontext() if train else torch.no_grad():
             report("building the model")
-            with _forgetful(mode), patch.object(Shard, "_shard_tensor", _first_shard):
+            with _without_memo(mode), patch.object(Shard, "_shard_tensor", _first_shard):
                 model, inputs = _built(build, mesh, runs[0].case.more)
             report("tracing")
             given = torch.compile(model, backend=_Planner(runs, report))(*inputs)
@@ -300,17 +300,17 @@ class _NoRecord(WeakValueDictionary):
 
 
 @contextmanager
-def _forgetful(mode: FakeTensorMode) -> Iterator[None]:
+def _without_memo(mode: FakeTensorMode) -> Iterator[None]:
     """Keep a fake mode from remembering which fake tensor stands for which.
 
     A remembered reference to a parameter would prevent ``module.to(dtype)`` from replacing it.
     """
     converter = mode.fake_tensor_converter.meta_converter
-    kept, converter.tensor_memo = converter.tensor_memo, _NoRecord()
+    memo, converter.tensor_memo = converter.tensor_memo, _NoRecord()
     try:
         yield
     finally:
-        converter.tensor_memo = kept
+        converter.tensor_memo = memo
 
 
 def _built(build: Build, mesh: DeviceMesh, more: Mapping[str, Any]) -> Any:
@@ -339,11 +339,11 @@ def _built(build: Build, mesh: DeviceMesh, more: Mapping[str, Any]) -> Any:
 def no_dimension(error: KeyError, mesh: DeviceMesh) -> str:
     """Name the dimension that the mesh lacks and the model asked for. Return "" for any other
     error."""
-    said = " ".join(map(str, error.args))
-    if "mesh_dim_names" not in said:
+    text = " ".join(map(str, error.args))
+    if "mesh_dim_names" not in text:
         return ""
     known = mesh.mesh_dim_names or ()
-    asked = [name for name in re.findall(r"'(\w+)'", said) if name not in known]
+    asked = [name for name in re.findall(r"'(\w+)'", text) if name not in known]
     wants = f"a dimension {asked[0]!r}" if asked else "a dimension that it does not have"
     return f"the model asks the mesh for {wants}; there is {', '.join(map(repr, known))}"
 

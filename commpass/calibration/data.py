@@ -85,8 +85,8 @@ class Calibration:
 
     def digest(self) -> str:
         """Return a digest of all that was measured; equal on all ranks."""
-        said = {**msgspec.to_builtins(self), "written": ""}
-        return hashlib.sha256(msgspec.json.encode(said, order="deterministic")).hexdigest()[:16]
+        fields = {**msgspec.to_builtins(self), "written": ""}
+        return hashlib.sha256(msgspec.json.encode(fields, order="deterministic")).hexdigest()[:16]
 
     def to_json(self) -> str:
         return msgspec.json.format(msgspec.json.encode(self), indent=1).decode()

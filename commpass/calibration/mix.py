@@ -109,8 +109,8 @@ def solve(
         raise CalibrationError(f"cheapest={by!r}{nearest(str(by), CHEAPEST)}")
     ordered = tuple(sorted(places, key=lambda each: each.where))
     known = [considered(each, base, profile, by) for each in ordered]
-    kept = frozenset(number for number, each in enumerate(ordered) if _is_excluded(each, base))
-    open_to = [some[:1] if number in kept else some for number, some in enumerate(known)]
+    excluded = frozenset(number for number, each in enumerate(ordered) if _is_excluded(each, base))
+    open_to = [some[:1] if number in excluded else some for number, some in enumerate(known)]
     options = [
         [Option(each.us if by == "time" else each.sent_bytes, each.share) for each in some]
         for some in open_to
@@ -119,7 +119,7 @@ def solve(
     assert mix is not None  # leaving everything uncompressed loses nothing
     chosen = tuple(some[number] for some, number in zip(open_to, mix.chosen, strict=True))
     return Solution(
-        max_error=max_error, places=ordered, considered=tuple(known), chosen=chosen, kept=kept
+        max_error=max_error, places=ordered, considered=tuple(known), chosen=chosen, kept=excluded
     )
 
 
@@ -216,8 +216,8 @@ def rules_of(found: Solution, base: Policy, name: str, *, exactly: bool = False)
     made: list[tuple[Address, Rule]] = []
     rows = zip(found.places, found.considered, found.chosen, strict=True)
     for number, (place, some, chosen) in enumerate(rows):
-        words = _rule_fields(place, some, chosen, number in found.kept, exactly)
-        made += [(where, _rule(where, words)) for where in place.where]
+        fields = _rule_fields(place, some, chosen, number in found.kept, exactly)
+        made += [(where, _rule(where, fields)) for where in place.where]
     made.sort(key=lambda each: (-_depth(each[0].module), each[0]))
     rules = tuple(rule for _, rule in made)
     return dataclasses.replace(base, name=name, rules=(*rules, *base.rules))
@@ -242,30 +242,30 @@ def _rule_fields(
     """Return the fields of a place's rule."""
     if excluded or choice.codec == NONE:
         return {"keep": True}
-    names, ways = [choice.codec], list(choice.algorithms)
+    names, algorithms = [choice.codec], list(choice.algorithms)
     if not exactly:
         names += [
             each.codec
             for each in some[1:]
-            if each is not choice and _error(place, each.codec, ways) <= choice.error
+            if each is not choice and _error(place, each.codec, algorithms) <= choice.error
         ]
         kinds = {each.site.kind for each in place.sites}
-        ways += [
-            way
-            for way in DEFAULTS
-            if way not in ways
-            and way != "hierarchical"  # its error depends on the hosts
-            and any(find_algorithm(kind, way) for kind in kinds)
-            and all(_error(place, name, [way]) <= choice.error for name in names)
+        algorithms += [
+            algorithm
+            for algorithm in DEFAULTS
+            if algorithm not in algorithms
+            and algorithm != "hierarchical"  # its error depends on the hosts
+            and any(find_algorithm(kind, algorithm) for kind in kinds)
+            and all(_error(place, name, [algorithm]) <= choice.error for name in names)
         ]
     # Candidates compare this error with the budget: that of the algorithm on Gaussian data.
-    most = max(each for name in names for each in _expected(place, name, ways))
-    words: dict[str, object] = {
+    most = max(each for name in names for each in _expected(place, name, algorithms))
+    fields: dict[str, object] = {
         "codec": tuple(names),
-        "algorithm": tuple(ways),
+        "algorithm": tuple(algorithms),
         "max_error": min(1.0, math.ceil(most * 1e5 + 1) / 1e5),
     }
-    return {**words, "force": True} if exactly else words
+    return {**fields, "force": True} if exactly else fields
 
 
 def _error(place: MeasuredSites, spec: str, ways: Sequence[str]) -> float:

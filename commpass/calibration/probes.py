@@ -131,9 +131,9 @@ class Probes:
         probe = Probe(self, address, without_neighbours(each.site), "in-place" in each.call.form)
         name = _added(each, probe)
         with graph.inserting_before(node):
-            made = graph.call_module(name, (source,))
-        made.meta.update({key: source.meta[key] for key in ("val",) if key in source.meta})
-        node.replace_input_with(source, made)
+            inserted = graph.call_module(name, (source,))
+        inserted.meta.update({key: source.meta[key] for key in ("val",) if key in source.meta})
+        node.replace_input_with(source, inserted)
 
     def _behind(self, each: GraphSite, address: Address) -> None:
         """Insert a probe after a sum that has one output."""
@@ -142,9 +142,9 @@ class Probes:
         (node,) = each.outputs
         name = _added(each, ProbeOfSums(self, address))
         with node.graph.inserting_after(node):
-            made = node.graph.call_module(name, (node,))
-        made.meta.update({key: node.meta[key] for key in ("val",) if key in node.meta})
-        node.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
+            inserted = node.graph.call_module(name, (node,))
+        inserted.meta.update({key: node.meta[key] for key in ("val",) if key in node.meta})
+        node.replace_all_uses_with(inserted, delete_user_cb=lambda user: user is not inserted)
 
     def forget(self) -> None:
         """Reset counts and sums."""

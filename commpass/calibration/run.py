@@ -62,8 +62,8 @@ class Sizes:
     def bits(self) -> dict[str, float]:
         """Return the bits of a value by codec, rounded up to a hundredth; none if nothing was
         measured."""
-        some = {spec: each for spec, each in self.bytes.items() if each}
-        return {spec: math.ceil(800 * each / self.count) / 100 for spec, each in some.items()}
+        measured = {spec: each for spec, each in self.bytes.items() if each}
+        return {spec: math.ceil(800 * each / self.count) / 100 for spec, each in measured.items()}
 
 
 @dataclass
@@ -170,12 +170,12 @@ def _measured(
     channels = [_channels(group, seen) if outliers else None for group in groups]
     probes.sizes_of = list(sized)
     choices = [sorted({*named, *_outlier(each)}) for each in channels]
-    made = [each.spec for each in disturbing]
+    probe_specs = [each.spec for each in disturbing]
     for group, specs in zip(groups, choices, strict=True):
         for where in group:
-            probes.errors_of[where] = [codec(spec) for spec in sorted({*specs, *made})]
+            probes.errors_of[where] = [codec(spec) for spec in sorted({*specs, *probe_specs})]
     sums = _Sums(
-        [dict.fromkeys(sorted({*specs, *made}), 0.0) for specs in choices],
+        [dict.fromkeys(sorted({*specs, *probe_specs}), 0.0) for specs in choices],
         [Sizes() for _ in groups],
         [[0.0] * len(disturbing) for _ in groups],
         [0.0] * len(groups),
@@ -204,7 +204,7 @@ def _measured(
                     error=_rms(sums.errors[at][spec], many),
                     sensitivity=_rms(change, many),
                 )
-                for spec, change in zip(made, sums.changes[at], strict=True)
+                for spec, change in zip(probe_specs, sums.changes[at], strict=True)
             ),
             loss=_rms(sums.loss[at], many) if step.train else None,
             statistics="" if (known := channels[at]) is None else known.to_text(),
@@ -220,7 +220,7 @@ def _measured(
         world_size=ranks.size,
         batches=many,
         of="gradients" if step.train else "outputs",
-        probes=tuple(made),
+        probes=tuple(probe_specs),
         loss=math.fsum(each for each in losses if each is not None) / many if step.train else None,
         places=places,
         remarks=tuple(remarks),
@@ -266,7 +266,7 @@ def _one_batch(
         raise CalibrationError(f"batch {number}: the {what} are not finite")
     if not total:
         raise CalibrationError(f"batch {number}: the {what} are all 0")
-    here = [
+    own_errors = [
         _relative(ranks, probes, group, list(sums.errors[at])) for at, group in enumerate(groups)
     ]
     for at, group in enumerate(groups if probes.sizes_of else ()):
@@ -274,7 +274,7 @@ def _one_batch(
     report(1)
     probes.measure = False
     for at, group in enumerate(groups):
-        for spec, value in here[at].items():
+        for spec, value in own_errors[at].items():
             if not math.isfinite(value):
                 raise CalibrationError(f"batch {number}: what {group[0]} sends is not finite")
             sums.errors[at][spec] += value**2
@@ -284,7 +284,7 @@ def _one_batch(
             off, moved = ranks.all_sums(
                 [step.squares(output, reference), (disturbed or 0.0) - (loss or 0.0)]
             )
-            if error := here[at][each.spec]:
+            if error := own_errors[at][each.spec]:
                 sums.changes[at][level] += off / total / error**2
                 sums.loss[at] += (moved / lost / error) ** 2 if lost and not level else 0.0
             report(at * len(disturbing) + level + 2)
@@ -299,9 +299,9 @@ def _relative(
     mine = [probes.squares[where] for where in group if where in probes.squares] or [Squares()]
     values = [sum(each.values for each in mine)]
     errors = [sum(each.errors.get(spec, 0.0) for each in mine) for spec in specs]
-    whole, *parts = ranks.all_sums([float(each) for each in (*values, *errors)])
+    total, *parts = ranks.all_sums([float(each) for each in (*values, *errors)])
     return {
-        spec: math.sqrt(part / whole) if whole > 0 else (0.0 if whole == 0 else math.nan)
+        spec: math.sqrt(part / total) if total > 0 else (0.0 if total == 0 else math.nan)
         for spec, part in zip(specs, parts, strict=True)
     }
 

@@ -70,9 +70,9 @@ def slack_us(tasks: Sequence[Task]) -> dict[int, float]:
     order = list(nx.topological_sort(graph))
     before = _longest(graph, order)
     after = _longest(graph.reverse(copy=False), reversed(order))
-    whole = before[END]
+    longest = before[END]
     links = (moment for moment in order if moment[0] == "link")
-    return {moment[1]: max(whole - before[moment] - after[moment], 0.0) for moment in links}
+    return {moment[1]: max(longest - before[moment] - after[moment], 0.0) for moment in links}
 
 
 def _longest(graph: nx.DiGraph, order: Iterable[Moment]) -> dict[Moment, float]:

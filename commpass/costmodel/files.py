@@ -84,9 +84,9 @@ class ProfileFile:
 def digest(profile: Profile) -> str:
     """Return a digest of a profile without its name, equal to that of the profile read from a
     file."""
-    whole = msgspec.convert(msgspec.to_builtins(profile), Profile)  # converts 60 to 60.0
-    said = {**msgspec.to_builtins(whole), "name": ""}
-    return hashlib.sha256(msgspec.json.encode(said, order="deterministic")).hexdigest()[:16]
+    converted = msgspec.convert(msgspec.to_builtins(profile), Profile)  # converts 60 to 60.0
+    fields = {**msgspec.to_builtins(converted), "name": ""}
+    return hashlib.sha256(msgspec.json.encode(fields, order="deterministic")).hexdigest()[:16]
 
 
 def age(file: ProfileFile) -> str:
@@ -190,16 +190,16 @@ def _from_toml(path: Path) -> Profile:
     for key in table:
         if key not in known:
             raise fail(key, f"a profile has no field {key!r}{nearest(key, [*known, 'base'])}")
-    said = msgspec.to_builtins(base) if base is not None else {}
-    said["name"] = path.stem
+    fields = msgspec.to_builtins(base) if base is not None else {}
+    fields["name"] = path.stem
     for key, value in table.items():
         try:
-            said[key] = _laid_over(key, value, said.get(key))
+            fields[key] = _merged(key, value, fields.get(key))
         except PolicyError as error:
             raise fail(getattr(error, "key", key), str(error)) from error
-    if "link" not in said:
+    if "link" not in fields:
         raise fail(None, "a profile needs a [link] with alpha_us and gbytes_per_s, or a base")
-    return _built(said, fail)
+    return _built(fields, fail)
 
 
 def _built(fields: dict[str, Any], fail: Any) -> Profile:
@@ -228,7 +228,7 @@ def _fields(table: Any, kind: type, name: str) -> None:
             raise _Unknown(key, name, [*known, "base"])
 
 
-def _laid_over(key: str, value: Any, below: Any) -> Any:
+def _merged(key: str, value: Any, below: Any) -> Any:
     """Return a field of a file, merged with the value of the base."""
     if key in ("link", "intra_host_link"):
         return _link(value, below)

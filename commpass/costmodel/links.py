@@ -147,12 +147,12 @@ class Link:
             return region.alpha_us * times, sent * others / (region.gbytes_per_s * 1e3)
         if by_messages:
             contention = min(sent / 4, self.contention_bytes) if messages > 1 else 0.0
-            alpha, taken = self.alpha_us * min(messages, 1), sent + contention
+            alpha, carried = self.alpha_us * min(messages, 1), sent + contention
         else:
-            freely = min(sent, self.buffered_bytes) if kind in DIRECT else 0.0
+            buffered = min(sent, self.buffered_bytes) if kind in DIRECT else 0.0
             alpha = self.alpha_us * messages
-            taken = freely + (sent - freely) * self.factor.get(kind, 1.0)
-        return alpha, taken * others / (self.gbytes_per_s * 1e3)
+            carried = buffered + (sent - buffered) * self.factor.get(kind, 1.0)
+        return alpha, carried * others / (self.gbytes_per_s * 1e3)
 
 
 MEASURED = (*KINDS, ONE, SEVERAL)

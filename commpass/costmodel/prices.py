@@ -52,7 +52,7 @@ class Prices:
         elif stage.reach != ALL and ports and self.on_host:
             per_port = self.profile.ranks_per_host / ports
             sharing = sharing_of(stage.reach, peers, self.ranks, self.on_host, per_port)
-        latency, taken = link.parts_us(
+        latency, on_link_us = link.parts_us(
             stage.kind,
             stage.leaving,
             self.ranks,
@@ -61,13 +61,13 @@ class Prices:
             sharing=sharing,
         )
         if not stage.by_messages:
-            return Task(port, taken, latency, stage.after)
+            return Task(port, on_link_us, latency, stage.after)
         messages = self.ranks - 1 if stage.peers is None else stage.peers
-        busy = link.overhead_us * messages
+        overhead_us = link.overhead_us * messages
         if link.region(ONE if messages == 1 else SEVERAL, stage.leaving) is not None:
-            busy = min(busy, latency)  # a measured alpha includes the busy time
-            latency -= busy
-        return Task(port, taken, latency, stage.after, busy)
+            overhead_us = min(overhead_us, latency)  # a measured alpha includes it
+            latency -= overhead_us
+        return Task(port, on_link_us, latency, stage.after, overhead_us)
 
     def _is_on_one_host(self, ranks: int) -> bool:
         """Whether ``intra_host_link`` carries exchanges among each ``ranks`` consecutive ranks of

@@ -22,7 +22,7 @@ from commpass.plan import Site
 from commpass.policy import presets
 from commpass.policy.lowbit import MAX_ERROR, SHARE, lowbit_rules
 from commpass.policy.presets import DIMENSIONS, THREE_D, rules_over
-from commpass.policy.rules import TYPES, Allowed, Annotation, Named, Rule, Words, as_names
+from commpass.policy.rules import TYPES, Allowed, Annotation, Named, Names, Rule, as_names
 from commpass.utils.deprecated import renamed_fields, warn_renamed, with_new_names
 from commpass.utils.tables import line_of, read_toml, toml_of
 
@@ -141,9 +141,9 @@ class Policy(Named):
         if self.off:
             return Allowed(source="policy 'off'"), None
         if site.word is not None:
-            word = Annotation.from_json(site.word)
-            source = "keep" if word.keep else "compress(...) in the model"
-            return _allowed(self, word, source, names_site=True), None
+            annotation = Annotation.from_json(site.word)
+            source = "keep" if annotation.keep else "compress(...) in the model"
+            return _allowed(self, annotation, source, names_site=True), None
         for index, rule in enumerate(self.rules):
             if rule.matches(site):
                 source = f"rule {index + 1} ({rule.about})"
@@ -204,7 +204,7 @@ class Policy(Named):
 
     @staticmethod
     def for_mesh(
-        preset: str, *, tp: Words = None, dp: Words = None, pp: Words = None, **fields: Any
+        preset: str, *, tp: Names = None, dp: Names = None, pp: Names = None, **fields: Any
     ) -> Policy:
         """Return a preset of three dimensions, ``taco-3d`` or ``balanced-3d``, for the meshes of
         this process.
@@ -220,20 +220,22 @@ class Policy(Named):
         if preset not in THREE_D:
             raise PolicyError(f"preset {preset!r} has no dimensions{nearest(str(preset), THREE_D)}")
         roles = {"tp": as_names(tp), "dp": as_names(dp), "pp": as_names(pp)}
-        words = {*roles, *OLD_NAMES, *(field.name for field in dataclasses.fields(Policy))}
-        for word in fields.keys() - words:
-            raise PolicyError(f"for_mesh has no role or field {word!r}{nearest(word, words)}")
-        told = {role: names for role, names in roles.items() if names is not None}
+        arguments = {*roles, *OLD_NAMES, *(field.name for field in dataclasses.fields(Policy))}
+        for argument in fields.keys() - arguments:
+            raise PolicyError(
+                f"for_mesh has no role or field {argument!r}{nearest(argument, arguments)}"
+            )
+        given = {role: names for role, names in roles.items() if names is not None}
         known = groups.dimensions()
         role_of: dict[str, str] = {}
-        for role, names in told.items():
+        for role, names in given.items():
             for name in names:
                 if name not in known:
                     why = "no mesh of this process has such a dimension; make the mesh first"
                     raise PolicyError(f"{role}={name!r}: {why}{nearest(name, known)}")
                 if role_of.setdefault(name, role) != role:
                     raise PolicyError(f"{name!r} is both {role_of[name]} and {role}: give it one")
-        over = told | {role: names for role, names in DIMENSIONS.items() if role not in told}
+        over = given | {role: names for role, names in DIMENSIONS.items() if role not in given}
         return Policy.from_preset(preset, **{"rules": (), **fields})._over(preset, over)
 
     def _over(self, preset: str, over: Mapping[str, Sequence[str]]) -> Policy:
@@ -254,9 +256,9 @@ class Policy(Named):
         """
         if self.off:
             raise PolicyError(f"policy {self.name!r} is off, which a file says by preset = 'off'")
-        said = {key: value for key, value in _set_fields(self).items() if key != "rules"}
-        said = {"name": self.name, **said}
-        return toml_of(said, {"rule": [_set_fields(rule) for rule in self.rules]})
+        fields = {key: value for key, value in _set_fields(self).items() if key != "rules"}
+        fields = {"name": self.name, **fields}
+        return toml_of(fields, {"rule": [_set_fields(rule) for rule in self.rules]})
 
 
 def _allowed(

@@ -94,7 +94,7 @@ def lowbit_rules(
             " Calibrate inference (train=False) with outliers=True"
         )
     shares = _shares(layers, share, bits)
-    ways = (algorithm,) if isinstance(algorithm, str) else tuple(algorithm)
+    algorithms = (algorithm,) if isinstance(algorithm, str) else tuple(algorithm)
     found = [
         Rule(
             module=where.module,
@@ -102,7 +102,7 @@ def lowbit_rules(
             direction=where.direction,
             group=where.group,
             codec=layer.spec(kept, bits, per_rank),
-            algorithm=ways,
+            algorithm=algorithms,
             max_error=max_error,
         )
         for layer, kept in zip(layers, shares, strict=True)

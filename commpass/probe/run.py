@@ -116,12 +116,12 @@ def _link(times: Sequence[Times], busy: float) -> Link:
 
 
 def _points(found: dict[str, list[Times]], links: dict[str, Link]) -> list[Measured]:
-    made = []
+    points = []
     for level, times in found.items():
         for each in times:
             region = links[level].region(each.kind, each.sent)
             fit = region.time_us(each.messages, each.sent) if region else float("nan")
-            made.append(
+            points.append(
                 Measured(
                     group=level,
                     kind=each.kind,
@@ -134,4 +134,4 @@ def _points(found: dict[str, list[Times]], links: dict[str, Link]) -> list[Measu
                     fit_us=round(fit, 1),
                 )
             )
-    return made
+    return points

@@ -152,7 +152,7 @@ def _measured(
             " inputs), and if it likes a loss"
         )
     model, batches, *loss = made
-    with progress("runs", visible=dist.get_rank() == 0) as told:
+    with progress("runs", visible=dist.get_rank() == 0) as show_progress:
         return calibrate(
             model,
             batches,
@@ -161,7 +161,7 @@ def _measured(
             codecs=codecs or CODECS,
             train=train,
             profile=profile,
-            progress=lambda done, count: told(done, count, f"run {done} of {count}"),
+            progress=lambda done, count: show_progress(done, count, f"run {done} of {count}"),
         )
 
 
@@ -170,7 +170,7 @@ def table(found: Solution) -> Table:
     groups = len({place.where[0].group for place in found.places}) > 1
     columns = ("module", "what", "bytes", "sens.", "codec", "sent", "error", "of all")
     made = plain_table(*columns)
-    whole = math.fsum(each.share for each in found.chosen)
+    total = math.fsum(each.share for each in found.chosen)
     for place, (plain, *_), chosen in zip(
         found.places, found.considered, found.chosen, strict=True
     ):
@@ -181,7 +181,7 @@ def table(found: Solution) -> Table:
             short(chosen.codec),
             size(round(chosen.sent_bytes)),
             f"{chosen.error:.2%}",
-            f"{chosen.share / whole:.0%}" if whole else "-",
+            f"{chosen.share / total:.0%}" if total else "-",
         )
         made.add_row(*map(Text, row))
     return made

@@ -122,8 +122,8 @@ def _gains_from(dump: Dump, site: PlannedSite) -> str:
     what = f"{brief(best.codec)} by {best.algorithm}"
     if nbytes == inf:
         return f"{what} gains at no size"
-    words = explanation(site, nbytes)
-    at = f"from {size(nbytes)} on" + (f" ({words})" if words else "") if nbytes else "at any size"
+    text = explanation(site, nbytes)
+    at = f"from {size(nbytes)} on" + (f" ({text})" if text else "") if nbytes else "at any size"
     return f"{what} gains {at}"
 
 
@@ -141,16 +141,16 @@ def dependents(dump: Dump, site: PlannedSite) -> tuple[int, int, int, int] | Non
     except CommpassError:
         return None
     name = site.name.partition(".")[0]
-    its = {node.name for node in nodes if node.site and node.site.partition(".")[0] == name}
-    if not its:
+    own = {node.name for node in nodes if node.site and node.site.partition(".")[0] == name}
+    if not own:
         return None
     graph = nx.DiGraph((source, user) for user, sources in edges.items() for source in sources)
-    graph.add_edges_from((site, each) for each in its)  # one source for all its nodes
+    graph.add_edges_from((site, each) for each in own)  # one source for all its nodes
     found = nx.descendants(graph, site)
     others = [
         node
         for node in nodes
-        if node.name not in its and node.op not in NO_OPERATORS and not waits(node)
+        if node.name not in own and node.op not in NO_OPERATORS and not waits(node)
     ]
     sites = {node.site for node in others if node.site}
     needing = {node.site for node in others if node.site and node.name in found}

@@ -183,8 +183,8 @@ class Report:
         elsewhere = [ELSEWHERE.format(plural(self.elsewhere, "plan"))] if self.elsewhere else []
         if not self.graphs:
             return "\n".join(elsewhere or [NOTHING])
-        told = [*self._head(), *_table(self._patterns()), *self._reasons()]
-        return "\n".join(map(clean, [*told, *elsewhere]))
+        lines = [*self._head(), *_table(self._patterns()), *self._reasons()]
+        return "\n".join(map(clean, [*lines, *elsewhere]))
 
     __repr__ = __str__
 

@@ -36,7 +36,7 @@ def run(
     plot: Path | None,
     json: bool,
 ) -> None:
-    with progress("simulate") as told:
+    with progress("simulate") as show_progress:
         found = simulate(
             build_of(path),
             profile,
@@ -44,7 +44,7 @@ def run(
             policies,
             sweep=sweep_of(sweep) if sweep else None,
             train=train,
-            progress=told,
+            progress=show_progress,
         )
     for each in found:
         for remark in each.remarks:
