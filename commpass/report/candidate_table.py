@@ -189,7 +189,7 @@ def title(dump: Dump, site: PlannedSite) -> Text:
         sites, all_sites, operators, all_operators = found
         text += (
             f"\n{sites} of {all_sites} other sites and {operators} of {all_operators} other"
-            " operators need what it brings"
+            " operators depend on its result"
         )
     if site.missed:
         text += f"\npredicted to be exposed for {micros(site.exposed_us)}: {site.missed}"

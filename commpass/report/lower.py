@@ -188,21 +188,21 @@ def notes(rows: Sequence[Row], arch: str) -> list[str]:
     said = []
     if any(each.predictions and each.kernel.of == MEMORY for each in found):
         said.append(
-            "Predicted share of the bandwidth of a copy, and what limits it: no more than this."
+            "Upper bounds: the share of the bandwidth of a copy, and the limiting resource."
         )
     if any(each.predictions and each.kernel.of != MEMORY for each in found):
-        said.append("Of a matmul: the share of the tensor cores' peak; no more than this.")
+        said.append("Of a matmul: an upper bound of the share of the tensor cores' peak.")
     if any(not each.compiled.loads for each in found):
         said.append("Loads by tensor descriptors (TMA) are not counted.")
     if any(each.counts is None for each in found):
         said.append(f"{arch}: instructions are not counted, so nothing is predicted.")
     if any(each.kernel.moved is None for each in found):
-        said.append("Where bytes depend on the values nothing is predicted.")
+        said.append("Nothing is predicted for kernels whose bytes depend on the values.")
     counts = [each.counts for each in found if each.counts is not None]
     if any(each.predictions and each.counts and each.counts.loops for each in found):
         said.append("Some loops are counted as if they ran once.")
     if unknown := sorted({name for each in counts for name in each.unknown}):
-        said.append(f"Instructions of no known kind, of which only slots count: {unknown}.")
+        said.append(f"Instructions of unknown kinds, of which only issue slots count: {unknown}.")
     return said
 
 

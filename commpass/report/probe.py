@@ -78,11 +78,11 @@ def noisy(file: ProfileFile) -> str:
         return ""
     return (
         f"{len(off)} of {len(file.points)} times varied by more than half: other programs, or more"
-        " ranks than cores. Measure again when the machines are as they will be"
+        " ranks than cores. Measure again when the machines have their usual load"
     )
 
 
-KERNELS_ASSUMED = "Kernels were not measured: --kernels does. Their rates are assumed."
+KERNELS_ASSUMED = "Kernels were not measured (--kernels measures them). Their rates are assumed."
 
 
 def how(command: str, ranks: int = 2) -> str:
