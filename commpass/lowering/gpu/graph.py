@@ -67,7 +67,7 @@ def product_caller(product: Product, biased: bool) -> Callable[..., Tensor]:
 
     def call(a: Tensor, b: Tensor, *bias: Tensor) -> Tensor:
         assert isinstance(product.codec, BlockCodec)
-        wires = matmul_launch.run(
+        return matmul_launch.run(
             a,
             b,
             product.codec,
@@ -76,6 +76,5 @@ def product_caller(product: Product, biased: bool) -> Callable[..., Tensor]:
             activation=product.activation,
             graph=True,
         )
-        return wires.select(0, 0)
 
     return torch.func.functionalize(call)

@@ -2,12 +2,11 @@
 
 Codes and scales are written directly to the wire of a two-shot all_reduce or a reduce_scatter, and
 the values are never stored in memory. The kernel is persistent: as many programs as the GPU runs at
-once process the tiles in turn, starting with those of the first chunk and the first peer.
+once process the tiles in turn, starting with those of the first peer.
 
-``a @ b`` is ``[m, n]``. Rank r's shard is its r-th ``m / ranks`` rows; each chunk of it is a
-*segment*, and each segment is one row of the wire ``[chunks, ranks, wire_bytes]``. The numbers
-equal those of the unfused form: the result is rounded to the dtype of the matmul before it is
-encoded.
+``a @ b`` is ``[m, n]``. Rank r's shard is its r-th ``m / ranks`` rows, which are encoded to row r
+of the wires ``[ranks, wire_bytes]``. The numbers equal those of the unfused form: the result is
+rounded to the dtype of the matmul before it is encoded.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from commpass.codecs import Codec
 from commpass.codecs.block.codec import BlockCodec
 from commpass.codecs.block.grids import CompandedGrid
 from commpass.codecs.block.layouts import Flat
-from commpass.codecs.block.noise import Stochastic
 from commpass.lowering.chain import Chain, Encode
 from commpass.lowering.gpu import generate
 from commpass.lowering.gpu.matmul_sizes import SHARED, WIDEST, Configuration, Matmul, Problem
@@ -57,12 +55,6 @@ def unsupported_reason(
         return f"{n} columns are no multiple of {coder.spec}'s blocks of {block}: blocks cross rows"
     if problem.m % problem.ranks:
         return f"{problem.m} rows for {problem.ranks} ranks: shards begin inside a row"
-    if problem.m % problem.segments:
-        return f"{problem.m} rows in {problem.segments} segments: chunks begin inside a row"
-    if problem.chunks > 1 and n % 64:
-        return f"{n} columns: chunks are cut at multiples of 64 values"
-    if problem.chunks > 1 and isinstance(coder.rounding, Stochastic):
-        return f"{coder.spec}: each chunk rounds by noise of its own"
     if min(problem.m, n, problem.k) < 1:
         return "nothing to multiply"
     largest = max(problem.m * problem.k, problem.k * n, problem.m * n)
@@ -108,7 +100,7 @@ def kernel(coder: BlockCodec, matmul: Matmul, by: Configuration) -> Kernel:
     body = generate.Body(coder.block, "")
     body.add_argument("a", generate.TYPES[matmul.dtype])
     body.add_argument("b", generate.TYPES[matmul.dtype])
-    for name in ("rows", "columns", "depth", "ranks", "chunks", "a_step", "b_step"):
+    for name in ("rows", "columns", "depth", "ranks", "a_step", "b_step"):
         body.add_argument(name, "i32")
     epilogue = _within_loop(_epilogue_lines, body, matmul)
     stores = _within_loop(_encode_lines, body, coder)
@@ -123,8 +115,7 @@ def kernel(coder: BlockCodec, matmul: Matmul, by: Configuration) -> Kernel:
         "ALONG: tl.constexpr = BLOCK_N // SIZE",
         "BLOCKS: tl.constexpr = BLOCK_M // SLICES * ALONG",
         "tl.assume(depth > 0)",
-        "segments = ranks * chunks",
-        "tiles = tl.cdiv(rows, BLOCK_M) * tl.cdiv(columns, BLOCK_N) * segments",
+        "tiles = tl.cdiv(rows, BLOCK_M) * tl.cdiv(columns, BLOCK_N) * ranks",
         *(_descriptor_lines(matmul) if by.descriptors else []),
         "for number in tl.range(",
         f"    tl.program_id(0), tiles, tl.num_programs(0), flatten={by.flatten}",
@@ -156,17 +147,17 @@ def _within_loop(write: Callable[..., None], body: generate.Body, subject: Any) 
 def _place_lines() -> list[str]:
     return [
         "row, line, column = tile_place(",
-        "    number, segments, rows, columns, BLOCK_M, BLOCK_N, GROUP",
+        "    number, ranks, rows, columns, BLOCK_M, BLOCK_N, GROUP",
         ")",
-        "first = segment_row(row, ranks, chunks, rows)",
         "row = row.to(tl.int64)",
+        "first = row * rows",
     ]
 
 
 def _descriptor_lines(matmul: Matmul) -> list[str]:
     """Return lines that create the kernel's descriptors, once per program."""
     shapes = (
-        ("a", ("segments * rows", "depth"), ("BLOCK_M", "BLOCK_K"), matmul.a_by_rows),
+        ("a", ("ranks * rows", "depth"), ("BLOCK_M", "BLOCK_K"), matmul.a_by_rows),
         ("b", ("depth", "columns"), ("BLOCK_K", "BLOCK_N"), matmul.b_by_rows),
     )
     lines = []

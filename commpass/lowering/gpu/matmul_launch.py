@@ -60,7 +60,6 @@ def call(
         "columns": problem.n,
         "depth": problem.k,
         "ranks": problem.ranks,
-        "chunks": problem.chunks,
         "a_step": steps[0],
         "b_step": steps[1],
         "made_stride": coder.wire_bytes(numel, torch.float32),
@@ -84,7 +83,7 @@ def call(
         {name: numbers[name] for name in made.signature if name in numbers},
         {name: constants[name] for name in made.constants},
         by,
-        problem.tiles(by) * problem.segments,
+        problem.tiles(by) * problem.ranks,
     )
 
 
@@ -128,13 +127,12 @@ def run(
     coder: BlockCodec,
     ranks: int,
     *,
-    chunks: int = 1,
     bias: Tensor | None = None,
     activation: str = "",
     by: Configuration | None = None,
     graph: bool = False,
 ) -> Tensor:
-    """Return the wire ``[chunks, ranks, wire_bytes]`` of ``a @ b`` rounded to their dtype.
+    """Return the wires ``[ranks, wire_bytes]`` of ``a @ b`` rounded to their dtype.
 
     With ``graph``, the call is traced for Inductor, which launches the kernel itself and allocates
     memory for descriptors.
@@ -142,12 +140,12 @@ def run(
     matmul = matmul_of(a, b, bias, activation)
     if matmul is None:
         raise CommpassError("no kernel: an operand lies neither by rows nor by columns")
-    problem = Problem(a.shape[0], b.shape[1], a.shape[1], ranks, chunks)
+    problem = Problem(a.shape[0], b.shape[1], a.shape[1], ranks)
     arch = "sm_90" if interpreting() else arch_of(a.device)
     if why := unsupported_reason(coder, matmul, problem, arch=arch):
         raise CommpassError(f"no kernel: {why}")
     width = coder.wire_bytes(problem.rows * problem.n, torch.float32)
-    wire = a.new_empty((chunks, ranks, width), dtype=torch.uint8)
+    wire = a.new_empty((ranks, width), dtype=torch.uint8)
     by = for_alignment(by or configuration(coder, problem, arch), a, b)
     made = call(coder, matmul, problem, by, (step_of(a), step_of(b)), casts(a.device))
     given: dict[str, Any] = {"a": a, "b": b, "bias": bias, "made": wire} | made.numbers

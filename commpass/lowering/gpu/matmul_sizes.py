@@ -63,25 +63,20 @@ class Configuration:
 
 @dataclass(frozen=True)
 class Problem:
-    """The sizes: ``a [m, k] @ b [k, n]``, for ``ranks`` ranks, in ``chunks`` chunks."""
+    """The sizes: ``a [m, k] @ b [k, n]``, for ``ranks`` ranks."""
 
     m: int
     n: int
     k: int
     ranks: int
-    chunks: int = 1
-
-    @property
-    def segments(self) -> int:
-        return self.ranks * self.chunks
 
     @property
     def rows(self) -> int:
-        """Rows of a segment."""
-        return self.m // self.segments
+        """Rows of a shard."""
+        return self.m // self.ranks
 
     def tiles(self, by: Configuration) -> int:
-        """Return the number of tiles of one segment."""
+        """Return the number of tiles of one shard."""
         return -(-self.rows // by.block_m) * -(-self.n // by.block_n)
 
 
