@@ -6,7 +6,7 @@ from commpass.codecs.cast import CastCodec
 from commpass.codecs.codec import FLOATS, Codec, Wire, accumulation_dtype
 from commpass.codecs.dispatch import warm_up
 from commpass.codecs.raw import RawCodec
-from commpass.codecs.registry import NAMES, codec
+from commpass.codecs.registry import NAMES, PRESETS, codec
 from commpass.codecs.rows import ALIGNMENT, cut, cut_apart, pad
 from commpass.codecs.sparse import SparseCodec, sum_by_index
 from commpass.codecs.wrappers.difference import (
@@ -20,6 +20,7 @@ __all__ = [
     "ALIGNMENT",
     "FLOATS",
     "NAMES",
+    "PRESETS",
     "VALUES",
     "CastCodec",
     "Codec",

@@ -29,6 +29,7 @@ from commpass.codecs.exponent.floats import (
 from commpass.codecs.exponent.ladder import LADDERS, Ladder
 from commpass.codecs.exponent.strings import concatenate, join_fields, split_fields
 from commpass.codecs.exponent.window import choose, total
+from commpass.codecs.preset import Preset
 from commpass.codecs.rows import ceil_to, cut, larger, pad, smaller, to_bytes
 from commpass.errors import PolicyError
 from commpass.utils.ambient import ambient_free
@@ -365,6 +366,16 @@ def exponent(spec: str, *, planes: int = PLANES, bits: float = 0.0) -> Codec:
     if not 0 <= bits <= 64:
         raise PolicyError(f"bits={bits}: must be from 0 to 64")
     return ExponentCodec(spec, LADDERS[planes], bits)
+
+
+PRESETS = (
+    Preset(
+        "exponent",
+        exponent,
+        "lossless: exponents in 3 bits with escapes (ZipCCL): where no error is allowed",
+        ("exponent(planes=3)", "exponent"),
+    ),
+)
 
 
 def sum_of(numbers: Sequence[Tensor]) -> Tensor:

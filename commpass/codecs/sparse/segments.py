@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from commpass.codecs.codec import Codec
+from commpass.codecs.preset import Preset
 from commpass.codecs.sparse.codec import SparseCodec
 from commpass.codecs.wrappers.inner import Resolve
 from commpass.errors import PolicyError
@@ -81,6 +82,16 @@ def segments(resolve: Resolve, spec: str, *, inner: str = "dgc", lengths: str = 
         raise PolicyError(f"lengths={lengths!r}: must be like 'n4096_512', each at least 1")
     parts = (coder.selector, coder.density, coder.inner, coder.index)
     return SegmentedCodec(spec, *parts, coder, known)
+
+
+PRESETS = (
+    Preset(
+        "segments",
+        segments,
+        "tensors of a fusion buffer, each selected from on its own (SSFusion)",
+        has_inner=True,
+    ),
+)
 
 
 def segmented(spec: str, lengths: Sequence[int]) -> str:

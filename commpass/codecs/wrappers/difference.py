@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from commpass.codecs.codec import Codec, Wire, accumulation_dtype
+from commpass.codecs.preset import Preset
 from commpass.codecs.wrappers.inner import Resolve, inner_codec
 from commpass.errors import PolicyError
 from commpass.utils.ambient import ambient_free
@@ -148,3 +149,13 @@ def difference(resolve: Resolve, spec: str, *, inner: str = "int4(block=2048)") 
     """4 bits of the difference to what receivers hold, in groups of 2048 (SDP4Bit, weights). An
     all_gather of parameters keeps the reference itself; elsewhere the caller keeps it."""
     return DifferenceCodec(spec, inner_codec(resolve, "inner", inner))
+
+
+PRESETS = (
+    Preset(
+        "difference",
+        difference,
+        "the change against what receivers hold (SDP4Bit): weights that are gathered each step",
+        has_inner=True,
+    ),
+)

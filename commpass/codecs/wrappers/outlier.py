@@ -26,6 +26,7 @@ from torch import Tensor
 
 from commpass.codecs import constants
 from commpass.codecs.codec import Codec, accumulation_dtype
+from commpass.codecs.preset import Preset
 from commpass.codecs.rows import aligned, cut_apart, finite_stays, from_bytes, pad, to_bytes
 from commpass.codecs.wrappers.inner import Resolve, inner_codec
 from commpass.errors import PolicyError
@@ -549,3 +550,14 @@ def outlier(
     return OutlierCodec(
         spec, channels, inner_codec(resolve, "bits", f"int{bits}(static=1.0)"), 2 ** (bits - 1) - 1
     )
+
+
+PRESETS = (
+    Preset(
+        "outlier",
+        outlier,
+        "the features of widest range in bf16, the others in int4 (Low-bit tensor parallelism):"
+        " inference, calibrated",
+        has_inner=True,
+    ),
+)
