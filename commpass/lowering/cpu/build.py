@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from commpass.errors import CommpassError
-from commpass.lowering.chain import Chain, Decode, Encode
+from commpass.lowering.chain import Chain, Decode, Encode, made_dtype
 from commpass.lowering.cpu.chains import added, impossible, source
-from commpass.lowering.fused import made_dtype
 
 LEAST = 1 << 15
 """The fewest values per thread."""

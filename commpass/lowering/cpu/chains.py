@@ -21,7 +21,6 @@ from commpass.lowering.chain import (
     Encode,
     Enter,
     Leave,
-    Step,
     Sum,
 )
 from commpass.lowering.cpu import blocks, exponents
@@ -35,6 +34,8 @@ from commpass.utils.ambient import making_lasting_tensors
 TILE = 256
 """A unit holds a multiple of this many values: tiles of 16 vectors of 16."""
 LARGEST_UNIT = 8192
+STEPS = (Encode, Decode, Sum, Divide, Enter, Leave, Cast, Add)
+"""The steps that have C++."""
 
 
 def unsupported_reason(chain: Chain) -> str:
@@ -75,7 +76,7 @@ def _unsupported_reasons(chain: Chain) -> Iterator[str]:
         yield from _lossless_obstacles(chain)
         return
     for place, step in enumerate(chain.steps):
-        if not isinstance(step, Step):
+        if not isinstance(step, STEPS):
             yield f"there is no C++ for {type(step).__name__}"
         if isinstance(step, (Encode, Decode)):
             if not isinstance(step.codec, BlockCodec):

@@ -37,8 +37,8 @@ from commpass.lowering.chain import (
     Leave,
     Step,
     Sum,
+    dtype_after,
 )
-from commpass.lowering.fused import dtype_after
 from commpass.lowering.gpu import parts
 from commpass.lowering.gpu.source import Kernel, constant, function_text, indented, of_text
 from commpass.lowering.gpu.tiles import (

@@ -14,8 +14,7 @@ from commpass.codecs.block.codec import BlockCodec
 from commpass.codecs.block.noise import Stochastic, key_of
 from commpass.codecs.rows import aligned
 from commpass.errors import CommpassError
-from commpass.lowering.chain import Chain
-from commpass.lowering.fused import encoded_dtype, made_dtype
+from commpass.lowering.chain import Chain, encoded_dtype, made_dtype
 from commpass.lowering.gpu.generate import Generated, kernel, unsupported_reason
 from commpass.lowering.gpu.source import load
 

@@ -20,8 +20,10 @@ from commpass.lowering.chain import (
     Leave,
     Step,
     Sum,
+    encoded_dtype,
+    made_dtype,
 )
-from commpass.lowering.fused import encoded_dtype, made_dtype, role_of
+from commpass.lowering.fused import role_of
 from commpass.lowering.gpu import generate, launch
 from commpass.lowering.inspect.isolated import of_exponent, of_sparse
 from commpass.lowering.inspect.lowerable import NUMEL, Lowerable, casts
