@@ -21,7 +21,7 @@ from commpass.codecs import constants
 from commpass.codecs.block.domain import VALUES, Domain
 from commpass.codecs.codec import Codec, accumulation_dtype
 from commpass.codecs.raw import RawCodec
-from commpass.codecs.registry import codec
+from commpass.codecs.registry import codec as codec_of
 from commpass.codecs.sparse import SparseCodec, sum_by_index
 from commpass.utils.ambient import ambient_free
 
@@ -44,15 +44,15 @@ def as_operators() -> Iterator[None]:
         _opaque.reset(before)
 
 
-def encode(coder: Codec, rows: Tensor, salt: Sequence[int] = ()) -> Tensor:
+def encode(codec: Codec, rows: Tensor, salt: Sequence[int] = ()) -> Tensor:
     """Encode ``[rows, n]`` to uint8 ``[rows, wire_bytes(n)]``; ``salt`` as in ``Codec.salted``."""
-    if _plain(coder):
-        return coder.salted(*salt).encode_rows(rows)
-    return ops.encode(rows, _name(coder), list(salt), *_tables(coder, rows))
+    if _plain(codec):
+        return codec.salted(*salt).encode_rows(rows)
+    return ops.encode(rows, _name(codec), list(salt), *_tables(codec, rows))
 
 
 def encode_with_feedback(
-    coder: Codec, rows: Tensor, residual: Tensor, salt: Sequence[int] = ()
+    codec: Codec, rows: Tensor, residual: Tensor, salt: Sequence[int] = ()
 ) -> tuple[Tensor, Tensor]:
     """Encode ``rows + residual`` in the dtype of ``rows``, and return the wire and the new residual
     (error feedback).
@@ -61,37 +61,37 @@ def encode_with_feedback(
     the input or the decoded value is not finite, since nonfinite values must not persist.
     """
     if not _opaque.get():
-        return _with_feedback(coder.salted(*salt), rows, residual)
-    wire, left = ops.encode_with_feedback(rows, residual, _name(coder), list(salt))
+        return _with_feedback(codec.salted(*salt), rows, residual)
+    wire, left = ops.encode_with_feedback(rows, residual, _name(codec), list(salt))
     return wire, left
 
 
-def encode_parts(coder: Codec, rows: Tensor, salt: Sequence[int] = ()) -> tuple[Tensor, ...]:
+def encode_parts(codec: Codec, rows: Tensor, salt: Sequence[int] = ()) -> tuple[Tensor, ...]:
     """As ``encode``, with separate parts of the wire: uint8 ``[rows, parts(n)[i]]`` each."""
-    if _plain(coder):
-        return coder.salted(*salt).encode_parts(rows)
-    return tuple(ops.encode_parts(rows, _name(coder), list(salt), *_tables(coder, rows)))
+    if _plain(codec):
+        return codec.salted(*salt).encode_parts(rows)
+    return tuple(ops.encode_parts(rows, _name(codec), list(salt), *_tables(codec, rows)))
 
 
-def decode(coder: Codec, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+def decode(codec: Codec, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
     """Decode a wire of ``encode`` to ``[rows, numel]``, as ``Codec.decode_rows``."""
-    if _plain(coder):
-        return coder.decode_rows(wire, numel, dtype)
-    return ops.decode(wire, _name(coder), numel, dtype, *_tables(coder, wire))
+    if _plain(codec):
+        return codec.decode_rows(wire, numel, dtype)
+    return ops.decode(wire, _name(codec), numel, dtype, *_tables(codec, wire))
 
 
-def decode_parts(coder: Codec, parts: Sequence[Tensor], numel: int, dtype: torch.dtype) -> Tensor:
+def decode_parts(codec: Codec, parts: Sequence[Tensor], numel: int, dtype: torch.dtype) -> Tensor:
     """As ``decode``, from separate parts."""
-    if _plain(coder):
-        return coder.decode_parts(parts, numel, dtype)
-    return ops.decode_parts(list(parts), _name(coder), numel, dtype, *_tables(coder, parts[0]))
+    if _plain(codec):
+        return codec.decode_parts(parts, numel, dtype)
+    return ops.decode_parts(list(parts), _name(codec), numel, dtype, *_tables(codec, parts[0]))
 
 
-def used_bytes(coder: Codec, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+def used_bytes(codec: Codec, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
     """As ``Codec.used_bytes``: int64 ``[rows]``."""
-    if _plain(coder):
-        return coder.used_bytes(wire, numel, dtype)
-    return ops.used_bytes(wire, _name(coder), numel, dtype)
+    if _plain(codec):
+        return codec.used_bytes(wire, numel, dtype)
+    return ops.used_bytes(wire, _name(codec), numel, dtype)
 
 
 def to_domain(domain: Domain, rows: Tensor) -> Tensor:
@@ -121,12 +121,12 @@ def join(parts: Sequence[Tensor]) -> Tensor:
 
 
 def decode_and_sum_by_index(
-    coder: SparseCodec, wires: Tensor, numel: int, dtype: torch.dtype
+    codec: SparseCodec, wires: Tensor, numel: int, dtype: torch.dtype
 ) -> Tensor:
     """Decode rows of sparse values and sum them by index to ``[numel]``."""
     if not _opaque.get():
-        return sum_by_index(*coder.decode_sparse(wires, numel, dtype), numel)
-    return ops.decode_and_sum_by_index(wires, _name(coder), numel, dtype)
+        return sum_by_index(*codec.decode_sparse(wires, numel, dtype), numel)
+    return ops.decode_and_sum_by_index(wires, _name(codec), numel, dtype)
 
 
 # --- codecs and domains by name -------------------------------------------------------------------
@@ -135,22 +135,22 @@ _held: dict[str, Any] = {}
 """Codecs and domains by their names in arguments of operators."""
 
 
-def _plain(coder: Codec) -> bool:
+def _plain(codec: Codec) -> bool:
     """Whether a codec computes directly: always for ``raw``, which costs nothing and stays visible
     to the compiler."""
-    return isinstance(coder, RawCodec) or not _opaque.get()
+    return isinstance(codec, RawCodec) or not _opaque.get()
 
 
-def _name(coder: Codec) -> str:
+def _name(codec: Codec) -> str:
     """Return the name of a codec, marked if it encodes values that are already in its domain."""
-    entered = coder.domain == VALUES and codec(coder.spec).domain != VALUES
-    said = [coder.spec, "entered" if entered else "", coder.variant]
-    return _named(", ".join(filter(None, said)), coder.with_constants(()))
+    entered = codec.domain == VALUES and codec_of(codec.spec).domain != VALUES
+    said = [codec.spec, "entered" if entered else "", codec.variant]
+    return _named(", ".join(filter(None, said)), codec.with_constants(()))
 
 
-def _tables(coder: Codec, like: Tensor) -> tuple[list[Tensor], ...]:
+def _tables(codec: Codec, like: Tensor) -> tuple[list[Tensor], ...]:
     """The last argument of an operator: the constants of its codec, if it has any."""
-    tables = coder.constants(like)
+    tables = codec.constants(like)
     return ([*tables],) if tables else ()
 
 
@@ -186,10 +186,10 @@ def _encode_with_feedback(
     return wire.contiguous(), left.contiguous()
 
 
-def _with_feedback(coder: Codec, rows: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+def _with_feedback(codec: Codec, rows: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     wanted = rows.to(residual.dtype) + residual
-    wire = coder.encode_rows(wanted.to(rows.dtype))
-    own = coder.decode_rows(wire, rows.shape[1], rows.dtype).to(residual.dtype)
+    wire = codec.encode_rows(wanted.to(rows.dtype))
+    own = codec.decode_rows(wire, rows.shape[1], rows.dtype).to(residual.dtype)
     left = torch.where(own.isfinite() & wanted.isfinite(), wanted - own, 0)
     return wire, left
 
@@ -371,9 +371,9 @@ def _make_known(name: str, spec: str, variant: str) -> None:
     """Create a constant that a graph from a cache of compiled code refers to."""
     if constants.is_known(name):
         return
-    coder = codec(spec)
+    codec = codec_of(spec)
     if not constants.is_known(name) and (sizes := re.findall(r"\d+", variant)):
-        coder.of_sum(*map(int, sizes))
+        codec.of_sum(*map(int, sizes))
 
 
 _library.impl("constant", ambient_free(_constant), "CompositeExplicitAutograd")

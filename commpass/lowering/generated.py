@@ -31,16 +31,16 @@ def unsupported_reason(chain: Chain, numel: int, device: torch.device) -> str:
     return generate.unsupported_reason(chain, numel)
 
 
-def has_kernels(coder: Codec, numel: int, device: torch.device) -> bool:
+def has_kernels(codec: Codec, numel: int, device: torch.device) -> bool:
     """Whether a GPU has kernels for a codec, for rows of ``numel`` values."""
-    if isinstance(coder, ExponentCodec):
+    if isinstance(codec, ExponentCodec):
         return has_exponent_kernels(device)
     if _no_triton(device):
         return False
-    if isinstance(coder, SparseCodec):
-        each, lengths = coder.segments(numel)
+    if isinstance(codec, SparseCodec):
+        each, lengths = codec.segments(numel)
         return not sparse.unsupported_reason(each, max(lengths), torch.float32)
-    return not unsupported_reason(Chain(torch.float32, (Encode(coder),)), numel, device)
+    return not unsupported_reason(Chain(torch.float32, (Encode(codec),)), numel, device)
 
 
 def has_exponent_kernels(device: torch.device) -> bool:

@@ -141,15 +141,15 @@ def sum_by_index(indices: Tensor, values: Tensor, numel: int) -> Tensor:
     return torch.where(_poisoned(indices, values, numel).any(), math.nan, cut(total, numel))
 
 
-def residual(x: Tensor, coder: Codec) -> tuple[Wire, Tensor]:
+def residual(x: Tensor, codec: Codec) -> tuple[Wire, Tensor]:
     """Return the wire of ``x`` and its residual in the accumulation dtype: add the residual to the
     next ``x`` (error feedback).
 
     The residual is 0 if the decoded value is not finite: all ranks have received that value, and it
     must not reappear in every later step.
     """
-    wire = coder.encode(x)
-    rows = coder.decode_rows(wire.payload.reshape(1, -1), x.numel(), x.dtype).reshape(x.shape)
+    wire = codec.encode(x)
+    rows = codec.decode_rows(wire.payload.reshape(1, -1), x.numel(), x.dtype).reshape(x.shape)
     return wire, torch.where(rows.isfinite(), x.to(rows.dtype) - rows, 0)
 
 

@@ -71,8 +71,8 @@ class SegmentedCodec(SparseCodec):
 def segments(resolve: Resolve, spec: str, *, inner: str = "dgc", lengths: str = "") -> Codec:
     """Consecutive tensors of ``lengths`` entries (``n4096_512``), each selected separately by
     ``inner``: a fusion buffer."""
-    coder = resolve(inner)
-    if type(coder) is not SparseCodec:
+    codec = resolve(inner)
+    if type(codec) is not SparseCodec:
         raise PolicyError(f"inner={inner!r}: must be a codec that selects, such as 'dgc'")
     try:
         known = tuple(map(int, lengths.removeprefix("n").split("_"))) if lengths else ()
@@ -80,8 +80,8 @@ def segments(resolve: Resolve, spec: str, *, inner: str = "dgc", lengths: str = 
         known = (0,)
     if any(length < 1 for length in known):
         raise PolicyError(f"lengths={lengths!r}: must be like 'n4096_512', each at least 1")
-    parts = (coder.selector, coder.density, coder.inner, coder.index)
-    return SegmentedCodec(spec, *parts, coder, known)
+    parts = (codec.selector, codec.density, codec.inner, codec.index)
+    return SegmentedCodec(spec, *parts, codec, known)
 
 
 PRESETS = (

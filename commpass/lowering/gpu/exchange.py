@@ -93,8 +93,9 @@ def all_reduce(
     group = dist.group.WORLD if group is None else group
     if group is None:
         raise CommpassError("no process group: call torch.distributed.init_process_group first")
-    coder = codec_of(codec) if isinstance(codec, str) else codec
-    exchange = Exchange(algorithm, coder, x.dtype, x.numel(), dist.get_world_size(group), op)
+    exchange = Exchange(
+        algorithm, codec_of(codec), x.dtype, x.numel(), dist.get_world_size(group), op
+    )
     if x.numel() == 0:
         return x.clone()
     return run(workspace(exchange, group, x.device), x)
@@ -124,12 +125,12 @@ def run(workspace: Workspace, x: Tensor) -> Tensor:
 
 def numbers(exchange: Exchange, rank: int) -> dict[str, int]:
     """Return the integer arguments of a kernel by name."""
-    coder, memory = exchange.block_codec, memory_of(exchange)
+    codec, memory = exchange.block_codec, memory_of(exchange)
     found = {
         "rank": rank,
         "count": exchange.numel,
         "numel": exchange.length,
-        "blocks": coder.layout.blocks(exchange.length),
+        "blocks": codec.layout.blocks(exchange.length),
         "tiles": exchange.tiles,
         "counters_at": memory.counters,
         "late_at": memory.late,
@@ -137,10 +138,10 @@ def numbers(exchange: Exchange, rank: int) -> dict[str, int]:
         "sums_at": memory.sums,
         "wire_bytes": exchange.wire_bytes,
     }
-    found |= offsets("made", coder, exchange.length, torch.float32)
-    if isinstance(coder.rounding, Stochastic):
+    found |= offsets("made", codec, exchange.length, torch.float32)
+    if isinstance(codec.rounding, Stochastic):
         for name, hop in (("key", 0), ("sum_key", LAST)):
-            found[name] = key_argument(coder.rounding, (rank, hop))
+            found[name] = key_argument(codec.rounding, (rank, hop))
     return found
 
 

@@ -97,9 +97,9 @@ class Exchange:
     @property
     def blocks(self) -> int:
         """Blocks per tile."""
-        size, coder = self.block_codec.layout.size(self.length), self.codec
-        assert isinstance(coder, BlockCodec)
-        mixed = coder.transform.sums > WIDE and _split(coder) > 1
+        size, codec = self.block_codec.layout.size(self.length), self.codec
+        assert isinstance(codec, BlockCodec)
+        mixed = codec.transform.sums > WIDE and _split(codec) > 1
         return max(1, (MIXED if mixed else PER_THREAD * self.lanes * WARPS) // size)
 
     @property
@@ -110,9 +110,9 @@ class Exchange:
         return within
 
 
-def _split(coder: BlockCodec) -> int:
+def _split(codec: BlockCodec) -> int:
     """Return how many values share a byte, for the widest part of their codes."""
-    return int(8 // widths(coder.grid.bits)[0])
+    return int(8 // widths(codec.grid.bits)[0])
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ def kernel(exchange: Exchange) -> Kernel:
     text = function_text(exchange.algorithm, [*signature, *map(constant, constants)], lines)
     text = "\n\n@triton.jit\n".join([*writer.functions, text])
     known = {**generate.KNOWN, **vars(tiles)}
-    fuses = isinstance(writer.coder.grid, CompandedGrid)
+    fuses = isinstance(writer.codec.grid, CompandedGrid)
     source = of_text(exchange.algorithm, text, known)
     return Kernel(
         source=source, signature=signature, constants=constants, num_warps=WARPS, fuses=fuses
@@ -240,7 +240,7 @@ class _Writer:
     ``places`` are the optional arguments: offsets of the regions of a wire."""
 
     exchange: Exchange
-    coder: BlockCodec
+    codec: BlockCodec
     size: int
     split: int
     functions: tuple[str, ...]
@@ -268,10 +268,10 @@ class _Writer:
 
 
 def _writer(exchange: Exchange) -> _Writer:
-    coder = exchange.block_codec
-    size = coder.layout.size(exchange.length)
+    codec = exchange.block_codec
+    size = codec.layout.size(exchange.length)
     encode = generate.Body(size, "")
-    ends = generate.write_encode(coder, encode)
+    ends = generate.write_encode(codec, encode)
     encode.add("if tile == 0:", *(f"    filled({place}, {length})" for place, length in ends))
     given = ["x", "made_stride", "row", "tile", "block", "inside", "here", "blocks"]
     given += list(encode.signature)
@@ -279,17 +279,17 @@ def _writer(exchange: Exchange) -> _Writer:
     function = function_text("encoded", [*given, *map(constant, constants)], encode.lines)
     called = [{"made_stride": "wire_bytes", "made": "wire"}.get(name, name) for name in given]
     decode = generate.Body(size, "")
-    decoded = generate.write_decode(coder, exchange.dtype, decode, "decoded")
-    decoded_sum = generate.write_decode(coder, torch.float32, decode, "decoded_sum")
+    decoded = generate.write_decode(codec, exchange.dtype, decode, "decoded")
+    decoded_sum = generate.write_decode(codec, torch.float32, decode, "decoded_sum")
     functions = decode.functions if exchange.phases > 1 else decode.functions[:1]
-    keys = ["key"] if isinstance(coder.rounding, Stochastic) else []
+    keys = ["key"] if isinstance(codec.rounding, Stochastic) else []
     sums = ["sums_at", *(f"sum_{key}" for key in keys)] if exchange.phases > 1 else []
     places = [name for name in encode.signature if name.endswith("_at")]
     return _Writer(
         exchange,
-        coder,
+        codec,
         size,
-        _split(coder),
+        _split(codec),
         (function, *functions),
         f"encoded({', '.join([*called, *constants])})",
         decoded.replace("taken_", "made_"),  # a wire has one layout for reads and writes
@@ -327,7 +327,7 @@ def _loop(writer: _Writer, lines: Sequence[str], shard: str = "") -> list[str]:
         *indented(
             [
                 "block = (tile * BLOCKS + tl.arange(0, BLOCKS))[:, None, None]",
-                f"place = {parts.place(writer.coder.layout, writer.size)}",
+                f"place = {parts.place(writer.codec.layout, writer.size)}",
                 "here = block < blocks",
                 f"at = {at}",
                 "there = (place < numel) & (at < count)",
@@ -389,7 +389,7 @@ def _two_shot(writer: _Writer) -> list[str]:
     """A rank sums its shard and encodes the sum; every rank decodes all sums, its own first."""
     first = writer.encoded.replace(", row,", ", shard + row,")
     encode = [*_loaded(writer), "wire = region(mine, wires_at)", first]
-    again = [] if isinstance(writer.coder.layout, Flat) else ["x = tl.where(place < numel, x, 0.0)"]
+    again = [] if isinstance(writer.codec.layout, Flat) else ["x = tl.where(place < numel, x, 0.0)"]
     last = writer.encoded.replace(", key,", ", sum_key,")
     sums = [
         *_summed(writer, "wires_at + rank * wire_bytes"),

@@ -34,9 +34,9 @@ def caller(chain: Chain, numel: int) -> Callable[[Sequence[Tensor]], Tensor]:
 def exponent_caller(node: fx.Node) -> Callable[..., Tensor] | None:
     """Return a function that encodes or decodes losslessly, for a coded operator of fixed sizes;
     None for others."""
-    coder = operators.named(str(node.args[1]))
+    codec = operators.named(str(node.args[1]))
     value = node.meta["val"]
-    if not isinstance(coder, ExponentCodec) or not isinstance(value, Tensor):
+    if not isinstance(codec, ExponentCodec) or not isinstance(value, Tensor):
         return None
     encodes = node.target is operators.ops.encode.default
     rows: Tensor = node.all_input_nodes[0].meta["val"] if encodes else value
@@ -46,9 +46,9 @@ def exponent_caller(node: fx.Node) -> Callable[..., Tensor] | None:
 
     def call(*inputs: Tensor) -> Tensor:
         if encodes:
-            return exponent.encode_rows(coder, inputs[0], graph=True)
+            return exponent.encode_rows(codec, inputs[0], graph=True)
         wire = inputs[0] if len(inputs) == 1 else torch.cat(inputs, dim=1)
-        return exponent.decode_rows(coder, wire, rows.shape[1], rows.dtype, graph=True)
+        return exponent.decode_rows(codec, wire, rows.shape[1], rows.dtype, graph=True)
 
     return torch.func.functionalize(call)
 

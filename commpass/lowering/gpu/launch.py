@@ -91,10 +91,10 @@ def scalars(
     if chain.decodes is not None:
         found |= offsets("taken", chain.decodes.codec, numel, chain.decodes.dtype)
     if chain.encodes is not None:
-        coder = chain.encodes.codec
-        found |= offsets("made", coder, numel, encoded_dtype(chain))
-        if isinstance(coder, BlockCodec) and isinstance(coder.rounding, Stochastic):
-            found["key"] = key_argument(coder.rounding, coder.salt)
+        codec = chain.encodes.codec
+        found |= offsets("made", codec, numel, encoded_dtype(chain))
+        if isinstance(codec, BlockCodec) and isinstance(codec.rounding, Stochastic):
+            found["key"] = key_argument(codec.rounding, codec.salt)
     return {name: found[name] for name in generated.signature if name in found}
 
 
@@ -124,12 +124,12 @@ def key_argument(rounding: Stochastic, salt: tuple[int, ...]) -> int:
     return (key_of(rounding.seed, salt) + 2**31) % 2**32 - 2**31
 
 
-def offsets(of: str, coder: Any, numel: int, dtype: torch.dtype) -> dict[str, int]:
+def offsets(of: str, codec: Any, numel: int, dtype: torch.dtype) -> dict[str, int]:
     """Return the offsets of the regions of a wire, in bytes of a row."""
-    codes, *lengths = (aligned(length) for length in coder.regions(numel, dtype))
-    names = [f"{of}_middle_at"] if coder.offset else []
-    names += [f"{of}_number_{i}_at" for i in range(coder.scale.numbers)]
-    names += [f"{of}_side_at"] if coder.transform.side else []
+    codes, *lengths = (aligned(length) for length in codec.regions(numel, dtype))
+    names = [f"{of}_middle_at"] if codec.offset else []
+    names += [f"{of}_number_{i}_at" for i in range(codec.scale.numbers)]
+    names += [f"{of}_side_at"] if codec.transform.side else []
     places, at = {}, codes
     for name, length in zip(names, lengths, strict=True):
         places[name] = at

@@ -37,22 +37,22 @@ HELD = 2**31
 
 
 def unsupported_reason(
-    coder: Codec, matmul: Matmul, problem: Problem, *, arch: str = "sm_90"
+    codec: Codec, matmul: Matmul, problem: Problem, *, arch: str = "sm_90"
 ) -> str:
     """Return why a matmul cannot encode its own result, or "" if it can."""
-    if not isinstance(coder, BlockCodec):
-        return f"{coder.spec}: no block codec, and kernels are made of the parts of one"
-    if not isinstance(coder.layout, Flat):
-        return f"{coder.spec}: its blocks are no consecutive values"
+    if not isinstance(codec, BlockCodec):
+        return f"{codec.spec}: no block codec, and kernels are made of the parts of one"
+    if not isinstance(codec.layout, Flat):
+        return f"{codec.spec}: its blocks are no consecutive values"
     if why := _unsupported_dtypes(matmul, arch):
         return why
-    block, n = coder.block, problem.n
-    if why := generate.unsupported_reason(_chain(coder), problem.rows * n):
+    block, n = codec.block, problem.n
+    if why := generate.unsupported_reason(_chain(codec), problem.rows * n):
         return why
     if block > WIDEST:
-        return f"{coder.spec}: blocks of {block} values, wider than a tile of {WIDEST} columns"
+        return f"{codec.spec}: blocks of {block} values, wider than a tile of {WIDEST} columns"
     if n % block:
-        return f"{n} columns are no multiple of {coder.spec}'s blocks of {block}: blocks cross rows"
+        return f"{n} columns are no multiple of {codec.spec}'s blocks of {block}: blocks cross rows"
     if problem.m % problem.ranks:
         return f"{problem.m} rows for {problem.ranks} ranks: shards begin inside a row"
     if min(problem.m, n, problem.k) < 1:
@@ -75,8 +75,8 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _chain(coder: Codec) -> Chain:
-    return Chain(torch.float32, (Encode(coder),))
+def _chain(codec: Codec) -> Chain:
+    return Chain(torch.float32, (Encode(codec),))
 
 
 # --- kernel text ----------------------------------------------------------------------------------
@@ -95,15 +95,15 @@ class Kernel:
 
 
 @lru_cache(maxsize=1024)
-def kernel(coder: BlockCodec, matmul: Matmul, by: Configuration) -> Kernel:
+def kernel(codec: BlockCodec, matmul: Matmul, by: Configuration) -> Kernel:
     """Return the kernel for a codec and a matmul."""
-    body = generate.Body(coder.block, "")
+    body = generate.Body(codec.block, "")
     body.add_argument("a", generate.TYPES[matmul.dtype])
     body.add_argument("b", generate.TYPES[matmul.dtype])
     for name in ("rows", "columns", "depth", "ranks", "a_step", "b_step"):
         body.add_argument(name, "i32")
     epilogue = _within_loop(_epilogue_lines, body, matmul)
-    stores = _within_loop(_encode_lines, body, coder)
+    stores = _within_loop(_encode_lines, body, codec)
     body.add_argument("made_stride", "i64")
     loop = [
         *_place_lines(),
@@ -126,7 +126,7 @@ def kernel(coder: BlockCodec, matmul: Matmul, by: Configuration) -> Kernel:
     constants = tuple(name for name in CONSTANTS if any(name in line for line in lines))
     text = function_text("matmul_encode", [*signature, *map(constant, constants)], lines)
     known = {**generate.KNOWN, **vars(tiles)}
-    fuses = isinstance(coder.grid, CompandedGrid)
+    fuses = isinstance(codec.grid, CompandedGrid)
     return Kernel(of_text("matmul_encode", text, known), signature, constants, fuses)
 
 
@@ -204,7 +204,7 @@ def _epilogue_lines(body: generate.Body, matmul: Matmul) -> None:
         body.add(f"x = {matmul.activation}(x)", through)
 
 
-def _encode_lines(body: generate.Body, coder: BlockCodec) -> None:
+def _encode_lines(body: generate.Body, codec: BlockCodec) -> None:
     """Write lines that reshape ``x [BLOCK_M, BLOCK_N]`` to blocks at their positions in the row of
     the wire, and encode them."""
     body.add(
@@ -219,5 +219,5 @@ def _encode_lines(body: generate.Body, coder: BlockCodec) -> None:
     )
     body.add("blocks = rows * across")
     # No branch: loops that contain one cannot be flattened (Triton 3.7).
-    for region, length in generate.write_encode(coder, body):
+    for region, length in generate.write_encode(codec, body):
         body.add(f"filled_by_first({region}, {length}, line + cut, column)")

@@ -41,7 +41,7 @@ class Call:
 
 
 def call(
-    coder: BlockCodec,
+    codec: BlockCodec,
     matmul: Matmul,
     problem: Problem,
     by: Configuration,
@@ -53,7 +53,7 @@ def call(
     ``steps`` are the numbers of values from one line of ``a``, and of ``b``, to the next; ``casts``
     is as ``launch.casts`` returns it.
     """
-    made = kernel(coder, matmul, by)
+    made = kernel(codec, matmul, by)
     numel = problem.rows * problem.n
     numbers = {
         "rows": problem.rows,
@@ -62,19 +62,19 @@ def call(
         "ranks": problem.ranks,
         "a_step": steps[0],
         "b_step": steps[1],
-        "made_stride": coder.wire_bytes(numel, torch.float32),
-        **offsets("made", coder, numel, torch.float32),
+        "made_stride": codec.wire_bytes(numel, torch.float32),
+        **offsets("made", codec, numel, torch.float32),
     }
-    if isinstance(coder.rounding, Stochastic):
-        numbers["key"] = key_argument(coder.rounding, coder.salt)
+    if isinstance(codec.rounding, Stochastic):
+        numbers["key"] = key_argument(codec.rounding, codec.salt)
     constants = {
         "BLOCK_M": by.block_m,
         "BLOCK_N": by.block_n,
         "BLOCK_K": by.block_k,
         "GROUP": by.group,
         "SLICES": by.cuts,
-        "SIZE": coder.block,
-        "PARTS": 8 // widths(coder.grid.bits)[0],
+        "SIZE": codec.block,
+        "PARTS": 8 // widths(codec.grid.bits)[0],
         "WHOLE_K": problem.k % by.block_k == 0,
         **casts,
     }
@@ -124,7 +124,7 @@ def for_alignment(by: Configuration, a: Tensor, b: Tensor) -> Configuration:
 def run(
     a: Tensor,
     b: Tensor,
-    coder: BlockCodec,
+    codec: BlockCodec,
     ranks: int,
     *,
     bias: Tensor | None = None,
@@ -142,12 +142,12 @@ def run(
         raise CommpassError("no kernel: an operand lies neither by rows nor by columns")
     problem = Problem(a.shape[0], b.shape[1], a.shape[1], ranks)
     arch = "sm_90" if interpreting() else arch_of(a.device)
-    if why := unsupported_reason(coder, matmul, problem, arch=arch):
+    if why := unsupported_reason(codec, matmul, problem, arch=arch):
         raise CommpassError(f"no kernel: {why}")
-    width = coder.wire_bytes(problem.rows * problem.n, torch.float32)
+    width = codec.wire_bytes(problem.rows * problem.n, torch.float32)
     wire = a.new_empty((ranks, width), dtype=torch.uint8)
-    by = for_alignment(by or configuration(coder, problem, arch), a, b)
-    made = call(coder, matmul, problem, by, (step_of(a), step_of(b)), casts(a.device))
+    by = for_alignment(by or configuration(codec, problem, arch), a, b)
+    made = call(codec, matmul, problem, by, (step_of(a), step_of(b)), casts(a.device))
     given: dict[str, Any] = {"a": a, "b": b, "bias": bias, "made": wire} | made.numbers
     arguments = [given[name] for name in made.kernel.signature]
     function, grid = load(made.kernel.source), made.grid(_processors(a.device))

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from commpass.codecs import VALUES, Codec, SparseCodec, accumulation_dtype, codec
+from commpass.codecs import VALUES, Codec, SparseCodec, accumulation_dtype
+from commpass.codecs import codec as codec_of
 from commpass.codecs.exponent.codec import ExponentCodec
 from commpass.errors import KernelError, nearest
 from commpass.lowering.chain import (
@@ -33,24 +34,24 @@ from commpass.plan.stage import Stage
 # --- by name --------------------------------------------------------------------------------------
 
 
-def _encode(coder: Codec, dtype: torch.dtype, ranks: int) -> Chain:
-    return Chain(dtype, (Encode(coder),))
+def _encode(codec: Codec, dtype: torch.dtype, ranks: int) -> Chain:
+    return Chain(dtype, (Encode(codec),))
 
 
-def _decode(coder: Codec, dtype: torch.dtype, ranks: int) -> Chain:
-    return Chain(torch.uint8, (Decode(coder, dtype), Cast(dtype)))
+def _decode(codec: Codec, dtype: torch.dtype, ranks: int) -> Chain:
+    return Chain(torch.uint8, (Decode(codec, dtype), Cast(dtype)))
 
 
-def _decode_sum(coder: Codec, dtype: torch.dtype, ranks: int) -> Chain:
+def _decode_sum(codec: Codec, dtype: torch.dtype, ranks: int) -> Chain:
     """The end of a reduction. Values are summed in the codec's domain and leave it once."""
-    leave = () if coder.domain == VALUES else (Leave(coder.domain),)
-    return Chain(torch.uint8, (Decode(coder.domain_codec, dtype), Sum(ranks), *leave, Cast(dtype)))
+    leave = () if codec.domain == VALUES else (Leave(codec.domain),)
+    return Chain(torch.uint8, (Decode(codec.domain_codec, dtype), Sum(ranks), *leave, Cast(dtype)))
 
 
-def _decode_sum_encode(coder: Codec, dtype: torch.dtype, ranks: int) -> Chain:
+def _decode_sum_encode(codec: Codec, dtype: torch.dtype, ranks: int) -> Chain:
     """The middle of a two-shot; values stay in the codec's domain."""
     return Chain(
-        torch.uint8, (Decode(coder.domain_codec, dtype), Sum(ranks), Encode(coder.domain_codec))
+        torch.uint8, (Decode(codec.domain_codec, dtype), Sum(ranks), Encode(codec.domain_codec))
     )
 
 
@@ -65,19 +66,19 @@ KERNELS = (*CHAINS, "matmul_encode")
 
 
 def named(
-    name: str, coder: Codec, dtype: torch.dtype, ranks: int, arch: str
+    name: str, codec: Codec, dtype: torch.dtype, ranks: int, arch: str
 ) -> tuple[Lowerable, ...]:
     """Return the kernels of a codec with this name: one, or several that run in order. Raises
     KernelError for an unknown name, or if the codec has no such kernel, with the reason."""
     if name not in KERNELS:
         raise KernelError(f"no kernel {name!r}{nearest(name, KERNELS)}")
     if name == "matmul_encode":
-        return (of_matmul(coder, dtype, ranks, arch),)
-    if isinstance(coder, ExponentCodec):
-        return of_exponent(name, coder, dtype, NUMEL)
-    if isinstance(coder, SparseCodec):
-        return of_sparse(name, coder, dtype, ranks, arch, NUMEL)
-    return (of_chain(CHAINS[name](coder, dtype, ranks), arch, name=name),)
+        return (of_matmul(codec, dtype, ranks, arch),)
+    if isinstance(codec, ExponentCodec):
+        return of_exponent(name, codec, dtype, NUMEL)
+    if isinstance(codec, SparseCodec):
+        return of_sparse(name, codec, dtype, ranks, arch, NUMEL)
+    return (of_chain(CHAINS[name](codec, dtype, ranks), arch, name=name),)
 
 
 def of_chain(chain: Chain, arch: str, numel: int = NUMEL, name: str = "") -> Lowerable:
@@ -176,12 +177,12 @@ def _place(
     run: Sequence[Stage], stages: Sequence[Stage], dtype: torch.dtype, ranks: int, entered: bool
 ) -> Place:
     roles = [stage.role for stage in run]
-    coders = [codec(stage.codec) if stage.codec else None for stage in run]
+    codecs = [codec_of(stage.codec) if stage.codec else None for stage in run]
     steps: list[Step] = []
     rows = 1
-    for number, (stage, coder) in enumerate(zip(run, coders, strict=True)):
-        if coder is not None:
-            inner = coder.domain_codec if entered else coder
+    for number, (stage, codec) in enumerate(zip(run, codecs, strict=True)):
+        if codec is not None:
+            inner = codec.domain_codec if entered else codec
             if stage.role == "encode" and number and roles[number - 1] == "decode":
                 steps.append(Add(accumulation_dtype(dtype)))
             steps.append(Decode(inner, dtype) if stage.role == "decode" else Encode(inner))
@@ -190,7 +191,7 @@ def _place(
             rows = stage.values // after[0] if after else ranks
             steps.append(Sum(rows))
         else:  # the domain is that of the adjacent codec
-            near = [each for each in (*coders[number:], *coders[::-1]) if each is not None]
+            near = [each for each in (*codecs[number:], *codecs[::-1]) if each is not None]
             steps.append((Enter if stage.role == "enter" else Leave)(near[0].domain))
     if roles[-1] != "encode":
         steps.append(Cast(dtype))

@@ -18,18 +18,18 @@ EDGE = 4096
 """Rows, columns and depth of the matmul that is compiled."""
 
 
-def of_matmul(coder: Codec, dtype: torch.dtype, ranks: int, arch: str) -> Lowerable:
+def of_matmul(codec: Codec, dtype: torch.dtype, ranks: int, arch: str) -> Lowerable:
     """Return the matmul of two square matrices, the second stored like the weight of ``F.linear``,
     with the result encoded for a two-shot. Counts and times per program are those of one tile."""
     matmul = Matmul(dtype, b_by_rows=False)
     problem = Problem(EDGE, EDGE, EDGE, ranks)
-    if why := unsupported_reason(coder, matmul, problem, arch=arch):
+    if why := unsupported_reason(codec, matmul, problem, arch=arch):
         raise KernelError(f"no kernel: {why}")
-    assert isinstance(coder, BlockCodec)
-    by = configuration(coder, problem, arch)
-    made = call(coder, matmul, problem, by, (EDGE, EDGE), casts(arch))
+    assert isinstance(codec, BlockCodec)
+    by = configuration(codec, problem, arch)
+    made = call(codec, matmul, problem, by, (EDGE, EDGE), casts(arch))
     operands = 2 * EDGE * EDGE * dtype.itemsize
-    wire = ranks * coder.wire_bytes(problem.rows * EDGE, torch.float32)
+    wire = ranks * codec.wire_bytes(problem.rows * EDGE, torch.float32)
     steps = float(math.ceil(EDGE / by.block_k))
     return Lowerable(
         name="matmul_encode",
