@@ -21,7 +21,7 @@ from commpass.lowering.chain import (
     Step,
     apply,
     encoded_dtype,
-    made_dtype,
+    output_dtype,
 )
 
 _held: dict[str, Chain] = {}
@@ -35,7 +35,7 @@ def named(name: str) -> Chain:
 
 def name_of(chain: Chain) -> str:
     """Return the name of a chain in a graph: its steps in words."""
-    dtype = str(chain.taken).removeprefix("torch.")
+    dtype = str(chain.input_dtype).removeprefix("torch.")
     name = f"{dtype}: {' + '.join(map(_step_text, chain.steps))}"
     while _held.setdefault(name, chain) != chain:
         name += "'"
@@ -77,7 +77,7 @@ def _shape(inputs: Sequence[Tensor], name: str, numel: int) -> Tensor:
     width: Any = numel
     if chain.encodes is not None:
         width = chain.encodes.codec.wire_bytes(numel, encoded_dtype(chain))
-    return rows.new_empty((rows.shape[0] // chain.ranks, width), dtype=made_dtype(chain))
+    return rows.new_empty((rows.shape[0] // chain.ranks, width), dtype=output_dtype(chain))
 
 
 FUSED = operators.define(

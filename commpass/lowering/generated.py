@@ -72,9 +72,9 @@ def caller(node: fx.Node) -> Callable[..., Any] | None:
     if node.target not in (fused.FUSED, matmul.MATMUL, *CODING, *sparse.CODING):
         return None
     if node.target in sparse.CODING and not _no_triton(_device(node)):
-        made = sparse.caller(node)
-        if made is not None or node.target not in CODING:
-            return made
+        call = sparse.caller(node)
+        if call is not None or node.target not in CODING:
+            return call
     if not isinstance(node.meta["val"], Tensor) or _no_triton(node.meta["val"].device):
         return None
     from commpass.lowering.gpu import graph
@@ -88,8 +88,8 @@ def caller(node: fx.Node) -> Callable[..., Any] | None:
 
 
 def _device(node: fx.Node) -> torch.device:
-    taken: Tensor = node.all_input_nodes[0].meta["val"]
-    return taken.device
+    value: Tensor = node.all_input_nodes[0].meta["val"]
+    return value.device
 
 
 def _no_triton(device: torch.device) -> str:

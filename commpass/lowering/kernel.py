@@ -205,7 +205,7 @@ def _call(
     profilers show both.
     """
     kernel = _found(name)
-    taken = [
+    read = [
         part.of(given, place)
         for part, given, place in zip(kernel.inputs, inputs, places, strict=False)
     ]
@@ -215,7 +215,7 @@ def _call(
         for piece in kernel.pieces
     ]
     with stage(site, role) if site >= 0 else nullcontext():
-        kernel.run([*taken, *written])
+        kernel.run([*read, *written])
 
 
 def _no_op(*_: object) -> None: ...

@@ -49,8 +49,8 @@ def caller(node: fx.Node) -> Callable[..., Any] | None:
     if node.target is ENCODE:
         salt: Any = node.args[3]
         return lambda x, residual: ops.sparse_encode(x, residual, spec, salt)
-    made = ops.sparse_sum if node.target is SUM else ops.sparse_decode
-    return lambda wires: made(wires, spec, numel, dtype)
+    operator = ops.sparse_sum if node.target is SUM else ops.sparse_decode
+    return lambda wires: operator(wires, spec, numel, dtype)
 
 
 def unsupported_reason(codec: SparseCodec, numel: Any, dtype: torch.dtype) -> str:

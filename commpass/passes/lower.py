@@ -308,8 +308,8 @@ def _check_compiles(body: fx.Graph, node: fx.Node) -> None:
     site can still stay uncompressed; inside Inductor the compile would fail.
     """
     for call in body.nodes:
-        written = call.kwargs.get("tensors_to_clone", ["made"])
-        if list(written) != ["made"]:
+        written = call.kwargs.get("tensors_to_clone", ["output"])
+        if list(written) != ["output"]:
             raise VerifyError(f"{node.name}: Triton does not compile its kernel ({node.args[1]})")
 
 

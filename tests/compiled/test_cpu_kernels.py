@@ -83,7 +83,7 @@ def run(chain: Chain, inputs: list[torch.Tensor], numel: int) -> torch.Tensor:
     """Run a kernel on inputs; its output lies between values that it must not touch."""
     rows = inputs[0].shape[0] // chain.ranks
     last = chain.steps[-1]
-    dtype = chain.taken if chain.decodes is None else chain.decodes.dtype
+    dtype = chain.input_dtype if chain.decodes is None else chain.decodes.dtype
     width = last.codec.wire_bytes(numel, dtype) if isinstance(last, Encode) else numel
     made = F32
     for step in chain.steps:

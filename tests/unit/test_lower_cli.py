@@ -246,7 +246,11 @@ def test_two_shot_has_three_kernels():
     assert middle.chain.steps == (Decode(int8, BF16), Sum(RANKS), Encode(int8))
     assert last.chain.steps == (Decode(int8, BF16), Cast(BF16))
     assert [each.numel for each in (first, middle, last)] == [NUMEL // RANKS] * 3
-    assert [each.chain.taken for each in (first, middle, last)] == [BF16, torch.uint8, torch.uint8]
+    assert [each.chain.input_dtype for each in (first, middle, last)] == [
+        BF16,
+        torch.uint8,
+        torch.uint8,
+    ]
 
 
 def test_sums_are_made_in_the_domain():
@@ -291,7 +295,7 @@ def test_other_algorithms():
     for (kind, algorithm), expected in names.items():
         found = places(kind, algorithm, "int8")
         assert [role_of(each.chain) for each in found] == expected, (kind, algorithm)
-    assert places("all_reduce", "two_shot(stage=ag)", "int8")[0].chain.taken == FP32
+    assert places("all_reduce", "two_shot(stage=ag)", "int8")[0].chain.input_dtype == FP32
 
 
 def test_chunks_share_their_kernels():

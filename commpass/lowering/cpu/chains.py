@@ -120,7 +120,7 @@ def _lossless_obstacles(chain: Chain) -> Iterator[str]:
     step = _lossless(chain)
     assert step is not None
     assert isinstance(step.codec, ExponentCodec)
-    dtype = step.dtype if isinstance(step, Decode) else chain.taken
+    dtype = step.dtype if isinstance(step, Decode) else chain.input_dtype
     others = [each for each in chain.steps if each is not step and each != Cast(dtype)]
     if others or (isinstance(step, Encode) and len(chain.steps) > 1):
         yield "the C++ of exponents encodes or decodes, and nothing besides"
@@ -130,7 +130,7 @@ def _lossless_obstacles(chain: Chain) -> Iterator[str]:
 
 def _dtypes(chain: Chain) -> list[torch.dtype]:
     """Return the input dtype of each step, then the dtype of the last step's result."""
-    dtypes = [chain.taken]
+    dtypes = [chain.input_dtype]
     for step in chain.steps:
         if isinstance(step, Decode):
             dtypes.append(step.dtype if step.codec.lossless else torch.float32)
@@ -239,7 +239,7 @@ def _lossless_source(chain: Chain) -> str:
     assert step is not None
     assert isinstance(step.codec, ExponentCodec)
     if isinstance(step, Encode):
-        code = exponents.text(step.codec, chain.taken, "encode")
+        code = exponents.text(step.codec, chain.input_dtype, "encode")
     else:
         code = exponents.text(step.codec, step.dtype, "decode")
     return f"""{PRELUDE}{code}
@@ -265,8 +265,8 @@ def _first(chain: Chain) -> list[str]:
         if decode is not None:
             limit = number(torch.finfo(decode.dtype).max)
             return f"Step0::decode({at}, n, first, {limit}, {name});"
-        size = chain.taken.itemsize
-        return f"take<{NAMES[chain.taken]}, UNIT>({at} + first * {size}, {name}, count);"
+        size = chain.input_dtype.itemsize
+        return f"take<{NAMES[chain.input_dtype]}, UNIT>({at} + first * {size}, {name}, count);"
 
     if ranks == 1:
         return [filled("v", "0")]

@@ -109,9 +109,9 @@ def run(workspace: Workspace, x: Tensor) -> Tensor:
             f"a workspace for {exchange.numel} values of {exchange.dtype} was called with"
             f" {x.numel()} of {x.dtype}"
         )
-    made = torch.empty_like(x, memory_format=torch.contiguous_format)
+    output = torch.empty_like(x, memory_format=torch.contiguous_format)
     generated = kernel(exchange)
-    tensors = {"peers": workspace.peers, "taken": x.contiguous(), "made": made}
+    tensors = {"peers": workspace.peers, "input": x.contiguous(), "output": output}
     given = tensors | numbers(exchange, rank)
     spins = {} if workspace.spins is None else {"SPINS": workspace.spins}
     load(generated.source)[(exchange.programs,)](
@@ -120,7 +120,7 @@ def run(workspace: Workspace, x: Tensor) -> Tensor:
         **({} if interpreting() else {"enable_fp_fusion": generated.fuses}),
         num_warps=generated.num_warps,
     )
-    return made
+    return output
 
 
 def numbers(exchange: Exchange, rank: int) -> dict[str, int]:
@@ -138,7 +138,7 @@ def numbers(exchange: Exchange, rank: int) -> dict[str, int]:
         "sums_at": memory.sums,
         "wire_bytes": exchange.wire_bytes,
     }
-    found |= offsets("made", codec, exchange.length, torch.float32)
+    found |= offsets("output", codec, exchange.length, torch.float32)
     if isinstance(codec.rounding, Stochastic):
         for name, hop in (("key", 0), ("sum_key", LAST)):
             found[name] = key_argument(codec.rounding, (rank, hop))

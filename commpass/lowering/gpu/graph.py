@@ -24,9 +24,9 @@ def caller(chain: Chain, numel: int) -> Callable[[Sequence[Tensor]], Tensor]:
     generated = kernel(chain, numel)
 
     def call(*inputs: Tensor) -> Tensor:
-        made = launch.empty(generated, inputs[0].shape[0] // chain.ranks, numel, inputs[0].device)
-        launch.launch(generated, inputs, made, numel, graph=True)
-        return made
+        output = launch.empty(generated, inputs[0].shape[0] // chain.ranks, numel, inputs[0].device)
+        launch.launch(generated, inputs, output, numel, graph=True)
+        return output
 
     return torch.func.functionalize(call)
 
@@ -55,11 +55,11 @@ def exponent_caller(node: fx.Node) -> Callable[..., Tensor] | None:
 
 def product_obstacle(a: Tensor, b: Tensor, bias: Tensor | None, product: Product) -> str:
     """Return why no kernel can encode the result of a matmul, or "" if one can."""
-    made = matmul_launch.matmul_of(a, b, bias, product.activation)
-    if made is None:
+    matmul = matmul_launch.matmul_of(a, b, bias, product.activation)
+    if matmul is None:
         return "an operand lies neither by rows nor by columns"
     problem = Problem(int(a.shape[0]), int(b.shape[1]), int(a.shape[1]), product.rows)
-    return unsupported_reason(product.codec, made, problem, arch=matmul_launch.arch_of(a.device))
+    return unsupported_reason(product.codec, matmul, problem, arch=matmul_launch.arch_of(a.device))
 
 
 def product_caller(product: Product, biased: bool) -> Callable[..., Tensor]:

@@ -161,8 +161,8 @@ def units(scale: Scale, grid: Grid) -> Lines:
 @units.register
 def _by_numbers(scale: Absmax | Rms | LeastSquares | Dual, grid: Grid) -> Lines:
     function = "in_units" if grid.has_zero else "in_units_of_some"
-    taken = ["x", *["z"] * (scale.numbers - 1)]
-    return [f"z = {function}({name}, number_{i})" for i, name in enumerate(taken)]
+    operands = ["x", *["z"] * (scale.numbers - 1)]
+    return [f"z = {function}({name}, number_{i})" for i, name in enumerate(operands)]
 
 
 @units.register
