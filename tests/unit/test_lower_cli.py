@@ -21,7 +21,7 @@ from commpass.lowering.fused import role_of
 from commpass.lowering.inspect.kernels import (
     KERNELS,
     Place,
-    named,
+    kernels_named,
     of_stages,
     row_bytes,
 )
@@ -77,7 +77,7 @@ def test_bytes_are_those_of_all_rows():
     """Eight wires are read for each one that is written."""
     one = data("--codec", "int8", "--kernel", "decode_sum", "--ranks", 2)
     other = data("--codec", "int8", "--kernel", "decode_sum", "--ranks", 4)
-    kernel = named("decode_sum", codec("int8"), torch.bfloat16, 2, "sm_90")[0]
+    kernel = kernels_named("decode_sum", codec("int8"), torch.bfloat16, 2, "sm_90")[0]
     wire = codec("int8").wire_bytes(NUMEL, torch.bfloat16)
     programs = (2 * wire + 2 * NUMEL) / kernel.moved
     assert one["bytes"] == pytest.approx((2 * wire + 2 * NUMEL) / programs)

@@ -65,7 +65,7 @@ CHAINS: Mapping[str, Callable[[Codec, torch.dtype, int], Chain]] = {
 KERNELS = (*CHAINS, "matmul_encode")
 
 
-def named(
+def kernels_named(
     name: str, codec: Codec, dtype: torch.dtype, ranks: int, arch: str
 ) -> tuple[Lowerable, ...]:
     """Return the kernels of a codec with this name: one, or several that run in order. Raises

@@ -155,7 +155,8 @@ class Sass:
 
     @property
     def loops(self) -> tuple[Loop, ...]:
-        """The loops of the kernel that compute, in the order of the ``trips`` of ``counted``."""
+        """The loops of the kernel that compute, in the order of the ``trips`` of
+        ``count_instructions``."""
         return tuple(loop for loop in self.kernel.loops if not loop.waits)
 
 
@@ -207,7 +208,7 @@ def _sums(pairs: Iterable[tuple[Key, float]]) -> dict[Key, float]:
     return found
 
 
-def parsed(text: str) -> Sass:
+def parse_sass(text: str) -> Sass:
     """Parse the text that ``nvdisasm -c`` prints for a cubin with one kernel."""
     routines: dict[str, list[Instruction]] = {}
     labels: dict[str, int] = {}
@@ -232,7 +233,7 @@ def parsed(text: str) -> Sass:
     return Sass(by_name.pop(kernel), by_name)
 
 
-def counted(sass: Sass, trips: Sequence[Trips] = ()) -> Counts:
+def count_instructions(sass: Sass, trips: Sequence[Trips] = ()) -> Counts:
     """Count how often one warp issues each instruction.
 
     ``trips`` are the iterations of each of ``sass.loops``; None or missing ones count as one.
