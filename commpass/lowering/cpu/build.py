@@ -12,7 +12,7 @@ from torch import Tensor
 
 from commpass.errors import CommpassError
 from commpass.lowering.chain import Chain, Decode, Encode, output_dtype
-from commpass.lowering.cpu.chains import added, source, untranslatable_reason
+from commpass.lowering.cpu.chains import added_dtypes, source, untranslatable_reason
 
 LEAST = 1 << 15
 """The fewest values per thread."""
@@ -48,7 +48,7 @@ class Compiled:
         chain, rows = self.chain, tensors[-1].shape[0]
         input_width = numel if chain.decodes is None else _wire(chain.decodes, numel, chain)
         output_width = numel if chain.encodes is None else _wire(chain.encodes, numel, chain)
-        more = added(chain)
+        more = added_dtypes(chain)
         shapes = [
             (rows * chain.ranks, input_width),
             *[(rows, numel)] * len(more),
@@ -73,7 +73,7 @@ def _wire(step: Decode | Encode, numel: int, chain: Chain) -> int:
 
 
 @cache
-def compiled(chain: Chain) -> Compiled:
+def compile_chain(chain: Chain) -> Compiled:
     """Return the function of a chain, built by Inductor's builder with its flags.
 
     The result is in Inductor's cache, also for later processes. Raises CommpassError for a chain
@@ -84,5 +84,7 @@ def compiled(chain: Chain) -> Compiled:
     if reason := untranslatable_reason(chain):
         raise CommpassError(f"no C++ kernel: {reason}")
     tensor = ["const unsigned char*", "int64_t"]
-    types = ["int64_t"] * 3 + tensor * (1 + len(added(chain))) + ["unsigned char*", "int64_t"]
+    types = (
+        ["int64_t"] * 3 + tensor * (1 + len(added_dtypes(chain))) + ["unsigned char*", "int64_t"]
+    )
     return Compiled(chain, CppPythonBindingsCodeCache.load_pybinding(types, source(chain)))

@@ -149,10 +149,10 @@ def _compile(kernel: Any, source: Any, target: Architecture, options: dict[str, 
     try:
         return triton.compile(source, target=at, options=options)
     except Exception as error:
-        said = [line.strip() for line in str(error).splitlines() if line.strip()]
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise KernelError(
             f"{kernel.__name__} cannot be compiled for {target.name}:"
-            f" {said[-1] if said else type(error).__name__}"
+            f" {lines[-1] if lines else type(error).__name__}"
         ) from error
 
 

@@ -63,12 +63,12 @@ class Lowered:
 
 def lower(kernel: Lowerable, arch: str) -> Lowered:
     """Compile a kernel and predict its time. Raises KernelError if it cannot be compiled."""
-    found = _compiled(kernel, kernel.constants, arch)
+    found = _compile(kernel, kernel.constants, arch)
     if not ARCHITECTURES[arch].can_count:
         return Lowered(kernel, found, None, ())
     # Count the usual instructions, without the path for values that must be clamped, which is rare.
     checks = kernel.constants.get("CHECKS")
-    usual = _compiled(kernel, {**kernel.constants, "CHECKS": False}, arch) if checks else found
+    usual = _compile(kernel, {**kernel.constants, "CHECKS": False}, arch) if checks else found
     counts = count_instructions(usual.code, kernel.trips[: len(usual.code.loops)])
     if kernel.moved is None:
         return Lowered(kernel, found, counts, ())
@@ -88,7 +88,7 @@ def lower(kernel: Lowerable, arch: str) -> Lowered:
     return Lowered(kernel, found, counts, tuple(predictions))
 
 
-def _compiled(kernel: Lowerable, constants: Mapping[str, Any], arch: str) -> Compiled:
+def _compile(kernel: Lowerable, constants: Mapping[str, Any], arch: str) -> Compiled:
     return compile_kernel(
         load(kernel.source),
         kernel.signature,

@@ -265,8 +265,8 @@ def _issued(
 
 def _routine(some: Sequence[Instruction], labels: Mapping[str, int]) -> Routine:
     """Divide instructions into blocks, and find the reachable ones and the loops."""
-    own, entry = {one.address for one in some}, some[0].address
-    heads = {entry, *(own & {labels.get(one.target) for one in some})}
+    addresses, entry = {one.address for one in some}, some[0].address
+    heads = {entry, *(addresses & {labels.get(one.target) for one in some})}
     ends = (*JUMPS, *LEAVES, "CALL")
     heads |= {after.address for one, after in pairwise(some) if one.base in ends}
     blocks: dict[int, list[Instruction]] = {head: [] for head in sorted(heads)}
