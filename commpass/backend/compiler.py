@@ -26,7 +26,7 @@ from commpass.distributed.origin import count_call, origin_of_graph
 from commpass.distributed.owners import Calls
 from commpass.distributed.plan_store import greet
 from commpass.errors import PolicyError
-from commpass.lowering.repairs import repaired
+from commpass.lowering.repairs import without_loop_splitting
 from commpass.passes import PASSES, GraphInput
 from commpass.passes import run as run_passes
 from commpass.passes.fx import meta
@@ -164,7 +164,7 @@ class Backend(Shared):
                     return with_boxed_args(gm.forward)
                 with (
                     ordered() if pinned else nullcontext(),
-                    repaired(),
+                    without_loop_splitting(),
                     torch._inductor.config.patch(patches),  # patched here too, for later recompiles
                     self._without_reordering() if pinned or changed else nullcontext(),
                 ):

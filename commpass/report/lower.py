@@ -107,7 +107,7 @@ def rows_of(query: KernelQuery, arch: str) -> tuple[str, list[Row]]:
 
 
 def of_codec(query: KernelQuery, arch: str) -> tuple[str, list[Row]]:
-    from commpass.lowering.inspect.kernels import KERNELS, named
+    from commpass.lowering.inspect.kernels import KERNELS, kernels_named
 
     coder = codec(query.codec or "")
     dtype = dtype_of(query.dtype)
@@ -115,7 +115,7 @@ def of_codec(query: KernelQuery, arch: str) -> tuple[str, list[Row]]:
         raise KernelError(f"no kernel {query.kernel!r}{nearest(query.kernel, KERNELS)}")
     rows: list[Row] = []
     for name in KERNELS if query.kernel is None else (query.kernel,):
-        rows += rows_for(name, partial(named, name, coder, dtype, query.ranks, arch), arch)
+        rows += rows_for(name, partial(kernels_named, name, coder, dtype, query.ranks, arch), arch)
     return f"{coder.spec} of {query.dtype}, {query.ranks} ranks", rows
 
 
@@ -152,10 +152,10 @@ def rows_for(
     name: str, make: Callable[[], Sequence[Lowerable]], arch: str, times: int = 1
 ) -> list[Row]:
     """Return compiled kernels, or why they cannot be compiled."""
-    from commpass.lowering.inspect.lowerable import lowered
+    from commpass.lowering.inspect.lowerable import lower
 
     try:
-        return [Row(each.name, lowered(each, arch), times=times) for each in make()]
+        return [Row(each.name, lower(each, arch), times=times) for each in make()]
     except KernelError as error:
         return [Row(name, why=str(error), times=times)]
 

@@ -33,7 +33,7 @@ class Coding:
 
     ``salt`` is that of the encoding rank (see ``Codec.salted``). ``compiled`` uses kernels that all
     equal codings share; otherwise the codec runs operator by operator. The bits are the same,
-    except for rotations in C++ (``lowering.cpu.exact``).
+    except for rotations in C++ (``lowering.cpu.is_exact``).
     """
 
     codec: Codec
@@ -121,7 +121,7 @@ def _generated(coding: Coding, chain: Chain) -> Run | None:
     """Return C++ generated from the codec's parts, if it exists and is faster."""
     if coding.device.type != "cpu" or cpu.unsupported_reason(chain):
         return None
-    kernel = cpu.compiled(chain)
+    kernel = cpu.compile_chain(chain)
     return lambda row, output: kernel([row], output, coding.numel)
 
 
