@@ -24,7 +24,7 @@ from commpass.distributed.hosts import with_hosts
 from commpass.distributed.machine import default_here
 from commpass.distributed.origin import count_call, origin_of_graph
 from commpass.distributed.owners import Calls
-from commpass.distributed.plan_store import greet
+from commpass.distributed.plan_store import publish_hello
 from commpass.errors import PolicyError
 from commpass.lowering.repairs import repaired
 from commpass.passes import PASSES, GraphInput
@@ -88,7 +88,7 @@ class Backend(Shared):
     ) -> Any:
         """Compile one Dynamo graph. ``mode`` and ``options`` of torch.compile are passed to
         Inductor."""
-        greet()
+        publish_hello()
         options = inductor_options(options or {}, self.inner)
         number = str(self.graphs)
         self.graphs += 1
@@ -116,7 +116,7 @@ class Backend(Shared):
     ) -> Callable[[list[Any]], Any]:
         """Run the passes on a graph that was not traced (the collective of a hook) and pass it to
         ``compile_graph``. Its nodes have fake values."""
-        greet()
+        publish_hello()
         number = str(self.graphs)
         self.graphs += 1
         return self.compile(

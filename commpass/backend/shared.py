@@ -20,7 +20,7 @@ from commpass.distributed.budget import Key
 from commpass.distributed.checked import Checked
 from commpass.distributed.origin import Origin
 from commpass.distributed.owners import Calls
-from commpass.distributed.plan_store import greet
+from commpass.distributed.plan_store import publish_hello
 from commpass.distributed.summary import Summary
 from commpass.distributed.watch import Watch
 from commpass.plan import Plan
@@ -53,7 +53,7 @@ class Shared:
         self.step_log = step_log.opened(policy.name)
         self.summary, self.watch = Summary(policy), Watch(self.step_log.facts)
         weakref.finalize(self, self.summary.report)
-        greet()
+        publish_hello()
 
     @property
     def samples(self) -> bool:

@@ -23,7 +23,7 @@ import msgspec
 
 from commpass.distributed.agreement import PATIENCE_S
 from commpass.distributed.pairs import channel_of
-from commpass.distributed.plan_store import Round, board, spans
+from commpass.distributed.plan_store import Round, current_store, spans
 from commpass.distributed.samples import MORE, Reading, Sampled, Samples, label
 from commpass.errors import Unanswered
 from commpass.plan import PlannedSite
@@ -145,8 +145,8 @@ class Check:
     ):
         self.samples, self.round, self.calls, self.timeout_s = samples, round, calls, timeout_s
         self.decides = decides
-        self.board = board() if round is not None else None
-        rank = self.board.rank if self.board is not None else 0
+        self.store = current_store() if round is not None else None
+        rank = self.store.rank if self.store is not None else 0
         self.peers = [each for each in round.ranks if each != rank] if round is not None else []
         keys = keys_of([each.site for each in samples.sites], rank)
         sites = {keys[each.site.name]: each for each in samples.sites if each.checked}
@@ -163,7 +163,7 @@ class Check:
     @property
     def is_first(self) -> bool:
         """Whether this rank reports the result for all."""
-        return self.round is None or self.board is None or self.board.rank == self.round.ranks[0]
+        return self.round is None or self.store is None or self.store.rank == self.round.ranks[0]
 
     def begin(self) -> None:
         """Decide before a call whether it is measured."""
@@ -189,11 +189,11 @@ class Check:
         return Published(tuple(measured), {key: text for key, text in why.items() if text})
 
     def _publish(self, call: int | str, published: Published) -> None:
-        assert self.board is not None
+        assert self.store is not None
         assert self.round is not None
         text = msgspec.json.encode(published)
         try:
-            self.board.publish_errors(self.round.name, call, text)
+            self.store.publish_errors(self.round.name, call, text)
         except RuntimeError as error:  # the others report whom they wait for
             log.debug("commpass could not reach the store: %s", error)
 
@@ -212,14 +212,14 @@ class Check:
         if not self.pending:
             return {}
         self.pending = False
-        if self.board is not None and self.board is not board():
+        if self.store is not None and self.store is not current_store():
             self.done = True  # the process groups were made anew, and the round is void
             return {}
         others = self._peer_readings()
         if others is None:
             self.done = True  # all ranks must apply a result, and one will not get it
             return {}
-        everyone = {self.board.rank if self.board is not None else 0: self._own_reading(), **others}
+        everyone = {self.store.rank if self.store is not None else 0: self._own_reading(), **others}
         over: dict[Key, str] = {}
         for rank, published in sorted(everyone.items()):
             for key, why in published.over.items():
@@ -242,15 +242,15 @@ class Check:
     def _peer_readings(self) -> dict[int, Published] | None:
         """Return what the others published of the latest call; None if one ended the check before
         it."""
-        start, told, pause = time.monotonic(), False, 0.0005
+        start, warned, pause = time.monotonic(), False, 0.0005
         found: dict[int, Published] = {}
         while missing := [rank for rank in self.peers if rank not in found]:
-            assert self.board is not None
+            assert self.store is not None
             assert self.round is not None
             try:
                 # First: a rank that has ended its check published all its calls before that.
-                left = self.board.errors(missing, self.round.name, LEFT)
-                raw = self.board.errors(missing, self.round.name, self.made)
+                left = self.store.errors(missing, self.round.name, LEFT)
+                raw = self.store.errors(missing, self.round.name, self.made)
             except RuntimeError as error:
                 raise Unanswered(
                     "the ranks could not compare the real errors of a graph: the store of"
@@ -268,8 +268,8 @@ class Check:
                     f" {self.timeout_s:g} s: it may have stopped, or does not call this graph as"
                     " often as this rank"
                 )
-            if waited > PATIENCE_S and not told:
-                told = True
+            if waited > PATIENCE_S and not warned:
+                warned = True
                 log.warning(WAITS, waited, self.timeout_s, spans(missing), self)
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)

@@ -102,7 +102,7 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     return named.get(device.type, dist.get_backend(group))
 
 
-def place() -> str:
+def host_id() -> str:
     """Return what ranks of one host share: name, network, and torchrun's number for it."""
     try:
         network = os.stat("/proc/self/ns/net").st_ino

@@ -42,7 +42,7 @@ def started_with(*settings: dict[str, str]):
     mine = settings[dist.get_rank()]
     with mock.patch.dict(os.environ, mine):
         environment._log.cache_clear()
-        plan_store.begin()
+        plan_store.open_store()
         yield
 
 
@@ -206,7 +206,7 @@ def one_never_comes() -> tuple[bool, list[tuple[str, str]]]:
     with started_with(OFF, {}), said() as words:
         torch._dynamo.reset()
         if dist.get_rank() == 0:
-            with mock.patch.object(plan_store.PlanStore, "hear_settings", return_value=False):
+            with mock.patch.object(plan_store.PlanStore, "read_settings", return_value=False):
                 backend = commpass.backend(forced(), inner="eager", timeout=1)
                 got = torch.compile(lambda x: x @ x, backend=backend)(torch.ones(4, 4))
                 return torch.equal(got, torch.full((4, 4), 4.0)), words

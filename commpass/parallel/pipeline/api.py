@@ -29,7 +29,7 @@ from commpass.distributed.agreement import longest_timeout
 from commpass.distributed.budget import OVER
 from commpass.distributed.integration import Bytes, Integration, refuse_if_exchanged
 from commpass.distributed.machine import default_here
-from commpass.distributed.plan_store import board, greet
+from commpass.distributed.plan_store import current_store, publish_hello
 from commpass.distributed.samples import MORE, label
 from commpass.distributed.uncompressed import uncompressed_sites
 from commpass.errors import CommpassError, PolicyError
@@ -163,9 +163,9 @@ class CompressedStage:
     def __init__(self, stage: Any, shared: Backend):
         self.stage, self.backend = stage, shared
         self.group = _group_of(stage)
-        greet()
-        self.answers = endpoints.answers()
-        run, many = board().nonce if self.answers else "", stage.num_stages
+        publish_hello()
+        self.has_other_ranks = endpoints.has_other_ranks()
+        run, many = current_store().nonce if self.has_other_ranks else "", stage.num_stages
         count = (run, self.group.group_name, many, stage.stage_index)
         _pipelines[count] += 1
         self.number = f"{many}/{_pipelines[count]}"
@@ -331,7 +331,7 @@ class CompressedStage:
                 if message.kind == kind
             ]
             self.coded[kind, direction] = rows
-            edges = self._publish_plans(rows, place) if self.answers else []
+            edges = self._publish_plans(rows, place) if self.has_other_ranks else []
             self.uncompared[kind, direction] = edges
             self.edges[kind, direction] = [edge for edge, _ in edges]
             for _, _, coding in rows:
