@@ -97,7 +97,7 @@ def some_never_say() -> tuple[int, int]:
     if dist.get_rank() != 3:
         ranks = range(3)
         here = current_store()
-        with mock.patch.object(type(here), "places", _places_of(ranks)):
+        with mock.patch.object(type(here), "host_ids", _places_of(ranks)):
             found = hosts._agree(here, patience)
     dist.barrier()
     return found, dist.get_rank()
