@@ -159,8 +159,7 @@ exchanged: WeakKeyDictionary[object, tuple[str, str]] = WeakKeyDictionary()
 """The call of an integration, and a text about it, by the model or object whose data it sends."""
 TWICE = (
     "{}: {} is exchanged by {} and would be exchanged twice. Leave one of the two out, give one"
-    " policy with rules for both, or call close() on the first. DistributedDataParallel keeps its"
-    " hook even then: wrap the module in a new one"
+    " policy with rules for both, or call close() on the first"
 )
 
 

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -30,11 +29,8 @@ from commpass.distributed.record import wire_bytes
 from commpass.errors import PolicyError
 from commpass.groups import close_with, duplicate
 from commpass.parallel.ddp.buckets import BucketPart, parts_of
-from commpass.parallel.ddp.checks import (
-    Released,
-    check_model,
-    refuse_if_optimized_in_backward,
-)
+from commpass.parallel.ddp.checks import check_model, refuse_if_optimized_in_backward
+from commpass.parallel.ddp.comm_hook import HookSlot, send_bucket, slot_of
 from commpass.parallel.ddp.unused import UnusedParameters
 from commpass.parallel.ddp.worker import Worker
 from commpass.parallel.exchange import Compiled, Exchanges
@@ -72,8 +68,7 @@ def compress_ddp(
     """
     ddp = check_model(model)
     made = backend(policy, inner=inner, profile=profile, strict=strict, dump=dump, timeout=timeout)
-    integration = CompressedDDP(ddp, Exchanges(made))
-    ddp.register_comm_hook(integration, _hook)
+    integration = CompressedDDP(ddp, Exchanges(made), slot_of(ddp))
     integration.acquire(ddp, ddp)
     return integration
 
@@ -81,11 +76,7 @@ def compress_ddp(
 PROVISIONAL = "the last step was sent as it is, since DDP makes its final buckets after it"
 
 
-def _hook(state: CompressedDDP, bucket: dist.GradBucket) -> Future[Tensor]:
-    return state.send(bucket)
-
-
-_hook.__annotations__.clear()  # DDP compares them with classes, but here they are strings
+_hook = send_bucket  # its name in models that were saved before
 
 
 @dataclass
@@ -99,14 +90,14 @@ class _Step:
 class CompressedDDP(Integration):
     """The integration that sends the gradients of one DDP model.
 
-    Once it is closed, DDP's own all_reduce sends them, since DDP keeps a comm hook for good.
+    Once it is closed, they are sent as without it, and another integration may follow.
     """
 
     call, per = "compress_ddp", " a step"
 
-    def __init__(self, ddp: DistributedDataParallel, exchanges: Exchanges):
+    def __init__(self, ddp: DistributedDataParallel, exchanges: Exchanges, slot: HookSlot):
         super().__init__(ddp, exchanges.backend.policy)
-        self.exchanges = exchanges
+        self.exchanges, self._slot = exchanges, slot
         self._names = parameter_names(ddp)
         self._words: dict[str, str] = {}
         self._parts: dict[Any, list[BucketPart]] = {}
@@ -117,6 +108,7 @@ class CompressedDDP(Integration):
         self._streams: dict[torch.device, Any] = {}
         self._channel = _Channel(ddp.process_group)
         self._channel.open()
+        slot.fill(self.call, self.send)
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -138,16 +130,13 @@ class CompressedDDP(Integration):
         """The bytes that this rank sent in the last step."""
         return Bytes(self._last.bytes)
 
-    def __reduce__(self) -> Any:
-        """Pickle as ``Released``: a copy of the model has no comm hook, and so no integration."""
-        return Released, ()
-
     @property
     def summary(self) -> str:
         return PROVISIONAL if self.bytes and not self.plans else super().summary
 
     def _stop(self) -> None:
-        """End the thread, and close the group on this rank."""
+        """Let DDP send again, end the thread, and close the group on this rank."""
+        self._slot.empty()
         self.worker.end()
         _leave(weakref.ref(self._channel))
 
@@ -157,9 +146,7 @@ class CompressedDDP(Integration):
         Its future is the bucket's own tensor, which then holds the mean over all ranks. Errors are
         raised at the end of backward, when DDP is ready for another one.
         """
-        x, ddp = bucket.buffer(), self.model
-        if self.closed and isinstance(ddp, DistributedDataParallel):
-            return allreduce_hook(ddp.process_group, bucket)
+        x = bucket.buffer()
         if bucket.index() == 0:  # the previous step may have ended in a user error
             self._now = _Step()
         backward = torch._C._current_graph_task_id()

@@ -22,6 +22,7 @@ from commpass.distributed.record import wire_bytes
 from commpass.errors import PolicyError
 from commpass.groups import close_with, duplicate, labels, need_group
 from commpass.parallel.ddp.checks import refuse_if_optimized_in_backward, refuse_other_hook
+from commpass.parallel.ddp.comm_hook import slot_of
 from commpass.parallel.in_graph.layout import equalize
 from commpass.parallel.refusals import wrong_argument
 from commpass.parallel.ssfusion.buckets import BucketHooks
@@ -110,7 +111,7 @@ def ssfusion(
     planner = Planner(weights, options, own, lane, device, link, name, dump_here(dump))
     hooks: ModuleHooks | BucketHooks
     if isinstance(model, DistributedDataParallel):
-        hooks = BucketHooks(model, planner)
+        hooks = BucketHooks(model, planner, slot_of(model))
     else:
         equalize([*model.parameters(), *model.buffers()], lane)
         hooks = ModuleHooks(model, planner)

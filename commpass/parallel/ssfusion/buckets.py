@@ -1,8 +1,9 @@
 """Exchange DistributedDataParallel's buckets by fusion buffers.
 
-A bucket's future waits until the fusion buffers of all its gradients have come back. This file has
-no postponed annotations, since DDP would not understand them.
+A bucket's future waits until the fusion buffers of all its gradients have come back.
 """
+
+from __future__ import annotations
 
 import threading
 import weakref
@@ -12,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from commpass.parallel.ddp.comm_hook import HookSlot
 from commpass.parallel.refusals import refuse_other_group
 from commpass.parallel.ssfusion.driver import Driver
 from commpass.parallel.ssfusion.hooks import after_forward, weakly
@@ -23,13 +24,12 @@ from commpass.parallel.ssfusion.planner import Planner
 
 
 class BucketHooks:
-    """Gradients of a DistributedDataParallel: a comm hook, which cannot be removed."""
+    """Gradients of a DistributedDataParallel, from the slot of its comm hook."""
 
-    def __init__(self, module: DistributedDataParallel, planner: Planner):
-        # Its reducer holds the hook, invisibly to Python's garbage collector.
+    def __init__(self, module: DistributedDataParallel, planner: Planner, slot: HookSlot):
+        # Its reducer holds the slot, invisibly to Python's garbage collector.
         self.module, self._group = weakref.ref(module), module.process_group
         self.driver = Driver(planner, self._done, self._broken)
-        self.removed = False
         self._lock = threading.Lock()
         self._of: dict[int, _Bucket] = {}
         self._used: set[int] = set()
@@ -38,11 +38,8 @@ class BucketHooks:
             for each in planner.weights
         ]
         self._handles.append(after_forward(module, self.driver))
-
-        def ssfusion(state: object, bucket: dist.GradBucket) -> Future[Tensor]:
-            return self._take(bucket)
-
-        module.register_comm_hook(None, ssfusion)
+        self._slot = slot
+        slot.fill("ssfusion", self._take)
 
     def no_sync(self) -> AbstractContextManager[None]:
         module = self.module()
@@ -51,8 +48,8 @@ class BucketHooks:
         return found
 
     def remove(self) -> None:
-        """Stop exchanging: DDP keeps its comm hook for good, so this one does what DDP would."""
-        self.removed = True
+        """Stop exchanging: from now on DDP sends."""
+        self._slot.empty()
         for handle in self._handles:
             handle.remove()
         self.driver.close()
@@ -64,8 +61,6 @@ class BucketHooks:
     def _take(self, bucket: dist.GradBucket) -> Future[Tensor]:
         module = self.module()
         group = self._group if module is None else module.process_group
-        if self.removed:
-            return allreduce_hook(group, bucket)
         remedy = "wrap the module in a new DistributedDataParallel, and call ssfusion on that one"
         refuse_other_group("ssfusion", "the model", group, self._group, remedy)
         parameters, views = bucket.parameters(), bucket.gradients()
