@@ -29,7 +29,7 @@ from commpass.distributed.checked import Built
 from commpass.distributed.parts import can_compare
 from commpass.distributed.plan_store import Round
 from commpass.distributed.samples import MORE, label
-from commpass.distributed.watch import Watched
+from commpass.distributed.step_timer import TimedGraph
 from commpass.errors import PolicyError, Unanswered
 from commpass.groups import is_first_rank
 from commpass.passes import GraphInput, PassContext
@@ -71,8 +71,8 @@ def build(shared: Shared, job: Job, before: PassContext | None = None) -> Built 
     given = _input(shared, job, before.excluded if before is not None else {})
     record.trace_graph(gm, f"{job.direction}_before")
     device = meta.device_of(gm)
-    watched = is_first_rank() and device in ("cpu", "cuda") and shared.inner == "inductor"
-    plain_us = _predicted_us(gm, profile) if watched else None
+    is_timed = is_first_rank() and device in ("cpu", "cuda") and shared.inner == "inductor"
+    plain_us = _predicted_us(gm, profile) if is_timed else None
     dump = GraphDump(shared)
     outcome, mismatch, round = agree.plan_graph(shared, given, job, dump.on_pass_end)
     plan = outcome.plan
@@ -107,14 +107,14 @@ def build(shared: Shared, job: Job, before: PassContext | None = None) -> Built 
     state = state_for(outcome.state, gm, calls, job.direction)
     graph = None
     if plan.sites and planned_us is not None and plain_us is not None:
-        name, judged = f"{job.number} ({job.direction})", plan.changed and profile.measured
-        graph = Watched(name, planned_us, plain_us, judged, device)
+        name, warns_if_slower = f"{job.number} ({job.direction})", plan.changed and profile.measured
+        graph = TimedGraph(name, planned_us, plain_us, warns_if_slower, device)
     samples = samples_of(outcome, shared.samples)
     entry = step_log.Entry(plan, samples, graph)
     shared.step_log.put(entry, instead_of)
     patience, compared = shared.patience(plan), _is_compared(plan, round)
     check = Check(samples, round, given.policy.check_calls, patience, decides=compared)
-    function = instrument(shared.watch, callable_of(compiled), entry)
+    function = instrument(shared.step_timer, callable_of(compiled), entry)
     function = with_more(function, functools.partial(constants_of, outcome.constants))
     function = with_more(function, state)
     strides = getattr(compiled, "output_strides", None)

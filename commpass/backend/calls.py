@@ -10,7 +10,7 @@ from commpass.backend.shared import Shared
 from commpass.distributed import step_log
 from commpass.distributed.calls import named
 from commpass.distributed.samples import PLAIN, Sampled, Samples, label
-from commpass.distributed.watch import Watch
+from commpass.distributed.step_timer import StepTimer
 from commpass.errors import ScopeError
 from commpass.passes import PassContext
 from commpass.passes.sample import RECEIVED, UNSEEN
@@ -39,15 +39,15 @@ def check_call(
     shared.summary.called(graph)
 
 
-def instrument(watch: Watch, function: Compiler, entry: step_log.Entry) -> Compiler:
+def instrument(step_timer: StepTimer, function: Compiler, entry: step_log.Entry) -> Compiler:
     """Wrap a compiled graph: sample its errors, time it, and name it for profilers, as its plan
     says."""
     plan, labels = entry.plan, tuple(map(label, entry.plan.sites))
     name = f"graph {plan.graph} {plan.direction}"
     if len(labels) == 1:
         name = f"{labels[0]}, {name}"
-    if entry.watched is not None:
-        function = watch.timed(function, entry.watched)
+    if entry.timed is not None:
+        function = step_timer.with_timing(function, entry.timed)
     return named(function, name, labels, entry.samples)
 
 

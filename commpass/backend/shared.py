@@ -21,8 +21,8 @@ from commpass.distributed.checked import Checked
 from commpass.distributed.origin import Origin
 from commpass.distributed.owners import Calls
 from commpass.distributed.plan_store import publish_hello
+from commpass.distributed.step_timer import StepTimer
 from commpass.distributed.summary import Summary
-from commpass.distributed.watch import Watch
 from commpass.plan import Plan
 from commpass.policy import Policy
 
@@ -50,8 +50,8 @@ class Shared:
         self.densities: dict[tuple[Any, ...], float] = {}
         self.over: dict[tuple[Any, Key], str] = {}  # sites over their error budget
         self.checked: dict[tuple[Any, ...], weakref.WeakSet[Checked]] = {}
-        self.step_log = step_log.opened(policy.name)
-        self.summary, self.watch = Summary(policy), Watch(self.step_log.facts)
+        self.step_log = step_log.open_log(policy.name)
+        self.summary, self.step_timer = Summary(policy), StepTimer(self.step_log.facts)
         weakref.finalize(self, self.summary.report)
         publish_hello()
 

@@ -70,7 +70,7 @@ class Planner:
 
     def __post_init__(self) -> None:
         self.clock = measure.Clock(self.device)
-        self.step_log = step_log.opened("ssfusion")
+        self.step_log = step_log.open_log("ssfusion")
 
     def measures(self, step: int) -> bool:
         """Return whether a step is measured."""
