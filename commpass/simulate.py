@@ -244,7 +244,7 @@ class _Planner(Backend):
             for module, before in untouched.items():
                 module.graph = before
         if direction == "backward":
-            calls.keeps = False
+            calls.keeps_state = False
         return graph.compile_graph(gm, [], False)
 
 

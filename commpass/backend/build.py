@@ -82,8 +82,8 @@ def build(shared: Shared, job: Job, before: PassContext | None = None) -> Built 
     if instead_of is None:
         record_plan(shared, outcome, job, None)
     record.trace_graph(gm, f"{job.direction}_after")
-    if calls.last and plan.changed:
-        calls.last = False
+    if calls.is_last_compile and plan.changed:
+        calls.is_last_compile = False
         record.log.warning(LAST, calls.code.name, torch._dynamo.config.recompile_limit)
     dump.write(outcome)
     if isinstance(mismatch, Unanswered):
@@ -95,9 +95,9 @@ def build(shared: Shared, job: Job, before: PassContext | None = None) -> Built 
     if outcome.error is not None and shared.strict:
         raise outcome.error
     if job.direction == "backward":
-        calls.keeps = bool(outcome.state)
+        calls.keeps_state = bool(outcome.state)
     elif outcome.state:
-        calls.refers = True
+        calls.keeps_references = True
     more = [each.fake for each in outcome.state]
     more += [each.fake for each in outcome.constants]
     planned_us = _predicted_us(gm, profile) if plain_us is not None else None

@@ -36,7 +36,7 @@ def check_call(
             " separates the two, remove the break or move the annotation to the inner"
             " module."
         )
-    shared.summary.called(graph)
+    shared.summary.count_call(graph)
 
 
 def instrument(step_timer: StepTimer, function: Compiler, entry: step_log.Entry) -> Compiler:

@@ -96,7 +96,7 @@ class Backend(Shared):
         for _, module in graph_modules(gm):
             meta.place(module, places)
         calls = Calls(gm, example_inputs, _is_compiled_autograd())
-        calls.last = _is_last_compile()
+        calls.is_last_compile = _is_last_compile()
         if calls.autograd:
             keep_metadata(gm)
         with torch._functorch.config.patch(enable_autograd_cache=False):
@@ -253,7 +253,7 @@ class Backend(Shared):
         )
         same_code = self.checked.setdefault(job.place, weakref.WeakSet())
         for other in list(same_code):
-            other.leave()
+            other.end_check()
         made = build.build(self, job)
         if isinstance(made, Raising):
             release(same_code)

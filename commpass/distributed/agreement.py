@@ -155,11 +155,11 @@ def same_environment(timeout_s: float | None = None) -> None:
         complete = store.read_settings()
         start, pause = time.monotonic(), 0.001
         patience = min(timeout_s or SETTINGS_S, SETTINGS_S)
-        waits = store.settings[store.rank].words and not store.warned_of_settings
+        waits = store.settings[store.rank].text and not store.warned_of_settings
         while waits and not complete and not difference(store.settings):
             if time.monotonic() - start > patience:
                 store.warned_of_settings = True
-                log.warning(NO_SETTINGS, patience, store.settings[store.rank].words)
+                log.warning(NO_SETTINGS, patience, store.settings[store.rank].text)
                 break
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)

@@ -197,7 +197,7 @@ class Check:
         except RuntimeError as error:  # the others report whom they wait for
             log.debug("commpass could not reach the store: %s", error)
 
-    def leave(self) -> None:
+    def end_early(self) -> None:
         """End the check: the others do not wait for this rank, and end theirs as well."""
         if not self.done and self.peers:
             self._publish(LEFT, Published())
@@ -249,7 +249,7 @@ class Check:
             assert self.round is not None
             try:
                 # First: a rank that has ended its check published all its calls before that.
-                left = self.store.errors(missing, self.round.name, LEFT)
+                ended = self.store.errors(missing, self.round.name, LEFT)
                 raw = self.store.errors(missing, self.round.name, self.made)
             except RuntimeError as error:
                 raise Unanswered(
@@ -257,7 +257,7 @@ class Check:
                     f" torch.distributed does not answer ({str(error).splitlines()[0]})"
                 ) from error
             found |= {rank: msgspec.json.decode(text, type=Published) for rank, text in raw.items()}
-            if left.keys() - raw.keys():
+            if ended.keys() - raw.keys():
                 return None
             if len(found) == len(self.peers):
                 break

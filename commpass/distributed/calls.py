@@ -33,15 +33,17 @@ class OfParameters:
     number: int
 
 
-def owner_of(states: Sequence[StateInput], gm: fx.GraphModule, calls: Calls) -> list[OfParameters]:
+def with_parameters(
+    states: Sequence[StateInput], gm: fx.GraphModule, calls: Calls
+) -> list[OfParameters]:
     outputs = gm.graph.output_node()
     found: list[OfParameters] = []
     for one in states:
         parameters = one.parameters or calls.parameters(outputs, one.reaches)
-        like = [
+        earlier = [
             each for each in found if (each.of.place, each.parameters) == (one.place, parameters)
         ]
-        found.append(OfParameters(one, parameters, len(like)))
+        found.append(OfParameters(one, parameters, len(earlier)))
     return found
 
 
@@ -52,7 +54,7 @@ def state_for(
     if isinstance(calls, HookCalls) and calls.parameters_of_flat:
         flats = [Flat(one, calls) for one in states]
         return lambda inputs: [flat.current() for flat in flats]
-    return functools.partial(state_of, owner_of(states, gm, calls), calls, direction)
+    return functools.partial(state_of, with_parameters(states, gm, calls), calls, direction)
 
 
 def state_of(

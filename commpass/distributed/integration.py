@@ -139,13 +139,13 @@ class Integration:
     def summary(self) -> str:
         """How many exchanges are compressed, and the bytes."""
         sites = [site for plan in self.plans for site in plan.sites]
-        said = []
+        parts = []
         if self.plans:
             coded = sum(site.compressed for site in sites)
-            said.append(f"{coded} of {len(sites)} exchanges compressed")
+            parts.append(f"{coded} of {len(sites)} exchanges compressed")
         if sent := self.bytes:
-            said.append(f"{sent.sent:,} instead of {sent.plain:,} bytes{self.per}")
-        return ", ".join(said) or ("no step yet" if self.per else "nothing sent yet")
+            parts.append(f"{sent.sent:,} instead of {sent.plain:,} bytes{self.per}")
+        return ", ".join(parts) or ("no step yet" if self.per else "nothing sent yet")
 
     def __repr__(self) -> str:
         policy = f", policy {self.policy.name!r}" if self.policy is not None else ""
@@ -168,16 +168,16 @@ def refuse_if_exchanged(sender: object, name: str, call: str, by: Collection[str
 
     A module counts as exchanged if one of its parameters is. ``name`` is that of anything else.
     """
-    mine = _parts(sender, name)
+    names = _parts(sender, name)
 
     def found() -> str:
         return next(
             (
-                TWICE.format(call, mine[part], text)
-                for held, (other, text) in list(exchanged.items())
+                TWICE.format(call, names[part], text)
+                for owner, (other, text) in list(exchanged.items())
                 if other in by
-                for part in _parts(held)
-                if part in mine
+                for part in _parts(owner)
+                if part in names
             ),
             "",
         )

@@ -72,7 +72,7 @@ class Log:
         Return what was logged meanwhile: L a line, W a warning.
         """
         for graph in graphs:
-            self.summary.called(graph[1:] + {"F": "forward", "B": "backward"}[graph[0]])
+            self.summary.count_call(graph[1:] + {"F": "forward", "B": "backward"}[graph[0]])
         return self.said()
 
     def said(self) -> str:

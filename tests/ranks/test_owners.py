@@ -402,7 +402,7 @@ def test_sizes_that_were_symbolic_elsewhere(fake_group):
 def test_weights_that_are_new_in_every_step_are_said(fake_group, caplog):
     fake_group(2)
     fresh()
-    owners._short[0] = 0
+    owners._short_lived[0] = 0
     function = torch.compile(
         lambda w: Summed.apply(w).sin().sum(), backend=commpass.backend(POLICY, inner="eager")
     )

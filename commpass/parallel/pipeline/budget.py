@@ -80,7 +80,7 @@ class EdgeBudget:
         self.over |= {(direction, name): why for name, why in over.items()}
         return bool(over)
 
-    def checks(self, site: PlannedSite) -> float | None:
+    def max_error_of(self, site: PlannedSite) -> float | None:
         """Return the error budget of a site; None if it has none."""
         allowed = self.policy.allowed(site)[0]
         return None if allowed.force or unsupported_reason(site) else allowed.max_error
@@ -95,14 +95,14 @@ class EdgeBudget:
         """Return whether any site still has to be measured."""
         return exchange not in self.left or any(self.left[exchange].values())
 
-    def measure(self, exchange: What, site: PlannedSite, coder: Codec, x: Tensor) -> None:
+    def measure(self, exchange: What, site: PlannedSite, codec: Codec, x: Tensor) -> None:
         """Measure a message that is about to be encoded."""
         left = self.left.setdefault(exchange, {})
-        bound = self.checks(site)
+        bound = self.max_error_of(site)
         if bound is None:
             return
         left.setdefault(site.name, self.policy.check_calls)
-        reading = reading_of(measure(coder, x, CHECKED).tolist(), site)
+        reading = reading_of(measure(codec, x, CHECKED).tolist(), site)
         if reading is None:
             return
         left[site.name] = max(left[site.name] - 1, 0)
