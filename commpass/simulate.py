@@ -232,7 +232,7 @@ class _Planner(Backend):
                 decompositions=graph.decompositions,
                 stateless=graph.stateless,
                 weights=calls.weights(gm, direction, graph.stateless),
-                obstacle=graph.obstacle,
+                obstacle=graph.unsupported_reason,
                 hidden=run.hidden,
                 hides=True,
             )

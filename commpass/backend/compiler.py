@@ -69,7 +69,7 @@ class Backend(Shared):
 
     def __repr__(self) -> str:
         inner = getattr(self.inner, "__name__", type(self.inner).__name__)
-        said = [
+        parts = [
             f"policy {self.policy.name!r}",
             f"inner {self.inner if isinstance(self.inner, str) else inner!r}",
             f"profile {self.profile.name!r}" if self.profile else "default profile",
@@ -77,7 +77,7 @@ class Backend(Shared):
             *([f"dump {str(self.dump)!r}"] if self.dump else []),
             f"{self.graphs} graph{'s' * (self.graphs != 1)}",
         ]
-        return f"<commpass.backend: {', '.join(said)}>"
+        return f"<commpass.backend: {', '.join(parts)}>"
 
     def __call__(
         self,
@@ -112,7 +112,7 @@ class Backend(Shared):
         direction: str,
         calls: Calls,
         compile_graph: Compiler,
-        obstacle: str | None = None,
+        unsupported_reason: str | None = None,
     ) -> Callable[[list[Any]], Any]:
         """Run the passes on a graph that was not traced (the collective of a hook) and pass it to
         ``compile_graph``. Its nodes have fake values."""
@@ -127,7 +127,7 @@ class Backend(Shared):
                 calls=calls,
                 stateless=calls.stateless(direction, False),
                 compile_graph=compile_graph,
-                obstacle=obstacle,
+                unsupported_reason=unsupported_reason,
             )
         )
 
@@ -172,6 +172,7 @@ class Backend(Shared):
 
             direction = "backward" if kwargs.get("is_backward") or calls.autograd else "forward"
             wrapped = kwargs.get("cpp_wrapper") or torch._inductor.config.cpp_wrapper
+            unsupported = CPP_WRAPPER if wrapped and self.inner == "inductor" else None
             return self.compile(
                 TracedGraph(
                     gm=gm,
@@ -181,7 +182,7 @@ class Backend(Shared):
                     stateless=calls.stateless(direction, bool(kwargs.get("is_inference"))),
                     compile_graph=compile_graph,
                     decompositions=kwargs.get("get_decomp_fn"),
-                    obstacle=CPP_WRAPPER if wrapped and self.inner == "inductor" else None,
+                    unsupported_reason=unsupported,
                 )
             )
 

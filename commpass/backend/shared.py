@@ -13,7 +13,7 @@ from torch import fx
 from torch._guards import TracingContext
 
 from commpass import groups
-from commpass.backend.options import LOOKS, Compiler
+from commpass.backend.options import SAMPLING, Compiler
 from commpass.costmodel import Profile
 from commpass.distributed import agreement, step_log
 from commpass.distributed.budget import Key
@@ -58,7 +58,7 @@ class Shared:
     @property
     def samples(self) -> bool:
         """Whether the inner compiler knows the operator that samples errors."""
-        return self.inner in LOOKS
+        return self.inner in SAMPLING
 
     def reset(self) -> None:
         """Forget agreed values, so that graphs are compiled and compared again.
@@ -80,7 +80,7 @@ class Shared:
 class TracedGraph:
     """A forward or backward graph, and how to compile it.
 
-    If ``obstacle`` is given, no collective is changed, and ``obstacle`` is the reason.
+    If there is an ``unsupported_reason``, no collective is changed.
     """
 
     gm: fx.GraphModule
@@ -90,7 +90,7 @@ class TracedGraph:
     stateless: str | None
     compile_graph: Compiler
     decompositions: Callable[[], Any] | None = None
-    obstacle: str | None = None
+    unsupported_reason: str | None = None
 
     @property
     def place(self) -> tuple[Any, ...]:

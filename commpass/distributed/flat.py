@@ -59,7 +59,7 @@ class Flat:
         return found
 
 
-def put_back(hook: str, parameter: Tensor, values: Tensor) -> None:
+def add_to_residual(hook: str, parameter: Tensor, values: Tensor) -> None:
     """Add ``values`` to the residual of a parameter's gradient in the exchanges of a ``hook``, if
     there is one."""
     for name, residual in owner_of([parameter]).state.values():

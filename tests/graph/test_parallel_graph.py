@@ -404,7 +404,7 @@ def test_names_and_copies(fake_group):
     other = copy.deepcopy(model)
     with accumulate(other):
         other(torch.randn(4, 32)).sum().backward()
-    held = [one.up._commpass_held["weight"] for one in (model, other)]
+    held = [one.up._commpass_exchanged["weight"] for one in (model, other)]
     assert held[0].pending is not held[1].pending
     assert held[1].pending.any()
 

@@ -362,7 +362,7 @@ def check_bytes(options: dict) -> None:
     for step in range(3):
         model.zero_grad()
         model(batch(step, dtype=torch.float32)).square().sum().backward()
-        driver.lane = group  # agreement and link measurement are not counted
+        driver.channel = group  # agreement and link measurement are not counted
         if step == 1:
             group.seen.clear()
     (*_, plan) = commpass.plans()[seen:]

@@ -99,7 +99,7 @@ class CompressedDDP(Integration):
         super().__init__(ddp, exchanges.backend.policy)
         self.exchanges, self._slot = exchanges, slot
         self._names = parameter_names(ddp)
-        self._words: dict[str, str] = {}
+        self._annotations: dict[str, str] = {}
         self._parts: dict[Any, list[BucketPart]] = {}
         self._provisional: int | None = None
         self._now, self._last = _Step(), _Step()
@@ -138,7 +138,7 @@ class CompressedDDP(Integration):
         """Let DDP send again, end the thread, and close the group on this rank."""
         self._slot.empty()
         self.worker.end()
-        _leave(weakref.ref(self._channel))
+        _close_group(weakref.ref(self._channel))
 
     def send(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """Start the exchange of one bucket.
@@ -154,16 +154,16 @@ class CompressedDDP(Integration):
         if in_backward and backward != self._backward:
             self._backward = backward
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_done)
-        job: Callable[[], None] = _no_op
+        job: Callable[[], None] = _do_nothing
         try:
             if bucket.index() == 0:
-                self._follow()
+                self._adopt_ddp_state()
             if self.worker.error is None:
                 job = self._job(bucket, x)
         except Exception as error:
             self.worker.fail(error)
         if self._unused is not None and in_backward:
-            self._unused.sent(bucket)
+            self._unused.add_bucket(bucket)
         future = self._submit(job, x)
         if bucket.is_last():
             self._step_done()
@@ -185,7 +185,7 @@ class CompressedDDP(Integration):
         self._last, self._now = self._now, _Step()
         self._provisional = max(0, (self._provisional or 0) - 1)
 
-    def _follow(self) -> None:
+    def _adopt_ddp_state(self) -> None:
         """Adopt DDP's current state before the first bucket of a step.
 
         ``_update_process_group`` may have given it another group, of other ranks. Then all
@@ -202,7 +202,7 @@ class CompressedDDP(Integration):
             self._channel = _Channel(ddp.process_group)
             self._channel.open()
         if self._provisional is None and self.group is not None:
-            self._words = annotations_of(ddp)
+            self._annotations = annotations_of(ddp)
             self._provisional = _provisional_steps(ddp)
             drops = ddp.find_unused_parameters and not ddp.static_graph
             self._unused = UnusedParameters("ddp", self.group.size()) if drops else None
@@ -218,13 +218,14 @@ class CompressedDDP(Integration):
         assert self.group is not None  # while nothing has failed
         if self._provisional:
             self._now.bytes.add("all_reduce", x.nbytes, x.nbytes)
-            return functools.partial(_plain, x, self.group.group_name, self.group.size())
+            return functools.partial(_send_plain, x, self.group.group_name, self.group.size())
         parameters = bucket.parameters()
         refuse_if_optimized_in_backward(parameters, "compress_ddp")
         key = (*map(id, parameters), x.dtype)
         if key not in self._parts:
             self._parts[key] = parts_of(
-                self.exchanges.backend.policy, self.group, x, parameters, self._names, self._words
+                self.exchanges.backend.policy,
+                *(self.group, x, parameters, self._names, self._annotations),
             )
         jobs = []
         for part in self._parts[key]:
@@ -232,7 +233,7 @@ class CompressedDDP(Integration):
             compiled = self.exchanges.get(part.what, piece, of=part.parameters)
             jobs.append(functools.partial(part.exchange, compiled.run, x))
             jobs.append(functools.partial(_record, self._now, compiled, piece.nbytes))
-        return functools.partial(_in_order, jobs)
+        return functools.partial(_run_in_order, jobs)
 
     def _submit(self, job: Callable[[], None], x: Tensor) -> Future[Tensor]:
         """Run a job in the worker's thread on a CPU, and on a separate stream on a GPU.
@@ -264,7 +265,7 @@ class _Channel:
     def __init__(self, host: dist.ProcessGroup):
         self.host = host
         self.group: dist.ProcessGroup | None = None
-        self.worker = Worker("commpass-ddp", functools.partial(_leave, weakref.ref(self)))
+        self.worker = Worker("commpass-ddp", functools.partial(_close_group, weakref.ref(self)))
 
     def open(self) -> None:
         """Make the group. All ranks of the host group call this alike."""
@@ -284,7 +285,7 @@ def _provisional_steps(ddp: DistributedDataParallel) -> int:
     return 2 if ddp.static_graph else 1
 
 
-def _plain(x: Tensor, group: str, ranks: int) -> None:
+def _send_plain(x: Tensor, group: str, ranks: int) -> None:
     functional = torch.ops._c10d_functional
     with without_ambient_state():
         functional.wait_tensor(functional.all_reduce_(x.mul_(1.0 / ranks), "sum", group))
@@ -296,21 +297,21 @@ def _record(step: _Step, compiled: Compiled, plain: int) -> None:
     step.bytes.add("all_reduce", plain, wire_bytes(compiled.plan))
 
 
-def _in_order(jobs: Sequence[Callable[[], None]]) -> None:
+def _run_in_order(jobs: Sequence[Callable[[], None]]) -> None:
     for job in jobs:
         job()
 
 
-def _no_op() -> None:
+def _do_nothing() -> None:
     pass
 
 
-def _leave(channel: weakref.ref[_Channel]) -> None:
+def _close_group(channel: weakref.ref[_Channel]) -> None:
     """Close the group of a channel in which an exchange failed on this rank.
 
     So no other rank waits for this one until its time-out. The group is closed when nothing refers
     to it any more.
     """
-    if (held := channel()) is not None and held.group is not None:
-        group, held.group = held.group, None
+    if (found := channel()) is not None and found.group is not None:
+        group, found.group = found.group, None
         dist.destroy_process_group(group)

@@ -100,22 +100,22 @@ def ssfusion(
     settings = Settings(density, bound, fuse, aware, interleave, offload, force)
     options = Options(settings, selector, momentum, clip, warmup, step, profile_steps, dense)
     check_optimizer(optimizer, momentum)
-    own = _group_of(model, group)
-    lane = duplicate(own)
+    user_group = _group_of(model, group)
+    channel = duplicate(user_group)
     weights = _weights(model)
-    shown = [(each.name, tuple(each.parameter.shape), each.parameter.dtype) for each in weights]
-    agree(lane, (shown, options), "parameters and options", "the same model and arguments")
+    described = [(each.name, tuple(each.parameter.shape), each.parameter.dtype) for each in weights]
+    agree(channel, (described, options), "parameters and options", "the same model and arguments")
     device, known = weights[0].parameter.device, profile_here(profile)
-    link = None if known is None else _link(known, own)
+    link = None if known is None else _link(known, user_group)
     name = "measured" if known is None else known.name
-    planner = Planner(weights, options, own, lane, device, link, name, dump_here(dump))
+    planner = Planner(weights, options, user_group, channel, device, link, name, dump_here(dump))
     hooks: ModuleHooks | BucketHooks
     if isinstance(model, DistributedDataParallel):
         hooks = BucketHooks(model, planner, slot_of(model))
     else:
-        equalize([*model.parameters(), *model.buffers()], lane)
+        equalize([*model.parameters(), *model.buffers()], channel)
         hooks = ModuleHooks(model, planner)
-    close_with(hooks.driver, lane)
+    close_with(hooks.driver, channel)
     return SSFusion(model, hooks)
 
 

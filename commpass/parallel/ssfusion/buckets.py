@@ -29,9 +29,9 @@ class BucketHooks:
     def __init__(self, module: DistributedDataParallel, planner: Planner, slot: HookSlot):
         # Its reducer holds the slot, invisibly to Python's garbage collector.
         self.module, self._group = weakref.ref(module), module.process_group
-        self.driver = Driver(planner, self._done, self._broken)
+        self.driver = Driver(planner, self._on_mean, self._on_failure)
         self._lock = threading.Lock()
-        self._of: dict[int, _Bucket] = {}
+        self._buckets: dict[int, _Bucket] = {}
         self._used: set[int] = set()
         self._handles: list[Any] = [
             each.parameter.register_post_accumulate_grad_hook(weakly(self._accumulated))
@@ -39,7 +39,7 @@ class BucketHooks:
         ]
         self._handles.append(after_forward(module, self.driver))
         self._slot = slot
-        slot.fill("ssfusion", self._take)
+        slot.fill("ssfusion", self._send)
 
     def no_sync(self) -> AbstractContextManager[None]:
         module = self.module()
@@ -58,7 +58,7 @@ class BucketHooks:
         """Record that this parameter was used, in this backward or in one that accumulated."""
         self._used.add(id(parameter))
 
-    def _take(self, bucket: dist.GradBucket) -> Future[Tensor]:
+    def _send(self, bucket: dist.GradBucket) -> Future[Tensor]:
         module = self.module()
         group = self._group if module is None else module.process_group
         remedy = "wrap the module in a new DistributedDataParallel, and call ssfusion on that one"
@@ -67,31 +67,31 @@ class BucketHooks:
         devices: list[int | str | torch.device] = []
         if bucket.buffer().is_cuda:
             devices.append(bucket.buffer().device)
-        held = _Bucket(bucket.buffer(), Future(devices=devices), {id(p) for p in parameters})
+        pending = _Bucket(bucket.buffer(), Future(devices=devices), {id(p) for p in parameters})
         with self._lock:
-            self._of.update(dict.fromkeys(held.missing, held))
+            self._buckets.update(dict.fromkeys(pending.missing, pending))
         for parameter, view in zip(parameters, views, strict=True):
             used = id(parameter) in self._used
             self.driver.ready(parameter, view, used)  # type: ignore[arg-type]
         if bucket.is_last():
             self._used.clear()
             self.driver.end()
-        return held.future
+        return pending.future
 
-    def _done(self, parameter: nn.Parameter) -> None:
+    def _on_mean(self, parameter: nn.Parameter) -> None:
         with self._lock:
-            held = self._of.pop(id(parameter))
-            held.missing.discard(id(parameter))
-            complete = not held.missing
+            pending = self._buckets.pop(id(parameter))
+            pending.missing.discard(id(parameter))
+            complete = not pending.missing
         if complete:
-            held.future.set_result(held.buffer)
+            pending.future.set_result(pending.buffer)
 
-    def _broken(self, error: BaseException) -> None:
+    def _on_failure(self, error: BaseException) -> None:
         with self._lock:
-            waiting = list({id(each): each for each in self._of.values()}.values())
-            self._of.clear()
-        for held in waiting:
-            held.future.set_exception(error)  # type: ignore[arg-type]
+            waiting = list({id(each): each for each in self._buckets.values()}.values())
+            self._buckets.clear()
+        for pending in waiting:
+            pending.future.set_exception(error)  # type: ignore[arg-type]
 
 
 class _Bucket:

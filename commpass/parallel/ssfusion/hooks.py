@@ -32,7 +32,7 @@ class ModuleHooks:
             each.parameter.register_post_accumulate_grad_hook(weakly(self._ready, each.name))
             for each in planner.weights
         ]
-        self._handles.append(after_forward(module, self.driver, keeps=self))
+        self._handles.append(after_forward(module, self.driver, keep_alive=self))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -94,12 +94,12 @@ def weakly(method: Callable[[torch.Tensor], None], name: str = "") -> Callable[[
     parameter. If the object was freed, the hook raises CommpassError, or does nothing without a
     name.
     """
-    held = weakref.WeakMethod(method)
+    reference = weakref.WeakMethod(method)
 
     def hook(parameter: torch.Tensor) -> None:
-        found = held()
-        if found is not None:
-            found(parameter)
+        alive = reference()
+        if alive is not None:
+            alive(parameter)
         elif name:
             raise CommpassError(
                 f"{name}: the model that was given to ssfusion is gone, and no one exchanges its"
@@ -115,8 +115,8 @@ def refuse_if_replaced(module: nn.Module, driver: Driver) -> None:
 
     The new ones would never get a mean, and the old ones would keep their gradients.
     """
-    weights, own = driver.planner.weights, {id(each) for each in module.parameters()}
-    if not torch.is_grad_enabled() or all(id(each.parameter) in own for each in weights):
+    weights, present = driver.planner.weights, {id(each) for each in module.parameters()}
+    if not torch.is_grad_enabled() or all(id(each.parameter) in present for each in weights):
         return
     known = {id(each.parameter) for each in weights}
     for name, parameter in module.named_parameters():
@@ -128,22 +128,23 @@ def refuse_if_replaced(module: nn.Module, driver: Driver) -> None:
             )
 
 
-def after_forward(module: nn.Module, driver: Driver, keeps: object = None) -> Any:
+def after_forward(module: nn.Module, driver: Driver, keep_alive: object = None) -> Any:
     """Register a forward hook that starts the clock while times are measured.
 
-    It also checks that the parameters are still the same. The hook ``keeps`` an object as long as
-    the module lives.
+    It also checks that the parameters are still the same. The hook keeps the object
+    ``keep_alive`` as long as the module lives.
     """
-    held, own = weakref.ref(driver), weakref.ref(module)  # so that the module can be copied
+    # references, so that the module can be copied
+    driver_ref, module_ref = weakref.ref(driver), weakref.ref(module)
 
     def begin(module: nn.Module, inputs: Any, outputs: Any) -> None:
-        if module is not own():
+        if module is not module_ref():
             return  # a copy, whose gradients are not exchanged
-        found = held()
-        if found is not None and found.planner.measures(found.count):
-            found.planner.clock.begin()
-        if found is not None and not torch.compiler.is_compiling():
-            refuse_if_replaced(module, found)
+        alive = driver_ref()
+        if alive is not None and alive.planner.measures(alive.count):
+            alive.planner.clock.begin()
+        if alive is not None and not torch.compiler.is_compiling():
+            refuse_if_replaced(module, alive)
 
-    vars(begin)["keeps"] = keeps
+    vars(begin)["keep_alive"] = keep_alive
     return module.register_forward_hook(begin)
