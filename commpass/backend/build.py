@@ -41,10 +41,10 @@ from commpass.plan import Plan
 from commpass.utils.ambient import without_ambient_state
 
 LAST = (
-    "%s is compiled for the last time here (torch._dynamo.config.recompile_limit is %d). A call"
-    " that needs another graph is then run as it was written, by this rank alone, while other ranks"
-    " go on with the changed collectives: they wait for each other, or sum up what does not belong"
-    " together. Mark sizes that change with torch._dynamo.mark_dynamic, raise the limit, or set"
+    "%s is compiled for the last time here (torch._dynamo.config.recompile_limit is %d). This rank"
+    " would run a call that needs another graph uncompiled, while other ranks run compressed"
+    " collectives: then ranks hang, or compute wrong sums. Mark sizes that change with"
+    " torch._dynamo.mark_dynamic, raise the limit, or set"
     " torch._dynamo.config.fail_on_recompile_limit_hit, which makes it an error"
 )
 

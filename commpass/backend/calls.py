@@ -17,7 +17,7 @@ from commpass.passes.sample import RECEIVED, UNSEEN
 from commpass.policy.annotate import open_scopes
 
 SKIPPED = "the policy skips pass 'sample'"
-UNKNOWN = "what compiles the graph need not know the operator that samples: it is not looked into"
+UNKNOWN = "its error is not sampled, since the inner compiler may not know the sampling operator"
 
 
 def check_call(

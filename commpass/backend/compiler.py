@@ -36,7 +36,7 @@ from commpass.plan import Simplification
 from commpass.policy.paths import Places
 
 TRAINS = (
-    'inner="tensorrt" is for inference alone, and this call wants gradients: make it under'
+    'inner="tensorrt" supports inference only, but this call requires gradients: run it under'
     ' torch.inference_mode() or torch.no_grad(), or train with inner="inductor"'
 )
 
@@ -50,9 +50,9 @@ even without commpass.
 
 
 REORDERING_OFF = (
-    "torch._inductor.config has %s on: Inductor would order exchanges by what this rank computes,"
-    " and ranks that compute different things would wait for each other. It is off for graphs that"
-    " commpass has changed; pass move hides their exchanges. Other graphs are compiled with it"
+    "torch._inductor.config has %s on: Inductor would order collectives by the compute of this"
+    " rank, and ranks with different compute would wait for each other. It is off for graphs that"
+    " commpass has changed; pass move overlaps their exchanges. Other graphs are compiled with it"
 )
 
 

@@ -51,9 +51,9 @@ log = logging.getLogger("commpass")
 PATIENCE_S = 30.0
 """Seconds after which a log line names the ranks that are waited for."""
 LONGEST_PAUSE_S = 0.25
-HIDDEN = "the ranks do not decide alike by what they compute"
+HIDDEN = "the ranks decide differently, since each counts its own compute"
 """The verdict after which all ranks plan again without counting what each of them computes."""
-OWN = "some ranks use only their own part of a result, and others more"
+OWN = "some ranks use only their own part of a result, and other ranks use more of it"
 """The verdict after which all ranks plan again and also send what this rank alone would not use."""
 DEFAULT_TIMEOUT_S = 1800.0
 """The time-out of a group that specifies none: that of torch's groups."""
@@ -130,9 +130,9 @@ def agree(
     )
     if verdict not in ("", HIDDEN, OWN) and reusing:
         raise PlanMismatch(
-            f"{verdict}\nSo this {plan.direction} graph cannot be carried out as planned, but what"
-            f" was agreed on before with the ranks of {_names(reusing)} goes on there. Compile on"
-            " all ranks alike."
+            f"{verdict}\nTherefore this {plan.direction} graph cannot run as planned, but the ranks"
+            f" of {_names(reusing)} continue with a plan that was agreed on earlier. Compile the same"
+            " code on all ranks."
         )
     return verdict or why, None if verdict or agreed else comparison.round()
 
@@ -172,8 +172,8 @@ def same_environment(timeout_s: float | None = None) -> None:
 
 
 NO_SETTINGS = (
-    "not all ranks have said within %g s whether they were started with %s as well: they are taken"
-    " to be, or not to use commpass"
+    "not all ranks published within %g s whether they were started with %s: assuming that they"
+    " were, or that they do not use commpass"
 )
 
 
@@ -351,8 +351,8 @@ def _decide(comparison: AgreementRound) -> str:
         return ""
     if comparison.dissenting and comparison.has_absent_rank():
         raise PlanMismatch(
-            f"{why}\nBut other ranks go on with what was agreed on before. Compile on all ranks"
-            " alike."
+            f"{why}\nBut other ranks continue with a plan that was agreed on earlier. Compile the"
+            " same code on all ranks."
         )
     # Then not all ranks can see from the votes that no rank can change anything.
     unclear = comparison.has_absent_rank() or any(

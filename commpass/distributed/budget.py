@@ -41,11 +41,11 @@ MOST_LOST = 0.5
 WORST = 10.0
 """How many times ``max_error`` the error of a block may be."""
 LONGEST_PAUSE_S = 0.05
-OVER = "%s (%s) is left alone from now on, on all ranks: %s. %s"
+OVER = "%s (%s) stays uncompressed from now on, on all ranks: %s. %s"
 """Site, kind, what is over the budget, and what to do."""
 STAYS = (
-    "%s (%s) stays compressed: %s. This rank compiled the graph with what was agreed on before for"
-    " other inputs, and cannot leave the site alone by itself. %s"
+    "%s (%s) stays compressed: %s. This rank compiled the graph with a plan that was agreed on for"
+    " other inputs, and cannot change the site without the other ranks. %s"
 )
 """The same, for a graph that was not compared with other ranks'."""
 
@@ -69,13 +69,13 @@ def excess(reading: Reading, bound: float) -> str:
         found.append(f"its real error is {reading.error:.3g}, above max_error={bound:.3g}")
     if reading.lost > most.lost:
         found.append(
-            f"{reading.lost:.1%} of its non-zero values are lost (they became 0 or are off by as"
-            f" much as they are), above {most.lost:.1%}"
+            f"{reading.lost:.1%} of its non-zero values are lost (they became 0 or are off by"
+            f" their own size), above {most.lost:.1%}"
         )
     if reading.worst > most.worst:
         found.append(f"its worst block is off by {reading.worst:.3g}, above {most.worst:.3g}")
     if reading.whole and reading.error:
-        found.append("its values are whole numbers, as counts and ids are, and would not stay so")
+        found.append("its values are whole numbers, as counts and ids are, and codes change that")
     return "; ".join(found)
 
 

@@ -13,8 +13,8 @@ SHOW_S = 10.0
 """How long another rank may take to publish its plan, once all have voted."""
 MOST = 10
 SIZES = (
-    "Of an all-to-all the splits may look alike on some ranks and not on others: a rank whose own "
-    "look even decides for even ones."
+    "The splits of an all-to-all may be even on some ranks and uneven on others: each rank decides"
+    " by its own splits."
 )
 
 
@@ -25,7 +25,7 @@ def _location(comparison: AgreementRound, key: str) -> str:
     return f"group {name!r} (ranks {ranks})"
 
 
-def _waited_for(comparison: AgreementRound) -> str:
+def _absent_ranks(comparison: AgreementRound) -> str:
     """Return the ranks by group that have published nothing."""
     found = []
     for key in comparison.groups_in_round:
@@ -40,14 +40,14 @@ def waiting_message(comparison: AgreementRound, waited_s: float) -> str:
     """Return a log line for a rank that is waiting."""
     return (
         f"rank {comparison.store.rank} has waited {waited_s:.0f} s, of at most"
-        f" {comparison.timeout_s:g} s, for the plans of {_waited_for(comparison)} to compare this"
+        f" {comparison.timeout_s:g} s, for the plans of {_absent_ranks(comparison)} to compare this"
         f" {comparison.plan.direction} graph with"
     )
 
 
 def timeout_message(comparison: AgreementRound) -> str:
     return (
-        f"{_waited_for(comparison)} published no plan for this {comparison.plan.direction} graph"
+        f"{_absent_ranks(comparison)} published no plan for this {comparison.plan.direction} graph"
         f" within {comparison.timeout_s:g} s, but rank {comparison.store.rank} did. It compiled"
         " another graph, stopped, or needs longer: raise the time-out with commpass.backend(...,"
         f" timeout=seconds). Here the plan is:\n{_outline(comparison.plan)}"
@@ -57,7 +57,7 @@ def timeout_message(comparison: AgreementRound) -> str:
 def gave_up_message(comparison: AgreementRound, key: str, rank: int) -> str:
     return (
         f"rank {rank} of {_location(comparison, key)} waited in vain for the plan of another rank"
-        f" for this {comparison.plan.direction} graph and gave up. Raise the time-out with"
+        f" for this {comparison.plan.direction} graph, and gave up. Raise the time-out with"
         f" commpass.backend(..., timeout=seconds). Here the plan is:\n{_outline(comparison.plan)}"
     )
 
@@ -69,18 +69,18 @@ def reuse_message(comparison: AgreementRound, key: str, ranks: list[int]) -> str
     others = [rank for rank, vote in comparison.votes[key].items() if vote.digest != digest]
     other = comparison.votes[key][others[0]].digest
     return (
-        f"rank {spans(ranks)} of {_location(comparison, key)} goes on with plan {digest}, which was"
-        f" agreed on before, but rank {spans(sorted(others))} plans {other or 'nothing'} for this"
-        f" {comparison.plan.direction} graph, which is that of the same call. The model or its"
-        " inputs differ between ranks: a number of a rank's own, say. Give every rank the same, or"
-        " keep those collectives as they are with commpass.keep. Here the plan is:\n"
+        f"rank {spans(ranks)} of {_location(comparison, key)} continues with plan {digest}, which"
+        f" was agreed on earlier, but rank {spans(sorted(others))} plans {other or 'nothing'} for"
+        f" this {comparison.plan.direction} graph of the same call. The model or its inputs differ"
+        " between ranks, for example in a number. Give every rank the same, or exclude those"
+        " collectives with commpass.keep. Here the plan is:\n"
         f"{_outline(comparison.plan)}"
     )
 
 
 def departure_reason(comparison: AgreementRound, key: str) -> str:
     ranks = f"the ranks of {_location(comparison, key)}"
-    return f"{ranks} compile different graphs: nothing of it is changed"
+    return f"{ranks} compile different graphs: the collectives of that group stay unchanged"
 
 
 def no_change_reason(comparison: AgreementRound) -> str:
@@ -91,9 +91,7 @@ def no_change_reason(comparison: AgreementRound) -> str:
         for rank, vote in sorted((comparison.no_changes[key] | nothing).items()):
             policy = ""
             if vote.policy != participant.digest and vote.policy_name == participant.name:
-                policy = (
-                    f" (under a policy {participant.name!r} or a profile that says something else)"
-                )
+                policy = f" (under another policy {participant.name!r} or another profile)"
             elif vote.policy != participant.digest:
                 policy = f" (its policy is {vote.policy_name!r}, here it is {participant.name!r})"
             where = f"of {_location(comparison, key)} in this graph{policy}"
@@ -142,7 +140,7 @@ def mismatch_message(comparison: AgreementRound, key: str) -> str:
         for rank in labels
     )
     if left is None or right is None:
-        return f"{head}Rank {labels[left is not None]} did not show its plan."
+        return f"{head}Rank {labels[left is not None]} did not publish its plan in time."
     if "/pair/" in key:
         rows = _messages(key, {labels[0]: left, labels[1]: right})
     else:

@@ -97,6 +97,7 @@ def _agree(store: PlanStore, patience_s: float) -> int:
 
 
 SILENT = (
-    "%d ranks have not said within %g s where they run: algorithm hierarchical is no choice. Say it"
-    " in the profile, as Profile(node=8), or in the rule, as hierarchical(node=8)"
+    "%d ranks did not publish their host within %g s, so algorithm hierarchical is not available."
+    " Give the number of ranks of a host in the profile, Profile(node=8), or in the rule,"
+    " hierarchical(node=8)"
 )

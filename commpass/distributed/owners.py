@@ -36,21 +36,20 @@ KEY = "commpass_owner"
 MOST_SHORT_LIVED = 3
 """Owners that disappear after one step before a warning says that error feedback is lost."""
 INFERENCE = (
-    "inference has no next step to make up in: give the rule direction='backward', or this model a"
-    " codec without state"
+    "inference has no next step, in which error feedback could be sent: give the rule"
+    " direction='backward', or this model a codec without state"
 )
 FORWARD = (
-    "what a forward collective does not send cannot be made up in the next step, which has other"
+    "error feedback of a forward collective cannot be sent in the next step, which has other"
     " activations: give the rule direction='backward', or this site a codec without state"
 )
 NOT_TRAINED = (
-    "inference changes no parameters, so that there is no next difference: what is gathered here"
-    " travels as it is, or take a codec without state"
+    "inference changes no parameters, so there is no next difference: this gather stays"
+    " uncompressed unless its codec has no state"
 )
 NO_OWNER = (
-    "none of its graph's inputs is a parameter, so that it is not known whose state it would be:"
-    " compile a module or a function that is given the parameters, or call commpass.all_reduce(...,"
-    " residual=...)"
+    "none of its graph's inputs is a parameter, so its state has no owner: compile a module, or a"
+    " function that takes the parameters, or call commpass.all_reduce(..., residual=...)"
 )
 """The reasons why no state is kept."""
 
@@ -278,8 +277,8 @@ class Calls:
             owner = node.metadata.get(KEY) if node is not None else None
         if owner is None:
             raise PolicyError(
-                f"state in the {direction} graph of {self.code.name}: it is not known whose it is,"
-                " since it does not run for a call of that function. Use a codec without state here"
+                f"state in the {direction} graph of {self.code.name} has no known owner, since the"
+                " graph does not run for a call of that function. Use a codec without state here"
             )
         owner.used += 1
         return owner

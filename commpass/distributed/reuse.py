@@ -31,10 +31,9 @@ log = logging.getLogger("commpass")
 
 LONGEST_PAUSE_S = 0.25
 ALONE = (
-    "rank %d compiled a function that is new here, with collectives whose plan was agreed on"
-    " before, and rank %s compiled none for that call within %g s. Rank %d goes on with that plan:"
-    " the others are taken to run what they compiled before. To avoid the wait, let all ranks call"
-    " the same compiled functions"
+    "rank %d compiled a new function whose plan was agreed on earlier, and rank %s compiled none"
+    " for that call within %g s. Rank %d continues with that plan, and assumes that the others run"
+    " what they compiled earlier. To avoid the wait, let all ranks call the same compiled functions"
 )
 
 

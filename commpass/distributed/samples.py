@@ -203,23 +203,23 @@ class Sampled:
 
 
 ABOVE = (
-    "%s (%s): its real error is %.3g on this rank, above max_error=%.3g: its values are not spread"
-    " as the codec expects. %s"
+    "%s (%s): its real error is %.3g on this rank, above max_error=%.3g: its values are not"
+    " distributed as the codec assumes. %s"
 )
 MORE = (
-    "Give it a codec of more bits (a rule with module=...), leave it alone (keep=True), or allow"
-    " more (max_error, and force=True where its values are whole numbers)"
+    "Give it a codec of more bits (a rule with module=...), exclude it (keep=True), or raise"
+    " max_error (with force=True if its values are whole numbers)"
 )
 
 
-PLAIN = "it is sent as it is"
+PLAIN = "it is sent uncompressed"
 """Why nothing is measured of an uncompressed site."""
 
 
 def label(site: PlannedSite) -> str:
     """Return a short label of a site: ``layers.0.mlp.down int8/two_shot``."""
     where = site.module or site.name
-    return f"{where} {site.codec}/{site.algorithm}" if site.compressed else f"{where} as it is"
+    return f"{where} {site.codec}/{site.algorithm}" if site.compressed else f"{where} uncompressed"
 
 
 @dataclass

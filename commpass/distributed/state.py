@@ -428,9 +428,8 @@ def _other_model_message(some: Iterable[str], names: Iterable[str], have: str, v
 def _ambiguous(name: Name, subject: str) -> PolicyError:
     return PolicyError(
         f"error feedback of {name.label} is {subject} several instances or functions of one name,"
-        " so"
-        " that it is not known whose it is. Give the model, as in commpass.state_dict(model) and"
-        " commpass.load_state_dict(state, model), and functions names of their own"
+        " so its owner is unknown. Give the model, as in commpass.state_dict(model) and"
+        " commpass.load_state_dict(state, model), and give functions different names"
     )
 
 
@@ -445,13 +444,13 @@ def _parse(key: str) -> Name:
     if version < VERSION:
         raise PolicyError(
             f"{key!r}: the state is of version {version}, whose names depend on the order in which"
-            " code was compiled, so that it is not known whose it is. Leave it out: the first step"
-            " then begins with zeros"
+            " code was compiled, so its owner is unknown. Leave it out: the first step then begins"
+            " with zeros"
         )
     found = _NAME.fullmatch(versioned[2]) if versioned else None
     if found is None:
         raise PolicyError(
-            f"{key!r} is no name of error feedback; those of commpass.state_dict() begin with"
+            f"{key!r} is not a name of error feedback; those of commpass.state_dict() begin with"
             f" commpass.v{VERSION}/"
         )
     parameter, function, site, op, first, rank, ranks = found.groups()

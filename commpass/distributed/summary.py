@@ -244,15 +244,15 @@ NO_SITE = (
     " compiled graphs, and nothing is compressed. DistributedDataParallel and FSDP2's fully_shard"
     " send from hooks: call commpass.parallel.compress_ddp(model, policy) or"
     " commpass.parallel.compress_fsdp(model, policy) as well. For gradients in the graph itself use"
-    " commpass.parallel.replicate(model, mesh). If nothing is to be sent, policy='off' says so"
+    " commpass.parallel.replicate(model, mesh). If the ranks send nothing, use policy='off'"
 )
 SERVED = 32
 """Rounds without a backward after which a model is assumed to be served, and not evaluated before
 training."""
 OF_PRESET = -1
 NO_ROLE = (
-    "{} has no rule for what is sent over {}, and leaves it alone. Where that is tensor, data or"
-    " pipeline parallelism, say so: Policy.for_mesh(preset, tp=..., dp=..., pp=...)"
+    "{} has no rule for collectives over {}, so they stay uncompressed. If that is tensor, data or"
+    " pipeline parallelism, name the dimension: Policy.for_mesh(preset, tp=..., dp=..., pp=...)"
 )
 
 

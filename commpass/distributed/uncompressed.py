@@ -57,10 +57,10 @@ class UncompressedSite:
 
 
 KEPT = "kept by keep in the model"
-NO_RULE = "no rule of {} is for them"
+NO_RULE = "no rule of {} matches them"
 NO_RULE_REMEDY = "a rule that matches them"
-HIDDEN = "hidden behind what is computed meanwhile"
-EARLIER = "left alone as earlier warnings say"
+HIDDEN = "overlapped by compute"
+EARLIER = "uncompressed for the reason of an earlier warning"
 
 
 def asks_for_codecs(policy: Policy, sites: Sequence[PlannedSite]) -> bool:

@@ -93,9 +93,9 @@ class Members:
 
 
 OTHER_RANKS = (
-    "the process groups were made anew, and group {!r} has other ranks than when this graph was"
-    " compiled: then {}, this process was {} of them; now {}, it is {}. The graph sends codes to"
-    " the former. Call torch._dynamo.reset() on all ranks, and it is compiled again"
+    "the process groups were created again, and group {!r} has other ranks than when this graph was"
+    " compiled. It had {}, with this process as {}; now it has {}, with this process as {}. The"
+    " compiled graph fits the former. Call torch._dynamo.reset() on all ranks to compile it again"
 )
 
 
@@ -151,10 +151,10 @@ def duplicate(group: dist.ProcessGroup) -> dist.ProcessGroup:
             )
     except RuntimeError as error:
         raise Unanswered(
-            f"rank {dist.get_rank()} waited in vain for a rank of {ranks} to make a group of the"
-            f" same ranks as {group.group_name!r}, in which exchanges have an order of their own"
+            f"rank {dist.get_rank()} could not create a second process group for ranks {ranks} of"
+            f" {group.group_name!r}, since another rank did not take part in time"
             f" ({str(error).splitlines()[0]}). All of them must make the same call of"
-            " commpass.parallel: another one may have been refused there, and said why"
+            " commpass.parallel. If that call failed on another rank, its error has the reason"
         ) from error
     _twins[made] = group
     return made

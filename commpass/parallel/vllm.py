@@ -190,7 +190,7 @@ def to_functional(graph: fx.Graph, groups: Groups) -> None:
         given = dict(zip(names, node.args, strict=False)) | node.kwargs
         tensor = given[names[0]]
         if given.get("dim", 0) % tensor.meta["val"].dim():
-            log.info("%s stays as it is: it is along dimension %s", node, given["dim"])
+            log.info("%s stays uncompressed: it is along dimension %s", node, given["dim"])
             continue
         group = groups(given["group_name"])
         label = group if isinstance(group, str) else group.group_name

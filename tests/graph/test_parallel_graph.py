@@ -490,7 +490,7 @@ def test_refused_models_are_left_as_they_were(fake_group):
 def test_other_mesh_with_tensor_parallelism(fake_group):
     fake_group(4)
     model = parallelize_module(nn.Linear(4, 4), mesh_of(4, names=("tp",)), ColwiseParallel())
-    refused("dp|tp|do not belong together", commpass.parallel.shard, model, mesh_of(4))
+    refused("dp|tp|do not belong to one mesh", commpass.parallel.shard, model, mesh_of(4))
     assert dist.get_world_size() == 4
 
 

@@ -295,7 +295,7 @@ def test_sites_that_take_longest_come_first():
 
 def test_warning_repeats_no_other_warning():
     assert summary_of(EARLIER, EARLIER).none_compressed() == ""
-    assert "1 site: hidden behind" in summary_of(EARLIER, HIDDEN).none_compressed()
+    assert "1 site: overlapped by compute" in summary_of(EARLIER, HIDDEN).none_compressed()
 
 
 def test_sentence_names_the_commonest_reasons_and_counts_the_others():

@@ -73,7 +73,7 @@ def compress_ddp(
     return integration
 
 
-PROVISIONAL = "the last step was sent as it is, since DDP makes its final buckets after it"
+PROVISIONAL = "the last step was sent uncompressed, since DDP makes its final buckets after it"
 
 
 _hook = send_bucket  # its name in models that were saved before
@@ -213,7 +213,7 @@ class CompressedDDP(Integration):
         if ddp is not None and ddp._join_config.enable and not ddp._divide_by_initial_world_size:
             raise PolicyError(
                 "compress_ddp: join(divide_by_initial_world_size=False) divides by the number of"
-                " ranks that still have inputs, which a comm hook is not told: leave it True"
+                " ranks that still have inputs, which a comm hook cannot know: leave it True"
             )
         assert self.group is not None  # while nothing has failed
         if self._provisional:

@@ -54,7 +54,7 @@ def check_model(model: Any) -> DistributedDataParallel:
     if ddp._delay_all_reduce_params:
         log.warning(
             "compress_ddp: delay_all_reduce_named_params names %d parameters, whose gradients DDP"
-            " sends itself, and not in buckets: they stay as they are",
+            " sends itself, and not in buckets: they stay uncompressed",
             len(ddp._delay_all_reduce_params),
         )
     refuse_if_exchanged(ddp, "", "compress_ddp", ("ssfusion",))
@@ -87,8 +87,8 @@ def refuse_if_optimized_in_backward(parameters: Iterable[Any], integration: str)
     if any(hasattr(each, "_in_backward_optimizers") for each in parameters):
         raise PolicyError(
             f"{integration}: parameters of this model have an optimizer that runs in backward"
-            " (_apply_optimizer_in_backward), for which DDP registers a comm hook of its own, and"
-            " it takes one alone: leave one of the two out, and call step() after backward"
+            " (_apply_optimizer_in_backward), for which DDP registers its own comm hook, and it"
+            " takes only one: leave out one of the two, and call step() after backward"
         )
 
 
@@ -100,7 +100,7 @@ def refuse_other_hook(ddp: DistributedDataParallel, integration: str) -> None:
         why = "mixed_precision= registers it" if ddp.mixed_precision is not None else "by hand"
         why = "by that call" if "commpass.parallel" in name else why
         raise PolicyError(
-            f"{integration}: this model already has the comm hook {name} ({why}), and DDP takes"
-            f" one alone: that of commpass.parallel.{integration} cannot be added. Leave one of the"
-            " two out"
+            f"{integration}: this model already has the comm hook {name} ({why}). DDP takes"
+            f" only one, so that of commpass.parallel.{integration} cannot be added. Leave out one"
+            " of the two"
         )

@@ -42,11 +42,11 @@ PACKED = (
     " MixedPrecisionPolicy(param_dtype=...), or make them one dtype"
 )
 RESHARDED = (
-    "it gathers again what was gathered for forward, from shards over fewer ranks"
-    " (reshard_after_forward is a number): other blocks would round the weights once more, and the"
-    " gradients would be those of weights that forward did not use"
+    "it gathers for backward from shards over fewer ranks (reshard_after_forward is a number)."
+    " Codes of those shards would round the weights again, so backward would use other weights than"
+    " forward"
 )
-OTHER_OP = "FSDP2 reduces with {}, and codes are summed or averaged alone"
+OTHER_OP = "FSDP2 reduces with {}, but codes can only be summed or averaged"
 """Why an exchange is sent uncompressed."""
 
 
@@ -341,13 +341,13 @@ def compress_fsdp(
 
 
 LATER = (
-    "compress_fsdp(%s): fully_shard was called afterwards on %s, whose exchanges stay as they are:"
-    " call compress_fsdp behind the last fully_shard"
+    "compress_fsdp(%s): fully_shard was called afterwards on %s, whose exchanges stay"
+    " uncompressed: call compress_fsdp after the last fully_shard"
 )
 NOT_REACHED = (
     "compress_fsdp(%s): the mesh has a dimension of replicas (HSDP). FSDP2 sends the all_reduce"
-    " over it itself, without a call that can be replaced: it stays as it is. The gathers and"
-    " scatters over the shards are compressed"
+    " over it itself, without a call that can be replaced: it stays uncompressed. The gathers and"
+    " reduce-scatters over the shards are compressed"
 )
 
 
@@ -369,7 +369,7 @@ def _units(model: nn.Module) -> Iterator[Unit]:
         if len(annotations) > 1:
             raise PolicyError(
                 f"compress_fsdp: fully_shard sends {' and '.join(names)} together, but compress or"
-                f" keep say different things about them: {', '.join(map(str, annotations))}"
+                f" keep annotate them differently: {', '.join(map(str, annotations))}"
             )
         infos = [each._module_info for each in group.fsdp_params]
         parameter_names = tuple(
@@ -387,8 +387,8 @@ def _check(unit: Unit) -> None:
         if not type(comm).__module__.startswith("torch."):
             raise PolicyError(
                 f"compress_fsdp: {where} already has {type(comm).__name__} from"
-                " set_custom_all_gather or set_custom_reduce_scatter, and one of the two can send:"
-                " leave out one"
+                " set_custom_all_gather or set_custom_reduce_scatter, and only one of the two can"
+                " send: leave out one"
             )
 
 

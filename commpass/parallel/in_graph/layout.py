@@ -54,14 +54,14 @@ def joint_mesh(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
         raise ParallelError(
             f"parameters are already distributed over {name_of(inner)}, and data cannot be parallel"
             f" over {name_of(outer)} as well: give another dimension of the mesh, and do not"
-            " distribute a model twice (fully_shard does what shard does)"
+            " distribute a model twice (fully_shard already does what shard does)"
         )
     try:
         return DeviceMesh._concatenate([outer, inner])
     except (RuntimeError, ValueError, KeyError) as error:
         raise ParallelError(
             f"the mesh of the data ({name_of(outer)}) and that of the parameters"
-            f" ({name_of(inner)}) do not belong together: take both from one, as in"
+            f" ({name_of(inner)}) do not belong to one mesh: take both from one, as in"
             " init_device_mesh('cuda', (2, 4), mesh_dim_names=('dp', 'tp'))"
         ) from error
 

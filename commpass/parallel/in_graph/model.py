@@ -188,14 +188,14 @@ def _check(model: nn.Module, outer: DeviceMesh, call: str) -> None:
             raise ParallelError(TWICE.format(f"{call} over {layout.name_of(outer)}", where, other))
         if isinstance(module, (DistributedDataParallel, FullyShardedDataParallel)):
             raise ParallelError(
-                f"{where} exchanges gradients itself, and replicate or shard would do so once more:"
-                " give the module inside of it, or call commpass.parallel.compress_ddp for"
+                f"{where} exchanges gradients itself, and replicate or shard would do so again:"
+                " give the module inside it, or call commpass.parallel.compress_ddp for"
                 " DistributedDataParallel"
             )
         if isinstance(module, nn.RNNBase):
             raise ParallelError(
-                f"{where} takes its parameters from a list of its own, not by name: torch.compile"
-                " leaves it out of graphs as well. Use fully_shard or DistributedDataParallel"
+                f"{where} reads its parameters from an internal list, not by name, and"
+                " torch.compile does not trace it. Use fully_shard or DistributedDataParallel"
             )
         if isinstance(module, torch.jit.ScriptModule):
             raise ParallelError(f"{where} is TorchScript, whose parameters cannot be exchanged")

@@ -70,7 +70,7 @@ NEEDED = (
 """The attributes of a stage that are replaced or read."""
 ALONE = "the pipeline has one stage: nothing is sent"
 NO_EVENTS = "stages of a pipeline have no graph of their own"
-UNSEEN = "what stages of a pipeline send is not looked into"
+UNSEEN = "errors of messages between pipeline stages are not sampled"
 
 
 def compress_pipeline(
@@ -300,7 +300,7 @@ class CompressedStage:
                 f"stage {self.stage.stage_index} was planned to {kind} {_described(expected)}"
                 f" {direction}"
                 f" for each microbatch, but torch asks it to {kind} {_described(found)}. All"
-                " microbatches must have the same shapes; other shapes need stages of their own"
+                " microbatches must have the same shapes; use separate stages for other shapes"
             )
 
     # --- the plan ---------------------------------------------------------------------------------

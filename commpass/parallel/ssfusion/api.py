@@ -220,14 +220,16 @@ def _weights(model: nn.Module) -> list[Weight]:
                 found[id(parameter)] = Weight(join(path, name), parameter)
     weights = list(found.values())[::-1]
     if not weights:
-        raise PolicyError("model: no parameter wants a gradient, so there is nothing to exchange")
+        raise PolicyError(
+            "model: no parameter requires a gradient, so there is nothing to exchange"
+        )
     for each in weights:
         if isinstance(each.parameter, DTensor):
             raise PolicyError(
-                f"{each.name} is a DTensor: ssfusion is for models that every rank holds whole"
+                f"{each.name} is a DTensor: ssfusion needs all parameters in full on every rank"
             )
         if each.parameter.dtype not in FLOATS:
-            raise PolicyError(f"{each.name} is {each.parameter.dtype}, which no codec carries")
+            raise PolicyError(f"{each.name} is {each.parameter.dtype}, which no codec supports")
     if len({each.parameter.device for each in weights}) > 1:
         raise PolicyError("model: its parameters are on several devices, but must be on one")
     return weights

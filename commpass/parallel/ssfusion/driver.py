@@ -83,8 +83,8 @@ class Driver:
         """Return the step in progress, or a new one."""
         if self.failure is not None:
             raise CommpassError(
-                "an exchange of gradients failed, and ranks may hold different ones: begin again"
-                " from a checkpoint"
+                "an exchange of gradients failed, and ranks may have different ones: restart from a"
+                " checkpoint"
             ) from self.failure
         if self.step is None:
             plan = self.planner.plan_at(self.count)
@@ -112,7 +112,7 @@ class Driver:
         name = self.planner.weights[number].name
         if number in step.wires:
             raise CommpassError(
-                f"{name} has a second gradient in one step: either the backward before did not"
+                f"{name} has a second gradient in one step: either the previous backward did not"
                 " end, or it ran twice through one parameter (reentrant checkpoint)"
             )
         if gradient is not None and gradient.layout != torch.strided:

@@ -72,9 +72,9 @@ class ModuleHooks:
                 and id(parameter) not in known
             ):
                 raise PolicyError(
-                    f"{name} has a gradient, but wanted none, or was not there, when ssfusion was"
-                    " applied: its gradient is this rank's alone. Call remove(), then ssfusion"
-                    " again"
+                    f"{name} has a gradient that is not exchanged: when ssfusion was called, the"
+                    " parameter required no gradient or did not exist. Call remove(), then"
+                    " ssfusion again"
                 )
         for number, each in enumerate(self.driver.planner.weights):
             if number not in step.wires:
@@ -102,8 +102,8 @@ def weakly(method: Callable[[torch.Tensor], None], name: str = "") -> Callable[[
             alive(parameter)
         elif name:
             raise CommpassError(
-                f"{name}: the model that was given to ssfusion is gone, and no one exchanges its"
-                " gradients any more: keep the model as long as its parameters are trained, or call"
+                f"{name}: the model that was given to ssfusion was freed, so its gradients are no"
+                " longer exchanged: keep the model as long as its parameters are trained, or call"
                 " remove() on what ssfusion returned"
             )
 
@@ -123,8 +123,8 @@ def refuse_if_replaced(module: nn.Module, driver: Driver) -> None:
         if parameter.requires_grad and id(parameter) not in known:
             raise PolicyError(
                 f"{name} is not the parameter that ssfusion was given"
-                " (load_state_dict(assign=True) puts others in their place), and its gradient would"
-                " be this rank's alone. Call remove(), then ssfusion again"
+                " (load_state_dict(assign=True) replaces parameters), so its gradient would not be"
+                " exchanged. Call remove(), then ssfusion again"
             )
 
 
