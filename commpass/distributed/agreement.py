@@ -131,8 +131,8 @@ def agree(
     if verdict not in ("", HIDDEN, OWN) and reusing:
         raise PlanMismatch(
             f"{verdict}\nTherefore this {plan.direction} graph cannot run as planned, but the ranks"
-            f" of {_names(reusing)} continue with a plan that was agreed on earlier. Compile the same"
-            " code on all ranks."
+            f" of {_names(reusing)} continue with a plan that was agreed on earlier. Compile the"
+            " same code on all ranks."
         )
     return verdict or why, None if verdict or agreed else comparison.round()
 
