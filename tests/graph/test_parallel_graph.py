@@ -444,8 +444,8 @@ def test_impossible_layouts_are_refused_with_a_reason(fake_group):
     refused("reduce_op='mean'|avg", replicate, Net(), flat, reduce_op="mean")
     refused("LSTM", shard, nn.Sequential(nn.LSTM(4, 4)), flat)
     ddp = nn.Sequential(nn.parallel.DistributedDataParallel(Net()))
-    for door in (shard, replicate):
-        refused("0 (DistributedDataParallel)|itself|compress_ddp", door, ddp, flat)
+    for call in (shard, replicate):
+        refused("0 (DistributedDataParallel)|itself|compress_ddp", call, ddp, flat)
     refused("complex64", shard, nn.ParameterList([torch.zeros(3, dtype=torch.complex64)]), flat)
     once = make("shard", Net(), mesh, dim="dp")
     refused("up|Linear|already|tp", replicate, once, mesh["tp"])

@@ -40,7 +40,7 @@ def averaged(
     torch.manual_seed(1)
     layer = nn.Linear(WIDTH, WIDTH, bias=False)
     model = DDP(layer)
-    door = compress_ddp(model, policy, profile=profile, strict=True, inner="eager")
+    integration = compress_ddp(model, policy, profile=profile, strict=True, inner="eager")
     for _ in range(2):  # DDP rebuilds its buckets after the first step
         generator = torch.Generator().manual_seed(dist.get_rank())
         x = torch.randn(8, WIDTH, generator=generator)
@@ -51,7 +51,7 @@ def averaged(
     dist.all_gather(others, own)
     exact = sum(others) / len(others)
     error = float((layer.weight.grad.double() - exact).norm() / exact.norm())
-    (site,) = door.plans[-1].sites
+    (site,) = integration.plans[-1].sites
     return site.algorithm, error, layer.weight.grad.flatten()[::97].tolist()
 
 

@@ -528,7 +528,7 @@ def check_refused() -> None:
         planned(batch(1)).sum().backward()
 
 
-def check_two_doors() -> None:
+def check_two_integrations() -> None:
     """The gradients of a parameter are exchanged once, and errors name both integrations."""
     held = DistributedDataParallel(net())
     compress_ddp(held, "off")
@@ -548,8 +548,8 @@ def check_two_doors() -> None:
     inner(batch(0)).sum().backward()
 
 
-def test_second_door_of_any_kind_is_refused(ranks2):
-    ranks2.run(check_two_doors)
+def test_second_integration_of_any_kind_is_refused(ranks2):
+    ranks2.run(check_two_integrations)
 
 
 def check_replaced(ddp: bool) -> None:

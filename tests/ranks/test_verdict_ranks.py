@@ -113,10 +113,12 @@ class Net(nn.Module):
         return x
 
 
-def through(door: str, watch: float) -> tuple[list[torch.Tensor], str, dict[str, float], int]:
+def through(
+    integration: str, watch: float
+) -> tuple[list[torch.Tensor], str, dict[str, float], int]:
     """Return gradients of some steps, and the report on the integration afterwards."""
     model = Net()
-    if door == "ddp":
+    if integration == "ddp":
         model = DDP(model)
         opened = compress_ddp(model, forced("int8", watch))
     else:
@@ -133,16 +135,16 @@ def through(door: str, watch: float) -> tuple[list[torch.Tensor], str, dict[str,
     return found, str(commpass.report()), commpass.metrics(), counts
 
 
-def doors(door: str):
-    plain, _, _, none = through(door, 0.0)
-    watched, text, numbers, many = through(door, 1.0)
+def integrations(integration: str):
+    plain, _, _, none = through(integration, 0.0)
+    watched, text, numbers, many = through(integration, 1.0)
     return all(map(torch.equal, plain, watched)), none, many, text, numbers
 
 
 @pytest.mark.every
-@pytest.mark.parametrize("door", ["ddp", "fsdp"])
-def test_exchanges_of_doors_are_sampled_too(ranks2, door):
-    for same, none, many, text, numbers in ranks2.run(doors, door):
+@pytest.mark.parametrize("integration", ["ddp", "fsdp"])
+def test_exchanges_of_integrations_are_sampled_too(ranks2, integration):
+    for same, none, many, text, numbers in ranks2.run(integrations, integration):
         assert same
         assert none == 0
         assert many >= 2
