@@ -78,7 +78,7 @@ def excluded_sites(shared: Shared, job: Job, plan: Plan) -> dict[str, str]:
 
 def _participant(shared: Shared, job: Job) -> agreement.Participant:
     """Return this rank's participant. It identifies policy and profile by their contents, not their
-    names, and says what is compiled."""
+    names, and what is compiled."""
     facts = [{**msgspec.to_builtins(shared.policy), "name": ""}, digest_of(job.profile)]
     digest = hashlib.sha256(msgspec.json.encode(facts)).hexdigest()[:16]
     origin = job.origin

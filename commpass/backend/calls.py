@@ -40,8 +40,8 @@ def check_call(
 
 
 def instrument(step_timer: StepTimer, function: Compiler, entry: step_log.Entry) -> Compiler:
-    """Wrap a compiled graph: sample its errors, time it, and name it for profilers, as its plan
-    says."""
+    """Wrap a compiled graph: sample its errors, time it, and name it for profilers, as
+    planned."""
     plan, labels = entry.plan, tuple(map(label, entry.plan.sites))
     name = f"graph {plan.graph} {plan.direction}"
     if len(labels) == 1:

@@ -32,8 +32,8 @@ log = logging.getLogger("commpass")
 
 LOST = 0.05
 """Share of non-zero values that may be lost under the smallest budgets. Of heavy-tailed values
-(Laplace, Student's t with 3 degrees) an 8-bit codec loses 1 to 4 %. Of counts and statistics in one
-block with fields it loses 15 to 100 %."""
+(Laplace, Student's t with 3 degrees) an 8-bit codec loses 1 to 4 %. Of counts and statistics that
+share blocks with activations, it loses 15 to 100 %."""
 PER_ERROR = 4.0
 """Share that may be lost for each unit of ``max_error``: a uniform quantiser turns 1.4 times its
 relative error of Gaussian values into 0."""

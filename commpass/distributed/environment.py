@@ -89,7 +89,7 @@ def _log(level: int, text: str) -> None:
 
 @dataclass(frozen=True)
 class Settings:
-    """What must be set alike on all ranks: the text, and a digest of its meaning."""
+    """What must be equal on all ranks: the variables as text, and a digest of their meaning."""
 
     text: str = ""
     digest: str = ""
@@ -115,7 +115,7 @@ def _is_set(name: str) -> bool:
 
 
 def difference(settings: Mapping[int, Settings]) -> str:
-    """Return the message for ranks whose settings differ; "" if they are alike."""
+    """Return the message for ranks whose settings differ; "" if they are equal."""
     sides: dict[str, list[int]] = {}
     for rank, one in sorted(settings.items()):
         sides.setdefault(one.digest, []).append(rank)
@@ -128,7 +128,7 @@ def difference(settings: Mapping[int, Settings]) -> str:
         for ranks in sides.values()
     )
     return (
-        f"the ranks were started with different environments. {shown}. Set both alike for all"
+        f"the ranks were started with different environments. {shown}. Set both equally for all"
         " ranks, on every host"
     )
 

@@ -1,5 +1,5 @@
-"""Determine the number of consecutive ranks on each host, alike on all ranks, if the profile lacks
-it.
+"""Determine the number of consecutive ranks on each host, equally on all ranks, if the profile
+lacks it.
 
 Each rank publishes its host with its hello record: host name, network, and torchrun's number of
 the node. A rank that needs the number waits until all hosts are published. The first answer counts

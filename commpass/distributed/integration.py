@@ -152,7 +152,7 @@ class Integration:
         return f"<{self.call}{policy}: {self.summary}>"
 
 
-# --- who exchanges what: one integration for each parameter, unit or stage ------------------------
+# --- one integration for each parameter, unit or stage --------------------------------------------
 
 
 exchanged: WeakKeyDictionary[object, tuple[str, str]] = WeakKeyDictionary()

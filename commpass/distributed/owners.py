@@ -34,7 +34,7 @@ log = logging.getLogger("commpass")
 KEY = "commpass_owner"
 """Key of the owner in the metadata of an autograd node."""
 MOST_SHORT_LIVED = 3
-"""Owners that disappear after one step before a warning says that error feedback is lost."""
+"""So many owners are freed after one step before a warning says that error feedback is lost."""
 INFERENCE = (
     "inference has no next step, in which error feedback could be sent: give the rule"
     " direction='backward', or this model a codec without state"
@@ -134,7 +134,7 @@ def parameter_names(model: nn.Module) -> dict[int, str]:
 class Code:
     """The function that a graph was compiled from.
 
-    A method of one name at one place is the same one when it is compiled again.
+    Two compilations of a function with this name at this place are of the same function.
     """
 
     file: str
@@ -164,11 +164,11 @@ def _grad_of(recorded: Any) -> Any:
 class Calls:
     """The calls of one Dynamo graph.
 
-    ``autograd`` says that compiled autograd made it: then it is a backward graph.
+    ``autograd``: compiled autograd made it, so it is a backward graph.
     """
 
     hook = False
-    """Whether it is the graph of a hook, of which there are many alike."""
+    """Whether a hook made the graph. A model has many equal graphs of hooks."""
 
     def __init__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], autograd: bool):
         self.autograd = autograd
@@ -297,7 +297,7 @@ class HookCalls(Calls):
     """The calls of a graph that a hook made for one collective: its owner and direction are fixed.
 
     With ``flat``, its tensor holds the gradients of the parameters one after another, and the state
-    belongs to each of them. ``recomputed`` says that backward calls it again for what forward has
+    belongs to each of them. ``recomputed``: backward calls it again to gather what forward
     gathered.
     """
 

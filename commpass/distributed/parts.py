@@ -1,4 +1,4 @@
-"""Split a plan into parts: for each group, and each pair of ranks, what its ranks must do alike."""
+"""Split a plan into parts: the changes that the ranks of a group, or a pair of ranks, compare."""
 
 from __future__ import annotations
 

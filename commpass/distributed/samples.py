@@ -75,7 +75,7 @@ class Reading:
 
 
 SOME = 16
-"""A number of whole values that no field has by chance."""
+"""Values are taken for whole numbers only if this many of them could have had a fraction."""
 
 
 def reading_of(found: Sequence[float], site: PlannedSite) -> Reading | None:

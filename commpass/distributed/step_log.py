@@ -13,7 +13,7 @@ from commpass.plan.totals import totals
 
 @dataclass(frozen=True)
 class Entry:
-    """One graph: its plan, its samples, and its times if they are taken."""
+    """One graph: its plan, its samples, and its times if it is timed."""
 
     plan: Plan
     samples: Samples

@@ -167,7 +167,7 @@ def close_with(owner: object, group: dist.ProcessGroup) -> None:
     """Close a duplicate group after its ``owner`` is freed.
 
     It is closed when the next duplicate is made, because an owner may be freed at any point. Only
-    on gloo, where a rank can close its part alone.
+    on gloo, where one rank can close its part without the others.
     """
     if _is_gloo(group):
         weakref.finalize(owner, _idle.append, weakref.ref(group)).atexit = False

@@ -47,9 +47,9 @@ def check_model(model: Any) -> DistributedDataParallel:
     held = {id(parameter) for parameter in ddp.module.parameters()}
     if any(each.requires_grad and id(each) not in held for each in ddp._module_parameters):
         raise PolicyError(
-            "compress_ddp: parameters were replaced after DistributedDataParallel was called (by"
-            " load_state_dict(assign=True), say), and it exchanges no gradient of the new ones:"
-            " wrap the model in DistributedDataParallel once more"
+            "compress_ddp: parameters were replaced after DistributedDataParallel was called (for"
+            " example by load_state_dict(assign=True)), and it exchanges no gradient of the new"
+            " ones: wrap the model in DistributedDataParallel once more"
         )
     if ddp._delay_all_reduce_params:
         log.warning(

@@ -1,8 +1,8 @@
 """Describe the messages between pipeline stages as sites, and decide how they are sent.
 
 A message is one tensor that a stage sends to, or receives from, another stage once a microbatch.
-Its two ends decide alike, each on its own rank: from shape, dtype, group and stages, and not from
-facts that only one of them has.
+Its two ends make the same decision, each on its own rank. They use shape, dtype, group and stages,
+and no facts that only one of them has.
 """
 
 from __future__ import annotations

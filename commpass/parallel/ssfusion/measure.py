@@ -77,8 +77,7 @@ class Clock:
 
         The least time is used because disturbances only add. It is 0 for gradients that never came.
         A rank that has ``cores`` processors to itself takes no less than its processor time on
-        those. A step of a few milliseconds may run undisturbed by luck, but not every part of a
-        backward does.
+        those: a step of a few milliseconds may run undisturbed, but a longer backward does not.
         """
         found: list[list[tuple[float, float]]] = [[] for _ in range(count)]
         for step in self.steps:
@@ -149,8 +148,7 @@ def offloaded_rate(
     group: Any,
     cores: float = math.inf,
 ) -> Rate:
-    """Measure selection in a CPU thread beside the one that runs backward, which is as busy on a
-    CPU.
+    """Measure selection in a CPU thread while another one is as busy, as backward's is on a CPU.
 
     For a gradient on another device, the copies to the CPU and back are included.
     """
