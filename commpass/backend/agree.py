@@ -49,7 +49,7 @@ def plan_graph(shared: Shared, graph_input: GraphInput, job: Job, on_pass_end: O
     except PlanMismatch as mismatch:
         outcome.restore(f"the ranks planned differently: {mismatch}")
         return outcome, mismatch, None
-    if why in (agreement.HIDDEN, agreement.OWN):
+    if why in (agreement.HIDDEN, agreement.LOCAL_PART):
         record.log.info("graph %s is planned once more: %s", number, why)
         outcome.restore(why)
         changes: dict[str, Any] = {"own": False}

@@ -8,7 +8,7 @@ from commpass import groups
 from commpass.backend.options import Compiler
 from commpass.backend.shared import Shared
 from commpass.distributed import step_log
-from commpass.distributed.calls import named
+from commpass.distributed.calls import with_name
 from commpass.distributed.samples import PLAIN, Sampled, Samples, label
 from commpass.distributed.step_timer import StepTimer
 from commpass.errors import ScopeError
@@ -48,7 +48,7 @@ def instrument(step_timer: StepTimer, function: Compiler, entry: step_log.Entry)
         name = f"{labels[0]}, {name}"
     if entry.timed is not None:
         function = step_timer.with_timing(function, entry.timed)
-    return named(function, name, labels, entry.samples)
+    return with_name(function, name, labels, entry.samples)
 
 
 def samples_of(outcome: PassContext, known: bool) -> Samples:

@@ -53,7 +53,7 @@ PATIENCE_S = 30.0
 LONGEST_PAUSE_S = 0.25
 HIDDEN = "the ranks decide differently, since each counts its own compute"
 """The verdict after which all ranks plan again without counting what each of them computes."""
-OWN = "some ranks use only their own part of a result, and other ranks use more of it"
+LOCAL_PART = "some ranks use only their own part of a result, and other ranks use more of it"
 """The verdict after which all ranks plan again and also send what this rank alone would not use."""
 DEFAULT_TIMEOUT_S = 1800.0
 """The time-out of a group that specifies none: that of torch's groups."""
@@ -103,7 +103,7 @@ def agree(
     waiting = [
         part
         for part in own_parts
-        if part in new_parts or _dissenting(part, histories[part.key], participant)
+        if part in new_parts or _is_dissenting(part, histories[part.key], participant)
     ]
     for part in own_parts:
         if part in agreed:
@@ -128,7 +128,7 @@ def agree(
     reusing = sorted(
         {part.key for part in agreed} | {k for k, by in comparison.reuse_notes.items() if by}
     )
-    if verdict not in ("", HIDDEN, OWN) and reusing:
+    if verdict not in ("", HIDDEN, LOCAL_PART) and reusing:
         raise PlanMismatch(
             f"{verdict}\nTherefore this {plan.direction} graph cannot run as planned, but the ranks"
             f" of {_names(reusing)} continue with a plan that was agreed on earlier. Compile the"
@@ -181,28 +181,30 @@ def _is_agreed(part: Part, history: History, scope: str) -> bool:
     """Return whether all of the part was agreed on before, for the given backend or code."""
     if part.changed and part.digest in history.agreed_digests[scope]:
         return True
-    known, wanted = history.agreed_decisions[scope], part.decisions()
+    decisions, wanted = history.agreed_decisions[scope], part.decisions()
     for site in part.first:
-        key = next((key for key in part.keys_of(site) if key in known), "")
-        if not key or not known[key] == wanted[key] != SEVERAL:
+        key = next((key for key in part.keys_of(site) if key in decisions), "")
+        if not key or not decisions[key] == wanted[key] != SEVERAL:
             return False
     return not (part.plan.simplified or part.plan.grouped or part.plan.split)
 
 
-def _dissenting(part: Part, history: History, participant: Participant) -> bool:
+def _is_dissenting(part: Part, history: History, participant: Participant) -> bool:
     """Return whether the part leaves unchanged what was agreed to be changed: others must learn of
     it."""
-    known = history.agreed_decisions[participant.backend]
-    return not part.changed and any(_known(known, part, site) != NONE for site in part.first)
+    decisions = history.agreed_decisions[participant.backend]
+    return not part.changed and any(
+        _agreed_decision(decisions, part, site) != NONE for site in part.first
+    )
 
 
-def _known(known: dict[str, str], part: Part, site: Site) -> str:
+def _agreed_decision(decisions: dict[str, str], part: Part, site: Site) -> str:
     """Return what was agreed on for a site.
 
     If it is unknown for which of its sizes this plan is, prefer any decision other than NONE.
     """
     for key in part.keys_of(site):
-        if found := {decision for other, decision in known.items() if may_match(key, other)}:
+        if found := {decision for other, decision in decisions.items() if may_match(key, other)}:
             return next(iter(sorted(found - {NONE})), NONE)
     return NONE
 
@@ -335,7 +337,7 @@ def _decide(comparison: AgreementRound) -> str:
         and not comparison.has_several_graphs()
         and comparison.uses_local_part()
     ):
-        return OWN
+        return LOCAL_PART
     elif differing_group and not comparison.has_several_graphs() and comparison.has_hidden_sites():
         return HIDDEN
     elif differing_group:

@@ -115,7 +115,7 @@ def with_more(function: Compiler, more: Callable[[Sequence[Any]], list[Any]]) ->
     return run
 
 
-def named(function: Compiler, name: str, labels: tuple[str, ...], samples: Samples) -> Compiler:
+def with_name(function: Compiler, name: str, labels: tuple[str, ...], samples: Samples) -> Compiler:
     """Return the function under a ``name`` that profilers show, with the ``labels`` of its sites.
 
     On some calls the sites are sampled.

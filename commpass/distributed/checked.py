@@ -23,7 +23,7 @@ _suspended: ContextVar[bool] = ContextVar("_suspended", default=False)
 
 
 @contextlib.contextmanager
-def suspended() -> Iterator[None]:
+def without_checks() -> Iterator[None]:
     """Call graphs as they were last, without checks, within this context.
 
     A transfer that is repeated must arrive with the same bits.
@@ -173,13 +173,13 @@ def _with_strides(built: Built, expected: Any, found: Sequence[tuple[int, ...] |
     def run(inputs: list[Any]) -> Any:
         outputs = list(function(inputs))
         for number, (strides, example) in differing.items():
-            outputs[number] = _laid_out(outputs[number], strides, example or ())
+            outputs[number] = _with_layout(outputs[number], strides, example or ())
         return tuple(outputs)
 
     return dataclasses.replace(built, function=run)
 
 
-def _laid_out(x: Tensor, strides: Sequence[str], example: Sequence[int]) -> Tensor:
+def _with_layout(x: Tensor, strides: Sequence[str], example: Sequence[int]) -> Tensor:
     """Copy a tensor to these strides.
 
     If they are symbolic, its dimensions get the memory order of an example.

@@ -116,7 +116,7 @@ class Integration:
             self._stop()
             for each in self._acquired:
                 if (sender := each()) is not None:
-                    exchanged.pop(sender, None)
+                    integration_of.pop(sender, None)
 
     def _stop(self) -> None:
         """Give exchanges back to their sender, and free groups and threads."""
@@ -126,7 +126,7 @@ class Integration:
         user's object ``owner``."""
         under = f", under policy {self.policy.name!r}," if self.policy is not None else ""
         text = f"commpass.parallel.{self.call} of a {type(owner).__name__} already{under}"
-        exchanged[sender] = self.call, text
+        integration_of[sender] = self.call, text
         self._acquired.append(weakref.ref(sender))
 
     def __enter__(self) -> Self:
@@ -155,7 +155,7 @@ class Integration:
 # --- one integration for each parameter, unit or stage --------------------------------------------
 
 
-exchanged: WeakKeyDictionary[object, tuple[str, str]] = WeakKeyDictionary()
+integration_of: WeakKeyDictionary[object, tuple[str, str]] = WeakKeyDictionary()
 """The call of an integration, and a text about it, by the model or object whose data it sends."""
 TWICE = (
     "{}: {} is exchanged by {} and would be exchanged twice. Leave one of the two out, give one"
@@ -174,7 +174,7 @@ def refuse_if_exchanged(sender: object, name: str, call: str, by: Collection[str
         return next(
             (
                 TWICE.format(call, names[part], text)
-                for owner, (other, text) in list(exchanged.items())
+                for owner, (other, text) in list(integration_of.items())
                 if other in by
                 for part in _parts(owner)
                 if part in names

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from commpass.distributed import record
-from commpass.distributed.integration import exchanged
+from commpass.distributed.integration import integration_of
 from commpass.distributed.uncompressed import UncompressedSite, asks_for_codecs, sentence
 from commpass.errors import nearest
 from commpass.groups import is_first_rank, ready
@@ -146,7 +146,7 @@ class Summary:
         """
         ranks = dist.get_world_size() if ready() else 1
         # Hooks of a module have no plans of graphs.
-        has_hooks = any(isinstance(each, nn.Module) for each in exchanged)
+        has_hooks = any(isinstance(each, nn.Module) for each in integration_of)
         skip = _warned_of_no_site or not self.reports or self.policy.off or ranks == 1 or has_hooks
         if not skip and not any(plan.sites or plan.simplified for plan in record.plans()):
             _warned_of_no_site.append(True)

@@ -119,7 +119,7 @@ def labels_of(name: str) -> tuple[str, ...]:
     return labels(group) if group is not None else ()
 
 
-_twins: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
+_originals: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
     weakref.WeakKeyDictionary()
 )
 _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
@@ -156,7 +156,7 @@ def duplicate(group: dist.ProcessGroup) -> dist.ProcessGroup:
             f" ({str(error).splitlines()[0]}). All of them must make the same call of"
             " commpass.parallel. If that call failed on another rank, its error has the reason"
         ) from error
-    _twins[made] = group
+    _originals[made] = group
     return made
 
 
@@ -208,7 +208,7 @@ def labels(group: dist.ProcessGroup) -> tuple[str, ...]:
     There are several if meshes share a group, as one-dimensional meshes share the group of all
     ranks. A duplicate has the labels of its original.
     """
-    group = _twins.get(group, group)
+    group = _originals.get(group, group)
     own = (group.group_desc or "").removeprefix("mesh_")
     found = [] if own in ("", "undefined", "default_pg", "default") else [own]
     found += sorted(name for mesh in meshes() for name in _dimensions(mesh, group))

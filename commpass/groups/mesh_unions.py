@@ -23,7 +23,7 @@ Blocks = frozenset[frozenset[int]]
 """The ranks of each group that a mesh dimension divides its ranks into."""
 
 
-def joined(first: str, second: str) -> Group | None:
+def union_group(first: str, second: str) -> Group | None:
     """Return the group over which one reduction equals one over group ``first`` followed by one
     over group ``second``.
 

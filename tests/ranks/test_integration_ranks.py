@@ -11,7 +11,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import commpass
-from commpass.distributed.integration import exchanged
+from commpass.distributed.integration import integration_of
 from commpass.errors import PolicyError
 from commpass.parallel import compress_ddp, compress_fsdp, compress_pipeline, ssfusion
 from commpass.policy import Policy
@@ -84,14 +84,14 @@ def used_and_closed(name: str) -> None:
         state = handle.state_dict()
         assert bool(state) == name.startswith("ssfusion")
         handle.load_state_dict(state)
-        assert exchanged
+        assert integration_of
         if "ssfusion" in name and "DDP" not in name:
             handle.close()  # then gradients stay on their rank
             for one, other in zip(mean_gradients(model, 5), mean_gradients(net(), 5), strict=True):
                 torch.testing.assert_close(one, other)
     handle.close()
     assert handle.closed
-    assert model not in exchanged
+    assert model not in integration_of
     if name != "ssfusion":
         for one, other in zip(mean_gradients(model, 6), by_hand(6), strict=True):
             torch.testing.assert_close(one, other)

@@ -29,7 +29,7 @@ from commpass.costmodel.buffers import (
 from commpass.errors import PolicyError
 from commpass.parallel.ssfusion import measure, ssfusion
 from commpass.parallel.ssfusion.measure import Clock, Rate, backward_slowdown
-from commpass.parallel.ssfusion.memory import Memory, clipped
+from commpass.parallel.ssfusion.memory import Memory, clip_to_norm
 from commpass.parallel.ssfusion.options import WARM_UP, Options, check_optimizer
 from commpass.parallel.ssfusion.plan import (
     BUCKET_BYTES,
@@ -398,10 +398,10 @@ def test_row_of_zeros_sends_nothing_and_keeps_its_velocity():
 
 
 def test_clipping_holds_the_norm_and_lets_what_is_not_finite_through():
-    assert clipped(torch.full((4,), 3.0), 1.5).norm() == pytest.approx(1.5)
-    assert clipped(torch.full((4,), 0.3), 1.5).equal(torch.full((4,), 0.3))
-    assert clipped(torch.zeros(4), 1.5).equal(torch.zeros(4))
-    assert clipped(torch.tensor([math.nan, 1.0]), 1.5).isnan().tolist() == [True, False]
+    assert clip_to_norm(torch.full((4,), 3.0), 1.5).norm() == pytest.approx(1.5)
+    assert clip_to_norm(torch.full((4,), 0.3), 1.5).equal(torch.full((4,), 0.3))
+    assert clip_to_norm(torch.zeros(4), 1.5).equal(torch.zeros(4))
+    assert clip_to_norm(torch.tensor([math.nan, 1.0]), 1.5).isnan().tolist() == [True, False]
 
 
 # --- arguments ------------------------------------------------------------------------------------

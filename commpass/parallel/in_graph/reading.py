@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from commpass.errors import ParallelError
-from commpass.parallel.in_graph.traced import Exchanged, LocalGradient, ParameterSpec, gathered
+from commpass.parallel.in_graph.traced import Exchanged, LocalGradient, ParameterSpec, gather
 
 EXCHANGED = "_commpass_exchanged"
 """The attribute of a module that records how its parameters are exchanged."""
@@ -115,7 +115,7 @@ def _full_parameter(module: nn.Module, name: str) -> Tensor:
 
 def _read(part: Tensor, parameter: ExchangedParameter) -> Tensor:
     if parameter.accumulating and parameter.leaf is not None and part.requires_grad:
-        return LocalGradient.apply(gathered(part.detach(), parameter.how), parameter.leaf)
+        return LocalGradient.apply(gather(part.detach(), parameter.how), parameter.leaf)
     return Exchanged.apply(part, parameter.pending, parameter.how)
 
 

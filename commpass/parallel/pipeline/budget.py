@@ -115,5 +115,5 @@ class EdgeBudget:
         over = self.over_in_step.get(exchange, {})
         for edge in edges:
             of_edge = {site: why for site, why in over.items() if edge.carries(site)}
-            found = endpoints.Found(of_edge, self._more(exchange))
+            found = endpoints.EdgeErrors(of_edge, self._more(exchange))
             endpoints.publish_errors(edge, self.steps[exchange], found)

@@ -55,7 +55,7 @@ class Edge:
 
 
 @dataclass(frozen=True)
-class Found:
+class EdgeErrors:
     """What the sending end found in a step.
 
     ``over`` has the reasons why messages are over their budget, by site name. ``more`` says whether
@@ -92,24 +92,24 @@ def compare(edge: Edge, own_plan: EndPlan, timeout_s: float) -> None:
         )
 
 
-def publish_errors(edge: Edge, step: int, found: Found) -> None:
+def publish_errors(edge: Edge, step: int, found: EdgeErrors) -> None:
     """Publish which messages of a step are over their budget."""
     _write(edge, step, found)
 
 
-def errors(edge: Edge, step: int, timeout_s: float) -> Found:
+def errors(edge: Edge, step: int, timeout_s: float) -> EdgeErrors:
     """Wait for the findings of the sending end in a step.
 
     Raise Unanswered if it does not publish them in time.
     """
-    return msgspec.json.decode(_read(edge, step, timeout_s), type=Found)
+    return msgspec.json.decode(_read(edge, step, timeout_s), type=EdgeErrors)
 
 
 def _store_key(nonce: str, edge: Edge, step: int) -> str:
     return f"{ROOT}/{nonce}/{edge.key}" + (f"/errors/{step}" if step else "")
 
 
-def _write(edge: Edge, step: int, value: EndPlan | Found) -> None:
+def _write(edge: Edge, step: int, value: EndPlan | EdgeErrors) -> None:
     with _raising_unanswered(edge):
         store = current_store()
         store.torch_store.set(_store_key(store.nonce, edge, step), msgspec.json.encode(value))

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from commpass.parallel.ddp.comm_hook import HookSlot
 from commpass.parallel.refusals import refuse_other_group
 from commpass.parallel.ssfusion.driver import Driver
-from commpass.parallel.ssfusion.hooks import after_forward, weakly
+from commpass.parallel.ssfusion.hooks import after_forward, weak_hook
 from commpass.parallel.ssfusion.planner import Planner
 
 
@@ -34,7 +34,7 @@ class BucketHooks:
         self._buckets: dict[int, _Bucket] = {}
         self._used: set[int] = set()
         self._handles: list[Any] = [
-            each.parameter.register_post_accumulate_grad_hook(weakly(self._accumulated))
+            each.parameter.register_post_accumulate_grad_hook(weak_hook(self._accumulated))
             for each in planner.weights
         ]
         self._handles.append(after_forward(module, self.driver))

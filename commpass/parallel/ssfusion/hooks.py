@@ -29,7 +29,7 @@ class ModuleHooks:
         self.syncs = True
         self._task = -1
         self._handles: list[Any] = [
-            each.parameter.register_post_accumulate_grad_hook(weakly(self._ready, each.name))
+            each.parameter.register_post_accumulate_grad_hook(weak_hook(self._ready, each.name))
             for each in planner.weights
         ]
         self._handles.append(after_forward(module, self.driver, keep_alive=self))
@@ -87,7 +87,7 @@ def _in_backward() -> bool:
     return torch._C._current_autograd_node() is not None
 
 
-def weakly(method: Callable[[torch.Tensor], None], name: str = "") -> Callable[[Any], None]:
+def weak_hook(method: Callable[[torch.Tensor], None], name: str = "") -> Callable[[Any], None]:
     """Return a hook for the parameter ``name`` that does not keep the object of a method alive.
 
     Python's garbage collector cannot see these hooks, and would never free what refers to the

@@ -35,7 +35,7 @@ class Memory:
         """Add a step's gradient, clipped to a 2-norm of at most ``norm``."""
         gradient = gradient.to(self.residual.dtype)
         if norm is not None:
-            gradient = clipped(gradient, norm)
+            gradient = clip_to_norm(gradient, norm)
         if self.velocity is None:
             self.residual.add_(gradient)
         else:
@@ -91,7 +91,7 @@ def encoding(codec: SparseCodec, on: torch.device) -> Callable[[Tensor], Tensor]
     return codec.encode_at_once if on.type == "cpu" else codec.encode_rows
 
 
-def clipped(gradient: Tensor, norm: float) -> Tensor:
+def clip_to_norm(gradient: Tensor, norm: float) -> Tensor:
     """Clip a gradient to a 2-norm of at most ``norm``. A norm that is not finite leaves it
     unchanged."""
     current_norm = torch.linalg.vector_norm(gradient.to(accumulation_dtype(gradient.dtype)))
