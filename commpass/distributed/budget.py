@@ -45,7 +45,7 @@ OVER = "%s (%s) stays uncompressed from now on, on all ranks: %s. %s"
 """Site, kind, what is over the budget, and what to do."""
 STAYS = (
     "%s (%s) stays compressed: %s. This rank compiled the graph with a plan that was agreed on for"
-    " other inputs, and cannot change the site without the other ranks. %s"
+    " other inputs, and cannot change the site by itself. %s"
 )
 """The same, for a graph that was not compared with other ranks'."""
 

@@ -207,8 +207,8 @@ ABOVE = (
     " distributed as the codec assumes. %s"
 )
 MORE = (
-    "Give it a codec of more bits (a rule with module=...), exclude it (keep=True), or raise"
-    " max_error (with force=True if its values are whole numbers)"
+    "Give it a codec of more bits (a rule with module=...), do not compress it (keep=True), or"
+    " allow more (max_error, and force=True where its values are whole numbers)"
 )
 
 

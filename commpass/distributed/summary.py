@@ -251,8 +251,8 @@ SERVED = 32
 training."""
 OF_PRESET = -1
 NO_ROLE = (
-    "{} has no rule for collectives over {}, so they stay uncompressed. If that is tensor, data or"
-    " pipeline parallelism, name the dimension: Policy.for_mesh(preset, tp=..., dp=..., pp=...)"
+    "{} has no rule for what is sent over {}, which stays uncompressed. Where that is tensor, data"
+    " or pipeline parallelism, say so: Policy.for_mesh(preset, tp=..., dp=..., pp=...)"
 )
 
 

@@ -59,7 +59,7 @@ class UncompressedSite:
 KEPT = "kept by keep in the model"
 NO_RULE = "no rule of {} matches them"
 NO_RULE_REMEDY = "a rule that matches them"
-HIDDEN = "overlapped by compute"
+OVERLAPPED = "overlapped with compute"
 EARLIER = "uncompressed for the reason of an earlier warning"
 
 
@@ -103,7 +103,7 @@ def _of_site(
     profile: Profile,
 ) -> UncompressedSite:
     if site.hidden:
-        return UncompressedSite(site, HIDDEN, "Policy(leave_hidden=False)")
+        return UncompressedSite(site, OVERLAPPED, "Policy(leave_hidden=False)")
     if options is None or site.reason.startswith(LEFT):
         return UncompressedSite(site, EARLIER if site.reason.startswith(LEFT) else site.reason)
     if options.obstacle == NO_CODEC.format(allowed.source):

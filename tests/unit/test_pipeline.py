@@ -20,7 +20,7 @@ from commpass.parallel import compress_pipeline
 from commpass.parallel.pipeline.coding import Coding
 from commpass.parallel.pipeline.send_recv import (
     Message,
-    StageLocation,
+    StageRanks,
     coding_of,
     decide_all,
     messages_of,
@@ -43,7 +43,7 @@ def location(wanted, ranks=2):
     """This rank has the stage at one end of a line."""
     group: Any = dist.group.WORLD
     own = wanted.source if wanted.kind == "send" else wanted.target
-    return StageLocation(group, {stage: (stage - own) % ranks for stage in range(4)}, CPU)
+    return StageRanks(group, {stage: (stage - own) % ranks for stage in range(4)}, CPU)
 
 
 def decide(policy, *wanted, profile=SLOW, ranks=2):

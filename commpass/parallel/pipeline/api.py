@@ -38,7 +38,7 @@ from commpass.parallel.pipeline.budget import EdgeBudget
 from commpass.parallel.pipeline.coding import Coding
 from commpass.parallel.pipeline.send_recv import (
     Message,
-    StageLocation,
+    StageRanks,
     coding_of,
     decide_all,
     messages_of,
@@ -305,9 +305,9 @@ class CompressedStage:
 
     # --- the plan ---------------------------------------------------------------------------------
 
-    def _location(self) -> StageLocation:
+    def _location(self) -> StageRanks:
         ranks = dict(self.stage.stage_index_to_group_rank)  # a schedule may change the original
-        return StageLocation(self.group, ranks, torch.device(self.stage.device))
+        return StageRanks(self.group, ranks, torch.device(self.stage.device))
 
     def _plan(self, direction: str) -> None:
         """Plan all that the stage sends and receives in a direction, publish it, and compile the
@@ -347,7 +347,7 @@ class CompressedStage:
                     coding.prepare(encodes=kind == "send")
 
     def _publish_plans(
-        self, rows: Sequence[tuple[Message, PlannedSite, Coding | None]], location: StageLocation
+        self, rows: Sequence[tuple[Message, PlannedSite, Coding | None]], location: StageRanks
     ) -> list[tuple[endpoints.Edge, endpoints.EndPlan]]:
         """Publish the plans for edges to stages on other ranks. Return those edges and plans."""
         every = pairs.endpoints([site for _, site, _ in rows], self.group.rank())
