@@ -30,7 +30,7 @@ from commpass.errors import PolicyError
 from commpass.groups import close_with, duplicate
 from commpass.parallel.ddp.buckets import BucketPart, parts_of
 from commpass.parallel.ddp.checks import check_model, refuse_if_optimized_in_backward
-from commpass.parallel.ddp.comm_hook import HookSlot, send_bucket, slot_of
+from commpass.parallel.ddp.comm_hook import HookSlot, Released, send_bucket, slot_of
 from commpass.parallel.ddp.unused import UnusedParameters
 from commpass.parallel.ddp.worker import Worker
 from commpass.parallel.exchange import Compiled, Exchanges
@@ -129,6 +129,10 @@ class CompressedDDP(Integration):
     def bytes(self) -> Bytes:
         """The bytes that this rank sent in the last step."""
         return Bytes(self._last.bytes)
+
+    def __reduce__(self) -> Any:
+        """Pickle as ``Released``: a copy of the model has no comm hook, and so no integration."""
+        return Released, ()
 
     @property
     def summary(self) -> str:
