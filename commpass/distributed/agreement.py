@@ -71,10 +71,10 @@ def agree(
     ``first`` are the graph's sites before any change, ``ends`` the (group, peer) of its
     collectives. ``timeout_s``: seconds to wait for the others; None for the groups' own time-out.
 
-    Return a verdict and a round. The verdict is "" if the plan is to be applied, HIDDEN, LOCAL_PART, or
-    the reason why no rank may apply it. The round is the one in which the changes were compared, or
-    None. Raise PlanMismatch on all ranks if they changed the same graph differently. Raise
-    Unanswered if a rank did not answer in time.
+    Return a verdict and a round. The verdict is "" if the plan is to be applied, HIDDEN,
+    LOCAL_PART, or the reason why no rank may apply it. The round is the one in which the changes
+    were compared, or None. Raise PlanMismatch on all ranks if they changed the same graph
+    differently. Raise Unanswered if a rank did not answer in time.
     """
     first, ends = tuple(first), tuple(ends)
     own_parts = parts(plan, first, ends, participant.digest)
