@@ -40,12 +40,8 @@ class AgreementRound:
         participant: Participant,
         timeout_s: float,
     ):
-        self.store, self.plan, self.participant, self.timeout_s = (
-            store,
-            plan,
-            participant,
-            timeout_s,
-        )
+        self.store, self.plan, self.participant = store, plan, participant
+        self.timeout_s = timeout_s
         self.parts = {part.key: part for part in waiting}
         self.histories = histories
         self.dissenting = [part for part in waiting if not part.changed and not part.hidden_sites]
@@ -116,9 +112,8 @@ class AgreementRound:
             self.nonces |= self.store.nonces([rank for rank in missing if rank != self.store.rank])
             epoch = self._epoch(key)
             nonces = {rank: self.nonces[rank] for rank in missing if rank in self.nonces}
-            other_entries = self._other_policy_entries(
-                key, nonces
-            )  # first: a rank that proceeds has written its vote or note
+            # first, since a rank that proceeds has written its vote or note
+            other_entries = self._other_policy_entries(key, nonces)
             notes = self.store.notes(nonces, key)
             if key in self.parts:
                 for rank, its in notes.items():

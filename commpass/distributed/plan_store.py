@@ -359,17 +359,17 @@ class PlanStore:
         return chosen.decode()
 
     def votes(self, nonces: dict[int, str], key: str, number: int) -> dict[int, Vote]:
-        """Return the votes of ranks in a round; ``host_ids`` are their nonces."""
+        """Return the votes of ranks in a round; ``nonces`` are theirs."""
         read = self.read({rank: _store_key(nonce, key, number) for rank, nonce in nonces.items()})
         return {rank: msgspec.json.decode(raw, type=Vote) for rank, raw in read.items()}
 
     def notes(self, nonces: dict[int, str], key: str) -> dict[int, NoChanges]:
-        """Return the notes of ranks; ``host_ids`` are their nonces."""
+        """Return the notes of ranks; ``nonces`` are theirs."""
         read = self.read({rank: _store_key(nonce, key, "notes") for rank, nonce in nonces.items()})
         return {rank: msgspec.json.decode(raw, type=NoChanges) for rank, raw in read.items()}
 
     def latest_entries(self, nonces: dict[int, str], location: str) -> dict[int, LatestEntry]:
-        """Return the latest entries of ranks in a group; ``host_ids`` are their nonces."""
+        """Return the latest entries of ranks in a group; ``nonces`` are theirs."""
         read = self.read(
             {rank: _store_key(nonce, location, "now") for rank, nonce in nonces.items()}
         )
