@@ -37,7 +37,7 @@ from commpass.passes.fx import meta
 from commpass.passes.fx.marks import chunked
 from commpass.passes.fx.parse import parse
 from commpass.passes.timeline import whole_us
-from commpass.plan import LEFT, Plan
+from commpass.plan import Plan
 from commpass.utils.ambient import without_ambient_state
 
 LAST = (
@@ -143,7 +143,7 @@ def rebuild(shared: Shared, job: Job, built: Built, over: Mapping[Key, str]) -> 
     if built.check.is_first:
         for site in plan.sites:
             if site.name in names:
-                why = names[site.name].removeprefix(LEFT)
+                why = names[site.name].removeprefix("left alone: ")
                 record.log.warning(OVER, label(site), site.kind, why, MORE)
     return made
 

@@ -45,7 +45,7 @@ from commpass.parallel.pipeline.send_recv import (
 )
 from commpass.parallel.refusals import refuse_other_group, refuse_other_torch, wrong_argument
 from commpass.passes import PassResult
-from commpass.plan import LEFT, Plan, PlannedSite
+from commpass.plan import Plan, PlannedSite
 from commpass.plan.timeline import Timeline
 from commpass.policy import Policy
 from commpass.policy.rules import DIRECTIONS
@@ -263,7 +263,7 @@ class CompressedStage:
         ]
         for _, site, coding in rows:
             if coding is not None and not now[site.name].compressed and kind == "send":
-                why = now[site.name].reason.removeprefix(LEFT)
+                why = now[site.name].reason.removeprefix("left alone: ")
                 log.warning(OVER, label(site), f"{kind} {direction}", why, MORE)
         self.plans[direction] = plan
         profile = self.backend.profile or default_here(self._location().device.type)
