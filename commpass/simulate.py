@@ -241,7 +241,7 @@ class _Planner(Backend):
                 decompositions=graph.decompositions,
                 stateless=graph.stateless,
                 weights=calls.weights(gm, direction, graph.stateless),
-                obstacle=graph.obstacle,
+                obstacle=graph.unsupported_reason,
                 hidden=run.hidden,
                 hides=True,
             )
@@ -253,7 +253,7 @@ class _Planner(Backend):
             for module, before in untouched.items():
                 module.graph = before
         if direction == "backward":
-            calls.keeps = False
+            calls.keeps_state = False
         return graph.compile_graph(gm, [], False)
 
 

@@ -49,14 +49,14 @@ def plan_graph(shared: Shared, graph_input: GraphInput, job: Job, on_pass_end: O
     except PlanMismatch as mismatch:
         outcome.restore(f"the ranks planned differently: {mismatch}")
         return outcome, mismatch, None
-    if why in (agreement.HIDDEN, agreement.OWN):
+    if why in (agreement.HIDDEN, agreement.LOCAL_PART):
         record.log.info("graph %s is planned once more: %s", number, why)
         outcome.restore(why)
-        less: dict[str, Any] = {"own": False}
+        changes: dict[str, Any] = {"own": False}
         if why == agreement.HIDDEN:
-            less = {"hides": False} if graph_input.hides else {"hidden": None, "densities": None}
-            less["excluded"] = outcome.excluded
-        return plan_graph(shared, dataclasses.replace(graph_input, **less), job, on_pass_end)
+            changes = {"hides": False} if graph_input.hides else {"hidden": None, "densities": None}
+            changes["excluded"] = outcome.excluded
+        return plan_graph(shared, dataclasses.replace(graph_input, **changes), job, on_pass_end)
     if why and not plan.fallback:
         outcome.restore(why)
         outcome.error = CommpassError(why)
@@ -78,9 +78,9 @@ def excluded_sites(shared: Shared, job: Job, plan: Plan) -> dict[str, str]:
 
 def _participant(shared: Shared, job: Job) -> agreement.Participant:
     """Return this rank's participant. It identifies policy and profile by their contents, not their
-    names, and says what is compiled."""
-    said = [{**msgspec.to_builtins(shared.policy), "name": ""}, digest_of(job.profile)]
-    digest = hashlib.sha256(msgspec.json.encode(said)).hexdigest()[:16]
+    names, and what is compiled."""
+    facts = [{**msgspec.to_builtins(shared.policy), "name": ""}, digest_of(job.profile)]
+    digest = hashlib.sha256(msgspec.json.encode(facts)).hexdigest()[:16]
     origin = job.origin
     return agreement.Participant(
         digest,

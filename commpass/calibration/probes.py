@@ -252,5 +252,5 @@ class Probing(Backend):
         self.probes = probes
 
     def compile(self, graph: TracedGraph) -> Any:
-        self.probes.insert(graph.gm, graph.direction, graph.obstacle)
+        self.probes.insert(graph.gm, graph.direction, graph.unsupported_reason)
         return with_boxed_args(graph.compile_graph(graph.gm, [], False))

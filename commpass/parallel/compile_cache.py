@@ -1,6 +1,6 @@
-"""Compile graphs of hooks once for all that are alike.
+"""Compile equal graphs of hooks once.
 
-The layers of a model send alike: their exchanges have separate plans and state, but one rewritten
+The layers of a model have equal exchanges: these have separate plans and state, but one rewritten
 graph, and so one compiled code. These graphs are flat and functional from the start, so they go to
 Inductor without AOTAutograd.
 """

@@ -14,7 +14,7 @@ from commpass.costmodel import Link
 from commpass.costmodel.files import Measured, ProfileFile
 from commpass.costmodel.fit import Point, regions
 from commpass.distributed.hosts import on_each_host
-from commpass.distributed.machine import default_here, device_of, place, this_machine
+from commpass.distributed.machine import default_here, device_of, host_id, this_machine
 from commpass.errors import ProfileError
 from commpass.probe.kernels import CODECS
 from commpass.probe.kernels import measure as kernel_times
@@ -43,7 +43,7 @@ def probe(
     world = dist.group.WORLD
     assert world is not None
     device = device_of(world)
-    places = _gathered(place())
+    places = _gathered(host_id())
     ranks_per_host = on_each_host(places)
     levels: dict[str, Any] = {"link": world}
     if 1 < ranks_per_host < world.size():

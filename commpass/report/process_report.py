@@ -302,19 +302,19 @@ def log_metrics(to: Any, step: int) -> None:
 
 
 def _graph(policy: str, entry: Entry) -> GraphReport:
-    plan, watched = entry.plan, entry.watched
+    plan, timed = entry.plan, entry.timed
     entry.samples.read_measured()
-    if watched is not None:
-        watched.read_events()
+    if timed is not None:
+        timed.read_events()
     return GraphReport(
         policy=policy,
         graph=plan.graph,
         direction=plan.direction,
         calls=entry.samples.calls,
         error_sample_rate=entry.samples.share,
-        predicted_us=watched.predicted_us if watched is not None else None,
-        plain_us=watched.plain_us if watched is not None else None,
-        measured_us=watched.measured_us if watched is not None and watched.took_us else None,
+        predicted_us=timed.predicted_us if timed is not None else None,
+        plain_us=timed.plain_us if timed is not None else None,
+        measured_us=timed.measured_us if timed is not None and timed.times_us else None,
         fallback=plan.fallback,
         sites=tuple(map(_site, entry.samples.sites, plan.executed)),
     )

@@ -208,7 +208,7 @@ def test_site_found_over_its_budget_is_left_alone_at_a_size_that_comes_back_afte
     for _ in range(6):
         compiled(normal(64, 128), GOOD[1], big[:64])
     (graphs,) = backend.checked.values()
-    assert not any(each.checks for each in graphs)
+    assert not any(each.is_checking for each in graphs)
     assert torch.equal(compiled(*GOOD, big)[1], big)
     assert codecs_of(backend) == ["int8", "none"] * 2
 

@@ -291,7 +291,7 @@ def test_compiler_of_others_is_not_given_the_operator(fake_group):
     assert len(graphs) == 2
     assert not any(map(samples_in, graphs))
     (site,) = step_log.entries[0].samples.sites
-    assert "not looked into" in site.why
+    assert "not sampled" in site.why
 
 
 def test_site_above_its_bound_is_told_once_with_its_name(fake_group, caplog):

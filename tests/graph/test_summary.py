@@ -72,7 +72,7 @@ class Log:
         Return what was logged meanwhile: L a line, W a warning.
         """
         for graph in graphs:
-            self.summary.called(graph[1:] + {"F": "forward", "B": "backward"}[graph[0]])
+            self.summary.count_call(graph[1:] + {"F": "forward", "B": "backward"}[graph[0]])
         return self.said()
 
     def said(self) -> str:
@@ -526,7 +526,7 @@ def other_graphs_have(model, fake_group):
     steps(by_itself(model, commpass.backend("balanced", inner="eager")), 4)
 
 
-def has_a_door(model, fake_group):
+def has_an_integration(model, fake_group):
     fake_group(8)
     integration = Integration()
     integration.acquire(model, model)
@@ -550,7 +550,7 @@ def not_the_first_rank(model, fake_group):
         one_step,
         inference,
         other_graphs_have,
-        has_a_door,
+        has_an_integration,
         not_the_first_rank,
     ],
 )

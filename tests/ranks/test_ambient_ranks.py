@@ -137,11 +137,13 @@ def watched(
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh())
     fully_shard(model)
-    door = compress_fsdp(model, forced("rotated", error_sample_rate=error_sample_rate), strict=True)
-    door.exchanges.backend.inner = "eager"
+    integration = compress_fsdp(
+        model, forced("rotated", error_sample_rate=error_sample_rate), strict=True
+    )
+    integration.exchanges.backend.inner = "eager"
     with MODES[mode]() if mode else contextlib.nullcontext():
         model(data()).float().square().mean().backward()
-    entries = door.exchanges.backend.step_log.entries
+    entries = integration.exchanges.backend.step_log.entries
     sites = [site for entry in entries for site in entry.samples.sites if site.count]
     errors = [(site.site.kind, site.last) for site in sites if site.site.kind == "all_gather"]
     return [p.grad.to_local() for p in model.parameters()], errors

@@ -44,7 +44,7 @@ def started_with(*settings: dict[str, str]):
     mine = settings[dist.get_rank()]
     with mock.patch.dict(os.environ, mine):
         environment._log.cache_clear()
-        plan_store.begin()
+        plan_store.open_store()
         yield
 
 
@@ -118,11 +118,11 @@ class Net(nn.Module):
 
 
 def through(
-    door: str, error_sample_rate: float
+    integration: str, error_sample_rate: float
 ) -> tuple[list[torch.Tensor], str, dict[str, float], int]:
     """Return gradients of some steps, and the report on the integration afterwards."""
     model = Net()
-    if door == "ddp":
+    if integration == "ddp":
         model = DDP(model)
         opened = compress_ddp(model, forced("int8", error_sample_rate))
     else:
@@ -139,16 +139,16 @@ def through(
     return found, str(commpass.report()), commpass.metrics(), counts
 
 
-def doors(door: str):
-    plain, _, _, none = through(door, 0.0)
-    watched, text, numbers, many = through(door, 1.0)
+def integrations(integration: str):
+    plain, _, _, none = through(integration, 0.0)
+    watched, text, numbers, many = through(integration, 1.0)
     return all(map(torch.equal, plain, watched)), none, many, text, numbers
 
 
 @pytest.mark.every
-@pytest.mark.parametrize("door", ["ddp", "fsdp"])
-def test_exchanges_of_doors_are_sampled_too(ranks2, door):
-    for same, none, many, text, numbers in ranks2.run(doors, door):
+@pytest.mark.parametrize("integration", ["ddp", "fsdp"])
+def test_exchanges_of_integrations_are_sampled_too(ranks2, integration):
+    for same, none, many, text, numbers in ranks2.run(integrations, integration):
         assert same
         assert none == 0
         assert many >= 2
@@ -212,7 +212,7 @@ def one_never_comes() -> tuple[bool, list[tuple[str, str]]]:
     with started_with(OFF, {}), said() as words:
         torch._dynamo.reset()
         if dist.get_rank() == 0:
-            with mock.patch.object(plan_store.PlanStore, "hear_settings", return_value=False):
+            with mock.patch.object(plan_store.PlanStore, "read_settings", return_value=False):
                 backend = commpass.backend(forced(), inner="eager", timeout=1)
                 got = torch.compile(lambda x: x @ x, backend=backend)(torch.ones(4, 4))
                 return torch.equal(got, torch.full((4, 4), 4.0)), words

@@ -202,7 +202,7 @@ def test_backend_says_what_it_is(tmp_path):
     assert "\n" not in repr(made)
 
 
-def test_door_without_a_process_group_says_what_to_write():
+def test_integration_without_a_process_group_says_what_to_write():
     assert not torch.distributed.is_initialized()
     with pytest.raises(PolicyError) as error:
         commpass.parallel.ssfusion(torch.nn.Linear(2, 2))

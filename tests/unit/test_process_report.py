@@ -20,7 +20,7 @@ from commpass.codecs import codec
 from commpass.distributed import samples
 from commpass.distributed.samples import Sampled, Samples, is_sampled, measure
 from commpass.distributed.step_log import Entry, StepLog
-from commpass.distributed.watch import Watched
+from commpass.distributed.step_timer import TimedGraph
 from commpass.errors import CommpassError
 from commpass.plan import Plan, PlannedSite
 from commpass.plan.stage import Stage
@@ -57,9 +57,9 @@ def entry(*sites: PlannedSite, bound=None, fallback="", took=(), why="") -> Entr
     plan = Plan(
         graph="0", direction="forward", policy="p", profile="p", sites=sites, fallback=fallback
     )
-    watched = Watched("0 (forward)", 2e3, 3e3, False, took_us=list(took)) if took else None
+    timed = TimedGraph("0 (forward)", 2e3, 3e3, False, times_us=list(took)) if took else None
     kept = Samples(0.5, [Sampled(site, bound, why) for site in sites], calls=3)
-    return Entry(plan, kept, watched)
+    return Entry(plan, kept, timed)
 
 
 @pytest.fixture
@@ -431,10 +431,10 @@ class Stamp:
 
 def test_gpu_is_timed_by_events_that_are_read_when_they_have_come(monkeypatch):
     monkeypatch.setattr(torch, "get_device_module", lambda _: type("m", (), {"Event": Stamp}))
-    graph = Watched("0 (forward)", 1.0, 1.0, False, "cuda")
+    graph = TimedGraph("0 (forward)", 1.0, 1.0, False, "cuda")
     assert graph.time(lambda x: x + 1, 1) == 2
     graph.read_events()
-    assert not graph.took_us
+    assert not graph.times_us
     graph.time(lambda x: x, 1)
     graph.read_events()
-    assert graph.took_us == [1e3]
+    assert graph.times_us == [1e3]

@@ -198,11 +198,11 @@ def _selected(problem: Problem, settings: Settings) -> FusionPlan:
     problem = replace(problem, density=density)
     buffers = []
     for run in runs:
-        aside = offloaded(problem, run, frozenset(why)) if settings.offload else frozenset()
+        offload = offloaded(problem, run, frozenset(why)) if settings.offload else frozenset()
         sent = tuple(
             Sent(number, why=why[number])
             if number in why
-            else Sent(number, density, number in aside, f"{density:.4g} of its entries")
+            else Sent(number, density, number in offload, f"{density:.4g} of its entries")
             for number in run
         )
         buffers.append(Buffer(sent, cut_off(problem, sent) if settings.interleave else 0))

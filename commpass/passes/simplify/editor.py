@@ -161,7 +161,7 @@ class Editor:
             return None
         pair = (first.group, second.group)
         if pair not in self.unions:
-            self.unions[pair] = mesh_unions.joined(*pair)
+            self.unions[pair] = mesh_unions.union_group(*pair)
         group = self.unions[pair]
         return None if group is None else (group.group_name, group.size())
 
