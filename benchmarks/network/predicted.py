@@ -76,7 +76,7 @@ def measured(options: Options) -> list[Row]:
                 whole = leaves(kind, ranks.size, kib * 1024)
                 made = rows_of(found, case, dict.fromkeys(contenders, whole))
                 compare(made, "name", PLAIN, "of_plain")
-                us = profile.link.us(kind, kib * 1024, ranks.size)
+                us = profile.link.time_us(kind, kib * 1024, ranks.size)
                 (call,) = (row for row in made if row["name"] == CALL)
                 made.remove(call)
                 for row in made:

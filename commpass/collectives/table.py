@@ -10,7 +10,7 @@ from typing import Any
 from commpass.collectives import moves, native, reductions, uneven
 from commpass.collectives.algorithm import Algorithm
 from commpass.errors import PolicyError, nearest
-from commpass.utils.spec import changed, parameters_of, parse, spelled
+from commpass.utils.spec import changed_parameters, parameters_of, parse, spell
 
 MODULES = (reductions, native, moves, uneven)
 """The modules of algorithms, each with ``ALGORITHMS``: kind, name, function that builds it."""
@@ -79,12 +79,14 @@ def find_algorithm(kind: str, spec: str) -> Algorithm | None:
 
 def _changed(kind: str, name: str, parameters: dict[str, Any]) -> Algorithm:
     builder = ALGORITHMS[kind][name]
-    return _build(kind, name, changed(f"algorithm {name!r} of {kind}", builder, parameters))
+    return _build(
+        kind, name, changed_parameters(f"algorithm {name!r} of {kind}", builder, parameters)
+    )
 
 
 @lru_cache(maxsize=1024)
 def _build(kind: str, name: str, parameters: tuple[tuple[str, Any], ...]) -> Algorithm:
-    built = ALGORITHMS[kind][name](kind, spelled(name, parameters), **dict(parameters))
+    built = ALGORITHMS[kind][name](kind, spell(name, parameters), **dict(parameters))
     return replace(built, parameters=parameters)
 
 

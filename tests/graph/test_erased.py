@@ -81,7 +81,7 @@ def test_other_nodes_of_the_graph_can_be_read():
 def test_nodes_are_erased_in_one_place_only():
     places = {
         f"{file.relative_to(PACKAGE)}: {call.func.attr}"
-        for folder in ("passes", "doors", "parallel")
+        for folder in ("passes", "parallel")
         for file in (PACKAGE / folder).rglob("*.py")
         for call in ast.walk(ast.parse(file.read_text()))
         if isinstance(call, ast.Call)

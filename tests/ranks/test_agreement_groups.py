@@ -218,15 +218,15 @@ class Gone:
 def without_a_store():
     group = dist.new_group().group_name
     x = torch.rand(70)
-    kept = plan_store.PlanStore.store
-    plan_store.PlanStore.store = property(lambda self: Gone())
+    kept = plan_store.PlanStore.torch_store
+    plan_store.PlanStore.torch_store = property(lambda self: Gone())
     try:
         assert torch.equal(compiled(lambda x: summed(x, group), "lossless")(x), summed(x, group))
         with pytest.raises(PlanMismatch, match="does not answer") as error:
             compiled(lambda x: summed(x, group), forced("int8"))(x)
         assert "Broken pipe" in str(error.value)
     finally:
-        plan_store.PlanStore.store = kept
+        plan_store.PlanStore.torch_store = kept
     dist.barrier()
     got = compiled(lambda x: summed(x, group), forced("int8"))(x)
     return commpass.plans()[-1].sites[0].codec, got.shape

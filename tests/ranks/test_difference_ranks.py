@@ -418,7 +418,7 @@ def check_exchange() -> None:
     fresh()
     size, rank = dist.get_world_size(), dist.get_rank()
     backend = commpass.backend(POLICY, inner="eager", strict=True)
-    doors = Exchanges(backend)
+    exchanges = Exchanges(backend)
     parameters = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
     group = dist.group.WORLD.group_name
     what = Exchange("all_gather", group, size, "layers.0", "forward", "test")
@@ -427,7 +427,7 @@ def check_exchange() -> None:
         generator = torch.Generator().manual_seed(rank)
         start, way = torch.randn(2, 3000, generator=generator)
         x = start + 0.01 * step * way
-        doors.run(what, x, out, of=parameters)
+        exchanges.run(what, x, out, of=parameters)
         assert one_bits(out)
         everybody = [torch.empty_like(x) for _ in range(size)]
         dist.all_gather(everybody, x)
@@ -435,10 +435,10 @@ def check_exchange() -> None:
     assert seen[0] == 0
     assert seen[1] > 0
     assert max(seen[1:]) < 1.2 * seen[1]
-    (plan,) = doors.plans
+    (plan,) = exchanges.plans
     assert [site.codec for site in plan.sites] == [CODEC]
     assert plan.sites[0].wire_bytes == 4096 // 2 + ALIGNMENT
-    (said,) = refusals(lambda: doors.run(what, x, out))
+    (said,) = refusals(lambda: exchanges.run(what, x, out))
     assert "forces a codec" in said
 
 

@@ -55,8 +55,8 @@ def killed(where: str) -> str:
         )
     if doomed and where == "agreement":
         AgreementRound.publish = lambda self: die()
-    if doomed and where == "agreement, once it has spoken":
-        AgreementRound.decided = lambda self: die()
+    if doomed and where == "agreement, after publishing":
+        AgreementRound.is_decided = lambda self: die()
     if where == "exchange":
         function(x)
         if doomed:
@@ -73,7 +73,7 @@ def killed(where: str) -> str:
 WHERE = {
     "compile": ("PlanMismatch", "rank 1 of group"),
     "agreement": ("PlanMismatch", "rank 1 of group"),
-    "agreement, once it has spoken": ("RuntimeError", ""),
+    "agreement, after publishing": ("RuntimeError", ""),
     "exchange": ("RuntimeError", ""),
 }
 

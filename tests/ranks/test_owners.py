@@ -376,11 +376,11 @@ def test_graph_without_parameters_is_nobodys(force, fake_group):
     function = torch.compile(lambda x: Activation.apply(x).sin().sum(), backend=backend)
     output = function(torch.ones(256, 256, requires_grad=True) * 2)
     if force:
-        with pytest.raises(PolicyError, match="not known whose state"):
+        with pytest.raises(PolicyError, match="its state has no owner"):
             output.backward()
     else:
         output.backward()
-        assert "not known whose state" in commpass.plans()[-1].sites[0].reason
+        assert "its state has no owner" in commpass.plans()[-1].sites[0].reason
 
 
 @pytest.mark.every
@@ -402,7 +402,7 @@ def test_sizes_that_were_symbolic_elsewhere(fake_group):
 def test_weights_that_are_new_in_every_step_are_said(fake_group, caplog):
     fake_group(2)
     fresh()
-    owners._short[0] = 0
+    owners._short_lived[0] = 0
     function = torch.compile(
         lambda w: Summed.apply(w).sin().sum(), backend=commpass.backend(POLICY, inner="eager")
     )

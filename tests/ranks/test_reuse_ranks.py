@@ -235,7 +235,7 @@ def compiled_again_on_all() -> str:
 def test_rank_that_plans_differently_than_those_that_went_on_raises_at_once(ranks2):
     _, text = ranks2.run(compiled_again_on_all)
     assert "rank 0 of group" in text
-    assert "goes on with plan" in text
+    assert "continues with plan" in text
     assert "commpass.keep" in text
 
 

@@ -362,7 +362,7 @@ def check_bytes(options: dict) -> None:
     for step in range(3):
         model.zero_grad()
         model(batch(step, dtype=torch.float32)).square().sum().backward()
-        driver.lane = group  # agreement and link measurement are not counted
+        driver.channel = group  # agreement and link measurement are not counted
         if step == 1:
             group.seen.clear()
     (*_, plan) = commpass.plans()[seen:]
@@ -504,7 +504,7 @@ def check_refused() -> None:
     later.bias.requires_grad_(False)
     ssfusion(later, **USUAL)
     later.bias.requires_grad_(True)
-    with pytest.raises(PolicyError, match="bias has a gradient, but wanted none"):
+    with pytest.raises(PolicyError, match="bias has a gradient that is not exchanged"):
         later(torch.ones(1, 4)).sum().backward()
     half = net()
     ssfusion(half, **USUAL)
@@ -512,7 +512,7 @@ def check_refused() -> None:
     for _ in range(2):
         with pytest.raises((ZeroDivisionError, CommpassError)):
             half(batch(0)).sum().backward()
-    with pytest.raises(PolicyError, match="no parameter wants a gradient"):
+    with pytest.raises(PolicyError, match="no parameter requires a gradient"):
         ssfusion(net().requires_grad_(False))
     hooked = DistributedDataParallel(net())
     commpass.parallel.compress_ddp(hooked, "off")
@@ -528,7 +528,7 @@ def check_refused() -> None:
         planned(batch(1)).sum().backward()
 
 
-def check_two_doors() -> None:
+def check_two_integrations() -> None:
     """The gradients of a parameter are exchanged once, and errors name both integrations."""
     held = DistributedDataParallel(net())
     compress_ddp(held, "off")
@@ -548,8 +548,8 @@ def check_two_doors() -> None:
     inner(batch(0)).sum().backward()
 
 
-def test_second_door_of_any_kind_is_refused(ranks2):
-    ranks2.run(check_two_doors)
+def test_second_integration_of_any_kind_is_refused(ranks2):
+    ranks2.run(check_two_integrations)
 
 
 def check_replaced(ddp: bool) -> None:
@@ -593,7 +593,7 @@ def check_gone(ddp: bool) -> list[tuple[bool, int]]:
     layer = net()
     ssfusion(nn.Sequential(layer), **USUAL)
     gc.collect()
-    with pytest.raises(CommpassError, match="the model that was given to ssfusion is gone"):
+    with pytest.raises(CommpassError, match="the model that was given to ssfusion was freed"):
         layer(batch(0)).sum().backward()
     return found
 

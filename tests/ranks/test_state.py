@@ -370,7 +370,7 @@ def test_residuals_of_lost_ranks_are_shared_out_whole(before, after, op):
         return Name("-", "f", "root/backward/all_reduce/float32[4]/0", op, "world", rank, ranks)
 
     given = {of(rank, before): torch.full((4,), 2.0**rank) for rank in range(before)}
-    shared = [state._shared(of(rank, after), torch.zeros(4), given) for rank in range(after)]
+    shared = [state._redistributed(of(rank, after), torch.zeros(4), given) for rank in range(after)]
     factor = after / before if op == "avg" else 1.0
     assert torch.allclose(sum(shared), sum(given.values()) * factor)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 from commpass.codecs.codec import Codec
+from commpass.codecs.preset import Preset
 from commpass.codecs.sparse.codec import SparseCodec
 from commpass.codecs.sparse.indices import index_code
 from commpass.codecs.sparse.select import (
@@ -102,5 +103,21 @@ def _sparse(
 ) -> Codec:
     chosen = density_of(density)
     inner = inner_codec(resolve, "values", values)
-    index = index_code(Fraction(chosen.over, chosen.under), indices)
+    index = index_code(Fraction(chosen.numerator, chosen.denominator), indices)
     return SparseCodec(spec, selector, chosen, inner, index)
+
+
+PRESETS = tuple(
+    Preset(build.__name__, build, purpose, (build.__name__,), has_inner=True)
+    for build, purpose in (
+        (
+            topk,
+            "the largest values alone, exactly, with error feedback: gradients of data parallelism",
+        ),
+        (randomk, "values chosen at random, with error feedback: for comparison"),
+        (dgc, "about the largest values, by a sampled threshold (Deep Gradient Compression)"),
+        (gaussiank, "about the largest values, by the threshold of a Gaussian (Gaussian-k)"),
+        (redsync, "about the largest values, by a threshold that is bisected (RedSync)"),
+        (sidco, "about the largest values, by a threshold fitted in stages (SIDCo)"),
+    )
+)
