@@ -50,7 +50,7 @@ QUICK = {"kib": [1024], "repeats": 3}
 def profile(gbit: float) -> commpass.Profile:
     """Return the cost model's profile of such a network."""
     inside = commpass.ethernet(INSIDE_GBIT).link
-    return dataclasses.replace(commpass.ethernet(gbit), node=NODE, inside=inside)
+    return dataclasses.replace(commpass.ethernet(gbit), ranks_per_host=NODE, intra_host_link=inside)
 
 
 def crossing(stage: Any, ranks: int) -> float:

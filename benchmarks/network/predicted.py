@@ -71,7 +71,7 @@ def measured(options: Options) -> list[Row]:
                 contenders = _contenders(kind, function, kib, options.codecs)
                 case = (ranks, gbit, kind, kib, contenders, torch.float32)
                 made = compare_with_plain(*case, profile, options.repeats)
-                us = profile.link.us(kind, kib * 1024, ranks.size)
+                us = profile.link.time_us(kind, kib * 1024, ranks.size)
                 (call,) = (row for row in made if row["name"] == CALL)
                 made.remove(call)
                 for row in made:

@@ -22,7 +22,7 @@ from commpass.passes import run as run_passes
 from commpass.passes.fx.parse import describe_group, graph_modules, parse
 from commpass.passes.hidden import decided
 from commpass.passes.manager import OnPassEnd
-from commpass.plan import Plan
+from commpass.plan import UNCOMPRESSED, Plan
 
 Agreed = tuple[PassContext, PlanMismatch | None, Round | None]
 
@@ -38,7 +38,7 @@ def plan_graph(shared: Shared, graph_input: GraphInput, job: Job, on_pass_end: O
         outcome = run_passes(graph_input, number, on_pass_end=on_pass_end, strict=shared.strict)
         if not (over := excluded_sites(shared, job, outcome.plan)):
             break
-        outcome.restore("a site is left alone")
+        outcome.restore("a site stays uncompressed")
         graph_input = dataclasses.replace(graph_input, excluded={**outcome.excluded, **over})
     plan = outcome.plan
     try:
@@ -73,7 +73,7 @@ def excluded_sites(shared: Shared, job: Job, plan: Plan) -> dict[str, str]:
     rank = dist.get_rank() if ready() else 0
     keys, place = keys_of(plan.sites, rank), job.place
     found = {site.name: (place, keys[site.name]) for site in plan.compressed}
-    return {n: f"left alone: {shared.over[key]}" for n, key in found.items() if key in shared.over}
+    return {n: UNCOMPRESSED + shared.over[key] for n, key in found.items() if key in shared.over}
 
 
 def _participant(shared: Shared, job: Job) -> agreement.Participant:

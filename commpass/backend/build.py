@@ -37,7 +37,7 @@ from commpass.passes.fx import meta
 from commpass.passes.fx.marks import chunked
 from commpass.passes.fx.parse import parse
 from commpass.passes.timeline import whole_us
-from commpass.plan import Plan
+from commpass.plan import UNCOMPRESSED, Plan
 from commpass.utils.ambient import without_ambient_state
 
 LAST = (
@@ -143,7 +143,7 @@ def rebuild(shared: Shared, job: Job, built: Built, over: Mapping[Key, str]) -> 
     if built.check.is_first:
         for site in plan.sites:
             if site.name in names:
-                why = names[site.name].removeprefix("left alone: ")
+                why = names[site.name].removeprefix(UNCOMPRESSED)
                 record.log.warning(OVER, label(site), site.kind, why, MORE)
     return made
 
@@ -152,7 +152,7 @@ def _input(shared: Shared, job: Job, excluded: Mapping[str, str]) -> GraphInput:
     """Return the input of the passes."""
     policy = shared.policy
     if not shared.samples:
-        policy = dataclasses.replace(policy, watch=0.0, check_calls=0)
+        policy = dataclasses.replace(policy, error_sample_rate=0.0, check_calls=0)
     return GraphInput(
         gm=job.gm,
         direction=job.direction,

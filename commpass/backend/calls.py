@@ -70,4 +70,4 @@ def samples_of(outcome: PassContext, known: bool) -> Samples:
         why = outcome.sampled.get(site.name, other if site.compressed else PLAIN)
         checked = bound is not None and not force and why in ("", RECEIVED)
         found.append(Sampled(site, bound, why, checked and site.compressed))
-    return Samples(policy.watch, found)
+    return Samples(policy.error_sample_rate, found)

@@ -33,7 +33,7 @@ from commpass.passes.fx import meta
 from commpass.passes.fx.direction import keep_metadata
 from commpass.passes.fx.parse import graph_modules
 from commpass.plan import Simplification
-from commpass.policy.paths import Places
+from commpass.policy.paths import ModulePaths
 
 TRAINS = (
     'inner="tensorrt" is for inference alone, and this call wants gradients: make it under'
@@ -92,9 +92,9 @@ class Backend(Shared):
         options = inductor_options(options or {}, self.inner)
         number = str(self.graphs)
         self.graphs += 1
-        places = Places()
+        paths = ModulePaths()
         for _, module in graph_modules(gm):
-            meta.place(module, places)
+            meta.record_module_paths(module, paths)
         calls = Calls(gm, example_inputs, _is_compiled_autograd())
         calls.last = _is_last_compile()
         if calls.autograd:

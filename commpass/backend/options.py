@@ -9,7 +9,7 @@ from typing import Any, get_origin
 from commpass.errors import PolicyError
 
 INNER = ("inductor", "eager", "aot_eager", "tensorrt")
-LOOKS = INNER[:3]
+SAMPLING_COMPILERS = INNER[:3]
 """The inner compilers that know the operator that samples errors. Others need not know it."""
 OPTIONS = ("policy", "inner", "profile", "strict", "dump", "timeout")
 Compiler = Callable[..., Any]

@@ -13,7 +13,7 @@ from torch import fx
 from torch._guards import TracingContext
 
 from commpass import groups
-from commpass.backend.options import LOOKS, Compiler
+from commpass.backend.options import SAMPLING_COMPILERS, Compiler
 from commpass.costmodel import Profile
 from commpass.distributed import agreement, step_log
 from commpass.distributed.budget import Key
@@ -58,7 +58,7 @@ class Shared:
     @property
     def samples(self) -> bool:
         """Whether the inner compiler knows the operator that samples errors."""
-        return self.inner in LOOKS
+        return self.inner in SAMPLING_COMPILERS
 
     def reset(self) -> None:
         """Forget agreed values, so that graphs are compiled and compared again.

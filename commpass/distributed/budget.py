@@ -41,11 +41,11 @@ MOST_LOST = 0.5
 WORST = 10.0
 """How many times ``max_error`` the error of a block may be."""
 LONGEST_PAUSE_S = 0.05
-OVER = "%s (%s) is left alone from now on, on all ranks: %s. %s"
+OVER = "%s (%s) stays uncompressed from now on, on all ranks: %s. %s"
 """Site, kind, what is over the budget, and what to do."""
 STAYS = (
     "%s (%s) stays compressed: %s. This rank compiled the graph with what was agreed on before for"
-    " other inputs, and cannot leave the site alone by itself. %s"
+    " other inputs, and cannot change the site by itself. %s"
 )
 """The same, for a graph that was not compared with other ranks'."""
 

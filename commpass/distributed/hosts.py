@@ -36,13 +36,13 @@ HIERARCHICAL = "hierarchical"
 def with_hosts(
     profile: Profile, policy: Policy, gm: fx.GraphModule, timeout_s: float | None = None
 ) -> Profile:
-    """Return the profile with its ``node``, if that is missing but needed.
+    """Return the profile with its ``ranks_per_host``, if that is missing but needed.
 
     It is needed for ``hierarchical``, if a rule or an annotation names it without a number of
     ranks. The number is 0 on all ranks if hosts have different ones, or if not all ranks use
     commpass.
     """
-    if profile.node or not _asks(policy, gm) or not _is_distributed():
+    if profile.ranks_per_host or not _asks(policy, gm) or not _is_distributed():
         return profile
     try:
         here = board()
@@ -51,7 +51,7 @@ def with_hosts(
     except RuntimeError as error:  # the store is gone: the comparison of plans reports it
         log.debug("commpass could not reach the store: %s", error)
         return profile
-    return dataclasses.replace(profile, node=here.node)
+    return dataclasses.replace(profile, ranks_per_host=here.node)
 
 
 def on_each_host(places: Sequence[str]) -> int:
@@ -98,5 +98,5 @@ def _agreed(store: PlanStore, patience_s: float) -> int:
 
 SILENT = (
     "%d ranks have not said within %g s where they run: algorithm hierarchical is no choice. Say it"
-    " in the profile, as Profile(node=8), or in the rule, as hierarchical(node=8)"
+    " in the profile, as Profile(ranks_per_host=8), or in the rule, as hierarchical(node=8)"
 )

@@ -1,7 +1,7 @@
 """Measure the real error of compressed sites on some calls of a graph.
 
 Errors are measured on the first calls if there is an error budget (``budget``), and on a share of
-all calls (``Policy(watch=...)``).
+all calls (``Policy(error_sample_rate=...)``).
 
 The measurement is what the codec does to this rank's own values: ``|decode(encode(x)) - x| / |x|``
 of the tensor x that the site is given, in 2-norms. The plan's ``error`` and ``max_error`` are about
@@ -203,27 +203,27 @@ ABOVE = (
     " as the codec expects. %s"
 )
 MORE = (
-    "Give it a codec of more bits (a rule with module=...), leave it alone (keep=True), or allow"
-    " more (max_error, and force=True where its values are whole numbers)"
+    "Give it a codec of more bits (a rule with module=...), do not compress it (keep=True), or"
+    " allow more (max_error, and force=True where its values are whole numbers)"
 )
 
 
-PLAIN = "it is sent as it is"
+PLAIN = "it is sent uncompressed"
 """Why nothing is measured of an uncompressed site."""
 
 
 def label(site: PlannedSite) -> str:
     """Return a short label of a site: ``layers.0.mlp.down int8/two_shot``."""
     where = site.module or site.name
-    return f"{where} {site.codec}/{site.algorithm}" if site.compressed else f"{where} as it is"
+    return f"{where} {site.codec}/{site.algorithm}" if site.compressed else f"{where} uncompressed"
 
 
 @dataclass
 class Samples:
     """The sites of one graph, in the order of its plan, and their measured errors.
 
-    ``share`` is the policy's ``watch``. While ``checking``, ``CHECKED`` values of each site are
-    measured as well, and the caller reports what is above its bound.
+    ``share`` is the policy's ``error_sample_rate``. While ``checking``, ``CHECKED`` values of each
+    site are measured as well, and the caller reports what is above its bound.
     """
 
     share: float

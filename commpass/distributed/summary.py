@@ -250,8 +250,8 @@ SERVED = 32
 training."""
 OF_PRESET = -1
 NO_ROLE = (
-    "{} has no rule for what is sent over {}, and leaves it alone. Where that is tensor, data or"
-    " pipeline parallelism, say so: Policy.for_mesh(preset, tp=..., dp=..., pp=...)"
+    "{} has no rule for what is sent over {}, which stays uncompressed. Where that is tensor, data"
+    " or pipeline parallelism, say so: Policy.for_mesh(preset, tp=..., dp=..., pp=...)"
 )
 
 
@@ -281,7 +281,7 @@ def _instead(rule: Rule, sites: list[PlannedSite]) -> str:
     return (
         ":" + "".join(said)
         if said
-        else ": each of its conditions holds somewhere, but nowhere all of them."
+        else ": some sites meet each of its conditions, but no site meets all of them."
     )
 
 

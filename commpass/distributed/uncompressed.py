@@ -14,7 +14,7 @@ from commpass.passes.breakeven import break_even, break_even_rate
 from commpass.passes.candidates import NO_CODEC
 from commpass.passes.choose import rank
 from commpass.passes.results import Options
-from commpass.plan import LEFT, Candidate, PlannedSite
+from commpass.plan import UNCOMPRESSED, Candidate, PlannedSite
 from commpass.policy import Policy
 from commpass.policy.rules import Allowed, Annotation
 from commpass.utils.printable import amount, plural
@@ -59,8 +59,8 @@ class UncompressedSite:
 KEPT = "kept by keep in the model"
 NO_RULE = "no rule of {} is for them"
 NO_RULE_REMEDY = "a rule that matches them"
-HIDDEN = "hidden behind what is computed meanwhile"
-EARLIER = "left alone as earlier warnings say"
+OVERLAPPED = "overlapped with compute"
+EARLIER = "uncompressed for the reason of an earlier warning"
 
 
 def asks_for_codecs(policy: Policy, sites: Sequence[PlannedSite]) -> bool:
@@ -103,9 +103,11 @@ def _of_site(
     profile: Profile,
 ) -> UncompressedSite:
     if site.hidden:
-        return UncompressedSite(site, HIDDEN, "Policy(leave_hidden=False)")
-    if options is None or site.reason.startswith(LEFT):
-        return UncompressedSite(site, EARLIER if site.reason.startswith(LEFT) else site.reason)
+        return UncompressedSite(site, OVERLAPPED, "Policy(skip_overlapped=False)")
+    if site.reason.startswith(UNCOMPRESSED):
+        return UncompressedSite(site, EARLIER)
+    if options is None:
+        return UncompressedSite(site, site.reason)
     if options.obstacle == NO_CODEC.format(allowed.source):
         return UncompressedSite(site, *_unasked(site, allowed, policy))
     if options.obstacle:

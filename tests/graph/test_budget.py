@@ -54,7 +54,9 @@ def called(values, *, policy=BALANCED, calls: int = 3, inner: str = "eager", fun
 @pytest.fixture
 def warnings(caplog):
     caplog.set_level(logging.WARNING, "commpass")
-    return lambda: [r.getMessage() for r in caplog.records if "left alone from now" in r.message]
+    return lambda: [
+        r.getMessage() for r in caplog.records if "stays uncompressed from now" in r.message
+    ]
 
 
 GOOD = normal(128, 128), normal(128, 256, seed=1)

@@ -76,7 +76,7 @@ def test_sites_that_hide_behind_matmuls_are_left_alone_and_say_so():
     (site,) = planned(gradients(3), profile(exchange_us=10_000, matmul_us=20_000))
     assert (site.codec, site.hidden) == (NONE, True)
     assert site.wire_bytes == BYTES
-    assert site.reason.startswith("hidden: int8 by two_shot would take")
+    assert site.reason.startswith("overlapped with compute: int8 by two_shot would take")
 
 
 def test_sites_that_nothing_hides_are_compressed():
@@ -110,7 +110,10 @@ def test_codes_that_take_the_rank_longer_than_they_save_are_not_worth_it():
 
 @pytest.mark.parametrize(
     "policy",
-    [{"leave_hidden": False}, {"rules": (Rule(codec="int8", algorithm="two_shot", force=True),)}],
+    [
+        {"skip_overlapped": False},
+        {"rules": (Rule(codec="int8", algorithm="two_shot", force=True),)},
+    ],
 )
 def test_policy_may_compress_it_all_the_same(policy):
     known = profile(exchange_us=10_000, matmul_us=20_000)

@@ -270,7 +270,7 @@ def test_coding_takes_what_the_choice_counted(algorithm, chunks, lowering, codec
     rule = Rule(codec=codec, algorithm=algorithm, force=True, chunks=chunks, lowering=lowering)
     (site,) = drive(gm, rules=(rule,))
     coding = [stage for stage in site.stages if stage.role in ("encode", "decode")]
-    expected = sum(LINK.kernels.us(each.codec, each.role, each.values) for each in coding)
+    expected = sum(LINK.kernels.time_us(each.codec, each.role, each.values) for each in coding)
     found = [costs.compute(node, LINK).us for node in gm.graph.nodes if CODED in node.meta]
     assert sum(found) == pytest.approx(expected)
     assert len(found) > len(coding) or lowering == "kernel"

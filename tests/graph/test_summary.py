@@ -245,7 +245,7 @@ def test_preset_tells_groups_that_it_has_no_role_for_and_nothing_of_the_others(f
     other = planned(group="9", group_label="d", group_labels=("d", "world"))
     summary.add(plan("1", "forward", other, rules=summary.policy.rules), trained=True)
     (sentence,) = summary.unmatched_rules().values()
-    assert "no rule for what is sent over d, and leaves it alone" in sentence
+    assert "no rule for what is sent over d, which stays uncompressed" in sentence
     assert "for_mesh" in sentence
     summary.policy = Policy.for_mesh("balanced-3d", dp="world")
     assert not summary.unmatched_rules()

@@ -404,7 +404,7 @@ def kernel_breaks_on_one_rank() -> tuple[bool, str, str]:
 
 def test_kernel_that_fails_on_one_rank_makes_all_compile_the_untouched_graph(ranks2):
     (exact, fallback, warning), (other, nothing, own) = ranks2.run(kernel_breaks_on_one_rank)
-    why = "left alone: pass 'lower' failed: RuntimeError: injected"
+    why = "uncompressed: pass 'lower' failed: RuntimeError: injected"
     assert exact
     assert f"rank 1: {why}" in fallback
     assert "compiled untouched" in warning

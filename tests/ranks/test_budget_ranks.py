@@ -61,7 +61,7 @@ def _one_rank_over(inner: str) -> tuple[list[list[str]], list[str], list[torch.T
             results.append(compiled(x, y)[1])
             codecs.append(codecs_of(backend))
     reasons = [site.reason for site in backend.step_log.entries[0].plan.sites]
-    return codecs, reasons, results, [m for m in messages if "left alone from now on" in m]
+    return codecs, reasons, results, [m for m in messages if "stays uncompressed from now on" in m]
 
 
 @pytest.mark.parametrize("inner", ["eager", rarely("inductor")])

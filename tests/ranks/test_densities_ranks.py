@@ -29,7 +29,7 @@ POLICY = Policy(
     max_error=1.0,
     check_calls=0,
     selective=True,
-    leave_hidden=False,
+    skip_overlapped=False,
 )
 STEPS = 4
 

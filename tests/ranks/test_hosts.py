@@ -72,7 +72,7 @@ def test_sdp4bit_stays_in_8_bits_where_ranks_have_no_hosts_of_one_size(ranks4):
 
 
 def test_hosts_of_a_profile_count_before_those_that_are_found(ranks4):
-    said = Profile("said", SLOW.link, node=4)
+    said = Profile("said", SLOW.link, ranks_per_host=4)
     check(ranks4.run(averaged, (0, 0, 1, 1), "sdp4bit", said), "two_shot", 0.02)
 
 

@@ -48,7 +48,7 @@ def fails(failing: tuple[int, ...], numel: int):
         operators.IMPLEMENTATIONS[operators.ops.encode.default] = kept
 
 
-WHY = "all_gather_into_tensor is left alone: pass 'lower' failed: RuntimeError: injected"
+WHY = "all_gather_into_tensor is uncompressed: pass 'lower' failed: RuntimeError: injected"
 
 
 def test_failure_on_one_rank_alone_leaves_all_graphs_untouched(ranks2):

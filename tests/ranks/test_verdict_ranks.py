@@ -28,8 +28,10 @@ pytestmark = pytest.mark.xdist_group("ranks")
 ops = torch.ops._c10d_functional
 
 
-def forced(spec: str = "int8", watch: float = 0.0, **more) -> Policy:
-    return Policy(name=spec, rules=[Rule(codec=spec, force=True, **more)], watch=watch)
+def forced(spec: str = "int8", error_sample_rate: float = 0.0, **more) -> Policy:
+    return Policy(
+        name=spec, rules=[Rule(codec=spec, force=True, **more)], error_sample_rate=error_sample_rate
+    )
 
 
 def summed(x: torch.Tensor) -> torch.Tensor:
@@ -76,9 +78,11 @@ def x_of(rank: int, step: int) -> torch.Tensor:
 
 def sampled() -> tuple[list[bool], list[float], float]:
     results, errors, plan_error = [], [], 0.0
-    for watch in (0.0, 0.5):
+    for error_sample_rate in (0.0, 0.5):
         torch._dynamo.reset()
-        backend = commpass.backend(forced("int4", watch, algorithm="two_shot"), strict=True)
+        backend = commpass.backend(
+            forced("int4", error_sample_rate, algorithm="two_shot"), strict=True
+        )
         function = torch.compile(summed, backend=backend)
         results.append([function(x_of(dist.get_rank(), step)) for step in range(4)])
     (entry,) = backend.step_log.entries
@@ -113,15 +117,17 @@ class Net(nn.Module):
         return x
 
 
-def through(door: str, watch: float) -> tuple[list[torch.Tensor], str, dict[str, float], int]:
+def through(
+    door: str, error_sample_rate: float
+) -> tuple[list[torch.Tensor], str, dict[str, float], int]:
     """Return gradients of some steps, and the report on the integration afterwards."""
     model = Net()
     if door == "ddp":
         model = DDP(model)
-        opened = compress_ddp(model, forced("int8", watch))
+        opened = compress_ddp(model, forced("int8", error_sample_rate))
     else:
         fully_shard(model)
-        opened = compress_fsdp(model, forced("int8", watch))
+        opened = compress_fsdp(model, forced("int8", error_sample_rate))
     found = []
     for step in range(3):
         model.zero_grad()

@@ -18,7 +18,13 @@ from commpass.costmodel import ethernet
 from commpass.errors import CommpassError, PolicyError
 from commpass.parallel import compress_pipeline
 from commpass.parallel.pipeline.coding import Coding
-from commpass.parallel.pipeline.send_recv import Message, Place, coding_of, decide_all, messages_of
+from commpass.parallel.pipeline.send_recv import (
+    Message,
+    StageRanks,
+    coding_of,
+    decide_all,
+    messages_of,
+)
 from commpass.plan import NONE
 from commpass.policy import Policy, policy_named
 from commpass.policy.rules import DIRECTIONS, Rule
@@ -37,7 +43,7 @@ def place(wanted, ranks=2):
     """This rank has the stage at one end of a line."""
     group: Any = dist.group.WORLD
     own = wanted.source if wanted.kind == "send" else wanted.target
-    return Place(group, {stage: (stage - own) % ranks for stage in range(4)}, CPU)
+    return StageRanks(group, {stage: (stage - own) % ranks for stage in range(4)}, CPU)
 
 
 def decide(policy, *wanted, profile=SLOW, ranks=2):

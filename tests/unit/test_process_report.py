@@ -99,13 +99,13 @@ def test_exchanges_that_it_does_not_follow_are_named(book, monkeypatch):
 
 
 def test_way_to_measure_errors_keeps_the_policy(book):
-    """Policy(watch=0.01) alone would be a different policy, which compresses nothing."""
+    """``Policy(error_sample_rate=0.01)`` alone would be another policy: it compresses nothing."""
     one = entry(*layers(1))
     one.samples.share = 0.0
     book.entries.append(one)
-    assert 'Policy.from_preset("balanced", watch=0.01)' in str(commpass.report())
+    assert 'Policy.from_preset("balanced", error_sample_rate=0.01)' in str(commpass.report())
     book.policy = "custom"
-    assert "watch=0.01 in the policy measures them" in str(commpass.report())
+    assert "error_sample_rate=0.01 in the policy measures them" in str(commpass.report())
 
 
 def test_it_says_how_to_see_whether_it_is_faster(book):
@@ -127,7 +127,7 @@ def test_sites_of_repeated_layers_are_one_line_with_their_errors(book):
     assert f"{2 * 0.015:.3%}" in line  # the mean of 1 % and 2 %, for two encodes
     assert f"{2 * 0.02:.3%}" in line
     assert "5.000%" in line
-    assert "as it is" in text
+    assert "uncompressed" in text
     assert "measured 2.5 ms, predicted 2 ms, predicted without commpass 3 ms" in text
     assert max(map(len, text.splitlines())) < 140
     assert repr(commpass.report()) == text
@@ -164,8 +164,8 @@ def test_it_says_why_sites_are_as_they_are_and_what_was_not_measured(book):
     book.entries += [entry(*alone), coded]
     lines = str(commpass.report()).splitlines()
     assert lines[-3:] == [
-        "as it is: 2 sites, such as head: slow",
-        "as it is: 1 site, such as head: too small",
+        "uncompressed: 2 sites, such as head: slow",
+        "uncompressed: 1 site, such as head: too small",
         "not measured: 2 sites, such as layers.0.mlp: its codec loses nothing",
     ]
     assert [site.reason for site in commpass.report().sites[:3]] == ["too small", "slow", "slow"]
@@ -174,7 +174,9 @@ def test_it_says_why_sites_are_as_they_are_and_what_was_not_measured(book):
     assert "no relative error: 1 site, such as layers.1.mlp: " in str(commpass.report())
     assert commpass.report().sites[4].unclear == 1
     coded.samples.share = book.entries[0].samples.share = 0.0
-    assert 'from_preset("balanced", watch=0.01)' in str(commpass.report()).splitlines()[-1]
+    assert (
+        'from_preset("balanced", error_sample_rate=0.01)' in str(commpass.report()).splitlines()[-1]
+    )
 
 
 def test_why_no_time_is_known(book, monkeypatch):

@@ -183,7 +183,9 @@ def test_work_around_a_selection_counts_as_well(offload):
     sparse, dense = (make(model, 4, link, row_bytes, how) for model in (light, heavy))
     assert len(sparse.sparse) == 4
     assert not dense.sparse
-    assert dense.dense_us == pytest.approx(1e3 + 4 * link.us("all_reduce", 4 << 20, 4), rel=0.05)
+    assert dense.dense_us == pytest.approx(
+        1e3 + 4 * link.time_us("all_reduce", 4 << 20, 4), rel=0.05
+    )
     forced = make(heavy, 4, link, row_bytes, dataclasses.replace(how, force=True))
     assert forced.end_us == pytest.approx(sparse.end_us + 4 * 3e4, rel=0.05)
 
@@ -479,18 +481,18 @@ def test_messages_that_keep_processors_from_backward_make_a_step_longer():
     model = [Gradient(name, 1000, backward_us=1000.0) for name in "abc"]
     link = Link(10.0, 1.0)
     buffers = [Buffer((Sent(number),), 1) for number in range(3)]
-    last = link.us("all_reduce", 4000, 2)
+    last = link.time_us("all_reduce", 4000, 2)
     assert last < 1000
     alone = Problem(model, 2, link, row_bytes)
     assert alone.end_us(buffers) == pytest.approx(3000 + last)
-    shared = dataclasses.replace(alone, busy_us=lambda kind, nbytes: 100.0)
+    shared = dataclasses.replace(alone, overhead_us=lambda kind, nbytes: 100.0)
     assert shared.end_us(buffers) == pytest.approx(3200 + last)
 
 
 def test_fewer_messages_are_planned_where_each_keeps_processors_from_backward():
     model = [Gradient(f"{n}", 1000, backward_us=100.0) for n in range(12)]
     problem = Problem(model, 2, Link(1.0, 1.0), row_bytes)
-    shared = dataclasses.replace(problem, busy_us=lambda kind, nbytes: 500.0)
+    shared = dataclasses.replace(problem, overhead_us=lambda kind, nbytes: 500.0)
     counts = [len(fused(each, set(range(12)), "all_reduce")) for each in (problem, shared)]
     assert counts[1] < counts[0]
 
@@ -525,4 +527,6 @@ def test_long_exchanges_are_measured_once_or_not_at_all(
     runs = [len(list(same)) for _, same in itertools.groupby(seen)]
     assert runs == 2 * calls
     for kind in ("all_reduce", "all_gather"):
-        assert found.link.us(kind, 1 << 16, 2) == pytest.approx(us_per_byte * (1 << 16), rel=0.3)
+        assert found.link.time_us(kind, 1 << 16, 2) == pytest.approx(
+            us_per_byte * (1 << 16), rel=0.3
+        )

@@ -36,10 +36,16 @@ from commpass.errors import CommpassError, PolicyError
 from commpass.parallel.pipeline import endpoints
 from commpass.parallel.pipeline.budget import EdgeBudget
 from commpass.parallel.pipeline.coding import Coding
-from commpass.parallel.pipeline.send_recv import Message, Place, coding_of, decide_all, messages_of
+from commpass.parallel.pipeline.send_recv import (
+    Message,
+    StageRanks,
+    coding_of,
+    decide_all,
+    messages_of,
+)
 from commpass.parallel.refusals import refuse_other_group, refuse_other_torch, wrong_argument
 from commpass.passes import PassResult
-from commpass.plan import Plan, PlannedSite
+from commpass.plan import UNCOMPRESSED, Plan, PlannedSite
 from commpass.plan.timeline import Timeline
 from commpass.policy import Policy
 from commpass.policy.rules import DIRECTIONS
@@ -257,7 +263,7 @@ class CompressedStage:
         ]
         for _, site, coding in rows:
             if coding is not None and not now[site.name].compressed and kind == "send":
-                why = now[site.name].reason.removeprefix("left alone: ")
+                why = now[site.name].reason.removeprefix(UNCOMPRESSED)
                 log.warning(OVER, label(site), f"{kind} {direction}", why, MORE)
         self.plans[direction] = plan
         profile = self.backend.profile or default_here(self._place().device.type)
@@ -297,9 +303,9 @@ class CompressedStage:
 
     # --- the plan ---------------------------------------------------------------------------------
 
-    def _place(self) -> Place:
+    def _place(self) -> StageRanks:
         ranks = dict(self.stage.stage_index_to_group_rank)  # a schedule may change the original
-        return Place(self.group, ranks, torch.device(self.stage.device))
+        return StageRanks(self.group, ranks, torch.device(self.stage.device))
 
     def _plan(self, direction: str) -> None:
         """Plan all that the stage sends and receives in a direction, publish it, and compile the
@@ -339,7 +345,7 @@ class CompressedStage:
                     coding.prepare(encodes=kind == "send")
 
     def _publish_plans(
-        self, rows: Sequence[tuple[Message, PlannedSite, Coding | None]], place: Place
+        self, rows: Sequence[tuple[Message, PlannedSite, Coding | None]], place: StageRanks
     ) -> list[tuple[endpoints.Edge, endpoints.EndPlan]]:
         """Publish the plans for edges to stages on other ranks. Return those edges and plans."""
         every = pairs.endpoints([site for _, site, _ in rows], self.group.rank())

@@ -18,7 +18,7 @@ from commpass.distributed.budget import excess, is_due
 from commpass.distributed.samples import CHECKED, measure, reading_of
 from commpass.parallel.pipeline import endpoints
 from commpass.passes.sample import unsupported_reason
-from commpass.plan import PlannedSite, uncompressed
+from commpass.plan import UNCOMPRESSED, PlannedSite, uncompressed
 from commpass.policy import Policy
 
 What = tuple[str, str]
@@ -51,7 +51,7 @@ class EdgeBudget:
     def apply(self, sites: Sequence[PlannedSite]) -> tuple[PlannedSite, ...]:
         """Return the sites of a plan, with those over their budget uncompressed."""
         return tuple(
-            uncompressed(site, f"left alone: {why}", site.plain_us)
+            uncompressed(site, UNCOMPRESSED + why, site.plain_us)
             if (why := self.over.get((site.direction, site.name))) and site.compressed
             else site
             for site in sites

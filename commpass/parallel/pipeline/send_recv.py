@@ -118,7 +118,7 @@ def _is_root(info: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Place:
+class StageRanks:
     """Where a stage runs: its process group, the rank of every stage in that group, and the
     device."""
 
@@ -130,7 +130,7 @@ class Place:
         return self.ranks[stage] == self.group.rank()
 
 
-def site_of(message: Message, place: Place) -> Site:
+def site_of(message: Message, place: StageRanks) -> Site:
     """Return a message as a site.
 
     Its module is ``stages.I``, the stage that sends the activations. So all messages between two
@@ -178,7 +178,7 @@ def decide(site: Site, policy: Policy, profile: Profile) -> tuple[PlannedSite, O
 
 
 def decide_all(
-    messages: Iterable[Message], place: Place, policy: Policy, profile: Profile
+    messages: Iterable[Message], place: StageRanks, policy: Policy, profile: Profile
 ) -> tuple[tuple[PlannedSite, ...], dict[str, Options]]:
     """Return the decisions on messages, in order, and the candidates by the site's name."""
     sites, considered = [], {}
@@ -193,7 +193,7 @@ def decide_all(
     return tuple(sites), considered
 
 
-def coding_of(message: Message, site: PlannedSite, place: Place) -> Coding | None:
+def coding_of(message: Message, site: PlannedSite, place: StageRanks) -> Coding | None:
     """Return how a message is coded; None if it is uncompressed."""
     if not site.compressed:
         return None

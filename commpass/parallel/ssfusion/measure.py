@@ -257,7 +257,7 @@ class ExchangeTimes:
     link: Link
     busy: Mapping[str, Rate] = field(default_factory=dict)
 
-    def busy_us(self, kind: str, nbytes: float) -> float:
+    def overhead_us(self, kind: str, nbytes: float) -> float:
         return self.busy[kind].of(round(nbytes)) if kind in self.busy else 0.0
 
 

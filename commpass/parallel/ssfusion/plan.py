@@ -135,14 +135,14 @@ def make(
     link: Link,
     row_bytes: Callable[[int, float], int],
     settings: Settings,
-    busy_us: Callable[[str, float], float] = idle,
+    overhead_us: Callable[[str, float], float] = idle,
 ) -> FusionPlan:
     """Return the plan of a step.
 
-    ``row_bytes(entries, density)`` are the bytes of a sparse row; ``busy_us`` is that of
+    ``row_bytes(entries, density)`` are the bytes of a sparse row; ``overhead_us`` is that of
     ``Problem``.
     """
-    problem = Problem(gradients, ranks, link, row_bytes, busy_us=busy_us)
+    problem = Problem(gradients, ranks, link, row_bytes, overhead_us=overhead_us)
     whole = _all_dense(problem, settings)
     if ranks == 1:
         return replace(whole, why="one rank: nothing is sent")

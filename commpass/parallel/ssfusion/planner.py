@@ -137,7 +137,7 @@ class Planner:
 
         settings = self.options.at(step)
         known = (self.lane.size(), self.link, row_bytes, settings)
-        return make(gradients, *known, self._exchanges.busy_us)
+        return make(gradients, *known, self._exchanges.overhead_us)
 
     def _measure(self) -> None:
         """Measure, and combine the results so that all ranks plan alike.

@@ -67,7 +67,7 @@ def keep(
                 predicted_us=round(_us(stages, link, group), 1),
                 stages=stages,
             )
-            plain = round(link.us("all_reduce", site.bytes, group.size()), 1)
+            plain = round(link.time_us("all_reduce", site.bytes, group.size()), 1)
             reason = plan.why or "; ".join(dict.fromkeys(each.why for each, _ in held if each.why))
             sites.append(planned(site, candidate, f"by {message.kind}: {reason}", plain))
             if len(held) > 1:
@@ -133,7 +133,7 @@ def _us(stages: Sequence[Stage], link: Link, group: Any) -> float:
     """Return the microseconds of sending; coding counts as computation."""
     of_group = prices(Profile("measured", link), group.size(), groups.labels(group))
     tasks = (of_group.task(stage) for stage in stages if stage.role == "exchange")
-    return sum(task.busy_us + task.latency_us + task.us for task in tasks)
+    return sum(task.overhead_us + task.latency_us + task.us for task in tasks)
 
 
 def _grouped(
