@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+from functional_ops import ag, ar
 from graphs import code, ops, trace
 from tiers import rarely
 from torch import nn
@@ -21,21 +22,13 @@ from commpass.passes.fx.marks import MARK
 SAMPLE = torch.ops.commpass.sample_.default
 
 
-def reduced(x):
-    return ops.wait_tensor(ops.all_reduce(x, "sum", "0"))
-
-
-def gathered(x):
-    return ops.wait_tensor(ops.all_gather_into_tensor(x, 4, "0"))
-
-
 class Layer(nn.Module):
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(64, 64)
 
     def forward(self, x):
-        return reduced(self.linear(x))
+        return ar(self.linear(x))
 
 
 class Fused(nn.Module):
@@ -46,7 +39,7 @@ class Fused(nn.Module):
         self.scale = nn.Parameter(torch.ones(64))
 
     def forward(self, x):
-        return reduced(torch.tanh(x) * self.scale)
+        return ar(torch.tanh(x) * self.scale)
 
 
 def forced(spec: str = "int8", error_sample_rate: float = 1.0, **rule) -> Policy:
@@ -89,7 +82,7 @@ def test_each_site_is_looked_at_in_front_of_its_encode(fake_group, lowering):
 
     def function(x, w):
         for _ in range(3):
-            x = reduced(x @ w)
+            x = ar(x @ w)
         return x
 
     policy = forced(lowering=lowering)
@@ -106,7 +99,7 @@ def test_each_site_is_looked_at_in_front_of_its_encode(fake_group, lowering):
 def test_site_in_chunks_is_looked_at_before_anything_of_it_is_taken(fake_group):
     fake_group(4)
     policy = forced(lowering="kernel", algorithm="one_shot", chunks=4)
-    gm, _ = planned(lambda x, w: reduced(x @ w), values(0), values(1), policy=policy)
+    gm, _ = planned(lambda x, w: ar(x @ w), values(0), values(1), policy=policy)
     nodes = list(gm.graph.nodes)
     (sampled,) = (node for node in nodes if node.target is SAMPLE)
     x = sampled.args[0]
@@ -117,19 +110,19 @@ def test_site_in_chunks_is_looked_at_before_anything_of_it_is_taken(fake_group):
 
 def test_graph_has_no_sampling_without_watch(fake_group):
     fake_group(4)
-    plain, _ = planned(lambda x: reduced(x * 2), values(0), policy=forced(error_sample_rate=0.0))
+    plain, _ = planned(lambda x: ar(x * 2), values(0), policy=forced(error_sample_rate=0.0))
     assert not samples_in(plain)
     less = Policy(rules=forced().rules, error_sample_rate=1.0, skip=("sample",))
-    skipped, _ = planned(lambda x: reduced(x * 2), values(0), policy=less)
+    skipped, _ = planned(lambda x: ar(x * 2), values(0), policy=less)
     assert code(plain) == code(skipped)
 
 
 def test_graph_is_the_same_but_for_the_sampling_operator(fake_group):
     fake_group(4)
     graphs = [
-        planned(
-            lambda x: reduced(x @ x), values(0), policy=forced(error_sample_rate=error_sample_rate)
-        )[0]
+        planned(lambda x: ar(x @ x), values(0), policy=forced(error_sample_rate=error_sample_rate))[
+            0
+        ]
         for error_sample_rate in (0.0, 1.0)
     ]
     gm = graphs[1]
@@ -143,10 +136,10 @@ def test_graph_is_the_same_but_for_the_sampling_operator(fake_group):
 
 
 NOT = {
-    "inside": (forced(lowering="inline"), lambda x: reduced(torch.tanh(x)), "inside of the kernel"),
-    "lossless": (forced("exponent"), lambda x: gathered(x @ x), "loses nothing"),
-    "feedback": (forced("topk(density=0.1)"), lambda x: reduced(x @ x), None),
-    "uncompressed": (Policy(error_sample_rate=1.0), lambda x: reduced(x @ x), None),
+    "inside": (forced(lowering="inline"), lambda x: ar(torch.tanh(x)), "inside of the kernel"),
+    "lossless": (forced("exponent"), lambda x: ag(x @ x), "loses nothing"),
+    "feedback": (forced("topk(density=0.1)"), lambda x: ar(x @ x), None),
+    "uncompressed": (Policy(error_sample_rate=1.0), lambda x: ar(x @ x), None),
 }
 
 
@@ -175,7 +168,7 @@ def test_every_kind_is_sampled(fake_group, kind):
 
 def test_passes_alone_leave_it_out_for_other_compile_stacks(fake_group):
     fake_group(4)
-    gm = trace(lambda x: reduced(x @ x), values(0))
+    gm = trace(lambda x: ar(x @ x), values(0))
     plan = commpass.rewrite(gm, (), forced(), profile=commpass.ethernet(1))
     assert plan.compressed
     assert not samples_in(gm)

@@ -7,13 +7,13 @@ an older one.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import socket
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
+from rank_helpers import commpass_messages
 from torch import nn
 
 import commpass
@@ -296,13 +296,9 @@ def test_process_groups_made_anew_in_one_launch_agree_anew(ranks2):
 
 
 def leaves_apart():
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda entry: lines.append(entry.getMessage())
-    logging.getLogger("commpass").addHandler(handler)
     group = dist.new_group().group_name
     rank = dist.get_rank()
-    try:
+    with commpass_messages() as lines:
         two = compiled(lambda x: summed(x.cos(), group) * summed(x, group), forced("int8"))
         one = compiled(lambda x: summed(x, group), forced("int8"))
         second = compiled(lambda x: summed(x.sin(), group), forced("int8"))
@@ -310,8 +306,6 @@ def leaves_apart():
         if rank:
             summed(torch.zeros(80), group)
         second(torch.zeros(80))
-    finally:
-        logging.getLogger("commpass").removeHandler(handler)
     return got.shape, [plan.fallback for plan in commpass.plans()[-2:]], lines
 
 

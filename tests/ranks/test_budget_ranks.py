@@ -3,15 +3,14 @@ all."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
+from rank_helpers import commpass_messages
 from tiers import rarely
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -50,19 +49,6 @@ def codecs_of(backend) -> list[str]:
     return [site.codec for entry in backend.step_log.entries for site in entry.plan.sites]
 
 
-@contextlib.contextmanager
-def warnings_of_commpass() -> Iterator[list[str]]:
-    """Collect warnings while this context is open."""
-    messages: list[str] = []
-    keeper = logging.Handler(logging.WARNING)
-    keeper.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("commpass").addHandler(keeper)
-    try:
-        yield messages
-    finally:
-        logging.getLogger("commpass").removeHandler(keeper)
-
-
 def _one_rank_over(inner: str) -> tuple[list[list[str]], list[str], list[torch.Tensor], list[str]]:
     torch._dynamo.reset()
     rank = dist.get_rank()
@@ -70,7 +56,7 @@ def _one_rank_over(inner: str) -> tuple[list[list[str]], list[str], list[torch.T
     compiled = torch.compile(two_sums, backend=backend)
     x, y = normal(64, 64, seed=rank), with_counts(rank) if rank == 1 else normal(64, 256)
     codecs, results = [], []
-    with warnings_of_commpass() as messages:
+    with commpass_messages(logging.WARNING) as messages:
         for _ in range(4):
             results.append(compiled(x, y)[1])
             codecs.append(codecs_of(backend))
@@ -199,7 +185,7 @@ def _one_compiles_again_over_its_budget() -> tuple[list[str], list[str], torch.T
         return reduced(x * 1.0), y * 2
 
     compiled = torch.compile(function, backend=backend, dynamic=False)
-    with warnings_of_commpass() as messages:
+    with commpass_messages(logging.WARNING) as messages:
         for step in range(7):
             late = rank == 1 and step >= 3
             x = with_counts(rank) if late else normal(64, 256, seed=rank)
@@ -229,7 +215,7 @@ def _silent() -> tuple[str, float, list[str]]:
     dist.barrier()
     start, error, messages = time.monotonic(), "", []
     if dist.get_rank() == 0:
-        with warnings_of_commpass() as messages:
+        with commpass_messages(logging.WARNING) as messages:
             try:
                 compiled(x, y)
             except Unanswered as raised:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from counting import counting_group
 from processes import Ranks, RanksFailed
+from rank_helpers import gather_objects
 from tiers import rarely
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -57,15 +58,9 @@ def batch(step: int, rank: int | None = None, dtype: torch.dtype = torch.float64
     return torch.randn(8, 40, generator=generator, dtype=dtype)
 
 
-def everybodys(x):
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, x)
-    return found
-
-
 def alike(*tensors) -> bool:
     """Return whether all ranks hold the same bits."""
-    return len({t.detach().numpy().tobytes() for t in everybodys(flat(tensors))}) == 1
+    return len({t.detach().numpy().tobytes() for t in gather_objects(flat(tensors))}) == 1
 
 
 def flat(tensors) -> torch.Tensor:
@@ -81,7 +76,7 @@ def residuals(handle, model: nn.Module) -> torch.Tensor:
     driver = handle._hooks.driver
     numbers = {id(w.parameter): n for n, w in enumerate(driver.planner.weights)}
     own = flat([driver.memory(numbers[id(p)]).residual for p in model.parameters()])
-    return sum(everybodys(own))
+    return sum(gather_objects(own))
 
 
 def exact(model: nn.Module, step: int) -> torch.Tensor:
@@ -90,7 +85,7 @@ def exact(model: nn.Module, step: int) -> torch.Tensor:
     for p in mine.parameters():
         p.grad = None
     mine(batch(step)).square().sum().backward()
-    return sum(everybodys(gradients(mine)))
+    return sum(gather_objects(gradients(mine)))
 
 
 # --- nothing is lost ------------------------------------------------------------------------------
@@ -277,7 +272,7 @@ def check_unused(ddp: bool) -> None:
         mine.zero_grad()
         mine(batch(step), some).backward()
         grad = mine.some.weight.grad
-        right = right + sum(everybodys(torch.zeros(30, 40) if grad is None else grad)).double()
+        right = right + sum(gather_objects(torch.zeros(30, 40) if grad is None else grad)).double()
         wrapped.zero_grad()
         wrapped(batch(step), some).backward()
         assert model.never.weight.grad is None
@@ -289,7 +284,7 @@ def check_unused(ddp: bool) -> None:
             given = given + size * model.some.weight.grad
     driver = handle._hooks.driver
     number = handle.names.index("some.weight")
-    left = sum(everybodys(driver.memory(number).residual))
+    left = sum(gather_objects(driver.memory(number).residual))
     assert left.abs().max() > 0
     torch.testing.assert_close(given + left, right, rtol=1e-10, atol=1e-12)
 
@@ -380,7 +375,7 @@ def check_bytes(options: dict) -> None:
     fused = {name for each in plan.grouped for name in each.sites}
     alone = len(handle.plan.messages) == len(handle.names)
     assert alone or fused <= set(handle.names)
-    assert everybodys(plan.digest()) == [plan.digest()] * dist.get_world_size()
+    assert gather_objects(plan.digest()) == [plan.digest()] * dist.get_world_size()
 
 
 @pytest.mark.parametrize(
@@ -419,7 +414,7 @@ def means(handle) -> tuple[torch.Tensor, torch.Tensor]:
     by_name = dict(zip(handle.names, range(len(handle.names)), strict=True))
     held = [driver.memory(by_name[name]) for name in sorted(by_name)]
     kinds = [[m.residual for m in held], [m.velocity for m in held if m.velocity is not None]]
-    return tuple(sum(everybodys(flat(x))) / dist.get_world_size() for x in kinds if x)
+    return tuple(sum(gather_objects(flat(x))) / dist.get_world_size() for x in kinds if x)
 
 
 def load(folder: str, momentum: float, first: bool):
@@ -657,7 +652,7 @@ def check_measured() -> None:
         model.zero_grad()
         model(batch(step, dtype=torch.float32)).square().sum().backward()
     assert handle.names[0].startswith("4.")  # backward begins at the end
-    assert len(set(everybodys(repr(handle.plan)))) == 1
+    assert len(set(gather_objects(repr(handle.plan)))) == 1
     assert handle.overhead_s > 0
     first, then = commpass.plans()[seen:]
     assert {site.codec for site in first} == {"none"}

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import report_dumps as made
+from dumps import fails
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from steps import growth
@@ -110,15 +111,6 @@ def shown(*runs, measured=()) -> Page:
 
 def report(*args: object):
     return CliRunner().invoke(app, ["report", *map(str, args)])
-
-
-def fails(result, *said: str) -> None:
-    """Check for a clean error: one line on stderr, nothing on stdout, exit code 2."""
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    assert re.fullmatch(r"commpass: [^\n]+\n", result.stderr), result.stderr
-    for part in said:
-        assert part in result.stderr
 
 
 @pytest.fixture
