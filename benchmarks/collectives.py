@@ -107,7 +107,7 @@ def cases(options: argparse.Namespace, ranks: int) -> Iterator[tuple[str, str, s
         ):
             with suppress(PolicyError):  # this kind has no such algorithm
                 chosen = algorithm(kind, name, first=first)
-                if chosen.obstacle(codec(code), ranks) is None:
+                if chosen.unsupported_reason(codec(code), ranks) is None:
                     yield kind, chosen.spec, code
 
 
@@ -291,7 +291,8 @@ def measured(options: argparse.Namespace) -> list[Row]:
             hops = (handed,) if work is None else work.exchanges
             link = Link(0.0, options.link / 8)
             row["limit"] = (
-                sum(link.us(hop.kind, hop.leaving, options.ranks, hop.peers) for hop in hops) / 1e3
+                sum(link.time_us(hop.kind, hop.leaving, options.ranks, hop.peers) for hop in hops)
+                / 1e3
             )
         made.append(row)
         print(

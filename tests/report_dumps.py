@@ -54,7 +54,9 @@ def site(name: str, module: str, *, ranks: int = 4, compressed: bool = True, **m
     if compressed:
         chosen = planned(found, INT8, REASON, ALONE.predicted_us)
         return dataclasses.replace(chosen, missed=missed)
-    return uncompressed(found, "hidden: the rank computes meanwhile", ALONE.predicted_us)
+    return uncompressed(
+        found, "overlapped with compute: the graph would not end earlier", ALONE.predicted_us
+    )
 
 
 def layers(count: int, **more) -> list[PlannedSite]:
@@ -185,7 +187,6 @@ def eventful(count: int = 4, **more) -> Dump:
                 group="0",
                 numbers=(0, 1),
                 bytes=(64, 128),
-                gain_us=55.0,
                 reason="two starts become one",
             ),
         ),

@@ -12,11 +12,11 @@ from torch import Tensor
 from commpass.codecs import (
     Codec,
     DifferenceCodec,
-    change,
-    changed,
+    add_to_reference,
     cut_apart,
     next_reference,
     operators,
+    subtract_reference,
 )
 from commpass.collectives.algorithm import Algorithm
 from commpass.collectives.reductions import flow_of, no_sparse
@@ -41,9 +41,9 @@ def difference_steps(
     weights).
     """
     rows = reference.reshape(request.ranks, -1)
-    own = change(x.reshape(1, -1), rows.narrow(0, request.rank, 1))
+    own = subtract_reference(x.reshape(1, -1), rows.narrow(0, request.rank, 1))
     by = yield from move_rows(own, own.dtype, coder.inner, flow, Gather(request))
-    now = changed(rows, by, x.dtype).to(x.dtype).reshape(reference.shape)
+    now = add_to_reference(rows, by, x.dtype).to(x.dtype).reshape(reference.shape)
     return now, next_reference(now, reference)
 
 
@@ -82,7 +82,7 @@ def recv_steps(x: Tensor, request: Request, coder: Codec) -> Steps:
     return cut_apart(rows.to(x.dtype), x.numel()).reshape(x.shape)
 
 
-def _pairwise_obstacle(coder: Codec, ranks: int) -> str | None:
+def _pairwise_unsupported_reason(coder: Codec, ranks: int) -> str | None:
     if coder.dynamic:
         return (
             f"{coder.spec} sends a number of bytes that depends on the values, which the receiver"
@@ -101,7 +101,7 @@ def gather_steps(
     return all_gather_steps(x, request, coder, flow)
 
 
-def _gather_obstacle(coder: Codec, ranks: int) -> str | None:
+def _gather_unsupported_reason(coder: Codec, ranks: int) -> str | None:
     return None if isinstance(coder, DifferenceCodec) else no_sparse(coder, ranks)
 
 
@@ -109,7 +109,7 @@ def _gather_obstacle(coder: Codec, ranks: int) -> str | None:
 
 
 def direct(
-    steps: Callable[..., Steps], obstacle: Callable[[Codec, int], str | None] = no_sparse
+    steps: Callable[..., Steps], unsupported_reason: Callable[[Codec, int], str | None] = no_sparse
 ) -> Callable[..., Algorithm]:
     """Return the function that builds an algorithm of one exchange from its steps."""
 
@@ -130,7 +130,11 @@ def direct(
         """
         flow = flow_of(chunks, chunk_bytes, shards, first)
         return Algorithm(
-            spec, kind, partial(steps, flow=flow), obstacle=obstacle, chunks=flow.chunks
+            spec,
+            kind,
+            partial(steps, flow=flow),
+            steps_unsupported_reason=unsupported_reason,
+            chunks=flow.chunks,
         )
 
     return build
@@ -138,11 +142,13 @@ def direct(
 
 def pairwise(steps: Callable[..., Steps]) -> Callable[..., Algorithm]:
     """Return the function that builds one encoded message, in place of the plain operator."""
-    return lambda kind, spec: Algorithm(spec, kind, steps, obstacle=_pairwise_obstacle)
+    return lambda kind, spec: Algorithm(
+        spec, kind, steps, steps_unsupported_reason=_pairwise_unsupported_reason
+    )
 
 
 ALGORITHMS = {
-    "all_gather": {"direct": direct(gather_steps, _gather_obstacle)},
+    "all_gather": {"direct": direct(gather_steps, _gather_unsupported_reason)},
     "broadcast": {"direct": direct(broadcast_steps)},
     "send": {"direct": pairwise(send_steps)},
     "recv": {"direct": pairwise(recv_steps)},

@@ -93,8 +93,8 @@ def native(kind: str, spec: str) -> Algorithm:
         kind,
         all_reduce_steps if kind == "all_reduce" else reduce_scatter_steps,
         encodes=encodes,
-        obstacle=_casts,
-        sends=wire_dtype,
+        steps_unsupported_reason=_casts,
+        wire_dtype=wire_dtype,
     )
 
 

@@ -57,16 +57,16 @@ class Scatter:
     """One of the functions of ``scatters``.
 
     ``encodes`` is as in ``Algorithm``. ``between`` returns the codec of the last hop if it differs.
-    ``hops`` says whether partial sums are sent, not only values. ``keeps`` says whether later hops
-    read the values again. ``gather`` is the function of ``gathers`` by which an all_reduce then
-    shares the sums.
+    ``hops`` says whether partial sums are sent, not only values. ``keeps_input`` says whether later
+    hops read the values again. ``gather`` is the function of ``gathers`` by which an all_reduce
+    then shares the sums.
     """
 
     run: Callable[[Tensor, Request, Coding], Summed]
     encodes: Callable[[Codec, int], Encodes]
     between: Callable[[Codec], Codec] = lambda codec: codec
     hops: bool = True
-    keeps: bool = False
+    keeps_input: bool = False
     gather: Callable[[Tensor, Request, Coding], Steps] = gathers.direct
 
     def unit(self, codec: Codec) -> int:
@@ -77,13 +77,13 @@ DIRECT = Scatter(scatters.direct, lambda codec, ranks: ((codec, 1.0),), hops=Fal
 RING = Scatter(
     scatters.ring,
     lambda codec, ranks: ((codec, scatters.ring_encodes(ranks)),),
-    keeps=True,
+    keeps_input=True,
     gather=gathers.ring,
 )
 SEMI_RING = Scatter(
     scatters.semi_ring,
     lambda codec, ranks: ((codec, scatters.semi_ring_encodes(ranks)),),
-    keeps=True,
+    keeps_input=True,
 )
 
 
@@ -114,19 +114,19 @@ class Staged:
     def domain(self, coder: Codec) -> str:
         return coder.domain.name if self.stage != "ag" else ""
 
-    def keeps(self, coder: Codec) -> bool:
-        return self.scatter.keeps or self.stage == "ag" or isinstance(coder, RawCodec)
+    def keeps_input(self, coder: Codec) -> bool:
+        return self.scatter.keeps_input or self.stage == "ag" or isinstance(coder, RawCodec)
 
     def all_reduce(self, x: Tensor, request: Request, coder: Codec) -> Steps:
         first, second = self.codings(coder, x.dtype, request)
-        there = second.codec.domain
+        gather_domain = second.codec.domain
 
         def both(rows: Tensor, first: Coding) -> Steps:
-            summed, here = yield from self.scatter.run(rows, request, first)
-            summed = convert(request.from_sum(summed), here, there)
+            summed, domain = yield from self.scatter.run(rows, request, first)
+            summed = convert(request.from_sum(summed), domain, gather_domain)
             last = second.in_domain().of_chunk(first.chunk)
             arrived = yield from self.scatter.gather(summed, request, last)
-            return convert(arrived, there, VALUES).to(x.dtype)
+            return convert(arrived, gather_domain, VALUES).to(x.dtype)
 
         shard = shard_length(x.numel(), request.ranks, self.unit(coder))
         rows = pad(x.reshape(-1), shard * request.ranks).reshape(request.ranks, shard)
@@ -262,7 +262,7 @@ def one_shot(
         kind,
         partial(one_shot_steps, flow=flow),
         chunks=flow.chunks,
-        obstacle=no_sparse,
+        steps_unsupported_reason=no_sparse,
         domain=lambda coder: coder.domain.name,
     )
 
@@ -279,9 +279,9 @@ def _staged(kind: str, spec: str, scatter: Scatter, stage: str, flow: Flow) -> A
         kind,
         steps=staged.all_reduce if by_stage else staged.reduce_scatter,
         encodes=staged.encodes if by_stage else scatter.encodes,
-        obstacle=no_sparse,
+        steps_unsupported_reason=no_sparse,
         domain=staged.domain,
-        keeps=staged.keeps,
+        keeps_input=staged.keeps_input,
         chunks=flow.chunks,
     )
 
@@ -298,9 +298,9 @@ def _few_hops(algorithm: Algorithm, hops: Callable[[int], int]) -> Algorithm:
                 " error:"
                 f" more than {MOST_HOPS}"
             )
-        return algorithm.obstacle(coder, ranks)
+        return algorithm.steps_unsupported_reason(coder, ranks)
 
-    return replace(algorithm, obstacle=unsupported_reason)
+    return replace(algorithm, steps_unsupported_reason=unsupported_reason)
 
 
 def two_shot(
@@ -381,11 +381,11 @@ def hierarchical(
     def run(rows: Tensor, request: Request, coding: Coding) -> Summed:
         return scatters.hierarchical(rows, request, coding, node=node, between=of(coding.codec))
 
-    def obstacle(coder: Codec, ranks: int) -> str | None:
+    def unsupported_reason(coder: Codec, ranks: int) -> str | None:
         if node == 0:
             return (
                 "hierarchical needs the number of ranks on a host: hierarchical(node=8), or"
-                " Profile(node=8)"
+                " Profile(ranks_per_host=8)"
             )
         if ranks % node or not 1 < node < ranks:
             return f"{ranks} ranks are not several nodes of {node}"
@@ -393,13 +393,13 @@ def hierarchical(
 
     scatter = Scatter(run, lambda coder, ranks: ((coder, 1.0), (of(coder), 1.0)), of)
     made = _staged(kind, spec, scatter, stage, flow_of(chunks, chunk_bytes, shards, first))
-    return replace(made, obstacle=obstacle)
+    return replace(made, steps_unsupported_reason=unsupported_reason)
 
 
 def sparse(kind: str, spec: str) -> Algorithm:
     """An all-gather of selected values and indices, with error feedback; for sparse codecs (topk,
     dgc, ...)."""
-    return Algorithm(spec, kind, sparse_steps, obstacle=_needs_sparse)
+    return Algorithm(spec, kind, sparse_steps, steps_unsupported_reason=_needs_sparse)
 
 
 def flow_of(chunks: int, chunk_bytes: int, shards: int, first: str) -> Flow:

@@ -26,7 +26,7 @@ from commpass.collectives.request import Request, ops
 from commpass.collectives.steps import run
 from commpass.collectives.table import algorithm
 from commpass.plan.kinds import KIND_OF, KINDS
-from commpass.plan.stage import Stage, all_to_all
+from commpass.plan.stage import Stage, all_to_all, plain_exchange
 from commpass.utils.ambient import ambient_free
 
 
@@ -160,9 +160,9 @@ class _Recorder(TorchDispatchMode):
             if EXCHANGES.get(func) == "all_to_all"
             else func(*args, **(kwargs or {}))
         )
-        taken, given = list(_tensors(args)), list(_tensors([result]))
-        after = tuple(sorted({n for each in taken for n in self.made_by.get(id(each), ())}))
-        stage = self._stage(func, args, taken, given)
+        inputs, outputs = list(_tensors(args)), list(_tensors([result]))
+        after = tuple(sorted({n for each in inputs for n in self.made_by.get(id(each), ())}))
+        stage = self._stage(func, args, inputs, outputs)
         if stage is not None and stage.role == "exchange":
             after = tuple(sorted({*after, *self.known}))
             self.known.clear()
@@ -173,11 +173,11 @@ class _Recorder(TorchDispatchMode):
                 decoded = dataclasses.replace(stage, role="decode", after=after)
                 self.stages.append(decoded)
         if after:
-            for each in given:
+            for each in outputs:
                 self.made_by[id(each)] = after
                 self.tensors.append(each)
         if func is WITH_FEEDBACK:
-            self.made_by[id(given[1])] = (len(self.stages) - 1,)
+            self.made_by[id(outputs[1])] = (len(self.stages) - 1,)
         return result
 
     def _stage(self, func: Any, args: Any, inputs: list[Tensor], outputs: list[Tensor]) -> Any:
@@ -187,13 +187,13 @@ class _Recorder(TorchDispatchMode):
         if role is None or role in UNCOUNTED:
             return None
         if func is operators.ops.decode_and_sum_by_index.default:
-            coder = operators.named(args[1])
+            coder = operators.lookup(args[1])
             values = coder.slots(args[2]) * args[0].shape[0]
             return Stage(role=role, codec=coder.spec, values=values)
         if role not in ("encode", "decode"):
             return Stage(role=role, values=inputs[0].numel())
         coder, (rows, numel) = (
-            operators.named(next(arg for arg in args if isinstance(arg, str))),
+            operators.lookup(next(arg for arg in args if isinstance(arg, str))),
             (inputs if role == "encode" else outputs)[0].shape,
         )
         return Stage(role=role, codec=coder.spec, values=rows * coder.padded_numel(numel))
@@ -201,13 +201,8 @@ class _Recorder(TorchDispatchMode):
     def _exchange(self, kind: str, wire: Tensor, args: Any) -> Stage:
         nbytes = wire.numel() * wire.element_size()
         if not KINDS[kind].splits:
-            return Stage(
-                role="exchange",
-                kind=kind,
-                nbytes=nbytes,
-                leaving=nbytes,
-                by_messages=KINDS[kind].by_messages and self.request.by_messages,
-            )
+            by_messages = KINDS[kind].by_messages and self.request.by_messages
+            return plain_exchange(kind, nbytes, by_messages=by_messages)
         _, received, sent, _ = args
         return all_to_all(
             nbytes, sent, received, self.request.rank, by_messages=self.request.by_messages

@@ -163,7 +163,7 @@ def by_entries(coder: Codec, width: int, dtype: torch.dtype, request: Request) -
 
 def _even(request: Request) -> bool:
     sizes = (*(request.sent or ()), *(request.received or ()))
-    return request.alike and bool(sizes) and all(size == sizes[0] for size in sizes)
+    return request.has_even_peers and bool(sizes) and all(size == sizes[0] for size in sizes)
 
 
 def common(
@@ -174,7 +174,7 @@ def common(
     def build(kind: str, spec: str, *, first: str = "static") -> Algorithm:
         """An all-to-all of the parts. Equal parts are exchanged as by the kind without ``_v``."""
         run = partial(steps, flow=flow_of(1, 0, 1, first))
-        return Algorithm(spec, kind, run, obstacle=no_sparse, domain=domain)
+        return Algorithm(spec, kind, run, steps_unsupported_reason=no_sparse, domain=domain)
 
     return build
 

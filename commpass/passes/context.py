@@ -18,6 +18,7 @@ from commpass.passes.references import UNKNOWN, Weights
 from commpass.passes.results import (
     Chunked,
     ConstantInput,
+    DecidedDensities,
     Densities,
     EncodedValue,
     Known,
@@ -25,7 +26,6 @@ from commpass.passes.results import (
     Moved,
     Options,
     StateInput,
-    Thinned,
 )
 from commpass.plan import NOBODY, Plan, Site, uncompressed
 from commpass.policy import Policy
@@ -101,7 +101,7 @@ class PassContext(PassResult):
     untouched: dict[fx.GraphModule, fx.Graph] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     sites_changed: bool = False
-    thinned: Thinned = field(default_factory=Thinned)
+    densities: DecidedDensities = field(default_factory=DecidedDensities)
     chunked: Chunked = field(default_factory=Chunked)
     limits: tuple[Limit, ...] = ()
     encoded: dict[str, EncodedValue] = field(default_factory=dict)

@@ -32,7 +32,6 @@ from commpass.passes.fx.parse import (
     waited,
 )
 from commpass.passes.graph_site import GraphSite
-from commpass.passes.neighbours import consumers, producer
 from commpass.passes.references import (
     SEVERAL_TIMES,
     UNKNOWN,
@@ -164,8 +163,6 @@ def _found(
         device=fake.device.type if fake is not None else "cpu",
         module=meta.module_path(call.node),
         direction=direction,
-        producer=producer(source) if isinstance(source, fx.Node) else None,
-        consumers=tuple(consumers(held)),
         word=meta.annotation(call.node, KEY),
         obstacle=_unsupported_reason(call, position, fake, size, held, early),
     )

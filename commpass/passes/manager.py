@@ -48,7 +48,7 @@ from commpass.passes.context import GraphInput, PassContext
 from commpass.passes.contract import GRAPH, POST_GRAD, Contracts, Pass
 from commpass.passes.failures import SiteFailure
 from commpass.passes.fx.erase import is_checked
-from commpass.plan import LEFT
+from commpass.plan import UNCOMPRESSED
 from commpass.utils.ambient import rewriting
 
 log = logging.getLogger("commpass")
@@ -139,7 +139,7 @@ def run(
         context = PassContext.of(dataclasses.replace(graph_input, excluded=left), graph)
         _run_once(context, steps, on_pass_end, strict)
         times.update(context.times_ms)
-        failed = {name: LEFT + why for name, why in context.failed.items()}
+        failed = {name: UNCOMPRESSED + why for name, why in context.failed.items()}
         if not rounds or failed.keys() <= left.keys():
             break
         left, rounds = {**failed, **left}, rounds - 1
@@ -147,8 +147,8 @@ def run(
     new = [f"{name} is {why}" for name, why in left.items() if name not in given]
     if new and context.error is None:
         more = [f"and {len(new) - MOST} more"] if len(new) > MOST else []
-        said = "; ".join([*new[:MOST], *more])
-        log.warning("%s graph %s: %s", graph_input.direction, graph, said)
+        reasons = "; ".join([*new[:MOST], *more])
+        log.warning("%s graph %s: %s", graph_input.direction, graph, reasons)
     return context
 
 
@@ -191,5 +191,5 @@ def _run_once(
 
 
 def _failure_text(step: Pass, error: Exception) -> str:
-    said = str(error).strip().partition("\n")[0]  # torch appends hints and addresses
-    return f"pass {step.name!r} failed: {type(error).__name__}: {said}"
+    first_line = str(error).strip().partition("\n")[0]  # torch appends hints and addresses
+    return f"pass {step.name!r} failed: {type(error).__name__}: {first_line}"

@@ -41,7 +41,9 @@ def verify(gm: fx.GraphModule, plan: Sequence[PlannedSite]) -> None:
     marked: set[str] = set()
     unknown: set[str] = set()
     dtypes = {
-        site.name: algorithm_of(site).sends(codec(site.codec)) for site in plan if site.compressed
+        site.name: algorithm_of(site).wire_dtype(codec(site.codec))
+        for site in plan
+        if site.compressed
     }
     with site_errors() as errors:
         for _, module in graph_modules(gm):
@@ -77,7 +79,7 @@ def _check(site: PlannedSite, inserted: bool, sent: int, unknown: bool) -> None:
             " inserted for it"
         )
     if not site.compressed and inserted:
-        raise VerifyError(f"{site.name}: planned to be left alone, but nodes were inserted for it")
+        raise VerifyError(f"{site.name}: planned as uncompressed, but has inserted nodes")
     fixed = site.wire_bytes - site.dynamic_bytes
     if site.compressed and site.wire_bytes >= 0 and sent != fixed:
         raise VerifyError(

@@ -75,8 +75,6 @@ class Site:
     device: str = "cpu"
     module: str = ""
     direction: str = "forward"
-    producer: str | None = None
-    consumers: tuple[str, ...] = ()
     word: str | None = None
     obstacle: str | None = None
 
@@ -179,11 +177,13 @@ class PlannedSite(Site, Candidate):
     @property
     def failed(self) -> bool:
         """Whether it is uncompressed because a pass could not carry it out."""
-        return self.reason.startswith(f"{LEFT}pass ")
+        return self.reason.startswith((f"{UNCOMPRESSED}pass ", f"{OLD_UNCOMPRESSED}pass "))
 
 
-LEFT = "left alone: "
+UNCOMPRESSED = "uncompressed: "
 """The prefix of the reason of a site that was first planned otherwise."""
+OLD_UNCOMPRESSED = "left alone: "
+"""The same, in dumps of older versions."""
 
 
 def planned(site: Site, candidate: Candidate, reason: str, plain_us: float) -> PlannedSite:
@@ -247,8 +247,7 @@ class Grouped:
     """Small sites that were fused into one.
 
     ``into`` is the name of the fused site. ``numbers`` are the members' places, from 0, among the
-    earlier sites of their process group, and ``bytes`` their sizes, in the same order. ``gain_us``
-    is the predicted gain of one exchange over several, all uncompressed.
+    earlier sites of their process group, and ``bytes`` their sizes, in the same order.
     """
 
     sites: tuple[str, ...]
@@ -257,7 +256,6 @@ class Grouped:
     group: str
     numbers: tuple[int, ...]
     bytes: tuple[int, ...]
-    gain_us: float
     reason: str
 
 
@@ -319,7 +317,7 @@ class Plan:
             "grouped": len(self.grouped),
             "split": len(self.split),
         }
-        said = [
+        parts = [
             f"graph {self.graph!r}",
             self.direction,
             f"policy {self.policy!r}",
@@ -328,7 +326,7 @@ class Plan:
             *(f"{count} {what}" for what, count in counts.items() if count),
             *([f"fallback {self.fallback!r}"] if self.fallback else []),
         ]
-        return f"<Plan: {', '.join(said)}>"
+        return f"<Plan: {', '.join(parts)}>"
 
     @property
     def executed(self) -> tuple[PlannedSite, ...]:

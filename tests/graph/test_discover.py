@@ -122,20 +122,6 @@ def test_autograd_and_deprecated_forms_are_seen_and_left_alone(fake_group):
     assert "deprecated" in found[1].site.obstacle
 
 
-def test_matmul_before_and_the_consumers_after_are_seen_through_views_and_casts(fake_group):
-    fake_group(8)
-
-    def function(x, w):
-        y = wait(ops.all_reduce((x @ w).bfloat16().reshape(-1), "sum", "0"))
-        return torch.relu(y.view(8, 16).float())
-
-    (site,) = sites(function, X, torch.ones(16, 16))
-    assert site.producer == "mm"
-    assert site.consumers == ("relu",)
-    (site,) = sites(lambda x: torch.relu(wait(ops.all_reduce(x + 1, "sum", "0"))))
-    assert site.producer is None
-
-
 def test_mesh_dimension_is_the_label_of_a_group(fake_group):
     fake_group(8)
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))

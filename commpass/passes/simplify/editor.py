@@ -56,7 +56,7 @@ class Editor:
     module: fx.GraphModule
     profile: Profile
     allowed: dict[fx.Node, Allowed] = field(default_factory=dict)
-    gone: set[fx.Node] = field(default_factory=set)
+    removed: set[fx.Node] = field(default_factory=set)
     equal: dict[fx.Node, fx.Node] = field(default_factory=dict)
     sweeps: int = 0
     changing: set[fx.Node] = field(default_factory=set)
@@ -100,7 +100,7 @@ class Editor:
         return self.module.graph
 
     def lives(self, node: fx.Node) -> bool:
-        return node not in self.gone
+        return node not in self.removed
 
     @cached_property
     def memory_budget(self) -> MemoryBudget:
@@ -161,7 +161,7 @@ class Editor:
             return None
         pair = (first.group, second.group)
         if pair not in self.unions:
-            self.unions[pair] = mesh_unions.joined(*pair)
+            self.unions[pair] = mesh_unions.union_group(*pair)
         group = self.unions[pair]
         return None if group is None else (group.group_name, group.size())
 
@@ -173,13 +173,13 @@ class Editor:
         group = groups.group_named(str(call.group))
         return None if group is None else dist.get_group_rank(group, dist.get_rank())
 
-    def us(self, kind: str, nbytes: float, call: Call) -> float:
+    def time_us(self, kind: str, nbytes: float, call: Call) -> float:
         """Return the microseconds of a plain collective in another one's group."""
         return self.us_in(*describe_group(call), kind, nbytes)
 
     def us_in(self, group: str, size: int, kind: str, nbytes: float) -> float:
         """Return the microseconds of a plain collective in a group of this name and size."""
-        return self.prices_of(group, size).us(kind, nbytes)
+        return self.prices_of(group, size).time_us(kind, nbytes)
 
     def kernels_us(self, kernels: int, values: float = 0) -> float:
         """Return the microseconds of local operators that copy values: launches, plus the time of
@@ -281,11 +281,11 @@ class Editor:
         stack = [node]
         while stack:
             node = stack.pop()
-            if node in self.gone or node.users or node.op != "call_function" or not _pure(node):
+            if node in self.removed or node.users or node.op != "call_function" or not _pure(node):
                 continue
             stack += node.all_input_nodes
             erase(node)
-            self.gone.add(node)
+            self.removed.add(node)
 
 
 def _pure(node: fx.Node) -> bool:
