@@ -7,7 +7,8 @@ import copy
 
 import pytest
 import torch
-from graphs import as_rank, code, collectives, ops, trace
+from functional_ops import ag, ops
+from graphs import as_rank, code, collectives, trace
 from lockstep import run_in_lockstep
 
 import commpass
@@ -22,10 +23,6 @@ SLOW = commpass.ethernet(0.001)
 RANKS, ROWS, WIDTH = 4, 6, 64
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 NAME = "quantised before gather"
-
-
-def ag(x):
-    return wait(ops.all_gather_into_tensor(x, RANKS, "0"))
 
 
 def of(value, function):

@@ -61,9 +61,9 @@ def compare(dim) -> list[str]:
         with torch.no_grad():
             results.append([*layer(x, gain, weight, dim), *layer(hostile, gain, weight, dim)])
     for plain, simple in zip(*results, strict=True):
-        plain, simple = plain.float(), simple.float()  # torch specifies no sign of a NaN
-        assert torch.equal(plain.isnan(), simple.isnan())
-        assert torch.equal(plain.nan_to_num(), simple.nan_to_num())
+        assert (plain.dtype, plain.shape) == (simple.dtype, simple.shape)
+        assert torch.equal(plain.isnan(), simple.isnan())  # torch specifies no sign of a NaN
+        assert torch.equal(plain.float().nan_to_num(), simple.float().nan_to_num())
     plan = commpass.plans()[-1]
     sent = sorted((site.dtype, site.bytes) for site in plan.sites)
     assert sent[-1] == ("uint8", 24 * 96)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from commpass.passes.fx.ops import RESHAPES, aten, called_name, is_copy, moves_values
+from commpass.passes.fx.ops import RESHAPES, aten, is_copy, moves_values, opname
 from commpass.passes.simplify.before_gather import LocalValues
 from commpass.passes.simplify.chains import rejoined_source
 from commpass.passes.simplify.cut import Region, cheapest_cut, region_of
@@ -82,9 +82,9 @@ def _ends_earlier(
     The operators take no longer: they compute a part instead of the whole.
     """
     call, ranks = region.exchange.call, region.ranks
-    less = sum(editor.us(call.kind, region.nbytes(each) / ranks, call) for each in parts)
-    less += sum(editor.us("all_gather", nbytes(each), call) for each in extrema)
-    return less < editor.us(call.kind, common_nbytes(call, ranks), call)
+    less = sum(editor.time_us(call.kind, region.nbytes(each) / ranks, call) for each in parts)
+    less += sum(editor.time_us("all_gather", nbytes(each), call) for each in extrema)
+    return less < editor.time_us(call.kind, common_nbytes(call, ranks), call)
 
 
 def _text(node: fx.Node) -> str | None:
@@ -103,4 +103,4 @@ def _text(node: fx.Node) -> str | None:
     ]
     if not numbers or moves_values(node) or rejoined_source(node) is not None:
         return None
-    return " ".join([called_name(node), *numbers])
+    return " ".join([opname(node), *numbers])
