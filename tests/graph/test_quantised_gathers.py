@@ -224,6 +224,11 @@ FITS = {
         torch.float32,
         [(torch.uint8, ROW)],
     ),
+    "a maximum that needs another one": (
+        lambda x: of(ag(x), lambda y: tensorwise(y.float() / (y.abs().max().float() + 1))),
+        torch.bfloat16,
+        [(torch.uint8, 2), (torch.int32, 4), (torch.uint8, ROW)],
+    ),
     "int16, which gloo does not carry": (
         lambda x: (ag(x.nan_to_num(0, 1, -1)) * 100).to(torch.int16),
         torch.float32,
@@ -342,6 +347,19 @@ def test_scales_and_codes_are_sent_exactly_under_a_lossy_policy():
         plan = commpass.rewrite(gm, [], "aggressive", profile=SLOW, strict=True)
     assert [site.codec for site in plan.sites] == ["none"] * len(plan.sites)
     assert NAME in [step.rule for step in plan.simplified]
+
+
+def test_maxima_of_several_weights_are_one_exchange():
+    def layers(*weights):
+        return [tensorwise(ag(weight).t()) for weight in weights]
+
+    shards = [torch.ones(ROWS, WIDTH, dtype=torch.bfloat16) for _ in range(3)]
+    with as_rank(0, RANKS):
+        gm = trace(layers, *shards)
+        plan = commpass.rewrite(gm, [], "lossless", profile=SLOW, strict=True)
+    assert [step.rule for step in plan.simplified] == [NAME] * 3
+    assert (2, 2, 2) in [group.bytes for group in plan.grouped]
+    assert min(size for _, _, size in collectives(gm)) == 6
 
 
 def test_uneven_rows_of_experts_keep_their_splits():

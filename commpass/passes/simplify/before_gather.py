@@ -25,7 +25,8 @@ class LocalValues:
     """Computes values of a region before the gather, and gathers some of them.
 
     ``rule`` names what it is done for. ``made`` has the new node of each value: a rank's part, or
-    what is equal on all ranks. ``sent`` are the started gathers.
+    what is equal on all ranks. ``sent`` are the started gathers. Nodes are inserted before
+    ``place``.
     """
 
     region: Region
@@ -36,11 +37,13 @@ class LocalValues:
     sent: list[Sent] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.place = self.region.exchange.call.node
-        self.made[self.region.exchange.wait] = self._rounded(self.region.exchange.input)
+        source = self.region.exchange.input
+        self.place = source.next
+        while self.place.op == "placeholder":
+            self.place = self.place.next
+        self.made[self.region.exchange.wait] = self._rounded(source)
 
     def emit(self, source: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Insert a node before the gather."""
         return self.editor.emit(self.place, self.rule, source, target, *args, **kwargs)
 
     def _rounded(self, value: fx.Node) -> fx.Node:
@@ -58,8 +61,29 @@ class LocalValues:
 
     # --- computing ---
 
-    def compute(self, node: fx.Node) -> None:
-        """Compute one value of the region on this rank's part."""
+    def compute(self, nodes: Sequence[fx.Node]) -> None:
+        """Compute values of the region on this rank's part, in graph order.
+
+        Exchanges of maxima start as soon as the input is known, and are waited for before the
+        gather. Those of several gathers may then be fused.
+        """
+        first = [node for node in nodes if is_extremum_of_parts(node, self.region.shards)]
+        early = self.region.needed_for(first)
+        if any(self.region.shards[each].dim is None for each in early):
+            early, first = [], []  # one of them needs another one
+        for node in early:
+            self._compute(node)
+        started = {node: self._start_extremum(node) for node in first}
+        self.place = self.region.exchange.call.node
+        for node, sent in started.items():
+            self.made[node] = self._extremum_of_all(node, sent)
+        for node in nodes:
+            if node not in self.made:
+                self._compute(node)
+                if is_extremum_of_parts(node, self.region.shards):
+                    self.made[node] = self._extremum_of_all(node, self._start_extremum(node))
+
+    def _compute(self, node: fx.Node) -> None:
         source, dim = rejoined_source(node), self.region.shards[node].dim
         if source is not None:  # the rank's part is the same, whatever it is joined along
             self.made[node] = self._of(source)
@@ -73,10 +97,7 @@ class LocalValues:
         if dim is not None and (target in RESHAPES or target is aten.expand.default):
             args = (args[0], self._local_sizes(node, dim))
             target = aten.reshape.default if target in RESHAPES else target
-        made = self.emit(node, target, *args, **kwargs)
-        if is_extremum_of_parts(node, self.region.shards):
-            made = self._extremum_of_all(node, made)
-        self.made[node] = made
+        self.made[node] = self.emit(node, target, *args, **kwargs)
 
     def _of(self, node: fx.Node) -> fx.Node:
         return self.made[self.region.first[node]]
@@ -101,10 +122,17 @@ class LocalValues:
             self.fills[key] = self.emit(fill, fill.target, *args, **fill.kwargs)
         return self.fills[key]
 
-    def _extremum_of_all(self, node: fx.Node, local: fx.Node) -> fx.Node:
-        """Return the maximum or minimum of the ranks' own ones. NaN on any rank gives NaN."""
+    def _start_extremum(self, node: fx.Node) -> Sent:
+        """Compute this rank's maximum or minimum, and start a gather of it."""
+        if node not in self.made:
+            self._compute(node)
+        local = self.made[node]
         row = self.emit(node, aten.reshape.default, local, [1, *fake(local).shape])
-        rows = self._start(row, node, 0).received(self.place, self.editor, self.rule)
+        return self._start(row, node, 0)
+
+    def _extremum_of_all(self, node: fx.Node, sent: Sent) -> fx.Node:
+        """Return the maximum or minimum of the ranks' own ones. NaN on any rank gives NaN."""
+        rows = sent.received(self.place, self.editor, self.rule)
         target = aten.amin.default if node.target in MINIMA else aten.amax.default
         return self.emit(node, target, rows, [0])
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import networkx as nx
 from torch import fx
 
-from commpass.passes.fx.ops import RESHAPES, SPLITS, aten, frozen, is_copy
+from commpass.passes.fx.ops import RESHAPES, SPLITS, aten, frozen, is_copy, reached
 from commpass.passes.simplify.chains import rejoined_source
 from commpass.passes.simplify.editor import Editor, Exchange, fake
 from commpass.passes.simplify.shards import Shard, is_between, shard_of
@@ -49,6 +49,12 @@ class Region:
         source = rejoined_source(node)
         given = node.all_input_nodes if source is None else [source]
         return [self.first[each] for each in given if each in self.first]
+
+    def needed_for(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
+        """Return the values from which others are computed, in graph order, without the gathered
+        one."""
+        inputs = [source for node in nodes for source in self.inputs(node)]
+        return sorted(reached(inputs, self.inputs) - {self.exchange.wait})
 
     def leaves(self, node: fx.Node) -> bool:
         """Whether something outside the region uses a value."""

@@ -33,7 +33,7 @@ def quantise_before_gather(node: fx.Node, editor: Editor) -> Applied | None:
     cut = cheapest_cut(region) if region is not None else []
     if region is None or not cut or node in cut:
         return None
-    computed = _inputs_of(cut, region)
+    computed = sorted({*region.needed_for(cut), *cut})
     parts = [each for each in cut if region.shards[each].dim is not None]
     extrema = [each for each in computed if is_extremum_of_parts(each, region.shards)]
     if not _ends_earlier(parts, extrema, region, editor):
@@ -41,8 +41,7 @@ def quantise_before_gather(node: fx.Node, editor: Editor) -> Applied | None:
     name, before = exchange.call.node.name, nbytes(exchange.input)
     moved = tuple(text for each in computed if (text := _text(each)))
     local = LocalValues(region, editor, RULE)
-    for each in computed:
-        local.compute(each)
+    local.compute(computed)
     sent = local.start(parts)
     new = {each: started.received(node, editor, RULE) for each, started in sent.items()}
     new |= {each: local.made[each] for each in computed if region.shards[each].dim is None}
@@ -59,19 +58,6 @@ def _may_change(exchange: Exchange, editor: Editor) -> bool:
     by the user."""
     allowed = editor.allowed.get(exchange.call.node)
     return allowed is None or not allowed.force
-
-
-def _inputs_of(cut: Sequence[fx.Node], region: Region) -> list[fx.Node]:
-    """Return the values that must be computed before the gather for those of a cut, in graph
-    order."""
-    needed = set(cut)
-    left = list(cut)
-    while left:
-        for source in region.inputs(left.pop()):
-            if source not in needed and source is not region.exchange.wait:
-                needed.add(source)
-                left.append(source)
-    return [node for node in region.shards if node in needed]
 
 
 def _ends_earlier(
