@@ -61,7 +61,7 @@ def run(context: PassContext) -> None:
     for each in context.found:
         site = each.site
         if (why := excluded.get(site.name)) is not None:
-            site = dataclasses.replace(site, obstacle=why)
+            site = dataclasses.replace(site, unsupported_reason=why)
         context.options[site.name] = scored(site, each.allowed)
 
 
@@ -82,7 +82,7 @@ def _with_parts(context: PassContext) -> dict[str, str]:
 def candidates(site: Site, allowed: Allowed, profile: Profile, reassociate: bool) -> Options:
     """Return all candidates that the policy allows for a site, with predicted times."""
     alone = (_uncompressed(site, profile),)
-    if reason := _unsent(site) or site.obstacle or _unsupported_reason(site, allowed):
+    if reason := _unsent(site) or site.unsupported_reason or _unsupported_reason(site, allowed):
         return Options(alone, reason)
     return Options((*alone, *_coded(site, allowed, profile, reassociate)))
 
@@ -104,7 +104,7 @@ def scoring(profile: Profile, reassociate: bool) -> Scoring:
 
 def nameless(site: Site) -> Site:
     """Return a site without the fields that do not affect its candidates."""
-    return dataclasses.replace(site, name="", module="", word=None)
+    return dataclasses.replace(site, name="", module="", annotation=None)
 
 
 def _uncompressed(site: Site, profile: Profile) -> Candidate:

@@ -102,7 +102,11 @@ def _is_open(each: GraphSite, direction: str) -> bool:
     forces it."""
     if each.allowed.force or each.site.dynamic or each.site.group_size == 1:
         return False
-    if each.call.form != "plain" or each.site.obstacle is not None or runs_again(each, direction):
+    if (
+        each.call.form != "plain"
+        or each.site.unsupported_reason is not None
+        or runs_again(each, direction)
+    ):
         return False
     return selects(each) and len(_lossy(each)) == 1
 

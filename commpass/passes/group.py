@@ -191,7 +191,7 @@ def _is_small(each: GraphSite, policy: Policy, direction: str) -> bool:
     return (
         site.kind in BY_RANK
         and call.form == "plain"
-        and site.obstacle is None
+        and site.unsupported_reason is None
         and not (site.uneven or site.dynamic)
         and site.group_size > 1
         and 0 < _carried(each)[1] <= policy.group_bytes
