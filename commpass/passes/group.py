@@ -236,8 +236,8 @@ def _carried(each: GraphSite) -> tuple[str, int]:
     if not selects(each):
         return each.site.kind, each.site.bytes
     value = fake(each.input)
-    coders = [coder for coder in map(codec, each.allowed.codecs) if not coder.lossless]
-    return "all_gather", max(coder.wire_bytes(value.numel(), value.dtype) for coder in coders)
+    codecs = [coder for coder in map(codec, each.allowed.codecs) if not coder.lossless]
+    return "all_gather", max(coder.wire_bytes(value.numel(), value.dtype) for coder in codecs)
 
 
 def _member(each: GraphSite, number: int, snapshot: GraphSnapshot) -> Member | None:
