@@ -75,7 +75,7 @@ class Probes:
     merged: set[tuple[Address, Address]] = field(default_factory=set)
     remarks: dict[str, None] = field(default_factory=dict)
 
-    def insert(self, gm: fx.GraphModule, direction: str, obstacle: str | None) -> None:
+    def insert(self, gm: fx.GraphModule, direction: str, unsupported_reason: str | None) -> None:
         """Insert a probe before every collective of a graph that a rule could compress, after
         simplify."""
         found = discover(gm, direction)
@@ -88,11 +88,11 @@ class Probes:
             each.call.node.meta[ALLOWED][each.position] = recorder
         found = [self._recording(each) for each in found]
         profile = self.profile or default_here(meta.device_of(gm))
-        if "simplify" not in self.policy.skip and obstacle is None and found:
+        if "simplify" not in self.policy.skip and unsupported_reason is None and found:
             simplify(gm, found, self.policy, profile)
             found = [self._recording(each) for each in discover(gm, direction)]
         for each in found:
-            if why := obstacle or self._unsupported_reason(each, profile):
+            if why := unsupported_reason or self._unsupported_reason(each, profile):
                 place = Address.of(each.site)
                 self.remarks.setdefault(f"not measured: {place}: {why}")
                 continue
@@ -116,7 +116,7 @@ class Probes:
     def _unsupported_reason(self, each: GraphSite, profile: Profile) -> str | None:
         """Return why nothing is measured at a site; None if it is."""
         site = each.site
-        if site.word is not None:
+        if site.annotation is not None:
             return "an annotation in the model applies to it, which no rule can change"
         if site.pairwise:
             return "both ends of a send must be coded alike, but each has its own sensitivity"

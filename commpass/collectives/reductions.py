@@ -95,30 +95,30 @@ class Staged:
     stage: str = "both"
     flow: Flow = UNDIVIDED
 
-    def codings(self, coder: Codec, dtype: torch.dtype, request: Request) -> tuple[Coding, Coding]:
+    def codings(self, codec: Codec, dtype: torch.dtype, request: Request) -> tuple[Coding, Coding]:
         # Partial sums are not rounded to a narrower dtype when sent, even by an otherwise lossless
         # codec (law 4).
         partial = accumulation_dtype(dtype) if self.scatter.hops else dtype
-        first = Coding(RAW if self.stage == "ag" else coder, partial, self.flow)
-        second = RAW if self.stage == "rs" else self.scatter.between(coder)
+        first = Coding(RAW if self.stage == "ag" else codec, partial, self.flow)
+        second = RAW if self.stage == "rs" else self.scatter.between(codec)
         second = second.of_sum(1 if request.op == "avg" else request.ranks, request.ranks)
         return first, Coding(second, second.hop_dtype(dtype), self.flow, LAST)
 
-    def encodes(self, coder: Codec, ranks: int) -> Encodes:
-        scattered = self.scatter.encodes(coder, ranks) if self.stage != "ag" else ()
-        return (*scattered, (self.scatter.between(coder), 1.0)) if self.stage != "rs" else scattered
+    def encodes(self, codec: Codec, ranks: int) -> Encodes:
+        scattered = self.scatter.encodes(codec, ranks) if self.stage != "ag" else ()
+        return (*scattered, (self.scatter.between(codec), 1.0)) if self.stage != "rs" else scattered
 
-    def unit(self, coder: Codec) -> int:
-        return math.lcm(self.scatter.unit(coder), coder.block) * self.flow.shards
+    def unit(self, codec: Codec) -> int:
+        return math.lcm(self.scatter.unit(codec), codec.block) * self.flow.shards
 
-    def domain(self, coder: Codec) -> str:
-        return coder.domain.name if self.stage != "ag" else ""
+    def domain(self, codec: Codec) -> str:
+        return codec.domain.name if self.stage != "ag" else ""
 
-    def keeps_input(self, coder: Codec) -> bool:
-        return self.scatter.keeps_input or self.stage == "ag" or isinstance(coder, RawCodec)
+    def keeps_input(self, codec: Codec) -> bool:
+        return self.scatter.keeps_input or self.stage == "ag" or isinstance(codec, RawCodec)
 
-    def all_reduce(self, x: Tensor, request: Request, coder: Codec) -> Steps:
-        first, second = self.codings(coder, x.dtype, request)
+    def all_reduce(self, x: Tensor, request: Request, codec: Codec) -> Steps:
+        first, second = self.codings(codec, x.dtype, request)
         gather_domain = second.codec.domain
 
         def both(rows: Tensor, first: Coding) -> Steps:
@@ -128,36 +128,36 @@ class Staged:
             arrived = yield from self.scatter.gather(summed, request, last)
             return convert(arrived, gather_domain, VALUES).to(x.dtype)
 
-        shard = shard_length(x.numel(), request.ranks, self.unit(coder))
+        shard = shard_length(x.numel(), request.ranks, self.unit(codec))
         rows = pad(x.reshape(-1), shard * request.ranks).reshape(request.ranks, shard)
-        result = yield from in_chunks(rows, first, self.unit(coder), both)
+        result = yield from in_chunks(rows, first, self.unit(codec), both)
         return cut_apart(result.reshape(1, -1), x.numel()).reshape(x.shape)
 
-    def reduce_scatter(self, x: Tensor, request: Request, coder: Codec) -> Steps:
-        first, _ = self.codings(coder, x.dtype, request)
+    def reduce_scatter(self, x: Tensor, request: Request, codec: Codec) -> Steps:
+        first, _ = self.codings(codec, x.dtype, request)
 
         def summed_values(rows: Tensor, first: Coding) -> Steps:
             summed, here = yield from self.scatter.run(rows, request, first)
             return convert(request.from_sum(summed), here, VALUES).to(x.dtype)
 
         rows = x.reshape(request.ranks, -1)
-        padded = pad(rows, self._padded_numel(rows.shape[1], coder))
-        result = yield from in_chunks(padded, first, self.unit(coder), summed_values)
+        padded = pad(rows, self._padded_numel(rows.shape[1], codec))
+        result = yield from in_chunks(padded, first, self.unit(codec), summed_values)
         if request.ranks == 1:  # nothing was sent, so it may be a view of x
             result = result.clone()
         return cut_apart(result, rows.shape[1]).reshape(x.shape[0] // request.ranks, *x.shape[1:])
 
-    def _padded_numel(self, numel: int, coder: Codec) -> int:
-        return shard_length(numel, 1, self.unit(coder))
+    def _padded_numel(self, numel: int, codec: Codec) -> int:
+        return shard_length(numel, 1, self.unit(codec))
 
 
 # --- one-shot -------------------------------------------------------------------------------------
 
 
-def one_shot_steps(x: Tensor, request: Request, coder: Codec, flow: Flow) -> Steps:
+def one_shot_steps(x: Tensor, request: Request, codec: Codec, flow: Flow) -> Steps:
     """Every rank sends all its values to all ranks and sums: one hop, one encode, ``ranks`` decodes
     (low-bit TP inference, section 3)."""
-    domain = coder.domain
+    domain = codec.domain
 
     def summed(row: Tensor, coding: Coding) -> Steps:
         entered = convert(row, VALUES, domain)
@@ -165,16 +165,16 @@ def one_shot_steps(x: Tensor, request: Request, coder: Codec, flow: Flow) -> Ste
         total = request.from_sum(sum_rows(arrived.to(accumulation_dtype(x.dtype))))
         return convert(total, domain, VALUES).to(x.dtype)
 
-    unit = coder.block * flow.shards
+    unit = codec.block * flow.shards
     row = pad(x.reshape(1, -1), shard_length(x.numel(), 1, unit))
-    result = yield from in_chunks(row, Coding(coder, x.dtype, flow), unit, summed)
+    result = yield from in_chunks(row, Coding(codec, x.dtype, flow), unit, summed)
     return cut_apart(result, x.numel()).reshape(x.shape)
 
 
 # --- sparse ---------------------------------------------------------------------------------------
 
 
-def sparse_steps(x: Tensor, request: Request, coder: Codec, residual: Tensor) -> Any:
+def sparse_steps(x: Tensor, request: Request, codec: Codec, residual: Tensor) -> Any:
     """Send selected values and their indices to all ranks, and sum them by index; values not sent
     are added to the next ``x``.
 
@@ -183,10 +183,10 @@ def sparse_steps(x: Tensor, request: Request, coder: Codec, residual: Tensor) ->
     the selections of all ranks together are at least as many as the values, rows are summed densely
     instead.
     """
-    assert isinstance(coder, SparseCodec)
+    assert isinstance(codec, SparseCodec)
     numel, dtype = x.numel(), accumulation_dtype(x.dtype)
     # Segments are separate operators: equal ones are traced and compiled once.
-    each, lengths = coder.segments(numel)
+    each, lengths = codec.segments(numel)
     rows, kept = (
         value.split(list(lengths), dim=1) if len(lengths) > 1 else [value]
         for value in (x.reshape(1, -1), residual.to(dtype).reshape(1, -1))
@@ -211,34 +211,34 @@ def sparse_steps(x: Tensor, request: Request, coder: Codec, residual: Tensor) ->
 
 
 def _summed(
-    coder: SparseCodec, wires: Tensor, numel: int, dtype: torch.dtype, ranks: int
+    codec: SparseCodec, wires: Tensor, numel: int, dtype: torch.dtype, ranks: int
 ) -> Tensor:
     """Return the sum of the rows of all ranks, densely if the selections are at least as many as
     the values."""
-    if coder.slots(numel) * ranks >= numel:
-        return sum_rows(operators.decode(coder, wires, numel, dtype).to(accumulation_dtype(dtype)))
-    return operators.decode_and_sum_by_index(coder, wires, numel, dtype)
+    if codec.slots(numel) * ranks >= numel:
+        return sum_rows(operators.decode(codec, wires, numel, dtype).to(accumulation_dtype(dtype)))
+    return operators.decode_and_sum_by_index(codec, wires, numel, dtype)
 
 
 def _side_by_side(rows: Sequence[Tensor]) -> Tensor:
     return rows[0] if len(rows) == 1 else torch.cat(list(rows), dim=1)
 
 
-def _needs_sparse(coder: Codec, ranks: int) -> str | None:
+def _needs_sparse(codec: Codec, ranks: int) -> str | None:
     return (
         None
-        if isinstance(coder, SparseCodec)
-        else f"sums by index, but {coder.spec} selects no indices"
+        if isinstance(codec, SparseCodec)
+        else f"sums by index, but {codec.spec} selects no indices"
     )
 
 
-def no_sparse(coder: Codec, ranks: int) -> str | None:
+def no_sparse(codec: Codec, ranks: int) -> str | None:
     """Return why a codec cannot be summed hop by hop, or None if it can."""
-    if isinstance(coder, SparseCodec):
-        return f"{coder.spec} needs {coder.state}, which only algorithm 'sparse' keeps"
+    if isinstance(codec, SparseCodec):
+        return f"{codec.spec} needs {codec.state}, which only algorithm 'sparse' keeps"
     return (
-        f"{coder.spec} needs {coder.state}, which is kept for an all_gather of parameters alone"
-        if coder.state is not None
+        f"{codec.spec} needs {codec.state}, which is kept for an all_gather of parameters alone"
+        if codec.state is not None
         else None
     )
 
@@ -263,7 +263,7 @@ def one_shot(
         partial(one_shot_steps, flow=flow),
         chunks=flow.chunks,
         steps_unsupported_reason=no_sparse,
-        domain=lambda coder: coder.domain.name,
+        domain=lambda codec: codec.domain.name,
     )
 
 
@@ -291,14 +291,14 @@ MOST_HOPS = 64
 
 
 def _few_hops(algorithm: Algorithm, hops: Callable[[int], int]) -> Algorithm:
-    def unsupported_reason(coder: Codec, ranks: int) -> str | None:
+    def unsupported_reason(codec: Codec, ranks: int) -> str | None:
         if hops(ranks) > MOST_HOPS:
             return (
                 f"{algorithm.spec} on {ranks} ranks would take {hops(ranks)} hops, each with an"
                 " error:"
                 f" more than {MOST_HOPS}"
             )
-        return algorithm.steps_unsupported_reason(coder, ranks)
+        return algorithm.steps_unsupported_reason(codec, ranks)
 
     return replace(algorithm, steps_unsupported_reason=unsupported_reason)
 

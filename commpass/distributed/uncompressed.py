@@ -73,7 +73,7 @@ def asks_for_codecs(policy: Policy, sites: Sequence[PlannedSite]) -> bool:
 
 
 def _is_annotated(site: PlannedSite) -> bool:
-    return site.word is not None and not Annotation.from_json(site.word).keep
+    return site.annotation is not None and not Annotation.from_json(site.annotation).keep
 
 
 def uncompressed_sites(
@@ -122,7 +122,7 @@ def _of_site(
 
 def _no_codec_reason(site: PlannedSite, allowed: Allowed, policy: Policy) -> tuple[str, str]:
     """Return why no codec is allowed for a site, and what would allow one."""
-    if site.word is not None and Annotation.from_json(site.word).keep:
+    if site.annotation is not None and Annotation.from_json(site.annotation).keep:
         return KEPT, ""
     if allowed.source == policy.label and policy.rules:
         return NO_RULE.format(policy.label), NO_RULE_REMEDY

@@ -61,7 +61,7 @@ def run(context: PassContext) -> None:
     for each in context.found:
         site = each.site
         if (why := excluded.get(site.name)) is not None:
-            site = dataclasses.replace(site, obstacle=why)
+            site = dataclasses.replace(site, unsupported_reason=why)
         context.options[site.name] = scored(site, each.allowed)
 
 
@@ -82,7 +82,7 @@ def _with_parts(context: PassContext) -> dict[str, str]:
 def candidates(site: Site, allowed: Allowed, profile: Profile, reassociate: bool) -> Options:
     """Return all candidates that the policy allows for a site, with predicted times."""
     alone = (_uncompressed(site, profile),)
-    if reason := _unsent(site) or site.obstacle or _unsupported_reason(site, allowed):
+    if reason := _unsent(site) or site.unsupported_reason or _unsupported_reason(site, allowed):
         return Options(alone, reason)
     return Options((*alone, *_coded(site, allowed, profile, reassociate)))
 
@@ -104,7 +104,7 @@ def scoring(profile: Profile, reassociate: bool) -> Scoring:
 
 def nameless(site: Site) -> Site:
     """Return a site without the fields that do not affect its candidates."""
-    return dataclasses.replace(site, name="", module="", word=None)
+    return dataclasses.replace(site, name="", module="", annotation=None)
 
 
 def _uncompressed(site: Site, profile: Profile) -> Candidate:
@@ -202,7 +202,7 @@ def _coded(
 
 def _candidate(
     site: Site,
-    coder: Codec,
+    codec: Codec,
     algorithm: Algorithm,
     allowed: Allowed,
     profile: Profile,
@@ -210,38 +210,38 @@ def _candidate(
 ) -> Candidate:
     """Return the candidate of one codec with one algorithm: with its time, or refused."""
     named = Candidate(
-        codec=coder.spec,
+        codec=codec.spec,
         algorithm=without_chunks(algorithm).spec,
         chunks=algorithm.chunks,
     )
-    reason = _unsupported_codec(site, coder, algorithm, reassociate)
-    if reason := reason or (None if allowed.force else _needless(site, coder)):
+    reason = _unsupported_codec(site, codec, algorithm, reassociate)
+    if reason := reason or (None if allowed.force else _needless(site, codec)):
         return dataclasses.replace(named, refused=reason)
-    error = round(algorithm.error(coder, site.group_size), 6)
+    error = round(algorithm.error(codec, site.group_size), 6)
     if allowed.max_error is not None and error > allowed.max_error:
         budget = f"the budget of {allowed.max_error:.3%} ({allowed.budget})"
-        above = f"{coder.spec} by {algorithm.spec}: error {error:.3%} is above {budget}"
+        above = f"{codec.spec} by {algorithm.spec}: error {error:.3%} is above {budget}"
         return dataclasses.replace(named, error=error, refused=above)
-    scored = read_stages(site.kind, algorithm.spec, coder.spec, *common_input(site))
+    scored = read_stages(site.kind, algorithm.spec, codec.spec, *common_input(site))
     real = scored
     if site.uneven and site.bytes >= 0:
         real = read_stages(
-            site.kind, algorithm.spec, coder.spec, payload_of(site), own_request(site)
+            site.kind, algorithm.spec, codec.spec, payload_of(site), own_request(site)
         )
     known = site.bytes >= 0
     return dataclasses.replace(
         named,
-        chunks=_actual_chunks(algorithm, scored, site, coder),
+        chunks=_actual_chunks(algorithm, scored, site, codec),
         stages=scored.stages,
         wire_bytes=real.wire_bytes if known else -1,
         dynamic_bytes=real.dynamic_bytes if known else 0,
-        domain=algorithm.domain(coder),
-        predicted_us=round(stages_us(_timed(scored, site, algorithm, coder), site, profile), 3),
+        domain=algorithm.domain(codec),
+        predicted_us=round(stages_us(_timed(scored, site, algorithm, codec), site, profile), 3),
         error=error,
     )
 
 
-def _actual_chunks(algorithm: Algorithm, found: Stages, site: Site, coder: Codec) -> int:
+def _actual_chunks(algorithm: Algorithm, found: Stages, site: Site, codec: Codec) -> int:
     """Return how many chunks an algorithm really makes.
 
     Fewer than requested if there are fewer blocks. For symbolic sizes, the requested number.
@@ -249,25 +249,25 @@ def _actual_chunks(algorithm: Algorithm, found: Stages, site: Site, coder: Codec
     if algorithm.chunks == 1 or site.dynamic:
         return algorithm.chunks
     undivided = without_chunks(algorithm)
-    whole = read_stages(site.kind, undivided.spec, coder.spec, *common_input(site))
+    whole = read_stages(site.kind, undivided.spec, codec.spec, *common_input(site))
     return len(found.exchanges) // max(len(whole.exchanges), 1)
 
 
 def _unsupported_codec(
-    site: Site, coder: Codec, algorithm: Algorithm, reassociate: bool
+    site: Site, codec: Codec, algorithm: Algorithm, reassociate: bool
 ) -> str | None:
     """Return why an algorithm cannot or may not carry out a site with a codec, else None."""
-    if reason := algorithm.unsupported_reason(coder, site.group_size):
+    if reason := algorithm.unsupported_reason(codec, site.group_size):
         return reason
-    if reason := coder.unsupported_shape(site.shape):
+    if reason := codec.unsupported_shape(site.shape):
         return reason
-    if coder.state is not None and site.stateless:
-        return f"{coder.spec} needs {coder.state}, but {site.stateless}"
-    if coder.dynamic and site.fixed:
-        return f"{coder.spec} has a wire whose size depends on the values, but {site.fixed}"
-    if site.reduce_op is not None and coder.lossless and not reassociate:
+    if codec.state is not None and site.stateless:
+        return f"{codec.spec} needs {codec.state}, but {site.stateless}"
+    if codec.dynamic and site.fixed:
+        return f"{codec.spec} has a wire whose size depends on the values, but {site.fixed}"
+    if site.reduce_op is not None and codec.lossless and not reassociate:
         return (
-            f"{coder.spec} by {algorithm.spec} sums in another order, which reassociate=False"
+            f"{codec.spec} by {algorithm.spec} sums in another order, which reassociate=False"
             " forbids"
         )
     return None
@@ -277,13 +277,13 @@ MANY = 1 << 16
 """Row length from which on padding is negligible."""
 
 
-def _needless(site: Site, coder: Codec) -> str | None:
+def _needless(site: Site, codec: Codec) -> str | None:
     """Return why a codec is pointless unless it is forced: it rounds values and sends no fewer
     bytes."""
     own = getattr(torch, site.dtype)
-    if coder.lossless or coder.wire_bytes(MANY, own) < MANY * own.itemsize:
+    if codec.lossless or codec.wire_bytes(MANY, own) < MANY * own.itemsize:
         return None
-    return f"{coder.spec} sends no fewer bytes than the values of {site.dtype} are"
+    return f"{codec.spec} sends no fewer bytes than the values of {site.dtype} are"
 
 
 def _algorithms(site: Site, allowed: Allowed, profile: Profile) -> list[Algorithm]:
@@ -307,10 +307,10 @@ def _algorithms(site: Site, allowed: Allowed, profile: Profile) -> list[Algorith
 # --- predicted times ------------------------------------------------------------------------------
 
 
-def coded_us(site: Site, algorithm: Algorithm, coder: Codec, profile: Profile) -> float:
+def coded_us(site: Site, algorithm: Algorithm, codec: Codec, profile: Profile) -> float:
     """Return the predicted microseconds of a site by an algorithm with a codec."""
-    found = read_stages(site.kind, algorithm.spec, coder.spec, *common_input(site))
-    return stages_us(_timed(found, site, algorithm, coder), site, profile)
+    found = read_stages(site.kind, algorithm.spec, codec.spec, *common_input(site))
+    return stages_us(_timed(found, site, algorithm, codec), site, profile)
 
 
 def plain_us(site: Site, profile: Profile) -> float:
@@ -346,7 +346,7 @@ def together_us(members: Sequence[PlannedSite], profile: Profile) -> float:
     )
 
 
-def _timed(found: Stages, site: Site, algorithm: Algorithm, coder: Codec) -> list[Stage]:
+def _timed(found: Stages, site: Site, algorithm: Algorithm, codec: Codec) -> list[Stage]:
     """Return the stages that determine a candidate's time.
 
     For a message, these are the stages of both ends, because both ends must make the same choice.
@@ -354,7 +354,7 @@ def _timed(found: Stages, site: Site, algorithm: Algorithm, coder: Codec) -> lis
     if not site.pairwise:
         return list(found)
     sent, received = (
-        read_stages(kind, algorithm.spec, coder.spec, payload_of(site), request_of(site))
+        read_stages(kind, algorithm.spec, codec.spec, payload_of(site), request_of(site))
         for kind in PAIRWISE
     )
     last = (len(list(sent)) - 1,)

@@ -42,7 +42,7 @@ def run(context: PassContext) -> None:
     policy, profile = given.policy, given.profile
     allowed = [each.allowed for each in found]
     timeline = None
-    timed = given.hides and policy.skip_overlapped and given.obstacle is None
+    timed = given.hides and policy.skip_overlapped and given.unsupported_reason is None
     if timed and any(each.possible for each in options):
         timeline = initial_schedule(given.gm, found, policy, profile)
     plan = choose(

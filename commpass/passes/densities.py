@@ -102,14 +102,18 @@ def _is_open(each: GraphSite, direction: str) -> bool:
     forces it."""
     if each.allowed.force or each.site.dynamic or each.site.group_size == 1:
         return False
-    if each.call.form != "plain" or each.site.obstacle is not None or runs_again(each, direction):
+    if (
+        each.call.form != "plain"
+        or each.site.unsupported_reason is not None
+        or runs_again(each, direction)
+    ):
         return False
     return selects(each) and len(_lossy(each)) == 1
 
 
 def _lossy(each: GraphSite) -> list[SparseCodec]:
-    coders = map(codec, each.allowed.codecs)
-    return [coder for coder in coders if isinstance(coder, SparseCodec)]
+    codecs = map(codec, each.allowed.codecs)
+    return [coder for coder in codecs if isinstance(coder, SparseCodec)]
 
 
 def _by_density(sites: Iterable[GraphSite]) -> list[list[GraphSite]]:
@@ -138,9 +142,9 @@ def _densities(
 ) -> list[tuple[float, str]]:
     """Return the density of each site, with the reason if it is sent whole."""
     first = sites[0].site
-    (coder,), dtype = _lossy(sites[0]), getattr(torch, first.dtype)
-    target, bound = coder.density.ratio, min(BOUND, coder.density.ratio)
-    us = functools.cache(lambda numel: _coding_us(coder, numel, sites, profile))
+    (codec,), dtype = _lossy(sites[0]), getattr(torch, first.dtype)
+    target, bound = codec.density.ratio, min(BOUND, codec.density.ratio)
+    us = functools.cache(lambda numel: _coding_us(codec, numel, sites, profile))
     gradients, before = [], 0.0
     for each in sites:
         payload = payload_of(each.site)
@@ -153,7 +157,7 @@ def _densities(
         before = now
 
     def row_bytes(entries: int, density: float) -> int:
-        return coder.wire_bytes(entries, dtype)
+        return codec.wire_bytes(entries, dtype)
 
     link = prices_of(first, profile).link
     problem = Problem(gradients, first.group_size, link, row_bytes, target, interleaved=True)
@@ -169,13 +173,13 @@ def _densities(
 
 
 def _coding_us(
-    coder: SparseCodec, numel: int, sites: Sequence[GraphSite], profile: Profile
+    codec: SparseCodec, numel: int, sites: Sequence[GraphSite], profile: Profile
 ) -> tuple[float, float]:
     """Return the microseconds to select from ``numel`` values, and those of all other computation
     for them."""
     site = next(each.site for each in sites if payload_of(each.site).numel == numel)
     task = prices_of(site, profile).task
-    stages = read_stages(site.kind, "sparse", coder.spec, payload_of(site), request_of(site))
+    stages = read_stages(site.kind, "sparse", codec.spec, payload_of(site), request_of(site))
     tasks = [(stage.role, task(stage)) for stage in stages]
     select = sum(each.us for role, each in tasks if role == "encode")
     every = sum(each.us for _, each in tasks if each.resource == HOST)

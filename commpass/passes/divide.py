@@ -46,7 +46,7 @@ The rank alternates between the hops of chunks. Measured with 4 ranks on 2 cores
 
 
 def divided(
-    undivided: Algorithm, site: Site, allowed: Allowed, coder: Codec, profile: Profile
+    undivided: Algorithm, site: Site, allowed: Allowed, codec: Codec, profile: Profile
 ) -> Iterator[Algorithm]:
     """Yield an algorithm with every allowed number of chunks.
 
@@ -54,7 +54,7 @@ def divided(
     small or of symbolic sizes. Without a request, only exchanges as messages and exchanges in a GPU
     stream are divided, because the model knows their gain.
     """
-    unsure = is_unsure(site) or coder.dynamic
+    unsure = is_unsure(site) or codec.dynamic
     if each := undivided.chunk_bytes:
         chunks = 1 if is_unsure(site) else chunks_for(site.bytes, each)
         yield with_parameters(without_chunks(undivided), chunks=chunks)
@@ -66,8 +66,8 @@ def divided(
         yield with_parameters(undivided, chunks=allowed.chunks)
         return
     yield undivided
-    for chunks in _numbers(site) if coder.has_linear_padding else ():
-        if undivided.name in FEW_HOPS or _is_slow_ring(undivided, chunks, site, coder, profile):
+    for chunks in _numbers(site) if codec.has_linear_padding else ():
+        if undivided.name in FEW_HOPS or _is_slow_ring(undivided, chunks, site, codec, profile):
             yield with_parameters(undivided, chunks=chunks)
 
 
@@ -90,14 +90,14 @@ def is_unsure(site: Site) -> bool:
 
 
 def _is_slow_ring(
-    undivided: Algorithm, chunks: int, site: Site, coder: Codec, profile: Profile
+    undivided: Algorithm, chunks: int, site: Site, codec: Codec, profile: Profile
 ) -> bool:
     """Whether each message of a chunked ring travels long compared with its coding."""
     if undivided.name != "ring":
         return False
     dtype = payload_of(site).dtype
     values = site.bytes // dtype.itemsize // (site.group_size * chunks)
-    nbytes = coder.expected_bytes(values, dtype)
+    nbytes = codec.expected_bytes(values, dtype)
     move = Stage(
         role="exchange",
         kind="all_to_all",
@@ -107,7 +107,7 @@ def _is_slow_ring(
         reach=NEXT,
         by_messages=site.by_messages,
     )
-    coding = [Stage(role=role, codec=coder.spec, values=values) for role in ("encode", "decode")]
+    coding = [Stage(role=role, codec=codec.spec, values=values) for role in ("encode", "decode")]
     task = prices_of(site, profile).task
     return task(move).us >= SLOW * sum(task(stage).us for stage in coding)
 
@@ -178,7 +178,7 @@ def in_shards(
     undivided: Algorithm,
     one: Candidate,
     site: Site,
-    coder: Codec,
+    codec: Codec,
     profile: Profile,
     minimum: float,
     score: Callable[[Algorithm], Candidate],
@@ -207,7 +207,7 @@ def in_shards(
     made = []
     for shards in _numbers(site):
         turns = site.by_messages and undivided.name not in FEW_HOPS
-        if not turns or _is_slow_ring(undivided, shards, site, coder, profile):
+        if not turns or _is_slow_ring(undivided, shards, site, codec, profile):
             made.append(score(with_parameters(undivided, shards=shards)))
             if no_more_gain(made, site, profile, minimum):
                 break

@@ -191,7 +191,7 @@ def _is_small(each: GraphSite, policy: Policy, direction: str) -> bool:
     return (
         site.kind in BY_RANK
         and call.form == "plain"
-        and site.obstacle is None
+        and site.unsupported_reason is None
         and not (site.uneven or site.dynamic)
         and site.group_size > 1
         and 0 < _carried(each)[1] <= policy.group_bytes
@@ -236,8 +236,8 @@ def _carried(each: GraphSite) -> tuple[str, int]:
     if not selects(each):
         return each.site.kind, each.site.bytes
     value = fake(each.input)
-    coders = [coder for coder in map(codec, each.allowed.codecs) if not coder.lossless]
-    return "all_gather", max(coder.wire_bytes(value.numel(), value.dtype) for coder in coders)
+    codecs = [coder for coder in map(codec, each.allowed.codecs) if not coder.lossless]
+    return "all_gather", max(coder.wire_bytes(value.numel(), value.dtype) for coder in codecs)
 
 
 def _member(each: GraphSite, number: int, snapshot: GraphSnapshot) -> Member | None:

@@ -132,7 +132,7 @@ def _parts(found: GraphSite, planned: PlannedSite) -> list[Part]:
 
 
 def _keep(
-    found: GraphSite, planned: PlannedSite, coder: Codec, states: list[StateInput]
+    found: GraphSite, planned: PlannedSite, codec: Codec, states: list[StateInput]
 ) -> list[fx.Node]:
     """Add an input for the codec's state of each part of a site."""
     fake, graph = fake_of(found.input), found.module.graph
@@ -144,7 +144,7 @@ def _keep(
         )
         node = add_input(graph, f"{STATE}_{len(states)}")
         like = fake if len(parts) == 1 else fake.new_empty(part.shape)
-        value = coder.initial_state(like, planned.group_size)
+        value = codec.initial_state(like, planned.group_size)
         node.meta["val"] = value
         added.append(node)
         states.append(

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from commpass.plan.kinds import KINDS
+from commpass.plan.older import plan_from_older
 from commpass.plan.stage import Stage
 from commpass.utils.printable import plural
 
@@ -51,7 +52,7 @@ class Site:
     - ``peer``: the rank at the other end of a send or recv; ``tag`` distinguishes messages between
       the two.
     - ``by_messages``: whether exchanges of its group are sent as messages between pairs of ranks.
-    - ``word``: the nearest enclosing ``compress`` or ``keep``, as JSON text.
+    - ``annotation``: the nearest enclosing ``compress`` or ``keep``, as JSON text.
     """
 
     name: str
@@ -75,8 +76,8 @@ class Site:
     device: str = "cpu"
     module: str = ""
     direction: str = "forward"
-    word: str | None = None
-    obstacle: str | None = None
+    annotation: str | None = None
+    unsupported_reason: str | None = None
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -427,9 +428,11 @@ class Plan:
 
     @staticmethod
     def from_json(text: str | bytes) -> Plan:
-        """Parse the output of ``to_json``. Raises ``msgspec.ValidationError`` or ``DecodeError``
-        for other text."""
-        return msgspec.json.decode(text, type=Plan)
+        """Parse the output of ``to_json``, also of older versions.
+
+        Raises ``msgspec.ValidationError`` or ``DecodeError`` for other text.
+        """
+        return msgspec.convert(plan_from_older(msgspec.json.decode(text)), Plan)
 
 
 @dataclass(frozen=True)

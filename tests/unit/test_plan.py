@@ -99,8 +99,8 @@ SITES = st.builds(
     device=st.sampled_from(["cpu", "cuda"]),
     module=TEXTS,
     direction=st.sampled_from(["forward", "backward"]),
-    word=st.none() | TEXTS,
-    obstacle=st.none() | TEXTS,
+    annotation=st.none() | TEXTS,
+    unsupported_reason=st.none() | TEXTS,
     width=st.integers(0, 1 << 40),
     splits=st.none() | st.tuples(SPLITS, SPLITS),
     stateless=st.none() | TEXTS,
@@ -184,6 +184,28 @@ def test_plan_of_an_older_version_is_read_without_its_unused_fields():
     assert Plan.from_json(json.dumps(old)) == one
 
 
+def _with_old_names(site: dict) -> dict:
+    old = {"annotation": "word", "unsupported_reason": "obstacle"}
+    return {old.get(name, name): value for name, value in site.items()}
+
+
+def test_plan_of_an_older_version_is_read_by_the_old_names_of_its_fields():
+    one = plan(planned(annotation='{"keep": true}', unsupported_reason="nobody waits for it"))
+    old = json.loads(one.to_json())
+    old["sites"] = [_with_old_names(site) for site in old["sites"]]
+    assert "word" in old["sites"][0]
+    assert Plan.from_json(json.dumps(old)) == one
+
+
+def test_dump_of_an_older_version_is_read_by_the_old_names_of_its_fields(tmp_path):
+    now = dump()
+    path = dumps.write(tmp_path, now)
+    old = json.loads(path.read_text()) | {"version": 1}
+    old["plan"]["sites"] = [_with_old_names(site) for site in old["plan"]["sites"]]
+    path.write_text(json.dumps(old))
+    assert dumps.read(path).plan == now.plan
+
+
 def test_json_of_a_plan_names_what_the_design_names():
     (site,) = json.loads(plan(planned()).to_json())["sites"]
     named = """name kind reduce_op group_size dtype shape bytes module direction codec algorithm
@@ -253,8 +275,8 @@ FREE = {
     "members": (4, 5),
     "bytes": 7,
     "device": "cuda",
-    "word": "{}",
-    "obstacle": "some",
+    "annotation": "{}",
+    "unsupported_reason": "some",
     "width": 7,
     "stateless": None,
     "fixed": "its fake values have no ShapeEnv",
@@ -762,8 +784,8 @@ SPOILT = {
     "no JSON": (lambda text: "dump", "not JSON"),
     "another's": (lambda text: '{"a": 1}', "not a commpass dump"),
     "newer": (
-        lambda text: text.replace('"version": 1', '"version": 2'),
-        "version 2.*newer commpass",
+        lambda text: text.replace('"version": 2', '"version": 3'),
+        "version 3.*newer commpass",
     ),
     "damaged": (
         lambda text: text.replace('"world_size": 8', '"world_size": "8"'),
