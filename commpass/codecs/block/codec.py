@@ -26,7 +26,8 @@ from commpass.errors import PolicyError
 class BlockCodec(Codec):
     """Encode each block as ``q = grid(transform(x) / scale)``.
 
-    An encoded row holds all codes, then all scales, then the side data of the transform. Zeros fill
+    An encoded row holds all codes, then all scales (of blocks, then of the row), then the side data
+    of the transform. Zeros fill
     the last block of a row. Stochastic rounding draws different noise for each ``salt`` (see
     ``salted``).
     """
@@ -104,10 +105,12 @@ class BlockCodec(Codec):
 
     @property
     def _stored(self) -> list[str]:
-        """The storage formats of the numbers sent for each block: its offset, then its scales."""
+        """The storage formats of the numbers sent: the offset of each block and its scales, then
+        those of the row."""
         return [
             *([self.offset.stored] if self.offset else []),
             *[self.scale.stored] * self.scale.numbers,
+            *["fp32"] * scales.row_numbers(self.scale),
         ]
 
     def regions(self, numel: int, dtype: torch.dtype) -> list[int]:
@@ -118,6 +121,9 @@ class BlockCodec(Codec):
         }
         codes = blocks * (self.layout.size(numel) * self.grid.bits // 8)
         numbers = [number[stored] for stored in self._stored]
+        for i in range(scales.row_numbers(self.scale)):
+            empty = isinstance(blocks, int) and blocks == 0
+            numbers[-1 - i] = 0 if empty else scales.itemsize("fp32", work)
         return [codes, *numbers, *([blocks] if self.transform.side else [])]
 
     def encode_rows(self, rows: Tensor) -> Tensor:
@@ -136,9 +142,10 @@ class BlockCodec(Codec):
             stored = self.offset.stored
             middle.append(scales.materialized(scales.middle_of(self.offset, blocks), stored))
             blocks = blocks - middle[0]
+        measured = scales.measure(self.scale, blocks, self.grid)
         numbers = [
-            scales.materialized(number, self.scale.stored)
-            for number in scales.measure(self.scale, blocks, self.grid)
+            scales.materialized(number, stored)
+            for number, stored in zip(measured, self._stored[len(middle) :], strict=True)
         ]
         noise = noise_of(self.rounding, blocks, self.salt)
         codes = grids.encode(
