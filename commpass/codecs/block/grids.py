@@ -305,11 +305,11 @@ class FloatBits:
 
 
 def float_bits(grid: MiniFloatGrid) -> FloatBits:
-    drop, bias = 23 - grid.mantissa, grid.bias
-    last = (2 ** (grid.bits - 1) - 1) << drop
-    return FloatBits(
-        drop, last + ((127 - bias) << 23), (128 - bias) << 23, (128 + drop - bias) << 23
-    )
+    """Return the numbers of a format: its codes, without the sign, are the bits of float32 from
+    ``drop`` on, less those of half the smallest normal number."""
+    drop, least = 23 - grid.mantissa, (128 - grid.bias) << 23
+    largest = ((2 ** (grid.bits - 1) - 1) << drop) + least - (1 << 23)
+    return FloatBits(drop, largest, least, least + (drop << 23))
 
 
 @encode.register
@@ -319,7 +319,7 @@ def _encode_minifloat(grid: MiniFloatGrid, values: Tensor, noise: Tensor | None)
     size = bits & 0x7FFFFFFF
     cut = size.clamp(max=form.largest)
     rounded = (cut + (2 ** (form.drop - 1) - 1) + ((cut >> form.drop) & 1)) >> form.drop
-    normal = rounded - ((127 - grid.bias) << grid.mantissa)
+    normal = rounded - ((form.least - (1 << 23)) >> form.drop)
     unit = 2.0 ** ((form.unit >> 23) - 127)
     subnormal = (cut.view(torch.float32) + unit).view(torch.int32) - form.unit
     sign = torch.where(size > 0x7F800000, 0, (bits >> (32 - grid.bits)) & 2 ** (grid.bits - 1))

@@ -22,7 +22,7 @@ from commpass.codecs.block.domain import VALUES
 from commpass.codecs.block.grids import CompandedGrid, TableGrid
 from commpass.codecs.block.noise import Stochastic
 from commpass.codecs.block.packing import widths
-from commpass.codecs.block.scales import Static
+from commpass.codecs.block.scales import ITEMSIZE, Static, TwoLevel, row_numbers
 from commpass.codecs.block.transforms import NoTransform
 from commpass.codecs.dispatch import by_type
 from commpass.codecs.rows import is_power_of_two
@@ -114,11 +114,24 @@ def unsupported_reason(chain: Chain, numel: int) -> str:
     dtypes = {chain.taken, *(s.dtype for s in chain.steps if isinstance(s, (Cast, Add, Decode)))}
     if unknown := dtypes - {*TYPES, torch.uint8}:
         return f"{str(unknown.pop()).removeprefix('torch.')} values: kernels compute in float32"
+    if needs_row_peaks(chain) and any(_changes(step) for step in chain.steps[:-1]):
+        return f"{coders[-1].spec}: the peak of a row must be known before its values are read"
     for step in chain.steps:
         width = step.domain.width if isinstance(step, (Enter, Leave)) else 1
         if next(iter(sizes)) % width:
             return f"a domain of width {width} in blocks of {next(iter(sizes))}"
     return ""
+
+
+def needs_row_peaks(chain: Chain) -> bool:
+    """Whether the kernel of a chain takes the peak of each row, float32 ``[rows]``, as its last
+    input: to encode with a scale for each row."""
+    return chain.encodes is not None and bool(row_numbers(_block_codec(chain.encodes.codec).scale))
+
+
+def _changes(step: Step) -> bool:
+    """Whether a step changes values."""
+    return not (isinstance(step, (Enter, Leave)) and step.domain == VALUES)
 
 
 def coders_of(chain: Chain) -> list[Codec]:
@@ -282,6 +295,9 @@ def write_encode(coder: BlockCodec, body: Body) -> list[tuple[str, str]]:
     body.add_argument("made", "*u8")
     if isinstance(coder.rounding, Stochastic):
         body.add_argument("key", "i32")
+    if row_numbers(coder.scale):
+        peaks = body.add_argument("row_peaks", "*fp32")
+        body.add(f"row_peak = load_row({peaks} + row, block)")
     body.add(*encode_lines(coder))
     body.add("wire = made + row * made_stride")
     for low, width, first, length in parts.packs(coder.grid.bits, body.size):
@@ -291,9 +307,12 @@ def write_encode(coder: BlockCodec, body: Body) -> list[tuple[str, str]]:
         body.add(f"tl.store(wire + bytes, {codes}, mask=here)")
     ends = [("wire", f"blocks * {body.size * coder.grid.bits // 8}")]
     for name, stored, at in _regions(coder, body, "made"):
-        itemsize = {"fp32": 4, "bf16": 2, "pow2": 1}[stored]
+        itemsize = ITEMSIZE[stored]
         body.add(f"store_{stored}(wire + {at} + block * {itemsize}, {name}, here)")
         ends.append((f"wire + {at}", f"blocks * {itemsize}"))
+    for name, at in _row_regions(coder, body, "made"):
+        body.add(f"store_row(wire + {at}, {name}, block)")
+        ends.append((f"wire + {at}", "4"))
     if coder.transform.side:
         at = body.add_argument("made_side_at", "i32")
         body.add(f"tl.store(wire + {at} + block, side.to(tl.uint8), mask=here)")
@@ -307,13 +326,15 @@ def encode_lines(coder: BlockCodec) -> list[str]:
     lines = list(parts.forward(coder.transform))
     if coder.offset:
         lines += [f"middle = nearest_{coder.offset.stored}(middle_of(x))", "x = x - middle"]
+    nearest = "nearest" if isinstance(scale, TwoLevel) else "up"
     if scale.numbers:
         lines += ["peak = peak_of(x)", *parts.measured(scale, grid)]
         last = f"number_{scale.numbers - 1}"
         if not grid.has_zero:
             lines.append(f"{last} = without_zero({last}, peak, {grid.largest!r})")
         for i in range(scale.numbers):
-            lines.append(f"number_{i} = up_{scale.stored}(propagate_nonfinite(number_{i}, peak))")
+            number = f"propagate_nonfinite(number_{i}, peak)"
+            lines.append(f"number_{i} = {nearest}_{scale.stored}({number})")
     lines += parts.units(scale, grid)
     lines.append(f"noise = {parts.noise(coder.rounding)}")
     lines += parts.encoded(grid, parts.never_exceeds(scale))
@@ -336,8 +357,10 @@ def _decode(step: Decode, body: Body, chain: Chain) -> None:
         return
     # Values that must be clamped are rare. There are two loops, since clamping costs a third of the
     # time of a rank.
-    product = " * ".join(name for name, _, _ in regions)
+    rows = list(_row_regions(coder, body, "taken"))
+    product = " * ".join([*(name for name, _, _ in regions), *(name for name, _ in rows)])
     loads = [f"    {name} = {_loaded(stored, at, ROW)}" for name, stored, at in regions]
+    loads += [f"    {name} = {_loaded_row(at, ROW)}" for name, at in rows]
     limit = torch.finfo(step.dtype).max / (2 * coder.grid.largest * coder.transform.sums)
     body.add("far = False", "if LOOKS:", "    most = 0.0")
     body.add(f"    for rank in range(0, {ranks}):", *indented(loads))
@@ -369,8 +392,12 @@ def _summed(call: str, ranks: int, unrolled: int = UNROLLED) -> list[str]:
 
 
 def _loaded(stored: str, at: str, wire: str = "wire") -> str:
-    itemsize = {"fp32": 4, "bf16": 2, "pow2": 1}[stored]
+    itemsize = ITEMSIZE[stored]
     return f"load_{stored}({wire} + {at} + block * {itemsize}, here)"
+
+
+def _loaded_row(at: str, wire: str = "wire") -> str:
+    return f"load_row({wire} + {at}, block)"
 
 
 def write_decode(
@@ -378,11 +405,12 @@ def write_decode(
 ) -> str:
     """Write a function from ``wire`` to ``x``, and return a call of it. ``cut`` is the argument
     that says whether values are clamped to the largest number of their dtype."""
-    regions = list(_regions(coder, body, "taken"))
-    given = ["wire", "block", "inside", "here", *(at for _, _, at in regions)]
+    regions, rows = list(_regions(coder, body, "taken")), list(_row_regions(coder, body, "taken"))
+    places = [*(at for _, _, at in regions), *(at for _, at in rows)]
+    given = ["wire", "block", "inside", "here", *places]
     if coder.transform.side:
         given.append(body.add_argument("taken_side_at", "i32"))
-    lines = decode_lines(coder, dtype, body.size, regions)
+    lines = decode_lines(coder, dtype, body.size, regions, rows)
     constants = [n for n in ("FP8", "PARTS", "CUT") if any(n in line for line in lines)]
     header = ", ".join([*given, *(f"{each}: tl.constexpr" for each in constants)])
     text = textwrap.indent("\n".join(lines), "    ")
@@ -392,7 +420,11 @@ def write_decode(
 
 
 def decode_lines(
-    coder: BlockCodec, dtype: torch.dtype, size: int, regions: list[tuple[str, str, str]]
+    coder: BlockCodec,
+    dtype: torch.dtype,
+    size: int,
+    regions: list[tuple[str, str, str]],
+    rows: list[tuple[str, str]],
 ) -> list[str]:
     """Return lines from a wire to ``x``, as in ``Codec.decode_rows``."""
     lines, bits, sums = [], coder.grid.bits, coder.transform.sums
@@ -403,6 +435,8 @@ def decode_lines(
         lines.append(f"codes = {part}" if low == 0 else f"codes |= {part} << {low}")
     for name, stored, at in regions:
         lines.append(f"{name} = {_loaded(stored, at)}")
+    for name, at in rows:
+        lines.append(f"{name} = {_loaded_row(at)}")
     if sums > 1:  # divide here, not later: see BlockCodec.decode_parts
         lines += [f"middle = middle * {1 / sums!r}"] if coder.offset else []
         lines += [f"part_0 = number_0 * {1 / sums!r}"] if coder.scale.numbers else []
@@ -434,6 +468,13 @@ def _regions(coder: BlockCodec, body: Body, of: str) -> Iterator[tuple[str, str,
         yield "middle", coder.offset.stored, body.add_argument(f"{of}_middle_at", "i32")
     for i in range(coder.scale.numbers):
         yield f"number_{i}", coder.scale.stored, body.add_argument(f"{of}_number_{i}_at", "i32")
+
+
+def _row_regions(coder: BlockCodec, body: Body, of: str) -> Iterator[tuple[str, str]]:
+    """Yield the numbers sent for each row: their names, and the arguments for the offsets of their
+    regions."""
+    for i in range(row_numbers(coder.scale)):
+        yield f"row_{i}", body.add_argument(f"{of}_row_{i}_at", "i32")
 
 
 @_write.register

@@ -51,6 +51,8 @@ def unsupported_reason(
     block, n = coder.block, problem.n
     if why := generate.unsupported_reason(_chain(coder), problem.rows * n):
         return why
+    if generate.needs_row_peaks(_chain(coder)):
+        return f"{coder.spec}: the peak of a row must be known before it is encoded"
     if block > WIDEST:
         return f"{coder.spec}: blocks of {block} values, wider than a tile of {WIDEST} columns"
     if n % block:

@@ -15,6 +15,13 @@ def flat(block, inside, SIZE: tl.constexpr):
 
 
 @tile
+def pairs(block, inside, SIZE: tl.constexpr):
+    """Consecutive values; the even places of a block first."""
+    HALF: tl.constexpr = SIZE // 2
+    return block * SIZE + (inside % HALF) * 2 + inside // HALF
+
+
+@tile
 def lanes(block, inside, SIZE: tl.constexpr, LANES: tl.constexpr):
     """The same place of SIZE registers of LANES values."""
     return ((block // LANES) * SIZE + inside) * LANES + block % LANES
