@@ -224,9 +224,9 @@ def _even(levels: np.ndarray, first_code: int, bits: int) -> Grid:
 def small_floats(exponent_bits: int, mantissa_bits: int, special: str) -> np.ndarray:
     """Return all finite values of a small float from zero up.
 
-    They are ``m / 2^M 2^(1-bias)`` if e = 0, else ``(1 + m / 2^M) 2^(e-bias)``. With ``special`` Inf
-    (e5m2) the whole last exponent is Inf and NaN. With NaN (e4m3fn) only its last mantissa is. With
-    "" (the formats of 4 and 6 bits, OCP MX v1.0, tables 3 to 5) all are numbers.
+    They are ``m / 2^M 2^(1-bias)`` if e = 0, else ``(1 + m / 2^M) 2^(e-bias)``. With ``special``
+    "inf" (e5m2) the whole last exponent is Inf and NaN. With "nan" (e4m3fn) only its last mantissa
+    is. With "" (the formats of 4 and 6 bits of OCP MX v1.0) all are numbers.
     """
     bias = 2 ** (exponent_bits - 1) - 1
     steps, last = 2**mantissa_bits, 2**exponent_bits - 1

@@ -16,6 +16,11 @@ DESCRIPTIONS = {
     "int4": "as int8 with 4 bits: large error on data with outliers",
     "int2": "as int8 with 2 bits: for comparison",
     "fp8": "an 8-bit float: one error for small and for large values (e5m2: for wider ranges)",
+    "mxfp8": "an 8-bit float over a power of two for 32 values (OCP MX): where matmuls take it",
+    "mxfp6": "as mxfp8 with 6 bits: the error of 8 bits, where the format is asked for",
+    "mxfp4": "as mxfp8 with 4 bits: where matmuls take it",
+    "nvfp4": "a 4-bit float over an 8-bit one for 16 values: where matmuls take it; less error than"
+    " int4 and mxfp4",
     "rotated": "integers after a Hadamard rotation, which spreads outliers: least error for its"
     " bytes from 4 bits on",
     "table": "Lloyd-Max levels after a rotation: least error at 2 and 3 bits",

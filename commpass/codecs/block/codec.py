@@ -120,10 +120,10 @@ class BlockCodec(Codec):
             stored: blocks * scales.itemsize(stored, work) for stored in dict.fromkeys(self._stored)
         }
         codes = blocks * (self.layout.size(numel) * self.grid.bits // 8)
-        numbers = [number[stored] for stored in self._stored]
-        for i in range(scales.row_numbers(self.scale)):
-            empty = isinstance(blocks, int) and blocks == 0
-            numbers[-1 - i] = 0 if empty else scales.itemsize("fp32", work)
+        rows = scales.row_numbers(self.scale)
+        numbers = [number[stored] for stored in self._stored[: len(self._stored) - rows]]
+        empty = isinstance(blocks, int) and blocks == 0
+        numbers += [0 if empty else scales.itemsize("fp32", work)] * rows
         return [codes, *numbers, *([blocks] if self.transform.side else [])]
 
     def encode_rows(self, rows: Tensor) -> Tensor:

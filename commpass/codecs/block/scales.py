@@ -301,11 +301,11 @@ def peak_of(blocks: Tensor) -> Tensor:
 
 
 def row_peak(blocks: Tensor) -> Tensor:
-    """Return ``max|x|`` of the finite values of each row ``[rows, ...]``, ``[rows, 1, 1]``; zero of
-    an empty row."""
+    """Return ``max|x|`` of the finite values of each row ``[rows, ...]``, ``[rows, 1, 1]``; no
+    number of an empty row, ``[rows, 0, 1]``."""
     size = torch.where(blocks.isfinite(), blocks.abs(), 0.0).flatten(1)
     if isinstance(size.shape[1], int) and size.shape[1] == 0:
-        return size.new_zeros((size.shape[0], 1, 1))
+        return size.unsqueeze(-1)
     return size.amax(dim=1).reshape(-1, 1, 1)
 
 
