@@ -65,7 +65,7 @@ def _flat(layout: Flat, size: int) -> str:
 
 @place.register
 def _pairs(layout: Pairs, size: int) -> str:
-    return f"pairs(block, inside, {size})"
+    return f"pairs(block, {size})"
 
 
 @place.register
