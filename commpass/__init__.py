@@ -12,88 +12,62 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from commpass import parallel
-    from commpass.backend import backend
-    from commpass.calibration import Calibration, calibrate
-    from commpass.codecs import codec
-    from commpass.collectives.handle import Handle
+    from commpass import parallel as parallel
+    from commpass.backend import backend as backend
+    from commpass.calibration import Calibration as Calibration, calibrate as calibrate
+    from commpass.codecs import codec as codec
+    from commpass.collectives.handle import Handle as Handle
     from commpass.collectives.public import (
-        all_gather,
-        all_gather_v,
-        all_reduce,
-        all_to_all,
-        reduce_scatter,
-        reduce_scatter_v,
+        all_gather as all_gather,
+        all_gather_v as all_gather_v,
+        all_reduce as all_reduce,
+        all_to_all as all_to_all,
+        reduce_scatter as reduce_scatter,
+        reduce_scatter_v as reduce_scatter_v,
     )
-    from commpass.costmodel import KernelRate, Kernels, Link, Profile, Region, ethernet
-    from commpass.distributed.record import plans
-    from commpass.distributed.state import load_state_dict, reset_state, state_dict
+    from commpass.costmodel import (
+        KernelRate as KernelRate,
+        Kernels as Kernels,
+        Link as Link,
+        Profile as Profile,
+        Region as Region,
+        ethernet as ethernet,
+    )
+    from commpass.distributed.record import plans as plans
+    from commpass.distributed.state import (
+        load_state_dict as load_state_dict,
+        reset_state as reset_state,
+        state_dict as state_dict,
+    )
     from commpass.errors import (
-        CalibrationError,
-        CommpassError,
-        DumpError,
-        ParallelError,
-        PlanMismatch,
-        PolicyError,
-        ProfileError,
-        ScopeError,
-        VerifyError,
+        CalibrationError as CalibrationError,
+        CommpassError as CommpassError,
+        DumpError as DumpError,
+        ParallelError as ParallelError,
+        PlanMismatch as PlanMismatch,
+        PolicyError as PolicyError,
+        ProfileError as ProfileError,
+        ScopeError as ScopeError,
+        VerifyError as VerifyError,
     )
-    from commpass.plan import Plan
-    from commpass.policy import Policy
-    from commpass.policy.annotate import apply_policy, compress, keep
-    from commpass.policy.rules import Rule
-    from commpass.report.process_report import Report, log_metrics, metrics, report
-    from commpass.simulate import simulate
-    from commpass.standalone import rewrite
+    from commpass.plan import Plan as Plan
+    from commpass.policy import Policy as Policy
+    from commpass.policy.annotate import (
+        apply_policy as apply_policy,
+        compress as compress,
+        keep as keep,
+    )
+    from commpass.policy.rules import Rule as Rule
+    from commpass.report.process_report import (
+        Report as Report,
+        log_metrics as log_metrics,
+        metrics as metrics,
+        report as report,
+    )
+    from commpass.simulate import simulate as simulate
+    from commpass.standalone import rewrite as rewrite
 
     __version__: str
-
-__all__ = [
-    "Calibration",
-    "CalibrationError",
-    "CommpassError",
-    "DumpError",
-    "Handle",
-    "KernelRate",
-    "Kernels",
-    "Link",
-    "ParallelError",
-    "Plan",
-    "PlanMismatch",
-    "Policy",
-    "PolicyError",
-    "Profile",
-    "ProfileError",
-    "Region",
-    "Report",
-    "Rule",
-    "ScopeError",
-    "VerifyError",
-    "all_gather",
-    "all_gather_v",
-    "all_reduce",
-    "all_to_all",
-    "apply_policy",
-    "backend",
-    "calibrate",
-    "codec",
-    "compress",
-    "ethernet",
-    "keep",
-    "load_state_dict",
-    "log_metrics",
-    "metrics",
-    "parallel",
-    "plans",
-    "reduce_scatter",
-    "reduce_scatter_v",
-    "report",
-    "reset_state",
-    "rewrite",
-    "simulate",
-    "state_dict",
-]
 
 _NAMES = {
     "policy.annotate": "apply_policy compress keep",
@@ -115,12 +89,15 @@ _NAMES = {
     "simulate": "simulate",
     "standalone": "rewrite",
 }
-"""The public names, by the module that defines them."""
+"""The public names, by the module that defines them. The imports above are for type checkers, which
+need ``as`` to export a name."""
 
-_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
+
+__all__ = sorted([*_MODULE_OF, "parallel", "report"])  # noqa: PLE0605 (a list, made by a call)
 
 
-class _Face(ModuleType):
+class _Package(ModuleType):
     """The package module.
 
     Python sets an imported submodule as an attribute of its package. Some public names equal a
@@ -128,17 +105,17 @@ class _Face(ModuleType):
     """
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name not in _HOME or not isinstance(value, ModuleType):
+        if name not in _MODULE_OF or not isinstance(value, ModuleType):
             super().__setattr__(name, value)
 
 
-sys.modules[__name__].__class__ = _Face
+sys.modules[__name__].__class__ = _Package
 
 if not TYPE_CHECKING:  # if False, type checkers would accept any attribute name
 
     def __getattr__(name: str) -> object:
-        if name in _HOME:
-            found = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+        if name in _MODULE_OF:
+            found = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
         elif name == "__version__":
             from importlib.metadata import version
 

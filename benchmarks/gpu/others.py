@@ -179,7 +179,7 @@ def _summed_by_index(
 
 @dataclass(frozen=True)
 class Product:
-    """``m x k @ k x n`` for a number of ranks, in chunks.
+    """``m x k @ k x n`` for a number of ranks.
 
     ``b`` is the weight of a linear layer, whose columns are contiguous, unless ``by_rows``.
     """
@@ -189,7 +189,6 @@ class Product:
     n: int
     k: int
     ranks: int = 4
-    chunks: int = 1
     dtype: torch.dtype = torch.bfloat16
     by_rows: bool = False
     bias: bool = False
@@ -198,7 +197,6 @@ class Product:
     @property
     def name(self) -> str:
         words = [f"matmul_encode {self.spec} {self.m} x {self.n} x {self.k}"]
-        words += [f"{self.chunks} chunks"] if self.chunks > 1 else []
         words += ["fp16"] if self.dtype == torch.float16 else []
         words += ["b by rows"] if self.by_rows else []
         words += ["bias"] if self.bias else []
@@ -211,7 +209,7 @@ PRODUCTS = (
     Product("int4", 512, 512, 264, by_rows=True),
     Product("fp8", 384, 768, 512, ranks=3, bias=True),
     Product("rotated(bits=4)", 512, 1024, 512, dtype=torch.float16),
-    Product("int8", 512, 1024, 512, chunks=2, bias=True, activation="relu"),
+    Product("int8", 512, 1024, 512, bias=True, activation="relu"),
     Product("taco", 512, 1024, 512),
     Product("int8", 200, 512, 520, ranks=2, activation="relu"),
 )
@@ -266,9 +264,8 @@ def _product(bench: Bench, kernels: Any, product: Product, name: str, more: dict
     for whole in (True, False):
         a, b, bias = _operands(bench, product, whole)
         with poisoned():
-            wire = kernels.run(
+            wires = kernels.run(
                 *(a, b, coder, product.ranks),
-                chunks=product.chunks,
                 bias=bias,
                 activation=product.activation,
                 **more,
@@ -276,9 +273,8 @@ def _product(bench: Bench, kernels: Any, product: Product, name: str, more: dict
         want = a.double() @ b.double()
         want = want + bias.double() if bias is not None else want
         want = want.relu() if product.activation else want
-        numel = product.m * product.n // (product.ranks * product.chunks)
-        rows = want.reshape(product.ranks, product.chunks, numel).transpose(0, 1).reshape(-1, numel)
-        wires = wire.reshape(-1, wire.shape[-1])
+        numel = product.m * product.n // product.ranks
+        rows = want.reshape(product.ranks, numel)
         if whole:
             made = torch.float16 if product.dtype == torch.float16 else torch.bfloat16
             plain = coder.encode_rows(rows.to(made).cpu())

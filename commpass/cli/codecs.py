@@ -41,7 +41,6 @@ def codecs(
 ) -> None:
     """Measure codecs: bits, error, distance to the bound 2^-b, speed."""
     from commpass.report import codecs as measurements
-    from commpass.report.codec_descriptions import descriptions_of
     from commpass.report.codec_plot import plot as draw
 
     tensors = measurements.tensors(data, dtype)
@@ -56,8 +55,9 @@ def codecs(
     if json:
         tables.print_json(rows)
     else:
-        made, words = measurements.table_of(rows), descriptions_of(row.codec for row in rows)
-        tables.console_for(made).print(made, "", words, sep="\n")
+        made = measurements.table_of(rows)
+        purposes = measurements.purposes_of(row.codec for row in rows)
+        tables.console_for(made).print(made, "", purposes, sep="\n")
     if plot is not None:
         draw(rows, f"codecs on {Path(data).name}", plot)
         typer.echo(f"wrote {plot}", err=json)

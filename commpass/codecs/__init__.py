@@ -6,20 +6,21 @@ from commpass.codecs.cast import CastCodec
 from commpass.codecs.codec import FLOATS, Codec, Wire, accumulation_dtype
 from commpass.codecs.dispatch import warm_up
 from commpass.codecs.raw import RawCodec
-from commpass.codecs.registry import NAMES, codec
+from commpass.codecs.registry import NAMES, PRESETS, codec
 from commpass.codecs.rows import ALIGNMENT, cut, cut_apart, pad
 from commpass.codecs.sparse import SparseCodec, sum_by_index
 from commpass.codecs.wrappers.difference import (
     DifferenceCodec,
-    change,
-    changed,
+    add_to_reference,
     next_reference,
+    subtract_reference,
 )
 
 __all__ = [
     "ALIGNMENT",
     "FLOATS",
     "NAMES",
+    "PRESETS",
     "VALUES",
     "CastCodec",
     "Codec",
@@ -29,14 +30,14 @@ __all__ = [
     "SparseCodec",
     "Wire",
     "accumulation_dtype",
-    "change",
-    "changed",
+    "add_to_reference",
     "codec",
     "cut",
     "cut_apart",
     "next_reference",
     "operators",
     "pad",
+    "subtract_reference",
     "sum_by_index",
 ]
 

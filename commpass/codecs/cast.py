@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from commpass.codecs.codec import Codec, accumulation_dtype
+from commpass.codecs.preset import Preset
 from commpass.codecs.rows import aligned, as_bytes, finite_stays, pad
 from commpass.errors import PolicyError, nearest
 
@@ -86,3 +87,15 @@ def bf16(spec: str) -> Codec:
 def fp16(spec: str) -> Codec:
     """16-bit floats with 11 bits of mantissa and a largest value of 65504: ``cast(fp16)``."""
     return CastCodec(spec, "fp16")
+
+
+PRESETS = (
+    Preset(
+        "cast",
+        cast,
+        "a 16-bit float: what every framework has; half of the bytes of float32",
+        ("cast", "cast(to=fp16)"),
+    ),
+    Preset("bf16", bf16, "cast to bfloat16"),
+    Preset("fp16", fp16, "cast to float16"),
+)

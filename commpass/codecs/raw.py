@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from commpass.codecs.codec import Codec
+from commpass.codecs.preset import Preset
 from commpass.codecs.rows import as_bytes
 
 
@@ -39,3 +40,6 @@ def raw(spec: str) -> Codec:
     """The values in their own dtype, uncompressed; sparse codecs send values this way by
     default."""
     return RawCodec(spec)
+
+
+PRESETS = (Preset("raw", raw, "the values as they are"),)

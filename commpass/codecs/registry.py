@@ -7,18 +7,15 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
+from commpass.codecs import cast, raw
 from commpass.codecs.block import presets
-from commpass.codecs.cast import bf16, cast, fp16
 from commpass.codecs.codec import Codec
-from commpass.codecs.exponent import exponent
-from commpass.codecs.raw import raw
+from commpass.codecs.exponent import codec as exponent
 from commpass.codecs.sparse import presets as sparse
-from commpass.codecs.sparse.segments import segments
-from commpass.codecs.wrappers.difference import difference
-from commpass.codecs.wrappers.mixed import mixed
-from commpass.codecs.wrappers.outlier import outlier
+from commpass.codecs.sparse import segments
+from commpass.codecs.wrappers import difference, mixed, outlier
 from commpass.errors import PolicyError, nearest
-from commpass.utils.spec import changed, parse, spelled
+from commpass.utils.spec import changed_parameters, parse, spell
 
 
 def codec(name: str | Codec, **parameters: Any) -> Codec:
@@ -34,52 +31,36 @@ def codec(name: str | Codec, **parameters: Any) -> Codec:
             f"{name!r} is no codec: give a name such as 'int8', or one with parameters such as"
             " 'int8(block=128)'"
         )
-    word, given = parse(name)
-    if word not in NAMES:
-        raise PolicyError(f"unknown codec {word!r}{nearest(word, NAMES)}")
-    return _build(word, changed(f"codec {word!r}", NAMES[word], given | parameters))
+    base, given = parse(name)
+    if base not in NAMES:
+        raise PolicyError(f"unknown codec {base!r}{nearest(base, NAMES)}")
+    return _build(base, changed_parameters(f"codec {base!r}", NAMES[base], given | parameters))
 
 
 @lru_cache(maxsize=256)
 def _build(name: str, parameters: tuple[tuple[str, Any], ...]) -> Codec:
     """Build a codec from the parameters that differ from their defaults."""
     try:
-        return NAMES[name](spelled(name, parameters), **dict(parameters))
+        return NAMES[name](spell(name, parameters), **dict(parameters))
     except PolicyError as error:
         raise PolicyError(f"codec {name!r}: {error}") from None
 
 
+PRESETS = (
+    *cast.PRESETS,
+    *presets.PRESETS,
+    *outlier.PRESETS,
+    *difference.PRESETS,
+    *mixed.PRESETS,
+    *exponent.PRESETS,
+    *sparse.PRESETS,
+    *segments.PRESETS,
+    *raw.PRESETS,
+)
+"""All codecs that have a name, in the order in which the command line shows them."""
+
 NAMES: dict[str, Callable[..., Codec]] = {
-    "int8": presets.int8,
-    "int6": presets.int6,
-    "int4": presets.int4,
-    "int2": presets.int2,
-    "fp8": presets.fp8,
-    "mxfp8": presets.mxfp8,
-    "mxfp6": presets.mxfp6,
-    "mxfp4": presets.mxfp4,
-    "nvfp4": presets.nvfp4,
-    "rotated": presets.rotated,
-    "table": presets.table,
-    "taco": presets.taco,
-    "equarx": presets.equarx,
-    "sdp4bit": presets.sdp4bit,
-    "tahquant": presets.tahquant,
-    "exponent": exponent,
-    "raw": raw,
-    "cast": cast,
-    "bf16": bf16,
-    "fp16": fp16,
-    # Codecs with an inner codec get ``codec`` to look it up.
-    "outlier": partial(outlier, codec),
-    "difference": partial(difference, codec),
-    "mixed": partial(mixed, codec),
-    "segments": partial(segments, codec),
-    "topk": partial(sparse.topk, codec),
-    "randomk": partial(sparse.randomk, codec),
-    "dgc": partial(sparse.dgc, codec),
-    "gaussiank": partial(sparse.gaussiank, codec),
-    "redsync": partial(sparse.redsync, codec),
-    "sidco": partial(sparse.sidco, codec),
+    preset.name: partial(preset.build, codec) if preset.has_inner else preset.build
+    for preset in PRESETS
 }
 """The builder of each codec: it takes the text, then the parameters as keywords."""

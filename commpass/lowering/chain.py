@@ -2,17 +2,21 @@
 in registers.
 
 A chain is plain data, derived from the coded operators of a graph. Kernels in Triton and C++ are
-generated from it. The first step reads values ``[rows, numel]``, or a wire ``[rows, wire_bytes]``
-if it is ``Decode``. The last step writes a wire if it is ``Encode``, else values.
+generated from it, and ``apply`` computes a step by plain operators. The first step reads values
+``[rows, numel]``, or a wire ``[rows, wire_bytes]`` if it is ``Decode``. The last step writes a wire
+if it is ``Encode``, else values.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from commpass.codecs import Codec, Domain
+from commpass.codecs import Codec, Domain, accumulation_dtype, operators
+from commpass.codecs.dispatch import by_type
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ Step = Decode | Sum | Divide | Enter | Leave | Cast | Add | Encode
 class Chain:
     """Steps, and the dtype of the first one's input (uint8 for a wire)."""
 
-    taken: torch.dtype
+    input_dtype: torch.dtype
     steps: tuple[Step, ...]
 
     @property
@@ -100,3 +104,83 @@ class Chain:
     def ranks(self) -> int:
         """The number of rows that are summed to one; 1 without a sum."""
         return next((step.ranks for step in self.steps if isinstance(step, Sum)), 1)
+
+
+# --- dtypes ---------------------------------------------------------------------------------------
+
+
+def output_dtype(chain: Chain) -> torch.dtype:
+    """Return the dtype of a chain's result."""
+    dtype = chain.input_dtype
+    for step in chain.steps:
+        dtype = dtype_after(step, dtype)
+    return torch.uint8 if chain.encodes is not None else dtype
+
+
+def dtype_after(step: Step, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of values after a step."""
+    if isinstance(step, (Cast, Add)):
+        return step.dtype
+    if isinstance(step, Decode):
+        return step.dtype if step.codec.lossless else accumulation_dtype(step.dtype)
+    return dtype
+
+
+def encoded_dtype(chain: Chain) -> torch.dtype:
+    """Return the dtype of the values that a chain encodes, which determines the size of its
+    wire."""
+    dtype = chain.input_dtype
+    for step in chain.steps[:-1]:
+        dtype = dtype_after(step, dtype)
+    return dtype
+
+
+# --- plain operators ------------------------------------------------------------------------------
+
+
+@by_type
+def apply(step: Step, rows: Tensor, inputs: Iterator[Tensor], numel: int) -> Tensor:
+    """Apply a step to rows by plain operators. ``inputs`` are the further inputs of the chain, and
+    ``numel`` the number of values of a row."""
+    raise NotImplementedError(step)
+
+
+@apply.register
+def _decode(step: Decode, rows: Tensor, inputs: Iterator[Tensor], numel: int) -> Tensor:
+    return step.codec.decode_rows(rows, numel, step.dtype)
+
+
+@apply.register
+def _encode(step: Encode, rows: Tensor, inputs: Iterator[Tensor], numel: int) -> Tensor:
+    return step.codec.encode_rows(rows)
+
+
+@apply.register
+def _sum(step: Sum, rows: Tensor, inputs: Iterator[Tensor], numel: int) -> Tensor:
+    sums = rows.reshape(-1, step.ranks, rows.shape[1]).unbind(0)
+    return torch.cat([operators.sum_rows(each) for each in sums])
+
+
+@apply.register
+def _divide(step: Divide, rows: Tensor, inputs: Iterator[Tensor], numel: int) -> Tensor:
+    return rows / step.by
+
+
+@apply.register
+def _enter(step: Enter, rows: Tensor, inputs: Iterator[Tensor], numel: int) -> Tensor:
+    return step.domain.to_domain(rows)
+
+
+@apply.register
+def _leave(step: Leave, rows: Tensor, inputs: Iterator[Tensor], numel: int) -> Tensor:
+    return step.domain.from_domain(rows)
+
+
+@apply.register
+def _cast(step: Cast, rows: Tensor, inputs: Iterator[Tensor], numel: int) -> Tensor:
+    return rows.to(step.dtype)
+
+
+@apply.register
+def _add(step: Add, rows: Tensor, inputs: Iterator[Tensor], numel: int) -> Tensor:
+    return rows + next(inputs).reshape(rows.shape)

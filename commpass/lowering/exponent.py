@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from commpass.codecs import codec
+from commpass.codecs import codec as codec_of
 from commpass.codecs.exponent.codec import ExponentCodec, by_calls
 from commpass.lowering import cpu
 from commpass.lowering.chain import Chain, Decode, Encode
@@ -33,27 +33,27 @@ def as_calls(*, kernels: bool) -> AbstractContextManager[None]:
     would.
     """
 
-    def encode(coder: ExponentCodec, rows: Tensor) -> Tensor:
-        if kernels and not _has_kernel(_encoding(coder, rows.dtype), rows.device):
+    def encode(codec: ExponentCodec, rows: Tensor) -> Tensor:
+        if kernels and not _has_kernel(_encoding(codec, rows.dtype), rows.device):
             with by_calls(None):
-                return coder.encode_rows(rows)
-        return torch.ops.commpass.exponent_encode(rows, coder.spec, kernels)
+                return codec.encode_rows(rows)
+        return torch.ops.commpass.exponent_encode(rows, codec.spec, kernels)
 
-    def decode(coder: ExponentCodec, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-        if kernels and not _has_kernel(_decoding(coder, dtype), wire.device):
+    def decode(codec: ExponentCodec, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        if kernels and not _has_kernel(_decoding(codec, dtype), wire.device):
             with by_calls(None):
-                return coder.decode_rows(wire, numel, dtype)
-        return torch.ops.commpass.exponent_decode(wire, coder.spec, numel, dtype, kernels)
+                return codec.decode_rows(wire, numel, dtype)
+        return torch.ops.commpass.exponent_decode(wire, codec.spec, numel, dtype, kernels)
 
     return by_calls((encode, decode))
 
 
-def _encoding(coder: ExponentCodec, dtype: torch.dtype) -> Chain:
-    return Chain(dtype, (Encode(coder),))
+def _encoding(codec: ExponentCodec, dtype: torch.dtype) -> Chain:
+    return Chain(dtype, (Encode(codec),))
 
 
-def _decoding(coder: ExponentCodec, dtype: torch.dtype) -> Chain:
-    return Chain(torch.uint8, (Decode(coder, dtype),))
+def _decoding(codec: ExponentCodec, dtype: torch.dtype) -> Chain:
+    return Chain(torch.uint8, (Decode(codec, dtype),))
 
 
 def _has_kernel(chain: Chain, device: torch.device) -> bool:
@@ -62,36 +62,36 @@ def _has_kernel(chain: Chain, device: torch.device) -> bool:
         return has_exponent_kernels(device)
     if cpu.unsupported_reason(chain):
         return False
-    cpu.compiled(chain)
+    cpu.compile_chain(chain)
     return True
 
 
 def _encode(rows: Tensor, name: str, kernel: bool) -> Tensor:
-    coder, rows = codec(name), _side_by_side(rows)
-    assert isinstance(coder, ExponentCodec)
+    codec, rows = codec_of(name), _side_by_side(rows)
+    assert isinstance(codec, ExponentCodec)
     if not kernel:
-        return coder.encode_rows(rows).contiguous()
+        return codec.encode_rows(rows).contiguous()
     if rows.device.type != "cpu":
         from commpass.lowering.gpu import exponent
 
-        return exponent.encode_rows(coder, rows)
+        return exponent.encode_rows(codec, rows)
     numel = rows.shape[1]
-    wire = rows.new_empty((rows.shape[0], coder.wire_bytes(numel, rows.dtype)), dtype=torch.uint8)
-    cpu.compiled(_encoding(coder, rows.dtype))([rows], wire, numel)
+    wire = rows.new_empty((rows.shape[0], codec.wire_bytes(numel, rows.dtype)), dtype=torch.uint8)
+    cpu.compile_chain(_encoding(codec, rows.dtype))([rows], wire, numel)
     return wire
 
 
 def _decode(wire: Tensor, name: str, numel: int, dtype: torch.dtype, kernel: bool) -> Tensor:
-    coder, wire = codec(name), _side_by_side(wire)
-    assert isinstance(coder, ExponentCodec)
+    codec, wire = codec_of(name), _side_by_side(wire)
+    assert isinstance(codec, ExponentCodec)
     if not kernel:
-        return coder.decode_rows(wire, numel, dtype).contiguous()
+        return codec.decode_rows(wire, numel, dtype).contiguous()
     if wire.device.type != "cpu":
         from commpass.lowering.gpu import exponent
 
-        return exponent.decode_rows(coder, wire, numel, dtype)
+        return exponent.decode_rows(codec, wire, numel, dtype)
     rows = wire.new_empty((wire.shape[0], numel), dtype=dtype)
-    cpu.compiled(_decoding(coder, dtype))([wire], rows, numel)
+    cpu.compile_chain(_decoding(codec, dtype))([wire], rows, numel)
     return rows
 
 
@@ -101,7 +101,7 @@ def _side_by_side(rows: Tensor) -> Tensor:
 
 def _shape_of_encode(rows: Tensor, name: str, kernel: bool) -> Tensor:
     count, numel = rows.shape
-    return rows.new_empty((count, codec(name).wire_bytes(numel, rows.dtype)), dtype=torch.uint8)
+    return rows.new_empty((count, codec_of(name).wire_bytes(numel, rows.dtype)), dtype=torch.uint8)
 
 
 def _shape_of_decode(

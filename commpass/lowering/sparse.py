@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from commpass.codecs import codec, operators
+from commpass.codecs import codec as codec_of
+from commpass.codecs import operators
 from commpass.codecs.codec import accumulation_dtype
 from commpass.codecs.sparse import SparseCodec
 from commpass.utils.ambient import ambient_free
@@ -34,35 +35,35 @@ _library.define("sparse_sum(Tensor wires, str codec, int numel, ScalarType dtype
 def caller(node: fx.Node) -> Callable[..., Any] | None:
     """Return a function that computes a coded operator with selection kernels; None if there are
     none."""
-    coder = operators.named(str(node.args[2 if node.target is ENCODE else 1]))
-    if not isinstance(coder, SparseCodec):
+    codec = operators.lookup(str(node.args[2 if node.target is ENCODE else 1]))
+    if not isinstance(codec, SparseCodec):
         return None
     rows: Tensor = node.all_input_nodes[0].meta["val"]
     if node.target is ENCODE:
         numel, dtype = rows.shape[1], rows.dtype
     else:
         numel, dtype = node.args[2:4]  # type: ignore[assignment]
-    if unsupported_reason(coder, numel, dtype):
+    if unsupported_reason(codec, numel, dtype):
         return None
-    spec = coder.spec
+    spec = codec.spec
     if node.target is ENCODE:
         salt: Any = node.args[3]
         return lambda x, residual: ops.sparse_encode(x, residual, spec, salt)
-    made = ops.sparse_sum if node.target is SUM else ops.sparse_decode
-    return lambda wires: made(wires, spec, numel, dtype)
+    operator = ops.sparse_sum if node.target is SUM else ops.sparse_decode
+    return lambda wires: operator(wires, spec, numel, dtype)
 
 
-def unsupported_reason(coder: SparseCodec, numel: Any, dtype: torch.dtype) -> str:
+def unsupported_reason(codec: SparseCodec, numel: Any, dtype: torch.dtype) -> str:
     """Return why rows of ``numel`` values have no kernels, or "" if they have."""
     from commpass.lowering.gpu import sparse
 
     if not isinstance(numel, int):
         return "sparse kernels take rows of a fixed length"
-    return sparse.unsupported_reason(coder, numel, dtype) or ""
+    return sparse.unsupported_reason(codec, numel, dtype) or ""
 
 
-def _coder(name: str) -> SparseCodec:
-    found = codec(name)
+def _codec(name: str) -> SparseCodec:
+    found = codec_of(name)
     assert isinstance(found, SparseCodec)
     return found
 
@@ -72,26 +73,26 @@ def _encode(
 ) -> tuple[Tensor, Tensor]:
     from commpass.lowering.gpu import sparse
 
-    coder = _coder(name).salted(*salt)
-    return sparse.encode(coder, rows.contiguous(), residual.contiguous())
+    codec = _codec(name).salted(*salt)
+    return sparse.encode(codec, rows.contiguous(), residual.contiguous())
 
 
 def _decode(wire: Tensor, name: str, numel: int, dtype: torch.dtype) -> Tensor:
     from commpass.lowering.gpu import sparse
 
-    return sparse.decode(_coder(name), wire.contiguous(), numel, dtype)
+    return sparse.decode(_codec(name), wire.contiguous(), numel, dtype)
 
 
 def _sum(wires: Tensor, name: str, numel: int, dtype: torch.dtype) -> Tensor:
     from commpass.lowering.gpu import sparse
 
-    return sparse.sum_rows(_coder(name), wires.contiguous(), numel, dtype)
+    return sparse.sum_rows(_codec(name), wires.contiguous(), numel, dtype)
 
 
 def _shapes_of_encode(
     rows: Tensor, residual: Tensor, name: str, salt: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    width = _coder(name).wire_bytes(rows.shape[1], rows.dtype)
+    width = _codec(name).wire_bytes(rows.shape[1], rows.dtype)
     wire = rows.new_empty((rows.shape[0], width), dtype=torch.uint8)
     return wire, residual.new_empty(residual.shape)
 

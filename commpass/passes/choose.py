@@ -42,7 +42,7 @@ def run(context: PassContext) -> None:
     policy, profile = given.policy, given.profile
     allowed = [each.allowed for each in found]
     timeline = None
-    timed = given.hides and policy.leave_hidden and given.obstacle is None
+    timed = given.hides and policy.skip_overlapped and given.obstacle is None
     if timed and any(each.possible for each in options):
         timeline = initial_schedule(given.gm, found, policy, profile)
     plan = choose(
@@ -52,7 +52,7 @@ def run(context: PassContext) -> None:
         profile,
         kernels=given.kernels,
         hook=given.hook,
-        known=given.hidden if policy.leave_hidden else None,
+        known=given.hidden if policy.skip_overlapped else None,
         timeline=timeline,
     )
     ends = limits(found, options, allowed, plan, profile)
@@ -234,7 +234,7 @@ def _has_bits_of_its_own(site: PlannedSite) -> bool:
     has fewer of them.
     """
     encode = Chain(torch.float32, (Encode(codec(site.codec)),))
-    return site.device == "cpu" and not cpu.exact(encode) and not cpu.unsupported_reason(encode)
+    return site.device == "cpu" and not cpu.is_exact(encode) and not cpu.unsupported_reason(encode)
 
 
 def _work_of(site: PlannedSite) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ of its name; exceptions are ``explain --why`` (``candidate_table``) and ``report
 ``explain``, ``diff``     ``site_filter``: the options ``--module``, ``--kind``, ...
 ``timeline``              ``measured_timeline`` of a ``profiler_trace``; ``timeline_drawing``
                           (.png, .html) and ``timeline_json``
-``codecs``                ``codec_descriptions``, ``codec_plot``
+``codecs``                ``codec_plot``
 all                       ``tables``, ``numbers``, ``site_text``, ``operators``, ``plots``,
                           ``progress``
 ========================  ==================================================================

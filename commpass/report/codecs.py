@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -13,47 +13,17 @@ from typing import Any
 
 import torch
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 
-from commpass.codecs import FLOATS, Codec, codec
+from commpass.codecs import FLOATS, PRESETS, Codec, codec
 from commpass.errors import PolicyError, nearest
 from commpass.report.tables import plain_table
 
-STANDARD = (
-    "cast",
-    "cast(to=fp16)",
-    "int8",
-    "int6",
-    "int4",
-    "int2",
-    "fp8",
-    "fp8(form=e5m2)",
-    "mxfp8",
-    "mxfp6",
-    "mxfp4",
-    "nvfp4",
-    *(f"rotated(bits={bits})" for bits in range(2, 8)),
-    "rotated",
-    *(f"table(bits={bits})" for bits in (2, 3, 4, 5, 6)),
-    "taco",
-    "taco(scale=absmax)",
-    "equarx",
-    "sdp4bit",
-    "sdp4bit(bits=8)",
-    "sdp4bit(part=weight)",
-    "tahquant(bits=3)",
-    "tahquant",
-    "mixed",
-    "exponent(planes=3)",
-    "exponent",
-    "topk",
-    "randomk",
-    "dgc",
-    "gaussiank",
-    "redsync",
-    "sidco",
-)
+STANDARD = tuple(spec for preset in PRESETS for spec in preset.measured)
 """The codecs that are measured by default."""
+PURPOSES = {preset.name: preset.purpose for preset in PRESETS}
+"""What each codec is for, by its name without parameters."""
 
 VALUES = 1 << 20
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
@@ -268,4 +238,15 @@ def table_of(rows: Sequence[Measured]) -> Table:
             f"{row.distance:.2f}",
             *speeds,
         )
+    return table
+
+
+def purposes_of(specs: Iterable[str]) -> Table:
+    """Return what some codecs are for, one line for each name."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name in dict.fromkeys(spec.partition("(")[0] for spec in specs):
+        if name in PURPOSES:
+            table.add_row(Text(name), Text(PURPOSES[name]))
     return table

@@ -94,7 +94,7 @@ def run(chain: Chain, inputs: list[torch.Tensor], numel: int) -> torch.Tensor:
     """Run a kernel on inputs; its output lies between values that it must not touch."""
     rows = inputs[0].shape[0] // chain.ranks
     last = chain.steps[-1]
-    dtype = chain.taken if chain.decodes is None else chain.decodes.dtype
+    dtype = chain.input_dtype if chain.decodes is None else chain.decodes.dtype
     width = last.codec.wire_bytes(numel, dtype) if isinstance(last, Encode) else numel
     made = F32
     for step in chain.steps:
@@ -105,7 +105,7 @@ def run(chain: Chain, inputs: list[torch.Tensor], numel: int) -> torch.Tensor:
         made = last.dtype
     whole = torch.full((rows, width + 7), 55, dtype=made)
     output = whole[:, 2 : 2 + width]
-    cpu.compiled(chain)([apart(x) for x in inputs], output, numel)
+    cpu.compile_chain(chain)([apart(x) for x in inputs], output, numel)
     assert (whole[:, :2] == 55).all()
     assert (whole[:, 2 + width :] == 55).all()
     return output.clone(memory_format=torch.contiguous_format)
@@ -208,7 +208,7 @@ def test_no_rows_and_no_values_are_nothing():
     for shape in [(0, 300), (3, 0)]:
         wire = torch.empty((shape[0], coder.wire_bytes(shape[1], BF16)), dtype=U8)
         wire.fill_(0xAB)
-        cpu.compiled(Chain(BF16, (Encode(coder),)))(
+        cpu.compile_chain(Chain(BF16, (Encode(coder),)))(
             [torch.empty(shape, dtype=BF16)], wire, shape[1]
         )
         assert (wire == 0xAB).all()
@@ -591,13 +591,13 @@ def test_wire_of_exponents_that_holds_anything_is_read_within_bounds():
 
 def test_chains_say_whether_they_have_the_bits_of_the_aten_form():
     inner = codec("rotated").domain_codec
-    assert cpu.exact(Chain(BF16, (Encode(INT8),)))
-    assert cpu.exact(Chain(U8, (Decode(inner, BF16), Sum(2), Encode(inner))))
-    assert not cpu.exact(Chain(BF16, (Encode(codec("rotated")),)))
-    assert not cpu.exact(Chain(U8, (Decode(inner, BF16), Leave(codec("rotated").domain))))
+    assert cpu.is_exact(Chain(BF16, (Encode(INT8),)))
+    assert cpu.is_exact(Chain(U8, (Decode(inner, BF16), Sum(2), Encode(inner))))
+    assert not cpu.is_exact(Chain(BF16, (Encode(codec("rotated")),)))
+    assert not cpu.is_exact(Chain(U8, (Decode(inner, BF16), Leave(codec("rotated").domain))))
     dual = codec("taco").domain_codec
-    assert not cpu.exact(Chain(BF16, (Encode(dual),)))
-    assert cpu.exact(Chain(U8, (Decode(dual, BF16), Sum(2), Encode(codec("fp8")))))
+    assert not cpu.is_exact(Chain(BF16, (Encode(dual),)))
+    assert cpu.is_exact(Chain(U8, (Decode(dual, BF16), Sum(2), Encode(codec("fp8")))))
 
 
 @pytest.mark.parametrize("spec", ["rotated", "exponent", rarely("int8"), rarely("taco")])
@@ -625,20 +625,20 @@ def test_number_of_threads_changes_nothing(spec):
     [
         (Chain(BF16, (Encode(codec("table")),)), "no C\\+\\+ for TableGrid"),
         (Chain(BF16, (Encode(codec("topk")),)), "no C\\+\\+ for SparseCodec"),
-        (Chain(BF16, (Encode(codec("int8(rounding=stochastic)")),)), "rounding at random"),
+        (Chain(BF16, (Encode(codec("int8(rounding=stochastic)")),)), "stochastic rounding"),
         (Chain(BF16, (Encode(codec("fp8(scale=lsq)")),)), "LeastSquares scales"),
         (Chain(BF16, (Encode(codec("equarx")),)), "Lanes"),
         (Chain(BF16, (Encode(codec("int8(block=8)")),)), "multiples of 16"),
         (Chain(torch.float64, (Encode(INT8),)), "float64"),
-        (Chain(U8, (Decode(INT8, BF16), Sum(17))), "torch.sum"),
-        (Chain(BF16, (Enter(Domain(Hadamard(64))), Encode(INT8))), "float32 alone"),
-        (Chain(U8, (Decode(codec("exponent"), BF16), Cast(F32), Sum(2))), "nothing besides"),
+        (Chain(U8, (Decode(INT8, BF16), Sum(17))), "sums up to 16 in rank order"),
+        (Chain(BF16, (Enter(Domain(Hadamard(64))), Encode(INT8))), "only float32"),
+        (Chain(U8, (Decode(codec("exponent"), BF16), Cast(F32), Sum(2))), "supports no other step"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_missing_kernels_say_why(chain, reason):
     with pytest.raises(CommpassError, match=reason):
-        cpu.compiled(chain)
+        cpu.compile_chain(chain)
     assert cpu.unsupported_reason(chain)
 
 
@@ -654,7 +654,7 @@ def test_unknown_steps_and_transforms_have_no_kernel():
 
 def test_kernel_that_is_slower_than_inline_says_so():
     for spec in ("int4", "int4(scale=rms)"):
-        assert "inline form is quicker" in cpu.unsupported_reason(
+        assert "inline form is faster" in cpu.unsupported_reason(
             Chain(BF16, (Encode(codec(spec)),))
         )
     assert not cpu.unsupported_reason(Chain(BF16, (Encode(codec("rotated(bits=4)")),)))
@@ -664,7 +664,7 @@ def test_kernel_that_is_slower_than_inline_says_so():
 
 def test_kernel_refuses_tensors_that_it_would_read_wrongly():
     chain, x = Chain(F32, (Encode(INT8),)), torch.randn(2, 512)
-    kernel, wire = cpu.compiled(chain), torch.empty(2, INT8.wire_bytes(512, F32), dtype=U8)
+    kernel, wire = cpu.compile_chain(chain), torch.empty(2, INT8.wire_bytes(512, F32), dtype=U8)
     kernel([x], wire, 512)
     for wrong in ([x.t()], [x[:, :500]], [x.to(BF16)], [x, x], [torch.randn(2, 1024)[:, ::2]]):
         with pytest.raises(CommpassError):
@@ -693,6 +693,6 @@ def test_no_kernel_where_inductor_finds_no_vector_instructions(monkeypatch):
     assert [cpu.unsupported_reason(chain) for chain in chains] == [""] * 3
     monkeypatch.setattr(cpu_vec_isa, "pick_vec_isa", lambda: cpu_vec_isa.invalid_vec_isa)
     assert all("vector instructions" in cpu.unsupported_reason(chain) for chain in chains)
-    cpu.compiled.cache_clear()
+    cpu.compile_chain.cache_clear()
     with pytest.raises(CommpassError, match="vector instructions"):
-        cpu.compiled(chains[0])
+        cpu.compile_chain(chains[0])

@@ -284,7 +284,7 @@ def test_both_forms_give_the_same_bits(name, how, shape, dtype, made):
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", sampled(CODECS, ("int8", "rotated", ROOTS)))
 def test_compiled_kernels_give_the_bits_of_the_inline_form(name):
-    """A C++ kernel adds up a rotation in another order (``cpu.exact``): scales in bfloat16 hide
+    """A C++ kernel adds up a rotation in another order (``cpu.is_exact``): scales in bfloat16 hide
     this, and those in float32 do not."""
     how = "sparse" if codec(name).state else "two_shot"
     alike = same_but_for_order if name in ROTATED_IN_FLOAT32 else alike_of(name)
@@ -318,7 +318,7 @@ def same_but_for_order(a: torch.Tensor, b: torch.Tensor) -> None:
 def test_codecs_whose_kernels_sum_in_another_order_say_so(name):
     chain = Chain(torch.float32, (Encode(codec(name)),))
     assert not cpu.unsupported_reason(chain), "there is no kernel in C++ that could differ"
-    assert not cpu.exact(chain)
+    assert not cpu.is_exact(chain)
     assert codec(name).scale.stored == "fp32"
 
 
@@ -331,7 +331,7 @@ def made(monkeypatch):
         found.append(inputs)
         return lambda given: body(*given)
 
-    monkeypatch.setattr(kernel, "_compiled", compiled)
+    monkeypatch.setattr(kernel, "_compile", compiled)
     monkeypatch.setattr(kernel, "_kernels", {})
     return found
 
@@ -613,7 +613,7 @@ def test_sites_whose_kernel_cannot_be_compiled_are_left_alone(
     gm = trace(chain(3), torch.randn(64, 64))
     before = str(gm.graph)
     plan = commpass.rewrite(gm, [], forced(text, algorithm="two_shot", lowering="kernel"))
-    why = "left alone: pass 'lower' failed: RuntimeError: injected"
+    why = "uncompressed: pass 'lower' failed: RuntimeError: injected"
     assert [(site.codec, site.reason) for site in plan.sites] == [("none", why)] * 3
     assert not plan.fallback
     assert str(gm.graph) == before

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from commpass.cli import app
-from commpass.report import codec_descriptions, codec_plot
+from commpass.report import codec_plot
 from commpass.report import codecs as measurements
 
 
@@ -122,9 +122,10 @@ def test_every_codec_that_needs_nothing_else_is_measured_by_default():
 
 
 def test_every_codec_has_a_line_that_says_what_it_is_for():
-    from commpass.codecs import NAMES
+    from commpass.codecs import PRESETS
 
-    assert set(codec_descriptions.DESCRIPTIONS) == set(NAMES)
+    assert len({preset.purpose for preset in PRESETS}) == len(PRESETS)
+    assert all(preset.purpose for preset in PRESETS)
     shown = run("int8", "taco", "taco(scale=absmax)", "--no-speed").stdout
     assert shown.count("(TACO)") == 1
     assert "plain integers" in shown

@@ -31,7 +31,6 @@ class Case:
     n: int = 256
     k: int = 48
     ranks: int = 2
-    chunks: int = 1
     dtype: torch.dtype = torch.bfloat16
     a_by_rows: bool = True
     b_by_rows: bool = True
@@ -61,7 +60,6 @@ def kernel_wire(case: Case) -> Tensor:
         b,
         codec(case.spec),
         case.ranks,
-        chunks=case.chunks,
         bias=bias if case.bias else None,
         activation=case.activation,
         by=matmul_sizes.Configuration(**{**SMALL, **case.by}),
@@ -77,11 +75,8 @@ def plain_result(case: Case) -> Tensor:
 
 
 def plain_wire(case: Case) -> Tensor:
-    """Return segments of the result, encoded by the codec itself."""
-    coder = codec(case.spec)
-    rows = plain_result(case).reshape(case.ranks, case.chunks, -1).transpose(0, 1)
-    wires = [coder.encode_rows(each.contiguous()) for each in rows]
-    return torch.stack(wires)
+    """Return shards of the result, encoded by the codec itself."""
+    return codec(case.spec).encode_rows(plain_result(case).reshape(case.ranks, -1))
 
 
 EXACT = [
@@ -97,7 +92,6 @@ EXACT = [
     Case("int2"),
     Case("fp8"),
     Case("fp8(form=e5m2)", b_by_rows=False),
-    Case("int8", m=64, ranks=2, chunks=2),
     Case("int4", m=48, ranks=3, by={"cuts": 2}),
     Case("int8(block=64)", n=192, by={"block_n": 128, "block_k": 64}),
     Case("int8", m=64, n=512, by={"block_m": 32, "cuts": 2, "group": 1}),
@@ -134,10 +128,10 @@ def test_sums_in_another_order_are_nearly_the_same(case: Case) -> None:
     """The last bits of rotations differ: few codes do, and by one."""
     coder, wire, wanted = codec(case.spec), interpreted(kernel_wire, case), plain_wire(case)
     numel = case.m * case.n // case.ranks
-    apart = (codes_of(coder, wire[0], numel) - codes_of(coder, wanted[0], numel)).abs()
+    apart = (codes_of(coder, wire, numel) - codes_of(coder, wanted, numel)).abs()
     assert apart.max() <= 1
     assert (apart > 0).float().mean() < 0.01
-    got, want = (coder.decode_rows(each[0], numel, torch.bfloat16) for each in (wire, wanted))
+    got, want = (coder.decode_rows(each, numel, torch.bfloat16) for each in (wire, wanted))
     assert torch.isclose(got, want, rtol=1e-4, atol=float(want.std()) / 100).float().mean() > 0.98
 
 
@@ -152,7 +146,7 @@ def codes_of(coder: BlockCodec, wire: Tensor, numel: int) -> Tensor:
 def test_non_finite_values_stay_so() -> None:
     """This applies to the blocks with an Inf or NaN, and to no other."""
     wire = interpreted(spoiled_wire)
-    decoded = codec("int8").decode_rows(wire[0], 16 * 256, torch.bfloat16)
+    decoded = codec("int8").decode_rows(wire, 16 * 256, torch.bfloat16)
     finite = decoded.isfinite().reshape(32, 256)
     assert not finite[[3, 20]].any()
     assert finite[[*range(3), *range(4, 20), *range(21, 32)]].all()
@@ -171,12 +165,10 @@ LINEAR = matmul_sizes.Matmul(torch.bfloat16, b_by_rows=False)
 REFUSED = [
     ("int8", LINEAR, replace(PROBLEM, n=4000), {}, "4000 columns are no multiple"),
     ("int8", LINEAR, replace(PROBLEM, m=4100), {}, "4100 rows for 8 ranks: shards begin inside"),
-    ("int8", LINEAR, replace(PROBLEM, chunks=3), {}, "chunks begin inside a row"),
     ("int8(block=512)", LINEAR, PROBLEM, {}, "blocks of 512 values, wider than a tile"),
     ("int8(block=24)", LINEAR, PROBLEM, {}, "powers of two"),
     ("equarx", LINEAR, PROBLEM, {}, "no consecutive values"),
     ("exponent", LINEAR, PROBLEM, {}, "no block codec"),
-    ("int8(rounding=stochastic)", LINEAR, replace(PROBLEM, chunks=2), {}, "noise of its own"),
     ("int8", replace(LINEAR, dtype=torch.float32), PROBLEM, {}, "float32 operands"),
     ("int8", replace(LINEAR, bias=torch.int8), PROBLEM, {}, "a bias in int8"),
     ("int8", LINEAR, PROBLEM, {"arch": "sm_75"}, "sm_75: no kernels"),

@@ -180,7 +180,7 @@ def test_inductor_sees_the_kernel_in_a_graph(descriptors: bool) -> None:
     def function(x: Tensor, weight: Tensor) -> tuple[Tensor]:
         coder = codec("int8")
         by = replace(configuration(coder, PROBLEM, "sm_90"), descriptors=descriptors)
-        fused = partial(run, coder=coder, ranks=8, by=by, graph=True)
+        fused = partial(run, codec=coder, ranks=8, by=by, graph=True)
         wire = torch.func.functionalize(fused)(x.relu(), weight.t())
         return (wire + 1,)
 

@@ -26,10 +26,9 @@ from commpass.errors import PolicyError
 class BlockCodec(Codec):
     """Encode each block as ``q = grid(transform(x) / scale)``.
 
-    An encoded row holds all codes, then all scales (of blocks, then of the row), then the side data
-    of the transform. Zeros fill
-    the last block of a row. Stochastic rounding draws different noise for each ``salt`` (see
-    ``salted``).
+    An encoded row holds all codes, then all scales (those of blocks, then that of the row), then
+    the side data of the transform. Zeros fill the last block of a row. Stochastic rounding draws
+    different noise for each ``salt`` (see ``salted``).
     """
 
     spec: str = field(compare=False)
@@ -104,7 +103,7 @@ class BlockCodec(Codec):
         return codes, sum(side)
 
     @property
-    def _stored(self) -> list[str]:
+    def _storage_formats(self) -> list[str]:
         """The storage formats of the numbers sent: the offset of each block and its scales, then
         those of the row."""
         return [
@@ -117,11 +116,13 @@ class BlockCodec(Codec):
         """Bytes of the codes, of each stored number, and of the transform's side data."""
         blocks, work = self.layout.blocks(numel), accumulation_dtype(dtype)
         number = {
-            stored: blocks * scales.itemsize(stored, work) for stored in dict.fromkeys(self._stored)
+            stored: blocks * scales.itemsize(stored, work)
+            for stored in dict.fromkeys(self._storage_formats)
         }
         codes = blocks * (self.layout.size(numel) * self.grid.bits // 8)
         rows = scales.row_numbers(self.scale)
-        numbers = [number[stored] for stored in self._stored[: len(self._stored) - rows]]
+        formats = self._storage_formats
+        numbers = [number[stored] for stored in formats[: len(formats) - rows]]
         empty = isinstance(blocks, int) and blocks == 0
         numbers += [0 if empty else scales.itemsize("fp32", work)] * rows
         return [codes, *numbers, *([blocks] if self.transform.side else [])]
@@ -143,9 +144,10 @@ class BlockCodec(Codec):
             middle.append(scales.materialized(scales.middle_of(self.offset, blocks), stored))
             blocks = blocks - middle[0]
         measured = scales.measure(self.scale, blocks, self.grid)
+        formats = self._storage_formats[len(middle) :]
         numbers = [
             scales.materialized(number, stored)
-            for number, stored in zip(measured, self._stored[len(middle) :], strict=True)
+            for number, stored in zip(measured, formats, strict=True)
         ]
         noise = noise_of(self.rounding, blocks, self.salt)
         codes = grids.encode(
@@ -155,10 +157,10 @@ class BlockCodec(Codec):
         regions = [pack(codes, self.grid.bits).flatten(1)]
         regions += [
             scales.in_form(number.squeeze(-1), stored)
-            for number, stored in zip(numbers, self._stored, strict=True)
+            for number, stored in zip(numbers, self._storage_formats, strict=True)
         ]
         regions += [side.squeeze(-1)] if side is not None else []
-        return tuple(map(_filled, regions))
+        return tuple(map(_fill, regions))
 
     def decode_rows(self, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         codes, side = self.parts(numel, dtype)
@@ -186,7 +188,7 @@ class BlockCodec(Codec):
         side = regions.pop().unsqueeze(-1) if self.transform.side else None
         numbers = [
             scales.load(region, stored, work).unsqueeze(-1)
-            for region, stored in zip(regions, self._stored, strict=True)
+            for region, stored in zip(regions, self._storage_formats, strict=True)
         ]
         middle, numbers = (numbers[:1], numbers[1:]) if self.offset else ([], numbers)
         sums = self.transform.sums
@@ -204,7 +206,7 @@ class BlockCodec(Codec):
         return cut_apart(self.layout.join(values.clamp(-limit, limit), numel), numel)
 
 
-def _filled(region: Tensor) -> Tensor:
+def _fill(region: Tensor) -> Tensor:
     """Pad a region with zeros to its length on the wire."""
     size = region.itemsize
     return pad(region, aligned(region.shape[1] * size) // size)

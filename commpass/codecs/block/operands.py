@@ -46,26 +46,26 @@ def scaled_operand(codec: Codec, wire: Wire) -> ScaledOperand:
 
     Raises PolicyError if no scaled matmul takes the format, or if blocks cross rows.
     """
-    coder, grid = _coder(codec), _coder(codec).grid
-    if len(wire.shape) != 2 or wire.shape[1] % coder.block:
+    block_codec = _block_codec(codec)
+    if len(wire.shape) != 2 or wire.shape[1] % block_codec.block:
         raise PolicyError(
-            f"{list(wire.shape)}: must be a matrix of rows of whole blocks of {coder.block} values"
+            f"{list(wire.shape)}: must be a matrix of rows of whole blocks of {block_codec.block} values"
         )
     if wire.dtype == torch.float64:
         raise PolicyError("float64 values: their scales have 8 bytes, and no matmul takes them")
     rows, columns = wire.shape
-    length, *lengths = coder.regions(rows * columns, wire.dtype)
-    codes = wire.payload[:length].view(_element(grid)).reshape(rows, -1)
+    length, *lengths = block_codec.regions(rows * columns, wire.dtype)
+    codes = wire.payload[:length].view(_element(block_codec.grid)).reshape(rows, -1)
     at = aligned(length)
-    numbers = wire.payload[at : at + lengths[0]].reshape(rows, columns // coder.block)
-    two_level = isinstance(coder.scale, scales.TwoLevel)
+    numbers = wire.payload[at : at + lengths[0]].reshape(rows, columns // block_codec.block)
+    two_level = isinstance(block_codec.scale, scales.TwoLevel)
     form = torch.float8_e4m3fn if two_level else torch.float8_e8m0fnu
     at += aligned(lengths[0])
     row = wire.payload[at : at + 4].view(torch.float32) if two_level else None
     return ScaledOperand(codes, swizzle(numbers).view(form), row)
 
 
-def _coder(codec: Codec) -> BlockCodec:
+def _block_codec(codec: Codec) -> BlockCodec:
     """Return a codec whose wires are operands."""
     if isinstance(codec, BlockCodec) and isinstance(codec.transform, NoTransform):
         four_bits = codec.grid == MiniFloatGrid("e2m1")

@@ -31,6 +31,7 @@ from commpass.codecs.block.scales import (
 )
 from commpass.codecs.block.transforms import Hadamard, NoTransform
 from commpass.codecs.codec import Codec
+from commpass.codecs.preset import Preset
 from commpass.codecs.rows import is_power_of_two
 from commpass.errors import PolicyError, nearest
 
@@ -307,3 +308,84 @@ def _one_of(parameter: str, value: str, known: tuple[str, ...]) -> str:
     if value not in known:
         raise PolicyError(f"{parameter}={value!r}{nearest(value, known)}")
     return value
+
+
+# --- by name --------------------------------------------------------------------------------------
+
+PRESETS = (
+    Preset(
+        "int8",
+        int8,
+        "plain integers over the largest value of each block: cheap, and near to exact",
+        ("int8",),
+    ),
+    Preset(
+        "int6", int6, "as int8 with 6 bits: where 8 are more than the error asks for", ("int6",)
+    ),
+    Preset("int4", int4, "as int8 with 4 bits: large error on data with outliers", ("int4",)),
+    Preset("int2", int2, "as int8 with 2 bits: for comparison", ("int2",)),
+    Preset(
+        "fp8",
+        fp8,
+        "an 8-bit float: one error for small and for large values (e5m2: for wider ranges)",
+        ("fp8", "fp8(form=e5m2)"),
+    ),
+    Preset(
+        "mxfp8",
+        mxfp8,
+        "an 8-bit float over a power of two for 32 values (OCP MX): where matmuls take it",
+        ("mxfp8",),
+    ),
+    Preset(
+        "mxfp6",
+        mxfp6,
+        "as mxfp8 with 6 bits: the error of 8 bits, where the format is asked for",
+        ("mxfp6",),
+    ),
+    Preset("mxfp4", mxfp4, "as mxfp8 with 4 bits: where matmuls take it", ("mxfp4",)),
+    Preset(
+        "nvfp4",
+        nvfp4,
+        "a 4-bit float over an 8-bit one for 16 values: where matmuls take it; less error than int4"
+        " and mxfp4",
+        ("nvfp4",),
+    ),
+    Preset(
+        "rotated",
+        rotated,
+        "integers after a Hadamard rotation, which spreads outliers: least error for its bytes from"
+        " 4 bits on",
+        (*(f"rotated(bits={bits})" for bits in range(2, 8)), "rotated"),
+    ),
+    Preset(
+        "table",
+        table,
+        "Lloyd-Max levels after a rotation: least error at 2 and 3 bits",
+        tuple(f"table(bits={bits})" for bits in (2, 3, 4, 5, 6)),
+    ),
+    Preset(
+        "taco",
+        taco,
+        "rotated fp8 with two scales (TACO): activations and gradients of tensor parallelism",
+        ("taco", "taco(scale=absmax)"),
+    ),
+    Preset(
+        "equarx",
+        equarx,
+        "int8 in blocks of 8 x 128 (EQuARX): all_reduce of inference, pipelined",
+        ("equarx",),
+    ),
+    Preset(
+        "sdp4bit",
+        sdp4bit,
+        "4 bits in groups, rotated (SDP4Bit): gradients and weights of sharded data parallelism",
+        ("sdp4bit", "sdp4bit(bits=8)", "sdp4bit(part=weight)"),
+    ),
+    Preset(
+        "tahquant",
+        tahquant,
+        "3 to 4 bits a tile of channels, with a pivot swap (TahQuant): activations of pipeline"
+        " parallelism",
+        ("tahquant(bits=3)", "tahquant"),
+    ),
+)

@@ -26,9 +26,9 @@ STORED = {"fp32": 4, "bf16": 2, "pow2": 1}
 the other formats."""
 ITEMSIZE = STORED | {"e4m3": 1}
 """As ``STORED``, with e4m3, whose range only suffices for scales in units of another scale."""
+LARGEST_E4M3 = 448.0
 LEAST_E4M3 = 2.0**-6
 """The smallest normal number of e4m3, which is the smallest scale of a block in two levels."""
-LARGEST_E4M3 = 448.0
 LEAST_ROW_SCALE = 2.0**-119
 """The smallest scale of a row in two levels. Its product with the smallest scale of a block, and
 the reciprocal of that, are normal float32 numbers."""
@@ -130,39 +130,39 @@ def measure(scale: Scale, blocks: Tensor, grid: Grid) -> list[Tensor]:
     if not scale.numbers:
         return []
     peak = peak_of(blocks)
-    made = _measured(scale, blocks, peak, grid)
+    numbers = _measure(scale, blocks, peak, grid)
     if not grid.has_zero:
         tiny = torch.finfo(blocks.dtype).tiny
-        made[-1] = torch.where(peak < grid.largest * tiny, 0.0, made[-1])
+        numbers[-1] = torch.where(peak < grid.largest * tiny, 0.0, numbers[-1])
     if isinstance(scale, TwoLevel):
-        number, row = made
+        number, row = numbers
         return [round_nearest(propagate_nonfinite(number, peak), scale.stored), row]
-    return [round_up(propagate_nonfinite(number, peak), scale.stored) for number in made]
+    return [round_up(propagate_nonfinite(number, peak), scale.stored) for number in numbers]
 
 
 @by_type
-def _measured(scale: Scale, blocks: Tensor, peak: Tensor, grid: Grid) -> list[Tensor]:
+def _measure(scale: Scale, blocks: Tensor, peak: Tensor, grid: Grid) -> list[Tensor]:
     """Return the numbers of ``measure`` before rounding."""
     raise NotImplementedError(scale)
 
 
-@_measured.register
+@_measure.register
 def _absmax(scale: Absmax, blocks: Tensor, peak: Tensor, grid: Grid) -> list[Tensor]:
     return [(peak / grid.largest).clamp_min(torch.finfo(blocks.dtype).tiny)]
 
 
-@_measured.register
+@_measure.register
 def _rms(scale: Rms, blocks: Tensor, peak: Tensor, grid: Grid) -> list[Tensor]:
     limits = torch.finfo(blocks.dtype)
     return [(rms_of(blocks, peak) / grid.sigma).clamp(limits.tiny, limits.max)]  # sigma may be < 1
 
 
-@_measured.register
-def _first(scale: LeastSquares, blocks: Tensor, peak: Tensor, grid: Grid) -> list[Tensor]:
-    return _measured(start_of(scale, grid), blocks, peak, grid)
+@_measure.register
+def _least_squares(scale: LeastSquares, blocks: Tensor, peak: Tensor, grid: Grid) -> list[Tensor]:
+    return _measure(start_of(scale, grid), blocks, peak, grid)
 
 
-@_measured.register
+@_measure.register
 def _shared_exponent(
     scale: SharedExponent, blocks: Tensor, peak: Tensor, grid: Grid
 ) -> list[Tensor]:
@@ -170,13 +170,13 @@ def _shared_exponent(
     return [power.clamp_min(torch.finfo(blocks.dtype).tiny)]
 
 
-@_measured.register
+@_measure.register
 def _two_level(scale: TwoLevel, blocks: Tensor, peak: Tensor, grid: Grid) -> list[Tensor]:
     row = row_scale(row_peak(blocks), grid)
     return [two_level(peak, row, grid), row]
 
 
-@_measured.register
+@_measure.register
 def _dual(scale: Dual, blocks: Tensor, peak: Tensor, grid: Grid) -> list[Tensor]:
     tiny = torch.finfo(blocks.dtype).tiny
     sigma = rms_of(blocks, peak).clamp_min(tiny)
@@ -236,7 +236,7 @@ def refit(
 
 
 @refit.register
-def _as_they_are(
+def _unchanged(
     scale: Absmax | Rms | Dual | Static | SharedExponent | TwoLevel,
     blocks: Tensor,
     codes: Tensor,

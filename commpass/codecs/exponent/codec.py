@@ -29,10 +29,11 @@ from commpass.codecs.exponent.floats import (
 from commpass.codecs.exponent.ladder import LADDERS, Ladder
 from commpass.codecs.exponent.strings import concatenate, join_fields, split_fields
 from commpass.codecs.exponent.window import choose, total
+from commpass.codecs.preset import Preset
 from commpass.codecs.rows import ceil_to, cut, larger, pad, smaller, to_bytes
 from commpass.errors import PolicyError
 from commpass.utils.ambient import ambient_free
-from commpass.utils.spec import spelled
+from commpass.utils.spec import spell
 
 BIAS = 16
 """Window starts are stored plus this, since a window may begin below the smallest exponent."""
@@ -107,7 +108,7 @@ class ExponentCodec(Codec):
     def measured(self, bits: float) -> Codec:
         planes = self.ladder.planes
         given = (("bits", bits), *((("planes", planes),) if planes != PLANES else ()))
-        return exponent(spelled("exponent", given), planes=planes, bits=bits)
+        return exponent(spell("exponent", given), planes=planes, bits=bits)
 
     @property
     def block(self) -> int:
@@ -365,6 +366,16 @@ def exponent(spec: str, *, planes: int = PLANES, bits: float = 0.0) -> Codec:
     if not 0 <= bits <= 64:
         raise PolicyError(f"bits={bits}: must be from 0 to 64")
     return ExponentCodec(spec, LADDERS[planes], bits)
+
+
+PRESETS = (
+    Preset(
+        "exponent",
+        exponent,
+        "lossless: exponents in 3 bits with escapes (ZipCCL): where no error is allowed",
+        ("exponent(planes=3)", "exponent"),
+    ),
+)
 
 
 def sum_of(numbers: Sequence[Tensor]) -> Tensor:

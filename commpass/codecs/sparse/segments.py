@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from commpass.codecs.codec import Codec
+from commpass.codecs.preset import Preset
 from commpass.codecs.sparse.codec import SparseCodec
 from commpass.codecs.wrappers.inner import Resolve
 from commpass.errors import PolicyError
@@ -47,10 +48,10 @@ class SegmentedCodec(SparseCodec):
         parts = rows.split(list(lengths), dim=1)
         return torch.cat([each.encode_rows(part) for part in parts], dim=1)
 
-    def encode_at_once(self, row: Tensor) -> Tensor:
+    def encode_eagerly(self, row: Tensor) -> Tensor:
         each, lengths = self.segments(row.shape[1])
         parts = row.split(list(lengths), dim=1)
-        return torch.cat([each.encode_at_once(part) for part in parts], dim=1)
+        return torch.cat([each.encode_eagerly(part) for part in parts], dim=1)
 
     def decode_sparse(self, wire: Tensor, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         each, lengths = self.segments(numel)
@@ -70,8 +71,8 @@ class SegmentedCodec(SparseCodec):
 def segments(resolve: Resolve, spec: str, *, inner: str = "dgc", lengths: str = "") -> Codec:
     """Consecutive tensors of ``lengths`` entries (``n4096_512``), each selected separately by
     ``inner``: a fusion buffer."""
-    coder = resolve(inner)
-    if type(coder) is not SparseCodec:
+    codec = resolve(inner)
+    if type(codec) is not SparseCodec:
         raise PolicyError(f"inner={inner!r}: must be a codec that selects, such as 'dgc'")
     try:
         known = tuple(map(int, lengths.removeprefix("n").split("_"))) if lengths else ()
@@ -79,8 +80,18 @@ def segments(resolve: Resolve, spec: str, *, inner: str = "dgc", lengths: str = 
         known = (0,)
     if any(length < 1 for length in known):
         raise PolicyError(f"lengths={lengths!r}: must be like 'n4096_512', each at least 1")
-    parts = (coder.selector, coder.density, coder.inner, coder.index)
-    return SegmentedCodec(spec, *parts, coder, known)
+    parts = (codec.selector, codec.density, codec.inner, codec.index)
+    return SegmentedCodec(spec, *parts, codec, known)
+
+
+PRESETS = (
+    Preset(
+        "segments",
+        segments,
+        "tensors of a fusion buffer, each selected from on its own (SSFusion)",
+        has_inner=True,
+    ),
+)
 
 
 def segmented(spec: str, lengths: Sequence[int]) -> str:

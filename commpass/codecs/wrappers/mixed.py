@@ -18,6 +18,7 @@ from torch import Tensor
 
 from commpass.codecs.block.packing import pack, unpack
 from commpass.codecs.codec import Codec, accumulation_dtype
+from commpass.codecs.preset import Preset
 from commpass.codecs.rows import aligned, ceil_to, cut_apart, pad
 from commpass.codecs.wrappers.inner import Resolve, inner_codec
 from commpass.errors import PolicyError, nearest
@@ -166,3 +167,14 @@ def mixed(
         raise PolicyError(f"width={width}: must be a multiple of {block}, or 0 for {block}")
     fraction = Fraction(share).limit_denominator(round(1 / LEAST))
     return MixedCodec(spec, more, less, fraction, width or block, by)
+
+
+PRESETS = (
+    Preset(
+        "mixed",
+        mixed,
+        "4 bits for four tokens of five, 3 for the others (TahQuant), or any two codecs",
+        ("mixed",),
+        has_inner=True,
+    ),
+)

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from commpass.codecs import constants
 from commpass.codecs.codec import Codec, accumulation_dtype
+from commpass.codecs.preset import Preset
 from commpass.codecs.rows import aligned, cut_apart, finite_stays, from_bytes, pad, to_bytes
 from commpass.codecs.wrappers.inner import Resolve, inner_codec
 from commpass.errors import PolicyError
@@ -501,10 +502,10 @@ def _constants(channels: Channels, largest: int) -> tuple[str, ...]:
     others = channels.inner_channels
     order = (*channels.kept, *others)
     back = sorted(range(len(order)), key=lambda place: order[place])
-    names = [constants.named(order, torch.int64), constants.named(back, torch.int64)]
+    names = [constants.register(order, torch.int64), constants.register(back, torch.int64)]
     if largest:
         scales = [[row[channel] / largest or 1.0 for channel in others] for row in channels.ranges]
-        names.append(constants.named(scales, torch.float64))
+        names.append(constants.register(scales, torch.float64))
     return tuple(names)
 
 
@@ -549,3 +550,14 @@ def outlier(
     return OutlierCodec(
         spec, channels, inner_codec(resolve, "bits", f"int{bits}(static=1.0)"), 2 ** (bits - 1) - 1
     )
+
+
+PRESETS = (
+    Preset(
+        "outlier",
+        outlier,
+        "the features of widest range in bf16, the others in int4 (Low-bit tensor parallelism):"
+        " inference, calibrated",
+        has_inner=True,
+    ),
+)

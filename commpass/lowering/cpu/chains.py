@@ -22,7 +22,6 @@ from commpass.lowering.chain import (
     Encode,
     Enter,
     Leave,
-    Step,
     Sum,
 )
 from commpass.lowering.cpu import blocks, exponents
@@ -30,20 +29,22 @@ from commpass.lowering.cpu.common import NAMES, PRELUDE, number
 from commpass.lowering.cpu.floats import FLOATS
 from commpass.lowering.cpu.grids import CODES
 from commpass.lowering.cpu.rotation import ROTATION, transform
-from commpass.lowering.cpu.scales import SCALES, sums_up
+from commpass.lowering.cpu.scales import SCALES, uses_sums
 from commpass.utils.ambient import making_lasting_tensors
 
 TILE = 256
 """A unit holds a multiple of this many values: tiles of 16 vectors of 16."""
 LARGEST_UNIT = 8192
+STEPS = (Encode, Decode, Sum, Divide, Enter, Leave, Cast, Add)
+"""The steps that have C++."""
 
 
 def unsupported_reason(chain: Chain) -> str:
     """Return why a chain should be left to Inductor, or "" if its C++ exists and is faster."""
-    return impossible(chain) or _slower(chain)
+    return untranslatable_reason(chain) or _slower_reason(chain)
 
 
-def impossible(chain: Chain) -> str:
+def untranslatable_reason(chain: Chain) -> str:
     """Return why there is no C++ for a chain, or "" if there is."""
     return next(_unsupported_reasons(chain), "")
 
@@ -54,7 +55,7 @@ def _has_vectors() -> bool:
     return bool(cpu_vec_isa.pick_vec_isa())
 
 
-def _slower(chain: Chain) -> str:
+def _slower_reason(chain: Chain) -> str:
     """Return why a chain is faster in Inductor, or "".
 
     Packed codes are slower here than inline, unless a rotation is saved (benchmarks/codecs.py: int4
@@ -62,21 +63,21 @@ def _slower(chain: Chain) -> str:
     """
     for step in chain.steps:
         codec = getattr(step, "codec", None)
-        if isinstance(codec, BlockCodec) and codec.grid.bits < 8 and not _rotates(chain):
-            return f"codes of {codec.grid.bits} bits: the compiled inline form is quicker"
+        if isinstance(codec, BlockCodec) and codec.grid.bits < 8 and not _has_rotation(chain):
+            return f"codes of {codec.grid.bits} bits: the compiled inline form is faster"
     return ""
 
 
 def _unsupported_reasons(chain: Chain) -> Iterator[str]:
     if not chain.steps:
-        yield "a chain of no steps"
+        yield "a chain without steps"
     if not _has_vectors():
-        yield "Inductor finds no vector instructions here, and the C++ is made of them"
+        yield "the C++ needs vector instructions, and Inductor finds none on this machine"
     if _lossless(chain) is not None:
-        yield from _lossless_obstacles(chain)
+        yield from _lossless_reasons(chain)
         return
     for place, step in enumerate(chain.steps):
-        if not isinstance(step, Step):
+        if not isinstance(step, STEPS):
             yield f"there is no C++ for {type(step).__name__}"
         if isinstance(step, (Encode, Decode)):
             if not isinstance(step.codec, BlockCodec):
@@ -84,23 +85,23 @@ def _unsupported_reasons(chain: Chain) -> Iterator[str]:
             elif reason := blocks.unsupported_reason(step.codec):
                 yield reason
         if isinstance(step, Decode) and place:
-            yield "a wire is taken by the first step alone"
+            yield "only the first step can read a wire"
         if isinstance(step, Encode) and place < len(chain.steps) - 1:
-            yield "a wire is made by the last step alone"
+            yield "only the last step can write a wire"
         if isinstance(step, Sum):
             if place > 1 or (place == 1 and chain.decodes is None):
-                yield "rows are summed as they come, or as they are decoded"
+                yield "a sum is supported only as the first step, or after decode"
             if step.ranks > UNROLLED_RANKS:
-                yield f"the sum of {step.ranks} rows is torch.sum's, in an order of its own"
+                yield f"a sum of {step.ranks} rows: C++ sums up to {UNROLLED_RANKS} in rank order"
         if isinstance(step, (Sum, Enter, Leave)) and _dtypes(chain)[place] != torch.float32:
-            yield f"{type(step).__name__} of {_dtypes(chain)[place]}: C++ has that of float32 alone"
+            yield f"{type(step).__name__} of {_dtypes(chain)[place]}: C++ supports only float32"
         if isinstance(step, (Enter, Leave)) and getattr(step.domain.transform, "pivot", False):
             yield "there is no C++ for a pivot swap"
     for dtype in [*_dtypes(chain), *(s.dtype for s in chain.steps if isinstance(s, Decode))]:
         if dtype not in NAMES and dtype != torch.uint8:
             yield f"there is no C++ for {dtype}"
     if _unit(chain) > LARGEST_UNIT:
-        yield f"blocks that share no unit of {LARGEST_UNIT} values"
+        yield f"no unit of up to {LARGEST_UNIT} values holds whole blocks of all steps"
 
 
 def _lossless(chain: Chain) -> Encode | Decode | None:
@@ -116,21 +117,21 @@ def _lossless(chain: Chain) -> Encode | Decode | None:
     )
 
 
-def _lossless_obstacles(chain: Chain) -> Iterator[str]:
+def _lossless_reasons(chain: Chain) -> Iterator[str]:
     step = _lossless(chain)
     assert step is not None
     assert isinstance(step.codec, ExponentCodec)
-    dtype = step.dtype if isinstance(step, Decode) else chain.taken
+    dtype = step.dtype if isinstance(step, Decode) else chain.input_dtype
     others = [each for each in chain.steps if each is not step and each != Cast(dtype)]
     if others or (isinstance(step, Encode) and len(chain.steps) > 1):
-        yield "the C++ of exponents encodes or decodes, and nothing besides"
+        yield "the C++ of the exponent codec supports no other step"
     elif reason := exponents.unsupported_reason(step.codec, dtype):
         yield reason
 
 
 def _dtypes(chain: Chain) -> list[torch.dtype]:
     """Return the input dtype of each step, then the dtype of the last step's result."""
-    dtypes = [chain.taken]
+    dtypes = [chain.input_dtype]
     for step in chain.steps:
         if isinstance(step, Decode):
             dtypes.append(step.dtype if step.codec.lossless else torch.float32)
@@ -155,7 +156,7 @@ def _unit(chain: Chain) -> int:
     return math.lcm(*widths)
 
 
-def added(chain: Chain) -> tuple[torch.dtype, ...]:
+def added_dtypes(chain: Chain) -> tuple[torch.dtype, ...]:
     """Return the dtypes of the further inputs of a chain, in order."""
     return tuple(step.dtype for step in chain.steps if isinstance(step, Add))
 
@@ -189,7 +190,7 @@ def _source(chain: Chain) -> str:
         if place == 0:
             lines += _first(chain)
         if isinstance(step, Divide):
-            lines += [f"divide<UNIT>(v, {number(step.by)});", *_rounded(dtype)]
+            lines += [f"divide<UNIT>(v, {number(step.by)});", *_round_lines(dtype)]
         elif isinstance(step, Enter):
             lines.append(f"{name}::forward(v);")
         elif isinstance(step, Leave):
@@ -198,11 +199,11 @@ def _source(chain: Chain) -> str:
                 f"{name}::inverse(v);",
             ]
         elif isinstance(step, Cast) and not last:
-            lines += _rounded(step.dtype)
+            lines += _round_lines(step.dtype)
         elif isinstance(step, Add):
             at = f"more{more} + row * more{more}_stride + first * {step.dtype.itemsize}"
             lines.append(f"take<{NAMES[step.dtype]}, UNIT>({at}, w, count);")
-            lines += ["add<UNIT>(v, w);", *_rounded(dtype)]
+            lines += ["add<UNIT>(v, w);", *_round_lines(dtype)]
             more += 1
         elif isinstance(step, Encode):
             assert isinstance(step.codec, BlockCodec)
@@ -260,7 +261,7 @@ def _lossless_source(chain: Chain) -> str:
     assert step is not None
     assert isinstance(step.codec, ExponentCodec)
     if isinstance(step, Encode):
-        code = exponents.text(step.codec, chain.taken, "encode")
+        code = exponents.text(step.codec, chain.input_dtype, "encode")
     else:
         code = exponents.text(step.codec, step.dtype, "decode")
     return f"""{PRELUDE}{code}
@@ -273,7 +274,7 @@ extern "C" void kernel(int64_t threads, int64_t rows, int64_t n, const Byte* in,
 """
 
 
-def _rounded(dtype: torch.dtype) -> list[str]:
+def _round_lines(dtype: torch.dtype) -> list[str]:
     return [] if dtype == torch.float32 else [f"round_to<{NAMES[dtype]}, UNIT>(v);"]
 
 
@@ -281,35 +282,35 @@ def _first(chain: Chain) -> list[str]:
     """Return the lines that fill ``v`` with the first row, or with the sum of several rows."""
     decode, ranks = chain.decodes, chain.ranks
 
-    def filled(name: str, rank: str) -> str:
+    def fill(name: str, rank: str) -> str:
         at = f"in + (row * {ranks} + {rank}) * in_stride"
         if decode is not None:
             limit = number(torch.finfo(decode.dtype).max)
             return f"Step0::decode({at}, n, first, {limit}, {name});"
-        size = chain.taken.itemsize
-        return f"take<{NAMES[chain.taken]}, UNIT>({at} + first * {size}, {name}, count);"
+        size = chain.input_dtype.itemsize
+        return f"take<{NAMES[chain.input_dtype]}, UNIT>({at} + first * {size}, {name}, count);"
 
     if ranks == 1:
-        return [filled("v", "0")]
-    rest = f"{filled('w', 'rank')} add<UNIT>(v, w);"
-    return [filled("v", "0"), f"for (int rank = 1; rank < {ranks}; ++rank) {{ {rest} }}"]
+        return [fill("v", "0")]
+    rest = f"{fill('w', 'rank')} add<UNIT>(v, w);"
+    return [fill("v", "0"), f"for (int rank = 1; rank < {ranks}; ++rank) {{ {rest} }}"]
 
 
-def exact(chain: Chain) -> bool:
+def is_exact(chain: Chain) -> bool:
     """Whether the C++ has the same bits as the aten form.
 
     A rotation and a mean of squares are summed in another order. Values then differ in their last
     bits, and a code occasionally by one.
     """
-    return not _rotates(chain) and not any(
+    return not _has_rotation(chain) and not any(
         isinstance(step, Encode)
         and isinstance(step.codec, BlockCodec)
-        and sums_up(step.codec.scale)
+        and uses_sums(step.codec.scale)
         for step in chain.steps
     )
 
 
-def _rotates(chain: Chain) -> bool:
+def _has_rotation(chain: Chain) -> bool:
     return any(
         isinstance(step, (Enter, Leave))
         or (

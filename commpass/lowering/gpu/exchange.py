@@ -54,15 +54,15 @@ class Workspace:
     """The memory of one rank for exchanges of one kind.
 
     ``peers`` are the addresses, int64 ``[ranks]``, at which this rank accesses every rank's memory.
-    ``memory`` is its own, uint8 ``[total]``, initially zeros; ``held`` keeps the memory of the
-    others accessible. ``spins``, if not None, replaces ``exchange_kernel.SPINS``.
+    ``memory`` is its own, uint8 ``[total]``, initially zeros; ``peer_memory`` keeps the memory of
+    the others accessible. ``spins``, if not None, replaces ``exchange_kernel.SPINS``.
     """
 
     exchange: Exchange
     rank: int
     peers: Tensor
     memory: Tensor
-    held: Any = None
+    peer_memory: Any = None
     spins: int | None = None
 
     def missing(self) -> list[int]:
@@ -93,8 +93,9 @@ def all_reduce(
     group = dist.group.WORLD if group is None else group
     if group is None:
         raise CommpassError("no process group: call torch.distributed.init_process_group first")
-    coder = codec_of(codec) if isinstance(codec, str) else codec
-    exchange = Exchange(algorithm, coder, x.dtype, x.numel(), dist.get_world_size(group), op)
+    exchange = Exchange(
+        algorithm, codec_of(codec), x.dtype, x.numel(), dist.get_world_size(group), op
+    )
     if x.numel() == 0:
         return x.clone()
     return run(workspace(exchange, group, x.device), x)
@@ -108,9 +109,9 @@ def run(workspace: Workspace, x: Tensor) -> Tensor:
             f"a workspace for {exchange.numel} values of {exchange.dtype} was called with"
             f" {x.numel()} of {x.dtype}"
         )
-    made = torch.empty_like(x, memory_format=torch.contiguous_format)
+    output = torch.empty_like(x, memory_format=torch.contiguous_format)
     generated = kernel(exchange)
-    tensors = {"peers": workspace.peers, "taken": x.contiguous(), "made": made}
+    tensors = {"peers": workspace.peers, "input": x.contiguous(), "output": output}
     given = tensors | numbers(exchange, rank)
     spins = {} if workspace.spins is None else {"SPINS": workspace.spins}
     load(generated.source)[(exchange.programs,)](
@@ -119,17 +120,17 @@ def run(workspace: Workspace, x: Tensor) -> Tensor:
         **({} if interpreting() else {"enable_fp_fusion": generated.fuses}),
         num_warps=generated.num_warps,
     )
-    return made
+    return output
 
 
 def numbers(exchange: Exchange, rank: int) -> dict[str, int]:
     """Return the integer arguments of a kernel by name."""
-    coder, memory = exchange.block_codec, memory_of(exchange)
+    codec, memory = exchange.block_codec, memory_of(exchange)
     found = {
         "rank": rank,
         "count": exchange.numel,
         "numel": exchange.length,
-        "blocks": coder.layout.blocks(exchange.length),
+        "blocks": codec.layout.blocks(exchange.length),
         "tiles": exchange.tiles,
         "counters_at": memory.counters,
         "late_at": memory.late,
@@ -137,27 +138,27 @@ def numbers(exchange: Exchange, rank: int) -> dict[str, int]:
         "sums_at": memory.sums,
         "wire_bytes": exchange.wire_bytes,
     }
-    found |= offsets("made", coder, exchange.length, torch.float32)
-    if isinstance(coder.rounding, Stochastic):
+    found |= offsets("output", codec, exchange.length, torch.float32)
+    if isinstance(codec.rounding, Stochastic):
         for name, hop in (("key", 0), ("sum_key", LAST)):
-            found[name] = key_argument(coder.rounding, (rank, hop))
+            found[name] = key_argument(codec.rounding, (rank, hop))
     return found
 
 
 # --- memory ---------------------------------------------------------------------------------------
 
-_held: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, Workspace]]
-_held = weakref.WeakKeyDictionary()
+_workspaces: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, Workspace]]
+_workspaces = weakref.WeakKeyDictionary()
 """Workspaces by group, with the same lifetime."""
 
 
 def workspace(exchange: Exchange, group: dist.ProcessGroup, device: torch.device) -> Workspace:
     """Return the workspace of a group for an exchange; the first call is collective and creates
     it."""
-    held = _held.setdefault(group, {})
-    if (exchange, device) not in held:
-        held[exchange, device] = _agreed_workspace(exchange, group, device)
-    return held[exchange, device]
+    workspaces = _workspaces.setdefault(group, {})
+    if (exchange, device) not in workspaces:
+        workspaces[exchange, device] = _agreed_workspace(exchange, group, device)
+    return workspaces[exchange, device]
 
 
 def _agreed_workspace(
@@ -170,15 +171,15 @@ def _agreed_workspace(
         f"{exchange.op} of {exchange.numel} values of {exchange.dtype} by {exchange.algorithm} with"
         f" {exchange.codec.spec} on cards with warps of {card.lanes}"
     )
-    everybody: list[Any] = [None] * exchange.ranks
-    dist.all_gather_object(everybody, (what, why, card), group)
-    for rank, (_, why, _) in enumerate(everybody):
+    requests: list[Any] = [None] * exchange.ranks
+    dist.all_gather_object(requests, (what, why, card), group)
+    for rank, (_, why, _) in enumerate(requests):
         if why:
             raise CommpassError(f"no kernel: rank {rank}: {why}")
-    for rank, (other, _, _) in enumerate(everybody):
+    for rank, (other, _, _) in enumerate(requests):
         if other != what:
             raise CommpassError(f"this rank makes the {what}, but rank {rank} the {other}")
-    cards = [card for *_, card in everybody]
+    cards = [card for *_, card in requests]
     shared = Counter(each.name for each in cards)
     room = min(each.processors * RESIDENT // shared[each.name] for each in cards)
     exchange = replace(exchange, lanes=card.lanes)
@@ -199,10 +200,10 @@ def _card(exchange: Exchange, device: torch.device) -> tuple[Card, str]:
     """Return a rank's GPU, and why it cannot run an exchange, or ""."""
     if device.type != "cuda":
         return Card(), f"tensors on {device.type}: ranks reach the memory of cards"
-    seen = torch.cuda.get_device_properties(device)
-    capability = (seen.major, seen.minor) if torch.version.hip is None else None
-    name = f"{socket.gethostname()} {seen.uuid}"
-    card = Card(name, seen.multi_processor_count, seen.warp_size)
+    properties = torch.cuda.get_device_properties(device)
+    capability = (properties.major, properties.minor) if torch.version.hip is None else None
+    name = f"{socket.gethostname()} {properties.uuid}"
+    card = Card(name, properties.multi_processor_count, properties.warp_size)
     return card, unsupported_reason(exchange, processors=card.processors, card=capability)
 
 
@@ -216,8 +217,8 @@ def _symmetric(exchange: Exchange, group: dist.ProcessGroup, device: torch.devic
     handle = symmetric.rendezvous(memory, group)
     # Older versions of torch have no get_remote_tensor; there a tensor begins at its allocation.
     reach = getattr(handle, "get_remote_tensor", handle.get_buffer)
-    seen = [reach(peer, (total,), torch.uint8) for peer in range(exchange.ranks)]
-    seen[rank] = memory
-    peers = torch.tensor([each.data_ptr() for each in seen], dtype=torch.int64, device=device)
+    memories = [reach(peer, (total,), torch.uint8) for peer in range(exchange.ranks)]
+    memories[rank] = memory
+    peers = torch.tensor([each.data_ptr() for each in memories], dtype=torch.int64, device=device)
     dist.barrier(group)  # all memory is zero before any rank signals
-    return Workspace(exchange, rank, peers, memory, (handle, seen))
+    return Workspace(exchange, rank, peers, memory, (handle, memories))

@@ -25,7 +25,7 @@ from commpass.codecs.rows import ALIGNMENT, aligned
 from commpass.collectives.steps import shard_length
 from commpass.lowering.chain import Cast, Chain, Decode, Divide, Encode, Enter, Leave, Sum
 from commpass.lowering.gpu import generate, parts
-from commpass.lowering.gpu.source import Kernel, constant, function_text, indented, of_text
+from commpass.lowering.gpu.source import Kernel, constant, function_text, indent, of_text
 from commpass.lowering.gpu.tiles import exchange as tiles
 from commpass.lowering.gpu.tiles.exchange import SLOTS
 
@@ -97,22 +97,22 @@ class Exchange:
     @property
     def blocks(self) -> int:
         """Blocks per tile."""
-        size, coder = self.block_codec.layout.size(self.length), self.codec
-        assert isinstance(coder, BlockCodec)
-        mixed = coder.transform.sums > WIDE and _split(coder) > 1
+        size, codec = self.block_codec.layout.size(self.length), self.codec
+        assert isinstance(codec, BlockCodec)
+        mixed = codec.transform.sums > WIDE and _split(codec) > 1
         return max(1, (MIXED if mixed else PER_THREAD * self.lanes * WARPS) // size)
 
     @property
     def block_codec(self) -> BlockCodec:
         """The codec of the wire, for values that are already in the domain."""
-        within = self.codec.domain_codec
-        assert isinstance(within, BlockCodec)
-        return within
+        inner = self.codec.domain_codec
+        assert isinstance(inner, BlockCodec)
+        return inner
 
 
-def _split(coder: BlockCodec) -> int:
+def _split(codec: BlockCodec) -> int:
     """Return how many values share a byte, for the widest part of their codes."""
-    return int(8 // widths(coder.grid.bits)[0])
+    return int(8 // widths(codec.grid.bits)[0])
 
 
 @dataclass(frozen=True)
@@ -176,21 +176,21 @@ def unsupported_reason(
             return f"{many:,} {what}: kernels count to 2^31"
     if processors is not None and exchange.programs > processors * RESIDENT:
         return (
-            f"{exchange.programs} programs on {processors} processors, which run {RESIDENT} each at"
-            " once for certain: one that has no room to start is waited for in vain"
+            f"{exchange.programs} programs on {processors} processors, which are sure to run"
+            f" {RESIDENT} each: all programs must run at once, since they wait for each other"
         )
     return ""
 
 
 def _chains(exchange: Exchange) -> list[Chain]:
     """The chains that a kernel runs before it signals and after it has waited."""
-    domain, within = exchange.codec.domain, exchange.codec.domain_codec
-    summed = (Decode(within, exchange.dtype), Sum(exchange.ranks))
+    domain, inner = exchange.codec.domain, exchange.codec.domain_codec
+    summed = (Decode(inner, exchange.dtype), Sum(exchange.ranks))
     leaves = (Leave(domain), Cast(exchange.dtype))
     return [
-        Chain(exchange.dtype, (Enter(domain), Encode(within))),
+        Chain(exchange.dtype, (Enter(domain), Encode(inner))),
         Chain(torch.uint8, (*summed, *leaves)),
-        Chain(torch.uint8, (*summed, Encode(within))),
+        Chain(torch.uint8, (*summed, Encode(inner))),
     ]
 
 
@@ -211,8 +211,8 @@ def kernel(exchange: Exchange) -> Kernel:
     """Return the kernel of an exchange (``unsupported_reason`` must be ""). Its grid is
     ``(programs,)``."""
     writer = _writer(exchange)
-    lines = [*_beginning(writer), *(_LINES[exchange.algorithm](writer)), *_end()]
-    pointers = {"peers": "*i64", "taken": writer.values, "made": writer.values}
+    lines = [*_first_lines(writer), *(_LINES[exchange.algorithm](writer)), *_last_lines()]
+    pointers = {"peers": "*i64", "input": writer.values, "output": writer.values}
     signature = pointers | dict.fromkeys((*NUMBERS, *writer.places), "i32")
     constants = {
         **{"SIZE": writer.size, "PARTS": writer.split, "BLOCKS": exchange.blocks},
@@ -222,7 +222,7 @@ def kernel(exchange: Exchange) -> Kernel:
     text = function_text(exchange.algorithm, [*signature, *map(constant, constants)], lines)
     text = "\n\n@triton.jit\n".join([*writer.functions, text])
     known = {**generate.KNOWN, **vars(tiles)}
-    fuses = isinstance(writer.coder.grid, CompandedGrid)
+    fuses = isinstance(writer.codec.grid, CompandedGrid)
     source = of_text(exchange.algorithm, text, known)
     return Kernel(
         source=source, signature=signature, constants=constants, num_warps=WARPS, fuses=fuses
@@ -240,7 +240,7 @@ class _Writer:
     ``places`` are the optional arguments: offsets of the regions of a wire."""
 
     exchange: Exchange
-    coder: BlockCodec
+    codec: BlockCodec
     size: int
     split: int
     functions: tuple[str, ...]
@@ -254,51 +254,51 @@ class _Writer:
         return generate.TYPES[self.exchange.dtype]
 
     @property
-    def entered(self) -> list[str]:
+    def enter_lines(self) -> list[str]:
         return generate.lines_of(Enter(self.exchange.codec.domain), self.size)
 
     @property
-    def remaining(self) -> list[str]:
+    def leave_lines(self) -> list[str]:
         return generate.lines_of(Leave(self.exchange.codec.domain), self.size)
 
     @property
-    def mean(self) -> list[str]:
+    def mean_lines(self) -> list[str]:
         by = Divide(float(self.exchange.ranks))
         return generate.lines_of(by, self.size) if self.exchange.op == "avg" else []
 
 
 def _writer(exchange: Exchange) -> _Writer:
-    coder = exchange.block_codec
-    size = coder.layout.size(exchange.length)
+    codec = exchange.block_codec
+    size = codec.layout.size(exchange.length)
     encode = generate.Body(size, "")
-    ends = generate.write_encode(coder, encode)
+    ends = generate.write_encode(codec, encode)
     encode.add("if tile == 0:", *(f"    filled({place}, {length})" for place, length in ends))
-    given = ["x", "made_stride", "row", "tile", "block", "inside", "here", "blocks"]
+    given = ["x", "output_stride", "row", "tile", "block", "inside", "block_mask", "blocks"]
     given += list(encode.signature)
     constants = ["FP8", "PARTS"]
     function = function_text("encoded", [*given, *map(constant, constants)], encode.lines)
-    called = [{"made_stride": "wire_bytes", "made": "wire"}.get(name, name) for name in given]
+    called = [{"output_stride": "wire_bytes", "output": "wire"}.get(name, name) for name in given]
     decode = generate.Body(size, "")
-    decoded = generate.write_decode(coder, exchange.dtype, decode, "decoded")
-    decoded_sum = generate.write_decode(coder, torch.float32, decode, "decoded_sum")
+    decoded = generate.write_decode(codec, exchange.dtype, decode, "decoded")
+    decoded_sum = generate.write_decode(codec, torch.float32, decode, "decoded_sum")
     functions = decode.functions if exchange.phases > 1 else decode.functions[:1]
-    keys = ["key"] if isinstance(coder.rounding, Stochastic) else []
+    keys = ["key"] if isinstance(codec.rounding, Stochastic) else []
     sums = ["sums_at", *(f"sum_{key}" for key in keys)] if exchange.phases > 1 else []
     places = [name for name in encode.signature if name.endswith("_at")]
     return _Writer(
         exchange,
-        coder,
+        codec,
         size,
-        _split(coder),
+        _split(codec),
         (function, *functions),
         f"encoded({', '.join([*called, *constants])})",
-        decoded.replace("taken_", "made_"),  # a wire has one layout for reads and writes
-        decoded_sum.replace("taken_", "made_"),
+        decoded.replace("input_", "output_"),  # a wire has one layout for reads and writes
+        decoded_sum.replace("input_", "output_"),
         (*places, *keys, *sums),
     )
 
 
-def _beginning(writer: _Writer) -> list[str]:
+def _first_lines(writer: _Writer) -> list[str]:
     return [
         "program = tl.program_id(0)",
         "programs = tl.num_programs(0)",
@@ -311,7 +311,7 @@ def _beginning(writer: _Writer) -> list[str]:
     ]
 
 
-def _end() -> list[str]:
+def _last_lines() -> list[str]:
     return [
         "tl.store(counter, epoch)",
         "if late != 0:",
@@ -324,20 +324,20 @@ def _loop(writer: _Writer, lines: Sequence[str], shard: str = "") -> list[str]:
     at = f"place + {shard} * numel" if shard else "place"
     return [
         "for tile in range(program, tiles, programs):",
-        *indented(
+        *indent(
             [
                 "block = (tile * BLOCKS + tl.arange(0, BLOCKS))[:, None, None]",
-                f"place = {parts.place(writer.coder.layout, writer.size)}",
-                "here = block < blocks",
+                f"place = {parts.place(writer.codec.layout, writer.size)}",
+                "block_mask = block < blocks",
                 f"at = {at}",
-                "there = (place < numel) & (at < count)",
+                "value_mask = (place < numel) & (at < count)",
                 *lines,
             ]
         ),
     ]
 
 
-def _exchanged(phase: int) -> list[str]:
+def _exchange_lines(phase: int) -> list[str]:
     """Return the lines that signal and wait for the signals of all ranks."""
     first = f"({phase} * programs + program)" if phase else "program"
     return [
@@ -346,12 +346,12 @@ def _exchanged(phase: int) -> list[str]:
     ]
 
 
-def _loaded(writer: _Writer) -> list[str]:
-    load = "x = to_float32(tl.load(taken + at, mask=there, other=0.0))"
-    return [load, *writer.entered]
+def _load_lines(writer: _Writer) -> list[str]:
+    load = "x = to_float32(tl.load(input + at, mask=value_mask, other=0.0))"
+    return [load, *writer.enter_lines]
 
 
-def _summed(writer: _Writer, at: str) -> list[str]:
+def _sum_lines(writer: _Writer, at: str) -> list[str]:
     """Return lines that compute ``x``, the sum of what all ranks have encoded, in rank order."""
     loop = "tl.static_range" if writer.exchange.ranks <= generate.UNROLLED else "range"
     return [
@@ -360,39 +360,39 @@ def _summed(writer: _Writer, at: str) -> list[str]:
         f"for peer in {loop}(1, RANKS):",
         f"    wire = region(memory_of(peers, peer), {at})",
         f"    x += {writer.decoded}",
-        *writer.mean,
+        *writer.mean_lines,
     ]
 
 
-def _stored(writer: _Writer) -> list[str]:
+def _store_lines(writer: _Writer) -> list[str]:
     """Return the lines that store the result; NaN if a rank did not arrive."""
     store = f"store_values_{writer.values.removeprefix('*')}"
     return [
-        *writer.remaining,
+        *writer.leave_lines,
         'x = tl.where(late == 0, x, float("nan"))',
-        f"{store}(made + at, x, there, CASTS)",
+        f"{store}(output + at, x, value_mask, CASTS)",
     ]
 
 
 def _one_shot(writer: _Writer) -> list[str]:
     """Every rank encodes all its values, and sums those of all ranks."""
-    encode = [*_loaded(writer), "wire = region(mine, wires)", writer.encoded]
+    encode = [*_load_lines(writer), "wire = region(mine, wires)", writer.encoded]
     return [
         "wires = wires_at + (epoch & 1) * wire_bytes",
         "if late == 0:",
-        *indented([*_loop(writer, encode), *_exchanged(0)]),
-        *_loop(writer, [*_summed(writer, "wires"), *_stored(writer)]),
+        *indent([*_loop(writer, encode), *_exchange_lines(0)]),
+        *_loop(writer, [*_sum_lines(writer, "wires"), *_store_lines(writer)]),
     ]
 
 
 def _two_shot(writer: _Writer) -> list[str]:
     """A rank sums its shard and encodes the sum; every rank decodes all sums, its own first."""
     first = writer.encoded.replace(", row,", ", shard + row,")
-    encode = [*_loaded(writer), "wire = region(mine, wires_at)", first]
-    again = [] if isinstance(writer.coder.layout, Flat) else ["x = tl.where(place < numel, x, 0.0)"]
+    encode = [*_load_lines(writer), "wire = region(mine, wires_at)", first]
+    again = [] if isinstance(writer.codec.layout, Flat) else ["x = tl.where(place < numel, x, 0.0)"]
     last = writer.encoded.replace(", key,", ", sum_key,")
     sums = [
-        *_summed(writer, "wires_at + rank * wire_bytes"),
+        *_sum_lines(writer, "wires_at + rank * wire_bytes"),
         *again,
         "wire = region(mine, sums_at)",
         last,
@@ -400,16 +400,16 @@ def _two_shot(writer: _Writer) -> list[str]:
     decode = [
         "wire = region(memory_of(peers, shard), sums_at)",
         f"x = {writer.decoded_sum}",
-        *_stored(writer),
+        *_store_lines(writer),
     ]
     return [
         "if late == 0:",
-        *indented(["for shard in range(RANKS):", *indented(_loop(writer, encode, "shard"))]),
-        *indented(_exchanged(0)),
+        *indent(["for shard in range(RANKS):", *indent(_loop(writer, encode, "shard"))]),
+        *indent(_exchange_lines(0)),
         "if late == 0:",
-        *indented([*_loop(writer, sums, "rank"), *_exchanged(1)]),
+        *indent([*_loop(writer, sums, "rank"), *_exchange_lines(1)]),
         "for step in range(RANKS):",
-        *indented(["shard = (rank + step) % RANKS", *_loop(writer, decode, "shard")]),
+        *indent(["shard = (rank + step) % RANKS", *_loop(writer, decode, "shard")]),
     ]
 
 

@@ -48,38 +48,38 @@ TILING = Tiling()
 def unsupported_reason(numel: int, dtype: torch.dtype) -> str | None:
     """Return why there are no kernels for such a row, or None if there are."""
     if dtype not in FORMS:
-        return f"{dtype} travels as it is"
+        return f"{dtype} values are sent uncompressed"
     if numel < LINE:
-        return f"{numel} values travel as they are: {LINE} are coded together"
+        return f"{numel} values are sent uncompressed: {LINE} are coded together"
     if numel >= MOST:
         return f"a row of {numel} values has more than {MOST - 1}"
     return None
 
 
 def encode_rows(
-    coder: ExponentCodec, rows: Tensor, tiling: Tiling = TILING, *, graph: bool = False
+    codec: ExponentCodec, rows: Tensor, tiling: Tiling = TILING, *, graph: bool = False
 ) -> Tensor:
-    """Return the wire of rows ``[count, numel]``, the same bytes as ``coder.encode_rows``.
+    """Return the wire of rows ``[count, numel]``, the same bytes as ``codec.encode_rows``.
 
     Rows are CUDA tensors, or CPU tensors if Triton interprets. With ``graph``, the calls are traced
     for Inductor, which launches the kernels itself.
     """
     count, numel = rows.shape
     if unsupported_reason(numel, rows.dtype) is not None or count == 0:
-        return coder.encode_rows(rows)
-    rows, sizes = rows.contiguous(), _sizes(coder, rows, tiling)
-    size = coder.wire_bytes(numel, rows.dtype)
+        return codec.encode_rows(rows)
+    rows, sizes = rows.contiguous(), _sizes(codec, rows, tiling)
+    size = codec.wire_bytes(numel, rows.dtype)
     wire = torch.empty((count, size), dtype=torch.uint8, device=rows.device)
-    raw = FORMS[rows.dtype].exponent_bits - coder.ladder.planes
+    raw = FORMS[rows.dtype].exponent_bits - codec.ladder.planes
     strings = sizes.count * sizes.tiles * tiling.columns * raw // 2
     sums = torch.empty(strings, dtype=torch.int64, device=rows.device)
-    known = {"source": _as_integers(rows), "sums": sums, **_known(coder, rows, wire, sizes)}
+    known = {"source": _as_integers(rows), "sums": sums, **_known(codec, rows, wire, sizes)}
     _launch((exponent_split, exponent_place), known, sizes, graph)
     return wire
 
 
 def decode_rows(
-    coder: ExponentCodec,
+    codec: ExponentCodec,
     wire: Tensor,
     numel: int,
     dtype: torch.dtype,
@@ -91,13 +91,13 @@ def decode_rows(
     for ``encode_rows``."""
     count = wire.shape[0]
     if unsupported_reason(numel, dtype) is not None or count == 0:
-        return coder.decode_rows(wire, numel, dtype)
+        return codec.decode_rows(wire, numel, dtype)
     wire = wire.contiguous()
     if wire.storage_offset() % 4:
         wire = wire.clone()
     rows = torch.empty((count, numel), dtype=dtype, device=wire.device)
-    sizes = _sizes(coder, rows, tiling)
-    known = {"out": _as_integers(rows), **_known(coder, rows, wire, sizes)}
+    sizes = _sizes(codec, rows, tiling)
+    known = {"out": _as_integers(rows), **_known(codec, rows, wire, sizes)}
     _launch((exponent_count, exponent_join), known, sizes, graph)
     return rows
 
@@ -129,15 +129,15 @@ class _Sizes:
         return torch.int32 if self.columns < 1 << 27 else torch.int64
 
 
-def _sizes(coder: ExponentCodec, rows: Tensor, tiling: Tiling) -> _Sizes:
+def _sizes(codec: ExponentCodec, rows: Tensor, tiling: Tiling) -> _Sizes:
     (count, numel), dtype = rows.shape, rows.dtype
     columns = numel // LINE * (LINE // LANES)
     tiles = -(-columns // tiling.columns)
     groups = -(-tiles // tiling.group)
-    return _Sizes(count, columns, coder.static_bytes(numel, dtype) // UNIT, tiles, groups, tiling)
+    return _Sizes(count, columns, codec.static_bytes(numel, dtype) // UNIT, tiles, groups, tiling)
 
 
-def _known(coder: ExponentCodec, rows: Tensor, wire: Tensor, sizes: _Sizes) -> Arguments:
+def _known(codec: ExponentCodec, rows: Tensor, wire: Tensor, sizes: _Sizes) -> Arguments:
     """Return the arguments of all kernels: the wire, counters, which kernels pass to each other,
     and integers."""
     each, group = sizes.count, sizes.tiling.group
@@ -151,16 +151,16 @@ def _known(coder: ExponentCodec, rows: Tensor, wire: Tensor, sizes: _Sizes) -> A
         "static": sizes.static,
         "tiles": sizes.tiles,
         "many_groups": sizes.groups,
-        **_constants(coder, rows.dtype, _needs_halves(rows), sizes.tiling),
+        **_constants(codec, rows.dtype, _needs_halves(rows), sizes.tiling),
     }
 
 
 @lru_cache(maxsize=64)
 def _constants(
-    coder: ExponentCodec, dtype: torch.dtype, halves: bool, tiling: Tiling
+    codec: ExponentCodec, dtype: torch.dtype, halves: bool, tiling: Tiling
 ) -> dict[str, int]:
     """Return the compile-time arguments of the kernels of a codec and dtype."""
-    form, ladder = FORMS[dtype], coder.ladder
+    form, ladder = FORMS[dtype], codec.ladder
     modes = range(ladder.modes + 1)
     low, fields = ladder.steps[-1].low, (*ladder.fields[:-1], form.exponent_bits)
     # The bits that a zero saves in each mode, and that the exponent loses whose code it takes.

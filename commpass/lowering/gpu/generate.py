@@ -37,10 +37,10 @@ from commpass.lowering.chain import (
     Leave,
     Step,
     Sum,
+    dtype_after,
 )
-from commpass.lowering.fused import dtype_after
 from commpass.lowering.gpu import parts
-from commpass.lowering.gpu.source import Kernel, constant, function_text, indented, of_text
+from commpass.lowering.gpu.source import Kernel, constant, function_text, indent, of_text
 from commpass.lowering.gpu.tiles import (
     grids,
     layouts,
@@ -59,14 +59,14 @@ LARGEST_BLOCK = 4096
 UNROLLED = 4
 """Sums of up to this many ranks are unrolled, larger ones are loops: the unrolled code for eight
 ranks exceeds a multiprocessor's instruction cache."""
-CONSTANTS = ("SIZE", "PARTS", "BLOCKS", "CASTS", "FP8", "LOOKS")
+CONSTANTS = ("SIZE", "PARTS", "BLOCKS", "CASTS", "FP8", "CHECKS")
 """Compile-time arguments of kernels.
 
 - ``SIZE``: values of a block.
 - ``PARTS``: parts of a block, which is the number of values that share a byte.
 - ``BLOCKS``: blocks of a tile.
 - ``CASTS``, ``FP8``: whether the GPU's casts to 16 and to 8 bits give the required bits.
-- ``LOOKS``: whether sums check for values that must be clamped to the largest number. The usual
+- ``CHECKS``: whether sums check for values that must be clamped to the largest number. The usual
   cost is that without the check.
 """
 INSIDE = (
@@ -97,25 +97,28 @@ a tile that extends beyond the row."""
 
 def unsupported_reason(chain: Chain, numel: int) -> str:
     """Return why no kernel can be generated for rows of ``numel`` values, or "" if one can."""
-    coders = coders_of(chain)
-    if not coders:
+    codecs = codecs_of(chain)
+    if not codecs:
         return "nothing is encoded or decoded"
-    for coder in coders:
-        if why := _unsupported_codec(coder, numel):
-            return f"{coder.spec}: {why}"
-    sizes = {_block_codec(coder).layout.size(numel) for coder in coders}
-    layouts_ = {_block_codec(coder).layout for coder in coders}
+    for codec in codecs:
+        if why := _unsupported_codec(codec, numel):
+            return f"{codec.spec}: {why}"
+    sizes = {_block_codec(codec).layout.size(numel) for codec in codecs}
+    layouts_ = {_block_codec(codec).layout for codec in codecs}
     if len(sizes) > 1 or len(layouts_) > 1:
         return "codecs of different blocks: no tile holds whole blocks of both"
     counted = {"values": numel}
-    counted["bytes of a wire"] = max(coder.wire_bytes(numel, torch.float32) for coder in coders)
+    counted["bytes of a wire"] = max(codec.wire_bytes(numel, torch.float32) for codec in codecs)
     if what := next((name for name, many in counted.items() if many >= MOST), ""):
         return f"{counted[what]:,} {what} in a row: kernels count to 2^31"
-    dtypes = {chain.taken, *(s.dtype for s in chain.steps if isinstance(s, (Cast, Add, Decode)))}
+    dtypes = {
+        chain.input_dtype,
+        *(s.dtype for s in chain.steps if isinstance(s, (Cast, Add, Decode))),
+    }
     if unknown := dtypes - {*TYPES, torch.uint8}:
         return f"{str(unknown.pop()).removeprefix('torch.')} values: kernels compute in float32"
-    if needs_row_peaks(chain) and any(_changes(step) for step in chain.steps[:-1]):
-        return f"{coders[-1].spec}: the peak of a row must be known before its values are read"
+    if needs_row_peaks(chain) and any(_has_effect(step) for step in chain.steps[:-1]):
+        return f"{codecs[-1].spec}: the peak of a row must be known before its values are read"
     for step in chain.steps:
         width = step.domain.width if isinstance(step, (Enter, Leave)) else 1
         if next(iter(sizes)) % width:
@@ -129,32 +132,32 @@ def needs_row_peaks(chain: Chain) -> bool:
     return chain.encodes is not None and bool(row_numbers(_block_codec(chain.encodes.codec).scale))
 
 
-def _changes(step: Step) -> bool:
-    """Whether a step changes values."""
+def _has_effect(step: Step) -> bool:
+    """Whether a step may change values."""
     return not (isinstance(step, (Enter, Leave)) and step.domain == VALUES)
 
 
-def coders_of(chain: Chain) -> list[Codec]:
+def codecs_of(chain: Chain) -> list[Codec]:
     """Return the codecs that a chain decodes and encodes."""
     return [step.codec for step in chain.steps if isinstance(step, (Decode, Encode))]
 
 
-def _unsupported_codec(coder: Codec, numel: int) -> str:
-    if not isinstance(coder, BlockCodec):
+def _unsupported_codec(codec: Codec, numel: int) -> str:
+    if not isinstance(codec, BlockCodec):
         return "no block codec, and kernels are made of the parts of one"
-    size = coder.layout.size(numel)
+    size = codec.layout.size(numel)
     if not is_power_of_two(size):
         return f"blocks of {size} values: kernels take powers of two"
     if size > LARGEST_BLOCK:
         return f"blocks of {size} values: more than a tile of {LARGEST_BLOCK}"
-    if size * coder.grid.bits % 8 or size < 8:
+    if size * codec.grid.bits % 8 or size < 8:
         return f"blocks of {size} values"
     return ""
 
 
-def _block_codec(coder: Codec) -> BlockCodec:
-    assert isinstance(coder, BlockCodec)
-    return coder
+def _block_codec(codec: Codec) -> BlockCodec:
+    assert isinstance(codec, BlockCodec)
+    return codec
 
 
 # --- kernel text ----------------------------------------------------------------------------------
@@ -187,35 +190,37 @@ def kernel(chain: Chain, numel: int = 1 << 20) -> Generated:
 
     It depends on ``numel`` if the size of a block does, or if the last block is not full.
     """
-    layout = _block_codec(coders_of(chain)[0]).layout
+    layout = _block_codec(codecs_of(chain)[0]).layout
     size = layout.size(numel)
     body = Body(size, parts.place(layout, size))
     body.add("row = tl.program_id(1).to(tl.int64)")
     body.add("block = (tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS))[:, None, None]")
     body.add(*INSIDE)
-    body.add(f"place = {body.place}", "there = place < numel", "here = block < blocks")
+    body.add(f"place = {body.place}", "value_mask = place < numel", "block_mask = block < blocks")
     if chain.decodes is None:
-        body.add_argument("taken", TYPES[chain.taken])
-        body.add("x = tl.load(taken + row * taken_stride + place, mask=there, other=0.0)")
+        body.add_argument("input", TYPES[chain.input_dtype])
+        body.add("x = tl.load(input + row * input_stride + place, mask=value_mask, other=0.0)")
         body.add("x = to_float32(x)")
     else:
-        body.add_argument("taken", "*u8")
-    held = chain.taken if chain.decodes is None else torch.float32
+        body.add_argument("input", "*u8")
+    dtype = chain.input_dtype if chain.decodes is None else torch.float32
     for step in chain.steps:
         if isinstance(step, Encode) and chain.decodes and layout.blocks(numel) * size != numel:
-            body.add("x = tl.where(there, x, 0.0)")  # clear the padding of the last block
-        held = dtype_after(step, held)
+            body.add("x = tl.where(value_mask, x, 0.0)")  # clear the padding of the last block
+        dtype = dtype_after(step, dtype)
         _write(step, body, chain)
     if chain.encodes is None:
-        body.add_argument("made", TYPES[held])
-        body.add(f"{_stored(held)}(made + row * made_stride + place, x, there, CASTS)")
-    for name in ("taken_stride", "made_stride"):
+        body.add_argument("output", TYPES[dtype])
+        body.add(
+            f"{_store_function(dtype)}(output + row * output_stride + place, x, value_mask, CASTS)"
+        )
+    for name in ("input_stride", "output_stride"):
         body.add_argument(name, "i64")
     for name in ("numel", "blocks"):
         body.add_argument(name, "i32")
     blocks = max(1, _tile(chain) // size)
-    split = max(8 // widths(_block_codec(each).grid.bits)[0] for each in coders_of(chain))
-    grids_ = [_block_codec(each).grid for each in coders_of(chain)]
+    split = max(8 // widths(_block_codec(each).grid.bits)[0] for each in codecs_of(chain))
+    grids_ = [_block_codec(each).grid for each in codecs_of(chain)]
     fuses = any(isinstance(grid, CompandedGrid) for grid in grids_)
     entry = _name(chain)
     text = _entry(entry, body)
@@ -246,7 +251,7 @@ def _tile(chain: Chain) -> int:
 
 def _entry(name: str, body: Body) -> str:
     pointers = [each for each in body.signature if body.signature[each].startswith("*")]
-    order = sorted(pointers, key="made".__eq__)  # the output comes last of the pointers
+    order = sorted(pointers, key="output".__eq__)  # the output comes last of the pointers
     order += [each for each in body.signature if each not in pointers]
     body.signature = {each: body.signature[each] for each in order}
     functions = "".join(f"{text}\n\n@triton.jit\n" for text in body.functions)
@@ -258,7 +263,7 @@ def _name(chain: Chain) -> str:
     return "_".join(words)
 
 
-def _stored(dtype: torch.dtype) -> str:
+def _store_function(dtype: torch.dtype) -> str:
     return {
         torch.float32: "store_values_fp32",
         torch.bfloat16: "store_values_bf16",
@@ -289,94 +294,94 @@ def _encode(step: Encode, body: Body, chain: Chain) -> None:
     body.add("if tl.program_id(0) == 0:", *fills)
 
 
-def write_encode(coder: BlockCodec, body: Body) -> list[tuple[str, str]]:
-    """Write ``x`` to the wire ``made``. Return its regions and their lengths, after which padding
+def write_encode(codec: BlockCodec, body: Body) -> list[tuple[str, str]]:
+    """Write ``x`` to the wire ``output``. Return its regions and their lengths, after which padding
     must still be written."""
-    body.add_argument("made", "*u8")
-    if isinstance(coder.rounding, Stochastic):
+    body.add_argument("output", "*u8")
+    if isinstance(codec.rounding, Stochastic):
         body.add_argument("key", "i32")
-    if row_numbers(coder.scale):
+    if row_numbers(codec.scale):
         peaks = body.add_argument("row_peaks", "*fp32")
         body.add(f"row_peak = load_row({peaks} + row, block)")
-    body.add(*encode_lines(coder))
-    body.add("wire = made + row * made_stride")
-    for low, width, first, length in parts.packs(coder.grid.bits, body.size):
-        row = body.size * coder.grid.bits // 8
+    body.add(*encode_lines(codec))
+    body.add("wire = output + row * output_stride")
+    for low, width, first, length in parts.packs(codec.grid.bits, body.size):
+        row = body.size * codec.grid.bits // 8
         body.add(f"bytes = block * {row} + {first} + tl.arange(0, {length})[None, None, :]")
         codes = f"packed(codes, {low}, {width}).to(tl.uint8)"
-        body.add(f"tl.store(wire + bytes, {codes}, mask=here)")
-    ends = [("wire", f"blocks * {body.size * coder.grid.bits // 8}")]
-    for name, stored, at in _regions(coder, body, "made"):
+        body.add(f"tl.store(wire + bytes, {codes}, mask=block_mask)")
+    ends = [("wire", f"blocks * {body.size * codec.grid.bits // 8}")]
+    for name, stored, at in _regions(codec, body, "output"):
         itemsize = ITEMSIZE[stored]
-        body.add(f"store_{stored}(wire + {at} + block * {itemsize}, {name}, here)")
+        body.add(f"store_{stored}(wire + {at} + block * {itemsize}, {name}, block_mask)")
         ends.append((f"wire + {at}", f"blocks * {itemsize}"))
-    for name, at in _row_regions(coder, body, "made"):
+    for name, at in _row_regions(codec, body, "output"):
         body.add(f"store_row(wire + {at}, {name}, block)")
         ends.append((f"wire + {at}", "4"))
-    if coder.transform.side:
-        at = body.add_argument("made_side_at", "i32")
-        body.add(f"tl.store(wire + {at} + block, side.to(tl.uint8), mask=here)")
+    if codec.transform.side:
+        at = body.add_argument("output_side_at", "i32")
+        body.add(f"tl.store(wire + {at} + block, side.to(tl.uint8), mask=block_mask)")
         ends.append((f"wire + {at}", "blocks"))
     return ends
 
 
-def encode_lines(coder: BlockCodec) -> list[str]:
+def encode_lines(codec: BlockCodec) -> list[str]:
     """Return lines from ``x`` to ``codes``, ``number_i`` (in storage format) and ``side``."""
-    grid, scale = coder.grid, coder.scale
-    lines = list(parts.forward(coder.transform))
-    if coder.offset:
-        lines += [f"middle = nearest_{coder.offset.stored}(middle_of(x))", "x = x - middle"]
-    nearest = "nearest" if isinstance(scale, TwoLevel) else "up"
+    grid, scale = codec.grid, codec.scale
+    lines = list(parts.forward(codec.transform))
+    if codec.offset:
+        lines += [f"middle = nearest_{codec.offset.stored}(middle_of(x))", "x = x - middle"]
+    rounding = "nearest" if isinstance(scale, TwoLevel) else "up"
     if scale.numbers:
-        lines += ["peak = peak_of(x)", *parts.measured(scale, grid)]
+        lines += ["peak = peak_of(x)", *parts.measure(scale, grid)]
         last = f"number_{scale.numbers - 1}"
         if not grid.has_zero:
             lines.append(f"{last} = without_zero({last}, peak, {grid.largest!r})")
         for i in range(scale.numbers):
             number = f"propagate_nonfinite(number_{i}, peak)"
-            lines.append(f"number_{i} = {nearest}_{scale.stored}({number})")
-    lines += parts.units(scale, grid)
-    lines.append(f"noise = {parts.noise(coder.rounding)}")
-    lines += parts.encoded(grid, parts.never_exceeds(scale))
-    return lines + parts.refitted(scale, grid)
+            lines.append(f"number_{i} = {rounding}_{scale.stored}({number})")
+    lines += parts.divide(scale, grid)
+    lines.append(f"noise = {parts.noise(codec.rounding)}")
+    lines += parts.encode(grid, parts.never_exceeds(scale))
+    return lines + parts.refit(scale, grid)
 
 
 @_write.register
 def _decode(step: Decode, body: Body, chain: Chain) -> None:
     """Write a separate function, called once for each rank whose row is summed."""
-    coder = _block_codec(step.codec)
-    regions = list(_regions(coder, body, "taken"))
-    call = write_decode(coder, step.dtype, body, "decoded", cut="CUT")
+    codec = _block_codec(step.codec)
+    regions = list(_regions(codec, body, "input"))
+    call = write_decode(codec, step.dtype, body, "decoded", cut="CUT")
     ranks = chain.ranks
     if not any(isinstance(each, Sum) for each in chain.steps):
-        body.add("wire = taken + row * taken_stride", f"x = {call.replace('CUT', 'True')}")
+        body.add("wire = input + row * input_stride", f"x = {call.replace('CUT', 'True')}")
         return
-    body.add(f"wire = taken + row * {ranks} * taken_stride")
-    if "CUT" not in call or not coder.scale.numbers:
-        body.add(*_summed(call.replace("CUT", "True"), ranks))
+    body.add(f"wire = input + row * {ranks} * input_stride")
+    if "CUT" not in call or not codec.scale.numbers:
+        body.add(*_sum_lines(call.replace("CUT", "True"), ranks))
         return
     # Values that must be clamped are rare. There are two loops, since clamping costs a third of the
     # time of a rank.
-    rows = list(_row_regions(coder, body, "taken"))
+    rows = list(_row_regions(codec, body, "input"))
     product = " * ".join([*(name for name, _, _ in regions), *(name for name, _ in rows)])
-    loads = [f"    {name} = {_loaded(stored, at, ROW)}" for name, stored, at in regions]
-    loads += [f"    {name} = {_loaded_row(at, ROW)}" for name, at in rows]
-    limit = torch.finfo(step.dtype).max / (2 * coder.grid.largest * coder.transform.sums)
-    body.add("far = False", "if LOOKS:", "    most = 0.0")
-    body.add(f"    for rank in range(0, {ranks}):", *indented(loads))
+    loads = [f"    {name} = {_load_expression(stored, at, ROW)}" for name, stored, at in regions]
+    loads += [f"    {name} = {_load_row_expression(at, ROW)}" for name, at in rows]
+    limit = torch.finfo(step.dtype).max / (2 * codec.grid.largest * codec.transform.sums)
+    body.add("far = False", "if CHECKS:", "    most = 0.0")
+    body.add(f"    for rank in range(0, {ranks}):", *indent(loads))
     body.add(f"        most = tl.maximum(most, most_of_all({product}))")
     # Whether a maximum ignores NaN differs between GPUs.
     body.add(f"    far = (most > {limit!r}) | (most != most)")
-    body.add("if far:", *indented(_summed(call.replace("CUT", "True"), ranks, unrolled=1)))
-    body.add("else:", *indented(_summed(call.replace("CUT", "False"), ranks)))
+    body.add("if far:", *indent(_sum_lines(call.replace("CUT", "True"), ranks, unrolled=1)))
+    body.add("else:", *indent(_sum_lines(call.replace("CUT", "False"), ranks)))
 
 
-ROW = "(wire + rank * taken_stride)"
+ROW = "(wire + rank * input_stride)"
 """The wire of a rank. No pointer is carried through a loop: torch would consider its target written
 by the kernel, and copy it before each call."""
 
 
-def _summed(call: str, ranks: int, unrolled: int = UNROLLED) -> list[str]:
+def _sum_lines(call: str, ranks: int, unrolled: int = UNROLLED) -> list[str]:
     """Return lines that sum ``ranks`` rows to ``x``. The sum starts with the first row, not with
     zero, to keep minus zero."""
     lines = [f"x = {call}"]
@@ -391,89 +396,89 @@ def _summed(call: str, ranks: int, unrolled: int = UNROLLED) -> list[str]:
     return lines
 
 
-def _loaded(stored: str, at: str, wire: str = "wire") -> str:
+def _load_expression(stored: str, at: str, wire: str = "wire") -> str:
     itemsize = ITEMSIZE[stored]
-    return f"load_{stored}({wire} + {at} + block * {itemsize}, here)"
+    return f"load_{stored}({wire} + {at} + block * {itemsize}, block_mask)"
 
 
-def _loaded_row(at: str, wire: str = "wire") -> str:
+def _load_row_expression(at: str, wire: str = "wire") -> str:
     return f"load_row({wire} + {at}, block)"
 
 
 def write_decode(
-    coder: BlockCodec, dtype: torch.dtype, body: Body, name: str, cut: str = "True"
+    codec: BlockCodec, dtype: torch.dtype, body: Body, name: str, cut: str = "True"
 ) -> str:
     """Write a function from ``wire`` to ``x``, and return a call of it. ``cut`` is the argument
     that says whether values are clamped to the largest number of their dtype."""
-    regions, rows = list(_regions(coder, body, "taken")), list(_row_regions(coder, body, "taken"))
+    regions, rows = list(_regions(codec, body, "input")), list(_row_regions(codec, body, "input"))
     places = [*(at for _, _, at in regions), *(at for _, at in rows)]
-    given = ["wire", "block", "inside", "here", *places]
-    if coder.transform.side:
-        given.append(body.add_argument("taken_side_at", "i32"))
-    lines = decode_lines(coder, dtype, body.size, regions, rows)
+    given = ["wire", "block", "inside", "block_mask", *places]
+    if codec.transform.side:
+        given.append(body.add_argument("input_side_at", "i32"))
+    lines = decode_lines(codec, dtype, body.size, regions, rows)
     constants = [n for n in ("FP8", "PARTS", "CUT") if any(n in line for line in lines)]
     header = ", ".join([*given, *(f"{each}: tl.constexpr" for each in constants)])
     text = textwrap.indent("\n".join(lines), "    ")
     body.functions.append(f"def {name}({header}):\n{text}\n    return x\n")
-    told = [cut if each == "CUT" else each for each in constants]
-    return f"{name}({', '.join([*given, *told])})"
+    values = [cut if each == "CUT" else each for each in constants]
+    return f"{name}({', '.join([*given, *values])})"
 
 
 def decode_lines(
-    coder: BlockCodec,
+    codec: BlockCodec,
     dtype: torch.dtype,
     size: int,
     regions: list[tuple[str, str, str]],
     rows: list[tuple[str, str]],
 ) -> list[str]:
     """Return lines from a wire to ``x``, as in ``Codec.decode_rows``."""
-    lines, bits, sums = [], coder.grid.bits, coder.transform.sums
+    lines, bits, sums = [], codec.grid.bits, codec.transform.sums
     for low, width, first, length in parts.packs(bits, size):
         place = f"block * {size * bits // 8} + {first} + tl.arange(0, {length})[None, None, :]"
-        lines.append(f"raw = tl.load(wire + {place}, mask=here, other=0).to(tl.int32)")
+        lines.append(f"raw = tl.load(wire + {place}, mask=block_mask, other=0).to(tl.int32)")
         part = f"unpacked(raw, {width}, PARTS)"
         lines.append(f"codes = {part}" if low == 0 else f"codes |= {part} << {low}")
     for name, stored, at in regions:
-        lines.append(f"{name} = {_loaded(stored, at)}")
+        lines.append(f"{name} = {_load_expression(stored, at)}")
     for name, at in rows:
-        lines.append(f"{name} = {_loaded_row(at)}")
+        lines.append(f"{name} = {_load_row_expression(at)}")
     if sums > 1:  # divide here, not later: see BlockCodec.decode_parts
-        lines += [f"middle = middle * {1 / sums!r}"] if coder.offset else []
-        lines += [f"part_0 = number_0 * {1 / sums!r}"] if coder.scale.numbers else []
+        lines += [f"middle = middle * {1 / sums!r}"] if codec.offset else []
+        lines += [f"part_0 = number_0 * {1 / sums!r}"] if codec.scale.numbers else []
     lines += [
-        f"x = {parts.decoded(coder.grid, 'codes')}",
-        *parts.multiplied(coder.scale, "part_0" if sums > 1 else "number_0"),
+        f"x = {parts.decode(codec.grid, 'codes')}",
+        *parts.multiply(codec.scale, "part_0" if sums > 1 else "number_0"),
     ]
-    lines += ["x = x + middle"] if coder.offset else []
-    if coder.transform.side:
-        lines.append("side = tl.load(wire + taken_side_at + block, mask=here, other=0)")
+    lines += ["x = x + middle"] if codec.offset else []
+    if codec.transform.side:
+        lines.append("side = tl.load(wire + input_side_at + block, mask=block_mask, other=0)")
         lines.append("side = side.to(tl.int32)")
-    lines += parts.inverse(coder.transform, float(sums))
-    return [*lines, *_clamped(coder, torch.finfo(dtype).max)]
+    lines += parts.inverse(codec.transform, float(sums))
+    return [*lines, *_clamp_lines(codec, torch.finfo(dtype).max)]
 
 
-def _clamped(coder: BlockCodec, limit: float) -> list[str]:
+def _clamp_lines(codec: BlockCodec, limit: float) -> list[str]:
     """Return lines that clamp ``x`` to the largest number of its dtype, if a scale can exceed
     it."""
-    most = coder.grid.largest * coder.transform.sums
-    if isinstance(coder.scale, Static) and not coder.offset and coder.scale.value * most <= limit:
+    most = codec.grid.largest * codec.transform.sums
+    if isinstance(codec.scale, Static) and not codec.offset and codec.scale.value * most <= limit:
         return []
     return ["if CUT:", f"    x = clamp_to(x, {limit!r})"]
 
 
-def _regions(coder: BlockCodec, body: Body, of: str) -> Iterator[tuple[str, str, str]]:
+def _regions(codec: BlockCodec, body: Body, of: str) -> Iterator[tuple[str, str, str]]:
     """Yield the numbers sent for each block: their names, storage formats, and the arguments for
     the offsets of their regions."""
-    if coder.offset:
-        yield "middle", coder.offset.stored, body.add_argument(f"{of}_middle_at", "i32")
-    for i in range(coder.scale.numbers):
-        yield f"number_{i}", coder.scale.stored, body.add_argument(f"{of}_number_{i}_at", "i32")
+    if codec.offset:
+        yield "middle", codec.offset.stored, body.add_argument(f"{of}_middle_at", "i32")
+    for i in range(codec.scale.numbers):
+        yield f"number_{i}", codec.scale.stored, body.add_argument(f"{of}_number_{i}_at", "i32")
 
 
-def _row_regions(coder: BlockCodec, body: Body, of: str) -> Iterator[tuple[str, str]]:
+def _row_regions(codec: BlockCodec, body: Body, of: str) -> Iterator[tuple[str, str]]:
     """Yield the numbers sent for each row: their names, and the arguments for the offsets of their
     regions."""
-    for i in range(row_numbers(coder.scale)):
+    for i in range(row_numbers(codec.scale)):
         yield f"row_{i}", body.add_argument(f"{of}_row_{i}_at", "i32")
 
 
@@ -511,8 +516,8 @@ def _cast(step: Cast, body: Body, chain: Chain) -> None:
 @_write.register
 def _add(step: Add, body: Body, chain: Chain) -> None:
     name = body.add_argument(f"added_{next(body.numbers)}", TYPES[step.dtype])
-    place = f"{name} + row * made_stride + place"
-    body.add(f"x = x + to_float32(tl.load({place}, mask=there, other=0.0))")
+    place = f"{name} + row * output_stride + place"
+    body.add(f"x = x + to_float32(tl.load({place}, mask=value_mask, other=0.0))")
     if step is not chain.steps[-1]:
         body.add(f"x = through_{_short(step.dtype)}(x, CASTS)")
 

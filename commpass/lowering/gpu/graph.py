@@ -24,9 +24,9 @@ def caller(chain: Chain, numel: int) -> Callable[[Sequence[Tensor]], Tensor]:
     generated = kernel(chain, numel)
 
     def call(*inputs: Tensor) -> Tensor:
-        made = launch.empty(generated, inputs[0].shape[0] // chain.ranks, numel, inputs[0].device)
-        launch.launch(generated, inputs, made, numel, graph=True)
-        return made
+        output = launch.empty(generated, inputs[0].shape[0] // chain.ranks, numel, inputs[0].device)
+        launch.launch(generated, inputs, output, numel, graph=True)
+        return output
 
     return torch.func.functionalize(call)
 
@@ -34,9 +34,9 @@ def caller(chain: Chain, numel: int) -> Callable[[Sequence[Tensor]], Tensor]:
 def exponent_caller(node: fx.Node) -> Callable[..., Tensor] | None:
     """Return a function that encodes or decodes losslessly, for a coded operator of fixed sizes;
     None for others."""
-    coder = operators.named(str(node.args[1]))
+    codec = operators.lookup(str(node.args[1]))
     value = node.meta["val"]
-    if not isinstance(coder, ExponentCodec) or not isinstance(value, Tensor):
+    if not isinstance(codec, ExponentCodec) or not isinstance(value, Tensor):
         return None
     encodes = node.target is operators.ops.encode.default
     rows: Tensor = node.all_input_nodes[0].meta["val"] if encodes else value
@@ -46,20 +46,20 @@ def exponent_caller(node: fx.Node) -> Callable[..., Tensor] | None:
 
     def call(*inputs: Tensor) -> Tensor:
         if encodes:
-            return exponent.encode_rows(coder, inputs[0], graph=True)
+            return exponent.encode_rows(codec, inputs[0], graph=True)
         wire = inputs[0] if len(inputs) == 1 else torch.cat(inputs, dim=1)
-        return exponent.decode_rows(coder, wire, rows.shape[1], rows.dtype, graph=True)
+        return exponent.decode_rows(codec, wire, rows.shape[1], rows.dtype, graph=True)
 
     return torch.func.functionalize(call)
 
 
-def product_obstacle(a: Tensor, b: Tensor, bias: Tensor | None, product: Product) -> str:
+def unsupported_product_reason(a: Tensor, b: Tensor, bias: Tensor | None, product: Product) -> str:
     """Return why no kernel can encode the result of a matmul, or "" if one can."""
-    made = matmul_launch.matmul_of(a, b, bias, product.activation)
-    if made is None:
-        return "an operand lies neither by rows nor by columns"
+    matmul = matmul_launch.matmul_of(a, b, bias, product.activation)
+    if matmul is None:
+        return "an operand is stored neither by rows nor by columns"
     problem = Problem(int(a.shape[0]), int(b.shape[1]), int(a.shape[1]), product.rows)
-    return unsupported_reason(product.codec, made, problem, arch=matmul_launch.arch_of(a.device))
+    return unsupported_reason(product.codec, matmul, problem, arch=matmul_launch.arch_of(a.device))
 
 
 def product_caller(product: Product, biased: bool) -> Callable[..., Tensor]:
@@ -67,7 +67,7 @@ def product_caller(product: Product, biased: bool) -> Callable[..., Tensor]:
 
     def call(a: Tensor, b: Tensor, *bias: Tensor) -> Tensor:
         assert isinstance(product.codec, BlockCodec)
-        wires = matmul_launch.run(
+        return matmul_launch.run(
             a,
             b,
             product.codec,
@@ -76,6 +76,5 @@ def product_caller(product: Product, biased: bool) -> Callable[..., Tensor]:
             activation=product.activation,
             graph=True,
         )
-        return wires.select(0, 0)
 
     return torch.func.functionalize(call)

@@ -15,8 +15,7 @@ from commpass.codecs.block.noise import Stochastic, key_of
 from commpass.codecs.block.scales import row_numbers, row_peak
 from commpass.codecs.rows import aligned
 from commpass.errors import CommpassError
-from commpass.lowering.chain import Chain
-from commpass.lowering.fused import encoded_dtype, made_dtype
+from commpass.lowering.chain import Chain, encoded_dtype, output_dtype
 from commpass.lowering.gpu.generate import (
     Generated,
     kernel,
@@ -41,15 +40,15 @@ def run(chain: Chain, inputs: Tensor, numel: int, *constants: Tensor) -> Tensor:
         raise CommpassError(f"no kernel: {why}")
     generated = kernel(chain, numel)
     rows = inputs.shape[0] // chain.ranks
-    made = empty(generated, rows, numel, inputs.device)
-    launch(generated, [inputs, *constants], made, numel)
-    return made
+    output = empty(generated, rows, numel, inputs.device)
+    launch(generated, [inputs, *constants], output, numel)
+    return output
 
 
 def empty(generated: Generated, rows: int, numel: int, device: torch.device) -> Tensor:
     """Return an output buffer of a kernel for ``rows`` rows."""
     chain = generated.chain
-    width, dtype = numel, made_dtype(chain)
+    width, dtype = numel, output_dtype(chain)
     if chain.encodes is not None:
         width = chain.encodes.codec.wire_bytes(numel, encoded_dtype(chain))
     return torch.empty((rows, width), dtype=dtype, device=device)
@@ -74,7 +73,7 @@ def launch(
     values = scalars(generated, numel, inputs[0].stride(0), outputs.stride(0))
     plain = graph or interpreting()
     (wrap_triton(function) if graph else function)[(programs, rows)](
-        *ordered(generated, [*inputs, outputs], values),
+        *order_arguments(generated, [*inputs, outputs], values),
         **(generated.constants | casts(inputs[0].device)),
         **({} if plain else {"enable_fp_fusion": generated.fuses}),
         num_warps=generated.num_warps,
@@ -87,23 +86,23 @@ def grid(generated: Generated, numel: int, rows: int) -> tuple[int, int]:
 
 
 def scalars(
-    generated: Generated, numel: int, taken_stride: int, made_stride: int
+    generated: Generated, numel: int, input_stride: int, output_stride: int
 ) -> dict[str, int]:
     """Return the integer arguments of a kernel by name."""
     chain = generated.chain
     found = {
-        "taken_stride": taken_stride,
-        "made_stride": made_stride,
+        "input_stride": input_stride,
+        "output_stride": output_stride,
         "numel": numel,
         "blocks": _codec(generated).layout.blocks(numel),
     }
     if chain.decodes is not None:
-        found |= offsets("taken", chain.decodes.codec, numel, chain.decodes.dtype)
+        found |= offsets("input", chain.decodes.codec, numel, chain.decodes.dtype)
     if chain.encodes is not None:
-        coder = chain.encodes.codec
-        found |= offsets("made", coder, numel, encoded_dtype(chain))
-        if isinstance(coder, BlockCodec) and isinstance(coder.rounding, Stochastic):
-            found["key"] = key_argument(coder.rounding, coder.salt)
+        codec = chain.encodes.codec
+        found |= offsets("output", codec, numel, encoded_dtype(chain))
+        if isinstance(codec, BlockCodec) and isinstance(codec.rounding, Stochastic):
+            found["key"] = key_argument(codec.rounding, codec.salt)
     return {name: found[name] for name in generated.signature if name in found}
 
 
@@ -133,13 +132,13 @@ def key_argument(rounding: Stochastic, salt: tuple[int, ...]) -> int:
     return (key_of(rounding.seed, salt) + 2**31) % 2**32 - 2**31
 
 
-def offsets(of: str, coder: Any, numel: int, dtype: torch.dtype) -> dict[str, int]:
+def offsets(of: str, codec: Any, numel: int, dtype: torch.dtype) -> dict[str, int]:
     """Return the offsets of the regions of a wire, in bytes of a row."""
-    codes, *lengths = (aligned(length) for length in coder.regions(numel, dtype))
-    names = [f"{of}_middle_at"] if coder.offset else []
-    names += [f"{of}_number_{i}_at" for i in range(coder.scale.numbers)]
-    names += [f"{of}_row_{i}_at" for i in range(row_numbers(coder.scale))]
-    names += [f"{of}_side_at"] if coder.transform.side else []
+    codes, *lengths = (aligned(length) for length in codec.regions(numel, dtype))
+    names = [f"{of}_middle_at"] if codec.offset else []
+    names += [f"{of}_number_{i}_at" for i in range(codec.scale.numbers)]
+    names += [f"{of}_row_{i}_at" for i in range(row_numbers(codec.scale))]
+    names += [f"{of}_side_at"] if codec.transform.side else []
     places, at = {}, codes
     for name, length in zip(names, lengths, strict=True):
         places[name] = at
@@ -147,7 +146,9 @@ def offsets(of: str, coder: Any, numel: int, dtype: torch.dtype) -> dict[str, in
     return places
 
 
-def ordered(generated: Generated, tensors: Sequence[Tensor], values: dict[str, int]) -> list[Any]:
+def order_arguments(
+    generated: Generated, tensors: Sequence[Tensor], values: dict[str, int]
+) -> list[Any]:
     """Order arguments by the signature: tensors in the given order, numbers by name."""
     left = iter(tensors)
     names = [name for name, what in generated.signature.items() if what.startswith("*")]

@@ -2,12 +2,11 @@
 
 Codes and scales are written directly to the wire of a two-shot all_reduce or a reduce_scatter, and
 the values are never stored in memory. The kernel is persistent: as many programs as the GPU runs at
-once process the tiles in turn, starting with those of the first chunk and the first peer.
+once process the tiles in turn, starting with those of the first peer.
 
-``a @ b`` is ``[m, n]``. Rank r's shard is its r-th ``m / ranks`` rows; each chunk of it is a
-*segment*, and each segment is one row of the wire ``[chunks, ranks, wire_bytes]``. The numbers
-equal those of the unfused form: the result is rounded to the dtype of the matmul before it is
-encoded.
+``a @ b`` is ``[m, n]``. Rank r's shard is its r-th ``m / ranks`` rows, which are encoded to row r
+of the wires ``[ranks, wire_bytes]``. The numbers equal those of the unfused form: the result is
+rounded to the dtype of the matmul before it is encoded.
 """
 
 from __future__ import annotations
@@ -23,11 +22,10 @@ from commpass.codecs import Codec
 from commpass.codecs.block.codec import BlockCodec
 from commpass.codecs.block.grids import CompandedGrid
 from commpass.codecs.block.layouts import Flat
-from commpass.codecs.block.noise import Stochastic
 from commpass.lowering.chain import Chain, Encode
 from commpass.lowering.gpu import generate
 from commpass.lowering.gpu.matmul_sizes import SHARED, WIDEST, Configuration, Matmul, Problem
-from commpass.lowering.gpu.source import Source, constant, function_text, indented, of_text
+from commpass.lowering.gpu.source import Source, constant, function_text, indent, of_text
 from commpass.lowering.gpu.tiles import matmul as tiles
 
 OPERANDS = (torch.bfloat16, torch.float16)
@@ -39,32 +37,26 @@ HELD = 2**31
 
 
 def unsupported_reason(
-    coder: Codec, matmul: Matmul, problem: Problem, *, arch: str = "sm_90"
+    codec: Codec, matmul: Matmul, problem: Problem, *, arch: str = "sm_90"
 ) -> str:
     """Return why a matmul cannot encode its own result, or "" if it can."""
-    if not isinstance(coder, BlockCodec):
-        return f"{coder.spec}: no block codec, and kernels are made of the parts of one"
-    if not isinstance(coder.layout, Flat):
-        return f"{coder.spec}: its blocks are no consecutive values"
+    if not isinstance(codec, BlockCodec):
+        return f"{codec.spec}: no block codec, and kernels are made of the parts of one"
+    if not isinstance(codec.layout, Flat):
+        return f"{codec.spec}: its blocks are no consecutive values"
     if why := _unsupported_dtypes(matmul, arch):
         return why
-    block, n = coder.block, problem.n
-    if why := generate.unsupported_reason(_chain(coder), problem.rows * n):
+    block, n = codec.block, problem.n
+    if why := generate.unsupported_reason(_chain(codec), problem.rows * n):
         return why
-    if generate.needs_row_peaks(_chain(coder)):
-        return f"{coder.spec}: the peak of a row must be known before it is encoded"
+    if generate.needs_row_peaks(_chain(codec)):
+        return f"{codec.spec}: the peak of a row must be known before it is encoded"
     if block > WIDEST:
-        return f"{coder.spec}: blocks of {block} values, wider than a tile of {WIDEST} columns"
+        return f"{codec.spec}: blocks of {block} values, wider than a tile of {WIDEST} columns"
     if n % block:
-        return f"{n} columns are no multiple of {coder.spec}'s blocks of {block}: blocks cross rows"
+        return f"{n} columns are no multiple of {codec.spec}'s blocks of {block}: blocks cross rows"
     if problem.m % problem.ranks:
         return f"{problem.m} rows for {problem.ranks} ranks: shards begin inside a row"
-    if problem.m % problem.segments:
-        return f"{problem.m} rows in {problem.segments} segments: chunks begin inside a row"
-    if problem.chunks > 1 and n % 64:
-        return f"{n} columns: chunks are cut at multiples of 64 values"
-    if problem.chunks > 1 and isinstance(coder.rounding, Stochastic):
-        return f"{coder.spec}: each chunk rounds by noise of its own"
     if min(problem.m, n, problem.k) < 1:
         return "nothing to multiply"
     largest = max(problem.m * problem.k, problem.k * n, problem.m * n)
@@ -85,8 +77,8 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _chain(coder: Codec) -> Chain:
-    return Chain(torch.float32, (Encode(coder),))
+def _chain(codec: Codec) -> Chain:
+    return Chain(torch.float32, (Encode(codec),))
 
 
 # --- kernel text ----------------------------------------------------------------------------------
@@ -105,39 +97,38 @@ class Kernel:
 
 
 @lru_cache(maxsize=1024)
-def kernel(coder: BlockCodec, matmul: Matmul, by: Configuration) -> Kernel:
+def kernel(codec: BlockCodec, matmul: Matmul, by: Configuration) -> Kernel:
     """Return the kernel for a codec and a matmul."""
-    body = generate.Body(coder.block, "")
+    body = generate.Body(codec.block, "")
     body.add_argument("a", generate.TYPES[matmul.dtype])
     body.add_argument("b", generate.TYPES[matmul.dtype])
-    for name in ("rows", "columns", "depth", "ranks", "chunks", "a_step", "b_step"):
+    for name in ("rows", "columns", "depth", "ranks", "a_step", "b_step"):
         body.add_argument(name, "i32")
     epilogue = _within_loop(_epilogue_lines, body, matmul)
-    stores = _within_loop(_encode_lines, body, coder)
-    body.add_argument("made_stride", "i64")
+    stores = _within_loop(_encode_lines, body, codec)
+    body.add_argument("output_stride", "i64")
     loop = [
         *_place_lines(),
         *_product_lines(matmul, by),
         "for cut in tl.static_range(SLICES):",
-        *indented(["x = cut_of(product, cut, SLICES)", *epilogue, *stores]),
+        *indent(["x = cut_of(product, cut, SLICES)", *epilogue, *stores]),
     ]
     lines = [
         "ALONG: tl.constexpr = BLOCK_N // SIZE",
         "BLOCKS: tl.constexpr = BLOCK_M // SLICES * ALONG",
         "tl.assume(depth > 0)",
-        "segments = ranks * chunks",
-        "tiles = tl.cdiv(rows, BLOCK_M) * tl.cdiv(columns, BLOCK_N) * segments",
+        "tiles = tl.cdiv(rows, BLOCK_M) * tl.cdiv(columns, BLOCK_N) * ranks",
         *(_descriptor_lines(matmul) if by.descriptors else []),
         "for number in tl.range(",
         f"    tl.program_id(0), tiles, tl.num_programs(0), flatten={by.flatten}",
         "):",
-        *indented(loop),
+        *indent(loop),
     ]
     signature = dict(sorted(body.signature.items(), key=lambda each: not each[1].startswith("*")))
     constants = tuple(name for name in CONSTANTS if any(name in line for line in lines))
     text = function_text("matmul_encode", [*signature, *map(constant, constants)], lines)
     known = {**generate.KNOWN, **vars(tiles)}
-    fuses = isinstance(coder.grid, CompandedGrid)
+    fuses = isinstance(codec.grid, CompandedGrid)
     return Kernel(of_text("matmul_encode", text, known), signature, constants, fuses)
 
 
@@ -158,17 +149,17 @@ def _within_loop(write: Callable[..., None], body: generate.Body, subject: Any) 
 def _place_lines() -> list[str]:
     return [
         "row, line, column = tile_place(",
-        "    number, segments, rows, columns, BLOCK_M, BLOCK_N, GROUP",
+        "    number, ranks, rows, columns, BLOCK_M, BLOCK_N, GROUP",
         ")",
-        "first = segment_row(row, ranks, chunks, rows)",
         "row = row.to(tl.int64)",
+        "first = row * rows",
     ]
 
 
 def _descriptor_lines(matmul: Matmul) -> list[str]:
     """Return lines that create the kernel's descriptors, once per program."""
     shapes = (
-        ("a", ("segments * rows", "depth"), ("BLOCK_M", "BLOCK_K"), matmul.a_by_rows),
+        ("a", ("ranks * rows", "depth"), ("BLOCK_M", "BLOCK_K"), matmul.a_by_rows),
         ("b", ("depth", "columns"), ("BLOCK_K", "BLOCK_N"), matmul.b_by_rows),
     )
     lines = []
@@ -215,7 +206,7 @@ def _epilogue_lines(body: generate.Body, matmul: Matmul) -> None:
         body.add(f"x = {matmul.activation}(x)", through)
 
 
-def _encode_lines(body: generate.Body, coder: BlockCodec) -> None:
+def _encode_lines(body: generate.Body, codec: BlockCodec) -> None:
     """Write lines that reshape ``x [BLOCK_M, BLOCK_N]`` to blocks at their positions in the row of
     the wire, and encode them."""
     body.add(
@@ -225,10 +216,10 @@ def _encode_lines(body: generate.Body, coder: BlockCodec) -> None:
         "down = line + line_of(each // ALONG, cut, SLICES)",
         "beside = column // SIZE + each % ALONG",
         "across = columns // SIZE",
-        "here = (down < rows) & (beside < across)",
+        "block_mask = (down < rows) & (beside < across)",
         "block = down * across + beside",
     )
     body.add("blocks = rows * across")
     # No branch: loops that contain one cannot be flattened (Triton 3.7).
-    for region, length in generate.write_encode(coder, body):
+    for region, length in generate.write_encode(codec, body):
         body.add(f"filled_by_first({region}, {length}, line + cut, column)")

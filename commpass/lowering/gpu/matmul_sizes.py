@@ -63,51 +63,44 @@ class Configuration:
 
 @dataclass(frozen=True)
 class Problem:
-    """The sizes: ``a [m, k] @ b [k, n]``, for ``ranks`` ranks, in ``chunks`` chunks."""
+    """The sizes: ``a [m, k] @ b [k, n]``, for ``ranks`` ranks."""
 
     m: int
     n: int
     k: int
     ranks: int
-    chunks: int = 1
-
-    @property
-    def segments(self) -> int:
-        return self.ranks * self.chunks
 
     @property
     def rows(self) -> int:
-        """Rows of a segment."""
-        return self.m // self.segments
+        """Rows of a shard."""
+        return self.m // self.ranks
 
     def tiles(self, by: Configuration) -> int:
-        """Return the number of tiles of one segment."""
+        """Return the number of tiles of one shard."""
         return -(-self.rows // by.block_m) * -(-self.n // by.block_n)
 
 
 # --- configurations -------------------------------------------------------------------------------
 
 
-def configurations(coder: BlockCodec, problem: Problem, arch: str) -> list[Configuration]:
+def configurations(codec: BlockCodec, problem: Problem, arch: str) -> list[Configuration]:
     """Return the configurations worth measuring, the static choice first."""
-    chosen, most = configuration(coder, problem, arch), _most_rows(coder, arch)
+    chosen, most = configuration(codec, problem, arch), _most_rows(codec, arch)
     others = [
-        _completed(
-            replace(chosen, block_m=block_m, block_n=block_n, num_stages=stages), coder, arch
-        )
+        _complete(replace(chosen, block_m=block_m, block_n=block_n, num_stages=stages), codec, arch)
         for block_m, block_n in ((128, 256), (128, 128), (64, 256))
         for stages in ((2,) if arch == "gfx942" else (3, 4))
-        if block_n % coder.block == 0 and block_m <= most
+        if block_n % codec.block == 0 and block_m <= most
     ]
-    fits = (by for by in others if shared_bytes(by, coder, arch) <= SHARED[arch])
+    fits = (by for by in others if shared_bytes(by, codec, arch) <= SHARED[arch])
     return list(dict.fromkeys([chosen, *fits]))
 
 
-def configuration(coder: BlockCodec, problem: Problem, arch: str) -> Configuration:
+def configuration(codec: BlockCodec, problem: Problem, arch: str) -> Configuration:
     """Choose a good configuration by architecture and sizes, without a measurement."""
-    narrow = problem.n % WIDEST and problem.n % 128 == 0 and 128 % coder.block == 0
+    narrow = problem.n % WIDEST and problem.n % 128 == 0 and 128 % codec.block == 0
     by = Configuration(
-        min(64 if problem.rows <= 64 else 128, _most_rows(coder, arch)),
+        min(64 if problem.rows <= 64 else 128, _most_rows(codec, arch)),
         128 if narrow else WIDEST,
         {"sm_80": 32}.get(arch, 64),
         num_warps=8,
@@ -115,19 +108,19 @@ def configuration(coder: BlockCodec, problem: Problem, arch: str) -> Configurati
         descriptors=arch in ("sm_90", "sm_100"),
         flatten=arch != "gfx942",
     )
-    return _completed(by, coder, arch)
+    return _complete(by, codec, arch)
 
 
-def _completed(by: Configuration, coder: BlockCodec, arch: str) -> Configuration:
+def _complete(by: Configuration, codec: BlockCodec, arch: str) -> Configuration:
     """Return the configuration with suitable warps, cuts and programs for its tile."""
-    results, heavy = by.block_m * by.block_n, _heavy(coder, arch)
+    results, heavy = by.block_m * by.block_n, _heavy(codec, arch)
     num_warps = 8 if results > 128 * 128 or heavy else 4
     halves = heavy and arch in ("sm_80", "sm_90") and results >= 64 * 256
     programs = 2 if num_warps == 4 and arch != "gfx942" else 1
     return replace(by, num_warps=num_warps, cuts=2 if halves else 1, programs=programs)
 
 
-def _most_rows(coder: BlockCodec, arch: str) -> int:
+def _most_rows(codec: BlockCodec, arch: str) -> int:
     """Return the most rows of a tile of 256 columns for which the threads of eight warps have
     enough registers.
 
@@ -135,15 +128,15 @@ def _most_rows(coder: BlockCodec, arch: str) -> int:
     spills).
     """
     if arch == "gfx942":
-        if coder.transform.sums > 1:
+        if codec.transform.sums > 1:
             return 32
-        return 64 if coder.grid.bits < 8 else 128
+        return 64 if codec.grid.bits < 8 else 128
     if arch == "sm_90":
-        return 64 if isinstance(coder.rounding, Stochastic) else 128
-    return 64 if _heavy(coder, arch) else 128
+        return 64 if isinstance(codec.rounding, Stochastic) else 128
+    return 64 if _heavy(codec, arch) else 128
 
 
-def shared_bytes(by: Configuration, coder: BlockCodec, arch: str) -> int:
+def shared_bytes(by: Configuration, codec: BlockCodec, arch: str) -> int:
     """Return the most bytes of shared memory that a program needs.
 
     They hold the operands of all stages, and values that are converted from the tensor cores'
@@ -151,7 +144,7 @@ def shared_bytes(by: Configuration, coder: BlockCodec, arch: str) -> int:
     its values are rotated or packed there.
     """
     stage = (by.block_m + by.block_n) * by.block_k * 2  # operands have 16 bits
-    spread = coder.transform.sums > 1 or (arch == "gfx942" and coder.grid.bits < 8)
+    spread = codec.transform.sums > 1 or (arch == "gfx942" and codec.grid.bits < 8)
     moved = by.block_m * by.block_n // by.cuts * (4 if spread and arch != "sm_90" else 1)
     if arch == "gfx942":  # one stage is in registers, and the rest is free in the epilogue
         return max((by.num_stages - 1) * stage, moved)
@@ -159,14 +152,14 @@ def shared_bytes(by: Configuration, coder: BlockCodec, arch: str) -> int:
     return stages * stage + moved + 1024
 
 
-def _heavy(coder: BlockCodec, arch: str) -> bool:
+def _heavy(codec: BlockCodec, arch: str) -> bool:
     """Whether encoding needs many registers in addition to values and codes."""
-    plain = isinstance(coder.scale, (Absmax, Static)) and not coder.offset
-    emulated = isinstance(coder.grid, Fp8Grid) and arch in ("sm_80", "gfx942")
-    simple = isinstance(coder.grid, (IntGrid, LevelGrid, Fp8Grid)) and not emulated
+    plain = isinstance(codec.scale, (Absmax, Static)) and not codec.offset
+    emulated = isinstance(codec.grid, Fp8Grid) and arch in ("sm_80", "gfx942")
+    simple = isinstance(codec.grid, (IntGrid, LevelGrid, Fp8Grid)) and not emulated
     return not (
         plain
         and simple
-        and isinstance(coder.rounding, Nearest)
-        and isinstance(coder.transform, NoTransform)
+        and isinstance(codec.rounding, Nearest)
+        and isinstance(codec.transform, NoTransform)
     )

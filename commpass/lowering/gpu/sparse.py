@@ -23,7 +23,7 @@ from commpass.codecs.sparse.indices import Bitmap, Blocks16, EliasFano, IndexCod
 from commpass.codecs.sparse.segments import SegmentedCodec
 from commpass.codecs.sparse.select import Threshold, bounds, select
 from commpass.lowering.gpu.call import Arguments, Call, call_of, launch
-from commpass.lowering.gpu.sparse_measure import FORMS, WHOLE, seen
+from commpass.lowering.gpu.sparse_measure import FORMS, WHOLE, statistics_of
 from commpass.lowering.gpu.tiles import sparse as tiles
 from commpass.lowering.gpu.tiles import sparse_indices, sparse_sum
 
@@ -99,31 +99,31 @@ class Layout:
         return self.chosen + (self.entries >> self.low)
 
 
-def unsupported_reason(coder: SparseCodec, numel: int, dtype: torch.dtype) -> str | None:
+def unsupported_reason(codec: SparseCodec, numel: int, dtype: torch.dtype) -> str | None:
     """Return why there are no kernels for rows, or None if there are."""
     if dtype not in FORMS:
         return f"sparse kernels take float32, bfloat16 and float16, not {dtype}"
-    if isinstance(coder, SegmentedCodec):
+    if isinstance(codec, SegmentedCodec):
         return "sparse kernels select from whole rows, not from segments"
     if numel == 0:
         return "sparse kernels take rows of at least one entry"
-    chosen = coder.slots(numel)
-    low = coder.index.low if isinstance(coder.index, EliasFano) else 16
-    if max(numel + chosen, chosen * low, coder.wire_bytes(numel, dtype)) >= MOST:
+    chosen = codec.slots(numel)
+    low = codec.index.low if isinstance(codec.index, EliasFano) else 16
+    if max(numel + chosen, chosen * low, codec.wire_bytes(numel, dtype)) >= MOST:
         return f"sparse kernels count up to {MOST}; a row of {numel} is longer"
     return None
 
 
-def layout_of(coder: SparseCodec, numel: int, dtype: torch.dtype) -> Layout:
-    chosen = coder.slots(numel)
-    inner = coder.inner
+def layout_of(codec: SparseCodec, numel: int, dtype: torch.dtype) -> Layout:
+    chosen = codec.slots(numel)
+    inner = codec.inner
     value = CAST[inner.form] if isinstance(inner, CastCodec) else FORMS[dtype]
     later = not isinstance(inner, CastCodec | RawCodec)
     split = inner.wire_bytes(chosen, dtype)
     gap = split if later else chosen * (4 if value == tiles.FP32 else 2)
-    code, low, first = _index(coder.index, chosen)
-    second = index_codes.nbytes(coder.index, numel, chosen) - first
-    pitch = coder.wire_bytes(numel, dtype)
+    code, low, first = _index(codec.index, chosen)
+    second = index_codes.nbytes(codec.index, numel, chosen) - first
+    pitch = codec.wire_bytes(numel, dtype)
     return Layout(numel, chosen, dtype, pitch, gap, split, first, second, code, low, value, later)
 
 
@@ -141,7 +141,7 @@ def _index(code: IndexCode, count: int) -> tuple[int, int, int]:
 
 
 def encode(
-    coder: SparseCodec, x: Tensor, residual: Tensor, sizes: Sizes | None = None
+    codec: SparseCodec, x: Tensor, residual: Tensor, sizes: Sizes | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the wire of ``x + residual``, uint8 ``[rows, wire_bytes]``, and the new residual,
     float32 ``[rows, n]``: 0 if the input or the decoded value is not finite.
@@ -149,17 +149,17 @@ def encode(
     ``x`` is ``[rows, n]`` in bf16, fp16 or fp32, ``residual`` float32; both contiguous.
     """
     sizes = sizes or sizes_on(x.device)
-    layout = layout_of(coder, x.shape[1], x.dtype)
+    layout = layout_of(codec, x.shape[1], x.dtype)
     rows, blocks = x.shape[0], _blocks(layout, sizes)
     wire = x.new_empty((rows, layout.pitch), dtype=torch.uint8)
     values, remainder = values_of(layout, wire), torch.empty_like(residual)
     known = encode_arguments(layout, sizes, x, residual, remainder, values, wire)
-    if isinstance(coder.selector, Threshold):
-        call = select_call(layout, sizes, known, wire, *bounds_of(coder, x, residual, sizes))
+    if isinstance(codec.selector, Threshold):
+        call = select_call(layout, sizes, known, wire, *bounds_of(codec, x, residual, sizes))
         known |= call.arguments
         done = layout.code == sparse_indices.BITMAP
     else:
-        indices, used, lost = selection_of(coder, x, residual)
+        indices, used, lost = selection_of(codec, x, residual)
         starts = starts_of(indices, layout, sizes)
         known |= {"indices": indices, "used": used, "lost": lost, "starts": starts}
         call = call_of(tiles.sparse_take, known, rows * blocks, sizes.warps)
@@ -173,10 +173,10 @@ def encode(
     tiled = slots + -(-(layout.pitch - begin) // sizes.tile)
     launch(call_of(sparse_indices.sparse_pack, known, rows * tiled))
     if layout.later:
-        inner = coder.inner.encode_rows(values.view(layout.dtype))
+        inner = codec.inner.encode_rows(values.view(layout.dtype))
         wire[:, : layout.split].copy_(inner)
-        own = coder.inner.decode_rows(inner, layout.chosen, layout.dtype).float().contiguous()
-        launch(call_of(tiles.sparse_settle, known | {"decoded": own}, rows * slots))
+        decoded = codec.inner.decode_rows(inner, layout.chosen, layout.dtype).float().contiguous()
+        launch(call_of(tiles.sparse_settle, known | {"decoded": decoded}, rows * slots))
     return wire, remainder
 
 
@@ -206,7 +206,7 @@ def select_call(
 ) -> Call:
     """Return the call that selects within bounds; ``known`` is of ``encode_arguments``."""
     rows, blocks = wire.shape[0], _blocks(layout, sizes)
-    own: Arguments = {
+    arguments: Arguments = {
         "indices": wire.new_empty((rows, layout.chosen), dtype=torch.int32),
         "bitmap": wire.view(-1)[layout.split :],
         "used": wire.new_empty((rows,), dtype=torch.int32),
@@ -216,7 +216,7 @@ def select_call(
         "bitmap_pitch": layout.pitch,
         "BITMAP": layout.code == sparse_indices.BITMAP,
     }
-    return call_of(tiles.sparse_select, known | own, rows * blocks, sizes.warps)
+    return call_of(tiles.sparse_select, known | arguments, rows * blocks, sizes.warps)
 
 
 def wanted_rows(x: Tensor, residual: Tensor) -> Tensor:
@@ -225,19 +225,21 @@ def wanted_rows(x: Tensor, residual: Tensor) -> Tensor:
 
 
 def bounds_of(
-    coder: SparseCodec, x: Tensor, residual: Tensor, sizes: Sizes
+    codec: SparseCodec, x: Tensor, residual: Tensor, sizes: Sizes
 ) -> tuple[Tensor, Tensor]:
     """Return the arguments of ``sparse_select`` for each row: int32 ``[rows, 3]`` and
     ``[rows]``."""
-    found = bounds(coder.selector, seen(x, residual, sizes.part, sizes.laps), coder.density)
+    found = bounds(
+        codec.selector, statistics_of(x, residual, sizes.part, sizes.laps), codec.density
+    )
     row_bounds = torch.cat([found.low, found.high, found.room.to(torch.int32)], dim=1)
     return row_bounds, found.lost.to(torch.int32)
 
 
-def selection_of(coder: SparseCodec, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def selection_of(codec: SparseCodec, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the arguments of ``sparse_take``: indices, int32 ``[rows, k]``; used and lost, int32
     ``[rows]``."""
-    found = select(coder.selector, wanted_rows(x, residual), coder.density)
+    found = select(codec.selector, wanted_rows(x, residual), codec.density)
     lost = found.lost.to(torch.int32)
     return found.indices.to(torch.int32), found.used.to(torch.int32) * (1 - lost), lost
 
@@ -264,30 +266,30 @@ def starts_of(indices: Tensor, layout: Layout, sizes: Sizes) -> Tensor:
 
 
 def decode(
-    coder: SparseCodec, wire: Tensor, numel: int, dtype: torch.dtype, sizes: Sizes | None = None
+    codec: SparseCodec, wire: Tensor, numel: int, dtype: torch.dtype, sizes: Sizes | None = None
 ) -> Tensor:
     """Decode uint8 ``[rows, wire_bytes(numel, dtype)]`` to float32 ``[rows, numel]``, as
     ``decode_rows``."""
     out = wire.new_empty((wire.shape[0], numel), dtype=torch.float32)
-    return _received(coder, wire, numel, dtype, sizes or sizes_on(wire.device), out)
+    return _decode_rows(codec, wire, numel, dtype, sizes or sizes_on(wire.device), out)
 
 
 def sum_rows(
-    coder: SparseCodec, wires: Tensor, numel: int, dtype: torch.dtype, sizes: Sizes | None = None
+    codec: SparseCodec, wires: Tensor, numel: int, dtype: torch.dtype, sizes: Sizes | None = None
 ) -> Tensor:
     """Return the sum ``[numel]`` of all rows in float32, in row order, as ``sum_by_index``."""
     out = wires.new_empty((numel,), dtype=torch.float32)
-    return _received(coder, wires, numel, dtype, sizes or sizes_on(wires.device), out)
+    return _decode_rows(codec, wires, numel, dtype, sizes or sizes_on(wires.device), out)
 
 
-def _received(
-    coder: SparseCodec, wire: Tensor, numel: int, dtype: torch.dtype, sizes: Sizes, out: Tensor
+def _decode_rows(
+    codec: SparseCodec, wire: Tensor, numel: int, dtype: torch.dtype, sizes: Sizes, out: Tensor
 ) -> Tensor:
-    layout = layout_of(coder, numel, dtype)
+    layout = layout_of(codec, numel, dtype)
     indices = indices_of(layout, sizes, wire)
     if layout.later:
         inner = wire.narrow(1, 0, layout.split)
-        values = coder.inner.decode_rows(inner, layout.chosen, dtype).float().contiguous()
+        values = codec.inner.decode_rows(inner, layout.chosen, dtype).float().contiguous()
         values = values.view(torch.int32)
     else:
         values = wire.view(layout.value_dtype)

@@ -18,36 +18,36 @@ from commpass.lowering.inspect.lowerable import Lowerable
 
 
 def of_exponent(
-    name: str, coder: ExponentCodec, dtype: torch.dtype, numel: int
+    name: str, codec: ExponentCodec, dtype: torch.dtype, numel: int
 ) -> tuple[Lowerable, ...]:
     """Return the kernels in the order of their launches; the bytes that each moves depend on the
     values."""
     if why := exponent.unsupported_reason(numel, dtype):
-        raise KernelError(f"no kernel: {coder.spec}: {why}")
+        raise KernelError(f"no kernel: {codec.spec}: {why}")
     if name not in ("encode", "decode"):
-        raise KernelError(f"no kernel: {coder.spec}: it has encode and decode alone")
+        raise KernelError(f"no kernel: {codec.spec}: it has only encode and decode")
     if name == "encode":
-        return _kernels(name, lambda: exponent.encode_rows(coder, _fake(dtype, 1, numel)))
-    wire = _fake(torch.uint8, 1, coder.wire_bytes(numel, dtype))
-    return _kernels(name, lambda: exponent.decode_rows(coder, wire, numel, dtype))
+        return _kernels(name, lambda: exponent.encode_rows(codec, _fake(dtype, 1, numel)))
+    wire = _fake(torch.uint8, 1, codec.wire_bytes(numel, dtype))
+    return _kernels(name, lambda: exponent.decode_rows(codec, wire, numel, dtype))
 
 
 def of_sparse(
-    name: str, coder: SparseCodec, dtype: torch.dtype, ranks: int, arch: str, numel: int
+    name: str, codec: SparseCodec, dtype: torch.dtype, ranks: int, arch: str, numel: int
 ) -> tuple[Lowerable, ...]:
     """Return the kernels of a sparse codec; the bytes that each moves depend on the values."""
-    if why := sparse.unsupported_reason(coder, numel, dtype):
-        raise KernelError(f"no kernel: {coder.spec}: {why}")
+    if why := sparse.unsupported_reason(codec, numel, dtype):
+        raise KernelError(f"no kernel: {codec.spec}: {why}")
     if name == "decode_sum_encode":
-        raise KernelError(f"no kernel: {coder.spec}: sums are not made sparse again in one kernel")
+        raise KernelError(f"no kernel: {codec.spec}: no kernel encodes a sum of sparse rows")
     sizes = sparse.Sizes(warp=ARCHITECTURES[arch].warp)
     if name == "encode":
         x, residual = _fake(dtype, 1, numel), _fake(torch.float32, 1, numel)
-        return _kernels(name, lambda: sparse.encode(coder, x, residual, sizes))
+        return _kernels(name, lambda: sparse.encode(codec, x, residual, sizes))
     decode = sparse.sum_rows if name == "decode_sum" else sparse.decode
     rows = ranks if name == "decode_sum" else 1
-    wires = _fake(torch.uint8, rows, coder.wire_bytes(numel, dtype))
-    return _kernels(name, lambda: decode(coder, wires, numel, dtype, sizes))
+    wires = _fake(torch.uint8, rows, codec.wire_bytes(numel, dtype))
+    return _kernels(name, lambda: decode(codec, wires, numel, dtype, sizes))
 
 
 def _fake(dtype: torch.dtype, *shape: int) -> Tensor:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from commpass.codecs import VALUES, Codec, SparseCodec, accumulation_dtype, codec
+from commpass.codecs import VALUES, Codec, SparseCodec, accumulation_dtype
+from commpass.codecs import codec as codec_of
 from commpass.codecs.exponent.codec import ExponentCodec
 from commpass.errors import KernelError, nearest
 from commpass.lowering.chain import (
@@ -20,8 +21,10 @@ from commpass.lowering.chain import (
     Leave,
     Step,
     Sum,
+    encoded_dtype,
+    output_dtype,
 )
-from commpass.lowering.fused import encoded_dtype, made_dtype, role_of
+from commpass.lowering.fused import role_of
 from commpass.lowering.gpu import generate, launch
 from commpass.lowering.inspect.isolated import of_exponent, of_sparse
 from commpass.lowering.inspect.lowerable import NUMEL, Lowerable, casts
@@ -31,24 +34,24 @@ from commpass.plan.stage import Stage
 # --- by name --------------------------------------------------------------------------------------
 
 
-def _encode(coder: Codec, dtype: torch.dtype, ranks: int) -> Chain:
-    return Chain(dtype, (Encode(coder),))
+def _encode(codec: Codec, dtype: torch.dtype, ranks: int) -> Chain:
+    return Chain(dtype, (Encode(codec),))
 
 
-def _decode(coder: Codec, dtype: torch.dtype, ranks: int) -> Chain:
-    return Chain(torch.uint8, (Decode(coder, dtype), Cast(dtype)))
+def _decode(codec: Codec, dtype: torch.dtype, ranks: int) -> Chain:
+    return Chain(torch.uint8, (Decode(codec, dtype), Cast(dtype)))
 
 
-def _decode_sum(coder: Codec, dtype: torch.dtype, ranks: int) -> Chain:
+def _decode_sum(codec: Codec, dtype: torch.dtype, ranks: int) -> Chain:
     """The end of a reduction. Values are summed in the codec's domain and leave it once."""
-    leave = () if coder.domain == VALUES else (Leave(coder.domain),)
-    return Chain(torch.uint8, (Decode(coder.domain_codec, dtype), Sum(ranks), *leave, Cast(dtype)))
+    leave = () if codec.domain == VALUES else (Leave(codec.domain),)
+    return Chain(torch.uint8, (Decode(codec.domain_codec, dtype), Sum(ranks), *leave, Cast(dtype)))
 
 
-def _decode_sum_encode(coder: Codec, dtype: torch.dtype, ranks: int) -> Chain:
+def _decode_sum_encode(codec: Codec, dtype: torch.dtype, ranks: int) -> Chain:
     """The middle of a two-shot; values stay in the codec's domain."""
     return Chain(
-        torch.uint8, (Decode(coder.domain_codec, dtype), Sum(ranks), Encode(coder.domain_codec))
+        torch.uint8, (Decode(codec.domain_codec, dtype), Sum(ranks), Encode(codec.domain_codec))
     )
 
 
@@ -62,57 +65,57 @@ CHAINS: Mapping[str, Callable[[Codec, torch.dtype, int], Chain]] = {
 KERNELS = (*CHAINS, "matmul_encode")
 
 
-def named(
-    name: str, coder: Codec, dtype: torch.dtype, ranks: int, arch: str
+def kernels_named(
+    name: str, codec: Codec, dtype: torch.dtype, ranks: int, arch: str
 ) -> tuple[Lowerable, ...]:
     """Return the kernels of a codec with this name: one, or several that run in order. Raises
     KernelError for an unknown name, or if the codec has no such kernel, with the reason."""
     if name not in KERNELS:
         raise KernelError(f"no kernel {name!r}{nearest(name, KERNELS)}")
     if name == "matmul_encode":
-        return (of_matmul(coder, dtype, ranks, arch),)
-    if isinstance(coder, ExponentCodec):
-        return of_exponent(name, coder, dtype, NUMEL)
-    if isinstance(coder, SparseCodec):
-        return of_sparse(name, coder, dtype, ranks, arch, NUMEL)
-    return (of_chain(CHAINS[name](coder, dtype, ranks), arch, name=name),)
+        return (of_matmul(codec, dtype, ranks, arch),)
+    if isinstance(codec, ExponentCodec):
+        return of_exponent(name, codec, dtype, NUMEL)
+    if isinstance(codec, SparseCodec):
+        return of_sparse(name, codec, dtype, ranks, arch, NUMEL)
+    return (of_chain(CHAINS[name](codec, dtype, ranks), arch, name=name),)
 
 
 def of_chain(chain: Chain, arch: str, numel: int = NUMEL, name: str = "") -> Lowerable:
     """Return the kernel of a chain for rows of ``numel`` values."""
     if why := generate.unsupported_reason(chain, numel):
         raise KernelError(f"no kernel: {why}")
-    made = generate.kernel(chain, numel)
-    taken, written = row_bytes(chain, numel)
-    stride = taken if chain.decodes else numel
-    numbers = launch.scalars(made, numel, stride, written if chain.encodes else numel)
+    generated = generate.kernel(chain, numel)
+    read, written = row_bytes(chain, numel)
+    stride = read if chain.decodes else numel
+    numbers = launch.scalars(generated, numel, stride, written if chain.encodes else numel)
     added = sum(step.dtype.itemsize for step in chain.steps if isinstance(step, Add))
-    programs, _ = launch.grid(made, numel, 1)
+    programs, _ = launch.grid(generated, numel, 1)
     loops = [chain.ranks - 1.0] if chain.ranks > generate.UNROLLED else []
     return Lowerable(
-        name=name or made.source.entry,
-        source=made.source,
-        signature=made.signature,
-        constants=made.constants | casts(arch),
+        name=name or generated.source.entry,
+        source=generated.source,
+        signature=generated.signature,
+        constants=generated.constants | casts(arch),
         # Triton sees these divisors when it is called with these sizes.
         hints={key: 16 for key, number in numbers.items() if number % 16 == 0},
-        num_warps=made.num_warps,
-        fuses=made.fuses,
-        moved=(chain.ranks * taken + written + added * numel) / programs,
+        num_warps=generated.num_warps,
+        fuses=generated.fuses,
+        moved=(chain.ranks * read + written + added * numel) / programs,
         trips=tuple(loops),
     )
 
 
 def row_bytes(chain: Chain, numel: int) -> tuple[int, int]:
     """Return the bytes of one row that a chain reads, and of one that it writes."""
-    taken = made = 0
+    read = written = 0
     if chain.decodes is not None:
-        taken = chain.decodes.codec.wire_bytes(numel, chain.decodes.dtype)
+        read = chain.decodes.codec.wire_bytes(numel, chain.decodes.dtype)
     if chain.encodes is not None:
-        made = chain.encodes.codec.wire_bytes(numel, encoded_dtype(chain))
+        written = chain.encodes.codec.wire_bytes(numel, encoded_dtype(chain))
     return (
-        taken or numel * chain.taken.itemsize,
-        made or numel * made_dtype(chain).itemsize,
+        read or numel * chain.input_dtype.itemsize,
+        written or numel * output_dtype(chain).itemsize,
     )
 
 
@@ -120,7 +123,7 @@ def row_bytes(chain: Chain, numel: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class Place:
+class SiteChain:
     """A chain of a site, for rows of ``numel`` values, and the number of its occurrences."""
 
     chain: Chain
@@ -128,7 +131,7 @@ class Place:
     times: int
 
 
-def of_stages(stages: Sequence[Stage], dtype: torch.dtype, ranks: int) -> list[Place]:
+def of_stages(stages: Sequence[Stage], dtype: torch.dtype, ranks: int) -> list[SiteChain]:
     """Return the chains of a site's algorithm: what a rank computes between two exchanges, in
     order.
 
@@ -137,7 +140,7 @@ def of_stages(stages: Sequence[Stage], dtype: torch.dtype, ranks: int) -> list[P
     ring). A sum of values that were not encoded needs no kernel.
     """
     entered = any(stage.role == "enter" for stage in stages)
-    found: list[Place] = []
+    found: list[SiteChain] = []
     for run in _runs(stages):
         place = _place(run, stages, dtype, ranks, entered)
         same = [n for n, one in enumerate(found) if replace(one, times=1) == place]
@@ -148,8 +151,8 @@ def of_stages(stages: Sequence[Stage], dtype: torch.dtype, ranks: int) -> list[P
     return found
 
 
-def of_place(place: Place, arch: str) -> tuple[Lowerable, ...]:
-    """Return the kernels of a place."""
+def of_site_chain(place: SiteChain, arch: str) -> tuple[Lowerable, ...]:
+    """Return the kernels of a chain."""
     return (of_chain(place.chain, arch, place.numel, role_of(place.chain)),)
 
 
@@ -172,14 +175,14 @@ def _runs(stages: Sequence[Stage]) -> list[list[Stage]]:
 
 def _place(
     run: Sequence[Stage], stages: Sequence[Stage], dtype: torch.dtype, ranks: int, entered: bool
-) -> Place:
+) -> SiteChain:
     roles = [stage.role for stage in run]
-    coders = [codec(stage.codec) if stage.codec else None for stage in run]
+    codecs = [codec_of(stage.codec) if stage.codec else None for stage in run]
     steps: list[Step] = []
     rows = 1
-    for number, (stage, coder) in enumerate(zip(run, coders, strict=True)):
-        if coder is not None:
-            inner = coder.domain_codec if entered else coder
+    for number, (stage, codec) in enumerate(zip(run, codecs, strict=True)):
+        if codec is not None:
+            inner = codec.domain_codec if entered else codec
             if stage.role == "encode" and number and roles[number - 1] == "decode":
                 steps.append(Add(accumulation_dtype(dtype)))
             steps.append(Decode(inner, dtype) if stage.role == "decode" else Encode(inner))
@@ -188,17 +191,17 @@ def _place(
             rows = stage.values // after[0] if after else ranks
             steps.append(Sum(rows))
         else:  # the domain is that of the adjacent codec
-            near = [each for each in (*coders[number:], *coders[::-1]) if each is not None]
+            near = [each for each in (*codecs[number:], *codecs[::-1]) if each is not None]
             steps.append((Enter if stage.role == "enter" else Leave)(near[0].domain))
     if roles[-1] != "encode":
         steps.append(Cast(dtype))
     if roles[0] == "decode":
         # Gathered data has one row from each rank.
         several = rows if "sum" in roles else 1 if roles[-1] == "encode" else ranks
-        return Place(Chain(torch.uint8, tuple(steps)), run[0].values // several, 1)
+        return SiteChain(Chain(torch.uint8, tuple(steps)), run[0].values // several, 1)
     summed = any(stage.role == "sum" for stage in stages[: stages.index(run[0])])
-    taken = accumulation_dtype(dtype) if summed else dtype
-    return Place(Chain(taken, tuple(steps)), _row(run[-1], stages), 1)
+    input_dtype = accumulation_dtype(dtype) if summed else dtype
+    return SiteChain(Chain(input_dtype, tuple(steps)), _row(run[-1], stages), 1)
 
 
 def _row(stage: Stage, stages: Sequence[Stage]) -> int:

@@ -1,8 +1,8 @@
 """Tile functions of a matmul: the order of tiles, the product of one tile, and the operations on it
 before it is encoded.
 
-Rows of ``a`` belong to *segments*: those of one chunk of one rank's shard. Segments are numbered as
-in the wire: chunk by chunk, and within a chunk rank by rank. A tile never spans two segments.
+Rows of ``a`` belong to shards, one for each rank, in the order of the ranks. A tile never spans two
+shards.
 """
 
 from __future__ import annotations
@@ -17,31 +17,25 @@ from commpass.lowering.gpu.tiles.numbers import bits_of, of_bits
 @tile
 def tile_place(
     number,
-    segments,
+    ranks,
     rows,
     columns,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """The segment, and in it the first row and the first column, of the ``number``-th tile.
+    """The shard, and in it the first row and the first column, of the ``number``-th tile.
 
-    Segments come in order, so the first ones are complete while the last are computed. ``GROUP``
+    Shards come in order, so the first ones are complete while the last are computed. ``GROUP``
     tiles of rows share their tiles of columns, which the second-level cache then holds.
     """
     down = (rows + BLOCK_M - 1) // BLOCK_M
     along = (columns + BLOCK_N - 1) // BLOCK_N
     group = number // (GROUP * along)
     inside = number % (GROUP * along)
-    height = min(segments * down - group * GROUP, GROUP)
+    height = min(ranks * down - group * GROUP, GROUP)
     line = group * GROUP + inside % height
     return line // down, line % down * BLOCK_M, inside // height * BLOCK_N
-
-
-@tile
-def segment_row(segment, ranks, chunks, rows):
-    """The row of ``a`` with which a segment begins; a rank's chunks follow each other there."""
-    return (segment % ranks * chunks + segment // ranks).to(tl.int64) * rows
 
 
 @tile
@@ -63,7 +57,7 @@ def product_by_pointers(
     WHOLE_K: tl.constexpr,
     CASTS: tl.constexpr,
 ):
-    """A tile of ``a @ b`` in fp32, ``a`` at its segment's first row. Rows and columns that there
+    """A tile of ``a @ b`` in fp32, ``a`` at its shard's first row. Rows and columns that there
     are not are those at 0 again: nobody stores them."""
     down = row + tl.arange(0, BLOCK_M)
     along = column + tl.arange(0, BLOCK_N)
