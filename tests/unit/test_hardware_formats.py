@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_codecs import bits, gaussian, one_thread, wide
 from tiers import examples
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from commpass.codecs import codec
 from commpass.codecs.block import operands, packing, scales
@@ -245,6 +246,46 @@ def test_stored_e4m3_is_rounded_to_nearest_even_and_keeps_nan():
         made_ = scales.round_nearest(torch.tensor([nan]), "e4m3")
         assert scales.store(made_, "e4m3").tolist() == [0x7F]
         assert scales.load(scales.store(made_, "e4m3"), "e4m3", torch.float32).isnan().all()
+
+
+# --- graphs ---------------------------------------------------------------------------------------
+
+
+TRACED = [codec(text) for text in ("mxfp6", "mxfp4", "nvfp4")]
+
+
+def round_trips(rows: torch.Tensor) -> list[torch.Tensor]:
+    found = []
+    for each in TRACED:
+        wire = each.encode_rows(rows)
+        found += [wire, each.decode_rows(wire, rows.shape[1], rows.dtype)]
+    return found
+
+
+def hard_rows(dtype: torch.dtype, numel: int = 700) -> torch.Tensor:
+    x = gaussian(3, numel)
+    x[1, 40:200] = 0
+    x[1, 300:] *= 1e-6
+    x[2, ::37] *= 1e4
+    x[2, 5] = -0.0
+    return x.to(dtype)
+
+
+@pytest.mark.every
+def test_compiled_calls_give_the_bits_of_eager_ones():
+    torch._dynamo.reset()
+    x = hard_rows(torch.bfloat16)
+    compiled = torch.compile(round_trips, fullgraph=True)
+    for found, want in zip(compiled(x), round_trips(x), strict=True):
+        assert bits(found) == bits(want)
+
+
+def test_graph_of_symbolic_sizes_gives_the_bits_of_real_ones():
+    graph = make_fx(round_trips, tracing_mode="symbolic")(gaussian(3, 300))
+    for numel in (300, 517, 64, 3000):
+        x = hard_rows(torch.float32, numel)
+        for found, want in zip(graph(x), round_trips(x), strict=True):
+            assert bits(found) == bits(want)
 
 
 # --- torchao --------------------------------------------------------------------------------------

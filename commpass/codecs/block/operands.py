@@ -49,7 +49,8 @@ def scaled_operand(codec: Codec, wire: Wire) -> ScaledOperand:
     block_codec = _block_codec(codec)
     if len(wire.shape) != 2 or wire.shape[1] % block_codec.block:
         raise PolicyError(
-            f"{list(wire.shape)}: must be a matrix of rows of whole blocks of {block_codec.block} values"
+            f"{list(wire.shape)}: must be a matrix of rows of whole blocks of {block_codec.block}"
+            " values"
         )
     if wire.dtype == torch.float64:
         raise PolicyError("float64 values: their scales have 8 bytes, and no matmul takes them")

@@ -112,12 +112,12 @@ def decode_table(codes, FIRST: tl.constexpr, GAPS: tl.constexpr, BITS: tl.conste
 
 @tile
 def encode_minifloat(
-    x, BITS: tl.constexpr, DROP: tl.constexpr, MOST: tl.constexpr, LEAST: tl.constexpr
+    x, BITS: tl.constexpr, DROP: tl.constexpr, LARGEST: tl.constexpr, LEAST: tl.constexpr
 ):
-    """``DROP`` bits of a float32's mantissa are missing; ``MOST`` and ``LEAST`` are the bits of the
-    largest and of the smallest normal number. NaN becomes the largest number."""
+    """``DROP`` bits of a float32's mantissa are missing. ``LARGEST`` and ``LEAST`` are the bits of
+    the largest and of the smallest normal number. NaN becomes the largest number."""
     a = size_bits(x)
-    cut = tl.minimum(a, MOST)
+    cut = tl.minimum(a, LARGEST)
     rounded = (cut + ((1 << (DROP - 1)) - 1) + ((cut >> DROP) & 1)) >> DROP
     normal = rounded - ((LEAST - (1 << 23)) >> DROP)
     # A float32 of DROP powers of two above it has the unit of the smallest numbers.
