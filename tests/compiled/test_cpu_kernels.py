@@ -658,7 +658,7 @@ def test_kernel_that_is_slower_than_inline_says_so():
             Chain(BF16, (Encode(codec(spec)),))
         )
     assert not cpu.unsupported_reason(Chain(BF16, (Encode(codec("rotated(bits=4)")),)))
-    for spec in ("int8", "taco", "fp8", "fp8(form=e5m2,scale=dual)"):
+    for spec in ("int8", "taco", "fp8", "fp8(form=e5m2,scale=dual)", "mxfp4", "mxfp6", "nvfp4"):
         assert not cpu.unsupported_reason(Chain(BF16, (Encode(codec(spec)),)))
 
 

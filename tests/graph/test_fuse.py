@@ -85,6 +85,7 @@ def with_residual(x, r):
         ("rotated", "two_shot", ["enter+encode", "decode+sum+encode", "decode+leave"]),
         ("fp8", "one_shot", ["encode", "decode+sum"]),
         ("rotated", "one_shot", ["enter+encode", "decode+sum+leave"]),
+        ("mxfp4", "two_shot", ["encode", "decode+sum+encode", "decode"]),
         ("int4", "two_shot(chunks=2)", ["encode", "decode+sum+encode", "decode"] * 2),
     ],
 )

@@ -266,6 +266,13 @@ def test_residual_is_added_after_the_values_were_rounded():
     same(interpreted(ran, chain, wire, numel, other), want)
 
 
+def test_row_peak_is_that_of_values_before_they_are_widened():
+    coder, numel = codec("nvfp4"), 500
+    x = sample(numel, torch.bfloat16)
+    chain = Chain(torch.bfloat16, (Cast(torch.float32), Encode(coder)))
+    same(interpreted(ran, chain, x, numel), coder.encode_rows(x.float()))
+
+
 def test_rows_may_lie_apart():
     coder, numel = codec("int4"), 640
     wide = sample(2000, torch.bfloat16)

@@ -9,6 +9,7 @@ from functools import cache
 import torch
 
 from commpass.codecs.block.codec import BlockCodec
+from commpass.codecs.block.grids import MiniFloatGrid
 from commpass.codecs.block.scales import row_numbers
 from commpass.codecs.block.transforms import Hadamard
 from commpass.codecs.exponent.codec import ExponentCodec
@@ -58,12 +59,15 @@ def _has_vectors() -> bool:
 def _slower_reason(chain: Chain) -> str:
     """Return why a chain is faster in Inductor, or "".
 
-    Packed codes are slower here than inline, unless a rotation is saved (benchmarks/codecs.py: int4
-    has 0.31 of a copy's bandwidth each way, inline 0.44).
+    Packed codes of integers are slower here than inline, unless a rotation is saved
+    (benchmarks/codecs.py: int4 has 0.31 of a copy's bandwidth each way, inline 0.44). Those of
+    4-bit and 6-bit floats are not: inline, mxfp4 takes several times as long.
     """
     for step in chain.steps:
         codec = getattr(step, "codec", None)
-        if isinstance(codec, BlockCodec) and codec.grid.bits < 8 and not _has_rotation(chain):
+        if not isinstance(codec, BlockCodec) or isinstance(codec.grid, MiniFloatGrid):
+            continue
+        if codec.grid.bits < 8 and not _has_rotation(chain):
             return f"codes of {codec.grid.bits} bits: the compiled inline form is faster"
     return ""
 

@@ -133,7 +133,9 @@ def needs_row_peaks(chain: Chain) -> bool:
 
 
 def _has_effect(step: Step) -> bool:
-    """Whether a step may change values."""
+    """Whether a step may change values. A cast to float32 widens them."""
+    if isinstance(step, Cast):
+        return step.dtype != torch.float32
     return not (isinstance(step, (Enter, Leave)) and step.domain == VALUES)
 
 
