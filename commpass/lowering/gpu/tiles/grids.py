@@ -114,8 +114,8 @@ def decode_table(codes, FIRST: tl.constexpr, GAPS: tl.constexpr, BITS: tl.conste
 def encode_minifloat(
     x, BITS: tl.constexpr, DROP: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr
 ):
-    """``DROP`` bits of a float32's mantissa are missing. ``LARGEST`` and ``SMALLEST`` are the bits of
-    the largest and of the smallest normal number. NaN becomes the largest number."""
+    """``DROP`` bits of a float32's mantissa are missing. ``LARGEST`` and ``SMALLEST`` are the bits
+    of the largest and of the smallest normal number. NaN becomes the largest number."""
     a = size_bits(x)
     cut = tl.minimum(a, LARGEST)
     rounded = (cut + ((1 << (DROP - 1)) - 1) + ((cut >> DROP) & 1)) >> DROP

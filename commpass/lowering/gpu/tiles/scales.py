@@ -80,8 +80,8 @@ def shared_exponent(peak, POWER: tl.constexpr):
 
 
 @tile
-def row_scale(peak, LARGEST: tl.constexpr, LEAST: tl.constexpr):
-    return maximum(divided(peak, LARGEST), LEAST)
+def row_scale(peak, LARGEST: tl.constexpr, SMALLEST: tl.constexpr):
+    return maximum(divided(peak, LARGEST), SMALLEST)
 
 
 @tile
