@@ -9,6 +9,8 @@ from functools import cache
 import torch
 
 from commpass.codecs.block.codec import BlockCodec
+from commpass.codecs.block.grids import MiniFloatGrid
+from commpass.codecs.block.scales import row_numbers
 from commpass.codecs.block.transforms import Hadamard
 from commpass.codecs.exponent.codec import ExponentCodec
 from commpass.codecs.operators import UNROLLED_RANKS
@@ -57,12 +59,15 @@ def _has_vectors() -> bool:
 def _slower_reason(chain: Chain) -> str:
     """Return why a chain is faster in Inductor, or "".
 
-    Packed codes are slower here than inline, unless a rotation is saved (benchmarks/codecs.py: int4
-    has 0.31 of a copy's bandwidth each way, inline 0.44).
+    Packed codes of integers are slower here than inline, unless a rotation is saved
+    (benchmarks/codecs.py: int4 has 0.31 of a copy's bandwidth each way, inline 0.44). Those of
+    4-bit and 6-bit floats are not: inline, mxfp4 takes several times as long.
     """
     for step in chain.steps:
         codec = getattr(step, "codec", None)
-        if isinstance(codec, BlockCodec) and codec.grid.bits < 8 and not _has_rotation(chain):
+        if not isinstance(codec, BlockCodec) or isinstance(codec.grid, MiniFloatGrid):
+            continue
+        if codec.grid.bits < 8 and not _has_rotation(chain):
             return f"codes of {codec.grid.bits} bits: the compiled inline form is faster"
     return ""
 
@@ -177,6 +182,7 @@ def _source(chain: Chain) -> str:
     parts = [PRELUDE, f"constexpr int UNIT = {_unit(chain)};\n", SCALES, ROTATION, CODES, FLOATS]
     parts.append(blocks.BLOCKS)
     lines: list[str] = []
+    peak = ""
     dtypes, more = _dtypes(chain), 0
     for place, step in enumerate(chain.steps):
         dtype, name, last = dtypes[place], f"Step{place}", place == len(chain.steps) - 1
@@ -204,14 +210,17 @@ def _source(chain: Chain) -> str:
             lines += ["add<UNIT>(v, w);", *_round_lines(dtype)]
             more += 1
         elif isinstance(step, Encode):
-            lines += [
-                "cut<UNIT>(v, count);",
-                f"{name}::encode(v, out + row * out_stride, n, first);",
-            ]
+            assert isinstance(step.codec, BlockCodec)
+            lines.append("cut<UNIT>(v, count);")
+            scale = ""
+            if row_numbers(step.codec.scale):
+                peak = _peaks(lines)
+                scale = f", {name}Scale::row_scale(peaks[row])"
+            lines.append(f"{name}::encode(v, out + row * out_stride, n, first{scale});")
     if chain.encodes is None:
         size, name = dtypes[-1].itemsize, NAMES[dtypes[-1]]
         lines.append(f"give<{name}, UNIT>(v, out + row * out_stride + first * {size}, count);")
-    body = "\n        ".join(lines)
+    body = _units(lines)
     inputs = "".join(f", const Byte* more{i}, int64_t more{i}_stride" for i in range(more))
     parts.append(f"""
 }}  // namespace
@@ -219,7 +228,16 @@ def _source(chain: Chain) -> str:
 extern "C" void kernel(int64_t threads, int64_t rows, int64_t n, const Byte* in,
                        int64_t in_stride{inputs}, Byte* out, int64_t out_stride) {{
   const int64_t units = (n + UNIT - 1) / UNIT;
-  parallel(threads, rows * units, [&](int64_t begin, int64_t end) {{
+{peak}  {body}
+}}
+""")
+    return "\n".join(parts)
+
+
+def _units(lines: list[str]) -> str:
+    """Return a loop over the units of all rows that runs some lines on each."""
+    body = "\n        ".join(lines)
+    return f"""parallel(threads, rows * units, [&](int64_t begin, int64_t end) {{
     for (int64_t each = begin; each < end; ++each) {{
       const int64_t row = each / units, first = each % units * UNIT;
       const int64_t count = std::min<int64_t>(n - first, UNIT);
@@ -228,10 +246,18 @@ extern "C" void kernel(int64_t threads, int64_t rows, int64_t n, const Byte* in,
         {body}
       }}
     }}
-  }});
-}}
-""")
-    return "\n".join(parts)
+  }});"""
+
+
+def _peaks(lines: list[str]) -> str:
+    """Return a first loop that computes the values by some lines, and sets ``peaks``, the bits of
+    the largest finite size of each row. A maximum is the same in any order."""
+    most = [
+        "const int32_t peak = finite_peak_of<UNIT>(v);",
+        "int32_t before = peaks[row];",
+        "while (before < peak && !peaks[row].compare_exchange_weak(before, peak)) {}",
+    ]
+    return f"  std::vector<std::atomic<int32_t>> peaks(rows);\n  {_units([*lines, *most])}\n"
 
 
 def _lossless_source(chain: Chain) -> str:
