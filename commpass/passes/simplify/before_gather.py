@@ -89,11 +89,11 @@ class LocalValues:
             self.made[node] = self._of(source)
             return
 
-        def given(each: fx.Node) -> fx.Node:
+        def local_input(each: fx.Node) -> fx.Node:
             return self._of(each) if each in self.region.first else self._fill(each, node, dim)
 
         target = node.target
-        args, kwargs = fx.map_arg((node.args, node.kwargs), given)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), local_input)
         if dim is not None and (target in RESHAPES or target is aten.expand.default):
             args = (args[0], self._local_sizes(node, dim))
             target = aten.reshape.default if target in RESHAPES else target

@@ -104,7 +104,7 @@ def shard_of(
         same = fake(node).dtype.itemsize == fake(inputs[0]).dtype.itemsize
         return given if same and not given.zero_sign else None
     if node.target in EXTREMA or node.target in WHOLE_EXTREMA:
-        return _extremum(node, given, even)
+        return _extremum(node, shards[inputs[0]], even)
     if given.dim is None:
         return given if is_copy(node) or _moves(node) else None
     dim = dim_after(node, given.dim, ranks, even=even)
@@ -220,19 +220,19 @@ def is_nonnegative(node: fx.Node) -> bool:
     return False
 
 
-def _extremum(node: fx.Node, given: Shard, even: bool) -> Shard | None:
+def _extremum(node: fx.Node, of: Shard, even: bool) -> Shard | None:
     """Return the shard of a maximum or minimum."""
     source = fake(node.args[0])  # type: ignore[arg-type]
-    signed = given.zero_sign or not is_nonnegative(node.args[0])  # type: ignore[arg-type]
+    signed = of.zero_sign or not is_nonnegative(node.args[0])  # type: ignore[arg-type]
     over: Any = node.args[1] if len(node.args) > 1 and node.target in EXTREMA else []
     gone = {each % source.dim() for each in over} or set(range(source.dim()))
-    if given.dim is None:
+    if of.dim is None:
         return Shard(None, signed)
-    if given.dim in gone:
+    if of.dim in gone:
         fixed = all(isinstance(size, int) for size in fake(node).shape)
         return Shard(None, signed) if even and fixed else None
     keeps = fake(node).dim() == source.dim()
-    return Shard(given.dim - (0 if keeps else sum(each < given.dim for each in gone)), signed)
+    return Shard(of.dim - (0 if keeps else sum(each < of.dim for each in gone)), signed)
 
 
 def _is_exact_power(node: fx.Node) -> bool:
@@ -292,19 +292,21 @@ def dim_after(link: fx.Node, dim: int, ranks: int, *, even: bool) -> int | None:
     return None
 
 
-def _reshaped(given: torch.Size, made: torch.Size, dim: int, ranks: int, even: bool) -> int | None:
+def _reshaped(
+    source: torch.Size, result: torch.Size, dim: int, ranks: int, even: bool
+) -> int | None:
     """Return the dimension of a reshape's result with the same parts. The order of values is kept,
     so the preceding dimensions must have equal products."""
-    if not even or not _is_fixed([*given, *made]):
-        rest = [*given[:dim], *given[dim + 1 :], *made[:dim], *made[dim + 1 :]]
-        if dim >= len(made) or not _is_fixed(rest) or str(given[dim]) != str(made[dim]):
+    if not even or not _is_fixed([*source, *result]):
+        rest = [*source[:dim], *source[dim + 1 :], *result[:dim], *result[dim + 1 :]]
+        if dim >= len(result) or not _is_fixed(rest) or str(source[dim]) != str(result[dim]):
             return None
-        return dim if math.prod(given[:dim]) == math.prod(made[:dim]) else None
-    before = math.prod(given[:dim])
+        return dim if math.prod(source[:dim]) == math.prod(result[:dim]) else None
+    before = math.prod(source[:dim])
     fits = (
         number
-        for number, size in enumerate(made)
-        if math.prod(made[:number]) == before and size and size % ranks == 0
+        for number, size in enumerate(result)
+        if math.prod(result[:number]) == before and size and size % ranks == 0
     )
     return next(fits, None)
 
