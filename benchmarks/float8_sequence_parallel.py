@@ -7,8 +7,9 @@ Needs torchao (`pip install 'commpass[test]'`), and with `--gbit` above 0 Linux 
 get a virtual host with a link of that speed (docs/netlab.md). A block normalizes its tokens,
 gathers them, and applies two float8 linear layers of torchao with tensorwise scales. Their result
 is reduced and scattered. Two copies of one model, under `off` and `lossless`, take the same
-steps of SGD in turn, each behind a barrier. `equal` says whether all losses are the same to the bit. Bytes
-are those of the gathers that a rank sends in a step. A time is the median over the steps, [lower
+steps of SGD in turn, each behind a barrier. `equal` says whether all losses are the same to the
+bit. Bytes are those of the gathers that a rank sends in a step. A time is the median over the
+steps, [lower
 and upper quartile], of the slowest rank.
 """
 
