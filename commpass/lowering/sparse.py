@@ -35,7 +35,7 @@ _library.define("sparse_sum(Tensor wires, str codec, int numel, ScalarType dtype
 def caller(node: fx.Node) -> Callable[..., Any] | None:
     """Return a function that computes a coded operator with selection kernels; None if there are
     none."""
-    codec = operators.named(str(node.args[2 if node.target is ENCODE else 1]))
+    codec = operators.lookup(str(node.args[2 if node.target is ENCODE else 1]))
     if not isinstance(codec, SparseCodec):
         return None
     rows: Tensor = node.all_input_nodes[0].meta["val"]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from commpass.errors import CommpassError
 from commpass.lowering.chain import Chain, Decode, Encode, output_dtype
-from commpass.lowering.cpu.chains import added, impossible, source
+from commpass.lowering.cpu.chains import added, source, untranslatable_reason
 
 LEAST = 1 << 15
 """The fewest values per thread."""
@@ -81,7 +81,7 @@ def compiled(chain: Chain) -> Compiled:
     """
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
-    if reason := impossible(chain):
+    if reason := untranslatable_reason(chain):
         raise CommpassError(f"no C++ kernel: {reason}")
     tensor = ["const unsigned char*", "int64_t"]
     types = ["int64_t"] * 3 + tensor * (1 + len(added(chain))) + ["unsigned char*", "int64_t"]

@@ -28,7 +28,7 @@ from commpass.lowering.cpu.common import NAMES, PRELUDE, number
 from commpass.lowering.cpu.floats import FLOATS
 from commpass.lowering.cpu.grids import CODES
 from commpass.lowering.cpu.rotation import ROTATION, transform
-from commpass.lowering.cpu.scales import SCALES, sums_up
+from commpass.lowering.cpu.scales import SCALES, uses_sums
 from commpass.utils.ambient import making_lasting_tensors
 
 TILE = 256
@@ -40,10 +40,10 @@ STEPS = (Encode, Decode, Sum, Divide, Enter, Leave, Cast, Add)
 
 def unsupported_reason(chain: Chain) -> str:
     """Return why a chain should be left to Inductor, or "" if its C++ exists and is faster."""
-    return impossible(chain) or _slower(chain)
+    return untranslatable_reason(chain) or _slower_reason(chain)
 
 
-def impossible(chain: Chain) -> str:
+def untranslatable_reason(chain: Chain) -> str:
     """Return why there is no C++ for a chain, or "" if there is."""
     return next(_unsupported_reasons(chain), "")
 
@@ -54,7 +54,7 @@ def _has_vectors() -> bool:
     return bool(cpu_vec_isa.pick_vec_isa())
 
 
-def _slower(chain: Chain) -> str:
+def _slower_reason(chain: Chain) -> str:
     """Return why a chain is faster in Inductor, or "".
 
     Packed codes are slower here than inline, unless a rotation is saved (benchmarks/codecs.py: int4
@@ -62,7 +62,7 @@ def _slower(chain: Chain) -> str:
     """
     for step in chain.steps:
         codec = getattr(step, "codec", None)
-        if isinstance(codec, BlockCodec) and codec.grid.bits < 8 and not _rotates(chain):
+        if isinstance(codec, BlockCodec) and codec.grid.bits < 8 and not _has_rotation(chain):
             return f"codes of {codec.grid.bits} bits: the compiled inline form is quicker"
     return ""
 
@@ -73,7 +73,7 @@ def _unsupported_reasons(chain: Chain) -> Iterator[str]:
     if not _has_vectors():
         yield "Inductor finds no vector instructions here, and the C++ is made of them"
     if _lossless(chain) is not None:
-        yield from _lossless_obstacles(chain)
+        yield from _lossless_reasons(chain)
         return
     for place, step in enumerate(chain.steps):
         if not isinstance(step, STEPS):
@@ -116,7 +116,7 @@ def _lossless(chain: Chain) -> Encode | Decode | None:
     )
 
 
-def _lossless_obstacles(chain: Chain) -> Iterator[str]:
+def _lossless_reasons(chain: Chain) -> Iterator[str]:
     step = _lossless(chain)
     assert step is not None
     assert isinstance(step.codec, ExponentCodec)
@@ -274,21 +274,21 @@ def _first(chain: Chain) -> list[str]:
     return [filled("v", "0"), f"for (int rank = 1; rank < {ranks}; ++rank) {{ {rest} }}"]
 
 
-def exact(chain: Chain) -> bool:
+def is_exact(chain: Chain) -> bool:
     """Whether the C++ has the same bits as the aten form.
 
     A rotation and a mean of squares are summed in another order. Values then differ in their last
     bits, and a code occasionally by one.
     """
-    return not _rotates(chain) and not any(
+    return not _has_rotation(chain) and not any(
         isinstance(step, Encode)
         and isinstance(step.codec, BlockCodec)
-        and sums_up(step.codec.scale)
+        and uses_sums(step.codec.scale)
         for step in chain.steps
     )
 
 
-def _rotates(chain: Chain) -> bool:
+def _has_rotation(chain: Chain) -> bool:
     return any(
         isinstance(step, (Enter, Leave))
         or (

@@ -59,14 +59,14 @@ LARGEST_BLOCK = 4096
 UNROLLED = 4
 """Sums of up to this many ranks are unrolled, larger ones are loops: the unrolled code for eight
 ranks exceeds a multiprocessor's instruction cache."""
-CONSTANTS = ("SIZE", "PARTS", "BLOCKS", "CASTS", "FP8", "LOOKS")
+CONSTANTS = ("SIZE", "PARTS", "BLOCKS", "CASTS", "FP8", "CHECKS")
 """Compile-time arguments of kernels.
 
 - ``SIZE``: values of a block.
 - ``PARTS``: parts of a block, which is the number of values that share a byte.
 - ``BLOCKS``: blocks of a tile.
 - ``CASTS``, ``FP8``: whether the GPU's casts to 16 and to 8 bits give the required bits.
-- ``LOOKS``: whether sums check for values that must be clamped to the largest number. The usual
+- ``CHECKS``: whether sums check for values that must be clamped to the largest number. The usual
   cost is that without the check.
 """
 INSIDE = (
@@ -342,7 +342,7 @@ def _decode(step: Decode, body: Body, chain: Chain) -> None:
     product = " * ".join(name for name, _, _ in regions)
     loads = [f"    {name} = {_loaded(stored, at, ROW)}" for name, stored, at in regions]
     limit = torch.finfo(step.dtype).max / (2 * codec.grid.largest * codec.transform.sums)
-    body.add("far = False", "if LOOKS:", "    most = 0.0")
+    body.add("far = False", "if CHECKS:", "    most = 0.0")
     body.add(f"    for rank in range(0, {ranks}):", *indented(loads))
     body.add(f"        most = tl.maximum(most, most_of_all({product}))")
     # Whether a maximum ignores NaN differs between GPUs.

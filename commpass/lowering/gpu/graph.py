@@ -34,7 +34,7 @@ def caller(chain: Chain, numel: int) -> Callable[[Sequence[Tensor]], Tensor]:
 def exponent_caller(node: fx.Node) -> Callable[..., Tensor] | None:
     """Return a function that encodes or decodes losslessly, for a coded operator of fixed sizes;
     None for others."""
-    codec = operators.named(str(node.args[1]))
+    codec = operators.lookup(str(node.args[1]))
     value = node.meta["val"]
     if not isinstance(codec, ExponentCodec) or not isinstance(value, Tensor):
         return None
@@ -53,7 +53,7 @@ def exponent_caller(node: fx.Node) -> Callable[..., Tensor] | None:
     return torch.func.functionalize(call)
 
 
-def product_obstacle(a: Tensor, b: Tensor, bias: Tensor | None, product: Product) -> str:
+def unsupported_product_reason(a: Tensor, b: Tensor, bias: Tensor | None, product: Product) -> str:
     """Return why no kernel can encode the result of a matmul, or "" if one can."""
     matmul = matmul_launch.matmul_of(a, b, bias, product.activation)
     if matmul is None:

@@ -82,12 +82,12 @@ def inverse(transform: Transform, times: float) -> Lines:
 
 
 @forward.register
-def _stays(transform: NoTransform) -> Lines:
+def _identity(transform: NoTransform) -> Lines:
     return []
 
 
 @inverse.register
-def _stayed(transform: NoTransform, times: float) -> Lines:
+def _identity_inverse(transform: NoTransform, times: float) -> Lines:
     return [f"x = x * {times!r}"] if times != 1 else []
 
 
@@ -177,7 +177,7 @@ def refitted(scale: Scale, grid: Grid) -> Lines:
 
 
 @refitted.register
-def _as_they_are(scale: Absmax | Rms | Dual | Static, grid: Grid) -> Lines:
+def _unchanged(scale: Absmax | Rms | Dual | Static, grid: Grid) -> Lines:
     return []
 
 
