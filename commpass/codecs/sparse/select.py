@@ -60,18 +60,20 @@ class Selection:
 
 @dataclass(frozen=True)
 class Density:
-    """The fraction of chosen entries, ``over / under``; ``sigmas`` is the magnitude, in standard
-    deviations, that this fraction of a Gaussian exceeds."""
+    """The fraction of chosen entries, ``numerator / denominator``.
 
-    over: int
-    under: int
+    ``sigmas`` is the magnitude, in standard deviations, that this fraction of a Gaussian exceeds.
+    """
+
+    numerator: int
+    denominator: int
     ratio: float
     sigmas: float
 
     def slots(self, entries: int) -> int:
-        """Return ``ceil(entries * over / under)``: at least one if there is an entry. ``entries``
-        may be symbolic."""
-        return (entries * self.over + self.under - 1) // self.under
+        """Return ``ceil(entries * numerator / denominator)``: at least one if there is an entry.
+        ``entries`` may be symbolic."""
+        return (entries * self.numerator + self.denominator - 1) // self.denominator
 
 
 def density_of(density: float) -> Density:
@@ -200,8 +202,8 @@ def _randomk(selector: RandomK, rows: Tensor, density: Density) -> Selection:
 @select.register(Sidco)
 def _by_threshold(selector: Threshold, rows: Tensor, density: Density) -> Selection:
     statistics = AtenStatistics(rows, magnitude_bits(rows))
-    within = bounds(selector, statistics, density)
-    return _between(statistics.bits, within, density.slots(rows.shape[1]))
+    chosen = bounds(selector, statistics, density)
+    return _between(statistics.bits, chosen, density.slots(rows.shape[1]))
 
 
 # --- threshold selectors --------------------------------------------------------------------------
@@ -233,7 +235,10 @@ def _dgc(selector: Dgc, statistics: Statistics, density: Density) -> Bounds:
     entries, k, peak = statistics.entries, density.slots(statistics.entries), statistics.peak()
     sample = smaller(
         entries,
-        larger((entries + 99) // 100, (2 * density.under + density.over - 1) // density.over),
+        larger(
+            (entries + 99) // 100,
+            (2 * density.denominator + density.numerator - 1) // density.numerator,
+        ),
     )
     places = _one_of_each_stretch(entries, sample, torch.zeros_like(peak, dtype=torch.int64))
     sampled = torch.minimum(statistics.at(places), peak)

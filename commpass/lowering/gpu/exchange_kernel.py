@@ -105,9 +105,9 @@ class Exchange:
     @property
     def block_codec(self) -> BlockCodec:
         """The codec of the wire, for values that are already in the domain."""
-        within = self.codec.domain_codec
-        assert isinstance(within, BlockCodec)
-        return within
+        inner = self.codec.domain_codec
+        assert isinstance(inner, BlockCodec)
+        return inner
 
 
 def _split(codec: BlockCodec) -> int:
@@ -184,13 +184,13 @@ def unsupported_reason(
 
 def _chains(exchange: Exchange) -> list[Chain]:
     """The chains that a kernel runs before it signals and after it has waited."""
-    domain, within = exchange.codec.domain, exchange.codec.domain_codec
-    summed = (Decode(within, exchange.dtype), Sum(exchange.ranks))
+    domain, inner = exchange.codec.domain, exchange.codec.domain_codec
+    summed = (Decode(inner, exchange.dtype), Sum(exchange.ranks))
     leaves = (Leave(domain), Cast(exchange.dtype))
     return [
-        Chain(exchange.dtype, (Enter(domain), Encode(within))),
+        Chain(exchange.dtype, (Enter(domain), Encode(inner))),
         Chain(torch.uint8, (*summed, *leaves)),
-        Chain(torch.uint8, (*summed, Encode(within))),
+        Chain(torch.uint8, (*summed, Encode(inner))),
     ]
 
 

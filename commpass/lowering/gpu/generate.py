@@ -311,16 +311,16 @@ def encode_lines(codec: BlockCodec) -> list[str]:
     if codec.offset:
         lines += [f"middle = nearest_{codec.offset.stored}(middle_of(x))", "x = x - middle"]
     if scale.numbers:
-        lines += ["peak = peak_of(x)", *parts.measured(scale, grid)]
+        lines += ["peak = peak_of(x)", *parts.measure(scale, grid)]
         last = f"number_{scale.numbers - 1}"
         if not grid.has_zero:
             lines.append(f"{last} = without_zero({last}, peak, {grid.largest!r})")
         for i in range(scale.numbers):
             lines.append(f"number_{i} = up_{scale.stored}(propagate_nonfinite(number_{i}, peak))")
-    lines += parts.units(scale, grid)
+    lines += parts.divide(scale, grid)
     lines.append(f"noise = {parts.noise(codec.rounding)}")
-    lines += parts.encoded(grid, parts.never_exceeds(scale))
-    return lines + parts.refitted(scale, grid)
+    lines += parts.encode(grid, parts.never_exceeds(scale))
+    return lines + parts.refit(scale, grid)
 
 
 @_write.register
@@ -410,8 +410,8 @@ def decode_lines(
         lines += [f"middle = middle * {1 / sums!r}"] if codec.offset else []
         lines += [f"part_0 = number_0 * {1 / sums!r}"] if codec.scale.numbers else []
     lines += [
-        f"x = {parts.decoded(codec.grid, 'codes')}",
-        *parts.multiplied(codec.scale, "part_0" if sums > 1 else "number_0"),
+        f"x = {parts.decode(codec.grid, 'codes')}",
+        *parts.multiply(codec.scale, "part_0" if sums > 1 else "number_0"),
     ]
     lines += ["x = x + middle"] if codec.offset else []
     if codec.transform.side:
