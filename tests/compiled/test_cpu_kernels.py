@@ -614,7 +614,7 @@ def test_number_of_threads_changes_nothing(spec):
     [
         (Chain(BF16, (Encode(codec("table")),)), "no C\\+\\+ for TableGrid"),
         (Chain(BF16, (Encode(codec("topk")),)), "no C\\+\\+ for SparseCodec"),
-        (Chain(BF16, (Encode(codec("int8(rounding=stochastic)")),)), "rounding at random"),
+        (Chain(BF16, (Encode(codec("int8(rounding=stochastic)")),)), "stochastic rounding"),
         (Chain(BF16, (Encode(codec("fp8(scale=lsq)")),)), "LeastSquares scales"),
         (Chain(BF16, (Encode(codec("equarx")),)), "Lanes"),
         (Chain(BF16, (Encode(codec("int8(block=8)")),)), "multiples of 16"),
@@ -643,7 +643,7 @@ def test_unknown_steps_and_transforms_have_no_kernel():
 
 def test_kernel_that_is_slower_than_inline_says_so():
     for spec in ("int4", "int4(scale=rms)"):
-        assert "inline form is quicker" in cpu.unsupported_reason(
+        assert "inline form is faster" in cpu.unsupported_reason(
             Chain(BF16, (Encode(codec(spec)),))
         )
     assert not cpu.unsupported_reason(Chain(BF16, (Encode(codec("rotated(bits=4)")),)))

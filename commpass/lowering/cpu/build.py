@@ -61,9 +61,9 @@ class Compiled:
             fits = tuple(value.shape) == shape and value.dtype == dtype
             if not fits or value.device.type != "cpu" or (shape[1] > 1 and value.stride(1) != 1):
                 raise CommpassError(
-                    f"a kernel was given {list(value.shape)} {value.dtype}, strides"
-                    f" {value.stride()}, on {value.device}; it wants {list(shape)} {dtype} with"
-                    " values side by side, on the CPU"
+                    f"a kernel was called with {list(value.shape)} {value.dtype}, strides"
+                    f" {value.stride()}, on {value.device}; it needs {list(shape)} {dtype} with"
+                    " contiguous rows, on the CPU"
                 )
 
 

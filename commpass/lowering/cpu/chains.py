@@ -63,15 +63,15 @@ def _slower_reason(chain: Chain) -> str:
     for step in chain.steps:
         codec = getattr(step, "codec", None)
         if isinstance(codec, BlockCodec) and codec.grid.bits < 8 and not _has_rotation(chain):
-            return f"codes of {codec.grid.bits} bits: the compiled inline form is quicker"
+            return f"codes of {codec.grid.bits} bits: the compiled inline form is faster"
     return ""
 
 
 def _unsupported_reasons(chain: Chain) -> Iterator[str]:
     if not chain.steps:
-        yield "a chain of no steps"
+        yield "a chain without steps"
     if not _has_vectors():
-        yield "Inductor finds no vector instructions here, and the C++ is made of them"
+        yield "the C++ needs vector instructions, and Inductor finds none on this machine"
     if _lossless(chain) is not None:
         yield from _lossless_reasons(chain)
         return
@@ -84,23 +84,23 @@ def _unsupported_reasons(chain: Chain) -> Iterator[str]:
             elif reason := blocks.unsupported_reason(step.codec):
                 yield reason
         if isinstance(step, Decode) and place:
-            yield "a wire is taken by the first step alone"
+            yield "only the first step can read a wire"
         if isinstance(step, Encode) and place < len(chain.steps) - 1:
-            yield "a wire is made by the last step alone"
+            yield "only the last step can write a wire"
         if isinstance(step, Sum):
             if place > 1 or (place == 1 and chain.decodes is None):
-                yield "rows are summed as they come, or as they are decoded"
+                yield "a sum is supported only as the first step, or after decode"
             if step.ranks > UNROLLED_RANKS:
-                yield f"the sum of {step.ranks} rows is torch.sum's, in an order of its own"
+                yield f"a sum of {step.ranks} rows: C++ sums up to {UNROLLED_RANKS} in rank order"
         if isinstance(step, (Sum, Enter, Leave)) and _dtypes(chain)[place] != torch.float32:
-            yield f"{type(step).__name__} of {_dtypes(chain)[place]}: C++ has that of float32 alone"
+            yield f"{type(step).__name__} of {_dtypes(chain)[place]}: C++ supports only float32"
         if isinstance(step, (Enter, Leave)) and getattr(step.domain.transform, "pivot", False):
             yield "there is no C++ for a pivot swap"
     for dtype in [*_dtypes(chain), *(s.dtype for s in chain.steps if isinstance(s, Decode))]:
         if dtype not in NAMES and dtype != torch.uint8:
             yield f"there is no C++ for {dtype}"
     if _unit(chain) > LARGEST_UNIT:
-        yield f"blocks that share no unit of {LARGEST_UNIT} values"
+        yield f"no unit of up to {LARGEST_UNIT} values holds whole blocks of all steps"
 
 
 def _lossless(chain: Chain) -> Encode | Decode | None:
@@ -123,7 +123,7 @@ def _lossless_reasons(chain: Chain) -> Iterator[str]:
     dtype = step.dtype if isinstance(step, Decode) else chain.input_dtype
     others = [each for each in chain.steps if each is not step and each != Cast(dtype)]
     if others or (isinstance(step, Encode) and len(chain.steps) > 1):
-        yield "the C++ of exponents encodes or decodes, and nothing besides"
+        yield "the C++ of the exponent codec supports no other step"
     elif reason := exponents.unsupported_reason(step.codec, dtype):
         yield reason
 

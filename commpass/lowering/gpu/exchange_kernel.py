@@ -176,8 +176,8 @@ def unsupported_reason(
             return f"{many:,} {what}: kernels count to 2^31"
     if processors is not None and exchange.programs > processors * RESIDENT:
         return (
-            f"{exchange.programs} programs on {processors} processors, which run {RESIDENT} each at"
-            " once for certain: one that has no room to start is waited for in vain"
+            f"{exchange.programs} programs on {processors} processors, which are sure to run"
+            f" {RESIDENT} each: all programs must run at once, since they wait for each other"
         )
     return ""
 

@@ -57,7 +57,7 @@ def unsupported_product_reason(a: Tensor, b: Tensor, bias: Tensor | None, produc
     """Return why no kernel can encode the result of a matmul, or "" if one can."""
     matmul = matmul_launch.matmul_of(a, b, bias, product.activation)
     if matmul is None:
-        return "an operand lies neither by rows nor by columns"
+        return "an operand is stored neither by rows nor by columns"
     problem = Problem(int(a.shape[0]), int(b.shape[1]), int(a.shape[1]), product.rows)
     return unsupported_reason(product.codec, matmul, problem, arch=matmul_launch.arch_of(a.device))
 

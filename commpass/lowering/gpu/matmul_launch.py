@@ -139,7 +139,7 @@ def run(
     """
     matmul = matmul_of(a, b, bias, activation)
     if matmul is None:
-        raise CommpassError("no kernel: an operand lies neither by rows nor by columns")
+        raise CommpassError("no kernel: an operand is stored neither by rows nor by columns")
     problem = Problem(a.shape[0], b.shape[1], a.shape[1], ranks)
     arch = "sm_90" if interpreting() else arch_of(a.device)
     if why := unsupported_reason(codec, matmul, problem, arch=arch):
