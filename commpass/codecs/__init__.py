@@ -11,9 +11,9 @@ from commpass.codecs.rows import ALIGNMENT, cut, cut_apart, pad
 from commpass.codecs.sparse import SparseCodec, sum_by_index
 from commpass.codecs.wrappers.difference import (
     DifferenceCodec,
-    change,
-    changed,
+    add_to_reference,
     next_reference,
+    subtract_reference,
 )
 
 __all__ = [
@@ -30,14 +30,14 @@ __all__ = [
     "SparseCodec",
     "Wire",
     "accumulation_dtype",
-    "change",
-    "changed",
+    "add_to_reference",
     "codec",
     "cut",
     "cut_apart",
     "next_reference",
     "operators",
     "pad",
+    "subtract_reference",
     "sum_by_index",
 ]
 

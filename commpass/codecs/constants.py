@@ -18,13 +18,13 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from commpass.utils.ambient import making_lasting_tensors
 
-_named: dict[str, Tensor] = {}
+_constants: dict[str, Tensor] = {}
 """Constants on the CPU by name: a digest of their contents, equal on all ranks."""
 _copies: dict[tuple[str, torch.device], Tensor] = {}
 
 
 def constant(name: str, like: Tensor, spec: str, variant: str) -> Tensor:
-    """Return the constant of a name returned by ``named``, on the device of ``like``.
+    """Return the constant of a name returned by ``register``, on the device of ``like``.
 
     While a graph is traced this is a node; otherwise it is a tensor shared by all callers. The
     constant belongs to the codec ``spec`` or to a ``variant`` of it (``Codec.variant``). A process
@@ -37,22 +37,22 @@ def constant(name: str, like: Tensor, spec: str, variant: str) -> Tensor:
 
 def is_known(name: str) -> bool:
     """Whether this process has created the constant."""
-    return name in _named
+    return name in _constants
 
 
 def shape_of(name: str, device: str) -> Tensor:
     """Return an uninitialized tensor with the shape and dtype of a constant."""
-    held = _named[name]
-    return torch.empty(held.shape, dtype=held.dtype, device=device)
+    stored = _constants[name]
+    return torch.empty(stored.shape, dtype=stored.dtype, device=device)
 
 
-def named(values: Sequence[Any], dtype: torch.dtype) -> str:
+def register(values: Sequence[Any], dtype: torch.dtype) -> str:
     """Store a constant of (nested) numbers for the lifetime of the process, and return its name."""
     with making_lasting_tensors():
-        kept = torch.tensor(values, dtype=dtype, device="cpu")
-        said = f"{kept.dtype} {list(kept.shape)} ".encode()
-        name = hashlib.sha256(said + kept.numpy().tobytes()).hexdigest()[:24]
-    _named.setdefault(name, kept)
+        tensor = torch.tensor(values, dtype=dtype, device="cpu")
+        header = f"{tensor.dtype} {list(tensor.shape)} ".encode()
+        name = hashlib.sha256(header + tensor.numpy().tobytes()).hexdigest()[:24]
+    _constants.setdefault(name, tensor)
     return name
 
 
@@ -61,7 +61,7 @@ def on_device(name: str, device: torch.device | str) -> Tensor:
     key = name, torch.device(device)
     if key not in _copies:
         with making_lasting_tensors():
-            _copies[key] = _named[name].to(key[1])
+            _copies[key] = _constants[name].to(key[1])
     return _copies[key]
 
 

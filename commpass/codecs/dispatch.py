@@ -11,9 +11,9 @@ _functions: list[Any] = []
 
 def by_type(function: Callable[..., Any]) -> Any:
     """``functools.singledispatch`` for functions that Dynamo may trace: see ``warm_up``."""
-    made = singledispatch(function)
-    _functions.append(made)
-    return made
+    dispatcher = singledispatch(function)
+    _functions.append(dispatcher)
+    return dispatcher
 
 
 def warm_up() -> None:

@@ -46,7 +46,7 @@ def as_operators() -> Iterator[None]:
 
 def encode(codec: Codec, rows: Tensor, salt: Sequence[int] = ()) -> Tensor:
     """Encode ``[rows, n]`` to uint8 ``[rows, wire_bytes(n)]``; ``salt`` as in ``Codec.salted``."""
-    if _plain(codec):
+    if _is_plain(codec):
         return codec.salted(*salt).encode_rows(rows)
     return ops.encode(rows, _name(codec), list(salt), *_tables(codec, rows))
 
@@ -62,34 +62,34 @@ def encode_with_feedback(
     """
     if not _opaque.get():
         return _with_feedback(codec.salted(*salt), rows, residual)
-    wire, left = ops.encode_with_feedback(rows, residual, _name(codec), list(salt))
-    return wire, left
+    wire, error = ops.encode_with_feedback(rows, residual, _name(codec), list(salt))
+    return wire, error
 
 
 def encode_parts(codec: Codec, rows: Tensor, salt: Sequence[int] = ()) -> tuple[Tensor, ...]:
     """As ``encode``, with separate parts of the wire: uint8 ``[rows, parts(n)[i]]`` each."""
-    if _plain(codec):
+    if _is_plain(codec):
         return codec.salted(*salt).encode_parts(rows)
     return tuple(ops.encode_parts(rows, _name(codec), list(salt), *_tables(codec, rows)))
 
 
 def decode(codec: Codec, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
     """Decode a wire of ``encode`` to ``[rows, numel]``, as ``Codec.decode_rows``."""
-    if _plain(codec):
+    if _is_plain(codec):
         return codec.decode_rows(wire, numel, dtype)
     return ops.decode(wire, _name(codec), numel, dtype, *_tables(codec, wire))
 
 
 def decode_parts(codec: Codec, parts: Sequence[Tensor], numel: int, dtype: torch.dtype) -> Tensor:
     """As ``decode``, from separate parts."""
-    if _plain(codec):
+    if _is_plain(codec):
         return codec.decode_parts(parts, numel, dtype)
     return ops.decode_parts(list(parts), _name(codec), numel, dtype, *_tables(codec, parts[0]))
 
 
 def used_bytes(codec: Codec, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
     """As ``Codec.used_bytes``: int64 ``[rows]``."""
-    if _plain(codec):
+    if _is_plain(codec):
         return codec.used_bytes(wire, numel, dtype)
     return ops.used_bytes(wire, _name(codec), numel, dtype)
 
@@ -98,14 +98,14 @@ def to_domain(domain: Domain, rows: Tensor) -> Tensor:
     """Transform rows of values to a domain."""
     if domain == VALUES or not _opaque.get():
         return domain.to_domain(rows)
-    return ops.enter(rows, _named(str(domain.transform), domain))
+    return ops.enter(rows, _register(str(domain.transform), domain))
 
 
 def from_domain(domain: Domain, rows: Tensor) -> Tensor:
     """The inverse of ``to_domain``."""
     if domain == VALUES or not _opaque.get():
         return domain.from_domain(rows)
-    return ops.leave(rows, _named(str(domain.transform), domain))
+    return ops.leave(rows, _register(str(domain.transform), domain))
 
 
 def sum_rows(rows: Tensor) -> Tensor:
@@ -131,11 +131,11 @@ def decode_and_sum_by_index(
 
 # --- codecs and domains by name -------------------------------------------------------------------
 
-_held: dict[str, Any] = {}
+_arguments: dict[str, Any] = {}
 """Codecs and domains by their names in arguments of operators."""
 
 
-def _plain(codec: Codec) -> bool:
+def _is_plain(codec: Codec) -> bool:
     """Whether a codec computes directly: always for ``raw``, which costs nothing and stays visible
     to the compiler."""
     return isinstance(codec, RawCodec) or not _opaque.get()
@@ -144,8 +144,8 @@ def _plain(codec: Codec) -> bool:
 def _name(codec: Codec) -> str:
     """Return the name of a codec, marked if it encodes values that are already in its domain."""
     entered = codec.domain == VALUES and codec_of(codec.spec).domain != VALUES
-    said = [codec.spec, "entered" if entered else "", codec.variant]
-    return _named(", ".join(filter(None, said)), codec.with_constants(()))
+    words = [codec.spec, "entered" if entered else "", codec.variant]
+    return _register(", ".join(filter(None, words)), codec.with_constants(()))
 
 
 def _tables(codec: Codec, like: Tensor) -> tuple[list[Tensor], ...]:
@@ -154,14 +154,14 @@ def _tables(codec: Codec, like: Tensor) -> tuple[list[Tensor], ...]:
     return ([*tables],) if tables else ()
 
 
-def _named(name: str, argument: Any) -> str:
-    _held[name] = argument
+def _register(name: str, argument: Any) -> str:
+    _arguments[name] = argument
     return name
 
 
-def named(name: str) -> Any:
+def lookup(name: str) -> Any:
     """Return the codec or domain of an operator's argument."""
-    return _held[name]
+    return _arguments[name]
 
 
 # --- implementations ------------------------------------------------------------------------------
@@ -171,8 +171,8 @@ Tables = Sequence[Tensor] | None
 
 
 def _codec(name: str, tables: Tables, salt: Sequence[int] = ()) -> Codec:
-    held: Codec = _held[name]
-    return (held.with_constants(tables) if tables else held).salted(*salt)
+    codec: Codec = _arguments[name]
+    return (codec.with_constants(tables) if tables else codec).salted(*salt)
 
 
 def _encode(rows: Tensor, name: str, salt: Sequence[int], tables: Tables = None) -> Tensor:
@@ -182,16 +182,16 @@ def _encode(rows: Tensor, name: str, salt: Sequence[int], tables: Tables = None)
 def _encode_with_feedback(
     rows: Tensor, residual: Tensor, name: str, salt: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    wire, left = _with_feedback(_codec(name, None, salt), rows, residual)
-    return wire.contiguous(), left.contiguous()
+    wire, error = _with_feedback(_codec(name, None, salt), rows, residual)
+    return wire.contiguous(), error.contiguous()
 
 
 def _with_feedback(codec: Codec, rows: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    wanted = rows.to(residual.dtype) + residual
-    wire = codec.encode_rows(wanted.to(rows.dtype))
-    own = codec.decode_rows(wire, rows.shape[1], rows.dtype).to(residual.dtype)
-    left = torch.where(own.isfinite() & wanted.isfinite(), wanted - own, 0)
-    return wire, left
+    target = rows.to(residual.dtype) + residual
+    wire = codec.encode_rows(target.to(rows.dtype))
+    decoded = codec.decode_rows(wire, rows.shape[1], rows.dtype).to(residual.dtype)
+    error = torch.where(decoded.isfinite() & target.isfinite(), target - decoded, 0)
+    return wire, error
 
 
 def _encode_parts(
@@ -217,15 +217,15 @@ def _decode_parts(
 
 
 def _used_bytes(wire: Tensor, name: str, numel: int, dtype: torch.dtype) -> Tensor:
-    return _held[name].used_bytes(wire, numel, dtype)
+    return _arguments[name].used_bytes(wire, numel, dtype)
 
 
 def _enter(rows: Tensor, name: str) -> Tensor:
-    return _held[name].to_domain(rows).contiguous()
+    return _arguments[name].to_domain(rows).contiguous()
 
 
 def _leave(rows: Tensor, name: str) -> Tensor:
-    return _held[name].from_domain(rows).contiguous()
+    return _arguments[name].from_domain(rows).contiguous()
 
 
 def _sum_rows(rows: Tensor) -> Tensor:
@@ -242,7 +242,7 @@ def _join(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _sum_by_index(wires: Tensor, name: str, numel: int, dtype: torch.dtype) -> Tensor:
-    indices, values = _held[name].decode_sparse(wires, numel, dtype)
+    indices, values = _arguments[name].decode_sparse(wires, numel, dtype)
     return sum_by_index(indices, values, numel)
 
 
@@ -258,7 +258,7 @@ def encode_pieces(
 
 def _shape_of_encode(rows: Tensor, name: str, salt: Sequence[int], tables: Tables = None) -> Tensor:
     count, numel = rows.shape
-    return _bytes(rows, count, _held[name].wire_bytes(numel, rows.dtype))
+    return _bytes(rows, count, _arguments[name].wire_bytes(numel, rows.dtype))
 
 
 def _shapes_with_feedback(
@@ -271,14 +271,14 @@ def _shapes_of_parts(
     rows: Tensor, name: str, salt: Sequence[int], tables: Tables = None
 ) -> list[Tensor]:
     count, numel = rows.shape
-    return [_bytes(rows, count, size) for size in _held[name].parts(numel, rows.dtype)]
+    return [_bytes(rows, count, size) for size in _arguments[name].parts(numel, rows.dtype)]
 
 
 def _shape_of_decode(
     wire: Tensor, name: str, numel: int, dtype: torch.dtype, tables: Tables = None
 ) -> Tensor:
-    made = dtype if _held[name].lossless else accumulation_dtype(dtype)
-    return wire.new_empty((wire.shape[0], numel), dtype=made)
+    result = dtype if _arguments[name].lossless else accumulation_dtype(dtype)
+    return wire.new_empty((wire.shape[0], numel), dtype=result)
 
 
 def _bytes(like: Tensor, *shape: int) -> Tensor:
@@ -348,26 +348,26 @@ def define(name: str, signature: str, function: Function, shapes: Function, role
     _library.define(name + signature)
     _library.impl(name, ambient_free(function), "CompositeExplicitAutograd")
     torch.library.register_fake(f"commpass::{name}", shapes, lib=_library)
-    made = getattr(ops, name).default
-    IMPLEMENTATIONS[made], ROLES[made] = function, role
-    return made
+    operator = getattr(ops, name).default
+    IMPLEMENTATIONS[operator], ROLES[operator] = function, role
+    return operator
 
 
 _library.define("constant(str name, str device, str codec, str variant) -> Tensor")
 
 
 def _constant(name: str, device: str, spec: str, variant: str) -> Tensor:
-    _make_known(name, spec, variant)
+    _ensure_constant(name, spec, variant)
     # The caller owns the result of an operator.
     return constants.on_device(name, device).clone()
 
 
 def _shape_of_constant(name: str, device: str, spec: str, variant: str) -> Tensor:
-    _make_known(name, spec, variant)
+    _ensure_constant(name, spec, variant)
     return constants.shape_of(name, device)
 
 
-def _make_known(name: str, spec: str, variant: str) -> None:
+def _ensure_constant(name: str, spec: str, variant: str) -> None:
     """Create a constant that a graph from a cache of compiled code refers to."""
     if constants.is_known(name):
         return
@@ -381,7 +381,7 @@ torch.library.register_fake("commpass::constant", _shape_of_constant, lib=_libra
 CONSTANT = ops.constant.default
 """The operator for a constant of a codec in a graph that has no input for it."""
 
-_OF = {
+_ROLE_OF = {
     "encode_with_feedback": "encode",
     "encode_parts": "encode",
     "decode_parts": "decode",
@@ -389,4 +389,4 @@ _OF = {
     "sum_rows": "sum",
 }
 for _operator, (_signature, _function, _shapes) in SIGNATURES.items():
-    define(_operator, _signature, _function, _shapes, _OF.get(_operator, _operator))
+    define(_operator, _signature, _function, _shapes, _ROLE_OF.get(_operator, _operator))

@@ -15,7 +15,7 @@ from commpass.codecs.sparse import presets as sparse
 from commpass.codecs.sparse import segments
 from commpass.codecs.wrappers import difference, mixed, outlier
 from commpass.errors import PolicyError, nearest
-from commpass.utils.spec import changed, parse, spelled
+from commpass.utils.spec import changed_parameters, parse, spell
 
 
 def codec(name: str | Codec, **parameters: Any) -> Codec:
@@ -31,17 +31,17 @@ def codec(name: str | Codec, **parameters: Any) -> Codec:
             f"{name!r} is no codec: give a name such as 'int8', or one with parameters such as"
             " 'int8(block=128)'"
         )
-    word, given = parse(name)
-    if word not in NAMES:
-        raise PolicyError(f"unknown codec {word!r}{nearest(word, NAMES)}")
-    return _build(word, changed(f"codec {word!r}", NAMES[word], given | parameters))
+    base, given = parse(name)
+    if base not in NAMES:
+        raise PolicyError(f"unknown codec {base!r}{nearest(base, NAMES)}")
+    return _build(base, changed_parameters(f"codec {base!r}", NAMES[base], given | parameters))
 
 
 @lru_cache(maxsize=256)
 def _build(name: str, parameters: tuple[tuple[str, Any], ...]) -> Codec:
     """Build a codec from the parameters that differ from their defaults."""
     try:
-        return NAMES[name](spelled(name, parameters), **dict(parameters))
+        return NAMES[name](spell(name, parameters), **dict(parameters))
     except PolicyError as error:
         raise PolicyError(f"codec {name!r}: {error}") from None
 

@@ -12,11 +12,11 @@ from torch import Tensor
 from commpass.codecs import (
     Codec,
     DifferenceCodec,
-    change,
-    changed,
+    add_to_reference,
     cut_apart,
     next_reference,
     operators,
+    subtract_reference,
 )
 from commpass.collectives.algorithm import Algorithm
 from commpass.collectives.reductions import flow_of, no_sparse
@@ -41,9 +41,9 @@ def difference_steps(
     weights).
     """
     rows = reference.reshape(request.ranks, -1)
-    own = change(x.reshape(1, -1), rows.narrow(0, request.rank, 1))
+    own = subtract_reference(x.reshape(1, -1), rows.narrow(0, request.rank, 1))
     by = yield from move_rows(own, own.dtype, coder.inner, flow, Gather(request))
-    now = changed(rows, by, x.dtype).to(x.dtype).reshape(reference.shape)
+    now = add_to_reference(rows, by, x.dtype).to(x.dtype).reshape(reference.shape)
     return now, next_reference(now, reference)
 
 

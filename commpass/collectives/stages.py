@@ -187,13 +187,13 @@ class _Recorder(TorchDispatchMode):
         if role is None or role in UNCOUNTED:
             return None
         if func is operators.ops.decode_and_sum_by_index.default:
-            coder = operators.named(args[1])
+            coder = operators.lookup(args[1])
             values = coder.slots(args[2]) * args[0].shape[0]
             return Stage(role=role, codec=coder.spec, values=values)
         if role not in ("encode", "decode"):
             return Stage(role=role, values=inputs[0].numel())
         coder, (rows, numel) = (
-            operators.named(next(arg for arg in args if isinstance(arg, str))),
+            operators.lookup(next(arg for arg in args if isinstance(arg, str))),
             (inputs if role == "encode" else outputs)[0].shape,
         )
         return Stage(role=role, codec=coder.spec, values=rows * coder.padded_numel(numel))

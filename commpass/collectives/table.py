@@ -9,7 +9,7 @@ from typing import Any
 from commpass.collectives import moves, native, reductions, uneven
 from commpass.collectives.algorithm import Algorithm
 from commpass.errors import PolicyError, nearest
-from commpass.utils.spec import changed, parameters_of, parse, spelled
+from commpass.utils.spec import changed_parameters, parameters_of, parse, spell
 
 MODULES = (reductions, native, moves, uneven)
 """The modules of algorithms, each with ``ALGORITHMS``: kind, name, function that builds it."""
@@ -50,7 +50,9 @@ def algorithm(kind: str, spec: str, **parameters: Any) -> Algorithm:
     if name not in have:
         raise PolicyError(f"{kind} has no algorithm {name!r}{nearest(name, have)}")
     return _build(
-        kind, name, changed(f"algorithm {name!r} of {kind}", have[name], given | parameters)
+        kind,
+        name,
+        changed_parameters(f"algorithm {name!r} of {kind}", have[name], given | parameters),
     )
 
 
@@ -59,7 +61,7 @@ def without_chunks(spec: str) -> str:
     name, given = parse(spec)
     given.pop("chunks", None)
     given.pop("chunk_bytes", None)
-    return spelled(name, tuple(sorted(given.items())))
+    return spell(name, tuple(sorted(given.items())))
 
 
 def chunk_bytes_of(spec: str) -> int:
@@ -87,7 +89,7 @@ def find_algorithm(kind: str, spec: str) -> Algorithm | None:
 
 @lru_cache(maxsize=1024)
 def _build(kind: str, name: str, parameters: tuple[tuple[str, Any], ...]) -> Algorithm:
-    return ALGORITHMS[kind][name](kind, spelled(name, parameters), **dict(parameters))
+    return ALGORITHMS[kind][name](kind, spell(name, parameters), **dict(parameters))
 
 
 def check_name(spec: str) -> None:

@@ -1,6 +1,11 @@
 """Implementations of the coded operators: generated kernels for CPUs and GPUs."""
 
-from commpass.lowering.generated import caller, has_kernels, product_obstacle, unsupported_reason
+from commpass.lowering.generated import (
+    caller,
+    has_kernels,
+    unsupported_product_reason,
+    unsupported_reason,
+)
 from commpass.lowering.kernel import Form, Generated, KernelInput, Piece, Source, form_of, make
 
 __all__ = [
@@ -13,6 +18,6 @@ __all__ = [
     "form_of",
     "has_kernels",
     "make",
-    "product_obstacle",
+    "unsupported_product_reason",
     "unsupported_reason",
 ]

@@ -125,7 +125,7 @@ Step = (
 class Chain:
     """Steps, and the dtype of the first one's input (uint8 for a wire)."""
 
-    taken: torch.dtype
+    input_dtype: torch.dtype
     steps: tuple[Step, ...]
 
     @property
@@ -175,12 +175,12 @@ def further_results(chain: Chain) -> tuple[Result, ...]:
 # --- dtypes ---------------------------------------------------------------------------------------
 
 
-def made_dtype(chain: Chain) -> torch.dtype:
+def output_dtype(chain: Chain) -> torch.dtype:
     """Return the dtype of a chain's result."""
-    held = chain.taken
+    dtype = chain.input_dtype
     for step in chain.steps:
-        held = dtype_after(step, held)
-    return torch.uint8 if chain.encodes is not None else held
+        dtype = dtype_after(step, dtype)
+    return torch.uint8 if chain.encodes is not None else dtype
 
 
 def dtype_after(step: Step, dtype: torch.dtype) -> torch.dtype:
@@ -201,10 +201,10 @@ def dtype_after(step: Step, dtype: torch.dtype) -> torch.dtype:
 def encoded_dtype(chain: Chain) -> torch.dtype:
     """Return the dtype of the values that a chain encodes, which determines the size of its
     wire."""
-    held = chain.taken
+    dtype = chain.input_dtype
     for step in chain.steps[:-1]:
-        held = dtype_after(step, held)
-    return held
+        dtype = dtype_after(step, dtype)
+    return dtype
 
 
 # --- plain operators ------------------------------------------------------------------------------

@@ -21,23 +21,23 @@ from commpass.lowering.chain import (
     Step,
     apply,
     encoded_dtype,
-    made_dtype,
+    output_dtype,
 )
 
-_held: dict[str, Chain] = {}
+_chains: dict[str, Chain] = {}
 """Chains by their names in arguments of operators."""
 
 
-def named(name: str) -> Chain:
+def lookup(name: str) -> Chain:
     """Return the chain of an operator's argument."""
-    return _held[name]
+    return _chains[name]
 
 
 def name_of(chain: Chain) -> str:
     """Return the name of a chain in a graph: its steps in words."""
-    dtype = str(chain.taken).removeprefix("torch.")
+    dtype = str(chain.input_dtype).removeprefix("torch.")
     name = f"{dtype}: {' + '.join(map(_step_text, chain.steps))}"
-    while _held.setdefault(name, chain) != chain:
+    while _chains.setdefault(name, chain) != chain:
         name += "'"
     return name
 
@@ -67,17 +67,17 @@ def _step_text(step: Step) -> str:
 def compute(inputs: Sequence[Tensor], name: str, numel: int) -> Tensor:
     """Apply all steps to rows, by the plain operators of each."""
     rows, others = inputs[0], iter(inputs[1:])
-    for step in named(name).steps:
+    for step in lookup(name).steps:
         rows = apply(step, rows, others, numel)
     return rows.contiguous()
 
 
 def _shape(inputs: Sequence[Tensor], name: str, numel: int) -> Tensor:
-    chain, rows = named(name), inputs[0]
+    chain, rows = lookup(name), inputs[0]
     width: Any = numel
     if chain.encodes is not None:
         width = chain.encodes.codec.wire_bytes(numel, encoded_dtype(chain))
-    return rows.new_empty((rows.shape[0] // chain.ranks, width), dtype=made_dtype(chain))
+    return rows.new_empty((rows.shape[0] // chain.ranks, width), dtype=output_dtype(chain))
 
 
 FUSED = operators.define(

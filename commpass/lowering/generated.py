@@ -48,13 +48,15 @@ def has_exponent_kernels(device: torch.device) -> bool:
     return not _no_triton(device)
 
 
-def product_obstacle(a: Tensor, b: Tensor, bias: Tensor | None, product: matmul.Product) -> str:
+def unsupported_product_reason(
+    a: Tensor, b: Tensor, bias: Tensor | None, product: matmul.Product
+) -> str:
     """As ``unsupported_reason``, for a matmul whose kernel encodes its result."""
     if why := _no_triton(a.device):
         return why
     from commpass.lowering.gpu import graph
 
-    return graph.product_obstacle(a, b, bias, product)
+    return graph.unsupported_product_reason(a, b, bias, product)
 
 
 CODING = tuple(
@@ -72,9 +74,9 @@ def caller(node: fx.Node) -> Callable[..., Any] | None:
     if node.target not in (fused.FUSED, matmul.MATMUL, *CODING, *sparse.CODING):
         return None
     if node.target in sparse.CODING and not _no_triton(_device(node)):
-        made = sparse.caller(node)
-        if made is not None or node.target not in CODING:
-            return made
+        call = sparse.caller(node)
+        if call is not None or node.target not in CODING:
+            return call
     if not isinstance(node.meta["val"], Tensor) or _no_triton(node.meta["val"].device):
         return None
     from commpass.lowering.gpu import graph
@@ -82,14 +84,14 @@ def caller(node: fx.Node) -> Callable[..., Any] | None:
     if node.target in CODING:
         return graph.exponent_caller(node)
     if node.target is matmul.MATMUL:
-        return graph.product_caller(matmul.named(str(node.args[3])), node.args[2] is not None)
-    chain, numel = fused.named(str(node.args[1])), node.args[2]
+        return graph.product_caller(matmul.lookup(str(node.args[3])), node.args[2] is not None)
+    chain, numel = fused.lookup(str(node.args[1])), node.args[2]
     return graph.caller(chain, numel) if isinstance(numel, int) else None
 
 
 def _device(node: fx.Node) -> torch.device:
-    taken: Tensor = node.all_input_nodes[0].meta["val"]
-    return taken.device
+    value: Tensor = node.all_input_nodes[0].meta["val"]
+    return value.device
 
 
 def _no_triton(device: torch.device) -> str:

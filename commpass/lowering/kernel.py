@@ -89,8 +89,10 @@ class Source:
     name: str = field(init=False)
 
     def __post_init__(self) -> None:
-        said = f"{self.body.code}\n{self.inputs}\n{self.pieces}\n{torch.__version__}\n{_options()}"
-        object.__setattr__(self, "name", hashlib.sha256(said.encode()).hexdigest()[:24])
+        content = (
+            f"{self.body.code}\n{self.inputs}\n{self.pieces}\n{torch.__version__}\n{_options()}"
+        )
+        object.__setattr__(self, "name", hashlib.sha256(content.encode()).hexdigest()[:24])
 
 
 @dataclass(frozen=True)
@@ -111,8 +113,8 @@ class Generated:
     name: str = field(init=False)
 
     def __post_init__(self) -> None:
-        said = (cpu.source(self.chain), self.numel, self.inputs, self.piece, torch.__version__)
-        object.__setattr__(self, "name", hashlib.sha256(str(said).encode()).hexdigest()[:24])
+        content = (cpu.source(self.chain), self.numel, self.inputs, self.piece, torch.__version__)
+        object.__setattr__(self, "name", hashlib.sha256(str(content).encode()).hexdigest()[:24])
 
     def compiled(self) -> Kernel:
         chain = cpu.compiled(self.chain)
@@ -154,7 +156,7 @@ def make(sources: Sequence[Source | Generated]) -> None:
             continue
         inputs, pieces = source.inputs, source.pieces
         forms = [*(part.form for part in inputs), *(piece.form for piece in pieces)]
-        _kernels[source.name] = Kernel(_compiled(source.body, forms), inputs, pieces)
+        _kernels[source.name] = Kernel(_compile(source.body, forms), inputs, pieces)
 
 
 _kernels: dict[str, Kernel] = {}
@@ -162,7 +164,7 @@ _kernels: dict[str, Kernel] = {}
 code that compiles or loads a graph registers its kernels here first."""
 
 
-def _compiled(body: fx.GraphModule, inputs: Sequence[Form]) -> Any:
+def _compile(body: fx.GraphModule, inputs: Sequence[Form]) -> Any:
     """Compile a graph independently of any compilation in progress, with separate fake values,
     symbolic sizes and tracing context. CUDA graphs are disabled, since they would need to know the
     caller."""
@@ -181,7 +183,7 @@ def _compiled(body: fx.GraphModule, inputs: Sequence[Form]) -> Any:
     return lambda read: compiled([*read, *tables])
 
 
-def _found(name: str) -> Kernel:
+def _kernel_named(name: str) -> Kernel:
     if name not in _kernels:
         raise CommpassError(
             f"kernel {name} is not here: this graph was compiled in another process, and commpass"
@@ -204,8 +206,8 @@ def _call(
     is the site's number in the plan of its graph, -1 for none, and ``role`` its role there:
     profilers show both.
     """
-    kernel = _found(name)
-    taken = [
+    kernel = _kernel_named(name)
+    read = [
         part.of(given, place)
         for part, given, place in zip(kernel.inputs, inputs, places, strict=False)
     ]
@@ -215,7 +217,7 @@ def _call(
         for piece in kernel.pieces
     ]
     with stage(site, role) if site >= 0 else nullcontext():
-        kernel.run([*taken, *written])
+        kernel.run([*read, *written])
 
 
 def _no_op(*_: object) -> None: ...

@@ -23,25 +23,25 @@ class Product:
     activation: str = ""
 
 
-_held: dict[str, Product] = {}
+_products: dict[str, Product] = {}
 
 
-def named(name: str) -> Product:
+def lookup(name: str) -> Product:
     """Return the product of an operator's argument."""
-    return _held[name]
+    return _products[name]
 
 
 def name_of(product: Product) -> str:
     """Return the name of a product in a graph."""
     then = f"{product.activation}, " if product.activation else ""
     name = f"{then}{product.rows} rows, {product.codec.spec}"
-    while _held.setdefault(name, product) != product:
+    while _products.setdefault(name, product) != product:
         name += "'"
     return name
 
 
 def compute(a: Tensor, b: Tensor, bias: Tensor | None, name: str) -> Tensor:
-    product = named(name)
+    product = lookup(name)
     rows = values(a, b, bias, product).reshape(product.rows, -1).to(torch.float32)
     return product.codec.encode_rows(rows).contiguous()
 
@@ -53,7 +53,7 @@ def values(a: Tensor, b: Tensor, bias: Tensor | None, product: Product) -> Tenso
 
 
 def _shape(a: Tensor, b: Tensor, bias: Tensor | None, name: str) -> Tensor:
-    product = named(name)
+    product = lookup(name)
     numel = a.shape[0] * b.shape[1] // product.rows
     width = product.codec.wire_bytes(numel, torch.float32)
     return a.new_empty((product.rows, width), dtype=torch.uint8)

@@ -35,7 +35,7 @@ _library.define("sparse_sum(Tensor wires, str codec, int numel, ScalarType dtype
 def caller(node: fx.Node) -> Callable[..., Any] | None:
     """Return a function that computes a coded operator with selection kernels; None if there are
     none."""
-    codec = operators.named(str(node.args[2 if node.target is ENCODE else 1]))
+    codec = operators.lookup(str(node.args[2 if node.target is ENCODE else 1]))
     if not isinstance(codec, SparseCodec):
         return None
     rows: Tensor = node.all_input_nodes[0].meta["val"]
@@ -49,8 +49,8 @@ def caller(node: fx.Node) -> Callable[..., Any] | None:
     if node.target is ENCODE:
         salt: Any = node.args[3]
         return lambda x, residual: ops.sparse_encode(x, residual, spec, salt)
-    made = ops.sparse_sum if node.target is SUM else ops.sparse_decode
-    return lambda wires: made(wires, spec, numel, dtype)
+    operator = ops.sparse_sum if node.target is SUM else ops.sparse_decode
+    return lambda wires: operator(wires, spec, numel, dtype)
 
 
 def unsupported_reason(codec: SparseCodec, numel: Any, dtype: torch.dtype) -> str:

@@ -234,7 +234,7 @@ def _has_bits_of_its_own(site: PlannedSite) -> bool:
     has fewer of them.
     """
     encode = Chain(torch.float32, (Encode(codec(site.codec)),))
-    return site.device == "cpu" and not cpu.exact(encode) and not cpu.unsupported_reason(encode)
+    return site.device == "cpu" and not cpu.is_exact(encode) and not cpu.unsupported_reason(encode)
 
 
 def _work_of(site: PlannedSite) -> tuple[Any, ...]:

@@ -198,17 +198,17 @@ def runs(nodes: Sequence[fx.Node]) -> Iterator[Run]:
 def _step(node: fx.Node) -> Step | None:
     """Return a node as a step of a chain, or None."""
     if node.target is ops.decode.default:
-        return Decode(operators.named(str(node.args[1])), node.args[3])  # type: ignore[arg-type]
+        return Decode(operators.lookup(str(node.args[1])), node.args[3])  # type: ignore[arg-type]
     if node.target is ops.encode.default:
         salt: Any = node.args[2] if len(node.args) > 2 else ()
-        return Encode(operators.named(str(node.args[1])).salted(*salt))
+        return Encode(operators.lookup(str(node.args[1])).salted(*salt))
     if node.target is ops.sum_rows.default:
         rows = node.all_input_nodes[0].meta["val"].shape[0]
         return Sum(rows) if isinstance(rows, int) else None
     if node.target is ops.enter.default:
-        return Enter(operators.named(str(node.args[1])))
+        return Enter(operators.lookup(str(node.args[1])))
     if node.target is ops.leave.default:
-        return Leave(operators.named(str(node.args[1])))
+        return Leave(operators.lookup(str(node.args[1])))
     if node.target in DIVISIONS and isinstance(node.args[1], (int, float)):
         return Divide(float(node.args[1]))
     if is_float_cast(node):
@@ -284,7 +284,7 @@ def with_matmul(run: Run, profile: Profile) -> tuple[Multiplied | None, str]:
     values: list[Any] = [e.meta["val"] if e is not None else None for e in (a, b, bias)]
     if not all(meta.is_fixed(each.meta.get("val")) for each in (a, b, node)):
         return None, "its sizes are not fixed"
-    why = lowering.product_obstacle(values[0], values[1], values[2], product)
+    why = lowering.unsupported_product_reason(values[0], values[1], values[2], product)
     return (None, why) if why else _if_quicker(made, profile)
 
 

@@ -171,7 +171,7 @@ def _coded(node: fx.Node) -> tuple[tuple[str, str, int], ...]:
     role = operators.ROLES[node.target]
     if role not in ("encode", "decode"):
         return ()
-    coder = operators.named(_spec_of(node))
+    coder = operators.lookup(_spec_of(node))
     value = (node.all_input_nodes[0] if role == "encode" else node).meta["val"]
     values = value.numel()
     if value.dim() == 2:
@@ -185,7 +185,7 @@ def _spec_of(node: fx.Node) -> str:
 
 def _coded_by_chain(node: fx.Node) -> tuple[tuple[str, str, int], ...]:
     """Return the same for a fused operator."""
-    chain, numel = fused.named(str(node.args[1])), meta.hint(node.args[2]) or 0
+    chain, numel = fused.lookup(str(node.args[1])), meta.hint(node.args[2]) or 0
     taken, made = node.all_input_nodes[0].meta["val"], node.meta["val"]
     found = []
     for step in (chain.decodes, chain.encodes):
@@ -200,7 +200,7 @@ def _coded_by_product(node: fx.Node) -> tuple[tuple[str, str, int], ...]:
     """Return the same for a matmul that encodes its own result, with its number of operations."""
     given: Any = node.args[:2]  # both may be one tensor
     a, b = (each.meta["val"] for each in given)
-    spec = matmul.named(str(node.args[3])).codec.spec
+    spec = matmul.lookup(str(node.args[3])).codec.spec
     return ((spec, "matmul", 2 * a.shape[0] * a.shape[1] * b.shape[1]),)
 
 
@@ -297,8 +297,9 @@ MOST_BODIES = 128
 
 def _coders(node: fx.Node) -> list[Any]:
     """Return the codecs, domains and chains that an operator names."""
-    held = {fused.FUSED: fused.named, matmul.MATMUL: matmul.named}.get(node.target, operators.named)
-    return [held(arg) for arg in node.args if isinstance(arg, str)]
+    lookups = {fused.FUSED: fused.lookup, matmul.MATMUL: matmul.lookup}
+    lookup = lookups.get(node.target, operators.lookup)
+    return [lookup(arg) for arg in node.args if isinstance(arg, str)]
 
 
 def _check_compiles(body: fx.Graph, node: fx.Node) -> None:
@@ -308,8 +309,8 @@ def _check_compiles(body: fx.Graph, node: fx.Node) -> None:
     site can still stay uncompressed; inside Inductor the compile would fail.
     """
     for call in body.nodes:
-        written = call.kwargs.get("tensors_to_clone", ["made"])
-        if list(written) != ["made"]:
+        written = call.kwargs.get("tensors_to_clone", ["output"])
+        if list(written) != ["output"]:
             raise VerifyError(f"{node.name}: Triton does not compile its kernel ({node.args[1]})")
 
 

@@ -270,7 +270,7 @@ def generated(region: Region) -> Generated | None:
     (node, *others), inputs = region.nodes, region.inputs
     if others or node.target is not fused.FUSED:
         return None
-    chain, numel = fused.named(str(node.args[1])), node.args[2]
+    chain, numel = fused.lookup(str(node.args[1])), node.args[2]
     if not isinstance(numel, int) or unsupported_reason(chain, numel, node.meta["val"].device):
         return None
     (piece,) = _pieces(region, [node.meta["val"]])

@@ -177,7 +177,7 @@ def _sample_product(
 ) -> None:
     """Pass the result of a self-encoding matmul to the sampler of this call."""
     if (look := _looking(a)) is not None:
-        look(site, matmul.values(a, b, bias, matmul.named(product)))
+        look(site, matmul.values(a, b, bias, matmul.lookup(product)))
 
 
 def _no_op(*_: object) -> None: ...

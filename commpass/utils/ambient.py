@@ -39,7 +39,7 @@ def without_ambient_state() -> AbstractContextManager[Any]:
     (``CommDebugMode``), or decide what a checkpoint saves. Dynamo traces this without a graph
     break.
     """
-    return _traced() if torch.compiler.is_dynamo_compiling() else _Shut()
+    return _traced() if torch.compiler.is_dynamo_compiling() else _WithoutAmbientState()
 
 
 def ambient_free(function: Callable[P, R]) -> Callable[P, R]:
@@ -73,7 +73,7 @@ def making_lasting_tensors() -> Iterator[None]:
         yield
 
 
-class _Shut:
+class _WithoutAmbientState:
     """The context of ``without_ambient_state``. It takes about 2 microseconds per call;
     ``contextlib`` takes 50 % longer."""
 

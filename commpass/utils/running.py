@@ -29,12 +29,12 @@ class Running:
 
 
 _now = threading.local()
-NOBODY = Running()
+IDLE = Running()
 
 
 def innermost() -> Running:
     """Return the innermost running call of this thread."""
-    found: Running = getattr(_now, "running", NOBODY)
+    found: Running = getattr(_now, "running", IDLE)
     return found
 
 

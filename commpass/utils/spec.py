@@ -21,21 +21,21 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
     A single word, as in ``"cast(fp16)"``, is the value of the first parameter and has the key ""
     here. Raises PolicyError for invalid text.
     """
-    word, bracket, rest = text.strip().partition("(")
+    name, bracket, rest = text.strip().partition("(")
     if not bracket:
-        return word, {}
+        return name, {}
     try:
         call = ast.parse(f"_({rest}", mode="eval").body
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
             raise SyntaxError
         if len(call.args) == 1 and not call.keywords and isinstance(call.args[0], ast.Name):
-            return word.strip(), {"": _value(call.args[0])}
+            return name.strip(), {"": _value(call.args[0])}
         if call.args:
             raise SyntaxError
         given = {str(keyword.arg): _value(keyword.value) for keyword in call.keywords}
         if len(given) < len(call.keywords):
             raise SyntaxError
-        return word.strip(), given
+        return name.strip(), given
     except (SyntaxError, ValueError):
         raise PolicyError(f"cannot read {text!r}; write it like 'int8(block=128)'") from None
 
@@ -46,7 +46,7 @@ def _value(node: ast.expr) -> Any:
     return ast.unparse(node) if isinstance(node, (ast.Name, ast.Call)) else ast.literal_eval(node)
 
 
-def spelled(name: str, parameters: tuple[tuple[str, Any], ...]) -> str:
+def spell(name: str, parameters: tuple[tuple[str, Any], ...]) -> str:
     """Return a name with its parameters, in the form that ``parse`` reads."""
     return (
         f"{name}({', '.join(f'{key}={value}' for key, value in parameters)})"
@@ -63,7 +63,7 @@ def parameters_of(builder: Callable[..., Any]) -> dict[str, Any]:
     return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
-def changed(
+def changed_parameters(
     kind: str, builder: Callable[..., Any], options: dict[str, Any]
 ) -> tuple[tuple[str, Any], ...]:
     """Return the given parameters that differ from their defaults, in order.

@@ -84,7 +84,7 @@ def checked(spec: str, broken: str = "") -> list[dict[str, Any]]:
         elif broken == "finite" and not encodes:
             made.nan_to_num_(0.0, 0.0, 0.0)
         elif broken == "a rank" and not encodes and len(chain.steps) == 2:
-            made -= real(chain.__class__(chain.taken, chain.steps[:1]), taken[:1], numel)
+            made -= real(chain.__class__(chain.input_dtype, chain.steps[:1]), taken[:1], numel)
         return made
 
     bench = Bench("test", torch.device("cpu"), 7, dry=True)

@@ -284,7 +284,7 @@ def test_both_forms_give_the_same_bits(name, how, shape, dtype, made):
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", sampled(CODECS, ("int8", "rotated", ROOTS)))
 def test_compiled_kernels_give_the_bits_of_the_inline_form(name):
-    """A C++ kernel adds up a rotation in another order (``cpu.exact``): scales in bfloat16 hide
+    """A C++ kernel adds up a rotation in another order (``cpu.is_exact``): scales in bfloat16 hide
     this, and those in float32 do not."""
     how = "sparse" if codec(name).state else "two_shot"
     alike = same_but_for_order if name in ROTATED_IN_FLOAT32 else alike_of(name)
@@ -318,7 +318,7 @@ def same_but_for_order(a: torch.Tensor, b: torch.Tensor) -> None:
 def test_codecs_whose_kernels_sum_in_another_order_say_so(name):
     chain = Chain(torch.float32, (Encode(codec(name)),))
     assert not cpu.unsupported_reason(chain), "there is no kernel in C++ that could differ"
-    assert not cpu.exact(chain)
+    assert not cpu.is_exact(chain)
     assert codec(name).scale.stored == "fp32"
 
 

@@ -162,7 +162,7 @@ def test_constants_are_buffers_where_a_graph_gets_no_inputs(fake_group):
 @pytest.mark.parametrize("as_inputs", [True, False])
 def test_constants_that_come_later_take_no_others_place(as_inputs):
     """Codecs inside of codecs name their constants when they are lowered."""
-    names = [constants.named([number, 1], torch.int64) for number in (5, 6)]
+    names = [constants.register([number, 1], torch.int64) for number in (5, 6)]
 
     def first(x):
         return x + CONSTANT(names[0], "cpu", "", "")

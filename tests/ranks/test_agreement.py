@@ -397,7 +397,7 @@ def kernel_breaks_on_one_rank() -> tuple[bool, str, str]:
     handler = logging.Handler()
     handler.emit = lambda entry: messages.append(entry.getMessage())
     logging.getLogger("commpass").addHandler(handler)
-    kept, kernel._compiled = kernel._compiled, compile_kernel
+    kept, kernel._compile = kernel._compile, compile_kernel
     try:
         torch._dynamo.reset()
         x = torch.ones(904) / 3
@@ -406,7 +406,7 @@ def kernel_breaks_on_one_rank() -> tuple[bool, str, str]:
         return torch.equal(result, three(x)), commpass.plans()[-1].fallback, " ".join(messages)
     finally:
         logging.getLogger("commpass").removeHandler(handler)
-        kernel._compiled = kept
+        kernel._compile = kept
 
 
 def test_kernel_that_fails_on_one_rank_makes_all_compile_the_untouched_graph(ranks2):

@@ -169,7 +169,7 @@ DISPATCHED = [
     *((scales.Scale, each) for each in (scales.divide, scales.refit, scales.multiply)),
     *((scales.Scale, each) for each in (scales.bound, scales.floor)),
     *((transforms.Transform, each) for each in (transforms.forward, transforms.inverse)),
-    *((transforms.Transform, each) for each in (domain.enter, domain.leave)),
+    *((transforms.Transform, each) for each in (domain.to_domain, domain.from_domain)),
     (noise.Rounding, noise.noise_of),
     (select.Selector, select.select),
     *((indices.IndexCode, each) for each in (indices.nbytes, indices.encode, indices.decode)),

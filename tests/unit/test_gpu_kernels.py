@@ -69,12 +69,12 @@ def without_tile() -> list[str]:
         parts.place: layouts.Layout,
         parts.forward: transforms.Transform,
         parts.inverse: transforms.Transform,
-        parts.measured: scales.Scale,
-        parts.units: scales.Scale,
-        parts.refitted: scales.Scale,
-        parts.multiplied: scales.Scale,
-        parts.encoded: grids.Grid,
-        parts.decoded: grids.Grid,
+        parts.measure: scales.Scale,
+        parts.divide: scales.Scale,
+        parts.refit: scales.Scale,
+        parts.multiply: scales.Scale,
+        parts.encode: grids.Grid,
+        parts.decode: grids.Grid,
         parts.noise: noise.Rounding,
     }
     assert set(kinds) == set(parts.PARTS)

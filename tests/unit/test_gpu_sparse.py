@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from commpass.codecs import codec
 from commpass.codecs.sparse import SparseCodec, sum_by_index
 from commpass.codecs.sparse import indices as index_codes
-from commpass.codecs.sparse.measure import Measured, magnitude_bits
+from commpass.codecs.sparse.measure import AtenStatistics, magnitude_bits
 from commpass.lowering.gpu import sparse, sparse_measure
 from commpass.lowering.gpu.source import load, of_function
 from commpass.lowering.gpu.tiles.sparse import (
@@ -335,20 +335,20 @@ def measured(dtype: torch.dtype, content: str, rows: int, n: int) -> list[str]:
     x = CONTENTS[content](rows, n).to(dtype)
     residual = gaussian(rows, n, 1) * 0.1
     wanted = (x.float() + residual).to(dtype)
-    aten = Measured(wanted, magnitude_bits(wanted))
-    seen = sparse_measure.seen(x, residual, 64, 2)
+    aten = AtenStatistics(wanted, magnitude_bits(wanted))
+    kernel = sparse_measure.statistics_of(x, residual, 64, 2)
     peak = aten.peak()
     places = torch.arange(0, n, 3).unsqueeze(0)
     around = torch.cat([peak - 1, peak, peak + 1, peak // 2 + 12345], dim=1).clamp(min=1)
     half = torch.full((rows, 1), 0.3, dtype=torch.float64)
     pairs = {
-        "peak": (aten.peak(), seen.peak()),
-        "outside": (aten.outside(), seen.outside()),
-        "at": (aten.at(places), seen.at(places)),
-        "counts": (aten.counts(around), seen.counts(around)),
-        "moments": (aten.moments(peak), seen.moments(peak)),
-        "above": (aten.above(peak, None), seen.above(peak, None)),
-        "above a half": (aten.above(peak, half), seen.above(peak, half)),
+        "peak": (aten.peak(), kernel.peak()),
+        "nonfinite": (aten.nonfinite(), kernel.nonfinite()),
+        "at": (aten.at(places), kernel.at(places)),
+        "counts": (aten.counts(around), kernel.counts(around)),
+        "moments": (aten.moments(peak), kernel.moments(peak)),
+        "above": (aten.above(peak, None), kernel.above(peak, None)),
+        "above a half": (aten.above(peak, half), kernel.above(peak, half)),
     }
     return [name for name, (one, other) in pairs.items() if not equal(one, other)]
 

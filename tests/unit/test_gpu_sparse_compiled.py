@@ -20,7 +20,7 @@ from commpass.codecs.sparse import SparseCodec
 from commpass.lowering.gpu import sparse
 from commpass.lowering.gpu.call import Call, calls_of, divisible, signature
 from commpass.lowering.gpu.source import load
-from commpass.lowering.gpu.sparse_measure import Seen
+from commpass.lowering.gpu.sparse_measure import KernelStatistics
 from commpass.lowering.gpu.tiles import sparse_measure
 
 AMD = "gfx942"
@@ -169,13 +169,13 @@ def test_all_kernels_compile_and_spill_nothing(target, spec, dtype, tmp_path):
 @pytest.mark.parametrize("target", ["sm_90", AMD])
 def test_statistics_compile_and_spill_nothing(target, tmp_path):
     x = torch.empty(1, LONG, dtype=torch.bfloat16, device="meta")
-    seen = Seen(x, torch.empty(1, LONG, device="meta"), ints(2, 1), 2048, 8)
+    statistics = KernelStatistics(x, torch.empty(1, LONG, device="meta"), ints(2, 1), 2048, 8)
     sums = torch.empty(1, 2, dtype=torch.int64, device="meta")
     made = [
-        seen.peak_call(),
-        seen.counts_call(ints(1, 17), None, ints(1, 17)),
-        seen.moments_call(ints(1, 1), sums),
-        seen.above_call(ints(1, 1), torch.empty(1, 1, device="meta"), sums),
+        statistics.peak_call(),
+        statistics.counts_call(ints(1, 17), None, ints(1, 17)),
+        statistics.moments_call(ints(1, 1), sums),
+        statistics.above_call(ints(1, 1), torch.empty(1, 1, device="meta"), sums),
     ]
     for call in made:
         text, _, spilled = assembled(call, target, tmp_path)

@@ -130,9 +130,9 @@ def test_codecs_of_several_kernels():
 
 
 def test_requests_that_codecs_have_no_kernel_for():
-    assert "it has encode and decode alone" in said("--codec", "exponent", "--kernel", "decode_sum")
+    assert "it has only encode and decode" in said("--codec", "exponent", "--kernel", "decode_sum")
     asked = ("--codec", "topk", "--kernel")
-    assert "sums are not made sparse again" in said(*asked, "decode_sum_encode")
+    assert "no kernel encodes a sum of sparse rows" in said(*asked, "decode_sum_encode")
     assert "topk: no block codec" in said(*asked, "matmul_encode")
     assert "bf16: no block codec" in said("--codec", "bf16", "--kernel", "encode")
     asked = ("--codec", "int8(block=512)", "--kernel", "matmul_encode")
@@ -246,7 +246,11 @@ def test_two_shot_has_three_kernels():
     assert middle.chain.steps == (Decode(int8, BF16), Sum(RANKS), Encode(int8))
     assert last.chain.steps == (Decode(int8, BF16), Cast(BF16))
     assert [each.numel for each in (first, middle, last)] == [NUMEL // RANKS] * 3
-    assert [each.chain.taken for each in (first, middle, last)] == [BF16, torch.uint8, torch.uint8]
+    assert [each.chain.input_dtype for each in (first, middle, last)] == [
+        BF16,
+        torch.uint8,
+        torch.uint8,
+    ]
 
 
 def test_sums_are_made_in_the_domain():
@@ -291,7 +295,7 @@ def test_other_algorithms():
     for (kind, algorithm), expected in names.items():
         found = places(kind, algorithm, "int8")
         assert [role_of(each.chain) for each in found] == expected, (kind, algorithm)
-    assert places("all_reduce", "two_shot(stage=ag)", "int8")[0].chain.taken == FP32
+    assert places("all_reduce", "two_shot(stage=ag)", "int8")[0].chain.input_dtype == FP32
 
 
 def test_chunks_share_their_kernels():

@@ -17,7 +17,7 @@ from tiers import examples, rarely
 
 from commpass.codecs import FLOATS, codec
 from commpass.codecs.sparse import select
-from commpass.codecs.sparse.at_once import select_at_once
+from commpass.codecs.sparse.eager import select_eagerly
 from commpass.codecs.sparse.select import Selection, density_of
 from commpass.errors import PolicyError
 
@@ -382,14 +382,14 @@ SELECTORS += [select.RedSync(), select.Sidco()]
 def test_entries_selected_at_once_are_the_same(x, ratio, selector):
     for row in x.split(1):
         wanted = select.select(selector, row, density_of(ratio))
-        assert the_same(select_at_once(selector, row, density_of(ratio)), wanted)
+        assert the_same(select_eagerly(selector, row, density_of(ratio)), wanted)
 
 
 @pytest.mark.parametrize("kind", ["gaussian", "laplace", "shifted", "heavy"])
 @pytest.mark.parametrize("selector", SELECTORS, ids=lambda one: type(one).__name__)
 def test_few_entries_of_a_long_row_are_selected_at_once(selector, kind):
     row, density = torch.from_numpy(data(kind, 50_000)).float().unsqueeze(0), density_of(0.01)
-    found = select_at_once(selector, row, density)
+    found = select_eagerly(selector, row, density)
     assert the_same(found, select.select(selector, row, density))
     assert int(found.used) > 0
 
@@ -397,5 +397,5 @@ def test_few_entries_of_a_long_row_are_selected_at_once(selector, kind):
 def test_row_selected_at_once_is_encoded_to_the_same_bytes():
     row = torch.from_numpy(data("heavy", 5_000)).float().unsqueeze(0)
     for coder in (codec("dgc(density=0.01)"), codec("sidco"), codec("topk(values=int8)")):
-        assert torch.equal(coder.encode_at_once(row), coder.encode_rows(row))
-    assert codec("dgc").encode_at_once(row[:, :0]).shape == (1, 0)
+        assert torch.equal(coder.encode_eagerly(row), coder.encode_rows(row))
+    assert codec("dgc").encode_eagerly(row[:, :0]).shape == (1, 0)

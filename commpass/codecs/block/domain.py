@@ -33,11 +33,11 @@ class Domain:
 
     def to_domain(self, rows: Tensor) -> Tensor:
         """Transform rows of values to this domain."""
-        return enter(self.transform, rows)
+        return to_domain(self.transform, rows)
 
     def from_domain(self, rows: Tensor) -> Tensor:
         """The inverse of ``to_domain``."""
-        return leave(self.transform, rows)
+        return from_domain(self.transform, rows)
 
 
 VALUES = Domain(NoTransform())
@@ -51,27 +51,27 @@ def domain_of(transform: Transform) -> Domain:
 
 
 @by_type
-def enter(transform: Transform, rows: Tensor) -> Tensor:
+def to_domain(transform: Transform, rows: Tensor) -> Tensor:
     raise NotImplementedError(transform)
 
 
 @by_type
-def leave(transform: Transform, rows: Tensor) -> Tensor:
+def from_domain(transform: Transform, rows: Tensor) -> Tensor:
     raise NotImplementedError(transform)
 
 
-@enter.register
-@leave.register
-def _stay(transform: NoTransform, rows: Tensor) -> Tensor:
+@to_domain.register
+@from_domain.register
+def _identity(transform: NoTransform, rows: Tensor) -> Tensor:
     return rows
 
 
-@enter.register
+@to_domain.register
 def _rotate(transform: Hadamard, rows: Tensor) -> Tensor:
     return transforms.forward(transform, _blocks(rows, transform.width))[0].flatten(1)
 
 
-@leave.register
+@from_domain.register
 def _rotate_back(transform: Hadamard, rows: Tensor) -> Tensor:
     # Divide before the inverse, so that it overflows only if its result does.
     width = transform.width

@@ -95,11 +95,11 @@ def measure(scale: Scale, blocks: Tensor, grid: Grid) -> list[Tensor]:
     if not scale.numbers:
         return []
     peak = peak_of(blocks)
-    made = _measured(scale, blocks, peak, grid)
+    numbers = _measured(scale, blocks, peak, grid)
     if not grid.has_zero:
         tiny = torch.finfo(blocks.dtype).tiny
-        made[-1] = torch.where(peak < grid.largest * tiny, 0.0, made[-1])
-    return [round_up(propagate_nonfinite(number, peak), scale.stored) for number in made]
+        numbers[-1] = torch.where(peak < grid.largest * tiny, 0.0, numbers[-1])
+    return [round_up(propagate_nonfinite(number, peak), scale.stored) for number in numbers]
 
 
 @by_type
@@ -120,7 +120,7 @@ def _rms(scale: Rms, blocks: Tensor, peak: Tensor, grid: Grid) -> list[Tensor]:
 
 
 @_measured.register
-def _first(scale: LeastSquares, blocks: Tensor, peak: Tensor, grid: Grid) -> list[Tensor]:
+def _least_squares(scale: LeastSquares, blocks: Tensor, peak: Tensor, grid: Grid) -> list[Tensor]:
     return _measured(start_of(scale, grid), blocks, peak, grid)
 
 
@@ -173,7 +173,7 @@ def refit(
 
 
 @refit.register
-def _as_they_are(
+def _unchanged(
     scale: Absmax | Rms | Dual | Static,
     blocks: Tensor,
     codes: Tensor,

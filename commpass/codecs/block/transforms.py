@@ -75,12 +75,12 @@ def inverse(transform: Transform, values: Tensor, side: Tensor | None) -> Tensor
 
 
 @forward.register
-def _as_they_are(transform: NoTransform, blocks: Tensor) -> tuple[Tensor, Tensor | None]:
+def _identity(transform: NoTransform, blocks: Tensor) -> tuple[Tensor, Tensor | None]:
     return blocks, None
 
 
 @inverse.register
-def _as_they_were(transform: NoTransform, values: Tensor, side: Tensor | None) -> Tensor:
+def _identity_inverse(transform: NoTransform, values: Tensor, side: Tensor | None) -> Tensor:
     return values
 
 

@@ -33,7 +33,7 @@ from commpass.codecs.preset import Preset
 from commpass.codecs.rows import ceil_to, cut, larger, pad, smaller, to_bytes
 from commpass.errors import PolicyError
 from commpass.utils.ambient import ambient_free
-from commpass.utils.spec import spelled
+from commpass.utils.spec import spell
 
 BIAS = 16
 """Window starts are stored plus this, since a window may begin below the smallest exponent."""
@@ -108,7 +108,7 @@ class ExponentCodec(Codec):
     def measured(self, bits: float) -> Codec:
         planes = self.ladder.planes
         given = (("bits", bits), *((("planes", planes),) if planes != PLANES else ()))
-        return exponent(spelled("exponent", given), planes=planes, bits=bits)
+        return exponent(spell("exponent", given), planes=planes, bits=bits)
 
     @property
     def block(self) -> int:

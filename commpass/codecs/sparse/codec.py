@@ -16,7 +16,7 @@ from torch import Tensor
 from commpass.codecs.codec import Codec, Wire, accumulation_dtype
 from commpass.codecs.rows import ceil_to, cut, pad
 from commpass.codecs.sparse import indices as index_codes
-from commpass.codecs.sparse.at_once import select_at_once
+from commpass.codecs.sparse.eager import select_eagerly
 from commpass.codecs.sparse.indices import IndexCode
 from commpass.codecs.sparse.select import Density, Selection, Selector, guaranteed_share, select
 
@@ -79,12 +79,12 @@ class SparseCodec(Codec):
             return torch.zeros((count, 0), dtype=torch.uint8, device=rows.device)
         return self._wire(rows, select(self.selector, rows, self.density))
 
-    def encode_at_once(self, row: Tensor) -> Tensor:
+    def encode_eagerly(self, row: Tensor) -> Tensor:
         """As ``encode_rows`` for one row ``[1, n]`` on a CPU, outside of graphs: the same bytes, in
         as few passes over the row as its values allow."""
         if row.numel() == 0:
             return self.encode_rows(row)
-        return self._wire(row, select_at_once(self.selector, row, self.density))
+        return self._wire(row, select_eagerly(self.selector, row, self.density))
 
     def _wire(self, rows: Tensor, selection: Selection) -> Tensor:
         numel = rows.shape[1]

@@ -21,7 +21,7 @@ class Statistics(Protocol):
     def peak(self) -> Tensor:
         """Return the largest finite magnitude, as a bit pattern."""
 
-    def outside(self) -> Tensor:
+    def nonfinite(self) -> Tensor:
         """Return the number of nonfinite entries."""
 
     def at(self, places: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ class Statistics(Protocol):
 
 
 @dataclass(frozen=True)
-class Measured:
+class AtenStatistics:
     """Statistics of rows and their ``magnitude_bits`` in plain aten operations."""
 
     rows: Tensor
@@ -60,7 +60,7 @@ class Measured:
     def peak(self) -> Tensor:
         return torch.where(finite(self.bits), self.bits, 0).amax(-1, keepdim=True)
 
-    def outside(self) -> Tensor:
+    def nonfinite(self) -> Tensor:
         return not_finite(self.bits).unsqueeze(-1)
 
     def at(self, places: Tensor) -> Tensor:

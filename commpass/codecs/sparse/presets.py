@@ -103,7 +103,7 @@ def _sparse(
 ) -> Codec:
     chosen = density_of(density)
     inner = inner_codec(resolve, "values", values)
-    index = index_code(Fraction(chosen.over, chosen.under), indices)
+    index = index_code(Fraction(chosen.numerator, chosen.denominator), indices)
     return SparseCodec(spec, selector, chosen, inner, index)
 
 

@@ -48,10 +48,10 @@ class SegmentedCodec(SparseCodec):
         parts = rows.split(list(lengths), dim=1)
         return torch.cat([each.encode_rows(part) for part in parts], dim=1)
 
-    def encode_at_once(self, row: Tensor) -> Tensor:
+    def encode_eagerly(self, row: Tensor) -> Tensor:
         each, lengths = self.segments(row.shape[1])
         parts = row.split(list(lengths), dim=1)
-        return torch.cat([each.encode_at_once(part) for part in parts], dim=1)
+        return torch.cat([each.encode_eagerly(part) for part in parts], dim=1)
 
     def decode_sparse(self, wire: Tensor, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         each, lengths = self.segments(numel)

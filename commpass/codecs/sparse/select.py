@@ -36,7 +36,7 @@ from commpass.codecs.dispatch import by_type
 from commpass.codecs.rows import cut, larger, smaller
 from commpass.codecs.sparse.indices import ranks_up_to
 from commpass.codecs.sparse.measure import (
-    Measured,
+    AtenStatistics,
     Statistics,
     infinity,
     magnitude_bits,
@@ -60,18 +60,20 @@ class Selection:
 
 @dataclass(frozen=True)
 class Density:
-    """The fraction of chosen entries, ``over / under``; ``sigmas`` is the magnitude, in standard
-    deviations, that this fraction of a Gaussian exceeds."""
+    """The fraction of chosen entries, ``numerator / denominator``.
 
-    over: int
-    under: int
+    ``sigmas`` is the magnitude, in standard deviations, that this fraction of a Gaussian exceeds.
+    """
+
+    numerator: int
+    denominator: int
     ratio: float
     sigmas: float
 
     def slots(self, entries: int) -> int:
-        """Return ``ceil(entries * over / under)``: at least one if there is an entry. ``entries``
-        may be symbolic."""
-        return (entries * self.over + self.under - 1) // self.under
+        """Return ``ceil(entries * numerator / denominator)``: at least one if there is an entry.
+        ``entries`` may be symbolic."""
+        return (entries * self.numerator + self.denominator - 1) // self.denominator
 
 
 def density_of(density: float) -> Density:
@@ -199,9 +201,9 @@ def _randomk(selector: RandomK, rows: Tensor, density: Density) -> Selection:
 @select.register(RedSync)
 @select.register(Sidco)
 def _by_threshold(selector: Threshold, rows: Tensor, density: Density) -> Selection:
-    seen = Measured(rows, magnitude_bits(rows))
-    within = bounds(selector, seen, density)
-    return _between(seen.bits, within, density.slots(rows.shape[1]))
+    statistics = AtenStatistics(rows, magnitude_bits(rows))
+    chosen = bounds(selector, statistics, density)
+    return _between(statistics.bits, chosen, density.slots(rows.shape[1]))
 
 
 # --- threshold selectors --------------------------------------------------------------------------
@@ -222,33 +224,36 @@ class Bounds:
 
 
 @by_type
-def bounds(selector: Threshold, seen: Statistics, density: Density) -> Bounds:
-    """Return the bounds for a selector. They depend only on ``seen``, so other implementations of
-    the statistics give the same bounds."""
+def bounds(selector: Threshold, statistics: Statistics, density: Density) -> Bounds:
+    """Return the bounds for a selector. They depend only on ``statistics``, so all implementations
+    of these give the same bounds."""
     raise NotImplementedError(selector)
 
 
 @bounds.register
-def _dgc(selector: Dgc, seen: Statistics, density: Density) -> Bounds:
-    entries, k, peak = seen.entries, density.slots(seen.entries), seen.peak()
+def _dgc(selector: Dgc, statistics: Statistics, density: Density) -> Bounds:
+    entries, k, peak = statistics.entries, density.slots(statistics.entries), statistics.peak()
     sample = smaller(
         entries,
-        larger((entries + 99) // 100, (2 * density.under + density.over - 1) // density.over),
+        larger(
+            (entries + 99) // 100,
+            (2 * density.denominator + density.numerator - 1) // density.numerator,
+        ),
     )
     places = _one_of_each_stretch(entries, sample, torch.zeros_like(peak, dtype=torch.int64))
-    sampled = torch.minimum(seen.at(places), peak)
+    sampled = torch.minimum(statistics.at(places), peak)
     smallest = sampled.topk(density.slots(sample), dim=-1).values.amin(-1, keepdim=True)
     start = value(smallest).double()
     thresholds = torch.cat([pattern(start * 0.8**round_, peak) for round_ in range(11)], dim=1)
-    found = seen.counts(thresholds, enough=(4 * k + 4) // 5)
+    found = statistics.counts(thresholds, enough=(4 * k + 4) // 5)
     rounds = (found * 5 < 4 * k).sum(-1, keepdim=True).clamp(max=10)
-    return _largest_above(seen, thresholds.gather(1, rounds), peak, k)
+    return _largest_above(statistics, thresholds.gather(1, rounds), peak, k)
 
 
 @bounds.register
-def _gaussiank(selector: GaussianK, seen: Statistics, density: Density) -> Bounds:
-    k, peak = density.slots(seen.entries), seen.peak()
-    signed, squares, finite = seen.moments(peak)
+def _gaussiank(selector: GaussianK, statistics: Statistics, density: Density) -> Bounds:
+    k, peak = density.slots(statistics.entries), statistics.peak()
+    signed, squares, finite = statistics.moments(peak)
     count = finite.clamp(min=1).double()
     mean = signed / count
     variance = (squares / count - mean * mean).clamp(min=0) * (count / (count - 1).clamp(min=1))
@@ -257,7 +262,7 @@ def _gaussiank(selector: GaussianK, seen: Statistics, density: Density) -> Bound
     thresholds = torch.cat(
         [pattern(unit(start * 0.5**a * 1.5**b) * value(peak), peak) for a, b in reach], dim=1
     )
-    found = seen.counts(thresholds)
+    found = statistics.counts(thresholds)
     halved = more = torch.zeros_like(peak, dtype=torch.int64)
     tried = [_triangle(halved, more)]
     for _ in range(3):
@@ -266,20 +271,20 @@ def _gaussiank(selector: GaussianK, seen: Statistics, density: Density) -> Bound
         tried.append(_triangle(halved, more))
     rounds = torch.cat(tried, dim=1)
     counts = found.gather(1, rounds)
-    best = torch.where(3 * counts >= 2 * k, counts, 2 * seen.entries - counts).argmin(
+    best = torch.where(3 * counts >= 2 * k, counts, 2 * statistics.entries - counts).argmin(
         -1, keepdim=True
     )
-    return _largest_above(seen, thresholds.gather(1, rounds.gather(1, best)), peak, k)
+    return _largest_above(statistics, thresholds.gather(1, rounds.gather(1, best)), peak, k)
 
 
 @bounds.register
-def _redsync(selector: RedSync, seen: Statistics, density: Density) -> Bounds:
-    k, peak = density.slots(seen.entries), seen.peak()
-    total, finite = seen.above(peak, None)
+def _redsync(selector: RedSync, statistics: Statistics, density: Density) -> Bounds:
+    k, peak = density.slots(statistics.entries), statistics.peak()
+    total, finite = statistics.above(peak, None)
     mean = total / finite.clamp(min=1)
     steps = [mean + step / 8 * (1 - mean) for step in range(8)]
     thresholds = torch.cat([pattern(unit(step) * value(peak), peak) for step in steps], dim=1)
-    found = seen.counts(thresholds)
+    found = statistics.counts(thresholds)
     low = torch.zeros_like(peak, dtype=torch.int64)
     high, done = low + 8, low.bool()
     for _ in range(3):
@@ -289,23 +294,23 @@ def _redsync(selector: RedSync, seen: Statistics, density: Density) -> Bounds:
         low = torch.where(done | few, low, middle)
         high = torch.where(~done & few, middle, high)
         done = done | fits
-    return _largest_above(seen, thresholds.gather(1, low), peak, k)
+    return _largest_above(statistics, thresholds.gather(1, low), peak, k)
 
 
 @bounds.register
-def _sidco(selector: Sidco, seen: Statistics, density: Density) -> Bounds:
-    k, peak, left = density.slots(seen.entries), seen.peak(), density.ratio
+def _sidco(selector: Sidco, statistics: Statistics, density: Density) -> Bounds:
+    k, peak, left = density.slots(statistics.entries), statistics.peak(), density.ratio
     threshold = torch.zeros_like(peak, dtype=torch.float64)
     least = None
     while True:
-        total, count = seen.above(peak, least)
+        total, count = statistics.above(peak, least)
         above = total / count.clamp(min=1) - threshold
         threshold = unit(threshold - above.clamp(min=0) * math.log(max(left, 0.25)))
         if left >= 0.25:
             break
         left /= 0.25
         least = threshold
-    return _largest_above(seen, pattern(threshold * value(peak), peak), peak, k)
+    return _largest_above(statistics, pattern(threshold * value(peak), peak), peak, k)
 
 
 def _triangle(half: Tensor, more: Tensor) -> Tensor:
@@ -321,20 +326,20 @@ FEW_ROWS = 2
 take long to compile."""
 
 
-def _largest_above(seen: Statistics, threshold: Tensor, peak: Tensor, k: int) -> Bounds:
+def _largest_above(statistics: Statistics, threshold: Tensor, peak: Tensor, k: int) -> Bounds:
     """Return the bounds of the entries that reach a threshold ``[rows, 1]``; if more than ``k`` do,
     of the largest ones (see the module)."""
     start = torch.minimum(threshold, peak.clamp(min=1))
     low, high = start, peak + 1
-    outside = seen.outside()
-    above_high, fits = outside, None
+    nonfinite = statistics.nonfinite()
+    above_high, fits = nonfinite, None
     for narrowing in range(2):
         step = (high - low + (_STEPS - 1)) // _STEPS
         edges = [torch.minimum(low + step * i, high) for i in range(_STEPS)]
         if narrowing == 0:  # then all entries of the largest magnitude are kept, or no others
             edges = [torch.minimum(edge, torch.maximum(peak, start)) for edge in [*edges, high]]
         points = torch.cat(edges, dim=1)
-        counts = seen.counts(points, fits)
+        counts = statistics.counts(points, fits)
         if narrowing == 0:
             fits = counts[:, :1] <= k  # no further narrowing is needed
         last = (
@@ -349,7 +354,7 @@ def _largest_above(seen: Statistics, threshold: Tensor, peak: Tensor, k: int) ->
     assert fits is not None
     low, high = torch.where(fits, start, low), torch.where(fits, start, high)
     room = torch.where(fits, 0, k - above_high).clamp(min=0)
-    return Bounds(low, high, room, outside.squeeze(-1) > k)
+    return Bounds(low, high, room, nonfinite.squeeze(-1) > k)
 
 
 def _between(bits: Tensor, bounds: Bounds, k: int) -> Selection:

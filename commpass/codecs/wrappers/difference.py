@@ -91,11 +91,13 @@ class DifferenceCodec(Codec):
         return Codec.decode(self.against(reference), wire, like)
 
     def encode_rows(self, rows: Tensor) -> Tensor:
-        return self.inner.encode_rows(change(rows, self._reference(tuple(rows.shape))))
+        return self.inner.encode_rows(subtract_reference(rows, self._reference(tuple(rows.shape))))
 
     def decode_rows(self, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-        held = self._reference((wire.shape[0], numel))
-        return changed(held, self.inner.decode_rows(wire, numel, accumulation_dtype(dtype)), dtype)
+        reference = self._reference((wire.shape[0], numel))
+        return add_to_reference(
+            reference, self.inner.decode_rows(wire, numel, accumulation_dtype(dtype)), dtype
+        )
 
     def initial_state(self, x: Tensor, ranks: int) -> Tensor:
         """Return the initial reference for shards ``x`` of an all_gather: zeros ``[ranks * n,
@@ -116,20 +118,20 @@ class DifferenceCodec(Codec):
         return self.reference
 
 
-def change(x: Tensor, previous: Tensor) -> Tensor:
+def subtract_reference(x: Tensor, previous: Tensor) -> Tensor:
     """Return ``x - previous`` in the accumulation dtype of ``x``."""
     work = accumulation_dtype(x.dtype)
     if x.itemsize == 2:  # else Inductor uses the unrounded values of x, with their noise
         x = x.view(torch.int16).bitwise_and(-1).view(x.dtype)
     wide, reference = x.to(work), previous.to(work)
-    return _cut(wide - reference, wide, reference, work)
+    return _clamp(wide - reference, wide, reference, work)
 
 
-def changed(previous: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
+def add_to_reference(previous: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``previous + by`` in the accumulation dtype of ``dtype``, clamped so that it does not
     overflow in ``dtype``."""
     reference = previous.to(accumulation_dtype(dtype))
-    return _cut(reference + by, reference, by, dtype)
+    return _clamp(reference + by, reference, by, dtype)
 
 
 def next_reference(received: Tensor, previous: Tensor) -> Tensor:
@@ -138,7 +140,7 @@ def next_reference(received: Tensor, previous: Tensor) -> Tensor:
     return torch.where(received.isfinite(), received, previous)
 
 
-def _cut(values: Tensor, one: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
+def _clamp(values: Tensor, one: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
     """Clamp values computed from two finite numbers to the largest number of ``dtype``; leave the
     others unchanged."""
     limit = torch.finfo(dtype).max

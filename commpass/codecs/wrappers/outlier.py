@@ -502,10 +502,10 @@ def _constants(channels: Channels, largest: int) -> tuple[str, ...]:
     others = channels.inner_channels
     order = (*channels.kept, *others)
     back = sorted(range(len(order)), key=lambda place: order[place])
-    names = [constants.named(order, torch.int64), constants.named(back, torch.int64)]
+    names = [constants.register(order, torch.int64), constants.register(back, torch.int64)]
     if largest:
         scales = [[row[channel] / largest or 1.0 for channel in others] for row in channels.ranges]
-        names.append(constants.named(scales, torch.float64))
+        names.append(constants.register(scales, torch.float64))
     return tuple(names)
 
 

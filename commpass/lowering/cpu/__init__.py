@@ -5,6 +5,6 @@
 """
 
 from commpass.lowering.cpu.build import Compiled, compiled
-from commpass.lowering.cpu.chains import exact, source, unsupported_reason
+from commpass.lowering.cpu.chains import is_exact, source, unsupported_reason
 
-__all__ = ["Compiled", "compiled", "exact", "source", "unsupported_reason"]
+__all__ = ["Compiled", "compiled", "is_exact", "source", "unsupported_reason"]

@@ -138,13 +138,13 @@ def unsupported_reason(codec: BlockCodec) -> str:
     if not isinstance(codec.layout, Flat):
         return f"there is no C++ for blocks laid out as {type(codec.layout).__name__}"
     if codec.block % 16 or codec.block > LONGEST:
-        return f"blocks of {codec.block}: C++ has multiples of 16 up to {LONGEST}"
+        return f"blocks of {codec.block} values: C++ supports multiples of 16 up to {LONGEST}"
     if codec.offset is not None and not isinstance(codec.grid, LevelGrid):
-        return "C++ has offsets of level grids alone"
+        return "C++ supports an offset only on a level grid"
     if not isinstance(codec.rounding, Nearest):
-        return "there is no C++ for rounding at random"
+        return "there is no C++ for stochastic rounding"
     if isinstance(codec.scale, Static) and not isinstance(codec.transform, NoTransform):
-        return "there is no C++ for values that are transformed, then scaled by what nobody sends"
+        return "there is no C++ for a transform with a static scale"
     return str(
         grids.unsupported_reason(codec.grid)
         or scales.unsupported_reason(codec.scale)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from commpass.errors import CommpassError
-from commpass.lowering.chain import Chain, Decode, Encode, made_dtype
-from commpass.lowering.cpu.chains import added, impossible, source
+from commpass.lowering.chain import Chain, Decode, Encode, output_dtype
+from commpass.lowering.cpu.chains import added, source, untranslatable_reason
 
 LEAST = 1 << 15
 """The fewest values per thread."""
@@ -37,34 +37,38 @@ class Compiled:
         if not rows or not numel:
             return
         threads = min(torch.get_num_threads(), rows * numel // LEAST)
-        told: list[Any] = [threads, rows, numel]
+        arguments: list[Any] = [threads, rows, numel]
         for each in tensors:
-            told += [each, each.stride(0) * each.itemsize]
-        self.entry(*told)
+            arguments += [each, each.stride(0) * each.itemsize]
+        self.entry(*arguments)
 
     def _check(self, tensors: Sequence[Tensor], numel: int) -> None:
         """Raise CommpassError if a tensor does not have the shape, dtype or layout that the C++
         expects."""
         chain, rows = self.chain, tensors[-1].shape[0]
-        taken = numel if chain.decodes is None else _wire(chain.decodes, numel, chain)
-        made = numel if chain.encodes is None else _wire(chain.encodes, numel, chain)
+        input_width = numel if chain.decodes is None else _wire(chain.decodes, numel, chain)
+        output_width = numel if chain.encodes is None else _wire(chain.encodes, numel, chain)
         more = added(chain)
-        shapes = [(rows * chain.ranks, taken), *[(rows, numel)] * len(more), (rows, made)]
-        dtypes = [chain.taken, *more, made_dtype(chain)]
+        shapes = [
+            (rows * chain.ranks, input_width),
+            *[(rows, numel)] * len(more),
+            (rows, output_width),
+        ]
+        dtypes = [chain.input_dtype, *more, output_dtype(chain)]
         if len(tensors) != len(shapes):
             raise CommpassError(f"{len(tensors) - 1} inputs for a chain of {len(shapes) - 1}")
         for value, shape, dtype in zip(tensors, shapes, dtypes, strict=True):
             fits = tuple(value.shape) == shape and value.dtype == dtype
             if not fits or value.device.type != "cpu" or (shape[1] > 1 and value.stride(1) != 1):
                 raise CommpassError(
-                    f"a kernel was given {list(value.shape)} {value.dtype}, strides"
-                    f" {value.stride()}, on {value.device}; it wants {list(shape)} {dtype} with"
-                    " values side by side, on the CPU"
+                    f"a kernel was called with {list(value.shape)} {value.dtype}, strides"
+                    f" {value.stride()}, on {value.device}; it needs {list(shape)} {dtype} with"
+                    " contiguous rows, on the CPU"
                 )
 
 
 def _wire(step: Decode | Encode, numel: int, chain: Chain) -> int:
-    dtype = step.dtype if isinstance(step, Decode) else chain.taken
+    dtype = step.dtype if isinstance(step, Decode) else chain.input_dtype
     return step.codec.wire_bytes(numel, dtype)
 
 
@@ -77,7 +81,7 @@ def compiled(chain: Chain) -> Compiled:
     """
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
-    if reason := impossible(chain):
+    if reason := untranslatable_reason(chain):
         raise CommpassError(f"no C++ kernel: {reason}")
     tensor = ["const unsigned char*", "int64_t"]
     types = ["int64_t"] * 3 + tensor * (1 + len(added(chain))) + ["unsigned char*", "int64_t"]

@@ -28,7 +28,7 @@ from commpass.lowering.cpu.common import NAMES, PRELUDE, number
 from commpass.lowering.cpu.floats import FLOATS
 from commpass.lowering.cpu.grids import CODES
 from commpass.lowering.cpu.rotation import ROTATION, transform
-from commpass.lowering.cpu.scales import SCALES, sums_up
+from commpass.lowering.cpu.scales import SCALES, uses_sums
 from commpass.utils.ambient import making_lasting_tensors
 
 TILE = 256
@@ -40,10 +40,10 @@ STEPS = (Encode, Decode, Sum, Divide, Enter, Leave, Cast, Add)
 
 def unsupported_reason(chain: Chain) -> str:
     """Return why a chain should be left to Inductor, or "" if its C++ exists and is faster."""
-    return impossible(chain) or _slower(chain)
+    return untranslatable_reason(chain) or _slower_reason(chain)
 
 
-def impossible(chain: Chain) -> str:
+def untranslatable_reason(chain: Chain) -> str:
     """Return why there is no C++ for a chain, or "" if there is."""
     return next(_unsupported_reasons(chain), "")
 
@@ -54,7 +54,7 @@ def _has_vectors() -> bool:
     return bool(cpu_vec_isa.pick_vec_isa())
 
 
-def _slower(chain: Chain) -> str:
+def _slower_reason(chain: Chain) -> str:
     """Return why a chain is faster in Inductor, or "".
 
     Packed codes are slower here than inline, unless a rotation is saved (benchmarks/codecs.py: int4
@@ -62,18 +62,18 @@ def _slower(chain: Chain) -> str:
     """
     for step in chain.steps:
         codec = getattr(step, "codec", None)
-        if isinstance(codec, BlockCodec) and codec.grid.bits < 8 and not _rotates(chain):
-            return f"codes of {codec.grid.bits} bits: the compiled inline form is quicker"
+        if isinstance(codec, BlockCodec) and codec.grid.bits < 8 and not _has_rotation(chain):
+            return f"codes of {codec.grid.bits} bits: the compiled inline form is faster"
     return ""
 
 
 def _unsupported_reasons(chain: Chain) -> Iterator[str]:
     if not chain.steps:
-        yield "a chain of no steps"
+        yield "a chain without steps"
     if not _has_vectors():
-        yield "Inductor finds no vector instructions here, and the C++ is made of them"
+        yield "the C++ needs vector instructions, and Inductor finds none on this machine"
     if _lossless(chain) is not None:
-        yield from _lossless_obstacles(chain)
+        yield from _lossless_reasons(chain)
         return
     for place, step in enumerate(chain.steps):
         if not isinstance(step, STEPS):
@@ -84,23 +84,23 @@ def _unsupported_reasons(chain: Chain) -> Iterator[str]:
             elif reason := blocks.unsupported_reason(step.codec):
                 yield reason
         if isinstance(step, Decode) and place:
-            yield "a wire is taken by the first step alone"
+            yield "only the first step can read a wire"
         if isinstance(step, Encode) and place < len(chain.steps) - 1:
-            yield "a wire is made by the last step alone"
+            yield "only the last step can write a wire"
         if isinstance(step, Sum):
             if place > 1 or (place == 1 and chain.decodes is None):
-                yield "rows are summed as they come, or as they are decoded"
+                yield "a sum is supported only as the first step, or after decode"
             if step.ranks > UNROLLED_RANKS:
-                yield f"the sum of {step.ranks} rows is torch.sum's, in an order of its own"
+                yield f"a sum of {step.ranks} rows: C++ sums up to {UNROLLED_RANKS} in rank order"
         if isinstance(step, (Sum, Enter, Leave)) and _dtypes(chain)[place] != torch.float32:
-            yield f"{type(step).__name__} of {_dtypes(chain)[place]}: C++ has that of float32 alone"
+            yield f"{type(step).__name__} of {_dtypes(chain)[place]}: C++ supports only float32"
         if isinstance(step, (Enter, Leave)) and getattr(step.domain.transform, "pivot", False):
             yield "there is no C++ for a pivot swap"
     for dtype in [*_dtypes(chain), *(s.dtype for s in chain.steps if isinstance(s, Decode))]:
         if dtype not in NAMES and dtype != torch.uint8:
             yield f"there is no C++ for {dtype}"
     if _unit(chain) > LARGEST_UNIT:
-        yield f"blocks that share no unit of {LARGEST_UNIT} values"
+        yield f"no unit of up to {LARGEST_UNIT} values holds whole blocks of all steps"
 
 
 def _lossless(chain: Chain) -> Encode | Decode | None:
@@ -116,21 +116,21 @@ def _lossless(chain: Chain) -> Encode | Decode | None:
     )
 
 
-def _lossless_obstacles(chain: Chain) -> Iterator[str]:
+def _lossless_reasons(chain: Chain) -> Iterator[str]:
     step = _lossless(chain)
     assert step is not None
     assert isinstance(step.codec, ExponentCodec)
-    dtype = step.dtype if isinstance(step, Decode) else chain.taken
+    dtype = step.dtype if isinstance(step, Decode) else chain.input_dtype
     others = [each for each in chain.steps if each is not step and each != Cast(dtype)]
     if others or (isinstance(step, Encode) and len(chain.steps) > 1):
-        yield "the C++ of exponents encodes or decodes, and nothing besides"
+        yield "the C++ of the exponent codec supports no other step"
     elif reason := exponents.unsupported_reason(step.codec, dtype):
         yield reason
 
 
 def _dtypes(chain: Chain) -> list[torch.dtype]:
     """Return the input dtype of each step, then the dtype of the last step's result."""
-    dtypes = [chain.taken]
+    dtypes = [chain.input_dtype]
     for step in chain.steps:
         if isinstance(step, Decode):
             dtypes.append(step.dtype if step.codec.lossless else torch.float32)
@@ -239,7 +239,7 @@ def _lossless_source(chain: Chain) -> str:
     assert step is not None
     assert isinstance(step.codec, ExponentCodec)
     if isinstance(step, Encode):
-        code = exponents.text(step.codec, chain.taken, "encode")
+        code = exponents.text(step.codec, chain.input_dtype, "encode")
     else:
         code = exponents.text(step.codec, step.dtype, "decode")
     return f"""{PRELUDE}{code}
@@ -265,8 +265,8 @@ def _first(chain: Chain) -> list[str]:
         if decode is not None:
             limit = number(torch.finfo(decode.dtype).max)
             return f"Step0::decode({at}, n, first, {limit}, {name});"
-        size = chain.taken.itemsize
-        return f"take<{NAMES[chain.taken]}, UNIT>({at} + first * {size}, {name}, count);"
+        size = chain.input_dtype.itemsize
+        return f"take<{NAMES[chain.input_dtype]}, UNIT>({at} + first * {size}, {name}, count);"
 
     if ranks == 1:
         return [filled("v", "0")]
@@ -274,21 +274,21 @@ def _first(chain: Chain) -> list[str]:
     return [filled("v", "0"), f"for (int rank = 1; rank < {ranks}; ++rank) {{ {rest} }}"]
 
 
-def exact(chain: Chain) -> bool:
+def is_exact(chain: Chain) -> bool:
     """Whether the C++ has the same bits as the aten form.
 
     A rotation and a mean of squares are summed in another order. Values then differ in their last
     bits, and a code occasionally by one.
     """
-    return not _rotates(chain) and not any(
+    return not _has_rotation(chain) and not any(
         isinstance(step, Encode)
         and isinstance(step.codec, BlockCodec)
-        and sums_up(step.codec.scale)
+        and uses_sums(step.codec.scale)
         for step in chain.steps
     )
 
 
-def _rotates(chain: Chain) -> bool:
+def _has_rotation(chain: Chain) -> bool:
     return any(
         isinstance(step, (Enter, Leave))
         or (

@@ -238,6 +238,6 @@ def _any(part: Absmax | Rms | Dual | Static) -> str:
     return ""
 
 
-def sums_up(part: Scale) -> bool:
+def uses_sums(part: Scale) -> bool:
     """Whether a scale is computed from a sum, whose order differs from the aten form."""
     return isinstance(part, (Rms, Dual))

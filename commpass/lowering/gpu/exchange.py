@@ -54,15 +54,15 @@ class Workspace:
     """The memory of one rank for exchanges of one kind.
 
     ``peers`` are the addresses, int64 ``[ranks]``, at which this rank accesses every rank's memory.
-    ``memory`` is its own, uint8 ``[total]``, initially zeros; ``held`` keeps the memory of the
-    others accessible. ``spins``, if not None, replaces ``exchange_kernel.SPINS``.
+    ``memory`` is its own, uint8 ``[total]``, initially zeros; ``peer_memory`` keeps the memory of
+    the others accessible. ``spins``, if not None, replaces ``exchange_kernel.SPINS``.
     """
 
     exchange: Exchange
     rank: int
     peers: Tensor
     memory: Tensor
-    held: Any = None
+    peer_memory: Any = None
     spins: int | None = None
 
     def missing(self) -> list[int]:
@@ -109,9 +109,9 @@ def run(workspace: Workspace, x: Tensor) -> Tensor:
             f"a workspace for {exchange.numel} values of {exchange.dtype} was called with"
             f" {x.numel()} of {x.dtype}"
         )
-    made = torch.empty_like(x, memory_format=torch.contiguous_format)
+    output = torch.empty_like(x, memory_format=torch.contiguous_format)
     generated = kernel(exchange)
-    tensors = {"peers": workspace.peers, "taken": x.contiguous(), "made": made}
+    tensors = {"peers": workspace.peers, "input": x.contiguous(), "output": output}
     given = tensors | numbers(exchange, rank)
     spins = {} if workspace.spins is None else {"SPINS": workspace.spins}
     load(generated.source)[(exchange.programs,)](
@@ -120,7 +120,7 @@ def run(workspace: Workspace, x: Tensor) -> Tensor:
         **({} if interpreting() else {"enable_fp_fusion": generated.fuses}),
         num_warps=generated.num_warps,
     )
-    return made
+    return output
 
 
 def numbers(exchange: Exchange, rank: int) -> dict[str, int]:
@@ -138,7 +138,7 @@ def numbers(exchange: Exchange, rank: int) -> dict[str, int]:
         "sums_at": memory.sums,
         "wire_bytes": exchange.wire_bytes,
     }
-    found |= offsets("made", codec, exchange.length, torch.float32)
+    found |= offsets("output", codec, exchange.length, torch.float32)
     if isinstance(codec.rounding, Stochastic):
         for name, hop in (("key", 0), ("sum_key", LAST)):
             found[name] = key_argument(codec.rounding, (rank, hop))
@@ -147,18 +147,18 @@ def numbers(exchange: Exchange, rank: int) -> dict[str, int]:
 
 # --- memory ---------------------------------------------------------------------------------------
 
-_held: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, Workspace]]
-_held = weakref.WeakKeyDictionary()
+_workspaces: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, Workspace]]
+_workspaces = weakref.WeakKeyDictionary()
 """Workspaces by group, with the same lifetime."""
 
 
 def workspace(exchange: Exchange, group: dist.ProcessGroup, device: torch.device) -> Workspace:
     """Return the workspace of a group for an exchange; the first call is collective and creates
     it."""
-    held = _held.setdefault(group, {})
-    if (exchange, device) not in held:
-        held[exchange, device] = _agreed_workspace(exchange, group, device)
-    return held[exchange, device]
+    workspaces = _workspaces.setdefault(group, {})
+    if (exchange, device) not in workspaces:
+        workspaces[exchange, device] = _agreed_workspace(exchange, group, device)
+    return workspaces[exchange, device]
 
 
 def _agreed_workspace(
@@ -171,15 +171,15 @@ def _agreed_workspace(
         f"{exchange.op} of {exchange.numel} values of {exchange.dtype} by {exchange.algorithm} with"
         f" {exchange.codec.spec} on cards with warps of {card.lanes}"
     )
-    everybody: list[Any] = [None] * exchange.ranks
-    dist.all_gather_object(everybody, (what, why, card), group)
-    for rank, (_, why, _) in enumerate(everybody):
+    requests: list[Any] = [None] * exchange.ranks
+    dist.all_gather_object(requests, (what, why, card), group)
+    for rank, (_, why, _) in enumerate(requests):
         if why:
             raise CommpassError(f"no kernel: rank {rank}: {why}")
-    for rank, (other, _, _) in enumerate(everybody):
+    for rank, (other, _, _) in enumerate(requests):
         if other != what:
             raise CommpassError(f"this rank makes the {what}, but rank {rank} the {other}")
-    cards = [card for *_, card in everybody]
+    cards = [card for *_, card in requests]
     shared = Counter(each.name for each in cards)
     room = min(each.processors * RESIDENT // shared[each.name] for each in cards)
     exchange = replace(exchange, lanes=card.lanes)

@@ -105,9 +105,9 @@ class Exchange:
     @property
     def block_codec(self) -> BlockCodec:
         """The codec of the wire, for values that are already in the domain."""
-        within = self.codec.domain_codec
-        assert isinstance(within, BlockCodec)
-        return within
+        inner = self.codec.domain_codec
+        assert isinstance(inner, BlockCodec)
+        return inner
 
 
 def _split(codec: BlockCodec) -> int:
@@ -176,21 +176,21 @@ def unsupported_reason(
             return f"{many:,} {what}: kernels count to 2^31"
     if processors is not None and exchange.programs > processors * RESIDENT:
         return (
-            f"{exchange.programs} programs on {processors} processors, which run {RESIDENT} each at"
-            " once for certain: one that has no room to start is waited for in vain"
+            f"{exchange.programs} programs on {processors} processors, which are sure to run"
+            f" {RESIDENT} each: all programs must run at once, since they wait for each other"
         )
     return ""
 
 
 def _chains(exchange: Exchange) -> list[Chain]:
     """The chains that a kernel runs before it signals and after it has waited."""
-    domain, within = exchange.codec.domain, exchange.codec.domain_codec
-    summed = (Decode(within, exchange.dtype), Sum(exchange.ranks))
+    domain, inner = exchange.codec.domain, exchange.codec.domain_codec
+    summed = (Decode(inner, exchange.dtype), Sum(exchange.ranks))
     leaves = (Leave(domain), Cast(exchange.dtype))
     return [
-        Chain(exchange.dtype, (Enter(domain), Encode(within))),
+        Chain(exchange.dtype, (Enter(domain), Encode(inner))),
         Chain(torch.uint8, (*summed, *leaves)),
-        Chain(torch.uint8, (*summed, Encode(within))),
+        Chain(torch.uint8, (*summed, Encode(inner))),
     ]
 
 
@@ -212,7 +212,7 @@ def kernel(exchange: Exchange) -> Kernel:
     ``(programs,)``."""
     writer = _writer(exchange)
     lines = [*_beginning(writer), *(_LINES[exchange.algorithm](writer)), *_end()]
-    pointers = {"peers": "*i64", "taken": writer.values, "made": writer.values}
+    pointers = {"peers": "*i64", "input": writer.values, "output": writer.values}
     signature = pointers | dict.fromkeys((*NUMBERS, *writer.places), "i32")
     constants = {
         **{"SIZE": writer.size, "PARTS": writer.split, "BLOCKS": exchange.blocks},
@@ -273,11 +273,11 @@ def _writer(exchange: Exchange) -> _Writer:
     encode = generate.Body(size, "")
     ends = generate.write_encode(codec, encode)
     encode.add("if tile == 0:", *(f"    filled({place}, {length})" for place, length in ends))
-    given = ["x", "made_stride", "row", "tile", "block", "inside", "here", "blocks"]
+    given = ["x", "output_stride", "row", "tile", "block", "inside", "block_mask", "blocks"]
     given += list(encode.signature)
     constants = ["FP8", "PARTS"]
     function = function_text("encoded", [*given, *map(constant, constants)], encode.lines)
-    called = [{"made_stride": "wire_bytes", "made": "wire"}.get(name, name) for name in given]
+    called = [{"output_stride": "wire_bytes", "output": "wire"}.get(name, name) for name in given]
     decode = generate.Body(size, "")
     decoded = generate.write_decode(codec, exchange.dtype, decode, "decoded")
     decoded_sum = generate.write_decode(codec, torch.float32, decode, "decoded_sum")
@@ -292,8 +292,8 @@ def _writer(exchange: Exchange) -> _Writer:
         _split(codec),
         (function, *functions),
         f"encoded({', '.join([*called, *constants])})",
-        decoded.replace("taken_", "made_"),  # a wire has one layout for reads and writes
-        decoded_sum.replace("taken_", "made_"),
+        decoded.replace("input_", "output_"),  # a wire has one layout for reads and writes
+        decoded_sum.replace("input_", "output_"),
         (*places, *keys, *sums),
     )
 
@@ -328,9 +328,9 @@ def _loop(writer: _Writer, lines: Sequence[str], shard: str = "") -> list[str]:
             [
                 "block = (tile * BLOCKS + tl.arange(0, BLOCKS))[:, None, None]",
                 f"place = {parts.place(writer.codec.layout, writer.size)}",
-                "here = block < blocks",
+                "block_mask = block < blocks",
                 f"at = {at}",
-                "there = (place < numel) & (at < count)",
+                "value_mask = (place < numel) & (at < count)",
                 *lines,
             ]
         ),
@@ -347,7 +347,7 @@ def _exchanged(phase: int) -> list[str]:
 
 
 def _loaded(writer: _Writer) -> list[str]:
-    load = "x = to_float32(tl.load(taken + at, mask=there, other=0.0))"
+    load = "x = to_float32(tl.load(input + at, mask=value_mask, other=0.0))"
     return [load, *writer.entered]
 
 
@@ -370,7 +370,7 @@ def _stored(writer: _Writer) -> list[str]:
     return [
         *writer.remaining,
         'x = tl.where(late == 0, x, float("nan"))',
-        f"{store}(made + at, x, there, CASTS)",
+        f"{store}(output + at, x, value_mask, CASTS)",
     ]
 
 

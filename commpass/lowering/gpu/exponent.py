@@ -48,9 +48,9 @@ TILING = Tiling()
 def unsupported_reason(numel: int, dtype: torch.dtype) -> str | None:
     """Return why there are no kernels for such a row, or None if there are."""
     if dtype not in FORMS:
-        return f"{dtype} travels as it is"
+        return f"{dtype} values are sent uncompressed"
     if numel < LINE:
-        return f"{numel} values travel as they are: {LINE} are coded together"
+        return f"{numel} values are sent uncompressed: {LINE} are coded together"
     if numel >= MOST:
         return f"a row of {numel} values has more than {MOST - 1}"
     return None

@@ -59,14 +59,14 @@ LARGEST_BLOCK = 4096
 UNROLLED = 4
 """Sums of up to this many ranks are unrolled, larger ones are loops: the unrolled code for eight
 ranks exceeds a multiprocessor's instruction cache."""
-CONSTANTS = ("SIZE", "PARTS", "BLOCKS", "CASTS", "FP8", "LOOKS")
+CONSTANTS = ("SIZE", "PARTS", "BLOCKS", "CASTS", "FP8", "CHECKS")
 """Compile-time arguments of kernels.
 
 - ``SIZE``: values of a block.
 - ``PARTS``: parts of a block, which is the number of values that share a byte.
 - ``BLOCKS``: blocks of a tile.
 - ``CASTS``, ``FP8``: whether the GPU's casts to 16 and to 8 bits give the required bits.
-- ``LOOKS``: whether sums check for values that must be clamped to the largest number. The usual
+- ``CHECKS``: whether sums check for values that must be clamped to the largest number. The usual
   cost is that without the check.
 """
 INSIDE = (
@@ -111,7 +111,10 @@ def unsupported_reason(chain: Chain, numel: int) -> str:
     counted["bytes of a wire"] = max(codec.wire_bytes(numel, torch.float32) for codec in codecs)
     if what := next((name for name, many in counted.items() if many >= MOST), ""):
         return f"{counted[what]:,} {what} in a row: kernels count to 2^31"
-    dtypes = {chain.taken, *(s.dtype for s in chain.steps if isinstance(s, (Cast, Add, Decode)))}
+    dtypes = {
+        chain.input_dtype,
+        *(s.dtype for s in chain.steps if isinstance(s, (Cast, Add, Decode))),
+    }
     if unknown := dtypes - {*TYPES, torch.uint8}:
         return f"{str(unknown.pop()).removeprefix('torch.')} values: kernels compute in float32"
     for step in chain.steps:
@@ -180,23 +183,23 @@ def kernel(chain: Chain, numel: int = 1 << 20) -> Generated:
     body.add("row = tl.program_id(1).to(tl.int64)")
     body.add("block = (tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS))[:, None, None]")
     body.add(*INSIDE)
-    body.add(f"place = {body.place}", "there = place < numel", "here = block < blocks")
+    body.add(f"place = {body.place}", "value_mask = place < numel", "block_mask = block < blocks")
     if chain.decodes is None:
-        body.add_argument("taken", TYPES[chain.taken])
-        body.add("x = tl.load(taken + row * taken_stride + place, mask=there, other=0.0)")
+        body.add_argument("input", TYPES[chain.input_dtype])
+        body.add("x = tl.load(input + row * input_stride + place, mask=value_mask, other=0.0)")
         body.add("x = to_float32(x)")
     else:
-        body.add_argument("taken", "*u8")
-    held = chain.taken if chain.decodes is None else torch.float32
+        body.add_argument("input", "*u8")
+    dtype = chain.input_dtype if chain.decodes is None else torch.float32
     for step in chain.steps:
         if isinstance(step, Encode) and chain.decodes and layout.blocks(numel) * size != numel:
-            body.add("x = tl.where(there, x, 0.0)")  # clear the padding of the last block
-        held = dtype_after(step, held)
+            body.add("x = tl.where(value_mask, x, 0.0)")  # clear the padding of the last block
+        dtype = dtype_after(step, dtype)
         _write(step, body, chain)
     if chain.encodes is None:
-        body.add_argument("made", TYPES[held])
-        body.add(f"{_stored(held)}(made + row * made_stride + place, x, there, CASTS)")
-    for name in ("taken_stride", "made_stride"):
+        body.add_argument("output", TYPES[dtype])
+        body.add(f"{_stored(dtype)}(output + row * output_stride + place, x, value_mask, CASTS)")
+    for name in ("input_stride", "output_stride"):
         body.add_argument(name, "i64")
     for name in ("numel", "blocks"):
         body.add_argument(name, "i32")
@@ -233,7 +236,7 @@ def _tile(chain: Chain) -> int:
 
 def _entry(name: str, body: Body) -> str:
     pointers = [each for each in body.signature if body.signature[each].startswith("*")]
-    order = sorted(pointers, key="made".__eq__)  # the output comes last of the pointers
+    order = sorted(pointers, key="output".__eq__)  # the output comes last of the pointers
     order += [each for each in body.signature if each not in pointers]
     body.signature = {each: body.signature[each] for each in order}
     functions = "".join(f"{text}\n\n@triton.jit\n" for text in body.functions)
@@ -277,26 +280,26 @@ def _encode(step: Encode, body: Body, chain: Chain) -> None:
 
 
 def write_encode(codec: BlockCodec, body: Body) -> list[tuple[str, str]]:
-    """Write ``x`` to the wire ``made``. Return its regions and their lengths, after which padding
+    """Write ``x`` to the wire ``output``. Return its regions and their lengths, after which padding
     must still be written."""
-    body.add_argument("made", "*u8")
+    body.add_argument("output", "*u8")
     if isinstance(codec.rounding, Stochastic):
         body.add_argument("key", "i32")
     body.add(*encode_lines(codec))
-    body.add("wire = made + row * made_stride")
+    body.add("wire = output + row * output_stride")
     for low, width, first, length in parts.packs(codec.grid.bits, body.size):
         row = body.size * codec.grid.bits // 8
         body.add(f"bytes = block * {row} + {first} + tl.arange(0, {length})[None, None, :]")
         codes = f"packed(codes, {low}, {width}).to(tl.uint8)"
-        body.add(f"tl.store(wire + bytes, {codes}, mask=here)")
+        body.add(f"tl.store(wire + bytes, {codes}, mask=block_mask)")
     ends = [("wire", f"blocks * {body.size * codec.grid.bits // 8}")]
-    for name, stored, at in _regions(codec, body, "made"):
+    for name, stored, at in _regions(codec, body, "output"):
         itemsize = {"fp32": 4, "bf16": 2, "pow2": 1}[stored]
-        body.add(f"store_{stored}(wire + {at} + block * {itemsize}, {name}, here)")
+        body.add(f"store_{stored}(wire + {at} + block * {itemsize}, {name}, block_mask)")
         ends.append((f"wire + {at}", f"blocks * {itemsize}"))
     if codec.transform.side:
-        at = body.add_argument("made_side_at", "i32")
-        body.add(f"tl.store(wire + {at} + block, side.to(tl.uint8), mask=here)")
+        at = body.add_argument("output_side_at", "i32")
+        body.add(f"tl.store(wire + {at} + block, side.to(tl.uint8), mask=block_mask)")
         ends.append((f"wire + {at}", "blocks"))
     return ends
 
@@ -308,29 +311,29 @@ def encode_lines(codec: BlockCodec) -> list[str]:
     if codec.offset:
         lines += [f"middle = nearest_{codec.offset.stored}(middle_of(x))", "x = x - middle"]
     if scale.numbers:
-        lines += ["peak = peak_of(x)", *parts.measured(scale, grid)]
+        lines += ["peak = peak_of(x)", *parts.measure(scale, grid)]
         last = f"number_{scale.numbers - 1}"
         if not grid.has_zero:
             lines.append(f"{last} = without_zero({last}, peak, {grid.largest!r})")
         for i in range(scale.numbers):
             lines.append(f"number_{i} = up_{scale.stored}(propagate_nonfinite(number_{i}, peak))")
-    lines += parts.units(scale, grid)
+    lines += parts.divide(scale, grid)
     lines.append(f"noise = {parts.noise(codec.rounding)}")
-    lines += parts.encoded(grid, parts.never_exceeds(scale))
-    return lines + parts.refitted(scale, grid)
+    lines += parts.encode(grid, parts.never_exceeds(scale))
+    return lines + parts.refit(scale, grid)
 
 
 @_write.register
 def _decode(step: Decode, body: Body, chain: Chain) -> None:
     """Write a separate function, called once for each rank whose row is summed."""
     codec = _block_codec(step.codec)
-    regions = list(_regions(codec, body, "taken"))
+    regions = list(_regions(codec, body, "input"))
     call = write_decode(codec, step.dtype, body, "decoded", cut="CUT")
     ranks = chain.ranks
     if not any(isinstance(each, Sum) for each in chain.steps):
-        body.add("wire = taken + row * taken_stride", f"x = {call.replace('CUT', 'True')}")
+        body.add("wire = input + row * input_stride", f"x = {call.replace('CUT', 'True')}")
         return
-    body.add(f"wire = taken + row * {ranks} * taken_stride")
+    body.add(f"wire = input + row * {ranks} * input_stride")
     if "CUT" not in call or not codec.scale.numbers:
         body.add(*_summed(call.replace("CUT", "True"), ranks))
         return
@@ -339,7 +342,7 @@ def _decode(step: Decode, body: Body, chain: Chain) -> None:
     product = " * ".join(name for name, _, _ in regions)
     loads = [f"    {name} = {_loaded(stored, at, ROW)}" for name, stored, at in regions]
     limit = torch.finfo(step.dtype).max / (2 * codec.grid.largest * codec.transform.sums)
-    body.add("far = False", "if LOOKS:", "    most = 0.0")
+    body.add("far = False", "if CHECKS:", "    most = 0.0")
     body.add(f"    for rank in range(0, {ranks}):", *indented(loads))
     body.add(f"        most = tl.maximum(most, most_of_all({product}))")
     # Whether a maximum ignores NaN differs between GPUs.
@@ -348,7 +351,7 @@ def _decode(step: Decode, body: Body, chain: Chain) -> None:
     body.add("else:", *indented(_summed(call.replace("CUT", "False"), ranks)))
 
 
-ROW = "(wire + rank * taken_stride)"
+ROW = "(wire + rank * input_stride)"
 """The wire of a rank. No pointer is carried through a loop: torch would consider its target written
 by the kernel, and copy it before each call."""
 
@@ -370,7 +373,7 @@ def _summed(call: str, ranks: int, unrolled: int = UNROLLED) -> list[str]:
 
 def _loaded(stored: str, at: str, wire: str = "wire") -> str:
     itemsize = {"fp32": 4, "bf16": 2, "pow2": 1}[stored]
-    return f"load_{stored}({wire} + {at} + block * {itemsize}, here)"
+    return f"load_{stored}({wire} + {at} + block * {itemsize}, block_mask)"
 
 
 def write_decode(
@@ -378,17 +381,17 @@ def write_decode(
 ) -> str:
     """Write a function from ``wire`` to ``x``, and return a call of it. ``cut`` is the argument
     that says whether values are clamped to the largest number of their dtype."""
-    regions = list(_regions(codec, body, "taken"))
-    given = ["wire", "block", "inside", "here", *(at for _, _, at in regions)]
+    regions = list(_regions(codec, body, "input"))
+    given = ["wire", "block", "inside", "block_mask", *(at for _, _, at in regions)]
     if codec.transform.side:
-        given.append(body.add_argument("taken_side_at", "i32"))
+        given.append(body.add_argument("input_side_at", "i32"))
     lines = decode_lines(codec, dtype, body.size, regions)
     constants = [n for n in ("FP8", "PARTS", "CUT") if any(n in line for line in lines)]
     header = ", ".join([*given, *(f"{each}: tl.constexpr" for each in constants)])
     text = textwrap.indent("\n".join(lines), "    ")
     body.functions.append(f"def {name}({header}):\n{text}\n    return x\n")
-    told = [cut if each == "CUT" else each for each in constants]
-    return f"{name}({', '.join([*given, *told])})"
+    values = [cut if each == "CUT" else each for each in constants]
+    return f"{name}({', '.join([*given, *values])})"
 
 
 def decode_lines(
@@ -398,7 +401,7 @@ def decode_lines(
     lines, bits, sums = [], codec.grid.bits, codec.transform.sums
     for low, width, first, length in parts.packs(bits, size):
         place = f"block * {size * bits // 8} + {first} + tl.arange(0, {length})[None, None, :]"
-        lines.append(f"raw = tl.load(wire + {place}, mask=here, other=0).to(tl.int32)")
+        lines.append(f"raw = tl.load(wire + {place}, mask=block_mask, other=0).to(tl.int32)")
         part = f"unpacked(raw, {width}, PARTS)"
         lines.append(f"codes = {part}" if low == 0 else f"codes |= {part} << {low}")
     for name, stored, at in regions:
@@ -407,12 +410,12 @@ def decode_lines(
         lines += [f"middle = middle * {1 / sums!r}"] if codec.offset else []
         lines += [f"part_0 = number_0 * {1 / sums!r}"] if codec.scale.numbers else []
     lines += [
-        f"x = {parts.decoded(codec.grid, 'codes')}",
-        *parts.multiplied(codec.scale, "part_0" if sums > 1 else "number_0"),
+        f"x = {parts.decode(codec.grid, 'codes')}",
+        *parts.multiply(codec.scale, "part_0" if sums > 1 else "number_0"),
     ]
     lines += ["x = x + middle"] if codec.offset else []
     if codec.transform.side:
-        lines.append("side = tl.load(wire + taken_side_at + block, mask=here, other=0)")
+        lines.append("side = tl.load(wire + input_side_at + block, mask=block_mask, other=0)")
         lines.append("side = side.to(tl.int32)")
     lines += parts.inverse(codec.transform, float(sums))
     return [*lines, *_clamped(codec, torch.finfo(dtype).max)]
@@ -470,8 +473,8 @@ def _cast(step: Cast, body: Body, chain: Chain) -> None:
 @_write.register
 def _add(step: Add, body: Body, chain: Chain) -> None:
     name = body.add_argument(f"added_{next(body.numbers)}", TYPES[step.dtype])
-    place = f"{name} + row * made_stride + place"
-    body.add(f"x = x + to_float32(tl.load({place}, mask=there, other=0.0))")
+    place = f"{name} + row * output_stride + place"
+    body.add(f"x = x + to_float32(tl.load({place}, mask=value_mask, other=0.0))")
     if step is not chain.steps[-1]:
         body.add(f"x = through_{_short(step.dtype)}(x, CASTS)")
 

@@ -24,9 +24,9 @@ def caller(chain: Chain, numel: int) -> Callable[[Sequence[Tensor]], Tensor]:
     generated = kernel(chain, numel)
 
     def call(*inputs: Tensor) -> Tensor:
-        made = launch.empty(generated, inputs[0].shape[0] // chain.ranks, numel, inputs[0].device)
-        launch.launch(generated, inputs, made, numel, graph=True)
-        return made
+        output = launch.empty(generated, inputs[0].shape[0] // chain.ranks, numel, inputs[0].device)
+        launch.launch(generated, inputs, output, numel, graph=True)
+        return output
 
     return torch.func.functionalize(call)
 
@@ -34,7 +34,7 @@ def caller(chain: Chain, numel: int) -> Callable[[Sequence[Tensor]], Tensor]:
 def exponent_caller(node: fx.Node) -> Callable[..., Tensor] | None:
     """Return a function that encodes or decodes losslessly, for a coded operator of fixed sizes;
     None for others."""
-    codec = operators.named(str(node.args[1]))
+    codec = operators.lookup(str(node.args[1]))
     value = node.meta["val"]
     if not isinstance(codec, ExponentCodec) or not isinstance(value, Tensor):
         return None
@@ -53,13 +53,13 @@ def exponent_caller(node: fx.Node) -> Callable[..., Tensor] | None:
     return torch.func.functionalize(call)
 
 
-def product_obstacle(a: Tensor, b: Tensor, bias: Tensor | None, product: Product) -> str:
+def unsupported_product_reason(a: Tensor, b: Tensor, bias: Tensor | None, product: Product) -> str:
     """Return why no kernel can encode the result of a matmul, or "" if one can."""
-    made = matmul_launch.matmul_of(a, b, bias, product.activation)
-    if made is None:
-        return "an operand lies neither by rows nor by columns"
+    matmul = matmul_launch.matmul_of(a, b, bias, product.activation)
+    if matmul is None:
+        return "an operand is stored neither by rows nor by columns"
     problem = Problem(int(a.shape[0]), int(b.shape[1]), int(a.shape[1]), product.rows)
-    return unsupported_reason(product.codec, made, problem, arch=matmul_launch.arch_of(a.device))
+    return unsupported_reason(product.codec, matmul, problem, arch=matmul_launch.arch_of(a.device))
 
 
 def product_caller(product: Product, biased: bool) -> Callable[..., Tensor]:

@@ -14,7 +14,7 @@ from commpass.codecs.block.codec import BlockCodec
 from commpass.codecs.block.noise import Stochastic, key_of
 from commpass.codecs.rows import aligned
 from commpass.errors import CommpassError
-from commpass.lowering.chain import Chain, encoded_dtype, made_dtype
+from commpass.lowering.chain import Chain, encoded_dtype, output_dtype
 from commpass.lowering.gpu.generate import Generated, kernel, unsupported_reason
 from commpass.lowering.gpu.source import load
 
@@ -34,15 +34,15 @@ def run(chain: Chain, inputs: Tensor, numel: int, *constants: Tensor) -> Tensor:
         raise CommpassError(f"no kernel: {why}")
     generated = kernel(chain, numel)
     rows = inputs.shape[0] // chain.ranks
-    made = empty(generated, rows, numel, inputs.device)
-    launch(generated, [inputs, *constants], made, numel)
-    return made
+    output = empty(generated, rows, numel, inputs.device)
+    launch(generated, [inputs, *constants], output, numel)
+    return output
 
 
 def empty(generated: Generated, rows: int, numel: int, device: torch.device) -> Tensor:
     """Return an output buffer of a kernel for ``rows`` rows."""
     chain = generated.chain
-    width, dtype = numel, made_dtype(chain)
+    width, dtype = numel, output_dtype(chain)
     if chain.encodes is not None:
         width = chain.encodes.codec.wire_bytes(numel, encoded_dtype(chain))
     return torch.empty((rows, width), dtype=dtype, device=device)
@@ -78,21 +78,21 @@ def grid(generated: Generated, numel: int, rows: int) -> tuple[int, int]:
 
 
 def scalars(
-    generated: Generated, numel: int, taken_stride: int, made_stride: int
+    generated: Generated, numel: int, input_stride: int, output_stride: int
 ) -> dict[str, int]:
     """Return the integer arguments of a kernel by name."""
     chain = generated.chain
     found = {
-        "taken_stride": taken_stride,
-        "made_stride": made_stride,
+        "input_stride": input_stride,
+        "output_stride": output_stride,
         "numel": numel,
         "blocks": _codec(generated).layout.blocks(numel),
     }
     if chain.decodes is not None:
-        found |= offsets("taken", chain.decodes.codec, numel, chain.decodes.dtype)
+        found |= offsets("input", chain.decodes.codec, numel, chain.decodes.dtype)
     if chain.encodes is not None:
         codec = chain.encodes.codec
-        found |= offsets("made", codec, numel, encoded_dtype(chain))
+        found |= offsets("output", codec, numel, encoded_dtype(chain))
         if isinstance(codec, BlockCodec) and isinstance(codec.rounding, Stochastic):
             found["key"] = key_argument(codec.rounding, codec.salt)
     return {name: found[name] for name in generated.signature if name in found}

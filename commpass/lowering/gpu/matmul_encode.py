@@ -104,7 +104,7 @@ def kernel(codec: BlockCodec, matmul: Matmul, by: Configuration) -> Kernel:
         body.add_argument(name, "i32")
     epilogue = _within_loop(_epilogue_lines, body, matmul)
     stores = _within_loop(_encode_lines, body, codec)
-    body.add_argument("made_stride", "i64")
+    body.add_argument("output_stride", "i64")
     loop = [
         *_place_lines(),
         *_product_lines(matmul, by),
@@ -214,7 +214,7 @@ def _encode_lines(body: generate.Body, codec: BlockCodec) -> None:
         "down = line + line_of(each // ALONG, cut, SLICES)",
         "beside = column // SIZE + each % ALONG",
         "across = columns // SIZE",
-        "here = (down < rows) & (beside < across)",
+        "block_mask = (down < rows) & (beside < across)",
         "block = down * across + beside",
     )
     body.add("blocks = rows * across")

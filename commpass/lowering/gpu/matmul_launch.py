@@ -27,7 +27,7 @@ from commpass.lowering.gpu.source import load
 class Call:
     """One call of a kernel: integers and compile-time constants by name, and the number of tiles.
 
-    Tensors are also passed by name: ``a``, ``b``, ``made`` and, if the kernel has one, ``bias``.
+    Tensors are also passed by name: ``a``, ``b``, ``output`` and, if the kernel has one, ``bias``.
     """
 
     kernel: Kernel
@@ -53,7 +53,7 @@ def call(
     ``steps`` are the numbers of values from one line of ``a``, and of ``b``, to the next; ``casts``
     is as ``launch.casts`` returns it.
     """
-    made = kernel(codec, matmul, by)
+    generated = kernel(codec, matmul, by)
     numel = problem.rows * problem.n
     numbers = {
         "rows": problem.rows,
@@ -62,8 +62,8 @@ def call(
         "ranks": problem.ranks,
         "a_step": steps[0],
         "b_step": steps[1],
-        "made_stride": codec.wire_bytes(numel, torch.float32),
-        **offsets("made", codec, numel, torch.float32),
+        "output_stride": codec.wire_bytes(numel, torch.float32),
+        **offsets("output", codec, numel, torch.float32),
     }
     if isinstance(codec.rounding, Stochastic):
         numbers["key"] = key_argument(codec.rounding, codec.salt)
@@ -79,9 +79,9 @@ def call(
         **casts,
     }
     return Call(
-        made,
-        {name: numbers[name] for name in made.signature if name in numbers},
-        {name: constants[name] for name in made.constants},
+        generated,
+        {name: numbers[name] for name in generated.signature if name in numbers},
+        {name: constants[name] for name in generated.constants},
         by,
         problem.tiles(by) * problem.ranks,
     )
@@ -139,7 +139,7 @@ def run(
     """
     matmul = matmul_of(a, b, bias, activation)
     if matmul is None:
-        raise CommpassError("no kernel: an operand lies neither by rows nor by columns")
+        raise CommpassError("no kernel: an operand is stored neither by rows nor by columns")
     problem = Problem(a.shape[0], b.shape[1], a.shape[1], ranks)
     arch = "sm_90" if interpreting() else arch_of(a.device)
     if why := unsupported_reason(codec, matmul, problem, arch=arch):
@@ -147,21 +147,21 @@ def run(
     width = codec.wire_bytes(problem.rows * problem.n, torch.float32)
     wire = a.new_empty((ranks, width), dtype=torch.uint8)
     by = for_alignment(by or configuration(codec, problem, arch), a, b)
-    made = call(codec, matmul, problem, by, (step_of(a), step_of(b)), casts(a.device))
-    given: dict[str, Any] = {"a": a, "b": b, "bias": bias, "made": wire} | made.numbers
-    arguments = [given[name] for name in made.kernel.signature]
-    function, grid = load(made.kernel.source), made.grid(_processors(a.device))
+    prepared = call(codec, matmul, problem, by, (step_of(a), step_of(b)), casts(a.device))
+    given: dict[str, Any] = {"a": a, "b": b, "bias": bias, "output": wire} | prepared.numbers
+    arguments = [given[name] for name in prepared.kernel.signature]
+    function, grid = load(prepared.kernel.source), prepared.grid(_processors(a.device))
     compiled = {"num_warps": by.num_warps, "num_stages": by.num_stages}
     if graph:
-        wrap_triton(function)[grid](*arguments, **made.constants, **compiled)
+        wrap_triton(function)[grid](*arguments, **prepared.constants, **compiled)
         return wire
     if not interpreting():
-        compiled["enable_fp_fusion"] = made.kernel.fuses
+        compiled["enable_fp_fusion"] = prepared.kernel.fuses
 
     def launch() -> None:
         if by.descriptors:
             triton.set_allocator(_scratch)
-        function[grid](*arguments, **made.constants, **compiled)
+        function[grid](*arguments, **prepared.constants, **compiled)
 
     # The allocator is set only for this call, since other users of Triton have their own.
     contextvars.copy_context().run(launch)

@@ -82,12 +82,12 @@ def inverse(transform: Transform, times: float) -> Lines:
 
 
 @forward.register
-def _stays(transform: NoTransform) -> Lines:
+def _identity(transform: NoTransform) -> Lines:
     return []
 
 
 @inverse.register
-def _stayed(transform: NoTransform, times: float) -> Lines:
+def _identity_inverse(transform: NoTransform, times: float) -> Lines:
     return [f"x = x * {times!r}"] if times != 1 else []
 
 
@@ -119,27 +119,27 @@ def _scale(transform: Hadamard, number: float) -> str:
 
 
 @by_type
-def measured(scale: Scale, grid: Grid) -> Lines:
+def measure(scale: Scale, grid: Grid) -> Lines:
     """Return lines that compute ``number_i``, before rounding, from ``x`` and its ``peak``."""
     raise NotImplementedError(scale)
 
 
-@measured.register
+@measure.register
 def _absmax(scale: Absmax, grid: Grid) -> Lines:
     return [f"number_0 = absmax(peak, {grid.largest!r})"]
 
 
-@measured.register
+@measure.register
 def _rms(scale: Rms, grid: Grid) -> Lines:
     return [f"number_0 = rms(x, peak, {grid.sigma!r})"]
 
 
-@measured.register
+@measure.register
 def _first(scale: LeastSquares, grid: Grid) -> Lines:
-    return measured(start_of(scale, grid), grid)
+    return measure(start_of(scale, grid), grid)
 
 
-@measured.register
+@measure.register
 def _dual(scale: Dual, grid: Grid) -> Lines:
     return [
         "number_0 = dual_sigma(x, peak)",
@@ -147,58 +147,58 @@ def _dual(scale: Dual, grid: Grid) -> Lines:
     ]
 
 
-@measured.register
+@measure.register
 def _static(scale: Static, grid: Grid) -> Lines:
     return []
 
 
 @by_type
-def units(scale: Scale, grid: Grid) -> Lines:
+def divide(scale: Scale, grid: Grid) -> Lines:
     """Return lines that compute ``z``, which is ``x`` in units of the grid."""
     raise NotImplementedError(scale)
 
 
-@units.register
+@divide.register
 def _by_numbers(scale: Absmax | Rms | LeastSquares | Dual, grid: Grid) -> Lines:
     function = "in_units" if grid.has_zero else "in_units_of_some"
-    taken = ["x", *["z"] * (scale.numbers - 1)]
-    return [f"z = {function}({name}, number_{i})" for i, name in enumerate(taken)]
+    operands = ["x", *["z"] * (scale.numbers - 1)]
+    return [f"z = {function}({name}, number_{i})" for i, name in enumerate(operands)]
 
 
-@units.register
+@divide.register
 def _by_value(scale: Static, grid: Grid) -> Lines:
     return [f"z = in_units_static(x, {scale.value!r}, {2 * grid.largest!r})"]
 
 
 @by_type
-def refitted(scale: Scale, grid: Grid) -> Lines:
+def refit(scale: Scale, grid: Grid) -> Lines:
     """Return lines that update ``number_0`` once ``codes`` are known."""
     raise NotImplementedError(scale)
 
 
-@refitted.register
-def _as_they_are(scale: Absmax | Rms | Dual | Static, grid: Grid) -> Lines:
+@refit.register
+def _unchanged(scale: Absmax | Rms | Dual | Static, grid: Grid) -> Lines:
     return []
 
 
-@refitted.register
+@refit.register
 def _least_squares(scale: LeastSquares, grid: Grid) -> Lines:
-    back = f"least_squares(x, {decoded(grid, 'codes')}, number_0)"
+    back = f"least_squares(x, {decode(grid, 'codes')}, number_0)"
     return [f"number_0 = nearest_{scale.stored}({back})"]
 
 
 @by_type
-def multiplied(scale: Scale, first: str) -> Lines:
+def multiply(scale: Scale, first: str) -> Lines:
     """Return lines from ``x`` in grid units to values; ``first`` is the name of the first scale."""
     raise NotImplementedError(scale)
 
 
-@multiplied.register
+@multiply.register
 def _numbers_again(scale: Absmax | Rms | LeastSquares | Dual, first: str) -> Lines:
     return [f"x = x * number_{i}" for i in range(scale.numbers - 1, 0, -1)] + [f"x = x * {first}"]
 
 
-@multiplied.register
+@multiply.register
 def _value_again(scale: Static, first: str) -> Lines:
     return [f"x = x * {scale.value!r}"]
 
@@ -213,57 +213,57 @@ def never_exceeds(scale: Scale) -> bool:
 
 
 @by_type
-def encoded(grid: Grid, in_range: bool) -> Lines:
+def encode(grid: Grid, in_range: bool) -> Lines:
     """Return lines that compute ``codes`` from ``z`` and ``noise``."""
     raise NotImplementedError(grid)
 
 
 @by_type
-def decoded(grid: Grid, codes: str) -> str:
+def decode(grid: Grid, codes: str) -> str:
     """Return an expression that decodes codes to numbers in grid units."""
     raise NotImplementedError(grid)
 
 
-@encoded.register
+@encode.register
 def _encode_int(grid: IntGrid, in_range: bool) -> Lines:
     lines = [f"codes = encode_int(z, noise, {grid.bits}, {not in_range}, {grid.marks})"]
     return [*lines, "codes = marked(codes, z)"] if grid.marks else lines
 
 
-@decoded.register
+@decode.register
 def _decode_int(grid: IntGrid, codes: str) -> str:
     return f"decode_int({codes}, {grid.bits}, {grid.marks})"
 
 
-@encoded.register
+@encode.register
 def _encode_level(grid: LevelGrid, in_range: bool) -> Lines:
     return [f"codes = encode_level(z, noise, {grid.bits}, {grid.largest!r})"]
 
 
-@decoded.register
+@decode.register
 def _decode_level(grid: LevelGrid, codes: str) -> str:
     return f"decode_level({codes}, {grid.largest!r})"
 
 
-@encoded.register
+@encode.register
 def _encode_fp8(grid: Fp8Grid, in_range: bool) -> Lines:
     return [f"codes = encode_{grid.form}(z, {grid.largest!r}, {grid.marks}, FP8)"]
 
 
-@decoded.register
+@decode.register
 def _decode_fp8(grid: Fp8Grid, codes: str) -> str:
     hardware = ", FP8" if grid.form == "e4m3" else ""
     return f"decode_{grid.form}({codes}{hardware})"
 
 
-@encoded.register
+@encode.register
 def _encode_companded(grid: CompandedGrid, in_range: bool) -> Lines:
     cells = 2 ** (grid.bits - 1)
     gain, k = companding_of(grid)
     return [f"codes = encode_companded(z, {gain!r}, {k!r}, {cells})"]
 
 
-@decoded.register
+@decode.register
 def _decode_companded(grid: CompandedGrid, codes: str) -> str:
     cells = 2 ** (grid.bits - 1)
     power = (LARGEST / cells).hex().partition("p")[2]
@@ -271,13 +271,13 @@ def _decode_companded(grid: CompandedGrid, codes: str) -> str:
     return f"decode_companded({codes}, {int(power)}, {1 + grid.k!r}, {k!r}, {cells})"
 
 
-@encoded.register
+@encode.register
 def _encode_table(grid: TableGrid, in_range: bool) -> Lines:
     edges = [(low + high) / 2 for low, high in pairwise(grid.levels)]
     return [f"codes = encode_table(z, {_tuple(edges)}, {grid.bits})"]
 
 
-@decoded.register
+@decode.register
 def _decode_table(grid: TableGrid, codes: str) -> str:
     gaps = [high - low for low, high in pairwise(grid.levels)]
     return f"decode_table({codes}, {grid.levels[0]!r}, {_tuple(gaps)}, {grid.bits})"
@@ -322,7 +322,7 @@ def packs(bits: int, size: int) -> Sequence[tuple[int, int, int, int]]:
 
 
 PARTS: tuple[Any, ...] = (
-    *(place, forward, inverse, measured, units, refitted, multiplied),
-    *(encoded, decoded, noise),
+    *(place, forward, inverse, measure, divide, refit, multiply),
+    *(encode, decode, noise),
 )
 """The functions that must be registered for every part of their kind."""

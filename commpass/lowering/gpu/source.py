@@ -72,14 +72,14 @@ def of_text(entry: str, text: str, known: Mapping[str, Any]) -> Source:
 
 def function_text(name: str, arguments: Sequence[str], lines: Sequence[str]) -> str:
     """Return the text of a function; its head is broken between arguments alone."""
-    held = "\N{NO-BREAK SPACE}"
+    joiner = "\N{NO-BREAK SPACE}"
     head = textwrap.fill(
-        ", ".join(each.replace(" ", held) for each in arguments),
+        ", ".join(each.replace(" ", joiner) for each in arguments),
         96,
         initial_indent="    ",
         subsequent_indent="    ",
         break_long_words=False,
-    ).replace(held, " ")
+    ).replace(joiner, " ")
     body = textwrap.indent("\n".join(lines), "    ")
     return f"def {name}(\n{head},\n):\n{body}\n"
 

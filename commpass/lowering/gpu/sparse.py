@@ -23,7 +23,7 @@ from commpass.codecs.sparse.indices import Bitmap, Blocks16, EliasFano, IndexCod
 from commpass.codecs.sparse.segments import SegmentedCodec
 from commpass.codecs.sparse.select import Threshold, bounds, select
 from commpass.lowering.gpu.call import Arguments, Call, call_of, launch
-from commpass.lowering.gpu.sparse_measure import FORMS, WHOLE, seen
+from commpass.lowering.gpu.sparse_measure import FORMS, WHOLE, statistics_of
 from commpass.lowering.gpu.tiles import sparse as tiles
 from commpass.lowering.gpu.tiles import sparse_indices, sparse_sum
 
@@ -229,7 +229,9 @@ def bounds_of(
 ) -> tuple[Tensor, Tensor]:
     """Return the arguments of ``sparse_select`` for each row: int32 ``[rows, 3]`` and
     ``[rows]``."""
-    found = bounds(codec.selector, seen(x, residual, sizes.part, sizes.laps), codec.density)
+    found = bounds(
+        codec.selector, statistics_of(x, residual, sizes.part, sizes.laps), codec.density
+    )
     row_bounds = torch.cat([found.low, found.high, found.room.to(torch.int32)], dim=1)
     return row_bounds, found.lost.to(torch.int32)
 

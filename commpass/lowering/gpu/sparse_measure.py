@@ -1,5 +1,5 @@
 """Statistics of rows ``x + residual`` by kernels: equal to those of
-``codecs.sparse.measure.Measured``, without writing the rows to memory."""
+``codecs.sparse.measure.AtenStatistics``, without writing the rows to memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WHOLE = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32:
 
 
 @dataclass(frozen=True)
-class Seen:
+class KernelStatistics:
     """``Statistics`` of ``x`` in bf16, fp16 or fp32 plus a float32 residual, both ``[rows, n]``. A
     program processes ``tiles`` blocks of ``block`` entries."""
 
@@ -36,7 +36,7 @@ class Seen:
     def peak(self) -> Tensor:
         return self.extremes[0].unsqueeze(-1)
 
-    def outside(self) -> Tensor:
+    def nonfinite(self) -> Tensor:
         return self.extremes[1].unsqueeze(-1).to(torch.int64)
 
     def at(self, places: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class Seen:
         found = self.x.new_zeros((self.x.shape[0], 2), dtype=torch.int64)
         launch(self.moments_call(peak, found))
         signed, squares = found.double().split(1, dim=1)
-        return signed / 2.0**24, squares / 2.0**32, self.entries - self.outside()
+        return signed / 2.0**24, squares / 2.0**32, self.entries - self.nonfinite()
 
     def above(self, peak: Tensor, threshold: Tensor | None) -> tuple[Tensor, Tensor]:
         found = self.x.new_zeros((self.x.shape[0], 2), dtype=torch.int64)
@@ -98,12 +98,14 @@ class Seen:
         return call_of(entry, known | arguments, rows * parts)
 
 
-def seen(x: Tensor, residual: Tensor, block: int = 2048, tiles: int = 8) -> Seen:
+def statistics_of(
+    x: Tensor, residual: Tensor, block: int = 2048, tiles: int = 8
+) -> KernelStatistics:
     """Return the statistics of rows; their extremes are measured immediately."""
     extremes = x.new_zeros((2, x.shape[0]), dtype=torch.int32)
-    made = Seen(x, residual, extremes, block, tiles)
-    launch(made.peak_call())
-    return made
+    statistics = KernelStatistics(x, residual, extremes, block, tiles)
+    launch(statistics.peak_call())
+    return statistics
 
 
 def _rounded_up(peak: Tensor, threshold: Tensor | None) -> Tensor:

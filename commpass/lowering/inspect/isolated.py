@@ -25,7 +25,7 @@ def of_exponent(
     if why := exponent.unsupported_reason(numel, dtype):
         raise KernelError(f"no kernel: {codec.spec}: {why}")
     if name not in ("encode", "decode"):
-        raise KernelError(f"no kernel: {codec.spec}: it has encode and decode alone")
+        raise KernelError(f"no kernel: {codec.spec}: it has only encode and decode")
     if name == "encode":
         return _kernels(name, lambda: exponent.encode_rows(codec, _fake(dtype, 1, numel)))
     wire = _fake(torch.uint8, 1, codec.wire_bytes(numel, dtype))
@@ -39,7 +39,7 @@ def of_sparse(
     if why := sparse.unsupported_reason(codec, numel, dtype):
         raise KernelError(f"no kernel: {codec.spec}: {why}")
     if name == "decode_sum_encode":
-        raise KernelError(f"no kernel: {codec.spec}: sums are not made sparse again in one kernel")
+        raise KernelError(f"no kernel: {codec.spec}: no kernel encodes a sum of sparse rows")
     sizes = sparse.Sizes(warp=ARCHITECTURES[arch].warp)
     if name == "encode":
         x, residual = _fake(dtype, 1, numel), _fake(torch.float32, 1, numel)

@@ -22,7 +22,7 @@ from commpass.lowering.chain import (
     Step,
     Sum,
     encoded_dtype,
-    made_dtype,
+    output_dtype,
 )
 from commpass.lowering.fused import role_of
 from commpass.lowering.gpu import generate, launch
@@ -85,37 +85,37 @@ def of_chain(chain: Chain, arch: str, numel: int = NUMEL, name: str = "") -> Low
     """Return the kernel of a chain for rows of ``numel`` values."""
     if why := generate.unsupported_reason(chain, numel):
         raise KernelError(f"no kernel: {why}")
-    made = generate.kernel(chain, numel)
-    taken, written = row_bytes(chain, numel)
-    stride = taken if chain.decodes else numel
-    numbers = launch.scalars(made, numel, stride, written if chain.encodes else numel)
+    generated = generate.kernel(chain, numel)
+    read, written = row_bytes(chain, numel)
+    stride = read if chain.decodes else numel
+    numbers = launch.scalars(generated, numel, stride, written if chain.encodes else numel)
     added = sum(step.dtype.itemsize for step in chain.steps if isinstance(step, Add))
-    programs, _ = launch.grid(made, numel, 1)
+    programs, _ = launch.grid(generated, numel, 1)
     loops = [chain.ranks - 1.0] if chain.ranks > generate.UNROLLED else []
     return Lowerable(
-        name=name or made.source.entry,
-        source=made.source,
-        signature=made.signature,
-        constants=made.constants | casts(arch),
+        name=name or generated.source.entry,
+        source=generated.source,
+        signature=generated.signature,
+        constants=generated.constants | casts(arch),
         # Triton sees these divisors when it is called with these sizes.
         hints={key: 16 for key, number in numbers.items() if number % 16 == 0},
-        num_warps=made.num_warps,
-        fuses=made.fuses,
-        moved=(chain.ranks * taken + written + added * numel) / programs,
+        num_warps=generated.num_warps,
+        fuses=generated.fuses,
+        moved=(chain.ranks * read + written + added * numel) / programs,
         trips=tuple(loops),
     )
 
 
 def row_bytes(chain: Chain, numel: int) -> tuple[int, int]:
     """Return the bytes of one row that a chain reads, and of one that it writes."""
-    taken = made = 0
+    read = written = 0
     if chain.decodes is not None:
-        taken = chain.decodes.codec.wire_bytes(numel, chain.decodes.dtype)
+        read = chain.decodes.codec.wire_bytes(numel, chain.decodes.dtype)
     if chain.encodes is not None:
-        made = chain.encodes.codec.wire_bytes(numel, encoded_dtype(chain))
+        written = chain.encodes.codec.wire_bytes(numel, encoded_dtype(chain))
     return (
-        taken or numel * chain.taken.itemsize,
-        made or numel * made_dtype(chain).itemsize,
+        read or numel * chain.input_dtype.itemsize,
+        written or numel * output_dtype(chain).itemsize,
     )
 
 
@@ -200,8 +200,8 @@ def _place(
         several = rows if "sum" in roles else 1 if roles[-1] == "encode" else ranks
         return Place(Chain(torch.uint8, tuple(steps)), run[0].values // several, 1)
     summed = any(stage.role == "sum" for stage in stages[: stages.index(run[0])])
-    taken = accumulation_dtype(dtype) if summed else dtype
-    return Place(Chain(taken, tuple(steps)), _row(run[-1], stages), 1)
+    input_dtype = accumulation_dtype(dtype) if summed else dtype
+    return Place(Chain(input_dtype, tuple(steps)), _row(run[-1], stages), 1)
 
 
 def _row(stage: Stage, stages: Sequence[Stage]) -> int:

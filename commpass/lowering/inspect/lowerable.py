@@ -67,8 +67,8 @@ def lowered(kernel: Lowerable, arch: str) -> Lowered:
     if not ARCHITECTURES[arch].counted:
         return Lowered(kernel, found, None, ())
     # Count the usual instructions, without the path for values that must be clamped, which is rare.
-    looks = kernel.constants.get("LOOKS")
-    usual = _compiled(kernel, {**kernel.constants, "LOOKS": False}, arch) if looks else found
+    checks = kernel.constants.get("CHECKS")
+    usual = _compiled(kernel, {**kernel.constants, "CHECKS": False}, arch) if checks else found
     counts = counted(usual.code, kernel.trips[: len(usual.code.loops)])
     if kernel.moved is None:
         return Lowered(kernel, found, counts, ())

@@ -27,21 +27,21 @@ def of_matmul(codec: Codec, dtype: torch.dtype, ranks: int, arch: str) -> Lowera
         raise KernelError(f"no kernel: {why}")
     assert isinstance(codec, BlockCodec)
     by = configuration(codec, problem, arch)
-    made = call(codec, matmul, problem, by, (EDGE, EDGE), casts(arch))
+    prepared = call(codec, matmul, problem, by, (EDGE, EDGE), casts(arch))
     operands = 2 * EDGE * EDGE * dtype.itemsize
     wire = ranks * codec.wire_bytes(problem.rows * EDGE, torch.float32)
     steps = float(math.ceil(EDGE / by.block_k))
     return Lowerable(
         name="matmul_encode",
-        source=made.kernel.source,
-        signature=made.kernel.signature,
-        constants=made.constants,
-        hints={name: 16 for name, number in made.numbers.items() if number % 16 == 0},
+        source=prepared.kernel.source,
+        signature=prepared.kernel.signature,
+        constants=prepared.constants,
+        hints={name: 16 for name, number in prepared.numbers.items() if number % 16 == 0},
         num_warps=by.num_warps,
         num_stages=by.num_stages,
-        fuses=made.kernel.fuses,
-        moved=(operands + wire) / made.tiles,
-        flops=2.0 * EDGE**3 / made.tiles,
+        fuses=prepared.kernel.fuses,
+        moved=(operands + wire) / prepared.tiles,
+        flops=2.0 * EDGE**3 / prepared.tiles,
         # If two loops are flattened to one, the end of a tile is a branch.
         trips=((steps, 1.0),) if by.flatten else (1.0, steps),
         of="tensor",

@@ -227,9 +227,9 @@ def parsed(text: str) -> Sass:
             routines.setdefault(current, []).append(one)
     if not routines:
         raise KernelError("no instructions in what was disassembled")
-    made = {name: _routine(some, labels) for name, some in routines.items()}
-    kernel, *_ = made
-    return Sass(made.pop(kernel), made)
+    by_name = {name: _routine(some, labels) for name, some in routines.items()}
+    kernel, *_ = by_name
+    return Sass(by_name.pop(kernel), by_name)
 
 
 def counted(sass: Sass, trips: Sequence[Trips] = ()) -> Counts:

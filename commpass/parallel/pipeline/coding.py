@@ -33,7 +33,7 @@ class Coding:
 
     ``salt`` is that of the encoding rank (see ``Codec.salted``). ``compiled`` uses kernels that all
     equal codings share; otherwise the codec runs operator by operator. The bits are the same,
-    except for rotations in C++ (``lowering.cpu.exact``).
+    except for rotations in C++ (``lowering.cpu.is_exact``).
     """
 
     codec: Codec

@@ -88,7 +88,7 @@ class Memory:
 
 def encoding(coder: SparseCodec, on: torch.device) -> Callable[[Tensor], Tensor]:
     """Return the function that encodes a row on a device. On a GPU it does not read back counts."""
-    return coder.encode_at_once if on.type == "cpu" else coder.encode_rows
+    return coder.encode_eagerly if on.type == "cpu" else coder.encode_rows
 
 
 def clipped(gradient: Tensor, norm: float) -> Tensor:

@@ -18,21 +18,21 @@ def packed(codes, LOW: tl.constexpr, WIDTH: tl.constexpr):
     if LOW > 0:
         part = part >> LOW
     if PARTS == 1:
-        made = part
+        result = part
     else:
         shifts = tl.arange(0, PARTS)[None, :, None] * WIDTH
-        made = tl.sum((part & ((1 << WIDTH) - 1)) << shifts, axis=1, keep_dims=True)
-    return made
+        result = tl.sum((part & ((1 << WIDTH) - 1)) << shifts, axis=1, keep_dims=True)
+    return result
 
 
 @tile
 def unpacked(raw, WIDTH: tl.constexpr, OF: tl.constexpr):
     """The inverse: bytes ``[blocks, 1, bytes]`` as int32 to ``[blocks, OF, part]``."""
     PARTS: tl.constexpr = 8 // WIDTH
-    made = raw
+    result = raw
     if PARTS > 1:
         shifts = tl.arange(0, PARTS)[None, :, None] * WIDTH
-        made = (raw >> shifts) & ((1 << WIDTH) - 1)
+        result = (raw >> shifts) & ((1 << WIDTH) - 1)
     if PARTS != OF:
-        made = tl.reshape(made, (raw.shape[0], OF, raw.shape[2] * PARTS // OF))
-    return made
+        result = tl.reshape(result, (raw.shape[0], OF, raw.shape[2] * PARTS // OF))
+    return result

@@ -303,7 +303,7 @@ def sparse_select(
     maybes += (upto >> 16) - (ones >> 16)
     codes = values + row.to(tl.int64) * value_pitch
     slots = indices + row.to(tl.int64) * k
-    taken = rest ^ rest
+    selected = rest ^ rest
     for _ in range(tl.max(ones_in_word(rest), 0)):
         others = rest & (rest - 1)
         lowest = rest ^ others
@@ -319,7 +319,7 @@ def sparse_select(
             own = tl.where(is_finite(own), 0.0, own)
         tl.store(remainder + start + place, remainder_of(value, own), mask=take)
         if BITMAP:
-            taken = tl.where(take, taken | lowest, taken)
+            selected = tl.where(take, selected | lowest, selected)
         sures += certain.to(tl.int32)
         maybes += ((rest != 0) & (pattern_of(value) < high)).to(tl.int32)
         rest = others
@@ -327,7 +327,7 @@ def sparse_select(
         byte = block * (BLOCK // 8) + tl.arange(0, BLOCK // 32) * 4
         to = bitmap + row.to(tl.int64) * bitmap_pitch + byte
         for ahead in tl.static_range(4):
-            octet = ((taken >> (8 * ahead)) & 255).to(tl.uint8)
+            octet = ((selected >> (8 * ahead)) & 255).to(tl.uint8)
             tl.store(to + ahead, octet, mask=byte + ahead < (n + 7) // 8)
 
 

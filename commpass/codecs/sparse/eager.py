@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from commpass.codecs.sparse.measure import Measured, infinity, magnitude_bits
+from commpass.codecs.sparse.measure import AtenStatistics, infinity, magnitude_bits
 from commpass.codecs.sparse.select import (
     Bounds,
     Density,
@@ -29,13 +29,13 @@ FEW = 8
 """Entries are extracted from a row if at most one in this many reaches the threshold."""
 
 
-def select_at_once(selector: Selector, row: Tensor, density: Density) -> Selection:
+def select_eagerly(selector: Selector, row: Tensor, density: Density) -> Selection:
     """Return the result of ``select`` for one row ``[1, n]`` on a CPU. It reads values, so it
     cannot be traced."""
     if isinstance(selector, (TopK, RandomK)):
         return select(selector, row, density)
-    seen = _Row(row, magnitude_bits(row))
-    return seen.between(bounds(selector, seen, density), density.slots(row.shape[1]))
+    statistics = _Row(row, magnitude_bits(row))
+    return statistics.between(bounds(selector, statistics, density), density.slots(row.shape[1]))
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class _Entries:
 
 
 @dataclass(frozen=True)
-class _Row(Measured):
+class _Row(AtenStatistics):
     """Statistics of one row. ``few`` holds at most one element: the entries extracted last."""
 
     few: list[_Entries] = field(default_factory=list)
@@ -65,7 +65,7 @@ class _Row(Measured):
     def peak(self) -> Tensor:
         return self._largest if self._finite else super().peak()
 
-    def outside(self) -> Tensor:
+    def nonfinite(self) -> Tensor:
         return torch.tensor([[0 if self._finite else self._count(infinity(self.bits))]])
 
     def counts(
@@ -74,7 +74,7 @@ class _Row(Measured):
         if unless is not None and bool(unless):
             return torch.zeros_like(thresholds, dtype=torch.int64)
         given = thresholds.flatten().tolist()
-        if enough is None and (few := self._taken_out(min(given))) is not None:
+        if enough is None and (few := self._extract(min(given))) is not None:
             below = torch.searchsorted(few.bits.sort().values, thresholds.flatten())
             return (len(few.bits) - below).unsqueeze(0)
         found: list[int] = []
@@ -86,7 +86,7 @@ class _Row(Measured):
     def between(self, bounds: Bounds, k: int) -> Selection:
         """Return the entries within bounds as ascending indices."""
         low, high, room = int(bounds.low), int(bounds.high), int(bounds.room)
-        few = self._reaching(low)
+        few = self._entries_from(low)
         sure = few.places[few.bits >= high]
         maybe = few.places[(few.bits >= low) & (few.bits < high)]
         found = torch.cat([sure[:k], maybe[:room]]).sort().values[:k]
@@ -97,22 +97,24 @@ class _Row(Measured):
     def _count(self, threshold: int) -> int:
         return int(torch.count_nonzero(self.bits >= threshold))
 
-    def _taken_out(self, threshold: int) -> _Entries | None:
+    def _extract(self, threshold: int) -> _Entries | None:
         """Return the entries that reach a threshold if they are a small part of the row, else
         None."""
         if self.few and self.few[0].least <= threshold:
             return self.few[0]
-        return self._reaching(threshold) if self._count(threshold) * FEW <= self.entries else None
+        return (
+            self._entries_from(threshold) if self._count(threshold) * FEW <= self.entries else None
+        )
 
-    def _reaching(self, threshold: int) -> _Entries:
+    def _entries_from(self, threshold: int) -> _Entries:
         """Return the entries that reach a threshold."""
         if self.few and self.few[0].least <= threshold:
             few = self.few[0]
-            there = few.bits >= threshold
+            reached = few.bits >= threshold
             return (
                 few
                 if few.least == threshold
-                else _Entries(threshold, few.places[there], few.bits[there])
+                else _Entries(threshold, few.places[reached], few.bits[reached])
             )
         places = torch.nonzero(self.bits[0] >= threshold).squeeze(1)
         few = _Entries(threshold, places, self.bits[0][places])
