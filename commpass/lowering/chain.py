@@ -147,8 +147,8 @@ class Chain:
 
     @property
     def width(self) -> int:
-        """The values that are normalized together; 1 without a norm."""
-        return next((step.width for step in self.steps if isinstance(step, Normalize)), 1)
+        """The number of values that are normalized together; 0 without a norm."""
+        return next((step.width for step in self.steps if isinstance(step, Normalize)), 0)
 
 
 @dataclass(frozen=True)
@@ -160,9 +160,30 @@ class Result:
     per: int = 1
 
 
+@dataclass(frozen=True)
+class Operand:
+    """A further input of a chain: its dtype, and its width if it is one row for all values."""
+
+    dtype: torch.dtype
+    width: int | None = None
+
+
+def further_inputs(chain: Chain) -> tuple[Operand, ...]:
+    """Return the inputs of a chain besides its rows, in the order of its steps."""
+    found = list[Operand]()
+    for step in chain.steps:
+        if isinstance(step, Add):
+            found.append(Operand(step.dtype))
+        elif isinstance(step, Scale):
+            found.append(Operand(step.weight, step.width))
+        elif isinstance(step, Shift):
+            found.append(Operand(step.bias, step.width))
+    return tuple(found)
+
+
 def further_results(chain: Chain) -> tuple[Result, ...]:
     """Return the results that a chain writes besides its last one, in the order of its steps."""
-    found, dtype = list[Result](), chain.taken
+    found, dtype = list[Result](), chain.input_dtype
     for step in chain.steps:
         if isinstance(step, Store):
             found.append(Result(dtype))

@@ -21,9 +21,15 @@ from commpass.lowering.chain import (
     Encode,
     Enter,
     Leave,
+    Normalize,
+    Scale,
+    Shift,
+    Store,
     Sum,
+    dtype_after,
+    further_inputs,
 )
-from commpass.lowering.cpu import blocks, exponents
+from commpass.lowering.cpu import blocks, exponents, norms
 from commpass.lowering.cpu.common import NAMES, PRELUDE, number
 from commpass.lowering.cpu.floats import FLOATS
 from commpass.lowering.cpu.grids import CODES
@@ -34,7 +40,9 @@ from commpass.utils.ambient import making_lasting_tensors
 TILE = 256
 """A unit holds a multiple of this many values: tiles of 16 vectors of 16."""
 LARGEST_UNIT = 8192
-STEPS = (Encode, Decode, Sum, Divide, Enter, Leave, Cast, Add)
+NORMS = (Normalize, Scale, Shift)
+"""Steps that compute with values of the same norm."""
+STEPS = (Encode, Decode, Sum, Divide, Enter, Leave, Cast, Add, Store, *NORMS)
 """The steps that have C++."""
 
 
@@ -99,8 +107,14 @@ def _unsupported_reasons(chain: Chain) -> Iterator[str]:
     for dtype in [*_dtypes(chain), *(s.dtype for s in chain.steps if isinstance(s, Decode))]:
         if dtype not in NAMES and dtype != torch.uint8:
             yield f"there is no C++ for {dtype}"
-    if _unit(chain) > LARGEST_UNIT:
-        yield f"no unit of up to {LARGEST_UNIT} values holds whole blocks of all steps"
+    for operand in further_inputs(chain):
+        if operand.dtype not in NAMES:
+            yield f"there is no C++ for {operand.dtype}"
+    if len({step.width for step in chain.steps if isinstance(step, NORMS)}) > 1:
+        yield "norms of different widths"
+    largest = norms.LARGEST_UNIT if chain.width else LARGEST_UNIT
+    if _unit(chain) > largest:
+        yield f"no unit of up to {largest} values holds whole blocks of all steps"
 
 
 def _lossless(chain: Chain) -> Encode | Decode | None:
@@ -132,14 +146,8 @@ def _dtypes(chain: Chain) -> list[torch.dtype]:
     """Return the input dtype of each step, then the dtype of the last step's result."""
     dtypes = [chain.input_dtype]
     for step in chain.steps:
-        if isinstance(step, Decode):
-            dtypes.append(step.dtype if step.codec.lossless else torch.float32)
-        elif isinstance(step, Cast):
-            dtypes.append(step.dtype)
-        elif isinstance(step, Encode):
-            dtypes.append(torch.uint8)
-        else:
-            dtypes.append(dtypes[-1])
+        encodes = isinstance(step, Encode)
+        dtypes.append(torch.uint8 if encodes else dtype_after(step, dtypes[-1]))
     return dtypes
 
 
@@ -152,18 +160,15 @@ def _unit(chain: Chain) -> int:
             widths.append(step.codec.block)
         if isinstance(step, (Enter, Leave)):
             widths.append(step.domain.width)
+        if isinstance(step, NORMS):
+            widths.append(step.width)
     return math.lcm(*widths)
-
-
-def added(chain: Chain) -> tuple[torch.dtype, ...]:
-    """Return the dtypes of the further inputs of a chain, in order."""
-    return tuple(step.dtype for step in chain.steps if isinstance(step, Add))
 
 
 @cache
 def source(chain: Chain) -> str:
     """Return the C++ of a supported chain: ``kernel(threads, rows, n, in, its stride, further
-    inputs and theirs, out, its stride)``, with strides in bytes.
+    inputs and theirs, out, its stride, further results and theirs)``, with strides in bytes.
 
     Tables of codecs in it are computed with real tensors, even during tracing.
     """
@@ -176,8 +181,10 @@ def _source(chain: Chain) -> str:
         return _lossless_source(chain)
     parts = [PRELUDE, f"constexpr int UNIT = {_unit(chain)};\n", SCALES, ROTATION, CODES, FLOATS]
     parts.append(blocks.BLOCKS)
-    lines: list[str] = []
-    dtypes, more = _dtypes(chain), 0
+    if chain.width:
+        parts.append(norms.NORMS)
+    lines, setup = list[str](), list[str]()
+    dtypes, more, made = _dtypes(chain), 0, 0
     for place, step in enumerate(chain.steps):
         dtype, name, last = dtypes[place], f"Step{place}", place == len(chain.steps) - 1
         if isinstance(step, (Encode, Decode)):
@@ -203,24 +210,36 @@ def _source(chain: Chain) -> str:
             lines.append(f"take<{NAMES[step.dtype]}, UNIT>({at}, w, count);")
             lines += ["add<UNIT>(v, w);", *_rounded(dtype)]
             more += 1
+        elif isinstance(step, Store):
+            size = dtype.itemsize
+            lines.append(_give(dtype, f"made{made} + row * made{made}_stride + first * {size}"))
+            made += 1
+        elif isinstance(step, Normalize):
+            lines.append(norms.normalize(step, made))
+            made += len(step.saved)
+        elif isinstance(step, (Scale, Shift)):
+            setup.append(norms.take_row(step, more))
+            lines += [norms.by_row(step, more), *_rounded(dtypes[place + 1])]
+            more += 1
         elif isinstance(step, Encode):
             lines += [
                 "cut<UNIT>(v, count);",
                 f"{name}::encode(v, out + row * out_stride, n, first);",
             ]
     if chain.encodes is None:
-        size, name = dtypes[-1].itemsize, NAMES[dtypes[-1]]
-        lines.append(f"give<{name}, UNIT>(v, out + row * out_stride + first * {size}, count);")
-    body = "\n        ".join(lines)
+        size = dtypes[-1].itemsize
+        lines.append(_give(dtypes[-1], f"out + row * out_stride + first * {size}"))
+    body, before = "\n        ".join(lines), "".join(f"{line}\n    " for line in setup)
     inputs = "".join(f", const Byte* more{i}, int64_t more{i}_stride" for i in range(more))
+    outputs = "".join(f", Byte* made{i}, int64_t made{i}_stride" for i in range(made))
     parts.append(f"""
 }}  // namespace
 
 extern "C" void kernel(int64_t threads, int64_t rows, int64_t n, const Byte* in,
-                       int64_t in_stride{inputs}, Byte* out, int64_t out_stride) {{
+                       int64_t in_stride{inputs}, Byte* out, int64_t out_stride{outputs}) {{
   const int64_t units = (n + UNIT - 1) / UNIT;
   parallel(threads, rows * units, [&](int64_t begin, int64_t end) {{
-    for (int64_t each = begin; each < end; ++each) {{
+    {before}for (int64_t each = begin; each < end; ++each) {{
       const int64_t row = each / units, first = each % units * UNIT;
       const int64_t count = std::min<int64_t>(n - first, UNIT);
       alignas(64) float v[UNIT], w[UNIT];
@@ -252,6 +271,10 @@ extern "C" void kernel(int64_t threads, int64_t rows, int64_t n, const Byte* in,
 """
 
 
+def _give(dtype: torch.dtype, to: str) -> str:
+    return f"give<{NAMES[dtype]}, UNIT>(v, {to}, count);"
+
+
 def _rounded(dtype: torch.dtype) -> list[str]:
     return [] if dtype == torch.float32 else [f"round_to<{NAMES[dtype]}, UNIT>(v);"]
 
@@ -277,8 +300,8 @@ def _first(chain: Chain) -> list[str]:
 def is_exact(chain: Chain) -> bool:
     """Whether the C++ has the same bits as the aten form.
 
-    A rotation and a mean of squares are summed in another order. Values then differ in their last
-    bits, and a code occasionally by one.
+    A rotation, a norm and a mean of squares are summed in another order. Values then differ in
+    their last bits, and a code occasionally by one.
     """
     return not _has_rotation(chain) and not any(
         isinstance(step, Encode)
