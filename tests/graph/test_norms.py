@@ -221,6 +221,7 @@ LATENT = {
     "v_head_dim": 16,
     "first_k_dense_replace": 2,
     "num_key_value_heads": 4,
+    "head_dim": 8,
 }
 MODELS = {  # norms of a layer, and one after the last
     "Llama": ({}, 2),

@@ -97,6 +97,8 @@ a tile that extends beyond the row."""
 
 def unsupported_reason(chain: Chain, numel: int) -> str:
     """Return why no kernel can be generated for rows of ``numel`` values, or "" if one can."""
+    if chain.width:
+        return "norms have no Triton yet"
     codecs = codecs_of(chain)
     if not codecs:
         return "nothing is encoded or decoded"

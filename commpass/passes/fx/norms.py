@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -57,6 +57,9 @@ def norms_of(node: fx.Node) -> Iterator[Norm]:
         for user in source.users:
             found = _root_mean_square(source, user) or _centered(source, user)
             if found is not None:
+                inner = {*found.nodes}
+                if source is not node and inner.issuperset(source.users):
+                    found = replace(found, nodes=(source, *found.nodes))
                 yield _with_rest(node, found)
     for user in node.users:
         if (whole := _one_operator(node, user)) is not None:
@@ -125,7 +128,20 @@ def _with_rest(node: fx.Node, core: _Core) -> Norm:
         nodes.append(user)
         steps.append(step)
         others += [row] if row is not None else []
+        nodes[:0] = _private(user, nodes, row)
     return Norm(node, tuple(sorted(nodes)), tuple(steps), tuple(others), core.saved)
+
+
+def _private(user: fx.Node, inside: list[fx.Node], row: fx.Node | None) -> list[fx.Node]:
+    """Return the nodes that compute what a norm's node reads from a weight, if nothing else uses
+    them."""
+    found, left = list[fx.Node](), [user]
+    while left:
+        sources = left.pop().all_input_nodes
+        new = [s for s in sources if s is not row and s not in inside and only_user(s) is not None]
+        found += [each for each in new if each.op == "call_function"]
+        left += new
+    return found if row is not None else []
 
 
 def _after(node: fx.Node, value: fx.Node, width: int) -> tuple[Step | None, fx.Node | None]:
