@@ -96,7 +96,7 @@ def by_kernel(spec: str, x: torch.Tensor) -> dict[str, Callable[[], Any]]:
     decode = Chain(torch.uint8, (Decode(coder, x.dtype), Cast(x.dtype)))
     if cpu.unsupported_reason(encode) or cpu.unsupported_reason(decode):
         return {}
-    encoder, decoder = cpu.compiled(encode), cpu.compiled(decode)
+    encoder, decoder = cpu.compile_chain(encode), cpu.compile_chain(decode)
     size = coder.wire_bytes(x.numel(), x.dtype)
     wire = torch.empty((1, size), dtype=torch.uint8)
     encoder([rows], wire, x.numel())

@@ -291,7 +291,8 @@ def measured(options: argparse.Namespace) -> list[Row]:
             hops = (handed,) if work is None else work.exchanges
             link = Link(0.0, options.link / 8)
             row["limit"] = (
-                sum(link.us(hop.kind, hop.leaving, options.ranks, hop.peers) for hop in hops) / 1e3
+                sum(link.time_us(hop.kind, hop.leaving, options.ranks, hop.peers) for hop in hops)
+                / 1e3
             )
         made.append(row)
         print(

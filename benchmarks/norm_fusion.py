@@ -69,7 +69,7 @@ def kernel(
 ) -> Callable[..., list[Tensor]]:
     """Return the C++ kernel of steps as a function that allocates its results."""
     chain = Chain(first, steps)
-    run, stores = cpu.compiled(chain), any(isinstance(step, Store) for step in steps)
+    run, stores = cpu.compile_chain(chain), any(isinstance(step, Store) for step in steps)
 
     def call(*inputs: Tensor) -> list[Tensor]:
         made = [like.new_empty(1, like.numel()) for _ in range(1 + stores)]

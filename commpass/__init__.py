@@ -92,12 +92,12 @@ _NAMES = {
 """The public names, by the module that defines them. The imports above are for type checkers, which
 need ``as`` to export a name."""
 
-_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-__all__ = sorted([*_HOME, "parallel", "report"])  # noqa: PLE0605 (a list, made by a call)
+__all__ = sorted([*_MODULE_OF, "parallel", "report"])  # noqa: PLE0605 (a list, made by a call)
 
 
-class _Face(ModuleType):
+class _Package(ModuleType):
     """The package module.
 
     Python sets an imported submodule as an attribute of its package. Some public names equal a
@@ -105,17 +105,17 @@ class _Face(ModuleType):
     """
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name not in _HOME or not isinstance(value, ModuleType):
+        if name not in _MODULE_OF or not isinstance(value, ModuleType):
             super().__setattr__(name, value)
 
 
-sys.modules[__name__].__class__ = _Face
+sys.modules[__name__].__class__ = _Package
 
 if not TYPE_CHECKING:  # if False, type checkers would accept any attribute name
 
     def __getattr__(name: str) -> object:
-        if name in _HOME:
-            found = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+        if name in _MODULE_OF:
+            found = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
         elif name == "__version__":
             from importlib.metadata import version
 

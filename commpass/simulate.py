@@ -41,13 +41,16 @@ from commpass.plan import Plan
 from commpass.plan.timeline import Timeline
 from commpass.plan.totals import totals
 from commpass.policy import Policy, policy_named
+from commpass.utils.deprecated import warn_renamed
 
 Build = Callable[..., tuple[Callable[..., Any], Sequence[Any]]]
 """A function that makes a model and its inputs, given the mesh of all ranks."""
 Progress = Callable[[int, int, str], None]
 """A callback: the number of finished values of a sweep, their total, and the current step."""
-RATES = {"gbit": "link", "inside_gbit": "inside"}
+RATES = {"gbit": "link", "intra_host_gbit": "intra_host_link"}
 """The names under which a sweep sets the rates of a profile's links, in Gbit/s."""
+OLD_RATES = {"inside_gbit": "intra_host_gbit"}
+"""Old names of rates, which work for one version."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +90,9 @@ def simulate(
     of fake tensors, which need no memory. ``mesh`` maps dimension names to sizes; their product is
     the number of ranks. If ``train`` is true, the sum of all outputs runs backward.
 
-    ``sweep`` sets one parameter to several values: a mesh dimension, ``gbit`` or ``inside_gbit`` of
-    the profile's links, or an argument of ``build``. The model is traced once for all policies and
-    links, and again for each mesh and each argument.
+    ``sweep`` sets one parameter to several values: a mesh dimension, ``gbit`` or
+    ``intra_host_gbit`` of the profile's links, or an argument of ``build``. The model is traced
+    once for all policies and links, and again for each mesh and each argument.
 
     Raises CommpassError if a process group exists already, if a name cannot be swept, or if the
     model needs a tensor's value.
@@ -100,7 +103,7 @@ def simulate(
     if known is None:
         raise CommpassError("simulate needs a profile: a name, a file, or COMMPASS_PROFILE")
     chosen = [policy_named(policy) for policy in policies]
-    known = _Remembering(
+    known = _CachedProfile(
         **{each.name: getattr(known, each.name) for each in dataclasses.fields(known)}
     )
     values = sweep[1] if sweep else (None,)
@@ -111,36 +114,38 @@ def simulate(
     found: list[Simulated] = []
     done = 0
     for _, alike in groupby(cases, key=lambda case: (case.sizes, case.more)):
-        some = list(alike)
+        same = list(alike)
 
-        def describe(message: str, some: Sequence[_Case] = some, done: int = done) -> None:
+        def describe(message: str, same: Sequence[_Case] = same, done: int = done) -> None:
             if progress is not None:
-                which = some[0].set_to
-                where = f"{which[0]}={which[1]:g}: " if which and len(some) == 1 else ""
+                which = same[0].set_to
+                where = f"{which[0]}={which[1]:g}: " if which and len(same) == 1 else ""
                 progress(done, len(cases), where + message)
 
-        runs = [_Run(policy, case) for case in some for policy in chosen]
-        with _fake_ranks(some[0].sizes) as ranks:
+        runs = [_Run(policy, case) for case in same for policy in chosen]
+        with _fake_ranks(same[0].sizes) as ranks:
             _plan(build, ranks, runs, train, describe)
         found += map(_summed, runs)
-        done += len(some)
+        done += len(same)
     return found
 
 
 @functools.lru_cache(maxsize=64)
-def _on_each_host(node: int, ranks: tuple[int, ...]) -> int:
-    return Profile("hosts alone", Link(0.0, 1.0), node=node).on_each_host(ranks)
+def _on_each_host(ranks_per_host: int, ranks: tuple[int, ...]) -> int:
+    return Profile("hosts alone", Link(0.0, 1.0), ranks_per_host=ranks_per_host).on_each_host(ranks)
 
 
 @dataclass(frozen=True)
-class _Remembering(Profile):
+class _CachedProfile(Profile):
     """A profile that caches how many ranks of a group share a host.
 
     The passes ask for every candidate, and a scan of 100,000 ranks takes 20 ms.
     """
 
     def on_each_host(self, ranks: Sequence[int]) -> int:
-        return _on_each_host(self.node, tuple(ranks)) if self.node else 0
+        if not self.ranks_per_host:
+            return 0
+        return _on_each_host(self.ranks_per_host, tuple(ranks))
 
 
 @dataclass(frozen=True)
@@ -180,6 +185,10 @@ def _swept(set_to: tuple[str, float] | None, mesh: dict[str, int], profile: Prof
     if set_to is None:
         return _Case(None, mesh, profile, {})
     name, value = set_to
+    if name in OLD_RATES and name not in mesh:
+        warn_renamed(f"sweep of {name!r}", repr(OLD_RATES[name]))
+        name = OLD_RATES[name]
+        set_to = name, value
     whole: Any = int(value) if float(value).is_integer() else value
     if name in mesh:
         if not isinstance(whole, int) or whole < 1:
@@ -216,13 +225,13 @@ class _Planner(Backend):
 
     def __init__(self, runs: Sequence[_Run], report: Callable[[str], None]):
         super().__init__(policy_named("off"), "eager", runs[0].case.profile, False, None, None)
-        self.runs, self.say = runs, report
+        self.runs, self.on_step = runs, report
 
     def compile(self, graph: TracedGraph) -> Any:
         gm, direction, calls = graph.gm, graph.direction, graph.calls
         for run in self.runs:
             profile = run.case.profile
-            self.say(f"{direction}, policy {run.policy.name}")
+            self.on_step(f"{direction}, policy {run.policy.name}")
             untouched = {module: copy.deepcopy(module.graph) for _, module in graph_modules(gm)}
             given = GraphInput(
                 gm=gm,
@@ -232,7 +241,7 @@ class _Planner(Backend):
                 decompositions=graph.decompositions,
                 stateless=graph.stateless,
                 weights=calls.weights(gm, direction, graph.stateless),
-                obstacle=graph.obstacle,
+                obstacle=graph.unsupported_reason,
                 hidden=run.hidden,
                 hides=True,
             )
@@ -244,7 +253,7 @@ class _Planner(Backend):
             for module, before in untouched.items():
                 module.graph = before
         if direction == "backward":
-            calls.keeps = False
+            calls.keeps_state = False
         return graph.compile_graph(gm, [], False)
 
 
@@ -260,7 +269,7 @@ def _plan(
     try:
         with FakeTensorMode() as mode, nullcontext() if train else torch.no_grad():
             report("building the model")
-            with _forgetful(mode), patch.object(Shard, "_shard_tensor", _first_shard):
+            with _without_memo(mode), patch.object(Shard, "_shard_tensor", _first_shard):
                 model, inputs = _built(build, mesh, runs[0].case.more)
             report("tracing")
             given = torch.compile(model, backend=_Planner(runs, report))(*inputs)
@@ -291,17 +300,17 @@ class _NoRecord(WeakValueDictionary):
 
 
 @contextmanager
-def _forgetful(mode: FakeTensorMode) -> Iterator[None]:
+def _without_memo(mode: FakeTensorMode) -> Iterator[None]:
     """Keep a fake mode from remembering which fake tensor stands for which.
 
     A remembered reference to a parameter would prevent ``module.to(dtype)`` from replacing it.
     """
     converter = mode.fake_tensor_converter.meta_converter
-    kept, converter.tensor_memo = converter.tensor_memo, _NoRecord()
+    memo, converter.tensor_memo = converter.tensor_memo, _NoRecord()
     try:
         yield
     finally:
-        converter.tensor_memo = kept
+        converter.tensor_memo = memo
 
 
 def _built(build: Build, mesh: DeviceMesh, more: Mapping[str, Any]) -> Any:
@@ -330,11 +339,11 @@ def _built(build: Build, mesh: DeviceMesh, more: Mapping[str, Any]) -> Any:
 def no_dimension(error: KeyError, mesh: DeviceMesh) -> str:
     """Name the dimension that the mesh lacks and the model asked for. Return "" for any other
     error."""
-    said = " ".join(map(str, error.args))
-    if "mesh_dim_names" not in said:
+    text = " ".join(map(str, error.args))
+    if "mesh_dim_names" not in text:
         return ""
     known = mesh.mesh_dim_names or ()
-    asked = [name for name in re.findall(r"'(\w+)'", said) if name not in known]
+    asked = [name for name in re.findall(r"'(\w+)'", text) if name not in known]
     wants = f"a dimension {asked[0]!r}" if asked else "a dimension that it does not have"
     return f"the model asks the mesh for {wants}; there is {', '.join(map(repr, known))}"
 

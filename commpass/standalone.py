@@ -47,7 +47,7 @@ def rewrite(
     """
     _check(gm, example_inputs)
     # Other compile stacks need not know the operator that samples.
-    chosen = dataclasses.replace(policy_here(policy), watch=0.0, check_calls=0)
+    chosen = dataclasses.replace(policy_here(policy), error_sample_rate=0.0, check_calls=0)
     _fake_values(gm, example_inputs)
     table = (lambda: dict(decompositions)) if decompositions is not None else None
     given = GraphInput(
@@ -104,23 +104,23 @@ def _fake_values(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
     ``make_fx`` leaves different modes if it traces with real values.
     """
     given = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    held = all("val" in node.meta for node in given)
+    has_values = all("val" in node.meta for node in given)
     values = (meta.tensor(node) for node in gm.graph.nodes)
     modes = {id(value.fake_mode) for value in values if isinstance(value, FakeTensor)}
-    if held and len(modes) < 2:
+    if has_values and len(modes) < 2:
         return
     from torch._dynamo.utils import detect_fake_mode
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-    inputs = [node.meta["val"] for node in given] if held else example_inputs
-    mode = None if held else detect_fake_mode(example_inputs)
+    inputs = [node.meta["val"] for node in given] if has_values else example_inputs
+    mode = None if has_values else detect_fake_mode(example_inputs)
     mode = mode or FakeTensorMode(
         shape_env=ShapeEnv(), static_shapes=True, allow_non_fake_inputs=True
     )
     with mode:
         fakes = [
             torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-            if held and isinstance(x, Tensor)
+            if has_values and isinstance(x, Tensor)
             else x
             for x in inputs
         ]

@@ -76,7 +76,7 @@ def show_plans(run: Run) -> None:
         table = tables.plain_table("#", "module", "kind", "bytes", "wire", "codec", "algorithm")
         for number, site in enumerate(plan, 1):
             sizes = numbers.size(site.bytes), numbers.size(site.wire_bytes)
-            how = (site.codec, site.algorithm) if site.compressed else ("left alone", "-")
+            how = (site.codec, site.algorithm) if site.compressed else ("uncompressed", "-")
             table.add_row(str(number), site.module, site.kind, *sizes, *how)
         console.print(table, reasons(plan.sites), "")
 

@@ -13,7 +13,7 @@ from commpass.plan import dump
 from commpass.plan.stage import Stage
 
 LONG = (
-    "left alone: the rule for 'layers.*.attn' says keep, and the link is "
+    "uncompressed: the rule for 'layers.*.attn' says keep, and the link is "
     + "very " * 30
     + "fast in truth"
 )

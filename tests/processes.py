@@ -112,7 +112,7 @@ def _member(
     import torch
     import torch.distributed as dist
 
-    from commpass.distributed.plan_store import begin
+    from commpass.distributed.plan_store import open_store
 
     do_not_time_guards()
     torch.set_num_threads(1)
@@ -136,7 +136,7 @@ def _member(
         torch._dynamo.reset()
         torch.manual_seed(0)
         try:
-            begin()
+            open_store()
             dist.barrier()  # agreements of the last function no longer count for any rank
             pipe.send((True, function(*args)))
         except BaseException:

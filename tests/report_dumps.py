@@ -54,7 +54,9 @@ def site(name: str, module: str, *, ranks: int = 4, compressed: bool = True, **m
     if compressed:
         chosen = planned(found, INT8, REASON, ALONE.predicted_us)
         return dataclasses.replace(chosen, missed=missed)
-    return uncompressed(found, "hidden: the rank computes meanwhile", ALONE.predicted_us)
+    return uncompressed(
+        found, "overlapped with compute: the graph would not end earlier", ALONE.predicted_us
+    )
 
 
 def layers(count: int, **more) -> list[PlannedSite]:

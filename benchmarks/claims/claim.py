@@ -69,6 +69,30 @@ class Claim:
     why_not: str = ""
 
 
+def of_experiments(
+    where: str,
+    text: str,
+    number: float | None,
+    measure: Callable[[Found], float | bool],
+    note: str,
+    *,
+    paper: str,
+    experiments: tuple[str, ...],
+    kind: str = "ratio",
+) -> Claim:
+    """Return the claim that results of experiments test; without a number it is about an order."""
+    return Claim(
+        paper=paper,
+        where=where,
+        text=text,
+        number=number,
+        kind="order" if number is None else kind,
+        experiments=experiments,
+        measure=measure,
+        note=note,
+    )
+
+
 def untestable(paper: str, reasons: Mapping[tuple[str, str], str]) -> list[Claim]:
     """Return a claim for each ``(where, text)``, with the reason why it has neither number."""
     return [

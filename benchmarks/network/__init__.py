@@ -8,7 +8,6 @@ each:
 
 - ``reduces``: all_reduce by codec and size, against the time that the bytes sent take on the link.
 - ``steps``: a step of tensor-parallel transformers, forward and backward.
-- ``gradients``: a data-parallel step and the loss after some steps, against DDP's hooks.
 - ``gathers``: all_gather and all_to_all without any loss.
 - ``never_slower``: presets over kinds, sizes and rates, against plain.
 - ``levels``: two levels of links, with an algorithm that uses them and with one that does not.

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from processes import Ranks
 from torch import Tensor
 
 import commpass
 from commpass.plan import NONE
 
-from .shared import Allowed, Row, compiled, slowest, take_turns
+from .shared import PATIENCE_S, Allowed, Row, compare, compiled, slowest, take_turns
 
 ops = torch.ops._c10d_functional
 
@@ -132,4 +133,23 @@ def rows_of(found: list[dict[str, Row]], known: Row, least: Mapping[str, float])
         row |= {"ideal_ms": ideal, "share": ideal / row["ms"][1]}
         row["cpu_ms"] = median([time for each in every for time in each["cpu_ms"]])
         made.append(row)
+    return made
+
+
+def compare_with_plain(
+    ranks: Ranks,
+    gbit: float,
+    kind: str,
+    kib: int,
+    contenders: Contenders,
+    dtype: torch.dtype,
+    profile: Any,
+    repeats: int,
+) -> list[Row]:
+    """Measure contenders of one kind on all ranks. Return a row for each, with how many times
+    faster than ``plain`` it is."""
+    found = ranks.run(measure, contenders, kib, dtype, profile, repeats, timeout=PATIENCE_S)
+    known = {"ranks": ranks.size, "gbit": gbit, "kind": kind, "KiB": kib}
+    made = rows_of(found, known, dict.fromkeys(contenders, leaves(kind, ranks.size, kib * 1024)))
+    compare(made, "name", "plain", "of_plain")
     return made

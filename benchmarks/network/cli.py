@@ -18,7 +18,6 @@ from benchmarks import netlab
 from . import (
     data_parallel,
     gathers,
-    gradients,
     levels,
     never_slower,
     predicted,
@@ -34,7 +33,6 @@ MEASUREMENTS: dict[str, Measurement] = {
     for each in (
         reduces,
         steps,
-        gradients,
         gathers,
         never_slower,
         levels,
@@ -55,7 +53,7 @@ LISTS = {
 KNOWN = {
     "models": steps.MODELS,
     "policies": steps.POLICIES,
-    "ways": gradients.WAYS | data_parallel.WAYS,
+    "ways": data_parallel.WAYS,
 }
 SINGLE = {
     "chunks": int,

@@ -28,6 +28,15 @@ BUCKET_MB = 4  # small enough that some buckets are sent while others are comput
 DEFAULT_MB = 25  # DDP's default
 ONE_BUCKET_MB = 1024
 INT8 = forced("int8")
+TOPK = commpass.Policy(
+    name="topk",
+    rules=[
+        commpass.Rule(
+            codec="topk(density=0.01)", direction="backward", min_bytes=1 << 16, force=True
+        )
+    ],
+)
+"""One value in a hundred of each matrix; error feedback adds what is not sent to later steps."""
 GRAPH = "graph-alone"
 Forward = Callable[[Tensor], Tensor]
 """Maps a batch to the loss."""
@@ -145,7 +154,10 @@ WAYS = {
     "fsdp-kept-3d": Way(partial(fsdp, policy="balanced-3d", keeps=True)),
     "graph-alone": Way(partial(in_graph, how=None), GRAPH),
     "graph": Way(partial(in_graph, how="replicate"), GRAPH),
+    "graph-lossless": Way(partial(in_graph, how="replicate", policy="lossless"), GRAPH),
     "graph-balanced": Way(partial(in_graph, how="replicate", policy="balanced"), GRAPH),
+    "graph-aggressive": Way(partial(in_graph, how="replicate", policy="aggressive"), GRAPH),
+    "graph-topk": Way(partial(in_graph, how="replicate", policy=TOPK), GRAPH),
     "shard": Way(partial(in_graph, how="shard"), GRAPH),
     "shard-balanced": Way(partial(in_graph, how="shard", policy="balanced"), GRAPH),
 }

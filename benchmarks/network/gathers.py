@@ -12,15 +12,13 @@ import torch
 
 import commpass
 
-from .calls import KINDS, Contenders, leaves, measure, rows_of
+from .calls import KINDS, Contenders, compare_with_plain
 from .shared import (
     LINKS,
-    PATIENCE_S,
     Measurement,
     Options,
     Row,
     by,
-    compare,
     number,
     on_links,
     spread,
@@ -49,13 +47,8 @@ def measured(options: Options) -> list[Row]:
             function = KINDS[kind]
             contenders: Contenders = {"plain": (function, None), "exponent": (function, LOSSLESS)}
             for kib in options.kib:
-                job = (contenders, kib, torch.bfloat16, f"ethernet-{gbit:g}g", options.repeats)
-                found = ranks.run(measure, *job, timeout=PATIENCE_S)
-                known = {"ranks": ranks.size, "gbit": gbit, "kind": kind, "KiB": kib}
-                whole = leaves(kind, ranks.size, kib * 1024)
-                made = rows_of(found, known, dict.fromkeys(contenders, whole))
-                compare(made, "name", "plain", "of_plain")
-                rows += made
+                case = (ranks, gbit, kind, kib, contenders, torch.bfloat16)
+                rows += compare_with_plain(*case, f"ethernet-{gbit:g}g", options.repeats)
     return rows
 
 

@@ -15,6 +15,7 @@ import torch
 
 import commpass
 from benchmarks import netlab
+from commpass.plan.stage import BLOCK
 
 from .calls import Contenders, all_reduce, ideal_ms, measure, rows_of
 from .shared import (
@@ -49,7 +50,7 @@ QUICK = {"kib": [1024], "repeats": 3}
 def profile(gbit: float) -> commpass.Profile:
     """Return the cost model's profile of such a network."""
     inside = commpass.ethernet(INSIDE_GBIT).link
-    return dataclasses.replace(commpass.ethernet(gbit), node=NODE, inside=inside)
+    return dataclasses.replace(commpass.ethernet(gbit), ranks_per_host=NODE, intra_host_link=inside)
 
 
 def crossing(stage: Any, ranks: int) -> float:
@@ -57,7 +58,7 @@ def crossing(stage: Any, ranks: int) -> float:
 
     A stage between nodes among only some of the ranks is between counterparts on different nodes.
     """
-    if stage.role != "exchange" or stage.inside:
+    if stage.role != "exchange" or stage.reach == BLOCK:
         return 0
     others = ranks - NODE
     if stage.kind == "all_gather":

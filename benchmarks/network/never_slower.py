@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import torch
 
-from .calls import KINDS, Contenders, leaves, measure, rows_of
+from .calls import KINDS, Contenders, compare_with_plain
 from .shared import (
     LINKS,
-    PATIENCE_S,
     Measurement,
     Options,
     Row,
     by,
-    compare,
     number,
     on_links,
     spread,
@@ -42,13 +40,8 @@ def measured(options: Options) -> list[Row]:
             contenders: Contenders = {"plain": (function, None)}
             contenders |= {preset: (function, preset) for preset in PRESETS}
             for kib in options.kib:
-                job = (contenders, kib, torch.float32, f"ethernet-{gbit:g}g", options.repeats)
-                found = ranks.run(measure, *job, timeout=PATIENCE_S)
-                known = {"ranks": ranks.size, "gbit": gbit, "kind": kind, "KiB": kib}
-                whole = leaves(kind, ranks.size, kib * 1024)
-                made = rows_of(found, known, dict.fromkeys(contenders, whole))
-                compare(made, "name", "plain", "of_plain")
-                rows += made
+                case = (ranks, gbit, kind, kib, contenders, torch.float32)
+                rows += compare_with_plain(*case, f"ethernet-{gbit:g}g", options.repeats)
     return rows
 
 

@@ -116,11 +116,6 @@ def steps(axes: Axes, rows: list[Row]) -> None:
     axes.set_title("a step (dark: waiting)")
 
 
-def gradients(axes: Axes, rows: list[Row]) -> None:
-    bars(axes, rows, "way", lambda row: f"{row['ranks']} ranks")
-    axes.set_title("a data-parallel step")
-
-
 def losses(axes: Axes, rows: list[Row]) -> None:
     """Draw the training loss over the time that the steps took."""
     for number, row in enumerate(row for row in rows if row["learns"]):
@@ -137,7 +132,6 @@ def losses(axes: Axes, rows: list[Row]) -> None:
 PAINTED: dict[str, tuple[Callable[[Axes, list[Row]], None], ...]] = {
     "reduces": (shares, gains),
     "steps": (steps,),
-    "gradients": (gradients,),
     "data_parallel": (losses,),
 }
 """The measurements that are drawn, and how each is drawn."""

@@ -23,7 +23,7 @@ from commpass.costmodel import Profile
 from commpass.probe import probe
 from commpass.probe.kernels import measure as kernel_times
 
-from .calls import KINDS, Contenders, leaves, measure, rows_of
+from .calls import KINDS, Contenders, compare_with_plain
 from .shared import (
     LINKS,
     PATIENCE_S,
@@ -31,7 +31,6 @@ from .shared import (
     Options,
     Row,
     by,
-    compare,
     number,
     on_links,
     spread,
@@ -70,13 +69,9 @@ def measured(options: Options) -> list[Row]:
         for kind, function in KINDS.items():
             for kib in options.kib:
                 contenders = _contenders(kind, function, kib, options.codecs)
-                job = (contenders, kib, torch.float32, profile, options.repeats)
-                found = ranks.run(measure, *job, timeout=PATIENCE_S)
-                case = {"ranks": ranks.size, "gbit": gbit, "kind": kind, "KiB": kib}
-                whole = leaves(kind, ranks.size, kib * 1024)
-                made = rows_of(found, case, dict.fromkeys(contenders, whole))
-                compare(made, "name", PLAIN, "of_plain")
-                us = profile.link.us(kind, kib * 1024, ranks.size)
+                case = (ranks, gbit, kind, kib, contenders, torch.float32)
+                made = compare_with_plain(*case, profile, options.repeats)
+                us = profile.link.time_us(kind, kib * 1024, ranks.size)
                 (call,) = (row for row in made if row["name"] == CALL)
                 made.remove(call)
                 for row in made:

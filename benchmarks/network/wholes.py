@@ -78,11 +78,11 @@ def train(name: str, options: Options, profile: Profile) -> dict[str, Row]:
         each[policy] = step
     found = take_turns(each, options.repeats)
     for policy, backend in backends.items():
-        graphs = backend.watch.graphs
+        graphs = backend.step_timer.graphs
         found[policy] |= {
             "graphs": len(graphs),
             "predicted_ms": sum(graph.predicted_us for graph in graphs) / 1e3,
-            "graphs_ms": sum(graph.measured_us for graph in graphs if graph.took_us) / 1e3,
+            "graphs_ms": sum(graph.measured_us for graph in graphs if graph.times_us) / 1e3,
         }
     return found
 

@@ -31,7 +31,7 @@ def growth(kind: str, of: Gradients, link: Link) -> float:
     """Return how many times longer 64 ranks take than 8 (SSFusion, section IV.D, equations 3 and
     4)."""
     few, many = (
-        of.exchanges * link.us(kind, of.nbytes / of.exchanges, ranks) for ranks in (FEW, MANY)
+        of.exchanges * link.time_us(kind, of.nbytes / of.exchanges, ranks) for ranks in (FEW, MANY)
     )
     return many / few
 

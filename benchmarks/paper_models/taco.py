@@ -105,7 +105,7 @@ def unfused_gain(
     for stage in read_stages(of.kind, "two_shot", "taco", payload, request(of)):
         if stage.role in ("encode", "decode"):
             rows = max(1, round(ranks * stage.values / payload.numel)) if by_peer else 1
-            coding += count.us(stage.role, stage.values, card.kernels, rows)
+            coding += count.time_us(stage.role, stage.values, card.kernels, rows)
     exchange = coded(of, "two_shot", "taco", machine.link, FREE) + coding
     without = machine.step_us(model, ranks, plain(of, machine.link))
     return without / machine.step_us(model, ranks, exchange)

@@ -27,7 +27,7 @@ class Unfused:
     encode_bytes: float
     decode_bytes: float
 
-    def us(self, role: str, values: float, kernels: Kernels, calls: int = 1) -> float:
+    def time_us(self, role: str, values: float, kernels: Kernels, calls: int = 1) -> float:
         """Return the microseconds of coding some values, in some calls."""
         many = self.encode_kernels if role == "encode" else self.decode_kernels
         each = self.encode_bytes if role == "encode" else self.decode_bytes

@@ -50,7 +50,9 @@ def hosts_link(
     slower = max(1.0, between.gbytes_per_s / rate) if gpus > 1 else 1.0
     factor = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), slower)
     link = dataclasses.replace(between, alpha_us=alpha, factor=factor)
-    return Profile("one port", link, node=gpus, ports=1).link_of("ranks", ranks=range(ranks))
+    return Profile("one port", link, ranks_per_host=gpus, ports=1).link_of(
+        "ranks", ranks=range(ranks)
+    )
 
 
 def zipped_gain(kind: str, mib: float, ranks: int, link: Link, kernels: Kernels) -> float:

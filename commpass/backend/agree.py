@@ -22,7 +22,7 @@ from commpass.passes import run as run_passes
 from commpass.passes.fx.parse import describe_group, graph_modules, parse
 from commpass.passes.hidden import decided
 from commpass.passes.manager import OnPassEnd
-from commpass.plan import Plan
+from commpass.plan import UNCOMPRESSED, Plan
 
 Agreed = tuple[PassContext, PlanMismatch | None, Round | None]
 
@@ -38,7 +38,7 @@ def plan_graph(shared: Shared, graph_input: GraphInput, job: Job, on_pass_end: O
         outcome = run_passes(graph_input, number, on_pass_end=on_pass_end, strict=shared.strict)
         if not (over := excluded_sites(shared, job, outcome.plan)):
             break
-        outcome.restore("a site is left alone")
+        outcome.restore("a site stays uncompressed")
         graph_input = dataclasses.replace(graph_input, excluded={**outcome.excluded, **over})
     plan = outcome.plan
     try:
@@ -49,14 +49,14 @@ def plan_graph(shared: Shared, graph_input: GraphInput, job: Job, on_pass_end: O
     except PlanMismatch as mismatch:
         outcome.restore(f"the ranks planned differently: {mismatch}")
         return outcome, mismatch, None
-    if why in (agreement.HIDDEN, agreement.OWN):
+    if why in (agreement.HIDDEN, agreement.LOCAL_PART):
         record.log.info("graph %s is planned once more: %s", number, why)
         outcome.restore(why)
-        less: dict[str, Any] = {"own": False}
+        changes: dict[str, Any] = {"own": False}
         if why == agreement.HIDDEN:
-            less = {"hides": False} if graph_input.hides else {"hidden": None, "densities": None}
-            less["excluded"] = outcome.excluded
-        return plan_graph(shared, dataclasses.replace(graph_input, **less), job, on_pass_end)
+            changes = {"hides": False} if graph_input.hides else {"hidden": None, "densities": None}
+            changes["excluded"] = outcome.excluded
+        return plan_graph(shared, dataclasses.replace(graph_input, **changes), job, on_pass_end)
     if why and not plan.fallback:
         outcome.restore(why)
         outcome.error = CommpassError(why)
@@ -73,14 +73,14 @@ def excluded_sites(shared: Shared, job: Job, plan: Plan) -> dict[str, str]:
     rank = dist.get_rank() if ready() else 0
     keys, place = keys_of(plan.sites, rank), job.place
     found = {site.name: (place, keys[site.name]) for site in plan.compressed}
-    return {n: f"left alone: {shared.over[key]}" for n, key in found.items() if key in shared.over}
+    return {n: UNCOMPRESSED + shared.over[key] for n, key in found.items() if key in shared.over}
 
 
 def _participant(shared: Shared, job: Job) -> agreement.Participant:
     """Return this rank's participant. It identifies policy and profile by their contents, not their
-    names, and says what is compiled."""
-    said = [{**msgspec.to_builtins(shared.policy), "name": ""}, digest_of(job.profile)]
-    digest = hashlib.sha256(msgspec.json.encode(said)).hexdigest()[:16]
+    names, and what is compiled."""
+    facts = [{**msgspec.to_builtins(shared.policy), "name": ""}, digest_of(job.profile)]
+    digest = hashlib.sha256(msgspec.json.encode(facts)).hexdigest()[:16]
     origin = job.origin
     return agreement.Participant(
         digest,

@@ -29,7 +29,7 @@ from commpass.distributed.checked import Built
 from commpass.distributed.parts import can_compare
 from commpass.distributed.plan_store import Round
 from commpass.distributed.samples import MORE, label
-from commpass.distributed.watch import Watched
+from commpass.distributed.step_timer import TimedGraph
 from commpass.errors import PolicyError, Unanswered
 from commpass.groups import is_first_rank
 from commpass.passes import GraphInput, PassContext
@@ -37,14 +37,14 @@ from commpass.passes.fx import meta
 from commpass.passes.fx.marks import chunked
 from commpass.passes.fx.parse import parse
 from commpass.passes.timeline import whole_us
-from commpass.plan import Plan
+from commpass.plan import UNCOMPRESSED, Plan
 from commpass.utils.ambient import without_ambient_state
 
 LAST = (
-    "%s is compiled for the last time here (torch._dynamo.config.recompile_limit is %d). A call"
-    " that needs another graph is then run as it was written, by this rank alone, while other ranks"
-    " go on with the changed collectives: they wait for each other, or sum up what does not belong"
-    " together. Mark sizes that change with torch._dynamo.mark_dynamic, raise the limit, or set"
+    "%s is compiled for the last time here (torch._dynamo.config.recompile_limit is %d). This rank"
+    " would run a call that needs another graph uncompiled, while other ranks run compressed"
+    " collectives: then ranks hang, or compute wrong sums. Mark sizes that change with"
+    " torch._dynamo.mark_dynamic, raise the limit, or set"
     " torch._dynamo.config.fail_on_recompile_limit_hit, which makes it an error"
 )
 
@@ -71,8 +71,8 @@ def build(shared: Shared, job: Job, before: PassContext | None = None) -> Built 
     given = _input(shared, job, before.excluded if before is not None else {})
     record.trace_graph(gm, f"{job.direction}_before")
     device = meta.device_of(gm)
-    watched = is_first_rank() and device in ("cpu", "cuda") and shared.inner == "inductor"
-    plain_us = _predicted_us(gm, profile) if watched else None
+    is_timed = is_first_rank() and device in ("cpu", "cuda") and shared.inner == "inductor"
+    plain_us = _predicted_us(gm, profile) if is_timed else None
     dump = GraphDump(shared)
     outcome, mismatch, round = agree.plan_graph(shared, given, job, dump.on_pass_end)
     plan = outcome.plan
@@ -82,8 +82,8 @@ def build(shared: Shared, job: Job, before: PassContext | None = None) -> Built 
     if instead_of is None:
         record_plan(shared, outcome, job, None)
     record.trace_graph(gm, f"{job.direction}_after")
-    if calls.last and plan.changed:
-        calls.last = False
+    if calls.is_last_compile and plan.changed:
+        calls.is_last_compile = False
         record.log.warning(LAST, calls.code.name, torch._dynamo.config.recompile_limit)
     dump.write(outcome)
     if isinstance(mismatch, Unanswered):
@@ -95,9 +95,9 @@ def build(shared: Shared, job: Job, before: PassContext | None = None) -> Built 
     if outcome.error is not None and shared.strict:
         raise outcome.error
     if job.direction == "backward":
-        calls.keeps = bool(outcome.state)
+        calls.keeps_state = bool(outcome.state)
     elif outcome.state:
-        calls.refers = True
+        calls.keeps_references = True
     more = [each.fake for each in outcome.state]
     more += [each.fake for each in outcome.constants]
     planned_us = _predicted_us(gm, profile) if plain_us is not None else None
@@ -107,14 +107,14 @@ def build(shared: Shared, job: Job, before: PassContext | None = None) -> Built 
     state = state_for(outcome.state, gm, calls, job.direction)
     graph = None
     if plan.sites and planned_us is not None and plain_us is not None:
-        name, judged = f"{job.number} ({job.direction})", plan.changed and profile.measured
-        graph = Watched(name, planned_us, plain_us, judged, device)
+        name, warns_if_slower = f"{job.number} ({job.direction})", plan.changed and profile.measured
+        graph = TimedGraph(name, planned_us, plain_us, warns_if_slower, device)
     samples = samples_of(outcome, shared.samples)
     entry = step_log.Entry(plan, samples, graph)
     shared.step_log.put(entry, instead_of)
     patience, compared = shared.patience(plan), _is_compared(plan, round)
     check = Check(samples, round, given.policy.check_calls, patience, decides=compared)
-    function = instrument(shared.watch, callable_of(compiled), entry)
+    function = instrument(shared.step_timer, callable_of(compiled), entry)
     function = with_more(function, functools.partial(constants_of, outcome.constants))
     function = with_more(function, state)
     strides = getattr(compiled, "output_strides", None)
@@ -143,7 +143,7 @@ def rebuild(shared: Shared, job: Job, built: Built, over: Mapping[Key, str]) -> 
     if built.check.is_first:
         for site in plan.sites:
             if site.name in names:
-                why = names[site.name].removeprefix("left alone: ")
+                why = names[site.name].removeprefix(UNCOMPRESSED)
                 record.log.warning(OVER, label(site), site.kind, why, MORE)
     return made
 
@@ -152,7 +152,7 @@ def _input(shared: Shared, job: Job, excluded: Mapping[str, str]) -> GraphInput:
     """Return the input of the passes."""
     policy = shared.policy
     if not shared.samples:
-        policy = dataclasses.replace(policy, watch=0.0, check_calls=0)
+        policy = dataclasses.replace(policy, error_sample_rate=0.0, check_calls=0)
     return GraphInput(
         gm=job.gm,
         direction=job.direction,
@@ -161,7 +161,7 @@ def _input(shared: Shared, job: Job, excluded: Mapping[str, str]) -> GraphInput:
         decompositions=job.decompositions,
         stateless=job.stateless,
         weights=job.calls.weights(job.gm, job.direction, job.stateless),
-        obstacle=job.obstacle,
+        obstacle=job.unsupported_reason,
         kernels=shared.inner == "inductor",
         operators=shared.samples,
         adds_inputs=True,

@@ -8,16 +8,16 @@ from commpass import groups
 from commpass.backend.options import Compiler
 from commpass.backend.shared import Shared
 from commpass.distributed import step_log
-from commpass.distributed.calls import named
+from commpass.distributed.calls import with_name
 from commpass.distributed.samples import PLAIN, Sampled, Samples, label
-from commpass.distributed.watch import Watch
+from commpass.distributed.step_timer import StepTimer
 from commpass.errors import ScopeError
 from commpass.passes import PassContext
 from commpass.passes.sample import RECEIVED, UNSEEN
 from commpass.policy.annotate import open_scopes
 
 SKIPPED = "the policy skips pass 'sample'"
-UNKNOWN = "what compiles the graph need not know the operator that samples: it is not looked into"
+UNKNOWN = "its error is not sampled, since the inner compiler may not know the sampling operator"
 
 
 def check_call(
@@ -36,19 +36,19 @@ def check_call(
             " separates the two, remove the break or move the annotation to the inner"
             " module."
         )
-    shared.summary.called(graph)
+    shared.summary.count_call(graph)
 
 
-def instrument(watch: Watch, function: Compiler, entry: step_log.Entry) -> Compiler:
-    """Wrap a compiled graph: sample its errors, time it, and name it for profilers, as its plan
-    says."""
+def instrument(step_timer: StepTimer, function: Compiler, entry: step_log.Entry) -> Compiler:
+    """Wrap a compiled graph: sample its errors, time it, and name it for profilers, as
+    planned."""
     plan, labels = entry.plan, tuple(map(label, entry.plan.sites))
     name = f"graph {plan.graph} {plan.direction}"
     if len(labels) == 1:
         name = f"{labels[0]}, {name}"
-    if entry.watched is not None:
-        function = watch.timed(function, entry.watched)
-    return named(function, name, labels, entry.samples)
+    if entry.timed is not None:
+        function = step_timer.with_timing(function, entry.timed)
+    return with_name(function, name, labels, entry.samples)
 
 
 def samples_of(outcome: PassContext, known: bool) -> Samples:
@@ -70,4 +70,4 @@ def samples_of(outcome: PassContext, known: bool) -> Samples:
         why = outcome.sampled.get(site.name, other if site.compressed else PLAIN)
         checked = bound is not None and not force and why in ("", RECEIVED)
         found.append(Sampled(site, bound, why, checked and site.compressed))
-    return Samples(policy.watch, found)
+    return Samples(policy.error_sample_rate, found)

@@ -24,19 +24,19 @@ from commpass.distributed.hosts import with_hosts
 from commpass.distributed.machine import default_here
 from commpass.distributed.origin import count_call, origin_of_graph
 from commpass.distributed.owners import Calls
-from commpass.distributed.plan_store import greet
+from commpass.distributed.plan_store import publish_hello
 from commpass.errors import PolicyError
-from commpass.lowering.repairs import repaired
+from commpass.lowering.repairs import without_loop_splitting
 from commpass.passes import PASSES, GraphInput
 from commpass.passes import run as run_passes
 from commpass.passes.fx import meta
 from commpass.passes.fx.direction import keep_metadata
 from commpass.passes.fx.parse import graph_modules
 from commpass.plan import Simplification
-from commpass.policy.paths import Places
+from commpass.policy.paths import ModulePaths
 
 TRAINS = (
-    'inner="tensorrt" is for inference alone, and this call wants gradients: make it under'
+    'inner="tensorrt" supports inference only, but this call requires gradients: run it under'
     ' torch.inference_mode() or torch.no_grad(), or train with inner="inductor"'
 )
 
@@ -50,9 +50,9 @@ even without commpass.
 
 
 REORDERING_OFF = (
-    "torch._inductor.config has %s on: Inductor would order exchanges by what this rank computes,"
-    " and ranks that compute different things would wait for each other. It is off for graphs that"
-    " commpass has changed; pass move hides their exchanges. Other graphs are compiled with it"
+    "torch._inductor.config has %s on: Inductor would order collectives by the compute of this"
+    " rank, and ranks with different compute would wait for each other. It is off for graphs that"
+    " commpass has changed; pass move overlaps their exchanges. Other graphs are compiled with it"
 )
 
 
@@ -69,7 +69,7 @@ class Backend(Shared):
 
     def __repr__(self) -> str:
         inner = getattr(self.inner, "__name__", type(self.inner).__name__)
-        said = [
+        parts = [
             f"policy {self.policy.name!r}",
             f"inner {self.inner if isinstance(self.inner, str) else inner!r}",
             f"profile {self.profile.name!r}" if self.profile else "default profile",
@@ -77,7 +77,7 @@ class Backend(Shared):
             *([f"dump {str(self.dump)!r}"] if self.dump else []),
             f"{self.graphs} graph{'s' * (self.graphs != 1)}",
         ]
-        return f"<commpass.backend: {', '.join(said)}>"
+        return f"<commpass.backend: {', '.join(parts)}>"
 
     def __call__(
         self,
@@ -88,15 +88,15 @@ class Backend(Shared):
     ) -> Any:
         """Compile one Dynamo graph. ``mode`` and ``options`` of torch.compile are passed to
         Inductor."""
-        greet()
+        publish_hello()
         options = inductor_options(options or {}, self.inner)
         number = str(self.graphs)
         self.graphs += 1
-        places = Places()
+        paths = ModulePaths()
         for _, module in graph_modules(gm):
-            meta.place(module, places)
+            meta.record_module_paths(module, paths)
         calls = Calls(gm, example_inputs, _is_compiled_autograd())
-        calls.last = _is_last_compile()
+        calls.is_last_compile = _is_last_compile()
         if calls.autograd:
             keep_metadata(gm)
         with torch._functorch.config.patch(enable_autograd_cache=False):
@@ -112,11 +112,11 @@ class Backend(Shared):
         direction: str,
         calls: Calls,
         compile_graph: Compiler,
-        obstacle: str | None = None,
+        unsupported_reason: str | None = None,
     ) -> Callable[[list[Any]], Any]:
         """Run the passes on a graph that was not traced (the collective of a hook) and pass it to
         ``compile_graph``. Its nodes have fake values."""
-        greet()
+        publish_hello()
         number = str(self.graphs)
         self.graphs += 1
         return self.compile(
@@ -127,7 +127,7 @@ class Backend(Shared):
                 calls=calls,
                 stateless=calls.stateless(direction, False),
                 compile_graph=compile_graph,
-                obstacle=obstacle,
+                unsupported_reason=unsupported_reason,
             )
         )
 
@@ -164,7 +164,7 @@ class Backend(Shared):
                     return with_boxed_args(gm.forward)
                 with (
                     ordered() if pinned else nullcontext(),
-                    repaired(),
+                    without_loop_splitting(),
                     torch._inductor.config.patch(patches),  # patched here too, for later recompiles
                     self._without_reordering() if pinned or changed else nullcontext(),
                 ):
@@ -172,6 +172,7 @@ class Backend(Shared):
 
             direction = "backward" if kwargs.get("is_backward") or calls.autograd else "forward"
             wrapped = kwargs.get("cpp_wrapper") or torch._inductor.config.cpp_wrapper
+            unsupported = CPP_WRAPPER if wrapped and self.inner == "inductor" else None
             return self.compile(
                 TracedGraph(
                     gm=gm,
@@ -181,7 +182,7 @@ class Backend(Shared):
                     stateless=calls.stateless(direction, bool(kwargs.get("is_inference"))),
                     compile_graph=compile_graph,
                     decompositions=kwargs.get("get_decomp_fn"),
-                    obstacle=CPP_WRAPPER if wrapped and self.inner == "inductor" else None,
+                    unsupported_reason=unsupported,
                 )
             )
 
@@ -253,7 +254,7 @@ class Backend(Shared):
         )
         same_code = self.checked.setdefault(job.place, weakref.WeakSet())
         for other in list(same_code):
-            other.leave()
+            other.end_check()
         made = build.build(self, job)
         if isinstance(made, Raising):
             release(same_code)

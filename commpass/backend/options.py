@@ -9,7 +9,7 @@ from typing import Any, get_origin
 from commpass.errors import PolicyError
 
 INNER = ("inductor", "eager", "aot_eager", "tensorrt")
-LOOKS = INNER[:3]
+SAMPLING_COMPILERS = INNER[:3]
 """The inner compilers that know the operator that samples errors. Others need not know it."""
 OPTIONS = ("policy", "inner", "profile", "strict", "dump", "timeout")
 Compiler = Callable[..., Any]
@@ -28,7 +28,7 @@ def inductor_options(options: Mapping[str, Any], inner: str | Compiler) -> dict[
             hint = f"; did you mean {close[0]!r}?" if close else "."
             others = ", and the options of Inductor" if known else ""
             raise PolicyError(f"unknown option {name!r}{hint} Known: {', '.join(OPTIONS)}{others}.")
-        wanted: Any = config.get_type(name)  # type: ignore[attr-defined]
-        if get_origin(wanted) is None and not isinstance(value, wanted):
-            raise PolicyError(f"option {name}={value!r}: must be a {wanted.__name__}")
+        expected: Any = config.get_type(name)  # type: ignore[attr-defined]
+        if get_origin(expected) is None and not isinstance(value, expected):
+            raise PolicyError(f"option {name}={value!r}: must be a {expected.__name__}")
     return found

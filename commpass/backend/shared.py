@@ -13,16 +13,16 @@ from torch import fx
 from torch._guards import TracingContext
 
 from commpass import groups
-from commpass.backend.options import LOOKS, Compiler
+from commpass.backend.options import SAMPLING_COMPILERS, Compiler
 from commpass.costmodel import Profile
 from commpass.distributed import agreement, step_log
 from commpass.distributed.budget import Key
 from commpass.distributed.checked import Checked
 from commpass.distributed.origin import Origin
 from commpass.distributed.owners import Calls
-from commpass.distributed.plan_store import greet
+from commpass.distributed.plan_store import publish_hello
+from commpass.distributed.step_timer import StepTimer
 from commpass.distributed.summary import Summary
-from commpass.distributed.watch import Watch
 from commpass.plan import Plan
 from commpass.policy import Policy
 
@@ -50,15 +50,15 @@ class Shared:
         self.densities: dict[tuple[Any, ...], float] = {}
         self.over: dict[tuple[Any, Key], str] = {}  # sites over their error budget
         self.checked: dict[tuple[Any, ...], weakref.WeakSet[Checked]] = {}
-        self.step_log = step_log.opened(policy.name)
-        self.summary, self.watch = Summary(policy), Watch(self.step_log.facts)
+        self.step_log = step_log.open_log(policy.name)
+        self.summary, self.step_timer = Summary(policy), StepTimer(self.step_log.facts)
         weakref.finalize(self, self.summary.report)
-        greet()
+        publish_hello()
 
     @property
     def samples(self) -> bool:
         """Whether the inner compiler knows the operator that samples errors."""
-        return self.inner in LOOKS
+        return self.inner in SAMPLING_COMPILERS
 
     def reset(self) -> None:
         """Forget agreed values, so that graphs are compiled and compared again.
@@ -80,7 +80,7 @@ class Shared:
 class TracedGraph:
     """A forward or backward graph, and how to compile it.
 
-    If ``obstacle`` is given, no collective is changed, and ``obstacle`` is the reason.
+    If there is an ``unsupported_reason``, no collective is changed.
     """
 
     gm: fx.GraphModule
@@ -90,7 +90,7 @@ class TracedGraph:
     stateless: str | None
     compile_graph: Compiler
     decompositions: Callable[[], Any] | None = None
-    obstacle: str | None = None
+    unsupported_reason: str | None = None
 
     @property
     def place(self) -> tuple[Any, ...]:

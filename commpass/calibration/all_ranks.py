@@ -40,9 +40,9 @@ class Ranks:
         Raise CalibrationError if a rank has failed, or publishes nothing in time.
         """
         self.step += 1
-        self._store.set(self._place(self.rank), msgspec.msgpack.encode(value))
+        self._store.set(self._key(self.rank), msgspec.msgpack.encode(value))
         try:
-            self._store.wait([self._place(rank) for rank in range(self.size)], self.timeout)
+            self._store.wait([self._key(rank) for rank in range(self.size)], self.timeout)
         except Exception as error:
             self.raise_others(error)
             seconds = self.timeout.total_seconds()
@@ -51,7 +51,7 @@ class Ranks:
                 " A step that takes longer needs a longer timeout="
             ) from error
         self.raise_others(None)
-        raw = [self._store.get(self._place(rank)) for rank in range(self.size)]
+        raw = [self._store.get(self._key(rank)) for rank in range(self.size)]
         return [msgspec.msgpack.decode(each, type=kind) for each in raw]
 
     def all_sums(self, numbers: list[float]) -> list[float]:
@@ -61,8 +61,8 @@ class Ranks:
 
     def fail(self, error: BaseException) -> None:
         """Publish the failure's reason, and release the ranks that wait for this rank's numbers."""
-        said = f"{type(error).__name__}: {error}".splitlines()[0]
-        self._store.set(f"{self.root}/failed/{self.rank}", said)
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        self._store.set(f"{self.root}/failed/{self.rank}", reason)
         for step in (self.step, self.step + 1):
             if not self._store.check([f"{self.root}/{step}/{self.rank}"]):
                 self._store.set(f"{self.root}/{step}/{self.rank}", "")
@@ -70,12 +70,12 @@ class Ranks:
     def raise_others(self, because: BaseException | None) -> None:
         """Raise CalibrationError if another rank has failed."""
         for rank in range(self.size):
-            place = f"{self.root}/failed/{rank}"
-            if rank != self.rank and self._store.check([place]):
-                said = self._store.get(place).decode()
-                raise CalibrationError(f"rank {rank} failed: {said}") from because
+            key = f"{self.root}/failed/{rank}"
+            if rank != self.rank and self._store.check([key]):
+                reason = self._store.get(key).decode()
+                raise CalibrationError(f"rank {rank} failed: {reason}") from because
 
-    def _place(self, rank: int) -> str:
+    def _key(self, rank: int) -> str:
         return f"{self.root}/{self.step}/{rank}"
 
     @property

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
+from commpass.calibration.measured_sites import Address, CountedSite, ErrorLevel, MeasuredSites
 from commpass.calibration.mix import Solution, rules_of, solve
-from commpass.calibration.places import Address, Carried, Level, Place
 from commpass.costmodel import Profile
 from commpass.distributed.machine import profile_here
 from commpass.errors import CalibrationError
@@ -19,7 +19,7 @@ from commpass.utils.tables import Format, read_json, write_whole
 
 FORMAT = Format("calibration", 1, "measure again with `commpass calibrate`", CalibrationError)
 
-__all__ = ["Address", "Calibration", "Carried", "Level", "Place"]
+__all__ = ["Address", "Calibration", "CountedSite", "ErrorLevel", "MeasuredSites"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class Calibration:
     of: str
     probes: tuple[str, ...]
     loss: float | None = None
-    places: tuple[Place, ...] = ()
+    places: tuple[MeasuredSites, ...] = ()
     remarks: tuple[str, ...] = field(default=())
 
     def solve(
@@ -85,8 +85,8 @@ class Calibration:
 
     def digest(self) -> str:
         """Return a digest of all that was measured; equal on all ranks."""
-        said = {**msgspec.to_builtins(self), "written": ""}
-        return hashlib.sha256(msgspec.json.encode(said, order="deterministic")).hexdigest()[:16]
+        fields = {**msgspec.to_builtins(self), "written": ""}
+        return hashlib.sha256(msgspec.json.encode(fields, order="deterministic")).hexdigest()[:16]
 
     def to_json(self) -> str:
         return msgspec.json.format(msgspec.json.encode(self), indent=1).decode()

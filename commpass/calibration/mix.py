@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from commpass.calibration.places import Address, Place
+from commpass.calibration.measured_sites import Address, MeasuredSites
 from commpass.codecs import codec
 from commpass.collectives import DEFAULTS, find_algorithm
 from commpass.costmodel import Profile
@@ -26,7 +26,7 @@ CHEAPEST = ("bytes", "time")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Treatment:
+class CodecOption:
     """A candidate at a place: a codec (``none``: uncompressed) with one algorithm for each of its
     sites.
 
@@ -51,9 +51,9 @@ class Solution:
     """
 
     max_error: float
-    places: tuple[Place, ...]
-    considered: tuple[tuple[Treatment, ...], ...]
-    chosen: tuple[Treatment, ...]
+    places: tuple[MeasuredSites, ...]
+    considered: tuple[tuple[CodecOption, ...], ...]
+    chosen: tuple[CodecOption, ...]
     kept: frozenset[int] = frozenset()
 
     @property
@@ -91,7 +91,7 @@ class Solution:
 
 
 def solve(
-    places: Iterable[Place],
+    places: Iterable[MeasuredSites],
     max_error: float,
     base: Policy,
     profile: Profile | None,
@@ -109,8 +109,8 @@ def solve(
         raise CalibrationError(f"cheapest={by!r}{nearest(str(by), CHEAPEST)}")
     ordered = tuple(sorted(places, key=lambda each: each.where))
     known = [considered(each, base, profile, by) for each in ordered]
-    kept = frozenset(number for number, each in enumerate(ordered) if _is_excluded(each, base))
-    open_to = [some[:1] if number in kept else some for number, some in enumerate(known)]
+    excluded = frozenset(number for number, each in enumerate(ordered) if _is_excluded(each, base))
+    open_to = [some[:1] if number in excluded else some for number, some in enumerate(known)]
     options = [
         [Option(each.us if by == "time" else each.sent_bytes, each.share) for each in some]
         for some in open_to
@@ -119,11 +119,11 @@ def solve(
     assert mix is not None  # leaving everything uncompressed loses nothing
     chosen = tuple(some[number] for some, number in zip(open_to, mix.chosen, strict=True))
     return Solution(
-        max_error=max_error, places=ordered, considered=tuple(known), chosen=chosen, kept=kept
+        max_error=max_error, places=ordered, considered=tuple(known), chosen=chosen, kept=excluded
     )
 
 
-def _is_excluded(place: Place, base: Policy) -> bool:
+def _is_excluded(place: MeasuredSites, base: Policy) -> bool:
     """Return whether a rule of the policy keeps a place, or the policy is off."""
     if base.off:
         return True
@@ -134,8 +134,8 @@ def _is_excluded(place: Place, base: Policy) -> bool:
 
 
 def considered(
-    place: Place, base: Policy, profile: Profile | None, by: str = "bytes"
-) -> tuple[Treatment, ...]:
+    place: MeasuredSites, base: Policy, profile: Profile | None, by: str = "bytes"
+) -> tuple[CodecOption, ...]:
     """Return all candidates at a place, the uncompressed one first.
 
     Each codec has its best algorithm: the one that sends least and then loses least, or the
@@ -154,7 +154,9 @@ def considered(
     )
 
 
-def _by_codec(place: Place, spec: str, options: Sequence[Options], by: str) -> Treatment | None:
+def _by_codec(
+    place: MeasuredSites, spec: str, options: Sequence[Options], by: str
+) -> CodecOption | None:
     """Return one codec at all sites of a place; None if one of them cannot have it."""
     best: list[Candidate] = []
     for carried, each in zip(place.sites, options, strict=True):
@@ -174,9 +176,9 @@ def _by_codec(place: Place, spec: str, options: Sequence[Options], by: str) -> T
     return _at_all(place, best, max(result_error(place, one.codec, one.error) for one in best))
 
 
-def _at_all(place: Place, choice: Sequence[Candidate], error: float) -> Treatment:
+def _at_all(place: MeasuredSites, choice: Sequence[Candidate], error: float) -> CodecOption:
     rows = list(zip(place.sites, choice, strict=True))
-    return Treatment(
+    return CodecOption(
         codec=choice[0].codec,
         algorithms=tuple(sorted({one.algorithm for one in choice} - {NONE})),
         error=error,
@@ -195,7 +197,7 @@ def sent(candidate: Candidate, ranks: int) -> float:
     )
 
 
-def result_error(place: Place, spec: str, expected: float) -> float:
+def result_error(place: MeasuredSites, spec: str, expected: float) -> float:
     """Return the relative error of a place's result.
 
     It is the measured error of one encode and decode there, times the factor by which an algorithm
@@ -214,8 +216,8 @@ def rules_of(found: Solution, base: Policy, name: str, *, exactly: bool = False)
     made: list[tuple[Address, Rule]] = []
     rows = zip(found.places, found.considered, found.chosen, strict=True)
     for number, (place, some, chosen) in enumerate(rows):
-        words = _rule_fields(place, some, chosen, number in found.kept, exactly)
-        made += [(where, _rule(where, words)) for where in place.where]
+        fields = _rule_fields(place, some, chosen, number in found.kept, exactly)
+        made += [(where, _rule(where, fields)) for where in place.where]
     made.sort(key=lambda each: (-_depth(each[0].module), each[0]))
     rules = tuple(rule for _, rule in made)
     return dataclasses.replace(base, name=name, rules=(*rules, *base.rules))
@@ -231,43 +233,47 @@ def _rule(address: Address, entries: dict[str, object]) -> Rule:
 
 
 def _rule_fields(
-    place: Place, some: Sequence[Treatment], choice: Treatment, excluded: bool, exactly: bool
+    place: MeasuredSites,
+    some: Sequence[CodecOption],
+    choice: CodecOption,
+    excluded: bool,
+    exactly: bool,
 ) -> dict[str, object]:
     """Return the fields of a place's rule."""
     if excluded or choice.codec == NONE:
         return {"keep": True}
-    names, ways = [choice.codec], list(choice.algorithms)
+    names, algorithms = [choice.codec], list(choice.algorithms)
     if not exactly:
         names += [
             each.codec
             for each in some[1:]
-            if each is not choice and _error(place, each.codec, ways) <= choice.error
+            if each is not choice and _error(place, each.codec, algorithms) <= choice.error
         ]
         kinds = {each.site.kind for each in place.sites}
-        ways += [
-            way
-            for way in DEFAULTS
-            if way not in ways
-            and way != "hierarchical"  # its error depends on the hosts
-            and any(find_algorithm(kind, way) for kind in kinds)
-            and all(_error(place, name, [way]) <= choice.error for name in names)
+        algorithms += [
+            algorithm
+            for algorithm in DEFAULTS
+            if algorithm not in algorithms
+            and algorithm != "hierarchical"  # its error depends on the hosts
+            and any(find_algorithm(kind, algorithm) for kind in kinds)
+            and all(_error(place, name, [algorithm]) <= choice.error for name in names)
         ]
     # Candidates compare this error with the budget: that of the algorithm on Gaussian data.
-    most = max(each for name in names for each in _expected(place, name, ways))
-    words: dict[str, object] = {
+    most = max(each for name in names for each in _expected(place, name, algorithms))
+    fields: dict[str, object] = {
         "codec": tuple(names),
-        "algorithm": tuple(ways),
+        "algorithm": tuple(algorithms),
         "max_error": min(1.0, math.ceil(most * 1e5 + 1) / 1e5),
     }
-    return {**words, "force": True} if exactly else words
+    return {**fields, "force": True} if exactly else fields
 
 
-def _error(place: Place, spec: str, ways: Sequence[str]) -> float:
+def _error(place: MeasuredSites, spec: str, ways: Sequence[str]) -> float:
     """Return the largest error of a codec by some algorithms."""
     return max(result_error(place, spec, each) for each in _expected(place, spec, ways))
 
 
-def _expected(place: Place, spec: str, ways: Sequence[str]) -> Iterator[float]:
+def _expected(place: MeasuredSites, spec: str, ways: Sequence[str]) -> Iterator[float]:
     """Yield the expected errors of Gaussian data, by each algorithm at each site that has it."""
     for each in place.sites:
         for way in ways:

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 
 from commpass import groups
 from commpass.backend import Backend, TracedGraph
-from commpass.calibration.places import Address, bare
+from commpass.calibration.measured_sites import Address, without_neighbours
 from commpass.codecs import FLOATS, Codec
 from commpass.codecs.wrappers.outlier import Running
 from commpass.costmodel import Profile
@@ -55,7 +55,8 @@ class Probes:
     - ``disturb``: the place whose values a codec changes.
     - ``channels``: the ranges of the channels of each place, None if its tensors do not have the
       same ones; ``sums``: those of the results of its sums.
-    - ``seats``: this rank's numbers in the groups of a place, each with the number of ranks.
+    - ``group_ranks``: this rank's numbers in the groups of a place, each with the number of ranks.
+    - ``measure``: whether probes count and measure what is sent.
     - ``merged``: the places whose collectives simplify merges into one.
     """
 
@@ -65,12 +66,12 @@ class Probes:
     errors_of: dict[Address, list[Codec]] = field(default_factory=dict)
     sizes_of: list[Codec] = field(default_factory=list)
     disturb: tuple[frozenset[Address], Codec] | None = None
-    look: bool = False
+    measure: bool = False
     sites: dict[Address, Counter[Site]] = field(default_factory=dict)
     squares: dict[Address, Squares] = field(default_factory=dict)
     channels: dict[Address, Running | None] = field(default_factory=dict)
     sums: dict[Address, Running | None] = field(default_factory=dict)
-    seats: dict[Address, set[tuple[int, int]]] = field(default_factory=dict)
+    group_ranks: dict[Address, set[tuple[int, int]]] = field(default_factory=dict)
     merged: set[tuple[Address, Address]] = field(default_factory=set)
     remarks: dict[str, None] = field(default_factory=dict)
 
@@ -81,10 +82,10 @@ class Probes:
         for each in found:
             each.call.node.meta[ALLOWED] = {}
         for each in found:
-            told = _MergeRecorder(
+            recorder = _MergeRecorder(
                 codecs=self.wanted, where=Address.of(each.site), merged=self.merged
             )
-            each.call.node.meta[ALLOWED][each.position] = told
+            each.call.node.meta[ALLOWED][each.position] = recorder
         found = [self._recording(each) for each in found]
         profile = self.profile or default_here(meta.device_of(gm))
         if "simplify" not in self.policy.skip and obstacle is None and found:
@@ -100,8 +101,8 @@ class Probes:
                 if isinstance(each.allowed, _MergeRecorder)
                 else Address.of(each.site)
             )
-            seat = groups.rank_in(each.site.group) or 0, each.site.group_size
-            self.seats.setdefault(where, set()).add(seat)
+            rank_and_size = groups.rank_in(each.site.group) or 0, each.site.group_size
+            self.group_ranks.setdefault(where, set()).add(rank_and_size)
             self._before(each, where)
             self._behind(each, where)
         for module in {each.module for each in found}:
@@ -116,9 +117,9 @@ class Probes:
         """Return why nothing is measured at a site; None if it is."""
         site = each.site
         if site.word is not None:
-            return "a word in the model says what is done to it, which no rule can change"
+            return "an annotation in the model applies to it, which no rule can change"
         if site.pairwise:
-            return "both ends of a send must do the same, and each has a place of its own"
+            return "both ends of a send must be coded alike, but each has its own sensitivity"
         wanted = Allowed(codecs=self.wanted)
         options = candidates(site, wanted, profile, self.policy.reassociate)
         return options.obstacle or (None if options.possible else "; ".join(options.refused))
@@ -127,12 +128,12 @@ class Probes:
         """Insert a probe before a site's input."""
         node, source = each.call.node, each.input
         graph = each.module.graph
-        probe = Probe(self, address, bare(each.site), "in-place" in each.call.form)
+        probe = Probe(self, address, without_neighbours(each.site), "in-place" in each.call.form)
         name = _added(each, probe)
         with graph.inserting_before(node):
-            made = graph.call_module(name, (source,))
-        made.meta.update({key: source.meta[key] for key in ("val",) if key in source.meta})
-        node.replace_input_with(source, made)
+            inserted = graph.call_module(name, (source,))
+        inserted.meta.update({key: source.meta[key] for key in ("val",) if key in source.meta})
+        node.replace_input_with(source, inserted)
 
     def _behind(self, each: GraphSite, address: Address) -> None:
         """Insert a probe after a sum that has one output."""
@@ -141,9 +142,9 @@ class Probes:
         (node,) = each.outputs
         name = _added(each, ProbeOfSums(self, address))
         with node.graph.inserting_after(node):
-            made = node.graph.call_module(name, (node,))
-        made.meta.update({key: node.meta[key] for key in ("val",) if key in node.meta})
-        node.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
+            inserted = node.graph.call_module(name, (node,))
+        inserted.meta.update({key: node.meta[key] for key in ("val",) if key in node.meta})
+        node.replace_all_uses_with(inserted, delete_user_cb=lambda user: user is not inserted)
 
     def forget(self) -> None:
         """Reset counts and sums."""
@@ -186,7 +187,7 @@ class Probe(nn.Module):
             changed = round_trip(probes.disturb[1], x)
             # What a collective overwrites is overwritten here as well.
             return x.copy_(changed) if self.in_place else changed
-        if probes.look and x.numel():
+        if probes.measure and x.numel():
             probes.sites.setdefault(where, Counter())[self.site] += 1
             self._measure(x)
         return x
@@ -217,7 +218,7 @@ class ProbeOfSums(nn.Module):
 
     @ambient_free
     def forward(self, x: Tensor) -> Tensor:
-        if self.probes.look and x.numel() and x.isfinite().all():
+        if self.probes.measure and x.numel() and x.isfinite().all():
             _note_channels(self.probes.sums, self.where, x)
         return x
 
@@ -251,5 +252,5 @@ class Probing(Backend):
         self.probes = probes
 
     def compile(self, graph: TracedGraph) -> Any:
-        self.probes.insert(graph.gm, graph.direction, graph.obstacle)
+        self.probes.insert(graph.gm, graph.direction, graph.unsupported_reason)
         return with_boxed_args(graph.compile_graph(graph.gm, [], False))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from commpass.calibration.all_ranks import Ranks, all_ranks
 from commpass.calibration.data import Calibration
-from commpass.calibration.places import Address, Carried, Level, Place
+from commpass.calibration.measured_sites import Address, CountedSite, ErrorLevel, MeasuredSites
 from commpass.calibration.probes import Probes, Probing, Squares
 from commpass.calibration.step import Loss, Step, fingerprints, replicas, step_of
 from commpass.codecs import Codec, codec
@@ -37,14 +37,14 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _RankResults:
     """The results of one rank from a first run over all batches."""
 
-    places: list[tuple[Address, list[Carried]]]
+    places: list[tuple[Address, list[CountedSite]]]
     merged: list[tuple[Address, Address]]
     channels: list[tuple[Address, list[float], list[float]]]
     sums: list[tuple[Address, list[float], list[float]]]
-    seats: list[tuple[Address, list[tuple[int, int]]]]
+    group_ranks: list[tuple[Address, list[tuple[int, int]]]]
     uneven: list[Address]
     remarks: list[str]
 
@@ -62,8 +62,8 @@ class Sizes:
     def bits(self) -> dict[str, float]:
         """Return the bits of a value by codec, rounded up to a hundredth; none if nothing was
         measured."""
-        some = {spec: each for spec, each in self.bytes.items() if each}
-        return {spec: math.ceil(800 * each / self.count) / 100 for spec, each in some.items()}
+        measured = {spec: each for spec, each in self.bytes.items() if each}
+        return {spec: math.ceil(800 * each / self.count) / 100 for spec, each in measured.items()}
 
 
 @dataclass
@@ -159,10 +159,10 @@ def _measured(
     outliers: bool,
     progress: Progress | None,
 ) -> Calibration:
-    probes.look = True
+    probes.measure = True
     for batch in rows:
         step.run(batch)
-    seen = ranks.exchange(_seen(probes, len(rows)), _Seen)
+    seen = ranks.exchange(_seen(probes, len(rows)), _RankResults)
     groups = _clusters(seen)
     if not groups:
         why = f" ({'; '.join(seen[0].remarks)})" if seen[0].remarks else ""
@@ -170,12 +170,12 @@ def _measured(
     channels = [_channels(group, seen) if outliers else None for group in groups]
     probes.sizes_of = list(sized)
     choices = [sorted({*named, *_outlier(each)}) for each in channels]
-    made = [each.spec for each in disturbing]
+    probe_specs = [each.spec for each in disturbing]
     for group, specs in zip(groups, choices, strict=True):
         for where in group:
-            probes.errors_of[where] = [codec(spec) for spec in sorted({*specs, *made})]
+            probes.errors_of[where] = [codec(spec) for spec in sorted({*specs, *probe_specs})]
     sums = _Sums(
-        [dict.fromkeys(sorted({*specs, *made}), 0.0) for specs in choices],
+        [dict.fromkeys(sorted({*specs, *probe_specs}), 0.0) for specs in choices],
         [Sizes() for _ in groups],
         [[0.0] * len(disturbing) for _ in groups],
         [0.0] * len(groups),
@@ -193,18 +193,18 @@ def _measured(
         )
     many, sites = len(rows), [_sites(group, seen) for group in groups]
     places = tuple(
-        Place(
+        MeasuredSites(
             where=group,
             sites=sites[at],
             errors={spec: _rms(sums.errors[at][spec], many) for spec in choices[at]}
             | dict.fromkeys(_measured_codecs(sites[at], sums.sizes[at]), 0.0),
             levels=tuple(
-                Level(
+                ErrorLevel(
                     codec=spec,
                     error=_rms(sums.errors[at][spec], many),
                     sensitivity=_rms(change, many),
                 )
-                for spec, change in zip(made, sums.changes[at], strict=True)
+                for spec, change in zip(probe_specs, sums.changes[at], strict=True)
             ),
             loss=_rms(sums.loss[at], many) if step.train else None,
             statistics="" if (known := channels[at]) is None else known.to_text(),
@@ -220,14 +220,14 @@ def _measured(
         world_size=ranks.size,
         batches=many,
         of="gradients" if step.train else "outputs",
-        probes=tuple(made),
+        probes=tuple(probe_specs),
         loss=math.fsum(each for each in losses if each is not None) / many if step.train else None,
         places=places,
         remarks=tuple(remarks),
     )
 
 
-def _measured_codecs(sites: Sequence[Carried], sizes: Sizes) -> list[str]:
+def _measured_codecs(sites: Sequence[CountedSite], sizes: Sizes) -> list[str]:
     """Return the lossless codecs, with the bits that were measured at a place.
 
     Return none if values of several dtypes are sent there.
@@ -255,7 +255,7 @@ def _one_batch(
     """Run one batch untouched, then with each error in each place. Return the mean loss over
     ranks."""
     probes.forget()
-    probes.look, probes.disturb = True, None
+    probes.measure, probes.disturb = True, None
     loss, reference = step.run(batch)
     total, lost = ranks.all_sums([step.squares(reference), loss or 0.0])
     loss_is = lost / ranks.size
@@ -266,15 +266,15 @@ def _one_batch(
         raise CalibrationError(f"batch {number}: the {what} are not finite")
     if not total:
         raise CalibrationError(f"batch {number}: the {what} are all 0")
-    here = [
+    own_errors = [
         _relative(ranks, probes, group, list(sums.errors[at])) for at, group in enumerate(groups)
     ]
     for at, group in enumerate(groups if probes.sizes_of else ()):
         _add_sizes(ranks, probes, group, sums.sizes[at])
     report(1)
-    probes.look = False
+    probes.measure = False
     for at, group in enumerate(groups):
-        for spec, value in here[at].items():
+        for spec, value in own_errors[at].items():
             if not math.isfinite(value):
                 raise CalibrationError(f"batch {number}: what {group[0]} sends is not finite")
             sums.errors[at][spec] += value**2
@@ -284,7 +284,7 @@ def _one_batch(
             off, moved = ranks.all_sums(
                 [step.squares(output, reference), (disturbed or 0.0) - (loss or 0.0)]
             )
-            if error := here[at][each.spec]:
+            if error := own_errors[at][each.spec]:
                 sums.changes[at][level] += off / total / error**2
                 sums.loss[at] += (moved / lost / error) ** 2 if lost and not level else 0.0
             report(at * len(disturbing) + level + 2)
@@ -299,9 +299,9 @@ def _relative(
     mine = [probes.squares[where] for where in group if where in probes.squares] or [Squares()]
     values = [sum(each.values for each in mine)]
     errors = [sum(each.errors.get(spec, 0.0) for each in mine) for spec in specs]
-    whole, *parts = ranks.all_sums([float(each) for each in (*values, *errors)])
+    total, *parts = ranks.all_sums([float(each) for each in (*values, *errors)])
     return {
-        spec: math.sqrt(part / whole) if whole > 0 else (0.0 if whole == 0 else math.nan)
+        spec: math.sqrt(part / total) if total > 0 else (0.0 if total == 0 else math.nan)
         for spec, part in zip(specs, parts, strict=True)
     }
 
@@ -317,16 +317,16 @@ def _add_sizes(ranks: Ranks, probes: Probes, group: tuple[Address, ...], sizes: 
         sizes.bytes[spec] = sizes.bytes.get(spec, 0.0) + many
 
 
-def _seen(probes: Probes, batches: int) -> _Seen:
-    return _Seen(
+def _seen(probes: Probes, batches: int) -> _RankResults:
+    return _RankResults(
         places=[
-            (where, [Carried(site=site, calls=n / batches) for site, n in counter.items()])
+            (where, [CountedSite(site=site, calls=n / batches) for site, n in counter.items()])
             for where, counter in probes.sites.items()
         ],
         merged=sorted(probes.merged),
         channels=_ranges(probes.channels),
         sums=_ranges(probes.sums),
-        seats=[(where, sorted(seats)) for where, seats in probes.seats.items()],
+        group_ranks=[(where, sorted(each)) for where, each in probes.group_ranks.items()],
         uneven=[where for where, each in probes.channels.items() if each is None],
         remarks=list(probes.remarks),
     )
@@ -342,7 +342,7 @@ def _ranges(
     ]
 
 
-def _clusters(seen: Sequence[_Seen]) -> list[tuple[Address, ...]]:
+def _clusters(seen: Sequence[_RankResults]) -> list[tuple[Address, ...]]:
     """Return the places where anything was sent. Those that simplify merges are one place."""
     root: dict[Address, Address] = {}
 
@@ -363,7 +363,7 @@ def _clusters(seen: Sequence[_Seen]) -> list[tuple[Address, ...]]:
     return [tuple(group) for group in groups.values() if sent & set(group)]
 
 
-def _sites(group: tuple[Address, ...], seen: Sequence[_Seen]) -> tuple[Carried, ...]:
+def _sites(group: tuple[Address, ...], seen: Sequence[_RankResults]) -> tuple[CountedSite, ...]:
     """Return the sites of a place, from the first rank that sends anything there."""
     for each in seen:
         found = [site for where, sites in each.places if where in group for site in sites]
@@ -372,28 +372,28 @@ def _sites(group: tuple[Address, ...], seen: Sequence[_Seen]) -> tuple[Carried, 
     return ()
 
 
-def _channels(group: tuple[Address, ...], seen: Sequence[_Seen]) -> Channels | None:
+def _channels(group: tuple[Address, ...], seen: Sequence[_RankResults]) -> Channels | None:
     """Return the channel ranges of a place on each rank of its group, and of its sums.
 
     They are the largest over all groups. Return None if tensors differ in their channels.
     """
-    by_seat: dict[int, list[list[float]]] = {}
+    by_rank: dict[int, list[list[float]]] = {}
     sizes, sums = set(), []
     for each in seen:
         if any(where in group for where in each.uneven):
             return None
-        own = [seat for where, seats in each.seats if where in group for seat in seats]
+        own = [one for where, ranks in each.group_ranks if where in group for one in ranks]
         sizes |= {size for _, size in own}
         rows = [_reach(low, high) for where, low, high in each.channels if where in group]
         for rank, _ in own:
-            by_seat.setdefault(rank, []).extend(rows)
+            by_rank.setdefault(rank, []).extend(rows)
         sums += [_reach(low, high) for where, low, high in each.sums if where in group]
-    rows = [row for seat in by_seat.values() for row in seat]
+    rows = [row for of_rank in by_rank.values() for row in of_rank]
     widths = {len(row) for row in rows}
     if len(widths) != 1 or not 2 <= (width := next(iter(widths))) <= MOST_CHANNELS:
         return None
-    if sizes == {len(by_seat)} and all(by_seat.values()):
-        ranges = [_largest(by_seat[rank]) for rank in sorted(by_seat)]
+    if sizes == {len(by_rank)} and all(by_rank.values()):
+        ranges = [_largest(by_rank[rank]) for rank in sorted(by_rank)]
     else:
         ranges = [_largest(rows)]
     total = [row for row in sums if len(row) == width]

@@ -84,14 +84,14 @@ class Step:
         total = 0.0
         for name in sorted(output.keys() | (exact or {}).keys()):
             mine = output.get(name)
-            its = exact.get(name) if exact is not None else None
-            if mine is None or (its is None and exact is not None):
-                only = mine if mine is not None else its
+            other = exact.get(name) if exact is not None else None
+            if mine is None or (other is None and exact is not None):
+                only = mine if mine is not None else other
                 assert only is not None
                 total += self._weight(name) * square(_local(only))
                 continue
             weight = self._weight(name)
-            total += weight * square(_local(mine), _local(its) if its is not None else None)
+            total += weight * square(_local(mine), _local(other) if other is not None else None)
         return total
 
     def _weight(self, name: str) -> float:
@@ -126,8 +126,8 @@ def fingerprints(parameters: dict[str, Tensor]) -> dict[str, str]:
 
 
 def _fingerprint(parameter: Tensor) -> str:
-    held = _local(parameter)
-    values = f"{tuple(held.shape)} {float(held.double().sum())!r} {square(held)!r}"
+    local = _local(parameter)
+    values = f"{tuple(local.shape)} {float(local.double().sum())!r} {square(local)!r}"
     if not isinstance(parameter, DTensor):
         return values
     at = parameter.device_mesh.get_coordinate() or ()

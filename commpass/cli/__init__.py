@@ -5,7 +5,7 @@ Results are printed to stdout, errors as one line to stderr.
 
 # Commands are listed by ``--help`` in the order in which they are imported here.
 # isort: off
-from commpass.cli.app import app
+from commpass.cli.app import app, print_whatever_the_encoding
 from commpass.cli import (
     explain,
     diff,
@@ -22,7 +22,6 @@ from commpass.cli import (
 )
 
 # isort: on
-from commpass.cli.streams import print_whatever_the_encoding
 
 __all__ = [
     "app",

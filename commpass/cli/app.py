@@ -1,8 +1,11 @@
-"""The command-line program: its global options, and how it reports errors."""
+"""The command-line program: its global options, how it reports errors, and its output streams."""
 
 from __future__ import annotations
 
+import codecs
 import errno
+import io
+import sys
 from importlib import metadata
 from typing import Annotated, Any
 
@@ -11,6 +14,8 @@ from typer.core import TyperGroup
 
 from commpass.errors import CommpassError
 from commpass.utils.printable import clean
+
+ASCII = {"→": "->", "·": "-", "─": "-"}
 
 
 class Commands(TyperGroup):
@@ -55,3 +60,18 @@ def commpass(
 
     Dumps are written by backend(..., dump="folder") or COMMPASS_DUMP=folder.
     """
+
+
+def spelled(error: UnicodeError) -> tuple[str, int]:
+    """Return in ASCII the characters that an encoding lacks, and the position behind them."""
+    assert isinstance(error, UnicodeEncodeError)
+    missing = error.object[error.start : error.end]
+    return "".join(ASCII.get(sign, "?") for sign in missing), error.end
+
+
+def print_whatever_the_encoding() -> None:
+    """Let standard output and standard error take any text."""
+    codecs.register_error("commpass.spelled", spelled)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="commpass.spelled")

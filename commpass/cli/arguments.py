@@ -33,33 +33,32 @@ Direction = Annotated[
 ]
 CodecName = Annotated[
     str | None,
-    typer.Option("--codec", metavar="CODEC", help="Sites with this codec (none: left alone)."),
+    typer.Option("--codec", metavar="CODEC", help="Sites with this codec (none: uncompressed)."),
 ]
 Every = Annotated[
-    bool, typer.Option("--all", help="Each site on its own (default: by pattern of modules).")
+    bool, typer.Option("--all", help="A line for each site (default: for each pattern).")
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+Json = Annotated[bool, typer.Option("--json", help="Print only JSON.")]
 
 
 def load(path: Path, run: str | None) -> list[Dump]:
-    """One run of a dump. Where the folder has others and none was asked for, that is said on
-    stderr."""
+    """Return one run of a dump. If several exist and none is named, list the others on stderr."""
     dumps = dump.read_run(path, run)
     gc.freeze()  # a command ends soon: its data need no garbage collection
     if run is None and path.is_dir():
         runs = list(dict.fromkeys(dump.runs(path).values()))
         if len(runs) > 1:
             others = ", ".join(runs[:-1])
-            said = (
+            note = (
                 f"{path} has {len(runs)} runs; this is the newest, {runs[-1]}. --run picks:"
                 f" {others}, or all (each backend and each integration of a program is a run)"
             )
-            typer.echo(clean(said), err=True)
+            typer.echo(clean(note), err=True)
     return dumps
 
 
 def newest(dumps: list[Dump], number: int | None) -> Dump:
-    """The graph of that number; without one the newest. Where there are others, that is said on
+    """Return the graph of that number. Without one, return the newest and list the others on
     stderr."""
     if number is not None:
         return pick(dumps, number)
@@ -74,7 +73,7 @@ def newest(dumps: list[Dump], number: int | None) -> Dump:
 
 
 def pick(dumps: list[Dump], number: int) -> Dump:
-    """The graph of that number."""
+    """Return the graph of that number."""
     known = ", ".join(f"{one.number} ({one.plan.direction})" for one in dumps)
     for one in dumps:
         if one.number == number:

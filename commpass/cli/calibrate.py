@@ -29,25 +29,25 @@ def calibrate(
         Path, typer.Option("-o", "--output", help="The policy to write (.toml).")
     ] = Path("calibrated.toml"),
     source: Annotated[
-        Path | None, typer.Option("--from", help="Use what was measured before (.json).")
+        Path | None, typer.Option("--from", help="Use earlier measurements (.json).")
     ] = None,
     json: Annotated[
-        Path | None, typer.Option("--json", help="Write what was measured (.json).")
+        Path | None, typer.Option("--json", help="Write the measurements (.json).")
     ] = None,
     codecs: Annotated[
-        list[str] | None, typer.Option("--codec", help="A choice; may be given again.")
+        list[str] | None, typer.Option("--codec", help="A candidate codec; repeatable.")
     ] = None,
     policy: Annotated[
-        str, typer.Option(help="What holds where nothing was measured, and what is kept.")
+        str, typer.Option(help="The policy for unmeasured sites; its keep rules apply.")
     ] = "lossless",
     profile: Annotated[str | None, typer.Option(help="A name, a .toml or .json file.")] = None,
-    cheapest: Annotated[str, typer.Option(help="What is made small: bytes or time.")] = "bytes",
+    cheapest: Annotated[str, typer.Option(help="What to minimize: bytes or time.")] = "bytes",
     train: Annotated[
         bool, typer.Option("--train/--inference", help="With or without backward.")
     ] = True,
     plot: Annotated[Path | None, typer.Option(help="Draw the sensitivities (.png).")] = None,
 ) -> None:
-    """Measure which errors a model minds, and choose codecs by that.
+    """Measure how sensitive a model is to errors, and choose codecs accordingly.
 
     Run it on every rank, as torchrun does.
     """

@@ -1,4 +1,4 @@
-"""``explain``: the collectives of a dump, what was decided about them, and the reasons."""
+"""``explain``: the collectives of a dump, the decisions about them, and the reasons."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def explain(
     run: RunName = None,
     json: Json = False,
 ) -> None:
-    """Show the collectives, what was decided about them, and the reasons."""
+    """Show the collectives of a dump, the decisions about them, and the reasons."""
     chosen = SiteFilter(module, kind, direction, codec)
     dumps = select(load(path, run), chosen)
     if why is not None:
@@ -71,7 +71,7 @@ def explain(
 
 
 def show_candidates(dumps: list[Dump], name: str, json: bool) -> None:
-    """What was considered for the sites of a name, best first."""
+    """Print the candidates of the sites of a name, best first."""
     found = considered(dumps, name)
     if json:
         rows = [

@@ -45,7 +45,7 @@ def graph(
     ] = None,
     expand: Annotated[
         list[str] | None,
-        typer.Option(metavar="SITE", help="Open this site's box: encode, exchange, decode. Again."),
+        typer.Option(metavar="SITE", help="Open this site's box: encode, exchange, decode."),
     ] = None,
     every: Annotated[
         bool,

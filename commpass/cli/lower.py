@@ -34,7 +34,7 @@ def lower(
     ranks: Annotated[int, typer.Option(min=1, help="Rows that are summed.")] = 8,
     path: Annotated[
         Path | None,
-        typer.Option("--dump", metavar="DIR", help="Those of a planned site in this dump."),
+        typer.Option("--dump", metavar="DIR", help="The kernels of a planned site in this dump."),
     ] = None,
     site: Annotated[str | None, typer.Option(metavar="NAME", help="The site's name.")] = None,
     run: RunName = None,
@@ -45,9 +45,9 @@ def lower(
     sass: Annotated[bool, typer.Option("--sass", help="NVIDIA's machine code.")] = False,
     json: Json = False,
 ) -> None:
-    """Show what a codec's kernels become on a GPU that need not be here.
+    """Compile a codec's kernels for a GPU that need not be present.
 
-    Registers, spills, memory accesses, and how near they can come to a copy.
+    Show registers, spills, memory accesses, and the predicted share of a copy's bandwidth.
     """
     from commpass.report import lower as kernels
 

@@ -29,8 +29,8 @@ def simulate(
     sweep: Annotated[
         str | None,
         typer.Option(
-            help="A dimension of the mesh, gbit, inside_gbit or an argument of FUNCTION, and its"
-            " values: tp=2,4,8."
+            help="A dimension of the mesh, gbit, intra_host_gbit or an argument of FUNCTION, and"
+            " its values: tp=2,4,8."
         ),
     ] = None,
     train: Annotated[

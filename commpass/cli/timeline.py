@@ -40,7 +40,7 @@ def timeline(
     ] = None,
     run: RunName = None,
 ) -> None:
-    """Show what a rank computes while exchanges travel, and where it stands still."""
+    """Show what a rank computes while exchanges are in flight, and where it waits."""
     dumps = load(path, run)
     times = measured_timelines(measured, dumps) if measured is not None else {}
     dumps = dumps if number is None else [pick(dumps, number)]

@@ -385,7 +385,7 @@ def hierarchical(
         if node == 0:
             return (
                 "hierarchical needs the number of ranks on a host: hierarchical(node=8), or"
-                " Profile(node=8)"
+                " Profile(ranks_per_host=8)"
             )
         if ranks % node or not 1 < node < ranks:
             return f"{ranks} ranks are not several nodes of {node}"

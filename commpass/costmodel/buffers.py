@@ -80,8 +80,8 @@ class Problem:
 
     A row of a gradient that is not sent dense has ``row_bytes(entries, density)`` bytes. With
     ``interleaved``, dense gradients use a separate all_reduce, before the all_gather of a buffer.
-    While a message is handled, backward loses ``busy_us(kind, nbytes)``: if ranks share processors,
-    the thread that exchanges does not have its own.
+    While a message is handled, backward loses ``overhead_us(kind, nbytes)``: if ranks share
+    processors, the thread that exchanges does not have its own.
     """
 
     gradients: Sequence[Gradient]
@@ -90,7 +90,7 @@ class Problem:
     row_bytes: Callable[[int, float], int]
     density: float = 1.0
     interleaved: bool = False
-    busy_us: Callable[[str, float], float] = idle
+    overhead_us: Callable[[str, float], float] = idle
 
     def nbytes(self, numbers: Iterable[int], dense: Collection[int]) -> int:
         """Return the bytes that one rank passes for some gradients; those in ``dense`` are sent
@@ -104,7 +104,7 @@ class Problem:
 
     def sent_us(self, kind: str, nbytes: float) -> float:
         """Return the time of one collective (SSFusion, equations 3 and 4); 0 for no bytes."""
-        return self.link.us(kind, nbytes, self.ranks) if nbytes else 0.0
+        return self.link.time_us(kind, nbytes, self.ranks) if nbytes else 0.0
 
     def gather_us(self, numbers: Iterable[int], dense: Collection[int]) -> float:
         return self.sent_us("all_gather", self.nbytes(numbers, dense))
@@ -131,28 +131,28 @@ class Problem:
         Backward, selection and related operations run one after another; selections on the CPU run
         in parallel. Exchanges run in order, each after all its data is ready.
         """
-        clock = aside = link = lost = 0.0
+        clock = cpu = link = lost = 0.0
         for buffer in buffers:
             clock += lost
             lost = 0.0
             early = {p.number for p in buffer.sent[: buffer.reduced] if p.dense}
             late = [p.number for p in buffer.sent if p.number not in early]
             dense = {p.number for p in buffer.sent if p.dense}
-            there: dict[int, float] = {}
+            ready: dict[int, float] = {}
             for part in buffer.sent:
                 each = self.gradients[part.number]
                 clock += each.backward_us + (0.0 if part.dense else each.around_us)
                 if part.offloaded:
-                    aside = max(aside, clock) + each.offload_us
+                    cpu = max(cpu, clock) + each.offload_us
                 elif not part.dense:
                     clock += each.select_us
-                there[part.number] = aside if part.offloaded else clock
-            for kind, some in (("all_reduce", early), ("all_gather", late)):
-                if some:
-                    begin = max(link, *(there[number] for number in some))
-                    nbytes = self.nbytes(some, dense)
+                ready[part.number] = cpu if part.offloaded else clock
+            for kind, numbers in (("all_reduce", early), ("all_gather", late)):
+                if numbers:
+                    begin = max(link, *(ready[number] for number in numbers))
+                    nbytes = self.nbytes(numbers, dense)
                     link = begin + self.sent_us(kind, nbytes)
-                    lost += self.busy_us(kind, nbytes)
+                    lost += self.overhead_us(kind, nbytes)
         return max(link, clock)
 
 
@@ -167,16 +167,16 @@ def fused(problem: Problem, dense: Collection[int], kind: str) -> list[range]:
     exchange.
     """
     count = len(problem.gradients)
-    there = list(accumulate((problem.compute_us([n], dense) for n in range(count)), initial=0.0))
-    held = list(accumulate((problem.nbytes([n], dense) for n in range(count)), initial=0))
+    ready = list(accumulate((problem.compute_us([n], dense) for n in range(count)), initial=0.0))
+    sizes = list(accumulate((problem.nbytes([n], dense) for n in range(count)), initial=0))
     best: list[tuple[float, int, int]] = [(0.0, 0, 0)]  # end, runs, start of the last run
     for end in range(1, count + 1):
         best.append(
             min(
                 (
-                    max(best[begin][0], there[end])
-                    + problem.sent_us(kind, held[end] - held[begin])
-                    + problem.busy_us(kind, held[end] - held[begin]),
+                    max(best[begin][0], ready[end])
+                    + problem.sent_us(kind, sizes[end] - sizes[begin])
+                    + problem.overhead_us(kind, sizes[end] - sizes[begin]),
                     best[begin][1] + 1,
                     begin,
                 )
@@ -215,7 +215,7 @@ def excluded(
     (equation 2). It stops earlier if one more dense gradient would end the step later than
     selecting from it, or would exceed ``capacity`` entries in total.
     """
-    held, found = set(dense), []
+    sent_dense, found = set(dense), []
 
     def end_us(dense: Collection[int]) -> float:
         return problem.end_us(
@@ -223,20 +223,20 @@ def excluded(
             for run in runs
         )
 
-    end = end_us(held)
+    end = end_us(sent_dense)
     for before, run in zip(reversed(runs[:-1]), reversed(runs[1:]), strict=True):
-        exchange = problem.exchange_us(before, held)
+        exchange = problem.exchange_us(before, sent_dense)
         for number in sorted(run, key=lambda n: (problem.gradients[n].entries, n)):
-            if exchange >= problem.compute_us(run, held):
+            if exchange >= problem.compute_us(run, sent_dense):
                 break
-            if number in held:
+            if number in sent_dense:
                 continue
             entries = problem.gradients[number].entries
-            later = end_us(held | {number})
+            later = end_us(sent_dense | {number})
             if entries > capacity or later > end:
                 break
             capacity -= entries
-            held.add(number)
+            sent_dense.add(number)
             found.append(number)
             end = later
     return found
@@ -267,8 +267,8 @@ def cut_off(problem: Problem, sent: Sequence[Part]) -> int:
     all_gather. Among equals, the latest start is returned.
     """
     dense = {part.number for part in sent if part.dense}
-    aside = {part.number for part in sent if part.offloaded}
-    busy = [problem.compute_us([part.number], dense | aside) for part in sent]
+    on_cpu = {part.number for part in sent if part.offloaded}
+    busy = [problem.compute_us([part.number], dense | on_cpu) for part in sent]
 
     def whole_us(cut: int) -> float:
         reduced = {part.number for part in sent[:cut] if part.dense}

@@ -30,13 +30,13 @@ def dependencies(tasks: Sequence[Task]) -> nx.DiGraph:
     latest: dict[Hashable, int] = {}
     gives: dict[int, tuple[Moment, float]] = {}
     for number, task in enumerate(tasks):
-        since += task.busy_us
+        since += task.overhead_us
         if task.after or task.resource != HOST:
             moment = ("rank", number)
             _connect(graph, last, moment, since)
             for other in task.after:
                 source, us = gives[other]
-                _connect(graph, source, moment, us + task.busy_us)
+                _connect(graph, source, moment, us + task.overhead_us)
             last, since = moment, 0.0
         if task.resource == HOST:
             since += task.us
@@ -70,9 +70,9 @@ def slack_us(tasks: Sequence[Task]) -> dict[int, float]:
     order = list(nx.topological_sort(graph))
     before = _longest(graph, order)
     after = _longest(graph.reverse(copy=False), reversed(order))
-    whole = before[END]
+    longest = before[END]
     links = (moment for moment in order if moment[0] == "link")
-    return {moment[1]: max(whole - before[moment] - after[moment], 0.0) for moment in links}
+    return {moment[1]: max(longest - before[moment] - after[moment], 0.0) for moment in links}
 
 
 def _longest(graph: nx.DiGraph, order: Iterable[Moment]) -> dict[Moment, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,12 +14,15 @@ import msgspec
 
 from commpass.costmodel.interconnects import CARDS
 from commpass.costmodel.kernels import KernelRate, Kernels
+from commpass.costmodel.links import OLD_NAMES as LINK_NAMES
 from commpass.costmodel.links import Link
+from commpass.costmodel.profile import OLD_NAMES as PROFILE_NAMES
 from commpass.costmodel.profile import Profile, link_named, profile_named
 from commpass.errors import PolicyError, ProfileError, nearest
+from commpass.utils.deprecated import warn_renamed
 from commpass.utils.tables import Format, line_of, read_json, read_toml, write_whole
 
-FORMAT = Format("profile", 1, "measure again with `commpass probe`", ProfileError)
+FORMAT = Format("profile", 2, "measure again with `commpass probe`", ProfileError)
 SUFFIXES = (".json", ".toml")
 
 
@@ -81,9 +84,9 @@ class ProfileFile:
 def digest(profile: Profile) -> str:
     """Return a digest of a profile without its name, equal to that of the profile read from a
     file."""
-    whole = msgspec.convert(msgspec.to_builtins(profile), Profile)  # converts 60 to 60.0
-    said = {**msgspec.to_builtins(whole), "name": ""}
-    return hashlib.sha256(msgspec.json.encode(said, order="deterministic")).hexdigest()[:16]
+    converted = msgspec.convert(msgspec.to_builtins(profile), Profile)  # converts 60 to 60.0
+    fields = {**msgspec.to_builtins(converted), "name": ""}
+    return hashlib.sha256(msgspec.json.encode(fields, order="deterministic")).hexdigest()[:16]
 
 
 def age(file: ProfileFile) -> str:
@@ -100,7 +103,53 @@ def write(path: Path, file: ProfileFile) -> None:
 
 def read(path: Path) -> ProfileFile:
     """Read a file of ``write``. Raises ProfileError with the error and its location."""
-    return read_json(path, FORMAT, ProfileFile)
+    return read_json(path, FORMAT, ProfileFile, lambda old: _of_version_1(old, path))
+
+
+def _of_version_1(file: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return what a file of version 1 holds, under the names of version 2."""
+    warn_renamed(f"{path}: profile version 1", f"version {FORMAT.version}, of `commpass probe`")
+    found = dict(file)
+    if isinstance(profile := file.get("profile"), Mapping):
+        found["profile"] = with_current_names(profile)
+    for point in file.get("points", ()):
+        if isinstance(point, dict) and point.get("group") in PROFILE_NAMES:
+            point["group"] = PROFILE_NAMES[point["group"]]
+    return found
+
+
+def with_current_names(
+    fields: Mapping[str, Any], note: Callable[[str, str], None] = lambda old, new: None
+) -> dict[str, Any]:
+    """Return a profile as data, with the names of this version. ``note`` gets old and new names.
+
+    Raises ProfileError if something is given under both names.
+    """
+    found = _renamed(fields, PROFILE_NAMES, note)
+    for key in ("link", "intra_host_link"):
+        if isinstance(found.get(key), Mapping):
+            found[key] = _renamed(found[key], LINK_NAMES, note)
+    if isinstance(links := found.get("links"), Mapping):
+        found["links"] = {
+            name: _renamed(link, LINK_NAMES, note) if isinstance(link, Mapping) else link
+            for name, link in links.items()
+        }
+    return found
+
+
+def _renamed(
+    fields: Mapping[str, Any], names: Mapping[str, str], note: Callable[[str, str], None]
+) -> dict[str, Any]:
+    for old in fields.keys() & names.keys():
+        if names[old] in fields:
+            raise ProfileError(f"{old!r} is the old name of {names[old]!r}: give only one")
+        note(old, names[old])
+    return {names.get(name, name): value for name, value in fields.items()}
+
+
+def profile_of(fields: Mapping[str, Any]) -> Profile:
+    """Return a profile from data, such as a dump's. Raises msgspec.ValidationError."""
+    return msgspec.convert(with_current_names(fields), Profile)
 
 
 # --- by name or path, and TOML --------------------------------------------------------------------
@@ -131,20 +180,26 @@ def _from_toml(path: Path) -> Profile:
             base = profile_named(table.pop("base"))
         except PolicyError as error:
             raise fail("base", str(error)) from error
+    try:
+        table = with_current_names(
+            table, lambda old, new: warn_renamed(f"{path}:{line_of(text, old)}: {old}", new)
+        )
+    except ProfileError as error:
+        raise fail(None, str(error)) from error
     known = [f.name for f in dataclasses.fields(Profile)]
     for key in table:
         if key not in known:
             raise fail(key, f"a profile has no field {key!r}{nearest(key, [*known, 'base'])}")
-    said = msgspec.to_builtins(base) if base is not None else {}
-    said["name"] = path.stem
+    fields = msgspec.to_builtins(base) if base is not None else {}
+    fields["name"] = path.stem
     for key, value in table.items():
         try:
-            said[key] = _laid_over(key, value, said.get(key))
+            fields[key] = _merged(key, value, fields.get(key))
         except PolicyError as error:
             raise fail(getattr(error, "key", key), str(error)) from error
-    if "link" not in said:
+    if "link" not in fields:
         raise fail(None, "a profile needs a [link] with alpha_us and gbytes_per_s, or a base")
-    return _built(said, fail)
+    return _built(fields, fail)
 
 
 def _built(fields: dict[str, Any], fail: Any) -> Profile:
@@ -173,9 +228,9 @@ def _fields(table: Any, kind: type, name: str) -> None:
             raise _Unknown(key, name, [*known, "base"])
 
 
-def _laid_over(key: str, value: Any, below: Any) -> Any:
+def _merged(key: str, value: Any, below: Any) -> Any:
     """Return a field of a file, merged with the value of the base."""
-    if key in ("link", "inside"):
+    if key in ("link", "intra_host_link"):
         return _link(value, below)
     if key == "links":
         if not isinstance(value, Mapping):

@@ -41,7 +41,7 @@ class Line:
     ns_a_byte: float
     worst: float
 
-    def us(self, point: Point) -> float:
+    def time_us(self, point: Point) -> float:
         return self.alpha_us * point.messages + self.ns_a_byte * point.sent / 1e3
 
 
@@ -137,4 +137,4 @@ def _line(points: Sequence[Point]) -> Line:
     if beta < 0 or not ss:
         alpha, beta = m / mm, 0.0
     line = Line(alpha, beta * 1e3, 0.0)
-    return Line(alpha, beta * 1e3, max(abs(line.us(p) - p.us) / p.us for p in points))
+    return Line(alpha, beta * 1e3, max(abs(line.time_us(p) - p.us) / p.us for p in points))

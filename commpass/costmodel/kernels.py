@@ -63,7 +63,7 @@ class Kernels:
                     f"Kernels: {name} is {rate!r}, but must be a KernelRate(encode_ns, decode_ns)"
                 )
 
-    def us(self, codec: str, role: str, values: float) -> float:
+    def time_us(self, codec: str, role: str, values: float) -> float:
         """Return the microseconds of one kernel that encodes or decodes (``role``) ``values``
         values. For a ``matmul`` that encodes its own result, ``values`` is the number of
         operations. For ``bytes``, which a kernel moves beside those of its codec, it is their

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from commpass.errors import PolicyError, check_number, nearest
 from commpass.plan.kinds import KINDS
 from commpass.plan.stage import ALL, BLOCK, NEXT, Stage
+from commpass.utils.deprecated import renamed_fields
 
 ONE, SEVERAL = "message", "messages"
 """Kinds that are not collectives: an exchange by messages with one rank, or with several."""
@@ -34,11 +35,16 @@ class Region:
         check_number("Region(alpha_us", self.alpha_us)
         check_number("Region(gbytes_per_s", self.gbytes_per_s, above=True)
 
-    def us(self, messages: float, sent: float) -> float:
+    def time_us(self, messages: float, sent: float) -> float:
         """Return the microseconds of ``messages`` consecutive messages that send ``sent`` bytes."""
         return self.alpha_us * messages + sent / (self.gbytes_per_s * 1e3)
 
 
+OLD_NAMES = {"busy_us": "overhead_us", "crowd_bytes": "contention_bytes"}
+"""Fields of a link by their old names, which work for one version."""
+
+
+@renamed_fields(OLD_NAMES)
 @dataclass(frozen=True)
 class Link:
     """A link between the ranks of a group: start-up time ``alpha_us`` and bandwidth per direction
@@ -46,14 +52,14 @@ class Link:
 
     - ``factor``: by kind, how many times slower than the formula a library runs a collective. For
       an all_to_all it applies to the bytes beyond ``buffered_bytes``.
-    - ``busy_us``: how long a rank is busy with one message to another rank and one from it, for any
-      size, if exchanges are sent as messages.
-    - ``crowd_bytes``: bytes sent again if messages of several ranks compete at one; for few bytes,
-      a quarter of them.
+    - ``overhead_us``: how long a rank is busy with one message to another rank and one from it, for
+      any size, if exchanges are sent as messages.
+    - ``contention_bytes``: bytes sent again if messages of several ranks compete at one; for few
+      bytes, a quarter of them.
     - ``sharing``: by kind, the bytes through a rank's port relative to those that it sends, if
       other ranks use the port at the same time.
     - ``measured``: measured regions of sizes, by kind, or ``message`` and ``messages`` for messages
-      to one rank or to several. They replace all other numbers except ``busy_us``.
+      to one rank or to several. They replace all other numbers except ``overhead_us``.
 
     Raises PolicyError for a number that is not finite, a negative time, a bandwidth of 0, or an
     unknown kind.
@@ -62,8 +68,8 @@ class Link:
     alpha_us: float
     gbytes_per_s: float
     factor: Mapping[str, float] = field(default_factory=dict)
-    busy_us: float = 0.0
-    crowd_bytes: float = 0.0
+    overhead_us: float = 0.0
+    contention_bytes: float = 0.0
     buffered_bytes: float = 0.0
     measured: Mapping[str, tuple[Region, ...]] = field(default_factory=dict)
     sharing: Mapping[str, float] = field(default_factory=dict)
@@ -71,8 +77,8 @@ class Link:
     def __post_init__(self) -> None:
         check_number("Link(alpha_us", self.alpha_us)
         check_number("Link(gbytes_per_s", self.gbytes_per_s, above=True)
-        check_number("Link(busy_us", self.busy_us)
-        check_number("Link(crowd_bytes", self.crowd_bytes)
+        check_number("Link(overhead_us", self.overhead_us)
+        check_number("Link(contention_bytes", self.contention_bytes)
         check_number("Link(buffered_bytes", self.buffered_bytes)
         for name, kinds in (("factor", KINDS), ("sharing", MEASURED)):
             if not isinstance(given := getattr(self, name), Mapping):
@@ -109,7 +115,7 @@ class Link:
         }
         return replace(self, gbytes_per_s=self.gbytes_per_s * times, measured=measured)
 
-    def us(self, kind: str, nbytes: float, ranks: int, peers: int | None = None) -> float:
+    def time_us(self, kind: str, nbytes: float, ranks: int, peers: int | None = None) -> float:
         """Return the microseconds of one collective of ``kind`` in which each of ``ranks`` ranks
         passes ``nbytes``; with ``peers``, each exchanges only with that many others."""
         return sum(self.parts_us(kind, nbytes, ranks, peers))
@@ -124,7 +130,7 @@ class Link:
         by_messages: bool = False,
         sharing: float | None = None,
     ) -> tuple[float, float]:
-        """As ``us``, with separate latency and time on the link.
+        """As ``time_us``, with separate latency and time on the link.
 
         With ``by_messages``, the exchange is sent as messages between pairs, which are all in
         flight at once. They are not the library's collectives, to which ``factor`` applies.
@@ -140,13 +146,13 @@ class Link:
             times = min(messages, 1) if by_messages else messages
             return region.alpha_us * times, sent * others / (region.gbytes_per_s * 1e3)
         if by_messages:
-            crowd = min(sent / 4, self.crowd_bytes) if messages > 1 else 0.0
-            alpha, taken = self.alpha_us * min(messages, 1), sent + crowd
+            contention = min(sent / 4, self.contention_bytes) if messages > 1 else 0.0
+            alpha, carried = self.alpha_us * min(messages, 1), sent + contention
         else:
-            freely = min(sent, self.buffered_bytes) if kind in DIRECT else 0.0
+            buffered = min(sent, self.buffered_bytes) if kind in DIRECT else 0.0
             alpha = self.alpha_us * messages
-            taken = freely + (sent - freely) * self.factor.get(kind, 1.0)
-        return alpha, taken * others / (self.gbytes_per_s * 1e3)
+            carried = buffered + (sent - buffered) * self.factor.get(kind, 1.0)
+        return alpha, carried * others / (self.gbytes_per_s * 1e3)
 
 
 MEASURED = (*KINDS, ONE, SEVERAL)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from commpass.costmodel.links import ONE, SEVERAL, Link, sharing_of
-from commpass.costmodel.profile import INSIDE, Profile
+from commpass.costmodel.profile import INTRA_HOST, Profile
 from commpass.costmodel.timeline import HOST, Task
 from commpass.plan.stage import ALL, BLOCK, Stage
 
@@ -36,23 +36,23 @@ class Prices:
             return self._exchange(stage)
         coded = stage.role in ("encode", "decode")
         kernels = self.profile.kernels
-        us = kernels.us(stage.codec, stage.role, stage.values) if coded else 0.0
+        us = kernels.time_us(stage.codec, stage.role, stage.values) if coded else 0.0
         return Task(HOST, us, after=stage.after)
 
-    def us(self, kind: str, nbytes: float) -> float:
+    def time_us(self, kind: str, nbytes: float) -> float:
         """Return the microseconds of a plain collective to which each rank passes ``nbytes``."""
-        return self.link.us(kind, nbytes, self.ranks)
+        return self.link.time_us(kind, nbytes, self.ranks)
 
     def _exchange(self, stage: Stage) -> Task:
         port, link, sharing = self.port, self.link, None
         peers, ports = stage.peers or 0, self.profile.ports
         if stage.reach == BLOCK and self._is_on_one_host(peers + 1):
-            assert self.profile.inside is not None
-            port, link = INSIDE, self.profile.inside
+            assert self.profile.intra_host_link is not None
+            port, link = INTRA_HOST, self.profile.intra_host_link
         elif stage.reach != ALL and ports and self.on_host:
-            per_port = self.profile.node / ports
+            per_port = self.profile.ranks_per_host / ports
             sharing = sharing_of(stage.reach, peers, self.ranks, self.on_host, per_port)
-        latency, taken = link.parts_us(
+        latency, on_link_us = link.parts_us(
             stage.kind,
             stage.leaving,
             self.ranks,
@@ -61,20 +61,20 @@ class Prices:
             sharing=sharing,
         )
         if not stage.by_messages:
-            return Task(port, taken, latency, stage.after)
+            return Task(port, on_link_us, latency, stage.after)
         messages = self.ranks - 1 if stage.peers is None else stage.peers
-        busy = link.busy_us * messages
+        overhead_us = link.overhead_us * messages
         if link.region(ONE if messages == 1 else SEVERAL, stage.leaving) is not None:
-            busy = min(busy, latency)  # a measured alpha includes the busy time
-            latency -= busy
-        return Task(port, taken, latency, stage.after, busy)
+            overhead_us = min(overhead_us, latency)  # a measured alpha includes it
+            latency -= overhead_us
+        return Task(port, on_link_us, latency, stage.after, overhead_us)
 
     def _is_on_one_host(self, ranks: int) -> bool:
-        """Whether the link ``inside`` carries exchanges among each ``ranks`` consecutive ranks of
+        """Whether ``intra_host_link`` carries exchanges among each ``ranks`` consecutive ranks of
         the group. If the profile does not know hosts, the algorithm decides."""
-        if self.profile.inside is None:
+        if self.profile.intra_host_link is None:
             return False
-        return not self.profile.node or self.on_host % ranks == 0 < self.on_host
+        return not self.profile.ranks_per_host or self.on_host % ranks == 0 < self.on_host
 
 
 def prices(

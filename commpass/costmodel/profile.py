@@ -14,6 +14,7 @@ from commpass.costmodel.interconnects import CARDS, INTERCONNECTS, card_of
 from commpass.costmodel.kernels import CPU, GPU, Kernels
 from commpass.costmodel.links import Link, sharing
 from commpass.errors import PolicyError, check_number, nearest
+from commpass.utils.deprecated import renamed_fields
 
 GLOO_FACTORS = {"reduce_scatter": 2.0, "all_to_all": 2.0}
 """gloo's reduce_scatter sends twice the necessary bytes; its all_to_all of large messages is half
@@ -21,32 +22,35 @@ duplex."""
 GLOO_BUFFERED_BYTES = 256 * 1024.0
 """The bytes of each rank in an all_to_all that are sent in both directions at once: 2 ranks, 64 KiB
 to 16 MiB (benchmarks/network/never_slower.py)."""
-GLOO_BUSY_US = 250.0
+GLOO_OVERHEAD_US = 250.0
 """Processor time of a rank for one more message to another rank and one from it: two-shots of int8
 in 2, 4 and 8 chunks, 2 and 4 ranks (benchmarks/network/reduces.py)."""
-TCP_CROWD_BYTES = 96 * 1024.0
+TCP_CONTENTION_BYTES = 96 * 1024.0
 """The additional cost of two-shots compared with rings of the same bytes, for each exchange. It is
 at least this on 4 ranks at 0.1 Gbit/s, int8 and int4 of 1 to 64 MiB, and hardly more at 1 Gbit/s
 (same benchmark)."""
 
 
-LINK, INSIDE = "(link)", "(inside)"
+LINK, INTRA_HOST = "(link)", "(intra-host)"
 """The names of the links of groups without an entry: between hosts, and inside one."""
+OLD_NAMES = {"node": "ranks_per_host", "inside": "intra_host_link"}
+"""Fields of a profile by their old names, which work for one version."""
 
 
+@renamed_fields(OLD_NAMES)
 @dataclass(frozen=True)
 class Profile:
     """Links and kernels.
 
     - ``links`` maps a glob over group labels (such as ``tp``) to a link; the first match is used.
-    - ``node`` is the number of consecutive global ranks on one host (0: unknown): rank r is on host
-      ``r // node``.
-    - ``inside`` is the link between ranks of one host. It is used for a group whose ranks are all
-      on one host, if no entry of ``links`` matches, and for the inner hops of algorithm
+    - ``ranks_per_host`` is the number of consecutive global ranks on one host (0: unknown): rank r
+      is on host ``r // ranks_per_host``.
+    - ``intra_host_link`` is the link between ranks of one host. It is used for a group whose ranks
+      are all on one host, if no entry of ``links`` matches, and for the inner hops of algorithm
       ``hierarchical``. That algorithm is available for groups with equally many ranks on each of
       several hosts.
-    - ``ports`` are the network ports of a host, which its ``node`` ranks share, all at the same
-      time (0: each has its own). Exchanges of groups that have the same link take turns on it.
+    - ``ports`` are the network ports of a host, which its ranks share, all at the same time
+      (0: each has its own). Exchanges of groups that have the same link take turns on it.
     - ``margin`` is the uncertainty of the model, as a share of the plain time: a site is compressed
       only if it gains more (law 10).
 
@@ -58,8 +62,8 @@ class Profile:
     links: Mapping[str, Link] = field(default_factory=dict)
     kernels: Kernels = CPU
     margin: float = 0.1
-    node: int = 0
-    inside: Link | None = None
+    ranks_per_host: int = 0
+    intra_host_link: Link | None = None
     ports: int = 0
 
     def __post_init__(self) -> None:
@@ -69,8 +73,9 @@ class Profile:
             raise PolicyError(
                 f"Profile(links={self.links!r}): must map globs over group labels to Link(...)"
             )
-        for what, link in (("link", self.link), ("inside", self.inside), *self.links.items()):
-            if not isinstance(link, Link) and not (what == "inside" and link is None):
+        inner = ("intra_host_link", self.intra_host_link)
+        for what, link in (("link", self.link), inner, *self.links.items()):
+            if not isinstance(link, Link) and not (what == inner[0] and link is None):
                 raise PolicyError(
                     f"Profile: {what} is {link!r}, but must be a Link(alpha_us, gbytes_per_s)"
                 )
@@ -84,14 +89,18 @@ class Profile:
                 f"Profile(margin={self.margin!r}): must be a share of the plain time, such as 0.1 "
                 "for ten percent, and at most 1"
             )
-        for name, of in (("node", "of ranks on a host"), ("ports", "of network ports of a host")):
-            number = getattr(self, name)
+        for name, number, of in (
+            ("ranks_per_host", self.ranks_per_host, "of ranks on a host"),
+            ("ports", self.ports, "of network ports of a host"),
+        ):
             if not isinstance(number, int) or isinstance(number, bool) or number < 0:
                 raise PolicyError(
                     f"Profile({name}={number!r}): must be a number {of}, or 0 if it is not known"
                 )
-        if self.ports and not self.node:
-            raise PolicyError(f"Profile(ports={self.ports}): needs node, the ranks that share them")
+        if self.ports and not self.ranks_per_host:
+            raise PolicyError(
+                f"Profile(ports={self.ports}): needs ranks_per_host, the ranks that share them"
+            )
 
     @property
     def measured(self) -> bool:
@@ -102,22 +111,22 @@ class Profile:
         """Return the link between the ranks of a group with these labels; ``ranks`` are their
         global numbers, if known."""
         port = self.port_of(*labels, ranks=ranks)
-        link = self.inside if port == INSIDE else self.links.get(port, self.link)
+        link = self.intra_host_link if port == INTRA_HOST else self.links.get(port, self.link)
         assert link is not None
         on_host = self.on_each_host(ranks)
-        if not self.ports or port == INSIDE or on_host in (0, len(ranks)):
+        if not self.ports or port == INTRA_HOST or on_host in (0, len(ranks)):
             return link
-        times = sharing(len(ranks), on_host, self.node / self.ports)
+        times = sharing(len(ranks), on_host, self.ranks_per_host / self.ports)
         return dataclasses.replace(link, sharing=times)
 
     def port_of(self, *labels: str, ranks: Sequence[int] = ()) -> str:
-        """Return which link carries a group: the glob of an entry of ``links``, or ``INSIDE`` or
-        ``LINK``."""
+        """Return which link carries a group: the glob of an entry of ``links``, or ``INTRA_HOST``
+        or ``LINK``."""
         for pattern in self.links:
             if any(fnmatchcase(label, pattern) for label in labels):
                 return pattern
-        if self.inside is not None and ranks and self.on_each_host(ranks) == len(ranks):
-            return INSIDE
+        if self.intra_host_link is not None and ranks and self.on_each_host(ranks) == len(ranks):
+            return INTRA_HOST
         return LINK
 
     def scaled(self, port: str, times: float) -> Profile:
@@ -125,18 +134,19 @@ class Profile:
         bandwidth."""
         if port == LINK:
             return dataclasses.replace(self, link=self.link.scaled(times))
-        if port == INSIDE:
-            assert self.inside is not None
-            return dataclasses.replace(self, inside=self.inside.scaled(times))
+        if port == INTRA_HOST:
+            assert self.intra_host_link is not None
+            return dataclasses.replace(self, intra_host_link=self.intra_host_link.scaled(times))
         return dataclasses.replace(self, links={**self.links, port: self.links[port].scaled(times)})
 
     def on_each_host(self, ranks: Sequence[int]) -> int:
         """Return how many of a group's ranks are on each of its hosts. It is 0 if the number
         differs, the ranks of a host are not consecutive in the group, or hosts are unknown."""
-        if not self.node:
+        if not self.ranks_per_host:
             return 0
         runs = [
-            (host, len(list(run))) for host, run in groupby(rank // self.node for rank in ranks)
+            (host, len(list(run)))
+            for host, run in groupby(rank // self.ranks_per_host for rank in ranks)
         ]
         hosts, sizes = {host for host, _ in runs}, {size for _, size in runs}
         return sizes.pop() if len(hosts) == len(runs) and len(sizes) == 1 else 0
@@ -151,8 +161,8 @@ def ethernet(gbit_per_s: float, alpha_us: float = 60.0) -> Profile:
         alpha_us,
         gbit_per_s / 8,
         GLOO_FACTORS,
-        busy_us=GLOO_BUSY_US,
-        crowd_bytes=TCP_CROWD_BYTES,
+        overhead_us=GLOO_OVERHEAD_US,
+        contention_bytes=TCP_CONTENTION_BYTES,
         buffered_bytes=GLOO_BUFFERED_BYTES,
     )
     return Profile(f"ethernet-{gbit_per_s:g}g", link)

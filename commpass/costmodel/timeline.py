@@ -19,14 +19,14 @@ class Task:
 
     It takes ``us`` microseconds of ``resource``; others can use its result ``latency_us`` later.
     ``after`` are the numbers of the tasks whose results it uses. The rank itself is busy for
-    ``busy_us`` before.
+    ``overhead_us`` before.
     """
 
     resource: Hashable
     us: float
     latency_us: float = 0.0
     after: tuple[int, ...] = ()
-    busy_us: float = 0.0
+    overhead_us: float = 0.0
 
 
 def finished_us(tasks: Sequence[Task]) -> float:
@@ -35,7 +35,7 @@ def finished_us(tasks: Sequence[Task]) -> float:
     done: list[float] = []
     for task in tasks:
         given = max((done[number] for number in task.after), default=0.0)
-        begun = max(free[HOST], given) + task.busy_us  # the rank must have reached this task
+        begun = max(free[HOST], given) + task.overhead_us  # the rank must have reached this task
         start = max(begun, free.get(task.resource, 0.0))
         if task.resource != HOST:
             free[HOST] = begun

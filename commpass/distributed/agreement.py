@@ -39,7 +39,7 @@ from commpass.distributed.plan_store import (
     Participant,
     PlanStore,
     Round,
-    board,
+    current_store,
 )
 from commpass.distributed.reuse import must_compare, publish_reuse
 from commpass.errors import PlanMismatch, Unanswered
@@ -51,9 +51,9 @@ log = logging.getLogger("commpass")
 PATIENCE_S = 30.0
 """Seconds after which a log line names the ranks that are waited for."""
 LONGEST_PAUSE_S = 0.25
-HIDDEN = "the ranks do not decide alike by what they compute"
+HIDDEN = "the ranks decide differently, since each counts its own compute"
 """The verdict after which all ranks plan again without counting what each of them computes."""
-OWN = "some ranks use only their own part of a result, and others more"
+LOCAL_PART = "some ranks use only their own part of a result, and other ranks use more of it"
 """The verdict after which all ranks plan again and also send what this rank alone would not use."""
 DEFAULT_TIMEOUT_S = 1800.0
 """The time-out of a group that specifies none: that of torch's groups."""
@@ -71,64 +71,70 @@ def agree(
     ``first`` are the graph's sites before any change, ``ends`` the (group, peer) of its
     collectives. ``timeout_s``: seconds to wait for the others; None for the groups' own time-out.
 
-    Return a verdict and a round. The verdict is "" if the plan is to be applied, HIDDEN, OWN, or
-    the reason why no rank may apply it. The round is the one in which the changes were compared, or
-    None. Raise PlanMismatch on all ranks if they changed the same graph differently. Raise
-    Unanswered if a rank did not answer in time.
+    Return a verdict and a round. The verdict is "" if the plan is to be applied, HIDDEN,
+    LOCAL_PART, or the reason why no rank may apply it. The round is the one in which the changes
+    were compared, or None. Raise PlanMismatch on all ranks if they changed the same graph
+    differently. Raise Unanswered if a rank did not answer in time.
     """
     first, ends = tuple(first), tuple(ends)
-    mine = parts(plan, first, ends, participant.digest)
-    if not mine:
+    own_parts = parts(plan, first, ends, participant.digest)
+    if not own_parts:
         return "", None
-    here = board()
-    for part in mine:
-        here.spoken.setdefault(part.where, set()).add(participant.digest)
-    pasts = {part.key: here.history(part.key, part.group) for part in mine}
-    said = [part for part in mine if part.changed or part.hidden_sites]
-    settled = [part for part in said if _is_agreed(part, pasts[part.key], participant.scope)]
-    likely = [
+    store = current_store()
+    for part in own_parts:
+        store.published_policies.setdefault(part.where, set()).add(participant.digest)
+    histories = {part.key: store.history(part.key, part.group) for part in own_parts}
+    changing = [part for part in own_parts if part.changed or part.hidden_sites]
+    agreed = [part for part in changing if _is_agreed(part, histories[part.key], participant.scope)]
+    reusable = [
         part
-        for part in said
-        if part not in settled
-        and not pasts[part.key].apart
-        and _is_agreed(part, pasts[part.key], participant.backend)
+        for part in changing
+        if part not in agreed
+        and not histories[part.key].departure_reason
+        and _is_agreed(part, histories[part.key], participant.backend)
     ]
-    fresh = [part for part in said if part not in settled and part not in likely]
-    if why := next((pasts[part.key].apart for part in fresh if pasts[part.key].apart), ""):
+    new_parts = [part for part in changing if part not in agreed and part not in reusable]
+    reasons = (histories[part.key].departure_reason for part in new_parts)
+    if why := next(filter(None, reasons), ""):
         sites = tuple(uncompressed(site, why) for site in plan.sites)
         plan = plan.untouched(sites, why)
-        mine, settled, likely, fresh = parts(plan, first, ends, participant.digest), [], [], []
+        own_parts = parts(plan, first, ends, participant.digest)
+        agreed, reusable, new_parts = [], [], []
     waiting = [
-        part for part in mine if part in fresh or _dissenting(part, pasts[part.key], participant)
+        part
+        for part in own_parts
+        if part in new_parts or _is_dissenting(part, histories[part.key], participant)
     ]
-    for part in mine:
-        if part in settled:
-            _say_reused(here, part, pasts[part.key], participant)
-        elif part not in waiting and part not in likely:
-            _publish_no_change(here, part, pasts[part.key], plan, participant)
-    timeout_s = timeout_s or _timeout([*waiting, *likely])
+    for part in own_parts:
+        if part in agreed:
+            _publish_reuse_if_known(store, part, histories[part.key], participant)
+        elif part not in waiting and part not in reusable:
+            _publish_no_change(store, part, histories[part.key], plan, participant)
+    timeout_s = timeout_s or _timeout([*waiting, *reusable])
     patience_s = min(PATIENCE_S, timeout_s)
     round = None
     if waiting:
-        waiting += likely
+        waiting += reusable
     else:
-        compares, round = must_compare(here, likely, pasts, participant, patience_s)
-        waiting = likely if compares else []
+        compares, round = must_compare(store, reusable, histories, participant, patience_s)
+        waiting = reusable if compares else []
     if not waiting:
-        return why, None if settled else round
-    meeting = AgreementRound(here, waiting, pasts, plan, participant, timeout_s)
+        return why, None if agreed else round
+    comparison = AgreementRound(store, waiting, histories, plan, participant, timeout_s)
     try:
-        verdict = _verdict(meeting)
+        verdict = _verdict(comparison)
     finally:
-        _count(meeting)
-    going = sorted({part.key for part in settled} | {k for k, by in meeting.reused.items() if by})
-    if verdict not in ("", HIDDEN, OWN) and going:
+        _count(comparison)
+    reusing = sorted(
+        {part.key for part in agreed} | {k for k, by in comparison.reuse_notes.items() if by}
+    )
+    if verdict not in ("", HIDDEN, LOCAL_PART) and reusing:
         raise PlanMismatch(
-            f"{verdict}\nSo this {plan.direction} graph cannot be carried out as planned, but what"
-            f" was agreed on before with the ranks of {_names(going)} goes on there. Compile on"
-            " all ranks alike."
+            f"{verdict}\nTherefore this {plan.direction} graph cannot run as planned, but the ranks"
+            f" of {_names(reusing)} continue with a plan that was agreed on earlier. Compile the"
+            " same code on all ranks."
         )
-    return verdict or why, None if verdict or settled else meeting.round()
+    return verdict or why, None if verdict or agreed else comparison.round()
 
 
 SETTINGS_S = 60.0
@@ -145,79 +151,83 @@ def same_environment(timeout_s: float | None = None) -> None:
     if not ready() or dist.get_world_size() == 1 or "fake" in dist.get_backend(dist.group.WORLD):
         return
     try:
-        here = board()
-        complete = here.hear_settings()
+        store = current_store()
+        complete = store.read_settings()
         start, pause = time.monotonic(), 0.001
         patience = min(timeout_s or SETTINGS_S, SETTINGS_S)
-        alone = here.settings[here.rank].words and not here.settings_said
-        while alone and not complete and not difference(here.settings):
+        waits = store.settings[store.rank].text and not store.warned_of_settings
+        while waits and not complete and not difference(store.settings):
             if time.monotonic() - start > patience:
-                here.settings_said = True
-                log.warning(SILENT, patience, here.settings[here.rank].words)
+                store.warned_of_settings = True
+                log.warning(NO_SETTINGS, patience, store.settings[store.rank].text)
                 break
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
-            complete = here.hear_settings()
+            complete = store.read_settings()
     except RuntimeError as error:  # a rank that has to compare plans reports it
         log.debug("commpass could not reach the store: %s", error)
         return
-    if why := difference(here.settings):
+    if why := difference(store.settings):
         raise PlanMismatch(why)
 
 
-SILENT = (
-    "not all ranks have said within %g s whether they were started with %s as well: they are taken"
-    " to be, or not to use commpass"
+NO_SETTINGS = (
+    "not all ranks published within %g s whether they were started with %s: assuming that they"
+    " were, or that they do not use commpass"
 )
 
 
-def _is_agreed(part: Part, past: History, scope: str) -> bool:
+def _is_agreed(part: Part, history: History, scope: str) -> bool:
     """Return whether all of the part was agreed on before, for the given backend or code."""
-    if part.changed and part.digest in past.agreed[scope]:
+    if part.changed and part.digest in history.agreed_digests[scope]:
         return True
-    known, wanted = past.known[scope], part.decisions()
+    decisions, wanted = history.agreed_decisions[scope], part.decisions()
     for site in part.first:
-        key = next((key for key in part.keys_of(site) if key in known), "")
-        if not key or not known[key] == wanted[key] != SEVERAL:
+        key = next((key for key in part.keys_of(site) if key in decisions), "")
+        if not key or not decisions[key] == wanted[key] != SEVERAL:
             return False
     return not (part.plan.simplified or part.plan.grouped or part.plan.split)
 
 
-def _dissenting(part: Part, past: History, participant: Participant) -> bool:
+def _is_dissenting(part: Part, history: History, participant: Participant) -> bool:
     """Return whether the part leaves unchanged what was agreed to be changed: others must learn of
     it."""
-    known = past.known[participant.backend]
-    return not part.changed and any(_known(known, part, site) != NONE for site in part.first)
+    decisions = history.agreed_decisions[participant.backend]
+    return not part.changed and any(
+        _agreed_decision(decisions, part, site) != NONE for site in part.first
+    )
 
 
-def _known(known: dict[str, str], part: Part, site: Site) -> str:
+def _agreed_decision(decisions: dict[str, str], part: Part, site: Site) -> str:
     """Return what was agreed on for a site.
 
     If it is unknown for which of its sizes this plan is, prefer any decision other than NONE.
     """
     for key in part.keys_of(site):
-        if found := {said for other, said in known.items() if may_match(key, other)}:
+        if found := {decision for other, decision in decisions.items() if may_match(key, other)}:
             return next(iter(sorted(found - {NONE})), NONE)
     return NONE
 
 
 def _publish_no_change(
-    store: PlanStore, part: Part, past: History, plan: Plan, participant: Participant
+    store: PlanStore, part: Part, history: History, plan: Plan, participant: Participant
 ) -> None:
     """Publish that nothing is changed, and do not wait."""
-    if past.apart:
+    if history.departure_reason:
         return
     call = call_of(part, participant)
     note = NoChange(
         0, part.outline, part.sites, participant.digest, participant.name, part.failure, call
     )
     try:
-        store.note(part.where, part.key, past, note)
+        store.publish_note(part.where, part.key, history, note)
     except RuntimeError as error:  # the store is gone: no rank can read it, and none has to
         log.debug("commpass could not reach the store: %s", error)
 
 
-def _say_reused(store: PlanStore, part: Part, past: History, participant: Participant) -> None:
+def _publish_reuse_if_known(
+    store: PlanStore, part: Part, history: History, participant: Participant
+) -> None:
     """Publish that what was agreed on for the same code is applied for this call.
 
     If the call is unknown, publish nothing: other ranks could not tell which graph it is.
@@ -225,7 +235,7 @@ def _say_reused(store: PlanStore, part: Part, past: History, participant: Partic
     if not call_of(part, participant):
         return
     try:
-        publish_reuse(store, part, past, participant)
+        publish_reuse(store, part, history, participant)
     except RuntimeError as error:  # as above
         log.debug("commpass could not reach the store: %s", error)
 
@@ -243,114 +253,123 @@ def _names(keys: Iterable[str]) -> str:
     return ", ".join(f"group {key.partition('@')[0]!r}" for key in keys)
 
 
-def _count(meeting: AgreementRound) -> None:
+def _count(comparison: AgreementRound) -> None:
     """Do not count a round in which any rank only left a note: that rank has not counted it
     either."""
-    for key in meeting.parts:
-        past = meeting.pasts[key]
-        if notes := [*meeting.alone[key].values(), *meeting.reused[key].values()]:
-            past.count -= 1
-            past.heed(note for note in notes if note.policy == meeting.speaker.digest)
+    for key in comparison.parts:
+        history = comparison.histories[key]
+        if notes := [*comparison.no_changes[key].values(), *comparison.reuse_notes[key].values()]:
+            history.count -= 1
+            history.adopt_notes(
+                note for note in notes if note.policy == comparison.participant.digest
+            )
         else:
-            past.forget_notes()
+            history.clear_notes()
 
 
-def _verdict(meeting: AgreementRound) -> str:
+def _verdict(comparison: AgreementRound) -> str:
     """Wait for all votes. Return why the graph must stay untouched, or ""."""
     try:
-        _wait(meeting)
-        return _judge(meeting)
+        _wait(comparison)
+        return _decide(comparison)
     except RuntimeError as error:
         if isinstance(error, PlanMismatch):
             raise
         raise Unanswered(
-            f"the ranks could not compare their plans for this {meeting.plan.direction} graph: the "
-            f"store of torch.distributed does not answer ({str(error).splitlines()[0]})"
+            f"the ranks could not compare their plans for this {comparison.plan.direction} graph:"
+            f" the store of torch.distributed does not answer ({str(error).splitlines()[0]})"
         ) from error
 
 
-def _wait(meeting: AgreementRound) -> None:
-    start, told, pause = time.monotonic(), False, 0.001
+def _wait(comparison: AgreementRound) -> None:
+    start, warned, pause = time.monotonic(), False, 0.001
     while True:
-        meeting.publish()
-        meeting.poll()
-        meeting.publish()  # other votes may change this one, and this rank may finish first
-        if meeting.decided():
+        comparison.publish()
+        comparison.poll()
+        comparison.publish()  # other votes may change this one, and this rank may finish first
+        if comparison.is_decided():
             return
         waited = time.monotonic() - start
         if waited > 1:  # a rank that is switched off will not vote
-            meeting.here.hear_settings()
-            if why := difference(meeting.here.settings):
+            comparison.store.read_settings()
+            if why := difference(comparison.store.settings):
                 raise PlanMismatch(why)
-        if waited > meeting.timeout_s:
-            _give_up(meeting)
-            raise Unanswered(differences.silence(meeting))
-        if waited > PATIENCE_S and not told:
-            told = True
-            log.warning("%s", differences.patience(meeting, waited))
+        if waited > comparison.timeout_s:
+            _give_up(comparison)
+            raise Unanswered(differences.timeout_message(comparison))
+        if waited > PATIENCE_S and not warned:
+            warned = True
+            log.warning("%s", differences.waiting_message(comparison, waited))
         time.sleep(pause)
-        many = sum(len(ranks) for _, ranks in meeting.halls.values())
+        many = sum(len(ranks) for _, ranks in comparison.groups_in_round.values())
         pause = min(2 * pause, LONGEST_PAUSE_S * (1 + many / 256))
 
 
-def _give_up(meeting: AgreementRound) -> None:
+def _give_up(comparison: AgreementRound) -> None:
     """Publish that this rank raises."""
-    for key, part in meeting.parts.items():
-        word = dataclasses.replace(meeting.vote_for(part), gave_up=True)
-        meeting.here.publish_vote(key, meeting.mine[key][0], word)
+    for key, part in comparison.parts.items():
+        vote = dataclasses.replace(comparison.vote_for(part), gave_up=True)
+        comparison.store.publish_vote(key, comparison.own_groups[key][0], vote)
 
 
-def _judge(meeting: AgreementRound) -> str:
-    if against := meeting.contradicted():
-        _give_up(meeting)
-        raise PlanMismatch(differences.reused(meeting, *next(iter(against.items()))))
-    words = [
-        (key, rank, word) for key in meeting.halls for rank, word in meeting.heard[key].items()
+def _decide(comparison: AgreementRound) -> str:
+    if contradictions := comparison.contradicting_ranks():
+        _give_up(comparison)
+        key, ranks = next(iter(contradictions.items()))
+        raise PlanMismatch(differences.reuse_message(comparison, key, ranks))
+    votes = [
+        (key, rank, vote)
+        for key in comparison.groups_in_round
+        for rank, vote in comparison.votes[key].items()
     ]
-    if found := [(key, rank) for key, rank, word in words if word.gave_up]:
-        raise Unanswered(differences.gave_up(meeting, *found[0]))
-    apart = {key for key in meeting.parts if key in meeting.conflicts or meeting.other_graph(key)}
-    apart |= {key for key in meeting.parts if meeting.other_policy(key)}
-    if meeting.is_unchanged():
-        why = differences.no_change_reason(meeting)
+    if found := [(key, rank) for key, rank, vote in votes if vote.gave_up]:
+        raise Unanswered(differences.gave_up_message(comparison, *found[0]))
+    departing = {
+        key
+        for key in comparison.parts
+        if key in comparison.conflicts or comparison.has_other_graph(key)
+    }
+    departing |= {key for key in comparison.parts if comparison.has_other_policy(key)}
+    if comparison.is_unchanged():
+        why = differences.no_change_reason(comparison)
     elif (
-        (differing := meeting.differing())
-        and not meeting.several_graphs()
-        and meeting.uses_local_part()
+        (differing_group := comparison.differing_group())
+        and not comparison.has_several_graphs()
+        and comparison.uses_local_part()
     ):
-        return OWN
-    elif differing and not meeting.several_graphs() and meeting.hidden_sites():
+        return LOCAL_PART
+    elif differing_group and not comparison.has_several_graphs() and comparison.has_hidden_sites():
         return HIDDEN
-    elif differing:
-        why = differences.text(meeting, differing)
-        if len({word.policy for _, _, word in words}) > 1:
+    elif differing_group:
+        why = differences.mismatch_message(comparison, differing_group)
+        if len({vote.policy for _, _, vote in votes}) > 1:
             raise PlanMismatch(why)
         why = "; ".join(
-            [*(differences.departed_reason(meeting, key) for key in sorted(apart)), why]
+            [*(differences.departure_reason(comparison, key) for key in sorted(departing)), why]
         )
     else:
-        for key, part in meeting.parts.items():
-            meeting.pasts[key].agree(meeting.speaker, part.digest, part.decisions())
+        for key, part in comparison.parts.items():
+            comparison.histories[key].agree(comparison.participant, part.digest, part.decisions())
         return ""
-    if meeting.contrary and meeting.has_absent_rank():
+    if comparison.dissenting and comparison.has_absent_rank():
         raise PlanMismatch(
-            f"{why}\nBut other ranks go on with what was agreed on before. Compile on all ranks"
-            " alike."
+            f"{why}\nBut other ranks continue with a plan that was agreed on earlier. Compile the"
+            " same code on all ranks."
         )
-    silent = any(meeting.absent_ranks(hall) for hall in meeting.halls)
-    for key, part in meeting.parts.items():
-        if (
-            silent or meeting.has_absent_rank()
-        ):  # not all ranks can see from the votes that no rank can change anything
-            follows = dataclasses.replace(meeting.vote_for(part), failure=why, follows=True)
-            meeting.here.publish_vote(key, meeting.mine[key][0], follows)
-            meeting.here.publish_latest(
-                part.where, LatestEntry(word=follows, place=(key, meeting.mine[key][0]))
-            )
-    for part in (each for each in meeting.parts.values() if not each.changed):
+    # Then not all ranks can see from the votes that no rank can change anything.
+    unclear = comparison.has_absent_rank() or any(
+        comparison.absent_ranks(key) for key in comparison.groups_in_round
+    )
+    for key, part in comparison.parts.items():
+        if unclear:
+            follows = dataclasses.replace(comparison.vote_for(part), failure=why, follows=True)
+            comparison.store.publish_vote(key, comparison.own_groups[key][0], follows)
+            entry = LatestEntry(vote=follows, round_id=(key, comparison.own_groups[key][0]))
+            comparison.store.publish_latest(part.where, entry)
+    for part in (each for each in comparison.parts.values() if not each.changed):
         decisions = dict.fromkeys(part.decisions(), NONE)
-        meeting.pasts[part.key].agree(meeting.speaker, "", decisions)
-    for key in apart:
-        meeting.pasts[key].apart = differences.departed_reason(meeting, key)
-        meeting.here.leave(key, meeting.pasts[key].apart)
-    return why if any(part.changed for part in meeting.parts.values()) else ""
+        comparison.histories[part.key].agree(comparison.participant, "", decisions)
+    for key in departing:
+        comparison.histories[key].departure_reason = differences.departure_reason(comparison, key)
+        comparison.store.publish_departure(key, comparison.histories[key].departure_reason)
+    return why if any(part.changed for part in comparison.parts.values()) else ""

@@ -23,7 +23,7 @@ import msgspec
 
 from commpass.distributed.agreement import PATIENCE_S
 from commpass.distributed.pairs import channel_of
-from commpass.distributed.plan_store import Round, board, spans
+from commpass.distributed.plan_store import Round, current_store, spans
 from commpass.distributed.samples import MORE, Reading, Sampled, Samples, label
 from commpass.errors import Unanswered
 from commpass.plan import PlannedSite
@@ -32,8 +32,8 @@ log = logging.getLogger("commpass")
 
 LOST = 0.05
 """Share of non-zero values that may be lost under the smallest budgets. Of heavy-tailed values
-(Laplace, Student's t with 3 degrees) an 8-bit codec loses 1 to 4 %. Of counts and statistics in one
-block with fields it loses 15 to 100 %."""
+(Laplace, Student's t with 3 degrees) an 8-bit codec loses 1 to 4 %. Of counts and statistics that
+share blocks with activations, it loses 15 to 100 %."""
 PER_ERROR = 4.0
 """Share that may be lost for each unit of ``max_error``: a uniform quantiser turns 1.4 times its
 relative error of Gaussian values into 0."""
@@ -41,11 +41,11 @@ MOST_LOST = 0.5
 WORST = 10.0
 """How many times ``max_error`` the error of a block may be."""
 LONGEST_PAUSE_S = 0.05
-OVER = "%s (%s) is left alone from now on, on all ranks: %s. %s"
+OVER = "%s (%s) stays uncompressed from now on, on all ranks: %s. %s"
 """Site, kind, what is over the budget, and what to do."""
 STAYS = (
-    "%s (%s) stays compressed: %s. This rank compiled the graph with what was agreed on before for"
-    " other inputs, and cannot leave the site alone by itself. %s"
+    "%s (%s) stays compressed: %s. This rank compiled the graph with a plan that was agreed on for"
+    " other inputs, and cannot change the site by itself. %s"
 )
 """The same, for a graph that was not compared with other ranks'."""
 
@@ -69,13 +69,13 @@ def excess(reading: Reading, bound: float) -> str:
         found.append(f"its real error is {reading.error:.3g}, above max_error={bound:.3g}")
     if reading.lost > most.lost:
         found.append(
-            f"{reading.lost:.1%} of its non-zero values are lost (they became 0 or are off by as"
-            f" much as they are), above {most.lost:.1%}"
+            f"{reading.lost:.1%} of its non-zero values are lost (they became 0 or are off by"
+            f" their own size), above {most.lost:.1%}"
         )
     if reading.worst > most.worst:
         found.append(f"its worst block is off by {reading.worst:.3g}, above {most.worst:.3g}")
     if reading.whole and reading.error:
-        found.append("its values are whole numbers, as counts and ids are, and would not stay so")
+        found.append("its values are whole numbers, as counts and ids are, and codes change that")
     return "; ".join(found)
 
 
@@ -145,8 +145,8 @@ class Check:
     ):
         self.samples, self.round, self.calls, self.timeout_s = samples, round, calls, timeout_s
         self.decides = decides
-        self.board = board() if round is not None else None
-        rank = self.board.rank if self.board is not None else 0
+        self.store = current_store() if round is not None else None
+        rank = self.store.rank if self.store is not None else 0
         self.peers = [each for each in round.ranks if each != rank] if round is not None else []
         keys = keys_of([each.site for each in samples.sites], rank)
         sites = {keys[each.site.name]: each for each in samples.sites if each.checked}
@@ -163,7 +163,7 @@ class Check:
     @property
     def is_first(self) -> bool:
         """Whether this rank reports the result for all."""
-        return self.round is None or self.board is None or self.board.rank == self.round.ranks[0]
+        return self.round is None or self.store is None or self.store.rank == self.round.ranks[0]
 
     def begin(self) -> None:
         """Decide before a call whether it is measured."""
@@ -189,15 +189,15 @@ class Check:
         return Published(tuple(measured), {key: text for key, text in why.items() if text})
 
     def _publish(self, call: int | str, published: Published) -> None:
-        assert self.board is not None
+        assert self.store is not None
         assert self.round is not None
         text = msgspec.json.encode(published)
         try:
-            self.board.publish_errors(self.round.name, call, text)
+            self.store.publish_errors(self.round.name, call, text)
         except RuntimeError as error:  # the others report whom they wait for
             log.debug("commpass could not reach the store: %s", error)
 
-    def leave(self) -> None:
+    def end_early(self) -> None:
         """End the check: the others do not wait for this rank, and end theirs as well."""
         if not self.done and self.peers:
             self._publish(LEFT, Published())
@@ -212,14 +212,14 @@ class Check:
         if not self.pending:
             return {}
         self.pending = False
-        if self.board is not None and self.board is not board():
+        if self.store is not None and self.store is not current_store():
             self.done = True  # the process groups were made anew, and the round is void
             return {}
         others = self._peer_readings()
         if others is None:
             self.done = True  # all ranks must apply a result, and one will not get it
             return {}
-        everyone = {self.board.rank if self.board is not None else 0: self._own_reading(), **others}
+        everyone = {self.store.rank if self.store is not None else 0: self._own_reading(), **others}
         over: dict[Key, str] = {}
         for rank, published in sorted(everyone.items()):
             for key, why in published.over.items():
@@ -242,22 +242,22 @@ class Check:
     def _peer_readings(self) -> dict[int, Published] | None:
         """Return what the others published of the latest call; None if one ended the check before
         it."""
-        start, told, pause = time.monotonic(), False, 0.0005
+        start, warned, pause = time.monotonic(), False, 0.0005
         found: dict[int, Published] = {}
         while missing := [rank for rank in self.peers if rank not in found]:
-            assert self.board is not None
+            assert self.store is not None
             assert self.round is not None
             try:
                 # First: a rank that has ended its check published all its calls before that.
-                left = self.board.errors(missing, self.round.name, LEFT)
-                raw = self.board.errors(missing, self.round.name, self.made)
+                ended = self.store.errors(missing, self.round.name, LEFT)
+                raw = self.store.errors(missing, self.round.name, self.made)
             except RuntimeError as error:
                 raise Unanswered(
                     "the ranks could not compare the real errors of a graph: the store of"
                     f" torch.distributed does not answer ({str(error).splitlines()[0]})"
                 ) from error
             found |= {rank: msgspec.json.decode(text, type=Published) for rank, text in raw.items()}
-            if left.keys() - raw.keys():
+            if ended.keys() - raw.keys():
                 return None
             if len(found) == len(self.peers):
                 break
@@ -268,8 +268,8 @@ class Check:
                     f" {self.timeout_s:g} s: it may have stopped, or does not call this graph as"
                     " often as this rank"
                 )
-            if waited > PATIENCE_S and not told:
-                told = True
+            if waited > PATIENCE_S and not warned:
+                warned = True
                 log.warning(WAITS, waited, self.timeout_s, spans(missing), self)
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)

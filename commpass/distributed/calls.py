@@ -33,15 +33,17 @@ class OfParameters:
     number: int
 
 
-def owner_of(states: Sequence[StateInput], gm: fx.GraphModule, calls: Calls) -> list[OfParameters]:
+def with_parameters(
+    states: Sequence[StateInput], gm: fx.GraphModule, calls: Calls
+) -> list[OfParameters]:
     outputs = gm.graph.output_node()
     found: list[OfParameters] = []
     for one in states:
         parameters = one.parameters or calls.parameters(outputs, one.reaches)
-        like = [
+        earlier = [
             each for each in found if (each.of.place, each.parameters) == (one.place, parameters)
         ]
-        found.append(OfParameters(one, parameters, len(like)))
+        found.append(OfParameters(one, parameters, len(earlier)))
     return found
 
 
@@ -52,7 +54,7 @@ def state_for(
     if isinstance(calls, HookCalls) and calls.parameters_of_flat:
         flats = [Flat(one, calls) for one in states]
         return lambda inputs: [flat.current() for flat in flats]
-    return functools.partial(state_of, owner_of(states, gm, calls), calls, direction)
+    return functools.partial(state_of, with_parameters(states, gm, calls), calls, direction)
 
 
 def state_of(
@@ -113,7 +115,7 @@ def with_more(function: Compiler, more: Callable[[Sequence[Any]], list[Any]]) ->
     return run
 
 
-def named(function: Compiler, name: str, labels: tuple[str, ...], samples: Samples) -> Compiler:
+def with_name(function: Compiler, name: str, labels: tuple[str, ...], samples: Samples) -> Compiler:
     """Return the function under a ``name`` that profilers show, with the ``labels`` of its sites.
 
     On some calls the sites are sampled.

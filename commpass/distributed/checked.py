@@ -19,20 +19,20 @@ from torch import Tensor
 from commpass.distributed.budget import Check, Key
 from commpass.passes import PassContext
 
-_held: ContextVar[bool] = ContextVar("_held", default=False)
+_suspended: ContextVar[bool] = ContextVar("_suspended", default=False)
 
 
 @contextlib.contextmanager
-def suspended() -> Iterator[None]:
+def without_checks() -> Iterator[None]:
     """Call graphs as they were last, without checks, within this context.
 
     A transfer that is repeated must arrive with the same bits.
     """
-    token = _held.set(True)
+    token = _suspended.set(True)
     try:
         yield
     finally:
-        _held.reset(token)
+        _suspended.reset(token)
 
 
 Function = Callable[[list[Any]], Any]
@@ -72,13 +72,13 @@ class Checked:
         self.built: Built | None = built
         self.rebuild = rebuild
         self.strides = built.strides
-        self.found: tuple[tuple[int, ...] | None, ...] = ()
+        self.output_strides: tuple[tuple[int, ...] | None, ...] = ()
 
     def __call__(self, inputs: list[Any]) -> Any:
-        if _held.get():
+        if _suspended.get():
             return self.function(inputs)
         for each in list(self.graphs):
-            if each is not self and each.checks:
+            if each is not self and each.is_checking:
                 each.compare_latest()  # all ranks have the findings of another graph by now
         self.compare_latest()
         if self.built is None:
@@ -89,12 +89,13 @@ class Checked:
             outputs = self.function(inputs)
         finally:
             check.end()
-        if self.strides is not None and not self.found:
-            self.found = tuple(x.stride() if isinstance(x, Tensor) else None for x in outputs)
+        if self.strides is not None and not self.output_strides:
+            strides = (x.stride() if isinstance(x, Tensor) else None for x in outputs)
+            self.output_strides = tuple(strides)
         return outputs
 
     @property
-    def checks(self) -> bool:
+    def is_checking(self) -> bool:
         """Whether its check is still going on."""
         return self.built is not None and not self.built.check.done
 
@@ -103,18 +104,18 @@ class Checked:
         needed."""
         if self.built is None:
             return
-        left = self.built.check.done
-        if not left and (found := self.built.check.collect()):
+        had_ended = self.built.check.done
+        if not had_ended and (found := self.built.check.collect()):
             for each in {self, *self.graphs}:
                 each.over |= found
         if self.over:
-            self._leave_alone()
-            if left:
-                self.built.check.leave()
+            self._recompile()
+            if had_ended:
+                self.built.check.end_early()
         if self.built.check.done:
             release(self.graphs)
 
-    def _leave_alone(self) -> None:
+    def _recompile(self) -> None:
         """Compile the graph again without the sites that are over their budget.
 
         If that raises, the next call tries again, since other ranks leave those sites uncompressed.
@@ -123,10 +124,10 @@ class Checked:
         made = self.rebuild(self.built, self.over)
         self.over = {}
         if made is not None:
-            self.built = _with_strides(made, self.strides, self.found)
+            self.built = _with_strides(made, self.strides, self.output_strides)
             self.function = self.built.function
 
-    def leave(self) -> None:
+    def end_check(self) -> None:
         """End the check, because the same code is compiled for other inputs.
 
         Other ranks may not call this graph as often as this one. It can be compiled again until the
@@ -134,7 +135,7 @@ class Checked:
         """
         self.compare_latest()
         if self.built is not None:
-            self.built.check.leave()
+            self.built.check.end_early()
 
     def drop(self) -> None:
         """Keep only the function that is called. Drop the graph, its copies, and ``rebuild``."""
@@ -147,7 +148,7 @@ def release(graphs: weakref.WeakSet[Checked]) -> None:
 
     A graph keeps it while one of its sites still has to be left uncompressed.
     """
-    if not any(each.checks for each in graphs):
+    if not any(each.is_checking for each in graphs):
         for each in graphs:
             if each.built is not None and not each.over:
                 each.drop()
@@ -172,13 +173,13 @@ def _with_strides(built: Built, expected: Any, found: Sequence[tuple[int, ...] |
     def run(inputs: list[Any]) -> Any:
         outputs = list(function(inputs))
         for number, (strides, example) in differing.items():
-            outputs[number] = _laid_out(outputs[number], strides, example or ())
+            outputs[number] = _with_layout(outputs[number], strides, example or ())
         return tuple(outputs)
 
     return dataclasses.replace(built, function=run)
 
 
-def _laid_out(x: Tensor, strides: Sequence[str], example: Sequence[int]) -> Tensor:
+def _with_layout(x: Tensor, strides: Sequence[str], example: Sequence[int]) -> Tensor:
     """Copy a tensor to these strides.
 
     If they are symbolic, its dimensions get the memory order of an example.

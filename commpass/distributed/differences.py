@@ -13,132 +13,134 @@ SHOW_S = 10.0
 """How long another rank may take to publish its plan, once all have voted."""
 MOST = 10
 SIZES = (
-    "Of an all-to-all the splits may look alike on some ranks and not on others: a rank whose own "
-    "look even decides for even ones."
+    "The splits of an all-to-all may be even on some ranks and uneven on others: each rank decides"
+    " by its own splits."
 )
 
 
-def _location(meeting: AgreementRound, key: str) -> str:
-    name = key.partition("@")[0]
+def _location(comparison: AgreementRound, key: str) -> str:
+    name, ranks = key.partition("@")[0], spans(comparison.groups_in_round[key][1])
     if "/pair/" in key:
-        return (
-            f"what is sent and received in group {name!r} by ranks {spans(meeting.halls[key][1])}"
-        )
-    return f"group {name!r} (ranks {spans(meeting.halls[key][1])})"
+        return f"what is sent and received in group {name!r} by ranks {ranks}"
+    return f"group {name!r} (ranks {ranks})"
 
 
-def _waited_for(meeting: AgreementRound) -> str:
+def _absent_ranks(comparison: AgreementRound) -> str:
     """Return the ranks by group that have published nothing."""
     found = []
-    for key in meeting.halls:
-        if missing := meeting.absent_ranks(key):
-            new = [rank for rank in missing if rank not in meeting.nonces]
+    for key in comparison.groups_in_round:
+        if missing := comparison.absent_ranks(key):
+            new = [rank for rank in missing if rank not in comparison.nonces]
             never = f" (rank {spans(new)} has compiled nothing yet)" if new else ""
-            found.append(f"rank {spans(missing)} of {_location(meeting, key)}{never}")
+            found.append(f"rank {spans(missing)} of {_location(comparison, key)}{never}")
     return "; ".join(found)
 
 
-def patience(meeting: AgreementRound, waited_s: float) -> str:
+def waiting_message(comparison: AgreementRound, waited_s: float) -> str:
     """Return a log line for a rank that is waiting."""
     return (
-        f"rank {meeting.here.rank} has waited {waited_s:.0f} s, of at most {meeting.timeout_s:g} s,"
-        f" for the plans of {_waited_for(meeting)} to compare this {meeting.plan.direction} graph"
-        " with"
+        f"rank {comparison.store.rank} has waited {waited_s:.0f} s, of at most"
+        f" {comparison.timeout_s:g} s, for the plans of {_absent_ranks(comparison)} to compare this"
+        f" {comparison.plan.direction} graph with"
     )
 
 
-def silence(meeting: AgreementRound) -> str:
+def timeout_message(comparison: AgreementRound) -> str:
     return (
-        f"{_waited_for(meeting)} published no plan for this {meeting.plan.direction} graph within"
-        f" {meeting.timeout_s:g} s, but rank {meeting.here.rank} did. It compiled another graph,"
-        " stopped, or needs longer: raise the time-out with commpass.backend(...,"
-        f" timeout=seconds). Here the plan is:\n{_outline(meeting.plan)}"
+        f"{_absent_ranks(comparison)} published no plan for this {comparison.plan.direction} graph"
+        f" within {comparison.timeout_s:g} s, but rank {comparison.store.rank} did. It compiled"
+        " another graph, stopped, or needs longer: raise the time-out with commpass.backend(...,"
+        f" timeout=seconds). Here the plan is:\n{_outline(comparison.plan)}"
     )
 
 
-def gave_up(meeting: AgreementRound, key: str, rank: int) -> str:
+def gave_up_message(comparison: AgreementRound, key: str, rank: int) -> str:
     return (
-        f"rank {rank} of {_location(meeting, key)} waited in vain for the plan of another rank for"
-        f" this {meeting.plan.direction} graph and gave up. Raise the time-out with"
-        f" commpass.backend(..., timeout=seconds). Here the plan is:\n{_outline(meeting.plan)}"
+        f"rank {rank} of {_location(comparison, key)} waited in vain for the plan of another rank"
+        f" for this {comparison.plan.direction} graph, and gave up. Raise the time-out with"
+        f" commpass.backend(..., timeout=seconds). Here the plan is:\n{_outline(comparison.plan)}"
     )
 
 
-def reused(meeting: AgreementRound, key: str, ranks: list[int]) -> str:
+def reuse_message(comparison: AgreementRound, key: str, ranks: list[int]) -> str:
     """Return the message for ranks that reuse an agreed plan while others have planned something
     else."""
-    digest = meeting.heard[key][ranks[0]].digest
-    others = [rank for rank, word in meeting.heard[key].items() if word.digest != digest]
-    other = meeting.heard[key][others[0]].digest
+    digest = comparison.votes[key][ranks[0]].digest
+    others = [rank for rank, vote in comparison.votes[key].items() if vote.digest != digest]
+    other = comparison.votes[key][others[0]].digest
     return (
-        f"rank {spans(ranks)} of {_location(meeting, key)} goes on with plan {digest}, which was"
-        f" agreed on before, but rank {spans(sorted(others))} plans {other or 'nothing'} for this"
-        f" {meeting.plan.direction} graph, which is that of the same call. The model or its inputs"
-        " differ between ranks: a number of a rank's own, say. Give every rank the same, or keep"
-        " those collectives as they are with commpass.keep. Here the plan is:\n"
-        f"{_outline(meeting.plan)}"
+        f"rank {spans(ranks)} of {_location(comparison, key)} continues with plan {digest}, which"
+        f" was agreed on earlier, but rank {spans(sorted(others))} plans {other or 'nothing'} for"
+        f" this {comparison.plan.direction} graph of the same call. The model or its inputs differ"
+        " between ranks, for example in a number. Give every rank the same, or exclude those"
+        " collectives with commpass.keep. Here the plan is:\n"
+        f"{_outline(comparison.plan)}"
     )
 
 
-def departed_reason(meeting: AgreementRound, key: str) -> str:
-    return (
-        f"the ranks of {_location(meeting, key)} compile different graphs: nothing of it is changed"
-    )
+def departure_reason(comparison: AgreementRound, key: str) -> str:
+    ranks = f"the ranks of {_location(comparison, key)}"
+    return f"{ranks} compile different graphs: the collectives of that group stay unchanged"
 
 
-def no_change_reason(meeting: AgreementRound) -> str:
+def no_change_reason(comparison: AgreementRound) -> str:
     """Return why no rank may change anything: which ranks change nothing, and why."""
-    here, said, follow = meeting.speaker, [], []
-    for key, heard in meeting.heard.items():
-        nothing = {rank: word for rank, word in heard.items() if not word.digest}
-        for rank, word in sorted((meeting.alone[key] | nothing).items()):
+    participant, reasons, follow = comparison.participant, [], []
+    for key, votes in comparison.votes.items():
+        nothing = {rank: vote for rank, vote in votes.items() if not vote.digest}
+        for rank, vote in sorted((comparison.no_changes[key] | nothing).items()):
             policy = ""
-            if word.policy != here.digest and word.policy_name == here.name:
-                policy = f" (under a policy {here.name!r} or a profile that says something else)"
-            elif word.policy != here.digest:
-                policy = f" (its policy is {word.policy_name!r}, here it is {here.name!r})"
-            where = f"of {_location(meeting, key)} in this graph{policy}"
-            if isinstance(word, Vote) and word.follows:
-                follow.append(word.failure)
-            elif word.failure:
-                said.append(f"rank {rank}: {word.failure}")
+            if vote.policy != participant.digest and vote.policy_name == participant.name:
+                policy = f" (under another policy {participant.name!r} or another profile)"
+            elif vote.policy != participant.digest:
+                policy = f" (its policy is {vote.policy_name!r}, here it is {participant.name!r})"
+            where = f"of {_location(comparison, key)} in this graph{policy}"
+            if isinstance(vote, Vote) and vote.follows:
+                follow.append(vote.failure)
+            elif vote.failure:
+                reasons.append(f"rank {rank}: {vote.failure}")
             else:
-                said.append(f"rank {rank} changes nothing {where}")
-        said += [f"rank {rank}: {why}" for rank, why in sorted(meeting.left[key].items())]
-        if key in meeting.conflicts or (key in meeting.parts and meeting.other_graph(key)):
-            said.append(departed_reason(meeting, key))
-    said = list(dict.fromkeys(said)) or follow[:1]
-    more = f"; and {len(said) - MOST} more" if len(said) > MOST else ""
-    return "; ".join(said[:MOST]) + more
+                reasons.append(f"rank {rank} changes nothing {where}")
+        reasons += [
+            f"rank {rank}: {why}" for rank, why in sorted(comparison.departures[key].items())
+        ]
+        if key in comparison.conflicts or (
+            key in comparison.parts and comparison.has_other_graph(key)
+        ):
+            reasons.append(departure_reason(comparison, key))
+    reasons = list(dict.fromkeys(reasons)) or follow[:1]
+    more = f"; and {len(reasons) - MOST} more" if len(reasons) > MOST else ""
+    return "; ".join(reasons[:MOST]) + more
 
 
-def text(meeting: AgreementRound, key: str) -> str:
+def mismatch_message(comparison: AgreementRound, key: str) -> str:
     """Return how the plans of the two sides of a round differ."""
     sides: dict[str, list[int]] = {}
-    for rank, word in sorted(meeting.heard[key].items()):
-        sides.setdefault(word.digest, []).append(rank)
-    me, number = meeting.here.rank, meeting.halls[key][0]
-    one = next((ranks for ranks in sides.values() if me in ranks), next(iter(sides.values())))
+    for rank, vote in sorted(comparison.votes[key].items()):
+        sides.setdefault(vote.digest, []).append(rank)
+    own_rank, number = comparison.store.rank, comparison.groups_in_round[key][0]
+    one = next((ranks for ranks in sides.values() if own_rank in ranks), next(iter(sides.values())))
     other = next(ranks for ranks in sides.values() if ranks is not one)
-    own = meeting.parts[key].plan if key in meeting.parts else None
-    if own is not None and me == one[0]:
-        meeting.here.show(key, number, own.to_json())
-    labels = [me if own is not None else one[0], other[0]]
+    own_plan = comparison.parts[key].plan if key in comparison.parts else None
+    if own_plan is not None and own_rank == one[0]:
+        comparison.store.publish_plan(key, number, own_plan.to_json())
+    labels = [own_rank if own_plan is not None else one[0], other[0]]
     if "/pair/" in key:
         labels.sort()
     listed = "; ".join(
         f"rank {spans(ranks)}: plan {digest}" for digest, ranks in sorted(sides.items())
     )
     head = (
-        f"the ranks of {_location(meeting, key)} planned differently for this"
-        f" {meeting.plan.direction}"
+        f"the ranks of {_location(comparison, key)} planned differently for this"
+        f" {comparison.plan.direction}"
         f" graph ({listed}).\n"
     )
     left, right = (
-        own if rank == me and own else _published_plan(meeting, key, rank) for rank in labels
+        own_plan if rank == own_rank and own_plan else _published_plan(comparison, key, rank)
+        for rank in labels
     )
     if left is None or right is None:
-        return f"{head}Rank {labels[left is not None]} did not show its plan."
+        return f"{head}Rank {labels[left is not None]} did not publish its plan in time."
     if "/pair/" in key:
         rows = _messages(key, {labels[0]: left, labels[1]: right})
     else:
@@ -148,14 +150,14 @@ def text(meeting: AgreementRound, key: str) -> str:
             .replace("the second", f"rank {labels[1]}")
             for found in diff(left, right)
         ]
-    words = [meeting.heard[key][rank] for rank in labels]
+    votes = [comparison.votes[key][rank] for rank in labels]
     names = [
-        f"{word.policy_name!r} on rank {rank}" for rank, word in zip(labels, words, strict=True)
+        f"{vote.policy_name!r} on rank {rank}" for rank, vote in zip(labels, votes, strict=True)
     ]
     more = [f"  ... and {len(rows) - MOST} more"] if len(rows) > MOST else []
     uneven = [SIZES] if any(site.splits for site in (*left.sites, *right.sites)) else []
     last = "Give every rank the same policy, profile and model."
-    if words[0].policy == words[1].policy:
+    if votes[0].policy == votes[1].policy:
         last = "Their policies are the same: the model or its inputs differ between ranks."
     failed = [
         f"On rank {rank} {site.name} is {site.reason}."
@@ -184,18 +186,20 @@ def _messages(key: str, plans: dict[int, Plan]) -> list[str]:
     return mismatches(endpoints(plan.sites, numbers[rank]) for rank, plan in sorted(plans.items()))
 
 
-def _published_plan(meeting: AgreementRound, key: str, rank: int) -> Plan | None:
+def _published_plan(comparison: AgreementRound, key: str, rank: int) -> Plan | None:
     """Wait for the plan that a rank publishes and return it; None if it does not come in time."""
-    until = time.monotonic() + min(SHOW_S, meeting.timeout_s)
-    places = [
-        word.elsewhere[rank] for word in meeting.heard[key].values() if rank in word.elsewhere
+    deadline = time.monotonic() + min(SHOW_S, comparison.timeout_s)
+    round_ids = [
+        vote.other_rounds[rank]
+        for vote in comparison.votes[key].values()
+        if rank in vote.other_rounds
     ]
-    place = (places or [(key, meeting.halls[key][0])])[0]
+    round_id = (round_ids or [(key, comparison.groups_in_round[key][0])])[0]
     while True:
-        raw = meeting.here.plan(meeting.nonces[rank], *place)
+        raw = comparison.store.plan(comparison.nonces[rank], *round_id)
         if raw is not None:
             return Plan.from_json(raw)
-        if time.monotonic() > until:
+        if time.monotonic() > deadline:
             return None
         time.sleep(0.01)
 

@@ -25,19 +25,19 @@ log = logging.getLogger("commpass")
 
 SWITCH, POLICY, DUMP, PROFILE = "COMMPASS", "COMMPASS_POLICY", "COMMPASS_DUMP", "COMMPASS_PROFILE"
 CHECK = "COMMPASS_CHECK"
-WORDS = ("off", "on")
+SWITCH_VALUES = ("off", "on")
 
 
 def is_off() -> bool:
     """Return whether commpass is switched off. Raise PolicyError for an unknown value."""
     given = os.environ.get(SWITCH) or "on"
-    word = given.lower()
-    if word not in WORDS:
-        raise PolicyError(f"{SWITCH}={given}: must be off or on{nearest(word, WORDS)}")
-    return word == "off"
+    value = given.lower()
+    if value not in SWITCH_VALUES:
+        raise PolicyError(f"{SWITCH}={given}: must be off or on{nearest(value, SWITCH_VALUES)}")
+    return value == "off"
 
 
-def asked_policy() -> Policy | None:
+def policy_of_environment() -> Policy | None:
     """Return the policy that COMMPASS_POLICY names; None if it is not set.
 
     Raise PolicyError for an unknown one.
@@ -58,18 +58,18 @@ def policy_here(argument: str | Path | Policy) -> Policy:
     the variables are removed.
     """
     chosen = policy_named(argument)
-    asked = asked_policy()
+    requested = policy_of_environment()
     if is_off():
         _log(logging.INFO, f"{SWITCH}=off: nothing is compressed, whatever the program says")
         return PRESETS["off"]
-    if asked is None or asked == chosen:
+    if requested is None or requested == chosen:
         return chosen
     named = os.environ[POLICY]
     _log(
         logging.WARNING,
         f"{POLICY}={named} takes the place of policy {chosen.name!r}, which the program gives",
     )
-    return asked
+    return requested
 
 
 def dump_here(argument: str | os.PathLike[str] | None) -> Path | None:
@@ -89,33 +89,33 @@ def _log(level: int, text: str) -> None:
 
 @dataclass(frozen=True)
 class Settings:
-    """What must be set alike on all ranks: the text, and a digest of its meaning."""
+    """What must be equal on all ranks: the variables as text, and a digest of their meaning."""
 
-    words: str = ""
+    text: str = ""
     digest: str = ""
 
 
 def settings() -> Settings:
     """Return the settings of this process. A wrong value raises elsewhere."""
-    words = " ".join(f"{name}={os.environ[name]}" for name in (SWITCH, POLICY) if _counts(name))
-    if not words:
+    text = " ".join(f"{name}={os.environ[name]}" for name in (SWITCH, POLICY) if _is_set(name))
+    if not text:
         return Settings()
     try:
-        meant = "off" if is_off() else msgspec.to_builtins(asked_policy())
+        meaning = "off" if is_off() else msgspec.to_builtins(policy_of_environment())
     except CommpassError as error:
-        meant = str(error)
-    if isinstance(meant, dict):
-        meant = {**meant, "name": ""}
-    return Settings(words, hashlib.sha256(msgspec.json.encode(meant)).hexdigest()[:16])
+        meaning = str(error)
+    if isinstance(meaning, dict):
+        meaning = {**meaning, "name": ""}
+    return Settings(text, hashlib.sha256(msgspec.json.encode(meaning)).hexdigest()[:16])
 
 
-def _counts(name: str) -> bool:
+def _is_set(name: str) -> bool:
     """Return whether a variable is set to something other than its default."""
     return os.environ.get(name) not in (None, "") and (name, os.environ[name]) != (SWITCH, "on")
 
 
 def difference(settings: Mapping[int, Settings]) -> str:
-    """Return the message for ranks whose settings differ; "" if they are alike."""
+    """Return the message for ranks whose settings differ; "" if they are equal."""
     sides: dict[str, list[int]] = {}
     for rank, one in sorted(settings.items()):
         sides.setdefault(one.digest, []).append(rank)
@@ -124,11 +124,11 @@ def difference(settings: Mapping[int, Settings]) -> str:
     shown = "; ".join(
         f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))}"
         f"{f' and {len(ranks) - 8} more' if len(ranks) > 8 else ''}:"
-        f" {settings[ranks[0]].words or f'neither {SWITCH} nor {POLICY} is set'}"
+        f" {settings[ranks[0]].text or f'neither {SWITCH} nor {POLICY} is set'}"
         for ranks in sides.values()
     )
     return (
-        f"the ranks were started with different environments. {shown}. Set both alike for all"
+        f"the ranks were started with different environments. {shown}. Set both equally for all"
         " ranks, on every host"
     )
 
@@ -164,8 +164,12 @@ def _dump_problem(value: str) -> str:
     folder = Path(value)
     if folder.exists() and not folder.is_dir():
         return f"{DUMP}={value}: is a file, and must be a folder"
-    there = next((each for each in (folder, *folder.absolute().parents) if each.exists()), folder)
-    return "" if os.access(there, os.W_OK) else f"{DUMP}={value}: {there} cannot be written to"
+    existing = next(
+        (each for each in (folder, *folder.absolute().parents) if each.exists()), folder
+    )
+    return (
+        "" if os.access(existing, os.W_OK) else f"{DUMP}={value}: {existing} cannot be written to"
+    )
 
 
 def _check_problem(value: str) -> str:
@@ -174,7 +178,10 @@ def _check_problem(value: str) -> str:
 
 VARIABLES: dict[str, tuple[str, Callable[[str], str]]] = {
     SWITCH: ("off: nothing is compressed, whatever the program says", _checked(is_off)),
-    POLICY: ("takes the place of the policy that the program gives", _checked(asked_policy)),
+    POLICY: (
+        "takes the place of the policy that the program gives",
+        _checked(policy_of_environment),
+    ),
     DUMP: ("where rank 0 writes plans and graphs, unless the program says", _dump_problem),
     CHECK: ("1: passes are checked on every graph, as with strict=True", _check_problem),
 }

@@ -25,29 +25,31 @@ class Flat:
     """The residual of one exchange: flat, in the order of its parameters."""
 
     def __init__(self, state: StateInput, calls: HookCalls):
-        self.kept, self.calls = state, calls
-        self.of: tuple[Tensor, ...] = ()
+        self.state_input, self.calls = state, calls
+        self.parameters: tuple[Tensor, ...] = ()
         self.whole: Tensor | None = None
         self.parts: list[tuple[Owner, Any, Tensor]] = []
 
     def current(self) -> Tensor:
         """Return the residual, with what other exchanges, a reset or a load have left for its
         parameters."""
-        if self.whole is None or self.of is not self.calls.parameters_of_flat:
-            kept, self.of = self.kept, self.calls.parameters_of_flat
+        if self.whole is None or self.parameters is not self.calls.parameters_of_flat:
+            kept, self.parameters = self.state_input, self.calls.parameters_of_flat
             self.whole = torch.zeros(kept.shape, dtype=kept.dtype, device=kept.device)
             self.parts = [(owner, None, part) for owner, part in self._parts(self.whole)]
         for number, (owner, key, part) in enumerate(self.parts):
             owner.used += 1
             if key not in owner.state or owner.state[key][1] is not part:
-                one = dataclasses.replace(self.kept, place=PLACE, number=0, shape=tuple(part.shape))
+                one = dataclasses.replace(
+                    self.state_input, place=PLACE, number=0, shape=tuple(part.shape)
+                )
                 self.parts[number] = owner, state.move(one, self.calls.code, owner, part), part
         return self.whole
 
     def _parts(self, flat: Tensor) -> list[tuple[Owner, Tensor]]:
         """Return each parameter's owner and its part, in the memory layout of the parameter."""
         found, start = [], 0
-        for parameter in self.of:
+        for parameter in self.parameters:
             part = flat.narrow(0, start, parameter.numel()).view(parameter.shape)
             dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
             if dense:
@@ -57,9 +59,9 @@ class Flat:
         return found
 
 
-def put_back(hook: str, parameter: Tensor, values: Tensor) -> None:
+def add_to_residual(hook: str, parameter: Tensor, values: Tensor) -> None:
     """Add ``values`` to the residual of a parameter's gradient in the exchanges of a ``hook``, if
     there is one."""
     for name, residual in owner_of([parameter]).state.values():
-        if name.function == hook and name.own.startswith(f"{PLACE}/"):
+        if name.function == hook and name.local_site.startswith(f"{PLACE}/"):
             residual.add_(values)

@@ -116,7 +116,7 @@ class Integration:
             self._stop()
             for each in self._acquired:
                 if (sender := each()) is not None:
-                    exchanged.pop(sender, None)
+                    integration_of.pop(sender, None)
 
     def _stop(self) -> None:
         """Give exchanges back to their sender, and free groups and threads."""
@@ -126,7 +126,7 @@ class Integration:
         user's object ``owner``."""
         under = f", under policy {self.policy.name!r}," if self.policy is not None else ""
         text = f"commpass.parallel.{self.call} of a {type(owner).__name__} already{under}"
-        exchanged[sender] = self.call, text
+        integration_of[sender] = self.call, text
         self._acquired.append(weakref.ref(sender))
 
     def __enter__(self) -> Self:
@@ -139,28 +139,27 @@ class Integration:
     def summary(self) -> str:
         """How many exchanges are compressed, and the bytes."""
         sites = [site for plan in self.plans for site in plan.sites]
-        said = []
+        parts = []
         if self.plans:
             coded = sum(site.compressed for site in sites)
-            said.append(f"{coded} of {len(sites)} exchanges compressed")
+            parts.append(f"{coded} of {len(sites)} exchanges compressed")
         if sent := self.bytes:
-            said.append(f"{sent.sent:,} instead of {sent.plain:,} bytes{self.per}")
-        return ", ".join(said) or ("no step yet" if self.per else "nothing sent yet")
+            parts.append(f"{sent.sent:,} instead of {sent.plain:,} bytes{self.per}")
+        return ", ".join(parts) or ("no step yet" if self.per else "nothing sent yet")
 
     def __repr__(self) -> str:
         policy = f", policy {self.policy.name!r}" if self.policy is not None else ""
         return f"<{self.call}{policy}: {self.summary}>"
 
 
-# --- who exchanges what: one integration for each parameter, unit or stage ------------------------
+# --- one integration for each parameter, unit or stage --------------------------------------------
 
 
-exchanged: WeakKeyDictionary[object, tuple[str, str]] = WeakKeyDictionary()
+integration_of: WeakKeyDictionary[object, tuple[str, str]] = WeakKeyDictionary()
 """The call of an integration, and a text about it, by the model or object whose data it sends."""
 TWICE = (
     "{}: {} is exchanged by {} and would be exchanged twice. Leave one of the two out, give one"
-    " policy with rules for both, or call close() on the first. DistributedDataParallel keeps its"
-    " hook even then: wrap the module in a new one"
+    " policy with rules for both, or call close() on the first"
 )
 
 
@@ -169,16 +168,16 @@ def refuse_if_exchanged(sender: object, name: str, call: str, by: Collection[str
 
     A module counts as exchanged if one of its parameters is. ``name`` is that of anything else.
     """
-    mine = _parts(sender, name)
+    names = _parts(sender, name)
 
     def found() -> str:
         return next(
             (
-                TWICE.format(call, mine[part], text)
-                for held, (other, text) in list(exchanged.items())
+                TWICE.format(call, names[part], text)
+                for owner, (other, text) in list(integration_of.items())
                 if other in by
-                for part in _parts(held)
-                if part in mine
+                for part in _parts(owner)
+                if part in names
             ),
             "",
         )

@@ -30,17 +30,17 @@ def profile_here(profile: str | Path | Profile | None) -> Profile | None:
 
     A profile that was measured on another machine is used with a warning, once.
     """
-    asked = requested_profile(profile)
-    if isinstance(asked, (str, Path)) and str(asked).endswith(".json"):
-        file = read(Path(asked))
+    named = requested_profile(profile)
+    if isinstance(named, (str, Path)) and str(named).endswith(".json"):
+        file = read(Path(named))
         if is_first_rank() and (others := list(differences_from(file.machine, this_machine()))):
-            _warn(f"profile {asked} was measured elsewhere: {'; '.join(others)}. Probe again here")
+            _warn(f"profile {named} was measured elsewhere: {'; '.join(others)}. Probe again here")
         return file.profile
-    found = profile_from(asked)
+    found = profile_from(named)
     rates = found.kernels.rates if found is not None else {}
-    for name in rates if str(asked).endswith(".toml") else ():
+    for name in rates if str(named).endswith(".toml") else ():
         if name not in CODECS:
-            raise ProfileError(f"{asked}: [kernels.rates.{name}]: no codec{nearest(name, CODECS)}")
+            raise ProfileError(f"{named}: [kernels.rates.{name}]: no codec{nearest(name, CODECS)}")
     return found
 
 
@@ -102,7 +102,7 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     return named.get(device.type, dist.get_backend(group))
 
 
-def place() -> str:
+def host_id() -> str:
     """Return what ranks of one host share: name, network, and torchrun's number for it."""
     try:
         network = os.stat("/proc/self/ns/net").st_ino
@@ -113,7 +113,7 @@ def place() -> str:
 
 def differences_from(measured: Machine, current: Machine) -> Iterator[str]:
     """Yield how a profile's machine differs from this one, as far as both are known."""
-    words = {
+    labels = {
         "device": "device",
         "processor": "processor",
         "world_size": "number of ranks",
@@ -121,10 +121,10 @@ def differences_from(measured: Machine, current: Machine) -> Iterator[str]:
         "backend": "backend",
         "cores": "number of cores",
     }
-    for field, word in words.items():
-        then, here_ = getattr(measured, field), getattr(current, field)
-        if here_ and then not in (here_, UNDEFINED):
-            yield f"{word} {then} there, {here_} here"
+    for field, label in labels.items():
+        then, now = getattr(measured, field), getattr(current, field)
+        if now and then not in (now, UNDEFINED):
+            yield f"{label} {then} there, {now} here"
     if _minor(measured.torch) != _minor(current.torch):
         yield f"torch {measured.torch} there, {current.torch} here"
 

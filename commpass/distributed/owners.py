@@ -33,24 +33,23 @@ log = logging.getLogger("commpass")
 
 KEY = "commpass_owner"
 """Key of the owner in the metadata of an autograd node."""
-FEW = 3
-"""Owners that disappear after one step before a warning says that error feedback is lost."""
+MOST_SHORT_LIVED = 3
+"""So many owners are freed after one step before a warning says that error feedback is lost."""
 INFERENCE = (
-    "inference has no next step to make up in: give the rule direction='backward', or this model a"
-    " codec without state"
+    "inference has no next step, in which error feedback could be sent: give the rule"
+    " direction='backward', or this model a codec without state"
 )
 FORWARD = (
-    "what a forward collective does not send cannot be made up in the next step, which has other"
+    "error feedback of a forward collective cannot be sent in the next step, which has other"
     " activations: give the rule direction='backward', or this site a codec without state"
 )
 NOT_TRAINED = (
-    "inference changes no parameters, so that there is no next difference: what is gathered here"
-    " travels as it is, or take a codec without state"
+    "inference changes no parameters, so there is no next difference: this gather stays"
+    " uncompressed unless its codec has no state"
 )
-NOBODYS = (
-    "none of its graph's inputs is a parameter, so that it is not known whose state it would be:"
-    " compile a module or a function that is given the parameters, or call commpass.all_reduce(...,"
-    " residual=...)"
+NO_OWNER = (
+    "none of its graph's inputs is a parameter, so its state has no owner: compile a module, or a"
+    " function that takes the parameters, or call commpass.all_reduce(..., residual=...)"
 )
 """The reasons why no state is kept."""
 
@@ -64,7 +63,9 @@ class Owner:
     def __init__(self, parameters: Sequence[Tensor]):
         key = tuple(map(id, parameters))
         self.parameters = [TensorWeakRef(parameter) for parameter in parameters]
-        self._watch = [weakref.ref(parameter, lambda _: _forget(key)) for parameter in parameters]
+        self._finalizers = [
+            weakref.ref(parameter, lambda _: _drop_owner(key)) for parameter in parameters
+        ]
         self.state: dict[Any, tuple[Any, Tensor]] = {}
         self.references: dict[Any, tuple[Any, Tensor]] = {}
         self.used = 0
@@ -72,12 +73,12 @@ class Owner:
     def name_in(self, names: dict[int, str]) -> str | None:
         """Return the name of the first of its parameters that is in ``names``, a mapping from
         id."""
-        held = (parameter() for parameter in self.parameters)
-        return next((names[id(one)] for one in held if one is not None and id(one) in names), None)
+        alive = (parameter() for parameter in self.parameters)
+        return next((names[id(one)] for one in alive if one is not None and id(one) in names), None)
 
 
 _owners: dict[tuple[int, ...], Owner] = {}
-_short = [0]
+_short_lived = [0]
 
 
 def state_owners() -> list[Owner]:
@@ -98,21 +99,21 @@ def part_of(owner: Owner, numbers: Sequence[int]) -> Owner:
 
     It is the same one whatever other parameters a graph takes.
     """
-    held = [owner.parameters[number]() for number in numbers]
-    some = [parameter for parameter in held if parameter is not None]
+    alive = [owner.parameters[number]() for number in numbers]
+    some = [parameter for parameter in alive if parameter is not None]
     return owner_of(some) if some else owner
 
 
-def _forget(key: tuple[int, ...]) -> None:
+def _drop_owner(key: tuple[int, ...]) -> None:
     """Drop the owner of a parameter that was freed: other tensors may get its ids."""
     owner = _owners.pop(key, None)
     if owner is not None and owner.used == 1:
-        _short[0] += 1
-        if _short[0] == FEW:
+        _short_lived[0] += 1
+        if _short_lived[0] == MOST_SHORT_LIVED:
             log.warning(
                 "error feedback was dropped after one step, %d times: it belongs to parameters, and"
                 " these are new tensors in each step. Change them in place, as torch.optim does",
-                FEW,
+                MOST_SHORT_LIVED,
             )
 
 
@@ -133,7 +134,7 @@ def parameter_names(model: nn.Module) -> dict[int, str]:
 class Code:
     """The function that a graph was compiled from.
 
-    A method of one name at one place is the same one when it is compiled again.
+    Two compilations of a function with this name at this place are of the same function.
     """
 
     file: str
@@ -163,20 +164,20 @@ def _grad_of(recorded: Any) -> Any:
 class Calls:
     """The calls of one Dynamo graph.
 
-    ``autograd`` says that compiled autograd made it: then it is a backward graph.
+    ``autograd``: compiled autograd made it, so it is a backward graph.
     """
 
     hook = False
-    """Whether it is the graph of a hook, of which there are many alike."""
+    """Whether a hook made the graph. A model has many equal graphs of hooks."""
 
     def __init__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], autograd: bool):
         self.autograd = autograd
         code = None if autograd else code_here()
         self.code = COMPILED_AUTOGRAD if autograd else _name_of(code)
         self.origin = origin_of(code)
-        self.keeps: bool | None = None
+        self.keeps_state: bool | None = None
         """Whether its backward graph keeps state; None until that is compiled."""
-        self.refers = False
+        self.keeps_references = False
         """Whether its forward graph keeps references."""
         self.names = [name for name, _ in gm.named_parameters()]
         self.fixed = tuple(gm.parameters())
@@ -186,7 +187,7 @@ class Calls:
             not self.positions and not self.fixed
         ):  # a function: its weights are leaves that require gradients
             self.positions = [i for i, value in enumerate(inputs) if _is_weight(value)]
-        self.last = False
+        self.is_last_compile = False
         """Whether Dynamo will not compile this code again."""
         self._now = threading.local()
 
@@ -197,17 +198,17 @@ class Calls:
         records the parameter of each output. The position of an output does not identify it, since
         the gradient of a DTensor is several outputs.
         """
-        said = outputs.meta.get("desc")
-        if self.autograd or said is None:
+        descriptions = outputs.meta.get("desc")
+        if self.autograd or descriptions is None:
             return ()
-        numbers = {self._number(_grad_of(said[output])) for output in reaches}
+        numbers = {self._number(_grad_of(descriptions[output])) for output in reaches}
         return tuple(sorted(number for number in numbers if number is not None))
 
     def stateless(self, direction: str, inference: bool) -> str | None:
         """Return why no state can be kept for a site of this graph, or None."""
         if direction == "forward":
             return INFERENCE if inference else FORWARD
-        return None if self.positions or self.fixed else NOBODYS
+        return None if self.positions or self.fixed else NO_OWNER
 
     def weights(self, gm: fx.GraphModule, direction: str, stateless: str | None) -> Weights:
         """Return which inputs of an AOTAutograd graph are parameters, or shards of parameters.
@@ -218,11 +219,11 @@ class Calls:
         if direction == "backward" or stateless == INFERENCE:
             return Weights(why=BACKWARD if direction == "backward" else NOT_TRAINED)
         numbers = {}
-        for place, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
             number = self._number(node.meta.get("desc"))
             if number is not None:
-                numbers[place] = (number,)
-        return Weights(numbers, why=None if numbers else NOBODYS)
+                numbers[position] = (number,)
+        return Weights(numbers, why=None if numbers else NO_OWNER)
 
     def _number(self, recorded: Any) -> int | None:
         """Return the number of a parameter among an owner's, from AOTAutograd's description of
@@ -244,7 +245,7 @@ class Calls:
 
         def run(*inputs: Any) -> Any:
             trains = self.autograd or torch.is_grad_enabled()
-            if not self.refers and (self.keeps is False or not trains):
+            if not self.keeps_references and (self.keeps_state is False or not trains):
                 return compiled(*inputs)
             flat = _flat(inputs)
             owner = owner_of([*self.fixed, *(flat[position] for position in self.positions)])
@@ -255,7 +256,7 @@ class Calls:
             start = torch.autograd._get_sequence_nr()
             with self._calling(owner):
                 outputs = compiled(*inputs)
-            _write(
+            _store_owner(
                 [*tree_leaves(outputs), *inputs],
                 range(start, torch.autograd._get_sequence_nr()),
                 owner,
@@ -276,8 +277,8 @@ class Calls:
             owner = node.metadata.get(KEY) if node is not None else None
         if owner is None:
             raise PolicyError(
-                f"state in the {direction} graph of {self.code.name}: it is not known whose it is,"
-                " since it does not run for a call of that function. Use a codec without state here"
+                f"state in the {direction} graph of {self.code.name} has no known owner, since the"
+                " graph does not run for a call of that function. Use a codec without state here"
             )
         owner.used += 1
         return owner
@@ -296,7 +297,7 @@ class HookCalls(Calls):
     """The calls of a graph that a hook made for one collective: its owner and direction are fixed.
 
     With ``flat``, its tensor holds the gradients of the parameters one after another, and the state
-    belongs to each of them. ``recomputed`` says that backward calls it again for what forward has
+    belongs to each of them. ``recomputed``: backward calls it again to gather what forward
     gathered.
     """
 
@@ -311,46 +312,46 @@ class HookCalls(Calls):
         recomputed: bool = False,
         origin: Origin | None = None,
     ):
-        self.again, self.flat = recomputed, flat
+        self.recomputed, self.flat = recomputed, flat
         self.parameters_of_flat: tuple[Tensor, ...] = ()
         self.autograd = direction == "backward"
         self.code, self.fixed, self.positions = Code("", 0, name), (), []
         self.origin = origin or Origin(name)
-        self.keeps: bool | None = None
-        self.refers = self.last = False
-        self.whose: Owner | None = None
+        self.keeps_state: bool | None = None
+        self.keeps_references = self.is_last_compile = False
+        self.fixed_owner: Owner | None = None
         self.set_parameters(parameters)
 
     def set_parameters(self, parameters: Sequence[Tensor]) -> None:
         """Use these parameters from now on. The state of replaced parameters goes with them."""
         if not parameters:
             return
-        self.whose = owner_of(parameters)
-        if self.flat and not _are(self.parameters_of_flat, parameters):
+        self.fixed_owner = owner_of(parameters)
+        if self.flat and not _are_same(self.parameters_of_flat, parameters):
             self.parameters_of_flat = tuple(parameters)
 
     def stateless(self, direction: str, inference: bool) -> str | None:
         if direction == "forward":
             return FORWARD
-        return None if self.whose is not None else NOBODYS
+        return None if self.fixed_owner is not None else NO_OWNER
 
     def wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         return compiled
 
     def weights(self, gm: fx.GraphModule, direction: str, stateless: str | None) -> Weights:
-        if direction == "backward" or self.whose is None:
-            return Weights(why=BACKWARD if direction == "backward" else NOBODYS)
-        if self.again:
+        if direction == "backward" or self.fixed_owner is None:
+            return Weights(why=BACKWARD if direction == "backward" else NO_OWNER)
+        if self.recomputed:
             return Weights(why=GATHERED_AGAIN)
-        return Weights({0: tuple(range(len(self.whose.parameters)))})
+        return Weights({0: tuple(range(len(self.fixed_owner.parameters)))})
 
     def owner(self, direction: str) -> Owner:
-        assert self.whose is not None
-        self.whose.used += 1
-        return self.whose
+        assert self.fixed_owner is not None
+        self.fixed_owner.used += 1
+        return self.fixed_owner
 
 
-def _are(some: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
+def _are_same(some: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
     """Return whether these are the very same tensors."""
     return len(some) == len(tensors) and all(map(operator.is_, some, tensors))
 
@@ -364,7 +365,7 @@ def _is_weight(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_leaf and value.requires_grad
 
 
-def _write(values: Iterable[Any], outputs: range, owner: Owner) -> None:
+def _store_owner(values: Iterable[Any], outputs: range, owner: Owner) -> None:
     """Store the owner on the autograd nodes that a call made.
 
     Those are the nodes behind ``values`` whose sequence numbers are in ``outputs``.

@@ -24,7 +24,7 @@ def channel_of(site: Site, rank: int) -> Channel:
 
 
 def terms(site: PlannedSite | End) -> dict[str, Any]:
-    """Return what both ends must have alike.
+    """Return what must be equal at both ends.
 
     Of the shape that is only the number of values, since they travel as one row.
     """
@@ -82,11 +82,11 @@ def endpoints(sites: Iterable[PlannedSite], rank: int) -> tuple[End, ...]:
 def mismatches(ends: Iterable[Iterable[End]]) -> list[str]:
     """Return how the two ends of messages differ.
 
-    If nothing is compressed they need not be alike: torch lets shapes differ.
+    If nothing is compressed they need not be equal: torch lets shapes differ.
     """
     sides: dict[Channel, tuple[list[End], list[End]]] = {}
-    for word in ends:
-        for end in word:
+    for ends_of_rank in ends:
+        for end in ends_of_rank:
             sides.setdefault(end.channel, ([], []))[end.kind == "recv"].append(end)
     found = []
     for (source, target, tag), (sent, received) in sorted(sides.items()):

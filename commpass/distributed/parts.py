@@ -1,4 +1,4 @@
-"""Split a plan into parts: for each group, and each pair of ranks, what its ranks must do alike."""
+"""Split a plan into parts: the changes that the ranks of a group, or a pair of ranks, compare."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ SIDE = "/"
 """Separates the key of a site from the sizes that its plan is for."""
 
 
-def may_match(one: str, second: str) -> bool:
+def may_match(key: str, other: str) -> bool:
     """Return whether two of ``keys_of`` or of ``sites`` may be one site, at a size that both plans
     cover."""
-    (a, _, here), (b, _, there) = one.partition(SIDE), second.partition(SIDE)
-    return a == b and (here == there or not here or not there)
+    (a, _, side), (b, _, other_side) = key.partition(SIDE), other.partition(SIDE)
+    return a == b and (side == other_side or not side or not other_side)
 
 
 @dataclass(frozen=True)
@@ -128,12 +128,12 @@ class Part:
         )
         found: dict[str, str] = {}
         for site in self.first:
-            said = merged.get(site.name, NONE)
+            decision = merged.get(site.name, NONE)
             if (chosen := planned.get(site.name)) is not None and chosen.compressed:
-                said = f"{chosen.codec} by {chosen.algorithm} in {chosen.chunks}"
-            said += f", starts {self.order}" if self.order else ""
+                decision = f"{chosen.codec} by {chosen.algorithm} in {chosen.chunks}"
+            decision += f", starts {self.order}" if self.order else ""
             for key in self.keys_of(site):
-                found[key] = said if found.get(key, said) == said else SEVERAL
+                found[key] = decision if found.get(key, decision) == decision else SEVERAL
         return found
 
     def keys_of(self, site: Site) -> tuple[str, ...]:
@@ -171,7 +171,7 @@ def parts(
     every |= {(group, None) for group in simplified.values()}
     found = []
     for name, peer in sorted(every, key=lambda end: (end[0], -1 if end[1] is None else end[1])):
-        group = _talking(name)
+        group = _comparable_group(name)
         if group is None or peer == group.rank():
             continue
         ranks = tuple(dist.get_process_group_ranks(group))
@@ -203,7 +203,7 @@ def call_of(part: Part, participant: Participant) -> str:
     return "" if part.pair else participant.call
 
 
-def _talking(name: str) -> Any:
+def _comparable_group(name: str) -> Any:
     """Return the group if its ranks can compare: it exists here, has several ranks, and is not
     fake."""
     group = group_named(name)
@@ -214,7 +214,7 @@ def _talking(name: str) -> Any:
 
 def can_compare(name: str) -> bool:
     """Return whether the ranks of a group can compare plans."""
-    return _talking(name) is not None
+    return _comparable_group(name) is not None
 
 
 def _numbered(sites: Sequence[Site], rank: int) -> list[tuple[tuple[int, int, int], int, Site]]:

@@ -22,7 +22,7 @@ import msgspec
 import torch.distributed as dist
 
 from commpass.distributed.environment import Settings, settings
-from commpass.distributed.machine import place
+from commpass.distributed.machine import host_id
 from commpass.distributed.origin import forget_calls
 from commpass.groups import ready
 
@@ -54,6 +54,10 @@ class Participant:
         return f"{self.backend}/{self.function}"
 
 
+RoundId = tuple[str, int]
+"""The key of a part, and the number of a round about it."""
+
+
 @dataclass(frozen=True)
 class Vote:
     """What a rank publishes in a round about its part of a graph.
@@ -62,13 +66,14 @@ class Vote:
     - ``outline``: digest of the collectives before any change.
     - ``policy``: digest of policy and profile; ``policy_name`` is the policy's name.
     - ``failure``: why nothing is changed, if the policy did not request that.
-    - ``meets``: the number and the ranks of each round that the same graph waits for.
+    - ``rounds``: the number and the ranks of each round that the same graph waits for.
     - ``follows``: the rank drops its changes because others do.
     - ``gave_up``: the rank timed out and raised.
-    - ``elsewhere``: the rounds, under another policy, in which it has read the votes of other
+    - ``other_rounds``: the rounds, under another policy, in which it has read the votes of other
       ranks.
     - ``hidden``: it skips sites that its own compute overlaps, and would proceed without that.
-    - ``own``: likewise, it does not send what only this rank would not use.
+    - ``uses_local_part``: it does not send what only this rank would not use, and would proceed
+      without that too.
     - ``call``: the call for which it compiles; ``repeats``: how often it had noted this graph
       before.
     - ``reused``: the rank did not wait, since this was agreed on before.
@@ -80,12 +85,12 @@ class Vote:
     policy_name: str = ""
     epoch: str = ""
     failure: str = ""
-    meets: dict[str, tuple[int, str]] = field(default_factory=dict)
+    rounds: dict[str, tuple[int, str]] = field(default_factory=dict)
     follows: bool = False
     gave_up: bool = False
-    elsewhere: dict[int, tuple[str, int]] = field(default_factory=dict)
+    other_rounds: dict[int, RoundId] = field(default_factory=dict)
     hidden: bool = False
-    own: bool = False
+    uses_local_part: bool = False
     call: str = ""
     repeats: int = 0
     reused: bool = False
@@ -153,17 +158,17 @@ class NoChanges:
 
 @dataclass(frozen=True)
 class LatestEntry:
-    """What a rank published last in a group, under any policy: a note, or a vote and its place."""
+    """What a rank published last in a group, under any policy: a note, or a vote and its round."""
 
     note: NoChange | None = None
-    word: Vote | None = None
-    place: tuple[str, int] = ("", 0)
+    vote: Vote | None = None
+    round_id: RoundId = ("", 0)
 
     @property
     def policy(self) -> str:
         """The digest of policy and profile."""
-        said = self.note or self.word
-        return said.policy if said is not None else ""
+        entry = self.note or self.vote
+        return entry.policy if entry is not None else ""
 
 
 @dataclass(frozen=True)
@@ -182,51 +187,52 @@ class History:
     """What one group, or pair of ranks, has agreed on, as one of its ranks knows it.
 
     - ``count``: the number of its rounds.
-    - ``noted``: how often each outline was noted since the last round, by this rank or by one whose
-      notes it adopted; ``repeats``: how often each graph was.
+    - ``outline_counts``: how often each outline was noted since the last round, by this rank or by
+      one whose notes it adopted; ``repeats``: how often each graph was.
     - ``notes``: this rank's own notes.
-    - ``agreed`` and ``known``: the digests, and the decision for each site, by backend and by
-      backend and code. So a rank that compiles again alone knows which decisions the others keep.
-    - ``apart``: why its ranks change nothing any more.
+    - ``agreed_digests`` and ``agreed_decisions``: the digests, and the decision for each site, by
+      backend and by backend and code. So a rank that compiles again alone knows which decisions
+      the others keep.
+    - ``departure_reason``: why its ranks change nothing any more; "" while they do.
     """
 
     group: weakref.ref[Any]
     count: int = 0
-    noted: dict[str, int] = field(default_factory=dict)
+    outline_counts: dict[str, int] = field(default_factory=dict)
     repeats: dict[str, int] = field(default_factory=dict)
-    agreed: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
-    known: dict[str, dict[str, str]] = field(default_factory=lambda: defaultdict(dict))
+    agreed_digests: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    agreed_decisions: dict[str, dict[str, str]] = field(default_factory=lambda: defaultdict(dict))
     notes: dict[str, NoChange] = field(default_factory=dict)
-    apart: str = ""
+    departure_reason: str = ""
 
     def agree(self, participant: Participant, digest: str, decisions: dict[str, str]) -> None:
         """Record what was agreed on, for the backend and for the code."""
         for scope in (participant.backend, participant.scope):
             if digest:
-                self.agreed[scope].add(digest)
-            self.known[scope].update(decisions)
+                self.agreed_digests[scope].add(digest)
+            self.agreed_decisions[scope].update(decisions)
 
     def is_past(self, vote: Vote) -> bool:
         """Return whether a vote is about a graph that this rank has noted since.
 
         The round of that graph was not counted, so the next one has the same number.
         """
-        return bool(vote.call) and self.times_noted(vote.call, vote.outline) > vote.repeats
+        return bool(vote.call) and self.note_count(vote.call, vote.outline) > vote.repeats
 
-    def times_noted(self, call: str, outline: str) -> int:
+    def note_count(self, call: str, outline: str) -> int:
         """Return how often this rank has noted a graph since the last round."""
         graph = f"{call}/{outline}"
         return self.repeats.get(graph, 0) + self.repeats.get(graph + REUSED, 0)
 
-    def heed(self, notes: Iterable[NoChange]) -> None:
+    def adopt_notes(self, notes: Iterable[NoChange]) -> None:
         """Adopt the notes of other ranks as if they were this rank's."""
         for note in notes:
             self.repeats[note.graph] = note.repeats
             if not note.digest:
-                self.noted[note.outline] = note.times
+                self.outline_counts[note.outline] = note.times
 
-    def forget_notes(self) -> None:
-        self.noted.clear()
+    def clear_notes(self) -> None:
+        self.outline_counts.clear()
         self.repeats.clear()
         self.notes.clear()
 
@@ -235,26 +241,26 @@ class History:
 class PlanStore:
     """The store as one rank of one run writes and reads it.
 
-    ``older`` are nonces of older runs; ``spoken`` the policies under which this rank has published
-    anything, by group; ``settings`` the published settings of ranks. ``settings_said`` records that
-    not all ranks published theirs in time. ``node`` is the number of ranks on each host, once it
-    was determined (``hosts``).
+    ``old_nonces`` are nonces of older runs. ``published_policies`` are the policies under which
+    this rank has published anything, by group. ``settings`` are the published settings of ranks;
+    ``warned_of_settings`` records that not all ranks published theirs in time. ``ranks_per_host``
+    is None until it was determined (``hosts``).
     """
 
     world: weakref.ref[Any]
     rank: int
     nonce: str
-    older: frozenset[str] = frozenset()
+    old_nonces: frozenset[str] = frozenset()
     histories: dict[str, History] = field(default_factory=dict)
     read_nonces: set[str] = field(default_factory=set)
     plans: dict[str, str] = field(default_factory=dict)
-    spoken: dict[str, set[str]] = field(default_factory=dict)
+    published_policies: dict[str, set[str]] = field(default_factory=dict)
     settings: dict[int, Settings] = field(default_factory=dict)
-    settings_said: bool = False
-    node: int | None = None
+    warned_of_settings: bool = False
+    ranks_per_host: int | None = None
 
     @property
-    def store(self) -> Any:
+    def torch_store(self) -> Any:
         """Looked up each time: holding torch's store would keep its server alive, with all its
         keys."""
         return dist.distributed_c10d._get_default_store()
@@ -266,56 +272,56 @@ class PlanStore:
         if found is None or found.group() is not group:
             # A group of the same name and ranks continues the count: its old votes are still
             # stored.
-            before = (found.count, found.noted, found.repeats) if found else ()
+            before = (found.count, found.outline_counts, found.repeats) if found else ()
             found = self.histories[key] = History(weakref.ref(group), *before)
         return found
 
     # --- writing ---
 
     def publish_vote(self, key: str, number: int, vote: Vote) -> None:
-        self.store.set(_place(self.nonce, key, number), msgspec.json.encode(vote))
+        self.torch_store.set(_store_key(self.nonce, key, number), msgspec.json.encode(vote))
 
     def publish_latest(self, key: str, entry: LatestEntry) -> None:
         """Publish this rank's latest vote or note under its policy."""
-        self.store.set(_place(self.nonce, key, "now"), msgspec.json.encode(entry))
+        self.torch_store.set(_store_key(self.nonce, key, "now"), msgspec.json.encode(entry))
 
-    def note(self, location: str, key: str, past: History, note: NoChange) -> None:
+    def publish_note(self, location: str, key: str, history: History, note: NoChange) -> None:
         """Publish that nothing is changed of a graph, or that what was agreed on is reused."""
-        repeats = past.repeats.get(note.graph, 0) + 1
+        repeats = history.repeats.get(note.graph, 0) + 1
         if not note.waits:
-            past.repeats[note.graph] = repeats
-        times = past.noted.get(note.outline, 0) + (not note.digest)
+            history.repeats[note.graph] = repeats
+        times = history.outline_counts.get(note.outline, 0) + (not note.digest)
         if not note.digest:
-            past.noted[note.outline] = times
-        past.notes.pop(note.graph, None)  # the latest note comes last
-        past.notes[note.graph] = dataclasses.replace(note, times=times, repeats=repeats)
-        for old in list(past.notes)[:-MOST_NOTES]:
-            del past.notes[old]
-        self._write_notes(key, past)
+            history.outline_counts[note.outline] = times
+        history.notes.pop(note.graph, None)  # the latest note comes last
+        history.notes[note.graph] = dataclasses.replace(note, times=times, repeats=repeats)
+        for old in list(history.notes)[:-MOST_NOTES]:
+            del history.notes[old]
+        self._write_notes(key, history)
         if not note.digest:
-            self.publish_latest(location, LatestEntry(note=past.notes[note.graph]))
+            self.publish_latest(location, LatestEntry(note=history.notes[note.graph]))
 
-    def _write_notes(self, key: str, past: History) -> None:
-        notes = NoChanges(past.count, tuple(past.notes.values()))
-        self.store.set(_place(self.nonce, key, "notes"), msgspec.json.encode(notes))
+    def _write_notes(self, key: str, history: History) -> None:
+        notes = NoChanges(history.count, tuple(history.notes.values()))
+        self.torch_store.set(_store_key(self.nonce, key, "notes"), msgspec.json.encode(notes))
 
-    def leave(self, key: str, why: str) -> None:
+    def publish_departure(self, key: str, reason: str) -> None:
         """Publish that this rank changes nothing any more in a group."""
-        self.store.set(_place(self.nonce, key, "apart"), why)
+        self.torch_store.set(_store_key(self.nonce, key, "apart"), reason)
 
     def publish_errors(self, round: str, call: int | str, text: bytes) -> None:
         """Publish what this rank measured on a call of the graph whose plan a round compared.
 
         If ``call`` is ``budget.LEFT``, it publishes that this rank measures no more.
         """
-        self.store.set(_place(self.nonce, f"errors/{round}", call), text)
+        self.torch_store.set(_store_key(self.nonce, f"errors/{round}", call), text)
 
-    def show(self, key: str, number: int, plan: str) -> None:
+    def publish_plan(self, key: str, number: int, plan: str) -> None:
         """Publish a plan for ranks that planned something else."""
-        place = _place(self.nonce, key, f"{number}/plan")
-        if self.plans.get(place) != plan:  # an uncounted round may have used it
-            self.plans[place] = plan
-            self.store.set(place, plan)
+        name = _store_key(self.nonce, key, f"{number}/plan")
+        if self.plans.get(name) != plan:  # an uncounted round may have used it
+            self.plans[name] = plan
+            self.torch_store.set(name, plan)
 
     # --- reading ---
 
@@ -323,25 +329,25 @@ class PlanStore:
         """Return the nonces of those ranks that have published a hello record in this run."""
         read = self.read({rank: f"{ROOT}/hello/{rank}" for rank in ranks})
         found = {rank: raw.decode() for rank, raw in read.items()}
-        self.read_nonces.update(set(found.values()) - self.older)
-        return {rank: nonce for rank, nonce in found.items() if nonce not in self.older}
+        self.read_nonces.update(set(found.values()) - self.old_nonces)
+        return {rank: nonce for rank, nonce in found.items() if nonce not in self.old_nonces}
 
-    def hear_settings(self) -> bool:
+    def read_settings(self) -> bool:
         """Read the published settings of ranks. Return whether all have published theirs."""
-        unheard = [rank for rank in range(dist.get_world_size()) if rank not in self.settings]
-        if not unheard:
+        missing = [rank for rank in range(dist.get_world_size()) if rank not in self.settings]
+        if not missing:
             return True
-        places = {
-            rank: _place(nonce, "settings", "all") for rank, nonce in self.nonces(unheard).items()
-        }
-        for rank, raw in self.read(places).items():
+        nonces = self.nonces(missing)
+        keys = {rank: _store_key(nonce, "settings", "all") for rank, nonce in nonces.items()}
+        for rank, raw in self.read(keys).items():
             self.settings[rank] = msgspec.json.decode(raw, type=Settings)
         return len(self.settings) == dist.get_world_size()
 
-    def places(self, ranks: Sequence[int]) -> dict[int, str]:
+    def host_ids(self, ranks: Sequence[int]) -> dict[int, str]:
         """Return the hosts of those ranks that have published a hello record."""
-        said = {rank: _place(one, "place", "all") for rank, one in self.nonces(ranks).items()}
-        return {rank: raw.decode() for rank, raw in self.read(said).items()}
+        nonces = self.nonces(ranks)
+        keys = {rank: _store_key(nonce, "place", "all") for rank, nonce in nonces.items()}
+        return {rank: raw.decode() for rank, raw in self.read(keys).items()}
 
     def agree_on_first(self, key: str, value: str) -> str:
         """Return the value that any rank was first to set for a key; it counts for all.
@@ -349,45 +355,47 @@ class PlanStore:
         Rank 0 must have published its hello record.
         """
         first = self.nonces([0])[0]
-        settled: bytes = self.store.compare_set(_place(first, key, "all"), "", value)
-        return settled.decode()
+        chosen: bytes = self.torch_store.compare_set(_store_key(first, key, "all"), "", value)
+        return chosen.decode()
 
-    def votes(self, places: dict[int, str], key: str, number: int) -> dict[int, Vote]:
-        """Return the votes of ranks in a round; ``places`` are their nonces."""
-        read = self.read({rank: _place(nonce, key, number) for rank, nonce in places.items()})
+    def votes(self, nonces: dict[int, str], key: str, number: int) -> dict[int, Vote]:
+        """Return the votes of ranks in a round; ``nonces`` are theirs."""
+        read = self.read({rank: _store_key(nonce, key, number) for rank, nonce in nonces.items()})
         return {rank: msgspec.json.decode(raw, type=Vote) for rank, raw in read.items()}
 
-    def notes(self, places: dict[int, str], key: str) -> dict[int, NoChanges]:
-        """Return the notes of ranks; ``places`` are their nonces."""
-        read = self.read({rank: _place(nonce, key, "notes") for rank, nonce in places.items()})
+    def notes(self, nonces: dict[int, str], key: str) -> dict[int, NoChanges]:
+        """Return the notes of ranks; ``nonces`` are theirs."""
+        read = self.read({rank: _store_key(nonce, key, "notes") for rank, nonce in nonces.items()})
         return {rank: msgspec.json.decode(raw, type=NoChanges) for rank, raw in read.items()}
 
-    def last(self, places: dict[int, str], location: str) -> dict[int, LatestEntry]:
-        """Return the latest entries of ranks in a group; ``places`` are their nonces."""
-        read = self.read({rank: _place(nonce, location, "now") for rank, nonce in places.items()})
+    def latest_entries(self, nonces: dict[int, str], location: str) -> dict[int, LatestEntry]:
+        """Return the latest entries of ranks in a group; ``nonces`` are theirs."""
+        read = self.read(
+            {rank: _store_key(nonce, location, "now") for rank, nonce in nonces.items()}
+        )
         return {rank: msgspec.json.decode(raw, type=LatestEntry) for rank, raw in read.items()}
 
     def errors(self, ranks: Sequence[int], round: str, call: int | str) -> dict[int, bytes]:
         """Return what those of these ranks measured that have published it."""
         nonces = self.nonces(ranks)
         return self.read(
-            {rank: _place(nonce, f"errors/{round}", call) for rank, nonce in nonces.items()}
+            {rank: _store_key(nonce, f"errors/{round}", call) for rank, nonce in nonces.items()}
         )
 
-    def departed(self, places: dict[int, str], key: str) -> dict[int, str]:
+    def departures(self, nonces: dict[int, str], key: str) -> dict[int, str]:
         """Return the ranks that have left a group, with their reasons."""
-        read = self.read({rank: _place(nonce, key, "apart") for rank, nonce in places.items()})
+        read = self.read({rank: _store_key(nonce, key, "apart") for rank, nonce in nonces.items()})
         return {rank: raw.decode() for rank, raw in read.items()}
 
     def plan(self, nonce: str, key: str, number: int) -> bytes | None:
-        place = _place(nonce, key, f"{number}/plan")
-        return self.store.get(place) if self.store.check([place]) else None
+        name = _store_key(nonce, key, f"{number}/plan")
+        return self.torch_store.get(name) if self.torch_store.check([name]) else None
 
     def read(self, keys: dict[int, str]) -> dict[int, bytes]:
         """Return the values of those keys that exist: in one query if all do, else by bisection."""
         if not keys:
             return {}
-        store, found = self.store, list(keys.values())
+        store, found = self.torch_store, list(keys.values())
         if store.check(found):
             return dict(zip(keys, store.multi_get(found), strict=True))
         if len(keys) == 1:
@@ -396,39 +404,40 @@ class PlanStore:
         return self.read(dict(rows[:half])) | self.read(dict(rows[half:]))
 
 
-_boards: list[PlanStore] = []
+_stores: list[PlanStore] = []
+"""The plan store in use: one, or none yet."""
 
 
-def board() -> PlanStore:
+def current_store() -> PlanStore:
     """Return the plan store of the current process groups; a fresh one if they were made anew."""
-    if not _boards or _boards[-1].world() is not dist.group.WORLD:
-        begin()
-    return _boards[-1]
+    if not _stores or _stores[-1].world() is not dist.group.WORLD:
+        open_store()
+    return _stores[-1]
 
 
-def begin() -> None:
+def open_store() -> None:
     """Publish a hello record, as a new process does: earlier votes and agreements no longer
     count."""
     world = dist.group.WORLD
     assert world is not None
-    older = frozenset().union(*(board.older | board.read_nonces for board in _boards))
+    old_nonces = frozenset().union(*(old.old_nonces | old.read_nonces for old in _stores))
     forget_calls()
-    _boards[:] = [PlanStore(weakref.ref(world), dist.get_rank(), uuid.uuid4().hex[:12], older)]
-    here = _boards[-1]
-    here.settings[here.rank] = settings()
-    said = msgspec.json.encode(here.settings[here.rank])
-    here.store.set(_place(here.nonce, "settings", "all"), said)  # before the hello record
-    here.store.set(_place(here.nonce, "place", "all"), place())
-    here.store.set(f"{ROOT}/hello/{here.rank}", here.nonce)
+    _stores[:] = [PlanStore(weakref.ref(world), dist.get_rank(), uuid.uuid4().hex[:12], old_nonces)]
+    store = _stores[-1]
+    own = store.settings[store.rank] = settings()
+    # the hello record comes last: who reads it finds the others
+    store.torch_store.set(_store_key(store.nonce, "settings", "all"), msgspec.json.encode(own))
+    store.torch_store.set(_store_key(store.nonce, "place", "all"), host_id())
+    store.torch_store.set(f"{ROOT}/hello/{store.rank}", store.nonce)
 
 
-def epoch(nonces: Iterable[str]) -> str:
+def epoch_of(nonces: Iterable[str]) -> str:
     """Return a digest of the nonces of all ranks of a group, in rank order."""
     return hashlib.sha256("/".join(nonces).encode()).hexdigest()[:16]
 
 
-def _place(nonce: str, key: str, place: int | str) -> str:
-    return f"{ROOT}/{nonce}/{key}/{place}"
+def _store_key(nonce: str, key: str, name: int | str) -> str:
+    return f"{ROOT}/{nonce}/{key}/{name}"
 
 
 def spans(ranks: Iterable[int]) -> str:
@@ -448,11 +457,11 @@ def from_spans(text: str) -> tuple[int, ...]:
     return tuple(rank for first, *last in ends for rank in range(first, (last or [first])[0] + 1))
 
 
-def greet() -> None:
+def publish_hello() -> None:
     """Publish the hello record early, if there are process groups, so that no rank reads an older
     one."""
     if ready() and "fake" not in dist.get_backend(dist.group.WORLD):
         try:
-            board()
+            current_store()
         except RuntimeError as error:  # a rank that has to compare plans reports it
             log.debug("commpass could not reach the store: %s", error)

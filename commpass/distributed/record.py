@@ -151,12 +151,12 @@ def _target(target: Any) -> str:
 
 def _considered(outcome: PassResult) -> tuple[dumps.Considered, ...]:
     """Return the candidates of each site, once for all sites that have the same candidates."""
-    alike: dict[tuple[Candidate, ...], list[str]] = {}
+    names_by_candidates: dict[tuple[Candidate, ...], list[str]] = {}
     for name, options in outcome.options.items():
-        alike.setdefault(options.candidates, []).append(name)
+        names_by_candidates.setdefault(options.candidates, []).append(name)
     return tuple(
         dumps.Considered(sites=tuple(names), candidates=candidates)
-        for candidates, names in alike.items()
+        for candidates, names in names_by_candidates.items()
     )
 
 
@@ -176,7 +176,7 @@ def write_dump(
     ``passes`` has the graph as text after each pass that changed it. A full disk does not end the
     job: it logs a warning, and all ranks keep the agreed plan.
     """
-    held = nodes or {}
+    nodes_at = nodes or {}
     found = dumps.Dump(
         run=run,
         commpass=version("commpass"),
@@ -189,9 +189,9 @@ def write_dump(
         profile=msgspec.to_builtins(profile) if profile else {},
         passes_ms=outcome.times_ms,
         considered=_considered(outcome),
-        before=held.get("before", ()),
-        after=held.get("after", ()),
-        lowered=held.get("lowered", ()),
+        before=nodes_at.get("before", ()),
+        after=nodes_at.get("after", ()),
+        lowered=nodes_at.get("lowered", ()),
         timeline=timeline,
     )
     try:

@@ -31,17 +31,16 @@ log = logging.getLogger("commpass")
 
 LONGEST_PAUSE_S = 0.25
 ALONE = (
-    "rank %d compiled a function that is new here, with collectives whose plan was agreed on"
-    " before, and rank %s compiled none for that call within %g s. Rank %d goes on with that plan:"
-    " the others are taken to run what they compiled before. To avoid the wait, let all ranks call"
-    " the same compiled functions"
+    "rank %d compiled a new function whose plan was agreed on earlier, and rank %s compiled none"
+    " for that call within %g s. Rank %d continues with that plan, and assumes that the others run"
+    " what they compiled earlier. To avoid the wait, let all ranks call the same compiled functions"
 )
 
 
 def publish_reuse(
     store: PlanStore,
     part: Part,
-    past: History,
+    history: History,
     participant: Participant,
     links: Mapping[str, Link] | None = None,
     *,
@@ -60,47 +59,49 @@ def publish_reuse(
         waits=waits,
         links=dict(links or {}),
     )
-    store.note(part.where, part.key, past, note)
+    store.publish_note(part.where, part.key, history, note)
     return note
 
 
 def must_compare(
     store: PlanStore,
-    likely: Sequence[Part],
-    pasts: Mapping[str, History],
+    reusable: Sequence[Part],
+    histories: Mapping[str, History],
     participant: Participant,
     patience_s: float,
 ) -> tuple[bool, Round | None]:
     """Return whether another rank plans the graph anew, so that this rank has to compare its plan.
 
     If not, also return the round in which all ranks published that they reuse theirs, if all have.
-    ``likely`` are the parts whose plans were agreed on for other code. Wait for at most
+    ``reusable`` are the parts whose plans were agreed on for other code. Wait for at most
     ``patience_s`` seconds.
     """
-    if not likely:
+    if not reusable:
         return False, None
     round = None
     links = {
-        part.key: Link(pasts[part.key].count, spans(part.ranks), call_of(part, participant))
-        for part in likely
+        part.key: Link(histories[part.key].count, spans(part.ranks), call_of(part, participant))
+        for part in reusable
     }
     try:
         notes = {
-            part.key: publish_reuse(store, part, pasts[part.key], participant, links, waits=True)
-            for part in likely
+            part.key: publish_reuse(
+                store, part, histories[part.key], participant, links, waits=True
+            )
+            for part in reusable
         }
-        asked = _Published(store, {part.key: part for part in likely}, pasts, notes)
-        if asked.is_compared(patience_s):
+        published = _Published(store, {part.key: part for part in reusable}, histories, notes)
+        if published.is_compared(patience_s):
             for key, note in notes.items():
-                del pasts[key].notes[note.graph]
+                del histories[key].notes[note.graph]
             return True, None
-        round = asked.round()
-        for part in likely:
-            publish_reuse(store, part, pasts[part.key], participant, links)
+        round = published.round()
+        for part in reusable:
+            publish_reuse(store, part, histories[part.key], participant, links)
     except RuntimeError as error:  # the store is gone: no rank can be read
         log.debug("commpass could not reach the store: %s", error)
-    for part in likely:
-        pasts[part.key].agree(participant, part.digest, part.decisions())
+    for part in reusable:
+        histories[part.key].agree(participant, part.digest, part.decisions())
     return False, round
 
 
@@ -111,18 +112,18 @@ class _Published:
     It covers the groups of this rank (``parts``) and those that other ranks' notes link to.
     """
 
-    here: PlanStore
+    store: PlanStore
     parts: Mapping[str, Part]
-    pasts: Mapping[str, History]
-    mine: Mapping[str, NoChange]
+    histories: Mapping[str, History]
+    own_notes: Mapping[str, NoChange]
     links: dict[str, Link] = field(default_factory=dict)
     notes: dict[str, dict[int, NoChange]] = field(default_factory=dict)
     nonces: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for key, note in self.mine.items():
+        for key, note in self.own_notes.items():
             self._follow(note)
-            self.notes[key][self.here.rank] = note
+            self.notes[key][self.store.rank] = note
 
     def is_compared(self, patience_s: float) -> bool:
         """Return whether a rank compares its plan, or would reuse another one.
@@ -133,11 +134,11 @@ class _Published:
         while True:
             if any(self._differs(key) for key in list(self.links)):
                 return True
-            silent = sorted({rank for key in self.links for rank in self._silent(key)})
-            if not silent:
+            absent = sorted({rank for key in self.links for rank in self._absent_ranks(key)})
+            if not absent:
                 return False
             if time.monotonic() - start > patience_s:
-                log.warning(ALONE, self.here.rank, spans(silent), patience_s, self.here.rank)
+                log.warning(ALONE, self.store.rank, spans(absent), patience_s, self.store.rank)
                 return False
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
@@ -145,30 +146,32 @@ class _Published:
     def round(self) -> Round | None:
         """Return the round under a name that all ranks share, if all have published."""
         key = min(self.links)
-        if not self.links[key].call or any(map(self._silent, self.links)):
+        if not self.links[key].call or any(map(self._absent_ranks, self.links)):
             return None
         ranks = {rank for link in self.links.values() for rank in from_spans(link.ranks)}
         return Round(f"{key}/reuse/{self.links[key].call}", tuple(sorted(ranks)))
 
-    def _silent(self, key: str) -> list[int]:
+    def _absent_ranks(self, key: str) -> list[int]:
         return [rank for rank in from_spans(self.links[key].ranks) if rank not in self.notes[key]]
 
     def _differs(self, key: str) -> bool:
         """Read one group's entries. Return whether a rank compares its plan or reuses another."""
-        here, silent, link = self.here, self._silent(key), self.links[key]
-        self.nonces |= here.nonces([rank for rank in silent if rank not in self.nonces])
-        places = {rank: self.nonces[rank] for rank in silent if rank in self.nonces}
-        words = here.votes(places, key, link.count + 1).values()
+        store, absent, link = self.store, self._absent_ranks(key), self.links[key]
+        self.nonces |= store.nonces([rank for rank in absent if rank not in self.nonces])
+        nonces = {rank: self.nonces[rank] for rank in absent if rank in self.nonces}
+        votes = store.votes(nonces, key, link.count + 1).values()
         if key in self.parts:
             where = self.parts[key].where
-            others = here.last(places, where).values()
-            if any(now.policy not in here.spoken[where] for now in others):
+            others = store.latest_entries(nonces, where).values()
+            if any(entry.policy not in store.published_policies[where] for entry in others):
                 return True
-            if here.departed(places, key) or any(not self.pasts[key].is_past(w) for w in words):
+            if store.departures(nonces, key) or any(
+                not self.histories[key].is_past(vote) for vote in votes
+            ):
                 return True
-        elif any(word.call == link.call for word in words):
+        elif any(vote.call == link.call for vote in votes):
             return True
-        for rank, notes in here.notes(places, key).items():
+        for rank, notes in store.notes(nonces, key).items():
             if note := self._of_graph(key, notes):
                 self.notes[key][rank] = note
                 self._follow(note)
@@ -181,15 +184,15 @@ class _Published:
         return next((note for note in reversed(notes.notes) if self._is_of_graph(key, note)), None)
 
     def _is_of_graph(self, key: str, note: NoChange) -> bool:
-        mine, call = self.mine.get(key), self.links[key].call
-        if mine is None:
+        own_note, call = self.own_notes.get(key), self.links[key].call
+        if own_note is None:
             return note.concerns(call, note.outline) and bool(call or note.digest)
-        past = self.pasts[key]
-        if not note.concerns(call, mine.outline):
+        history = self.histories[key]
+        if not note.concerns(call, own_note.outline):
             return False
         if call or note.digest:
-            return note.repeats > past.repeats.get(note.graph, 0)
-        return note.times > past.noted.get(note.outline, 0)
+            return note.repeats > history.repeats.get(note.graph, 0)
+        return note.times > history.outline_counts.get(note.outline, 0)
 
     def _follow(self, note: NoChange) -> None:
         for key, link in note.links.items():

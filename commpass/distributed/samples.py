@@ -1,7 +1,7 @@
 """Measure the real error of compressed sites on some calls of a graph.
 
 Errors are measured on the first calls if there is an error budget (``budget``), and on a share of
-all calls (``Policy(watch=...)``).
+all calls (``Policy(error_sample_rate=...)``).
 
 The measurement is what the codec does to this rank's own values: ``|decode(encode(x)) - x| / |x|``
 of the tensor x that the site is given, in 2-norms. The plan's ``error`` and ``max_error`` are about
@@ -75,7 +75,7 @@ class Reading:
 
 
 SOME = 16
-"""A number of whole values that no field has by chance."""
+"""Values are taken for whole numbers only if this many of them could have had a fraction."""
 
 
 def reading_of(found: Sequence[float], site: PlannedSite) -> Reading | None:
@@ -83,17 +83,19 @@ def reading_of(found: Sequence[float], site: PlannedSite) -> Reading | None:
 
     Return None if there was nothing to measure: all values are zero, or some are not finite.
     """
-    lost, had, values, gone, worst, fractions, could = found
-    if not (math.isfinite(lost) and math.isfinite(had) and had):
+    lost, original, values, lost_count, worst, fractions, fraction_candidates = found
+    if not (math.isfinite(lost) and math.isfinite(original) and original):
         return None
     one = codec(site.codec).relative_error()
-    error = math.sqrt(lost / had) * (site.error / one if one else 1.0)
-    return Reading(error, gone / values, worst, whole=could >= SOME and not fractions)
+    error = math.sqrt(lost / original) * (site.error / one if one else 1.0)
+    return Reading(
+        error, lost_count / values, worst, whole=fraction_candidates >= SOME and not fractions
+    )
 
 
 @ambient_free
-def measure(coder: Codec, x: Tensor, limit: int | None = None) -> Tensor:
-    """Measure what ``coder`` does to ``x``, without a synchronization.
+def measure(codec: Codec, x: Tensor, limit: int | None = None) -> Tensor:
+    """Measure what ``codec`` does to ``x``, without a synchronization.
 
     Return float64 ``[7]`` on the device of ``x``: the squared 2-norms of the error and of ``x``;
     the number of non-zero values, and of those that are lost; the largest relative error of a
@@ -104,22 +106,24 @@ def measure(coder: Codec, x: Tensor, limit: int | None = None) -> Tensor:
     independently.
     """
     row = x.detach().reshape(1, -1)
-    blocks = isinstance(coder, (BlockCodec, CastCodec)) and coder.block <= SLICE
-    block = coder.block if blocks and coder.block > 1 else BLOCK
+    blocks = isinstance(codec, (BlockCodec, CastCodec)) and codec.block <= SLICE
+    block = codec.block if blocks and codec.block > 1 else BLOCK
     parts = _parts(row, block, limit) if blocks else [row]  # other codecs need all values
     wide = torch.promote_types(x.dtype, torch.float32)
     least_whole = 1 / torch.finfo(x.dtype).eps
     errors, energies, counts = [], [], []
     for part in parts:
-        decoded = coder.decode_rows(coder.encode_rows(part), part.shape[1], x.dtype)
-        had = part.to(wide)
-        lost = decoded.to(wide) - had
-        size, count = had.abs(), had.count_nonzero()
-        gone = ((lost.abs() >= size) & (size != 0)).count_nonzero()
-        could = count - (size >= least_whole).count_nonzero()
-        counts.append(torch.stack([count, gone, had.frac().count_nonzero(), could]))
+        decoded = codec.decode_rows(codec.encode_rows(part), part.shape[1], x.dtype)
+        original = part.to(wide)
+        lost = decoded.to(wide) - original
+        size, count = original.abs(), original.count_nonzero()
+        lost_count = ((lost.abs() >= size) & (size != 0)).count_nonzero()
+        fraction_candidates = count - (size >= least_whole).count_nonzero()
+        counts.append(
+            torch.stack([count, lost_count, original.frac().count_nonzero(), fraction_candidates])
+        )
         errors.append(_by_block(lost, block))
-        energies.append(_by_block(had, block))
+        energies.append(_by_block(original, block))
     error, energy, count = torch.cat(errors), torch.cat(energies), sum(counts, counts[0] * 0)
     floor = energy.mean() * SMALL
     worst = (error / torch.maximum(energy, floor)).nan_to_num(0.0, posinf=0.0).amax().sqrt()
@@ -127,10 +131,10 @@ def measure(coder: Codec, x: Tensor, limit: int | None = None) -> Tensor:
     return torch.stack([error.sum(), energy.sum(), values, lost_values, worst, *whole])
 
 
-def coder_of(site: PlannedSite) -> Codec:
+def codec_of(site: PlannedSite) -> Codec:
     """Return the codec with which this rank encodes the site's input."""
-    coder, rank = codec(site.codec), groups.rank_in(site.group)
-    return coder if rank is None else coder.of_rank(rank, site.group_size)
+    found, rank = codec(site.codec), groups.rank_in(site.group)
+    return found if rank is None else found.of_rank(rank, site.group_size)
 
 
 def _parts(row: Tensor, block: int, limit: int | None) -> list[Tensor]:
@@ -147,8 +151,8 @@ def _parts(row: Tensor, block: int, limit: int | None) -> list[Tensor]:
 def _by_block(values: Tensor, block: int) -> Tensor:
     """Return the sums of squares, in float64, of the blocks of a row ``[1, n]``; one 0 if n is
     0."""
-    short = -values.shape[1] % block if values.shape[1] else block
-    blocks = torch.nn.functional.pad(values, (0, short)) if short else values
+    padding = -values.shape[1] % block if values.shape[1] else block
+    blocks = torch.nn.functional.pad(values, (0, padding)) if padding else values
     squares = blocks.reshape(-1, block).to(torch.float64).square()
     return squares.sum(1)
 
@@ -199,31 +203,31 @@ class Sampled:
 
 
 ABOVE = (
-    "%s (%s): its real error is %.3g on this rank, above max_error=%.3g: its values are not spread"
-    " as the codec expects. %s"
+    "%s (%s): its real error is %.3g on this rank, above max_error=%.3g: its values are not"
+    " distributed as the codec assumes. %s"
 )
 MORE = (
-    "Give it a codec of more bits (a rule with module=...), leave it alone (keep=True), or allow"
-    " more (max_error, and force=True where its values are whole numbers)"
+    "Give it a codec of more bits (a rule with module=...), do not compress it (keep=True), or"
+    " allow more (max_error, and force=True where its values are whole numbers)"
 )
 
 
-PLAIN = "it is sent as it is"
+PLAIN = "it is sent uncompressed"
 """Why nothing is measured of an uncompressed site."""
 
 
 def label(site: PlannedSite) -> str:
     """Return a short label of a site: ``layers.0.mlp.down int8/two_shot``."""
     where = site.module or site.name
-    return f"{where} {site.codec}/{site.algorithm}" if site.compressed else f"{where} as it is"
+    return f"{where} {site.codec}/{site.algorithm}" if site.compressed else f"{where} uncompressed"
 
 
 @dataclass
 class Samples:
     """The sites of one graph, in the order of its plan, and their measured errors.
 
-    ``share`` is the policy's ``watch``. While ``checking``, ``CHECKED`` values of each site are
-    measured as well, and the caller reports what is above its bound.
+    ``share`` is the policy's ``error_sample_rate``. While ``checking``, ``CHECKED`` values of each
+    site are measured as well, and the caller reports what is above its bound.
     """
 
     share: float
@@ -244,7 +248,7 @@ class Samples:
         return functools.partial(self._take, limit=CHECKED) if self.checking else None
 
     def _take(self, number: int, x: Tensor, limit: int | None = None) -> None:
-        found = measure(coder_of(self.sites[number].site), x, limit)
+        found = measure(codec_of(self.sites[number].site), x, limit)
         event = None
         if found.is_cuda:  # read once the copy is done, so that nothing waits
             module = torch.get_device_module(found.device)

@@ -41,8 +41,8 @@ class Name:
 
     It belongs to a site, in a function, of the instance whose first parameter is ``parameter`` ("-"
     if unknown). It is that of rank ``rank`` of the ``ranks`` of the group whose first rank is
-    ``first`` ("world" for the group of all ranks). ``own`` is the site's number among those of its
-    parameter; the name uses it if the parameter is known.
+    ``first`` ("world" for the group of all ranks). ``local_site`` is the site's number among those
+    of its parameter; the name uses it if the parameter is known.
     """
 
     parameter: str
@@ -52,22 +52,21 @@ class Name:
     first: str
     rank: int
     ranks: int
-    own: str = field(default="", compare=False)
+    local_site: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         parameter = self.parameter.replace("%", "%25").replace("/", "%2F")
-        whose = f"commpass.v{VERSION}/{parameter}/{self.place}"
-        return f"{whose}/{self.op}/{self.first}/{self.rank}of{self.ranks}"
+        site = f"commpass.v{VERSION}/{parameter}/{self.place}"
+        return f"{site}/{self.op}/{self.first}/{self.rank}of{self.ranks}"
 
     @property
     def place(self) -> str:
         """Which of a model's residuals it is, whatever the ranks and the instance."""
-        return (
-            f"{self.function}/{self.own if self.own and self.parameter != UNKNOWN else self.site}"
-        )
+        known = self.local_site and self.parameter != UNKNOWN
+        return f"{self.function}/{self.local_site if known else self.site}"
 
     @property
-    def whose(self) -> str:
+    def label(self) -> str:
         """Which residual it is, whatever the ranks, for messages."""
         return self.place if self.parameter == UNKNOWN else f"{self.parameter}/{self.place}"
 
@@ -86,9 +85,9 @@ class Loaded:
     """State that was loaded for ``model``, or for any, and the owners that took parts of it, by
     place."""
 
-    given: dict[Name, Tensor]
+    tensors: dict[Name, Tensor]
     model: weakref.ref[nn.Module] | None
-    taken: dict[str, weakref.ref[Owner]] = field(default_factory=dict)
+    owners: dict[str, weakref.ref[Owner]] = field(default_factory=dict)
 
     def names(self) -> dict[int, str] | None:
         """Return the names of the model's parameters by id; None if no model was given, or it was
@@ -106,7 +105,7 @@ def residual(state: StateInput, number: int, code: Code, owner: Owner) -> Tensor
     It is zeros at first, or what was loaded for it. Raise PolicyError if the loaded state lacks
     this site, or if the owner of a loaded residual is ambiguous.
     """
-    return owner.state[_kept_under(state, number, code, owner)][1]
+    return owner.state[_key_of(state, number, code, owner)][1]
 
 
 def move(state: StateInput, code: Code, owner: Owner, into: Tensor) -> Any:
@@ -115,16 +114,16 @@ def move(state: StateInput, code: Code, owner: Owner, into: Tensor) -> Any:
     ``into`` gets its value, and that of residuals from a group which this one replaces. Return the
     key in the owner's state.
     """
-    key = _kept_under(state, 0, code, owner)
+    key = _key_of(state, 0, code, owner)
     name, before = owner.state[key]
     owner.state[key] = name, into.copy_(before)
-    for other in [each for each in owner.state if each != key and _of_one_site(each, key)]:
+    for other in [each for each in owner.state if each != key and _is_same_site(each, key)]:
         old, left = owner.state.pop(other)
         into += left * _scale(old, name)
     return key
 
 
-def _of_one_site(one: Any, value: Any) -> bool:
+def _is_same_site(one: Any, value: Any) -> bool:
     """Return whether two keys are of the same site, whatever the ranks."""
     (code, name), (code_of_other, name_of_other) = one, value
     return code == code_of_other and (name.place, name.op) == (
@@ -138,26 +137,26 @@ def _scale(old: Name, new: Name) -> float:
     return new.ranks / old.ranks if new.op == "avg" else 1.0
 
 
-def _kept_under(state: StateInput, number: int, code: Code, owner: Owner) -> Any:
+def _key_of(state: StateInput, number: int, code: Code, owner: Owner) -> Any:
     """Return the key of a residual in its owner's state; make the residual if it is missing."""
     ranks = _ranks(state.group)
-    everybody = not ready() or len(ranks) == dist.get_world_size()
-    first = "world" if everybody else str(ranks[0])
-    site, own = f"{state.place}/{state.number}", f"{state.place}/{number}"
+    is_world = not ready() or len(ranks) == dist.get_world_size()
+    first = "world" if is_world else str(ranks[0])
+    site, local_site = f"{state.place}/{state.number}", f"{state.place}/{number}"
     name = Name(
-        UNKNOWN, code.name, site, state.op, first, rank_in(state.group) or 0, len(ranks), own
+        UNKNOWN, code.name, site, state.op, first, rank_in(state.group) or 0, len(ranks), local_site
     )
-    key = (code, dataclasses.replace(name, site=own))
+    key = (code, dataclasses.replace(name, site=local_site))
     if key not in owner.state:
         with making_lasting_tensors():
             made = torch.zeros(state.shape, dtype=state.dtype, device=state.device)
             for loaded in _loads(None):
-                _take(loaded, name, owner, made)
+                _add_loaded(loaded, name, owner, made)
         owner.state[key] = name, made
     return key
 
 
-def _take(loaded: Loaded, name: Name, owner: Owner, into: Tensor) -> None:
+def _add_loaded(loaded: Loaded, name: Name, owner: Owner, into: Tensor) -> None:
     """Add to a residual what was loaded for it."""
     names = loaded.names()
     if loaded.model is not None:
@@ -166,14 +165,14 @@ def _take(loaded: Loaded, name: Name, owner: Owner, into: Tensor) -> None:
             return  # it belongs to another model
         name = dataclasses.replace(name, parameter=parameter)
     else:
-        before = loaded.taken.get(name.place)
+        before = loaded.owners.get(name.place)
         if before is not None and before() is not None:
             raise _ambiguous(name, "asked for by")
-    if loaded.given:
-        into += _shared(name, into, loaded.given)
-        for saved in _of(name, loaded.given):  # this rank does not keep what others take
-            del loaded.given[saved]
-        loaded.taken[name.place] = weakref.ref(owner)
+    if loaded.tensors:
+        into += _redistributed(name, into, loaded.tensors)
+        for saved in _saved_for(name, loaded.tensors):  # this rank does not keep what others take
+            del loaded.tensors[saved]
+        loaded.owners[name.place] = weakref.ref(owner)
 
 
 def _ranks(group: str) -> list[int]:
@@ -206,7 +205,9 @@ def state_dict(
     """
     if of is not None:
         return _stored(of, prefix)
-    state = {str(name): tensor for loaded in _loads(model) for name, tensor in loaded.given.items()}
+    state = {
+        str(name): tensor for loaded in _loads(model) for name, tensor in loaded.tensors.items()
+    }
     for name, tensor in _live(model):
         if str(name) in state:
             raise _ambiguous(name, "kept for")
@@ -230,8 +231,8 @@ def _live(model: nn.Module | None) -> list[tuple[Name, Tensor]]:
 
 def _loads(model: nn.Module | None) -> list[Loaded]:
     """Return what was loaded for a model, or for any that is still alive."""
-    gone = [one for one in _loaded if one.model is not None and one.model() is None]
-    for loaded in gone:
+    freed = [one for one in _loaded if one.model is not None and one.model() is None]
+    for loaded in freed:
         _loaded.remove(loaded)
     return [
         one for one in _loaded if model is None or (one.model is not None and one.model() is model)
@@ -280,30 +281,30 @@ def load_state_dict(state: Mapping[str, Tensor], model: nn.Module | None = None)
     is invalid, or of another model, shape or version, with what was expected. Then nothing is
     changed.
     """
-    given: dict[Name, Tensor] = {}
+    tensors: dict[Name, Tensor] = {}
     for key, tensor in state.items():
         if not isinstance(tensor, Tensor):
             raise PolicyError(
                 f"{key!r} is {type(tensor).__name__}, but error feedback is kept in tensors"
             )
-        given[_parse(key)] = tensor
+        tensors[_parse(key)] = tensor
     live = _live(model)
-    if given and model is not None:
-        _check_parameters(given, set(parameter_names(model).values()))
-        _check_shapes(given, model)
+    if tensors and model is not None:
+        _check_parameters(tensors, set(parameter_names(model).values()))
+        _check_shapes(tensors, model)
     loaded = [
-        (_shared(name, tensor, given) if given else torch.zeros_like(tensor))
+        (_redistributed(name, tensor, tensors) if tensors else torch.zeros_like(tensor))
         for name, tensor in live
     ]
     if model is None and len({name for name, _ in live}) < len(live):
         twice = next(name for name, _ in live if sum(name == other for other, _ in live) > 1)
-        if given:
+        if tensors:
             raise _ambiguous(twice, "kept for")
-    left = {saved for saved in given if not any(_same(name, saved) for name, _ in live)}
+    left = {saved for saved in tensors if not any(_is_same_state(name, saved) for name, _ in live)}
     if live and left and model is None:
         raise PolicyError(
-            _foreign(
-                {n.whose for n in left}, {n.whose for n, _ in live}, "was loaded", "this model has"
+            _other_model_message(
+                {n.label for n in left}, {n.label for n, _ in live}, "was loaded", "this model has"
             )
         )
     for (_, tensor), value in zip(live, loaded, strict=True):
@@ -312,8 +313,8 @@ def load_state_dict(state: Mapping[str, Tensor], model: nn.Module | None = None)
         owner.references.clear()
     for old in _loads(model):
         _loaded.remove(old)
-    if given:
-        rest = {saved: given[saved] for saved in given if saved in left}
+    if tensors:
+        rest = {saved: tensors[saved] for saved in tensors if saved in left}
         _loaded.append(Loaded(rest, None if model is None else weakref.ref(model)))
 
 
@@ -340,7 +341,7 @@ def _owners_of(model: nn.Module | None) -> list[Owner]:
 def _check_parameters(value: Iterable[Name], known: set[str]) -> None:
     """Raise PolicyError for state of parameters that a model does not have."""
     if left := {saved.parameter for saved in value} - known - {UNKNOWN}:
-        raise PolicyError(_foreign(left, known, "was loaded for", "this model has"))
+        raise PolicyError(_other_model_message(left, known, "was loaded for", "this model has"))
 
 
 def _check_shapes(value: Mapping[Name, Tensor], model: nn.Module) -> None:
@@ -355,49 +356,51 @@ def _check_shapes(value: Mapping[Name, Tensor], model: nn.Module) -> None:
         like = shapes.get(saved.parameter, tensor.shape)
         if saved.function in OF_GRADIENTS and tensor.shape != like:
             raise PolicyError(
-                f"{saved.whose}: the state is {list(tensor.shape)}, but here it is of a"
+                f"{saved.label}: the state is {list(tensor.shape)}, but here it is of a"
                 f" parameter {list(like)}"
             )
 
 
-def _same(name: Name, saved: Name) -> bool:
+def _is_same_state(name: Name, saved: Name) -> bool:
     """Return whether saved state is of the same site, and of the same instance as far as both are
     known."""
-    alike = name.parameter == saved.parameter or UNKNOWN in (name.parameter, saved.parameter)
-    return alike and name.place == saved.place
+    parameters = {name.parameter, saved.parameter}
+    return (len(parameters) == 1 or UNKNOWN in parameters) and name.place == saved.place
 
 
-def _of(name: Name, value: Mapping[Name, Tensor]) -> list[Name]:
+def _saved_for(name: Name, value: Mapping[Name, Tensor]) -> list[Name]:
     """Return what was saved for one site of one instance, in rank order.
 
     Raise PolicyError if it was saved for several instances.
     """
-    found = [saved for saved in value if _same(name, saved)]
+    found = [saved for saved in value if _is_same_state(name, saved)]
     if len({saved.parameter for saved in found}) > 1:
         raise _ambiguous(name, "saved for")
     return sorted(found, key=lambda saved: saved.rank)
 
 
-def _shared(name: Name, like: Tensor, value: Mapping[Name, Tensor]) -> Tensor:
+def _redistributed(name: Name, like: Tensor, value: Mapping[Name, Tensor]) -> Tensor:
     """Return the residual that one rank continues with.
 
     The sum over ranks is kept. For a mean, the sum divided by the number of ranks is kept.
     """
-    of_site = _of(name, value)
+    of_site = _saved_for(name, value)
     if not of_site:
         raise PolicyError(
-            _foreign([name.whose], {saved.whose for saved in value}, "this model has", "was loaded")
+            _other_model_message(
+                [name.label], {saved.label for saved in value}, "this model has", "was loaded"
+            )
         )
     total = torch.zeros_like(like)
     for saved in of_site:
         tensor = value[saved]
         if saved.op != name.op:
             raise PolicyError(
-                f"{name.whose}: the state is of a {saved.op}, but here it is a {name.op}"
+                f"{name.label}: the state is of a {saved.op}, but here it is a {name.op}"
             )
         if tensor.shape != like.shape or tensor.dtype != like.dtype:
             raise PolicyError(
-                f"{name.whose}: the state is {list(tensor.shape)} of {tensor.dtype}, but here it is"
+                f"{name.label}: the state is {list(tensor.shape)} of {tensor.dtype}, but here it is"
                 f" {list(like.shape)} of {like.dtype}"
             )
         if name.continues(saved):
@@ -407,14 +410,14 @@ def _shared(name: Name, like: Tensor, value: Mapping[Name, Tensor]) -> Tensor:
     missing = wanted - {saved.rank for saved in of_site if saved.first == name.first}
     if not groups or missing:
         raise PolicyError(
-            f"{name.whose}: the state lacks rank"
+            f"{name.label}: the state lacks rank"
             f" {', '.join(map(str, sorted(missing))) or name.rank} of the group that begins at"
             f" {name.first}; give every rank what commpass.state_dict(of=...) lists"
         )
     return total
 
 
-def _foreign(some: Iterable[str], names: Iterable[str], have: str, value: str) -> str:
+def _other_model_message(some: Iterable[str], names: Iterable[str], have: str, value: str) -> str:
     some, names = sorted(some), sorted(names)
     return (
         f"error feedback of another model: {have} {', '.join(some)}; {value} {', '.join(names)}"
@@ -424,10 +427,9 @@ def _foreign(some: Iterable[str], names: Iterable[str], have: str, value: str) -
 
 def _ambiguous(name: Name, subject: str) -> PolicyError:
     return PolicyError(
-        f"error feedback of {name.whose} is {subject} several instances or functions of one name,"
-        " so"
-        " that it is not known whose it is. Give the model, as in commpass.state_dict(model) and"
-        " commpass.load_state_dict(state, model), and functions names of their own"
+        f"error feedback of {name.label} is {subject} several instances or functions of one name,"
+        " so its owner is unknown. Give the model, as in commpass.state_dict(model) and"
+        " commpass.load_state_dict(state, model), and give functions different names"
     )
 
 
@@ -442,13 +444,13 @@ def _parse(key: str) -> Name:
     if version < VERSION:
         raise PolicyError(
             f"{key!r}: the state is of version {version}, whose names depend on the order in which"
-            " code was compiled, so that it is not known whose it is. Leave it out: the first step"
-            " then begins with zeros"
+            " code was compiled, so its owner is unknown. Leave it out: the first step then begins"
+            " with zeros"
         )
     found = _NAME.fullmatch(versioned[2]) if versioned else None
     if found is None:
         raise PolicyError(
-            f"{key!r} is no name of error feedback; those of commpass.state_dict() begin with"
+            f"{key!r} is not a name of error feedback; those of commpass.state_dict() begin with"
             f" commpass.v{VERSION}/"
         )
     parameter, function, site, op, first, rank, ranks = found.groups()

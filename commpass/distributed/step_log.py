@@ -6,18 +6,18 @@ import weakref
 from dataclasses import dataclass, field
 
 from commpass.distributed.samples import PLAIN, Sampled, Samples
-from commpass.distributed.watch import Watched
+from commpass.distributed.step_timer import TimedGraph
 from commpass.plan import Plan
 from commpass.plan.totals import totals
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One graph: its plan, its samples, and its times if they are taken."""
+    """One graph: its plan, its samples, and its times if it is timed."""
 
     plan: Plan
     samples: Samples
-    watched: Watched | None
+    timed: TimedGraph | None
 
 
 @dataclass
@@ -74,26 +74,26 @@ class StepLog:
 
     def facts(self) -> str:
         """Return bytes and errors as text for a log line."""
-        of = totals(entry.plan for entry in self.entries)
-        handed = f"; {of.bytes:,} bytes -> {of.wire_bytes:,} handed to collectives"
-        said = handed if of.sites else ""
+        sums = totals(entry.plan for entry in self.entries)
+        sizes = f"; {sums.bytes:,} bytes -> {sums.wire_bytes:,} handed to collectives"
+        text = sizes if sums.sites else ""
         if worst := max(self.sampled, key=lambda each: each.worst, default=None):
             bound = f" (max_error={worst.bound:.3g})" if worst.bound is not None else ""
-            said += f"; real error at most {worst.worst:.3g} of {worst.site.error:.3g}{bound}"
-        return said
+            text += f"; real error at most {worst.worst:.3g} of {worst.site.error:.3g}{bound}"
+        return text
 
 
-_ledgers: list[weakref.ref[StepLog]] = []
+_step_logs: list[weakref.ref[StepLog]] = []
 
 
-def opened(policy: str) -> StepLog:
+def open_log(policy: str) -> StepLog:
     """Return the step log of a new backend. It lives as long as that backend."""
-    made = StepLog(policy)
-    _ledgers[:] = [each for each in _ledgers if each() is not None]
-    _ledgers.append(weakref.ref(made))
-    return made
+    step_log = StepLog(policy)
+    _step_logs[:] = [each for each in _step_logs if each() is not None]
+    _step_logs.append(weakref.ref(step_log))
+    return step_log
 
 
 def step_logs() -> list[StepLog]:
     """Return the step logs of all living backends, oldest first."""
-    return [found for each in _ledgers if (found := each()) is not None]
+    return [found for each in _step_logs if (found := each()) is not None]

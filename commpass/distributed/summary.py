@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from commpass.distributed import record
-from commpass.distributed.integration import exchanged
+from commpass.distributed.integration import integration_of
 from commpass.distributed.uncompressed import UncompressedSite, asks_for_codecs, sentence
 from commpass.errors import nearest
 from commpass.groups import is_first_rank, ready
@@ -52,11 +52,11 @@ class Summary:
         self.trained: set[str] = set()
         self.round: set[str] = set()
         self.rounds = 0
-        self.said = 0
+        self.logged_plans = 0
         self.warned: set[int] = set()
         self.left: dict[tuple[str, str], Sequence[UncompressedSite]] = {}
         self.warned_of_none_compressed = False
-        self.speaks = True
+        self.reports = True
 
     def add(
         self,
@@ -81,22 +81,22 @@ class Summary:
             self.trained.add(plan.graph)
         self.round &= {f"{plan.graph}forward"} if plan.direction == "backward" else set()
         self.rounds = 0
-        self.speaks = is_first_rank()  # at the backend's end the process group may be gone
+        self.reports = is_first_rank()  # at the backend's end the process group may be gone
 
-    def called(self, graph: str) -> None:
+    def count_call(self, graph: str) -> None:
         """Count a call of a graph, before it runs; ``graph`` is its number and direction."""
         if self.rounds > 1 and (self.rounds >= SERVED or self._has_backward()):
             return  # all is reported until another graph is compiled
         if graph in self.round and self._begins_round(graph):
             self.round.clear()
             self.rounds += 1
-            self.say_line()
+            self.log_line()
             if self.rounds > 1 and self._has_backward():
-                self.say_unmatched()
-                self.say_no_site()
-                self.say_none_compressed()
+                self.warn_of_unmatched_rules()
+                self.warn_of_no_site()
+                self.warn_of_none_compressed()
             elif self.rounds >= SERVED:
-                self.say_none_compressed()
+                self.warn_of_none_compressed()
         self.round.add(graph)
 
     def _begins_round(self, graph: str) -> bool:
@@ -123,37 +123,38 @@ class Summary:
 
     def report(self) -> None:
         """Report at the end what was not reported before."""
-        self.say_line()
-        self.say_unmatched()
-        self.say_none_compressed(at_end=True)
+        self.log_line()
+        self.warn_of_unmatched_rules()
+        self.warn_of_none_compressed(at_end=True)
 
-    def say_line(self) -> None:
-        if self.speaks and len(self.plans) > self.said:
-            self.said = len(self.plans)
+    def log_line(self) -> None:
+        if self.reports and len(self.plans) > self.logged_plans:
+            self.logged_plans = len(self.plans)
             log.info("%s", self.line())
 
-    def say_unmatched(self) -> None:
-        if self.speaks and self.plans:
+    def warn_of_unmatched_rules(self) -> None:
+        if self.reports and self.plans:
             for number, sentence in self.unmatched_rules().items():
                 if number not in self.warned:
                     self.warned.add(number)
                     log.warning("%s", sentence)
 
-    def say_no_site(self) -> None:
+    def warn_of_no_site(self) -> None:
         """Warn once in a process that no graph has a collective although there are several ranks.
 
         The gradients then bypass torch.compile.
         """
         ranks = dist.get_world_size() if ready() else 1
-        hooked = any(isinstance(each, nn.Module) for each in exchanged)  # without plans of graphs
-        silent = _warned_of_no_site or not self.speaks or self.policy.off or ranks == 1 or hooked
-        if not silent and not any(plan.sites or plan.simplified for plan in record.plans()):
+        # Hooks of a module have no plans of graphs.
+        has_hooks = any(isinstance(each, nn.Module) for each in integration_of)
+        skip = _warned_of_no_site or not self.reports or self.policy.off or ranks == 1 or has_hooks
+        if not skip and not any(plan.sites or plan.simplified for plan in record.plans()):
             _warned_of_no_site.append(True)
             log.warning(NO_SITE, len(self.plans), ranks)
 
-    def say_none_compressed(self, *, at_end: bool = False) -> None:
+    def warn_of_none_compressed(self, *, at_end: bool = False) -> None:
         """Warn once, with the reason, if nothing is compressed although the user requests it."""
-        if self.warned_of_none_compressed or not self.speaks:
+        if self.warned_of_none_compressed or not self.reports:
             return
         if text := self.none_compressed(sizes=not at_end):
             self.warned_of_none_compressed = True
@@ -200,17 +201,17 @@ class Summary:
         preset = {
             n for n, rule in enumerate(self.policy.rules) if _without_groups(rule) in _PRESET_RULES
         }
-        said = {
+        sentences = {
             number: (
                 f"{rule} of {self.policy.label} matched no collective of the {len(self.plans)}"
-                f" graphs so far{_instead(rule, sites)}"
+                f" graphs so far{_existing_instead(rule, sites)}"
             )
             for number, rule in enumerate(self.policy.rules)
             if number not in matched | preset
         }
         if preset and (left := self._left_by_preset(sites, preset, matched)):
-            said[OF_PRESET] = left
-        return said
+            sentences[OF_PRESET] = left
+        return sentences
 
     def _left_by_preset(
         self, sites: list[PlannedSite], preset: set[int], matched: set[int]
@@ -230,10 +231,10 @@ class Summary:
             return NO_ROLE.format(self.policy.label, ", ".join(sorted(groups))) if groups else None
         if preset & matched:
             return None
-        asked = sorted({kind for rule in rules for kind in rule.kinds or ()})
+        kinds = sorted({kind for rule in rules for kind in rule.kinds or ()})
         return (
             f"no rule of {self.policy.label} matched a collective of the {len(self.plans)} graphs"
-            f" so far: it is for {' and '.join(asked)}, in certain directions, and they have"
+            f" so far: it is for {' and '.join(kinds)}, in certain directions, and they have"
             f" {', '.join(sorted({site.kind for site in sites})) or 'none'}"
         )
 
@@ -243,15 +244,15 @@ NO_SITE = (
     " compiled graphs, and nothing is compressed. DistributedDataParallel and FSDP2's fully_shard"
     " send from hooks: call commpass.parallel.compress_ddp(model, policy) or"
     " commpass.parallel.compress_fsdp(model, policy) as well. For gradients in the graph itself use"
-    " commpass.parallel.replicate(model, mesh). If nothing is to be sent, policy='off' says so"
+    " commpass.parallel.replicate(model, mesh). If the ranks send nothing, use policy='off'"
 )
 SERVED = 32
 """Rounds without a backward after which a model is assumed to be served, and not evaluated before
 training."""
 OF_PRESET = -1
 NO_ROLE = (
-    "{} has no rule for what is sent over {}, and leaves it alone. Where that is tensor, data or"
-    " pipeline parallelism, say so: Policy.for_mesh(preset, tp=..., dp=..., pp=...)"
+    "{} has no rule for what is sent over {}, which stays uncompressed. Where that is tensor, data"
+    " or pipeline parallelism, say so: Policy.for_mesh(preset, tp=..., dp=..., pp=...)"
 )
 
 
@@ -263,25 +264,24 @@ def _without_groups(rule: Rule) -> Rule:
 _PRESET_RULES = [_without_groups(rule) for policy in PRESETS.values() for rule in policy.rules]
 
 
-def _instead(rule: Rule, sites: list[PlannedSite]) -> str:
+def _existing_instead(rule: Rule, sites: list[PlannedSite]) -> str:
     """Return what exists instead of what a rule requires, for each condition that no site meets."""
     if not sites:
         return ": they have none."
-    said = []
+    notes = []
     for name, wanted, met, known in _conditions(rule, sites):
         if wanted is not None and not any(map(met, sites)):
-            said.append(
-                f" {name}={wanted!r}: there is none{nearest(wanted, known)}{_why(name, known)}"
-            )
+            hint = f"{nearest(wanted, known)}{_path_hint(name, known)}"
+            notes.append(f" {name}={wanted!r}: there is none{hint}")
     if rule.min_bytes and not any(site.common_bytes >= rule.min_bytes for site in sites):
-        said.append(
+        notes.append(
             f" min_bytes={rule.min_bytes}: the largest has"
             f" {max(site.common_bytes for site in sites):,}."
         )
     return (
-        ":" + "".join(said)
-        if said
-        else ": each of its conditions holds somewhere, but nowhere all of them."
+        ":" + "".join(notes)
+        if notes
+        else ": some sites meet each of its conditions, but no site meets all of them."
     )
 
 
@@ -320,7 +320,7 @@ def _conditions(
     )
 
 
-def _why(name: str, known: set[str]) -> str:
+def _path_hint(name: str, known: set[str]) -> str:
     """Return a hint about module paths."""
     if name != "module":
         return ""

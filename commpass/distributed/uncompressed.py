@@ -14,7 +14,7 @@ from commpass.passes.breakeven import break_even, break_even_rate
 from commpass.passes.candidates import NO_CODEC
 from commpass.passes.choose import rank
 from commpass.passes.results import Options
-from commpass.plan import LEFT, Candidate, PlannedSite
+from commpass.plan import UNCOMPRESSED, Candidate, PlannedSite
 from commpass.policy import Policy
 from commpass.policy.rules import Allowed, Annotation
 from commpass.utils.printable import amount, plural
@@ -57,10 +57,10 @@ class UncompressedSite:
 
 
 KEPT = "kept by keep in the model"
-NO_RULE = "no rule of {} is for them"
+NO_RULE = "no rule of {} matches them"
 NO_RULE_REMEDY = "a rule that matches them"
-HIDDEN = "hidden behind what is computed meanwhile"
-EARLIER = "left alone as earlier warnings say"
+OVERLAPPED = "overlapped with compute"
+EARLIER = "uncompressed for the reason of an earlier warning"
 
 
 def asks_for_codecs(policy: Policy, sites: Sequence[PlannedSite]) -> bool:
@@ -103,11 +103,13 @@ def _of_site(
     profile: Profile,
 ) -> UncompressedSite:
     if site.hidden:
-        return UncompressedSite(site, HIDDEN, "Policy(leave_hidden=False)")
-    if options is None or site.reason.startswith(LEFT):
-        return UncompressedSite(site, EARLIER if site.reason.startswith(LEFT) else site.reason)
+        return UncompressedSite(site, OVERLAPPED, "Policy(skip_overlapped=False)")
+    if site.reason.startswith(UNCOMPRESSED):
+        return UncompressedSite(site, EARLIER)
+    if options is None:
+        return UncompressedSite(site, site.reason)
     if options.obstacle == NO_CODEC.format(allowed.source):
-        return UncompressedSite(site, *_unasked(site, allowed, policy))
+        return UncompressedSite(site, *_no_codec_reason(site, allowed, policy))
     if options.obstacle:
         return UncompressedSite(site, options.obstacle)
     if not options.possible:
@@ -118,7 +120,7 @@ def _of_site(
     return UncompressedSite(site, slower=Slower(tuple(sorted(options.possible, key=rank)), profile))
 
 
-def _unasked(site: PlannedSite, allowed: Allowed, policy: Policy) -> tuple[str, str]:
+def _no_codec_reason(site: PlannedSite, allowed: Allowed, policy: Policy) -> tuple[str, str]:
     """Return why no codec is allowed for a site, and what would allow one."""
     if site.word is not None and Annotation.from_json(site.word).keep:
         return KEPT, ""
@@ -139,22 +141,22 @@ def sentence(policy: Policy, sites: Sequence[UncompressedSite], *, sizes: bool) 
     With ``sizes`` it may also search for the size from which on a codec is faster, for which
     algorithms are traced.
     """
-    alike: dict[Any, list[UncompressedSite]] = defaultdict(list)
+    by_cause: dict[Any, list[UncompressedSite]] = defaultdict(list)
     for each in sites:
         if each.slower is not None:
-            alike[_cause_key(each.site, each.slower)].append(each)
-    by_time = sorted(alike.values(), key=lambda some: -sum(each.site.plain_us for each in some))
+            by_cause[_cause_key(each.site, each.slower)].append(each)
+    by_time = sorted(by_cause.values(), key=lambda some: -sum(each.site.plain_us for each in some))
     slower = [(some[0].site, some[0].slower, len(some)) for some in by_time]
     others = Counter((each.why, each.remedy) for each in sites if each.slower is None)
-    reasons = [_in_numbers(site, its, count) for site, its, count in slower if its]
+    reasons = [_in_numbers(site, each, count) for site, each, count in slower if each]
     for (why, _), count in others.most_common():
         reasons.append(f"{plural(count, 'site')}: {why}" if count < len(sites) else why)
     if len(reasons) > MOST:
         reasons[MOST:] = [f"and {len(reasons) - MOST} more reasons (commpass explain)"]
-    remedies = [each for site, its, _ in slower[:1] if its for each in _gains(site, its, sizes)]
+    remedies = [each for site, best, _ in slower[:1] if best for each in _gains(site, best, sizes)]
     remedies += dict.fromkeys(remedy for (_, remedy), _ in others.most_common(MOST) if remedy)
-    said = f"{policy.label}: 0 of {plural(len(sites), 'site')} compressed: {'; '.join(reasons)}"
-    return f"{said}. What would change it: {'; '.join(remedies)}" if remedies else said
+    text = f"{policy.label}: 0 of {plural(len(sites), 'site')} compressed: {'; '.join(reasons)}"
+    return f"{text}. What would change it: {'; '.join(remedies)}" if remedies else text
 
 
 def _cause_key(site: PlannedSite, slower: Slower) -> tuple[Any, ...]:

@@ -93,9 +93,9 @@ class Members:
 
 
 OTHER_RANKS = (
-    "the process groups were made anew, and group {!r} has other ranks than when this graph was"
-    " compiled: then {}, this process was {} of them; now {}, it is {}. The graph sends codes to"
-    " the former. Call torch._dynamo.reset() on all ranks, and it is compiled again"
+    "the process groups were created again, and group {!r} has other ranks than when this graph was"
+    " compiled. It had {}, with this process as {}; now it has {}, with this process as {}. The"
+    " compiled graph fits the former. Call torch._dynamo.reset() on all ranks to compile it again"
 )
 
 
@@ -119,7 +119,7 @@ def labels_of(name: str) -> tuple[str, ...]:
     return labels(group) if group is not None else ()
 
 
-_twins: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
+_originals: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
     weakref.WeakKeyDictionary()
 )
 _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
@@ -151,12 +151,12 @@ def duplicate(group: dist.ProcessGroup) -> dist.ProcessGroup:
             )
     except RuntimeError as error:
         raise Unanswered(
-            f"rank {dist.get_rank()} waited in vain for a rank of {ranks} to make a group of the"
-            f" same ranks as {group.group_name!r}, in which exchanges have an order of their own"
+            f"rank {dist.get_rank()} could not create a second process group for ranks {ranks} of"
+            f" {group.group_name!r}, since another rank did not take part in time"
             f" ({str(error).splitlines()[0]}). All of them must make the same call of"
-            " commpass.parallel: another one may have been refused there, and said why"
+            " commpass.parallel. If that call failed on another rank, its error has the reason"
         ) from error
-    _twins[made] = group
+    _originals[made] = group
     return made
 
 
@@ -167,7 +167,7 @@ def close_with(owner: object, group: dist.ProcessGroup) -> None:
     """Close a duplicate group after its ``owner`` is freed.
 
     It is closed when the next duplicate is made, because an owner may be freed at any point. Only
-    on gloo, where a rank can close its part alone.
+    on gloo, where one rank can close its part without the others.
     """
     if _is_gloo(group):
         weakref.finalize(owner, _idle.append, weakref.ref(group)).atexit = False
@@ -208,7 +208,7 @@ def labels(group: dist.ProcessGroup) -> tuple[str, ...]:
     There are several if meshes share a group, as one-dimensional meshes share the group of all
     ranks. A duplicate has the labels of its original.
     """
-    group = _twins.get(group, group)
+    group = _originals.get(group, group)
     own = (group.group_desc or "").removeprefix("mesh_")
     found = [] if own in ("", "undefined", "default_pg", "default") else [own]
     found += sorted(name for mesh in meshes() for name in _dimensions(mesh, group))

@@ -1,7 +1,7 @@
 """Which groups the other ranks have, derived from the device meshes of this process.
 
-A rank knows only the ranks of its own groups. A device mesh is equal on all of its ranks and says,
-for every dimension, which groups its ranks form. This is the only source here for which values
+A rank has only its own groups. A device mesh is equal on all of its ranks, and defines for every
+dimension which groups its ranks form. Nothing else here tells which values
 another rank adds.
 """
 
@@ -23,7 +23,7 @@ Blocks = frozenset[frozenset[int]]
 """The ranks of each group that a mesh dimension divides its ranks into."""
 
 
-def joined(first: str, second: str) -> Group | None:
+def union_group(first: str, second: str) -> Group | None:
     """Return the group over which one reduction equals one over group ``first`` followed by one
     over group ``second``.
 

@@ -62,7 +62,7 @@ def _has_kernel(chain: Chain, device: torch.device) -> bool:
         return has_exponent_kernels(device)
     if cpu.unsupported_reason(chain):
         return False
-    cpu.compiled(chain)
+    cpu.compile_chain(chain)
     return True
 
 
@@ -77,7 +77,7 @@ def _encode(rows: Tensor, name: str, kernel: bool) -> Tensor:
         return exponent.encode_rows(codec, rows)
     numel = rows.shape[1]
     wire = rows.new_empty((rows.shape[0], codec.wire_bytes(numel, rows.dtype)), dtype=torch.uint8)
-    cpu.compiled(_encoding(codec, rows.dtype))([rows], wire, numel)
+    cpu.compile_chain(_encoding(codec, rows.dtype))([rows], wire, numel)
     return wire
 
 
@@ -91,7 +91,7 @@ def _decode(wire: Tensor, name: str, numel: int, dtype: torch.dtype, kernel: boo
 
         return exponent.decode_rows(codec, wire, numel, dtype)
     rows = wire.new_empty((wire.shape[0], numel), dtype=dtype)
-    cpu.compiled(_decoding(codec, dtype))([wire], rows, numel)
+    cpu.compile_chain(_decoding(codec, dtype))([wire], rows, numel)
     return rows
 
 

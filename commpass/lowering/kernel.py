@@ -24,7 +24,7 @@ from commpass.errors import CommpassError
 from commpass.lowering import cpu
 from commpass.lowering.chain import Chain
 from commpass.lowering.constants import without_tables
-from commpass.lowering.repairs import repaired
+from commpass.lowering.repairs import without_loop_splitting
 from commpass.utils.ambient import ambient_free, making_lasting_tensors
 from commpass.utils.running import stage
 
@@ -116,8 +116,8 @@ class Generated:
         content = (cpu.source(self.chain), self.numel, self.inputs, self.pieces, torch.__version__)
         object.__setattr__(self, "name", hashlib.sha256(str(content).encode()).hexdigest()[:24])
 
-    def compiled(self) -> Kernel:
-        chain, many = cpu.compiled(self.chain), len(self.inputs)
+    def compile(self) -> Kernel:
+        chain, many = cpu.compile_chain(self.chain), len(self.inputs)
 
         def run(tensors: list[Tensor]) -> None:
             inputs, (output, *further) = tensors[:many], tensors[many:]
@@ -153,7 +153,7 @@ def make(sources: Sequence[Source | Generated]) -> None:
         if source.name in _kernels:
             continue
         if isinstance(source, Generated):
-            _kernels[source.name] = source.compiled()
+            _kernels[source.name] = source.compile()
             continue
         inputs, pieces = source.inputs, source.pieces
         forms = [*(part.form for part in inputs), *(piece.form for piece in pieces)]
@@ -179,7 +179,7 @@ def _compile(body: fx.GraphModule, inputs: Sequence[Form]) -> Any:
     with mode:
         given = [each.empty() for each in (*inputs, *map(form_of, tables))]
     context = torch._guards.TracingContext(mode)
-    with tracing(context), repaired():
+    with tracing(context), without_loop_splitting():
         compiled = compile_fx_inner(rest, given, cudagraphs=BoxedBool(False))
     return lambda read: compiled([*read, *tables])
 

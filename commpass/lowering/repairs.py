@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 
-def repaired() -> AbstractContextManager[Any]:
+def without_loop_splitting() -> AbstractContextManager[Any]:
     """Disable loop splitting in Inductor's C++ backend for one compilation, if it has the bug.
 
     If a value is divided into blocks, torch 2.11 splits the loop of one of several fused nodes,

@@ -1,6 +1,6 @@
-"""Compile graphs of hooks once for all that are alike.
+"""Compile equal graphs of hooks once.
 
-The layers of a model send alike: their exchanges have separate plans and state, but one rewritten
+The layers of a model have equal exchanges: these have separate plans and state, but one rewritten
 graph, and so one compiled code. These graphs are flat and functional from the start, so they go to
 Inductor without AOTAutograd.
 """
@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from commpass.lowering.repairs import repaired
+from commpass.lowering.repairs import without_loop_splitting
 
 Compiled = Callable[[list[Any]], Any]
 Key = tuple[tuple[Any, str], ...]
@@ -86,7 +86,7 @@ def _inductor(gm: fx.GraphModule, pinned: bool) -> Compiled:
         V.set_fake_mode(mode),
         tracing(TracingContext(mode)),
         ordered() if pinned else nullcontext(),
-        repaired(),
+        without_loop_splitting(),
         switched_off(reordering_settings()),
     ):
         compiled: Any = compile_fx_inner(gm, values)

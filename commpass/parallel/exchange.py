@@ -36,11 +36,11 @@ class Exchange:
     - ``kind`` and ``op``: as in a site, over the group named ``group`` of ``ranks`` ranks, for the
       module at ``module``, in ``direction``.
     - ``hook``: the integration that sends it, as named in its state.
-    - ``word``: the annotation by ``compress`` or ``keep``, as JSON.
-    - ``obstacle``: why it must be sent uncompressed, if it must.
+    - ``annotation``: the annotation by ``compress`` or ``keep``, as JSON.
+    - ``unsupported_reason``: why it must be sent uncompressed, if it must.
     - ``flat``: it sends the gradients of its parameters one after another; then state is kept by
       parameter.
-    - ``again``: backward sends again what forward sent, and must get the same bits.
+    - ``recomputed``: backward sends again what forward sent, and must get the same bits.
     - ``parameters``: the names of those that it carries; they distinguish it from others of the
       module.
     - ``wide``: the dtype of the result if ``x`` has narrower values, which are widened before the
@@ -58,10 +58,10 @@ class Exchange:
     direction: str
     hook: str
     op: str = "sum"
-    word: str | None = None
-    obstacle: str | None = None
+    annotation: str | None = None
+    unsupported_reason: str | None = None
     flat: bool = False
-    again: bool = False
+    recomputed: bool = False
     parameters: tuple[str, ...] = ()
     wide: torch.dtype | None = None
     factor: float = 1.0
@@ -80,7 +80,7 @@ class Exchange:
         graph = fx.Graph()
         x = graph.placeholder("x")
         out = x if inplace else graph.placeholder("out")
-        with_words = {PLACE: self.module} | ({KEY: self.word} if self.word else {})
+        custom = {PLACE: self.module} | ({KEY: self.annotation} if self.annotation else {})
         sent = x
         if self.wide is not None:
             convert = torch.ops.prims.convert_element_type.default
@@ -106,7 +106,7 @@ class Exchange:
         graph.call_function(torch.ops.aten.copy_.default, (out, done))
         for node in graph.nodes:
             if node.op == "call_function":
-                node.meta["custom"] = dict(with_words)
+                node.meta["custom"] = dict(custom)
         graph.output(())
         return fx.GraphModule(torch.nn.Module(), graph)
 
@@ -115,13 +115,13 @@ class Exchange:
 class Compiled:
     """A compiled exchange: its function, its current plan and the owner of its calls.
 
-    If it is ``refused``, ``run`` raises the reason, and nothing may be sent.
+    If ``is_refused``, ``run`` raises the reason, and nothing may be sent.
     """
 
     run: Callable[..., Any]
     current_plan: Callable[[], Plan]
     calls: HookCalls
-    refused: bool
+    is_refused: bool
 
     @property
     def plan(self) -> Plan:
@@ -129,9 +129,9 @@ class Compiled:
         return self.current_plan()
 
     @property
-    def untouched(self) -> bool:
+    def is_untouched(self) -> bool:
         """Whether it may be sent as without commpass: nothing was compiled for it."""
-        return not self.plan.changed and not self.refused
+        return not self.plan.changed and not self.is_refused
 
 
 @dataclass
@@ -201,7 +201,7 @@ class Exchanges:
             exchange.hook, exchange.kind, exchange.op, exchange.module, exchange.parameters
         )
         calls = HookCalls(
-            exchange.direction, exchange.hook, of, exchange.flat, exchange.again, origin
+            exchange.direction, exchange.hook, of, exchange.flat, exchange.recomputed, origin
         )
         inductor = self.backend.inner == "inductor"
 
@@ -214,7 +214,7 @@ class Exchanges:
 
         with outside_scopes():
             function = self.backend.of_hook(
-                gm, exchange.direction, calls, compile_graph, exchange.obstacle
+                gm, exchange.direction, calls, compile_graph, exchange.unsupported_reason
             )
         made = record.plans()[before:]
         if len(made) != 1:

@@ -33,8 +33,8 @@ def refuse_other_group(call: str, subject: str, group: object, known: object, re
     """Raise PolicyError if the process group is another one than when the integration was made."""
     if group is not known:
         raise PolicyError(
-            f"{call}: {subject} was given another process group after {call}, and what it sends was"
-            f" planned for the ranks of the one before: {remedy}"
+            f"{call}: {subject} was given another process group after {call}, but its exchanges"
+            f" were planned for the ranks of the previous one: {remedy}"
         )
 
 

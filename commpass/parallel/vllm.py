@@ -119,7 +119,7 @@ class CollectivePass(Integration, _base()):  # type: ignore[misc]
         """Rewrite a graph in place. If that fails it is unchanged."""
         before, why = copy.deepcopy(graph), None
         try:
-            take(graph, self.groups)
+            to_functional(graph, self.groups)
             plan = self._rewritten(graph)
             self._plans.append(plan)
             why = plan.fallback
@@ -130,7 +130,7 @@ class CollectivePass(Integration, _base()):  # type: ignore[misc]
         if why:
             log.warning("a graph of vLLM's compiled untouched: %s", why)
             _refill(graph, before)
-        put_back(graph)
+        to_vllm(graph)
         graph.lint()
 
     def _rewritten(self, graph: fx.Graph) -> Plan:
@@ -152,8 +152,8 @@ class CollectivePass(Integration, _base()):  # type: ignore[misc]
         profile = digest_of(self.profile) if self.profile is not None else ""
         groups = f"{self.groups.__module__}.{self.groups.__qualname__}"
         rank = (dist.get_rank(), dist.get_world_size()) if ready() else None
-        said = [msgspec.to_builtins(self.policy), profile, groups, self.strict, rank, _sources()]
-        return msgspec.json.encode(said).hex()
+        facts = [msgspec.to_builtins(self.policy), profile, groups, self.strict, rank, _sources()]
+        return msgspec.json.encode(facts).hex()
 
 
 @functools.cache
@@ -170,14 +170,14 @@ def group_of_vllm(name: str) -> dist.ProcessGroup:
             f"group {name!r} is one of vLLM's, which is not loaded here: give"
             " CollectivePass(groups=...), a function from its name to a process group"
         )
-    coordinator = held() if (held := state._groups.get(name)) is not None else None
+    coordinator = reference() if (reference := state._groups.get(name)) is not None else None
     if coordinator is None:
         known = ", ".join(state._groups) or "none"
         raise CommpassError(f"vLLM has no group {name!r} (any more). It has: {known}")
     return coordinator.device_group
 
 
-def take(graph: fx.Graph, groups: Groups) -> None:
+def to_functional(graph: fx.Graph, groups: Groups) -> None:
     """Replace vLLM's collectives by functional ones and their waits.
 
     A gather or scatter along another dimension than the first is not replaced.
@@ -190,7 +190,7 @@ def take(graph: fx.Graph, groups: Groups) -> None:
         given = dict(zip(names, node.args, strict=False)) | node.kwargs
         tensor = given[names[0]]
         if given.get("dim", 0) % tensor.meta["val"].dim():
-            log.info("%s stays as it is: it is along dimension %s", node, given["dim"])
+            log.info("%s stays uncompressed: it is along dimension %s", node, given["dim"])
             continue
         group = groups(given["group_name"])
         label = group if isinstance(group, str) else group.group_name
@@ -207,19 +207,21 @@ def take(graph: fx.Graph, groups: Groups) -> None:
         erase(node)
 
 
-def put_back(graph: fx.Graph) -> None:
+def to_vllm(graph: fx.Graph) -> None:
     """Replace the uncompressed functional collectives that were vLLM's by vLLM's operators."""
     for node in [node for node in graph.nodes if ORIGIN in node.meta]:
         origin = node.meta.pop(ORIGIN)
         if MARK in node.meta or not origin.is_still(node):
             continue
         with graph.inserting_before(node):
-            own = graph.call_function(origin.target, (node.args[0], *origin.args), origin.kwargs)
-        own.meta = dict(origin.meta)
+            operator = graph.call_function(
+                origin.target, (node.args[0], *origin.args), origin.kwargs
+            )
+        operator.meta = dict(origin.meta)
         for wait in [user for user in node.users if is_wait(user)]:
-            wait.replace_all_uses_with(own)
+            wait.replace_all_uses_with(operator)
             erase(wait)
-        node.replace_all_uses_with(own)
+        node.replace_all_uses_with(operator)
         erase(node)
 
 

@@ -109,7 +109,7 @@ def _uncompressed(site: Site, profile: Profile) -> Candidate:
     known = getattr(torch, site.dtype, None) in FLOATS
     payload = _scored(site)[0] if site.uneven and known else None
     size = payload.numel * payload.dtype.itemsize if payload else max(site.bytes, 0)
-    us = prices_of(site, profile).us(site.kind, size) if site.kind in KINDS else 0.0
+    us = prices_of(site, profile).time_us(site.kind, size) if site.kind in KINDS else 0.0
     exchange = Stage(role="exchange", kind=site.kind, nbytes=size, leaving=size)
     return Candidate(wire_bytes=site.bytes, predicted_us=round(us, 3), stages=(exchange,))
 
@@ -291,7 +291,7 @@ def _algorithms(site: Site, allowed: Allowed, profile: Profile) -> list[Algorith
     for spec in allowed.algorithms:
         if (chosen := find_algorithm(site.kind, spec)) is None:
             continue
-        if chosen.name == "hierarchical" and "node=" not in spec and profile.node > 1:
+        if chosen.name == "hierarchical" and "node=" not in spec and profile.ranks_per_host > 1:
             chosen = algorithm(site.kind, spec, node=profile.on_each_host(site.global_ranks) or 1)
         found.append(chosen)
     if found or allowed.named:

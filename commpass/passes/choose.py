@@ -42,7 +42,7 @@ def run(context: PassContext) -> None:
     policy, profile = given.policy, given.profile
     allowed = [each.allowed for each in found]
     timeline = None
-    timed = given.hides and policy.leave_hidden and given.obstacle is None
+    timed = given.hides and policy.skip_overlapped and given.obstacle is None
     if timed and any(each.possible for each in options):
         timeline = initial_schedule(given.gm, found, policy, profile)
     plan = choose(
@@ -52,7 +52,7 @@ def run(context: PassContext) -> None:
         profile,
         kernels=given.kernels,
         hook=given.hook,
-        known=given.hidden if policy.leave_hidden else None,
+        known=given.hidden if policy.skip_overlapped else None,
         timeline=timeline,
     )
     ends = limits(found, options, allowed, plan, profile)

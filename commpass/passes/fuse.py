@@ -194,7 +194,7 @@ def _if_quicker(product: Multiplied, profile: Profile) -> tuple[Multiplied | Non
     values = a.shape[0] * b.shape[1]
     nbytes = (a.numel() + b.numel() + values) * a.itemsize
     alone = profile.kernels.compute_us(2 * values * a.shape[1], nbytes)
-    encode = profile.kernels.us(product.product.codec.spec, "encode", values)
+    encode = profile.kernels.time_us(product.product.codec.spec, "encode", values)
     fused_us = alone * profile.kernels.matmul_encode
     if fused_us >= alone + encode:
         return None, (

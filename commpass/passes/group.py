@@ -350,8 +350,8 @@ def _times(members: Sequence[Member], editor: Editor) -> Times:
     )
     carried = [_carried(each.found) for each in members]
     return Times(
-        apart=sum(editor.us(kind, nbytes, call) for kind, nbytes in carried),
-        fused=editor.us(carried[0][0], sent, call),
+        apart=sum(editor.time_us(kind, nbytes, call) for kind, nbytes in carried),
+        fused=editor.time_us(carried[0][0], sent, call),
         copies=editor.profile.kernels.copies_us(1 + len(members), copied),
     )
 

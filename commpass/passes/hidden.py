@@ -82,8 +82,10 @@ class Schedule:
         for start, its in of_node.items():
             if any(site.compressed for site in its):
                 parts = [exchange_of(site, self.profile) for site in its]
-                us, busy = (sum(getattr(p, name) for p in parts) for name in ("us", "busy_us"))
-                tasks[start] = dataclasses.replace(tasks[start], us=us, latency_us=0, busy_us=busy)
+                us, busy = (sum(getattr(p, name) for p in parts) for name in ("us", "overhead_us"))
+                tasks[start] = dataclasses.replace(
+                    tasks[start], us=us, latency_us=0, overhead_us=busy
+                )
         return timed(dataclasses.replace(self.work, tasks=tasks), self.order)
 
 
@@ -200,7 +202,6 @@ def _hidden(site: PlannedSite, uncompressed: PlannedSite) -> PlannedSite:
     what = f"{site.codec} by {site.algorithm}"
     times = f"{site.predicted_us:,.0f} us instead of {site.plain_us:,.0f} us"
     reason = (
-        f"hidden: {what} would take {times}, but the rank computes meanwhile, and the graph would"
-        " not end earlier"
+        f"overlapped with compute: {what} would take {times}, but the graph would not end earlier"
     )
     return dataclasses.replace(uncompressed, reason=reason, hidden=True)

@@ -48,7 +48,7 @@ from commpass.passes.context import GraphInput, PassContext
 from commpass.passes.contract import GRAPH, POST_GRAD, Contracts, Pass
 from commpass.passes.failures import SiteFailure
 from commpass.passes.fx.erase import is_checked
-from commpass.plan import LEFT
+from commpass.plan import UNCOMPRESSED
 from commpass.utils.ambient import rewriting
 
 log = logging.getLogger("commpass")
@@ -139,7 +139,7 @@ def run(
         context = PassContext.of(dataclasses.replace(graph_input, excluded=left), graph)
         _run_once(context, steps, on_pass_end, strict)
         times.update(context.times_ms)
-        failed = {name: LEFT + why for name, why in context.failed.items()}
+        failed = {name: UNCOMPRESSED + why for name, why in context.failed.items()}
         if not rounds or failed.keys() <= left.keys():
             break
         left, rounds = {**failed, **left}, rounds - 1

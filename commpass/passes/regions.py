@@ -42,7 +42,7 @@ ENCODE = operators.ops.encode.default
 
 
 @dataclass(frozen=True)
-class Place:
+class JoinColumns:
     """Where a region writes its part of a ``join``: the columns from ``first`` on."""
 
     join: fx.Node
@@ -65,7 +65,7 @@ class Region:
     nodes: tuple[fx.Node, ...]
     inputs: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
-    places: dict[fx.Node, Place]
+    places: dict[fx.Node, JoinColumns]
 
     @property
     def anchor(self) -> fx.Node:
@@ -98,10 +98,10 @@ class Region:
         return str((said, facts, [names[node] for node in self.outputs], widths))
 
 
-def places(nodes: Sequence[fx.Node]) -> dict[fx.Node, Place]:
+def places(nodes: Sequence[fx.Node]) -> dict[fx.Node, JoinColumns]:
     """Return the places of the parts of each ``join`` whose parts are all made by regions."""
     made = {node for region in regions(nodes) for node in region.nodes}
-    found: dict[fx.Node, Place] = {}
+    found: dict[fx.Node, JoinColumns] = {}
     for join in nodes:
         if join.target is not JOIN or not _is_fixed(join):
             continue
@@ -110,13 +110,13 @@ def places(nodes: Sequence[fx.Node]) -> dict[fx.Node, Place]:
             continue
         first = 0
         for part in parts:
-            found[part] = Place(join, first)
+            found[part] = JoinColumns(join, first)
             first += part.meta["val"].shape[1]
     return found
 
 
 def regions(
-    nodes: Sequence[fx.Node], places: dict[fx.Node, Place] | None = None
+    nodes: Sequence[fx.Node], places: dict[fx.Node, JoinColumns] | None = None
 ) -> Iterator[Region]:
     """Yield the regions of the nodes inserted for a site, in graph order. Regions without a codec
     operator are omitted.
@@ -218,7 +218,7 @@ def _connected(nodes: list[fx.Node]) -> Iterator[list[fx.Node]]:
     yield from parts.values()
 
 
-def _region(nodes: list[fx.Node], places: dict[fx.Node, Place]) -> Region:
+def _region(nodes: list[fx.Node], places: dict[fx.Node, JoinColumns]) -> Region:
     inside = set(nodes)
     inputs = dict.fromkeys(s for node in nodes for s in node.all_input_nodes if s not in inside)
     outputs: dict[fx.Node, None] = {}

@@ -34,12 +34,12 @@ LOSSLESS = "its codec loses nothing"
 STATE = "its codec keeps {}: what one step leaves out, later ones send"
 RECEIVED = "this rank only receives here"
 INSIDE = "its values are made inside of the kernel that encodes them"
-UNSEEN = "watch is 0, and its budget is not checked"
+UNSEEN = "error_sample_rate is 0, and its budget is not checked"
 
 
 def run(context: PassContext) -> None:
     """Insert the operator if the policy samples errors, or a budget has to be checked."""
-    watched, checked = bool(context.input.policy.watch), _checked(context)
+    watched, checked = bool(context.input.policy.error_sample_rate), _checked(context)
     if watched or checked:
         what = (context.gm, context.plan.sites, context.encoded, checked)
         context.sampled = sample(*what, other_ranks=watched)

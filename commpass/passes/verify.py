@@ -77,7 +77,7 @@ def _check(site: PlannedSite, inserted: bool, sent: int, unknown: bool) -> None:
             " inserted for it"
         )
     if not site.compressed and inserted:
-        raise VerifyError(f"{site.name}: planned to be left alone, but nodes were inserted for it")
+        raise VerifyError(f"{site.name}: planned as uncompressed, but has inserted nodes")
     fixed = site.wire_bytes - site.dynamic_bytes
     if site.compressed and site.wire_bytes >= 0 and sent != fixed:
         raise VerifyError(

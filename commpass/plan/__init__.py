@@ -179,11 +179,13 @@ class PlannedSite(Site, Candidate):
     @property
     def failed(self) -> bool:
         """Whether it is uncompressed because a pass could not carry it out."""
-        return self.reason.startswith(f"{LEFT}pass ")
+        return self.reason.startswith((f"{UNCOMPRESSED}pass ", f"{OLD_UNCOMPRESSED}pass "))
 
 
-LEFT = "left alone: "
+UNCOMPRESSED = "uncompressed: "
 """The prefix of the reason of a site that was first planned otherwise."""
+OLD_UNCOMPRESSED = "left alone: "
+"""The same, in dumps of older versions."""
 
 
 def planned(site: Site, candidate: Candidate, reason: str, plain_us: float) -> PlannedSite:

@@ -22,7 +22,8 @@ from commpass.plan import Site
 from commpass.policy import presets
 from commpass.policy.lowbit import MAX_ERROR, SHARE, lowbit_rules
 from commpass.policy.presets import DIMENSIONS, THREE_D, rules_over
-from commpass.policy.rules import TYPES, Allowed, Annotation, Named, Rule, Words, as_names
+from commpass.policy.rules import TYPES, Allowed, Annotation, Named, Names, Rule, as_names
+from commpass.utils.deprecated import renamed_fields, warn_renamed, with_new_names
 from commpass.utils.tables import line_of, read_toml, toml_of
 
 PASS_NAMES = (
@@ -42,6 +43,11 @@ PASS_NAMES = (
 """The passes that a policy may skip, in the order in which they run."""
 
 
+OLD_NAMES = {"watch": "error_sample_rate", "leave_hidden": "skip_overlapped"}
+"""Fields of a policy by their old names, which work for one version."""
+
+
+@renamed_fields(OLD_NAMES)
 @dataclass(frozen=True, kw_only=True)
 class Policy(Named):
     """What a user allows.
@@ -58,8 +64,9 @@ class Policy(Named):
       others are sparsified accordingly (SSFusion, section IV.B).
     - ``more_memory``: by what share the peak memory of a graph may rise if exchanges are moved to
       overlap matmuls.
-    - ``watch``: the share of a graph's calls on which the real error of its compressed sites is
-      measured (docs/verdict.md). 0 adds nothing to the graph.
+    - ``skip_overlapped``: whether sites that overlap with compute stay uncompressed.
+    - ``error_sample_rate``: the share of a graph's calls on which the real error of its
+      compressed sites is measured (docs/verdict.md). 0 adds nothing to the graph.
     """
 
     name: str = "custom"
@@ -77,8 +84,8 @@ class Policy(Named):
     group_delay: int = 2
     selective: bool = False
     more_memory: float = 0.1
-    leave_hidden: bool = True
-    watch: float = 0.0
+    skip_overlapped: bool = True
+    error_sample_rate: float = 0.0
     check_calls: int = 2
 
     def __post_init__(self) -> None:
@@ -88,10 +95,10 @@ class Policy(Named):
                 f"more_memory={self.more_memory!r}: must be a share of the peak memory, such as 0.1"
                 " for ten percent, and at most 10"
             )
-        if not 0 <= self.watch <= 1:
+        if not 0 <= self.error_sample_rate <= 1:
             raise PolicyError(
-                f"watch={self.watch!r}: must be the share of steps on which errors are measured,"
-                " such as 0.01 for one in a hundred, and at most 1; 0 for none"
+                f"error_sample_rate={self.error_sample_rate!r}: must be the share of steps on which"
+                " errors are measured, such as 0.01 for one in a hundred, and at most 1; 0 for none"
             )
         if self.check_calls < 0:
             raise PolicyError(
@@ -134,9 +141,9 @@ class Policy(Named):
         if self.off:
             return Allowed(source="policy 'off'"), None
         if site.word is not None:
-            word = Annotation.from_json(site.word)
-            source = "keep" if word.keep else "compress(...) in the model"
-            return _allowed(self, word, source, names_site=True), None
+            annotation = Annotation.from_json(site.word)
+            source = "keep" if annotation.keep else "compress(...) in the model"
+            return _allowed(self, annotation, source, names_site=True), None
         for index, rule in enumerate(self.rules):
             if rule.matches(site):
                 source = f"rule {index + 1} ({rule.about})"
@@ -159,7 +166,8 @@ class Policy(Named):
         base = PRESETS[preset]
         own = {f.name: getattr(base, f.name) for f in dataclasses.fields(Policy)}
         own["name"] = f"{preset}, changed" if rules or fields else preset
-        return Policy(**own | fields | {"rules": (*rules, *base.rules)})
+        changed = with_new_names("Policy", fields, OLD_NAMES)
+        return Policy(**own | changed | {"rules": (*rules, *base.rules)})
 
     @staticmethod
     def lowbit_tp(
@@ -196,7 +204,7 @@ class Policy(Named):
 
     @staticmethod
     def for_mesh(
-        preset: str, *, tp: Words = None, dp: Words = None, pp: Words = None, **fields: Any
+        preset: str, *, tp: Names = None, dp: Names = None, pp: Names = None, **fields: Any
     ) -> Policy:
         """Return a preset of three dimensions, ``taco-3d`` or ``balanced-3d``, for the meshes of
         this process.
@@ -212,20 +220,22 @@ class Policy(Named):
         if preset not in THREE_D:
             raise PolicyError(f"preset {preset!r} has no dimensions{nearest(str(preset), THREE_D)}")
         roles = {"tp": as_names(tp), "dp": as_names(dp), "pp": as_names(pp)}
-        words = {*roles, *(field.name for field in dataclasses.fields(Policy))}
-        for word in fields.keys() - words:
-            raise PolicyError(f"for_mesh has no role or field {word!r}{nearest(word, words)}")
-        told = {role: names for role, names in roles.items() if names is not None}
+        arguments = {*roles, *OLD_NAMES, *(field.name for field in dataclasses.fields(Policy))}
+        for argument in fields.keys() - arguments:
+            raise PolicyError(
+                f"for_mesh has no role or field {argument!r}{nearest(argument, arguments)}"
+            )
+        given = {role: names for role, names in roles.items() if names is not None}
         known = groups.dimensions()
         role_of: dict[str, str] = {}
-        for role, names in told.items():
+        for role, names in given.items():
             for name in names:
                 if name not in known:
                     why = "no mesh of this process has such a dimension; make the mesh first"
                     raise PolicyError(f"{role}={name!r}: {why}{nearest(name, known)}")
                 if role_of.setdefault(name, role) != role:
                     raise PolicyError(f"{name!r} is both {role_of[name]} and {role}: give it one")
-        over = told | {role: names for role, names in DIMENSIONS.items() if role not in told}
+        over = given | {role: names for role, names in DIMENSIONS.items() if role not in given}
         return Policy.from_preset(preset, **{"rules": (), **fields})._over(preset, over)
 
     def _over(self, preset: str, over: Mapping[str, Sequence[str]]) -> Policy:
@@ -246,9 +256,9 @@ class Policy(Named):
         """
         if self.off:
             raise PolicyError(f"policy {self.name!r} is off, which a file says by preset = 'off'")
-        said = {key: value for key, value in _set_fields(self).items() if key != "rules"}
-        said = {"name": self.name, **said}
-        return toml_of(said, {"rule": [_set_fields(rule) for rule in self.rules]})
+        fields = {key: value for key, value in _set_fields(self).items() if key != "rules"}
+        fields = {"name": self.name, **fields}
+        return toml_of(fields, {"rule": [_set_fields(rule) for rule in self.rules]})
 
 
 def _allowed(
@@ -345,7 +355,7 @@ def _build(
     text: str,
     rule: int | None,
     table: Mapping[str, Any],
-    kind: type,
+    kind: type[Policy] | type[Rule],
     base: dict[str, Any],
 ) -> Any:
     """Build a Rule or Policy from a table. Each field is checked separately, so that an error has
@@ -354,8 +364,13 @@ def _build(
     known = {f.name for f in dataclasses.fields(kind)} - hidden
     types = {f.name: TYPES[str(f.type)] for f in dataclasses.fields(kind) if f.name in known}
     where = "a rule" if rule is not None else "a policy"
-    for key, value in table.items():
-        place = f"{path}:{line_of(text, key, rule)}"
+    for given, value in table.items():
+        place = f"{path}:{line_of(text, given, rule)}"
+        key = kind.OLD_NAMES.get(given, given)
+        if key != given:
+            if key in table:
+                raise PolicyError(f"{place}: {given!r} is the old name of {key!r}: give only one")
+            warn_renamed(f"{place}: {given}", key)
         if key not in known:
             extra = {"preset", "rule"} if kind is Policy else set()
             raise PolicyError(f"{place}: {where} has no field {key!r}{nearest(key, known | extra)}")

@@ -50,19 +50,19 @@ class Scope:
     or a context manager."""
 
     def __init__(self, annotation: Annotation):
-        self.word = annotation
+        self.annotation = annotation
         self._tokens: list[Any] = []
 
     def __call__(self, target: Any) -> Any:
         if isinstance(target, type) and issubclass(target, nn.Module):
-            target.forward = _under(self.word.to_json(), target.forward)
+            target.forward = _under(self.annotation.to_json(), target.forward)
             return target
         if isinstance(target, nn.Module):
-            _refuse_if_taken(target, type(target).__name__)
+            _refuse_second_annotation(target, type(target).__name__)
             self._put_on(target)
             return target
         if callable(target):
-            return _under(self.word.to_json(), target)
+            return _under(self.annotation.to_json(), target)
         raise PolicyError(
             f"compress and keep go on a module class, a module or a function, not on {target!r}"
         )
@@ -73,12 +73,15 @@ class Scope:
                 # A partial instead of a closure: a copy of the module, pickled or not, then has its
                 # own forward and annotation.
                 under = functools.partial(
-                    _forward_under, self.word.to_json(), module, module.__dict__.get("forward")
+                    _forward_under,
+                    self.annotation.to_json(),
+                    module,
+                    module.__dict__.get("forward"),
                 )
                 module.forward = functools.update_wrapper(under, module.forward, updated=())
 
     def __enter__(self) -> Scope:
-        self._tokens.append(_open.set((*_open.get(), self.word.to_json())))
+        self._tokens.append(_open.set((*_open.get(), self.annotation.to_json())))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -95,13 +98,13 @@ def _own_annotation(module: nn.Module) -> str | None:
     )
 
 
-def _refuse_if_taken(module: nn.Module, name: str) -> None:
+def _refuse_second_annotation(module: nn.Module, name: str) -> None:
     """Raise PolicyError if an annotation of this module would have no effect, because all of it has
     annotations already."""
-    words = [_own_annotation(part) for part in _callable(module)]
-    if words and None not in words:
+    known = [_own_annotation(part) for part in _callable(module)]
+    if known and None not in known:
         raise PolicyError(
-            f"{name} already has the annotation {words[0]}, and a second one would have no effect."
+            f"{name} already has the annotation {known[0]}, and a second one would have no effect."
             " Put one annotation on a module, and all annotations of a model into one apply_policy"
         )
 
@@ -151,8 +154,8 @@ def compress(
     if torch.compiler.is_dynamo_compiling():
         if target is not None:
             _refuse_inside(target)
-        word = _compress_json(codec, algorithm, max_error, force, lowering, chunks, rows)
-        return annotate({KEY: word})
+        encoded = _compress_json(codec, algorithm, max_error, force, lowering, chunks, rows)
+        return annotate({KEY: encoded})
     if target is not None:
         _refuse_unnamed(target)
     scope = Scope(_annotation(codec, algorithm, max_error, force, lowering, chunks, rows))
@@ -221,7 +224,7 @@ def _under(annotation: str, function: Callable[..., Any]) -> Callable[..., Any]:
         with _eagerly(annotation):
             return function(*args, **kwargs)
 
-    wrapped.commpass_word = annotation  # type: ignore[attr-defined]
+    wrapped.commpass_annotation = annotation  # type: ignore[attr-defined]
     return wrapped
 
 
@@ -230,10 +233,10 @@ def annotations_of(model: nn.Module) -> dict[str, str]:
     found: dict[str, str] = {}
     for path, module in names(model):  # outer ones first
         around = found.get(path) or found.get(path.rpartition(".")[0])
-        own = getattr(type(module).forward, "commpass_word", None)
-        word = own or _own_annotation(module) or around
-        if word is not None:
-            found[path] = word
+        own = getattr(type(module).forward, "commpass_annotation", None)
+        nearest_annotation = own or _own_annotation(module) or around
+        if nearest_annotation is not None:
+            found[path] = nearest_annotation
     return found
 
 
@@ -294,8 +297,8 @@ def apply_policy(model: nn.Module, annotations: Mapping[str, Any]) -> nn.Module:
         name: module for name, module in names(model) if name
     }  # a wrapper has the name of its module
     chosen: dict[nn.Module, tuple[str, Scope]] = {}
-    for pattern, word in annotations.items():
-        scope = _scope(pattern, word)
+    for pattern, annotation in annotations.items():
+        scope = _scope(pattern, annotation)
         found = [name for name in known if _is(pattern, name)]
         if not found:
             raise PolicyError(
@@ -303,7 +306,7 @@ def apply_policy(model: nn.Module, annotations: Mapping[str, Any]) -> nn.Module:
                 f" {type(model).__name__}{_near(pattern, known)}"
             )
         for name in found:
-            _refuse_if_taken(known[name], name)
+            _refuse_second_annotation(known[name], name)
             chosen.setdefault(known[name], (name, scope))
     remember(model)
     inner_first = sorted(chosen.items(), key=lambda item: -item[1][0].count("."))

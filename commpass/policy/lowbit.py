@@ -27,7 +27,7 @@ MAX_ERROR = 0.25
 
 
 class Site(Protocol):
-    """The fields by which a rule addresses the sites of a place."""
+    """The fields by which a rule addresses calibrated sites."""
 
     @property
     def module(self) -> str: ...
@@ -39,8 +39,8 @@ class Site(Protocol):
     def group(self) -> str: ...
 
 
-class Place(Protocol):
-    """A place of a calibration (``commpass.calibration.places.Place``)."""
+class CalibratedSites(Protocol):
+    """The properties needed of ``commpass.calibration.MeasuredSites``."""
 
     @property
     def where(self) -> Sequence[Site]: ...
@@ -53,9 +53,9 @@ class Place(Protocol):
 
 @dataclass(frozen=True)
 class _Layer:
-    """A place with its channels."""
+    """Calibrated sites with their channels."""
 
-    place: Place
+    place: CalibratedSites
     channels: Channels
 
     @property
@@ -73,7 +73,7 @@ class _Layer:
 
 
 def lowbit_rules(
-    places: Iterable[Place],
+    places: Iterable[CalibratedSites],
     share: float | str | Mapping[str, float],
     bits: int,
     algorithm: str | Sequence[str],
@@ -94,7 +94,7 @@ def lowbit_rules(
             " Calibrate inference (train=False) with outliers=True"
         )
     shares = _shares(layers, share, bits)
-    ways = (algorithm,) if isinstance(algorithm, str) else tuple(algorithm)
+    algorithms = (algorithm,) if isinstance(algorithm, str) else tuple(algorithm)
     found = [
         Rule(
             module=where.module,
@@ -102,7 +102,7 @@ def lowbit_rules(
             direction=where.direction,
             group=where.group,
             codec=layer.spec(kept, bits, per_rank),
-            algorithm=ways,
+            algorithm=algorithms,
             max_error=max_error,
         )
         for layer, kept in zip(layers, shares, strict=True)

@@ -101,7 +101,7 @@ def remember(model: nn.Module) -> None:
 # --- the place of a Dynamo graph in its model -----------------------------------------------------
 
 
-class Places:
+class ModulePaths:
     """Paths in the root model of the modules in the graph that Dynamo is compiling.
 
     The root is the outermost running module that contains the compiled one: model(x) calls its

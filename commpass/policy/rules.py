@@ -4,10 +4,10 @@ allowed."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -21,15 +21,15 @@ from commpass.utils.globs import covers
 
 DIRECTIONS = ("forward", "backward")
 LOWERINGS = ("inline", "kernel")
-Words = str | Sequence[str] | None
+Names = str | Sequence[str] | None
 
 
-def as_names(names: Words) -> tuple[str, ...] | None:
+def as_names(names: Names) -> tuple[str, ...] | None:
     return None if names is None else (names,) if isinstance(names, str) else tuple(names)
 
 
 TYPES: dict[str, Any] = {
-    "Words": str | list[str] | None,
+    "Names": str | list[str] | None,
     "str | None": str | None,
     "float | None": float | None,
     "int | None": int | None,
@@ -45,10 +45,12 @@ TYPES: dict[str, Any] = {
 class Named:
     """Base class that rejects unknown keyword arguments and names the nearest field."""
 
+    OLD_NAMES: ClassVar[Mapping[str, str]] = {}
+
     def __new__(cls, **fields: Any) -> Any:
         known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
         for name in fields:
-            if name not in known:
+            if name not in known and name not in cls.OLD_NAMES:
                 raise PolicyError(f"{cls.__name__} has no field {name!r}{nearest(name, known)}")
         return super().__new__(cls)
 
@@ -136,8 +138,8 @@ class Annotation(Named):
       after it, is split into. 1 and None as for ``chunks``.
     """
 
-    codec: Words = None
-    algorithm: Words = None
+    codec: Names = None
+    algorithm: Names = None
     max_error: float | None = None
     force: bool = False
     keep: bool = False
@@ -161,8 +163,8 @@ class Annotation(Named):
         for name, number in (("chunks", self.chunks), ("rows", self.rows)):
             if number is not None and not 1 <= number <= MOST_CHUNKS:
                 raise PolicyError(f"{name}={number}: must be from 1 to {MOST_CHUNKS}")
-        said = (self.codec, self.algorithm, self.force, self.lowering, self.chunks, self.rows)
-        if self.keep and any(said):
+        settings = (self.codec, self.algorithm, self.force, self.lowering, self.chunks, self.rows)
+        if self.keep and any(settings):
             raise PolicyError(
                 "keep=True says never to compress: leave codec, algorithm, chunks, rows, lowering"
                 " and force out"
@@ -171,12 +173,12 @@ class Annotation(Named):
             raise PolicyError(f"lowering={self.lowering!r}{nearest(self.lowering, LOWERINGS)}")
 
     def to_json(self) -> str:
-        said = {
+        fields = {
             f.name: getattr(self, f.name)
             for f in dataclasses.fields(Annotation)
             if getattr(self, f.name) != f.default
         }
-        return msgspec.json.encode(said, order="deterministic").decode()
+        return msgspec.json.encode(fields, order="deterministic").decode()
 
     @staticmethod
     @lru_cache(maxsize=1024)
@@ -194,17 +196,17 @@ class Rule(Annotation):
     """
 
     module: str = "**"
-    kind: Words = None
+    kind: Names = None
     direction: str | None = None
-    group: Words = None
+    group: Names = None
     min_bytes: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for field in ("kind", "group"):
-            words = getattr(self, field)
-            if words is not None and not isinstance(words, str):
-                object.__setattr__(self, field, tuple(words))
+            names = getattr(self, field)
+            if names is not None and not isinstance(names, str):
+                object.__setattr__(self, field, tuple(names))
         if self.kinds == ():
             raise PolicyError(f"kind=[]: must name a kind{nearest('', IN_GRAPHS)}")
         if self.groups == ():
@@ -264,14 +266,14 @@ class Rule(Annotation):
     def about(self) -> str:
         """The rule's conditions as written, and ``keep``: ``group='tp', keep=True``."""
         fields = ("module", "kind", "direction", "group", "min_bytes")
-        said = [(name, getattr(self, name)) for name in fields]
-        shown = [f"{name}={value!r}" for name, value in said if value != getattr(Rule, name)]
+        values = [(name, getattr(self, name)) for name in fields]
+        shown = [f"{name}={value!r}" for name, value in values if value != getattr(Rule, name)]
         return ", ".join([*(shown or ["module='**'"]), *(["keep=True"] if self.keep else [])])
 
     def __str__(self) -> str:
-        said = [
+        fields = [
             f"{f.name}={getattr(self, f.name)!r}"
             for f in dataclasses.fields(self)
             if getattr(self, f.name) != f.default
         ]
-        return f"Rule({', '.join(said)})"
+        return f"Rule({', '.join(fields)})"

@@ -51,7 +51,7 @@ def measure(
     aliases = dict.fromkeys(("bf16", "fp16"), rates["cast"])
     side = torch.randn(MATMUL, MATMUL, device=device)
     floats = torch.randn(LARGE, device=device)
-    held = torch.empty_like(floats)
+    copied = torch.empty_like(floats)
     return dataclasses.replace(
         known,
         rates={**rates, **aliases},
@@ -61,7 +61,7 @@ def measure(
         ),
         call_us=median(rate.call_us or 0.0 for rate in rates.values()),
         gflops=round(2e-9 * MATMUL**3 / clock(lambda: side @ side), 1),
-        gbytes_per_s=round(2e-9 * 4 * LARGE / clock(lambda: held.copy_(floats)), 2),
+        gbytes_per_s=round(2e-9 * 4 * LARGE / clock(lambda: copied.copy_(floats)), 2),
     )
 
 

@@ -79,7 +79,7 @@ def measure(
     return found
 
 
-def busy_us(group: dist.ProcessGroup, device: torch.device) -> float:
+def overhead_us(group: dist.ProcessGroup, device: torch.device) -> float:
     """Return the microseconds of a rank's work for one more message to another rank and one from
     it.
 

@@ -14,11 +14,11 @@ from commpass.costmodel import Link
 from commpass.costmodel.files import Measured, ProfileFile
 from commpass.costmodel.fit import Point, regions
 from commpass.distributed.hosts import on_each_host
-from commpass.distributed.machine import default_here, device_of, place, this_machine
+from commpass.distributed.machine import default_here, device_of, host_id, this_machine
 from commpass.errors import ProfileError
 from commpass.probe.kernels import CODECS
 from commpass.probe.kernels import measure as kernel_times
-from commpass.probe.links import Times, busy_us, kinds, measure
+from commpass.probe.links import Times, kinds, measure, overhead_us
 
 Progress = Callable[[int, int, str], None]
 """Called with the number of measured kinds of exchanges and codecs, their total, and the next
@@ -43,16 +43,16 @@ def probe(
     world = dist.group.WORLD
     assert world is not None
     device = device_of(world)
-    places = _gathered(place())
-    node = on_each_host(places)
+    places = _gathered(host_id())
+    ranks_per_host = on_each_host(places)
     levels: dict[str, Any] = {"link": world}
-    if 1 < node < world.size():
+    if 1 < ranks_per_host < world.size():
         levels = {
-            "link": _one_of_each_host(node, world.size()),
-            "inside": dist.new_group(list(range(node))),
+            "link": _one_of_each_host(ranks_per_host, world.size()),
+            "intra_host_link": dist.new_group(list(range(ranks_per_host))),
         }
     by_messages = device.type == "cpu"
-    busy = round(busy_us(world, device), 1) if by_messages else 0.0
+    busy = round(overhead_us(world, device), 1) if by_messages else 0.0
     many = len(levels) * len(kinds(world, by_messages=by_messages)) + kernels * len(CODECS)
     done = 0
 
@@ -78,8 +78,8 @@ def probe(
         else default.kernels,
         name=name,
         link=links["link"],
-        inside=links.get("inside"),
-        node=node if "inside" in links else 0,
+        intra_host_link=links.get("intra_host_link"),
+        ranks_per_host=ranks_per_host if "intra_host_link" in links else 0,
     )
     file = ProfileFile(
         commpass=version("commpass"),
@@ -91,8 +91,8 @@ def probe(
     return _gathered(file)[0]
 
 
-def _one_of_each_host(node: int, ranks: int) -> Any:
-    return dist.new_group(list(range(0, ranks, node)))
+def _one_of_each_host(ranks_per_host: int, ranks: int) -> Any:
+    return dist.new_group(list(range(0, ranks, ranks_per_host)))
 
 
 def _gathered(value: Any) -> list[Any]:
@@ -112,16 +112,16 @@ def _link(times: Sequence[Times], busy: float) -> Link:
     if "all_reduce" not in measured:
         raise ProfileError("the time was too short for two sizes of an all_reduce: give more")
     known = measured["all_reduce"]
-    return Link(known[0].alpha_us, known[-1].gbytes_per_s, busy_us=busy, measured=measured)
+    return Link(known[0].alpha_us, known[-1].gbytes_per_s, overhead_us=busy, measured=measured)
 
 
 def _points(found: dict[str, list[Times]], links: dict[str, Link]) -> list[Measured]:
-    made = []
+    points = []
     for level, times in found.items():
         for each in times:
             region = links[level].region(each.kind, each.sent)
-            fit = region.us(each.messages, each.sent) if region else float("nan")
-            made.append(
+            fit = region.time_us(each.messages, each.sent) if region else float("nan")
+            points.append(
                 Measured(
                     group=level,
                     kind=each.kind,
@@ -134,4 +134,4 @@ def _points(found: dict[str, list[Times]], links: dict[str, Link]) -> list[Measu
                     fit_us=round(fit, 1),
                 )
             )
-    return made
+    return points

@@ -95,10 +95,10 @@ def even(
     profile: Profile, ranks: int, dtype: str, kind: str, policy: Policy, at_bytes: int
 ) -> Even:
     """Return from which size on the policy compresses a collective, and its choice at one size."""
-    there = decided(profile, ranks, dtype, kind, policy, at_bytes)
+    at_size = decided(profile, ranks, dtype, kind, policy, at_bytes)
     least = _smallest_gaining(profile, ranks, dtype, kind, policy)
-    times, chosen = (there.plain_us, there.predicted_us), (there.codec, there.algorithm)
-    return Even(profile.name, ranks, dtype, least, there.bytes, *times, *chosen, there.reason)
+    times, chosen = (at_size.plain_us, at_size.predicted_us), (at_size.codec, at_size.algorithm)
+    return Even(profile.name, ranks, dtype, least, at_size.bytes, *times, *chosen, at_size.reason)
 
 
 def _smallest_gaining(profile: Profile, ranks: int, dtype: str, kind: str, policy: Policy) -> float:
@@ -152,7 +152,7 @@ def _cells(row: Even) -> Iterator[str]:
     times = micros(row.uncompressed_us), micros(row.predicted_us, row.uncompressed_us)
     yield " -> ".join(times)
     yield f"{row.uncompressed_us / row.predicted_us:.2f}"
-    yield f"{row.codec} by {row.algorithm}" if row.codec != "none" else "left alone"
+    yield f"{row.codec} by {row.algorithm}" if row.codec != "none" else "uncompressed"
 
 
 def _numbers(ranks: str) -> list[int]:

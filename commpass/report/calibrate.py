@@ -89,18 +89,18 @@ def run(
     _print_summary(found, solved, made, output, plot, assumed(profile))
 
 
-LEFT = (
+RULES_ALLOW_MORE = (
     "with the policy a rank may send more than that: it allows the codecs above, and the cost model"
-    " still leaves a site alone where it sees no gain in time"
+    " compresses a site only where it predicts a gain in time"
 )
 
 
 def assumed(profile: str | None) -> str:
     """Return a note about the profile, for a user who did not name one."""
     if requested_profile(profile) is not None:
-        return LEFT
+        return RULES_ALLOW_MORE
     name = default_here("cuda" if torch.cuda.is_available() else "cpu").name
-    return f"{LEFT}. No --profile was given: {name} is assumed"
+    return f"{RULES_ALLOW_MORE}. No --profile was given: {name} is assumed"
 
 
 def _print_summary(
@@ -152,7 +152,7 @@ def _measured(
             " inputs), and if it likes a loss"
         )
     model, batches, *loss = made
-    with progress("runs", visible=dist.get_rank() == 0) as told:
+    with progress("runs", visible=dist.get_rank() == 0) as show_progress:
         return calibrate(
             model,
             batches,
@@ -161,7 +161,7 @@ def _measured(
             codecs=codecs or CODECS,
             train=train,
             profile=profile,
-            progress=lambda done, count: told(done, count, f"run {done} of {count}"),
+            progress=lambda done, count: show_progress(done, count, f"run {done} of {count}"),
         )
 
 
@@ -170,7 +170,7 @@ def table(found: Solution) -> Table:
     groups = len({place.where[0].group for place in found.places}) > 1
     columns = ("module", "what", "bytes", "sens.", "codec", "sent", "error", "of all")
     made = plain_table(*columns)
-    whole = math.fsum(each.share for each in found.chosen)
+    total = math.fsum(each.share for each in found.chosen)
     for place, (plain, *_), chosen in zip(
         found.places, found.considered, found.chosen, strict=True
     ):
@@ -181,7 +181,7 @@ def table(found: Solution) -> Table:
             short(chosen.codec),
             size(round(chosen.sent_bytes)),
             f"{chosen.error:.2%}",
-            f"{chosen.share / whole:.0%}" if whole else "-",
+            f"{chosen.share / total:.0%}" if total else "-",
         )
         made.add_row(*map(Text, row))
     return made
@@ -190,7 +190,7 @@ def table(found: Solution) -> Table:
 def short(codec: str) -> str:
     """Return a codec's name without its data."""
     if codec == NONE:
-        return "left alone"
+        return "uncompressed"
     return codec if len(codec) < 40 else f"{codec.partition('(')[0]}(...)"
 
 

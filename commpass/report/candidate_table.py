@@ -10,7 +10,7 @@ import msgspec
 from rich.table import Table
 from rich.text import Text
 
-from commpass.costmodel import Profile
+from commpass.costmodel.files import profile_of
 from commpass.errors import CommpassError, nearest
 from commpass.plan import Candidate, PlannedSite
 from commpass.plan.dump import Dump
@@ -113,7 +113,7 @@ def _gains_from(dump: Dump, site: PlannedSite) -> str:
     if best is None or dump.plan.fallback:
         return ""
     try:
-        profile = msgspec.convert(dump.profile, Profile)
+        profile = profile_of(dump.profile)
         nbytes = break_even(site, best.algorithm, best.codec, profile, chunks=best.chunks)
     except (msgspec.ValidationError, CommpassError) as error:
         return f"from which size on it gains cannot be told from this dump: {error}"
@@ -122,8 +122,8 @@ def _gains_from(dump: Dump, site: PlannedSite) -> str:
     what = f"{brief(best.codec)} by {best.algorithm}"
     if nbytes == inf:
         return f"{what} gains at no size"
-    words = explanation(site, nbytes)
-    at = f"from {size(nbytes)} on" + (f" ({words})" if words else "") if nbytes else "at any size"
+    text = explanation(site, nbytes)
+    at = f"from {size(nbytes)} on" + (f" ({text})" if text else "") if nbytes else "at any size"
     return f"{what} gains {at}"
 
 
@@ -141,16 +141,16 @@ def dependents(dump: Dump, site: PlannedSite) -> tuple[int, int, int, int] | Non
     except CommpassError:
         return None
     name = site.name.partition(".")[0]
-    its = {node.name for node in nodes if node.site and node.site.partition(".")[0] == name}
-    if not its:
+    own = {node.name for node in nodes if node.site and node.site.partition(".")[0] == name}
+    if not own:
         return None
     graph = nx.DiGraph((source, user) for user, sources in edges.items() for source in sources)
-    graph.add_edges_from((site, each) for each in its)  # one source for all its nodes
+    graph.add_edges_from((site, each) for each in own)  # one source for all its nodes
     found = nx.descendants(graph, site)
     others = [
         node
         for node in nodes
-        if node.name not in its and node.op not in NO_OPERATORS and not waits(node)
+        if node.name not in own and node.op not in NO_OPERATORS and not waits(node)
     ]
     sites = {node.site for node in others if node.site}
     needing = {node.site for node in others if node.site and node.name in found}
@@ -189,7 +189,7 @@ def title(dump: Dump, site: PlannedSite) -> Text:
         sites, all_sites, operators, all_operators = found
         text += (
             f"\n{sites} of {all_sites} other sites and {operators} of {all_operators} other"
-            " operators need what it brings"
+            " operators depend on its result"
         )
     if site.missed:
         text += f"\npredicted to be exposed for {micros(site.exposed_us)}: {site.missed}"
@@ -204,7 +204,7 @@ def table_of(dump: Dump, site: PlannedSite) -> Table:
         more += f", {site.lowering}" if why == "chosen" and site.lowering == "kernel" else ""
         cells = (
             brief(each.codec),
-            each.algorithm + more if each.compressed else "leave it alone",
+            each.algorithm + more if each.compressed else "uncompressed",
             size(each.wire_bytes),
             ratio(each.wire_bytes, site.bytes),
             f"{each.error:.3%}",

@@ -20,7 +20,7 @@ from commpass.report.site_text import done
 from commpass.report.tables import plain_table
 from commpass.utils.printable import plural
 
-SAID = {
+FIELD_LABELS = {
     "wire_bytes": "on the wire",
     "plain_us": "uncompressed us",
     "predicted_us": "predicted us",
@@ -51,8 +51,8 @@ def differences(found: Sequence[GraphPair], *, every: bool) -> Iterator[Renderab
             yield Text(f"only in {one.only_in} ({plural(many, 'site')})")
             continue
         many, sites = len(one.rows), len({row.site for row in one.rows})
-        said = f"{plural(many, 'difference')} in {plural(sites, 'site')}"
-        yield Text(f"\n{one.name}: {said}", style="bold")
+        counts = f"{plural(many, 'difference')} in {plural(sites, 'site')}"
+        yield Text(f"\n{one.name}: {counts}", style="bold")
         yield diff_table(one) if every else changes_table(one)
 
 
@@ -61,7 +61,7 @@ def diff_table(one: GraphPair) -> Table:
     table = plain_table("site", "module", "field", "A", "B", folded=("module", "A", "B"))
     modules = _modules(one)
     for row in one.rows:
-        field = SAID.get(row.field, row.field)
+        field = FIELD_LABELS.get(row.field, row.field)
         values = (_text(row.field, value) for value in (row.left, row.right))
         table.add_row(*map(Text, (row.site, modules.get(row.site) or "-", field, *values)))
     return table
@@ -162,8 +162,8 @@ def changes_table(one: GraphPair) -> Table:
 def _often(value: Any) -> str:
     """Return a list as text in which repeated entries are counted."""
     counted = Counter(str(value).split("; "))
-    said = (each + (f" (x {many})" if many > 1 else "") for each, many in counted.items())
-    return "; ".join(said) if value else "-"
+    texts = (each + (f" (x {many})" if many > 1 else "") for each, many in counted.items())
+    return "; ".join(texts) if value else "-"
 
 
 HEADS = ("sites", "changed")
@@ -186,7 +186,7 @@ def changes(first: Sites, right: Sites) -> tuple[str, ...]:
     for field in fields:
         was, now = _common(first, field), _common(right, field)
         if was != now:
-            found.append(f"{SAID.get(field, field)} {was or '-'} -> {now or '-'}")
+            found.append(f"{FIELD_LABELS.get(field, field)} {was or '-'} -> {now or '-'}")
     if not found:
         found = _forecasts(first, right)
     return tuple(found)
@@ -201,7 +201,7 @@ def _common(sites: Sites, field: str) -> str:
 def _forecasts(first: Sites, right: Sites) -> list[str]:
     """Return which predictions differ if the decisions are equal, without numbers."""
     changed = [
-        SAID.get(field, field)
+        FIELD_LABELS.get(field, field)
         for field in FORECASTS
         if [getattr(site, field) for site in first] != [getattr(site, field) for site in right]
     ]

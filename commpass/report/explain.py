@@ -69,8 +69,8 @@ def of_graph(one: Merged, console: Console, *, every: bool) -> Iterator[Renderab
     passes = f", passes took {sum(dump.passes_ms.values()):.1f} ms" if dump.passes_ms else ""
     yield Text(f"policy {plan.policy}, profile {plan.profile}{passes}")
     if plan.fallback:
-        said = "The untouched graph was compiled, nothing below was carried out:\n"
-        yield Panel(Text.assemble(said, plan.fallback), title="FALLBACK", style="bold red")
+        note = "The untouched graph was compiled, nothing below was carried out:\n"
+        yield Panel(Text.assemble(note, plan.fallback), title="FALLBACK", style="bold red")
     if not plan.sites:
         yield Text(
             "no collective is left in this graph"

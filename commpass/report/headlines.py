@@ -11,8 +11,8 @@ from commpass.utils.printable import plural
 def totals_line(of: Totals) -> str:
     """Return sites, bytes and times. A graph that fell back counts as it was before."""
     unknown = f" ({of.unknown} of unknown size not counted)" if of.unknown else ""
-    still = (
-        f", and a rank stands still for {micros(of.exposed_us, of.unmoved_us)} of them"
+    waits = (
+        f", of which a rank waits {micros(of.exposed_us, of.unmoved_us)}"
         f" ({micros(of.unmoved_us)} before exchanges were moved)"
         if of.unmoved_us > 0
         else ""
@@ -20,7 +20,7 @@ def totals_line(of: Totals) -> str:
     return (
         f"{plural(of.sites, 'site')}, {of.compressed} compressed; {size(of.bytes)} ->"
         f" {size(of.wire_bytes)} ({ratio(of.wire_bytes, of.bytes)}){unknown}; predicted"
-        f" {micros(of.plain_us, of.plain_us)} -> {micros(of.predicted_us, of.plain_us)}{still}"
+        f" {micros(of.plain_us, of.plain_us)} -> {micros(of.predicted_us, of.plain_us)}{waits}"
     )
 
 

@@ -107,7 +107,7 @@ def rows_of(query: KernelQuery, arch: str) -> tuple[str, list[Row]]:
 
 
 def of_codec(query: KernelQuery, arch: str) -> tuple[str, list[Row]]:
-    from commpass.lowering.inspect.kernels import KERNELS, named
+    from commpass.lowering.inspect.kernels import KERNELS, kernels_named
 
     coder = codec(query.codec or "")
     dtype = dtype_of(query.dtype)
@@ -115,14 +115,14 @@ def of_codec(query: KernelQuery, arch: str) -> tuple[str, list[Row]]:
         raise KernelError(f"no kernel {query.kernel!r}{nearest(query.kernel, KERNELS)}")
     rows: list[Row] = []
     for name in KERNELS if query.kernel is None else (query.kernel,):
-        rows += rows_for(name, partial(named, name, coder, dtype, query.ranks, arch), arch)
+        rows += rows_for(name, partial(kernels_named, name, coder, dtype, query.ranks, arch), arch)
     return f"{coder.spec} of {query.dtype}, {query.ranks} ranks", rows
 
 
 def of_site(folder: Path, run: str | None, name: str, arch: str) -> tuple[str, list[Row]]:
     """Return the kernels of a planned site: a chain for each computation between two exchanges."""
     from commpass.lowering.fused import role_of
-    from commpass.lowering.inspect.kernels import of_place, of_stages
+    from commpass.lowering.inspect.kernels import of_site_chain, of_stages
 
     site = site_of(folder, run, name)
     dtype = site.dtype.removeprefix("torch.")
@@ -130,7 +130,7 @@ def of_site(folder: Path, run: str | None, name: str, arch: str) -> tuple[str, l
         raise KernelError(f"site {name!r} holds {dtype}: no codec takes it")
     rows: list[Row] = []
     for place in of_stages(site.stages, DTYPES[dtype], site.group_size):
-        made = partial(of_place, place, arch)
+        made = partial(of_site_chain, place, arch)
         rows += rows_for(role_of(place.chain), made, arch, place.times)
     where = f"{site.codec} by {site.algorithm}, {dtype}, {site.group_size} ranks"
     return f"{site.name}: {where}", rows
@@ -144,7 +144,7 @@ def site_of(folder: Path, run: str | None, name: str) -> PlannedSite:
         raise KernelError(f"{folder}: no site {name!r}{nearest(name, [s.name for s in sites])}")
     compressed = [site for site in found if site.compressed]
     if not compressed:
-        raise KernelError(f"site {name!r} is left alone ({found[0].reason}): it has no kernels")
+        raise KernelError(f"site {name!r} is uncompressed ({found[0].reason}): it has no kernels")
     return compressed[0]
 
 
@@ -152,10 +152,10 @@ def rows_for(
     name: str, make: Callable[[], Sequence[Lowerable]], arch: str, times: int = 1
 ) -> list[Row]:
     """Return compiled kernels, or why they cannot be compiled."""
-    from commpass.lowering.inspect.lowerable import lowered
+    from commpass.lowering.inspect.lowerable import lower
 
     try:
-        return [Row(each.name, lowered(each, arch), times=times) for each in make()]
+        return [Row(each.name, lower(each, arch), times=times) for each in make()]
     except KernelError as error:
         return [Row(name, why=str(error), times=times)]
 
@@ -188,21 +188,21 @@ def notes(rows: Sequence[Row], arch: str) -> list[str]:
     said = []
     if any(each.predictions and each.kernel.of == MEMORY for each in found):
         said.append(
-            "Predicted share of the bandwidth of a copy, and what limits it: no more than this."
+            "Upper bounds: the share of the bandwidth of a copy, and the limiting resource."
         )
     if any(each.predictions and each.kernel.of != MEMORY for each in found):
-        said.append("Of a matmul: the share of the tensor cores' peak; no more than this.")
+        said.append("Of a matmul: an upper bound of the share of the tensor cores' peak.")
     if any(not each.compiled.loads for each in found):
         said.append("Loads by tensor descriptors (TMA) are not counted.")
     if any(each.counts is None for each in found):
         said.append(f"{arch}: instructions are not counted, so nothing is predicted.")
     if any(each.kernel.moved is None for each in found):
-        said.append("Where bytes depend on the values nothing is predicted.")
+        said.append("Nothing is predicted for kernels whose bytes depend on the values.")
     counts = [each.counts for each in found if each.counts is not None]
     if any(each.predictions and each.counts and each.counts.loops for each in found):
         said.append("Some loops are counted as if they ran once.")
     if unknown := sorted({name for each in counts for name in each.unknown}):
-        said.append(f"Instructions of no known kind, of which only slots count: {unknown}.")
+        said.append(f"Instructions of unknown kinds, of which only issue slots count: {unknown}.")
     return said
 
 

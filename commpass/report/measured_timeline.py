@@ -137,7 +137,9 @@ def _timeline(one: Dump, call: Call, rows: Sequence[Row]) -> Timeline:
     known = Known({step.row: node for step, node in pairs}, _sites(one), _tracks(one))
     launched = _launched(call, rows)
     events = _on_gpu(call, known, launched) if launched else _on_cpu(call, known, rows)
-    note = "" if same else "it waits in another order than the graph: sites are not told apart"
+    note = (
+        "" if same else "its waits have another order than the graph's: sites are not distinguished"
+    )
     return Timeline(
         events=tuple(sorted(events, key=lambda event: event.begin_us)),
         us=max(event.end_us for event in events if event.lane == HOST),

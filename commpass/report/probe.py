@@ -78,11 +78,11 @@ def noisy(file: ProfileFile) -> str:
         return ""
     return (
         f"{len(off)} of {len(file.points)} times varied by more than half: other programs, or more"
-        " ranks than cores. Measure again when the machines are as they will be"
+        " ranks than cores. Measure again when the machines have their usual load"
     )
 
 
-KERNELS_ASSUMED = "Kernels were not measured: --kernels does. Their rates are assumed."
+KERNELS_ASSUMED = "Kernels were not measured (--kernels measures them). Their rates are assumed."
 
 
 def how(command: str, ranks: int = 2) -> str:
@@ -111,15 +111,18 @@ def group(command: str, ranks: int = 2) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-WHERE = {"link": "between hosts", "inside": "inside a host"}
+WHERE = {"link": "between hosts", "intra_host_link": "inside a host"}
 
 
 def links(file: ProfileFile) -> Table:
     """Return a row for each region of each kind: alpha, rate, and the error of the fit."""
-    several = file.profile.inside is not None
+    several = file.profile.intra_host_link is not None
     columns = ("ranks", "exchange", "sent", "alpha us", "GB/s", "off")
     table = plain_table(*(["link"] if several else []), *columns)
-    levels: dict[str, Link | None] = {"link": file.profile.link, "inside": file.profile.inside}
+    levels: dict[str, Link | None] = {
+        "link": file.profile.link,
+        "intra_host_link": file.profile.intra_host_link,
+    }
     for (level, kind), points in groupby(file.points, key=lambda each: (each.group, each.kind)):
         link = levels[level]
         measured = list(points)
@@ -160,9 +163,9 @@ def draw(file: ProfileFile, path: Path) -> None:
     for axes, level in zip(figure.subplots(1, len(levels), squeeze=False)[0], levels, strict=True):
         own = [each for each in file.points if each.group == level]
         for kind, points in groupby(own, key=lambda each: each.kind):
-            link = file.profile.inside if level == "inside" else file.profile.link
+            link = file.profile.intra_host_link if level == "intra_host_link" else file.profile.link
             _curve(axes, kind, list(points), link)
-        where = WHERE[level] if file.profile.inside is not None else "between ranks"
+        where = WHERE[level] if file.profile.intra_host_link is not None else "between ranks"
         axes.set(xscale="log", yscale="log", xlabel="bytes that leave a rank", ylabel="us")
         axes.set_title(f"{where}, {own[0].ranks} ranks: measured (points) and fitted (lines)")
         axes.legend(frameon=False)

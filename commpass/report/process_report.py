@@ -21,6 +21,7 @@ from commpass.policy import PRESETS
 from commpass.report import sent_bytes
 from commpass.report.layer_patterns import Pattern, patterns
 from commpass.report.numbers import percent
+from commpass.utils.deprecated import renamed_fields
 from commpass.utils.printable import brief, clean, plural
 
 NOTHING = (
@@ -74,20 +75,21 @@ class SiteReport:
         return worst is not None and bound is not None and worst > bound
 
 
+@renamed_fields({"watch": "error_sample_rate"})
 @dataclass(frozen=True, kw_only=True)
 class GraphReport:
     """One graph.
 
     Times are microseconds of one call: predicted, predicted without commpass, and the median of
-    measured ones (on rank 0, with Inductor). None if unknown. ``watch`` is the share of calls on
-    which errors are measured. ``fallback`` is the reason if it was compiled untouched.
+    measured ones (on rank 0, with Inductor). None if unknown. ``error_sample_rate`` is the share of
+    calls on which errors are measured. ``fallback`` is the reason if it was compiled untouched.
     """
 
     policy: str
     graph: str
     direction: str
     calls: int
-    watch: float
+    error_sample_rate: float
     predicted_us: float | None
     plain_us: float | None
     measured_us: float | None
@@ -181,8 +183,8 @@ class Report:
         elsewhere = [ELSEWHERE.format(plural(self.elsewhere, "plan"))] if self.elsewhere else []
         if not self.graphs:
             return "\n".join(elsewhere or [NOTHING])
-        told = [*self._head(), *_table(self._patterns()), *self._reasons()]
-        return "\n".join(map(clean, [*told, *elsewhere]))
+        lines = [*self._head(), *_table(self._patterns()), *self._reasons()]
+        return "\n".join(map(clean, [*lines, *elsewhere]))
 
     __repr__ = __str__
 
@@ -220,24 +222,25 @@ class Report:
     def _reasons(self) -> Iterable[str]:
         """Yield why sites are uncompressed, and why nothing was measured of others."""
         alone = [site for each in self.graphs if not each.fallback for site in each.sites]
-        yield from _counted("as it is", [(s, s.reason) for s in alone if s.codec == "none"])
+        yield from _counted("uncompressed", [(s, s.reason) for s in alone if s.codec == "none"])
         coded = [site for site in alone if site.codec != "none"]
-        if coded and not any(each.watch for each in self.graphs):
+        if coded and not any(each.error_sample_rate for each in self.graphs):
             known = (
                 "measured on first calls alone" if any(s.samples for s in coded) else "not measured"
             )
-            yield f"errors: {known}; {self._watching()} measures them on one call in a hundred"
+            sampling = self._with_error_sample_rate()
+            yield f"errors: {known}; {sampling} measures them on one call in a hundred"
             return
         yield from _counted("not measured", [(s, s.unmeasured) for s in coded])
         unclear = [site for site in coded if site.unclear]
         yield from _counted("no relative error", [(s, UNCLEAR) for s in unclear])
 
-    def _watching(self) -> str:
-        """Return the policy in use, with ``watch``, as code."""
+    def _with_error_sample_rate(self) -> str:
+        """Return the policy in use, with ``error_sample_rate``, as code."""
         names = {each.policy for each in self.graphs if each.sites}
         if len(names) == 1 and (name := names.pop()) in PRESETS:
-            return f'Policy.from_preset("{name}", watch=0.01)'
-        return "watch=0.01 in the policy"
+            return f'Policy.from_preset("{name}", error_sample_rate=0.01)'
+        return "error_sample_rate=0.01 in the policy"
 
     def _patterns(self) -> list[tuple[Pattern, list[SiteReport]]]:
         """Return the sites by pattern, with their reports."""
@@ -299,19 +302,19 @@ def log_metrics(to: Any, step: int) -> None:
 
 
 def _graph(policy: str, entry: Entry) -> GraphReport:
-    plan, watched = entry.plan, entry.watched
+    plan, timed = entry.plan, entry.timed
     entry.samples.read_measured()
-    if watched is not None:
-        watched.read_events()
+    if timed is not None:
+        timed.read_events()
     return GraphReport(
         policy=policy,
         graph=plan.graph,
         direction=plan.direction,
         calls=entry.samples.calls,
-        watch=entry.samples.share,
-        predicted_us=watched.predicted_us if watched is not None else None,
-        plain_us=watched.plain_us if watched is not None else None,
-        measured_us=watched.measured_us if watched is not None and watched.took_us else None,
+        error_sample_rate=entry.samples.share,
+        predicted_us=timed.predicted_us if timed is not None else None,
+        plain_us=timed.plain_us if timed is not None else None,
+        measured_us=timed.measured_us if timed is not None and timed.times_us else None,
         fallback=plan.fallback,
         sites=tuple(map(_site, entry.samples.sites, plan.executed)),
     )
@@ -401,7 +404,7 @@ def _row(pattern: Pattern, sites: Sequence[SiteReport]) -> tuple[str, ...]:
     return (
         f"{pattern.module or first.name}{many}",
         f"{first.kind} {first.direction}",
-        f"{brief(first.codec)}/{first.algorithm}" if coded else "as it is",
+        f"{brief(first.codec)}/{first.algorithm}" if coded else "uncompressed",
         f"{before:,} -> {after:,}" if coded else f"{before:,}",
         percent(max(site.error for site in sites) if coded else None, 3),
         percent(_mean(sites), 3),

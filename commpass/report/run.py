@@ -28,16 +28,16 @@ class Times:
     exposed_us: float
 
     @property
-    def hidden_us(self) -> float:
+    def overlapped_us(self) -> float:
         return max(0.0, self.travel_us - self.exposed_us)
 
     @property
-    def hidden(self) -> float | None:
+    def overlapped(self) -> float | None:
         """The share of the exchange time during which the rank does not wait, 0 to 1.
 
         None if there are no exchanges.
         """
-        return self.hidden_us / self.travel_us if self.travel_us else None
+        return self.overlapped_us / self.travel_us if self.travel_us else None
 
 
 def times(timelines: Iterable[Timeline | None]) -> Times | None:

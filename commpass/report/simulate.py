@@ -36,7 +36,7 @@ def run(
     plot: Path | None,
     json: bool,
 ) -> None:
-    with progress("simulate") as told:
+    with progress("simulate") as show_progress:
         found = simulate(
             build_of(path),
             profile,
@@ -44,7 +44,7 @@ def run(
             policies,
             sweep=sweep_of(sweep) if sweep else None,
             train=train,
-            progress=told,
+            progress=show_progress,
         )
     for each in found:
         for remark in each.remarks:
@@ -136,7 +136,7 @@ def millis(value: float) -> str:
 
 FAR = 20
 """Ratio of the largest to the smallest swept value from which on an axis is logarithmic."""
-AXES = {"gbit": "Gbit/s of the link", "inside_gbit": "Gbit/s inside a host"}
+AXES = {"gbit": "Gbit/s of the link", "intra_host_gbit": "Gbit/s inside a host"}
 STYLES = ("-", "--", "-.", (0, (1, 1)), (0, (5, 1, 1, 1, 1, 1)))
 MARKERS = "osD^v"
 

@@ -24,7 +24,7 @@ def tensor_of(site: PlannedSite) -> str:
 def done(site: PlannedSite) -> str:
     """Return what is done to a site in a few words: ``int8 by two_shot x4``."""
     if not site.compressed:
-        return "left alone: hides behind compute" if site.hidden else "left alone"
+        return "uncompressed: overlapped with compute" if site.hidden else "uncompressed"
     chunks = f" x{site.chunks}" if site.chunks > 1 else ""
     return f"{brief(site.codec)} by {site.algorithm}{chunks}"
 
@@ -32,7 +32,7 @@ def done(site: PlannedSite) -> str:
 def described(choice: Candidate) -> str:
     """Return a candidate as text with all its settings: ``int8 by ring, 4 chunks, kernel``."""
     if not choice.compressed:
-        return "left alone"
+        return "uncompressed"
     chunks = f", {choice.chunks} chunks" if choice.chunks > 1 else ""
     return f"{brief(choice.codec)} by {choice.algorithm}{chunks}{form_of(choice)}"
 

@@ -100,14 +100,14 @@ def exposure_text(timeline: Timeline, before: str = "") -> str:
     start = f", {ms(timeline.start_us)} ms to start them" if timeline.start_us else ""
     note = f"; {timeline.note}" if timeline.note else ""
     share = ratio(travels - exposed, travels)
-    return f"{ms(timeline.us)} ms, {of} ({share} hidden){start}{before}{note}"
+    return f"{ms(timeline.us)} ms, {of} ({share} overlapped){start}{before}{note}"
 
 
-def hidden(timelines: Sequence[Timeline]) -> str:
+def overlapped(timelines: Sequence[Timeline]) -> str:
     """Return how much of the exchange time of several graphs is overlapped, as text."""
     travels = sum(each.travel_us for each in timelines)
-    behind = travels - sum(each.exposed_us for each in timelines)
-    return f"{ms(behind)} of {ms(travels)} ms ({ratio(behind, travels)})"
+    overlap = travels - sum(each.exposed_us for each in timelines)
+    return f"{ms(overlap)} of {ms(travels)} ms ({ratio(overlap, travels)})"
 
 
 def rows(view: TimelineView) -> list[tuple[str, ...]]:

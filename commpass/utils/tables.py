@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,9 +36,17 @@ class Format:
         return f"commpass-{self.what}"
 
 
-def read_json(path: Path, form: Format, struct: type[T]) -> T:
+def read_json(
+    path: Path,
+    form: Format,
+    struct: type[T],
+    from_older: Callable[[dict[str, Any]], dict[str, Any]] = lambda fields: fields,
+) -> T:
     """Read a JSON file of commpass. Raises the format's error with the position and cause of any
-    defect."""
+    defect.
+
+    ``from_older`` converts the content of a file of an older version.
+    """
     try:
         raw = path.read_bytes()
     except OSError as error:
@@ -51,6 +59,8 @@ def read_json(path: Path, form: Format, struct: type[T]) -> T:
             " install a newer commpass"
         )
     try:
+        if version < form.version:
+            return msgspec.convert(from_older(msgspec.json.decode(raw)), struct)
         return msgspec.json.decode(raw, type=struct)
     except msgspec.ValidationError as error:
         raise form.error(f"{path}: damaged {form.what}: {error}") from error

@@ -12,7 +12,6 @@ from benchmarks.network import (
     calls,
     cli,
     data_parallel,
-    gradients,
     levels,
     never_slower,
     plot,
@@ -128,7 +127,6 @@ def step_found(**ms):
     for number, each in enumerate(ranks):
         for row in each.values():
             row |= {"sites": 4, "compressed": 2, "exposed": 0.2 + 0.2 * number}
-            row |= {"loss": 2.5 + (row is not each.get("ddp")), "parameters": 10}
     return ranks
 
 
@@ -137,14 +135,6 @@ def test_rows_of_steps():
     plain, ours = steps.step_rows(step_found(plain=[199.0, 199.0], balanced=[99.0, 99.0]), known)
     assert ours["of_plain"] == 2.0
     assert plain["exposed_ms"] == pytest.approx(0.3 * 200)
-
-
-def test_rows_of_gradients():
-    rows = gradients.way_rows(
-        step_found(ddp=[199.0, 199.0], topk=[99.0, 99.0]), {"ranks": 2, "gbit": 1.0}
-    )
-    assert [row["more_loss"] for row in rows] == [0.0, 1.0]
-    assert [row["of_ddp"] for row in rows] == [1.0, 2.0]
 
 
 def learned(steps=5, **ms):
@@ -226,8 +216,8 @@ def test_quick_has_no_options_of_its_own(name):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--only", "levels", "--ways", "ddp"], "--ways: is for gradients, data_parallel, none of"),
-        (["--only", "levels", "--plot", "x.png"], "--plot: shows reduces, steps, gradients"),
+        (["--only", "levels", "--ways", "ddp"], "--ways: is for data_parallel, none of"),
+        (["--only", "levels", "--plot", "x.png"], "--plot: shows reduces, steps, data_parallel"),
         (["--only", "speed"], "invalid choice: 'speed'"),
         (["--repeats", "1"], "--repeats 1: must be at least 2, for quartiles"),
         (["--steps", "4"], "--steps 4: must be at least 5, for quartiles behind 3 that warm up"),
@@ -240,7 +230,7 @@ def test_unknown_options_are_refused(arguments, said, capsys):
 
 
 def test_first_is_always_compared():
-    assert shared.chosen(gradients.WAYS, ["topk", "fp16"]) == ["ddp", "fp16", "topk"]
+    assert shared.chosen(WAYS, ["int8", "fp16"]) == ["ddp", "fp16", "int8"]
 
 
 def test_options_for_ranks_arrive():
@@ -298,5 +288,5 @@ def test_picture_is_drawn(tmp_path):
 
 
 def test_nothing_to_draw_is_told(tmp_path):
-    with pytest.raises(ValueError, match="nothing to draw: it shows reduces, steps, gradients"):
+    with pytest.raises(ValueError, match="nothing to draw: it shows reduces, steps, data_parallel"):
         plot.draw({"levels": [{"gbit": 1.0}]}, tmp_path / "none.png")

@@ -100,8 +100,8 @@ def test_unfused_operators_are_counted():
     assert counted.kernels == 0
     kernels = Kernels(launch_us=5.0, other=KernelRate(0, 0), gbytes_per_s=100.0)
     some = unfused.Unfused(3, 2, 40.0, 20.0)
-    assert some.us("encode", 1e6, kernels) == pytest.approx(3 * 5 + 40e6 / 1e5)
-    assert some.us("decode", 1e6, kernels, calls=4) == pytest.approx(4 * 2 * 5 + 20e6 / 1e5)
+    assert some.time_us("encode", 1e6, kernels) == pytest.approx(3 * 5 + 40e6 / 1e5)
+    assert some.time_us("decode", 1e6, kernels, calls=4) == pytest.approx(4 * 2 * 5 + 20e6 / 1e5)
 
 
 def test_hosts_share_a_port():

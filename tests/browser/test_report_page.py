@@ -222,7 +222,7 @@ def test_site_and_its_candidates_by_keyboard(opened):
     lines = soon(opened, lambda _: detail.find_elements(By.CSS_SELECTOR, "table > tbody > tr"))
     assert [line.find_element(By.TAG_NAME, "th").text for line in lines] == [
         "int8 by two_shot, 2 chunks, kernel",
-        "left alone",
+        "uncompressed",
         "int4 by ring",
     ]
     tab_to(opened, sites[0])

@@ -94,7 +94,7 @@ def run(chain: Chain, inputs: list[torch.Tensor], numel: int) -> torch.Tensor:
         made = last.dtype
     whole = torch.full((rows, width + 7), 55, dtype=made)
     output = whole[:, 2 : 2 + width]
-    cpu.compiled(chain)([apart(x) for x in inputs], output, numel)
+    cpu.compile_chain(chain)([apart(x) for x in inputs], output, numel)
     assert (whole[:, :2] == 55).all()
     assert (whole[:, 2 + width :] == 55).all()
     return output.clone(memory_format=torch.contiguous_format)
@@ -197,7 +197,7 @@ def test_no_rows_and_no_values_are_nothing():
     for shape in [(0, 300), (3, 0)]:
         wire = torch.empty((shape[0], coder.wire_bytes(shape[1], BF16)), dtype=U8)
         wire.fill_(0xAB)
-        cpu.compiled(Chain(BF16, (Encode(coder),)))(
+        cpu.compile_chain(Chain(BF16, (Encode(coder),)))(
             [torch.empty(shape, dtype=BF16)], wire, shape[1]
         )
         assert (wire == 0xAB).all()
@@ -619,15 +619,15 @@ def test_number_of_threads_changes_nothing(spec):
         (Chain(BF16, (Encode(codec("equarx")),)), "Lanes"),
         (Chain(BF16, (Encode(codec("int8(block=8)")),)), "multiples of 16"),
         (Chain(torch.float64, (Encode(INT8),)), "float64"),
-        (Chain(U8, (Decode(INT8, BF16), Sum(17))), "torch.sum"),
-        (Chain(BF16, (Enter(Domain(Hadamard(64))), Encode(INT8))), "float32 alone"),
-        (Chain(U8, (Decode(codec("exponent"), BF16), Cast(F32), Sum(2))), "nothing besides"),
+        (Chain(U8, (Decode(INT8, BF16), Sum(17))), "sums up to 16 in rank order"),
+        (Chain(BF16, (Enter(Domain(Hadamard(64))), Encode(INT8))), "only float32"),
+        (Chain(U8, (Decode(codec("exponent"), BF16), Cast(F32), Sum(2))), "supports no other step"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_missing_kernels_say_why(chain, reason):
     with pytest.raises(CommpassError, match=reason):
-        cpu.compiled(chain)
+        cpu.compile_chain(chain)
     assert cpu.unsupported_reason(chain)
 
 
@@ -653,7 +653,7 @@ def test_kernel_that_is_slower_than_inline_says_so():
 
 def test_kernel_refuses_tensors_that_it_would_read_wrongly():
     chain, x = Chain(F32, (Encode(INT8),)), torch.randn(2, 512)
-    kernel, wire = cpu.compiled(chain), torch.empty(2, INT8.wire_bytes(512, F32), dtype=U8)
+    kernel, wire = cpu.compile_chain(chain), torch.empty(2, INT8.wire_bytes(512, F32), dtype=U8)
     kernel([x], wire, 512)
     for wrong in ([x.t()], [x[:, :500]], [x.to(BF16)], [x, x], [torch.randn(2, 1024)[:, ::2]]):
         with pytest.raises(CommpassError):
@@ -682,6 +682,6 @@ def test_no_kernel_where_inductor_finds_no_vector_instructions(monkeypatch):
     assert [cpu.unsupported_reason(chain) for chain in chains] == [""] * 3
     monkeypatch.setattr(cpu_vec_isa, "pick_vec_isa", lambda: cpu_vec_isa.invalid_vec_isa)
     assert all("vector instructions" in cpu.unsupported_reason(chain) for chain in chains)
-    cpu.compiled.cache_clear()
+    cpu.compile_chain.cache_clear()
     with pytest.raises(CommpassError, match="vector instructions"):
-        cpu.compiled(chains[0])
+        cpu.compile_chain(chains[0])

@@ -67,7 +67,7 @@ def run(chain: Chain, inputs, numel: int):
         for dtype, width in zip(dtypes, widths, strict=True)
     ]
     inner = [whole[:, 2:-5] for whole in wholes]
-    cpu.compiled(chain)(inputs, inner[0], numel, inner[1:])
+    cpu.compile_chain(chain)(inputs, inner[0], numel, inner[1:])
     for whole in wholes:
         assert (whole[:, :2] == 55).all()
         assert (whole[:, -5:] == 55).all()
@@ -202,7 +202,7 @@ def test_values_that_are_not_finite_stay_so_and_change_no_other_row(special, cen
 
 
 def test_rows_that_hold_no_whole_norms_are_refused():
-    kernel = cpu.compiled(Chain(F32, (Normalize(64, EPS),)))
+    kernel = cpu.compile_chain(Chain(F32, (Normalize(64, EPS),)))
     x = torch.zeros(2, 96)
     with pytest.raises(CommpassError, match="norms of 64"):
         kernel([x], torch.empty_like(x), 96)

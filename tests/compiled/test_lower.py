@@ -331,7 +331,7 @@ def made(monkeypatch):
         found.append(inputs)
         return lambda given: body(*given)
 
-    monkeypatch.setattr(kernel, "_compiled", compiled)
+    monkeypatch.setattr(kernel, "_compile", compiled)
     monkeypatch.setattr(kernel, "_kernels", {})
     return found
 
@@ -613,7 +613,7 @@ def test_sites_whose_kernel_cannot_be_compiled_are_left_alone(
     gm = trace(chain(3), torch.randn(64, 64))
     before = str(gm.graph)
     plan = commpass.rewrite(gm, [], forced(text, algorithm="two_shot", lowering="kernel"))
-    why = "left alone: pass 'lower' failed: RuntimeError: injected"
+    why = "uncompressed: pass 'lower' failed: RuntimeError: injected"
     assert [(site.codec, site.reason) for site in plan.sites] == [("none", why)] * 3
     assert not plan.fallback
     assert str(gm.graph) == before

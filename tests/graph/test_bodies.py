@@ -79,7 +79,7 @@ def test_another_codec_of_the_same_name_is_not_taken_for_the_first(traces, monke
     coded = sum("int8" in str(key) for key in lower._bodies)
     other = dataclasses.replace(codec("int8"))
     assert other is not codec("int8")
-    monkeypatch.setattr(operators, "named", lambda name: other)
+    monkeypatch.setattr(operators, "lookup", lambda name: other)
     assert traces(64)[0] == coded > 1
 
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from graphs import ops
+from functional_ops import ar
 from tiers import rarely
 
 import commpass
@@ -24,12 +24,8 @@ SLOW = commpass.ethernet(0.001)
 BALANCED = Policy.from_preset("balanced")
 
 
-def reduced(x):
-    return ops.wait_tensor(ops.all_reduce(x, "sum", "0"))
-
-
 def two_sums(x, w, y):
-    return reduced(x @ w), reduced(y * 1.0)
+    return ar(x @ w), ar(y * 1.0)
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -58,7 +54,9 @@ def called(values, *, policy=BALANCED, calls: int = 3, inner: str = "eager", fun
 @pytest.fixture
 def warnings(caplog):
     caplog.set_level(logging.WARNING, "commpass")
-    return lambda: [r.getMessage() for r in caplog.records if "left alone from now" in r.message]
+    return lambda: [
+        r.getMessage() for r in caplog.records if "stays uncompressed from now" in r.message
+    ]
 
 
 GOOD = normal(128, 128), normal(128, 256, seed=1)
@@ -206,7 +204,7 @@ def test_site_found_over_its_budget_is_left_alone_at_a_size_that_comes_back_afte
     for _ in range(6):
         compiled(normal(64, 128), GOOD[1], big[:64])
     (graphs,) = backend.checked.values()
-    assert not any(each.checks for each in graphs)
+    assert not any(each.is_checking for each in graphs)
     assert torch.equal(compiled(*GOOD, big)[1], big)
     assert codecs_of(backend) == ["int8", "none"] * 2
 
@@ -240,7 +238,7 @@ def test_values_inside_of_a_kernel_are_checked_too(fake_group):
     fake_group(4)
 
     def function(x, w, y):
-        return reduced(torch.tanh(x)), reduced(torch.nn.functional.relu(y) + 1)
+        return ar(torch.tanh(x)), ar(torch.nn.functional.relu(y) + 1)
 
     policy = Policy(codecs=("int8",), max_error=0.02, lowering="inline")
     values = (normal(128, 256), normal(1), with_counts())
@@ -257,11 +255,11 @@ def test_gradients_are_those_of_the_graph_that_was_compiled_again(fake_group, in
     class Sum(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
-            return reduced(x)
+            return ar(x)
 
         @staticmethod
         def backward(ctx, grad):
-            return reduced(grad)
+            return ar(grad)
 
     def function(x, y):
         return (Sum.apply(x * y).t().contiguous().relu() * Sum.apply(y).t()).sum()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from functional_ops import ar
 from graphs import as_rank, code, ops, trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,17 +27,13 @@ aten = torch.ops.aten
 wait = ops.wait_tensor
 
 
-def reduced(x):
-    return wait(ops.all_reduce(x, "sum", "0"))
-
-
 def norm(x, weight):
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * weight
 
 
 def block(x, w, residual, weight, w2):
     """The end of one half of a tensor-parallel layer, and the beginning of the next."""
-    h = residual + reduced(x @ w)
+    h = residual + ar(x @ w)
     return h, norm(h, weight) @ w2
 
 
@@ -116,7 +113,7 @@ def test_chunks_that_others_take_are_joined():
 
 def test_sum_without_a_matmul_behind_it_is_joined():
     def function(x, w):
-        return reduced(x @ w).relu()
+        return ar(x @ w).relu()
 
     gm, plan = check(function, inputs()[:2], rows=2)
     assert story(gm) == "msmswwc"
@@ -138,9 +135,9 @@ def test_not_what_is_hidden_behind_other_matmuls():
     """The gradient of a weight is computed meanwhile: that case belongs to the pass that moves."""
 
     given = [torch.empty(1024, 1024) for _ in range(3)]
-    gm = trace(lambda g, w, y: (g.t() @ y, reduced(g @ w) @ w), *given)
+    gm = trace(lambda g, w, y: (g.t() @ y, ar(g @ w) @ w), *given)
     assert not drive(gm, direction="backward").split
-    gm = trace(lambda g, w, y: reduced(g @ w) @ w, *given)
+    gm = trace(lambda g, w, y: ar(g @ w) @ w, *given)
     assert drive(gm, direction="backward").split
 
 
@@ -148,7 +145,7 @@ def test_not_what_is_hidden_behind_other_matmuls():
 def test_gradients_of_weights_are_treated_alike_for_all_batches(batch):
     """Ranks that share a weight may have batches of different sizes."""
     given = [torch.empty(batch, 256), torch.empty(batch, 256)]
-    gm = trace(lambda x, g: (reduced(x.t() @ g), room(x)), *given)
+    gm = trace(lambda x, g: (ar(x.t() @ g), room(x)), *given)
     assert not drive(gm, direction="backward").split
 
 
@@ -170,10 +167,10 @@ def test_new_sites_are_allowed_what_the_old_one_was():
 
 def test_chunks_are_multiples_of_codec_blocks():
     given = [whole(300, 64), whole(64, 64)]
-    _, plan = check(lambda x, w: reduced(x @ w), given, rows=2)
+    _, plan = check(lambda x, w: ar(x @ w), given, rows=2)
     assert plan.split[0].rows == (160, 140)
     assert 160 * 64 % 2048 == 0
-    _, plan = check(lambda x, w: reduced(x @ w), [whole(37, 63), whole(63, 63)], rows=2)
+    _, plan = check(lambda x, w: ar(x @ w), [whole(37, 63), whole(63, 63)], rows=2)
     assert plan.split[0].rows == (18, 19)
 
 
@@ -181,7 +178,7 @@ def test_chain_of_layers_goes_on_in_chunks():
     """The matmul after one sum feeds the next: its chunks are sent, and are never joined."""
 
     def function(x, w, v):
-        return reduced(reduced(x @ w).relu() @ v).relu() @ w
+        return ar(ar(x @ w).relu() @ v).relu() @ w
 
     gm, plan = check(function, [whole(64, 64), whole(64, 64), whole(64, 64)], rows=2)
     assert len(plan.split) == 2
@@ -192,9 +189,9 @@ def test_matmuls_of_what_was_joined_take_the_chunks():
     """Of two sums with the same chunks, the second adds the first unchanged."""
 
     def function(x, w, v):
-        h = reduced(x @ w)
+        h = ar(x @ w)
         gate = (h @ v).relu()
-        return (reduced(gate @ w) + h) @ v
+        return (ar(gate @ w) + h) @ v
 
     gm, plan = check(function, [whole(64, 64), whole(64, 64), whole(64, 64)], rows=2)
     assert len(plan.split) == 2
@@ -218,7 +215,7 @@ def test_batches(shape, rows):
 
     def function(x, w, residual, weight, v):
         many = batch[0] * batch[1]
-        y = reduced((x.view(many, n) @ w).view(shape))
+        y = ar((x.view(many, n) @ w).view(shape))
         h = residual + y
         z = norm(h, weight)
         return h, (z.view(many, n) @ v).view(shape).relu(), room(v)
@@ -235,7 +232,7 @@ def test_view_that_a_matmul_and_others_take():
     """As in linear layers, whose backward uses the input again."""
 
     def function(x, w, residual, weight, v):
-        y = reduced((x.view(M, N) @ w).view(1, M, N))
+        y = ar((x.view(M, N) @ w).view(1, M, N))
         flat = norm(residual + y, weight).view(M, N)
         return flat @ v, flat @ w, flat.t() @ residual.view(M, N), room(v)
 
@@ -246,7 +243,7 @@ def test_view_that_a_matmul_and_others_take():
 
 def test_statistics_of_rows_biases_and_casts():
     def function(x, w, bias, v):
-        y = reduced(torch.addmm(bias, x, w).bfloat16()).float()
+        y = ar(torch.addmm(bias, x, w).bfloat16()).float()
         var, mean = torch.var_mean(y, -1, keepdim=True)
         z = (y - mean) / (var + 1)
         return torch.addmm(bias, torch.softmax(z, -1), v), mean
@@ -260,10 +257,10 @@ def test_llama_block():
     """From attention's output to the next layer: two sums, each with what comes after it."""
 
     def function(x, wo, residual, n1, gate, up, down, n2, q):
-        h = residual + reduced((x.view(n, n) @ wo).view(1, n, n))
+        h = residual + ar((x.view(n, n) @ wo).view(1, n, n))
         z = norm(h, n1).view(n, n)
         mlp = torch.nn.functional.silu(z @ gate) * (z @ up)
-        out = h + reduced((mlp @ down).view(1, n, n))
+        out = h + ar((mlp @ down).view(1, n, n))
         return out, norm(out, n2).view(n, n) @ q
 
     n = 256
@@ -283,32 +280,32 @@ def test_llama_block():
 
 def used_elsewhere(x, w):
     y = x @ w
-    return reduced(y), y + 1
+    return ar(y), y + 1
 
 
 def used_between(x, w):
     y = (x @ w).view(2, 64, 64)
-    return reduced(y), y + 1
+    return ar(y), y + 1
 
 
 def written(x, w):
     y = x @ w
     y.add_(1)
-    return reduced(y)
+    return ar(y)
 
 
 def input_written(x, w):
-    y = reduced(x @ w)
+    y = ar(x @ w)
     x.add_(1)
     return y
 
 
 def no_matmul(x, w):
-    return reduced(x + 1) @ w
+    return ar(x + 1) @ w
 
 
 def across_rows(x, w):
-    return reduced((x @ w).cumsum(0))
+    return ar((x @ w).cumsum(0))
 
 
 def exchanged(x, w):
@@ -357,7 +354,7 @@ TERMS = {
 @pytest.mark.parametrize("name", TERMS)
 def test_policies_that_forbid_it(name):
     policy, why = TERMS[name]
-    gm = trace(lambda x, w: reduced(x @ w) @ w, whole(M, N), whole(N, N))
+    gm = trace(lambda x, w: ar(x @ w) @ w, whole(M, N), whole(N, N))
     before = code(gm)
     plan = drive(gm, **policy)
     assert code(gm) == before
@@ -370,7 +367,7 @@ def test_not_a_site_that_checkpointing_runs_again():
     """Backward could not tell how forward was split."""
     from torch.utils.checkpoint import CheckpointPolicy
 
-    gm = trace(lambda x, w: reduced(x @ w) @ w, whole(M, N), whole(N, N))
+    gm = trace(lambda x, w: ar(x @ w) @ w, whole(M, N), whole(N, N))
     for node in gm.graph.nodes:
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     (site,) = drive(gm, rows=2)
@@ -384,7 +381,7 @@ def test_not_in_a_sub_graph():
     from torch.fx.experimental.proxy_tensor import make_fx
 
     def function(flag, x, w):
-        return torch.cond(flag.sum() > 0, lambda x: reduced(x @ w), lambda x: x @ w, (x,))
+        return torch.cond(flag.sum() > 0, lambda x: ar(x @ w), lambda x: x @ w, (x,))
 
     mode = FakeTensorMode()
     fakes = [mode.from_tensor(torch.ones(64, 64)) for _ in range(3)]
@@ -399,7 +396,7 @@ def test_not_in_a_sub_graph():
 @pytest.mark.parametrize("rows", [None, 2])
 def test_nothing_to_split(rows):
     """A rank without any rows, for example because it got no tokens."""
-    gm = trace(lambda x, w: reduced(x @ w) @ w, whole(0, N), whole(N, N))
+    gm = trace(lambda x, w: ar(x @ w) @ w, whole(0, N), whole(N, N))
     plan = drive(gm, rows=rows)
     assert not plan.split
     assert ("rows=2 does not apply: it holds no values" in plan.sites[0].reason) == (rows == 2)
@@ -409,7 +406,7 @@ def test_not_small_chunks_over_gloo(monkeypatch):
     """gloo corrupts memory with several small exchanges in flight."""
     monkeypatch.setattr(commpass.groups, "sends_messages", lambda name, device: True)
     for m, split in ((512, 1), (256, 0)):
-        plan = drive(trace(lambda x, w: reduced(x @ w) @ w, whole(m, N), whole(N, N)), rows=2)
+        plan = drive(trace(lambda x, w: ar(x @ w) @ w, whole(m, N), whole(N, N)), rows=2)
         assert len(plan.split) == split
     assert "chunks of 32,768 bytes are too small for gloo" in plan.sites[0].reason
 
@@ -418,7 +415,7 @@ def test_not_above_the_peak_memory_by_more_than_a_chunk():
     """What has arrived is copied to where it is joined; what is computed from it is not."""
 
     def function(x, w):
-        y = reduced(x @ w)
+        y = ar(x @ w)
         return y, x.sum() + w.sum()
 
     gm = trace(function, whole(M, N), whole(N, N))
@@ -429,7 +426,7 @@ def test_not_above_the_peak_memory_by_more_than_a_chunk():
         f"not split into 4 chunks of rows: the peak memory would be {M * N * 4 - 4:,} bytes higher"
     )
     assert plan.sites[0].reason.endswith(why)
-    gm = trace(lambda x, w: reduced(x @ w).relu(), whole(M, N), whole(N, N))
+    gm = trace(lambda x, w: ar(x @ w).relu(), whole(M, N), whole(N, N))
     assert len(drive(gm, rows=4).split) == 1
 
 
@@ -441,7 +438,7 @@ def test_memory_of_a_graph_is_not_counted_for_each_of_many_equal_sites(monkeypat
 
     def layers(x, w):
         for _ in range(12):
-            x = reduced(x @ w).relu() + x
+            x = ar(x @ w).relu() + x
         return x, room(x)
 
     _, plan = check(layers, inputs()[:2], rows=2)
@@ -452,7 +449,7 @@ def test_memory_of_a_graph_is_not_counted_for_each_of_many_equal_sites(monkeypat
 @pytest.mark.parametrize("name", ["amax", "amin", "mean", "sum", "var"])
 def test_statistic_of_all_values_is_computed_of_the_whole(name):
     def function(x, w):
-        y = reduced(x @ w)
+        y = ar(x @ w)
         return (y - getattr(y, name)()) @ w, room(x)
 
     gm, plan = check(function, inputs()[:2], rows=2)
@@ -464,7 +461,7 @@ def test_rows_that_depend_on_other_rows_are_computed_whole():
     """Sums over rows, and their users; random numbers are drawn for all rows at once."""
 
     def function(x, w):
-        y = reduced(x @ w)
+        y = ar(x @ w)
         found = (y - y.mean(0)) @ w, y.cumsum(0) @ w, torch.rand_like(y) + y, y.t() @ w
         return *found, room(w)
 
@@ -480,7 +477,7 @@ def test_softmax_over_rows_is_computed_of_the_whole(dim, of_rows):
     from torch.fx.experimental.proxy_tensor import make_fx
 
     def function(x, w):
-        return reduced(x @ w).softmax(dim) @ w, room(w)
+        return ar(x @ w).softmax(dim) @ w, room(w)
 
     mode = torch._subclasses.FakeTensorMode()
     fakes = [mode.from_tensor(whole(N, N), static_shapes=True) for _ in range(2)]
@@ -504,14 +501,14 @@ def test_sizes_that_depend_on_values_are_left_alone():
     from torch.fx.experimental.proxy_tensor import make_fx
 
     with mode:
-        gm = make_fx(lambda x, w: reduced(x @ w) @ w, tracing_mode="real")(x, w)
+        gm = make_fx(lambda x, w: ar(x @ w) @ w, tracing_mode="real")(x, w)
     (site,) = drive(gm, rows=2)
     assert "rows=2 does not apply: its size is symbolic" in site.reason
 
 
 def test_matmul_in_chunks_already_keeps_them():
     def function(x, w, v):
-        return reduced(reduced(x @ w).relu() @ v) @ w
+        return ar(ar(x @ w).relu() @ v) @ w
 
     gm = trace(function, whole(64, 64), whole(64, 64), whole(64, 64))
     for node, path in zip(
@@ -590,13 +587,13 @@ def chained(names, taken, matmuls):
     """A sum, some steps, the matmuls that use each, and the steps whose values are results."""
 
     def function(x, w, r, v):
-        y = reduced(x @ w)
+        y = ar(x @ w)
         found = []
         for number, name in enumerate(names):
             y = STEPS[name](y, r, v)
             found += [y] if number in taken else []
             found += [y.float() @ w] if number in matmuls else []
-        return [*found, reduced(y.float() @ w) @ w]
+        return [*found, ar(y.float() @ w) @ w]
 
     return function
 

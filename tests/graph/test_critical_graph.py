@@ -91,8 +91,8 @@ def test_dependents_of_exchange_are_counted(dumped, tmp_path):
     first, last = (explained(tmp_path, "--why", name) for name in ("all_reduce", "all_reduce_1"))
     # After the first: its sum, a slice, times 3, the other site, times 2, a sum. Before: times 2, 8
     # x 2.
-    assert "1 of 1 other sites and 5 of 22 other operators need what it brings" in first
-    assert "0 of 1 other sites and 2 of 22 other operators need what it brings" in last
+    assert "1 of 1 other sites and 5 of 22 other operators depend on its result" in first
+    assert "0 of 1 other sites and 2 of 22 other operators depend on its result" in last
 
 
 def compiled(policy) -> tuple[Work, list]:

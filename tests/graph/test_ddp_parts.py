@@ -68,7 +68,9 @@ def test_words_in_the_model_are_nearer_than_rules(by_class, fake_group):
     of = nn.Sequential(nn.Linear(4, 4), Head(4, 4))
     commpass.keep(Head if by_class else of[1])
     _, found = parts(Policy(rules=[Rule(codec="int8")]), of, fake_group(4))
-    assert [(part.what.module, part.what.word) for part in found][1:] == [("1", '{"keep":true}')]
+    assert [(part.what.module, part.what.annotation) for part in found][1:] == [
+        ("1", '{"keep":true}')
+    ]
     assert len(found) == 2
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from functional_ops import ag, ar, rs
 from graphs import as_rank, ops, trace
 from torch import fx
 from torch.distributed.device_mesh import init_device_mesh
@@ -81,7 +82,7 @@ def test_other_nodes_of_the_graph_can_be_read():
 def test_nodes_are_erased_in_one_place_only():
     places = {
         f"{file.relative_to(PACKAGE)}: {call.func.attr}"
-        for folder in ("passes", "doors", "parallel")
+        for folder in ("passes", "parallel")
         for file in (PACKAGE / folder).rglob("*.py")
         for call in ast.walk(ast.parse(file.read_text()))
         if isinstance(call, ast.Call)
@@ -92,18 +93,6 @@ def test_nodes_are_erased_in_one_place_only():
 
 
 # --- facts of rules -------------------------------------------------------------------------------
-
-
-def ar(x, op="sum", group="0"):
-    return wait(ops.all_reduce(x, op, group))
-
-
-def rs(x):
-    return wait(ops.reduce_scatter_tensor(x, "sum", 4, "0"))
-
-
-def ag(x):
-    return wait(ops.all_gather_into_tensor(x, 4, "0"))
 
 
 def a2a(x):

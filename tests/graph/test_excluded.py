@@ -19,7 +19,7 @@ from commpass.policy.rules import Rule
 wait = ops.wait_tensor
 SLOW = commpass.ethernet(0.01)
 INT8 = Policy(rules=[Rule(codec="int8", force=True)])
-WHY = "left alone by a test"
+WHY = "uncompressed by a test"
 
 
 @pytest.fixture(autouse=True)

@@ -140,7 +140,7 @@ def test_codec_that_fails_costs_its_own_site(how, lowering, caplog):
     if lowering == "kernel":
         reason = reason.replace("encode_1 (commpass.encode.default)", "commpass.encode.default")
     policy = forced(f"broken(how={how})", lowering=lowering)
-    check(policy, f"left alone: pass 'lower' failed: {reason}", caplog, warned=True)
+    check(policy, f"uncompressed: pass 'lower' failed: {reason}", caplog, warned=True)
 
 
 def test_graph_is_that_of_a_caller_who_excludes_the_site():
@@ -184,7 +184,7 @@ def test_kernel_that_does_not_compile_costs_the_sites_that_share_it(caplog, monk
     policy = dataclasses.replace(forced("int8", lowering="kernel"), group_bytes=0)
     with caplog.at_level(logging.WARNING, "commpass"):
         plan = planned(gm, policy).plan
-    why = "left alone: pass 'lower' failed: RuntimeError: injected"
+    why = "uncompressed: pass 'lower' failed: RuntimeError: injected"
     assert [site.reason for site in plan][:2] == [why, why]
     assert [site.codec for site in plan] == ["none", "none", "int8"]
     assert len(caplog.records) == 1
@@ -199,7 +199,8 @@ def test_sites_that_fail_in_several_passes_are_all_left_alone(caplog, monkeypatc
         plan = planned(gm, forced("broken(how=encode)")).plan
     assert [site.compressed for site in plan] == [True, False, False]
     assert [site.reason for site in plan][1:] == [
-        f"left alone: pass {name!r} failed: RuntimeError: injected" for name in ("lower", "rewrite")
+        f"uncompressed: pass {name!r} failed: RuntimeError: injected"
+        for name in ("lower", "rewrite")
     ]
     assert len(caplog.records) == 1
 
@@ -251,7 +252,7 @@ def test_sizes_that_a_failed_trace_left_behind_do_not_matter(monkeypatch):
     passes = manager.PASSES[: names.index("rewrite") + 1]
     plan = planned(gm, forced("exponent"), passes=passes).plan
     assert [site.codec for site in plan] == ["none", "exponent"]
-    assert plan.sites[0].reason == "left alone: pass 'rewrite' failed: RuntimeError: injected"
+    assert plan.sites[0].reason == "uncompressed: pass 'rewrite' failed: RuntimeError: injected"
 
 
 # --- restoring the untouched graph ----------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from functional_ops import ag, ar, rs
 from graphs import as_rank, ops, trace
 
 import commpass
@@ -20,14 +21,6 @@ W, GRADIENT, MINE = torch.randn(256, 64), torch.randn(256, 64), torch.randn(64, 
 def group():
     with as_rank(0, RANKS):
         yield
-
-
-def ar(x, op="sum"):
-    return ops.wait_tensor(ops.all_reduce(x, op, "0"))
-
-
-def ag(x):
-    return ops.wait_tensor(ops.all_gather_into_tensor(x, RANKS, "0"))
 
 
 def broadcast(x):
@@ -90,10 +83,6 @@ def test_codecs_that_lose_nothing_and_rules_that_name_the_site_still_compress():
 # --- whole steps, as passed by Dynamo and AOTAutograd ---------------------------------------------
 
 V, OTHER, ROW, ROWS = W + 1, GRADIENT + 1, torch.rand(64, 64), torch.randn(8, 64)
-
-
-def rs(x):
-    return ops.wait_tensor(ops.reduce_scatter_tensor(x, "sum", RANKS, "0"))
 
 
 def step_of_one(weight, update):

@@ -8,6 +8,7 @@ import random
 
 import pytest
 import torch
+from functional_ops import ar
 from graphs import ops, trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -41,15 +42,11 @@ def profile(exchange_us: float, matmul_us: float, coding: float = 0.1) -> Profil
     return Profile("made up", Link(0.0, SENT / exchange_us / 1e3), kernels=kernels)
 
 
-def reduced(x):
-    return wait(ops.all_reduce(x, "sum", "0"))
-
-
 def gradients(matmuls: int):
     """A gradient that is summed while the matmuls for others are computed."""
 
     def function(g, x):
-        summed = reduced(x)
+        summed = ar(x)
         for _ in range(matmuls):
             g = g @ x
         return g, summed
@@ -79,7 +76,7 @@ def test_sites_that_hide_behind_matmuls_are_left_alone_and_say_so():
     (site,) = planned(gradients(3), profile(exchange_us=10_000, matmul_us=20_000))
     assert (site.codec, site.hidden) == (NONE, True)
     assert site.wire_bytes == BYTES
-    assert site.reason.startswith("hidden: int8 by two_shot would take")
+    assert site.reason.startswith("overlapped with compute: int8 by two_shot would take")
 
 
 def test_sites_that_nothing_hides_are_compressed():
@@ -113,7 +110,10 @@ def test_codes_that_take_the_rank_longer_than_they_save_are_not_worth_it():
 
 @pytest.mark.parametrize(
     "policy",
-    [{"leave_hidden": False}, {"rules": (Rule(codec="int8", algorithm="two_shot", force=True),)}],
+    [
+        {"skip_overlapped": False},
+        {"rules": (Rule(codec="int8", algorithm="two_shot", force=True),)},
+    ],
 )
 def test_policy_may_compress_it_all_the_same(policy):
     known = profile(exchange_us=10_000, matmul_us=20_000)
@@ -145,7 +145,7 @@ def several(sizes, matmuls: int):
     def function(x, *others):
         found = []
         for other in others:
-            found.append(reduced(other * 2))
+            found.append(ar(other * 2))
             for _ in range(matmuls):
                 x = x @ x
         return x, *found
@@ -160,7 +160,7 @@ def test_last_sites_alone_are_exposed_on_a_full_link():
     def function(x, *others):
         found = []
         for number, other in enumerate(others):
-            found.append(reduced(other * 2))
+            found.append(ar(other * 2))
             if number < 3:
                 x = x @ x
         return x, *found

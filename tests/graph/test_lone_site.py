@@ -59,8 +59,8 @@ links = st.builds(
     alphas,
     rates,
     factor=st.sampled_from([{}, {"all_to_all": 2.0, "reduce_scatter": 1.5}]),
-    busy_us=st.sampled_from([0.0, 30.0]),
-    crowd_bytes=st.sampled_from([0.0, 5000.0]),
+    overhead_us=st.sampled_from([0.0, 30.0]),
+    contention_bytes=st.sampled_from([0.0, 5000.0]),
     buffered_bytes=st.sampled_from([0.0, 9000.0]),
     measured=st.dictionaries(st.sampled_from([*SITES, ONE, SEVERAL]), regions, max_size=3),
 )
@@ -71,7 +71,12 @@ kernels = st.builds(
 )
 profiles = st.builds(
     lambda link, inside, node, ports, kernels: Profile(
-        "drawn", link, inside=inside, node=node, ports=ports if node else 0, kernels=kernels
+        "drawn",
+        link,
+        intra_host_link=inside,
+        ranks_per_host=node,
+        ports=ports if node else 0,
+        kernels=kernels,
     ),
     *(links, st.none() | links, st.sampled_from([0, 1, 2, 3, 4, 8]), st.integers(0, 2), kernels),
 )

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from functional_ops import ar
 from graphs import as_rank, code, ops, trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,10 +31,6 @@ ENOUGH = 10.0
 wait = ops.wait_tensor
 
 
-def reduced(x):
-    return wait(ops.all_reduce(x, "sum", "0"))
-
-
 def backward(g, x, w, w2, y):
     """Two layers, each sharded by the columns of its weight.
 
@@ -41,9 +38,9 @@ def backward(g, x, w, w2, y):
     summed.
     """
     dw2 = g.t() @ y
-    dy = reduced(g @ w2)
+    dy = ar(g @ w2)
     dw = dy.t() @ x
-    dx = reduced(dy @ w)
+    dx = ar(dy @ w)
     return dw2, dw, dx * 2
 
 
@@ -99,7 +96,7 @@ def test_weight_gradients_are_computed_while_the_input_gradient_travels():
 def test_one_matmul_behind_each_hop_of_a_compressed_site():
     def function(g, x, w, y):
         a, b = g.t() @ x, g.t() @ y
-        return a, b, reduced(g @ w)
+        return a, b, ar(g @ w)
 
     gm = traced(function, 4, 512)
     rule = Rule(codec="int8", algorithm="two_shot", force=True, chunks=1)
@@ -111,7 +108,7 @@ def test_one_matmul_behind_each_hop_of_a_compressed_site():
 
 def test_wait_goes_to_where_its_result_is_used():
     def function(x, w):
-        y = reduced(x)
+        y = ar(x)
         return (x @ w) @ w, y * 2
 
     gm = traced(function, 2)
@@ -123,7 +120,7 @@ def test_start_goes_to_where_its_input_is_there():
     def function(x, w):
         a = x + 1
         b = (x @ w) @ w
-        return reduced(a), b
+        return ar(a), b
 
     gm = traced(function, 2)
     assert story(gm) == "mmsw"
@@ -136,7 +133,7 @@ def test_buckets_of_gradients_follow_one_another(lowering):
     """The second hop of one is sent before the first hop of the next but one."""
 
     def function(*layers):
-        return [reduced(x @ x) for x in layers]
+        return [ar(x @ x) for x in layers]
 
     gm = traced(function, 3, 256)
     rule = Rule(codec="int8", algorithm="two_shot", force=True, chunks=1, lowering=lowering)
@@ -158,7 +155,7 @@ def test_moving_is_reported():
 
 def test_not_what_takes_the_result():
     def function(x, w):
-        return reduced(x @ w) @ w @ w
+        return ar(x @ w) @ w @ w
 
     gm = traced(function, 2)
     before = code(gm)
@@ -173,7 +170,7 @@ def test_not_above_the_memory_that_the_policy_allows():
     """There is no room for the product during the sum."""
 
     def function(x, w):
-        y = reduced(x * 2).sum()
+        y = ar(x * 2).sum()
         return y, x @ w
 
     gm = traced(function, 2)
@@ -192,7 +189,7 @@ def chain(g, *layers):
     found = []
     for x, w in zip(layers[::2], layers[1::2], strict=True):
         found.append(g.t() @ x)
-        g = reduced(g @ w)
+        g = ar(g @ w)
     return g * 2, *found
 
 
@@ -213,9 +210,9 @@ def test_missed_overlap_has_its_reason():
     """There is room for one of two matmuls during the first sum."""
 
     def function(g, x, w, b):
-        second = reduced(b * 2).sum()
+        second = ar(b * 2).sum()
         dw = g.t() @ x
-        first = reduced(g @ w) * 1
+        first = ar(g @ w) * 1
         return dw, first, second, b @ w
 
     plan = drive(traced(function, 4, 512), more_memory=0.2)
@@ -269,11 +266,11 @@ def test_exchanges_that_could_start_at_once_keep_their_order(rows, more):
 )
 def test_coding_takes_what_the_choice_counted(algorithm, chunks, lowering, codec):
     """Inline, it is many nodes, of which Inductor makes few kernels."""
-    gm = traced(lambda x: reduced(x * 2) + 1, 1, 512)
+    gm = traced(lambda x: ar(x * 2) + 1, 1, 512)
     rule = Rule(codec=codec, algorithm=algorithm, force=True, chunks=chunks, lowering=lowering)
     (site,) = drive(gm, rules=(rule,))
     coding = [stage for stage in site.stages if stage.role in ("encode", "decode")]
-    expected = sum(LINK.kernels.us(each.codec, each.role, each.values) for each in coding)
+    expected = sum(LINK.kernels.time_us(each.codec, each.role, each.values) for each in coding)
     found = [costs.compute(node, LINK).us for node in gm.graph.nodes if CODED in node.meta]
     assert sum(found) == pytest.approx(expected)
     assert len(found) > len(coding) or lowering == "kernel"
@@ -292,7 +289,7 @@ def test_not_over_a_write_into_what_travels():
     """The input is changed after the wait for the sum, and read again after that."""
 
     def function(x, w):
-        y = reduced(x)
+        y = ar(x)
         x.mul_(2)
         return y @ w, x @ w
 
@@ -307,7 +304,7 @@ def test_not_over_a_write_into_what_travels():
 
 def test_not_over_a_write_through_a_view():
     def function(x, w):
-        y = reduced(x + 1)
+        y = ar(x + 1)
         row = y[0]
         row.add_(1)
         return (w @ w) @ w, y * 3
@@ -348,7 +345,7 @@ def test_buffers_that_travel_are_not_written_in_place_by_inductor(first):
 def test_unused_results_come_before_the_output():
     def function(x, w):
         y = x @ w
-        reduced(y)[0].sin()
+        ar(y)[0].sin()
         return y * 2
 
     gm = traced(function, 2)
@@ -361,7 +358,7 @@ def test_unused_results_come_before_the_output():
 
 def test_random_numbers_are_drawn_in_the_same_order():
     def function(x, w):
-        y = reduced(x @ w) + torch.rand_like(x)
+        y = ar(x @ w) + torch.rand_like(x)
         return y @ w, (w @ w) + torch.rand_like(w)
 
     gm = traced(function, 2)
@@ -372,7 +369,7 @@ def test_random_numbers_are_drawn_in_the_same_order():
 
 def test_not_a_graph_whose_operators_have_exchanges_of_their_own():
     def branch(x):
-        return reduced(x)
+        return ar(x)
 
     def function(flag, x, w):
         y = torch.cond(flag.sum() > 0, branch, lambda x: x.clone(), (x,))
@@ -412,7 +409,7 @@ def test_small_exchanges_of_gloo_stay_alone(n, expected, monkeypatch):
     monkeypatch.setattr(commpass.groups, "sends_messages", lambda name, device: True)
 
     def function(x, y, w):
-        return reduced(x) * 2, reduced(y) * 2, x @ w, y @ w
+        return ar(x) * 2, ar(y) * 2, x @ w, y @ w
 
     gm = traced(function, 3, n)
     moved = move(gm, LINK, ENOUGH)

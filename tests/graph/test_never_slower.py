@@ -88,8 +88,8 @@ def test_hosts_of_several_ranks_on_one_port_gain_by_what_is_chosen():
     profile = Profile(
         "hosts",
         commpass.ethernet(100).link,
-        inside=Link(8.0, 360.0),
-        node=2,
+        intra_host_link=Link(8.0, 360.0),
+        ranks_per_host=2,
         ports=1,
         kernels=Kernels(5.0, KernelRate(0.003, 0.003), gflops=5e5, gbytes_per_s=1600.0),
     )
@@ -122,7 +122,7 @@ links = st.builds(
     st.sampled_from([0.0, 10.0, 300.0]),
     st.floats(0.003, 300),
     factor=st.sampled_from([{}, {"all_to_all": 2.0, "reduce_scatter": 2.0}]),
-    busy_us=st.sampled_from([0.0, 250.0]),
+    overhead_us=st.sampled_from([0.0, 250.0]),
 )
 kernels = st.builds(
     lambda launch, ns, gflops: Kernels(launch, KernelRate(ns, ns), gflops=gflops),
@@ -130,7 +130,12 @@ kernels = st.builds(
 )
 profiles = st.builds(
     lambda link, inside, node, ports, kernels: Profile(
-        "drawn", link, inside=inside, node=node, ports=ports if node else 0, kernels=kernels
+        "drawn",
+        link,
+        intra_host_link=inside,
+        ranks_per_host=node,
+        ports=ports if node else 0,
+        kernels=kernels,
     ),
     *(links, st.none() | links, st.sampled_from([0, 2]), st.integers(0, 2), kernels),
 )

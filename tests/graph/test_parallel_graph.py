@@ -404,7 +404,7 @@ def test_names_and_copies(fake_group):
     other = copy.deepcopy(model)
     with accumulate(other):
         other(torch.randn(4, 32)).sum().backward()
-    held = [one.up._commpass_held["weight"] for one in (model, other)]
+    held = [one.up._commpass_exchanged["weight"] for one in (model, other)]
     assert held[0].pending is not held[1].pending
     assert held[1].pending.any()
 
@@ -444,8 +444,8 @@ def test_impossible_layouts_are_refused_with_a_reason(fake_group):
     refused("reduce_op='mean'|avg", replicate, Net(), flat, reduce_op="mean")
     refused("LSTM", shard, nn.Sequential(nn.LSTM(4, 4)), flat)
     ddp = nn.Sequential(nn.parallel.DistributedDataParallel(Net()))
-    for door in (shard, replicate):
-        refused("0 (DistributedDataParallel)|itself|compress_ddp", door, ddp, flat)
+    for call in (shard, replicate):
+        refused("0 (DistributedDataParallel)|itself|compress_ddp", call, ddp, flat)
     refused("complex64", shard, nn.ParameterList([torch.zeros(3, dtype=torch.complex64)]), flat)
     once = make("shard", Net(), mesh, dim="dp")
     refused("up|Linear|already|tp", replicate, once, mesh["tp"])
@@ -490,7 +490,7 @@ def test_refused_models_are_left_as_they_were(fake_group):
 def test_other_mesh_with_tensor_parallelism(fake_group):
     fake_group(4)
     model = parallelize_module(nn.Linear(4, 4), mesh_of(4, names=("tp",)), ColwiseParallel())
-    refused("dp|tp|do not belong together", commpass.parallel.shard, model, mesh_of(4))
+    refused("dp|tp|do not belong to one mesh", commpass.parallel.shard, model, mesh_of(4))
     assert dist.get_world_size() == 4
 
 

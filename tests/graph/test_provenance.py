@@ -8,6 +8,7 @@ import operator
 
 import pytest
 import torch
+from functional_ops import ag, ar, rs
 from graphs import as_rank, code, ops, trace
 from tiers import rarely
 from torch import fx, nn
@@ -46,18 +47,6 @@ LARGE = torch.randn(FEW // 32 + 2, 64)
 def group():
     with as_rank(0, RANKS):
         yield
-
-
-def ar(x):
-    return wait(ops.all_reduce(x, "sum", "0"))
-
-
-def ag(x):
-    return wait(ops.all_gather_into_tensor(x, RANKS, "0"))
-
-
-def rs(x):
-    return wait(ops.reduce_scatter_tensor(x, "sum", RANKS, "0"))
 
 
 def a2a(x):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from graphs import as_rank, ops, trace
+from functional_ops import ag, ar, rs
+from graphs import as_rank, trace
 
 import commpass
 from commpass import Policy, Rule
@@ -13,24 +14,12 @@ SHAPES = [(6, 17), (1, 17, 1), (2, 384), (1, 1)]
 """Shapes of whole blocks, and those that a codec pads and cuts again."""
 
 
-def all_reduce(x):
-    return ops.wait_tensor(ops.all_reduce(x, "sum", "0"))
-
-
-def all_gather(x):
-    return ops.wait_tensor(ops.all_gather_into_tensor(x, 2, "0"))
-
-
-def reduce_scatter(x):
-    return ops.wait_tensor(ops.reduce_scatter_tensor(x, "sum", 2, "0"))
-
-
 @pytest.mark.few(12)
 @pytest.mark.parametrize("codec", ["int8", "rotated", "raw", "bf16"])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("collective", [all_reduce, all_gather, reduce_scatter])
+@pytest.mark.parametrize("collective", [ar, ag, rs])
 def test_result_is_contiguous_so_that_a_view_may_follow(collective, shape, codec):
-    rows = 2 * shape[0] if collective is reduce_scatter else shape[0]
+    rows = 2 * shape[0] if collective is rs else shape[0]
     with as_rank(0, 2):
         x = torch.randn(rows, *shape[1:])
         gm = trace(lambda x: collective(x).view(-1), x)

@@ -563,7 +563,7 @@ def test_verify_catches_a_graph_that_is_not_what_its_plan_says(fake_group):
     verify(gm, plan.sites)
     wrong = {
         "bytes on the wire": [dataclasses.replace(plan.sites[0], wire_bytes=1)],
-        "left alone": [dataclasses.replace(plan.sites[0], codec=NONE)],
+        "uncompressed": [dataclasses.replace(plan.sites[0], codec=NONE)],
         "nothing was inserted": [*plan.sites, dataclasses.replace(plan.sites[0], name="other")],
     }
     for text, sites in wrong.items():

@@ -1,4 +1,4 @@
-"""Policy(watch=...): what is sampled, where, and that sampling changes nothing."""
+"""Policy(error_sample_rate=...): what is sampled, where, and that sampling changes nothing."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+from functional_ops import ag, ar
 from graphs import code, ops, trace
 from tiers import rarely
 from torch import nn
@@ -21,21 +22,13 @@ from commpass.passes.fx.marks import MARK
 SAMPLE = torch.ops.commpass.sample_.default
 
 
-def reduced(x):
-    return ops.wait_tensor(ops.all_reduce(x, "sum", "0"))
-
-
-def gathered(x):
-    return ops.wait_tensor(ops.all_gather_into_tensor(x, 4, "0"))
-
-
 class Layer(nn.Module):
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(64, 64)
 
     def forward(self, x):
-        return reduced(self.linear(x))
+        return ar(self.linear(x))
 
 
 class Fused(nn.Module):
@@ -46,11 +39,11 @@ class Fused(nn.Module):
         self.scale = nn.Parameter(torch.ones(64))
 
     def forward(self, x):
-        return reduced(torch.tanh(x) * self.scale)
+        return ar(torch.tanh(x) * self.scale)
 
 
-def forced(spec: str = "int8", watch: float = 1.0, **rule) -> Policy:
-    return Policy(rules=[Rule(codec=spec, force=True, **rule)], watch=watch)
+def forced(spec: str = "int8", error_sample_rate: float = 1.0, **rule) -> Policy:
+    return Policy(rules=[Rule(codec=spec, force=True, **rule)], error_sample_rate=error_sample_rate)
 
 
 def planned(function, *inputs, policy, dynamic=False):
@@ -89,7 +82,7 @@ def test_each_site_is_looked_at_in_front_of_its_encode(fake_group, lowering):
 
     def function(x, w):
         for _ in range(3):
-            x = reduced(x @ w)
+            x = ar(x @ w)
         return x
 
     policy = forced(lowering=lowering)
@@ -106,7 +99,7 @@ def test_each_site_is_looked_at_in_front_of_its_encode(fake_group, lowering):
 def test_site_in_chunks_is_looked_at_before_anything_of_it_is_taken(fake_group):
     fake_group(4)
     policy = forced(lowering="kernel", algorithm="one_shot", chunks=4)
-    gm, _ = planned(lambda x, w: reduced(x @ w), values(0), values(1), policy=policy)
+    gm, _ = planned(lambda x, w: ar(x @ w), values(0), values(1), policy=policy)
     nodes = list(gm.graph.nodes)
     (sampled,) = (node for node in nodes if node.target is SAMPLE)
     x = sampled.args[0]
@@ -117,18 +110,20 @@ def test_site_in_chunks_is_looked_at_before_anything_of_it_is_taken(fake_group):
 
 def test_graph_has_no_sampling_without_watch(fake_group):
     fake_group(4)
-    plain, _ = planned(lambda x: reduced(x * 2), values(0), policy=forced(watch=0.0))
+    plain, _ = planned(lambda x: ar(x * 2), values(0), policy=forced(error_sample_rate=0.0))
     assert not samples_in(plain)
-    less = Policy(rules=forced().rules, watch=1.0, skip=("sample",))
-    skipped, _ = planned(lambda x: reduced(x * 2), values(0), policy=less)
+    less = Policy(rules=forced().rules, error_sample_rate=1.0, skip=("sample",))
+    skipped, _ = planned(lambda x: ar(x * 2), values(0), policy=less)
     assert code(plain) == code(skipped)
 
 
 def test_graph_is_the_same_but_for_the_sampling_operator(fake_group):
     fake_group(4)
     graphs = [
-        planned(lambda x: reduced(x @ x), values(0), policy=forced(watch=watch))[0]
-        for watch in (0.0, 1.0)
+        planned(lambda x: ar(x @ x), values(0), policy=forced(error_sample_rate=error_sample_rate))[
+            0
+        ]
+        for error_sample_rate in (0.0, 1.0)
     ]
     gm = graphs[1]
     for node in reversed(gm.graph.nodes):
@@ -141,10 +136,10 @@ def test_graph_is_the_same_but_for_the_sampling_operator(fake_group):
 
 
 NOT = {
-    "inside": (forced(lowering="inline"), lambda x: reduced(torch.tanh(x)), "inside of the kernel"),
-    "lossless": (forced("exponent"), lambda x: gathered(x @ x), "loses nothing"),
-    "feedback": (forced("topk(density=0.1)"), lambda x: reduced(x @ x), None),
-    "left alone": (Policy(watch=1.0), lambda x: reduced(x @ x), None),
+    "inside": (forced(lowering="inline"), lambda x: ar(torch.tanh(x)), "inside of the kernel"),
+    "lossless": (forced("exponent"), lambda x: ag(x @ x), "loses nothing"),
+    "feedback": (forced("topk(density=0.1)"), lambda x: ar(x @ x), None),
+    "uncompressed": (Policy(error_sample_rate=1.0), lambda x: ar(x @ x), None),
 }
 
 
@@ -173,7 +168,7 @@ def test_every_kind_is_sampled(fake_group, kind):
 
 def test_passes_alone_leave_it_out_for_other_compile_stacks(fake_group):
     fake_group(4)
-    gm = trace(lambda x: reduced(x @ x), values(0))
+    gm = trace(lambda x: ar(x @ x), values(0))
     plan = commpass.rewrite(gm, (), forced(), profile=commpass.ethernet(1))
     assert plan.compressed
     assert not samples_in(gm)
@@ -181,19 +176,19 @@ def test_passes_alone_leave_it_out_for_other_compile_stacks(fake_group):
 
 @pytest.mark.parametrize("wrong", [-0.1, 1.1, float("nan"), "often", None])
 def test_no_share_of_steps(wrong):
-    with pytest.raises(PolicyError, match="watch="):
-        Policy(watch=wrong)
+    with pytest.raises(PolicyError, match="error_sample_rate="):
+        Policy(error_sample_rate=wrong)
 
 
 def test_file_says_it_too(tmp_path):
     file = tmp_path / "p.toml"
     file.write_text('preset = "balanced"\nwatch = 0.25\n')
     policy = Policy.from_toml(file)
-    assert policy.watch == 0.25
+    assert policy.error_sample_rate == 0.25
     file.write_text(policy.to_toml())
     assert Policy.from_toml(file) == policy
     file.write_text("name = 'x'\nwatch = 2\n")
-    with pytest.raises(PolicyError, match=r"p\.toml:2: watch=2"):
+    with pytest.raises(PolicyError, match=r"p\.toml:2: error_sample_rate=2"):
         Policy.from_toml(file)
 
 
@@ -244,7 +239,7 @@ def test_errors_of_a_calibrated_codec_are_those_of_the_ranks_own_scales(fake_gro
 
 def test_calls_sampled_are_as_many_as_asked(fake_group):
     fake_group(4)
-    _, step_log = steps(Layer(), forced(watch=0.25), 9, inner="eager")
+    _, step_log = steps(Layer(), forced(error_sample_rate=0.25), 9, inner="eager")
     for entry in step_log.entries:
         assert entry.samples.calls == 9
         assert [each.count for each in entry.samples.sites] == [3]
@@ -260,8 +255,8 @@ def test_results_are_bit_identical_with_and_without(fake_group, model, lowering,
     torch.manual_seed(0)
     made = model().to(dtype)
     rule = {"algorithm": "two_shot", "lowering": lowering}
-    plain, _ = steps(made, forced(watch=0.0, **rule), 3, inner=inner)
-    sampled, step_log = steps(made, forced(watch=0.5, **rule), 3, inner=inner)
+    plain, _ = steps(made, forced(error_sample_rate=0.0, **rule), 3, inner=inner)
+    sampled, step_log = steps(made, forced(error_sample_rate=0.5, **rule), 3, inner=inner)
     assert all(map(torch.equal, plain, sampled))
     counts = [each.count for entry in step_log.entries for each in entry.samples.sites]
     assert any(counts) or (model is Fused and lowering == "inline")
@@ -271,8 +266,8 @@ def test_results_are_bit_identical_with_and_without(fake_group, model, lowering,
 def test_errors_of_chunks_are_those_of_each_chunk(fake_group, more):
     fake_group(4)
     made = Layer()
-    plain, _ = steps(made, forced(watch=0.0, **more), 1)
-    sampled, step_log = steps(made, forced(watch=1.0, **more), 1)
+    plain, _ = steps(made, forced(error_sample_rate=0.0, **more), 1)
+    sampled, step_log = steps(made, forced(error_sample_rate=1.0, **more), 1)
     assert all(map(torch.equal, plain, sampled))
     assert all(each.count == 1 for each in step_log.entries[0].samples.sites)
 
@@ -289,7 +284,7 @@ def test_compiler_of_others_is_not_given_the_operator(fake_group):
     assert len(graphs) == 2
     assert not any(map(samples_in, graphs))
     (site,) = step_log.entries[0].samples.sites
-    assert "not looked into" in site.why
+    assert "not sampled" in site.why
 
 
 def test_site_above_its_bound_is_told_once_with_its_name(fake_group, caplog):
@@ -298,7 +293,9 @@ def test_site_above_its_bound_is_told_once_with_its_name(fake_group, caplog):
     bad = nn.Sequential(Layer(), Layer())
     with torch.no_grad():  # one value in each block of the second layer is much larger than others
         bad[1].linear.bias[::32] = 1e3
-    bounded = Policy(rules=[Rule(codec="int4(block=32)", force=True, max_error=0.2)], watch=1.0)
+    bounded = Policy(
+        rules=[Rule(codec="int4(block=32)", force=True, max_error=0.2)], error_sample_rate=1.0
+    )
     steps(bad, bounded, 3, inner="eager")
     warned = [r.getMessage() for r in caplog.records if "real error" in r.getMessage()]
     assert warned == []  # large values are exact: the overall error is small

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from functional_ops import ag, ar, rs
 from graphs import code, collectives, ops, trace
 from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.traceback import preserve_node_meta
@@ -18,18 +19,6 @@ from commpass.policy.rules import Rule
 
 wait = ops.wait_tensor
 X = torch.ones(64, 32)
-
-
-def ar(x, op="sum", group="0"):
-    return wait(ops.all_reduce(x, op, group))
-
-
-def ag(x, ranks=8, group="0"):
-    return wait(ops.all_gather_into_tensor(x, ranks, group))
-
-
-def rs(x, op="sum", ranks=8, group="0"):
-    return wait(ops.reduce_scatter_tensor(x, op, ranks, group))
 
 
 def a2a(x):

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from everywhere import SLOW, everywhere, same
+from functional_ops import ag, ar, rs
 from graphs import as_rank, ops
 from lockstep import run_in_lockstep
 
@@ -14,18 +15,6 @@ import commpass
 
 wait = ops.wait_tensor
 clone, keep = torch.ops.aten.clone.default, torch.preserve_format
-
-
-def ar(x):
-    return wait(ops.all_reduce(x, "sum", "0"))
-
-
-def rs(x):
-    return wait(ops.reduce_scatter_tensor(x, "sum", 2, "0"))
-
-
-def ag(x):
-    return wait(ops.all_gather_into_tensor(x, 2, "0"))
 
 
 def copied(x):

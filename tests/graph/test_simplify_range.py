@@ -5,21 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from everywhere import everywhere, same
+from functional_ops import ag, ar, rs
 from graphs import ops
 
 wait = ops.wait_tensor
-
-
-def ar(x, op="sum"):
-    return wait(ops.all_reduce(x, op, "0"))
-
-
-def rs(x, op="sum"):
-    return wait(ops.reduce_scatter_tensor(x, op, 2, "0"))
-
-
-def ag(x):
-    return wait(ops.all_gather_into_tensor(x, 2, "0"))
 
 
 HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32

@@ -71,7 +71,7 @@ def finish_us(gm: fx.GraphModule, profile: commpass.Profile, compute_us: float) 
         call = parse(node)
         if call is not None:
             ranks = dist.get_world_size(dist.distributed_c10d._resolve_process_group(call.group))
-            link = max(link, stream) + profile.link.us(
+            link = max(link, stream) + profile.link.time_us(
                 call.kind, nbytes(call.inputs[0].meta["val"]), ranks
             )
             arrival[node] = link

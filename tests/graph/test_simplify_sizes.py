@@ -6,16 +6,13 @@ from __future__ import annotations
 import pytest
 import torch
 from everywhere import everywhere, same
+from functional_ops import ag
 from graphs import collectives, ops
 
 import commpass
 
 wait = ops.wait_tensor
 LINKS = [commpass.ethernet(0.001), commpass.ethernet(10), commpass.ethernet(400, 5)]
-
-
-def ag(x, ranks):
-    return wait(ops.all_gather_into_tensor(x, ranks, "0"))
 
 
 def batches(*rows):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 import torch
+from functional_ops import ag, ar, rs
 from graphs import ops, trace
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -22,18 +23,6 @@ from commpass.policy.rules import Annotation, Rule
 wait = ops.wait_tensor
 X = torch.ones(64, 32)
 SLOW = commpass.ethernet(0.001)
-
-
-def ar(x, op="sum", group="0"):
-    return wait(ops.all_reduce(x, op, group))
-
-
-def ag(x):
-    return wait(ops.all_gather_into_tensor(x, 8, "0"))
-
-
-def rs(x):
-    return wait(ops.reduce_scatter_tensor(x, "sum", 8, "0"))
 
 
 def labelled(function, paths=(), words=(), x=X):

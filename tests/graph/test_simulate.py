@@ -158,7 +158,7 @@ def test_simulation_leaves_nothing_behind():
     [
         ({"mesh": {"tp": 0}}, "must be a number of ranks"),
         ({"sweep": ("tp", [1.5])}, "must be a number of ranks"),
-        ({"sweep": ("inside_gbit", [1])}, "knows no link inside"),
+        ({"sweep": ("intra_host_gbit", [1])}, "knows no link inside"),
         ({"sweep": ("gbits", [1])}, "'gbits' cannot be swept.*did you mean 'gbit'"),
         ({"profile": "nvlink-44"}, "did you mean 'nvlink-4'"),
         ({"policies": ["balancd"]}, "did you mean 'balanced'"),
@@ -234,7 +234,7 @@ def test_ranks_on_hosts_are_looked_at_once(monkeypatch):
         return known(self, ranks)
 
     monkeypatch.setattr(Profile, "on_each_host", counted)
-    hosts = dataclasses.replace(CLUSTER, node=4, inside=Link(5.0, 100.0))
+    hosts = dataclasses.replace(CLUSTER, ranks_per_host=4, intra_host_link=Link(5.0, 100.0))
     commpass.simulate(build, hosts, {"tp": 32}, ["balanced"])
     assert looked.count(32) == 1
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from functional_ops import ar
 from graphs import ops
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
@@ -25,12 +26,8 @@ def _group(fake_group):
     counters.clear()
 
 
-def reduced(x):
-    return ops.wait_tensor(ops.all_reduce(x, "sum", "0"))
-
-
 def layer(x, w):
-    return torch.relu(reduced(x @ w))
+    return torch.relu(ar(x @ w))
 
 
 def run(function, rows, policy=POLICY, profile=PROFILE, marked=None, train=False, **given):
@@ -143,7 +140,7 @@ def test_bounds_of_the_user_are_not_narrowed():
 
 def test_sizes_that_are_known_only_when_it_runs_are_no_guards():
     def chosen(x, w):
-        return reduced((x @ w)[x[:, 0] > 0])
+        return ar((x @ w)[x[:, 0] > 0])
 
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         (plan,) = run(chosen, (64, 640))
@@ -158,7 +155,7 @@ def test_fixed_sizes_have_no_limit():
 
 def test_limits_of_the_most_sites_count():
     def many(x, w):
-        found = [reduced(x.repeat(1, n) * i) for i, n in enumerate((1, 2, 3, 3, 4, 4, 5), 2)]
+        found = [ar(x.repeat(1, n) * i) for i, n in enumerate((1, 2, 3, 3, 4, 4, 5), 2)]
         return [x @ w, *found]
 
     (plan,) = run(many, (4,), Policy(codecs="int8", algorithms="two_shot", skip=("group",)))

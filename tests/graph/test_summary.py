@@ -72,7 +72,7 @@ class Log:
         Return what was logged meanwhile: L a line, W a warning.
         """
         for graph in graphs:
-            self.summary.called(graph[1:] + {"F": "forward", "B": "backward"}[graph[0]])
+            self.summary.count_call(graph[1:] + {"F": "forward", "B": "backward"}[graph[0]])
         return self.said()
 
     def said(self) -> str:
@@ -245,7 +245,7 @@ def test_preset_tells_groups_that_it_has_no_role_for_and_nothing_of_the_others(f
     other = planned(group="9", group_label="d", group_labels=("d", "world"))
     summary.add(plan("1", "forward", other, rules=summary.policy.rules), trained=True)
     (sentence,) = summary.unmatched_rules().values()
-    assert "no rule for what is sent over d, and leaves it alone" in sentence
+    assert "no rule for what is sent over d, which stays uncompressed" in sentence
     assert "for_mesh" in sentence
     summary.policy = Policy.for_mesh("balanced-3d", dp="world")
     assert not summary.unmatched_rules()
@@ -526,7 +526,7 @@ def other_graphs_have(model, fake_group):
     steps(by_itself(model, commpass.backend("balanced", inner="eager")), 4)
 
 
-def has_a_door(model, fake_group):
+def has_an_integration(model, fake_group):
     fake_group(8)
     integration = Integration()
     integration.acquire(model, model)
@@ -550,7 +550,7 @@ def not_the_first_rank(model, fake_group):
         one_step,
         inference,
         other_graphs_have,
-        has_a_door,
+        has_an_integration,
         not_the_first_rank,
     ],
 )

@@ -16,7 +16,7 @@ from torch import nn
 import commpass
 from commpass.costmodel import Link, Profile, ethernet, profile_named
 from commpass.distributed.summary import SERVED, Summary
-from commpass.distributed.uncompressed import EARLIER, HIDDEN, Slower, UncompressedSite
+from commpass.distributed.uncompressed import EARLIER, OVERLAPPED, Slower, UncompressedSite
 from commpass.passes.breakeven import break_even_rate
 from commpass.passes.candidates import candidates
 from commpass.passes.choose import choose
@@ -295,7 +295,7 @@ def test_sites_that_take_longest_come_first():
 
 def test_warning_repeats_no_other_warning():
     assert summary_of(EARLIER, EARLIER).none_compressed() == ""
-    assert "1 site: hidden behind" in summary_of(EARLIER, HIDDEN).none_compressed()
+    assert "1 site: overlapped with" in summary_of(EARLIER, OVERLAPPED).none_compressed()
 
 
 def test_sentence_names_the_commonest_reasons_and_counts_the_others():

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import Ranks
+from rank_helpers import commpass_messages
 from tiers import rarely
 
 import commpass
@@ -361,16 +362,12 @@ def breaks_on_one_rank(strict: bool) -> tuple[bool, str, str]:
     manager.PASSES = tuple(
         dataclasses.replace(p, run=fail) if p.name == "rewrite" else p for p in kept
     )
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda entry: messages.append(entry.getMessage())
-    logging.getLogger("commpass").addHandler(handler)
     try:
         x = torch.ones(700 + strict) / 3  # a plan that these ranks have not agreed on before
-        result = compiled(forced("int8"), strict=strict)(x)
+        with commpass_messages() as messages:
+            result = compiled(forced("int8"), strict=strict)(x)
         return torch.equal(result, model(x)), commpass.plans()[-1].fallback, " ".join(messages)
     finally:
-        logging.getLogger("commpass").removeHandler(handler)
         manager.PASSES = kept
 
 
@@ -393,25 +390,21 @@ def kernel_breaks_on_one_rank() -> tuple[bool, str, str]:
     def three(x):
         return model(model(model(x)))
 
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda entry: messages.append(entry.getMessage())
-    logging.getLogger("commpass").addHandler(handler)
     kept, kernel._compile = kernel._compile, compile_kernel
     try:
         torch._dynamo.reset()
         x = torch.ones(904) / 3
         policy = Policy(rules=[Rule(codec="int8", algorithm="two_shot", force=True)])
-        result = torch.compile(three, backend=commpass.backend(policy, timeout=120))(x)
+        with commpass_messages() as messages:
+            result = torch.compile(three, backend=commpass.backend(policy, timeout=120))(x)
         return torch.equal(result, three(x)), commpass.plans()[-1].fallback, " ".join(messages)
     finally:
-        logging.getLogger("commpass").removeHandler(handler)
         kernel._compile = kept
 
 
 def test_kernel_that_fails_on_one_rank_makes_all_compile_the_untouched_graph(ranks2):
     (exact, fallback, warning), (other, nothing, own) = ranks2.run(kernel_breaks_on_one_rank)
-    why = "left alone: pass 'lower' failed: RuntimeError: injected"
+    why = "uncompressed: pass 'lower' failed: RuntimeError: injected"
     assert exact
     assert f"rank 1: {why}" in fallback
     assert "compiled untouched" in warning

@@ -7,13 +7,13 @@ an older one.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import socket
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
+from rank_helpers import commpass_messages
 from torch import nn
 
 import commpass
@@ -218,15 +218,15 @@ class Gone:
 def without_a_store():
     group = dist.new_group().group_name
     x = torch.rand(70)
-    kept = plan_store.PlanStore.store
-    plan_store.PlanStore.store = property(lambda self: Gone())
+    kept = plan_store.PlanStore.torch_store
+    plan_store.PlanStore.torch_store = property(lambda self: Gone())
     try:
         assert torch.equal(compiled(lambda x: summed(x, group), "lossless")(x), summed(x, group))
         with pytest.raises(PlanMismatch, match="does not answer") as error:
             compiled(lambda x: summed(x, group), forced("int8"))(x)
         assert "Broken pipe" in str(error.value)
     finally:
-        plan_store.PlanStore.store = kept
+        plan_store.PlanStore.torch_store = kept
     dist.barrier()
     got = compiled(lambda x: summed(x, group), forced("int8"))(x)
     return commpass.plans()[-1].sites[0].codec, got.shape
@@ -296,13 +296,9 @@ def test_process_groups_made_anew_in_one_launch_agree_anew(ranks2):
 
 
 def leaves_apart():
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda entry: lines.append(entry.getMessage())
-    logging.getLogger("commpass").addHandler(handler)
     group = dist.new_group().group_name
     rank = dist.get_rank()
-    try:
+    with commpass_messages() as lines:
         two = compiled(lambda x: summed(x.cos(), group) * summed(x, group), forced("int8"))
         one = compiled(lambda x: summed(x, group), forced("int8"))
         second = compiled(lambda x: summed(x.sin(), group), forced("int8"))
@@ -310,8 +306,6 @@ def leaves_apart():
         if rank:
             summed(torch.zeros(80), group)
         second(torch.zeros(80))
-    finally:
-        logging.getLogger("commpass").removeHandler(handler)
     return got.shape, [plan.fallback for plan in commpass.plans()[-2:]], lines
 
 

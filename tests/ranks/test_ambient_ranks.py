@@ -130,16 +130,20 @@ def test_pipeline_stage_sends_the_same_bits(ranks2, mode, codec, lowering):
     assert ranks2.run(pipelined, mode, codec, lowering) == [True, True]
 
 
-def watched(watch: float, mode: str | None) -> tuple[list[torch.Tensor], list[tuple[str, float]]]:
+def watched(
+    error_sample_rate: float, mode: str | None
+) -> tuple[list[torch.Tensor], list[tuple[str, float]]]:
     """Return gradients of a step, and the measured errors of what was gathered for it."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh())
     fully_shard(model)
-    door = compress_fsdp(model, forced("rotated", watch=watch), strict=True)
-    door.exchanges.backend.inner = "eager"
+    integration = compress_fsdp(
+        model, forced("rotated", error_sample_rate=error_sample_rate), strict=True
+    )
+    integration.exchanges.backend.inner = "eager"
     with MODES[mode]() if mode else contextlib.nullcontext():
         model(data()).float().square().mean().backward()
-    entries = door.exchanges.backend.step_log.entries
+    entries = integration.exchanges.backend.step_log.entries
     sites = [site for entry in entries for site in entry.samples.sites if site.count]
     errors = [(site.site.kind, site.last) for site in sites if site.site.kind == "all_gather"]
     return [p.grad.to_local() for p in model.parameters()], errors

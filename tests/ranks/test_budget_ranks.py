@@ -3,15 +3,14 @@ all."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
+from rank_helpers import commpass_messages
 from tiers import rarely
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -50,19 +49,6 @@ def codecs_of(backend) -> list[str]:
     return [site.codec for entry in backend.step_log.entries for site in entry.plan.sites]
 
 
-@contextlib.contextmanager
-def warnings_of_commpass() -> Iterator[list[str]]:
-    """Collect warnings while this context is open."""
-    messages: list[str] = []
-    keeper = logging.Handler(logging.WARNING)
-    keeper.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("commpass").addHandler(keeper)
-    try:
-        yield messages
-    finally:
-        logging.getLogger("commpass").removeHandler(keeper)
-
-
 def _one_rank_over(inner: str) -> tuple[list[list[str]], list[str], list[torch.Tensor], list[str]]:
     torch._dynamo.reset()
     rank = dist.get_rank()
@@ -70,12 +56,12 @@ def _one_rank_over(inner: str) -> tuple[list[list[str]], list[str], list[torch.T
     compiled = torch.compile(two_sums, backend=backend)
     x, y = normal(64, 64, seed=rank), with_counts(rank) if rank == 1 else normal(64, 256)
     codecs, results = [], []
-    with warnings_of_commpass() as messages:
+    with commpass_messages(logging.WARNING) as messages:
         for _ in range(4):
             results.append(compiled(x, y)[1])
             codecs.append(codecs_of(backend))
     reasons = [site.reason for site in backend.step_log.entries[0].plan.sites]
-    return codecs, reasons, results, [m for m in messages if "left alone from now on" in m]
+    return codecs, reasons, results, [m for m in messages if "stays uncompressed from now on" in m]
 
 
 @pytest.mark.parametrize("inner", ["eager", rarely("inductor")])
@@ -115,7 +101,7 @@ def test_site_found_over_its_budget_at_one_size_is_left_alone_at_the_others(rank
 def _ddp() -> tuple[list[list[str]], torch.Tensor]:
     torch.manual_seed(0)
     model = DDP(nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)))
-    door = compress_ddp(model, INT8, profile=SLOW)
+    integration = compress_ddp(model, INT8, profile=SLOW)
     rank, codecs = dist.get_rank(), []
     x, shown = normal(32, 64, seed=rank), []
     if rank == 0:
@@ -123,9 +109,9 @@ def _ddp() -> tuple[list[list[str]], torch.Tensor]:
     for _ in range(5):
         model.zero_grad()
         model(x).square().mean().backward()
-        codecs.append([site.codec for plan in door.exchanges.plans for site in plan.sites])
-        shown.append([site.codec for plan in door.plans for site in plan.sites])
-        assert (door.bytes.sent < door.bytes.plain) == ("int8" in shown[-1])
+        codecs.append([site.codec for plan in integration.exchanges.plans for site in plan.sites])
+        shown.append([site.codec for plan in integration.plans for site in plan.sites])
+        assert (integration.bytes.sent < integration.bytes.plain) == ("int8" in shown[-1])
     assert shown == codecs
     return codecs, torch.cat([each.grad.flatten() for each in model.parameters()])
 
@@ -199,7 +185,7 @@ def _one_compiles_again_over_its_budget() -> tuple[list[str], list[str], torch.T
         return reduced(x * 1.0), y * 2
 
     compiled = torch.compile(function, backend=backend, dynamic=False)
-    with warnings_of_commpass() as messages:
+    with commpass_messages(logging.WARNING) as messages:
         for step in range(7):
             late = rank == 1 and step >= 3
             x = with_counts(rank) if late else normal(64, 256, seed=rank)
@@ -229,7 +215,7 @@ def _silent() -> tuple[str, float, list[str]]:
     dist.barrier()
     start, error, messages = time.monotonic(), "", []
     if dist.get_rank() == 0:
-        with warnings_of_commpass() as messages:
+        with commpass_messages(logging.WARNING) as messages:
             try:
                 compiled(x, y)
             except Unanswered as raised:
@@ -272,11 +258,11 @@ class Weighted(nn.Module):
 def _equal_buckets() -> list[list[str]]:
     """Two buckets of one plan: the values of the second exceed its budget."""
     model, rank, codecs = DDP(Weighted(), bucket_cap_mb=0.01), dist.get_rank(), []
-    door = compress_ddp(model, INT8, profile=SLOW)
+    integration = compress_ddp(model, INT8, profile=SLOW)
     for _ in range(5):
         model.zero_grad()
         model(with_counts(rank), normal(64, 256, seed=rank)).backward()
-        codecs.append([site.codec for plan in door.exchanges.plans for site in plan.sites])
+        codecs.append([site.codec for plan in integration.exchanges.plans for site in plan.sites])
     return codecs
 
 

@@ -160,7 +160,7 @@ def check_planned_shards() -> None:
     x = torch.randn(1 << 20, generator=torch.Generator().manual_seed(rank))
     rate = KernelRate(0.1, 2.0)
     kernels = Kernels(launch_us=0.0, other=rate, gbytes_per_s=1000.0)
-    profile = Profile("slow", Link(10.0, 0.5, busy_us=1.0), kernels=kernels)
+    profile = Profile("slow", Link(10.0, 0.5, overhead_us=1.0), kernels=kernels)
     policy = commpass.Policy(codecs="equarx(block=256)")
 
     def gathered(x):

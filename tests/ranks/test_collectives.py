@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from counting import counting_group
+from rank_helpers import gather_objects
 from refusals import refusals
 from tiers import crossed, rarely, sampled
 
@@ -78,12 +78,6 @@ def exact(kind: str, inputs: list[torch.Tensor], rank: int, op: str) -> torch.Te
     return total if kind == "all_reduce" else total.chunk(len(wide))[rank]
 
 
-def everybodys(x: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, x)
-    return found
-
-
 def check_values(one_in: int) -> int:
     """Every kind x algorithm x codec x dtype x odd shape is near the exact result, and has the same
     bits on every rank."""
@@ -122,7 +116,7 @@ def check_values(one_in: int) -> int:
             bits = result.contiguous().view(torch.uint8).numpy().tobytes()
             alike = kind in ("all_reduce", "all_gather")
             digests.append((where, hashlib.sha256(bits).hexdigest() if alike else ""))
-    for everywhere in zip(*everybodys(digests), strict=True):
+    for everywhere in zip(*gather_objects(digests), strict=True):
         assert len(set(everywhere)) == 1, f"{everywhere[0][0]}: replicas differ"
     return len(digests)
 
@@ -208,10 +202,10 @@ def check_order() -> None:
     codes[::256] = 127
     x = (codes * 4**rank).to(torch.bfloat16)
     result = commpass.all_reduce(x, codec="int8", algorithm="one_shot")
-    total = sum((t.double() for t in everybodys(x)), torch.zeros(512, dtype=torch.float64))
+    total = sum((t.double() for t in gather_objects(x)), torch.zeros(512, dtype=torch.float64))
     assert torch.equal(result, total.to(torch.float32).to(torch.bfloat16))
     if size > 2:  # adding in bfloat16 would have rounded twice somewhere
-        low = everybodys(x)
+        low = gather_objects(x)
         assert not torch.equal(result, sum(low[1:], low[0]))
     values = torch.randn(1000, generator=torch.Generator().manual_seed(rank))
     for codec in CODECS:
@@ -263,7 +257,7 @@ def check_gradients() -> None:
         result = call(kind, name, x, "int8", op)
         weight = torch.randn(result.shape, generator=torch.Generator().manual_seed(100 + rank))
         (result * weight).sum().backward()
-        weights = [w.double() for w in everybodys(weight)]
+        weights = [w.double() for w in gather_objects(weight)]
         share = size if op == "avg" and kind in ("all_reduce", "reduce_scatter") else 1
         if kind == "all_reduce":
             expected = sum(weights[1:], weights[0]) / share
@@ -380,7 +374,7 @@ def check_decoded() -> None:
     ):
         coder = commpass.codec(codec)
         x = torch.randn(numel * size, generator=torch.Generator().manual_seed(rank)).to(dtype)
-        others = everybodys(x)
+        others = gather_objects(x)
         whole = [
             coder.decode_rows(coder.encode_rows(t.reshape(1, -1)), t.numel(), dtype)
             .double()
@@ -434,7 +428,7 @@ def check_uneven_gradients() -> None:
     result = commpass.all_to_all(x, received, sent, codec="int8")
     weight = torch.randn(result.shape, generator=torch.Generator().manual_seed(100 + rank))
     (result * weight).sum().backward()
-    weights = everybodys(weight)
+    weights = gather_objects(weight)
     starts = [
         [sum(matrix[a][to] for a in range(rank)) for to in range(size)] for rank in range(size + 1)
     ]

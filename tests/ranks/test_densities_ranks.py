@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from counting import counting_group
+from rank_helpers import forget_process, gather_objects
 from tiers import rarely
 from torch import nn
 
 import commpass
 from commpass.codecs import codec
 from commpass.costmodel import KernelRate, Kernels, Link
-from commpass.distributed import owners
 from commpass.plan import NONE
 from commpass.policy import Policy
 from commpass.policy.rules import Rule
@@ -29,7 +29,7 @@ POLICY = Policy(
     max_error=1.0,
     check_calls=0,
     selective=True,
-    leave_hidden=False,
+    skip_overlapped=False,
 )
 STEPS = 4
 
@@ -71,17 +71,9 @@ def batch(step: int, rows: int = 8) -> torch.Tensor:
     return torch.randn(rows, WIDTH, generator=generator)
 
 
-def everybodys(x):
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, x)
-    return found
-
-
 def fresh(inner: str, known: commpass.Profile):
     """Return a model, its backend, and a counter of its messages, as in a new process."""
-    commpass.reset_state()
-    owners._owners.clear()
-    torch._dynamo.reset()
+    forget_process()
     counting = counting_group()
     torch.manual_seed(0)
     model = Replica(counting.group_name)
@@ -120,7 +112,7 @@ def check_sum(inner: str) -> None:
         x = batch(number)
         given = [a + b for a, b in zip(given, step(model, compiled, x), strict=True)]
         right = [a + b / size for a, b in zip(right, exact(model, x), strict=True)]
-    right = [sum(everybodys(each)) for each in right]
+    right = [sum(gather_objects(each)) for each in right]
     plan = commpass.plans()[-1]
     kinds = [kind for kind, *_ in counting.seen]
     sparse = [site for site in plan.sites if site.codec != NONE]
@@ -129,7 +121,7 @@ def check_sum(inner: str) -> None:
     (density,) = {codec(site.codec).density.ratio for site in sparse}
     assert 0.001 <= density < 0.05
     state = commpass.state_dict(model)
-    left = {name: sum(everybodys(t.double())) / size for name, t in state.items()}
+    left = {name: sum(gather_objects(t.double())) / size for name, t in state.items()}
     scale = max(each.abs().max() for each in right)
     held = 0
     for name, total, want in zip(names, given, right, strict=True):
@@ -141,7 +133,7 @@ def check_sum(inner: str) -> None:
         assert (total + rest - want).abs().max() <= 1e-5 * scale, name
     assert held == len(state) == len(names) - _whole(plan)
     flat = torch.cat([t.flatten() for t in given])
-    assert len({each.numpy().tobytes() for each in everybodys(flat)}) == 1  # law 1
+    assert len({each.numpy().tobytes() for each in gather_objects(flat)}) == 1  # law 1
 
 
 def _whole(plan) -> int:

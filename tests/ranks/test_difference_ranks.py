@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from counting import counting_group
+from rank_helpers import forget_process, is_same_on_all_ranks
 from refusals import refusals
 from tiers import rarely
 from torch import nn
@@ -59,13 +60,6 @@ class Layer(nn.Module):
         return (x.to(self.dtype) @ whole).square().sum(), whole
 
 
-def fresh() -> None:
-    """Reset the state to that of a new process."""
-    commpass.reset_state()
-    owners._owners.clear()
-    torch._dynamo.reset()
-
-
 def weights(step: int, seed: int = 0) -> torch.Tensor:
     """Return the whole weight after some steps: it changes by a hundredth of its size in each."""
     generator = torch.Generator().manual_seed(seed)
@@ -106,9 +100,7 @@ def call(function, model: nn.Module, new: torch.Tensor | None = None) -> torch.T
 
 def one_bits(x: torch.Tensor) -> bool:
     """Return whether all ranks hold the same bits."""
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, x.view(torch.uint8).numpy().tobytes())
-    return len(set(found)) == 1
+    return is_same_on_all_ranks(x.view(torch.uint8).numpy().tobytes())
 
 
 def closed_loop(held: torch.Tensor, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -132,7 +124,7 @@ def closed_loop(held: torch.Tensor, new: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 def check_closed_loop(inner: str, steps: int, dtype: torch.dtype) -> None:
-    fresh()
+    forget_process()
     model = Layer(dtype=dtype)
     function = compiled(model, inner=inner)
     held = call(function, model)
@@ -176,7 +168,7 @@ def test_all_ranks_hold_what_the_closed_loop_gives(ranks, inner, steps, dtype, r
 
 
 def check_bytes() -> None:
-    fresh()
+    forget_process()
     group = counting_group()
     model = Layer(group)
     function = compiled(model)
@@ -200,7 +192,7 @@ def test_bytes_that_travel_are_those_of_the_plan(ranks2):
 
 
 def check_hostile() -> None:
-    fresh()
+    forget_process()
     model = Layer()
     function = compiled(model)
     call(function, model)
@@ -232,7 +224,7 @@ def test_reference_keeps_nothing_that_is_not_finite(ranks2):
 
 
 def check_bad_from_the_start() -> None:
-    fresh()
+    forget_process()
     model = Layer()
     function = compiled(model)
     bad = weights(0)
@@ -246,7 +238,7 @@ def test_reference_that_begins_with_a_nan_is_finite(ranks2):
 
 
 def check_restart() -> None:
-    fresh()
+    forget_process()
     model = Layer()
     function = compiled(model)
     for step in range(3):
@@ -281,7 +273,7 @@ def check_twins() -> list[str]:
     said = []
 
     def reason(function, *args, grad=True) -> None:
-        fresh()
+        forget_process()
         seen = len(commpass.plans())
         with torch.set_grad_enabled(grad):
             result = compiled(function, OFFERED)(*args)
@@ -318,7 +310,7 @@ def test_no_reference_is_kept_where_none_would_be_right(ranks2):
 
 def check_accumulation(inner: str) -> None:
     """Two forwards, then two backwards: what backward needs of the first is not overwritten."""
-    fresh()
+    forget_process()
     model = Layer()
     function = compiled(model, inner=inner)
     call(function, model)
@@ -345,7 +337,7 @@ def test_two_forwards_before_a_backward_each_have_their_own_weights(inner, ranks
 
 def check_instances() -> None:
     """Instances of a class share code, and keep separate references."""
-    fresh()
+    forget_process()
     models = [Layer(seed=seed) for seed in range(3)]
     backend = commpass.backend(POLICY, inner="eager", strict=True)
     functions = [torch.compile(model, backend=backend) for model in models]
@@ -380,7 +372,7 @@ class Sharded(nn.Module):
 
 
 def check_sharded() -> None:
-    fresh()
+    forget_process()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
     for rows in (64, 50):  # on 4 ranks 50 are padded: torch then gathers the padded shards
         model = Sharded(mesh, rows)
@@ -404,7 +396,7 @@ def check_sharded() -> None:
         assert [(s.kind, s.codec, s.dtype) for s in plans[0].sites] == [
             ("all_gather", CODEC, "bfloat16")
         ]
-        fresh()
+        forget_process()
 
 
 @pytest.mark.few(1)
@@ -415,10 +407,10 @@ def test_sharded_parameter_travels_as_its_difference(ranks, request):
 
 def check_exchange() -> None:
     """A hook's gather of two parameters in one buffer."""
-    fresh()
+    forget_process()
     size, rank = dist.get_world_size(), dist.get_rank()
     backend = commpass.backend(POLICY, inner="eager", strict=True)
-    doors = Exchanges(backend)
+    exchanges = Exchanges(backend)
     parameters = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
     group = dist.group.WORLD.group_name
     what = Exchange("all_gather", group, size, "layers.0", "forward", "test")
@@ -427,7 +419,7 @@ def check_exchange() -> None:
         generator = torch.Generator().manual_seed(rank)
         start, way = torch.randn(2, 3000, generator=generator)
         x = start + 0.01 * step * way
-        doors.run(what, x, out, of=parameters)
+        exchanges.run(what, x, out, of=parameters)
         assert one_bits(out)
         everybody = [torch.empty_like(x) for _ in range(size)]
         dist.all_gather(everybody, x)
@@ -435,10 +427,10 @@ def check_exchange() -> None:
     assert seen[0] == 0
     assert seen[1] > 0
     assert max(seen[1:]) < 1.2 * seen[1]
-    (plan,) = doors.plans
+    (plan,) = exchanges.plans
     assert [site.codec for site in plan.sites] == [CODEC]
     assert plan.sites[0].wire_bytes == 4096 // 2 + ALIGNMENT
-    (said,) = refusals(lambda: doors.run(what, x, out))
+    (said,) = refusals(lambda: exchanges.run(what, x, out))
     assert "forces a codec" in said
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from counting import counting_group
+from rank_helpers import gather_objects
 from refusals import refusals
 from tiers import crossed, rarely
 
@@ -21,12 +22,6 @@ pytestmark = pytest.mark.xdist_group("ranks")
 
 ops = torch.ops._c10d_functional
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-
-
-def everybodys(x):
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, x)
-    return found
 
 
 def splits(matrix) -> tuple[list[int], list[int]]:
@@ -85,7 +80,8 @@ def check_uneven() -> int:
             )
             result = commpass.all_to_all(x, received, sent, codec=codec)
             parts = [
-                theirs.split(matrix[number])[rank] for number, theirs in enumerate(everybodys(x))
+                theirs.split(matrix[number])[rank]
+                for number, theirs in enumerate(gather_objects(x))
             ]
             expected = torch.cat(parts)
             where = (name, width, codec, dtype)
@@ -135,7 +131,7 @@ def check_lossless(one_in: int) -> None:
     for (kind, how), dtype, what in crossed(LOSSLESS, DTYPES, kinds, one_in=one_in):
         for rows in (1, 700, 3001):
             x = some((size * rows,), dtype, what)
-            expected = moved(kind, everybodys(x), rank)
+            expected = moved(kind, gather_objects(x), rank)
             for codec in ("exponent", "exponent(planes=3)", "raw"):
                 result = move(kind, how, x, codec)
                 assert torch.equal(bits(result), bits(expected)), (
@@ -160,7 +156,7 @@ def check_lossless_sums() -> None:
         DTYPES[:3], ["one_shot", "two_shot", "two_shot(first=sizes)"]
     ):
         x = torch.randn(2500, generator=torch.Generator().manual_seed(rank)).to(dtype)
-        inputs = [t.float() for t in everybodys(x)]
+        inputs = [t.float() for t in gather_objects(x)]
         expected = sum(inputs[1:], inputs[0]).to(dtype)
         assert torch.equal(commpass.all_reduce(x, codec="exponent", algorithm=how), expected), (
             dtype,
@@ -190,7 +186,7 @@ def check_lossless_bytes() -> None:
         tails = (
             used - static
             if kind == "all_to_all"
-            else max(t.max() for t in everybodys(used)) - static
+            else max(t.max() for t in gather_objects(used)) - static
         )
         sent = [size for _, _, size in group.seen]
         assert {found for found, _, _ in group.seen} == {kind}
@@ -229,7 +225,7 @@ def check_late_rank() -> None:
         result = commpass.all_reduce(x, codec=codec, algorithm=name)
         # The result contains the late rank's values: no rank can have it earlier.
         assert store.check([f"{late} {name} {codec} begins"])
-        total = sum(t.double() for t in everybodys(x))
+        total = sum(t.double() for t in gather_objects(x))
         assert (result.double() - total).abs().max() <= 0.1
 
 
@@ -308,7 +304,7 @@ def errors() -> dict[str, float]:
     x = torch.randn(
         1 << 16, generator=torch.Generator().manual_seed(dist.get_rank()), dtype=torch.float64
     ).float()
-    total = sum(t.double() for t in everybodys(x))
+    total = sum(t.double() for t in gather_objects(x))
     return {
         name: (
             (
@@ -437,7 +433,8 @@ def check_compiled_bits() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         x = any_bits((3001,), dtype, rank)
         compiled = torch.compile(lambda x: commpass.all_gather(x, codec="raw"), fullgraph=True)
-        assert torch.equal(bits(compiled(x)), torch.cat([bits(t) for t in everybodys(x)])), dtype
+        expected = torch.cat([bits(t) for t in gather_objects(x)])
+        assert torch.equal(bits(compiled(x)), expected), dtype
 
 
 def test_compiled_moves_of_raw_values_are_bit_exact(ranks2):

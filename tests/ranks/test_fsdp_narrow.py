@@ -51,10 +51,10 @@ def model_on(group, policy: Policy) -> nn.Module:
     return fully_shard(Layer(), mesh=mesh, mp_policy=MIXED)
 
 
-def watch_sums(door) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def watch_sums(integration) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Record the input and output of each reduce_scatter."""
     seen = []
-    for unit in door.units:
+    for unit in integration.units:
         comm = unit.group._reduce_scatter_comm
 
         def watched(output_tensor, input_tensor, comm=comm, **more):
@@ -103,12 +103,12 @@ def sent_in_16_bits(policy: Policy, factor: float | None = None) -> None:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1 / factor)
-    door = opened(model, policy, profile=SLOW)
-    seen = watch_sums(door)
+    integration = opened(model, policy, profile=SLOW)
+    seen = watch_sums(integration)
     group.seen.clear()
     backward(model)
     values = sum(given.numel() for given, _ in seen)
-    assert len(seen) == len(door.units)
+    assert len(seen) == len(integration.units)
     check_sums(seen, 1 / group.size() if factor is None else factor)
     assert "reduce_scatter" not in {kind for kind, _, _ in group.seen}
     assert not bytes_of(group, "all_to_all", torch.float32)
@@ -119,12 +119,12 @@ def sent_in_16_bits(policy: Policy, factor: float | None = None) -> None:
     else:  # of 16 bits per value the codec leaves at most 13
         assert plain == 0 < coded < values * 13 / 8
     assert bytes_of(group, "all_reduce", torch.int32) == 4 * len(seen)
-    sites = [site for plan in door.plans for site in plan if site.direction == "backward"]
+    sites = [site for plan in integration.plans for site in plan if site.direction == "backward"]
     codec = "none" if policy is PLAIN else CODEC
     assert {(s.kind, s.dtype, s.codec) for s in sites} == {("all_to_all", "bfloat16", codec)}
-    assert door.bytes["reduce_scatter"].plain == 4 * values
+    assert integration.bytes["reduce_scatter"].plain == 4 * values
     if policy is PLAIN:
-        assert door.bytes["reduce_scatter"].sent == 2 * values + 4 * len(seen)
+        assert integration.bytes["reduce_scatter"].sent == 2 * values + 4 * len(seen)
 
 
 def test_bfloat16_gradients_are_summed_in_float32_from_16_bits(ranks2, ranks4):
@@ -147,22 +147,24 @@ def accumulated(policy: Policy) -> None:
     group = counting_group()
     policy = PLAIN if policy == PLAIN else policy
     model = model_on(group, policy)
-    door = opened(model, policy, profile=SLOW)
-    seen = watch_sums(door)
+    integration = opened(model, policy, profile=SLOW)
+    seen = watch_sums(integration)
     group.seen.clear()
     backward(model, steps=2)
-    assert len(seen) == len(door.units) == door.bytes["reduce_scatter"].calls
+    assert len(seen) == len(integration.units) == integration.bytes["reduce_scatter"].calls
     assert any(bool((given != given.bfloat16()).any()) for given, _ in seen)
     check_sums(seen, 1 / group.size())
     values = sum(given.numel() for given, _ in seen)
     assert not bytes_of(group, "all_to_all", torch.bfloat16)
     assert bytes_of(group, "all_reduce", torch.int32) == 4 * len(seen)
-    wide = [site for plan in door.plans for site in plan if site.kind == "reduce_scatter"]
+    wide = [site for plan in integration.plans for site in plan if site.kind == "reduce_scatter"]
     assert {site.dtype for site in wide} == {"float32"}
     if policy is PLAIN:  # torch sends it through the backend, bypassing the counting group
         assert not bytes_of(group, "all_to_all", torch.uint8)
-        assert door.bytes["reduce_scatter"].sent == 4 * values + 4 * len(seen)
-    assert door.bytes["reduce_scatter"].sent > 2 * values  # more bits than narrow values have
+        assert integration.bytes["reduce_scatter"].sent == 4 * values + 4 * len(seen)
+    assert (
+        integration.bytes["reduce_scatter"].sent > 2 * values
+    )  # more bits than narrow values have
 
 
 def test_accumulated_float32_gradients_are_sent_in_float32(ranks2):
@@ -177,9 +179,9 @@ def test_accumulated_float32_gradients_are_coded_in_float32(ranks2, ranks4):
 
 def left_in_float32(policy: Policy, profile: Profile) -> list[str]:
     model = sharded(Net(), mp_policy=MIXED)
-    door = opened(model, policy, profile=profile)
+    integration = opened(model, policy, profile=profile)
     backward(model)
-    sites = [site for plan in door.plans for site in plan if site.direction == "backward"]
+    sites = [site for plan in integration.plans for site in plan if site.direction == "backward"]
     return sorted({f"{site.kind} {site.dtype} {site.codec}" for site in sites})
 
 
@@ -203,11 +205,13 @@ def trained() -> None:
     weights = []
     for on in (False, True):
         model = sharded(Net(), mp_policy=MIXED)
-        door = opened(model, PLAIN, profile=SLOW) if on else None
+        integration = opened(model, PLAIN, profile=SLOW) if on else None
         plain_steps(model, adam(model), 3)
         weights.append(whole(model))
     assert same(*weights)
-    kinds = {site.kind for plan in door.plans for site in plan if site.direction == "backward"}
+    kinds = {
+        site.kind for plan in integration.plans for site in plan if site.direction == "backward"
+    }
     assert kinds == {"all_to_all"}
 
 
@@ -248,13 +252,13 @@ def test_narrow_values_are_found_bit_for_bit_and_by_all_ranks_alike(ranks2):
 def steps_with_both() -> None:
     """A step with accumulation after one without: each is sent according to its values."""
     model = sharded(Net(), mp_policy=MIXED)
-    door = opened(model, PLAIN, profile=SLOW)
-    seen, sent = watch_sums(door), []
+    integration = opened(model, PLAIN, profile=SLOW)
+    seen, sent = watch_sums(integration), []
     runs: list[Callable[[], None]] = [lambda: backward(model), lambda: backward(model, 2)]
     for run in (*runs, *runs):
-        door.clear()
+        integration.clear()
         run()
-        sent.append(door.bytes["reduce_scatter"].sent)
+        sent.append(integration.bytes["reduce_scatter"].sent)
         model.zero_grad()
     check_sums(seen, 1 / dist.get_world_size())
     assert sent[:2] == sent[2:]

@@ -74,9 +74,9 @@ def sharded(model: nn.Module, **more) -> nn.Module:
 
 def opened(model: nn.Module, policy, inner: str = "eager", **more):
     """Return the integration; its graphs run operator by operator unless the compiler is tested."""
-    door = compress_fsdp(model, policy, strict=True, timeout=60, **more)
-    door.exchanges.backend.inner = inner
-    return door
+    integration = compress_fsdp(model, policy, strict=True, timeout=60, **more)
+    integration.exchanges.backend.inner = inner
+    return integration
 
 
 def batches(steps: int, rank: int | None = None):
@@ -120,9 +120,9 @@ def trained(codec: str, steps: int) -> tuple[list[float], list[float], set[str]]
     losses = []
     for on in (False, True):
         model = sharded(Net())
-        door = opened(model, forced(codec)) if on else None
+        integration = opened(model, forced(codec)) if on else None
         losses.append(plain_steps(model, adam(model), steps))
-    codecs = {site.codec for plan in door.plans for site in plan.sites}
+    codecs = {site.codec for plan in integration.plans for site in plan.sites}
     return *losses, codecs
 
 
@@ -151,11 +151,11 @@ def exact(policy, steps: int, compressed: bool) -> None:
     weights = []
     for on in (False, True):
         model = sharded(Net())
-        door = opened(model, policy) if on else None
+        integration = opened(model, policy) if on else None
         plain_steps(model, adam(model), steps)
         weights.append(whole(model))
     assert same(*weights)
-    assert compressed == any(plan.compressed for plan in door.plans)
+    assert compressed == any(plan.compressed for plan in integration.plans)
 
 
 @pytest.mark.every
@@ -305,13 +305,15 @@ def feature(name: str) -> list[str]:
     weights = []
     for on in (False, True):
         model = make()
-        door = opened(model, EXACT) if on else None
+        integration = opened(model, EXACT) if on else None
         train(model, adam(model))
         weights.append(whole(model))
     assert same(*weights), name
-    assert all(plan.compressed for plan in door.plans), [plan.sites for plan in door.plans]
-    assert door.bytes.keys() == {"all_gather", "reduce_scatter"}
-    return sorted({site.module for plan in door.plans for site in plan.sites})
+    assert all(plan.compressed for plan in integration.plans), [
+        plan.sites for plan in integration.plans
+    ]
+    assert integration.bytes.keys() == {"all_gather", "reduce_scatter"}
+    return sorted({site.module for plan in integration.plans for site in plan.sites})
 
 
 @pytest.mark.few(2)
@@ -329,10 +331,10 @@ def gathered(codec: str) -> None:
     """Every rank holds the same bits, which are not exact; the shards stay exact; backward gathers
     the same bits again."""
     model = sharded(Net())
-    door = opened(model, forced(codec))
+    integration = opened(model, forced(codec))
     before = {name: p.to_local().detach().clone() for name, p in model.named_parameters()}
     seen: dict[str, list[torch.Tensor]] = {}
-    for unit in door.units:
+    for unit in integration.units:
         comm = unit.group._all_gather_comm
 
         def watched(output_tensor, *rest, comm=comm, name=unit.name, **more):
@@ -353,7 +355,7 @@ def gathered(codec: str) -> None:
         dist.all_gather(others, forward)
         assert all(torch.equal(other, forward) for other in others), name
         own = forward.chunk(dist.get_world_size())[dist.get_rank()]
-        unit = next(unit for unit in door.units if unit.name == name)
+        unit = next(unit for unit in integration.units if unit.name == name)
         exact = torch.cat([p.sharded_param.to_local().flatten() for p in unit.group.fsdp_params])
         assert not torch.equal(own, exact), name  # its own shard went through the codec as well
         assert (own - exact).norm() < 0.05 * exact.norm(), name
@@ -401,28 +403,33 @@ def counted() -> None:
         ],
         max_error=1.0,
     )
-    door = opened(model, policy)
+    integration = opened(model, policy)
     optimizer = adam(model)
     plain_steps(model, optimizer, 1)
     group.seen.clear()
-    door.clear()
+    integration.clear()
     plain_steps(model, optimizer, 1)
     assert {kind for kind, _, _ in group.seen} <= {"all_gather", "all_to_all", "reduce_scatter"}
     seen = sum(size for _, _, size in group.seen)
     root_gather = next(
-        p.sites[0] for p in door.plans if p.sites[0].module == "" and p.direction == "forward"
+        p.sites[0]
+        for p in integration.plans
+        if p.sites[0].module == "" and p.direction == "forward"
     )
     assert root_gather.codec == "none"
     by_torch = root_gather.bytes  # torch calls gloo for it, and not the counting group
-    assert seen + by_torch == sum(s.sent for s in door.bytes.values()), (group.seen, door.bytes)
+    assert seen + by_torch == sum(s.sent for s in integration.bytes.values()), (
+        group.seen,
+        integration.bytes,
+    )
     of_layers = 2 * LAYERS  # in forward, and again in backward
     gathers = [dtype for kind, dtype, _ in group.seen if kind == "all_gather"]
     assert gathers.count(torch.uint8) + gathers.count(torch.int8) >= of_layers
-    sent = door.bytes
+    sent = integration.bytes
     assert sent["all_gather"].calls == of_layers + 1
     assert sent["reduce_scatter"].sent < 0.4 * sent["reduce_scatter"].plain
-    assert "all_gather" in repr(door)
-    assert all(plan in commpass.plans() for plan in door.plans)
+    assert "all_gather" in repr(integration)
+    assert all(plan in commpass.plans() for plan in integration.plans)
 
 
 def test_bytes_on_the_wire_are_those_of_the_plans(ranks2):
@@ -474,12 +481,12 @@ def shared() -> None:
     for inner in ("eager", "inductor"):
         model = sharded(Net())
         rules = [Rule(codec="int8", module="layers.*", force=True)]
-        door = opened(model, Policy(rules=rules, max_error=1.0), inner)
+        integration = opened(model, Policy(rules=rules, max_error=1.0), inner)
         plain_steps(model, adam(model), 2)
         weights.append(whole(model))
-    assert len(door.exchanges.shared.made) <= 2
-    assert len(door.plans) == 2 * (LAYERS + 1)
-    assert len({plan.sites[0].module for plan in door.plans}) == LAYERS + 1
+    assert len(integration.exchanges.shared.made) <= 2
+    assert len(integration.plans) == 2 * (LAYERS + 1)
+    assert len({plan.sites[0].module for plan in integration.plans}) == LAYERS + 1
     for name, value in weights[0].items():
         assert torch.allclose(value, weights[1][name], atol=2e-3), name
 
@@ -498,15 +505,15 @@ def blocks_compiled(inner: str) -> None:
             layer.compile(backend=commpass.backend(EXACT if on else "off", inner=inner))
             assert model.layers[number] is layer
         fully_shard(model)
-        door = opened(model, EXACT) if on else None
+        integration = opened(model, EXACT) if on else None
         plain_steps(model, adam(model), 2)
         weights.append(whole(model))
     assert same(*weights)
-    assert all(plan.compressed for plan in door.plans)
+    assert all(plan.compressed for plan in integration.plans)
 
 
 @pytest.mark.every
-def test_compiled_blocks_and_the_door_compose(ranks2):
+def test_compiled_blocks_and_the_integration_compose(ranks2):
     ranks2.run(blocks_compiled, "eager")
 
 
@@ -576,21 +583,21 @@ def hybrid() -> None:
         model = sharded(Net(), mesh=mesh)
         policy = Policy(rules=[Rule(codec="raw", group="fsdp", force=True)])
         with listening() as said:
-            door = opened(model, policy) if on else None
+            integration = opened(model, policy) if on else None
         plain_steps(model, adam(model), 3)
         weights.append(whole(model))
     assert same(*weights)
     assert sum("all_reduce" in each for each in said) == 1
-    assert all(plan.compressed and plan.sites[0].group_size == 2 for plan in door.plans)
+    assert all(plan.compressed and plan.sites[0].group_size == 2 for plan in integration.plans)
 
 
 def fewer() -> None:
     """Backward's gather over two of four ranks starts from rounded weights, and is not
     compressed."""
     model = sharded(Net(), reshard_after_forward=2)
-    door = opened(model, forced("int8"))
+    integration = opened(model, forced("int8"))
     plain_steps(model, adam(model), 2)
-    sites = [site for plan in door.plans for site in plan.sites if site.kind == "all_gather"]
+    sites = [site for plan in integration.plans for site in plan.sites if site.kind == "all_gather"]
     left = [site for site in sites if site.codec == "none"]
     assert {site.group_size for site in left} == {2}
     assert all("reshard_after_forward" in site.reason for site in left)
@@ -606,10 +613,10 @@ def test_meshes_of_replicas_and_of_fewer_ranks_after_forward(ranks4):
 def alone() -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "one"))["one"]
     model = sharded(Net(), mesh=mesh)
-    door = opened(model, forced("int8"))
+    integration = opened(model, forced("int8"))
     plain_steps(model, adam(model), 1)
-    assert door.plans == []
-    assert "nothing sent yet" in repr(door)
+    assert integration.plans == []
+    assert "nothing sent yet" in repr(integration)
 
 
 # --- uncompressed collectives, and errors --------------------------------------------------------
@@ -617,9 +624,9 @@ def alone() -> None:
 
 def reasons() -> None:
     def reasons_of(model, codec: str) -> list[str]:
-        door = opened(model, Policy(rules=[Rule(codec=codec)], max_error=1.0))
+        integration = opened(model, Policy(rules=[Rule(codec=codec)], max_error=1.0))
         plain_steps(model, adam(model), 1)
-        sites = [site for plan in door.plans for site in plan.sites]
+        sites = [site for plan in integration.plans for site in plan.sites]
         assert all(site.codec == "none" for site in sites if site.kind != "all_gather" or mixed)
         return [f"{site.kind} {site.dtype}: {site.reason}" for site in sites]
 
@@ -649,11 +656,11 @@ def differences() -> None:
 
         model.layers[1].register_forward_hook(see)
         model.layers[1].register_full_backward_pre_hook(see)
-        door = opened(model, Policy(rules=rules, max_error=1.0), profile=slow)
+        integration = opened(model, Policy(rules=rules, max_error=1.0), profile=slow)
         plain_steps(model, adam(model), 3)
         for forward, backward in zip(seen[::2], seen[1::2], strict=True):
             assert torch.equal(forward, backward)
-        sites = [site for plan in door.plans for site in plan if site.kind == "all_gather"]
+        sites = [site for plan in integration.plans for site in plan if site.kind == "all_gather"]
         assert {site.codec.startswith("difference") for site in sites} == {not again}
         assert all("backward gathers it again" in site.reason for site in sites if again)
 
@@ -664,8 +671,10 @@ def test_differences_where_backward_does_not_gather_again_alone(ranks2):
 
 def refused(codecs, says: str) -> None:
     model = sharded(Net(), reshard_after_forward=True)
-    door = compress_fsdp(model, forced(codecs[dist.get_rank()], kind="all_gather"), timeout=60)
-    door.exchanges.backend.inner = "eager"
+    integration = compress_fsdp(
+        model, forced(codecs[dist.get_rank()], kind="all_gather"), timeout=60
+    )
+    integration.exchanges.backend.inner = "eager"
     with pytest.raises(CommpassError, match=says):
         plain_steps(model, adam(model), 1)
 
@@ -686,11 +695,11 @@ def words(after: bool = False) -> None:
     model = sharded(Net())
     if not after:
         commpass.apply_policy(model, said)
-    door = opened(model, forced("int8"))
+    integration = opened(model, forced("int8"))
     if after:
         commpass.apply_policy(model, said)
     plain_steps(model, adam(model), 1)
-    chosen = {site.module: site.codec for plan in door.plans for site in plan.sites}
+    chosen = {site.module: site.codec for plan in integration.plans for site in plan.sites}
     assert chosen["layers.0"] == "none"
     assert chosen["layers.2"] == "int8"
     assert chosen["layers.1"].startswith("fp8")
@@ -698,7 +707,7 @@ def words(after: bool = False) -> None:
 
 def taken() -> list[str]:
     model = sharded(Net())
-    door = opened(model, "off")
+    integration = opened(model, "off")
     other = sharded(Net())
     other.layers[1].set_custom_all_gather(Mine())
     wrapped = nn.parallel.DistributedDataParallel(Net())
@@ -709,7 +718,7 @@ def taken() -> list[str]:
         lambda: compress_fsdp(wrapped, "off"),
         lambda: compress_fsdp(model.state_dict(), "off"),
     )
-    door.remove()
+    integration.remove()
     again = opened(model, "off")  # the model can be acquired again
     try:
         model.set_allocate_memory_from_process_group_for_comm(True)
@@ -746,14 +755,14 @@ def over_its_budget() -> list[tuple[int, float]]:
         model.layers[1].up.weight[:, 0] = 1e7
     model = sharded(model)
     policy = Policy(codecs=("int8",), max_error=0.02, check_calls=1)
-    door = opened(model, policy, profile=commpass.ethernet(0.001))
+    integration = opened(model, policy, profile=commpass.ethernet(0.001))
     found = []
     for x, y in batches(4):
-        door.clear()
+        integration.clear()
         loss_of(model, x, y).backward()
         model.zero_grad()
-        sent = door.bytes["all_gather"]
-        found.append((sum(plan.changed for plan in door.plans), sent.plain / sent.sent))
+        sent = integration.bytes["all_gather"]
+        found.append((sum(plan.changed for plan in integration.plans), sent.plain / sent.sent))
     return found
 
 
@@ -806,18 +815,18 @@ def replaced_parameters(codec: str) -> tuple[list[int], list[int], bool, bool]:
     weights, plans, listed = [], [], []
     for on in (True, False):
         model = sharded(Net(), reshard_after_forward=False)
-        door = opened(model, forced(codec, kind="all_gather")) if on else None
+        integration = opened(model, forced(codec, kind="all_gather")) if on else None
         for _ in range(3):
             saved = {name: value.clone() for name, value in model.state_dict().items()}
             model.load_state_dict(saved, assign=True)
             plain_steps(model, torch.optim.SGD(model.parameters(), 0.1), 1)
-            if door is not None:
-                plans.append(len(door.plans))
-                listed.append(len(door.exchanges.backend.step_log.entries))
+            if integration is not None:
+                plans.append(len(integration.plans))
+                listed.append(len(integration.exchanges.backend.step_log.entries))
         weights.append(whole(model))
-        if door is not None:
+        if integration is not None:
             alive = {id(parameter) for parameter in model.parameters()}
-            whose = [one.calls.whose for one in door.exchanges.compiled.values()]
+            whose = [one.calls.whose for one in integration.exchanges.compiled.values()]
             lives = all({id(one()) for one in each.parameters} <= alive for each in whose)
     return plans, listed, same(*weights), lives
 
@@ -839,7 +848,7 @@ def calls_replaced() -> str:
     return refusals(lambda: plain_steps(model, adam(model), 1))[0]
 
 
-def test_calls_that_are_set_behind_the_door_are_refused(ranks2):
+def test_calls_that_are_set_behind_the_integration_are_refused(ranks2):
     said = ranks2.run(calls_replaced)[0]
     assert "layers.1 was given Mine after compress_fsdp" in said
     assert "remove()" in said
@@ -853,12 +862,12 @@ def opened_too_early(late: bool) -> tuple[int, list[str]]:
         fully_shard(layer)
     if not late:
         fully_shard(model)
-    door = opened(model, "off")
+    integration = opened(model, "off")
     if late:
         fully_shard(model)
     with mock.patch.object(logging.getLogger("commpass"), "warning") as warning:
         plain_steps(model, adam(model), 2)
-    return len(door.units), [call.args[0] % call.args[1:] for call in warning.call_args_list]
+    return len(integration.units), [call.args[0] % call.args[1:] for call in warning.call_args_list]
 
 
 def test_blocks_sharded_later_are_reported_once(ranks2):
@@ -873,10 +882,10 @@ def test_blocks_sharded_later_are_reported_once(ranks2):
 
 
 def test_refusals_name_both_sides(ranks2):
-    door, comm, nothing, ddp, no_module, torchs = ranks2.run(taken)[0]
-    assert "is exchanged by commpass.parallel.compress_fsdp of a FSDPNet already" in door
-    assert "under policy 'off'" in door
-    assert "close()" in door
+    integration, comm, nothing, ddp, no_module, torchs = ranks2.run(taken)[0]
+    assert "is exchanged by commpass.parallel.compress_fsdp of a FSDPNet already" in integration
+    assert "under policy 'off'" in integration
+    assert "close()" in integration
     assert "layers.1" in comm
     assert "Mine" in comm
     assert "fully_shard" in nothing

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from commpass import Policy, Rule
 from commpass.costmodel import Link, Profile
 from commpass.distributed import hosts
-from commpass.distributed.plan_store import begin, board
+from commpass.distributed.plan_store import current_store, open_store
 from commpass.parallel import compress_ddp
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -35,12 +35,12 @@ def averaged(
     """Return the algorithm of the gradients of a DDP model on such hosts, their relative error in
     float64, and some of them."""
     with on_hosts(numbers):
-        begin()
+        open_store()
     dist.barrier()
     torch.manual_seed(1)
     layer = nn.Linear(WIDTH, WIDTH, bias=False)
     model = DDP(layer)
-    door = compress_ddp(model, policy, profile=profile, strict=True, inner="eager")
+    integration = compress_ddp(model, policy, profile=profile, strict=True, inner="eager")
     for _ in range(2):  # DDP rebuilds its buckets after the first step
         generator = torch.Generator().manual_seed(dist.get_rank())
         x = torch.randn(8, WIDTH, generator=generator)
@@ -51,7 +51,7 @@ def averaged(
     dist.all_gather(others, own)
     exact = sum(others) / len(others)
     error = float((layer.weight.grad.double() - exact).norm() / exact.norm())
-    (site,) = door.plans[-1].sites
+    (site,) = integration.plans[-1].sites
     return site.algorithm, error, layer.weight.grad.flatten()[::97].tolist()
 
 
@@ -72,14 +72,14 @@ def test_sdp4bit_stays_in_8_bits_where_ranks_have_no_hosts_of_one_size(ranks4):
 
 
 def test_hosts_of_a_profile_count_before_those_that_are_found(ranks4):
-    said = Profile("said", SLOW.link, node=4)
+    said = Profile("said", SLOW.link, ranks_per_host=4)
     check(ranks4.run(averaged, (0, 0, 1, 1), "sdp4bit", said), "two_shot", 0.02)
 
 
 def asked(numbers: tuple[int, ...], policy: Policy) -> int | None:
     """Return what a rank knows of hosts after a step under a policy."""
     averaged(numbers, policy, SLOW)
-    return board().node
+    return current_store().ranks_per_host
 
 
 def test_hosts_are_not_awaited_if_no_rule_needs_them(ranks4):
@@ -96,9 +96,9 @@ def some_never_say() -> tuple[int, int]:
     found = 0
     if dist.get_rank() != 3:
         ranks = range(3)
-        here = board()
-        with mock.patch.object(type(here), "places", _places_of(ranks)):
-            found = hosts._agreed(here, patience)
+        here = current_store()
+        with mock.patch.object(type(here), "host_ids", _places_of(ranks)):
+            found = hosts._agree(here, patience)
     dist.barrier()
     return found, dist.get_rank()
 

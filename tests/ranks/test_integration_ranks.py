@@ -11,7 +11,8 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import commpass
-from commpass.distributed.integration import exchanged
+from commpass.distributed.integration import integration_of
+from commpass.errors import PolicyError
 from commpass.parallel import compress_ddp, compress_fsdp, compress_pipeline, ssfusion
 from commpass.policy import Policy
 from commpass.policy.rules import Rule
@@ -83,14 +84,14 @@ def used_and_closed(name: str) -> None:
         state = handle.state_dict()
         assert bool(state) == name.startswith("ssfusion")
         handle.load_state_dict(state)
-        assert exchanged
+        assert integration_of
         if "ssfusion" in name and "DDP" not in name:
             handle.close()  # then gradients stay on their rank
             for one, other in zip(mean_gradients(model, 5), mean_gradients(net(), 5), strict=True):
                 torch.testing.assert_close(one, other)
     handle.close()
     assert handle.closed
-    assert model not in exchanged
+    assert model not in integration_of
     if name != "ssfusion":
         for one, other in zip(mean_gradients(model, 6), by_hand(6), strict=True):
             torch.testing.assert_close(one, other)
@@ -100,6 +101,33 @@ def used_and_closed(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_after_its_end_gradients_are_those_of_torch_alone(ranks2, name):
     ranks2.run(used_and_closed, name)
+
+
+def hooked(first: str, second: str) -> None:
+    """Two integrations of one DDP model after each other; between and after them, DDP's bits."""
+    model, plain = CASES[first][0](), DDP(net())
+    for number, name in enumerate((first, second)):
+        with CASES[name][1](model) as handle:
+            for each in ("ddp", "ssfusion of DDP"):
+                with pytest.raises(PolicyError, match=f"commpass.parallel.{handle.call}"):
+                    CASES[each][1](model)
+            for step in range(4):
+                found = mean_gradients(model, step)
+            assert not all(map(torch.equal, found, mean_gradients(plain, 3)))  # codes were sent
+            assert any(site.compressed for plan in handle.plans for site in plan)
+            sent = handle.bytes.sent
+        for step in range(2):
+            found = mean_gradients(model, 10 * number + step)
+            assert all(map(torch.equal, found, mean_gradients(plain, 10 * number + step)))
+        assert handle.bytes.sent == sent
+    assert len(model._comm_hooks) == 1
+    dist.barrier()
+
+
+@pytest.mark.parametrize("second", ["ddp", "ssfusion of DDP"])
+@pytest.mark.parametrize("first", ["ddp", "ssfusion of DDP"])
+def test_closed_integration_of_ddp_leaves_its_hook_to_the_next(first, second, ranks2):
+    ranks2.run(hooked, first, second)
 
 
 def stages() -> None:

@@ -8,6 +8,7 @@ import hashlib
 import pytest
 import torch
 import torch.distributed as dist
+from rank_helpers import is_same_on_all_ranks
 from tiers import rarely
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -69,12 +70,6 @@ def digest(tensors) -> str:
     ).hexdigest()
 
 
-def same_everywhere(value) -> bool:
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return len(set(found)) == 1
-
-
 def close(a, b, share: float) -> bool:
     return bool((a - b).norm() <= share * b.norm())
 
@@ -101,7 +96,7 @@ def train(inner) -> list[str]:
     assert close(out, plain_out, 0.01)
     for got, expected in zip(grads, plain_grads, strict=True):
         assert close(got, expected, 0.03)
-    assert same_everywhere(digest([out, grads[0]]))
+    assert is_same_on_all_ranks(digest([out, grads[0]]))
     return [digest([out, grads[0]])]
 
 
@@ -230,7 +225,7 @@ def mesh_of_two_dimensions() -> None:
         ("dp", "fp8"),
     ]
     assert close(got, plain, 0.05)
-    assert same_everywhere(digest([got]))
+    assert is_same_on_all_ranks(digest([got]))
 
 
 def test_several_groups_of_a_mesh_in_one_model(ranks4):

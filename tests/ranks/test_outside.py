@@ -6,7 +6,6 @@ The other ranks get an error in time, and the next run works.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 import signal
 
@@ -14,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import Ranks, RanksFailed
+from rank_helpers import commpass_messages
 from tiers import sampled
 
 import commpass
@@ -55,8 +55,8 @@ def killed(where: str) -> str:
         )
     if doomed and where == "agreement":
         AgreementRound.publish = lambda self: die()
-    if doomed and where == "agreement, once it has spoken":
-        AgreementRound.decided = lambda self: die()
+    if doomed and where == "agreement, after publishing":
+        AgreementRound.is_decided = lambda self: die()
     if where == "exchange":
         function(x)
         if doomed:
@@ -73,7 +73,7 @@ def killed(where: str) -> str:
 WHERE = {
     "compile": ("PlanMismatch", "rank 1 of group"),
     "agreement": ("PlanMismatch", "rank 1 of group"),
-    "agreement, once it has spoken": ("RuntimeError", ""),
+    "agreement, after publishing": ("RuntimeError", ""),
     "exchange": ("RuntimeError", ""),
 }
 
@@ -129,20 +129,15 @@ def test_rank_that_fails_between_two_graphs_is_named(ranks2):
 
 
 def full_disk(folder: str) -> tuple[str, list[str]]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda entry: lines.append(entry.getMessage())
-    logging.getLogger("commpass").addHandler(handler)
-
     def no_room(*_):
         raise OSError(28, "No space left on device")
 
     kept, dump.write = dump.write, no_room
     try:
-        got = compiled(dump=folder)(torch.ones(320))
+        with commpass_messages() as lines:
+            got = compiled(dump=folder)(torch.ones(320))
     finally:
         dump.write = kept
-        logging.getLogger("commpass").removeHandler(handler)
     assert torch.allclose(got, torch.full((320,), 5.0), atol=0.05)
     return commpass.plans()[-1].sites[0].codec, [line for line in lines if "dump" in line]
 

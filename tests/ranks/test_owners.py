@@ -9,6 +9,7 @@ import gc
 import pytest
 import torch
 import torch.distributed as dist
+from rank_helpers import forget_process, gather_objects
 from refusals import refusals
 from scenarios.parts import Copied, world
 from scenarios.scenario import random
@@ -59,12 +60,6 @@ class Blocks(nn.Module):
         self.layers = nn.ModuleList(Block() for _ in range(number))
 
 
-def fresh() -> None:
-    commpass.reset_state()
-    owners._owners.clear()
-    torch._dynamo.reset()
-
-
 def data(layer: int, step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(100 * layer + 10 * step + rank)
     scale = torch.randn(WIDTH, generator=generator)
@@ -108,10 +103,8 @@ def train(model: Blocks, steps: range, order=(0, 1, 2), run=None, functions=None
 
 def left(model: nn.Module) -> dict[int, torch.Tensor]:
     """Return what all ranks have not sent yet, by layer, in float64."""
-    everybodys = [None] * dist.get_world_size()
-    dist.all_gather_object(everybodys, commpass.state_dict(model))
     total: dict[int, torch.Tensor] = {}
-    for state in everybodys:
+    for state in gather_objects(commpass.state_dict(model)):
         for name, tensor in state.items():
             layer = int(name.split("/")[1].split(".")[1])
             total[layer] = total.get(layer, 0) + tensor.double()
@@ -132,7 +125,7 @@ def checkpointed(function, x, scale):
 
 
 def check_blocks(how: str) -> None:
-    fresh()
+    forget_process()
     model = Blocks()
     run = checkpointed if how == "checkpointed" else None
     if how == "compiled autograd":
@@ -153,7 +146,7 @@ def test_blocks_that_share_code_keep_residuals_of_their_own(how, ranks2):
 
 
 def check_inductor() -> None:
-    fresh()
+    forget_process()
     model = Blocks(2)
     functions = compiled_blocks(model, commpass.backend(POLICY, strict=True))
     given = train(model, range(3), (0, 1), functions=functions)
@@ -167,7 +160,7 @@ def test_blocks_under_inductor(ranks2):
 
 def check_accumulation() -> None:
     """Two forwards, then two backwards, in any order; evaluation in between; a graph used twice."""
-    fresh()
+    forget_process()
     model = Blocks()
     functions = compiled_blocks(model)
     total = {layer: torch.zeros(WIDTH, WIDTH, dtype=torch.float64) for layer in range(3)}
@@ -201,7 +194,7 @@ def test_accumulation_evaluation_and_graphs_that_are_kept(ranks2):
 
 def check_second_model() -> None:
     """Two models alternate; then one is deleted, and another may take its place in memory."""
-    fresh()
+    forget_process()
     backend = commpass.backend(POLICY, inner="eager", strict=True)
     one, two = Blocks(1), Blocks(1)
     first, second = compiled_blocks(one, backend), compiled_blocks(two, backend)
@@ -235,7 +228,7 @@ def test_models_keep_their_own_and_take_it_with_them(ranks2):
 
 
 def save() -> tuple[dict, dict]:
-    fresh()
+    forget_process()
     model = Blocks()
     given = train(model, range(STEPS))
     check_nothing_is_lost(model, given, range(STEPS))
@@ -247,7 +240,7 @@ def save() -> tuple[dict, dict]:
 def resume(saved: list[tuple[dict, dict]], order: tuple[int, ...]) -> None:
     state, before = saved[dist.get_rank()]
     for ran_before in (False, True):
-        fresh()
+        forget_process()
         model = Blocks()
         if ran_before:
             train(model, range(50, 51), order)
@@ -257,11 +250,11 @@ def resume(saved: list[tuple[dict, dict]], order: tuple[int, ...]) -> None:
         }
         given = train(model, range(STEPS), order)
         check_nothing_is_lost(model, given, range(STEPS), before)
-    fresh()
+    forget_process()
     model = Blocks()
     commpass.load_state_dict(state)
     assert "several" in refusals(lambda: train(model, range(1), order))[0]
-    fresh()
+    forget_process()
     commpass.load_state_dict(state, Blocks())  # of a model that no longer exists
     given = train(model, range(STEPS), order)
     check_nothing_is_lost(model, given, range(STEPS))
@@ -275,11 +268,11 @@ def test_residuals_are_read_back_whatever_is_compiled_first(order, ranks2):
 def check_one_of_two() -> str:
     """A state of one model, loaded without naming the model: the second model that asks for it is
     rejected."""
-    fresh()
+    forget_process()
     one = Blocks(1)
     train(one, range(1), (0,))
     saved = commpass.state_dict()
-    fresh()
+    forget_process()
     two, three = Blocks(1), Blocks(1)
     commpass.load_state_dict(saved)
     train(two, range(1), (0,))
@@ -293,7 +286,7 @@ def test_state_of_one_instance_is_used_by_no_other(ranks2):
 
 
 def check_reset() -> None:
-    fresh()
+    forget_process()
     one, two = Blocks(1), Blocks(1)
     first = train(one, range(1), (0,))
     train(two, range(1), (0,))
@@ -311,7 +304,7 @@ def test_state_can_be_begun_again(ranks2):
 
 def check_weights_are_loaded() -> None:
     """load_state_dict of the model changes parameters in place: residuals are kept."""
-    fresh()
+    forget_process()
     model = Blocks(1)
     functions = compiled_blocks(model)
     given = train(model, range(2), (0,), functions=functions)
@@ -347,7 +340,7 @@ def activations(x, weight):
 @pytest.mark.parametrize("inner", ["aot_eager", rarely("inductor")])
 def test_error_feedback_in_forward_is_refused(inner, fake_group):
     fake_group(2)
-    fresh()
+    forget_process()
     weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
     for force in (True, False):
         torch._dynamo.reset()
@@ -370,24 +363,24 @@ class Activation(torch.autograd.Function):
 @pytest.mark.parametrize("force", [True, False])
 def test_graph_without_parameters_is_nobodys(force, fake_group):
     fake_group(2)
-    fresh()
+    forget_process()
     rule = Rule(codec="topk", direction="backward", force=force)
     backend = commpass.backend(Policy(rules=[rule]), inner="aot_eager")
     function = torch.compile(lambda x: Activation.apply(x).sin().sum(), backend=backend)
     output = function(torch.ones(256, 256, requires_grad=True) * 2)
     if force:
-        with pytest.raises(PolicyError, match="not known whose state"):
+        with pytest.raises(PolicyError, match="its state has no owner"):
             output.backward()
     else:
         output.backward()
-        assert "not known whose state" in commpass.plans()[-1].sites[0].reason
+        assert "its state has no owner" in commpass.plans()[-1].sites[0].reason
 
 
 @pytest.mark.every
 def test_sizes_that_were_symbolic_elsewhere(fake_group):
     """Backward is then compiled together with forward, and torch makes no real tensors."""
     fake_group(2)
-    fresh()
+    forget_process()
     block = Block()
     backend = commpass.backend(POLICY, inner="eager", strict=True)
     function = torch.compile(block, backend=backend, dynamic=True)
@@ -401,8 +394,8 @@ def test_sizes_that_were_symbolic_elsewhere(fake_group):
 @pytest.mark.every
 def test_weights_that_are_new_in_every_step_are_said(fake_group, caplog):
     fake_group(2)
-    fresh()
-    owners._short[0] = 0
+    forget_process()
+    owners._short_lived[0] = 0
     function = torch.compile(
         lambda w: Summed.apply(w).sin().sum(), backend=commpass.backend(POLICY, inner="eager")
     )
@@ -447,7 +440,7 @@ def leave_out(what: str) -> dict[str, tuple[float, float]]:
     The later gradients themselves are zero. Return this while the second weight is left out, and
     after it is back.
     """
-    fresh()
+    forget_process()
     x, nothing = random(4, 8, dist.get_rank()), torch.zeros(4, 8)
     plain = Branches()
     plain(x).square().sum().backward()

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from counting import counting_group
 from processes import RanksFailed
+from rank_helpers import gather_objects, is_same_on_all_ranks
 from tiers import rarely
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -107,9 +108,7 @@ def digest(tensors) -> str:
 
 def check_alike(tensors) -> None:
     """Check that all ranks have the same bits."""
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, digest(tensors))
-    assert len(set(found)) == 1
+    assert is_same_on_all_ranks(digest(tensors))
 
 
 def close(
@@ -337,8 +336,7 @@ def fed_back() -> list[str]:
         for other in range(ranks):
             (loss_of(plain, batch(step, other).double()) / ranks).backward()
     state = commpass.state_dict(model)
-    everybodys: list = [None] * ranks
-    dist.all_gather_object(everybodys, state)
+    everybodys = gather_objects(state)
     for name, parameter in plain.named_parameters():
         some = [
             value

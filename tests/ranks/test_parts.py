@@ -11,7 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from counting import counting_group
+from rank_helpers import gather_objects
 from refusals import refusals
+from values import bits
 
 import commpass
 from commpass.collectives import Payload, Request, read_stages
@@ -62,16 +64,6 @@ def exact(kind: str, given: list[torch.Tensor], parts: list[int], op: str) -> to
     return total.split(parts)[dist.get_rank()]
 
 
-def everybodys(x: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, x)
-    return found
-
-
-def bits(x: torch.Tensor) -> bytes:
-    return x.contiguous().view(torch.uint8).numpy().tobytes() if x.numel() else b""
-
-
 def check_values() -> int:
     """Near the exact result; a gather has the same bits on every rank."""
     rank, checked = dist.get_rank(), 0
@@ -90,7 +82,7 @@ def check_values() -> int:
             if kind == "all_gather_v":
                 gathered.append((where, bits(result)))
             checked += 1
-    for everywhere in zip(*everybodys(gathered), strict=True):
+    for everywhere in zip(*gather_objects(gathered), strict=True):
         assert len({found for _, found in everywhere}) == 1, f"{everywhere[0][0]} differs"
     return checked
 
@@ -163,7 +155,7 @@ def check_sums() -> None:
     codes = torch.randint(-127, 128, (3, 256), generator=torch.Generator().manual_seed(rank))
     codes[:, 0] = 127
     x = (codes * 4**rank).to(torch.bfloat16)
-    others = everybodys(x)
+    others = gather_objects(x)
     result = commpass.reduce_scatter_v(x, parts, codec="int8")
     total = sum(each.float() for each in others).to(torch.bfloat16)
     assert torch.equal(result, total.split(parts)[rank])
@@ -244,7 +236,7 @@ def check_gradients() -> None:
         result = call(kind, x, parts, op, codec="int8")
         weight = torch.randn(result.shape, generator=torch.Generator().manual_seed(9 + rank))
         (result * weight).sum().backward()
-        weights = everybodys(weight)
+        weights = gather_objects(weight)
         expected = (
             sum(weights).split(parts)[rank]
             if kind == "all_gather_v"

@@ -403,7 +403,7 @@ def test_messages_of_stages_are_in_the_report(ranks2: Ranks):
         ("send", "backward", "int8"),
     ]
     assert first[0][3] == last[0][3] > 0
-    assert all("not looked into" in site[4] for site in (*first, *last))
+    assert all("not sampled" in site[4] for site in (*first, *last))
 
 
 # --- errors ---------------------------------------------------------------------------------------

@@ -50,14 +50,14 @@ def as_on_hosts(hosts: list[int]) -> tuple:
         run.place = real
     profile = file.profile
     ranks = {(point.group, point.ranks) for point in file.points}
-    return digest(profile), profile.node, profile.inside is not None, ranks
+    return digest(profile), profile.ranks_per_host, profile.intra_host_link is not None, ranks
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("hosts", "node", "levels"),
     [
-        ([0, 0, 1, 1], 2, {("link", 2), ("inside", 2)}),
+        ([0, 0, 1, 1], 2, {("link", 2), ("intra_host_link", 2)}),
         ([0, 0, 0, 0], 0, {("link", 4)}),
         ([0, 1, 2, 3], 0, {("link", 4)}),
         ([0, 1, 0, 1], 0, {("link", 4)}),

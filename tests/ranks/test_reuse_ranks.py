@@ -5,13 +5,12 @@ Ranks whose graphs differ compare them, or raise at once, and none is left in a 
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
+from rank_helpers import commpass_messages
 from tiers import rarely
 
 import commpass
@@ -58,19 +57,6 @@ def inputs(rows: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
 
 def is_last() -> bool:
     return dist.get_rank() == dist.get_world_size() - 1
-
-
-@contextlib.contextmanager
-def warnings_of_ranks():
-    """Collect what this rank logs meanwhile."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda entry: lines.append(entry.getMessage())
-    logging.getLogger("commpass").addHandler(handler)
-    try:
-        yield lines
-    finally:
-        logging.getLogger("commpass").removeHandler(handler)
 
 
 # --- another function -----------------------------------------------------------------------------
@@ -235,7 +221,7 @@ def compiled_again_on_all() -> str:
 def test_rank_that_plans_differently_than_those_that_went_on_raises_at_once(ranks2):
     _, text = ranks2.run(compiled_again_on_all)
     assert "rank 0 of group" in text
-    assert "goes on with plan" in text
+    assert "continues with plan" in text
     assert "commpass.keep" in text
 
 
@@ -271,7 +257,7 @@ def new_on_one_rank(patience_s: float) -> tuple[bool, list[str]]:
     expected = before(a, b)
     agreement.PATIENCE_S = patience_s
     try:
-        with warnings_of_ranks() as lines:
+        with commpass_messages() as lines:
             function = before if is_last() else compiled(lambda a, b: ar(a) + ar(b) + 0)
             return torch.equal(function(a, b), expected), lines
     finally:
@@ -291,7 +277,7 @@ def new_on_all(function) -> tuple[list[str], list[str]]:
     compiled = compiler(INT8, timeout=600)
     agreement.PATIENCE_S = 300.0
     try:
-        with warnings_of_ranks() as lines:
+        with commpass_messages() as lines:
             codecs = []
             for _ in range(2):
                 code = function.__code__.replace(co_firstlineno=1 + len(codecs))

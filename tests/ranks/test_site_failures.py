@@ -3,11 +3,10 @@ site is uncompressed."""
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 import torch.distributed as dist
+from rank_helpers import commpass_messages
 
 import commpass
 from commpass.codecs import operators
@@ -36,24 +35,20 @@ def fails(failing: tuple[int, ...], numel: int):
         return kept(rows, name, salt)
 
     rules = [Rule(kind="all_gather", codec="fp8", force=True), Rule(codec="int8", force=True)]
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda entry: messages.append(entry.getMessage())
-    logging.getLogger("commpass").addHandler(handler)
     operators.IMPLEMENTATIONS[operators.ops.encode.default] = encode
     try:
         torch._dynamo.reset()
         x = torch.arange(numel) / 3 + dist.get_rank()
         backend = commpass.backend(Policy(rules=rules), inner="aot_eager", timeout=120)
-        got = torch.compile(two, backend=backend)(x)
+        with commpass_messages() as messages:
+            got = torch.compile(two, backend=backend)(x)
         plan = commpass.plans()[-1]
         return [s.codec for s in plan], plan.fallback, got, two(x), " ".join(messages)
     finally:
         operators.IMPLEMENTATIONS[operators.ops.encode.default] = kept
-        logging.getLogger("commpass").removeHandler(handler)
 
 
-WHY = "all_gather_into_tensor is left alone: pass 'lower' failed: RuntimeError: injected"
+WHY = "all_gather_into_tensor is uncompressed: pass 'lower' failed: RuntimeError: injected"
 
 
 def test_failure_on_one_rank_alone_leaves_all_graphs_untouched(ranks2):

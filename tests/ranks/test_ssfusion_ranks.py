@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from counting import counting_group
 from processes import Ranks, RanksFailed
+from rank_helpers import gather_objects
 from tiers import rarely
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -57,15 +58,9 @@ def batch(step: int, rank: int | None = None, dtype: torch.dtype = torch.float64
     return torch.randn(8, 40, generator=generator, dtype=dtype)
 
 
-def everybodys(x):
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, x)
-    return found
-
-
 def alike(*tensors) -> bool:
     """Return whether all ranks hold the same bits."""
-    return len({t.detach().numpy().tobytes() for t in everybodys(flat(tensors))}) == 1
+    return len({t.detach().numpy().tobytes() for t in gather_objects(flat(tensors))}) == 1
 
 
 def flat(tensors) -> torch.Tensor:
@@ -81,7 +76,7 @@ def residuals(handle, model: nn.Module) -> torch.Tensor:
     driver = handle._hooks.driver
     numbers = {id(w.parameter): n for n, w in enumerate(driver.planner.weights)}
     own = flat([driver.memory(numbers[id(p)]).residual for p in model.parameters()])
-    return sum(everybodys(own))
+    return sum(gather_objects(own))
 
 
 def exact(model: nn.Module, step: int) -> torch.Tensor:
@@ -90,7 +85,7 @@ def exact(model: nn.Module, step: int) -> torch.Tensor:
     for p in mine.parameters():
         p.grad = None
     mine(batch(step)).square().sum().backward()
-    return sum(everybodys(gradients(mine)))
+    return sum(gather_objects(gradients(mine)))
 
 
 # --- nothing is lost ------------------------------------------------------------------------------
@@ -277,7 +272,7 @@ def check_unused(ddp: bool) -> None:
         mine.zero_grad()
         mine(batch(step), some).backward()
         grad = mine.some.weight.grad
-        right = right + sum(everybodys(torch.zeros(30, 40) if grad is None else grad)).double()
+        right = right + sum(gather_objects(torch.zeros(30, 40) if grad is None else grad)).double()
         wrapped.zero_grad()
         wrapped(batch(step), some).backward()
         assert model.never.weight.grad is None
@@ -289,7 +284,7 @@ def check_unused(ddp: bool) -> None:
             given = given + size * model.some.weight.grad
     driver = handle._hooks.driver
     number = handle.names.index("some.weight")
-    left = sum(everybodys(driver.memory(number).residual))
+    left = sum(gather_objects(driver.memory(number).residual))
     assert left.abs().max() > 0
     torch.testing.assert_close(given + left, right, rtol=1e-10, atol=1e-12)
 
@@ -362,7 +357,7 @@ def check_bytes(options: dict) -> None:
     for step in range(3):
         model.zero_grad()
         model(batch(step, dtype=torch.float32)).square().sum().backward()
-        driver.lane = group  # agreement and link measurement are not counted
+        driver.channel = group  # agreement and link measurement are not counted
         if step == 1:
             group.seen.clear()
     (*_, plan) = commpass.plans()[seen:]
@@ -380,7 +375,7 @@ def check_bytes(options: dict) -> None:
     fused = {name for each in plan.grouped for name in each.sites}
     alone = len(handle.plan.messages) == len(handle.names)
     assert alone or fused <= set(handle.names)
-    assert everybodys(plan.digest()) == [plan.digest()] * dist.get_world_size()
+    assert gather_objects(plan.digest()) == [plan.digest()] * dist.get_world_size()
 
 
 @pytest.mark.parametrize(
@@ -419,7 +414,7 @@ def means(handle) -> tuple[torch.Tensor, torch.Tensor]:
     by_name = dict(zip(handle.names, range(len(handle.names)), strict=True))
     held = [driver.memory(by_name[name]) for name in sorted(by_name)]
     kinds = [[m.residual for m in held], [m.velocity for m in held if m.velocity is not None]]
-    return tuple(sum(everybodys(flat(x))) / dist.get_world_size() for x in kinds if x)
+    return tuple(sum(gather_objects(flat(x))) / dist.get_world_size() for x in kinds if x)
 
 
 def load(folder: str, momentum: float, first: bool):
@@ -504,7 +499,7 @@ def check_refused() -> None:
     later.bias.requires_grad_(False)
     ssfusion(later, **USUAL)
     later.bias.requires_grad_(True)
-    with pytest.raises(PolicyError, match="bias has a gradient, but wanted none"):
+    with pytest.raises(PolicyError, match="bias has a gradient that is not exchanged"):
         later(torch.ones(1, 4)).sum().backward()
     half = net()
     ssfusion(half, **USUAL)
@@ -512,7 +507,7 @@ def check_refused() -> None:
     for _ in range(2):
         with pytest.raises((ZeroDivisionError, CommpassError)):
             half(batch(0)).sum().backward()
-    with pytest.raises(PolicyError, match="no parameter wants a gradient"):
+    with pytest.raises(PolicyError, match="no parameter requires a gradient"):
         ssfusion(net().requires_grad_(False))
     hooked = DistributedDataParallel(net())
     commpass.parallel.compress_ddp(hooked, "off")
@@ -528,7 +523,7 @@ def check_refused() -> None:
         planned(batch(1)).sum().backward()
 
 
-def check_two_doors() -> None:
+def check_two_integrations() -> None:
     """The gradients of a parameter are exchanged once, and errors name both integrations."""
     held = DistributedDataParallel(net())
     compress_ddp(held, "off")
@@ -548,8 +543,8 @@ def check_two_doors() -> None:
     inner(batch(0)).sum().backward()
 
 
-def test_second_door_of_any_kind_is_refused(ranks2):
-    ranks2.run(check_two_doors)
+def test_second_integration_of_any_kind_is_refused(ranks2):
+    ranks2.run(check_two_integrations)
 
 
 def check_replaced(ddp: bool) -> None:
@@ -593,7 +588,7 @@ def check_gone(ddp: bool) -> list[tuple[bool, int]]:
     layer = net()
     ssfusion(nn.Sequential(layer), **USUAL)
     gc.collect()
-    with pytest.raises(CommpassError, match="the model that was given to ssfusion is gone"):
+    with pytest.raises(CommpassError, match="the model that was given to ssfusion was freed"):
         layer(batch(0)).sum().backward()
     return found
 
@@ -657,7 +652,7 @@ def check_measured() -> None:
         model.zero_grad()
         model(batch(step, dtype=torch.float32)).square().sum().backward()
     assert handle.names[0].startswith("4.")  # backward begins at the end
-    assert len(set(everybodys(repr(handle.plan)))) == 1
+    assert len(set(gather_objects(repr(handle.plan)))) == 1
     assert handle.overhead_s > 0
     first, then = commpass.plans()[seen:]
     assert {site.codec for site in first} == {"none"}

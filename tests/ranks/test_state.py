@@ -9,12 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from rank_helpers import forget_process, gather_objects
 from refusals import refusals
 from tiers import crossed, rarely, sampled
 
 import commpass
 from commpass.codecs import codec
-from commpass.distributed import owners, state
+from commpass.distributed import state
 from commpass.distributed.owners import owner_of
 from commpass.distributed.state import Name
 from commpass.errors import PolicyError
@@ -48,21 +49,8 @@ class Summed(torch.autograd.Function):
         return sum_gradients(gradient, ctx.op), None
 
 
-def fresh() -> None:
-    """Reset the state to that of a new process."""
-    commpass.reset_state()
-    owners._owners.clear()
-    torch._dynamo.reset()
-
-
 def batch(rank: int, step: int) -> torch.Tensor:
     return torch.randn(8, 64, generator=torch.Generator().manual_seed(1000 * rank + step))
-
-
-def everybodys(x):
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, x)
-    return found
 
 
 def train(steps: range, op: str = "sum", scale: float = 1.0, inner: str = "inductor"):
@@ -82,17 +70,17 @@ def train(steps: range, op: str = "sum", scale: float = 1.0, inner: str = "induc
         given += weight.grad.double()
         own += (2 * x.double().t() @ (x.double() @ torch.ones(64, 32, dtype=torch.float64))) * scale
     assert commpass.plans()[-1].sites[0].algorithm == "sparse"
-    return given, sum(everybodys(own)) / (dist.get_world_size() if op == "avg" else 1)
+    return given, sum(gather_objects(own)) / (dist.get_world_size() if op == "avg" else 1)
 
 
 def all_residuals() -> torch.Tensor:
     return sum(
-        sum(t.double() for t in theirs.values()) for theirs in everybodys(commpass.state_dict())
+        sum(t.double() for t in theirs.values()) for theirs in gather_objects(commpass.state_dict())
     )
 
 
 def check_sum(op: str, inner: str) -> None:
-    fresh()
+    forget_process()
     given, exact = train(range(STEPS), op, inner=inner)
     (kept,) = commpass.state_dict().values()
     assert (kept.shape, kept.dtype) == ((64, 32), torch.float32)
@@ -102,7 +90,7 @@ def check_sum(op: str, inner: str) -> None:
     left = all_residuals() / (dist.get_world_size() if op == "avg" else 1)
     assert (given + left - exact).abs().max() <= 1e-5 * exact.abs().max()
     assert (given - exact).abs().max() > 0.01 * exact.abs().max()
-    assert len({t.numpy().tobytes() for t in everybodys(given)}) == 1  # law 1
+    assert len({t.numpy().tobytes() for t in gather_objects(given)}) == 1  # law 1
 
 
 @pytest.mark.parametrize(
@@ -113,7 +101,7 @@ def test_sent_values_and_residuals_are_the_sum_of_all_gradients(op, inner, ranks
 
 
 def save(folder: str, op: str, inner: str):
-    fresh()
+    forget_process()
     given, exact = train(range(STEPS), op, inner=inner)
     dcp.save(
         {"commpass": commpass.state_dict(), "other": {"x": torch.ones(2)}}, checkpoint_id=folder
@@ -122,7 +110,7 @@ def save(folder: str, op: str, inner: str):
 
 
 def resume(folder: str, op: str, inner: str, compiled_first: bool):
-    fresh()
+    forget_process()
     if compiled_first:  # then the state replaces an existing one
         train(range(1), op, 3.0, inner)
     saved = commpass.state_dict(of=folder)
@@ -158,7 +146,7 @@ def test_checkpoint_of_some_ranks_is_carried_on_by_others(sizes, op, inner, tmp_
 def check_recompiled(inner: str) -> None:
     """Another batch size recompiles: the residual of the gradient, whose shape is the same, is
     kept."""
-    fresh()
+    forget_process()
     weight = torch.ones(64, 32, requires_grad=True)
     step = torch.compile(
         lambda w, x: (x @ Summed.apply(w, "sum")).square().sum(),
@@ -191,7 +179,7 @@ def check_two_functions() -> None:
 
     kept = []
     for order in ((one, two, one), (two, one, one)):
-        fresh()
+        forget_process()
         backend = commpass.backend(POLICY, inner="eager", strict=True)
         compiled = {function: torch.compile(function, backend=backend) for function in (one, two)}
         for function in order:
@@ -206,7 +194,7 @@ def check_two_functions() -> None:
 
 def check_namesakes() -> str:
     """Two functions of one name: a loaded residual could not be assigned to either."""
-    fresh()
+    forget_process()
     weight = torch.ones(64, 32, requires_grad=True)
     backend = commpass.backend(POLICY, inner="eager", strict=True)
     one = torch.compile(lambda w, x: (x @ Summed.apply(w, "sum")).sum(), backend=backend)
@@ -250,7 +238,7 @@ def check_by_hand() -> None:
                 result = commpass.all_reduce(x, codec=spec, residual=residual)
                 assert (result.dtype, result.shape) == (dtype, x.shape)
                 sent, given = sent + result.double(), given + x.double()
-            total, left = sum(everybodys(given)), sum(everybodys(residual.double()))
+            total, left = sum(gather_objects(given)), sum(gather_objects(residual.double()))
             rounding = 5 * size * 2**-8 if dtype == torch.bfloat16 else 1e-5
             assert (sent + left - total).abs().max() <= rounding * total.abs().max(), (spec, dtype)
             assert residual.abs().max() > 0, (spec, dtype)
@@ -314,7 +302,7 @@ def test_impossible_calls_by_hand_are_refused(ranks2):
 
 
 def check_inference() -> list[str]:
-    fresh()
+    forget_process()
     said = []
     for force in (False, True):
         policy = commpass.Policy(rules=[commpass.Rule(codec="topk", force=force)])
@@ -346,12 +334,12 @@ def test_inference_keeps_no_state(ranks2):
 @pytest.fixture
 def kept(fake_group):
     fake_group(2)
-    fresh()
+    forget_process()
     name = Name("-", "f", "layers.0.mlp/backward/all_reduce/float32[4]/0", "sum", "world", 0, 2)
     weight = torch.nn.Parameter(torch.ones(1))
     owner_of([weight]).state[0, name] = name, torch.arange(4.0)
     yield name
-    fresh()
+    forget_process()
 
 
 def test_names_go_out_and_come_back(kept):
@@ -370,7 +358,7 @@ def test_residuals_of_lost_ranks_are_shared_out_whole(before, after, op):
         return Name("-", "f", "root/backward/all_reduce/float32[4]/0", op, "world", rank, ranks)
 
     given = {of(rank, before): torch.full((4,), 2.0**rank) for rank in range(before)}
-    shared = [state._shared(of(rank, after), torch.zeros(4), given) for rank in range(after)]
+    shared = [state._redistributed(of(rank, after), torch.zeros(4), given) for rank in range(after)]
     factor = after / before if op == "avg" else 1.0
     assert torch.allclose(sum(shared), sum(given.values()) * factor)
 
@@ -426,7 +414,7 @@ def test_foreign_state_is_refused_and_nothing_is_changed(what, kept):
 
 def test_state_that_nobody_asked_for_yet_is_saved_again(fake_group):
     fake_group(2)
-    fresh()
+    forget_process()
     given = {
         str(Name("-", "f", "b/backward/all_reduce/float32[4]/0", "sum", "world", 0, 2)): torch.ones(
             4
@@ -434,7 +422,7 @@ def test_state_that_nobody_asked_for_yet_is_saved_again(fake_group):
     }
     commpass.load_state_dict(given)
     assert list(commpass.state_dict()) == list(given)
-    fresh()
+    forget_process()
 
 
 def test_folder_without_a_checkpoint_is_refused(tmp_path):

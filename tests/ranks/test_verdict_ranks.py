@@ -28,8 +28,10 @@ pytestmark = pytest.mark.xdist_group("ranks")
 ops = torch.ops._c10d_functional
 
 
-def forced(spec: str = "int8", watch: float = 0.0, **more) -> Policy:
-    return Policy(name=spec, rules=[Rule(codec=spec, force=True, **more)], watch=watch)
+def forced(spec: str = "int8", error_sample_rate: float = 0.0, **more) -> Policy:
+    return Policy(
+        name=spec, rules=[Rule(codec=spec, force=True, **more)], error_sample_rate=error_sample_rate
+    )
 
 
 def summed(x: torch.Tensor) -> torch.Tensor:
@@ -42,7 +44,7 @@ def started_with(*settings: dict[str, str]):
     mine = settings[dist.get_rank()]
     with mock.patch.dict(os.environ, mine):
         environment._log.cache_clear()
-        plan_store.begin()
+        plan_store.open_store()
         yield
 
 
@@ -76,9 +78,11 @@ def x_of(rank: int, step: int) -> torch.Tensor:
 
 def sampled() -> tuple[list[bool], list[float], float]:
     results, errors, plan_error = [], [], 0.0
-    for watch in (0.0, 0.5):
+    for error_sample_rate in (0.0, 0.5):
         torch._dynamo.reset()
-        backend = commpass.backend(forced("int4", watch, algorithm="two_shot"), strict=True)
+        backend = commpass.backend(
+            forced("int4", error_sample_rate, algorithm="two_shot"), strict=True
+        )
         function = torch.compile(summed, backend=backend)
         results.append([function(x_of(dist.get_rank(), step)) for step in range(4)])
     (entry,) = backend.step_log.entries
@@ -113,15 +117,17 @@ class Net(nn.Module):
         return x
 
 
-def through(door: str, watch: float) -> tuple[list[torch.Tensor], str, dict[str, float], int]:
+def through(
+    integration: str, error_sample_rate: float
+) -> tuple[list[torch.Tensor], str, dict[str, float], int]:
     """Return gradients of some steps, and the report on the integration afterwards."""
     model = Net()
-    if door == "ddp":
+    if integration == "ddp":
         model = DDP(model)
-        opened = compress_ddp(model, forced("int8", watch))
+        opened = compress_ddp(model, forced("int8", error_sample_rate))
     else:
         fully_shard(model)
-        opened = compress_fsdp(model, forced("int8", watch))
+        opened = compress_fsdp(model, forced("int8", error_sample_rate))
     found = []
     for step in range(3):
         model.zero_grad()
@@ -133,16 +139,16 @@ def through(door: str, watch: float) -> tuple[list[torch.Tensor], str, dict[str,
     return found, str(commpass.report()), commpass.metrics(), counts
 
 
-def doors(door: str):
-    plain, _, _, none = through(door, 0.0)
-    watched, text, numbers, many = through(door, 1.0)
+def integrations(integration: str):
+    plain, _, _, none = through(integration, 0.0)
+    watched, text, numbers, many = through(integration, 1.0)
     return all(map(torch.equal, plain, watched)), none, many, text, numbers
 
 
 @pytest.mark.every
-@pytest.mark.parametrize("door", ["ddp", "fsdp"])
-def test_exchanges_of_doors_are_sampled_too(ranks2, door):
-    for same, none, many, text, numbers in ranks2.run(doors, door):
+@pytest.mark.parametrize("integration", ["ddp", "fsdp"])
+def test_exchanges_of_integrations_are_sampled_too(ranks2, integration):
+    for same, none, many, text, numbers in ranks2.run(integrations, integration):
         assert same
         assert none == 0
         assert many >= 2
@@ -206,7 +212,7 @@ def one_never_comes() -> tuple[bool, list[tuple[str, str]]]:
     with started_with(OFF, {}), said() as words:
         torch._dynamo.reset()
         if dist.get_rank() == 0:
-            with mock.patch.object(plan_store.PlanStore, "hear_settings", return_value=False):
+            with mock.patch.object(plan_store.PlanStore, "read_settings", return_value=False):
                 backend = commpass.backend(forced(), inner="eager", timeout=1)
                 got = torch.compile(lambda x: x @ x, backend=backend)(torch.ones(4, 4))
                 return torch.equal(got, torch.full((4, 4), 4.0)), words

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -229,74 +230,21 @@ def loss_scaled(job: Job) -> Results:
     return found
 
 
+replicas_scenario = partial(Scenario, conserved=True, replicated=("grad",))
+"""Replicas, whose gradients are sums over ranks without later steps."""
+
 SCENARIOS = (
-    Scenario(
-        name="data parallel",
-        run=replicas,
-        sites=2,
-        gradients=2,
-        conserved=True,
-        replicated=("grad",),
-        inductor=True,
-    ),
-    Scenario(
-        name="uneven batches",
-        run=uneven_batches,
-        sites=2,
-        gradients=2,
-        conserved=True,
-        replicated=("grad",),
-    ),
-    Scenario(
-        name="block by block",
-        run=block_by_block,
-        sites=1,
-        gradients=1,
-        conserved=True,
-        replicated=("grad",),
-    ),
-    Scenario(
-        name="second model",
-        run=second_model,
-        sites=4,
-        gradients=4,
-        conserved=True,
-        replicated=("grad",),
-    ),
-    Scenario(
-        name="two models in turn",
-        run=two_models,
-        sites=2,
-        gradients=2,
-        conserved=True,
-        replicated=("grad",),
-    ),
-    Scenario(
-        name="resumed",
-        run=resumed,
-        sites=4,
-        gradients=4,
-        conserved=True,
-        replicated=("grad",),
-    ),
+    replicas_scenario(name="data parallel", run=replicas, sites=2, gradients=2, inductor=True),
+    replicas_scenario(name="uneven batches", run=uneven_batches, sites=2, gradients=2),
+    replicas_scenario(name="block by block", run=block_by_block, sites=1, gradients=1),
+    replicas_scenario(name="second model", run=second_model, sites=4, gradients=4),
+    replicas_scenario(name="two models in turn", run=two_models, sites=2, gradients=2),
+    replicas_scenario(name="resumed", run=resumed, sites=4, gradients=4),
     Scenario(name="accumulated", run=accumulated, sites=2, replicated=("grad",)),
     Scenario(name="no sync", run=no_sync, sites=2, gradients=2, replicated=()),
     Scenario(name="ddp", run=ddp, sites=0, replicated=("grad",)),
-    Scenario(
-        name="ddp in the graph",
-        run=ddp_in_graph,
-        gradients=1,
-        conserved=True,
-        replicated=("grad",),
-    ),
-    Scenario(
-        name="hooks in the graph",
-        run=hooks,
-        sites=2,
-        gradients=2,
-        conserved=True,
-        replicated=("grad",),
-    ),
+    replicas_scenario(name="ddp in the graph", run=ddp_in_graph, gradients=1),
+    replicas_scenario(name="hooks in the graph", run=hooks, sites=2, gradients=2),
     Scenario(
         name="loss scaled",
         run=loss_scaled,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -106,53 +108,14 @@ def changing(job: Job) -> Results:
     return found
 
 
+experts_scenario = partial(Scenario, ranks=3, rounding=2**-6)
+
 SCENARIOS = (
-    Scenario(name="experts", run=fixed(EVEN), ranks=3, sites=4, gradients=1, rounding=2**-6),
-    Scenario(
-        name="experts, uneven",
-        run=fixed(UNEVEN),
-        ranks=3,
-        sites=4,
-        gradients=1,
-        rounding=2**-6,
-    ),
-    Scenario(
-        name="experts, no tokens",
-        run=fixed(NOTHING_FOR_ONE),
-        ranks=3,
-        differ=True,
-        rounding=2**-6,
-    ),
-    Scenario(
-        name="experts, even for one",
-        run=fixed(EVEN_FOR_ONE),
-        ranks=3,
-        differ=True,
-        rounding=2**-6,
-    ),
-    Scenario(
-        name="experts, routed",
-        pays=False,
-        run=routed(UNEVEN),
-        ranks=3,
-        sites=4,
-        gradients=1,
-        rounding=2**-6,
-    ),
-    Scenario(
-        name="experts, routed, no tokens",
-        run=routed(NOTHING_FOR_ONE),
-        ranks=3,
-        differ=True,
-        rounding=2**-6,
-    ),
-    Scenario(
-        name="experts, routed anew",
-        pays=False,
-        run=changing,
-        ranks=3,
-        sites=4,
-        gradients=1,
-        rounding=2**-6,
-    ),
+    experts_scenario(name="experts", run=fixed(EVEN), sites=4, gradients=1),
+    experts_scenario(name="experts, uneven", run=fixed(UNEVEN), sites=4, gradients=1),
+    experts_scenario(name="experts, no tokens", run=fixed(NOTHING_FOR_ONE), differ=True),
+    experts_scenario(name="experts, even for one", run=fixed(EVEN_FOR_ONE), differ=True),
+    experts_scenario(name="experts, routed", pays=False, run=routed(UNEVEN), sites=4, gradients=1),
+    experts_scenario(name="experts, routed, no tokens", run=routed(NOTHING_FOR_ONE), differ=True),
+    experts_scenario(name="experts, routed anew", pays=False, run=changing, sites=4, gradients=1),
 )

@@ -18,7 +18,7 @@ from tiers import examples
 from typer.testing import CliRunner
 
 import commpass
-from commpass.calibration import Address, Calibration, Carried, Level, Place
+from commpass.calibration import Address, Calibration, CountedSite, ErrorLevel, MeasuredSites
 from commpass.cli import app
 from commpass.codecs import codec
 from commpass.collectives import algorithm
@@ -111,18 +111,18 @@ def site(module: str, direction: str = "forward", nbytes: int = 1 << 20, **more)
     return Site(**fields | more)
 
 
-def place(module: str, sensitivity: float, direction: str = "forward", **more) -> Place:
+def place(module: str, sensitivity: float, direction: str = "forward", **more) -> MeasuredSites:
     one = site(module, direction, **more)
-    return Place(
+    return MeasuredSites(
         where=(Address.of(one),),
-        sites=(Carried(site=one, calls=1.0),),
+        sites=(CountedSite(site=one, calls=1.0),),
         errors={codec(name).spec: codec(name).relative_error() for name in CODECS},
-        levels=(Level(codec="rotated(bits=6)", error=0.024, sensitivity=sensitivity),),
+        levels=(ErrorLevel(codec="rotated(bits=6)", error=0.024, sensitivity=sensitivity),),
         loss=sensitivity / 10,
     )
 
 
-def calibration(*places: Place, **more) -> Calibration:
+def calibration(*places: MeasuredSites, **more) -> Calibration:
     fields = {
         "commpass": "0.1.0",
         "torch": "2.13.0",
@@ -208,8 +208,8 @@ def test_cost_model_takes_what_was_chosen_or_what_loses_no_more():
 
 def test_sensitivities_between_levels():
     levels = (
-        Level(codec="a", error=0.01, sensitivity=1.0),
-        Level(codec="b", error=0.16, sensitivity=3.0),
+        ErrorLevel(codec="a", error=0.01, sensitivity=1.0),
+        ErrorLevel(codec="b", error=0.16, sensitivity=3.0),
     )
     one = dataclasses.replace(SOME[0], levels=levels)
     for error, sensitivity in ((0.001, 1), (0.01, 1), (0.04, 2), (0.16, 3), (0.5, 3)):
@@ -229,7 +229,7 @@ def test_merged_sites_are_allowed_the_same():
     assert dataclasses.replace(one, module="b") == other
 
 
-def test_sites_that_the_base_policy_keeps_are_left_alone():
+def test_sites_that_the_base_policy_keeps_stay_uncompressed():
     keep, more = Rule(module="layers.1", keep=True), Rule(module="head", codec="int8")
     base = Policy(rules=[keep, more], skip="group", codecs="bf16")
     policy = calibration(*SOME).policy(0.1, base=base)
@@ -381,7 +381,7 @@ def test_another_budget_from_the_command_line(tmp_path, monkeypatch):
     assert "rotated(bits=4) everywhere" in done.stdout
     assert "not measured: x" in done.stderr
     said = " ".join(done.stdout.split())
-    assert "leaves a site alone where it sees no gain" in said
+    assert "compresses a site only where it predicts a gain" in said
     assert "No --profile was given: ethernet-10g is assumed" in said
     more = run(
         "--from", tmp_path / "c.json", "--max-error", "0.02", "-o", tmp_path / "q.toml",

@@ -529,23 +529,23 @@ def test_link_costs_start_ups_and_bytes(kind, ranks):
         (60.0, 1.25, 2.0, 0),
     ):
         expected = exchange_us(kind, nbytes, ranks, alpha, gbytes, factor)
-        assert Link(alpha, gbytes, {kind: factor}).us(kind, nbytes, ranks) == pytest.approx(
+        assert Link(alpha, gbytes, {kind: factor}).time_us(kind, nbytes, ranks) == pytest.approx(
             expected
         )
-        assert Link(alpha, gbytes).us(kind, nbytes, ranks) == pytest.approx(
+        assert Link(alpha, gbytes).time_us(kind, nbytes, ranks) == pytest.approx(
             exchange_us(kind, nbytes, ranks, alpha, gbytes)
         )
         for peers in (1, 2, ranks - 1):
             few = exchange_us(kind, nbytes, ranks, alpha, gbytes, factor, peers)
-            assert Link(alpha, gbytes, {kind: factor}).us(
+            assert Link(alpha, gbytes, {kind: factor}).time_us(
                 kind, nbytes, ranks, peers
             ) == pytest.approx(few)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_rank_alone_sends_nothing(kind):
-    assert Link(60.0, 1.0).us(kind, 1 << 20, 1) == 0.0
-    assert Link(60.0, 1.0).us(kind, 1 << 20, 2) > 60.0
+    assert Link(60.0, 1.0).time_us(kind, 1 << 20, 1) == 0.0
+    assert Link(60.0, 1.0).time_us(kind, 1 << 20, 2) > 60.0
 
 
 def test_ethernet_is_gloo_over_that_many_bits():
@@ -559,23 +559,27 @@ def test_ethernet_is_gloo_over_that_many_bits():
         ("all_to_all", 2),
     ):
         both_ways = 262144 / 1250 if kind == "all_to_all" else 0.0
-        assert link.us(kind, 1 << 24, 8) == pytest.approx(
+        assert link.time_us(kind, 1 << 24, 8) == pytest.approx(
             exchange_us(kind, 1 << 24, 8, 60.0, 1.25, factor) - both_ways
         )
-    assert link.us("all_to_all", 1 << 18, 8) == exchange_us("all_to_all", 1 << 18, 8, 60.0, 1.25, 1)
+    assert link.time_us("all_to_all", 1 << 18, 8) == exchange_us(
+        "all_to_all", 1 << 18, 8, 60.0, 1.25, 1
+    )
     assert default_profile("cpu").link == ethernet(10).link
     assert default_profile("cuda").link.gbytes_per_s > link.gbytes_per_s
 
 
 def test_kernel_costs_its_launch_and_its_values():
-    assert KERNELS.us("int8", "encode", 1000) == pytest.approx(3.0 + 0.125)
-    assert KERNELS.us("int8", "decode", 2000) == pytest.approx(3.0 + 0.125)
-    assert KERNELS.us("int8(block=64)", "encode", 1000) == KERNELS.us("int8", "encode", 1000)
+    assert KERNELS.time_us("int8", "encode", 1000) == pytest.approx(3.0 + 0.125)
+    assert KERNELS.time_us("int8", "decode", 2000) == pytest.approx(3.0 + 0.125)
+    assert KERNELS.time_us("int8(block=64)", "encode", 1000) == KERNELS.time_us(
+        "int8", "encode", 1000
+    )
     called = dataclasses.replace(KERNELS, call_us=40.0)
-    assert called.us("int8", "decode", 2000) == pytest.approx(40.0 + 3.0 + 0.125)
+    assert called.time_us("int8", "decode", 2000) == pytest.approx(40.0 + 3.0 + 0.125)
     assert called.compute_us(1e6, 0) == KERNELS.compute_us(1e6, 0)
-    assert KERNELS.us("rotated", "encode", 1000) == pytest.approx(3.0 + 0.5)
-    assert KERNELS.us("rotated", "decode", 1000) == pytest.approx(3.0 + 0.25)
+    assert KERNELS.time_us("rotated", "encode", 1000) == pytest.approx(3.0 + 0.5)
+    assert KERNELS.time_us("rotated", "decode", 1000) == pytest.approx(3.0 + 0.25)
 
 
 LABELS = {"tp": 1.0, "tp_inner": 1.0, "dp": 2.0, "dp0": 3.0, "pp": 4.0, "": 4.0, "ep.1": 5.0}
@@ -900,7 +904,7 @@ def test_no_algorithm_above_the_budget_is_chosen_at_any_number_of_ranks(
     a_site, codec, budget, node, force
 ):
     """Rings encode again at each hop: the more ranks, the larger their error."""
-    a_profile = profile(Link(0.0, 0.01), node=node)
+    a_profile = profile(Link(0.0, 0.01), ranks_per_host=node)
     planned = one(
         a_site, Policy(codecs=codec, max_error=budget, rules=[Rule(force=force)]), a_profile
     )
@@ -1433,7 +1437,7 @@ def test_codec_that_is_named_twice_is_one_candidate():
 # --- hierarchies ----------------------------------------------------------------------------------
 
 
-NODES = profile(Link(50.0, 0.5), node=8, inside=Link(5.0, 200.0))
+NODES = profile(Link(50.0, 0.5), ranks_per_host=8, intra_host_link=Link(5.0, 200.0))
 
 
 @pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter"])
@@ -1442,16 +1446,23 @@ def test_hierarchy_is_a_choice_only_where_the_ranks_of_a_node_are_known(kind):
     unknown = one(a_site, named, profile())
     assert not unknown.compressed
     assert "hierarchical(node=8)" in unknown.reason
-    assert "Profile(node=8)" in unknown.reason
-    for spec, a_profile in (("hierarchical(node=8)", profile()), ("hierarchical", profile(node=8))):
+    assert "Profile(ranks_per_host=8)" in unknown.reason
+    for spec, a_profile in (
+        ("hierarchical(node=8)", profile()),
+        ("hierarchical", profile(ranks_per_host=8)),
+    ):
         planned = one(a_site, dataclasses.replace(named, algorithms=spec), a_profile)
         assert (planned.codec, planned.algorithm) == ("int8", "hierarchical(node=8)")
     said = one(
-        a_site, dataclasses.replace(named, algorithms="hierarchical(node=4)"), profile(node=8)
+        a_site,
+        dataclasses.replace(named, algorithms="hierarchical(node=4)"),
+        profile(ranks_per_host=8),
     )
     assert said.algorithm == "hierarchical(node=4)"  # the more specific annotation
     staged = one(
-        a_site, Policy(codecs="int8", algorithms="hierarchical(between=int4)"), profile(node=8)
+        a_site,
+        Policy(codecs="int8", algorithms="hierarchical(between=int4)"),
+        profile(ranks_per_host=8),
     )
     assert staged.algorithm == "hierarchical(between=int4, node=8)"
 
@@ -1461,7 +1472,12 @@ def test_hierarchy_wins_where_the_link_inside_is_fast_and_the_one_between_slow(k
     a_site = site(kind, 1 << 26, 64)
     policy = Policy(codecs="int8")
     assert one(a_site, policy, NODES).algorithm == "hierarchical(node=8)"
-    for changes in ({"node": 0}, {"inside": Link(500.0, 0.05)}, {"node": 7}, {"node": 64}):
+    for changes in (
+        {"ranks_per_host": 0},
+        {"intra_host_link": Link(500.0, 0.05)},
+        {"ranks_per_host": 7},
+        {"ranks_per_host": 64},
+    ):
         assert (
             "hierarchical"
             not in one(a_site, policy, dataclasses.replace(NODES, **changes)).algorithm
@@ -1488,9 +1504,11 @@ def test_hierarchy_on_one_link_sends_as_many_bytes_in_fewer_messages(node, kind)
         )
         messages = (ranks - 1) - (node - 1 + ranks // node - 1)
         assert flat.predicted_us - high.predicted_us == pytest.approx(alpha * messages, abs=0.01)
-    coding_twice = one(a_site, Policy(codecs="int8"), profile(Link(0.0, 0.5), node=node))
+    coding_twice = one(a_site, Policy(codecs="int8"), profile(Link(0.0, 0.5), ranks_per_host=node))
     assert "hierarchical" not in coding_twice.algorithm
-    dear_messages = one(a_site, Policy(codecs="int8"), profile(Link(500.0, 0.5), node=node))
+    dear_messages = one(
+        a_site, Policy(codecs="int8"), profile(Link(500.0, 0.5), ranks_per_host=node)
+    )
     assert dear_messages.algorithm == f"hierarchical(node={node})"
 
 
@@ -1498,7 +1516,12 @@ def test_hierarchy_on_one_link_sends_as_many_bytes_in_fewer_messages(node, kind)
 def test_hops_inside_a_node_take_the_link_inside_and_the_others_the_groups(kind):
     outer, inner, ranks, node, numel = Link(50.0, 0.5), Link(5.0, 200.0), 64, 8, 1 << 20
     a_profile = Profile(
-        "test", Link(9.0, 9.0), links={"tp": outer}, kernels=KERNELS, node=node, inside=inner
+        "test",
+        Link(9.0, 9.0),
+        links={"tp": outer},
+        kernels=KERNELS,
+        ranks_per_host=node,
+        intra_host_link=inner,
     )
     planned = one(site(kind, numel, ranks), forced("int8", "hierarchical"), a_profile)
     hops, encoded, decoded, kernels = work(
@@ -1519,7 +1542,7 @@ def test_node_that_does_not_divide_the_ranks_is_refused_by_number(ranks, node):
     assert not planned.compressed
     assert f"{ranks} ranks are not several nodes of {node}" in planned.reason
     assert one(
-        site(ranks=ranks), Policy(codecs="int8"), profile(node=node)
+        site(ranks=ranks), Policy(codecs="int8"), profile(ranks_per_host=node)
     ).compressed  # by another algorithm
 
 
@@ -1704,7 +1727,7 @@ def test_preset_takes_a_cast_where_coding_takes_longer_than_it_saves(name):
     link = dataclasses.replace(link, kernels=dataclasses.replace(link.kernels, call_us=40.0))
     chosen = one(a_site, dataclasses.replace(PRESETS[name], chunks=1), link)
     assert (chosen.codec, chosen.algorithm) == ("bf16", "direct")
-    alpha, busy = link.link.alpha_us, link.link.busy_us
+    alpha, busy = link.link.alpha_us, link.link.overhead_us
     assert chosen.predicted_us == pytest.approx(
         alpha + busy + 2 * (2 + 40) + 2**22 * 0.7 / 1e3 + 2**22 / 3125, abs=5.0
     )
@@ -1747,9 +1770,9 @@ def test_values_of_16_bits_are_not_cast(kind, dtype, name):
 
 def test_casts_have_one_rate_whatever_they_are_called():
     for role in ("encode", "decode"):
-        rates = {CPU.us(name, role, 1e6) for name in ("bf16", "fp16", "cast", "cast(to=fp16)")}
+        rates = {CPU.time_us(name, role, 1e6) for name in ("bf16", "fp16", "cast", "cast(to=fp16)")}
         assert len(rates) == 1
-        assert max(rates) < CPU.us("other", role, 1e6)
+        assert max(rates) < CPU.time_us("other", role, 1e6)
 
 
 # --- hosts ----------------------------------------------------------------------------------------
@@ -1761,8 +1784,8 @@ ON_HOSTS = Profile(
     Link(50.0, 0.5),
     links={"named": Link(20.0, 1.0)},
     kernels=KERNELS,
-    node=4,
-    inside=INSIDE,
+    ranks_per_host=4,
+    intra_host_link=INSIDE,
 )
 PLACED = {
     "one host": ((4, 5, 6, 7), 5.0),
@@ -1865,21 +1888,21 @@ def test_time_or_a_share_that_cannot_be_is_refused(value):
 
 
 def test_numbers_at_the_edge_are_taken():
-    assert Link(0, 1e-9).us("all_reduce", 0, 2) == 0.0
-    assert Kernels(0, KernelRate(0, 0)).us("int8", "encode", 1) == 0.0
-    assert Profile("p", Link(1, 1), margin=0, node=0).on_each_host((0, 1)) == 0
+    assert Link(0, 1e-9).time_us("all_reduce", 0, 2) == 0.0
+    assert Kernels(0, KernelRate(0, 0)).time_us("int8", "encode", 1) == 0.0
+    assert Profile("p", Link(1, 1), margin=0, ranks_per_host=0).on_each_host((0, 1)) == 0
 
 
 WRONG = {
     "link": (lambda: Profile("p", 3.0), "Link(alpha_us, gbytes_per_s)"),
     "links": (lambda: Profile("p", SLOW, links=[SLOW]), "globs over group labels"),
     "a link of links": (lambda: Profile("p", SLOW, links={"tp": 3}), "tp is 3"),
-    "inside": (lambda: Profile("p", SLOW, inside="nvlink"), "inside is 'nvlink'"),
+    "inside": (lambda: Profile("p", SLOW, intra_host_link="nvlink"), "intra_host_link is 'nvlink'"),
     "kernels": (lambda: Profile("p", SLOW, kernels={}), "Kernels(launch_us"),
     "a rate": (lambda: Kernels(1.0, KernelRate(1.0, 1.0), {"int8": 2.0}), "int8 is 2.0"),
     "rates": (lambda: Kernels(1.0, KernelRate(1.0, 1.0), [1]), "names of codecs"),
-    "node": (lambda: Profile("p", SLOW, node=-1), "node=-1"),
-    "half a node": (lambda: Profile("p", SLOW, node=1.5), "node=1.5"),
+    "node": (lambda: Profile("p", SLOW, ranks_per_host=-1), "ranks_per_host=-1"),
+    "half a node": (lambda: Profile("p", SLOW, ranks_per_host=1.5), "ranks_per_host=1.5"),
     "name": (lambda: Profile(SLOW, SLOW), "must be a text"),
     "factor": (lambda: Link(1.0, 1.0, {"allreduce": 2.0}), "did you mean 'all_reduce'?"),
     "no mapping of factors": (lambda: Link(1.0, 1.0, 2.0), "kinds of collectives"),

@@ -128,11 +128,11 @@ def test_explain_says_why_a_rank_stands_still(tmp_path: Path):
     path = dump.write(tmp_path, make(sites=[*sites, site("hidden")]))
     shown = run("explain", path, "--all", width=160).stdout
     assert re.search(r"^60\.0 us +1-2 +80\.0 us +all that is left needs it *$", shown, re.MULTILINE)
-    still = "and a rank stands still for 60.0 us of them (80.0 us before exchanges were moved)"
+    still = "of which a rank waits 60.0 us (80.0 us before exchanges were moved)"
     assert still in words(shown)
     plain = run("explain", dump.write(tmp_path, make())).stdout
     assert "exposed, predicted" not in plain
-    assert "stands still" not in plain
+    assert "a rank waits" not in plain
 
 
 def test_explain_json_is_the_plans(folder: Path):

@@ -49,7 +49,7 @@ def folder(tmp_path: Path) -> Path:
         shape=(1024,),
         bytes=4096,
         module="layers.0.mlp",
-        reason="left alone: no candidate gains",
+        reason="uncompressed: no candidate gains",
     )
     nodes = (
         dump.GraphNode(name="x", op="placeholder", target="x"),

@@ -19,6 +19,7 @@ from reference import FAMILY, Setting
 from tiers import examples, sampled
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from values import bits, gaussian
 
 import commpass
 from commpass.codecs import FLOATS, NAMES, Codec, accumulation_dtype, codec
@@ -105,17 +106,6 @@ def build(text: str, block: int | None = None) -> tuple[Codec, Setting]:
     return codec(text, block=block), dataclasses.replace(FAMILY[text], block=block)
 
 
-def bits(x: torch.Tensor) -> bytes:
-    return (
-        x.detach()
-        .reshape(-1)
-        .clone(memory_format=torch.contiguous_format)
-        .view(torch.uint8)
-        .numpy()
-        .tobytes()
-    )
-
-
 def wide(x: torch.Tensor) -> np.ndarray:
     return x.double().numpy().reshape(-1)
 
@@ -129,12 +119,6 @@ def decoded(coder: Codec, x: torch.Tensor) -> np.ndarray:
 def roundoff(dtype: torch.dtype) -> float:
     """Return the roundoff of a codec's arithmetic for values of this dtype."""
     return reference.DOUBLE if dtype == torch.float64 else reference.SINGLE
-
-
-def gaussian(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(
-        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-    ).to(dtype)
 
 
 @pytest.fixture(scope="module", autouse=True)

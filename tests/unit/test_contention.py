@@ -59,7 +59,7 @@ def test_port_carries_what_all_its_ranks_send(kind, node, hosts, many, strided):
         groups = [range(first, ranks, step) for first in range(step)]
     else:
         groups = [range(first, first + many) for first in range(0, ranks, many)]
-    profile = Profile("one port", SLOW, inside=FAST, node=node, ports=1)
+    profile = Profile("one port", SLOW, intra_host_link=FAST, ranks_per_host=node, ports=1)
     crossing = leaving(kind, groups, node, 1e6)
     link = profile.link_of("dp", ranks=tuple(groups[0]))
     if crossing:
@@ -72,15 +72,17 @@ def test_port_carries_what_all_its_ranks_send(kind, node, hosts, many, strided):
 
 def test_ports_for_each_rank_are_not_shared():
     for ports in (0, 8, 16):
-        link = Profile("p", SLOW, node=8, ports=ports).link_of("dp", ranks=range(0, 64, 8))
-        assert link.us("all_reduce", 8e6, 8) == SLOW.us("all_reduce", 8e6, 8)
+        link = Profile("p", SLOW, ranks_per_host=8, ports=ports).link_of(
+            "dp", ranks=range(0, 64, 8)
+        )
+        assert link.time_us("all_reduce", 8e6, 8) == SLOW.time_us("all_reduce", 8e6, 8)
 
 
 def test_two_ports_carry_twice_as_much():
     times = [
-        Profile("p", SLOW, node=8, ports=ports)
+        Profile("p", SLOW, ranks_per_host=8, ports=ports)
         .link_of("dp", ranks=range(0, 64, 8))
-        .us(kind, 8e6, 8)
+        .time_us(kind, 8e6, 8)
         for kind in ("all_reduce", "all_to_all")
         for ports in (1, 2)
     ]
@@ -90,7 +92,7 @@ def test_two_ports_carry_twice_as_much():
 
 def test_rates_measured_of_one_rank_are_shared_as_well():
     measured = {ONE: (Region(0, 7.0, 2.0),), SEVERAL: (Region(0, 9.0, 2.0),)}
-    profile = Profile("p", Link(1.0, 1.0, measured=measured), node=4, ports=1)
+    profile = Profile("p", Link(1.0, 1.0, measured=measured), ranks_per_host=4, ports=1)
     link = profile.link_of("tp", ranks=range(8))
     assert link.parts_us("all_to_all", 14e3, 8, 1, by_messages=True) == (7.0, 7.0)
     shared = 4 * (8 - 4) / 7
@@ -100,9 +102,9 @@ def test_rates_measured_of_one_rank_are_shared_as_well():
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"ports": 1}, "needs node"),
-        ({"ports": -1, "node": 2}, "must be a number of network ports"),
-        ({"ports": 1.5, "node": 2}, "must be a number of network ports"),
+        ({"ports": 1}, "needs ranks_per_host"),
+        ({"ports": -1, "ranks_per_host": 2}, "must be a number of network ports"),
+        ({"ports": 1.5, "ranks_per_host": 2}, "must be a number of network ports"),
     ],
 )
 def test_ports_that_cannot_be(fields, said):
@@ -132,7 +134,7 @@ def test_groups_on_one_link_take_turns_and_others_do_not(fake_group):
             return [ops.wait_tensor(each) for each in started]
 
         gm = trace(function, torch.ones(250_000), torch.ones(250_000))
-        profile = Profile("p", SLOW, inside=SLOW, node=2, links=links)
+        profile = Profile("p", SLOW, intra_host_link=SLOW, ranks_per_host=2, links=links)
         work = work_of(gm.graph, memory(gm.graph), profile)
         assert sum(parse(node) is not None for node in gm.graph.nodes) == 2
         assert {
@@ -140,7 +142,7 @@ def test_groups_on_one_link_take_turns_and_others_do_not(fake_group):
         }.isdisjoint({HOST})
         return timed(work, gm.graph.nodes).now
 
-    one = SLOW.us("all_reduce", 1e6, 2)
+    one = SLOW.time_us("all_reduce", 1e6, 2)
     assert end("pp", "dp") == pytest.approx(2 * one)
     assert end("dp", "tp") == pytest.approx(one)
     assert end("pp", "dp", dp=SLOW) == pytest.approx(one)

@@ -50,12 +50,16 @@ def edges_of(tasks: Sequence[Task]) -> dict[tuple, dict[tuple, float]]:
 
     for n, task in enumerate(tasks):
         if n == 0:
-            add("begin", ("at", 0), task.busy_us)
+            add("begin", ("at", 0), task.overhead_us)
         else:
-            add(("at", n - 1), ("at", n), task.busy_us + (0 if is_link(n - 1) else tasks[n - 1].us))
+            add(
+                ("at", n - 1),
+                ("at", n),
+                task.overhead_us + (0 if is_link(n - 1) else tasks[n - 1].us),
+            )
         for m in task.after:
             source = ("on", m) if is_link(m) else ("at", m)
-            add(source, ("at", n), tasks[m].us + tasks[m].latency_us + task.busy_us)
+            add(source, ("at", n), tasks[m].us + tasks[m].latency_us + task.overhead_us)
         if is_link(n):
             add(("at", n), ("on", n), 0.0)
             earlier = [m for m in range(n) if tasks[m].resource == task.resource]
@@ -78,7 +82,7 @@ def end_with_delay(tasks: Sequence[Task], which: int, delay: float) -> float:
     """Return when the last task ends if the link starts task ``which`` later by ``delay``."""
     now, free, done = 0.0, {}, []
     for number, task in enumerate(tasks):
-        now = max([now, *(done[each] for each in task.after)]) + task.busy_us
+        now = max([now, *(done[each] for each in task.after)]) + task.overhead_us
         if task.resource == HOST:
             now += task.us
             done.append(now + task.latency_us)

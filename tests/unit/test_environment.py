@@ -65,7 +65,7 @@ def test_file_takes_the_place_of_the_policy_with_both_names_in_a_warning(
     assert record.levelname == "WARNING"
     assert f"COMMPASS_POLICY={file} takes the place of policy 'taco'" in record.getMessage()
     caplog.clear()
-    assert commpass.backend(file).policy.watch == 0.5  # the program sets the same
+    assert commpass.backend(file).policy.error_sample_rate == 0.5  # the program sets the same
     assert not caplog.records
 
 

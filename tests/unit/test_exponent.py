@@ -16,6 +16,7 @@ from tiers import examples, rarely
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from values import bits
 
 from commpass.codecs import codec
 from commpass.codecs.exponent import ExponentCodec, exponent
@@ -34,14 +35,6 @@ def coder_of(planes: int) -> ExponentCodec:
     coder = CODERS[planes]
     assert isinstance(coder, ExponentCodec)
     return coder
-
-
-def bits(x: torch.Tensor) -> bytes:
-    return (
-        x.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        if x.numel()
-        else b""
-    )
 
 
 def patterns(numel: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -557,9 +550,9 @@ def test_measured_bits_are_what_is_planned_with():
         gaussian_bits = plain.expected_bytes(numel, torch.bfloat16) * 8 / numel
         assert gaussian_bits == pytest.approx(10.69, abs=0.02)
         assert told.expected_bytes(numel, torch.bfloat16) * 8 / numel == pytest.approx(12.5, 1e-3)
-    for bits, most in ((16.5, 1), (1.0, 0)):
+    for planned, most in ((16.5, 1), (1.0, 0)):
         static, room = plain.parts(5000, torch.bfloat16)
-        one = exponent("e", bits=bits).expected_bytes(5000, torch.bfloat16)
+        one = exponent("e", bits=planned).expected_bytes(5000, torch.bfloat16)
         assert one == static + most * room
     with pytest.raises(PolicyError, match="bits=-1"):
         exponent("exponent(bits=-1.0)", bits=-1.0)

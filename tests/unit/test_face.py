@@ -62,7 +62,7 @@ def test_type_checker_and_a_program_see_the_same_names():
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("commpass")
         for alias in node.names
     }
-    homes = {name: f"commpass.{module}" for name, module in commpass._HOME.items()}
+    homes = {name: f"commpass.{module}" for name, module in commpass._MODULE_OF.items()}
     assert {name: module for name, module in seen.items() if name in homes} == homes
     for name in seen.keys() - homes.keys():  # a submodule that is also a public name
         assert getattr(commpass, name) is sys.modules[f"commpass.{name}"]
@@ -94,7 +94,8 @@ QUICK = ("the face first", "the module first", "all names")
 @pytest.mark.parametrize("order", tiers.sampled(ORDERS, QUICK))
 def test_name_of_the_face_wins_over_a_module_of_that_name(order):
     paths = {
-        name: (PACKAGE / f"{name}.py", PACKAGE / name / "__init__.py") for name in commpass._HOME
+        name: (PACKAGE / f"{name}.py", PACKAGE / name / "__init__.py")
+        for name in commpass._MODULE_OF
     }
     clashing = [name for name, both in paths.items() if any(path.is_file() for path in both)]
     assert clashing == ["backend", "report", "simulate"]
@@ -201,7 +202,7 @@ def test_backend_says_what_it_is(tmp_path):
     assert "\n" not in repr(made)
 
 
-def test_door_without_a_process_group_says_what_to_write():
+def test_integration_without_a_process_group_says_what_to_write():
     assert not torch.distributed.is_initialized()
     with pytest.raises(PolicyError) as error:
         commpass.parallel.ssfusion(torch.nn.Linear(2, 2))

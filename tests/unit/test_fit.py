@@ -57,7 +57,7 @@ def test_noise_makes_few_regions_and_never_a_time_that_cannot_be(seed, alpha, ra
         assert 0 < each.gbytes_per_s < math.inf
     link = Link(alpha, rate, measured={"all_reduce": found})
     for point in points:
-        predicted = link.region("all_reduce", point.sent).us(1, point.sent)
+        predicted = link.region("all_reduce", point.sent).time_us(1, point.sent)
         assert predicted == pytest.approx(point.us, rel=max(2.5 * noise, CLOSE) + 1e-6)
 
 
@@ -71,7 +71,7 @@ def test_times_that_fall_with_size_give_no_negative_rate():
     points = [Point(1, n, us) for n, us in zip(SIZES, [500, 400, 300, 300, 200], strict=False)]
     (found,) = regions(points)
     assert found.alpha_us == pytest.approx(340)
-    assert found.us(1, SIZES[4]) == pytest.approx(340, rel=1e-3)
+    assert found.time_us(1, SIZES[4]) == pytest.approx(340, rel=1e-3)
 
 
 def test_negative_alpha_is_none():
@@ -101,11 +101,11 @@ def test_measurements_replace_the_formula():
         "all_reduce": (Region(0, 10, 1.0), Region(1e6, 100, 2.0)),
         "message": (Region(0, 7, 4.0),),
     }
-    link = Link(60, 0.5, {"all_reduce": 3.0}, measured=measured, crowd_bytes=1e6)
+    link = Link(60, 0.5, {"all_reduce": 3.0}, measured=measured, contention_bytes=1e6)
     # 4 ranks: 6 messages, 1.5 of the bytes
-    assert link.us("all_reduce", 1000, 4) == pytest.approx(6 * 10 + 1500 / 1000)
-    assert link.us("all_reduce", 1e6, 4) == pytest.approx(6 * 100 + 1.5e6 / 2000)
-    assert link.us("all_gather", 1000, 4) == pytest.approx(3 * 60 + 3000 / 500)
+    assert link.time_us("all_reduce", 1000, 4) == pytest.approx(6 * 10 + 1500 / 1000)
+    assert link.time_us("all_reduce", 1e6, 4) == pytest.approx(6 * 100 + 1.5e6 / 2000)
+    assert link.time_us("all_gather", 1000, 4) == pytest.approx(3 * 60 + 3000 / 500)
     alone = link.parts_us("all_to_all", 1000, 4, 1, by_messages=True)
     assert alone == pytest.approx((7, 1000 / 4000))
     # several peers: the time measured for one applies if nothing else was measured
@@ -117,9 +117,9 @@ def test_measurements_replace_the_formula():
     ("peers", "nbytes", "again"), [(1, 4000, 0), (3, 4000, 1000), (3, 1e8, 1e6)]
 )
 def test_messages_to_several_ranks_crowd_each_other_out(peers, nbytes, again):
-    """A quarter of a small message is sent again, and ``crowd_bytes`` of a large one; with one
+    """A quarter of a small message is sent again, and ``contention_bytes`` of a large one; with one
     peer, nothing is."""
-    link = Link(60, 0.5, crowd_bytes=1e6)
+    link = Link(60, 0.5, contention_bytes=1e6)
     found = link.parts_us("all_to_all", nbytes, 4, peers, by_messages=True)
     assert found == pytest.approx((60, (nbytes + again) / 500))
 

@@ -14,8 +14,8 @@ from commpass.codecs import codec
 
 pytest.importorskip("triton", reason="kernels are written in Triton: pip install commpass[kernels]")
 
-from commpass.lowering.inspect.kernels import named
-from commpass.lowering.inspect.lowerable import lowered
+from commpass.lowering.inspect.kernels import kernels_named
+from commpass.lowering.inspect.lowerable import lower
 
 ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942")
 KERNELS = ("encode", "decode", "decode_sum", "decode_sum_encode")
@@ -36,8 +36,8 @@ flight."""
 
 
 def compiled(text: str, kernel: str, arch: str):
-    (made,) = named(kernel, codec(text), torch.bfloat16, 4, arch)
-    return lowered(made, arch)
+    (made,) = kernels_named(kernel, codec(text), torch.bfloat16, 4, arch)
+    return lower(made, arch)
 
 
 NARROW = {("int4", "decode", arch) for arch in ARCHS}

@@ -38,7 +38,7 @@ def test_text_has_one_marked_line_a_node(folder: Path):
     lines = run("graph", folder, *NODES, width=60).stdout.splitlines()
     assert (
         lines[0]
-        == "graph 0: forward, after (10 nodes, 1 site left alone, 1 rewritten with 3 inserted"
+        == "graph 0: forward, after (10 nodes, 1 site uncompressed, 1 rewritten with 3 inserted"
         " nodes)"
     )
     assert [line[0] for line in lines[3:]] == [*"   +*+*   "]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import report_dumps as made
+from dumps import fails
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from steps import growth
@@ -112,15 +113,6 @@ def report(*args: object):
     return CliRunner().invoke(app, ["report", *map(str, args)])
 
 
-def fails(result, *said: str) -> None:
-    """Check for a clean error: one line on stderr, nothing on stdout, exit code 2."""
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    assert re.fullmatch(r"commpass: [^\n]+\n", result.stderr), result.stderr
-    for part in said:
-        assert part in result.stderr
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     dumps.write(tmp_path / "dump", made.eventful())
@@ -149,7 +141,7 @@ def test_totals_are_the_sums_of_the_plan():
     assert found.term("Collectives, predicted")[0] == "102.0 ms → 42.0 ms"
     assert found.term("Simplified")[0] == "7.0 KiB less"
     # half of what each site takes is waited for
-    assert found.term("Hidden, predicted")[0] == "50%"
+    assert found.term("Overlapped, predicted")[0] == "50%"
     assert found.term("Exposed, predicted")[0] == "21.0 ms"
     assert found.row("0: forward") == [
         "12", "10", "12.0 MiB → 4.5 MiB", "54.0 ms", "21.0 ms", "50%", "4 ms",
@@ -167,7 +159,7 @@ def test_sites_of_repeated_layers_are_one_group():
     assert [(group["module"], group["choice"], len(group["sites"])) for group in groups] == [
         ("layers.*.attn.o", "int8 by two_shot, 2 chunks, kernel", 6),
         ("layers.*.mlp.down", "int8 by two_shot, 2 chunks, kernel", 4),
-        ("layers.*.mlp.down", "left alone", 2),
+        ("layers.*.mlp.down", "uncompressed", 2),
     ]
     assert [row["module"] for row in groups[2]["sites"]] == [
         "layers.2.mlp.down",
@@ -184,7 +176,7 @@ def test_each_site_has_its_reason_its_candidates_and_what_it_was_made_of():
     assert run["groups"][1]["sites"][0]["before"] == ["all_reduce_w"]
     best, left, refused = run["choices"][first["choice"]]
     assert (best["what"], best["why"]) == ("int8 by two_shot, 2 chunks, kernel", "chosen")
-    assert (left["what"], left["why"]) == ("left alone", "6,000 us slower")
+    assert (left["what"], left["why"]) == ("uncompressed", "6,000 us slower")
     assert (refused["what"], refused["why"], refused["us"]) == (
         "int4 by ring",
         "an error of 12% is above max_error",
@@ -252,7 +244,7 @@ def test_unknown_bytes_are_not_counted():
         "1.0 MiB → 260.0 KiB",
         "25% of what it was; 1 site of unknown size not counted",
     ]
-    assert "Hidden, predicted" not in [term[0] for term in found.terms]
+    assert "Overlapped, predicted" not in [term[0] for term in found.terms]
     assert "has no timeline: its dump was written by an older commpass (0.1.0)" in found.text
     assert found.text.count("This dump does not hold it.") == 2
     rows = [row for group in found.data["runs"]["A"]["groups"] for row in group["sites"]]
@@ -272,7 +264,9 @@ def test_graph_without_collectives():
 def test_predicted_times_are_called_so():
     found = shown([made.eventful()], [made.eventful(run="b")])
     heads = {cell for row in found.rows for cell in row} | {term[0] for term in found.terms}
-    times = {head for head in heads if re.match(r"(graphs? takes?|exposed|hidden|time|Coll)", head)}
+    times = {
+        head for head in heads if re.match(r"(graphs? takes?|exposed|overlapped|time|Coll)", head)
+    }
     assert len(times) >= 6
     assert all(head.endswith(("predicted", "measured")) for head in times)
 

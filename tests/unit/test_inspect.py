@@ -13,9 +13,9 @@ from triton.backends.nvidia.compiler import get_ptxas
 
 from commpass.errors import KernelError
 from commpass.lowering.gpu.source import load, of_function, tile
-from commpass.lowering.inspect import ARCHITECTURES, CARDS, Compiled, compiled, predicted
+from commpass.lowering.inspect import ARCHITECTURES, CARDS, Compiled, compile_kernel, predict
 from commpass.lowering.inspect.architectures import architecture, cards_of, residence
-from commpass.lowering.inspect.sass import Counts, Instruction, counted, parsed
+from commpass.lowering.inspect.sass import Counts, Instruction, count_instructions, parse_sass
 
 NVIDIA = ("sm_80", "sm_90", "sm_100")
 H100 = next(card for card in CARDS if card.name == "H100 SXM")
@@ -63,26 +63,26 @@ def divided(x, y, out, BLOCK: tl.constexpr):
 def of_middle(arch: str, hint: int = 16, dtype: str = "fp32") -> Compiled:
     types = {"x": f"*{dtype}", "y": f"*{dtype}", "out": f"*{dtype}", "numel": "i32"}
     kernel = load(of_function(middle))
-    return compiled(kernel, types, {"BLOCK": 2048}, arch, hints={"numel": hint})
+    return compile_kernel(kernel, types, {"BLOCK": 2048}, arch, hints={"numel": hint})
 
 
 @lru_cache
 def of_matmul(arch: str, dtype: str) -> Compiled:
     types = {"a": f"*{dtype}", "b": f"*{dtype}", "c": "*fp32", "depth": "i32"}
     sizes = {"M": 64, "N": 64, "K": 64}
-    return compiled(load(of_function(matmul)), types, sizes, arch, hints={"depth": 16})
+    return compile_kernel(load(of_function(matmul)), types, sizes, arch, hints={"depth": 16})
 
 
 @lru_cache
 def of_centred(arch: str, values: int) -> Compiled:
     types = {"x": "*fp32", "out": "*fp32"}
-    return compiled(load(of_function(centred)), types, {"BLOCK": values}, arch, num_warps=1)
+    return compile_kernel(load(of_function(centred)), types, {"BLOCK": values}, arch, num_warps=1)
 
 
 @lru_cache
 def of_divided() -> Compiled:
     types = {"x": "*fp32", "y": "*fp32", "out": "*fp32"}
-    return compiled(load(of_function(divided)), types, {"BLOCK": 128}, "sm_90", num_warps=4)
+    return compile_kernel(load(of_function(divided)), types, {"BLOCK": 128}, "sm_90", num_warps=4)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -159,16 +159,16 @@ def test_matmuls_run_on_the_tensor_cores(arch, dtype, used):
     assert found.shared > 0
     if arch in NVIDIA:
         assert len(found.code.loops) == 1
-        counts = counted(found.code, [8])
+        counts = count_instructions(found.code, [8])
         assert counts.loops == 0
         assert counts.unknown == ()
-        assert counted(found.code).loops == 1
+        assert count_instructions(found.code).loops == 1
 
 
 def test_slow_paths_of_a_division_are_not_counted():
     found = of_divided()
     assert "slowpath" in found.sass
-    counts = counted(found.code)
+    counts = count_instructions(found.code)
     # The usual form: one reciprocal, one check, five multiply-adds, and a branch around the call.
     assert counts.of("special") == 1
     assert counts.of("compare") == 1
@@ -180,14 +180,14 @@ def test_slow_paths_of_a_division_are_not_counted():
 @pytest.mark.parametrize("arch", NVIDIA)
 def test_every_instruction_is_of_a_known_kind(arch):
     for found in (of_middle(arch), of_matmul(arch, "bf16")):
-        assert counted(found.code).unknown == ()
+        assert count_instructions(found.code).unknown == ()
 
 
 def test_sums_are_not_fused_into_products_unless_asked():
     kernel, types = load(of_function(fused)), {"x": "*fp32", "out": "*fp32"}
-    plain = compiled(kernel, types, {"BLOCK": 128}, "sm_90")
-    other = compiled(kernel, types, {"BLOCK": 128}, "sm_90", enable_fp_fusion=True)
-    names = [counted(one.code).names for one in (plain, other)]
+    plain = compile_kernel(kernel, types, {"BLOCK": 128}, "sm_90")
+    other = compile_kernel(kernel, types, {"BLOCK": 128}, "sm_90", enable_fp_fusion=True)
+    names = [count_instructions(one.code).names for one in (plain, other)]
     assert ("FFMA" in names[0], "FMUL" in names[0]) == (False, True)
     assert ("FFMA" in names[1], "FMUL" in names[1]) == (True, False)
 
@@ -204,7 +204,7 @@ def fused(x, out, BLOCK: tl.constexpr):
 
 def said(*args, **options) -> str:
     with pytest.raises(KernelError) as error:
-        compiled(*args, **options)
+        compile_kernel(*args, **options)
     return str(error.value)
 
 
@@ -258,12 +258,12 @@ NESTED = listing(
 
 
 def test_loops_are_found_in_their_order_and_depth():
-    code = parsed(NESTED)
+    code = parse_sass(NESTED)
     assert [(loop.address, loop.depth) for loop in code.loops] == [(16, 1), (32, 2), (96, 1)]
 
 
 def test_instructions_in_loops_count_as_often_as_they_run():
-    names = counted(parsed(NESTED), [3, 5, None]).names
+    names = count_instructions(parse_sass(NESTED), [3, 5, None]).names
     assert names == {
         "LDG.E.128": 1,
         "FADD": 3,
@@ -275,15 +275,15 @@ def test_instructions_in_loops_count_as_often_as_they_run():
         "STG.E.U16": 1,
         "EXIT": 1,
     }
-    assert counted(parsed(NESTED), [3, 5, None]).loops == 1
-    assert counted(parsed(NESTED)).loops == 3
-    assert counted(parsed(NESTED)).total == 10
+    assert count_instructions(parse_sass(NESTED), [3, 5, None]).loops == 1
+    assert count_instructions(parse_sass(NESTED)).loops == 3
+    assert count_instructions(parse_sass(NESTED)).total == 10
     with pytest.raises(KernelError, match="4 trip counts for 3 loops"):
-        counted(parsed(NESTED), [1, 1, 1, 1])
+        count_instructions(parse_sass(NESTED), [1, 1, 1, 1])
 
 
 def test_counts_by_kind_and_width():
-    counts = counted(parsed(NESTED), [1, 1, 7])
+    counts = count_instructions(parse_sass(NESTED), [1, 1, 7])
     assert counts.of("global load") == 8
     assert counts.widths("global load") == {16: 1, 1: 7}
     assert counts.bytes("global load", "global store") == 16 + 7 + 2
@@ -313,14 +313,14 @@ def test_subroutine_counts_where_it_is_called_and_a_rare_one_does_not():
         "MUFU.RSQ R1, R2",
         "RET.REL.NODEC R2 `(kernel)",
     )
-    names = counted(parsed(text)).names
+    names = count_instructions(parse_sass(text)).names
     assert names["IMAD"] == names["CALL.REL.NOINC"] == 2
     assert not {"MUFU.RSQ", "MOV", "SHFL.IDX"} & set(names)
     assert names["EXIT"] == 1
 
 
 def test_loops_that_only_wait_have_no_trips():
-    code = parsed(
+    code = parse_sass(
         listing(
             ".L_0:",
             "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R5",
@@ -330,13 +330,13 @@ def test_loops_that_only_wait_have_no_trips():
     )
     assert code.loops == ()
     assert len(code.kernel.loops) == 1
-    counts = parsed(listing(".L_0:", "IADD3 R1, R1, 0x1, RZ", "@P0 BRA `(.L_0)", "EXIT"))
+    counts = parse_sass(listing(".L_0:", "IADD3 R1, R1, 0x1, RZ", "@P0 BRA `(.L_0)", "EXIT"))
     assert len(counts.loops) == 1
 
 
 def test_way_back_into_the_middle_of_a_loop_is_none_of_its_own():
     """As waits are laid out: after the end, with a jump back to where they failed."""
-    code = parsed(
+    code = parse_sass(
         listing(
             ".L_0:",
             "FADD R1, R1, R2",
@@ -351,12 +351,18 @@ def test_way_back_into_the_middle_of_a_loop_is_none_of_its_own():
         )
     )
     assert [loop.address for loop in code.loops] == [0]
-    assert counted(code, [4]).names == {"FADD": 4, "BRA": 12, "FMUL": 4, "EXIT": 1, "MUFU.EX2": 4}
+    assert count_instructions(code, [4]).names == {
+        "FADD": 4,
+        "BRA": 12,
+        "FMUL": 4,
+        "EXIT": 1,
+        "MUFU.EX2": 4,
+    }
 
 
 def test_branches_of_a_loop_may_run_less_often_than_it_turns():
     """As for two loops in one: the end of a tile is a branch in the loop over its steps."""
-    code = parsed(
+    code = parse_sass(
         listing(
             ".L_0:",
             "HMMA.16816.F32.BF16 R4, R8, R12, R4",
@@ -368,16 +374,16 @@ def test_branches_of_a_loop_may_run_less_often_than_it_turns():
             "EXIT",
         )
     )
-    names = counted(code, [(64, 2)]).names
+    names = count_instructions(code, [(64, 2)]).names
     assert (names["HMMA.16816.F32.BF16"], names["STG.E.128"], names["FADD"]) == (64, 2, 64)
-    assert counted(code, [64]).names["STG.E.128"] == 64
+    assert count_instructions(code, [64]).names["STG.E.128"] == 64
 
 
 def test_names_of_no_known_kind_are_told():
-    counts = counted(parsed(listing("WONDER.X R1", "EXIT")))
+    counts = count_instructions(parse_sass(listing("WONDER.X R1", "EXIT")))
     assert counts.unknown == ("WONDER",)
     with pytest.raises(KernelError, match="no instructions"):
-        parsed("nothing here")
+        parse_sass("nothing here")
 
 
 @pytest.mark.parametrize(
@@ -434,7 +440,7 @@ def test_limit_that_binds():
     card, clocks = H100, 132 * 1.83
 
     def of(names, moved=3350.0, programs=16):
-        return predicted(Counts(names), 4, programs, moved, card)
+        return predict(Counts(names), 4, programs, moved, card)
 
     copied = of({"LDG.E.128": 1, "STG.E.128": 1})
     assert (copied.limit, copied.share) == ("memory", 1.0)
@@ -462,9 +468,9 @@ def test_limit_that_binds():
     alone = of({"LDG.E.128": 1, "STG.E.128": 1}, programs=1)
     assert alone.limit == "latency"
     assert alone.ns["latency"] * clocks == pytest.approx(479 + 32)
-    busy = predicted(Counts({"LDG.E.128": 1}), 4, 1, 3350.0, card, stays=True)
+    busy = predict(Counts({"LDG.E.128": 1}), 4, 1, 3350.0, card, stays=True)
     assert busy.limit == "memory"
-    wide = predicted(Counts({"UTCHMMA": 1}), 4, 1, 0.0, card, 4096 * clocks, of="tensor")
+    wide = predict(Counts({"UTCHMMA": 1}), 4, 1, 0.0, card, 4096 * clocks, of="tensor")
     assert wide.ns["tensor"] == pytest.approx(1.0)
     assert (wide.limit, wide.share) == ("latency", pytest.approx(clocks / (clocks + 479)))
     nowhere = of({"LDG.E.128": 1}, programs=0)
@@ -475,6 +481,8 @@ def test_sum_is_predicted_to_run_like_a_copy():
     found = of_middle("sm_90")
     moved = 3 * 2048 * 4
     for card in cards_of("sm_90"):
-        one = predicted(counted(found.code), found.num_warps, found.residence.programs, moved, card)
+        one = predict(
+            count_instructions(found.code), found.num_warps, found.residence.programs, moved, card
+        )
         assert (one.limit, one.share) == ("memory", 1.0)
         assert one.ns["memory"] == pytest.approx(moved / card.gb_s)

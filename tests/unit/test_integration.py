@@ -94,6 +94,12 @@ def test_engines_and_other_passes_have_nothing_to_close(monkeypatch):
         handle.close()
 
 
+@pytest.mark.parametrize("name", ["api._hook", "checks.Released"])
+def test_names_in_saved_ddp_models_stay(name):
+    module, _, attribute = f"commpass.parallel.ddp.{name}".rpartition(".")
+    assert callable(pickle.loads(f"c{module}\n{attribute}\n.".encode()))
+
+
 def test_bytes_are_counted_by_kind():
     counted = Bytes()
     counted.add("all_gather", 100, 30)

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from commpass.calibration.places import Address, Carried, Level, Place
+from commpass.calibration.measured_sites import Address, CountedSite, ErrorLevel, MeasuredSites
 from commpass.codecs import codec
 from commpass.codecs.wrappers.outlier import Channels
 from commpass.errors import PolicyError
@@ -19,10 +19,10 @@ WIDTH = 128
 
 @dataclasses.dataclass
 class Found:
-    places: tuple[Place, ...]
+    places: tuple[MeasuredSites, ...]
 
 
-def place(module: str, *, sensitivity: float = 1.0, far: float = 30.0, **more) -> Place:
+def place(module: str, *, sensitivity: float = 1.0, far: float = 30.0, **more) -> MeasuredSites:
     """A place with channels whose ranges on two ranks fall from ``far`` to 1."""
     row = tuple(max(1.0, far / (1 + channel)) for channel in range(WIDTH))
     channels = Channels(WIDTH, (), (row, tuple(2 * each for each in row)), row)
@@ -38,11 +38,11 @@ def place(module: str, *, sensitivity: float = 1.0, far: float = 30.0, **more) -
         module=module,
         direction=more.get("direction", "forward"),
     )
-    return Place(
+    return MeasuredSites(
         where=(Address(module, site.kind, site.direction, "tp"),),
-        sites=(Carried(site=site, calls=1.0),),
+        sites=(CountedSite(site=site, calls=1.0),),
         errors={},
-        levels=(Level(codec="int4", error=0.1, sensitivity=sensitivity),),
+        levels=(ErrorLevel(codec="int4", error=0.1, sensitivity=sensitivity),),
         statistics=more.get("statistics", channels.to_text()),
     )
 

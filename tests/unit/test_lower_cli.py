@@ -20,8 +20,8 @@ from commpass.lowering.chain import Add, Cast, Decode, Encode, Enter, Leave, Sum
 from commpass.lowering.fused import role_of
 from commpass.lowering.inspect.kernels import (
     KERNELS,
-    Place,
-    named,
+    SiteChain,
+    kernels_named,
     of_stages,
     row_bytes,
 )
@@ -77,7 +77,7 @@ def test_bytes_are_those_of_all_rows():
     """Eight wires are read for each one that is written."""
     one = data("--codec", "int8", "--kernel", "decode_sum", "--ranks", 2)
     other = data("--codec", "int8", "--kernel", "decode_sum", "--ranks", 4)
-    kernel = named("decode_sum", codec("int8"), torch.bfloat16, 2, "sm_90")[0]
+    kernel = kernels_named("decode_sum", codec("int8"), torch.bfloat16, 2, "sm_90")[0]
     wire = codec("int8").wire_bytes(NUMEL, torch.bfloat16)
     programs = (2 * wire + 2 * NUMEL) / kernel.moved
     assert one["bytes"] == pytest.approx((2 * wire + 2 * NUMEL) / programs)
@@ -126,7 +126,7 @@ def test_codecs_of_several_kernels():
     made = data("--codec", "gaussiank", "--kernel", "encode", "--arch", "gfx942")
     assert [one["kernel"] for one in made] == ["encode: sparse_select", "encode: sparse_pack"]
     shown = run("--codec", "gaussiank", "--kernel", "encode", "--arch", "gfx942").stdout
-    assert "Where bytes depend on the values nothing is predicted." in shown
+    assert "Nothing is predicted for kernels whose bytes depend on the values." in shown
 
 
 def test_requests_that_codecs_have_no_kernel_for():
@@ -232,7 +232,7 @@ def stages_of(kind: str, algorithm: str, spec: str):
     return tuple(read_stages(kind, algorithm, spec, payload, request))
 
 
-def places(kind: str, algorithm: str, spec: str) -> list[Place]:
+def places(kind: str, algorithm: str, spec: str) -> list[SiteChain]:
     return of_stages(stages_of(kind, algorithm, spec), torch.bfloat16, RANKS)
 
 
@@ -372,7 +372,7 @@ def test_kernels_of_a_site(folder):
 def test_sites_that_have_no_kernels_say_why(folder):
     asked = ("--dump", folder, "--site")
     assert "no site 'all_reduce_3'; did you mean" in said(*asked, "all_reduce_3")
-    assert "site 'all_reduce' is left alone (too small)" in said(*asked, "all_reduce")
+    assert "site 'all_reduce' is uncompressed (too small)" in said(*asked, "all_reduce")
     assert "holds int64" in said(*asked, "all_reduce_2")
     assert "no run 'x' here" in said(*asked, "all_reduce_1", "--run", "x")
     assert "no such file" in said("--dump", folder / "other", "--site", "all_reduce_1")

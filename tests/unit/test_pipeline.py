@@ -18,7 +18,13 @@ from commpass.costmodel import ethernet
 from commpass.errors import CommpassError, PolicyError
 from commpass.parallel import compress_pipeline
 from commpass.parallel.pipeline.coding import Coding
-from commpass.parallel.pipeline.send_recv import Message, Place, coding_of, decide_all, messages_of
+from commpass.parallel.pipeline.send_recv import (
+    Message,
+    StageRanks,
+    coding_of,
+    decide_all,
+    messages_of,
+)
 from commpass.plan import NONE
 from commpass.policy import Policy, policy_named
 from commpass.policy.rules import DIRECTIONS, Rule
@@ -33,16 +39,16 @@ def line(kind="send", direction="forward", shape=(4, 512, 1024), dtype=torch.flo
     return Message(kind, direction, **facts | more, shape=shape, dtype=dtype)
 
 
-def place(wanted, ranks=2):
+def location(wanted, ranks=2):
     """This rank has the stage at one end of a line."""
     group: Any = dist.group.WORLD
     own = wanted.source if wanted.kind == "send" else wanted.target
-    return Place(group, {stage: (stage - own) % ranks for stage in range(4)}, CPU)
+    return StageRanks(group, {stage: (stage - own) % ranks for stage in range(4)}, CPU)
 
 
 def decide(policy, *wanted, profile=SLOW, ranks=2):
     policy = policy_named(policy)
-    return [decide_all([each], place(each, ranks), policy, profile)[0][0] for each in wanted]
+    return [decide_all([each], location(each, ranks), policy, profile)[0][0] for each in wanted]
 
 
 @pytest.mark.parametrize("policy", ["tahquant", "balanced", "aggressive", "off"])
@@ -150,7 +156,7 @@ def test_messages_have_the_planned_size_and_are_the_codecs(fake_group, spec, dty
     wanted = line(shape=(3, 50, 7), dtype=dtype)
     rule = Rule(codec=spec, force=True, lowering="inline")
     (site,) = decide(Policy(rules=[rule]), wanted)
-    coding = coding_of(wanted, site, place(wanted))
+    coding = coding_of(wanted, site, location(wanted))
     assert isinstance(coding, Coding)
     x = torch.randn(7, 50, 3, generator=torch.Generator().manual_seed(0)).to(dtype).mT.mT
     x = x.permute(2, 1, 0)

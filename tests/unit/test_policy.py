@@ -476,7 +476,7 @@ def test_nothing_above_the_budget_of_a_preset_is_ever_chosen_whatever_the_ranks(
         link,
         kernels=Kernels(0.0, KernelRate(1e-6, 1e-6)),
         margin=0.0,
-        node=2 if ranks % 2 == 0 else 0,
+        ranks_per_host=2 if ranks % 2 == 0 else 0,
     )
     one = dataclasses.replace(
         site(kind=kind),

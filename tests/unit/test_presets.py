@@ -161,7 +161,9 @@ def test_all_reduce_without_loss_is_left_alone_over_gloo():
 
 def test_sdp4bit_codes_4_bits_between_hosts_that_the_profile_knows():
     def hosts(node, ranks=8, direction="backward"):
-        profile = Profile("hosts", Link(60.0, 0.01), node=node, inside=Link(8.0, 200.0))
+        profile = Profile(
+            "hosts", Link(60.0, 0.01), ranks_per_host=node, intra_host_link=Link(8.0, 200.0)
+        )
         return planned("sdp4bit", "reduce_scatter", direction, ranks=ranks, profile=profile)
 
     between = hosts(4)

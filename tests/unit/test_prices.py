@@ -11,14 +11,19 @@ import pytest
 from commpass.collectives import Payload, Request, read_stages
 from commpass.costmodel import HOST, KernelRate, Kernels, Link, Profile, finished_us, prices
 from commpass.costmodel.links import ONE, Region, crossing
-from commpass.costmodel.profile import INSIDE, LINK
+from commpass.costmodel.profile import INTRA_HOST, LINK
 from commpass.plan.stage import ALL, BLOCK, NEXT, STRIDE, Stage, all_to_all
 
 NODE, RANKS, SHARD = 8, 64, 1024
 """Ranks of a host and of a group, and the number of values of the shard that each rank sums."""
 FREE = Kernels(0.0, KernelRate(0.0, 0.0))
 PROFILE = Profile(
-    "hosts", Link(10.0, 1.0), inside=Link(2.0, 100.0), node=NODE, ports=1, kernels=FREE
+    "hosts",
+    Link(10.0, 1.0),
+    intra_host_link=Link(2.0, 100.0),
+    ranks_per_host=NODE,
+    ports=1,
+    kernels=FREE,
 )
 
 
@@ -47,14 +52,21 @@ def test_hop_inside_a_host_takes_its_link_and_one_between_hosts_their_port():
     """
     shard_us = SHARD * 4 / 1e3
     inner, outer, gather, end = exchanges("hierarchical(node=8)")
-    assert inner == (INSIDE, 7 * 2.0, pytest.approx(7 * 8 * shard_us / 100))
+    assert inner == (INTRA_HOST, 7 * 2.0, pytest.approx(7 * 8 * shard_us / 100))
     assert outer == (LINK, 7 * 10.0, pytest.approx(7 * shard_us * NODE))
     assert gather == (LINK, 63 * 10.0, pytest.approx(63 * shard_us))
     assert end == pytest.approx(sum(sum(times) for _, *times in (inner, outer, gather)))
 
 
 def test_hop_between_hosts_has_its_own_port_where_each_rank_has_one():
-    profile = Profile("p", PROFILE.link, inside=PROFILE.inside, node=NODE, ports=NODE, kernels=FREE)
+    profile = Profile(
+        "p",
+        PROFILE.link,
+        intra_host_link=PROFILE.intra_host_link,
+        ranks_per_host=NODE,
+        ports=NODE,
+        kernels=FREE,
+    )
     _, outer, *_ = exchanges("hierarchical(node=8)", profile)
     assert outer == (LINK, 70.0, pytest.approx(7 * SHARD * 4 / 1e3))
 
@@ -70,7 +82,9 @@ def test_parts_that_are_not_hosts_go_by_the_port_that_their_bytes_pass():
 
 
 def test_parts_of_a_host_without_a_link_of_their_own_do_not_pass_the_port():
-    inner, *_ = exchanges("hierarchical(node=8)", Profile("p", PROFILE.link, node=NODE, ports=1))
+    inner, *_ = exchanges(
+        "hierarchical(node=8)", Profile("p", PROFILE.link, ranks_per_host=NODE, ports=1)
+    )
     assert inner == (LINK, 70.0, pytest.approx(7 * 8 * SHARD * 4 / 1e3))
 
 
@@ -136,14 +150,14 @@ def test_measurement_of_messages_holds_the_time_for_which_a_rank_is_busy():
     after the other."""
     region = (Region(0.0, 300.0, 1.0),)
     message = Stage(role="exchange", kind="all_to_all", leaving=5000, peers=1, by_messages=True)
-    for busy_us, one in ((0.0, 305.0), (100.0, 305.0), (400.0, 305.0)):
-        link = Link(1.0, 1.0, busy_us=busy_us, measured={ONE: region})
+    for overhead_us, one in ((0.0, 305.0), (100.0, 305.0), (400.0, 305.0)):
+        link = Link(1.0, 1.0, overhead_us=overhead_us, measured={ONE: region})
         task = of_group(Profile("p", link, kernels=FREE), 4).task(message)
         assert finished_us([task]) == pytest.approx(one)
-        assert task.busy_us == min(busy_us, 300.0)
-        assert finished_us([task, task]) == pytest.approx(one + max(task.busy_us, 5.0))
-    stated = of_group(Profile("p", Link(10.0, 1.0, busy_us=100.0)), 4).task(message)
-    assert (stated.busy_us, stated.latency_us, stated.us) == (100.0, 10.0, 5.0)
+        assert task.overhead_us == min(overhead_us, 300.0)
+        assert finished_us([task, task]) == pytest.approx(one + max(task.overhead_us, 5.0))
+    stated = of_group(Profile("p", Link(10.0, 1.0, overhead_us=100.0)), 4).task(message)
+    assert (stated.overhead_us, stated.latency_us, stated.us) == (100.0, 10.0, 5.0)
 
 
 @pytest.mark.parametrize("role", ["sum", "enter", "leave"])

@@ -20,7 +20,7 @@ from commpass.codecs import codec
 from commpass.distributed import samples
 from commpass.distributed.samples import Sampled, Samples, is_sampled, measure
 from commpass.distributed.step_log import Entry, StepLog
-from commpass.distributed.watch import Watched
+from commpass.distributed.step_timer import TimedGraph
 from commpass.errors import CommpassError
 from commpass.plan import Plan, PlannedSite
 from commpass.plan.stage import Stage
@@ -57,9 +57,9 @@ def entry(*sites: PlannedSite, bound=None, fallback="", took=(), why="") -> Entr
     plan = Plan(
         graph="0", direction="forward", policy="p", profile="p", sites=sites, fallback=fallback
     )
-    watched = Watched("0 (forward)", 2e3, 3e3, False, took_us=list(took)) if took else None
+    timed = TimedGraph("0 (forward)", 2e3, 3e3, False, times_us=list(took)) if took else None
     kept = Samples(0.5, [Sampled(site, bound, why) for site in sites], calls=3)
-    return Entry(plan, kept, watched)
+    return Entry(plan, kept, timed)
 
 
 @pytest.fixture
@@ -99,13 +99,13 @@ def test_exchanges_that_it_does_not_follow_are_named(book, monkeypatch):
 
 
 def test_way_to_measure_errors_keeps_the_policy(book):
-    """Policy(watch=0.01) alone would be a different policy, which compresses nothing."""
+    """``Policy(error_sample_rate=0.01)`` alone would be another policy: it compresses nothing."""
     one = entry(*layers(1))
     one.samples.share = 0.0
     book.entries.append(one)
-    assert 'Policy.from_preset("balanced", watch=0.01)' in str(commpass.report())
+    assert 'Policy.from_preset("balanced", error_sample_rate=0.01)' in str(commpass.report())
     book.policy = "custom"
-    assert "watch=0.01 in the policy measures them" in str(commpass.report())
+    assert "error_sample_rate=0.01 in the policy measures them" in str(commpass.report())
 
 
 def test_it_says_how_to_see_whether_it_is_faster(book):
@@ -127,7 +127,7 @@ def test_sites_of_repeated_layers_are_one_line_with_their_errors(book):
     assert f"{2 * 0.015:.3%}" in line  # the mean of 1 % and 2 %, for two encodes
     assert f"{2 * 0.02:.3%}" in line
     assert "5.000%" in line
-    assert "as it is" in text
+    assert "uncompressed" in text
     assert "measured 2.5 ms, predicted 2 ms, predicted without commpass 3 ms" in text
     assert max(map(len, text.splitlines())) < 140
     assert repr(commpass.report()) == text
@@ -164,8 +164,8 @@ def test_it_says_why_sites_are_as_they_are_and_what_was_not_measured(book):
     book.entries += [entry(*alone), coded]
     lines = str(commpass.report()).splitlines()
     assert lines[-3:] == [
-        "as it is: 2 sites, such as head: slow",
-        "as it is: 1 site, such as head: too small",
+        "uncompressed: 2 sites, such as head: slow",
+        "uncompressed: 1 site, such as head: too small",
         "not measured: 2 sites, such as layers.0.mlp: its codec loses nothing",
     ]
     assert [site.reason for site in commpass.report().sites[:3]] == ["too small", "slow", "slow"]
@@ -174,7 +174,9 @@ def test_it_says_why_sites_are_as_they_are_and_what_was_not_measured(book):
     assert "no relative error: 1 site, such as layers.1.mlp: " in str(commpass.report())
     assert commpass.report().sites[4].unclear == 1
     coded.samples.share = book.entries[0].samples.share = 0.0
-    assert 'from_preset("balanced", watch=0.01)' in str(commpass.report()).splitlines()[-1]
+    assert (
+        'from_preset("balanced", error_sample_rate=0.01)' in str(commpass.report()).splitlines()[-1]
+    )
 
 
 def test_why_no_time_is_known(book, monkeypatch):
@@ -429,10 +431,10 @@ class Stamp:
 
 def test_gpu_is_timed_by_events_that_are_read_when_they_have_come(monkeypatch):
     monkeypatch.setattr(torch, "get_device_module", lambda _: type("m", (), {"Event": Stamp}))
-    graph = Watched("0 (forward)", 1.0, 1.0, False, "cuda")
+    graph = TimedGraph("0 (forward)", 1.0, 1.0, False, "cuda")
     assert graph.time(lambda x: x + 1, 1) == 2
     graph.read_events()
-    assert not graph.took_us
+    assert not graph.times_us
     graph.time(lambda x: x, 1)
     graph.read_events()
-    assert graph.took_us == [1e3]
+    assert graph.times_us == [1e3]

@@ -73,7 +73,7 @@ def test_digest_is_that_of_the_numbers_and_not_of_the_name(path):
         (lambda x: x.replace("gloo", "gl\xf6\xf6").encode("latin-1"), "not JSON"),
         (lambda x: "{}", "not a commpass profile"),
         (lambda x: "[1]", "not a commpass profile"),
-        (lambda x: x.replace('"version": 1', '"version": 9'), "version 9.*up to version 1"),
+        (lambda x: x.replace('"version": 2', '"version": 9'), "version 9.*up to version 2"),
         (lambda x: x.replace('"alpha_us": 60', '"alpha_us": -1'), "alpha_us"),
         (lambda x: x.replace('"alpha_us": 60', '"alpha_us": "x"'), r"\$\.profile\.link"),
         (lambda x: x.replace('"all_reduce": [', '"all_reduced": ['), "did you mean 'all_reduce'"),
@@ -103,8 +103,8 @@ def test_file_that_is_not_there(tmp_path):
 TOML = """
 base = "ethernet-10g"
 margin = 0.05
-node = 8
-inside = "nvlink-4"
+ranks_per_host = 8
+intra_host_link = "nvlink-4"
 
 [link]
 alpha_us = 20
@@ -130,10 +130,10 @@ def toml(tmp_path: Path, text: str) -> Path:
 def test_numbers_of_ones_own(tmp_path):
     found = profile_from(toml(tmp_path, TOML))
     base = commpass.ethernet(10)
-    assert (found.name, found.margin, found.node) == ("cluster", 0.05, 8)
+    assert (found.name, found.margin, found.ranks_per_host) == ("cluster", 0.05, 8)
     assert found.link == dataclasses.replace(base.link, alpha_us=20)
     assert found.links == {"dp": commpass.ethernet(25, alpha_us=30).link}
-    assert found.inside == INTERCONNECTS["nvlink-4"].link
+    assert found.intra_host_link == INTERCONNECTS["nvlink-4"].link
     assert found.kernels.gflops == 100
     assert found.kernels.rates["int8"] == commpass.KernelRate(0.5, 0.5)
     assert found.kernels.rates["rotated"] == base.kernels.rates["rotated"]
@@ -159,7 +159,7 @@ def test_rates_of_a_card(tmp_path):
         ("margin = 0.1\n", 1, "needs a .link."),
         ("\nmargn = 0.1\n", 2, "no field 'margn'; did you mean 'margin'"),
         ('base = "ethernet-10"\n', 1, "unknown profile 'ethernet-10'; did you mean 'ethernet-10g'"),
-        ('base = "ethernet-10g"\n\ninside = "nvlnk-4"\n', 3, "did you mean 'nvlink-4'"),
+        ('base = "ethernet-10g"\n\nintra_host_link = "nvlnk-4"\n', 3, "did you mean 'nvlink-4'"),
         ("[link]\nalpha_us = 5\n", 1, "gbytes_per_s"),
         ('base = "ethernet-10g"\n\n[links]\ndp = 3\n', 3, "links"),
         ("x = \n", 1, "not TOML"),
@@ -302,7 +302,10 @@ def test_gpu_without_a_profile_is_known_by_its_name(device, card, link, monkeypa
     ("text", "said"),
     [
         ("[link]\nalpah_us = 20\n", ":3: a link has no field 'alpah_us'; did you mean 'alpha_us'?"),
-        ("[inside]\nalpha_us = 2\ngbyte_per_s = 3\n", ":4: a link has no field 'gbyte_per_s'"),
+        (
+            "[intra_host_link]\nalpha_us = 2\ngbyte_per_s = 3\n",
+            ":4: a link has no field 'gbyte_per_s'",
+        ),
         ('[links.dp]\nbase = "ethernet-25g"\nalpha = 30\n', ":4: a link has no field 'alpha'"),
         ("[kernels]\nlaunch = 20\n", ":3: [kernels] has no field 'launch'; did you mean"),
         ("[kernels.rates.int8]\nencode = 1\n", ":3: the rate of int8 has no field 'encode'"),

@@ -21,7 +21,7 @@ def exchange(module: str, direction: str = "forward", **more: object) -> dump.Du
     return make(direction, [one], nodes=())
 
 
-def doors(layers: int, **more: object) -> list[dump.Dump]:
+def integrations(layers: int, **more: object) -> list[dump.Dump]:
     names = [f"layers.{number}" for number in range(layers)]
     return [exchange(name, way, **more) for way in ("forward", "backward") for name in names]
 
@@ -33,7 +33,7 @@ def written(folder, dumps, name: str = "run-1"):
 
 
 def test_line_for_each_pattern_whatever_the_number_of_graphs(tmp_path):
-    text = run("explain", written(tmp_path, doors(12))).stdout
+    text = run("explain", written(tmp_path, integrations(12))).stdout
     assert "all 24 graphs: 24 sites" in text
     assert "graphs 0-11: forward, one exchange each" in text
     assert "graphs 12-23: backward, one exchange each" in text
@@ -61,7 +61,7 @@ def test_graphs_of_more_than_an_exchange_stay_apart(tmp_path):
 def test_exchanges_alone_are_told_without_slack(layers, tmp_path):
     dumps = [
         dataclasses.replace(one, timeline=Timeline(us=5.0, slack_us={site.name: 0.0}))
-        for one in doors(layers)
+        for one in integrations(layers)
         for site in one.plan
     ]
     text = run("explain", written(tmp_path, dumps)).stdout
@@ -69,9 +69,9 @@ def test_exchanges_alone_are_told_without_slack(layers, tmp_path):
     assert "slack" not in text
 
 
-def test_two_runs_of_doors_are_compared_pattern_by_pattern(tmp_path):
-    left = written(tmp_path / "a", doors(12))
-    right = written(tmp_path / "b", doors(12, **SMALLER))
+def test_two_runs_of_integrations_are_compared_pattern_by_pattern(tmp_path):
+    left = written(tmp_path / "a", integrations(12))
+    right = written(tmp_path / "b", integrations(12, **SMALLER))
     text = run("diff", left, right).stdout
     assert text.count("12 all_gather of layers.*") == 1
     assert text.count("12 reduce_scatter of layers.*") == 1
@@ -83,12 +83,12 @@ def test_two_runs_of_doors_are_compared_pattern_by_pattern(tmp_path):
 
 def test_all_runs_of_a_folder_are_told_as_one(tmp_path):
     written(tmp_path, [make()], "backend")
-    written(tmp_path, doors(3), "door")
+    written(tmp_path, integrations(3), "integration")
     newest = run("explain", tmp_path)
-    assert "run door" in newest.stdout
+    assert "run integration" in newest.stdout
     assert "--run picks: backend, or all" in newest.stderr
     both = run("explain", tmp_path, "--run", "all")
-    assert "run backend, door, written" in " ".join(both.stdout.split())
+    assert "run backend, integration, written" in " ".join(both.stdout.split())
     assert "all 7 graphs: 8 sites" in both.stdout
     assert both.stderr == ""
     others = dataclasses.replace(make().plan, policy="other")
@@ -104,7 +104,7 @@ def test_all_runs_of_a_folder_are_told_as_one(tmp_path):
 @pytest.mark.parametrize("command", ["graph", "report"])
 def test_other_commands_take_all_runs_too(command, tmp_path):
     written(tmp_path / "dumps", [make()], "backend")
-    written(tmp_path / "dumps", doors(2), "door")
+    written(tmp_path / "dumps", integrations(2), "integration")
     more = ("-o", tmp_path / "page.html") if command == "report" else ()
     done = run(command, tmp_path / "dumps", "--run", "all", *more)
     assert done.exit_code == 0, done.stderr

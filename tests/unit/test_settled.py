@@ -13,7 +13,7 @@ from commpass.distributed.plan_store import History, NoChange, Participant
 from commpass.distributed.reuse import _Published
 from commpass.plan import Grouped, Plan, Simplification, Site, uncompressed
 
-SPEAKER = Participant("policy", "custom", "backend", "function", "call")
+PARTICIPANT = Participant("policy", "custom", "backend", "function", "call")
 
 
 def part(**changes: object) -> Part:
@@ -70,42 +70,42 @@ def grouped(*numbers: int) -> Part:
     ids=["simplified", "grouped"],
 )
 def test_same_of_each_site_is_not_enough_where_sites_were_put_together(first, second):
-    past = History(group=None)
-    past.agree(SPEAKER, first.digest, first.decisions())
+    history = History(group=None)
+    history.agree(PARTICIPANT, first.digest, first.decisions())
     assert first.decisions() == second.decisions()
     assert first.digest != second.digest
-    assert _is_agreed(first, past, SPEAKER.scope)
-    assert not _is_agreed(second, past, SPEAKER.scope)
+    assert _is_agreed(first, history, PARTICIPANT.scope)
+    assert not _is_agreed(second, history, PARTICIPANT.scope)
 
 
 def test_part_of_what_was_agreed_on_is_settled():
-    past = History(group=None)
+    history = History(group=None)
     known = part()
-    past.agree(SPEAKER, "digest of more", known.decisions())
-    assert _is_agreed(known, past, SPEAKER.scope)
-    assert not _is_agreed(known, past, "another/function")
+    history.agree(PARTICIPANT, "digest of more", known.decisions())
+    assert _is_agreed(known, history, PARTICIPANT.scope)
+    assert not _is_agreed(known, history, "another/function")
 
 
 def test_another_order_of_exchanges_is_not_settled():
-    past = History(group=None)
+    history = History(group=None)
     first, second = part(reordered=("b", "a", "c")), part(reordered=("c", "a", "b"))
-    past.agree(SPEAKER, first.digest, first.decisions())
+    history.agree(PARTICIPANT, first.digest, first.decisions())
     assert first.digest != second.digest
-    assert _is_agreed(first, past, SPEAKER.scope)
-    assert not _is_agreed(second, past, SPEAKER.scope)
+    assert _is_agreed(first, history, PARTICIPANT.scope)
+    assert not _is_agreed(second, history, PARTICIPANT.scope)
 
 
 def test_note_that_was_heeded_before_is_no_answer():
     mine = merged(0, 1)
 
     def note(repeats: int) -> NoChange:
-        who = (SPEAKER.digest, SPEAKER.name, "")
-        call = call_of(mine, SPEAKER)
+        who = (PARTICIPANT.digest, PARTICIPANT.name, "")
+        call = call_of(mine, PARTICIPANT)
         return NoChange(0, mine.outline, mine.sites, *who, call, repeats, mine.digest)
 
-    past = History(group=None, repeats={note(0).graph: 1})
-    asked = _Published(SimpleNamespace(rank=0), {mine.key: mine}, {mine.key: past}, {})
-    asked.mine = {mine.key: note(2)}
-    asked.links = {mine.key: SimpleNamespace(call=SPEAKER.call)}
-    found = [repeats for repeats in range(4) if asked._is_of_graph(mine.key, note(repeats))]
+    history = History(group=None, repeats={note(0).graph: 1})
+    published = _Published(SimpleNamespace(rank=0), {mine.key: mine}, {mine.key: history}, {})
+    published.own_notes = {mine.key: note(2)}
+    published.links = {mine.key: SimpleNamespace(call=PARTICIPANT.call)}
+    found = [repeats for repeats in range(4) if published._is_of_graph(mine.key, note(repeats))]
     assert found == [2, 3]

@@ -23,7 +23,7 @@ REDUCE = "_c10d_functional.all_reduce.default"
 def backward() -> dump.Dump:
     """Return a graph in which little is compressed: one collective is eliminated, one is split."""
     one = layered(2, {"codec": "none", "algorithm": "none", "chunks": 1, "wire_bytes": 8 << 20})
-    reason = "left alone: the link is faster than the codec"
+    reason = "uncompressed: the link is faster than the codec"
     times = {"predicted_us": 100.0, "exposed_us": 20.0, "unmoved_us": 60.0}
     sites = [
         dataclasses.replace(

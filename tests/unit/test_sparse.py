@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tiers import crossed, examples, rarely, sampled, thinned
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from values import bits, gaussian
 
 from commpass.codecs import FLOATS, accumulation_dtype, codec, sparse
 from commpass.codecs.raw import raw
@@ -38,16 +39,6 @@ tried = settings(max_examples=examples(20, 60), deadline=None)
 def made(name: str, **parameters) -> sparse.SparseCodec:
     text = ", ".join(f"{key}={value}" for key, value in parameters.items())
     return BUILDERS[name](f"{name}({text})" if text else name, **parameters)
-
-
-def bits(x: torch.Tensor) -> bytes:
-    return x.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def gaussian(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(
-        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-    ).to(dtype)
 
 
 # --- index codes ----------------------------------------------------------------------------------

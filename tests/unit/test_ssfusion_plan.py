@@ -28,8 +28,8 @@ from commpass.costmodel.buffers import (
 )
 from commpass.errors import PolicyError
 from commpass.parallel.ssfusion import measure, ssfusion
-from commpass.parallel.ssfusion.measure import Clock, Rate, taken_from_backward
-from commpass.parallel.ssfusion.memory import Memory, clipped
+from commpass.parallel.ssfusion.measure import Clock, Rate, backward_slowdown
+from commpass.parallel.ssfusion.memory import Memory, clip_to_norm
 from commpass.parallel.ssfusion.options import WARM_UP, Options, check_optimizer
 from commpass.parallel.ssfusion.plan import (
     BUCKET_BYTES,
@@ -167,7 +167,7 @@ def test_gradients_have_the_times_that_were_measured():
     planner = Planner(weights, Options(Settings()), None, None, torch.device("cpu"), None)
     assert [each.around_us for each in planner.gradients()] == [0.0, 0.0]
     planner._backward_us = [7.0, 8.0]
-    for name, us in (("_select", (1.0, 3.0)), ("_aside", (2.0, 9.0)), ("_sparse", (0.5, 10.0))):
+    for name, us in (("_select", (1.0, 3.0)), ("_offload", (2.0, 9.0)), ("_sparse", (0.5, 10.0))):
         setattr(planner, name, Rate((10, 1000), us))
     w, b = planner.gradients()
     assert (w.backward_us, w.select_us, w.offload_us, w.around_us) == (7.0, 3.0, 9.0, 7.0)
@@ -183,7 +183,9 @@ def test_work_around_a_selection_counts_as_well(offload):
     sparse, dense = (make(model, 4, link, row_bytes, how) for model in (light, heavy))
     assert len(sparse.sparse) == 4
     assert not dense.sparse
-    assert dense.dense_us == pytest.approx(1e3 + 4 * link.us("all_reduce", 4 << 20, 4), rel=0.05)
+    assert dense.dense_us == pytest.approx(
+        1e3 + 4 * link.time_us("all_reduce", 4 << 20, 4), rel=0.05
+    )
     forced = make(heavy, 4, link, row_bytes, dataclasses.replace(how, force=True))
     assert forced.end_us == pytest.approx(sparse.end_us + 4 * 3e4, rel=0.05)
 
@@ -336,14 +338,14 @@ def dgc(gradients, k, momentum, norm):
 def test_momentum_correction_is_that_of_the_paper(momentum):
     generator = torch.Generator().manual_seed(1)
     gradients = [torch.randn(5, 7, generator=generator, dtype=torch.float64) for _ in range(12)]
-    coder = commpass.codec("topk", density=0.1)
+    codec = commpass.codec("topk", density=0.1)
     velocity = torch.zeros(5, 7, dtype=torch.float64) if momentum else None
     memory = Memory(torch.zeros(5, 7, dtype=torch.float64), velocity, momentum)
     expected, u, v = dgc([g.numpy().ravel() for g in gradients], 4, momentum, 4.0)
     for g, right in zip(gradients, expected, strict=True):
         memory.add(g, 4.0)
-        wire = memory.select(coder, torch.float64, CPU)
-        sent = coder.decode_rows(wire, 35, torch.float64)[0].numpy()
+        wire = memory.select(codec, torch.float64, CPU)
+        sent = codec.decode_rows(wire, 35, torch.float64)[0].numpy()
         np.testing.assert_allclose(sent, right, rtol=1e-12)
         assert np.count_nonzero(sent) == 4
     np.testing.assert_allclose(memory.residual.numpy().ravel(), v, rtol=1e-12, atol=1e-15)
@@ -355,7 +357,7 @@ def test_momentum_correction_is_that_of_the_paper(momentum):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sent_and_remaining_values_are_the_input(values, dtype):
     memory = Memory(torch.zeros(300))
-    coder = commpass.codec("dgc", density=0.05, values=values)
+    codec = commpass.codec("dgc", density=0.05, values=values)
     given, sent = torch.zeros(300, dtype=torch.float64), torch.zeros(300, dtype=torch.float64)
     for step in range(20):
         g = torch.randn(300, generator=torch.Generator().manual_seed(step)).to(dtype)
@@ -364,8 +366,8 @@ def test_sent_and_remaining_values_are_the_input(values, dtype):
         if step == 10:
             sent += memory.take(dtype).double()
         else:
-            wire = memory.select(coder, dtype, CPU)
-            sent += coder.decode_rows(wire, 300, dtype)[0].double()
+            wire = memory.select(codec, dtype, CPU)
+            sent += codec.decode_rows(wire, 300, dtype)[0].double()
     assert (sent + memory.residual.double() - given).abs().max() < 1e-4
     assert memory.residual.abs().max() > 0.1
 
@@ -373,15 +375,15 @@ def test_sent_and_remaining_values_are_the_input(values, dtype):
 @pytest.mark.parametrize("many", [1, 50])
 def test_values_not_finite_go_out_once_and_do_not_come_back(many):
     memory = Memory(torch.zeros(100), torch.zeros(100), 0.9)
-    coder = commpass.codec("dgc", density=0.05)
+    codec = commpass.codec("dgc", density=0.05)
     bad = torch.ones(100)
     bad[:many] = math.nan
     memory.add(bad)
-    out = coder.decode_rows(memory.select(coder, torch.float32, CPU), 100, torch.float32)[0]
+    out = codec.decode_rows(memory.select(codec, torch.float32, CPU), 100, torch.float32)[0]
     assert out[:many].isnan().all()  # 50 are more than there are slots: the row is lost
     assert memory.residual.isfinite().all()
     memory.add(torch.ones(100))
-    out = coder.decode_rows(memory.select(coder, torch.float32, CPU), 100, torch.float32)[0]
+    out = codec.decode_rows(memory.select(codec, torch.float32, CPU), 100, torch.float32)[0]
     assert out.isfinite().all()
     memory.add(bad)
     assert memory.take(torch.float32)[:many].isnan().all()
@@ -391,17 +393,17 @@ def test_values_not_finite_go_out_once_and_do_not_come_back(many):
 
 def test_row_of_zeros_sends_nothing_and_keeps_its_velocity():
     memory = Memory(torch.zeros(10), torch.arange(10.0), 0.5)
-    coder = commpass.codec("dgc", density=0.1)
-    memory.select(coder, torch.float32, CPU)
+    codec = commpass.codec("dgc", density=0.1)
+    memory.select(codec, torch.float32, CPU)
     assert memory.residual.eq(0).all()
     assert memory.velocity.equal(torch.arange(10.0))
 
 
 def test_clipping_holds_the_norm_and_lets_what_is_not_finite_through():
-    assert clipped(torch.full((4,), 3.0), 1.5).norm() == pytest.approx(1.5)
-    assert clipped(torch.full((4,), 0.3), 1.5).equal(torch.full((4,), 0.3))
-    assert clipped(torch.zeros(4), 1.5).equal(torch.zeros(4))
-    assert clipped(torch.tensor([math.nan, 1.0]), 1.5).isnan().tolist() == [True, False]
+    assert clip_to_norm(torch.full((4,), 3.0), 1.5).norm() == pytest.approx(1.5)
+    assert clip_to_norm(torch.full((4,), 0.3), 1.5).equal(torch.full((4,), 0.3))
+    assert clip_to_norm(torch.zeros(4), 1.5).equal(torch.zeros(4))
+    assert clip_to_norm(torch.tensor([math.nan, 1.0]), 1.5).isnan().tolist() == [True, False]
 
 
 # --- arguments ------------------------------------------------------------------------------------
@@ -470,7 +472,7 @@ def test_backward_takes_its_processor_time_where_ranks_share_processors():
     ("cores", "share"), [(0.25, 4.0), (1.0, 1.0), (1.5, 1 / 3), (2.0, 0.0), (16.0, 0.0)]
 )
 def test_thread_that_exchanges_keeps_backward_from_processors_it_shares(cores, share):
-    assert taken_from_backward(cores) == pytest.approx(share)
+    assert backward_slowdown(cores) == pytest.approx(share)
 
 
 def test_messages_that_keep_processors_from_backward_make_a_step_longer():
@@ -479,18 +481,18 @@ def test_messages_that_keep_processors_from_backward_make_a_step_longer():
     model = [Gradient(name, 1000, backward_us=1000.0) for name in "abc"]
     link = Link(10.0, 1.0)
     buffers = [Buffer((Sent(number),), 1) for number in range(3)]
-    last = link.us("all_reduce", 4000, 2)
+    last = link.time_us("all_reduce", 4000, 2)
     assert last < 1000
     alone = Problem(model, 2, link, row_bytes)
     assert alone.end_us(buffers) == pytest.approx(3000 + last)
-    shared = dataclasses.replace(alone, busy_us=lambda kind, nbytes: 100.0)
+    shared = dataclasses.replace(alone, overhead_us=lambda kind, nbytes: 100.0)
     assert shared.end_us(buffers) == pytest.approx(3200 + last)
 
 
 def test_fewer_messages_are_planned_where_each_keeps_processors_from_backward():
     model = [Gradient(f"{n}", 1000, backward_us=100.0) for n in range(12)]
     problem = Problem(model, 2, Link(1.0, 1.0), row_bytes)
-    shared = dataclasses.replace(problem, busy_us=lambda kind, nbytes: 500.0)
+    shared = dataclasses.replace(problem, overhead_us=lambda kind, nbytes: 500.0)
     counts = [len(fused(each, set(range(12)), "all_reduce")) for each in (problem, shared)]
     assert counts[1] < counts[0]
 
@@ -525,4 +527,6 @@ def test_long_exchanges_are_measured_once_or_not_at_all(
     runs = [len(list(same)) for _, same in itertools.groupby(seen)]
     assert runs == 2 * calls
     for kind in ("all_reduce", "all_gather"):
-        assert found.link.us(kind, 1 << 16, 2) == pytest.approx(us_per_byte * (1 << 16), rel=0.3)
+        assert found.link.time_us(kind, 1 << 16, 2) == pytest.approx(
+            us_per_byte * (1 << 16), rel=0.3
+        )

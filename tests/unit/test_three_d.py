@@ -20,7 +20,7 @@ from commpass.policy import PRESETS, Policy, policy_named
 from commpass.policy.presets import DIMENSIONS, THREE_D
 from commpass.policy.rules import Rule
 
-HOSTS = Profile("hosts", Link(60.0, 0.01), node=4, inside=Link(8.0, 200.0))
+HOSTS = Profile("hosts", Link(60.0, 0.01), ranks_per_host=4, intra_host_link=Link(8.0, 200.0))
 CODED = {
     "taco-3d": ("taco", "difference(inner=sdp4bit(part=weight))", "sdp4bit(bits=8)", "tahquant"),
     "balanced-3d": (
@@ -110,7 +110,7 @@ def test_ours_sends_no_more_and_loses_less_at_each_site():
         ("all_reduce", "backward", "dp"),
         ("send", "forward", "pp"),
     ]
-    for profile in (HOSTS, dataclasses.replace(HOSTS, node=0, inside=None)):
+    for profile in (HOSTS, dataclasses.replace(HOSTS, ranks_per_host=0, intra_host_link=None)):
         for one in sites:
             theirs, ours = (planned(name, *one, profile=profile) for name in THREE_D)
             assert ours.error < 0.95 * theirs.error, one

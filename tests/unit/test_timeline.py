@@ -55,19 +55,19 @@ def test_latency_and_the_time_on_the_link_are_apart(by_messages):
     latency, taken = link.parts_us("all_to_all", 3000, 4, 3, by_messages=by_messages)
     assert (latency, taken) == ((10.0, 3.0) if by_messages else (30.0, 6.0))
     if not by_messages:
-        assert link.us("all_to_all", 3000, 4, 3) == latency + taken
+        assert link.time_us("all_to_all", 3000, 4, 3) == latency + taken
 
 
 def test_messages_that_meet_at_a_rank_crowd_each_other_out():
-    link = Link(10.0, 1.0, crowd_bytes=1000.0)
+    link = Link(10.0, 1.0, contention_bytes=1000.0)
 
     def taken(nbytes: int, peers: int, by_messages: bool = True) -> float:
         return link.parts_us("all_to_all", nbytes, 4, peers, by_messages=by_messages)[1]
 
     assert [taken(400, 3), taken(4000, 3), taken(40_000, 3)] == [0.5, 5.0, 41.0]
     assert taken(4000, 1) == taken(4000, 3, by_messages=False) == 4.0
-    with pytest.raises(PolicyError, match="crowd_bytes"):
-        Link(10.0, 1.0, crowd_bytes=-1.0)
+    with pytest.raises(PolicyError, match="contention_bytes"):
+        Link(10.0, 1.0, contention_bytes=-1.0)
 
 
 tasks = st.lists(

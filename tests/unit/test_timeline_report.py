@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 import pytest
 import report_dumps as made
 import torch
+from dumps import fails
 from graphs import ops, trace
 from steps import growth
 from typer.testing import CliRunner
@@ -179,15 +180,6 @@ def folder(fake_group, tmp_path: Path) -> Path:
 
 def call(*args: object):
     return CliRunner().invoke(app, ["timeline", *map(str, args)], env={"COLUMNS": "160"})
-
-
-def fails(result, *said: str) -> None:
-    """Check for a clean error: one line on stderr, nothing on stdout, exit code 2."""
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    assert re.fullmatch(r"commpass: [^\n]+\n", result.stderr), result.stderr
-    for part in said:
-        assert part in result.stderr
 
 
 def test_dump_holds_the_timeline(folder):

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import examples, rarely
 from torch._subclasses.fake_tensor import FakeTensorMode
+from values import bits, gaussian
 
 from commpass.codecs import FLOATS, accumulation_dtype, codec, constants, registry
 from commpass.codecs.operators import CONSTANT
@@ -29,16 +30,6 @@ from commpass.errors import PolicyError
 
 difference, outlier, topk = (registry.NAMES[name] for name in ("difference", "outlier", "topk"))
 tried = settings(max_examples=examples(20, 60), deadline=None)
-
-
-def bits(x: torch.Tensor) -> bytes:
-    return x.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def gaussian(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(
-        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-    ).to(dtype)
 
 
 def stays_within_its_bound(coder, x: torch.Tensor, back: torch.Tensor) -> None:
@@ -585,7 +576,7 @@ def test_constants_are_made_for_graphs_from_a_cache(of, monkeypatch):
     coder = codec("outlier", statistics=channels.to_text())
     used = coder.of_sum(of, 4) if of else coder
     wanted, names = used.constants(gaussian(1)), used.names
-    monkeypatch.setattr(constants, "_named", {})
+    monkeypatch.setattr(constants, "_constants", {})
     monkeypatch.setattr(constants, "_copies", {})
     registry._build.cache_clear()
     _constants.cache_clear()

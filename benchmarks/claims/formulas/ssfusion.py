@@ -65,7 +65,7 @@ LINK, BETA = Link(ALPHA, GBYTES), 1 / (GBYTES * 1e3)
 
 def times(kind: str, formula, workers: Sequence[int]) -> float:
     pairs = [(ranks, size) for ranks in workers for size in SIZES]
-    got = [LINK.us(kind, size, ranks) for ranks, size in pairs]
+    got = [LINK.time_us(kind, size, ranks) for ranks, size in pairs]
     expected = [formula(ranks, ALPHA, BETA, size) for ranks, size in pairs]
     return relative(np.array(got) / expected, np.ones(len(pairs)))
 

@@ -6,10 +6,11 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from statistics import fmean
 from typing import Any
 
-from benchmarks.claims.claim import Claim, Found, untestable
+from benchmarks.claims.claim import Claim, Found, of_experiments, untestable
 from benchmarks.claims.experiments.experiment import stored
 from benchmarks.claims.experiments.losses import mean_percent
 from benchmarks.claims.sizes import small_percents
@@ -77,17 +78,13 @@ def missing() -> list[Claim]:
     def rate(found: Found, degree: float) -> float:
         return 100 * fmean(run["missing"] for run in TRAINED.runs(found, fused(degree)))
 
-    def claim(where: str, text: str, number: float | None, measure: Any) -> Claim:
-        return Claim(
-            paper=PAPER,
-            where=where,
-            text=text,
-            number=number,
-            kind="order" if number is None else "loss",
-            experiments=(TRAINED.experiment,),
-            measure=measure,
-            note=TRAINED.note(),
-        )
+    claim = partial(
+        of_experiments,
+        paper=PAPER,
+        experiments=(TRAINED.experiment,),
+        kind="loss",
+        note=TRAINED.note(),
+    )
 
     rows = [
         claim(
@@ -209,17 +206,7 @@ def steps() -> list[Claim]:
         (row,) = (row for row in rows if (row["gbit"], row["way"]) == (gbit, way))
         return row["ms"][1]
 
-    def claim(where: str, text: str, number: float | None, measure: Any) -> Claim:
-        return Claim(
-            paper=PAPER,
-            where=where,
-            text=text,
-            number=number,
-            kind="order" if number is None else "ratio",
-            experiments=(TIMES,),
-            measure=measure,
-            note=note,
-        )
+    claim = partial(of_experiments, paper=PAPER, experiments=(TIMES,), note=note)
 
     def faster(gbit: float, way: str, other: str) -> Callable[[Found], float]:
         return lambda found: ms(found, gbit, other) / ms(found, gbit, way)
@@ -297,17 +284,7 @@ def overhead() -> list[Claim]:
         runs = TRAINED.runs(found, "selective, 0.01")
         return 100 * fmean(run["overhead_s"] / run["took_s"] for run in runs)
 
-    def claim(where: str, text: str, number: float | None, measure: Any, note: str) -> Claim:
-        return Claim(
-            paper=PAPER,
-            where=where,
-            text=text,
-            number=number,
-            kind="order" if number is None else "ratio",
-            experiments=(TRAINED.experiment,),
-            measure=measure,
-            note=note,
-        )
+    claim = partial(of_experiments, paper=PAPER, experiments=(TRAINED.experiment,))
 
     return [
         claim(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from benchmarks.claims.cases import Case
-from benchmarks.claims.claim import Claim, Found, untestable
+from benchmarks.claims.claim import Claim, Found, of_experiments, untestable
 from benchmarks.claims.ranks import NAIVE
 from benchmarks.claims.suites.losses import Trained
 
@@ -228,17 +229,7 @@ def steps() -> list[Claim]:
             ms(found, gbit, "two_shot") <= ms(found, gbit, way) for way in ("one_shot", "ring")
         )
 
-    def claim(where: str, text: str, number: float | None, measure: Any) -> Claim:
-        return Claim(
-            paper=PAPER,
-            where=where,
-            text=text,
-            number=number,
-            kind="order" if number is None else "ratio",
-            experiments=(OVERLAP,),
-            measure=measure,
-            note=note,
-        )
+    claim = partial(of_experiments, paper=PAPER, experiments=(OVERLAP,), note=note)
 
     found = []
     for gbit in (0.1, 1.0):

@@ -103,7 +103,7 @@ class BlockCodec(Codec):
         return codes, sum(side)
 
     @property
-    def _stored(self) -> list[str]:
+    def _storage_formats(self) -> list[str]:
         """The storage formats of the numbers sent for each block: its offset, then its scales."""
         return [
             *([self.offset.stored] if self.offset else []),
@@ -114,10 +114,11 @@ class BlockCodec(Codec):
         """Bytes of the codes, of each stored number, and of the transform's side data."""
         blocks, work = self.layout.blocks(numel), accumulation_dtype(dtype)
         number = {
-            stored: blocks * scales.itemsize(stored, work) for stored in dict.fromkeys(self._stored)
+            stored: blocks * scales.itemsize(stored, work)
+            for stored in dict.fromkeys(self._storage_formats)
         }
         codes = blocks * (self.layout.size(numel) * self.grid.bits // 8)
-        numbers = [number[stored] for stored in self._stored]
+        numbers = [number[stored] for stored in self._storage_formats]
         return [codes, *numbers, *([blocks] if self.transform.side else [])]
 
     def encode_rows(self, rows: Tensor) -> Tensor:
@@ -148,10 +149,10 @@ class BlockCodec(Codec):
         regions = [pack(codes, self.grid.bits).flatten(1)]
         regions += [
             scales.in_form(number.squeeze(-1), stored)
-            for number, stored in zip(numbers, self._stored, strict=True)
+            for number, stored in zip(numbers, self._storage_formats, strict=True)
         ]
         regions += [side.squeeze(-1)] if side is not None else []
-        return tuple(map(_filled, regions))
+        return tuple(map(_fill, regions))
 
     def decode_rows(self, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         codes, side = self.parts(numel, dtype)
@@ -179,7 +180,7 @@ class BlockCodec(Codec):
         side = regions.pop().unsqueeze(-1) if self.transform.side else None
         numbers = [
             scales.load(region, stored, work).unsqueeze(-1)
-            for region, stored in zip(regions, self._stored, strict=True)
+            for region, stored in zip(regions, self._storage_formats, strict=True)
         ]
         middle, numbers = (numbers[:1], numbers[1:]) if self.offset else ([], numbers)
         sums = self.transform.sums
@@ -197,7 +198,7 @@ class BlockCodec(Codec):
         return cut_apart(self.layout.join(values.clamp(-limit, limit), numel), numel)
 
 
-def _filled(region: Tensor) -> Tensor:
+def _fill(region: Tensor) -> Tensor:
     """Pad a region with zeros to its length on the wire."""
     size = region.itemsize
     return pad(region, aligned(region.shape[1] * size) // size)

@@ -61,7 +61,7 @@ def key_of(seed: int, salt: tuple[int, ...]) -> int:
     """
     key = 0
     for number in (seed, seed >> 32, *salt):
-        key = _mixed((key + number * 0x9E3779B1 + 1) & MASK)
+        key = _mix((key + number * 0x9E3779B1 + 1) & MASK)
     return key
 
 
@@ -82,7 +82,7 @@ def uniform(blocks: Tensor, key: int) -> Tensor:
     digest = (terms * (2 * terms + 1)).sum(dim=-1, keepdim=True, dtype=torch.int32)
     place = torch.arange(rows * count, device=blocks.device, dtype=torch.int32)
     start = digest + place.reshape(rows, count, 1) * 0x2C1B3C6D + _signed(key)
-    number = _mixed(start + inside * _signed(0x85EBCA6B))
+    number = _mix(start + inside * _signed(0x85EBCA6B))
     return ((number >> 8) & 0xFFFFFF).to(blocks.dtype) * 2.0**-24
 
 
@@ -93,19 +93,19 @@ def _bfloat16_bits(values: Tensor) -> Tensor:
     return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
 
 
-def _mixed(number: Any) -> Any:
+def _mix(number: Any) -> Any:
     """Two 32-bit rounds of multiply and shift ("lowbias32"), on int32 or on a Python integer from 0
     to 2^32 - 1."""
-    number = _product(_shifted(number, 16), 0x7FEB352D)
-    number = _product(_shifted(number, 15), 0x846CA68B)
-    return _shifted(number, 16)
+    number = _product(_xor_shifted(number, 16), 0x7FEB352D)
+    number = _product(_xor_shifted(number, 15), 0x846CA68B)
+    return _xor_shifted(number, 16)
 
 
 def _product(number: Any, by: int) -> Any:
     return number * _signed(by) if isinstance(number, Tensor) else number * by & MASK
 
 
-def _shifted(number: Any, by: int) -> Any:
+def _xor_shifted(number: Any, by: int) -> Any:
     """Return ``n ^ (n >> by)`` with a logical shift."""
     return number ^ ((number >> by) & (2 ** (32 - by) - 1))
 

@@ -95,7 +95,7 @@ def measure(scale: Scale, blocks: Tensor, grid: Grid) -> list[Tensor]:
     if not scale.numbers:
         return []
     peak = peak_of(blocks)
-    numbers = _measured(scale, blocks, peak, grid)
+    numbers = _measure(scale, blocks, peak, grid)
     if not grid.has_zero:
         tiny = torch.finfo(blocks.dtype).tiny
         numbers[-1] = torch.where(peak < grid.largest * tiny, 0.0, numbers[-1])
@@ -103,28 +103,28 @@ def measure(scale: Scale, blocks: Tensor, grid: Grid) -> list[Tensor]:
 
 
 @by_type
-def _measured(scale: Scale, blocks: Tensor, peak: Tensor, grid: Grid) -> list[Tensor]:
+def _measure(scale: Scale, blocks: Tensor, peak: Tensor, grid: Grid) -> list[Tensor]:
     """Return the numbers of ``measure`` before rounding."""
     raise NotImplementedError(scale)
 
 
-@_measured.register
+@_measure.register
 def _absmax(scale: Absmax, blocks: Tensor, peak: Tensor, grid: Grid) -> list[Tensor]:
     return [(peak / grid.largest).clamp_min(torch.finfo(blocks.dtype).tiny)]
 
 
-@_measured.register
+@_measure.register
 def _rms(scale: Rms, blocks: Tensor, peak: Tensor, grid: Grid) -> list[Tensor]:
     limits = torch.finfo(blocks.dtype)
     return [(rms_of(blocks, peak) / grid.sigma).clamp(limits.tiny, limits.max)]  # sigma may be < 1
 
 
-@_measured.register
+@_measure.register
 def _least_squares(scale: LeastSquares, blocks: Tensor, peak: Tensor, grid: Grid) -> list[Tensor]:
-    return _measured(start_of(scale, grid), blocks, peak, grid)
+    return _measure(start_of(scale, grid), blocks, peak, grid)
 
 
-@_measured.register
+@_measure.register
 def _dual(scale: Dual, blocks: Tensor, peak: Tensor, grid: Grid) -> list[Tensor]:
     tiny = torch.finfo(blocks.dtype).tiny
     sigma = rms_of(blocks, peak).clamp_min(tiny)

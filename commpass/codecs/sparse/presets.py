@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fractions import Fraction
 
 from commpass.codecs.codec import Codec
@@ -22,19 +23,6 @@ from commpass.codecs.wrappers.inner import Resolve, inner_codec
 from commpass.errors import PolicyError
 
 
-def topk(
-    resolve: Resolve,
-    spec: str,
-    *,
-    density: float = 0.01,
-    values: str = "raw",
-    indices: str = "least",
-) -> Codec:
-    """The ``ceil(density * n)`` entries of largest magnitude, exactly. The caller handles error
-    feedback."""
-    return _sparse(resolve, spec, TopK(), density, values, indices)
-
-
 def randomk(
     resolve: Resolve,
     spec: str,
@@ -50,54 +38,6 @@ def randomk(
     return _sparse(resolve, spec, RandomK(seed), density, values, indices)
 
 
-def dgc(
-    resolve: Resolve,
-    spec: str,
-    *,
-    density: float = 0.01,
-    values: str = "raw",
-    indices: str = "least",
-) -> Codec:
-    """Entries above the threshold of a 1 % sample (Deep Gradient Compression)."""
-    return _sparse(resolve, spec, Dgc(), density, values, indices)
-
-
-def gaussiank(
-    resolve: Resolve,
-    spec: str,
-    *,
-    density: float = 0.01,
-    values: str = "raw",
-    indices: str = "least",
-) -> Codec:
-    """Entries above the threshold for a Gaussian."""
-    return _sparse(resolve, spec, GaussianK(), density, values, indices)
-
-
-def redsync(
-    resolve: Resolve,
-    spec: str,
-    *,
-    density: float = 0.01,
-    values: str = "raw",
-    indices: str = "least",
-) -> Codec:
-    """Entries above a threshold bisected between mean and maximum."""
-    return _sparse(resolve, spec, RedSync(), density, values, indices)
-
-
-def sidco(
-    resolve: Resolve,
-    spec: str,
-    *,
-    density: float = 0.01,
-    values: str = "raw",
-    indices: str = "least",
-) -> Codec:
-    """Entries above the threshold for an exponential distribution, in stages."""
-    return _sparse(resolve, spec, Sidco(), density, values, indices)
-
-
 def _sparse(
     resolve: Resolve, spec: str, selector: Selector, density: float, values: str, indices: str
 ) -> Codec:
@@ -105,6 +45,39 @@ def _sparse(
     inner = inner_codec(resolve, "values", values)
     index = index_code(Fraction(chosen.numerator, chosen.denominator), indices)
     return SparseCodec(spec, selector, chosen, inner, index)
+
+
+def _selecting(name: str, selector: Selector, doc: str) -> Callable[..., Codec]:
+    def build(
+        resolve: Resolve,
+        spec: str,
+        *,
+        density: float = 0.01,
+        values: str = "raw",
+        indices: str = "least",
+    ) -> Codec:
+        return _sparse(resolve, spec, selector, density, values, indices)
+
+    build.__name__, build.__doc__ = name, doc
+    return build
+
+
+topk = _selecting(
+    "topk",
+    TopK(),
+    "The ``ceil(density * n)`` entries of largest magnitude, exactly. The caller handles error"
+    " feedback.",
+)
+dgc = _selecting(
+    "dgc", Dgc(), "Entries above the threshold of a 1 % sample (Deep Gradient Compression)."
+)
+gaussiank = _selecting("gaussiank", GaussianK(), "Entries above the threshold for a Gaussian.")
+redsync = _selecting(
+    "redsync", RedSync(), "Entries above a threshold bisected between mean and maximum."
+)
+sidco = _selecting(
+    "sidco", Sidco(), "Entries above the threshold for an exponential distribution, in stages."
+)
 
 
 PRESETS = tuple(

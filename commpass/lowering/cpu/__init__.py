@@ -1,10 +1,11 @@
 """Kernels for CPUs: C++ generated from the parts of codecs, and compiled by Inductor's builder.
 
 - ``unsupported_reason(chain)`` returns "", or why the chain should be left to Inductor.
-- ``compiled(chain)`` returns a ``Compiled``, which runs the chain on rows and writes into a tensor.
+- ``compile_chain(chain)`` returns a ``Compiled``, which runs the chain on rows and writes into a
+  tensor.
 """
 
-from commpass.lowering.cpu.build import Compiled, compiled
+from commpass.lowering.cpu.build import Compiled, compile_chain
 from commpass.lowering.cpu.chains import is_exact, source, unsupported_reason
 
-__all__ = ["Compiled", "compiled", "is_exact", "source", "unsupported_reason"]
+__all__ = ["Compiled", "compile_chain", "is_exact", "source", "unsupported_reason"]

@@ -91,7 +91,7 @@ def _wire(step: Decode | Encode, numel: int, chain: Chain) -> int:
 
 
 @cache
-def compiled(chain: Chain) -> Compiled:
+def compile_chain(chain: Chain) -> Compiled:
     """Return the function of a chain, built by Inductor's builder with its flags.
 
     The result is in Inductor's cache, also for later processes. Raises CommpassError for a chain

@@ -195,7 +195,7 @@ def _source(chain: Chain) -> str:
         if place == 0:
             lines += _first(chain)
         if isinstance(step, Divide):
-            lines += [f"divide<UNIT>(v, {number(step.by)});", *_rounded(dtype)]
+            lines += [f"divide<UNIT>(v, {number(step.by)});", *_round_lines(dtype)]
         elif isinstance(step, Enter):
             lines.append(f"{name}::forward(v);")
         elif isinstance(step, Leave):
@@ -204,11 +204,11 @@ def _source(chain: Chain) -> str:
                 f"{name}::inverse(v);",
             ]
         elif isinstance(step, Cast) and not last:
-            lines += _rounded(step.dtype)
+            lines += _round_lines(step.dtype)
         elif isinstance(step, Add):
             at = f"more{more} + row * more{more}_stride + first * {step.dtype.itemsize}"
             lines.append(f"take<{NAMES[step.dtype]}, UNIT>({at}, w, count);")
-            lines += ["add<UNIT>(v, w);", *_rounded(dtype)]
+            lines += ["add<UNIT>(v, w);", *_round_lines(dtype)]
             more += 1
         elif isinstance(step, Store):
             size = dtype.itemsize
@@ -219,7 +219,7 @@ def _source(chain: Chain) -> str:
             made += len(step.saved)
         elif isinstance(step, (Scale, Shift)):
             setup.append(norms.take_row(step, more))
-            lines += [norms.by_row(step, more), *_rounded(dtypes[place + 1])]
+            lines += [norms.by_row(step, more), *_round_lines(dtypes[place + 1])]
             more += 1
         elif isinstance(step, Encode):
             lines += [
@@ -275,7 +275,7 @@ def _give(dtype: torch.dtype, to: str) -> str:
     return f"give<{NAMES[dtype]}, UNIT>(v, {to}, count);"
 
 
-def _rounded(dtype: torch.dtype) -> list[str]:
+def _round_lines(dtype: torch.dtype) -> list[str]:
     return [] if dtype == torch.float32 else [f"round_to<{NAMES[dtype]}, UNIT>(v);"]
 
 
@@ -283,7 +283,7 @@ def _first(chain: Chain) -> list[str]:
     """Return the lines that fill ``v`` with the first row, or with the sum of several rows."""
     decode, ranks = chain.decodes, chain.ranks
 
-    def filled(name: str, rank: str) -> str:
+    def fill(name: str, rank: str) -> str:
         at = f"in + (row * {ranks} + {rank}) * in_stride"
         if decode is not None:
             limit = number(torch.finfo(decode.dtype).max)
@@ -292,9 +292,9 @@ def _first(chain: Chain) -> list[str]:
         return f"take<{NAMES[chain.input_dtype]}, UNIT>({at} + first * {size}, {name}, count);"
 
     if ranks == 1:
-        return [filled("v", "0")]
-    rest = f"{filled('w', 'rank')} add<UNIT>(v, w);"
-    return [filled("v", "0"), f"for (int rank = 1; rank < {ranks}; ++rank) {{ {rest} }}"]
+        return [fill("v", "0")]
+    rest = f"{fill('w', 'rank')} add<UNIT>(v, w);"
+    return [fill("v", "0"), f"for (int rank = 1; rank < {ranks}; ++rank) {{ {rest} }}"]
 
 
 def is_exact(chain: Chain) -> bool:

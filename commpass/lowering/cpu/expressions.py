@@ -28,7 +28,7 @@ class Expression:
         return Expression(name, self.lines, self.kind)
 
     def _with(self, sign: str, operand: Expression | int) -> Expression:
-        return self._emit(f"{self.name} {sign} {_named(operand)}")
+        return self._emit(f"{self.name} {sign} {_operand(operand)}")
 
     def __and__(self, operand: Expression | int) -> Expression:
         return self._with("&", operand)
@@ -77,7 +77,7 @@ class Expression:
         return args[0]._emit(f"Word{{}} + ({filled[function]()})")
 
 
-def _named(value: Expression | int) -> str:
+def _operand(value: Expression | int) -> str:
     """Return the name of an expression, or a 32-bit constant as a signed number."""
     if isinstance(value, Expression):
         return value.name

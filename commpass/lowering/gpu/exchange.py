@@ -200,10 +200,10 @@ def _card(exchange: Exchange, device: torch.device) -> tuple[Card, str]:
     """Return a rank's GPU, and why it cannot run an exchange, or ""."""
     if device.type != "cuda":
         return Card(), f"tensors on {device.type}: ranks reach the memory of cards"
-    seen = torch.cuda.get_device_properties(device)
-    capability = (seen.major, seen.minor) if torch.version.hip is None else None
-    name = f"{socket.gethostname()} {seen.uuid}"
-    card = Card(name, seen.multi_processor_count, seen.warp_size)
+    properties = torch.cuda.get_device_properties(device)
+    capability = (properties.major, properties.minor) if torch.version.hip is None else None
+    name = f"{socket.gethostname()} {properties.uuid}"
+    card = Card(name, properties.multi_processor_count, properties.warp_size)
     return card, unsupported_reason(exchange, processors=card.processors, card=capability)
 
 
@@ -217,8 +217,8 @@ def _symmetric(exchange: Exchange, group: dist.ProcessGroup, device: torch.devic
     handle = symmetric.rendezvous(memory, group)
     # Older versions of torch have no get_remote_tensor; there a tensor begins at its allocation.
     reach = getattr(handle, "get_remote_tensor", handle.get_buffer)
-    seen = [reach(peer, (total,), torch.uint8) for peer in range(exchange.ranks)]
-    seen[rank] = memory
-    peers = torch.tensor([each.data_ptr() for each in seen], dtype=torch.int64, device=device)
+    memories = [reach(peer, (total,), torch.uint8) for peer in range(exchange.ranks)]
+    memories[rank] = memory
+    peers = torch.tensor([each.data_ptr() for each in memories], dtype=torch.int64, device=device)
     dist.barrier(group)  # all memory is zero before any rank signals
-    return Workspace(exchange, rank, peers, memory, (handle, seen))
+    return Workspace(exchange, rank, peers, memory, (handle, memories))

@@ -25,7 +25,7 @@ from commpass.codecs.rows import ALIGNMENT, aligned
 from commpass.collectives.steps import shard_length
 from commpass.lowering.chain import Cast, Chain, Decode, Divide, Encode, Enter, Leave, Sum
 from commpass.lowering.gpu import generate, parts
-from commpass.lowering.gpu.source import Kernel, constant, function_text, indented, of_text
+from commpass.lowering.gpu.source import Kernel, constant, function_text, indent, of_text
 from commpass.lowering.gpu.tiles import exchange as tiles
 from commpass.lowering.gpu.tiles.exchange import SLOTS
 
@@ -211,7 +211,7 @@ def kernel(exchange: Exchange) -> Kernel:
     """Return the kernel of an exchange (``unsupported_reason`` must be ""). Its grid is
     ``(programs,)``."""
     writer = _writer(exchange)
-    lines = [*_beginning(writer), *(_LINES[exchange.algorithm](writer)), *_end()]
+    lines = [*_first_lines(writer), *(_LINES[exchange.algorithm](writer)), *_last_lines()]
     pointers = {"peers": "*i64", "input": writer.values, "output": writer.values}
     signature = pointers | dict.fromkeys((*NUMBERS, *writer.places), "i32")
     constants = {
@@ -254,15 +254,15 @@ class _Writer:
         return generate.TYPES[self.exchange.dtype]
 
     @property
-    def entered(self) -> list[str]:
+    def enter_lines(self) -> list[str]:
         return generate.lines_of(Enter(self.exchange.codec.domain), self.size)
 
     @property
-    def remaining(self) -> list[str]:
+    def leave_lines(self) -> list[str]:
         return generate.lines_of(Leave(self.exchange.codec.domain), self.size)
 
     @property
-    def mean(self) -> list[str]:
+    def mean_lines(self) -> list[str]:
         by = Divide(float(self.exchange.ranks))
         return generate.lines_of(by, self.size) if self.exchange.op == "avg" else []
 
@@ -298,7 +298,7 @@ def _writer(exchange: Exchange) -> _Writer:
     )
 
 
-def _beginning(writer: _Writer) -> list[str]:
+def _first_lines(writer: _Writer) -> list[str]:
     return [
         "program = tl.program_id(0)",
         "programs = tl.num_programs(0)",
@@ -311,7 +311,7 @@ def _beginning(writer: _Writer) -> list[str]:
     ]
 
 
-def _end() -> list[str]:
+def _last_lines() -> list[str]:
     return [
         "tl.store(counter, epoch)",
         "if late != 0:",
@@ -324,7 +324,7 @@ def _loop(writer: _Writer, lines: Sequence[str], shard: str = "") -> list[str]:
     at = f"place + {shard} * numel" if shard else "place"
     return [
         "for tile in range(program, tiles, programs):",
-        *indented(
+        *indent(
             [
                 "block = (tile * BLOCKS + tl.arange(0, BLOCKS))[:, None, None]",
                 f"place = {parts.place(writer.codec.layout, writer.size)}",
@@ -337,7 +337,7 @@ def _loop(writer: _Writer, lines: Sequence[str], shard: str = "") -> list[str]:
     ]
 
 
-def _exchanged(phase: int) -> list[str]:
+def _exchange_lines(phase: int) -> list[str]:
     """Return the lines that signal and wait for the signals of all ranks."""
     first = f"({phase} * programs + program)" if phase else "program"
     return [
@@ -346,12 +346,12 @@ def _exchanged(phase: int) -> list[str]:
     ]
 
 
-def _loaded(writer: _Writer) -> list[str]:
+def _load_lines(writer: _Writer) -> list[str]:
     load = "x = to_float32(tl.load(input + at, mask=value_mask, other=0.0))"
-    return [load, *writer.entered]
+    return [load, *writer.enter_lines]
 
 
-def _summed(writer: _Writer, at: str) -> list[str]:
+def _sum_lines(writer: _Writer, at: str) -> list[str]:
     """Return lines that compute ``x``, the sum of what all ranks have encoded, in rank order."""
     loop = "tl.static_range" if writer.exchange.ranks <= generate.UNROLLED else "range"
     return [
@@ -360,15 +360,15 @@ def _summed(writer: _Writer, at: str) -> list[str]:
         f"for peer in {loop}(1, RANKS):",
         f"    wire = region(memory_of(peers, peer), {at})",
         f"    x += {writer.decoded}",
-        *writer.mean,
+        *writer.mean_lines,
     ]
 
 
-def _stored(writer: _Writer) -> list[str]:
+def _store_lines(writer: _Writer) -> list[str]:
     """Return the lines that store the result; NaN if a rank did not arrive."""
     store = f"store_values_{writer.values.removeprefix('*')}"
     return [
-        *writer.remaining,
+        *writer.leave_lines,
         'x = tl.where(late == 0, x, float("nan"))',
         f"{store}(output + at, x, value_mask, CASTS)",
     ]
@@ -376,23 +376,23 @@ def _stored(writer: _Writer) -> list[str]:
 
 def _one_shot(writer: _Writer) -> list[str]:
     """Every rank encodes all its values, and sums those of all ranks."""
-    encode = [*_loaded(writer), "wire = region(mine, wires)", writer.encoded]
+    encode = [*_load_lines(writer), "wire = region(mine, wires)", writer.encoded]
     return [
         "wires = wires_at + (epoch & 1) * wire_bytes",
         "if late == 0:",
-        *indented([*_loop(writer, encode), *_exchanged(0)]),
-        *_loop(writer, [*_summed(writer, "wires"), *_stored(writer)]),
+        *indent([*_loop(writer, encode), *_exchange_lines(0)]),
+        *_loop(writer, [*_sum_lines(writer, "wires"), *_store_lines(writer)]),
     ]
 
 
 def _two_shot(writer: _Writer) -> list[str]:
     """A rank sums its shard and encodes the sum; every rank decodes all sums, its own first."""
     first = writer.encoded.replace(", row,", ", shard + row,")
-    encode = [*_loaded(writer), "wire = region(mine, wires_at)", first]
+    encode = [*_load_lines(writer), "wire = region(mine, wires_at)", first]
     again = [] if isinstance(writer.codec.layout, Flat) else ["x = tl.where(place < numel, x, 0.0)"]
     last = writer.encoded.replace(", key,", ", sum_key,")
     sums = [
-        *_summed(writer, "wires_at + rank * wire_bytes"),
+        *_sum_lines(writer, "wires_at + rank * wire_bytes"),
         *again,
         "wire = region(mine, sums_at)",
         last,
@@ -400,16 +400,16 @@ def _two_shot(writer: _Writer) -> list[str]:
     decode = [
         "wire = region(memory_of(peers, shard), sums_at)",
         f"x = {writer.decoded_sum}",
-        *_stored(writer),
+        *_store_lines(writer),
     ]
     return [
         "if late == 0:",
-        *indented(["for shard in range(RANKS):", *indented(_loop(writer, encode, "shard"))]),
-        *indented(_exchanged(0)),
+        *indent(["for shard in range(RANKS):", *indent(_loop(writer, encode, "shard"))]),
+        *indent(_exchange_lines(0)),
         "if late == 0:",
-        *indented([*_loop(writer, sums, "rank"), *_exchanged(1)]),
+        *indent([*_loop(writer, sums, "rank"), *_exchange_lines(1)]),
         "for step in range(RANKS):",
-        *indented(["shard = (rank + step) % RANKS", *_loop(writer, decode, "shard")]),
+        *indent(["shard = (rank + step) % RANKS", *_loop(writer, decode, "shard")]),
     ]
 
 

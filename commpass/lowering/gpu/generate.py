@@ -40,7 +40,7 @@ from commpass.lowering.chain import (
     dtype_after,
 )
 from commpass.lowering.gpu import parts
-from commpass.lowering.gpu.source import Kernel, constant, function_text, indented, of_text
+from commpass.lowering.gpu.source import Kernel, constant, function_text, indent, of_text
 from commpass.lowering.gpu.tiles import (
     grids,
     layouts,
@@ -200,7 +200,9 @@ def kernel(chain: Chain, numel: int = 1 << 20) -> Generated:
         _write(step, body, chain)
     if chain.encodes is None:
         body.add_argument("output", TYPES[dtype])
-        body.add(f"{_stored(dtype)}(output + row * output_stride + place, x, value_mask, CASTS)")
+        body.add(
+            f"{_store_function(dtype)}(output + row * output_stride + place, x, value_mask, CASTS)"
+        )
     for name in ("input_stride", "output_stride"):
         body.add_argument(name, "i64")
     for name in ("numel", "blocks"):
@@ -250,7 +252,7 @@ def _name(chain: Chain) -> str:
     return "_".join(words)
 
 
-def _stored(dtype: torch.dtype) -> str:
+def _store_function(dtype: torch.dtype) -> str:
     return {
         torch.float32: "store_values_fp32",
         torch.bfloat16: "store_values_bf16",
@@ -337,20 +339,20 @@ def _decode(step: Decode, body: Body, chain: Chain) -> None:
         return
     body.add(f"wire = input + row * {ranks} * input_stride")
     if "CUT" not in call or not codec.scale.numbers:
-        body.add(*_summed(call.replace("CUT", "True"), ranks))
+        body.add(*_sum_lines(call.replace("CUT", "True"), ranks))
         return
     # Values that must be clamped are rare. There are two loops, since clamping costs a third of the
     # time of a rank.
     product = " * ".join(name for name, _, _ in regions)
-    loads = [f"    {name} = {_loaded(stored, at, ROW)}" for name, stored, at in regions]
+    loads = [f"    {name} = {_load_expression(stored, at, ROW)}" for name, stored, at in regions]
     limit = torch.finfo(step.dtype).max / (2 * codec.grid.largest * codec.transform.sums)
     body.add("far = False", "if CHECKS:", "    most = 0.0")
-    body.add(f"    for rank in range(0, {ranks}):", *indented(loads))
+    body.add(f"    for rank in range(0, {ranks}):", *indent(loads))
     body.add(f"        most = tl.maximum(most, most_of_all({product}))")
     # Whether a maximum ignores NaN differs between GPUs.
     body.add(f"    far = (most > {limit!r}) | (most != most)")
-    body.add("if far:", *indented(_summed(call.replace("CUT", "True"), ranks, unrolled=1)))
-    body.add("else:", *indented(_summed(call.replace("CUT", "False"), ranks)))
+    body.add("if far:", *indent(_sum_lines(call.replace("CUT", "True"), ranks, unrolled=1)))
+    body.add("else:", *indent(_sum_lines(call.replace("CUT", "False"), ranks)))
 
 
 ROW = "(wire + rank * input_stride)"
@@ -358,7 +360,7 @@ ROW = "(wire + rank * input_stride)"
 by the kernel, and copy it before each call."""
 
 
-def _summed(call: str, ranks: int, unrolled: int = UNROLLED) -> list[str]:
+def _sum_lines(call: str, ranks: int, unrolled: int = UNROLLED) -> list[str]:
     """Return lines that sum ``ranks`` rows to ``x``. The sum starts with the first row, not with
     zero, to keep minus zero."""
     lines = [f"x = {call}"]
@@ -373,7 +375,7 @@ def _summed(call: str, ranks: int, unrolled: int = UNROLLED) -> list[str]:
     return lines
 
 
-def _loaded(stored: str, at: str, wire: str = "wire") -> str:
+def _load_expression(stored: str, at: str, wire: str = "wire") -> str:
     itemsize = {"fp32": 4, "bf16": 2, "pow2": 1}[stored]
     return f"load_{stored}({wire} + {at} + block * {itemsize}, block_mask)"
 
@@ -407,7 +409,7 @@ def decode_lines(
         part = f"unpacked(raw, {width}, PARTS)"
         lines.append(f"codes = {part}" if low == 0 else f"codes |= {part} << {low}")
     for name, stored, at in regions:
-        lines.append(f"{name} = {_loaded(stored, at)}")
+        lines.append(f"{name} = {_load_expression(stored, at)}")
     if sums > 1:  # divide here, not later: see BlockCodec.decode_parts
         lines += [f"middle = middle * {1 / sums!r}"] if codec.offset else []
         lines += [f"part_0 = number_0 * {1 / sums!r}"] if codec.scale.numbers else []
@@ -420,10 +422,10 @@ def decode_lines(
         lines.append("side = tl.load(wire + input_side_at + block, mask=block_mask, other=0)")
         lines.append("side = side.to(tl.int32)")
     lines += parts.inverse(codec.transform, float(sums))
-    return [*lines, *_clamped(codec, torch.finfo(dtype).max)]
+    return [*lines, *_clamp_lines(codec, torch.finfo(dtype).max)]
 
 
-def _clamped(codec: BlockCodec, limit: float) -> list[str]:
+def _clamp_lines(codec: BlockCodec, limit: float) -> list[str]:
     """Return lines that clamp ``x`` to the largest number of its dtype, if a scale can exceed
     it."""
     most = codec.grid.largest * codec.transform.sums

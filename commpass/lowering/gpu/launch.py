@@ -65,7 +65,7 @@ def launch(
     values = scalars(generated, numel, inputs[0].stride(0), outputs.stride(0))
     plain = graph or interpreting()
     (wrap_triton(function) if graph else function)[(programs, rows)](
-        *ordered(generated, [*inputs, outputs], values),
+        *order_arguments(generated, [*inputs, outputs], values),
         **(generated.constants | casts(inputs[0].device)),
         **({} if plain else {"enable_fp_fusion": generated.fuses}),
         num_warps=generated.num_warps,
@@ -137,7 +137,9 @@ def offsets(of: str, codec: Any, numel: int, dtype: torch.dtype) -> dict[str, in
     return places
 
 
-def ordered(generated: Generated, tensors: Sequence[Tensor], values: dict[str, int]) -> list[Any]:
+def order_arguments(
+    generated: Generated, tensors: Sequence[Tensor], values: dict[str, int]
+) -> list[Any]:
     """Order arguments by the signature: tensors in the given order, numbers by name."""
     left = iter(tensors)
     names = [name for name, what in generated.signature.items() if what.startswith("*")]

@@ -25,7 +25,7 @@ from commpass.codecs.block.layouts import Flat
 from commpass.lowering.chain import Chain, Encode
 from commpass.lowering.gpu import generate
 from commpass.lowering.gpu.matmul_sizes import SHARED, WIDEST, Configuration, Matmul, Problem
-from commpass.lowering.gpu.source import Source, constant, function_text, indented, of_text
+from commpass.lowering.gpu.source import Source, constant, function_text, indent, of_text
 from commpass.lowering.gpu.tiles import matmul as tiles
 
 OPERANDS = (torch.bfloat16, torch.float16)
@@ -109,7 +109,7 @@ def kernel(codec: BlockCodec, matmul: Matmul, by: Configuration) -> Kernel:
         *_place_lines(),
         *_product_lines(matmul, by),
         "for cut in tl.static_range(SLICES):",
-        *indented(["x = cut_of(product, cut, SLICES)", *epilogue, *stores]),
+        *indent(["x = cut_of(product, cut, SLICES)", *epilogue, *stores]),
     ]
     lines = [
         "ALONG: tl.constexpr = BLOCK_N // SIZE",
@@ -120,7 +120,7 @@ def kernel(codec: BlockCodec, matmul: Matmul, by: Configuration) -> Kernel:
         "for number in tl.range(",
         f"    tl.program_id(0), tiles, tl.num_programs(0), flatten={by.flatten}",
         "):",
-        *indented(loop),
+        *indent(loop),
     ]
     signature = dict(sorted(body.signature.items(), key=lambda each: not each[1].startswith("*")))
     constants = tuple(name for name in CONSTANTS if any(name in line for line in lines))

@@ -87,9 +87,7 @@ def configurations(codec: BlockCodec, problem: Problem, arch: str) -> list[Confi
     """Return the configurations worth measuring, the static choice first."""
     chosen, most = configuration(codec, problem, arch), _most_rows(codec, arch)
     others = [
-        _completed(
-            replace(chosen, block_m=block_m, block_n=block_n, num_stages=stages), codec, arch
-        )
+        _complete(replace(chosen, block_m=block_m, block_n=block_n, num_stages=stages), codec, arch)
         for block_m, block_n in ((128, 256), (128, 128), (64, 256))
         for stages in ((2,) if arch == "gfx942" else (3, 4))
         if block_n % codec.block == 0 and block_m <= most
@@ -110,10 +108,10 @@ def configuration(codec: BlockCodec, problem: Problem, arch: str) -> Configurati
         descriptors=arch in ("sm_90", "sm_100"),
         flatten=arch != "gfx942",
     )
-    return _completed(by, codec, arch)
+    return _complete(by, codec, arch)
 
 
-def _completed(by: Configuration, codec: BlockCodec, arch: str) -> Configuration:
+def _complete(by: Configuration, codec: BlockCodec, arch: str) -> Configuration:
     """Return the configuration with suitable warps, cuts and programs for its tile."""
     results, heavy = by.block_m * by.block_n, _heavy(codec, arch)
     num_warps = 8 if results > 128 * 128 or heavy else 4

@@ -60,14 +60,14 @@ def tile(function: Callable[..., Any]) -> Callable[..., Any]:
 @lru_cache(maxsize=64)
 def of_function(entry: Callable[..., Any]) -> Source:
     """Return the source of a kernel that is itself written as a tile function."""
-    return Source(entry.__name__, _assembled(_text(entry), _needs(entry)))
+    return Source(entry.__name__, _assemble(_text(entry), _needs(entry)))
 
 
 def of_text(entry: str, text: str, known: Mapping[str, Any]) -> Source:
     """Return the source of a kernel with a generated entry; ``known`` are the tile functions and
     numbers that its text may use."""
     code = compile(text, f"<{entry}>", "exec")
-    return Source(entry, _assembled(text, _needs_of(code, known)))
+    return Source(entry, _assemble(text, _needs_of(code, known)))
 
 
 def function_text(name: str, arguments: Sequence[str], lines: Sequence[str]) -> str:
@@ -89,7 +89,7 @@ def constant(name: str) -> str:
     return f"{name}: tl.constexpr"
 
 
-def indented(lines: Sequence[str]) -> list[str]:
+def indent(lines: Sequence[str]) -> list[str]:
     return [f"    {line}" for line in lines]
 
 
@@ -111,7 +111,7 @@ def _text(function: Callable[..., Any]) -> str:
     return text[text.index("def ") :]
 
 
-def _assembled(entry: str, needed: Mapping[str, Any]) -> str:
+def _assemble(entry: str, needed: Mapping[str, Any]) -> str:
     """Return one text: numbers, tile functions, each after those that it calls, then the entry."""
     parts = [HEADER]
     numbers = [f"{n} = tl.constexpr({v!r})" for n, v in needed.items() if isinstance(v, PLAIN)]

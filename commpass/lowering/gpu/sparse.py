@@ -175,8 +175,8 @@ def encode(
     if layout.later:
         inner = codec.inner.encode_rows(values.view(layout.dtype))
         wire[:, : layout.split].copy_(inner)
-        own = codec.inner.decode_rows(inner, layout.chosen, layout.dtype).float().contiguous()
-        launch(call_of(tiles.sparse_settle, known | {"decoded": own}, rows * slots))
+        decoded = codec.inner.decode_rows(inner, layout.chosen, layout.dtype).float().contiguous()
+        launch(call_of(tiles.sparse_settle, known | {"decoded": decoded}, rows * slots))
     return wire, remainder
 
 
@@ -206,7 +206,7 @@ def select_call(
 ) -> Call:
     """Return the call that selects within bounds; ``known`` is of ``encode_arguments``."""
     rows, blocks = wire.shape[0], _blocks(layout, sizes)
-    own: Arguments = {
+    arguments: Arguments = {
         "indices": wire.new_empty((rows, layout.chosen), dtype=torch.int32),
         "bitmap": wire.view(-1)[layout.split :],
         "used": wire.new_empty((rows,), dtype=torch.int32),
@@ -216,7 +216,7 @@ def select_call(
         "bitmap_pitch": layout.pitch,
         "BITMAP": layout.code == sparse_indices.BITMAP,
     }
-    return call_of(tiles.sparse_select, known | own, rows * blocks, sizes.warps)
+    return call_of(tiles.sparse_select, known | arguments, rows * blocks, sizes.warps)
 
 
 def wanted_rows(x: Tensor, residual: Tensor) -> Tensor:
@@ -271,7 +271,7 @@ def decode(
     """Decode uint8 ``[rows, wire_bytes(numel, dtype)]`` to float32 ``[rows, numel]``, as
     ``decode_rows``."""
     out = wire.new_empty((wire.shape[0], numel), dtype=torch.float32)
-    return _received(codec, wire, numel, dtype, sizes or sizes_on(wire.device), out)
+    return _decode_rows(codec, wire, numel, dtype, sizes or sizes_on(wire.device), out)
 
 
 def sum_rows(
@@ -279,10 +279,10 @@ def sum_rows(
 ) -> Tensor:
     """Return the sum ``[numel]`` of all rows in float32, in row order, as ``sum_by_index``."""
     out = wires.new_empty((numel,), dtype=torch.float32)
-    return _received(codec, wires, numel, dtype, sizes or sizes_on(wires.device), out)
+    return _decode_rows(codec, wires, numel, dtype, sizes or sizes_on(wires.device), out)
 
 
-def _received(
+def _decode_rows(
     codec: SparseCodec, wire: Tensor, numel: int, dtype: torch.dtype, sizes: Sizes, out: Tensor
 ) -> Tensor:
     layout = layout_of(codec, numel, dtype)

@@ -2,8 +2,8 @@
 share of a copy's bandwidth that these allow."""
 
 from commpass.lowering.inspect.architectures import ARCHITECTURES, CARDS, Architecture, Card
-from commpass.lowering.inspect.compiled import Compiled, compiled
-from commpass.lowering.inspect.roofline import Prediction, predicted
+from commpass.lowering.inspect.compiled import Compiled, compile_kernel
+from commpass.lowering.inspect.roofline import Prediction, predict
 
 __all__ = [
     "ARCHITECTURES",
@@ -12,6 +12,6 @@ __all__ = [
     "Card",
     "Compiled",
     "Prediction",
-    "compiled",
-    "predicted",
+    "compile_kernel",
+    "predict",
 ]

@@ -56,7 +56,7 @@ class Architecture:
     latency: int = 0
 
     @property
-    def counted(self) -> bool:
+    def can_count(self) -> bool:
         """Whether instructions can be counted against the pipes."""
         return bool(self.lanes)
 

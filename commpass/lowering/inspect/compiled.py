@@ -23,7 +23,7 @@ from commpass.lowering.inspect.architectures import (
     architecture,
     residence,
 )
-from commpass.lowering.inspect.sass import Sass, counted, parsed
+from commpass.lowering.inspect.sass import Sass, count_instructions, parse_sass
 
 DIVISIBLE = 16
 
@@ -73,10 +73,10 @@ class Compiled:
         counted."""
         if not self.sass:
             raise KernelError(f"{self.arch}: instructions are not counted")
-        return parsed(self.sass)
+        return parse_sass(self.sass)
 
 
-def compiled(
+def compile_kernel(
     kernel: Any,
     signature: Mapping[str, str],
     constants: Mapping[str, Any],
@@ -149,10 +149,10 @@ def _compile(kernel: Any, source: Any, target: Architecture, options: dict[str, 
     try:
         return triton.compile(source, target=at, options=options)
     except Exception as error:
-        said = [line.strip() for line in str(error).splitlines() if line.strip()]
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise KernelError(
             f"{kernel.__name__} cannot be compiled for {target.name}:"
-            f" {said[-1] if said else type(error).__name__}"
+            f" {lines[-1] if lines else type(error).__name__}"
         ) from error
 
 
@@ -170,7 +170,7 @@ def _resources(cubin: bytes) -> dict[str, Any]:
     if found is None:
         raise KernelError(f"no registers in what cuobjdump says: {usage.strip()!r}")
     each = {name: int(number) for name, number in re.findall(r"(\w+):(\d+)", found[0])}
-    counts = counted(parsed(text))
+    counts = count_instructions(parse_sass(text))
     return {
         "sass": text,
         "registers": each["REG"],

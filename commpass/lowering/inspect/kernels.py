@@ -65,7 +65,7 @@ CHAINS: Mapping[str, Callable[[Codec, torch.dtype, int], Chain]] = {
 KERNELS = (*CHAINS, "matmul_encode")
 
 
-def named(
+def kernels_named(
     name: str, codec: Codec, dtype: torch.dtype, ranks: int, arch: str
 ) -> tuple[Lowerable, ...]:
     """Return the kernels of a codec with this name: one, or several that run in order. Raises
@@ -123,7 +123,7 @@ def row_bytes(chain: Chain, numel: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class Place:
+class SiteChain:
     """A chain of a site, for rows of ``numel`` values, and the number of its occurrences."""
 
     chain: Chain
@@ -131,7 +131,7 @@ class Place:
     times: int
 
 
-def of_stages(stages: Sequence[Stage], dtype: torch.dtype, ranks: int) -> list[Place]:
+def of_stages(stages: Sequence[Stage], dtype: torch.dtype, ranks: int) -> list[SiteChain]:
     """Return the chains of a site's algorithm: what a rank computes between two exchanges, in
     order.
 
@@ -140,7 +140,7 @@ def of_stages(stages: Sequence[Stage], dtype: torch.dtype, ranks: int) -> list[P
     ring). A sum of values that were not encoded needs no kernel.
     """
     entered = any(stage.role == "enter" for stage in stages)
-    found: list[Place] = []
+    found: list[SiteChain] = []
     for run in _runs(stages):
         place = _place(run, stages, dtype, ranks, entered)
         same = [n for n, one in enumerate(found) if replace(one, times=1) == place]
@@ -151,8 +151,8 @@ def of_stages(stages: Sequence[Stage], dtype: torch.dtype, ranks: int) -> list[P
     return found
 
 
-def of_place(place: Place, arch: str) -> tuple[Lowerable, ...]:
-    """Return the kernels of a place."""
+def of_site_chain(place: SiteChain, arch: str) -> tuple[Lowerable, ...]:
+    """Return the kernels of a chain."""
     return (of_chain(place.chain, arch, place.numel, role_of(place.chain)),)
 
 
@@ -175,7 +175,7 @@ def _runs(stages: Sequence[Stage]) -> list[list[Stage]]:
 
 def _place(
     run: Sequence[Stage], stages: Sequence[Stage], dtype: torch.dtype, ranks: int, entered: bool
-) -> Place:
+) -> SiteChain:
     roles = [stage.role for stage in run]
     codecs = [codec_of(stage.codec) if stage.codec else None for stage in run]
     steps: list[Step] = []
@@ -198,10 +198,10 @@ def _place(
     if roles[0] == "decode":
         # Gathered data has one row from each rank.
         several = rows if "sum" in roles else 1 if roles[-1] == "encode" else ranks
-        return Place(Chain(torch.uint8, tuple(steps)), run[0].values // several, 1)
+        return SiteChain(Chain(torch.uint8, tuple(steps)), run[0].values // several, 1)
     summed = any(stage.role == "sum" for stage in stages[: stages.index(run[0])])
     input_dtype = accumulation_dtype(dtype) if summed else dtype
-    return Place(Chain(input_dtype, tuple(steps)), _row(run[-1], stages), 1)
+    return SiteChain(Chain(input_dtype, tuple(steps)), _row(run[-1], stages), 1)
 
 
 def _row(stage: Stage, stages: Sequence[Stage]) -> int:

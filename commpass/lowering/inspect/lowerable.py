@@ -8,9 +8,9 @@ from typing import Any
 
 from commpass.lowering.gpu.source import Source, load
 from commpass.lowering.inspect.architectures import ARCHITECTURES, cards_of
-from commpass.lowering.inspect.compiled import Compiled, compiled
-from commpass.lowering.inspect.roofline import MEMORY, Prediction, predicted
-from commpass.lowering.inspect.sass import Counts, Trips, counted
+from commpass.lowering.inspect.compiled import Compiled, compile_kernel
+from commpass.lowering.inspect.roofline import MEMORY, Prediction, predict
+from commpass.lowering.inspect.sass import Counts, Trips, count_instructions
 
 NUMEL = 1 << 20
 """The default number of values of a row: enough for whole tiles."""
@@ -28,7 +28,7 @@ class Lowerable:
     ``moved`` is the number of bytes that a program reads and writes, or None if that depends on the
     values, and nothing is predicted. ``flops`` are the operations of its matmuls, ``trips`` the
     iterations of its loops, if known. ``fuses`` says whether a product and a sum may be rounded
-    once. ``of`` and ``stays`` are arguments of ``roofline.predicted``.
+    once. ``of`` and ``stays`` are arguments of ``roofline.predict``.
     """
 
     name: str
@@ -61,19 +61,19 @@ class Lowered:
     predictions: tuple[Prediction, ...]
 
 
-def lowered(kernel: Lowerable, arch: str) -> Lowered:
+def lower(kernel: Lowerable, arch: str) -> Lowered:
     """Compile a kernel and predict its time. Raises KernelError if it cannot be compiled."""
-    found = _compiled(kernel, kernel.constants, arch)
-    if not ARCHITECTURES[arch].counted:
+    found = _compile(kernel, kernel.constants, arch)
+    if not ARCHITECTURES[arch].can_count:
         return Lowered(kernel, found, None, ())
     # Count the usual instructions, without the path for values that must be clamped, which is rare.
     checks = kernel.constants.get("CHECKS")
-    usual = _compiled(kernel, {**kernel.constants, "CHECKS": False}, arch) if checks else found
-    counts = counted(usual.code, kernel.trips[: len(usual.code.loops)])
+    usual = _compile(kernel, {**kernel.constants, "CHECKS": False}, arch) if checks else found
+    counts = count_instructions(usual.code, kernel.trips[: len(usual.code.loops)])
     if kernel.moved is None:
         return Lowered(kernel, found, counts, ())
     predictions = [
-        predicted(
+        predict(
             counts,
             found.num_warps,
             found.residence.programs,
@@ -88,8 +88,8 @@ def lowered(kernel: Lowerable, arch: str) -> Lowered:
     return Lowered(kernel, found, counts, tuple(predictions))
 
 
-def _compiled(kernel: Lowerable, constants: Mapping[str, Any], arch: str) -> Compiled:
-    return compiled(
+def _compile(kernel: Lowerable, constants: Mapping[str, Any], arch: str) -> Compiled:
+    return compile_kernel(
         load(kernel.source),
         kernel.signature,
         constants,

@@ -68,7 +68,7 @@ class Prediction:
     share: float
 
 
-def predicted(
+def predict(
     counts: Counts,
     warps: int,
     programs: int,

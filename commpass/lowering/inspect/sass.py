@@ -155,7 +155,8 @@ class Sass:
 
     @property
     def loops(self) -> tuple[Loop, ...]:
-        """The loops of the kernel that compute, in the order of the ``trips`` of ``counted``."""
+        """The loops of the kernel that compute, in the order of the ``trips`` of
+        ``count_instructions``."""
         return tuple(loop for loop in self.kernel.loops if not loop.waits)
 
 
@@ -207,7 +208,7 @@ def _sums(pairs: Iterable[tuple[Key, float]]) -> dict[Key, float]:
     return found
 
 
-def parsed(text: str) -> Sass:
+def parse_sass(text: str) -> Sass:
     """Parse the text that ``nvdisasm -c`` prints for a cubin with one kernel."""
     routines: dict[str, list[Instruction]] = {}
     labels: dict[str, int] = {}
@@ -232,7 +233,7 @@ def parsed(text: str) -> Sass:
     return Sass(by_name.pop(kernel), by_name)
 
 
-def counted(sass: Sass, trips: Sequence[Trips] = ()) -> Counts:
+def count_instructions(sass: Sass, trips: Sequence[Trips] = ()) -> Counts:
     """Count how often one warp issues each instruction.
 
     ``trips`` are the iterations of each of ``sass.loops``; None or missing ones count as one.
@@ -264,8 +265,8 @@ def _issued(
 
 def _routine(some: Sequence[Instruction], labels: Mapping[str, int]) -> Routine:
     """Divide instructions into blocks, and find the reachable ones and the loops."""
-    own, entry = {one.address for one in some}, some[0].address
-    heads = {entry, *(own & {labels.get(one.target) for one in some})}
+    addresses, entry = {one.address for one in some}, some[0].address
+    heads = {entry, *(addresses & {labels.get(one.target) for one in some})}
     ends = (*JUMPS, *LEAVES, "CALL")
     heads |= {after.address for one, after in pairwise(some) if one.base in ends}
     blocks: dict[int, list[Instruction]] = {head: [] for head in sorted(heads)}

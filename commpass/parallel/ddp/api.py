@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -30,11 +29,8 @@ from commpass.distributed.record import wire_bytes
 from commpass.errors import PolicyError
 from commpass.groups import close_with, duplicate
 from commpass.parallel.ddp.buckets import BucketPart, parts_of
-from commpass.parallel.ddp.checks import (
-    Released,
-    check_model,
-    refuse_if_optimized_in_backward,
-)
+from commpass.parallel.ddp.checks import check_model, refuse_if_optimized_in_backward
+from commpass.parallel.ddp.comm_hook import HookSlot, Released, send_bucket, slot_of
 from commpass.parallel.ddp.unused import UnusedParameters
 from commpass.parallel.ddp.worker import Worker
 from commpass.parallel.exchange import Compiled, Exchanges
@@ -72,20 +68,15 @@ def compress_ddp(
     """
     ddp = check_model(model)
     made = backend(policy, inner=inner, profile=profile, strict=strict, dump=dump, timeout=timeout)
-    integration = CompressedDDP(ddp, Exchanges(made))
-    ddp.register_comm_hook(integration, _hook)
+    integration = CompressedDDP(ddp, Exchanges(made), slot_of(ddp))
     integration.acquire(ddp, ddp)
     return integration
 
 
-PROVISIONAL = "the last step was sent as it is, since DDP makes its final buckets after it"
+PROVISIONAL = "the last step was sent uncompressed, since DDP makes its final buckets after it"
 
 
-def _hook(state: CompressedDDP, bucket: dist.GradBucket) -> Future[Tensor]:
-    return state.send(bucket)
-
-
-_hook.__annotations__.clear()  # DDP compares them with classes, but here they are strings
+_hook = send_bucket  # its name in models that were saved before
 
 
 @dataclass
@@ -99,16 +90,16 @@ class _Step:
 class CompressedDDP(Integration):
     """The integration that sends the gradients of one DDP model.
 
-    Once it is closed, DDP's own all_reduce sends them, since DDP keeps a comm hook for good.
+    Once it is closed, they are sent as without it, and another integration may follow.
     """
 
     call, per = "compress_ddp", " a step"
 
-    def __init__(self, ddp: DistributedDataParallel, exchanges: Exchanges):
+    def __init__(self, ddp: DistributedDataParallel, exchanges: Exchanges, slot: HookSlot):
         super().__init__(ddp, exchanges.backend.policy)
-        self.exchanges = exchanges
+        self.exchanges, self._slot = exchanges, slot
         self._names = parameter_names(ddp)
-        self._words: dict[str, str] = {}
+        self._annotations: dict[str, str] = {}
         self._parts: dict[Any, list[BucketPart]] = {}
         self._provisional: int | None = None
         self._now, self._last = _Step(), _Step()
@@ -117,6 +108,7 @@ class CompressedDDP(Integration):
         self._streams: dict[torch.device, Any] = {}
         self._channel = _Channel(ddp.process_group)
         self._channel.open()
+        slot.fill(self.call, self.send)
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -147,9 +139,10 @@ class CompressedDDP(Integration):
         return PROVISIONAL if self.bytes and not self.plans else super().summary
 
     def _stop(self) -> None:
-        """End the thread, and close the group on this rank."""
+        """Let DDP send again, end the thread, and close the group on this rank."""
+        self._slot.empty()
         self.worker.end()
-        _leave(weakref.ref(self._channel))
+        _close_group(weakref.ref(self._channel))
 
     def send(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """Start the exchange of one bucket.
@@ -157,9 +150,7 @@ class CompressedDDP(Integration):
         Its future is the bucket's own tensor, which then holds the mean over all ranks. Errors are
         raised at the end of backward, when DDP is ready for another one.
         """
-        x, ddp = bucket.buffer(), self.model
-        if self.closed and isinstance(ddp, DistributedDataParallel):
-            return allreduce_hook(ddp.process_group, bucket)
+        x = bucket.buffer()
         if bucket.index() == 0:  # the previous step may have ended in a user error
             self._now = _Step()
         backward = torch._C._current_graph_task_id()
@@ -167,16 +158,16 @@ class CompressedDDP(Integration):
         if in_backward and backward != self._backward:
             self._backward = backward
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_done)
-        job: Callable[[], None] = _no_op
+        job: Callable[[], None] = _do_nothing
         try:
             if bucket.index() == 0:
-                self._follow()
+                self._adopt_ddp_state()
             if self.worker.error is None:
                 job = self._job(bucket, x)
         except Exception as error:
             self.worker.fail(error)
         if self._unused is not None and in_backward:
-            self._unused.sent(bucket)
+            self._unused.add_bucket(bucket)
         future = self._submit(job, x)
         if bucket.is_last():
             self._step_done()
@@ -198,7 +189,7 @@ class CompressedDDP(Integration):
         self._last, self._now = self._now, _Step()
         self._provisional = max(0, (self._provisional or 0) - 1)
 
-    def _follow(self) -> None:
+    def _adopt_ddp_state(self) -> None:
         """Adopt DDP's current state before the first bucket of a step.
 
         ``_update_process_group`` may have given it another group, of other ranks. Then all
@@ -215,7 +206,7 @@ class CompressedDDP(Integration):
             self._channel = _Channel(ddp.process_group)
             self._channel.open()
         if self._provisional is None and self.group is not None:
-            self._words = annotations_of(ddp)
+            self._annotations = annotations_of(ddp)
             self._provisional = _provisional_steps(ddp)
             drops = ddp.find_unused_parameters and not ddp.static_graph
             self._unused = UnusedParameters("ddp", self.group.size()) if drops else None
@@ -226,18 +217,19 @@ class CompressedDDP(Integration):
         if ddp is not None and ddp._join_config.enable and not ddp._divide_by_initial_world_size:
             raise PolicyError(
                 "compress_ddp: join(divide_by_initial_world_size=False) divides by the number of"
-                " ranks that still have inputs, which a comm hook is not told: leave it True"
+                " ranks that still have inputs, which a comm hook cannot know: leave it True"
             )
         assert self.group is not None  # while nothing has failed
         if self._provisional:
             self._now.bytes.add("all_reduce", x.nbytes, x.nbytes)
-            return functools.partial(_plain, x, self.group.group_name, self.group.size())
+            return functools.partial(_send_plain, x, self.group.group_name, self.group.size())
         parameters = bucket.parameters()
         refuse_if_optimized_in_backward(parameters, "compress_ddp")
         key = (*map(id, parameters), x.dtype)
         if key not in self._parts:
             self._parts[key] = parts_of(
-                self.exchanges.backend.policy, self.group, x, parameters, self._names, self._words
+                self.exchanges.backend.policy,
+                *(self.group, x, parameters, self._names, self._annotations),
             )
         jobs = []
         for part in self._parts[key]:
@@ -245,7 +237,7 @@ class CompressedDDP(Integration):
             compiled = self.exchanges.get(part.what, piece, of=part.parameters)
             jobs.append(functools.partial(part.exchange, compiled.run, x))
             jobs.append(functools.partial(_record, self._now, compiled, piece.nbytes))
-        return functools.partial(_in_order, jobs)
+        return functools.partial(_run_in_order, jobs)
 
     def _submit(self, job: Callable[[], None], x: Tensor) -> Future[Tensor]:
         """Run a job in the worker's thread on a CPU, and on a separate stream on a GPU.
@@ -277,7 +269,7 @@ class _Channel:
     def __init__(self, host: dist.ProcessGroup):
         self.host = host
         self.group: dist.ProcessGroup | None = None
-        self.worker = Worker("commpass-ddp", functools.partial(_leave, weakref.ref(self)))
+        self.worker = Worker("commpass-ddp", functools.partial(_close_group, weakref.ref(self)))
 
     def open(self) -> None:
         """Make the group. All ranks of the host group call this alike."""
@@ -297,7 +289,7 @@ def _provisional_steps(ddp: DistributedDataParallel) -> int:
     return 2 if ddp.static_graph else 1
 
 
-def _plain(x: Tensor, group: str, ranks: int) -> None:
+def _send_plain(x: Tensor, group: str, ranks: int) -> None:
     functional = torch.ops._c10d_functional
     with without_ambient_state():
         functional.wait_tensor(functional.all_reduce_(x.mul_(1.0 / ranks), "sum", group))
@@ -309,21 +301,21 @@ def _record(step: _Step, compiled: Compiled, plain: int) -> None:
     step.bytes.add("all_reduce", plain, wire_bytes(compiled.plan))
 
 
-def _in_order(jobs: Sequence[Callable[[], None]]) -> None:
+def _run_in_order(jobs: Sequence[Callable[[], None]]) -> None:
     for job in jobs:
         job()
 
 
-def _no_op() -> None:
+def _do_nothing() -> None:
     pass
 
 
-def _leave(channel: weakref.ref[_Channel]) -> None:
+def _close_group(channel: weakref.ref[_Channel]) -> None:
     """Close the group of a channel in which an exchange failed on this rank.
 
     So no other rank waits for this one until its time-out. The group is closed when nothing refers
     to it any more.
     """
-    if (held := channel()) is not None and held.group is not None:
-        group, held.group = held.group, None
+    if (found := channel()) is not None and found.group is not None:
+        group, found.group = found.group, None
         dist.destroy_process_group(group)

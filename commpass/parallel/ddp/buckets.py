@@ -69,32 +69,34 @@ def parts_of(
         direction="backward",
     )
     ranges: list[tuple[int, int]] = []
-    alike: list[tuple[Allowed, list[int]]] = []
+    by_terms: list[tuple[Allowed, list[int]]] = []
     modules = [names[id(parameter)].rpartition(".")[0] for parameter in parameters]
     start = 0
     for number, (parameter, module) in enumerate(zip(parameters, modules, strict=True)):
         ranges.append((start, parameter.numel()))
         start += parameter.numel()
         terms = _terms(policy, site, module, annotations.get(module))
-        same = next((numbers for other, numbers in alike if other == terms), None)
-        if same is None:
-            alike.append((terms, [number]))
+        numbers_of_terms = next((numbers for other, numbers in by_terms if other == terms), None)
+        if numbers_of_terms is None:
+            by_terms.append((terms, [number]))
         else:
-            same.append(number)
+            numbers_of_terms.append(number)
     found = []
-    for terms, numbers in alike:
-        module, word = common(modules[number] for number in numbers), None
+    for terms, numbers in by_terms:
+        module, annotation = common(modules[number] for number in numbers), None
         if _terms(policy, site, module, None) != terms:  # all in a group have the same terms
-            module, word = modules[numbers[0]], annotations.get(modules[numbers[0]])
+            module, annotation = modules[numbers[0]], annotations.get(modules[numbers[0]])
         what = Exchange(
             "all_reduce",
             *(group.group_name, group.size(), module, "backward", "ddp", "avg"),
-            word=word,
+            annotation=annotation,
             flat=True,
             parameters=tuple(names[id(parameters[number])] for number in numbers),
         )
-        mine = tuple(parameters[number] for number in numbers)
-        found.append(BucketPart(what, mine, _joined([ranges[number] for number in numbers])))
+        own_parameters = tuple(parameters[number] for number in numbers)
+        found.append(
+            BucketPart(what, own_parameters, _joined([ranges[number] for number in numbers]))
+        )
     return found
 
 

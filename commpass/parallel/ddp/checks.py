@@ -11,19 +11,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commpass.distributed.integration import refuse_if_exchanged
 from commpass.errors import PolicyError
+from commpass.parallel.ddp.comm_hook import Released, hook_name
 from commpass.parallel.refusals import instead, refuse_other_torch, wrong_argument
 from commpass.policy import paths
 
 log = logging.getLogger("commpass")
 
-SSFUSION, COMPRESS_DDP = "commpass.parallel.ssfusion", "commpass.parallel.compress_ddp"
 NEEDED = ("_comm_hooks", "_delay_all_reduce_params", "_join_config", "_module_parameters")
 """Private attributes of a model that are read."""
-
-
-class Released:
-    """Replaces the state of our hook in a copy of a model: torch copies the list of hooks, not the
-    hook."""
 
 
 def check_model(model: Any) -> DistributedDataParallel:
@@ -52,14 +47,14 @@ def check_model(model: Any) -> DistributedDataParallel:
     held = {id(parameter) for parameter in ddp.module.parameters()}
     if any(each.requires_grad and id(each) not in held for each in ddp._module_parameters):
         raise PolicyError(
-            "compress_ddp: parameters were replaced after DistributedDataParallel was called (by"
-            " load_state_dict(assign=True), say), and it exchanges no gradient of the new ones:"
-            " wrap the model in DistributedDataParallel once more"
+            "compress_ddp: parameters were replaced after DistributedDataParallel was called (for"
+            " example by load_state_dict(assign=True)), and it exchanges no gradient of the new"
+            " ones: wrap the model in DistributedDataParallel once more"
         )
     if ddp._delay_all_reduce_params:
         log.warning(
             "compress_ddp: delay_all_reduce_named_params names %d parameters, whose gradients DDP"
-            " sends itself, and not in buckets: they stay as they are",
+            " sends itself, and not in buckets: they stay uncompressed",
             len(ddp._delay_all_reduce_params),
         )
     refuse_if_exchanged(ddp, "", "compress_ddp", ("ssfusion",))
@@ -92,30 +87,20 @@ def refuse_if_optimized_in_backward(parameters: Iterable[Any], integration: str)
     if any(hasattr(each, "_in_backward_optimizers") for each in parameters):
         raise PolicyError(
             f"{integration}: parameters of this model have an optimizer that runs in backward"
-            " (_apply_optimizer_in_backward), for which DDP registers a comm hook of its own, and"
-            " it takes one alone: leave one of the two out, and call step() after backward"
+            " (_apply_optimizer_in_backward), for which DDP registers its own comm hook, and it"
+            " takes only one: leave out one of the two, and call step() after backward"
         )
 
 
 def refuse_other_hook(ddp: DistributedDataParallel, integration: str) -> None:
-    """Raise PolicyError in the name of ``integration`` if a model already has a comm hook."""
+    """Raise PolicyError in the name of ``integration`` if another hook, or an open integration, is
+    the comm hook of a model."""
     ddp._comm_hooks[:] = [each for each in ddp._comm_hooks if not isinstance(each[1], Released)]
-    if name := _hook_name(ddp):
+    if name := hook_name(ddp):
         why = "mixed_precision= registers it" if ddp.mixed_precision is not None else "by hand"
         why = "by that call" if "commpass.parallel" in name else why
         raise PolicyError(
-            f"{integration}: this model already has the comm hook {name} ({why}), and DDP takes"
-            f" one alone: that of commpass.parallel.{integration} cannot be added. Leave one of the"
-            " two out"
+            f"{integration}: this model already has the comm hook {name} ({why}). DDP takes"
+            f" only one, so that of commpass.parallel.{integration} cannot be added. Leave out one"
+            " of the two"
         )
-
-
-def _hook_name(ddp: DistributedDataParallel) -> str:
-    """Return the name of a model's comm hook; "" if none."""
-    if ddp._comm_hooks:
-        hook, _ = ddp._comm_hooks[0]
-        name = f"{hook.__module__}.{hook.__qualname__}"
-        if hook.__module__.startswith("commpass.parallel."):
-            return COMPRESS_DDP if hook.__module__.startswith(f"{__package__}.") else SSFUSION
-        return name
-    return str(ddp._get_ddp_logging_data().get("comm_hook", ""))

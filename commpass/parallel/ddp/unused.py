@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commpass.distributed.flat import put_back
+from commpass.distributed.flat import add_to_residual
 
 
 class UnusedParameters:
@@ -22,7 +22,7 @@ class UnusedParameters:
         self._sent: list[tuple[Tensor, Tensor]] = []
         self._complete = False
 
-    def sent(self, bucket: dist.GradBucket) -> None:
+    def add_bucket(self, bucket: dist.GradBucket) -> None:
         """Remember the views of a bucket, which will hold the means of its gradients."""
         if bucket.index() == 0:
             self._sent.clear()
@@ -39,6 +39,6 @@ class UnusedParameters:
             return
         for parameter, mean in self._sent:
             if parameter.grad is None or not torch.equal(parameter.grad, mean):
-                left = torch.where(mean.isfinite(), mean, 0) / self.ranks
-                put_back(self.hook, parameter, left)
+                dropped = torch.where(mean.isfinite(), mean, 0) / self.ranks
+                add_to_residual(self.hook, parameter, dropped)
         self._sent.clear()

@@ -19,15 +19,15 @@ class Worker:
     """Execute submitted jobs in one thread.
 
     ``submit`` returns at once. After an error no further job is executed, since the messages of
-    ranks no longer match. ``failed`` is called once, in the thread, when that happens.
+    ranks no longer match. ``on_failure`` is called once, in the thread, when that happens.
     """
 
-    def __init__(self, name: str, failed: Callable[[], None]):
+    def __init__(self, name: str, on_failure: Callable[[], None]):
         self.error: BaseException | None = None
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._failed = failed
+        self._on_failure = on_failure
         # While it waits, the thread only refers to the queue, so that it ends with the worker.
-        target = weakref.WeakMethod(self._carry_out)
+        target = weakref.WeakMethod(self._execute)
         threading.Thread(target=_work, args=(self._jobs, target), name=name, daemon=True).start()
         weakref.finalize(self, self._jobs.put, None)
 
@@ -44,7 +44,7 @@ class Worker:
             self.error = error
             traceback.clear_frames(error.__traceback__)  # its frames may hold the group
             with contextlib.suppress(Exception):  # the user needs the first error
-                self._failed()
+                self._on_failure()
 
     def check(self) -> None:
         """Raise the error of a job, at every call."""
@@ -55,7 +55,7 @@ class Worker:
         """End the thread, after the jobs that were submitted."""
         self._jobs.put(None)
 
-    def _carry_out(self, job: Callable[[], None], future: Future[Any], value: Any) -> None:
+    def _execute(self, job: Callable[[], None], future: Future[Any], value: Any) -> None:
         try:
             if self.error is None:
                 job()
@@ -65,9 +65,9 @@ class Worker:
             future.set_result(value)
 
 
-def _work(jobs: queue.SimpleQueue[Job | None], carry_out: weakref.WeakMethod[Any]) -> None:
+def _work(jobs: queue.SimpleQueue[Job | None], execute: weakref.WeakMethod[Any]) -> None:
     while (job := jobs.get()) is not None:
-        method = carry_out()
+        method = execute()
         if method is None:
             job[1].set_result(job[2])
         else:

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from commpass.backend import backend
 from commpass.costmodel import Profile
-from commpass.distributed.checked import suspended
+from commpass.distributed.checked import without_checks
 from commpass.distributed.integration import Integration, refuse_if_exchanged
 from commpass.distributed.machine import default_here
 from commpass.distributed.record import wire_bytes
@@ -42,11 +42,11 @@ PACKED = (
     " MixedPrecisionPolicy(param_dtype=...), or make them one dtype"
 )
 RESHARDED = (
-    "it gathers again what was gathered for forward, from shards over fewer ranks"
-    " (reshard_after_forward is a number): other blocks would round the weights once more, and the"
-    " gradients would be those of weights that forward did not use"
+    "it gathers for backward from shards over fewer ranks (reshard_after_forward is a number)."
+    " Codes of those shards would round the weights again, so backward would use other weights than"
+    " forward"
 )
-OTHER_OP = "FSDP2 reduces with {}, and codes are summed or averaged alone"
+OTHER_OP = "FSDP2 reduces with {}, but codes can only be summed or averaged"
 """Why an exchange is sent uncompressed."""
 
 
@@ -59,7 +59,7 @@ class Unit:
     """
 
     name: str
-    word: str | None
+    annotation: str | None
     group: Any
     names: tuple[str, ...]
 
@@ -120,16 +120,20 @@ class CompressedAllGather(_Comm):
     ) -> dist.Work | None:
         what = _exchange("all_gather", "forward", self.unit, group)
         if input_tensor.dtype == torch.uint8:
-            what = replace(what, obstacle=PACKED)
+            what = replace(what, unsupported_reason=PACKED)
         elif not self.unit.shards_over(group):
-            what = replace(what, direction="backward", obstacle=RESHARDED)
+            what = replace(what, direction="backward", unsupported_reason=RESHARDED)
         elif self.unit.gathers_again:
-            what = replace(what, again=True)
-        send = self.integration.sending(what, input_tensor, output_tensor, self.unit)
+            what = replace(what, recomputed=True)
+        send = self.integration.sender_of(what, input_tensor, output_tensor, self.unit)
         if send is None:
             plain: dist.Work | None = self.plain(output_tensor, input_tensor, group, async_op)
             return plain
-        with suspended() if what.again and self.unit.in_backward else contextlib.nullcontext():
+        with (
+            without_checks()
+            if what.recomputed and self.unit.in_backward
+            else contextlib.nullcontext()
+        ):
             send(input_tensor.clone(), output_tensor)  # FSDP2's input is a part of its output
         return _done(output_tensor) if async_op else None
 
@@ -151,12 +155,12 @@ class CompressedReduceScatter(_Comm):
         if op == dist.ReduceOp.AVG:
             what = replace(what, op="avg")
         elif factor is None:
-            what = replace(what, obstacle=OTHER_OP.format(op))
+            what = replace(what, unsupported_reason=OTHER_OP.format(op))
         else:
             what = replace(what, factor=factor)
         if self.integration.sends_narrow(what, input_tensor, output_tensor, self.unit, group):
             return _done(output_tensor) if async_op else None
-        send = self.integration.sending(what, input_tensor, output_tensor, self.unit)
+        send = self.integration.sender_of(what, input_tensor, output_tensor, self.unit)
         if send is None:
             plain: dist.Work | None = self.plain(output_tensor, input_tensor, group, op, async_op)
             return plain
@@ -203,16 +207,16 @@ class CompressedFSDP(Integration):
                 if getattr(comm, "integration", None) is self:
                     setattr(unit.group, name, comm.plain)
 
-    def sending(self, exchange: Exchange, x: Tensor, out: Tensor, unit: Unit) -> Any:
+    def sender_of(self, exchange: Exchange, x: Tensor, out: Tensor, unit: Unit) -> Any:
         """Return the function that sends this exchange compressed, or raises why it may not be
         sent.
 
         Return None if its plan leaves it uncompressed.
         """
         self._begin_once(unit)
-        exchange = replace(exchange, word=unit.word, parameters=unit.names)
+        exchange = replace(exchange, annotation=unit.annotation, parameters=unit.names)
         compiled = self.exchanges.get(exchange, x, out, unit.parameters)
-        if compiled.untouched:
+        if compiled.is_untouched:
             self._record(exchange.kind, compiled)
             return None
 
@@ -231,7 +235,7 @@ class CompressedFSDP(Integration):
         """
         dtype = unit.grad_dtype
         if (
-            exchange.obstacle is not None
+            exchange.unsupported_reason is not None
             or dtype is None
             or (dtype, x.dtype) not in EXACT_WIDENINGS
         ):
@@ -240,14 +244,16 @@ class CompressedFSDP(Integration):
         if not is_faster(group, x.nbytes, x.numel() * dtype.itemsize, profile):
             return False
         self._begin_once(unit)
-        exchange = replace(exchange, wide=x.dtype, word=unit.word, parameters=unit.names)
+        exchange = replace(
+            exchange, wide=x.dtype, annotation=unit.annotation, parameters=unit.names
+        )
         like = torch.empty_like(x, dtype=dtype)
         if not self.exchanges.narrows(exchange, like, out):
             return False
         compiled = self.exchanges.get(exchange, like, out, unit.parameters)
-        if compiled.untouched:  # not all ranks plan it so
+        if compiled.is_untouched:  # not all ranks plan it so
             return False
-        narrow = like if compiled.refused else cast_if_exact(x, dtype, group)
+        narrow = like if compiled.is_refused else cast_if_exact(x, dtype, group)
         if narrow is not None:
             compiled.run(narrow, out)
             self._record(exchange.kind, compiled)
@@ -274,7 +280,7 @@ class CompressedFSDP(Integration):
         now = {id(unit.group): unit for unit in _units(model)}
         for unit in self.units:
             found = now.pop(id(unit.group), None)
-            unit.word = found.word if found is not None else unit.word
+            unit.annotation = found.annotation if found is not None else unit.annotation
         if later := [unit.name for unit in now.values()]:
             log.warning(LATER, self.name, ", ".join(name or "the root module" for name in later))
 
@@ -339,20 +345,20 @@ def compress_fsdp(
 
 
 LATER = (
-    "compress_fsdp(%s): fully_shard was called afterwards on %s, whose exchanges stay as they are:"
-    " call compress_fsdp behind the last fully_shard"
+    "compress_fsdp(%s): fully_shard was called afterwards on %s, whose exchanges stay"
+    " uncompressed: call compress_fsdp after the last fully_shard"
 )
 NOT_REACHED = (
     "compress_fsdp(%s): the mesh has a dimension of replicas (HSDP). FSDP2 sends the all_reduce"
-    " over it itself, without a call that can be replaced: it stays as it is. The gathers and"
-    " scatters over the shards are compressed"
+    " over it itself, without a call that can be replaced: it stays uncompressed. The gathers and"
+    " reduce-scatters over the shards are compressed"
 )
 
 
 def _units(model: nn.Module) -> Iterator[Unit]:
     """Yield the parameter groups of a model's FSDP2 modules, outer ones first, each once."""
     named: dict[int, tuple[Any, list[str]]] = {}
-    said, modules = annotations_of(model), paths.names(model)
+    annotations_by_module, modules = annotations_of(model), paths.names(model)
     where = {id(module): path for path, module in reversed(modules)}  # a tied one has its first
     for path, module in modules:
         if not isinstance(module, FSDPModule):
@@ -363,15 +369,17 @@ def _units(model: nn.Module) -> Iterator[Unit]:
                 if path not in known:
                     known.append(path)
     for group, names in named.values():
-        words = {said.get(name) for name in names}
-        if len(words) > 1:
+        annotations = {annotations_by_module.get(name) for name in names}
+        if len(annotations) > 1:
             raise PolicyError(
                 f"compress_fsdp: fully_shard sends {' and '.join(names)} together, but compress or"
-                f" keep say different things about them: {', '.join(map(str, words))}"
+                f" keep annotate them differently: {', '.join(map(str, annotations))}"
             )
         infos = [each._module_info for each in group.fsdp_params]
-        own = tuple(paths.join(where[id(info.module)], info.param_name) for info in infos)
-        yield Unit("+".join(names), words.pop(), group, own)
+        parameter_names = tuple(
+            paths.join(where[id(info.module)], info.param_name) for info in infos
+        )
+        yield Unit("+".join(names), annotations.pop(), group, parameter_names)
 
 
 def _check(unit: Unit) -> None:
@@ -383,8 +391,8 @@ def _check(unit: Unit) -> None:
         if not type(comm).__module__.startswith("torch."):
             raise PolicyError(
                 f"compress_fsdp: {where} already has {type(comm).__name__} from"
-                " set_custom_all_gather or set_custom_reduce_scatter, and one of the two can send:"
-                " leave out one"
+                " set_custom_all_gather or set_custom_reduce_scatter, and only one of the two can"
+                " send: leave out one"
             )
 
 

@@ -36,8 +36,8 @@ def is_faster(group: dist.ProcessGroup, wide: int, narrow: int, profile: Profile
     """
     name = group.group_name
     here = prices(profile, group.size(), groups.labels_of(name), groups.ranks_of(name))
-    before = here.us("reduce_scatter", wide)
-    asked = here.us("all_reduce", FLAG.itemsize)
+    before = here.time_us("reduce_scatter", wide)
+    asked = here.time_us("all_reduce", FLAG.itemsize)
     kernels = profile.kernels.copies_us(3, 3 * wide + 2 * narrow)
-    after = here.us("all_to_all", narrow) + asked + kernels
+    after = here.time_us("all_to_all", narrow) + asked + kernels
     return before - after > profile.margin * before

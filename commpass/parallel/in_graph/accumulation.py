@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from commpass.parallel.in_graph.reading import ExchangedParameter, every_held
+from commpass.parallel.in_graph.reading import ExchangedParameter, exchanged_parameters
 from commpass.utils.ambient import without_ambient_state
 
 
@@ -24,17 +24,17 @@ def accumulate(model: nn.Module) -> Iterator[None]:
     not use sends its gradient with the next one that does. Raise ParallelError for a model that was
     not passed to ``replicate`` or ``shard``.
     """
-    held = [one for one, _ in every_held(model)]
-    before = [one.accumulating for one in held]
-    for one, parameter in every_held(model):
+    exchanged = [one for one, _ in exchanged_parameters(model)]
+    before = [one.accumulating for one in exchanged]
+    for one, parameter in exchanged_parameters(model):
         if one.leaf is None and parameter.requires_grad:
             _make_room(one, parameter.device)
         one.accumulating = True
     try:
         yield
     finally:
-        for one, was in zip(held, before, strict=True):
-            one.accumulating = was
+        for one, accumulating in zip(exchanged, before, strict=True):
+            one.accumulating = accumulating
 
 
 def _make_room(shard: ExchangedParameter, device: torch.device) -> None:
@@ -56,5 +56,5 @@ def drop_accumulated(model: nn.Module) -> None:
 
     This corresponds to ``zero_grad`` for gradients.
     """
-    for held, _ in every_held(model):
-        held.leaf = held.pending = None
+    for exchanged, _ in exchanged_parameters(model):
+        exchanged.leaf = exchanged.pending = None

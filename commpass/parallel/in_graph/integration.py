@@ -6,7 +6,7 @@ from torch import nn
 
 from commpass.distributed import record
 from commpass.distributed.integration import Integration
-from commpass.parallel.in_graph.reading import every_held
+from commpass.parallel.in_graph.reading import exchanged_parameters
 from commpass.plan import Plan
 
 
@@ -21,7 +21,7 @@ class InGraph(Integration):
 
     def __init__(self, model: nn.Module):
         super().__init__(model)
-        self._groups = {held.how.group for held, _ in every_held(model)}
+        self._groups = {exchanged.how.group for exchanged, _ in exchanged_parameters(model)}
 
     @property
     def plans(self) -> list[Plan]:

@@ -54,14 +54,14 @@ def joint_mesh(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
         raise ParallelError(
             f"parameters are already distributed over {name_of(inner)}, and data cannot be parallel"
             f" over {name_of(outer)} as well: give another dimension of the mesh, and do not"
-            " distribute a model twice (fully_shard does what shard does)"
+            " distribute a model twice (fully_shard already does what shard does)"
         )
     try:
         return DeviceMesh._concatenate([outer, inner])
     except (RuntimeError, ValueError, KeyError) as error:
         raise ParallelError(
             f"the mesh of the data ({name_of(outer)}) and that of the parameters"
-            f" ({name_of(inner)}) do not belong together: take both from one, as in"
+            f" ({name_of(inner)}) do not belong to one mesh: take both from one, as in"
             " init_device_mesh('cuda', (2, 4), mesh_dim_names=('dp', 'tp'))"
         ) from error
 
@@ -85,7 +85,7 @@ def placed(parameter: nn.Parameter, outer: DeviceMesh, mesh: DeviceMesh, sharded
         start = min(rank * rows, local.shape[0])
         local = local.narrow(0, start, min(rows, local.shape[0] - start))
         local = local.clone(memory_format=torch.contiguous_format)
-        first, stride = _rows(mesh, inner), make_contiguous_strides_for(parameter.shape)
+        first, stride = _row_placement(mesh, inner), make_contiguous_strides_for(parameter.shape)
     return DTensor.from_local(
         local,
         mesh,
@@ -104,10 +104,10 @@ def has_rows(parameter: Tensor) -> bool:
     """
     if parameter.dim() == 0 or parameter.numel() == 0:
         return False
-    within = 1
+    parts = 1
     if isinstance(parameter, DTensor):
-        within = _parts_of_rows(parameter.device_mesh, parameter.placements)
-    return parameter.shape[0] > within
+        parts = _parts_of_rows(parameter.device_mesh, parameter.placements)
+    return parameter.shape[0] > parts
 
 
 def _parts_of_rows(mesh: DeviceMesh, placements: Iterable[Placement]) -> int:
@@ -122,37 +122,37 @@ def _parts_of_rows(mesh: DeviceMesh, placements: Iterable[Placement]) -> int:
     )
 
 
-def _rows(mesh: DeviceMesh, inner: Iterable[Placement]) -> Placement:
+def _row_placement(mesh: DeviceMesh, inner: Iterable[Placement]) -> Placement:
     """Return the placement of the rows of a tensor that is already sharded.
 
     If that is sharded by rows as well, the parts of one rank are not contiguous.
     """
-    within = _parts_of_rows(mesh, inner)
-    return _StridedShard(0, split_factor=within) if within > 1 else Shard(0)
+    parts = _parts_of_rows(mesh, inner)
+    return _StridedShard(0, split_factor=parts) if parts > 1 else Shard(0)
 
 
-def check_alike(parameters: Mapping[str, nn.Parameter], mesh: DeviceMesh) -> None:
+def check_same_model(parameters: Mapping[str, nn.Parameter], mesh: DeviceMesh) -> None:
     """Raise ParallelError, on all ranks of a mesh of one dimension, if their models differ."""
-    words = [
+    lines = [
         f"{name}: {list(parameter.shape)} of {parameter.dtype}, {parameter.placements}"
         if isinstance(parameter, DTensor)
         else f"{name}: {list(parameter.shape)} of {parameter.dtype}"
         for name, parameter in parameters.items()
     ]
-    digest = hashlib.sha256("\n".join(words).encode()).digest()[:8]
+    digest = hashlib.sha256("\n".join(lines).encode()).digest()[:8]
     own = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(mesh.device_type)
-    everybodys = [own.clone() for _ in range(mesh.size())]
-    dist.all_gather(everybodys, own, group=mesh.get_group())
-    if all(torch.equal(one, own) for one in everybodys):
+    digests = [own.clone() for _ in range(mesh.size())]
+    dist.all_gather(digests, own, group=mesh.get_group())
+    if all(torch.equal(one, own) for one in digests):
         return
     models: list[list[str]] = [[] for _ in range(mesh.size())]
-    dist.all_gather_object(models, words, group=mesh.get_group())
+    dist.all_gather_object(models, lines, group=mesh.get_group())
     for rank, model in enumerate(models):
-        for ours, theirs in zip([*models[0], "nothing"], [*model, "nothing"], strict=False):
-            if ours != theirs:
+        for first_line, line in zip([*models[0], "nothing"], [*model, "nothing"], strict=False):
+            if first_line != line:
                 raise ParallelError(
-                    f"the ranks of {name_of(mesh)} have different models: rank 0 of it has {ours},"
-                    f" rank {rank} has {theirs}"
+                    f"the ranks of {name_of(mesh)} have different models: rank 0 of it has"
+                    f" {first_line}, rank {rank} has {line}"
                 )
 
 

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 from commpass.distributed.integration import TWICE
 from commpass.errors import ParallelError, nearest
 from commpass.parallel.in_graph import layout
-from commpass.parallel.in_graph.reading import HELD, ExchangedParameter, Inner, reading
+from commpass.parallel.in_graph.reading import EXCHANGED, ExchangedParameter, Inner, reading_class
 from commpass.parallel.in_graph.traced import ParameterSpec
 from commpass.parallel.refusals import wrong_argument
 
@@ -120,23 +120,23 @@ def _distribute(
     parameters = dict(model.named_parameters())
     inner = {one.device_mesh for one in parameters.values() if isinstance(one, DTensor)}
     around = {mesh: layout.joint_mesh(outer, mesh) for mesh in inner}
-    layout.check_alike(parameters, outer)
+    layout.check_same_model(parameters, outer)
     layout.equalize(parameters.values(), outer.get_group())
     # Plain parameters use the mesh of the others: norms over two meshes cannot be added.
     plain = next(iter(around.values())) if len(around) == 1 else outer
     made: dict[int, tuple[nn.Parameter, ExchangedParameter]] = {}
     for parameter in parameters.values():
-        held = _shard_of(parameter, outer, sharded, terms)
+        exchanged = _shard_of(parameter, outer, sharded, terms)
         whole = around[parameter.device_mesh] if isinstance(parameter, DTensor) else plain
-        placed = layout.placed(parameter, outer, whole, held.how.sharded)
-        made[id(parameter)] = nn.Parameter(placed, parameter.requires_grad), held
+        placed = layout.placed(parameter, outer, whole, exchanged.how.sharded)
+        made[id(parameter)] = nn.Parameter(placed, parameter.requires_grad), exchanged
     for module in list(model.modules()):
         own = {name: made[id(one)] for name, one in module._parameters.items() if one is not None}
         if own:
             module._parameters.update({name: new for name, (new, _) in own.items()})
-            module.__dict__[HELD] = {name: held for name, (_, held) in own.items()}
+            module.__dict__[EXCHANGED] = {name: exchanged for name, (_, exchanged) in own.items()}
             kind: Any = type(module)
-            module.__class__ = reading(kind, tuple(own))
+            module.__class__ = reading_class(kind, tuple(own))
     if cast and terms.param_dtype is not None:
         model.register_forward_pre_hook(_casting(terms.param_dtype), with_kwargs=True)
     return model
@@ -183,19 +183,19 @@ def _check(model: nn.Module, outer: DeviceMesh, call: str) -> None:
         raise ParallelError(wrong_argument(call, "model", model, "a torch.nn.Module"))
     for path, module in model.named_modules():
         where = f"{path or 'the model'} ({type(module).__name__})"
-        if HELD in module.__dict__:
+        if EXCHANGED in module.__dict__:
             other = "commpass.parallel.replicate or shard already"
             raise ParallelError(TWICE.format(f"{call} over {layout.name_of(outer)}", where, other))
         if isinstance(module, (DistributedDataParallel, FullyShardedDataParallel)):
             raise ParallelError(
-                f"{where} exchanges gradients itself, and replicate or shard would do so once more:"
-                " give the module inside of it, or call commpass.parallel.compress_ddp for"
+                f"{where} exchanges gradients itself, and replicate or shard would do so again:"
+                " give the module inside it, or call commpass.parallel.compress_ddp for"
                 " DistributedDataParallel"
             )
         if isinstance(module, nn.RNNBase):
             raise ParallelError(
-                f"{where} takes its parameters from a list of its own, not by name: torch.compile"
-                " leaves it out of graphs as well. Use fully_shard or DistributedDataParallel"
+                f"{where} reads its parameters from an internal list, not by name, and"
+                " torch.compile does not trace it. Use fully_shard or DistributedDataParallel"
             )
         if isinstance(module, torch.jit.ScriptModule):
             raise ParallelError(f"{where} is TorchScript, whose parameters cannot be exchanged")

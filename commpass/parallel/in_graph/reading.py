@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from commpass.errors import ParallelError
-from commpass.parallel.in_graph.traced import Exchanged, LocalGradient, ParameterSpec, gathered
+from commpass.parallel.in_graph.traced import Exchanged, LocalGradient, ParameterSpec, gather
 
-HELD = "_commpass_held"
+EXCHANGED = "_commpass_exchanged"
 """The attribute of a module that records how its parameters are exchanged."""
 
 
@@ -44,7 +44,7 @@ class ExchangedParameter:
     inner: Inner | None
     keep_gathered: bool
     accumulating: bool = False
-    as_it_is: bool = False
+    reads_dtensor: bool = False
     leaf: Tensor | None = None
     pending: Tensor | None = None
 
@@ -56,7 +56,7 @@ class ExchangedParameter:
 
 
 @functools.cache
-def reading(kind: Any, names: tuple[str, ...]) -> type[nn.Module]:
+def reading_class(kind: Any, names: tuple[str, ...]) -> type[nn.Module]:
     """Return the subclass on which these parameters are read in full.
 
     Instances share it, and therefore its compiled code.
@@ -72,7 +72,7 @@ def reading(kind: Any, names: tuple[str, ...]) -> type[nn.Module]:
 def _register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
     """Register a parameter as ``nn.Module`` does, if the module had it when it was made
     parallel."""
-    if name not in module.__dict__[HELD]:
+    if name not in module.__dict__[EXCHANGED]:
         raise ParallelError(
             f"{name} of {type(module).__name__} is added after the model was made data-parallel,"
             " and its gradient would not be exchanged: add it before"
@@ -82,25 +82,25 @@ def _register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> N
 
 def _full_parameter(module: nn.Module, name: str) -> Tensor:
     """Return what a module sees of a parameter."""
-    parameter, held = module._parameters[name], module.__dict__[HELD][name]
-    if held.as_it_is and parameter is not None:
+    parameter, exchanged = module._parameters[name], module.__dict__[EXCHANGED][name]
+    if exchanged.reads_dtensor and parameter is not None:
         return parameter
     if not isinstance(parameter, DTensor):
         raise ParallelError(
             f"{name} of {type(module).__name__} was replaced by a {type(parameter).__name__} after"
             " the model was made data-parallel: change its values, as load_state_dict does"
         )
-    if parameter.dtype != held.how.dtype:
+    if parameter.dtype != exchanged.how.dtype:
         raise ParallelError(
             f"{name} of {type(module).__name__} became {parameter.dtype} after the model was made"
-            f" data-parallel with {held.how.dtype}: change dtypes before, as in model.to(...), or"
-            " compute in another one by param_dtype="
+            f" data-parallel with {exchanged.how.dtype}: change dtypes before, as in model.to(...),"
+            " or compute in another one by param_dtype="
         )
-    if held.keep_gathered or not torch.is_grad_enabled():
-        whole = _read(parameter.to_local(), held)
+    if exchanged.keep_gathered or not torch.is_grad_enabled():
+        whole = _read(parameter.to_local(), exchanged)
     else:  # backward runs it again
-        whole = checkpoint(_read, parameter.to_local(), held, use_reentrant=False)
-    inner = held.inner
+        whole = checkpoint(_read, parameter.to_local(), exchanged, use_reentrant=False)
+    inner = exchanged.inner
     if inner is None:
         return whole
     return DTensor.from_local(
@@ -115,16 +115,16 @@ def _full_parameter(module: nn.Module, name: str) -> Tensor:
 
 def _read(part: Tensor, parameter: ExchangedParameter) -> Tensor:
     if parameter.accumulating and parameter.leaf is not None and part.requires_grad:
-        return LocalGradient.apply(gathered(part.detach(), parameter.how), parameter.leaf)
+        return LocalGradient.apply(gather(part.detach(), parameter.how), parameter.leaf)
     return Exchanged.apply(part, parameter.pending, parameter.how)
 
 
-def every_held(model: nn.Module) -> Collection[tuple[ExchangedParameter, nn.Parameter]]:
+def exchanged_parameters(model: nn.Module) -> Collection[tuple[ExchangedParameter, nn.Parameter]]:
     """Return each parameter of a model once. Raise ParallelError if it is not data-parallel."""
     found = {
-        id(held): (held, parameter)
+        id(exchanged): (exchanged, parameter)
         for module in model.modules()
-        for name, held in module.__dict__.get(HELD, {}).items()
+        for name, exchanged in module.__dict__.get(EXCHANGED, {}).items()
         if (parameter := module._parameters[name]) is not None
     }
     if not found:
@@ -142,11 +142,11 @@ def distributed_parameters(model: nn.Module) -> Iterator[None]:
 
     Otherwise a module sees a copy.
     """
-    held = [one for one, _ in every_held(model)]
-    for one in held:
-        one.as_it_is = True
+    exchanged = [one for one, _ in exchanged_parameters(model)]
+    for one in exchanged:
+        one.reads_dtensor = True
     try:
         yield
     finally:
-        for one in held:
-            one.as_it_is = False
+        for one in exchanged:
+            one.reads_dtensor = False

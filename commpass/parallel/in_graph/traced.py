@@ -55,7 +55,7 @@ class ParameterSpec:
         return min(self.rows, self.shape[0] - self.start)
 
 
-def gathered(part: Tensor, how: ParameterSpec) -> Tensor:
+def gather(part: Tensor, how: ParameterSpec) -> Tensor:
     """Return the full parameter, in ``param_dtype``, from this rank's part."""
     part = part.to(how.param_dtype)
     if how.size == 1 or not how.sharded or 0 in how.shape:
@@ -65,7 +65,7 @@ def gathered(part: Tensor, how: ParameterSpec) -> Tensor:
     return whole.narrow(0, 0, how.shape[0]) if how.uneven else whole
 
 
-def reduced(gradient: Tensor, how: ParameterSpec) -> Tensor:
+def reduce(gradient: Tensor, how: ParameterSpec) -> Tensor:
     """Return this rank's part of the reduced gradient, in the parameter's dtype."""
     gradient = gradient.to(how.reduce_dtype)
     if how.size == 1 or 0 in how.shape:
@@ -103,14 +103,14 @@ class Exchanged(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, pending: Tensor | None, how: ParameterSpec) -> Tensor:
         ctx.pending, ctx.how = pending, how
-        return gathered(part, how)
+        return gather(part, how)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         if ctx.pending is not None:
             gradient = gradient + ctx.pending
             ctx.pending.zero_()
-        return reduced(gradient, ctx.how), None, None
+        return reduce(gradient, ctx.how), None, None
 
 
 class LocalGradient(torch.autograd.Function):

@@ -29,17 +29,23 @@ from commpass.distributed.agreement import longest_timeout
 from commpass.distributed.budget import OVER
 from commpass.distributed.integration import Bytes, Integration, refuse_if_exchanged
 from commpass.distributed.machine import default_here
-from commpass.distributed.plan_store import board, greet
+from commpass.distributed.plan_store import current_store, publish_hello
 from commpass.distributed.samples import MORE, label
 from commpass.distributed.uncompressed import uncompressed_sites
 from commpass.errors import CommpassError, PolicyError
 from commpass.parallel.pipeline import endpoints
 from commpass.parallel.pipeline.budget import EdgeBudget
 from commpass.parallel.pipeline.coding import Coding
-from commpass.parallel.pipeline.send_recv import Message, Place, coding_of, decide_all, messages_of
+from commpass.parallel.pipeline.send_recv import (
+    Message,
+    StageRanks,
+    coding_of,
+    decide_all,
+    messages_of,
+)
 from commpass.parallel.refusals import refuse_other_group, refuse_other_torch, wrong_argument
 from commpass.passes import PassResult
-from commpass.plan import Plan, PlannedSite
+from commpass.plan import UNCOMPRESSED, Plan, PlannedSite
 from commpass.plan.timeline import Timeline
 from commpass.policy import Policy
 from commpass.policy.rules import DIRECTIONS
@@ -47,7 +53,7 @@ from commpass.policy.rules import DIRECTIONS
 log = logging.getLogger("commpass")
 
 PREPARE = {"forward": "_prepare_forward_infra", "backward": "_prepare_backward_infra"}
-TAKE = {"forward": "_retrieve_recv_activations", "backward": "_retrieve_recv_grads"}
+RETRIEVE = {"forward": "_retrieve_recv_activations", "backward": "_retrieve_recv_grads"}
 MESSAGES = {
     ("recv", "forward"): "get_fwd_recv_ops",
     ("send", "forward"): "get_fwd_send_ops",
@@ -56,7 +62,7 @@ MESSAGES = {
 }
 NEEDED = (
     *PREPARE.values(),
-    *TAKE.values(),
+    *RETRIEVE.values(),
     *MESSAGES.values(),
     *("stage_index", "num_stages", "group", "device", "stage_index_to_group_rank"),
     *("args_recv_info", "act_send_info", "grad_recv_info"),
@@ -64,7 +70,7 @@ NEEDED = (
 """The attributes of a stage that are replaced or read."""
 ALONE = "the pipeline has one stage: nothing is sent"
 NO_EVENTS = "stages of a pipeline have no graph of their own"
-UNSEEN = "what stages of a pipeline send is not looked into"
+UNSEEN = "errors of messages between pipeline stages are not sampled"
 
 
 def compress_pipeline(
@@ -163,15 +169,15 @@ class CompressedStage:
     def __init__(self, stage: Any, shared: Backend):
         self.stage, self.backend = stage, shared
         self.group = _group_of(stage)
-        greet()
-        self.answers = endpoints.answers()
-        run, many = board().nonce if self.answers else "", stage.num_stages
+        publish_hello()
+        self.has_other_ranks = endpoints.has_other_ranks()
+        run, many = current_store().nonce if self.has_other_ranks else "", stage.num_stages
         count = (run, self.group.group_name, many, stage.stage_index)
         _pipelines[count] += 1
         self.number = f"{many}/{_pipelines[count]}"
         self.prepared: Counter[str] = Counter()
         self.plans: dict[str, Plan] = {}
-        self.coded: dict[tuple[str, str], list[tuple[Message, PlannedSite, Coding | None]]] = {}
+        self.codings: dict[tuple[str, str], list[tuple[Message, PlannedSite, Coding | None]]] = {}
         self.uncompared: dict[tuple[str, str], list[tuple[endpoints.Edge, endpoints.EndPlan]]] = {}
         self.edges: dict[tuple[str, str], list[endpoints.Edge]] = {}
         self.budget = EdgeBudget(shared.policy)
@@ -179,7 +185,7 @@ class CompressedStage:
         self.sent = Bytes()
         for direction in DIRECTIONS:
             self._replace(PREPARE[direction], self._prepare, direction)
-            self._replace(TAKE[direction], self._take, direction)
+            self._replace(RETRIEVE[direction], self._decode_arrived, direction)
         for what, name in MESSAGES.items():
             self._replace(name, self._messages, what)
 
@@ -188,7 +194,7 @@ class CompressedStage:
 
     def restore(self) -> None:
         """Give the stage its own methods back."""
-        for name in (*PREPARE.values(), *TAKE.values(), *MESSAGES.values()):
+        for name in (*PREPARE.values(), *RETRIEVE.values(), *MESSAGES.values()):
             vars(self.stage).pop(name, None)
 
     # --- the methods ------------------------------------------------------------------------------
@@ -216,12 +222,12 @@ class CompressedStage:
         timeout_s = self.backend.timeout or longest_timeout([self.group])
         for edge, plan in self.uncompared.pop(target, ()):
             endpoints.compare(edge, plan, timeout_s)
-        coded = self.coded.get(target, [])
+        coded = self.codings.get(target, [])
         coded_edges = {(message.source, message.target) for message, _, coding in coded if coding}
         edges = [e for e in self.edges.get(target, ()) if (e.source, e.target) in coded_edges]
         if edges and microbatch == 0 and self.budget.begin(target, edges, timeout_s):
-            self._leave_alone(target)
-            coded = self.coded[target]
+            self._send_uncompressed(target)
+            coded = self.codings[target]
         for _, site, _ in coded if kind == "send" else ():
             if site.bytes:
                 self.sent.add(kind, site.bytes, site.wire_bytes)
@@ -244,26 +250,28 @@ class CompressedStage:
             self.budget.publish(target, edges)
         return messages
 
-    def _leave_alone(self, target: tuple[str, str]) -> None:
+    def _send_uncompressed(self, target: tuple[str, str]) -> None:
         """Send messages that are over their budget uncompressed from now on."""
         kind, direction = target
         before = self.plans[direction]
         plan = dataclasses.replace(before, sites=self.budget.apply(before.sites))
         now = {site.name: site for site in plan.sites if site.kind == kind}
-        rows = self.coded[target]
-        self.coded[target] = [
+        rows = self.codings[target]
+        self.codings[target] = [
             (message, now[site.name], coding if now[site.name].compressed else None)
             for message, site, coding in rows
         ]
         for _, site, coding in rows:
             if coding is not None and not now[site.name].compressed and kind == "send":
-                why = now[site.name].reason.removeprefix("left alone: ")
+                why = now[site.name].reason.removeprefix(UNCOMPRESSED)
                 log.warning(OVER, label(site), f"{kind} {direction}", why, MORE)
         self.plans[direction] = plan
-        profile = self.backend.profile or default_here(self._place().device.type)
+        profile = self.backend.profile or default_here(self._location().device.type)
         self._record(PassResult(plan), profile, before)
 
-    def _take(self, direction: str, original: Callable[[int], Any], microbatch: int) -> Any:
+    def _decode_arrived(
+        self, direction: str, original: Callable[[int], Any], microbatch: int
+    ) -> Any:
         """Decode what has arrived for a microbatch into the buffers from which torch reads it."""
         for coding, wire, buffer in self.arriving.pop((direction, microbatch), ()):
             coding.decode(wire, buffer)
@@ -276,9 +284,9 @@ class CompressedStage:
 
         With another number of messages, one would be mistaken for another.
         """
-        place = self._place()
-        wanted = [
-            (place.ranks[message.peer], message.shape, message.dtype) for message, _, _ in coded
+        location = self._location()
+        expected = [
+            (location.ranks[message.peer], message.shape, message.dtype) for message, _, _ in coded
         ]
         ranks = [dist.get_group_rank(self.group, each.peer) for each in messages]
         tensors = [each.tensor for each in messages]
@@ -286,28 +294,28 @@ class CompressedStage:
             (rank, tuple(tensor.shape), tensor.dtype)
             for rank, tensor in zip(ranks, tensors, strict=True)
         ]
-        if wanted != found:
+        if expected != found:
             kind, direction = target
             raise CommpassError(
-                f"stage {self.stage.stage_index} was planned to {kind} {_described(wanted)}"
+                f"stage {self.stage.stage_index} was planned to {kind} {_described(expected)}"
                 f" {direction}"
                 f" for each microbatch, but torch asks it to {kind} {_described(found)}. All"
-                " microbatches must have the same shapes; other shapes need stages of their own"
+                " microbatches must have the same shapes; use separate stages for other shapes"
             )
 
     # --- the plan ---------------------------------------------------------------------------------
 
-    def _place(self) -> Place:
+    def _location(self) -> StageRanks:
         ranks = dict(self.stage.stage_index_to_group_rank)  # a schedule may change the original
-        return Place(self.group, ranks, torch.device(self.stage.device))
+        return StageRanks(self.group, ranks, torch.device(self.stage.device))
 
     def _plan(self, direction: str) -> None:
         """Plan all that the stage sends and receives in a direction, publish it, and compile the
         codecs."""
-        place = self._place()
-        profile = self.backend.profile or default_here(place.device.type)
-        wanted = messages_of(self.stage, direction)
-        sites, considered = decide_all(wanted, place, self.backend.policy, profile)
+        location = self._location()
+        profile = self.backend.profile or default_here(location.device.type)
+        messages = messages_of(self.stage, direction)
+        sites, considered = decide_all(messages, location, self.backend.policy, profile)
         sites = self.budget.apply(sites)
         self.budget.restart(direction)
         rules = enumerate(self.backend.policy.rules)
@@ -326,12 +334,12 @@ class CompressedStage:
         self.prepared[direction] += 1
         for kind in ("recv", "send"):
             rows = [
-                (message, site, coding_of(message, site, place))
-                for message, site in zip(wanted, sites, strict=True)
+                (message, site, coding_of(message, site, location))
+                for message, site in zip(messages, sites, strict=True)
                 if message.kind == kind
             ]
-            self.coded[kind, direction] = rows
-            edges = self._publish_plans(rows, place) if self.answers else []
+            self.codings[kind, direction] = rows
+            edges = self._publish_plans(rows, location) if self.has_other_ranks else []
             self.uncompared[kind, direction] = edges
             self.edges[kind, direction] = [edge for edge, _ in edges]
             for _, _, coding in rows:
@@ -339,20 +347,20 @@ class CompressedStage:
                     coding.prepare(encodes=kind == "send")
 
     def _publish_plans(
-        self, rows: Sequence[tuple[Message, PlannedSite, Coding | None]], place: Place
+        self, rows: Sequence[tuple[Message, PlannedSite, Coding | None]], location: StageRanks
     ) -> list[tuple[endpoints.Edge, endpoints.EndPlan]]:
         """Publish the plans for edges to stages on other ranks. Return those edges and plans."""
         every = pairs.endpoints([site for _, site, _ in rows], self.group.rank())
         found = {}
         for message, _, _ in rows:
-            if place.is_local(message.peer) or (message.source, message.target) in found:
+            if location.is_local(message.peer) or (message.source, message.target) in found:
                 continue
             times = f"{self.number}/{message.direction}/{self.prepared[message.direction]}"
             key = f"pipeline/{self.group.group_name}/{message.source}-{message.target}/{times}"
-            rank = dist.get_global_rank(self.group, place.ranks[message.peer])
+            rank = dist.get_global_rank(self.group, location.ranks[message.peer])
             edge = endpoints.Edge(key, message.source, message.target, message.direction, rank)
-            own = tuple(end for end in every if edge.carries(end.name))
-            plan = endpoints.EndPlan(self.backend.policy.name, own)
+            own_ends = tuple(end for end in every if edge.carries(end.name))
+            plan = endpoints.EndPlan(self.backend.policy.name, own_ends)
             endpoints.publish(edge, plan)
             found[message.source, message.target] = (edge, plan)
         return list(found.values())
@@ -361,8 +369,10 @@ class CompressedStage:
         self, outcome: PassResult, profile: Profile, instead_of: Plan | None = None
     ) -> None:
         record.record(outcome, instead_of)
-        left = uncompressed_sites(outcome, self.backend.policy, profile)
-        self.backend.summary.add(outcome.plan, trained=False, instead_of=instead_of, sites=left)
+        uncompressed = uncompressed_sites(outcome, self.backend.policy, profile)
+        self.backend.summary.add(
+            outcome.plan, trained=False, instead_of=instead_of, sites=uncompressed
+        )
         self.backend.step_log.add(outcome.plan, UNSEEN, instead_of)
         if self.backend.dump is not None:
             policy, run = self.backend.policy, self.backend.run
@@ -371,8 +381,8 @@ class CompressedStage:
 
 
 def _described(messages: Sequence[tuple[int, tuple[int, ...], torch.dtype]]) -> str:
-    said = (
+    described = (
         f"{str(dtype).removeprefix('torch.')}{list(shape)} (rank {rank})"
         for rank, shape, dtype in messages
     )
-    return ", ".join(said) or "nothing"
+    return ", ".join(described) or "nothing"

@@ -18,7 +18,7 @@ from commpass.distributed.budget import excess, is_due
 from commpass.distributed.samples import CHECKED, measure, reading_of
 from commpass.parallel.pipeline import endpoints
 from commpass.passes.sample import unsupported_reason
-from commpass.plan import PlannedSite, uncompressed
+from commpass.plan import UNCOMPRESSED, PlannedSite, uncompressed
 from commpass.policy import Policy
 
 What = tuple[str, str]
@@ -35,9 +35,9 @@ class EdgeBudget:
         self.policy = policy
         self.over: dict[tuple[str, str], str] = {}
         self.steps: Counter[What] = Counter()
-        self.found: dict[What, dict[str, str]] = {}
+        self.over_in_step: dict[What, dict[str, str]] = {}
         # the number of steps on which a site still has to be measured
-        self.left: dict[What, dict[str, int]] = {}
+        self.remaining: dict[What, dict[str, int]] = {}
         self.ended: set[str] = set()  # keys of edges about which nothing more is published
 
     def restart(self, direction: str) -> None:
@@ -45,13 +45,13 @@ class EdgeBudget:
         the same."""
         for kind in ("send", "recv"):
             self.steps.pop((kind, direction), None)
-            self.found.pop((kind, direction), None)
-            self.left.pop((kind, direction), None)
+            self.over_in_step.pop((kind, direction), None)
+            self.remaining.pop((kind, direction), None)
 
     def apply(self, sites: Sequence[PlannedSite]) -> tuple[PlannedSite, ...]:
         """Return the sites of a plan, with those over their budget uncompressed."""
         return tuple(
-            uncompressed(site, f"left alone: {why}", site.plain_us)
+            uncompressed(site, UNCOMPRESSED + why, site.plain_us)
             if (why := self.over.get((site.direction, site.name))) and site.compressed
             else site
             for site in sites
@@ -68,7 +68,7 @@ class EdgeBudget:
         if not step or not is_due(step, self.policy.check_calls):
             return False
         kind, direction = exchange
-        over = dict(self.found.pop(exchange, {}))
+        over = dict(self.over_in_step.pop(exchange, {}))
         if kind == "recv":
             for edge in edges:
                 if edge.key in self.ended:
@@ -80,7 +80,7 @@ class EdgeBudget:
         self.over |= {(direction, name): why for name, why in over.items()}
         return bool(over)
 
-    def checks(self, site: PlannedSite) -> float | None:
+    def max_error_of(self, site: PlannedSite) -> float | None:
         """Return the error budget of a site; None if it has none."""
         allowed = self.policy.allowed(site)[0]
         return None if allowed.force or unsupported_reason(site) else allowed.max_error
@@ -93,27 +93,27 @@ class EdgeBudget:
 
     def _more(self, exchange: What) -> bool:
         """Return whether any site still has to be measured."""
-        return exchange not in self.left or any(self.left[exchange].values())
+        return exchange not in self.remaining or any(self.remaining[exchange].values())
 
-    def measure(self, exchange: What, site: PlannedSite, coder: Codec, x: Tensor) -> None:
+    def measure(self, exchange: What, site: PlannedSite, codec: Codec, x: Tensor) -> None:
         """Measure a message that is about to be encoded."""
-        left = self.left.setdefault(exchange, {})
-        bound = self.checks(site)
+        remaining = self.remaining.setdefault(exchange, {})
+        bound = self.max_error_of(site)
         if bound is None:
             return
-        left.setdefault(site.name, self.policy.check_calls)
-        reading = reading_of(measure(coder, x, CHECKED).tolist(), site)
+        remaining.setdefault(site.name, self.policy.check_calls)
+        reading = reading_of(measure(codec, x, CHECKED).tolist(), site)
         if reading is None:
             return
-        left[site.name] = max(left[site.name] - 1, 0)
+        remaining[site.name] = max(remaining[site.name] - 1, 0)
         if why := excess(reading, bound):
-            self.found.setdefault(exchange, {})[site.name] = why
-            left[site.name] = 0  # it stays uncompressed
+            self.over_in_step.setdefault(exchange, {})[site.name] = why
+            remaining[site.name] = 0  # it stays uncompressed
 
     def publish(self, exchange: What, edges: Sequence[endpoints.Edge]) -> None:
         """Publish the findings for the other end of each edge."""
-        over = self.found.get(exchange, {})
+        over = self.over_in_step.get(exchange, {})
         for edge in edges:
-            own = {site: why for site, why in over.items() if edge.carries(site)}
-            found = endpoints.Found(own, self._more(exchange))
+            of_edge = {site: why for site, why in over.items() if edge.carries(site)}
+            found = endpoints.EdgeErrors(of_edge, self._more(exchange))
             endpoints.publish_errors(edge, self.steps[exchange], found)

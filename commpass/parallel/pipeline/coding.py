@@ -75,8 +75,7 @@ class Coding:
         if not self.compiled:
             into.copy_(self.decoded(rows).reshape(into.shape))
             return
-        plain = into.is_contiguous()
-        made = into if plain else rows.new_empty(into.shape, dtype=into.dtype)
+        made = into if into.is_contiguous() else rows.new_empty(into.shape, dtype=into.dtype)
         decoder(self)(rows, made.view(1, self.numel))
         if made is not into:
             into.copy_(made)
@@ -121,7 +120,7 @@ def _generated(coding: Coding, chain: Chain) -> Run | None:
     """Return C++ generated from the codec's parts, if it exists and is faster."""
     if coding.device.type != "cpu" or cpu.unsupported_reason(chain):
         return None
-    kernel = cpu.compiled(chain)
+    kernel = cpu.compile_chain(chain)
     return lambda row, output: kernel([row], output, coding.numel)
 
 
@@ -137,15 +136,15 @@ def _compiled(
         spec = coding.codec.spec
         body = traced(lambda row: list(run(row)), [fake], inductor_decompositions, spec)
     made: Any = body.graph.output_node().args[0]
-    pieces, place = [], 0
+    pieces, offset = [], 0
     for node in made:
         value = node.meta["val"]
         form = Form(value.dtype, value.device, tuple(value.shape), (value.shape[1], 1))
-        pieces.append(Piece(0, place // value.itemsize, form))
-        place += value.numel() * value.itemsize
+        pieces.append(Piece(0, offset // value.itemsize, form))
+        offset += value.numel() * value.itemsize
     write(body, made, pieces)
-    taken = form_of(fake)
-    source = Source(body, (KernelInput(taken, taken),), tuple(pieces))
+    input_form = form_of(fake)
+    source = Source(body, (KernelInput(input_form, input_form),), tuple(pieces))
     make([source])
     call = torch.ops.commpass.kernel_.default
     return lambda row, written: call([row], [written], [0, 0], source.name)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from commpass.distributed.agreement import LONGEST_PAUSE_S, PATIENCE_S
 from commpass.distributed.pairs import End, mismatches
-from commpass.distributed.plan_store import ROOT, board
+from commpass.distributed.plan_store import ROOT, current_store
 from commpass.errors import PlanMismatch, Unanswered
 
 log = logging.getLogger("commpass")
@@ -55,7 +55,7 @@ class Edge:
 
 
 @dataclass(frozen=True)
-class Found:
+class EdgeErrors:
     """What the sending end found in a step.
 
     ``over`` has the reasons why messages are over their budget, by site name. ``more`` says whether
@@ -66,7 +66,7 @@ class Found:
     more: bool
 
 
-def answers() -> bool:
+def has_other_ranks() -> bool:
     """Return whether there are other ranks. A fake group, which simulates many ranks in one, has
     none."""
     return "fake" not in dist.get_backend(dist.group.WORLD)
@@ -92,40 +92,40 @@ def compare(edge: Edge, own_plan: EndPlan, timeout_s: float) -> None:
         )
 
 
-def publish_errors(edge: Edge, step: int, found: Found) -> None:
+def publish_errors(edge: Edge, step: int, found: EdgeErrors) -> None:
     """Publish which messages of a step are over their budget."""
     _write(edge, step, found)
 
 
-def errors(edge: Edge, step: int, timeout_s: float) -> Found:
+def errors(edge: Edge, step: int, timeout_s: float) -> EdgeErrors:
     """Wait for the findings of the sending end in a step.
 
     Raise Unanswered if it does not publish them in time.
     """
-    return msgspec.json.decode(_read(edge, step, timeout_s), type=Found)
+    return msgspec.json.decode(_read(edge, step, timeout_s), type=EdgeErrors)
 
 
-def _place(nonce: str, edge: Edge, step: int) -> str:
+def _store_key(nonce: str, edge: Edge, step: int) -> str:
     return f"{ROOT}/{nonce}/{edge.key}" + (f"/errors/{step}" if step else "")
 
 
-def _write(edge: Edge, step: int, value: EndPlan | Found) -> None:
-    with _reaching_the_store(edge):
-        here = board()
-        here.store.set(_place(here.nonce, edge, step), msgspec.json.encode(value))
+def _write(edge: Edge, step: int, value: EndPlan | EdgeErrors) -> None:
+    with _raising_unanswered(edge):
+        store = current_store()
+        store.torch_store.set(_store_key(store.nonce, edge, step), msgspec.json.encode(value))
 
 
 def _read(edge: Edge, step: int, timeout_s: float) -> bytes:
     """Return what the other end has published: its plan (step 0), or its findings in a step."""
-    with _reaching_the_store(edge):
-        here = board()
-    start, told, pause = time.monotonic(), False, 0.001
+    with _raising_unanswered(edge):
+        store = current_store()
+    start, warned, pause = time.monotonic(), False, 0.001
     what = f"the errors of step {step} of" if step else "how it has planned"
     while True:
-        with _reaching_the_store(edge):
-            nonces = here.nonces([edge.rank])
-            places = {rank: _place(nonce, edge, step) for rank, nonce in nonces.items()}
-            if read := here.read(places):
+        with _raising_unanswered(edge):
+            nonces = store.nonces([edge.rank])
+            keys = {rank: _store_key(nonce, edge, step) for rank, nonce in nonces.items()}
+            if read := store.read(keys):
                 return read[edge.rank]
         waited = time.monotonic() - start
         if waited > timeout_s:
@@ -134,15 +134,15 @@ def _read(edge: Edge, step: int, timeout_s: float) -> bytes:
                 " Call commpass.parallel.compress_pipeline for all stages of a pipeline, on all of"
                 " its ranks, before the first step"
             )
-        if waited > PATIENCE_S and not told:
-            told = True
+        if waited > PATIENCE_S and not warned:
+            warned = True
             log.warning("waiting for rank %d to publish %s %s", edge.rank, what, edge)
         time.sleep(pause)
         pause = min(2 * pause, LONGEST_PAUSE_S)
 
 
 @contextmanager
-def _reaching_the_store(edge: Edge) -> Iterator[None]:
+def _raising_unanswered(edge: Edge) -> Iterator[None]:
     """Raise Unanswered instead of an error of the store."""
     try:
         yield

@@ -1,8 +1,8 @@
 """Describe the messages between pipeline stages as sites, and decide how they are sent.
 
 A message is one tensor that a stage sends to, or receives from, another stage once a microbatch.
-Its two ends decide alike, each on its own rank: from shape, dtype, group and stages, and not from
-facts that only one of them has.
+Its two ends make the same decision, each on its own rank. They use shape, dtype, group and stages,
+and no facts that only one of them has.
 """
 
 from __future__ import annotations
@@ -96,10 +96,10 @@ def _gradients(stage: Any) -> Iterator[tuple[int, Any]]:
     These are those of all received inputs, except inputs without a gradient, which torch before
     2.13 does not report.
     """
-    known = getattr(stage, "_get_grad_send_meta", None)
+    send_meta = getattr(stage, "_get_grad_send_meta", None)
     for number, info in enumerate(stage.args_recv_info.get(0, ())):
         if not _is_root(info):
-            value = known(number) if known else info.buffer
+            value = send_meta(number) if send_meta else info.buffer
             if value is not None:
                 yield info.source, value
 
@@ -118,7 +118,7 @@ def _is_root(info: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Place:
+class StageRanks:
     """Where a stage runs: its process group, the rank of every stage in that group, and the
     device."""
 
@@ -130,7 +130,7 @@ class Place:
         return self.ranks[stage] == self.group.rank()
 
 
-def site_of(message: Message, place: Place) -> Site:
+def site_of(message: Message, location: StageRanks) -> Site:
     """Return a message as a site.
 
     Its module is ``stages.I``, the stage that sends the activations. So all messages between two
@@ -138,7 +138,7 @@ def site_of(message: Message, place: Place) -> Site:
     """
     low = message.source if message.direction == "forward" else message.target
     several = f".{message.number}" if message.number else ""
-    group = place.group
+    group = location.group
     labels = groups.labels(group)
     nbytes = math.prod(message.shape) * message.dtype.itemsize
     return Site(
@@ -151,11 +151,11 @@ def site_of(message: Message, place: Place) -> Site:
         members=tuple(dist.get_process_group_ranks(group)),
         dtype=meta.dtype_name(message.dtype),
         shape=message.shape,
-        bytes=0 if place.is_local(message.peer) else nbytes,
+        bytes=0 if location.is_local(message.peer) else nbytes,
         width=math.prod(message.shape[1:]),
-        peer=place.ranks[message.peer],
+        peer=location.ranks[message.peer],
         stateless=STATELESS,
-        device=place.device.type,
+        device=location.device.type,
         module=f"stages.{low}",
         direction=message.direction,
     )
@@ -178,13 +178,13 @@ def decide(site: Site, policy: Policy, profile: Profile) -> tuple[PlannedSite, O
 
 
 def decide_all(
-    messages: Iterable[Message], place: Place, policy: Policy, profile: Profile
+    messages: Iterable[Message], location: StageRanks, policy: Policy, profile: Profile
 ) -> tuple[tuple[PlannedSite, ...], dict[str, Options]]:
     """Return the decisions on messages, in order, and the candidates by the site's name."""
     sites, considered = [], {}
     for message in messages:
-        site = site_of(message, place)
-        if place.is_local(message.peer):
+        site = site_of(message, location)
+        if location.is_local(message.peer):
             sites.append(planned(site, Candidate(), TOGETHER, 0.0))
             continue
         chosen, options = decide(site, policy, profile)
@@ -193,7 +193,7 @@ def decide_all(
     return tuple(sites), considered
 
 
-def coding_of(message: Message, site: PlannedSite, place: Place) -> Coding | None:
+def coding_of(message: Message, site: PlannedSite, location: StageRanks) -> Coding | None:
     """Return how a message is coded; None if it is uncompressed."""
     if not site.compressed:
         return None
@@ -202,7 +202,7 @@ def coding_of(message: Message, site: PlannedSite, place: Place) -> Coding | Non
         codec(site.codec),
         math.prod(message.shape),
         message.dtype,
-        place.device,
-        salt=(place.ranks[message.source],),
+        location.device,
+        salt=(location.ranks[message.source],),
         compiled=site.lowering == "kernel",
     )

@@ -22,6 +22,7 @@ from commpass.distributed.record import wire_bytes
 from commpass.errors import PolicyError
 from commpass.groups import close_with, duplicate, labels, need_group
 from commpass.parallel.ddp.checks import refuse_if_optimized_in_backward, refuse_other_hook
+from commpass.parallel.ddp.comm_hook import slot_of
 from commpass.parallel.in_graph.layout import equalize
 from commpass.parallel.refusals import wrong_argument
 from commpass.parallel.ssfusion.buckets import BucketHooks
@@ -99,22 +100,22 @@ def ssfusion(
     settings = Settings(density, bound, fuse, aware, interleave, offload, force)
     options = Options(settings, selector, momentum, clip, warmup, step, profile_steps, dense)
     check_optimizer(optimizer, momentum)
-    own = _group_of(model, group)
-    lane = duplicate(own)
+    user_group = _group_of(model, group)
+    channel = duplicate(user_group)
     weights = _weights(model)
-    shown = [(each.name, tuple(each.parameter.shape), each.parameter.dtype) for each in weights]
-    agree(lane, (shown, options), "parameters and options", "the same model and arguments")
+    described = [(each.name, tuple(each.parameter.shape), each.parameter.dtype) for each in weights]
+    agree(channel, (described, options), "parameters and options", "the same model and arguments")
     device, known = weights[0].parameter.device, profile_here(profile)
-    link = None if known is None else _link(known, own)
+    link = None if known is None else _link(known, user_group)
     name = "measured" if known is None else known.name
-    planner = Planner(weights, options, own, lane, device, link, name, dump_here(dump))
+    planner = Planner(weights, options, user_group, channel, device, link, name, dump_here(dump))
     hooks: ModuleHooks | BucketHooks
     if isinstance(model, DistributedDataParallel):
-        hooks = BucketHooks(model, planner)
+        hooks = BucketHooks(model, planner, slot_of(model))
     else:
-        equalize([*model.parameters(), *model.buffers()], lane)
+        equalize([*model.parameters(), *model.buffers()], channel)
         hooks = ModuleHooks(model, planner)
-    close_with(hooks.driver, lane)
+    close_with(hooks.driver, channel)
     return SSFusion(model, hooks)
 
 
@@ -219,14 +220,16 @@ def _weights(model: nn.Module) -> list[Weight]:
                 found[id(parameter)] = Weight(join(path, name), parameter)
     weights = list(found.values())[::-1]
     if not weights:
-        raise PolicyError("model: no parameter wants a gradient, so there is nothing to exchange")
+        raise PolicyError(
+            "model: no parameter requires a gradient, so there is nothing to exchange"
+        )
     for each in weights:
         if isinstance(each.parameter, DTensor):
             raise PolicyError(
-                f"{each.name} is a DTensor: ssfusion is for models that every rank holds whole"
+                f"{each.name} is a DTensor: ssfusion needs all parameters in full on every rank"
             )
         if each.parameter.dtype not in FLOATS:
-            raise PolicyError(f"{each.name} is {each.parameter.dtype}, which no codec carries")
+            raise PolicyError(f"{each.name} is {each.parameter.dtype}, which no codec supports")
     if len({each.parameter.device for each in weights}) > 1:
         raise PolicyError("model: its parameters are on several devices, but must be on one")
     return weights

@@ -1,8 +1,9 @@
 """Exchange DistributedDataParallel's buckets by fusion buffers.
 
-A bucket's future waits until the fusion buffers of all its gradients have come back. This file has
-no postponed annotations, since DDP would not understand them.
+A bucket's future waits until the fusion buffers of all its gradients have come back.
 """
+
+from __future__ import annotations
 
 import threading
 import weakref
@@ -12,37 +13,33 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from commpass.parallel.ddp.comm_hook import HookSlot
 from commpass.parallel.refusals import refuse_other_group
 from commpass.parallel.ssfusion.driver import Driver
-from commpass.parallel.ssfusion.hooks import after_forward, weakly
+from commpass.parallel.ssfusion.hooks import after_forward, weak_hook
 from commpass.parallel.ssfusion.planner import Planner
 
 
 class BucketHooks:
-    """Gradients of a DistributedDataParallel: a comm hook, which cannot be removed."""
+    """Gradients of a DistributedDataParallel, from the slot of its comm hook."""
 
-    def __init__(self, module: DistributedDataParallel, planner: Planner):
-        # Its reducer holds the hook, invisibly to Python's garbage collector.
+    def __init__(self, module: DistributedDataParallel, planner: Planner, slot: HookSlot):
+        # Its reducer holds the slot, invisibly to Python's garbage collector.
         self.module, self._group = weakref.ref(module), module.process_group
-        self.driver = Driver(planner, self._done, self._broken)
-        self.removed = False
+        self.driver = Driver(planner, self._on_mean, self._on_failure)
         self._lock = threading.Lock()
-        self._of: dict[int, _Bucket] = {}
+        self._buckets: dict[int, _Bucket] = {}
         self._used: set[int] = set()
         self._handles: list[Any] = [
-            each.parameter.register_post_accumulate_grad_hook(weakly(self._accumulated))
+            each.parameter.register_post_accumulate_grad_hook(weak_hook(self._accumulated))
             for each in planner.weights
         ]
         self._handles.append(after_forward(module, self.driver))
-
-        def ssfusion(state: object, bucket: dist.GradBucket) -> Future[Tensor]:
-            return self._take(bucket)
-
-        module.register_comm_hook(None, ssfusion)
+        self._slot = slot
+        slot.fill("ssfusion", self._send)
 
     def no_sync(self) -> AbstractContextManager[None]:
         module = self.module()
@@ -51,8 +48,8 @@ class BucketHooks:
         return found
 
     def remove(self) -> None:
-        """Stop exchanging: DDP keeps its comm hook for good, so this one does what DDP would."""
-        self.removed = True
+        """Stop exchanging: from now on DDP sends."""
+        self._slot.empty()
         for handle in self._handles:
             handle.remove()
         self.driver.close()
@@ -61,42 +58,40 @@ class BucketHooks:
         """Record that this parameter was used, in this backward or in one that accumulated."""
         self._used.add(id(parameter))
 
-    def _take(self, bucket: dist.GradBucket) -> Future[Tensor]:
+    def _send(self, bucket: dist.GradBucket) -> Future[Tensor]:
         module = self.module()
         group = self._group if module is None else module.process_group
-        if self.removed:
-            return allreduce_hook(group, bucket)
         remedy = "wrap the module in a new DistributedDataParallel, and call ssfusion on that one"
         refuse_other_group("ssfusion", "the model", group, self._group, remedy)
         parameters, views = bucket.parameters(), bucket.gradients()
         devices: list[int | str | torch.device] = []
         if bucket.buffer().is_cuda:
             devices.append(bucket.buffer().device)
-        held = _Bucket(bucket.buffer(), Future(devices=devices), {id(p) for p in parameters})
+        pending = _Bucket(bucket.buffer(), Future(devices=devices), {id(p) for p in parameters})
         with self._lock:
-            self._of.update(dict.fromkeys(held.missing, held))
+            self._buckets.update(dict.fromkeys(pending.missing, pending))
         for parameter, view in zip(parameters, views, strict=True):
             used = id(parameter) in self._used
             self.driver.ready(parameter, view, used)  # type: ignore[arg-type]
         if bucket.is_last():
             self._used.clear()
             self.driver.end()
-        return held.future
+        return pending.future
 
-    def _done(self, parameter: nn.Parameter) -> None:
+    def _on_mean(self, parameter: nn.Parameter) -> None:
         with self._lock:
-            held = self._of.pop(id(parameter))
-            held.missing.discard(id(parameter))
-            complete = not held.missing
+            pending = self._buckets.pop(id(parameter))
+            pending.missing.discard(id(parameter))
+            complete = not pending.missing
         if complete:
-            held.future.set_result(held.buffer)
+            pending.future.set_result(pending.buffer)
 
-    def _broken(self, error: BaseException) -> None:
+    def _on_failure(self, error: BaseException) -> None:
         with self._lock:
-            waiting = list({id(each): each for each in self._of.values()}.values())
-            self._of.clear()
-        for held in waiting:
-            held.future.set_exception(error)  # type: ignore[arg-type]
+            waiting = list({id(each): each for each in self._buckets.values()}.values())
+            self._buckets.clear()
+        for pending in waiting:
+            pending.future.set_exception(error)  # type: ignore[arg-type]
 
 
 class _Bucket:

@@ -57,22 +57,22 @@ class Driver:
     """The exchange of gradients.
 
     The caller passes each gradient to ``ready``, once a step and in any order, then calls ``end``.
-    The exchanging thread calls ``done`` for each gradient whose mean has arrived, or ``broken``
-    with the error if none will.
+    The exchanging thread calls ``on_mean`` for each gradient whose mean has arrived, or
+    ``on_failure`` with the error if none will.
     """
 
     def __init__(
         self,
         planner: Planner,
-        done: Callable[[nn.Parameter], None] = lambda parameter: None,
-        broken: Callable[[BaseException], None] = lambda error: None,
+        on_mean: Callable[[nn.Parameter], None] = lambda parameter: None,
+        on_failure: Callable[[BaseException], None] = lambda error: None,
     ):
-        self.planner, self.options, self.lane = planner, planner.options, planner.lane
-        self.done, self.broken = done, broken
+        self.planner, self.options, self.channel = planner, planner.options, planner.channel
+        self.on_mean, self.on_failure = on_mean, on_failure
         self.device = planner.device
         self.count = 0
         self.step: Step | None = None
-        self.failed: BaseException | None = None
+        self.failure: BaseException | None = None
         self.plan: FusionPlan | None = None
         self._exchanger, self._selector = (
             ThreadPoolExecutor(1, f"commpass-{name}") for name in ("exchange", "select")
@@ -81,11 +81,11 @@ class Driver:
 
     def begin(self) -> Step:
         """Return the step in progress, or a new one."""
-        if self.failed is not None:
+        if self.failure is not None:
             raise CommpassError(
-                "an exchange of gradients failed, and ranks may hold different ones: begin again"
-                " from a checkpoint"
-            ) from self.failed
+                "an exchange of gradients failed, and ranks may have different ones: restart from a"
+                " checkpoint"
+            ) from self.failure
         if self.step is None:
             plan = self.planner.plan_at(self.count)
             if plan is not self.plan:
@@ -112,7 +112,7 @@ class Driver:
         name = self.planner.weights[number].name
         if number in step.wires:
             raise CommpassError(
-                f"{name} has a second gradient in one step: either the backward before did not"
+                f"{name} has a second gradient in one step: either the previous backward did not"
                 " end, or it ran twice through one parameter (reentrant checkpoint)"
             )
         if gradient is not None and gradient.layout != torch.strided:
@@ -141,7 +141,7 @@ class Driver:
 
     def _state_tensor(self, number: int, name: str) -> Tensor:
         parameter = self.planner.weights[number].parameter
-        kept = StateInput(
+        state_input = StateInput(
             place=name,
             number=0,
             reaches=(),
@@ -152,7 +152,7 @@ class Driver:
             device=parameter.device,
             fake=parameter,
         )
-        return state.residual(kept, 0, CODE, owner_of([parameter]))
+        return state.residual(state_input, 0, CODE, owner_of([parameter]))
 
     def _prepared(self, number: int, gradient: Tensor | None) -> Tensor | Future[Tensor] | None:
         if gradient is None:
@@ -164,10 +164,10 @@ class Driver:
 
     def _selected(self, memory: Memory, gradient: Tensor, part: Part, on: torch.device) -> Tensor:
         clip = self.options.clip
-        memory.add(gradient, None if clip is None else clip / math.sqrt(self.lane.size()))
-        if part.coder is None:
+        memory.add(gradient, None if clip is None else clip / math.sqrt(self.channel.size()))
+        if part.codec is None:
             return memory.take(part.dtype)
-        return memory.select(part.coder, part.dtype, on)
+        return memory.select(part.codec, part.dtype, on)
 
     def _offloaded(self, memory: Memory, gradient: Tensor, part: Part, event: Any) -> Tensor:
         with without_ambient_state(), self._side_stream(event):
@@ -189,30 +189,30 @@ class Driver:
 
     def _run(self, message: Message, step: Step, event: Any) -> None:
         """Exchange one message, in the exchanging thread."""
-        if self.failed is not None:
-            raise self.failed
+        if self.failure is not None:
+            raise self.failure
         try:
             with without_ambient_state(), self._side_stream(event):
                 means = self._exchanged(message.sent, message.kind, step)
                 for sent, mean in zip(message.sent, means, strict=True):
                     self._put(sent.number, mean, step)
         except BaseException as error:
-            self.failed = error
-            self.broken(error)
+            self.failure = error
+            self.on_failure(error)
             raise
 
     def _exchanged(self, sent: tuple[Sent, ...], kind: str, step: Step) -> list[Tensor | None]:
         parts = [self.parts[each.number] for each in sent]
-        given = []
+        wires = []
         for each in sent:
             wire = step.wires[each.number]
             wire = wire.result() if isinstance(wire, Future) else wire
             if wire is not None and self._stream is not None:
                 wire.record_stream(self._stream)
-            given.append(wire)
+            wires.append(wire)
         if kind == "all_gather":
-            return messages.gather(parts, given, self.lane, self.device)
-        return messages.sums(parts, given, self.lane, self.device, self.options.dense)
+            return messages.gather(parts, wires, self.channel, self.device)
+        return messages.sums(parts, wires, self.channel, self.device, self.options.dense)
 
     def _put(self, number: int, mean: Tensor | None, step: Step) -> None:
         parameter = self.planner.weights[number].parameter
@@ -221,7 +221,7 @@ class Driver:
             view.copy_(mean.view(view.shape))
         elif mean is not None:
             step.late[number] = mean.reshape(parameter.shape).clone()
-        self.done(parameter)
+        self.on_mean(parameter)
 
     def wait(self, step: Step) -> None:
         """Wait until all messages of a step have come back.

@@ -29,10 +29,10 @@ class ModuleHooks:
         self.syncs = True
         self._task = -1
         self._handles: list[Any] = [
-            each.parameter.register_post_accumulate_grad_hook(weakly(self._ready, each.name))
+            each.parameter.register_post_accumulate_grad_hook(weak_hook(self._ready, each.name))
             for each in planner.weights
         ]
-        self._handles.append(after_forward(module, self.driver, keeps=self))
+        self._handles.append(after_forward(module, self.driver, keep_alive=self))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -72,9 +72,9 @@ class ModuleHooks:
                 and id(parameter) not in known
             ):
                 raise PolicyError(
-                    f"{name} has a gradient, but wanted none, or was not there, when ssfusion was"
-                    " applied: its gradient is this rank's alone. Call remove(), then ssfusion"
-                    " again"
+                    f"{name} has a gradient that is not exchanged: when ssfusion was called, the"
+                    " parameter required no gradient or did not exist. Call remove(), then"
+                    " ssfusion again"
                 )
         for number, each in enumerate(self.driver.planner.weights):
             if number not in step.wires:
@@ -87,23 +87,23 @@ def _in_backward() -> bool:
     return torch._C._current_autograd_node() is not None
 
 
-def weakly(method: Callable[[torch.Tensor], None], name: str = "") -> Callable[[Any], None]:
+def weak_hook(method: Callable[[torch.Tensor], None], name: str = "") -> Callable[[Any], None]:
     """Return a hook for the parameter ``name`` that does not keep the object of a method alive.
 
     Python's garbage collector cannot see these hooks, and would never free what refers to the
     parameter. If the object was freed, the hook raises CommpassError, or does nothing without a
     name.
     """
-    held = weakref.WeakMethod(method)
+    reference = weakref.WeakMethod(method)
 
     def hook(parameter: torch.Tensor) -> None:
-        found = held()
-        if found is not None:
-            found(parameter)
+        alive = reference()
+        if alive is not None:
+            alive(parameter)
         elif name:
             raise CommpassError(
-                f"{name}: the model that was given to ssfusion is gone, and no one exchanges its"
-                " gradients any more: keep the model as long as its parameters are trained, or call"
+                f"{name}: the model that was given to ssfusion was freed, so its gradients are no"
+                " longer exchanged: keep the model as long as its parameters are trained, or call"
                 " remove() on what ssfusion returned"
             )
 
@@ -115,35 +115,36 @@ def refuse_if_replaced(module: nn.Module, driver: Driver) -> None:
 
     The new ones would never get a mean, and the old ones would keep their gradients.
     """
-    weights, own = driver.planner.weights, {id(each) for each in module.parameters()}
-    if not torch.is_grad_enabled() or all(id(each.parameter) in own for each in weights):
+    weights, present = driver.planner.weights, {id(each) for each in module.parameters()}
+    if not torch.is_grad_enabled() or all(id(each.parameter) in present for each in weights):
         return
     known = {id(each.parameter) for each in weights}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and id(parameter) not in known:
             raise PolicyError(
                 f"{name} is not the parameter that ssfusion was given"
-                " (load_state_dict(assign=True) puts others in their place), and its gradient would"
-                " be this rank's alone. Call remove(), then ssfusion again"
+                " (load_state_dict(assign=True) replaces parameters), so its gradient would not be"
+                " exchanged. Call remove(), then ssfusion again"
             )
 
 
-def after_forward(module: nn.Module, driver: Driver, keeps: object = None) -> Any:
+def after_forward(module: nn.Module, driver: Driver, keep_alive: object = None) -> Any:
     """Register a forward hook that starts the clock while times are measured.
 
-    It also checks that the parameters are still the same. The hook ``keeps`` an object as long as
-    the module lives.
+    It also checks that the parameters are still the same. The hook keeps the object
+    ``keep_alive`` as long as the module lives.
     """
-    held, own = weakref.ref(driver), weakref.ref(module)  # so that the module can be copied
+    # references, so that the module can be copied
+    driver_ref, module_ref = weakref.ref(driver), weakref.ref(module)
 
     def begin(module: nn.Module, inputs: Any, outputs: Any) -> None:
-        if module is not own():
+        if module is not module_ref():
             return  # a copy, whose gradients are not exchanged
-        found = held()
-        if found is not None and found.planner.measures(found.count):
-            found.planner.clock.begin()
-        if found is not None and not torch.compiler.is_compiling():
-            refuse_if_replaced(module, found)
+        alive = driver_ref()
+        if alive is not None and alive.planner.measures(alive.count):
+            alive.planner.clock.begin()
+        if alive is not None and not torch.compiler.is_compiling():
+            refuse_if_replaced(module, alive)
 
-    vars(begin)["keeps"] = keeps
+    vars(begin)["keep_alive"] = keep_alive
     return module.register_forward_hook(begin)

@@ -77,13 +77,12 @@ class Clock:
 
         The least time is used because disturbances only add. It is 0 for gradients that never came.
         A rank that has ``cores`` processors to itself takes no less than its processor time on
-        those. A step of a few milliseconds may run undisturbed by luck, but not every part of a
-        backward does.
+        those: a step of a few milliseconds may run undisturbed, but a longer backward does not.
         """
         found: list[list[tuple[float, float]]] = [[] for _ in range(count)]
         for step in self.steps:
-            for (_, before), (number, there) in pairwise(step):
-                found[number].append(self._us(before, there))
+            for (_, before), (number, after) in pairwise(step):
+                found[number].append(self._us(before, after))
         return [_minimum(times, cores) for times in found]
 
     def _timestamp(self) -> Any:
@@ -126,7 +125,7 @@ class Rate:
 
 
 def selection(
-    coder: SparseCodec,
+    codec: SparseCodec,
     entries: Sequence[int],
     dtype: torch.dtype,
     device: Any,
@@ -137,35 +136,34 @@ def selection(
 
     Ranks that share processors share them in a step as well.
     """
-    encode = encoding(coder, torch.device(device))
+    encode = encoding(codec, torch.device(device))
     return _rate(lambda row: functools.partial(encode, row), entries, dtype, device, group, cores)
 
 
 def offloaded_rate(
-    coder: SparseCodec,
+    codec: SparseCodec,
     entries: Sequence[int],
     dtype: torch.dtype,
     device: Any,
     group: Any,
     cores: float = math.inf,
 ) -> Rate:
-    """Measure selection in a CPU thread beside the one that runs backward, which is as busy on a
-    CPU.
+    """Measure selection in a CPU thread while another one is as busy, as backward's is on a CPU.
 
     For a gradient on another device, the copies to the CPU and back are included.
     """
-    encode, cpu = encoding(coder, torch.device("cpu")), torch.device("cpu")
+    encode, cpu = encoding(codec, torch.device("cpu")), torch.device("cpu")
 
     def prepared(row: Tensor) -> Callable[[], object]:
         if row.device != cpu:
             return lambda: encode(row.cpu()).to(row.device)
-        return functools.partial(_both, *(functools.partial(encode, row.clone()) for _ in "12"))
+        return functools.partial(_run_both, *(functools.partial(encode, row.clone()) for _ in "12"))
 
     return _rate(prepared, entries, dtype, device, group, cores)
 
 
 def sparsifying(
-    coder: SparseCodec,
+    codec: SparseCodec,
     entries: Sequence[int],
     dtype: torch.dtype,
     device: Any,
@@ -180,13 +178,13 @@ def sparsifying(
     ranks = dist.get_world_size(group)
 
     def prepared(row: Tensor) -> Callable[[], object]:
-        part = Part(row.numel(), row.dtype, coder)
+        part = Part(row.numel(), row.dtype, codec)
         memory = Memory(torch.zeros_like(row, dtype=accumulation_dtype(row.dtype)))
         into = torch.empty_like(row)
 
         def run() -> None:
             memory.add(row)
-            wires = memory.select(coder, row.dtype, row.device).repeat(ranks, 1)
+            wires = memory.select(codec, row.dtype, row.device).repeat(ranks, 1)
             into.copy_((part.sum(wires) / ranks).view(into.shape))
 
         return run
@@ -194,11 +192,11 @@ def sparsifying(
     return _rate(prepared, entries, dtype, device, group, cores)
 
 
-def _both(one: Callable[[], object], second: Callable[[], object]) -> None:
-    beside = threading.Thread(target=second)
-    beside.start()
+def _run_both(one: Callable[[], object], second: Callable[[], object]) -> None:
+    thread = threading.Thread(target=second)
+    thread.start()
     one()
-    beside.join()
+    thread.join()
 
 
 def _rate(
@@ -257,11 +255,11 @@ class ExchangeTimes:
     link: Link
     busy: Mapping[str, Rate] = field(default_factory=dict)
 
-    def busy_us(self, kind: str, nbytes: float) -> float:
+    def overhead_us(self, kind: str, nbytes: float) -> float:
         return self.busy[kind].of(round(nbytes)) if kind in self.busy else 0.0
 
 
-def taken_from_backward(cores: float) -> float:
+def backward_slowdown(cores: float) -> float:
     """Return how much longer backward takes for each unit of the exchanging thread's processor
     time.
 
@@ -284,10 +282,10 @@ def exchanges(group: Any, device: Any, cores: float = math.inf) -> ExchangeTimes
     }
     measured: dict[str, tuple[Region, ...]] = {}
     busy: dict[str, Rate] = {}
-    share = taken_from_backward(cores)
+    share = backward_slowdown(cores)
     for kind, call in calls.items():
         points: list[Point] = []
-        taken: list[float] = []
+        lost_us: list[float] = []
         for size in LINK_BYTES:
             if len(points) > 1 and points[-1].us > LONG_US:
                 break
@@ -304,9 +302,9 @@ def exchanges(group: Any, device: Any, cores: float = math.inf) -> ExchangeTimes
             wall, worked = (1e6 * each for each in slowest.tolist())
             many, sent = steps(kind, ranks, size)
             points.append(Point(many, sent, max(wall, 0.1)))
-            taken.append(round(share * worked, 1) if device.type == "cpu" else 0.0)
+            lost_us.append(round(share * worked, 1) if device.type == "cpu" else 0.0)
         measured[kind] = regions(points)
-        busy[kind] = Rate(LINK_BYTES[: len(taken)], tuple(taken))
+        busy[kind] = Rate(LINK_BYTES[: len(lost_us)], tuple(lost_us))
     slow = measured["all_reduce"][-1]
     link = Link(measured["all_reduce"][0].alpha_us, slow.gbytes_per_s, measured=measured)
     return ExchangeTimes(link, busy)

@@ -35,7 +35,7 @@ class Memory:
         """Add a step's gradient, clipped to a 2-norm of at most ``norm``."""
         gradient = gradient.to(self.residual.dtype)
         if norm is not None:
-            gradient = clipped(gradient, norm)
+            gradient = clip_to_norm(gradient, norm)
         if self.velocity is None:
             self.residual.add_(gradient)
         else:
@@ -55,12 +55,12 @@ class Memory:
             self.velocity.copy_(torch.where(self.velocity.isfinite(), self.velocity, 0))
         return whole
 
-    def select(self, coder: SparseCodec, dtype: torch.dtype, on: torch.device) -> Tensor:
-        """Return the wire ``[1, wire_bytes]`` of what ``coder`` selects on a device, and subtract
+    def select(self, codec: SparseCodec, dtype: torch.dtype, on: torch.device) -> Tensor:
+        """Return the wire ``[1, wire_bytes]`` of what ``codec`` selects on a device, and subtract
         it."""
         row = self.residual.to(dtype).reshape(1, -1)
-        wire = encoding(coder, on)(row.to(on)).to(row.device)
-        indices, values = coder.decode_sparse(wire, row.shape[1], dtype)
+        wire = encoding(codec, on)(row.to(on)).to(row.device)
+        indices, values = codec.decode_sparse(wire, row.shape[1], dtype)
         self.clear(indices.squeeze(0), values.squeeze(0))
         return wire
 
@@ -73,27 +73,27 @@ class Memory:
         nothing = first == numel  # no slot is used: a row of zeros, or a lost row of NaN
         lost = nothing & ~values[:1].isfinite()
         used = indices < numel  # unused slots repeat the first
-        places = torch.where(used, indices, first).clamp(max=numel - 1)
+        positions = torch.where(used, indices, first).clamp(max=numel - 1)
         sent = torch.where(used, values, values[:1])
         residual = self.residual.view(-1)
-        held = residual[places]
-        rest = torch.where(sent.isfinite(), held - sent, 0)
-        residual[places] = torch.where(nothing, held, rest)
+        values_before = residual[positions]
+        rest = torch.where(sent.isfinite(), values_before - sent, 0)
+        residual[positions] = torch.where(nothing, values_before, rest)
         residual.masked_fill_(lost, 0)
         if self.velocity is not None:
             velocity = self.velocity.view(-1)
-            velocity[places] = torch.where(nothing, velocity[places], 0)
+            velocity[positions] = torch.where(nothing, velocity[positions], 0)
             velocity.masked_fill_(lost, 0)
 
 
-def encoding(coder: SparseCodec, on: torch.device) -> Callable[[Tensor], Tensor]:
+def encoding(codec: SparseCodec, on: torch.device) -> Callable[[Tensor], Tensor]:
     """Return the function that encodes a row on a device. On a GPU it does not read back counts."""
-    return coder.encode_eagerly if on.type == "cpu" else coder.encode_rows
+    return codec.encode_eagerly if on.type == "cpu" else codec.encode_rows
 
 
-def clipped(gradient: Tensor, norm: float) -> Tensor:
+def clip_to_norm(gradient: Tensor, norm: float) -> Tensor:
     """Clip a gradient to a 2-norm of at most ``norm``. A norm that is not finite leaves it
     unchanged."""
-    have = torch.linalg.vector_norm(gradient.to(accumulation_dtype(gradient.dtype)))
-    scale = torch.where(have.isfinite(), (norm / have).clamp(max=1.0), 1.0)
+    current_norm = torch.linalg.vector_norm(gradient.to(accumulation_dtype(gradient.dtype)))
+    scale = torch.where(current_norm.isfinite(), (norm / current_norm).clamp(max=1.0), 1.0)
     return gradient * scale

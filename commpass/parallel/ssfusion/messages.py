@@ -29,25 +29,25 @@ USED_BYTES = 1
 
 @dataclass(frozen=True)
 class Part:
-    """A gradient of ``entries`` values in a message: sparse by ``coder``, or dense if that is
+    """A gradient of ``entries`` values in a message: sparse by ``codec``, or dense if that is
     None."""
 
     entries: int
     dtype: torch.dtype
-    coder: SparseCodec | None = None
+    codec: SparseCodec | None = None
 
     @property
     def nbytes(self) -> int:
         """The bytes of its row in an all_gather, without its flag."""
-        if self.coder is not None:
-            return self.coder.wire_bytes(self.entries, self.dtype)
+        if self.codec is not None:
+            return self.codec.wire_bytes(self.entries, self.dtype)
         return self.entries * self.dtype.itemsize
 
     def sum(self, rows: Tensor) -> Tensor:
         """Return the sum ``[entries]`` of uint8 ``[ranks, nbytes]``, in rank order (law 4)."""
-        if self.coder is not None:
+        if self.codec is not None:
             return sum_by_index(
-                *self.coder.decode_sparse(rows, self.entries, self.dtype), self.entries
+                *self.codec.decode_sparse(rows, self.entries, self.dtype), self.entries
             )
         total = torch.zeros(self.entries, dtype=accumulation_dtype(self.dtype), device=rows.device)
         for row in rows.view(self.dtype):
@@ -60,25 +60,25 @@ def gather(parts: Sequence[Part], values: Given, group: Any, device: Any) -> lis
 
     The row has all wires, then a flag for each.
     """
-    ranks, many = dist.get_world_size(group), len(parts)
-    mine = torch.zeros(gather_bytes(parts), dtype=torch.uint8, device=device)
+    ranks, count = dist.get_world_size(group), len(parts)
+    row = torch.zeros(gather_bytes(parts), dtype=torch.uint8, device=device)
     flags = [int(wire is not None) for wire in values]
-    mine[-many:] = torch.tensor(flags, dtype=torch.uint8)
-    for (begin, part), wire in zip(_places(parts), values, strict=True):
+    row[-count:] = torch.tensor(flags, dtype=torch.uint8)
+    for (begin, part), wire in zip(_offsets(parts), values, strict=True):
         if wire is not None:
-            mine[begin : begin + part.nbytes] = wire.reshape(-1).view(torch.uint8)
-    gathered = ops.wait_tensor(ops.all_gather_into_tensor(mine, ranks, group.group_name))
+            row[begin : begin + part.nbytes] = wire.reshape(-1).view(torch.uint8)
+    gathered = ops.wait_tensor(ops.all_gather_into_tensor(row, ranks, group.group_name))
     rows = gathered.view(ranks, -1)
-    used = rows[:, -many:].bool()
-    everybody, somebody = used.all(0).tolist(), used.any(0).tolist()
+    used = rows[:, -count:].bool()
+    all_used, any_used = used.all(0).tolist(), used.any(0).tolist()
     found: list[Tensor | None] = []
-    for number, (begin, part) in enumerate(_places(parts)):
-        if not somebody[number]:
+    for number, (begin, part) in enumerate(_offsets(parts)):
+        if not any_used[number]:
             found.append(None)
             continue
-        own = rows[:, begin : begin + part.nbytes]
-        own = own.contiguous() if everybody[number] else own[used[:, number]]
-        found.append((part.sum(own) / ranks).to(part.dtype))
+        part_rows = rows[:, begin : begin + part.nbytes]
+        part_rows = part_rows.contiguous() if all_used[number] else part_rows[used[:, number]]
+        found.append((part.sum(part_rows) / ranks).to(part.dtype))
     return found
 
 
@@ -127,7 +127,7 @@ def message_dtype(parts: Sequence[Part]) -> torch.dtype:
     return reduce(torch.promote_types, (part.dtype for part in parts))
 
 
-def _places(parts: Sequence[Part]) -> list[tuple[int, Part]]:
+def _offsets(parts: Sequence[Part]) -> list[tuple[int, Part]]:
     """Return where the row of each part begins."""
     found, begin = [], 0
     for part in parts:

@@ -56,7 +56,7 @@ class Options:
                 " state, such as bf16 or int8"
             )
 
-    def coder(self, density: float) -> SparseCodec:
+    def selector_at(self, density: float) -> SparseCodec:
         """Return the selector at a density."""
         found = codec(self.selector, density=density)
         assert isinstance(found, SparseCodec)

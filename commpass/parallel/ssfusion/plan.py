@@ -135,14 +135,14 @@ def make(
     link: Link,
     row_bytes: Callable[[int, float], int],
     settings: Settings,
-    busy_us: Callable[[str, float], float] = idle,
+    overhead_us: Callable[[str, float], float] = idle,
 ) -> FusionPlan:
     """Return the plan of a step.
 
-    ``row_bytes(entries, density)`` are the bytes of a sparse row; ``busy_us`` is that of
+    ``row_bytes(entries, density)`` are the bytes of a sparse row; ``overhead_us`` is that of
     ``Problem``.
     """
-    problem = Problem(gradients, ranks, link, row_bytes, busy_us=busy_us)
+    problem = Problem(gradients, ranks, link, row_bytes, overhead_us=overhead_us)
     whole = _all_dense(problem, settings)
     if ranks == 1:
         return replace(whole, why="one rank: nothing is sent")
@@ -198,11 +198,11 @@ def _selected(problem: Problem, settings: Settings) -> FusionPlan:
     problem = replace(problem, density=density)
     buffers = []
     for run in runs:
-        aside = offloaded(problem, run, frozenset(why)) if settings.offload else frozenset()
+        offload = offloaded(problem, run, frozenset(why)) if settings.offload else frozenset()
         sent = tuple(
             Sent(number, why=why[number])
             if number in why
-            else Sent(number, density, number in aside, f"{density:.4g} of its entries")
+            else Sent(number, density, number in offload, f"{density:.4g} of its entries")
             for number in run
         )
         buffers.append(Buffer(sent, cut_off(problem, sent) if settings.interleave else 0))

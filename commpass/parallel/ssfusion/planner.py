@@ -43,15 +43,16 @@ class Planner:
     """Measure and plan the exchange of a model's gradients.
 
     ``weights`` are in the order of backward: at first the reverse of the model's, then as measured.
-    ``group`` is the user's; ``lane`` is a separate group of the same ranks. ``link`` is None until
-    it is measured, and ``profile`` is its name. ``dump`` is the folder for plans. ``overhead_s`` is
-    the time that measuring and planning took. ``recorded`` is the plan of the last step.
+    ``group`` is the user's; ``channel`` is a separate group of the same ranks. ``link`` is None
+    until it is measured, and ``profile`` is its name. ``dump`` is the folder for plans.
+    ``overhead_s`` is the time that measuring and planning took. ``recorded`` is the plan of the
+    last step.
     """
 
     weights: list[Weight]
     options: Options
     group: dist.ProcessGroup
-    lane: dist.ProcessGroup
+    channel: dist.ProcessGroup
     device: torch.device
     link: Link | None
     profile: str = "measured"
@@ -60,7 +61,7 @@ class Planner:
     measured: bool = False
     recorded: Plan | None = None
     _select: measure.Rate | None = None
-    _aside: measure.Rate | None = None
+    _offload: measure.Rate | None = None
     _sparse: measure.Rate | None = None
     _exchanges: measure.ExchangeTimes = field(
         default_factory=lambda: measure.ExchangeTimes(Link(0.0, 1.0))
@@ -70,7 +71,7 @@ class Planner:
 
     def __post_init__(self) -> None:
         self.clock = measure.Clock(self.device)
-        self.step_log = step_log.opened("ssfusion")
+        self.step_log = step_log.open_log("ssfusion")
 
     def measures(self, step: int) -> bool:
         """Return whether a step is measured."""
@@ -90,7 +91,7 @@ class Planner:
                 if not self.measured:
                     self._measure()
                 plan = self._new_plan(step)
-            agree(self.lane, plan, "fusion plans", "the same profile and options")
+            agree(self.channel, plan, "fusion plans", "the same profile and options")
             self._plans[density] = plan, self._record(plan)
             self.overhead_s += time.perf_counter() - begun
         plan, self.recorded = self._plans[density]
@@ -102,8 +103,8 @@ class Planner:
         for number, each in enumerate(self.weights):
             entries = each.parameter.numel()
             backward = self._backward_us[number] if self._backward_us else 0.0
-            rates = (self._select, self._aside, self._sparse)
-            select, aside, sparse = (rate.of(entries) if rate else 0.0 for rate in rates)
+            rates = (self._select, self._offload, self._sparse)
+            select, offload, sparse = (rate.of(entries) if rate else 0.0 for rate in rates)
             found.append(
                 Gradient(
                     each.name,
@@ -111,7 +112,7 @@ class Planner:
                     each.parameter.dtype.itemsize,
                     backward,
                     select,
-                    aside,
+                    offload,
                     max(0.0, sparse - select),
                 )
             )
@@ -120,8 +121,8 @@ class Planner:
     def part(self, sent: Sent) -> Part:
         """Return what is sent of a gradient, as part of a message."""
         parameter = self.weights[sent.number].parameter
-        coder = None if sent.dense else self.options.coder(sent.density)
-        return Part(parameter.numel(), parameter.dtype, coder)
+        selector = None if sent.dense else self.options.selector_at(sent.density)
+        return Part(parameter.numel(), parameter.dtype, selector)
 
     def parts(self, message: Message) -> list[Part]:
         return [self.part(each) for each in message.sent]
@@ -133,11 +134,11 @@ class Planner:
         dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[itemsize]
 
         def row_bytes(entries: int, density: float) -> int:
-            return self.options.coder(density).wire_bytes(entries, dtype)
+            return self.options.selector_at(density).wire_bytes(entries, dtype)
 
         settings = self.options.at(step)
-        known = (self.lane.size(), self.link, row_bytes, settings)
-        return make(gradients, *known, self._exchanges.busy_us)
+        known = (self.channel.size(), self.link, row_bytes, settings)
+        return make(gradients, *known, self._exchanges.overhead_us)
 
     def _measure(self) -> None:
         """Measure, and combine the results so that all ranks plan alike.
@@ -146,16 +147,16 @@ class Planner:
         the link that of the slowest rank.
         """
         order: list[Any] = [self.clock.order()]
-        dist.broadcast_object_list(order, dist.get_global_rank(self.lane, 0), self.lane)
-        came = order[0] + sorted(set(range(len(self.weights))) - set(order[0]))
-        cores = math.inf if self.device.type == "cuda" else processors_each(self.lane)
-        if self.lane.size() > 1:
-            self._exchanges = measure.exchanges(self.lane, self.device, cores)
+        dist.broadcast_object_list(order, dist.get_global_rank(self.channel, 0), self.channel)
+        full_order = order[0] + sorted(set(range(len(self.weights))) - set(order[0]))
+        cores = math.inf if self.device.type == "cuda" else processors_each(self.channel)
+        if self.channel.size() > 1:
+            self._exchanges = measure.exchanges(self.channel, self.device, cores)
         self.link = self.link or self._exchanges.link
         sizes = [each.parameter.numel() for each in self.weights]
-        coder = self.options.coder(self.options.settings.density)
+        selector = self.options.selector_at(self.options.settings.density)
         dtype = self.weights[0].parameter.dtype
-        what = (coder, sizes, dtype, self.device, self.lane, cores)
+        what = (selector, sizes, dtype, self.device, self.channel, cores)
         rates = [
             measure.selection(*what),
             measure.offloaded_rate(*what),
@@ -165,15 +166,15 @@ class Planner:
             *self.clock.backward_us(len(sizes), cores),
             *(each for rate in rates for each in rate.us),
         ]
-        mean = torch.tensor(us, dtype=torch.float64, device=self.device) / self.lane.size()
-        dist.all_reduce(mean, group=self.lane)
+        mean = torch.tensor(us, dtype=torch.float64, device=self.device) / self.channel.size()
+        dist.all_reduce(mean, group=self.channel)
         (*backward,) = (round(each, 1) for each in mean[: len(sizes)].tolist())
         means = mean[len(sizes) :].view(len(rates), -1).tolist()
-        self._select, self._aside, self._sparse = (
+        self._select, self._offload, self._sparse = (
             replace(rate, us=tuple(own)) for rate, own in zip(rates, means, strict=True)
         )
-        self.weights = [self.weights[number] for number in came]
-        self._backward_us = [backward[number] for number in came]
+        self.weights = [self.weights[number] for number in full_order]
+        self._backward_us = [backward[number] for number in full_order]
         self._plans.clear()
         self.measured = True
 
@@ -183,8 +184,8 @@ class Planner:
         link = self.link or Link(0.0, 1.0)
         dense = self.options.dense
         group, device = self.group, self.device
-        told = (group, link, dense, device, self.profile, self.dump)
-        made = recording.keep(plan, names, parts, *told)
+        facts = (group, link, dense, device, self.profile, self.dump)
+        made = recording.record_plan(plan, names, parts, *facts)
         self.step_log.replace(made, UNSEEN)
         return made
 
@@ -193,13 +194,13 @@ def agree(group: Any, own_value: Any, subject: str, need: str) -> None:
     """Raise PlanMismatch, on all ranks of a group, if their values are not equal."""
     text = repr(own_value)
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    said: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(said, digest, group=group)
-    if len(set(said)) == 1:
+    digests: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(digests, digest, group=group)
+    if len(set(digests)) == 1:
         return
-    texts: list[Any] = [None] * len(said)
+    texts: list[Any] = [None] * len(digests)
     dist.all_gather_object(texts, text, group=group)
-    other = next(rank for rank, each in enumerate(said) if each != said[0])
+    other = next(rank for rank, each in enumerate(digests) if each != digests[0])
     start = next(
         (i for i, (a, b) in enumerate(zip(texts[0], texts[other], strict=False)) if a != b), 0
     )

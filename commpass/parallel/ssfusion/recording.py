@@ -30,13 +30,13 @@ CODED_BY = "two_shot"
 NO_EVENTS = "fusion buffers have no graph of their own"
 
 
-def keep(
+def record_plan(
     plan: FusionPlan,
     names: Sequence[str],
     parts: Sequence[Sequence[Part]],
     group: dist.ProcessGroup,
     link: Link,
-    coded: str | None,
+    dense_codec: str | None,
     device: torch.device,
     profile: str,
     dump: Path | None = None,
@@ -51,27 +51,31 @@ def keep(
     grouped: list[Grouped] = []
     for number, (message, sent) in enumerate(zip(plan.messages, parts, strict=True)):
         rows = list(zip(message.sent, sent, strict=True))
-        for whole, some in groupby(
+        for is_dense, some in groupby(
             sorted(rows, key=lambda row: row[0].dense), key=lambda row: row[0].dense
         ):
-            held = list(some)
-            what = [part for _, part in held]
-            own = [names[each.number] for each, _ in held]
-            by = coded if whole and message.kind == "all_reduce" else None
-            site = _site(f"{'whole' if whole else 'sparse'}_{number}", own, what, group, device)
-            stages, wire = _stages(message, what, group, by)
+            members = list(some)
+            what = [part for _, part in members]
+            own_names = [names[each.number] for each, _ in members]
+            codec = dense_codec if is_dense and message.kind == "all_reduce" else None
+            site = _site(
+                f"{'whole' if is_dense else 'sparse'}_{number}", own_names, what, group, device
+            )
+            stages, wire = _stages(message, what, group, codec)
             candidate = Candidate(
-                codec=by or (NONE if what[0].coder is None else what[0].coder.spec),
-                algorithm=CODED_BY if by else NONE if what[0].coder is None else "sparse",
+                codec=codec or (NONE if what[0].codec is None else what[0].codec.spec),
+                algorithm=CODED_BY if codec else NONE if what[0].codec is None else "sparse",
                 wire_bytes=wire,
                 predicted_us=round(_us(stages, link, group), 1),
                 stages=stages,
             )
-            plain = round(link.us("all_reduce", site.bytes, group.size()), 1)
-            reason = plan.why or "; ".join(dict.fromkeys(each.why for each, _ in held if each.why))
+            plain = round(link.time_us("all_reduce", site.bytes, group.size()), 1)
+            reason = plan.why or "; ".join(
+                dict.fromkeys(each.why for each, _ in members if each.why)
+            )
             sites.append(planned(site, candidate, f"by {message.kind}: {reason}", plain))
-            if len(held) > 1:
-                grouped.append(_grouped(site, own, [e.number for e, _ in held], what))
+            if len(members) > 1:
+                grouped.append(_grouped(site, own_names, [e.number for e, _ in members], what))
     made = Plan(
         graph="ssfusion",
         direction="backward",
@@ -112,14 +116,14 @@ def _site(
 
 
 def _stages(
-    message: Message, parts: Sequence[Part], group: Any, coded: str | None
+    message: Message, parts: Sequence[Part], group: Any, dense_codec: str | None
 ) -> tuple[tuple[Stage, ...], int]:
     """Return the stages of some parts of a message, and the bytes that a rank hands over with
     flags."""
-    if coded is not None:
+    if dense_codec is not None:
         request = Request(group=group.group_name, ranks=group.size(), op="avg")
         payload = Payload(sum(part.entries for part in parts), 1, message_dtype(parts))
-        read = read_stages("all_reduce", CODED_BY, coded, payload, request)
+        read = read_stages("all_reduce", CODED_BY, dense_codec, payload, request)
         return read.stages, read.wire_bytes + len(parts) * USED_BYTES
     if message.kind == "all_gather":
         wire = gather_bytes(parts)
@@ -133,7 +137,7 @@ def _us(stages: Sequence[Stage], link: Link, group: Any) -> float:
     """Return the microseconds of sending; coding counts as computation."""
     of_group = prices(Profile("measured", link), group.size(), groups.labels(group))
     tasks = (of_group.task(stage) for stage in stages if stage.role == "exchange")
-    return sum(task.busy_us + task.latency_us + task.us for task in tasks)
+    return sum(task.overhead_us + task.latency_us + task.us for task in tasks)
 
 
 def _grouped(

@@ -157,7 +157,7 @@ class _Chunks:
         if each.call.kind == "all_gather" and each.site.by_messages and best.codec == NONE:
             return []  # gloo cannot run two of them concurrently
         whole = exchange_of(best, self.profile)
-        if self.meanwhile.us(each.call.node) >= whole.us:
+        if self.meanwhile.time_us(each.call.node) >= whole.us:
             return []
         cut = {node: join.chunks for node, join in self.joins.items()}
         plain = pipeline_us(regions[0], 1, whole, (), cut, self.profile)

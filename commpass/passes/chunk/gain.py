@@ -73,12 +73,12 @@ def _sliced(region: Region) -> Iterable[fx.Node]:
 def exchange_of(best: Candidate, profile: Profile) -> Task:
     """Return a site's candidate as one task. Encodes and decodes occupy the rank."""
     coded = sum(
-        profile.kernels.us(stage.codec, stage.role, stage.values)
+        profile.kernels.time_us(stage.codec, stage.role, stage.values)
         for stage in best.stages
         if stage.role in ("encode", "decode")
     )
     busy = min(coded, best.predicted_us)
-    return Task(EXCHANGE, best.predicted_us - busy, busy_us=busy)
+    return Task(EXCHANGE, best.predicted_us - busy, overhead_us=busy)
 
 
 class Meanwhile:
@@ -108,7 +108,7 @@ class Meanwhile:
                 found[node] |= found[each]
         return found
 
-    def us(self, start: fx.Node) -> float:
+    def time_us(self, start: fx.Node) -> float:
         """Return the microseconds of computation that can overlap the collective starting here."""
         related = self.before[start] | self.after[start]
         return sum(us * (bits & ~related).bit_count() for us, bits in self.by_us.items())

@@ -27,7 +27,7 @@ def compute(node: fx.Node, profile: Profile) -> Task:
     kernels and their rates.
     """
     if CODED in node.meta:
-        return Task(HOST, sum(profile.kernels.us(*work) for work in node.meta[CODED]))
+        return Task(HOST, sum(profile.kernels.time_us(*work) for work in node.meta[CODED]))
     if (
         node.op != "call_function"
         or is_alias(node)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from commpass.policy.paths import Places, clean, is_parallel
+from commpass.policy.paths import ModulePaths, clean, is_parallel
 
 
 def tensor(node: fx.Node) -> torch.Tensor | None:
@@ -103,12 +103,12 @@ def module_path(node: fx.Node) -> str:
     return _own_path(node) if placed is None else placed
 
 
-def place(gm: fx.GraphModule, places: Places) -> None:
+def record_module_paths(gm: fx.GraphModule, paths: ModulePaths) -> None:
     """Record the module path on each node of a Dynamo graph whose module stack gives another path.
     AOTAutograd copies it to its graphs."""
     for node in gm.graph.nodes:
         if node.op.startswith("call_"):
-            path = places.path(_stack(node))
+            path = paths.path(_stack(node))
             if path is not None and path != _own_path(node):
                 node.meta["custom"] = {**(node.meta.get("custom") or {}), PLACE: path}
 

@@ -154,7 +154,7 @@ class Clock:
         if node in self.work.waited:
             self.exposed[node] = max(self.arrival(node) - self.now, 0.0)
             self._pass(node, self.exposed[node], still=True)
-        self._pass(node, task.busy_us)
+        self._pass(node, task.overhead_us)
         if task.resource == HOST:
             self._pass(node, task.us)
             return

@@ -161,7 +161,7 @@ class Editor:
             return None
         pair = (first.group, second.group)
         if pair not in self.unions:
-            self.unions[pair] = mesh_unions.joined(*pair)
+            self.unions[pair] = mesh_unions.union_group(*pair)
         group = self.unions[pair]
         return None if group is None else (group.group_name, group.size())
 
@@ -173,13 +173,13 @@ class Editor:
         group = groups.group_named(str(call.group))
         return None if group is None else dist.get_group_rank(group, dist.get_rank())
 
-    def us(self, kind: str, nbytes: float, call: Call) -> float:
+    def time_us(self, kind: str, nbytes: float, call: Call) -> float:
         """Return the microseconds of a plain collective in another one's group."""
         return self.us_in(*describe_group(call), kind, nbytes)
 
     def us_in(self, group: str, size: int, kind: str, nbytes: float) -> float:
         """Return the microseconds of a plain collective in a group of this name and size."""
-        return self.prices_of(group, size).us(kind, nbytes)
+        return self.prices_of(group, size).time_us(kind, nbytes)
 
     def kernels_us(self, kernels: int, values: float = 0) -> float:
         """Return the microseconds of local operators that copy values: launches, plus the time of

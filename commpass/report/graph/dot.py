@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from commpass.errors import CommpassError
-from commpass.report.graph.picture import LOOKS, Box, Picture
+from commpass.report.graph.picture import BOX_STYLES, Box, Picture
 from commpass.utils.printable import clean
 
 INSTALL = (
@@ -25,12 +25,12 @@ def quoted(*lines: str) -> str:
 
 def dot(picture: Picture) -> str:
     """Return Graphviz source, with the boxes of a site in one frame."""
-    looks = [f"{LOOKS[kind].called}: {LOOKS[kind].meaning}" for kind in picture.kinds]
+    legend = [f"{BOX_STYLES[kind].called}: {BOX_STYLES[kind].meaning}" for kind in picture.kinds]
     if any(arrow.hidden for arrow in picture.arrows):
-        looks.append("dashed arrow: by way of what is not shown")
+        legend.append("dashed arrow: by way of what is not shown")
     lines = [
         f"digraph {quoted(picture.title)} {{",
-        f"  label={quoted(picture.title, '; '.join(looks), '')}; labelloc=t; fontname=Helvetica;",
+        f"  label={quoted(picture.title, '; '.join(legend), '')}; labelloc=t; fontname=Helvetica;",
         "  fontsize=12; ranksep=0.3; nodesep=0.25;",
         '  node [shape=box, style="rounded,filled", fontname=Helvetica, fontsize=10];',
         '  edge [color="#666666", arrowsize=0.7, fontname=Helvetica, fontsize=9];',
@@ -44,7 +44,7 @@ def dot(picture: Picture) -> str:
             ]
         for box in boxes:
             cut = ', style="rounded,filled,dashed"' if box.cut else ""
-            fill = quoted(LOOKS[box.kind].colour)
+            fill = quoted(BOX_STYLES[box.kind].colour)
             lines.append(
                 f"  {quoted(box.name)} [label={quoted(*box.lines)}, fillcolor={fill}{cut}];"
             )
@@ -52,12 +52,12 @@ def dot(picture: Picture) -> str:
             lines.append("  }")
     sites = {box.name for box in picture.boxes if box.kind in ("alone", "compressed")}
     for arrow in picture.arrows:
-        looks = ["style=dashed"] if arrow.hidden else []
+        attributes = ["style=dashed"] if arrow.hidden else []
         if {arrow.source, arrow.user} & sites:  # paths between collectives are straight
-            looks.append("weight=8")
-        looks += [f"label={quoted(arrow.label)}"] if arrow.label else []
-        about = f" [{', '.join(looks)}]" if looks else ""
-        lines.append(f"  {quoted(arrow.source)} -> {quoted(arrow.user)}{about};")
+            attributes.append("weight=8")
+        attributes += [f"label={quoted(arrow.label)}"] if arrow.label else []
+        written = f" [{', '.join(attributes)}]" if attributes else ""
+        lines.append(f"  {quoted(arrow.source)} -> {quoted(arrow.user)}{written};")
     return "\n".join([*lines, "}"])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from commpass.errors import CommpassError
 from commpass.plan.dump import Dump, GraphNode
 from commpass.report.graph.picture import (
-    LOOKS,
+    BOX_STYLES,
     Arrow,
     Box,
     Edges,
@@ -67,7 +67,7 @@ def titled(dump: Dump, side: str) -> str:
     rewritten = len({node.site for node in nodes if node.inserted})
     counts = f"{len(nodes)} nodes, {plural(sites, 'site')}"
     if side != "before":
-        counts += f" left alone, {rewritten} rewritten with {inserted} inserted nodes"
+        counts += f" uncompressed, {rewritten} rewritten with {inserted} inserted nodes"
     return clean(f"graph {dump.number}: {dump.plan.direction}, {side} ({counts}){fallback(dump)}")
 
 
@@ -79,14 +79,14 @@ def text(dump: Dump, side: str, radius: int | None) -> str:
     """Return one line for each node, in graph order."""
     nodes, _, title = select_nodes(dump, side, radius)
     calls = [call(node) for node in nodes]
-    kinds = [each for each in LOOKS if any(kind(node) == each != "plain" for node in nodes)]
-    lines = [title, "  ".join(f"{LOOKS[k].mark} {LOOKS[k].meaning}" for k in kinds), ""]
+    kinds = [each for each in BOX_STYLES if any(kind(node) == each != "plain" for node in nodes)]
+    lines = [title, "  ".join(f"{BOX_STYLES[k].mark} {BOX_STYLES[k].meaning}" for k in kinds), ""]
     names = max((min(len(node.name), 32) for node in nodes), default=0)
     width = max((min(len(call), 64) for call in calls), default=0)
     values = max((min(len(node.value), 24) for node in nodes), default=0)
     for node, written in zip(nodes, calls, strict=True):
         about = (node.module, _part(node), _served(node))
-        head = f"{LOOKS[kind(node)].mark} {node.name:{names}} = {written:{width}}"
+        head = f"{BOX_STYLES[kind(node)].mark} {node.name:{names}} = {written:{width}}"
         lines.append(
             clean("  ".join((head, f"{node.value:{values}}", *filter(None, about)))).rstrip()
         )

@@ -28,9 +28,9 @@ class BoxStyle:
     called: str
 
 
-LOOKS = {
+BOX_STYLES = {
     "transfer": BoxStyle("travels between ranks", "*", "#ffb74d", "orange"),
-    "alone": BoxStyle("a collective, left alone", "*", "#ffe0b2", "pale orange"),
+    "alone": BoxStyle("a collective, uncompressed", "*", "#ffe0b2", "pale orange"),
     "compressed": BoxStyle("a collective, compressed", "+", "#b9dfb4", "green"),
     "inserted": BoxStyle("inserted for a collective", "+", "#b5dcff", "blue"),
     "plain": BoxStyle("what else is computed", " ", "#f4f4f4", "grey"),
@@ -73,7 +73,7 @@ class Picture:
     def kinds(self) -> list[str]:
         """The kinds of its boxes, in the order of the legend."""
         found = {box.kind for box in self.boxes}
-        return [kind for kind in LOOKS if kind in found]
+        return [kind for kind in BOX_STYLES if kind in found]
 
 
 Edges = Mapping[str, Collection[str]]

@@ -8,7 +8,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from commpass.report.graph.picture import LOOKS, Picture, in_order
+from commpass.report.graph.picture import BOX_STYLES, Picture, in_order
 from commpass.report.tables import WIDE, plain_table
 
 
@@ -47,15 +47,17 @@ def table_of(picture: Picture) -> Table:
         label = " · ".join(box.lines)
         what = f"{box.cluster}: {label}" if box.cluster else label
         style = "green" if box.kind in ("compressed", "inserted") else ""
-        cells = (line[name], LOOKS[box.kind].mark, what, ", ".join(after[name]) or "-")
+        cells = (line[name], BOX_STYLES[box.kind].mark, what, ", ".join(after[name]) or "-")
         table.add_row(*map(Text, cells), style=style)
     return table
 
 
 def _legend(picture: Picture) -> str:
-    looks = [
-        f"{LOOKS[kind].mark} {LOOKS[kind].meaning}" for kind in picture.kinds if kind != "plain"
+    legend = [
+        f"{BOX_STYLES[kind].mark} {BOX_STYLES[kind].meaning}"
+        for kind in picture.kinds
+        if kind != "plain"
     ]
     if any(arrow.hidden for arrow in picture.arrows):
-        looks.append("(n) by way of what is not shown")
-    return "  ".join(looks)
+        legend.append("(n) by way of what is not shown")
+    return "  ".join(legend)

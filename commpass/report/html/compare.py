@@ -1,6 +1,6 @@
 """Compare two runs: their totals, and their different decisions, by pattern.
 
-Sites are compared by place (graph, module without its layer's number, kind), and not by name: one
+Sites are compared by key (graph, module without its layer's number, kind), and not by name: one
 run may split or group what the other leaves whole.
 """
 
@@ -17,14 +17,15 @@ from commpass.report.run import Run
 from commpass.report.site_text import described, kind_of, tensor_of
 from commpass.utils.printable import brief
 
-Place = tuple[str, str, str]
+SiteKey = tuple[str, str, str]
+"""Graph, module without numbers, and kind."""
 Sites = list[PlannedSite]
 """Sites as they run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """The sites of a place in one of two runs.
+    """Sites of one key in one of two runs.
 
     It has their number, the bytes that one rank hands to their collectives, and the sum of their
     predicted times.
@@ -40,7 +41,7 @@ class Side:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A place where two runs differ.
+    """Sites of one key whose decisions differ in two runs.
 
     ``what`` lists the differences. It is empty if the decisions are equal but the bytes, the number
     of sites or the predicted times differ.
@@ -55,7 +56,7 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Two runs: places that differ, the number of equal ones (``same``), and differences of whole
+    """Two runs: sites that differ, the number of equal ones (``same``), and differences of whole
     graphs (``notes``)."""
 
     runs: tuple[Run, Run]
@@ -66,16 +67,16 @@ class Comparison:
 
 def compare(before: Run, right: Run) -> Comparison:
     """Return how the second run differs from the first."""
-    places = _places(before), _places(right)
+    by_key = _sites_by_key(before), _sites_by_key(right)
     changes = []
-    every = list(dict.fromkeys((*places[0], *places[1])))
-    for place in every:
-        both = places[0].get(place, []), places[1].get(place, [])
+    every = list(dict.fromkeys((*by_key[0], *by_key[1])))
+    for key in every:
+        both = by_key[0].get(key, []), by_key[1].get(key, [])
         sides = tuple(_side(sites) if sites else None for sites in both)
         if what := _differences(*both):
-            changes.append(_change(place, what, sides))
+            changes.append(_change(key, what, sides))
         elif _sizes(sides[0]) != _sizes(sides[1]):
-            changes.append(_change(place, [], sides))
+            changes.append(_change(key, [], sides))
     return Comparison(
         runs=(before, right),
         changes=tuple(changes),
@@ -84,17 +85,17 @@ def compare(before: Run, right: Run) -> Comparison:
     )
 
 
-def _places(run: Run) -> dict[Place, Sites]:
-    found: dict[Place, Sites] = {}
+def _sites_by_key(run: Run) -> dict[SiteKey, Sites]:
+    found: dict[SiteKey, Sites] = {}
     for name, dump in run.by_name.items():
         for site in dump.plan.executed:
-            place = (name, without_numbers(site.module), kind_of(site))
-            found.setdefault(place, []).append(site)
+            key = (name, without_numbers(site.module), kind_of(site))
+            found.setdefault(key, []).append(site)
     return found
 
 
-def _change(place: Place, fields: Sequence[str], sides: tuple) -> Change:
-    graph, module, kind = place
+def _change(key: SiteKey, fields: Sequence[str], sides: tuple) -> Change:
+    graph, module, kind = key
     return Change(graph=graph, module=module, kind=kind, what=tuple(fields), sides=sides)
 
 
@@ -114,7 +115,7 @@ def _sizes(side: Side | None) -> tuple[float, ...]:
 
 
 def _differences(before: Sites, right: Sites) -> list[str]:
-    """Return the decisions about the sites of a place that differ."""
+    """Return the decisions about sites that differ."""
     if not before or not right:
         return [f"only in {'A' if before else 'B'}"]
     found = []
@@ -130,7 +131,7 @@ FACTS = {"": described, "ranks: ": lambda site: str(site.group_size), "tensor: "
 
 
 def _counted(values: Iterator[str]) -> str:
-    """Format ``int8 x24, left alone x8``; a single value has no count."""
+    """Format ``int8 x24, uncompressed x8``; a single value has no count."""
     counts = Counter(values)
     if len(counts) == 1:
         return next(iter(counts))

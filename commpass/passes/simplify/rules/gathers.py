@@ -119,7 +119,8 @@ def widen_then_gather(node: fx.Node, editor: Editor) -> Applied | None:
     call, saved = exchange.call, nbytes(exchange.input) * less
     size = common_nbytes(call, editor.size(call))
     sent = size - round(size * less)
-    if editor.us(call.kind, size, call) - editor.us(call.kind, sent, call) < editor.kernels_us(1):
+    before, after = (editor.time_us(call.kind, each, call) for each in (size, sent))
+    if before - after < editor.kernels_us(1):
         # The cast may have been overlapped by another exchange; now it comes after this one.
         return None
     if len(cast.users) > 1 and not editor.may_extend(cast, place, sent, size):
@@ -155,8 +156,8 @@ def gather_of_expand(node: fx.Node, editor: Editor) -> Applied | None:
         else [1] * (len(shape) - fake(small).dim()) + list(fake(small).shape)
     )
     saved = nbytes(wide) - math.prod(kept) * fake(wide).dtype.itemsize
-    if editor.us("all_gather", nbytes(wide), exchange.call) <= (
-        editor.us("all_gather", nbytes(wide) - saved, exchange.call) + editor.kernels_us(1)
+    if editor.time_us("all_gather", nbytes(wide), exchange.call) <= (
+        editor.time_us("all_gather", nbytes(wide) - saved, exchange.call) + editor.kernels_us(1)
     ):
         return None
     if small is None:

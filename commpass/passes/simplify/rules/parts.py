@@ -54,10 +54,10 @@ def scattered(node: fx.Node, editor: Editor) -> Applied | None:
         not isinstance(length, int) or length != 1 for length in fake(node).shape[:dim]
     )  # otherwise nothing moves in memory
     values = size // fake(node).dtype.itemsize * (1 + 1 / ranks)
-    scatter_us = editor.us("reduce_scatter", size, call) + (
+    scatter_us = editor.time_us("reduce_scatter", size, call) + (
         editor.kernels_us(2, values) if copies else 0
     )
-    if scatter_us > editor.us("all_reduce", size, call) or not editor.may_extend(
+    if scatter_us > editor.time_us("all_reduce", size, call) or not editor.may_extend(
         place, node, 2 * size // ranks if copies else 0, size
     ):
         return None
@@ -91,10 +91,10 @@ def gather_of_scatter(node: fx.Node, editor: Editor) -> Applied | None:
     if not editor.allowed_alike(inner.call, gathered.call):
         return None
     size, call = nbytes(inner.input), inner.call
-    before = editor.us("reduce_scatter", size, call) + editor.us(
+    before = editor.time_us("reduce_scatter", size, call) + editor.time_us(
         "all_gather", nbytes(gathered.input), call
     )
-    if editor.us("all_reduce", size, call) > before or not editor.next_to(
+    if editor.time_us("all_reduce", size, call) > before or not editor.next_to(
         call.node, gathered.call.node
     ):
         return None

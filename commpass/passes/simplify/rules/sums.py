@@ -145,8 +145,8 @@ def widen_then_reduce(node: fx.Node, editor: Editor) -> Applied | None:
         return None
     scatter, size, wide = KINDS[call.kind].scatters, nbytes(source), nbytes(exchange.input)
     instead = "all_to_all" if scatter else "all_gather"
-    before = editor.us(call.kind, wide, call)
-    after = editor.us(instead, size, call) + editor.kernels_us(2)
+    before = editor.time_us(call.kind, wide, call)
+    after = editor.time_us(instead, size, call) + editor.kernels_us(2)
     if before - after <= editor.profile.margin * before:
         return None
     if _better_merged(node, before, after, editor):
@@ -215,7 +215,7 @@ def expanded(node: fx.Node, editor: Editor) -> Applied | None:
         return None
     call = exchange.call
     narrow: Any = wide.args[0]
-    if editor.us(call.kind, nbytes(wide), call) <= editor.us(
+    if editor.time_us(call.kind, nbytes(wide), call) <= editor.time_us(
         call.kind, nbytes(narrow), call
     ) + editor.kernels_us(1):
         return None
@@ -262,7 +262,7 @@ def nested_groups(node: fx.Node, editor: Editor) -> Applied | None:
         return None
     group, ranks = union
     (_, first), (_, second) = describe_group(inner.call), describe_group(outer.call)
-    apart = editor.us("all_reduce", size, inner.call) + editor.us("all_reduce", size, outer.call)
+    apart = sum(editor.time_us("all_reduce", size, each.call) for each in (inner, outer))
     together = editor.us_in(group, ranks, "all_reduce", size)
     if together + (editor.kernels_us(1) if ops[0] != ops[1] else 0) > apart:
         return None

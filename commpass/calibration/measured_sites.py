@@ -1,4 +1,4 @@
-"""Places: the sites that a rule can distinguish from all others, and what was measured there."""
+"""Sites that a rule can distinguish from all others (a *place*), and what was measured there."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Address:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Carried:
+class CountedSite:
     """A site of a place and its mean number of executions in a step.
 
     Its name and neighbours in the graph are left out.
@@ -39,7 +39,7 @@ class Carried:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Level:
+class ErrorLevel:
     """The effect of an error of one size.
 
     ``error`` is the relative error that ``codec`` made at a place. ``sensitivity`` is the relative
@@ -53,7 +53,7 @@ class Level:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class MeasuredSites:
     """All sites of one or several ``where``s, and what was measured at them.
 
     - ``where``: several, if simplify merges their collectives into one. It can only do that while
@@ -68,9 +68,9 @@ class Place:
     """
 
     where: tuple[Address, ...]
-    sites: tuple[Carried, ...]
+    sites: tuple[CountedSite, ...]
     errors: dict[str, float]
-    levels: tuple[Level, ...]
+    levels: tuple[ErrorLevel, ...]
     loss: float | None = None
     statistics: str = ""
 
@@ -114,6 +114,6 @@ class Place:
         return f"{first.module or '(root)'}{more}"
 
 
-def bare(site: Site) -> Site:
+def without_neighbours(site: Site) -> Site:
     """Return a site without its name and neighbours: equal for all that do the same in a place."""
     return dataclasses.replace(site, name="", producer=None, consumers=())

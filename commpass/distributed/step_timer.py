@@ -22,29 +22,29 @@ LATE = 3
 
 
 @dataclass
-class Watched:
+class TimedGraph:
     """One graph with its name and two predictions in microseconds: as compiled, and as it came.
 
-    ``judged`` says that a measured profile decided a change: then a slower graph is reported.
+    ``warns_if_slower``: a measured profile decided a change, so a slower graph is reported.
     ``device`` is the type of the device on which the graph runs.
     """
 
     name: str
     predicted_us: float
     plain_us: float
-    judged: bool
+    warns_if_slower: bool
     device: str = "cpu"
     calls: int = 0
-    took_us: list[float] = field(default_factory=list)
+    times_us: list[float] = field(default_factory=list)
     pending: list[tuple[Any, Any]] = field(default_factory=list)
 
     @property
     def done(self) -> bool:
-        return len(self.took_us) == COUNTED
+        return len(self.times_us) == COUNTED
 
     @property
     def measured_us(self) -> float:
-        return median(self.took_us)
+        return median(self.times_us)
 
     def time(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call the function and time it.
@@ -55,7 +55,7 @@ class Watched:
         if self.device == "cpu":
             start = time.perf_counter()
             result = function(*args)
-            self.took_us.append(1e6 * (time.perf_counter() - start))
+            self.times_us.append(1e6 * (time.perf_counter() - start))
             return result
         module = torch.get_device_module(self.device)
         begin, end = module.Event(enable_timing=True), module.Event(enable_timing=True)
@@ -69,10 +69,10 @@ class Watched:
         """Read the events that are complete."""
         while self.pending and self.pending[0][1].query():
             begin, end = self.pending.pop(0)
-            self.took_us.append(1e3 * begin.elapsed_time(end))
+            self.times_us.append(1e3 * begin.elapsed_time(end))
 
 
-class Watch:
+class StepTimer:
     """The timed graphs of one backend on this rank.
 
     A line reports predictions and measurements once each graph was called often enough, or one much
@@ -81,11 +81,11 @@ class Watch:
     """
 
     def __init__(self, facts: Callable[[], str] = str) -> None:
-        self.graphs: list[Watched] = []
-        self.said: set[str] = set()
+        self.graphs: list[TimedGraph] = []
+        self.reported: set[str] = set()
         self.facts = facts
 
-    def timed(self, function: Callable[..., Any], graph: Watched) -> Callable[..., Any]:
+    def with_timing(self, function: Callable[..., Any], graph: TimedGraph) -> Callable[..., Any]:
         """Return the function with its first calls timed."""
         self.graphs.append(graph)
 
@@ -94,8 +94,8 @@ class Watch:
                 return function(*args)  # sampling takes extra time
             graph.calls += 1
             graph.read_events()
-            timed = SKIPPED < graph.calls <= SKIPPED + COUNTED
-            result = graph.time(function, *args) if timed else function(*args)
+            is_timed = SKIPPED < graph.calls <= SKIPPED + COUNTED
+            result = graph.time(function, *args) if is_timed else function(*args)
             if all(each.done for each in self.graphs) or graph.calls == SKIPPED + COUNTED + LATE:
                 self.log_summary()
             return result
@@ -110,21 +110,21 @@ class Watch:
         """
         for each in self.graphs:
             each.read_events()
-        found = [each for each in self.graphs if each.done and each.name not in self.said]
-        if not found:
+        new = [each for each in self.graphs if each.done and each.name not in self.reported]
+        if not new:
             return
-        self.said |= {each.name for each in found}
+        self.reported |= {each.name for each in new}
         predicted, plain, measured = (
-            sum(getattr(each, key) for each in found) / 1e3
+            sum(getattr(each, key) for each in new) / 1e3
             for key in ("predicted_us", "plain_us", "measured_us")
         )
-        many = f"{len(found)} graphs" if len(found) > 1 else f"graph {found[0].name}"
+        many = f"{len(new)} graphs" if len(new) > 1 else f"graph {new[0].name}"
         log.info(
             "%s: predicted %.4g ms (%.4g ms without commpass), measured %.4g ms%s",
             *(many, predicted, plain, measured, self.facts()),
         )
-        for each in found:
-            if each.judged and each.measured_us > each.plain_us:
+        for each in new:
+            if each.warns_if_slower and each.measured_us > each.plain_us:
                 log.warning(SLOWER, each.name, each.measured_us / 1e3, each.plain_us / 1e3)
 
 

@@ -95,9 +95,9 @@ def by_trainer(policies: list) -> list[tuple]:
     found = []
     with mock.patch.dict(os.environ, environment):
         for policy in policies:
-            losses, held_out, door = train(policy, "ethernet-1g", 3, layers=1, width=64)
-            sites = [site for plan in door.plans for site in plan]
-            found.append((losses, held_out, sites, door.bytes))
+            losses, held_out, integration = train(policy, "ethernet-1g", 3, layers=1, width=64)
+            sites = [site for plan in integration.plans for site in plan]
+            found.append((losses, held_out, sites, integration.bytes))
     return found
 
 
@@ -125,9 +125,9 @@ def as_torchtitan(policies: list) -> list[tuple]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     found = []
     for policy in policies:
-        losses, held_out, plans, door = train(policy, "ethernet-1g", mesh, 3, 1, 64, "eager")
+        losses, held_out, plans, integration = train(policy, "ethernet-1g", mesh, 3, 1, 64, "eager")
         sites = [site for plan in plans for site in plan]
-        found.append((losses, held_out, sites, door.bytes))
+        found.append((losses, held_out, sites, integration.bytes))
     return found
 
 

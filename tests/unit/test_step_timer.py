@@ -6,15 +6,15 @@ import logging
 
 import pytest
 
-from commpass.distributed import watch
-from commpass.distributed.watch import COUNTED, LATE, SKIPPED, Watch, Watched
+from commpass.distributed import step_timer
+from commpass.distributed.step_timer import COUNTED, LATE, SKIPPED, StepTimer, TimedGraph
 
 
 @pytest.fixture
 def clock(monkeypatch):
     """A clock that a function advances."""
     now = [0.0]
-    monkeypatch.setattr(watch.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(step_timer.time, "perf_counter", lambda: now[0])
     return now
 
 
@@ -32,9 +32,11 @@ def said(caplog) -> list[str]:
 
 def test_one_line_when_all_graphs_are_known(clock, caplog):
     caplog.set_level(logging.INFO, "commpass")
-    all_graphs = Watch()
-    forward = all_graphs.timed(takes(clock, 10), Watched("0 (forward)", 9e3, 20e3, True))
-    backward = all_graphs.timed(takes(clock, 30), Watched("0 (backward)", 31e3, 50e3, True))
+    all_graphs = StepTimer()
+    forward = all_graphs.with_timing(takes(clock, 10), TimedGraph("0 (forward)", 9e3, 20e3, True))
+    backward = all_graphs.with_timing(
+        takes(clock, 30), TimedGraph("0 (backward)", 31e3, 50e3, True)
+    )
     for _ in range(SKIPPED + COUNTED + 5):
         assert forward([1]) == [1]
         backward([1])
@@ -44,18 +46,18 @@ def test_one_line_when_all_graphs_are_known(clock, caplog):
 
 def test_first_calls_do_not_count(clock, caplog):
     caplog.set_level(logging.INFO, "commpass")
-    graph, first = Watched("0 (forward)", 1e3, 1e3, False), Watch()
-    slow = first.timed(takes(clock, 500), graph)
+    graph, first = TimedGraph("0 (forward)", 1e3, 1e3, False), StepTimer()
+    slow = first.with_timing(takes(clock, 500), graph)
     for _ in range(SKIPPED):
         slow([])
-    assert graph.took_us == []
+    assert graph.times_us == []
 
 
 def test_graph_that_is_hardly_called_is_not_waited_for(clock, caplog):
     caplog.set_level(logging.INFO, "commpass")
-    both = Watch()
-    often = both.timed(takes(clock, 10), Watched("0 (forward)", 9e3, 9e3, False))
-    once = both.timed(takes(clock, 10), Watched("1 (forward)", 9e3, 9e3, False))
+    both = StepTimer()
+    often = both.with_timing(takes(clock, 10), TimedGraph("0 (forward)", 9e3, 9e3, False))
+    once = both.with_timing(takes(clock, 10), TimedGraph("1 (forward)", 9e3, 9e3, False))
     once([])
     for _ in range(SKIPPED + COUNTED + LATE + 5):
         often([])
@@ -66,11 +68,13 @@ def test_graph_that_is_hardly_called_is_not_waited_for(clock, caplog):
     assert len(said(caplog)) == 2
 
 
-@pytest.mark.parametrize(("judged", "ms", "lines"), [(True, 60, 1), (True, 40, 0), (False, 60, 0)])
-def test_sites_slower_than_plain_are_named(clock, caplog, judged, ms, lines):
+@pytest.mark.parametrize(
+    ("warns_if_slower", "ms", "lines"), [(True, 60, 1), (True, 40, 0), (False, 60, 0)]
+)
+def test_sites_slower_than_plain_are_named(clock, caplog, warns_if_slower, ms, lines):
     caplog.set_level(logging.WARNING, "commpass")
-    one = Watch()
-    run = one.timed(takes(clock, ms), Watched("3 (backward)", 30e3, 50e3, judged))
+    one = StepTimer()
+    run = one.with_timing(takes(clock, ms), TimedGraph("3 (backward)", 30e3, 50e3, warns_if_slower))
     for _ in range(SKIPPED + COUNTED + 1):
         run([])
     found = said(caplog)
@@ -84,4 +88,4 @@ def test_calling_convention_stays():
     def boxed(inputs): ...
 
     boxed._boxed_call = True
-    assert Watch().timed(boxed, Watched("0", 1, 1, False))._boxed_call
+    assert StepTimer().with_timing(boxed, TimedGraph("0", 1, 1, False))._boxed_call
