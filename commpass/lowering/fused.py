@@ -7,6 +7,7 @@ generated for it, with the same results.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 from torch import Tensor
@@ -50,8 +51,8 @@ def name_of(chain: Chain) -> str:
 
 def role_of(chain: Chain) -> str:
     """Return the roles of a chain's steps, such as ``decode+sum+encode``."""
-    words = [_step_name(step) for step in chain.steps]
-    return "+".join(dict.fromkeys(word for word in words if word))
+    words = filter(None, map(_step_name, chain.steps))
+    return "+".join(word for word, _ in groupby(words))
 
 
 UNNAMED = (Cast, Divide, Store, Scale, Shift)

@@ -124,7 +124,7 @@ def without_addition(x, r, w, b):
         (llama, "decode+add+norm", 1),
         (llama_for_inference, "decode+add+norm", 0),
         (gemma, "decode+add+norm", 1),
-        (gemma_2, "decode+norm+add", 1),
+        (gemma_2, "decode+norm+add+norm", 1),
         (gpt, "decode+add+norm", 1),
         (saved, "decode+add+norm", 2),
         (saved_by_layer_norm, "decode+add+norm", 3),
@@ -232,7 +232,10 @@ def test_norm_that_no_unit_holds_stays_with_the_reason(fake_group):
         *(x, torch.empty(8, width), torch.empty(width)),
     )
     assert roles(gm)[-1] == "decode+add"
-    assert "not fused: decode+add+norm: no unit of up to" in plan.sites[0].reason
+    assert (
+        "not fused: decode+add+norm: no 32768 values hold whole blocks and whole norms"
+        in plan.sites[0].reason
+    )
 
 
 def test_lossless_values_are_normalized_apart(fake_group):
@@ -240,3 +243,22 @@ def test_lossless_values_are_normalized_apart(fake_group):
     fake_group(RANKS)
     gm, _ = run(llama, *inputs(BF16), policy=forced("exponent", "two_shot"))
     assert not any("norm" in role for role in roles(gm))
+
+
+# --- on a GPU -------------------------------------------------------------------------------------
+
+
+def test_gpu_graph_has_one_call_with_all_results(fake_group):
+    pytest.importorskip("triton", reason="kernels are written in Triton")
+    import fake_cuda
+    from test_fuse import FUNCTIONAL
+    from test_fuse import run as run_on_card
+
+    fake_group(RANKS)
+    gm, given, plan = run_on_card(saved, forced(), *inputs(BF16))
+    assert "decode+add+norm" in plan.sites[0].reason
+    calls = [node for node in gm.graph.nodes if node.target is FUNCTIONAL]
+    assert [len(call.kwargs["tensors_to_clone"]) for call in calls] == [1, 1, 3]
+    code = fake_cuda.code_of(gm, given)
+    assert "def decode_add_norm(" in code
+    assert "clone" not in code.split("def call")[-1]

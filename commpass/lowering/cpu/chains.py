@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 
 import torch
@@ -112,9 +112,10 @@ def _unsupported_reasons(chain: Chain) -> Iterator[str]:
             yield f"there is no C++ for {operand.dtype}"
     if len({step.width for step in chain.steps if isinstance(step, NORMS)}) > 1:
         yield "norms of different widths"
-    largest = norms.LARGEST_UNIT if chain.width else LARGEST_UNIT
-    if _unit(chain) > largest:
-        yield f"no unit of up to {largest} values holds whole blocks of all steps"
+    if _unit(chain) > LARGEST_UNIT:
+        yield f"no unit of up to {LARGEST_UNIT} values holds whole blocks of all steps"
+    if _whole(chain) > norms.LARGEST_UNIT:
+        yield f"no {norms.LARGEST_UNIT} values hold whole blocks and whole norms"
 
 
 def _lossless(chain: Chain) -> Encode | Decode | None:
@@ -160,9 +161,12 @@ def _unit(chain: Chain) -> int:
             widths.append(step.codec.block)
         if isinstance(step, (Enter, Leave)):
             widths.append(step.domain.width)
-        if isinstance(step, NORMS):
-            widths.append(step.width)
     return math.lcm(*widths)
+
+
+def _whole(chain: Chain) -> int:
+    """Return the values that are kept until they are normalized: whole units and whole norms."""
+    return math.lcm(_unit(chain), chain.width or 1)
 
 
 @cache
@@ -179,11 +183,12 @@ def source(chain: Chain) -> str:
 def _source(chain: Chain) -> str:
     if _lossless(chain) is not None:
         return _lossless_source(chain)
-    parts = [PRELUDE, f"constexpr int UNIT = {_unit(chain)};\n", SCALES, ROTATION, CODES, FLOATS]
+    sizes = f"constexpr int UNIT = {_unit(chain)}, WHOLE = {_whole(chain)};\n"
+    parts = [PRELUDE, sizes, SCALES, ROTATION, CODES, FLOATS]
     parts.append(blocks.BLOCKS)
     if chain.width:
         parts.append(norms.NORMS)
-    lines, setup = list[str](), list[str]()
+    lines, setup, phases = list[str](), list[str](), list[str]()
     dtypes, more, made = _dtypes(chain), 0, 0
     for place, step in enumerate(chain.steps):
         dtype, name, last = dtypes[place], f"Step{place}", place == len(chain.steps) - 1
@@ -208,18 +213,23 @@ def _source(chain: Chain) -> str:
         elif isinstance(step, Add):
             at = f"more{more} + row * more{more}_stride + first * {step.dtype.itemsize}"
             lines.append(f"take<{NAMES[step.dtype]}, UNIT>({at}, w, count);")
-            lines += ["add<UNIT>(v, w);", *_round_lines(dtype)]
+            stored = not last and isinstance(chain.steps[place + 1], Store)
+            lines += ["add<UNIT>(v, w);", *([] if stored else _round_lines(dtype))]
             more += 1
         elif isinstance(step, Store):
-            size = dtype.itemsize
-            lines.append(_give(dtype, f"made{made} + row * made{made}_stride + first * {size}"))
+            to = f"made{made} + row * made{made}_stride + first * {dtype.itemsize}"
+            lines.append(_give(dtype, to))
+            if dtype != torch.float32:  # the next step reads what is stored, which is rounded
+                lines.append(f"take<{NAMES[dtype]}, UNIT>({to}, v, count);")
             made += 1
         elif isinstance(step, Normalize):
-            lines.append(norms.normalize(step, made))
+            phases += [_over_units(lines), norms.measure(step, made)]
+            lines = [norms.normalize(step)]
             made += len(step.saved)
         elif isinstance(step, (Scale, Shift)):
             setup.append(norms.take_row(step, more))
-            lines += [norms.by_row(step, more), *_round_lines(dtypes[place + 1])]
+            lines.append(norms.by_row(step, more))
+            lines += [] if last else _round_lines(dtypes[place + 1])
             more += 1
         elif isinstance(step, Encode):
             lines += [
@@ -229,7 +239,10 @@ def _source(chain: Chain) -> str:
     if chain.encodes is None:
         size = dtypes[-1].itemsize
         lines.append(_give(dtypes[-1], f"out + row * out_stride + first * {size}"))
-    body, before = "\n        ".join(lines), "".join(f"{line}\n    " for line in setup)
+    phases.append(_over_units(lines))
+    body, before = "\n      ".join(phases), "".join(f"{line}\n    " for line in setup)
+    if chain.width:
+        body = f"float means[WHOLE / {chain.width}], factors[WHOLE / {chain.width}];\n      {body}"
     inputs = "".join(f", const Byte* more{i}, int64_t more{i}_stride" for i in range(more))
     outputs = "".join(f", Byte* made{i}, int64_t made{i}_stride" for i in range(made))
     parts.append(f"""
@@ -237,15 +250,13 @@ def _source(chain: Chain) -> str:
 
 extern "C" void kernel(int64_t threads, int64_t rows, int64_t n, const Byte* in,
                        int64_t in_stride{inputs}, Byte* out, int64_t out_stride{outputs}) {{
-  const int64_t units = (n + UNIT - 1) / UNIT;
-  parallel(threads, rows * units, [&](int64_t begin, int64_t end) {{
-    {before}for (int64_t each = begin; each < end; ++each) {{
-      const int64_t row = each / units, first = each % units * UNIT;
-      const int64_t count = std::min<int64_t>(n - first, UNIT);
-      alignas(64) float v[UNIT], w[UNIT];
-      {{
-        {body}
-      }}
+  const int64_t wholes = (n + WHOLE - 1) / WHOLE;
+  parallel(threads, rows * wholes, [&](int64_t from, int64_t until) {{
+    {before}for (int64_t each = from; each < until; ++each) {{
+      const int64_t row = each / wholes, begin = each % wholes * WHOLE;
+      const int64_t values = std::min<int64_t>(n - begin, WHOLE);
+      alignas(64) float whole[WHOLE], w[UNIT];
+      {body}
     }}
   }});
 }}
@@ -269,6 +280,16 @@ extern "C" void kernel(int64_t threads, int64_t rows, int64_t n, const Byte* in,
   code_rows(threads, rows, n, in, in_stride, out, out_stride);
 }}
 """
+
+
+def _over_units(lines: Sequence[str]) -> str:
+    """Return a loop of lines over the units of the values that are kept."""
+    body = "\n        ".join(lines)
+    return f"""for (int64_t at = 0; at < values; at += UNIT) {{
+        float* v = whole + at;
+        const int64_t first = begin + at, count = std::min<int64_t>(values - at, UNIT);
+        {body}
+      }}"""
 
 
 def _give(dtype: torch.dtype, to: str) -> str:

@@ -6,8 +6,8 @@ from commpass.lowering.chain import Normalize, Scale, Shift
 from commpass.lowering.cpu.common import NAMES, number
 
 LARGEST_UNIT = 32768
-"""The most values of a unit with a norm, which must hold whole blocks and whole norms. As float32
-they fit a level-2 cache."""
+"""The most values that whole blocks and whole norms may need. As float32 they fit a level-2
+cache."""
 
 NORMS = """
 constexpr int LANES = 64;
@@ -34,39 +34,69 @@ template <int N, class Function> inline float sum_of(const float* v, const Funct
   return lanes[0];
 }
 
-// v[i] = f(v[i], row[i]) for N values.
-template <int N, class Function> inline void map(float* v, const float* row, const Function& f) {
-  int i = 0;
-  for (; i + W <= N; i += W) f(Vec::loadu(v + i), Vec::loadu(row + i)).store(v + i);
-  if constexpr (N % W != 0)
-    f(Vec::loadu(v + i, N - i), Vec::loadu(row + i, N - i)).store(v + i, N - i);
-}
-
-// Normalizes each WIDTH of `count` values, and writes their means and factors if there is a place.
+// The means and factors of each WIDTH of `count` values, also to where they are saved, if they are.
 template <int WIDTH, bool CENTERED>
-inline void normalize(float* v, int64_t count, float eps, float* means, float* factors) {
+inline void measure(const float* v, int64_t count, float eps, float* means, float* factors,
+                    float* saved_means, float* saved_factors) {
   for (int64_t i = 0; i < count / WIDTH; ++i, v += WIDTH) {
-    float mean = 0.0f;
-    if constexpr (CENTERED) {
-      mean = sum_of<WIDTH>(v, [](Vec x) { return x; }) / WIDTH;
-      map<WIDTH>(v, v, [&](Vec x, Vec) { return x - Vec(mean); });
-    }
-    const float squares = sum_of<WIDTH>(v, [](Vec x) { return x * x; }) / WIDTH;
-    const float factor = 1.0f / std::sqrt(squares + eps);
-    map<WIDTH>(v, v, [&](Vec x, Vec) { return x * Vec(factor); });
-    if (means) means[i] = mean;
-    if (factors) factors[i] = factor;
+    const float mean = CENTERED ? sum_of<WIDTH>(v, [](Vec x) { return x; }) / WIDTH : 0.0f;
+    const float squares = sum_of<WIDTH>(v, [&](Vec x) {
+      if constexpr (CENTERED) x = x - Vec(mean);
+      return x * x;
+    });
+    means[i] = mean;
+    factors[i] = 1.0f / std::sqrt(squares / WIDTH + eps);
+    if (saved_means) saved_means[i] = means[i];
+    if (saved_factors) saved_factors[i] = factors[i];
   }
 }
 
-template <int WIDTH> inline void scale_by(float* v, int64_t count, const float* row) {
-  for (int64_t i = 0; i + WIDTH <= count; i += WIDTH)
-    map<WIDTH>(v + i, row, [](Vec x, Vec y) { return x * y; });
+// f(v, where, values, norm) for the parts of `count` values that belong to one norm. The first is
+// value number `at` of a whole number of norms, and `where` its number in the norm.
+template <int WIDTH, class Function>
+inline void by_norm(float* v, int64_t at, int64_t count, const Function& f) {
+  for (int64_t i = 0; i < count;) {
+    const int64_t where = (at + i) % WIDTH, values = std::min<int64_t>(WIDTH - where, count - i);
+    f(v + i, where, values, (at + i) / WIDTH);
+    i += values;
+  }
 }
 
-template <int WIDTH> inline void shift_by(float* v, int64_t count, const float* row) {
-  for (int64_t i = 0; i + WIDTH <= count; i += WIDTH)
-    map<WIDTH>(v + i, row, [](Vec x, Vec y) { return x + y; });
+// v[i] = f(v[i], row[i]).
+template <class Function>
+inline void map(float* v, const float* row, int64_t values, const Function& f) {
+  int64_t i = 0;
+  for (; i + W <= values; i += W) f(Vec::loadu(v + i), Vec::loadu(row + i)).store(v + i);
+  if (i < values) {
+    const int64_t rest = values - i;
+    f(Vec::loadu(v + i, rest), Vec::loadu(row + i, rest)).store(v + i, rest);
+  }
+}
+
+template <int WIDTH, bool CENTERED>
+inline void normalize(float* v, int64_t at, int64_t count, const float* means,
+                      const float* factors) {
+  by_norm<WIDTH>(v, at, count, [&](float* part, int64_t, int64_t values, int64_t norm) {
+    const Vec mean(means[norm]), factor(factors[norm]);
+    map(part, part, values, [&](Vec x, Vec) {
+      if constexpr (CENTERED) x = x - mean;
+      return x * factor;
+    });
+  });
+}
+
+template <int WIDTH>
+inline void scale_by(float* v, int64_t at, int64_t count, const float* row) {
+  by_norm<WIDTH>(v, at, count, [&](float* part, int64_t where, int64_t values, int64_t) {
+    map(part, row + where, values, [](Vec x, Vec y) { return x * y; });
+  });
+}
+
+template <int WIDTH>
+inline void shift_by(float* v, int64_t at, int64_t count, const float* row) {
+  by_norm<WIDTH>(v, at, count, [&](float* part, int64_t where, int64_t values, int64_t) {
+    map(part, row + where, values, [](Vec x, Vec y) { return x + y; });
+  });
 }
 
 constexpr int padded(int width) { return (width + LANES - 1) / LANES * LANES; }
@@ -79,15 +109,27 @@ template <class T, int WIDTH> inline void take_row(const Byte* from, float offse
 """
 
 
-def normalize(step: Normalize, place: int) -> str:
-    """Return the call for a step whose statistics are the further results from ``place`` on."""
+def measure(step: Normalize, place: int) -> str:
+    """Return the call that computes the statistics of a step for a whole unit. Those that are saved
+    are the further results from ``place`` on."""
     pointers = {
-        name: f"reinterpret_cast<float*>({at} + row * {at}_stride + first / {step.width} * 4)"
+        name: f"reinterpret_cast<float*>({at} + row * {at}_stride + begin / {step.width} * 4)"
         for name, at in ((name, f"made{place + i}") for i, name in enumerate(step.saved))
     }
-    mean, rsqrt = pointers.get("mean", "nullptr"), pointers.get("rsqrt", "nullptr")
-    centered = str(step.centered).lower()
-    return f"normalize<{step.width}, {centered}>(v, count, {number(step.eps)}, {mean}, {rsqrt});"
+    saved = ", ".join(pointers.get(name, "nullptr") for name in ("mean", "rsqrt"))
+    return (
+        f"measure<{step.width}, {_is_centered(step)}>(whole, values, {number(step.eps)}, means,"
+        f" factors, {saved});"
+    )
+
+
+def normalize(step: Normalize) -> str:
+    """Return the call that normalizes a tile."""
+    return f"normalize<{step.width}, {_is_centered(step)}>(v, at, count, means, factors);"
+
+
+def _is_centered(step: Normalize) -> str:
+    return str(step.centered).lower()
 
 
 def take_row(step: Scale | Shift, place: int) -> str:
@@ -102,4 +144,4 @@ def take_row(step: Scale | Shift, place: int) -> str:
 def by_row(step: Scale | Shift, place: int) -> str:
     """Return the call that multiplies by a weight, or adds a bias."""
     verb = "scale_by" if isinstance(step, Scale) else "shift_by"
-    return f"{verb}<{step.width}>(v, count, row{place});"
+    return f"{verb}<{step.width}>(v, at, count, row{place});"
