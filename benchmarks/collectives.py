@@ -107,7 +107,7 @@ def cases(options: argparse.Namespace, ranks: int) -> Iterator[tuple[str, str, s
         ):
             with suppress(PolicyError):  # this kind has no such algorithm
                 chosen = algorithm(kind, name, first=first)
-                if chosen.obstacle(codec(code), ranks) is None:
+                if chosen.unsupported_reason(codec(code), ranks) is None:
                     yield kind, chosen.spec, code
 
 

@@ -241,7 +241,7 @@ class _Planner(Backend):
                 decompositions=graph.decompositions,
                 stateless=graph.stateless,
                 weights=calls.weights(gm, direction, graph.stateless),
-                obstacle=graph.unsupported_reason,
+                unsupported_reason=graph.unsupported_reason,
                 hidden=run.hidden,
                 hides=True,
             )

@@ -187,7 +187,6 @@ def eventful(count: int = 4, **more) -> Dump:
                 group="0",
                 numbers=(0, 1),
                 bytes=(64, 128),
-                gain_us=55.0,
                 reason="two starts become one",
             ),
         ),

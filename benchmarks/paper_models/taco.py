@@ -11,7 +11,7 @@ from commpass.collectives import Payload, read_stages
 from commpass.costmodel import Link
 from commpass.costmodel.interconnects import Card
 from commpass.costmodel.links import steps
-from commpass.passes.candidates import request
+from commpass.passes.payloads import request_of
 from commpass.plan import Site
 
 from .sites import FREE, coded, fused, plain, site
@@ -102,7 +102,7 @@ def unfused_gain(
     of, count = model.sum_of(ranks), count_unfused("taco")
     payload = Payload(model.tokens * model.width, of.width, torch.bfloat16)
     coding = 0.0
-    for stage in read_stages(of.kind, "two_shot", "taco", payload, request(of)):
+    for stage in read_stages(of.kind, "two_shot", "taco", payload, request_of(of)):
         if stage.role in ("encode", "decode"):
             rows = max(1, round(ranks * stage.values / payload.numel)) if by_peer else 1
             coding += count.time_us(stage.role, stage.values, card.kernels, rows)

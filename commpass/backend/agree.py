@@ -61,7 +61,7 @@ def plan_graph(shared: Shared, graph_input: GraphInput, job: Job, on_pass_end: O
         outcome.restore(why)
         outcome.error = CommpassError(why)
     shared.hidden |= decided(outcome.plan)
-    shared.densities |= outcome.thinned.densities
+    shared.densities |= outcome.densities.by_site
     for limit in outcome.limits:
         limit.install_guard()
     return outcome, None, round

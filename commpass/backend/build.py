@@ -161,7 +161,7 @@ def _input(shared: Shared, job: Job, excluded: Mapping[str, str]) -> GraphInput:
         decompositions=job.decompositions,
         stateless=job.stateless,
         weights=job.calls.weights(job.gm, job.direction, job.stateless),
-        obstacle=job.unsupported_reason,
+        unsupported_reason=job.unsupported_reason,
         kernels=shared.inner == "inductor",
         operators=shared.samples,
         adds_inputs=True,

@@ -114,6 +114,6 @@ class MeasuredSites:
         return f"{first.module or '(root)'}{more}"
 
 
-def without_neighbours(site: Site) -> Site:
-    """Return a site without its name and neighbours: equal for all that do the same in a place."""
-    return dataclasses.replace(site, name="", producer=None, consumers=())
+def without_name(site: Site) -> Site:
+    """Return a site without its name: equal for all that do the same in a place."""
+    return dataclasses.replace(site, name="")

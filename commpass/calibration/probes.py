@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 
 from commpass import groups
 from commpass.backend import Backend, TracedGraph
-from commpass.calibration.measured_sites import Address, without_neighbours
+from commpass.calibration.measured_sites import Address, without_name
 from commpass.codecs import FLOATS, Codec
 from commpass.codecs.wrappers.outlier import Running
 from commpass.costmodel import Profile
@@ -75,7 +75,7 @@ class Probes:
     merged: set[tuple[Address, Address]] = field(default_factory=set)
     remarks: dict[str, None] = field(default_factory=dict)
 
-    def insert(self, gm: fx.GraphModule, direction: str, obstacle: str | None) -> None:
+    def insert(self, gm: fx.GraphModule, direction: str, unsupported_reason: str | None) -> None:
         """Insert a probe before every collective of a graph that a rule could compress, after
         simplify."""
         found = discover(gm, direction)
@@ -88,11 +88,11 @@ class Probes:
             each.call.node.meta[ALLOWED][each.position] = recorder
         found = [self._recording(each) for each in found]
         profile = self.profile or default_here(meta.device_of(gm))
-        if "simplify" not in self.policy.skip and obstacle is None and found:
+        if "simplify" not in self.policy.skip and unsupported_reason is None and found:
             simplify(gm, found, self.policy, profile)
             found = [self._recording(each) for each in discover(gm, direction)]
         for each in found:
-            if why := obstacle or self._unsupported_reason(each, profile):
+            if why := unsupported_reason or self._unsupported_reason(each, profile):
                 place = Address.of(each.site)
                 self.remarks.setdefault(f"not measured: {place}: {why}")
                 continue
@@ -116,19 +116,21 @@ class Probes:
     def _unsupported_reason(self, each: GraphSite, profile: Profile) -> str | None:
         """Return why nothing is measured at a site; None if it is."""
         site = each.site
-        if site.word is not None:
+        if site.annotation is not None:
             return "an annotation in the model applies to it, which no rule can change"
         if site.pairwise:
             return "both ends of a send must be coded alike, but each has its own sensitivity"
         wanted = Allowed(codecs=self.wanted)
         options = candidates(site, wanted, profile, self.policy.reassociate)
-        return options.obstacle or (None if options.possible else "; ".join(options.refused))
+        return options.unsupported_reason or (
+            None if options.possible else "; ".join(options.refused)
+        )
 
     def _before(self, each: GraphSite, address: Address) -> None:
         """Insert a probe before a site's input."""
         node, source = each.call.node, each.input
         graph = each.module.graph
-        probe = Probe(self, address, without_neighbours(each.site), "in-place" in each.call.form)
+        probe = Probe(self, address, without_name(each.site), "in-place" in each.call.form)
         name = _added(each, probe)
         with graph.inserting_before(node):
             inserted = graph.call_module(name, (source,))

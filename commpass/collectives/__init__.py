@@ -15,10 +15,9 @@ from commpass.collectives.table import (
     algorithm,
     algorithms_of,
     check_name,
-    chunk_bytes_of,
-    divides,
     find_algorithm,
-    has_shards,
+    has_parameter,
+    with_parameters,
     without_chunks,
 )
 
@@ -36,13 +35,12 @@ __all__ = [
     "algorithm",
     "algorithms_of",
     "check_name",
-    "chunk_bytes_of",
     "chunks_for",
-    "divides",
     "find_algorithm",
-    "has_shards",
+    "has_parameter",
     "read_stages",
     "record_stages",
     "run",
+    "with_parameters",
     "without_chunks",
 ]

@@ -24,15 +24,15 @@ from commpass.collectives.request import Broadcast, Gather, Move, Request, ops
 from commpass.collectives.steps import Coding, Flow, Steps, hop, in_chunks
 
 
-def all_gather_steps(x: Tensor, request: Request, coder: Codec, flow: Flow) -> Steps:
+def all_gather_steps(x: Tensor, request: Request, codec: Codec, flow: Flow) -> Steps:
     """Gather ``[n, ...]`` of every rank to ``[ranks * n, ...]``: encode once, gather, decode
     all."""
-    rows = yield from move_rows(x.reshape(1, -1), x.dtype, coder, flow, Gather(request))
+    rows = yield from move_rows(x.reshape(1, -1), x.dtype, codec, flow, Gather(request))
     return rows.reshape(request.ranks * x.shape[0], *x.shape[1:])
 
 
 def difference_steps(
-    x: Tensor, request: Request, coder: DifferenceCodec, reference: Tensor, flow: Flow
+    x: Tensor, request: Request, codec: DifferenceCodec, reference: Tensor, flow: Flow
 ) -> Steps:
     """Gather ``[n, ...]`` of every rank to ``[ranks * n, ...]`` as the difference to ``reference``,
     which has that shape and is equal on all ranks.
@@ -42,74 +42,74 @@ def difference_steps(
     """
     rows = reference.reshape(request.ranks, -1)
     own = subtract_reference(x.reshape(1, -1), rows.narrow(0, request.rank, 1))
-    by = yield from move_rows(own, own.dtype, coder.inner, flow, Gather(request))
+    by = yield from move_rows(own, own.dtype, codec.inner, flow, Gather(request))
     now = add_to_reference(rows, by, x.dtype).to(x.dtype).reshape(reference.shape)
     return now, next_reference(now, reference)
 
 
-def broadcast_steps(x: Tensor, request: Request, coder: Codec, flow: Flow) -> Steps:
+def broadcast_steps(x: Tensor, request: Request, codec: Codec, flow: Flow) -> Steps:
     """Return the root's ``x`` on all ranks; the root also returns the decoded value."""
-    rows = yield from move_rows(x.reshape(1, -1), x.dtype, coder, flow, Broadcast(request))
+    rows = yield from move_rows(x.reshape(1, -1), x.dtype, codec, flow, Broadcast(request))
     return rows.reshape(x.shape)
 
 
-def move_rows(rows: Tensor, dtype: torch.dtype, coder: Codec, flow: Flow, move: Move) -> Steps:
+def move_rows(rows: Tensor, dtype: torch.dtype, codec: Codec, flow: Flow, move: Move) -> Steps:
     """Encode ``[r, n]``, move and decode it: ``[r', n]``."""
 
     def moved(rows: Tensor, coding: Coding) -> Steps:
         arrived = yield from hop(rows, coding, move)
         return cut_apart(arrived.to(dtype), rows.shape[1])
 
-    return (yield from in_chunks(rows, Coding(coder, dtype, flow), coder.block, moved))
+    return (yield from in_chunks(rows, Coding(codec, dtype, flow), codec.block, moved))
 
 
-def send_steps(x: Tensor, request: Request, coder: Codec) -> Steps:
+def send_steps(x: Tensor, request: Request, codec: Codec) -> Steps:
     """Send ``x`` as bytes to the peer. The result has no elements, like torch's result for a tensor
     that was sent."""
-    wire = operators.encode(coder, x.reshape(1, -1).to(coder.hop_dtype(x.dtype)), (request.rank,))
+    wire = operators.encode(codec, x.reshape(1, -1).to(codec.hop_dtype(x.dtype)), (request.rank,))
     sent = yield ops.isend(wire, request.peer, request.tag, request.group)
     return sent.to(x.dtype)
 
 
-def recv_steps(x: Tensor, request: Request, coder: Codec) -> Steps:
+def recv_steps(x: Tensor, request: Request, codec: Codec) -> Steps:
     """Receive bytes from the peer and decode them. Only the shape and dtype of the buffer ``x`` are
     used."""
     wire = x.new_empty(
-        (1, coder.wire_bytes(x.numel(), coder.hop_dtype(x.dtype))), dtype=torch.uint8
+        (1, codec.wire_bytes(x.numel(), codec.hop_dtype(x.dtype))), dtype=torch.uint8
     )
     arrived = yield ops.irecv(wire, request.peer, request.tag, request.group)
-    rows = operators.decode(coder, arrived, coder.padded_numel(x.numel()), x.dtype)
+    rows = operators.decode(codec, arrived, codec.padded_numel(x.numel()), x.dtype)
     return cut_apart(rows.to(x.dtype), x.numel()).reshape(x.shape)
 
 
-def _pairwise_obstacle(coder: Codec, ranks: int) -> str | None:
-    if coder.dynamic:
+def _pairwise_unsupported_reason(codec: Codec, ranks: int) -> str | None:
+    if codec.dynamic:
         return (
-            f"{coder.spec} sends a number of bytes that depends on the values, which the receiver"
+            f"{codec.spec} sends a number of bytes that depends on the values, which the receiver"
             " does not know"
         )
-    return no_sparse(coder, ranks)
+    return no_sparse(codec, ranks)
 
 
 def gather_steps(
-    x: Tensor, request: Request, coder: Codec, reference: Tensor | None = None, *, flow: Flow
+    x: Tensor, request: Request, codec: Codec, reference: Tensor | None = None, *, flow: Flow
 ) -> Steps:
     """Gather codes, or codes of the difference to the ``reference``."""
-    if isinstance(coder, DifferenceCodec):
+    if isinstance(codec, DifferenceCodec):
         assert reference is not None
-        return difference_steps(x, request, coder, reference, flow)
-    return all_gather_steps(x, request, coder, flow)
+        return difference_steps(x, request, codec, reference, flow)
+    return all_gather_steps(x, request, codec, flow)
 
 
-def _gather_obstacle(coder: Codec, ranks: int) -> str | None:
-    return None if isinstance(coder, DifferenceCodec) else no_sparse(coder, ranks)
+def _gather_unsupported_reason(codec: Codec, ranks: int) -> str | None:
+    return None if isinstance(codec, DifferenceCodec) else no_sparse(codec, ranks)
 
 
 # --- by name --------------------------------------------------------------------------------------
 
 
 def direct(
-    steps: Callable[..., Steps], obstacle: Callable[[Codec, int], str | None] = no_sparse
+    steps: Callable[..., Steps], unsupported_reason: Callable[[Codec, int], str | None] = no_sparse
 ) -> Callable[..., Algorithm]:
     """Return the function that builds an algorithm of one exchange from its steps."""
 
@@ -130,7 +130,11 @@ def direct(
         """
         flow = flow_of(chunks, chunk_bytes, shards, first)
         return Algorithm(
-            spec, kind, partial(steps, flow=flow), obstacle=obstacle, chunks=flow.chunks
+            spec,
+            kind,
+            partial(steps, flow=flow),
+            steps_unsupported_reason=unsupported_reason,
+            chunks=flow.chunks,
         )
 
     return build
@@ -138,11 +142,13 @@ def direct(
 
 def pairwise(steps: Callable[..., Steps]) -> Callable[..., Algorithm]:
     """Return the function that builds one encoded message, in place of the plain operator."""
-    return lambda kind, spec: Algorithm(spec, kind, steps, obstacle=_pairwise_obstacle)
+    return lambda kind, spec: Algorithm(
+        spec, kind, steps, steps_unsupported_reason=_pairwise_unsupported_reason
+    )
 
 
 ALGORITHMS = {
-    "all_gather": {"direct": direct(gather_steps, _gather_obstacle)},
+    "all_gather": {"direct": direct(gather_steps, _gather_unsupported_reason)},
     "broadcast": {"direct": direct(broadcast_steps)},
     "send": {"direct": pairwise(send_steps)},
     "recv": {"direct": pairwise(recv_steps)},

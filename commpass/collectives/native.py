@@ -18,48 +18,48 @@ from commpass.collectives.request import Request, ops
 from commpass.collectives.steps import Steps
 
 
-def all_reduce_steps(x: Tensor, request: Request, coder: Codec) -> Steps:
+def all_reduce_steps(x: Tensor, request: Request, codec: Codec) -> Steps:
     """Reduce ``x`` of any shape to its sum or mean over the ranks."""
     total = yield from _summed(
         x.reshape(1, -1),
         request,
-        coder,
+        codec,
         lambda wire: ops.all_reduce(wire, "sum", request.group),
     )
     return total.to(x.dtype).reshape(x.shape)
 
 
-def reduce_scatter_steps(x: Tensor, request: Request, coder: Codec) -> Steps:
+def reduce_scatter_steps(x: Tensor, request: Request, codec: Codec) -> Steps:
     """Reduce ``[ranks * n, ...]`` to part ``request.rank`` of its sum or mean: ``[n, ...]``."""
     total = yield from _summed(
         x.reshape(request.ranks, -1),
         request,
-        coder,
+        codec,
         lambda wire: ops.reduce_scatter_tensor(wire, "sum", request.ranks, request.group),
     )
     return total.to(x.dtype).reshape(x.shape[0] // request.ranks, *x.shape[1:])
 
 
 def _summed(
-    rows: Tensor, request: Request, coder: Codec, start: Callable[[Tensor], Tensor]
+    rows: Tensor, request: Request, codec: Codec, start: Callable[[Tensor], Tensor]
 ) -> Steps:
     """Cast ``[r, n]``, sum it by the exchange that ``start`` starts, and widen it to ``[1, n]`` in
     the accumulation dtype. For a mean, the sum is divided after it is widened, because gloo has no
     mean."""
-    wire = operators.encode(coder, rows).flatten()
-    arrived = yield start(wire.view(wire_dtype(coder)))
+    wire = operators.encode(codec, rows).flatten()
+    arrived = yield start(wire.view(wire_dtype(codec)))
     row = arrived.view(torch.uint8).reshape(1, -1)
-    total = operators.decode(coder, row, rows.shape[1], accumulation_dtype(rows.dtype))
+    total = operators.decode(codec, row, rows.shape[1], accumulation_dtype(rows.dtype))
     return request.from_sum(total)
 
 
-def wire_dtype(coder: Codec) -> torch.dtype:
+def wire_dtype(codec: Codec) -> torch.dtype:
     """Return the dtype in which the library receives and sums the values."""
-    assert isinstance(coder, CastCodec)
-    return coder.dtype
+    assert isinstance(codec, CastCodec)
+    return codec.dtype
 
 
-def encodes(coder: Codec, ranks: int) -> Encodes:
+def encodes(codec: Codec, ranks: int) -> Encodes:
     """Return the share of rounding errors, for a ring of the library.
 
     Every addend is rounded, which counts as one encode (share 1). A ring then adds one rank after
@@ -67,14 +67,14 @@ def encodes(coder: Codec, ranks: int) -> Encodes:
     ..., ranks. These add ``(ranks + 1) / 2 - 1 / ranks``. A library that sums as a tree, or in a
     wider dtype than it sends, rounds less.
     """
-    return ((coder, 1 + (ranks + 1) / 2 - 1 / ranks),)
+    return ((codec, 1 + (ranks + 1) / 2 - 1 / ranks),)
 
 
-def _casts(coder: Codec, ranks: int) -> str | None:
-    if isinstance(coder, CastCodec):
+def _casts(codec: Codec, ranks: int) -> str | None:
+    if isinstance(codec, CastCodec):
         return None
     return (
-        f"the library cannot sum what {coder.spec} sends: algorithm 'native' is for casts, so write"
+        f"the library cannot sum what {codec.spec} sends: algorithm 'native' is for casts, so write"
         " codec='bf16' with it, or name another algorithm"
     )
 
@@ -93,8 +93,8 @@ def native(kind: str, spec: str) -> Algorithm:
         kind,
         all_reduce_steps if kind == "all_reduce" else reduce_scatter_steps,
         encodes=encodes,
-        obstacle=_casts,
-        sends=wire_dtype,
+        steps_unsupported_reason=_casts,
+        wire_dtype=wire_dtype,
     )
 
 

@@ -183,7 +183,7 @@ def _collective(
         raise PolicyError("async_op=True has no gradient: give x.detach(), or leave async_op out")
     chosen, coder = _named(kind, spec), codec_named(codec)
     with without_ambient_state():
-        own = x.clone() if chosen.keeps(coder) else x
+        own = x.clone() if chosen.keeps_input(coder) else x
     return Handle(chosen.run(own, _request(x, op, where, ranks, rank, sent, received), coder))
 
 
@@ -281,8 +281,8 @@ def _checked(kind: str, codec: str, name: str, ranks: int) -> str:
             " integrations of commpass.parallel keep for parameters; give a codec without"
             " state, or encode and decode with commpass.codec(...).against(reference)"
         )
-    if obstacle := chosen.unsupported_reason(codec_named(codec), ranks):
-        raise PolicyError(f"{kind} by {chosen.spec}: {obstacle}")
+    if reason := chosen.unsupported_reason(codec_named(codec), ranks):
+        raise PolicyError(f"{kind} by {chosen.spec}: {reason}")
     return chosen.spec
 
 

@@ -57,16 +57,16 @@ class Scatter:
     """One of the functions of ``scatters``.
 
     ``encodes`` is as in ``Algorithm``. ``between`` returns the codec of the last hop if it differs.
-    ``hops`` says whether partial sums are sent, not only values. ``keeps`` says whether later hops
-    read the values again. ``gather`` is the function of ``gathers`` by which an all_reduce then
-    shares the sums.
+    ``hops`` says whether partial sums are sent, not only values. ``keeps_input`` says whether later
+    hops read the values again. ``gather`` is the function of ``gathers`` by which an all_reduce
+    then shares the sums.
     """
 
     run: Callable[[Tensor, Request, Coding], Summed]
     encodes: Callable[[Codec, int], Encodes]
     between: Callable[[Codec], Codec] = lambda codec: codec
     hops: bool = True
-    keeps: bool = False
+    keeps_input: bool = False
     gather: Callable[[Tensor, Request, Coding], Steps] = gathers.direct
 
     def unit(self, codec: Codec) -> int:
@@ -77,13 +77,13 @@ DIRECT = Scatter(scatters.direct, lambda codec, ranks: ((codec, 1.0),), hops=Fal
 RING = Scatter(
     scatters.ring,
     lambda codec, ranks: ((codec, scatters.ring_encodes(ranks)),),
-    keeps=True,
+    keeps_input=True,
     gather=gathers.ring,
 )
 SEMI_RING = Scatter(
     scatters.semi_ring,
     lambda codec, ranks: ((codec, scatters.semi_ring_encodes(ranks)),),
-    keeps=True,
+    keeps_input=True,
 )
 
 
@@ -95,69 +95,69 @@ class Staged:
     stage: str = "both"
     flow: Flow = UNDIVIDED
 
-    def codings(self, coder: Codec, dtype: torch.dtype, request: Request) -> tuple[Coding, Coding]:
+    def codings(self, codec: Codec, dtype: torch.dtype, request: Request) -> tuple[Coding, Coding]:
         # Partial sums are not rounded to a narrower dtype when sent, even by an otherwise lossless
         # codec (law 4).
         partial = accumulation_dtype(dtype) if self.scatter.hops else dtype
-        first = Coding(RAW if self.stage == "ag" else coder, partial, self.flow)
-        second = RAW if self.stage == "rs" else self.scatter.between(coder)
+        first = Coding(RAW if self.stage == "ag" else codec, partial, self.flow)
+        second = RAW if self.stage == "rs" else self.scatter.between(codec)
         second = second.of_sum(1 if request.op == "avg" else request.ranks, request.ranks)
         return first, Coding(second, second.hop_dtype(dtype), self.flow, LAST)
 
-    def encodes(self, coder: Codec, ranks: int) -> Encodes:
-        scattered = self.scatter.encodes(coder, ranks) if self.stage != "ag" else ()
-        return (*scattered, (self.scatter.between(coder), 1.0)) if self.stage != "rs" else scattered
+    def encodes(self, codec: Codec, ranks: int) -> Encodes:
+        scattered = self.scatter.encodes(codec, ranks) if self.stage != "ag" else ()
+        return (*scattered, (self.scatter.between(codec), 1.0)) if self.stage != "rs" else scattered
 
-    def unit(self, coder: Codec) -> int:
-        return math.lcm(self.scatter.unit(coder), coder.block) * self.flow.shards
+    def unit(self, codec: Codec) -> int:
+        return math.lcm(self.scatter.unit(codec), codec.block) * self.flow.shards
 
-    def domain(self, coder: Codec) -> str:
-        return coder.domain.name if self.stage != "ag" else ""
+    def domain(self, codec: Codec) -> str:
+        return codec.domain.name if self.stage != "ag" else ""
 
-    def keeps(self, coder: Codec) -> bool:
-        return self.scatter.keeps or self.stage == "ag" or isinstance(coder, RawCodec)
+    def keeps_input(self, codec: Codec) -> bool:
+        return self.scatter.keeps_input or self.stage == "ag" or isinstance(codec, RawCodec)
 
-    def all_reduce(self, x: Tensor, request: Request, coder: Codec) -> Steps:
-        first, second = self.codings(coder, x.dtype, request)
-        there = second.codec.domain
+    def all_reduce(self, x: Tensor, request: Request, codec: Codec) -> Steps:
+        first, second = self.codings(codec, x.dtype, request)
+        gather_domain = second.codec.domain
 
         def both(rows: Tensor, first: Coding) -> Steps:
-            summed, here = yield from self.scatter.run(rows, request, first)
-            summed = convert(request.from_sum(summed), here, there)
+            summed, domain = yield from self.scatter.run(rows, request, first)
+            summed = convert(request.from_sum(summed), domain, gather_domain)
             last = second.in_domain().of_chunk(first.chunk)
             arrived = yield from self.scatter.gather(summed, request, last)
-            return convert(arrived, there, VALUES).to(x.dtype)
+            return convert(arrived, gather_domain, VALUES).to(x.dtype)
 
-        shard = shard_length(x.numel(), request.ranks, self.unit(coder))
+        shard = shard_length(x.numel(), request.ranks, self.unit(codec))
         rows = pad(x.reshape(-1), shard * request.ranks).reshape(request.ranks, shard)
-        result = yield from in_chunks(rows, first, self.unit(coder), both)
+        result = yield from in_chunks(rows, first, self.unit(codec), both)
         return cut_apart(result.reshape(1, -1), x.numel()).reshape(x.shape)
 
-    def reduce_scatter(self, x: Tensor, request: Request, coder: Codec) -> Steps:
-        first, _ = self.codings(coder, x.dtype, request)
+    def reduce_scatter(self, x: Tensor, request: Request, codec: Codec) -> Steps:
+        first, _ = self.codings(codec, x.dtype, request)
 
         def summed_values(rows: Tensor, first: Coding) -> Steps:
             summed, here = yield from self.scatter.run(rows, request, first)
             return convert(request.from_sum(summed), here, VALUES).to(x.dtype)
 
         rows = x.reshape(request.ranks, -1)
-        padded = pad(rows, self._padded_numel(rows.shape[1], coder))
-        result = yield from in_chunks(padded, first, self.unit(coder), summed_values)
+        padded = pad(rows, self._padded_numel(rows.shape[1], codec))
+        result = yield from in_chunks(padded, first, self.unit(codec), summed_values)
         if request.ranks == 1:  # nothing was sent, so it may be a view of x
             result = result.clone()
         return cut_apart(result, rows.shape[1]).reshape(x.shape[0] // request.ranks, *x.shape[1:])
 
-    def _padded_numel(self, numel: int, coder: Codec) -> int:
-        return shard_length(numel, 1, self.unit(coder))
+    def _padded_numel(self, numel: int, codec: Codec) -> int:
+        return shard_length(numel, 1, self.unit(codec))
 
 
 # --- one-shot -------------------------------------------------------------------------------------
 
 
-def one_shot_steps(x: Tensor, request: Request, coder: Codec, flow: Flow) -> Steps:
+def one_shot_steps(x: Tensor, request: Request, codec: Codec, flow: Flow) -> Steps:
     """Every rank sends all its values to all ranks and sums: one hop, one encode, ``ranks`` decodes
     (low-bit TP inference, section 3)."""
-    domain = coder.domain
+    domain = codec.domain
 
     def summed(row: Tensor, coding: Coding) -> Steps:
         entered = convert(row, VALUES, domain)
@@ -165,16 +165,16 @@ def one_shot_steps(x: Tensor, request: Request, coder: Codec, flow: Flow) -> Ste
         total = request.from_sum(sum_rows(arrived.to(accumulation_dtype(x.dtype))))
         return convert(total, domain, VALUES).to(x.dtype)
 
-    unit = coder.block * flow.shards
+    unit = codec.block * flow.shards
     row = pad(x.reshape(1, -1), shard_length(x.numel(), 1, unit))
-    result = yield from in_chunks(row, Coding(coder, x.dtype, flow), unit, summed)
+    result = yield from in_chunks(row, Coding(codec, x.dtype, flow), unit, summed)
     return cut_apart(result, x.numel()).reshape(x.shape)
 
 
 # --- sparse ---------------------------------------------------------------------------------------
 
 
-def sparse_steps(x: Tensor, request: Request, coder: Codec, residual: Tensor) -> Any:
+def sparse_steps(x: Tensor, request: Request, codec: Codec, residual: Tensor) -> Any:
     """Send selected values and their indices to all ranks, and sum them by index; values not sent
     are added to the next ``x``.
 
@@ -183,10 +183,10 @@ def sparse_steps(x: Tensor, request: Request, coder: Codec, residual: Tensor) ->
     the selections of all ranks together are at least as many as the values, rows are summed densely
     instead.
     """
-    assert isinstance(coder, SparseCodec)
+    assert isinstance(codec, SparseCodec)
     numel, dtype = x.numel(), accumulation_dtype(x.dtype)
     # Segments are separate operators: equal ones are traced and compiled once.
-    each, lengths = coder.segments(numel)
+    each, lengths = codec.segments(numel)
     rows, kept = (
         value.split(list(lengths), dim=1) if len(lengths) > 1 else [value]
         for value in (x.reshape(1, -1), residual.to(dtype).reshape(1, -1))
@@ -211,34 +211,34 @@ def sparse_steps(x: Tensor, request: Request, coder: Codec, residual: Tensor) ->
 
 
 def _summed(
-    coder: SparseCodec, wires: Tensor, numel: int, dtype: torch.dtype, ranks: int
+    codec: SparseCodec, wires: Tensor, numel: int, dtype: torch.dtype, ranks: int
 ) -> Tensor:
     """Return the sum of the rows of all ranks, densely if the selections are at least as many as
     the values."""
-    if coder.slots(numel) * ranks >= numel:
-        return sum_rows(operators.decode(coder, wires, numel, dtype).to(accumulation_dtype(dtype)))
-    return operators.decode_and_sum_by_index(coder, wires, numel, dtype)
+    if codec.slots(numel) * ranks >= numel:
+        return sum_rows(operators.decode(codec, wires, numel, dtype).to(accumulation_dtype(dtype)))
+    return operators.decode_and_sum_by_index(codec, wires, numel, dtype)
 
 
 def _side_by_side(rows: Sequence[Tensor]) -> Tensor:
     return rows[0] if len(rows) == 1 else torch.cat(list(rows), dim=1)
 
 
-def _needs_sparse(coder: Codec, ranks: int) -> str | None:
+def _needs_sparse(codec: Codec, ranks: int) -> str | None:
     return (
         None
-        if isinstance(coder, SparseCodec)
-        else f"sums by index, but {coder.spec} selects no indices"
+        if isinstance(codec, SparseCodec)
+        else f"sums by index, but {codec.spec} selects no indices"
     )
 
 
-def no_sparse(coder: Codec, ranks: int) -> str | None:
+def no_sparse(codec: Codec, ranks: int) -> str | None:
     """Return why a codec cannot be summed hop by hop, or None if it can."""
-    if isinstance(coder, SparseCodec):
-        return f"{coder.spec} needs {coder.state}, which only algorithm 'sparse' keeps"
+    if isinstance(codec, SparseCodec):
+        return f"{codec.spec} needs {codec.state}, which only algorithm 'sparse' keeps"
     return (
-        f"{coder.spec} needs {coder.state}, which is kept for an all_gather of parameters alone"
-        if coder.state is not None
+        f"{codec.spec} needs {codec.state}, which is kept for an all_gather of parameters alone"
+        if codec.state is not None
         else None
     )
 
@@ -262,8 +262,8 @@ def one_shot(
         kind,
         partial(one_shot_steps, flow=flow),
         chunks=flow.chunks,
-        obstacle=no_sparse,
-        domain=lambda coder: coder.domain.name,
+        steps_unsupported_reason=no_sparse,
+        domain=lambda codec: codec.domain.name,
     )
 
 
@@ -279,9 +279,9 @@ def _staged(kind: str, spec: str, scatter: Scatter, stage: str, flow: Flow) -> A
         kind,
         steps=staged.all_reduce if by_stage else staged.reduce_scatter,
         encodes=staged.encodes if by_stage else scatter.encodes,
-        obstacle=no_sparse,
+        steps_unsupported_reason=no_sparse,
         domain=staged.domain,
-        keeps=staged.keeps,
+        keeps_input=staged.keeps_input,
         chunks=flow.chunks,
     )
 
@@ -291,16 +291,16 @@ MOST_HOPS = 64
 
 
 def _few_hops(algorithm: Algorithm, hops: Callable[[int], int]) -> Algorithm:
-    def unsupported_reason(coder: Codec, ranks: int) -> str | None:
+    def unsupported_reason(codec: Codec, ranks: int) -> str | None:
         if hops(ranks) > MOST_HOPS:
             return (
                 f"{algorithm.spec} on {ranks} ranks would take {hops(ranks)} hops, each with an"
                 " error:"
                 f" more than {MOST_HOPS}"
             )
-        return algorithm.obstacle(coder, ranks)
+        return algorithm.steps_unsupported_reason(codec, ranks)
 
-    return replace(algorithm, obstacle=unsupported_reason)
+    return replace(algorithm, steps_unsupported_reason=unsupported_reason)
 
 
 def two_shot(
@@ -381,7 +381,7 @@ def hierarchical(
     def run(rows: Tensor, request: Request, coding: Coding) -> Summed:
         return scatters.hierarchical(rows, request, coding, node=node, between=of(coding.codec))
 
-    def obstacle(coder: Codec, ranks: int) -> str | None:
+    def unsupported_reason(coder: Codec, ranks: int) -> str | None:
         if node == 0:
             return (
                 "hierarchical needs the number of ranks on a host: hierarchical(node=8), or"
@@ -393,13 +393,13 @@ def hierarchical(
 
     scatter = Scatter(run, lambda coder, ranks: ((coder, 1.0), (of(coder), 1.0)), of)
     made = _staged(kind, spec, scatter, stage, flow_of(chunks, chunk_bytes, shards, first))
-    return replace(made, obstacle=obstacle)
+    return replace(made, steps_unsupported_reason=unsupported_reason)
 
 
 def sparse(kind: str, spec: str) -> Algorithm:
     """An all-gather of selected values and indices, with error feedback; for sparse codecs (topk,
     dgc, ...)."""
-    return Algorithm(spec, kind, sparse_steps, obstacle=_needs_sparse)
+    return Algorithm(spec, kind, sparse_steps, steps_unsupported_reason=_needs_sparse)
 
 
 def flow_of(chunks: int, chunk_bytes: int, shards: int, first: str) -> Flow:

@@ -30,7 +30,8 @@ class Request:
       all-to-all (numbers, possibly symbolic), None if even.
     - ``unknown`` says that the lengths are known only when the graph runs, though numbers are given
       here.
-    - ``alike`` is False if the lengths of other ranks are not even, though those of this rank are.
+    - ``has_even_peers`` is False if the lengths of other ranks are not even, though those of this
+      rank are.
     - ``peer`` is the number of the rank at the other end of a send or receive, ``tag`` identifies
       the message among others between the two.
     - ``by_messages`` says that exchanges are point-to-point messages (``messages``) and not the
@@ -45,7 +46,7 @@ class Request:
     sent: tuple[Any, ...] | None = None
     received: tuple[Any, ...] | None = None
     unknown: bool = False
-    alike: bool = True
+    has_even_peers: bool = True
     peer: int = 0
     tag: int = 0
     by_messages: bool = False

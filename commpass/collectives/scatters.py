@@ -95,14 +95,16 @@ def hierarchical(
     inner, outer = coding.codec.domain, between.domain
     nodes, length = request.ranks // node, rows.shape[1]
     home, place = divmod(request.rank, node)
-    mates, likes = range(home * node, (home + 1) * node), range(place, request.ranks, node)
+    node_ranks = range(home * node, (home + 1) * node)
+    place_ranks = range(place, request.ranks, node)
     # Row p holds the parts that the ranks of place p will own, node by node.
     rows = rows.reshape(nodes, node, length).transpose(0, 1).reshape(node, nodes * length)
     first = coding.in_domain().of_sum(1, request.ranks)
-    arrived = yield from hop(convert(rows, VALUES, inner), first, pass_on(request, mates, mates))
+    move = pass_on(request, node_ranks, node_ranks)
+    arrived = yield from hop(convert(rows, VALUES, inner), first, move)
     summed = convert(sum_rows(_wide(arrived)).reshape(nodes, length), inner, outer)
     coding = coding.by(between).in_domain().nth(1).of_sum(node, request.ranks)
-    arrived = yield from hop(summed, coding, pass_on(request, likes, likes))
+    arrived = yield from hop(summed, coding, pass_on(request, place_ranks, place_ranks))
     return sum_rows(_wide(arrived)), outer
 
 

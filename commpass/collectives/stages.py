@@ -26,7 +26,7 @@ from commpass.collectives.request import Request, ops
 from commpass.collectives.steps import run
 from commpass.collectives.table import algorithm
 from commpass.plan.kinds import KIND_OF, KINDS
-from commpass.plan.stage import Stage, all_to_all
+from commpass.plan.stage import Stage, all_to_all, plain_exchange
 from commpass.utils.ambient import ambient_free
 
 
@@ -88,13 +88,13 @@ def read_stages(kind: str, spec: str, code: str, payload: Payload, request: Requ
 
 
 def _read(
-    algorithm: Algorithm, coder: Codec, shape: tuple[int, int], dtype: torch.dtype, request: Request
+    algorithm: Algorithm, codec: Codec, shape: tuple[int, int], dtype: torch.dtype, request: Request
 ) -> Stages:
     x = torch.empty(shape, dtype=dtype, device="meta")
-    found = record_stages(algorithm, coder, x, request)
-    if not coder.dynamic:
+    found = record_stages(algorithm, codec, x, request)
+    if not codec.dynamic:
         return found
-    pairs = zip(found, record_stages(algorithm, coder, x, request, gaussian=False), strict=True)
+    pairs = zip(found, record_stages(algorithm, codec, x, request, gaussian=False), strict=True)
     return Stages(
         tuple(dataclasses.replace(at, dynamic=at.nbytes != least.nbytes) for at, least in pairs)
     )
@@ -102,7 +102,7 @@ def _read(
 
 @ambient_free
 def record_stages(
-    algorithm: Algorithm, coder: Codec, x: Tensor, request: Request, *, gaussian: bool = True
+    algorithm: Algorithm, codec: Codec, x: Tensor, request: Request, *, gaussian: bool = True
 ) -> Stages:
     """Return the stages of an algorithm for a ``meta`` or fake tensor; if its sizes are symbolic,
     so are those of the stages.
@@ -110,7 +110,7 @@ def record_stages(
     Bytes that depend on values are those that Gaussian values need if ``gaussian``, else the fewest
     possible.
     """
-    state = [coder.initial_state(x, request.ranks)] if coder.state is not None else []
+    state = [codec.initial_state(x, request.ranks)] if codec.state is not None else []
     recorder = _Recorder(request)
     fixed = all(isinstance(size, int) for size in x.shape)
     with (
@@ -119,7 +119,7 @@ def record_stages(
         operators.as_operators(),
         recorder,
     ):
-        run(algorithm.run(x, request, coder, *state))
+        run(algorithm.run(x, request, codec, *state))
     return Stages(tuple(recorder.stages))
 
 
@@ -160,9 +160,9 @@ class _Recorder(TorchDispatchMode):
             if EXCHANGES.get(func) == "all_to_all"
             else func(*args, **(kwargs or {}))
         )
-        taken, given = list(_tensors(args)), list(_tensors([result]))
-        after = tuple(sorted({n for each in taken for n in self.made_by.get(id(each), ())}))
-        stage = self._stage(func, args, taken, given)
+        inputs, outputs = list(_tensors(args)), list(_tensors([result]))
+        after = tuple(sorted({n for each in inputs for n in self.made_by.get(id(each), ())}))
+        stage = self._stage(func, args, inputs, outputs)
         if stage is not None and stage.role == "exchange":
             after = tuple(sorted({*after, *self.known}))
             self.known.clear()
@@ -173,11 +173,11 @@ class _Recorder(TorchDispatchMode):
                 decoded = dataclasses.replace(stage, role="decode", after=after)
                 self.stages.append(decoded)
         if after:
-            for each in given:
+            for each in outputs:
                 self.made_by[id(each)] = after
                 self.tensors.append(each)
         if func is WITH_FEEDBACK:
-            self.made_by[id(given[1])] = (len(self.stages) - 1,)
+            self.made_by[id(outputs[1])] = (len(self.stages) - 1,)
         return result
 
     def _stage(self, func: Any, args: Any, inputs: list[Tensor], outputs: list[Tensor]) -> Any:
@@ -187,27 +187,22 @@ class _Recorder(TorchDispatchMode):
         if role is None or role in UNCOUNTED:
             return None
         if func is operators.ops.decode_and_sum_by_index.default:
-            coder = operators.lookup(args[1])
-            values = coder.slots(args[2]) * args[0].shape[0]
-            return Stage(role=role, codec=coder.spec, values=values)
+            codec = operators.lookup(args[1])
+            values = codec.slots(args[2]) * args[0].shape[0]
+            return Stage(role=role, codec=codec.spec, values=values)
         if role not in ("encode", "decode"):
             return Stage(role=role, values=inputs[0].numel())
-        coder, (rows, numel) = (
+        codec, (rows, numel) = (
             operators.lookup(next(arg for arg in args if isinstance(arg, str))),
             (inputs if role == "encode" else outputs)[0].shape,
         )
-        return Stage(role=role, codec=coder.spec, values=rows * coder.padded_numel(numel))
+        return Stage(role=role, codec=codec.spec, values=rows * codec.padded_numel(numel))
 
     def _exchange(self, kind: str, wire: Tensor, args: Any) -> Stage:
         nbytes = wire.numel() * wire.element_size()
         if not KINDS[kind].splits:
-            return Stage(
-                role="exchange",
-                kind=kind,
-                nbytes=nbytes,
-                leaving=nbytes,
-                by_messages=KINDS[kind].by_messages and self.request.by_messages,
-            )
+            by_messages = KINDS[kind].by_messages and self.request.by_messages
+            return plain_exchange(kind, nbytes, by_messages=by_messages)
         _, received, sent, _ = args
         return all_to_all(
             nbytes, sent, received, self.request.rank, by_messages=self.request.by_messages

@@ -137,7 +137,7 @@ def hop(rows: Tensor, coding: Coding, move: Move) -> Steps:
 
 AHEAD = 4
 """Chunks in flight at once: while one is decoded, others are sent."""
-ALIKE = 64
+CHUNK_MULTIPLE = 64
 """The number of values of a chunk is a multiple of this, so that its codes begin at aligned
 addresses."""
 
@@ -153,7 +153,7 @@ def in_chunks(
     for codecs with stochastic rounding. There are never more chunks than blocks.
     """
     chunks = coding.flow.chunks_of(rows.numel() * rows.element_size())
-    unit = math.lcm(unit, ALIKE)
+    unit = math.lcm(unit, CHUNK_MULTIPLE)
     units = rows.shape[1] // unit
     if isinstance(units, int):
         chunks = min(chunks, max(units, 1))

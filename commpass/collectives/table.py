@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -49,34 +50,23 @@ def algorithm(kind: str, spec: str, **parameters: Any) -> Algorithm:
     have = ALGORITHMS.get(kind, {})
     if name not in have:
         raise PolicyError(f"{kind} has no algorithm {name!r}{nearest(name, have)}")
-    return _build(
-        kind,
-        name,
-        changed_parameters(f"algorithm {name!r} of {kind}", have[name], given | parameters),
-    )
+    return _changed(kind, name, given | parameters)
 
 
-def without_chunks(spec: str) -> str:
-    """Return the text of an algorithm without its division into chunks."""
-    name, given = parse(spec)
-    given.pop("chunks", None)
-    given.pop("chunk_bytes", None)
-    return spell(name, tuple(sorted(given.items())))
+def with_parameters(algorithm: Algorithm, **parameters: Any) -> Algorithm:
+    """Return an algorithm with other values of some parameters."""
+    return _changed(algorithm.kind, algorithm.name, dict(algorithm.parameters) | parameters)
 
 
-def chunk_bytes_of(spec: str) -> int:
-    """Return the chunk size in bytes in an algorithm's text; 0 if there is none."""
-    return int(parse(spec)[1].get("chunk_bytes", 0))
+def without_chunks(algorithm: Algorithm) -> Algorithm:
+    """Return an algorithm without its division into chunks."""
+    kept = tuple(p for p in algorithm.parameters if p[0] not in ("chunks", "chunk_bytes"))
+    return _build(algorithm.kind, algorithm.name, kept)
 
 
-def divides(kind: str, name: str) -> bool:
-    """Whether an algorithm can divide what it sends into chunks."""
-    return "chunks" in parameters_of(ALGORITHMS[kind][name])
-
-
-def has_shards(kind: str, name: str) -> bool:
-    """Whether an algorithm can send micro-shards."""
-    return "shards" in parameters_of(ALGORITHMS[kind][name])
+def has_parameter(algorithm: Algorithm, name: str) -> bool:
+    """Whether an algorithm has a parameter of this name, such as ``chunks`` or ``shards``."""
+    return name in parameters_of(ALGORITHMS[algorithm.kind][algorithm.name])
 
 
 def find_algorithm(kind: str, spec: str) -> Algorithm | None:
@@ -87,9 +77,17 @@ def find_algorithm(kind: str, spec: str) -> Algorithm | None:
         return None
 
 
+def _changed(kind: str, name: str, parameters: dict[str, Any]) -> Algorithm:
+    builder = ALGORITHMS[kind][name]
+    return _build(
+        kind, name, changed_parameters(f"algorithm {name!r} of {kind}", builder, parameters)
+    )
+
+
 @lru_cache(maxsize=1024)
 def _build(kind: str, name: str, parameters: tuple[tuple[str, Any], ...]) -> Algorithm:
-    return ALGORITHMS[kind][name](kind, spell(name, parameters), **dict(parameters))
+    built = ALGORITHMS[kind][name](kind, spell(name, parameters), **dict(parameters))
+    return replace(built, parameters=parameters)
 
 
 def check_name(spec: str) -> None:

@@ -28,7 +28,7 @@ LONG = 1.05
 large tensor."""
 
 
-def all_to_all_steps(x: Tensor, request: Request, coder: Codec, flow: Flow) -> Steps:
+def all_to_all_steps(x: Tensor, request: Request, codec: Codec, flow: Flow) -> Steps:
     """Send parts of ``[n, ...]`` to all ranks and concatenate the received parts.
 
     With even splits, each rank's part is a row. Otherwise each entry of the first dimension is a
@@ -36,18 +36,18 @@ def all_to_all_steps(x: Tensor, request: Request, coder: Codec, flow: Flow) -> S
     """
     if request.sent is None or request.received is None:
         rows = x.reshape(request.ranks, -1)
-        moved = yield from move_rows(rows, x.dtype, coder, flow, scatter(request))
+        moved = yield from move_rows(rows, x.dtype, codec, flow, scatter(request))
         return moved.reshape(x.shape)
     width, arriving = _width(x), sum(request.received)
-    if by_entries(coder, width, x.dtype, request):
+    if by_entries(codec, width, x.dtype, request):
         move = Rows(request, request.sent, request.received)
-        moved = yield from move_rows(x.reshape(x.shape[0], width), x.dtype, coder, flow, move)
+        moved = yield from move_rows(x.reshape(x.shape[0], width), x.dtype, codec, flow, move)
         return moved.reshape(arriving, *x.shape[1:])
     # Ranks whose parts are even must do the same as ranks whose parts are not.
-    coding = Coding(coder, x.dtype, flow).undivided()
+    coding = Coding(codec, x.dtype, flow).undivided()
     if _even(request):
         rows = x.reshape(request.ranks, request.sent[0] * width)
-        moved = yield from move_rows(rows, x.dtype, coder, coding.flow, scatter(request))
+        moved = yield from move_rows(rows, x.dtype, codec, coding.flow, scatter(request))
         return moved.reshape(x.shape)
     numels = [entries * width for entries in request.received]
     parts = x.reshape(-1).split([entries * width for entries in request.sent])
@@ -62,26 +62,26 @@ def _joined(rows: Sequence[Tensor], numels: Sequence[int], x: Tensor, entries: i
     return (torch.cat(whole, dim=1) if whole else x.new_empty(0)).reshape(entries, *x.shape[1:])
 
 
-def all_gather_v_steps(x: Tensor, request: Request, coder: Codec, flow: Flow) -> Steps:
+def all_gather_v_steps(x: Tensor, request: Request, codec: Codec, flow: Flow) -> Steps:
     """Gather ``[received[r], ...]`` of every rank r to ``[sum(received), ...]``: encode once, send
     the same bytes to each rank, decode all."""
     if request.received is None or _even(request):
-        return (yield from all_gather_steps(x, request, coder, flow))
-    coding, numels = Coding(coder, x.dtype, flow), [n * _width(x) for n in request.received]
-    row = x.reshape(1, -1).to(coder.hop_dtype(x.dtype))
-    wire, ranks = operators.encode(coder, row, coding.salt(request.rank)), request.ranks
+        return (yield from all_gather_steps(x, request, codec, flow))
+    coding, numels = Coding(codec, x.dtype, flow), [n * _width(x) for n in request.received]
+    row = x.reshape(1, -1).to(codec.hop_dtype(x.dtype))
+    wire, ranks = operators.encode(codec, row, coding.salt(request.rank)), request.ranks
     arrived = yield from _exchange([wire] * ranks, [row.shape[1]] * ranks, numels, coding, request)
     return _joined(arrived, numels, x, sum(request.received))
 
 
-def reduce_scatter_v_steps(x: Tensor, request: Request, coder: Codec, flow: Flow) -> Steps:
+def reduce_scatter_v_steps(x: Tensor, request: Request, codec: Codec, flow: Flow) -> Steps:
     """Sum part r of ``[sum(sent), ...]`` over the ranks on rank r, in rank order: ``[sent[r],
     ...]``."""
     if request.sent is None or _even(request):
-        return (yield from Staged(DIRECT, flow=flow).reduce_scatter(x, request, coder))
-    coding, domain, width = Coding(coder, x.dtype, flow), coder.domain, _width(x)
+        return (yield from Staged(DIRECT, flow=flow).reduce_scatter(x, request, codec))
+    coding, domain, width = Coding(codec, x.dtype, flow), codec.domain, _width(x)
     entries, numels = request.sent[request.rank], [n * width for n in request.sent]
-    padded = [shard_length(numel, 1, coder.block) for numel in numels]
+    padded = [shard_length(numel, 1, codec.block) for numel in numels]
     parts = [
         convert(pad(part.reshape(1, -1), length), VALUES, domain)
         for part, length in zip(x.reshape(-1).split(numels), padded, strict=True)
@@ -145,7 +145,7 @@ def _width(x: Tensor) -> int:
     return width
 
 
-def by_entries(coder: Codec, width: int, dtype: torch.dtype, request: Request) -> bool:
+def by_entries(codec: Codec, width: int, dtype: torch.dtype, request: Request) -> bool:
     """Whether entries are encoded one by one. Every rank gets the same answer: it depends on the
     form of the splits, not on their sizes, which differ between ranks."""
     if request.sent is None or request.received is None:
@@ -156,25 +156,25 @@ def by_entries(coder: Codec, width: int, dtype: torch.dtype, request: Request) -
         return True
     large = 1 << 16
     return (
-        coder.expected_bytes(width, dtype) * large
-        <= LONG * coder.expected_bytes(large, dtype) * width
+        codec.expected_bytes(width, dtype) * large
+        <= LONG * codec.expected_bytes(large, dtype) * width
     )
 
 
 def _even(request: Request) -> bool:
     sizes = (*(request.sent or ()), *(request.received or ()))
-    return request.alike and bool(sizes) and all(size == sizes[0] for size in sizes)
+    return request.has_even_peers and bool(sizes) and all(size == sizes[0] for size in sizes)
 
 
 def common(
-    steps: Callable[..., Steps], domain: Callable[[Codec], str] = lambda coder: ""
+    steps: Callable[..., Steps], domain: Callable[[Codec], str] = lambda codec: ""
 ) -> Callable[..., Algorithm]:
     """Return the function that builds an algorithm for lengths that all ranks know."""
 
     def build(kind: str, spec: str, *, first: str = "static") -> Algorithm:
         """An all-to-all of the parts. Equal parts are exchanged as by the kind without ``_v``."""
         run = partial(steps, flow=flow_of(1, 0, 1, first))
-        return Algorithm(spec, kind, run, obstacle=no_sparse, domain=domain)
+        return Algorithm(spec, kind, run, steps_unsupported_reason=no_sparse, domain=domain)
 
     return build
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from commpass.costmodel.links import ONE, SEVERAL, Link, sharing_of
 from commpass.costmodel.profile import INTRA_HOST, Profile
 from commpass.costmodel.timeline import HOST, Task
-from commpass.plan.stage import ALL, BLOCK, Stage
+from commpass.plan.stage import ALL, BLOCK, Stage, plain_exchange
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,8 @@ class Prices:
 
     def time_us(self, kind: str, nbytes: float) -> float:
         """Return the microseconds of a plain collective to which each rank passes ``nbytes``."""
-        return self.link.time_us(kind, nbytes, self.ranks)
+        task = self.task(plain_exchange(kind, nbytes))
+        return task.us + task.latency_us
 
     def _exchange(self, stage: Stage) -> Task:
         port, link, sharing = self.port, self.link, None

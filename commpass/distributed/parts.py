@@ -25,11 +25,11 @@ SIDE = "/"
 """Separates the key of a site from the sizes that its plan is for."""
 
 
-def may_match(key: str, other: str) -> bool:
+def may_match(key: str, second: str) -> bool:
     """Return whether two of ``keys_of`` or of ``sites`` may be one site, at a size that both plans
     cover."""
-    (a, _, side), (b, _, other_side) = key.partition(SIDE), other.partition(SIDE)
-    return a == b and (side == other_side or not side or not other_side)
+    (a, _, side), (b, _, second_side) = key.partition(SIDE), second.partition(SIDE)
+    return a == b and (side == second_side or not side or not second_side)
 
 
 @dataclass(frozen=True)

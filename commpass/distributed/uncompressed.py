@@ -73,7 +73,7 @@ def asks_for_codecs(policy: Policy, sites: Sequence[PlannedSite]) -> bool:
 
 
 def _is_annotated(site: PlannedSite) -> bool:
-    return site.word is not None and not Annotation.from_json(site.word).keep
+    return site.annotation is not None and not Annotation.from_json(site.annotation).keep
 
 
 def uncompressed_sites(
@@ -108,10 +108,10 @@ def _of_site(
         return UncompressedSite(site, EARLIER)
     if options is None:
         return UncompressedSite(site, site.reason)
-    if options.obstacle == NO_CODEC.format(allowed.source):
+    if options.unsupported_reason == NO_CODEC.format(allowed.source):
         return UncompressedSite(site, *_no_codec_reason(site, allowed, policy))
-    if options.obstacle:
-        return UncompressedSite(site, options.obstacle)
+    if options.unsupported_reason:
+        return UncompressedSite(site, options.unsupported_reason)
     if not options.possible:
         first, *others = options.refused
         over = any(each.refused and each.error for each in options.candidates)
@@ -122,7 +122,7 @@ def _of_site(
 
 def _no_codec_reason(site: PlannedSite, allowed: Allowed, policy: Policy) -> tuple[str, str]:
     """Return why no codec is allowed for a site, and what would allow one."""
-    if site.word is not None and Annotation.from_json(site.word).keep:
+    if site.annotation is not None and Annotation.from_json(site.annotation).keep:
         return KEPT, ""
     if allowed.source == policy.label and policy.rules:
         return NO_RULE.format(policy.label), NO_RULE_REMEDY

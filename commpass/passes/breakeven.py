@@ -14,7 +14,8 @@ import torch
 from commpass.codecs import codec
 from commpass.collectives import algorithm
 from commpass.costmodel import Profile
-from commpass.passes.candidates import coded_us, plain_us, prices_of, stages_us
+from commpass.passes.candidates import coded_us, plain_us, stages_us
+from commpass.passes.payloads import prices_of
 from commpass.plan import Candidate, Site
 
 LEAST, MOST = 1 << 8, 1 << 36
@@ -95,12 +96,12 @@ def explanation(site: Site, nbytes: float) -> str:
     if not site.dynamic or not 0 < nbytes < inf:
         return ""
     sizes = map(_size, site.shape)
-    held = sympy.Mul(getattr(torch, site.dtype).itemsize, *sizes)
-    said = f"{held} > {nbytes:,.0f} bytes"
-    free = sorted(held.free_symbols, key=str)
-    if len(free) == 1 and (share := held.as_independent(free[0])[0]) * free[0] == held:
-        said += f", {free[0]} >= {sympy.ceiling(nbytes / share)}"
-    return said
+    own_bytes = sympy.Mul(getattr(torch, site.dtype).itemsize, *sizes)
+    text = f"{own_bytes} > {nbytes:,.0f} bytes"
+    free = sorted(own_bytes.free_symbols, key=str)
+    if len(free) == 1 and (share := own_bytes.as_independent(free[0])[0]) * free[0] == own_bytes:
+        text += f", {free[0]} >= {sympy.ceiling(nbytes / share)}"
+    return text
 
 
 OPERATIONS = {

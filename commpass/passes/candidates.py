@@ -20,13 +20,11 @@ from commpass.collectives import (
     DEFAULTS,
     REDUCE_OPS,
     Algorithm,
-    Payload,
-    Request,
     Stages,
-    algorithm,
     algorithms_of,
     find_algorithm,
     read_stages,
+    with_parameters,
     without_chunks,
 )
 from commpass.costmodel import Profile, finished_us
@@ -38,15 +36,20 @@ from commpass.passes.divide import (
     is_surely_faster,
     is_unsure,
     no_more_gain,
-    payload_of,
-    prices_of,
     unapplied_note,
     undivided_reason,
 )
+from commpass.passes.payloads import (
+    common_input,
+    own_request,
+    payload_of,
+    prices_of,
+    request_of,
+)
 from commpass.passes.results import Options
-from commpass.plan import ROWS, Candidate, PlannedSite, Site
+from commpass.plan import Candidate, PlannedSite, Site
 from commpass.plan.kinds import KINDS, PAIRWISE
-from commpass.plan.stage import Stage
+from commpass.plan.stage import Stage, plain_exchange
 from commpass.plan.timeline import HOST
 from commpass.policy.rules import Allowed
 
@@ -58,7 +61,7 @@ def run(context: PassContext) -> None:
     for each in context.found:
         site = each.site
         if (why := excluded.get(site.name)) is not None:
-            site = dataclasses.replace(site, obstacle=why)
+            site = dataclasses.replace(site, unsupported_reason=why)
         context.options[site.name] = scored(site, each.allowed)
 
 
@@ -79,8 +82,8 @@ def _with_parts(context: PassContext) -> dict[str, str]:
 def candidates(site: Site, allowed: Allowed, profile: Profile, reassociate: bool) -> Options:
     """Return all candidates that the policy allows for a site, with predicted times."""
     alone = (_uncompressed(site, profile),)
-    if obstacle := _unsent(site) or site.obstacle or _unsupported_reason(site, allowed):
-        return Options(alone, obstacle)
+    if reason := _unsent(site) or site.unsupported_reason or _unsupported_reason(site, allowed):
+        return Options(alone, reason)
     return Options((*alone, *_coded(site, allowed, profile, reassociate)))
 
 
@@ -101,17 +104,17 @@ def scoring(profile: Profile, reassociate: bool) -> Scoring:
 
 def nameless(site: Site) -> Site:
     """Return a site without the fields that do not affect its candidates."""
-    return dataclasses.replace(site, name="", module="", producer=None, consumers=(), word=None)
+    return dataclasses.replace(site, name="", module="", annotation=None)
 
 
 def _uncompressed(site: Site, profile: Profile) -> Candidate:
     """Return the uncompressed candidate with its predicted time."""
     known = getattr(torch, site.dtype, None) in FLOATS
-    payload = _scored(site)[0] if site.uneven and known else None
+    payload = common_input(site)[0] if site.uneven and known else None
     size = payload.numel * payload.dtype.itemsize if payload else max(site.bytes, 0)
     us = prices_of(site, profile).time_us(site.kind, size) if site.kind in KINDS else 0.0
-    exchange = Stage(role="exchange", kind=site.kind, nbytes=size, leaving=size)
-    return Candidate(wire_bytes=site.bytes, predicted_us=round(us, 3), stages=(exchange,))
+    stages = (plain_exchange(site.kind, size),)
+    return Candidate(wire_bytes=site.bytes, predicted_us=round(us, 3), stages=stages)
 
 
 def _unsent(site: Site) -> str | None:
@@ -176,11 +179,10 @@ def _coded(
                     if no_more_gain(made, site, profile, min(least, plain)):
                         break
             except Exception as error:
-                said = str(error).strip().partition("\n")[0]
-                why = f"{coder.spec} by {each.spec} fails: {type(error).__name__}: {said}"
-                made = [
-                    Candidate(codec=coder.spec, algorithm=without_chunks(each.spec), refused=why)
-                ]
+                first_line = str(error).strip().partition("\n")[0]
+                why = f"{coder.spec} by {each.spec} fails: {type(error).__name__}: {first_line}"
+                name = without_chunks(each).spec
+                made = [Candidate(codec=coder.spec, algorithm=name, refused=why)]
             if len(made) == 1 and not made[0].refused:
                 undivided.append((coder, each, made[0]))
             made = [made[0], *(m for m in made[1:] if is_surely_faster(m, made[0], site, profile))]
@@ -200,7 +202,7 @@ def _coded(
 
 def _candidate(
     site: Site,
-    coder: Codec,
+    codec: Codec,
     algorithm: Algorithm,
     allowed: Allowed,
     profile: Profile,
@@ -208,61 +210,64 @@ def _candidate(
 ) -> Candidate:
     """Return the candidate of one codec with one algorithm: with its time, or refused."""
     named = Candidate(
-        codec=coder.spec,
-        algorithm=without_chunks(algorithm.spec),
+        codec=codec.spec,
+        algorithm=without_chunks(algorithm).spec,
         chunks=algorithm.chunks,
     )
-    obstacle = _unsupported_codec(site, coder, algorithm, reassociate)
-    if obstacle := obstacle or (None if allowed.force else _needless(site, coder)):
-        return dataclasses.replace(named, refused=obstacle)
-    error = round(algorithm.error(coder, site.group_size), 6)
+    reason = _unsupported_codec(site, codec, algorithm, reassociate)
+    if reason := reason or (None if allowed.force else _needless(site, codec)):
+        return dataclasses.replace(named, refused=reason)
+    error = round(algorithm.error(codec, site.group_size), 6)
     if allowed.max_error is not None and error > allowed.max_error:
         budget = f"the budget of {allowed.max_error:.3%} ({allowed.budget})"
-        above = f"{coder.spec} by {algorithm.spec}: error {error:.3%} is above {budget}"
+        above = f"{codec.spec} by {algorithm.spec}: error {error:.3%} is above {budget}"
         return dataclasses.replace(named, error=error, refused=above)
-    scored = read_stages(site.kind, algorithm.spec, coder.spec, *_scored(site))
+    scored = read_stages(site.kind, algorithm.spec, codec.spec, *common_input(site))
     real = scored
     if site.uneven and site.bytes >= 0:
-        real = read_stages(site.kind, algorithm.spec, coder.spec, payload_of(site), _handed(site))
+        real = read_stages(
+            site.kind, algorithm.spec, codec.spec, payload_of(site), own_request(site)
+        )
     known = site.bytes >= 0
     return dataclasses.replace(
         named,
-        chunks=_actual_chunks(algorithm, scored, site, coder),
+        chunks=_actual_chunks(algorithm, scored, site, codec),
         stages=scored.stages,
         wire_bytes=real.wire_bytes if known else -1,
         dynamic_bytes=real.dynamic_bytes if known else 0,
-        domain=algorithm.domain(coder),
-        predicted_us=round(stages_us(_timed(scored, site, algorithm, coder), site, profile), 3),
+        domain=algorithm.domain(codec),
+        predicted_us=round(stages_us(_timed(scored, site, algorithm, codec), site, profile), 3),
         error=error,
     )
 
 
-def _actual_chunks(algorithm: Algorithm, found: Stages, site: Site, coder: Codec) -> int:
+def _actual_chunks(algorithm: Algorithm, found: Stages, site: Site, codec: Codec) -> int:
     """Return how many chunks an algorithm really makes.
 
     Fewer than requested if there are fewer blocks. For symbolic sizes, the requested number.
     """
     if algorithm.chunks == 1 or site.dynamic:
         return algorithm.chunks
-    undivided = read_stages(site.kind, without_chunks(algorithm.spec), coder.spec, *_scored(site))
-    return len(found.exchanges) // max(len(undivided.exchanges), 1)
+    undivided = without_chunks(algorithm)
+    whole = read_stages(site.kind, undivided.spec, codec.spec, *common_input(site))
+    return len(found.exchanges) // max(len(whole.exchanges), 1)
 
 
 def _unsupported_codec(
-    site: Site, coder: Codec, algorithm: Algorithm, reassociate: bool
+    site: Site, codec: Codec, algorithm: Algorithm, reassociate: bool
 ) -> str | None:
     """Return why an algorithm cannot or may not carry out a site with a codec, else None."""
-    if obstacle := algorithm.unsupported_reason(coder, site.group_size):
-        return obstacle
-    if obstacle := coder.unsupported_shape(site.shape):
-        return obstacle
-    if coder.state is not None and site.stateless:
-        return f"{coder.spec} needs {coder.state}, but {site.stateless}"
-    if coder.dynamic and site.fixed:
-        return f"{coder.spec} has a wire whose size depends on the values, but {site.fixed}"
-    if site.reduce_op is not None and coder.lossless and not reassociate:
+    if reason := algorithm.unsupported_reason(codec, site.group_size):
+        return reason
+    if reason := codec.unsupported_shape(site.shape):
+        return reason
+    if codec.state is not None and site.stateless:
+        return f"{codec.spec} needs {codec.state}, but {site.stateless}"
+    if codec.dynamic and site.fixed:
+        return f"{codec.spec} has a wire whose size depends on the values, but {site.fixed}"
+    if site.reduce_op is not None and codec.lossless and not reassociate:
         return (
-            f"{coder.spec} by {algorithm.spec} sums in another order, which reassociate=False"
+            f"{codec.spec} by {algorithm.spec} sums in another order, which reassociate=False"
             " forbids"
         )
     return None
@@ -272,13 +277,13 @@ MANY = 1 << 16
 """Row length from which on padding is negligible."""
 
 
-def _needless(site: Site, coder: Codec) -> str | None:
+def _needless(site: Site, codec: Codec) -> str | None:
     """Return why a codec is pointless unless it is forced: it rounds values and sends no fewer
     bytes."""
     own = getattr(torch, site.dtype)
-    if coder.lossless or coder.wire_bytes(MANY, own) < MANY * own.itemsize:
+    if codec.lossless or codec.wire_bytes(MANY, own) < MANY * own.itemsize:
         return None
-    return f"{coder.spec} sends no fewer bytes than the values of {site.dtype} are"
+    return f"{codec.spec} sends no fewer bytes than the values of {site.dtype} are"
 
 
 def _algorithms(site: Site, allowed: Allowed, profile: Profile) -> list[Algorithm]:
@@ -292,73 +297,20 @@ def _algorithms(site: Site, allowed: Allowed, profile: Profile) -> list[Algorith
         if (chosen := find_algorithm(site.kind, spec)) is None:
             continue
         if chosen.name == "hierarchical" and "node=" not in spec and profile.ranks_per_host > 1:
-            chosen = algorithm(site.kind, spec, node=profile.on_each_host(site.global_ranks) or 1)
+            chosen = with_parameters(chosen, node=profile.on_each_host(site.global_ranks) or 1)
         found.append(chosen)
     if found or allowed.named:
         return found
     return [each for each in algorithms_of(site.kind) if each.name in DEFAULTS]
 
 
-# --- payloads -------------------------------------------------------------------------------------
-
-
-def request(site: Site) -> Request:
-    """Return the request of a site, as seen by any of its ranks."""
-    sent, received = site.splits or (None, None)
-    return Request(
-        site.group,
-        site.group_size,
-        0,
-        site.reduce_op or "sum",
-        0,
-        sent,
-        received,
-        peer=site.peer or 0,
-        tag=site.tag,
-        by_messages=site.by_messages,
-    )
-
-
-def _scored(site: Site) -> tuple[Payload, Request]:
-    """Return the payload and request that times are predicted for.
-
-    If ranks may hold different sizes, they are standard sizes that all ranks know.
-    """
-    if not site.uneven:
-        return payload_of(site), request(site)
-    dtype = getattr(torch, site.dtype)
-    rows = (ROWS,) * site.group_size
-    asked = dataclasses.replace(
-        request(site), sent=rows, received=rows, unknown=not _known(site), alike=False
-    )
-    return Payload(ROWS * site.group_size * site.width, site.width, dtype), asked
-
-
-def _handed(site: Site) -> Request:
-    """Return this rank's request if ranks may hold different sizes.
-
-    If the sizes are still unknown, all entries count as sent to one rank, which gives the same
-    bytes.
-    """
-    asked = request(site)
-    if _known(site):
-        return asked
-    entries = payload_of(site).numel // max(site.width, 1)
-    rows = (entries, *[0] * (site.group_size - 1))
-    return dataclasses.replace(asked, sent=rows, received=rows, unknown=True)
-
-
-def _known(site: Site) -> bool:
-    return all(isinstance(size, int) for some in site.splits or () for size in some)
-
-
 # --- predicted times ------------------------------------------------------------------------------
 
 
-def coded_us(site: Site, algorithm: Algorithm, coder: Codec, profile: Profile) -> float:
+def coded_us(site: Site, algorithm: Algorithm, codec: Codec, profile: Profile) -> float:
     """Return the predicted microseconds of a site by an algorithm with a codec."""
-    found = read_stages(site.kind, algorithm.spec, coder.spec, *_scored(site))
-    return stages_us(_timed(found, site, algorithm, coder), site, profile)
+    found = read_stages(site.kind, algorithm.spec, codec.spec, *common_input(site))
+    return stages_us(_timed(found, site, algorithm, codec), site, profile)
 
 
 def plain_us(site: Site, profile: Profile) -> float:
@@ -374,7 +326,7 @@ def together_us(members: Sequence[PlannedSite], profile: Profile) -> float:
     """
     of_group, kind = prices_of(members[0], profile), members[0].kind
     rest = sum(each.bytes for each in members if not each.compressed)
-    stages = [Stage(role="exchange", kind=kind, nbytes=rest, leaving=rest)] if rest else []
+    stages = [plain_exchange(kind, rest)] if rest else []
     waits = [False] * len(stages)
     for each in members:
         first = len(stages)
@@ -394,7 +346,7 @@ def together_us(members: Sequence[PlannedSite], profile: Profile) -> float:
     )
 
 
-def _timed(found: Stages, site: Site, algorithm: Algorithm, coder: Codec) -> list[Stage]:
+def _timed(found: Stages, site: Site, algorithm: Algorithm, codec: Codec) -> list[Stage]:
     """Return the stages that determine a candidate's time.
 
     For a message, these are the stages of both ends, because both ends must make the same choice.
@@ -402,7 +354,7 @@ def _timed(found: Stages, site: Site, algorithm: Algorithm, coder: Codec) -> lis
     if not site.pairwise:
         return list(found)
     sent, received = (
-        read_stages(kind, algorithm.spec, coder.spec, payload_of(site), request(site))
+        read_stages(kind, algorithm.spec, codec.spec, payload_of(site), request_of(site))
         for kind in PAIRWISE
     )
     last = (len(list(sent)) - 1,)

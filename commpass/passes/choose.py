@@ -42,7 +42,7 @@ def run(context: PassContext) -> None:
     policy, profile = given.policy, given.profile
     allowed = [each.allowed for each in found]
     timeline = None
-    timed = given.hides and policy.skip_overlapped and given.obstacle is None
+    timed = given.hides and policy.skip_overlapped and given.unsupported_reason is None
     if timed and any(each.possible for each in options):
         timeline = initial_schedule(given.gm, found, policy, profile)
     plan = choose(
@@ -98,8 +98,8 @@ def _planned(site: Site, options: Options, allowed: Allowed, profile: Profile) -
         words = "; ".join(filter(None, (reason, allowed.lossless_only)))
         return planned(site, alone, words, alone.predicted_us)
 
-    if options.obstacle:
-        return planned(site, alone, options.obstacle, alone.predicted_us)
+    if options.unsupported_reason:
+        return planned(site, alone, options.unsupported_reason, alone.predicted_us)
     if not options.possible:
         lacking = [why for why in options.refused if site.stateless and site.stateless in why]
         if allowed.force and lacking:

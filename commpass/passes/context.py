@@ -18,6 +18,7 @@ from commpass.passes.references import UNKNOWN, Weights
 from commpass.passes.results import (
     Chunked,
     ConstantInput,
+    DecidedDensities,
     Densities,
     EncodedValue,
     Known,
@@ -25,7 +26,6 @@ from commpass.passes.results import (
     Moved,
     Options,
     StateInput,
-    Thinned,
 )
 from commpass.plan import NOBODY, Plan, Site, uncompressed
 from commpass.policy import Policy
@@ -36,7 +36,7 @@ class GraphInput:
     """A graph, and all that the passes need to know about it.
 
     - ``stateless`` and ``weights``: which collectives may keep state, as in ``discover``.
-    - ``obstacle``: why no collective may be changed, whatever the policy says, or None.
+    - ``unsupported_reason``: why no collective may be changed, whatever the policy says, or None.
     - ``excluded``: why single sites stay uncompressed, by their names in the plan.
     - ``kernels``: whether Inductor compiles the graph. It can then compile code that sites share.
     - ``adds_inputs``: whether the caller of the graph can pass additional inputs.
@@ -55,7 +55,7 @@ class GraphInput:
     decompositions: Decompositions | None = None
     stateless: str | None = NOBODY
     weights: Weights = UNKNOWN
-    obstacle: str | None = None
+    unsupported_reason: str | None = None
     excluded: Mapping[str, str] = field(default_factory=dict)
     kernels: bool = False
     operators: bool = False
@@ -101,7 +101,7 @@ class PassContext(PassResult):
     untouched: dict[fx.GraphModule, fx.Graph] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     sites_changed: bool = False
-    thinned: Thinned = field(default_factory=Thinned)
+    densities: DecidedDensities = field(default_factory=DecidedDensities)
     chunked: Chunked = field(default_factory=Chunked)
     limits: tuple[Limit, ...] = ()
     encoded: dict[str, EncodedValue] = field(default_factory=dict)
@@ -134,7 +134,7 @@ class PassContext(PassResult):
     def changeable(self) -> bool:
         """Whether there are collectives, and they may be changed."""
         given = self.input
-        return bool(self.found) and not given.policy.off and given.obstacle is None
+        return bool(self.found) and not given.policy.off and given.unsupported_reason is None
 
     def plan_with(self, **fields: Any) -> None:
         """Set fields of the plan."""

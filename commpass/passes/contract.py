@@ -2,8 +2,7 @@
 
 A *fact* is a property of a graph between passes. A pass declares which facts it requires, which it
 provides, and whether it mutates the graph. A mutating pass invalidates the facts about the graph
-that it does not provide itself. ``check_order`` verifies a list of passes without a graph;
-``Contracts`` checks a real graph after each pass.
+that it does not provide itself. ``Contracts`` checks a graph before and after each pass.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from typing import Any
 from torch import fx
 
 from commpass.codecs import operators
-from commpass.errors import VerifyError, nearest
+from commpass.errors import VerifyError
 from commpass.passes.context import PassContext
 from commpass.passes.fx.marks import MARK
 from commpass.passes.fx.parse import graph_modules, parse
 
-GRAPH, POST_GRAD = PHASES = ("graph", "post-grad")
+GRAPH, POST_GRAD = "graph", "post-grad"
 """When passes run: on AOTAutograd's graphs, or on the graphs that Inductor is about to schedule."""
 
 
@@ -43,42 +42,20 @@ class Pass:
     needs_sites: bool = False
 
 
-def check_order(passes: Iterable[Pass]) -> None:
-    """Raise VerifyError if a pass requires a fact that does not hold when it runs, names an unknown
-    fact, or follows a pass of a later phase."""
-    held: set[str] = set()
-    phase = 0
-    for step in passes:
-        for fact in (*step.requires, *step.provides):
-            if fact not in FACTS:
-                raise VerifyError(f"pass {step.name!r}: no fact {fact!r}{nearest(fact, FACTS)}")
-        if step.phase not in PHASES:
-            raise VerifyError(f"pass {step.name!r}: no phase {step.phase!r}")
-        if PHASES.index(step.phase) < phase:
-            raise VerifyError(f"pass {step.name!r} of phase {step.phase!r} comes after a later one")
-        phase = PHASES.index(step.phase)
-        if lacking := [fact for fact in step.requires if fact not in held]:
-            raise VerifyError(
-                f"pass {step.name!r} requires {', '.join(map(repr, lacking))}, which no pass before"
-                " it provides, or a pass in between has made an end of"
-            )
-        held = (held - OF_GRAPH if step.mutates else held) | set(step.provides)
-
-
 # --- facts ----------------------------------------------------------------------------------------
 
 
 def _sites(context: PassContext) -> str | None:
     """The context's sites are the graph's collectives: each once, in graph order."""
     known = [(each.call.node, each.position) for each in context.found]
-    there = [
+    in_graph = [
         (node, position)
         for _, module in graph_modules(context.gm)
         for node in module.graph.nodes
         if (call := parse(node)) is not None
         for position in range(len(call.inputs))
     ]
-    return None if known == there else f"{len(known)} sites are known, {len(there)} are there"
+    return None if known == in_graph else f"{len(known)} sites are known, {len(in_graph)} are there"
 
 
 def _options(context: PassContext) -> str | None:
@@ -104,10 +81,10 @@ def _coded(context: PassContext) -> str | None:
     compressed = {site.name for site in context.plan.sites if site.compressed}
     nodes = [node for _, module in graph_modules(context.gm) for node in module.graph.nodes]
     marked = [node for node in nodes if MARK in node.meta]
-    if lost := [node.name for node in _operators(nodes) if MARK not in node.meta]:
-        return f"coded operator {lost[0]} has no mark"
-    if strange := {node.meta[MARK].site for node in marked} - compressed:
-        return f"nodes are marked for {min(strange)}, which is not compressed"
+    if unmarked := [node.name for node in _operators(nodes) if MARK not in node.meta]:
+        return f"coded operator {unmarked[0]} has no mark"
+    if unplanned := {node.meta[MARK].site for node in marked} - compressed:
+        return f"nodes are marked for {min(unplanned)}, which is not compressed"
     if missing := compressed - {node.meta[MARK].site for node in marked}:
         return f"nothing stands for {min(missing)}"
     return None
@@ -131,8 +108,6 @@ FACTS: dict[str, Callable[[PassContext], str | None]] = {
     "plain": _plain,
 }
 """Maps a fact to a function that returns why it does not hold, or None if it holds."""
-OF_GRAPH = {"sites", "coded", "plain"}
-"""The facts about the nodes of the graph."""
 
 
 # --- one graph ------------------------------------------------------------------------------------

@@ -29,16 +29,15 @@ from commpass.collectives import read_stages
 from commpass.costmodel import HOST, Profile
 from commpass.costmodel.buffers import BOUND, Gradient, Problem, excluded, slack, sparsified
 from commpass.passes.allowed import still_allowed
-from commpass.passes.candidates import request
 from commpass.passes.context import PassContext
-from commpass.passes.divide import payload_of, prices_of
 from commpass.passes.fx import costs
 from commpass.passes.fx.marks import ALLOWED
 from commpass.passes.fx.parse import graph_modules, is_wait, parse
 from commpass.passes.graph_site import GraphSite
 from commpass.passes.group import Member, fusions, runs_again, selects
 from commpass.passes.hidden import facts_of
-from commpass.passes.results import Densities, Thinned
+from commpass.passes.payloads import payload_of, prices_of, request_of
+from commpass.passes.results import DecidedDensities, Densities
 from commpass.policy import Policy
 
 WHOLE = 1.0
@@ -52,13 +51,13 @@ def run(context: PassContext) -> None:
     """Decide the densities of the sites, before group combines them."""
     given = context.input
     what = (given.gm, context.found, given.policy, given.profile, given.direction)
-    context.thinned = thin(*what, given.densities, timed=given.hides)
-    context.plan_with(timed=context.thinned.groups)
-    if context.thinned.densities:
+    context.densities = decide_densities(*what, given.densities, timed=given.hides)
+    context.plan_with(timed=context.densities.groups)
+    if context.densities.by_site:
         context.found = still_allowed(context.found, given.policy, given.direction)
 
 
-def thin(
+def decide_densities(
     gm: fx.GraphModule,
     found: Sequence[GraphSite],
     policy: Policy,
@@ -67,14 +66,14 @@ def thin(
     known: Densities | None = None,
     *,
     timed: bool = False,
-) -> Thinned:
+) -> DecidedDensities:
     """Record at the collectives of a graph what they are now allowed.
 
     Values ``known`` from earlier for all sites of a set are kept. ``timed`` says whether this
     rank's computation counts.
     """
     if policy.off or not policy.selective or not policy.group_bytes:
-        return Thinned()
+        return DecidedDensities()
     fused = fusions(gm, found, policy, profile, direction)
     sets = [members for each in fused for members in each.sets]
     made: dict[tuple[Any, ...], float] = {}
@@ -95,7 +94,7 @@ def thin(
             for each, fact, (density, why) in zip(sites, facts, chosen, strict=True):
                 made[fact] = density
                 _note(each, density, why)
-    return Thinned(made, tuple(groups))
+    return DecidedDensities(made, tuple(groups))
 
 
 def _is_open(each: GraphSite, direction: str) -> bool:
@@ -103,14 +102,18 @@ def _is_open(each: GraphSite, direction: str) -> bool:
     forces it."""
     if each.allowed.force or each.site.dynamic or each.site.group_size == 1:
         return False
-    if each.call.form != "plain" or each.site.obstacle is not None or runs_again(each, direction):
+    if (
+        each.call.form != "plain"
+        or each.site.unsupported_reason is not None
+        or runs_again(each, direction)
+    ):
         return False
     return selects(each) and len(_lossy(each)) == 1
 
 
 def _lossy(each: GraphSite) -> list[SparseCodec]:
-    coders = map(codec, each.allowed.codecs)
-    return [coder for coder in coders if isinstance(coder, SparseCodec)]
+    codecs = map(codec, each.allowed.codecs)
+    return [coder for coder in codecs if isinstance(coder, SparseCodec)]
 
 
 def _by_density(sites: Iterable[GraphSite]) -> list[list[GraphSite]]:
@@ -139,9 +142,9 @@ def _densities(
 ) -> list[tuple[float, str]]:
     """Return the density of each site, with the reason if it is sent whole."""
     first = sites[0].site
-    (coder,), dtype = _lossy(sites[0]), getattr(torch, first.dtype)
-    target, bound = coder.density.ratio, min(BOUND, coder.density.ratio)
-    us = functools.cache(lambda numel: _coding_us(coder, numel, sites, profile))
+    (codec,), dtype = _lossy(sites[0]), getattr(torch, first.dtype)
+    target, bound = codec.density.ratio, min(BOUND, codec.density.ratio)
+    us = functools.cache(lambda numel: _coding_us(codec, numel, sites, profile))
     gradients, before = [], 0.0
     for each in sites:
         payload = payload_of(each.site)
@@ -154,7 +157,7 @@ def _densities(
         before = now
 
     def row_bytes(entries: int, density: float) -> int:
-        return coder.wire_bytes(entries, dtype)
+        return codec.wire_bytes(entries, dtype)
 
     link = prices_of(first, profile).link
     problem = Problem(gradients, first.group_size, link, row_bytes, target, interleaved=True)
@@ -170,13 +173,13 @@ def _densities(
 
 
 def _coding_us(
-    coder: SparseCodec, numel: int, sites: Sequence[GraphSite], profile: Profile
+    codec: SparseCodec, numel: int, sites: Sequence[GraphSite], profile: Profile
 ) -> tuple[float, float]:
     """Return the microseconds to select from ``numel`` values, and those of all other computation
     for them."""
     site = next(each.site for each in sites if payload_of(each.site).numel == numel)
     task = prices_of(site, profile).task
-    stages = read_stages(site.kind, "sparse", coder.spec, payload_of(site), request(site))
+    stages = read_stages(site.kind, "sparse", codec.spec, payload_of(site), request_of(site))
     tasks = [(stage.role, task(stage)) for stage in stages]
     select = sum(each.us for role, each in tasks if role == "encode")
     every = sum(each.us for _, each in tasks if each.resource == HOST)

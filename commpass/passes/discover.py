@@ -32,7 +32,6 @@ from commpass.passes.fx.parse import (
     waited,
 )
 from commpass.passes.graph_site import GraphSite
-from commpass.passes.neighbours import consumers, producer
 from commpass.passes.references import (
     SEVERAL_TIMES,
     UNKNOWN,
@@ -55,8 +54,8 @@ def run(context: PassContext) -> None:
         for node in module.graph.nodes:
             node.meta.pop(MARK, None)
     found = discover(given.gm, given.direction, given.stateless, given.weights)
-    if (why := given.obstacle) is not None:
-        found = [replace(each, site=replace(each.site, obstacle=why)) for each in found]
+    if (why := given.unsupported_reason) is not None:
+        found = [replace(each, site=replace(each.site, unsupported_reason=why)) for each in found]
     context.found = allow(found, given.policy, given.direction)
     context.first = tuple(each.site for each in context.found)
     context.plan_with(matched=matched(context.found, given.policy))
@@ -164,10 +163,8 @@ def _found(
         device=fake.device.type if fake is not None else "cpu",
         module=meta.module_path(call.node),
         direction=direction,
-        producer=producer(source) if isinstance(source, fx.Node) else None,
-        consumers=tuple(consumers(held)),
-        word=meta.annotation(call.node, KEY),
-        obstacle=_unsupported_reason(call, position, fake, size, held, early),
+        annotation=meta.annotation(call.node, KEY),
+        unsupported_reason=_unsupported_reason(call, position, fake, size, held, early),
     )
     return GraphSite(site, module, call, position, tuple(sorted(held, key=order.__getitem__)))
 

@@ -10,15 +10,13 @@ import torch
 from commpass.codecs import Codec
 from commpass.collectives import (
     Algorithm,
-    Payload,
-    algorithm,
-    chunk_bytes_of,
     chunks_for,
-    divides,
-    has_shards,
+    has_parameter,
+    with_parameters,
     without_chunks,
 )
-from commpass.costmodel import Prices, Profile, prices
+from commpass.costmodel import Profile
+from commpass.passes.payloads import payload_of, prices_of
 from commpass.plan import Candidate, Site
 from commpass.plan.kinds import KINDS
 from commpass.plan.stage import NEXT, Stage
@@ -48,7 +46,7 @@ The rank alternates between the hops of chunks. Measured with 4 ranks on 2 cores
 
 
 def divided(
-    undivided: Algorithm, site: Site, allowed: Allowed, coder: Codec, profile: Profile
+    undivided: Algorithm, site: Site, allowed: Allowed, codec: Codec, profile: Profile
 ) -> Iterator[Algorithm]:
     """Yield an algorithm with every allowed number of chunks.
 
@@ -56,21 +54,21 @@ def divided(
     small or of symbolic sizes. Without a request, only exchanges as messages and exchanges in a GPU
     stream are divided, because the model knows their gain.
     """
-    unsure = is_unsure(site) or coder.dynamic
-    if each := chunk_bytes_of(undivided.spec):
+    unsure = is_unsure(site) or codec.dynamic
+    if each := undivided.chunk_bytes:
         chunks = 1 if is_unsure(site) else chunks_for(site.bytes, each)
-        yield algorithm(site.kind, without_chunks(undivided.spec), chunks=chunks)
+        yield with_parameters(without_chunks(undivided), chunks=chunks)
         return
     if undivided_reason(undivided, site) or (allowed.chunks is None and unsure):
         yield undivided
         return
     if allowed.chunks is not None:
-        yield algorithm(site.kind, undivided.spec, chunks=allowed.chunks)
+        yield with_parameters(undivided, chunks=allowed.chunks)
         return
     yield undivided
-    for chunks in _numbers(site) if coder.has_linear_padding else ():
-        if undivided.name in FEW_HOPS or _is_slow_ring(undivided, chunks, site, coder, profile):
-            yield algorithm(site.kind, undivided.spec, chunks=chunks)
+    for chunks in _numbers(site) if codec.has_linear_padding else ():
+        if undivided.name in FEW_HOPS or _is_slow_ring(undivided, chunks, site, codec, profile):
+            yield with_parameters(undivided, chunks=chunks)
 
 
 def _numbers(site: Site) -> tuple[int, ...]:
@@ -92,14 +90,14 @@ def is_unsure(site: Site) -> bool:
 
 
 def _is_slow_ring(
-    undivided: Algorithm, chunks: int, site: Site, coder: Codec, profile: Profile
+    undivided: Algorithm, chunks: int, site: Site, codec: Codec, profile: Profile
 ) -> bool:
     """Whether each message of a chunked ring travels long compared with its coding."""
     if undivided.name != "ring":
         return False
     dtype = payload_of(site).dtype
     values = site.bytes // dtype.itemsize // (site.group_size * chunks)
-    nbytes = coder.expected_bytes(values, dtype)
+    nbytes = codec.expected_bytes(values, dtype)
     move = Stage(
         role="exchange",
         kind="all_to_all",
@@ -109,26 +107,27 @@ def _is_slow_ring(
         reach=NEXT,
         by_messages=site.by_messages,
     )
-    coding = [Stage(role=role, codec=coder.spec, values=values) for role in ("encode", "decode")]
+    coding = [Stage(role=role, codec=codec.spec, values=values) for role in ("encode", "decode")]
     task = prices_of(site, profile).task
     return task(move).us >= SLOW * sum(task(stage).us for stage in coding)
 
 
 def undivided_reason(undivided: Algorithm, site: Site) -> str | None:
     """Return why an algorithm is not divided even on request, else None."""
-    if not divides(site.kind, undivided.name):
+    if not has_parameter(undivided, "chunks"):
         return f"{site.kind} by {undivided.name} is sent whole"
-    if each := chunk_bytes_of(undivided.spec):
+    if each := undivided.chunk_bytes:
         return f"the algorithm was named with chunk_bytes={each}"
     if undivided.chunks > 1:
         return f"the algorithm was named with chunks={undivided.chunks}"
-    return f"{undivided.spec} has shards instead" if "shards=" in undivided.spec else None
+    has_shards = "shards" in dict(undivided.parameters)
+    return f"{undivided.spec} has shards instead" if has_shards else None
 
 
 def unapplied_note(undivided: Algorithm, site: Site, allowed: Allowed) -> str:
     """Return the note for a request of chunks that does not apply, else ""."""
-    if chunk_bytes_of(undivided.spec) and is_unsure(site):
-        return f"chunk_bytes={chunk_bytes_of(undivided.spec)} does not apply: sizes are not fixed"
+    if undivided.chunk_bytes and is_unsure(site):
+        return f"chunk_bytes={undivided.chunk_bytes} does not apply: sizes are not fixed"
     if allowed.chunks in (None, undivided.chunks) or not (why := undivided_reason(undivided, site)):
         return ""
     return f"chunks={allowed.chunks} does not apply: {why}"
@@ -179,7 +178,7 @@ def in_shards(
     undivided: Algorithm,
     one: Candidate,
     site: Site,
-    coder: Codec,
+    codec: Codec,
     profile: Profile,
     minimum: float,
     score: Callable[[Algorithm], Candidate],
@@ -201,30 +200,18 @@ def in_shards(
     minimum -= _free_us(one, site, profile)
     if one.predicted_us - sum(task(stage).us for stage in decodes) >= minimum:
         return
-    if not has_shards(site.kind, undivided.name):
+    if not has_parameter(undivided, "shards"):
         return
     if site.by_messages and KINDS[site.kind].rooted:
         return  # gloo's own exchanges; small ones must not be in flight together
     made = []
     for shards in _numbers(site):
         turns = site.by_messages and undivided.name not in FEW_HOPS
-        if not turns or _is_slow_ring(undivided, shards, site, coder, profile):
-            made.append(score(algorithm(site.kind, undivided.spec, shards=shards)))
+        if not turns or _is_slow_ring(undivided, shards, site, codec, profile):
+            made.append(score(with_parameters(undivided, shards=shards)))
             if no_more_gain(made, site, profile, minimum):
                 break
     possible = [each for each in made if not each.refused and each.predicted_us < minimum]
     if possible:
         best = min(each.predicted_us for each in possible)
         yield next(each for each in possible if each.predicted_us <= best * (1 + SURE))
-
-
-def payload_of(site: Site) -> Payload:
-    """Return the payload that a rank hands to the collective."""
-    dtype = getattr(torch, site.dtype)
-    return Payload(max(site.bytes, 0) // dtype.itemsize, site.width, dtype)
-
-
-def prices_of(site: Site, profile: Profile) -> Prices:
-    """Return the prices in the group of a site."""
-    labels = (site.group_label, *site.group_labels)
-    return prices(profile, site.group_size, labels, site.global_ranks)

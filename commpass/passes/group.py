@@ -191,7 +191,7 @@ def _is_small(each: GraphSite, policy: Policy, direction: str) -> bool:
     return (
         site.kind in BY_RANK
         and call.form == "plain"
-        and site.obstacle is None
+        and site.unsupported_reason is None
         and not (site.uneven or site.dynamic)
         and site.group_size > 1
         and 0 < _carried(each)[1] <= policy.group_bytes
@@ -236,8 +236,8 @@ def _carried(each: GraphSite) -> tuple[str, int]:
     if not selects(each):
         return each.site.kind, each.site.bytes
     value = fake(each.input)
-    coders = [coder for coder in map(codec, each.allowed.codecs) if not coder.lossless]
-    return "all_gather", max(coder.wire_bytes(value.numel(), value.dtype) for coder in coders)
+    codecs = [coder for coder in map(codec, each.allowed.codecs) if not coder.lossless]
+    return "all_gather", max(coder.wire_bytes(value.numel(), value.dtype) for coder in codecs)
 
 
 def _member(each: GraphSite, number: int, snapshot: GraphSnapshot) -> Member | None:
@@ -321,13 +321,13 @@ class Times:
     """Predicted microseconds of the separate exchanges, of the fused one, and of the copies for
     it."""
 
-    apart: float
+    separate: float
     fused: float
     copies: float
 
     @property
     def gain(self) -> float:
-        return self.apart - self.fused - self.copies
+        return self.separate - self.fused - self.copies
 
 
 def _best(members: list[Member], editor: Editor) -> list[Member]:
@@ -336,7 +336,7 @@ def _best(members: list[Member], editor: Editor) -> list[Member]:
     members = list(members)
     while len(members) > 1:
         times = _times(members, editor)
-        if times.gain > editor.profile.margin * times.apart:
+        if times.gain > editor.profile.margin * times.separate:
             return members
         members.pop(max(range(len(members)), key=lambda number: members[number].sent))
     return []
@@ -350,7 +350,7 @@ def _times(members: Sequence[Member], editor: Editor) -> Times:
     )
     carried = [_carried(each.found) for each in members]
     return Times(
-        apart=sum(editor.time_us(kind, nbytes, call) for kind, nbytes in carried),
+        separate=sum(editor.time_us(kind, nbytes, call) for kind, nbytes in carried),
         fused=editor.time_us(carried[0][0], sent, call),
         copies=editor.profile.kernels.copies_us(1 + len(members), copied),
     )
@@ -360,7 +360,7 @@ def _record(members: Sequence[Member], editor: Editor, into: str) -> Grouped:
     times = _times(members, editor)
     reason = (
         f"{times.fused:,.0f} us and {times.copies:,.0f} us of copies instead of"
-        f" {times.apart:,.0f} us for {len(members)} exchanges on {editor.profile.name}"
+        f" {times.separate:,.0f} us for {len(members)} exchanges on {editor.profile.name}"
     )
     return Grouped(
         sites=tuple(each.found.site.name for each in members),
@@ -369,7 +369,6 @@ def _record(members: Sequence[Member], editor: Editor, into: str) -> Grouped:
         group=members[0].found.site.group,
         numbers=tuple(each.number for each in members),
         bytes=tuple(each.found.site.bytes for each in members),
-        gain_us=round(times.gain, 3),
         reason=reason,
     )
 

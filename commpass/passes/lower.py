@@ -31,7 +31,7 @@ from commpass.passes.fx import meta
 from commpass.passes.fx.erase import erase, replace
 from commpass.passes.fx.fakes import mode_of
 from commpass.passes.fx.marks import CODED, MARK, inherit, nodes_by_site
-from commpass.passes.fx.ops import EMPTY, frozen
+from commpass.passes.fx.ops import ALLOCATORS, frozen
 from commpass.passes.fx.parse import graph_modules, items
 from commpass.passes.fx.splice import set_value, splice
 from commpass.passes.fx.tracing import Decompositions, inductor_decompositions, traced
@@ -372,7 +372,7 @@ def _share_tables(graph: fx.Graph) -> None:
     tables: dict[Any, fx.Node] = {}
     shared: set[fx.Node] = set()
     for node in list(graph.nodes):
-        if MARK not in node.meta or node.op != "call_function" or node.target is EMPTY:
+        if MARK not in node.meta or node.op != "call_function" or node.target in ALLOCATORS:
             continue  # a buffer that is written to later
         if not all(source in shared for source in node.all_input_nodes):
             continue

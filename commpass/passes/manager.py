@@ -147,8 +147,8 @@ def run(
     new = [f"{name} is {why}" for name, why in left.items() if name not in given]
     if new and context.error is None:
         more = [f"and {len(new) - MOST} more"] if len(new) > MOST else []
-        said = "; ".join([*new[:MOST], *more])
-        log.warning("%s graph %s: %s", graph_input.direction, graph, said)
+        reasons = "; ".join([*new[:MOST], *more])
+        log.warning("%s graph %s: %s", graph_input.direction, graph, reasons)
     return context
 
 
@@ -191,5 +191,5 @@ def _run_once(
 
 
 def _failure_text(step: Pass, error: Exception) -> str:
-    said = str(error).strip().partition("\n")[0]  # torch appends hints and addresses
-    return f"pass {step.name!r} failed: {type(error).__name__}: {said}"
+    first_line = str(error).strip().partition("\n")[0]  # torch appends hints and addresses
+    return f"pass {step.name!r} failed: {type(error).__name__}: {first_line}"

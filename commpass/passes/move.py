@@ -114,7 +114,7 @@ def _missed(
 def with_exposure(plan: Sequence[PlannedSite], moved: Moved) -> tuple[PlannedSite, ...]:
     """Return the plan with the waiting time for each site. That of a coalesced collective counts
     for its first site."""
-    now, was = dict(moved.exposed_us), dict(moved.was_us)
+    now, was = dict(moved.exposed_us), dict(moved.original_us)
 
     def of(site: PlannedSite) -> PlannedSite:
         name = site.name if site.name in was else site.name.rpartition(".")[0]

@@ -30,7 +30,7 @@ from commpass.passes.fx.aliasing import is_view
 from commpass.passes.fx.erase import erase, replace
 from commpass.passes.fx.fakes import mode_of
 from commpass.passes.fx.marks import CODED, MARK, inherit
-from commpass.passes.fx.ops import BUFFERS, EMPTY
+from commpass.passes.fx.ops import ALLOCATORS, EMPTY
 from commpass.passes.fx.splice import add_input
 from commpass.passes.fx.tracing import Decompositions, traced
 
@@ -89,13 +89,13 @@ class Region:
     def key(self) -> Any:
         """Return a key that is equal for regions that compute the same from equal inputs."""
         names = {node: f"%{number}" for number, node in enumerate((*self.inputs, *self.nodes))}
-        said = [
+        steps = [
             (str(node.target), str(fx.map_arg((node.args, node.kwargs), lambda n: names[n])))
             for node in self.nodes
         ]
         facts = list(map(input_of, self.inputs))
         widths = [self.places[node].width if node in self.places else 0 for node in self.outputs]
-        return str((said, facts, [names[node] for node in self.outputs], widths))
+        return str((steps, facts, [names[node] for node in self.outputs], widths))
 
 
 def places(nodes: Sequence[fx.Node]) -> dict[fx.Node, JoinColumns]:
@@ -130,7 +130,7 @@ def regions(
     for node in nodes:
         waits[node] = frozenset().union(*(_after(source, waits) for source in node.all_input_nodes))
         exchanges += node.meta[MARK].role == "exchange"
-        if node.meta[MARK].role not in OUTSIDE and node.target not in BUFFERS:
+        if node.meta[MARK].role not in OUTSIDE and node.target not in ALLOCATORS:
             groups.setdefault((exchanges, waits[node]), []).append(node)
     for group in groups.values():
         for part in _connected(_without_leading_pads(_without_leading_views(group))):

@@ -23,11 +23,11 @@ equal sites."""
 
 
 @dataclass(frozen=True)
-class Thinned:
-    """The decided ``densities`` of sites, and the names of the process ``groups`` in which they
+class DecidedDensities:
+    """The decided densities ``by_site``, and the names of the process ``groups`` in which they
     depend on this rank's computation."""
 
-    densities: dict[tuple[Any, ...], float] = field(default_factory=dict)
+    by_site: dict[tuple[Any, ...], float] = field(default_factory=dict)
     groups: tuple[str, ...] = ()
 
 
@@ -38,7 +38,7 @@ class Chunked:
     ``refused`` has sites that an annotation, a rule or the cost model wanted to split.
     """
 
-    done: list[Split] = field(default_factory=list)
+    splits: list[Split] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
 
     def with_reason(self, site: PlannedSite) -> PlannedSite:
@@ -51,12 +51,11 @@ class Chunked:
 class Options:
     """The candidates of a site, the uncompressed one first.
 
-    If ``obstacle`` is set, it is the reason why the site cannot be compressed by any codec or
-    algorithm.
+    If ``unsupported_reason`` is set, no codec and no algorithm can compress the site.
     """
 
     candidates: tuple[Candidate, ...]
-    obstacle: str = ""
+    unsupported_reason: str = ""
 
     @property
     def uncompressed(self) -> Candidate:
@@ -79,8 +78,8 @@ class Options:
         by_error = sorted(losses, key=lambda each: each.error)
         least = {each.codec: each for each in reversed(by_error)}
         refused = [each for each in self.candidates if each.refused]
-        told = [each for each in refused if not each.error or least[each.codec] is each]
-        return tuple(dict.fromkeys(each.refused for each in told))
+        listed = [each for each in refused if not each.error or least[each.codec] is each]
+        return tuple(dict.fromkeys(each.refused for each in listed))
 
 
 @dataclass(frozen=True)
@@ -158,14 +157,14 @@ class Moved:
     - ``reordered``: the sites of the exchanges in the order of their starts, if it differs from the
       program's.
     - ``exposed_us``: how long a rank is predicted to wait for each site.
-    - ``was_us``: the same for the graph's original order.
+    - ``original_us``: the same for the graph's original order.
     - ``missed``: why the rank still waits, by site.
     - ``pinned``: whether work overlaps an exchange, so that the order must be kept.
     - ``why``: why nothing was moved, or "".
     """
 
     exposed_us: dict[str, float] = field(default_factory=dict)
-    was_us: dict[str, float] = field(default_factory=dict)
+    original_us: dict[str, float] = field(default_factory=dict)
     reordered: tuple[str, ...] = ()
     pinned: bool = False
     why: str = ""

@@ -63,8 +63,8 @@ def rewrite(
     the caller must restore its copy.
     """
     templates = Templates(decompositions or inductor_decompositions)
-    kept: list[StateInput] = []
-    given: dict[str, Tensor] = {}
+    states: list[StateInput] = []
+    encoded: dict[str, Tensor] = {}
     chosen = [
         (site, planned) for site, planned in zip(found, plan, strict=True) if planned.compressed
     ]
@@ -78,25 +78,25 @@ def rewrite(
         for site, planned in chosen:
             with errors.of(planned.name):
                 coder = codec(planned.codec)
-                held = [] if coder.state is None else _keep(site, planned, coder, kept)
-                inputs = [site.input, *sizes_of(site), *_joined(site, held)]
-                given[planned.name] = fake_of(inputs[0])
+                state_nodes = [] if coder.state is None else _keep(site, planned, coder, states)
+                inputs = [site.input, *sizes_of(site), *_joined(site, state_nodes)]
+                encoded[planned.name] = fake_of(inputs[0])
                 template = templates.of(site, planned, inputs)
                 results = splice_site(site, planned.name, template, inputs)
-                if held:
-                    _update(held, results[1])
+                if state_nodes:
+                    _update(state_nodes, results[1])
                 _replace(site, results[0])
-    gone: dict[fx.Node, list[GraphSite]] = {}
+    replaced: dict[fx.Node, list[GraphSite]] = {}
     for site, planned in chosen:
         if site.call.form == "batch":
             _join(site, planned.name)
         else:
-            gone.setdefault(site.call.node, []).append(site)
-    for node, sites in gone.items():
+            replaced.setdefault(site.call.node, []).append(site)
+    for node, sites in replaced.items():
         _drop(node, sites)
     for module in {site.module: None for site, _ in chosen}:
         module.recompile()
-    return tuple(kept), given
+    return tuple(states), encoded
 
 
 STATE = "commpass_state"
@@ -132,7 +132,7 @@ def _parts(found: GraphSite, planned: PlannedSite) -> list[Part]:
 
 
 def _keep(
-    found: GraphSite, planned: PlannedSite, coder: Codec, states: list[StateInput]
+    found: GraphSite, planned: PlannedSite, codec: Codec, states: list[StateInput]
 ) -> list[fx.Node]:
     """Add an input for the codec's state of each part of a site."""
     fake, graph = fake_of(found.input), found.module.graph
@@ -144,7 +144,7 @@ def _keep(
         )
         node = add_input(graph, f"{STATE}_{len(states)}")
         like = fake if len(parts) == 1 else fake.new_empty(part.shape)
-        value = coder.initial_state(like, planned.group_size)
+        value = codec.initial_state(like, planned.group_size)
         node.meta["val"] = value
         added.append(node)
         states.append(

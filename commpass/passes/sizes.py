@@ -122,8 +122,8 @@ def _may_be_guarded(size: torch.SymInt) -> bool:
 def _bounds(tracked: Any) -> list[tuple[torch.SymInt, Any]]:
     """Return the symbolic lengths of a Dynamo input, each with the user's constraint."""
     lengths = getattr(tracked.fake, "shape", ())
-    said = getattr(tracked.symbolic_context, "constraint_sizes", ())
-    return [pair for pair in zip(lengths, said) if isinstance(pair[0], torch.SymInt)]  # noqa: B905
+    bounds = getattr(tracked.symbolic_context, "constraint_sizes", ())
+    return [pair for pair in zip(lengths, bounds) if isinstance(pair[0], torch.SymInt)]  # noqa: B905
 
 
 def with_limits(plan: Sequence[PlannedSite], limits: dict[str, Limit]) -> tuple[PlannedSite, ...]:

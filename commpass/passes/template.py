@@ -12,7 +12,7 @@ from torch import fx
 
 from commpass import groups
 from commpass.codecs import codec, operators
-from commpass.collectives import Algorithm, Request, algorithm
+from commpass.collectives import Algorithm, algorithm
 from commpass.collectives import run as run_steps
 from commpass.collectives.data_sized import sizes_of_data
 from commpass.errors import VerifyError
@@ -24,6 +24,7 @@ from commpass.passes.fx.parse import is_wait, value_of
 from commpass.passes.fx.splice import set_value, splice
 from commpass.passes.fx.tracing import Decompositions, traced
 from commpass.passes.graph_site import GraphSite
+from commpass.passes.payloads import request_of
 from commpass.plan import PlannedSite
 from commpass.utils.ambient import without_ambient_state
 
@@ -91,17 +92,12 @@ def trace(
             if found.current_call.splits
             else (None, None)
         )
-        request = Request(
-            planned.group,
-            planned.group_size,
-            _rank(planned),
-            planned.reduce_op or "sum",
-            found.current_call.root,
-            sent,
-            received,
-            peer=planned.peer or 0,
-            tag=planned.tag,
-            by_messages=planned.by_messages,
+        request = replace(
+            request_of(planned),
+            rank=_rank(planned),
+            root=found.current_call.root,
+            sent=sent,
+            received=received,
         )
         state = inputs[len(values) - (coder.state is not None) :]
         return run_steps(chosen.run(inputs[0], request, coder, *state))

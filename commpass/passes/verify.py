@@ -41,7 +41,9 @@ def verify(gm: fx.GraphModule, plan: Sequence[PlannedSite]) -> None:
     marked: set[str] = set()
     unknown: set[str] = set()
     dtypes = {
-        site.name: algorithm_of(site).sends(codec(site.codec)) for site in plan if site.compressed
+        site.name: algorithm_of(site).wire_dtype(codec(site.codec))
+        for site in plan
+        if site.compressed
     }
     with site_errors() as errors:
         for _, module in graph_modules(gm):

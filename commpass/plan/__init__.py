@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from commpass.plan.kinds import KINDS
+from commpass.plan.older import plan_from_older
 from commpass.plan.stage import Stage
 from commpass.utils.printable import plural
 
@@ -51,7 +52,7 @@ class Site:
     - ``peer``: the rank at the other end of a send or recv; ``tag`` distinguishes messages between
       the two.
     - ``by_messages``: whether exchanges of its group are sent as messages between pairs of ranks.
-    - ``word``: the nearest enclosing ``compress`` or ``keep``, as JSON text.
+    - ``annotation``: the nearest enclosing ``compress`` or ``keep``, as JSON text.
     """
 
     name: str
@@ -75,10 +76,8 @@ class Site:
     device: str = "cpu"
     module: str = ""
     direction: str = "forward"
-    producer: str | None = None
-    consumers: tuple[str, ...] = ()
-    word: str | None = None
-    obstacle: str | None = None
+    annotation: str | None = None
+    unsupported_reason: str | None = None
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -249,8 +248,7 @@ class Grouped:
     """Small sites that were fused into one.
 
     ``into`` is the name of the fused site. ``numbers`` are the members' places, from 0, among the
-    earlier sites of their process group, and ``bytes`` their sizes, in the same order. ``gain_us``
-    is the predicted gain of one exchange over several, all uncompressed.
+    earlier sites of their process group, and ``bytes`` their sizes, in the same order.
     """
 
     sites: tuple[str, ...]
@@ -259,7 +257,6 @@ class Grouped:
     group: str
     numbers: tuple[int, ...]
     bytes: tuple[int, ...]
-    gain_us: float
     reason: str
 
 
@@ -321,7 +318,7 @@ class Plan:
             "grouped": len(self.grouped),
             "split": len(self.split),
         }
-        said = [
+        parts = [
             f"graph {self.graph!r}",
             self.direction,
             f"policy {self.policy!r}",
@@ -330,7 +327,7 @@ class Plan:
             *(f"{count} {what}" for what, count in counts.items() if count),
             *([f"fallback {self.fallback!r}"] if self.fallback else []),
         ]
-        return f"<Plan: {', '.join(said)}>"
+        return f"<Plan: {', '.join(parts)}>"
 
     @property
     def executed(self) -> tuple[PlannedSite, ...]:
@@ -431,9 +428,11 @@ class Plan:
 
     @staticmethod
     def from_json(text: str | bytes) -> Plan:
-        """Parse the output of ``to_json``. Raises ``msgspec.ValidationError`` or ``DecodeError``
-        for other text."""
-        return msgspec.json.decode(text, type=Plan)
+        """Parse the output of ``to_json``, also of older versions.
+
+        Raises ``msgspec.ValidationError`` or ``DecodeError`` for other text.
+        """
+        return msgspec.convert(plan_from_older(msgspec.json.decode(text)), Plan)
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,11 @@ import msgspec
 from commpass.errors import DumpError, nearest
 from commpass.plan import Candidate, Plan, PlannedSite
 from commpass.plan.kinds import KINDS
+from commpass.plan.older import dump_from_older
 from commpass.plan.timeline import Timeline
 from commpass.utils.tables import Format, read_json
 
-FORMAT = Format("dump", 1, "write the dump again with backend(..., dump=...)", DumpError)
+FORMAT = Format("dump", 2, "write the dump again with backend(..., dump=...)", DumpError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +143,7 @@ def _number(path: Path) -> int:
 def read(path: Path) -> Dump:
     """Read one dump file. Raises DumpError with the position and cause of any defect."""
     with _uncollected():
-        found = read_json(path, FORMAT, Dump)
+        found = read_json(path, FORMAT, Dump, dump_from_older)
     for number, site in enumerate(found.plan.sites):
         if wrong := _wrong(site):
             raise DumpError(f"{path}: plan.sites[{number}].{wrong}")

@@ -47,6 +47,12 @@ class Stage:
     after: tuple[int, ...] = ()
 
 
+def plain_exchange(kind: str, nbytes: Any, *, by_messages: bool = False) -> Stage:
+    """Return the exchange of a collective to which the rank hands ``nbytes``, all of which may go
+    to any other rank."""
+    return Stage(role="exchange", kind=kind, nbytes=nbytes, leaving=nbytes, by_messages=by_messages)
+
+
 def all_to_all(
     nbytes: Any, sent: Sequence[Any], received: Sequence[Any], rank: int, *, by_messages: bool
 ) -> Stage:

@@ -140,8 +140,8 @@ class Policy(Named):
         """Return what is allowed at a site, and the index of the rule that decides it, if any."""
         if self.off:
             return Allowed(source="policy 'off'"), None
-        if site.word is not None:
-            annotation = Annotation.from_json(site.word)
+        if site.annotation is not None:
+            annotation = Annotation.from_json(site.annotation)
             source = "keep" if annotation.keep else "compress(...) in the model"
             return _allowed(self, annotation, source, names_site=True), None
         for index, rule in enumerate(self.rules):

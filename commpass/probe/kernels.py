@@ -83,11 +83,11 @@ def _rate(name: str, group: dist.ProcessGroup, device: torch.device, clock: Cloc
     return KernelRate(round(encode_ns, 4), round(decode_ns, 4), round(call_us, 1))
 
 
-def _decoded(coder: Codec, numel: int) -> Callable[[Any], Tensor]:
-    return lambda wire: coder.decode_rows(wire, numel, torch.float32).to(torch.float32)
+def _decoded(codec: Codec, numel: int) -> Callable[[Any], Tensor]:
+    return lambda wire: codec.decode_rows(wire, numel, torch.float32).to(torch.float32)
 
 
-def _call_us(coder: Codec, ns: float, group: dist.ProcessGroup, device: torch.device) -> float:
+def _call_us(codec: Codec, ns: float, group: dist.ProcessGroup, device: torch.device) -> float:
     """Return the microseconds that an encode or decode call takes in a graph in addition to its
     values.
 
@@ -96,7 +96,7 @@ def _call_us(coder: Codec, ns: float, group: dist.ProcessGroup, device: torch.de
     nothing are subtracted. A kernel that is timed alone is several times faster, since its code is
     still in the caches.
     """
-    ranks, decoded = group.size(), _decoded(coder, SMALL)
+    ranks, decoded = group.size(), _decoded(codec, SMALL)
     gather = messages.ops if device.type == "cpu" else torch.ops._c10d_functional
     rows = torch.randn(1, SMALL, device=device)
 
@@ -105,9 +105,9 @@ def _call_us(coder: Codec, ns: float, group: dist.ProcessGroup, device: torch.de
         return torch.ops._c10d_functional.wait_tensor(started)
 
     def site(rows: Tensor) -> Tensor:
-        return decoded(exchange(coder.encode_rows(rows))).sum(0)
+        return decoded(exchange(codec.encode_rows(rows))).sum(0)
 
-    wire, nothing = coder.encode_rows(rows), _compiled(torch.neg, rows[0, :1])
+    wire, nothing = codec.encode_rows(rows), _compiled(torch.neg, rows[0, :1])
     calls = {
         "site": partial(_compiled(site, rows), rows),
         "exchange": partial(exchange, wire),

@@ -183,7 +183,7 @@ def exponent_bits(x: Tensor) -> float:
     return float(-(shares * shares.log2()).sum()) + 1 + mantissa
 
 
-def speeds(coder: Codec, x: Tensor, *, repeats: int = 7) -> tuple[float, float]:
+def speeds(codec: Codec, x: Tensor, *, repeats: int = 7) -> tuple[float, float]:
     """Return GB/s of input of the compiled encode and decode.
 
     Dynamo is reset first: it compiles the same code eight times, and runs all further versions
@@ -192,9 +192,9 @@ def speeds(coder: Codec, x: Tensor, *, repeats: int = 7) -> tuple[float, float]:
     torch._dynamo.reset()
     rows, dtype = x.reshape(1, -1), x.dtype
     numel = rows.shape[1]
-    encode = torch.compile(coder.encode_rows, dynamic=False)
+    encode = torch.compile(codec.encode_rows, dynamic=False)
     decode = torch.compile(
-        lambda wire: coder.decode_rows(wire, numel, dtype).to(dtype), dynamic=False
+        lambda wire: codec.decode_rows(wire, numel, dtype).to(dtype), dynamic=False
     )
     wire = encode(rows)
     size = rows.numel() * rows.element_size()

@@ -101,7 +101,7 @@ def words(plan) -> list:
             else word
         )
 
-    return [site.word and said(site.word) for site in plan]
+    return [site.annotation and said(site.annotation) for site in plan]
 
 
 def forward_words(function) -> list:
@@ -373,7 +373,7 @@ def test_bare_compress_allows_what_the_policy_itself_does_whatever_rules_and_kee
         by_rule, bare, forced_, named = sites
         assert (by_rule.codec, forced_.codec, named.codec) == (NONE, "fp8", "int8")
         assert by_rule.reason.startswith("rule 1")
-        assert bare.word == "{}"
+        assert bare.annotation == "{}"
         assert "rule" not in bare.reason
         assert "keep" not in bare.reason
         assert "fp8" in bare.reason  # it has 48 bytes: a losing candidate
@@ -392,7 +392,7 @@ def test_policy_off_ignores_words():
 
     for plan in plans_of(inner, "off"):
         (site,) = plan
-        assert site.word
+        assert site.annotation
         assert site.codec == NONE
         assert "off" in site.reason
 
@@ -484,10 +484,10 @@ def test_words_are_put_on_modules_by_glob_without_their_source():
         "int8",
         "keep",
     ]
-    raw = [json.loads(site.word) for site in forward]
+    raw = [json.loads(site.annotation) for site in forward]
     assert raw[0] == expected[0]
     assert words(forward)[1:] == expected[1:]
-    assert [json.loads(site.word) for site in backward] == raw[::-1]
+    assert [json.loads(site.annotation) for site in backward] == raw[::-1]
     assert [site.module for site in forward] == [
         "layers.0.attention",
         "layers.0.mlp",

@@ -200,7 +200,7 @@ def test_backward_counts_only_where_ranks_compare_it(fake_group):
     assert len(whole(asked)) > len(whole(alone))
     assert (alone.plan.timed, asked.plan.timed) == ((), ("0",))
     # Another batch, whose matmul takes no time: the earlier agreement holds.
-    known = asked.thinned.densities
+    known = asked.densities.by_site
     again = planned(matmul=64, group_delay=99, **short, hides=True, densities=known)[1]
     assert whole(again) == whole(asked)
     assert again.plan.timed == ()

@@ -40,7 +40,7 @@ def test_plain_forms(kind, fake_group):
         site.dtype,
         site.shape,
         site.bytes,
-        site.obstacle,
+        site.unsupported_reason,
     ) == (
         kind,
         "0",
@@ -64,7 +64,7 @@ def test_plain_forms(kind, fake_group):
 def test_coalesced_forms_are_a_site_for_each_tensor(collective, fake_group):
     fake_group(8)
     found = sites(lambda x: [wait(y) for y in collective([x * 2, (x + 1).bfloat16()])])
-    assert [(site.dtype, site.bytes, site.obstacle) for site in found] == [
+    assert [(site.dtype, site.bytes, site.unsupported_reason) for site in found] == [
         ("float32", 512, None),
         ("bfloat16", 256, None),
     ]
@@ -79,7 +79,7 @@ def test_forms_in_place_and_out(fake_group):
         return y, wait(ops.all_gather_into_tensor_out(x, 8, "0", out=out))
 
     found = sites(function, X, torch.ones(64, 16))
-    assert [(site.kind, site.obstacle) for site in found] == [
+    assert [(site.kind, site.unsupported_reason) for site in found] == [
         ("all_reduce", None),
         ("all_gather", None),
     ]
@@ -95,15 +95,15 @@ def test_several_waits_and_waits_on_waits(fake_group):
     found = discover(trace(function, X))
     assert len(found) == 1
     assert len(found[0].outputs) == 2
-    assert found[0].site.obstacle is None
+    assert found[0].site.unsupported_reason is None
 
 
-def test_result_taken_before_its_wait_or_never_waited_for_is_an_obstacle(fake_group):
+def test_result_taken_before_its_wait_or_never_waited_for_has_an_unsupported_reason(fake_group):
     fake_group(8)
     (early,) = sites(lambda x: ops.all_reduce(x * 2, "sum", "0") + 1)
-    assert "before it is waited for" in early.obstacle
+    assert "before it is waited for" in early.unsupported_reason
     (never,) = sites(lambda x: (ops.all_reduce(x * 2, "sum", "0"), x)[1])
-    assert "nobody waits" in never.obstacle
+    assert "nobody waits" in never.unsupported_reason
 
 
 def test_autograd_and_deprecated_forms_are_seen_and_left_alone(fake_group):
@@ -118,22 +118,8 @@ def test_autograd_and_deprecated_forms_are_seen_and_left_alone(fake_group):
     )
     graph.output((autograd, legacy))
     found = discover(fx.GraphModule({}, graph))
-    assert "gradient would be lost" in found[0].site.obstacle
-    assert "deprecated" in found[1].site.obstacle
-
-
-def test_matmul_before_and_the_consumers_after_are_seen_through_views_and_casts(fake_group):
-    fake_group(8)
-
-    def function(x, w):
-        y = wait(ops.all_reduce((x @ w).bfloat16().reshape(-1), "sum", "0"))
-        return torch.relu(y.view(8, 16).float())
-
-    (site,) = sites(function, X, torch.ones(16, 16))
-    assert site.producer == "mm"
-    assert site.consumers == ("relu",)
-    (site,) = sites(lambda x: torch.relu(wait(ops.all_reduce(x + 1, "sum", "0"))))
-    assert site.producer is None
+    assert "gradient would be lost" in found[0].site.unsupported_reason
+    assert "deprecated" in found[1].site.unsupported_reason
 
 
 def test_mesh_dimension_is_the_label_of_a_group(fake_group):
@@ -147,11 +133,11 @@ def test_mesh_dimension_is_the_label_of_a_group(fake_group):
     assert [(site.group_label, site.group_size) for site in found] == [("dp", 2), ("tp", 4)]
 
 
-def test_group_that_is_not_here_is_an_obstacle_where_its_size_matters(fake_group):
+def test_group_that_is_not_here_has_an_unsupported_reason_where_its_size_matters(fake_group):
     fake_group(8)
     gm = trace(lambda x: wait(ops.all_reduce(x, "sum", "0")), X)
     dist.destroy_process_group()
-    assert "size of group '0' is not known" in discover(gm)[0].site.obstacle
+    assert "size of group '0' is not known" in discover(gm)[0].site.unsupported_reason
 
 
 class Inner(nn.Module):
@@ -245,7 +231,7 @@ def test_group_given_as_an_object(fake_group):
     started = graph.call_function(ops.all_reduce.default, (x, "sum", name))
     graph.output(graph.call_function(ops.wait_tensor.default, (started,)))
     (found,) = discover(fx.GraphModule({}, graph))
-    assert (found.site.group, found.site.group_size, found.site.obstacle) == (
+    assert (found.site.group, found.site.group_size, found.site.unsupported_reason) == (
         group.group_name,
         8,
         None,

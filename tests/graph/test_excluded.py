@@ -83,7 +83,7 @@ def test_excluded_site_is_left_alone_and_its_neighbours_are_not():
     assert [site.name for site in plan] == names
     assert [site.compressed for site in plan] == [True, False, True]
     assert plan.sites[1].reason == WHY
-    assert plan.sites[1].obstacle is None
+    assert plan.sites[1].unsupported_reason is None
     assert not plan.fallback
     assert [kind for kind, _, _ in collectives(gm)].count("all_reduce") == 1
 

@@ -96,7 +96,6 @@ def test_small_sites_that_do_the_same_are_one(name):
     itemsize = 4
     numel = 1 if "number" in name else None
     assert fused.bytes == ((numel or 96) * itemsize, (numel or 20) * itemsize)
-    assert fused.gain_us > 0
     assert "instead of" in fused.reason
     results = [node.meta["val"].shape for node in gm.graph.output_node().args[0]]
     before = trace(function, X, Y).graph.output_node().args[0]
@@ -443,8 +442,6 @@ def test_gain_below_the_margin_is_none():
         profile = Profile("test", link, kernels=kernels, margin=margin)
         _, plan = grouped(both(ar), profile=profile)
         assert len(plan.grouped) == many
-        if many:
-            assert plan.grouped[0].gain_us == pytest.approx(60, abs=1e-3)
     dear = dataclasses.replace(kernels, launch_us=25.0)  # one for both inputs, one for each result
     assert grouped(both(ar), profile=Profile("test", link, kernels=dear))[1].grouped == ()
     slow = dataclasses.replace(kernels, gbytes_per_s=0.01)  # (96 + 20) * 4 bytes in, as many out

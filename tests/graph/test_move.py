@@ -90,7 +90,7 @@ def test_weight_gradients_are_computed_while_the_input_gradient_travels():
     assert story(gm) == "msmwmsmw"
     assert moved.pinned
     assert not moved.reordered
-    assert sum(moved.exposed_us.values()) < sum(moved.was_us.values())
+    assert sum(moved.exposed_us.values()) < sum(moved.original_us.values())
 
 
 def test_one_matmul_behind_each_hop_of_a_compressed_site():
@@ -202,7 +202,7 @@ def test_less_memory_hides_less_and_none_hides_what_costs_none():
         moved = move(gm, ethernet(10), more)
         assert held(gm) <= (1 + more) * was
         exposed.append(sum(moved.exposed_us.values()))
-    assert exposed[0] < sum(moved.was_us.values())
+    assert exposed[0] < sum(moved.original_us.values())
     assert exposed == sorted(exposed, reverse=True)
 
 

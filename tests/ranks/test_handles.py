@@ -97,8 +97,8 @@ def test_inputs_read_later_alone_are_copied():
     names = dict.fromkeys(("ring", "semi_ring", "two_shot(stage=ag)"), True)
     names |= dict.fromkeys(("two_shot", "one_shot", "two_shot(stage=rs)"), False)
     for name, keeps in names.items():
-        assert algorithm("all_reduce", name).keeps(commpass.codec("int8")) == keeps
-        assert algorithm("all_reduce", name).keeps(commpass.codec("raw"))
+        assert algorithm("all_reduce", name).keeps_input(commpass.codec("int8")) == keeps
+        assert algorithm("all_reduce", name).keeps_input(commpass.codec("raw"))
 
 
 def check_alone() -> None:

@@ -74,7 +74,9 @@ def found(function, x=X):
 def test_ends_are_sites_with_peer_and_tag(fake_group):
     fake_group(4)
     (send,), (recv,) = found(sends), found(receives)
-    assert [(s.kind, s.peer, s.tag, s.shape, s.dtype, s.obstacle) for s in (send, recv)] == [
+    assert [
+        (s.kind, s.peer, s.tag, s.shape, s.dtype, s.unsupported_reason) for s in (send, recv)
+    ] == [
         ("send", 3, 7, (30, 40), "float32", None),
         ("recv", 3, 7, (30, 40), "float32", None),
     ]

@@ -111,13 +111,13 @@ SITES = st.builds(
     st.sampled_from(list(ITEM)),
 )
 ANY_SITES = st.builds(
-    lambda kind, op, numel, ranks, dtype, obstacle, module: site(
+    lambda kind, op, numel, ranks, dtype, reason, module: site(
         kind,
         max(numel, 0),
         ranks,
         dtype,
         reduce_op=op,
-        obstacle=obstacle,
+        unsupported_reason=reason,
         module=module,
         **({"bytes": -1, "shape": ("u0",)} if numel < 0 else {}),
     ),
@@ -751,7 +751,7 @@ def test_force_compresses_whatever_the_times_and_says_so(a_site, link):
     assert planned.codec == "int8"
     assert "forces" in planned.reason
     assert "rule 1" in planned.reason
-    word = dataclasses.replace(a_site, word=Annotation(codec="fp8", force=True).to_json())
+    word = dataclasses.replace(a_site, annotation=Annotation(codec="fp8", force=True).to_json())
     assert one(word, Policy(), profile(link, 0.5)).codec == "fp8"
 
 
@@ -928,7 +928,10 @@ def test_algorithm_named_for_another_kind_leaves_this_kind_its_own_or_the_site_a
     """A policy names algorithms for all kinds at once; a rule or an annotation names them for its
     own sites."""
     own, mine = choices(kind), name in [a.name for a in algorithms_of(kind)]
-    word = Policy(), site(kind, ranks=2, word=Annotation(codec="int8", algorithm=name).to_json())
+    word = (
+        Policy(),
+        site(kind, ranks=2, annotation=Annotation(codec="int8", algorithm=name).to_json()),
+    )
     rule = Policy(rules=[Rule(codec="int8", algorithm=name)]), site(kind, ranks=2)
     for policy, a_site in (
         (Policy(codecs="int8", algorithms=name), site(kind, ranks=2)),
@@ -983,7 +986,7 @@ def test_fastest_of_several_algorithms_is_taken():
 FORCED = Policy(codecs="int8", rules=[Rule(codec="int8", force=True)])
 OBSTACLES = {
     "the form of the collective": (
-        site(obstacle="nobody waits for its result"),
+        site(unsupported_reason="nobody waits for its result"),
         "nobody waits for its result",
     ),
     "one rank": (site(ranks=1), "one rank"),
@@ -1002,7 +1005,7 @@ OBSTACLES = {
 
 @pytest.mark.parametrize("what", OBSTACLES)
 @pytest.mark.parametrize("policy", [Policy(codecs="int8"), FORCED], ids=["wanted", "forced"])
-def test_obstacle_leaves_a_site_alone_even_if_forced_and_is_its_reason(what, policy):
+def test_unsupported_site_is_uncompressed_even_if_forced_and_is_its_reason(what, policy):
     a_site, part = OBSTACLES[what]
     planned = one(a_site, policy, profile())
     assert part in planned.reason
@@ -1010,7 +1013,7 @@ def test_obstacle_leaves_a_site_alone_even_if_forced_and_is_its_reason(what, pol
     assert planned.predicted_us == planned.plain_us >= 0
 
 
-def test_sites_would_be_compressed_without_the_obstacle():
+def test_sites_would_be_compressed_without_the_reason():
     assert one(site(), Policy(codecs="int8"), profile()).compressed
     assert one(site("reduce_scatter"), FORCED, profile()).compressed
     assert one(
@@ -1036,11 +1039,13 @@ def test_site_that_nobody_allows_a_codec_has_the_reason_who_said_so(policy, part
 
 
 def test_word_in_the_model_is_decided_by_and_named():
-    kept = one(site(word=Annotation(keep=True).to_json()), Policy(codecs="int8"), profile())
+    kept = one(site(annotation=Annotation(keep=True).to_json()), Policy(codecs="int8"), profile())
     assert (kept.codec, "keep" in kept.reason) == (NONE, True)
-    said = one(site(word=Annotation(codec="fp8").to_json()), Policy(codecs="int8"), profile())
+    said = one(site(annotation=Annotation(codec="fp8").to_json()), Policy(codecs="int8"), profile())
     assert (said.codec, "compress" in said.reason) == ("fp8", True)
-    off = one(site(word=Annotation(codec="fp8", force=True).to_json()), PRESETS["off"], profile())
+    off = one(
+        site(annotation=Annotation(codec="fp8", force=True).to_json()), PRESETS["off"], profile()
+    )
     assert off.codec == NONE
 
 
@@ -1677,7 +1682,7 @@ def test_native_is_chosen_only_where_it_is_named(kind, spec):
     word = Annotation(codec=spec, algorithm="native").to_json()
     for policy, a_site in (
         (Policy(rules=[named]), site(kind)),
-        (Policy(), site(kind, word=word)),
+        (Policy(), site(kind, annotation=word)),
         (Policy(codecs=spec, algorithms="native"), site(kind)),
     ):
         assert one(a_site, policy, slow).algorithm == "native"
@@ -2007,7 +2012,7 @@ UNASKED = {
     "many hops": (large(), "int8", "semi_ring"),
     "the library's sum": (large(), "bf16", "native"),
     "shards": (large(), "int8", "two_shot(shards=2)"),
-    "a word": (large(word=Annotation(chunks=1).to_json()), "int8", "two_shot"),
+    "a word": (large(annotation=Annotation(chunks=1).to_json()), "int8", "two_shot"),
 }
 
 

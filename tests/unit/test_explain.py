@@ -96,7 +96,7 @@ def test_exchanges_not_sent_at_all_are_counted(tmp_path: Path):
     steps = tuple(
         Simplification(rule="same", site=f"r{n}", into="r0", saved_bytes=1000) for n in range(4, 12)
     )
-    facts = {"group": "7", "numbers": (0, 1), "bytes": (8, 8), "gain_us": 1.0, "reason": "small"}
+    facts = {"group": "7", "numbers": (0, 1), "bytes": (8, 8), "reason": "small"}
     group = Grouped(sites=("r0", "r1"), modules=("a", "b"), into="both", **facts)
     split = plan.Split(site="r2", into=("r2a", "r2b"), rows=(4, 4))
     sites = [site(name) for name in ("both", "r2a", "r2b", "r3")]

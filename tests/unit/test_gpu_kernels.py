@@ -55,7 +55,7 @@ def ran(chain: Chain, taken: torch.Tensor, numel: int, *others: torch.Tensor) ->
     return out
 
 
-def obstacle_of(chain: Chain, numel: int) -> str:
+def unsupported_reason_of(chain: Chain, numel: int) -> str:
     from commpass.lowering.gpu import generate
 
     return generate.unsupported_reason(chain, numel)
@@ -109,7 +109,7 @@ def test_encode_and_decode_give_the_bits_of_the_plain_form(text):
     coder = codec(text).salted(3, 1)
     for dtype, some in zip(DTYPES, (2051, 1024, 999), strict=True):
         encode, numel = Chain(dtype, (Encode(coder),)), some
-        if why := interpreted(obstacle_of, encode, numel):
+        if why := interpreted(unsupported_reason_of, encode, numel):
             assert "blocks of" in why, why
             numel = 1024 * 8  # the block size of equarx follows from this number
         x = sample(numel, dtype)
@@ -299,7 +299,7 @@ def test_nothing_is_written_for_no_values():
     ],
 )
 def test_operations_without_a_kernel_say_why(chain, numel, said):
-    assert said in interpreted(obstacle_of, chain, numel)
+    assert said in interpreted(unsupported_reason_of, chain, numel)
 
 
 def test_every_part_has_a_tile():

@@ -482,7 +482,7 @@ def damage(folder: Path, how: str) -> None:
     elif how == "not a commpass dump":
         file.write_text("{}")
     elif how == "install a newer commpass":
-        file.write_text(text.replace('"version": 1', '"version": 99', 1))
+        file.write_text(text.replace('"version": 2', '"version": 99', 1))
 
 
 @pytest.mark.parametrize(

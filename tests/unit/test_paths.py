@@ -328,7 +328,10 @@ def test_words_go_on_modules_by_the_names_that_rules_see(wrapper):
     commpass.apply_policy(model, {"layers.0.mlp": "int8", "layers.1": commpass.keep()})
     run = model if wrapper == "compile" else compiled(model)
     sites = {
-        site.module: site.word for plan in step(run) if plan.direction == "forward" for site in plan
+        site.module: site.annotation
+        for plan in step(run)
+        if plan.direction == "forward"
+        for site in plan
     }
     if wrapper == "FSDP2":
         assert set(sites) == set(WHOLE)
@@ -359,12 +362,12 @@ class Tied(nn.Module):
 @pytest.mark.parametrize("name", ["first", "second"])
 def test_tied_module_takes_a_word_under_each_of_its_names(name):
     forward, backward = step(compiled(commpass.apply_policy(Tied(), {name: "int8"})))
-    assert all("int8" in site.word for plan in (forward, backward) for site in plan)
+    assert all("int8" in site.annotation for plan in (forward, backward) for site in plan)
     assert len(forward.sites) == 2
     model = commpass.apply_policy(Tied(), {"second": "int8", "first": "int4"})
     forward, _ = step(compiled(model))
     assert all(
-        "int8" in site.word for site in forward
+        "int8" in site.annotation for site in forward
     )  # the first of two patterns for one module counts
 
 
@@ -372,7 +375,7 @@ def test_words_tell_blocks_apart_that_are_compiled_one_by_one():
     model = commpass.apply_policy(Net(), {"layers.0.mlp": commpass.keep(), "layers.1.mlp": "int8"})
     plans = step(by_method(model))
     words = [
-        [site.word for site in plan]
+        [site.annotation for site in plan]
         for plan in plans
         if plan.direction == "forward" and len(plan.sites) == 2
     ]

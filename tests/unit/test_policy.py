@@ -48,7 +48,7 @@ def site(
         bytes=nbytes,
         module=module,
         direction=direction,
-        word=word.to_json() if isinstance(word, Annotation) else word,
+        annotation=word.to_json() if isinstance(word, Annotation) else word,
     )
 
 

@@ -55,7 +55,6 @@ def grouped(*numbers: int) -> Part:
         group="0",
         numbers=numbers,
         bytes=(8192, 8192, 8192),
-        gain_us=1.0,
         reason="",
     )
     return part(grouped=(done,))

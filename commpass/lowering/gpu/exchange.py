@@ -165,7 +165,7 @@ def _agreed_workspace(
     exchange: Exchange, group: dist.ProcessGroup, device: torch.device
 ) -> Workspace:
     """Create a workspace after all ranks have exchanged what they are about to do and any
-    obstacles."""
+    reasons."""
     card, why = _card(exchange, device)
     what = (
         f"{exchange.op} of {exchange.numel} values of {exchange.dtype} by {exchange.algorithm} with"

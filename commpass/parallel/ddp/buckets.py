@@ -102,7 +102,7 @@ def parts_of(
 
 def _terms(policy: Policy, site: Site, module: str, annotation: str | None) -> Allowed:
     """Return the terms of a policy for the gradients of one module."""
-    return policy.allowed(dataclasses.replace(site, module=module, word=annotation))[0].terms
+    return policy.allowed(dataclasses.replace(site, module=module, annotation=annotation))[0].terms
 
 
 def _joined(ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

@@ -21,7 +21,7 @@ from commpass.parallel.ssfusion.messages import USED_BYTES, Part, gather_bytes, 
 from commpass.parallel.ssfusion.plan import FusionPlan, Message
 from commpass.passes import PassResult
 from commpass.plan import NONE, Candidate, Grouped, Plan, PlannedSite, Site, planned
-from commpass.plan.stage import Stage
+from commpass.plan.stage import Stage, plain_exchange
 from commpass.plan.timeline import Timeline
 from commpass.policy import paths
 
@@ -130,7 +130,7 @@ def _stages(
     else:
         entries = sum(part.entries for part in parts)
         wire = (entries + len(parts)) * message_dtype(parts).itemsize
-    return (Stage(role="exchange", kind=message.kind, nbytes=wire, leaving=wire),), wire
+    return (plain_exchange(message.kind, wire),), wire
 
 
 def _us(stages: Sequence[Stage], link: Link, group: Any) -> float:
@@ -150,6 +150,5 @@ def _grouped(
         group=site.group,
         numbers=tuple(numbers),
         bytes=tuple(part.entries * part.dtype.itemsize for part in parts),
-        gain_us=0.0,
         reason="a fusion buffer",
     )

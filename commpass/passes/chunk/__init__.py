@@ -19,7 +19,7 @@ from torch import fx
 from commpass.costmodel import Profile
 from commpass.passes.candidates import scoring
 from commpass.passes.chunk.build import build, joined_of
-from commpass.passes.chunk.gain import Meanwhile, exchange_of, part_of, pipeline_us
+from commpass.passes.chunk.gain import OverlappingCompute, exchange_of, part_of, pipeline_us
 from commpass.passes.chunk.region import Join, Product, Region, product_of, region_of
 from commpass.passes.context import PassContext
 from commpass.passes.fx import meta
@@ -42,8 +42,8 @@ def run(context: PassContext) -> None:
     """Split collectives."""
     given = context.input
     context.chunked = chunk(given.gm, context.found, given.policy, given.profile, given.direction)
-    context.plan_with(split=tuple(context.chunked.done))
-    context.sites_changed = bool(context.chunked.done)
+    context.plan_with(split=tuple(context.chunked.splits))
+    context.sites_changed = bool(context.chunked.splits)
 
 
 def chunk(
@@ -58,7 +58,7 @@ def chunk(
     for each in found:
         if each.allowed.rows != 1:
             work.site(each)
-    if work.result.done:
+    if work.result.splits:
         gm.graph.lint()
         gm.recompile()
     return work.result
@@ -84,10 +84,10 @@ class _Chunks:
         self.counted: dict[tuple[Any, ...], tuple[int, int]] = {}
 
     @cached_property
-    def meanwhile(self) -> Meanwhile:
+    def overlapping(self) -> OverlappingCompute:
         """The overlap of the graph at first access. Splitting one site does not change what can
         overlap another."""
-        return Meanwhile(self.graph, self.profile)
+        return OverlappingCompute(self.graph, self.profile)
 
     def site(self, each: GraphSite) -> None:
         """Split one site if this is requested or gains."""
@@ -97,7 +97,7 @@ class _Chunks:
             if asked is not None:
                 self.result.refused[name] = f"rows={asked} does not apply: {regions}"
             return
-        if asked is None and len(self.result.done) >= MOST:
+        if asked is None and len(self.result.splits) >= MOST:
             self.result.refused[name] = f"not split: {MOST} sites of this graph are"
             return
         if asked is not None:
@@ -157,7 +157,7 @@ class _Chunks:
         if each.call.kind == "all_gather" and each.site.by_messages and best.codec == NONE:
             return []  # gloo cannot run two of them concurrently
         whole = exchange_of(best, self.profile)
-        if self.meanwhile.time_us(each.call.node) >= whole.us:
+        if self.overlapping.time_us(each.call.node) >= whole.us:
             return []
         cut = {node: join.chunks for node, join in self.joins.items()}
         plain = pipeline_us(regions[0], 1, whole, (), cut, self.profile)
@@ -184,8 +184,8 @@ class _Chunks:
         through = tuple(node.name for node in (*region.product.nodes, *region.consumers))
         form = _form(region)
         built = build(self.graph, region, self.joins)
-        gone, most = set(built.old), _largest(each) // region.chunks
-        if (more := self._more(each, region, form, most, gone)) > most:
+        removed, most = set(built.old), _largest(each) // region.chunks
+        if (more := self._more(each, region, form, most, removed)) > most:
             built.undo()
             return f"the peak memory would be {more:,} bytes higher"
         split = Split(
@@ -197,8 +197,8 @@ class _Chunks:
             reason=reason,
         )
         built.finish()
-        self.joins = {n: join for n, join in (self.joins | built.joins).items() if n not in gone}
-        self.result.done.append(split)
+        self.joins = {n: join for n, join in (self.joins | built.joins).items() if n not in removed}
+        self.result.splits.append(split)
         return ""
 
     def _more(

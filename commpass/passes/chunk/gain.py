@@ -81,7 +81,7 @@ def exchange_of(best: Candidate, profile: Profile) -> Task:
     return Task(EXCHANGE, best.predicted_us - busy, overhead_us=busy)
 
 
-class Meanwhile:
+class OverlappingCompute:
     """The computation that can overlap a collective: matmuls that neither precede it nor depend on
     it.
 

@@ -114,8 +114,8 @@ def product_of(
         return "its size is symbolic"
     if not _values(each.input):
         return "it holds no values"
-    if each.site.obstacle:
-        return each.site.obstacle
+    if each.site.unsupported_reason:
+        return each.site.unsupported_reason
     if len(start.users) != 1 or not is_wait(next(iter(start.users))):
         return "not one node alone waits for it"
     if not (ranks := each.site.group_size):

@@ -13,9 +13,9 @@ from commpass.costmodel import HOST, Prices, Profile, Task, prices
 from commpass.passes.fx import meta
 from commpass.passes.fx.aliasing import is_alias
 from commpass.passes.fx.marks import CODED, MARK
-from commpass.passes.fx.ops import UNWRITTEN, flops_formula
+from commpass.passes.fx.ops import ALLOCATORS, flops_formula
 from commpass.passes.fx.parse import Call, describe_group
-from commpass.plan.stage import ALL, Stage, all_to_all
+from commpass.plan.stage import ALL, Stage, all_to_all, plain_exchange
 
 
 def compute(node: fx.Node, profile: Profile) -> Task:
@@ -31,7 +31,7 @@ def compute(node: fx.Node, profile: Profile) -> Task:
     if (
         node.op != "call_function"
         or is_alias(node)
-        or node.target in UNWRITTEN
+        or node.target in ALLOCATORS
         or MARK in node.meta
     ):
         return Task(HOST, 0.0)
@@ -68,13 +68,7 @@ def _stage(call: Call, group: str, nbytes: int) -> Stage:
     """
     splits = call.splits
     if splits is None or not all(isinstance(rows, int) for some in splits for rows in some):
-        return Stage(
-            role="exchange",
-            kind=call.kind,
-            nbytes=nbytes,
-            leaving=nbytes,
-            by_messages=call.by_messages,
-        )
+        return plain_exchange(call.kind, nbytes, by_messages=call.by_messages)
     rank = groups.rank_in(group) or 0
     sent, received = splits
     found = all_to_all(nbytes, sent, received, rank, by_messages=call.by_messages)

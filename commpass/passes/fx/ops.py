@@ -32,14 +32,6 @@ def full_name(node: fx.Node) -> str:
     return schema.name if schema is not None else ""
 
 
-def called_name(node: fx.Node) -> str:
-    """Return the name of an operator or Python function, or the kind of any other node."""
-    if node.op != "call_function":
-        return node.op
-    name = full_name(node).split("::")[-1]
-    return name or getattr(node.target, "__name__", str(node.target))
-
-
 def name_of(node: fx.Node) -> str:
     """Return the name of an operator, without the suffix of in-place forms; "" for functions."""
     return opname(node).rstrip("_")
@@ -111,8 +103,7 @@ SEE_THROUGH = (
     *("convert_element_type", "getitem", "split", "split_with_sizes"),
     *("wait_tensor", "wait_tensors"),
 )
-"""Names of operators that change no value except its dtype, in any form of graph. They are skipped
-between a collective and its producing matmul, or its consumers."""
+"""Names of operators that change no value except its dtype, in any form of graph."""
 UNMIXED = (
     *("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "expand", "clone", "alias"),
     *("detach", "_to_copy", "convert_element_type"),
@@ -125,10 +116,8 @@ DIVISIONS = (aten.div.Tensor, aten.div.Scalar)
 SCALINGS = (*MULTIPLICATIONS, *DIVISIONS, aten.neg.default)
 ADDITIONS = (aten.add.Tensor, aten.sub.Tensor)
 EMPTY = aten.empty.memory_format
-UNWRITTEN = (EMPTY, aten.empty_strided.default)
-"""Operators that allocate memory without writing to it, as Inductor sees them."""
-BUFFERS = (EMPTY, aten.new_empty.default)
-"""The same, as algorithms create buffers for later writes."""
+ALLOCATORS = (EMPTY, aten.empty_strided.default, aten.new_empty.default)
+"""Operators that allocate memory without writing to it."""
 
 
 def moves_values(node: fx.Node) -> bool:

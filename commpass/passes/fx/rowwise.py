@@ -183,10 +183,10 @@ def _viewed(source: Tensor, axis: Axis, result: Tensor) -> Axis | None:
 def _reduced(source: Tensor, axis: Axis, over: Any, result: Tensor) -> Axis | None:
     if not over:
         return None
-    gone = {each % source.dim() for each in (over if isinstance(over, (list, tuple)) else [over])}
-    if axis.dim in gone:
+    dims = {each % source.dim() for each in (over if isinstance(over, (list, tuple)) else [over])}
+    if axis.dim in dims:
         return None
-    less = 0 if result.dim() == source.dim() else sum(each < axis.dim for each in gone)
+    less = 0 if result.dim() == source.dim() else sum(each < axis.dim for each in dims)
     return Axis(axis.dim - less, axis.blocks)
 
 

@@ -56,7 +56,7 @@ class Editor:
     module: fx.GraphModule
     profile: Profile
     allowed: dict[fx.Node, Allowed] = field(default_factory=dict)
-    gone: set[fx.Node] = field(default_factory=set)
+    removed: set[fx.Node] = field(default_factory=set)
     equal: dict[fx.Node, fx.Node] = field(default_factory=dict)
     sweeps: int = 0
     changing: set[fx.Node] = field(default_factory=set)
@@ -100,7 +100,7 @@ class Editor:
         return self.module.graph
 
     def lives(self, node: fx.Node) -> bool:
-        return node not in self.gone
+        return node not in self.removed
 
     @cached_property
     def memory_budget(self) -> MemoryBudget:
@@ -281,11 +281,11 @@ class Editor:
         stack = [node]
         while stack:
             node = stack.pop()
-            if node in self.gone or node.users or node.op != "call_function" or not _pure(node):
+            if node in self.removed or node.users or node.op != "call_function" or not _pure(node):
                 continue
             stack += node.all_input_nodes
             erase(node)
-            self.gone.add(node)
+            self.removed.add(node)
 
 
 def _pure(node: fx.Node) -> bool:
