@@ -114,7 +114,7 @@ def _unsupported_reasons(chain: Chain) -> Iterator[str]:
         yield "norms of different widths"
     if _unit(chain) > LARGEST_UNIT:
         yield f"no unit of up to {LARGEST_UNIT} values holds whole blocks of all steps"
-    if _whole(chain) > norms.LARGEST_UNIT:
+    if _norm_unit(chain) > norms.LARGEST_UNIT:
         yield f"no {norms.LARGEST_UNIT} values hold whole blocks and whole norms"
 
 
@@ -164,7 +164,7 @@ def _unit(chain: Chain) -> int:
     return math.lcm(*widths)
 
 
-def _whole(chain: Chain) -> int:
+def _norm_unit(chain: Chain) -> int:
     """Return the values that are kept until they are normalized: whole units and whole norms."""
     return math.lcm(_unit(chain), chain.width or 1)
 
@@ -183,7 +183,7 @@ def source(chain: Chain) -> str:
 def _source(chain: Chain) -> str:
     if _lossless(chain) is not None:
         return _lossless_source(chain)
-    sizes = f"constexpr int UNIT = {_unit(chain)}, WHOLE = {_whole(chain)};\n"
+    sizes = f"constexpr int UNIT = {_unit(chain)}, WHOLE = {_norm_unit(chain)};\n"
     parts = [PRELUDE, sizes, SCALES, ROTATION, CODES, FLOATS]
     parts.append(blocks.BLOCKS)
     if chain.width:
