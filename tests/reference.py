@@ -84,6 +84,18 @@ def _family() -> dict[str, Setting]:
             add("fp8", Setting(form, scale, stored), form=form, scale=scale, stored=stored)
         add("fp8", Setting(form, "static", static=1.0), form=form, static=1.0)
     add("fp8", Setting("e4m3"))
+    for scale, rule in (("floor", "floor"), ("ceil", "absmax")):
+        for form in ("e4m3", "e5m2"):
+            mx = Setting(form, rule, "pow2", block=32)
+            add("mxfp8", mx, form=form, scale=scale)
+        for form in ("e2m3", "e3m2"):
+            mx = Setting(form, rule, "pow2", block=32)
+            add("mxfp6", mx, form=form, scale=scale)
+        add("mxfp4", Setting("e2m1", rule, "pow2", block=32, layout="pairs"), scale=scale)
+    add("mxfp8", Setting("e4m3", "floor", "pow2", block=32))
+    add("mxfp6", Setting("e2m3", "floor", "pow2", block=32))
+    add("mxfp6", Setting("e3m2", "floor", "pow2", block=32), form="e3m2")
+    add("mxfp4", Setting("e2m1", "floor", "pow2", block=32, layout="pairs"))
     widths = {
         "companded": range(2, 9),
         "int": range(2, 9),
@@ -146,7 +158,7 @@ FAMILY = _family()
 def blocks_for(text: str) -> list[int]:
     """Return the blocks that a codec can have; [] if it has no such parameter."""
     setting = FAMILY[text]
-    if setting.layout == "tiles":
+    if setting.layout == "tiles" or text.startswith("mx"):
         return []
     sizes = [8, 16, 24, 32, 64, 128, 256, 512, 1000]
     if setting.width:
@@ -179,13 +191,14 @@ class Grid:
     sigma: float
     ties_to_even: bool
     precision: float = 0.0
+    floats: bool = False
 
     @functools.cached_property
     def rank(self) -> np.ndarray:
         table = np.full(2**self.bits, -1)
         table[self.codes] = np.arange(len(self.codes))
-        if self.bits == 8 and len(self.codes) in (253, 247):  # 8-bit floats: minus zero
-            table[0x80] = table[0]
+        if self.floats:  # minus zero
+            table[2 ** (self.bits - 1)] = table[0]
         return table
 
     def nearest(self, values: np.ndarray) -> np.ndarray:
@@ -208,11 +221,12 @@ def _even(levels: np.ndarray, first_code: int, bits: int) -> Grid:
     )
 
 
-def small_floats(exponent_bits: int, mantissa_bits: int, *, infinities: bool) -> np.ndarray:
-    """Return all finite values of an 8-bit float from zero up.
+def small_floats(exponent_bits: int, mantissa_bits: int, special: str) -> np.ndarray:
+    """Return all finite values of a small float from zero up.
 
-    They are ``m / 2^M 2^(1-bias)`` if e = 0, else ``(1 + m / 2^M) 2^(e-bias)``. With ``infinities``
-    (e5m2) the whole last exponent is Inf and NaN. Without (e4m3fn) only its last mantissa is NaN.
+    They are ``m / 2^M 2^(1-bias)`` if e = 0, else ``(1 + m / 2^M) 2^(e-bias)``. With ``special``
+    "inf" (e5m2) the whole last exponent is Inf and NaN. With "nan" (e4m3fn) only its last mantissa
+    is. With "" (the formats of 4 and 6 bits of OCP MX v1.0) all are numbers.
     """
     bias = 2 ** (exponent_bits - 1) - 1
     steps, last = 2**mantissa_bits, 2**exponent_bits - 1
@@ -220,24 +234,18 @@ def small_floats(exponent_bits: int, mantissa_bits: int, *, infinities: bool) ->
         m / steps * 2.0 ** (1 - bias) if e == 0 else (1 + m / steps) * 2.0 ** (e - bias)
         for e in range(last + 1)
         for m in range(steps)
-        if not (e == last and (infinities or m == steps - 1))
+        if not (e == last and (special == "inf" or (special == "nan" and m == steps - 1)))
     ]
     return np.array(values)
 
 
-def _floats(positive: np.ndarray) -> Grid:
+def _floats(bits: int, positive: np.ndarray, load: float) -> Grid:
     levels = np.concatenate([-positive[:0:-1], positive])
-    codes = np.concatenate([0x80 + np.arange(len(positive) - 1, 0, -1), np.arange(len(positive))])
-    return Grid(
-        8,
-        levels,
-        (levels[1:] + levels[:-1]) / 2,
-        codes,
-        positive[-1],
-        positive[-1] / 8,
-        True,
-        SINGLE,
-    )
+    ranks, sign = np.arange(len(positive)), 2 ** (bits - 1)
+    codes = np.concatenate([sign + ranks[:0:-1], ranks])
+    edges = (levels[1:] + levels[:-1]) / 2
+    largest = float(positive[-1])
+    return Grid(bits, levels, edges, codes, largest, largest / load, True, SINGLE, floats=True)
 
 
 COMPANDED_PEAK = 8.0
@@ -312,13 +320,21 @@ def _table(bits: int) -> Grid:
     )
 
 
+FLOAT_FORMS = {
+    **{"e4m3": (4, 3, "nan"), "e5m2": (5, 2, "inf")},
+    **{"e2m1": (2, 1, ""), "e2m3": (2, 3, ""), "e3m2": (3, 2, "")},
+}
+"""Bits of the exponent and of the mantissa, and what the last exponent holds besides numbers."""
+
+
 @functools.cache
 def grid_of(name: str, block: int) -> Grid:
     kind, bits = name.rstrip("0123456789"), int(name[-1])
-    if name == "e4m3":
-        return _floats(small_floats(4, 3, infinities=False))
-    if name == "e5m2":
-        return _floats(small_floats(5, 2, infinities=True))
+    if name in FLOAT_FORMS:
+        exponent, mantissa, special = FLOAT_FORMS[name]
+        bits = 1 + exponent + mantissa
+        load = 8 if bits == 8 else LOAD[bits]
+        return _floats(bits, small_floats(exponent, mantissa, special), load)
     if kind == "int":
         largest = 2 ** (bits - 1) - 1
         return _even(np.arange(-largest, largest + 1.0), 1, bits)
@@ -338,6 +354,9 @@ def places(numel: int, setting: Setting) -> np.ndarray:
     """
     if setting.layout == "flat":
         found = np.arange(-(-numel // setting.block) * setting.block).reshape(-1, setting.block)
+    elif setting.layout == "pairs":
+        found = np.arange(-(-numel // setting.block) * setting.block).reshape(-1, setting.block)
+        found = np.concatenate([found[:, 0::2], found[:, 1::2]], axis=1)
     elif setting.layout == "lanes":
         chunks = -(-numel // 1024)
         groups = -(-chunks // (setting.block or max(chunks, 1)))
@@ -512,6 +531,10 @@ def _first_scale(
     peak = np.abs(t).max(axis=1, initial=0.0)
     if setting.scale == "rms" or (setting.scale == "lsq" and grid.sigma == 1.0):
         made = root_mean_square(t, roundoff) / grid.sigma * (1 + more) + shift / grid.sigma
+    elif setting.scale == "floor":  # 2^(floor(log2 peak) - emax): OCP MX v1.0, section 6.3
+        emax = math.floor(math.log2(grid.largest))
+        largest = np.maximum(peak * (1 + more) + shift, 1e-320)
+        made = np.ldexp(1.0, np.frexp(largest)[1] - 1 - emax)
     else:
         made = peak / grid.largest * (1 + more) + shift / grid.largest
     found = stored_up(np.maximum(made, smallest), setting.stored, roundoff)

@@ -97,6 +97,10 @@ CPU = Kernels(
         "int8": KernelRate(0.65, 0.25),
         "int4": KernelRate(0.66, 0.35),
         "fp8": KernelRate(0.85, 0.60),
+        "mxfp8": KernelRate(1.00, 0.65),
+        "mxfp6": KernelRate(1.50, 0.85),
+        "mxfp4": KernelRate(1.00, 0.75),
+        "nvfp4": KernelRate(2.00, 1.40),
         "rotated": KernelRate(2.60, 2.40),
         "taco": KernelRate(1.50, 2.50),
         "exponent": KernelRate(1.40, 0.90),
@@ -110,6 +114,7 @@ CPU = Kernels(
 
 Rates are from benchmarks/codecs.py, copies from benchmarks/group.py, rounded up. Those of taco are
 processor time, the least of 60 calls with 2^20 values: 1.41 and 2.40 ns, in bfloat16 and float32.
+Those of mxfp and nvfp4 (generated C++, bfloat16) are fp8's times the ratio to it in one run.
 The time of a call is as measured by ``commpass probe --kernels`` on two cores.
 """
 

@@ -51,6 +51,17 @@ CASES = [
     rarely(PLAIN[3], BF16),
     *FLOATS,
 ]
+HARDWARE = (
+    ("mxfp8", BF16),
+    rarely("mxfp8(form=e5m2, scale=ceil)", F32),
+    ("mxfp6", F32),
+    ("mxfp6(form=e3m2, scale=ceil)", F16),
+    ("mxfp4", F32),
+    rarely("mxfp4", BF16),
+    ("nvfp4", F32),
+    ("nvfp4", BF16),
+)
+CASES += HARDWARE
 SIZES = (1, 2, 63, 256, 1000, 2049)
 SPECIAL = (math.nan, math.inf, -math.inf, -0.0, 0.0, 1e-40, -3e-45, 3.3e38, -3.3e38)
 
@@ -142,7 +153,7 @@ def test_wire_is_decoded_to_the_values_of_the_aten_form(spec, dtype):
 RANKS = 3
 
 
-@pytest.mark.parametrize("spec", [PLAIN[1], rarely("fp8(block=64)")])
+@pytest.mark.parametrize("spec", [PLAIN[1], rarely("fp8(block=64)"), rarely("mxfp4"), "nvfp4"])
 def test_sum_is_in_rank_order_and_goes_on_as_a_wire_or_as_values(spec):
     coder, n = codec(spec), 1000
     wire = coder.encode_rows(torch.cat([values(1, n, BF16, seed) for seed in range(RANKS)]))
@@ -647,7 +658,7 @@ def test_kernel_that_is_slower_than_inline_says_so():
             Chain(BF16, (Encode(codec(spec)),))
         )
     assert not cpu.unsupported_reason(Chain(BF16, (Encode(codec("rotated(bits=4)")),)))
-    for spec in ("int8", "taco", "fp8", "fp8(form=e5m2,scale=dual)"):
+    for spec in ("int8", "taco", "fp8", "fp8(form=e5m2,scale=dual)", "mxfp4", "mxfp6", "nvfp4"):
         assert not cpu.unsupported_reason(Chain(BF16, (Encode(codec(spec)),)))
 
 

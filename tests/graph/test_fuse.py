@@ -85,6 +85,8 @@ def with_residual(x, r):
         ("rotated", "two_shot", ["enter+encode", "decode+sum+encode", "decode+leave"]),
         ("fp8", "one_shot", ["encode", "decode+sum"]),
         ("rotated", "one_shot", ["enter+encode", "decode+sum+leave"]),
+        ("nvfp4", "one_shot", ["encode", "decode+sum"]),
+        ("mxfp4", "two_shot", ["encode", "decode+sum+encode", "decode"]),
         ("int4", "two_shot(chunks=2)", ["encode", "decode+sum+encode", "decode"] * 2),
     ],
 )
@@ -103,6 +105,23 @@ def test_all_between_two_exchanges_is_one_kernel(fake_group, codec, algorithm, r
 
 def ops_join():
     return torch.ops.commpass.join.default
+
+
+def test_sum_is_not_encoded_by_its_kernel_if_the_peak_of_a_row_comes_first(fake_group):
+    fake_group(RANKS)
+    gm, _, plan = run(summed, forced("nvfp4", "two_shot"), X, passes=before("lower"))
+    assert sorted(fused_roles(gm)) == ["decode", "encode"]
+    assert "decode+sum+encode: nvfp4: the peak of a row must be known" in plan.sites[0].reason
+
+
+def test_peaks_of_rows_are_computed_in_the_graph_and_given_to_the_kernel(fake_group):
+    fake_group(RANKS)
+    gm, inputs, _ = run(with_residual, forced("nvfp4", "one_shot"), X, X)
+    calls = [n for n in gm.graph.nodes if n.target is FUNCTIONAL]
+    assert [n.kwargs["tensors_to_clone"] for n in calls] == [["output"]] * 2
+    peaks = calls[0].kwargs["kwargs"]["row_peaks"].meta["val"]
+    assert (tuple(peaks.shape), peaks.dtype) == ((1,), torch.float32)
+    assert "row_peaks" in fake_cuda.code_of(gm, inputs)
 
 
 def test_mean_and_a_residual_are_part_of_the_kernel(fake_group):

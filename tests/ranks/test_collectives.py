@@ -27,6 +27,8 @@ CODECS = [
     "rotated",
     "rotated(bits=4)",
     "rotated(form=e4m3, block=64)",
+    "mxfp4",
+    "nvfp4",
 ]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 SHAPES = [(1,), (3, 5), (257,), (2, 3, 129), (1030,)]

@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import commpass
 
-CODECS = ["int8", "rotated", "fp8", "exponent", "exponent(planes=3)", "raw"]
+CODECS = ["int8", "rotated", "fp8", "nvfp4", "exponent", "exponent(planes=3)", "raw"]
 ops = torch.ops._c10d_functional
 NOBODY, SOME = (0, 0, 0), (2, 0, 5)
 

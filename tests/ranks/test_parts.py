@@ -21,7 +21,7 @@ from commpass.collectives import Payload, Request, read_stages
 pytestmark = pytest.mark.xdist_group("ranks")
 
 KINDS = ("all_gather_v", "reduce_scatter_v")
-CODECS = ["int8", "int4", "rotated", "sdp4bit", "equarx", "bf16", "raw", "exponent"]
+CODECS = ["int8", "int4", "rotated", "sdp4bit", "equarx", "nvfp4", "bf16", "raw", "exponent"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 SPLITS = {
     "one rank without any": [5, 0, 3],

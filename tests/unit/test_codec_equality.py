@@ -24,6 +24,7 @@ from commpass.errors import PolicyError
 __all__ = ["one_thread"]  # a fixture that works by its presence
 
 OTHERS = [
+    "nvfp4",
     *("raw", "cast", "cast(to=fp16)", "exponent", "exponent(planes=3)"),
     *("topk", "topk(density=0.02)", "topk(values=int8)", "topk(indices=bitmap)", "dgc"),
     *("randomk", "randomk(seed=1)", "gaussiank", "redsync", "sidco"),

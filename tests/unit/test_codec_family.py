@@ -143,6 +143,23 @@ def test_integers_round_half_to_even(name):
     assert coder.decode(coder.encode(x))[: len(halves)].tolist() == want
 
 
+@pytest.mark.parametrize("form", ["e2m1", "e2m3", "e3m2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_minifloats_keep_every_value_of_their_grid_and_round_ties_to_even(form, dtype):
+    grid, want = grids.MiniFloatGrid(form), reference.grid_of(form, 0)
+    levels = want.levels[want.levels >= 0]
+    ties = (levels[1:] + levels[:-1]) / 2
+    even = np.where(np.arange(len(ties)) % 2 == 0, levels[:-1], levels[1:])
+    beyond = [want.largest * 1.01, 1e30, math.inf]
+    x = np.concatenate([levels, -levels, ties, -ties, beyond])
+    right = np.concatenate([levels, -levels, even, -even, [want.largest] * 3])
+    codes = grids.encode(grid, torch.tensor(x, dtype=dtype), None)
+    found = grids.decode(grid, codes, dtype)
+    assert found.tolist() == right.tolist()
+    assert np.signbit(wide(found)).tolist() == np.signbit(right).tolist()  # -0.0 too
+    assert int(codes.max()) == 2**grid.bits - 1
+
+
 @pytest.mark.parametrize(("text", "grid"), [("fp8", "e4m3"), ("fp8(form=e5m2)", "e5m2")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_8_bit_floats_keep_every_value_of_their_grid_and_round_ties_to_even(text, grid, dtype):
@@ -161,6 +178,7 @@ GRIDS = {
     **{f"int{bits}": lambda bits=bits: grids.IntGrid(bits) for bits in range(2, 9)},
     **{f"level{bits}": lambda bits=bits: grids.LevelGrid(bits) for bits in (3, 4)},
     **{form: lambda form=form: grids.Fp8Grid(form) for form in ("e4m3", "e5m2")},
+    **{form: lambda form=form: grids.MiniFloatGrid(form) for form in ("e2m1", "e2m3", "e3m2")},
     **{
         f"companded{bits}": lambda bits=bits: grids.CompandedGrid(bits, grids.companding(256))
         for bits in range(2, 9)

@@ -85,6 +85,7 @@ def without_tile() -> list[str]:
         if kind not in function.registry
     ]
     names = [f"{what}_{form}" for what in ("up", "nearest", "store", "load") for form in STORED]
+    names += [f"{what}_e4m3" for what in ("nearest", "store", "load")]
     return lacking + [name for name in names if name not in generate.KNOWN]
 
 
@@ -100,7 +101,7 @@ ALL = [text for text in CORE if text not in ("outlier(width=4)",)]
 
 def generated() -> list[str]:
     """Return the settings for which kernels are generated, for any number of values."""
-    return [text for text in ALL if getattr(codec(text), "grid", None) is not None]
+    return [text for text in [*ALL, "nvfp4"] if getattr(codec(text), "grid", None) is not None]
 
 
 @pytest.mark.few(1)
@@ -153,6 +154,7 @@ KINDS += [float("nan"), 0.5, 1.5, -2.5, 126.5, 127.0, 2.0**-126, 65504.0, 1e-7]
 VALUES = st.sampled_from(KINDS)
 TEXTS = ["int8", "int4", "int6", "int2", "fp8", "fp8(form=e5m2)", "int8(static=0.05)"]
 TEXTS += ["fp8(static=1.0)", "rotated(block=64)", "rotated(bits=4, block=32)", "tahquant(block=32)"]
+TEXTS += ["mxfp8", "mxfp6", "mxfp6(form=e3m2)", "mxfp4", "mxfp4(scale=ceil)", "nvfp4"]
 TEXTS += ["int8(stored=bf16)", "int4(stored=pow2)", "int8(rounding=stochastic)", "sdp4bit"]
 
 
@@ -186,7 +188,18 @@ def test_values_of_every_kind(text, dtype, values, seed):
 
 # --- chains ---------------------------------------------------------------------------------------
 
-SUMMED = ["int8", "int4(stored=bf16)", "fp8", "int6", "rotated", "rotated(bits=4)", "sdp4bit"]
+SUMMED = [
+    "mxfp8",
+    "mxfp6",
+    "mxfp4",
+    "int8",
+    "int4(stored=bf16)",
+    "fp8",
+    "int6",
+    "rotated",
+    "rotated(bits=4)",
+    "sdp4bit",
+]
 
 
 @pytest.mark.few(6)
@@ -253,6 +266,13 @@ def test_residual_is_added_after_the_values_were_rounded():
     same(interpreted(ran, chain, wire, numel, other), want)
 
 
+def test_row_peak_is_that_of_values_before_they_are_widened():
+    coder, numel = codec("nvfp4"), 500
+    x = sample(numel, torch.bfloat16)
+    chain = Chain(torch.bfloat16, (Cast(torch.float32), Encode(coder)))
+    same(interpreted(ran, chain, x, numel), coder.encode_rows(x.float()))
+
+
 def test_rows_may_lie_apart():
     coder, numel = codec("int4"), 640
     wide = sample(2000, torch.bfloat16)
@@ -287,6 +307,11 @@ def test_nothing_is_written_for_no_values():
         ),
         (Chain(torch.bfloat16, (Encode(codec("int4")),)), 2**31 - 2**15, "values in a row"),
         (Chain(torch.float32, (Encode(codec("exponent")),)), 512, "no block codec"),
+        (
+            Chain(torch.uint8, (Decode(codec("nvfp4"), torch.bfloat16), Encode(codec("nvfp4")))),
+            512,
+            "the peak of a row must be known",
+        ),
         (Chain(torch.float32, (Cast(torch.bfloat16),)), 512, "nothing is encoded or decoded"),
         (
             Chain(

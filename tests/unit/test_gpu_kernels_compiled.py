@@ -26,6 +26,8 @@ USUAL = [(c, k, "sm_90") for c in ("int8", "rotated") for k in KERNELS]
 USUAL += [(c, "decode_sum_encode", a) for c in ("int8", "fp8") for a in ARCHS]
 USUAL += [
     ("int4", "encode", "sm_100"),
+    ("mxfp8", "encode", "sm_90"),
+    ("mxfp8", "decode_sum", "sm_90"),
     ("taco", "encode", "sm_80"),
     ("rotated", "encode", "gfx942"),
 ]

@@ -64,6 +64,11 @@ def exact(kind, values, rank):
     return total if kind == "all_reduce" else total.chunk(len(values))[rank]
 
 
+HARDWARE = [
+    ("all_reduce", "two_shot", 5, "nvfp4"),
+    ("all_reduce", "ring", 6, "mxfp6"),
+    ("reduce_scatter", "direct", 7, "nvfp4"),
+]
 UNEVEN_GROUPS = 1024 * 257
 """The number of values of a rank's shard in which a codec of uniform groups pads whole blocks
 again."""
@@ -93,7 +98,8 @@ def test_shards_of_blocks_that_are_padded_to_groups_arrive_in_their_places(
 
 @pytest.mark.few(10)
 @pytest.mark.parametrize(
-    ("kind", "name", "ranks", "codec"), thinned(CASES, ["int8", "rotated"], one_in=2)
+    ("kind", "name", "ranks", "codec"),
+    [*thinned(CASES, ["int8", "rotated"], one_in=2), *HARDWARE],
 )
 def test_sums_have_the_predicted_error_and_replicas_the_same_bits(
     kind, name, ranks, codec, monkeypatch

@@ -26,9 +26,9 @@ from commpass.errors import PolicyError
 class BlockCodec(Codec):
     """Encode each block as ``q = grid(transform(x) / scale)``.
 
-    An encoded row holds all codes, then all scales, then the side data of the transform. Zeros fill
-    the last block of a row. Stochastic rounding draws different noise for each ``salt`` (see
-    ``salted``).
+    An encoded row holds all codes, then all scales (those of blocks, then that of the row), then
+    the side data of the transform. Zeros fill the last block of a row. Stochastic rounding draws
+    different noise for each ``salt`` (see ``salted``).
     """
 
     spec: str = field(compare=False)
@@ -104,10 +104,12 @@ class BlockCodec(Codec):
 
     @property
     def _storage_formats(self) -> list[str]:
-        """The storage formats of the numbers sent for each block: its offset, then its scales."""
+        """The storage formats of the numbers sent: the offset of each block and its scales, then
+        those of the row."""
         return [
             *([self.offset.stored] if self.offset else []),
             *[self.scale.stored] * self.scale.numbers,
+            *["fp32"] * scales.row_numbers(self.scale),
         ]
 
     def regions(self, numel: int, dtype: torch.dtype) -> list[int]:
@@ -118,7 +120,11 @@ class BlockCodec(Codec):
             for stored in dict.fromkeys(self._storage_formats)
         }
         codes = blocks * (self.layout.size(numel) * self.grid.bits // 8)
-        numbers = [number[stored] for stored in self._storage_formats]
+        rows = scales.row_numbers(self.scale)
+        formats = self._storage_formats
+        numbers = [number[stored] for stored in formats[: len(formats) - rows]]
+        empty = isinstance(blocks, int) and blocks == 0
+        numbers += [0 if empty else scales.itemsize("fp32", work)] * rows
         return [codes, *numbers, *([blocks] if self.transform.side else [])]
 
     def encode_rows(self, rows: Tensor) -> Tensor:
@@ -137,9 +143,11 @@ class BlockCodec(Codec):
             stored = self.offset.stored
             middle.append(scales.materialized(scales.middle_of(self.offset, blocks), stored))
             blocks = blocks - middle[0]
+        measured = scales.measure(self.scale, blocks, self.grid)
+        formats = self._storage_formats[len(middle) :]
         numbers = [
-            scales.materialized(number, self.scale.stored)
-            for number in scales.measure(self.scale, blocks, self.grid)
+            scales.materialized(number, stored)
+            for number, stored in zip(measured, formats, strict=True)
         ]
         noise = noise_of(self.rounding, blocks, self.salt)
         codes = grids.encode(

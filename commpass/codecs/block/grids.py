@@ -102,6 +102,46 @@ FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 @dataclass(frozen=True)
+class MiniFloatGrid:
+    """The 4-bit and 6-bit floats of OCP MX v1.0: e2m1 (largest 6), e2m3 (7.5) and e3m2 (28).
+
+    Rounded to nearest even. They have neither Inf nor NaN, so the scale must mark nonfinite values.
+    """
+
+    form: str
+
+    has_zero: ClassVar[bool] = True
+
+    @property
+    def mantissa(self) -> int:
+        """The bits of a mantissa."""
+        return {"e2m1": 1, "e2m3": 3, "e3m2": 2}[self.form]
+
+    @property
+    def bias(self) -> int:
+        """The bias of the exponent: the smallest normal number is ``2^(1 - bias)``."""
+        return {"e2m1": 1, "e2m3": 1, "e3m2": 3}[self.form]
+
+    @property
+    def bits(self) -> int:
+        return {"e2m1": 4, "e2m3": 6, "e3m2": 6}[self.form]
+
+    @property
+    def largest(self) -> float:
+        return {"e2m1": 6.0, "e2m3": 7.5, "e3m2": 28.0}[self.form]
+
+    @property
+    def sigma(self) -> float:
+        return self.largest / LOAD[self.bits]
+
+    @property
+    def half(self) -> float:
+        """Half the gap between the largest numbers, which is ``2^-mantissa`` of their power of
+        two."""
+        return largest_power(self) * 2.0**-self.mantissa / 2
+
+
+@dataclass(frozen=True)
 class CompandedGrid:
     """``2^b`` levels, dense near zero and sparse near the peak of a block, for Gaussian-like
     values.
@@ -179,7 +219,13 @@ class TableGrid:
         return max(self.levels[0], *(gap / 2 for gap in gaps))
 
 
-Grid = IntGrid | LevelGrid | Fp8Grid | CompandedGrid | TableGrid
+Grid = IntGrid | LevelGrid | Fp8Grid | MiniFloatGrid | CompandedGrid | TableGrid
+
+
+def largest_power(grid: Grid) -> float:
+    """Return the largest power of two that is not above the largest number: ``2^emax`` of a float
+    format (OCP MX v1.0, section 6.3)."""
+    return 2.0 ** math.floor(math.log2(grid.largest))
 
 
 # --- encode and decode ----------------------------------------------------------------------------
@@ -242,6 +288,53 @@ def _encode_fp8(grid: Fp8Grid, values: Tensor, noise: Tensor | None) -> Tensor:
 @decode.register
 def _decode_fp8(grid: Fp8Grid, codes: Tensor, dtype: torch.dtype) -> Tensor:
     return codes.view(FP8[grid.form]).to(dtype)
+
+
+@dataclass(frozen=True)
+class FloatBits:
+    """Numbers that relate a small float format to float32, as bits of float32.
+
+    ``drop`` is the number of bits of a float32's mantissa that the format lacks. ``least`` is the
+    smallest normal number. ``unit`` is a number whose last place is the step between subnormals.
+    """
+
+    drop: int
+    largest: int
+    least: int
+    unit: int
+
+
+def float_bits(grid: MiniFloatGrid) -> FloatBits:
+    """Return the numbers of a format: its codes, without the sign, are the bits of float32 from
+    ``drop`` on, less those of half the smallest normal number."""
+    drop, least = 23 - grid.mantissa, (128 - grid.bias) << 23
+    largest = ((2 ** (grid.bits - 1) - 1) << drop) + least - (1 << 23)
+    return FloatBits(drop, largest, least, least + (drop << 23))
+
+
+@encode.register
+def _encode_minifloat(grid: MiniFloatGrid, values: Tensor, noise: Tensor | None) -> Tensor:
+    """NaN becomes the largest number, as its block has no other number."""
+    form, bits = float_bits(grid), values.to(torch.float32).view(torch.int32)
+    size = bits & 0x7FFFFFFF
+    cut = size.clamp(max=form.largest)
+    rounded = (cut + (2 ** (form.drop - 1) - 1) + ((cut >> form.drop) & 1)) >> form.drop
+    normal = rounded - ((form.least - (1 << 23)) >> form.drop)
+    unit = 2.0 ** ((form.unit >> 23) - 127)
+    subnormal = (cut.view(torch.float32) + unit).view(torch.int32) - form.unit
+    sign = torch.where(size > 0x7F800000, 0, (bits >> (32 - grid.bits)) & 2 ** (grid.bits - 1))
+    return (torch.where(cut < form.least, subnormal, normal) | sign).to(torch.uint8)
+
+
+@decode.register
+def _decode_minifloat(grid: MiniFloatGrid, codes: Tensor, dtype: torch.dtype) -> Tensor:
+    form, bits = float_bits(grid), codes.to(torch.int32)
+    size = bits & (2 ** (grid.bits - 1) - 1)
+    above = (size << form.drop) + form.least
+    normal = (above - (1 << 23)).view(torch.float32)
+    subnormal = above.view(torch.float32) - 2.0 ** (1 - grid.bias)
+    number = torch.where(size < 2**grid.mantissa, subnormal, normal).view(torch.int32)
+    return (number | ((bits >> (grid.bits - 1)) << 31)).view(torch.float32).to(dtype)
 
 
 @encode.register

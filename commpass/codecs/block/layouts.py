@@ -43,6 +43,34 @@ class Flat:
 
 
 @dataclass(frozen=True)
+class Pairs:
+    """As ``Flat``, but a block holds its even places, then its odd places. A byte of packed 4-bit
+    codes then holds two neighbours, the first one in the low bits: ``torch.float4_e2m1fn_x2``."""
+
+    block: int
+
+    @property
+    def unit(self) -> int:
+        return self.block
+
+    def size(self, numel: int) -> int:
+        return self.block
+
+    def blocks(self, numel: int) -> int:
+        return Flat(self.block).blocks(numel)
+
+    def split(self, rows: Tensor) -> Tensor:
+        blocks = Flat(self.block).split(rows)
+        return blocks.unflatten(2, (self.block // 2, 2)).transpose(2, 3).flatten(2)
+
+    def padded_numel(self, numel: int) -> int:
+        return Flat(self.block).padded_numel(numel)
+
+    def join(self, blocks: Tensor, numel: int) -> Tensor:
+        return blocks.unflatten(2, (2, self.block // 2)).transpose(2, 3).flatten(1)
+
+
+@dataclass(frozen=True)
 class Tiles:
     """Blocks of ``height`` x ``across`` values of a row-major matrix with ``width`` columns."""
 
@@ -145,4 +173,4 @@ class Lanes:
         return groups * depth * LANES
 
 
-Layout = Flat | Tiles | Lanes
+Layout = Flat | Pairs | Tiles | Lanes

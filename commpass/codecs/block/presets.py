@@ -11,10 +11,11 @@ from commpass.codecs.block.grids import (
     Grid,
     IntGrid,
     LevelGrid,
+    MiniFloatGrid,
     TableGrid,
     companding,
 )
-from commpass.codecs.block.layouts import Flat, Lanes, Tiles
+from commpass.codecs.block.layouts import Flat, Lanes, Layout, Pairs, Tiles
 from commpass.codecs.block.noise import Nearest, Stochastic
 from commpass.codecs.block.scales import (
     STORED,
@@ -24,7 +25,9 @@ from commpass.codecs.block.scales import (
     Midrange,
     Rms,
     Scale,
+    SharedExponent,
     Static,
+    TwoLevel,
 )
 from commpass.codecs.block.transforms import Hadamard, NoTransform
 from commpass.codecs.codec import Codec
@@ -103,6 +106,46 @@ def fp8(
     rule = _scale(scale, stored, static)
     grid = Fp8Grid(form, marks=isinstance(rule, Static))
     return BlockCodec(spec, Flat(_block(block)), grid, rule)
+
+
+MX_BLOCK, NVFP4_BLOCK = 32, 16
+"""Values that share a scale, in the formats that hardware multiplies."""
+MX_SCALES: dict[str, Scale] = {"floor": SharedExponent(), "ceil": Absmax("pow2")}
+"""Power-of-two scales: rounded down as in OCP MX v1.0, or up, so that no value is clamped."""
+
+
+def mxfp8(spec: str, *, form: str = "e4m3", scale: str = "floor") -> Codec:
+    """MXFP8 of OCP MX v1.0: 8-bit floats e4m3 or e5m2, one e8m0 scale (a power of two) per block of
+    32 values.
+
+    ``scale="floor"`` is the standard's, which clamps values above the largest number;
+    ``scale="ceil"`` is the next power of two where it would, and clamps nothing.
+    """
+    grid = Fp8Grid(_one_of("form", form, ("e4m3", "e5m2")))
+    return _mx(spec, Flat(MX_BLOCK), grid, scale)
+
+
+def mxfp6(spec: str, *, form: str = "e2m3", scale: str = "floor") -> Codec:
+    """MXFP6 of OCP MX v1.0: 6-bit floats e2m3 or e3m2, one e8m0 scale per block of 32 values; see
+    ``mxfp8``."""
+    grid = MiniFloatGrid(_one_of("form", form, ("e2m3", "e3m2")))
+    return _mx(spec, Flat(MX_BLOCK), grid, scale)
+
+
+def mxfp4(spec: str, *, scale: str = "floor") -> Codec:
+    """MXFP4 of OCP MX v1.0: 4-bit floats e2m1, one e8m0 scale per block of 32 values; see
+    ``mxfp8``. A byte holds two neighbours, as in ``torch.float4_e2m1fn_x2``."""
+    return _mx(spec, Pairs(MX_BLOCK), MiniFloatGrid("e2m1"), scale)
+
+
+def nvfp4(spec: str) -> Codec:
+    """NVFP4: 4-bit floats e2m1, one e4m3 scale per block of 16 values, and one float32 per row. A
+    byte holds two neighbours, as in ``torch.float4_e2m1fn_x2``."""
+    return BlockCodec(spec, Pairs(NVFP4_BLOCK), MiniFloatGrid("e2m1"), TwoLevel())
+
+
+def _mx(spec: str, layout: Layout, grid: Grid, scale: str) -> Codec:
+    return BlockCodec(spec, layout, grid, MX_SCALES[_one_of("scale", scale, tuple(MX_SCALES))])
 
 
 def rotated(
@@ -286,6 +329,26 @@ PRESETS = (
         fp8,
         "an 8-bit float: one error for small and for large values (e5m2: for wider ranges)",
         ("fp8", "fp8(form=e5m2)"),
+    ),
+    Preset(
+        "mxfp8",
+        mxfp8,
+        "an 8-bit float over a power of two for 32 values (OCP MX): where matmuls take it",
+        ("mxfp8",),
+    ),
+    Preset(
+        "mxfp6",
+        mxfp6,
+        "as mxfp8 with 6 bits: about the same error, but no matmul of torch takes it",
+        ("mxfp6",),
+    ),
+    Preset("mxfp4", mxfp4, "as mxfp8 with 4 bits: where matmuls take it", ("mxfp4",)),
+    Preset(
+        "nvfp4",
+        nvfp4,
+        "a 4-bit float over an 8-bit one for 16 values: where matmuls take it; less error than int4"
+        " and mxfp4",
+        ("nvfp4",),
     ),
     Preset(
         "rotated",

@@ -3,8 +3,8 @@
 A scale is plain data. The functions ``measure``, ``divide``, ``refit``, ``multiply``, ``bound`` and
 ``floor`` dispatch on its type. Every type is registered explicitly, because Dynamo of torch 2.11
 does not trace a lookup through base classes. ``stored`` is the storage format of its numbers:
-``fp32``, ``bf16`` or ``pow2`` (an exponent only). ``numbers`` says how many are sent for each
-block.
+``fp32``, ``bf16``, ``pow2`` (an exponent only: e8m0 of OCP MX) or ``e4m3``. ``numbers`` says how
+many are sent for each block, and ``row_numbers`` how many for each row.
 """
 
 from __future__ import annotations
@@ -17,13 +17,21 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from commpass.codecs.block.grids import Grid, decode
+from commpass.codecs.block.grids import Grid, decode, largest_power
 from commpass.codecs.dispatch import by_type
 from commpass.codecs.rows import as_bytes
 
 STORED = {"fp32": 4, "bf16": 2, "pow2": 1}
 """Bytes of a stored number. For float64 data it is 8 bytes, because scales may exceed the range of
 the other formats."""
+ITEMSIZE = STORED | {"e4m3": 1}
+"""As ``STORED``, with e4m3, whose range only suffices for scales in units of another scale."""
+LARGEST_E4M3 = 448.0
+LEAST_E4M3 = 2.0**-6
+"""The smallest normal number of e4m3, which is the smallest scale of a block in two levels."""
+LEAST_ROW_SCALE = 2.0**-119
+"""The smallest scale of a row in two levels. Its product with the smallest scale of a block, and
+the reciprocal of that, are normal float32 numbers."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +78,34 @@ class Static:
     numbers: ClassVar[int] = 0
 
 
-Scale = Absmax | Rms | LeastSquares | Dual | Static
+@dataclass(frozen=True)
+class SharedExponent:
+    """A power of two for each block, rounded down: the largest one not above the peak, over the
+    largest one that the grid has (OCP MX v1.0, section 6.3). Values above the largest number are
+    clamped."""
+
+    stored: ClassVar[str] = "pow2"
+    numbers: ClassVar[int] = 1
+
+
+@dataclass(frozen=True)
+class TwoLevel:
+    """A float32 for each row and an e4m3 for each block (NVFP4): the product scales the peak of a
+    block to the largest number of the grid, the row's alone is for the peak of the row.
+
+    The e4m3 is rounded to nearest even, from 2^-6 to 448. A row is one message of a collective.
+    """
+
+    stored: ClassVar[str] = "e4m3"
+    numbers: ClassVar[int] = 1
+
+
+Scale = Absmax | Rms | LeastSquares | Dual | Static | SharedExponent | TwoLevel
+
+
+def row_numbers(scale: Scale) -> int:
+    """Return how many numbers are sent for each row: they follow those of the blocks, as fp32."""
+    return int(isinstance(scale, TwoLevel))
 
 
 @dataclass(frozen=True)
@@ -85,8 +120,8 @@ class Midrange:
 
 
 def measure(scale: Scale, blocks: Tensor, grid: Grid) -> list[Tensor]:
-    """Return the numbers that blocks ``[..., block]`` are divided by in turn, each ``[..., 1]``,
-    rounded to their storage format.
+    """Return the numbers that blocks ``[rows, blocks, block]`` are divided by in turn, each ``[...,
+    1]``, rounded to their storage format; then those of rows, ``[rows, 1, 1]``.
 
     No number is below the smallest normal number, so a block of zeros or subnormals is coded as
     zeros. On a grid without a zero the scale is zero for a block of zeros, so all codes decode to
@@ -99,6 +134,9 @@ def measure(scale: Scale, blocks: Tensor, grid: Grid) -> list[Tensor]:
     if not grid.has_zero:
         tiny = torch.finfo(blocks.dtype).tiny
         numbers[-1] = torch.where(peak < grid.largest * tiny, 0.0, numbers[-1])
+    if isinstance(scale, TwoLevel):
+        number, row = numbers
+        return [round_nearest(propagate_nonfinite(number, peak), scale.stored), row]
     return [round_up(propagate_nonfinite(number, peak), scale.stored) for number in numbers]
 
 
@@ -125,6 +163,20 @@ def _least_squares(scale: LeastSquares, blocks: Tensor, peak: Tensor, grid: Grid
 
 
 @_measure.register
+def _shared_exponent(
+    scale: SharedExponent, blocks: Tensor, peak: Tensor, grid: Grid
+) -> list[Tensor]:
+    power = power_below(peak) * (1 / largest_power(grid))
+    return [power.clamp_min(torch.finfo(blocks.dtype).tiny)]
+
+
+@_measure.register
+def _two_level(scale: TwoLevel, blocks: Tensor, peak: Tensor, grid: Grid) -> list[Tensor]:
+    row = row_scale(row_peak(blocks), grid)
+    return [two_level(peak, row, grid), row]
+
+
+@_measure.register
 def _dual(scale: Dual, blocks: Tensor, peak: Tensor, grid: Grid) -> list[Tensor]:
     tiny = torch.finfo(blocks.dtype).tiny
     sigma = rms_of(blocks, peak).clamp_min(tiny)
@@ -146,7 +198,10 @@ def divide(scale: Scale, blocks: Tensor, numbers: Sequence[Tensor], grid: Grid) 
 
 @divide.register
 def _divide_by_numbers(
-    scale: Absmax | Rms | LeastSquares | Dual, blocks: Tensor, numbers: Sequence[Tensor], grid: Grid
+    scale: Absmax | Rms | LeastSquares | Dual | SharedExponent,
+    blocks: Tensor,
+    numbers: Sequence[Tensor],
+    grid: Grid,
 ) -> Tensor:
     tiny = torch.finfo(blocks.dtype).tiny
     for number in numbers:
@@ -154,6 +209,14 @@ def _divide_by_numbers(
             1 / (number if grid.has_zero else torch.where(number == 0, tiny, number))
         )
     return blocks
+
+
+@divide.register
+def _divide_by_two_levels(
+    scale: TwoLevel, blocks: Tensor, numbers: Sequence[Tensor], grid: Grid
+) -> Tensor:
+    number, row = numbers
+    return blocks * ((1 / row) / number)
 
 
 @divide.register
@@ -174,7 +237,7 @@ def refit(
 
 @refit.register
 def _unchanged(
-    scale: Absmax | Rms | Dual | Static,
+    scale: Absmax | Rms | Dual | Static | SharedExponent | TwoLevel,
     blocks: Tensor,
     codes: Tensor,
     numbers: list[Tensor],
@@ -205,11 +268,19 @@ def multiply(scale: Scale, values: Tensor, numbers: Sequence[Tensor]) -> Tensor:
 
 @multiply.register
 def _multiply_by_numbers(
-    scale: Absmax | Rms | LeastSquares | Dual, values: Tensor, numbers: Sequence[Tensor]
+    scale: Absmax | Rms | LeastSquares | Dual | SharedExponent,
+    values: Tensor,
+    numbers: Sequence[Tensor],
 ) -> Tensor:
     for number in reversed(numbers):
         values = values * number
     return values
+
+
+@multiply.register
+def _multiply_by_two_levels(scale: TwoLevel, values: Tensor, numbers: Sequence[Tensor]) -> Tensor:
+    number, row = numbers
+    return values * (number * row)
 
 
 @multiply.register
@@ -227,6 +298,35 @@ def peak_of(blocks: Tensor) -> Tensor:
     """Return ``max|x|`` of each block, ``[..., 1]``; NaN if the block contains NaN, Inf if it
     contains Inf."""
     return blocks.abs().amax(dim=-1, keepdim=True)
+
+
+def row_peak(blocks: Tensor) -> Tensor:
+    """Return ``max|x|`` of the finite values of each row ``[rows, ...]``, ``[rows, 1, 1]``; no
+    number of an empty row, ``[rows, 0, 1]``."""
+    size = torch.where(blocks.isfinite(), blocks.abs(), 0.0).flatten(1)
+    if isinstance(size.shape[1], int) and size.shape[1] == 0:
+        return size.unsqueeze(-1)
+    return size.amax(dim=1).reshape(-1, 1, 1)
+
+
+def row_scale(peak: Tensor, grid: Grid) -> Tensor:
+    """Return the scale of rows with these peaks, in two levels: the largest number of e4m3 is then
+    the scale of the block with the peak."""
+    return (peak / (grid.largest * LARGEST_E4M3)).clamp_min(LEAST_ROW_SCALE)
+
+
+def two_level(peak: Tensor, row: Tensor, grid: Grid) -> Tensor:
+    """Return the scales of blocks with these peaks in units of the scale of their row, before
+    rounding."""
+    return (peak / grid.largest / row).clamp(LEAST_E4M3, LARGEST_E4M3)
+
+
+def power_below(number: Tensor) -> Tensor:
+    """Return the largest power of two that is not above a positive normal number; Inf and NaN
+    become Inf."""
+    if number.dtype == torch.float64:
+        return (number.view(torch.int64) & (0x7FF << 52)).view(torch.float64)
+    return (number.view(torch.int32) & 0x7F800000).view(torch.float32)
 
 
 def propagate_nonfinite(scale: Tensor, peak: Tensor) -> Tensor:
@@ -258,6 +358,20 @@ def _bound_peak(scale: Absmax | Dual, grid: Grid, half: float, size: int) -> flo
 
 
 @bound.register
+def _bound_shared_exponent(scale: SharedExponent, grid: Grid, half: float, size: int) -> float:
+    """In grid units the peak is from ``2^emax`` to ``2^(emax + 1)``, which may be above the largest
+    number."""
+    power = largest_power(grid)
+    return math.sqrt(size) * max(half / power, 1 - grid.largest / (2 * power))
+
+
+@bound.register
+def _bound_two_level(scale: TwoLevel, grid: Grid, half: float, size: int) -> float:
+    """All values of a block much smaller than its row may be lost: see ``bound_with_zero``."""
+    return math.inf
+
+
+@bound.register
 def _bound_rms(scale: Rms, grid: Grid, half: float, size: int) -> float:
     """Clamping a value above the largest number loses at most the value itself."""
     gap = half / grid.sigma * growth(scale.stored)
@@ -276,8 +390,9 @@ def _bound_static(scale: Static, grid: Grid, half: float, size: int) -> float:
 
 def bound_with_zero(scale: Scale) -> float:
     """Return the same bound for a grid with a zero and rounding to nearest. The error of a value is
-    at most its own size, unless the value is clamped or rescaled."""
-    return 1 + 2**-7 if isinstance(scale, (Absmax, Dual)) else math.inf
+    at most its own size, unless the value is rescaled or clamped to a static range."""
+    nearest = (Absmax, Dual, SharedExponent, TwoLevel)
+    return 1 + 2**-7 if isinstance(scale, nearest) else math.inf
 
 
 @by_type
@@ -289,10 +404,18 @@ def floor(scale: Scale, grid: Grid, half: float, dtype: torch.dtype) -> float:
 
 @floor.register
 def _floor_of_numbers(
-    scale: Absmax | Rms | LeastSquares | Dual, grid: Grid, half: float, dtype: torch.dtype
+    scale: Absmax | Rms | LeastSquares | Dual | SharedExponent,
+    grid: Grid,
+    half: float,
+    dtype: torch.dtype,
 ) -> float:
     steps = 2 * half if grid.has_zero else grid.largest + half
     return float(torch.finfo(dtype).tiny) * steps
+
+
+@floor.register
+def _floor_two_level(scale: TwoLevel, grid: Grid, half: float, dtype: torch.dtype) -> float:
+    return LEAST_ROW_SCALE * LEAST_E4M3 * 2 * half
 
 
 @floor.register
@@ -305,7 +428,7 @@ def _floor_static(scale: Static, grid: Grid, half: float, dtype: torch.dtype) ->
 
 def itemsize(stored: str, dtype: torch.dtype) -> int:
     """Bytes of a stored number, for data scaled in ``dtype``."""
-    return 8 if dtype == torch.float64 else STORED[stored]
+    return 8 if dtype == torch.float64 else ITEMSIZE[stored]
 
 
 def growth(stored: str) -> float:
@@ -383,12 +506,25 @@ def _nearest_power(number: Tensor) -> Tensor:
     return power.clamp(max=2.0**127) + (number - number)
 
 
+def _nearest_e4m3(number: Tensor) -> Tensor:
+    """Of normal numbers of e4m3, up to the largest."""
+    bits = number.view(torch.int32)
+    even = (((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) << 20).view(torch.float32)
+    return even + (number - number)
+
+
 def _store_bf16(numbers: Tensor) -> Tensor:
     return numbers.to(torch.bfloat16)
 
 
 def _store_power(numbers: Tensor) -> Tensor:
     return ((numbers.view(torch.int32) >> 23) & 255).to(torch.uint8)
+
+
+def _store_e4m3(numbers: Tensor) -> Tensor:
+    """Normal numbers of e4m3, without a sign, or NaN."""
+    bits = (numbers.view(torch.int32) & 0x7FFFFFFF) >> 20
+    return (bits - (120 << 3)).clamp(max=0x7F).to(torch.uint8)
 
 
 def _load_fp32(raw: Tensor) -> Tensor:
@@ -404,8 +540,22 @@ def _load_power(raw: Tensor) -> Tensor:
     return torch.where(power == 255, math.nan, (power << 23).view(torch.float32))
 
 
+def _load_e4m3(raw: Tensor) -> Tensor:
+    number = ((raw.to(torch.int32) << 20).view(torch.float32)) * 2.0**120
+    return torch.where(raw == 0x7F, math.nan, number)
+
+
 Numbers = Callable[[Tensor], Tensor]
 UP: dict[str, Numbers] = {"fp32": _same, "bf16": _up_to_bf16, "pow2": _up_to_power}
-NEAREST: dict[str, Numbers] = {"fp32": _same, "bf16": _nearest_bf16, "pow2": _nearest_power}
-STORE: dict[str, Numbers] = {"fp32": _same, "bf16": _store_bf16, "pow2": _store_power}
-LOAD: dict[str, Numbers] = {"fp32": _load_fp32, "bf16": _load_bf16, "pow2": _load_power}
+NEAREST: dict[str, Numbers] = {
+    **{"fp32": _same, "bf16": _nearest_bf16, "pow2": _nearest_power},
+    "e4m3": _nearest_e4m3,
+}
+STORE: dict[str, Numbers] = {
+    **{"fp32": _same, "bf16": _store_bf16, "pow2": _store_power},
+    "e4m3": _store_e4m3,
+}
+LOAD: dict[str, Numbers] = {
+    **{"fp32": _load_fp32, "bf16": _load_bf16, "pow2": _load_power},
+    "e4m3": _load_e4m3,
+}

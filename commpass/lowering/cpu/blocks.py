@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from commpass.codecs.block.codec import BlockCodec
 from commpass.codecs.block.grids import LevelGrid
-from commpass.codecs.block.layouts import Flat
+from commpass.codecs.block.layouts import Flat, Pairs
 from commpass.codecs.block.noise import Nearest
 from commpass.codecs.block.scales import Static
 from commpass.codecs.block.transforms import NoTransform
@@ -15,8 +15,9 @@ LONGEST = 4096
 
 BLOCKS = """
 // A row of n values as blocks: all codes, then all offsets, the numbers of all scales one after the
-// other, and all places of pivots.
-template <int BLOCK, class Grid, class Scale, class Stored, class Transform, class Offset>
+// other, the number of the row, and all places of pivots. With PAIRS, neighbours share a byte.
+template <int BLOCK, class Grid, class Scale, class Stored, class Transform, class Offset,
+          bool PAIRS>
 struct Blocks {
   static constexpr int CODES = BLOCK * Grid::BITS / 8;
   static constexpr int NUMBERS = Scale::NUMBERS;
@@ -27,12 +28,13 @@ struct Blocks {
 
   // Where the regions of a row begin, and the last one ends.
   struct Regions {
-    int64_t offsets, scales, each, places, end;
+    int64_t offsets, scales, each, row, places, end;
     explicit Regions(int64_t blocks)
         : offsets(aligned(blocks * CODES)),
           scales(offsets + aligned(blocks * Offset::BYTES)),
           each(aligned(blocks * Scale::BYTES)),
-          places(scales + NUMBERS * each),
+          row(scales + NUMBERS * each),
+          places(row + aligned(Scale::TWO_LEVELS ? 4 : 0)),
           end(places + aligned(Transform::PIVOT ? blocks : 0)) {}
     int64_t scale(int number, int64_t block) const {
       return scales + number * each + block * Scale::BYTES;
@@ -44,8 +46,9 @@ struct Blocks {
     std::memset(wire + from, 0, until - from);
   }
 
-  // UNIT values, of which the first is number `first` of its row, to their places in the wire.
-  static inline void encode(float* v, Byte* wire, int64_t n, int64_t first) {
+  // UNIT values, of which the first is number `first` of its row, to their places in the wire. In
+  // two levels, `row` is the scale of the row.
+  static inline void encode(float* v, Byte* wire, int64_t n, int64_t first, float row = 0.0f) {
     const int64_t blocks = (n + BLOCK - 1) / BLOCK;
     const Regions at(blocks);
     const int64_t from = first / BLOCK, until = std::min(blocks, from + UNIT / BLOCK);
@@ -61,9 +64,15 @@ struct Blocks {
     for (int64_t block = from; block < until; ++block, v += BLOCK) {
       const float offset = Offset::template subtract<BLOCK>(v);
       Offset::store(wire + at.offsets + block * Offset::BYTES, offset);
-      const auto scale = Scale::template measure<BLOCK>(v);
+      const auto scale = [&] {
+        if constexpr (Scale::TWO_LEVELS) return Scale::template measure<BLOCK>(v, row);
+        else return Scale::template measure<BLOCK>(v);
+      }();
       for (int i = 0; i < NUMBERS; ++i) Stored::store(wire + at.scale(i, block), scale[i]);
-      const auto by = Scale::reciprocals(scale);
+      const auto by = [&] {
+        if constexpr (Scale::TWO_LEVELS) return Scale::reciprocals(scale, row);
+        else return Scale::reciprocals(scale);
+      }();
       Byte* to = wire + block * CODES;
       alignas(64) Byte unpacked[Grid::BITS == 8 ? 1 : BLOCK];
       Byte* codes = Grid::BITS == 8 ? to : unpacked;
@@ -76,12 +85,17 @@ struct Blocks {
       } else {
         for (int i = 0; i < BLOCK; i += W) put_codes(code(v + i), codes + i);
       }
-      if constexpr (Grid::BITS != 8) pack<BLOCK, Grid::BITS>(codes, to);
+      if constexpr (PAIRS) pack_pairs<BLOCK>(codes, to);
+      else if constexpr (Grid::BITS != 8) pack<BLOCK, Grid::BITS>(codes, to);
     }
     if (until == blocks) {
       fill(wire, blocks * CODES, at.offsets);
       fill(wire, at.offsets + blocks * Offset::BYTES, at.scales);
       for (int i = 0; i < NUMBERS; ++i) fill(wire, at.scale(i, blocks), at.scale(i + 1, 0));
+      if constexpr (Scale::TWO_LEVELS) {
+        put<float>(wire + at.row, row);
+        fill(wire, at.row + 4, at.places);
+      }
       if constexpr (Transform::PIVOT) fill(wire, at.places + blocks, at.end);
     }
   }
@@ -95,14 +109,16 @@ struct Blocks {
     for (int64_t block = from; block < until; ++block, to += BLOCK) {
       typename Scale::Factors by;
       for (int i = 0; i < NUMBERS; ++i) {
-        const float number = Stored::load(wire + at.scale(i, block));
+        float number = Stored::load(wire + at.scale(i, block));
+        if constexpr (Scale::TWO_LEVELS) number *= get<float>(wire + at.row);
         by[i] = Vec(i == 0 ? number / Transform::SUMS : number);
       }
       const Vec offset(Offset::load(wire + at.offsets + block * Offset::BYTES) / Transform::SUMS);
       const Byte* codes = wire + block * CODES;
       alignas(64) Byte unpacked[Grid::BITS == 8 ? 1 : BLOCK];
       if constexpr (Grid::BITS != 8) {
-        unpack<BLOCK, Grid::BITS>(codes, unpacked);
+        if constexpr (PAIRS) unpack_pairs<BLOCK>(codes, unpacked);
+        else unpack<BLOCK, Grid::BITS>(codes, unpacked);
         codes = unpacked;
       }
       if constexpr (FROM_TURNED) {
@@ -135,7 +151,7 @@ struct Blocks {
 
 def unsupported_reason(codec: BlockCodec) -> str:
     """Return why there is no C++ for a block codec, or "" if there is."""
-    if not isinstance(codec.layout, Flat):
+    if not isinstance(codec.layout, (Flat, Pairs)):
         return f"there is no C++ for blocks laid out as {type(codec.layout).__name__}"
     if codec.block % 16 or codec.block > LONGEST:
         return f"blocks of {codec.block} values: C++ supports multiples of 16 up to {LONGEST}"
@@ -156,11 +172,12 @@ def text(codec: BlockCodec, name: str) -> str:
     """Return the C++ type ``name`` of a block codec."""
     grid, transform = f"{name}Grid", f"{name}Transform"
     stored = scales.STORED[codec.scale.stored]
+    pairs = "true" if isinstance(codec.layout, Pairs) else "false"
     parts = [
         grids.grid(codec.grid, grid),
         rotation.transform(codec.transform, transform),
         f"using {name}Scale = {scales.scale(codec.scale, grid)};",
         f"using {name} = Blocks<{codec.block}, {grid}, {name}Scale, {stored}, {transform},"
-        f" {scales.offset(codec.offset)}>;\n",
+        f" {scales.offset(codec.offset)}, {pairs}>;\n",
     ]
     return "\n".join(parts)

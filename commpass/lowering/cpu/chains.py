@@ -9,6 +9,8 @@ from functools import cache
 import torch
 
 from commpass.codecs.block.codec import BlockCodec
+from commpass.codecs.block.grids import MiniFloatGrid
+from commpass.codecs.block.scales import row_numbers
 from commpass.codecs.block.transforms import Hadamard
 from commpass.codecs.exponent.codec import ExponentCodec
 from commpass.codecs.operators import UNROLLED_RANKS
@@ -65,12 +67,15 @@ def _has_vectors() -> bool:
 def _slower_reason(chain: Chain) -> str:
     """Return why a chain is faster in Inductor, or "".
 
-    Packed codes are slower here than inline, unless a rotation is saved (benchmarks/codecs.py: int4
-    has 0.31 of a copy's bandwidth each way, inline 0.44).
+    Packed codes of integers are slower here than inline, unless a rotation is saved
+    (benchmarks/codecs.py: int4 has 0.31 of a copy's bandwidth each way, inline 0.44). Those of
+    4-bit and 6-bit floats are not: inline, mxfp4 takes several times as long.
     """
     for step in chain.steps:
         codec = getattr(step, "codec", None)
-        if isinstance(codec, BlockCodec) and codec.grid.bits < 8 and not _has_rotation(chain):
+        if not isinstance(codec, BlockCodec) or isinstance(codec.grid, MiniFloatGrid):
+            continue
+        if codec.grid.bits < 8 and not _has_rotation(chain):
             return f"codes of {codec.grid.bits} bits: the compiled inline form is faster"
     return ""
 
@@ -114,6 +119,10 @@ def _unsupported_reasons(chain: Chain) -> Iterator[str]:
         yield "norms of different widths"
     if _unit(chain) > LARGEST_UNIT:
         yield f"no unit of up to {LARGEST_UNIT} values holds whole blocks of all steps"
+    encodes = chain.encodes
+    if chain.width and encodes is not None and isinstance(encodes.codec, BlockCodec):
+        if row_numbers(encodes.codec.scale):
+            yield "a norm before an encode that needs the peak of the whole row"
     if _norm_unit(chain) > norms.LARGEST_UNIT:
         yield f"no {norms.LARGEST_UNIT} values hold whole blocks and whole norms"
 
@@ -188,6 +197,7 @@ def _source(chain: Chain) -> str:
     parts.append(blocks.BLOCKS)
     if chain.width:
         parts.append(norms.NORMS)
+    peak = ""
     lines, setup, phases = list[str](), list[str](), list[str]()
     dtypes, more, made = _dtypes(chain), 0, 0
     for place, step in enumerate(chain.steps):
@@ -232,17 +242,18 @@ def _source(chain: Chain) -> str:
             lines += [] if last else _round_lines(dtypes[place + 1])
             more += 1
         elif isinstance(step, Encode):
-            lines += [
-                "cut<UNIT>(v, count);",
-                f"{name}::encode(v, out + row * out_stride, n, first);",
-            ]
+            assert isinstance(step.codec, BlockCodec)
+            lines.append("cut<UNIT>(v, count);")
+            scale = ""
+            if row_numbers(step.codec.scale):
+                peak = _peaks(lines)
+                scale = f", {name}Scale::row_scale(peaks[row])"
+            lines.append(f"{name}::encode(v, out + row * out_stride, n, first{scale});")
     if chain.encodes is None:
         size = dtypes[-1].itemsize
         lines.append(_give(dtypes[-1], f"out + row * out_stride + first * {size}"))
     phases.append(_over_units(lines))
-    body, before = "\n      ".join(phases), "".join(f"{line}\n    " for line in setup)
-    if chain.width:
-        body = f"float means[WHOLE / {chain.width}], factors[WHOLE / {chain.width}];\n      {body}"
+    body = _rows(phases, setup, chain.width)
     inputs = "".join(f", const Byte* more{i}, int64_t more{i}_stride" for i in range(more))
     outputs = "".join(f", Byte* made{i}, int64_t made{i}_stride" for i in range(made))
     parts.append(f"""
@@ -251,17 +262,38 @@ def _source(chain: Chain) -> str:
 extern "C" void kernel(int64_t threads, int64_t rows, int64_t n, const Byte* in,
                        int64_t in_stride{inputs}, Byte* out, int64_t out_stride{outputs}) {{
   const int64_t wholes = (n + WHOLE - 1) / WHOLE;
-  parallel(threads, rows * wholes, [&](int64_t from, int64_t until) {{
+{peak}  {body}
+}}
+""")
+    return "\n".join(parts)
+
+
+def _rows(phases: Sequence[str], setup: Sequence[str] = (), width: int = 0) -> str:
+    """Return a loop over the values of all rows that are kept at a time, which runs some phases.
+    ``width`` is that of norms, 0 without."""
+    statistics = [f"float means[WHOLE / {width}], factors[WHOLE / {width}];"] if width else []
+    before = "".join(f"{line}\n    " for line in setup)
+    body = "\n      ".join([*statistics, *phases])
+    return f"""parallel(threads, rows * wholes, [&](int64_t from, int64_t until) {{
     {before}for (int64_t each = from; each < until; ++each) {{
       const int64_t row = each / wholes, begin = each % wholes * WHOLE;
       const int64_t values = std::min<int64_t>(n - begin, WHOLE);
       alignas(64) float whole[WHOLE], w[UNIT];
       {body}
     }}
-  }});
-}}
-""")
-    return "\n".join(parts)
+  }});"""
+
+
+def _peaks(lines: list[str]) -> str:
+    """Return a first loop that computes the values by some lines, and sets ``peaks``, the bits of
+    the largest finite size of each row. A maximum is the same in any order."""
+    most = [
+        "const int32_t peak = finite_peak_of<UNIT>(v);",
+        "int32_t before = peaks[row];",
+        "while (before < peak && !peaks[row].compare_exchange_weak(before, peak)) {}",
+    ]
+    loop = _rows([_over_units([*lines, *most])])
+    return f"  std::vector<std::atomic<int32_t>> peaks(rows);\n  {loop}\n"
 
 
 def _lossless_source(chain: Chain) -> str:

@@ -15,8 +15,11 @@ import torch
 PRELUDE = """\
 #include "torch/csrc/inductor/cpp_prefix.h"
 #include <c10/util/Unroll.h>
+#include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstring>
+#include <vector>
 
 namespace {
 

@@ -10,7 +10,15 @@ import math
 import torch
 
 from commpass.codecs.block import grids
-from commpass.codecs.block.grids import LARGEST, CompandedGrid, Fp8Grid, Grid, IntGrid, LevelGrid
+from commpass.codecs.block.grids import (
+    LARGEST,
+    CompandedGrid,
+    Fp8Grid,
+    Grid,
+    IntGrid,
+    LevelGrid,
+    MiniFloatGrid,
+)
 from commpass.codecs.dispatch import by_type
 from commpass.lowering.cpu.common import number
 
@@ -98,6 +106,21 @@ inline void unpack_part(const Byte* from, Byte* codes) {
   });
 }
 
+// Codes of 4 bits: each byte holds two neighbours, the first one in the low bits.
+template <int BLOCK> inline void pack_pairs(const Byte* codes, Byte* to) {
+  #pragma omp simd
+  for (int i = 0; i < BLOCK / 2; ++i)
+    to[i] = static_cast<Byte>(codes[2 * i] | codes[2 * i + 1] << 4);
+}
+
+template <int BLOCK> inline void unpack_pairs(const Byte* from, Byte* codes) {
+  #pragma omp simd
+  for (int i = 0; i < BLOCK / 2; ++i) {
+    codes[2 * i] = from[i] & 15;
+    codes[2 * i + 1] = from[i] >> 4;
+  }
+}
+
 // Codes of BITS bits travel in parts of 4, 2 and 1 bits, the low ones first.
 template <int BLOCK, int BITS, int WIDTH = 4, int LOW = 0>
 inline void pack(const Byte* codes, Byte* to) {
@@ -142,7 +165,7 @@ def unsupported_reason(part: Grid) -> str:
 
 
 @unsupported_reason.register
-def _any(part: IntGrid | LevelGrid | Fp8Grid | CompandedGrid) -> str:
+def _any(part: IntGrid | LevelGrid | Fp8Grid | MiniFloatGrid | CompandedGrid) -> str:
     return ""
 
 
@@ -153,6 +176,7 @@ struct {name} {{
   static constexpr int BITS = {part.bits};
   static constexpr bool HAS_ZERO = {"true" if part.has_zero else "false"};
   static constexpr float LARGEST = {number(part.largest)}, SIGMA = {number(part.sigma)};
+  static constexpr float POWER = {number(grids.largest_power(part))};
 {more}  static inline Ints encode(Vec x) {{ {encode} }}
   template <int APART = 1> static inline Vec decode(const Byte* codes) {{ {decode} }}
 }};
@@ -190,6 +214,13 @@ def _fp8(part: Fp8Grid, name: str) -> str:
         f"return to_fp8<{form}, {marks}>(x);",
         f"return from_fp8<{form}>(codes);",
     )
+
+
+@grid.register
+def _minifloat(part: MiniFloatGrid, name: str) -> str:
+    form = f"{part.form.upper()}, {part.bits}"
+    encode, decode = f"to_minifloat<{form}>(x)", f"from_minifloat<{form}>(codes)"
+    return _struct(part, name, f"return {encode};", f"return {decode};")
 
 
 @grid.register

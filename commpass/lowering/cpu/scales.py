@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import struct
 
-from commpass.codecs.block.scales import Absmax, Dual, Midrange, Rms, Scale, Static
+from commpass.codecs.block.scales import (
+    Absmax,
+    Dual,
+    Midrange,
+    Rms,
+    Scale,
+    SharedExponent,
+    Static,
+    TwoLevel,
+)
 from commpass.codecs.dispatch import by_type
 
 SCALES = """
 constexpr float TINY = 0x1p-126f;
+// Of two levels: see codecs.block.scales.
+constexpr float LARGEST_E4M3 = 448.0f, LEAST_E4M3 = 0x1p-6f, LEAST_ROW_SCALE = 0x1p-119f;
 
 // max|x| of N values; NaN where one is. As whole numbers the bits of floats without a sign have the
 // order of the floats, and those of NaNs are above all others.
@@ -73,6 +84,35 @@ struct AsPower {
   }
 };
 
+// Normal numbers of e4m3 without a sign, as the scales of blocks in units of that of their row.
+struct AsE4M3 {
+  static constexpr int BYTES = 1;
+  static inline float nearest(float x) {
+    const uint32_t bits = bits_of<uint32_t>(x), odd = (bits >> 20) & 1;
+    return bits_of<float>(((bits + 0x7FFFF + odd) >> 20) << 20) + (x - x);
+  }
+  static inline void store(Byte* to, float x) {
+    *to = static_cast<Byte>(std::min(((bits_of<uint32_t>(x) & 0x7FFFFFFF) >> 20) - 960, 0x7Fu));
+  }
+  static inline float load(const Byte* from) {
+    return *from == 0x7F ? std::numeric_limits<float>::quiet_NaN()
+                         : bits_of<float>(static_cast<uint32_t>(*from) << 20) * 0x1p120f;
+  }
+};
+
+// max|x| of N values that are finite, as the bits of a float.
+template <int N> inline int32_t finite_peak_of(const float* v) {
+  const Ints all(0x7FFFFFFF), infinite(0x7F800000);
+  Ints most(0);
+  for (int i = 0; i < N; i += W) {
+    const Ints size = Ints::loadu(v + i) & all;
+    most = at::vec::maximum(most, size & (size < infinite));
+  }
+  alignas(64) int32_t lanes[W];
+  most.store(lanes);
+  return *std::max_element(lanes, lanes + W);
+}
+
 // The root mean square of N values, of which `peak` is the largest. They are multiplied by a power
 // of two first: no square then overflows, and none that matters vanishes. The sum is of 16 sums in
 // turns, whatever the width of a vector.
@@ -98,6 +138,7 @@ template <int N> inline float rms_of(const float* v, float peak) {
 // By what the values of a block are divided: COUNT numbers, one after the other, as they travel.
 template <class Stored, class Grid, int COUNT> struct Numbers {
   static constexpr int NUMBERS = COUNT, BYTES = Stored::BYTES;
+  static constexpr bool TWO_LEVELS = false;
   using Made = std::array<float, COUNT>;
   using Factors = std::array<Vec, COUNT>;
 
@@ -152,9 +193,36 @@ template <class Stored, class Grid> struct Dual : Numbers<Stored, Grid, 2> {
   }
 };
 
+// The power of two below the peak, over that below the largest number of the grid.
+template <class Stored, class Grid> struct SharedExponent : Numbers<Stored, Grid, 1> {
+  static constexpr bool SUMS_UP = false;
+  template <int N> static inline auto measure(const float* v) {
+    const float peak = peak_of<N>(v);
+    const float power = bits_of<float>(bits_of<uint32_t>(peak) & 0x7F800000u);
+    return SharedExponent::as_stored({at_least_tiny(power * (1.0f / Grid::POWER))}, peak);
+  }
+};
+
+// A float32 for each row, and for each block a number in units of it.
+template <class Stored, class Grid> struct TwoLevel : Numbers<Stored, Grid, 1> {
+  static constexpr bool SUMS_UP = false, TWO_LEVELS = true;
+  static inline float row_scale(int32_t peak) {
+    return std::max(bits_of<float>(peak) / (Grid::LARGEST * LARGEST_E4M3), LEAST_ROW_SCALE);
+  }
+  template <int N> static inline typename TwoLevel::Made measure(const float* v, float row) {
+    const float peak = peak_of<N>(v), number = peak / Grid::LARGEST / row;
+    return {Stored::nearest(std::clamp(number, LEAST_E4M3, LARGEST_E4M3) + (peak - peak))};
+  }
+  static inline typename TwoLevel::Factors reciprocals(const typename TwoLevel::Made& made,
+                                                       float row) {
+    return {Vec(1.0f / row / made[0])};
+  }
+};
+
 // A value, the float32 of these bits, which nobody sends.
 template <class Grid, uint32_t BITS> struct Static {
   static constexpr int NUMBERS = 0, BYTES = 0;
+  static constexpr bool TWO_LEVELS = false;
   static constexpr bool SUMS_UP = false;
   using Made = std::array<float, 0>;
   using Factors = std::array<Vec, 0>;
@@ -202,7 +270,7 @@ template <class Stored> struct Midrange {
 };
 """
 
-STORED = {"fp32": "AsFp32", "bf16": "AsBf16", "pow2": "AsPower"}
+STORED = {"fp32": "AsFp32", "bf16": "AsBf16", "pow2": "AsPower", "e4m3": "AsE4M3"}
 
 
 def offset(part: Midrange | None) -> str:
@@ -223,7 +291,7 @@ def unsupported_reason(part: Scale) -> str:
 
 
 @scale.register
-def _by_numbers(part: Absmax | Rms | Dual, grid: str) -> str:
+def _by_numbers(part: Absmax | Rms | Dual | SharedExponent | TwoLevel, grid: str) -> str:
     return f"{type(part).__name__}<{STORED[part.stored]}, {grid}>"
 
 
@@ -234,7 +302,7 @@ def _static(part: Static, grid: str) -> str:
 
 
 @unsupported_reason.register
-def _any(part: Absmax | Rms | Dual | Static) -> str:
+def _any(part: Absmax | Rms | Dual | SharedExponent | TwoLevel | Static) -> str:
     return ""
 
 

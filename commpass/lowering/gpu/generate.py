@@ -23,7 +23,7 @@ from commpass.codecs.block.grids import CompandedGrid, TableGrid
 from commpass.codecs.block.layouts import Flat, Layout
 from commpass.codecs.block.noise import Stochastic
 from commpass.codecs.block.packing import widths
-from commpass.codecs.block.scales import Static
+from commpass.codecs.block.scales import ITEMSIZE, Static, TwoLevel, row_numbers
 from commpass.codecs.block.transforms import NoTransform
 from commpass.codecs.dispatch import by_type
 from commpass.codecs.rows import is_power_of_two
@@ -128,6 +128,8 @@ def unsupported_reason(chain: Chain, numel: int) -> str:
         return f"{str(unknown.pop()).removeprefix('torch.')} values: kernels compute in float32"
     if why := _unsupported_norm(chain, numel, next(iter(sizes)), next(iter(layouts_))):
         return why
+    if needs_row_peaks(chain) and any(_has_effect(step) for step in chain.steps[:-1]):
+        return f"{codecs[-1].spec}: the peak of a row must be known before its values are read"
     for step in chain.steps:
         width = step.domain.width if isinstance(step, (Enter, Leave)) else 1
         if next(iter(sizes)) % width:
@@ -145,6 +147,19 @@ def _unsupported_norm(chain: Chain, numel: int, size: int, layout: Layout) -> st
     if chain.width > LARGEST_NORM:
         return f"norms of {chain.width} values: more than a tile of {LARGEST_NORM}"
     return ""
+
+
+def needs_row_peaks(chain: Chain) -> bool:
+    """Whether the kernel of a chain takes the peak of each row, float32 ``[rows]``, as its last
+    input: to encode with a scale for each row."""
+    return chain.encodes is not None and bool(row_numbers(_block_codec(chain.encodes.codec).scale))
+
+
+def _has_effect(step: Step) -> bool:
+    """Whether a step may change values. A cast to float32 widens them."""
+    if isinstance(step, Cast):
+        return step.dtype != torch.float32
+    return not (isinstance(step, (Enter, Leave)) and step.domain == VALUES)
 
 
 def codecs_of(chain: Chain) -> list[Codec]:
@@ -332,6 +347,9 @@ def write_encode(codec: BlockCodec, body: Body) -> list[tuple[str, str]]:
     body.add_argument("output", "*u8")
     if isinstance(codec.rounding, Stochastic):
         body.add_argument("key", "i32")
+    if row_numbers(codec.scale):
+        peaks = body.add_argument("row_peaks", "*fp32")
+        body.add(f"row_peak = load_row({peaks} + row, block)")
     body.add(*encode_lines(codec))
     body.add("wire = output + row * output_stride")
     for low, width, first, length in parts.packs(codec.grid.bits, body.size):
@@ -341,9 +359,12 @@ def write_encode(codec: BlockCodec, body: Body) -> list[tuple[str, str]]:
         body.add(f"tl.store(wire + bytes, {codes}, mask=block_mask)")
     ends = [("wire", f"blocks * {body.size * codec.grid.bits // 8}")]
     for name, stored, at in _regions(codec, body, "output"):
-        itemsize = {"fp32": 4, "bf16": 2, "pow2": 1}[stored]
+        itemsize = ITEMSIZE[stored]
         body.add(f"store_{stored}(wire + {at} + block * {itemsize}, {name}, block_mask)")
         ends.append((f"wire + {at}", f"blocks * {itemsize}"))
+    for name, at in _row_regions(codec, body, "output"):
+        body.add(f"store_row(wire + {at}, {name}, block)")
+        ends.append((f"wire + {at}", "4"))
     if codec.transform.side:
         at = body.add_argument("output_side_at", "i32")
         body.add(f"tl.store(wire + {at} + block, side.to(tl.uint8), mask=block_mask)")
@@ -357,13 +378,15 @@ def encode_lines(codec: BlockCodec) -> list[str]:
     lines = list(parts.forward(codec.transform))
     if codec.offset:
         lines += [f"middle = nearest_{codec.offset.stored}(middle_of(x))", "x = x - middle"]
+    rounding = "nearest" if isinstance(scale, TwoLevel) else "up"
     if scale.numbers:
         lines += ["peak = peak_of(x)", *parts.measure(scale, grid)]
         last = f"number_{scale.numbers - 1}"
         if not grid.has_zero:
             lines.append(f"{last} = without_zero({last}, peak, {grid.largest!r})")
         for i in range(scale.numbers):
-            lines.append(f"number_{i} = up_{scale.stored}(propagate_nonfinite(number_{i}, peak))")
+            number = f"propagate_nonfinite(number_{i}, peak)"
+            lines.append(f"number_{i} = {rounding}_{scale.stored}({number})")
     lines += parts.divide(scale, grid)
     lines.append(f"noise = {parts.noise(codec.rounding)}")
     lines += parts.encode(grid, parts.never_exceeds(scale))
@@ -386,8 +409,10 @@ def _decode(step: Decode, body: Body, chain: Chain) -> None:
         return
     # Values that must be clamped are rare. There are two loops, since clamping costs a third of the
     # time of a rank.
-    product = " * ".join(name for name, _, _ in regions)
+    rows = list(_row_regions(codec, body, "input"))
+    product = " * ".join([*(name for name, _, _ in regions), *(name for name, _ in rows)])
     loads = [f"    {name} = {_load_expression(stored, at, ROW)}" for name, stored, at in regions]
+    loads += [f"    {name} = {_load_row_expression(at, ROW)}" for name, at in rows]
     limit = torch.finfo(step.dtype).max / (2 * codec.grid.largest * codec.transform.sums)
     body.add("far = False", "if CHECKS:", "    most = 0.0")
     body.add(f"    for rank in range(0, {ranks}):", *indent(loads))
@@ -419,8 +444,12 @@ def _sum_lines(call: str, ranks: int, unrolled: int = UNROLLED) -> list[str]:
 
 
 def _load_expression(stored: str, at: str, wire: str = "wire") -> str:
-    itemsize = {"fp32": 4, "bf16": 2, "pow2": 1}[stored]
+    itemsize = ITEMSIZE[stored]
     return f"load_{stored}({wire} + {at} + block * {itemsize}, block_mask)"
+
+
+def _load_row_expression(at: str, wire: str = "wire") -> str:
+    return f"load_row({wire} + {at}, block)"
 
 
 def write_decode(
@@ -428,11 +457,12 @@ def write_decode(
 ) -> str:
     """Write a function from ``wire`` to ``x``, and return a call of it. ``cut`` is the argument
     that says whether values are clamped to the largest number of their dtype."""
-    regions = list(_regions(codec, body, "input"))
-    given = ["wire", "block", "inside", "block_mask", *(at for _, _, at in regions)]
+    regions, rows = list(_regions(codec, body, "input")), list(_row_regions(codec, body, "input"))
+    places = [*(at for _, _, at in regions), *(at for _, at in rows)]
+    given = ["wire", "block", "inside", "block_mask", *places]
     if codec.transform.side:
         given.append(body.add_argument("input_side_at", "i32"))
-    lines = decode_lines(codec, dtype, body.size, regions)
+    lines = decode_lines(codec, dtype, body.size, regions, rows)
     constants = [n for n in ("FP8", "PARTS", "CUT") if any(n in line for line in lines)]
     header = ", ".join([*given, *(f"{each}: tl.constexpr" for each in constants)])
     text = textwrap.indent("\n".join(lines), "    ")
@@ -442,7 +472,11 @@ def write_decode(
 
 
 def decode_lines(
-    codec: BlockCodec, dtype: torch.dtype, size: int, regions: list[tuple[str, str, str]]
+    codec: BlockCodec,
+    dtype: torch.dtype,
+    size: int,
+    regions: list[tuple[str, str, str]],
+    rows: list[tuple[str, str]],
 ) -> list[str]:
     """Return lines from a wire to ``x``, as in ``Codec.decode_rows``."""
     lines, bits, sums = [], codec.grid.bits, codec.transform.sums
@@ -453,6 +487,8 @@ def decode_lines(
         lines.append(f"codes = {part}" if low == 0 else f"codes |= {part} << {low}")
     for name, stored, at in regions:
         lines.append(f"{name} = {_load_expression(stored, at)}")
+    for name, at in rows:
+        lines.append(f"{name} = {_load_row_expression(at)}")
     if sums > 1:  # divide here, not later: see BlockCodec.decode_parts
         lines += [f"middle = middle * {1 / sums!r}"] if codec.offset else []
         lines += [f"part_0 = number_0 * {1 / sums!r}"] if codec.scale.numbers else []
@@ -484,6 +520,13 @@ def _regions(codec: BlockCodec, body: Body, of: str) -> Iterator[tuple[str, str,
         yield "middle", codec.offset.stored, body.add_argument(f"{of}_middle_at", "i32")
     for i in range(codec.scale.numbers):
         yield f"number_{i}", codec.scale.stored, body.add_argument(f"{of}_number_{i}_at", "i32")
+
+
+def _row_regions(codec: BlockCodec, body: Body, of: str) -> Iterator[tuple[str, str]]:
+    """Yield the numbers sent for each row: their names, and the arguments for the offsets of their
+    regions."""
+    for i in range(row_numbers(codec.scale)):
+        yield f"row_{i}", body.add_argument(f"{of}_row_{i}_at", "i32")
 
 
 @_write.register

@@ -12,10 +12,16 @@ from torch.library import wrap_triton
 
 from commpass.codecs.block.codec import BlockCodec
 from commpass.codecs.block.noise import Stochastic, key_of
+from commpass.codecs.block.scales import row_numbers, row_peak
 from commpass.codecs.rows import aligned
 from commpass.errors import CommpassError
 from commpass.lowering.chain import Chain, encoded_dtype, further_results, output_dtype
-from commpass.lowering.gpu.generate import Generated, kernel, unsupported_reason
+from commpass.lowering.gpu.generate import (
+    Generated,
+    kernel,
+    needs_row_peaks,
+    unsupported_reason,
+)
 from commpass.lowering.gpu.source import load
 
 
@@ -81,6 +87,8 @@ def launch(
     programs, rows = grid(generated, numel, outputs.shape[0])
     if not programs or not rows:
         return
+    if needs_row_peaks(generated.chain):
+        inputs = [*inputs, row_peak(inputs[0]).flatten().float()]
     function = load(generated.source)
     values = scalars(generated, numel, inputs[0].stride(0), outputs.stride(0))
     plain = graph or interpreting()
@@ -149,6 +157,7 @@ def offsets(of: str, codec: Any, numel: int, dtype: torch.dtype) -> dict[str, in
     codes, *lengths = (aligned(length) for length in codec.regions(numel, dtype))
     names = [f"{of}_middle_at"] if codec.offset else []
     names += [f"{of}_number_{i}_at" for i in range(codec.scale.numbers)]
+    names += [f"{of}_row_{i}_at" for i in range(row_numbers(codec.scale))]
     names += [f"{of}_side_at"] if codec.transform.side else []
     places, at = {}, codes
     for name, length in zip(names, lengths, strict=True):

@@ -49,6 +49,8 @@ def unsupported_reason(
     block, n = codec.block, problem.n
     if why := generate.unsupported_reason(_chain(codec), problem.rows * n):
         return why
+    if generate.needs_row_peaks(_chain(codec)):
+        return f"{codec.spec}: the peak of a row must be known before it is encoded"
     if block > WIDEST:
         return f"{codec.spec}: blocks of {block} values, wider than a tile of {WIDEST} columns"
     if n % block:

@@ -20,19 +20,27 @@ from commpass.codecs.block.grids import (
     Grid,
     IntGrid,
     LevelGrid,
+    MiniFloatGrid,
     TableGrid,
     companding_of,
+    float_bits,
+    largest_power,
 )
-from commpass.codecs.block.layouts import LANES, Flat, Lanes, Layout, Tiles
+from commpass.codecs.block.layouts import LANES, Flat, Lanes, Layout, Pairs, Tiles
 from commpass.codecs.block.noise import Nearest, Rounding, Stochastic
 from commpass.codecs.block.packing import widths
 from commpass.codecs.block.scales import (
+    LARGEST_E4M3,
+    LEAST_E4M3,
+    LEAST_ROW_SCALE,
     Absmax,
     Dual,
     LeastSquares,
     Rms,
     Scale,
+    SharedExponent,
     Static,
+    TwoLevel,
     start_of,
 )
 from commpass.codecs.block.transforms import Hadamard, NoTransform, Transform
@@ -53,6 +61,11 @@ def place(layout: Layout, size: int) -> str:
 @place.register
 def _flat(layout: Flat, size: int) -> str:
     return f"flat(block, inside, {size})"
+
+
+@place.register
+def _pairs(layout: Pairs, size: int) -> str:
+    return f"pairs(block, {size})"
 
 
 @place.register
@@ -120,7 +133,8 @@ def _scale(transform: Hadamard, number: float) -> str:
 
 @by_type
 def measure(scale: Scale, grid: Grid) -> Lines:
-    """Return lines that compute ``number_i``, before rounding, from ``x`` and its ``peak``."""
+    """Return lines that compute ``number_i``, before rounding, from ``x`` and its ``peak``, and
+    ``row_0`` from ``row_peak``."""
     raise NotImplementedError(scale)
 
 
@@ -148,6 +162,20 @@ def _dual(scale: Dual, grid: Grid) -> Lines:
 
 
 @measure.register
+def _shared_exponent(scale: SharedExponent, grid: Grid) -> Lines:
+    return [f"number_0 = shared_exponent(peak, {largest_power(grid)!r})"]
+
+
+@measure.register
+def _two_level(scale: TwoLevel, grid: Grid) -> Lines:
+    limits = f"{LEAST_E4M3!r}, {LARGEST_E4M3!r}"
+    return [
+        f"row_0 = row_scale(row_peak, {grid.largest * LARGEST_E4M3!r}, {LEAST_ROW_SCALE!r})",
+        f"number_0 = two_level(peak, row_0, {grid.largest!r}, {limits})",
+    ]
+
+
+@measure.register
 def _static(scale: Static, grid: Grid) -> Lines:
     return []
 
@@ -159,10 +187,15 @@ def divide(scale: Scale, grid: Grid) -> Lines:
 
 
 @divide.register
-def _by_numbers(scale: Absmax | Rms | LeastSquares | Dual, grid: Grid) -> Lines:
+def _by_numbers(scale: Absmax | Rms | LeastSquares | Dual | SharedExponent, grid: Grid) -> Lines:
     function = "in_units" if grid.has_zero else "in_units_of_some"
     operands = ["x", *["z"] * (scale.numbers - 1)]
     return [f"z = {function}({name}, number_{i})" for i, name in enumerate(operands)]
+
+
+@divide.register
+def _by_two_levels(scale: TwoLevel, grid: Grid) -> Lines:
+    return ["z = in_two_units(x, number_0, row_0)"]
 
 
 @divide.register
@@ -177,7 +210,9 @@ def refit(scale: Scale, grid: Grid) -> Lines:
 
 
 @refit.register
-def _unchanged(scale: Absmax | Rms | Dual | Static, grid: Grid) -> Lines:
+def _unchanged(
+    scale: Absmax | Rms | Dual | Static | SharedExponent | TwoLevel, grid: Grid
+) -> Lines:
     return []
 
 
@@ -194,8 +229,13 @@ def multiply(scale: Scale, first: str) -> Lines:
 
 
 @multiply.register
-def _numbers_again(scale: Absmax | Rms | LeastSquares | Dual, first: str) -> Lines:
+def _numbers_again(scale: Absmax | Rms | LeastSquares | Dual | SharedExponent, first: str) -> Lines:
     return [f"x = x * number_{i}" for i in range(scale.numbers - 1, 0, -1)] + [f"x = x * {first}"]
+
+
+@multiply.register
+def _two_levels_again(scale: TwoLevel, first: str) -> Lines:
+    return [f"x = x * ({first} * row_0)"]
 
 
 @multiply.register
@@ -254,6 +294,18 @@ def _encode_fp8(grid: Fp8Grid, in_range: bool) -> Lines:
 def _decode_fp8(grid: Fp8Grid, codes: str) -> str:
     hardware = ", FP8" if grid.form == "e4m3" else ""
     return f"decode_{grid.form}({codes}{hardware})"
+
+
+@encode.register
+def _encode_minifloat(grid: MiniFloatGrid, in_range: bool) -> Lines:
+    form = float_bits(grid)
+    return [f"codes = encode_minifloat(z, {grid.bits}, {form.drop}, {form.largest}, {form.least})"]
+
+
+@decode.register
+def _decode_minifloat(grid: MiniFloatGrid, codes: str) -> str:
+    form = float_bits(grid)
+    return f"decode_minifloat({codes}, {grid.bits}, {form.drop}, {form.least})"
 
 
 @encode.register

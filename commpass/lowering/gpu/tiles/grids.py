@@ -107,6 +107,37 @@ def decode_table(codes, FIRST: tl.constexpr, GAPS: tl.constexpr, BITS: tl.conste
     return tl.where(codes < HALF, -size, size)
 
 
+# --- 4-bit and 6-bit floats ----------------------------------------------------------------------
+
+
+@tile
+def encode_minifloat(
+    x, BITS: tl.constexpr, DROP: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr
+):
+    """``DROP`` bits of a float32's mantissa are missing. ``LARGEST`` and ``SMALLEST`` are the bits
+    of the largest and of the smallest normal number. NaN becomes the largest number."""
+    a = size_bits(x)
+    cut = tl.minimum(a, LARGEST)
+    rounded = (cut + ((1 << (DROP - 1)) - 1) + ((cut >> DROP) & 1)) >> DROP
+    normal = rounded - ((SMALLEST - (1 << 23)) >> DROP)
+    # A float32 of DROP powers of two above it has the unit of the smallest numbers.
+    UNIT: tl.constexpr = SMALLEST + (DROP << 23)
+    unit = of_bits(tl.full(x.shape, UNIT, tl.int32))
+    small = bits_of(of_bits(cut) + unit) - UNIT
+    sign = tl.where(a > INFINITY_BITS, 0, (bits_of(x) >> (32 - BITS)) & (1 << (BITS - 1)))
+    return tl.where(cut < SMALLEST, small, normal) | sign
+
+
+@tile
+def decode_minifloat(codes, BITS: tl.constexpr, DROP: tl.constexpr, SMALLEST: tl.constexpr):
+    """The difference of two numbers with one exponent is exact below the smallest normal one."""
+    size = codes & ((1 << (BITS - 1)) - 1)
+    above = (size << DROP) + SMALLEST
+    small = of_bits(above) - of_bits(tl.full(codes.shape, SMALLEST, tl.int32))
+    number = tl.where(size < (1 << (23 - DROP)), small, of_bits(above - (1 << 23)))
+    return of_bits(bits_of(number) | ((codes >> (BITS - 1)) << 31))
+
+
 # --- 8-bit floats ---------------------------------------------------------------------------------
 
 

@@ -15,6 +15,14 @@ def flat(block, inside, SIZE: tl.constexpr):
 
 
 @tile
+def pairs(block, SIZE: tl.constexpr):
+    """Consecutive values: the even places of a block in the first of two parts, the odd ones in the
+    second. In ranges, so that Triton sees that places follow one another."""
+    even = tl.arange(0, SIZE // 2)[None, None, :] * 2
+    return block * SIZE + even + tl.arange(0, 2)[None, :, None]
+
+
+@tile
 def lanes(block, inside, SIZE: tl.constexpr, LANES: tl.constexpr):
     """The same place of SIZE registers of LANES values."""
     return ((block // LANES) * SIZE + inside) * LANES + block % LANES

@@ -157,6 +157,14 @@ def nearest_pow2(number):
 
 
 @tile
+def nearest_e4m3(number):
+    """Of normal numbers of e4m3."""
+    bits = bits_of(number)
+    even = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) << 20
+    return of_bits(even) + (number - number)
+
+
+@tile
 def store_fp32(place, number, mask):
     tl.store(place.to(tl.pointer_type(tl.float32)), number, mask=mask)
 
@@ -176,6 +184,13 @@ def store_pow2(place, number, mask):
 
 
 @tile
+def store_e4m3(place, number, mask):
+    """Normal numbers of e4m3 without a sign, or NaN."""
+    code = tl.minimum((size_bits(number) >> 20) - 960, 0x7F)
+    tl.store(place.to(tl.pointer_type(tl.uint8)), code.to(tl.uint8), mask=mask)
+
+
+@tile
 def load_fp32(place, mask):
     return tl.load(place.to(tl.pointer_type(tl.float32)), mask=mask, other=0.0)
 
@@ -190,6 +205,24 @@ def load_bf16(place, mask):
 def load_pow2(place, mask):
     power = tl.load(place.to(tl.pointer_type(tl.uint8)), mask=mask, other=0).to(tl.int32)
     return tl.where(power == 255, float("nan"), of_bits(power << 23))
+
+
+@tile
+def load_e4m3(place, mask):
+    code = tl.load(place.to(tl.pointer_type(tl.uint8)), mask=mask, other=0).to(tl.int32)
+    return tl.where(code == 0x7F, float("nan"), of_bits(code << 20) * (2.0**120))
+
+
+@tile
+def load_row(place, block):
+    """The float32 of a row, for each block of a tile."""
+    return tl.load(place.to(tl.pointer_type(tl.float32)) + block * 0)
+
+
+@tile
+def store_row(place, number, block):
+    """By the program with the first block."""
+    tl.store(place.to(tl.pointer_type(tl.float32)) + block * 0, number, mask=block == 0)
 
 
 # --- values ---------------------------------------------------------------------------------------

@@ -7,8 +7,10 @@ import triton.language as tl
 
 from commpass.lowering.gpu.source import tile
 from commpass.lowering.gpu.tiles.numbers import (
+    INFINITY_BITS,
     LIMIT,
     TINY,
+    bits_of,
     block_max,
     block_min,
     divided,
@@ -69,6 +71,28 @@ def dual_sigma(x, peak):
 def dual_peak(peak, sigma, LARGEST: tl.constexpr):
     """A quotient grows with its dividend, rounded or not: that of the peak is the largest."""
     return absmax(tl.div_rn(peak, sigma), LARGEST)
+
+
+@tile
+def shared_exponent(peak, POWER: tl.constexpr):
+    """The power of two below the peak, over POWER, itself one."""
+    return maximum(of_bits(bits_of(peak) & INFINITY_BITS) * (1 / POWER), TINY)
+
+
+@tile
+def row_scale(peak, LARGEST: tl.constexpr, SMALLEST: tl.constexpr):
+    return maximum(divided(peak, LARGEST), SMALLEST)
+
+
+@tile
+def two_level(peak, row, LARGEST: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr):
+    """In units of the scale of the row."""
+    return minimum(maximum(tl.div_rn(divided(peak, LARGEST), row), LOW), HIGH)
+
+
+@tile
+def in_two_units(x, number, row):
+    return x * tl.div_rn(reciprocal(row), number)
 
 
 @tile
