@@ -119,10 +119,9 @@ def _unsupported_reasons(chain: Chain) -> Iterator[str]:
         yield "norms of different widths"
     if _unit(chain) > LARGEST_UNIT:
         yield f"no unit of up to {LARGEST_UNIT} values holds whole blocks of all steps"
-    encodes = chain.encodes
-    if chain.width and encodes is not None and isinstance(encodes.codec, BlockCodec):
-        if row_numbers(encodes.codec.scale):
-            yield "a norm before an encode that needs the peak of the whole row"
+    encoder = chain.encodes.codec if chain.encodes is not None and chain.width else None
+    if isinstance(encoder, BlockCodec) and row_numbers(encoder.scale):
+        yield "a norm before an encode that needs the peak of the whole row"
     if _norm_unit(chain) > norms.LARGEST_UNIT:
         yield f"no {norms.LARGEST_UNIT} values hold whole blocks and whole norms"
 
