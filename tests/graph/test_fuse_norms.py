@@ -188,7 +188,7 @@ def test_kernel_is_generated_and_writes_all_results(fake_group, monkeypatch):
 
 def test_bytes_that_a_kernel_moves_take_their_time():
     kernels = default_profile("cpu").kernels
-    assert kernels.us("norm", "bytes", 1e6) == pytest.approx(1e3 / kernels.gbytes_per_s)
+    assert kernels.time_us("norm", "bytes", 1e6) == pytest.approx(1e3 / kernels.gbytes_per_s)
 
 
 # --- what must not be -----------------------------------------------------------------------------
