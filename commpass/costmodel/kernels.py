@@ -66,7 +66,10 @@ class Kernels:
     def time_us(self, codec: str, role: str, values: float) -> float:
         """Return the microseconds of one kernel that encodes or decodes (``role``) ``values``
         values. For a ``matmul`` that encodes its own result, ``values`` is the number of
-        operations."""
+        operations. For ``bytes``, which a kernel moves beside those of its codec, it is their
+        number."""
+        if role == "bytes":
+            return self.compute_us(0.0, values)
         if role == "matmul":
             return self.compute_us(values, 0.0) * self.matmul_encode
         rate = self.rates.get(codec.partition("(")[0], self.other)

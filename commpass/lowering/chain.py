@@ -72,13 +72,53 @@ class Add:
 
 
 @dataclass(frozen=True)
+class Store:
+    """Write the values, as they are here, as a further result."""
+
+
+@dataclass(frozen=True)
+class Normalize:
+    """Normalize each ``width`` values, in float32: ``x / sqrt(mean(x^2) + eps)``, an RMSNorm, or if
+    ``centered`` ``(x - mean(x)) / sqrt(var(x) + eps)``, a LayerNorm.
+
+    ``saved`` names the statistics that are further results, float32 ``[rows, numel / width]``:
+    ``mean`` and ``rsqrt``, the factor.
+    """
+
+    width: int
+    eps: float
+    centered: bool = False
+    saved: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Multiply each ``width`` values by the chain's next input ``[1, width]`` of dtype ``weight``.
+    An ``offset`` is added to it first, in float32."""
+
+    width: int
+    weight: torch.dtype
+    offset: float = 0.0
+
+
+@dataclass(frozen=True)
+class Shift:
+    """Add the chain's next input ``[1, width]`` of dtype ``bias`` to each ``width`` values."""
+
+    width: int
+    bias: torch.dtype
+
+
+@dataclass(frozen=True)
 class Encode:
     """Encode values to a wire of ``codec``: ``Codec.encode_rows``."""
 
     codec: Codec
 
 
-Step = Decode | Sum | Divide | Enter | Leave | Cast | Add | Encode
+Step = (
+    Decode | Sum | Divide | Enter | Leave | Cast | Add | Store | Normalize | Scale | Shift | Encode
+)
 
 
 @dataclass(frozen=True)
@@ -105,6 +145,53 @@ class Chain:
         """The number of rows that are summed to one; 1 without a sum."""
         return next((step.ranks for step in self.steps if isinstance(step, Sum)), 1)
 
+    @property
+    def width(self) -> int:
+        """The number of values that are normalized together; 0 without a norm."""
+        return next((step.width for step in self.steps if isinstance(step, Normalize)), 0)
+
+
+@dataclass(frozen=True)
+class Result:
+    """A further result of a chain: its dtype, and the number of values of a row that share one of
+    its values."""
+
+    dtype: torch.dtype
+    per: int = 1
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A further input of a chain: its dtype, and its width if it is one row for all values."""
+
+    dtype: torch.dtype
+    width: int | None = None
+
+
+def further_inputs(chain: Chain) -> tuple[Operand, ...]:
+    """Return the inputs of a chain besides its rows, in the order of its steps."""
+    found = list[Operand]()
+    for step in chain.steps:
+        if isinstance(step, Add):
+            found.append(Operand(step.dtype))
+        elif isinstance(step, Scale):
+            found.append(Operand(step.weight, step.width))
+        elif isinstance(step, Shift):
+            found.append(Operand(step.bias, step.width))
+    return tuple(found)
+
+
+def further_results(chain: Chain) -> tuple[Result, ...]:
+    """Return the results that a chain writes besides its last one, in the order of its steps."""
+    found, dtype = list[Result](), chain.input_dtype
+    for step in chain.steps:
+        if isinstance(step, Store):
+            found.append(Result(dtype))
+        elif isinstance(step, Normalize):
+            found += [Result(torch.float32, step.width)] * len(step.saved)
+        dtype = dtype_after(step, dtype)
+    return tuple(found)
+
 
 # --- dtypes ---------------------------------------------------------------------------------------
 
@@ -123,6 +210,12 @@ def dtype_after(step: Step, dtype: torch.dtype) -> torch.dtype:
         return step.dtype
     if isinstance(step, Decode):
         return step.dtype if step.codec.lossless else accumulation_dtype(step.dtype)
+    if isinstance(step, Normalize):
+        return torch.float32
+    if isinstance(step, Scale):
+        return torch.promote_types(dtype, torch.float32 if step.offset else step.weight)
+    if isinstance(step, Shift):
+        return torch.promote_types(dtype, step.bias)
     return dtype
 
 
@@ -184,3 +277,50 @@ def _cast(step: Cast, rows: Tensor, inputs: Iterator[Tensor], numel: int) -> Ten
 @apply.register
 def _add(step: Add, rows: Tensor, inputs: Iterator[Tensor], numel: int) -> Tensor:
     return rows + next(inputs).reshape(rows.shape)
+
+
+@apply.register
+def _store(step: Store, rows: Tensor, inputs: Iterator[Tensor], numel: int) -> Tensor:
+    return rows
+
+
+@apply.register
+def _normalize(step: Normalize, rows: Tensor, inputs: Iterator[Tensor], numel: int) -> Tensor:
+    x, mean, rsqrt = _statistics(step, rows)
+    return ((x - mean) * rsqrt if step.centered else x * rsqrt).reshape(rows.shape)
+
+
+@apply.register
+def _scale(step: Scale, rows: Tensor, inputs: Iterator[Tensor], numel: int) -> Tensor:
+    weight = next(inputs)
+    weight = weight.to(torch.float32) + step.offset if step.offset else weight
+    return (_by_width(rows, step.width) * weight).reshape(rows.shape)
+
+
+@apply.register
+def _shift(step: Shift, rows: Tensor, inputs: Iterator[Tensor], numel: int) -> Tensor:
+    return (_by_width(rows, step.width) + next(inputs)).reshape(rows.shape)
+
+
+def apply_further(step: Step, rows: Tensor) -> list[Tensor]:
+    """Return the further results that a step writes, by plain operators. ``rows`` are the values
+    before it."""
+    if isinstance(step, Store):
+        return [rows]
+    if isinstance(step, Normalize) and step.saved:
+        _, mean, rsqrt = _statistics(step, rows)
+        made = {"mean": mean, "rsqrt": rsqrt}
+        return [made[name].reshape(rows.shape[0], -1) for name in step.saved]
+    return []
+
+
+def _statistics(step: Normalize, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the values in float32 by ``width``, their means, and the factors."""
+    x = _by_width(rows.to(torch.float32), step.width)
+    mean = x.mean(dim=-1, keepdim=True)
+    squares = (x - mean).square() if step.centered else x.square()
+    return x, mean, (squares.mean(dim=-1, keepdim=True) + step.eps).rsqrt()
+
+
+def _by_width(rows: Tensor, width: int) -> Tensor:
+    return rows.reshape(rows.shape[0], -1, width)

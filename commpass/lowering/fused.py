@@ -7,6 +7,7 @@ generated for it, with the same results.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 from torch import Tensor
@@ -18,9 +19,15 @@ from commpass.lowering.chain import (
     Decode,
     Divide,
     Encode,
+    Normalize,
+    Scale,
+    Shift,
     Step,
+    Store,
     apply,
+    apply_further,
     encoded_dtype,
+    further_results,
     output_dtype,
 )
 
@@ -44,21 +51,32 @@ def name_of(chain: Chain) -> str:
 
 def role_of(chain: Chain) -> str:
     """Return the roles of a chain's steps, such as ``decode+sum+encode``."""
-    words = [_step_name(step) for step in chain.steps]
-    return "+".join(dict.fromkeys(word for word in words if word))
+    words = filter(None, map(_step_name, chain.steps))
+    return "+".join(word for word, _ in groupby(words))
+
+
+UNNAMED = (Cast, Divide, Store, Scale, Shift)
+"""Steps that roles do not name."""
 
 
 def _step_name(step: Step) -> str:
-    return "" if isinstance(step, (Cast, Divide)) else type(step).__name__.lower()
+    if isinstance(step, UNNAMED):
+        return ""
+    return "norm" if isinstance(step, Normalize) else type(step).__name__.lower()
 
 
 def _step_text(step: Step) -> str:
-    word = type(step).__name__.lower()
     if isinstance(step, (Encode, Decode)):
-        return f"{word} {step.codec.spec}"
+        return f"{_step_name(step)} {step.codec.spec}"
     if isinstance(step, Cast):
         return str(step.dtype).removeprefix("torch.")
-    return word
+    if isinstance(step, Normalize):
+        kind = "layer norm" if step.centered else "norm"
+        return " ".join([kind, str(step.width), f"eps={step.eps!r}", *step.saved])
+    if isinstance(step, Scale):
+        offset = f" plus {step.offset!r}" if step.offset else ""
+        return f"scale by {str(step.weight).removeprefix('torch.')}{offset}"
+    return type(step).__name__.lower()
 
 
 # --- implementation -------------------------------------------------------------------------------
@@ -66,10 +84,17 @@ def _step_text(step: Step) -> str:
 
 def compute(inputs: Sequence[Tensor], name: str, numel: int) -> Tensor:
     """Apply all steps to rows, by the plain operators of each."""
-    rows, others = inputs[0], iter(inputs[1:])
+    return compute_all(inputs, name, numel)[0]
+
+
+def compute_all(inputs: Sequence[Tensor], name: str, numel: int) -> list[Tensor]:
+    """As ``compute``; the further results of the chain follow its result."""
+    rows, others, further = inputs[0], iter(inputs[1:]), list[Tensor]()
     for step in lookup(name).steps:
+        further += apply_further(step, rows)
         rows = apply(step, rows, others, numel)
-    return rows.contiguous()
+    # No result shares memory with another.
+    return [rows.contiguous(), *(each.clone() if each is rows else each for each in further)]
 
 
 def _shape(inputs: Sequence[Tensor], name: str, numel: int) -> Tensor:
@@ -85,3 +110,27 @@ FUSED = operators.define(
 )
 """The fused operator. Its inputs are rows ``[r, n]``, then the inputs of later steps; the result is
 ``[r / ranks, numel]`` values, or wires."""
+
+
+def _shapes(inputs: Sequence[Tensor], name: str, numel: int) -> list[Tensor]:
+    made = _shape(inputs, name, numel)
+    rows = made.shape[0]
+    return [
+        made,
+        *(
+            made.new_empty((rows, numel // each.per), dtype=each.dtype)
+            for each in further_results(lookup(name))
+        ),
+    ]
+
+
+FUSED_RESULTS = operators.define(
+    "fused_results",
+    "(Tensor[] inputs, str chain, SymInt numel) -> Tensor[]",
+    compute_all,
+    _shapes,
+    "fused",
+)
+"""The fused operator of a chain with further results: the result, then these in order."""
+CHAINS = (FUSED, FUSED_RESULTS)
+"""The operators that name a chain."""

@@ -71,13 +71,15 @@ def caller(node: fx.Node) -> Callable[..., Any] | None:
     It takes the input nodes of the operator. Return None if there are no kernels, or if they are
     called in another way.
     """
-    if node.target not in (fused.FUSED, matmul.MATMUL, *CODING, *sparse.CODING):
+    if node.target not in (*fused.CHAINS, matmul.MATMUL, *CODING, *sparse.CODING):
         return None
     if node.target in sparse.CODING and not _no_triton(_device(node)):
         call = sparse.caller(node)
         if call is not None or node.target not in CODING:
             return call
-    if not isinstance(node.meta["val"], Tensor) or _no_triton(node.meta["val"].device):
+    if node.target not in fused.CHAINS and not isinstance(node.meta["val"], Tensor):
+        return None
+    if _no_triton(_device(node)):
         return None
     from commpass.lowering.gpu import graph
 

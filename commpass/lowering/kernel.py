@@ -101,29 +101,30 @@ class Generated:
     ``numel`` values.
 
     ``inputs`` are the inputs of the chain: rows ``[rows * ranks, numel]`` (or ``wire_bytes``), then
-    the added tensors, ``[rows, numel]``. ``piece`` is the destination of its result, ``[rows,
-    numel]`` (or ``wire_bytes``). In all forms the last stride is 1; the first stride and the start
-    of a row are arbitrary.
+    its ``further_inputs``. ``pieces`` are the destinations of its result, ``[rows, numel]`` (or
+    ``wire_bytes``), and of its ``further_results``. In all forms the last stride is 1; the first
+    stride and the start of a row are arbitrary.
     """
 
     chain: Chain
     numel: int
     inputs: tuple[KernelInput, ...]
-    piece: Piece
+    pieces: tuple[Piece, ...]
     name: str = field(init=False)
 
     def __post_init__(self) -> None:
-        content = (cpu.source(self.chain), self.numel, self.inputs, self.piece, torch.__version__)
+        content = (cpu.source(self.chain), self.numel, self.inputs, self.pieces, torch.__version__)
         object.__setattr__(self, "name", hashlib.sha256(str(content).encode()).hexdigest()[:24])
 
     def compile(self) -> Kernel:
-        chain = cpu.compile_chain(self.chain)
+        chain, many = cpu.compile_chain(self.chain), len(self.inputs)
 
         def run(tensors: list[Tensor]) -> None:
-            chain(tensors[:-1], tensors[-1], self.numel)
+            inputs, (output, *further) = tensors[:many], tensors[many:]
+            chain(inputs, output, self.numel, further)
             tensors.clear()
 
-        return Kernel(run, self.inputs, (self.piece,))
+        return Kernel(run, self.inputs, self.pieces)
 
 
 def _options() -> list[tuple[str, Any]]:

@@ -10,9 +10,10 @@ changes: no computed value. The plan has a reason for each missed fusion.
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import getitem
 from typing import Any
 
 import torch
@@ -23,64 +24,23 @@ from commpass.codecs import Codec, operators
 from commpass.codecs.block.codec import BlockCodec
 from commpass.costmodel import Profile
 from commpass.lowering import fused, matmul
-from commpass.lowering.chain import (
-    Add,
-    Cast,
-    Chain,
-    Decode,
-    Divide,
-    Encode,
-    Enter,
-    Leave,
-    Step,
-    Sum,
-)
+from commpass.lowering.chain import Cast, Encode, Enter, Step, further_inputs
 from commpass.passes.context import PassContext
+from commpass.passes.epilogues import with_epilogue
 from commpass.passes.failures import site_errors
 from commpass.passes.fx import meta
-from commpass.passes.fx.aliasing import is_view
 from commpass.passes.fx.erase import erase, replace
 from commpass.passes.fx.marks import inherit, nodes_by_site
-from commpass.passes.fx.ops import DIVISIONS, ROW_MATMULS, aten, is_float_cast, only_user
+from commpass.passes.fx.ops import ROW_MATMULS, aten
 from commpass.passes.fx.parse import graph_modules
 from commpass.passes.fx.splice import insert
+from commpass.passes.runs import Run, is_reshape, runs
 from commpass.passes.sample import given_to_products
 from commpass.plan import PlannedSite
 
 ops = operators.ops
 RELU, ADDMM = aten.relu.default, aten.addmm.default
-BEFORE_ENCODE = (Cast, Enter, Divide)
-AFTER_DECODE = (Sum, Leave, *BEFORE_ENCODE, Encode)
 APART = (ops.encode_parts.default, ops.decode_parts.default)
-
-
-@dataclass(frozen=True)
-class Run:
-    """A sequence of nodes, each used only by the next one, and their steps. ``others`` are
-    additional inputs of later steps."""
-
-    nodes: tuple[fx.Node, ...]
-    steps: tuple[Step, ...]
-    others: tuple[fx.Node, ...] = ()
-
-    @property
-    def source(self) -> fx.Node:
-        """The input of the first node."""
-        return self.nodes[0].all_input_nodes[0]
-
-    @property
-    def chain(self) -> Chain:
-        return Chain(self.source.meta["val"].dtype, self.steps)
-
-    @property
-    def coded(self) -> fx.Node:
-        """The first codec operator."""
-        return next(n for n in self.nodes if n.target in operators.IMPLEMENTATIONS)
-
-    @property
-    def numel(self) -> Any:
-        """The number of values in a row."""
-        return _numel(self.coded)
 
 
 @dataclass
@@ -130,7 +90,7 @@ def fuse(
 def _fuse_site(nodes: Sequence[fx.Node], found: Fusions, profile: Profile) -> None:
     in_parts = [operators.ROLES[node.target] for node in nodes if node.target in APART]
     for run in list(runs(nodes)):
-        role, device = fused.role_of(run.chain), run.source.meta["val"].device
+        role = fused.role_of(run.chain)
         if why := _unsupported_reason(run):
             found.missed.append(f"{role}: {why}")
             continue
@@ -142,11 +102,14 @@ def _fuse_site(nodes: Sequence[fx.Node], found: Fusions, profile: Profile) -> No
                 continue
             if missed:
                 found.missed.append(f"matmul+encode: {missed}")
-        longer, missed = with_consumer(run)
-        fits = not lowering.unsupported_reason(longer.chain, longer.numel, device)
-        chosen = longer if fits else run
+        longer, missed = with_epilogue(run)
         if missed:
             found.missed.append(missed)
+        reasons = {each: _unsupported_reason(each) for each in longer}
+        chosen = next((each for each in reversed(longer) if not reasons[each]), run)
+        if longer and longer[-1] is not chosen:
+            longest = longer[-1]
+            found.missed.append(f"{fused.role_of(longest.chain)}: {reasons[longest]}")
         found.done.append(fused.role_of(chosen.chain))
         _replace(chosen)
     found.missed += [f"{role}: its wire travels in parts" for role in in_parts]
@@ -170,77 +133,6 @@ def _side_by_side(node: fx.Node) -> bool:
 # --- search ---------------------------------------------------------------------------------------
 
 
-def runs(nodes: Sequence[fx.Node]) -> Iterator[Run]:
-    """Yield the maximal runs of a site's nodes, in graph order.
-
-    A run starts at a decode, or ends at an encode that is in no such run.
-    """
-    own, used = set(nodes), set[fx.Node]()
-    for node in nodes:
-        if node in used or node.target not in (ops.decode.default, ops.encode.default):
-            continue
-        run = deque([node])
-        if node.target is ops.encode.default:
-            while (source := run[0].all_input_nodes[0]) in own and only_user(source) is run[0]:
-                if not isinstance(_step(source), BEFORE_ENCODE):
-                    break
-                run.appendleft(source)
-        while run[-1].target is not ops.encode.default:
-            user = only_user(run[-1])
-            if user is None or user not in own or not isinstance(_step(user), AFTER_DECODE):
-                break
-            run.append(user)
-        used.update(run)
-        steps = (step for each in run if (step := _step(each)) is not None)
-        yield Run(tuple(run), tuple(steps))
-
-
-def _step(node: fx.Node) -> Step | None:
-    """Return a node as a step of a chain, or None."""
-    if node.target is ops.decode.default:
-        return Decode(operators.lookup(str(node.args[1])), node.args[3])  # type: ignore[arg-type]
-    if node.target is ops.encode.default:
-        salt: Any = node.args[2] if len(node.args) > 2 else ()
-        return Encode(operators.lookup(str(node.args[1])).salted(*salt))
-    if node.target is ops.sum_rows.default:
-        rows = node.all_input_nodes[0].meta["val"].shape[0]
-        return Sum(rows) if isinstance(rows, int) else None
-    if node.target is ops.enter.default:
-        return Enter(operators.lookup(str(node.args[1])))
-    if node.target is ops.leave.default:
-        return Leave(operators.lookup(str(node.args[1])))
-    if node.target in DIVISIONS and isinstance(node.args[1], (int, float)):
-        return Divide(float(node.args[1]))
-    if is_float_cast(node):
-        return Cast(node.meta["val"].dtype)
-    return None
-
-
-def with_consumer(run: Run) -> tuple[Run, str]:
-    """Return a run extended by the addition that uses its values, or the run itself and why not."""
-    last = run.nodes[-1]
-    if last.target is ops.encode.default:
-        return run, ""
-    nodes = list(run.nodes)
-    while (user := only_user(nodes[-1])) is not None and _is_reshape(user):
-        nodes.append(user)
-    user = only_user(nodes[-1])
-    if user is None:
-        return run, "decode with the addition after it: others take its values too" if len(
-            nodes[-1].users
-        ) > 1 else ""
-    if user.target is not aten.add.Tensor:
-        return run, ""
-    other = next((arg for arg in user.args[:2] if arg is not nodes[-1]), None)
-    if not isinstance(other, fx.Node) or user.kwargs.get("alpha", 1) != 1:
-        return run, "decode with the addition after it: of a number"
-    mine, its = nodes[-1].meta["val"], other.meta["val"]
-    same = (mine.shape, mine.dtype, mine.device) == (its.shape, its.dtype, its.device)
-    if not same or not its.is_contiguous():
-        return run, "decode with the addition after it: of another shape, dtype or layout"
-    return Run((*nodes, user), (*run.steps, Add(mine.dtype)), (other,)), ""
-
-
 @dataclass(frozen=True)
 class Multiplied:
     """A matmul ``a @ b`` with an optional bias whose result only a run encodes, and the nodes in
@@ -259,7 +151,7 @@ def with_matmul(run: Run, profile: Profile) -> tuple[Multiplied | None, str]:
     Otherwise return None and the reason, or "" if there is no matmul.
     """
     nodes, activation, node = list[fx.Node](), "", run.source
-    while node.target in (RELU, *ROW_MATMULS) or _is_reshape(node):
+    while node.target in (RELU, *ROW_MATMULS) or is_reshape(node):
         nodes.append(node)
         if node.target in ROW_MATMULS:
             break
@@ -328,21 +220,6 @@ def _whole_codec(steps: Sequence[Step]) -> Codec | None:
     return dataclasses.replace(last.codec, transform=domain.transform)
 
 
-def _is_reshape(node: fx.Node) -> bool:
-    """Whether a node reshapes another without changing the order of its values."""
-    if not is_view(node) or not meta.is_fixed(node.meta["val"]):
-        return False
-    own, source = node.meta["val"], node.all_input_nodes[0].meta["val"]
-    return bool(own.is_contiguous() and source.is_contiguous() and own.numel() == source.numel())
-
-
-def _numel(node: fx.Node) -> Any:
-    """Return the number of values in a row of a codec operator's input or output."""
-    if node.target is ops.decode.default:
-        return node.args[2]
-    return node.all_input_nodes[0].meta["val"].shape[1]
-
-
 def _counted(notes: Sequence[str]) -> str:
     """Return ``a, b (3 times)``."""
     counts = {word: notes.count(word) for word in notes}
@@ -354,33 +231,42 @@ def _counted(notes: Sequence[str]) -> str:
 
 def _replace(run: Run) -> None:
     """Replace a run by one fused operator."""
-    chain, shape = run.chain, run.nodes[-1].meta["val"].shape
-    view = aten.view.default
-    others = [_insert(run, "layout", view, other, [-1, run.numel]) for other in run.others]
+    chain, role, place = run.chain, fused.role_of(run.chain), run.place
+    widths = [run.numel if each.width is None else each.width for each in further_inputs(chain)]
+
+    def add(role: str, target: Any, *args: Any) -> fx.Node:
+        return _insert(place, run.coded, role, target, *args)
+
+    def view(node: fx.Node, shape: Sequence[int]) -> fx.Node:
+        same = node.meta["val"].shape == torch.Size(shape)
+        return node if same else add("layout", aten.view.default, node, list(shape))
+
+    others = [
+        add("layout", aten.view.default, other, [-1, width])
+        for other, width in zip(run.others, widths, strict=True)
+    ]
     args = ([run.source, *others], fused.name_of(chain), run.numel)
-    made = _insert(run, fused.role_of(chain), fused.FUSED, *args)
-    if made.meta["val"].shape != shape:
-        made = _insert(run, "layout", view, made, list(shape))
-    _put(run, made)
+    if run.further:
+        results = add(role, fused.FUSED_RESULTS, *args)
+        made = [add("layout", getitem, results, i) for i in range(1 + len(run.further))]
+    else:
+        made = [add(role, fused.FUSED, *args)]
+    for node, value in zip((run.nodes[-1], *run.further), made, strict=True):
+        node.replace_all_uses_with(view(value, node.meta["val"].shape))
+    for node in sorted(run.nodes, reverse=True):
+        erase(node)
 
 
 def _replace_matmul(run: Run, product: Multiplied) -> None:
     """Replace a matmul and its encode by one operator."""
     args = (product.a, product.b, product.bias, matmul.name_of(product.product))
-    _put(run, _insert(run, "matmul+encode", matmul.MATMUL, *args))
-    for each in product.nodes:
+    last = run.nodes[-1]
+    replace(last, _insert(last, run.coded, "matmul+encode", matmul.MATMUL, *args))
+    for each in (*reversed(run.nodes[:-1]), *product.nodes):
         erase(each)
 
 
-def _insert(run: Run, role: str, target: Any, *args: Any) -> fx.Node:
-    node = insert(run.nodes[-1], run.coded, target, *args)
-    inherit(node, run.coded, role=role)
+def _insert(place: fx.Node, coded: fx.Node, role: str, target: Any, *args: Any) -> fx.Node:
+    node = insert(place, coded, target, *args)
+    inherit(node, coded, role=role)
     return node
-
-
-def _put(run: Run, result: fx.Node) -> None:
-    """Replace the nodes of a run by its result."""
-    *others, last = run.nodes
-    replace(last, result)
-    for each in reversed(others):
-        erase(each)

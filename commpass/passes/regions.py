@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import getitem
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from commpass.lowering import (
     fused,
     unsupported_reason,
 )
+from commpass.lowering.chain import further_results
 from commpass.passes.fx import meta
 from commpass.passes.fx.aliasing import is_view
 from commpass.passes.fx.erase import erase, replace
@@ -266,15 +268,35 @@ def trace(region: Region, decompositions: Decompositions) -> Source:
 
 def generated(region: Region) -> Generated | None:
     """Return the source of a region's generated kernel, or None unless the region is one fused
-    operator with such a kernel."""
-    (node, *others), inputs = region.nodes, region.inputs
-    if others or node.target is not fused.FUSED:
+    operator with such a kernel, and views of its results."""
+    node, *others = region.nodes
+    if node.target not in fused.CHAINS or not all(map(_is_result, others)):
         return None
     chain, numel = fused.lookup(str(node.args[1])), node.args[2]
-    if not isinstance(numel, int) or unsupported_reason(chain, numel, node.meta["val"].device):
+    operands: Any = node.args[0]
+    if not isinstance(numel, int) or list(region.inputs) != list(operands):
         return None
-    (piece,) = _pieces(region, [node.meta["val"]])
-    return Generated(chain, numel, tuple(map(input_of, inputs)), piece)
+    if unsupported_reason(chain, numel, operands[0].meta["val"].device):
+        return None
+    order = [_number(each) for each in region.outputs]
+    if any(map(is_view, region.outputs)) or sorted(order) != list(
+        range(1 + len(further_results(chain)))
+    ):
+        return None
+    pieces = list(_pieces(region, [each.meta["val"] for each in region.outputs]))
+    by_result = dict(zip(order, pieces, strict=True))
+    inputs = tuple(map(input_of, region.inputs))
+    return Generated(chain, numel, inputs, tuple(by_result[i] for i in range(len(pieces))))
+
+
+def _number(output: fx.Node) -> int:
+    """Return the number of the result that an output of a fused operator takes."""
+    return int(output.args[1]) if output.target is getitem else 0  # type: ignore[arg-type]
+
+
+def _is_result(node: fx.Node) -> bool:
+    """Whether a node only takes or views a result of another."""
+    return node.target is getitem or is_view(node)
 
 
 def base_of(node: fx.Node) -> fx.Node:

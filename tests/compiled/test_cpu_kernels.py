@@ -680,8 +680,8 @@ def test_operator_calls_a_generated_kernel_by_name():
     part = buffer[:, n : 2 * n]
     taken = KernelInput(form_of(buffer), form_of(part))
     piece = Piece(0, size, Form(U8, part.device, (2, size), (2 * size, 1)))
-    kernel = Generated(Chain(BF16, (Encode(INT8),)), n, (taken,), piece)
-    assert kernel == Generated(Chain(BF16, (Encode(codec("int8")),)), n, (taken,), piece)
+    kernel = Generated(Chain(BF16, (Encode(INT8),)), n, (taken,), (piece,))
+    assert kernel == Generated(Chain(BF16, (Encode(codec("int8")),)), n, (taken,), (piece,))
     make([kernel])
     torch.ops.commpass.kernel_([buffer], [joined], [part.storage_offset(), 0], kernel.name)
     assert torch.equal(joined[:, size:], INT8.encode_rows(part))

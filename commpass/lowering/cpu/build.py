@@ -11,8 +11,15 @@ import torch
 from torch import Tensor
 
 from commpass.errors import CommpassError
-from commpass.lowering.chain import Chain, Decode, Encode, output_dtype
-from commpass.lowering.cpu.chains import added_dtypes, source, untranslatable_reason
+from commpass.lowering.chain import (
+    Chain,
+    Decode,
+    Encode,
+    further_inputs,
+    further_results,
+    output_dtype,
+)
+from commpass.lowering.cpu.chains import source, untranslatable_reason
 
 LEAST = 1 << 15
 """The fewest values per thread."""
@@ -23,17 +30,24 @@ class Compiled:
     """A chain as a function.
 
     ``inputs[0]`` holds the input rows: values ``[rows * ranks, n]`` or wires ``[rows * ranks,
-    wire_bytes]``. The others, one for each ``Add``, are ``[rows, n]``. ``output`` is ``[rows, n]``
-    or ``[rows, wire_bytes]``. The last stride of each is 1; the first stride and the storage offset
-    are arbitrary. ``numel`` is n.
+    wire_bytes]``. The others are its ``further_inputs``: ``[rows, n]``, or ``[1, width]`` for a
+    weight or bias. ``output`` is ``[rows, n]`` or ``[rows, wire_bytes]``. ``further`` are its
+    ``further_results``: ``[rows, n]``, or ``[rows, n / width]`` for a statistic. The last stride of
+    each is 1; the first stride and the storage offset are arbitrary. ``numel`` is n.
     """
 
     chain: Chain
     entry: Callable[..., object]
 
-    def __call__(self, inputs: Sequence[Tensor], output: Tensor, numel: int) -> None:
-        rows, tensors = output.shape[0], [*inputs, output]
-        self._check(tensors, numel)
+    def __call__(
+        self,
+        inputs: Sequence[Tensor],
+        output: Tensor,
+        numel: int,
+        further: Sequence[Tensor] = (),
+    ) -> None:
+        rows, tensors = output.shape[0], [*inputs, output, *further]
+        self._check(tensors, rows, numel)
         if not rows or not numel:
             return
         threads = min(torch.get_num_threads(), rows * numel // LEAST)
@@ -42,21 +56,25 @@ class Compiled:
             arguments += [each, each.stride(0) * each.itemsize]
         self.entry(*arguments)
 
-    def _check(self, tensors: Sequence[Tensor], numel: int) -> None:
+    def _check(self, tensors: Sequence[Tensor], rows: int, numel: int) -> None:
         """Raise CommpassError if a tensor does not have the shape, dtype or layout that the C++
         expects."""
-        chain, rows = self.chain, tensors[-1].shape[0]
+        chain = self.chain
         input_width = numel if chain.decodes is None else _wire(chain.decodes, numel, chain)
         output_width = numel if chain.encodes is None else _wire(chain.encodes, numel, chain)
-        more = added_dtypes(chain)
+        operands, results = further_inputs(chain), further_results(chain)
         shapes = [
             (rows * chain.ranks, input_width),
-            *[(rows, numel)] * len(more),
+            *((rows, numel) if each.width is None else (1, each.width) for each in operands),
             (rows, output_width),
+            *((rows, numel // each.per) for each in results),
         ]
-        dtypes = [chain.input_dtype, *more, output_dtype(chain)]
+        dtypes = [chain.input_dtype, *(each.dtype for each in operands)]
+        dtypes += [output_dtype(chain), *(each.dtype for each in results)]
+        if chain.width and numel % chain.width:
+            raise CommpassError(f"rows of {numel} values for norms of {chain.width}")
         if len(tensors) != len(shapes):
-            raise CommpassError(f"{len(tensors) - 1} inputs for a chain of {len(shapes) - 1}")
+            raise CommpassError(f"{len(tensors)} tensors for a chain of {len(shapes)}")
         for value, shape, dtype in zip(tensors, shapes, dtypes, strict=True):
             fits = tuple(value.shape) == shape and value.dtype == dtype
             if not fits or value.device.type != "cpu" or (shape[1] > 1 and value.stride(1) != 1):
@@ -84,7 +102,6 @@ def compile_chain(chain: Chain) -> Compiled:
     if reason := untranslatable_reason(chain):
         raise CommpassError(f"no C++ kernel: {reason}")
     tensor = ["const unsigned char*", "int64_t"]
-    types = (
-        ["int64_t"] * 3 + tensor * (1 + len(added_dtypes(chain))) + ["unsigned char*", "int64_t"]
-    )
+    types = ["int64_t"] * 3 + tensor * (1 + len(further_inputs(chain)))
+    types += ["unsigned char*", "int64_t"] * (1 + len(further_results(chain)))
     return Compiled(chain, CppPythonBindingsCodeCache.load_pybinding(types, source(chain)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 
 import torch
@@ -23,9 +23,15 @@ from commpass.lowering.chain import (
     Encode,
     Enter,
     Leave,
+    Normalize,
+    Scale,
+    Shift,
+    Store,
     Sum,
+    dtype_after,
+    further_inputs,
 )
-from commpass.lowering.cpu import blocks, exponents
+from commpass.lowering.cpu import blocks, exponents, norms
 from commpass.lowering.cpu.common import NAMES, PRELUDE, number
 from commpass.lowering.cpu.floats import FLOATS
 from commpass.lowering.cpu.grids import CODES
@@ -36,7 +42,9 @@ from commpass.utils.ambient import making_lasting_tensors
 TILE = 256
 """A unit holds a multiple of this many values: tiles of 16 vectors of 16."""
 LARGEST_UNIT = 8192
-STEPS = (Encode, Decode, Sum, Divide, Enter, Leave, Cast, Add)
+NORMS = (Normalize, Scale, Shift)
+"""Steps that compute with values of the same norm."""
+STEPS = (Encode, Decode, Sum, Divide, Enter, Leave, Cast, Add, Store, *NORMS)
 """The steps that have C++."""
 
 
@@ -104,8 +112,18 @@ def _unsupported_reasons(chain: Chain) -> Iterator[str]:
     for dtype in [*_dtypes(chain), *(s.dtype for s in chain.steps if isinstance(s, Decode))]:
         if dtype not in NAMES and dtype != torch.uint8:
             yield f"there is no C++ for {dtype}"
+    for operand in further_inputs(chain):
+        if operand.dtype not in NAMES:
+            yield f"there is no C++ for {operand.dtype}"
+    if len({step.width for step in chain.steps if isinstance(step, NORMS)}) > 1:
+        yield "norms of different widths"
     if _unit(chain) > LARGEST_UNIT:
         yield f"no unit of up to {LARGEST_UNIT} values holds whole blocks of all steps"
+    encoder = chain.encodes.codec if chain.encodes is not None and chain.width else None
+    if isinstance(encoder, BlockCodec) and row_numbers(encoder.scale):
+        yield "a norm before an encode that needs the peak of the whole row"
+    if _norm_unit(chain) > norms.LARGEST_UNIT:
+        yield f"no {norms.LARGEST_UNIT} values hold whole blocks and whole norms"
 
 
 def _lossless(chain: Chain) -> Encode | Decode | None:
@@ -137,14 +155,8 @@ def _dtypes(chain: Chain) -> list[torch.dtype]:
     """Return the input dtype of each step, then the dtype of the last step's result."""
     dtypes = [chain.input_dtype]
     for step in chain.steps:
-        if isinstance(step, Decode):
-            dtypes.append(step.dtype if step.codec.lossless else torch.float32)
-        elif isinstance(step, Cast):
-            dtypes.append(step.dtype)
-        elif isinstance(step, Encode):
-            dtypes.append(torch.uint8)
-        else:
-            dtypes.append(dtypes[-1])
+        encodes = isinstance(step, Encode)
+        dtypes.append(torch.uint8 if encodes else dtype_after(step, dtypes[-1]))
     return dtypes
 
 
@@ -160,15 +172,15 @@ def _unit(chain: Chain) -> int:
     return math.lcm(*widths)
 
 
-def added_dtypes(chain: Chain) -> tuple[torch.dtype, ...]:
-    """Return the dtypes of the further inputs of a chain, in order."""
-    return tuple(step.dtype for step in chain.steps if isinstance(step, Add))
+def _norm_unit(chain: Chain) -> int:
+    """Return the values that are kept until they are normalized: whole units and whole norms."""
+    return math.lcm(_unit(chain), chain.width or 1)
 
 
 @cache
 def source(chain: Chain) -> str:
     """Return the C++ of a supported chain: ``kernel(threads, rows, n, in, its stride, further
-    inputs and theirs, out, its stride)``, with strides in bytes.
+    inputs and theirs, out, its stride, further results and theirs)``, with strides in bytes.
 
     Tables of codecs in it are computed with real tensors, even during tracing.
     """
@@ -179,11 +191,14 @@ def source(chain: Chain) -> str:
 def _source(chain: Chain) -> str:
     if _lossless(chain) is not None:
         return _lossless_source(chain)
-    parts = [PRELUDE, f"constexpr int UNIT = {_unit(chain)};\n", SCALES, ROTATION, CODES, FLOATS]
+    sizes = f"constexpr int UNIT = {_unit(chain)}, WHOLE = {_norm_unit(chain)};\n"
+    parts = [PRELUDE, sizes, SCALES, ROTATION, CODES, FLOATS]
     parts.append(blocks.BLOCKS)
-    lines: list[str] = []
+    if chain.width:
+        parts.append(norms.NORMS)
     peak = ""
-    dtypes, more = _dtypes(chain), 0
+    lines, setup, phases = list[str](), list[str](), list[str]()
+    dtypes, more, made = _dtypes(chain), 0, 0
     for place, step in enumerate(chain.steps):
         dtype, name, last = dtypes[place], f"Step{place}", place == len(chain.steps) - 1
         if isinstance(step, (Encode, Decode)):
@@ -207,7 +222,23 @@ def _source(chain: Chain) -> str:
         elif isinstance(step, Add):
             at = f"more{more} + row * more{more}_stride + first * {step.dtype.itemsize}"
             lines.append(f"take<{NAMES[step.dtype]}, UNIT>({at}, w, count);")
-            lines += ["add<UNIT>(v, w);", *_round_lines(dtype)]
+            stored = not last and isinstance(chain.steps[place + 1], Store)
+            lines += ["add<UNIT>(v, w);", *([] if stored else _round_lines(dtype))]
+            more += 1
+        elif isinstance(step, Store):
+            to = f"made{made} + row * made{made}_stride + first * {dtype.itemsize}"
+            lines.append(_give(dtype, to))
+            if dtype != torch.float32:  # the next step reads what is stored, which is rounded
+                lines.append(f"take<{NAMES[dtype]}, UNIT>({to}, v, count);")
+            made += 1
+        elif isinstance(step, Normalize):
+            phases += [_over_units(lines), norms.measure(step, made)]
+            lines = [norms.normalize(step)]
+            made += len(step.saved)
+        elif isinstance(step, (Scale, Shift)):
+            setup.append(norms.take_row(step, more))
+            lines.append(norms.by_row(step, more))
+            lines += [] if last else _round_lines(dtypes[place + 1])
             more += 1
         elif isinstance(step, Encode):
             assert isinstance(step.codec, BlockCodec)
@@ -218,33 +249,36 @@ def _source(chain: Chain) -> str:
                 scale = f", {name}Scale::row_scale(peaks[row])"
             lines.append(f"{name}::encode(v, out + row * out_stride, n, first{scale});")
     if chain.encodes is None:
-        size, name = dtypes[-1].itemsize, NAMES[dtypes[-1]]
-        lines.append(f"give<{name}, UNIT>(v, out + row * out_stride + first * {size}, count);")
-    body = _units(lines)
+        size = dtypes[-1].itemsize
+        lines.append(_give(dtypes[-1], f"out + row * out_stride + first * {size}"))
+    phases.append(_over_units(lines))
+    body = _rows(phases, setup, chain.width)
     inputs = "".join(f", const Byte* more{i}, int64_t more{i}_stride" for i in range(more))
+    outputs = "".join(f", Byte* made{i}, int64_t made{i}_stride" for i in range(made))
     parts.append(f"""
 }}  // namespace
 
 extern "C" void kernel(int64_t threads, int64_t rows, int64_t n, const Byte* in,
-                       int64_t in_stride{inputs}, Byte* out, int64_t out_stride) {{
-  const int64_t units = (n + UNIT - 1) / UNIT;
+                       int64_t in_stride{inputs}, Byte* out, int64_t out_stride{outputs}) {{
+  const int64_t wholes = (n + WHOLE - 1) / WHOLE;
 {peak}  {body}
 }}
 """)
     return "\n".join(parts)
 
 
-def _units(lines: list[str]) -> str:
-    """Return a loop over the units of all rows that runs some lines on each."""
-    body = "\n        ".join(lines)
-    return f"""parallel(threads, rows * units, [&](int64_t begin, int64_t end) {{
-    for (int64_t each = begin; each < end; ++each) {{
-      const int64_t row = each / units, first = each % units * UNIT;
-      const int64_t count = std::min<int64_t>(n - first, UNIT);
-      alignas(64) float v[UNIT], w[UNIT];
-      {{
-        {body}
-      }}
+def _rows(phases: Sequence[str], setup: Sequence[str] = (), width: int = 0) -> str:
+    """Return a loop over the values of all rows that are kept at a time, which runs some phases.
+    ``width`` is that of norms, 0 without."""
+    statistics = [f"float means[WHOLE / {width}], factors[WHOLE / {width}];"] if width else []
+    before = "".join(f"{line}\n    " for line in setup)
+    body = "\n      ".join([*statistics, *phases])
+    return f"""parallel(threads, rows * wholes, [&](int64_t from, int64_t until) {{
+    {before}for (int64_t each = from; each < until; ++each) {{
+      const int64_t row = each / wholes, begin = each % wholes * WHOLE;
+      const int64_t values = std::min<int64_t>(n - begin, WHOLE);
+      alignas(64) float whole[WHOLE], w[UNIT];
+      {body}
     }}
   }});"""
 
@@ -257,7 +291,8 @@ def _peaks(lines: list[str]) -> str:
         "int32_t before = peaks[row];",
         "while (before < peak && !peaks[row].compare_exchange_weak(before, peak)) {}",
     ]
-    return f"  std::vector<std::atomic<int32_t>> peaks(rows);\n  {_units([*lines, *most])}\n"
+    loop = _rows([_over_units([*lines, *most])])
+    return f"  std::vector<std::atomic<int32_t>> peaks(rows);\n  {loop}\n"
 
 
 def _lossless_source(chain: Chain) -> str:
@@ -276,6 +311,20 @@ extern "C" void kernel(int64_t threads, int64_t rows, int64_t n, const Byte* in,
   code_rows(threads, rows, n, in, in_stride, out, out_stride);
 }}
 """
+
+
+def _over_units(lines: Sequence[str]) -> str:
+    """Return a loop of lines over the units of the values that are kept."""
+    body = "\n        ".join(lines)
+    return f"""for (int64_t at = 0; at < values; at += UNIT) {{
+        float* v = whole + at;
+        const int64_t first = begin + at, count = std::min<int64_t>(values - at, UNIT);
+        {body}
+      }}"""
+
+
+def _give(dtype: torch.dtype, to: str) -> str:
+    return f"give<{NAMES[dtype]}, UNIT>(v, {to}, count);"
 
 
 def _round_lines(dtype: torch.dtype) -> list[str]:
@@ -303,8 +352,8 @@ def _first(chain: Chain) -> list[str]:
 def is_exact(chain: Chain) -> bool:
     """Whether the C++ has the same bits as the aten form.
 
-    A rotation and a mean of squares are summed in another order. Values then differ in their last
-    bits, and a code occasionally by one.
+    A rotation, a norm and a mean of squares are summed in another order. Values then differ in
+    their last bits, and a code occasionally by one.
     """
     return not _has_rotation(chain) and not any(
         isinstance(step, Encode)

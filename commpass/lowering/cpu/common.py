@@ -91,7 +91,15 @@ template <class T, int N> inline void give(const float* v, Byte* to, int64_t cou
 }
 
 template <class T, int N> inline void round_to(float* v) {
-  if constexpr (!std::is_same_v<T, float>) {
+  if constexpr (std::is_same_v<T, at::BFloat16>) {
+    const Ints lowest(0x10000);
+    for (int i = 0; i < N; i += W) {
+      const Vec x = Vec::loadu(v + i);
+      const Ints bits = at::vec::cast<int32_t>(x), minus_odd = (bits & lowest) == lowest;
+      const Vec even = at::vec::cast<float>((bits + Ints(0x7FFF) - minus_odd) & Ints(-65536));
+      Vec::blendv(even, x, x != x).store(v + i);
+    }
+  } else if constexpr (!std::is_same_v<T, float>) {
     alignas(64) Byte narrow[N * sizeof(T)];
     give<T, N>(v, narrow);
     take<T, N>(narrow, v);

@@ -67,7 +67,10 @@ template <class Code> inline void put_turned_codes(const Code& code, Byte* to) {
 }
 
 inline Vec get_codes(const Byte* from) {
-  return at::vec::convert<float>(at::vec::Vectorized<Byte>::loadu(from, W));
+  alignas(64) float lanes[W];
+  #pragma omp simd
+  for (int i = 0; i < W; ++i) lanes[i] = static_cast<float>(from[i]);
+  return Vec::loadu(lanes);
 }
 
 // Numbers, but NaN where the code, as a whole number, is 0.

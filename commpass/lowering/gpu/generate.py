@@ -20,6 +20,7 @@ from commpass.codecs import Codec
 from commpass.codecs.block.codec import BlockCodec
 from commpass.codecs.block.domain import VALUES
 from commpass.codecs.block.grids import CompandedGrid, TableGrid
+from commpass.codecs.block.layouts import Flat, Layout
 from commpass.codecs.block.noise import Stochastic
 from commpass.codecs.block.packing import widths
 from commpass.codecs.block.scales import ITEMSIZE, Static, TwoLevel, row_numbers
@@ -35,7 +36,11 @@ from commpass.lowering.chain import (
     Encode,
     Enter,
     Leave,
+    Normalize,
+    Scale,
+    Shift,
     Step,
+    Store,
     Sum,
     dtype_after,
 )
@@ -56,6 +61,10 @@ TILE = 2048
 WARPS = 1
 """Warps of a program. A block is within one warp, so its peak is found without a barrier."""
 LARGEST_BLOCK = 4096
+LARGEST_NORM = 32768
+"""The most values of a norm: a program holds all of them, ``TILE`` per warp."""
+NORMS = (Normalize, Scale, Shift)
+"""Steps that compute with values of the same norm."""
 UNROLLED = 4
 """Sums of up to this many ranks are unrolled, larger ones are loops: the unrolled code for eight
 ranks exceeds a multiprocessor's instruction cache."""
@@ -117,12 +126,26 @@ def unsupported_reason(chain: Chain, numel: int) -> str:
     }
     if unknown := dtypes - {*TYPES, torch.uint8}:
         return f"{str(unknown.pop()).removeprefix('torch.')} values: kernels compute in float32"
+    if why := _unsupported_norm(chain, numel, next(iter(sizes)), next(iter(layouts_))):
+        return why
     if needs_row_peaks(chain) and any(_has_effect(step) for step in chain.steps[:-1]):
         return f"{codecs[-1].spec}: the peak of a row must be known before its values are read"
     for step in chain.steps:
         width = step.domain.width if isinstance(step, (Enter, Leave)) else 1
         if next(iter(sizes)) % width:
             return f"a domain of width {width} in blocks of {next(iter(sizes))}"
+    return ""
+
+
+def _unsupported_norm(chain: Chain, numel: int, size: int, layout: Layout) -> str:
+    if not chain.width:
+        return ""
+    if len({step.width for step in chain.steps if isinstance(step, NORMS)}) > 1:
+        return "norms of different widths"
+    if chain.width % size or numel % chain.width or not isinstance(layout, Flat):
+        return f"norms of {chain.width} values begin inside blocks of {size}"
+    if chain.width > LARGEST_NORM:
+        return f"norms of {chain.width} values: more than a tile of {LARGEST_NORM}"
     return ""
 
 
@@ -175,6 +198,7 @@ class Body:
     functions: list[str] = field(default_factory=list)
     signature: dict[str, str] = field(default_factory=dict)
     numbers: Iterator[int] = field(default_factory=count)
+    results: Iterator[int] = field(default_factory=count)
 
     def add(self, *lines: str) -> None:
         self.lines += lines
@@ -196,9 +220,18 @@ def kernel(chain: Chain, numel: int = 1 << 20) -> Generated:
     size = layout.size(numel)
     body = Body(size, parts.place(layout, size))
     body.add("row = tl.program_id(1).to(tl.int64)")
-    body.add("block = (tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS))[:, None, None]")
+    norm_blocks = chain.width // size
+    if norm_blocks:  # a program has the blocks of one norm, and idle lanes up to a power of two
+        body.add("lane = tl.arange(0, BLOCKS)[:, None, None]")
+        body.add(f"block = tl.program_id(0) * {norm_blocks} + lane")
+    else:
+        body.add("block = (tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS))[:, None, None]")
     body.add(*INSIDE)
     body.add(f"place = {body.place}", "value_mask = place < numel", "block_mask = block < blocks")
+    if norm_blocks:
+        body.add(f"value_mask = value_mask & (lane < {norm_blocks})")
+        body.add(f"block_mask = block_mask & (lane < {norm_blocks})")
+        body.add(f"along = place - tl.program_id(0) * {chain.width}")
     if chain.decodes is None:
         body.add_argument("input", TYPES[chain.input_dtype])
         body.add("x = tl.load(input + row * input_stride + place, mask=value_mask, other=0.0)")
@@ -209,8 +242,13 @@ def kernel(chain: Chain, numel: int = 1 << 20) -> Generated:
     for step in chain.steps:
         if isinstance(step, Encode) and chain.decodes and layout.blocks(numel) * size != numel:
             body.add("x = tl.where(value_mask, x, 0.0)")  # clear the padding of the last block
+        if isinstance(step, Store):
+            _write_store(dtype, body)
+            continue
         dtype = dtype_after(step, dtype)
         _write(step, body, chain)
+        if isinstance(step, (Scale, Shift)) and step is not chain.steps[-1]:
+            body.add(*([] if dtype == torch.float32 else [_through(dtype)]))
     if chain.encodes is None:
         body.add_argument("output", TYPES[dtype])
         body.add(
@@ -220,20 +258,21 @@ def kernel(chain: Chain, numel: int = 1 << 20) -> Generated:
         body.add_argument(name, "i64")
     for name in ("numel", "blocks"):
         body.add_argument(name, "i32")
-    blocks = max(1, _tile(chain) // size)
+    blocks = norm_blocks or max(1, _tile(chain) // size)
+    lanes = 1 << (blocks - 1).bit_length()
     split = max(8 // widths(_block_codec(each).grid.bits)[0] for each in codecs_of(chain))
     grids_ = [_block_codec(each).grid for each in codecs_of(chain)]
     fuses = any(isinstance(grid, CompandedGrid) for grid in grids_)
     entry = _name(chain)
     text = _entry(entry, body)
-    constants = dict(zip(CONSTANTS, (size, split, blocks, True, True, True), strict=True))
+    constants = dict(zip(CONSTANTS, (size, split, lanes, True, True, True), strict=True))
     return Generated(
         chain=chain,
         source=of_text(entry, text, KNOWN),
         signature=body.signature,
         constants=constants,
         blocks=blocks,
-        num_warps=WARPS,
+        num_warps=max(WARPS, lanes * size // TILE) if norm_blocks else WARPS,
         fuses=fuses,
     )
 
@@ -253,15 +292,21 @@ def _tile(chain: Chain) -> int:
 
 def _entry(name: str, body: Body) -> str:
     pointers = [each for each in body.signature if body.signature[each].startswith("*")]
-    order = sorted(pointers, key="output".__eq__)  # the output comes last of the pointers
+    # The outputs come last of the pointers: the result, then the further results.
+    order = sorted(pointers, key=lambda each: 2 * each.startswith("further") + (each == "output"))
     order += [each for each in body.signature if each not in pointers]
     body.signature = {each: body.signature[each] for each in order}
     functions = "".join(f"{text}\n\n@triton.jit\n" for text in body.functions)
     return functions + function_text(name, [*order, *map(constant, CONSTANTS)], body.lines)
 
 
+UNNAMED = (Cast, Store, Scale, Shift)
+"""Steps that the names of kernels omit."""
+
+
 def _name(chain: Chain) -> str:
-    words = [type(step).__name__.lower() for step in chain.steps if not isinstance(step, Cast)]
+    named = (step for step in chain.steps if not isinstance(step, UNNAMED))
+    words = ("norm" if isinstance(s, Normalize) else type(s).__name__.lower() for s in named)
     return "_".join(words)
 
 
@@ -522,6 +567,47 @@ def _add(step: Add, body: Body, chain: Chain) -> None:
     body.add(f"x = x + to_float32(tl.load({place}, mask=value_mask, other=0.0))")
     if step is not chain.steps[-1]:
         body.add(f"x = through_{_short(step.dtype)}(x, CASTS)")
+
+
+def _write_store(dtype: torch.dtype, body: Body) -> None:
+    name = body.add_argument(f"further_{next(body.results)}", TYPES[dtype])
+    body.add(f"{_store_function(dtype)}({name} + row * numel + place, x, value_mask, CASTS)")
+
+
+@_write.register
+def _normalize(step: Normalize, body: Body, chain: Chain) -> None:
+    body.add("x = tl.where(value_mask, x, 0.0)")
+    if step.centered:
+        body.add(f"mean = tl.sum(x) / {float(step.width)!r}")
+        body.add("x = tl.where(value_mask, x - mean, 0.0)")
+    body.add(f"rsqrt = tl.rsqrt(tl.sum(x * x) / {float(step.width)!r} + {step.eps!r})")
+    body.add("x = x * rsqrt")
+    for statistic in step.saved:
+        name = body.add_argument(f"further_{next(body.results)}", TYPES[torch.float32])
+        body.add(
+            f"tl.store({name} + row * (numel // {step.width}) + tl.program_id(0), {statistic})"
+        )
+
+
+@_write.register
+def _scale(step: Scale, body: Body, chain: Chain) -> None:
+    offset = f" + {step.offset!r}" if step.offset else ""
+    body.add(f"x = x * ({_row_expression(step.weight, body)}{offset})")
+
+
+@_write.register
+def _shift(step: Shift, body: Body, chain: Chain) -> None:
+    body.add(f"x = x + {_row_expression(step.bias, body)}")
+
+
+def _row_expression(dtype: torch.dtype, body: Body) -> str:
+    """Return the values of a weight or bias, the next input."""
+    name = body.add_argument(f"added_{next(body.numbers)}", TYPES[dtype])
+    return f"to_float32(tl.load({name} + along, mask=value_mask, other=0.0))"
+
+
+def _through(dtype: torch.dtype) -> str:
+    return f"x = through_{_short(dtype)}(x, CASTS)"
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, fx
@@ -18,15 +18,18 @@ from commpass.lowering.gpu.matmul_sizes import Problem
 from commpass.lowering.matmul import Product
 
 
-def caller(chain: Chain, numel: int) -> Callable[[Sequence[Tensor]], Tensor]:
+def caller(chain: Chain, numel: int) -> Callable[..., Tensor | list[Tensor]]:
     """Return a function that calls the kernel of a chain, for rows of ``numel`` values. Traced, it
-    leaves a buffer and a call that writes it and returns nothing."""
+    leaves buffers and a call that writes them and returns nothing. A chain with further results
+    returns a list, its result first."""
     generated = kernel(chain, numel)
 
-    def call(*inputs: Tensor) -> Tensor:
-        output = launch.empty(generated, inputs[0].shape[0] // chain.ranks, numel, inputs[0].device)
-        launch.launch(generated, inputs, output, numel, graph=True)
-        return output
+    def call(*inputs: Tensor) -> Tensor | list[Tensor]:
+        rows, device = inputs[0].shape[0] // chain.ranks, inputs[0].device
+        output = launch.empty(generated, rows, numel, device)
+        further = launch.empty_further(generated, rows, numel, device)
+        launch.launch(generated, inputs, output, numel, further, graph=True)
+        return [output, *further] if further else output
 
     return torch.func.functionalize(call)
 

@@ -15,7 +15,7 @@ from commpass.codecs.block.noise import Stochastic, key_of
 from commpass.codecs.block.scales import row_numbers, row_peak
 from commpass.codecs.rows import aligned
 from commpass.errors import CommpassError
-from commpass.lowering.chain import Chain, encoded_dtype, output_dtype
+from commpass.lowering.chain import Chain, encoded_dtype, further_results, output_dtype
 from commpass.lowering.gpu.generate import (
     Generated,
     kernel,
@@ -36,13 +36,19 @@ def run(chain: Chain, inputs: Tensor, numel: int, *constants: Tensor) -> Tensor:
     ``numel`` is the number of values of a row. ``constants`` are the inputs of later steps
     (residuals, weights).
     """
+    return run_all(chain, inputs, numel, *constants)[0]
+
+
+def run_all(chain: Chain, inputs: Tensor, numel: int, *constants: Tensor) -> list[Tensor]:
+    """As ``run``; the further results of the chain follow its result."""
     if why := unsupported_reason(chain, numel):
         raise CommpassError(f"no kernel: {why}")
     generated = kernel(chain, numel)
     rows = inputs.shape[0] // chain.ranks
     output = empty(generated, rows, numel, inputs.device)
-    launch(generated, [inputs, *constants], output, numel)
-    return output
+    further = empty_further(generated, rows, numel, inputs.device)
+    launch(generated, [inputs, *constants], output, numel, further)
+    return [output, *further]
 
 
 def empty(generated: Generated, rows: int, numel: int, device: torch.device) -> Tensor:
@@ -54,16 +60,30 @@ def empty(generated: Generated, rows: int, numel: int, device: torch.device) -> 
     return torch.empty((rows, width), dtype=dtype, device=device)
 
 
+def empty_further(
+    generated: Generated, rows: int, numel: int, device: torch.device
+) -> list[Tensor]:
+    """Return buffers for the further results of a kernel."""
+    return [
+        torch.empty((rows, numel // each.per), dtype=each.dtype, device=device)
+        for each in further_results(generated.chain)
+    ]
+
+
 def launch(
     generated: Generated,
     inputs: Sequence[Tensor],
     outputs: Tensor,
     numel: int,
+    further: Sequence[Tensor] = (),
     *,
     graph: bool = False,
 ) -> None:
-    """Call a kernel; ``inputs`` are the rows, then the inputs of later steps. With ``graph``, the
-    call is traced for Inductor, which launches the kernel itself."""
+    """Call a kernel; ``inputs`` are the rows, then the inputs of later steps.
+
+    ``further`` are contiguous buffers for its further results (``empty_further``). With ``graph``,
+    the call is traced for Inductor, which launches the kernel itself.
+    """
     programs, rows = grid(generated, numel, outputs.shape[0])
     if not programs or not rows:
         return
@@ -73,7 +93,7 @@ def launch(
     values = scalars(generated, numel, inputs[0].stride(0), outputs.stride(0))
     plain = graph or interpreting()
     (wrap_triton(function) if graph else function)[(programs, rows)](
-        *order_arguments(generated, [*inputs, outputs], values),
+        *order_arguments(generated, [*inputs, outputs, *further], values),
         **(generated.constants | casts(inputs[0].device)),
         **({} if plain else {"enable_fp_fusion": generated.fuses}),
         num_warps=generated.num_warps,

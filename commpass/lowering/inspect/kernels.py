@@ -22,6 +22,7 @@ from commpass.lowering.chain import (
     Step,
     Sum,
     encoded_dtype,
+    further_results,
     output_dtype,
 )
 from commpass.lowering.fused import role_of
@@ -90,6 +91,7 @@ def of_chain(chain: Chain, arch: str, numel: int = NUMEL, name: str = "") -> Low
     stride = read if chain.decodes else numel
     numbers = launch.scalars(generated, numel, stride, written if chain.encodes else numel)
     added = sum(step.dtype.itemsize for step in chain.steps if isinstance(step, Add))
+    added += sum(each.dtype.itemsize for each in further_results(chain) if each.per == 1)
     programs, _ = launch.grid(generated, numel, 1)
     loops = [chain.ranks - 1.0] if chain.ranks > generate.UNROLLED else []
     return Lowerable(
