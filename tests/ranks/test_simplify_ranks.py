@@ -32,6 +32,11 @@ def cases(size: int, rank: int, group: str):
     def a2a(x):
         return wait(ops.all_to_all_single(x, [6] * size, [6] * size, group))
 
+    def codes(x, dim=None):
+        top = x.abs().max() if dim is None else x.abs().amax(dim, keepdim=True)
+        scale = 100.0 / top.clamp(min=1e-12)
+        return (x * scale).round().to(torch.int8).contiguous(), scale.reciprocal()
+
     def twice(x, collective):
         return collective(x) * collective(x)
 
@@ -54,6 +59,11 @@ def cases(size: int, rank: int, group: str):
             ag(x.sin()).bfloat16() + 1,
             a2a(x.sin()).half() + 1,
             (ag(x.cos()) * 3).view(-1).bfloat16() + 1,
+        ),
+        "quantised before gather": lambda x: (
+            *codes(ag(x.sin())),
+            *codes(a2a(x.cos()), -1),
+            *codes(ag(x.exp()).t(), 0),
         ),
         "widen then gather": lambda x: (
             ag((x.bfloat16() * 2).float()) + 1,

@@ -28,6 +28,8 @@ SWEEPS = 8
 EARLY = ("waits", "same")
 """The rules of the first sweep: equal collectives are merged before other rules make them
 differ."""
+GENERAL = ("quantised before gather",)
+"""The rules that are tried when no other applies: what a simpler rule can do, it does."""
 LATE = ("alone",)
 """The rules of the last sweep. Other ranks' groups may have more than one rank, so a removal on one
 rank alone must not enable further rules there."""
@@ -89,7 +91,8 @@ def _apply(editor: Editor, rules: Sequence[Rule]) -> list[tuple[str, Applied]]:
     outputs = output_memory(editor.graph)
     done = _sweep(editor, [rule for rule in rules if rule.name in EARLY])
     for _ in range(SWEEPS - 1):
-        now = _sweep(editor, [rule for rule in rules if rule.name not in LATE])
+        now = _sweep(editor, [rule for rule in rules if rule.name not in GENERAL + LATE])
+        now = now or _sweep(editor, [rule for rule in rules if rule.name in GENERAL])
         done += now
         if not now:
             break

@@ -109,7 +109,7 @@ def trace_to_source(
         if not allowed(node):
             return None
         chain.append(node)
-        node, user = _joined(node) or node.args[0], node if user is not None else None
+        node, user = rejoined_source(node) or node.args[0], node if user is not None else None
     return None
 
 
@@ -193,7 +193,7 @@ def own_parts(exchange: Exchange, editor: Editor) -> list[Part] | None:
             if user.target in SPLITS:
                 items = [item for item in user.users if item.users]
                 behind = {each for item in items for each in item.users}
-                whole_again = len(behind) == 1 and _joined(next(iter(behind))) is not None
+                whole_again = len(behind) == 1 and rejoined_source(next(iter(behind))) is not None
                 stack += behind if whole_again else []
                 leaves += [] if whole_again else items
             elif user.target is aten.slice.Tensor:
@@ -242,7 +242,7 @@ def _own_dim(node: fx.Node, shape: torch.Size, ranks: int, rank: int) -> int | N
     return dim if own else None
 
 
-def _joined(node: fx.Node) -> fx.Node | None:
+def rejoined_source(node: fx.Node) -> fx.Node | None:
     """Return the tensor whose equal split parts a node joins again, possibly along another
     dimension, or None.
 
@@ -265,7 +265,7 @@ def _joined(node: fx.Node) -> fx.Node | None:
 
 
 def _may_divide(node: fx.Node) -> bool:
-    if is_one_to_one(node) or _joined(node) is not None:
+    if is_one_to_one(node) or rejoined_source(node) is not None:
         return True
     if node.target in RESHAPES:
         sizes = (*fake(node).shape, *fake(node.all_input_nodes[0]).shape)

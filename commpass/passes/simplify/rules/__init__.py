@@ -8,6 +8,7 @@ from commpass.passes.simplify.rules.gathers import (
 )
 from commpass.passes.simplify.rules.needless import constant, same, single_rank, waits
 from commpass.passes.simplify.rules.parts import gather_of_scatter, own_part, scattered
+from commpass.passes.simplify.rules.quantise import quantise_before_gather
 from commpass.passes.simplify.rules.rule import Applied, Rule
 from commpass.passes.simplify.rules.sums import (
     expanded,
@@ -24,6 +25,7 @@ RULES: tuple[Rule, ...] = (
     Rule("own part", own_part, exact=True, own=True),
     Rule("gather then narrow", gather_then_narrow, exact=True, at=CASTS),
     Rule("widen then gather", widen_then_gather, exact=True),
+    Rule("quantised before gather", quantise_before_gather, exact=True),
     Rule("gather of expand", gather_of_expand, exact=True),
     Rule("expand", expanded, exact=False),
     Rule("widen then reduce", widen_then_reduce, exact=False),

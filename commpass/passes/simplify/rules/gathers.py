@@ -10,6 +10,7 @@ from torch import fx
 
 from commpass.passes.fx import meta
 from commpass.passes.fx.ops import aten, convert, is_cast, is_copy, moves_values
+from commpass.passes.simplify.carriers import SENT_EVERYWHERE
 from commpass.passes.simplify.chains import (
     before_clone,
     is_scaling,
@@ -34,19 +35,6 @@ EXACT_WIDENINGS = {
     (torch.uint8, torch.int64),
     (torch.int32, torch.int64),
 }
-SENT_EVERYWHERE = (
-    torch.float64,
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.int64,
-    torch.int32,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-)
-"""Dtypes that gloo and other libraries can send. float8 and 16-bit integers are not among them, and
-are narrowed after the gather."""
 
 
 def gather_then_narrow(node: fx.Node, editor: Editor) -> Applied | None:

@@ -1,0 +1,173 @@
+"""The values computed from a gathered one, and the cheapest set of them to gather instead."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import networkx as nx
+from torch import fx
+
+from commpass.passes.fx.ops import RESHAPES, SPLITS, aten, frozen, is_copy, reached
+from commpass.passes.simplify.chains import rejoined_source
+from commpass.passes.simplify.editor import Editor, Exchange, fake
+from commpass.passes.simplify.shards import Shard, is_between, shard_of
+from commpass.plan import ROWS
+
+LARGEST = 512
+"""The maximum number of values that are followed from one gather, which keeps the pass linear."""
+SAME_VALUES = (*RESHAPES, aten.alias.default, aten.detach.default)
+
+
+@dataclass
+class Region:
+    """What is computed from a gathered value, and can be computed on a rank's part of it.
+
+    ``shards`` has these nodes in graph order. ``first`` maps each to the first one with the same
+    values, so that what a backward pass computes again is gathered once.
+    """
+
+    exchange: Exchange
+    ranks: int
+    shards: dict[fx.Node, Shard]
+    first: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+    @property
+    def even(self) -> bool:
+        """Whether all parts are equally long."""
+        return self.exchange.call.splits is None
+
+    def members(self, first: fx.Node) -> list[fx.Node]:
+        """Return the nodes with the values of the first one."""
+        return [node for node in self.shards if self.first[node] is first]
+
+    def inputs(self, node: fx.Node) -> list[fx.Node]:
+        """Return the values of the region that a node is computed from."""
+        source = rejoined_source(node)
+        given = node.all_input_nodes if source is None else [source]
+        return [self.first[each] for each in given if each in self.first]
+
+    def needed_for(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
+        """Return the values from which others are computed, in graph order, without the gathered
+        one."""
+        inputs = [source for node in nodes for source in self.inputs(node)]
+        return sorted(reached(inputs, self.inputs) - {self.exchange.wait})
+
+    def leaves(self, node: fx.Node) -> bool:
+        """Whether something outside the region uses a value."""
+        return any(user not in self.shards for user in consumers(node))
+
+    def nbytes(self, node: fx.Node) -> int:
+        """Return the bytes of a value on all ranks together, as all of them know it: for unequal
+        parts, that of an assumed number of rows."""
+        value, dim = fake(node), self.shards[node].dim
+        sizes = [
+            size if isinstance(size, int) and (self.even or number != dim) else self.ranks * ROWS
+            for number, size in enumerate(value.shape)
+        ]
+        return math.prod(sizes) * value.dtype.itemsize
+
+
+def consumers(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield what uses a value. Parts that are only joined again along another dimension are not
+    seen on the way."""
+    for user in node.users:
+        if user.target in SPLITS:
+            behind = {each for item in user.users for each in item.users}
+            whole = next(iter(behind)) if len(behind) == 1 else None
+            yield whole if whole is not None and rejoined_source(whole) is node else user
+        else:
+            yield user
+
+
+def region_of(exchange: Exchange, editor: Editor) -> Region | None:
+    """Return the region behind a gather; None if something needs the gathered value itself."""
+    ranks, even = editor.size(exchange.call), exchange.call.splits is None
+    wait = exchange.wait
+    shards = {wait: Shard(0)}
+
+    def found(node: fx.Node) -> Shard | None:
+        return None if node in editor.changing else shard_of(node, shards, ranks, even=even)
+
+    needed = set(consumers(wait))
+    heap = sorted(needed)
+    if ranks < 2:
+        return None
+    while heap and len(shards) < LARGEST:
+        node = heapq.heappop(heap)
+        if node in shards:
+            continue
+        if (shard := found(node)) is not None:
+            shards[node] = shard
+            for user in consumers(node):
+                heapq.heappush(heap, user)
+        elif node in needed:
+            return None
+    if not needed or not needed <= shards.keys():
+        return None
+    region = Region(exchange, ranks, shards)
+    known: dict[Any, fx.Node] = {}
+    for node in shards:
+        region.first[node] = known.setdefault(_key(node, region), node)
+    return region
+
+
+def _key(node: fx.Node, region: Region) -> Any:
+    """Return a key that equal values share. Copies, and views of the same shape, keep values."""
+    source = node.args[0]
+    if isinstance(source, fx.Node) and source in region.first:
+        same_shape = str(fake(source).shape) == str(fake(node).shape)
+        if is_copy(node) or (node.target in SAME_VALUES and same_shape):
+            return _key(region.first[source], region)
+    return node.target, *(
+        frozen(given, lambda each: region.first.get(each, each))
+        for given in (node.args, node.kwargs)
+    )
+
+
+def cheapest_cut(region: Region) -> list[fx.Node]:
+    """Return the values to gather, of those that nothing outside needs the inputs of, with the
+    fewest bytes in all. Of several such sets, the one nearest to the gather.
+
+    This is a minimum cut: values are edges with their bytes as capacities. What is equal on all
+    ranks costs nothing.
+    """
+    network = nx.DiGraph()
+    network.add_node("outside")
+    for node in region.shards:
+        first = region.first[node]
+        if node is first:
+            cost = _cost(node, region)
+            network.add_edge((node, 0), (node, 1), **({} if cost is None else {"capacity": cost}))
+            for source in region.inputs(node) if node is not region.exchange.wait else []:
+                network.add_edge((source, 1), (node, 0))
+        if region.leaves(node):
+            network.add_edge((first, 1), "outside")
+    start = (region.exchange.wait, 0)
+    rest = nx.algorithms.flow.edmonds_karp(network, start, "outside")
+    near = {start}
+    left = [start]
+    while left:
+        for to, edge in rest.adj[left.pop()].items():
+            if edge["flow"] < edge["capacity"] and to not in near:
+                near.add(to)
+                left.append(to)
+    return [
+        node
+        for node in region.shards
+        if region.first[node] is node and (node, 0) in near and (node, 1) not in near
+    ]
+
+
+def _cost(node: fx.Node, region: Region) -> int | None:
+    """Return the bytes to gather a value; None if it cannot be gathered with the same bits."""
+    shard, value = region.shards[node], fake(node)
+    if shard.zero_sign or is_between(node):
+        return None
+    if shard.dim is None:
+        return 0
+    fixed = all(isinstance(size, int) for size in value.shape)
+    return region.nbytes(node) if fixed or shard.dim == 0 else None

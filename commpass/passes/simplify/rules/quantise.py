@@ -1,0 +1,92 @@
+"""The rule that sends what the consumers of a gathered value compute from it, if that is less."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from commpass.passes.fx.ops import RESHAPES, aten, is_copy, moves_values, opname
+from commpass.passes.simplify.before_gather import LocalValues
+from commpass.passes.simplify.chains import rejoined_source
+from commpass.passes.simplify.cut import Region, cheapest_cut, region_of
+from commpass.passes.simplify.editor import Editor, Exchange, common_nbytes, nbytes
+from commpass.passes.simplify.rules.rule import Applied
+from commpass.passes.simplify.shards import FILLS, is_extremum_of_parts
+from commpass.plan.kinds import GATHERS
+
+RULE = "quantised before gather"
+
+
+def quantise_before_gather(node: fx.Node, editor: Editor) -> Applied | None:
+    """f(gather(x)) = gather(f(x)), if f keeps the parts of the ranks: codes and scales are sent
+    instead of the values that they are computed from.
+
+    A maximum over all parts is that of the ranks' maxima. These are gathered, since an all_reduce
+    with "max" loses NaN in some libraries.
+    """
+    exchange = editor.exchange(node, GATHERS)
+    if exchange is None or not _may_change(exchange, editor):
+        return None
+    region = region_of(exchange, editor)
+    cut = cheapest_cut(region) if region is not None else []
+    if region is None or not cut or node in cut:
+        return None
+    computed = sorted({*region.needed_for(cut), *cut})
+    parts = [each for each in cut if region.shards[each].dim is not None]
+    extrema = [each for each in computed if is_extremum_of_parts(each, region.shards)]
+    if not _ends_earlier(parts, extrema, region, editor):
+        return None
+    name, before = exchange.call.node.name, nbytes(exchange.input)
+    moved = tuple(text for each in computed if (text := _text(each)))
+    local = LocalValues(region, editor, RULE)
+    local.compute(computed)
+    sent = local.start(parts)
+    new = {each: started.received(node, editor, RULE) for each, started in sent.items()}
+    new |= {each: local.made[each] for each in computed if region.shards[each].dim is None}
+    for first, value in new.items():
+        for member in region.members(first):
+            if editor.lives(member):
+                editor.replace(member, value)
+    into = ", ".join(each.text for each in local.sent)
+    return Applied(name, into, before - sum(each.nbytes for each in local.sent), moved)
+
+
+def _may_change(exchange: Exchange, editor: Editor) -> bool:
+    """Whether the policy leaves it to the passes how values are sent. A forced codec was asked for
+    by the user."""
+    allowed = editor.allowed.get(exchange.call.node)
+    return allowed is None or not allowed.force
+
+
+def _ends_earlier(
+    parts: Sequence[fx.Node], extrema: Sequence[fx.Node], region: Region, editor: Editor
+) -> bool:
+    """Whether the new exchanges take less time by the cost model.
+
+    The operators take no longer: they compute a part instead of the whole.
+    """
+    call, ranks = region.exchange.call, region.ranks
+    less = sum(editor.time_us(call.kind, region.nbytes(each) / ranks, call) for each in parts)
+    less += sum(editor.time_us("all_gather", nbytes(each), call) for each in extrema)
+    return less < editor.time_us(call.kind, common_nbytes(call, ranks), call)
+
+
+def _text(node: fx.Node) -> str | None:
+    """Return an operator with its numbers, which the ranks compare; None if it has none. The sizes
+    of views may differ between ranks."""
+    if node.target in RESHAPES or node.target is aten.expand.default or is_copy(node):
+        return None
+    given = [*node.args, *node.kwargs.values()]
+    for each in node.all_input_nodes:
+        given += each.args[-1:] if each.target in FILLS else []
+    numbers = [
+        str(each).removeprefix("torch.")
+        for each in given
+        if isinstance(each, (int, float, torch.dtype))
+        or (isinstance(each, list) and all(isinstance(one, int) for one in each))
+    ]
+    if not numbers or moves_values(node) or rejoined_source(node) is not None:
+        return None
+    return " ".join([opname(node), *numbers])

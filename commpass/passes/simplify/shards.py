@@ -1,0 +1,315 @@
+"""Which values that are computed from a gathered one can be computed on each rank's part of it.
+
+A gathered value has a part from each rank. An operator on it *keeps parts* if each part of its
+result depends on the same part of its input alone, and has the same bits for a part as for the
+whole. Then it may run before the gather. A maximum over the parts is the maximum of the parts'
+maxima, which are one number per rank. What is computed from that is equal on all ranks.
+
+"The same bits" restricts operators. Vectorized functions such as ``exp`` may round a value
+differently at another position, so only operators that round correctly are listed. The sign of a
+maximum of 0.0 and -0.0 depends on the order, so it is tracked until an operator removes it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from commpass.passes.fx import meta
+from commpass.passes.fx.ops import ADDITIONS, RESHAPES, VIEWS, arguments, aten, is_cast, is_copy
+from commpass.passes.fx.parse import is_wait
+from commpass.passes.simplify.chains import rejoined_source
+from commpass.passes.simplify.editor import fake
+
+
+@dataclass(frozen=True)
+class Shard:
+    """How a value depends on the parts of a gathered one.
+
+    Equal parts of dimension ``dim`` belong to the ranks, in rank order. If it is None, the value
+    comes from maxima over all parts, and is equal on all ranks. If ``zero_sign``, the sign of a
+    zero depends on the order of computation.
+    """
+
+    dim: int | None
+    zero_sign: bool = False
+
+
+EXTREMA = (aten.amax.default, aten.amin.default)
+WHOLE_EXTREMA = (aten.max.default, aten.min.default)
+ABSOLUTE = (aten.abs.default,)
+COMPARISONS = tuple(
+    getattr(getattr(aten, name), kind)
+    for name in ("eq", "ne", "lt", "le", "gt", "ge")
+    for kind in ("Tensor", "Scalar")
+)
+CLAMPS = (aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default)
+INTEGRAL = (aten.floor.default, aten.ceil.default, aten.round.default, aten.trunc.default)
+"""Operators whose results are whole numbers."""
+LINEAR = (
+    *(aten.mul.Tensor, aten.mul.Scalar, aten.add.Tensor, aten.add.Scalar),
+    *(aten.sub.Tensor, aten.sub.Scalar, aten.neg.default, aten.maximum.default),
+    *(aten.minimum.default, aten.where.self, *INTEGRAL),
+)
+"""Operators that turn a zero of unknown sign into a value that differs in the sign of a zero at
+most."""
+ROUNDED = (
+    *LINEAR,
+    *(aten.div.Tensor, aten.div.Scalar, aten.reciprocal.default, *CLAMPS, *COMPARISONS),
+    *(aten.sign.default, aten.isnan.default, aten.isinf.default, aten.logical_not.default),
+    *(aten.logical_and.default, aten.logical_or.default, aten.bitwise_not.default),
+    *(aten.bitwise_and.Tensor, aten.bitwise_and.Scalar, aten.bitwise_or.Tensor),
+    *(aten.bitwise_or.Scalar, aten.bitwise_xor.Tensor, aten.bitwise_xor.Scalar),
+    *(aten.bitwise_left_shift.Tensor, aten.bitwise_left_shift.Tensor_Scalar),
+    *(aten.bitwise_right_shift.Tensor, aten.bitwise_right_shift.Tensor_Scalar),
+    *(aten.__rshift__.Scalar, aten.__lshift__.Scalar),
+    *(aten.zeros_like.default, aten.ones_like.default, *ABSOLUTE),
+)
+"""Elementwise operators with the same bits at each position: exact, or correctly rounded."""
+FILLS = (aten.full.default, aten.scalar_tensor.default)
+"""Operators that give one number. It takes any shape."""
+BITS = aten.view.dtype
+
+
+def shard_of(
+    node: fx.Node, shards: Mapping[fx.Node, Shard], ranks: int, *, even: bool = True
+) -> Shard | None:
+    """Return how the result of a node depends on the parts, given that of its inputs; None if it
+    does not keep them.
+
+    ``ranks`` is the number of parts. If they are not ``even``, a view must leave their dimension as
+    it is, and there are no maxima over them: each rank has other rows of the others.
+    """
+    source = rejoined_source(node)
+    if source is not None:
+        return _rejoined(node, source, shards, ranks) if even else None
+    inputs = node.all_input_nodes
+    if any(each not in shards and each.target not in FILLS for each in inputs):
+        return None
+    if not isinstance(meta.tensor(node), torch.Tensor):
+        return None
+    if not any(each in shards for each in inputs) or _may_contract(node):
+        return None
+    if is_cast(node) or node.target in ROUNDED or _is_exact_power(node):
+        return _elementwise(node, shards)
+    given = shards.get(node.args[0])  # type: ignore[arg-type]
+    if given is None or len(inputs) != 1:
+        return None
+    if node.target is BITS:
+        same = fake(node).dtype.itemsize == fake(inputs[0]).dtype.itemsize
+        return given if same and not given.zero_sign else None
+    if node.target in EXTREMA or node.target in WHOLE_EXTREMA:
+        return _extremum(node, shards[inputs[0]], even)
+    if given.dim is None:
+        return given if is_copy(node) or _moves(node) else None
+    dim = dim_after(node, given.dim, ranks, even=even)
+    return None if dim is None else replace(given, dim=dim)
+
+
+def _may_contract(node: fx.Node) -> bool:
+    """Whether a compiler may join an addition with the product that computes the gathered values.
+
+    Before the gather the two may be in one kernel, and a GPU would round once instead of twice.
+    """
+    if node.target not in ADDITIONS or fake(node).device.type == "cpu":
+        return False
+    return any(_is_gathered(each) for each in node.all_input_nodes)
+
+
+def _is_gathered(node: fx.Node) -> bool:
+    """Whether a value is a gathered one, moved or negated at most."""
+    while not is_wait(node):
+        moved = node.target in (*VIEWS, aten.neg.default) or is_copy(node)
+        source = rejoined_source(node) or (node.args[0] if moved else None)
+        if not isinstance(source, fx.Node):
+            return False
+        node = source
+    return True
+
+
+def is_extremum_of_parts(node: fx.Node, shards: Mapping[fx.Node, Shard]) -> bool:
+    """Whether a node is a maximum or minimum over all parts: its input has them, its result has
+    not."""
+    given = shards.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
+    return given is not None and given.dim is not None and shards[node].dim is None
+
+
+def _moves(node: fx.Node) -> bool:
+    return dim_after(node, 0, 1, even=True) is not None or node.target in RESHAPES
+
+
+def _rejoined(
+    node: fx.Node, source: fx.Node, shards: Mapping[fx.Node, Shard], ranks: int
+) -> Shard | None:
+    """Return the shard of parts that are joined along another dimension."""
+    pieces: Any = node.args[0]
+    split = pieces[0].args[0]
+    along = (split.args[2] if len(split.args) > 2 else 0) % fake(source).dim()
+    given = shards.get(source)
+    if given is None or given.dim != along or len(pieces) != ranks:
+        return None
+    to: Any = node.args[1] if len(node.args) > 1 else 0
+    return replace(given, dim=to % fake(node).dim())
+
+
+def _elementwise(node: fx.Node, shards: Mapping[fx.Node, Shard]) -> Shard | None:
+    """Return the shard of an elementwise operator.
+
+    Inputs are aligned at the last dimension. All that have parts must have them along the same
+    dimension.
+    """
+    made = fake(node)
+    dims: set[int] = set()
+    for each in node.all_input_nodes:
+        shard = shards.get(each)
+        if shard is None:
+            continue
+        if shard.dim is not None:
+            dims.add(shard.dim + made.dim() - fake(each).dim())
+    if len(dims) > 1:
+        return None
+    dim = next(iter(dims), None)
+    if dim is not None:
+        for each in node.all_input_nodes:  # what all ranks have must be broadcast along the parts
+            shard = shards.get(each)
+            own = dim - (made.dim() - fake(each).dim())
+            if shard is not None and shard.dim is None and own >= 0 and fake(each).shape[own] != 1:
+                return None
+    zero_sign = _zero_sign(node, shards)
+    return None if zero_sign is None else Shard(dim, zero_sign)
+
+
+def _zero_sign(node: fx.Node, shards: Mapping[fx.Node, Shard]) -> bool | None:
+    """Return whether the sign of a zero of the result depends on the order; None if more than that
+    may depend on it."""
+    unknown = [each for each in node.all_input_nodes if each in shards and shards[each].zero_sign]
+    made = fake(node)
+    if not made.is_floating_point() and (is_cast(node) or node.target in COMPARISONS):
+        return False
+    if node.target in ABSOLUTE or node.target in (aten.zeros_like.default, aten.ones_like.default):
+        return False
+    if node.target in CLAMPS:
+        bounds = arguments(node)
+        low, high = bounds.get("min"), bounds.get("max")
+        if any(isinstance(each, fx.Node) or each == 0 for each in (low, high)):
+            return bool(made.is_floating_point())
+        return bool(unknown) and not (isinstance(low, (int, float)) and low > 0)
+    if node.target in (aten.maximum.default, aten.minimum.default) and made.is_floating_point():
+        return not any(is_nonnegative(each) for each in node.all_input_nodes) or bool(unknown)
+    if not unknown:
+        return False
+    if node.target in (aten.div.Tensor, aten.div.Scalar):
+        return True if node.args[1] not in unknown else None
+    return True if node.target in LINEAR or is_cast(node) else None
+
+
+def is_nonnegative(node: fx.Node) -> bool:
+    """Whether a value has no zero with a negative sign, by its operators alone."""
+    for _ in range(8):
+        if node.target in ABSOLUTE or not fake(node).is_floating_point():
+            return True
+        kept = is_cast(node) or is_copy(node) or node.target in (*EXTREMA, *WHOLE_EXTREMA)
+        if not (kept or node.target in RESHAPES):
+            return False
+        node = node.args[0]  # type: ignore[assignment]
+    return False
+
+
+def _extremum(node: fx.Node, of: Shard, even: bool) -> Shard | None:
+    """Return the shard of a maximum or minimum."""
+    source = fake(node.args[0])  # type: ignore[arg-type]
+    signed = of.zero_sign or not is_nonnegative(node.args[0])  # type: ignore[arg-type]
+    over: Any = node.args[1] if len(node.args) > 1 and node.target in EXTREMA else []
+    gone = {each % source.dim() for each in over} or set(range(source.dim()))
+    if of.dim is None:
+        return Shard(None, signed)
+    if of.dim in gone:
+        fixed = all(isinstance(size, int) for size in fake(node).shape)
+        return Shard(None, signed) if even and fixed else None
+    keeps = fake(node).dim() == source.dim()
+    return Shard(of.dim - (0 if keeps else sum(each < of.dim for each in gone)), signed)
+
+
+def _is_exact_power(node: fx.Node) -> bool:
+    """Whether a node is a power of two of a whole number, or the logarithm of which only the whole
+    part is used.
+
+    float32 alone: there, the whole part of a logarithm is the same for all functions that are wrong
+    by two units in the last place at most, and give whole logarithms of powers of two exactly.
+    """
+    if node.target is aten.exp2.default:
+        source: Any = node.args[0]
+        return fake(node).dtype == torch.float32 and source.target in INTEGRAL
+    whole = all(user.target in (aten.floor.default, aten.ceil.default) for user in node.users)
+    return node.target is aten.log2.default and fake(node).dtype == torch.float32 and whole
+
+
+def is_between(node: fx.Node) -> bool:
+    """Whether a value is an intermediate one, whose bits only its users make the same everywhere:
+    a logarithm before its whole part is taken."""
+    return node.target is aten.log2.default
+
+
+def dim_after(link: fx.Node, dim: int, ranks: int, *, even: bool) -> int | None:
+    """Return the dimension of a link's result whose parts are those of dimension ``dim`` of its
+    argument, or None."""
+    args: Any = link.args
+    if is_copy(link) or link.target in (aten.alias.default, aten.detach.default):
+        return dim
+    if not isinstance(args[0], fx.Node):
+        return None
+    given, made = fake(args[0]).shape, fake(link).shape
+    if link.target is aten.permute.default:
+        return [each % len(given) for each in args[1]].index(dim)
+    if link.target in (aten.transpose.int, aten.t.default):
+        a, b = (0, len(given) - 1)
+        if link.target is aten.transpose.int:
+            a, b = args[1] % len(given), args[2] % len(given)
+        return {a: b, b: a}.get(dim, dim)
+    if link.target is aten.unsqueeze.default:
+        return dim + (dim >= args[1] % len(made))
+    if link.target is aten.squeeze.dim:
+        gone = args[1] % len(given)
+        if len(made) == len(given):
+            return dim
+        return None if dim == gone else dim - (dim > gone)
+    if link.target is aten.expand.default:
+        new = dim + len(made) - len(given)
+        return new if _is_fixed([*made[:new], *made[new + 1 :]]) else None
+    if link.target is aten.constant_pad_nd.default:
+        padded = {len(given) - 1 - number // 2 for number, by in enumerate(args[1]) if by}
+        return None if dim in padded else dim
+    if link.target is aten.slice.Tensor and not fake(link).is_floating_point():
+        # Codes are packed from slices. A slice of values would be sent without the policy's codec.
+        return None if (args[1] if len(args) > 1 else 0) % len(given) == dim else dim
+    if link.target in RESHAPES:
+        return _reshaped(given, made, dim, ranks, even)
+    return None
+
+
+def _reshaped(
+    source: torch.Size, result: torch.Size, dim: int, ranks: int, even: bool
+) -> int | None:
+    """Return the dimension of a reshape's result with the same parts. The order of values is kept,
+    so the preceding dimensions must have equal products."""
+    if not even or not _is_fixed([*source, *result]):
+        rest = [*source[:dim], *source[dim + 1 :], *result[:dim], *result[dim + 1 :]]
+        if dim >= len(result) or not _is_fixed(rest) or str(source[dim]) != str(result[dim]):
+            return None
+        return dim if math.prod(source[:dim]) == math.prod(result[:dim]) else None
+    before = math.prod(source[:dim])
+    fits = (
+        number
+        for number, size in enumerate(result)
+        if math.prod(result[:number]) == before and size and size % ranks == 0
+    )
+    return next(fits, None)
+
+
+def _is_fixed(sizes: Sequence[Any]) -> bool:
+    return all(isinstance(size, int) for size in sizes)

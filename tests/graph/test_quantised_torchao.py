@@ -1,0 +1,137 @@
+"""Codes are gathered for the layers of torchao: float8 training and dynamic int8, as it writes them
+today."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from functional_ops import ag, rs
+from graphs import as_rank
+from torch import nn
+
+import commpass
+
+pytest.importorskip("torchao", reason="torchao is an optional requirement of the tests")
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
+
+SLOW = commpass.ethernet(0.001)
+RANKS, ROWS, WIDTH = 4, 64, 128
+VALUES = ROWS * WIDTH
+NAME = "quantised before gather"
+
+
+class Gathered(nn.Module):
+    """A linear layer of all ranks' tokens."""
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        self.layer = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH, bias=False)).to(dtype)
+
+    def forward(self, x):
+        return self.layer(ag(x))
+
+
+class Scattered(torch.autograd.Function):
+    """A reduce_scatter, whose backward gathers the gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return rs(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ag(gradient)
+
+
+class Summed(Gathered):
+    """A linear layer whose results are summed and scattered."""
+
+    def forward(self, x):
+        return Scattered.apply(self.layer(x))
+
+
+def float8(recipe):
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    return lambda layer: convert_to_float8_training(layer, config=config)
+
+
+def int8(layer):
+    quantize_(layer, Int8DynamicActivationInt8WeightConfig())
+
+
+def plans_of(model, x):
+    """Compile and call a model on one of four simulated ranks. Return its plans."""
+    torch._dynamo.reset()
+    before = len(commpass.plans())
+    backend = commpass.backend("lossless", inner="eager", profile=SLOW, strict=True)
+    result = torch.compile(model, backend=backend, fullgraph=True)(x)
+    if result.requires_grad:
+        result.sum().backward()
+    return commpass.plans()[before:]
+
+
+CASES = {
+    "tensorwise": (float8("tensorwise"), torch.bfloat16, [("uint8", 2), ("uint8", VALUES)]),
+    "rowwise": (float8("rowwise"), torch.bfloat16, [("uint8", 2 * ROWS), ("uint8", VALUES)]),
+    "gradients of weights in bfloat16": (
+        float8("rowwise_with_gw_hp"),
+        torch.bfloat16,
+        [("uint8", 2 * ROWS), ("uint8", VALUES)],
+    ),
+    "dynamic int8": (int8, torch.bfloat16, [("uint8", 2 * ROWS), ("int8", VALUES)]),
+    "dynamic int8 of float32": (int8, torch.float32, [("int32", 4 * ROWS), ("int8", VALUES)]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_layers_gather_codes(name):
+    convert, dtype, sent = CASES[name]
+    with as_rank(0, RANKS), torch.no_grad():
+        model = Gathered(dtype)
+        convert(model.layer)
+        (plan,) = plans_of(model, torch.randn(ROWS, WIDTH).to(dtype))
+    assert [step.rule for step in plan.simplified] == [NAME]
+    assert sorted((site.dtype, site.bytes) for site in plan.sites) == sorted(sent)
+    assert plan.simplified[0].saved_bytes == VALUES * dtype.itemsize - sum(n for _, n in sent)
+
+
+def test_gradients_are_gathered_in_codes_for_both_products():
+    with as_rank(0, RANKS):
+        model = Summed(torch.bfloat16)
+        float8("tensorwise")(model.layer)
+        x = torch.randn(RANKS * ROWS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+        forward, backward = plans_of(model, x)
+    assert not forward.simplified
+    assert [step.rule for step in backward.simplified] == [NAME]
+    sent = sorted((site.dtype, site.bytes) for site in backward.sites)
+    assert sent == [("uint8", 2), ("uint8", 2 * VALUES)]
+
+
+def test_training_gathers_codes_and_saves_them_for_backward():
+    with as_rank(0, RANKS):
+        model = Gathered(torch.bfloat16)
+        float8("tensorwise")(model.layer)
+        forward, backward = plans_of(model, torch.randn(ROWS, WIDTH, dtype=torch.bfloat16))
+    assert [step.rule for step in forward.simplified] == [NAME]
+    assert sorted(site.bytes for site in forward.sites) == [2, VALUES]
+    assert not backward.sites
+
+
+def test_values_that_backward_multiplies_stay():
+    with as_rank(0, RANKS):
+        model = Gathered(torch.bfloat16)
+        float8("rowwise_with_gw_hp")(model.layer)
+        forward, _ = plans_of(model, torch.randn(ROWS, WIDTH, dtype=torch.bfloat16))
+    assert not forward.simplified
+    assert [(site.dtype, site.bytes) for site in forward.sites] == [("bfloat16", 2 * VALUES)]
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
+def test_gradients_that_are_needed_in_two_forms_stay(recipe):
+    with as_rank(0, RANKS):
+        model = Summed(torch.bfloat16)
+        float8(recipe)(model.layer)
+        x = torch.randn(RANKS * ROWS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+        _, backward = plans_of(model, x)
+    assert not backward.simplified
