@@ -19,20 +19,14 @@ from commpass.passes.fx.parse import graph_modules, is_wait, parse
 from commpass.passes.graph_site import GraphSite
 from commpass.passes.simplify.editor import Editor
 from commpass.passes.simplify.outputs import output_memory, separate_outputs
-from commpass.passes.simplify.rules import RULES, Applied, Rule
+from commpass.passes.simplify.rules import RULES, Applied, Phase, Rule
 from commpass.plan import Simplification
 from commpass.policy import Policy
 
 SWEEPS = 8
 """The maximum number of sweeps. One rule may enable another."""
-EARLY = ("waits", "same")
-"""The rules of the first sweep: equal collectives are merged before other rules make them
-differ."""
-GENERAL = ("quantised before gather",)
-"""The rules that are tried when no other applies: what a simpler rule can do, it does."""
-LATE = ("alone",)
-"""The rules of the last sweep. Other ranks' groups may have more than one rank, so a removal on one
-rank alone must not enable further rules there."""
+SIMPLE = (Phase.EARLY, Phase.MAIN)
+"""The phases of a sweep before the general rules are tried."""
 
 
 def run(context: PassContext) -> None:
@@ -89,14 +83,14 @@ def simplify(
 def _apply(editor: Editor, rules: Sequence[Rule]) -> list[tuple[str, Applied]]:
     """Sweep over a graph until no rule matches."""
     outputs = output_memory(editor.graph)
-    done = _sweep(editor, [rule for rule in rules if rule.name in EARLY])
+    done = _sweep(editor, [rule for rule in rules if rule.phase is Phase.EARLY])
     for _ in range(SWEEPS - 1):
-        now = _sweep(editor, [rule for rule in rules if rule.name not in GENERAL + LATE])
-        now = now or _sweep(editor, [rule for rule in rules if rule.name in GENERAL])
+        now = _sweep(editor, [rule for rule in rules if rule.phase in SIMPLE])
+        now = now or _sweep(editor, [rule for rule in rules if rule.phase is Phase.GENERAL])
         done += now
         if not now:
             break
-    done += _sweep(editor, [rule for rule in rules if rule.name in LATE])
+    done += _sweep(editor, [rule for rule in rules if rule.phase is Phase.LATE])
     if done:
         separate_outputs(editor, outputs)
     return done

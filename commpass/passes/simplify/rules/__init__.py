@@ -9,7 +9,7 @@ from commpass.passes.simplify.rules.gathers import (
 from commpass.passes.simplify.rules.needless import constant, same, single_rank, waits
 from commpass.passes.simplify.rules.parts import gather_of_scatter, own_part, scattered
 from commpass.passes.simplify.rules.quantise import quantise_before_gather
-from commpass.passes.simplify.rules.rule import Applied, Rule
+from commpass.passes.simplify.rules.rule import Applied, Phase, Rule
 from commpass.passes.simplify.rules.sums import (
     expanded,
     nested_groups,
@@ -18,14 +18,14 @@ from commpass.passes.simplify.rules.sums import (
 )
 
 RULES: tuple[Rule, ...] = (
-    Rule("waits", waits, exact=True),
-    Rule("alone", single_rank, exact=True),
+    Rule("waits", waits, exact=True, phase=Phase.EARLY),
+    Rule("alone", single_rank, exact=True, phase=Phase.LATE),
     Rule("constant", constant, exact=True),
-    Rule("same", same, exact=True),
+    Rule("same", same, exact=True, phase=Phase.EARLY),
     Rule("own part", own_part, exact=True, own=True),
     Rule("gather then narrow", gather_then_narrow, exact=True, at=CASTS),
     Rule("widen then gather", widen_then_gather, exact=True),
-    Rule("quantised before gather", quantise_before_gather, exact=True),
+    Rule("quantised before gather", quantise_before_gather, exact=True, phase=Phase.GENERAL),
     Rule("gather of expand", gather_of_expand, exact=True),
     Rule("expand", expanded, exact=False),
     Rule("widen then reduce", widen_then_reduce, exact=False),
@@ -35,4 +35,4 @@ RULES: tuple[Rule, ...] = (
     Rule("nested groups", nested_groups, exact=False),
 )
 
-__all__ = ["RULES", "Applied", "Rule"]
+__all__ = ["RULES", "Applied", "Phase", "Rule"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any
 
 from torch import fx
@@ -41,6 +42,23 @@ class Applied:
         return f"{self.into}{moved}"
 
 
+class Phase(Enum):
+    """When a rule is tried.
+
+    - ``EARLY``: in a first sweep too. Equal collectives are merged before other rules make them
+      differ.
+    - ``MAIN``: in each sweep.
+    - ``GENERAL``: when no other rule applies, since a simpler rule is to do what it can.
+    - ``LATE``: in the last sweep only. Other ranks' groups may have more than one rank, so a
+      removal on one rank alone must not enable further rules there.
+    """
+
+    EARLY = auto()
+    MAIN = auto()
+    GENERAL = auto()
+    LATE = auto()
+
+
 @dataclass(frozen=True)
 class Rule:
     """A named rule.
@@ -55,3 +73,4 @@ class Rule:
     exact: bool
     at: tuple[Any, ...] = ()
     own: bool = False
+    phase: Phase = Phase.MAIN
