@@ -221,7 +221,7 @@ INSTEAD = {
     "two of them": (Rule(group="ep", kind="broadcast"), ["group='ep'", "kind='broadcast'"]),
     "none alone": (
         Rule(group="dp", direction="backward"),
-        ["each of its conditions holds somewhere, but nowhere all"],
+        ["some sites meet each of its conditions, but no site meets all of them"],
     ),
 }
 

@@ -826,7 +826,7 @@ def replaced_parameters(codec: str) -> tuple[list[int], list[int], bool, bool]:
         weights.append(whole(model))
         if integration is not None:
             alive = {id(parameter) for parameter in model.parameters()}
-            whose = [one.calls.whose for one in integration.exchanges.compiled.values()]
+            whose = [one.calls.fixed_owner for one in integration.exchanges.compiled.values()]
             lives = all({id(one()) for one in each.parameters} <= alive for each in whose)
     return plans, listed, same(*weights), lives
 

@@ -43,11 +43,11 @@ def test_ranks_measure_the_same_profile(ranks3):
 
 def as_on_hosts(hosts: list[int]) -> tuple:
     """Make each rank appear to be on the host of its number."""
-    real, run.place = run.place, lambda: f"host {hosts[dist.get_rank()]}"
+    real, run.host_id = run.host_id, lambda: f"host {hosts[dist.get_rank()]}"
     try:
         file = probe(1.0)
     finally:
-        run.place = real
+        run.host_id = real
     profile = file.profile
     ranks = {(point.group, point.ranks) for point in file.points}
     return digest(profile), profile.ranks_per_host, profile.intra_host_link is not None, ranks

@@ -11,7 +11,7 @@ from commpass.passes.fx.ops import RESHAPES, aten, is_copy, moves_values, opname
 from commpass.passes.simplify.before_gather import LocalValues
 from commpass.passes.simplify.chains import rejoined_source
 from commpass.passes.simplify.cut import Region, cheapest_cut, region_of
-from commpass.passes.simplify.editor import Editor, Exchange, common_nbytes, nbytes
+from commpass.passes.simplify.editor import Editor, Exchange, common_nbytes, fake, nbytes
 from commpass.passes.simplify.rules.rule import Applied
 from commpass.passes.simplify.shards import FILLS, is_extremum_of_parts
 from commpass.plan.kinds import GATHERS
@@ -54,10 +54,14 @@ def quantise_before_gather(node: fx.Node, editor: Editor) -> Applied | None:
 
 
 def _may_change(exchange: Exchange, editor: Editor) -> bool:
-    """Whether the policy leaves it to the passes how values are sent. A forced codec was asked for
-    by the user."""
+    """Whether it sends numbers, and the policy leaves it to the passes how.
+
+    A forced codec was asked for by the user. Integers may be codes already, such as a wire of
+    bytes.
+    """
     allowed = editor.allowed.get(exchange.call.node)
-    return allowed is None or not allowed.force
+    left_to_passes = allowed is None or not allowed.force
+    return left_to_passes and fake(exchange.wait).dtype.is_floating_point
 
 
 def _ends_earlier(
