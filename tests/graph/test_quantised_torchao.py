@@ -57,7 +57,7 @@ def float8(recipe):
 
 
 def int8(layer):
-    quantize_(layer, Int8DynamicActivationInt8WeightConfig())
+    quantize_(layer, Int8DynamicActivationInt8WeightConfig(set_inductor_config=False))
 
 
 def plans_of(model, x):
