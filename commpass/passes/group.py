@@ -32,9 +32,9 @@ from commpass.passes.fx.marks import ALLOWED, SEGMENTS
 from commpass.passes.fx.ops import aten, functional, may_compute_much
 from commpass.passes.fx.parse import graph_modules
 from commpass.passes.graph_site import GraphSite
+from commpass.passes.simplify.carriers import SENT_EVERYWHERE
 from commpass.passes.simplify.editor import Editor, fake
 from commpass.passes.simplify.outputs import output_memory
-from commpass.passes.simplify.rules.gathers import SENT_EVERYWHERE
 from commpass.plan import Grouped
 from commpass.plan.kinds import BY_RANK, KINDS, SUMS
 from commpass.policy import Policy

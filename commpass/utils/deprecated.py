@@ -62,8 +62,13 @@ def renamed_fields(renamed: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
         def call(self: T, *args: Any, **fields: Any) -> None:
             init(self, *args, **with_new_names(of.__name__, fields, renamed))
 
+        def restore(self: T, state: Mapping[str, Any]) -> None:
+            """Read the state of a pickle, also of one that an older version wrote."""
+            vars(self).update({renamed.get(name, name): value for name, value in state.items()})
+
         new_class: Any = of
         new_class.__init__, new_class.OLD_NAMES = call, renamed
+        new_class.__setstate__ = restore
         for old, new in renamed.items():
             setattr(of, old, _old_attribute(of.__name__, old, new))
         return of

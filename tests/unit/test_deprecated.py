@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import subprocess
 import sys
@@ -162,3 +163,13 @@ def test_old_module_of_vllm_is_the_new_one():
     command = [sys.executable, "-W", "always", "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "commpass.doors.vllm is deprecated" in done.stderr
+
+
+def test_state_of_an_older_policy_is_restored_under_the_new_names():
+    written = commpass.Policy(error_sample_rate=0.25, skip_overlapped=False)
+    old = {"error_sample_rate": "watch", "skip_overlapped": "leave_hidden"}
+    state = {old.get(name, name): value for name, value in vars(written).items()}
+    found = commpass.Policy.__new__(commpass.Policy)
+    found.__setstate__(state)
+    assert found == written
+    assert copy.deepcopy(written) == written
