@@ -105,8 +105,8 @@ def draw_overlap(options: Namespace) -> None:
         return
     shown = timeline.timelines(dumps, measured(folder / TRACE, dumps))
     timeline.write(shown, picture)
-    predicted = timeline.hidden([one.predicted for one in shown])
-    found = timeline.hidden([one.measured for one in shown if one.measured is not None])
+    predicted = timeline.overlapped([one.predicted for one in shown])
+    found = timeline.overlapped([one.measured for one in shown if one.measured is not None])
     console.print(
         f"Exchange time that overlaps with compute: predicted {predicted}, measured in one step"
         f" {found}. {picture} shows what runs during the exchanges.",

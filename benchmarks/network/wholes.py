@@ -65,7 +65,7 @@ def train(name: str, options: Options, profile: Profile) -> dict[str, Row]:
     torch._dynamo.reset()
     model, loss = steps.MODELS[name](options)
     each: dict[str, Callable[[], None]] = {}
-    backends: dict[str, commpass.backend.Backend] = {}
+    backends: dict[str, Callable[..., object]] = {}
     for policy in options.policies:
         backends[policy] = commpass.backend(POLICIES[policy], profile=profile, strict=True)
         made = torch.compile(model, backend=backends[policy], dynamic=False)
