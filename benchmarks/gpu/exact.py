@@ -14,13 +14,21 @@ from torch import Tensor
 
 from commpass.codecs.block.codec import BlockCodec
 from commpass.codecs.block.domain import Domain
-from commpass.codecs.block.grids import CompandedGrid, Fp8Grid, Grid, IntGrid, LevelGrid, TableGrid
-from commpass.codecs.block.scales import Static
+from commpass.codecs.block.grids import (
+    CompandedGrid,
+    Fp8Grid,
+    Grid,
+    IntGrid,
+    LevelGrid,
+    MiniFloatGrid,
+    TableGrid,
+)
+from commpass.codecs.block.scales import Static, TwoLevel
 from commpass.codecs.block.transforms import Hadamard, Transform
 
 REGION = 128
 """The alignment in bytes of the regions of a wire."""
-BYTES = {"fp32": 4, "bf16": 2, "pow2": 1}
+BYTES = {"fp32": 4, "bf16": 2, "pow2": 1, "e4m3": 1}
 
 
 def decode(coder: BlockCodec, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
@@ -29,12 +37,15 @@ def decode(coder: BlockCodec, wire: Tensor, numel: int, dtype: torch.dtype) -> T
     raw, *regions = regions_of(coder, wire, numel)
     values = _levels(coder.grid, _codes(raw.reshape(rows, blocks, -1), coder.grid.bits, size))
     side = regions.pop().long() if coder.transform.side else None
+    row = regions.pop() if isinstance(coder.scale, TwoLevel) else None
     stored = [coder.offset.stored] if coder.offset else []
     stored += [coder.scale.stored] * coder.scale.numbers
     numbers = [_number(*each).unsqueeze(-1) for each in zip(regions, stored, strict=True)]
     middle = numbers.pop(0) if coder.offset else 0.0
     for number in numbers:
         values = values * number
+    if row is not None:
+        values = values * _number(row, "fp32").unsqueeze(-1)
     values = values * coder.scale.value if isinstance(coder.scale, Static) else values
     values = _inverse(coder.transform, values + middle)
     if side is not None:
@@ -58,6 +69,7 @@ def lengths(coder: BlockCodec, numel: int) -> list[int]:
     found = [blocks * coder.layout.size(numel) * coder.grid.bits // 8]
     found += [blocks * BYTES[coder.offset.stored]] if coder.offset else []
     found += [blocks * BYTES[coder.scale.stored]] * coder.scale.numbers
+    found += [4] if isinstance(coder.scale, TwoLevel) else []
     return found + ([blocks] if coder.transform.side else [])
 
 
@@ -126,6 +138,9 @@ def _levels(grid: Grid, codes: Tensor) -> Tensor:
         return codes.double() - (2**grid.bits - 1) / 2
     if isinstance(grid, Fp8Grid):
         table = [_float8(code, grid.form) for code in range(256)]
+    elif isinstance(grid, MiniFloatGrid):
+        mantissa, bias = {"e2m1": (1, 1), "e2m3": (3, 1), "e3m2": (2, 3)}[grid.form]
+        table = [_float(code, grid.bits, mantissa, bias) for code in range(2**grid.bits)]
     elif isinstance(grid, CompandedGrid):
         cells = 2 ** (grid.bits - 1)
         middles = [(code - cells + 0.5) / cells for code in range(2 * cells)]
@@ -138,12 +153,17 @@ def _levels(grid: Grid, codes: Tensor) -> Tensor:
 
 def _float8(code: int, form: str) -> float:
     mantissa, bias = {"e4m3": (3, 7), "e5m2": (2, 15)}[form]
-    sign = -1.0 if code & 128 else 1.0
-    power, rest = (code & 127) >> mantissa, code & (2**mantissa - 1)
     if form == "e4m3" and code & 127 == 127:
         return math.nan
-    if form == "e5m2" and power == 31:
-        return math.nan if rest else sign * math.inf
+    if form == "e5m2" and (code & 127) >> mantissa == 31:
+        return math.nan if code & 3 else math.inf * (-1.0 if code & 128 else 1.0)
+    return _float(code, 8, mantissa, bias)
+
+
+def _float(code: int, bits: int, mantissa: int, bias: int) -> float:
+    """The value of a sign, an exponent and a mantissa, as if all exponents were of numbers."""
+    sign = -1.0 if code >> (bits - 1) else 1.0
+    power, rest = (code & (2 ** (bits - 1) - 1)) >> mantissa, code & (2**mantissa - 1)
     if power == 0:
         return sign * rest * 2.0 ** (1 - bias - mantissa)
     return sign * (1 + rest / 2**mantissa) * 2.0 ** (power - bias)
@@ -153,6 +173,9 @@ def _number(raw: Tensor, stored: str) -> Tensor:
     if stored == "pow2":
         power = raw.double()
         return torch.where(power == 255, math.nan, torch.where(power == 0, 0.0, 2 ** (power - 127)))
+    if stored == "e4m3":
+        table = [_float8(code, "e4m3") for code in range(256)]
+        return torch.tensor(table, dtype=torch.float64, device=raw.device)[raw.long()]
     whole = raw.contiguous().view(torch.float32 if stored == "fp32" else torch.bfloat16)
     return whole.double()
 

@@ -90,6 +90,7 @@ def jobs() -> list[Job]:
             Job(f"check matmul configurations {spec}", "others:configurations", (spec,))
             for spec in MATMULS
         ),
+        Job("check norms", "norms:check"),
         Job("check exponent", "others:exponent"),
         Job("check matmul", "others:matmul"),
         *(Job(f"check sparse {spec}", "others:sparse", (spec,)) for spec in SPARSE),
@@ -98,6 +99,7 @@ def jobs() -> list[Job]:
         *(Job(f"check {spec}", "checks:block", (spec,)) for spec in CODECS[6:]),
         Job("time block codecs", "timing:blocks", alone=True),
         Job("time matmul", "timing:matmul", alone=True),
+        Job("time norms", "norms:time", alone=True),
         Job("time exponent", "timing:exponent", alone=True),
         Job("time sparse", "timing:sparse", alone=True),
         Job("rivals", "rivals:timed", alone=True),

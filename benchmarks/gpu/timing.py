@@ -24,6 +24,7 @@ from benchmarks.gpu.others import module, said, small
 from commpass.codecs import codec
 from commpass.codecs.block.codec import BlockCodec
 from commpass.codecs.block.domain import VALUES
+from commpass.codecs.block.scales import row_numbers
 from commpass.codecs.block.transforms import Hadamard
 from commpass.lowering.chain import Cast, Chain, Decode, Encode, Enter, Sum
 
@@ -285,7 +286,7 @@ def _block(bench: Bench, spec: str, mib: int, limit: Copies | None) -> None:
     del wires
     inner = coder.domain_codec
     assert isinstance(inner, BlockCodec)
-    for ranks in (4, 8):
+    for ranks in () if row_numbers(inner.scale) else (4, 8):
         per = numel // ranks
         row = inner.wire_bytes(per, dtype)
         entered = () if coder.domain == VALUES else (Enter(coder.domain),)
