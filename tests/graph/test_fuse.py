@@ -290,6 +290,15 @@ def test_inline_sites_are_left_to_inductor(fake_group):
     assert "def decode" not in fake_cuda.code_of(gm, inputs)
 
 
+def test_tensor_of_more_than_2_gib_has_kernels(fake_group):
+    """Kernels count values and bytes of wires to 2^31, not bytes of values."""
+    fake_group(RANKS)
+    large = torch.empty(1 << 20, 1200, dtype=torch.bfloat16, device="meta")
+    _, _, plan = run(summed, forced("int8", chunks=1), large, passes=before("rewrite"))
+    assert plan.sites[0].bytes > 2**31
+    assert plan.sites[0].lowering == "kernel"
+
+
 def test_nothing_is_done_to_graphs_without_kernels(fake_group):
     fake_group(RANKS)
     gm, _, plan = run(summed, forced("int8", lowering="inline"), X, passes=before("fuse"))

@@ -83,6 +83,13 @@ INSIDE = (
     "inside += tl.arange(0, PARTS)[None, :, None] * (SIZE // PARTS)",
 )
 """Lines that number the values of a block, parts of a byte apart."""
+LARGEST_GRID = 65535
+"""The most programs along the second and the third axis of a grid."""
+ROW_LINES = (
+    "row = tl.program_id(1).to(tl.int64) + tl.program_id(2).to(tl.int64) * tl.num_programs(1)",
+    "row = tl.minimum(row, rows - 1)",
+)
+"""Lines that number the row of a program. Programs beyond the last row write it again."""
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 """Triton's names of pointers to values."""
 
@@ -90,7 +97,7 @@ TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"
 @dataclass(frozen=True, kw_only=True)
 class Generated(Kernel):
     """The kernel of a chain. One program processes ``blocks`` blocks of one row; the grid is
-    ``(programs of a row, rows)``."""
+    ``(programs of a row, y, z)`` with at least as many programs ``y * z`` as rows."""
 
     chain: Chain
     blocks: int
@@ -219,7 +226,7 @@ def kernel(chain: Chain, numel: int = 1 << 20) -> Generated:
     layout = _block_codec(codecs_of(chain)[0]).layout
     size = layout.size(numel)
     body = Body(size, parts.place(layout, size))
-    body.add("row = tl.program_id(1).to(tl.int64)")
+    body.add(*ROW_LINES)
     norm_blocks = chain.width // size
     if norm_blocks:  # a program has the blocks of one norm, and idle lanes up to a power of two
         body.add("lane = tl.arange(0, BLOCKS)[:, None, None]")
@@ -256,7 +263,7 @@ def kernel(chain: Chain, numel: int = 1 << 20) -> Generated:
         )
     for name in ("input_stride", "output_stride"):
         body.add_argument(name, "i64")
-    for name in ("numel", "blocks"):
+    for name in ("numel", "blocks", "rows"):
         body.add_argument(name, "i32")
     blocks = norm_blocks or max(1, _tile(chain) // size)
     lanes = 1 << (blocks - 1).bit_length()
@@ -423,7 +430,7 @@ def _decode(step: Decode, body: Body, chain: Chain) -> None:
     body.add("else:", *indent(_sum_lines(call.replace("CUT", "False"), ranks)))
 
 
-ROW = "(wire + rank * input_stride)"
+ROW = "(wire + rank * tl.cast(input_stride, tl.int64))"
 """The wire of a rank. No pointer is carried through a loop: torch would consider its target written
 by the kernel, and copy it before each call."""
 

@@ -17,6 +17,7 @@ from commpass.codecs.rows import aligned
 from commpass.errors import CommpassError
 from commpass.lowering.chain import Chain, encoded_dtype, further_results, output_dtype
 from commpass.lowering.gpu.generate import (
+    LARGEST_GRID,
     Generated,
     kernel,
     needs_row_peaks,
@@ -84,15 +85,15 @@ def launch(
     ``further`` are contiguous buffers for its further results (``empty_further``). With ``graph``,
     the call is traced for Inductor, which launches the kernel itself.
     """
-    programs, rows = grid(generated, numel, outputs.shape[0])
-    if not programs or not rows:
+    rows = outputs.shape[0]
+    if not rows or not numel:
         return
     if needs_row_peaks(generated.chain):
         inputs = [*inputs, row_peak(inputs[0]).flatten().float()]
     function = load(generated.source)
-    values = scalars(generated, numel, inputs[0].stride(0), outputs.stride(0))
+    values = scalars(generated, numel, rows, inputs[0].stride(0), outputs.stride(0))
     plain = graph or interpreting()
-    (wrap_triton(function) if graph else function)[(programs, rows)](
+    (wrap_triton(function) if graph else function)[grid(generated, numel, rows)](
         *order_arguments(generated, [*inputs, outputs, *further], values),
         **(generated.constants | casts(inputs[0].device)),
         **({} if plain else {"enable_fp_fusion": generated.fuses}),
@@ -100,13 +101,16 @@ def launch(
     )
 
 
-def grid(generated: Generated, numel: int, rows: int) -> tuple[int, int]:
+def grid(generated: Generated, numel: int, rows: int) -> tuple[int, int, int]:
+    """Return the grid of a kernel for at least one row: rows are on two axes, since each of these
+    has at most 65,535 programs."""
     blocks = _codec(generated).layout.blocks(numel)
-    return (blocks + generated.blocks - 1) // generated.blocks, rows
+    planes = -(-rows // LARGEST_GRID)
+    return -(-blocks // generated.blocks), -(-rows // planes), planes
 
 
 def scalars(
-    generated: Generated, numel: int, input_stride: int, output_stride: int
+    generated: Generated, numel: int, rows: int, input_stride: int, output_stride: int
 ) -> dict[str, int]:
     """Return the integer arguments of a kernel by name."""
     chain = generated.chain
@@ -114,6 +118,7 @@ def scalars(
         "input_stride": input_stride,
         "output_stride": output_stride,
         "numel": numel,
+        "rows": rows,
         "blocks": _codec(generated).layout.blocks(numel),
     }
     if chain.decodes is not None:
