@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from commpass.codecs.block.scales import row_numbers, row_peak
 from commpass.codecs.rows import aligned
 from commpass.errors import CommpassError
 from commpass.lowering.chain import Chain, encoded_dtype, further_results, output_dtype
+from commpass.lowering.gpu.current import on_device
 from commpass.lowering.gpu.generate import (
     LARGEST_GRID,
     Generated,
@@ -93,12 +95,13 @@ def launch(
     function = load(generated.source)
     values = scalars(generated, numel, rows, inputs[0].stride(0), outputs.stride(0))
     plain = graph or interpreting()
-    (wrap_triton(function) if graph else function)[grid(generated, numel, rows)](
-        *order_arguments(generated, [*inputs, outputs, *further], values),
-        **(generated.constants | casts(inputs[0].device)),
-        **({} if plain else {"enable_fp_fusion": generated.fuses}),
-        num_warps=generated.num_warps,
-    )
+    with nullcontext() if graph else on_device(inputs[0].device):
+        (wrap_triton(function) if graph else function)[grid(generated, numel, rows)](
+            *order_arguments(generated, [*inputs, outputs, *further], values),
+            **(generated.constants | casts(inputs[0].device)),
+            **({} if plain else {"enable_fp_fusion": generated.fuses}),
+            num_warps=generated.num_warps,
+        )
 
 
 def grid(generated: Generated, numel: int, rows: int) -> tuple[int, int, int]:
