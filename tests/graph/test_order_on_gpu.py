@@ -24,6 +24,8 @@ triton = pytest.importorskip(
 )
 tl = pytest.importorskip("triton.language")
 
+NAMES = [each.name for each in manager.PASSES]
+SCALAR = torch.ops.aten._local_scalar_dense.default
 CALL = re.compile(
     r"_c10d_functional\.(?:all_\w+|(wait)_tensor)\.default\(|extern_kernels\.(mm)\(|(\w+)\.run\("
 )
@@ -37,9 +39,8 @@ def layer(x, w, v, gradient):
     return [y, *torch.autograd.grad(y, given, gradient)]
 
 
-def code_of(function, codec: str, *like: torch.Tensor) -> tuple[str, int]:
-    """Return the code of a graph with two chunks per exchange, and how many kernels it calls."""
-    rule = Rule(codec=codec, algorithm="two_shot", force=True, chunks=2, lowering="kernel")
+def planned(function, rule: Rule, *like: torch.Tensor, passes=manager.PASSES):
+    """Return a graph after some passes, and its inputs."""
     with fake_cuda.a_card():
         gm, inputs = fake_cuda.trace(function, *like)
         given = GraphInput(
@@ -50,9 +51,16 @@ def code_of(function, codec: str, *like: torch.Tensor) -> tuple[str, int]:
             stateless=None,
             kernels=True,
         )
-        result = manager.run(given, "0", manager.PASSES, strict=True)
+        result = manager.run(given, "0", passes, strict=True)
     if result.error is not None:
         raise result.error
+    return gm, inputs
+
+
+def code_of(function, codec: str, *like: torch.Tensor) -> tuple[str, int]:
+    """Return the code of a graph with two chunks per exchange, and how many kernels it calls."""
+    rule = Rule(codec=codec, algorithm="two_shot", force=True, chunks=2, lowering="kernel")
+    gm, inputs = planned(function, rule, *like)
     calls = sum(node.target in triton_calls() for node in gm.graph.nodes)
     with ordered():
         code = fake_cuda.code_of(gm, inputs)
@@ -122,3 +130,26 @@ def test_kernel_of_the_model_that_writes_an_input_is_not_pinned(fake_group):
     kernels = [node for node in gm.graph.nodes if node.target in triton_calls()]
     assert [node.target for node in kernels] == [triton_calls()[0]]
     assert any(node.target is control_deps for node in gm.graph.nodes)
+
+
+@pytest.mark.parametrize("first", ["static", rarely("sizes")])
+def test_lossless_exchange_waits_for_the_device_once(first, fake_group):
+    """Its sizes are copied to the host together, not one for each rank that it sends to."""
+    fake_group(8)
+    name = f"two_shot(first={first})"
+    rule = Rule(codec="exponent", algorithm=name, force=True, chunks=1)
+    gm, _ = planned(partial_sums, rule, X, X, passes=manager.PASSES[: NAMES.index("lower")])
+    read = [node for node in gm.graph.nodes if node.target is SCALAR]
+    assert len(read) == 2 * 8 + 1  # sizes to and from each rank, and the largest that is gathered
+    assert {node.args[0].meta["val"].device.type for node in read} == {"cpu"}
+    copies = [node for node in gm.graph.nodes if moves_to_host(node)]
+    assert len(copies) == 2
+
+
+def moves_to_host(node: torch.fx.Node) -> bool:
+    devices = [
+        value.device.type
+        for each in (node, *node.all_input_nodes)
+        if isinstance(value := each.meta.get("val"), torch.Tensor)
+    ]
+    return devices[:2] == ["cpu", "cuda"]
