@@ -32,6 +32,7 @@ DEFINED = re.compile(r"\bdef ((?:enter_|matmul_)?encode|decode_\w+|decode)\(")
 separately or after a matmul, one that decodes, sums and encodes, and one that decodes."""
 FIRST, MIDDLE = {"encode", "enter_encode", "matmul_encode"}, "decode_sum_encode"
 PATIENCE_S = 300
+GATHERS = torch.library.Library("_c10d_functional", "IMPL")
 GROUP = "0"
 """torch's name of the group of all ranks."""
 
@@ -78,7 +79,11 @@ def _answers(bench: Bench, what: str) -> list[dict[str, Any]]:
     answers = [_answer(folder / f"{rank}.json") for rank in range(RANKS)]
     for rank, answer in enumerate(answers):
         if answer is None or "error" in answer:
-            said = answer["error"] if answer else f"rank {rank} said nothing in {patience:.0f} s"
+            code = members[rank].exitcode
+            silent = (
+                f"rank {rank} gave no answer in {patience:.0f} s, its process ended with {code}"
+            )
+            said = answer["error"] if answer else silent
             bench.check(f"{bench.job}: rank {rank}", False, said)
     return [answer for answer in answers if answer and "error" not in answer]
 
@@ -141,6 +146,14 @@ def _join(rank: int, folder: str) -> None:
     world = torch.distributed.group.WORLD
     assert world is not None
     assert world.group_name == GROUP
+    if torch.cuda.is_available():
+        GATHERS.impl("all_gather_into_tensor", _gather_on_host, "CUDA")
+
+
+def _gather_on_host(x: Tensor, ranks: int, group: str) -> Tensor:
+    """Gather on the CPU: gloo's gather of tensors on a GPU ends the process (torch 2.11)."""
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.all_gather_into_tensor(x.cpu(), ranks, group)).to(x.device)
 
 
 def _measure(rank: int, device: Any, seed: int) -> dict[str, Any]:
