@@ -62,6 +62,15 @@ def normed(of: dict[str, Tensor]) -> Tensor:
     return _norm(x, of["weight"])
 
 
+def between(of: dict[str, Tensor]) -> Tensor:
+    """A norm between a reduce_scatter and an all_gather, as in sequence parallelism."""
+    ranks = torch.distributed.get_world_size()
+    product = gelu(of["x"] @ of["up"]) @ of["down"]
+    own = ops.wait_tensor(ops.reduce_scatter_tensor(product, "sum", ranks, GROUP))
+    h = _norm(own + of["x"][: len(own)], of["weight"])
+    return ops.wait_tensor(ops.all_gather_into_tensor(h, ranks, GROUP)) @ of["up"]
+
+
 def gathered(of: dict[str, Tensor]) -> Tensor:
     ranks = torch.distributed.get_world_size()
     whole = ops.wait_tensor(ops.all_gather_into_tensor(of["x"], ranks, GROUP))
@@ -101,6 +110,8 @@ def cases() -> list[Case]:
         Case("norms, int8", normed, {"codec": "int8", "algorithm": "two_shot"}, "norm"),
         Case("norms, rotated", normed, {"codec": "rotated", "algorithm": "two_shot"}, "norm"),
     ]
+    rule = {"codec": "int8", "algorithm": "direct"}
+    found.append(Case("norm between two exchanges, int8", between, rule, "norm_encode"))
     for spec in ("int8", "fp8", "mxfp4"):
         found.append(Case(f"all_gather, {spec}", gathered, {"codec": spec}))
         found.append(Case(f"reduce_scatter, {spec}", scattered, {"codec": spec}))
