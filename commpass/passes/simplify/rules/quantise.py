@@ -26,18 +26,16 @@ def quantise_before_gather(node: fx.Node, editor: Editor) -> Applied | None:
     A maximum over all parts is that of the ranks' maxima. These are gathered, since an all_reduce
     with "max" loses NaN in some libraries.
     """
-    exchange = editor.exchange(node, GATHERS)
-    if exchange is None or not _may_change(exchange, editor):
+    found = smaller_cut(node, editor)
+    if found is None:
         return None
-    region = region_of(exchange, editor)
-    cut = cheapest_cut(region) if region is not None else []
-    if region is None or not cut or node in cut:
-        return None
+    region, cut = found
     computed = sorted({*region.needed_for(cut), *cut})
     parts = [each for each in cut if region.shards[each].dim is not None]
     extrema = [each for each in computed if is_extremum_of_parts(each, region.shards)]
     if not _ends_earlier(parts, extrema, region, editor):
         return None
+    exchange = region.exchange
     name, before = exchange.call.node.name, nbytes(exchange.input)
     moved = tuple(text for each in computed if (text := _text(each)))
     local = LocalValues(region, editor, RULE)
@@ -51,6 +49,17 @@ def quantise_before_gather(node: fx.Node, editor: Editor) -> Applied | None:
                 editor.replace(member, value)
     into = ", ".join(each.text for each in local.sent)
     return Applied(name, into, before - sum(each.nbytes for each in local.sent), moved)
+
+
+def smaller_cut(node: fx.Node, editor: Editor) -> tuple[Region, list[fx.Node]] | None:
+    """Return what is computed from a gathered value, and the values of it to gather instead. None
+    if no such values have fewer bytes."""
+    exchange = editor.exchange(node, GATHERS)
+    if exchange is None or not _may_change(exchange, editor):
+        return None
+    region = region_of(exchange, editor)
+    cut = cheapest_cut(region) if region is not None else []
+    return None if region is None or not cut or node in cut else (region, cut)
 
 
 def _may_change(exchange: Exchange, editor: Editor) -> bool:
