@@ -52,7 +52,9 @@ class Joint(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         for each in self.before:
             each(graph)
-        self.function(graph.owning_module)
+        module = graph.owning_module
+        assert module is not None
+        self.function(module)
 
     def uuid(self) -> Any:
         """Return a name for Inductor's cache, or None if an earlier pass has none.

@@ -7,7 +7,9 @@ import pytest
 import torch
 from functional_ops import ag, rs
 from graphs import as_rank
+from tiers import rarely
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import commpass
 
@@ -116,6 +118,38 @@ def test_training_gathers_codes_and_saves_them_for_backward():
     assert [step.rule for step in forward.simplified] == [NAME]
     assert sorted(site.bytes for site in forward.sites) == [2, VALUES]
     assert not backward.sites
+
+
+def test_training_gathers_codes_of_rows_and_of_columns_when_values_are_float32():
+    with as_rank(0, RANKS):
+        model = Gathered(torch.float32)
+        float8("rowwise")(model.layer)
+        forward, backward = plans_of(model, torch.randn(ROWS, WIDTH))
+    assert [step.rule for step in forward.simplified] == [NAME]
+    maxima = [("int32", 4 * ROWS), ("int32", 4 * WIDTH)]
+    sent = sorted((site.dtype, site.bytes) for site in forward.sites)
+    assert sent == [*maxima, ("uint8", VALUES), ("uint8", VALUES)]
+    assert not backward.sites
+
+
+class Checkpointed(Gathered):
+    """A linear layer of all ranks' tokens, whose gather is repeated in backward."""
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", rarely("tensorwise")])
+def test_repeated_gathers_send_only_the_codes_that_each_pass_needs(recipe):
+    with as_rank(0, RANKS):
+        model = Checkpointed(torch.bfloat16)
+        float8(recipe)(model.layer)
+        plans = plans_of(model, torch.randn(ROWS, WIDTH, dtype=torch.bfloat16))
+    rows = recipe == "rowwise"
+    for plan, maxima in zip(plans, (ROWS, WIDTH) if rows else (1, 1), strict=True):
+        assert [step.rule for step in plan.simplified] == [NAME]
+        assert sorted(site.bytes for site in plan.sites) == [2 * maxima, VALUES]
+        assert {site.dtype for site in plan.sites} == {"uint8"}
 
 
 def test_values_that_backward_multiplies_stay():
