@@ -3,6 +3,7 @@ consumers."""
 
 from __future__ import annotations
 
+import functools
 import math
 from contextlib import nullcontext
 
@@ -11,7 +12,11 @@ import torch
 from functional_ops import ag
 from graphs import as_rank, trace
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import commpass
 from commpass.passes import joint
@@ -53,6 +58,25 @@ def inside(layer, x, weight):
     return checkpoint(lambda x, weight: layer(ag(x), weight), x, weight, use_reentrant=False)
 
 
+def selective(layer, x, weight):
+    """A checkpoint that saves the results of collectives and matmuls."""
+
+    def policy(ctx, op, *args, **kwargs):
+        kept = op is torch.ops.aten.mm.default or op.namespace == "_c10d_functional"
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    return checkpoint(
+        lambda x, weight: layer(ag(x), weight), x, weight, use_reentrant=False, context_fn=contexts
+    )
+
+
+def both(layer, x, weight):
+    """A checkpointed layer, and another use of the gathered value in forward."""
+    gathered = ag(x)
+    return checkpoint(layer, gathered, weight, use_reentrant=False).sum() + gathered.sum()
+
+
 def run(function, layer=linear, dtype=torch.bfloat16, policy="lossless", inner="eager"):
     """Compile and differentiate a layer of gathered rows on one of four ranks.
 
@@ -90,6 +114,20 @@ def test_codes_are_saved_and_gathered_when_their_consumer_is_checkpointed(dtype,
     sent = sorted((site.dtype, site.bytes) for site in forward.sites)
     assert sent == sorted([("int8", VALUES), scales])
     assert not backward.sites
+
+
+def test_codes_are_saved_when_a_selective_checkpoint_saves_collectives():
+    (forward, backward), saved = run(selective)
+    assert sorted(shape for _, shape in saved) == [(RANKS * ROWS, 1), (RANKS * ROWS, WIDTH)]
+    assert (torch.int8, (RANKS * ROWS, WIDTH)) in saved
+    assert [step.rule for step in forward.simplified] == [NAME]
+    assert not backward.sites
+
+
+def test_gathered_value_is_saved_when_forward_uses_it_too():
+    (forward, _), saved = run(both)
+    assert saved == [(torch.bfloat16, (RANKS * ROWS, WIDTH))]
+    assert not forward.simplified
 
 
 def test_gathered_value_is_saved_when_the_policy_is_off():

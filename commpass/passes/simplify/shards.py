@@ -244,12 +244,12 @@ def _is_exact_power(node: fx.Node) -> bool:
     by two units in the last place at most, and give whole logarithms of powers of two exactly.
     """
     if node.target is aten.exp2.default:
-        return fake(node).dtype == torch.float32 and _is_whole(node.args[0])
+        return fake(node).dtype == torch.float32 and _is_integral(node.args[0])
     whole = all(user.target in (aten.floor.default, aten.ceil.default) for user in node.users)
     return node.target is aten.log2.default and fake(node).dtype == torch.float32 and whole
 
 
-def _is_whole(value: Any, depth: int = 8) -> bool:
+def _is_integral(value: Any, depth: int = 8) -> bool:
     """Whether a number, or each value of a node, is a whole number by its operators alone.
 
     Sums of whole numbers are whole after rounding too.
@@ -261,7 +261,7 @@ def _is_whole(value: Any, depth: int = 8) -> bool:
     sums = value.target in WHOLE_SUMS and value.kwargs.get("alpha", 1) == 1
     kept = sums or is_cast(value) or is_copy(value) or value.target in RESHAPES
     given = value.args[: 2 if sums else 1]
-    return depth > 0 and kept and all(_is_whole(each, depth - 1) for each in given)
+    return depth > 0 and kept and all(_is_integral(each, depth - 1) for each in given)
 
 
 def is_between(node: fx.Node) -> bool:
