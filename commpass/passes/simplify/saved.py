@@ -25,6 +25,8 @@ def save_codes(gm: fx.GraphModule, profile: Profile) -> list[fx.Node]:
     ranks need not agree on that. A gather that backward repeats is left alone: torch saves its
     input, which is smaller than the codes of all ranks.
     """
+    if not any(map(_is_repeated, gm.graph.nodes)):
+        return []
     editor = Editor(gm, profile)
     editor.refresh()
     saved: list[fx.Node] = []
