@@ -67,6 +67,8 @@ def without_tile() -> list[str]:
 
     kinds = {
         parts.place: layouts.Layout,
+        parts.split: layouts.Layout,
+        parts.join: layouts.Layout,
         parts.forward: transforms.Transform,
         parts.inverse: transforms.Transform,
         parts.measure: scales.Scale,

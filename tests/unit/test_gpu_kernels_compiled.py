@@ -28,6 +28,8 @@ USUAL += [
     ("int4", "encode", "sm_100"),
     ("mxfp8", "encode", "sm_90"),
     ("mxfp8", "decode_sum", "sm_90"),
+    ("mxfp4", "encode", "sm_90"),
+    ("mxfp4", "decode", "sm_90"),
     ("taco", "encode", "sm_80"),
     ("rotated", "encode", "gfx942"),
 ]

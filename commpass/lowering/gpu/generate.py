@@ -193,7 +193,7 @@ class Body:
     """The lines of an entry function, and the arguments that they use."""
 
     size: int
-    place: str
+    layout: Layout
     lines: list[str] = field(default_factory=list)
     functions: list[str] = field(default_factory=list)
     signature: dict[str, str] = field(default_factory=dict)
@@ -208,6 +208,16 @@ class Body:
         self.signature[name] = declaration
         return name
 
+    def load(self, address: str) -> str:
+        """Return an expression that reads a tile of values, as float32."""
+        values = f"tl.load({address}, mask=value_mask, other=0.0)"
+        return f"to_float32({parts.split(self.layout, values)})"
+
+    def store(self, dtype: torch.dtype, address: str) -> None:
+        """Add a line that writes ``x`` in a dtype."""
+        function = f"store_values_{_short(dtype)}"
+        self.add(f"{function}({address}, {parts.join(self.layout, 'x')}, value_mask, CASTS)")
+
 
 @lru_cache(maxsize=1024)
 def kernel(chain: Chain, numel: int = 1 << 20) -> Generated:
@@ -218,7 +228,7 @@ def kernel(chain: Chain, numel: int = 1 << 20) -> Generated:
     """
     layout = _block_codec(codecs_of(chain)[0]).layout
     size = layout.size(numel)
-    body = Body(size, parts.place(layout, size))
+    body = Body(size, layout)
     body.add("row = tl.program_id(1).to(tl.int64)")
     norm_blocks = chain.width // size
     if norm_blocks:  # a program has the blocks of one norm, and idle lanes up to a power of two
@@ -227,21 +237,22 @@ def kernel(chain: Chain, numel: int = 1 << 20) -> Generated:
     else:
         body.add("block = (tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS))[:, None, None]")
     body.add(*INSIDE)
-    body.add(f"place = {body.place}", "value_mask = place < numel", "block_mask = block < blocks")
+    body.add(f"place = {parts.place(layout, size)}")
+    body.add("value_mask = place < numel", "block_mask = block < blocks")
     if norm_blocks:
         body.add(f"value_mask = value_mask & (lane < {norm_blocks})")
         body.add(f"block_mask = block_mask & (lane < {norm_blocks})")
         body.add(f"along = place - tl.program_id(0) * {chain.width}")
     if chain.decodes is None:
         body.add_argument("input", TYPES[chain.input_dtype])
-        body.add("x = tl.load(input + row * input_stride + place, mask=value_mask, other=0.0)")
-        body.add("x = to_float32(x)")
+        body.add(f"x = {body.load('input + row * input_stride + place')}")
     else:
         body.add_argument("input", "*u8")
     dtype = chain.input_dtype if chain.decodes is None else torch.float32
     for step in chain.steps:
         if isinstance(step, Encode) and chain.decodes and layout.blocks(numel) * size != numel:
-            body.add("x = tl.where(value_mask, x, 0.0)")  # clear the padding of the last block
+            padded = f"tl.where({parts.split(layout, 'value_mask')}, x, 0.0)"
+            body.add(f"x = {padded}")  # clear the padding of the last block
         if isinstance(step, Store):
             _write_store(dtype, body)
             continue
@@ -251,9 +262,7 @@ def kernel(chain: Chain, numel: int = 1 << 20) -> Generated:
             body.add(*([] if dtype == torch.float32 else [_through(dtype)]))
     if chain.encodes is None:
         body.add_argument("output", TYPES[dtype])
-        body.add(
-            f"{_store_function(dtype)}(output + row * output_stride + place, x, value_mask, CASTS)"
-        )
+        body.store(dtype, "output + row * output_stride + place")
     for name in ("input_stride", "output_stride"):
         body.add_argument(name, "i64")
     for name in ("numel", "blocks"):
@@ -310,20 +319,12 @@ def _name(chain: Chain) -> str:
     return "_".join(words)
 
 
-def _store_function(dtype: torch.dtype) -> str:
-    return {
-        torch.float32: "store_values_fp32",
-        torch.bfloat16: "store_values_bf16",
-        torch.float16: "store_values_fp16",
-    }[dtype]
-
-
 # --- steps ----------------------------------------------------------------------------------------
 
 
 def lines_of(step: Divide | Enter | Leave, size: int) -> list[str]:
     """Return the lines of a step without further inputs; they update ``x``."""
-    body = Body(size, "")
+    body = Body(size, Flat(size))
     _write(step, body, Chain(torch.float32, (step,)))
     return body.lines
 
@@ -355,7 +356,7 @@ def write_encode(codec: BlockCodec, body: Body) -> list[tuple[str, str]]:
     for low, width, first, length in parts.packs(codec.grid.bits, body.size):
         row = body.size * codec.grid.bits // 8
         body.add(f"bytes = block * {row} + {first} + tl.arange(0, {length})[None, None, :]")
-        codes = f"packed(codes, {low}, {width}).to(tl.uint8)"
+        codes = f"packed(codes, {low}, {width}, {codec.grid.bits}).to(tl.uint8)"
         body.add(f"tl.store(wire + bytes, {codes}, mask=block_mask)")
     ends = [("wire", f"blocks * {body.size * codec.grid.bits // 8}")]
     for name, stored, at in _regions(codec, body, "output"):
@@ -563,15 +564,14 @@ def _cast(step: Cast, body: Body, chain: Chain) -> None:
 @_write.register
 def _add(step: Add, body: Body, chain: Chain) -> None:
     name = body.add_argument(f"added_{next(body.numbers)}", TYPES[step.dtype])
-    place = f"{name} + row * output_stride + place"
-    body.add(f"x = x + to_float32(tl.load({place}, mask=value_mask, other=0.0))")
+    body.add(f"x = x + {body.load(f'{name} + row * output_stride + place')}")
     if step is not chain.steps[-1]:
         body.add(f"x = through_{_short(step.dtype)}(x, CASTS)")
 
 
 def _write_store(dtype: torch.dtype, body: Body) -> None:
     name = body.add_argument(f"further_{next(body.results)}", TYPES[dtype])
-    body.add(f"{_store_function(dtype)}({name} + row * numel + place, x, value_mask, CASTS)")
+    body.store(dtype, f"{name} + row * numel + place")
 
 
 @_write.register
@@ -603,7 +603,7 @@ def _shift(step: Shift, body: Body, chain: Chain) -> None:
 def _row_expression(dtype: torch.dtype, body: Body) -> str:
     """Return the values of a weight or bias, the next input."""
     name = body.add_argument(f"added_{next(body.numbers)}", TYPES[dtype])
-    return f"to_float32(tl.load({name} + along, mask=value_mask, other=0.0))"
+    return body.load(f"{name} + along")
 
 
 def _through(dtype: torch.dtype) -> str:

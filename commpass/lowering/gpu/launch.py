@@ -22,6 +22,7 @@ from commpass.lowering.gpu.generate import (
     needs_row_peaks,
     unsupported_reason,
 )
+from commpass.lowering.gpu.row_peaks import row_peaks
 from commpass.lowering.gpu.source import load
 
 
@@ -88,7 +89,9 @@ def launch(
     if not programs or not rows:
         return
     if needs_row_peaks(generated.chain):
-        inputs = [*inputs, row_peak(inputs[0]).flatten().float()]
+        # Inductor fuses the form of torch's operators; called, it would be a kernel for each.
+        peaks = row_peak(inputs[0]).flatten().float() if graph else row_peaks(inputs[0])
+        inputs = [*inputs, peaks]
     function = load(generated.source)
     values = scalars(generated, numel, inputs[0].stride(0), outputs.stride(0))
     plain = graph or interpreting()
