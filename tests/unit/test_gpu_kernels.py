@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from interpreter import interpreted
 from plain_form import plainly, same, sample
 from test_codecs import CORE
-from tiers import examples, sampled
+from tiers import examples, rarely, sampled
 
 from commpass.codecs import codec
 from commpass.codecs.block import grids, layouts, noise, scales, transforms
@@ -67,6 +67,8 @@ def without_tile() -> list[str]:
 
     kinds = {
         parts.place: layouts.Layout,
+        parts.split: layouts.Layout,
+        parts.join: layouts.Layout,
         parts.forward: transforms.Transform,
         parts.inverse: transforms.Transform,
         parts.measure: scales.Scale,
@@ -220,6 +222,21 @@ def test_sums_are_made_in_rank_order(text, ranks):
     same(interpreted(ran, Chain(torch.uint8, steps), wires, numel), total)
     again = Chain(torch.uint8, (*steps, Divide(float(ranks)), Encode(coder)))
     same(interpreted(ran, again, wires, numel), wire)
+
+
+@pytest.mark.parametrize("ranks", [19, rarely(16), rarely(9)])
+@pytest.mark.parametrize("text", ["int8(block=64)", rarely("mxfp4"), rarely("tahquant(block=32)")])
+def test_sums_of_many_ranks_are_made_in_rank_order(text, ranks):
+    """Groups of ranks, the last of which is not full; in one the values must be clamped."""
+    coder, numel, dtype = codec(text), 96, torch.bfloat16
+    x = torch.cat([sample(numel, dtype, seed)[:1] for seed in range(ranks)])
+    x[ranks - 2] *= 3e38 / x[ranks - 2].abs().max()
+    with plainly():
+        wires = coder.encode_rows(x)
+        first, *others = coder.decode_rows(wires, numel, dtype).split(1)
+        total = sum(others, first)
+    chain = Chain(torch.uint8, (Decode(coder, dtype), Sum(ranks)))
+    same(interpreted(ran, chain, wires, numel), total)
 
 
 @pytest.mark.parametrize("text", ["int8(stored=pow2)", "int4(stored=pow2)", "fp8(stored=pow2)"])

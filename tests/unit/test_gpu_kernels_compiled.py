@@ -36,6 +36,8 @@ USUAL += [
     ("int4", "encode", "sm_100"),
     ("mxfp8", "encode", "sm_90"),
     ("mxfp8", "decode_sum", "sm_90"),
+    ("mxfp4", "encode", "sm_90"),
+    ("mxfp4", "decode", "sm_90"),
     ("taco", "encode", "sm_80"),
     ("rotated", "encode", "gfx942"),
 ]
@@ -52,12 +54,17 @@ def compiled(text: str, kernel: str, arch: str):
 
 NARROW = {("int4", "decode", arch) for arch in ARCHS}
 """Half of what a thread loads are scales of 4 bytes, for eight blocks: cached, but loaded again."""
-NARROW |= {("int6", k, "gfx942") for k in ("encode", "decode", "decode_sum_encode")}
+NARROW |= {("int6", k, "gfx942") for k in KERNELS}
 NARROW |= {("int2(stored=bf16)", k, "gfx942") for k in KERNELS}
 NARROW |= {(c, k, "gfx942") for c in ("table", "tahquant") for k in KERNELS[2:]}
 """64 lanes share a tile, so each has half as many codes: 8 bytes or less."""
-NARROW |= {("tahquant", "decode_sum_encode", arch) for arch in ARCHS[:3]}
-"""With half a tile, the codes are 16 bytes per thread, and scales with padding 22."""
+FOUR = ("int4", "rotated(bits=4)", "sdp4bit")
+NARROW |= {(c, k, "gfx942") for c in FOUR for k in KERNELS[2:]}
+"""Sums have half a tile, of which these 64 lanes share 4-bit codes."""
+NARROW |= {("int2(stored=bf16)", k, arch) for k in KERNELS[2:] for arch in ARCHS}
+"""So do 32 lanes, with codes of 2 bits."""
+NARROW |= {(c, "decode_sum_encode", arch) for c in ("tahquant", "int6") for arch in ARCHS[:3]}
+"""With half a tile, the codes are 16 bytes per thread or less, and scales with padding more."""
 
 
 @pytest.mark.few(1)

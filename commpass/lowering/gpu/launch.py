@@ -25,6 +25,7 @@ from commpass.lowering.gpu.generate import (
     needs_row_peaks,
     unsupported_reason,
 )
+from commpass.lowering.gpu.row_peaks import row_peaks
 from commpass.lowering.gpu.source import load
 
 
@@ -91,7 +92,9 @@ def launch(
     if not rows or not numel:
         return
     if needs_row_peaks(generated.chain):
-        inputs = [*inputs, row_peak(inputs[0]).flatten().float()]
+        # Inductor fuses the form of torch's operators; called, it would be a kernel for each.
+        peaks = row_peak(inputs[0]).flatten().float() if graph else row_peaks(inputs[0])
+        inputs = [*inputs, peaks]
     function = load(generated.source)
     values = scalars(generated, numel, rows, inputs[0].stride(0), outputs.stride(0))
     plain = graph or interpreting()
