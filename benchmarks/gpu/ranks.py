@@ -151,8 +151,7 @@ def _join(rank: int, folder: str) -> None:
 
 
 def _gather_on_host(x: Tensor, ranks: int, group: str) -> Tensor:
-    """Gather values on the CPU: gloo's gather of tensors on a GPU ends the process (torch 2.11).
-    Wires of commpass travel by all_to_all there."""
+    """Gather on the CPU: gloo's gather of tensors on a GPU ends the process (torch 2.11)."""
     ops = torch.ops._c10d_functional
     return ops.wait_tensor(ops.all_gather_into_tensor(x.cpu(), ranks, group)).to(x.device)
 
