@@ -103,7 +103,8 @@ def quantised(on: Any, x: Any, how: dict[str, Any], where: Any) -> Any:
 def codes_mm(on: Any, x: Any, y: Any, how: dict[str, Any], where: Any) -> Any:
     """Return the product of a matrix and a transposed one, both quantised."""
     how = _of_rank(how, where)
-    (a, scale), (b, other) = codes(on, x, how), codes(on, y, {**how, "scale": "tensor"})
+    a, scale = codes(on, x, how)
+    b, other = codes(on, y, {"form": "multiply", **how, "scale": "tensor"})
     b = on(aten.permute.default, b, [1, 0])
     if how["dtype"] == "int8":
         product = on(convert, on(aten._int_mm.default, a, b), torch.float32)

@@ -605,9 +605,10 @@ def codes(d: Drawer) -> None:
     kind = d.one_of(["all_gather", "all_gather", "all_gather", "all_to_all", "all_reduce"])
     how = {"all_to_all": {"splits": None}, "all_reduce": {"reduce": "sum"}}.get(kind, {})
     group = d.group()
-    y = d.links(d.collective(kind, x, group, **how))
-    if y is not None and d.chance(6):
+    y = d.collective(kind, x, group, **how)
+    if y is not None and kind == "all_gather" and d.chance(6):
         y = d.add("joined", y, parts=d.dims[group].size, dim=1)
+    y = d.links(y)
     if y is not None and is_matrix(d.values[y]) and d.chance(4):
         y = d.add("permute", y, dims=[1, 0])
     if y is None or not fits(d.values[y]):

@@ -4,6 +4,7 @@ and similar graphs that must not change."""
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -321,6 +322,34 @@ def test_a_forced_codec_stays():
         plan = commpass.rewrite(gm, [], policy, profile=SLOW, strict=True)
     assert plan.simplified == ()
     assert [site.codec for site in plan.sites] == ["int8"]
+
+
+@pytest.mark.parametrize("reassociate", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_quantisers_in_16_bits_round_as_kernels_do(dtype, reassociate):
+    def rounded(x):
+        scale = x.abs().amax(-1, keepdim=True) / 127.5
+        return (x / scale).round().clamp(-128, 127).to(torch.int8), scale
+
+    with as_rank(0, RANKS):
+        gm = trace(lambda x: of(ag(x), rounded), torch.randn(ROWS, WIDTH).to(dtype))
+        policy = Policy(reassociate=reassociate)
+        steps = [step.rule for step in simplify(gm, discover(gm), policy, SLOW)]
+    in_16_bits = ["quantised in 16 bits before gather"] if reassociate else []
+    assert steps == ([NAME] if dtype == torch.float32 else in_16_bits)
+
+
+def saturated_at(top, x):
+    return ag(x).clamp(-top, top).to(E4M3)
+
+
+def test_numbers_that_16_bits_hold_clamp_exactly():
+    with as_rank(0, RANKS):
+        x = torch.randn(ROWS, WIDTH).bfloat16()
+        for top, names in ((448.0, [NAME]), (0.3, [])):
+            gm = trace(functools.partial(saturated_at, top), x)
+            done = simplify(gm, discover(gm), Policy(reassociate=False), SLOW)
+            assert [step.rule for step in done] == names
 
 
 def test_off_changes_nothing():

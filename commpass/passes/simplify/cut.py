@@ -14,7 +14,7 @@ from torch import fx
 from commpass.passes.fx.ops import RESHAPES, SPLITS, aten, frozen, is_copy, reached
 from commpass.passes.simplify.chains import rejoined_source
 from commpass.passes.simplify.editor import Editor, Exchange, fake
-from commpass.passes.simplify.shards import Shard, is_between, shard_of
+from commpass.passes.simplify.shards import Shard, is_between, rounds_to_16_bits, shard_of
 from commpass.plan import ROWS
 
 LARGEST = 512
@@ -83,14 +83,18 @@ def consumers(node: fx.Node) -> Iterator[fx.Node]:
             yield user
 
 
-def region_of(exchange: Exchange, editor: Editor) -> Region | None:
-    """Return the region behind a gather; None if something needs the gathered value itself."""
+def region_of(exchange: Exchange, editor: Editor, in_16_bits: bool) -> Region | None:
+    """Return the region behind a gather; None if something needs the gathered value itself.
+
+    ``in_16_bits``: nodes that round their results to 16 bits are in it.
+    """
     ranks, even = editor.size(exchange.call), exchange.call.splits is None
     wait = exchange.wait
     shards = {wait: Shard(0)}
 
     def found(node: fx.Node) -> Shard | None:
-        return None if node in editor.changing else shard_of(node, shards, ranks, even=even)
+        shard = None if node in editor.changing else shard_of(node, shards, ranks, even=even)
+        return None if shard and not in_16_bits and rounds_to_16_bits(node) else shard
 
     needed = set(consumers(wait))
     heap = sorted(needed)

@@ -17,6 +17,7 @@ from commpass.passes.simplify.shards import FILLS, is_extremum_of_parts
 from commpass.plan.kinds import GATHERS
 
 RULE = "quantised before gather"
+IN_16_BITS = "quantised in 16 bits before gather"
 
 
 def quantise_before_gather(node: fx.Node, editor: Editor) -> Applied | None:
@@ -26,10 +27,20 @@ def quantise_before_gather(node: fx.Node, editor: Editor) -> Applied | None:
     A maximum over all parts is that of the ranks' maxima. These are gathered, since an all_reduce
     with "max" loses NaN in some libraries.
     """
+    return _quantise(node, editor, RULE)
+
+
+def quantise_in_16_bits(node: fx.Node, editor: Editor) -> Applied | None:
+    """The same for quantisers that compute in bfloat16 or float16: the bits of the graph, but not
+    those of Inductor, which rounds where its kernels end."""
+    return _quantise(node, editor, IN_16_BITS)
+
+
+def _quantise(node: fx.Node, editor: Editor, rule: str) -> Applied | None:
     exchange = editor.exchange(node, GATHERS)
     if exchange is None or not _may_change(exchange, editor):
         return None
-    region = region_of(exchange, editor)
+    region = region_of(exchange, editor, rule == IN_16_BITS)
     cut = cheapest_cut(region) if region is not None else []
     if region is None or not cut or node in cut:
         return None
@@ -40,10 +51,10 @@ def quantise_before_gather(node: fx.Node, editor: Editor) -> Applied | None:
         return None
     name, before = exchange.call.node.name, nbytes(exchange.input)
     moved = tuple(text for each in computed if (text := _text(each)))
-    local = LocalValues(region, editor, RULE)
+    local = LocalValues(region, editor, rule)
     local.compute(computed)
     sent = local.start(parts)
-    new = {each: started.received(node, editor, RULE) for each, started in sent.items()}
+    new = {each: started.received(node, editor, rule) for each, started in sent.items()}
     new |= {each: local.made[each] for each in computed if region.shards[each].dim is None}
     for first, value in new.items():
         for member in region.members(first):
