@@ -223,12 +223,12 @@ def computed(case: Case, inputs: Sequence[Sequence[Tensor]]) -> list[list[Bounde
 
 def _approximate(step: Step, x: Bounded, y: Bounded | None = None) -> Bounded:
     """Return a quantised matrix, a product of codes or a norm, without quantisation. A finite error
-    is given for the first alone, if its scale is from the values."""
+    is given for the first alone, if its scale is from the values, and float16 cannot overflow."""
     value = x.value if y is None else x.value @ y.value.T
     error = torch.full_like(value, torch.inf)
     if step.how.get("scale") == "static":  # infinity is clamped
         value = torch.where(value.isfinite(), value, 0.0)
-    elif step.op == "quantised" and value.numel():
+    elif step.op == "quantised" and value.numel() and x.dtype is not torch.float16:
         largest = (value.abs() + x.error).max()
         error = x.error + largest / 2 if bool(largest.isfinite()) else error
     return rounded(value, error, x.dtype)

@@ -405,3 +405,22 @@ def test_uneven_rows_of_experts_keep_their_splits():
         steps = simplify(gm, discover(gm), policy, SLOW)
     assert [step.rule for step in steps] == [NAME]
     assert [kind for _, kind, _ in collectives(gm)] == [torch.int32, torch.uint8]
+
+
+def filled(x):
+    return saturated(torch.where(x > 0, x, torch.full((1, x.shape[1]), 0.5)), 3.0, E4M3)
+
+
+@pytest.mark.parametrize(("quantiser", "names"), [(rowwise, [NAME]), (filled, [])])
+def test_rows_may_be_known_when_the_graph_runs(quantiser, names):
+    """The shape of a fill must be known before."""
+    torch._dynamo.reset()
+    backend = commpass.backend("lossless", inner="eager", profile=SLOW, strict=True)
+    with as_rank(0, RANKS), torch.no_grad():
+        layer = torch.compile(lambda x: of(ag(x), quantiser), backend=backend, dynamic=True)
+        layer(torch.randn(ROWS, WIDTH))
+        layer(torch.randn(ROWS + 2, WIDTH))
+    plan = commpass.plans()[-1]
+    assert [step.rule for step in plan.simplified] == names
+    sent = ["int32", "uint8"] if names else ["float32"]
+    assert [site.dtype for site in plan.sites] == sent

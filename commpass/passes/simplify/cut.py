@@ -11,6 +11,7 @@ from typing import Any
 import networkx as nx
 from torch import fx
 
+from commpass.passes.fx import meta
 from commpass.passes.fx.ops import RESHAPES, SPLITS, aten, frozen, is_copy, reached
 from commpass.passes.simplify.chains import rejoined_source
 from commpass.passes.simplify.editor import Editor, Exchange, fake
@@ -62,13 +63,14 @@ class Region:
 
     def nbytes(self, node: fx.Node) -> int:
         """Return the bytes of a value on all ranks together, as all of them know it: for unequal
-        parts, that of an assumed number of rows."""
-        value, dim = fake(node), self.shards[node].dim
-        sizes = [
-            size if isinstance(size, int) and (self.even or number != dim) else self.ranks * ROWS
-            for number, size in enumerate(value.shape)
-        ]
-        return math.prod(sizes) * value.dtype.itemsize
+        parts, and sizes that are known when the graph runs, that of an assumed number of rows."""
+        value = fake(node)
+        sizes = [meta.hint(size) for size in value.shape]
+        dim = self.shards[node].dim
+        if dim is not None and not self.even:
+            sizes[dim] = None
+        known = (self.ranks * ROWS if size is None else size for size in sizes)
+        return math.prod(known) * value.dtype.itemsize
 
 
 def consumers(node: fx.Node) -> Iterator[fx.Node]:

@@ -99,7 +99,7 @@ def shard_of(
     if source is not None:
         return _rejoined(node, source, shards, ranks) if even else None
     inputs = node.all_input_nodes
-    if any(each not in shards and each.target not in FILLS for each in inputs):
+    if any(each not in shards and not _is_fill(each) for each in inputs):
         return None
     if not isinstance(meta.tensor(node), torch.Tensor):
         return None
@@ -119,6 +119,11 @@ def shard_of(
         return given if is_copy(node) or _moves(node) else None
     dim = dim_after(node, given.dim, ranks, even=even)
     return None if dim is None else replace(given, dim=dim)
+
+
+def _is_fill(node: fx.Node) -> bool:
+    """Whether a node is one number in a shape that is known before the graph runs."""
+    return node.target in FILLS and meta.is_fixed(meta.tensor(node))
 
 
 def rounds_to_16_bits(node: fx.Node) -> bool:
