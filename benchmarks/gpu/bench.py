@@ -73,7 +73,7 @@ class Bench:
             self.synchronize()
         except Exception as error:
             lines = "".join(traceback.format_exception(error)).strip().splitlines()
-            self.check(name, False, "\n".join(lines[-LINES:]))
+            self.check(name, False, "\n".join([*_causes(error), *lines[-LINES:]]))
             try:
                 self.synchronize()
             except Exception as lost:
@@ -106,6 +106,15 @@ class Bench:
         x[-1, numel // 2 :] *= 1e-30 if dtype != torch.float16 else 1e-6
         limit = torch.finfo(dtype).max
         return x.clamp(-limit, limit).to(dtype)
+
+
+def _causes(error: BaseException) -> Iterator[str]:
+    """Yield a line for each error that led to this one, the first one first: Triton wraps the error
+    of an inner function in those of its callers."""
+    cause = error.__cause__ or error.__context__
+    if cause is not None:
+        yield from _causes(cause)
+        yield f"{type(cause).__name__}: {(str(cause).strip().splitlines() or [''])[-1]}"
 
 
 @contextmanager

@@ -142,6 +142,20 @@ def _time(bench: Bench, spec: str, width: int, name: str, limit: Copies | None) 
     def apart(wire: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         return normed(launch.run(decode, wire, numel), residual, weight)
 
+    coded = Chain(torch.uint8, (*whole.steps, Encode(coder)))
+
+    def one_encoded(wire: Tensor, residual: Tensor) -> list[Tensor]:
+        return launch.run_all(coded, wire, numel, residual, weight)
+
+    def then_encoded(wire: Tensor, residual: Tensor) -> Tensor:
+        return launch.run(encode, one(wire, residual)[0], numel)
+
+    once = measured(bench, [partial(one_encoded, *pair) for pair in pairs])
+    twice = measured(bench, [partial(then_encoded, *pair) for pair in pairs])
+    ahead = {"ahead_of_apart": round(twice.seconds / once.seconds, 3)} if once and twice else {}
+    moved = 2 * size + 2 * 2 * numel
+    told(bench, name, "one kernel, with an encode", once, moved, limit, PLAIN, **ahead)
+    told(bench, name, "one kernel, then an encode", twice, moved + 2 * 2 * numel, limit)
     ours = measured(bench, [partial(one, *pair) for pair in pairs])
     theirs = measured(bench, [partial(apart, *pair) for pair in pairs])
     more = {"apart_us": round(theirs.us, 2)} if theirs else {}

@@ -1,5 +1,5 @@
-"""Run a compiled tensor-parallel MLP on two ranks of one GPU, with compressed all_reduces and
-without.
+"""Run compiled graphs on two ranks of one GPU, compressed and not: a step of a tensor-parallel MLP,
+and graphs of other kinds.
 
 Exchanges go over gloo, which moves the GPU's tensors through the host. This shows that compiled
 graphs with the kernels are right, not that they are fast.
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.gpu import graphs
 from benchmarks.gpu.bench import Bench
 
 RANKS = 2
@@ -30,18 +31,36 @@ DEFINED = re.compile(r"\bdef ((?:enter_|matmul_)?encode|decode_\w+|decode)\(")
 """Matches kernels in the code that Inductor makes. A two-shot has three: one that encodes,
 separately or after a matmul, one that decodes, sums and encodes, and one that decodes."""
 FIRST, MIDDLE = {"encode", "enter_encode", "matmul_encode"}, "decode_sum_encode"
-PATIENCE_S = 240
+PATIENCE_S = 300
+GATHERS = torch.library.Library("_c10d_functional", "IMPL")
 GROUP = "0"
 """torch's name of the group of all ranks."""
 
 
 def run(bench: Bench) -> None:
-    """Start the ranks and report their results."""
+    """Run a training step with compressed all_reduces, and report what the ranks found."""
+    found = _answers(bench, "steps")
+    if len(found) == RANKS:
+        for spec in CODECS:
+            _compare(bench, spec, [answer[spec] for answer in found])
+
+
+def run_graphs(bench: Bench) -> None:
+    """Run graphs of many kinds (``graphs.cases``), and report what the ranks found."""
+    for rank, answer in enumerate(_answers(bench, "graphs")):
+        for name, passed, said in answer["graphs"]:
+            bench.check(f"{RANKS} ranks on one card, {name}", passed, f"rank {rank}: {said}")
+
+
+def _answers(bench: Bench, what: str) -> list[dict[str, Any]]:
+    """Start the ranks, and return the answers of those that ended well. Report the others."""
     context = multiprocessing.get_context("spawn")
     folder = Path(tempfile.mkdtemp(prefix="ranks"))
     before = os.environ.pop("TRITON_INTERPRET", None)
     members = [
-        context.Process(target=_member, args=(rank, str(folder), bench.device.type, bench.seed))
+        context.Process(
+            target=_member, args=(rank, str(folder), bench.device.type, bench.seed, what)
+        )
         for rank in range(RANKS)
     ]
     try:
@@ -60,12 +79,13 @@ def run(bench: Bench) -> None:
     answers = [_answer(folder / f"{rank}.json") for rank in range(RANKS)]
     for rank, answer in enumerate(answers):
         if answer is None or "error" in answer:
-            said = answer["error"] if answer else f"rank {rank} said nothing in {patience:.0f} s"
-            bench.check(f"ranks: rank {rank}", False, said)
-    found = [answer for answer in answers if answer and "error" not in answer]
-    if len(found) == RANKS:
-        for spec in CODECS:
-            _compare(bench, spec, [answer[spec] for answer in found])
+            code = members[rank].exitcode
+            silent = (
+                f"rank {rank} gave no answer in {patience:.0f} s, its process ended with {code}"
+            )
+            said = answer["error"] if answer else silent
+            bench.check(f"{bench.job}: rank {rank}", False, said)
+    return [answer for answer in answers if answer and "error" not in answer]
 
 
 def _answer(path: Path) -> dict[str, Any] | None:
@@ -97,11 +117,15 @@ def _compare(bench: Bench, spec: str, found: list[dict[str, Any]]) -> None:
 # --- one rank -------------------------------------------------------------------------------------
 
 
-def _member(rank: int, folder: str, device: str, seed: int) -> None:
+def _member(rank: int, folder: str, device: str, seed: int, what: str) -> None:
     answer: dict[str, Any] = {}
     try:
         _join(rank, folder)
-        answer = _measure(rank, torch.device(device, 0) if device == "cuda" else device, seed)
+        place = torch.device(device, 0) if device == "cuda" else torch.device(device)
+        if what == "graphs":
+            answer["graphs"] = list(graphs.run(place, seed))
+        else:
+            answer = _measure(rank, place, seed)
         torch.distributed.barrier()
     except BaseException:
         answer["error"] = "\n".join(traceback.format_exc().splitlines()[-8:])
@@ -122,6 +146,15 @@ def _join(rank: int, folder: str) -> None:
     world = torch.distributed.group.WORLD
     assert world is not None
     assert world.group_name == GROUP
+    if torch.cuda.is_available():
+        GATHERS.impl("all_gather_into_tensor", _gather_on_host, "CUDA")
+
+
+def _gather_on_host(x: Tensor, ranks: int, group: str) -> Tensor:
+    """Gather values on the CPU: gloo's gather of tensors on a GPU ends the process (torch 2.11).
+    Wires of commpass travel by all_to_all there."""
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.all_gather_into_tensor(x.cpu(), ranks, group)).to(x.device)
 
 
 def _measure(rank: int, device: Any, seed: int) -> dict[str, Any]:
@@ -142,7 +175,7 @@ def _measure(rank: int, device: Any, seed: int) -> dict[str, Any]:
         rule = commpass.Rule(codec=spec, force=True, algorithm="two_shot", lowering="kernel")
         backend = commpass.backend(commpass.Policy(rules=(rule,)), strict=True)
         before = len(commpass.plans())
-        (result, its_gradient, _), codes = _with_code(
+        (result, its_gradient, _), codes = graphs.with_code(
             lambda b=backend: _stepped(x, back, weights, b)
         )
         sites = [site for plan in commpass.plans()[before:] for site in plan.sites]
@@ -230,15 +263,6 @@ def _stepped(
     torch.distributed.all_reduce(norms)
     assert x.grad is not None
     return result.detach(), x.grad, (float(norms[0]), float(norms[1]))
-
-
-def _with_code(call: Any) -> tuple[Any, list[str]]:
-    """Return the result of a call, and the code that Inductor makes for it."""
-    from torch._inductor import config
-    from torch._inductor.utils import run_and_get_code
-
-    with config.patch(fx_graph_cache=False):
-        return run_and_get_code(call)
 
 
 def _launched(call: Any) -> list[str]:

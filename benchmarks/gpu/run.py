@@ -95,6 +95,7 @@ def jobs() -> list[Job]:
         Job("check matmul", "others:matmul"),
         *(Job(f"check sparse {spec}", "others:sparse", (spec,)) for spec in SPARSE),
         Job("ranks", "ranks:run"),
+        Job("graphs", "ranks:run_graphs"),
         Job("torch.compile", "rivals:compiled"),
         *(Job(f"check {spec}", "checks:block", (spec,)) for spec in CODECS[6:]),
         Job("time block codecs", "timing:blocks", alone=True),

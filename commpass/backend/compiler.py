@@ -30,7 +30,7 @@ from commpass.lowering.repairs import without_loop_splitting
 from commpass.passes import PASSES, GraphInput
 from commpass.passes import run as run_passes
 from commpass.passes.fx import meta
-from commpass.passes.fx.direction import keep_metadata
+from commpass.passes.fx.direction import gradients, keep_metadata
 from commpass.passes.fx.parse import graph_modules
 from commpass.plan import Simplification
 from commpass.policy.paths import ModulePaths
@@ -152,6 +152,7 @@ class Backend(Shared):
         from torch._inductor import list_mode_options
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
+        from commpass.passes.joint import with_joint
         from commpass.passes.post.order import ordered
 
         patches = {**(list_mode_options(mode) if mode else {}), **(options or {})}
@@ -186,9 +187,22 @@ class Backend(Shared):
                 )
             )
 
+        own = with_joint(patches, self._mark_saved) if self._simplifies else patches
         return compile_fx(
-            gm, example_inputs, inner_compile=inner_compile, config_patches=patches or None
+            gm, example_inputs, inner_compile=inner_compile, config_patches=own or None
         )
+
+    @property
+    def _simplifies(self) -> bool:
+        return not self.policy.off and "simplify" not in self.policy.skip
+
+    def _mark_saved(self, gm: fx.GraphModule) -> None:
+        """Mark what a joint graph saves for backward."""
+        from commpass.passes.joint import mark_saved
+
+        if gradients(gm.graph):  # Inductor runs joint passes on inference graphs too
+            profile = self.profile or default_here(meta.device_of(gm))
+            mark_saved(gm, profile, strict=self.strict)
 
     def _without_reordering(self) -> Any:
         """Return a config patch under which Inductor does not reorder exchanges per rank, for one
@@ -234,11 +248,16 @@ class Backend(Shared):
 
             return compile_aot
 
+        def partition(gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+            if self._simplifies:
+                self._mark_saved(gm)
+            return min_cut_rematerialization_partition(gm, *args, **kwargs)
+
         return aot_autograd(
             fw_compiler=compiler("forward"),
             bw_compiler=compiler("backward"),
             inference_compiler=compiler("forward", inference=True),
-            partition_fn=min_cut_rematerialization_partition,
+            partition_fn=partition,
             keep_inference_input_mutations=True,
         )(gm, example_inputs)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from commpass.errors import PolicyError, nearest
 from commpass.groups import group_named, need_group, sends_messages
 from commpass.plan.kinds import KINDS
 from commpass.utils.ambient import ambient_free, without_ambient_state
+from commpass.utils.version import own_version
 
 _named = algorithm
 
@@ -377,7 +377,7 @@ def _sources() -> str:
     alone = [package / "utils" / "ambient.py", package / "utils" / "spec.py"]
     files = sorted([*alone, *parts[0], *parts[1]])
     return hashlib.sha256(
-        b"".join([version("commpass").encode(), *(file.read_bytes() for file in files)])
+        b"".join([own_version().encode(), *(file.read_bytes() for file in files)])
     ).hexdigest()[:16]
 
 

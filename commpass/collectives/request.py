@@ -15,6 +15,7 @@ import torch.distributed._functional_collectives  # registers the operators
 from torch import Tensor
 
 from commpass.collectives import messages
+from commpass.groups import gather_aborts
 
 ops = torch.ops._c10d_functional
 
@@ -69,6 +70,9 @@ class Gather:
 
     def start(self, wire: Tensor) -> Tensor:
         request = self.request
+        if gather_aborts(request.group, wire.device.type):
+            rows, each = wire.expand(request.ranks, -1).contiguous(), [1] * request.ranks
+            return request.operators.all_to_all_single(rows, each, each, request.group)
         return request.operators.all_gather_into_tensor(wire, request.ranks, request.group)
 
 

@@ -55,14 +55,25 @@ def rank_in(name: str) -> int | None:
 def sends_messages(name: str, device: str) -> bool:
     """Whether exchanges of a group are best sent as messages between pairs of ranks
     (``collectives.messages``). True on a CPU with gloo."""
+    return device == "cpu" and _is_on_gloo(name, device)
+
+
+def gather_aborts(name: str, device: str) -> bool:
+    """Whether an all_gather of a group ends the process: gloo's does so with tensors on a GPU (seen
+    with torch 2.11). Its all_to_all does not."""
+    return device == "cuda" and _is_on_gloo(name, device)
+
+
+def _is_on_gloo(name: str, device: str) -> bool:
+    """Whether gloo carries a group's exchanges of tensors on a device."""
     group = group_named(name)
-    if group is None or device != "cpu":
+    if group is None:
         return False
     try:
         carriers = dist.get_backend_config(group).split(",")
     except (KeyError, ValueError, AssertionError):  # not registered
         return False
-    return "cpu:gloo" in carriers
+    return f"{device}:gloo" in carriers
 
 
 def ranks_of(name: str) -> tuple[int, ...]:

@@ -1,31 +1,40 @@
-"""Epilogues: additions and norms of decoded values, which the kernel that decodes can compute.
+"""Epilogues: additions and norms of decoded values and the encode of the next exchange, which the
+kernel that decodes can compute.
 
 A residual stream goes on after the norm that reads it. The kernel then writes both: the sum, and
-the normalized values. Statistics that backward needs are further results.
+the normalized values. Statistics that backward needs are further results. With sequence
+parallelism, an all_gather sends the normalized values on, and the kernel encodes them too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import replace
 
 from torch import fx
 
 from commpass.codecs import operators
-from commpass.lowering.chain import Add, Store
+from commpass.lowering.chain import Add, Encode, Step, Store
 from commpass.passes.fx.norms import norms_of
 from commpass.passes.fx.ops import aten, only_user
-from commpass.passes.runs import Run, is_reshape
+from commpass.passes.runs import BEFORE_ENCODE, Run, is_reshape, step_of
 
 ADDITION = "decode with the addition after it"
 
 
-def with_epilogue(run: Run) -> tuple[list[Run], str]:
+def with_epilogue(
+    run: Run, encodes: Container[fx.Node] = (), read: Container[fx.Node] = ()
+) -> tuple[list[Run], str]:
     """Return the runs that extend a run by more and more of the operators after it, and why the
-    addition after the run itself is not among them ("" if there is none)."""
+    addition after the run itself is not among them ("" if there is none).
+
+    ``encodes`` are the encodes of other sites that a kernel may compute. Values that those in
+    ``read`` encode are written to memory too.
+    """
     found, missed, last = list[Run](), "", run
     while last.nodes[-1].target is not operators.ops.encode.default:
         start = _with_reshapes(last)
-        longer, why = _with_norm(start), ""
+        longer, why = _with_norm(start) or _with_encode(start, encodes, read), ""
         if longer is None:
             longer, why = _with_addition(start)
         if longer is None:
@@ -58,6 +67,33 @@ def _with_norm(run: Run) -> Run | None:
         steps=(*run.steps, *([Store()] if stored else []), *norm.steps),
         others=(*run.others, *norm.others),
         further=(*run.further, *([last] if stored else []), *norm.saved),
+    )
+    return longer if longer.is_computable() else None
+
+
+def _with_encode(run: Run, encodes: Container[fx.Node], read: Container[fx.Node]) -> Run | None:
+    """Return a run extended by the encode of another site that alone uses its values, or None.
+
+    Values that are read are stored as the site's exchange gets them, before they are converted to
+    what is encoded.
+    """
+    value, nodes, steps = run.nodes[-1], list[fx.Node](), list[Step]()
+    node = only_user(value)
+    while node is not None and (is_reshape(node) or isinstance(step_of(node), BEFORE_ENCODE)):
+        nodes.append(node)
+        steps += [step] if (step := step_of(node)) is not None else []
+        node = only_user(node)
+    if node is None or node not in encodes:
+        return None
+    last = step_of(node)
+    if not isinstance(last, Encode) or node.all_input_nodes[0].meta["val"].shape[1] != run.numel:
+        return None
+    stored = node in read
+    longer = Run(
+        nodes=(*run.nodes, *nodes, node),
+        steps=(*run.steps, *([Store()] if stored else []), *steps, last),
+        others=run.others,
+        further=(*run.further, *([value] if stored else [])),
     )
     return longer if longer.is_computable() else None
 

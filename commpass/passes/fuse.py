@@ -3,7 +3,7 @@
 needs: a rewritten graph.
 gives: the same graph, with one operator for what a site computes between two exchanges, if a kernel
 can be generated for it. Fused are an encode with the steps before it, a decode with the sum and
-encode after it, and a decode with its consumer.
+encode after it, and a decode with its consumer: additions, norms and the encode of another site.
 changes: no computed value. The plan has a reason for each missed fusion.
 """
 
@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import getitem
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from commpass import lowering
 from commpass.codecs import Codec, operators
@@ -25,6 +25,7 @@ from commpass.codecs.block.codec import BlockCodec
 from commpass.costmodel import Profile
 from commpass.lowering import fused, matmul
 from commpass.lowering.chain import Cast, Encode, Enter, Step, further_inputs
+from commpass.passes import sample
 from commpass.passes.context import PassContext
 from commpass.passes.epilogues import with_epilogue
 from commpass.passes.failures import site_errors
@@ -35,7 +36,6 @@ from commpass.passes.fx.ops import ROW_MATMULS, aten
 from commpass.passes.fx.parse import graph_modules
 from commpass.passes.fx.splice import insert
 from commpass.passes.runs import Run, is_reshape, runs
-from commpass.passes.sample import given_to_products
 from commpass.plan import PlannedSite
 
 ops = operators.ops
@@ -63,23 +63,37 @@ class Fusions:
 def run(context: PassContext) -> None:
     """Fuse codec operators, and note what matmuls encode that are now fused."""
     given = context.input
-    context.plan_with(sites=fuse(given.gm, context.plan.sites, given.profile))
-    context.encoded |= given_to_products(given.gm)
+    sites = fuse(given.gm, context.plan.sites, given.profile, sample.checked(context))
+    context.plan_with(sites=sites)
+    context.encoded |= sample.given_to_products(given.gm)
 
 
 def fuse(
-    gm: fx.GraphModule, plan: Sequence[PlannedSite], profile: Profile
+    gm: fx.GraphModule,
+    plan: Sequence[PlannedSite],
+    profile: Profile,
+    read: Collection[str] = (),
 ) -> tuple[PlannedSite, ...]:
-    """Fuse in place and return the plan with what was done. Raises SiteFailure."""
+    """Fuse in place and return the plan with what was done. Raises SiteFailure.
+
+    ``read`` names the sites whose values are also written to memory and sampled, because their
+    error is checked.
+    """
+    number = {site.name: number for number, site in enumerate(plan)}
     by_kernel = {site.name: site for site in plan if site.lowering == "kernel"}
     found: dict[str, Fusions] = defaultdict(Fusions)
     with site_errors() as errors:
         for _, module in graph_modules(gm) if by_kernel else ():
             of_site = nodes_by_site(module.graph)
             own = {name: nodes for name, nodes in of_site.items() if name in by_kernel}
+            encodes = _encodes(own)
             for name, nodes in own.items():
                 with errors.of(name):
-                    _fuse_site(nodes, found[name], profile)
+                    left = [node for node in nodes if not node._erased]
+                    others = {node: of for node, of in encodes.items() if of != name}
+                    kept = {node: number[of] for node, of in others.items() if of in read}
+                    for of in _fuse_site(left, found[name], profile, others, kept):
+                        found[of].done.append(f"encode, with what follows the decode of {name}")
             if own:
                 module.recompile()
     return tuple(
@@ -87,7 +101,28 @@ def fuse(
     )
 
 
-def _fuse_site(nodes: Sequence[fx.Node], found: Fusions, profile: Profile) -> None:
+def _encodes(nodes: Mapping[str, Sequence[fx.Node]]) -> dict[fx.Node, str]:
+    """Return the sites of encodes, by node."""
+    return {
+        node: name
+        for name, own in nodes.items()
+        for node in own
+        if node.target is ops.encode.default
+    }
+
+
+def _fuse_site(
+    nodes: Sequence[fx.Node],
+    found: Fusions,
+    profile: Profile,
+    encodes: Mapping[fx.Node, str],
+    read: Mapping[fx.Node, int],
+) -> Iterator[str]:
+    """Fuse what a site computes. Yield the names of other sites whose encodes its kernels compute.
+
+    ``encodes`` are those of other sites by node. ``read`` are the numbers of those whose values are
+    sampled.
+    """
     in_parts = [operators.ROLES[node.target] for node in nodes if node.target in APART]
     for run in list(runs(nodes)):
         role = fused.role_of(run.chain)
@@ -102,7 +137,7 @@ def _fuse_site(nodes: Sequence[fx.Node], found: Fusions, profile: Profile) -> No
                 continue
             if missed:
                 found.missed.append(f"matmul+encode: {missed}")
-        longer, missed = with_epilogue(run)
+        longer, missed = with_epilogue(run, encodes, read)
         if missed:
             found.missed.append(missed)
         reasons = {each: _unsupported_reason(each) for each in longer}
@@ -111,7 +146,12 @@ def _fuse_site(nodes: Sequence[fx.Node], found: Fusions, profile: Profile) -> No
             longest = longer[-1]
             found.missed.append(f"{fused.role_of(longest.chain)}: {reasons[longest]}")
         found.done.append(fused.role_of(chosen.chain))
-        _replace(chosen)
+        last = chosen.nodes[-1]
+        if of := encodes.get(last):
+            yield of
+        results = _replace(chosen)
+        if last in read:
+            sample.insert(results[-1:], results[-1].next, read[last])
     found.missed += [f"{role}: its wire travels in parts" for role in in_parts]
 
 
@@ -229,8 +269,9 @@ def _counted(notes: Sequence[str]) -> str:
 # --- replacement ----------------------------------------------------------------------------------
 
 
-def _replace(run: Run) -> None:
-    """Replace a run by one fused operator."""
+def _replace(run: Run) -> list[fx.Node]:
+    """Replace a run by one fused operator. Return its results as nodes of the shapes of those that
+    they replace, the further ones last."""
     chain, role, place = run.chain, fused.role_of(run.chain), run.place
     widths = [run.numel if each.width is None else each.width for each in further_inputs(chain)]
 
@@ -247,14 +288,29 @@ def _replace(run: Run) -> None:
     ]
     args = ([run.source, *others], fused.name_of(chain), run.numel)
     if run.further:
-        results = add(role, fused.FUSED_RESULTS, *args)
-        made = [add("layout", getitem, results, i) for i in range(1 + len(run.further))]
+        several = add(role, fused.FUSED_RESULTS, *args)
+        made = [add("layout", getitem, several, i) for i in range(1 + len(run.further))]
     else:
         made = [add(role, fused.FUSED, *args)]
+    results = list[fx.Node]()
     for node, value in zip((run.nodes[-1], *run.further), made, strict=True):
-        node.replace_all_uses_with(view(value, node.meta["val"].shape))
+        results.append(view(value, node.meta["val"].shape))
+        _keep_value(results[-1], value, node.meta["val"])
+        node.replace_all_uses_with(results[-1])
     for node in sorted(run.nodes, reverse=True):
         erase(node)
+    return results
+
+
+def _keep_value(replaced: fx.Node, result: fx.Node, value: Tensor) -> None:
+    """Let a node that views a kernel's result have the value of the node that it replaces.
+
+    By this value ``sample`` finds what a site encodes. The result views it in turn, since both are
+    one memory.
+    """
+    if value.is_contiguous():
+        result.meta["val"] = value.view(result.meta["val"].shape)
+        replaced.meta["val"] = value
 
 
 def _replace_matmul(run: Run, product: Multiplied) -> None:

@@ -15,6 +15,9 @@
     sample      plain, plan     plain, plan    inserts the operator that samples errors
     order       plain           -              keeps that order in Inductor (phase post-grad)
 
+Before all of them, ``joint`` marks what the joint graph of forward and backward saves. It is not
+called by the manager.
+
 Each pass is in a file of its name. ``contract`` explains and checks the facts that passes require
 and provide. ``Policy(skip=...)`` skips passes by name. The manager runs the passes of phase graph;
 ``post.order.ordered`` gives Inductor those of phase post-grad.

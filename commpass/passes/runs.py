@@ -92,21 +92,21 @@ def runs(nodes: Sequence[fx.Node]) -> Iterator[Run]:
         run = deque([node])
         if node.target is ops.encode.default:
             while (source := run[0].all_input_nodes[0]) in own and only_user(source) is run[0]:
-                if not isinstance(_step(source), BEFORE_ENCODE):
+                if not isinstance(step_of(source), BEFORE_ENCODE):
                     break
                 run.appendleft(source)
         while run[-1].target is not ops.encode.default:
             user = only_user(run[-1])
-            if user is None or user not in own or not isinstance(_step(user), AFTER_DECODE):
+            if user is None or user not in own or not isinstance(step_of(user), AFTER_DECODE):
                 break
             run.append(user)
         used.update(run)
-        steps = (step for each in run if (step := _step(each)) is not None)
+        steps = (step for each in run if (step := step_of(each)) is not None)
         yield Run(tuple(run), tuple(steps))
 
 
-def _step(node: fx.Node) -> Step | None:
-    """Return a node as a step of a chain, or None."""
+def step_of(node: fx.Node) -> Step | None:
+    """Return a codec operator or a conversion beside one as a step of a chain, or None."""
     if node.target is ops.decode.default:
         return Decode(operators.lookup(str(node.args[1])), node.args[3])  # type: ignore[arg-type]
     if node.target is ops.encode.default:

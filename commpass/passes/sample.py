@@ -39,13 +39,13 @@ UNSEEN = "error_sample_rate is 0, and its budget is not checked"
 
 def run(context: PassContext) -> None:
     """Insert the operator if the policy samples errors, or a budget has to be checked."""
-    watched, checked = bool(context.input.policy.error_sample_rate), _checked(context)
-    if watched or checked:
-        what = (context.gm, context.plan.sites, context.encoded, checked)
+    watched, due = bool(context.input.policy.error_sample_rate), checked(context)
+    if watched or due:
+        what = (context.gm, context.plan.sites, context.encoded, due)
         context.sampled = sample(*what, other_ranks=watched)
 
 
-def _checked(context: PassContext) -> frozenset[str]:
+def checked(context: PassContext) -> frozenset[str]:
     """Return the names of lossy sites whose error budgets are checked on real values."""
     if not context.input.policy.check_calls:
         return frozenset()
@@ -70,28 +70,30 @@ def sample(
     gm: fx.GraphModule,
     plan: Sequence[PlannedSite],
     encoded: Mapping[str, EncodedValue],
-    checked: Collection[str] = (),
+    due: Collection[str] = (),
     *,
     other_ranks: bool = True,
 ) -> dict[str, str]:
     """Insert the operator before the encode of each site that can be sampled.
 
-    ``encoded`` is what the sites encode, and ``checked`` names those whose budgets are checked.
+    ``encoded`` is what the sites encode, and ``due`` names those whose budgets are checked.
     ``other_ranks`` says whether the other sites are sampled too. Return for each compressed site,
     by name, why it is not sampled; "" if it is.
     """
+    every = [node for _, module in graph_modules(gm) for node in module.graph.nodes]
     nodes = {
-        id(node.meta["val"]): node
-        for _, module in graph_modules(gm)
-        for node in module.graph.nodes
-        if isinstance(node.meta.get("val"), Tensor)
+        id(node.meta["val"]): node for node in every if isinstance(node.meta.get("val"), Tensor)
     }
+    done = {node.args[2] for node in every if node.target is SAMPLE}
     why: dict[str, str] = {}
     for number, site in enumerate(plan):
+        if number in done:
+            why[site.name] = ""
+            continue
         if not site.compressed:
             continue
         why[site.name] = unsupported_reason(site)
-        check = site.name in checked
+        check = site.name in due
         if not why[site.name] and not (check or other_ranks):
             why[site.name] = UNSEEN
         if not why[site.name]:
@@ -146,17 +148,23 @@ def _insert(its: EncodedValue, nodes: Mapping[int, fx.Node], before: fx.Node, nu
     """Insert the operator before the first read of the site's input, since later writes to it are
     not sent."""
     given: Any = [nodes[id(value)] if value is not None else None for value in its.values]
+    insert(given, before, number, its.product)
+
+
+def insert(given: Sequence[Any], before: fx.Node, number: int, product: str = "") -> None:
+    """Insert the operator for a site before a node. ``given`` are what is encoded, or the inputs of
+    the ``product`` that is."""
     held = given[0].meta["val"]
     graph = before.graph
     with graph.inserting_before(before), mode_of(graph):
         # An operator without results or side effects would be eliminated.
         into = graph.call_function(EMPTY, ([1],), {"device": held.device})
         into.meta["val"] = held.new_empty([1], dtype=torch.float32)
-        if its.product:
-            args = (*given, into, number, its.product)
+        if product:
+            args = (*given, into, number, product)
             graph.call_function(torch.ops.commpass.sample_product_.default, args)
         else:
-            graph.call_function(torch.ops.commpass.sample_.default, (*given, into, number))
+            graph.call_function(SAMPLE, (*given, into, number))
 
 
 def _looking(x: Tensor) -> Any:
@@ -193,3 +201,4 @@ _library.define(
 _library.impl("sample_product_", ambient_free(_sample_product), "CompositeExplicitAutograd")
 for _name in ("sample_", "sample_product_"):
     torch.library.register_fake(f"commpass::{_name}", _no_op, lib=_library)
+SAMPLE = torch.ops.commpass.sample_.default

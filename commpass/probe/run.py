@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from importlib.metadata import version
 from typing import Any
 
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from commpass.errors import ProfileError
 from commpass.probe.kernels import CODECS
 from commpass.probe.kernels import measure as kernel_times
 from commpass.probe.links import Times, kinds, measure, overhead_us
+from commpass.utils.version import own_version
 
 Progress = Callable[[int, int, str], None]
 """Called with the number of measured kinds of exchanges and codecs, their total, and the next
@@ -82,7 +82,7 @@ def probe(
         ranks_per_host=ranks_per_host if "intra_host_link" in links else 0,
     )
     file = ProfileFile(
-        commpass=version("commpass"),
+        commpass=own_version(),
         written=datetime.now(UTC).isoformat(timespec="seconds"),
         machine=this_machine(places),
         profile=profile,

@@ -142,6 +142,23 @@ def int8_asymmetric(x):
     return codes, scale, zero
 
 
+def power_of_two_exponents(x):
+    """Codes with a scale from an exponent of 8 bits, as in microscaling formats."""
+    ratio = x.abs().amax(-1, keepdim=True).float() / 448.0
+    biased = ((ratio.view(torch.int32) >> 23) & 255).clamp(max=254).to(torch.uint8)
+    scale = torch.exp2(127 - biased.to(torch.float32))
+    return saturated(x, scale, E4M3), biased
+
+
+def int4_codes(x):
+    return ((x.float().nan_to_num(0) * 4).round().clamp(-8, 7).to(torch.int8) & 15).flatten()
+
+
+def in_pairs(codes):
+    """Two codes in a byte."""
+    return codes[::2] | (codes[1::2] << 4)
+
+
 def static(x):
     return saturated(x, 0.125, E4M3)
 
@@ -219,6 +236,26 @@ FITS = {
         torch.bfloat16,
         [(torch.int32, ROWS * 4), (torch.int8, ROW)],
     ),
+    "scales from exponents": (
+        lambda x: power_of_two_exponents(ag(x)),
+        torch.bfloat16,
+        [(torch.uint8, ROWS), (torch.uint8, ROW)],
+    ),
+    "two codes in a byte": (
+        lambda x: in_pairs(int4_codes(ag(x))),
+        torch.bfloat16,
+        [(torch.int8, ROW // 2)],
+    ),
+    "every fifth code, across the ranks": (
+        lambda x: int4_codes(ag(x))[::5],
+        torch.bfloat16,
+        [(torch.int8, ROW)],
+    ),
+    "pairs without the last one": (
+        lambda x: int4_codes(ag(x))[:-2:2],
+        torch.bfloat16,
+        [(torch.int8, ROW)],
+    ),
     "static scale": (lambda x: static(ag(x)), torch.bfloat16, [(torch.uint8, ROW)]),
     "cast that does not saturate": (
         lambda x: (ag(x) * 0.5).to(E4M3),
@@ -294,6 +331,7 @@ MUST_NOT = {
     "codes are computed along the other rows": lambda x: (ag(x).float().cumsum(0)).to(E4M3),
     "the scale is an input": lambda x, s: saturated(ag(x), s, E4M3),
     "an inexact function": lambda x: ag(x).float().exp().to(E4M3),
+    "a power that is no whole number": lambda x: (ag(x).float() - 0.5).exp2().to(E4M3),
     "the maximum of rows from other ranks": lambda x: tensorwise(a2a(x[:4])),
     "the sign of a zero may leave": lambda x: of(ag(x), lambda y: (rowwise(y), y.amax())),
     "a zero of either sign divides": lambda x: of(ag(x), lambda y: 1 / y.amax()),

@@ -7,12 +7,17 @@ import pytest
 import torch
 from functional_ops import ag, rs
 from graphs import as_rank
+from tiers import rarely
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import commpass
 
 pytest.importorskip("torchao", reason="torchao is an optional requirement of the tests")
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+from torchao.prototype.mx_formats.config import ScaleCalculationMode as MODE
+from torchao.prototype.mx_formats.mx_tensor import to_mx
+from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize
 from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
 
 SLOW = commpass.ethernet(0.001)
@@ -66,7 +71,7 @@ def plans_of(model, x):
     before = len(commpass.plans())
     backend = commpass.backend("lossless", inner="eager", profile=SLOW, strict=True)
     result = torch.compile(model, backend=backend, fullgraph=True)(x)
-    if result.requires_grad:
+    if torch.is_grad_enabled():
         result.sum().backward()
     return commpass.plans()[before:]
 
@@ -96,6 +101,35 @@ def test_layers_gather_codes(name):
     assert [step.rule for step in plan.simplified] == [IN_16_BITS if name == IN_BF16 else NAME]
     assert sorted((site.dtype, site.bytes) for site in plan.sites) == sorted(sent)
     assert plan.simplified[0].saved_bytes == VALUES * dtype.itemsize - sum(n for _, n in sent)
+    takes = plan.simplified[0].into.endswith("; consumer: scaled_mm takes the codes")
+    assert takes == ("dynamic" not in name)  # on a CPU, torchao multiplies a cast of int8 codes
+
+
+FORMATS = {
+    "mxfp8": (lambda x: to_mx(x, torch.float8_e4m3fn, 32, MODE.RCEIL), [VALUES // 32, VALUES]),
+    "mxfp4": (
+        lambda x: to_mx(x, torch.float4_e2m1fn_x2, 32, MODE.RCEIL),
+        [VALUES // 32, VALUES // 2],
+    ),
+    "nvfp4": (
+        lambda x: nvfp4_quantize(x, 16, x.abs().amax().float() / (448 * 6)),
+        [2, VALUES // 16, VALUES // 2],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats_of_hardware_are_gathered_as_they_are_stored(name):
+    cast, sent = FORMATS[name]
+
+    def gathered(x):
+        return [each.view(torch.uint8) for each in cast(ag(x))]
+
+    with as_rank(0, RANKS), torch.no_grad():
+        (plan,) = plans_of(gathered, torch.randn(ROWS, WIDTH, dtype=torch.bfloat16))
+    assert [step.rule for step in plan.simplified] == [NAME]
+    assert sorted(site.bytes for site in plan.sites) == sent
+    assert {site.dtype for site in plan.sites} == {"uint8"}
 
 
 def test_gradients_are_gathered_in_codes_for_both_products():
@@ -118,6 +152,38 @@ def test_training_gathers_codes_and_saves_them_for_backward():
     assert [step.rule for step in forward.simplified] == [NAME]
     assert sorted(site.bytes for site in forward.sites) == [2, VALUES]
     assert not backward.sites
+
+
+def test_training_gathers_codes_of_rows_and_of_columns_when_values_are_float32():
+    with as_rank(0, RANKS):
+        model = Gathered(torch.float32)
+        float8("rowwise")(model.layer)
+        forward, backward = plans_of(model, torch.randn(ROWS, WIDTH))
+    assert [step.rule for step in forward.simplified] == [NAME]
+    maxima = [("int32", 4 * ROWS), ("int32", 4 * WIDTH)]
+    sent = sorted((site.dtype, site.bytes) for site in forward.sites)
+    assert sent == [*maxima, ("uint8", VALUES), ("uint8", VALUES)]
+    assert not backward.sites
+
+
+class Checkpointed(Gathered):
+    """A linear layer of all ranks' tokens, whose gather is repeated in backward."""
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", rarely("tensorwise")])
+def test_repeated_gathers_send_only_the_codes_that_each_pass_needs(recipe):
+    with as_rank(0, RANKS):
+        model = Checkpointed(torch.bfloat16)
+        float8(recipe)(model.layer)
+        plans = plans_of(model, torch.randn(ROWS, WIDTH, dtype=torch.bfloat16))
+    rows = recipe == "rowwise"
+    for plan, maxima in zip(plans, (ROWS, WIDTH) if rows else (1, 1), strict=True):
+        assert [step.rule for step in plan.simplified] == [NAME]
+        assert sorted(site.bytes for site in plan.sites) == [2 * maxima, VALUES]
+        assert {site.dtype for site in plan.sites} == {"uint8"}
 
 
 def test_values_that_backward_multiplies_stay():

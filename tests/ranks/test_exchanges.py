@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -491,3 +492,25 @@ def check_autograd_forms(inner: str) -> None:
 @pytest.mark.parametrize("inner", [rarely("aot_eager"), rarely("inductor")])
 def test_differentiable_exchanges_of_experts_are_compressed_both_ways(inner, ranks2):
     ranks2.run(check_autograd_forms, inner, timeout=280)
+
+
+def gathers_without_gather() -> None:
+    """Compare sums and gathers whose wires travel by all_to_all with those by all_gather."""
+    x, group = some((700,), torch.bfloat16, "normal"), counting_group()
+    calls = {
+        "all_reduce": lambda: commpass.all_reduce(x, "sum", group, codec="int8"),
+        "all_gather": lambda: commpass.all_gather(x, group, codec="int8"),
+    }
+    for name, call in calls.items():
+        want, first = call(), len(group.seen)
+        with mock.patch("commpass.collectives.request.gather_aborts", return_value=True):
+            found = call()
+        assert torch.equal(bits(found), bits(want)), name
+        kinds = [kind for kind, _, _ in group.seen]
+        assert "all_gather" in kinds[:first], name
+        assert set(kinds[first:]) == {"all_to_all"}, name
+        group.seen.clear()
+
+
+def test_wires_travel_by_all_to_all_where_a_gather_would_end_the_process(ranks3):
+    ranks3.run(gathers_without_gather)

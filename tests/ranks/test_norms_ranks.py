@@ -69,3 +69,45 @@ def check() -> None:
 
 def test_norm_in_the_kernel_that_decodes_gives_the_numbers_of_the_model(ranks2):
     ranks2.run(check, timeout=280)
+
+
+def sequence_parallel(x, residual, weight):
+    """The end of a row-parallel layer on a rank's tokens, and the gather for the next layer."""
+    ranks = dist.get_world_size()
+    own = ops.wait_tensor(ops.reduce_scatter_tensor(torch.relu(x), "sum", ranks, "0"))
+    h = residual + own
+    factor = torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6)
+    return h, ops.wait_tensor(ops.all_gather_into_tensor(weight * (h * factor), ranks, "0"))
+
+
+def check_one_kernel_between_exchanges() -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    random = torch.Generator().manual_seed(rank)
+    x = torch.randn(64, WIDTH, generator=random)
+    residual = torch.randn(64 // ranks, WIDTH, generator=random)
+    weight = torch.linspace(0.5, 2, WIDTH)
+    found = {}
+    for lowering, checks in (("kernel", 0), ("kernel", 2), ("inline", 0)):
+        rule = commpass.Rule(codec="int8(block=64)", lowering=lowering, force=True, max_error=0.1)
+        policy = commpass.Policy(rules=[rule], check_calls=checks)
+        torch._dynamo.reset()
+        compiled = torch.compile(
+            sequence_parallel, backend=commpass.backend(policy, strict=True), dynamic=False
+        )
+        found[lowering, checks] = compiled(x, residual, weight)
+        reason = commpass.plans()[-1].sites[0].reason
+        assert ("+norm+encode" in reason) == (lowering == "kernel"), reason
+    h, y = found["inline", 0]
+    for each, (stream, normed) in found.items():
+        assert torch.equal(stream, h), each
+        apart, step = (normed - y).abs(), y.abs().max() / 127
+        assert (apart <= step).all(), each  # a code at a tie
+        assert (apart > 1e-3 * step).float().mean() < 0.01, each
+        assert torch.equal(normed, found["kernel", 0][1]) or each == ("inline", 0)
+    gathered = [torch.empty_like(y) for _ in range(ranks)]
+    dist.all_gather(gathered, found["kernel", 0][1])
+    assert all(torch.equal(gathered[0], other) for other in gathered)
+
+
+def test_one_kernel_between_two_exchanges_gives_the_bits_of_separate_ones(ranks2):
+    ranks2.run(check_one_kernel_between_exchanges, timeout=280)

@@ -51,6 +51,7 @@ COMPARISONS = tuple(
 CLAMPS = (aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default)
 INTEGRAL = (aten.floor.default, aten.ceil.default, aten.round.default, aten.trunc.default)
 """Operators whose results are whole numbers."""
+WHOLE_SUMS = (aten.add.Tensor, aten.sub.Tensor)
 LINEAR = (
     *(aten.mul.Tensor, aten.mul.Scalar, aten.add.Tensor, aten.add.Scalar),
     *(aten.sub.Tensor, aten.sub.Scalar, aten.neg.default, aten.maximum.default),
@@ -289,10 +290,24 @@ def _is_exact_power(node: fx.Node) -> bool:
     by two units in the last place at most, and give whole logarithms of powers of two exactly.
     """
     if node.target is aten.exp2.default:
-        source: Any = node.args[0]
-        return fake(node).dtype == torch.float32 and source.target in INTEGRAL
+        return fake(node).dtype == torch.float32 and _is_integral(node.args[0])
     whole = all(user.target in (aten.floor.default, aten.ceil.default) for user in node.users)
     return node.target is aten.log2.default and fake(node).dtype == torch.float32 and whole
+
+
+def _is_integral(value: Any, depth: int = 8) -> bool:
+    """Whether a number, or each value of a node, is a whole number by its operators alone.
+
+    Sums of whole numbers are whole after rounding too.
+    """
+    if not isinstance(value, fx.Node):
+        return isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    if value.target in INTEGRAL or not fake(value).is_floating_point():
+        return True
+    sums = value.target in WHOLE_SUMS and value.kwargs.get("alpha", 1) == 1
+    kept = sums or is_cast(value) or is_copy(value) or value.target in RESHAPES
+    given = value.args[: 2 if sums else 1]
+    return depth > 0 and kept and all(_is_integral(each, depth - 1) for each in given)
 
 
 def is_between(node: fx.Node) -> bool:
@@ -332,10 +347,23 @@ def dim_after(link: fx.Node, dim: int, ranks: int, *, even: bool) -> int | None:
         return None if dim in padded else dim
     if link.target is aten.slice.Tensor and not fake(link).is_floating_point():
         # Codes are packed from slices. A slice of values would be sent without the policy's codec.
-        return None if (args[1] if len(args) > 1 else 0) % len(given) == dim else dim
+        along = (args[1] if len(args) > 1 else 0) % len(given)
+        return dim if along != dim or _is_every_nth(link, dim, ranks, even) else None
     if link.target in RESHAPES:
         return _reshaped(given, made, dim, ranks, even)
     return None
+
+
+def _is_every_nth(link: fx.Node, dim: int, ranks: int, even: bool) -> bool:
+    """Whether a slice takes every n-th entry of a dimension to its end, and each part has a
+    multiple of n entries. Packed pairs of codes are such slices."""
+    found = arguments(link)
+    start, end, step = found.get("start") or 0, found.get("end"), found.get("step", 1)
+    size = fake(link.args[0]).shape[dim]  # type: ignore[arg-type]
+    if not even or not _is_fixed([start, step, size]) or not 0 <= start < step:
+        return False
+    to_end = end is None or (isinstance(end, int) and end >= size)
+    return to_end and size % (ranks * step) == 0
 
 
 def _reshaped(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from importlib import metadata, resources
+from importlib import resources
 from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
@@ -20,6 +20,7 @@ from commpass.report.html.sparklines import KINDS, missing
 from commpass.report.numbers import micros, ms, percent, ratio, size
 from commpass.report.run import Run
 from commpass.utils.tables import write_whole
+from commpass.utils.version import own_version
 
 SCRIPTS = ("format.js", "table.js", "bars.js", "sites.js", "timeline.js", "page.js")
 """The parts of one script, in this order: later ones use what earlier ones define."""
@@ -64,7 +65,7 @@ def page(runs: Sequence[Run]) -> str:
             script=script,
             hash=_hash(script),
             data=_embedded(data),
-            version=metadata.version("commpass"),
+            version=own_version(),
         )
     )
 

@@ -7,7 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from commpass.passes.fx.ops import RESHAPES, aten, is_copy, moves_values, opname
+from commpass.passes.fx.ops import (
+    RESHAPES,
+    aten,
+    is_copy,
+    is_matmul,
+    moves_values,
+    opname,
+    reached,
+)
 from commpass.passes.simplify.before_gather import LocalValues
 from commpass.passes.simplify.chains import rejoined_source
 from commpass.passes.simplify.cut import Region, cheapest_cut, region_of
@@ -37,20 +45,19 @@ def quantise_in_16_bits(node: fx.Node, editor: Editor) -> Applied | None:
 
 
 def _quantise(node: fx.Node, editor: Editor, rule: str) -> Applied | None:
-    exchange = editor.exchange(node, GATHERS)
-    if exchange is None or not _may_change(exchange, editor):
+    found = smaller_cut(node, editor, in_16_bits=rule == IN_16_BITS)
+    if found is None:
         return None
-    region = region_of(exchange, editor, rule == IN_16_BITS)
-    cut = cheapest_cut(region) if region is not None else []
-    if region is None or not cut or node in cut:
-        return None
+    region, cut = found
     computed = sorted({*region.needed_for(cut), *cut})
     parts = [each for each in cut if region.shards[each].dim is not None]
     extrema = [each for each in computed if is_extremum_of_parts(each, region.shards)]
     if not _ends_earlier(parts, extrema, region, editor):
         return None
+    exchange = region.exchange
     name, before = exchange.call.node.name, nbytes(exchange.input)
     moved = tuple(text for each in computed if (text := _text(each)))
+    consumer = _consumers([each for first in parts for each in region.members(first)])
     local = LocalValues(region, editor, rule)
     local.compute(computed)
     sent = local.start(parts)
@@ -61,7 +68,21 @@ def _quantise(node: fx.Node, editor: Editor, rule: str) -> Applied | None:
             if editor.lives(member):
                 editor.replace(member, value)
     into = ", ".join(each.text for each in local.sent)
-    return Applied(name, into, before - sum(each.nbytes for each in local.sent), moved)
+    saved = before - sum(each.nbytes for each in local.sent)
+    return Applied(name, into, saved, moved, consumer=consumer)
+
+
+def smaller_cut(
+    node: fx.Node, editor: Editor, *, in_16_bits: bool = False
+) -> tuple[Region, list[fx.Node]] | None:
+    """Return what is computed from a gathered value, maybe ``in_16_bits``, and the values of it to
+    gather instead. None if no such values have fewer bytes."""
+    exchange = editor.exchange(node, GATHERS)
+    if exchange is None or not _may_change(exchange, editor):
+        return None
+    region = region_of(exchange, editor, in_16_bits)
+    cut = cheapest_cut(region) if region is not None else []
+    return None if region is None or not cut or node in cut else (region, cut)
 
 
 def _may_change(exchange: Exchange, editor: Editor) -> bool:
@@ -86,6 +107,18 @@ def _ends_earlier(
     less = sum(editor.time_us(call.kind, region.nbytes(each) / ranks, call) for each in parts)
     less += sum(editor.time_us("all_gather", nbytes(each), call) for each in extrema)
     return less < editor.time_us(call.kind, common_nbytes(call, ranks), call)
+
+
+def _consumers(codes: Sequence[fx.Node]) -> str:
+    """Return the names of the matmuls that take codes as they are, or views of them."""
+
+    def step(node: fx.Node) -> list[fx.Node]:
+        if is_matmul(node):
+            return []
+        return [each for each in node.users if is_matmul(each) or moves_values(each)]
+
+    names = {opname(each).lstrip("_") for each in filter(is_matmul, reached(codes, step))}
+    return " and ".join(sorted(names))
 
 
 def _text(node: fx.Node) -> str | None:

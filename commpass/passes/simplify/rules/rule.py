@@ -25,8 +25,8 @@ class Applied:
 
     ``site`` was removed or reduced, and ``into`` describes the result. ``saved_bytes`` is what one
     rank no longer sends. ``moved`` are the numbers moved across a collective, to ``before`` or
-    ``behind`` it. ``others`` are the sites that it was merged with. The ranks must agree on the
-    last two.
+    ``behind`` it. ``others`` are the sites that it was merged with. The ranks must agree on these
+    two. ``consumer`` names operators that take codes without a decode.
     """
 
     site: str
@@ -35,11 +35,13 @@ class Applied:
     moved: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
     moved_to: str = "before"
+    consumer: str = ""
 
     @property
     def text(self) -> str:
         moved = f", {', '.join(self.moved)} {self.moved_to} it" if self.moved else ""
-        return f"{self.into}{moved}"
+        takes = f"; consumer: {self.consumer} takes the codes" if self.consumer else ""
+        return f"{self.into}{moved}{takes}"
 
 
 class Phase(Enum):
