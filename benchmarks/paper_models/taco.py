@@ -14,7 +14,7 @@ from commpass.costmodel.links import steps
 from commpass.passes.payloads import request_of
 from commpass.plan import Site
 
-from .sites import FREE, coded, fused, plain, site
+from .sites import FREE, coded, fused, halved, plain, site
 from .unfused import count_unfused
 
 
@@ -105,7 +105,7 @@ def unfused_gain(
     for stage in read_stages(of.kind, "two_shot", "taco", payload, request_of(of)):
         if stage.role in ("encode", "decode"):
             rows = max(1, round(ranks * stage.values / payload.numel)) if by_peer else 1
-            coding += count.time_us(stage.role, stage.values, card.kernels, rows)
+            coding += count.time_us(stage.role, stage.values, halved(card), rows)
     exchange = coded(of, "two_shot", "taco", machine.link, FREE) + coding
     without = machine.step_us(model, ranks, plain(of, machine.link))
     return without / machine.step_us(model, ranks, exchange)

@@ -51,6 +51,40 @@ INTERCONNECTS: dict[str, Stated] = {
 
 
 @dataclass(frozen=True)
+class Shares:
+    """The bytes of a codec's wire for each value, and the measured shares of the speed of a copy of
+    bf16 values that its kernels reach."""
+
+    wire: float
+    encode: float
+    decode: float
+
+
+COPIED = 0.88
+"""The share of the stated bandwidth at which an H200 copies 256 MiB: 4,220 of 4,800 GB/s."""
+MULTIPLIED = 0.65
+"""The share of the stated bf16 rate that large matmuls reach on an H200, which then runs at the
+limit of its power: 670 of 989 TFLOP/s."""
+SHARES: dict[str, Shares] = {
+    "int8": Shares(1.02, 0.99, 0.97),
+    "fp8": Shares(1.02, 0.98, 0.96),
+    "int6": Shares(0.77, 0.83, 0.79),
+    "int4": Shares(0.52, 0.95, 0.94),
+    "rotated": Shares(1.02, 0.58, 0.72),
+    "taco": Shares(1.02, 0.38, 0.79),
+    "sdp4bit": Shares(0.52, 0.59, 0.81),
+    "equarx": Shares(1.02, 0.99, 0.98),
+    "table": Shares(0.52, 0.25, 0.29),
+    "tahquant": Shares(0.52, 0.21, 0.47),
+    "mxfp8": Shares(1.03, 0.98, 0.96),
+}
+"""Of 32 million values on an H200, with torch 2.11 and Triton 3.6
+(benchmarks/results/gpu_nvidia_h200.json). Other GPUs are assumed to reach the same shares."""
+UNKNOWN = Shares(1.0, 0.5, 0.5)
+"""An assumption for codecs that were not measured."""
+
+
+@dataclass(frozen=True)
 class Card:
     """A GPU's stated memory bandwidth in GB/s and dense bf16 operations in TFLOP/s, and the
     interconnect of the GPUs of a host."""
@@ -62,14 +96,20 @@ class Card:
 
     @property
     def kernels(self) -> Kernels:
-        """Rates of codecs as memory-bound kernels. Encoding float32 values reads 4 bytes and writes
-        one, at half of the bandwidth (an assumption); matmuls run at half of the stated rate."""
-        ns = 5.0 / (self.gbytes_per_s * 0.5)
+        """Rates of codecs for bf16 values: a value is read or written as 2 bytes, its wire is
+        written or read."""
+        copied = self.gbytes_per_s * COPIED
+
+        def rate(of: Shares) -> KernelRate:
+            copy_ns = (2.0 + of.wire) / copied
+            return KernelRate(copy_ns / of.encode, copy_ns / of.decode)
+
         return Kernels(
             launch_us=5.0,
-            other=KernelRate(ns, ns),
-            gflops=self.tflops * 500.0,
-            gbytes_per_s=self.gbytes_per_s * 0.5,
+            other=rate(UNKNOWN),
+            rates={name: rate(shares) for name, shares in SHARES.items()},
+            gflops=self.tflops * 1e3 * MULTIPLIED,
+            gbytes_per_s=copied,
         )
 
 

@@ -6,16 +6,22 @@ instructions.
 
 from __future__ import annotations
 
+import ast
+import inspect
+import pkgutil
 import re
 import subprocess
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
 
 from commpass.codecs.exponent import ExponentCodec, exponent
+from commpass.lowering.gpu import tiles
 from commpass.lowering.gpu.call import Call, calls_of, divisible, signature
 from commpass.lowering.gpu.exponent import Tiling, decode_rows, encode_rows
 from commpass.lowering.gpu.source import load
@@ -177,3 +183,34 @@ def test_mi300() -> None:
         assert set(spilled) == {"0"}, name
     assert "global_load_dwordx4" in text
     assert "global_store_dwordx4" in text
+
+
+def tile_functions() -> dict[str, Callable[..., object]]:
+    modules = [
+        import_module(f"{tiles.__name__}.{m.name}") for m in pkgutil.iter_modules(tiles.__path__)
+    ]
+    each = {name: value for module in modules for name, value in vars(module).items()}
+    return {name: value for name, value in each.items() if getattr(value, "is_tile", False)}
+
+
+def calls_in(node: ast.AST, names: object) -> Iterator[ast.Call]:
+    for each in ast.walk(node):
+        if isinstance(each, ast.Call) and isinstance(each.func, ast.Name) and each.func.id in names:
+            yield each
+
+
+def test_no_tile_function_returns_a_compile_time_argument() -> None:
+    """Up to Triton 3.6, what a function returns is a value of the program, even if it computes with
+    constants alone."""
+    known = tile_functions()
+    found = []
+    for name, function in known.items():
+        for call in calls_in(ast.parse(inspect.getsource(function)), known):
+            parameters = inspect.signature(known[call.func.id]).parameters.values()
+            constants = {each.name for each in parameters if "constexpr" in str(each.annotation)}
+            given = dict(zip((each.name for each in parameters), call.args, strict=False))
+            given |= {each.arg: each.value for each in call.keywords}
+            inner = [g for key, g in given.items() if key in constants and any(calls_in(g, known))]
+            found += [(name, ast.unparse(each)) for each in inner]
+    assert len(known) > 100
+    assert found == []

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from interpreter import interpreted
 from plain_form import plainly, same, sample
 from test_codecs import CORE
-from tiers import examples, sampled
+from tiers import examples, rarely, sampled
 
 from commpass.codecs import codec
 from commpass.codecs.block import grids, layouts, noise, scales, transforms
@@ -67,6 +67,8 @@ def without_tile() -> list[str]:
 
     kinds = {
         parts.place: layouts.Layout,
+        parts.split: layouts.Layout,
+        parts.join: layouts.Layout,
         parts.forward: transforms.Transform,
         parts.inverse: transforms.Transform,
         parts.measure: scales.Scale,
@@ -222,6 +224,21 @@ def test_sums_are_made_in_rank_order(text, ranks):
     same(interpreted(ran, again, wires, numel), wire)
 
 
+@pytest.mark.parametrize("ranks", [19, rarely(16), rarely(9)])
+@pytest.mark.parametrize("text", ["int8(block=64)", rarely("mxfp4"), rarely("tahquant(block=32)")])
+def test_sums_of_many_ranks_are_made_in_rank_order(text, ranks):
+    """Groups of ranks, the last of which is not full; in one the values must be clamped."""
+    coder, numel, dtype = codec(text), 96, torch.bfloat16
+    x = torch.cat([sample(numel, dtype, seed)[:1] for seed in range(ranks)])
+    x[ranks - 2] *= 3e38 / x[ranks - 2].abs().max()
+    with plainly():
+        wires = coder.encode_rows(x)
+        first, *others = coder.decode_rows(wires, numel, dtype).split(1)
+        total = sum(others, first)
+    chain = Chain(torch.uint8, (Decode(coder, dtype), Sum(ranks)))
+    same(interpreted(ran, chain, wires, numel), total)
+
+
 @pytest.mark.parametrize("text", ["int8(stored=pow2)", "int4(stored=pow2)", "fp8(stored=pow2)"])
 @pytest.mark.parametrize("first", [0.0, float("nan"), float("inf")])
 def test_largest_values_are_cut_beside_a_block_that_is_not_finite(text, first):
@@ -282,6 +299,27 @@ def test_rows_may_lie_apart():
 
 def strided(coder, wide: torch.Tensor, first: int, numel: int) -> torch.Tensor:
     return ran(Chain(wide.dtype, (Encode(coder),)), wide[:, first : first + numel], numel)
+
+
+def test_rows_may_exceed_the_programs_of_an_axis():
+    """A grid's second and third axis have at most 65,535 programs."""
+    coder, numel = codec("int8"), 300
+    x = sample(4 * numel, torch.bfloat16).view(12, numel)[:11]
+    wire = coder.encode_rows(x)
+    same(interpreted(on_small_grid, Chain(x.dtype, (Encode(coder),)), x, numel), wire)
+    back = Chain(torch.uint8, (Decode(coder, x.dtype), Cast(x.dtype)))
+    values = interpreted(on_small_grid, back, wire, numel)
+    same(values, coder.decode_rows(wire, numel, x.dtype).to(x.dtype))
+
+
+def on_small_grid(chain: Chain, rows: torch.Tensor, numel: int) -> torch.Tensor:
+    from unittest.mock import patch
+
+    from commpass.lowering.gpu import generate, launch
+
+    with patch.object(launch, "LARGEST_GRID", 4):
+        assert launch.grid(generate.kernel(chain, numel), numel, 11) == (1, 4, 3)
+        return ran(chain, rows, numel)
 
 
 def test_nothing_is_written_for_no_values():

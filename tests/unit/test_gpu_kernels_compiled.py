@@ -6,6 +6,9 @@ as planned.
 
 from __future__ import annotations
 
+import dataclasses
+import re
+
 import pytest
 import torch
 from tiers import sampled
@@ -14,6 +17,11 @@ from commpass.codecs import codec
 
 pytest.importorskip("triton", reason="kernels are written in Triton: pip install commpass[kernels]")
 
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from commpass.lowering.gpu.source import load
 from commpass.lowering.inspect.kernels import kernels_named
 from commpass.lowering.inspect.lowerable import lower
 
@@ -28,6 +36,8 @@ USUAL += [
     ("int4", "encode", "sm_100"),
     ("mxfp8", "encode", "sm_90"),
     ("mxfp8", "decode_sum", "sm_90"),
+    ("mxfp4", "encode", "sm_90"),
+    ("mxfp4", "decode", "sm_90"),
     ("taco", "encode", "sm_80"),
     ("rotated", "encode", "gfx942"),
 ]
@@ -44,12 +54,17 @@ def compiled(text: str, kernel: str, arch: str):
 
 NARROW = {("int4", "decode", arch) for arch in ARCHS}
 """Half of what a thread loads are scales of 4 bytes, for eight blocks: cached, but loaded again."""
-NARROW |= {("int6", k, "gfx942") for k in ("encode", "decode", "decode_sum_encode")}
+NARROW |= {("int6", k, "gfx942") for k in KERNELS}
 NARROW |= {("int2(stored=bf16)", k, "gfx942") for k in KERNELS}
 NARROW |= {(c, k, "gfx942") for c in ("table", "tahquant") for k in KERNELS[2:]}
 """64 lanes share a tile, so each has half as many codes: 8 bytes or less."""
-NARROW |= {("tahquant", "decode_sum_encode", arch) for arch in ARCHS[:3]}
-"""With half a tile, the codes are 16 bytes per thread, and scales with padding 22."""
+FOUR = ("int4", "rotated(bits=4)", "sdp4bit")
+NARROW |= {(c, k, "gfx942") for c in FOUR for k in KERNELS[2:]}
+"""Sums have half a tile, of which these 64 lanes share 4-bit codes."""
+NARROW |= {("int2(stored=bf16)", k, arch) for k in KERNELS[2:] for arch in ARCHS}
+"""So do 32 lanes, with codes of 2 bits."""
+NARROW |= {(c, "decode_sum_encode", arch) for c in ("tahquant", "int6") for arch in ARCHS[:3]}
+"""With half a tile, the codes are 16 bytes per thread or less, and scales with padding more."""
 
 
 @pytest.mark.few(1)
@@ -71,3 +86,18 @@ def test_architecture_without_8_bit_floats_has_them_in_whole_numbers():
     """sm_80 has no e4m3: the same source computes it."""
     assert "e4m3" not in compiled("fp8", "encode", "sm_80").compiled.assembly
     assert "e4m3x2" in compiled("fp8", "encode", "sm_90").compiled.assembly
+
+
+def test_strides_are_multiplied_in_64_bits():
+    """512 M values on 8 ranks pass 2^31, and Triton takes strides that fit as 32-bit integers."""
+    (made,) = kernels_named("decode_sum_encode", codec("int8"), torch.bfloat16, 8, "sm_90")
+    strides = dict.fromkeys(("input_stride", "output_stride"), "i32")
+    text = ttir(dataclasses.replace(made, signature=made.signature | strides))
+    uses = [line for line in text.splitlines() if re.search(r"= .*%(in|out)put_stride\b", line)]
+    assert uses
+    assert all("arith.extsi" in line for line in uses), uses
+
+
+def ttir(made) -> str:
+    source = ASTSource(load(made.source), made.signature, made.constants)
+    return str(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ttir"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.library import wrap_triton
 
+from commpass.lowering.gpu.current import on_device
 from commpass.lowering.gpu.source import Source, load, of_function
 
 Arguments = dict[str, Tensor | int]
@@ -20,6 +22,8 @@ POINTERS = {
     torch.int16: "*i16",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
     torch.float32: "*fp32",
     torch.float64: "*fp64",
 }
@@ -83,9 +87,11 @@ def launch(call: Call, *, graph: bool = False) -> None:
         calls.append(call)
     elif call.programs:
         function = load(call.source)
-        (wrap_triton(function) if graph else function)[(call.programs,)](
-            **call.arguments, **call.constants, num_warps=call.warps, **call.options
-        )
+        tensors = (each for each in call.arguments.values() if isinstance(each, Tensor))
+        with nullcontext() if graph else on_device(next(tensors).device):
+            (wrap_triton(function) if graph else function)[(call.programs,)](
+                **call.arguments, **call.constants, num_warps=call.warps, **call.options
+            )
 
 
 def signature(call: Call) -> dict[str, str]:

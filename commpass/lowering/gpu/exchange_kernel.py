@@ -270,7 +270,7 @@ class _Writer:
 def _writer(exchange: Exchange) -> _Writer:
     codec = exchange.block_codec
     size = codec.layout.size(exchange.length)
-    encode = generate.Body(size, "")
+    encode = generate.Body(size, codec.layout)
     ends = generate.write_encode(codec, encode)
     encode.add("if tile == 0:", *(f"    filled({place}, {length})" for place, length in ends))
     given = ["x", "output_stride", "row", "tile", "block", "inside", "block_mask", "blocks"]
@@ -278,7 +278,7 @@ def _writer(exchange: Exchange) -> _Writer:
     constants = ["FP8", "PARTS"]
     function = function_text("encoded", [*given, *map(constant, constants)], encode.lines)
     called = [{"output_stride": "wire_bytes", "output": "wire"}.get(name, name) for name in given]
-    decode = generate.Body(size, "")
+    decode = generate.Body(size, codec.layout)
     decoded = generate.write_decode(codec, exchange.dtype, decode, "decoded")
     decoded_sum = generate.write_decode(codec, torch.float32, decode, "decoded_sum")
     functions = decode.functions if exchange.phases > 1 else decode.functions[:1]
@@ -347,8 +347,8 @@ def _exchange_lines(phase: int) -> list[str]:
 
 
 def _load_lines(writer: _Writer) -> list[str]:
-    load = "x = to_float32(tl.load(input + at, mask=value_mask, other=0.0))"
-    return [load, *writer.enter_lines]
+    values = parts.split(writer.codec.layout, "tl.load(input + at, mask=value_mask, other=0.0)")
+    return [f"x = to_float32({values})", *writer.enter_lines]
 
 
 def _sum_lines(writer: _Writer, at: str) -> list[str]:
@@ -370,7 +370,7 @@ def _store_lines(writer: _Writer) -> list[str]:
     return [
         *writer.leave_lines,
         'x = tl.where(late == 0, x, float("nan"))',
-        f"{store}(output + at, x, value_mask, CASTS)",
+        f"{store}(output + at, {parts.join(writer.codec.layout, 'x')}, value_mask, CASTS)",
     ]
 
 
@@ -389,7 +389,8 @@ def _two_shot(writer: _Writer) -> list[str]:
     """A rank sums its shard and encodes the sum; every rank decodes all sums, its own first."""
     first = writer.encoded.replace(", row,", ", shard + row,")
     encode = [*_load_lines(writer), "wire = region(mine, wires_at)", first]
-    again = [] if isinstance(writer.codec.layout, Flat) else ["x = tl.where(place < numel, x, 0.0)"]
+    inside = parts.split(writer.codec.layout, "place < numel")
+    again = [] if isinstance(writer.codec.layout, Flat) else [f"x = tl.where({inside}, x, 0.0)"]
     last = writer.encoded.replace(", key,", ", sum_key,")
     sums = [
         *_sum_lines(writer, "wires_at + rank * wire_bytes"),

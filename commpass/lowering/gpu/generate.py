@@ -7,7 +7,7 @@ values. All values stay in registers between the first and the last step.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import count
@@ -19,7 +19,7 @@ import torch
 from commpass.codecs import Codec
 from commpass.codecs.block.codec import BlockCodec
 from commpass.codecs.block.domain import VALUES
-from commpass.codecs.block.grids import CompandedGrid, TableGrid
+from commpass.codecs.block.grids import CompandedGrid, MiniFloatGrid, TableGrid
 from commpass.codecs.block.layouts import Flat, Layout
 from commpass.codecs.block.noise import Stochastic
 from commpass.codecs.block.packing import widths
@@ -65,9 +65,17 @@ LARGEST_NORM = 32768
 """The most values of a norm: a program holds all of them, ``TILE`` per warp."""
 NORMS = (Normalize, Scale, Shift)
 """Steps that compute with values of the same norm."""
+SUMMED = TILE // 2
+"""Values of a tile of a sum: more registers hold what was loaded, and more programs run at once."""
+HELD = 8 * SUMMED
+"""Bytes of codes that a warp loads before it decodes the first, at most those of eight ranks, in 64
+registers per thread. A sum waits for memory once for so many, and is a loop over groups of them."""
+PROGRAMS = 512
+"""The fewest programs of a sum, about four for each multiprocessor; rows of fewer have smaller
+tiles, down to ``LEAST`` values, or 8 per thread of a warp."""
+LEAST = 256
 UNROLLED = 4
-"""Sums of up to this many ranks are unrolled, larger ones are loops: the unrolled code for eight
-ranks exceeds a multiprocessor's instruction cache."""
+"""Sums of an exchange of up to this many ranks are unrolled, larger ones are loops."""
 CONSTANTS = ("SIZE", "PARTS", "BLOCKS", "CASTS", "FP8", "CHECKS")
 """Compile-time arguments of kernels.
 
@@ -83,6 +91,15 @@ INSIDE = (
     "inside += tl.arange(0, PARTS)[None, :, None] * (SIZE // PARTS)",
 )
 """Lines that number the values of a block, parts of a byte apart."""
+LARGEST_GRID = 65535
+"""The most programs along the second and the third axis of a grid."""
+ROW_LINES = (
+    "row = tl.program_id(1).to(tl.int64) + tl.program_id(2).to(tl.int64) * tl.num_programs(1)",
+    "row = tl.minimum(row, rows - 1)",
+)
+"""Lines that number the row of a program. Programs beyond the last row write it again."""
+STRIDE = "tl.cast(input_stride, tl.int64)"
+"""The stride of a wire's rows: Triton passes a small one in 32 bits, which a product may exceed."""
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 """Triton's names of pointers to values."""
 
@@ -90,7 +107,7 @@ TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"
 @dataclass(frozen=True, kw_only=True)
 class Generated(Kernel):
     """The kernel of a chain. One program processes ``blocks`` blocks of one row; the grid is
-    ``(programs of a row, rows)``."""
+    ``(programs of a row, y, z)`` with at least as many programs ``y * z`` as rows."""
 
     chain: Chain
     blocks: int
@@ -193,7 +210,7 @@ class Body:
     """The lines of an entry function, and the arguments that they use."""
 
     size: int
-    place: str
+    layout: Layout
     lines: list[str] = field(default_factory=list)
     functions: list[str] = field(default_factory=list)
     signature: dict[str, str] = field(default_factory=dict)
@@ -208,6 +225,16 @@ class Body:
         self.signature[name] = declaration
         return name
 
+    def load(self, address: str) -> str:
+        """Return an expression that reads a tile of values, as float32."""
+        values = f"tl.load({address}, mask=value_mask, other=0.0)"
+        return f"to_float32({parts.split(self.layout, values)})"
+
+    def store(self, dtype: torch.dtype, address: str) -> None:
+        """Add a line that writes ``x`` in a dtype."""
+        function = f"store_values_{_short(dtype)}"
+        self.add(f"{function}({address}, {parts.join(self.layout, 'x')}, value_mask, CASTS)")
+
 
 @lru_cache(maxsize=1024)
 def kernel(chain: Chain, numel: int = 1 << 20) -> Generated:
@@ -218,8 +245,8 @@ def kernel(chain: Chain, numel: int = 1 << 20) -> Generated:
     """
     layout = _block_codec(codecs_of(chain)[0]).layout
     size = layout.size(numel)
-    body = Body(size, parts.place(layout, size))
-    body.add("row = tl.program_id(1).to(tl.int64)")
+    body = Body(size, layout)
+    body.add(*ROW_LINES)
     norm_blocks = chain.width // size
     if norm_blocks:  # a program has the blocks of one norm, and idle lanes up to a power of two
         body.add("lane = tl.arange(0, BLOCKS)[:, None, None]")
@@ -227,21 +254,22 @@ def kernel(chain: Chain, numel: int = 1 << 20) -> Generated:
     else:
         body.add("block = (tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS))[:, None, None]")
     body.add(*INSIDE)
-    body.add(f"place = {body.place}", "value_mask = place < numel", "block_mask = block < blocks")
+    body.add(f"place = {parts.place(layout, size)}")
+    body.add("value_mask = place < numel", "block_mask = block < blocks")
     if norm_blocks:
         body.add(f"value_mask = value_mask & (lane < {norm_blocks})")
         body.add(f"block_mask = block_mask & (lane < {norm_blocks})")
         body.add(f"along = place - tl.program_id(0) * {chain.width}")
     if chain.decodes is None:
         body.add_argument("input", TYPES[chain.input_dtype])
-        body.add("x = tl.load(input + row * input_stride + place, mask=value_mask, other=0.0)")
-        body.add("x = to_float32(x)")
+        body.add(f"x = {body.load('input + row * input_stride + place')}")
     else:
         body.add_argument("input", "*u8")
     dtype = chain.input_dtype if chain.decodes is None else torch.float32
     for step in chain.steps:
         if isinstance(step, Encode) and chain.decodes and layout.blocks(numel) * size != numel:
-            body.add("x = tl.where(value_mask, x, 0.0)")  # clear the padding of the last block
+            padded = f"tl.where({parts.split(layout, 'value_mask')}, x, 0.0)"
+            body.add(f"x = {padded}")  # clear the padding of the last block
         if isinstance(step, Store):
             _write_store(dtype, body)
             continue
@@ -251,14 +279,12 @@ def kernel(chain: Chain, numel: int = 1 << 20) -> Generated:
             body.add(*([] if dtype == torch.float32 else [_through(dtype)]))
     if chain.encodes is None:
         body.add_argument("output", TYPES[dtype])
-        body.add(
-            f"{_store_function(dtype)}(output + row * output_stride + place, x, value_mask, CASTS)"
-        )
+        body.store(dtype, "output + row * output_stride + place")
     for name in ("input_stride", "output_stride"):
         body.add_argument(name, "i64")
-    for name in ("numel", "blocks"):
+    for name in ("numel", "blocks", "rows"):
         body.add_argument(name, "i32")
-    blocks = norm_blocks or max(1, _tile(chain) // size)
+    blocks = norm_blocks or max(1, _tile(chain, numel) // size)
     lanes = 1 << (blocks - 1).bit_length()
     split = max(8 // widths(_block_codec(each).grid.bits)[0] for each in codecs_of(chain))
     grids_ = [_block_codec(each).grid for each in codecs_of(chain)]
@@ -277,17 +303,18 @@ def kernel(chain: Chain, numel: int = 1 << 20) -> Generated:
     )
 
 
-def _tile(chain: Chain) -> int:
-    """Return the values of a tile.
+def _tile(chain: Chain, numel: int) -> int:
+    """Return the values of a tile."""
+    if not _is_sum(chain):
+        return TILE
+    tile = SUMMED
+    while tile > LEAST and numel < PROGRAMS * tile:
+        tile //= 2
+    return tile
 
-    A sum of values decoded by a table or with an offset needs more registers than there are for 64
-    values per thread. Up to 1,032 bytes were spilled on sm_90 and sm_100, and none with half a
-    tile, of which more run at once. (On gfx942, which spills neither, half a tile is loaded by 8
-    bytes per thread instead of 16.)
-    """
-    decoded = [_block_codec(step.codec) for step in chain.steps if isinstance(step, Decode)]
-    heavy = any(isinstance(each.grid, TableGrid) or each.offset for each in decoded)
-    return TILE // 2 if heavy and any(isinstance(step, Sum) for step in chain.steps) else TILE
+
+def _is_sum(chain: Chain) -> bool:
+    return any(isinstance(step, Sum) for step in chain.steps)
 
 
 def _entry(name: str, body: Body) -> str:
@@ -310,20 +337,12 @@ def _name(chain: Chain) -> str:
     return "_".join(words)
 
 
-def _store_function(dtype: torch.dtype) -> str:
-    return {
-        torch.float32: "store_values_fp32",
-        torch.bfloat16: "store_values_bf16",
-        torch.float16: "store_values_fp16",
-    }[dtype]
-
-
 # --- steps ----------------------------------------------------------------------------------------
 
 
 def lines_of(step: Divide | Enter | Leave, size: int) -> list[str]:
     """Return the lines of a step without further inputs; they update ``x``."""
-    body = Body(size, "")
+    body = Body(size, Flat(size))
     _write(step, body, Chain(torch.float32, (step,)))
     return body.lines
 
@@ -355,7 +374,7 @@ def write_encode(codec: BlockCodec, body: Body) -> list[tuple[str, str]]:
     for low, width, first, length in parts.packs(codec.grid.bits, body.size):
         row = body.size * codec.grid.bits // 8
         body.add(f"bytes = block * {row} + {first} + tl.arange(0, {length})[None, None, :]")
-        codes = f"packed(codes, {low}, {width}).to(tl.uint8)"
+        codes = f"packed(codes, {low}, {width}, {codec.grid.bits}).to(tl.uint8)"
         body.add(f"tl.store(wire + bytes, {codes}, mask=block_mask)")
     ends = [("wire", f"blocks * {body.size * codec.grid.bits // 8}")]
     for name, stored, at in _regions(codec, body, "output"):
@@ -395,100 +414,152 @@ def encode_lines(codec: BlockCodec) -> list[str]:
 
 @_write.register
 def _decode(step: Decode, body: Body, chain: Chain) -> None:
-    """Write a separate function, called once for each rank whose row is summed."""
     codec = _block_codec(step.codec)
-    regions = list(_regions(codec, body, "input"))
-    call = write_decode(codec, step.dtype, body, "decoded", cut="CUT")
-    ranks = chain.ranks
-    if not any(isinstance(each, Sum) for each in chain.steps):
-        body.add("wire = input + row * input_stride", f"x = {call.replace('CUT', 'True')}")
+    if _is_sum(chain):
+        _write_sum(codec, step.dtype, body, chain)
         return
+    call = write_decode(codec, step.dtype, body, "decoded")
+    body.add("wire = input + row * input_stride", f"x = {call}")
+
+
+def _write_sum(codec: BlockCodec, dtype: torch.dtype, body: Body, chain: Chain) -> None:
+    """Write lines that set ``x`` to the sum of rows, in rank order. It starts with the first row,
+    not with zero, to keep minus zero."""
+    add = _write_group(codec, dtype, body)
+    ranks, group = chain.ranks, ranks_of_group(chain, body.size)
+    whole, left = divmod(ranks, group)
     body.add(f"wire = input + row * {ranks} * input_stride")
-    if "CUT" not in call or not codec.scale.numbers:
-        body.add(*_sum_lines(call.replace("CUT", "True"), ranks))
-        return
-    # Values that must be clamped are rare. There are two loops, since clamping costs a third of the
-    # time of a rank.
-    rows = list(_row_regions(codec, body, "input"))
-    product = " * ".join([*(name for name, _, _ in regions), *(name for name, _ in rows)])
-    loads = [f"    {name} = {_load_expression(stored, at, ROW)}" for name, stored, at in regions]
-    loads += [f"    {name} = {_load_row_expression(at, ROW)}" for name, at in rows]
-    limit = torch.finfo(step.dtype).max / (2 * codec.grid.largest * codec.transform.sums)
-    body.add("far = False", "if CHECKS:", "    most = 0.0")
-    body.add(f"    for rank in range(0, {ranks}):", *indent(loads))
-    body.add(f"        most = tl.maximum(most, most_of_all({product}))")
-    # Whether a maximum ignores NaN differs between GPUs.
-    body.add(f"    far = (most > {limit!r}) | (most != most)")
-    body.add("if far:", *indent(_sum_lines(call.replace("CUT", "True"), ranks, unrolled=1)))
-    body.add("else:", *indent(_sum_lines(call.replace("CUT", "False"), ranks)))
+    body.add(f"x = {add('None', 'wire', min(ranks, group))}")
+    if whole > 1:
+        body.add(f"for first in range({group}, {whole * group}, {group}):")
+        body.add(f"    x = {add('x', f'(wire + first * {STRIDE})', group)}")
+    if whole and left:
+        body.add(f"x = {add('x', f'(wire + {whole * group} * {STRIDE})', left)}")
 
 
-ROW = "(wire + rank * input_stride)"
-"""The wire of a rank. No pointer is carried through a loop: torch would consider its target written
-by the kernel, and copy it before each call."""
+def ranks_of_group(chain: Chain, size: int) -> int:
+    """Return how many rows of a sum, in blocks of ``size`` values, are loaded before the first is
+    decoded."""
+    if chain.decodes is None:
+        return 1
+    codec = _block_codec(chain.decodes.codec)
+    values = TILE if chain.width else max(SUMMED, size)
+    parts_ = len(widths(codec.grid.bits))
+    # These need more registers to decode: with eight ranks, up to 5,104 bytes were spilled.
+    many = isinstance(codec.grid, (TableGrid, MiniFloatGrid)) or codec.offset or parts_ > 1
+    most = 4 // parts_ if many else 8
+    return max(min(HELD * 8 // (values * codec.grid.bits), most, chain.ranks), 1)
 
 
-def _sum_lines(call: str, ranks: int, unrolled: int = UNROLLED) -> list[str]:
-    """Return lines that sum ``ranks`` rows to ``x``. The sum starts with the first row, not with
-    zero, to keep minus zero."""
-    lines = [f"x = {call}"]
-    if ranks > 1:
-        # Triton requires that a name has the same type in both branches.
-        loop, number = ("tl.static_range", "one") if ranks <= unrolled else ("range", "rank")
-        row = ROW.replace("rank", number)
+def _write_group(
+    codec: BlockCodec, dtype: torch.dtype, body: Body
+) -> Callable[[str, str, int], str]:
+    """Write a function that adds rows to ``x``; return a function from ``x``, the wire of the first
+    row and their number to a call.
+
+    Values that must be clamped are rare, and clamping costs a third of the time of a rank. There
+    are two branches, of which the usual one does not clamp.
+    """
+    names, loads, given = _loads(codec, body)
+    load = _write_function(body, "loaded", given, loads, f"({', '.join(names)},)")
+    load = load.replace("wire", f"wire + one * {STRIDE}", 1)
+    unpack = [f"{', '.join(names)}, = held", *decode_lines(codec, dtype, body.size)]
+    decode = _write_function(body, "decoded", ["held", "inside"], unpack, "x")
+    factors = [names.index(name) for name in names if name.startswith(("number", "row"))]
+    lines = ["held = ()", "for one in tl.static_range(COUNT):", f"    held += ({load},)"]
+    if "CUT" in decode and factors:
+        product = " * ".join(f"held[one][{place}]" for place in factors)
+        limit = torch.finfo(dtype).max / (2 * codec.grid.largest * codec.transform.sums)
         lines += [
-            f"for {number} in {loop}(1, {ranks}):",
-            f"    x += {call.replace('wire', row, 1)}",
+            "far = False",
+            "if CHECKS:",
+            f"    most = {product.replace('one', '0')}",
+            "    for one in tl.static_range(1, COUNT):",
+            f"        most = tl.maximum(most, {product})",
+            "    most = most_of_all(most)",
+            # Whether a maximum ignores NaN differs between GPUs.
+            f"    far = (most > {limit!r}) | (most != most)",
+            "if far:",
+            *indent(
+                _add_lines(decode.replace("CUT", "True"), load.replace("one", "rank"), "range")
+            ),
+            "else:",
+            *indent(_add_lines(decode.replace("CUT", "False"), "held[one]")),
         ]
-    return lines
+    else:
+        lines += _add_lines(decode.replace("CUT", "True"), "held[one]")
+    given = ["x", "wire", "input_stride", "inside", *given[1:]]
+    call = _write_function(body, "added", given, lines, "total")
+    return lambda x, wire, count: call.replace("(x, wire", f"({x}, {wire}", 1).replace(
+        "COUNT", str(count)
+    )
 
 
-def _load_expression(stored: str, at: str, wire: str = "wire") -> str:
-    itemsize = ITEMSIZE[stored]
-    return f"load_{stored}({wire} + {at} + block * {itemsize}, block_mask)"
+def _add_lines(decode: str, held: str, loop: str = "tl.static_range") -> list[str]:
+    """Return lines that add rows to ``x``, unless that is None; ``held`` is what is held of one
+    row. Triton requires that a name has the same type in both branches, so loops have others."""
+    number = "one" if loop == "tl.static_range" else "rank"
+    row = decode.replace("held", held)
+    first = row.replace(f"{number} *", "0 *").replace(f"[{number}]", "[0]")
+    return [
+        "if x is None:",
+        f"    total = {first}",
+        "else:",
+        f"    total = x + {first}",
+        f"for {number} in {loop}(1, COUNT):",
+        f"    total += {row}",
+    ]
 
 
-def _load_row_expression(at: str, wire: str = "wire") -> str:
-    return f"load_row({wire} + {at}, block)"
+def write_decode(codec: BlockCodec, dtype: torch.dtype, body: Body, name: str) -> str:
+    """Write a function from ``wire`` to ``x``, and return a call of it."""
+    _, loads, given = _loads(codec, body)
+    lines = [*loads, *decode_lines(codec, dtype, body.size)]
+    given = [*given[:2], "inside", *given[2:]]
+    return _write_function(body, name, given, lines, "x").replace("CUT", "True")
 
 
-def write_decode(
-    codec: BlockCodec, dtype: torch.dtype, body: Body, name: str, cut: str = "True"
-) -> str:
-    """Write a function from ``wire`` to ``x``, and return a call of it. ``cut`` is the argument
-    that says whether values are clamped to the largest number of their dtype."""
-    regions, rows = list(_regions(codec, body, "input")), list(_row_regions(codec, body, "input"))
-    places = [*(at for _, _, at in regions), *(at for _, at in rows)]
-    given = ["wire", "block", "inside", "block_mask", *places]
-    if codec.transform.side:
-        given.append(body.add_argument("input_side_at", "i32"))
-    lines = decode_lines(codec, dtype, body.size, regions, rows)
-    constants = [n for n in ("FP8", "PARTS", "CUT") if any(n in line for line in lines)]
+def _write_function(body: Body, name: str, given: list[str], lines: list[str], result: str) -> str:
+    """Write a function of ``given`` and of the constants that its lines use; return a call."""
+    names = ("COUNT", "CHECKS", "FP8", "PARTS", "CUT")
+    constants = [name for name in names if any(name in line for line in lines)]
     header = ", ".join([*given, *(f"{each}: tl.constexpr" for each in constants)])
     text = textwrap.indent("\n".join(lines), "    ")
-    body.functions.append(f"def {name}({header}):\n{text}\n    return x\n")
-    values = [cut if each == "CUT" else each for each in constants]
-    return f"{name}({', '.join([*given, *values])})"
+    body.functions.append(f"def {name}({header}):\n{text}\n    return {result}\n")
+    return f"{name}({', '.join([*given, *constants])})"
 
 
-def decode_lines(
-    codec: BlockCodec,
-    dtype: torch.dtype,
-    size: int,
-    regions: list[tuple[str, str, str]],
-    rows: list[tuple[str, str]],
-) -> list[str]:
-    """Return lines from a wire to ``x``, as in ``Codec.decode_rows``."""
+def _loads(codec: BlockCodec, body: Body) -> tuple[list[str], list[str], list[str]]:
+    """Return the names of what a wire holds of a tile, lines that load it, and their arguments."""
+    names, lines, given = [], [], ["wire", "block", "block_mask"]
+    for number, (_, _, first, length) in enumerate(parts.packs(codec.grid.bits, body.size)):
+        place = f"block * {body.size * codec.grid.bits // 8} + {first}"
+        place += f" + tl.arange(0, {length})[None, None, :]"
+        names.append(f"raw_{number}")
+        lines.append(f"raw_{number} = tl.load(wire + {place}, mask=block_mask, other=0)")
+    for name, stored, at in _regions(codec, body, "input"):
+        place = f"wire + {at} + block * {ITEMSIZE[stored]}"
+        names.append(name)
+        lines.append(f"{name} = load_{stored}({place}, block_mask)")
+        given.append(at)
+    for name, at in _row_regions(codec, body, "input"):
+        names.append(name)
+        lines.append(f"{name} = load_row(wire + {at}, block)")
+        given.append(at)
+    if codec.transform.side:
+        at = body.add_argument("input_side_at", "i32")
+        names.append("side")
+        lines.append(f"side = tl.load(wire + {at} + block, mask=block_mask, other=0)")
+        given.append(at)
+    return names, lines, given
+
+
+def decode_lines(codec: BlockCodec, dtype: torch.dtype, size: int) -> list[str]:
+    """Return lines from what ``_loads`` loads to ``x``, as in ``Codec.decode_rows``."""
     lines, bits, sums = [], codec.grid.bits, codec.transform.sums
-    for low, width, first, length in parts.packs(bits, size):
-        place = f"block * {size * bits // 8} + {first} + tl.arange(0, {length})[None, None, :]"
-        lines.append(f"raw = tl.load(wire + {place}, mask=block_mask, other=0).to(tl.int32)")
-        part = f"unpacked(raw, {width}, PARTS)"
+    for number, (low, width, _, _) in enumerate(parts.packs(bits, size)):
+        part = f"unpacked(raw_{number}.to(tl.int32), {width}, PARTS)"
         lines.append(f"codes = {part}" if low == 0 else f"codes |= {part} << {low}")
-    for name, stored, at in regions:
-        lines.append(f"{name} = {_load_expression(stored, at)}")
-    for name, at in rows:
-        lines.append(f"{name} = {_load_row_expression(at)}")
     if sums > 1:  # divide here, not later: see BlockCodec.decode_parts
         lines += [f"middle = middle * {1 / sums!r}"] if codec.offset else []
         lines += [f"part_0 = number_0 * {1 / sums!r}"] if codec.scale.numbers else []
@@ -497,9 +568,7 @@ def decode_lines(
         *parts.multiply(codec.scale, "part_0" if sums > 1 else "number_0"),
     ]
     lines += ["x = x + middle"] if codec.offset else []
-    if codec.transform.side:
-        lines.append("side = tl.load(wire + input_side_at + block, mask=block_mask, other=0)")
-        lines.append("side = side.to(tl.int32)")
+    lines += ["side = side.to(tl.int32)"] if codec.transform.side else []
     lines += parts.inverse(codec.transform, float(sums))
     return [*lines, *_clamp_lines(codec, torch.finfo(dtype).max)]
 
@@ -563,15 +632,14 @@ def _cast(step: Cast, body: Body, chain: Chain) -> None:
 @_write.register
 def _add(step: Add, body: Body, chain: Chain) -> None:
     name = body.add_argument(f"added_{next(body.numbers)}", TYPES[step.dtype])
-    place = f"{name} + row * output_stride + place"
-    body.add(f"x = x + to_float32(tl.load({place}, mask=value_mask, other=0.0))")
+    body.add(f"x = x + {body.load(f'{name} + row * output_stride + place')}")
     if step is not chain.steps[-1]:
         body.add(f"x = through_{_short(step.dtype)}(x, CASTS)")
 
 
 def _write_store(dtype: torch.dtype, body: Body) -> None:
     name = body.add_argument(f"further_{next(body.results)}", TYPES[dtype])
-    body.add(f"{_store_function(dtype)}({name} + row * numel + place, x, value_mask, CASTS)")
+    body.store(dtype, f"{name} + row * numel + place")
 
 
 @_write.register
@@ -603,7 +671,7 @@ def _shift(step: Shift, body: Body, chain: Chain) -> None:
 def _row_expression(dtype: torch.dtype, body: Body) -> str:
     """Return the values of a weight or bias, the next input."""
     name = body.add_argument(f"added_{next(body.numbers)}", TYPES[dtype])
-    return f"to_float32(tl.load({name} + along, mask=value_mask, other=0.0))"
+    return body.load(f"{name} + along")
 
 
 def _through(dtype: torch.dtype) -> str:

@@ -99,7 +99,7 @@ class Kernel:
 @lru_cache(maxsize=1024)
 def kernel(codec: BlockCodec, matmul: Matmul, by: Configuration) -> Kernel:
     """Return the kernel for a codec and a matmul."""
-    body = generate.Body(codec.block, "")
+    body = generate.Body(codec.block, codec.layout)
     body.add_argument("a", generate.TYPES[matmul.dtype])
     body.add_argument("b", generate.TYPES[matmul.dtype])
     for name in ("rows", "columns", "depth", "ranks", "a_step", "b_step"):

@@ -23,7 +23,6 @@ from commpass.codecs.block.grids import (
     MiniFloatGrid,
     TableGrid,
     companding_of,
-    float_bits,
     largest_power,
 )
 from commpass.codecs.block.layouts import LANES, Flat, Lanes, Layout, Pairs, Tiles
@@ -54,7 +53,8 @@ Lines = list[str]
 
 @by_type
 def place(layout: Layout, size: int) -> str:
-    """Return an expression for the positions of a tile's values in their row."""
+    """Return an expression for the positions of a tile's values in their row, in the order in which
+    memory is accessed: see ``split``."""
     raise NotImplementedError(layout)
 
 
@@ -65,7 +65,7 @@ def _flat(layout: Flat, size: int) -> str:
 
 @place.register
 def _pairs(layout: Pairs, size: int) -> str:
-    return f"pairs(block, {size})"
+    return f"flat(block, tl.arange(0, {size})[None, None, :], {size})"
 
 
 @place.register
@@ -76,6 +76,34 @@ def _lanes(layout: Lanes, size: int) -> str:
 @place.register
 def _tiles(layout: Tiles, size: int) -> str:
     return f"tiles(block, inside, numel, {layout.height}, {layout.across}, {layout.width})"
+
+
+@by_type
+def split(layout: Layout, values: str) -> str:
+    """Return an expression for the tile of values that were read at ``place``."""
+    raise NotImplementedError(layout)
+
+
+@by_type
+def join(layout: Layout, values: str) -> str:
+    """The inverse of ``split``: the values of a tile, to be written at ``place``."""
+    raise NotImplementedError(layout)
+
+
+@split.register
+@join.register
+def _as_placed(layout: Flat | Lanes | Tiles, values: str) -> str:
+    return values
+
+
+@split.register
+def _split_pairs(layout: Pairs, values: str) -> str:
+    return f"split_pairs({values})"
+
+
+@join.register
+def _join_pairs(layout: Pairs, values: str) -> str:
+    return f"join_pairs({values})"
 
 
 # --- transforms -----------------------------------------------------------------------------------
@@ -189,6 +217,8 @@ def divide(scale: Scale, grid: Grid) -> Lines:
 @divide.register
 def _by_numbers(scale: Absmax | Rms | LeastSquares | Dual | SharedExponent, grid: Grid) -> Lines:
     function = "in_units" if grid.has_zero else "in_units_of_some"
+    if scale.stored == "pow2" and grid.has_zero:
+        function = "in_units_of_power"
     operands = ["x", *["z"] * (scale.numbers - 1)]
     return [f"z = {function}({name}, number_{i})" for i, name in enumerate(operands)]
 
@@ -298,14 +328,13 @@ def _decode_fp8(grid: Fp8Grid, codes: str) -> str:
 
 @encode.register
 def _encode_minifloat(grid: MiniFloatGrid, in_range: bool) -> Lines:
-    form = float_bits(grid)
-    return [f"codes = encode_minifloat(z, {grid.bits}, {form.drop}, {form.largest}, {form.least})"]
+    power = 1 - grid.bias - grid.mantissa
+    return [f"codes = encode_minifloat(z, {grid.bits}, {grid.mantissa}, {power})"]
 
 
 @decode.register
 def _decode_minifloat(grid: MiniFloatGrid, codes: str) -> str:
-    form = float_bits(grid)
-    return f"decode_minifloat({codes}, {grid.bits}, {form.drop}, {form.least})"
+    return f"decode_minifloat({codes}, {grid.bits}, {23 - grid.mantissa}, {127 - grid.bias})"
 
 
 @encode.register
@@ -374,7 +403,7 @@ def packs(bits: int, size: int) -> Sequence[tuple[int, int, int, int]]:
 
 
 PARTS: tuple[Any, ...] = (
-    *(place, forward, inverse, measure, divide, refit, multiply),
+    *(place, split, join, forward, inverse, measure, divide, refit, multiply),
     *(encode, decode, noise),
 )
 """The functions that must be registered for every part of their kind."""

@@ -53,14 +53,10 @@ def planes_of(terms, BITS: tl.constexpr):
 
 
 @tile
-def last_code(TABLES: tl.constexpr, BITS: tl.constexpr, STEP: tl.constexpr):
-    """What the last code of a step names: its offset from the start of the outermost window."""
-    return (TABLES >> (32 * STEP + 4 * ((1 << ((BITS >> (4 * STEP)) & 15)) - 1))) & 15
-
-
-@tile
-def place_mask(low, high, PLACE: tl.constexpr):
-    """Where an offset is, of those that ``four_of`` two planes and two others say."""
+def code_mask(low, high, TABLES: tl.constexpr, STEP: tl.constexpr, CODE: tl.constexpr):
+    """Where an offset is that of a code, from what ``four_of`` says of two planes and of two
+    others."""
+    PLACE: tl.constexpr = (TABLES >> (32 * STEP + 4 * CODE)) & 15
     return low[PLACE & 3] & high[PLACE >> 2]
 
 
@@ -93,12 +89,13 @@ def codes_of(
             if (TABLES >> (32 * step + 4 * code)) & 15 == ZERO_CODE:
                 term = zero & inverse(any_of(modes))
                 for mode in tl.static_range(len(modes)):
-                    term = term | (
-                        place_mask(low, high, last_code(TABLES, BITS, mode)) & modes[mode]
+                    last = code_mask(
+                        low, high, TABLES, mode, (1 << ((BITS >> (4 * mode)) & 15)) - 1
                     )
+                    term = term | (last & modes[mode])
                 terms = terms + (term & here,)
             else:
-                term = place_mask(low, high, (TABLES >> (32 * step + 4 * code)) & 15)
+                term = code_mask(low, high, TABLES, step, code)
                 if step < len(modes) and code == (1 << ((BITS >> (4 * step)) & 15)) - 1:
                     term = (term & inverse(modes[step])) | (zero & modes[step])
                 terms = terms + (term & here,)
@@ -130,13 +127,16 @@ def exponents_from(
             if (TABLES >> (32 * step + 4 * code)) & 15 == ZERO_CODE:
                 zeros = zeros | (inside & inverse(any_of(modes)))
                 for mode in tl.static_range(len(modes)):
-                    offset = marked(offset, inside & modes[mode], last_code(TABLES, BITS, mode))
+                    last = inside & modes[mode]
+                    offset = marked(
+                        offset, last, TABLES, mode, (1 << ((BITS >> (4 * mode)) & 15)) - 1
+                    )
             elif step < len(modes) and code == (1 << ((BITS >> (4 * step)) & 15)) - 1:
                 zeros = zeros | (inside & modes[step])
                 where = inside & inverse(modes[step])
-                offset = marked(offset, where, (TABLES >> (32 * step + 4 * code)) & 15)
+                offset = marked(offset, where, TABLES, step, code)
             else:
-                offset = marked(offset, inside, (TABLES >> (32 * step + 4 * code)) & 15)
+                offset = marked(offset, inside, TABLES, step, code)
         named = named | any_of(fields[step])
     named = named & inverse(zeros)
     total = plus(offset, spread(start, EXPONENT))
@@ -147,8 +147,9 @@ def exponents_from(
 
 
 @tile
-def marked(offset, mask, PLACE: tl.constexpr):
-    """Planes of offsets, with ``PLACE`` where there are ones."""
+def marked(offset, mask, TABLES: tl.constexpr, STEP: tl.constexpr, CODE: tl.constexpr):
+    """Planes of offsets, with that of a code where there are ones."""
+    PLACE: tl.constexpr = (TABLES >> (32 * STEP + 4 * CODE)) & 15
     out = ()
     for bit in tl.static_range(4):
         if (PLACE >> bit) & 1:

@@ -10,6 +10,7 @@ from commpass.lowering.gpu.tiles.numbers import (
     INFINITY_BITS,
     MAGIC,
     MAGIC_BITS,
+    SIGN,
     bits_of,
     is_finite,
     number_of,
@@ -111,31 +112,29 @@ def decode_table(codes, FIRST: tl.constexpr, GAPS: tl.constexpr, BITS: tl.conste
 
 
 @tile
-def encode_minifloat(
-    x, BITS: tl.constexpr, DROP: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr
-):
-    """``DROP`` bits of a float32's mantissa are missing. ``LARGEST`` and ``SMALLEST`` are the bits
-    of the largest and of the smallest normal number. NaN becomes the largest number."""
-    a = size_bits(x)
-    cut = tl.minimum(a, LARGEST)
-    rounded = (cut + ((1 << (DROP - 1)) - 1) + ((cut >> DROP) & 1)) >> DROP
-    normal = rounded - ((SMALLEST - (1 << 23)) >> DROP)
-    # A float32 of DROP powers of two above it has the unit of the smallest numbers.
-    UNIT: tl.constexpr = SMALLEST + (DROP << 23)
-    unit = of_bits(tl.full(x.shape, UNIT, tl.int32))
-    small = bits_of(of_bits(cut) + unit) - UNIT
-    sign = tl.where(a > INFINITY_BITS, 0, (bits_of(x) >> (32 - BITS)) & (1 << (BITS - 1)))
-    return tl.where(cut < SMALLEST, small, normal) | sign
+def encode_minifloat(x, BITS: tl.constexpr, MANTISSA: tl.constexpr, POWER: tl.constexpr):
+    """The least number above zero is 2^POWER. NaN becomes the largest number.
+
+    Codes are a concave function of sizes, with a line for each exponent: they are the least of all
+    lines. Products with powers of two are exact, so a sum rounds once.
+    """
+    positive = tl.minimum(x, 1.0)  # also of NaN
+    size = tl.abs(x)
+    LARGEST: tl.constexpr = (1 << (BITS - 1)) - 1
+    codes = tl.full(x.shape, MAGIC_BITS + LARGEST, tl.int32)
+    for line in tl.static_range(LARGEST >> MANTISSA):
+        code = tl.fma(size, 2.0 ** (-POWER - line), MAGIC + (line << MANTISSA))
+        codes = tl.minimum(codes, bits_of(code))
+    sign = (bits_of(positive) >> (32 - BITS)) & (1 << (BITS - 1))
+    return (codes & LARGEST) | sign
 
 
 @tile
-def decode_minifloat(codes, BITS: tl.constexpr, DROP: tl.constexpr, SMALLEST: tl.constexpr):
-    """The difference of two numbers with one exponent is exact below the smallest normal one."""
-    size = codes & ((1 << (BITS - 1)) - 1)
-    above = (size << DROP) + SMALLEST
-    small = of_bits(above) - of_bits(tl.full(codes.shape, SMALLEST, tl.int32))
-    number = tl.where(size < (1 << (23 - DROP)), small, of_bits(above - (1 << 23)))
-    return of_bits(bits_of(number) | ((codes >> (BITS - 1)) << 31))
+def decode_minifloat(codes, BITS: tl.constexpr, DROP: tl.constexpr, POWER: tl.constexpr):
+    """The bits of a float32, times 2^POWER: its exponent is also that of the smallest numbers."""
+    size = (codes << DROP) & (((1 << (BITS - 1)) - 1) << DROP)
+    sign = (codes << (32 - BITS)) & SIGN
+    return of_bits(size | sign) * 2.0**POWER
 
 
 # --- 8-bit floats ---------------------------------------------------------------------------------

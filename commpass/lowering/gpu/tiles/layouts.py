@@ -15,11 +15,18 @@ def flat(block, inside, SIZE: tl.constexpr):
 
 
 @tile
-def pairs(block, SIZE: tl.constexpr):
-    """Consecutive values: the even places of a block in the first of two parts, the odd ones in the
-    second. In ranges, so that Triton sees that places follow one another."""
-    even = tl.arange(0, SIZE // 2)[None, None, :] * 2
-    return block * SIZE + even + tl.arange(0, 2)[None, :, None]
+def split_pairs(values):
+    """Consecutive values ``[blocks, 1, size]`` to ``[blocks, 2, size / 2]``: the even places of a
+    block, then its odd ones. Memory is accessed in whole words before it."""
+    SIZE: tl.constexpr = values.shape[2]
+    return tl.permute(tl.reshape(values, (values.shape[0], SIZE // 2, 2)), (0, 2, 1))
+
+
+@tile
+def join_pairs(x):
+    """The inverse of ``split_pairs``."""
+    SIZE: tl.constexpr = x.shape[1] * x.shape[2]
+    return tl.reshape(tl.permute(x, (0, 2, 1)), (x.shape[0], 1, SIZE))
 
 
 @tile

@@ -15,6 +15,7 @@ TINY = 2.0**-126
 LIMIT = (2 - 2**-23) * 2.0**127
 BF16_LIMIT = (2 - 2**-7) * 2.0**127
 INFINITY_BITS = 0x7F800000
+SIGN = -0x80000000
 MAGIC = 12582912.0
 MAGIC_BITS = 0x4B400000
 
@@ -100,9 +101,16 @@ def whole_below(x):
 
 @tile
 def number_of(code, LESS: tl.constexpr, POWER: tl.constexpr):
-    """A whole number below 2^15, less a multiple of 2^-8, times 2^POWER, as a float: exact. A
-    product and a difference; a conversion would be several times as slow."""
-    return of_bits(code * 256 + (0x47000000 + (POWER << 23))) - (32768.0 + LESS) * 2.0**POWER
+    """A whole number below 2^15, less a multiple of 2^-8, times 2^POWER, as a float: exact. The
+    code is put into the mantissa of a power of two, of which a part is then subtracted; a
+    conversion would be several times as slow."""
+    if LESS == LESS // 1:
+        bits = code + (0x4B000000 + (POWER << 23))
+        number = of_bits(bits) - (8388608.0 + LESS) * 2.0**POWER
+    else:
+        bits = code * 256 + (0x47000000 + (POWER << 23))
+        number = of_bits(bits) - (32768.0 + LESS) * 2.0**POWER
+    return number
 
 
 # --- storage formats ------------------------------------------------------------------------------

@@ -102,6 +102,14 @@ def in_units(x, number):
 
 
 @tile
+def in_units_of_power(x, number):
+    """As ``in_units``, of a power of two or NaN; 2^-127, the inverse of the largest, is below the
+    normal numbers."""
+    inverse = of_bits(tl.maximum((254 << 23) - bits_of(number), 1 << 22))
+    return x * (inverse + (number - number))
+
+
+@tile
 def in_units_of_some(x, number):
     """As ``in_units``, of a number that may be zero."""
     return x * reciprocal(tl.where(number == 0, TINY, number))
