@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from fuzz import quantised
 from fuzz.program import COLLECTIVES, Case, Step, Where, aten, convert, instead, local
 from torch import Tensor
 
@@ -204,6 +205,9 @@ def computed(case: Case, inputs: Sequence[Sequence[Tensor]]) -> list[list[Bounde
         taken = [[env[rank][number] for number in step.of] for rank in range(case.world)]
         for rank in range(case.world):
             where = Where(case, rank)
+            if step.op in quantised.OPERATORS:
+                env[rank].append(_approximate(step, *taken[rank]))
+                continue
             if step.op not in COLLECTIVES:
                 env[rank].append(local(on, step, taken[rank], where))
                 continue
@@ -215,6 +219,19 @@ def computed(case: Case, inputs: Sequence[Sequence[Tensor]]) -> list[list[Bounde
                     all_of_it = [taken[each][position] for each in ranks]
                     env[rank].append(_together(step, all_of_it, ranks, rank, case.world))
     return [[values[number] for number in case.outputs] for values in env]
+
+
+def _approximate(step: Step, x: Bounded, y: Bounded | None = None) -> Bounded:
+    """Return a quantised matrix, a product of codes or a norm, without quantisation. A finite error
+    is given for the first alone, if its scale is from the values, and float16 cannot overflow."""
+    value = x.value if y is None else x.value @ y.value.T
+    error = torch.full_like(value, torch.inf)
+    if step.how.get("scale") == "static":  # infinity is clamped
+        value = torch.where(value.isfinite(), value, 0.0)
+    elif step.op == "quantised" and value.numel() and x.dtype is not torch.float16:
+        largest = (value.abs() + x.error).max()
+        error = x.error + largest / 2 if bool(largest.isfinite()) else error
+    return rounded(value, error, x.dtype)
 
 
 def _together(

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from commpass.policy import PRESETS, Policy
 from commpass.policy.annotate import KEY
 from commpass.policy.rules import Annotation, Rule
+from fuzz import quantised
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
@@ -398,6 +399,7 @@ LOCAL: dict[str, Callable[..., Any]] = {
     "clone": _clone,
     "sum": _sum,
     "full": _full,
+    **quantised.OPERATORS,
 }
 """Operators of one rank."""
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from fuzz import quantised
 from fuzz.program import (
     COLLECTIVES,
     WORLD,
@@ -74,6 +75,7 @@ class Drawer:
         self.module, self.word, self.again = "", None, False
         self.backward = self.chance(2)
         self.has_own_numbers = self.chance(4)
+        self.for_codes = self.chance(4)
         self.case = Case(self.world, self.dims, [], [], [])
 
     def one_of(self, choices: Sequence[Any]) -> Any:
@@ -235,7 +237,8 @@ class Drawer:
         if self.chance(8):
             self.word = self.one_of([{"keep": True}, {"codec": "int8", "force": True}])
         scaled = self.has_own_numbers and not self.chance(3)
-        kinds = self.draw(st.sampled_from(SCALED if scaled else STEPS))
+        steps = QUANTISED if self.for_codes else SCALED if scaled else STEPS
+        kinds = self.draw(st.sampled_from(steps))
         kinds(self)
 
     def collective(
@@ -308,7 +311,7 @@ class Drawer:
         return self.add("unsqueeze", number, dim=len(shape))
 
     def case_of(self, policy: dict[str, Any], gbit: float, alpha_us: float) -> Case:
-        count = self.draw(st.integers(1, 3))
+        count = 1 if self.for_codes else self.draw(st.integers(1, 3))
         last = len(self.values) - 1
         outputs = list(dict.fromkeys([last, *(self.pick() for _ in range(count - 1))]))
         return Case(
@@ -579,6 +582,67 @@ def narrowed(d: Drawer) -> None:
         d.add("cast", y, dtype=d.one_of(["bfloat16", "float16", "float32"]))
 
 
+def _quantiser(d: Drawer, shape: Sequence[int], scales: Sequence[str]) -> dict[str, Any]:
+    """Return the settings of a quantiser, as ``codes`` takes them."""
+    fits = [each for each in scales if each != "block" or shape[1] % quantised.BLOCK == 0]
+    how: dict[str, Any] = {
+        "dtype": d.one_of(["float8_e4m3fn", "float8_e4m3fn", "float8_e5m2", "int8"]),
+        "scale": d.one_of(fits),
+        "wide": not d.chance(4),
+    }
+    if how["scale"] == "static":
+        return {**how, "by": d.number([64.0, 0.3, 1000.0])}
+    return {**how, "form": d.one_of(quantised.FORMS)}
+
+
+def codes(d: Drawer) -> None:
+    """Add a gather of a matrix, and what quantises it: alone, or for a product of codes; sometimes
+    twice, or with other uses of the values."""
+    fits = lambda v: is_float(v) and is_matrix(v) and not ragged(v) and v[0].numel() > 0  # noqa: E731
+    x = d.pick(fits)
+    if x is None:
+        return
+    kind = d.one_of(["all_gather", "all_gather", "all_gather", "all_to_all", "all_reduce"])
+    how = {"all_to_all": {"splits": None}, "all_reduce": {"reduce": "sum"}}.get(kind, {})
+    group = d.group()
+    y = d.collective(kind, x, group, **how)
+    if y is not None and kind == "all_gather" and d.chance(6):
+        y = d.add("joined", y, parts=d.dims[group].size, dim=1)
+    y = d.links(y)
+    if y is not None and is_matrix(d.values[y]) and d.chance(4):
+        y = d.add("permute", y, dims=[1, 0])
+    if y is None or not fits(d.values[y]):
+        return
+    shape = d.values[y][0].shape
+    for _ in range(2 if d.chance(4) else 1):
+        other = d.pick(lambda v: fits(v) and v[0].shape[1] == shape[1])
+        if other is not None and _fits_codes_mm(d.values[y], d.values[other]) and d.chance(2):
+            how = _quantiser(d, shape, ["tensor", "row", "static"])
+            d.add("codes mm", y, other, **how)
+        else:
+            d.add("quantised", y, **_quantiser(d, shape, quantised.SCALES))
+
+
+def _fits_codes_mm(x: Value, y: Value) -> bool:
+    """Whether sizes are those that products of codes support: multiples of 16, and 17 rows."""
+    (rows, width), columns = x[0].shape, y[0].shape[0]
+    return rows > 16 and width % 16 == 0 and columns % 16 == 0
+
+
+def normed(d: Drawer) -> None:
+    """Add a sum over ranks, the addition of a residual, a norm, and maybe a quantiser."""
+    x = d.pick(lambda v: is_float(v) and is_matrix(v) and not ragged(v) and v[0].numel() > 0)
+    y = None if x is None else d.collective("all_reduce", x, d.group(), reduce="sum")
+    if x is None or y is None:
+        return
+    if d.chance(2):
+        y = d.add("add", y, x)
+    if y is not None:
+        y = d.add("norm", y, centered=d.chance(2), eps=1e-5)
+    if y is not None and d.chance(2):
+        d.add("quantised", y, **_quantiser(d, d.values[y][0].shape, quantised.SCALES))
+
+
 def widened(d: Drawer) -> None:
     x = d.pick(lambda v: is_float(v) and v[0].dim() > 0 and not ragged(v))
     if x is None:
@@ -761,6 +825,10 @@ STEPS: tuple[Callable[[Drawer], None], ...] = (
     no_field,
     tokens,
     counted_tokens,
+    codes,
+    codes,
+    codes,
+    normed,
 )
 
 
@@ -777,8 +845,12 @@ SCALED: tuple[Callable[[Drawer], None], ...] = (
     between_links,
     between_links,
     between_links,
+    codes,
 )
 """Steps with scales around collectives."""
+
+QUANTISED: tuple[Callable[[Drawer], None], ...] = (codes, codes, codes, normed, scale, cast)
+"""Steps of programs whose gathered values have few uses, on a link on which bytes take time."""
 
 
 # --- policies -------------------------------------------------------------------------------------
@@ -838,6 +910,8 @@ def cases(draw: Callable[[Any], Any]) -> Case:
     policy = draw_policy(d)
     gbit, alpha = d.one_of([0.001, 0.1, 1.0, 10.0]), d.one_of([60.0, 5.0])
     d.draw_inputs()
-    for _ in range(draw(st.integers(1, 8))):
+    if d.for_codes:
+        gbit = 0.001
+    for _ in range(draw(st.integers(1, 2 if d.for_codes else 8))):
         d.draw_step()
     return d.case_of(policy, gbit, alpha)

@@ -4,6 +4,7 @@ and similar graphs that must not change."""
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -361,6 +362,34 @@ def test_a_forced_codec_stays():
     assert [site.codec for site in plan.sites] == ["int8"]
 
 
+@pytest.mark.parametrize("reassociate", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_quantisers_in_16_bits_round_as_kernels_do(dtype, reassociate):
+    def rounded(x):
+        scale = x.abs().amax(-1, keepdim=True) / 127.5
+        return (x / scale).round().clamp(-128, 127).to(torch.int8), scale
+
+    with as_rank(0, RANKS):
+        gm = trace(lambda x: of(ag(x), rounded), torch.randn(ROWS, WIDTH).to(dtype))
+        policy = Policy(reassociate=reassociate)
+        steps = [step.rule for step in simplify(gm, discover(gm), policy, SLOW)]
+    in_16_bits = ["quantised in 16 bits before gather"] if reassociate else []
+    assert steps == ([NAME] if dtype == torch.float32 else in_16_bits)
+
+
+def saturated_at(top, x):
+    return ag(x).clamp(-top, top).to(E4M3)
+
+
+def test_numbers_that_16_bits_hold_clamp_exactly():
+    with as_rank(0, RANKS):
+        x = torch.randn(ROWS, WIDTH).bfloat16()
+        for top, names in ((448.0, [NAME]), (0.3, [])):
+            gm = trace(functools.partial(saturated_at, top), x)
+            done = simplify(gm, discover(gm), Policy(reassociate=False), SLOW)
+            assert [step.rule for step in done] == names
+
+
 def test_off_changes_nothing():
     with as_rank(0, RANKS):
         gm = trace(lambda x: rowwise(ag(x)), torch.ones(ROWS, WIDTH, dtype=torch.bfloat16))
@@ -414,3 +443,22 @@ def test_uneven_rows_of_experts_keep_their_splits():
         steps = simplify(gm, discover(gm), policy, SLOW)
     assert [step.rule for step in steps] == [NAME]
     assert [kind for _, kind, _ in collectives(gm)] == [torch.int32, torch.uint8]
+
+
+def filled(x):
+    return saturated(torch.where(x > 0, x, torch.full((1, x.shape[1]), 0.5)), 3.0, E4M3)
+
+
+@pytest.mark.parametrize(("quantiser", "names"), [(rowwise, [NAME]), (filled, [])])
+def test_rows_may_be_known_when_the_graph_runs(quantiser, names):
+    """The shape of a fill must be known before."""
+    torch._dynamo.reset()
+    backend = commpass.backend("lossless", inner="eager", profile=SLOW, strict=True)
+    with as_rank(0, RANKS), torch.no_grad():
+        layer = torch.compile(lambda x: of(ag(x), quantiser), backend=backend, dynamic=True)
+        layer(torch.randn(ROWS, WIDTH))
+        layer(torch.randn(ROWS + 2, WIDTH))
+    plan = commpass.plans()[-1]
+    assert [step.rule for step in plan.simplified] == names
+    sent = ["int32", "uint8"] if names else ["float32"]
+    assert [site.dtype for site in plan.sites] == sent

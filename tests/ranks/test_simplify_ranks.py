@@ -65,6 +65,7 @@ def cases(size: int, rank: int, group: str):
             *codes(a2a(x.cos()), -1),
             *codes(ag(x.exp()).t(), 0),
         ),
+        "quantised in 16 bits before gather": lambda x: codes(ag(x.sin().bfloat16()), -1),
         "widen then gather": lambda x: (
             ag((x.bfloat16() * 2).float()) + 1,
             a2a((x.half() * 2).double()) + 1,

@@ -11,10 +11,11 @@ from typing import Any
 import networkx as nx
 from torch import fx
 
+from commpass.passes.fx import meta
 from commpass.passes.fx.ops import RESHAPES, SPLITS, aten, frozen, is_copy, reached
 from commpass.passes.simplify.chains import rejoined_source
 from commpass.passes.simplify.editor import Editor, Exchange, fake
-from commpass.passes.simplify.shards import Shard, is_between, shard_of
+from commpass.passes.simplify.shards import Shard, is_between, rounds_to_16_bits, shard_of
 from commpass.plan import ROWS
 
 LARGEST = 512
@@ -62,13 +63,14 @@ class Region:
 
     def nbytes(self, node: fx.Node) -> int:
         """Return the bytes of a value on all ranks together, as all of them know it: for unequal
-        parts, that of an assumed number of rows."""
-        value, dim = fake(node), self.shards[node].dim
-        sizes = [
-            size if isinstance(size, int) and (self.even or number != dim) else self.ranks * ROWS
-            for number, size in enumerate(value.shape)
-        ]
-        return math.prod(sizes) * value.dtype.itemsize
+        parts, and sizes that are known when the graph runs, that of an assumed number of rows."""
+        value = fake(node)
+        sizes = [meta.hint(size) for size in value.shape]
+        dim = self.shards[node].dim
+        if dim is not None and not self.even:
+            sizes[dim] = None
+        known = (self.ranks * ROWS if size is None else size for size in sizes)
+        return math.prod(known) * value.dtype.itemsize
 
 
 def consumers(node: fx.Node) -> Iterator[fx.Node]:
@@ -83,14 +85,18 @@ def consumers(node: fx.Node) -> Iterator[fx.Node]:
             yield user
 
 
-def region_of(exchange: Exchange, editor: Editor) -> Region | None:
-    """Return the region behind a gather; None if something needs the gathered value itself."""
+def region_of(exchange: Exchange, editor: Editor, in_16_bits: bool) -> Region | None:
+    """Return the region behind a gather; None if something needs the gathered value itself.
+
+    ``in_16_bits``: nodes that round their results to 16 bits are in it.
+    """
     ranks, even = editor.size(exchange.call), exchange.call.splits is None
     wait = exchange.wait
     shards = {wait: Shard(0)}
 
     def found(node: fx.Node) -> Shard | None:
-        return None if node in editor.changing else shard_of(node, shards, ranks, even=even)
+        shard = None if node in editor.changing else shard_of(node, shards, ranks, even=even)
+        return None if shard and not in_16_bits and rounds_to_16_bits(node) else shard
 
     needed = set(consumers(wait))
     heap = sorted(needed)

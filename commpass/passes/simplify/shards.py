@@ -75,6 +75,16 @@ ROUNDED = (
 FILLS = (aten.full.default, aten.scalar_tensor.default)
 """Operators that give one number. It takes any shape."""
 BITS = aten.view.dtype
+INEXACT = (
+    *(aten.mul.Tensor, aten.mul.Scalar, aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor),
+    *(aten.sub.Scalar, aten.div.Tensor, aten.div.Scalar, aten.reciprocal.default),
+)
+"""Those whose results are rounded to their dtype."""
+CHOICES = (
+    *(*CLAMPS, *ABSOLUTE, *EXTREMA, *WHOLE_EXTREMA),
+    *(aten.neg.default, aten.maximum.default, aten.minimum.default),
+)
+"""Those whose results are among their inputs and numbers, maybe negated."""
 
 
 def shard_of(
@@ -90,7 +100,7 @@ def shard_of(
     if source is not None:
         return _rejoined(node, source, shards, ranks) if even else None
     inputs = node.all_input_nodes
-    if any(each not in shards and each.target not in FILLS for each in inputs):
+    if any(each not in shards and not _is_fill(each) for each in inputs):
         return None
     if not isinstance(meta.tensor(node), torch.Tensor):
         return None
@@ -110,6 +120,42 @@ def shard_of(
         return given if is_copy(node) or _moves(node) else None
     dim = dim_after(node, given.dim, ranks, even=even)
     return None if dim is None else replace(given, dim=dim)
+
+
+def _is_fill(node: fx.Node) -> bool:
+    """Whether a node is one number in a shape that is known before the graph runs."""
+    return node.target in FILLS and meta.is_fixed(meta.tensor(node))
+
+
+def rounds_to_16_bits(node: fx.Node) -> bool:
+    """Whether a node rounds its result to bfloat16 or float16.
+
+    Inductor omits that rounding inside a kernel, and other kernels are made if nodes move across a
+    collective.
+    """
+    dtype = fake(node).dtype
+    if dtype not in (torch.bfloat16, torch.float16):
+        return False
+    rounds = is_cast(node) or node.target in (*INEXACT, *CLAMPS)
+    return rounds and not _is_exact(node, dtype)
+
+
+def _is_exact(node: fx.Node, dtype: torch.dtype) -> bool:
+    """Whether a dtype holds the values of a node, since it is computed from such values by
+    operators that keep or choose them."""
+    if is_cast(node):
+        return _is_exact_or_of(node.all_input_nodes[0], dtype)
+    if node.target not in CHOICES:
+        return False
+    numbers = [each for each in arguments(node).values() if isinstance(each, (int, float))]
+    fit = node.target not in CLAMPS or all(
+        torch.tensor(each, dtype=dtype).item() == each for each in numbers
+    )
+    return fit and all(_is_exact_or_of(each, dtype) for each in node.all_input_nodes)
+
+
+def _is_exact_or_of(node: fx.Node, dtype: torch.dtype) -> bool:
+    return fake(node).dtype == dtype or _is_exact(node, dtype)
 
 
 def _may_contract(node: fx.Node) -> bool:

@@ -8,7 +8,11 @@ from commpass.passes.simplify.rules.gathers import (
 )
 from commpass.passes.simplify.rules.needless import constant, same, single_rank, waits
 from commpass.passes.simplify.rules.parts import gather_of_scatter, own_part, scattered
-from commpass.passes.simplify.rules.quantise import quantise_before_gather
+from commpass.passes.simplify.rules.quantise import (
+    IN_16_BITS,
+    quantise_before_gather,
+    quantise_in_16_bits,
+)
 from commpass.passes.simplify.rules.rule import Applied, Phase, Rule
 from commpass.passes.simplify.rules.sums import (
     expanded,
@@ -26,6 +30,7 @@ RULES: tuple[Rule, ...] = (
     Rule("gather then narrow", gather_then_narrow, exact=True, at=CASTS),
     Rule("widen then gather", widen_then_gather, exact=True),
     Rule("quantised before gather", quantise_before_gather, exact=True, phase=Phase.GENERAL),
+    Rule(IN_16_BITS, quantise_in_16_bits, exact=False, phase=Phase.GENERAL),
     Rule("gather of expand", gather_of_expand, exact=True),
     Rule("expand", expanded, exact=False),
     Rule("widen then reduce", widen_then_reduce, exact=False),

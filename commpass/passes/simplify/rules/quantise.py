@@ -25,6 +25,7 @@ from commpass.passes.simplify.shards import FILLS, is_extremum_of_parts
 from commpass.plan.kinds import GATHERS
 
 RULE = "quantised before gather"
+IN_16_BITS = "quantised in 16 bits before gather"
 
 
 def quantise_before_gather(node: fx.Node, editor: Editor) -> Applied | None:
@@ -34,7 +35,17 @@ def quantise_before_gather(node: fx.Node, editor: Editor) -> Applied | None:
     A maximum over all parts is that of the ranks' maxima. These are gathered, since an all_reduce
     with "max" loses NaN in some libraries.
     """
-    found = smaller_cut(node, editor)
+    return _quantise(node, editor, RULE)
+
+
+def quantise_in_16_bits(node: fx.Node, editor: Editor) -> Applied | None:
+    """The same for quantisers that compute in bfloat16 or float16: the bits of the graph, but not
+    those of Inductor, which rounds where its kernels end."""
+    return _quantise(node, editor, IN_16_BITS)
+
+
+def _quantise(node: fx.Node, editor: Editor, rule: str) -> Applied | None:
+    found = smaller_cut(node, editor, in_16_bits=rule == IN_16_BITS)
     if found is None:
         return None
     region, cut = found
@@ -47,10 +58,10 @@ def quantise_before_gather(node: fx.Node, editor: Editor) -> Applied | None:
     name, before = exchange.call.node.name, nbytes(exchange.input)
     moved = tuple(text for each in computed if (text := _text(each)))
     consumer = _consumers([each for first in parts for each in region.members(first)])
-    local = LocalValues(region, editor, RULE)
+    local = LocalValues(region, editor, rule)
     local.compute(computed)
     sent = local.start(parts)
-    new = {each: started.received(node, editor, RULE) for each, started in sent.items()}
+    new = {each: started.received(node, editor, rule) for each, started in sent.items()}
     new |= {each: local.made[each] for each in computed if region.shards[each].dim is None}
     for first, value in new.items():
         for member in region.members(first):
@@ -61,13 +72,15 @@ def quantise_before_gather(node: fx.Node, editor: Editor) -> Applied | None:
     return Applied(name, into, saved, moved, consumer=consumer)
 
 
-def smaller_cut(node: fx.Node, editor: Editor) -> tuple[Region, list[fx.Node]] | None:
-    """Return what is computed from a gathered value, and the values of it to gather instead. None
-    if no such values have fewer bytes."""
+def smaller_cut(
+    node: fx.Node, editor: Editor, *, in_16_bits: bool = False
+) -> tuple[Region, list[fx.Node]] | None:
+    """Return what is computed from a gathered value, maybe ``in_16_bits``, and the values of it to
+    gather instead. None if no such values have fewer bytes."""
     exchange = editor.exchange(node, GATHERS)
     if exchange is None or not _may_change(exchange, editor):
         return None
-    region = region_of(exchange, editor)
+    region = region_of(exchange, editor, in_16_bits)
     cut = cheapest_cut(region) if region is not None else []
     return None if region is None or not cut or node in cut else (region, cut)
 
