@@ -44,6 +44,16 @@ def _contiguous(x: torch.Tensor, **how: Any) -> torch.Tensor:
     return torch.ops.aten.contiguous.default(x, **how)
 
 
+GETITEM = torch.Tensor.__getitem__
+
+
+def _getitem(x: torch.Tensor, index: Any) -> torch.Tensor:
+    """As ``_contiguous``: indexing by a tensor switches devices too."""
+    if isinstance(index, torch.Tensor):
+        return torch.ops.aten.index.Tensor(x, [index])
+    return GETITEM(x, index)
+
+
 ON_CUDA: dict[str, Any] = {
     "torch.cuda.is_available": lambda: True,
     "torch.cuda.device_count": lambda: 1,
@@ -55,6 +65,8 @@ ON_CUDA: dict[str, Any] = {
     "torch.cuda._exchange_device": lambda device: 0,
     "torch.cuda._maybe_exchange_device": lambda device: 0,
     "torch.Tensor.contiguous": _contiguous,
+    "torch.Tensor.__getitem__": _getitem,
+    "torch._subclasses.fake_tensor.init_gpu_context": lambda *device: None,
 }
 OF_INTERFACE: dict[str, Any] = {
     "get_device_properties": staticmethod(lambda *device: CARD),

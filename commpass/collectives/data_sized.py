@@ -124,17 +124,22 @@ def parts_hop(
         operators.used_bytes(codec, wire, numel, dtype) - part[0]
         for wire, numel, part in zip(wires, lengths, sent, strict=True)
     ]
+
+    def read(bytes_in: Tensor) -> tuple[list[Any], list[Any]]:
+        """Return the dynamic bytes of each part that arrives, and of each that is sent."""
+        limits, likely = [room for _, room in (*coming, *sent)], [*expected_in, *expected]
+        numbers = _numbers(torch.cat([bytes_in, *used]), limits, likely)
+        return numbers[: len(coming)], numbers[len(coming) :]
+
     if sizes_first:
         units = torch.cat(used).div(UNIT, rounding_mode="floor").unsqueeze(1).view(torch.uint8)
         arrived = yield scatter(request).start(units)
-        units_in = arrived.contiguous().view(torch.int64).squeeze(1).unbind()
-        sizes = [
-            _number(unit * UNIT, room, likely) + static
-            for unit, (static, room), likely in zip(units_in, coming, expected_in, strict=True)
-        ]
+        units_in = arrived.contiguous().view(torch.int64).squeeze(1)
+        received, given = read(units_in * UNIT)
+        sizes = [number + static for number, (static, _) in zip(received, coming, strict=True)]
         pieces = [
-            wire.narrow(1, 0, _number(u.squeeze(0), room, likely) + static)
-            for wire, u, (static, room), likely in zip(wires, used, sent, expected, strict=True)
+            wire.narrow(1, 0, number + static)
+            for wire, number, (static, _) in zip(wires, given, sent, strict=True)
         ]
         wire = yield _flat(pieces, sizes, request)
         whole = [
@@ -151,15 +156,14 @@ def parts_hop(
         request,
     )
     heads = [head.reshape(1, -1) for head in arrived.split(statics)]
-    sizes = [
-        _number((operators.used_bytes(codec, head, numel, dtype) - static).squeeze(0), room, likely)
-        for head, numel, (static, room), likely in zip(
-            heads, arriving, coming, expected_in, strict=True
-        )
+    bytes_in = [
+        operators.used_bytes(codec, head, numel, dtype) - static
+        for head, numel, (static, _) in zip(heads, arriving, coming, strict=True)
     ]
+    sizes, given = read(torch.cat(bytes_in))
     pieces = [
-        wire.narrow(1, static, _number(u.squeeze(0), room, likely))
-        for wire, u, (static, room), likely in zip(wires, used, sent, expected, strict=True)
+        wire.narrow(1, static, number)
+        for wire, number, (static, _) in zip(wires, given, sent, strict=True)
     ]
     wire = yield _flat(pieces, sizes, request)
     tails = [_filled(tail, room) for tail, (_, room) in zip(wire.split(sizes), coming, strict=True)]
@@ -203,7 +207,7 @@ def _send_used(
     units = wire.reshape(wire.shape[0], room, UNIT)
     if isinstance(move, Rows):
         return (yield from _rows(units, used, arriving, move, expected))
-    most = _number(arriving.max(), room, expected)
+    (most,) = _numbers(arriving.max().unsqueeze(0), [room], [expected])
     arrived = yield move.start(units.narrow(1, 0, most).contiguous())
     rows = arrived.shape[0] if isinstance(move, Broadcast) else move.request.ranks
     missing = torch.zeros((rows, room - most, UNIT), dtype=torch.uint8, device=wire.device)
@@ -214,8 +218,10 @@ def _rows(
     units: Tensor, used: Tensor, arriving: Tensor, move: Rows, expected: int
 ) -> Generator[Tensor, Tensor, Tensor]:
     room = units.shape[1]
-    sent = _by_rank(used, move.sent, room, expected)
-    received = _by_rank(arriving, move.received, room, expected)
+    many = (*move.sent, *move.received)
+    units_by_rank = torch.cat([_by_rank(used, move.sent), _by_rank(arriving, move.received)])
+    numbers = _numbers(units_by_rank, [room * n for n in many], [expected * n for n in many])
+    sent, received = numbers[: len(move.sent)], numbers[len(move.sent) :]
     flat = units.flatten(0, 1)[_places(used, sum(sent), room)]
     move_units = Rows(move.request, tuple(sent), tuple(received))
     arrived = yield move_units.start(flat)
@@ -235,7 +241,7 @@ def _places(used: Tensor, total: Any, capacity: int) -> Tensor:
     return row * capacity + place - (ends - used)[row]
 
 
-def _by_rank(used: Tensor, rows: tuple[Any, ...], capacity: int, expected: int) -> list[Any]:
+def _by_rank(used: Tensor, rows: tuple[Any, ...]) -> Tensor:
     """Return the number of units for each rank, whose rows are consecutive."""
     zero = torch.zeros(1, dtype=used.dtype, device=used.device)
     sums, end, ends = torch.cat([zero, used.cumsum(0)]), 0, []
@@ -244,19 +250,22 @@ def _by_rank(used: Tensor, rows: tuple[Any, ...], capacity: int, expected: int) 
         ends.append(
             torch.full_like(zero, end)
         )  # index on the device: a symbolic index would be compared with the size
-    counts = torch.diff(sums[torch.cat(ends)], prepend=zero)
-    return [
-        _number(count, capacity * many, expected * many)
-        for count, many in zip(counts.unbind(), rows, strict=True)
-    ]
+    return torch.diff(sums[torch.cat(ends)], prepend=zero)
 
 
-def _number(value: Tensor, limit: Any, expected: Any) -> Any:
-    """Return a number of the graph, from 0 to ``limit``, or ``expected`` if sizes are not read."""
+def _numbers(values: Tensor, limits: Sequence[Any], expected: Sequence[Any]) -> list[Any]:
+    """Return ``values [n]`` as numbers of the graph, from 0 to ``limits``, or ``expected`` if sizes
+    are not read.
+
+    The host waits for the device once: all of them are copied together.
+    """
     if (how := _foreseen.get()) is not None:
-        how[1](value)
-        return expected
-    number = value.item()
-    torch._check(number >= 0)
-    torch._check(number <= limit)
-    return number
+        how[1](values)
+        return list(expected)
+    numbers = []
+    for value, limit in zip(values.cpu().unbind(), limits, strict=True):
+        number = value.item()
+        torch._check(number >= 0)
+        torch._check(number <= limit)
+        numbers.append(number)
+    return numbers

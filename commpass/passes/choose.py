@@ -8,6 +8,7 @@ changes: nothing. A pure function: same inputs, same plan, on every rank.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -222,9 +223,12 @@ def _lowered(
 
 
 def _generated(site: PlannedSite) -> bool:
-    """Whether a GPU has a generated kernel for the codec of a site."""
+    """Whether a GPU has a generated kernel for the codec of a site of fixed sizes."""
     device = torch.device(site.device)
-    return device.type == "cuda" and has_kernels(codec(site.codec), max(site.bytes, 1), device)
+    if device.type != "cuda":
+        return False
+    values = math.prod(size for size in site.shape if isinstance(size, int))
+    return has_kernels(codec(site.codec), max(values, 1), device)
 
 
 def _has_bits_of_its_own(site: PlannedSite) -> bool:

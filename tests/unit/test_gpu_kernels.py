@@ -301,6 +301,27 @@ def strided(coder, wide: torch.Tensor, first: int, numel: int) -> torch.Tensor:
     return ran(Chain(wide.dtype, (Encode(coder),)), wide[:, first : first + numel], numel)
 
 
+def test_rows_may_exceed_the_programs_of_an_axis():
+    """A grid's second and third axis have at most 65,535 programs."""
+    coder, numel = codec("int8"), 300
+    x = sample(4 * numel, torch.bfloat16).view(12, numel)[:11]
+    wire = coder.encode_rows(x)
+    same(interpreted(on_small_grid, Chain(x.dtype, (Encode(coder),)), x, numel), wire)
+    back = Chain(torch.uint8, (Decode(coder, x.dtype), Cast(x.dtype)))
+    values = interpreted(on_small_grid, back, wire, numel)
+    same(values, coder.decode_rows(wire, numel, x.dtype).to(x.dtype))
+
+
+def on_small_grid(chain: Chain, rows: torch.Tensor, numel: int) -> torch.Tensor:
+    from unittest.mock import patch
+
+    from commpass.lowering.gpu import generate, launch
+
+    with patch.object(launch, "LARGEST_GRID", 4):
+        assert launch.grid(generate.kernel(chain, numel), numel, 11) == (1, 4, 3)
+        return ran(chain, rows, numel)
+
+
 def test_nothing_is_written_for_no_values():
     coder = codec("int8")
     empty = torch.zeros(2, 0)

@@ -6,6 +6,9 @@ as planned.
 
 from __future__ import annotations
 
+import dataclasses
+import re
+
 import pytest
 import torch
 from tiers import sampled
@@ -14,6 +17,11 @@ from commpass.codecs import codec
 
 pytest.importorskip("triton", reason="kernels are written in Triton: pip install commpass[kernels]")
 
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from commpass.lowering.gpu.source import load
 from commpass.lowering.inspect.kernels import kernels_named
 from commpass.lowering.inspect.lowerable import lower
 
@@ -78,3 +86,18 @@ def test_architecture_without_8_bit_floats_has_them_in_whole_numbers():
     """sm_80 has no e4m3: the same source computes it."""
     assert "e4m3" not in compiled("fp8", "encode", "sm_80").compiled.assembly
     assert "e4m3x2" in compiled("fp8", "encode", "sm_90").compiled.assembly
+
+
+def test_strides_are_multiplied_in_64_bits():
+    """512 M values on 8 ranks pass 2^31, and Triton takes strides that fit as 32-bit integers."""
+    (made,) = kernels_named("decode_sum_encode", codec("int8"), torch.bfloat16, 8, "sm_90")
+    strides = dict.fromkeys(("input_stride", "output_stride"), "i32")
+    text = ttir(dataclasses.replace(made, signature=made.signature | strides))
+    uses = [line for line in text.splitlines() if re.search(r"= .*%(in|out)put_stride\b", line)]
+    assert uses
+    assert all("arith.extsi" in line for line in uses), uses
+
+
+def ttir(made) -> str:
+    source = ASTSource(load(made.source), made.signature, made.constants)
+    return str(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ttir"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.library import wrap_triton
 
+from commpass.lowering.gpu.current import on_device
 from commpass.lowering.gpu.source import Source, load, of_function
 
 Arguments = dict[str, Tensor | int]
@@ -85,9 +87,11 @@ def launch(call: Call, *, graph: bool = False) -> None:
         calls.append(call)
     elif call.programs:
         function = load(call.source)
-        (wrap_triton(function) if graph else function)[(call.programs,)](
-            **call.arguments, **call.constants, num_warps=call.warps, **call.options
-        )
+        tensors = (each for each in call.arguments.values() if isinstance(each, Tensor))
+        with nullcontext() if graph else on_device(next(tensors).device):
+            (wrap_triton(function) if graph else function)[(call.programs,)](
+                **call.arguments, **call.constants, num_warps=call.warps, **call.options
+            )
 
 
 def signature(call: Call) -> dict[str, str]:

@@ -27,6 +27,7 @@ from commpass.codecs import codec as codec_of
 from commpass.codecs.block.noise import Stochastic
 from commpass.collectives.reductions import LAST
 from commpass.errors import CommpassError
+from commpass.lowering.gpu.current import on_device
 from commpass.lowering.gpu.exchange_kernel import (
     RESIDENT,
     Exchange,
@@ -114,12 +115,13 @@ def run(workspace: Workspace, x: Tensor) -> Tensor:
     tensors = {"peers": workspace.peers, "input": x.contiguous(), "output": output}
     given = tensors | numbers(exchange, rank)
     spins = {} if workspace.spins is None else {"SPINS": workspace.spins}
-    load(generated.source)[(exchange.programs,)](
-        *(given[name] for name in generated.signature),
-        **(generated.constants | casts(x.device) | spins),
-        **({} if interpreting() else {"enable_fp_fusion": generated.fuses}),
-        num_warps=generated.num_warps,
-    )
+    with on_device(x.device):
+        load(generated.source)[(exchange.programs,)](
+            *(given[name] for name in generated.signature),
+            **(generated.constants | casts(x.device) | spins),
+            **({} if interpreting() else {"enable_fp_fusion": generated.fuses}),
+            num_warps=generated.num_warps,
+        )
     return output
 
 

@@ -91,6 +91,15 @@ INSIDE = (
     "inside += tl.arange(0, PARTS)[None, :, None] * (SIZE // PARTS)",
 )
 """Lines that number the values of a block, parts of a byte apart."""
+LARGEST_GRID = 65535
+"""The most programs along the second and the third axis of a grid."""
+ROW_LINES = (
+    "row = tl.program_id(1).to(tl.int64) + tl.program_id(2).to(tl.int64) * tl.num_programs(1)",
+    "row = tl.minimum(row, rows - 1)",
+)
+"""Lines that number the row of a program. Programs beyond the last row write it again."""
+STRIDE = "tl.cast(input_stride, tl.int64)"
+"""The stride of a wire's rows: Triton passes a small one in 32 bits, which a product may exceed."""
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 """Triton's names of pointers to values."""
 
@@ -98,7 +107,7 @@ TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"
 @dataclass(frozen=True, kw_only=True)
 class Generated(Kernel):
     """The kernel of a chain. One program processes ``blocks`` blocks of one row; the grid is
-    ``(programs of a row, rows)``."""
+    ``(programs of a row, y, z)`` with at least as many programs ``y * z`` as rows."""
 
     chain: Chain
     blocks: int
@@ -237,7 +246,7 @@ def kernel(chain: Chain, numel: int = 1 << 20) -> Generated:
     layout = _block_codec(codecs_of(chain)[0]).layout
     size = layout.size(numel)
     body = Body(size, layout)
-    body.add("row = tl.program_id(1).to(tl.int64)")
+    body.add(*ROW_LINES)
     norm_blocks = chain.width // size
     if norm_blocks:  # a program has the blocks of one norm, and idle lanes up to a power of two
         body.add("lane = tl.arange(0, BLOCKS)[:, None, None]")
@@ -273,7 +282,7 @@ def kernel(chain: Chain, numel: int = 1 << 20) -> Generated:
         body.store(dtype, "output + row * output_stride + place")
     for name in ("input_stride", "output_stride"):
         body.add_argument(name, "i64")
-    for name in ("numel", "blocks"):
+    for name in ("numel", "blocks", "rows"):
         body.add_argument(name, "i32")
     blocks = norm_blocks or max(1, _tile(chain, numel) // size)
     lanes = 1 << (blocks - 1).bit_length()
@@ -423,9 +432,9 @@ def _write_sum(codec: BlockCodec, dtype: torch.dtype, body: Body, chain: Chain) 
     body.add(f"x = {add('None', 'wire', min(ranks, group))}")
     if whole > 1:
         body.add(f"for first in range({group}, {whole * group}, {group}):")
-        body.add(f"    x = {add('x', '(wire + first * input_stride)', group)}")
+        body.add(f"    x = {add('x', f'(wire + first * {STRIDE})', group)}")
     if whole and left:
-        body.add(f"x = {add('x', f'(wire + {whole * group} * input_stride)', left)}")
+        body.add(f"x = {add('x', f'(wire + {whole * group} * {STRIDE})', left)}")
 
 
 def ranks_of_group(chain: Chain, size: int) -> int:
@@ -454,7 +463,7 @@ def _write_group(
     """
     names, loads, given = _loads(codec, body)
     load = _write_function(body, "loaded", given, loads, f"({', '.join(names)},)")
-    load = load.replace("wire", "wire + one * input_stride", 1)
+    load = load.replace("wire", f"wire + one * {STRIDE}", 1)
     unpack = [f"{', '.join(names)}, = held", *decode_lines(codec, dtype, body.size)]
     decode = _write_function(body, "decoded", ["held", "inside"], unpack, "x")
     factors = [names.index(name) for name in names if name.startswith(("number", "row"))]

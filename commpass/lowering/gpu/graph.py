@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, fx
+from torch._higher_order_ops import triton_kernel_wrap
 
 from commpass.codecs import operators
 from commpass.codecs.block.codec import BlockCodec
@@ -16,6 +17,10 @@ from commpass.lowering.gpu.generate import kernel
 from commpass.lowering.gpu.matmul_encode import unsupported_reason
 from commpass.lowering.gpu.matmul_sizes import Problem
 from commpass.lowering.matmul import Product
+
+FOLLOWS_ALL_PATHS = hasattr(triton_kernel_wrap, "identify_accessed_tensors")
+"""Whether torch follows every path from the loads and stores of a kernel to its arguments, as 2.13
+does and 2.11 does not (pytorch#193703). Codec ``exponent`` has too many: compiling would hang."""
 
 
 def caller(chain: Chain, numel: int) -> Callable[..., Tensor | list[Tensor]]:
@@ -36,7 +41,7 @@ def caller(chain: Chain, numel: int) -> Callable[..., Tensor | list[Tensor]]:
 
 def exponent_caller(node: fx.Node) -> Callable[..., Tensor] | None:
     """Return a function that encodes or decodes losslessly, for a coded operator of fixed sizes;
-    None for others."""
+    None for others. If torch cannot analyze the kernels, an operator of commpass launches them."""
     codec = operators.lookup(str(node.args[1]))
     value = node.meta["val"]
     if not isinstance(codec, ExponentCodec) or not isinstance(value, Tensor):
@@ -47,10 +52,16 @@ def exponent_caller(node: fx.Node) -> Callable[..., Tensor] | None:
     if not fixed or exponent.unsupported_reason(rows.shape[1], rows.dtype) is not None:
         return None
 
+    own = torch.ops.commpass
+
     def call(*inputs: Tensor) -> Tensor:
+        if encodes and FOLLOWS_ALL_PATHS:
+            return own.exponent_encode(inputs[0], codec.spec, True)
         if encodes:
             return exponent.encode_rows(codec, inputs[0], graph=True)
         wire = inputs[0] if len(inputs) == 1 else torch.cat(inputs, dim=1)
+        if FOLLOWS_ALL_PATHS:
+            return own.exponent_decode(wire, codec.spec, rows.shape[1], rows.dtype, True)
         return exponent.decode_rows(codec, wire, rows.shape[1], rows.dtype, graph=True)
 
     return torch.func.functionalize(call)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from commpass.codecs.block.scales import row_numbers, row_peak
 from commpass.codecs.rows import aligned
 from commpass.errors import CommpassError
 from commpass.lowering.chain import Chain, encoded_dtype, further_results, output_dtype
+from commpass.lowering.gpu.current import on_device
 from commpass.lowering.gpu.generate import (
+    LARGEST_GRID,
     Generated,
     kernel,
     needs_row_peaks,
@@ -85,31 +88,35 @@ def launch(
     ``further`` are contiguous buffers for its further results (``empty_further``). With ``graph``,
     the call is traced for Inductor, which launches the kernel itself.
     """
-    programs, rows = grid(generated, numel, outputs.shape[0])
-    if not programs or not rows:
+    rows = outputs.shape[0]
+    if not rows or not numel:
         return
     if needs_row_peaks(generated.chain):
         # Inductor fuses the form of torch's operators; called, it would be a kernel for each.
         peaks = row_peak(inputs[0]).flatten().float() if graph else row_peaks(inputs[0])
         inputs = [*inputs, peaks]
     function = load(generated.source)
-    values = scalars(generated, numel, inputs[0].stride(0), outputs.stride(0))
+    values = scalars(generated, numel, rows, inputs[0].stride(0), outputs.stride(0))
     plain = graph or interpreting()
-    (wrap_triton(function) if graph else function)[(programs, rows)](
-        *order_arguments(generated, [*inputs, outputs, *further], values),
-        **(generated.constants | casts(inputs[0].device)),
-        **({} if plain else {"enable_fp_fusion": generated.fuses}),
-        num_warps=generated.num_warps,
-    )
+    with nullcontext() if graph else on_device(inputs[0].device):
+        (wrap_triton(function) if graph else function)[grid(generated, numel, rows)](
+            *order_arguments(generated, [*inputs, outputs, *further], values),
+            **(generated.constants | casts(inputs[0].device)),
+            **({} if plain else {"enable_fp_fusion": generated.fuses}),
+            num_warps=generated.num_warps,
+        )
 
 
-def grid(generated: Generated, numel: int, rows: int) -> tuple[int, int]:
+def grid(generated: Generated, numel: int, rows: int) -> tuple[int, int, int]:
+    """Return the grid of a kernel for at least one row: rows are on two axes, since each of these
+    has at most 65,535 programs."""
     blocks = _codec(generated).layout.blocks(numel)
-    return (blocks + generated.blocks - 1) // generated.blocks, rows
+    planes = -(-rows // LARGEST_GRID)
+    return -(-blocks // generated.blocks), -(-rows // planes), planes
 
 
 def scalars(
-    generated: Generated, numel: int, input_stride: int, output_stride: int
+    generated: Generated, numel: int, rows: int, input_stride: int, output_stride: int
 ) -> dict[str, int]:
     """Return the integer arguments of a kernel by name."""
     chain = generated.chain
@@ -117,6 +124,7 @@ def scalars(
         "input_stride": input_stride,
         "output_stride": output_stride,
         "numel": numel,
+        "rows": rows,
         "blocks": _codec(generated).layout.blocks(numel),
     }
     if chain.decodes is not None:

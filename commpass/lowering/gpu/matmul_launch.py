@@ -17,6 +17,7 @@ from commpass.codecs.block.codec import BlockCodec
 from commpass.codecs.block.noise import Stochastic
 from commpass.codecs.block.packing import widths
 from commpass.errors import CommpassError
+from commpass.lowering.gpu.current import on_device
 from commpass.lowering.gpu.launch import casts, interpreting, key_argument, offsets
 from commpass.lowering.gpu.matmul_encode import Kernel, kernel, unsupported_reason
 from commpass.lowering.gpu.matmul_sizes import Configuration, Matmul, Problem, configuration
@@ -161,7 +162,8 @@ def run(
     def launch() -> None:
         if by.descriptors:
             triton.set_allocator(_scratch)
-        function[grid](*arguments, **prepared.constants, **compiled)
+        with on_device(a.device):
+            function[grid](*arguments, **prepared.constants, **compiled)
 
     # The allocator is set only for this call, since other users of Triton have their own.
     contextvars.copy_context().run(launch)

@@ -89,10 +89,10 @@ def of_chain(chain: Chain, arch: str, numel: int = NUMEL, name: str = "") -> Low
     generated = generate.kernel(chain, numel)
     read, written = row_bytes(chain, numel)
     stride = read if chain.decodes else numel
-    numbers = launch.scalars(generated, numel, stride, written if chain.encodes else numel)
+    numbers = launch.scalars(generated, numel, 1, stride, written if chain.encodes else numel)
     added = sum(step.dtype.itemsize for step in chain.steps if isinstance(step, Add))
     added += sum(each.dtype.itemsize for each in further_results(chain) if each.per == 1)
-    programs, _ = launch.grid(generated, numel, 1)
+    programs, *_ = launch.grid(generated, numel, 1)
     groups = chain.ranks // generate.ranks_of_group(chain, generated.constants["SIZE"])
     return Lowerable(
         name=name or generated.source.entry,

@@ -165,14 +165,17 @@ def is_matmul(node: fx.Node) -> bool:
     return node.op == "call_function" and flops_formula(node.target) is not None
 
 
+OWN_KERNELS = {f"commpass::{name}" for name in (KERNEL, "exponent_encode", "exponent_decode")}
+"""The operators of commpass that run kernels which encode or decode."""
+
+
 def is_heavy(node: fx.Node) -> bool:
     """Whether a node is worth overlapping with an exchange and stays a separate call when Inductor
     fuses.
 
     True for a matmul, a convolution, attention, a kernel of commpass, and a Triton kernel.
     """
-    kernel = full_name(node) == f"commpass::{KERNEL}"
-    return is_matmul(node) or kernel or node.target in triton_calls()
+    return is_matmul(node) or full_name(node) in OWN_KERNELS or node.target in triton_calls()
 
 
 def may_compute_much(node: fx.Node) -> bool:

@@ -12,8 +12,7 @@ Inductor's cache entries are valid for the same graph.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import fx
@@ -25,10 +24,22 @@ from torch.utils._ordered_set import OrderedSet
 
 from commpass.passes.fx.aliasing import is_alias
 from commpass.passes.fx.memory import memory
-from commpass.passes.fx.ops import ADDITIONS, functional, is_heavy, is_matmul, only_user
+from commpass.passes.fx.ops import ADDITIONS, is_heavy, is_matmul, only_user, triton_calls
 from commpass.passes.fx.parse import is_wait, parse
+from commpass.passes.post.in_place import (
+    WRITTEN,
+    Uses,
+    body_of,
+    can_write,
+    return_written,
+    sum_in_place,
+    write_in_place,
+)
 
-READS_WITH = tuple(each.__code__.co_filename for each in (parse, is_matmul, memory, is_alias))
+FUNCTIONAL, _ = triton_calls()
+READS_WITH = tuple(
+    each.__code__.co_filename for each in (parse, is_matmul, memory, is_alias, can_write)
+)
 """The source files of the functions that analyze graphs, as part of the pass's name in Inductor's
 cache."""
 KNOWS_VOIDS = "_void_ctrl_dep_op_names" in GraphLowering.__init__.__code__.co_names
@@ -68,6 +79,7 @@ def order(graph: fx.Graph) -> None:
 
     Also pin these behind the starts of exchanges in flight, unless they depend on them anyway.
     """
+    uses = Uses(graph)
     pins: dict[fx.Node, OrderedSet[fx.Node]] = {}
     last: fx.Node | None = None
     latest: fx.Node | None = None  # the latest start without a wait
@@ -83,16 +95,22 @@ def order(graph: fx.Graph) -> None:
         elif is_matmul(node):
             behind = [] if latest is None else [latest]
             between.append(node)
-        elif is_heavy(node) and last is not None:
-            pins[node] = OrderedSet([last])  # it has no result, so only pinned nodes can follow it
+        elif last is not None and _stays(node, uses):
+            pins[node] = OrderedSet([last])
             between.append(node)
             continue
         else:
             continue
         if found := [each for each in behind if each not in node.all_input_nodes]:
             pins[node] = OrderedSet(found)
-    _sum_in_place(graph, pins)
+    sum_in_place(pins, uses)
+    for node in pins:
+        if node.target is FUNCTIONAL:
+            write_in_place(node)
     preserve_node_ordering(graph, pins)
+    for node in graph.find_nodes(op="call_function", target=control_deps):
+        if WRITTEN in node.meta:
+            return_written(node)
     if not KNOWS_VOIDS:
         _give_something(graph)
 
@@ -101,43 +119,21 @@ def _give_something(graph: fx.Graph) -> None:
     """Make each pinned kernel return one of its inputs, which stays unused."""
     for node in graph.nodes:
         if node.target is control_deps and node.meta.get("val") is None:
-            *taken, _, output = _inner(node).nodes
+            *taken, _, output = body_of(node).graph.nodes
             output.args = (taken[-1],)
 
 
-def _inner(pinned: fx.Node) -> fx.Graph:
-    """Return the graph inside a pinned node."""
-    body: Any = pinned.args[1]
-    return getattr(pinned.graph.owning_module, str(body.target)).graph
-
-
-def _sum_in_place(graph: fx.Graph, starts: Iterable[fx.Node]) -> None:
-    """Make an all_reduce that will be pinned write into its input, if the input has no later uses.
-
-    Inductor would do so later, but does not look inside pins, and would copy the input.
-    """
-    known = memory(graph)
-    place = {node: number for number, node in enumerate(graph.nodes)}
-    touching: dict[int, list[fx.Node]] = defaultdict(list)
-    for node in place:
-        for number in known.touches[node]:
-            touching[number].append(node)
-    for start in starts:
-        if start.target is not functional.all_reduce.default:
-            continue
-        memories = known.gives[start.args[0]]  # type: ignore[index]
-        touched = [node for number in memories for node in touching[number]]
-        kept = any(node.op in ("placeholder", "get_attr") for node in touched)
-        later = {node for node in touched if place[node] > place[start]}
-        if memories and not kept and later <= set(filter(is_wait, start.users)):
-            start.target = functional.all_reduce_.default
+def _stays(node: fx.Node, uses: Uses) -> bool:
+    """Whether to pin a kernel between two exchanges. A Triton kernel whose results need copies of
+    its inputs stays as it is: inside a pin, Inductor could not remove the copies."""
+    return is_heavy(node) and (node.target is not FUNCTIONAL or can_write(node, uses))
 
 
 def _is_pinned(node: fx.Node) -> bool:
     """Whether ``pin`` has pinned a matmul here."""
     if node.target is not control_deps:
         return False
-    return any(map(is_matmul, _inner(node).nodes))
+    return any(map(is_matmul, body_of(node).graph.nodes))
 
 
 class Pins(CustomGraphPass):

@@ -1,0 +1,69 @@
+"""The device on which kernels are launched."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from unittest.mock import patch
+
+import fake_cuda
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from commpass.codecs import codec
+from commpass.lowering.chain import Chain, Encode
+
+pytest.importorskip("triton", reason="kernels are written in Triton: pip install commpass[kernels]")
+
+from commpass.lowering.gpu import call, exchange, exponent, launch, matmul_launch
+
+BFLOAT16 = torch.bfloat16
+
+
+def by_chain(x: torch.Tensor) -> None:
+    launch.run(Chain(BFLOAT16, (Encode(codec("int8")),)), x, x.shape[1])
+
+
+def by_call(x: torch.Tensor) -> None:
+    exponent.encode_rows(codec("exponent"), x)
+
+
+def by_matmul(x: torch.Tensor) -> None:
+    matmul_launch.run(x, x.t().contiguous(), codec("int8"), 1)
+
+
+def by_exchange(x: torch.Tensor) -> None:
+    what = exchange.Exchange("one_shot", codec("int8"), BFLOAT16, x.numel(), 2)
+    peers = torch.empty(2, dtype=torch.int64, device=x.device)
+    exchange.run(exchange.Workspace(what, 0, peers, x), x)
+
+
+class Cards:
+    """The current device, and the one of each launch."""
+
+    def __init__(self) -> None:
+        self.now, self.launched = 0, []
+
+    def exchange(self, device: int) -> int:
+        before, self.now = self.now, device
+        return before
+
+    def load(self, source: object) -> Cards:
+        return self
+
+    def __getitem__(self, grid: tuple[int, ...]):
+        return lambda *args, **kwargs: self.launched.append(self.now)
+
+
+@pytest.mark.parametrize("launches", [by_chain, by_call, by_matmul, by_exchange])
+def test_kernels_are_launched_on_the_device_of_their_tensors(launches):
+    cards = Cards()
+    with fake_cuda.a_card(), FakeTensorMode(), ExitStack() as stack:
+        for name in ("_exchange_device", "_maybe_exchange_device"):
+            stack.enter_context(patch.object(torch.cuda, name, cards.exchange))
+        for module in (launch, call, exchange, matmul_launch):
+            stack.enter_context(patch.object(module, "load", cards.load))
+        launches(torch.empty((1024, 1024), dtype=BFLOAT16, device="cuda:1"))
+    assert cards.launched
+    assert set(cards.launched) == {1}
+    assert cards.now == 0
