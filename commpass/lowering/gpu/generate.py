@@ -448,7 +448,8 @@ def ranks_of_group(chain: Chain, size: int) -> int:
     # These need more registers to decode: with eight ranks, up to 5,104 bytes were spilled.
     many = isinstance(codec.grid, (TableGrid, MiniFloatGrid)) or codec.offset or parts_ > 1
     most = 4 // parts_ if many else 8
-    return max(min(HELD * 8 // (values * codec.grid.bits), most, chain.ranks), 1)
+    held = HELD // 2 if chain.width else HELD  # a norm holds its residual and weight, too
+    return max(min(held * 8 // (values * codec.grid.bits), most, chain.ranks), 1)
 
 
 def _write_group(
