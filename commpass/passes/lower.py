@@ -30,8 +30,8 @@ from commpass.passes.failures import SiteErrors, site_errors
 from commpass.passes.fx import meta
 from commpass.passes.fx.erase import erase, replace
 from commpass.passes.fx.fakes import mode_of
-from commpass.passes.fx.marks import CODED, MARK, inherit, nodes_by_site
-from commpass.passes.fx.ops import ALLOCATORS, frozen
+from commpass.passes.fx.marks import CODED, MARK, STRIDES, inherit, nodes_by_site
+from commpass.passes.fx.ops import ALLOCATORS, frozen, triton_calls
 from commpass.passes.fx.parse import graph_modules, items
 from commpass.passes.fx.splice import set_value, splice
 from commpass.passes.fx.tracing import Decompositions, inductor_decompositions, traced
@@ -97,10 +97,32 @@ def lower(
             if marked:
                 _share_tables(module.graph)
                 module.recompile()
+                require_strides(module.graph)
     with site_errors() as errors:
         for source in of_regions.traced.values():
             with errors.of(*of_regions.sites[source.name]):
                 make((source,))
+
+
+def require_strides(graph: fx.Graph) -> None:
+    """Have Inductor give inserted kernels on a GPU their inputs with the strides that they have
+    here.
+
+    Their strides are arguments or constants of kernels. Inductor pads rows of long intermediate
+    results, and passes them so to operators without this entry in their metadata, which torch's own
+    tracing writes.
+    """
+    for node in graph.nodes:
+        if MARK not in node.meta or not _is_kernel(node):
+            continue
+        inputs = [each.meta.get("val") for each in node.all_input_nodes]
+        if any(isinstance(each, Tensor) and each.device.type != "cpu" for each in inputs):
+            node.meta[STRIDES] = fx.map_arg((node.args, node.kwargs), meta.value)
+
+
+def _is_kernel(node: fx.Node) -> bool:
+    """Whether a node calls a Triton kernel or an operator of commpass."""
+    return node.target in triton_calls() or getattr(node.target, "namespace", "") == "commpass"
 
 
 def _lower(

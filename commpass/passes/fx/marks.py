@@ -27,6 +27,9 @@ ALLOWED = "commpass_allowed"
 """The key in ``node.meta`` of what a collective is allowed, by input position."""
 SEGMENTS = "commpass_segments"
 """The key in ``node.meta`` of a fused collective: module and shape of each member."""
+STRIDES = "eager_input_vals"
+"""torch's key in ``node.meta`` of the fake arguments of an operator. Inductor gives it arguments of
+these strides."""
 AFTER_A_WAIT = ("wait", "decode", "used_bytes", "sum", "leave")
 
 

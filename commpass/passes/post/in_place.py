@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import fx
 
+from commpass.passes.fx.marks import STRIDES
 from commpass.passes.fx.memory import memory
 from commpass.passes.fx.ops import functional, triton_calls
 from commpass.passes.fx.parse import is_wait
@@ -79,9 +80,9 @@ def write_in_place(call: fx.Node) -> None:
     call.target = triton_calls()[1]
     call.meta[WRITTEN] = call.kwargs["tensors_to_clone"]
     call.kwargs = _without_clones(call.kwargs)
-    if "eager_input_vals" in call.meta:
-        args, kwargs = call.meta["eager_input_vals"]
-        call.meta["eager_input_vals"] = (args, _without_clones(kwargs))
+    if STRIDES in call.meta:
+        args, kwargs = call.meta[STRIDES]
+        call.meta[STRIDES] = (args, _without_clones(kwargs))
 
 
 def _without_clones(kwargs: Mapping[str, Any]) -> dict[str, Any]:
