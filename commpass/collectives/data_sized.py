@@ -208,8 +208,9 @@ def _send_used(
     if isinstance(move, Rows):
         return (yield from _rows(units, used, arriving, move, expected))
     (most,) = _numbers(arriving.max().unsqueeze(0), [room], [expected])
-    arrived = yield move.start(units.narrow(1, 0, most).contiguous())
-    rows = arrived.shape[0] if isinstance(move, Broadcast) else move.request.ranks
+    # One dimension: torch 2.11 cannot order strides if the number of units is not known.
+    arrived = yield move.start(units.narrow(1, 0, most).reshape(-1))
+    rows = units.shape[0] if isinstance(move, Broadcast) else move.request.ranks
     missing = torch.zeros((rows, room - most, UNIT), dtype=torch.uint8, device=wire.device)
     return torch.cat([arrived.reshape(rows, most, UNIT), missing], dim=1).flatten(1)
 
