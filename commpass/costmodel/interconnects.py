@@ -68,15 +68,18 @@ limit of its power: 670 of 989 TFLOP/s."""
 SHARES: dict[str, Shares] = {
     "int8": Shares(1.02, 0.99, 0.97),
     "fp8": Shares(1.02, 0.98, 0.96),
-    "int6": Shares(0.77, 0.83, 0.79),
-    "int4": Shares(0.52, 0.95, 0.94),
-    "rotated": Shares(1.02, 0.58, 0.72),
-    "taco": Shares(1.02, 0.38, 0.79),
-    "sdp4bit": Shares(0.52, 0.59, 0.81),
-    "equarx": Shares(1.02, 0.99, 0.98),
-    "table": Shares(0.52, 0.25, 0.29),
-    "tahquant": Shares(0.52, 0.21, 0.47),
-    "mxfp8": Shares(1.03, 0.98, 0.96),
+    "int6": Shares(0.78, 0.86, 0.81),
+    "int4": Shares(0.53, 0.97, 0.93),
+    "rotated": Shares(1.01, 0.59, 0.72),
+    "taco": Shares(1.03, 0.38, 0.72),
+    "sdp4bit": Shares(0.53, 0.58, 0.82),
+    "equarx": Shares(1.0, 0.99, 0.98),
+    "table": Shares(0.51, 0.25, 0.29),
+    "tahquant": Shares(0.54, 0.21, 0.46),
+    "mxfp8": Shares(1.03, 0.86, 0.95),
+    "mxfp6": Shares(0.78, 0.62, 0.87),
+    "mxfp4": Shares(0.53, 0.69, 0.94),
+    "nvfp4": Shares(0.56, 0.36, 0.95),
 }
 """Of 32 million values on an H200, with torch 2.11 and Triton 3.6
 (benchmarks/results/gpu_nvidia_h200.json). Other GPUs are assumed to reach the same shares."""
