@@ -151,20 +151,20 @@ def _insert(its: EncodedValue, nodes: Mapping[int, fx.Node], before: fx.Node, nu
     insert(given, before, number, its.product)
 
 
-def insert(given: Sequence[Any], before: fx.Node, number: int, product: str = "") -> None:
-    """Insert the operator for a site before a node. ``given`` are what is encoded, or the inputs of
-    the ``product`` that is."""
-    held = given[0].meta["val"]
+def insert(values: Sequence[Any], before: fx.Node, number: int, product: str = "") -> None:
+    """Insert the operator for a site before a node. ``values`` are what is encoded, or the inputs
+    of the ``product`` that is."""
+    first = values[0].meta["val"]
     graph = before.graph
     with graph.inserting_before(before), mode_of(graph):
         # An operator without results or side effects would be eliminated.
-        into = graph.call_function(EMPTY, ([1],), {"device": held.device})
-        into.meta["val"] = held.new_empty([1], dtype=torch.float32)
+        into = graph.call_function(EMPTY, ([1],), {"device": first.device})
+        into.meta["val"] = first.new_empty([1], dtype=torch.float32)
         if product:
-            args = (*given, into, number, product)
+            args = (*values, into, number, product)
             graph.call_function(torch.ops.commpass.sample_product_.default, args)
         else:
-            graph.call_function(SAMPLE, (*given, into, number))
+            graph.call_function(SAMPLE, (*values, into, number))
 
 
 def _looking(x: Tensor) -> Any:

@@ -461,8 +461,8 @@ def _write_group(
     Values that must be clamped are rare, and clamping costs a third of the time of a rank. There
     are two branches, of which the usual one does not clamp.
     """
-    names, loads, given = _loads(codec, body)
-    load = _write_function(body, "loaded", given, loads, f"({', '.join(names)},)")
+    names, loads, arguments = _loads(codec, body)
+    load = _write_function(body, "loaded", arguments, loads, f"({', '.join(names)},)")
     load = load.replace("wire", f"wire + one * {STRIDE}", 1)
     unpack = [f"{', '.join(names)}, = held", *decode_lines(codec, dtype, body.size)]
     decode = _write_function(body, "decoded", ["held", "inside"], unpack, "x")
@@ -489,18 +489,18 @@ def _write_group(
         ]
     else:
         lines += _add_lines(decode.replace("CUT", "True"), "held[one]")
-    given = ["x", "wire", "input_stride", "inside", *given[1:]]
-    call = _write_function(body, "added", given, lines, "total")
+    arguments = ["x", "wire", "input_stride", "inside", *arguments[1:]]
+    call = _write_function(body, "added", arguments, lines, "total")
     return lambda x, wire, count: call.replace("(x, wire", f"({x}, {wire}", 1).replace(
         "COUNT", str(count)
     )
 
 
-def _add_lines(decode: str, held: str, loop: str = "tl.static_range") -> list[str]:
-    """Return lines that add rows to ``x``, unless that is None; ``held`` is what is held of one
+def _add_lines(decode: str, loaded: str, loop: str = "tl.static_range") -> list[str]:
+    """Return lines that add rows to ``x``, unless that is None; ``loaded`` is what was loaded of a
     row. Triton requires that a name has the same type in both branches, so loops have others."""
     number = "one" if loop == "tl.static_range" else "rank"
-    row = decode.replace("held", held)
+    row = decode.replace("held", loaded)
     first = row.replace(f"{number} *", "0 *").replace(f"[{number}]", "[0]")
     return [
         "if x is None:",
@@ -514,25 +514,27 @@ def _add_lines(decode: str, held: str, loop: str = "tl.static_range") -> list[st
 
 def write_decode(codec: BlockCodec, dtype: torch.dtype, body: Body, name: str) -> str:
     """Write a function from ``wire`` to ``x``, and return a call of it."""
-    _, loads, given = _loads(codec, body)
+    _, loads, arguments = _loads(codec, body)
     lines = [*loads, *decode_lines(codec, dtype, body.size)]
-    given = [*given[:2], "inside", *given[2:]]
-    return _write_function(body, name, given, lines, "x").replace("CUT", "True")
+    arguments = [*arguments[:2], "inside", *arguments[2:]]
+    return _write_function(body, name, arguments, lines, "x").replace("CUT", "True")
 
 
-def _write_function(body: Body, name: str, given: list[str], lines: list[str], result: str) -> str:
-    """Write a function of ``given`` and of the constants that its lines use; return a call."""
+def _write_function(
+    body: Body, name: str, arguments: list[str], lines: list[str], result: str
+) -> str:
+    """Write a function of ``arguments`` and of the constants that its lines use; return a call."""
     names = ("COUNT", "CHECKS", "FP8", "PARTS", "CUT")
     constants = [name for name in names if any(name in line for line in lines)]
-    header = ", ".join([*given, *(f"{each}: tl.constexpr" for each in constants)])
+    header = ", ".join([*arguments, *(f"{each}: tl.constexpr" for each in constants)])
     text = textwrap.indent("\n".join(lines), "    ")
     body.functions.append(f"def {name}({header}):\n{text}\n    return {result}\n")
-    return f"{name}({', '.join([*given, *constants])})"
+    return f"{name}({', '.join([*arguments, *constants])})"
 
 
 def _loads(codec: BlockCodec, body: Body) -> tuple[list[str], list[str], list[str]]:
     """Return the names of what a wire holds of a tile, lines that load it, and their arguments."""
-    names, lines, given = [], [], ["wire", "block", "block_mask"]
+    names, lines, arguments = [], [], ["wire", "block", "block_mask"]
     for number, (_, _, first, length) in enumerate(parts.packs(codec.grid.bits, body.size)):
         place = f"block * {body.size * codec.grid.bits // 8} + {first}"
         place += f" + tl.arange(0, {length})[None, None, :]"
@@ -542,17 +544,17 @@ def _loads(codec: BlockCodec, body: Body) -> tuple[list[str], list[str], list[st
         place = f"wire + {at} + block * {ITEMSIZE[stored]}"
         names.append(name)
         lines.append(f"{name} = load_{stored}({place}, block_mask)")
-        given.append(at)
+        arguments.append(at)
     for name, at in _row_regions(codec, body, "input"):
         names.append(name)
         lines.append(f"{name} = load_row(wire + {at}, block)")
-        given.append(at)
+        arguments.append(at)
     if codec.transform.side:
         at = body.add_argument("input_side_at", "i32")
         names.append("side")
         lines.append(f"side = tl.load(wire + {at} + block, mask=block_mask, other=0)")
-        given.append(at)
-    return names, lines, given
+        arguments.append(at)
+    return names, lines, arguments
 
 
 def decode_lines(codec: BlockCodec, dtype: torch.dtype, size: int) -> list[str]:
