@@ -117,9 +117,7 @@ if not TYPE_CHECKING:  # if False, type checkers would accept any attribute name
         if name in _MODULE_OF:
             found = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
         elif name == "__version__":
-            from commpass.utils.version import own_version
-
-            found = own_version()
+            found = import_module(f"{__name__}.utils.version").own_version()
         else:
             found = _submodule(name)
         globals()[name] = found  # cache the lookup

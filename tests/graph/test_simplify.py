@@ -330,6 +330,7 @@ def test_reassociate_false_leaves_only_the_exact_rules(fake_group):
         "gather of scatter",
         "nested groups",
         "widen then reduce",
+        "quantised in 16 bits before gather",
     }
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import fx
 
+from commpass.passes.fx.erase import erase
 from commpass.passes.fx.marks import STRIDES
 from commpass.passes.fx.memory import memory
 from commpass.passes.fx.ops import functional, triton_calls
@@ -111,7 +112,7 @@ def return_written(pinned: fx.Node) -> None:
     for user in users:
         if user.target is operator.getitem:
             user.replace_all_uses_with(results[names.index(user.args[1])])
-            pinned.graph.erase_node(user)
+            erase(user)
         else:
             user.replace_input_with(pinned, results[0])
 
