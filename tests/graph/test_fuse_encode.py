@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from graphs import ops, trace
+from graphs import ops
 from test_fuse_norms import BEFORE_FUSE, BEFORE_LOWER, rms, roles
+from test_fuse_norms import run as planned
 
-from commpass.costmodel import default_profile
-from commpass.passes import GraphInput, manager
+from commpass.passes import manager
 from commpass.passes.fx.marks import MARK
 from commpass.policy import Policy
 from commpass.policy.rules import Rule
@@ -59,20 +59,7 @@ def inputs(dtype=F32):
 
 
 def run(function, *given, policy=None, passes=BEFORE_LOWER):
-    gm = trace(function, *given)
-    gm.graph.eliminate_dead_code()
-    what = GraphInput(
-        gm=gm,
-        direction="forward",
-        policy=policy or unchecked(),
-        profile=default_profile("cpu"),
-        stateless=None,
-        kernels=True,
-    )
-    outcome = manager.run(what, "0", passes, strict=True)
-    if outcome.error is not None:
-        raise outcome.error
-    return gm, outcome
+    return planned(function, *given, policy=policy or unchecked(), passes=passes)
 
 
 def unchecked(codec: str = "int8", **more) -> Policy:
@@ -86,9 +73,9 @@ def unchecked(codec: str = "int8", **more) -> Policy:
 )
 def test_one_kernel_lies_between_two_exchanges(fake_group, function, role, dtype):
     fake_group(RANKS)
-    gm, outcome = run(function, *inputs(dtype))
+    gm, plan = run(function, *inputs(dtype))
     assert roles(gm) == ["encode", role, "decode"]
-    first, second = outcome.plan.sites
+    first, second = plan.sites
     assert f"in one kernel each: encode, {role}" in first.reason
     assert f"encode, with what follows the decode of {first.name}, decode" in second.reason
     plain, _ = run(function, *inputs(dtype), passes=BEFORE_FUSE)
