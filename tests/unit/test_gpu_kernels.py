@@ -8,6 +8,8 @@ scales may differ, and codes at a tie.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import typing
 
 import pytest
@@ -59,6 +61,24 @@ def unsupported_reason_of(chain: Chain, numel: int) -> str:
     from commpass.lowering.gpu import generate
 
     return generate.unsupported_reason(chain, numel)
+
+
+def texts() -> list[str]:
+    """Return the texts of kernels of all settings, in all chains that they support."""
+    from commpass.lowering.gpu import generate
+
+    made, numel = [], 1024 * 8
+    for coder in map(codec, [*generated(), "mxfp6(form=e3m2)", "int8(static=0.05)"]):
+        decode = Decode(coder, torch.bfloat16)
+        chains = [
+            Chain(torch.bfloat16, (Encode(coder),)),
+            Chain(torch.uint8, (decode, Cast(torch.bfloat16))),
+            Chain(torch.uint8, (decode, Sum(8), Divide(8), Encode(coder))),
+            Chain(torch.uint8, (decode, Sum(19))),
+        ]
+        possible = [each for each in chains if not generate.unsupported_reason(each, numel)]
+        made += [generate.kernel(each, numel).source.text for each in possible]
+    return made
 
 
 def without_tile() -> list[str]:
@@ -364,6 +384,16 @@ def test_nothing_is_written_for_no_values():
 )
 def test_operations_without_a_kernel_say_why(chain, numel, said):
     assert said in interpreted(unsupported_reason_of, chain, numel)
+
+
+def test_texts_use_no_name_that_is_not_defined(tmp_path):
+    found = interpreted(texts)
+    assert len(found) > 100
+    for number, text in enumerate(found):
+        (tmp_path / f"kernel_{number}.py").write_text(text)
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
 
 
 def test_every_part_has_a_tile():

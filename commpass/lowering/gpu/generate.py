@@ -19,7 +19,7 @@ import torch
 from commpass.codecs import Codec
 from commpass.codecs.block.codec import BlockCodec
 from commpass.codecs.block.domain import VALUES
-from commpass.codecs.block.grids import CompandedGrid, IntGrid
+from commpass.codecs.block.grids import CompandedGrid, IntGrid, MiniFloatGrid, TableGrid
 from commpass.codecs.block.layouts import Flat, Layout
 from commpass.codecs.block.noise import Stochastic
 from commpass.codecs.block.packing import widths
@@ -60,9 +60,6 @@ TILE = 2048
 """The most values of a tile: 64 per thread of a warp."""
 DECODED = 1024
 """Bytes of codes in a tile that is decoded, 32 for each thread."""
-ENCODED = 256
-"""Values of a tile that is encoded, for each bit of a code: fewer bits take more registers to
-compute."""
 WARPS = 1
 """Warps of a program. A block is within one warp, so its peak is found without a barrier."""
 LARGEST_BLOCK = 4096
@@ -312,11 +309,12 @@ def kernel(chain: Chain, numel: int = 1 << 20) -> Generated:
 
 def _tile(chain: Chain, numel: int) -> int:
     """Return the values of a tile, measured as the fastest on an H200."""
-    bits = _block_codec(codecs_of(chain)[-1]).grid.bits
+    codec = _block_codec(codecs_of(chain)[-1])
     if chain.encodes is not None and not _is_sum(chain):
-        return _power_below(ENCODED * bits)
+        many = isinstance(codec.grid, (TableGrid, MiniFloatGrid)) or codec.offset  # registers
+        return TILE // 2 if many else TILE
     if not _is_sum(chain):
-        return _power_below(DECODED * 8 // bits)
+        return _power_below(DECODED * 8 // codec.grid.bits)
     tile = _summed(chain)
     while tile > LEAST and numel < PROGRAMS * tile:
         tile //= 2
@@ -330,7 +328,8 @@ def _power_below(values: int) -> int:
 def _summed(chain: Chain) -> int:
     """Return the values of a tile of a long row of a sum, a power of two."""
     assert chain.decodes is not None
-    return _power_below(SUMMED * 8 // _block_codec(chain.decodes.codec).grid.bits)
+    codec = _block_codec(chain.decodes.codec)
+    return _power_below(SUMMED * 8 // codec.grid.bits // (2 if codec.offset else 1))
 
 
 def _is_sum(chain: Chain) -> bool:
@@ -466,7 +465,7 @@ def ranks_of_group(chain: Chain, size: int) -> int:
     values = TILE if chain.width else max(_summed(chain), size)
     parts_ = len(widths(codec.grid.bits))
     # These need more registers to decode: with eight ranks, up to 5,104 bytes were spilled.
-    most = RANKS // 2 // parts_ if codec.offset or parts_ > 1 else RANKS
+    most = 2 if codec.offset else RANKS // 2 // parts_ if parts_ > 1 else RANKS
     held = HELD // 2 if chain.width else HELD  # a norm holds its residual and weight, too
     return max(min(held * 8 // (values * codec.grid.bits), most, chain.ranks), 1)
 
@@ -600,15 +599,14 @@ def decode_lines(
     """Return lines from what ``_loads`` loads to ``x``, as in ``Codec.decode_rows``; without
     ``clamp``, ``x`` may exceed the largest number of the dtype."""
     lines, bits, sums = [], codec.grid.bits, codec.transform.sums
-    for number, (low, width, _, _) in enumerate(parts.packs(bits, size)):
+    in_bytes = codec.grid == IntGrid(4)  # decoded without numbers of single codes
+    for number, (low, width, _, _) in enumerate([] if in_bytes else parts.packs(bits, size)):
         part = f"unpacked(raw_{number}.to(tl.int32), {width}, PARTS)"
         lines.append(f"codes = {part}" if low == 0 else f"codes |= {part} << {low}")
     if sums > 1:  # divide here, not later: see BlockCodec.decode_parts
         lines += [f"middle = middle * {1 / sums!r}"] if codec.offset else []
         lines += [f"part_0 = number_0 * {1 / sums!r}"] if codec.scale.numbers else []
-    decoded = parts.decode(codec.grid, "codes")
-    if codec.grid == IntGrid(4):
-        lines, decoded = [], "decode_int4(raw_0, FP8)"
+    decoded = "decode_int4(raw_0, FP8)" if in_bytes else parts.decode(codec.grid, "codes")
     lines += [
         f"x = {decoded}",
         *parts.multiply(codec.scale, "part_0" if sums > 1 else "number_0"),
