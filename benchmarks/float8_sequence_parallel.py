@@ -7,13 +7,13 @@ Needs torchao (`pip install 'commpass[test]'`), and with `--gbit` above 0 Linux 
 get a virtual host with a link of that speed (docs/netlab.md). A block normalizes its tokens,
 gathers them, and applies two float8 linear layers of torchao with tensorwise scales. Their result
 is reduced and scattered. Copies of one model, each under its own policy, take the same steps of
-SGD in turn, each behind a barrier. A policy is a preset or a codec: `raw` and `exponent` are
-lossless. `equal` says whether all losses are those of the first policy, to the bit. Bytes are those
-that a rank hands to collectives in a step. `network_ms` is what the plans predict for the exchanges
-of a step, and `exposed_ms` the part of it for which a rank is idle (not known under `off`).
-`cpu_ms` is the median of the processor time of a step, of the slower rank. Unlike `ms`, it hardly
-depends on other work of the machine. `ms` is the median over the steps, [lower and upper quartile],
-of the slowest rank.
+SGD in turn, each behind a barrier. A policy is a preset, or a codec: `raw` and `exponent` are
+lossless, `raw/kernel` also names the lowering. `equal` says whether all losses are those of the
+first policy, to the bit. Bytes are those that a rank hands to collectives in a step. `network_ms`
+is what the plans predict for the exchanges of a step, and `exposed_ms` the part of it for which a
+rank is idle (not known under `off`). `cpu_ms` is the median of the processor time of a step, of the
+slower rank. Unlike `ms`, it hardly depends on other work of the machine. `ms` is the median over
+the steps, [lower and upper quartile], of the slowest rank.
 """
 
 from __future__ import annotations
@@ -140,8 +140,9 @@ def measure(options: argparse.Namespace) -> dict[str, Row]:
 
 
 def policy_of(name: str) -> str | commpass.Policy:
-    """Return a preset by its name, or the policy of one codec."""
-    return name if name in PRESETS else commpass.Policy(codecs=name)
+    """Return a preset by its name, or the policy of one codec and maybe of a lowering."""
+    codec, _, lowering = name.partition("/")
+    return name if name in PRESETS else commpass.Policy(codecs=codec, lowering=lowering or None)
 
 
 def step(model: Any, optimizer: torch.optim.Optimizer, x: Tensor) -> float:
