@@ -1,16 +1,19 @@
 """Measure float8 training with sequence parallelism: bytes of its gathers, and time of a step.
 
     python benchmarks/float8_sequence_parallel.py [--gbit 0.1] [--steps 50] [--dtype bfloat16]
-        [--layers 2] [--width 512] [--tokens 512] [--json FILE]
+        [--layers 2] [--width 512] [--tokens 512] [--policies off lossless] [--json FILE]
 
 Needs torchao (`pip install 'commpass[test]'`), and with `--gbit` above 0 Linux and root: both ranks
 get a virtual host with a link of that speed (docs/netlab.md). A block normalizes its tokens,
 gathers them, and applies two float8 linear layers of torchao with tensorwise scales. Their result
-is reduced and scattered. Two copies of one model, under `off` and `lossless`, take the same
-steps of SGD in turn, each behind a barrier. `equal` says whether all losses are the same to the
-bit. Bytes are those of the gathers that a rank sends in a step. A time is the median over the
-steps, [lower
-and upper quartile], of the slowest rank.
+is reduced and scattered. Copies of one model, each under its own policy, take the same steps of
+SGD in turn, each behind a barrier. A policy is a preset, or a codec: `raw` and `exponent` are
+lossless, `raw/kernel` also names the lowering. `equal` says whether all losses are those of the
+first policy, to the bit. Bytes are those that a rank hands to collectives in a step. `network_ms`
+is what the plans predict for the exchanges of a step, and `exposed_ms` the part of it for which a
+rank is idle (not known under `off`). `cpu_ms` is the median of the processor time of a step, of the
+slower rank. Unlike `ms`, it hardly depends on other work of the machine. `ms` is the median over
+the steps, [lower and upper quartile], of the slowest rank.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from statistics import quantiles
+from statistics import median, quantiles
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -39,8 +42,10 @@ from torch import Tensor, nn
 
 import commpass
 from benchmarks import netlab
+from commpass.policy import PRESETS
 
 POLICIES = ("off", "lossless")
+SENT = ("gathers", "gathered_bytes", "scattered_bytes", "network_ms", "exposed_ms")
 WARM_UP = 3
 quartiles = partial(quantiles, n=4, method="inclusive")
 Row = dict[str, Any]
@@ -105,27 +110,39 @@ def measure(options: argparse.Namespace) -> dict[str, Row]:
     shape = (options.tokens, options.width)
     x = torch.randn(shape, generator=generator).to(getattr(torch, options.dtype))
     steps, found = {}, {}
-    for policy in POLICIES:
+    for policy in options.policies:
         torch._dynamo.reset()
         model = model_of(options, rank, ranks)
-        backend = commpass.backend(policy, profile=profile, strict=True)
+        backend = commpass.backend(policy_of(policy), profile=profile, strict=True)
         compiled = torch.compile(model, backend=backend, dynamic=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         steps[policy] = partial(step, compiled, optimizer, x)
         known = len(commpass.plans())
-        found[policy] = {"ms": [], "losses": [steps[policy]()]}
+        found[policy] = {"ms": [], "cpu_ms": [], "losses": [steps[policy]()]}
         sites = [site for plan in commpass.plans()[known:] for site in plan.sites]
         gathers = [site for site in sites if site.kind == "all_gather"]
+        sums = [site for site in sites if site.kind == "reduce_scatter"]
         found[policy]["gathers"] = len(gathers)
         found[policy]["gathered_bytes"] = sum(site.wire_bytes for site in gathers)
+        found[policy]["scattered_bytes"] = sum(site.wire_bytes for site in sums)
+        found[policy]["network_ms"] = sum(site.predicted_us for site in sites) / 1e3
+        exposed = sum(site.exposed_us for site in sites) / 1e3
+        found[policy]["exposed_ms"] = exposed if policy != "off" else None
     for number in range(1, options.steps):
-        for policy in POLICIES if number % 2 else reversed(POLICIES):
+        for policy in options.policies if number % 2 else reversed(options.policies):
             dist.barrier()
-            start = time.perf_counter()
+            start, busy = time.perf_counter(), time.process_time()
             found[policy]["losses"].append(steps[policy]())
             if number >= WARM_UP:
                 found[policy]["ms"].append((time.perf_counter() - start) * 1e3)
+                found[policy]["cpu_ms"].append((time.process_time() - busy) * 1e3)
     return found
+
+
+def policy_of(name: str) -> str | commpass.Policy:
+    """Return a preset by its name, or the policy of one codec and maybe of a lowering."""
+    codec, _, lowering = name.partition("/")
+    return name if name in PRESETS else commpass.Policy(codecs=codec, lowering=lowering or None)
 
 
 def step(model: Any, optimizer: torch.optim.Optimizer, x: Tensor) -> float:
@@ -146,27 +163,29 @@ def rows(options: argparse.Namespace) -> list[Row]:
     found = members.run(measure, options, timeout=3600)
     members.stop()
     made = []
-    for policy in POLICIES:
+    for policy in options.policies:
         slowest = [
             max(times) for times in zip(*(each[policy]["ms"] for each in found), strict=True)
         ]
-        equal = all(each[policy]["losses"] == each["off"]["losses"] for each in found)
-        sent, plain = (found[0][name]["gathered_bytes"] for name in (policy, "off"))
+        first = options.policies[0]
+        equal = all(each[policy]["losses"] == each[first]["losses"] for each in found)
+        one = found[0][policy]
         made.append(
             {
                 "policy": policy,
-                "gathers": found[0][policy]["gathers"],
-                "gathered_bytes": sent,
-                "of_plain": sent / plain,
+                **{name: one[name] for name in SENT},
                 "equal": equal,
+                "cpu_ms": max(median(each[policy]["cpu_ms"]) for each in found),
                 "ms": quartiles(slowest),
-                "last_loss": found[0][policy]["losses"][-1],
+                "last_loss": one["losses"][-1],
             }
         )
     return made
 
 
 def cell(value: Any) -> str:
+    if value is None:
+        return "-"
     if isinstance(value, list):
         low, middle, high = value
         return f"{middle:.1f} [{low:.1f}, {high:.1f}]"
@@ -181,6 +200,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--policies", nargs="+", default=POLICIES)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.gbit:

@@ -55,6 +55,9 @@ class Policy(Named):
     - ``codecs``: the choices for every site without a rule. If empty, such sites stay uncompressed.
     - ``max_error``: the largest allowed relative error of a compressed result.
     - ``reassociate=False``: forbids even changes that only round a sum differently.
+    - ``sequence_parallel``: whether row-wise operators after a sum over ranks may run on a part of
+      the rows on each rank. The user states that what they add to the sum, or scale it by, is equal
+      on all ranks, as in tensor parallelism.
     - ``skip``: names of passes to skip.
     - ``lowering``, ``chunks`` and ``rows``: as in a rule.
     - ``group_bytes``: the largest site in bytes that is fused with others; 0 fuses none.
@@ -75,6 +78,7 @@ class Policy(Named):
     rules: tuple[Rule, ...] = ()
     max_error: float | None = None
     reassociate: bool = True
+    sequence_parallel: bool = False
     skip: tuple[str, ...] = ()
     off: bool = False
     lowering: str | None = None

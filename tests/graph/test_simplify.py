@@ -331,6 +331,7 @@ def test_reassociate_false_leaves_only_the_exact_rules(fake_group):
         "nested groups",
         "widen then reduce",
         "quantised in 16 bits before gather",
+        "sequence parallel",
     }
 
 

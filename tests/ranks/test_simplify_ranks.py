@@ -180,6 +180,7 @@ def test_ranks_may_scale_by_numbers_of_their_own(ranks2):
 @pytest.mark.every
 @pytest.mark.parametrize("size", [rarely(2), 3])
 def test_every_rule_gives_the_numbers_of_the_unsimplified_graph(size, request):
-    (met, *others) = request.getfixturevalue(f"ranks{size}").run(compare)
-    assert all(other == met for other in others)
-    assert met >= {rule.name for rule in RULES} - {"waits", "alone", "nested groups"}
+    (met, *rest) = request.getfixturevalue(f"ranks{size}").run(compare)
+    assert all(other == met for other in rest)
+    more_ranks, on_request = {"waits", "alone", "nested groups"}, {"sequence parallel"}
+    assert met >= {rule.name for rule in RULES} - more_ranks - on_request

@@ -53,7 +53,11 @@ def simplify(
     applied: list[Simplification] = []
     allowed = {each.call.node: each.allowed for each in found}
     rules = [
-        rule for rule in RULES if (rule.exact or policy.reassociate) and (local or not rule.own)
+        rule
+        for rule in RULES
+        if (rule.exact or policy.reassociate)
+        and (local or not rule.own)
+        and (policy.sequence_parallel or not rule.replicated)
     ]
     owning = {rule.name for rule in RULES if rule.own}
     for prefix, module in graph_modules(gm):

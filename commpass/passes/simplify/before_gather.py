@@ -1,4 +1,4 @@
-"""Computes values on a rank's part before a gather, and gathers the results."""
+"""Computes values on a rank's part, and gathers the results."""
 
 from __future__ import annotations
 
@@ -15,38 +15,34 @@ from commpass.passes.simplify.carriers import CARRIERS, SENT_EVERYWHERE
 from commpass.passes.simplify.chains import rejoined_source
 from commpass.passes.simplify.cut import Region
 from commpass.passes.simplify.editor import Editor, fake, nbytes
-from commpass.passes.simplify.shards import BITS, is_extremum_of_parts
+from commpass.passes.simplify.shards import BITS, FILLS, is_extremum_of_parts
+from commpass.plan.kinds import KINDS
 
 MINIMA = (aten.amin.default, aten.min.default)
 
 
 @dataclass
 class LocalValues:
-    """Computes values of a region before the gather, and gathers some of them.
+    """Computes values of a region on a rank's part, and gathers some of them.
 
-    ``rule`` names what it is done for. ``made`` has the new node of each value: a rank's part, or
-    what is equal on all ranks. ``sent`` are the started gathers. Nodes are inserted before
-    ``place``.
+    ``rule`` names what it is done for. Nodes are inserted before ``place``. ``made`` has the new
+    node of each value: a rank's part, or what is equal on all ranks. ``parts`` are the rank's parts
+    of other values. ``sent`` are the started gathers.
     """
 
     region: Region
     editor: Editor
     rule: str
+    place: fx.Node
     made: dict[fx.Node, fx.Node] = field(default_factory=dict)
     fills: dict[tuple[fx.Node, int | None], fx.Node] = field(default_factory=dict)
+    parts: dict[tuple[fx.Node, int], fx.Node] = field(default_factory=dict)
     sent: list[Sent] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        source = self.region.exchange.input
-        self.place = source.next
-        while self.place.op == "placeholder":
-            self.place = self.place.next
-        self.made[self.region.exchange.wait] = self._rounded(source)
 
     def emit(self, source: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return self.editor.emit(self.place, self.rule, source, target, *args, **kwargs)
 
-    def _rounded(self, value: fx.Node) -> fx.Node:
+    def rounded(self, value: fx.Node) -> fx.Node:
         """Return 16-bit values as they are in memory, and were sent.
 
         Inductor would otherwise compute the operators from the producer's float32 values, before
@@ -79,9 +75,13 @@ class LocalValues:
             self.made[node] = self._extremum_of_all(node, sent)
         for node in nodes:
             if node not in self.made:
-                self._compute(node)
-                if is_extremum_of_parts(node, self.region.shards):
-                    self.made[node] = self._extremum_of_all(node, self._start_extremum(node))
+                self.compute_one(node)
+
+    def compute_one(self, node: fx.Node) -> None:
+        """Compute one value, whose inputs are computed. A maximum over all parts is exchanged."""
+        self._compute(node)
+        if is_extremum_of_parts(node, self.region.shards):
+            self.made[node] = self._extremum_of_all(node, self._start_extremum(node))
 
     def _compute(self, node: fx.Node) -> None:
         source, dim = rejoined_source(node), self.region.shards[node].dim
@@ -90,7 +90,9 @@ class LocalValues:
             return
 
         def local_input(each: fx.Node) -> fx.Node:
-            return self._of(each) if each in self.region.first else self._fill(each, node, dim)
+            if each in self.region.first:
+                return self._of(each)
+            return self._fill(each, node, dim) if each.target in FILLS else self._rows(each, node)
 
         target = node.target
         args, kwargs = fx.map_arg((node.args, node.kwargs), local_input)
@@ -121,6 +123,25 @@ class LocalValues:
                 args = (sizes, *fill.args[1:])
             self.fills[key] = self.emit(fill, fill.target, *args, **fill.kwargs)
         return self.fills[key]
+
+    def _rows(self, value: fx.Node, user: fx.Node) -> fx.Node:
+        """Return the rank's rows of a value from outside the region, or the value if all of them
+        are used with each row."""
+        dim = self.region.shards[user].dim
+        own = -1 if dim is None else dim - (fake(user).dim() - fake(value).dim())
+        whole = own < 0 or fake(value).shape[own] == 1
+        return value if whole else self.part_of(value, own)
+
+    def part_of(self, value: fx.Node, dim: int) -> fx.Node:
+        """Return the rank's part of a value, along a dimension."""
+        if (value, dim) not in self.parts:
+            rank = self.editor.rank(self.region.exchange.call)
+            assert rank is not None
+            rows = fake(value).shape[dim] // self.region.ranks
+            bounds = (rank * rows, (rank + 1) * rows)
+            part = self.emit(value, aten.slice.Tensor, value, dim, *bounds)
+            self.parts[value, dim] = part
+        return self.parts[value, dim]
 
     def _start_extremum(self, node: fx.Node) -> Sent:
         """Compute this rank's maximum or minimum, and start a gather of it."""
@@ -171,9 +192,25 @@ class LocalValues:
                 value = self.emit(source, aten.unsqueeze.default, value, 1)
             value = self.emit(source, BITS, value, CARRIERS[dtype.itemsize])
         like = self.region.exchange.call
-        start = self.editor.start(self.place, self.rule, like, value)
+        if KINDS[like.kind].gathers:
+            start = self.editor.start(self.place, self.rule, like, value)
+        else:
+            gather = functional.all_gather_into_tensor.default
+            start = self.emit(like.node, gather, value, self.region.ranks, like.group)
         self.sent.append(Sent(start, source, dtype, order, flat, like.node, nbytes(value)))
         return self.sent[-1]
+
+
+def before_gather(region: Region, editor: Editor, rule: str) -> LocalValues:
+    """Return the values of a region behind a gather, of which this rank's part of the gathered one
+    is computed. Nodes are inserted as soon as it is."""
+    source = region.exchange.input
+    place = source.next
+    while place.op == "placeholder":
+        place = place.next
+    local = LocalValues(region, editor, rule, place)
+    local.made[region.exchange.wait] = local.rounded(source)
+    return local
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""The values computed from a gathered one, and the cheapest set of them to gather instead."""
+"""The values computed from a gathered or summed one, and the cheapest set of them to gather
+instead."""
 
 from __future__ import annotations
 
@@ -25,16 +26,23 @@ SAME_VALUES = (*RESHAPES, aten.alias.default, aten.detach.default)
 
 @dataclass
 class Region:
-    """What is computed from a gathered value, and can be computed on a rank's part of it.
+    """What is computed from the result of an exchange, and can be computed on a rank's part of it.
 
     ``shards`` has these nodes in graph order. ``first`` maps each to the first one with the same
-    values, so that what a backward pass computes again is gathered once.
+    values, so that what a backward pass computes again is gathered once. ``joined`` are the waits
+    of other exchanges that the values are computed from too.
     """
 
     exchange: Exchange
     ranks: int
     shards: dict[fx.Node, Shard]
     first: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    joined: dict[fx.Node, Exchange] = field(default_factory=dict)
+
+    @property
+    def sources(self) -> dict[fx.Node, Exchange]:
+        """The exchanges that all values are computed from, by their waits."""
+        return {self.exchange.wait: self.exchange} | self.joined
 
     @property
     def even(self) -> bool:
@@ -52,10 +60,16 @@ class Region:
         return [self.first[each] for each in given if each in self.first]
 
     def needed_for(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
-        """Return the values from which others are computed, in graph order, without the gathered
-        one."""
+        """Return the values from which others are computed, in graph order, without the results of
+        the exchanges."""
         inputs = [source for node in nodes for source in self.inputs(node)]
-        return sorted(reached(inputs, self.inputs) - {self.exchange.wait})
+        return sorted(reached(inputs, self.inputs) - self.sources.keys())
+
+    def number_values(self) -> None:
+        """Find ``first`` of each node."""
+        known: dict[Any, fx.Node] = {}
+        for node in self.shards:
+            self.first[node] = known.setdefault(_key(node, self), node)
 
     def leaves(self, node: fx.Node) -> bool:
         """Whether something outside the region uses a value."""
@@ -115,47 +129,51 @@ def region_of(exchange: Exchange, editor: Editor, in_16_bits: bool) -> Region | 
     if not needed or not needed <= shards.keys():
         return None
     region = Region(exchange, ranks, shards)
-    known: dict[Any, fx.Node] = {}
-    for node in shards:
-        region.first[node] = known.setdefault(_key(node, region), node)
+    region.number_values()
     return region
 
 
 def _key(node: fx.Node, region: Region) -> Any:
     """Return a key that equal values share. Copies, and views of the same shape, keep values."""
     source = node.args[0]
-    if isinstance(source, fx.Node) and source in region.first:
-        same_shape = str(fake(source).shape) == str(fake(node).shape)
-        if is_copy(node) or (node.target in SAME_VALUES and same_shape):
-            return _key(region.first[source], region)
+    if isinstance(source, fx.Node) and source in region.first and _keeps_values(node):
+        return _key(region.first[source], region)
     return node.target, *(
         frozen(given, lambda each: region.first.get(each, each))
         for given in (node.args, node.kwargs)
     )
 
 
+def _keeps_values(node: fx.Node) -> bool:
+    """Whether a node is a copy, or a view of the same shape."""
+    if node.target not in SAME_VALUES:
+        return is_copy(node)
+    return str(fake(node.all_input_nodes[0]).shape) == str(fake(node).shape)
+
+
 def cheapest_cut(region: Region) -> list[fx.Node]:
     """Return the values to gather, of those that nothing outside needs the inputs of, with the
-    fewest bytes in all. Of several such sets, the one nearest to the gather.
+    fewest bytes in all. Of several such sets, the one nearest to the exchanges.
 
     This is a minimum cut: values are edges with their bytes as capacities. What is equal on all
     ranks costs nothing.
     """
-    network = nx.DiGraph()
+    network, sources = nx.DiGraph(), region.sources
     network.add_node("outside")
     for node in region.shards:
         first = region.first[node]
         if node is first:
             cost = _cost(node, region)
             network.add_edge((node, 0), (node, 1), **({} if cost is None else {"capacity": cost}))
-            for source in region.inputs(node) if node is not region.exchange.wait else []:
+            for source in region.inputs(node) if node not in sources else []:
                 network.add_edge((source, 1), (node, 0))
         if region.leaves(node):
             network.add_edge((first, 1), "outside")
-    start = (region.exchange.wait, 0)
+    start = "exchanges"
+    network.add_edges_from((start, (wait, 0)) for wait in sources)
     rest = nx.algorithms.flow.edmonds_karp(network, start, "outside")
-    near = {start}
-    left = [start]
+    near: set[Any] = {start}
+    left: list[Any] = [start]
     while left:
         for to, edge in rest.adj[left.pop()].items():
             if edge["flow"] < edge["capacity"] and to not in near:
@@ -169,9 +187,10 @@ def cheapest_cut(region: Region) -> list[fx.Node]:
 
 
 def _cost(node: fx.Node, region: Region) -> int | None:
-    """Return the bytes to gather a value; None if it cannot be gathered with the same bits."""
-    shard, value = region.shards[node], fake(node)
-    if shard.zero_sign or is_between(node):
+    """Return the bytes to gather a value; None if it cannot be gathered with the same bits, or is
+    several tensors."""
+    shard, value = region.shards[node], meta.tensor(node)
+    if value is None or shard.zero_sign or is_between(node):
         return None
     if shard.dim is None:
         return 0

@@ -60,6 +60,7 @@ class Editor:
     equal: dict[fx.Node, fx.Node] = field(default_factory=dict)
     sweeps: int = 0
     changing: set[fx.Node] = field(default_factory=set)
+    whole_sums: set[fx.Node] = field(default_factory=set)
     calls: dict[fx.Node, tuple[Any, Any, Call | None]] = field(default_factory=dict)
     group_of: dict[str, str] = field(default_factory=dict)
     number_of: dict[str, int] = field(default_factory=dict)
@@ -82,11 +83,12 @@ class Editor:
         """Analyze the whole graph at the start of a sweep.
 
         Finds equal values, and values that must keep their memory because something writes to them
-        or reads them by address.
+        or reads them by address. Forgets which sums are not divided between the ranks.
         """
         found = roots(self.graph)
         fixed = found.fixed()
         self.changing = {node for node, root in found.of.items() if root in fixed}
+        self.whole_sums = set()
         self.sweeps += 1
         self.equal = {}
         last: dict[int, fx.Node] = {}

@@ -14,6 +14,7 @@ from commpass.passes.simplify.rules.quantise import (
     quantise_in_16_bits,
 )
 from commpass.passes.simplify.rules.rule import Applied, Phase, Rule
+from commpass.passes.simplify.rules.sequence import sequence_parallel
 from commpass.passes.simplify.rules.sums import (
     expanded,
     nested_groups,
@@ -31,6 +32,13 @@ RULES: tuple[Rule, ...] = (
     Rule("widen then gather", widen_then_gather, exact=True),
     Rule("quantised before gather", quantise_before_gather, exact=True, phase=Phase.GENERAL),
     Rule(IN_16_BITS, quantise_in_16_bits, exact=False, phase=Phase.GENERAL),
+    Rule(
+        "sequence parallel",
+        sequence_parallel,
+        exact=False,
+        replicated=True,
+        phase=Phase.GENERAL,
+    ),
     Rule("gather of expand", gather_of_expand, exact=True),
     Rule("expand", expanded, exact=False),
     Rule("widen then reduce", widen_then_reduce, exact=False),

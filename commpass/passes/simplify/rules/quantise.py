@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -16,7 +17,7 @@ from commpass.passes.fx.ops import (
     opname,
     reached,
 )
-from commpass.passes.simplify.before_gather import LocalValues
+from commpass.passes.simplify.before_gather import before_gather
 from commpass.passes.simplify.chains import rejoined_source
 from commpass.passes.simplify.cut import Region, cheapest_cut, region_of
 from commpass.passes.simplify.editor import Editor, Exchange, common_nbytes, fake, nbytes
@@ -56,9 +57,9 @@ def _quantise(node: fx.Node, editor: Editor, rule: str) -> Applied | None:
         return None
     exchange = region.exchange
     name, before = exchange.call.node.name, nbytes(exchange.input)
-    moved = tuple(text for each in computed if (text := _text(each)))
-    consumer = _consumers([each for first in parts for each in region.members(first)])
-    local = LocalValues(region, editor, rule)
+    moved = tuple(text for each in computed if (text := operator_text(each)))
+    consumer = consumers_of([each for first in parts for each in region.members(first)])
+    local = before_gather(region, editor, rule)
     local.compute(computed)
     sent = local.start(parts)
     new = {each: started.received(node, editor, rule) for each, started in sent.items()}
@@ -109,7 +110,7 @@ def _ends_earlier(
     return less < editor.time_us(call.kind, common_nbytes(call, ranks), call)
 
 
-def _consumers(codes: Sequence[fx.Node]) -> str:
+def consumers_of(codes: Sequence[fx.Node]) -> str:
     """Return the names of the matmuls that take codes as they are, or views of them."""
 
     def step(node: fx.Node) -> list[fx.Node]:
@@ -121,7 +122,7 @@ def _consumers(codes: Sequence[fx.Node]) -> str:
     return " and ".join(sorted(names))
 
 
-def _text(node: fx.Node) -> str | None:
+def operator_text(node: fx.Node) -> str | None:
     """Return an operator with its numbers, which the ranks compare; None if it has none. The sizes
     of views may differ between ranks."""
     if node.target in RESHAPES or node.target is aten.expand.default or is_copy(node):
@@ -135,6 +136,7 @@ def _text(node: fx.Node) -> str | None:
         if isinstance(each, (int, float, torch.dtype))
         or (isinstance(each, list) and all(isinstance(one, int) for one in each))
     ]
-    if not numbers or moves_values(node) or rejoined_source(node) is not None:
+    takes_item = node.target is operator.getitem
+    if not numbers or takes_item or moves_values(node) or rejoined_source(node) is not None:
         return None
     return " ".join([opname(node), *numbers])

@@ -67,7 +67,8 @@ class Rule:
 
     ``exact`` rules are bit-exact; others round a float sum differently. ``at`` lists the operators
     that the rule inspects; if empty, it inspects waits. If ``own``, it matches this rank's own
-    part, and other ranks may not match theirs.
+    part, and other ranks may not match theirs. If ``replicated``, it assumes that inputs of the
+    graph that are added to sums, or scale them, are equal on all ranks.
     """
 
     name: str
@@ -75,4 +76,5 @@ class Rule:
     exact: bool
     at: tuple[Any, ...] = ()
     own: bool = False
+    replicated: bool = False
     phase: Phase = Phase.MAIN
