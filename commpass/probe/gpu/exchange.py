@@ -87,7 +87,7 @@ def times(group: dist.ProcessGroup, device: torch.device) -> list[Timed]:
 
 
 @torch.compile(dynamic=False)
-def _two_exchanges(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _two_exchanges(x: Tensor, group: str) -> Tensor:
     return all_reduce(x, group=group, codec=CODEC, algorithm="two_shot")
 
 
@@ -95,7 +95,7 @@ def _ways(x: Tensor, group: dist.ProcessGroup) -> dict[str, Callable[[], Any] | 
     small = x.numel() * x.itemsize <= MOST_BYTES
     return {
         dist.get_backend(group): lambda: dist.all_reduce(x, group=group),
-        f"{CODEC}, two exchanges": lambda: _two_exchanges(x, group),
+        f"{CODEC}, two exchanges": lambda: _two_exchanges(x, group.group_name),
         **{
             f"{CODEC}, {algorithm} in one kernel": partial(
                 exchange.all_reduce, x, group, CODEC, algorithm
@@ -122,11 +122,16 @@ def _timed(
         return None
     took = []
     for _ in range(RUNS):
-        torch.cuda.synchronize(device)
+        _synchronize(device)
         dist.barrier(group)
         start = time.perf_counter()
         for _ in range(CALLS):
             call()
-        torch.cuda.synchronize(device)
+        _synchronize(device)
         took.append((time.perf_counter() - start) / CALLS * 1e6)
     return round(median(slowest_of(took, group, device)), 1)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
