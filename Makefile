@@ -1,4 +1,4 @@
-# make demo | make test [TORCH=2.15.0] [SHARE=text] | make test-all | make test-bench | make scenarios | make fuzz [MINUTES=30] | make mutants | make format | make docs | make tools | make clean
+# make demo | make test [TORCH=2.15.0] [SHARE=text] | make test-all | make test-bench | make scenarios | make fuzz [MINUTES=30] | make mutants | make gpu | make format | make docs | make tools | make clean
 PYTHON ?= python3
 PINNED := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH ?= $(PINNED)
@@ -11,7 +11,7 @@ MINUTES ?= 30
 # Tests start hundreds of processes, each of which would otherwise compile all sources anew.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test test-all test-bench scenarios fuzz mutants check format docs tools clean setup
+.PHONY: demo test test-all test-bench scenarios fuzz mutants gpu check format docs tools clean setup
 
 demo: $(READY)
 	$(VENV)/bin/python examples/train_tp.py --ranks 2
@@ -42,6 +42,10 @@ fuzz: $(READY)
 # Breaks one thing at a time in a copy of the repository: the tests that are responsible must notice.
 mutants: $(READY)
 	PYTHONPATH=tests $(VENV)/bin/python -m mutants
+
+# On a machine with an H100 or H200: every kernel is checked, then timed, in less than 9 minutes.
+gpu: $(READY)
+	$(VENV)/bin/python benchmarks/gpu/run.py
 
 # Types are checked against the pinned torch alone: torch's own annotations differ between versions.
 check: $(READY)

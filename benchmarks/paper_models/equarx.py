@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from math import inf
 
 from commpass.costmodel import Kernels, Link, Profile
-from commpass.costmodel.interconnects import REACHED, Card
+from commpass.costmodel.cards import Card
+from commpass.costmodel.interconnects import REACHED
 from commpass.passes.breakeven import break_even
 from commpass.passes.divide import CHUNKS
 

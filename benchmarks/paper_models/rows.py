@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from commpass.costmodel import Link
-from commpass.costmodel.interconnects import CARDS, INTERCONNECTS
+from commpass.costmodel.cards import CARDS
 
 from . import equarx, ssfusion, taco, zipccl
+from .hops import HOP_US
 from .sites import fused, plain
 
 GOAL = 0.15
@@ -77,7 +78,7 @@ TACO, TACO_FIT = "TACO", ((2, BASELINE[2]), (4, BASELINE[4]))
 
 
 def machine(model: taco.TensorParallel = GPT) -> taco.Fitted:
-    return taco.fit_step(model, TACO_FIT, INTERCONNECTS["nvlink-4"].alpha_us)
+    return taco.fit_step(model, TACO_FIT, HOP_US["nvlink-4"])
 
 
 def taco_rows() -> list[Row]:

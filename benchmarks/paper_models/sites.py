@@ -14,7 +14,7 @@ import torch
 from commpass.codecs import codec
 from commpass.collectives import algorithm
 from commpass.costmodel import KernelRate, Kernels, Link, Profile
-from commpass.costmodel.interconnects import Card
+from commpass.costmodel.cards import Card
 from commpass.passes.candidates import coded_us, plain_us
 from commpass.plan import Site
 

@@ -7,8 +7,9 @@ import dataclasses
 from dataclasses import dataclass
 
 from commpass.costmodel import Link
-from commpass.costmodel.interconnects import INTERCONNECTS
 from commpass.costmodel.links import steps
+
+from .hops import hops
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def fit_alpha(of: Gradients, grown: float) -> Link:
 
     ``many = grown * few``, solved for alpha.
     """
-    link = INTERCONNECTS["infiniband-hdr"].link
+    link = hops("infiniband-hdr")
     (few, few_sent), (many, many_sent) = (
         steps("all_reduce", ranks, of.nbytes) for ranks in (FEW, MANY)
     )

@@ -9,7 +9,7 @@ import torch
 
 from commpass.collectives import Payload, read_stages
 from commpass.costmodel import Link
-from commpass.costmodel.interconnects import Card
+from commpass.costmodel.cards import Card
 from commpass.costmodel.links import steps
 from commpass.passes.payloads import request_of
 from commpass.plan import Site

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from commpass.costmodel import Link
-from commpass.costmodel.interconnects import INTERCONNECTS
 
 from . import equarx, ssfusion, taco, zipccl
+from .hops import HOP_US, hops
 from .rows import (
     A6000,
     CHIPS,
@@ -31,7 +31,7 @@ from .sites import fused, halved
 
 def taco_tried() -> list[Row]:
     rows = []
-    named = taco.Fitted(machine().compute_us, INTERCONNECTS["nvlink-4"].link)
+    named = taco.Fitted(machine().compute_us, hops("nvlink-4"))
     for ranks, number in GAINS.items():
         what = f"throughput, TP {ranks}"
         gain = taco.taco_gain(GPT, named, ranks, H100)
@@ -107,13 +107,13 @@ def equarx_tried() -> list[Row]:
     fit = equarx.fit_launch_us(CHIPS, equarx.ring_link(), CROSSOVER, several)
     return [
         *equarx_of(4, equarx.HOP_US, 0.0),
-        *equarx_of(CHIPS, INTERCONNECTS["nvlink-4"].alpha_us, 0.0),
+        *equarx_of(CHIPS, HOP_US["nvlink-4"], 0.0),
         *equarx_of(CHIPS, equarx.HOP_US, fit, fit=True),
     ]
 
 
 def ssfusion_tried() -> list[Row]:
-    stated = INTERCONNECTS["infiniband-hdr"].link
+    stated = hops("infiniband-hdr")
     bare = Link(0.0, stated.gbytes_per_s)
     fused_models = tuple((name, ssfusion.in_buffers(of, 64)) for name, of in MODELS)
     ways = (

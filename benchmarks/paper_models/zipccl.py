@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 from commpass.costmodel import HOST, Kernels, Link, Profile, Task, finished_us
-from commpass.costmodel.interconnects import INTERCONNECTS, Card
+from commpass.costmodel.cards import Card
 from commpass.costmodel.links import sharing
 
+from .hops import hops
 from .sites import FP32, coded, gain, plain, site
 
 A6000 = Card(768.0, 154.8, "NVIDIA RTX A6000 data sheet")
@@ -39,7 +40,7 @@ def hosts_link(
     ranks send to other hosts goes through one port. Inside one host, everything that the ranks of
     one socket send to the other goes through the link between the two.
     """
-    inside, between = INTERCONNECTS["pcie-4"].link, INTERCONNECTS["infiniband-hdr"].link
+    inside, between = hops("pcie-4"), hops("infiniband-hdr")
     rate = hop or inside.gbytes_per_s
     if hosts == 1:
         of_socket = gpus // sockets

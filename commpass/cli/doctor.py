@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Annotated
+
 import typer
 
 from commpass.cli.app import app
@@ -12,11 +15,30 @@ from commpass.report import tables
 
 
 @app.command()
-def doctor(json: Json = False) -> None:
+def doctor(
+    gpu: Annotated[
+        bool, typer.Option("--gpu", help="Test kernels, links and exchanges on this node's GPUs.")
+    ] = False,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="The profile that --gpu writes (.json).")
+    ] = Path("cluster.json"),
+    seconds: Annotated[
+        float, typer.Option(min=1, help="About how long --gpu measures the links.")
+    ] = 40.0,
+    json: Json = False,
+) -> None:
     """Show what this installation can do.
 
-    The exit status is 1 if commpass cannot work here, 2 if COMMPASS_PROFILE names no profile.
+    The exit status is 1 if commpass cannot work here, or if a test of --gpu fails. It is 2 if
+    COMMPASS_PROFILE names no profile.
     """
+    if gpu:
+        if why := checks_of.no_gpu_reason():
+            typer.echo(why)
+            raise typer.Exit(1)
+        from commpass.report.doctor_gpu import run  # needs Triton
+
+        raise typer.Exit(run(output, seconds, json=json))
     found = checks_of.checks()
     if json:
         tables.print_json(found)

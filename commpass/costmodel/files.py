@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from commpass.costmodel.interconnects import CARDS
+from commpass.costmodel.cards import CARDS
 from commpass.costmodel.kernels import KernelRate, Kernels
 from commpass.costmodel.links import OLD_NAMES as LINK_NAMES
 from commpass.costmodel.links import Link

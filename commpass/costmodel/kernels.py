@@ -117,7 +117,3 @@ processor time, the least of 60 calls with 2^20 values: 1.41 and 2.40 ns, in bfl
 Those of mxfp and nvfp4 (generated C++, bfloat16) are fp8's times the ratio to it in one run.
 The time of a call is as measured by ``commpass probe --kernels`` on two cores.
 """
-
-GPU = Kernels(launch_us=5.0, other=KernelRate(0.02, 0.02), gflops=200_000.0, gbytes_per_s=500.0)
-"""An assumption until it is measured on the user's GPU: memory-bound kernels at a fraction of a
-recent GPU's bandwidth."""

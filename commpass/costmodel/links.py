@@ -3,7 +3,8 @@
 Alpha is the time before the first byte of a message arrives, in microseconds, and beta the time of
 one byte. The formulas are those of bandwidth-optimal algorithms on full-duplex links (SSFusion,
 section 2; ZipCCL, section 4): ring for all_reduce and all_gather, direct for the others. They are
-facts of the kinds (``plan.kinds``).
+facts of the kinds (``plan.kinds``). A library of GPUs needs more time to start a collective than
+for a message, and sends the messages of an all_reduce along trees.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import functools
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import ceil, log2
 
 from commpass.errors import PolicyError, check_number, nearest
 from commpass.plan.kinds import KINDS
 from commpass.plan.stage import ALL, BLOCK, NEXT, Stage
 from commpass.utils.deprecated import renamed_fields
 
+ALL_REDUCE = "all_reduce"
 ONE, SEVERAL = "message", "messages"
 """Kinds that are not collectives: an exchange by messages with one rank, or with several."""
 
@@ -58,6 +61,12 @@ class Link:
       bytes, a quarter of them.
     - ``sharing``: by kind, the bytes through a rank's port relative to those that it sends, if
       other ranks use the port at the same time.
+    - ``start_us``: how long a library's collective takes before its first message, whatever the
+      number of ranks.
+    - ``trees``: the library sends a small all_reduce up and down a tree: of n ranks it has
+      ``2 ceil(log2 n)`` consecutive messages.
+    - ``peer_gbytes_per_s``: the bandwidth to one other rank, if each pair of ranks has a connection
+      of its own (0: each rank has one port to all others).
     - ``measured``: measured regions of sizes, by kind, or ``message`` and ``messages`` for messages
       to one rank or to several. They replace all other numbers except ``overhead_us``.
 
@@ -73,6 +82,9 @@ class Link:
     buffered_bytes: float = 0.0
     measured: Mapping[str, tuple[Region, ...]] = field(default_factory=dict)
     sharing: Mapping[str, float] = field(default_factory=dict)
+    start_us: float = 0.0
+    trees: bool = False
+    peer_gbytes_per_s: float = 0.0
 
     def __post_init__(self) -> None:
         check_number("Link(alpha_us", self.alpha_us)
@@ -80,6 +92,10 @@ class Link:
         check_number("Link(overhead_us", self.overhead_us)
         check_number("Link(contention_bytes", self.contention_bytes)
         check_number("Link(buffered_bytes", self.buffered_bytes)
+        check_number("Link(start_us", self.start_us)
+        check_number("Link(peer_gbytes_per_s", self.peer_gbytes_per_s)
+        if not isinstance(self.trees, bool):
+            raise PolicyError(f"Link(trees={self.trees!r}): must be True or False")
         for name, kinds in (("factor", KINDS), ("sharing", MEASURED)):
             if not isinstance(given := getattr(self, name), Mapping):
                 raise PolicyError(
@@ -113,7 +129,18 @@ class Link:
             kind: tuple(replace(each, gbytes_per_s=each.gbytes_per_s * times) for each in regions)
             for kind, regions in self.measured.items()
         }
-        return replace(self, gbytes_per_s=self.gbytes_per_s * times, measured=measured)
+        return replace(
+            self,
+            gbytes_per_s=self.gbytes_per_s * times,
+            peer_gbytes_per_s=self.peer_gbytes_per_s * times,
+            measured=measured,
+        )
+
+    def rate_to(self, peers: int) -> float:
+        """Return the GB/s that a rank sends in one direction to this many others at once."""
+        if not self.peer_gbytes_per_s:
+            return self.gbytes_per_s
+        return min(self.gbytes_per_s, self.peer_gbytes_per_s * peers)
 
     def time_us(self, kind: str, nbytes: float, ranks: int, peers: int | None = None) -> float:
         """Return the microseconds of one collective of ``kind`` in which each of ``ranks`` ranks
@@ -148,11 +175,14 @@ class Link:
         if by_messages:
             contention = min(sent / 4, self.contention_bytes) if messages > 1 else 0.0
             alpha, carried = self.alpha_us * min(messages, 1), sent + contention
+            rate = self.rate_to(max(messages, 1))
         else:
             buffered = min(sent, self.buffered_bytes) if kind in DIRECT else 0.0
-            alpha = self.alpha_us * messages
+            in_turn = 2 * ceil(log2(ranks)) if self.trees and kind == ALL_REDUCE else messages
+            alpha = self.start_us + self.alpha_us * min(in_turn, messages)
+            rate = self.rate_to(ranks - 1 if peers is None else max(peers, 1))
             carried = buffered + (sent - buffered) * self.factor.get(kind, 1.0)
-        return alpha, carried * others / (self.gbytes_per_s * 1e3)
+        return alpha, carried * others / (rate * 1e3)
 
 
 MEASURED = (*KINDS, ONE, SEVERAL)

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import groupby
 
-from commpass.costmodel.interconnects import CARDS, INTERCONNECTS, card_of
-from commpass.costmodel.kernels import CPU, GPU, Kernels
+from commpass.costmodel.cards import CARDS, GPU, card_of, kernels_with
+from commpass.costmodel.interconnects import INTERCONNECTS, gpu_link
+from commpass.costmodel.kernels import CPU, Kernels
 from commpass.costmodel.links import Link, sharing
 from commpass.errors import PolicyError, check_number, nearest
 from commpass.utils.deprecated import renamed_fields
@@ -168,21 +169,35 @@ def ethernet(gbit_per_s: float, alpha_us: float = 60.0) -> Profile:
     return Profile(f"ethernet-{gbit_per_s:g}g", link)
 
 
-NVLINK = Profile("nvlink", Link(8.0, 200.0), kernels=GPU)
+NVLINK = Profile("nvlink", gpu_link(0.6, 200.0), kernels=GPU)
 """GPUs of one host over NCCL: an assumption until it is measured on the user's machine."""
 
 DEFAULT_CPU = ethernet(10)
 """The default if the speed of the network is not given: 10 Gbit/s between CPU hosts."""
 
 
-def default_profile(device: str, card: str = "") -> Profile:
-    """Return the default profile for a device type; ``card`` is the device's name."""
+def default_profile(device: str, card: str = "", ranks_per_host: int = 0) -> Profile:
+    """Return the default profile for a device type; ``card`` is the device's name.
+
+    With ``ranks_per_host``, there are several hosts with so many ranks each. Their GPUs have the
+    network of the vendor's own systems between them. Without it, all ranks are assumed to be on one
+    host.
+    """
     if device == "cpu":
         return DEFAULT_CPU
     if (name := card_of(card)) is None:
         return NVLINK
     known = CARDS[name]
-    return Profile(name, link_named(known.interconnect), kernels=known.kernels)
+    inside = link_named(known.interconnect)
+    if not ranks_per_host:
+        return Profile(name, inside, kernels=known.kernels)
+    return Profile(
+        f"{name} over {known.network}",
+        link_named(known.network),
+        kernels=known.kernels,
+        ranks_per_host=max(ranks_per_host, known.joined),
+        intra_host_link=inside,
+    )
 
 
 def link_named(name: str) -> Link:
@@ -212,7 +227,7 @@ def profile_named(profile: str | Profile | None) -> Profile | None:
     if speed := re.fullmatch(r"ethernet-(\d+(?:\.\d+)?)g", profile):
         return ethernet(float(speed.group(1)))
     if profile in NAMES:
-        return Profile(profile, link_named(profile), kernels=GPU)
+        return Profile(profile, link_named(profile), kernels=kernels_with(profile))
     raise PolicyError(
         f"unknown profile {profile!r}{nearest(profile, NAMES)} Or give a commpass.Profile(...), or"
         " the path of a .json or .toml file."

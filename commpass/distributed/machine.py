@@ -46,9 +46,23 @@ def profile_here(profile: str | Path | Profile | None) -> Profile | None:
 
 @functools.cache
 def default_here(device: str) -> Profile:
-    """Return the default profile for a type of device and the name of the device here."""
-    here = device == "cuda" and torch.cuda.is_available()
-    return default_profile(device, torch.cuda.get_device_name() if here else "")
+    """Return the default profile for a type of device, the name of the device here, and the hosts
+    that torchrun has started."""
+    if device != "cuda" or not torch.cuda.is_available():
+        return default_profile(device)
+    return default_profile(device, torch.cuda.get_device_name(), ranks_on_each_host())
+
+
+def ranks_on_each_host() -> int:
+    """Return the number of ranks on each of several hosts, as torchrun tells it. Return 0 if there
+    is one host, if hosts have different numbers, or without torchrun."""
+    names = ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "WORLD_SIZE", "GROUP_RANK", "RANK")
+    values = [os.environ.get(name, "") for name in names]
+    if not all(value.isdecimal() for value in values):
+        return 0
+    here, hosts, ranks, host, rank = map(int, values)
+    alike = hosts > 1 and here * hosts == ranks and rank // max(here, 1) == host
+    return here if alike else 0
 
 
 def requested_profile(profile: str | Path | Profile | None) -> str | Path | Profile | None:

@@ -12,7 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from commpass.costmodel import Profile
-from commpass.costmodel.kernels import GPU
+from commpass.costmodel.cards import CARDS, GPU
+from commpass.costmodel.kernels import CPU, Kernels
 from commpass.distributed.machine import profile_here
 from commpass.errors import PolicyError, nearest
 from commpass.passes.candidates import candidates
@@ -88,7 +89,12 @@ def run(
 def profile_of(name: str, gpus: bool) -> Profile:
     found = profile_here(name)
     assert found is not None
-    return dataclasses.replace(found, kernels=GPU) if gpus else found
+    return dataclasses.replace(found, kernels=GPU) if gpus and found.kernels == CPU else found
+
+
+def device_of(kernels: Kernels) -> str:
+    """Return the type of the device that these rates were stated for."""
+    return "cuda" if kernels in (GPU, *(card.kernels for card in CARDS.values())) else "cpu"
 
 
 def even(
@@ -127,7 +133,7 @@ def decided(
         shape=(entries,),
         bytes=entries * unit // ranks,
         direction="backward",
-        device="cuda" if profile.kernels == GPU else "cpu",
+        device=device_of(profile.kernels),
     )
     allowed = policy.allowed(site)[0]
     options = candidates(site, allowed, profile, policy.reassociate)

@@ -94,6 +94,21 @@ def gpus() -> tuple[str, bool]:
     return ", ".join(f"{count} x {kind}" for kind, count in kinds.items()) or "none", bool(kinds)
 
 
+def no_gpu_reason() -> str:
+    """Return why nothing can be tested on GPUs here, or "" if there is a GPU and Triton."""
+    found, has = gpus()
+    try:
+        triton()
+    except ImportError:
+        found, has = "no triton", False
+    if has:
+        return ""
+    return (
+        f"not tested ({found}): kernels, links, symmetric memory, multicast, codecs, exchanges and"
+        " times of NCCL. --gpu needs a GPU, its driver, and a torch and triton for it"
+    )
+
+
 def triton() -> tuple[str, bool]:
     import triton
 

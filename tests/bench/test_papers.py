@@ -12,11 +12,12 @@ import torch
 
 from benchmarks import papers
 from benchmarks.paper_models import equarx, rows, ssfusion, taco, tried, unfused, zipccl
+from benchmarks.paper_models.hops import hops
 from benchmarks.paper_models.rows import Row, summary
 from benchmarks.paper_models.sites import FREE, coded, fused, gain, plain, site
 from commpass.codecs import codec
 from commpass.costmodel import KernelRate, Kernels, Link
-from commpass.costmodel.interconnects import CARDS, INTERCONNECTS
+from commpass.costmodel.cards import CARDS
 
 ROOT = Path(__file__).parents[2]
 SMALL = taco.TensorParallel(parameters=1e9, layers=2, width=1024, tokens=1024)
@@ -117,7 +118,7 @@ def test_hosts_share_a_port():
     # half of the 8 ranks' bytes leave
     assert sent == pytest.approx(8 * (1 << 21) / 2 / 20e3, abs=1e-3)
     assert set(zipccl.hosts_link(8, 1).sharing.values()) == {1.0}
-    assert zipccl.hosts_link(1, 8, hop=None, sockets=1) == INTERCONNECTS["pcie-4"].link
+    assert zipccl.hosts_link(1, 8, hop=None, sockets=1) == hops("pcie-4")
 
 
 def test_ring_is_as_fast_as_its_slowest_hop():

@@ -9,7 +9,7 @@ from graphs import ops
 from tiers import rarely
 
 from commpass.costmodel import Link, Profile, profile_named
-from commpass.costmodel.kernels import GPU
+from commpass.costmodel.cards import GPU
 from commpass.costmodel.profile import link_named
 from commpass.passes import GraphInput, manager
 from commpass.passes.fx.marks import MARK
@@ -70,8 +70,8 @@ def test_count_is_that_of_the_least_predicted_time(name, mib, fake_group):
     """The count is the first that is hardly slower than the best one, among all counts given
     explicitly.
 
-    Chunks must gain more than the time of encoding the whole (5 us, and 0.02 ns per value), which a
-    matmul may do.
+    Chunks must gain more than the time of encoding the whole (5 us, and its rate per value), which
+    a matmul may do.
     """
     fake_group(RANKS)
     profile = PROFILES[name]
@@ -79,7 +79,7 @@ def test_count_is_that_of_the_least_predicted_time(name, mib, fake_group):
     assert site.device == "cuda"
     counts = [1, *(c for c in (2, 4, 8) if 2 * c <= mib), *(c for c in (16, 32) if 16 * c <= mib)]
     times = {many: planned(mib, profile, chunks=many)[1].predicted_us for many in counts}
-    least = times[1] - (5.0 + (mib << 19) * 0.02 / 1e3)
+    least = times[1] - (5.0 + (mib << 19) * profile.kernels.rates["int8"].encode_ns / 1e3)
     times = {many: us for many, us in times.items() if many == 1 or us < least}
     best = min(times.values())
     assert site.chunks == min(many for many, us in times.items() if us <= 1.01 * best), times

@@ -82,6 +82,21 @@ def several(folder: Path, text: str, algorithm: str, numel: int, dtype, op: str,
     return made, wanted, held
 
 
+def of_sizes(folder: Path, algorithm: str, sizes: tuple[int, ...]):
+    """Run calls of different sizes in the memory for the largest. Return the results."""
+    from commpass.lowering.gpu.exchange import Exchange, run
+
+    rank, ranks, dtype = dist.get_rank(), dist.get_world_size(), torch.bfloat16
+    exchange = Exchange(algorithm, codec("int8"), dtype, max(sizes), ranks, "sum", PROGRAMS)
+    space, made = mapped(folder, exchange), []
+    for call, numel in enumerate(sizes):
+        if rank == call % ranks:
+            time.sleep(0.05)
+        made.append(run(space, values(numel, dtype, rank, call)))
+    assert space.missing() == []
+    return made
+
+
 def alone(folder: Path, algorithm: str, gone: int):
     """Run calls in which one rank is missing, then one in which none is."""
     from commpass.lowering.gpu.exchange import Exchange, run
@@ -134,6 +149,18 @@ def check(
 
 
 BOTH = ("one_shot", "two_shot")
+
+
+@pytest.mark.parametrize("algorithm", BOTH)
+def test_calls_of_several_sizes_share_memory(ranks2, tmp_path, algorithm):
+    """Larger, smaller and equal calls follow each other; the layout of a wire differs."""
+    sizes = (900, 130, 800)
+    results = ranks2.run(of_sizes, tmp_path, algorithm, sizes)
+    for call, numel in enumerate(sizes):
+        brought = [values(numel, torch.bfloat16, rank, call) for rank in range(2)]
+        want = plain(codec("int8"), algorithm, brought, "sum")[2]
+        for made in results:
+            assert agree(made[call], want)
 
 
 @pytest.mark.few(1)

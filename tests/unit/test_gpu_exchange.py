@@ -25,6 +25,7 @@ from commpass.lowering.gpu.exchange import Workspace, numbers, run  # noqa: E402
 from commpass.lowering.gpu.exchange_kernel import (  # noqa: E402
     RESIDENT,
     Exchange,
+    capacity,
     kernel,
     memory_of,
     unsupported_reason,
@@ -135,6 +136,10 @@ def test_amd_releases_and_acquires_for_the_system(algorithm, spec):
         ({"numel": 2**31}, "kernels count to 2^31"),
         ({"numel": 2**30, "programs": 1}, "bytes of memory: kernels count to 2^31"),
         ({"programs": 100 * RESIDENT + 1}, "all programs must run at once"),
+        (
+            {"algorithm": "two_shot", "programs": 100 * RESIDENT // 8 + 1},
+            "408 programs on 100 processors",
+        ),
     ],
 )
 def test_exchanges_without_a_kernel_say_why(changed, said):
@@ -149,8 +154,10 @@ def test_card_that_is_too_old_is_named():
 def test_workspace_is_for_values_of_one_kind():
     exchange = replace(INT8, ranks=1)
     space = Workspace(exchange, 0, torch.zeros(1, dtype=torch.int64), torch.zeros(1))
-    with pytest.raises(CommpassError, match="a workspace for 131072 values"):
-        run(space, torch.zeros(7, dtype=torch.bfloat16))
+    with pytest.raises(CommpassError, match="a workspace for up to 131072 values"):
+        run(space, torch.zeros(131073, dtype=torch.bfloat16))
+    with pytest.raises(CommpassError, match=r"was called with 7 of torch\.float32"):
+        run(space, torch.zeros(7))
 
 
 @pytest.mark.parametrize("algorithm", BOTH)
@@ -158,13 +165,39 @@ def test_workspace_is_for_values_of_one_kind():
 def test_nothing_in_memory_overlaps(algorithm, ranks):
     exchange = replace(INT8, algorithm=algorithm, ranks=ranks, numel=100_003, programs=77)
     at = memory_of(exchange)
-    signals = exchange.phases * 77 * 32 * 4
+    programs = 77 * (1 if algorithm == "one_shot" else ranks)
+    signals = exchange.phases * programs * 32 * 4
     wires = exchange.buffers * exchange.rows * exchange.wire_bytes
     begins = [at.signals, at.counters, at.late, at.wires, at.sums, at.total]
-    sizes = [signals, 77 * 4, 4, wires, exchange.wire_bytes if algorithm == "two_shot" else 0]
+    sizes = [signals, programs * 4, 4, wires, exchange.wire_bytes if algorithm == "two_shot" else 0]
     for place, size, following in zip(begins, sizes, begins[1:], strict=False):
         assert place % 128 == 0
         assert place + size <= following
+
+
+@pytest.mark.parametrize("algorithm", BOTH)
+def test_memory_is_shared_by_sizes_up_to_a_power_of_two(algorithm):
+    exchange = replace(INT8, algorithm=algorithm)
+    sizes = [2**16 + 1, 100_003, 2**17 - 3, 2**17]
+    for size in sizes:
+        smaller = replace(exchange, numel=size)
+        assert capacity(smaller) == exchange
+        given = numbers(smaller, 2, exchange)
+        at, wires = memory_of(exchange), exchange.buffers * exchange.rows
+        assert given["wires_at"] == at.wires
+        assert (given["counters_at"], given["late_at"]) == (at.counters, at.late)
+        assert given["buffer_bytes"] == exchange.wire_bytes >= given["wire_bytes"]
+        assert given["wire_bytes"] % 128 == 0
+        assert at.wires + wires * given["wire_bytes"] <= at.sums
+    assert capacity(replace(exchange, numel=2**17 + 1)).numel == 2**18
+    assert capacity(replace(exchange, numel=3)).numel == 1024
+
+
+def test_size_without_a_larger_one_has_memory_of_its_own():
+    large = replace(INT8, numel=2**30 - 2**28, programs=1)
+    assert unsupported_reason(large) == ""
+    assert "2^31" in unsupported_reason(replace(large, numel=2**30))
+    assert capacity(large) == large
 
 
 # --- why the number of buffers suffices -----------------------------------------------------------
@@ -172,17 +205,21 @@ def test_nothing_in_memory_overlaps(algorithm, ranks):
 WRITE, SIGNAL, WAIT, READ = "write", "signal", "wait", "read"
 
 
-def steps_of(algorithm: str) -> list[tuple[str, str]]:
-    """Return what one program does in a call, in order, and with what.
+ALL, OWNER = "all ranks", "rank 0"
+
+
+def steps_of(algorithm: str, rank: int) -> list[tuple[str, str, str]]:
+    """Return what one program of a rank does in a call, in order, with what, and with whose.
 
     The wires of a rank are ``w``, and the wire of its sum ``s``; signals have a name for each
-    phase.
+    phase. In a two-shot the program is one of those for the shard of rank 0.
     """
-    first = [(WRITE, "w"), (SIGNAL, "0"), (WAIT, "0"), (READ, "w")]
-    return first if algorithm == "one_shot" else [*first, *[(WRITE, "s"), (SIGNAL, "1")], *LAST]
-
-
-LAST = [(WAIT, "1"), (READ, "s")]
+    first = [(WRITE, "w", ""), (SIGNAL, "0", "")]
+    sums = [(WAIT, "0", ALL), (READ, "w", ALL)]
+    if algorithm == "one_shot":
+        return [*first, *sums]
+    own = [*sums, (WRITE, "s", ""), (SIGNAL, "1", "")] if rank == 0 else []
+    return [*first, *own, (WAIT, "1", OWNER), (READ, "s", OWNER)]
 
 
 def overwritten(algorithm: str, buffers: int, ranks: int, calls: int) -> bool:
@@ -192,37 +229,47 @@ def overwritten(algorithm: str, buffers: int, ranks: int, calls: int) -> bool:
     made some number of writes has made those of the corresponding calls. A read from all peers
     takes several steps, one per peer.
     """
-    program = [
-        (call, kind, what, peer)
-        for call in range(1, calls + 1)
-        for kind, what in steps_of(algorithm)
-        for peer in (range(ranks) if kind in (WAIT, READ) else [0])
+    programs = [
+        [
+            (call, kind, what, peer)
+            for call in range(1, calls + 1)
+            for kind, what, whose in steps_of(algorithm, rank)
+            for peer in (range(ranks) if whose == ALL else [0])
+        ]
+        for rank in range(ranks)
     ]
     writes = [
-        {what: _held(program[:at], what, buffers) for what in "ws"}
-        for at in range(len(program) + 1)
+        [{what: _held(program[:at], what, buffers) for what in "ws"} for at in _places(program)]
+        for program in programs
     ]
     signals = [
-        {what: sum(s[1:3] == (SIGNAL, what) for s in program[:at]) for what in "01"}
-        for at in range(len(program) + 1)
+        [
+            {what: sum(s[1:3] == (SIGNAL, what) for s in program[:at]) for what in "01"}
+            for at in _places(program)
+        ]
+        for program in programs
     ]
     seen, todo = set(), [(0,) * ranks]
     while todo:
         state = todo.pop()
         for rank, at in enumerate(state):
-            if at == len(program):
+            if at == len(programs[rank]):
                 continue
-            call, kind, what, peer = program[at]
-            if kind == WAIT and signals[state[peer]][what] < call:
+            call, kind, what, peer = programs[rank][at]
+            if kind == WAIT and signals[peer][state[peer]][what] < call:
                 continue
-            if kind == READ and writes[state[peer]][what][call % buffers] != call:
+            if kind == READ and writes[peer][state[peer]][what][call % buffers] != call:
                 return True
             following = (*state[:rank], at + 1, *state[rank + 1 :])
             if following not in seen:
                 seen.add(following)
                 todo.append(following)
-    assert (len(program),) * ranks in seen, "nobody may wait for ever"
+    assert tuple(map(len, programs)) in seen, "nobody may wait for ever"
     return False
+
+
+def _places(program: list) -> range:
+    return range(len(program) + 1)
 
 
 def _held(done: list, what: str, buffers: int) -> list[int]:
@@ -234,10 +281,20 @@ def _held(done: list, what: str, buffers: int) -> list[int]:
     return held
 
 
-@pytest.mark.parametrize(("algorithm", "ranks", "calls"), [("one_shot", 3, 4), ("two_shot", 2, 4)])
+@pytest.mark.parametrize(("algorithm", "ranks", "calls"), [("one_shot", 3, 4), ("two_shot", 3, 4)])
 def test_no_rank_overwrites_what_another_still_reads(algorithm, ranks, calls):
     enough = replace(INT8, algorithm=algorithm).buffers
     assert not overwritten(algorithm, enough, ranks, calls)
+
+
+@pytest.mark.parametrize(("algorithm", "programs"), [("one_shot", 256), ("two_shot", 32)])
+def test_programs_share_tiles_and_shards(algorithm, programs):
+    """131,072 values in tiles of 512: each program of a rank has a tile of one wire."""
+    exchange = replace(INT8, algorithm=algorithm, programs=programs)
+    assert exchange.tiles == programs
+    assert exchange.all_programs == 256
+    assert unsupported_reason(exchange, processors=64) == ""
+    assert "256 programs on 63 processors" in unsupported_reason(exchange, processors=63)
 
 
 def test_one_buffer_is_too_few_for_one_shot():

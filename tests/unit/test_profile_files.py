@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 import commpass
 from commpass.cli import app
 from commpass.costmodel import Link, Profile, Region, default_profile, profile_from
+from commpass.costmodel.cards import CARDS
 from commpass.costmodel.files import Machine, Measured, ProfileFile, digest, read, write
-from commpass.costmodel.interconnects import CARDS, INTERCONNECTS, card_of
+from commpass.costmodel.interconnects import INTERCONNECTS
 from commpass.distributed.machine import differences_from, processor, this_machine
 from commpass.errors import PolicyError, ProfileError
 from commpass.report.probe import noisy, parts
@@ -265,37 +266,39 @@ def test_probe_says_how_it_is_started(tmp_path, monkeypatch):
     assert ".json file" in result.stderr
 
 
+TORCHRUN = ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "WORLD_SIZE", "GROUP_RANK", "RANK")
+
+
 @pytest.mark.parametrize(
-    ("device", "card", "link"),
+    ("started", "ranks_per_host"),
     [
-        ("NVIDIA H100 80GB HBM3", "h100", "nvlink-4"),
-        ("NVIDIA H200", "h200", "nvlink-4"),
-        ("NVIDIA A100-SXM4-80GB", "a100", "nvlink-3"),
-        ("NVIDIA B200", "b200", "nvlink-5"),
-        ("AMD Instinct MI300X", "mi300x", "xgmi-3"),
-        ("NVIDIA A100-PCIE-40GB", None, None),
-        ("NVIDIA GeForce RTX 4090", None, None),
-        ("", None, None),
+        ((8, 2, 16, 1, 9), 8),
+        ((8, 1, 8, 0, 3), 0),  # one host
+        ((4, 3, 12, 1, 3), 0),  # hosts of 3, 4 and 5 ranks
+        ((3, 3, 12, 0, 2), 0),
+        ((0, 2, 0, 0, 0), 0),
+        ((), 0),  # another launcher
     ],
 )
-def test_gpu_without_a_profile_is_known_by_its_name(device, card, link, monkeypatch):
+def test_default_of_a_gpu_is_by_its_name_and_the_hosts_of_torchrun(
+    started, ranks_per_host, monkeypatch
+):
     from commpass.distributed import machine
 
+    for name in TORCHRUN:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in zip(TORCHRUN, started, strict=False):
+        monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
     machine.default_here.cache_clear()
     try:
         found = machine.default_here("cuda")
         assert machine.default_here("cpu") == default_profile("cpu")
     finally:
         machine.default_here.cache_clear()
-    assert card_of(device) == card
-    if card is None:
-        assert found == default_profile("cuda")
-        return
-    assert found.name == card
-    assert found.link == INTERCONNECTS[link].link
-    assert found.kernels == CARDS[card].kernels
+    assert found == default_profile("cuda", "NVIDIA H100 80GB HBM3", ranks_per_host)
+    assert found.ranks_per_host == ranks_per_host
 
 
 @pytest.mark.parametrize(

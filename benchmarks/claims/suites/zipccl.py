@@ -11,10 +11,10 @@ from benchmarks.claims.claim import Claim, Found
 from benchmarks.claims.experiments.turns import PLAIN
 from benchmarks.claims.experiments.zipccl_bits import OF, ONE_WINDOW, by_step
 from benchmarks.claims.experiments.zipccl_late import ratio
+from benchmarks.paper_models.hops import hops
 from benchmarks.paper_models.sites import BF16, FP32, coded, fused, plain, site
 from benchmarks.paper_models.zipccl import A6000, LLAMA_LAYER, ZIPPED
 from commpass.costmodel import Link
-from commpass.costmodel.interconnects import INTERCONNECTS
 
 GATHERED = Case(
     "zipccl gather", "exponent(planes=3)", "direct", "gaussian", "all_gather", "bfloat16"
@@ -187,7 +187,7 @@ def switched_up_to(dtype: str) -> float:
 
     It is that of a layer of Llama3-8B on 8 hosts with one GPU each.
     """
-    kernels, link = fused(A6000, ZIPPED), INTERCONNECTS["infiniband-hdr"].link
+    kernels, link = fused(A6000, ZIPPED), hops("infiniband-hdr")
     values, won = LLAMA_LAYER // 8 * 8, [0.0]
     for gbit in RATES:
         at = Link(link.alpha_us, gbit / 8)

@@ -4,9 +4,10 @@ It runs on GPUs that can access each other's memory, or in Triton's interpreter.
 
     y = exchange.all_reduce(x, group, "int8", "one_shot")
 
-All ranks of a group must make the same calls in the same order. The first call for a size, a codec
-and an algorithm creates a workspace together with the other ranks. Later calls are one kernel each,
-which may be part of a CUDA graph. Calls with one workspace must be ordered: on one stream, or on
+All ranks of a group must make the same calls in the same order. In the first call for a size, a
+codec and an algorithm, the ranks compare what they call, and create a workspace if there is none of
+such a size. Later calls are one kernel each, which may be part of a CUDA graph. Calls with one
+workspace must be ordered: on one stream, or on
 several that wait for each other.
 """
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 import socket
 import weakref
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from commpass.lowering.gpu.exchange_kernel import (
     RESIDENT,
     Exchange,
     Memory,
+    capacity,
     kernel,
     memory_of,
     unsupported_reason,
@@ -51,8 +53,19 @@ __all__ = [
 
 
 @dataclass(frozen=True)
+class Launch:
+    """What a launch for one number of values needs, apart from its tensors."""
+
+    function: Any
+    names: tuple[str, ...]
+    grid: tuple[int, int]
+    numbers: dict[str, int]
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class Workspace:
-    """The memory of one rank for exchanges of one kind.
+    """The memory of one rank for exchanges of one kind, of up to ``exchange.numel`` values.
 
     ``peers`` are the addresses, int64 ``[ranks]``, at which this rank accesses every rank's memory.
     ``memory`` is its own, uint8 ``[total]``, initially zeros; ``peer_memory`` keeps the memory of
@@ -65,6 +78,7 @@ class Workspace:
     memory: Tensor
     peer_memory: Any = None
     spins: int | None = None
+    launches: dict[int, Launch] = field(default_factory=dict, repr=False, compare=False)
 
     def missing(self) -> list[int]:
         """Return the ranks for which a program timed out: those that never arrived, and those that
@@ -94,40 +108,59 @@ def all_reduce(
     group = dist.group.WORLD if group is None else group
     if group is None:
         raise CommpassError("no process group: call torch.distributed.init_process_group first")
-    exchange = Exchange(
-        algorithm, codec_of(codec), x.dtype, x.numel(), dist.get_world_size(group), op
-    )
     if x.numel() == 0:
         return x.clone()
-    return run(workspace(exchange, group, x.device), x)
+    known = _known.setdefault(group, {})
+    # A name, and not the codec: it is hashed at each call.
+    what = (codec, algorithm, x.dtype, x.numel(), op, x.device)
+    if (found := known.get(what)) is None:
+        exchange = Exchange(
+            algorithm, codec_of(codec), x.dtype, x.numel(), dist.get_world_size(group), op
+        )
+        found = known[what] = workspace(exchange, group, x.device)
+    return run(found, x)
 
 
 def run(workspace: Workspace, x: Tensor) -> Tensor:
     """Run one exchange: return ``x`` summed over the ranks, with the same shape."""
-    exchange, rank = workspace.exchange, workspace.rank
-    if (x.numel(), x.dtype) != (exchange.numel, exchange.dtype):
+    if x.numel() > workspace.exchange.numel or x.dtype != workspace.exchange.dtype:
         raise CommpassError(
-            f"a workspace for {exchange.numel} values of {exchange.dtype} was called with"
-            f" {x.numel()} of {x.dtype}"
+            f"a workspace for up to {workspace.exchange.numel} values of"
+            f" {workspace.exchange.dtype} was called with {x.numel()} of {x.dtype}"
         )
+    if (launch := workspace.launches.get(x.numel())) is None:
+        launch = workspace.launches[x.numel()] = _launch_of(workspace, x)
     output = torch.empty_like(x, memory_format=torch.contiguous_format)
-    generated = kernel(exchange)
     tensors = {"peers": workspace.peers, "input": x.contiguous(), "output": output}
-    given = tensors | numbers(exchange, rank)
-    spins = {} if workspace.spins is None else {"SPINS": workspace.spins}
+    given = tensors | launch.numbers
     with on_device(x.device):
-        load(generated.source)[(exchange.programs,)](
-            *(given[name] for name in generated.signature),
-            **(generated.constants | casts(x.device) | spins),
-            **({} if interpreting() else {"enable_fp_fusion": generated.fuses}),
-            num_warps=generated.num_warps,
-        )
+        launch.function[launch.grid](*(given[name] for name in launch.names), **launch.options)
     return output
 
 
-def numbers(exchange: Exchange, rank: int) -> dict[str, int]:
-    """Return the integer arguments of a kernel by name."""
-    codec, memory = exchange.block_codec, memory_of(exchange)
+def _launch_of(workspace: Workspace, x: Tensor) -> Launch:
+    exchange = replace(workspace.exchange, numel=x.numel())
+    generated = kernel(exchange)
+    options = {
+        **(generated.constants | casts(x.device)),
+        **({} if workspace.spins is None else {"SPINS": workspace.spins}),
+        **({} if interpreting() else {"enable_fp_fusion": generated.fuses}),
+        "num_warps": generated.num_warps,
+    }
+    return Launch(
+        load(generated.source),
+        tuple(generated.signature),
+        (exchange.programs, exchange.rows),
+        numbers(exchange, workspace.rank, workspace.exchange),
+        options,
+    )
+
+
+def numbers(exchange: Exchange, rank: int, largest: Exchange | None = None) -> dict[str, int]:
+    """Return the integer arguments of a kernel by name. Its memory is that of the ``largest``
+    exchange with this workspace, if it is given."""
+    largest = largest or exchange
+    codec, memory = exchange.block_codec, memory_of(largest)
     found = {
         "rank": rank,
         "count": exchange.numel,
@@ -139,6 +172,7 @@ def numbers(exchange: Exchange, rank: int) -> dict[str, int]:
         "wires_at": memory.wires,
         "sums_at": memory.sums,
         "wire_bytes": exchange.wire_bytes,
+        "buffer_bytes": largest.wire_bytes,
     }
     found |= offsets("output", codec, exchange.length, torch.float32)
     if isinstance(codec.rounding, Stochastic):
@@ -151,23 +185,28 @@ def numbers(exchange: Exchange, rank: int) -> dict[str, int]:
 
 _workspaces: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, Workspace]]
 _workspaces = weakref.WeakKeyDictionary()
-"""Workspaces by group, with the same lifetime."""
+"""Workspaces by group, with the same lifetime. Exchanges of one kind share one for each power of
+two of values."""
+_known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, Workspace]]
+_known = weakref.WeakKeyDictionary()
+"""The same workspaces by the arguments of a call."""
 
 
 def workspace(exchange: Exchange, group: dist.ProcessGroup, device: torch.device) -> Workspace:
-    """Return the workspace of a group for an exchange; the first call is collective and creates
-    it."""
+    """Return the workspace of a group for an exchange, which may be for larger ones as well.
+
+    It is collective: the ranks exchange what they are about to do and any reasons against it. The
+    first call for a power of two of values creates the workspace.
+    """
+    exchange = _agreed(exchange, group, device)
     workspaces = _workspaces.setdefault(group, {})
     if (exchange, device) not in workspaces:
-        workspaces[exchange, device] = _agreed_workspace(exchange, group, device)
+        workspaces[exchange, device] = _symmetric(exchange, group, device)
     return workspaces[exchange, device]
 
 
-def _agreed_workspace(
-    exchange: Exchange, group: dist.ProcessGroup, device: torch.device
-) -> Workspace:
-    """Create a workspace after all ranks have exchanged what they are about to do and any
-    reasons."""
+def _agreed(exchange: Exchange, group: dist.ProcessGroup, device: torch.device) -> Exchange:
+    """Return the exchange that a workspace is for, after all ranks have agreed on it."""
     card, why = _card(exchange, device)
     what = (
         f"{exchange.op} of {exchange.numel} values of {exchange.dtype} by {exchange.algorithm} with"
@@ -184,8 +223,9 @@ def _agreed_workspace(
     cards = [card for *_, card in requests]
     shared = Counter(each.name for each in cards)
     room = min(each.processors * RESIDENT // shared[each.name] for each in cards)
-    exchange = replace(exchange, lanes=card.lanes)
-    return _symmetric(replace(exchange, programs=min(exchange.tiles, room)), group, device)
+    exchange = capacity(replace(exchange, lanes=card.lanes))
+    programs = max(min(exchange.tiles, room // exchange.rows), 1)
+    return replace(exchange, programs=programs)
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,15 @@
 sum.
 
 Like every other kernel, its text is composed of the tile functions of a codec's parts. All ranks
-run the same kernel over memory that each can access (symmetric memory). Program p of a rank
-processes the same blocks as program p of every other rank, and waits only for those programs. See
+run the same kernel over memory that each can access (symmetric memory). Program p of a wire
+processes the same blocks on every rank, and waits only for the programs whose results it reads. See
 docs/exchange.md for the memory layout, and for why nothing is overwritten before it has been read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -45,6 +45,11 @@ RESIDENT = 4
 32 threads with at most 255 of 65,536 registers. AMD: four units with their own registers."""
 SPINS = 1 << 30
 """Polls of the signals before a program gives up: nine minutes at half a microsecond each."""
+GROUPS = {32: 8, 64: 2}
+"""Ranks whose wires are decoded in one step of a loop, by the lanes of a warp: so a compiler can
+start to read several before it needs the first. With 4, addresses spill on AMD."""
+LEAST = 1024
+"""Values of the smallest memory that is allocated for an exchange."""
 OLDEST = (7, 0)
 """The first compute capability of NVIDIA with release and acquire."""
 
@@ -52,8 +57,7 @@ OLDEST = (7, 0)
 @dataclass(frozen=True)
 class Exchange:
     """One all_reduce: ``numel`` values of ``dtype`` on each of ``ranks`` ranks, by ``programs``
-    programs on each, all of which the GPU must run at once. ``lanes`` is the number of lanes of a
-    warp."""
+    programs for each wire. ``lanes`` is the number of lanes of a warp."""
 
     algorithm: str
     codec: Codec
@@ -68,6 +72,11 @@ class Exchange:
     def rows(self) -> int:
         """The wires that a rank encodes: one for all ranks, or one for each rank."""
         return 1 if self.algorithm == "one_shot" else self.ranks
+
+    @property
+    def all_programs(self) -> int:
+        """The programs of a rank, all of which the GPU must run at once."""
+        return self.programs * self.rows
 
     @property
     def length(self) -> int:
@@ -119,8 +128,8 @@ def _split(codec: BlockCodec) -> int:
 class Memory:
     """Offsets in the memory of a rank, in bytes. All memory is zero before the first call.
 
-    - signals ``[phases, programs, SLOTS]``
-    - the numbers of the programs' last calls ``[programs]``
+    - signals ``[phases, rows, programs, SLOTS]``
+    - the numbers of the programs' last calls ``[rows, programs]``
     - the ranks that did not arrive
     - the wires ``[buffers, rows]``
     - for a two-shot, the wire of the sum
@@ -135,12 +144,19 @@ class Memory:
 
 
 def memory_of(exchange: Exchange) -> Memory:
-    counters = exchange.phases * exchange.programs * SLOTS * 4
-    late = counters + aligned(exchange.programs * 4)
+    counters = exchange.phases * exchange.all_programs * SLOTS * 4
+    late = counters + aligned(exchange.all_programs * 4)
     wires = late + ALIGNMENT
     sums = wires + exchange.buffers * exchange.rows * exchange.wire_bytes
     total = sums + (exchange.wire_bytes if exchange.phases > 1 else 0)
     return Memory(0, counters, late, wires, sums, total)
+
+
+def capacity(exchange: Exchange) -> Exchange:
+    """Return the exchange whose memory is used for this one and for smaller ones: that of the next
+    power of two of values, or this one if that has no kernel."""
+    larger = replace(exchange, numel=1 << max(exchange.numel - 1, LEAST - 1).bit_length())
+    return larger if unsupported_reason(larger) == "" else exchange
 
 
 # --- supported exchanges --------------------------------------------------------------------------
@@ -174,9 +190,9 @@ def unsupported_reason(
     ):
         if many >= 2**31:
             return f"{many:,} {what}: kernels count to 2^31"
-    if processors is not None and exchange.programs > processors * RESIDENT:
+    if processors is not None and exchange.all_programs > processors * RESIDENT:
         return (
-            f"{exchange.programs} programs on {processors} processors, which are sure to run"
+            f"{exchange.all_programs} programs on {processors} processors, which are sure to run"
             f" {RESIDENT} each: all programs must run at once, since they wait for each other"
         )
     return ""
@@ -199,17 +215,17 @@ def _chains(exchange: Exchange) -> list[Chain]:
 
 NUMBERS = (
     *("rank", "count", "numel", "blocks", "tiles"),
-    *("counters_at", "late_at", "wires_at", "wire_bytes"),
+    *("counters_at", "late_at", "wires_at", "wire_bytes", "buffer_bytes"),
 )
 """Integer arguments of every kernel: this rank; values of the tensor and of a row; blocks and tiles
 of a row; the offsets of the counters, of the ranks that did not arrive and of the wires; the bytes
-of a wire."""
+of a wire, and of a buffer for it."""
 
 
 @lru_cache(maxsize=256)
 def kernel(exchange: Exchange) -> Kernel:
     """Return the kernel of an exchange (``unsupported_reason`` must be ""). Its grid is
-    ``(programs,)``."""
+    ``(programs, rows)``."""
     writer = _writer(exchange)
     lines = [*_first_lines(writer), *(_LINES[exchange.algorithm](writer)), *_last_lines()]
     pointers = {"peers": "*i64", "input": writer.values, "output": writer.values}
@@ -302,10 +318,12 @@ def _first_lines(writer: _Writer) -> list[str]:
     return [
         "program = tl.program_id(0)",
         "programs = tl.num_programs(0)",
-        "row = tl.program_id(1)  # 0, as a number of the card's",
+        "shard = tl.program_id(1)",
+        "row = tl.program_id(2)  # 0, as a number of the card's",
+        "own = shard * programs + program",
         *generate.INSIDE,
         "mine = memory_of(peers, rank)",
-        "counter = number_at(mine, counters_at + program * 4)",
+        "counter = number_at(mine, counters_at + own * 4)",
         "epoch = tl.load(counter) + 1",
         "late = tl.load(number_at(mine, late_at))",
     ]
@@ -319,9 +337,8 @@ def _last_lines() -> list[str]:
     ]
 
 
-def _loop(writer: _Writer, lines: Sequence[str], shard: str = "") -> list[str]:
-    """Return lines that loop over this program's tiles of a row; ``at`` indexes the tensor."""
-    at = f"place + {shard} * numel" if shard else "place"
+def _loop(writer: _Writer, lines: Sequence[str]) -> list[str]:
+    """Return lines that loop over this program's tiles of a wire; ``at`` indexes the tensor."""
     return [
         "for tile in range(program, tiles, programs):",
         *indent(
@@ -329,7 +346,7 @@ def _loop(writer: _Writer, lines: Sequence[str], shard: str = "") -> list[str]:
                 "block = (tile * BLOCKS + tl.arange(0, BLOCKS))[:, None, None]",
                 f"place = {parts.place(writer.codec.layout, writer.size)}",
                 "block_mask = block < blocks",
-                f"at = {at}",
+                "at = place + shard * numel",
                 "value_mask = (place < numel) & (at < count)",
                 *lines,
             ]
@@ -337,13 +354,20 @@ def _loop(writer: _Writer, lines: Sequence[str], shard: str = "") -> list[str]:
     ]
 
 
-def _exchange_lines(phase: int) -> list[str]:
-    """Return the lines that signal and wait for the signals of all ranks."""
-    first = f"({phase} * programs + program)" if phase else "program"
-    return [
-        f"signal(peers, {first} * {SLOTS * 4}, rank, epoch, RANKS, WIDTH)",
-        f"late = wait(mine, {first} * {SLOTS * 4}, epoch, RANKS, WIDTH, SPINS)",
-    ]
+def _signal_line(phase: int, peers: str = "peers", ranks: str = "RANKS, WIDTH") -> str:
+    """Return the line that signals all ranks, or those of which ``peers`` are the addresses."""
+    return f"signal({peers}, {_slots(phase)}, rank, epoch, {ranks})"
+
+
+def _wait_line(phase: int) -> str:
+    """Return the line that waits for the signals of this program on all ranks."""
+    return f"late = wait(mine, {_slots(phase)}, epoch, RANKS, WIDTH, SPINS)"
+
+
+def _slots(phase: int) -> str:
+    """Return where the signals of this program begin."""
+    first = f"({phase} * programs * RANKS + own)" if phase else "own"
+    return f"{first} * {SLOTS * 4}"
 
 
 def _load_lines(writer: _Writer) -> list[str]:
@@ -353,15 +377,25 @@ def _load_lines(writer: _Writer) -> list[str]:
 
 def _sum_lines(writer: _Writer, at: str) -> list[str]:
     """Return lines that compute ``x``, the sum of what all ranks have encoded, in rank order."""
-    loop = "tl.static_range" if writer.exchange.ranks <= generate.UNROLLED else "range"
-    return [
-        f"wire = region(memory_of(peers, 0), {at})",
-        f"x = {writer.decoded}",
-        f"for peer in {loop}(1, RANKS):",
-        f"    wire = region(memory_of(peers, peer), {at})",
-        f"    x += {writer.decoded}",
-        *writer.mean_lines,
-    ]
+    ranks, group = writer.exchange.ranks, GROUPS[writer.exchange.lanes]
+    whole, left = divmod(ranks, group)
+    lines = _group_lines(writer, at, "0", min(ranks, group))
+    if whole > 1:
+        lines.append(f"for first in range({group}, {whole * group}, {group}):")
+        lines += indent(_group_lines(writer, at, "first", group, "x"))
+    if whole and left:
+        lines += _group_lines(writer, at, str(whole * group), left, "x")
+    return [*lines, *writer.mean_lines]
+
+
+def _group_lines(writer: _Writer, at: str, first: str, count: int, before: str = "") -> list[str]:
+    """Return lines that add ``count`` ranks from ``first`` on to ``before``, if it is given."""
+    lines = []
+    for one in range(count):
+        lines.append(f"wire = region(memory_of(peers, {first} + {one}), {at})")
+        lines.append(f"x_{one} = {writer.decoded}")
+    added = [*([before] if before else []), *(f"x_{one}" for one in range(count))]
+    return [*lines, f"x = {added[0]}", *(f"x = x + {each}" for each in added[1:])]
 
 
 def _store_lines(writer: _Writer) -> list[str]:
@@ -378,15 +412,16 @@ def _one_shot(writer: _Writer) -> list[str]:
     """Every rank encodes all its values, and sums those of all ranks."""
     encode = [*_load_lines(writer), "wire = region(mine, wires)", writer.encoded]
     return [
-        "wires = wires_at + (epoch & 1) * wire_bytes",
+        "wires = wires_at + (epoch & 1) * buffer_bytes",
         "if late == 0:",
-        *indent([*_loop(writer, encode), *_exchange_lines(0)]),
+        *indent([*_loop(writer, encode), _signal_line(0), _wait_line(0)]),
         *_loop(writer, [*_sum_lines(writer, "wires"), *_store_lines(writer)]),
     ]
 
 
 def _two_shot(writer: _Writer) -> list[str]:
-    """A rank sums its shard and encodes the sum; every rank decodes all sums, its own first."""
+    """Each program has tiles of one shard. The rank of the shard sums them and encodes the sum;
+    every rank decodes it."""
     first = writer.encoded.replace(", row,", ", shard + row,")
     encode = [*_load_lines(writer), "wire = region(mine, wires_at)", first]
     inside = parts.split(writer.codec.layout, "place < numel")
@@ -403,14 +438,20 @@ def _two_shot(writer: _Writer) -> list[str]:
         f"x = {writer.decoded_sum}",
         *_store_lines(writer),
     ]
+    own = ["if late == 0:", *indent([*_loop(writer, sums), _signal_line(1)])]
     return [
         "if late == 0:",
-        *indent(["for shard in range(RANKS):", *indent(_loop(writer, encode, "shard"))]),
-        *indent(_exchange_lines(0)),
+        *indent([*_loop(writer, encode), _signal_line(0, "peers + shard", "1, 1")]),
+        "if (late == 0) & (shard == rank):",
+        *indent([_wait_line(0), *own]),
         "if late == 0:",
-        *indent([*_loop(writer, sums, "rank"), *_exchange_lines(1)]),
-        "for step in range(RANKS):",
-        *indent(["shard = (rank + step) % RANKS", *_loop(writer, decode, "shard")]),
+        *indent(
+            [
+                f"missing = wait(mine, {_slots(1)} + shard * 4, epoch, 1, 1, SPINS)",
+                "late = missing << shard",
+            ]
+        ),
+        *_loop(writer, decode),
     ]
 
 

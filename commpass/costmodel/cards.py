@@ -1,0 +1,124 @@
+"""GPUs by name, with the numbers of their vendors and the rates of codecs on one of them: initial
+values until ``commpass probe --kernels`` has measured the real ones."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from commpass.costmodel.kernels import KernelRate, Kernels
+
+
+@dataclass(frozen=True)
+class Shares:
+    """The bytes of a codec's wire for each value, and the measured shares of the speed of a copy of
+    bf16 values that its kernels reach."""
+
+    wire: float
+    encode: float
+    decode: float
+
+
+COPIED = 0.88
+"""The share of the stated bandwidth at which an H200 copies 256 MiB: 4,220 of 4,800 GB/s."""
+MULTIPLIED = 0.65
+"""The share of the stated bf16 rate that large matmuls reach on an H200, which then runs at the
+limit of its power: 670 of 989 TFLOP/s."""
+SHARES: dict[str, Shares] = {
+    "int8": Shares(1.02, 0.99, 0.97),
+    "fp8": Shares(1.02, 0.98, 0.96),
+    "int6": Shares(0.78, 0.86, 0.81),
+    "int4": Shares(0.53, 0.97, 0.93),
+    "rotated": Shares(1.01, 0.59, 0.72),
+    "taco": Shares(1.03, 0.38, 0.72),
+    "sdp4bit": Shares(0.53, 0.58, 0.82),
+    "equarx": Shares(1.0, 0.99, 0.98),
+    "table": Shares(0.51, 0.25, 0.29),
+    "tahquant": Shares(0.54, 0.21, 0.46),
+    "mxfp8": Shares(1.03, 0.86, 0.95),
+    "mxfp6": Shares(0.78, 0.62, 0.87),
+    "mxfp4": Shares(0.53, 0.69, 0.94),
+    "nvfp4": Shares(0.56, 0.36, 0.95),
+}
+"""Of 32 million values on an H200, with torch 2.11 and Triton 3.6
+(benchmarks/results/gpu_nvidia_h200.json). Other GPUs are assumed to reach the same shares."""
+UNKNOWN = Shares(1.0, 0.5, 0.5)
+"""An assumption for codecs that were not measured."""
+
+
+LAUNCH_US = 5.0
+
+
+def gpu_kernels(gbytes_per_s: float, gflops: float) -> Kernels:
+    """Return the rates of a GPU that copies this many GB/s. A codec's rate is for bf16 values: a
+    value is read or written as 2 bytes, its wire is written or read."""
+
+    def rate(of: Shares) -> KernelRate:
+        copy_ns = (2.0 + of.wire) / gbytes_per_s
+        return KernelRate(copy_ns / of.encode, copy_ns / of.decode)
+
+    return Kernels(
+        launch_us=LAUNCH_US,
+        other=rate(UNKNOWN),
+        rates={name: rate(shares) for name, shares in SHARES.items()},
+        gflops=gflops,
+        gbytes_per_s=gbytes_per_s,
+    )
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU's stated memory bandwidth in GB/s and dense bf16 operations in TFLOP/s.
+
+    ``interconnect`` joins the GPUs of a host, and ``network`` its hosts: one port for each GPU, as
+    in the reference systems of the vendors. ``joined`` GPUs are on one interconnect even if they
+    are on several hosts (0: those of a host).
+    """
+
+    gbytes_per_s: float
+    tflops: float
+    source: str
+    interconnect: str = ""
+    network: str = ""
+    joined: int = 0
+
+    @property
+    def kernels(self) -> Kernels:
+        return gpu_kernels(self.gbytes_per_s * COPIED, self.tflops * 1e3 * MULTIPLIED)
+
+
+HDR, NDR, XDR = "infiniband-hdr", "infiniband-ndr", "infiniband-xdr"
+CARDS: dict[str, Card] = {
+    "a100-pcie": Card(1935.0, 312.0, "NVIDIA A100 80GB PCIe data sheet", "pcie-4", HDR),
+    "a100": Card(2039.0, 312.0, "NVIDIA A100 80GB SXM data sheet", "nvlink-3", HDR),
+    "h100-nvl": Card(3900.0, 835.0, "NVIDIA H100 NVL data sheet", "pcie-5", NDR),
+    "h100-pcie": Card(2000.0, 756.0, "NVIDIA H100 PCIe data sheet", "pcie-5", NDR),
+    "h100": Card(3350.0, 989.0, "NVIDIA H100 SXM data sheet", "nvlink-4", NDR),
+    "gh200": Card(4000.0, 989.0, "NVIDIA GH200 data sheet, 96 GB HBM3", "nvlink-4", NDR),
+    "h200-nvl": Card(4800.0, 835.0, "NVIDIA H200 NVL data sheet", "pcie-5", NDR),
+    "h200": Card(4800.0, 989.0, "NVIDIA H200 SXM data sheet", "nvlink-4", NDR),
+    "h20": Card(4000.0, 148.0, "NVIDIA H20 data sheet", "nvlink-4", NDR),
+    "b200": Card(8000.0, 2250.0, "NVIDIA DGX B200 data sheet, a card of eight", "nvlink-5", NDR),
+    "b300": Card(8000.0, 2250.0, "NVIDIA DGX B300 data sheet, a card of eight", "nvlink-5", XDR),
+    "gb200": Card(8000.0, 2500.0, "NVIDIA GB200 NVL72 data sheet", "nvlink-5", NDR, 72),
+    "gb300": Card(8000.0, 2500.0, "NVIDIA GB300 NVL72 data sheet", "nvlink-5", XDR, 72),
+    "mi300x": Card(5300.0, 1307.0, "AMD Instinct MI300X data sheet", "xgmi-3", NDR),
+}
+"""GPUs by the words of the device's name, in lower case. A name with more words comes first. Only
+two H100 NVL, and two or four H200 NVL, can have an NVLink bridge: between more there is PCIe."""
+GPU = gpu_kernels(500.0, 200_000.0)
+"""An assumption for other GPUs: memory-bound kernels at a fraction of a recent GPU's bandwidth."""
+
+
+def card_of(device: str) -> str | None:
+    """Return the GPU of a device name such as ``"NVIDIA H100 80GB HBM3"``, or None if it is not
+    known."""
+    words = set(re.findall("[a-z0-9]+", device.lower()))
+    return next((name for name in CARDS if words.issuperset(name.split("-"))), None)
+
+
+def kernels_with(interconnect: str) -> Kernels:
+    """Return the rates of the first GPU that was made for this interconnect, or of an unknown
+    GPU."""
+    made_for = (card for name, card in CARDS.items() if "-" not in name)
+    return next((card.kernels for card in made_for if card.interconnect == interconnect), GPU)

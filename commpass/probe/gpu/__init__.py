@@ -1,0 +1,1 @@
+"""Test kernels, links and exchanges on the GPUs of a host."""

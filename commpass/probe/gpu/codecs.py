@@ -1,0 +1,115 @@
+"""Compare the kernels of every codec with the codec's plain form on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from commpass.codecs import Codec
+from commpass.codecs.block.codec import BlockCodec
+from commpass.codecs.block.grids import CompandedGrid
+from commpass.codecs.block.scales import Absmax, SharedExponent, Static
+from commpass.codecs.block.transforms import NoTransform
+from commpass.codecs.exponent.codec import ExponentCodec
+from commpass.lowering.chain import Chain, Decode, Encode
+from commpass.lowering.gpu import exponent, generate, launch
+from commpass.probe.gpu.finding import Finding
+
+NAMES = (
+    *("int8", "int6", "int4", "fp8", "rotated", "taco", "table", "tahquant", "sdp4bit"),
+    *("equarx(width=1024)", "mxfp8", "mxfp6", "mxfp4", "nvfp4", "exponent"),
+)
+"""The codecs with kernels for dense values. Blocks of EQuARX follow the shape of a tensor; kernels
+need a power of two."""
+ROWS, NUMEL = 3, 4096 + 51
+DIFFERENT = 0.02
+"""The largest share of bytes that may differ if a rotation, root or sum is made in another order:
+codes at a tie."""
+BROKEN = "do not compress with it on this GPU, and report it"
+
+Form = Callable[[Codec, Tensor], Tensor]
+
+
+def findings(codecs: list[Codec], device: torch.device) -> Iterator[Finding]:
+    """Yield a finding for each codec. A kernel that fails is a finding."""
+    for each in codecs:
+        if why := unsupported_reason(each):
+            yield Finding(f"codec {each.spec}", "no kernel", True, f"torch's own kernels: {why}")
+            continue
+        try:
+            yield compared(each, device)
+        except Exception as error:
+            why = " ".join(str(error).split()) or type(error).__name__
+            yield Finding(f"codec {each.spec}", f"failed: {why[:200]}", False, BROKEN)
+
+
+def unsupported_reason(codec: Codec, dtype: torch.dtype = torch.bfloat16) -> str:
+    """Return why there are no kernels that encode and decode with a codec, or ""."""
+    if isinstance(codec, ExponentCodec):
+        return exponent.unsupported_reason(NUMEL, dtype) or ""
+    if not isinstance(codec, BlockCodec):
+        return "it is no block codec, and not exponent"
+    chains = Chain(dtype, (Encode(codec),)), Chain(torch.uint8, (Decode(codec, dtype),))
+    return next(filter(None, (generate.unsupported_reason(each, NUMEL) for each in chains)), "")
+
+
+def compared(codec: Codec, device: torch.device) -> Finding:
+    """Encode and decode the same values by kernels and by the plain form, and compare bytes."""
+    rows = values()
+    plain = codec.encode_rows(rows)
+    encode, decode = kernels_of(codec)
+    wire = encode(rows.to(device)).cpu()
+    decoded = decode(plain.to(device)).cpu()
+    want = codec.decode_rows(plain, NUMEL, rows.dtype).to(decoded.dtype)
+    shares = differing(wire, plain), differing(decoded, want)
+    allowed = 0.0 if is_exact(codec) else DIFFERENT
+    state = "encode and decode give the bits of the plain form"
+    if any(shares):
+        state = f"{shares[0]:.2%} of the wire and {shares[1]:.2%} of the values differ"
+    works = max(shares) <= allowed
+    meaning = "" if works and not any(shares) else f"up to {allowed:.0%} may: ties of rounding"
+    return Finding(f"codec {codec.spec}", state, works, meaning if works else BROKEN)
+
+
+def values() -> Tensor:
+    """Return bfloat16 rows ``[ROWS, NUMEL]`` of random numbers, with zeros, outliers and numbers of
+    all sizes."""
+    random = torch.Generator().manual_seed(0)
+    rows = torch.randn(ROWS, NUMEL, generator=random)
+    rows[0, :256] = 0
+    rows[1, ::97] *= 100
+    rows[2] *= torch.exp2(torch.randint(-20, 20, (NUMEL,), generator=random).float())
+    return rows.bfloat16()
+
+
+def kernels_of(codec: Codec) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+    """Return the kernels that encode rows, and that decode wires to rows."""
+    if isinstance(codec, ExponentCodec):
+        decode = partial(exponent.decode_rows, codec, numel=NUMEL, dtype=torch.bfloat16)
+        return partial(exponent.encode_rows, codec), decode
+    assert isinstance(codec, BlockCodec)
+    encoding = Chain(torch.bfloat16, (Encode(codec),))
+    decoding = Chain(torch.uint8, (Decode(codec, torch.bfloat16),))
+    return partial(launch.run, encoding, numel=NUMEL), partial(launch.run, decoding, numel=NUMEL)
+
+
+def is_exact(codec: Codec) -> bool:
+    """Whether its kernels give all bits of the plain form: there is no rotation, root or sum."""
+    return isinstance(codec, ExponentCodec) or (
+        isinstance(codec, BlockCodec)
+        and isinstance(codec.transform, NoTransform)
+        and isinstance(codec.scale, (Absmax, SharedExponent, Static))
+        and not isinstance(codec.grid, CompandedGrid)
+    )
+
+
+def differing(found: Tensor, want: Tensor) -> float:
+    """Return the share of elements that differ in their bits."""
+    if found.shape != want.shape or found.dtype != want.dtype:
+        return 1.0
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[found.itemsize]
+    apart = found.contiguous().view(words) != want.contiguous().view(words)
+    return float(apart.double().mean())

@@ -1,0 +1,179 @@
+"""GPUs and their links by name, against public timings and data sheets."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from deciding import decide
+
+from commpass import Policy
+from commpass.costmodel import Link, Profile, default_profile, profile_named
+from commpass.costmodel.cards import CARDS, GPU, SHARES, card_of
+from commpass.costmodel.interconnects import INTERCONNECTS
+from commpass.costmodel.profile import INTRA_HOST, LINK, link_named
+from commpass.errors import PolicyError
+from commpass.plan import NONE, Site
+
+KIB, MIB = 1 << 10, 1 << 20
+H200_BY_8 = {
+    2 * KIB: 16.6,
+    32 * KIB: 19.7,
+    512 * KIB: 20.8,
+    2 * MIB: 40.0,
+    8 * MIB: 80.6,
+    32 * MIB: 198.8,
+    128 * MIB: 626.5,
+    2048 * MIB: 9518.0,
+}
+"""NCCL, bf16 all_reduce, 8 H200, CUDA graph, median: flashinfer, pull request 3759."""
+H100_BY_8 = {MIB: 24.5, 4 * MIB: 50.0, 64 * MIB: 316.0}
+"""NCCL, all_reduce, 8 H100: as NVIDIA's nccl-tests print it; 370 GB/s of bus bandwidth is what
+NVIDIA states for it without NVLink SHARP (nccl-tests, issue 212)."""
+MI300X = {
+    2: {32 * KIB: 17.15, MIB: 37.22, 4 * MIB: 105.1, 16 * MIB: 376.3, 64 * MIB: 1464.3},
+    4: {32 * KIB: 18.17, MIB: 39.4, 4 * MIB: 70.61, 16 * MIB: 205.4, 64 * MIB: 761.2},
+    8: {32 * KIB: 16.22, MIB: 26.39, 4 * MIB: 52.13, 16 * MIB: 148.4, 64 * MIB: 426.0},
+}
+"""RCCL 2.20.5, fp16 all_reduce: README of mk1-project/quickreduce (commit 910e892)."""
+PCIE_5_BY_8 = {12582912: 482.0, 50331648: 1835.0, 100663296: 3642.0}
+"""bf16 all_reduce, 8 cards on PCIe 5: local-inference-lab/b12x (commit 4d0c7a50) has 428, 1,631
+and 3,237 us for its own copies, and states that NCCL takes 1.12 to 1.13 times as long."""
+TIMINGS = [
+    *(("nvlink-4", 8, size, us) for size, us in (*H200_BY_8.items(), *H100_BY_8.items())),
+    *(("xgmi-3", ranks, size, us) for ranks, of in MI300X.items() for size, us in of.items()),
+    *(("pcie-5", 8, size, us) for size, us in PCIE_5_BY_8.items()),
+]
+
+
+@pytest.mark.parametrize(("name", "ranks", "nbytes", "us"), TIMINGS)
+def test_all_reduce_of_a_library_takes_what_was_published(name, ranks, nbytes, us):
+    assert 1 / 1.5 < link_named(name).time_us("all_reduce", nbytes, ranks) / us < 1.5
+
+
+def test_latency_of_an_all_reduce_follows_a_tree():
+    """Start, then up and down a tree of 8 or 64 ranks; an all_gather passes every other rank."""
+    link = Link(5.0, 50.0, start_us=15.0, trees=True)
+    assert link.parts_us("all_reduce", 0, 8) == (15 + 5 * 2 * 3, 0)
+    assert link.parts_us("all_reduce", 0, 64) == (15 + 5 * 2 * 6, 0)
+    assert link.parts_us("all_reduce", 0, 5) == (15 + 5 * 2 * 3, 0)
+    assert link.parts_us("all_reduce", 0, 2) == (15 + 5 * 2, 0)
+    assert link.parts_us("all_gather", 0, 8) == (15 + 5 * 7, 0)
+    assert link.parts_us("all_to_all", 0, 8, 7, by_messages=True) == (5, 0)
+    ring = dataclasses.replace(link, trees=False)
+    assert ring.parts_us("all_reduce", 0, 64) == (15 + 5 * 126, 0)
+
+
+def test_connections_of_pairs_are_used_together():
+    """Of 448 GB/s to 7 others a pair has 64: 3 of them have 192."""
+    link = Link(0.0, 448.0, peer_gbytes_per_s=64.0)
+    for ranks, rate in ((2, 64.0), (4, 192.0), (8, 448.0)):
+        sent = 2 * (ranks - 1) / ranks * 1e6
+        assert link.time_us("all_reduce", 1e6, ranks) == pytest.approx(sent / rate / 1e3)
+    one_of_seven = link.parts_us("all_to_all", 1e6, 8, 1, by_messages=True)
+    assert one_of_seven == pytest.approx((0, 1e6 / 64e3))
+    assert link.scaled(0.5).time_us("all_reduce", 1e6, 2) == pytest.approx(1e3 / 32)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"start_us": -1.0}, {"peer_gbytes_per_s": -1.0}, {"trees": "yes"}]
+)
+def test_link_refuses_invalid_numbers(wrong):
+    with pytest.raises(PolicyError, match=next(iter(wrong))):
+        Link(1.0, 1.0, **wrong)
+
+
+@pytest.mark.parametrize(
+    ("device", "card"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 NVL", "h100-nvl"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H200 NVL", "h200-nvl"),
+        ("NVIDIA H20", "h20"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100-PCIE-40GB", "a100-pcie"),
+        ("NVIDIA A100 80GB PCIe", "a100-pcie"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA B300 SXM6 AC", "b300"),
+        ("NVIDIA GB200", "gb200"),
+        ("NVIDIA GB300", "gb300"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("NVIDIA GeForce RTX 4090", None),
+        ("", None),
+    ],
+)
+def test_card_is_known_by_the_words_of_its_name(device, card):
+    assert card_of(device) == card
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_card_names_known_links(name):
+    card = CARDS[name]
+    assert card.source
+    assert INTERCONNECTS[card.interconnect].gbytes_per_s > INTERCONNECTS[card.network].gbytes_per_s
+
+
+def test_group_between_hosts_is_not_on_the_links_inside_one():
+    found = default_profile("cuda", "NVIDIA H100 80GB HBM3", ranks_per_host=8)
+    assert found.port_of("tp", ranks=range(8, 16)) == INTRA_HOST
+    assert found.link_of("tp", ranks=range(8, 16)) == link_named("nvlink-4")
+    for ranks in (range(16), range(0, 64, 8), (7, 8)):
+        assert found.port_of("dp", ranks=ranks) == LINK
+        assert found.link_of("dp", ranks=ranks) == link_named("infiniband-ndr")
+    alone = default_profile("cuda", "NVIDIA H100 80GB HBM3")
+    assert alone == Profile("h100", link_named("nvlink-4"), kernels=CARDS["h100"].kernels)
+
+
+def test_rack_of_one_interconnect_is_as_one_host():
+    found = default_profile("cuda", "NVIDIA GB200", ranks_per_host=4)
+    assert found.link_of("tp", ranks=range(72)) == link_named("nvlink-5")
+    assert found.link_of("dp", ranks=range(0, 144, 72)) == link_named("infiniband-ndr")
+
+
+@pytest.mark.parametrize("kernels", [GPU, *(card.kernels for card in CARDS.values())])
+def test_simpler_codec_costs_less(kernels):
+    assert kernels.rates.keys() == SHARES.keys()
+    int8, rotated, taco = (kernels.rates[name] for name in ("int8", "rotated", "taco"))
+    assert int8.encode_ns < rotated.encode_ns < taco.encode_ns
+    assert int8.decode_ns < rotated.decode_ns
+
+
+def test_named_link_has_the_kernels_of_the_card_made_for_it():
+    assert profile_named("nvlink-3").kernels == CARDS["a100"].kernels
+    assert profile_named("nvlink-4").kernels == CARDS["h100"].kernels
+    assert profile_named("nvlink-5").kernels == CARDS["b200"].kernels
+    assert profile_named("xgmi-3").kernels == CARDS["mi300x"].kernels
+    for name in ("nvlink", "pcie-5", "infiniband-ndr"):
+        assert profile_named(name).kernels == GPU
+
+
+def decided(profile: Profile, nbytes: int, codecs: str) -> str:
+    site = Site(
+        name="s",
+        kind="all_reduce",
+        reduce_op="sum",
+        group="0",
+        group_size=8,
+        dtype="bfloat16",
+        shape=(nbytes // 2,),
+        bytes=nbytes,
+        device="cuda",
+    )
+    return decide([site], Policy(codecs=codecs), profile)[0].codec
+
+
+@pytest.mark.parametrize("nbytes", [64 * KIB, 512 * KIB, MIB, 4 * MIB])
+def test_small_all_reduce_of_a_host_is_left_alone(nbytes):
+    """NCCL takes 20 to 50 us: two exchanges and three kernels take longer."""
+    found = default_profile("cuda", "NVIDIA H100 80GB HBM3", ranks_per_host=8)
+    assert decided(found, nbytes, "int8") == NONE
+
+
+def test_large_all_reduce_is_compressed_rather_than_a_small_one():
+    profile = dataclasses.replace(default_profile("cuda", "NVIDIA H100 80GB HBM3"), margin=0.0)
+    chosen = [decided(profile, size << 20, "int8") != NONE for size in (1, 4, 16, 64, 256, 1024)]
+    assert chosen == sorted(chosen)
+    assert chosen[-1]

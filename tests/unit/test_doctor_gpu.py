@@ -1,0 +1,124 @@
+"""``commpass doctor --gpu`` as far as it can be tested without a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+
+import pytest
+import torch
+from interpreter import interpreted
+from typer.testing import CliRunner
+
+from commpass.cli import app
+from commpass.codecs import codec
+from commpass.errors import CommpassError
+
+pytest.importorskip("triton", reason="kernels are written in Triton: pip install commpass[kernels]")
+
+from commpass.probe.gpu import codecs, links
+from commpass.probe.gpu.exchange import Timed
+from commpass.probe.gpu.finding import Finding
+from commpass.report import doctor_gpu
+
+CPU = torch.device("cpu")
+
+
+def test_without_a_gpu_one_line_lists_what_was_not_tested():
+    result = CliRunner().invoke(app, ["doctor", "--gpu"])
+    assert result.exit_code == 1
+    (line,) = result.stdout.splitlines()
+    for what in ("kernels", "links", "symmetric memory", "multicast", "codecs", "exchanges"):
+        assert what in line
+
+
+def found_here(name: str) -> list[Finding]:
+    return list(codecs.findings([codec(name)], CPU))
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", ["int8", "exponent", "rotated", "mxfp4", "fp8", "int6"])
+def test_kernels_of_a_codec_pass(name):
+    (found,) = interpreted(found_here, name)
+    assert found.works, found
+    assert found.what == f"codec {name}"
+    if codecs.is_exact(codec(name)):
+        assert found.state == "encode and decode give the bits of the plain form"
+
+
+def test_every_named_codec_has_kernels():
+    for name in codecs.NAMES:
+        assert codecs.unsupported_reason(codec(name)) == "", name
+    assert codecs.unsupported_reason(codec("bf16"))
+
+
+def flipped(name: str) -> list[Finding]:
+    """Return the findings if one bit of the wire is wrong."""
+    encode, decode = codecs.kernels_of(codec(name))
+
+    def wrong(rows: torch.Tensor) -> torch.Tensor:
+        wire = encode(rows)
+        wire[0, 300] ^= 1
+        return wire
+
+    before, codecs.kernels_of = codecs.kernels_of, lambda coder: (wrong, decode)
+    try:
+        return list(codecs.findings([codec(name)], CPU))
+    finally:
+        codecs.kernels_of = before
+
+
+def test_one_wrong_bit_is_found():
+    (found,) = interpreted(flipped, "int8")
+    assert not found.works
+    assert "of the wire" in found.state
+
+
+def test_kernel_that_fails_is_a_finding(monkeypatch):
+    def fail(coder):
+        raise RuntimeError("no\nsuch card")
+
+    monkeypatch.setattr(codecs, "kernels_of", fail)
+    (found,) = codecs.findings([codec("int8")], CPU)
+    assert (found.works, found.state) == (False, "failed: no such card")
+
+
+def test_codec_without_kernels_is_no_failure():
+    (found,) = codecs.findings([codec("bf16")], CPU)
+    assert found.works
+    assert found.state == "no kernel"
+
+
+@pytest.mark.parametrize(
+    ("matrix", "joined"),
+    [([[1]], (0, 0)), ([[0, 1], [1, 0]], (1, 1)), ([[0, 1, 0], [1, 0, 1], [0, 0, 0]], (1, 3))],
+)
+def test_pairs_are_joined_in_both_directions(matrix, joined):
+    assert links.pairs(matrix) == joined
+    found = links.between("NVLink", matrix, "all", "some")
+    assert found.works == (joined[0] == joined[1])
+
+
+def test_finding_of_the_rank_that_failed_is_kept():
+    good, bad = Finding("codec int8", "right", True), Finding("codec int8", "wrong", False, "why")
+    assert doctor_gpu.merged([[good], [good]]) == [good]
+    assert doctor_gpu.merged([[good], [good], [bad]]) == [
+        dataclasses.replace(bad, state="rank 2: wrong")
+    ]
+    with pytest.raises(CommpassError, match="different tests"):
+        doctor_gpu.merged([[good], []])
+
+
+def test_ranks_are_started_for_each_gpu(tmp_path):
+    command = doctor_gpu.torchrun(4, tmp_path / "here.json", 20.0, json=True)
+    assert command[:3] == [sys.executable, "-m", "torch.distributed.run"]
+    assert command[command.index("--nproc-per-node") + 1] == "4"
+    ours = command[command.index("commpass") :]
+    output = str(tmp_path / "here.json")
+    assert ours == f"commpass doctor --gpu --output {output} --seconds 20.0 --json".split()
+
+
+def test_times_stand_beside_each_other():
+    made = doctor_gpu.times_table([Timed(1 << 20, {"nccl": 24.5, "int8, two exchanges": None})])
+    cells = [next(iter(column.cells)) for column in made.columns]
+    assert [str(cell) for cell in cells] == ["1.0 MiB", "24.5 us", ""]

@@ -1,0 +1,87 @@
+"""Launches of generated kernels for up to 2^33 values and 2^20 rows: the limits of a CUDA grid, and
+the integers that kernels take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from commpass.codecs import codec
+from commpass.codecs.block.codec import BlockCodec
+from commpass.lowering.chain import Cast, Chain, Decode, Encode, Sum
+
+pytest.importorskip("triton", reason="kernels are written in Triton: pip install commpass[kernels]")
+
+from commpass.lowering.gpu import exponent, generate, launch
+from commpass.lowering.gpu.call import calls_of
+
+MOST_X, MOST_YZ = 2**31 - 1, 65_535
+"""CUDA C++ programming guide, table of technical specifications: dimensions of a grid."""
+MOST_VALUES = 2**33
+ROWS = (1, 8, 65_535, 65_536, 131_072, 2**20)
+NUMELS = (1, 255, 4096, 65_537, 2**20 + 3, 2**27, 2**30, 2**31 - 1, 2**31, 2**33)
+SPECS = (
+    *("int8", "int8(block=32)", "int4", "int6", "fp8", "rotated", "rotated(bits=4)", "taco"),
+    *("table", "sdp4bit", "tahquant", "mxfp4", "nvfp4"),
+)
+
+
+def sizes() -> Iterator[tuple[int, int]]:
+    return ((numel, rows) for numel in NUMELS for rows in ROWS if numel * rows <= MOST_VALUES)
+
+
+def chains(coder: BlockCodec) -> list[Chain]:
+    inner, dtype = coder.domain_codec, torch.bfloat16
+    assert isinstance(inner, BlockCodec)
+    summed = (Decode(inner, dtype), Sum(8))
+    return [
+        Chain(dtype, (Encode(coder),)),
+        Chain(torch.uint8, (Decode(coder, dtype), Cast(dtype))),
+        Chain(torch.uint8, (*summed, Cast(dtype))),
+        Chain(torch.uint8, (*summed, Encode(inner))),
+    ]
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("spec", SPECS)
+def test_grid_of_a_chain_is_within_the_limits_and_covers_all(spec):
+    coder = codec(spec)
+    assert isinstance(coder, BlockCodec)
+    launched = 0
+    for chain in chains(coder):
+        for numel, rows in sizes():
+            if why := generate.unsupported_reason(chain, numel):
+                assert numel >= 2**30 or "row" in why, (spec, numel, why)
+                continue
+            generated = generate.kernel(chain, numel)
+            x, y, z = launch.grid(generated, numel, rows)
+            assert 1 <= x <= MOST_X
+            assert 1 <= y <= MOST_YZ
+            assert 1 <= z <= MOST_YZ
+            assert rows <= y * z < 2 * rows + MOST_YZ
+            assert x * generated.blocks >= coder.layout.blocks(numel) > (x - 1) * generated.blocks
+            launched += 1
+    assert launched >= 80
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("spec", ["exponent", "exponent(planes=3)"])
+def test_launches_of_exponent_are_within_the_limits(spec, dtype):
+    coder = codec(spec)
+    for numel, rows in sizes():
+        if exponent.unsupported_reason(numel, dtype):
+            assert numel < 1024 or numel >= exponent.MOST
+            continue
+        values = torch.empty((rows, numel), dtype=dtype, device="meta")
+        wire = torch.empty((rows, coder.wire_bytes(numel, dtype)), dtype=torch.uint8, device="meta")
+        made = calls_of(lambda values=values: exponent.encode_rows(coder, values))
+        made += calls_of(
+            lambda wire=wire, numel=numel: exponent.decode_rows(coder, wire, numel, dtype)
+        )
+        assert len(made) == 4
+        for call in made:
+            assert 1 <= call.programs <= MOST_X
+            numbers = [each for each in call.arguments.values() if isinstance(each, int)]
+            assert max(numbers) < 2**31
