@@ -306,7 +306,7 @@ def test_codes_are_gathered_with_the_same_bits(name):
     check_bits(plain, simple, inputs, finite(dtype))
 
 
-OFTEN = ("tensorwise", "blocks", "gathered along the second dimension", "two codes in a byte")
+OFTEN = ("tensorwise", "two codes in a byte")
 DYNAMIC = [
     *((name, False) if name in OFTEN else rarely(name, False) for name in FITS),
     ("scales with NaN by an indexed write", True),
