@@ -78,6 +78,7 @@ def without_tile() -> list[str]:
         parts.encode: grids.Grid,
         parts.decode: grids.Grid,
         parts.noise: noise.Rounding,
+        parts.significant_bits: grids.Grid,
     }
     assert set(kinds) == set(parts.PARTS)
     lacking = [

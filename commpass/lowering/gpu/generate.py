@@ -19,7 +19,7 @@ import torch
 from commpass.codecs import Codec
 from commpass.codecs.block.codec import BlockCodec
 from commpass.codecs.block.domain import VALUES
-from commpass.codecs.block.grids import CompandedGrid, MiniFloatGrid, TableGrid
+from commpass.codecs.block.grids import CompandedGrid, IntGrid
 from commpass.codecs.block.layouts import Flat, Layout
 from commpass.codecs.block.noise import Stochastic
 from commpass.codecs.block.packing import widths
@@ -57,7 +57,12 @@ from commpass.lowering.gpu.tiles import (
 )
 
 TILE = 2048
-"""Values of a tile: 64 per thread of a warp."""
+"""The most values of a tile: 64 per thread of a warp."""
+DECODED = 1024
+"""Bytes of codes in a tile that is decoded, 32 for each thread."""
+ENCODED = 256
+"""Values of a tile that is encoded, for each bit of a code: fewer bits take more registers to
+compute."""
 WARPS = 1
 """Warps of a program. A block is within one warp, so its peak is found without a barrier."""
 LARGEST_BLOCK = 4096
@@ -65,11 +70,13 @@ LARGEST_NORM = 32768
 """The most values of a norm: a program holds all of them, ``TILE`` per warp."""
 NORMS = (Normalize, Scale, Shift)
 """Steps that compute with values of the same norm."""
-SUMMED = TILE // 2
-"""Values of a tile of a sum: more registers hold what was loaded, and more programs run at once."""
-HELD = 8 * SUMMED
-"""Bytes of codes that a warp loads before it decodes the first, at most those of eight ranks, in 64
-registers per thread. A sum waits for memory once for so many, and is a loop over groups of them."""
+SUMMED = 512
+"""Bytes of codes in a tile of a sum, 16 for each thread. With fewer values than ``TILE``, more
+registers hold what was loaded, and more programs run at once."""
+HELD = 8192
+"""Bytes of codes that a warp loads before it decodes the first, in 64 registers per thread, of at
+most ``RANKS`` rows. A sum waits for memory once for so many, and is a loop over groups of them."""
+RANKS = 8
 PROGRAMS = 512
 """The fewest programs of a sum, about four for each multiprocessor; rows of fewer have smaller
 tiles, down to ``LEAST`` values, or 8 per thread of a warp."""
@@ -304,13 +311,26 @@ def kernel(chain: Chain, numel: int = 1 << 20) -> Generated:
 
 
 def _tile(chain: Chain, numel: int) -> int:
-    """Return the values of a tile."""
+    """Return the values of a tile, measured as the fastest on an H200."""
+    bits = _block_codec(codecs_of(chain)[-1]).grid.bits
+    if chain.encodes is not None and not _is_sum(chain):
+        return _power_below(ENCODED * bits)
     if not _is_sum(chain):
-        return TILE
-    tile = SUMMED
+        return _power_below(DECODED * 8 // bits)
+    tile = _summed(chain)
     while tile > LEAST and numel < PROGRAMS * tile:
         tile //= 2
     return tile
+
+
+def _power_below(values: int) -> int:
+    return min(1 << (values.bit_length() - 1), TILE)
+
+
+def _summed(chain: Chain) -> int:
+    """Return the values of a tile of a long row of a sum, a power of two."""
+    assert chain.decodes is not None
+    return _power_below(SUMMED * 8 // _block_codec(chain.decodes.codec).grid.bits)
 
 
 def _is_sum(chain: Chain) -> bool:
@@ -443,11 +463,10 @@ def ranks_of_group(chain: Chain, size: int) -> int:
     if chain.decodes is None:
         return 1
     codec = _block_codec(chain.decodes.codec)
-    values = TILE if chain.width else max(SUMMED, size)
+    values = TILE if chain.width else max(_summed(chain), size)
     parts_ = len(widths(codec.grid.bits))
     # These need more registers to decode: with eight ranks, up to 5,104 bytes were spilled.
-    many = isinstance(codec.grid, (TableGrid, MiniFloatGrid)) or codec.offset or parts_ > 1
-    most = 4 // parts_ if many else 8
+    most = RANKS // 2 // parts_ if codec.offset or parts_ > 1 else RANKS
     held = HELD // 2 if chain.width else HELD  # a norm holds its residual and weight, too
     return max(min(held * 8 // (values * codec.grid.bits), most, chain.ranks), 1)
 
@@ -466,6 +485,7 @@ def _write_group(
     load = load.replace("wire", f"wire + one * {STRIDE}", 1)
     unpack = [f"{', '.join(names)}, = held", *decode_lines(codec, dtype, body.size)]
     decode = _write_function(body, "decoded", ["held", "inside"], unpack, "x")
+    fused = _write_fused(codec, body, names) if parts.has_exact_products(codec) else ""
     factors = [names.index(name) for name in names if name.startswith(("number", "row"))]
     lines = ["held = ()", "for one in tl.static_range(COUNT):", f"    held += ({load},)"]
     if "CUT" in decode and factors:
@@ -485,7 +505,7 @@ def _write_group(
                 _add_lines(decode.replace("CUT", "True"), load.replace("one", "rank"), "range")
             ),
             "else:",
-            *indent(_add_lines(decode.replace("CUT", "False"), "held[one]")),
+            *indent(_add_lines(decode.replace("CUT", "False"), "held[one]", fused=fused)),
         ]
     else:
         lines += _add_lines(decode.replace("CUT", "True"), "held[one]")
@@ -496,19 +516,36 @@ def _write_group(
     )
 
 
-def _add_lines(decode: str, loaded: str, loop: str = "tl.static_range") -> list[str]:
+def _write_fused(codec: BlockCodec, body: Body, names: list[str]) -> str:
+    """Write a function that adds a decoded row to a total without rounding the products, which
+    float32 holds exactly: the bits are the same. Return a call."""
+    *lines, product = decode_lines(codec, torch.float32, body.size, clamp=False)
+    assert product == "x = x * number_0", product
+    lines = [f"{', '.join(names)}, = held", *lines]
+    result = "tl.fma(x, tl.broadcast_to(number_0, x.shape), total)"
+    return _write_function(body, "added_one", ["total", "held", "inside"], lines, result)
+
+
+def _add_lines(
+    decode: str, loaded: str, loop: str = "tl.static_range", fused: str = ""
+) -> list[str]:
     """Return lines that add rows to ``x``, unless that is None; ``loaded`` is what was loaded of a
-    row. Triton requires that a name has the same type in both branches, so loops have others."""
+    row. Triton requires that a name has the same type in both branches, so loops have others.
+
+    ``fused`` is a call that adds a row to ``total`` instead.
+    """
     number = "one" if loop == "tl.static_range" else "rank"
     row = decode.replace("held", loaded)
     first = row.replace(f"{number} *", "0 *").replace(f"[{number}]", "[0]")
+    added = fused.replace("held", loaded)
+    onto = added.replace("total", "x", 1).replace(f"[{number}]", "[0]") or f"x + {first}"
     return [
         "if x is None:",
         f"    total = {first}",
         "else:",
-        f"    total = x + {first}",
+        f"    total = {onto}",
         f"for {number} in {loop}(1, COUNT):",
-        f"    total += {row}",
+        f"    total = {added or f'total + {row}'}",
     ]
 
 
@@ -557,8 +594,11 @@ def _loads(codec: BlockCodec, body: Body) -> tuple[list[str], list[str], list[st
     return names, lines, arguments
 
 
-def decode_lines(codec: BlockCodec, dtype: torch.dtype, size: int) -> list[str]:
-    """Return lines from what ``_loads`` loads to ``x``, as in ``Codec.decode_rows``."""
+def decode_lines(
+    codec: BlockCodec, dtype: torch.dtype, size: int, *, clamp: bool = True
+) -> list[str]:
+    """Return lines from what ``_loads`` loads to ``x``, as in ``Codec.decode_rows``; without
+    ``clamp``, ``x`` may exceed the largest number of the dtype."""
     lines, bits, sums = [], codec.grid.bits, codec.transform.sums
     for number, (low, width, _, _) in enumerate(parts.packs(bits, size)):
         part = f"unpacked(raw_{number}.to(tl.int32), {width}, PARTS)"
@@ -566,14 +606,17 @@ def decode_lines(codec: BlockCodec, dtype: torch.dtype, size: int) -> list[str]:
     if sums > 1:  # divide here, not later: see BlockCodec.decode_parts
         lines += [f"middle = middle * {1 / sums!r}"] if codec.offset else []
         lines += [f"part_0 = number_0 * {1 / sums!r}"] if codec.scale.numbers else []
+    decoded = parts.decode(codec.grid, "codes")
+    if codec.grid == IntGrid(4):
+        lines, decoded = [], "decode_int4(raw_0, FP8)"
     lines += [
-        f"x = {parts.decode(codec.grid, 'codes')}",
+        f"x = {decoded}",
         *parts.multiply(codec.scale, "part_0" if sums > 1 else "number_0"),
     ]
     lines += ["x = x + middle"] if codec.offset else []
     lines += ["side = side.to(tl.int32)"] if codec.transform.side else []
     lines += parts.inverse(codec.transform, float(sums))
-    return [*lines, *_clamp_lines(codec, torch.finfo(dtype).max)]
+    return lines + (_clamp_lines(codec, torch.finfo(dtype).max) if clamp else [])
 
 
 def _clamp_lines(codec: BlockCodec, limit: float) -> list[str]:

@@ -9,10 +9,11 @@ kernels.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+from commpass.codecs.block.codec import BlockCodec
 from commpass.codecs.block.grids import (
     LARGEST,
     CompandedGrid,
@@ -220,7 +221,8 @@ def _by_numbers(scale: Absmax | Rms | LeastSquares | Dual | SharedExponent, grid
     if scale.stored == "pow2" and grid.has_zero:
         function = "in_units_of_power"
     operands = ["x", *["z"] * (scale.numbers - 1)]
-    return [f"z = {function}({name}, number_{i})" for i, name in enumerate(operands)]
+    short = "False" if scale.stored == "fp32" else "FP8"  # on NVIDIA, if it has few bits
+    return [f"z = {function}({name}, number_{i}, {short})" for i, name in enumerate(operands)]
 
 
 @divide.register
@@ -273,6 +275,46 @@ def _value_again(scale: Static, first: str) -> Lines:
     return [f"x = x * {scale.value!r}"]
 
 
+def has_exact_products(codec: BlockCodec) -> bool:
+    """Whether a decoded value is one product of a grid's number and a scale, and float32 holds all
+    its bits."""
+    scale = {"bf16": 8, "pow2": 1, "e4m3": 4}.get(codec.scale.stored, 24)
+    simple = isinstance(codec.scale, (Absmax, Rms, LeastSquares, SharedExponent))
+    plain = isinstance(codec.transform, NoTransform) and codec.offset is None
+    return simple and plain and significant_bits(codec.grid) + scale <= 24
+
+
+@by_type
+def significant_bits(grid: Grid) -> int:
+    """Return the most significant bits of a grid's numbers."""
+    raise NotImplementedError(grid)
+
+
+@significant_bits.register
+def _of_integers(grid: IntGrid) -> int:
+    return grid.bits - 1
+
+
+@significant_bits.register
+def _of_halves(grid: LevelGrid) -> int:
+    return grid.bits
+
+
+@significant_bits.register
+def _of_fp8(grid: Fp8Grid) -> int:
+    return 4 if grid.form == "e4m3" else 3
+
+
+@significant_bits.register
+def _of_minifloats(grid: MiniFloatGrid) -> int:
+    return grid.mantissa + 1
+
+
+@significant_bits.register
+def _of_floats(grid: CompandedGrid | TableGrid) -> int:
+    return 24
+
+
 def never_exceeds(scale: Scale) -> bool:
     """Whether no value in grid units exceeds the largest number: the scale is the peak, rounded
     up."""
@@ -302,7 +344,7 @@ def _encode_int(grid: IntGrid, in_range: bool) -> Lines:
 
 @decode.register
 def _decode_int(grid: IntGrid, codes: str) -> str:
-    return f"decode_int({codes}, {grid.bits}, {grid.marks})"
+    return f"decode_int({codes}, {grid.bits}, {grid.marks}, FP8)"
 
 
 @encode.register
@@ -341,7 +383,7 @@ def _decode_minifloat(grid: MiniFloatGrid, codes: str) -> str:
 def _encode_companded(grid: CompandedGrid, in_range: bool) -> Lines:
     cells = 2 ** (grid.bits - 1)
     gain, k = companding_of(grid)
-    return [f"codes = encode_companded(z, {gain!r}, {k!r}, {cells})"]
+    return [f"codes = encode_companded(z, {gain!r}, {k!r}, {cells}, FP8)"]
 
 
 @decode.register
@@ -349,23 +391,35 @@ def _decode_companded(grid: CompandedGrid, codes: str) -> str:
     cells = 2 ** (grid.bits - 1)
     power = (LARGEST / cells).hex().partition("p")[2]
     k = grid.k / LARGEST**2
-    return f"decode_companded({codes}, {int(power)}, {1 + grid.k!r}, {k!r}, {cells})"
+    return f"decode_companded({codes}, {int(power)}, {1 + grid.k!r}, {k!r}, {cells}, FP8)"
 
 
 @encode.register
 def _encode_table(grid: TableGrid, in_range: bool) -> Lines:
+    """Search the rank of a size among the levels, one bit after the other."""
     edges = [(low + high) / 2 for low, high in pairwise(grid.levels)]
-    return [f"codes = encode_table(z, {_tuple(edges)}, {grid.bits})"]
+    lines, bits = ["size = tl.abs(z)"], list[str]()
+    for bit in reversed(range(grid.bits - 1)):
+        edge = _selected(bits, edges[2**bit - 1 :: 2 ** (bit + 1)])
+        lines.append(f"above_{bit} = size >= {edge}")
+        bits.append(f"above_{bit}")
+    rank = " + ".join(f"tl.where(above_{bit}, {2**bit}, 0)" for bit in range(grid.bits - 1))
+    return [*lines, f"codes = encode_rank({rank}, z, {grid.bits})"]
 
 
 @decode.register
 def _decode_table(grid: TableGrid, codes: str) -> str:
-    gaps = [high - low for low, high in pairwise(grid.levels)]
-    return f"decode_table({codes}, {grid.levels[0]!r}, {_tuple(gaps)}, {grid.bits})"
+    bits = [f"((rank_of({codes}, {grid.bits}) >> {bit}) & 1) != 0" for bit in range(grid.bits - 1)]
+    return f"signed({_selected(bits[::-1], grid.levels)}, {codes}, {grid.bits})"
 
 
-def _tuple(numbers: Iterable[float]) -> str:
-    return f"({', '.join(map(repr, numbers))},)"
+def _selected(bits: Sequence[str], numbers: Sequence[float]) -> str:
+    """Return an expression for the number whose index has these bits, the highest first."""
+    if not bits:
+        return repr(numbers[0])
+    half = len(numbers) // 2
+    high, low = _selected(bits[1:], numbers[half:]), _selected(bits[1:], numbers[:half])
+    return f"tl.where({bits[0]}, {high}, {low})"
 
 
 # --- rounding -------------------------------------------------------------------------------------
@@ -404,6 +458,6 @@ def packs(bits: int, size: int) -> Sequence[tuple[int, int, int, int]]:
 
 PARTS: tuple[Any, ...] = (
     *(place, split, join, forward, inverse, measure, divide, refit, multiply),
-    *(encode, decode, noise),
+    *(encode, decode, noise, significant_bits),
 )
 """The functions that must be registered for every part of their kind."""

@@ -12,6 +12,7 @@ from commpass.lowering.gpu.tiles.numbers import (
     MAGIC_BITS,
     SIGN,
     bits_of,
+    cell_of,
     is_finite,
     number_of,
     of_bits,
@@ -19,6 +20,7 @@ from commpass.lowering.gpu.tiles.numbers import (
     size_bits,
     whole_below,
 )
+from commpass.lowering.gpu.tiles.packing import unpacked
 
 
 @tile
@@ -50,11 +52,35 @@ def marked(codes, x):
 
 
 @tile
-def decode_int(codes, BITS: tl.constexpr, MARKS: tl.constexpr):
-    values = number_of(codes, 2 ** (BITS - 1), 0)
+def decode_int(codes, BITS: tl.constexpr, MARKS: tl.constexpr, BYTES: tl.constexpr):
+    values = number_of(codes, 2 ** (BITS - 1), 0, BYTES and BITS == 8)
     if MARKS:
         values = tl.where(codes == 0, float("nan"), values)
     return values
+
+
+@tile
+def decode_int4(raw, FP8: tl.constexpr):
+    """Bytes ``[blocks, 1, bytes]`` with two codes each to numbers ``[blocks, 2, bytes]``."""
+    if FP8:
+        both = tl.inline_asm_elementwise(
+            "{.reg .b32 low, high; and.b32 low, $8, 0x0F0F0F0F; shr.b32 high, $8, 4;"
+            "and.b32 high, high, 0x0F0F0F0F;"
+            "prmt.b32 $0, low, 0x4B000000, 0x7650; prmt.b32 $1, low, 0x4B000000, 0x7651;"
+            "prmt.b32 $2, low, 0x4B000000, 0x7652; prmt.b32 $3, low, 0x4B000000, 0x7653;"
+            "prmt.b32 $4, high, 0x4B000000, 0x7650; prmt.b32 $5, high, 0x4B000000, 0x7651;"
+            "prmt.b32 $6, high, 0x4B000000, 0x7652; prmt.b32 $7, high, 0x4B000000, 0x7653;}",
+            "=f,=f,=f,=f,=f,=f,=f,=f,r",
+            [raw],
+            dtype=(tl.float32, tl.float32),
+            is_pure=True,
+            pack=4,
+        )
+        pairs = tl.permute(tl.join(both[0], both[1]), (0, 3, 1, 2))
+        numbers = tl.reshape(pairs, (raw.shape[0], 2, raw.shape[2])) - 8388616.0
+    else:
+        numbers = decode_int(unpacked(raw.to(tl.int32), 4, 2), 4, False, False)
+    return numbers
 
 
 @tile
@@ -67,45 +93,58 @@ def encode_level(x, noise, BITS: tl.constexpr, LARGEST: tl.constexpr):
 
 @tile
 def decode_level(codes, LARGEST: tl.constexpr):
-    return number_of(codes, LARGEST, 0)
+    return number_of(codes, LARGEST, 0, False)
 
 
 @tile
-def encode_companded(x, GAIN: tl.constexpr, K: tl.constexpr, CELLS: tl.constexpr):
-    y = x * GAIN
-    c = y * tl.rsqrt(y * y * K + 1.0)  # below CELLS * 1.5, however large x is
-    return tl.minimum(tl.maximum(tl.floor(c).to(tl.int32) + CELLS, 0), 2 * CELLS - 1)
+def encode_companded(
+    x, GAIN: tl.constexpr, K: tl.constexpr, CELLS: tl.constexpr, NVIDIA: tl.constexpr
+):
+    """``NVIDIA``: values are cut and rounded down by two fused products, without comparisons."""
+    if NVIDIA:
+        SHARE: tl.constexpr = 1 / (2 * CELLS)
+        y = x * (GAIN * SHARE)
+        root = tl.rsqrt(y * y * (K / SHARE / SHARE) + 1.0)
+        # Less than 2 * CELLS, for the largest number; a share of n / (2 * CELLS) still gives n.
+        most = 2 * CELLS * (1 - 2.0**-23)
+        codes = bits_of(cell_of(y, root, 0.5 + 2.0**-23, most, MAGIC)) & (2 * CELLS - 1)
+    else:
+        y = x * GAIN
+        c = y * tl.rsqrt(y * y * K + 1.0)  # below CELLS * 1.5, however large x is
+        codes = tl.minimum(tl.maximum(tl.floor(c).to(tl.int32) + CELLS, 0), 2 * CELLS - 1)
+    return codes
 
 
 @tile
 def decode_companded(
-    codes, POWER: tl.constexpr, ONE_K: tl.constexpr, K: tl.constexpr, CELLS: tl.constexpr
+    codes,
+    POWER: tl.constexpr,
+    ONE_K: tl.constexpr,
+    K: tl.constexpr,
+    CELLS: tl.constexpr,
+    BYTES: tl.constexpr,
 ):
     """``c`` is the middle of a cell, times the largest number: powers of two, like CELLS."""
-    c = number_of(codes, CELLS - 0.5, POWER)
+    c = number_of(codes, CELLS - 0.5, POWER, BYTES and CELLS == 128)
     return c * tl.rsqrt(ONE_K - c * c * K)
 
 
 @tile
-def encode_table(x, EDGES: tl.constexpr, BITS: tl.constexpr):
-    """``EDGES``: midway between neighbours of the positive levels."""
+def encode_rank(rank, x, BITS: tl.constexpr):
+    """The code of the level of a rank among the positive ones, with the sign of x."""
     HALF: tl.constexpr = 2 ** (BITS - 1)
-    size = tl.abs(x)
-    rank = tl.zeros(x.shape, tl.int32)
-    for place in tl.static_range(len(EDGES)):
-        rank += (size >= EDGES[place]).to(tl.int32)
     return tl.where(x < 0, HALF - 1 - rank, HALF + rank)
 
 
 @tile
-def decode_table(codes, FIRST: tl.constexpr, GAPS: tl.constexpr, BITS: tl.constexpr):
-    """``GAPS``: between neighbours of the positive levels, of which ``FIRST`` is the least."""
-    HALF: tl.constexpr = 2 ** (BITS - 1)
-    rank = tl.where(codes < HALF, HALF - 1 - codes, codes - HALF)
-    size = tl.full(codes.shape, FIRST, tl.float32)
-    for place in tl.static_range(len(GAPS)):
-        size += tl.where(rank > place, GAPS[place], 0.0)
-    return tl.where(codes < HALF, -size, size)
+def rank_of(codes, BITS: tl.constexpr):
+    """The inverse: the bits below the highest, inverted where that is 0."""
+    return (codes ^ ((codes >> (BITS - 1)) - 1)) & (2 ** (BITS - 1) - 1)
+
+
+@tile
+def signed(size, codes, BITS: tl.constexpr):
+    return of_bits(bits_of(size) | (((codes >> (BITS - 1)) - 1) & SIGN))
 
 
 # --- 4-bit and 6-bit floats ----------------------------------------------------------------------
@@ -145,8 +184,9 @@ def encode_e4m3(x, LARGEST: tl.constexpr, MARKS: tl.constexpr, HARDWARE: tl.cons
     if MARKS:
         x = tl.where(is_finite(x), x, float("nan"))
     if HARDWARE:
-        cut = tl.where(x == x, clamped(x, -LARGEST, LARGEST), x)
-        code = cut.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
+        if LARGEST != 448:  # the cast itself cuts at the largest number
+            x = tl.clamp(x, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+        code = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
     else:
         a = size_bits(x)
         cut = tl.minimum(a, bits_of(tl.full(x.shape, LARGEST, tl.float32)))
@@ -175,8 +215,9 @@ def encode_e5m2(x, LARGEST: tl.constexpr, MARKS: tl.constexpr, HARDWARE: tl.cons
     if MARKS:
         x = tl.where(is_finite(x), x, float("nan"))
     if HARDWARE:
-        cut = tl.where(x == x, clamped(x, -LARGEST, LARGEST), x)
-        code = cut.to(tl.float8e5).to(tl.uint8, bitcast=True).to(tl.int32)
+        if LARGEST != 57344:  # the cast itself cuts at the largest number
+            x = tl.clamp(x, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+        code = x.to(tl.float8e5).to(tl.uint8, bitcast=True).to(tl.int32)
     else:
         a = size_bits(x)
         cut = tl.minimum(a, bits_of(tl.full(x.shape, LARGEST, tl.float32)))

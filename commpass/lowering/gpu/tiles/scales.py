@@ -19,6 +19,7 @@ from commpass.lowering.gpu.tiles.numbers import (
     minimum,
     of_bits,
     reciprocal,
+    reciprocal_of_short,
     size_bits,
     sum_of,
 )
@@ -53,7 +54,7 @@ def rms_of(x, peak):
     """Of values divided by the peak, whose squares cannot overflow."""
     safe = maximum(peak, TINY)
     part = x * reciprocal(safe)
-    mean = divided(sum_of(part * part), x.shape[1] * x.shape[2])
+    mean = sum_of(part * part) * (1.0 / (x.shape[1] * x.shape[2]))  # of a power of two: exact
     return tl.sqrt_rn(mean) * peak
 
 
@@ -96,13 +97,17 @@ def in_two_units(x, number, row):
 
 
 @tile
-def in_units(x, number):
-    """One division a block, a product a value."""
-    return x * reciprocal(number)
+def in_units(x, number, SHORT: tl.constexpr):
+    """One division a block, a product a value. ``SHORT``: see ``reciprocal_of_short``."""
+    if SHORT:
+        inverse = reciprocal_of_short(number)
+    else:
+        inverse = reciprocal(number)
+    return x * inverse
 
 
 @tile
-def in_units_of_power(x, number):
+def in_units_of_power(x, number, SHORT: tl.constexpr):
     """As ``in_units``, of a power of two or NaN; 2^-127, the inverse of the largest, is below the
     normal numbers."""
     inverse = of_bits(tl.maximum((254 << 23) - bits_of(number), 1 << 22))
@@ -110,9 +115,9 @@ def in_units_of_power(x, number):
 
 
 @tile
-def in_units_of_some(x, number):
+def in_units_of_some(x, number, SHORT: tl.constexpr):
     """As ``in_units``, of a number that may be zero."""
-    return x * reciprocal(tl.where(number == 0, TINY, number))
+    return in_units(x, tl.where(number == 0, TINY, number), SHORT)
 
 
 @tile
