@@ -12,7 +12,7 @@ from torch import fx
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from commpass.passes.fx.parse import parse
 from commpass.plan.kinds import KINDS
@@ -31,6 +31,21 @@ def trace(
     """
     mode = FakeTensorMode(shape_env=ShapeEnv() if dynamic else None)
     fakes = [mode.from_tensor(x, static_shapes=True) for x in inputs]
+    with mode:
+        return make_fx(function, decomposition_table=select_decomp_table())(*fakes)
+
+
+def trace_sizes(
+    function: Callable[..., Any], *inputs: torch.Tensor, all_dims: bool = False
+) -> fx.GraphModule:
+    """Return a graph for each number of rows of its inputs, or each size if ``all_dims``."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    fakes = []
+    for x in inputs:
+        rest = DimDynamic.DYNAMIC if all_dims else DimDynamic.STATIC
+        sizes = [DimDynamic.DYNAMIC, *[rest] * (x.dim() - 1)]
+        context = StatelessSymbolicContext(sizes, constraint_sizes=[None] * x.dim())
+        fakes.append(mode.from_tensor(x, symbolic_context=context))
     with mode:
         return make_fx(function, decomposition_table=select_decomp_table())(*fakes)
 

@@ -169,6 +169,10 @@ def _steps(
             known[node] = values if several else values[0]
         elif node.target is operator.getitem:
             known[node] = known[node.args[0]][node.args[1]]
+        elif _name(node.target) == "sym_size" and isinstance(known[node.args[0]], Started):
+            if network.missing(known[node.args[0]]):
+                yield known[node.args[0]]
+            known[node] = network.of(known[node.args[0]], rank).shape[node.args[1]]
         else:
             args, kwargs = _taken(node, known)
             known[node] = node.target(*args, **kwargs)

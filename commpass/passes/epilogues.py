@@ -20,6 +20,9 @@ from commpass.passes.fx.ops import aten, only_user
 from commpass.passes.runs import BEFORE_ENCODE, Run, is_reshape, step_of
 
 ADDITION = "decode with the addition after it"
+PADDED = "decode with what follows it: its last block is padded"
+CUT = (aten.view.dtype, aten.alias.default, aten.slice.Tensor)
+"""The operators that remove the padding of a last block."""
 
 
 def with_epilogue(
@@ -105,6 +108,8 @@ def _with_addition(run: Run) -> tuple[Run | None, str]:
     if user is None:
         several = len(last.users) > 1
         return None, f"{ADDITION}: others take its values too" if several else ""
+    if user.target in CUT:
+        return None, PADDED if _leads_to_epilogue(user) else ""
     if user.target is not aten.add.Tensor:
         return None, ""
     other = next((arg for arg in user.args[:2] if arg is not last), None)
@@ -121,3 +126,12 @@ def _with_addition(run: Run) -> tuple[Run | None, str]:
         others=(*run.others, other),
     )
     return (longer, "") if longer.is_computable() else (None, "")
+
+
+def _leads_to_epilogue(node: fx.Node) -> bool:
+    """Whether an addition or a norm takes the values of a node, as they are or cut and reshaped."""
+    user = only_user(node)
+    while user is not None and (user.target in CUT or is_reshape(user)):
+        node, user = user, only_user(user)
+    added = any(each.target is aten.add.Tensor for each in node.users)
+    return added or any(True for _ in norms_of(node))

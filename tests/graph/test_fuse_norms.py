@@ -243,6 +243,16 @@ def test_norm_that_no_unit_holds_stays_with_the_reason(fake_group):
     )
 
 
+@pytest.mark.parametrize("width", [100, 256])
+def test_norm_after_a_padded_block_stays_with_the_reason(fake_group, width):
+    fake_group(RANKS)
+    x, w = torch.empty(8, width), torch.empty(width)
+    _, plan = run(
+        lambda x, r, w: [rms(wait(ops.all_reduce(torch.relu(x), "sum", "0")) + r, w)], x, x, w
+    )
+    assert ("its last block is padded" in plan.sites[0].reason) == (width == 100)
+
+
 def test_lossless_values_are_normalized_apart(fake_group):
     """The lossless policy leaves norms to the compiler, and so their bits."""
     fake_group(RANKS)

@@ -9,8 +9,9 @@ import functools
 import pytest
 import torch
 from functional_ops import ag, ops
-from graphs import as_rank, code, collectives, trace
+from graphs import as_rank, code, collectives, trace, trace_sizes
 from lockstep import run_in_lockstep
+from tiers import rarely
 
 import commpass
 from commpass.passes.discover import discover
@@ -24,6 +25,7 @@ SLOW = commpass.ethernet(0.001)
 RANKS, ROWS, WIDTH = 4, 6, 64
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 NAME = "quantised before gather"
+SIZE = torch.ops.aten.sym_size.int
 
 
 def of(value, function):
@@ -36,7 +38,7 @@ def a2a(x):
     return wait(ops.all_to_all_single(x, rows, rows, "0"))
 
 
-def rank_programs(function, inputs):
+def rank_programs(function, inputs, tracer=trace):
     """Trace and simplify a function on each rank separately.
 
     Return the plain graphs, the simplified ones, and the steps of each rank.
@@ -44,7 +46,7 @@ def rank_programs(function, inputs):
     plain, simple, steps = [], [], []
     for rank in range(RANKS):
         with as_rank(rank, RANKS):
-            gm = trace(function, *inputs[rank])
+            gm = tracer(function, *inputs[rank])
             plain.append(copy.deepcopy(gm))
             steps.append(simplify(gm, discover(gm), Policy(), SLOW))
             simple.append(gm)
@@ -150,6 +152,12 @@ def power_of_two_exponents(x):
     return saturated(x, scale, E4M3), biased
 
 
+def marked(x):
+    top = x.abs().amax(-1, keepdim=True)
+    rounded = ((top.view(torch.int32) + 524_288) & -8_388_608).view(torch.float32)
+    return torch.index_put(rounded, [top.isnan()], torch.full((), torch.nan))
+
+
 def int4_codes(x):
     return ((x.float().nan_to_num(0) * 4).round().clamp(-8, 7).to(torch.int8) & 15).flatten()
 
@@ -222,7 +230,7 @@ FITS = {
         [(torch.int32, WIDTH * 4), (torch.uint8, ROW)],
     ),
     "sequences in a batch": (
-        lambda x: rowwise(ag(x).view(RANKS, 2, ROWS // 2, WIDTH).transpose(0, 1)),
+        lambda x: rowwise(ag(x).view(RANKS, 2, x.shape[0] // 2, WIDTH).transpose(0, 1)),
         torch.bfloat16,
         [(torch.uint8, ROWS * 2), (torch.uint8, ROW)],
     ),
@@ -240,6 +248,11 @@ FITS = {
         lambda x: power_of_two_exponents(ag(x)),
         torch.bfloat16,
         [(torch.uint8, ROWS), (torch.uint8, ROW)],
+    ),
+    "scales with NaN by an indexed write": (
+        lambda x: of(ag(x), lambda y: saturated(y, marked(y), E4M3)),
+        torch.float32,
+        [(torch.uint8, ROW)],
     ),
     "two codes in a byte": (
         lambda x: in_pairs(int4_codes(ag(x))),
@@ -290,8 +303,41 @@ def test_codes_are_gathered_with_the_same_bits(name):
     assert all(each == steps[0] for each in steps)
     got = [(kind, size) for _, kind, size in collectives(simple[0])]
     assert sorted(got, key=str) == sorted(sent, key=str)
+    check_bits(plain, simple, inputs, finite(dtype))
+
+
+OFTEN = ("tensorwise", "two codes in a byte")
+DYNAMIC = [
+    *((name, False) if name in OFTEN else rarely(name, False) for name in FITS),
+    ("scales with NaN by an indexed write", True),
+    rarely("codes with a scale of columns", True),
+    rarely("tensorwise of the transpose", True),
+]
+
+
+@pytest.mark.parametrize(("name", "all_dims"), DYNAMIC)
+def test_codes_are_gathered_for_all_sizes(name, all_dims):
+    """A size that is read from the gathered tensor is computed from the inputs."""
+    function, dtype, sent = FITS[name]
+    inputs = hostile(dtype)
+    tracer = functools.partial(trace_sizes, all_dims=all_dims)
+    plain, simple, steps = rank_programs(function, inputs, tracer)
+    assert [step.rule for step in steps[0]] == [NAME]
+    assert all(each == steps[0] for each in steps)
+    assert sorted(str(kind) for _, kind, _ in collectives(simple[0])) == sorted(
+        str(kind) for kind, _ in sent
+    )
+    assert not [
+        node
+        for node in simple[0].graph.find_nodes(op="call_function", target=SIZE)
+        if node.args[0].op != "placeholder"
+    ]
+    check_bits(plain, simple, inputs, [[x.repeat(2, 1)] for (x,) in finite(dtype)])
+
+
+def check_bits(plain, simple, *several):
     ranks_of = {"0": tuple(range(RANKS))}.__getitem__
-    for values in (inputs, finite(dtype)):
+    for values in several:
         expected = run_in_lockstep(plain, values, ranks_of)
         for a, b in zip(run_in_lockstep(simple, values, ranks_of), expected, strict=True):
             for one, other in zip(leaves(a), leaves(b), strict=True):
@@ -335,6 +381,9 @@ MUST_NOT = {
     "the maximum of rows from other ranks": lambda x: tensorwise(a2a(x[:4])),
     "the sign of a zero may leave": lambda x: of(ag(x), lambda y: (rowwise(y), y.amax())),
     "a zero of either sign divides": lambda x: of(ag(x), lambda y: 1 / y.amax()),
+    "a mask writes several numbers": lambda x: of(
+        ag(x), lambda y: static(torch.index_put(y, [y.isnan()], y.abs().amax(0)))
+    ),
     "blocks cross the ranks": lambda x: rowwise(ag(x[:4]).view(2, -1)),
     "wide codes": lambda x: ag(x).float() * 2,
 }
@@ -449,9 +498,16 @@ def filled(x):
     return saturated(torch.where(x > 0, x, torch.full((1, x.shape[1]), 0.5)), 3.0, E4M3)
 
 
-@pytest.mark.parametrize(("quantiser", "names"), [(rowwise, [NAME]), (filled, [])])
+def scaled_by_rows(x):
+    return saturated(x * x.shape[0], 3.0, E4M3)
+
+
+CASES = [(rowwise, [NAME]), (filled, [NAME]), (scaled_by_rows, [])]
+
+
+@pytest.mark.parametrize(("quantiser", "names"), CASES)
 def test_rows_may_be_known_when_the_graph_runs(quantiser, names):
-    """The shape of a fill must be known before."""
+    """But they are no number of the program, to scale by."""
     torch._dynamo.reset()
     backend = commpass.backend("lossless", inner="eager", profile=SLOW, strict=True)
     with as_rank(0, RANKS), torch.no_grad():
@@ -460,5 +516,5 @@ def test_rows_may_be_known_when_the_graph_runs(quantiser, names):
         layer(torch.randn(ROWS + 2, WIDTH))
     plan = commpass.plans()[-1]
     assert [step.rule for step in plan.simplified] == names
-    sent = ["int32", "uint8"] if names else ["float32"]
+    sent = ["int32", "uint8"] if quantiser is rowwise else ["uint8"] if names else ["float32"]
     assert [site.dtype for site in plan.sites] == sent

@@ -107,6 +107,10 @@ def test_layers_gather_codes(name):
 
 FORMATS = {
     "mxfp8": (lambda x: to_mx(x, torch.float8_e4m3fn, 32, MODE.RCEIL), [VALUES // 32, VALUES]),
+    "mxfp8 with scales rounded to even": (
+        lambda x: to_mx(x, torch.float8_e4m3fn, 32, MODE.EVEN),
+        [VALUES // 32, VALUES],
+    ),
     "mxfp4": (
         lambda x: to_mx(x, torch.float4_e2m1fn_x2, 32, MODE.RCEIL),
         [VALUES // 32, VALUES // 2],

@@ -894,3 +894,38 @@ def test_refusals_name_both_sides(ranks2):
     assert "parallel.shard" not in ddp
     assert "must be a module" in no_module
     assert "CompressedAllGather" in torchs
+
+
+def float8_gathered(codes: bool) -> tuple[float, list[tuple[str, int, str, str]]]:
+    """Differentiate float8 layers of torchao, whose weights are gathered as codes or in float32.
+
+    Return the loss, and (dtype, bytes, codec, reason) of the gathers.
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64, bias=False), nn.Linear(64, 32, bias=False))
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=codes, emulate=True)
+    convert_to_float8_training(model, config=config)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    handle = compress_fsdp(
+        model, forced("int8", kind="all_gather") if codes else "off", strict=True
+    )
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(dist.get_rank()))
+    loss = model(x).square().mean()
+    loss.backward()
+    sites = [site for plan in handle.plans for site in plan if site.kind == "all_gather"]
+    return loss.item(), [(site.dtype, site.bytes, site.codec, site.reason) for site in sites]
+
+
+@pytest.mark.every
+def test_float8_codes_of_torchao_travel_as_they_are(ranks2):
+    pytest.importorskip("torchao", reason="torchao is an optional requirement of the tests")
+    for (loss, sites), (plain, _) in zip(
+        ranks2.run(float8_gathered, True), ranks2.run(float8_gathered, False), strict=True
+    ):
+        assert loss == plain
+        reason = "its parameters are gathered as float8 codes"
+        assert {*sites} == {("float8_e4m3fn", 32 * 64 // 2, "none", reason)}

@@ -78,8 +78,6 @@ PROGRAMS = 512
 """The fewest programs of a sum, about four for each multiprocessor; rows of fewer have smaller
 tiles, down to ``LEAST`` values, or 8 per thread of a warp."""
 LEAST = 256
-UNROLLED = 4
-"""Sums of an exchange of up to this many ranks are unrolled, larger ones are loops."""
 CONSTANTS = ("SIZE", "PARTS", "BLOCKS", "CASTS", "FP8", "CHECKS")
 """Compile-time arguments of kernels.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,10 @@ log = logging.getLogger("commpass")
 
 PACKED = (
     "its parameters are gathered in several dtypes, which FSDP2 packs as bytes: give fully_shard a"
-    " MixedPrecisionPolicy(param_dtype=...), or make them one dtype"
+    " MixedPrecisionPolicy(param_dtype=...), or make them one dtype. float8 codes beside other"
+    " parameters stay so"
 )
+CODES = "its parameters are gathered as float8 codes"
 RESHARDED = (
     "it gathers for backward from shards over fewer ranks (reshard_after_forward is a number)."
     " Codes of those shards would round the weights again, so backward would use other weights than"
@@ -119,7 +121,11 @@ class CompressedAllGather(_Comm):
         async_op: bool = False,
     ) -> dist.Work | None:
         what = _exchange("all_gather", "forward", self.unit, group)
-        if input_tensor.dtype == torch.uint8:
+        plain = self.plain
+        if input_tensor.dtype.itemsize == 1 and input_tensor.is_floating_point():
+            what = replace(what, unsupported_reason=CODES)
+            plain = _as_bytes(plain)
+        elif input_tensor.dtype == torch.uint8:
             what = replace(what, unsupported_reason=PACKED)
         elif not self.unit.shards_over(group):
             what = replace(what, direction="backward", unsupported_reason=RESHARDED)
@@ -127,8 +133,8 @@ class CompressedAllGather(_Comm):
             what = replace(what, recomputed=True)
         send = self.integration.sender_of(what, input_tensor, output_tensor, self.unit)
         if send is None:
-            plain: dist.Work | None = self.plain(output_tensor, input_tensor, group, async_op)
-            return plain
+            work: dist.Work | None = plain(output_tensor, input_tensor, group, async_op)
+            return work
         with (
             without_checks()
             if what.recomputed and self.unit.in_backward
@@ -136,6 +142,15 @@ class CompressedAllGather(_Comm):
         ):
             send(input_tensor.clone(), output_tensor)  # FSDP2's input is a part of its output
         return _done(output_tensor) if async_op else None
+
+
+def _as_bytes(gather: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a gather that sends 8-bit floats as bytes, since gloo has no float8."""
+
+    def gather_bytes(out: Tensor, x: Tensor, *rest: Any) -> Any:
+        return gather(out.view(torch.uint8), x.view(torch.uint8), *rest)
+
+    return gather_bytes
 
 
 class CompressedReduceScatter(_Comm):

@@ -64,8 +64,9 @@ def simplify(
         if not any(parse(node) is not None for node in module.graph.nodes):
             continue
         editor = Editor(module, profile, allowed)
+        changed = editor.rebase_sizes()
         done = _apply(editor, rules)
-        if done:
+        if done or changed:
             module.graph.lint()
             module.recompile()
         applied += [

@@ -15,7 +15,7 @@ from commpass.passes.simplify.carriers import CARRIERS, SENT_EVERYWHERE
 from commpass.passes.simplify.chains import rejoined_source
 from commpass.passes.simplify.cut import Region
 from commpass.passes.simplify.editor import Editor, fake, nbytes
-from commpass.passes.simplify.shards import BITS, FILLS, is_extremum_of_parts
+from commpass.passes.simplify.shards import BITS, FILLS, SIZED, is_extremum_of_parts
 from commpass.plan.kinds import KINDS
 
 MINIMA = (aten.amin.default, aten.min.default)
@@ -94,22 +94,34 @@ class LocalValues:
                 return self._of(each)
             return self._fill(each, node, dim) if each.target in FILLS else self._rows(each, node)
 
-        target = node.target
-        args, kwargs = fx.map_arg((node.args, node.kwargs), local_input)
-        if dim is not None and (target in RESHAPES or target is aten.expand.default):
-            args = (args[0], self._local_sizes(node, dim))
-            target = aten.reshape.default if target in RESHAPES else target
-        self.made[node] = self.emit(node, target, *args, **kwargs)
+        if node.target in SIZED:
+            value: Any = node.args[0]
+            target = aten.reshape.default if node.target in RESHAPES else node.target
+            self.made[node] = self.emit(
+                node, target, local_input(value), self._local_sizes(node, dim)
+            )
+        else:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), local_input)
+            self.made[node] = self.emit(node, node.target, *args, **kwargs)
 
     def _of(self, node: fx.Node) -> fx.Node:
         return self.made[self.region.first[node]]
 
-    def _local_sizes(self, node: fx.Node, dim: int) -> list[Any]:
-        """Return the sizes of a view of one rank's part."""
-        sizes: list[Any] = list(fake(node).shape)
-        fixed = self.region.even and isinstance(sizes[dim], int)
-        sizes[dim] = sizes[dim] // self.region.ranks if fixed else -1
+    def _local_sizes(self, node: fx.Node, dim: int | None) -> list[Any]:
+        """Return the sizes of a view of one rank's part, or of what is equal on all ranks."""
+        sizes = self._lengths(fake(node).shape, node, dim)
+        if dim is not None:
+            fixed = self.region.even and isinstance(sizes[dim], int)
+            sizes[dim] = sizes[dim] // self.region.ranks if fixed else -1
         return sizes
+
+    def _lengths(self, sizes: Sequence[Any], node: fx.Node, dim: int | None) -> list[Any]:
+        """Return sizes for a node's arguments, except that of dimension ``dim``, which may be
+        unknown before the graph runs."""
+        return [
+            size if number == dim else self.editor.length(size, self.rule, node)
+            for number, size in enumerate(sizes)
+        ]
 
     def _fill(self, fill: fx.Node, user: fx.Node, dim: int | None) -> fx.Node:
         """Return a constant of a shape that fits one rank's part."""
@@ -117,9 +129,10 @@ class LocalValues:
         key = (fill, own if own >= 0 else None)
         if key not in self.fills:
             args = fill.args
-            if own >= 0:
-                sizes = list(fake(fill).shape)
-                sizes[own] = 1
+            if fill.target is aten.full.default:
+                sizes = self._lengths(fake(fill).shape, fill, own)
+                if own >= 0:
+                    sizes[own] = 1
                 args = (sizes, *fill.args[1:])
             self.fills[key] = self.emit(fill, fill.target, *args, **fill.kwargs)
         return self.fills[key]
@@ -148,7 +161,7 @@ class LocalValues:
         if node not in self.made:
             self._compute(node)
         local = self.made[node]
-        row = self.emit(node, aten.reshape.default, local, [1, *fake(local).shape])
+        row = self.emit(node, aten.unsqueeze.default, local, 0)
         return self._start(row, node, 0)
 
     def _extremum_of_all(self, node: fx.Node, sent: Sent) -> fx.Node:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from commpass.passes.fx import meta
 from commpass.passes.fx.ops import (
     MULTIPLICATIONS,
     RESHAPES,
@@ -260,7 +261,7 @@ def rejoined_source(node: fx.Node) -> fx.Node | None:
         p.target is operator.getitem and p.args == (split, number)
         for number, p in enumerate(pieces)
     )
-    equal = len({tuple(value.shape) for value in split.meta["val"]}) == 1
+    equal = len({meta.shape(value) for value in split.meta["val"]}) == 1
     return split.args[0] if all_of_it and equal else None
 
 

@@ -12,11 +12,11 @@ from typing import Any
 import networkx as nx
 from torch import fx
 
-from commpass.passes.fx import meta
+from commpass.passes.fx import lengths, meta
 from commpass.passes.fx.ops import RESHAPES, SPLITS, aten, frozen, is_copy, reached
 from commpass.passes.simplify.chains import rejoined_source
 from commpass.passes.simplify.editor import Editor, Exchange, fake
-from commpass.passes.simplify.shards import Shard, is_between, rounds_to_16_bits, shard_of
+from commpass.passes.simplify.shards import Parts, Shard, is_between, rounds_to_16_bits, shard_of
 from commpass.plan import ROWS
 
 LARGEST = 512
@@ -104,12 +104,17 @@ def region_of(exchange: Exchange, editor: Editor, in_16_bits: bool) -> Region | 
 
     ``in_16_bits``: nodes that round their results to 16 bits are in it.
     """
-    ranks, even = editor.size(exchange.call), exchange.call.splits is None
-    wait = exchange.wait
+    ranks, wait = editor.size(exchange.call), exchange.wait
     shards = {wait: Shard(0)}
+    common = lengths.symbols(fake(wait).shape)
+
+    def is_common(size: Any) -> bool:
+        return lengths.symbols([size]) <= common and editor.lengths.can_compute(size)
+
+    parts = Parts(ranks, exchange.call.splits is None, is_common)
 
     def found(node: fx.Node) -> Shard | None:
-        shard = None if node in editor.changing else shard_of(node, shards, ranks, even=even)
+        shard = None if node in editor.changing else shard_of(node, shards, parts)
         return None if shard and not in_16_bits and rounds_to_16_bits(node) else shard
 
     needed = set(consumers(wait))
@@ -192,7 +197,4 @@ def _cost(node: fx.Node, region: Region) -> int | None:
     shard, value = region.shards[node], meta.tensor(node)
     if value is None or shard.zero_sign or is_between(node):
         return None
-    if shard.dim is None:
-        return 0
-    fixed = all(isinstance(size, int) for size in value.shape)
-    return region.nbytes(node) if fixed or shard.dim == 0 else None
+    return 0 if shard.dim is None else region.nbytes(node)

@@ -22,6 +22,7 @@ from commpass.passes.fx import costs, meta
 from commpass.passes.fx.aliasing import roots
 from commpass.passes.fx.erase import erase
 from commpass.passes.fx.fakes import fake_of
+from commpass.passes.fx.lengths import Lengths
 from commpass.passes.fx.marks import ALLOWED
 from commpass.passes.fx.memory import MemoryBudget, initial_budget
 from commpass.passes.fx.ops import arguments, aten, functional, is_functional
@@ -108,6 +109,11 @@ class Editor:
     def memory_budget(self) -> MemoryBudget:
         """The extra memory that rules hold, by the places of the original graph."""
         return initial_budget(self.graph)
+
+    @cached_property
+    def lengths(self) -> Lengths:
+        """The symbolic sizes that follow from those of the graph's inputs."""
+        return Lengths(self.graph)
 
     @cached_property
     def prices_of(self) -> costs.PricesOf:
@@ -229,6 +235,31 @@ class Editor:
             self.allowed[node] = self.allowed[source]
             node.meta[ALLOWED] = {0: self.allowed[source]}
         return node
+
+    def length(self, size: Any, rule: str, source: fx.Node) -> int | fx.Node:
+        """Return a size: a number, or a node that computes it from the inputs of the graph."""
+
+        def emit(before: fx.Node, target: Any, *args: Any) -> fx.Node:
+            return self.emit(before, rule, source, target, *args)
+
+        return self.lengths.node(size, emit)
+
+    def rebase_sizes(self) -> bool:
+        """Compute the sizes that are read from computed tensors from the graph's inputs, where
+        they follow from these. Return whether any did.
+
+        Such a read would be a use of a collective's result that needs no wait.
+        """
+        reads = self.graph.find_nodes(op="call_function", target=aten.sym_size.int)
+        changed = False
+        for node in reads:
+            size = node.meta.get("val")
+            computed = node.args[0].op != "placeholder" and isinstance(size, torch.SymInt)
+            if computed and self.lengths.can_compute(size):
+                node.replace_all_uses_with(self.length(size, "sizes", node))
+                erase(node)
+                changed = True
+        return changed
 
     def collective(
         self, before: fx.Node, rule: str, like: Call, value: fx.Node, **changed: Any

@@ -12,8 +12,8 @@ maximum of 0.0 and -0.0 depends on the order, so it is tracked until an operator
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from commpass.passes.fx import meta
+from commpass.passes.fx.lengths import expression, is_multiple, product
 from commpass.passes.fx.ops import ADDITIONS, RESHAPES, VIEWS, arguments, aten, is_cast, is_copy
 from commpass.passes.fx.parse import is_wait
 from commpass.passes.simplify.chains import rejoined_source
@@ -38,6 +39,23 @@ class Shard:
 
     dim: int | None
     zero_sign: bool = False
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a gathered value, one of each of ``ranks`` ranks.
+
+    If they are not ``even``, a view must leave their dimension as it is, and there are no maxima
+    over them: each rank has other rows of the others. ``is_common`` says whether a size is equal on
+    all ranks, and known before the gather.
+    """
+
+    ranks: int
+    even: bool
+    is_common: Callable[[Any], bool]
+
+    def are_common(self, sizes: Iterable[Any]) -> bool:
+        return all(map(self.is_common, sizes))
 
 
 EXTREMA = (aten.amax.default, aten.amin.default)
@@ -72,8 +90,10 @@ ROUNDED = (
     *(aten.zeros_like.default, aten.ones_like.default, *ABSOLUTE),
 )
 """Elementwise operators with the same bits at each position: exact, or correctly rounded."""
-FILLS = (aten.full.default, aten.scalar_tensor.default)
-"""Operators that give one number. It takes any shape."""
+FILLS = {aten.full.default: "fill_value", aten.scalar_tensor.default: "s"}
+"""Operators that give one number, which takes any shape, and the argument that has it."""
+SIZED = (*RESHAPES, aten.expand.default)
+"""Operators whose arguments besides the value are the sizes of the result."""
 BITS = aten.view.dtype
 INEXACT = (
     *(aten.mul.Tensor, aten.mul.Scalar, aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor),
@@ -87,26 +107,22 @@ CHOICES = (
 """Those whose results are among their inputs and numbers, maybe negated."""
 
 
-def shard_of(
-    node: fx.Node, shards: Mapping[fx.Node, Shard], ranks: int, *, even: bool = True
-) -> Shard | None:
+def shard_of(node: fx.Node, shards: Mapping[fx.Node, Shard], parts: Parts) -> Shard | None:
     """Return how the result of a node depends on the parts, given that of its inputs; None if it
-    does not keep them.
-
-    ``ranks`` is the number of parts. If they are not ``even``, a view must leave their dimension as
-    it is, and there are no maxima over them: each rank has other rows of the others.
-    """
+    does not keep them."""
     source = rejoined_source(node)
     if source is not None:
-        return _rejoined(node, source, shards, ranks) if even else None
+        return _rejoined(node, source, shards, parts.ranks) if parts.even else None
     inputs = node.all_input_nodes
-    if any(each not in shards and not _is_fill(each) for each in inputs):
+    if node.target in SIZED:
+        inputs = [each for each in inputs if meta.tensor(each) is not None]
+    if any(each not in shards and not _is_fill(each, parts) for each in inputs):
         return None
     if not isinstance(meta.tensor(node), torch.Tensor):
         return None
     if not any(each in shards for each in inputs) or _may_contract(node):
         return None
-    if is_cast(node) or node.target in ROUNDED or _is_exact_power(node):
+    if is_cast(node) or node.target in ROUNDED or _is_exact_power(node) or _is_masked_fill(node):
         return _elementwise(node, shards)
     given = shards.get(node.args[0])  # type: ignore[arg-type]
     if given is None or len(inputs) != 1:
@@ -115,16 +131,18 @@ def shard_of(
         same = fake(node).dtype.itemsize == fake(inputs[0]).dtype.itemsize
         return given if same and not given.zero_sign else None
     if node.target in EXTREMA or node.target in WHOLE_EXTREMA:
-        return _extremum(node, shards[inputs[0]], even)
+        return _extremum(node, shards[inputs[0]], parts)
     if given.dim is None:
-        return given if is_copy(node) or _moves(node) else None
-    dim = dim_after(node, given.dim, ranks, even=even)
+        return given if is_copy(node) or _moves(node, parts) else None
+    dim = dim_after(node, given.dim, parts)
     return None if dim is None else replace(given, dim=dim)
 
 
-def _is_fill(node: fx.Node) -> bool:
-    """Whether a node is one number in a shape that is known before the graph runs."""
-    return node.target in FILLS and meta.is_fixed(meta.tensor(node))
+def _is_fill(node: fx.Node, parts: Parts) -> bool:
+    """Whether a node is one number in a shape that is known before the gather."""
+    if node.target not in FILLS or not parts.are_common(fake(node).shape):
+        return False
+    return isinstance(arguments(node)[FILLS[node.target]], (int, float))
 
 
 def rounds_to_16_bits(node: fx.Node) -> bool:
@@ -186,8 +204,10 @@ def is_extremum_of_parts(node: fx.Node, shards: Mapping[fx.Node, Shard]) -> bool
     return given is not None and given.dim is not None and shards[node].dim is None
 
 
-def _moves(node: fx.Node) -> bool:
-    return dim_after(node, 0, 1, even=True) is not None or node.target in RESHAPES
+def _moves(node: fx.Node, parts: Parts) -> bool:
+    if node.target in SIZED:
+        return parts.are_common(fake(node).shape)
+    return dim_after(node, 0, replace(parts, ranks=1)) is not None
 
 
 def _rejoined(
@@ -267,7 +287,7 @@ def is_nonnegative(node: fx.Node) -> bool:
     return False
 
 
-def _extremum(node: fx.Node, of: Shard, even: bool) -> Shard | None:
+def _extremum(node: fx.Node, of: Shard, parts: Parts) -> Shard | None:
     """Return the shard of a maximum or minimum."""
     source = fake(node.args[0])  # type: ignore[arg-type]
     signed = of.zero_sign or not is_nonnegative(node.args[0])  # type: ignore[arg-type]
@@ -276,10 +296,22 @@ def _extremum(node: fx.Node, of: Shard, even: bool) -> Shard | None:
     if of.dim is None:
         return Shard(None, signed)
     if of.dim in gone:
-        fixed = all(isinstance(size, int) for size in fake(node).shape)
-        return Shard(None, signed) if even and fixed else None
+        fits = parts.even and parts.are_common(fake(node).shape)
+        return Shard(None, signed) if fits else None
     keeps = fake(node).dim() == source.dim()
     return Shard(of.dim - (0 if keeps else sum(each < of.dim for each in gone)), signed)
+
+
+def _is_masked_fill(node: fx.Node) -> bool:
+    """Whether a node writes one number where a mask of the value's shape is true, as
+    ``x[mask] = number`` does."""
+    args: Any = node.args
+    if node.target is not aten.index_put.default or len(args) != 3 or len(args[1]) != 1:
+        return False
+    values, (mask,), number = args
+    if fake(mask).dtype != torch.bool or fake(number).dim():
+        return False
+    return meta.shape(fake(mask)) == meta.shape(fake(values))
 
 
 def _is_exact_power(node: fx.Node) -> bool:
@@ -316,7 +348,7 @@ def is_between(node: fx.Node) -> bool:
     return node.target is aten.log2.default
 
 
-def dim_after(link: fx.Node, dim: int, ranks: int, *, even: bool) -> int | None:
+def dim_after(link: fx.Node, dim: int, parts: Parts) -> int | None:
     """Return the dimension of a link's result whose parts are those of dimension ``dim`` of its
     argument, or None."""
     args: Any = link.args
@@ -341,49 +373,44 @@ def dim_after(link: fx.Node, dim: int, ranks: int, *, even: bool) -> int | None:
         return None if dim == gone else dim - (dim > gone)
     if link.target is aten.expand.default:
         new = dim + len(made) - len(given)
-        return new if _is_fixed([*made[:new], *made[new + 1 :]]) else None
+        return new if parts.are_common([*made[:new], *made[new + 1 :]]) else None
     if link.target is aten.constant_pad_nd.default:
         padded = {len(given) - 1 - number // 2 for number, by in enumerate(args[1]) if by}
         return None if dim in padded else dim
     if link.target is aten.slice.Tensor and not fake(link).is_floating_point():
         # Codes are packed from slices. A slice of values would be sent without the policy's codec.
         along = (args[1] if len(args) > 1 else 0) % len(given)
-        return dim if along != dim or _is_every_nth(link, dim, ranks, even) else None
+        return dim if along != dim or _is_every_nth(link, dim, parts) else None
     if link.target in RESHAPES:
-        return _reshaped(given, made, dim, ranks, even)
+        return _reshaped(given, made, dim, parts)
     return None
 
 
-def _is_every_nth(link: fx.Node, dim: int, ranks: int, even: bool) -> bool:
+def _is_every_nth(link: fx.Node, dim: int, parts: Parts) -> bool:
     """Whether a slice takes every n-th entry of a dimension to its end, and each part has a
     multiple of n entries. Packed pairs of codes are such slices."""
     found = arguments(link)
     start, end, step = found.get("start") or 0, found.get("end"), found.get("step", 1)
     size = fake(link.args[0]).shape[dim]  # type: ignore[arg-type]
-    if not even or not _is_fixed([start, step, size]) or not 0 <= start < step:
+    known = isinstance(start, int) and isinstance(step, int)
+    if not parts.even or not known or not 0 <= start < step:
         return False
-    to_end = end is None or (isinstance(end, int) and end >= size)
-    return to_end and size % (ranks * step) == 0
+    last = size if isinstance(size, int) else sys.maxsize
+    to_end = end is None or (isinstance(end, int) and end >= last)
+    return to_end and is_multiple(size, parts.ranks * step)
 
 
-def _reshaped(
-    source: torch.Size, result: torch.Size, dim: int, ranks: int, even: bool
-) -> int | None:
+def _reshaped(source: torch.Size, result: torch.Size, dim: int, parts: Parts) -> int | None:
     """Return the dimension of a reshape's result with the same parts. The order of values is kept,
     so the preceding dimensions must have equal products."""
-    if not even or not _is_fixed([*source, *result]):
-        rest = [*source[:dim], *source[dim + 1 :], *result[:dim], *result[dim + 1 :]]
-        if dim >= len(result) or not _is_fixed(rest) or str(source[dim]) != str(result[dim]):
-            return None
-        return dim if math.prod(source[:dim]) == math.prod(result[:dim]) else None
-    before = math.prod(source[:dim])
-    fits = (
-        number
-        for number, size in enumerate(result)
-        if math.prod(result[:number]) == before and size and size % ranks == 0
-    )
-    return next(fits, None)
-
-
-def _is_fixed(sizes: Sequence[Any]) -> bool:
-    return all(isinstance(size, int) for size in sizes)
+    before, length = product(source[:dim]), expression(source[dim])
+    for number, size in enumerate(result):
+        rest = (*result[:number], *result[number + 1 :])
+        fits = parts.even and is_multiple(size, parts.ranks) and expression(size) != 0
+        if (
+            (fits or expression(size) == length)
+            and product(result[:number]) == before
+            and parts.are_common(rest)
+        ):
+            return number
+    return None

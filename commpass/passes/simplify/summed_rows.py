@@ -21,7 +21,7 @@ from commpass.passes.fx.parse import is_wait
 from commpass.passes.fx.rowwise import Axis, is_fixed, rows_of
 from commpass.passes.simplify.cut import LARGEST, Region, consumers
 from commpass.passes.simplify.editor import Editor, Exchange, fake
-from commpass.passes.simplify.shards import Shard, shard_of
+from commpass.passes.simplify.shards import Parts, Shard, shard_of
 from commpass.plan.kinds import KINDS
 
 REPLICATING = ("all_reduce", "all_gather")
@@ -89,7 +89,8 @@ def _shard(node: fx.Node, region: Region) -> Shard | None:
     """Return where the result of a node has the rows; None if it does not keep them, or not in
     equal parts."""
     single = all(meta.tensor(each) is not None for each in node.all_input_nodes)
-    exact = shard_of(node, region.shards, region.ranks) if single else None
+    parts = Parts(region.ranks, region.even, lambda size: isinstance(size, int))
+    exact = shard_of(node, region.shards, parts) if single else None
     if exact is not None:
         dim = exact.dim
     elif is_matmul(node) or not is_fixed(node):
