@@ -25,20 +25,20 @@ MULTIPLIED = 0.65
 """The share of the stated bf16 rate that large matmuls reach on an H200, which then runs at the
 limit of its power: 670 of 989 TFLOP/s."""
 SHARES: dict[str, Shares] = {
-    "int8": Shares(1.02, 0.99, 0.97),
-    "fp8": Shares(1.02, 0.98, 0.96),
-    "int6": Shares(0.78, 0.86, 0.81),
-    "int4": Shares(0.53, 0.97, 0.93),
-    "rotated": Shares(1.01, 0.59, 0.72),
-    "taco": Shares(1.03, 0.38, 0.72),
-    "sdp4bit": Shares(0.53, 0.58, 0.82),
-    "equarx": Shares(1.0, 0.99, 0.98),
-    "table": Shares(0.51, 0.25, 0.29),
-    "tahquant": Shares(0.54, 0.21, 0.46),
-    "mxfp8": Shares(1.03, 0.86, 0.95),
-    "mxfp6": Shares(0.78, 0.62, 0.87),
-    "mxfp4": Shares(0.53, 0.69, 0.94),
-    "nvfp4": Shares(0.56, 0.36, 0.95),
+    "int8": Shares(1.02, 1.01, 0.98),
+    "fp8": Shares(1.02, 1.00, 0.98),
+    "int6": Shares(0.78, 0.86, 0.87),
+    "int4": Shares(0.53, 0.99, 0.94),
+    "rotated": Shares(1.01, 0.67, 0.76),
+    "taco": Shares(1.03, 0.50, 0.86),
+    "sdp4bit": Shares(0.53, 0.59, 0.87),
+    "equarx": Shares(1.0, 1.00, 0.98),
+    "table": Shares(0.51, 0.32, 0.46),
+    "tahquant": Shares(0.54, 0.24, 0.49),
+    "mxfp8": Shares(1.03, 0.99, 0.96),
+    "mxfp6": Shares(0.78, 0.64, 0.87),
+    "mxfp4": Shares(0.53, 0.72, 0.97),
+    "nvfp4": Shares(0.56, 0.38, 0.95),
 }
 """Of 32 million values on an H200, with torch 2.11 and Triton 3.6
 (benchmarks/results/gpu_nvidia_h200.json). Other GPUs are assumed to reach the same shares."""
