@@ -396,5 +396,29 @@ def test_texts_use_no_name_that_is_not_defined(tmp_path):
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.parametrize(
+    ("text", "exact"),
+    [
+        *((text, True) for text in ("int8(stored=bf16)", "int4(stored=pow2)", "fp8(stored=bf16)")),
+        *((text, True) for text in ("mxfp8", "mxfp6", "mxfp4")),
+        *((text, False) for text in ("int8", "fp8", "nvfp4", "taco", "rotated", "tahquant")),
+    ],
+)
+def test_sums_are_fused_with_products_that_float32_holds(text, exact):
+    """Each code times each of many scales, in float64, is a float32 if the kernels rely on it."""
+    from commpass.lowering.gpu import parts
+
+    coder = codec(text)
+    assert parts.has_exact_products(coder) == exact
+    if exact:
+        codes = torch.arange(2**coder.grid.bits, dtype=torch.uint8)
+        levels = grids.decode(coder.grid, codes, torch.float32).double()
+        levels = levels[levels.isfinite()]
+        some = torch.rand(500, generator=torch.Generator().manual_seed(0)) + 0.5
+        stored = scales.round_up(some, coder.scale.stored).double()
+        products = levels[:, None] * stored[None, :]
+        assert torch.equal(products.float().double(), products)
+
+
 def test_every_part_has_a_tile():
     assert interpreted(without_tile) == []
