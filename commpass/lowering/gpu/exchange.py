@@ -1,4 +1,5 @@
-"""A compressed all_reduce of a small tensor in one kernel over symmetric memory, called on tensors.
+"""A compressed all_reduce of a small tensor in one kernel over symmetric memory: its memory and its
+launch.
 
 It runs on GPUs that can access each other's memory, or in Triton's interpreter.
 
@@ -7,8 +8,10 @@ It runs on GPUs that can access each other's memory, or in Triton's interpreter.
 All ranks of a group must make the same calls in the same order. In the first call for a size, a
 codec and an algorithm, the ranks compare what they call, and create a workspace if there is none of
 such a size. Later calls are one kernel each, which may be part of a CUDA graph. Calls with one
-workspace must be ordered: on one stream, or on
-several that wait for each other.
+workspace must be ordered: on one stream, or on several that wait for each other.
+
+Compiled graphs call ``run_in_group``. Their workspaces are created when they are compiled
+(``allocate``).
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ from __future__ import annotations
 import socket
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -28,6 +33,7 @@ from commpass.codecs import codec as codec_of
 from commpass.codecs.block.noise import Stochastic
 from commpass.collectives.reductions import LAST
 from commpass.errors import CommpassError
+from commpass.groups import group_named
 from commpass.lowering.gpu.current import on_device
 from commpass.lowering.gpu.exchange_kernel import (
     RESIDENT,
@@ -46,8 +52,11 @@ __all__ = [
     "Memory",
     "Workspace",
     "all_reduce",
+    "allocate",
     "memory_of",
     "run",
+    "run_in_group",
+    "trial",
     "unsupported_reason",
 ]
 
@@ -201,7 +210,10 @@ def workspace(exchange: Exchange, group: dist.ProcessGroup, device: torch.device
     exchange = _agreed(exchange, group, device)
     workspaces = _workspaces.setdefault(group, {})
     if (exchange, device) not in workspaces:
-        workspaces[exchange, device] = _symmetric(exchange, group, device)
+        found, why = _symmetric(exchange, group, device)
+        if found is None:
+            raise CommpassError(why)
+        workspaces[exchange, device] = found
     return workspaces[exchange, device]
 
 
@@ -249,18 +261,96 @@ def _card(exchange: Exchange, device: torch.device) -> tuple[Card, str]:
     return card, unsupported_reason(exchange, processors=card.processors, card=capability)
 
 
-def _symmetric(exchange: Exchange, group: dist.ProcessGroup, device: torch.device) -> Workspace:
+# --- exchanges of graphs --------------------------------------------------------------------------
+
+
+def run_in_group(exchange: Exchange, programs: int, group_name: str, x: Tensor) -> Tensor:
+    """Run an exchange of a graph in the workspace that was created for it. Raises CommpassError if
+    there is none."""
+    group = group_named(group_name)
+    known = {} if group is None else _workspaces.get(group, {})
+    found = known.get((in_memory(exchange, programs), x.device))
+    if found is None:
+        raise CommpassError(
+            f"no memory for the {exchange.algorithm} of {exchange.numel} values over group"
+            f" {group_name!r}: it was compiled for other process groups. Call"
+            " torch._dynamo.reset() on all ranks to compile it again"
+        )
+    return run(found, x)
+
+
+@lru_cache(maxsize=1024)
+def in_memory(exchange: Exchange, programs: int) -> Exchange:
+    """Return the exchange whose workspace one with so many programs for each wire uses."""
+    return replace(capacity(exchange), programs=programs)
+
+
+def allocate(
+    exchange: Exchange, programs: int, group: dist.ProcessGroup, device: torch.device
+) -> str:
+    """Create the workspace of an exchange, unless there is one. Return "", or on all ranks the
+    reason why one of them could not.
+
+    If there is none, all ranks of the group must call it.
+    """
+    largest, known = in_memory(exchange, programs), _workspaces.setdefault(group, {})
+    if (largest, device) in known:
+        return ""
+    found, why = _symmetric(largest, group, device)
+    if found is not None:
+        known[largest, device] = found
+    return why
+
+
+def trial(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Return "" if all ranks of a group can access symmetric memory of each other, or on all ranks
+    why one of them cannot. All of them must call it."""
+    ranks = dist.get_world_size(group)
+    smallest = Exchange("one_shot", codec_of("int8"), torch.bfloat16, 1, ranks)
+    return _symmetric(smallest, group, device)[1]
+
+
+def _symmetric(
+    exchange: Exchange, group: dist.ProcessGroup, device: torch.device
+) -> tuple[Workspace | None, str]:
+    """Create a workspace on all ranks. Return it, or None and the reason of the first rank that
+    could not."""
     import torch.distributed._symmetric_memory as symmetric
 
     total, rank = memory_of(exchange).total, dist.get_rank(group)
-    memory = symmetric.empty((total,), dtype=torch.uint8, device=device)
-    memory.zero_()
-    torch.cuda.synchronize(device)
-    handle = symmetric.rendezvous(memory, group)
-    # Older versions of torch have no get_remote_tensor; there a tensor begins at its allocation.
-    reach = getattr(handle, "get_remote_tensor", handle.get_buffer)
-    memories = [reach(peer, (total,), torch.uint8) for peer in range(exchange.ranks)]
-    memories[rank] = memory
-    peers = torch.tensor([each.data_ptr() for each in memories], dtype=torch.int64, device=device)
-    dist.barrier(group)  # all memory is zero before any rank signals
-    return Workspace(exchange, rank, peers, memory, (handle, memories))
+    made: list[Any] = []
+
+    def empty() -> None:
+        made.append(symmetric.empty((total,), dtype=torch.uint8, device=device))
+        made[0].zero_()
+        torch.cuda.synchronize(device)
+
+    def open_all() -> None:
+        handle = symmetric.rendezvous(made[0], group)
+        # Older versions of torch have no get_remote_tensor; there a tensor begins at its
+        # allocation.
+        reach = getattr(handle, "get_remote_tensor", handle.get_buffer)
+        memories = [reach(peer, (total,), torch.uint8) for peer in range(exchange.ranks)]
+        memories[rank] = made[0]
+        made.append((handle, memories))
+
+    # The second comparison also ensures that all memory is zero before any rank signals.
+    for step in (empty, open_all):
+        if why := _first_error(step, group):
+            return None, why
+    memory, (handle, memories) = made
+    addresses = [each.data_ptr() for each in memories]
+    peers = torch.tensor(addresses, dtype=torch.int64, device=device)
+    return Workspace(exchange, rank, peers, memory, (handle, memories)), ""
+
+
+def _first_error(step: Callable[[], None], group: dist.ProcessGroup) -> str:
+    """Run a step on all ranks of a group. Return the first rank's error on all of them, or ""."""
+    why = ""
+    try:
+        step()
+    except RuntimeError as error:
+        why = f"no symmetric memory: {str(error).strip().partition(chr(10))[0]}"
+    whys: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(whys, why, group)
+    return next((f"rank {rank}: {each}" for rank, each in enumerate(whys) if each), "")
