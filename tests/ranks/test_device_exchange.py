@@ -254,3 +254,77 @@ def refused() -> str:
 def test_all_ranks_say_what_stands_in_the_way(ranks2):
     for said in ranks2.run(refused):
         assert said == "no kernel: rank 0: tensors on cpu: ranks reach the memory of cards"
+
+
+# --- in graphs ------------------------------------------------------------------------------------
+
+VALUES = 3001
+
+
+def planned_and_run(folder: Path, algorithm: str):
+    """Plan a graph of a GPU with a required single kernel, and run it on this CPU twice, in memory
+    that the ranks have mapped. Return the results."""
+    import fake_cuda
+    from graphs import ops
+
+    from commpass.costmodel import default_profile
+    from commpass.lowering.exchange import PeerMemory, programs_of
+    from commpass.lowering.gpu import exchange
+    from commpass.passes import GraphInput, manager
+    from commpass.passes.fx.marks import has_single_kernels
+    from commpass.passes.single_kernel import exchange_for
+    from commpass.policy import Policy
+    from commpass.policy.rules import Rule
+
+    group, memory = dist.group.WORLD, PeerMemory(programs=4, capability=(9, 0))
+
+    def summed(x):
+        return [ops.wait_tensor(ops.all_reduce(x * 1, "sum", group.group_name))]
+
+    rule = Rule(codec="int8", algorithm=algorithm, lowering="single_kernel", force=True)
+    with fake_cuda.a_card():
+        gm, _ = fake_cuda.trace(summed, values(VALUES, torch.bfloat16, 0, 0))
+        given = GraphInput(
+            gm=gm,
+            direction="forward",
+            policy=Policy(rules=[rule], max_error=1.0, check_calls=0),
+            profile=default_profile("cuda", "NVIDIA H100 80GB HBM3"),
+            kernels=True,
+            peer_memory=lambda name: memory,
+        )
+        outcome = manager.run(given, "0", strict=True)
+    assert outcome.error is None, outcome.error
+    assert has_single_kernels(gm)
+    (site,) = outcome.plan
+    found = exchange_for(site, site, memory)
+    largest = exchange.in_memory(found, programs_of(found, memory))
+    known = exchange._workspaces.setdefault(group, {})
+    known[largest, torch.device("cpu")] = mapped(folder, largest)
+    return [gm(values(VALUES, torch.bfloat16, dist.get_rank(), call))[0] for call in range(2)]
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("algorithm", BOTH)
+def test_graph_with_a_single_kernel_has_the_bits_of_the_codec(ranks2, tmp_path, algorithm):
+    results = ranks2.run(planned_and_run, tmp_path, algorithm)
+    for call in range(2):
+        brought = [values(VALUES, torch.bfloat16, rank, call) for rank in range(2)]
+        want = plain(codec("int8"), algorithm, brought, "sum")[2]
+        for made in results:
+            assert torch.equal(bits_of(made[call]), bits_of(want))
+
+
+def graph_without_memory() -> str:
+    """Run the operator in a group that has no memory for it."""
+    from commpass.errors import CommpassError
+    from commpass.lowering.exchange import ALL_REDUCE
+
+    name = dist.group.WORLD.group_name
+    with pytest.raises(CommpassError) as told:
+        ALL_REDUCE(torch.ones(300), name, "int8", "one_shot", "sum", 2, 1, 32)
+    return str(told.value)
+
+
+def test_operator_without_its_memory_raises(ranks2):
+    for told in ranks2.run(graph_without_memory):
+        assert "torch._dynamo.reset()" in told
