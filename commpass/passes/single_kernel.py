@@ -74,9 +74,9 @@ def with_single_kernels(
     )
 
 
-def why_no_single_kernel(chosen: Candidate, options: Options, allowed: Allowed) -> str:
-    """Return why a requested single kernel is not the ``chosen`` candidate, or ""."""
-    if allowed.lowering != SINGLE_KERNEL or chosen.lowering == SINGLE_KERNEL:
+def why_no_single_kernel(best: Candidate, options: Options, allowed: Allowed) -> str:
+    """Return why a requested single kernel is not the ``best`` candidate, or ""."""
+    if allowed.lowering != SINGLE_KERNEL or best.lowering == SINGLE_KERNEL:
         return ""
     refused = (each.refused for each in options.candidates if each.lowering == SINGLE_KERNEL)
     none = NO_KERNEL.format(f"only {' and '.join(ALGORITHMS)} have one")

@@ -13,6 +13,7 @@ from graphs import ops
 from commpass.costmodel import default_profile, profile_named
 from commpass.lowering.exchange import PeerCard, PeerMemory, common_memory
 from commpass.passes import GraphInput, manager
+from commpass.passes.chunk.gain import exchange_of
 from commpass.passes.fx.marks import is_single_kernel
 from commpass.passes.fx.memory import memory as memory_of
 from commpass.passes.fx.parse import parse
@@ -303,6 +304,14 @@ def test_single_kernels_and_other_exchanges_keep_their_order(fake_group):
         r"(single_kernel_all_reduce|all_gather_into_tensor_out|all_gather_into\w*)\.default\(", body
     )
     assert [each.partition("_")[0] for each in found] == ["single", "all", "single"]
+
+
+def test_single_kernel_occupies_the_rank(fake_group):
+    """It is in the stream of the computation: nothing overlaps with it."""
+    fake_group(RANKS)
+    (site,) = planned()[2].plan
+    task = exchange_of(site, H100)
+    assert (task.us, task.latency_us, task.overhead_us) == (0.0, 0.0, site.predicted_us)
 
 
 def test_memory_of_ranks_that_share_a_gpu_is_divided():
