@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -94,6 +95,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     _chosen_tier["every"] = config.getoption("--every")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Skip the files of the benchmarks' tests where none of them can run."""
+    options = ("--bench", "--every", "--share")
+    named = any("bench" in argument for argument in config.invocation_params.args)
+    is_left = collection_path.name == "bench" and not named
+    return True if is_left and not any(map(config.getoption, options)) else None
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
