@@ -294,6 +294,7 @@ FITS = {
 }
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize("name", FITS)
 def test_codes_are_gathered_with_the_same_bits(name):
     function, dtype, sent = FITS[name]
@@ -315,6 +316,7 @@ DYNAMIC = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "all_dims"), DYNAMIC)
 def test_codes_are_gathered_for_all_sizes(name, all_dims):
     """A size that is read from the gathered tensor is computed from the inputs."""
@@ -505,6 +507,7 @@ def scaled_by_rows(x):
 CASES = [(rowwise, [NAME]), (filled, [NAME]), (scaled_by_rows, [])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("quantiser", "names"), CASES)
 def test_rows_may_be_known_when_the_graph_runs(quantiser, names):
     """But they are no number of the program, to scale by."""
