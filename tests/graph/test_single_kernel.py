@@ -8,7 +8,7 @@ import re
 import fake_cuda
 import pytest
 import torch
-from graphs import ops
+from graphs import ops, trace
 
 from commpass.costmodel import default_profile, profile_named
 from commpass.lowering.exchange import PeerCard, PeerMemory, common_memory
@@ -107,6 +107,7 @@ def test_small_all_reduce_of_8_gpus_is_a_single_kernel(fake_group):
     assert form_of(site) == ", single kernel"
 
 
+@pytest.mark.slow
 def test_large_all_reduce_of_8_gpus_is_not(fake_group):
     """Its 68 programs would process one tile after the other."""
     fake_group(RANKS)
@@ -178,7 +179,7 @@ def test_site_that_cannot_be_a_single_kernel_says_why(case, fake_group):
     [
         {"policy": dataclasses.replace(INT8, lowering="kernel")},
         {"policy": dataclasses.replace(INT8, lowering="inline")},
-        {"policy": DGC, "stateless": None},
+        pytest.param({"policy": DGC, "stateless": None}, marks=pytest.mark.slow),
         {"function": gathered},
     ],
     ids=["kernel", "inline", "error feedback", "all_gather"],
@@ -247,6 +248,17 @@ def test_required_single_kernel_becomes_kernels_beside_the_library_without_memor
     assert "no single kernel: its ranks are on 2 hosts" in site.reason
 
 
+def test_required_single_kernel_of_a_cpu_is_left_with_the_reason(fake_group):
+    fake_group(RANKS)
+    gm = trace(summed, torch.empty(KIB_64, dtype=torch.bfloat16))
+    given = GraphInput(
+        gm=gm, direction="forward", policy=required(algorithm="one_shot"), profile=H100
+    )
+    (site,) = manager.run(given, "0", strict=True).plan
+    assert (site.compressed, site.lowering) == (True, "inline")
+    assert "no single kernel: cpu has no memory that other ranks access" in site.reason
+
+
 # --- plans and reports ----------------------------------------------------------------------------
 
 
@@ -285,25 +297,31 @@ def mixed(x):
     return [ops.wait_tensor(each) for each in (last, gathered, first)]
 
 
+ONLY_SUMS = dataclasses.replace(required(kind="all_reduce"), group_bytes=0, skip=("simplify",))
+
+
 def test_single_kernels_and_other_exchanges_keep_their_order(fake_group):
     """They depend on each other on no rank, but all ranks need one order."""
     fake_group(RANKS)
-    policy = dataclasses.replace(required(kind="all_reduce"), group_bytes=0, skip=("simplify",))
-    gm, inputs, _ = planned(policy=policy, function=mixed)
+    gm, _, _ = planned(policy=ONLY_SUMS, function=mixed)
     work = work_of(gm.graph, memory_of(gm.graph), H100)
     nodes = [node for node in gm.graph.nodes if is_single_kernel(node) or parse(node) is not None]
     assert len(nodes) == 3
     for node, before in zip(nodes[1:], nodes, strict=False):
         assert before in work.before[node]
+
+
+@pytest.mark.slow
+def test_inductor_keeps_single_kernels_and_other_exchanges_in_order(fake_group):
+    fake_group(RANKS)
+    gm, inputs, _ = planned(policy=ONLY_SUMS, function=mixed)
     gm.graph.output_node().args = (tuple(gm.graph.output_node().args[0]),)
     gm.recompile()
     with ordered():
         code = fake_cuda.code_of(gm, inputs)
-    body = code[code.index("def call(") :]
-    found = re.findall(
-        r"(single_kernel_all_reduce|all_gather_into_tensor_out|all_gather_into\w*)\.default\(", body
-    )
-    assert [each.partition("_")[0] for each in found] == ["single", "all", "single"]
+    called = re.compile(r"(single_kernel|all_gather)_\w+\.default\(")
+    found = called.findall(code[code.index("def call(") :])
+    assert found == ["single_kernel", "all_gather", "single_kernel"]
 
 
 def test_single_kernel_occupies_the_rank(fake_group):

@@ -307,7 +307,7 @@ def planned_and_run(folder: Path, algorithm: str):
     return [gm(values(VALUES, torch.bfloat16, dist.get_rank(), call))[0] for call in range(2)]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", BOTH)
 def test_graph_with_a_single_kernel_has_the_bits_of_the_codec(ranks2, tmp_path, algorithm):
     results = ranks2.run(planned_and_run, tmp_path, algorithm)
@@ -329,6 +329,7 @@ def graph_without_memory() -> str:
     return str(told.value)
 
 
+@pytest.mark.slow
 def test_operator_without_its_memory_raises(ranks2):
     for told in ranks2.run(graph_without_memory):
         assert "torch._dynamo.reset()" in told
