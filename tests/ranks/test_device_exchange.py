@@ -333,3 +333,82 @@ def graph_without_memory() -> str:
 def test_operator_without_its_memory_raises(ranks2):
     for told in ranks2.run(graph_without_memory):
         assert "torch._dynamo.reset()" in told
+
+
+def compiled(folder: Path, cards: tuple) -> tuple[str, str, torch.Tensor, int]:
+    """Compile and run a function by the backend, as if this CPU were a GPU of a rank.
+
+    ``cards`` are what the ranks publish. Memory that the ranks have mapped replaces symmetric
+    memory. Return the lowering, its reason, the result, and how many times memory was created.
+    """
+    from unittest import mock
+
+    from graphs import ops
+
+    from commpass.distributed import peers
+    from commpass.distributed.plan_store import open_store
+    from commpass.lowering.gpu import exchange
+    from commpass.passes import single_kernel
+
+    rank, group, made = dist.get_rank(), dist.group.WORLD, []
+
+    def summed(x):
+        return ops.wait_tensor(ops.all_reduce(x * 2, "sum", group.group_name)) + 1
+
+    def symmetric(wanted, group, device):
+        made.append(wanted)
+        return mapped(folder, wanted), ""
+
+    torch._dynamo.reset()
+    dist.barrier()
+    open_store()
+    dist.barrier()
+    policy = commpass.Policy(
+        codecs=["int8"],
+        algorithms=["one_shot"],
+        max_error=1.0,
+        check_calls=0,
+        lowering="single_kernel",
+    )
+    profile = commpass.Profile("far", commpass.Link(1000.0, 0.1))
+    exchange._workspaces.pop(group, None)
+    with (
+        mock.patch.object(peers, "card_here", return_value=cards[rank]),
+        mock.patch.object(peers, "trial", return_value=""),
+        mock.patch.object(peers, "_device", return_value=torch.device("cpu")),
+        mock.patch.object(exchange, "_create", symmetric),
+        mock.patch.object(single_kernel, "_unsupported_reason", return_value=""),
+    ):
+        backend = commpass.backend(policy, profile=profile, strict=True)
+        run = torch.compile(summed, backend=backend)
+        x = values(VALUES, torch.float32, rank, 0)
+        run(x)
+        found = run(x)
+    (site,) = commpass.plans()[-1].sites
+    return site.lowering, site.reason, found, len(made)
+
+
+def cards_of(second: str = "") -> tuple:
+    from commpass.lowering.exchange import PeerCard
+
+    first = PeerCard("host", "0", 68, 32, (9, 0))
+    return first, PeerCard("host", "1", 68, 32, (9, 0), second)
+
+
+@pytest.mark.slow
+def test_backend_creates_memory_once_and_runs_single_kernels(ranks2, tmp_path):
+    results = ranks2.run(compiled, tmp_path, cards_of())
+    brought = [2 * values(VALUES, torch.float32, rank, 0) for rank in range(2)]
+    for lowering, _, made, created in results:
+        assert (lowering, created) == ("single_kernel", 1)
+        want = plain(codec("int8"), "one_shot", brought, "sum")[2] + 1
+        assert torch.equal(made, want)
+
+
+@pytest.mark.slow
+def test_backend_uses_the_library_on_all_ranks_if_one_has_no_memory(ranks2, tmp_path):
+    results = ranks2.run(compiled, tmp_path, cards_of("this torch has no symmetric memory"))
+    for lowering, reason, made, created in results:
+        assert (lowering != "single_kernel", created) == (True, 0)
+        assert "no single kernel: rank 1: this torch has no symmetric memory" in reason
+        assert torch.equal(made, results[0][2])

@@ -46,6 +46,7 @@ from commpass.lowering.gpu.exchange_kernel import (
 )
 from commpass.lowering.gpu.launch import casts, interpreting, key_argument, offsets
 from commpass.lowering.gpu.source import load
+from commpass.utils.ambient import making_lasting_tensors
 
 __all__ = [
     "Exchange",
@@ -313,8 +314,15 @@ def trial(group: dist.ProcessGroup, device: torch.device) -> str:
 def _symmetric(
     exchange: Exchange, group: dist.ProcessGroup, device: torch.device
 ) -> tuple[Workspace | None, str]:
-    """Create a workspace on all ranks. Return it, or None and the reason of the first rank that
-    could not."""
+    """Create a workspace on all ranks, also while a graph is traced. Return it, or None and the
+    reason of the first rank that could not."""
+    with making_lasting_tensors():
+        return _create(exchange, group, device)
+
+
+def _create(
+    exchange: Exchange, group: dist.ProcessGroup, device: torch.device
+) -> tuple[Workspace | None, str]:
     import torch.distributed._symmetric_memory as symmetric
 
     total, rank = memory_of(exchange).total, dist.get_rank(group)
