@@ -2,8 +2,8 @@
 
 Each rank publishes its GPU when one of its graphs first asks for a group, and waits for those of
 the others. The first answer counts for all ranks, even one after a time-out: it is written to the
-store by compare-and-set. If the GPUs allow it, all ranks then create a small memory and compare the
-results. So all ranks of a group use symmetric memory, or none does.
+store by compare-and-set. If the GPUs allow it, all ranks then run small exchanges, and compare
+whether the sums are right. So all ranks of a group use symmetric memory, or none does.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def peer_memory(group_name: str) -> PeerMemory:
     except RuntimeError as error:  # the store is gone: the comparison of plans reports it
         log.debug("commpass could not reach the store: %s", error)
         return PeerMemory(unsupported_reason="the store of torch.distributed does not answer")
-    if not found.unsupported_reason and (why := trial(group)):
+    if not found.unsupported_reason and (why := trial(group, found.lanes)):
         found = PeerMemory(unsupported_reason=why)
     store.peer_memory[ranks] = found
     return found
@@ -94,12 +94,12 @@ def card_here() -> PeerCard:
     return PeerCard(host_id(), str(its.uuid), its.multi_processor_count, its.warp_size, capability)
 
 
-def trial(group: dist.ProcessGroup) -> str:
-    """Return "" if all ranks of a group access symmetric memory of each other, or on all ranks why
-    one of them does not. All of them must call it."""
+def trial(group: dist.ProcessGroup, lanes: int) -> str:
+    """Return "" if small exchanges are right on all ranks of a group, or on all ranks why one of
+    them failed. All of them must call it."""
     from commpass.lowering.gpu import exchange
 
-    return exchange.trial(group, _device())
+    return exchange.trial(group, _device(), lanes)
 
 
 def allocate(sites: Sequence[PlannedSite]) -> None:

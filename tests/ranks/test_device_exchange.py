@@ -412,3 +412,42 @@ def test_backend_uses_the_library_on_all_ranks_if_one_has_no_memory(ranks2, tmp_
         assert (lowering != "single_kernel", created) == (True, 0)
         assert "no single kernel: rank 1: this torch has no symmetric memory" in reason
         assert torch.equal(made, results[0][2])
+
+
+def tried(folder: Path, fault: str) -> str:
+    """Return what the trial of the group says, with a fault on rank 1."""
+    from unittest import mock
+
+    from commpass.lowering.gpu import exchange
+
+    right, is_faulty = exchange.run, dist.get_rank() == 1
+
+    def run(space, x):
+        if fault == "absent" and is_faulty:
+            return torch.zeros_like(x)
+        return right(space, x) + (1.0 if fault == "wrong" and is_faulty else 0.0)
+
+    def create(wanted, group, device):
+        place = folder / wanted.algorithm
+        place.mkdir(exist_ok=True)
+        return mapped(place, wanted), ""
+
+    with (
+        mock.patch.object(exchange, "_create", create),
+        mock.patch.object(exchange, "run", run),
+        mock.patch.object(exchange, "TRIAL_SPINS", SHORT if fault == "absent" else 1 << 26),
+    ):
+        return exchange.trial(dist.group.WORLD, torch.device("cpu"), 32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        ("", ""),
+        ("wrong", "rank 1: CommpassError: its kernel summed known values wrongly"),
+        ("absent", "rank 0: CommpassError: its kernel did not see signals of ranks [1]"),
+    ],
+)
+def test_trial_finds_that_exchanges_are_right(ranks2, tmp_path, fault, why):
+    assert ranks2.run(tried, tmp_path, fault) == [why] * 2

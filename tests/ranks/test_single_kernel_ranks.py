@@ -55,7 +55,7 @@ WITHOUT = PeerCard(unsupported_reason="this torch has no symmetric memory")
         (NAMED, "", ""),
         ((NAMED[0], WITHOUT), "", "rank 1: this torch has no symmetric memory"),
         ((WITHOUT, NAMED[1]), "", "rank 0: this torch has no symmetric memory"),
-        (NAMED, "rank 1: no symmetric memory: out of memory", "out of memory"),
+        (NAMED, "rank 1: RuntimeError: out of memory", "out of memory"),
     ],
 )
 def test_ranks_use_symmetric_memory_together_or_not_at_all(ranks2, cards, trial, why):
@@ -100,8 +100,8 @@ def created(fails: tuple[int, ...]) -> tuple[str, int]:
 @pytest.mark.parametrize(
     ("fails", "why"),
     [
-        ((1,), "rank 1: no symmetric memory: CUDA error: out of memory"),
-        ((), "rank 0: no symmetric memory: no access to the memory of another GPU"),
+        ((1,), "rank 1: RuntimeError: CUDA error: out of memory"),
+        ((), "rank 0: RuntimeError: no access to the memory of another GPU"),
     ],
 )
 def test_all_ranks_learn_why_one_cannot_create_memory(ranks2, fails, why):
