@@ -336,3 +336,35 @@ def test_memory_of_ranks_that_share_a_gpu_is_divided():
     sharing = [dataclasses.replace(CARD, name=str(rank // 2)) for rank in range(RANKS)]
     assert common_memory(CARDS).programs == CAPACITY
     assert common_memory(sharing).programs == CAPACITY // 2
+
+
+# --- forms of the collective ----------------------------------------------------------------------
+
+
+def in_place(x):
+    y = x * 1
+    ops.wait_tensor(ops.all_reduce_(y, "sum", "0"))
+    return [y + 1]
+
+
+def coalesced(x):
+    made = ops.all_reduce_coalesced([x * 1, x * 2], "sum", "0")
+    return [ops.wait_tensor(each) for each in made]
+
+
+def transposed(x):
+    return [ops.wait_tensor(ops.all_reduce((x * 1).view(128, -1).t(), "avg", "0"))]
+
+
+@pytest.mark.parametrize(("function", "kernels"), [(in_place, 1), (coalesced, 2), (transposed, 1)])
+def test_every_form_of_an_all_reduce_can_be_a_single_kernel(function, kernels, fake_group):
+    fake_group(RANKS)
+    policy = dataclasses.replace(required(), skip=("simplify",), group_bytes=0)
+    gm, _, outcome = planned(policy=policy, function=function)
+    assert calls(gm) == (kernels, 0)
+    assert {site.lowering for site in outcome.plan} == {SINGLE_KERNEL}
+    nodes = [node for node in gm.graph.nodes if is_single_kernel(node)]
+    for node in nodes:
+        made, given = node.meta["val"], node.args[0].meta["val"]
+        assert made.is_contiguous()
+        assert (made.shape, made.dtype) == (given.shape, given.dtype)
