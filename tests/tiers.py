@@ -42,12 +42,13 @@ def part(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) % PARTS
 
 
-def sampled(cases: Iterable[Any], quick: Collection[Any] | Callable[[Any], bool]) -> Iterator:
-    """Yield all cases for ``parametrize``; those that are not ``quick`` run only with
-    ``--every``."""
+def sampled(
+    cases: Iterable[Any], quick: Collection[Any] | Callable[[Any], bool], tier: str = "every"
+) -> Iterator:
+    """Yield all cases for ``parametrize``; mark those that are not ``quick`` as ``tier``."""
     for case in cases:
         kept = quick(case) if callable(quick) else case in quick
-        marks = () if kept else pytest.mark.every
+        marks = () if kept else getattr(pytest.mark, tier)
         yield pytest.param(*case if isinstance(case, tuple) else (case,), marks=marks)
 
 

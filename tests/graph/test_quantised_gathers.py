@@ -11,7 +11,7 @@ import torch
 from functional_ops import ag, ops
 from graphs import as_rank, code, collectives, trace, trace_sizes
 from lockstep import run_in_lockstep
-from tiers import rarely
+from tiers import rarely, sampled
 
 import commpass
 from commpass.passes.discover import discover
@@ -294,8 +294,10 @@ FITS = {
 }
 
 
-@pytest.mark.rest_slow(1)
-@pytest.mark.parametrize("name", FITS)
+QUICK = ("tensorwise", "rowwise", "int8", "every fifth code, across the ranks")
+
+
+@pytest.mark.parametrize("name", sampled(FITS, QUICK, "slow"))
 def test_codes_are_gathered_with_the_same_bits(name):
     function, dtype, sent = FITS[name]
     inputs = hostile(dtype)
@@ -310,13 +312,12 @@ def test_codes_are_gathered_with_the_same_bits(name):
 OFTEN = ("tensorwise", "two codes in a byte")
 DYNAMIC = [
     *((name, False) if name in OFTEN else rarely(name, False) for name in FITS),
-    ("scales with NaN by an indexed write", True),
+    pytest.param("scales with NaN by an indexed write", True, marks=pytest.mark.slow),
     rarely("codes with a scale of columns", True),
     rarely("tensorwise of the transpose", True),
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "all_dims"), DYNAMIC)
 def test_codes_are_gathered_for_all_sizes(name, all_dims):
     """A size that is read from the gathered tensor is computed from the inputs."""

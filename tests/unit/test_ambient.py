@@ -132,7 +132,7 @@ OTHERS = [mode for mode in MODES if mode not in (*TRACED, *NOT_COMPILED)]
 CASES = [
     ("autocast to bf16", "rotated", "aot_eager"),
     ("function mode", "int8", "aot_eager"),
-    *(rarely(mode, name, "aot_eager") for mode in TRACED for name in CODECS),
+    *(rarely(*case, "aot_eager") for case in crossed(TRACED, CODECS, one_in=len(TRACED))),
     *(rarely(mode, "tahquant", "aot_eager") for mode in OTHERS),
     *(rarely(mode, name, "inductor") for mode in TRACED for name in ("rotated", "taco", "table")),
     *(rarely("deterministic", name, "inductor") for name in ("exponent", "mixed", "int4")),
