@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from unittest import mock
 
 import fake_cuda
 import pytest
@@ -11,6 +12,7 @@ import torch
 from graphs import ops, trace
 
 from commpass.costmodel import default_profile, profile_named
+from commpass.errors import KernelError
 from commpass.lowering.exchange import PeerCard, PeerMemory, common_memory
 from commpass.passes import GraphInput, manager
 from commpass.passes.chunk.gain import exchange_of
@@ -22,6 +24,7 @@ from commpass.passes.post.order import ordered
 from commpass.plan import SINGLE_KERNEL, Plan, diff
 from commpass.policy import Policy
 from commpass.policy.rules import Rule
+from commpass.report import lower
 from commpass.report.candidate_table import lost
 from commpass.report.site_text import done, form_of
 
@@ -284,6 +287,16 @@ def test_reports_tell_a_single_kernel_from_the_same_codec_and_algorithm(fake_gro
         if (each.codec, each.algorithm) == (site.codec, site.algorithm)
     ]
     assert [lost(each, site) == "chosen" for each in alike] == [False, True]
+
+
+def test_kernels_of_a_single_kernel_are_not_listed(fake_group, tmp_path):
+    fake_group(RANKS)
+    (site,) = planned()[2].plan
+    with (
+        mock.patch.object(lower, "site_of", return_value=site),
+        pytest.raises(KernelError, match="is a single kernel with its exchange"),
+    ):
+        lower.of_site(tmp_path, None, site.name, "sm_90")
 
 
 # --- order ----------------------------------------------------------------------------------------

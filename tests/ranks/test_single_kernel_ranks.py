@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from unittest import mock
 
@@ -24,11 +23,11 @@ pytestmark = pytest.mark.xdist_group("ranks")
 GPU = PeerCard("host", "", 132, 32, (9, 0))
 
 
-def asked(cards: tuple[PeerCard, ...], trial: str, late: float = 0.0, patience: float = 60.0):
+def asked(cards: tuple[PeerCard, ...], trial: str, late: bool = False):
     """Return the memory of the group of all ranks, of which this one has the card of its number.
 
-    The last rank asks ``late`` seconds after the others. ``trial`` is what the creation of a small
-    memory would return.
+    ``trial`` is what the trial of the kernel would return. If ``late``, rank 1 asks once rank 0,
+    which waits for no time, has its answer.
     """
     dist.barrier()
     open_store()
@@ -37,10 +36,13 @@ def asked(cards: tuple[PeerCard, ...], trial: str, late: float = 0.0, patience: 
     with (
         mock.patch.object(peers, "card_here", return_value=cards[rank]),
         mock.patch.object(peers, "trial", return_value=trial),
-        mock.patch.object(peers, "PATIENCE_S", patience),
+        mock.patch.object(peers, "PATIENCE_S", 0.0 if late else 60.0),
     ):
-        time.sleep(late if rank == dist.get_world_size() - 1 else 0.0)
+        if late and rank == 1:
+            dist.barrier()
         found = [peers.peer_memory(dist.group.WORLD.group_name) for _ in range(2)]
+        if late and rank == 0:
+            dist.barrier()
     assert found[0] == found[1]
     return found[0]
 
@@ -67,7 +69,7 @@ def test_ranks_use_symmetric_memory_together_or_not_at_all(ranks2, cards, trial,
 
 
 def test_late_rank_finds_that_the_other_gave_up(ranks2):
-    first, second = ranks2.run(asked, NAMED, "", 0.5, 0.05)
+    first, second = ranks2.run(asked, NAMED, "", True)
     assert first.unsupported_reason == "rank 1 did not publish its GPU in time"
     assert second.unsupported_reason.startswith("rank 0: it did not wait longer")
 
