@@ -355,9 +355,11 @@ def compiled(folder: Path, cards: tuple) -> tuple[str, str, torch.Tensor, int]:
     def summed(x):
         return ops.wait_tensor(ops.all_reduce(x * 2, "sum", group.group_name)) + 1
 
-    def symmetric(wanted, group, device):
+    def create(wanted, group, device):
         made.append(wanted)
-        return mapped(folder, wanted), ""
+        place = folder / str(len(made))
+        place.mkdir(exist_ok=True)
+        return mapped(place, wanted), ""
 
     torch._dynamo.reset()
     dist.barrier()
@@ -374,9 +376,10 @@ def compiled(folder: Path, cards: tuple) -> tuple[str, str, torch.Tensor, int]:
     exchange._workspaces.pop(group, None)
     with (
         mock.patch.object(peers, "card_here", return_value=cards[rank]),
-        mock.patch.object(peers, "trial", return_value=""),
+        mock.patch.object(exchange, "TRIAL_CALLS", 1),
+        mock.patch.object(exchange, "TRIAL_VALUES", 256),
         mock.patch.object(peers, "_device", return_value=torch.device("cpu")),
-        mock.patch.object(exchange, "_create", symmetric),
+        mock.patch.object(exchange, "_create", create),
         mock.patch.object(single_kernel, "_unsupported_reason", return_value=""),
     ):
         backend = commpass.backend(policy, profile=profile, strict=True)
@@ -400,7 +403,7 @@ def test_backend_creates_memory_once_and_runs_single_kernels(ranks2, tmp_path):
     results = ranks2.run(compiled, tmp_path, cards_of())
     brought = [2 * values(VALUES, torch.float32, rank, 0) for rank in range(2)]
     for lowering, _, made, created in results:
-        assert (lowering, created) == ("single_kernel", 1)
+        assert (lowering, created) == ("single_kernel", 2 + 1)  # two in the trial
         want = plain(codec("int8"), "one_shot", brought, "sum")[2] + 1
         assert torch.equal(made, want)
 

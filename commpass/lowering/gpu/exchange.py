@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from commpass.codecs import Codec
 from commpass.codecs import codec as codec_of
@@ -335,17 +336,16 @@ def _check(workspace: Workspace) -> None:
 
     Results are checked after all calls, since the other ranks wait for this one in each.
     """
-    ranks = torch.arange(workspace.exchange.ranks, dtype=torch.float64)[:, None]
-    places = torch.arange(TRIAL_VALUES, dtype=torch.float64)
+    ranks = torch.arange(workspace.exchange.ranks, dtype=torch.float64, device="cpu")[:, None]
+    places = torch.arange(TRIAL_VALUES, dtype=torch.float64, device="cpu")
     wrong = False
-    with making_lasting_tensors():
-        for call in range(TRIAL_CALLS):
-            values = torch.sin(places * (1 + call) + ranks)
-            x = values[workspace.rank].to(workspace.memory.device, torch.bfloat16)
-            made, exact = run(workspace, x).cpu().double(), values.sum(0)
-            wrong |= not bool((made - exact).abs().max() <= TRIAL_ERROR * exact.abs().max())
-        if late := workspace.missing():
-            raise CommpassError(f"its kernel did not see signals of ranks {late}")
+    for call in range(TRIAL_CALLS):
+        values = torch.sin(places * (1 + call) + ranks)
+        x = values[workspace.rank].to(workspace.memory.device, torch.bfloat16)
+        made, exact = run(workspace, x).cpu().double(), values.sum(0)
+        wrong |= not bool((made - exact).abs().max() <= TRIAL_ERROR * exact.abs().max())
+    if late := workspace.missing():
+        raise CommpassError(f"its kernel did not see signals of ranks {late}")
     if wrong:
         raise CommpassError("its kernel summed known values wrongly")
 
@@ -392,13 +392,16 @@ def _create(
 
 
 def _first_error(step: Callable[[], None], group: dist.ProcessGroup) -> str:
-    """Run a step on all ranks of a group. Return the first rank's error on all of them, or ""."""
+    """Run a step on all ranks of a group, also while a graph is traced. Return the first rank's
+    error on all of them, or ""."""
     why = ""
-    try:
-        step()
-    except Exception as error:  # any: the other ranks wait for the comparison
-        first_line = str(error).strip().partition("\n")[0]
-        why = f"{type(error).__name__}: {first_line}"
-    whys: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(whys, why, group)
+    # Storages, which objects are sent in, are fake unless the mode is unset.
+    with making_lasting_tensors(), unset_fake_temporarily():
+        try:
+            step()
+        except Exception as error:  # any: the other ranks wait for the comparison
+            first_line = str(error).strip().partition("\n")[0]
+            why = f"{type(error).__name__}: {first_line}"
+        whys: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(whys, why, group)
     return next((f"rank {rank}: {each}" for rank, each in enumerate(whys) if each), "")
