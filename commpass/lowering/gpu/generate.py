@@ -239,9 +239,9 @@ class Body:
 
 
 @lru_cache(maxsize=1024)
-def kernel(chain: Chain, numel: int = 1 << 20) -> Generated:
+def kernel(chain: Chain, numel: int = 1 << 20, lanes: int = 32) -> Generated:
     """Return the kernel of a chain for rows of ``numel`` values (``unsupported_reason`` must return
-    "").
+    "") on a GPU whose warps have ``lanes`` threads.
 
     It depends on ``numel`` if the size of a block does, or if the last block is not full.
     """
@@ -286,34 +286,35 @@ def kernel(chain: Chain, numel: int = 1 << 20) -> Generated:
         body.add_argument(name, "i64")
     for name in ("numel", "blocks", "rows"):
         body.add_argument(name, "i32")
-    blocks = norm_blocks or max(1, _tile(chain, numel) // size)
-    lanes = 1 << (blocks - 1).bit_length()
+    blocks = norm_blocks or max(1, _tile(chain, numel, lanes) // size)
+    padded_blocks = 1 << (blocks - 1).bit_length()
     split = max(8 // widths(_block_codec(each).grid.bits)[0] for each in codecs_of(chain))
     grids_ = [_block_codec(each).grid for each in codecs_of(chain)]
     fuses = any(isinstance(grid, CompandedGrid) for grid in grids_)
     entry = _name(chain)
     text = _entry(entry, body)
-    constants = dict(zip(CONSTANTS, (size, split, lanes, True, True, True), strict=True))
+    constants = dict(zip(CONSTANTS, (size, split, padded_blocks, True, True, True), strict=True))
     return Generated(
         chain=chain,
         source=of_text(entry, text, KNOWN),
         signature=body.signature,
         constants=constants,
         blocks=blocks,
-        num_warps=max(WARPS, lanes * size // TILE) if norm_blocks else WARPS,
+        num_warps=max(WARPS, padded_blocks * size // TILE) if norm_blocks else WARPS,
         fuses=fuses,
     )
 
 
-def _tile(chain: Chain, numel: int) -> int:
-    """Return the values of a tile, measured as the fastest on an H200."""
+def _tile(chain: Chain, numel: int, lanes: int) -> int:
+    """Return the values of a tile, measured as the fastest on an H200. On AMD GPUs, whose warps
+    have 64 threads, each thread of a sum has as many."""
     codec = _block_codec(codecs_of(chain)[-1])
     if chain.encodes is not None and not _is_sum(chain):
         many = isinstance(codec.grid, (TableGrid, MiniFloatGrid)) or codec.offset  # registers
         return TILE // 2 if many else TILE
     if not _is_sum(chain):
         return _power_below(DECODED * 8 // codec.grid.bits)
-    tile = _summed(chain)
+    tile = min(_summed(chain) * lanes // 32, TILE)
     while tile > LEAST and numel < PROGRAMS * tile:
         tile //= 2
     return tile

@@ -27,10 +27,10 @@ def caller(chain: Chain, numel: int) -> Callable[..., Tensor | list[Tensor]]:
     """Return a function that calls the kernel of a chain, for rows of ``numel`` values. Traced, it
     leaves buffers and a call that writes them and returns nothing. A chain with further results
     returns a list, its result first."""
-    generated = kernel(chain, numel)
 
     def call(*inputs: Tensor) -> Tensor | list[Tensor]:
         rows, device = inputs[0].shape[0] // chain.ranks, inputs[0].device
+        generated = kernel(chain, numel, launch.lanes(device))
         output = launch.empty(generated, rows, numel, device)
         further = launch.empty_further(generated, rows, numel, device)
         launch.launch(generated, inputs, output, numel, further, graph=True)

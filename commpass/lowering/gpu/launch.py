@@ -47,7 +47,7 @@ def run_all(chain: Chain, inputs: Tensor, numel: int, *constants: Tensor) -> lis
     """As ``run``; the further results of the chain follow its result."""
     if why := unsupported_reason(chain, numel):
         raise CommpassError(f"no kernel: {why}")
-    generated = kernel(chain, numel)
+    generated = kernel(chain, numel, lanes(inputs.device))
     rows = inputs.shape[0] // chain.ranks
     output = empty(generated, rows, numel, inputs.device)
     further = empty_further(generated, rows, numel, inputs.device)
@@ -141,6 +141,13 @@ def casts(device: torch.device) -> dict[str, bool]:
     """Return the compile-time arguments for a device: whether its casts round as required."""
     card = not interpreting()
     return {"CASTS": card, "FP8": card and has_fp8(device)}
+
+
+def lanes(device: torch.device) -> int:
+    """Return the threads of a warp."""
+    if torch.version.hip is None or device.type != "cuda":
+        return 32
+    return torch.cuda.get_device_properties(device).warp_size
 
 
 def has_fp8(device: torch.device) -> bool:

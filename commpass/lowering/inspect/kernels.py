@@ -27,6 +27,7 @@ from commpass.lowering.chain import (
 )
 from commpass.lowering.fused import role_of
 from commpass.lowering.gpu import generate, launch
+from commpass.lowering.inspect.architectures import architecture
 from commpass.lowering.inspect.isolated import of_exponent, of_sparse
 from commpass.lowering.inspect.lowerable import NUMEL, Lowerable, casts
 from commpass.lowering.inspect.matmuls import of_matmul
@@ -86,7 +87,7 @@ def of_chain(chain: Chain, arch: str, numel: int = NUMEL, name: str = "") -> Low
     """Return the kernel of a chain for rows of ``numel`` values."""
     if why := generate.unsupported_reason(chain, numel):
         raise KernelError(f"no kernel: {why}")
-    generated = generate.kernel(chain, numel)
+    generated = generate.kernel(chain, numel, architecture(arch).warp)
     read, written = row_bytes(chain, numel)
     stride = read if chain.decodes else numel
     numbers = launch.scalars(generated, numel, 1, stride, written if chain.encodes else numel)
