@@ -35,12 +35,18 @@ by halves of 2^31 takes."""
 
 @dataclass(frozen=True)
 class Launch:
-    """What is known of a launch: the intervals of its integer arguments, its grid, and the
-    intervals of the integers in memory, by the name of the argument that points to them."""
+    """What is known of a launch: the intervals of its integer arguments, and its grid.
+
+    What is assumed of data: the intervals of the integers in ``memory`` and of what atomic
+    operations find there (``counters``), by the name of the argument that points to them; and those
+    of ``variables`` of the kernel's text.
+    """
 
     integers: Mapping[str, Interval]
     grid: tuple[int, int, int]
     memory: Mapping[str, Interval] = field(default_factory=dict)
+    counters: Mapping[str, Interval] = field(default_factory=dict)
+    variables: Mapping[str, Interval] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -194,6 +200,9 @@ class _Reader:
     def _set(self, name: str, interval: Interval | None, *, from_data: bool = False) -> None:
         kind = self.types[name]
         whole = full(kind)
+        assumed = self.launch.variables.get(re.sub(r"(_\d+)?'*$", "", name.removeprefix("%")))
+        if assumed is not None and kind.bits > 1:
+            interval, from_data = meet(interval or whole, assumed), False
         self.exact[name] = whole if interval is None else interval
         self.known[name] = self.exact[name] if _fits(self.exact[name], kind) else whole
         (self.unbounded.add if from_data and kind.bits > 1 else self.unbounded.discard)(name)
@@ -226,7 +235,8 @@ class _Reader:
         return given[0] if name == "arith.trunci" and _fits(given[0], kind) else None
 
     def _loaded(self, operation: Operation, kind: Type) -> Interval | None:
-        found = self.launch.memory.get(self.origin.get(operation.operands[0], ""))
+        known = self.launch.memory if operation.name == "tt.load" else self.launch.counters
+        found = known.get(self.origin.get(operation.operands[0], ""))
         others = [self.of(each) for each in operation.operands[2:] if self.types[each].bits > 1]
         return found and join(found, *others)
 

@@ -25,12 +25,17 @@ from commpass.lowering.gpu.source import Source, load
 from commpass.lowering.inspect.kernels import row_bytes
 
 MOST_VALUES = 2**33
+INFINITY = 0x7F80_0000
+"""The bits of the largest threshold of a float32."""
 
 
 @dataclass(frozen=True)
 class KernelLaunch:
-    """A launch of a kernel. ``types`` are those of its arguments as Triton takes them for these
-    numbers: one below 2^31 is passed in 32 bits, whatever the kernel computes with it."""
+    """A launch of a kernel, with what is ``assumed`` of data (as in ``Launch``).
+
+    ``types`` are those of its arguments as Triton takes them for these numbers: one below 2^31 is
+    passed in 32 bits, whatever the kernel computes with it.
+    """
 
     source: Source
     types: Mapping[str, str]
@@ -38,13 +43,13 @@ class KernelLaunch:
     integers: Mapping[str, int]
     grid: tuple[int, int, int]
     warps: int
-    memory: Mapping[str, Interval] = field(default_factory=dict)
+    assumed: Mapping[str, Mapping[str, Interval]] = field(default_factory=dict)
 
     def overflows(self) -> list[Overflow]:
         """Return the indices and sizes that may leave their width."""
         function = compile_to_ttir(load(self.source), self.types, self.constants, self.warps)
         integers = {name: (number, number) for name, number in self.integers.items()}
-        return overflows(function, Launch(integers, self.grid, self.memory))
+        return overflows(function, Launch(integers, self.grid, **self.assumed))
 
 
 def types_of(declared: Mapping[str, str], integers: Mapping[str, int]) -> dict[str, str]:
@@ -93,19 +98,19 @@ def chain_launch(chain: Chain, numel: int, rows: int) -> KernelLaunch:
 
 
 def of_calls(
-    run: Callable[[], object], memory: Mapping[str, Interval] | None = None
+    run: Callable[[], object], assumed: Mapping[str, Mapping[str, Interval]] | None = None
 ) -> list[KernelLaunch]:
-    return [_call_launch(each, memory or {}) for each in calls_of(run)]
+    return [_call_launch(each, assumed or {}) for each in calls_of(run)]
 
 
-def _call_launch(call: Call, memory: Mapping[str, Interval]) -> KernelLaunch:
+def _call_launch(call: Call, assumed: Mapping[str, Mapping[str, Interval]]) -> KernelLaunch:
     integers = {
         name: int(value) for name, value in call.arguments.items() if not isinstance(value, Tensor)
     }
     declared = {name: kind for name, kind in signature(call).items() if kind != "constexpr"}
     types = types_of(declared, integers)
     grid = (call.programs, 1, 1)
-    return KernelLaunch(call.source, types, call.constants, integers, grid, call.warps, memory)
+    return KernelLaunch(call.source, types, call.constants, integers, grid, call.warps, assumed)
 
 
 def of_exponent(codec: ExponentCodec, dtype: torch.dtype, numel: int, rows: int):
@@ -123,14 +128,17 @@ def of_sparse(codec: SparseCodec, dtype: torch.dtype, numel: int, rows: int):
     x, residual = _meta(dtype, rows, numel), _meta(torch.float32, rows, numel)
     wires = _meta(torch.uint8, rows, codec.wire_bytes(numel, dtype))
     sizes = sparse.Sizes()
-    slots = codec.slots(numel)
-    memory = {
-        **{"indices": (0, numel), "starts": (0, slots), "used": (0, slots), "ends": (0, slots)}
+    blocks, slots = -(-numel // sizes.block), codec.slots(numel)
+    memory = {"indices": (0, numel), "starts": (0, slots), "used": (0, slots), "ends": (0, slots)}
+    assumed = {
+        "memory": memory | {"bounds": (0, INFINITY)},
+        "counters": {"state": (0, rows * blocks - 1)},  # the order in which programs begin
+        "variables": {"sures": (0, numel), "maybes": (0, numel), "room": (0, slots)},
     }
     return [
-        *of_calls(lambda: sparse.encode(codec, x, residual, sizes), memory),
-        *of_calls(lambda: sparse.decode(codec, wires, numel, dtype, sizes), memory),
-        *of_calls(lambda: sparse.sum_rows(codec, wires, numel, dtype, sizes), memory),
+        *of_calls(lambda: sparse.encode(codec, x, residual, sizes), assumed),
+        *of_calls(lambda: sparse.decode(codec, wires, numel, dtype, sizes), assumed),
+        *of_calls(lambda: sparse.sum_rows(codec, wires, numel, dtype, sizes), assumed),
     ]
 
 

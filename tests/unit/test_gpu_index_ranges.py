@@ -93,7 +93,10 @@ def test_exponent_counts_in_enough_bits(spec, dtype, rows, numel):
     check(some)
 
 
-SPARSE = ("topk", "topk(index=bitmap)", "topk(index=blocks16)", "gaussiank", "redsync", "sidco")
+SPARSE = (
+    *("topk", "topk(indices=bitmap)", "topk(indices=blocks16)", "topk(density=0.5)"),
+    *("topk(values=fp16)", "gaussiank", "redsync", "sidco", "dgc", "randomk"),
+)
 
 
 @pytest.mark.parametrize("rows", [4, rarely(2**20)])
