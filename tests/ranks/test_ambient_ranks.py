@@ -71,6 +71,7 @@ def exchanged(kind: str, codecs: tuple[str, ...], mode: str, **more) -> list[str
     return differing(run, codecs, mode)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "codecs", "mode"),

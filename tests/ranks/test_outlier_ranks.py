@@ -85,6 +85,7 @@ def check(every: list[list[tuple[Tensor, Tensor]]], most: list[float]) -> None:
         assert torch.allclose(first, by_hand, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", ["aot_eager", rarely("inductor")])
 def test_sums_of_two_ranks_in_graphs_are_those_by_hand(ranks2, inner):
     check(ranks2.run(sums, False, HOWS[:2], inner), [0.04, 0.06])
