@@ -33,7 +33,7 @@ SPECS = (
 )
 CHAINS = ("encode", "decode", "decode_sum", "decode_sum_encode")
 KINDS = [(spec, chain) for spec in SPECS for chain in CHAINS]
-QUICK = {("int8", "encode"), ("int6", "decode"), ("int8", "decode_sum_encode")}
+QUICK = {("int8", "encode"), ("int6", "decode")}
 
 
 def chain_of(name: str, spec: str) -> Chain:
@@ -56,7 +56,13 @@ def check(several) -> None:
 # --- every kernel ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("spec", "name"), sampled(KINDS, QUICK))
+@pytest.mark.parametrize(
+    ("spec", "name"),
+    [
+        *sampled([each for each in KINDS if each != ("int8", "decode_sum_encode")], QUICK),
+        pytest.param("int8", "decode_sum_encode", marks=pytest.mark.slow),
+    ],
+)
 def test_chain_counts_in_enough_bits(spec, name):
     some = list(launches.of_chain(chain_of(name, spec)))
     assert len(some) == 2
@@ -99,6 +105,7 @@ SPARSE = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [4, rarely(2**20)])
 @pytest.mark.parametrize("spec", sampled(SPARSE, {"topk"}))
 def test_sparse_kernels_count_in_enough_bits(spec, rows):
