@@ -32,7 +32,10 @@ SPECS = (
     *("table", "sdp4bit", "tahquant", "mxfp4", "nvfp4"),
 )
 CHAINS = ("encode", "decode", "decode_sum", "decode_sum_encode")
-KINDS = [(spec, chain) for spec in SPECS for chain in CHAINS]
+NONE = ("nvfp4", "decode_sum_encode")
+"""The peak of a row must be known before it is encoded, so there is no such kernel."""
+SLOW = ("int8", "decode_sum_encode")
+KINDS = [(spec, name) for spec in SPECS for name in CHAINS if (spec, name) not in (NONE, SLOW)]
 QUICK = {("int8", "encode"), ("int6", "decode")}
 
 
@@ -58,10 +61,7 @@ def check(several) -> None:
 
 @pytest.mark.parametrize(
     ("spec", "name"),
-    [
-        *sampled([each for each in KINDS if each != ("int8", "decode_sum_encode")], QUICK),
-        pytest.param("int8", "decode_sum_encode", marks=pytest.mark.slow),
-    ],
+    [*sampled(KINDS, QUICK), pytest.param(*SLOW, marks=pytest.mark.slow)],
 )
 def test_chain_counts_in_enough_bits(spec, name):
     some = list(launches.of_chain(chain_of(name, spec)))
