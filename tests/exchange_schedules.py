@@ -356,11 +356,13 @@ def patched(schedule: Schedule) -> Iterator[None]:
 def patched_once(function: Any) -> Iterator[None]:
     """Let Triton replace its language by the interpreter's once, and not at each call of a tile
     function; and let it not check each sum for overflow. Both take most of the time."""
-    from triton.language import standard
+    from triton.language import core, standard
     from triton.runtime import interpreter
 
     patch = interpreter._patch_lang
     scopes = [patch(function), patch(standard.cdiv.fn)]
+    # Triton 3.6 has another, which NumPy 2.4 refuses.
+    scopes[0].set_attr(core.tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
     interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
     builder = interpreter.interpreter_builder
     options, builder.options = builder.options, replace(builder.options, sanitize_overflow=False)
