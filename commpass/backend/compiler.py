@@ -56,6 +56,21 @@ REORDERING_OFF = (
 )
 
 
+def with_static(
+    kwargs: Mapping[str, Any], more: Sequence[Any], inputs: Sequence[Any]
+) -> dict[str, Any]:
+    """Return the arguments of Inductor's compile, in which also the last inputs are static:
+    ``more``, the state and the constants that a graph keeps.
+
+    A CUDA graph reads static inputs where they are, without a copy, and may change them: without
+    this, torch would capture no graph that keeps state.
+    """
+    if not more:
+        return dict(kwargs)
+    static = [*(kwargs.get("static_input_idxs") or ()), *range(len(inputs))[-len(more) :]]
+    return {**kwargs, "static_input_idxs": static}
+
+
 class Backend(Shared):
     """A configured backend, called by torch.compile."""
 
@@ -169,7 +184,8 @@ class Backend(Shared):
                     torch._inductor.config.patch(patches),  # patched here too, for later recompiles
                     self._without_reordering() if pinned or changed else nullcontext(),
                 ):
-                    return compile_fx_inner(gm, [*example_inputs, *more], **kwargs)
+                    inputs = [*example_inputs, *more]
+                    return compile_fx_inner(gm, inputs, **with_static(kwargs, more, inputs))
 
             direction = "backward" if kwargs.get("is_backward") or calls.autograd else "forward"
             wrapped = kwargs.get("cpp_wrapper") or torch._inductor.config.cpp_wrapper

@@ -18,6 +18,9 @@ from commpass.passes.fx.ops import is_heavy, is_matmul
 from commpass.plan import SINGLE_KERNEL, Candidate, Site
 
 EXCHANGE = "exchange"
+WAVE = 132 * 128 * 128
+"""The values of a matmul's result that a GPU computes at once, on an H100: a tile of 128 x 128 on
+each of its multiprocessors. Fewer values take as long."""
 
 
 def part_of(site: Site, region: Region) -> Site:
@@ -122,5 +125,13 @@ def _part_us(nodes: Iterable[fx.Node], chunks: int, profile: Profile) -> float:
     us = 0.0
     for node in nodes:
         launch = profile.kernels.launch_us if is_matmul(node) else 0.0
-        us += (costs.compute(node, profile).us - launch) / chunks + launch
+        us += (costs.compute(node, profile).us - launch) * _share(node, chunks) + launch
     return us
+
+
+def _share(node: fx.Node, chunks: int) -> float:
+    """Return the share of a node's time that one of its chunks takes: on a GPU, at least that of
+    ``WAVE`` values."""
+    if not is_matmul(node) or node.meta["val"].device.type == "cpu":
+        return 1 / chunks
+    return max(1 / chunks, min(WAVE / max(node.meta["val"].numel(), 1), 1.0))

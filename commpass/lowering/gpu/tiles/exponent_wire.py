@@ -37,7 +37,7 @@ def marks_of(row, columns, STATIC: tl.constexpr):
 @tile
 def lanes_of(chunk, columns):
     """How many columns chunks have: 32, but for the last one."""
-    return tl.where(chunk * LANES + LANES <= columns, LANES, columns - chunk * LANES)
+    return tl.minimum(columns - chunk * LANES, LANES)
 
 
 @tile

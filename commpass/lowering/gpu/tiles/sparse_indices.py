@@ -82,8 +82,8 @@ def byte_of_offsets(indices, byte, used, n):
 @tile
 def byte_of_ends(indices, byte, used, k, n, steps):
     """Bytes of how many entries are chosen up to the end of each block of 65,536."""
-    block = byte >> 2
-    bound = tl.where(block + 1 < (n + 65535) >> 16, (block + 1) << 16, n)
+    block = tl.minimum(tl.maximum(byte >> 2, 0) + 1, (n + 65535) >> 16)
+    bound = tl.minimum(block << 16, n)
     ends = first_slot(indices, bound, used, k, n, steps, BITMAP, 0)
     return (ends >> ((byte & 3) * 8)) & 255
 

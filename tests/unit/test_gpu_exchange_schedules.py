@@ -1,0 +1,174 @@
+"""The kernel of an exchange on all ranks by random schedules, over memory as weak as a GPU's."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from exchange_schedules import Outcome, Setup, outcomes
+from interpreter import interpreted
+from tiers import rarely
+from weak_memory import Agent, Memory
+
+pytest.importorskip("triton", reason="kernels are written in Triton: pip install commpass[kernels]")
+
+AT_ONCE = 10
+"""Schedules of one call of the interpreter's process, which has a time limit."""
+
+
+def run(setup: Setup, schedules: int) -> list[Outcome]:
+    found = []
+    for first in range(0, schedules, AT_ONCE):
+        seeds = range(first, min(first + AT_ONCE, schedules))
+        found += interpreted(outcomes, setup, seeds)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "ranks", "schedules"),
+    [
+        ("one_shot", 2, 4),
+        pytest.param("one_shot", 2, 26, marks=pytest.mark.slow),
+        pytest.param("two_shot", 2, 4, marks=pytest.mark.slow),
+        rarely("one_shot", 2, 400),
+        rarely("one_shot", 3, 200),
+        rarely("one_shot", 4, 60),
+        rarely("one_shot", 8, 10),
+        rarely("two_shot", 2, 250),
+        rarely("two_shot", 3, 60),
+        rarely("two_shot", 4, 20),
+        rarely("two_shot", 8, 2),
+    ],
+)
+def test_results_are_right_in_every_schedule(algorithm, ranks, schedules):
+    """No read could have read other bytes, though calls overtake each other."""
+    setup = Setup(algorithm, ranks)
+    found = run(setup, schedules)
+    assert [each for each in found if each.is_bad] == []
+    assert {each.right for each in found} == {ranks * setup.calls}
+    assert {each.missing for each in found} == {(0,) * ranks}
+    assert max(each.lead for each in found) == 1
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
+def test_programs_share_tiles_in_every_schedule(algorithm):
+    """Several programs of a rank each have some tiles of a wire."""
+    setup = Setup(algorithm, 2, numel=2100, programs=2)
+    found = run(setup, 20)
+    assert [each for each in found if each.is_bad] == []
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "ranks", "schedules"),
+    [("one_shot", 2, 3), rarely("two_shot", 2, 40), rarely("one_shot", 4, 30)],
+)
+def test_rank_that_never_comes_is_named(algorithm, ranks, schedules):
+    found = run(Setup(algorithm, ranks, gone=1, spins=3), schedules)
+    for each in found:
+        assert not each.wrong
+        assert not each.right
+        assert all(bits >> 1 & 1 for rank, bits in enumerate(each.missing) if rank != 1)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "ranks", "schedules"),
+    [
+        pytest.param("one_shot", 2, 5, marks=pytest.mark.slow),
+        rarely("two_shot", 2, 60),
+        rarely("one_shot", 3, 60),
+    ],
+)
+def test_rank_that_comes_too_late_gets_no_wrong_numbers(algorithm, ranks, schedules):
+    """Ranks that give up early, and those that they then miss: each result is right, or NaN."""
+    found = run(Setup(algorithm, ranks, spins=2), schedules)
+    assert not any(each.wrong for each in found)
+    assert any(each.nan for each in found)
+
+
+# --- faults are found -----------------------------------------------------------------------------
+
+FAULTS = {
+    "barrier before the signal": (
+        "    tl.debug_barrier()\n    tl.atomic_xchg",
+        "    tl.atomic_xchg",
+    ),
+    "barrier after the wait": ("    tl.debug_barrier()\n    return missing", "    return missing"),
+    "release": ('sem="release"', 'sem="relaxed"'),
+    "acquire": ('sem="acquire"', 'sem="relaxed"'),
+    "the other buffer": ("(epoch & 1) * buffer_bytes", "0 * buffer_bytes"),
+    "this call's signal": ("seen - epoch < 0", "seen - epoch < -1"),
+}
+QUICK = {"barrier before the signal", "the other buffer"}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "fault"),
+    [
+        *(("one_shot", fault) if fault in QUICK else rarely("one_shot", fault) for fault in FAULTS),
+        *(rarely("two_shot", fault) for fault in FAULTS if fault != "the other buffer"),
+    ],
+)
+def test_schedules_find_what_is_missing(algorithm, fault):
+    """An exchange without a step that it needs gives wrong results in some schedule."""
+    found = interpreted(outcomes, Setup(algorithm, 2, faults=(FAULTS[fault],)), range(30), True)
+    assert found[-1].wrong
+    assert found[-1].races
+
+
+@pytest.mark.every
+def test_schedules_find_values_that_a_late_rank_must_not_return():
+    fault = ('x = tl.where(late == 0, x, float("nan"))', "x = x")
+    found = run(Setup("one_shot", 2, spins=2, faults=(fault,)), 30)
+    assert any(each.wrong for each in found)
+
+
+@pytest.mark.every
+def test_schedules_find_ranks_that_wait_for_ever():
+    fault = ("wait(mine, (1 * programs", "wait(mine, (0 * programs")
+    found = interpreted(outcomes, Setup("two_shot", 2, faults=(fault,)), range(30), True)
+    assert found[-1].stuck
+
+
+# --- the memory -----------------------------------------------------------------------------------
+
+
+def passed(*, barrier: bool, release: bool, acquire: bool, barrier_after: bool) -> set[int]:
+    """Return what a second agent reads of a byte after the signal of the first has arrived."""
+    found = set()
+    data, flag = np.array([[0]]), np.array([[4, 5, 6, 7]])
+    for seed in range(20):
+        memory = Memory(8, np.random.default_rng(seed))
+        first, second = memory.agent(), memory.agent()
+        memory.write(first, data, np.array([[7]], dtype=np.uint8))
+        if barrier:
+            first.barrier()
+        one = np.ones((1, 4), dtype=np.uint8)
+        memory.exchange(first, flag, one, release=release)
+        assert memory.fetch(second, flag, acquire=acquire).all()
+        if barrier_after:
+            second.barrier()
+        found.add(int(memory.read(second, data)[0, 0]))
+    return found
+
+
+STEPS = ("barrier", "release", "acquire", "barrier_after")
+
+
+@pytest.mark.parametrize("without", [None, *STEPS])
+def test_message_is_passed_by_all_four_steps_alone(without):
+    steps = {step: step != without for step in STEPS}
+    assert passed(**steps) == ({7} if without is None else {0, 7})
+
+
+def test_agent_reads_what_it_wrote_and_never_older_bytes_again():
+    memory = Memory(4, np.random.default_rng(0))
+    writer, reader = memory.agent(), memory.agent()
+    at = np.array([[0], [1], [2]])
+    for number in range(1, 6):
+        memory.write(writer, at, np.full((3, 1), number, dtype=np.uint8))
+        assert (memory.read(writer, at) == number).all()
+    read = [memory.read(reader, at) for _ in range(30)]
+    assert all((after >= before).all() for before, after in pairwise(read))
+    assert (memory.read(Agent.after(writer), at) == 5).all()
