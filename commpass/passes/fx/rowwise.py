@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from commpass.passes.fx import meta
@@ -55,9 +54,6 @@ REDUCTIONS = (
     aten.var_mean.correction,
 )
 """Operators that reduce some dimensions, given by the second argument."""
-SCALED_MM = aten._scaled_mm.default
-CUT_MATMULS = (*ROW_MATMULS, SCALED_MM)
-"""The matmuls whose rows may be computed in chunks."""
 OVER_ONE = (aten._softmax.default, aten._log_softmax.default)
 """Operators along one dimension, given by the second argument."""
 
@@ -65,30 +61,13 @@ OVER_ONE = (aten._softmax.default, aten._log_softmax.default)
 def matmul_rows(node: fx.Node, blocks: int = 1) -> Rows | None:
     """Return how a matmul treats the rows of its result in ``blocks`` blocks; None for other
     nodes."""
-    if node.op != "call_function" or node.target not in CUT_MATMULS:
+    if node.op != "call_function" or node.target not in ROW_MATMULS:
         return None
     axis = Axis(0, blocks)
     if node.target == aten.mm.default:
         return Rows(axis, (axis, None))
-    if node.target == SCALED_MM:
-        return _scaled_rows(node, axis)
     bias = meta.tensor(node.args[0]) if isinstance(node.args[0], fx.Node) else None
     return None if bias is None else Rows(axis, (_axis_of(bias, axis, 2), axis, None))
-
-
-def _scaled_rows(node: fx.Node, axis: Axis) -> Rows | None:
-    """Return how a scaled matmul treats its rows: each has its own scales, or all have one.
-
-    Scales of fewer bits than float32 are not cut, since hardware wants them in another order.
-    """
-    scale = meta.tensor(node.args[2]) if len(node.args) > 3 else None  # type: ignore[arg-type]
-    if scale is None or scale.dtype != torch.float32:
-        return None
-    of_rows = scale.dim() == 2 and scale.shape[0] == _first(node).shape[0]
-    if scale.numel() != 1 and not of_rows:
-        return None
-    of_scale = axis if scale.numel() != 1 else None
-    return Rows(axis, (axis, None, of_scale, *(None,) * (len(node.args) - 3)))
 
 
 def rows_of(node: fx.Node, axes: Mapping[fx.Node, Axis]) -> Rows | None:
@@ -133,8 +112,8 @@ def _values(node: fx.Node) -> list[Tensor]:
 
 def _rule(node: fx.Node, axes: Mapping[fx.Node, Axis]) -> Rows | None:
     target, rest = node.target, (None,) * (len(node.args) - 1)
-    if target in CUT_MATMULS:
-        place = 1 if target == aten.addmm.default else 0
+    if target in ROW_MATMULS:
+        place = 0 if target == aten.mm.default else 1
         axis = axes.get(node.args[place])  # type: ignore[arg-type]
         return None if axis is None else matmul_rows(node, axis.blocks)
     if is_pointwise(target):
@@ -156,16 +135,11 @@ def _rule(node: fx.Node, axes: Mapping[fx.Node, Axis]) -> Rows | None:
         made = None if node.args[1] % given.dim() == axis.dim else axis  # type: ignore[operator]
     elif target == aten.split.Tensor:
         made = _divided(node, given, axis)
-    elif target in (aten._to_copy.default, aten.alias.default) or _keeps_width(node, given):
+    elif target == aten._to_copy.default:
         made = axis
     else:
         return None
     return None if made is None else Rows(made, (axis, *rest))
-
-
-def _keeps_width(node: fx.Node, source: Tensor) -> bool:
-    """Whether a node views the bits of values as values of the same width."""
-    return node.target == aten.view.dtype and _first(node).itemsize == source.itemsize
 
 
 def _pointwise(node: fx.Node, axes: Mapping[fx.Node, Axis]) -> Rows | None:
