@@ -1,4 +1,4 @@
-# make demo | make test [TORCH=2.15.0] [SHARE=text] | make test-all | make test-bench | make scenarios | make fuzz [MINUTES=30] | make mutants | make gpu | make format | make docs | make tools | make clean
+# make demo | make test [TORCH=2.15.0] [SHARE=text] | make test-slow | make test-all | make test-bench | make scenarios | make fuzz [MINUTES=30] | make mutants | make gpu | make format | make docs | make tools | make clean
 PYTHON ?= python3
 PINNED := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH ?= $(PINNED)
@@ -11,17 +11,22 @@ MINUTES ?= 30
 # Tests start hundreds of processes, each of which would otherwise compile all sources anew.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test test-all test-bench scenarios fuzz mutants gpu check format docs tools clean setup
+.PHONY: demo test test-slow test-all test-bench scenarios fuzz mutants gpu check format docs tools clean setup
 
 demo: $(READY)
 	$(VENV)/bin/python examples/train_tp.py --ranks 2
 
 # Each worker computes on one core: threads of several workers would wait for each other.
-test test-all test-bench scenarios: export OMP_NUM_THREADS = 1
+test test-slow test-all test-bench scenarios: export OMP_NUM_THREADS = 1
 
-# The quick tests; with SHARE=text also one in 256 of the long ones, which the text chooses.
+# The quick tests; with SHARE=text also one in 4 of the slow ones and one in 256 of the long ones,
+# which the text chooses.
 test: check
 	$(VENV)/bin/pytest -n $(WORKERS) --dist loadgroup $(if $(SHARE),--share $(SHARE))
+
+# All tests of `make test` with every SHARE, but the long ones.
+test-slow: check
+	$(VENV)/bin/pytest -n $(WORKERS) --dist loadgroup --slow
 
 # With every combination of which `make test` tries a few.
 test-all: check

@@ -14,7 +14,12 @@ import timing
 import torch
 import torch.distributed as dist
 from processes import Ranks, do_not_time_guards
-from tiers import pytest_collection_modifyitems, pytest_configure, pytest_itemcollected
+from tiers import (
+    pytest_collection_modifyitems,
+    pytest_configure,
+    pytest_ignore_collect,
+    pytest_itemcollected,
+)
 from timing import pytest_runtest_logreport, pytest_terminal_summary
 
 # pytest adds a handler to each logger that does not propagate. torch then logs all that it
@@ -25,6 +30,7 @@ os.environ["COMMPASS_CHECK"] = "1"  # check the invariants between passes, on al
 __all__ = [
     "pytest_collection_modifyitems",
     "pytest_configure",
+    "pytest_ignore_collect",
     "pytest_itemcollected",
     "pytest_runtest_logreport",
     "pytest_terminal_summary",

@@ -1,8 +1,11 @@
 """Select the tests that run.
 
-Quick tests always run. Those marked ``every`` run with ``--every``, or one in 256 of them with
-``--share TEXT``. Of a function marked ``few(n)``, n cases are quick. Tests of ``tests/bench``,
-which test the benchmarks, run with ``--bench`` or ``--every``.
+* Quick tests always run.
+* Those marked ``slow`` take over a second. They run with ``--slow``, or one in 4 of them with
+  ``--share TEXT``. Of a function marked ``rest_slow(n)``, all cases but n are ``slow``.
+* Those marked ``every`` run with ``--every``, which runs all tests, or one in 256 of them with
+  ``--share TEXT``. Of a function marked ``few(n)``, all cases but n are ``every``.
+* Tests of ``tests/bench``, which test the benchmarks, run with ``--bench`` or ``--every``.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +21,7 @@ import torch
 from _pytest.mark import ParameterSet
 
 PARTS = 256
+PARTS_OF_SLOW = 4
 RANKS = {"ranks2", "ranks3", "ranks4"}
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 runs_again = pytest.mark.skipif(
@@ -37,12 +42,13 @@ def part(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) % PARTS
 
 
-def sampled(cases: Iterable[Any], quick: Collection[Any] | Callable[[Any], bool]) -> Iterator:
-    """Yield all cases for ``parametrize``; those that are not ``quick`` run only with
-    ``--every``."""
+def sampled(
+    cases: Iterable[Any], quick: Collection[Any] | Callable[[Any], bool], tier: str = "every"
+) -> Iterator:
+    """Yield all cases for ``parametrize``; mark those that are not ``quick`` as ``tier``."""
     for case in cases:
         kept = quick(case) if callable(quick) else case in quick
-        marks = () if kept else pytest.mark.every
+        marks = () if kept else getattr(pytest.mark, tier)
         yield pytest.param(*case if isinstance(case, tuple) else (case,), marks=marks)
 
 
@@ -77,17 +83,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--every", action="store_true", help="also the tests marked every: all combinations"
     )
+    parser.addoption("--slow", action="store_true", help="also the tests marked slow")
     parser.addoption("--bench", action="store_true", help="also the tests of the benchmarks")
     parser.addoption(
         "--share",
         metavar="TEXT",
         default="",
-        help="also one in 256 of the tests marked every; TEXT, such as a commit, says which",
+        help="also one in 4 of the tests marked slow, and one in 256 of those marked every; TEXT, "
+        "such as a commit, says which",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     _chosen_tier["every"] = config.getoption("--every")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Skip the files of the benchmarks' tests where none of them can run."""
+    options = ("--bench", "--every", "--share")
+    named = any("bench" in argument for argument in config.invocation_params.args)
+    is_left = collection_path.name == "bench" and not named
+    return True if is_left and not any(map(config.getoption, options)) else None
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -113,10 +129,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _keep_group(item)
     if config.getoption("--every"):
         return
-    _mark_all_but_few(items)
-    text = config.getoption("--share")
-    bench = config.getoption("--bench")
-    left = [item for item in items if not _is_quick(item, bench) and not _chosen(item, text)]
+    _mark_others(items, "few", "every")
+    _mark_others(items, "rest_slow", "slow")
+    left = [item for item in items if not _runs(item, config)]
     if left:
         out = set(left)
         config.hook.pytest_deselected(items=left)
@@ -133,26 +148,34 @@ def _keep_group(item: pytest.Item) -> None:
         item._id = type(item._id).parse(named)
 
 
-def _mark_all_but_few(items: list[pytest.Item]) -> None:
-    """Mark all cases of a function ``few(n)`` as ``every``, except n evenly spaced ones."""
+def _mark_others(items: list[pytest.Item], named: str, tier: str) -> None:
+    """Mark cases of each function that is marked ``named`` as ``tier``, except as many as the mark
+    says, evenly spaced."""
     cases: dict[object, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("few") and not item.get_closest_marker("every"):
+        if item.get_closest_marker(named) and not item.get_closest_marker("every"):
             cases.setdefault(getattr(item, "function", item), []).append(item)
     for found in cases.values():
-        mark = found[0].get_closest_marker("few")
+        mark = found[0].get_closest_marker(named)
         assert mark is not None
         kept = {number * len(found) // mark.args[0] for number in range(mark.args[0])}
         for number, item in enumerate(found):
             if number not in kept:
-                item.add_marker(pytest.mark.every)
+                item.add_marker(tier)
 
 
-def _is_quick(item: pytest.Item, bench: bool) -> bool:
-    return not item.get_closest_marker("every") and (bench or not item.get_closest_marker("bench"))
+def _runs(item: pytest.Item, config: pytest.Config) -> bool:
+    """Return whether a test runs without ``--every``."""
+    text = config.getoption("--share")
+    is_left = item.get_closest_marker("bench") and not config.getoption("--bench")
+    if is_left or item.get_closest_marker("every"):
+        return _is_chosen(item, text, PARTS)
+    if item.get_closest_marker("slow") and not config.getoption("--slow"):
+        return _is_chosen(item, text, PARTS_OF_SLOW)
+    return True
 
 
-def _chosen(item: pytest.Item, text: str) -> bool:
+def _is_chosen(item: pytest.Item, text: str, parts: int) -> bool:
     """Select by the test's place and name: under xdist its id ends with the name of its group."""
     place, _, name = item.location
-    return bool(text) and part(f"{place}::{name}") == part(text)
+    return bool(text) and part(f"{place}::{name}") % parts == part(text) % parts

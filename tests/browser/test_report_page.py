@@ -136,6 +136,7 @@ def modules(browser) -> list[str]:
     return browser.execute_script(script, names)
 
 
+@pytest.mark.slow
 def test_everything_opens_without_an_error_and_nothing_is_loaded(opened, tmp_path):
     assert modules(opened) == ["layers.*.attn.o", "layers.*.mlp.down", "layers.*.mlp.down"]
     open_all(opened)
@@ -145,6 +146,7 @@ def test_everything_opens_without_an_error_and_nothing_is_loaded(opened, tmp_pat
     assert opened.save_screenshot(str(tmp_path / "page.png"))
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_no_width_needs_scrolling_sideways(browser, path, tmp_path, width):
@@ -158,6 +160,7 @@ def test_no_width_needs_scrolling_sideways(browser, path, tmp_path, width):
     assert errors(browser) == []
 
 
+@pytest.mark.slow
 def test_every_link_leads_somewhere(opened):
     links = opened.find_elements(By.CSS_SELECTOR, "nav a")
     assert len(links) >= 13
@@ -172,6 +175,7 @@ def test_every_link_leads_somewhere(opened):
         assert opened.current_url.endswith(f"#{target}")
 
 
+@pytest.mark.slow
 def test_sorting_by_keyboard(opened):
     of = "#a [data-table=sites] thead button"
     heads = {each.text: each for each in opened.find_elements(By.CSS_SELECTOR, of)}
@@ -197,6 +201,7 @@ def sorted_as(button) -> str:
     return button.find_element(By.XPATH, "..").get_attribute("aria-sort")
 
 
+@pytest.mark.slow
 def test_filtering_by_keyboard(opened):
     tab_to(opened, opened.find_element(By.CSS_SELECTOR, "#a [data-table=sites] input"))
     press(opened, "layers.2. DOWN")
@@ -208,6 +213,7 @@ def test_filtering_by_keyboard(opened):
     assert said.text == "0 of 3 lines, 0 sites"
 
 
+@pytest.mark.slow
 def test_site_and_its_candidates_by_keyboard(opened):
     opener = opened.find_element(By.CSS_SELECTOR, "#a [data-table=sites] .open")
     tab_to(opened, opener)
@@ -232,6 +238,7 @@ def test_site_and_its_candidates_by_keyboard(opened):
     assert not opened.find_elements(By.CSS_SELECTOR, "#a .detail")
 
 
+@pytest.mark.slow
 def test_timelines_by_keyboard(opened):
     figure = opened.find_element(By.CSS_SELECTOR, "#a figure")
     said = figure.find_element(By.CSS_SELECTOR, ".said")
@@ -249,6 +256,7 @@ def test_timelines_by_keyboard(opened):
     assert opened.execute_script(painted, figure) != near
 
 
+@pytest.mark.slow
 def test_bars_show_what_is_chosen(opened):
     place = opened.find_element(By.CSS_SELECTOR, "#a [data-table=sites]")
     chosen = Select(place.find_element(By.TAG_NAME, "select"))
@@ -285,6 +293,7 @@ CONTRAST = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_is_readable(browser, path, tmp_path, scheme):
     """The contrast is at least 4.5 to 1, as required by WCAG 2.1, 1.4.3."""
@@ -297,6 +306,7 @@ def test_text_is_readable(browser, path, tmp_path, scheme):
     assert errors(browser) == []
 
 
+@pytest.mark.slow
 def test_printed_page_is_light_and_without_buttons(browser, path):
     show(browser, path, scheme="dark", media="print")
     back = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
@@ -323,6 +333,7 @@ def test_ten_thousand_lines_are_made_when_they_are_wanted(browser, tmp_path):
     assert errors(browser) == []
 
 
+@pytest.mark.slow
 def test_names_run_no_script(browser, tmp_path):
     bad = "</script><img src=x onerror=document.title='bad'><script>document.title='bad'</script>"
     out = tmp_path / "bad.html"

@@ -95,6 +95,7 @@ def test_unknown_arguments_are_refused_with_the_nearest_that_exists(arguments, n
         commpass.backend(**arguments)
 
 
+@pytest.mark.slow
 def test_no_global_state_is_changed(fake_group):
     import torch._functorch.config
     import torch._inductor.config
@@ -117,6 +118,7 @@ def test_no_global_state_is_changed(fake_group):
     )
 
 
+@pytest.mark.slow
 def test_other_peoples_passes_still_run_and_see_the_rewritten_graph(fake_group):
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
@@ -136,6 +138,7 @@ def test_other_peoples_passes_still_run_and_see_the_rewritten_graph(fake_group):
     assert not any("all_reduce" in target for target in seen[0])
 
 
+@pytest.mark.slow
 def test_mode_and_options_go_to_inductor(fake_group):
     fake_group(8)
     seen = []
@@ -163,6 +166,7 @@ def test_mode_and_options_go_to_inductor(fake_group):
     assert seen == [True, False]
 
 
+@pytest.mark.slow
 def test_world_size_one_sends_nothing_and_says_so(fake_group):
     fake_group(1)
     (plan,) = compile_and_run()
@@ -186,6 +190,7 @@ def test_it_works_without_torch_distributed():
     assert torch.equal(compiled(X), X * 2)
 
 
+@pytest.mark.slow
 def test_every_site_has_a_reason_and_a_rule_that_matched_nothing_is_reported_once(
     fake_group, caplog
 ):
@@ -205,6 +210,7 @@ def test_every_site_has_a_reason_and_a_rule_that_matched_nothing_is_reported_onc
     assert "2 graphs, 4 sites, 2 compressed" in summaries[0]
 
 
+@pytest.mark.slow
 def test_rule_that_only_backward_meets_is_not_reported(fake_group, caplog):
     fake_group(8)
     with caplog.at_level(logging.INFO, "commpass"):
@@ -214,6 +220,7 @@ def test_rule_that_only_backward_meets_is_not_reported(fake_group, caplog):
     assert not [entry for entry in caplog.records if entry.levelno == logging.WARNING]
 
 
+@pytest.mark.slow
 def test_counters_and_artifacts(fake_group, tmp_path):
     from torch._dynamo.utils import counters
 
@@ -257,6 +264,7 @@ def test_counters_and_artifacts(fake_group, tmp_path):
     assert [site["codec"] for site in plan["sites"]] == ["int8", "int8"]
 
 
+@pytest.mark.slow
 def test_full_disk_ends_no_job(fake_group, tmp_path, monkeypatch, caplog):
     fake_group(8)
 
@@ -269,6 +277,7 @@ def test_full_disk_ends_no_job(fake_group, tmp_path, monkeypatch, caplog):
     assert f"the dump of graph {plan.graph} was not written: No space left" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["argument", "environment"])
 def test_dump_holds_plan_and_graphs(how, fake_group, tmp_path, monkeypatch):
     fake_group(8)
@@ -345,6 +354,7 @@ def by_name(**options):
     return commpass.plans()[seen:]
 
 
+@pytest.mark.slow
 def test_torch_finds_the_backend_by_its_name_with_the_arguments_as_options(fake_group):
     fake_group(8)
     assert "commpass" in torch.compiler.list_backends()
@@ -391,6 +401,7 @@ def test_options_of_inductor_are_written_with_either_sign_and_checked(fake_group
             torch.compile(Net(), backend=commpass.backend("off"), options={"max_autotun": False})(X)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "warned"), [(FORCED, True), ("off", False)])
 def test_last_compile_before_torch_gives_up_is_told_where_anything_was_changed(
     policy, warned, fake_group, caplog

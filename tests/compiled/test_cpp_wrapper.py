@@ -39,6 +39,7 @@ def planned(function, backend, caplog, **more):
     return [site for plan in commpass.plans()[seen:] for site in (*plan, *plan.simplified)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", [summed, rarely(twice), rarely(gathered)])
 def test_every_site_is_left_alone_with_the_reason(function, fake_group, caplog):
     """commpass compiles every graph that plain torch compiles, without an exception or a

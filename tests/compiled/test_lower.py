@@ -143,6 +143,7 @@ def test_operators_have_the_shapes_of_what_they_stand_for(name, dtype):
     same(back, coder.decode_rows(coder.salted(1, 2).encode_rows(rows), rows.shape[1], dtype))
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize("name", ["int8", "rotated", "fp8", "taco", "exponent"])
 def test_operators_take_symbolic_sizes(name):
     coder = codec(name)
@@ -284,6 +285,7 @@ def test_both_forms_give_the_same_bits(name, how, shape, dtype, made):
         alike_of(name)(*whole)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", sampled(CODECS, ("int8", "rotated", ROOTS)))
 def test_compiled_kernels_give_the_bits_of_the_inline_form(name):
@@ -418,6 +420,7 @@ def lowerings(sites, compiled=True, **more):
     return {site.lowering for plan in commpass.plans()[seen:] for site in plan}
 
 
+@pytest.mark.slow
 def test_sites_that_do_the_same_share_kernels(fake_group, without_code, made):
     fake_group(4)
     assert lowerings(3) == {"kernel"}
@@ -466,6 +469,7 @@ def test_codes_whose_size_depends_on_values_have_both_forms(
     check_sizes_of_data(policy, lowering=lowering)
 
 
+@pytest.mark.slow
 def test_kernels_encode_and_decode_codes_whose_size_depends_on_values(fake_group, made):
     fake_group(4)
     policy = forced("exponent", algorithm="one_shot", lowering="kernel")
@@ -545,6 +549,7 @@ def test_compiled_sums_by_a_lossless_codec_are_exact(ranks2):
     ranks2.run(exact_sums, timeout=2300)
 
 
+@pytest.mark.slow
 def test_other_compilers_get_plain_operators(fake_group):
     fake_group(4)
     assert lowerings(3, compiled=False) == {"inline"}
@@ -555,6 +560,7 @@ def test_other_compilers_get_plain_operators(fake_group):
 # --- when kernels are compiled --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_kernels_are_compiled_once_by_the_pass_that_lowers(fake_group, made):
     fake_group(4)
     policy = forced("table", algorithm="two_shot", lowering="kernel")
@@ -658,6 +664,7 @@ def test_compiling_a_kernel_leaves_what_is_being_compiled_around_it_alone(monkey
     same(written, x * 2 + 1)
 
 
+@pytest.mark.slow
 def test_sizes_that_are_not_fixed_stay_inline(fake_group, without_code):
     fake_group(4)
     torch._dynamo.reset()
@@ -670,6 +677,7 @@ def test_sizes_that_are_not_fixed_stay_inline(fake_group, without_code):
     assert {site.lowering for site in plan} == {"inline"}
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("form", [None, "inline", "kernel"])
 def test_plan_names_the_form_that_is_carried_out(form, fake_group, made):

@@ -66,6 +66,7 @@ EXPECTED = {
 """Chunks to the order of a two-shot: four are in flight at once."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("chunks", "lowering"),
     [
@@ -86,6 +87,7 @@ def test_generated_code_has_the_order_of_the_algorithm(chunks, lowering, fake_gr
     assert (site.algorithm, site.chunks, site.lowering) == ("two_shot", chunks, lowering)
 
 
+@pytest.mark.slow
 def test_kernels_of_chunks_write_into_one_buffer(fake_group):
     """Nothing is joined, no wire is assembled from parts, and the result replaces the input."""
     fake_group(4)
@@ -105,6 +107,7 @@ def test_kernels_of_chunks_write_into_one_buffer(fake_group):
     assert len({written for _, written, _, _ in kernels[-4:]}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "chunks", "expected"),
@@ -148,6 +151,7 @@ HIDDEN = {
 sent."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [1, rarely(2), rarely(4)])
 def test_generated_code_computes_weight_gradients_while_the_input_gradient_travels(
     chunks, fake_group
@@ -164,6 +168,7 @@ def test_generated_code_computes_weight_gradients_while_the_input_gradient_trave
     assert " ".join(exchanges(sources[-1], matmuls=True)) == HIDDEN[chunks]
 
 
+@pytest.mark.slow
 def test_generated_code_of_inference_keeps_what_is_computed_meanwhile(fake_group):
     """Inductor would move a matmul next to its user, after the wait."""
     fake_group(4)
@@ -180,6 +185,7 @@ def test_generated_code_of_inference_keeps_what_is_computed_meanwhile(fake_group
     assert " ".join(exchanges(sources[-1], matmuls=True)) == "a0 m A0 g0 G0"
 
 
+@pytest.mark.slow
 def test_generated_code_sends_a_chunk_while_the_next_is_computed(fake_group):
     """Chunks are written to where they are joined: this needs no copies."""
     fake_group(2)
@@ -201,6 +207,7 @@ def test_generated_code_sends_a_chunk_while_the_next_is_computed(fake_group):
     assert len(re.findall(r"empty_strided_cpu\(\(512, 256\)", body)) == 2
 
 
+@pytest.mark.slow
 def test_sum_that_is_pinned_is_made_in_place(fake_group):
     """Inductor does not look behind pins: it would copy each gradient before it is summed.
 
@@ -244,6 +251,7 @@ def test_sum_of_an_input_is_pinned_and_leaves_the_input_alone(fake_group):
     assert targets.count(ops.all_reduce.default) == 1
 
 
+@pytest.mark.slow
 def test_cache_is_written_into_once_it_has_been_sent(fake_group):
     """The new rows are written to the graph's input, in place."""
     fake_group(4)

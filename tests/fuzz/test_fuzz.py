@@ -16,6 +16,7 @@ from tiers import rarely
 tried = Tried()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("programs", [8, rarely(80)])
 def test_random_programs(programs: int) -> None:
     @settings(

@@ -69,6 +69,7 @@ def test_rewritten_graph_and_plan_are_the_same(fake_group, mode, policy):
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", ["aot_eager", rarely("inductor")])
 def test_graphs_compiled_in_inference_mode_are_rewritten(fake_group, inner):
     """This includes graphs that write to their inputs, which are then inference tensors."""

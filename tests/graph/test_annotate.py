@@ -112,6 +112,7 @@ def forward_words(function) -> list:
 # --- decorators and context managers --------------------------------------------------------------
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("scope", "word"),
@@ -325,6 +326,7 @@ def forced(codec):
     return commpass.compress(codec=codec, force=True)
 
 
+@pytest.mark.slow
 def test_word_is_what_is_done_in_both_directions_and_the_reason_says_so():
     @forced("int8")
     def inner(x):
@@ -336,6 +338,7 @@ def test_word_is_what_is_done_in_both_directions_and_the_reason_says_so():
         assert "custom" in plan.sites[0].reason
 
 
+@pytest.mark.slow
 def test_words_beat_rules():
     policy = Policy(codecs="fp8", rules=[Rule(codec="int4", force=True)])
 
@@ -355,6 +358,7 @@ def test_words_beat_rules():
         assert "compress(...)" in by_word.reason
 
 
+@pytest.mark.slow
 def test_bare_compress_allows_what_the_policy_itself_does_whatever_rules_and_keeps_say():
     policy = Policy(codecs="fp8", max_error=0.1, rules=[Rule(keep=True)])
     decorated = commpass.compress(gather)
@@ -397,6 +401,7 @@ def test_policy_off_ignores_words():
         assert "off" in site.reason
 
 
+@pytest.mark.slow
 def test_lossless_compresses_what_a_word_allows_and_nothing_else():
     @forced("int8")
     def inner(x):
@@ -406,6 +411,7 @@ def test_lossless_compresses_what_a_word_allows_and_nothing_else():
         assert sorted(site.codec for site in plan) == ["int8", NONE]
 
 
+@pytest.mark.slow
 def test_decorator_alone_makes_another_plan_of_the_same_code():
     def code(x):
         return gather(x).sin()
@@ -464,6 +470,7 @@ def test_scope_ends_when_an_exception_leaves_it():
 # --- apply_policy ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_words_are_put_on_modules_by_glob_without_their_source():
     model = Net()
     same = commpass.apply_policy(
@@ -499,6 +506,7 @@ def test_words_are_put_on_modules_by_glob_without_their_source():
     assert forward_words(Net()) == [None] * 5, "other models of the same classes are as they were"
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("pattern", "covered"),
@@ -519,6 +527,7 @@ def test_glob_names_modules_and_covers_what_is_inside(pattern, covered):
     assert [word == "int8" for word in forward_words(model)] == covered
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("said", "expected"),
@@ -546,6 +555,7 @@ UNKNOWN = {
 }
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.few(4)
 @pytest.mark.parametrize("pattern", UNKNOWN)
 def test_pattern_that_names_no_module_is_refused_with_the_nearest_and_nothing_is_changed(pattern):
@@ -557,6 +567,7 @@ def test_pattern_that_names_no_module_is_refused_with_the_nearest_and_nothing_is
     assert forward_words(model) == [None] * 5
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("word", "part"),
@@ -632,6 +643,7 @@ def test_compress_on_a_function_inside_compiled_code_says_what_to_write():
     assert "write `with commpass.compress():` around the call" in str(wrapped.value)
 
 
+@pytest.mark.slow
 def test_words_put_on_after_a_first_call_count_from_the_next_one_on():
     model = Net()
     run, seen = compiled(model), len(commpass.plans())
@@ -651,6 +663,7 @@ class Weighted(nn.Module):
         return self.inner(x), gather(x)
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     "twin_of",
@@ -692,6 +705,7 @@ def refused(function, word) -> None:
         assert part in str(error.value)
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize("called_before", [True, False])
 @pytest.mark.parametrize(
     ("scope", "word"),
@@ -746,6 +760,7 @@ def test_scope_around_a_compiled_backward_is_refused():
     loss.backward()
 
 
+@pytest.mark.slow
 def test_graph_break_inside_a_scope_is_refused_and_named():
     @commpass.compress(codec="int8")
     def broken(x):
@@ -797,6 +812,7 @@ SECOND = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("again", SECOND)
 def test_second_word_that_would_do_nothing_is_refused_and_nothing_is_changed(again):
@@ -807,11 +823,13 @@ def test_second_word_that_would_do_nothing_is_refused_and_nothing_is_changed(aga
     assert forward_words(model) == before
 
 
+@pytest.mark.slow
 def test_first_of_two_patterns_that_name_one_module_counts():
     model = commpass.apply_policy(Net(), {"layers.0": "int4", "layers.*": "int8"})
     assert forward_words(model)[:4] == ["int4", "int4", "int8", "int8"]
 
 
+@pytest.mark.slow
 def test_keep_for_the_part_of_one_layer_before_a_word_for_that_part_of_all():
     model = commpass.apply_policy(Net(), {"layers.0.mlp": commpass.keep(), "layers.*.mlp": "int8"})
     assert forward_words(model) == [None, "keep", None, "int8", None]

@@ -64,11 +64,13 @@ def test_equal_graphs_share_bodies_and_are_the_same(traces):
     }
 
 
+@pytest.mark.slow
 def test_other_sizes_have_bodies_of_their_own(traces):
     traces(64)
     assert traces(128)[0] > 0
 
 
+@pytest.mark.slow
 def test_bodies_of_sizes_that_are_not_fixed_are_not_kept(traces):
     assert traces(64, dynamic=True)[0] > 0
     assert not lower._bodies
@@ -83,6 +85,7 @@ def test_another_codec_of_the_same_name_is_not_taken_for_the_first(traces, monke
     assert traces(64)[0] == coded > 1
 
 
+@pytest.mark.slow
 def test_bodies_kept_are_limited_in_number(traces, monkeypatch):
     monkeypatch.setattr(lower, "MOST_BODIES", 3)
     for columns in (64, 128, 192):

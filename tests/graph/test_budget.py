@@ -62,6 +62,7 @@ def warnings(caplog):
 GOOD = normal(128, 128), normal(128, 256, seed=1)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("inner", ["eager", "inductor", rarely("aot_eager")])
 @pytest.mark.parametrize("spec", ["int8", rarely("rotated")])
@@ -82,6 +83,7 @@ def test_site_over_its_budget_is_left_alone_after_the_first_call(fake_group, war
     assert "max_error" in warning
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     "y",
@@ -130,6 +132,7 @@ def test_check_goes_on_until_there_is_something_to_measure(fake_group, warnings)
     assert len(warnings()) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("y", [normal(128, 256), with_counts()], ids=["within", "over"])
 def test_untouched_graph_is_released_after_the_check(fake_group, y):
@@ -152,6 +155,7 @@ def test_untouched_graph_is_released_after_the_check(fake_group, y):
     assert len(codecs_of(backend)) == 2
 
 
+@pytest.mark.slow
 def test_site_over_its_budget_stays_so_when_compiled_for_other_sizes(fake_group):
     fake_group(4)
     torch._dynamo.reset()
@@ -180,6 +184,7 @@ def alternating(backend, calls: int = 4):
     return codecs, compiled(*GOOD, big)[1]
 
 
+@pytest.mark.slow
 def test_site_found_over_its_budget_at_one_size_is_left_alone_at_the_others(fake_group):
     fake_group(4)
     policy = Policy(codecs=("int8",), max_error=0.02)
@@ -209,6 +214,7 @@ def test_site_found_over_its_budget_is_left_alone_at_a_size_that_comes_back_afte
     assert codecs_of(backend) == ["int8", "none"] * 2
 
 
+@pytest.mark.slow
 def test_forced_sites_and_sites_without_a_budget_are_not_held_to_one(fake_group, warnings):
     fake_group(4)
     for policy in (
@@ -221,6 +227,7 @@ def test_forced_sites_and_sites_without_a_budget_are_not_held_to_one(fake_group,
     assert warnings() == []
 
 
+@pytest.mark.slow
 def test_nothing_is_in_the_graph_where_nothing_is_checked(fake_group):
     fake_group(4)
     graphs = []
@@ -234,6 +241,7 @@ def test_nothing_is_in_the_graph_where_nothing_is_checked(fake_group):
     assert not any("sample" in target for target in targets)
 
 
+@pytest.mark.slow
 def test_values_inside_of_a_kernel_are_checked_too(fake_group):
     fake_group(4)
 
@@ -247,6 +255,7 @@ def test_values_inside_of_a_kernel_are_checked_too(fake_group):
     assert torch.equal(results[-1][1], torch.relu(values[2]) + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", ["aot_eager", rarely("inductor")])
 def test_gradients_are_those_of_the_graph_that_was_compiled_again(fake_group, inner):
     """A recompiled forward graph passes its backward graph what that expects."""
@@ -286,6 +295,7 @@ def test_gradients_are_those_of_the_graph_that_was_compiled_again(fake_group, in
         assert (found - exact).norm() < 0.05 * exact.norm()  # other sites are still compressed
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "when all was planned"])
 def test_graph_that_could_not_be_compiled_again_is_compiled_with_the_next_call(
@@ -384,6 +394,7 @@ def test_whole_numbers_are_told_from_values_without_room_for_a_fraction(dtype):
     assert not whole(torch.ones(8, dtype=dtype))  # too few to decide
 
 
+@pytest.mark.slow
 def test_equal_sites_have_keys_of_their_own(fake_group):
     fake_group(4)
     backend, _ = called((*GOOD, normal(128, 256)), calls=1)

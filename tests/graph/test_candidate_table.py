@@ -44,6 +44,7 @@ def explained(folder, *arguments, width=200):
     )
 
 
+@pytest.mark.slow
 def test_dump_has_every_candidate_once_for_sites_that_have_the_same(dumped):
     (one,) = dumped()
     assert [each.sites for each in one.considered] == [
@@ -62,6 +63,7 @@ def test_dump_has_every_candidate_once_for_sites_that_have_the_same(dumped):
             assert bool(other.refused) == (other.predicted_us == 0.0)
 
 
+@pytest.mark.slow
 def test_candidates_come_best_first_and_all_but_one_have_a_reason(dumped):
     (one,) = dumped()
     for site in one.plan:
@@ -74,6 +76,7 @@ def test_candidates_come_best_first_and_all_but_one_have_a_reason(dumped):
         assert sum(not row.compressed for row in scored) == 1
 
 
+@pytest.mark.slow
 def test_table_shows_scores_the_reason_and_what_is_not_possible(dumped, tmp_path):
     (one,) = dumped()
     site = one.plan.sites[0]
@@ -110,6 +113,7 @@ def test_gain_below_the_margin_and_a_forced_loss_are_told_apart(dumped):
     assert any("not above the model's margin" in reason for reason in reasons)
 
 
+@pytest.mark.slow
 def test_codec_that_is_forced_leaves_alone_behind_though_it_is_faster(dumped):
     (one,) = dumped(Policy(rules=[Rule(codec="int8", force=True)]), "nvlink")
     (site, *_) = one.plan
@@ -129,6 +133,7 @@ def test_refused_by_the_error_budget(dumped):
     assert all("is above the budget of 2.000%" in lost(row, site) for row in refused)
 
 
+@pytest.mark.slow
 def test_sites_of_a_module_are_found_by_its_name(fake_group, tmp_path):
     class Layer(torch.nn.Module):
         def forward(self, x):
@@ -150,6 +155,7 @@ def test_sites_of_a_module_are_found_by_its_name(fake_group, tmp_path):
     assert explained(tmp_path, "--why", "layer").stdout.count("of 1.0 MiB in layer") == 3
 
 
+@pytest.mark.slow
 def test_unknown_name_is_refused_with_the_nearest(dumped, tmp_path):
     dumped()
     shown = explained(tmp_path, "--why", "all_reduce_2")
@@ -157,6 +163,7 @@ def test_unknown_name_is_refused_with_the_nearest(dumped, tmp_path):
     assert "no site 'all_reduce_2' in this run; did you mean 'all_reduce_1'?" in shown.stderr
 
 
+@pytest.mark.slow
 def test_positions_of_a_coalesced_collective_and_globs_over_modules_are_found(dumped):
     (one,) = dumped()
     site = dataclasses.replace(one.plan.sites[0], name="both.1", module="layers.3.mlp")
@@ -174,6 +181,7 @@ def test_positions_of_a_coalesced_collective_and_globs_over_modules_are_found(du
         considered([one], "layers")
 
 
+@pytest.mark.slow
 def test_dump_from_before_candidates_were_kept_says_so(dumped, tmp_path):
     dumped()
     (file,) = dump.files(tmp_path)
@@ -197,6 +205,7 @@ def test_plan_that_was_not_carried_out_has_no_table(fake_group, tmp_path):
     assert "chosen" not in shown.stdout
 
 
+@pytest.mark.slow
 def test_json(dumped, tmp_path):
     dumped()
     (row,) = json.loads(explained(tmp_path, "--why", "all_reduce", "--json").stdout)
@@ -237,6 +246,7 @@ def test_rows_that_do_not_apply_are_told(fake_group, tmp_path):
     assert "rows=2 does not apply" in said
 
 
+@pytest.mark.slow
 def test_grouped_sites_are_found_by_the_names_of_their_members(fake_group, tmp_path):
     fake_group(8)
 

@@ -149,6 +149,7 @@ def test_gradients_of_weights_are_treated_alike_for_all_batches(batch):
     assert not drive(gm, direction="backward").split
 
 
+@pytest.mark.slow
 def test_compressed_sites_are_split_as_well():
     rule = Rule(codec="int8", algorithm="two_shot", force=True, chunks=1, rows=2)
     gm = trace(block, *inputs(1024, 1024))
@@ -200,6 +201,7 @@ def test_matmuls_of_what_was_joined_take_the_chunks():
     assert all(node.users for node in gm.graph.nodes if node.target == aten.cat.default)
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize(
     ("shape", "rows"),
     [
@@ -598,6 +600,7 @@ def chained(names, taken, matmuls):
     return function
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=6),
     st.sets(st.integers(0, 5), max_size=3),

@@ -85,6 +85,7 @@ def split(program, ranks, shape, dim, rows, profile=SLOW, **policy):
     return everywhere(lambda rank: program(ranks, dim), given, chosen, profile)
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.few(8)
 @pytest.mark.parametrize("rows", [2, 4])
 @pytest.mark.parametrize("shape", SHAPES)
@@ -109,6 +110,7 @@ def story(gm):
     )
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize("shape", ["rows", "batch"])
 def test_chunk_travels_while_a_matmul_runs(shape):
     found = split(ends, 2, *SHAPES[shape], 2, commpass.ethernet(1))
@@ -118,6 +120,7 @@ def test_chunk_travels_while_a_matmul_runs(shape):
     assert story(found.simple[0]) == "msmswswswwmm"  # one chunk is gathered while another is summed
 
 
+@pytest.mark.slow
 def test_compressed_chunks():
     rule = Rule(codec="int8", force=True, chunks=1, rows=2)
     found = split(ends, 2, (128, N), 0, None, rules=[rule])
@@ -146,6 +149,7 @@ def test_rows_that_ranks_do_not_share_evenly():
     assert "does not apply" in found.plans[0].sites[0].reason
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(10, 25), deadline=None)
 @given(
     ranks=st.integers(2, 4),
@@ -175,6 +179,7 @@ def test_cost_model_splits_what_gains(gbit, gains, fake_group):
     assert len(plan.split) == gains
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize(("codec", "kinds"), [(None, ["reduce_scatter"]), ("int8", BOTH)])
 def test_gathers_that_gloo_carries_out_stay_whole(codec, kinds, fake_group, monkeypatch):
     """gloo corrupts memory with two in flight; coded gathers are sent as messages."""

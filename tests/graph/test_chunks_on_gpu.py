@@ -55,6 +55,7 @@ def exchanges(gm) -> int:
     return sum(mark.role == "exchange" for mark in marks)
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize(
     ("name", "mib"),
     [

@@ -148,6 +148,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize("what", BROKEN)
 def test_broken_promise_is_found_and_the_graph_is_the_untouched_one(what, fake_group):
     name, wrong, said = BROKEN[what]

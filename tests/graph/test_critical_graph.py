@@ -63,6 +63,7 @@ def dumped(fake_group, tmp_path):
 UNCHUNKED = Policy(name="plain", skip=("simplify", "group", "chunk"))
 
 
+@pytest.mark.slow
 def test_hidden_exchange_has_slack_and_an_exposed_one_is_critical(dumped, tmp_path):
     times = dumped(UNCHUNKED, n=1024).timeline
     hidden, exposed = "all_reduce", "all_reduce_1"
@@ -109,6 +110,7 @@ def compiled(policy) -> tuple[Work, list]:
     return work_of(gm.graph, memory(gm.graph), LINK), list(gm.graph.nodes)
 
 
+@pytest.mark.slow
 def test_coded_site_has_the_slack_of_its_least_exchange(fake_group):
     fake_group(4)
     rule = commpass.Rule(codec="int8", algorithm="two_shot", force=True)
@@ -122,6 +124,7 @@ def test_coded_site_has_the_slack_of_its_least_exchange(fake_group):
     assert site_slack_us(work, nodes) == wanted
 
 
+@pytest.mark.slow
 def test_longest_path_of_a_graph_is_its_predicted_time(fake_group):
     fake_group(4)
     work, nodes = compiled("balanced")
@@ -130,6 +133,7 @@ def test_longest_path_of_a_graph_is_its_predicted_time(fake_group):
     assert longest == pytest.approx(timed(work, nodes).now)
 
 
+@pytest.mark.slow
 def test_dump_of_before_has_no_slack(dumped, tmp_path):
     dumped(UNCHUNKED)
     (file,) = dump.files(tmp_path)

@@ -166,6 +166,7 @@ def test_buckets_left_alone_are_not_compiled(fake_group, monkeypatch):
         )
 
 
+@pytest.mark.slow
 def test_residuals_follow_parameters_into_other_buckets(fake_group):
     commpass.reset_state()
     owners._owners.clear()
@@ -219,6 +220,7 @@ def test_residual_has_the_layout_of_its_parameter(fake_group):
     torch.testing.assert_close(left[kept], wanted[kept])
 
 
+@pytest.mark.slow
 def test_state_of_parameters_that_are_gone_is_no_others(fake_group):
     """This holds for any numbers (``id``) of new parameters: torch and Python reuse old ones."""
     commpass.reset_state()

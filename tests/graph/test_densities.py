@@ -115,6 +115,7 @@ def gather_us(sizes, density: float) -> float:
     return (RANKS - 1) * (ALPHA_US + nbytes / BYTES_PER_US)
 
 
+@pytest.mark.slow
 def test_smallest_of_a_fusion_are_sent_whole_until_equation_2_holds(fake_group):
     """This does not apply to the first fusion, before which nothing is sent."""
     fake_group(RANKS)
@@ -136,6 +137,7 @@ def test_smallest_of_a_fusion_are_sent_whole_until_equation_2_holds(fake_group):
     assert wires == [each.wire_bytes for each in outcome.plan.sites if each.codec != NONE]
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize(
     "different",
     [
@@ -191,6 +193,7 @@ def test_gradients_whose_codes_are_no_smaller_are_sent_whole(fake_group):
     assert NO_SMALLER in next(site.reason for site in outcome.plan.sites if site.codec == NONE)
 
 
+@pytest.mark.slow
 def test_backward_counts_only_where_ranks_compare_it(fake_group):
     """A matmul before the last gradient delays it: more would have to be sent whole."""
     fake_group(RANKS)

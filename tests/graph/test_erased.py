@@ -79,6 +79,7 @@ def test_other_nodes_of_the_graph_can_be_read():
     graph.lint()
 
 
+@pytest.mark.slow
 def test_nodes_are_erased_in_one_place_only():
     places = {
         f"{file.relative_to(PACKAGE)}: {call.func.attr}"

@@ -57,6 +57,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_names_of_sites_are_the_same_on_the_restored_graph(name):
     function, inputs, policy, profile = PROGRAMS[name]
@@ -73,6 +74,7 @@ def test_names_of_sites_are_the_same_on_the_restored_graph(name):
     assert seen[0] == seen[1] == seen[2]
 
 
+@pytest.mark.slow
 def test_excluded_site_is_left_alone_and_its_neighbours_are_not():
     gm = trace(three, *PROGRAMS["plain"][1])
     first = planned(gm)
@@ -103,6 +105,7 @@ def test_grouped_site_is_left_alone_with_its_group(which):
     ]
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize("which", ["whole", "chunk"])
 def test_chunks_of_one_collective_are_excluded_together(which):
     function, inputs, policy, profile = PROGRAMS["split"]
@@ -118,6 +121,7 @@ def test_chunks_of_one_collective_are_excluded_together(which):
     ]
 
 
+@pytest.mark.slow
 def test_excluded_name_that_no_site_has_changes_nothing():
     plans = [
         planned(trace(three, *PROGRAMS["plain"][1]), excluded).plan

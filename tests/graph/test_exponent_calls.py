@@ -57,6 +57,7 @@ def tokens_fixed(x):
 X = torch.ones(128, 256)
 
 
+@pytest.mark.slow
 def test_exchange_of_tokens_has_few_nodes():
     gm, own = lowered(X, operators=True)
     assert own == CALLS
@@ -70,6 +71,7 @@ def test_other_compile_stacks_get_plain_operators_alone():
     assert len(gm.graph.nodes) > 3000
 
 
+@pytest.mark.slow
 def test_exchange_of_fixed_size_has_few_nodes():
     gm, own = lowered(X, dynamic=False, operators=True)
     assert own == CALLS
@@ -119,6 +121,7 @@ def test_calls_give_the_bytes_of_the_codec(kernel, dtype):
             assert torch.equal(back.view(torch.uint8), plain.view(torch.uint8))
 
 
+@pytest.mark.slow
 def test_shapes_are_those_that_torch_is_told():
     wire = torch.ops.commpass.exponent_encode(X, "exponent", False)
     torch.library.opcheck(torch.ops.commpass.exponent_encode.default, (X, "exponent", False))

@@ -61,6 +61,7 @@ class Several(torch.nn.Module):
         return tuple(ops.wait_tensor(ops.all_reduce(x * k, "sum", "0")) for k in (2, 3, 4))
 
 
+@pytest.mark.slow
 def test_each_of_several_results_keeps_its_own_name():
     with as_rank(0, 2):
         program = exported(Several())

@@ -117,6 +117,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize("spec", REFUSED)
 def test_values_that_a_codec_cannot_carry_are_refused(spec, caplog):
     check(forced(spec), REFUSED[spec], caplog, warned=False)
@@ -132,6 +133,7 @@ FAILING = {
 }
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.few(4)
 @pytest.mark.parametrize("lowering", ["inline", "kernel"])
 @pytest.mark.parametrize("how", FAILING)
@@ -143,6 +145,7 @@ def test_codec_that_fails_costs_its_own_site(how, lowering, caplog):
     check(policy, f"uncompressed: pass 'lower' failed: {reason}", caplog, warned=True)
 
 
+@pytest.mark.slow
 def test_graph_is_that_of_a_caller_who_excludes_the_site():
     gm, expected = trace(three, ones(64, 64)), trace(three, ones(64, 64))
     policy = forced("broken(how=captures)")
@@ -205,6 +208,7 @@ def test_sites_that_fail_in_several_passes_are_all_left_alone(caplog, monkeypatc
     assert len(caplog.records) == 1
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize(("rounds", "fallback"), [(2, False), (1, True)])
 def test_graph_is_the_untouched_one_if_sites_fail_in_too_many_rounds(
     rounds, fallback, caplog, monkeypatch
@@ -220,6 +224,7 @@ def test_graph_is_the_untouched_one_if_sites_fail_in_too_many_rounds(
     assert (outcome.error is not None) == fallback
 
 
+@pytest.mark.slow
 def test_site_that_fails_again_though_it_is_left_alone_is_an_error(monkeypatch):
     """So is one whose nodes stay in the graph."""
 
@@ -235,6 +240,7 @@ def test_site_that_fails_again_though_it_is_left_alone_is_an_error(monkeypatch):
     assert code(gm) == before
 
 
+@pytest.mark.slow
 def test_sizes_that_a_failed_trace_left_behind_do_not_matter(monkeypatch):
     """A site fails after sizes were read from values; other sites that read some are unaffected."""
 

@@ -63,6 +63,7 @@ def test_values_that_replace_their_own_inputs_are_left_alone(name):
     assert "takes the place of" in site.reason
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize("name", ANEW)
 def test_values_made_anew_in_each_call_are_compressed(name):
     assert planned(*ANEW[name]).codec == "int8"
@@ -211,6 +212,7 @@ STEPS_ANEW = {
 }
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.few(8)
 @pytest.mark.parametrize("name", [*STEPS_FED_BACK, *STEPS_ANEW])
 def test_compiled_steps_keep_what_is_fed_back_and_compress_the_rest(name):

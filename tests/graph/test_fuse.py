@@ -117,6 +117,7 @@ def test_sum_is_not_encoded_by_its_kernel_if_the_peak_of_a_row_comes_first(fake_
     assert "decode+sum+encode: nvfp4: the peak of a row must be known" in plan.sites[0].reason
 
 
+@pytest.mark.slow
 def test_peaks_of_rows_are_computed_in_the_graph_and_given_to_the_kernel(fake_group):
     fake_group(RANKS)
     gm, inputs, _ = run(with_residual, forced("nvfp4", "one_shot"), X, X)
@@ -140,6 +141,7 @@ def test_mean_and_a_residual_are_part_of_the_kernel(fake_group):
     assert not any(n.target is torch.ops.aten.add.Tensor for n in gm.graph.nodes)
 
 
+@pytest.mark.slow
 def test_inductor_gets_calls_that_it_sees(fake_group):
     fake_group(RANKS)
     gm, inputs, plan = run(with_residual, forced("rotated"), X, X)
@@ -155,6 +157,7 @@ def test_inductor_gets_calls_that_it_sees(fake_group):
     assert plan.sites[0].fused
 
 
+@pytest.mark.slow
 def test_equal_kernel_is_defined_once(fake_group):
     fake_group(RANKS)
 
@@ -168,6 +171,7 @@ def test_equal_kernel_is_defined_once(fake_group):
     assert code.count("def decode_sum_encode(") == 1
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.few(4)
 @pytest.mark.parametrize("codec", ["int8", "rotated", "int4(stored=bf16)", "taco"])
 @pytest.mark.parametrize("algorithm", ["two_shot", "one_shot", "two_shot(chunks=2)"])
@@ -275,6 +279,7 @@ def test_selection_is_one_operator_with_nothing_to_fuse(fake_group):
     assert "fused" not in plan.sites[0].reason
 
 
+@pytest.mark.slow
 def test_nothing_is_generated_without_triton(fake_group):
     fake_group(RANKS)
     with patch.object(generated, "find_spec", lambda name: None):
@@ -285,6 +290,7 @@ def test_nothing_is_generated_without_triton(fake_group):
         assert plan.sites[0].lowering == "inline"
 
 
+@pytest.mark.slow
 def test_inline_sites_are_left_to_inductor(fake_group):
     fake_group(RANKS)
     gm, inputs, plan = run(summed, forced("int8", lowering="inline"), X)
@@ -324,6 +330,7 @@ def roles_of(gm) -> list[str]:
     return [n.meta[MARK].role for n in gm.graph.nodes if n.target in operators.IMPLEMENTATIONS]
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("codec", ["int8", "rotated", "fp8", "int4"])
 @pytest.mark.parametrize("algorithm", ["two_shot", "one_shot"])
@@ -368,6 +375,7 @@ def mixed_rows(x, w):
     return [wait(ops.all_reduce((x @ w).t(), "sum", "0")) * 2]
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize(
     ("function", "policy", "inputs", "said"),
     [

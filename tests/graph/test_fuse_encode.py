@@ -66,6 +66,7 @@ def unchecked(codec: str = "int8", **more) -> Policy:
     return Policy(rules=[Rule(codec=codec, force=True, lowering="kernel", **more)], check_calls=0)
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize(
     ("function", "role"),
@@ -98,6 +99,7 @@ def test_encode_stays_apart_where_its_values_are_needed_or_changed(fake_group, f
     assert roles(gm).count("encode") + roles(gm).count("matmul+encode") == 2
 
 
+@pytest.mark.slow
 def test_gpu_kernel_has_one_size_of_blocks(fake_group):
     pytest.importorskip("triton", reason="kernels are written in Triton")
     from test_fuse import run as run_on_card

@@ -25,6 +25,7 @@ def biased(bias, x, w):
     return summed(torch.addmm(bias, x, w))
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize(
     "bias",
     [
@@ -69,6 +70,7 @@ def squared_and_biased(x, bias):
     return summed(torch.addmm(bias, x, x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "inputs"),
     [(squared, (SQUARE,)), (squared_and_biased, (SQUARE, torch.empty(1024, dtype=BF16)))],
@@ -81,6 +83,7 @@ def test_matmul_may_take_one_tensor_twice(fake_group, function, inputs):
     assert sum(node.target is FUNCTIONAL for node in gm.graph.nodes) == 3
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize(("codec", "two"), [("rotated", "kernel"), ("int8", "inline")])
 def test_form_does_not_depend_on_the_number_of_sites_where_bits_differ(fake_group, codec, two):
     """Checkpointing reruns some of a forward graph's sites in the backward graph."""

@@ -117,6 +117,7 @@ def without_addition(x, r, w, b):
 # --- what is fused --------------------------------------------------------------------------------
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize(
     ("function", "role", "further"),
@@ -151,6 +152,7 @@ def test_steps_are_those_of_the_graph(fake_group):
     assert steps(gm) == [Decode, Add, Store, Normalize, Scale, Shift]
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize(
     "function", [llama, gemma, gemma_2, gpt, saved, saved_by_layer_norm, without_addition]
@@ -263,6 +265,7 @@ def test_lossless_values_are_normalized_apart(fake_group):
 # --- on a GPU -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_gpu_graph_has_one_call_with_all_results(fake_group):
     pytest.importorskip("triton", reason="kernels are written in Triton")
     import fake_cuda

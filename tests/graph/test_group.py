@@ -113,6 +113,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_all_ranks_get_the_bits_that_they_got_before(name):
     function, policy = PROGRAMS[name]
@@ -342,6 +343,7 @@ def test_input_that_is_written_to_afterwards_may_be_fused():
     assert len(grouped(function)[1].grouped) == 1
 
 
+@pytest.mark.slow
 def test_terms_that_differ_are_not_mixed_and_kept_stays_kept():
     def labelled(gm):
         nodes = [node for node in gm.graph.nodes if parse(node)]
@@ -418,6 +420,7 @@ def test_sums_are_left_where_their_order_may_not_change():
 # --- what pays ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_site_may_be_as_large_as_the_policy_says_and_all_four_times_that():
     _, plan = grouped(both(ar), group_bytes=96 * 4)
     assert len(plan.grouped) == 1
@@ -472,6 +475,7 @@ def layers(depth):
     return function
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize(("delay", "sizes"), [(0, [2] * 6), (1, [2] * 6), (2, [4] * 3), (99, [12])])
 def test_start_is_delayed_by_so_many_matmuls_at_most(delay, sizes):
     _, plan = grouped(layers(6), torch.ones(8, 8), Y, group_delay=delay)

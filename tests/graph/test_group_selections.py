@@ -60,6 +60,7 @@ def rewritten(
     return gm, outcome
 
 
+@pytest.mark.slow
 def test_selections_of_several_tensors_are_one_exchange(fake_group):
     fake_group(RANKS)
     gm, outcome = rewritten("dgc", *inputs(0))

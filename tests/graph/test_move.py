@@ -128,6 +128,7 @@ def test_start_goes_to_where_its_input_is_there():
     assert story(gm) == "smmw"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lowering", ["inline", "kernel"])
 def test_buckets_of_gradients_follow_one_another(lowering):
     """The second hop of one is sent before the first hop of the next but one."""
@@ -254,6 +255,7 @@ def test_exchanges_that_could_start_at_once_keep_their_order(rows, more):
     assert plan.reordered == ()
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("algorithm", "chunks", "lowering", "codec"),
@@ -462,6 +464,7 @@ def program(seed: int):
     return function
 
 
+@pytest.mark.slow
 @given(st.integers(0, 10**6), st.sampled_from((0.0, 0.1, ENOUGH)))
 @settings(max_examples=examples(10, 60), deadline=None)
 def test_any_graph_computes_the_same_in_the_new_order(seed, more):
@@ -480,6 +483,7 @@ def test_any_graph_computes_the_same_in_the_new_order(seed, more):
     assert held(gm) <= (1 + more) * was
 
 
+@pytest.mark.slow
 @given(st.integers(0, 10**6), st.sampled_from((0.01, 1.0, 100.0)))
 @settings(max_examples=examples(3, 15), deadline=None)
 def test_all_ranks_start_their_exchanges_in_the_same_order(seed, gbit):

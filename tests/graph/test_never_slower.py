@@ -68,6 +68,7 @@ def test_tensors_of_one_exchange_are_left_alone_where_codes_gain_for_each_but_no
     assert all(site.reason.startswith("coalesced: its 8 tensors") for site in plan)
 
 
+@pytest.mark.slow
 def test_tensors_of_one_exchange_are_coded_where_that_gains_for_all():
     with as_rank(0, RANKS):
         plan, before, after = planned(coalesced(), coding(1.0))
@@ -76,6 +77,7 @@ def test_tensors_of_one_exchange_are_coded_where_that_gains_for_all():
     assert after < before
 
 
+@pytest.mark.slow
 def test_forced_codes_stay_in_a_coalesced_exchange():
     policy = Policy(rules=[Rule(codec="int8", algorithm="one_shot", force=True)])
     with as_rank(0, RANKS):
@@ -83,6 +85,7 @@ def test_forced_codes_stay_in_a_coalesced_exchange():
     assert len(plan.compressed) == 8
 
 
+@pytest.mark.slow
 def test_hosts_of_several_ranks_on_one_port_gain_by_what_is_chosen():
     """Tensor parallelism over two hosts of two GPUs each."""
     profile = Profile(

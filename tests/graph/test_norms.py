@@ -115,6 +115,7 @@ def by_steps(norm: Norm, values: dict) -> list[torch.Tensor]:
 # --- what is found --------------------------------------------------------------------------------
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("name", MODULES)
 def test_norm_of_a_module_is_found_with_its_casts(name, dtype):
@@ -142,6 +143,7 @@ def test_norm_of_a_module_is_found_with_its_casts(name, dtype):
     )
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize(
     ("name", "saved"), [("llama", ("rsqrt",)), ("gemma", ("rsqrt",)), ("layer", ("mean", "rsqrt"))]
@@ -233,6 +235,7 @@ MODELS = {  # norms of a layer, and one after the last
 }
 
 
+@pytest.mark.slow
 @pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("name", MODELS)

@@ -132,6 +132,7 @@ def test_kernel_of_the_model_that_writes_an_input_is_not_pinned(fake_group):
     assert any(node.target is control_deps for node in gm.graph.nodes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["static", rarely("sizes")])
 def test_lossless_exchange_waits_for_the_device_once(first, fake_group):
     """Its sizes are copied to the host together, not one for each rank that it sends to."""

@@ -54,6 +54,7 @@ def profiles(draw) -> Profile:
     return Profile("some", link, kernels=kernels, margin=draw(st.sampled_from((0.0, 0.1))))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=examples(10, 60))
 @given(sites(), profiles(), st.sampled_from(CODECS), st.floats(1.0, 1000.0))
 def test_faster_link_never_makes_fewer_bytes_more_attractive(site, profile, codec, times):
@@ -94,6 +95,7 @@ def _same(one, other) -> bool:
     return (one.codec, one.algorithm, one.chunks) == (other.codec, other.algorithm, other.chunks)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=examples(40, 400))
 @given(sites(), profiles(), st.sampled_from((0.003, 0.01, 0.03, 0.1)), st.sampled_from((1, 4, 30)))
 def test_larger_budget_never_makes_a_plan_slower(site, profile, budget, times):

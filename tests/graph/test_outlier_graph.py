@@ -124,6 +124,7 @@ def test_algorithms_that_code_sums_have_scales_of_sums(how, most, shared, fake_g
     assert error(sums(spec_of(calibrated(shared=shared)), algorithm=how)) < most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["inline", rarely("kernel")])
 def test_constants_are_inputs_that_sites_share(form, fake_group):
     fake_group(2)
@@ -147,6 +148,7 @@ def test_constants_are_inputs_that_sites_share(form, fake_group):
     assert not gm.graph.find_nodes(op="get_attr")
 
 
+@pytest.mark.slow
 def test_constants_are_buffers_where_a_graph_gets_no_inputs(fake_group):
     fake_group(2)
     gm, outcome = rewritten(
@@ -215,6 +217,7 @@ def test_scales_of_other_ranks_leave_their_site_alone(fake_group):
     assert not outcome.plan.fallback
 
 
+@pytest.mark.slow
 def test_channels_of_another_width_leave_their_site_alone(fake_group):
     fake_group(2)
     policy = policy_of(spec_of(calibrated(2, shared=True)))
@@ -226,6 +229,7 @@ def test_channels_of_another_width_leave_their_site_alone(fake_group):
     assert site.compressed
 
 
+@pytest.mark.slow
 def test_scales_of_each_rank_are_not_for_an_all_to_all(fake_group):
     fake_group(2)
 

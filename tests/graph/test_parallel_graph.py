@@ -65,6 +65,7 @@ def facts(some) -> list[tuple]:
     return sorted((site.kind, site.module, site.dtype, site.bytes) for site in some)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("size", [2, 8, 1024])
 def test_each_parameter_is_gathered_and_its_gradient_scattered(fake_group, size):
@@ -98,6 +99,7 @@ def test_each_parameter_is_gathered_and_its_gradient_scattered(fake_group, size)
     assert {site.group_size for site in sent} == {size}
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("size", [2, 1024])
 def test_gradients_of_replicas_are_averaged_and_nothing_else_travels(fake_group, size):
@@ -115,6 +117,7 @@ def test_gradients_of_replicas_are_averaged_and_nothing_else_travels(fake_group,
     assert {site.group_label for site in sites(plans, "backward")} == {"dp"}
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("how", HOW)
 def test_no_plain_model_has_them(fake_group, how):
@@ -127,6 +130,7 @@ def test_no_plain_model_has_them(fake_group, how):
     assert {site.kind for plan in plans for site in plan} <= {"all_gather"}
 
 
+@pytest.mark.slow
 def test_rules_find_them_by_group_and_module(fake_group):
     fake_group(4)
     rules = [Rule(module="down", keep=True), Rule(group="dp", codec="int8", force=True)]
@@ -164,6 +168,7 @@ def test_parameters_travel_in_one_dtype_and_gradients_in_another(fake_group, how
     assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("group_bytes", [262_144, 0])
 def test_small_gradients_go_in_buckets(fake_group, group_bytes):
@@ -179,6 +184,7 @@ def test_small_gradients_go_in_buckets(fake_group, group_bytes):
         assert sum(len(plan.grouped) for plan in plans) == len(sent)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("keep_gathered", [True, False])
 def test_backward_gathers_again_only_where_asked(fake_group, keep_gathered):
@@ -192,6 +198,7 @@ def test_backward_gathers_again_only_where_asked(fake_group, keep_gathered):
     assert all(site.direction == "forward" for site in backward if site.kind == "all_gather")
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("how", HOW)
 def test_frozen_parameters_are_not_reduced_and_unused_ones_are_left_out(fake_group, how):
@@ -234,6 +241,7 @@ def test_tied_parameter_is_one(fake_group, how):
     assert len(sites(plans, "backward")) == 1
 
 
+@pytest.mark.slow
 def test_parameters_that_rows_do_not_divide_are_replicated(fake_group):
     fake_group(8)
 
@@ -277,6 +285,7 @@ def test_parameters_that_rows_do_not_divide_are_replicated(fake_group):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("how", HOW)
 def test_alone_a_rank_sends_nothing(fake_group, how):
@@ -409,6 +418,7 @@ def test_names_and_copies(fake_group):
     assert held[1].pending.any()
 
 
+@pytest.mark.slow
 def test_model_without_values_is_filled_in_place(fake_group):
     fake_group(2)
     with torch.device("meta"):
@@ -494,6 +504,7 @@ def test_other_mesh_with_tensor_parallelism(fake_group):
     assert dist.get_world_size() == 4
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("how", HOW)
 def test_blocks_that_are_compiled_one_by_one_share_their_graphs(fake_group, how):

@@ -273,6 +273,7 @@ def test_rule_without_a_name_leaves_alone(name):
     assert "a rule with module='...' and a codec may force it" in found.reason
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.few(4)
 @pytest.mark.parametrize("name", FIELDS)
 def test_rule_without_a_name_compresses_fields(name):
@@ -280,6 +281,7 @@ def test_rule_without_a_name_compresses_fields(name):
     assert site(lambda *inputs: ar(function(*inputs)), *inputs).codec == "int8"
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize("exchange", [ar, ag, rs, a2a, send], ids=lambda each: each.__name__)
 def test_every_kind_leaves_counts_alone(exchange):
     if exchange is send and not hasattr(ops, "isend"):
@@ -375,6 +377,7 @@ def planned(model, *inputs, policy=INT8):
     return [each for plan in commpass.plans()[seen:] for each in plan.sites]
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("rule", "codec"),
@@ -394,6 +397,7 @@ def test_rule_that_names_the_module_and_a_codec_compresses_counts(rule, codec):
     assert [each.codec for each in planned(Model(), x, policy=policy)] == [codec]
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize(
     ("words", "codec"), [({"codec": "int8", "force": True}, "int8"), ({}, "none")], ids=str
 )
@@ -452,6 +456,7 @@ class Layers(nn.Module):
         return linear(x.tanh(), get["down.weight"], get["down.bias"])
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("only", ["", "weight", "bias", "norm.bias"])
 def test_gradients_of_layers_in_one_tensor_are_compressed(only):
@@ -543,6 +548,7 @@ def test_operators_of_torchs_own_batch_norm_are_known():
     ]
 
 
+@pytest.mark.slow
 def test_number_that_may_be_a_ranks_own_does_not_decide():
     def padded(x):
         return ar(torch.cat([x * 2, torch.zeros(3, 96)]))

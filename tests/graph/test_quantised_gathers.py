@@ -11,7 +11,7 @@ import torch
 from functional_ops import ag, ops
 from graphs import as_rank, code, collectives, trace, trace_sizes
 from lockstep import run_in_lockstep
-from tiers import rarely
+from tiers import rarely, sampled
 
 import commpass
 from commpass.passes.discover import discover
@@ -294,7 +294,10 @@ FITS = {
 }
 
 
-@pytest.mark.parametrize("name", FITS)
+QUICK = ("tensorwise", "rowwise", "int8", "every fifth code, across the ranks")
+
+
+@pytest.mark.parametrize("name", sampled(FITS, QUICK, "slow"))
 def test_codes_are_gathered_with_the_same_bits(name):
     function, dtype, sent = FITS[name]
     inputs = hostile(dtype)
@@ -309,7 +312,7 @@ def test_codes_are_gathered_with_the_same_bits(name):
 OFTEN = ("tensorwise", "two codes in a byte")
 DYNAMIC = [
     *((name, False) if name in OFTEN else rarely(name, False) for name in FITS),
-    ("scales with NaN by an indexed write", True),
+    pytest.param("scales with NaN by an indexed write", True, marks=pytest.mark.slow),
     rarely("codes with a scale of columns", True),
     rarely("tensorwise of the transpose", True),
 ]
@@ -505,6 +508,7 @@ def scaled_by_rows(x):
 CASES = [(rowwise, [NAME]), (filled, [NAME]), (scaled_by_rows, [])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("quantiser", "names"), CASES)
 def test_rows_may_be_known_when_the_graph_runs(quantiser, names):
     """But they are no number of the program, to scale by."""

@@ -91,6 +91,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_layers_gather_codes(name):
     convert, dtype, sent = CASES[name]
@@ -122,6 +123,7 @@ FORMATS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_formats_of_hardware_are_gathered_as_they_are_stored(name):
     cast, sent = FORMATS[name]
@@ -148,6 +150,7 @@ def test_gradients_are_gathered_in_codes_for_both_products():
     assert sent == [("uint8", 2), ("uint8", 2 * VALUES)]
 
 
+@pytest.mark.slow
 def test_training_gathers_codes_and_saves_them_for_backward():
     with as_rank(0, RANKS):
         model = Gathered(torch.bfloat16)
@@ -158,6 +161,7 @@ def test_training_gathers_codes_and_saves_them_for_backward():
     assert not backward.sites
 
 
+@pytest.mark.slow
 def test_training_gathers_codes_of_rows_and_of_columns_when_values_are_float32():
     with as_rank(0, RANKS):
         model = Gathered(torch.float32)
@@ -177,6 +181,7 @@ class Checkpointed(Gathered):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["rowwise", rarely("tensorwise")])
 def test_repeated_gathers_send_only_the_codes_that_each_pass_needs(recipe):
     with as_rank(0, RANKS):
@@ -190,6 +195,7 @@ def test_repeated_gathers_send_only_the_codes_that_each_pass_needs(recipe):
         assert {site.dtype for site in plan.sites} == {"uint8"}
 
 
+@pytest.mark.slow
 def test_values_that_backward_multiplies_stay():
     with as_rank(0, RANKS):
         model = Gathered(torch.bfloat16)
@@ -199,6 +205,7 @@ def test_values_that_backward_multiplies_stay():
     assert [(site.dtype, site.bytes) for site in forward.sites] == [("bfloat16", 2 * VALUES)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
 def test_gradients_that_are_needed_in_two_forms_stay(recipe):
     with as_rank(0, RANKS):

@@ -108,6 +108,7 @@ def is_short(case) -> bool:
     return n == 8 or (n == 1024 and "ring" not in name)
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.few(4)
 @pytest.mark.parametrize(("kind", "algorithm", "ranks"), sampled(SIZES, is_short))
 def test_wire_dtype_and_bytes_are_the_plans_at_any_number_of_ranks(
@@ -148,6 +149,7 @@ SPLITS = {
 
 # With uneven splits each rank's part is encoded separately if entries are short: 1024 of them take
 # half a minute to trace.
+@pytest.mark.rest_slow(1)
 @pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("splits", "width", "ranks"), thinned(SPLITS, [None, 1, 40, 4096], [2, 16], one_in=2)
@@ -184,6 +186,7 @@ def test_long_entries_of_any_splits_are_rewritten_at_1024_ranks(fake_group):
     assert [size for _, _, size in collectives(gm)] == [site.wire_bytes] == [3072 * (4096 + 128)]
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize("algorithm", ["direct(shards=2)", "direct(shards=3)"])
 def test_long_entries_go_in_micro_shards(algorithm, fake_group):
     fake_group(4)
@@ -227,6 +230,7 @@ SIZED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("dim", [0, rarely(1)])
 @pytest.mark.parametrize("kind", SIZED)
@@ -286,6 +290,7 @@ def test_lossless_code_of_parts_is_two_exchanges_whatever_the_splits(splits, fir
     assert value(gm) == ((sum(received), 70), torch.float32)
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     "codec",
@@ -372,6 +377,7 @@ def test_all_waits_of_a_collective_are_replaced(fake_group):
     assert sum(is_wait(node) for node in gm.graph.nodes) == 2
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize("kept", [0, 1, 2])
 def test_chosen_parts_alone_are_taken_out_of_a_coalesced_collective(kept, fake_group):
     fake_group(8)
@@ -596,6 +602,7 @@ def test_rewrite_gives_graphs_without_fake_values_their_own(fake_group):
     assert site.shape == (64, 64)
 
 
+@pytest.mark.slow
 def test_codecs_tables_stand_once_in_a_graph(fake_group):
     fake_group(8)
 
@@ -614,6 +621,7 @@ def test_codecs_tables_stand_once_in_a_graph(fake_group):
     assert len(tables) == len(set(tables)) > 0
 
 
+@pytest.mark.slow
 def test_collective_of_a_collectives_result(fake_group):
     fake_group(8)
 

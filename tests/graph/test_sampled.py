@@ -76,6 +76,7 @@ def steps(model, policy, count: int, **options):
 # --- in the graph ---------------------------------------------------------------------------------
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize("lowering", ["inline", "kernel"])
 def test_each_site_is_looked_at_in_front_of_its_encode(fake_group, lowering):
     fake_group(4)
@@ -195,6 +196,7 @@ def test_file_says_it_too(tmp_path):
 # --- on calls -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("inner", ["eager", "inductor", rarely("aot_eager")])
 def test_errors_are_those_of_the_values_that_were_sent(fake_group, inner):
@@ -217,6 +219,7 @@ def test_errors_are_those_of_the_values_that_were_sent(fake_group, inner):
     assert site.mean == pytest.approx(site.site.error, rel=0.1)  # these values are Gaussian
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 2])
 def test_errors_of_a_calibrated_codec_are_those_of_the_ranks_own_scales(fake_group, rank):
     """Neither forced nor with sampling requested: only the first calls of a budget."""
@@ -237,6 +240,7 @@ def test_errors_of_a_calibrated_codec_are_those_of_the_ranks_own_scales(fake_gro
     assert site.last == pytest.approx(float(lost.norm() / x.norm()) * factor, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_calls_sampled_are_as_many_as_asked(fake_group):
     fake_group(4)
     _, step_log = steps(Layer(), forced(error_sample_rate=0.25), 9, inner="eager")
@@ -245,6 +249,7 @@ def test_calls_sampled_are_as_many_as_asked(fake_group):
         assert [each.count for each in entry.samples.sites] == [3]
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("inner", ["aot_eager", rarely("inductor")])
 @pytest.mark.parametrize("model", [Layer, Fused])
@@ -262,6 +267,7 @@ def test_results_are_bit_identical_with_and_without(fake_group, model, lowering,
     assert any(counts) or (model is Fused and lowering == "inline")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [{"chunks": 4}, rarely({"rows": 4})])
 def test_errors_of_chunks_are_those_of_each_chunk(fake_group, more):
     fake_group(4)
@@ -287,6 +293,7 @@ def test_compiler_of_others_is_not_given_the_operator(fake_group):
     assert "not sampled" in site.why
 
 
+@pytest.mark.slow
 def test_site_above_its_bound_is_told_once_with_its_name(fake_group, caplog):
     fake_group(4)
     caplog.set_level(logging.WARNING, "commpass")
@@ -308,6 +315,7 @@ def test_site_above_its_bound_is_told_once_with_its_name(fake_group, caplog):
     assert "above max_error=0.2" in warned
 
 
+@pytest.mark.slow
 def test_profilers_show_stages_by_site(fake_group):
     fake_group(4)
     torch._dynamo.reset()

@@ -103,6 +103,7 @@ def nbytes(saved):
     return sum(math.prod(shape) * dtype.itemsize for dtype, shape in saved)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_codes_are_saved_and_gathered_when_their_consumer_is_checkpointed(dtype, inner):
@@ -141,6 +142,7 @@ def test_gathered_value_is_saved_when_simplify_is_skipped():
     assert [site.dtype for site in forward.sites] == ["bfloat16"]
 
 
+@pytest.mark.slow
 def test_gathered_value_is_saved_when_backward_needs_it():
     def differentiated(layer, x, weight):
         return outside(layer, x * weight.sum(), weight)

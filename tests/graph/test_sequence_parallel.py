@@ -163,6 +163,7 @@ def traced(function, inputs):
     return trace(program, *inputs)
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize("name", FITS)
 def test_rows_of_sums_are_computed_by_one_rank_with_the_same_bits(name):
     function, dtype, shape, sent = FITS[name]
@@ -227,6 +228,7 @@ def test_similar_graphs_stay(name):
     assert NAME not in steps_of(MUST_NOT[name])
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize(
     "policy",
     [

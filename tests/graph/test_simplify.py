@@ -279,6 +279,7 @@ def test_one_number_is_gathered_in_its_own_dtype(dtype, fake_group):
     assert gm.graph.output_node().args[0].meta["val"].dtype == dtype
 
 
+@pytest.mark.slow
 def test_nested_groups_of_a_whole_mesh_become_one(fake_group):
     fake_group(8)
     dp, tp = mesh_names()
@@ -344,6 +345,7 @@ def test_off_and_skip_leave_the_graph_as_it_was(fake_group):
         assert code(gm) == before
 
 
+@pytest.mark.slow
 def test_remaining_sites_are_compressed_and_the_plan_says_both(fake_group):
     fake_group(8)
     gm = trace(lambda x: ar(x.sin()) + ar(x.cos()), X)
@@ -377,6 +379,7 @@ def planned(function, x, policy):
     return manager.run(road, "0", manager.PASSES[: names.index("rewrite")]).plan
 
 
+@pytest.mark.slow
 def test_narrow_bits_are_coded_where_the_codec_is_lossless(fake_group):
     """ZipCCL, section 4: float32 sums of bfloat16 gradients, of which 11 of 32 bits are sent."""
     fake_group(4)
@@ -498,6 +501,7 @@ def test_outputs_stay_tensors_of_their_own(fake_group):
     assert len(set(gm.graph.output_node().args[0])) == 2
 
 
+@pytest.mark.slow
 def test_equal_gathers_far_apart_do_not_fill_the_memory(fake_group):
     fake_group(8)
 

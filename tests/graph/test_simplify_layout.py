@@ -69,6 +69,7 @@ CASES = {
 }
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize("name", CASES)
 def test_results_and_their_layout(name):
     function, rule = CASES[name]

@@ -292,6 +292,7 @@ def prove(world: World, steps: tuple[Step, ...]) -> list[str]:
 PHASES = tuple(phase for phase in Phase if phase is not Phase.explain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("examples", [2, rarely(25)])
 def test_random_programs_on_random_meshes(examples):
     @settings(max_examples=examples, deadline=None, phases=PHASES)
@@ -340,6 +341,7 @@ def test_sums_over_groups_that_meet_in_one_rank_each_become_one(world, axis, oth
     assert prove(world, nested(axis, other, op)) == ["nested groups"]
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("world", "axis", "other"),
@@ -363,6 +365,7 @@ def test_others_stay_as_they_are(world, axis, other):
     assert prove(world, nested(axis, other)) == []
 
 
+@pytest.mark.slow
 def test_two_meshes_with_the_same_ranks_in_a_group():
     """tp = {0,1} of one mesh and ep = {0,1} of another, over four ranks."""
     world = World(4, (((2, 2), (0, 1, 2, 3)), ((2, 2), (0, 1, 2, 3))), (), ())

@@ -37,6 +37,7 @@ def test_sums_of_float16_are_not_merged(name, values):
     assert same(ranks)
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", [BFLOAT, FLOAT, torch.float64])
 @pytest.mark.parametrize("name", IN_HALF)

@@ -30,6 +30,7 @@ def sharded(x, *shards):
     return x
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("rows", [(1, 1), (1, 4096), (512, 1), (0, 64), (4096, 4096)])
 def test_gathers_of_parameters_do_not_depend_on_the_batch(rows):

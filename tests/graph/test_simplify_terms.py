@@ -65,6 +65,7 @@ def test_kept_sites_are_not_merged_with_compressed_ones(function, order, said, f
     assert codecs == {"router": "none", "mlp": "int8"}
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     "terms",
@@ -84,6 +85,7 @@ def test_keep_changes_nothing_where_nothing_is_compressed(fake_group):
     assert rules(planned(labelled(SUM, ("router", "mlp")), rules=[KEPT])) == ["sum of sums"]
 
 
+@pytest.mark.slow
 def test_gather_of_scatter_and_nested_groups_merge_only_what_is_allowed_the_same(fake_group):
     fake_group(8)
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))

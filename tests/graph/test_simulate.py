@@ -67,6 +67,7 @@ def all_reduce_ms(nbytes: int, ranks: int) -> float:
     return (2 * (ranks - 1) * 10.0 + 2 * (ranks - 1) / ranks * nbytes / 1000) / 1000
 
 
+@pytest.mark.slow
 def test_step_is_its_exchanges_where_nothing_is_computed():
     (found,) = commpass.simulate(build, CLUSTER, {"tp": 4}, ["off"])
     each = all_reduce_ms(512 * 64 * 8, 4)
@@ -93,6 +94,7 @@ def test_compute_without_exchanges_counts():
     assert found.step_ms == pytest.approx(3 * 2 * 512**3 / 1e9, rel=0.02)
 
 
+@pytest.mark.slow
 def test_graph_that_is_left_untouched_counts_and_is_told():
     skips = Policy(codecs="int8", skip="rewrite")
     plain, found = commpass.simulate(build, CLUSTER, {"tp": 4}, ["off", skips])
@@ -102,6 +104,7 @@ def test_graph_that_is_left_untouched_counts_and_is_told():
     assert "the policy skips pass 'rewrite'" in found.remarks[0]
 
 
+@pytest.mark.slow
 def test_model_of_another_dtype_before_it_is_divided():
     def converted(mesh):
         model = nn.Sequential(nn.Linear(48, 96, bias=False), nn.Linear(96, 48, bias=False))
@@ -113,11 +116,13 @@ def test_model_of_another_dtype_before_it_is_divided():
     assert found.wire_bytes == 2 * 32 * 48 * 2
 
 
+@pytest.mark.slow
 def test_inference_has_no_backward():
     (found,) = commpass.simulate(build, CLUSTER, {"tp": 4}, ["off"], train=False)
     assert found.step_ms == pytest.approx(all_reduce_ms(512 * 64 * 8, 4), rel=0.01)
 
 
+@pytest.mark.slow
 def test_compressed_sites_take_less_time():
     forced = Policy(name="int8", rules=[Rule(codec="int8", algorithm="two_shot", force=True)])
     plain, coded = commpass.simulate(build, CLUSTER, {"tp": 4}, ["off", forced])
@@ -179,6 +184,7 @@ def test_not_where_there_are_process_groups(fake_group):
         commpass.simulate(build, CLUSTER, {"tp": 2})
 
 
+@pytest.mark.slow
 def test_links_and_policies_share_one_trace():
     built, told = [], []
 
@@ -204,6 +210,7 @@ def test_links_and_policies_share_one_trace():
     assert {many for _, many, _ in told} == {2}
 
 
+@pytest.mark.slow
 def test_many_ranks_take_no_time_of_their_own():
     """In particular, a parameter is not split into as many tensors as there are ranks."""
     cut = torch.Tensor.chunk
@@ -321,6 +328,7 @@ def figure(monkeypatch, tmp_path):
     return drawn
 
 
+@pytest.mark.slow
 def test_picture_of_a_wide_sweep(figure):
     at = [1, 1.1, 10, 11, 100, 100_000]
     made = figure([simulated(name, x, 1000 / x) for x in at for name in ("off", "lossless")])
@@ -337,6 +345,7 @@ def test_picture_of_a_wide_sweep(figure):
     assert "model.py:build, nvlink-4" in made._suptitle.get_text()
 
 
+@pytest.mark.slow
 def test_picture_of_a_narrow_sweep(figure):
     made = figure([simulated("off", x, 10 + x) for x in (1, 2, 3)])
     for axes in made.axes:

@@ -69,6 +69,7 @@ def _gains(site, nbytes: int) -> bool:
     return choose([like], [options], [allowed], PROFILE)[0].compressed
 
 
+@pytest.mark.slow
 def test_graph_on_each_side_of_the_size_from_which_codes_gain():
     small, large = run(layer, (4, 4000, 7, 900, 3, 2222))
     assert [site.codec for site in small] == ["none"]
@@ -98,6 +99,7 @@ def test_reason_says_where_a_plan_ends():
     assert large.sites[0].reason.endswith("else compiled anew")
 
 
+@pytest.mark.slow
 def test_training_compiles_both_graphs_twice_and_no_more():
     plans = run(layer, (4, 4000, 7, 900), train=True)
     assert [(plan.direction, plan.sites[0].codec) for plan in plans] == [
@@ -147,12 +149,14 @@ def test_sizes_that_are_known_only_when_it_runs_are_no_guards():
     assert plan.sites[0].bytes == -1
 
 
+@pytest.mark.slow
 def test_fixed_sizes_have_no_limit():
     backend = commpass.backend(POLICY, profile=PROFILE, inner="eager", strict=True)
     torch.compile(layer, backend=backend, dynamic=False)(torch.randn(4, 256), torch.eye(256))
     assert "holds" not in commpass.plans()[-1].sites[0].reason
 
 
+@pytest.mark.slow
 def test_limits_of_the_most_sites_count():
     def many(x, w):
         found = [ar(x.repeat(1, n) * i) for i, n in enumerate((1, 2, 3, 3, 4, 4, 5), 2)]

@@ -69,6 +69,7 @@ def on_card(spec: str, dtype: torch.dtype = torch.float32, **more):
     return gm, given, outcome
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["dgc", rarely("topk(density=0.05, values=bf16)")])
 def test_selections_on_a_gpu_are_calls_of_kernels(spec, fake_group):
     fake_group(RANKS)
@@ -152,6 +153,7 @@ def both_forms(spec: str, dtype: torch.dtype) -> tuple[list[str], list[Counter]]
     return differing, calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "dtype"),
     [

@@ -125,6 +125,7 @@ SYMBOLIC = [case for case in CASES if case[0] != "all_to_all"]
 """The splits of an all-to-all are numbers, or separate symbols."""
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("case", "code"), [*crossed(SYMBOLIC, ["int8", "rotated"]), *NATIVE], ids=str

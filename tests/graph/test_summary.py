@@ -89,6 +89,7 @@ def train(log: Log, number: int) -> None:
     log.add(number, "backward")
 
 
+@pytest.mark.slow
 def test_step_is_told_after_it_and_a_rule_that_matched_nothing_after_two(caplog):
     log = Log(caplog, MISSING)
     train(log, 0)
@@ -97,6 +98,7 @@ def test_step_is_told_after_it_and_a_rule_that_matched_nothing_after_two(caplog)
     assert log.said() == ""
 
 
+@pytest.mark.slow
 def test_evaluation_first_is_told_and_then_training_with_no_warning_before(caplog):
     log = Log(caplog, MISSING, Rule(direction="backward"))
     log.add(0, "forward")
@@ -108,6 +110,7 @@ def test_evaluation_first_is_told_and_then_training_with_no_warning_before(caplo
     assert [entry.getMessage().count("3 graphs") for entry in caplog.records] == [0, 1, 1]
 
 
+@pytest.mark.slow
 def test_backward_that_is_compiled_when_it_is_first_needed_is_waited_for(caplog):
     log = Log(caplog, MISSING, Rule(direction="backward"))
     log.add(0, "forward", trained=True)
@@ -116,6 +119,7 @@ def test_backward_that_is_compiled_when_it_is_first_needed_is_waited_for(caplog)
     assert [log.call("B0"), *(log.call("F0", "B0") for _ in range(3))] == ["", "L", "W", ""]
 
 
+@pytest.mark.slow
 def test_compiled_autograd_runs_one_backward_for_all_graphs(caplog):
     log = Log(caplog, MISSING, Rule(direction="backward"))
     log.add(0, "forward", trained=True)
@@ -131,6 +135,7 @@ def test_compiled_autograd_runs_one_backward_for_all_graphs(caplog):
     ]
 
 
+@pytest.mark.slow
 def test_graphs_of_hooks_in_backward_alone_are_told_while_they_run(caplog):
     log = Log(caplog, MISSING)
     log.add(0, "backward")
@@ -138,6 +143,7 @@ def test_graphs_of_hooks_in_backward_alone_are_told_while_they_run(caplog):
     assert [log.call("B0", "B1") for _ in range(5)] == ["", "L", "W", "", ""]
 
 
+@pytest.mark.slow
 def test_blocks_that_share_a_graph_are_no_rounds(caplog):
     log = Log(caplog, MISSING)
     train(log, 0)
@@ -148,6 +154,7 @@ def test_blocks_that_share_a_graph_are_no_rounds(caplog):
     assert steps == ["", "L", "W", "", ""]
 
 
+@pytest.mark.slow
 def test_blocks_that_are_compiled_one_by_one_are_told_together(caplog):
     log = Log(caplog, MISSING)
     for number in range(4):
@@ -171,6 +178,7 @@ def test_parts_of_a_batch_are_told_once(order, caplog):
     assert "".join(log.call(*order) for _ in range(4)) == "LW"
 
 
+@pytest.mark.slow
 def test_second_model_of_the_backend_is_told_too_and_each_warning_stays_one(caplog):
     log = Log(caplog, MISSING)
     train(log, 0)
@@ -180,6 +188,7 @@ def test_second_model_of_the_backend_is_told_too_and_each_warning_stays_one(capl
     assert "4 graphs" in caplog.records[-1].getMessage()
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("calls", "before", "at_the_end"), [(0, "", "LW"), (1, "", "LW"), (4, "L", "W")]
@@ -193,6 +202,7 @@ def test_summary_left_over_is_written_at_the_end(calls, before, at_the_end, capl
     assert log.said() == at_the_end
 
 
+@pytest.mark.slow
 def test_nothing_is_said_where_nothing_was_compiled(caplog):
     log = Log(caplog, MISSING)
     log.summary.report()
@@ -320,6 +330,7 @@ def block_by_block(model, chosen):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("how", [by_itself, block_by_block])
 def test_evaluation_then_training_is_said_right_and_warns_of_nothing_that_matches(
@@ -380,6 +391,7 @@ def plan_of(policy: Policy, **options) -> Plan:
 FORCED = Policy(rules=[Rule(group="tp", codec="int8", force=True)])
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("group", ["tp", "t*", "world", "0"])
 def test_mesh_of_one_dimension_gives_the_group_of_all_ranks_its_name(group, fake_group):
@@ -404,6 +416,7 @@ def test_mesh_is_found_though_as_many_refer_to_its_class_as_before(fake_group):
     assert any(found is mesh for found in meshes())
 
 
+@pytest.mark.slow
 def test_link_by_the_meshs_name_is_that_of_its_group(fake_group):
     fake_group(4)
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
@@ -439,6 +452,7 @@ def test_names_come_from_every_mesh_in_an_order_of_their_own(fake_group):
     assert len(meshes) == 5
 
 
+@pytest.mark.slow
 def test_mesh_of_before_the_ranks_were_set_up_again_counts_no_more(fake_group):
     fake_group(4)
     before = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
@@ -449,6 +463,7 @@ def test_mesh_of_before_the_ranks_were_set_up_again_counts_no_more(fake_group):
     assert before.mesh_dim_names == ("tp",)
 
 
+@pytest.mark.slow
 def test_mesh_that_is_made_between_two_graphs_is_seen(fake_group):
     fake_group(4)
     assert not plan_of(FORCED).compressed
@@ -486,6 +501,7 @@ def told(caplog) -> list[str]:
     return [text for level, text in said(caplog) if text.startswith("no collective in any")]
 
 
+@pytest.mark.slow
 def test_model_of_several_ranks_without_a_site_is_told_what_to_do_once(fake_group, unsaid, caplog):
     fake_group(8)
     for _ in range(2):
@@ -541,6 +557,7 @@ def not_the_first_rank(model, fake_group):
         steps(by_itself(model, commpass.backend("balanced", inner="eager")), 4)
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     "run",

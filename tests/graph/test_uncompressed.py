@@ -85,6 +85,7 @@ def serve(policy, profile, rounds):
     return compiled
 
 
+@pytest.mark.slow
 def test_preset_on_a_fast_link_says_its_times_and_the_profile(fake_group, warnings):
     fake_group(RANKS)
     plans = train("taco", "nvlink-4")
@@ -99,6 +100,7 @@ def test_preset_on_a_fast_link_says_its_times_and_the_profile(fake_group, warnin
     assert "commpass probe): nvlink-4 is stated" in text
 
 
+@pytest.mark.slow
 def test_named_remedy_changes_the_outcome(fake_group, warnings):
     fake_group(RANKS)
     profile = dataclasses.replace(profile_named("nvlink-4"), link=Link(1.0, 1000.0))
@@ -118,6 +120,7 @@ def test_named_remedy_changes_the_outcome(fake_group, warnings):
     assert len(warnings()) == 1
 
 
+@pytest.mark.slow
 def test_size_is_named_from_which_on_a_codec_gains(fake_group, warnings):
     fake_group(RANKS)
     link = ethernet(1)
@@ -139,6 +142,7 @@ def of_rows(rows: int, profile: Profile) -> PlannedSite:
     return choose([site], [candidates(site, allowed, profile, True)], [allowed], profile)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("policy", "profile"),
@@ -163,6 +167,7 @@ def test_policy_says_nothing_where_it_compresses_or_none_is_asked(
     assert not [text for text in warnings() if "sites compressed" in text]
 
 
+@pytest.mark.slow
 def test_sites_that_are_all_kept_by_an_annotation_say_so(fake_group, warnings):
     fake_group(RANKS)
     model = Broken()
@@ -171,6 +176,7 @@ def test_sites_that_are_all_kept_by_an_annotation_say_so(fake_group, warnings):
     assert warnings() == ["policy 'balanced': 0 of 4 sites compressed: kept by keep in the model"]
 
 
+@pytest.mark.slow
 def test_reasons_are_counted_where_there_are_several(fake_group, warnings):
     fake_group(RANKS)
     model = Broken()
@@ -181,6 +187,7 @@ def test_reasons_are_counted_where_there_are_several(fake_group, warnings):
     assert "; 2 sites: kept by keep in the model. What would change it:" in text
 
 
+@pytest.mark.slow
 def test_codec_that_loses_more_than_the_budget_is_named_with_both(fake_group, warnings):
     fake_group(RANKS)
     policy = Policy(codecs="int4", algorithms="one_shot", max_error=0.01)
@@ -191,6 +198,7 @@ def test_codec_that_loses_more_than_the_budget_is_named_with_both(fake_group, wa
     assert text.endswith("What would change it: a larger max_error")
 
 
+@pytest.mark.slow
 def test_annotation_asks_for_codecs_whatever_the_policy(fake_group, warnings):
     fake_group(RANKS)
     model = Broken()
@@ -204,6 +212,7 @@ def test_annotation_asks_for_codecs_whatever_the_policy(fake_group, warnings):
     assert len(warnings()) == 1
 
 
+@pytest.mark.slow
 def test_model_of_two_graphs_is_told_once_and_not_again(fake_group, warnings):
     fake_group(RANKS)
     plans = train("taco", FAST, Broken(), steps=8)
@@ -213,6 +222,7 @@ def test_model_of_two_graphs_is_told_once_and_not_again(fake_group, warnings):
     assert "0 of 4 sites" in text
 
 
+@pytest.mark.slow
 def test_rules_that_match_nothing_are_told_by_their_own_warning_alone(fake_group, warnings):
     fake_group(RANKS)
     train("tahquant", SLOW)
@@ -220,6 +230,7 @@ def test_rules_that_match_nothing_are_told_by_their_own_warning_alone(fake_group
     assert "no rule of policy 'tahquant' matched" in text
 
 
+@pytest.mark.slow
 def test_served_model_is_told_while_it_runs_and_one_that_is_evaluated_at_the_end(
     fake_group, warnings
 ):
@@ -254,6 +265,7 @@ def no_site(fake_group):
     train("taco", FAST, nn.Linear(WIDTH, WIDTH), steps=1)
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("run", [one_rank, no_site])
 def test_nothing_is_said_where_nothing_could_be_compressed(run, fake_group, warnings):
@@ -262,6 +274,7 @@ def test_nothing_is_said_where_nothing_could_be_compressed(run, fake_group, warn
     assert not [text for text in warnings() if "compressed" in text]
 
 
+@pytest.mark.slow
 def test_ranks_other_than_the_first_stay_quiet(fake_group, warnings):
     other_rank()
     gc.collect()

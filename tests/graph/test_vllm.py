@@ -119,6 +119,7 @@ def test_allowed_one_of_two_alone_is_compressed(four):
     assert {dtype for _, dtype, _ in collectives(gm)} == {torch.uint8}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_gathers_and_scatters_along_the_first_dimension_are_taken(four, dim, caplog):
     def around(x):
@@ -153,6 +154,7 @@ def fails(*_):
     raise ValueError("on purpose")
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize("how", ["a pass fails", "no such group", "a pass is left out"])
 def test_graph_of_which_nothing_comes_is_left_as_it_was(four, how, monkeypatch, caplog):
     gm = layer_graph()

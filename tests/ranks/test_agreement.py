@@ -71,6 +71,7 @@ def one_of_three() -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_one_rank_of_three_that_differs_is_named(ranks3):
     for text in ranks3.run(one_of_three):
         assert "rank 0-1: plan" in text
@@ -102,6 +103,7 @@ def one_stays_away() -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_rank_that_does_not_answer_is_an_error_within_the_time_out(ranks2):
     text = ranks2.run(one_stays_away)[0]
     assert "rank 1 of group" in text
@@ -138,6 +140,7 @@ def too_late() -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_rank_that_is_late_gets_an_error_and_the_next_round_is_not_mixed_up_with_it(ranks2):
     silent, late = ranks2.run(too_late)
     assert "rank 1 of group" in silent
@@ -161,6 +164,7 @@ def asks_again() -> float:
     return got
 
 
+@pytest.mark.slow
 def test_rank_that_waited_in_vain_asks_again_with_the_next_call(ranks2):
     assert ranks2.run(asks_again) == pytest.approx([5.0, 5.0], abs=0.05)
 
@@ -186,6 +190,7 @@ def anew(folder: str) -> list[float]:
     return got
 
 
+@pytest.mark.slow
 def test_function_goes_on_after_a_failure_with_groups_that_were_made_anew(tmp_path):
     ranks = Ranks(2)
     try:
@@ -222,6 +227,7 @@ def waits_with_a_line() -> tuple[list[str], float]:
     return lines, agreement._timeout([part])
 
 
+@pytest.mark.slow
 def test_rank_that_waits_long_says_for_whom_and_waits_as_long_as_its_group_would(ranks2):
     (line, timeout), (none, _) = ranks2.run(waits_with_a_line)
     assert "for the plans of rank 1 of group" in line[0]
@@ -255,6 +261,7 @@ def recompiles_alone() -> None:
     assert torch.equal(function(x), expected)
 
 
+@pytest.mark.slow
 def test_rank_may_recompile_alone_what_was_agreed_on(ranks2):
     ranks2.run(recompiles_alone)
 
@@ -312,6 +319,7 @@ def test_site_hidden_on_one_rank_alone_is_compressed_and_stays_so(
         assert found == [decided, decided]
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("matmuls", [(3, 0, 3), (0, 3, 0), (0, 0, 3), (3, 3, 0)])
 def test_site_exposed_on_one_rank_of_three_is_compressed_on_all(matmuls, ranks3):
@@ -340,11 +348,13 @@ def part_of_gather(first: bool) -> tuple[list[str], list[str], str]:
     return [site.codec for site in plan], rules, plan.fallback
 
 
+@pytest.mark.slow
 def test_part_that_only_one_rank_owns_leaves_the_rest_compressed_on_all(ranks3):
     for found in ranks3.run(part_of_gather, True):
         assert found == (["none", "int8"], [], "")
 
 
+@pytest.mark.slow
 def test_gather_goes_where_each_rank_takes_its_own_part(ranks3):
     for found in ranks3.run(part_of_gather, False):
         assert found == (["int8"], ["own part"], "")
@@ -402,6 +412,7 @@ def kernel_breaks_on_one_rank() -> tuple[bool, str, str]:
         kernel._compile = kept
 
 
+@pytest.mark.slow
 def test_kernel_that_fails_on_one_rank_makes_all_compile_the_untouched_graph(ranks2):
     (exact, fallback, warning), (other, nothing, own) = ranks2.run(kernel_breaks_on_one_rank)
     why = "uncompressed: pass 'lower' failed: RuntimeError: injected"
@@ -484,6 +495,7 @@ def exchanges(matrix: list[list[int]], codec: str, strict: bool = False) -> tupl
     return torch.equal(result, exchange(x)), commpass.plans()[-1].fallback
 
 
+@pytest.mark.slow
 def test_splits_that_look_even_to_one_rank_alone_are_left_alone_with_a_reason(
     ranks3,
 ):
@@ -506,6 +518,7 @@ def strictly_even_to_one() -> None:
         ops.wait_tensor(ops.all_to_all_single(torch.ones(sum(sent), 64), received, sent, group))
 
 
+@pytest.mark.slow
 def test_splits_that_look_even_to_one_rank_alone_raise_under_strict(ranks3):
     ranks3.run(strictly_even_to_one)
 
@@ -529,6 +542,7 @@ def even_to_one_and_another_sum() -> None:
         torch.compile(both, backend=backend)(torch.ones(sum(sent), 64), torch.ones(500))
 
 
+@pytest.mark.slow
 def test_splits_that_look_even_excuse_no_other_difference(ranks3):
     ranks3.run(even_to_one_and_another_sum)
 
@@ -538,6 +552,7 @@ def uneven_and_differ() -> None:
         exchanges(UNEVEN, ["int8", "int8", "fp8"][dist.get_rank()])
 
 
+@pytest.mark.slow
 def test_other_policies_for_uneven_splits_are_a_mismatch_like_any_other(ranks3):
     ranks3.run(uneven_and_differ)
 
@@ -546,6 +561,7 @@ def uneven_and_alike() -> None:
     assert exchanges(UNEVEN, "int8") == (False, "")
 
 
+@pytest.mark.slow
 def test_uneven_splits_that_all_ranks_see_are_compressed(ranks3):
     ranks3.run(uneven_and_alike)
 

@@ -80,6 +80,7 @@ def a_pass_fails_on_rank(broken: int):
         manager.PASSES = kept
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("broken", [0, 1, 2])
 def test_failure_travels_across_groups(broken, ranks3):
@@ -98,6 +99,7 @@ def two_differ():
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_difference_in_one_group_raises_on_all_who_hang_together_with_it(ranks3):
     for text in ranks3.run(two_differ):
         assert "(ranks 1-2) planned differently" in text
@@ -113,6 +115,7 @@ def all_alike():
     assert all(torch.allclose(each, torch.full((600,), 5.0), atol=0.05) for each in got)
 
 
+@pytest.mark.slow
 def test_chain_of_groups_that_agrees_is_compressed(ranks3):
     ranks3.run(all_alike)
 
@@ -171,6 +174,7 @@ def prints_on_rank_0(policy, when: int):
     return errors
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("when", [0, 2])
 @pytest.mark.parametrize("policy", ["off", "lossless"])
@@ -178,10 +182,12 @@ def test_print_on_one_rank_is_no_error_where_nothing_is_changed(policy, when, ra
     assert ranks2.run(prints_on_rank_0, policy, when) == [[0.0] * 4] * 2
 
 
+@pytest.mark.slow
 def test_print_on_one_rank_from_the_start_leaves_its_group_alone(ranks2):
     assert ranks2.run(prints_on_rank_0, forced("int8"), 0) == [[0.0] * 4] * 2
 
 
+@pytest.mark.slow
 def test_rank_that_breaks_its_graph_later_goes_on_with_what_was_agreed_on_site_by_site(ranks2):
     errors = ranks2.run(prints_on_rank_0, forced("int8"), 2)
     assert errors[0] == errors[1]
@@ -232,6 +238,7 @@ def without_a_store():
     return commpass.plans()[-1].sites[0].codec, got.shape
 
 
+@pytest.mark.slow
 def test_store_that_is_gone_is_an_error_only_for_who_needs_it(ranks2):
     assert ranks2.run(without_a_store) == [("int8", (70,))] * 2
 
@@ -280,6 +287,7 @@ def several_runs(port: int):
     return rows
 
 
+@pytest.mark.slow
 def test_process_groups_made_anew_in_one_launch_agree_anew(ranks2):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -309,6 +317,7 @@ def leaves_apart():
     return got.shape, [plan.fallback for plan in commpass.plans()[-2:]], lines
 
 
+@pytest.mark.slow
 def test_ranks_whose_graphs_differ_leave_their_group_alone_from_then_on_and_say_so(ranks2):
     for _, (first, second), lines in ranks2.run(leaves_apart):
         assert "compile different graphs" in first
@@ -338,6 +347,7 @@ def one_policy_after_another(names: list[str]) -> list[tuple[float, str]]:
     return found
 
 
+@pytest.mark.slow
 def test_records_of_a_former_policy_are_not_taken_for_present_ones(ranks2):
     names = ["off", "int8", "off", "fp8", "int8"]
     for rows in ranks2.run(one_policy_after_another, names):
@@ -354,6 +364,7 @@ def models_in_another_order() -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_ranks_that_compile_under_two_policies_in_another_order_are_told(ranks2):
     ranks2.run(one_policy_after_another, ["off", "int8"])
     first, second = ranks2.run(models_in_another_order, timeout=60)
@@ -379,6 +390,7 @@ def one_goes_back_to_an_older_policy(reset: bool) -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("reset", [False, True])
 def test_agreement_of_one_backend_counts_for_no_other_nor_after_a_reset(reset, ranks2):
@@ -426,6 +438,7 @@ def like_sites_treated_differently() -> list[float]:
     return found
 
 
+@pytest.mark.slow
 def test_lone_graph_break_between_like_sites_that_are_treated_differently(ranks2):
     first, second = ranks2.run(like_sites_treated_differently, timeout=60)
     assert first == second

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ambient import CODECS, MODES, differing, same_bits
-from tiers import rarely
+from tiers import crossed, rarely
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
@@ -71,13 +71,17 @@ def exchanged(kind: str, codecs: tuple[str, ...], mode: str, **more) -> list[str
     return differing(run, codecs, mode)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "codecs", "mode"),
     [
         ("all_gather", ("rotated",), "autocast to bf16"),
         ("all_reduce", ("int8",), "function mode"),
-        *(rarely(kind, (*MATMULS, "int4"), mode) for kind in KINDS[:3] for mode in MODES),
+        *(
+            rarely(kind, (*MATMULS, "int4"), mode)
+            for kind, mode in crossed(KINDS[:3], MODES, one_in=3)
+        ),
     ],
 )
 def test_exchange_of_a_hook_gives_the_same_bits(ranks2, kind, codecs, mode):

@@ -64,6 +64,7 @@ def _one_rank_over(inner: str) -> tuple[list[list[str]], list[str], list[torch.T
     return codecs, reasons, results, [m for m in messages if "stays uncompressed from now on" in m]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", ["eager", rarely("inductor")])
 def test_site_that_is_over_its_budget_on_one_rank_is_left_alone_on_all(ranks2, inner):
     found = ranks2.run(_one_rank_over, inner)
@@ -142,6 +143,7 @@ def _one_compiles_again() -> list[str]:
     return codecs_of(backend)
 
 
+@pytest.mark.slow
 def test_rank_that_compiles_again_alone_keeps_nobody_waiting(ranks2):
     found = ranks2.run(_one_compiles_again, timeout=60)
     assert {codec for codecs in found for codec in codecs} == {"int8"}
@@ -169,6 +171,7 @@ def _one_compiles_again_late(zeros: int, over_from: int) -> list[str]:
     return codecs_of(backend)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("zeros", "over_from"), [(2, 8), (0, 1)])
 def test_rank_that_compiles_again_alone_ends_the_check_of_all(ranks2, zeros, over_from):
     found = ranks2.run(_one_compiles_again_late, zeros, over_from, timeout=60)
@@ -225,6 +228,7 @@ def _silent() -> tuple[str, float, list[str]]:
     return error, took, messages
 
 
+@pytest.mark.slow
 def test_rank_that_publishes_nothing_ends_the_wait_of_others(ranks2, monkeypatch):
     found = ranks2.run(_without_publishing)
     (error, took, (warning,)), _ = found
@@ -298,6 +302,7 @@ def _copied_within_the_check() -> tuple[list[list[str]], list[bool]]:
     return [*codecs, codecs_of(backend)], exact
 
 
+@pytest.mark.slow
 def test_compiled_module_can_be_copied_while_it_is_checked(ranks2):
     for codecs, exact in ranks2.run(_copied_within_the_check):
         assert codecs[0] == ["int8"]
@@ -327,6 +332,7 @@ def _late_for_the_second_plan() -> tuple[list[str], list[str], bool]:
     return said, codecs_of(backend), torch.equal(result, with_counts(1) + normal(64, 256))
 
 
+@pytest.mark.slow
 def test_ranks_that_missed_one_another_when_compiling_again_do_so_with_the_next_call(ranks2):
     wanted = ["done", "unanswered", "done", "done"], ["int8", "none"], True
     assert ranks2.run(_late_for_the_second_plan) == [wanted] * 2

@@ -149,6 +149,7 @@ def trained(ranks2, tmp_path_factory) -> Calibration:
     return Calibration.read(path)
 
 
+@pytest.mark.slow
 def test_sensitivities_of_gradients_are_those_in_float64(trained):
     assert [each.where[0].module for each in trained.places] == ["a", "b"]
     assert [each.where[0].direction for each in trained.places] == ["backward", "forward"]
@@ -174,6 +175,7 @@ def test_errors_are_those_of_what_is_really_sent(trained):
     assert math.isclose(found, math.sqrt(squares / values), rel_tol=1e-4)
 
 
+@pytest.mark.slow
 def test_sensitivities_of_outputs(ranks2, tmp_path):
     first, second = ranks2.run(calibrated, False)
     assert first == second
@@ -207,6 +209,7 @@ def under(text: str, budget: float) -> list[tuple[str, str]]:
     return sorted((s.module, s.codec) for plan in commpass.plans()[before:] for s in plan)
 
 
+@pytest.mark.slow
 def test_plans_have_the_chosen_codecs(ranks2, trained, tmp_path):
     trained.write(tmp_path / "c.json")
     alike = trained.solve(0.0).uniform("rotated(bits=6)")
@@ -240,6 +243,7 @@ def sums_of_two() -> list[list[str]]:
     return [[where.module for where in place.where] for place in found.places]
 
 
+@pytest.mark.slow
 def test_places_that_simplify_merges_are_one(ranks2):
     both = ranks2.run(sums_of_two)
     assert both[0] == both[1]
@@ -365,6 +369,7 @@ def refused(what: str) -> str:
     return "nothing was wrong"
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("what", "said"),
@@ -531,6 +536,7 @@ def read(text: str, path: Path) -> Calibration:
     return Calibration.read(path)
 
 
+@pytest.mark.slow
 def test_bits_of_a_lossless_codec_are_those_of_the_values_of_all_ranks(ranks2, tmp_path):
     (first, own), (second, others) = ranks2.run(bits_of_both, ("exponent",))
     assert first == second
@@ -564,6 +570,7 @@ def sizes_under(text: str, budget: float) -> dict[str, tuple[str, int]]:
     return {s.module: (s.codec, s.wire_bytes) for p in commpass.plans()[before:] for s in p}
 
 
+@pytest.mark.slow
 def test_policies_have_the_measured_bits_of_each_place(ranks2, tmp_path):
     (text, _), _ = ranks2.run(bits_of_both, ("exponent",))
     found = read(text, tmp_path / "c.json")
@@ -592,6 +599,7 @@ def test_plans_take_the_measured_bits_of_each_place(ranks2, tmp_path):
     assert plans["left"][1] < gaussian < plans["right"][1]
 
 
+@pytest.mark.slow
 def test_lossless_and_lossy_codecs_are_measured_together(ranks2, tmp_path):
     (text, _), _ = ranks2.run(bits_of_both, ("exponent", "rotated"))
     for place in read(text, tmp_path / "c.json").places:

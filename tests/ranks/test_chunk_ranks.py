@@ -89,6 +89,7 @@ def test_chunks_of_rows_give_the_same_bits(rule, ranks2):
     ranks2.run(check_values, rule, timeout=280)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [pytest.param({}, id="plain"), rarely(INT8, id="int8")])
 def test_shards_in_chunks_give_the_same_bits(rule, ranks2):
     rule = {key: value for key, value in rule.items() if key != "algorithm"}
@@ -112,6 +113,7 @@ def check_alone() -> None:
         assert torch.equal(h, own[2] + total)
 
 
+@pytest.mark.slow
 def test_rank_that_compiles_alone_keeps_the_chunks(ranks2):
     ranks2.run(check_alone, timeout=280)
 

@@ -108,6 +108,7 @@ def check_messages(one_in: int) -> None:
         assert sum(sent) == sum(everyone), (kind, spec, codec, numel)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("one_in", [5, rarely(1)])
 @pytest.mark.parametrize("size", [3, 4])
@@ -179,6 +180,7 @@ def check_planned_shards() -> None:
     assert sum(nbytes for kind, _, nbytes in group.seen if kind == "send") == site.wire_bytes
 
 
+@pytest.mark.slow
 def test_planned_micro_shards_run_as_planned(ranks2):
     """What is passed to the collective is sent to one other rank."""
     ranks2.run(check_planned_shards)

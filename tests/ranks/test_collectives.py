@@ -123,6 +123,7 @@ def check_values(one_in: int) -> int:
     return len(digests)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("size", "one_in"), [(2, 20), (3, 10), (4, 20), rarely(2, 1), rarely(3, 1), rarely(4, 1)]
@@ -190,6 +191,7 @@ def check_edges() -> None:
                 assert call(kind, name, largest, codec, "avg").dtype == dtype
 
 
+@pytest.mark.slow
 def test_edges(ranks2):
     ranks2.run(check_edges)
 
@@ -241,6 +243,7 @@ def check_wire(one_in: int) -> None:
         assert {dtype for _, dtype, _ in group.seen} == {torch.uint8}, where
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("one_in", [7, rarely(1)])
 @pytest.mark.parametrize("size", [3, 4])
@@ -272,6 +275,7 @@ def check_gradients() -> None:
         assert (x.grad.double() - expected).abs().max() < 0.06, (kind, name, op)
 
 
+@pytest.mark.slow
 def test_gradients(ranks2):
     ranks2.run(check_gradients)
 

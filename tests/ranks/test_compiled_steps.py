@@ -230,6 +230,7 @@ def check_gpt(steps: int) -> None:
     assert error == 0.0
 
 
+@pytest.mark.slow
 def test_gpt_under_bit_exact_rules_has_the_losses_of_plain_torch(ranks2):
     ranks2.run(check_gpt, 3)
 
@@ -248,6 +249,7 @@ def check_compressed(kind: str, sites: int, bound: float) -> None:
     assert error < bound
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "sites", "bound"),

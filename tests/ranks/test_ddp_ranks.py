@@ -182,6 +182,7 @@ def trained(way: str, policy, steps: int = 4):
     return found, repr(integration), [site.codec for plan in integration.plans for site in plan]
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.few(4)
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_without_a_codec_are_those_of_ddp_bit_by_bit(way, ranks2):
@@ -197,6 +198,7 @@ def test_bits_are_those_of_ddp_on_more_ranks(policy, size, request):
         assert all(equal for equal, _, _ in found)
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_coded_gradients_are_near_and_alike_on_all_ranks(way, ranks2):
@@ -252,6 +254,7 @@ def uneven_inputs():
     return found
 
 
+@pytest.mark.slow
 def test_uneven_inputs_in_join(ranks2):
     for (exact, alike), (near, same) in ranks2.run(uneven_inputs):
         assert exact == 0
@@ -307,6 +310,7 @@ FAMILIES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("spec", FAMILIES)
 def test_loss_after_50_steps_is_that_without(spec, ranks2):
@@ -375,6 +379,7 @@ def words_and_rules():
     )
 
 
+@pytest.mark.slow
 def test_rules_and_words_hold_for_each_parameter_of_a_bucket(ranks2):
     for found in ranks2.run(words_and_rules):
         assert [(module, codec, how) for module, codec, how, _ in found] == [
@@ -423,6 +428,7 @@ def nothing_is_lost(options):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, rarely({"static_graph": True})])
 def test_applied_and_remaining_values_are_the_gradients(options, ranks2):
     for found in ranks2.run(nothing_is_lost, options):
@@ -730,6 +736,7 @@ def one_dies():
     raise CommpassError(f"told alike: {said[0] == said[1]}")
 
 
+@pytest.mark.slow
 def test_rank_that_dies_is_an_error_on_the_others_in_time(ranks3):
     with pytest.raises(RanksFailed) as caught:
         ranks3.run(one_dies)
@@ -758,6 +765,7 @@ def one_fails():
     return [*found, (dist.barrier(), True)[1]]
 
 
+@pytest.mark.slow
 def test_error_on_one_rank_is_one_on_all_in_time_and_as_itself(ranks2):
     assert ranks2.run(one_fails) == [[True] * 2] * 2
 
@@ -798,6 +806,7 @@ def in_fewer_and_more_ranks(policy, options):
 SHORT = datetime.timedelta(seconds=60)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("options", [{}, rarely({"static_graph": True})])
 @pytest.mark.parametrize("policy", ["off", INT8])
@@ -855,6 +864,7 @@ def after_a_failure():
     return ((applied + after - wanted).norm() / wanted.norm()).item(), before.norm().item()
 
 
+@pytest.mark.slow
 def test_remaining_ranks_continue_in_new_group_after_failure(ranks3):
     first, second, _ = ranks3.run(after_a_failure)
     for away, kept in (first, second):
@@ -898,6 +908,7 @@ def others_beside_it():
     return equal, same_on_all(gradients(other)), len(integration.plans) > 1, mine, reasons, size
 
 
+@pytest.mark.slow
 def test_two_integrations_a_group_of_one_and_other_exchanges_in_between(ranks2):
     for equal, same, several, mine, reasons, _ in ranks2.run(others_beside_it):
         assert equal

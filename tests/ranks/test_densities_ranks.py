@@ -164,6 +164,7 @@ def disagree(rows: tuple[int, int], then: int) -> list[tuple[str, int]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("rows", "then", "some"),

@@ -151,6 +151,7 @@ def check(
 BOTH = ("one_shot", "two_shot")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", BOTH)
 def test_calls_of_several_sizes_share_memory(ranks2, tmp_path, algorithm):
     """Larger, smaller and equal calls follow each other; the layout of a wire differs."""
@@ -163,6 +164,7 @@ def test_calls_of_several_sizes_share_memory(ranks2, tmp_path, algorithm):
             assert agree(made[call], want)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("algorithm", BOTH)
 @pytest.mark.parametrize(
@@ -209,12 +211,14 @@ def test_fewer_values_than_a_block_and_ranks(ranks4, tmp_path, algorithm):
     check(ranks4, tmp_path, "int8", algorithm, 3, torch.float32, calls=2)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("algorithm", BOTH)
 def test_numbers_of_calls_wrap_around(ranks2, tmp_path, algorithm):
     check(ranks2, tmp_path, "int8", algorithm, 900, torch.bfloat16, calls=4, after=2**31 - 2)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("algorithm", BOTH)
 @pytest.mark.parametrize(("size", "gone"), [(2, 1), rarely(4, 2)])

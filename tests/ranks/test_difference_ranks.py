@@ -150,6 +150,7 @@ def check_closed_loop(inner: str, steps: int, dtype: torch.dtype) -> None:
     assert (site.codec, site.algorithm) == (CODEC, "direct"), site.reason
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("ranks", "inner", "steps", "dtype"),
@@ -262,6 +263,7 @@ def check_restart() -> None:
     assert off[3] < off[0] / 1000
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_reset_gathers_anew_on_any_number_of_ranks(ranks, request):
@@ -297,6 +299,7 @@ def check_twins() -> list[str]:
     return said + refused
 
 
+@pytest.mark.slow
 def test_no_reference_is_kept_where_none_would_be_right(ranks2):
     activation, inference, again, backward, forced = ranks2.run(check_twins)[0]
     assert "not computed from parameters alone" in activation
@@ -329,6 +332,7 @@ def check_accumulation(inner: str) -> None:
         assert float((x.grad - wanted).norm()) <= 1e-5 * float(wanted.norm())
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 def test_two_forwards_before_a_backward_each_have_their_own_weights(inner, ranks2):
@@ -350,6 +354,7 @@ def check_instances() -> None:
     assert len([one for one in owners.state_owners() if one.references]) == 2
 
 
+@pytest.mark.slow
 def test_instances_keep_references_of_their_own_and_take_them_along(ranks2):
     ranks2.run(check_instances)
 
@@ -399,6 +404,7 @@ def check_sharded() -> None:
         forget_process()
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_sharded_parameter_travels_as_its_difference(ranks, request):
@@ -434,6 +440,7 @@ def check_exchange() -> None:
     assert "forces a codec" in said
 
 
+@pytest.mark.slow
 def test_hook_keeps_a_reference_for_the_parameters_that_it_names(ranks3):
     ranks3.run(check_exchange)
 

@@ -144,6 +144,7 @@ def check_lossless(one_in: int) -> None:
                 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "one_in"), [(3, 4), rarely(2, 1), rarely(3, 1)])
 def test_lossless_moves_are_bit_exact_whatever_the_bits_are(size, one_in, request):
     request.getfixturevalue(f"ranks{size}").run(check_lossless, one_in, timeout=280)
@@ -166,6 +167,7 @@ def check_lossless_sums() -> None:
         assert torch.equal(y, expected[:2400].chunk(dist.get_world_size())[rank])
 
 
+@pytest.mark.slow
 def test_lossless_sums(ranks3):
     ranks3.run(check_lossless_sums)
 

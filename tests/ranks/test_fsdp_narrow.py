@@ -127,11 +127,13 @@ def sent_in_16_bits(policy: Policy, factor: float | None = None) -> None:
         assert integration.bytes["reduce_scatter"].sent == 2 * values + 4 * len(seen)
 
 
+@pytest.mark.slow
 def test_bfloat16_gradients_are_summed_in_float32_from_16_bits(ranks2, ranks4):
     ranks2.run(sent_in_16_bits, PLAIN)
     ranks4.run(sent_in_16_bits, PLAIN)
 
 
+@pytest.mark.slow
 def test_gradients_with_a_factor_are_scaled_behind_the_exchange(ranks2):
     ranks2.run(sent_in_16_bits, PLAIN, 0.3)
 
@@ -167,6 +169,7 @@ def accumulated(policy: Policy) -> None:
     )  # more bits than narrow values have
 
 
+@pytest.mark.slow
 def test_accumulated_float32_gradients_are_sent_in_float32(ranks2):
     ranks2.run(accumulated, PLAIN)
 
@@ -193,6 +196,7 @@ KEPT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KEPT)
 def test_gradients_stay_float32_where_that_is_no_gain_or_not_allowed(ranks2, name):
     policy, profile, codec = KEPT[name]
@@ -215,6 +219,7 @@ def trained() -> None:
     assert kinds == {"all_to_all"}
 
 
+@pytest.mark.slow
 def test_two_ranks_train_bit_for_bit_as_without(ranks2):
     ranks2.run(trained)
 
@@ -265,5 +270,6 @@ def steps_with_both() -> None:
     assert sent[0] < sent[1]
 
 
+@pytest.mark.slow
 def test_each_step_is_sent_as_its_values_are(ranks2):
     ranks2.run(steps_with_both)

@@ -316,6 +316,7 @@ def feature(name: str) -> list[str]:
     return sorted({site.module for plan in integration.plans for site in plan.sites})
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", FEATURES)
 def test_features_train_bit_for_bit_as_without(ranks2, name):
@@ -361,6 +362,7 @@ def gathered(codec: str) -> None:
         assert (own - exact).norm() < 0.05 * exact.norm(), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["int8", rarely("taco"), rarely("int8(rounding=stochastic)")])
 def test_all_ranks_hold_the_same_decoded_bits_in_forward_and_backward(ranks3, codec):
     ranks3.run(gathered, codec)
@@ -386,6 +388,7 @@ def reduced(codec: str, size: int) -> None:
     assert 0 < error**0.5 < 0.02 * sum(each.norm() ** 2 for each in total.values()) ** 0.5
 
 
+@pytest.mark.slow
 def test_gradients_are_the_mean_over_the_ranks(ranks3, ranks4):
     ranks3.run(reduced, "int8", 3)
     ranks4.run(reduced, "int8", 4)
@@ -432,6 +435,7 @@ def counted() -> None:
     assert all(plan in commpass.plans() for plan in integration.plans)
 
 
+@pytest.mark.slow
 def test_bytes_on_the_wire_are_those_of_the_plans(ranks2):
     ranks2.run(counted)
 
@@ -446,6 +450,7 @@ def not_finite() -> None:
         assert not p.grad.to_local().isfinite().any(), name
 
 
+@pytest.mark.slow
 def test_gradients_that_are_not_finite_stay_so_on_all_ranks(ranks2):
     ranks2.run(not_finite)
 
@@ -462,6 +467,7 @@ def dies() -> None:
         raise AssertionError(f"said: {error}") from None
 
 
+@pytest.mark.slow
 def test_rank_that_dies_in_an_exchange_gives_the_others_an_error():
     ranks = Ranks(2)
     try:
@@ -766,6 +772,7 @@ def over_its_budget() -> list[tuple[int, float]]:
     return found
 
 
+@pytest.mark.slow
 def test_block_over_its_budget_is_left_alone_and_counted_so_in_that_step(ranks2):
     steps, others = ranks2.run(over_its_budget)
     assert steps == others
@@ -799,6 +806,7 @@ def weights_of_a_block_over_its_budget() -> list[tuple[bool, bool]]:
     return found
 
 
+@pytest.mark.slow
 def test_backward_has_the_weights_of_forward_where_their_block_turns_out_over_its_budget(ranks2):
     wanted = [(True, False), (True, True), (True, True), (True, True)]
     assert ranks2.run(weights_of_a_block_over_its_budget) == [wanted] * 2
@@ -831,6 +839,7 @@ def replaced_parameters(codec: str) -> tuple[list[int], list[int], bool, bool]:
     return plans, listed, same(*weights), lives
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("codec", ["raw", "difference(inner=int8)"])
 def test_other_parameters_of_the_same_names_compile_nothing_anew(ranks2, codec):
@@ -870,6 +879,7 @@ def opened_too_early(late: bool) -> tuple[int, list[str]]:
     return len(integration.units), [call.args[0] % call.args[1:] for call in warning.call_args_list]
 
 
+@pytest.mark.slow
 def test_blocks_sharded_later_are_reported_once(ranks2):
     units, said = ranks2.run(opened_too_early, True)[0]
     # other objects are deleted meanwhile

@@ -62,15 +62,18 @@ def check(found, algorithm: str, most: float) -> None:
     assert all(0 < each[1] < most for each in found)
 
 
+@pytest.mark.slow
 def test_sdp4bit_has_4_bits_between_hosts_that_no_profile_names(ranks4):
     check(ranks4.run(averaged, (0, 0, 1, 1), "sdp4bit", SLOW), HIERARCHICAL, 0.2)
 
 
+@pytest.mark.slow
 def test_sdp4bit_stays_in_8_bits_where_ranks_have_no_hosts_of_one_size(ranks4):
     for numbers in ((0, 0, 0, 1), (0, 1, 0, 1)):
         check(ranks4.run(averaged, numbers, "sdp4bit", SLOW), "two_shot", 0.02)
 
 
+@pytest.mark.slow
 def test_hosts_of_a_profile_count_before_those_that_are_found(ranks4):
     said = Profile("said", SLOW.link, ranks_per_host=4)
     check(ranks4.run(averaged, (0, 0, 1, 1), "sdp4bit", said), "two_shot", 0.02)
@@ -82,6 +85,7 @@ def asked(numbers: tuple[int, ...], policy: Policy) -> int | None:
     return current_store().ranks_per_host
 
 
+@pytest.mark.slow
 def test_hosts_are_not_awaited_if_no_rule_needs_them(ranks4):
     policy = Policy(rules=[Rule(codec="int8", algorithm="hierarchical(node=2)")], max_error=0.1)
     assert ranks4.run(asked, (0, 0, 1, 1), policy) == [None] * 4
@@ -110,6 +114,7 @@ def _places_of(ranks):
     return places
 
 
+@pytest.mark.slow
 def test_ranks_agree_on_no_hosts_where_one_does_not_answer(ranks4):
     assert [found for found, _ in ranks4.run(some_never_say)] == [0] * 4
 

@@ -98,6 +98,7 @@ def used_and_closed(name: str) -> None:
     dist.barrier()
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize("name", CASES)
 def test_after_its_end_gradients_are_those_of_torch_alone(ranks2, name):
     ranks2.run(used_and_closed, name)
@@ -124,6 +125,7 @@ def hooked(first: str, second: str) -> None:
     dist.barrier()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("second", ["ddp", "ssfusion of DDP"])
 @pytest.mark.parametrize("first", ["ddp", "ssfusion of DDP"])
 def test_closed_integration_of_ddp_leaves_its_hook_to_the_next(first, second, ranks2):

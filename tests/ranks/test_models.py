@@ -188,6 +188,7 @@ def checkpointed() -> None:
     assert all(torch.equal(a, b) for a, b in zip(grads, grads_again, strict=True))
 
 
+@pytest.mark.slow
 def test_activation_checkpointing(ranks2):
     ranks2.run(checkpointed)
 
@@ -228,6 +229,7 @@ def mesh_of_two_dimensions() -> None:
     assert is_same_on_all_ranks(digest([got]))
 
 
+@pytest.mark.slow
 def test_several_groups_of_a_mesh_in_one_model(ranks4):
     ranks4.run(mesh_of_two_dimensions)
 
@@ -250,6 +252,7 @@ def two_backends() -> None:
     assert errors[0] == errors[2] < 0.02 < errors[1] == errors[3]
 
 
+@pytest.mark.slow
 def test_two_backends_live_in_one_process(ranks2):
     ranks2.run(two_backends)
 
@@ -335,6 +338,7 @@ def on_the_wire(inner: str) -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", ["aot_eager", rarely("inductor")])
 def test_bytes_of_a_compiled_model_are_those_of_its_plan(inner, ranks2):
     ranks2.run(on_the_wire, inner)

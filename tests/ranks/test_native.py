@@ -74,6 +74,7 @@ def check_values(one_in: int) -> int:
     return count
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize(("size", "one_in"), [(2, 4), (4, 4), rarely(3, 1), rarely(4, 1)])
 def test_sums_are_within_the_bound_and_replicas_hold_the_same_bits(size, one_in, request):
     counts = request.getfixturevalue(f"ranks{size}").run(check_values, one_in)
@@ -97,6 +98,7 @@ def check_error() -> dict[str, tuple[float, float]]:
     return found
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize("size", [2, 4])
 def test_predicted_error_counts_the_rounding_of_partial_sums(size, request):
     for found in request.getfixturevalue(f"ranks{size}").run(check_error)[0].values():

@@ -43,6 +43,7 @@ WIDTHS = crossed(CODECS, [(), (8,), (1024,)])
 """Those of a lossless codec take seconds each."""
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("codec", "width"),
@@ -85,6 +86,7 @@ def fixed(x, received, sent):
     return ops.wait_tensor(y) + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("entries", "codec"), [(0, "int8"), (7, "int8"), rarely(0, "exponent"), rarely(7, "exponent")]
 )
@@ -143,6 +145,7 @@ def check_dispatch(codec: str, known: bool) -> int:
 CALLS = [rarely(2, "exponent", False), rarely(3, "int8", True), (3, "int8", False)]
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize(("size", "codec", "known"), CALLS)
 def test_ranks_without_entries_exchange_what_the_others_have(size, codec, known, request):

@@ -67,6 +67,7 @@ def test_chunks_of_equal_values_have_noise_of_their_own(name, rows, monkeypatch)
     assert not torch.equal(one, other)
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.few(6)
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("name", ["two_shot", "ring", "semi_ring", "hierarchical(node=4)"])
@@ -99,6 +100,7 @@ def test_next_step_makes_errors_of_its_own(monkeypatch):
     assert rms(torch.stack(found).sum(0)) <= 1.1 * 4 * rms(torch.stack(found))
 
 
+@pytest.mark.slow
 def test_one_value_that_stays_while_the_others_of_its_block_change_is_right_on_average(monkeypatch):
     steps = 400
     x = torch.stack([values(step, (256,)) for step in range(steps)])
@@ -109,6 +111,7 @@ def test_one_value_that_stays_while_the_others_of_its_block_change_is_right_on_a
     assert abs(mean - 0.3) <= 4 * math.sqrt(0.3 * 0.7 / steps)
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize("stored", STORED)
 def test_mean_error_over_ranks_is_none(stored, monkeypatch):
     """Unbiased: each value's mean over 256 ranks with the same input, within five standard
@@ -199,6 +202,7 @@ def check_eager_and_compiled(backend: str) -> None:
     assert not torch.equal(first, second)  # equal values, rounded by two ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", rarely("inductor")])
 def test_compiled_and_eager_noise_are_one_and_ranks_draw_their_own(backend, ranks2):
     ranks2.run(check_eager_and_compiled, backend, timeout=400)

@@ -67,6 +67,7 @@ def check() -> None:
     torch.testing.assert_close(residual.grad, plain.grad, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_norm_in_the_kernel_that_decodes_gives_the_numbers_of_the_model(ranks2):
     ranks2.run(check, timeout=280)
 

@@ -88,6 +88,7 @@ def says_what_it_is_told(where: str) -> None:
     raise AssertionError(killed(where))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", sampled(WHERE, ["exchange"]))
 def test_rank_that_is_killed_gives_the_other_an_error_in_time_and_the_next_run_works(where):
     ranks = Ranks(2)
@@ -120,6 +121,7 @@ def raises_between_graphs() -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_rank_that_fails_between_two_graphs_is_named(ranks2):
     said, own = ranks2.run(raises_between_graphs)
     assert own == "a failure of its own"

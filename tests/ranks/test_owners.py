@@ -139,6 +139,7 @@ def check_blocks(how: str) -> None:
     check_nothing_is_lost(model, given, range(STEPS))
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("how", ["plain", "checkpointed", "compiled autograd"])
 def test_blocks_that_share_code_keep_residuals_of_their_own(how, ranks2):
@@ -188,6 +189,7 @@ def check_accumulation() -> None:
         assert (total[layer] + kept[layer] - want).abs().max() <= 1e-5 * want.abs().max()
 
 
+@pytest.mark.slow
 def test_accumulation_evaluation_and_graphs_that_are_kept(ranks2):
     ranks2.run(check_accumulation)
 
@@ -223,6 +225,7 @@ def twice(model: Blocks) -> dict[str, torch.Tensor]:
     return {name: tensor, name.replace("layers.0.weight", "layers.1.weight"): tensor}
 
 
+@pytest.mark.slow
 def test_models_keep_their_own_and_take_it_with_them(ranks2):
     ranks2.run(check_second_model)
 
@@ -260,6 +263,7 @@ def resume(saved: list[tuple[dict, dict]], order: tuple[int, ...]) -> None:
     check_nothing_is_lost(model, given, range(STEPS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [pytest.param((0, 1, 2), marks=pytest.mark.every), (2, 0, 1)])
 def test_residuals_are_read_back_whatever_is_compiled_first(order, ranks2):
     ranks2.run(resume, ranks2.run(save), order)
@@ -279,6 +283,7 @@ def check_one_of_two() -> str:
     return refusals(lambda: train(three, range(1), (0,)))[0]
 
 
+@pytest.mark.slow
 def test_state_of_one_instance_is_used_by_no_other(ranks2):
     said = ranks2.run(check_one_of_two)[0]
     assert "asked for by" in said
@@ -298,6 +303,7 @@ def check_reset() -> None:
     assert commpass.state_dict() == {}
 
 
+@pytest.mark.slow
 def test_state_can_be_begun_again(ranks2):
     ranks2.run(check_reset)
 
@@ -482,6 +488,7 @@ FROZEN = pytest.param(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("what", [FROZEN, "not summed", "not used"])
 def test_residual_of_a_weight_is_sent_for_no_other(what, ranks2):

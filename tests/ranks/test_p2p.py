@@ -221,6 +221,7 @@ def test_codecs_with_state_or_sizes_of_their_own_are_refused(function, codec, wh
     assert why in site.reason
 
 
+@pytest.mark.slow
 def test_symbolic_sizes_are_left_alone(fake_group):
     fake_group(4)
     seen = len(commpass.plans())
@@ -383,6 +384,7 @@ def run_all(inner):
     return rows
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("inner", ["eager", "aot_eager", rarely("inductor")])
 def test_values_on_real_ranks_are_exact_where_plain_and_near_where_compressed(inner, ranks2):
@@ -444,6 +446,7 @@ def run_counting():
     return rows
 
 
+@pytest.mark.slow
 def test_bytes_that_reach_the_process_group_are_the_plans(ranks2):
     for alone, batched in ranks2.run(run_counting):
         for seen, planned, compressed in (alone, batched):
@@ -467,6 +470,7 @@ def run_gradient():
     return rows
 
 
+@pytest.mark.slow
 def test_gradients_do_not_go_through_messages_and_are_what_they_are_without_commpass(ranks2):
     assert ranks2.run(run_gradient) == [[True, True]] * 2
 
@@ -481,6 +485,7 @@ def run_mismatch(inner, function, policies):
     return str(error.value)
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.few(2)
 @pytest.mark.parametrize("function", [pipeline, exchange])
 @pytest.mark.parametrize("inner", ["eager", rarely("inductor"), "aot_eager"])
@@ -510,6 +515,7 @@ def run_one_end(function, policies, own_rules):
     return torch.equal(first, expected), plan.fallback, len(plan.compressed)
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize("function", [pipeline, exchange])
 @pytest.mark.parametrize("other", ["off", "lossless"])
 def test_message_that_one_end_leaves_alone_is_left_alone_at_both(function, other, ranks2):
@@ -535,6 +541,7 @@ def run_third():
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_ranks_connected_with_them_raise_too(ranks3):
     assert len(set(ranks3.run(run_third))) == 1
 

@@ -188,6 +188,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("how", "policy", "bound"), CASES)
 def test_two_ranks(ranks2, how, policy, bound):
@@ -383,6 +384,7 @@ def load(folder: str, seed: int) -> None:
     close(model(x).detach().double(), want(x).detach().double(), 1e-6)
 
 
+@pytest.mark.slow
 def test_checkpoint_goes_to_other_numbers_of_ranks(ranks2, ranks4, tmp_path):
     ranks2.run(save, str(tmp_path / "two"), 5)
     ranks4.run(load, str(tmp_path / "two"), 5)

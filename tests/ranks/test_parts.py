@@ -87,6 +87,7 @@ def check_values() -> int:
     return checked
 
 
+@pytest.mark.slow
 def test_results_are_near_the_exact_ones_and_gathers_equal_on_all_ranks(ranks3):
     cases = len(CODECS) * len(DTYPES) * len(SPLITS) * 3
     assert ranks3.run(check_values) == [cases] * 3
@@ -121,6 +122,7 @@ def check_even() -> None:
             assert torch.equal(one, commpass.reduce_scatter(x, op, codec=codec)), codec
 
 
+@pytest.mark.slow
 def test_equal_parts_are_exchanged_as_without_v(ranks3):
     ranks3.run(check_even)
 
@@ -144,6 +146,7 @@ def check_lossless() -> None:
         assert bits(result) == bits(torch.cat(given)), (parts, first)
 
 
+@pytest.mark.slow
 def test_lossless_gathers_are_bit_exact(ranks3):
     ranks3.run(check_lossless)
 
@@ -269,6 +272,7 @@ def check_compiled(backend: str, codecs: list[str]) -> None:
         assert found[0] == found[1], (kind, codec)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "codecs"), [("aot_eager", ["rotated"]), ("inductor", ["int8"])]
 )

@@ -494,6 +494,7 @@ def other_shapes():
     return raised(errors, step, schedule, stages, x[:, :3], None)
 
 
+@pytest.mark.slow
 def test_other_shapes_are_an_error_and_corrupt_nothing(ranks2: Ranks):
     said, other = ranks2.run(other_shapes, timeout=60)
     assert "planned to send float32[2, 5, 96] (rank 1) forward" in said
@@ -540,6 +541,7 @@ def traced(policy):
     return grads_of([stage]), output, commpass.plans()[-2:]
 
 
+@pytest.mark.slow
 def test_stages_of_a_traced_model(ranks2: Ranks):
     found = ranks2.run(traced, forced())
     compare(found, 2, torch.float32, "int8", "int8", **EXACT)

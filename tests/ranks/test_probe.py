@@ -35,6 +35,7 @@ def everywhere() -> tuple[str, list, int]:
     return digest(file.profile), kinds, file.machine.world_size
 
 
+@pytest.mark.slow
 def test_ranks_measure_the_same_profile(ranks3):
     first, *others = ranks3.run(everywhere)
     assert all(other == first for other in others)
@@ -53,6 +54,7 @@ def as_on_hosts(hosts: list[int]) -> tuple:
     return digest(profile), profile.ranks_per_host, profile.intra_host_link is not None, ranks
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("hosts", "node", "levels"),

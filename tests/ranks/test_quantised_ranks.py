@@ -74,6 +74,7 @@ def compare(dim) -> list[str]:
     return [step.rule for step in plan.simplified]
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize("dim", [None, -1])
 def test_float8_tokens_are_gathered_with_the_same_bits_under_inductor(ranks2, dim):
     first, second = ranks2.run(compare, dim)

@@ -116,6 +116,7 @@ FLOATS = ["float32", "bfloat16", "float16", "float64"]
 INTEGERS = ["int64", "int32", "int8", "uint8", "bool"]
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_sums_and_means_alone_are_compressed_of_floats(dtype, ranks2):

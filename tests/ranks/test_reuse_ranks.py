@@ -90,6 +90,7 @@ def plans_of_another(second, late: int, inner: str) -> tuple[bool, list[str]]:
     return torch.equal(found, torch.compile(second, backend=inner)(a, b)), [whys]
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("late", [0, 1])
 @pytest.mark.parametrize("second", [other_operators, same_operators])
@@ -102,6 +103,7 @@ def test_function_whose_graphs_differ_is_compared_though_its_plan_was_agreed_on(
         assert "times 3.0" in why
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", ["aot_eager", rarely("inductor")])
 def test_function_whose_graph_differs_on_one_rank_of_three_is_compared(inner, ranks3):
     for exact, (why,) in ranks3.run(plans_of_another, other_operators, 2, inner, timeout=60):
@@ -130,6 +132,7 @@ def plans_of_another_backward() -> tuple[bool, str]:
     return torch.equal(*grads), plan.fallback
 
 
+@pytest.mark.slow
 def test_backward_graph_that_differs_is_compared(ranks2):
     for exact, why in ranks2.run(plans_of_another_backward, timeout=60):
         assert exact
@@ -154,6 +157,7 @@ def kept_on_one_rank() -> tuple[bool, str]:
     return torch.equal(found, ar(a) * ar(b)), commpass.plans()[-1].fallback
 
 
+@pytest.mark.slow
 def test_sites_that_one_rank_keeps_are_compressed_by_none(ranks2):
     (exact, why), (other, _) = ranks2.run(kept_on_one_rank, timeout=60)
     assert exact
@@ -186,6 +190,7 @@ def of_two_groups(late: int) -> tuple[list[bool], str]:
     return [*map(torch.equal, found, two(a, b))], commpass.plans()[-1].fallback
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("late", [1, 2])
 def test_graph_that_differs_in_one_group_is_changed_in_no_group_connected_with_it(late, ranks3):
@@ -246,6 +251,7 @@ def compiled_again_on_one_then_on_all() -> list[bool]:
     return found
 
 
+@pytest.mark.slow
 def test_note_of_a_rank_that_compiled_alone_is_no_answer_for_later_calls(ranks2):
     assert ranks2.run(compiled_again_on_one_then_on_all, timeout=60) == [[True] * 3] * 2
 
@@ -264,6 +270,7 @@ def new_on_one_rank(patience_s: float) -> tuple[bool, list[str]]:
         agreement.PATIENCE_S = 30.0
 
 
+@pytest.mark.slow
 def test_function_that_only_one_rank_compiles_goes_on_after_a_while_with_a_warning(ranks2):
     (same, (line,)), (other, none) = ranks2.run(new_on_one_rank, 0.3, timeout=60)
     assert same
@@ -301,6 +308,7 @@ def summed(a, b):
     return ar(a * 2) + b
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", [summed, sends])
 def test_new_function_with_one_plan_on_all_ranks_is_not_waited_for(function, ranks2):
     if function is sends and not hasattr(ops, "batch_p2p_ops"):
@@ -335,6 +343,7 @@ def after_one_changed_nothing(late: int) -> list[tuple[list[str], bool]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("late", [0, 1])
 def test_word_about_a_graph_that_nobody_changed_is_none_about_the_next(late, ranks2):

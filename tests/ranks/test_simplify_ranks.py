@@ -144,6 +144,7 @@ def uneven() -> list[str]:
     return [step.rule for step in commpass.plans()[-1].simplified]
 
 
+@pytest.mark.slow
 def test_ranks_with_unequal_batches_and_no_tokens_simplify_alike(ranks2):
     first, second = ranks2.run(uneven)
     assert first == second == ["same", "widen then gather"]

@@ -51,6 +51,7 @@ def fails(failing: tuple[int, ...], numel: int):
 WHY = "all_gather_into_tensor is uncompressed: pass 'lower' failed: RuntimeError: injected"
 
 
+@pytest.mark.slow
 def test_failure_on_one_rank_alone_leaves_all_graphs_untouched(ranks2):
     every = ranks2.run(fails, (1,), 700)
     for codecs, fallback, got, plain, warnings in every:

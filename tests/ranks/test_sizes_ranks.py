@@ -130,6 +130,7 @@ def another_profile() -> list[tuple[str, float]]:
     return found
 
 
+@pytest.mark.slow
 def test_rank_does_not_take_an_old_word_for_an_answer(ranks2):
     """Rank 0 left the first graph unchanged because of rank 1, and does not compile another."""
     for found in ranks2.run(another_profile):

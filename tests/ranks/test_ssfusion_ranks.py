@@ -118,6 +118,7 @@ def check_sum(ddp: bool, options: dict) -> None:
     assert kinds == {"all_gather"} if not options.get("interleave", True) else "all_gather" in kinds
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("ddp", [False, True])
 @pytest.mark.parametrize(
@@ -239,6 +240,7 @@ def check_nan() -> None:
         assert not finite.any() if step == 2 else finite.all()
 
 
+@pytest.mark.slow
 def test_nan_of_one_rank_reaches_all_and_does_not_come_back(ranks3):
     ranks3.run(check_nan)
 
@@ -289,6 +291,7 @@ def check_unused(ddp: bool) -> None:
     torch.testing.assert_close(given + left, right, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("ddp", [False, True])
 def test_parameters_that_one_rank_or_none_uses(ddp, ranks3):
@@ -310,6 +313,7 @@ def check_accumulated(ddp: bool) -> None:
         torch.testing.assert_close(gradients(model), gradients(other), rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ddp", [False, rarely(True)])
 def test_no_exchange_until_the_last_micro_batch(ddp, ranks2):
     ranks2.run(check_accumulated, ddp)
@@ -340,6 +344,7 @@ def check_checkpointed(reentrant: bool) -> None:
         torch.testing.assert_close(gradients(model), gradients(other), rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [True, rarely(False)])
 def test_checkpointed_activations(reentrant, ranks2):
     ranks2.run(check_checkpointed, reentrant)
@@ -378,6 +383,7 @@ def check_bytes(options: dict) -> None:
     assert gather_objects(plan.digest()) == [plan.digest()] * dist.get_world_size()
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize(
     "options", [{}, {"interleave": False}, rarely({"dense": "bf16"}), rarely({"dense": "int8"})]
 )
@@ -439,6 +445,7 @@ def ranks1():
     ranks.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("size", "momentum", "first"),
@@ -472,6 +479,7 @@ def check_foreign_state() -> None:
         assert tensor.equal(before[name])
 
 
+@pytest.mark.slow
 def test_state_of_another_model_or_shape_is_refused_and_nothing_is_lost(ranks2):
     ranks2.run(check_foreign_state)
 
@@ -543,6 +551,7 @@ def check_two_integrations() -> None:
     inner(batch(0)).sum().backward()
 
 
+@pytest.mark.slow
 def test_second_integration_of_any_kind_is_refused(ranks2):
     ranks2.run(check_two_integrations)
 
@@ -567,6 +576,7 @@ def check_replaced(ddp: bool) -> None:
     assert alike(gradients(model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ddp", [False, True])
 def test_another_group_and_other_parameters_are_refused(ddp, ranks2):
     ranks2.run(check_replaced, ddp)
@@ -593,6 +603,7 @@ def check_gone(ddp: bool) -> list[tuple[bool, int]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("ddp", [False, True])
 def test_model_that_is_gone_leaves_nothing_behind(ddp, ranks2):
@@ -601,6 +612,7 @@ def test_model_that_is_gone_leaves_nothing_behind(ddp, ranks2):
         assert len({groups for _, groups in found[1:]}) == 1
 
 
+@pytest.mark.slow
 def test_impossible_settings_are_refused_on_all_ranks(ranks2):
     ranks2.run(check_refused)
 
@@ -662,6 +674,7 @@ def check_measured() -> None:
     assert then.digest() != first.digest() or not handle.plan.sparse
 
 
+@pytest.mark.slow
 def test_measurements_make_one_plan_for_all_ranks(ranks3):
     ranks3.run(check_measured)
 
@@ -675,6 +688,7 @@ def dumped(folder: str) -> None:
     dist.barrier()
 
 
+@pytest.mark.slow
 def test_each_plan_is_a_run_of_its_own_in_the_dump(ranks2, tmp_path):
     ranks2.run(dumped, str(tmp_path))
     runs = read_runs(tmp_path)
@@ -722,6 +736,7 @@ def reported() -> None:
     del handle
 
 
+@pytest.mark.slow
 def test_it_is_in_the_report(ranks2):
     ranks2.run(reported)
 

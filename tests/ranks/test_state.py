@@ -125,11 +125,12 @@ def resume(folder: str, op: str, inner: str, compiled_first: bool):
 
 
 CHECKPOINTS = crossed(
-    [(2, 4), (4, 2), (3, 3), (2, 3), (3, 2)], ["sum", "avg"], ["aot_eager", "inductor"]
+    [(2, 4), (4, 2), (3, 3), (2, 3), (3, 2)], ["sum", "avg"], ["aot_eager", "inductor"], one_in=2
 )
 QUICK = [((3, 2), "sum", "aot_eager"), ((2, 3), "avg", "aot_eager")]
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("sizes", "op", "inner"), sampled(CHECKPOINTS, QUICK), ids=str)
 def test_checkpoint_of_some_ranks_is_carried_on_by_others(sizes, op, inner, tmp_path, request):
@@ -162,6 +163,7 @@ def check_recompiled(inner: str) -> None:
     assert all((kept == 0).all() for kept in commpass.state_dict().values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", ["aot_eager", rarely("inductor")])
 def test_function_that_is_compiled_again_keeps_its_residuals(inner, ranks2):
     ranks2.run(check_recompiled, inner)
@@ -204,14 +206,17 @@ def check_namesakes() -> str:
     return refusals(commpass.state_dict)[0]
 
 
+@pytest.mark.slow
 def test_residuals_that_could_not_be_told_apart_are_not_saved(ranks2):
     assert "several" in ranks2.run(check_namesakes)[0]
 
 
+@pytest.mark.slow
 def test_two_functions_keep_residuals_of_their_own(ranks2):
     ranks2.run(check_two_functions)
 
 
+@pytest.mark.slow
 def test_residuals_by_hand(ranks3):
     ranks3.run(check_by_hand)
 
@@ -264,6 +269,7 @@ def check_compiled_by_hand(backend: str) -> None:
         assert torch.equal(left, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", rarely("inductor")])
 def test_residuals_by_hand_compiled(backend, ranks2):
     ranks2.run(check_compiled_by_hand, backend)

@@ -97,6 +97,7 @@ def served() -> tuple:
             sys.modules.pop(name, None)
 
 
+@pytest.mark.slow
 def test_engines_get_what_is_computed_and_nothing_that_is_sent(ranks2):
     told = ranks2.run(served)
     (by_engines, by_torch), calls, plan = told[0]

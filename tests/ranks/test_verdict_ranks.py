@@ -91,6 +91,7 @@ def sampled() -> tuple[list[bool], list[float], float]:
     return [torch.equal(*pair) for pair in zip(*results, strict=True)], errors, plan_error
 
 
+@pytest.mark.slow
 def test_each_rank_samples_its_own_values_and_no_result_changes(ranks2):
     coder = codec("int4")
     for rank, (same, (total, count), plan_error) in enumerate(ranks2.run(sampled)):
@@ -178,6 +179,7 @@ OFF, ON = {"COMMPASS": "off"}, {"COMMPASS": "on"}
 LOSSLESS = {"COMMPASS_POLICY": "lossless"}
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize(
     ("one", "other"),
     [(OFF, {}), ({}, OFF), rarely(ON, OFF), (OFF, LOSSLESS), rarely({}, LOSSLESS)],
@@ -219,6 +221,7 @@ def one_never_comes() -> tuple[bool, list[tuple[str, str]]]:
     return True, words
 
 
+@pytest.mark.slow
 def test_rank_that_says_nothing_is_waited_for_only_for_a_while(ranks2):
     (same, words), _ = ranks2.run(one_never_comes)
     assert same
@@ -252,6 +255,7 @@ def switched_off() -> tuple[list[bool], list[tuple[str, str]], int]:
     return same, words, compressed
 
 
+@pytest.mark.slow
 def test_switched_off_alike_all_is_sent_as_it_is(ranks2):
     for rank, (same, words, compressed) in enumerate(ranks2.run(switched_off)):
         assert all(same)

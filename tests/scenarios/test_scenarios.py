@@ -47,6 +47,7 @@ def cases() -> Iterator[ParameterSet]:
                 yield pytest.param(scenario, policy, inner, id=name, marks=marks)
 
 
+@pytest.mark.slow
 @pytest.mark.few(3)
 @pytest.mark.parametrize(("scenario", "policy", "inner"), cases())
 def test_scenario_trains_as_in_plain_torch(scenario: Scenario, policy: str, inner: str, request):
@@ -67,6 +68,7 @@ def test_scenario_trains_as_in_plain_torch(scenario: Scenario, policy: str, inne
         assert least or may or not any(compressed), f"compressed: {compressed}"
 
 
+@pytest.mark.slow
 def test_new_groups_may_have_another_policy(ranks2):
     assert all(0.01 < error < 0.05 for error in ranks2.run(other_policies, ["fp8", "fp8"]))
 

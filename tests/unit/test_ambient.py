@@ -57,6 +57,7 @@ def alone():
 # --- computations ---------------------------------------------------------------------------------
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize("dtype", [torch.float32, *map(rarely, FLOATS[1:])])
 @pytest.mark.parametrize("mode", MODES)
 def test_codec_gives_the_same_bits(mode, dtype):
@@ -85,6 +86,7 @@ def by_hand(kind: str, x: torch.Tensor, name: str) -> torch.Tensor:
     return getattr(commpass, kind)(x, codec=name)
 
 
+@pytest.mark.slow
 @pytest.mark.few(11)
 @pytest.mark.parametrize(
     ("kind", "mode"), sampled(crossed(KINDS, MODES), lambda case: case in QUICK)
@@ -130,7 +132,7 @@ OTHERS = [mode for mode in MODES if mode not in (*TRACED, *NOT_COMPILED)]
 CASES = [
     ("autocast to bf16", "rotated", "aot_eager"),
     ("function mode", "int8", "aot_eager"),
-    *(rarely(mode, name, "aot_eager") for mode in TRACED for name in CODECS),
+    *(rarely(*case, "aot_eager") for case in crossed(TRACED, CODECS, one_in=len(TRACED))),
     *(rarely(mode, "tahquant", "aot_eager") for mode in OTHERS),
     *(rarely(mode, name, "inductor") for mode in TRACED for name in ("rotated", "taco", "table")),
     *(rarely("deterministic", name, "inductor") for name in ("exponent", "mixed", "int4")),
@@ -157,6 +159,7 @@ def differing_compiled(
     return differing(run, ("it",), mode, eager if backend == "aot_eager" else None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "name", "backend"), CASES)
 def test_compiled_collective_gives_the_same_bits_and_gradients(alone, mode, name, backend):
     gradient = data()
@@ -174,6 +177,7 @@ FIXED = [case for case in CASES if "exponent" not in getattr(case, "values", cas
 """Without the codec whose wire length depends on the values: no whole graph has it."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "name", "backend"), FIXED)
 def test_compiled_codec_gives_the_same_bits(mode, name, backend):
     coder = codec(name)
@@ -185,6 +189,7 @@ def test_compiled_codec_gives_the_same_bits(mode, name, backend):
     assert differing_compiled(function, lambda x, y: y, mode, backend) == []
 
 
+@pytest.mark.slow
 def test_autocast_around_a_compiled_collective_stays_the_callers(alone):
     def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         before = x @ x.t()
@@ -203,6 +208,7 @@ def test_autocast_around_a_compiled_collective_stays_the_callers(alone):
 # --- cached computations --------------------------------------------------------------------------
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.few(4)
 @pytest.mark.parametrize("mode", MODES)
 def test_facts_about_codecs_are_the_same(mode):

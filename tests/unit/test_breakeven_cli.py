@@ -20,6 +20,7 @@ def asked(*arguments: str):
     return CliRunner().invoke(app, ["breakeven", *arguments])
 
 
+@pytest.mark.slow
 def test_sizes_from_the_break_even_on_are_compressed_and_half_of_it_is_not():
     link = commpass.ethernet(1)
     row = even(link, 64, "float32", "all_reduce", BALANCED, 1 << 24)
@@ -45,6 +46,7 @@ def test_policy_without_lossy_codecs_compresses_nothing_here():
     assert row.predicted_us == row.uncompressed_us
 
 
+@pytest.mark.slow
 def test_link_is_what_counts_and_codecs_may_run_on_gpus():
     arguments = ("ethernet-100g", "--ranks=8", "--dtype=float32", "--json")
     by_cpu, by_gpu = (json.loads(asked(*arguments, *more).output)[0] for more in ((), ("--gpus",)))

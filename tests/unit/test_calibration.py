@@ -163,6 +163,7 @@ def test_mix_keeps_the_budget_and_is_smaller_than_one_codec_everywhere():
     assert by_module[""].error < by_module["layers.1.mlp"].error
 
 
+@pytest.mark.slow
 @tried
 @given(st.lists(st.floats(1e-4, 2), min_size=1, max_size=5), st.floats(0, 0.2), st.floats(1, 3))
 def test_larger_budget_sends_no_more(sensitivities, budget, more):
@@ -218,6 +219,7 @@ def test_sensitivities_between_levels():
     assert one.sensitivity == 1
 
 
+@pytest.mark.slow
 def test_rules_of_deeper_modules_come_first():
     rules = calibration(*SOME).policy(0.05).rules
     assert [rule.module for rule in rules] == ["layers.0.mlp", "layers.1.mlp", "layers.0", ""]
@@ -369,6 +371,7 @@ def run(*words):
     return CliRunner().invoke(app, ["calibrate", *map(str, words)])
 
 
+@pytest.mark.slow
 def test_another_budget_from_the_command_line(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.delenv("COMMPASS_PROFILE", raising=False)

@@ -89,6 +89,7 @@ def test_row_is_two_bytes_a_value_padded_to_128(dtype):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_compiled_and_traced_calls_agree_with_eager_ones(form):

@@ -376,6 +376,7 @@ def check_formulas(kind: str, spec: str, ranks: int, dtype: str) -> None:
         assert planned.bytes == numel * ITEM[dtype]
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.few(13)
 @pytest.mark.parametrize(
     ("kind", "spec", "ranks", "dtype"),
@@ -389,6 +390,7 @@ def test_predicted_times_and_bytes_are_those_of_the_formulas(kind, spec, ranks, 
     check_formulas(kind, spec, ranks, dtype)
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.few(11)
 @pytest.mark.parametrize(
     ("kind", "spec", "ranks", "dtype"),
@@ -465,6 +467,7 @@ def test_ring_of_too_many_hops_is_refused_with_their_number(kind, spec, force, r
     ).compressed  # by another algorithm
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter"])
 @pytest.mark.parametrize(("name", "most"), [("ring", 65), ("semi_ring", 129)])
 def test_rings_end_at_64_hops(name, most, kind):
@@ -645,6 +648,7 @@ def test_every_site_keeps_its_facts_and_has_a_reason(a_site, policy, link, margi
         assert planned.algorithm in planned.reason
 
 
+@pytest.mark.slow
 @tried
 @given(
     SITES,
@@ -744,6 +748,7 @@ def test_profiles_have_a_margin_of_their_own():
     assert default_profile("cuda").margin > 0
 
 
+@pytest.mark.slow
 @tried
 @given(SITES, LINKS)
 def test_force_compresses_whatever_the_times_and_says_so(a_site, link):
@@ -1207,6 +1212,7 @@ def one_way(rows: list[int]) -> int:
     return sum(wire_bytes(row, 256, 8, 4) for row in rows)
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.few(7)
 @pytest.mark.parametrize("ranks", [2, 8, 1024])
 @pytest.mark.parametrize(("width", "by_entries"), WHETHER_LONG)
@@ -1238,6 +1244,7 @@ def test_uneven_exchanges_are_scored_for_so_many_rows_a_rank_and_the_reason_says
     assert left.wire_bytes == a_site.bytes
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize("ranks", [2, 8, 1024])
 def test_uneven_exchange_of_parts_is_charged_two_kernels_for_each(ranks):
     a_site, *_ = exchanges([[2, 6] * (ranks // 2), *[[4] * ranks] * (ranks - 1)], 512)
@@ -1489,6 +1496,7 @@ def test_hierarchy_wins_where_the_link_inside_is_fast_and_the_one_between_slow(k
         )
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter"])
 @pytest.mark.parametrize("node", [2, 4, 8, 16, 32])
 def test_hierarchy_on_one_link_sends_as_many_bytes_in_fewer_messages(node, kind):

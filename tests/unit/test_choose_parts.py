@@ -264,6 +264,7 @@ def test_micro_shards_are_planned_the_same_each_time():
 # --- candidates that need not be scored -----------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alpha", [1.0, 8.0, 60.0])
 @pytest.mark.parametrize("rate", [2.0, 20.0, 360.0])
 def test_parts_that_are_not_scored_on_a_gpu_would_not_have_been_chosen(monkeypatch, alpha, rate):

@@ -106,6 +106,7 @@ def test_claims_whose_experiment_was_not_run_say_so():
         judged(both, {"a": 2})
 
 
+@pytest.mark.slow
 def test_every_claim_has_a_number_or_says_why_not():
     for each in every():
         assert (each.measure is None) != (each.predicted is None and not each.why_not)
@@ -114,6 +115,7 @@ def test_every_claim_has_a_number_or_says_why_not():
     assert len(set(cases.values())) == len(cases)
 
 
+@pytest.mark.slow
 def test_page_is_that_of_the_results():
     assert (ROOT / "docs" / "papers.md").read_text() == page(FOUND)
     known = [(each.paper, each.text) for each in every()]

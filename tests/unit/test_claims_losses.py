@@ -117,6 +117,7 @@ def test_fused_are_the_last_tensors(degree, lengths):
     assert all(a is b for a, b in zip(flat, reversed(list(model.parameters())), strict=True))
 
 
+@pytest.mark.slow
 def test_small_tensors_are_counted():
     sizes = tensor_sizes("GPT2-large")
     assert (len(sizes), sum(size < SMALL for size in sizes)) == (2 + 12 * 36 + 2, 2 + 8 * 36)

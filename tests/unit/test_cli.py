@@ -359,6 +359,7 @@ def test_doctor_tells_the_kinds_of_gpu(monkeypatch: pytest.MonkeyPatch):
 # the whole
 
 
+@pytest.mark.slow
 def test_version_and_help():
     assert re.fullmatch(r"commpass \d+\.\d+\S*\n", run("--version").stdout)
     shown = run("--help").stdout
@@ -367,6 +368,7 @@ def test_version_and_help():
         assert run(command, "--help").exit_code == 0
 
 
+@pytest.mark.slow
 def test_console_script_starts():
     import subprocess
 

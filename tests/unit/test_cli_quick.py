@@ -84,6 +84,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "dump"
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.few(3)
 @pytest.mark.parametrize(
     "arguments",
@@ -116,6 +117,7 @@ def test_reading_needs_no_torch_and_few_modules(arguments, folder):
     assert int(modules) < MOST_MODULES
 
 
+@pytest.mark.slow
 def test_package_is_a_program():
     done = subprocess.run(
         [sys.executable, "-m", "commpass", "--version"],
@@ -134,6 +136,7 @@ def output(*arguments: object, **more) -> subprocess.CompletedProcess:
     return subprocess.run(command, timeout=100, check=False, env=environment, **more)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
 def test_signs_that_an_encoding_does_not_have_are_spelled(encoding, folder):
     """As on terminals of other systems, and in logs of jobs without a locale."""
@@ -145,6 +148,7 @@ def test_signs_that_an_encoding_does_not_have_are_spelled(encoding, folder):
     assert "?" not in text
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
 @pytest.mark.parametrize("arguments", [["graph"], ["explain"], ["explain", "--json"]])
 def test_full_disk_is_one_line(arguments, folder):

@@ -38,6 +38,7 @@ def verify(text_or_named, x: torch.Tensor) -> None:
     reference.verify(wide(x), wire.payload.numpy(), back, setting, roundoff(x.dtype), limit)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(200, 600), deadline=None)
 @given(codecs(), tensors())
 def test_numbers_codes_and_values_are_those_of_the_reference(named, x):
@@ -489,6 +490,7 @@ def test_every_byte_is_the_pack_of_its_codes(bits_):
 SEEDS = range(400)
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize("name", ["int8", "int4", "int2"])
 def test_mean_over_many_seeds_is_the_value(name):
     """Within four standard errors of each value's rounding, except for the few of so many that

@@ -231,6 +231,7 @@ def relative_norms(
     return *norms, safe[:, 0]
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(200, 600), deadline=None)
 @given(codecs(), tensors())
 def test_stated_error_bound_is_never_exceeded(named, x):
@@ -269,6 +270,7 @@ def test_decode_gives_the_shape_and_dtype_back_rounded_once_and_all_finite(named
     assert bits(rows.to(x.dtype)) == bits(back)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(100, 300), deadline=None)
 @given(codecs(), tensors(), st.data())
 def test_values_not_finite_stay_in_place_and_leave_other_blocks_alone(named, x, data):
@@ -404,6 +406,7 @@ def test_payload_is_bytes_of_exactly_the_stated_number_and_the_same_each_time(na
     assert bits(x) == before, "encode changed its input"
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(100, 300), deadline=None)
 @given(codecs(), st.integers(0, 100_000), st.sampled_from(FLOATS))
 def test_wire_holds_codes_and_numbers_each_region_padded_to_128_bytes(named, numel, dtype):
@@ -525,6 +528,7 @@ SYMBOLIC = [
 ]
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.few(10)
 @pytest.mark.parametrize("text", sampled(CORE, ["int2", *SYMBOLIC]))
 def test_fake_tensors_have_the_shapes_and_dtypes_of_real_ones(text):
@@ -552,6 +556,7 @@ RARELY = ["int8", "int4(scale=rms, stored=pow2)", "int8(static=0.05)", "equarx"]
 RARELY += ["rotated(form=int, bits=3)", "rotated(form=e4m3, bits=8)"]
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("text", sampled(SYMBOLIC, set(SYMBOLIC) - set(RARELY)))
 def test_graph_of_symbolic_sizes_gives_the_bits_of_real_ones(text):
@@ -627,6 +632,7 @@ def compiled():
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("compiled codecs")
 @pytest.mark.parametrize(("graph", "text"), ways(rounded=False))
 def test_eager_and_compiled_calls_agree_bit_for_bit(compiled, graph, text):

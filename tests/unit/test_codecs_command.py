@@ -62,6 +62,7 @@ def test_all_float_tensors_of_a_file_count_together(tmp_path):
     assert 0.005 < row["error"] < 0.01
 
 
+@pytest.mark.slow
 def test_picture_and_the_table_hold_every_codec(tmp_path):
     picture = tmp_path / "out.png"
     result = run("int8", "rotated(bits=4)", "exponent", "--no-speed", "--plot", picture)
@@ -71,6 +72,7 @@ def test_picture_and_the_table_hold_every_codec(tmp_path):
         assert part in result.stdout
 
 
+@pytest.mark.slow
 def test_speeds_are_measured_of_compiled_code():
     result = run("int8", "--json")
     (row,) = json.loads(result.stdout)
@@ -78,6 +80,7 @@ def test_speeds_are_measured_of_compiled_code():
     assert 0.01 < row["decode_gbs"] < 1000
 
 
+@pytest.mark.slow
 def test_however_many_codecs_are_measured_all_are_compiled():
     """Dynamo limits how often the same code is compiled, and then runs it eagerly."""
     limits = {"recompile_limit": 1, "fail_on_recompile_limit_hit": True}
@@ -86,6 +89,7 @@ def test_however_many_codecs_are_measured_all_are_compiled():
     assert result.exit_code == 0, result.exception
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize(
     ("args", "part"),
     [

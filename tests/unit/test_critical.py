@@ -142,6 +142,7 @@ def test_no_task_is_done_at_once():
     assert slack_us([]) == {}
 
 
+@pytest.mark.slow
 def test_long_course_is_no_deep_recursion():
     tasks = [Task("tp" if number % 3 else HOST, 1.0) for number in range(30_000)]
     assert len(slack_us(tasks)) == 20_000

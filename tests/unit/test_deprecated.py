@@ -154,6 +154,7 @@ def test_profile_of_format_version_1_is_read_with_a_warning(tmp_path):
     assert found == dataclasses.replace(written, version=1)
 
 
+@pytest.mark.slow
 def test_old_module_of_vllm_is_the_new_one():
     code = (
         "import commpass.parallel.vllm as new\n"

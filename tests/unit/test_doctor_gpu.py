@@ -36,6 +36,7 @@ def found_here(name: str) -> list[Finding]:
     return list(codecs.findings([codec(name)], CPU))
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["int8", "exponent", "rotated", "mxfp4", "fp8", "int6"])
 def test_kernels_of_a_codec_pass(name):
@@ -68,6 +69,7 @@ def flipped(name: str) -> list[Finding]:
         codecs.kernels_of = before
 
 
+@pytest.mark.slow
 def test_one_wrong_bit_is_found():
     (found,) = interpreted(flipped, "int8")
     assert not found.works

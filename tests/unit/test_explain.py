@@ -231,6 +231,7 @@ def test_no_name_speaks_to_the_terminal(tmp_path: Path):
     assert "\x1b" not in done.stderr
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize("width", [10, 20, 39])
 def test_no_column_is_a_letter_wide(tmp_path: Path, width: int):
     dump.write(tmp_path, made.dump(made.layers(4, missed="all that is left needs it")))

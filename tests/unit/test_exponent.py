@@ -414,6 +414,7 @@ def test_graph_traced_once_with_symbolic_sizes_serves_all_sizes(planes, dtype):
         assert bits(decoder(wire, rows)) == bits(rows)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @floats
 def test_fake_tensors_have_the_shapes_and_dtypes_of_real_ones(dtype):

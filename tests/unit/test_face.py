@@ -36,6 +36,7 @@ def alone(code: str, *arguments: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 def test_package_imports_next_to_nothing():
     said = alone(
         "import sys, torch; before = set(sys.modules); import commpass\n"
@@ -46,6 +47,7 @@ def test_package_imports_next_to_nothing():
     assert alone("import commpass, sys; print('torch' in sys.modules)") == "False"
 
 
+@pytest.mark.slow
 def test_plain_codecs_and_profiles_need_no_compiler():
     asked = "commpass.codec('int8'); commpass.ethernet(10); commpass.PolicyError"
     heavy = (
@@ -141,6 +143,7 @@ def test_error_inside_a_submodule_is_raised_as_it_is(monkeypatch, tmp_path):
         commpass.faulty  # noqa: B018
 
 
+@pytest.mark.slow
 def test_torch_compile_finds_the_backend_by_name_and_traces_names_nobody_asked_for():
     code = """
 import torch, commpass

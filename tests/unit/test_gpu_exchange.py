@@ -81,6 +81,7 @@ NVIDIA = [(arch, spec) for arch in ("sm_80", "sm_90", "sm_100") for spec in SPEC
 NVIDIA += [("sm_90", "rotated(bits=4)"), ("sm_100", "rotated(bits=4)")]
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize("algorithm", BOTH)
 @pytest.mark.parametrize(("arch", "spec"), NVIDIA)
 def test_nvidia_releases_and_acquires_for_the_system(arch, algorithm, spec):

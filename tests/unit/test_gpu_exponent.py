@@ -69,6 +69,7 @@ def mixed(numel: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.where(chunk % 3 == 2, noise.view(dtype), x)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @both
 @floats
@@ -86,6 +87,7 @@ def test_rows_of_tiles_of_groups(planes: int, dtype: torch.dtype) -> None:
     check(planes, mixed(2 * 4609, dtype).reshape(2, -1), (32, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @both
 @floats
@@ -93,6 +95,7 @@ def test_random_bits(planes: int, dtype: torch.dtype) -> None:
     check(planes, patterns(5000, dtype).reshape(2, -1))
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @both
 @pytest.mark.parametrize("value", [0.0, -0.0, 1.0, float("inf"), float("nan"), 2.0**-140])
@@ -111,6 +114,7 @@ def test_zeros_of_any_number(planes: int) -> None:
     check(planes, x)
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @both
 @pytest.mark.parametrize("many", [8, 9, 32])
@@ -127,6 +131,7 @@ def test_columns_of_escapes(planes: int, many: int) -> None:
     assert used == -(-bits // 128) * 16
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @both
 @floats
@@ -148,6 +153,7 @@ def decoded(planes: int, wire: np.ndarray, numel: int, dtype: torch.dtype) -> np
     return raw(kernels.decode_rows(coder_of(planes), rows, numel, dtype))
 
 
+@pytest.mark.slow
 @both
 def test_foreign_wires_stay_inside(planes: int) -> None:
     """Random bytes decode to some values, and nothing beyond the wire is read."""
@@ -165,6 +171,7 @@ def unaligned(planes: int, numel: int) -> tuple[np.ndarray, np.ndarray]:
     return raw(kernels.encode_rows(coder_of(planes), x)), raw(coder_of(planes).encode_rows(x))
 
 
+@pytest.mark.slow
 def test_rows_that_begin_between_words() -> None:
     wire, expected = interpreted(unaligned, 2, 1400)
     assert (wire == expected).all()

@@ -155,6 +155,7 @@ def test_dense_code_of_hopper(tmp_path: Path) -> None:
     assert found["exponent_join"].instructions / VALUES_OF_A_THREAD < 23
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.every), 100])
 def test_other_cards(arch: int, tmp_path: Path) -> None:
     check(3, torch.bfloat16, arch, tmp_path)

@@ -127,6 +127,7 @@ def generated() -> list[str]:
     return [text for text in [*ALL, "nvfp4"] if getattr(codec(text), "grid", None) is not None]
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("text", sampled(generated(), generated()[::2]))
 def test_encode_and_decode_give_the_bits_of_the_plain_form(text):
@@ -225,6 +226,7 @@ SUMMED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.few(6)
 @pytest.mark.parametrize("text", SUMMED)
 @pytest.mark.parametrize("ranks", [1, 2, 5, 19])
@@ -260,6 +262,7 @@ def test_sums_of_many_ranks_are_made_in_rank_order(text, ranks):
     same(interpreted(ran, chain, wires, numel), total)
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize("text", ["int8(stored=pow2)", "int4(stored=pow2)", "fp8(stored=pow2)"])
 @pytest.mark.parametrize("first", [0.0, float("nan"), float("inf")])
 def test_largest_values_are_cut_beside_a_block_that_is_not_finite(text, first):
@@ -277,6 +280,7 @@ def test_largest_values_are_cut_beside_a_block_that_is_not_finite(text, first):
     same(interpreted(ran, chain, wires, numel), rows[:1] + rows[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["rotated", "rotated(bits=3, block=64)", "sdp4bit", "taco"])
 def test_domain_is_entered_and_left_within_the_kernel(text):
     coder = codec(text)
@@ -322,6 +326,7 @@ def strided(coder, wide: torch.Tensor, first: int, numel: int) -> torch.Tensor:
     return ran(Chain(wide.dtype, (Encode(coder),)), wide[:, first : first + numel], numel)
 
 
+@pytest.mark.slow
 def test_rows_may_exceed_the_programs_of_an_axis():
     """A grid's second and third axis have at most 65,535 programs."""
     coder, numel = codec("int8"), 300
@@ -386,6 +391,7 @@ def test_operations_without_a_kernel_say_why(chain, numel, said):
     assert said in interpreted(unsupported_reason_of, chain, numel)
 
 
+@pytest.mark.slow
 def test_texts_use_no_name_that_is_not_defined(tmp_path):
     found = interpreted(texts)
     assert len(found) > 100

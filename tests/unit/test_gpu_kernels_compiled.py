@@ -67,6 +67,7 @@ NARROW |= {(c, "decode_sum_encode", arch) for c in ("tahquant", "int6") for arch
 """With half a tile, the codes are 16 bytes per thread or less, and scales with padding more."""
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("text", "kernel", "arch"), sampled([*USUAL, *ALL], lambda case: case in USUAL)
@@ -82,6 +83,7 @@ def test_kernels_fit_and_move_whole_words(text, kernel, arch, request):
         assert moved.get(16, 0) > 0.5 * sum(moved.values()), accesses
 
 
+@pytest.mark.slow
 def test_architecture_without_8_bit_floats_has_them_in_whole_numbers():
     """sm_80 has no e4m3: the same source computes it."""
     assert "e4m3" not in compiled("fp8", "encode", "sm_80").compiled.assembly

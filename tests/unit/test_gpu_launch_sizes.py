@@ -44,6 +44,7 @@ def chains(coder: BlockCodec) -> list[Chain]:
     ]
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.few(3)
 @pytest.mark.parametrize("spec", SPECS)
 def test_grid_of_a_chain_is_within_the_limits_and_covers_all(spec):

@@ -117,12 +117,14 @@ def name_of(case: Case) -> str:
     return " ".join([case.spec, *told])
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.few(3)
 @pytest.mark.parametrize("case", EXACT, ids=name_of)
 def test_wire_is_that_of_the_codec(case: Case) -> None:
     assert torch.equal(interpreted(kernel_wire, case), plain_wire(case))
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize("case", NEAR, ids=name_of)
 def test_sums_in_another_order_are_nearly_the_same(case: Case) -> None:
     """The last bits of rotations differ: few codes do, and by one."""

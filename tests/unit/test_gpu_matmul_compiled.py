@@ -136,6 +136,7 @@ CASES = [
 ]
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.few(2)
 @pytest.mark.parametrize(("arch", "spec"), CASES)
 def test_options_given_to_a_card(arch: str, spec: str) -> None:
@@ -147,6 +148,7 @@ def test_options_given_to_a_card(arch: str, spec: str) -> None:
         assert made.some("STG.E.128")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "matmul",
     [
@@ -160,6 +162,7 @@ def test_other_operands_and_an_activation(matmul: Matmul) -> None:
     assert made.some("HGMMA")
 
 
+@pytest.mark.slow
 def test_operands_without_descriptors_come_by_asynchronous_copies() -> None:
     made = compiled("sm_90", "int8", descriptors=False)
     fits(made, "sm_90")
@@ -172,6 +175,7 @@ def test_two_programs_share_a_processor_where_tiles_are_small() -> None:
     fits(made, "sm_90")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("descriptors", [False, True])
 def test_inductor_sees_the_kernel_in_a_graph(descriptors: bool) -> None:
     """It appears as a call with its constants, between the producers of its operands and the users

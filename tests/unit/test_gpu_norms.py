@@ -50,6 +50,7 @@ def norm64(x: torch.Tensor, width: int, centered: bool):
     return y * factor, mean.flatten(1), factor.flatten(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "width", "centered"),
     [(F32, 192, True), (BF16, 256, False), rarely(BF16, 64, True), rarely(F32, 4096, False)],
@@ -103,6 +104,7 @@ def test_norms_without_a_kernel_say_why(width, numel, said):
     assert said in interpreted(reason, chain, numel)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("spec", "width", "arch"),

@@ -135,6 +135,7 @@ def check(cases: list[tuple[str, torch.dtype, str, int, int]]) -> dict[object, l
 SELECTORS = ["topk", "randomk", "dgc", "gaussiank", "redsync", "sidco"]
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("content", list(CONTENTS))
 def test_wire_and_what_is_left_are_those_of_the_aten_form(content):
@@ -148,6 +149,7 @@ def test_wire_and_what_is_left_are_those_of_the_aten_form(content):
     assert interpreted(check, cases) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("n", "rows"), [(1, 1), (7, 2), (256, 1), (300, 2)])
 def test_any_length_and_several_rows(n, rows):
@@ -167,6 +169,7 @@ FOUND = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("parameters", "which"),
@@ -219,6 +222,7 @@ def read_from_noise() -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_no_bytes_are_read_as_an_index_outside_of_the_row():
     assert interpreted(read_from_noise) == []
 
@@ -360,6 +364,7 @@ def equal(one: Tensor | tuple[Tensor, ...], other: Tensor | tuple[Tensor, ...]) 
     return all(torch.equal(*each) for each in zip(one, other, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("content", ["gaussian", "zeros", "large", "subnormal", "not finite"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

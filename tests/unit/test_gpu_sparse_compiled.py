@@ -99,6 +99,7 @@ def operations(text: str) -> list[str]:
     return re.findall(r"^ +/\*[0-9a-f]{4,}\*/ +(?:@!?U?P\w+ +)?([A-Z][A-Z0-9_.]+)", text, re.M)
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -122,6 +123,7 @@ def test_selection_loads_and_stores_16_bytes_and_spills_nothing(dtype, target, t
     assert sum(name.startswith("STG.E.128") for name in found) == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_selection_issues_less_than_memory_leaves_time_for(dtype, tmp_path):
     """An H200 issues 29.6e12 operations of threads per second (132 multiprocessors, 4 x 32, 1.75
@@ -147,6 +149,7 @@ def test_look_back_keeps_all_warps_together(target, tmp_path):
     assert any(name.startswith("BAR.SYNC") for name in found[read:back])
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("target", "spec", "dtype"),

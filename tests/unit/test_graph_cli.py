@@ -420,6 +420,7 @@ def test_thousand_sites_are_drawn_small(tmp_path: Path):
     assert len(found) < 20
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_boxes_hold_every_operator_once_and_form_no_circle(data):
     """Random graphs with sites: the drawing has the dependencies of the graph."""

@@ -155,6 +155,7 @@ def close_to_an_edge(levels: np.ndarray, x: np.ndarray, by: float = 1e-5) -> np.
     return (np.abs(x[..., None] - edges) <= by * np.abs(edges)).any(axis=-1)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(60, 200), deadline=None)
 @given(st.sampled_from(sorted(DATA)), st.integers(1, 700), st.integers(0, 10**6))
 def test_nvfp4_is_the_formula_in_float64(content, numel, seed):
@@ -280,6 +281,7 @@ def test_compiled_calls_give_the_bits_of_eager_ones():
         assert bits(found) == bits(want)
 
 
+@pytest.mark.slow
 def test_graph_of_symbolic_sizes_gives_the_bits_of_real_ones():
     graph = make_fx(round_trips, tracing_mode="symbolic")(gaussian(3, 300))
     for numel in (300, 517, 64, 3000):

@@ -320,6 +320,7 @@ def test_third_run_is_shown_and_not_compared():
     assert found.data["changes"] == []
 
 
+@pytest.mark.slow
 def test_files_of_one_run_belong_together(tmp_path):
     folder, out = tmp_path / "dump", tmp_path / "out.html"
     first = dumps.write(folder, made.eventful())
@@ -399,6 +400,7 @@ def hostile(text: str) -> dumps.Dump:
     )
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize("text", HOSTILE)
 def test_names_are_data(text):
     kept = shown([hostile("plain")], [hostile("plain")])
@@ -410,6 +412,7 @@ def test_names_are_data(text):
     assert found.data["runs"]["A"]["rules"][0]["rule"] == text
 
 
+@pytest.mark.slow
 @given(st.text(max_size=30))
 @settings(max_examples=examples(10, 30), deadline=None)
 def test_any_text_stays_what_it_is(text):
@@ -435,6 +438,7 @@ def test_page_loads_nothing():
     assert not [name for name, _ in found.attributes if name.startswith("on")]
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize("runs", [1, 2, 3, 28])
 def test_every_link_has_its_target(runs):
     found = shown(*([made.eventful(run=str(n))] for n in range(runs)))

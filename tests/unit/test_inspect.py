@@ -85,6 +85,7 @@ def of_divided() -> Compiled:
     return compile_kernel(load(of_function(divided)), types, {"BLOCK": 128}, "sm_90", num_warps=4)
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_accesses_of_a_sum_are_as_wide_as_they_can_be(arch):
     found = of_middle(arch)
@@ -102,6 +103,7 @@ def test_accesses_of_a_sum_are_as_wide_as_they_can_be(arch):
     assert (".target sm_" in found.assembly) == (arch in NVIDIA)
 
 
+@pytest.mark.slow
 def test_length_of_which_nothing_is_known_makes_narrow_accesses():
     """The mask may end anywhere: this is what hints are for."""
     found = of_middle("sm_90", hint=1)
@@ -109,6 +111,7 @@ def test_length_of_which_nothing_is_known_makes_narrow_accesses():
     assert found.loads[4] == 32
 
 
+@pytest.mark.slow
 def test_widths_are_those_of_the_dtype():
     found = of_middle("sm_90", hint=1, dtype="bf16")
     assert set(found.loads) == {2}
@@ -116,6 +119,7 @@ def test_widths_are_those_of_the_dtype():
     assert of_middle("sm_90", dtype="bf16").loads == {16: 4}
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942"])
 def test_kernel_that_spills_is_seen(arch):
@@ -126,6 +130,7 @@ def test_kernel_that_spills_is_seen(arch):
     assert many.registers >= (512 if arch == "gfx942" else 255) - 1
 
 
+@pytest.mark.slow
 def test_spills_are_those_that_the_assembler_tells(tmp_path):
     found = of_centred("sm_90", 8192)
     text = tmp_path / "kernel.ptx"
@@ -139,6 +144,7 @@ def test_spills_are_those_that_the_assembler_tells(tmp_path):
     assert found.registers == int(re.search(r"Used (\d+) registers", done.stderr)[1])
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("arch", "dtype", "used"),
@@ -165,6 +171,7 @@ def test_matmuls_run_on_the_tensor_cores(arch, dtype, used):
         assert count_instructions(found.code).loops == 1
 
 
+@pytest.mark.slow
 def test_slow_paths_of_a_division_are_not_counted():
     found = of_divided()
     assert "slowpath" in found.sass
@@ -177,12 +184,14 @@ def test_slow_paths_of_a_division_are_not_counted():
     assert found.code.loops == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", NVIDIA)
 def test_every_instruction_is_of_a_known_kind(arch):
     for found in (of_middle(arch), of_matmul(arch, "bf16")):
         assert count_instructions(found.code).unknown == ()
 
 
+@pytest.mark.slow
 def test_sums_are_not_fused_into_products_unless_asked():
     kernel, types = load(of_function(fused)), {"x": "*fp32", "out": "*fp32"}
     plain = compile_kernel(kernel, types, {"BLOCK": 128}, "sm_90")

@@ -159,6 +159,7 @@ def test_model_that_is_gone_is_not_exchanged_any_more():
     handle.close()
 
 
+@pytest.mark.slow
 def test_model_in_the_graph_has_one_as_well(fake_group):
     from torch.distributed.device_mesh import init_device_mesh
 

@@ -57,6 +57,7 @@ def some(entries: int, rank: int) -> torch.Tensor:
     return torch.randn(entries, 70, generator=torch.Generator().manual_seed(rank))
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize("parts", PARTS, ids=str)
 @pytest.mark.parametrize("codec", ["raw", "int8", "rotated", "equarx"])
 def test_gathers_join_what_each_rank_decodes_of_itself(parts, codec, monkeypatch):
@@ -75,6 +76,7 @@ def test_gathers_join_what_each_rank_decodes_of_itself(parts, codec, monkeypatch
         assert found.wire_bytes == handed[rank]
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize("parts", PARTS, ids=str)
 @pytest.mark.parametrize("op", ["sum", "avg"])
 @pytest.mark.parametrize("codec", ["raw", "int8", "rotated"])
@@ -103,6 +105,7 @@ def test_codec_that_differs_between_ranks_or_keeps_state_is_refused():
         assert direct.unsupported_reason(commpass.codec("int8"), 4) is None
 
 
+@pytest.mark.slow
 def test_gathered_lengths_may_be_symbolic():
     """Dynamo makes a symbol of a length that changed since the last call."""
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())

@@ -53,6 +53,7 @@ def data(*args: object):
 # Codecs
 
 
+@pytest.mark.slow
 def test_one_kernel_as_data():
     made = data("--codec", "int8", "--kernel", "encode", "--arch", "sm_90")
     assert made["kernel"] == "encode"
@@ -73,6 +74,7 @@ def test_one_kernel_as_data():
     assert kinds["all"] == pytest.approx(sum(kinds.values()) - kinds["all"])
 
 
+@pytest.mark.slow
 def test_bytes_are_those_of_all_rows():
     """Eight wires are read for each one that is written."""
     one = data("--codec", "int8", "--kernel", "decode_sum", "--ranks", 2)
@@ -101,6 +103,7 @@ def test_table_of_all_kernels():
     assert "Predicted share of the bandwidth of a copy" in result.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("arch", "used"), [("sm_80", "HMMA"), ("sm_90", "HGMMA"), ("sm_100", "UTCHMMA")]
@@ -118,6 +121,7 @@ def test_matmul_that_encodes(arch, used):
     assert "the share of the tensor cores' peak" in shown
 
 
+@pytest.mark.slow
 def test_codecs_of_several_kernels():
     made = data("--codec", "exponent", "--kernel", "encode")
     names = [one["kernel"] for one in made]
@@ -206,6 +210,7 @@ def test_codecs_without_a_kernel_say_why():
     )
 
 
+@pytest.mark.slow
 def test_questions_that_do_not_fit_together():
     assert "give --codec SPEC, or --dump DIR with --site NAME" in said()
     assert "give one of them" in said("--codec", "int8", "--dump", "here")

@@ -74,6 +74,7 @@ UNEVEN_GROUPS = 1024 * 257
 again."""
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("kind", "name", "ranks"),
@@ -96,6 +97,7 @@ def test_shards_of_blocks_that_are_padded_to_groups_arrive_in_their_places(
         assert all(torch.equal(result, results[0]) for result in results)
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.few(10)
 @pytest.mark.parametrize(
     ("kind", "name", "ranks", "codec"),
@@ -131,6 +133,7 @@ def test_codecs_of_other_domains_may_follow_one_another(kind, codec, between, mo
         assert (result.double() - expected).norm() <= 0.15 * expected.norm()
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.few(28)
 @pytest.mark.parametrize(("kind", "name", "ranks", "op"), thinned(CASES, ["sum", "avg"], one_in=2))
 def test_odd_shapes_of_bfloat16_by_a_lossless_codec_lose_no_more_than_one_rounding(

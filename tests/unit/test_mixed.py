@@ -155,6 +155,7 @@ def test_sizes_may_be_symbolic():
         assert bits(graph(x)) == bits(run(x))
 
 
+@pytest.mark.slow
 def test_fake_tensors_have_the_shapes_and_dtypes_of_real_ones():
     coder, x = codec("mixed"), tokens_of(3, 900)
     wire = coder.encode_rows(x)

@@ -215,6 +215,7 @@ LONG = ("compiled twice", "block by block, as modules", "DDP around one called m
 LONG += ("a method of what holds a model", "checkpoint_wrapper of compiled words")
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("what", sampled(MODELS, lambda what: what not in LONG))
 def test_paths_are_those_of_the_model_without_what_wraps_it_in_forward_and_backward(what):
@@ -232,6 +233,7 @@ def test_paths_are_those_of_the_model_without_what_wraps_it_in_forward_and_backw
     assert set(backward) == set(expected)
 
 
+@pytest.mark.slow
 def test_block_that_is_compiled_and_called_by_itself_has_the_path_that_apply_policy_saw():
     model = Net()
     run = compiled(model.layers[1])
@@ -254,6 +256,7 @@ def test_rule_for_all_blocks_reaches_blocks_that_are_compiled_one_by_one():
         assert len(plan.sites) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("which", ["layers.0", "layers.1", "layers.1.mlp"])
 def test_keep_for_one_of_the_blocks_that_share_a_graph_keeps_it_for_all(which):
@@ -321,6 +324,7 @@ def _wrap_layers(model, wrap):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("wrapper", WRAPPED)
 def test_words_go_on_modules_by_the_names_that_rules_see(wrapper):
@@ -359,6 +363,7 @@ class Tied(nn.Module):
         return self.second(self.first(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["first", "second"])
 def test_tied_module_takes_a_word_under_each_of_its_names(name):
     forward, backward = step(compiled(commpass.apply_policy(Tied(), {name: "int8"})))
@@ -371,6 +376,7 @@ def test_tied_module_takes_a_word_under_each_of_its_names(name):
     )  # the first of two patterns for one module counts
 
 
+@pytest.mark.slow
 def test_words_tell_blocks_apart_that_are_compiled_one_by_one():
     model = commpass.apply_policy(Net(), {"layers.0.mlp": commpass.keep(), "layers.1.mlp": "int8"})
     plans = step(by_method(model))
@@ -405,6 +411,7 @@ def with_odd_names() -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keeps", [False, True])
 def test_module_may_be_called_anything_and_rules_find_it(keeps):
     rule = Rule(keep=True) if keeps else Rule(codec="int8", force=True)

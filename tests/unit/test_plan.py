@@ -693,6 +693,7 @@ def together(functions) -> None:
         raise errors[0]
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize(
     "directions",
     [["forward"] * 8, ["forward", "backward"] * 4],

@@ -289,6 +289,7 @@ def test_calibrated_channels_are_given_by_a_rule():
 # --- aggressive -----------------------------------------------------------------------------------
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.few(58)
 @pytest.mark.parametrize("only", [*DEFAULTS, None])
 @pytest.mark.parametrize("kind", KINDS)
@@ -358,6 +359,7 @@ def traced(function, name):
         return make_fx(function, decomposition_table=select_decomp_table())(x)
 
 
+@pytest.mark.slow
 @pytest.mark.few(3)
 @pytest.mark.parametrize(("name", "touched", "direction", "left", "other"), GRAPHS)
 def test_graph_is_rewritten_where_the_paper_compresses_and_nowhere_else(
@@ -403,6 +405,7 @@ COMPILED = {
 values, which the fake group does not have."""
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", COMPILED)
 def test_model_compiles_with_the_preset(name, fake_group):
@@ -448,6 +451,7 @@ def test_table_has_every_codec_that_is_compared():
     assert set(MEASURED) == known - {"exponent(planes=3)"}  # it has no error
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize(
     "name", [name if name in ("taco", "tahquant") else rarely(name) for name in MEASURED]
 )

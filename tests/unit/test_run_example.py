@@ -26,6 +26,7 @@ def test_example_that_does_not_end_shows_its_output_and_the_stacks_of_its_ranks(
     assert text.count("in waits_for_nothing") == 2
 
 
+@pytest.mark.slow
 def test_example_that_fails_shows_its_output(tmp_path):
     script = tmp_path / "failing.py"
     script.write_text("raise ValueError('no such model')")

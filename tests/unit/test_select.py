@@ -377,6 +377,7 @@ SELECTORS = [select.TopK(), select.RandomK(3), select.Dgc(), select.GaussianK()]
 SELECTORS += [select.RedSync(), select.Sidco()]
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(100, 300), deadline=None)
 @given(rows_of(not_finite=True), RATIOS, st.sampled_from(SELECTORS))
 def test_entries_selected_at_once_are_the_same(x, ratio, selector):

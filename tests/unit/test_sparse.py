@@ -403,6 +403,7 @@ def test_sent_and_remaining_values_add_up(name, values):
         assert torch.equal(left[sent != 0], torch.zeros(int((sent != 0).sum())))
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_feedback_sends_everything_in_time(name):
     """100 steps of one gradient: what has arrived is 100 times the gradient, up to what is still
@@ -485,6 +486,7 @@ def test_eager_and_compiled_calls_agree_bit_for_bit(how):
         assert bits(eager[1][rows]) == bits(other[1][rows]), coder.spec
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "rows"), [("topk", 1), rarely("randomk", 5), rarely("dgc", 1), ("sidco", 5)]
@@ -509,6 +511,7 @@ def test_one_graph_with_symbolic_sizes_is_right_for_all_sizes(name, rows):
 EACH = [*NAMES, "raw"], FLOATS
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("name", "dtype"), sampled(crossed(*EACH), list(crossed(*EACH, one_in=4))), ids=str

@@ -174,6 +174,7 @@ def test_preset_survives_its_file(tmp_path):
     assert set(DIMENSIONS) == set(NAMES)
 
 
+@pytest.mark.slow
 def test_graph_of_two_dimensions_gets_both(fake_group):
     fake_group(4)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

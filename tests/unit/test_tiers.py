@@ -32,6 +32,21 @@ def test_these(n):
     pass
 """
 
+SLOW = """
+import pytest
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", range(40))
+def test_slow(n):
+    pass
+
+@pytest.mark.rest_slow(2)
+@pytest.mark.few(4)
+@pytest.mark.parametrize("n", range(8))
+def test_some(n):
+    pass
+"""
+
 
 def collected(folder: Path, *runs: list[str], tests: str = TESTS) -> list[list[str]]:
     """Return the tests that pytest would run with each of some options, in a separate process with
@@ -66,6 +81,19 @@ def test_few_cases_of_a_function_lie_evenly_among_them(tmp_path):
     quick, whole = collected(tmp_path, [], ["--every"], tests=FEW)
     assert quick == [f"test_these.py::test_these[{n}]" for n in (0, 2, 5)]
     assert len(whole) == 8
+
+
+def test_each_slow_test_is_in_one_part_of_four(tmp_path):
+    runs = [[], ["--slow"], *(["--share", text] for text in TEXTS[:4])]
+    quick, slow, *parts = collected(tmp_path, *runs, tests=SLOW)
+    assert quick == [f"test_these.py::test_some[{n}]" for n in (0, 4)]
+    assert len(slow) == 44
+    others = [set(some) - set(quick) for some in parts]
+    assert sum(map(len, others)) >= len(set.union(*others)) >= 42
+    for number, some in enumerate(others):
+        assert {name for name in some if name in slow} == {
+            name for name in slow if name not in quick and part(name) % 4 == number
+        }
 
 
 @pytest.mark.every
@@ -141,6 +169,7 @@ def pytest_collection_finish(session):
 """
 
 
+@pytest.mark.slow
 def test_tests_that_take_ranks_are_in_one_group(tmp_path):
     (tmp_path / "conftest.py").write_text(SAID)
     (said,) = collected(tmp_path, [], tests=GROUPS)

@@ -119,6 +119,7 @@ def test_wait_stands_still_until_all_has_arrived(fake_group):
     assert found.exposed_of("all_reduce") == found.travel_of("all_reduce") == found.exposed_us
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize("policy", [KEPT, CHUNKS])
 def test_exposed_time_is_that_of_the_plan(fake_group, policy):
     fake_group(4)
@@ -182,6 +183,7 @@ def call(*args: object):
     return CliRunner().invoke(app, ["timeline", *map(str, args)], env={"COLUMNS": "160"})
 
 
+@pytest.mark.slow
 def test_dump_holds_the_timeline(folder):
     (one,) = dump.read_run(folder)
     exposed = sum(site.exposed_us for site in one.plan)
@@ -194,6 +196,7 @@ def test_dump_holds_the_timeline(folder):
     fails(call(folder), "0000-forward.json", "damaged dump", "begin_us")
 
 
+@pytest.mark.slow
 def test_table_without_a_picture(folder):
     (one,) = dump.read_run(folder)
     result = call(folder)
@@ -204,6 +207,7 @@ def test_table_without_a_picture(folder):
         assert re.search(rf"{site.name} .* two_shot 2 [\d.]+ [\d.]+ [\d.]+", said)
 
 
+@pytest.mark.slow
 def test_picture_and_a_page(folder, tmp_path):
     (one,) = dump.read_run(folder)
     assert call(folder, "-o", tmp_path / "out.png").exit_code == 0
@@ -219,6 +223,7 @@ def test_picture_and_a_page(folder, tmp_path):
         assert escape(site.reason) in page
 
 
+@pytest.mark.slow
 def test_trace_events_have_each_event_of_each_timeline_on_its_lane(folder, tmp_path):
     (one,) = dump.read_run(folder)
     assert call(folder, "-o", tmp_path / "out.json").exit_code == 0
@@ -234,6 +239,7 @@ def test_trace_events_have_each_event_of_each_timeline_on_its_lane(folder, tmp_p
     }
 
 
+@pytest.mark.slow
 def test_pictures_label_sites_and_hops(folder):
     (one,) = dump.read_run(folder)
     (picture,) = TimelineView(one, one.timeline).pictures
@@ -250,6 +256,7 @@ def test_only_hop_of_a_site_has_no_name():
     assert [text for _, text in found.texts] == ["a", "b\nhop 0", "b\nhop 1"]
 
 
+@pytest.mark.slow
 def test_exposed_time_of_before_has_a_unit(folder):
     (one,) = dump.read_run(folder)
     sites = tuple(dataclasses.replace(site, unmoved_us=1e6) for site in one.plan.sites)
@@ -257,6 +264,7 @@ def test_exposed_time_of_before_has_a_unit(folder):
     assert TimelineView(moved, moved.timeline).pictures[0].title.endswith(" ms exposed")
 
 
+@pytest.mark.slow
 def test_compared_timelines_have_one_axis(folder):
     (one,) = dump.read_run(folder)
     longer = dataclasses.replace(one.timeline.events[-1], us=1e6)
@@ -267,6 +275,7 @@ def test_compared_timelines_have_one_axis(folder):
     assert plots[0].get_xlim() == plots[1].get_xlim() == (0, longer.end_us / 1000)
 
 
+@pytest.mark.slow
 def test_bad_wishes_are_told(folder, tmp_path):
     fails(call(folder, "-o", tmp_path / "out.gif"), "out.gif", ".png, an .html or a .json")
     fails(call(folder, "-o", tmp_path / "none" / "out.png"), "cannot be written")
@@ -425,6 +434,7 @@ def profiled(folder: str) -> None:
     found.export_chrome_trace(f"{folder}/trace{dist.get_rank()}.json")
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("ranks")
 def test_trace_of_real_ranks_is_read(ranks2, tmp_path):
     ranks2.run(profiled, str(tmp_path))

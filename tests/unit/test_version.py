@@ -4,6 +4,8 @@ import importlib.metadata
 import subprocess
 import sys
 
+import pytest
+
 from commpass.utils.version import own_version
 
 RUN = """
@@ -25,6 +27,7 @@ def test_version_is_that_of_the_installed_package():
     assert own_version() == importlib.metadata.version("commpass")
 
 
+@pytest.mark.slow
 def test_sources_without_an_installed_package_can_be_used():
     done = subprocess.run([sys.executable, "-c", RUN], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -630,6 +630,7 @@ def test_eager_and_compiled_calls_agree_bit_for_bit(one_in):
         assert torch.equal(eager[1][2].isfinite(), other[1][2].isfinite()), coder.inner.spec
 
 
+@pytest.mark.slow
 def test_constants_may_be_inputs_of_the_graph():
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -651,6 +652,7 @@ def test_constants_may_be_inputs_of_the_graph():
         )
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_fake_tensors_have_the_shapes_and_dtypes_of_real_ones(dtype):
     x = gaussian(3, 900, dtype=dtype)
