@@ -12,6 +12,7 @@ from commpass.lowering.chain import Add, Cast, Chain, Decode, Normalize, Shift, 
 WIDTH, NORMS = 320, 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [BF16, rarely(F32)])
 def test_bias_comes_before_the_residual_and_is_rounded(dtype):
     n = NORMS * WIDTH  # whose last unit and last block are not full
@@ -26,6 +27,7 @@ def test_bias_comes_before_the_residual_and_is_rounded(dtype):
     close(y, norm64(biased + residual, norm)[0])
 
 
+@pytest.mark.slow
 def test_bias_alone_needs_no_norm():
     n = NORMS * WIDTH
     wire, bias = INT8.encode_rows(heavy_tailed(2, n)), torch.randn(1, WIDTH)

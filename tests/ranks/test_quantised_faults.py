@@ -60,6 +60,7 @@ def test_ranks_with_other_rows_gather_the_values_and_name_each_other(ranks2):
     assert f"common_shape is {second} and {first}" in other
 
 
+@pytest.mark.slow
 def test_ranks_with_another_dtype_gather_the_values_and_name_each_other(ranks2):
     one, other = ranks2.run(differ, 16, torch.float32)
     assert re.search(r" is .* in rank 0 and .* in rank 1\n", one)
@@ -79,6 +80,7 @@ def fails() -> tuple[str, list[str]]:
     return plan.fallback, [step.rule for step in plan.simplified]
 
 
+@pytest.mark.slow
 def test_failure_on_one_rank_leaves_the_gather_as_it_was_on_all(ranks2):
     (one, no_steps), (other, none) = ranks2.run(fails)
     assert no_steps == none == []
@@ -100,6 +102,7 @@ def stops() -> tuple[str, list[str]]:
     return str(error.value), [step.rule for step in commpass.plans()[-1].simplified]
 
 
+@pytest.mark.slow
 def test_rank_that_stopped_is_named_and_the_next_step_gathers_codes(ranks2):
     (said, steps), (late, same) = ranks2.run(stops)
     assert "rank 1 of group" in said

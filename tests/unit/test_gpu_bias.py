@@ -14,6 +14,7 @@ from commpass.lowering.chain import Add, Cast, Chain, Decode, Normalize, Shift, 
 WIDTH = 192
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [BF16, rarely(F32)])
 def test_bias_comes_before_the_residual_and_is_rounded(dtype):
     n = 2 * WIDTH
