@@ -27,6 +27,7 @@ from commpass.distributed.calls import (
 )
 from commpass.distributed.checked import Built
 from commpass.distributed.parts import can_compare
+from commpass.distributed.peers import allocate, peer_memory
 from commpass.distributed.plan_store import Round
 from commpass.distributed.samples import MORE, label
 from commpass.distributed.step_timer import TimedGraph
@@ -34,8 +35,9 @@ from commpass.errors import PolicyError, Unanswered
 from commpass.groups import is_first_rank
 from commpass.passes import GraphInput, PassContext
 from commpass.passes.fx import meta
-from commpass.passes.fx.marks import chunked
+from commpass.passes.fx.marks import chunked, has_single_kernels
 from commpass.passes.fx.parse import parse
+from commpass.passes.single_kernel import no_peer_memory
 from commpass.passes.timeline import whole_us
 from commpass.plan import UNCOMPRESSED, Plan
 from commpass.utils.ambient import without_ambient_state
@@ -101,7 +103,9 @@ def build(shared: Shared, job: Job, before: PassContext | None = None) -> Built 
     more = [each.fake for each in outcome.state]
     more += [each.fake for each in outcome.constants]
     planned_us = _predicted_us(gm, profile) if plain_us is not None else None
-    compiled = job.compile_graph(gm, more, outcome.moved.pinned or chunked(gm), plan.changed)
+    allocate(plan.executed)
+    pinned = outcome.moved.pinned or chunked(gm) or has_single_kernels(gm)
+    compiled = job.compile_graph(gm, more, pinned, plan.changed)
     if instead_of is not None:  # not earlier: a failed compile leaves the earlier plan in use
         record_plan(shared, outcome, job, instead_of)
     state = state_for(outcome.state, gm, calls, job.direction)
@@ -170,7 +174,14 @@ def _input(shared: Shared, job: Job, excluded: Mapping[str, str]) -> GraphInput:
         densities=shared.densities,
         hides=True,
         excluded=excluded,
+        peer_memory=peer_memory if _has_one_stream(shared, job) else no_peer_memory,
     )
+
+
+def _has_one_stream(shared: Shared, job: Job) -> bool:
+    """Whether the exchanges of a graph follow those of all others in one stream. Hooks may run in a
+    stream of their own."""
+    return shared.inner == "inductor" and not job.calls.hook
 
 
 def _predicted_us(gm: fx.GraphModule, profile: Profile) -> float | None:

@@ -15,6 +15,13 @@ from commpass.costmodel.profile import INTRA_HOST, Profile
 from commpass.costmodel.timeline import HOST, Task
 from commpass.plan.stage import ALL, BLOCK, Stage, plain_exchange
 
+TILE_US = 1.0
+"""Microseconds in which a program of a single kernel encodes or decodes a tile: about two accesses
+of its GPU's memory, and some hundred instructions. An assumption."""
+LONGEST_STEP_US = 1.0
+"""The most microseconds that a signal between GPUs of one host is assumed to take, as on PCIe. A
+measured alpha includes the start of a library's collective."""
+
 
 @dataclass(frozen=True)
 class Prices:
@@ -32,6 +39,8 @@ class Prices:
 
     def task(self, stage: Stage) -> Task:
         """Return a stage as a task with its time."""
+        if stage.rounds:
+            return Task(HOST, self._in_single_kernel_us(stage), after=stage.after)
         if stage.role == "exchange":
             return self._exchange(stage)
         coded = stage.role in ("encode", "decode")
@@ -43,6 +52,20 @@ class Prices:
         """Return the microseconds of a plain collective to which each rank passes ``nbytes``."""
         task = self.task(plain_exchange(kind, nbytes))
         return task.us + task.latency_us
+
+    def _in_single_kernel_us(self, stage: Stage) -> float:
+        """Return the microseconds of a stage of a single kernel, which its first stage launches.
+
+        An exchange is a signal, a read of a peer's memory (to it and back) in each round, and the
+        transfer. The kernel is in the stream of the computation, so the rank computes nothing else.
+        """
+        launch_us = 0.0 if stage.after else self.profile.kernels.launch_us
+        if stage.role == "exchange":
+            _, on_link_us = self.link.parts_us(stage.kind, stage.leaving, self.ranks, stage.peers)
+            step_us = min(self.link.alpha_us, LONGEST_STEP_US)
+            return launch_us + step_us * (1 + 2 * stage.rounds) + on_link_us
+        coded = stage.role in ("encode", "decode")
+        return launch_us + (stage.rounds * TILE_US if coded else 0.0)
 
     def _exchange(self, stage: Stage) -> Task:
         port, link, sharing = self.port, self.link, None

@@ -25,6 +25,7 @@ from commpass.distributed.environment import Settings, settings
 from commpass.distributed.machine import host_id
 from commpass.distributed.origin import forget_calls
 from commpass.groups import ready
+from commpass.lowering.exchange import PeerMemory
 
 log = logging.getLogger("commpass")
 
@@ -244,7 +245,8 @@ class PlanStore:
     ``old_nonces`` are nonces of older runs. ``published_policies`` are the policies under which
     this rank has published anything, by group. ``settings`` are the published settings of ranks;
     ``warned_of_settings`` records that not all ranks published theirs in time. ``ranks_per_host``
-    is None until it was determined (``hosts``).
+    is None until it was determined (``hosts``). ``peer_memory`` is that of groups that were asked
+    for, by their ranks (``peers``).
     """
 
     world: weakref.ref[Any]
@@ -258,6 +260,7 @@ class PlanStore:
     settings: dict[int, Settings] = field(default_factory=dict)
     warned_of_settings: bool = False
     ranks_per_host: int | None = None
+    peer_memory: dict[tuple[int, ...], PeerMemory] = field(default_factory=dict)
 
     @property
     def torch_store(self) -> Any:
@@ -323,6 +326,10 @@ class PlanStore:
             self.plans[name] = plan
             self.torch_store.set(name, plan)
 
+    def publish(self, key: str, value: bytes) -> None:
+        """Publish a value of this rank."""
+        self.torch_store.set(_store_key(self.nonce, key, "all"), value)
+
     # --- reading ---
 
     def nonces(self, ranks: Sequence[int]) -> dict[int, str]:
@@ -349,12 +356,17 @@ class PlanStore:
         keys = {rank: _store_key(nonce, "place", "all") for rank, nonce in nonces.items()}
         return {rank: raw.decode() for rank, raw in self.read(keys).items()}
 
-    def agree_on_first(self, key: str, value: str) -> str:
+    def read_published(self, key: str, ranks: Sequence[int]) -> dict[int, bytes]:
+        """Return what those ranks have published under a key, as far as they have."""
+        nonces = self.nonces(ranks)
+        return self.read({rank: _store_key(nonce, key, "all") for rank, nonce in nonces.items()})
+
+    def agree_on_first(self, key: str, value: str, owner: int = 0) -> str:
         """Return the value that any rank was first to set for a key; it counts for all.
 
-        Rank 0 must have published its hello record.
+        The rank ``owner``, equal on all of them, must have published its hello record.
         """
-        first = self.nonces([0])[0]
+        first = self.nonces([owner])[owner]
         chosen: bytes = self.torch_store.compare_set(_store_key(first, key, "all"), "", value)
         return chosen.decode()
 

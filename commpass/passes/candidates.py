@@ -47,6 +47,7 @@ from commpass.passes.payloads import (
     request_of,
 )
 from commpass.passes.results import Options
+from commpass.passes.single_kernel import PeerMemoryOf, no_peer_memory, with_single_kernels
 from commpass.plan import Candidate, PlannedSite, Site
 from commpass.plan.kinds import KINDS, PAIRWISE
 from commpass.plan.stage import Stage, plain_exchange
@@ -57,7 +58,7 @@ from commpass.policy.rules import Allowed
 def run(context: PassContext) -> None:
     """List the candidates of all sites. Excluded sites have the uncompressed one alone."""
     given, excluded = context.input, _with_parts(context)
-    scored = scoring(given.profile, given.policy.reassociate)
+    scored = scoring(given.profile, given.policy.reassociate, given.peer_memory)
     for each in context.found:
         site = each.site
         if (why := excluded.get(site.name)) is not None:
@@ -79,25 +80,34 @@ def _with_parts(context: PassContext) -> dict[str, str]:
     return excluded
 
 
-def candidates(site: Site, allowed: Allowed, profile: Profile, reassociate: bool) -> Options:
+def candidates(
+    site: Site,
+    allowed: Allowed,
+    profile: Profile,
+    reassociate: bool,
+    peer_memory: PeerMemoryOf = no_peer_memory,
+) -> Options:
     """Return all candidates that the policy allows for a site, with predicted times."""
     alone = (_uncompressed(site, profile),)
     if reason := _unsent(site) or site.unsupported_reason or _unsupported_reason(site, allowed):
         return Options(alone, reason)
-    return Options((*alone, *_coded(site, allowed, profile, reassociate)))
+    coded = tuple(_coded(site, allowed, profile, reassociate))
+    return Options((*alone, *with_single_kernels(coded, site, allowed, peer_memory, profile)))
 
 
 Scoring = Callable[[Site, Allowed], Options]
 """Returns the options of a site, for one profile."""
 
 
-def scoring(profile: Profile, reassociate: bool) -> Scoring:
+def scoring(
+    profile: Profile, reassociate: bool, peer_memory: PeerMemoryOf = no_peer_memory
+) -> Scoring:
     """Return ``candidates`` with a cache. Sites that differ only in name and neighbours share an
     entry."""
 
     @functools.cache
     def scored(site: Site, allowed: Allowed) -> Options:
-        return candidates(site, allowed, profile, reassociate)
+        return candidates(site, allowed, profile, reassociate, peer_memory)
 
     return lambda site, allowed: scored(nameless(site), allowed)
 

@@ -25,8 +25,9 @@ from commpass.passes.context import PassContext
 from commpass.passes.divide import SURE
 from commpass.passes.hidden import Schedule, allow_hiding, initial_schedule
 from commpass.passes.results import Known, Options
+from commpass.passes.single_kernel import why_no_single_kernel
 from commpass.passes.sizes import limits, with_limits
-from commpass.plan import ROWS, Candidate, PlannedSite, Site, planned
+from commpass.plan import ROWS, SINGLE_KERNEL, Candidate, PlannedSite, Site, planned
 from commpass.policy.rules import Allowed
 
 SHARE = 3
@@ -111,9 +112,9 @@ def _planned(site: Site, options: Options, allowed: Allowed, profile: Profile) -
             )
         return leave("; ".join(options.refused))
     best = _with_fewest_chunks(options.possible)
-    what = f"{best.codec} by {best.algorithm}" + (
-        f", sums in the {best.domain} domain" if best.domain else ""
-    )
+    what = f"{best.codec} by {best.algorithm}"
+    what += " in a single kernel" if best.lowering == SINGLE_KERNEL else ""
+    what += f", sums in the {best.domain} domain" if best.domain else ""
     times = f"{best.predicted_us:,.0f} us instead of {alone.predicted_us:,.0f} us on {profile.name}"
     times += (
         f" for {ROWS:,} entries from each rank to each, since ranks may hold different numbers"
@@ -128,7 +129,8 @@ def _planned(site: Site, options: Options, allowed: Allowed, profile: Profile) -
             below = f"a gain below the model's margin of {profile.margin:.0%}"
             return leave(f"{'no gain' if gain <= 0 else below}: {what} would take {times}")
         reason = f"{what}: {times} ({allowed.source})"
-    notes = (best.note, allowed.lossless_only)  # why it is not as requested, or not smaller
+    # why it is not as requested, or not smaller
+    notes = (best.note, why_no_single_kernel(best, options, allowed), allowed.lossless_only)
     reason = "; ".join([reason, *filter(None, notes)])
     return planned(site, best, reason, alone.predicted_us)
 
@@ -173,7 +175,8 @@ def _with_fewest_chunks(possible: Sequence[Candidate]) -> Candidate:
     others = (
         each
         for each in possible
-        if (each.codec, each.algorithm) == (best.codec, best.algorithm)
+        if (each.codec, each.algorithm, each.lowering)
+        == (best.codec, best.algorithm, best.lowering)
         and each.predicted_us <= best.predicted_us * (1 + SURE)
     )
     return min(others, key=lambda each: each.chunks)
@@ -202,8 +205,8 @@ def _lowered(
         alike[_work_of(each)] += each.chunks
 
     def reason_of(site: PlannedSite, name: str | None) -> str:
-        if not site.compressed:
-            return ""
+        if not site.compressed or site.lowering == SINGLE_KERNEL:
+            return site.lowering
         # All ranks of the group must find the same, so facts local to one rank do not count.
         common = not (site.uneven or site.pairwise)
         fixed = common and all(isinstance(size, int) for size in site.shape)
@@ -211,7 +214,7 @@ def _lowered(
         worth = kernels and fixed and (shared or _has_bits_of_its_own(site) or _generated(site))
         if name == "kernel" and (site.uneven or not fixed):
             return "inline"
-        return name or ("kernel" if worth else "inline")
+        return name if name in ("inline", "kernel") else "kernel" if worth else "inline"
 
     def lowered(site: PlannedSite, name: str | None) -> PlannedSite:
         form, reason = reason_of(site, name), site.reason

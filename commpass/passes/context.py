@@ -27,6 +27,7 @@ from commpass.passes.results import (
     Options,
     StateInput,
 )
+from commpass.passes.single_kernel import PeerMemoryOf, no_peer_memory
 from commpass.plan import NOBODY, Plan, Site, uncompressed
 from commpass.policy import Policy
 
@@ -45,6 +46,7 @@ class GraphInput:
     - ``hidden``: for sites compiled earlier, whether computation overlaps them.
     - ``hides``: whether other sites may be found overlapped. Requires that the ranks agree on it.
     - ``densities``: agreed densities of gradients that are selected from.
+    - ``peer_memory``: returns the symmetric memory of a group, equal on all of its ranks.
     - ``own``: whether rules may look for what only this rank uses. Requires agreement as well.
     """
 
@@ -64,6 +66,7 @@ class GraphInput:
     hidden: Known | None = None
     hides: bool = False
     densities: Densities | None = None
+    peer_memory: PeerMemoryOf = no_peer_memory
     own: bool = True
 
 

@@ -28,7 +28,7 @@ from commpass.passes.context import PassContext
 from commpass.passes.failures import site_errors
 from commpass.passes.fx.erase import erase, replace
 from commpass.passes.fx.fakes import fake_of, mode_of
-from commpass.passes.fx.marks import MARK, PARTS, SEGMENTS
+from commpass.passes.fx.marks import MARK, PARTS, SEGMENTS, US
 from commpass.passes.fx.ops import reached
 from commpass.passes.fx.parse import is_size, is_wait, items, parse, value_of
 from commpass.passes.fx.splice import add_input, set_value
@@ -36,8 +36,9 @@ from commpass.passes.fx.tracing import Decompositions, inductor_decompositions
 from commpass.passes.graph_site import GraphSite
 from commpass.passes.references import source_of
 from commpass.passes.results import EncodedValue, StateInput
+from commpass.passes.single_kernel import PeerMemoryOf, no_peer_memory
 from commpass.passes.template import Templates, sizes_of, splice_site
-from commpass.plan import PlannedSite
+from commpass.plan import SINGLE_KERNEL, PlannedSite
 from commpass.plan.kinds import KINDS
 from commpass.utils.ambient import without_ambient_state
 
@@ -45,7 +46,9 @@ from commpass.utils.ambient import without_ambient_state
 def run(context: PassContext) -> None:
     """Insert the chosen algorithms, and the inputs that they need."""
     given = context.input
-    state, values = rewrite(context.found, context.plan.sites, given.decompositions)
+    state, values = rewrite(
+        context.found, context.plan.sites, given.decompositions, given.peer_memory
+    )
     context.state = state
     context.encoded = {name: EncodedValue((value,)) for name, value in values.items()}
     context.constants = lift_constants(given.gm, as_inputs=given.adds_inputs)
@@ -55,6 +58,7 @@ def rewrite(
     found: Sequence[GraphSite],
     plan: Sequence[PlannedSite],
     decompositions: Decompositions | None = None,
+    peer_memory: PeerMemoryOf = no_peer_memory,
 ) -> tuple[tuple[StateInput, ...], dict[str, Tensor]]:
     """Replace every compressed site in place.
 
@@ -62,7 +66,7 @@ def rewrite(
     each site's input, by site name. Raises SiteFailure. After an error the graph is incomplete, and
     the caller must restore its copy.
     """
-    templates = Templates(decompositions or inductor_decompositions)
+    templates = Templates(decompositions or inductor_decompositions, peer_memory)
     states: list[StateInput] = []
     encoded: dict[str, Tensor] = {}
     chosen = [
@@ -83,6 +87,8 @@ def rewrite(
                 encoded[planned.name] = fake_of(inputs[0])
                 template = templates.of(site, planned, inputs)
                 results = splice_site(site, planned.name, template, inputs)
+                if planned.lowering == SINGLE_KERNEL:
+                    results[0].meta[US] = planned.predicted_us
                 if state_nodes:
                     _update(state_nodes, results[1])
                 _replace(site, results[0])

@@ -25,7 +25,7 @@ from commpass.passes.fx.marks import MARK
 from commpass.passes.fx.ops import EMPTY, PLAIN, is_matmul
 from commpass.passes.fx.parse import graph_modules
 from commpass.passes.results import EncodedValue
-from commpass.plan import PlannedSite
+from commpass.plan import SINGLE_KERNEL, PlannedSite
 from commpass.plan.kinds import KINDS
 from commpass.utils.ambient import ambient_free
 from commpass.utils.running import innermost
@@ -113,7 +113,7 @@ def sample(
 def _is_seen(inputs: Sequence[fx.Node | None], site: PlannedSite) -> bool:
     """Whether a site's encode input is in memory in any case."""
     (x,) = inputs
-    return x is not None and (site.lowering == "kernel" or _is_stored(x))
+    return x is not None and (site.lowering in ("kernel", SINGLE_KERNEL) or _is_stored(x))
 
 
 def unsupported_reason(site: PlannedSite) -> str:

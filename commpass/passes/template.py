@@ -19,13 +19,14 @@ from commpass.errors import VerifyError
 from commpass.passes.fx import meta
 from commpass.passes.fx.aliasing import is_view
 from commpass.passes.fx.fakes import another, can_be_copied, fake_of
-from commpass.passes.fx.marks import MARK, Mark, marks
+from commpass.passes.fx.marks import MARK, Mark, is_single_kernel, marks
 from commpass.passes.fx.parse import is_wait, value_of
 from commpass.passes.fx.splice import set_value, splice
 from commpass.passes.fx.tracing import Decompositions, traced
 from commpass.passes.graph_site import GraphSite
 from commpass.passes.payloads import request_of
-from commpass.plan import PlannedSite
+from commpass.passes.single_kernel import PeerMemoryOf, no_peer_memory, operator_of
+from commpass.plan import SINGLE_KERNEL, PlannedSite
 from commpass.utils.ambient import without_ambient_state
 
 
@@ -44,6 +45,7 @@ class Templates:
     """Traced algorithms, by everything that they depend on. Equal sites are traced once."""
 
     decompositions: Decompositions
+    peer_memory: PeerMemoryOf = no_peer_memory
     traced: dict[tuple[Any, ...], Template] = field(default_factory=dict)
 
     def of(self, found: GraphSite, planned: PlannedSite, inputs: Sequence[fx.Node]) -> Template:
@@ -52,6 +54,7 @@ class Templates:
             planned.codec,
             planned.algorithm,
             planned.chunks,
+            planned.lowering == SINGLE_KERNEL,
             planned.reduce_op,
             planned.group,
             planned.group_size,
@@ -62,13 +65,23 @@ class Templates:
             *meta.layout(fake_of(found.input)),
         )
         if key not in self.traced:
-            graph = trace(planned, found, inputs, self.decompositions)
+            if planned.lowering == SINGLE_KERNEL:
+                graph = self._single_kernel(planned, inputs)
+            else:
+                graph = trace(planned, found, inputs, self.decompositions)
             own = any("unbacked_bindings" in node.meta for node in graph.nodes)
             template = Template(graph, marks(graph, ""), own)
             if own:
                 return template
             self.traced[key] = template
         return self.traced[key]
+
+    def _single_kernel(self, planned: PlannedSite, inputs: Sequence[fx.Node]) -> fx.Graph:
+        """Return the graph of a site in a single kernel: one operator."""
+        run = operator_of(planned, planned, self.peer_memory(planned.group))
+        subject = f"{planned.codec} by {planned.algorithm} in a single kernel"
+        with without_ambient_state():
+            return traced(run, [fake_of(inputs[0])], self.decompositions, subject).graph
 
 
 def trace(
@@ -184,7 +197,8 @@ def _describe(copy: fx.Node, found: GraphSite, mark: Mark, node: fx.Node, own_si
     """
     copy.meta = {MARK: mark}
     meta.carry(found.call.node, copy)
-    if isinstance(found.call.group, fx.Node):  # traced with the group's name
+    by_node = isinstance(found.call.group, fx.Node)  # but it was traced with the group's name
+    if by_node and not is_single_kernel(copy):
         copy.args = tuple(found.call.group if arg == found.site.group else arg for arg in copy.args)
     held = node.meta.get("val")
     if own_sizes:

@@ -15,10 +15,11 @@ from torch import fx
 
 from commpass.codecs import codec
 from commpass.errors import VerifyError
+from commpass.lowering.exchange import sent_nbytes
 from commpass.passes.context import PassContext
 from commpass.passes.failures import site_errors
 from commpass.passes.fx import meta
-from commpass.passes.fx.marks import MARK, PARTS
+from commpass.passes.fx.marks import MARK, PARTS, is_single_kernel
 from commpass.passes.fx.parse import graph_modules, parse, value_of, waited
 from commpass.passes.template import algorithm_of
 from commpass.plan import PlannedSite
@@ -96,11 +97,12 @@ def _sent(node: fx.Node, mark: str, dtype: torch.dtype, position: int | None = N
     """Return the bytes that an inserted node, or one position of a batch, hands to the process
     group.
 
-    -1 stands for value-dependent sizes. A node that is no collective gives an empty list.
+    -1 stands for value-dependent sizes. For a single kernel, they are what it writes for the other
+    ranks. A node that sends nothing gives an empty list.
     """
     call = parse(node)
     if call is None:
-        return []
+        return [sent_nbytes(node)] if is_single_kernel(node) else []
     value = value_of(call, position or 0)
     if value is None or not waited(value)[0]:
         raise VerifyError(f"{mark}: nobody waits for inserted collective {node.name}")

@@ -19,6 +19,8 @@ from commpass.plan.older import plan_from_older
 from commpass.plan.stage import Stage
 from commpass.utils.printable import plural
 
+SINGLE_KERNEL = "single_kernel"
+"""The lowering of a site whose whole algorithm, with its exchanges, is one kernel."""
 NONE = "none"
 """The codec (and algorithm) name of an uncompressed site."""
 
@@ -131,7 +133,7 @@ class Candidate:
     - ``domain``: where sums are computed, "" for the values themselves; results leave it once, at
       the end.
     - ``lowering``: what encode and decode become, inline or kernel; "" without a codec. It is
-      chosen last, for all sites of a graph.
+      chosen last, for all sites of a graph, except single_kernel, which has other stages.
     - ``error``: the expected relative error of the result.
     - ``stages``: those of one rank, for the size that the time was predicted for.
     - ``refused``: why it cannot be chosen. Then it has no predicted time.

@@ -30,6 +30,8 @@ class Stage:
       collective.
     - ``dynamic``: whether the number of bytes depends on the values. It is then what a Gaussian
       needs.
+    - ``rounds``: in a single kernel for the whole algorithm, the number of tiles that each of its
+      programs processes one after the other; 0 for a stage outside of such a kernel.
 
     Numbers may be symbolic.
     """
@@ -44,6 +46,7 @@ class Stage:
     reach: str = ALL
     by_messages: bool = False
     dynamic: bool = False
+    rounds: int = 0
     after: tuple[int, ...] = ()
 
 

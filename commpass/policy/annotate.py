@@ -145,7 +145,7 @@ def compress(
         algorithm: one name or several.
         max_error: the allowed relative error.
         force: compress even if the cost model predicts no gain.
-        lowering: ``inline`` or ``kernel``.
+        lowering: ``inline``, ``kernel`` or ``single_kernel``.
         chunks: the number of chunks that a tensor is divided into.
         rows: the number of chunks of rows that the matmul before a collective is split into.
 

@@ -14,13 +14,13 @@ import msgspec
 from commpass.codecs import codec as codec_named
 from commpass.collectives import DEFAULTS, MOST_CHUNKS, algorithm, check_name, find_algorithm
 from commpass.errors import PolicyError, nearest
-from commpass.plan import Site
+from commpass.plan import SINGLE_KERNEL, Site
 from commpass.plan.kinds import IN_GRAPHS
 from commpass.policy.paths import star
 from commpass.utils.globs import covers
 
 DIRECTIONS = ("forward", "backward")
-LOWERINGS = ("inline", "kernel")
+LOWERINGS = ("inline", "kernel", SINGLE_KERNEL)
 Names = str | Sequence[str] | None
 
 
@@ -131,7 +131,8 @@ class Annotation(Named):
     - ``force``: compress even if the cost model predicts no gain.
     - ``keep``: never compress.
     - ``lowering``: what encode and decode become. ``inline``: operators that Inductor fuses with
-      their neighbours; ``kernel``: functions that all sites share.
+      their neighbours; ``kernel``: functions that all sites share; ``single_kernel``: one kernel
+      with the exchanges, where that is possible.
     - ``chunks``: the number of chunks that a tensor is divided into, so that one is sent while
       another is encoded. 1 divides nothing; None lets the cost model choose.
     - ``rows``: the number of chunks of rows that the matmul before a collective, and what comes

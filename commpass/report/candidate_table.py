@@ -12,12 +12,13 @@ from rich.text import Text
 
 from commpass.costmodel.files import profile_of
 from commpass.errors import CommpassError, nearest
-from commpass.plan import Candidate, PlannedSite
+from commpass.plan import SINGLE_KERNEL, Candidate, PlannedSite
 from commpass.plan.dump import Dump
 from commpass.report.explain import in_words_of_slack
 from commpass.report.graph.picture import inputs_of, waits
 from commpass.report.numbers import micros, ratio, size
 from commpass.report.run import slack_of_sites
+from commpass.report.site_text import form_of
 from commpass.report.tables import plain_table
 from commpass.utils.globs import covers
 from commpass.utils.printable import brief
@@ -73,7 +74,10 @@ def lost(candidate: Candidate, site: PlannedSite) -> str:
     """Return why a candidate was not chosen, or "chosen"."""
     if candidate.refused:
         return candidate.refused
-    names = [(each.codec, each.algorithm, each.chunks) for each in (candidate, site)]
+    names = [
+        (each.codec, each.algorithm, each.chunks, each.lowering == SINGLE_KERNEL)
+        for each in (candidate, site)
+    ]
     if names[0] == names[1]:
         return "chosen"
     slower = candidate.predicted_us - site.predicted_us
@@ -110,7 +114,7 @@ def _gains_from(dump: Dump, site: PlannedSite) -> str:
 
     possible = (each for each in candidates(dump, site) if each.compressed and not each.refused)
     best = site if site.compressed else next(possible, None)
-    if best is None or dump.plan.fallback:
+    if best is None or dump.plan.fallback or best.lowering == SINGLE_KERNEL:
         return ""
     try:
         profile = profile_of(dump.profile)
@@ -201,7 +205,7 @@ def table_of(dump: Dump, site: PlannedSite) -> Table:
     table = plain_table(*COLUMNS, folded={*COLUMNS} - {*RIGHT}, right=RIGHT)
     for each, why in scored(dump, site):
         more = f", {each.chunks} chunks" if each.chunks > 1 else ""
-        more += f", {site.lowering}" if why == "chosen" and site.lowering == "kernel" else ""
+        more += form_of(site if why == "chosen" else each)
         cells = (
             brief(each.codec),
             each.algorithm + more if each.compressed else "uncompressed",
@@ -219,6 +223,6 @@ def refusals(dump: Dump, site: PlannedSite) -> Table:
     """Return the refused candidates of a site and the reasons, each reason once."""
     table = plain_table("not possible", "why", folded=("not possible", "why"))
     for why, some in refused(dump, site).items():
-        names = ", ".join(f"{brief(each.codec)} by {each.algorithm}" for each in some)
-        table.add_row(Text(names), Text(brief(why)))
+        names = (f"{brief(each.codec)} by {each.algorithm}{form_of(each)}" for each in some)
+        table.add_row(Text(", ".join(names)), Text(brief(why)))
     return table

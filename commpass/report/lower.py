@@ -18,7 +18,7 @@ from rich.text import Text
 from commpass.codecs import codec
 from commpass.errors import CommpassError, KernelError, PolicyError, nearest
 from commpass.lowering.inspect.architectures import architecture
-from commpass.plan import PlannedSite, dump
+from commpass.plan import SINGLE_KERNEL, PlannedSite, dump
 from commpass.report.codecs import DTYPES, dtype_of
 from commpass.report.tables import console_for, plain_table, print_json
 
@@ -128,6 +128,11 @@ def of_site(folder: Path, run: str | None, name: str, arch: str) -> tuple[str, l
     dtype = site.dtype.removeprefix("torch.")
     if dtype not in DTYPES:
         raise KernelError(f"site {name!r} holds {dtype}: no codec takes it")
+    if site.lowering == SINGLE_KERNEL:
+        raise KernelError(
+            f"site {name!r} is a single kernel with its exchange (docs/exchange.md); this command"
+            " shows kernels between two exchanges"
+        )
     rows: list[Row] = []
     for place in of_stages(site.stages, DTYPES[dtype], site.group_size):
         made = partial(of_site_chain, place, arch)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from commpass.plan import Candidate, PlannedSite
+from commpass.plan import SINGLE_KERNEL, Candidate, PlannedSite
 from commpass.utils.printable import brief
 
 
@@ -26,7 +26,8 @@ def done(site: PlannedSite) -> str:
     if not site.compressed:
         return "uncompressed: overlapped with compute" if site.hidden else "uncompressed"
     chunks = f" x{site.chunks}" if site.chunks > 1 else ""
-    return f"{brief(site.codec)} by {site.algorithm}{chunks}"
+    single = " in a single kernel" if site.lowering == SINGLE_KERNEL else ""
+    return f"{brief(site.codec)} by {site.algorithm}{chunks}{single}"
 
 
 def described(choice: Candidate) -> str:
@@ -39,5 +40,6 @@ def described(choice: Candidate) -> str:
 
 def form_of(choice: Candidate) -> str:
     """Return how encode and decode are carried out, as an appendix: ``, fused, kernel``."""
-    kernel = ", kernel" if choice.lowering == "kernel" else ""
+    names = {"kernel": ", kernel", SINGLE_KERNEL: ", single kernel"}
+    kernel = names.get(choice.lowering, "")
     return (", fused" if choice.fused else "") + kernel

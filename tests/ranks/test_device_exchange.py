@@ -258,3 +258,199 @@ def refused() -> str:
 def test_all_ranks_say_what_stands_in_the_way(ranks2):
     for said in ranks2.run(refused):
         assert said == "no kernel: rank 0: tensors on cpu: ranks reach the memory of cards"
+
+
+# --- in graphs ------------------------------------------------------------------------------------
+
+VALUES = 3001
+
+
+def planned_and_run(folder: Path, algorithm: str):
+    """Plan a graph of a GPU with a required single kernel, and run it on this CPU twice, in memory
+    that the ranks have mapped. Return the results."""
+    import fake_cuda
+    from graphs import ops
+
+    from commpass.costmodel import default_profile
+    from commpass.lowering.exchange import PeerMemory, programs_of
+    from commpass.lowering.gpu import exchange
+    from commpass.passes import GraphInput, manager
+    from commpass.passes.fx.marks import has_single_kernels
+    from commpass.passes.single_kernel import exchange_for
+    from commpass.policy import Policy
+    from commpass.policy.rules import Rule
+
+    group, memory = dist.group.WORLD, PeerMemory(programs=4, capability=(9, 0))
+
+    def summed(x):
+        return [ops.wait_tensor(ops.all_reduce(x * 1, "sum", group.group_name))]
+
+    rule = Rule(codec="int8", algorithm=algorithm, lowering="single_kernel", force=True)
+    with fake_cuda.a_card():
+        gm, _ = fake_cuda.trace(summed, values(VALUES, torch.bfloat16, 0, 0))
+        given = GraphInput(
+            gm=gm,
+            direction="forward",
+            policy=Policy(rules=[rule], max_error=1.0, check_calls=0),
+            profile=default_profile("cuda", "NVIDIA H100 80GB HBM3"),
+            kernels=True,
+            peer_memory=lambda name: memory,
+        )
+        outcome = manager.run(given, "0", strict=True)
+    assert outcome.error is None, outcome.error
+    assert has_single_kernels(gm)
+    (site,) = outcome.plan
+    found = exchange_for(site, site, memory)
+    largest = exchange.in_memory(found, programs_of(found, memory))
+    known = exchange._workspaces.setdefault(group, {})
+    known[largest, torch.device("cpu")] = mapped(folder, largest)
+    return [gm(values(VALUES, torch.bfloat16, dist.get_rank(), call))[0] for call in range(2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", BOTH)
+def test_graph_with_a_single_kernel_has_the_bits_of_the_codec(ranks2, tmp_path, algorithm):
+    results = ranks2.run(planned_and_run, tmp_path, algorithm)
+    for call in range(2):
+        brought = [values(VALUES, torch.bfloat16, rank, call) for rank in range(2)]
+        want = plain(codec("int8"), algorithm, brought, "sum")[2]
+        for made in results:
+            assert torch.equal(bits_of(made[call]), bits_of(want))
+
+
+def graph_without_memory() -> str:
+    """Run the operator in a group that has no memory for it."""
+    from commpass.errors import CommpassError
+    from commpass.lowering.exchange import ALL_REDUCE
+
+    name = dist.group.WORLD.group_name
+    with pytest.raises(CommpassError) as told:
+        ALL_REDUCE(torch.ones(300), name, "int8", "one_shot", "sum", 2, 1, 32)
+    return str(told.value)
+
+
+@pytest.mark.slow
+def test_operator_without_its_memory_raises(ranks2):
+    for told in ranks2.run(graph_without_memory):
+        assert "torch._dynamo.reset()" in told
+
+
+def compiled(folder: Path, cards: tuple) -> tuple[str, str, torch.Tensor, int]:
+    """Compile and run a function by the backend, as if this CPU were a GPU of a rank.
+
+    ``cards`` are what the ranks publish. Memory that the ranks have mapped replaces symmetric
+    memory. Return the lowering, its reason, the result, and how many times memory was created.
+    """
+    from unittest import mock
+
+    from graphs import ops
+
+    from commpass.distributed import peers
+    from commpass.distributed.plan_store import open_store
+    from commpass.lowering.gpu import exchange
+    from commpass.passes import single_kernel
+
+    rank, group, made = dist.get_rank(), dist.group.WORLD, []
+
+    def summed(x):
+        return ops.wait_tensor(ops.all_reduce(x * 2, "sum", group.group_name)) + 1
+
+    def create(wanted, group, device):
+        made.append(wanted)
+        place = folder / str(len(made))
+        place.mkdir(exist_ok=True)
+        return mapped(place, wanted), ""
+
+    torch._dynamo.reset()
+    dist.barrier()
+    open_store()
+    dist.barrier()
+    policy = commpass.Policy(
+        codecs=["int8"],
+        algorithms=["one_shot"],
+        max_error=1.0,
+        check_calls=0,
+        lowering="single_kernel",
+    )
+    profile = commpass.Profile("far", commpass.Link(1000.0, 0.1))
+    exchange._workspaces.pop(group, None)
+    with (
+        mock.patch.object(peers, "card_here", return_value=cards[rank]),
+        mock.patch.object(exchange, "TRIAL_CALLS", 1),
+        mock.patch.object(exchange, "TRIAL_VALUES", 256),
+        mock.patch.object(peers, "_device", return_value=torch.device("cpu")),
+        mock.patch.object(exchange, "_create", create),
+        mock.patch.object(single_kernel, "_unsupported_reason", return_value=""),
+    ):
+        backend = commpass.backend(policy, profile=profile, strict=True)
+        run = torch.compile(summed, backend=backend)
+        x = values(VALUES, torch.float32, rank, 0)
+        run(x)
+        found = run(x)
+    (site,) = commpass.plans()[-1].sites
+    return site.lowering, site.reason, found, len(made)
+
+
+def cards_of(second: str = "") -> tuple:
+    from commpass.lowering.exchange import PeerCard
+
+    first = PeerCard("host", "0", 68, 32, (9, 0))
+    return first, PeerCard("host", "1", 68, 32, (9, 0), second)
+
+
+@pytest.mark.slow
+def test_backend_creates_memory_once_and_runs_single_kernels(ranks2, tmp_path):
+    results = ranks2.run(compiled, tmp_path, cards_of())
+    brought = [2 * values(VALUES, torch.float32, rank, 0) for rank in range(2)]
+    for lowering, _, made, created in results:
+        assert (lowering, created) == ("single_kernel", 2 + 1)  # two in the trial
+        want = plain(codec("int8"), "one_shot", brought, "sum")[2] + 1
+        assert torch.equal(made, want)
+
+
+@pytest.mark.slow
+def test_backend_uses_the_library_on_all_ranks_if_one_has_no_memory(ranks2, tmp_path):
+    results = ranks2.run(compiled, tmp_path, cards_of("this torch has no symmetric memory"))
+    for lowering, reason, made, created in results:
+        assert (lowering != "single_kernel", created) == (True, 0)
+        assert "no single kernel: rank 1: this torch has no symmetric memory" in reason
+        assert torch.equal(made, results[0][2])
+
+
+def tried(folder: Path, fault: str) -> str:
+    """Return what the trial of the group says, with a fault on rank 1."""
+    from unittest import mock
+
+    from commpass.lowering.gpu import exchange
+
+    right, is_faulty = exchange.run, dist.get_rank() == 1
+
+    def run(space, x):
+        if fault == "absent" and is_faulty:
+            return torch.zeros_like(x)
+        return right(space, x) + (1.0 if fault == "wrong" and is_faulty else 0.0)
+
+    def create(wanted, group, device):
+        place = folder / wanted.algorithm
+        place.mkdir(exist_ok=True)
+        return mapped(place, wanted), ""
+
+    with (
+        mock.patch.object(exchange, "_create", create),
+        mock.patch.object(exchange, "run", run),
+        mock.patch.object(exchange, "TRIAL_SPINS", SHORT if fault == "absent" else 1 << 26),
+    ):
+        return exchange.trial(dist.group.WORLD, torch.device("cpu"), 32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        ("", ""),
+        ("wrong", "rank 1: CommpassError: its kernel summed known values wrongly"),
+        ("absent", "rank 0: CommpassError: its kernel did not see signals of ranks [1]"),
+    ],
+)
+def test_trial_finds_that_exchanges_are_right(ranks2, tmp_path, fault, why):
+    assert ranks2.run(tried, tmp_path, fault) == [why] * 2

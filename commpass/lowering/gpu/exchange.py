@@ -1,4 +1,5 @@
-"""A compressed all_reduce of a small tensor in one kernel over symmetric memory, called on tensors.
+"""A compressed all_reduce of a small tensor in one kernel over symmetric memory: its memory and its
+launch.
 
 It runs on GPUs that can access each other's memory, or in Triton's interpreter.
 
@@ -7,8 +8,10 @@ It runs on GPUs that can access each other's memory, or in Triton's interpreter.
 All ranks of a group must make the same calls in the same order. In the first call for a size, a
 codec and an algorithm, the ranks compare what they call, and create a workspace if there is none of
 such a size. Later calls are one kernel each, which may be part of a CUDA graph. Calls with one
-workspace must be ordered: on one stream, or on
-several that wait for each other.
+workspace must be ordered: on one stream, or on several that wait for each other.
+
+Compiled graphs call ``run_in_group``. Their workspaces are created when they are compiled
+(``allocate``).
 """
 
 from __future__ import annotations
@@ -16,20 +19,25 @@ from __future__ import annotations
 import socket
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from commpass.codecs import Codec
 from commpass.codecs import codec as codec_of
 from commpass.codecs.block.noise import Stochastic
 from commpass.collectives.reductions import LAST
 from commpass.errors import CommpassError
+from commpass.groups import group_named
 from commpass.lowering.gpu.current import on_device
 from commpass.lowering.gpu.exchange_kernel import (
+    ALGORITHMS,
     RESIDENT,
     Exchange,
     Memory,
@@ -40,14 +48,18 @@ from commpass.lowering.gpu.exchange_kernel import (
 )
 from commpass.lowering.gpu.launch import casts, interpreting, key_argument, offsets
 from commpass.lowering.gpu.source import load
+from commpass.utils.ambient import making_lasting_tensors
 
 __all__ = [
     "Exchange",
     "Memory",
     "Workspace",
     "all_reduce",
+    "allocate",
     "memory_of",
     "run",
+    "run_in_group",
+    "trial",
     "unsupported_reason",
 ]
 
@@ -201,7 +213,10 @@ def workspace(exchange: Exchange, group: dist.ProcessGroup, device: torch.device
     exchange = _agreed(exchange, group, device)
     workspaces = _workspaces.setdefault(group, {})
     if (exchange, device) not in workspaces:
-        workspaces[exchange, device] = _symmetric(exchange, group, device)
+        found, why = _symmetric(exchange, group, device)
+        if found is None:
+            raise CommpassError(why)
+        workspaces[exchange, device] = found
     return workspaces[exchange, device]
 
 
@@ -249,18 +264,144 @@ def _card(exchange: Exchange, device: torch.device) -> tuple[Card, str]:
     return card, unsupported_reason(exchange, processors=card.processors, card=capability)
 
 
-def _symmetric(exchange: Exchange, group: dist.ProcessGroup, device: torch.device) -> Workspace:
+# --- exchanges of graphs --------------------------------------------------------------------------
+
+
+def run_in_group(exchange: Exchange, programs: int, group_name: str, x: Tensor) -> Tensor:
+    """Run an exchange of a graph in the workspace that was created for it. Raises CommpassError if
+    there is none."""
+    group = group_named(group_name)
+    known = {} if group is None else _workspaces.get(group, {})
+    found = known.get((in_memory(exchange, programs), x.device))
+    if found is None:
+        raise CommpassError(
+            f"no memory for the {exchange.algorithm} of {exchange.numel} values over group"
+            f" {group_name!r}: it was compiled for other process groups. Call"
+            " torch._dynamo.reset() on all ranks to compile it again"
+        )
+    return run(found, x)
+
+
+@lru_cache(maxsize=1024)
+def in_memory(exchange: Exchange, programs: int) -> Exchange:
+    """Return the exchange whose workspace one with so many programs for each wire uses."""
+    return replace(capacity(exchange), programs=programs)
+
+
+def allocate(
+    exchange: Exchange, programs: int, group: dist.ProcessGroup, device: torch.device
+) -> str:
+    """Create the workspace of an exchange, unless there is one. Return "", or on all ranks the
+    reason why one of them could not.
+
+    If there is none, all ranks of the group must call it.
+    """
+    largest, known = in_memory(exchange, programs), _workspaces.setdefault(group, {})
+    if (largest, device) in known:
+        return ""
+    found, why = _symmetric(largest, group, device)
+    if found is not None:
+        known[largest, device] = found
+    return why
+
+
+TRIAL_VALUES = 1000
+TRIAL_CALLS = 3
+"""Each buffer is used, and one of them again."""
+TRIAL_SPINS = 1 << 26
+"""Polls of the signals in a trial: half a minute at half a microsecond each. Another rank may still
+compile the kernel."""
+TRIAL_ERROR = 0.05
+"""The accepted error of a trial, as a share of the largest sum. That of int8 is below 2 %."""
+
+
+def trial(group: dist.ProcessGroup, device: torch.device, lanes: int) -> str:
+    """Run some exchanges, and return "" if they are right on all ranks of a group, or on all ranks
+    why one of them failed. All of them must call it."""
+    ranks = dist.get_world_size(group)
+    for algorithm in ALGORITHMS:
+        small = Exchange(
+            algorithm, codec_of("int8"), torch.bfloat16, TRIAL_VALUES, ranks, lanes=lanes
+        )
+        found, why = _symmetric(small, group, device)
+        if found is not None:
+            why = _first_error(partial(_check, replace(found, spins=TRIAL_SPINS)), group)
+        if why:
+            return why
+    return ""
+
+
+def _check(workspace: Workspace) -> None:
+    """Raise CommpassError if sums of known values are wrong, or ranks do not arrive.
+
+    Results are checked after all calls, since the other ranks wait for this one in each.
+    """
+    ranks = torch.arange(workspace.exchange.ranks, dtype=torch.float64, device="cpu")[:, None]
+    places = torch.arange(TRIAL_VALUES, dtype=torch.float64, device="cpu")
+    wrong = False
+    for call in range(TRIAL_CALLS):
+        values = torch.sin(places * (1 + call) + ranks)
+        x = values[workspace.rank].to(workspace.memory.device, torch.bfloat16)
+        made, exact = run(workspace, x).cpu().double(), values.sum(0)
+        wrong |= not bool((made - exact).abs().max() <= TRIAL_ERROR * exact.abs().max())
+    if late := workspace.missing():
+        raise CommpassError(f"its kernel did not see signals of ranks {late}")
+    if wrong:
+        raise CommpassError("its kernel summed known values wrongly")
+
+
+def _symmetric(
+    exchange: Exchange, group: dist.ProcessGroup, device: torch.device
+) -> tuple[Workspace | None, str]:
+    """Create a workspace on all ranks, also while a graph is traced. Return it, or None and the
+    reason of the first rank that could not."""
+    with making_lasting_tensors():
+        return _create(exchange, group, device)
+
+
+def _create(
+    exchange: Exchange, group: dist.ProcessGroup, device: torch.device
+) -> tuple[Workspace | None, str]:
     import torch.distributed._symmetric_memory as symmetric
 
     total, rank = memory_of(exchange).total, dist.get_rank(group)
-    memory = symmetric.empty((total,), dtype=torch.uint8, device=device)
-    memory.zero_()
-    torch.cuda.synchronize(device)
-    handle = symmetric.rendezvous(memory, group)
-    # Older versions of torch have no get_remote_tensor; there a tensor begins at its allocation.
-    reach = getattr(handle, "get_remote_tensor", handle.get_buffer)
-    memories = [reach(peer, (total,), torch.uint8) for peer in range(exchange.ranks)]
-    memories[rank] = memory
-    peers = torch.tensor([each.data_ptr() for each in memories], dtype=torch.int64, device=device)
-    dist.barrier(group)  # all memory is zero before any rank signals
-    return Workspace(exchange, rank, peers, memory, (handle, memories))
+    made: list[Any] = []
+
+    def empty() -> None:
+        made.append(symmetric.empty((total,), dtype=torch.uint8, device=device))
+        made[0].zero_()
+        torch.cuda.synchronize(device)
+
+    def open_all() -> None:
+        handle = symmetric.rendezvous(made[0], group)
+        # Older versions of torch have no get_remote_tensor; there a tensor begins at its
+        # allocation.
+        reach = getattr(handle, "get_remote_tensor", handle.get_buffer)
+        memories = [reach(peer, (total,), torch.uint8) for peer in range(exchange.ranks)]
+        memories[rank] = made[0]
+        made.append((handle, memories))
+
+    # The second comparison also ensures that all memory is zero before any rank signals.
+    for step in (empty, open_all):
+        if why := _first_error(step, group):
+            return None, why
+    memory, (handle, memories) = made
+    addresses = [each.data_ptr() for each in memories]
+    peers = torch.tensor(addresses, dtype=torch.int64, device=device)
+    return Workspace(exchange, rank, peers, memory, (handle, memories)), ""
+
+
+def _first_error(step: Callable[[], None], group: dist.ProcessGroup) -> str:
+    """Run a step on all ranks of a group, also while a graph is traced. Return the first rank's
+    error on all of them, or ""."""
+    why = ""
+    # Storages, which objects are sent in, are fake unless the mode is unset.
+    with making_lasting_tensors(), unset_fake_temporarily():
+        try:
+            step()
+        except Exception as error:  # any: the other ranks wait for the comparison
+            first_line = str(error).strip().partition("\n")[0]
+            why = f"{type(error).__name__}: {first_line}"
+        whys: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(whys, why, group)
+    return next((f"rank {rank}: {each}" for rank, each in enumerate(whys) if each), "")

@@ -28,6 +28,7 @@ from commpass.passes.fx.memory import LiveBytes, changed, memory, peak
 from commpass.passes.fx.work import SMALL
 from commpass.passes.graph_site import GraphSite
 from commpass.passes.results import Chunked
+from commpass.passes.single_kernel import PeerMemoryOf, no_peer_memory
 from commpass.plan import NONE, Candidate, Site, Split
 from commpass.policy import Policy
 
@@ -41,7 +42,14 @@ memory of the graph."""
 def run(context: PassContext) -> None:
     """Split collectives."""
     given = context.input
-    context.chunked = chunk(given.gm, context.found, given.policy, given.profile, given.direction)
+    context.chunked = chunk(
+        given.gm,
+        context.found,
+        given.policy,
+        given.profile,
+        given.direction,
+        given.peer_memory,
+    )
     context.plan_with(split=tuple(context.chunked.splits))
     context.sites_changed = bool(context.chunked.splits)
 
@@ -52,9 +60,10 @@ def chunk(
     policy: Policy,
     profile: Profile,
     direction: str,
+    peer_memory: PeerMemoryOf = no_peer_memory,
 ) -> Chunked:
     """Split the collectives that gain from it, or for which a number of chunks is requested."""
-    work = _Chunks(gm.graph, policy, profile, direction)
+    work = _Chunks(gm.graph, policy, profile, direction, peer_memory)
     for each in found:
         if each.allowed.rows != 1:
             work.site(each)
@@ -67,10 +76,17 @@ def chunk(
 class _Chunks:
     """Splits the sites of a graph one after the other."""
 
-    def __init__(self, graph: fx.Graph, policy: Policy, profile: Profile, direction: str):
+    def __init__(
+        self,
+        graph: fx.Graph,
+        policy: Policy,
+        profile: Profile,
+        direction: str,
+        peer_memory: PeerMemoryOf,
+    ):
         self.graph, self.policy, self.profile = graph, policy, profile
         self.direction = direction
-        self.scored = scoring(profile, policy.reassociate)
+        self.scored = scoring(profile, policy.reassociate, peer_memory)
         self.result = Chunked()
         self.joins: dict[fx.Node, Join] = {}
         self.known = memory(graph)

@@ -15,7 +15,7 @@ from commpass.costmodel import HOST, Profile, Task, finished_us
 from commpass.passes.chunk.region import Region
 from commpass.passes.fx import costs, meta
 from commpass.passes.fx.ops import is_heavy, is_matmul
-from commpass.plan import Candidate, Site
+from commpass.plan import SINGLE_KERNEL, Candidate, Site
 
 EXCHANGE = "exchange"
 
@@ -71,7 +71,10 @@ def _sliced(region: Region) -> Iterable[fx.Node]:
 
 
 def exchange_of(best: Candidate, profile: Profile) -> Task:
-    """Return a site's candidate as one task. Encodes and decodes occupy the rank."""
+    """Return a site's candidate as one task. Encodes, decodes and single kernels occupy the
+    rank."""
+    if best.lowering == SINGLE_KERNEL:
+        return Task(EXCHANGE, 0.0, overhead_us=best.predicted_us)
     coded = sum(
         profile.kernels.time_us(stage.codec, stage.role, stage.values)
         for stage in best.stages

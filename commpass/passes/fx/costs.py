@@ -12,7 +12,7 @@ from commpass import groups
 from commpass.costmodel import HOST, Prices, Profile, Task, prices
 from commpass.passes.fx import meta
 from commpass.passes.fx.aliasing import is_alias
-from commpass.passes.fx.marks import CODED, MARK
+from commpass.passes.fx.marks import CODED, MARK, US
 from commpass.passes.fx.ops import ALLOCATORS, flops_formula
 from commpass.passes.fx.parse import Call, describe_group
 from commpass.plan.stage import ALL, Stage, all_to_all, plain_exchange
@@ -26,6 +26,8 @@ def compute(node: fx.Node, profile: Profile) -> Task:
     an encode or decode, such as sums of decoded values, cost nothing either: they are part of those
     kernels and their rates.
     """
+    if US in node.meta:
+        return Task(HOST, node.meta[US])
     if CODED in node.meta:
         return Task(HOST, sum(profile.kernels.time_us(*work) for work in node.meta[CODED]))
     if (

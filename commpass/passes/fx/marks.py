@@ -9,8 +9,10 @@ from typing import Any
 from torch import fx
 
 from commpass.codecs import operators
+from commpass.lowering.exchange import ALL_REDUCE
 from commpass.passes.fx import meta
 from commpass.passes.fx.parse import graph_modules, is_wait, parse
+from commpass.plan import SINGLE_KERNEL
 
 MARK = "commpass"
 """The key of an inserted node's ``Mark`` in ``node.meta``."""
@@ -23,6 +25,8 @@ CODED = "commpass_coded"
 Each entry is codec name, role and number of values. If several nodes replace one operator, the last
 one has it.
 """
+US = "commpass_us"
+"""The key in ``node.meta`` of a site in a single kernel: its predicted microseconds."""
 ALLOWED = "commpass_allowed"
 """The key in ``node.meta`` of what a collective is allowed, by input position."""
 SEGMENTS = "commpass_segments"
@@ -38,8 +42,9 @@ class Mark:
     """The origin and role of an inserted node.
 
     ``site`` is the name of its site, and ``hop`` the number of the exchange that it prepares or
-    follows. ``role`` is enter, encode, exchange, wait, decode, used_bytes, sum, leave or state, or
-    layout for nodes that only move values. ``chunk`` numbers the exchanges of one hop.
+    follows. ``role`` is enter, encode, exchange, wait, decode, used_bytes, sum, leave, state or
+    single_kernel, or layout for nodes that only move values. ``chunk`` numbers the exchanges of one
+    hop.
     """
 
     site: str
@@ -74,10 +79,24 @@ def chunked(gm: fx.GraphModule) -> bool:
     )
 
 
+def is_single_kernel(node: fx.Node) -> bool:
+    """Whether a node is a site in a single kernel."""
+    return node.target is ALL_REDUCE
+
+
+def has_single_kernels(gm: fx.GraphModule) -> bool:
+    """Whether a graph contains sites in a single kernel."""
+    return any(
+        is_single_kernel(node) for _, module in graph_modules(gm) for node in module.graph.nodes
+    )
+
+
 def role(node: fx.Node) -> str:
     """Return the role of a node of an algorithm."""
     if node.target in operators.ROLES:
         return operators.ROLES[node.target]
+    if is_single_kernel(node):
+        return SINGLE_KERNEL
     if is_wait(node):
         return "wait"
     return "exchange" if parse(node) is not None else "layout"

@@ -13,7 +13,7 @@ from commpass import groups
 from commpass.costmodel import HOST, Profile, Task
 from commpass.passes.fx import costs
 from commpass.passes.fx.dependencies import orders
-from commpass.passes.fx.marks import MARK
+from commpass.passes.fx.marks import MARK, is_single_kernel
 from commpass.passes.fx.memory import Memory, memory
 from commpass.passes.fx.ops import is_matmul
 from commpass.passes.fx.parse import Call, describe_group, graph_modules, is_wait, parse, sources
@@ -59,7 +59,7 @@ def work_of(graph: fx.Graph, known: Memory, profile: Profile) -> Work:
     before, prices_of = orders(graph, memory(graph)), costs.prices_of(profile)
     tasks, starts, waited, heavy = {}, set(), {}, set()
     latest: dict[str, fx.Node] = {}
-    alone = _GlooOrder()
+    alone, in_order = _GlooOrder(), _SingleKernelOrder()
     for node in graph.nodes:
         call = parse(node)
         tasks[node] = costs.exchange(call, prices_of) if call else costs.compute(node, profile)
@@ -70,7 +70,7 @@ def work_of(graph: fx.Graph, known: Memory, profile: Profile) -> Work:
             waited[node] = [each for each in sources(node) if parse(each) is not None]
         elif is_matmul(node):
             heavy.add(node)
-        for other in alone.before(node, call):
+        for other in (*alone.before(node, call), *in_order.before(node, call)):
             before[node] += [] if other in before[node] else [other]
         if (call is not None or node in waited) and (site := site_of(node)):
             if site in latest and latest[site] not in before[node]:
@@ -108,6 +108,29 @@ def site_of(node: fx.Node) -> str:
     if is_wait(node):
         return next((site_of(each) for each in sources(node) if parse(each) is not None), "")
     return node.name
+
+
+class _SingleKernelOrder:
+    """Keeps sites in a single kernel in the program's order, also relative to starts of exchanges.
+
+    The kernel waits for the same kernel on other ranks, so all ranks need one order.
+    """
+
+    def __init__(self) -> None:
+        self.last: fx.Node | None = None
+        self.starts: list[fx.Node] = []
+
+    def before(self, node: fx.Node, call: Call | None) -> list[fx.Node]:
+        """Return the starts and single kernels that must precede a node."""
+        if call is None and not is_single_kernel(node):
+            return []
+        found = [self.last] if self.last is not None else []
+        if call is not None:
+            self.starts.append(node)
+        else:
+            found += self.starts
+            self.last, self.starts = node, []
+        return found
 
 
 SMALL = 1 << 16

@@ -23,6 +23,7 @@ from torch._inductor.graph import GraphLowering
 from torch.utils._ordered_set import OrderedSet
 
 from commpass.passes.fx.aliasing import is_alias
+from commpass.passes.fx.marks import is_single_kernel
 from commpass.passes.fx.memory import memory
 from commpass.passes.fx.ops import ADDITIONS, is_heavy, is_matmul, only_user, triton_calls
 from commpass.passes.fx.parse import is_wait, parse
@@ -38,7 +39,8 @@ from commpass.passes.post.in_place import (
 
 FUNCTIONAL, _ = triton_calls()
 READS_WITH = tuple(
-    each.__code__.co_filename for each in (parse, is_matmul, memory, is_alias, can_write)
+    each.__code__.co_filename
+    for each in (parse, is_matmul, memory, is_alias, can_write, is_single_kernel)
 )
 """The source files of the functions that analyze graphs, as part of the pass's name in Inductor's
 cache."""
@@ -77,7 +79,8 @@ def order(graph: fx.Graph) -> None:
     """Pin every start and wait behind the previous one and the matmuls and codec kernels in
     between.
 
-    Also pin these behind the starts of exchanges in flight, unless they depend on them anyway.
+    A site in a single kernel is pinned like a wait. Also pin matmuls and kernels behind the starts
+    of exchanges in flight, unless they depend on them anyway.
     """
     uses = Uses(graph)
     pins: dict[fx.Node, OrderedSet[fx.Node]] = {}
@@ -85,10 +88,11 @@ def order(graph: fx.Graph) -> None:
     latest: fx.Node | None = None  # the latest start without a wait
     between: list[fx.Node] = []
     for node in graph.nodes:
-        if is_wait(node) or parse(node) is not None:
+        if is_wait(node) or parse(node) is not None or is_single_kernel(node):
             behind = [*([] if last is None else [last]), *between]
             last, between = node, []
-            latest = None if is_wait(node) else node
+            if not is_single_kernel(node):
+                latest = None if is_wait(node) else node
         elif _is_pinned(node):
             between.append(node)
             continue

@@ -1,0 +1,157 @@
+"""An all_reduce in a single kernel over symmetric memory, as one operator of a graph.
+
+The kernel encodes, signals the other ranks, waits for their signals, reads what they have encoded,
+and sums it (docs/exchange.md). Triton is imported only where needed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+
+from commpass.codecs import codec as codec_of
+from commpass.utils.ambient import ambient_free
+
+if TYPE_CHECKING:
+    from commpass.lowering.gpu.exchange_kernel import Exchange
+
+_library = torch.library.Library("commpass", "FRAGMENT")
+_library.define(
+    "single_kernel_all_reduce(Tensor x, str group, str codec, str algorithm, str op, int ranks,"
+    " int programs, int lanes) -> Tensor"
+)
+ALL_REDUCE = torch.ops.commpass.single_kernel_all_reduce.default
+
+RESERVED = 64
+"""Processors of a GPU that programs of a graph's exchanges leave free, for two kernels of NCCL with
+at most 32 programs each.
+
+An exchange waits for other ranks, and so do kernels of NCCL in flight. If one had no room beside
+the other, both would wait without end.
+"""
+
+
+# --- what the ranks of a group have in common -----------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PeerCard:
+    """The GPU of one rank, as it tells the others.
+
+    ``host`` is equal for ranks of one host, ``name`` for ranks that share a GPU. ``processors`` are
+    its SMs or CUs, ``lanes`` those of a warp, and ``capability`` is NVIDIA's, or None.
+    ``unsupported_reason`` is why this rank has no symmetric memory, or "".
+    """
+
+    host: str = ""
+    name: str = ""
+    processors: int = 0
+    lanes: int = 32
+    capability: tuple[int, int] | None = None
+    unsupported_reason: str = ""
+
+
+@dataclass(frozen=True)
+class PeerMemory:
+    """The symmetric memory of a group, equal on all of its ranks.
+
+    A rank may run ``programs`` programs at once, with warps of ``lanes`` lanes. Without such
+    memory, ``unsupported_reason`` says why.
+    """
+
+    programs: int = 0
+    lanes: int = 32
+    capability: tuple[int, int] | None = None
+    unsupported_reason: str = ""
+
+
+def common_memory(cards: Sequence[PeerCard]) -> PeerMemory:
+    """Return what the ranks of a group have in common, from their GPUs in rank order."""
+    for rank, card in enumerate(cards):
+        if card.unsupported_reason:
+            return PeerMemory(unsupported_reason=f"rank {rank}: {card.unsupported_reason}")
+    if (hosts := len({card.host for card in cards})) > 1:
+        return PeerMemory(unsupported_reason=f"its ranks are on {hosts} hosts")
+    if len(kinds := {(card.lanes, card.capability) for card in cards}) > 1:
+        return PeerMemory(unsupported_reason="its ranks have GPUs of different kinds")
+    sharing = Counter(card.name for card in cards)
+    programs = min((card.processors - RESERVED) // sharing[card.name] for card in cards)
+    if programs < 1:
+        why = f"of the processors of a GPU, {RESERVED} are left to other exchanges in flight"
+        return PeerMemory(unsupported_reason=f"{why}: none remains")
+    lanes, capability = kinds.pop()
+    return PeerMemory(programs, lanes, capability)
+
+
+# --- the exchange of a site -----------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1024)
+def exchange_of(
+    codec: str, algorithm: str, dtype: torch.dtype, numel: int, ranks: int, op: str, lanes: int
+) -> Exchange:
+    """Return an exchange without its number of programs."""
+    from commpass.lowering.gpu.exchange_kernel import Exchange
+
+    return Exchange(algorithm, codec_of(codec), dtype, numel, ranks, op, lanes=lanes)
+
+
+def unsupported_reason(exchange: Exchange, memory: PeerMemory) -> str:
+    """Return why a single kernel cannot carry out an exchange in symmetric memory, or ""."""
+    from commpass.lowering.gpu import exchange_kernel
+
+    if why := exchange_kernel.unsupported_reason(exchange, card=memory.capability):
+        return why
+    if exchange.rows > memory.programs:
+        return f"{exchange.rows} shards need more programs than the {memory.programs} that fit"
+    return ""
+
+
+def programs_of(exchange: Exchange, memory: PeerMemory) -> int:
+    """Return the programs for each wire of an exchange. It is equal for all sizes that share
+    memory."""
+    from commpass.lowering.gpu.exchange_kernel import capacity
+
+    return max(min(capacity(exchange).tiles, memory.programs // exchange.rows), 1)
+
+
+def sent_nbytes(node: fx.Node) -> int:
+    """Return the bytes that a rank writes for the others, at a node of a graph."""
+    given: Any = node.args
+    x, _, codec, algorithm, op, ranks, _, lanes = given
+    value: Tensor = x.meta["val"]
+    exchange = exchange_of(codec, algorithm, value.dtype, value.numel(), ranks, op, lanes)
+    return exchange.wire_bytes * (exchange.rows + exchange.phases - 1)
+
+
+# --- the operator ---------------------------------------------------------------------------------
+
+
+def _all_reduce(
+    x: Tensor,
+    group: str,
+    codec: str,
+    algorithm: str,
+    op: str,
+    ranks: int,
+    programs: int,
+    lanes: int,
+) -> Tensor:
+    from commpass.lowering.gpu import exchange
+
+    found = exchange_of(codec, algorithm, x.dtype, x.numel(), ranks, op, lanes)
+    return exchange.run_in_group(found, programs, group, x)
+
+
+def _shape(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+_library.impl("single_kernel_all_reduce", ambient_free(_all_reduce), "CompositeExplicitAutograd")
+torch.library.register_fake("commpass::single_kernel_all_reduce", _shape, lib=_library)
