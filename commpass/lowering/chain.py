@@ -121,6 +121,10 @@ Step = (
 )
 
 
+BY_WIDTH = (Normalize, Scale, Shift)
+"""Steps that compute with ``width`` values, which are the same ones in all of them."""
+
+
 @dataclass(frozen=True)
 class Chain:
     """Steps, and the dtype of the first one's input (uint8 for a wire)."""
@@ -147,8 +151,9 @@ class Chain:
 
     @property
     def width(self) -> int:
-        """The number of values that are normalized together; 0 without a norm."""
-        return next((step.width for step in self.steps if isinstance(step, Normalize)), 0)
+        """The number of values that are normalized together, or to which a row is added; 0 without
+        either."""
+        return next((step.width for step in self.steps if isinstance(step, BY_WIDTH)), 0)
 
 
 @dataclass(frozen=True)

@@ -51,12 +51,15 @@ def name_of(chain: Chain) -> str:
 
 def role_of(chain: Chain) -> str:
     """Return the roles of a chain's steps, such as ``decode+sum+encode``."""
-    words = filter(None, map(_step_name, chain.steps))
-    return "+".join(word for word, _ in groupby(words))
+    words = [_step_name(step) for step in chain.steps]
+    for number, step in enumerate(chain.steps):
+        if isinstance(step, Shift) and "norm" not in words[:number]:
+            words[number] = "bias"
+    return "+".join(word for word, _ in groupby(filter(None, words)))
 
 
 UNNAMED = (Cast, Divide, Store, Scale, Shift)
-"""Steps that roles do not name."""
+"""Steps that roles do not name, except a bias that belongs to no norm."""
 
 
 def _step_name(step: Step) -> str:

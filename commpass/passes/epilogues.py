@@ -14,7 +14,8 @@ from dataclasses import replace
 from torch import fx
 
 from commpass.codecs import operators
-from commpass.lowering.chain import Add, Encode, Step, Store
+from commpass.lowering.chain import Add, Encode, Shift, Step, Store
+from commpass.passes.fx import meta
 from commpass.passes.fx.norms import norms_of
 from commpass.passes.fx.ops import aten, only_user
 from commpass.passes.runs import BEFORE_ENCODE, Run, is_reshape, step_of
@@ -102,7 +103,8 @@ def _with_encode(run: Run, encodes: Container[fx.Node], read: Container[fx.Node]
 
 
 def _with_addition(run: Run) -> tuple[Run | None, str]:
-    """Return a run extended by the addition that alone uses its values, or None and why not."""
+    """Return a run extended by the addition that alone uses its values, or None and why not. It
+    adds a tensor of the same shape, or the bias of a layer, a row."""
     last = run.nodes[-1]
     user = only_user(last)
     if user is None:
@@ -116,13 +118,18 @@ def _with_addition(run: Run) -> tuple[Run | None, str]:
     if not isinstance(other, fx.Node) or user.kwargs.get("alpha", 1) != 1:
         return None, f"{ADDITION}: of a number"
     mine, its = last.meta["val"], other.meta["val"]
-    same = (mine.shape, mine.dtype, mine.device) == (its.shape, its.dtype, its.device)
-    if not same or not its.is_contiguous():
+    same = (mine.dtype, mine.device) == (its.dtype, its.device) and its.is_contiguous()
+    width = mine.shape[-1] if mine.dim() and meta.is_fixed(mine) else 0
+    if same and its.shape == mine.shape:
+        step: Step = Add(mine.dtype)
+    elif same and width and its.shape == (width,) and run.numel % width == 0:
+        step = Shift(width, mine.dtype)
+    else:
         return None, f"{ADDITION}: of another shape, dtype or layout"
     longer = replace(
         run,
         nodes=(*run.nodes, user),
-        steps=(*run.steps, Add(mine.dtype)),
+        steps=(*run.steps, step),
         others=(*run.others, other),
     )
     return (longer, "") if longer.is_computable() else (None, "")

@@ -221,7 +221,7 @@ def test_results_that_several_take_are_not_fused_with_one_of_them(fake_group):
 @pytest.mark.parametrize(
     ("other", "of"),
     [
-        (torch.empty(256, dtype=torch.bfloat16), "another shape"),
+        (torch.empty(64, 1, dtype=torch.bfloat16), "another shape"),
         (torch.empty(64, 256), "dtype"),
         (torch.empty(256, 64, dtype=torch.bfloat16).t(), "layout"),
     ],

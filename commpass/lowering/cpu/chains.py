@@ -15,6 +15,7 @@ from commpass.codecs.block.transforms import Hadamard
 from commpass.codecs.exponent.codec import ExponentCodec
 from commpass.codecs.operators import UNROLLED_RANKS
 from commpass.lowering.chain import (
+    BY_WIDTH,
     Add,
     Cast,
     Chain,
@@ -42,9 +43,7 @@ from commpass.utils.ambient import making_lasting_tensors
 TILE = 256
 """A unit holds a multiple of this many values: tiles of 16 vectors of 16."""
 LARGEST_UNIT = 8192
-NORMS = (Normalize, Scale, Shift)
-"""Steps that compute with values of the same norm."""
-STEPS = (Encode, Decode, Sum, Divide, Enter, Leave, Cast, Add, Store, *NORMS)
+STEPS = (Encode, Decode, Sum, Divide, Enter, Leave, Cast, Add, Store, *BY_WIDTH)
 """The steps that have C++."""
 
 
@@ -115,7 +114,7 @@ def _unsupported_reasons(chain: Chain) -> Iterator[str]:
     for operand in further_inputs(chain):
         if operand.dtype not in NAMES:
             yield f"there is no C++ for {operand.dtype}"
-    if len({step.width for step in chain.steps if isinstance(step, NORMS)}) > 1:
+    if len({step.width for step in chain.steps if isinstance(step, BY_WIDTH)}) > 1:
         yield "norms of different widths"
     if _unit(chain) > LARGEST_UNIT:
         yield f"no unit of up to {LARGEST_UNIT} values holds whole blocks of all steps"

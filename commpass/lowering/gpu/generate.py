@@ -28,6 +28,7 @@ from commpass.codecs.block.transforms import NoTransform
 from commpass.codecs.dispatch import by_type
 from commpass.codecs.rows import is_power_of_two
 from commpass.lowering.chain import (
+    BY_WIDTH,
     Add,
     Cast,
     Chain,
@@ -65,8 +66,6 @@ WARPS = 1
 LARGEST_BLOCK = 4096
 LARGEST_NORM = 32768
 """The most values of a norm: a program holds all of them, ``TILE`` per warp."""
-NORMS = (Normalize, Scale, Shift)
-"""Steps that compute with values of the same norm."""
 SUMMED = 512
 """Bytes of codes in a tile of a sum, 16 for each thread. With fewer values than ``TILE``, more
 registers hold what was loaded, and more programs run at once."""
@@ -159,7 +158,7 @@ def unsupported_reason(chain: Chain, numel: int) -> str:
 def _unsupported_norm(chain: Chain, numel: int, size: int, layout: Layout) -> str:
     if not chain.width:
         return ""
-    if len({step.width for step in chain.steps if isinstance(step, NORMS)}) > 1:
+    if len({step.width for step in chain.steps if isinstance(step, BY_WIDTH)}) > 1:
         return "norms of different widths"
     if chain.width % size or numel % chain.width or not isinstance(layout, Flat):
         return f"norms of {chain.width} values begin inside blocks of {size}"
