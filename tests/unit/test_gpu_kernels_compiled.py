@@ -52,19 +52,18 @@ def compiled(text: str, kernel: str, arch: str):
     return lower(made, arch)
 
 
-NARROW = {("int4", "decode", arch) for arch in ARCHS}
+NARROW = {("int4", "decode", arch) for arch in ("sm_80", "gfx942")}
 """Half of what a thread loads are scales of 4 bytes, for eight blocks: cached, but loaded again."""
-NARROW |= {("int6", k, "gfx942") for k in KERNELS}
+NARROW |= {("int6", k, arch) for k in KERNELS[1:] for arch in ARCHS}
+NARROW |= {("tahquant", k, arch) for k in KERNELS[2:] for arch in ARCHS}
+"""Tiles of the number of codes that an H200 loads fastest. The parts of a code of 6 bits are loaded
+as 8 and 4 bytes per thread, and there are more scales than full words."""
+NARROW |= {("taco", KERNELS[3], arch) for arch in ARCHS[:3]}
+NARROW |= {("tahquant", "encode", arch) for arch in ARCHS[:3]}
+"""So do 16 bytes of codes per thread stand beside 20 bytes of scales, which few lanes store."""
+NARROW |= {("int6", "encode", "gfx942")}
 NARROW |= {("int2(stored=bf16)", k, "gfx942") for k in KERNELS}
-NARROW |= {(c, k, "gfx942") for c in ("table", "tahquant") for k in KERNELS[2:]}
 """64 lanes share a tile, so each has half as many codes: 8 bytes or less."""
-FOUR = ("int4", "rotated(bits=4)", "sdp4bit")
-NARROW |= {(c, k, "gfx942") for c in FOUR for k in KERNELS[2:]}
-"""Sums have half a tile, of which these 64 lanes share 4-bit codes."""
-NARROW |= {("int2(stored=bf16)", k, arch) for k in KERNELS[2:] for arch in ARCHS}
-"""So do 32 lanes, with codes of 2 bits."""
-NARROW |= {(c, "decode_sum_encode", arch) for c in ("tahquant", "int6") for arch in ARCHS[:3]}
-"""With half a tile, the codes are 16 bytes per thread or less, and scales with padding more."""
 
 
 @pytest.mark.slow

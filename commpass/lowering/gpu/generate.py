@@ -305,15 +305,16 @@ def kernel(chain: Chain, numel: int = 1 << 20, lanes: int = 32) -> Generated:
 
 
 def _tile(chain: Chain, numel: int, lanes: int) -> int:
-    """Return the values of a tile, measured as the fastest on an H200. On AMD GPUs, whose warps
-    have 64 threads, each thread of a sum has as many."""
+    """Return the values of a tile, as many per thread as were measured as the fastest on an H200.
+    AMD GPUs have warps of 64 threads."""
     codec = _block_codec(codecs_of(chain)[-1])
+    times = lanes // 32
     if chain.encodes is not None and not _is_sum(chain):
         many = isinstance(codec.grid, (TableGrid, MiniFloatGrid)) or codec.offset  # registers
-        return TILE // 2 if many else TILE
+        return min(TILE // 2 * times, TILE) if many else TILE
     if not _is_sum(chain):
-        return _power_below(DECODED * 8 // codec.grid.bits)
-    tile = min(_summed(chain) * lanes // 32, TILE)
+        return _power_below(DECODED * times * 8 // codec.grid.bits)
+    tile = min(_summed(chain) * times, TILE)
     while tile > LEAST and numel < PROGRAMS * tile:
         tile //= 2
     return tile
