@@ -184,6 +184,7 @@ def test_graph_without_collectives_compiles_and_has_an_empty_plan(fake_group):
     assert plan.fallback == ""
 
 
+@pytest.mark.slow
 def test_it_works_without_torch_distributed():
     torch._dynamo.reset()
     compiled = torch.compile(lambda x: x * 2, backend=commpass.backend(strict=True))

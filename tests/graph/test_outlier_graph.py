@@ -98,6 +98,7 @@ ERRORS = {"each": 0.032, "shared": 0.036, "random": 0.114, "int4": 0.21}
 channels, with no channels."""
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.few(2)
 @pytest.mark.parametrize("how", ERRORS)
 def test_errors_of_sums_are_in_the_order_of_the_paper(how, fake_group):

@@ -125,6 +125,7 @@ def of_link(gbit_per_s: float, alpha_us: float) -> commpass.Profile:
 LINKS = {"slow": of_link(0.001, 60), "usual": of_link(10, 60), "fast": of_link(400, 5)}
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize("one_in", [3, rarely(1)])
 @pytest.mark.parametrize("link", ["usual", rarely("slow"), rarely("fast")])
 def test_random_graphs(link, one_in, fake_group):

@@ -142,6 +142,7 @@ def _whole(plan) -> int:
     return sum(members.get(site.name, 1) for site in plan.sites if site.codec == NONE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, rarely(4)])
 @pytest.mark.parametrize("inner", ["aot_eager", rarely("inductor")])
 def test_sent_and_remaining_values_are_the_sum_of_all_gradients(size, inner, request):

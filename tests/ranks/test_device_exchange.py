@@ -255,6 +255,7 @@ def refused() -> str:
     return str(told.value)
 
 
+@pytest.mark.slow
 def test_all_ranks_say_what_stands_in_the_way(ranks2):
     for said in ranks2.run(refused):
         assert said == "no kernel: rank 0: tensors on cpu: ranks reach the memory of cards"

@@ -110,5 +110,6 @@ def check_one_kernel_between_exchanges() -> None:
     assert all(torch.equal(gathered[0], other) for other in gathered)
 
 
+@pytest.mark.slow
 def test_one_kernel_between_two_exchanges_gives_the_bits_of_separate_ones(ranks2):
     ranks2.run(check_one_kernel_between_exchanges, timeout=280)

@@ -202,6 +202,7 @@ def gains_between_two_sizes(sizes: list[int]) -> tuple[int, list[float]]:
     return len(commpass.plans()) - before, off
 
 
+@pytest.mark.slow
 def test_sizes_between_which_codes_gain_are_not_all_compiled_anew(ranks2):
     for compiles, off in ranks2.run(gains_between_two_sizes, list(range(250, 30, -24))):
         assert compiles == 1

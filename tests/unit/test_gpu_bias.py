@@ -32,6 +32,7 @@ def test_bias_comes_before_the_residual_and_is_rounded(dtype):
     torch.testing.assert_close(y.double(), right.flatten(1), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_bias_alone_needs_no_norm():
     n = 2 * WIDTH
     wire = INT8.encode_rows(torch.randn(1, n, generator=torch.Generator().manual_seed(0)))

@@ -103,6 +103,7 @@ FAULTS = {
 QUICK = {"barrier before the signal", "the other buffer"}
 
 
+@pytest.mark.rest_slow(1)
 @pytest.mark.parametrize(
     ("algorithm", "fault"),
     [

@@ -83,6 +83,7 @@ def test_few_cases_of_a_function_lie_evenly_among_them(tmp_path):
     assert len(whole) == 8
 
 
+@pytest.mark.slow
 def test_each_slow_test_is_in_one_part_of_four(tmp_path):
     runs = [[], ["--slow"], *(["--share", text] for text in TEXTS[:4])]
     quick, slow, *parts = collected(tmp_path, *runs, tests=SLOW)
