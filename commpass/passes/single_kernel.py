@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from commpass.codecs import codec
 from commpass.codecs.block.codec import BlockCodec
@@ -24,6 +24,7 @@ from commpass.lowering.exchange import (
     programs_of,
     unsupported_reason,
 )
+from commpass.passes.fx.parse import describe_group, graph_modules, parse
 from commpass.passes.payloads import payload_of, prices_of
 from commpass.passes.results import Options
 from commpass.plan import SINGLE_KERNEL, Candidate, Site
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 
 ALGORITHMS = ("one_shot", "two_shot")
 """The algorithms of which a single kernel exists, with their default parameters."""
+MOST_GROUPS = 3
+"""The most groups with collectives in a graph with single kernels: ``RESERVED`` processors are room
+for the kernels of two others."""
 NO_KERNEL = "no single kernel: {}"
 PeerMemoryOf = Callable[[str], PeerMemory]
 """Returns the symmetric memory of a group by its name. All ranks of the group get the same."""
@@ -43,6 +47,20 @@ def no_peer_memory(group: str) -> PeerMemory:
     """Return that no group has symmetric memory: only ``commpass.backend`` with Inductor creates
     it."""
     return PeerMemory(unsupported_reason="only commpass.backend with Inductor has symmetric memory")
+
+
+def within_room(peer_memory: PeerMemoryOf, gm: fx.GraphModule) -> PeerMemoryOf:
+    """Return the symmetric memory of groups as far as a graph leaves room for single kernels.
+
+    Exchanges of each other group may be in flight at once, and programs of single kernels leave
+    room for ``MOST_GROUPS - 1`` of them.
+    """
+    calls = (parse(node) for _, module in graph_modules(gm) for node in module.graph.nodes)
+    number = len({describe_group(call)[0] for call in calls if call is not None})
+    if number <= MOST_GROUPS:
+        return peer_memory
+    why = f"exchanges of {number} groups may be in flight at once, at most {MOST_GROUPS} have room"
+    return lambda group: PeerMemory(unsupported_reason=why)
 
 
 def with_single_kernels(

@@ -21,6 +21,7 @@ from commpass.passes.fx.memory import memory as memory_of
 from commpass.passes.fx.parse import parse
 from commpass.passes.fx.work import work_of
 from commpass.passes.post.order import ordered
+from commpass.passes.single_kernel import within_room
 from commpass.plan import SINGLE_KERNEL, Plan, diff
 from commpass.policy import Policy
 from commpass.policy.rules import Rule
@@ -223,6 +224,23 @@ def test_memory_of_a_group_is_asked_for_only_if_a_codec_can_use_it(fake_group):
 
 
 # --- required by a rule ---------------------------------------------------------------------------
+
+
+def graph_of(groups: int) -> torch.fx.GraphModule:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    for number in range(groups):
+        x = graph.call_function(ops.all_reduce.default, (x, "sum", f"group {number}"))
+    graph.output(x)
+    return torch.fx.GraphModule({}, graph)
+
+
+@pytest.mark.parametrize("groups", [3, 4])
+def test_exchanges_of_many_groups_leave_no_room_for_single_kernels(groups):
+    found = within_room(lambda group: MEMORY, graph_of(groups))("group 0")
+    assert found.unsupported_reason == (
+        "" if groups == 3 else "exchanges of 4 groups may be in flight at once, at most 3 have room"
+    )
 
 
 @pytest.mark.parametrize("values", [MIB, 33_001, 3])
