@@ -49,7 +49,7 @@ def no_peer_memory(group: str) -> PeerMemory:
     return PeerMemory(unsupported_reason="only commpass.backend with Inductor has symmetric memory")
 
 
-def within_room(peer_memory: PeerMemoryOf, gm: fx.GraphModule) -> PeerMemoryOf:
+def limit_peer_memory(peer_memory: PeerMemoryOf, gm: fx.GraphModule) -> PeerMemoryOf:
     """Return the symmetric memory of groups as far as a graph leaves room for single kernels.
 
     Exchanges of each other group may be in flight at once, and programs of single kernels leave

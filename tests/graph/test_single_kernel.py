@@ -21,7 +21,7 @@ from commpass.passes.fx.memory import memory as memory_of
 from commpass.passes.fx.parse import parse
 from commpass.passes.fx.work import work_of
 from commpass.passes.post.order import ordered
-from commpass.passes.single_kernel import within_room
+from commpass.passes.single_kernel import limit_peer_memory
 from commpass.plan import SINGLE_KERNEL, Plan, diff
 from commpass.policy import Policy
 from commpass.policy.rules import Rule
@@ -237,7 +237,7 @@ def graph_of(groups: int) -> torch.fx.GraphModule:
 
 @pytest.mark.parametrize("groups", [3, 4])
 def test_exchanges_of_many_groups_leave_no_room_for_single_kernels(groups):
-    found = within_room(lambda group: MEMORY, graph_of(groups))("group 0")
+    found = limit_peer_memory(lambda group: MEMORY, graph_of(groups))("group 0")
     assert found.unsupported_reason == (
         "" if groups == 3 else "exchanges of 4 groups may be in flight at once, at most 3 have room"
     )
