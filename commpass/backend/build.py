@@ -37,7 +37,7 @@ from commpass.passes import GraphInput, PassContext
 from commpass.passes.fx import meta
 from commpass.passes.fx.marks import chunked, has_single_kernels
 from commpass.passes.fx.parse import parse
-from commpass.passes.single_kernel import no_peer_memory, limit_peer_memory
+from commpass.passes.single_kernel import limit_peer_memory, no_peer_memory
 from commpass.passes.timeline import whole_us
 from commpass.plan import UNCOMPRESSED, Plan
 from commpass.utils.ambient import without_ambient_state
