@@ -336,7 +336,7 @@ def roles_of(gm) -> list[str]:
 @pytest.mark.parametrize("algorithm", ["two_shot", "one_shot"])
 def test_matmul_encodes_its_own_result(fake_group, codec, algorithm):
     fake_group(RANKS)
-    policy = forced(codec, algorithm)
+    policy = forced(codec, algorithm, chunks=1)
     gm, _, plan = run(multiplied, policy, A, B, passes=before("lower"))
     assert roles_of(gm)[0] == "matmul+encode"
     assert not any(n.target is torch.ops.aten.mm.default for n in gm.graph.nodes)
