@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from commpass.costmodel.links import Link
 from commpass.costmodel.protocols import Protocol
 
-LEAST_US = 18.0
-"""The least time of a collective of NCCL or RCCL, from 2 to 128 KiB on 8 H200 (16.6 to 20.3 us:
-flashinfer, pull request 3759). Fitted; see docs/published.md."""
+LEAST_US = 16.5
+"""The least time of a collective of NCCL or RCCL: fitted to 2 to 128 KiB on 8 H200, where it takes
+16.6 to 20.3 us with a copy of 2 us (flashinfer, pull request 3759)."""
 
 
 @dataclass(frozen=True)
@@ -31,23 +31,22 @@ class Family:
     protocols: tuple[Protocol, ...]
 
 
+LOW = Protocol("LL", 6.6, 0.6, 0.5, most_gbytes_per_s=141.0)
 NVLINK = Family(
     0.6,
-    0.88,
-    (
-        Protocol("LL", 6.6, 0.6, 0.5, most_gbytes_per_s=141.0),
-        Protocol("LL128", 14.0, 1.9, 0.92),
-        Protocol("Simple", 8.4, 3.4, 1.0),
-    ),
+    0.82,
+    (LOW, Protocol("LL128", 14.0, 1.9, 0.92), Protocol("Simple", 8.4, 3.4, 1.0)),
 )
-"""Reached: fitted to 8 H200 (flashinfer, pull request 3759)."""
+"""Reached: NCCL's own rate of a link, 20.6 of 25 GB/s on Hopper."""
+NVSWITCH = replace(
+    NVLINK,
+    protocols=(*NVLINK.protocols, Protocol("NVLS", 25.0, 0.0, 0.68, switch_sums=True)),
+)
+"""The share of NVLS: fitted to 8 H200 (flashinfer, pull request 3759), 250 of 450 GB/s."""
 XGMI = Family(
     0.6,
     0.70,
-    (
-        Protocol("LL", 6.6, 0.6, 0.5, most_gbytes_per_s=141.0),
-        Protocol("Simple", 8.4, 3.4, 1.0),
-    ),
+    (LOW, Protocol("Simple", 8.4, 3.4, 1.0)),
 )
 """Reached: fitted to 2 and 4 of 8 MI350X (torchcomms, measurements of its relay)."""
 PCIE = Family(
@@ -66,8 +65,16 @@ NETWORK = Family(
     ),
 )
 """Reached: an assumption. In nccl-tests, large all_reduces reach 75 to 90 %."""
-FAMILIES = {"nvlink": NVLINK, "xgmi": XGMI, "pcie": PCIE, "infiniband": NETWORK, "efa": NETWORK}
-"""Families by the first word of a link's name."""
+FAMILIES = {
+    "nvlink-4": NVSWITCH,
+    "nvlink-5": NVSWITCH,
+    "nvlink": NVLINK,
+    "xgmi": XGMI,
+    "pcie": PCIE,
+    "infiniband": NETWORK,
+    "efa": NETWORK,
+}
+"""Families by the name of a link, or its first word."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +103,7 @@ def gpu_link(family: Family, gbytes_per_s: float) -> Link:
 
 def family_of(name: str) -> Family:
     """Return the family of a link's name."""
-    return FAMILIES[name.partition("-")[0]]
+    return FAMILIES.get(name) or FAMILIES[name.partition("-")[0]]
 
 
 INTERCONNECTS: dict[str, Stated] = {
