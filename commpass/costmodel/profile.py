@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import groupby
 
 from commpass.costmodel.cards import CARDS, GPU, card_of, kernels_with
-from commpass.costmodel.interconnects import INTERCONNECTS, gpu_link
+from commpass.costmodel.interconnects import INTERCONNECTS, family_of, gpu_link
+from commpass.costmodel.interconnects import NVLINK as NVLINK_FAMILY
 from commpass.costmodel.kernels import CPU, Kernels
 from commpass.costmodel.links import Link, sharing
 from commpass.errors import PolicyError, check_number, nearest
@@ -114,11 +116,24 @@ class Profile:
         port = self.port_of(*labels, ranks=ranks)
         link = self.intra_host_link if port == INTRA_HOST else self.links.get(port, self.link)
         assert link is not None
+        if link.island and ranks:
+            link = dataclasses.replace(link, island=self._in_island(ranks, link.island))
         on_host = self.on_each_host(ranks)
-        if not self.ports or port == INTRA_HOST or on_host in (0, len(ranks)):
+        if port == INTRA_HOST or on_host in (0, len(ranks)):
+            return link
+        if link.protocols:
+            link = dataclasses.replace(link, on_host=on_host)
+        if not self.ports:
             return link
         times = sharing(len(ranks), on_host, self.ranks_per_host / self.ports)
         return dataclasses.replace(link, sharing=times)
+
+    def _in_island(self, ranks: Sequence[int], island: int) -> int:
+        """Return how many of a group's ranks are in each island of a host, or the fewest if the
+        number differs. It is 0 if all are in one."""
+        places = [rank % self.ranks_per_host if self.ranks_per_host else rank for rank in ranks]
+        counts = Counter(place // island for place in places)
+        return 0 if len(counts) == 1 else min(counts.values())
 
     def port_of(self, *labels: str, ranks: Sequence[int] = ()) -> str:
         """Return which link carries a group: the glob of an entry of ``links``, or ``INTRA_HOST``
@@ -169,7 +184,7 @@ def ethernet(gbit_per_s: float, alpha_us: float = 60.0) -> Profile:
     return Profile(f"ethernet-{gbit_per_s:g}g", link)
 
 
-NVLINK = Profile("nvlink", gpu_link(0.6, 200.0), kernels=GPU)
+NVLINK = Profile("nvlink", gpu_link(NVLINK_FAMILY, 200.0), kernels=GPU)
 """GPUs of one host over NCCL: an assumption until it is measured on the user's machine."""
 
 DEFAULT_CPU = ethernet(10)
@@ -204,7 +219,7 @@ def link_named(name: str) -> Link:
     """Return a link by name: ``"nvlink-4"``, ``"infiniband-ndr"``, ``"ethernet-25g"`` (of any speed
     in Gbit/s). Raises PolicyError for any other name, with the nearest one."""
     if name in INTERCONNECTS:
-        return INTERCONNECTS[name].link
+        return INTERCONNECTS[name].link(family_of(name))
     if name == NVLINK.name:
         return NVLINK.link
     if speed := re.fullmatch(r"ethernet-(\d+(?:\.\d+)?)g", name):
