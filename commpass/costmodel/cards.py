@@ -47,6 +47,9 @@ UNKNOWN = Shares(1.0, 0.5, 0.5)
 
 
 LAUNCH_US = 5.0
+"""The time of a launch: an assumption."""
+GRAPH_LAUNCH_US = 2.0
+"""The same inside a CUDA graph: an assumption."""
 
 
 def gpu_kernels(gbytes_per_s: float, gflops: float) -> Kernels:
@@ -59,6 +62,7 @@ def gpu_kernels(gbytes_per_s: float, gflops: float) -> Kernels:
 
     return Kernels(
         launch_us=LAUNCH_US,
+        graph_launch_us=GRAPH_LAUNCH_US,
         other=rate(UNKNOWN),
         rates={name: rate(shares) for name, shares in SHARES.items()},
         gflops=gflops,

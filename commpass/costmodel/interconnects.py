@@ -12,10 +12,6 @@ from dataclasses import dataclass, replace
 from commpass.costmodel.links import Link
 from commpass.costmodel.protocols import Protocol
 
-LEAST_US = 18.0
-"""The least time of a collective of NCCL or RCCL, from 2 to 128 KiB on 8 H200 (16.6 to 20.3 us:
-flashinfer, pull request 3759). Fitted; see docs/published.md."""
-
 
 @dataclass(frozen=True)
 class Family:
@@ -24,32 +20,42 @@ class Family:
     - ``step_us``: the time of a message, as NCCL's low-latency protocol has it.
     - ``reached``: the share of the stated rate that a large collective reaches.
     - ``protocols``: those of the library, with NCCL's own times.
+    - ``least_us``: the least time of a collective.
     """
 
     step_us: float
     reached: float
     protocols: tuple[Protocol, ...]
+    least_us: float = 0.0
 
 
+LOW = Protocol("LL", 6.6, 0.6, 0.5, most_gbytes_per_s=141.0)
 NVLINK = Family(
     0.6,
-    0.88,
-    (
-        Protocol("LL", 6.6, 0.6, 0.5, most_gbytes_per_s=141.0),
-        Protocol("LL128", 14.0, 1.9, 0.92),
-        Protocol("Simple", 8.4, 3.4, 1.0),
-    ),
+    0.82,
+    (LOW, Protocol("LL128", 14.0, 1.9, 0.92), Protocol("Simple", 8.4, 3.4, 1.0)),
 )
-"""Reached: fitted to 8 H200 (flashinfer, pull request 3759)."""
+"""Reached: NCCL's own rate of a link, 20.6 of 25 GB/s on Hopper."""
+
+
+def with_sums(share: float) -> Family:
+    """Return NVLink with switches that sum (NVLink SHARP). A rank sends its tensor at this share of
+    the rate that a ring reaches."""
+    sums = Protocol("NVLS", 40.0, 0.0, share, switch_sums=True)
+    return replace(NVLINK, protocols=(*NVLINK.protocols, sums))
+
+
+HOPPER, BLACKWELL = with_sums(0.68), with_sums(0.59)
+"""Start and share on Hopper: fitted to 8 H200 (flashinfer, pull request 3759). On Blackwell, NCCL
+states 0.74 / 0.85 of Hopper's efficiency."""
 XGMI = Family(
     0.6,
     0.70,
-    (
-        Protocol("LL", 6.6, 0.6, 0.5, most_gbytes_per_s=141.0),
-        Protocol("Simple", 8.4, 3.4, 1.0),
-    ),
+    (LOW, Protocol("Simple", 8.4, 3.4, 1.0)),
+    least_us=16.5,
 )
-"""Reached: fitted to 2 and 4 of 8 MI350X (torchcomms, measurements of its relay)."""
+"""Reached: fitted to 2 and 4 of 8 MI350X (torchcomms, measurements of its relay). The least time is
+that of NCCL on 8 H200, with a copy (flashinfer, pull request 3759): an assumption for RCCL."""
 PCIE = Family(
     1.0,
     0.82,
@@ -67,6 +73,8 @@ NETWORK = Family(
 )
 """Reached: an assumption. In nccl-tests, large all_reduces reach 75 to 90 %."""
 FAMILIES = {
+    "nvlink-4": HOPPER,
+    "nvlink-5": BLACKWELL,
     "nvlink": NVLINK,
     "xgmi": XGMI,
     "pcie": PCIE,
@@ -76,7 +84,7 @@ FAMILIES = {
     "tcpxo": NETWORK,
     "slingshot": NETWORK,
 }
-"""Families by the first word of a link's name."""
+"""Families by the name of a link, or its first word."""
 
 
 @dataclass(frozen=True)
@@ -100,12 +108,12 @@ class Stated:
 
 def gpu_link(family: Family, gbytes_per_s: float) -> Link:
     """Return a link on which NCCL or RCCL carries out collectives at this bandwidth."""
-    return Link(family.step_us, gbytes_per_s, protocols=family.protocols, least_us=LEAST_US)
+    return Link(family.step_us, gbytes_per_s, protocols=family.protocols, least_us=family.least_us)
 
 
 def family_of(name: str) -> Family:
     """Return the family of a link's name."""
-    return FAMILIES[name.partition("-")[0]]
+    return FAMILIES.get(name) or FAMILIES[name.partition("-")[0]]
 
 
 INTERCONNECTS: dict[str, Stated] = {

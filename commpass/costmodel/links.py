@@ -218,9 +218,10 @@ class Link:
             (
                 (
                     each.latency_us(kind, in_turn, ranks, self.on_host),
-                    max(carried / (each.rate(rate) * 1e3), least_us),
+                    max(each.on_link_us(carried, ranks, rate), least_us),
                 )
                 for each in self.protocols
+                if each.carries(kind, ranks)
             ),
             key=sum,
         )
