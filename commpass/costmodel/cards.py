@@ -94,6 +94,7 @@ class Card:
 HDR, NDR, XDR = "infiniband-hdr", "infiniband-ndr", "infiniband-xdr"
 CARDS: dict[str, Card] = {
     "a100-pcie": Card(1935.0, 312.0, "NVIDIA A100 80GB PCIe data sheet", "pcie-4", HDR),
+    "a100-40gb": Card(1555.0, 312.0, "NVIDIA A100 40GB SXM data sheet", "nvlink-3", HDR),
     "a100": Card(2039.0, 312.0, "NVIDIA A100 80GB SXM data sheet", "nvlink-3", HDR),
     "h100-nvl": Card(3900.0, 835.0, "NVIDIA H100 NVL data sheet", "pcie-5", NDR),
     "h100-pcie": Card(2000.0, 756.0, "NVIDIA H100 PCIe data sheet", "pcie-5", NDR),
@@ -107,6 +108,11 @@ CARDS: dict[str, Card] = {
     "gb200": Card(8000.0, 2500.0, "NVIDIA GB200 NVL72 data sheet", "nvlink-5", NDR, 72),
     "gb300": Card(8000.0, 2500.0, "NVIDIA GB300 NVL72 data sheet", "nvlink-5", XDR, 72),
     "mi300x": Card(5300.0, 1307.0, "AMD Instinct MI300X data sheet", "xgmi-3", NDR),
+    "mi350x": Card(8000.0, 2300.0, "AMD Instinct MI350X data sheet", "xgmi-4", NDR),
+    "l40s": Card(864.0, 362.0, "NVIDIA L40S data sheet", "pcie-4", HDR),
+    "rtx-pro-6000": Card(
+        1792.0, 503.8, "NVIDIA RTX Blackwell PRO architecture paper, Workstation", "pcie-5", NDR
+    ),
 }
 """GPUs by the words of the device's name, in lower case. A name with more words comes first. Only
 two H100 NVL, and two or four H200 NVL, can have an NVLink bridge: between more there is PCIe."""
@@ -124,5 +130,7 @@ def card_of(device: str) -> str | None:
 def kernels_with(interconnect: str) -> Kernels:
     """Return the rates of the first GPU that was made for this interconnect, or of an unknown
     GPU."""
+    if interconnect.startswith("pcie"):  # of any GPU
+        return GPU
     made_for = (card for name, card in CARDS.items() if "-" not in name)
     return next((card.kernels for card in made_for if card.interconnect == interconnect), GPU)

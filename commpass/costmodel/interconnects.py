@@ -79,7 +79,10 @@ FAMILIES = {
     "xgmi": XGMI,
     "pcie": PCIE,
     "infiniband": NETWORK,
+    "roce": NETWORK,
     "efa": NETWORK,
+    "tcpxo": NETWORK,
+    "slingshot": NETWORK,
 }
 """Families by the name of a link, or its first word."""
 
@@ -120,6 +123,9 @@ INTERCONNECTS: dict[str, Stated] = {
     "xgmi-3": Stated(
         448.0, "AMD MI300X platform data sheet: 7 links of 128 GB/s, both directions", 64.0
     ),
+    "xgmi-4": Stated(
+        537.6, "AMD MI350X platform data sheet: 7 links of 153.6 GB/s, both directions", 76.8
+    ),
     "pcie-3": Stated(15.75, "PCI-SIG: 8 GT/s a lane, 16 lanes, 128b/130b"),
     "pcie-4": Stated(31.5, "PCI-SIG: 16 GT/s a lane, 16 lanes, 128b/130b"),
     "pcie-5": Stated(63.0, "PCI-SIG: 32 GT/s a lane, 16 lanes, 128b/130b"),
@@ -127,4 +133,12 @@ INTERCONNECTS: dict[str, Stated] = {
     "infiniband-hdr": Stated(25.0, "InfiniBand roadmap: 200 Gbit/s, 4 lanes"),
     "infiniband-ndr": Stated(50.0, "InfiniBand roadmap: 400 Gbit/s, 4 lanes"),
     "infiniband-xdr": Stated(100.0, "InfiniBand roadmap: 800 Gbit/s, 4 lanes"),
+    "roce-100": Stated(12.5, "IEEE 802.3: 100 Gbit/s Ethernet"),
+    "roce-200": Stated(25.0, "IEEE 802.3: 200 Gbit/s Ethernet"),
+    "roce-400": Stated(50.0, "IEEE 802.3: 400 Gbit/s Ethernet"),
+    "efa-100": Stated(12.5, "AWS, Amazon EC2 P4 instances: 4 network cards, 400 Gbit/s"),
+    "efa-400": Stated(50.0, "AWS, Amazon EC2 P5 instances: 3,200 Gbit/s for 8 GPUs"),
+    "tcpxo-200": Stated(25.0, "Google Cloud, A3 Mega: a network card of 200 Gbit/s for each GPU"),
+    "slingshot-10": Stated(12.5, "HPE Slingshot: network cards of 100 Gbit/s"),
+    "slingshot-11": Stated(25.0, "HPE Slingshot: network cards of 200 Gbit/s"),
 }

@@ -187,7 +187,11 @@ def test_group_between_hosts_is_not_on_the_links_inside_one():
     network = link_named("infiniband-ndr")
     for ranks, on_host in ((range(16), 8), (range(0, 64, 8), 1), ((7, 8), 1)):
         assert found.port_of("dp", ranks=ranks) == LINK
-        assert found.link_of("dp", ranks=ranks) == dataclasses.replace(network, on_host=on_host)
+        link = found.link_of("dp", ranks=ranks)
+        assert dataclasses.replace(link, sharing={}) == dataclasses.replace(
+            network, on_host=on_host
+        )
+        assert bool(link.sharing) == (on_host > 1)
     alone = default_profile("cuda", "NVIDIA H100 80GB HBM3")
     assert alone == Profile("h100", link_named("nvlink-4"), kernels=CARDS["h100"].kernels)
 
