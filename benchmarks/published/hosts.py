@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 from functools import cache
 
-from commpass.costmodel import Link, Profile
+from commpass.costmodel import Profile
 from commpass.costmodel.cards import CARDS
-from commpass.costmodel.interconnects import NETWORK, Stated, gpu_link
 from commpass.costmodel.profile import link_named
 
 
@@ -34,21 +33,3 @@ def h800() -> Profile:
         intra_host_link=inside,
         ports=8,
     )
-
-
-@cache
-def a100_on_slingshot() -> Profile:
-    """Return hosts of 4 A100 that share 100 Gbit/s (SDP4Bit, section 5)."""
-    return Profile(
-        "4 A100 a host, 100 Gbit/s",
-        _network(12.5, "SDP4Bit, section 5: Slingshot 10"),
-        kernels=CARDS["a100"].kernels,
-        ranks_per_host=4,
-        intra_host_link=link_named("nvlink-3"),
-        ports=1,
-    )
-
-
-def _network(gbytes_per_s: float, source: str) -> Link:
-    stated = Stated(gbytes_per_s, source)
-    return gpu_link(NETWORK, stated.gbytes_per_s * NETWORK.reached)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from math import ceil
 
 import torch
 
@@ -18,7 +17,7 @@ from benchmarks.published.setups import (
     Setup,
 )
 from commpass.collectives import read_stages
-from commpass.costmodel import Prices, finished_us
+from commpass.costmodel import finished_us
 from commpass.passes.candidates import stages_us
 from commpass.passes.payloads import common_input, prices_of
 from commpass.plan import Site
@@ -82,7 +81,7 @@ def site_of(setup: Setup) -> Site:
 
 def _stages(setup: Setup) -> Sequence[Stage]:
     if setup.kind != "all_reduce" and setup.algorithm == "two_shot":
-        algorithm = "coded" if setup.kind == "all_gather" else "direct"
+        algorithm = "direct"
     else:
         algorithm = setup.algorithm
     found = read_stages(setup.kind, algorithm, setup.codec, *common_input(site_of(setup)))
@@ -97,54 +96,50 @@ def _in_single_kernel_us(setup: Setup) -> float:
 
 
 def _copies_us(setup: Setup) -> float:
-    """Return the time of a two-shot whose exchanges are copies to each other rank, each of which
-    also is a launch of a kernel before and after it."""
+    """Return the time of a two-shot whose exchanges are copies to each other rank, each with a
+    launch. Copies, and kernels that signal and wait, are in streams of their own."""
     of_group, kernels = prices_of(site_of(setup), setup.profile), setup.profile.kernels
-    us = 0.0
+    us, peers = 0.0, setup.ranks - 1
     for stage in _stages(setup):
         if stage.role != "exchange":
             us += of_group.task(stage).us
             continue
-        sent = stage.leaving * (setup.ranks - 1 if stage.kind == "all_gather" else 1)
+        sent = stage.leaving * (peers if stage.kind == "all_gather" else 1)
         latency, on_link = of_group.link.parts_us(
-            "all_to_all", sent, setup.ranks, setup.ranks - 1, by_messages=True
+            "all_to_all", sent, setup.ranks, peers, by_messages=True
         )
-        us += latency + on_link + 2 * (setup.ranks - 1) * kernels.launch_us
+        us += latency + on_link + peers * kernels.launch_us
     return us
 
 
+PIECE = 512 << 10
+"""Bytes of a step's part from which on a ring of copies sends it in two pieces."""
+
+
 def _copy_ring_us(setup: Setup, codec: str) -> float:
-    """Return the time of a ring of copies: each of its steps is a copy, and a kernel that waits and
-    adds. Only the second half is in codes."""
+    """Return the time of a ring of copies.
+
+    A step is a copy and three kernels that signal, wait and add. Of two pieces, one is sent while
+    the other waits. With a codec, the second half is in codes.
+    """
     of_group, kernels = prices_of(site_of(setup), setup.profile), setup.profile.kernels
     ranks, steps = setup.ranks, setup.ranks - 1
     part = setup.nbytes / ranks
+    wire, coding_us = part, 0.0
     if codec:
-        wire = _ring_wire(setup)
-        values = ceil(setup.nbytes / getattr(torch, setup.dtype).itemsize)
-        coding = kernels.time_us(codec, "encode", values / ranks) + kernels.time_us(
-            codec, "decode", values
-        )
-    else:
-        wire, coding = part, 0.0
-    us = steps * (2 * kernels.launch_us + _hop_us(of_group, part))
-    us += steps * (2 * kernels.launch_us + _hop_us(of_group, wire))
-    added = kernels.copies_us(0, 3 * setup.nbytes)
-    return us + coding + added
+        wire = _gathered_wire(setup)
+        values = setup.nbytes / getattr(torch, setup.dtype).itemsize
+        coding_us = kernels.time_us(codec, "encode", values / ranks)
+        coding_us += kernels.time_us(codec, "decode", values)
+
+    def hop_us(nbytes: float) -> float:
+        latency, on_link = of_group.link.parts_us("send", nbytes, 2, 1, by_messages=True)
+        return on_link + (latency + 4 * kernels.launch_us) / (2 if nbytes >= PIECE else 1)
+
+    return steps * (hop_us(part) + hop_us(wire)) + coding_us
 
 
-def _hop_us(of_group: Prices, nbytes: float) -> float:
-    latency, on_link = of_group.link.parts_us("send", nbytes, 2, 1, by_messages=True)
-    return latency + on_link
-
-
-def _ring_wire(setup: Setup) -> float:
+def _gathered_wire(setup: Setup) -> float:
     """Return the bytes of a rank's coded part."""
-    gather = next(
-        stage
-        for stage in _stages(setup)
-        if stage.role == "exchange" and stage.kind == "all_gather"
-    )
-    return float(gather.leaving)
-
-
+    stages = [stage for stage in _stages(setup) if stage.kind == "all_gather"]
+    return float(stages[0].leaving)

@@ -4,7 +4,7 @@ values until ``commpass probe --kernels`` has measured the real ones."""
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from commpass.costmodel.kernels import KernelRate, Kernels
 
@@ -25,6 +25,7 @@ MULTIPLIED = 0.65
 """The share of the stated bf16 rate that large matmuls reach on an H200, which then runs at the
 limit of its power: 670 of 989 TFLOP/s."""
 SHARES: dict[str, Shares] = {
+    "raw": Shares(2.0, 1.0, 1.0),
     "int8": Shares(1.02, 1.01, 0.98),
     "fp8": Shares(1.02, 1.00, 0.98),
     "int6": Shares(0.78, 0.86, 0.87),
@@ -46,6 +47,9 @@ UNKNOWN = Shares(1.0, 0.5, 0.5)
 """An assumption for codecs that were not measured."""
 
 
+AMD_IN_EXCHANGE, AMD_TILE_US = 0.25, 2.25
+"""Single kernels on AMD: fitted to 4 MI300X, fp16, 1 to 8 MiB (vLLM, pull request 19744). On
+NVIDIA, codecs keep their speed, and a tile takes 1.5 us (flashinfer, pull request 3759)."""
 LAUNCH_US = 5.0
 """The time of a launch: an assumption."""
 GRAPH_LAUNCH_US = 2.0
@@ -88,7 +92,10 @@ class Card:
 
     @property
     def kernels(self) -> Kernels:
-        return gpu_kernels(self.gbytes_per_s * COPIED, self.tflops * 1e3 * MULTIPLIED)
+        made = gpu_kernels(self.gbytes_per_s * COPIED, self.tflops * 1e3 * MULTIPLIED)
+        if not self.interconnect.startswith("xgmi"):
+            return made
+        return replace(made, in_exchange=AMD_IN_EXCHANGE, tile_us=AMD_TILE_US)
 
 
 HDR, NDR, XDR = "infiniband-hdr", "infiniband-ndr", "infiniband-xdr"
