@@ -1,0 +1,54 @@
+"""Determine one value from what every rank has published, equally on all ranks.
+
+The first result counts for all ranks, even one after a time-out: it is written to the store by
+compare-and-set, under a key of rank 0. A rank that waits in vain for rank 0 itself has no such key.
+It then publishes that it uses the value for missing ranks. Whoever writes the result later reads
+that first, and writes the same value.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from commpass.distributed.plan_store import PlanStore
+
+T = TypeVar("T")
+log = logging.getLogger("commpass")
+LONGEST_PAUSE_S = 0.25
+
+
+def first_value(
+    store: PlanStore,
+    key: str,
+    published: Callable[[range], Mapping[int, T]],
+    value: Callable[[Mapping[int, T]], str],
+    *,
+    without_rank_0: str,
+    patience_s: float,
+    silent: str,
+) -> str:
+    """Return the value that the first rank has computed.
+
+    ``published`` returns what ranks have published so far, and ``value`` computes the value from
+    that. ``without_rank_0`` is the value if rank 0 publishes nothing within ``patience_s`` seconds.
+    ``silent`` is the warning if any rank does not: a format for the number of ranks and seconds.
+    """
+    ranks = range(dist.get_world_size())
+    start, pause = time.monotonic(), 0.001
+    while len(found := published(ranks)) < len(ranks):
+        if time.monotonic() - start > patience_s:
+            log.warning(silent, len(ranks) - len(found), patience_s)
+            break
+        time.sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE_S)
+    if 0 not in found:
+        store.publish(f"{key}/alone", without_rank_0.encode())
+        if 0 not in published(ranks):
+            return without_rank_0
+    alone = store.read_published(f"{key}/alone", ranks)
+    return store.agree_on_first(key, without_rank_0 if alone else value(found))
