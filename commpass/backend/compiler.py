@@ -23,6 +23,7 @@ from commpass.distributed.agreed_network import agreed_default
 from commpass.distributed.calls import Raising, before_each_call, with_boxed_args
 from commpass.distributed.checked import Checked, release
 from commpass.distributed.hosts import with_hosts
+from commpass.distributed.machine import default_here
 from commpass.distributed.origin import count_call, origin_of_graph
 from commpass.distributed.owners import Calls
 from commpass.distributed.plan_store import publish_hello
@@ -210,7 +211,10 @@ class Backend(Shared):
         )
 
     def _profile_of(self, gm: fx.GraphModule) -> Profile:
-        return self.profile or agreed_default(meta.device_of(gm), gm, self.timeout)
+        device = meta.device_of(gm)
+        if self.profile is None and self.policy.off:
+            return default_here(device)  # nothing depends on it, so other ranks are not awaited
+        return self.profile or agreed_default(device, gm, self.timeout)
 
     @property
     def _simplifies(self) -> bool:

@@ -125,7 +125,7 @@ def _agree(store: PlanStore, patience_s: float) -> str:
         "network",
         store.networks,
         value,
-        without_rank_0=_encoded(network_of({}, many, started)),
+        without_rank_0=_encoded(network_of({}, many, 0)),
         patience_s=patience_s,
         silent=SILENT,
     )
