@@ -160,8 +160,10 @@ def _slowest(found: Mapping[int, Interface], many: int) -> Slowest:
     if not read:
         return Slowest(unknown=unknown)
     rank, slowest = min(read.items(), key=lambda item: item[1].mbit_per_s * item[1].ports)
-    differ = len(set(read.values())) > 1 or unknown
-    source = f"read from {slowest.name}" + (f" of rank {rank}, the slowest" if differ else "")
+    rates = {(each.mbit_per_s, each.ports) for each in read.values()}
+    is_everywhere = not unknown and set(read.values()) == {slowest}
+    source = f"read from {slowest.name}" + ("" if is_everywhere else f" of rank {rank}")
+    source += ", the slowest" if len(rates) > 1 else ""
     return Slowest(slowest.kind, slowest.mbit_per_s, slowest.ports, source, unknown)
 
 
