@@ -115,48 +115,48 @@ def agreed_network(
 
 
 def _agree(store: PlanStore, patience_s: float) -> str:
-    many, started = dist.get_world_size(), ranks_on_each_host()
+    world_size, started = dist.get_world_size(), ranks_on_each_host()
 
     def value(found: Mapping[int, NetworkOfRank]) -> str:
-        return _encoded(network_of(found, many, started))
+        return _encoded(network_of(found, world_size, started))
 
     return first_value(
         store,
         "network",
         store.networks,
         value,
-        without_rank_0=_encoded(network_of({}, many, 0)),
+        without_rank_0=_encoded(network_of({}, world_size, 0)),
         patience_s=patience_s,
         silent=SILENT,
     )
 
 
-def network_of(found: Mapping[int, NetworkOfRank], many: int, started: int) -> AgreedNetwork:
-    """Return the network of ``many`` ranks, from what those have read that have published it.
+def network_of(found: Mapping[int, NetworkOfRank], world_size: int, started: int) -> AgreedNetwork:
+    """Return the network of ``world_size`` ranks, from what those have read that have published it.
 
     ``started`` is the number of ranks on each of several hosts by torchrun, which counts if a rank
     is missing.
     """
     hosts = [found[rank].host for rank in sorted(found)]
-    is_complete = len(found) == many
+    is_complete = len(found) == world_size
     several = len(set(hosts)) > 1 or (not is_complete and started > 0)
     each = on_each_host(hosts) if is_complete else started
     return AgreedNetwork(
         several,
         each if several else 0,
-        _slowest({rank: one.gloo for rank, one in found.items()}, many),
-        _slowest({rank: one.nccl for rank, one in found.items()}, many),
+        _slowest({rank: one.gloo for rank, one in found.items()}, world_size),
+        _slowest({rank: one.nccl for rank, one in found.items()}, world_size),
     )
 
 
-def _slowest(found: Mapping[int, Interface], many: int) -> Slowest:
+def _slowest(found: Mapping[int, Interface], world_size: int) -> Slowest:
     read = {rank: one for rank, one in sorted(found.items()) if not one.reason}
     reasons = {rank: one.reason for rank, one in sorted(found.items()) if one.reason}
     unknown = next((f"rank {rank}: {reason}" for rank, reason in reasons.items()), "")
-    if len(reasons) == many and len(set(reasons.values())) == 1:
+    if len(reasons) == world_size and len(set(reasons.values())) == 1:
         unknown = reasons[0]
-    if len(found) < many:
-        unknown = f"{many - len(found)} of {many} ranks did not publish theirs"
+    if len(found) < world_size:
+        unknown = f"{world_size - len(found)} of {world_size} ranks did not publish theirs"
     if not read:
         return Slowest(unknown=unknown)
     rank, slowest = min(read.items(), key=lambda item: item[1].mbit_per_s * item[1].ports)

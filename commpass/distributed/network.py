@@ -87,13 +87,13 @@ def nccl_interface(root: Path | None = None, environ: Mapping[str, str] = os.env
     root = root or SYS
     is_without = environ.get("NCCL_IB_DISABLE", "0") not in ("", "0")
     if not is_without and environ.get("NCCL_NET", "").lower() != "socket":
-        wanted = environ.get("NCCL_IB_HCA", "")
-        ports = [port for port in _infiniband_ports(root) if _is_selected(port.name, wanted)]
+        adapters = environ.get("NCCL_IB_HCA", "")
+        ports = [port for port in _infiniband_ports(root) if _is_selected(port.name, adapters)]
         if ports:
             return _widest(ports)
     names = _names(root / "class/net")
-    if wanted := environ.get("NCCL_SOCKET_IFNAME", ""):
-        used = [name for name in names if _is_selected(name, wanted)]
+    if pattern := environ.get("NCCL_SOCKET_IFNAME", ""):
+        used = [name for name in names if _is_selected(name, pattern)]
         return _widest([ethernet(name, root) for name in used if _is_up(name, root)])
     used = [name for name in names if name.startswith("ib")]
     used = used or [name for name in names if _is_selected(name, NCCL_IGNORES)]
@@ -200,8 +200,8 @@ def _is_selected(name: str, pattern: str) -> bool:
     listed = [each for each in pattern[excludes + exact :].split(",") if each]
     adapter, _, port = name.partition(":")
 
-    def matches(wanted: str) -> bool:
-        start, _, number = wanted.partition(":")
+    def matches(entry: str) -> bool:
+        start, _, number = entry.partition(":")
         named = adapter == start if exact else adapter.startswith(start)
         return named and number in ("", port)
 
