@@ -66,9 +66,11 @@ class Slowest:
 class AgreedNetwork:
     """What all ranks use: the hosts, and the slowest interfaces of gloo and of NCCL.
 
-    ``ranks_per_host`` is 0 if it is unknown, or differs between hosts.
+    ``ranks_per_host`` is 0 if it is unknown, or differs between hosts. ``is_complete`` says whether
+    all ranks have published theirs.
     """
 
+    is_complete: bool = False
     has_several_hosts: bool = False
     ranks_per_host: int = 0
     gloo: Slowest = Slowest()
@@ -91,7 +93,7 @@ def agreed_default(
 
 def default_between_hosts(device: str) -> Profile:
     """Return the default profile of ranks on several hosts like this one, one on each."""
-    here = network_here("this one", "gloo")
+    here = network_here("this one", "cpu:gloo,cuda:nccl")
     network = network_of({0: here, 1: dataclasses.replace(here, host="another")}, 2, 0)
     return profile_over(network, device, card_here(device))
 
@@ -142,6 +144,7 @@ def network_of(found: Mapping[int, NetworkOfRank], world_size: int, started: int
     several = len(set(hosts)) > 1 or (not is_complete and started > 0)
     each = on_each_host(hosts) if is_complete else started
     return AgreedNetwork(
+        is_complete,
         several,
         each if several else 0,
         _slowest({rank: one.gloo for rank, one in found.items()}, world_size),
@@ -183,7 +186,8 @@ def profile_over(network: AgreedNetwork, device: str, card: str) -> Profile:
         ports = Ports(slowest.kind, gbit_per_s, slowest.ports)
         if not slowest.unknown or is_assumed_faster(card, ports, each):
             return gpu_profile(card, ports, each, slowest.source)
-    why = slowest.unknown if network.has_several_hosts else ONE_HOST
+    is_one_host = network.is_complete and not network.has_several_hosts
+    why = ONE_HOST if is_one_host else slowest.unknown
     source = f"{STATED if card_of(card) else ASSUMED}: {why or DIFFERENT}"
     return dataclasses.replace(default_profile(device, card, each), source=source)
 

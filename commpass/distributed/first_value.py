@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -25,7 +25,7 @@ LONGEST_PAUSE_S = 0.25
 def first_value(
     store: PlanStore,
     key: str,
-    published: Callable[[range], Mapping[int, T]],
+    published: Callable[[Sequence[int]], Mapping[int, T]],
     value: Callable[[Mapping[int, T]], str],
     *,
     without_rank_0: str,
@@ -39,18 +39,21 @@ def first_value(
     ``silent`` is the warning if any rank does not: a format for the number of ranks and seconds.
     """
     ranks = range(dist.get_world_size())
-    start, pause = time.monotonic(), 0.001
-    while len(found := published(ranks)) < len(ranks):
+    start, pause, found = time.monotonic(), 0.001, dict[int, T]()
+    while True:
+        found.update(published([rank for rank in ranks if rank not in found]))
+        if len(found) == len(ranks):
+            break
         if decided := store.read_published(key, [0]):
             return decided[0].decode()
         if time.monotonic() - start > patience_s:
             log.warning(silent, len(ranks) - len(found), patience_s)
             break
         time.sleep(pause)
-        pause = min(2 * pause, LONGEST_PAUSE_S)
+        pause = min(2 * pause, LONGEST_PAUSE_S * (1 + len(ranks) / 256))
     if 0 not in found:
         store.publish(f"{key}/alone", without_rank_0.encode())
-        if 0 not in published(ranks):
+        if 0 not in published([0]):
             return without_rank_0
     alone = store.read_published(f"{key}/alone", ranks)
     return store.agree_on_first(key, without_rank_0 if alone else value(found))

@@ -52,8 +52,15 @@ class NetworkOfRank:
 def network_here(host: str, backends: str) -> NetworkOfRank:
     """Return the network of this rank. ``backends`` are those of the default group, as in
     ``cpu:gloo,cuda:nccl``."""
-    unused = Interface("", reason="the default process group has no gloo")  # finding it needs DNS
-    return NetworkOfRank(host, gloo_interface() if "gloo" in backends else unused, nccl_interface())
+
+    def without(backend: str) -> Interface:
+        return Interface("", reason=f"the default process group has no {backend}")
+
+    return NetworkOfRank(
+        host,
+        gloo_interface() if "gloo" in backends else without("gloo"),  # may need DNS
+        nccl_interface() if "nccl" in backends else without("nccl"),
+    )
 
 
 def gloo_interface(
@@ -67,7 +74,7 @@ def gloo_interface(
     with the address of the host's name, which ``find`` returns. ``root`` is the folder of sysfs.
     """
     root = root or SYS
-    if not (root / "class/net").is_dir():
+    if not _exists(root / "class/net"):
         return _unknown("", f"{root / 'class/net'} does not exist")
     if listed := environ.get("GLOO_SOCKET_IFNAME", ""):
         return _slowest([ethernet(name, root) for name in listed.split(",")])
@@ -109,11 +116,11 @@ def ethernet(name: str, root: Path) -> Interface:
     if not name or name in (".", "..") or "/" in name:
         return _unknown(name, f"{name!r} is no name of an interface")
     folder = root / "class/net" / name
-    if not folder.exists():
+    if not _exists(folder):
         return _unknown(name, f"there is no interface {name}")
     if why := _silent_type(name, root):
         return _unknown(name, why)
-    if (folder / "bridge").is_dir():
+    if _exists(folder / "bridge"):
         up = [each for each in _below(name, root) if _is_up(each, root)]
         ports = [ethernet(each, root) for each in up or _below(name, root)]
         return replace(_slowest(ports), name=name)
@@ -129,11 +136,11 @@ def _silent_type(name: str, root: Path) -> str:
     folder = root / "class/net" / name
     if name == "lo":
         return "lo is the loopback"
-    if (folder / "wireless").exists() or (folder / "phy80211").exists():
+    if _exists(folder / "wireless") or _exists(folder / "phy80211"):
         return f"{name} is wireless, which rarely reaches its stated rate"
-    if (folder / "tun_flags").exists():
+    if _exists(folder / "tun_flags"):
         return f"{name} is a tunnel, whose stated rate is arbitrary"
-    if (folder / "bridge").is_dir() and not _below(name, root):
+    if _exists(folder / "bridge") and not _below(name, root):
         return f"{name} is a bridge without a network card"
     if not (_is_hardware(name, root) or _below(name, root) or _type(name, root) in STACKED):
         return f"{name} is a virtual interface, whose stated rate is arbitrary"
@@ -149,14 +156,14 @@ def _below(name: str, root: Path) -> list[str]:
     Of a bridge, they are those to other hosts, and not those of containers.
     """
     folder = root / "class/net" / name
-    if (folder / "bridge").is_dir():
+    if _exists(folder / "bridge"):
         ports = _names(folder / "brif")
         return [each for each in ports if _is_hardware(each, root) or _below(each, root)]
     return [each.removeprefix("lower_") for each in _names(folder) if each.startswith("lower_")]
 
 
 def _is_hardware(name: str, root: Path) -> bool:
-    return (root / "class/net" / name / "device").exists()
+    return _exists(root / "class/net" / name / "device")
 
 
 def _is_up(name: str, root: Path) -> bool:
@@ -174,7 +181,7 @@ def _infiniband_ports(root: Path) -> list[Interface]:
     found = []
     for adapter in _names(root / "class/infiniband"):
         folder = root / "class/infiniband" / adapter
-        for number in _names(folder / "ports") if (folder / "device").exists() else ():
+        for number in _names(folder / "ports") if _exists(folder / "device") else ():
             port = folder / "ports" / number
             if not _text(port / "state").endswith("ACTIVE"):
                 continue
@@ -229,6 +236,10 @@ def _widest(found: Sequence[Interface]) -> Interface:
 
 def _unknown(name: str, reason: str) -> Interface:
     return Interface(name, reason=reason)
+
+
+def _exists(path: Path) -> bool:
+    return os.path.exists(path)  # False also for a folder that may not be read
 
 
 def _text(path: Path) -> str:

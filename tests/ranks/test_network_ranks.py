@@ -217,7 +217,7 @@ def test_rank_that_publishes_too_late_uses_the_result_of_the_others(missing, ran
     found = ranks3.run(with_missing, missing, ["1000", "1000", "1000"])
     (description,) = {description for description, _ in found}
     assert description == (
-        "ethernet-10g (assumed: all ranks are on one host)"
+        "ethernet-10g (assumed: 3 of 3 ranks did not publish theirs)"
         if missing == 0
         else "ethernet-1g (read from eth0 of rank 0)"
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from sys_trees import add_adapter, add_interface
 
-from commpass.distributed import addresses
+from commpass.distributed import addresses, network
 from commpass.distributed.network import Interface, ethernet, gloo_interface, nccl_interface
 
 NDR = "400 Gb/sec (4X NDR)"
@@ -101,6 +101,20 @@ def test_bridge_has_the_rate_of_its_network_card(root):
     add_interface(root, "eth2", "-1")
     add_interface(root, "br1", "10000", ports=["eth2"], **given)
     assert ethernet("br1", root) == Interface("br1", reason="eth2 does not state its rate")
+
+
+def test_folder_that_may_not_be_read_is_unknown(root, monkeypatch):
+    add_interface(root, "eth0", "1000")
+
+    def refuse(*_, **__):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "stat", refuse)
+    monkeypatch.setattr(Path, "read_text", refuse)
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    assert ethernet("eth0", root).reason == "there is no interface eth0"
+    assert gloo_interface(root, {}, unexpected).reason
+    assert nccl_interface(root, {}).reason
 
 
 @pytest.mark.parametrize("name", ["eth9", "", "..", "../../etc", "eth0/.."])
@@ -260,6 +274,19 @@ def test_nccl_ignores_interfaces_that_are_down_or_of_containers(root):
 def test_nccl_in_a_container_with_a_virtual_interface_is_unknown(root):
     add_interface(root, "eth0", "10000", device=False)
     assert nccl_interface(root, {}).reason.startswith("eth0 is a virtual interface")
+
+
+def test_interfaces_of_unused_backends_are_not_looked_for(root, monkeypatch):
+    monkeypatch.setattr(
+        network, "SYS", add_adapter(add_interface(root, "eth0", "1000"), "a", {1: NDR})
+    )
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    found = network.network_here("here", "cpu:gloo,cuda:nccl")
+    assert (found.gloo.mbit_per_s, found.nccl.mbit_per_s) == (1000, 400_000)
+    found = network.network_here("here", "nccl")
+    assert found.gloo.reason == "the default process group has no gloo"
+    assert found.nccl.mbit_per_s == 400_000
+    assert network.network_here("here", "gloo").nccl.reason
 
 
 # --- a real kernel --------------------------------------------------------------------------------
