@@ -28,6 +28,7 @@ from commpass.costmodel.networks import (
 )
 from commpass.distributed.first_value import first_value
 from commpass.distributed.hosts import is_distributed, on_each_host
+from commpass.distributed.interfaces import Interface
 from commpass.distributed.machine import (
     ASSUMED,
     STATED,
@@ -35,7 +36,7 @@ from commpass.distributed.machine import (
     default_here,
     ranks_on_each_host,
 )
-from commpass.distributed.network import Interface, NetworkOfRank, network_here
+from commpass.distributed.network import NetworkOfRank, network_here
 from commpass.distributed.plan_store import PlanStore, current_store
 from commpass.groups import is_first_rank
 from commpass.passes.fx.parse import graph_modules, parse

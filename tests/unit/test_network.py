@@ -12,7 +12,8 @@ import pytest
 from sys_trees import add_adapter, add_interface
 
 from commpass.distributed import addresses, network
-from commpass.distributed.network import Interface, ethernet, gloo_interface, nccl_interface
+from commpass.distributed.interfaces import Interface, ethernet
+from commpass.distributed.network import gloo_interface, nccl_interface
 
 NDR = "400 Gb/sec (4X NDR)"
 HDR = "200 Gb/sec (4X HDR)"
@@ -271,6 +272,14 @@ def test_nccl_ignores_interfaces_that_are_down_or_of_containers(root):
     assert nccl_interface(root, {"NCCL_SOCKET_IFNAME": "em"}).reason
 
 
+def test_nccl_counts_a_port_once(root):
+    for name in ("eth0", "eth1"):
+        add_interface(root, name, "25000", folders=["master"])
+    add_interface(root, "bond0", "50000", device=False, below=["eth0", "eth1"], devtype="bond")
+    add_interface(root, "bond0.7", "50000", device=False, below=["bond0"], devtype="vlan")
+    assert nccl_interface(root, {}) == Interface("bond0", 50_000)
+
+
 def test_nccl_in_a_container_with_a_virtual_interface_is_unknown(root):
     add_interface(root, "eth0", "10000", device=False)
     assert nccl_interface(root, {}).reason.startswith("eth0 is a virtual interface")
@@ -305,7 +314,8 @@ ip -6 address add fd12::1/64 dev br0 nodad
 exec "$0" -c '
 import json
 from commpass.distributed.addresses import interface_with
-from commpass.distributed.network import SYS, ethernet
+from commpass.distributed.interfaces import ethernet
+from commpass.distributed.network import SYS
 names = ["va", "mv", "br0", "lo"]
 rates = {name: (SYS / "class/net" / name / "speed") for name in names[:3]}
 print(json.dumps({

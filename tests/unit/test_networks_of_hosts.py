@@ -16,7 +16,8 @@ from commpass.costmodel.networks import Ports, cpu_profile, gpu_profile
 from commpass.costmodel.profile import DEFAULT_CPU
 from commpass.distributed import network
 from commpass.distributed.agreed_network import network_of, profile_over
-from commpass.distributed.network import Interface, NetworkOfRank
+from commpass.distributed.interfaces import Interface
+from commpass.distributed.network import NetworkOfRank
 from commpass.errors import PolicyError
 
 H100 = "NVIDIA H100 80GB HBM3"
