@@ -107,14 +107,15 @@ def agreed_network(
         return None
     try:
         store = current_store()
-        if store.network is None and (gm is None or _has_collective(gm)):
-            patience_s = min(timeout_s or PATIENCE_S, PATIENCE_S)
-            store.network = _agree(store, patience_s)
-            _log(store.network)
+        if is_new := store.network is None and (gm is None or _has_collective(gm)):
+            store.network = _agree(store, min(timeout_s or PATIENCE_S, PATIENCE_S))
     except RuntimeError as error:  # the store is gone: the comparison of plans reports it
         log.debug("commpass could not reach the store: %s", error)
         return None
-    return None if store.network is None else _decoded(store.network)
+    network = None if store.network is None else _decoded(store.network)
+    if is_new and network is not None and is_first_rank():
+        _log(network)
+    return network
 
 
 def _agree(store: PlanStore, patience_s: float) -> str:
@@ -201,11 +202,10 @@ def _has_collective(gm: fx.GraphModule) -> bool:
     return any(parse(node) is not None for _, module in modules for node in module.graph.nodes)
 
 
-def _log(text: str) -> None:
-    if is_first_rank():
-        device = "cuda" if "nccl" in dist.get_backend_config(None) else "cpu"
-        found = profile_over(_decoded(text), device, card_here(device))
-        log.info("profile %s. Measure with `commpass probe`", found.description)
+def _log(network: AgreedNetwork) -> None:
+    device = "cuda" if "nccl" in dist.get_backend_config() else "cpu"
+    found = profile_over(network, device, card_here(device))
+    log.info("profile %s. Measure with `commpass probe`", found.description)
 
 
 def _encoded(network: AgreedNetwork) -> str:

@@ -198,7 +198,8 @@ class Report:
             f"commpass, policy {names}: {plural(all_of.graphs, 'graph')},"
             f" {plural(all_of.sites, 'site')}, {all_of.compressed} compressed{untouched}"
         )
-        if profiles := dict.fromkeys(each.profile for each in self.graphs if each.profile):
+        sending = [each for each in self.graphs if each.sites]
+        if profiles := dict.fromkeys(each.profile for each in sending if each.profile):
             yield f"profile: {', '.join(profiles)}"
         if all_of.measured_ms is None:
             yield f"time: not measured{_why_untimed(self.graphs)}"
