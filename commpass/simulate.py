@@ -81,6 +81,7 @@ def simulate(
     policies: Iterable[str | Path | Policy] = ("off", "lossless", "balanced"),
     *,
     sweep: tuple[str, Sequence[float]] | None = None,
+    nodes: int | None = None,
     train: bool = True,
     progress: Progress | None = None,
 ) -> list[Simulated]:
@@ -94,8 +95,11 @@ def simulate(
     ``intra_host_gbit`` of the profile's links, or an argument of ``build``. The model is traced
     once for all policies and links, and again for each mesh and each argument.
 
-    Raises CommpassError if a process group exists already, if a name cannot be swept, or if the
-    model needs a tensor's value.
+    With ``nodes``, the mesh must have exactly the GPUs of so many hosts of the profile, such as
+    ``"dgx-h100"``.
+
+    Raises CommpassError if a process group exists already, if a name cannot be swept, if the mesh
+    does not fit ``nodes``, or if the model needs a tensor's value.
     """
     if dist.is_initialized():
         raise CommpassError("simulate makes process groups of its own: there must be none before")
@@ -111,6 +115,9 @@ def simulate(
         _swept((sweep[0], value) if sweep and value is not None else None, dict(mesh), known)
         for value in values
     ]
+    if nodes is not None:
+        for case in cases:
+            check_gpus(case.sizes, known, nodes)
     found: list[Simulated] = []
     done = 0
     for _, alike in groupby(cases, key=lambda case: (case.sizes, case.more)):
@@ -205,6 +212,32 @@ def _swept(set_to: tuple[str, float] | None, mesh: dict[str, int], profile: Prof
         set_profile = dataclasses.replace(profile, **{which: faster})
         return _Case(set_to, mesh, set_profile, {})
     return _Case(set_to, mesh, profile, {name: whole})
+
+
+def check_gpus(sizes: Mapping[str, int], profile: Profile, nodes: int) -> None:
+    """Raise CommpassError unless a mesh of these sizes has the GPUs of ``nodes`` hosts."""
+    if not profile.ranks_per_host:
+        raise CommpassError(
+            f"nodes={nodes}: profile {profile.name!r} does not say how many GPUs a node has: name a"
+            " machine such as dgx-h100, or give the profile ranks_per_host"
+        )
+    if not isinstance(nodes, int) or nodes < 1:
+        raise CommpassError(f"nodes={nodes!r}: must be a number of nodes")
+    ranks, gpus = prod(sizes.values()), nodes * profile.ranks_per_host
+    if ranks == gpus:
+        return
+    first = next(iter(sizes))
+    others = ranks // sizes[first]
+    fits = {**sizes, first: gpus // others} if gpus % others == 0 else None
+    raise CommpassError(
+        f"mesh {mesh_text(sizes)} has {ranks:,} ranks, but {nodes:,} nodes of {profile.name} have"
+        f" {gpus:,} GPUs: " + (f"write {mesh_text(fits)}" if fits else "change its sizes")
+    )
+
+
+def mesh_text(sizes: Mapping[str, int]) -> str:
+    """Return the sizes of a mesh as the command line takes them: ``dp=8,tp=8``."""
+    return ",".join(f"{name}={size}" for name, size in sizes.items())
 
 
 @contextmanager

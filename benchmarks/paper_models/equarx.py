@@ -7,7 +7,7 @@ from math import inf
 
 from commpass.costmodel import Kernels, Link, Profile
 from commpass.costmodel.cards import Card
-from commpass.costmodel.interconnects import REACHED
+from commpass.costmodel.interconnects import NETWORK
 from commpass.passes.breakeven import break_even
 from commpass.passes.divide import CHUNKS
 
@@ -24,7 +24,7 @@ HOP_US = 1.0
 def ring_link(alpha_us: float = HOP_US) -> Link:
     """Return a ring that sends both ways at once (EQuARX, section III.C), as a link of twice the
     rate."""
-    return Link(alpha_us, 2 * PORT_GB_S * REACHED)
+    return Link(alpha_us, 2 * PORT_GB_S * NETWORK.reached)
 
 
 def kernels(launch_us: float = 0.0) -> Kernels:

@@ -16,7 +16,7 @@ def breakeven(
         list[str] | None,
         typer.Argument(
             metavar="[LINK]...",
-            help="Names (ethernet-25g, nvlink-4, ...), or profiles (.toml, .json).",
+            help="Links or machines (ethernet-25g, dgx-h100), or profiles (.toml, .json).",
         ),
     ] = None,
     *,
@@ -25,7 +25,10 @@ def breakeven(
     kind: Annotated[str, typer.Option(help="The collective.")] = "all_reduce",
     policy: Annotated[str, typer.Option(help="A preset or .toml file.")] = "balanced",
     at: Annotated[str, typer.Option("--size", help="The tensor that is timed.")] = "16MiB",
-    gpus: Annotated[bool, typer.Option("--gpus", help="Codecs run on GPUs, also here.")] = False,
+    card: Annotated[str | None, typer.Option(help="The GPU that encodes: h100.")] = None,
+    gpus: Annotated[
+        bool, typer.Option("--gpus", help="Codecs run on the GPU of the profile.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Predict from which size on compressing pays.
@@ -34,4 +37,4 @@ def breakeven(
     """
     from commpass.report.breakeven import LINKS, run
 
-    run(links or LINKS, ranks, dtype, kind, policy, at, gpus=gpus, json=json)
+    run(links or LINKS, ranks, dtype, kind, policy, at, gpus=gpus, card=card, json=json)

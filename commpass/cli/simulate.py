@@ -22,7 +22,13 @@ def simulate(
         ),
     ],
     mesh: Annotated[str, typer.Option(help="Sizes of the mesh by name: dp=8,tp=8.")],
-    profile: Annotated[str, typer.Option(help="A name, a .toml or .json file.")],
+    profile: Annotated[str | None, typer.Option(help="A name, a .toml or .json file.")] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="A machine instead of a profile: dgx-h100.")
+    ] = None,
+    nodes: Annotated[
+        int | None, typer.Option(help="Their number; the mesh must have all GPUs.", min=1)
+    ] = None,
     policy: Annotated[
         list[str] | None, typer.Option(help="A preset or .toml file; may be given again.")
     ] = None,
@@ -43,4 +49,15 @@ def simulate(
     from commpass.report.simulate import run
 
     chosen = policy or ["off", "lossless", "balanced"]
-    run(build, profile, mesh, chosen, sweep, train=train, plot=plot, json=json)
+    run(
+        build,
+        profile,
+        mesh,
+        chosen,
+        sweep,
+        cluster=cluster,
+        nodes=nodes,
+        train=train,
+        plot=plot,
+        json=json,
+    )

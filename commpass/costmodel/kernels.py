@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from commpass.errors import PolicyError, check_number
+
+RAW = "raw"
+"""The codec that only copies."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,10 @@ class KernelRate:
 class Kernels:
     """Rates of kernels.
 
-    - ``launch_us``: the time of a launch.
+    - ``launch_us``: the time of a launch; ``graph_launch_us``, in a CUDA graph (0: the same).
+    - ``in_exchange``: the share of its speed that an encode or decode reaches inside a single
+      kernel which also exchanges values; ``tile_us``, the time in which a program of such a kernel
+      encodes or decodes a tile, about two accesses of memory and some hundred instructions.
     - ``rates``: rates by codec name (the part before the bracket); ``other`` is for codecs not
       listed.
     - ``call_us``: the time of an encode or decode between exchanges, apart from its values. After a
@@ -46,9 +52,15 @@ class Kernels:
     gbytes_per_s: float = 10.0
     call_us: float = 0.0
     matmul_encode: float = 1.1
+    graph_launch_us: float = 0.0
+    in_exchange: float = 1.0
+    tile_us: float = 1.5
 
     def __post_init__(self) -> None:
         check_number("Kernels(launch_us", self.launch_us)
+        check_number("Kernels(graph_launch_us", self.graph_launch_us)
+        check_number("Kernels(in_exchange", self.in_exchange, above=True)
+        check_number("Kernels(tile_us", self.tile_us)
         check_number("Kernels(call_us", self.call_us)
         check_number("Kernels(gflops", self.gflops, above=True)
         check_number("Kernels(gbytes_per_s", self.gbytes_per_s, above=True)
@@ -63,6 +75,11 @@ class Kernels:
                     f"Kernels: {name} is {rate!r}, but must be a KernelRate(encode_ns, decode_ns)"
                 )
 
+    @property
+    def in_graph(self) -> Kernels:
+        """The rates of kernels that a CUDA graph launches."""
+        return replace(self, launch_us=self.graph_launch_us or self.launch_us)
+
     def time_us(self, codec: str, role: str, values: float) -> float:
         """Return the microseconds of one kernel that encodes or decodes (``role``) ``values``
         values. For a ``matmul`` that encodes its own result, ``values`` is the number of
@@ -72,10 +89,22 @@ class Kernels:
             return self.compute_us(0.0, values)
         if role == "matmul":
             return self.compute_us(values, 0.0) * self.matmul_encode
-        rate = self.rates.get(codec.partition("(")[0], self.other)
-        ns = rate.encode_ns if role == "encode" else rate.decode_ns
-        call = self.call_us if rate.call_us is None else rate.call_us
-        return self.launch_us + call + values * ns / 1e3
+        call = self._rate(codec).call_us
+        call_us = self.call_us if call is None else call
+        return self.launch_us + call_us + self.values_us(codec, role, values)
+
+    def values_us(self, codec: str, role: str, values: float) -> float:
+        """Return the microseconds of an encode or decode without those of its kernel's start."""
+        rate = self._rate(codec)
+        return values * (rate.encode_ns if role == "encode" else rate.decode_ns) / 1e3
+
+    def in_exchange_us(self, codec: str, role: str, values: float) -> float:
+        """Return the microseconds of an encode or decode inside a single kernel."""
+        share = 1.0 if codec == RAW else self.in_exchange
+        return self.tile_us + self.values_us(codec, role, values) / share
+
+    def _rate(self, codec: str) -> KernelRate:
+        return self.rates.get(codec.partition("(")[0], self.other)
 
     def compute_us(self, operations: float, nbytes: float) -> float:
         """Return the microseconds of other kernels: the longer of the times for the operations and

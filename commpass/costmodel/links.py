@@ -3,8 +3,8 @@
 Alpha is the time before the first byte of a message arrives, in microseconds, and beta the time of
 one byte. The formulas are those of bandwidth-optimal algorithms on full-duplex links (SSFusion,
 section 2; ZipCCL, section 4): ring for all_reduce and all_gather, direct for the others. They are
-facts of the kinds (``plan.kinds``). A library of GPUs needs more time to start a collective than
-for a message, and sends the messages of an all_reduce along trees.
+facts of the kinds (``plan.kinds``). A library of GPUs carries out a collective by the fastest of
+its ``protocols``.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ import functools
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from math import ceil, log2
 
+from commpass.costmodel.protocols import Protocol
 from commpass.errors import PolicyError, check_number, nearest
 from commpass.plan.kinds import KINDS
 from commpass.plan.stage import ALL, BLOCK, NEXT, Stage
 from commpass.utils.deprecated import renamed_fields
 
-ALL_REDUCE = "all_reduce"
 ONE, SEVERAL = "message", "messages"
 """Kinds that are not collectives: an exchange by messages with one rank, or with several."""
 
@@ -61,12 +60,16 @@ class Link:
       bytes, a quarter of them.
     - ``sharing``: by kind, the bytes through a rank's port relative to those that it sends, if
       other ranks use the port at the same time.
-    - ``start_us``: how long a library's collective takes before its first message, whatever the
-      number of ranks.
-    - ``trees``: the library sends a small all_reduce up and down a tree: of n ranks it has
-      ``2 ceil(log2 n)`` consecutive messages.
+    - ``protocols``: how a library of GPUs carries out collectives; it takes the fastest. They
+      replace ``alpha_us``, except for messages between pairs.
+    - ``least_us``: the least time of a library's collective, with protocols.
+    - ``on_host``: how many ranks of the group are on each host, whose messages among each other
+      take less time (0: unknown).
     - ``peer_gbytes_per_s``: the bandwidth to one other rank, if each pair of ranks has a connection
       of its own (0: each rank has one port to all others).
+    - ``island``: how many consecutive ranks reach each other at full bandwidth, if they reach all
+      others only through a bridge (0: all ranks alike). A CPU socket or a PCIe switch is one.
+    - ``bridge_gbytes_per_s``: the bandwidth per direction from one island to all others together.
     - ``measured``: measured regions of sizes, by kind, or ``message`` and ``messages`` for messages
       to one rank or to several. They replace all other numbers except ``overhead_us``.
 
@@ -82,9 +85,12 @@ class Link:
     buffered_bytes: float = 0.0
     measured: Mapping[str, tuple[Region, ...]] = field(default_factory=dict)
     sharing: Mapping[str, float] = field(default_factory=dict)
-    start_us: float = 0.0
-    trees: bool = False
+    protocols: tuple[Protocol, ...] = ()
+    least_us: float = 0.0
+    on_host: int = 0
     peer_gbytes_per_s: float = 0.0
+    island: int = 0
+    bridge_gbytes_per_s: float = 0.0
 
     def __post_init__(self) -> None:
         check_number("Link(alpha_us", self.alpha_us)
@@ -92,10 +98,18 @@ class Link:
         check_number("Link(overhead_us", self.overhead_us)
         check_number("Link(contention_bytes", self.contention_bytes)
         check_number("Link(buffered_bytes", self.buffered_bytes)
-        check_number("Link(start_us", self.start_us)
+        check_number("Link(least_us", self.least_us)
         check_number("Link(peer_gbytes_per_s", self.peer_gbytes_per_s)
-        if not isinstance(self.trees, bool):
-            raise PolicyError(f"Link(trees={self.trees!r}): must be True or False")
+        check_number("Link(bridge_gbytes_per_s", self.bridge_gbytes_per_s)
+        for name, ranks in (("on_host", self.on_host), ("island", self.island)):
+            if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 0:
+                raise PolicyError(f"Link({name}={ranks!r}): must be a number of ranks, or 0")
+        if self.island and not self.bridge_gbytes_per_s:
+            raise PolicyError(
+                f"Link(island={self.island}): needs bridge_gbytes_per_s, the bandwidth between them"
+            )
+        if not all(isinstance(each, Protocol) for each in self.protocols):
+            raise PolicyError(f"Link(protocols={self.protocols!r}): must be Protocol(...)s")
         for name, kinds in (("factor", KINDS), ("sharing", MEASURED)):
             if not isinstance(given := getattr(self, name), Mapping):
                 raise PolicyError(
@@ -133,6 +147,7 @@ class Link:
             self,
             gbytes_per_s=self.gbytes_per_s * times,
             peer_gbytes_per_s=self.peer_gbytes_per_s * times,
+            bridge_gbytes_per_s=self.bridge_gbytes_per_s * times,
             measured=measured,
         )
 
@@ -172,17 +187,53 @@ class Link:
         if region := self.region(called, sent):
             times = min(messages, 1) if by_messages else messages
             return region.alpha_us * times, sent * others / (region.gbytes_per_s * 1e3)
-        if by_messages:
-            contention = min(sent / 4, self.contention_bytes) if messages > 1 else 0.0
-            alpha, carried = self.alpha_us * min(messages, 1), sent + contention
-            rate = self.rate_to(max(messages, 1))
-        else:
-            buffered = min(sent, self.buffered_bytes) if kind in DIRECT else 0.0
-            in_turn = 2 * ceil(log2(ranks)) if self.trees and kind == ALL_REDUCE else messages
-            alpha = self.start_us + self.alpha_us * min(in_turn, messages)
-            rate = self.rate_to(ranks - 1 if peers is None else max(peers, 1))
-            carried = buffered + (sent - buffered) * self.factor.get(kind, 1.0)
-        return alpha, carried * others / (rate * 1e3)
+        reach = ALL if called in DIRECT else NEXT
+        if not by_messages:
+            return self._library_us(kind, messages, sent, ranks, peers, others, reach)
+        contention = min(sent / 4, self.contention_bytes) if messages > 1 else 0.0
+        carried, rate = sent + contention, self.rate_to(max(messages, 1))
+        on_bridge_us = self._on_bridge_us(carried, reach, ranks, messages)
+        alpha = self.alpha_us * min(messages, 1)
+        return alpha, max(carried * others / (rate * 1e3), on_bridge_us)
+
+    def _library_us(
+        self,
+        kind: str,
+        messages: int,
+        sent: float,
+        ranks: int,
+        peers: int | None,
+        others: float,
+        reach: str,
+    ) -> tuple[float, float]:
+        """Return latency and time on the link of a library's collective."""
+        buffered = min(sent, self.buffered_bytes) if kind in DIRECT else 0.0
+        carried = (buffered + (sent - buffered) * self.factor.get(kind, 1.0)) * others
+        rate = self.rate_to(ranks - 1 if peers is None else max(peers, 1))
+        least_us = self._on_bridge_us(carried, reach, ranks, messages)
+        if not self.protocols:
+            return self.alpha_us * messages, max(carried / (rate * 1e3), least_us)
+        in_turn = 1 if kind in DIRECT else messages
+        latency, on_link_us = min(
+            (
+                (
+                    each.latency_us(kind, in_turn, ranks, self.on_host),
+                    max(each.on_link_us(carried, ranks, rate), least_us),
+                )
+                for each in self.protocols
+                if each.carries(kind, ranks)
+            ),
+            key=sum,
+        )
+        return max(latency, self.least_us - on_link_us), on_link_us
+
+    def _on_bridge_us(self, sent: float, reach: str, ranks: int, peers: int) -> float:
+        """Return the microseconds in which the bytes of an island pass its bridge, if each of
+        ``ranks`` ranks sends ``sent`` bytes."""
+        if not self.island or self.island >= ranks:
+            return 0.0
+        passing = crossing(reach, peers, ranks, self.island)
+        return passing * sent / (self.bridge_gbytes_per_s * 1e3)
 
 
 MEASURED = (*KINDS, ONE, SEVERAL)

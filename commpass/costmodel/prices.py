@@ -15,9 +15,6 @@ from commpass.costmodel.profile import INTRA_HOST, Profile
 from commpass.costmodel.timeline import HOST, Task
 from commpass.plan.stage import ALL, BLOCK, Stage, plain_exchange
 
-TILE_US = 1.0
-"""Microseconds in which a program of a single kernel encodes or decodes a tile: about two accesses
-of its GPU's memory, and some hundred instructions. An assumption."""
 LONGEST_STEP_US = 1.0
 """The most microseconds that a signal between GPUs of one host is assumed to take, as on PCIe. A
 measured alpha includes the start of a library's collective."""
@@ -56,16 +53,24 @@ class Prices:
     def _in_single_kernel_us(self, stage: Stage) -> float:
         """Return the microseconds of a stage of a single kernel, which its first stage launches.
 
-        An exchange is a signal, a read of a peer's memory (to it and back) in each round, and the
-        transfer. The kernel is in the stream of the computation, so the rank computes nothing else.
+        An exchange is a signal, a read of a peer's memory (to it and back), and the transfer. An
+        encode or decode is the access of a tile, and as long as a kernel of its own needs for the
+        values. If each program processes several tiles, it does all of that in each round, and the
+        rounds may take longer than the values. The kernel is in the stream of the computation, so
+        the rank computes nothing else.
         """
-        launch_us = 0.0 if stage.after else self.profile.kernels.launch_us
+        kernels = self.profile.kernels
+        launch_us = 0.0 if stage.after else kernels.launch_us
         if stage.role == "exchange":
-            _, on_link_us = self.link.parts_us(stage.kind, stage.leaving, self.ranks, stage.peers)
+            _, on_link_us = self.link.parts_us(
+                stage.kind, stage.leaving, self.ranks, stage.peers, by_messages=True
+            )
             step_us = min(self.link.alpha_us, LONGEST_STEP_US)
-            return launch_us + step_us * (1 + 2 * stage.rounds) + on_link_us
-        coded = stage.role in ("encode", "decode")
-        return launch_us + (stage.rounds * TILE_US if coded else 0.0)
+            return launch_us + step_us + max(2 * step_us + on_link_us, 2 * step_us * stage.rounds)
+        if stage.role not in ("encode", "decode"):
+            return launch_us
+        values_us = kernels.in_exchange_us(stage.codec, stage.role, stage.values)
+        return launch_us + max(values_us, kernels.tile_us * stage.rounds)
 
     def _exchange(self, stage: Stage) -> Task:
         port, link, sharing = self.port, self.link, None

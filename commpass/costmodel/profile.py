@@ -5,16 +5,22 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import groupby
 
+import msgspec
+
 from commpass.costmodel.cards import CARDS, GPU, card_of, kernels_with
-from commpass.costmodel.interconnects import INTERCONNECTS, gpu_link
+from commpass.costmodel.interconnects import INTERCONNECTS, family_of, gpu_link
+from commpass.costmodel.interconnects import NVLINK as NVLINK_FAMILY
 from commpass.costmodel.kernels import CPU, Kernels
 from commpass.costmodel.links import Link, sharing
+from commpass.costmodel.machines import machine_named, machine_names
 from commpass.errors import PolicyError, check_number, nearest
+from commpass.plan.kinds import KINDS
 from commpass.utils.deprecated import renamed_fields
 
 GLOO_FACTORS = {"reduce_scatter": 2.0, "all_to_all": 2.0}
@@ -123,11 +129,38 @@ class Profile:
         port = self.port_of(*labels, ranks=ranks)
         link = self.intra_host_link if port == INTRA_HOST else self.links.get(port, self.link)
         assert link is not None
+        if link.island and ranks:
+            link = dataclasses.replace(link, island=self._in_island(ranks, link.island))
         on_host = self.on_each_host(ranks)
-        if not self.ports or port == INTRA_HOST or on_host in (0, len(ranks)):
+        if port == INTRA_HOST or on_host in (0, len(ranks)):
             return link
-        times = sharing(len(ranks), on_host, self.ranks_per_host / self.ports)
+        per_port = self.ranks_per_host / self.ports if self.ports else 1.0
+        times = sharing(len(ranks), on_host, per_port) if self.ports else {}
+        if link.protocols:
+            link = dataclasses.replace(link, on_host=on_host)
+            times = times | self._rings_on_all_ports(link, per_port)
         return dataclasses.replace(link, sharing=times)
+
+    def _rings_on_all_ports(self, link: Link, per_port: float) -> dict[str, float]:
+        """Return ``sharing`` for the rings of a library of GPUs, by kind, where it is not 1.
+
+        The library divides the bytes among rings, and each ring leaves the host through another of
+        the group's ports. A port carries only its ring's share of what a rank sends. But a ring is
+        no faster than the link inside a host.
+        """
+        inside = self.intra_host_link
+        least = link.gbytes_per_s / inside.gbytes_per_s if inside is not None else 1.0
+        share = max(per_port / link.on_host, least)
+        if share == 1:
+            return {}
+        return {name: share for name, kind in KINDS.items() if not (kind.direct or kind.pairwise)}
+
+    def _in_island(self, ranks: Sequence[int], island: int) -> int:
+        """Return how many of a group's ranks are in each island of a host, or the fewest if the
+        number differs. It is 0 if all are in one."""
+        places = [rank % self.ranks_per_host if self.ranks_per_host else rank for rank in ranks]
+        counts = Counter(place // island for place in places)
+        return 0 if len(counts) == 1 else min(counts.values())
 
     def port_of(self, *labels: str, ranks: Sequence[int] = ()) -> str:
         """Return which link carries a group: the glob of an entry of ``links``, or ``INTRA_HOST``
@@ -178,7 +211,7 @@ def ethernet(gbit_per_s: float, alpha_us: float = 60.0) -> Profile:
     return Profile(f"ethernet-{gbit_per_s:g}g", link)
 
 
-NVLINK = Profile("nvlink", gpu_link(0.6, 200.0), kernels=GPU)
+NVLINK = Profile("nvlink", gpu_link(NVLINK_FAMILY, 200.0), kernels=GPU)
 """GPUs of one host over NCCL: an assumption until it is measured on the user's machine."""
 
 DEFAULT_CPU = ethernet(10)
@@ -213,17 +246,18 @@ def link_named(name: str) -> Link:
     """Return a link by name: ``"nvlink-4"``, ``"infiniband-ndr"``, ``"ethernet-25g"`` (of any speed
     in Gbit/s). Raises PolicyError for any other name, with the nearest one."""
     if name in INTERCONNECTS:
-        return INTERCONNECTS[name].link
+        return INTERCONNECTS[name].link(family_of(name))
     if name == NVLINK.name:
         return NVLINK.link
     if speed := re.fullmatch(r"ethernet-(\d+(?:\.\d+)?)g", name):
         return ethernet(float(speed.group(1))).link
-    raise PolicyError(f"unknown link {name!r}{nearest(name, NAMES)}")
+    raise PolicyError(f"unknown link {name!r}{nearest(name, LINK_NAMES)}")
 
 
 def profile_named(profile: str | Profile | None) -> Profile | None:
-    """Return a profile by name, ``"nvlink-4"``, ``"infiniband-ndr"`` or ``"ethernet-25g"`` (of any
-    speed in Gbit/s), or the profile itself.
+    """Return a profile by name, or the profile itself. A name is that of a machine
+    (``"dgx-h100"``) or of a link: ``"nvlink-4"``, ``"infiniband-ndr"``, ``"ethernet-25g"`` (of any
+    speed in Gbit/s).
 
     Raises PolicyError for any other name, with the nearest one.
     """
@@ -235,7 +269,9 @@ def profile_named(profile: str | Profile | None) -> Profile | None:
         )
     if speed := re.fullmatch(r"ethernet-(\d+(?:\.\d+)?)g", profile):
         return ethernet(float(speed.group(1)))
-    if profile in NAMES:
+    if profile in machine_names():
+        return _of_machine(profile)
+    if profile in LINK_NAMES:
         return Profile(profile, link_named(profile), kernels=kernels_with(profile))
     raise PolicyError(
         f"unknown profile {profile!r}{nearest(profile, NAMES)} Or give a commpass.Profile(...), or"
@@ -243,7 +279,23 @@ def profile_named(profile: str | Profile | None) -> Profile | None:
     )
 
 
-NAMES = (
+def _of_machine(name: str) -> Profile:
+    """Return the profile of hosts of one kind, which a network connects."""
+    machine = machine_named(name)
+    given = msgspec.structs.asdict(machine.inside)
+    inside = link_named(given.pop("base"))
+    measured = {field: number for field, number in given.items() if number}
+    return Profile(
+        name,
+        link_named(machine.network).scaled(1 / machine.oversubscription),
+        kernels=CARDS[machine.card].kernels,
+        ranks_per_host=machine.gpus,
+        intra_host_link=dataclasses.replace(inside, **measured),
+        ports=machine.ports,
+    )
+
+
+LINK_NAMES = (
     NVLINK.name,
     *INTERCONNECTS,
     "ethernet-1g",
@@ -251,3 +303,4 @@ NAMES = (
     "ethernet-25g",
     "ethernet-100g",
 )
+NAMES = (*machine_names(), *LINK_NAMES)

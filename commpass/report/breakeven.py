@@ -27,7 +27,7 @@ from commpass.report.tables import console_for, plain_table, print_json
 
 LEAST, MOST = 1 << 10, 1 << 34
 """Bytes of the smallest and the largest tensor that is tried, in powers of two."""
-LINKS = ("ethernet-1g", "ethernet-10g", "ethernet-100g", "infiniband-ndr", "nvlink-4")
+LINKS = ("ethernet-1g", "ethernet-10g", "l40s-pcie", "p4d.24xlarge", "dgx-h100")
 UNITS = {"": 0, "KIB": 10, "MIB": 20, "GIB": 30}
 
 
@@ -60,9 +60,11 @@ def run(
     at: str,
     *,
     gpus: bool,
+    card: str | None,
     json: bool,
 ) -> None:
-    """Print the table. With ``gpus`` codecs run on GPUs, whatever the link."""
+    """Print the table. Codecs run on the card, if one is named. With ``gpus`` they run on that of
+    each profile."""
     if kind not in IN_GRAPHS or KINDS[kind].pairwise:
         known = [name for name in IN_GRAPHS if not KINDS[name].pairwise]
         raise PolicyError(f"unknown kind {kind!r}{nearest(kind, known)}")
@@ -70,7 +72,7 @@ def run(
     names = [name.strip() for name in dtypes.split(",")]
     for name in names:
         dtype_of(name)
-    links = [profile_of(name, gpus) for name in profiles]
+    links = [profile_of(name, card, gpus=gpus) for name in profiles]
     rows = [
         even(link, many, dtype, kind, chosen, nbytes)
         for link in links
@@ -86,10 +88,25 @@ def run(
     console.print(made)
 
 
-def profile_of(name: str, gpus: bool) -> Profile:
+def profile_of(name: str, card: str | None = None, *, gpus: bool = False) -> Profile:
+    """Return a profile whose codecs run on ``card``, if it is given.
+
+    Raises PolicyError for an unknown card. It also does so if no card is given and the profile is
+    a link between GPUs of any kind, or the processors of hosts, and ``gpus`` is true.
+    """
     found = profile_here(name)
     assert found is not None
-    return dataclasses.replace(found, kernels=GPU) if gpus and found.kernels == CPU else found
+    if card is not None:
+        if card not in CARDS:
+            raise PolicyError(f"--card {card!r}: no such card{nearest(card, CARDS)}")
+        named = f"{found.name} with {card}"
+        return dataclasses.replace(found, name=named, kernels=CARDS[card].kernels)
+    if found.kernels == GPU or (gpus and found.kernels == CPU):
+        raise PolicyError(
+            f"{name} does not say which GPU encodes: name it with --card, or give a machine such as"
+            f" dgx-h100 instead of the link. Cards: {', '.join(sorted(CARDS))}."
+        )
+    return found
 
 
 def device_of(kernels: Kernels) -> str:

@@ -6,7 +6,8 @@ from __future__ import annotations
 import importlib.util
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,34 +16,42 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from commpass.costmodel.machines import machine_named
 from commpass.errors import CommpassError, nearest
 from commpass.report.numbers import size
 from commpass.report.plots import new_figure
 from commpass.report.progress import progress
 from commpass.report.tables import console_for, plain_table, print_json
-from commpass.simulate import Build, Simulated, simulate
+from commpass.simulate import Build, Simulated, mesh_text, simulate
 
 Sweep = tuple[str, Sequence[float]]
 
 
 def run(
     path: str,
-    profile: str,
+    profile: str | None,
     mesh: str,
     policies: Sequence[str],
     sweep: str | None,
     *,
+    cluster: str | None = None,
+    nodes: int | None = None,
     train: bool,
     plot: Path | None,
     json: bool,
 ) -> None:
+    sizes = mesh_of(mesh)
+    where = profile_of(profile, cluster)
+    if cluster is not None and nodes is None and not sweep:
+        nodes = nodes_of(sizes, cluster)
     with progress("simulate") as show_progress:
         found = simulate(
             build_of(path),
-            profile,
-            mesh_of(mesh),
+            where,
+            sizes,
             policies,
             sweep=sweep_of(sweep) if sweep else None,
+            nodes=nodes,
             train=train,
             progress=show_progress,
         )
@@ -55,8 +64,34 @@ def run(
         made = table(found)
         console_for(made).print(made)
     if plot is not None:
-        draw(found, f"{Path(path).name}, {Path(profile).name}", plot)
+        draw(found, f"{Path(path).name}, {Path(where).name}", plot)
         typer.echo(f"wrote {plot}", err=json)
+
+
+def profile_of(profile: str | None, cluster: str | None) -> str:
+    """Return the name of the profile, of the two ways to give it. Raises CommpassError if there
+    are both or none, or if ``cluster`` is no machine."""
+    if profile is not None and cluster is None:
+        return profile
+    if cluster is not None and profile is None:
+        machine_named(cluster)
+        return cluster
+    raise CommpassError(
+        "give either --cluster with a machine, such as dgx-h100, or --profile with another name or"
+        " a file"
+    )
+
+
+def nodes_of(sizes: Mapping[str, int], cluster: str) -> int | None:
+    """Return how many machines have the ranks of this mesh, or None if it needs a part of one.
+    Raises CommpassError if one of several is not full."""
+    ranks, gpus = prod(sizes.values()), machine_named(cluster).gpus
+    if ranks % gpus and ranks > gpus:
+        raise CommpassError(
+            f"mesh {mesh_text(sizes)} has {ranks:,} ranks, but {cluster} has {gpus} GPUs: the"
+            f" product of the sizes must be a multiple of {gpus}"
+        )
+    return ranks // gpus or None
 
 
 def build_of(location: str) -> Build:

@@ -12,6 +12,7 @@ from commpass.costmodel import Link, Profile, default_profile, profile_named
 from commpass.costmodel.cards import CARDS, GPU, SHARES, card_of
 from commpass.costmodel.interconnects import INTERCONNECTS
 from commpass.costmodel.profile import INTRA_HOST, LINK, link_named
+from commpass.costmodel.protocols import Protocol
 from commpass.errors import PolicyError
 from commpass.plan import NONE, Site
 
@@ -51,17 +52,72 @@ def test_all_reduce_of_a_library_takes_what_was_published(name, ranks, nbytes, u
     assert 1 / 1.5 < link_named(name).time_us("all_reduce", nbytes, ranks) / us < 1.5
 
 
-def test_latency_of_an_all_reduce_follows_a_tree():
-    """Start, then up and down a tree of 8 or 64 ranks; an all_gather passes every other rank."""
-    link = Link(5.0, 50.0, start_us=15.0, trees=True)
-    assert link.parts_us("all_reduce", 0, 8) == (15 + 5 * 2 * 3, 0)
-    assert link.parts_us("all_reduce", 0, 64) == (15 + 5 * 2 * 6, 0)
-    assert link.parts_us("all_reduce", 0, 5) == (15 + 5 * 2 * 3, 0)
-    assert link.parts_us("all_reduce", 0, 2) == (15 + 5 * 2, 0)
-    assert link.parts_us("all_gather", 0, 8) == (15 + 5 * 7, 0)
+LL = Protocol("LL", 6.0, 2.0, 0.5, near_step_us=0.5, tree_step_us=5.0, most_gbytes_per_s=20.0)
+SIMPLE = Protocol("Simple", 8.0, 10.0, 1.0)
+NETWORK = Link(5.0, 50.0, protocols=(LL, SIMPLE))
+
+
+def test_fastest_protocol_carries_out_a_collective():
+    """An all_gather of n bytes over 5 ranks has 4 messages of n bytes, one after the other: LL
+    takes 6 + 4 * 2 us and 0.2 us a KB, Simple 8 + 4 * 10 and 0.08. They are equal at 283 KB."""
+    for nbytes, expected in (
+        (0, 14),
+        (1e3, 14 + 4e3 / 20e3),
+        (280e3 / 4, 14 + 280e3 / 20e3),
+        (4e6, 48 + 16e6 / 50e3),
+    ):
+        assert NETWORK.time_us("all_gather", nbytes, 5) == pytest.approx(expected)
+    assert NETWORK.parts_us("all_to_all", 0, 8, 7, by_messages=True) == (5, 0)
+    assert NETWORK.time_us("all_to_all", 0, 8) == 6 + 2
+
+
+def test_small_all_reduce_follows_a_ring_or_a_tree():
+    """A ring of 8 ranks has 14 messages of 2 us. A tree of 64 has 2 * 6 messages of 5 us; on hosts
+    of 8 it has 2 * 3, and 2 * 7 between neighbours, of half a microsecond."""
+    assert NETWORK.parts_us("all_reduce", 0, 8) == (6 + 28, 0)
+    assert NETWORK.parts_us("all_reduce", 0, 64) == (6 + 60, 0)
+    hosts = dataclasses.replace(NETWORK, on_host=8)
+    assert hosts.parts_us("all_reduce", 0, 64) == (6 + 30 + 7, 0)
+    ring_us = 6 + 126 / 8 * 2 + 126 * 7 / 8 * 0.5
+    no_tree = dataclasses.replace(hosts, protocols=(dataclasses.replace(LL, tree_step_us=0.0),))
+    assert no_tree.parts_us("all_reduce", 0, 64) == (ring_us, 0)
+
+
+def test_collective_takes_a_least_time():
+    link = dataclasses.replace(NETWORK, least_us=30.0)
+    assert link.time_us("all_gather", 1e3, 5) == pytest.approx(30.0)
+    assert link.time_us("all_gather", 4e6, 5) == NETWORK.time_us("all_gather", 4e6, 5)
     assert link.parts_us("all_to_all", 0, 8, 7, by_messages=True) == (5, 0)
-    ring = dataclasses.replace(link, trees=False)
-    assert ring.parts_us("all_reduce", 0, 64) == (15 + 5 * 126, 0)
+
+
+PAIRS = Link(0.0, 50.0, island=4, bridge_gbytes_per_s=40.0)
+
+
+def test_bytes_between_islands_pass_the_bridge():
+    """Of 8 ranks in two islands of 4, a ring sends one rank's bytes over the bridge. In an
+    all_to_all, each rank sends 4 of 7 parts over it: 16 of 7 ranks' bytes."""
+    sent = 7e6
+    assert PAIRS.time_us("reduce_scatter", 8e6, 8) == pytest.approx(sent / 40e3)
+    assert PAIRS.time_us("all_to_all", 8e6, 8) == pytest.approx(sent * 16 / 7 / 40e3)
+    in_messages = PAIRS.parts_us("all_to_all", sent, 8, 7, by_messages=True)
+    assert in_messages == pytest.approx((0, sent * 16 / 7 / 40e3))
+    assert PAIRS.time_us("reduce_scatter", 4e6, 4) == pytest.approx(3e6 / 50e3)
+
+
+def test_group_inside_an_island_needs_no_bridge():
+    profile = Profile("islands", PAIRS)
+    for ranks, island in (
+        (range(4), 0),
+        (range(4, 8), 0),
+        (range(8), 4),
+        ((0, 1, 4, 5), 2),
+        ((3, 4), 1),
+        ((0, 1, 2, 4), 1),
+    ):
+        assert profile.link_of("tp", ranks=ranks).island == island
+    hosts = dataclasses.replace(profile, ranks_per_host=8, intra_host_link=PAIRS)
+    assert hosts.link_of("tp", ranks=range(12, 16)).island == 0
+    assert hosts.link_of("tp", ranks=range(8, 16)).island == 4
 
 
 def test_connections_of_pairs_are_used_together():
@@ -76,7 +132,15 @@ def test_connections_of_pairs_are_used_together():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"start_us": -1.0}, {"peer_gbytes_per_s": -1.0}, {"trees": "yes"}]
+    "wrong",
+    [
+        {"least_us": -1.0},
+        {"peer_gbytes_per_s": -1.0},
+        {"on_host": -1},
+        {"island": 2},
+        {"island": 2.5},
+        {"protocols": ("LL",)},
+    ],
 )
 def test_link_refuses_invalid_numbers(wrong):
     with pytest.raises(PolicyError, match=next(iter(wrong))):
@@ -120,9 +184,14 @@ def test_group_between_hosts_is_not_on_the_links_inside_one():
     found = default_profile("cuda", "NVIDIA H100 80GB HBM3", ranks_per_host=8)
     assert found.port_of("tp", ranks=range(8, 16)) == INTRA_HOST
     assert found.link_of("tp", ranks=range(8, 16)) == link_named("nvlink-4")
-    for ranks in (range(16), range(0, 64, 8), (7, 8)):
+    network = link_named("infiniband-ndr")
+    for ranks, on_host in ((range(16), 8), (range(0, 64, 8), 1), ((7, 8), 1)):
         assert found.port_of("dp", ranks=ranks) == LINK
-        assert found.link_of("dp", ranks=ranks) == link_named("infiniband-ndr")
+        link = found.link_of("dp", ranks=ranks)
+        assert dataclasses.replace(link, sharing={}) == dataclasses.replace(
+            network, on_host=on_host
+        )
+        assert bool(link.sharing) == (on_host > 1)
     alone = default_profile("cuda", "NVIDIA H100 80GB HBM3")
     assert alone == Profile("h100", link_named("nvlink-4"), kernels=CARDS["h100"].kernels)
 
@@ -130,7 +199,8 @@ def test_group_between_hosts_is_not_on_the_links_inside_one():
 def test_rack_of_one_interconnect_is_as_one_host():
     found = default_profile("cuda", "NVIDIA GB200", ranks_per_host=4)
     assert found.link_of("tp", ranks=range(72)) == link_named("nvlink-5")
-    assert found.link_of("dp", ranks=range(0, 144, 72)) == link_named("infiniband-ndr")
+    network = dataclasses.replace(link_named("infiniband-ndr"), on_host=1)
+    assert found.link_of("dp", ranks=range(0, 144, 72)) == network
 
 
 @pytest.mark.parametrize("kernels", [GPU, *(card.kernels for card in CARDS.values())])
