@@ -6,13 +6,11 @@ import dataclasses
 from dataclasses import dataclass
 
 from commpass.costmodel.cards import GPU, card_of
-from commpass.costmodel.interconnects import REACHED, gpu_link
+from commpass.costmodel.interconnects import NETWORK, Stated
+from commpass.costmodel.links import Link
 from commpass.costmodel.profile import DEFAULT_CPU, NVLINK, Profile, default_profile, ethernet
 
 ASSUMED_GBIT_PER_S = DEFAULT_CPU.link.gbytes_per_s * 8
-STEP_US = {"infiniband": 5.0, "roce": 5.0, "ethernet": 15.0}
-"""Microseconds of a step between hosts for NCCL, by kind of network. That of InfiniBand is the one
-of the named links. The others are assumptions: RoCE equals InfiniBand, and TCP takes longer."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +21,11 @@ class Ports:
     kind: str
     gbit_per_s: float
     number: int = 1
+
+    @property
+    def link(self) -> Link:
+        """One port as NCCL uses it: as InfiniBand, which is an assumption for other kinds."""
+        return Stated(self.gbit_per_s / 8, "read from the system").link(NETWORK)
 
 
 def cpu_profile(gbit_per_s: float, ranks_per_host: int, source: str) -> Profile:
@@ -48,10 +51,9 @@ def gpu_profile(card: str, ports: Ports, ranks_per_host: int, source: str) -> Pr
     intra_host_link = base.intra_host_link or NVLINK.link
     ranks = max(base.ranks_per_host, ranks_per_host)  # more if GPUs of several hosts are joined
     number = ports.number * max(ranks // ranks_per_host, 1)
-    rate = round(ports.gbit_per_s / 8 * REACHED, 3)
     return Profile(
         f"{card_of(card) or NVLINK.name} over {ports.kind}-{ports.gbit_per_s:g}g",
-        gpu_link(STEP_US[ports.kind], rate),
+        ports.link,
         kernels=base.kernels if card_of(card) else GPU,
         ranks_per_host=ranks,
         intra_host_link=intra_host_link,
@@ -63,4 +65,4 @@ def gpu_profile(card: str, ports: Ports, ranks_per_host: int, source: str) -> Pr
 def is_assumed_faster(card: str, ports: Ports, ranks_per_host: int) -> bool:
     """Return whether the default for a GPU between hosts is faster than these ports."""
     assumed = default_profile("cuda", card, ranks_per_host).link
-    return assumed.gbytes_per_s > ports.gbit_per_s / 8 * REACHED
+    return assumed.gbytes_per_s > ports.link.gbytes_per_s
