@@ -78,7 +78,7 @@ def gpu_kernels(gbytes_per_s: float, gflops: float, slots: float = 0.0) -> Kerne
         copy_ns = (2.0 + wire) / gbytes_per_s
         if share >= BOUND_BY_MEMORY:
             return copy_ns / share
-        return max(copy_ns, (2.0 + wire) / H200_COPY / share * slower)
+        return max(copy_ns / BOUND_BY_MEMORY, (2.0 + wire) / H200_COPY / share * slower)
 
     def rate(of: Shares) -> KernelRate:
         return KernelRate(ns(of.wire, of.encode), ns(of.wire, of.decode))
