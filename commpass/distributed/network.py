@@ -42,13 +42,13 @@ def network_here(host: str, backends: str) -> NetworkOfRank:
     """Return the network of this rank. ``backends`` are those of the default group, as in
     ``cpu:gloo,cuda:nccl``."""
 
-    def without(backend: str) -> Interface:
+    def unused(backend: str) -> Interface:
         return Interface("", reason=f"the default process group has no {backend}")
 
     return NetworkOfRank(
         host,
-        gloo_interface() if "gloo" in backends else without("gloo"),  # may need DNS
-        nccl_interface() if "nccl" in backends else without("nccl"),
+        gloo_interface() if "gloo" in backends else unused("gloo"),  # may need DNS
+        nccl_interface() if "nccl" in backends else unused("nccl"),
     )
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 
+import msgspec
 import pytest
+import report_dumps
 from sys_trees import add_interface
 from typer.testing import CliRunner
 
@@ -19,6 +21,7 @@ from commpass.distributed.agreed_network import network_of, profile_over
 from commpass.distributed.interfaces import Interface
 from commpass.distributed.network import NetworkOfRank
 from commpass.errors import PolicyError
+from commpass.plan import dump
 
 H100 = "NVIDIA H100 80GB HBM3"
 NDR = Interface("mlx5_0:1 to mlx5_7:1", 400_000, 8, "infiniband")
@@ -165,3 +168,19 @@ def test_doctor_shows_what_it_reads(tmp_path, monkeypatch):
     assert state() == f"{alone} ethernet-1g (read from eth0)"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")
     assert state() == f"{alone} ethernet-10g (assumed: there is no interface eth1)"
+
+
+def test_reports_of_a_dump_show_the_source(tmp_path):
+    made = report_dumps.dump([report_dumps.site("all_reduce", "layers.0.mlp")])
+    fields = msgspec.to_builtins(over("ab", device="cpu"))
+    made = dataclasses.replace(
+        made,
+        plan=dataclasses.replace(made.plan, profile=fields["name"]),
+        profile=fields,
+    )
+    dump.write(tmp_path / "dump", made)
+    shown = CliRunner().invoke(app, ["explain", str(tmp_path / "dump")]).stdout
+    assert "profile ethernet-1g (read from eth0)" in " ".join(shown.split())
+    page = tmp_path / "report.html"
+    CliRunner().invoke(app, ["report", str(tmp_path / "dump"), "-o", str(page)])
+    assert "Profile ethernet-1g (read from eth0): what the cost model knew" in page.read_text()
