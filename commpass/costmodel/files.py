@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,9 +13,8 @@ from typing import Any
 import msgspec
 
 from commpass.costmodel.cards import CARDS
-from commpass.costmodel.kernels import KernelRate, Kernels
+from commpass.costmodel.fields import check_fields, check_kernels, check_link
 from commpass.costmodel.links import OLD_NAMES as LINK_NAMES
-from commpass.costmodel.links import Link
 from commpass.costmodel.profile import OLD_NAMES as PROFILE_NAMES
 from commpass.costmodel.profile import Profile, link_named, profile_named
 from commpass.errors import PolicyError, ProfileError, nearest
@@ -24,6 +23,8 @@ from commpass.utils.tables import Format, line_of, read_json, read_toml, write_w
 
 FORMAT = Format("profile", 2, "measure again with `commpass probe`", ProfileError)
 SUFFIXES = (".json", ".toml")
+BASE = ("base",)
+"""What a table of a TOML file may have besides its fields: a name whose numbers it overrides."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +110,13 @@ def write(path: Path, file: ProfileFile) -> None:
 
 def read(path: Path) -> ProfileFile:
     """Read a file of ``write``. Raises ProfileError with the error and its location."""
-    return read_json(path, FORMAT, ProfileFile, lambda old: _of_version_1(old, path))
+    found = read_json(path, FORMAT, ProfileFile, lambda old: _of_version_1(old, path))
+    fields = msgspec.json.decode(path.read_bytes())["profile"]
+    try:
+        check_fields(with_current_names(fields))
+    except ProfileError as error:
+        raise ProfileError(f"{path}: {error}; {FORMAT.again}") from error
+    return found
 
 
 def _of_version_1(file: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -154,8 +161,11 @@ def _renamed(
 
 
 def profile_of(fields: Mapping[str, Any]) -> Profile:
-    """Return a profile from data, such as a dump's. Raises msgspec.ValidationError."""
-    return msgspec.convert(with_current_names(fields), Profile)
+    """Return a profile from data, such as a dump's. Raises msgspec.ValidationError, or ProfileError
+    for a field that no profile has."""
+    found = with_current_names(fields)
+    check_fields(found)
+    return msgspec.convert(found, Profile)
 
 
 # --- by name or path, and TOML --------------------------------------------------------------------
@@ -220,22 +230,6 @@ def _built(fields: dict[str, Any], fail: Any) -> Profile:
         raise fail(None, str(error)) from error
 
 
-class _Unknown(ProfileError):
-    """An unknown field of a table, at a ``key``."""
-
-    def __init__(self, key: str, name: str, known: Sequence[str]):
-        super().__init__(f"{name} has no field {key!r}{nearest(key, known)}")
-        self.key = key
-
-
-def _fields(table: Any, kind: type, name: str) -> None:
-    """Raise ProfileError if a table has a field that its type does not have."""
-    known = [field.name for field in dataclasses.fields(kind)]
-    for key in table if isinstance(table, Mapping) else ():
-        if key not in known and key != "base":
-            raise _Unknown(key, name, [*known, "base"])
-
-
 def _merged(key: str, value: Any, below: Any) -> Any:
     """Return a field of a file, merged with the value of the base."""
     if key in ("link", "intra_host_link"):
@@ -252,12 +246,10 @@ def _kernels(value: Any, below: Any) -> Any:
     table: Any = {"base": value} if isinstance(value, str) else value
     if not isinstance(table, Mapping):
         return value
-    _fields(table, Kernels, "[kernels]")
     rates = table.get("rates", {})
     if not isinstance(rates, Mapping):
         raise ProfileError(f"rates={rates!r}: must map names of codecs to encode_ns and decode_ns")
-    for name, rate in (("other", table.get("other")), *rates.items()):
-        _fields(rate, KernelRate, f"the rate of {name}")
+    check_kernels(table, BASE)
     if (named := table.get("base")) is not None:
         if not isinstance(named, str) or named not in CARDS:
             raise ProfileError(f"unknown card {named!r}{nearest(str(named), CARDS)}")
@@ -269,7 +261,7 @@ def _kernels(value: Any, below: Any) -> Any:
 
 
 def _link(value: Any, below: Any) -> Any:
-    _fields(value, Link, "a link")
+    check_link(value, BASE)
     if isinstance(value, str):
         return msgspec.to_builtins(link_named(value))
     if isinstance(value, Mapping) and "base" in value:

@@ -8,10 +8,11 @@ the machine was busy does not draw the line to itself, as it would with squares.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import combinations, pairwise
 from math import inf
+from statistics import median_low
 
 from commpass.costmodel.links import Region
 from commpass.errors import ProfileError
@@ -53,7 +54,8 @@ def regions(points: Sequence[Point]) -> tuple[Region, ...]:
     """Return regions of sizes, each with its alpha and beta, from measured points of one kind.
 
     There are as few regions as bring every point within ``CLOSE``, and at most ``MOST_REGIONS``.
-    Raises ProfileError for fewer than two sizes, or times that are not above 0.
+    More bytes never take less time. Raises ProfileError for fewer than two sizes, or times that are
+    not above 0.
     """
     ordered = _growing(points)
     sizes = {point.sent for point in ordered}
@@ -61,69 +63,100 @@ def regions(points: Sequence[Point]) -> tuple[Region, ...]:
         raise ProfileError(
             f"alpha and beta need times of at least {LEAST_POINTS} sizes, not {len(sizes)}"
         )
-    cuts = _cuts(ordered)
     found = []
-    for first, last in zip(cuts, [*cuts[1:], len(ordered)], strict=True):
-        line = _line(ordered[first:last])
-        begin = ordered[first].sent if first else 0.0
+    for line, begin in _divided(ordered):
         rate = 1 / line.ns_a_byte if line.ns_a_byte > 0 else FASTEST
         found.append(Region(begin, line.alpha_us, rate))
     return tuple(found)
 
 
 def _growing(points: Sequence[Point]) -> list[Point]:
-    """Return the points by size, with times that do not decrease: a point slower than a larger one
-    is averaged with it. Otherwise noise would create regions."""
+    """Return the points by size, with times that do not decrease. Otherwise noise would create
+    regions.
+
+    A point slower than a larger one gets the median of both, and of those between, which is the
+    lower time of two: other programs make exchanges slower, never faster.
+    """
     runs: list[list[Point]] = []
     for point in sorted(points, key=lambda each: each.sent):
         if not 0 < point.us < inf or not 0 <= point.sent < inf:
             raise ProfileError(f"{point.us} us for {point.sent} bytes: no time that can be")
         runs.append([point])
-        while len(runs) > 1 and _mean(runs[-1]) < _mean(runs[-2]):
+        while len(runs) > 1 and _median(runs[-1]) < _median(runs[-2]):
             last = runs.pop()
             runs[-1] += last
-    return [replace(point, us=_mean(run)) for run in runs for point in run]
+    return [replace(point, us=_median(run)) for run in runs for point in run]
 
 
-def _mean(points: Sequence[Point]) -> float:
-    return sum(point.us for point in points) / len(points)
+def _median(points: Sequence[Point]) -> float:
+    return median_low(point.us for point in points)
 
 
 FASTEST = 1e6
 """GB/s of a region whose times do not grow with size."""
 
 
-def _cuts(points: Sequence[Point]) -> list[int]:
-    """Return where regions begin: the fewest that fit, and of these, those with the least worst
-    error."""
-    best: dict[tuple[int, int], tuple[float, list[int]]] = {}
+Divided = list[tuple[Line, float]]
+"""Lines, each with the bytes from which on it holds."""
 
-    def worst(end: int, parts: int) -> tuple[float, list[int]]:
-        """Return the worst error, and the starts, of the first ``end`` points in ``parts``
-        regions."""
-        if (end, parts) not in best:
-            if parts == 1:
-                best[end, parts] = (_line(points[:end]).worst, [0])
-            else:
-                tried = [
-                    (max(worst(cut, parts - 1)[0], _line(points[cut:end]).worst), cut)
-                    for cut in range(REGION_POINTS * (parts - 1), end - REGION_POINTS + 1)
-                    if points[cut].sent > points[cut - 1].sent
-                ]
-                error, cut = min(tried, default=(float("inf"), 0))
-                best[end, parts] = (error, [*worst(cut, parts - 1)[1], cut] if tried else [])
-        return best[end, parts]
 
-    last = (float("inf"), [0])
+def _divided(points: Sequence[Point]) -> Divided:
+    """Return the fewest lines that fit, and of these, those with the least worst error."""
+    lines: dict[tuple[int, int], Line] = {}
+
+    def line(first: int, last: int) -> Line:
+        if (first, last) not in lines:
+            lines[first, last] = _line(points[first:last])
+        return lines[first, last]
+
+    worst, best = inf, Divided()
     for parts in range(1, MOST_REGIONS + 1):
-        if parts > 1 and parts * REGION_POINTS > len(points):
+        tried = [
+            (max(line(*ends).worst for ends in pairwise(cuts)), cuts)
+            for cuts in _cuts(points, parts)
+        ]
+        for error, cuts in sorted(tried):
+            if error >= BETTER * worst:
+                break
+            if (found := _joined(points, cuts, [line(*ends) for ends in pairwise(cuts)])) is None:
+                continue
+            worst, best = error, found
             break
-        found = worst(len(points), parts)
-        if found[0] < BETTER * last[0]:
-            last = found
-        if last[0] <= CLOSE:
+        if worst <= CLOSE:
             break
-    return last[1]
+    return best
+
+
+def _cuts(points: Sequence[Point], parts: int) -> Iterator[tuple[int, ...]]:
+    """Yield all divisions of the points into regions: the first point of each, and their number."""
+    least = REGION_POINTS if parts > 1 else 1
+    for inner in combinations(range(least, len(points) - least + 1), parts - 1):
+        cuts = (0, *inner, len(points))
+        differ = all(points[cut].sent > points[cut - 1].sent for cut in inner)
+        if differ and all(last - first >= least for first, last in pairwise(cuts)):
+            yield cuts
+
+
+def _joined(points: Sequence[Point], cuts: Sequence[int], lines: Sequence[Line]) -> Divided | None:
+    """Return lines with the bytes from which on each holds, or None if times would fall there.
+
+    A line that is above the next one at its own last point, or at the next one's first, is replaced
+    where the two are equal.
+    """
+    found = [(lines[0], 0.0)]
+    for cut, (before, after) in zip(cuts[1:], pairwise(lines), strict=False):
+        low, high = points[cut - 1], points[cut]
+        above_low = before.time_us(low) - after.time_us(low)
+        above_high = before.time_us(high) - after.time_us(high)
+        if above_high <= 0:
+            begin = high.sent
+        elif above_low <= 0:
+            share = above_low / (above_low - above_high)
+            begin = low.sent + share * (high.sent - low.sent)
+        else:
+            return None
+        found.append((after, begin))
+    return found
 
 
 def _line(points: Sequence[Point]) -> Line:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from commpass.costmodel.protocols import Protocol
 from commpass.errors import PolicyError, check_number, nearest
-from commpass.plan.kinds import KINDS
+from commpass.plan.kinds import KINDS, PAIRWISE
 from commpass.plan.stage import ALL, BLOCK, NEXT, Stage
 from commpass.utils.deprecated import renamed_fields
 
@@ -108,8 +108,14 @@ class Link:
             raise PolicyError(
                 f"Link(island={self.island}): needs bridge_gbytes_per_s, the bandwidth between them"
             )
-        if not all(isinstance(each, Protocol) for each in self.protocols):
-            raise PolicyError(f"Link(protocols={self.protocols!r}): must be Protocol(...)s")
+        if not _has_only(self.protocols, Protocol):
+            raise PolicyError(
+                f"Link(protocols={self.protocols!r}): must be a tuple of Protocol(...)s"
+            )
+        if self.protocols and all(each.switch_sums for each in self.protocols):
+            raise PolicyError(
+                "Link(protocols=...): needs one without switch_sums, for all other collectives"
+            )
         for name, kinds in (("factor", KINDS), ("sharing", MEASURED)):
             if not isinstance(given := getattr(self, name), Mapping):
                 raise PolicyError(
@@ -126,6 +132,10 @@ class Link:
             if kind not in MEASURED:
                 why = nearest(str(kind), MEASURED)
                 raise PolicyError(f"Link(measured=...): no kind {kind!r}{why}")
+            if not _has_only(regions, Region):
+                raise PolicyError(
+                    f"Link(measured=...): {kind} has {regions!r}: must be a tuple of Region(...)s"
+                )
             begins = [each.from_bytes for each in regions]
             if not begins or begins[0] != 0 or begins != sorted(set(begins)):
                 raise PolicyError(
@@ -208,8 +218,10 @@ class Link:
     ) -> tuple[float, float]:
         """Return latency and time on the link of a library's collective."""
         buffered = min(sent, self.buffered_bytes) if kind in DIRECT else 0.0
-        carried = (buffered + (sent - buffered) * self.factor.get(kind, 1.0)) * others
-        rate = self.rate_to(ranks - 1 if peers is None else max(peers, 1))
+        slowed = buffered + (sent - buffered) * self.factor.get(kind, 1.0)
+        carried = slowed * others
+        all_peers = 1 if kind in PAIRWISE else ranks - 1
+        rate = self.rate_to(all_peers if peers is None else max(peers, 1))
         least_us = self._on_bridge_us(carried, reach, ranks, messages)
         if not self.protocols:
             return self.alpha_us * messages, max(carried / (rate * 1e3), least_us)
@@ -218,7 +230,7 @@ class Link:
             (
                 (
                     each.latency_us(kind, in_turn, ranks, self.on_host),
-                    max(each.on_link_us(carried, ranks, rate), least_us),
+                    max(each.on_link_us(slowed, ranks, rate, others), least_us),
                 )
                 for each in self.protocols
                 if each.carries(kind, ranks)
@@ -234,6 +246,10 @@ class Link:
             return 0.0
         passing = crossing(reach, peers, ranks, self.island)
         return passing * sent / (self.bridge_gbytes_per_s * 1e3)
+
+
+def _has_only(given: object, kind: type) -> bool:
+    return isinstance(given, tuple) and all(isinstance(each, kind) for each in given)
 
 
 MEASURED = (*KINDS, ONE, SEVERAL)
@@ -265,21 +281,26 @@ def sent_by(exchange: Stage, ranks: int) -> float:
     return sent_bytes(exchange.kind, ranks, exchange.leaving)
 
 
-def sharing(ranks: int, on_host: int, per_port: float) -> dict[str, float]:
+def sharing(
+    ranks: int, on_host: int, per_port: float, least_to_all: float = 1.0
+) -> dict[str, float]:
     """Return, by kind, how many times the bytes of one rank pass a port that ``per_port`` ranks of
     a host use at the same time.
 
     All ranks of a job are assumed to do the same, each in a group of ``ranks`` of which ``on_host``
-    are on a host.
+    are on a host. ``least_to_all`` is the least number for exchanges with all others, of which a
+    part stays on the host.
     """
-    reaches = {kind: ALL if kind in DIRECT else NEXT for kind in MEASURED}
-    times = {reach: sharing_of(reach, ranks - 1, ranks, on_host, per_port) for reach in (ALL, NEXT)}
-    return {kind: times[reach] for kind, reach in reaches.items()}
+    to_all = max(least_to_all, sharing_of(ALL, ranks - 1, ranks, on_host, per_port, 0.0))
+    to_next = sharing_of(NEXT, ranks - 1, ranks, on_host, per_port)
+    return {kind: to_all if kind in DIRECT else to_next for kind in MEASURED}
 
 
-def sharing_of(reach: str, peers: int, ranks: int, on_host: int, per_port: float) -> float:
+def sharing_of(
+    reach: str, peers: int, ranks: int, on_host: int, per_port: float, least: float = 1.0
+) -> float:
     """As ``sharing``, for an exchange of this ``reach`` (as in ``Stage``) with ``peers`` ranks."""
-    return max(1.0, per_port / on_host * crossing(reach, peers, ranks, on_host))
+    return max(least, per_port / on_host * crossing(reach, peers, ranks, on_host))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -19,6 +19,7 @@ from commpass.costmodel.interconnects import NVLINK as NVLINK_FAMILY
 from commpass.costmodel.kernels import CPU, Kernels
 from commpass.costmodel.links import Link, sharing
 from commpass.costmodel.machines import machine_named, machine_names
+from commpass.costmodel.protocols import between_hosts
 from commpass.errors import PolicyError, check_number, nearest
 from commpass.plan.kinds import KINDS
 from commpass.utils.deprecated import renamed_fields
@@ -130,19 +131,39 @@ class Profile:
         link = self.intra_host_link if port == INTRA_HOST else self.links.get(port, self.link)
         assert link is not None
         if link.island and ranks:
-            link = dataclasses.replace(link, island=self._in_island(ranks, link.island))
+            link = self._in_islands(link, ranks)
         on_host = self.on_each_host(ranks)
         if port == INTRA_HOST or on_host in (0, len(ranks)):
             return link
+        if not self.ports and not link.protocols:
+            return dataclasses.replace(link, sharing={})
         per_port = self.ranks_per_host / self.ports if self.ports else 1.0
-        times = sharing(len(ranks), on_host, per_port) if self.ports else {}
-        if link.protocols:
-            link = dataclasses.replace(link, on_host=on_host)
-            times = times | self._rings_on_all_ports(link, per_port)
-        return dataclasses.replace(link, sharing=times)
+        times = self._sharing(link, len(ranks), on_host, per_port)
+        if not link.protocols:
+            return dataclasses.replace(link, sharing=times)
+        times |= self._rings_on_all_ports(link, on_host, per_port)
+        inside = self.intra_host_link
+        return dataclasses.replace(
+            link,
+            on_host=on_host,
+            sharing={kind: each for kind, each in times.items() if self.ports or each != 1},
+            protocols=between_hosts(link.protocols, inside.protocols if inside else ()),
+        )
 
-    def _rings_on_all_ports(self, link: Link, per_port: float) -> dict[str, float]:
-        """Return ``sharing`` for the rings of a library of GPUs, by kind, where it is not 1.
+    def _sharing(self, link: Link, ranks: int, on_host: int, per_port: float) -> dict[str, float]:
+        """Return ``sharing`` of a group with ``on_host`` of its ranks on each host.
+
+        Of an exchange with all others, bytes inside a host pass ``intra_host_link`` meanwhile.
+        """
+        inside = self.intra_host_link
+        if inside is None:
+            return sharing(ranks, on_host, per_port)
+        near = (on_host - 1) / (ranks - 1)
+        least = near * link.gbytes_per_s / inside.rate_to(max(on_host - 1, 1))
+        return sharing(ranks, on_host, per_port, least)
+
+    def _rings_on_all_ports(self, link: Link, on_host: int, per_port: float) -> dict[str, float]:
+        """Return ``sharing`` for the rings of a library of GPUs, by kind.
 
         The library divides the bytes among rings, and each ring leaves the host through another of
         the group's ports. A port carries only its ring's share of what a rank sends. But a ring is
@@ -150,17 +171,26 @@ class Profile:
         """
         inside = self.intra_host_link
         least = link.gbytes_per_s / inside.gbytes_per_s if inside is not None else 1.0
-        share = max(per_port / link.on_host, least)
-        if share == 1:
-            return {}
+        share = max(per_port / on_host, least)
         return {name: share for name, kind in KINDS.items() if not (kind.direct or kind.pairwise)}
 
-    def _in_island(self, ranks: Sequence[int], island: int) -> int:
-        """Return how many of a group's ranks are in each island of a host, or the fewest if the
-        number differs. It is 0 if all are in one."""
-        places = [rank % self.ranks_per_host if self.ranks_per_host else rank for rank in ranks]
-        counts = Counter(place // island for place in places)
-        return 0 if len(counts) == 1 else min(counts.values())
+    def _in_islands(self, link: Link, ranks: Sequence[int]) -> Link:
+        """Return the link of a group that is in some of a host's islands.
+
+        ``island`` is how many of its ranks are in each, the fewest if the number differs, and 0 if
+        all are in one. Other groups use the bridge at the same time, so that the group has a share
+        of it.
+        """
+        a_host = self.ranks_per_host or max(ranks) + 1
+        counts = Counter((rank // a_host, rank % a_host // link.island) for rank in ranks)
+        if len(counts) == 1:
+            return dataclasses.replace(link, island=0)
+        share = min(max(counts.values()) / link.island, 1.0)
+        return dataclasses.replace(
+            link,
+            island=min(counts.values()),
+            bridge_gbytes_per_s=link.bridge_gbytes_per_s * share,
+        )
 
     def port_of(self, *labels: str, ranks: Sequence[int] = ()) -> str:
         """Return which link carries a group: the glob of an entry of ``links``, or ``INTRA_HOST``

@@ -131,7 +131,8 @@ def host_id() -> str:
         network = os.stat("/proc/self/ns/net").st_ino
     except OSError:
         network = 0
-    return f"{platform.node()}/{network}/{os.environ.get('GROUP_RANK', '')}"
+    text = f"{platform.node()}/{network}/{os.environ.get('GROUP_RANK', '')}"
+    return text.encode(errors="backslashreplace").decode()  # a name may have any bytes
 
 
 def differences_from(measured: Machine, current: Machine) -> Iterator[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from commpass.distributed.addresses import interface_of_host_name
@@ -24,6 +24,7 @@ from commpass.distributed.interfaces import (
     slowest,
     unknown_interface,
 )
+from commpass.utils.printable import clean
 
 SYS = Path("/sys")
 NCCL_IGNORES = "^docker,lo,virbr"
@@ -47,9 +48,14 @@ def network_here(host: str, backends: str) -> NetworkOfRank:
 
     return NetworkOfRank(
         host,
-        gloo_interface() if "gloo" in backends else unused("gloo"),  # may need DNS
-        nccl_interface() if "nccl" in backends else unused("nccl"),
+        _printable(gloo_interface() if "gloo" in backends else unused("gloo")),  # may need DNS
+        _printable(nccl_interface() if "nccl" in backends else unused("nccl")),
     )
+
+
+def _printable(found: Interface) -> Interface:
+    """Return an interface as it can be published: Linux allows any bytes in a name."""
+    return replace(found, name=clean(found.name), reason=clean(found.reason))
 
 
 def gloo_interface(
@@ -65,8 +71,10 @@ def gloo_interface(
     root = root or SYS
     if not exists(root / "class/net"):
         return unknown_interface("", f"{root / 'class/net'} does not exist")
-    if listed := environ.get("GLOO_SOCKET_IFNAME", ""):
-        return slowest([ethernet(name, root) for name in listed.split(",")])
+    listed = environ.get("GLOO_SOCKET_IFNAME", "")
+    if len(listed) > 1:  # torch ignores a single character, and a comma at the end
+        names = listed.removesuffix(",").split(",")
+        return slowest([ethernet(name, root) for name in names])
     try:
         return ethernet(find(), root)
     except (OSError, UnicodeError) as error:

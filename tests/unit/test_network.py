@@ -8,11 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from sys_trees import add_adapter, add_interface
 
 from commpass.distributed import addresses, network
 from commpass.distributed.interfaces import Interface, ethernet
+from commpass.distributed.machine import host_id
 from commpass.distributed.network import gloo_interface, nccl_interface
 
 NDR = "400 Gb/sec (4X NDR)"
@@ -143,6 +145,19 @@ def test_gloo_uses_the_interface_of_the_variable(root):
     assert found.reason == "eth2 does not state its rate"
     found = gloo_interface(root, {"GLOO_SOCKET_IFNAME": "eth"}, unexpected)
     assert found.reason == "there is no interface eth"  # not a prefix, as in NCCL's variable
+
+
+def test_gloo_reads_its_variable_as_torch_does(root):
+    """torch ignores a single character, and a comma at the end."""
+    add_interface(root, "eth0", "1000")
+    add_interface(root, "eth1", "25000")
+    for listed in ("x", ","):
+        found = gloo_interface(root, {"GLOO_SOCKET_IFNAME": listed}, lambda: "eth1")
+        assert found == Interface("eth1", 25_000)
+    found = gloo_interface(root, {"GLOO_SOCKET_IFNAME": "eth1,"}, unexpected)
+    assert found == Interface("eth1", 25_000)
+    assert gloo_interface(root, {"GLOO_SOCKET_IFNAME": "eth1,,eth0"}, unexpected).reason
+    assert gloo_interface(root, {"GLOO_SOCKET_IFNAME": "eth1, eth0"}, unexpected).reason
 
 
 def test_gloo_uses_the_interface_of_the_host_name(root):
@@ -296,6 +311,31 @@ def test_interfaces_of_unused_backends_are_not_looked_for(root, monkeypatch):
     assert found.gloo.reason == "the default process group has no gloo"
     assert found.nccl.mbit_per_s == 400_000
     assert network.network_here("here", "gloo").nccl.reason
+
+
+@pytest.mark.parametrize(
+    "name", [os.fsdecode(b"eth\xff"), "eth\x1b[31m", "\u00b2", "\u0663", "e\u00b2"]
+)
+def test_interface_of_any_name_can_be_published(root, monkeypatch, name):
+    """Linux allows all bytes but a slash and white space in a name."""
+    folder = root / "class/net" / name
+    (folder / "device").mkdir(parents=True)
+    (folder / "speed").write_text("1000\n")
+    (folder / "operstate").write_text("up\n")
+    add_interface(root, "eth1", "1000")
+    monkeypatch.setattr(network, "SYS", root)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", f"{name},{name}")
+    for label in ("GROUP_RANK", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(label, raising=False)
+    found = network.network_here(host_id(), "cpu:gloo,cuda:nccl")
+    assert (found.gloo.mbit_per_s, found.nccl.ports) == (1000, 2)
+    assert found.gloo.name.isprintable()
+    assert msgspec.json.decode(msgspec.json.encode(found), type=type(found)) == found
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", f"{name}9")
+    monkeypatch.setenv("GROUP_RANK", name)
+    found = network.network_here(host_id(), "gloo")
+    assert found.gloo.reason.startswith("there is no interface")
+    assert msgspec.json.decode(msgspec.json.encode(found), type=type(found)) == found
 
 
 # --- a real kernel --------------------------------------------------------------------------------
