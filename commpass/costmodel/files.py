@@ -115,7 +115,7 @@ def read(path: Path) -> ProfileFile:
     try:
         check_fields(with_current_names(fields))
     except ProfileError as error:
-        raise ProfileError(f"{path}: {error}; {FORMAT.again}") from error
+        raise ProfileError(f"{path}: {str(error).rstrip('.')}; {FORMAT.again}") from error
     return found
 
 

@@ -148,6 +148,7 @@ class Profile:
             on_host=on_host,
             sharing={kind: each for kind, each in times.items() if self.ports or each != 1},
             protocols=between_hosts(link.protocols, inside.protocols if inside else ()),
+            least_us=max(link.least_us, inside.least_us if inside else 0.0),
         )
 
     def _sharing(self, link: Link, ranks: int, on_host: int, per_port: float) -> dict[str, float]:

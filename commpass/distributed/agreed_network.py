@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import fx
 
 from commpass.costmodel import Profile, default_profile
-from commpass.costmodel.cards import card_of
+from commpass.costmodel.cards import CARDS, card_of
 from commpass.costmodel.networks import (
     ASSUMED_GBIT_PER_S,
     Ports,
@@ -65,7 +65,8 @@ class Slowest:
 
 @dataclass(frozen=True)
 class AgreedNetwork:
-    """What all ranks use: the hosts, and the slowest interfaces of gloo and of NCCL.
+    """What all ranks use: the hosts, the slowest interfaces of gloo and of NCCL, and the name of
+    the slowest GPU ("" if no rank has published one).
 
     ``ranks_per_host`` is 0 if it is unknown, or differs between hosts. ``is_complete`` says whether
     all ranks have published theirs.
@@ -76,6 +77,7 @@ class AgreedNetwork:
     ranks_per_host: int = 0
     gloo: Slowest = Slowest()
     nccl: Slowest = Slowest()
+    card: str = ""
 
 
 def agreed_default(
@@ -89,7 +91,13 @@ def agreed_default(
     network = agreed_network(gm, timeout_s)
     if network is None:
         return default_here(device)
-    return profile_over(network, device, card_here(device))
+    return profile_over(network, device, _card(network, device))
+
+
+def _card(network: AgreedNetwork, device: str) -> str:
+    """Return the name of the GPU by which all ranks plan, also if they have different ones."""
+    own = card_here(device)
+    return network.card or own if device == "cuda" else own
 
 
 def default_between_hosts(device: str) -> Profile:
@@ -151,7 +159,19 @@ def network_of(found: Mapping[int, NetworkOfRank], world_size: int, started: int
         each if several else 0,
         _slowest({rank: one.gloo for rank, one in found.items()}, world_size),
         _slowest({rank: one.nccl for rank, one in found.items()}, world_size),
+        _slowest_card({one.card for one in found.values() if one.card}),
     )
+
+
+def _slowest_card(names: Iterable[str]) -> str:
+    """Return the GPU that is assumed to be the slowest: an unknown one, else that with the least
+    bandwidth of memory."""
+
+    def bandwidth(name: str) -> tuple[float, str]:
+        card = card_of(name)
+        return (CARDS[card].gbytes_per_s if card else 0.0, name)
+
+    return min(names, key=bandwidth, default="")
 
 
 def _slowest(found: Mapping[int, Interface], world_size: int) -> Slowest:
@@ -204,7 +224,7 @@ def _has_collective(gm: fx.GraphModule) -> bool:
 
 def _log(network: AgreedNetwork) -> None:
     device = "cuda" if "nccl" in dist.get_backend_config() else "cpu"
-    found = profile_over(network, device, card_here(device))
+    found = profile_over(network, device, _card(network, device))
     log.info("profile %s. Measure with `commpass probe`", found.description)
 
 

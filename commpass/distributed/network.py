@@ -32,16 +32,18 @@ NCCL_IGNORES = "^docker,lo,virbr"
 
 @dataclass(frozen=True)
 class NetworkOfRank:
-    """The host of a rank (``machine.host_id``), and the interfaces of gloo and of NCCL there."""
+    """The host of a rank (``machine.host_id``), the interfaces of gloo and of NCCL there, and the
+    name of its GPU ("" without NCCL)."""
 
     host: str
     gloo: Interface
     nccl: Interface
+    card: str = ""
 
 
-def network_here(host: str, backends: str) -> NetworkOfRank:
+def network_here(host: str, backends: str, card: str = "") -> NetworkOfRank:
     """Return the network of this rank. ``backends`` are those of the default group, as in
-    ``cpu:gloo,cuda:nccl``."""
+    ``cpu:gloo,cuda:nccl``, and ``card`` is the name of its GPU."""
 
     def unused(backend: str) -> Interface:
         return Interface("", reason=f"the default process group has no {backend}")
@@ -50,6 +52,7 @@ def network_here(host: str, backends: str) -> NetworkOfRank:
         host,
         _printable(gloo_interface() if "gloo" in backends else unused("gloo")),  # may need DNS
         _printable(nccl_interface() if "nccl" in backends else unused("nccl")),
+        card,
     )
 
 

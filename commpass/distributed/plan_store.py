@@ -22,7 +22,7 @@ import msgspec
 import torch.distributed as dist
 
 from commpass.distributed.environment import Settings, settings
-from commpass.distributed.machine import host_id
+from commpass.distributed.machine import card_here, host_id
 from commpass.distributed.network import NetworkOfRank, network_here
 from commpass.distributed.origin import forget_calls
 from commpass.groups import ready
@@ -448,7 +448,9 @@ def open_store() -> None:
     # the hello record comes last: who reads it finds the others
     store.torch_store.set(_store_key(store.nonce, "settings", "all"), msgspec.json.encode(own))
     store.torch_store.set(_store_key(store.nonce, "place", "all"), host_id())
-    network = network_here(host_id(), dist.get_backend_config(world))
+    backends = dist.get_backend_config(world)
+    card = card_here("cuda" if "nccl" in backends else "cpu")
+    network = network_here(host_id(), backends, card)
     store.publish("network-of-rank", msgspec.json.encode(network))
     store.torch_store.set(f"{ROOT}/hello/{store.rank}", store.nonce)
 

@@ -289,11 +289,21 @@ MANY = 1 << 16
 
 def _needless(site: Site, codec: Codec) -> str | None:
     """Return why a codec is pointless unless it is forced: it rounds values and sends no fewer
-    bytes."""
+    bytes.
+
+    A row on the wire is padded, so that this also applies to few values of any dtype.
+    """
     own = getattr(torch, site.dtype)
-    if codec.lossless or codec.wire_bytes(MANY, own) < MANY * own.itemsize:
+    if codec.lossless:
         return None
-    return f"{codec.spec} sends no fewer bytes than the values of {site.dtype} are"
+    if codec.wire_bytes(MANY, own) >= MANY * own.itemsize:
+        return f"{codec.spec} sends no fewer bytes than the values of {site.dtype} are"
+    row = payload_of(site).numel // (site.group_size if KINDS[site.kind].scatters else 1)
+    if site.dynamic or site.uneven or site.bytes < 0 or not 0 < row < MANY:
+        return None
+    if (wire := codec.wire_bytes(row, own)) >= row * own.itemsize:
+        return f"{codec.spec} sends {wire} bytes for each {row} values of {site.dtype}, no fewer"
+    return None
 
 
 def _algorithms(site: Site, allowed: Allowed, profile: Profile) -> list[Algorithm]:

@@ -20,7 +20,7 @@ import commpass
 from commpass import ethernet
 from commpass.costmodel.files import digest
 from commpass.costmodel.profile import DEFAULT_CPU
-from commpass.distributed import agreed_network, network
+from commpass.distributed import agreed_network, network, plan_store
 from commpass.distributed.agreed_network import agreed_default
 from commpass.distributed.plan_store import ROOT, PlanStore, current_store, open_store
 
@@ -81,6 +81,20 @@ def test_rank_that_cannot_read_its_network_counts_as_one_with_the_default(
 def test_ranks_of_one_host_keep_the_default(ranks3):
     expected = ("ethernet-10g (assumed: all ranks are on one host)", digest(DEFAULT_CPU))
     assert ranks3.run(described, ["1000"] * 3, [0, 0, 0]) == [expected] * 3
+
+
+def of_gpus(names: Sequence[str]) -> str:
+    """Return the default profile of GPUs of these names, one on each rank."""
+    here = mock.patch.object(plan_store, "card_here", return_value=names[dist.get_rank()])
+    local = mock.patch.object(agreed_network, "card_here", return_value=names[dist.get_rank()])
+    with here, local, on_networks(["1000"] * len(names)):
+        profile = agreed_default("cuda")
+        return f"{profile.description} {digest(profile)}"
+
+
+def test_ranks_with_different_gpus_have_the_same_profile(ranks2):
+    (found,) = set(ranks2.run(of_gpus, ["NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"]))
+    assert found.startswith("a100 over infiniband-hdr")
 
 
 def links(speeds: Sequence[str], hosts: Sequence[int]) -> list[float]:

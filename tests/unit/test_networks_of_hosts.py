@@ -104,6 +104,23 @@ def test_rank_without_ports_counts_as_one_with_those_of_the_vendor(mbit, name):
     assert ("rank 3: no network interface is in use" in found.source) == (mbit == 800_000)
 
 
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ([H100] * 4, "h100"),
+        ([H100, H100, "NVIDIA A100-SXM4-80GB", "NVIDIA A100-SXM4-80GB"], "a100"),
+        (["NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB"] * 2, "a100-40gb"),
+        ([H100, "Some GPU", H100, H100], "nvlink"),
+    ],
+)
+def test_ranks_with_different_gpus_plan_by_the_slowest(names, expected):
+    read = on_hosts("aabb")
+    read = {rank: dataclasses.replace(one, card=names[rank]) for rank, one in read.items()}
+    network = network_of(read, 4, 0)
+    found = {profile_over(network, "cuda", network.card).name for _ in names}
+    assert found == {f"{expected} over infiniband-400g"}
+
+
 def test_slowest_ports_are_those_that_carry_least_together():
     read = on_hosts("ab", nccl=Interface("mlx5_0:1", 400_000, 1, "infiniband"))
     read[1] = NetworkOfRank("b", ETH0, Interface("mlx5_0:1 to mlx5_7:1", 100_000, 8, "infiniband"))

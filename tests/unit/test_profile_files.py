@@ -6,6 +6,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -14,9 +15,17 @@ import commpass
 from commpass.cli import app
 from commpass.costmodel import Link, Profile, Region, default_profile, profile_from
 from commpass.costmodel.cards import CARDS
-from commpass.costmodel.files import Machine, Measured, ProfileFile, digest, read, write
+from commpass.costmodel.files import (
+    Machine,
+    Measured,
+    ProfileFile,
+    digest,
+    profile_of,
+    read,
+    write,
+)
 from commpass.costmodel.interconnects import INTERCONNECTS
-from commpass.costmodel.profile import link_named
+from commpass.costmodel.profile import NAMES, link_named, profile_named
 from commpass.distributed.machine import differences_from, processor, this_machine
 from commpass.errors import PolicyError, ProfileError
 from commpass.report.probe import noisy, parts
@@ -171,6 +180,68 @@ def test_errors_name_file_and_line(tmp_path, text, line, said):
     with pytest.raises(PolicyError, match=said) as error:
         profile_from(toml(tmp_path, text))
     assert f"cluster.toml:{line}: " in str(error.value)
+
+
+PROTOCOL = '[[link.protocols]]\nname = "LL"\nstart_us = 1\nstep_us = 2\nshare = 0.5\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "said"),
+    [
+        ("start_us = 3\n", 4, "no field 'start_us'; give protocols, each with name, start_us"),
+        ("trees = true\n", 4, "no field 'trees'; give protocols"),
+        (f"{PROTOCOL}near_step = 1\n", 9, "no field 'near_step'; did you mean 'near_step_us'"),
+        (
+            "[[link.measured.all_reduce]]\nfrom_bytes = 0\nalpha_us = 1\ngbytes_per_s = 1\nn = 1\n",
+            8,
+            "a region has no field 'n'",
+        ),
+    ],
+)
+def test_unknown_fields_of_a_link_are_refused(tmp_path, text, line, said):
+    start = "[link]\nalpha_us = 5\ngbytes_per_s = 1\n"
+    with pytest.raises(ProfileError, match=said) as error:
+        profile_from(toml(tmp_path, start + text))
+    assert f"cluster.toml:{line}: " in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        (["link"], "a link has no field 'start_us'; give protocols"),
+        (["intra_host_link"], "a link has no field 'start_us'; give protocols"),
+        (["links", "dp"], "a link has no field 'start_us'; give protocols"),
+        (["link", "protocols", 0], "a protocol has no field 'trees'. Known: "),
+        (["link", "measured", "all_reduce", 1], "a region has no field"),
+        (["kernels"], r"\[kernels\] has no field"),
+        (["kernels", "rates", "int8"], "the rate of int8 has no field"),
+        ([], "a profile has no field"),
+    ],
+)
+def test_measured_profile_of_other_fields_is_refused(tmp_path, where, said):
+    """They would change nothing, unnoticed."""
+    link = dataclasses.replace(LINK, protocols=link_named("nvlink-4").protocols)
+    profile = dataclasses.replace(
+        file().profile, link=link, intra_host_link=link, links={"dp": link}
+    )
+    write(tmp_path / "a.json", file(profile=profile))
+    assert read(tmp_path / "a.json").profile == profile
+    fields = json.loads((tmp_path / "a.json").read_text())
+    table = fields["profile"]
+    for key in where:
+        table = table[key]
+    table.update({"trees": True} if "protocols" in where else {"start_us": 3.0})
+    (tmp_path / "a.json").write_text(json.dumps(fields))
+    with pytest.raises(ProfileError, match=said) as error:
+        read(tmp_path / "a.json")
+    assert "a.json: " in str(error.value)
+    assert "measure again with `commpass probe`" in str(error.value)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_field_of_a_named_profile_comes_back(name):
+    made = profile_named(name)
+    assert profile_of(json.loads(msgspec.json.encode(made))) == made
 
 
 # --- names ----------------------------------------------------------------------------------------
