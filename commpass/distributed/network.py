@@ -6,6 +6,7 @@ Nothing is measured: a link that is slower than its interface states needs ``com
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -92,8 +93,10 @@ def nccl_interface(root: Path | None = None, environ: Mapping[str, str] = os.env
     most together.
     """
     root = root or SYS
-    is_without = environ.get("NCCL_IB_DISABLE", "0") not in ("", "0")
-    if not is_without and environ.get("NCCL_NET", "").lower() != "socket":
+    if (
+        not _is_nonzero(environ.get("NCCL_IB_DISABLE", ""))
+        and environ.get("NCCL_NET", "").lower() != "socket"
+    ):
         adapters = environ.get("NCCL_IB_HCA", "")
         ports = [port for port in infiniband_ports(root) if _is_selected(port.name, adapters)]
         if ports:
@@ -107,6 +110,12 @@ def nccl_interface(root: Path | None = None, environ: Mapping[str, str] = os.env
     used = [name for name in used if is_up(name, root)]
     own = [name for name in used if _is_own_port(name, used, root)]
     return _widest([ethernet(name, root) for name in own or used])
+
+
+def _is_nonzero(text: str) -> bool:
+    """Return whether NCCL reads a number other than 0. It reads C's numbers, and 0 from a word."""
+    found = re.match(r"\s*[+-]?(0[xX][0-9a-fA-F]+|[0-9]+)", text)
+    return found is not None and int(found.group(1).lstrip("0xX") or "0", 16) != 0
 
 
 def _is_own_port(name: str, used: Sequence[str], root: Path) -> bool:

@@ -2111,3 +2111,22 @@ def test_codec_may_have_a_time_of_a_call_of_its_own():
     assert took[1] - took[0] == pytest.approx(2 * 60.0)
     with pytest.raises(PolicyError, match="call_us"):
         KernelRate(1.0, 1.0, call_us=-1.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "numel"),
+    [("reduce_scatter", 64 * 16), ("all_to_all", 64 * 64), ("all_gather", 64)],
+)
+def test_codec_whose_padded_row_is_not_smaller_is_refused_unless_forced(kind, numel):
+    """A row has a block of 256 codes, and 128 bytes with its scale."""
+    one = site(kind, numel, ranks=64, dtype="bfloat16")
+    row = numel // 64 if kind != "all_gather" else numel
+    (found,) = options([one], Policy(codecs="int8"), profile())
+    refused = {each.refused for each in found.candidates if each.codec != NONE}
+    refused = {why for why in refused if not why.startswith("hierarchical needs")}
+    assert refused == {f"int8 sends 384 bytes for each {row} values of bfloat16, no fewer"}
+    assert decide([one], Policy(codecs="int8"), profile())[0].codec == NONE
+    rules = [Rule(codec="int8", force=True)]
+    assert decide([one], Policy(rules=rules), profile())[0].codec == "int8"
+    larger = site(kind, numel * 16, ranks=64, dtype="bfloat16")
+    assert decide([larger], Policy(codecs="int8"), profile())[0].codec == "int8"

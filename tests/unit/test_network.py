@@ -269,7 +269,10 @@ def test_nccl_without_infiniband_uses_interfaces(root, variables):
     add_adapter(root, "mlx5_0", {1: NDR})
     add_interface(root, "eth0", "25000")
     assert nccl_interface(root, variables) == Interface("eth0", 25_000)
-    assert nccl_interface(root, {"NCCL_IB_DISABLE": "0"}).kind == "infiniband"
+    for text in ("0", "", "00", "0x0", "true", "no"):  # NCCL reads 0 from a word
+        assert nccl_interface(root, {"NCCL_IB_DISABLE": text}).kind == "infiniband"
+    for text in ("2", " 1", "-1", "0x10", "1 "):
+        assert nccl_interface(root, {"NCCL_IB_DISABLE": text}).kind == "ethernet"
 
 
 def test_nccl_ignores_interfaces_that_are_down_or_of_containers(root):
