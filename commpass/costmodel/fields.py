@@ -70,5 +70,5 @@ def _values(table: Any, key: str) -> Iterator[Any]:
     yield from inner.values() if isinstance(inner, Mapping) else ()
 
 
-def _rows(given: Any) -> Sequence[Any]:
-    return given if isinstance(given, (list, tuple)) else ()
+def _rows(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else ()

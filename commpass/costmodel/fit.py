@@ -26,6 +26,9 @@ LEAST_POINTS = 2
 """The fewest sizes in all, since alpha and beta are two unknowns."""
 REGION_POINTS = 3
 """The fewest points of one of several regions: a line through two would be that of their noise."""
+CLIFF = 2.0
+"""The largest size is a region of its own if it takes this many times longer than the others tell:
+it exceeds a buffer or a cache. No larger size tells whether the machine was busy instead."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,10 @@ def _divided(points: Sequence[Point]) -> Divided:
             break
         if worst <= CLOSE:
             break
+    last = points[-1]
+    beyond = last.us > CLIFF * best[-1][0].time_us(last) and last.sent > points[-2].sent
+    if beyond and len(best) < MOST_REGIONS:
+        best.append((_line([last]), last.sent))
     return best
 
 

@@ -293,25 +293,25 @@ def sent_by(exchange: Stage, ranks: int) -> float:
 
 
 def sharing(
-    ranks: int, on_host: int, per_port: float, least_to_all: float = 1.0
+    ranks: int, on_host: int, per_port: float, minimum_to_all: float = 1.0
 ) -> dict[str, float]:
     """Return, by kind, how many times the bytes of one rank pass a port that ``per_port`` ranks of
     a host use at the same time.
 
     All ranks of a job are assumed to do the same, each in a group of ``ranks`` of which ``on_host``
-    are on a host. ``least_to_all`` is the least number for exchanges with all others, of which a
+    are on a host. ``minimum_to_all`` is the smallest number for exchanges with all others, of which a
     part stays on the host.
     """
-    to_all = max(least_to_all, sharing_of(ALL, ranks - 1, ranks, on_host, per_port, 0.0))
+    to_all = max(minimum_to_all, sharing_of(ALL, ranks - 1, ranks, on_host, per_port, 0.0))
     to_next = sharing_of(NEXT, ranks - 1, ranks, on_host, per_port)
     return {kind: to_all if kind in DIRECT else to_next for kind in MEASURED}
 
 
 def sharing_of(
-    reach: str, peers: int, ranks: int, on_host: int, per_port: float, least: float = 1.0
+    reach: str, peers: int, ranks: int, on_host: int, per_port: float, minimum: float = 1.0
 ) -> float:
     """As ``sharing``, for an exchange of this ``reach`` (as in ``Stage``) with ``peers`` ranks."""
-    return max(least, per_port / on_host * crossing(reach, peers, ranks, on_host))
+    return max(minimum, per_port / on_host * crossing(reach, peers, ranks, on_host))
 
 
 @functools.lru_cache(maxsize=1024)
