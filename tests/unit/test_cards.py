@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
+import torch._inductor.config
 from deciding import decide
 
 from commpass import Policy
+from commpass.backend.options import in_cuda_graphs
 from commpass.costmodel import Link, Profile, default_profile, profile_named
 from commpass.costmodel.cards import CARDS, GPU, SHARES, card_of
 from commpass.costmodel.interconnects import INTERCONNECTS
@@ -245,6 +248,15 @@ def test_launches_in_a_graph_take_less_time():
     kernels = CARDS["h100"].kernels
     assert kernels.in_graph.time_us("int8", "encode", 0) < kernels.time_us("int8", "encode", 0)
     assert CPU.in_graph == CPU
+
+
+def test_profile_of_graphs_that_inductor_records_has_their_launches():
+    profile = default_profile("cuda", "NVIDIA H100 80GB HBM3")
+    assert in_cuda_graphs(profile) == profile
+    with torch._inductor.config.patch({"triton.cudagraphs": True}):
+        assert in_cuda_graphs(profile).kernels == profile.kernels.in_graph
+        measured = dataclasses.replace(profile, kernels=CPU)
+        assert in_cuda_graphs(measured) == measured
 
 
 def test_named_link_has_the_kernels_of_the_card_made_for_it():
