@@ -21,7 +21,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
         base = [row["policies"]["off"]["step_ms"] for row in rows]
         for field, color, label in (
             ("step_ms", f"C{number}", name),
-            ("exposed_ms", "#444444", "exposed" if number == 0 else None),
+            ("exposed_ms", "#444444", "exposed" if number == len(policies) - 1 else None),
         ):
             times = [row["policies"][name][field] for row in rows]
             shares = [100 * time / whole for time, whole in zip(times, base, strict=True)]
@@ -30,7 +30,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
         range(len(rows)),
         [f"{row['model']}, {row['gpus']:,} GPUs, {row['machine']}" for row in rows],
     )
-    axes.invert_yaxis()
+    axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set(xlabel="% of the step under off", title="a step by policy, predicted", xlim=(0, 104))
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)

@@ -12,7 +12,7 @@ from commpass.policy import policy_named
 
 from .averages import BACKWARD, Average, average, exposed_ms
 from .cases import Case
-from .models import SMALL, Model, builder
+from .models import Model, builder
 
 POLICIES = ("off", "lossless", "balanced", "aggressive")
 
