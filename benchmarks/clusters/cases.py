@@ -67,7 +67,6 @@ CASES = (
     case(LLAMA_70B, "dgx-h100", 32, pp=4, dp=32, tp=8),
     case(LLAMA_70B, "dgx-h100", 32, pp=4, dp=256, tp=8),
     case(LLAMA_70B, "mi300x-8", 32, pp=4, dp=32, tp=8),
-    case(LLAMA_70B, "p4d.24xlarge", 32, pp=4, dp=32, tp=8),
     case(LLAMA_405B, "dgx-h100", 32, pp=16, dp=8, tp=8),
     case(LLAMA_405B, "dgx-h100", 32, pp=16, dp=128, tp=8),
     case(LLAMA_405B, "dgx-h100", 32, pp=10, dp=1250, tp=8),
