@@ -15,8 +15,9 @@ from torch.utils import _pytree as pytree
 
 from commpass.costmodel import Profile
 from commpass.distributed import record
+from commpass.distributed.agreed_network import agreed_default
 from commpass.distributed.environment import policy_here
-from commpass.distributed.machine import default_here, profile_here
+from commpass.distributed.machine import profile_here
 from commpass.errors import PolicyError
 from commpass.passes import GraphInput
 from commpass.passes import run as run_passes
@@ -54,7 +55,7 @@ def rewrite(
         gm=gm,
         direction=direction,
         policy=chosen,
-        profile=profile_here(profile) or default_here(meta.device_of(gm)),
+        profile=profile_here(profile) or agreed_default(meta.device_of(gm), gm),
         decompositions=table,
     )
     names = [node.name for node in _results(gm)]

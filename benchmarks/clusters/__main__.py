@@ -30,9 +30,7 @@ def main() -> None:
     found = json.loads(RESULTS.read_text())
     (ROOT / "docs" / "clusters.md").write_text(page(found))
     draw(found, ROOT / "docs" / "clusters.png")
-    print(
-        f"docs/clusters.md: {len(found['rows'])} clusters, {found['seconds']} s of two processors"
-    )
+    print(f"docs/clusters.md: {len(found['rows'])} clusters in {found['seconds']} s of two cores")
 
 
 if __name__ == "__main__":

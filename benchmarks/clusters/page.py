@@ -17,7 +17,7 @@ on it was measured.** It has predictions for Llama-like models and a mixture of 
 python -m benchmarks.clusters
 ```
 
-The command took {seconds} s of two processors ({date}, torch {torch}). It writes
+The command took {seconds} s of two cores ({date}, torch {torch}). It writes
 `benchmarks/results/clusters.json` and this page.
 
 ![Steps by policy, relative to off](clusters.png)

@@ -114,7 +114,7 @@ def build(shared: Shared, job: Job, before: PassContext | None = None) -> Built 
         name, warns_if_slower = f"{job.number} ({job.direction})", plan.changed and profile.measured
         graph = TimedGraph(name, planned_us, plain_us, warns_if_slower, device)
     samples = samples_of(outcome, shared.samples)
-    entry = step_log.Entry(plan, samples, graph)
+    entry = step_log.Entry(plan, samples, graph, profile.description)
     shared.step_log.put(entry, instead_of)
     patience, compared = shared.patience(plan), _is_compared(plan, round)
     check = Check(samples, round, given.policy.check_calls, patience, decides=compared)

@@ -15,9 +15,11 @@ from torch._guards import CompileContext, TracingContext
 from commpass import groups
 from commpass.backend import build
 from commpass.backend.calls import check_call
-from commpass.backend.options import Compiler, inductor_options
+from commpass.backend.options import Compiler, in_cuda_graphs, inductor_options
 from commpass.backend.shared import Job, Shared, TracedGraph
+from commpass.costmodel import Profile
 from commpass.distributed import record
+from commpass.distributed.agreed_network import agreed_default
 from commpass.distributed.calls import Raising, before_each_call, with_boxed_args
 from commpass.distributed.checked import Checked, release
 from commpass.distributed.hosts import with_hosts
@@ -148,7 +150,7 @@ class Backend(Shared):
 
     def simplified(self, gm: fx.GraphModule, direction: str) -> tuple[Simplification, ...]:
         """Simplify a graph that will not be compiled, in place. Return the simplifications."""
-        profile = self.profile or default_here(meta.device_of(gm))
+        profile = self._profile_of(gm)
         given = GraphInput(
             gm=gm, direction=direction, policy=self.policy, profile=profile, hook=True
         )
@@ -208,6 +210,13 @@ class Backend(Shared):
             gm, example_inputs, inner_compile=inner_compile, config_patches=own or None
         )
 
+    def _profile_of(self, gm: fx.GraphModule) -> Profile:
+        device = meta.device_of(gm)
+        if self.profile is None and self.policy.off:
+            return default_here(device)  # nothing depends on it, so other ranks are not awaited
+        found = self.profile or agreed_default(device, gm, self.timeout)
+        return in_cuda_graphs(found) if device == "cuda" else found
+
     @property
     def _simplifies(self) -> bool:
         return not self.policy.off and "simplify" not in self.policy.skip
@@ -217,7 +226,7 @@ class Backend(Shared):
         from commpass.passes.joint import mark_saved
 
         if gradients(gm.graph):  # Inductor runs joint passes on inference graphs too
-            profile = self.profile or default_here(meta.device_of(gm))
+            profile = self._profile_of(gm)
             mark_saved(gm, profile, strict=self.strict)
 
     def _without_reordering(self) -> Any:
@@ -280,7 +289,7 @@ class Backend(Shared):
     def compile(self, graph: TracedGraph) -> Any:
         """Run the passes on a graph, let the ranks agree on its plan, and compile it."""
         gm, calls = graph.gm, graph.calls
-        profile = self.profile or default_here(meta.device_of(gm))
+        profile = self._profile_of(gm)
         job = Job(
             **vars(graph),
             profile=with_hosts(profile, self.policy, gm, self.timeout),

@@ -4,7 +4,7 @@ values until ``commpass probe --kernels`` has measured the real ones."""
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from commpass.costmodel.kernels import KernelRate, Kernels
 
@@ -25,6 +25,7 @@ MULTIPLIED = 0.65
 """The share of the stated bf16 rate that large matmuls reach on an H200, which then runs at the
 limit of its power: 670 of 989 TFLOP/s."""
 SHARES: dict[str, Shares] = {
+    "raw": Shares(2.0, 1.0, 1.0),
     "int8": Shares(1.02, 1.01, 0.98),
     "fp8": Shares(1.02, 1.00, 0.98),
     "int6": Shares(0.78, 0.86, 0.87),
@@ -41,24 +42,46 @@ SHARES: dict[str, Shares] = {
     "nvfp4": Shares(0.56, 0.38, 0.95),
 }
 """Of 32 million values on an H200, with torch 2.11 and Triton 3.6
-(benchmarks/results/gpu_nvidia_h200.json). Other GPUs are assumed to reach the same shares."""
+(benchmarks/results/gpu_nvidia_h200.json). On other GPUs, kernels are as much slower or faster as
+their memory is, or their instructions are, whichever bounds the kernel on an H200."""
 UNKNOWN = Shares(1.0, 0.5, 0.5)
 """An assumption for codecs that were not measured."""
 
 
+AMD_IN_EXCHANGE, AMD_TILE_US = 0.25, 2.25
+"""Single kernels on AMD: fitted to 4 MI300X, fp16, 1 to 8 MiB (vLLM, pull request 19744). On
+NVIDIA, codecs keep their speed, and a tile takes 1.5 us (flashinfer, pull request 3759)."""
 LAUNCH_US = 5.0
 """The time of a launch: an assumption."""
 GRAPH_LAUNCH_US = 2.0
 """The same inside a CUDA graph: an assumption."""
 
 
-def gpu_kernels(gbytes_per_s: float, gflops: float) -> Kernels:
-    """Return the rates of a GPU that copies this many GB/s. A codec's rate is for bf16 values: a
-    value is read or written as 2 bytes, its wire is written or read."""
+BOUND_BY_MEMORY = 0.95
+"""The share of a copy's speed from which on a kernel counts as bound by memory. Others are bound by
+their instructions."""
+H200_COPY, H200_SLOTS = 4800.0 * COPIED, 132 * 1.98 * 128.0
+"""GB/s of a copy, and billions of instructions of one lane a second, where ``SHARES`` were
+measured."""
+
+
+def gpu_kernels(gbytes_per_s: float, gflops: float, slots: float = 0.0) -> Kernels:
+    """Return the rates of a GPU that copies this many GB/s and has ``slots`` billion instructions
+    of one lane a second (0: as many as an H200, relative to its bandwidth).
+
+    A codec's rate is for bf16 values: a value is read or written as 2 bytes, its wire is written or
+    read.
+    """
+    slower = H200_SLOTS / slots if slots else H200_COPY / gbytes_per_s
+
+    def ns(wire: float, share: float) -> float:
+        copy_ns = (2.0 + wire) / gbytes_per_s
+        if share >= BOUND_BY_MEMORY:
+            return copy_ns / share
+        return max(copy_ns / BOUND_BY_MEMORY, (2.0 + wire) / H200_COPY / share * slower)
 
     def rate(of: Shares) -> KernelRate:
-        copy_ns = (2.0 + of.wire) / gbytes_per_s
-        return KernelRate(copy_ns / of.encode, copy_ns / of.decode)
+        return KernelRate(ns(of.wire, of.encode), ns(of.wire, of.decode))
 
     return Kernels(
         launch_us=LAUNCH_US,
@@ -76,7 +99,7 @@ class Card:
 
     ``interconnect`` joins the GPUs of a host, and ``network`` its hosts: one port for each GPU, as
     in the reference systems of the vendors. ``joined`` GPUs are on one interconnect even if they
-    are on several hosts (0: those of a host).
+    are on several hosts (0: those of a host). ``processors`` run at ``ghz`` at most (0: not known).
     """
 
     gbytes_per_s: float
@@ -85,33 +108,117 @@ class Card:
     interconnect: str = ""
     network: str = ""
     joined: int = 0
+    processors: int = 0
+    ghz: float = 0.0
+
+    @property
+    def is_amd(self) -> bool:
+        """Whether it is a GPU of AMD, which has xGMI."""
+        return self.interconnect.startswith("xgmi")
+
+    @property
+    def slots(self) -> float:
+        """Billions of instructions of one lane a second: a processor begins four of 32 lanes in
+        each cycle, or one of 64 on AMD."""
+        return self.processors * self.ghz * (64 if self.is_amd else 128)
 
     @property
     def kernels(self) -> Kernels:
-        return gpu_kernels(self.gbytes_per_s * COPIED, self.tflops * 1e3 * MULTIPLIED)
+        made = gpu_kernels(self.gbytes_per_s * COPIED, self.tflops * 1e3 * MULTIPLIED, self.slots)
+        if not self.is_amd:
+            return made
+        return replace(made, in_exchange=AMD_IN_EXCHANGE, tile_us=AMD_TILE_US)
 
 
 HDR, NDR, XDR = "infiniband-hdr", "infiniband-ndr", "infiniband-xdr"
 CARDS: dict[str, Card] = {
-    "a100-pcie": Card(1935.0, 312.0, "NVIDIA A100 80GB PCIe data sheet", "pcie-4", HDR),
-    "a100-40gb": Card(1555.0, 312.0, "NVIDIA A100 40GB SXM data sheet", "nvlink-3", HDR),
-    "a100": Card(2039.0, 312.0, "NVIDIA A100 80GB SXM data sheet", "nvlink-3", HDR),
-    "h100-nvl": Card(3900.0, 835.0, "NVIDIA H100 NVL data sheet", "pcie-5", NDR),
-    "h100-pcie": Card(2000.0, 756.0, "NVIDIA H100 PCIe data sheet", "pcie-5", NDR),
-    "h100": Card(3350.0, 989.0, "NVIDIA H100 SXM data sheet", "nvlink-4", NDR),
-    "gh200": Card(4000.0, 989.0, "NVIDIA GH200 data sheet, 96 GB HBM3", "nvlink-4", NDR),
-    "h200-nvl": Card(4800.0, 835.0, "NVIDIA H200 NVL data sheet", "pcie-5", NDR),
-    "h200": Card(4800.0, 989.0, "NVIDIA H200 SXM data sheet", "nvlink-4", NDR),
-    "h20": Card(4000.0, 148.0, "NVIDIA H20 data sheet", "nvlink-4", NDR),
-    "b200": Card(8000.0, 2250.0, "NVIDIA DGX B200 data sheet, a card of eight", "nvlink-5", NDR),
-    "b300": Card(8000.0, 2250.0, "NVIDIA DGX B300 data sheet, a card of eight", "nvlink-5", XDR),
-    "gb200": Card(8000.0, 2500.0, "NVIDIA GB200 NVL72 data sheet", "nvlink-5", NDR, 72),
-    "gb300": Card(8000.0, 2500.0, "NVIDIA GB300 NVL72 data sheet", "nvlink-5", XDR, 72),
-    "mi300x": Card(5300.0, 1307.0, "AMD Instinct MI300X data sheet", "xgmi-3", NDR),
-    "mi350x": Card(8000.0, 2300.0, "AMD Instinct MI350X data sheet", "xgmi-4", NDR),
-    "l40s": Card(864.0, 362.0, "NVIDIA L40S data sheet", "pcie-4", HDR),
+    "a100-pcie": Card(
+        1935.0, 312.0, "NVIDIA A100 80GB PCIe data sheet", "pcie-4", HDR, processors=108, ghz=1.41
+    ),
+    "a100-40gb": Card(
+        1555.0, 312.0, "NVIDIA A100 40GB SXM data sheet", "nvlink-3", HDR, processors=108, ghz=1.41
+    ),
+    "a100": Card(
+        2039.0, 312.0, "NVIDIA A100 80GB SXM data sheet", "nvlink-3", HDR, processors=108, ghz=1.41
+    ),
+    "h100-nvl": Card(
+        3900.0, 835.0, "NVIDIA H100 NVL data sheet", "pcie-5", NDR, processors=132, ghz=1.785
+    ),
+    "h100-pcie": Card(
+        2000.0, 756.0, "NVIDIA H100 PCIe data sheet", "pcie-5", NDR, processors=114, ghz=1.755
+    ),
+    "h100": Card(
+        3350.0, 989.0, "NVIDIA H100 SXM data sheet", "nvlink-4", NDR, processors=132, ghz=1.98
+    ),
+    "gh200": Card(
+        4000.0,
+        989.0,
+        "NVIDIA GH200 data sheet, 96 GB HBM3",
+        "nvlink-4",
+        NDR,
+        processors=132,
+        ghz=1.98,
+    ),
+    "h200-nvl": Card(
+        4800.0, 835.0, "NVIDIA H200 NVL data sheet", "pcie-5", NDR, processors=132, ghz=1.785
+    ),
+    "h200": Card(
+        4800.0, 989.0, "NVIDIA H200 SXM data sheet", "nvlink-4", NDR, processors=132, ghz=1.98
+    ),
+    "h20": Card(4000.0, 148.0, "NVIDIA H20 data sheet", "nvlink-4", NDR, processors=78, ghz=1.98),
+    "b200": Card(
+        8000.0,
+        2250.0,
+        "NVIDIA DGX B200 data sheet, a card of eight",
+        "nvlink-5",
+        NDR,
+        processors=148,
+        ghz=1.965,
+    ),
+    "b300": Card(
+        8000.0,
+        2250.0,
+        "NVIDIA DGX B300 data sheet, a card of eight",
+        "nvlink-5",
+        XDR,
+        processors=148,
+        ghz=1.92,
+    ),
+    "gb200": Card(
+        8000.0,
+        2500.0,
+        "NVIDIA GB200 NVL72 data sheet",
+        "nvlink-5",
+        NDR,
+        72,
+        processors=152,
+        ghz=1.965,
+    ),
+    "gb300": Card(
+        8000.0,
+        2500.0,
+        "NVIDIA GB300 NVL72 data sheet",
+        "nvlink-5",
+        XDR,
+        72,
+        processors=152,
+        ghz=1.92,
+    ),
+    "mi300x": Card(
+        5300.0, 1307.0, "AMD Instinct MI300X data sheet", "xgmi-3", NDR, processors=304, ghz=2.1
+    ),
+    "mi350x": Card(
+        8000.0, 2300.0, "AMD Instinct MI350X data sheet", "xgmi-4", NDR, processors=256, ghz=2.2
+    ),
+    "l40s": Card(864.0, 362.0, "NVIDIA L40S data sheet", "pcie-4", HDR, processors=142, ghz=2.52),
     "rtx-pro-6000": Card(
-        1792.0, 503.8, "NVIDIA RTX Blackwell PRO architecture paper, Workstation", "pcie-5", NDR
+        1792.0,
+        503.8,
+        "NVIDIA RTX Blackwell PRO architecture paper, Workstation",
+        "pcie-5",
+        NDR,
+        processors=188,
+        ghz=2.617,
     ),
 }
 """GPUs by the words of the device's name, in lower case. A name with more words comes first. Only

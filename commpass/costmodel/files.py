@@ -82,10 +82,11 @@ class ProfileFile:
 
 
 def digest(profile: Profile) -> str:
-    """Return a digest of a profile without its name, equal to that of the profile read from a
-    file."""
+    """Return a digest of a profile without its name and source, equal to that of the profile read
+    from a file."""
     converted = msgspec.convert(msgspec.to_builtins(profile), Profile)  # converts 60 to 60.0
     fields = {**msgspec.to_builtins(converted), "name": ""}
+    del fields["source"]
     return hashlib.sha256(msgspec.json.encode(fields, order="deterministic")).hexdigest()[:16]
 
 
@@ -93,6 +94,11 @@ def age(file: ProfileFile) -> str:
     """Return how long ago a profile was measured, in hours or days."""
     hours = (datetime.now(UTC) - datetime.fromisoformat(file.written)).total_seconds() / 3600
     return f"{hours:.0f} hours" if hours < 48 else f"{hours / 24:.0f} days"
+
+
+def measured_profile(file: ProfileFile) -> Profile:
+    """Return the profile of a file, with the date of its measurement as its source."""
+    return dataclasses.replace(file.profile, source=f"measured on {file.written[:10]}")
 
 
 def write(path: Path, file: ProfileFile) -> None:
@@ -164,7 +170,9 @@ def profile_from(profile: str | Path | Profile | None) -> Profile | None:
         return profile_named(profile)
     if profile.suffix not in SUFFIXES:
         raise ProfileError(f"{profile}: a profile is a .json or a .toml file")
-    return read(profile).profile if profile.suffix == ".json" else _from_toml(profile)
+    if profile.suffix == ".json":
+        return measured_profile(read(profile))
+    return _from_toml(profile)
 
 
 def _from_toml(path: Path) -> Profile:

@@ -1,14 +1,16 @@
 """Fit alpha and beta to measured times of exchanges, with as few regions of sizes as possible.
 
 The time of a collective is modeled as ``alpha * messages + sent / beta``, for ``messages``
-consecutive messages and ``sent`` bytes that leave a rank (links.py). The relative error is
-minimized, so that small exchanges have the same weight as large ones.
+consecutive messages and ``sent`` bytes that leave a rank (links.py). The sum of relative errors is
+minimized: small exchanges have the same weight as large ones, and a size that was measured while
+the machine was busy does not draw the line to itself, as it would with squares.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from math import inf
 
 from commpass.costmodel.links import Region
@@ -20,7 +22,9 @@ BETTER = 0.7
 """The factor by which one more region must reduce the error of the worst point."""
 MOST_REGIONS = 4
 LEAST_POINTS = 2
-"""The fewest points of a region, since alpha and beta are two unknowns."""
+"""The fewest sizes in all, since alpha and beta are two unknowns."""
+REGION_POINTS = 3
+"""The fewest points of one of several regions: a line through two would be that of their noise."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,7 @@ def _cuts(points: Sequence[Point]) -> list[int]:
             else:
                 tried = [
                     (max(worst(cut, parts - 1)[0], _line(points[cut:end]).worst), cut)
-                    for cut in range(LEAST_POINTS * (parts - 1), end - LEAST_POINTS + 1)
+                    for cut in range(REGION_POINTS * (parts - 1), end - REGION_POINTS + 1)
                     if points[cut].sent > points[cut - 1].sent
                 ]
                 error, cut = min(tried, default=(float("inf"), 0))
@@ -112,7 +116,7 @@ def _cuts(points: Sequence[Point]) -> list[int]:
 
     last = (float("inf"), [0])
     for parts in range(1, MOST_REGIONS + 1):
-        if parts * LEAST_POINTS > len(points):
+        if parts > 1 and parts * REGION_POINTS > len(points):
             break
         found = worst(len(points), parts)
         if found[0] < BETTER * last[0]:
@@ -123,18 +127,21 @@ def _cuts(points: Sequence[Point]) -> list[int]:
 
 
 def _line(points: Sequence[Point]) -> Line:
-    """Return the alpha and beta, not below 0, that minimize the sum of squared relative errors."""
-    mm = sum((p.messages / p.us) ** 2 for p in points)
-    ss = sum((p.sent / p.us) ** 2 for p in points)
-    ms = sum(p.messages * p.sent / p.us**2 for p in points)
-    m, s = sum(p.messages / p.us for p in points), sum(p.sent / p.us for p in points)
-    det = mm * ss - ms * ms
-    alpha, beta = 0.0, 0.0
-    if det > 1e-12 * mm * ss:
-        alpha, beta = (m * ss - s * ms) / det, (s * mm - m * ms) / det
-    if alpha < 0 or (det <= 1e-12 * mm * ss and ss):
-        alpha, beta = 0.0, s / ss if ss else 0.0
-    if beta < 0 or not ss:
-        alpha, beta = m / mm, 0.0
-    line = Line(alpha, beta * 1e3, 0.0)
-    return Line(alpha, beta * 1e3, max(abs(line.time_us(p) - p.us) / p.us for p in points))
+    """Return the alpha and beta, not below 0, that minimize the sum of relative errors.
+
+    The best line passes through two of the points, or through one with alpha or beta 0.
+    """
+    candidates = [(0.0, p.us / p.sent) for p in points if p.sent]
+    candidates += [(p.us / p.messages, 0.0) for p in points if p.messages]
+    for p, q in combinations(points, 2):
+        if det := p.messages * q.sent - q.messages * p.sent:
+            alpha = (p.us * q.sent - q.us * p.sent) / det
+            beta = (p.messages * q.us - q.messages * p.us) / det
+            if alpha >= 0 and beta >= 0:
+                candidates.append((alpha, beta))
+
+    def errors(line: tuple[float, float]) -> list[float]:
+        return [abs(line[0] * p.messages + line[1] * p.sent - p.us) / p.us for p in points]
+
+    alpha, beta = min(candidates, key=lambda line: sum(errors(line)))
+    return Line(alpha, beta * 1e3, max(errors((alpha, beta))))

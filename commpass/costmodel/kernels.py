@@ -7,6 +7,9 @@ from dataclasses import dataclass, field, replace
 
 from commpass.errors import PolicyError, check_number
 
+RAW = "raw"
+"""The codec that only copies."""
+
 
 @dataclass(frozen=True)
 class KernelRate:
@@ -30,7 +33,8 @@ class Kernels:
 
     - ``launch_us``: the time of a launch; ``graph_launch_us``, in a CUDA graph (0: the same).
     - ``in_exchange``: the share of its speed that an encode or decode reaches inside a single
-      kernel which also exchanges values.
+      kernel which also exchanges values; ``tile_us``, the time in which a program of such a kernel
+      encodes or decodes a tile, about two accesses of memory and some hundred instructions.
     - ``rates``: rates by codec name (the part before the bracket); ``other`` is for codecs not
       listed.
     - ``call_us``: the time of an encode or decode between exchanges, apart from its values. After a
@@ -50,11 +54,13 @@ class Kernels:
     matmul_encode: float = 1.1
     graph_launch_us: float = 0.0
     in_exchange: float = 1.0
+    tile_us: float = 1.5
 
     def __post_init__(self) -> None:
         check_number("Kernels(launch_us", self.launch_us)
         check_number("Kernels(graph_launch_us", self.graph_launch_us)
         check_number("Kernels(in_exchange", self.in_exchange, above=True)
+        check_number("Kernels(tile_us", self.tile_us)
         check_number("Kernels(call_us", self.call_us)
         check_number("Kernels(gflops", self.gflops, above=True)
         check_number("Kernels(gbytes_per_s", self.gbytes_per_s, above=True)
@@ -91,6 +97,11 @@ class Kernels:
         """Return the microseconds of an encode or decode without those of its kernel's start."""
         rate = self._rate(codec)
         return values * (rate.encode_ns if role == "encode" else rate.decode_ns) / 1e3
+
+    def in_exchange_us(self, codec: str, role: str, values: float) -> float:
+        """Return the microseconds of an encode or decode inside a single kernel."""
+        share = 1.0 if codec == RAW else self.in_exchange
+        return self.tile_us + self.values_us(codec, role, values) / share
 
     def _rate(self, codec: str) -> KernelRate:
         return self.rates.get(codec.partition("(")[0], self.other)

@@ -15,10 +15,6 @@ from commpass.costmodel.profile import INTRA_HOST, Profile
 from commpass.costmodel.timeline import HOST, Task
 from commpass.plan.stage import ALL, BLOCK, Stage, plain_exchange
 
-TILE_US = 1.5
-"""Microseconds in which a program of a single kernel encodes or decodes a tile: about two accesses
-of its GPU's memory, and some hundred instructions. Fitted to 2 and 8 KiB on 8 H200 (flashinfer,
-pull request 3759: 11.6 us)."""
 LONGEST_STEP_US = 1.0
 """The most microseconds that a signal between GPUs of one host is assumed to take, as on PCIe. A
 measured alpha includes the start of a library's collective."""
@@ -73,8 +69,8 @@ class Prices:
             return launch_us + step_us + max(2 * step_us + on_link_us, 2 * step_us * stage.rounds)
         if stage.role not in ("encode", "decode"):
             return launch_us
-        values_us = kernels.values_us(stage.codec, stage.role, stage.values) / kernels.in_exchange
-        return launch_us + max(TILE_US + values_us, TILE_US * stage.rounds)
+        values_us = kernels.in_exchange_us(stage.codec, stage.role, stage.values)
+        return launch_us + max(values_us, kernels.tile_us * stage.rounds)
 
     def _exchange(self, stage: Stage) -> Task:
         port, link, sharing = self.port, self.link, None

@@ -61,6 +61,8 @@ class Profile:
       (0: each has its own). Exchanges of groups that have the same link take turns on it.
     - ``margin`` is the uncertainty of the model, as a share of the plain time: a site is compressed
       only if it gains more (law 10).
+    - ``source`` says where the numbers are from, in words for reports. Profiles that differ in it
+      alone are equal.
 
     Raises PolicyError for a field of a wrong type or an invalid number.
     """
@@ -73,10 +75,12 @@ class Profile:
     ranks_per_host: int = 0
     intra_host_link: Link | None = None
     ports: int = 0
+    source: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str):
-            raise PolicyError(f"Profile(name={self.name!r}): must be a text")
+        for what in ("name", "source"):
+            if not isinstance(text := getattr(self, what), str):
+                raise PolicyError(f"Profile({what}={text!r}): must be a text")
         if not isinstance(self.links, Mapping):
             raise PolicyError(
                 f"Profile(links={self.links!r}): must map globs over group labels to Link(...)"
@@ -109,6 +113,11 @@ class Profile:
             raise PolicyError(
                 f"Profile(ports={self.ports}): needs ranks_per_host, the ranks that share them"
             )
+
+    @property
+    def description(self) -> str:
+        """Its name, and where its numbers are from."""
+        return f"{self.name} ({self.source})" if self.source else self.name
 
     @property
     def measured(self) -> bool:

@@ -3,15 +3,14 @@ lacks it.
 
 Each rank publishes its host with its hello record: host name, network, and torchrun's number of
 the node. A rank that needs the number waits until all hosts are published. The first answer counts
-for all ranks, even one after a time-out: it is written to the store by compare-and-set.
+for all ranks, even one after a time-out (``first_value``).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from torch import fx
 
 from commpass.collectives import DEFAULTS
 from commpass.costmodel import Profile
+from commpass.distributed.first_value import first_value
 from commpass.distributed.plan_store import PlanStore, current_store
 from commpass.groups import ready
 from commpass.passes.fx.parse import graph_modules
@@ -29,7 +29,6 @@ log = logging.getLogger("commpass")
 
 PATIENCE_S = 60.0
 """How long a rank waits for the hosts of others."""
-LONGEST_PAUSE_S = 0.25
 HIERARCHICAL = "hierarchical"
 
 
@@ -42,7 +41,7 @@ def with_hosts(
     ranks. The number is 0 on all ranks if hosts have different ones, or if not all ranks use
     commpass.
     """
-    if profile.ranks_per_host or not _needs_ranks_per_host(policy, gm) or not _is_distributed():
+    if profile.ranks_per_host or not _needs_ranks_per_host(policy, gm) or not is_distributed():
         return profile
     try:
         store = current_store()
@@ -75,25 +74,29 @@ def _needs_ranks_per_host(policy: Policy, gm: fx.GraphModule) -> bool:
     return any(HIERARCHICAL in spec and "node=" not in spec for spec in named)
 
 
-def _is_distributed() -> bool:
+def is_distributed() -> bool:
     """Return whether there are other ranks. A fake group, which simulates many ranks in one, has
     none."""
     return ready() and dist.get_world_size() > 1 and "fake" not in dist.get_backend()
 
 
 def _agree(store: PlanStore, patience_s: float) -> int:
-    start, pause, ranks = time.monotonic(), 0.001, range(dist.get_world_size())
-    while len(hosts := store.host_ids(ranks)) < len(ranks):
-        if time.monotonic() - start > patience_s:
-            log.warning(SILENT, len(ranks) - len(hosts), patience_s)
-            break
-        time.sleep(pause)
-        pause = min(2 * pause, LONGEST_PAUSE_S)
-    if 0 not in hosts:
-        return 0
-    complete = len(hosts) == len(ranks)
-    found = on_each_host([hosts[rank] for rank in ranks]) if complete else 0
-    return int(store.agree_on_first("hosts", str(found)))
+    ranks = range(dist.get_world_size())
+
+    def value(hosts: Mapping[int, str]) -> str:
+        complete = len(hosts) == len(ranks)
+        return str(on_each_host([hosts[rank] for rank in ranks]) if complete else 0)
+
+    found = first_value(
+        store,
+        "hosts",
+        store.host_ids,
+        value,
+        without_rank_0="0",
+        patience_s=patience_s,
+        silent=SILENT,
+    )
+    return int(found)
 
 
 SILENT = (

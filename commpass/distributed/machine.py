@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import os
@@ -16,12 +17,15 @@ import torch.distributed as dist
 
 from commpass.codecs.registry import NAMES as CODECS
 from commpass.costmodel import Profile, default_profile, profile_from
-from commpass.costmodel.files import Machine, read
+from commpass.costmodel.cards import card_of
+from commpass.costmodel.files import Machine, measured_profile, read
 from commpass.errors import ProfileError, nearest
 from commpass.groups import is_first_rank
 
 VARIABLE = "COMMPASS_PROFILE"
 """The environment variable that names a profile if the program names none."""
+ASSUMED, STATED = "assumed", "stated by the manufacturer"
+"""Where the numbers of a default profile are from."""
 log = logging.getLogger("commpass")
 
 
@@ -35,7 +39,7 @@ def profile_here(profile: str | Path | Profile | None) -> Profile | None:
         file = read(Path(named))
         if is_first_rank() and (others := list(differences_from(file.machine, this_machine()))):
             _warn(f"profile {named} was measured elsewhere: {'; '.join(others)}. Probe again here")
-        return file.profile
+        return measured_profile(file)
     found = profile_from(named)
     rates = found.kernels.rates if found is not None else {}
     for name in rates if str(named).endswith(".toml") else ():
@@ -47,10 +51,15 @@ def profile_here(profile: str | Path | Profile | None) -> Profile | None:
 @functools.cache
 def default_here(device: str) -> Profile:
     """Return the default profile for a type of device, the name of the device here, and the hosts
-    that torchrun has started."""
-    if device != "cuda" or not torch.cuda.is_available():
-        return default_profile(device)
-    return default_profile(device, torch.cuda.get_device_name(), ranks_on_each_host())
+    that torchrun has started. It says nothing of the network, which ``agreed_network`` reads."""
+    card = card_here(device)
+    found = default_profile(device, card, ranks_on_each_host() if card else 0)
+    return dataclasses.replace(found, source=STATED if card_of(card) else ASSUMED)
+
+
+def card_here(device: str) -> str:
+    """Return the name of the GPU, or "" for another type of device."""
+    return torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available() else ""
 
 
 def ranks_on_each_host() -> int:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from commpass.distributed.environment import Settings, settings
 from commpass.distributed.machine import host_id
+from commpass.distributed.network import NetworkOfRank, network_here
 from commpass.distributed.origin import forget_calls
 from commpass.groups import ready
 from commpass.lowering.exchange import PeerMemory
@@ -245,7 +246,8 @@ class PlanStore:
     ``old_nonces`` are nonces of older runs. ``published_policies`` are the policies under which
     this rank has published anything, by group. ``settings`` are the published settings of ranks;
     ``warned_of_settings`` records that not all ranks published theirs in time. ``ranks_per_host``
-    is None until it was determined (``hosts``). ``peer_memory`` is that of groups that were asked
+    is None until it was determined (``hosts``), and ``network`` too (``agreed_network``), which is
+    kept as text. ``peer_memory`` is that of groups that were asked
     for, by their ranks (``peers``).
     """
 
@@ -260,6 +262,7 @@ class PlanStore:
     settings: dict[int, Settings] = field(default_factory=dict)
     warned_of_settings: bool = False
     ranks_per_host: int | None = None
+    network: str | None = None
     peer_memory: dict[tuple[int, ...], PeerMemory] = field(default_factory=dict)
 
     @property
@@ -356,6 +359,11 @@ class PlanStore:
         keys = {rank: _store_key(nonce, "place", "all") for rank, nonce in nonces.items()}
         return {rank: raw.decode() for rank, raw in self.read(keys).items()}
 
+    def networks(self, ranks: Sequence[int]) -> dict[int, NetworkOfRank]:
+        """Return the hosts and interfaces of those ranks that have published a hello record."""
+        read = self.read_published("network-of-rank", ranks)
+        return {rank: msgspec.json.decode(raw, type=NetworkOfRank) for rank, raw in read.items()}
+
     def read_published(self, key: str, ranks: Sequence[int]) -> dict[int, bytes]:
         """Return what those ranks have published under a key, as far as they have."""
         nonces = self.nonces(ranks)
@@ -440,6 +448,8 @@ def open_store() -> None:
     # the hello record comes last: who reads it finds the others
     store.torch_store.set(_store_key(store.nonce, "settings", "all"), msgspec.json.encode(own))
     store.torch_store.set(_store_key(store.nonce, "place", "all"), host_id())
+    network = network_here(host_id(), dist.get_backend_config(world))
+    store.publish("network-of-rank", msgspec.json.encode(network))
     store.torch_store.set(f"{ROOT}/hello/{store.rank}", store.nonce)
 
 

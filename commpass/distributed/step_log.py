@@ -13,11 +13,12 @@ from commpass.plan.totals import totals
 
 @dataclass(frozen=True)
 class Entry:
-    """One graph: its plan, its samples, and its times if it is timed."""
+    """One graph: its plan, its samples, its times if it is timed, and the profile in words."""
 
     plan: Plan
     samples: Samples
     timed: TimedGraph | None
+    profile: str = ""
 
 
 @dataclass

@@ -25,9 +25,11 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 
 from commpass.costmodel import Profile
 from commpass.costmodel.files import digest as digest_of
+from commpass.distributed.agreed_network import agreed_network
 from commpass.distributed.environment import policy_here
 from commpass.distributed.integration import Integration
 from commpass.distributed.machine import profile_here
+from commpass.distributed.plan_store import publish_hello
 from commpass.distributed.record import log
 from commpass.errors import CommpassError
 from commpass.groups import ready
@@ -109,6 +111,7 @@ class CollectivePass(Integration, _base()):  # type: ignore[misc]
         super().__init__(policy=policy_here(policy))
         self.profile, self._plans = profile_here(profile), list[Plan]()
         self.groups, self.strict = groups or group_of_vllm, strict
+        publish_hello()
 
     @property
     def plans(self) -> list[Plan]:
@@ -149,7 +152,7 @@ class CollectivePass(Integration, _base()):  # type: ignore[misc]
         The rank is part of it: ranks may share caches, and have the same graph before the pass but
         not after it.
         """
-        profile = digest_of(self.profile) if self.profile is not None else ""
+        profile = digest_of(self.profile) if self.profile is not None else agreed_network()
         groups = f"{self.groups.__module__}.{self.groups.__qualname__}"
         rank = (dist.get_rank(), dist.get_world_size()) if ready() else None
         facts = [msgspec.to_builtins(self.policy), profile, groups, self.strict, rank, _sources()]

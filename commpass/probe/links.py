@@ -23,6 +23,7 @@ PARTS, BUSY_BYTES = 8, 64 << 10
 messages."""
 LEAST, MOST = 5, 25
 """The least and the most repetitions of a size."""
+LEAST_SIZES = 2
 
 
 @dataclass(frozen=True)
@@ -65,17 +66,63 @@ def measure(
     alike. ``report`` is called with each kind.
     """
     wanted = kinds(group, by_messages=by_messages)
-    found = []
+    trials: list[_Trial] = []
     for kind in wanted:
         report(kind)
-        left = seconds / len(wanted)
-        for number, size in enumerate(SIZES):
-            begun = time.perf_counter()
-            times = _times(kind, size, group, device, left, needed=number < 2)
-            if times is None:
-                break
-            found.append(times)
-            left -= slowest_of([time.perf_counter() - begun], group, device)[0]
+        trials += _trials(kind, group, device, seconds / len(wanted))
+    took: list[list[float]] = [[] for _ in trials]
+    for turn in range(MOST):
+        for trial, times in zip(trials, took, strict=True):
+            if trial.is_in(turn):
+                times.append(seconds_of(trial.call, group, device))
+    return [
+        trial.times(group.size(), slowest_of(times, group, device))
+        for trial, times in zip(trials, took, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """One size of one kind: what each rank hands over, the call, and how often it is made.
+
+    The calls of all sizes take turns, so that a busy moment of the machine slows down a few calls
+    of each size instead of all calls of one.
+    """
+
+    kind: str
+    nbytes: int
+    repeats: int
+    call: Callable[[], Any]
+
+    def is_in(self, turn: int) -> bool:
+        """Whether it is measured in one of ``MOST`` turns. Its repetitions are evenly spread."""
+        return (turn + 1) * self.repeats // MOST > turn * self.repeats // MOST
+
+    def times(self, ranks: int, seconds: Sequence[float]) -> Times:
+        """Return its quartiles."""
+        low, middle, high = (1e6 * each for each in quantiles(seconds, n=4, method="inclusive"))
+        messages, sent = steps(self.kind, ranks, self.nbytes)
+        return Times(self.kind, ranks, self.nbytes, messages, sent, low, middle, high)
+
+
+def _trials(
+    kind: str, group: dist.ProcessGroup, device: torch.device, seconds: float
+) -> list[_Trial]:
+    """Return the sizes of a kind that fit into ``seconds``, at least two: a line needs two."""
+    found = []
+    for number, size in enumerate(SIZES):
+        nbytes = _handed(kind, size, group.size())
+        call = _call(kind, nbytes, group, device)
+        begun = time.perf_counter()
+        first = slowest_of(
+            [seconds_of(call, group, device), seconds_of(call, group, device)], group, device
+        )
+        if first[1] * LEAST > seconds and number >= LEAST_SIZES:
+            break
+        repeats = min(MOST, max(LEAST, int(seconds / 3 / first[1])))
+        found.append(_Trial(kind, nbytes, repeats, call))
+        tried = slowest_of([time.perf_counter() - begun], group, device)[0]
+        seconds -= tried + repeats * first[1]
     return found
 
 
@@ -98,34 +145,6 @@ def overhead_us(group: dist.ProcessGroup, device: torch.device) -> float:
         every = [seconds_of(exchange, group, device) for _ in range(LEAST + 1)]
         took.append(median(slowest_of(every[1:], group, device)))
     return max(1e6 * (took[1] - took[0]) / (PARTS - 1) / (group.size() - 1), 0.0)
-
-
-def _times(
-    kind: str,
-    size: int,
-    group: dist.ProcessGroup,
-    device: torch.device,
-    seconds: float,
-    *,
-    needed: bool,
-) -> Times | None:
-    """Measure one size. Return None if ``seconds`` are too few for it and it is not ``needed``.
-
-    A line needs two sizes.
-    """
-    ranks = group.size()
-    nbytes = _handed(kind, size, ranks)
-    call = _call(kind, nbytes, group, device)
-    first = slowest_of(
-        [seconds_of(call, group, device), seconds_of(call, group, device)], group, device
-    )
-    if first[1] * LEAST > seconds and not needed:
-        return None
-    repeats = min(MOST, max(LEAST, int(seconds / 3 / first[1])))
-    took = slowest_of([seconds_of(call, group, device) for _ in range(repeats)], group, device)
-    low, middle, high = (1e6 * each for each in quantiles(took, n=4, method="inclusive"))
-    messages, sent = steps(kind, ranks, nbytes)
-    return Times(kind, ranks, nbytes, messages, sent, low, middle, high)
 
 
 def _handed(kind: str, size: int, ranks: int) -> int:

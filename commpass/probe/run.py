@@ -80,6 +80,7 @@ def probe(
         link=links["link"],
         intra_host_link=links.get("intra_host_link"),
         ranks_per_host=ranks_per_host if "intra_host_link" in links else 0,
+        source="",
     )
     file = ProfileFile(
         commpass=own_version(),

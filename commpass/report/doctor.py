@@ -142,6 +142,7 @@ def profile() -> tuple[str, bool]:
     import torch
 
     from commpass.costmodel.files import age, read
+    from commpass.distributed.agreed_network import default_between_hosts
     from commpass.distributed.machine import (
         VARIABLE,
         default_here,
@@ -153,8 +154,9 @@ def profile() -> tuple[str, bool]:
 
     path = requested_profile(None)
     if path is None:
-        assumed = default_here("cuda" if torch.cuda.is_available() else "cpu").name
-        return f"{assumed}, an assumption: {VARIABLE} is not set", False
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        alone, several = default_here(device), default_between_hosts(device)
+        return f"on one host {alone.description}, on several {several.description}", False
     try:
         found = profile_here(None)
     except CommpassError as error:
@@ -181,7 +183,7 @@ NEEDED = ("python", "torch", "distributed")
 HEADERS = "needed on the CPU: g++ and Python headers"
 COLD = "every process compiles anew"
 BUILT = "needed: install a torch that was built with it"
-MEASURE = "the cost model assumes one: measure yours with `commpass probe`"
+MEASURE = "COMMPASS_PROFILE is not set: measure yours with `commpass probe`"
 INSTALL = "pip install 'commpass[graph]', and Graphviz (apt-get install graphviz)"
 NO_GPU = "only the CPU can be used; a GPU needs its driver and a torch for it"
 PROBES: tuple[tuple[str, Callable[[], tuple[str, bool]], str, str], ...] = (

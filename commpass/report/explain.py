@@ -67,7 +67,8 @@ def of_graph(one: Merged, console: Console, *, every: bool) -> Iterator[Renderab
     dump, plan, only = one.dump, one.dump.plan, Run((one.dump,))
     yield Text(one.title, style="bold")
     passes = f", passes took {sum(dump.passes_ms.values()):.1f} ms" if dump.passes_ms else ""
-    yield Text(f"policy {plan.policy}, profile {plan.profile}{passes}")
+    source = f" ({dump.profile['source']})" if dump.profile.get("source") else ""
+    yield Text(f"policy {plan.policy}, profile {plan.profile}{source}{passes}")
     if plan.fallback:
         note = "The untouched graph was compiled, nothing below was carried out:\n"
         yield Panel(Text.assemble(note, plan.fallback), title="FALLBACK", style="bold red")

@@ -83,6 +83,7 @@ class GraphReport:
     Times are microseconds of one call: predicted, predicted without commpass, and the median of
     measured ones (on rank 0, with Inductor). None if unknown. ``error_sample_rate`` is the share of
     calls on which errors are measured. ``fallback`` is the reason if it was compiled untouched.
+    ``profile`` is the one of the cost model, with where its numbers are from; "" if unknown.
     """
 
     policy: str
@@ -95,6 +96,7 @@ class GraphReport:
     measured_us: float | None
     fallback: str
     sites: tuple[SiteReport, ...]
+    profile: str = ""
 
 
 @dataclass(frozen=True)
@@ -196,6 +198,9 @@ class Report:
             f"commpass, policy {names}: {plural(all_of.graphs, 'graph')},"
             f" {plural(all_of.sites, 'site')}, {all_of.compressed} compressed{untouched}"
         )
+        sending = [each for each in self.graphs if each.sites]
+        if profiles := dict.fromkeys(each.profile for each in sending if each.profile):
+            yield f"profile: {', '.join(profiles)}"
         if all_of.measured_ms is None:
             yield f"time: not measured{_why_untimed(self.graphs)}"
         else:
@@ -317,6 +322,7 @@ def _graph(policy: str, entry: Entry) -> GraphReport:
         measured_us=timed.measured_us if timed is not None and timed.times_us else None,
         fallback=plan.fallback,
         sites=tuple(map(_site, entry.samples.sites, plan.executed)),
+        profile=entry.profile,
     )
 
 

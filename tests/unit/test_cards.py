@@ -5,12 +5,16 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
+import torch._inductor.config
 from deciding import decide
 
 from commpass import Policy
+from commpass.backend.options import in_cuda_graphs
 from commpass.costmodel import Link, Profile, default_profile, profile_named
 from commpass.costmodel.cards import CARDS, GPU, SHARES, card_of
 from commpass.costmodel.interconnects import INTERCONNECTS
+from commpass.costmodel.kernels import CPU
 from commpass.costmodel.profile import INTRA_HOST, LINK, link_named
 from commpass.costmodel.protocols import Protocol
 from commpass.errors import PolicyError
@@ -88,6 +92,16 @@ def test_collective_takes_a_least_time():
     assert link.time_us("all_gather", 1e3, 5) == pytest.approx(30.0)
     assert link.time_us("all_gather", 4e6, 5) == NETWORK.time_us("all_gather", 4e6, 5)
     assert link.parts_us("all_to_all", 0, 8, 7, by_messages=True) == (5, 0)
+
+
+def test_switch_that_sums_gets_each_tensor_once():
+    """8 ranks: 1 MB at 25 GB/s after 40 us, where a ring sends 1.75 MB at 50 GB/s after 148."""
+    sums = Protocol("NVLS", 40.0, 0.0, 0.5, switch_sums=True)
+    link = dataclasses.replace(NETWORK, protocols=(SIMPLE, sums))
+    assert link.time_us("all_reduce", 1e6, 8) == pytest.approx(40 + 1e6 / 25e3)
+    for kind, ranks in (("all_reduce", 2), ("all_gather", 8), ("reduce_scatter", 8)):
+        ring = dataclasses.replace(link, protocols=(SIMPLE,))
+        assert link.time_us(kind, 1e6, ranks) == ring.time_us(kind, 1e6, ranks)
 
 
 PAIRS = Link(0.0, 50.0, island=4, bridge_gbytes_per_s=40.0)
@@ -213,6 +227,40 @@ def test_simpler_codec_costs_less(kernels):
     int8, rotated, taco = (kernels.rates[name] for name in ("int8", "rotated", "taco"))
     assert int8.encode_ns < rotated.encode_ns < taco.encode_ns
     assert int8.decode_ns < rotated.decode_ns
+
+
+def test_kernel_bound_by_instructions_gains_nothing_from_memory():
+    """int8 runs at the speed of a copy, nvfp4's encode at 0.38 of it on an H200."""
+    h200, b200 = CARDS["h200"], CARDS["b200"]
+    memory = h200.gbytes_per_s / b200.gbytes_per_s
+    slots = h200.slots / b200.slots
+    assert memory < slots < 1
+    for codec, ratio in (("int8", memory), ("nvfp4", slots)):
+        times = [card.kernels.rates[codec].encode_ns for card in (b200, h200)]
+        assert times[0] / times[1] == pytest.approx(ratio)
+    slow = CARDS["l40s"]  # of little bandwidth: bound by memory
+    copy_ns = (2 + SHARES["rotated"].wire) / slow.kernels.gbytes_per_s
+    assert slow.kernels.rates["rotated"].encode_ns == pytest.approx(copy_ns / 0.95)
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_every_card_states_its_processors(name):
+    assert 10_000 < CARDS[name].slots < 100_000
+
+
+def test_launches_in_a_graph_take_less_time():
+    kernels = CARDS["h100"].kernels
+    assert kernels.in_graph.time_us("int8", "encode", 0) < kernels.time_us("int8", "encode", 0)
+    assert CPU.in_graph == CPU
+
+
+def test_profile_of_graphs_that_inductor_records_has_their_launches():
+    profile = default_profile("cuda", "NVIDIA H100 80GB HBM3")
+    assert in_cuda_graphs(profile) == profile
+    with torch._inductor.config.patch({"triton.cudagraphs": True}):
+        assert in_cuda_graphs(profile).kernels == profile.kernels.in_graph
+        measured = dataclasses.replace(profile, kernels=CPU)
+        assert in_cuda_graphs(measured) == measured
 
 
 def test_named_link_has_the_kernels_of_the_card_made_for_it():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -59,6 +60,31 @@ def test_noise_makes_few_regions_and_never_a_time_that_cannot_be(seed, alpha, ra
     for point in points:
         predicted = link.region("all_reduce", point.sent).time_us(1, point.sent)
         assert predicted == pytest.approx(point.us, rel=max(2.5 * noise, CLOSE) + 1e-6)
+
+
+@tried
+@given(st.integers(0, len(SIZES) - 1), st.floats(1.5, 20), st.floats(5, 1e3), st.floats(0.05, 50))
+def test_one_busy_size_does_not_change_the_others(busy, times, alpha, rate):
+    """A size that took longer may raise those up to the next larger one that is as slow. All
+    others are predicted within a quarter."""
+    points = line(alpha, rate)
+    slow = Point(1, points[busy].sent, points[busy].us * times)
+    changed = [*points[:busy], slow, *points[busy + 1 :]]
+    found = regions(changed)
+    link = Link(alpha, rate, measured={"all_reduce": found})
+    for point in points:
+        if point.us >= points[busy].us and point.us < slow.us:
+            continue
+        predicted = link.region("all_reduce", point.sent).time_us(1, point.sent)
+        assert predicted == pytest.approx(point.us, rel=0.25)
+
+
+def test_no_region_lies_between_two_points():
+    noisy = [1.0, 1.3, 1.0, 1.4, 0.8, 1.5, 1.0, 1.3, 0.9]
+    points = [Point(1, p.sent, p.us * n) for p, n in zip(line(60, 0.1), noisy, strict=True)]
+    starts = [each.from_bytes for each in regions(points)] + [math.inf]
+    for begin, end in pairwise(starts):
+        assert sum(begin <= point.sent < end for point in points) >= 3
 
 
 def test_times_that_fall_have_the_mean_of_all_that_are_slower_than_something_larger():

@@ -22,9 +22,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from commpass.backend import backend
 from commpass.costmodel import Profile
+from commpass.distributed.agreed_network import agreed_default
 from commpass.distributed.checked import without_checks
 from commpass.distributed.integration import Integration, refuse_if_exchanged
-from commpass.distributed.machine import default_here
 from commpass.distributed.record import wire_bytes
 from commpass.errors import PolicyError
 from commpass.parallel.exchange import Compiled, Exchange, Exchanges
@@ -255,7 +255,7 @@ class CompressedFSDP(Integration):
             or (dtype, x.dtype) not in EXACT_WIDENINGS
         ):
             return False
-        profile = self.exchanges.backend.profile or default_here(x.device.type)
+        profile = self.exchanges.backend.profile or agreed_default(x.device.type)
         if not is_faster(group, x.nbytes, x.numel() * dtype.itemsize, profile):
             return False
         self._begin_once(unit)

@@ -1,0 +1,1 @@
+"""Published measurements of collectives and steps, predicted from stated hardware."""
