@@ -33,8 +33,8 @@ bits and `aggressive` 4 bits.
   with backward.
 * On hosts with PCIe, and for experts on several hosts, exchanges take a large part of the step.
   Fewer bits gain most there.
-* With fewer bits a step is up to {slower:.1f} % slower than under `lossless`. A codec is chosen if it
-  is faster than the whole exchange. But uncompressed, that exchange is sent in chunks, which
+* With fewer bits a step is up to {slower:.1f} % slower than under `lossless`. A codec is chosen if
+  it is faster than the whole exchange. But uncompressed, that exchange is sent in chunks, which
   overlap with matmuls.
 * The number of GPUs changes little for the same model on the same machines: the exchange of
   gradients grows slowly with the number of replicas, and happens once in a step.
