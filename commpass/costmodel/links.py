@@ -299,8 +299,8 @@ def sharing(
     a host use at the same time.
 
     All ranks of a job are assumed to do the same, each in a group of ``ranks`` of which ``on_host``
-    are on a host. ``minimum_to_all`` is the smallest number for exchanges with all others, of which a
-    part stays on the host.
+    are on a host. ``minimum_to_all`` is the smallest number for exchanges with all others, of which
+    a part stays on the host.
     """
     to_all = max(minimum_to_all, sharing_of(ALL, ranks - 1, ranks, on_host, per_port, 0.0))
     to_next = sharing_of(NEXT, ranks - 1, ranks, on_host, per_port)
