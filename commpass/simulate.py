@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -29,7 +28,7 @@ from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_leaves
 
 from commpass.backend import Backend, TracedGraph
-from commpass.costmodel import Link, Profile
+from commpass.costmodel import Profile
 from commpass.distributed.machine import profile_here
 from commpass.errors import CommpassError, PolicyError, nearest
 from commpass.passes import GraphInput
@@ -107,9 +106,6 @@ def simulate(
     if known is None:
         raise CommpassError("simulate needs a profile: a name, a file, or COMMPASS_PROFILE")
     chosen = [policy_named(policy) for policy in policies]
-    known = _CachedProfile(
-        **{each.name: getattr(known, each.name) for each in dataclasses.fields(known)}
-    )
     values = sweep[1] if sweep else (None,)
     cases = [
         _swept((sweep[0], value) if sweep and value is not None else None, dict(mesh), known)
@@ -135,24 +131,6 @@ def simulate(
         found += map(_summed, runs)
         done += len(same)
     return found
-
-
-@functools.lru_cache(maxsize=64)
-def _on_each_host(ranks_per_host: int, ranks: tuple[int, ...]) -> int:
-    return Profile("hosts alone", Link(0.0, 1.0), ranks_per_host=ranks_per_host).on_each_host(ranks)
-
-
-@dataclass(frozen=True)
-class _CachedProfile(Profile):
-    """A profile that caches how many ranks of a group share a host.
-
-    The passes ask for every candidate, and a scan of 100,000 ranks takes 20 ms.
-    """
-
-    def on_each_host(self, ranks: Sequence[int]) -> int:
-        if not self.ranks_per_host:
-            return 0
-        return _on_each_host(self.ranks_per_host, tuple(ranks))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch._guards import CompileContext, TracingContext
 from commpass import groups
 from commpass.backend import build
 from commpass.backend.calls import check_call
-from commpass.backend.options import Compiler, inductor_options
+from commpass.backend.options import Compiler, in_cuda_graphs, inductor_options
 from commpass.backend.shared import Job, Shared, TracedGraph
 from commpass.costmodel import Profile
 from commpass.distributed import record
@@ -214,7 +214,8 @@ class Backend(Shared):
         device = meta.device_of(gm)
         if self.profile is None and self.policy.off:
             return default_here(device)  # nothing depends on it, so other ranks are not awaited
-        return self.profile or agreed_default(device, gm, self.timeout)
+        found = self.profile or agreed_default(device, gm, self.timeout)
+        return in_cuda_graphs(found) if device == "cuda" else found
 
     @property
     def _simplifies(self) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 from collections.abc import Callable, Mapping
 from typing import Any, get_origin
 
+from commpass.costmodel import Profile
 from commpass.errors import PolicyError
 
 INNER = ("inductor", "eager", "aot_eager", "tensorrt")
@@ -32,3 +34,12 @@ def inductor_options(options: Mapping[str, Any], inner: str | Compiler) -> dict[
         if get_origin(expected) is None and not isinstance(value, expected):
             raise PolicyError(f"option {name}={value!r}: must be a {expected.__name__}")
     return found
+
+
+def in_cuda_graphs(profile: Profile) -> Profile:
+    """Return the profile with launches inside CUDA graphs, if Inductor records such graphs."""
+    from torch._inductor import config
+
+    if not config.triton.cudagraphs:
+        return profile
+    return dataclasses.replace(profile, kernels=profile.kernels.in_graph)

@@ -38,8 +38,8 @@ class NamedMachine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     - ``card`` is a GPU of ``CARDS``, and ``gpus`` their number.
     - ``intra_host_link`` joins the GPUs. ``network`` is the link of one of the ``ports`` that the
       GPUs share between hosts.
-    - ``oversubscription``: the rate of all ports of a host, relative to what the network carries
-      for it while all hosts send.
+    - ``oversubscription``: the rate of all ports of a host, relative to the rate of its way through
+      the network while all hosts send.
     - ``sources``: where the numbers are from, and which are assumptions.
 
     Raises PolicyError for an unknown card or link, or an invalid number.

@@ -624,9 +624,16 @@ def codes(d: Drawer) -> None:
 
 
 def _fits_codes_mm(x: Value, y: Value) -> bool:
-    """Whether sizes are those that products of codes support: multiples of 16, and 17 rows."""
+    """Whether products of codes support two matrices: sizes that are multiples of 16, 17 rows, and
+    rows that are contiguous."""
     (rows, width), columns = x[0].shape, y[0].shape[0]
-    return rows > 16 and width % 16 == 0 and columns % 16 == 0
+    return (
+        x[0].is_contiguous()
+        and y[0].is_contiguous()
+        and rows > 16
+        and width % 16 == 0
+        and columns % 16 == 0
+    )
 
 
 def normed(d: Drawer) -> None:

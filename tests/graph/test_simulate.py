@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 import commpass
 from commpass import Policy, Rule
 from commpass.cli import app
-from commpass.costmodel import KernelRate, Kernels, Link, Profile
+from commpass.costmodel import KernelRate, Kernels, Link, Profile, profile
 from commpass.errors import CommpassError
 from commpass.report.simulate import draw, millis, table
 from commpass.simulate import Simulated
@@ -234,13 +234,14 @@ def wide(mesh):
 @pytest.mark.every
 def test_ranks_on_hosts_are_looked_at_once(monkeypatch):
     looked = []
-    known = Profile.on_each_host
 
-    def counted(self, ranks):
-        looked.append(len(ranks))
-        return known(self, ranks)
+    def counted(hosts):
+        found = list(hosts)
+        looked.append(len(found))
+        return itertools.groupby(found)
 
-    monkeypatch.setattr(Profile, "on_each_host", counted)
+    profile._on_each_host.cache_clear()
+    monkeypatch.setattr(profile, "groupby", counted)
     hosts = dataclasses.replace(CLUSTER, ranks_per_host=4, intra_host_link=Link(5.0, 100.0))
     commpass.simulate(build, hosts, {"tp": 32}, ["balanced"])
     assert looked.count(32) == 1

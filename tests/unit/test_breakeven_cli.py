@@ -65,7 +65,9 @@ def test_policy_without_lossy_codecs_compresses_nothing_here():
 @pytest.mark.slow
 def test_link_is_what_counts_and_codecs_may_run_on_gpus():
     arguments = ("ethernet-100g", "--ranks=8", "--dtype=float32", "--json")
-    by_cpu, by_gpu = (json.loads(asked(*arguments, *more).output)[0] for more in ((), ("--gpus",)))
+    by_cpu, by_gpu = (
+        json.loads(asked(*arguments, *more).output)[0] for more in ((), ("--card=h100",))
+    )
     assert by_cpu["codec"] == "none"
     assert by_gpu["codec"] != "none"
     assert by_gpu["uncompressed_us"] == by_cpu["uncompressed_us"]

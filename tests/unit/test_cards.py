@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
+import torch._inductor.config
 from deciding import decide
 
 from commpass import Policy
+from commpass.backend.options import in_cuda_graphs
 from commpass.costmodel import Link, Profile, default_profile, profile_named
 from commpass.costmodel.cards import CARDS, GPU, SHARES, card_of
 from commpass.costmodel.interconnects import INTERCONNECTS
@@ -169,6 +172,7 @@ def test_link_refuses_invalid_numbers(wrong):
         ("NVIDIA H200 NVL", "h200-nvl"),
         ("NVIDIA H20", "h20"),
         ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
         ("NVIDIA A100-PCIE-40GB", "a100-pcie"),
         ("NVIDIA A100 80GB PCIe", "a100-pcie"),
         ("NVIDIA B200", "b200"),
@@ -176,6 +180,9 @@ def test_link_refuses_invalid_numbers(wrong):
         ("NVIDIA GB200", "gb200"),
         ("NVIDIA GB300", "gb300"),
         ("AMD Instinct MI300X", "mi300x"),
+        ("AMD Instinct MI350X", "mi350x"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtx-pro-6000"),
         ("NVIDIA GeForce RTX 4090", None),
         ("", None),
     ],
@@ -247,12 +254,21 @@ def test_launches_in_a_graph_take_less_time():
     assert CPU.in_graph == CPU
 
 
+def test_profile_of_graphs_that_inductor_records_has_their_launches():
+    profile = default_profile("cuda", "NVIDIA H100 80GB HBM3")
+    assert in_cuda_graphs(profile) == profile
+    with torch._inductor.config.patch({"triton.cudagraphs": True}):
+        assert in_cuda_graphs(profile).kernels == profile.kernels.in_graph
+        measured = dataclasses.replace(profile, kernels=CPU)
+        assert in_cuda_graphs(measured) == measured
+
+
 def test_named_link_has_the_kernels_of_the_card_made_for_it():
     assert profile_named("nvlink-3").kernels == CARDS["a100"].kernels
     assert profile_named("nvlink-4").kernels == CARDS["h100"].kernels
     assert profile_named("nvlink-5").kernels == CARDS["b200"].kernels
     assert profile_named("xgmi-3").kernels == CARDS["mi300x"].kernels
-    for name in ("nvlink", "pcie-5", "infiniband-ndr"):
+    for name in ("nvlink", "pcie-4", "pcie-5", "infiniband-ndr"):
         assert profile_named(name).kernels == GPU
 
 

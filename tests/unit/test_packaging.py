@@ -9,7 +9,8 @@ from pathlib import Path
 import commpass
 
 ROOT = Path(commpass.__file__).parent.parent
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
 
 
 def test_license_is_there_in_full():
@@ -48,3 +49,21 @@ def test_every_url_is_that_of_the_project():
     assert all(
         url.startswith("https://github.com/commpass/commpass") for url in PROJECT["urls"].values()
     )
+
+
+def test_data_of_packages_is_in_the_wheel():
+    """Each file of a package that is no source matches a pattern of its package-data."""
+    data = PYPROJECT["tool"]["setuptools"]["package-data"]
+    known = {
+        path
+        for package, patterns in data.items()
+        for pattern in patterns
+        for path in (ROOT / package.replace(".", "/")).glob(pattern)
+    }
+    files = {
+        path
+        for path in (ROOT / "commpass").rglob("*")
+        if path.is_file() and path.suffix not in (".py", ".pyc")
+    }
+    assert files == known
+    assert ROOT / "commpass" / "costmodel" / "machines" / "dgx-h100.toml" in known
