@@ -16,7 +16,15 @@ from commpass.codecs import SparseCodec
 from commpass.codecs.block.codec import BlockCodec
 from commpass.codecs.exponent.codec import ExponentCodec
 from commpass.lowering.chain import Chain
-from commpass.lowering.gpu import exchange, exchange_kernel, exponent, generate, launch, sparse
+from commpass.lowering.gpu import (
+    exchange,
+    exchange_kernel,
+    exponent,
+    generate,
+    launch,
+    sparse,
+    supported,
+)
 from commpass.lowering.gpu.call import Call, calls_of, signature
 from commpass.lowering.gpu.exchange_kernel import Exchange
 from commpass.lowering.gpu.matmul_launch import call as matmul_call
@@ -73,7 +81,9 @@ def largest(is_possible: Callable[[int], bool], most: int = 2**33) -> int:
 def of_chain(chain: Chain) -> Iterator[KernelLaunch]:
     """Yield launches of a chain: the longest rows, and the most rows."""
     unit = max(chain.width, 1)
-    most = unit * largest(lambda n: not generate.unsupported_reason(chain, n * unit), 2**33 // unit)
+    most = unit * largest(
+        lambda n: not supported.unsupported_reason(chain, n * unit), 2**33 // unit
+    )
     for numel in {most, min(most, unit * max(1, 2**13 // unit))} - {0}:
         rows = min(2**20, max(1, MOST_VALUES // numel // chain.ranks))
         yield chain_launch(chain, numel, rows)

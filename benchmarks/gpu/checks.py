@@ -97,9 +97,9 @@ def plainly(coder: BlockCodec) -> bool:
 def ran(bench: Bench, chain: Chain, taken: Tensor, numel: int, *others: Tensor) -> Tensor | None:
     """Return the output of the kernel of a chain; if there is no kernel, report a failed check and
     return None."""
-    from commpass.lowering.gpu import generate, launch
+    from commpass.lowering.gpu import launch, supported
 
-    if why := generate.unsupported_reason(chain, numel):
+    if why := supported.unsupported_reason(chain, numel):
         steps = " + ".join(type(s).__name__ for s in chain.steps)
         bench.check(f"a kernel for {steps} of {numel:,}", False, why)
         return None

@@ -67,7 +67,7 @@ def _check(
     ranks: int,
     name: str,
 ) -> None:
-    from commpass.lowering.gpu import generate, launch
+    from commpass.lowering.gpu import launch, supported
 
     coder = codec(spec)
     assert isinstance(coder, BlockCodec)
@@ -78,7 +78,7 @@ def _check(
     total = () if ranks == 1 else (Sum(ranks),)
     steps = (Decode(coder, dtype), *total, Cast(dtype), Add(dtype), Store())
     chain = Chain(torch.uint8, (*steps, *norm_steps(dtype, width, centered)))
-    if why := generate.unsupported_reason(chain, numel):
+    if why := supported.unsupported_reason(chain, numel):
         bench.check(f"{name}: a kernel", False, why)
         return
     with poisoned():

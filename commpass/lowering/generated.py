@@ -26,9 +26,9 @@ def unsupported_reason(chain: Chain, numel: int, device: torch.device) -> str:
         return cpu.unsupported_reason(chain)
     if why := _no_triton(device):
         return why
-    from commpass.lowering.gpu import generate
+    from commpass.lowering.gpu import supported
 
-    return generate.unsupported_reason(chain, numel)
+    return supported.unsupported_reason(chain, numel)
 
 
 def has_kernels(codec: Codec, numel: int, device: torch.device) -> bool:

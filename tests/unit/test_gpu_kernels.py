@@ -47,9 +47,9 @@ POISON = 0xAB
 
 def ran(chain: Chain, taken: torch.Tensor, numel: int, *others: torch.Tensor) -> torch.Tensor:
     """Return the output of the kernel of a chain, in a buffer that held other data before."""
-    from commpass.lowering.gpu import generate, launch
+    from commpass.lowering.gpu import generate, launch, supported
 
-    assert generate.unsupported_reason(chain, numel) == ""
+    assert supported.unsupported_reason(chain, numel) == ""
     made = generate.kernel(chain, numel)
     out = launch.empty(made, taken.shape[0] // chain.ranks, numel, taken.device)
     out.view(torch.uint8).fill_(POISON)
@@ -58,14 +58,14 @@ def ran(chain: Chain, taken: torch.Tensor, numel: int, *others: torch.Tensor) ->
 
 
 def unsupported_reason_of(chain: Chain, numel: int) -> str:
-    from commpass.lowering.gpu import generate
+    from commpass.lowering.gpu import supported
 
-    return generate.unsupported_reason(chain, numel)
+    return supported.unsupported_reason(chain, numel)
 
 
 def texts() -> list[str]:
     """Return the texts of kernels of all settings, in all chains that they support."""
-    from commpass.lowering.gpu import generate
+    from commpass.lowering.gpu import generate, supported
 
     made, numel = [], 1024 * 8
     for coder in map(codec, [*generated(), "mxfp6(form=e3m2)", "int8(static=0.05)"]):
@@ -76,7 +76,7 @@ def texts() -> list[str]:
             Chain(torch.uint8, (decode, Sum(8), Divide(8), Encode(coder))),
             Chain(torch.uint8, (decode, Sum(19))),
         ]
-        possible = [each for each in chains if not generate.unsupported_reason(each, numel)]
+        possible = [each for each in chains if not supported.unsupported_reason(each, numel)]
         made += [generate.kernel(each, numel).source.text for each in possible]
     return made
 

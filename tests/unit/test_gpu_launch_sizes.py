@@ -14,7 +14,7 @@ from commpass.lowering.chain import Cast, Chain, Decode, Encode, Sum
 
 pytest.importorskip("triton", reason="kernels are written in Triton: pip install commpass[kernels]")
 
-from commpass.lowering.gpu import exponent, generate, launch
+from commpass.lowering.gpu import exponent, generate, launch, supported
 from commpass.lowering.gpu.call import calls_of
 
 MOST_X, MOST_YZ = 2**31 - 1, 65_535
@@ -53,7 +53,7 @@ def test_grid_of_a_chain_is_within_the_limits_and_covers_all(spec):
     launched = 0
     for chain in chains(coder):
         for numel, rows in sizes():
-            if why := generate.unsupported_reason(chain, numel):
+            if why := supported.unsupported_reason(chain, numel):
                 assert numel >= 2**30 or "row" in why, (spec, numel, why)
                 continue
             generated = generate.kernel(chain, numel)

@@ -37,9 +37,9 @@ def ran(chain: Chain, numel: int, *inputs: torch.Tensor) -> list[torch.Tensor]:
 
 
 def reason(chain: Chain, numel: int) -> str:
-    from commpass.lowering.gpu import generate
+    from commpass.lowering.gpu import supported
 
-    return generate.unsupported_reason(chain, numel)
+    return supported.unsupported_reason(chain, numel)
 
 
 def norm64(x: torch.Tensor, width: int, centered: bool):

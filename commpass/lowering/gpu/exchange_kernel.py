@@ -24,7 +24,7 @@ from commpass.codecs.block.packing import widths
 from commpass.codecs.rows import ALIGNMENT, aligned
 from commpass.collectives.steps import shard_length
 from commpass.lowering.chain import Cast, Chain, Decode, Divide, Encode, Enter, Leave, Sum
-from commpass.lowering.gpu import generate, parts
+from commpass.lowering.gpu import generate, parts, supported, wires
 from commpass.lowering.gpu.source import Kernel, constant, function_text, indent, of_text
 from commpass.lowering.gpu.tiles import exchange as tiles
 from commpass.lowering.gpu.tiles.exchange import SLOTS
@@ -182,7 +182,7 @@ def unsupported_reason(
         return f"{exchange.codec.spec}: no block codec"
     length = exchange.length
     for chain in _chains(exchange):
-        if why := generate.unsupported_reason(chain, max(length, 1)):
+        if why := supported.unsupported_reason(chain, max(length, 1)):
             return why
     for what, many in (
         ("values", length * exchange.rows),
@@ -267,7 +267,7 @@ class _Writer:
 
     @property
     def values(self) -> str:
-        return generate.TYPES[self.exchange.dtype]
+        return supported.TYPES[self.exchange.dtype]
 
     @property
     def enter_lines(self) -> list[str]:
@@ -286,17 +286,17 @@ class _Writer:
 def _writer(exchange: Exchange) -> _Writer:
     codec = exchange.block_codec
     size = codec.layout.size(exchange.length)
-    encode = generate.Body(size, codec.layout)
-    ends = generate.write_encode(codec, encode)
+    encode = wires.Body(size, codec.layout)
+    ends = wires.write_encode(codec, encode)
     encode.add("if tile == 0:", *(f"    filled({place}, {length})" for place, length in ends))
     given = ["x", "output_stride", "row", "tile", "block", "inside", "block_mask", "blocks"]
     given += list(encode.signature)
     constants = ["FP8", "PARTS"]
     function = function_text("encoded", [*given, *map(constant, constants)], encode.lines)
     called = [{"output_stride": "wire_bytes", "output": "wire"}.get(name, name) for name in given]
-    decode = generate.Body(size, codec.layout)
-    decoded = generate.write_decode(codec, exchange.dtype, decode, "decoded")
-    decoded_sum = generate.write_decode(codec, torch.float32, decode, "decoded_sum")
+    decode = wires.Body(size, codec.layout)
+    decoded = wires.write_decode(codec, exchange.dtype, decode, "decoded")
+    decoded_sum = wires.write_decode(codec, torch.float32, decode, "decoded_sum")
     functions = decode.functions if exchange.phases > 1 else decode.functions[:1]
     keys = ["key"] if isinstance(codec.rounding, Stochastic) else []
     sums = ["sums_at", *(f"sum_{key}" for key in keys)] if exchange.phases > 1 else []

@@ -22,11 +22,10 @@ from commpass.lowering.gpu.generate import (
     LARGEST_GRID,
     Generated,
     kernel,
-    needs_row_peaks,
-    unsupported_reason,
 )
 from commpass.lowering.gpu.row_peaks import row_peaks
 from commpass.lowering.gpu.source import load
+from commpass.lowering.gpu.supported import needs_row_peaks, unsupported_reason
 
 
 def interpreting() -> bool:

@@ -23,7 +23,7 @@ from commpass.codecs.block.codec import BlockCodec
 from commpass.codecs.block.grids import CompandedGrid
 from commpass.codecs.block.layouts import Flat
 from commpass.lowering.chain import Chain, Encode
-from commpass.lowering.gpu import generate
+from commpass.lowering.gpu import generate, supported, wires
 from commpass.lowering.gpu.matmul_sizes import SHARED, WIDEST, Configuration, Matmul, Problem
 from commpass.lowering.gpu.source import Source, constant, function_text, indent, of_text
 from commpass.lowering.gpu.tiles import matmul as tiles
@@ -47,9 +47,9 @@ def unsupported_reason(
     if why := _unsupported_dtypes(matmul, arch):
         return why
     block, n = codec.block, problem.n
-    if why := generate.unsupported_reason(_chain(codec), problem.rows * n):
+    if why := supported.unsupported_reason(_chain(codec), problem.rows * n):
         return why
-    if generate.needs_row_peaks(_chain(codec)):
+    if supported.needs_row_peaks(_chain(codec)):
         return f"{codec.spec}: the peak of a row must be known before it is encoded"
     if block > WIDEST:
         return f"{codec.spec}: blocks of {block} values, wider than a tile of {WIDEST} columns"
@@ -68,7 +68,7 @@ def _unsupported_dtypes(matmul: Matmul, arch: str) -> str:
         return f"{arch}: no kernels for it"
     if matmul.dtype not in OPERANDS:
         return f"{_name(matmul.dtype)} operands: tensor cores take bfloat16, float16 and e4m3"
-    if matmul.bias is not None and matmul.bias not in generate.TYPES:
+    if matmul.bias is not None and matmul.bias not in supported.TYPES:
         return f"a bias in {_name(matmul.bias)}"
     return ""
 
@@ -99,9 +99,9 @@ class Kernel:
 @lru_cache(maxsize=1024)
 def kernel(codec: BlockCodec, matmul: Matmul, by: Configuration) -> Kernel:
     """Return the kernel for a codec and a matmul."""
-    body = generate.Body(codec.block, codec.layout)
-    body.add_argument("a", generate.TYPES[matmul.dtype])
-    body.add_argument("b", generate.TYPES[matmul.dtype])
+    body = wires.Body(codec.block, codec.layout)
+    body.add_argument("a", supported.TYPES[matmul.dtype])
+    body.add_argument("b", supported.TYPES[matmul.dtype])
     for name in ("rows", "columns", "depth", "ranks", "a_step", "b_step"):
         body.add_argument(name, "i32")
     epilogue = _within_loop(_epilogue_lines, body, matmul)
@@ -138,7 +138,7 @@ CONSTANTS = (
 )
 
 
-def _within_loop(write: Callable[..., None], body: generate.Body, subject: Any) -> list[str]:
+def _within_loop(write: Callable[..., None], body: wires.Body, subject: Any) -> list[str]:
     """Return the lines that ``write`` adds to a body, without adding them."""
     before, body.lines = body.lines, []
     write(body, subject)
@@ -194,10 +194,10 @@ def _product_lines(matmul: Matmul, by: Configuration) -> list[str]:
     ]
 
 
-def _epilogue_lines(body: generate.Body, matmul: Matmul) -> None:
-    through = f"x = through_{generate.TYPES[matmul.dtype].removeprefix('*')}(x, CASTS)"
+def _epilogue_lines(body: wires.Body, matmul: Matmul) -> None:
+    through = f"x = through_{supported.TYPES[matmul.dtype].removeprefix('*')}(x, CASTS)"
     if matmul.bias is not None:
-        body.add_argument("bias", generate.TYPES[matmul.bias])
+        body.add_argument("bias", supported.TYPES[matmul.bias])
         body.add("along = column + tl.arange(0, BLOCK_N)")
         body.add("added = tl.load(bias + along, mask=along < columns, other=0.0)")
         body.add("x = x + to_float32(added)[None, :]")
@@ -206,7 +206,7 @@ def _epilogue_lines(body: generate.Body, matmul: Matmul) -> None:
         body.add(f"x = {matmul.activation}(x)", through)
 
 
-def _encode_lines(body: generate.Body, codec: BlockCodec) -> None:
+def _encode_lines(body: wires.Body, codec: BlockCodec) -> None:
     """Write lines that reshape ``x [BLOCK_M, BLOCK_N]`` to blocks at their positions in the row of
     the wire, and encode them."""
     body.add(
@@ -221,5 +221,5 @@ def _encode_lines(body: generate.Body, codec: BlockCodec) -> None:
     )
     body.add("blocks = rows * across")
     # No branch: loops that contain one cannot be flattened (Triton 3.7).
-    for region, length in generate.write_encode(codec, body):
+    for region, length in wires.write_encode(codec, body):
         body.add(f"filled_by_first({region}, {length}, line + cut, column)")

@@ -26,7 +26,7 @@ from commpass.lowering.chain import (
     output_dtype,
 )
 from commpass.lowering.fused import role_of
-from commpass.lowering.gpu import generate, launch
+from commpass.lowering.gpu import generate, launch, supported, tile_sizes
 from commpass.lowering.inspect.architectures import architecture
 from commpass.lowering.inspect.isolated import of_exponent, of_sparse
 from commpass.lowering.inspect.lowerable import NUMEL, Lowerable, casts
@@ -85,7 +85,7 @@ def kernels_named(
 
 def of_chain(chain: Chain, arch: str, numel: int = NUMEL, name: str = "") -> Lowerable:
     """Return the kernel of a chain for rows of ``numel`` values."""
-    if why := generate.unsupported_reason(chain, numel):
+    if why := supported.unsupported_reason(chain, numel):
         raise KernelError(f"no kernel: {why}")
     generated = generate.kernel(chain, numel, architecture(arch).warp)
     read, written = row_bytes(chain, numel)
@@ -94,7 +94,7 @@ def of_chain(chain: Chain, arch: str, numel: int = NUMEL, name: str = "") -> Low
     added = sum(step.dtype.itemsize for step in chain.steps if isinstance(step, Add))
     added += sum(each.dtype.itemsize for each in further_results(chain) if each.per == 1)
     programs, *_ = launch.grid(generated, numel, 1)
-    groups = chain.ranks // generate.ranks_of_group(chain, generated.constants["SIZE"])
+    groups = chain.ranks // tile_sizes.ranks_of_group(chain, generated.constants["SIZE"])
     return Lowerable(
         name=name or generated.source.entry,
         source=generated.source,

@@ -15,7 +15,7 @@ from commpass.codecs.block.scales import Absmax, SharedExponent, Static
 from commpass.codecs.block.transforms import NoTransform
 from commpass.codecs.exponent.codec import ExponentCodec
 from commpass.lowering.chain import Chain, Decode, Encode
-from commpass.lowering.gpu import exponent, generate, launch
+from commpass.lowering.gpu import exponent, launch, supported
 from commpass.probe.gpu.finding import Finding
 
 NAMES = (
@@ -53,7 +53,7 @@ def unsupported_reason(codec: Codec, dtype: torch.dtype = torch.bfloat16) -> str
     if not isinstance(codec, BlockCodec):
         return "it is no block codec, and not exponent"
     chains = Chain(dtype, (Encode(codec),)), Chain(torch.uint8, (Decode(codec, dtype),))
-    return next(filter(None, (generate.unsupported_reason(each, NUMEL) for each in chains)), "")
+    return next(filter(None, (supported.unsupported_reason(each, NUMEL) for each in chains)), "")
 
 
 def compared(codec: Codec, device: torch.device) -> Finding:

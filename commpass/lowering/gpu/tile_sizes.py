@@ -1,0 +1,69 @@
+"""The sizes of the tiles that a program of a kernel processes."""
+
+from __future__ import annotations
+
+from commpass.codecs.block.grids import MiniFloatGrid, TableGrid
+from commpass.codecs.block.packing import widths
+from commpass.lowering.chain import Chain, Sum
+from commpass.lowering.gpu.supported import block_codec, codecs_of
+
+TILE = 2048
+"""The most values of a tile: 64 per thread of a warp."""
+DECODED = 1024
+"""Bytes of codes in a tile that is decoded, 32 for each thread."""
+SUMMED = 512
+"""Bytes of codes in a tile of a sum, 16 for each thread. With fewer values than ``TILE``, more
+registers hold what was loaded, and more programs run at once."""
+HELD = 8192
+"""Bytes of codes that a warp loads before it decodes the first, in 64 registers per thread, of at
+most ``RANKS`` rows. A sum waits for memory once for so many, and is a loop over groups of them."""
+RANKS = 8
+PROGRAMS = 512
+"""The fewest programs of a sum, about four for each multiprocessor; rows of fewer have smaller
+tiles, down to ``LEAST`` values, or 8 per thread of a warp."""
+LEAST = 256
+
+
+def tile_values(chain: Chain, numel: int, lanes: int) -> int:
+    """Return the values of a tile, as many per thread as were measured as the fastest on an H200.
+    AMD GPUs have warps of 64 threads."""
+    codec = block_codec(codecs_of(chain)[-1])
+    times = lanes // 32
+    if chain.encodes is not None and not is_sum(chain):
+        many = isinstance(codec.grid, (TableGrid, MiniFloatGrid)) or codec.offset  # registers
+        return min(TILE // 2 * times, TILE) if many else TILE
+    if not is_sum(chain):
+        return _power_below(DECODED * times * 8 // codec.grid.bits)
+    tile = min(summed_values(chain) * times, TILE)
+    while tile > LEAST and numel < PROGRAMS * tile:
+        tile //= 2
+    return tile
+
+
+def _power_below(values: int) -> int:
+    return min(1 << (values.bit_length() - 1), TILE)
+
+
+def summed_values(chain: Chain) -> int:
+    """Return the values of a tile of a long row of a sum, a power of two."""
+    assert chain.decodes is not None
+    codec = block_codec(chain.decodes.codec)
+    return _power_below(SUMMED * 8 // codec.grid.bits // (2 if codec.offset else 1))
+
+
+def is_sum(chain: Chain) -> bool:
+    return any(isinstance(step, Sum) for step in chain.steps)
+
+
+def ranks_of_group(chain: Chain, size: int) -> int:
+    """Return how many rows of a sum, in blocks of ``size`` values, are loaded before the first is
+    decoded."""
+    if chain.decodes is None:
+        return 1
+    codec = block_codec(chain.decodes.codec)
+    values = TILE if chain.width else max(summed_values(chain), size)
+    parts_ = len(widths(codec.grid.bits))
+    # These need more registers to decode: with eight ranks, up to 5,104 bytes were spilled.
+    most = 2 if codec.offset else RANKS // 2 // parts_ if parts_ > 1 else RANKS
+    held = HELD // 2 if chain.width else HELD  # a norm holds its residual and weight, too
+    return max(min(held * 8 // (values * codec.grid.bits), most, chain.ranks), 1)
