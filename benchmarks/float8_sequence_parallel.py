@@ -203,6 +203,10 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", default=POLICIES)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.steps < WARM_UP + 2:
+        parser.error(
+            f"--steps {options.steps}: at least {WARM_UP + 2}, as the first {WARM_UP} warm up"
+        )
     if options.gbit:
         netlab.stand_apart()
     made = rows(options)

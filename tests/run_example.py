@@ -13,8 +13,10 @@ LONGEST_S = 240.0
 """Below the time-out of a test, so that the output of a hanging example is shown."""
 
 
-def output_of(script: str, ranks: int, *options: str, longest_s: float = LONGEST_S) -> str:
-    """Return what an example prints, with its ranks on this host.
+def output_of(
+    script: str, ranks: int, *options: str, longest_s: float = LONGEST_S, folder: Path = ROOT
+) -> str:
+    """Return what an example prints when it is started in a folder, with its ranks on this host.
 
     Raise AssertionError with all output if it fails. If it hangs, the output includes the stacks of
     its processes.
@@ -24,7 +26,7 @@ def output_of(script: str, ranks: int, *options: str, longest_s: float = LONGEST
     more = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
     with subprocess.Popen(
         command,
-        cwd=ROOT,
+        cwd=folder,
         env=os.environ | more,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

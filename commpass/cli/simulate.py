@@ -45,7 +45,7 @@ def simulate(
     plot: Annotated[Path | None, typer.Option(help="Draw the steps (.png).")] = None,
     json: Json = False,
 ) -> None:
-    """Predict a step of a model on a cluster that is not there."""
+    """Predict a step of a model on a cluster that need not exist."""
     from commpass.report.simulate import run
 
     chosen = policy or ["off", "lossless", "balanced"]

@@ -111,7 +111,7 @@ def _of_site(
     if options.unsupported_reason == NO_CODEC.format(allowed.source):
         return UncompressedSite(site, *_no_codec_reason(site, allowed, policy))
     if options.unsupported_reason:
-        return UncompressedSite(site, options.unsupported_reason)
+        return UncompressedSite(site, site.reason)
     if not options.possible:
         first, *others = options.refused
         over = any(each.refused and each.error for each in options.candidates)

@@ -25,6 +25,7 @@ from commpass.passes.context import PassContext
 from commpass.passes.divide import SURE
 from commpass.passes.hidden import Schedule, allow_hiding, initial_schedule
 from commpass.passes.results import Known, Options
+from commpass.passes.simplify.reasons import with_rules
 from commpass.passes.single_kernel import why_no_single_kernel
 from commpass.passes.sizes import limits, with_limits
 from commpass.plan import ROWS, SINGLE_KERNEL, Candidate, PlannedSite, Site, planned
@@ -59,7 +60,9 @@ def run(context: PassContext) -> None:
     )
     ends = limits(found, options, allowed, plan, profile)
     context.limits = tuple(ends.values())
-    context.plan_with(sites=tuple(map(context.chunked.with_reason, with_limits(plan, ends))))
+    chosen = map(context.chunked.with_reason, with_limits(plan, ends))
+    starts = [each.call.node for each in found]
+    context.plan_with(sites=tuple(map(with_rules, chosen, starts)))
 
 
 def choose(

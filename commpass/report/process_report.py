@@ -4,6 +4,7 @@ errors."""
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -214,6 +215,11 @@ class Report:
             f"bytes: {all_of.bytes_plain:,} -> {all_of.bytes:,} handed to collectives,"
             f" {all_of.sent_plain:,} -> {all_of.sent:,} sent by this rank (each graph called once)"
         )
+        if steps := [step for plan in self.plans if not plan.fallback for step in plan.simplified]:
+            rules = Counter(step.rule for step in steps).most_common()
+            names = ", ".join(f"{rule} ({count})" for rule, count in rules)
+            saved = sum(step.saved_bytes for step in steps)
+            yield f"simplified: {names}; {saved:,} bytes less, not counted above"
         for each in self.graphs:
             if each.fallback:
                 yield f"untouched: graph {each.graph} ({each.direction}): {each.fallback}"

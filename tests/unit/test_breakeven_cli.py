@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from math import inf
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -31,6 +33,20 @@ def test_sizes_from_the_break_even_on_are_compressed_and_half_of_it_is_not():
     assert not compressed[sizes.index(row.from_bytes) - 1]
     assert row.codec != "none"
     assert row.predicted_us < row.uncompressed_us
+
+
+@pytest.mark.slow
+def test_example_of_the_page_prints_what_the_page_shows(tmp_path, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs" / "costmodel.md").read_text()
+    profile = re.search(r"^```toml\n(base = \"infiniband-ndr\"\n.*?)^```", page, re.M | re.S)
+    command, output = re.search(
+        r"^```\ncommpass breakeven (two\.toml .*?)\n```\n\n```\n(.*?)^```", page, re.M | re.S
+    ).groups()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+    (tmp_path / "two.toml").write_text(profile.group(1))
+    printed = asked(*command.split()).output
+    assert [line.rstrip() for line in printed.splitlines()] == output.splitlines()
 
 
 def test_fast_link_never_pays_and_says_so():

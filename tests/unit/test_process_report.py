@@ -22,7 +22,7 @@ from commpass.distributed.samples import Sampled, Samples, is_sampled, measure
 from commpass.distributed.step_log import Entry, StepLog
 from commpass.distributed.step_timer import TimedGraph
 from commpass.errors import CommpassError
-from commpass.plan import Plan, PlannedSite
+from commpass.plan import Plan, PlannedSite, Simplification
 from commpass.plan.stage import Stage
 from commpass.report import process_report
 
@@ -177,6 +177,19 @@ def test_it_says_why_sites_are_as_they_are_and_what_was_not_measured(book):
     assert (
         'from_preset("balanced", error_sample_rate=0.01)' in str(commpass.report()).splitlines()[-1]
     )
+
+
+def test_it_shows_what_was_simplified_unless_the_graph_is_untouched(book):
+    made = entry(PlannedSite(**ALONE))
+    steps = [
+        Simplification(rule=rule, site="a", into="b", saved_bytes=size)
+        for rule, size in (("same", 1000), ("waits", 0), ("same", 24))
+    ]
+    for fallback in ("", "a pass failed"):
+        plan = dataclasses.replace(made.plan, simplified=tuple(steps), fallback=fallback)
+        book.entries[:] = [dataclasses.replace(made, plan=plan)]
+        line = "simplified: same (2), waits (1); 1,024 bytes less, not counted above"
+        assert (line in str(commpass.report()).splitlines()) == (not fallback)
 
 
 def test_why_no_time_is_known(book, monkeypatch):

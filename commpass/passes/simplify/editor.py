@@ -34,6 +34,9 @@ from commpass.policy.rules import Allowed
 
 RULE = "commpass_rule"
 """The key in ``node.meta`` of nodes that a rule inserted: the name of the rule."""
+REJECTED = "commpass_rejected"
+"""The key in ``node.meta`` of a collective that rules could have changed: by rule, why they did
+not, as text for its site's reason."""
 NEAR = 256
 """The maximum distance in nodes between adjacent collectives, which keeps the search linear."""
 
@@ -220,6 +223,11 @@ class Editor:
         return False
 
     # --- edits ---
+
+    def reject(self, call: Call, rule: str, why: str | None) -> None:
+        """Note why a rule leaves a collective as it is; None removes an earlier note."""
+        notes = {**call.node.meta.get(REJECTED, {}), rule: why}
+        call.node.meta[REJECTED] = {name: text for name, text in notes.items() if text}
 
     def emit(
         self, before: fx.Node, rule: str, source: fx.Node, target: Any, *args: Any, **kwargs: Any

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from commpass.passes.fx import meta
 from commpass.passes.fx.ops import (
     RESHAPES,
     aten,
@@ -27,6 +28,13 @@ from commpass.plan.kinds import GATHERS
 
 RULE = "quantised before gather"
 IN_16_BITS = "quantised in 16 bits before gather"
+NEEDED = (
+    "its values are quantised after it: other operators need them too, or the codes do not depend"
+    " on each rank's part alone (docs/codes.md)"
+)
+"""Why a gather before a quantiser stays as it is, if not by cost."""
+NEAR = 64
+"""How many operators behind a gather are searched for a quantiser."""
 
 
 def quantise_before_gather(node: fx.Node, editor: Editor) -> Applied | None:
@@ -46,16 +54,22 @@ def quantise_in_16_bits(node: fx.Node, editor: Editor) -> Applied | None:
 
 
 def _quantise(node: fx.Node, editor: Editor, rule: str) -> Applied | None:
+    exchange = editor.exchange(node, GATHERS)
+    if exchange is None:
+        return None
     found = smaller_cut(node, editor, in_16_bits=rule == IN_16_BITS)
     if found is None:
+        editor.reject(exchange.call, rule, NEEDED if _is_quantised(exchange, editor) else None)
         return None
     region, cut = found
     computed = sorted({*region.needed_for(cut), *cut})
     parts = [each for each in cut if region.shards[each].dim is not None]
     extrema = [each for each in computed if is_extremum_of_parts(each, region.shards)]
-    if not _ends_earlier(parts, extrema, region, editor):
+    before_us, after_us = _times_us(parts, extrema, region, editor)
+    if after_us >= before_us:
+        times = f"{after_us:,.1f} us instead of {before_us:,.1f} us"
+        editor.reject(exchange.call, rule, f"{RULE}, it would take {times}")
         return None
-    exchange = region.exchange
     name, before = exchange.call.node.name, nbytes(exchange.input)
     moved = tuple(text for each in computed if (text := operator_text(each)))
     consumer = consumers_of([each for first in parts for each in region.members(first)])
@@ -86,6 +100,22 @@ def smaller_cut(
     return None if region is None or not cut or node in cut else (region, cut)
 
 
+def _is_quantised(exchange: Exchange, editor: Editor) -> bool:
+    """Whether codes of 8 bits are computed from a gathered value without a matmul between, as far
+    as the next operators show. Values that may not change do not count."""
+    left, seen = [exchange.wait], {exchange.wait}
+    while _may_change(exchange, editor) and left and len(seen) < NEAR:
+        for user in left.pop(0).users:
+            value = meta.tensor(user)
+            if user in seen or value is None or is_matmul(user):
+                continue
+            if value.dtype.itemsize == 1 and value.dtype != torch.bool:
+                return True
+            seen.add(user)
+            left.append(user)
+    return False
+
+
 def _may_change(exchange: Exchange, editor: Editor) -> bool:
     """Whether it sends numbers, and the policy leaves it to the passes how.
 
@@ -97,17 +127,17 @@ def _may_change(exchange: Exchange, editor: Editor) -> bool:
     return left_to_passes and fake(exchange.wait).dtype.is_floating_point
 
 
-def _ends_earlier(
+def _times_us(
     parts: Sequence[fx.Node], extrema: Sequence[fx.Node], region: Region, editor: Editor
-) -> bool:
-    """Whether the new exchanges take less time by the cost model.
+) -> tuple[float, float]:
+    """Return the predicted microseconds of the exchange, and of the new ones.
 
     The operators take no longer: they compute a part instead of the whole.
     """
     call, ranks = region.exchange.call, region.ranks
     less = sum(editor.time_us(call.kind, region.nbytes(each) / ranks, call) for each in parts)
     less += sum(editor.time_us("all_gather", nbytes(each), call) for each in extrema)
-    return less < editor.time_us(call.kind, common_nbytes(call, ranks), call)
+    return editor.time_us(call.kind, common_nbytes(call, ranks), call), less
 
 
 def consumers_of(codes: Sequence[fx.Node]) -> str:

@@ -31,7 +31,9 @@ def sequence_parallel(node: fx.Node, editor: Editor) -> Applied | None:
         return None
     region = region_behind_sums(exchange, editor)
     cut = cheapest_cut(region) if region is not None else []
-    if region is None or not _ends_earlier(region, cut, editor):
+    why = _rejection(region, cut, editor)
+    editor.reject(exchange.call, RULE, why)
+    if region is None or why is not None:
         editor.whole_sums.update(region.sources if region is not None else [node])
         return None
     return _shard_rows(region, cut, editor)
@@ -61,13 +63,22 @@ def _sent(region: Region, cut: Sequence[fx.Node]) -> list[tuple[str, float]]:
     ]
 
 
-def _ends_earlier(region: Region, cut: Sequence[fx.Node], editor: Editor) -> bool:
-    """Whether the new exchanges take less time by the cost model, by more than its margin. The
-    operators take no longer: they compute a part of the rows."""
+def _rejection(region: Region | None, cut: Sequence[fx.Node], editor: Editor) -> str | None:
+    """Return why the sums of a region stay as they are, or None if the new exchanges take less time
+    by the cost model, by more than its margin. The operators take no longer: they compute a part of
+    the rows."""
+    if region is None:
+        return f"{RULE}: no row-wise operator follows, or its rows are no equal parts for the ranks"
     call, old = region.exchange.call, _scattered(region, cut).values()
+    if not old:
+        return f"{RULE}: all ranks need the whole sum"
     before = sum(editor.time_us("all_reduce", nbytes(each.input), call) for each in old)
     after = sum(editor.time_us(kind, size, call) for kind, size in _sent(region, cut))
-    return before - after > editor.profile.margin * before
+    margin = editor.profile.margin
+    if before - after > margin * before:
+        return None
+    below = f", a gain below the model's margin of {margin:.0%}" if after < before else ""
+    return f"{RULE}: it would take {after:,.1f} us instead of {before:,.1f} us{below}"
 
 
 def _shard_rows(region: Region, cut: Sequence[fx.Node], editor: Editor) -> Applied:
