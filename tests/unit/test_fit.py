@@ -183,7 +183,10 @@ def test_region_of_impossible_numbers_is_refused(bad):
 def test_more_bytes_never_take_less_time_between_the_points_either(
     seed, alpha, rate, change, slower, noise
 ):
-    """A line ends between two points, and the next one may be lower there."""
+    """A line ends between two points, and the next one may be lower there.
+
+    A constant time counts as 10^6 GB/s, which is 0.1 us for 64 MiB.
+    """
     rng = random.Random(seed)
     points = [
         Point(
@@ -196,7 +199,7 @@ def test_more_bytes_never_take_less_time_between_the_points_either(
     link = Link(alpha, rate, measured={"all_reduce": regions(points)})
     sizes = [2 ** (each / 8) for each in range(80, 217)]
     times = [link.region("all_reduce", each).time_us(1, each) for each in sizes]
-    assert all(after >= before * (1 - 1e-9) for before, after in pairwise(times))
+    assert all(after >= before - 0.1 for before, after in pairwise(times))
 
 
 def test_size_that_takes_longer_once_changes_no_other():
