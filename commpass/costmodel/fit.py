@@ -18,9 +18,11 @@ from commpass.costmodel.links import Region
 from commpass.errors import ProfileError
 
 CLOSE = 0.05
-"""A region is not divided further if the relative error of its worst point is below this."""
+"""There are no further regions if the largest relative error, but for one, is at most this."""
 BETTER = 0.7
-"""The factor by which one more region must reduce the error of the worst point."""
+"""The factor by which one more region must reduce that error."""
+SEVERAL = 5
+"""From so many sizes on, one of them may be off."""
 MOST_REGIONS = 4
 LEAST_POINTS = 2
 """The fewest sizes in all, since alpha and beta are two unknowns."""
@@ -43,11 +45,11 @@ class Point:
 
 @dataclass(frozen=True)
 class Line:
-    """``us = alpha * messages + ns * sent / 1000``, and the relative error of the worst point."""
+    """``us = alpha * messages + ns * sent / 1000``, and the relative error of each point."""
 
     alpha_us: float
     ns_a_byte: float
-    worst: float
+    errors: tuple[float, ...]
 
     def time_us(self, point: Point) -> float:
         return self.alpha_us * point.messages + self.ns_a_byte * point.sent / 1e3
@@ -56,8 +58,8 @@ class Line:
 def regions(points: Sequence[Point]) -> tuple[Region, ...]:
     """Return regions of sizes, each with its alpha and beta, from measured points of one kind.
 
-    There are as few regions as bring every point within ``CLOSE``, and at most ``MOST_REGIONS``.
-    More bytes never take less time. Raises ProfileError for fewer than two sizes, or times that are
+    There are as few regions as bring all points but one within ``CLOSE``, at most
+    ``MOST_REGIONS``. More bytes never take less time. Raises ProfileError for fewer than two sizes, or times that are
     not above 0.
     """
     ordered = _growing(points)
@@ -104,7 +106,7 @@ Divided = list[tuple[Line, float]]
 
 
 def _divided(points: Sequence[Point]) -> Divided:
-    """Return the fewest lines that fit, and of these, those with the least worst error."""
+    """Return the fewest lines that fit, and of these, those with the least error."""
     lines: dict[tuple[int, int], Line] = {}
 
     def line(first: int, last: int) -> Line:
@@ -115,7 +117,7 @@ def _divided(points: Sequence[Point]) -> Divided:
     worst, best = inf, Divided()
     for parts in range(1, MOST_REGIONS + 1):
         tried = [
-            (max(line(*ends).worst for ends in pairwise(cuts)), cuts)
+            (_misfit([error for ends in pairwise(cuts) for error in line(*ends).errors]), cuts)
             for cuts in _cuts(points, parts)
         ]
         for error, cuts in sorted(tried):
@@ -132,6 +134,12 @@ def _divided(points: Sequence[Point]) -> Divided:
     if beyond and len(best) < MOST_REGIONS:
         best.append((_line([last]), last.sent))
     return best
+
+
+def _misfit(errors: Sequence[float]) -> float:
+    """Return the largest error, or of ``SEVERAL`` or more the second: one size that was measured
+    while the machine was busy is no reason for a region."""
+    return sorted(errors)[-2] if len(errors) >= SEVERAL else max(errors)
 
 
 def _cuts(points: Sequence[Point], parts: int) -> Iterator[tuple[int, ...]]:
@@ -184,4 +192,4 @@ def _line(points: Sequence[Point]) -> Line:
         return [abs(line[0] * p.messages + line[1] * p.sent - p.us) / p.us for p in points]
 
     alpha, beta = min(candidates, key=lambda line: sum(errors(line)))
-    return Line(alpha, beta * 1e3, max(errors((alpha, beta))))
+    return Line(alpha, beta * 1e3, tuple(errors((alpha, beta))))
