@@ -59,8 +59,8 @@ def regions(points: Sequence[Point]) -> tuple[Region, ...]:
     """Return regions of sizes, each with its alpha and beta, from measured points of one kind.
 
     There are as few regions as bring all points but one within ``CLOSE``, at most
-    ``MOST_REGIONS``. More bytes never take less time. Raises ProfileError for fewer than two sizes, or times that are
-    not above 0.
+    ``MOST_REGIONS``. More bytes never take less time. Raises ProfileError for fewer than two sizes,
+    or times that are not above 0.
     """
     ordered = _growing(points)
     sizes = {point.sent for point in ordered}
