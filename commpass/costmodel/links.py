@@ -193,13 +193,13 @@ class Link:
             return 0.0, 0.0
         messages, sent = steps(kind, ranks, nbytes) if peers is None else (peers, nbytes)
         called = _measured_as(kind, messages, by_messages)
-        others = self.sharing.get(called, 1.0) if sharing is None else sharing
+        on_port = self.sharing.get(called, 1.0) if sharing is None else sharing
         if region := self.region(called, sent):
             times = min(messages, 1) if by_messages else messages
-            return region.alpha_us * times, sent * others / (region.gbytes_per_s * 1e3)
+            return region.alpha_us * times, sent * on_port / (region.gbytes_per_s * 1e3)
         reach = ALL if called in DIRECT else NEXT
         if not by_messages:
-            us = self._library_us(kind, messages, sent, ranks, peers, others, reach)
+            us = self._library_us(kind, messages, sent, ranks, peers, on_port, reach)
             if kind not in ALSO_DIRECT or not self.protocols or peers is not None:
                 return us
             return min(us, self.parts_us(ALSO_DIRECT[kind], nbytes, ranks), key=sum)
@@ -207,7 +207,7 @@ class Link:
         carried, rate = sent + contention, self.rate_to(max(messages, 1))
         on_bridge_us = self._on_bridge_us(carried, reach, ranks, messages)
         alpha = self.alpha_us * min(messages, 1)
-        return alpha, max(carried * others / (rate * 1e3), on_bridge_us)
+        return alpha, max(carried * on_port / (rate * 1e3), on_bridge_us)
 
     def _library_us(
         self,
@@ -216,13 +216,14 @@ class Link:
         sent: float,
         ranks: int,
         peers: int | None,
-        others: float,
+        on_port: float,
         reach: str,
     ) -> tuple[float, float]:
-        """Return latency and time on the link of a library's collective."""
+        """Return latency and time on the link of a library's collective, of whose bytes a port
+        carries ``on_port`` times those of one rank."""
         buffered = min(sent, self.buffered_bytes) if kind in DIRECT else 0.0
         slowed = buffered + (sent - buffered) * self.factor.get(kind, 1.0)
-        carried = slowed * others
+        carried = slowed * on_port
         all_peers = 1 if kind in PAIRWISE else ranks - 1
         rate = self.rate_to(all_peers if peers is None else max(peers, 1))
         least_us = self._on_bridge_us(carried, reach, ranks, messages)
@@ -234,7 +235,7 @@ class Link:
             (
                 (
                     each.latency_us(kind, in_turn, ranks, self.on_host) + starts_us,
-                    max(each.on_link_us(slowed, ranks, rate, others), least_us),
+                    max(each.on_link_us(slowed, ranks, rate, on_port), least_us),
                 )
                 for each in self.protocols
                 if each.carries(kind, ranks)
@@ -252,8 +253,8 @@ class Link:
         return passing * sent / (self.bridge_gbytes_per_s * 1e3)
 
 
-def _has_only(given: object, kind: type) -> bool:
-    return isinstance(given, tuple) and all(isinstance(each, kind) for each in given)
+def _has_only(value: object, kind: type) -> bool:
+    return isinstance(value, tuple) and all(isinstance(each, kind) for each in value)
 
 
 MEASURED = (*KINDS, ONE, SEVERAL)

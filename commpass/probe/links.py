@@ -73,7 +73,7 @@ def measure(
     took: list[list[float]] = [[] for _ in trials]
     for turn in range(MOST):
         for trial, times in zip(trials, took, strict=True):
-            if trial.is_in(turn):
+            if trial.has_turn(turn):
                 times.append(seconds_of(trial.call, group, device))
     return [
         trial.times(group.size(), slowest_of(times, group, device))
@@ -94,7 +94,7 @@ class _Trial:
     repeats: int
     call: Callable[[], Any]
 
-    def is_in(self, turn: int) -> bool:
+    def has_turn(self, turn: int) -> bool:
         """Whether it is measured in one of ``MOST`` turns. Its repetitions are evenly spread."""
         return (turn + 1) * self.repeats // MOST > turn * self.repeats // MOST
 
