@@ -100,7 +100,7 @@ def test_name_of_the_face_wins_over_a_module_of_that_name(order):
         for name in commpass._MODULE_OF
     }
     clashing = [name for name, both in paths.items() if any(path.is_file() for path in both)]
-    assert clashing == ["backend", "report", "simulate"]
+    assert clashing == ["backend", "simulate"]
     lines = [
         line
         for name in clashing
@@ -110,6 +110,12 @@ def test_name_of_the_face_wins_over_a_module_of_that_name(order):
             f"assert callable(commpass.{name}) and commpass.{name} is {name}, commpass.{name}",
             f"assert sys.modules['commpass.{name}'].__name__ == 'commpass.{name}'",
         )
+    ]
+    lines += [  # a package that can be called
+        ORDERS[order].replace("NAME", "report").replace("MODULE", "report"),
+        "import commpass; from commpass import report",
+        "assert commpass.report is report is sys.modules['commpass.report'], commpass.report",
+        "assert isinstance(report(), commpass.Report), report()",
     ]
     last = "print(commpass.parallel.__name__, commpass.errors.__name__, commpass.backend('off'))"
     said = alone("\n".join(["import sys", *lines, last]))
@@ -179,7 +185,7 @@ for name in {USERS}:
     module = importlib.import_module(name)
     text = open(module.__file__).read()
     called = set(re.findall(r"torch\\.ops\\.commpass\\.(\\w+)", text))
-    for alias in re.findall(r"^(?:ops, )?(ops|ours)\\b.*= .*torch\\.ops\\.commpass$", text, re.M):
+    for alias in re.findall(r"^ *(?:ops, )?(ops|ours)\\b.*= .*torch\\.ops\\.commpass$", text, re.M):
         called |= set(re.findall(rf"\\b{{alias}}\\.(\\w+)", text))
     called.discard("commpass")
     missing = [each for each in called if not hasattr(torch.ops.commpass, each)]

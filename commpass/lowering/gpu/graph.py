@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, fx
 from torch._higher_order_ops import triton_kernel_wrap
 
+import commpass.lowering.exponent  # noqa: F401  its operators are called here
 from commpass.codecs import operators
 from commpass.codecs.block.codec import BlockCodec
 from commpass.codecs.exponent.codec import ExponentCodec
@@ -52,16 +53,15 @@ def exponent_caller(node: fx.Node) -> Callable[..., Tensor] | None:
     if not fixed or exponent.unsupported_reason(rows.shape[1], rows.dtype) is not None:
         return None
 
-    own = torch.ops.commpass
-
     def call(*inputs: Tensor) -> Tensor:
+        ours = torch.ops.commpass
         if encodes and FOLLOWS_ALL_PATHS:
-            return own.exponent_encode(inputs[0], codec.spec, True)
+            return ours.exponent_encode(inputs[0], codec.spec, True)
         if encodes:
             return exponent.encode_rows(codec, inputs[0], graph=True)
         wire = inputs[0] if len(inputs) == 1 else torch.cat(inputs, dim=1)
         if FOLLOWS_ALL_PATHS:
-            return own.exponent_decode(wire, codec.spec, rows.shape[1], rows.dtype, True)
+            return ours.exponent_decode(wire, codec.spec, rows.shape[1], rows.dtype, True)
         return exponent.decode_rows(codec, wire, rows.shape[1], rows.dtype, graph=True)
 
     return torch.func.functionalize(call)
