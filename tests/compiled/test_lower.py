@@ -612,7 +612,7 @@ def test_large_or_random_constants_are_no_tables():
 
 @pytest.mark.parametrize(
     ("text", "of", "what"),
-    [rarely("table", kernel, "_compiled"), ("int8", kernel.cpu, "compile_chain")],
+    [rarely("table", kernel, "_compile"), ("int8", kernel.cpu, "compile_chain")],
 )
 def test_sites_whose_kernel_cannot_be_compiled_are_left_alone(
     fake_group, monkeypatch, text, of, what
