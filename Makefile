@@ -1,4 +1,4 @@
-# make demo | make test [TORCH=2.15.0] [SHARE=text] | make test-slow | make test-all | make test-bench | make scenarios | make fuzz [MINUTES=30] | make mutants | make gpu | make format | make docs | make tools | make clean
+# make demo | make test [TORCH=2.15.0] [SHARE=text] | make test-slow | make test-all | make test-bench | make scenarios | make fuzz [MINUTES=30] | make mutants | make stacks [STACK=vllm] | make gpu | make format | make docs | make tools | make clean
 PYTHON ?= python3
 PINNED := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH ?= $(PINNED)
@@ -11,7 +11,9 @@ MINUTES ?= 30
 # Tests start hundreds of processes, each of which would otherwise compile all sources anew.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test test-slow test-all test-bench scenarios fuzz mutants gpu check format docs tools clean setup
+STACK ?= vllm
+
+.PHONY: demo test test-slow test-all test-bench scenarios fuzz mutants stacks gpu check format docs tools clean setup
 
 demo: $(READY)
 	$(VENV)/bin/python examples/train_tp.py --ranks 2
@@ -47,6 +49,18 @@ fuzz: $(READY)
 # Breaks one thing at a time in a copy of the repository: the tests that are responsible must notice.
 mutants: $(READY)
 	PYTHONPATH=tests $(VENV)/bin/python -m mutants
+
+# The real libraries that run models, each in an environment of its own, with commpass in them.
+stacks: $(STACK:%=.venv-%/ready)
+	for stack in $(STACK); do .venv-$$stack/bin/python tests/stacks/check_$$stack.py || exit 1; done
+
+.venv-%/ready: tests/stacks/%.txt constraints.txt pyproject.toml
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --quiet --constraint constraints.txt torch numpy
+	.venv-$*/bin/python -m pip install --quiet --requirement $<
+	.venv-$*/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	.venv-$*/bin/python -m pip install --quiet --editable .
+	touch $@
 
 # On a machine with an H100 or H200: every kernel is checked, then timed, in less than 9 minutes.
 gpu: $(READY)

@@ -18,8 +18,8 @@ from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from commpass.errors import CommpassError, PolicyError
-from commpass.parallel import vllm
-from commpass.parallel.vllm import CollectivePass
+from commpass.parallel.vllm import CollectivePass, collective_pass
+from commpass.parallel.vllm.operators import group_of_vllm
 from commpass.policy import Policy
 from commpass.policy.rules import Rule
 
@@ -233,17 +233,17 @@ def test_groups_are_found_in_vllms_registry(monkeypatch):
     held = Coordinator()
     state = SimpleNamespace(_groups={"tp:0": weakref.ref(held)})
     monkeypatch.setitem(sys.modules, "vllm.distributed.parallel_state", state)
-    assert vllm.group_of_vllm("tp:0") is held.device_group
+    assert group_of_vllm("tp:0") is held.device_group
     with pytest.raises(CommpassError, match=r"no group 'tp:1'.*It has: tp:0"):
-        vllm.group_of_vllm("tp:1")
+        group_of_vllm("tp:1")
     del held
     with pytest.raises(CommpassError, match="no group 'tp:0'"):
-        vllm.group_of_vllm("tp:0")
+        group_of_vllm("tp:0")
 
 
 def test_error_without_vllm_says_what_to_give():
     with pytest.raises(CommpassError, match="CollectivePass\\(groups="):
-        vllm.group_of_vllm("tp:0")
+        group_of_vllm("tp:0")
 
 
 @pytest.mark.parametrize(
@@ -264,11 +264,11 @@ def test_it_is_one_of_vllms_own_passes_where_vllm_is(monkeypatch, place):
     module.InductorPass = InductorPass
     monkeypatch.setitem(sys.modules, place, module)
     try:
-        there = importlib.reload(vllm)
+        there = importlib.reload(collective_pass)
         own = there.CollectivePass("balanced")
         assert isinstance(own, InductorPass)
         assert own.is_applicable_for_range((1, 8192))
         assert own.uuid() != CollectivePass("aggressive").uuid()
     finally:
         monkeypatch.undo()
-        importlib.reload(vllm)
+        importlib.reload(collective_pass)

@@ -32,6 +32,8 @@ CODECS = [
 ]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 SHAPES = [(1,), (3, 5), (257,), (2, 3, 129), (1030,)]
+LARGEST_ERROR = {"int8": 1 / 254, "fp8": 1 / 16, "mxfp4": 2 / 8 / 2.5}
+"""Of one encode, as a share of the peak; ``check_values`` allows 2.5 times as much."""
 
 
 def call(
@@ -102,10 +104,11 @@ def check_values(one_in: int) -> int:
             assert result.shape == expected.shape, where
             # Largest error of a code of the smallest grid used here, for each encode. It is int4:
             # half a step of 1/7 of the peak. Rotated blocks add up to sqrt(block) of them in the
-            # worst case, but 4 standard deviations in practice.
-            step = (1 / 7 if "int4" in name else 0) + {"int8": 1 / 254, "fp8": 1 / 16}.get(
-                codec, 1 / 14
-            ) * (2 if "rotated" in codec else 1)
+            # worst case, but 4 standard deviations in practice. The scale of mxfp4 is the power of
+            # two below the peak: of a peak of nearly 8 steps, 6 are left.
+            step = (1 / 7 if "int4" in name else 0) + LARGEST_ERROR.get(codec, 1 / 14) * (
+                2 if "rotated" in codec else 1
+            )
             peak = max(t.abs().max().item() for t in inputs)
             addends = (
                 size * (2 if "ring" in name or "hier" in name else 1)

@@ -162,9 +162,12 @@ class ExponentCodec(Codec):
         return dtype in FORMS and numel >= LINE
 
     def _calls_for(self, numel: int, dtype: torch.dtype) -> tuple[Encoding, Decoding] | None:
-        """Return the functions of ``by_calls``, if there are any and rows may be coded."""
+        """Return the functions of ``by_calls``, if there are any and rows may be coded.
+
+        There are none where Dynamo traces this method, which cannot read a context variable.
+        """
         is_raw = dtype not in FORMS or (isinstance(numel, int) and numel < LINE)
-        return None if is_raw else _calls.get()
+        return None if is_raw or torch.compiler.is_dynamo_compiling() else _calls.get()
 
     def _static_words(self, form: FloatForm) -> int:
         """Words per column in the static part."""

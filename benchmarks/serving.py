@@ -1,0 +1,107 @@
+"""Measure vLLM on two hosts: time to first token and tokens a second, plain and compressed.
+
+    make .venv-vllm/ready
+    sudo .venv/bin/python -m benchmarks.serving [--gbit 0.1 1 10] [--policies off lossless balanced]
+        [--repeats 15] [--json FILE]
+
+Each rank of a tensor-parallel Llama (``tests/stacks/small_llama.py``) is vLLM itself, in a virtual
+host with a link of that speed (docs/netlab.md). ``ttft_ms`` is the time of a request with a prompt
+of 512 tokens that asks for one token; ``tokens_per_s`` is the rate of the tokens after the first
+one, of a single request. Both are medians, with their quartiles. ``same`` says whether the greedy
+tokens of all requests are those under the first policy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import netlab
+
+ROOT = Path(__file__).resolve().parents[1]
+PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+RANK = ROOT / "benchmarks" / "serving_rank.py"
+Row = dict[str, Any]
+
+
+def serve(lab: netlab.Lab, policy: str, options: argparse.Namespace, folder: Path) -> Row:
+    """Return what rank 0 measured under a policy."""
+    result = folder / f"{policy}.json"
+    os.environ["COMMPASS_POLICY"] = "" if policy == "off" else policy
+    command = [str(PYTHON), str(RANK), str(result), str(options.repeats), options.dtype]
+    outcome = netlab.run(lab, command, netlab.Course(timeout_s=900))
+    if outcome.code:
+        raise SystemExit(f"vLLM under {policy!r}: {outcome.why}")
+    return json.loads(result.read_text())
+
+
+def measure(options: argparse.Namespace) -> list[Row]:
+    found: list[Row] = []
+    lab = netlab.build(netlab.Network(hosts=2, gbit=max(options.gbit)))
+    with tempfile.TemporaryDirectory() as folder:
+        for gbit in options.gbit:
+            for host in range(2):
+                lab.slow(host, gbit)
+            of_rate: list[Row] = []
+            for policy in options.policies:
+                row = {"gbit": gbit, "policy": policy}
+                of_rate.append(row | serve(lab, policy, options, Path(folder)))
+            plain = of_rate[0]
+            for row in of_rate:
+                row["same"] = row["tokens"] == plain["tokens"]
+                row["ttft_gain"] = plain["ttft_ms"][1] / row["ttft_ms"][1]
+                row["decode_gain"] = row["tokens_per_s"][1] / plain["tokens_per_s"][1]
+            found += of_rate
+    for row in found:
+        del row["tokens"]
+    return found
+
+
+def show(found: list[Row]) -> None:
+    table = Table("Gbit/s", "policy", "first token, ms", "gain", "tokens/s", "gain", "same tokens")
+    for row in found:
+        table.add_row(
+            f"{row['gbit']:g}",
+            row["policy"],
+            "{1:.1f} [{0:.1f}, {2:.1f}]".format(*row["ttft_ms"]),
+            f"{row['ttft_gain']:.2f}",
+            "{1:.1f} [{0:.1f}, {2:.1f}]".format(*row["tokens_per_s"]),
+            f"{row['decode_gain']:.2f}",
+            "yes" if row["same"] else "no",
+        )
+    Console().print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--gbit", type=float, nargs="+", default=[0.1, 1.0, 10.0])
+    parser.add_argument("--policies", nargs="+", default=["off", "lossless", "balanced"])
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--dtype", default="float32", choices=["bfloat16", "float32"])
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    if not PYTHON.exists():
+        raise SystemExit("vLLM is not installed yet: `make .venv-vllm/ready`")
+    netlab.stand_apart()
+    found = measure(options)
+    show(found)
+    if options.json:
+        facts = {"date": datetime.date.today().isoformat(), "machine": platform.processor()}
+        facts |= {"cores": os.cpu_count(), "dtype": options.dtype, "repeats": options.repeats}
+        options.json.write_text(json.dumps(facts | {"rows": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""vLLM's entry point for plugins: compress what it sends, without a line of the user's.
+
+    COMMPASS_POLICY=balanced vllm serve MODEL --tensor-parallel-size 2
+    vllm serve MODEL --tensor-parallel-size 2 \\
+        --additional-config '{"commpass": {"policy": "balanced"}}'
+
+vLLM calls ``register`` in each of its processes. Without the variable and the option nothing
+changes.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from commpass.distributed.environment import policy_of_environment
+from commpass.errors import PolicyError, nearest
+
+log = logging.getLogger("commpass")
+
+KEY = "commpass"
+"""The key in vLLM's ``additional_config``."""
+OPTIONS = ("policy", "profile", "strict")
+FUSED_BY_VLLM = ("fuse_allreduce_rms", "enable_sp", "fuse_gemm_comms")
+"""vLLM's own passes after which there is no collective left to compress."""
+
+
+def register() -> None:
+    """Let each configuration of vLLM in this process have the pass, if it or COMMPASS_POLICY asks
+    for one."""
+    config = importlib.import_module("vllm.config").VllmConfig
+    if not hasattr(config.__post_init__, KEY):
+        config.__post_init__ = _with_pass(config.__post_init__)
+
+
+def _with_pass(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
+    @functools.wraps(post_init)
+    def with_pass(config: Any) -> None:
+        post_init(config)
+        configure(config)
+
+    setattr(with_pass, KEY, True)
+    return with_pass
+
+
+def configure(config: Any) -> None:
+    """Add the pass to a ``VllmConfig`` that asks for it.
+
+    Raise PolicyError for an unknown option, policy or profile.
+    """
+    from commpass.parallel.vllm.collective_pass import SLOT, CollectivePass, log_as_vllm_does
+
+    options = _options(config)
+    if options is None or config.model_config is None:
+        return
+    log_as_vllm_does()
+    compilation = config.compilation_config
+    if SLOT in compilation.inductor_compile_config:  # given by the program, or by an earlier copy
+        return
+    if config.parallel_config.world_size == 1:
+        log.info("vLLM runs on one rank: there is nothing to compress")
+        return
+    if why := _is_not_compiled(compilation):
+        log.warning("nothing is compressed: %s", why)
+        return
+    compilation.inductor_compile_config[SLOT] = CollectivePass(**options)
+    for name in FUSED_BY_VLLM:
+        if getattr(compilation.pass_config, name, False):
+            log.info("vLLM's pass %s is switched off: it leaves no collective to compress", name)
+            setattr(compilation.pass_config, name, False)
+
+
+def _options(config: Any) -> dict[str, Any] | None:
+    """Return the options of the pass; None if there shall be none."""
+    additional = config.additional_config
+    given = additional.get(KEY) if isinstance(additional, Mapping) else None
+    policy = policy_of_environment()
+    if given is None:
+        return None if policy is None else {"policy": policy}
+    if isinstance(given, str):
+        given = {"policy": given}
+    if not isinstance(given, Mapping):
+        raise PolicyError(
+            f"additional_config[{KEY!r}] is a {type(given).__name__}: write"
+            f' {{"{KEY}": {{"policy": "balanced"}}}}'
+        )
+    for name in given:
+        if name not in OPTIONS:
+            raise PolicyError(
+                f"additional_config[{KEY!r}] has no option {name!r}{nearest(name, OPTIONS)}."
+                f" It has: {', '.join(OPTIONS)}"
+            )
+    return dict(given)
+
+
+def _is_not_compiled(compilation: Any) -> str:
+    """Return why vLLM does not compile its model by Inductor; "" if it does."""
+    mode = getattr(compilation.mode, "name", "")
+    if mode == "NONE":
+        return "vLLM does not compile this model (enforce_eager, or a compilation mode of NONE)"
+    if mode == "STOCK_TORCH_COMPILE":
+        return "vLLM's compilation mode STOCK_TORCH_COMPILE has no slot for passes"
+    if compilation.backend not in ("", "inductor"):
+        return f"vLLM compiles with {compilation.backend!r}, which has no slot for passes"
+    return ""

@@ -1,0 +1,171 @@
+"""Serve a small Llama with vLLM, tensor-parallel over 2 ranks, plain and under two policies.
+
+    make stacks STACK=vllm
+
+No line of the server knows commpass: ``COMMPASS_POLICY`` is set, and vLLM loads the plugin. Exit
+with 0 only if sites were compressed, ``lossless`` gives the tokens of the plain server, and the
+perplexity under ``balanced`` is near the plain one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from small_llama import held_out, train
+
+BUILD = Path(__file__).parents[2] / "build" / "stacks" / "vllm"
+PORT = 8077
+READY_S = 500
+NEW_TOKENS, PROMPTS, PROMPT = 32, 4, 64
+SCORED = 512
+NEAR = 0.01
+"""Relative difference of perplexity that ``balanced`` may make."""
+COMPRESSED = re.compile(r"policy '(\w+)': (\d+) of (\d+) sites? compressed, ([\d,]+) instead")
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a server gave: greedy tokens of several prompts, the perplexity of held-out text, and
+    its log."""
+
+    tokens: list[list[int]]
+    perplexity: float
+    log: str
+
+    @property
+    def compressed(self) -> int:
+        """How many sites are compressed, of all its graphs."""
+        return sum(int(found[1]) for found in COMPRESSED.findall(self.log))
+
+
+def ask(path: str, **body: Any) -> Any:
+    data = json.dumps(body).encode() if body else None
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{PORT}{path}", data, {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return json.loads(answer.read() or "{}")
+
+
+@contextmanager
+def server(model: Path, name: str, *options: str, **environment: str) -> Iterator[Path]:
+    """Start ``vllm serve``, wait until it is ready, and yield the path of its log."""
+    log = BUILD / f"{name}.log"
+    variables = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CACHE_ROOT": str(BUILD / "cache"),
+        "OMP_NUM_THREADS": "1",
+    }
+    # The command `vllm serve` of vllm-cpu looks for a package of the name vllm, and ends.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command += ["--port", str(PORT), "--tensor-parallel-size", "2", "--skip-tokenizer-init"]
+    command += ["--max-model-len", "1024", "--dtype", "float32", *options]
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=os.environ | variables | environment,
+            start_new_session=True,
+        )
+    try:
+        wait_until_ready(process, log)
+        yield log
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def wait_until_ready(process: subprocess.Popen[bytes], log: Path) -> None:
+    end = time.monotonic() + READY_S
+    while time.monotonic() < end:
+        if process.poll() is not None:
+            raise SystemExit(f"vLLM ended before it was ready:\n{log.read_text()[-4000:]}")
+        try:
+            ask("/health")
+            return
+        except OSError:
+            time.sleep(1)
+    raise SystemExit(f"vLLM was not ready in {READY_S} s:\n{log.read_text()[-4000:]}")
+
+
+def serve(model: Path, name: str, *options: str, **environment: str) -> Served:
+    start = time.monotonic()
+    with server(model, name, *options, **environment) as log:
+        ready = time.monotonic() - start
+        common = {"model": str(model), "temperature": 0, "return_token_ids": True}
+        tokens = []
+        for number in range(PROMPTS):
+            answer = ask(
+                "/v1/completions",
+                prompt=held_out(PROMPT, number),
+                max_tokens=NEW_TOKENS,
+                ignore_eos=True,
+                **common,
+            )
+            tokens.append(answer["choices"][0]["token_ids"])
+        scored = ask(
+            "/v1/completions",
+            prompt=held_out(SCORED),
+            max_tokens=1,
+            prompt_logprobs=0,
+            **common,
+        )
+        logprobs = [
+            next(iter(each.values()))["logprob"]
+            for each in scored["choices"][0]["prompt_logprobs"]
+            if each
+        ]
+        perplexity = math.exp(-sum(logprobs) / len(logprobs))
+        served = Served(tokens, perplexity, log.read_text())
+    print(
+        f"{name:16} ready in {ready:.0f} s, {served.compressed} sites compressed,"
+        f" perplexity {perplexity:.4f}",
+        flush=True,
+    )
+    return served
+
+
+def check(holds: bool, what: str) -> None:
+    print(("ok:     " if holds else "FAILED: ") + what, flush=True)
+    if not holds:
+        raise SystemExit(1)
+
+
+def main() -> None:
+    BUILD.mkdir(parents=True, exist_ok=True)
+    model = train(BUILD / "llama")
+    plain = serve(model, "plain")
+    check(plain.compressed == 0 and "commpass" not in plain.log, "plain vLLM is left alone")
+    lossless = serve(model, "lossless", COMMPASS_POLICY="lossless")
+    check(lossless.tokens == plain.tokens, "the tokens under lossless are the plain ones")
+    balanced = serve(model, "balanced", COMMPASS_POLICY="balanced")
+    check(balanced.compressed > 0, "sites are compressed under balanced")
+    difference = abs(balanced.perplexity / plain.perplexity - 1)
+    check(difference < NEAR, f"perplexity under balanced differs by {difference:.3%}")
+    again = serve(
+        model, "warm, option", "--additional-config", '{"commpass": {"policy": "balanced"}}'
+    )
+    check(again.tokens == balanced.tokens, "after a restart by option the tokens are the same")
+
+
+if __name__ == "__main__":
+    main()
