@@ -29,8 +29,9 @@ def main() -> None:
     from vllm import LLM, SamplingParams
 
     result, repeats, dtype = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    model = train(ROOT / "build" / "stacks" / "vllm" / "llama")
     llm = LLM(
-        str(train(ROOT / "build" / "stacks" / "vllm" / "llama")),
+        str(model),
         tensor_parallel_size=int(os.environ["WORLD_SIZE"]),
         distributed_executor_backend="external_launcher",
         skip_tokenizer_init=True,
@@ -49,9 +50,9 @@ def main() -> None:
 
     first, rates, tokens = [], [], []
     for number in range(WARM_UP + repeats):
-        prefill, one = timed(held_out(PROMPT, number % 30), 1)
-        start, _ = timed(held_out(SHORT, number), 1)
-        whole, many = timed(held_out(SHORT, number), NEW_TOKENS)
+        prefill, one = timed(held_out(model, PROMPT, number), 1)
+        start, _ = timed(held_out(model, SHORT, number), 1)
+        whole, many = timed(held_out(model, SHORT, number), NEW_TOKENS)
         tokens.append(one + many)
         if number >= WARM_UP:
             first.append(prefill * 1e3)

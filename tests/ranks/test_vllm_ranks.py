@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import commpass
+from commpass.errors import CommpassError
 from commpass.policy import Policy
 from commpass.policy.rules import Rule
 
@@ -24,6 +25,42 @@ def world(name: str) -> dist.ProcessGroup:
 
 def brought(rank: int) -> torch.Tensor:
     return torch.randn(SHAPE, generator=torch.Generator().manual_seed(rank))
+
+
+def compared(policies: list[Policy], salt: float) -> str:
+    """Return the error of a sum for which each rank has a policy of its own, or ""."""
+    from serve_vllm import define_operators
+
+    from commpass.parallel.vllm import SLOT, CollectivePass
+
+    rank = dist.get_rank()
+    with torch.library._scoped_library("vllm", "FRAGMENT") as library:
+        define_operators(library)
+        torch._dynamo.reset()
+        own = CollectivePass(policies[rank], groups=world, strict=True)
+        compiled = torch.compile(
+            lambda x: torch.ops.vllm.all_reduce(x * 1.0, "tp:0") * salt, options={SLOT: own}
+        )
+        with torch.inference_mode():
+            try:
+                for _ in range(2):
+                    compiled(brought(rank))
+            except CommpassError as error:
+                return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.slow
+def test_ranks_with_different_policies_raise_before_they_send(ranks2):
+    salt = random.random()
+    one = Policy(rules=[Rule(codec="int8", force=True)], name="one", skip=("chunk", "group"))
+    two = Policy(rules=[Rule(codec="int4", force=True)], name="two", skip=("chunk", "group"))
+    assert ranks2.run(compared, [one, one], salt) == ["", ""]
+    assert ranks2.run(compared, [one, one], salt) == ["", ""]  # from Inductor's cache
+    for text in ranks2.run(compared, [one, two], random.random(), timeout=120):
+        assert text.startswith("PlanMismatch")
+        assert "rank 0: policy 'one'" in text
+        assert "rank 1: policy 'two'" in text
 
 
 def served(policies: list[Policy], salt: float) -> list[tuple]:

@@ -116,7 +116,7 @@ def serve(model: Path, name: str, *options: str, **environment: str) -> Served:
         for number in range(PROMPTS):
             answer = ask(
                 "/v1/completions",
-                prompt=held_out(PROMPT, number),
+                prompt=held_out(model, PROMPT, number),
                 max_tokens=NEW_TOKENS,
                 ignore_eos=True,
                 **common,
@@ -124,7 +124,7 @@ def serve(model: Path, name: str, *options: str, **environment: str) -> Served:
             tokens.append(answer["choices"][0]["token_ids"])
         scored = ask(
             "/v1/completions",
-            prompt=held_out(SCORED),
+            prompt=held_out(model, SCORED),
             max_tokens=1,
             prompt_logprobs=0,
             **common,

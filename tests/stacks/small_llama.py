@@ -1,6 +1,6 @@
 """A small Llama, trained on the text of the documentation, in the form of Hugging Face.
 
-Its tokens are bytes. The last bytes of the text are held out: ``held_out()``.
+Its tokens are bytes. The last bytes of the text are held out, and lie beside the model.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 DOCS = Path(__file__).parents[2] / "docs"
+UNSEEN = "held_out.bin"
 HELD_OUT, CONTEXT, BATCH = 16384, 256, 8
 
 
@@ -17,15 +18,16 @@ def text() -> bytes:
     return b"".join(path.read_bytes() for path in sorted(DOCS.glob("*.md")))
 
 
-def held_out(tokens: int, number: int = 0) -> list[int]:
-    """Return tokens that the model was not trained on."""
-    start = len(text()) - HELD_OUT + number * tokens
-    return list(text()[start : start + tokens])
+def held_out(folder: Path, tokens: int, number: int = 0) -> list[int]:
+    """Return the tokens of a prompt that the model was not trained on."""
+    kept = (folder / UNSEEN).read_bytes()
+    assert (number + 1) * tokens <= len(kept)
+    return list(kept[number * tokens : (number + 1) * tokens])
 
 
-def train(folder: Path, width: int = 512, layers: int = 4, steps: int = 60) -> Path:
+def train(folder: Path, width: int = 512, layers: int = 4, steps: int = 40) -> Path:
     """Write a model to a folder, unless it is there, and return the folder."""
-    if (folder / "model.safetensors").exists():
+    if (folder / UNSEEN).exists():
         return folder
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -44,7 +46,8 @@ def train(folder: Path, width: int = 512, layers: int = 4, steps: int = 60) -> P
         eos_token_id=0,
     )
     model = LlamaForCausalLM(config)
-    tokens = torch.tensor(list(text()[:-HELD_OUT]))
+    whole = text()
+    tokens = torch.tensor(list(whole[:-HELD_OUT]))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(1)
     for step in range(steps):
@@ -57,4 +60,5 @@ def train(folder: Path, width: int = 512, layers: int = 4, steps: int = 60) -> P
         if step % 20 == 0 or step == steps - 1:
             print(f"small Llama: step {step}, loss {loss.item():.3f}", flush=True)
     model.save_pretrained(folder)
+    (folder / UNSEEN).write_bytes(whole[-HELD_OUT:])
     return folder

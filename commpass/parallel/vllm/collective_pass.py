@@ -9,10 +9,12 @@ import copy
 import functools
 import importlib
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 import torch.distributed as dist
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
@@ -24,9 +26,9 @@ from commpass.distributed.environment import policy_here
 from commpass.distributed.integration import Integration
 from commpass.distributed.machine import profile_here
 from commpass.distributed.plan_store import publish_hello
-from commpass.errors import CommpassError
-from commpass.groups import is_first_rank, ready
-from commpass.parallel.vllm.comparison import compare_before_sending
+from commpass.errors import CommpassError, PolicyError
+from commpass.groups import ready
+from commpass.parallel.vllm.comparison import compare_before_sending, log_on_first_rank
 from commpass.parallel.vllm.operators import (
     Groups,
     collectives_in_shared_memory,
@@ -34,7 +36,9 @@ from commpass.parallel.vllm.operators import (
     to_functional,
     to_vllm,
 )
+from commpass.passes.fx import meta
 from commpass.passes.fx.erase import erase
+from commpass.passes.fx.parse import parse
 from commpass.plan import Plan
 from commpass.plan.totals import totals
 from commpass.policy import Policy
@@ -43,6 +47,8 @@ from commpass.utils.printable import plural
 
 log = logging.getLogger("commpass")
 
+TOKENS = 512
+"""The number of tokens for which decisions are made, unless the caller says otherwise."""
 SLOT = "post_grad_custom_post_pass"
 """The key in vLLM's ``inductor_compile_config``, and the name of Inductor's option."""
 
@@ -63,11 +69,13 @@ class CollectivePass(Integration, _base()):  # type: ignore[misc]
     policy, profile, strict: those of ``commpass.backend``. With ``strict`` a pass raises if a graph
     would otherwise be compiled untouched with a warning. groups: the process group, or its name in
     torch, for a vLLM group name such as ``"tp:0"``. If it is None, vLLM's own registry is used. It
-    must be importable if vLLM starts processes.
+    must be importable if vLLM starts processes. tokens: the number of tokens for which decisions
+    are made. They hold for all sizes of a graph, since vLLM compiles one for a range of them.
 
     Policy and profile are part of the pass's name in Inductor's cache and vLLM's. The ranks compare
     what they will send when a graph runs for the first time, whether it was compiled or comes from
-    a cache; it raises PlanMismatch if they differ. Raise PolicyError for an unknown policy.
+    a cache; it raises PlanMismatch if they differ. Raise PolicyError for an unknown policy, or
+    fewer tokens than one.
     """
 
     call = "CollectivePass"
@@ -79,9 +87,13 @@ class CollectivePass(Integration, _base()):  # type: ignore[misc]
         *,
         profile: str | Path | Profile | None = None,
         groups: Groups | None = None,
+        tokens: int = TOKENS,
         strict: bool = False,
     ):
+        if not isinstance(tokens, int) or tokens < 1:
+            raise PolicyError(f"tokens={tokens!r}: must be a number of tokens, such as {TOKENS}")
         super().__init__(policy=policy_here(policy))
+        self.tokens = tokens
         self.profile, self._plans = profile_here(profile), list[Plan]()
         self.groups, self.strict = groups or group_of_vllm, strict
         publish_hello()
@@ -94,10 +106,11 @@ class CollectivePass(Integration, _base()):  # type: ignore[misc]
     def __call__(self, graph: fx.Graph) -> None:
         """Rewrite a graph in place. If that fails it is unchanged."""
         log_as_vllm_does()
-        before, plan, why = copy.deepcopy(graph), None, None
+        before, plan, sizes, why = copy.deepcopy(graph), None, {}, None
         try:
             to_functional(graph, self.groups)
-            plan = self._rewritten(graph)
+            sizes = sizes_for(graph, self.tokens)
+            plan = self._rewritten(graph, sizes)
             self._plans.append(plan)
             why = plan.fallback
         except Exception as error:
@@ -109,16 +122,19 @@ class CollectivePass(Integration, _base()):  # type: ignore[misc]
             _refill(graph, before)
         to_vllm(graph)
         if plan is not None and self.policy.name != "off":
-            compare_before_sending(graph, plan, self.policy)
-            _log(plan, self.policy, graph)
+            _log_shared_memory(graph)
+            words = summary(plan, self.policy, sizes)
+            if plan.sites and not compare_before_sending(graph, plan, words):
+                log_on_first_rank(words)
         graph.lint()
 
-    def _rewritten(self, graph: fx.Graph) -> Plan:
+    def _rewritten(self, graph: fx.Graph, sizes: Mapping[Any, int]) -> Plan:
         module = graph.owning_module
         if module is None:
             raise CommpassError("a graph without a module cannot be rewritten")
         try:
-            return rewrite(module, (), self.policy, profile=self.profile, strict=self.strict)
+            with meta.assuming(sizes):
+                return rewrite(module, (), self.policy, profile=self.profile, strict=self.strict)
         finally:
             if module.graph is not graph:  # a copy, if a pass failed; vLLM keeps using this one
                 module.graph = graph
@@ -132,8 +148,8 @@ class CollectivePass(Integration, _base()):  # type: ignore[misc]
         profile = digest_of(self.profile) if self.profile is not None else agreed_network()
         groups = f"{self.groups.__module__}.{self.groups.__qualname__}"
         rank = (dist.get_rank(), dist.get_world_size()) if ready() else None
-        facts = [msgspec.to_builtins(self.policy), profile, groups, self.strict, rank, _sources()]
-        return msgspec.json.encode(facts).hex()
+        options = [msgspec.to_builtins(self.policy), profile, groups, self.tokens, self.strict]
+        return msgspec.json.encode([*options, rank, _sources()]).hex()
 
 
 @functools.cache
@@ -152,31 +168,43 @@ def log_as_vllm_does() -> None:
             log.setLevel(theirs.level)
 
 
-def _log(plan: Plan, policy: Policy, graph: fx.Graph) -> None:
-    """Log what was decided for a graph, in the first rank's process."""
-    if not is_first_rank():
-        return
-    if inside := collectives_in_shared_memory(graph):
-        log.info(
-            "%s of vLLM's through the shared memory of this host: left as %s, since nothing is"
-            " sent over a network",
-            plural(inside, "collective"),
-            "it is" if inside == 1 else "they are",
-        )
-    if not plan.sites:
-        return
+def sizes_for(graph: fx.Graph, tokens: int) -> dict[Any, int]:
+    """Return the symbol for the number of tokens, and the number for which decisions are made.
+
+    It is the symbolic first dimension of what is exchanged, if there is exactly one. The number is
+    at most that with which vLLM traced the graph.
+    """
+    traced: dict[Any, int] = {}
+    for node in graph.nodes:
+        call = parse(node)
+        values = [meta.tensor(each) for each in node.all_input_nodes] if call is not None else []
+        for rows in (value.shape[0] for value in values if value is not None and value.dim()):
+            if isinstance(rows, torch.SymInt) and rows.node.expr.is_Symbol:
+                traced[rows.node.expr] = meta.hint(rows) or tokens
+    return (
+        {symbol: min(tokens, most) for symbol, most in traced.items()} if len(traced) == 1 else {}
+    )
+
+
+def summary(plan: Plan, policy: Policy, sizes: Mapping[Any, int]) -> str:
+    """Return what was decided for a graph, in a line."""
+    size = "".join(f" for {plural(tokens, 'token')}" for tokens in sizes.values())
     of = totals([plan])
     reasons = sorted({site.reason for site in plan.sites if not site.compressed and site.reason})
-    why = f": {reasons[0]}" if reasons and not of.compressed else ""
-    log.info(
-        "policy %r: %d of %s compressed, %s instead of %s bytes a call of the traced size%s",
-        policy.name,
-        of.compressed,
-        plural(of.sites, "site"),
-        f"{of.wire_bytes:,}",
-        f"{of.bytes:,}",
-        why,
+    why = f" ({reasons[0]})" if reasons and not of.compressed else ""
+    return (
+        f"policy {policy.name!r}: {of.compressed} of {plural(of.sites, 'site')} compressed{why},"
+        f" {of.wire_bytes:,} instead of {of.bytes:,} bytes{size}"
     )
+
+
+def _log_shared_memory(graph: fx.Graph) -> None:
+    if inside := collectives_in_shared_memory(graph):
+        are = "it is" if inside == 1 else "they are"
+        log_on_first_rank(
+            f"{plural(inside, 'collective')} of vLLM's through the shared memory of this host:"
+            f" left as {are}, since nothing is sent over a network"
+        )
 
 
 def _refill(graph: fx.Graph, source: fx.Graph) -> None:

@@ -8,6 +8,7 @@ code. vLLM runs each graph once before the first request.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 
@@ -17,14 +18,17 @@ from torch import Tensor, fx
 from commpass.distributed.environment import settings
 from commpass.distributed.plan_store import PlanStore, current_store
 from commpass.errors import PlanMismatch, Unanswered
-from commpass.groups import ranks_of
+from commpass.groups import is_first_rank, ranks_of
 from commpass.passes.fx.parse import parse
 from commpass.plan import Plan
-from commpass.policy import Policy
 from commpass.utils.printable import plural
 
-PATIENCE_S = 60.0
-"""How long a rank waits for the others. They compile the same graph, and begin at the same time."""
+log = logging.getLogger("commpass")
+
+PLAN, ENVIRONMENT = "; plan ", "; environment: "
+"""What stands before the digest of a plan, and before the variables, in what ranks publish."""
+PATIENCE_S, QUIET_S = 300.0, 15.0
+"""How long a rank waits for the others, which may still compile; after the second it says so."""
 
 _library = torch.library.Library("commpass", "FRAGMENT")
 _library.define("compare_plans(Tensor(a!) sent, str plan, str group) -> ()")
@@ -34,8 +38,11 @@ _compared: dict[tuple[str, str], PlanStore] = {}
 _rounds: Counter[str] = Counter()
 
 
-def compare_before_sending(graph: fx.Graph, plan: Plan, policy: Policy) -> None:
-    """Insert the comparison before the first exchange of a graph, if it has one."""
+def compare_before_sending(graph: fx.Graph, plan: Plan, summary: str) -> bool:
+    """Insert the comparison before the first exchange of a graph. Return whether there is one.
+
+    Its first call also logs the summary of the plan.
+    """
     for node in graph.nodes:
         call = parse(node)
         if call is None or not node.all_input_nodes:
@@ -43,18 +50,14 @@ def compare_before_sending(graph: fx.Graph, plan: Plan, policy: Policy) -> None:
         sent = node.all_input_nodes[0]
         if sent.op == "placeholder":  # an input counts as modified then: Inductor would copy it
             continue
-        what = f"policy {policy.name!r}, plan {plan.digest()}, {_in_words(plan)}"
         with graph.inserting_before(node):
             compare = graph.call_function(
-                torch.ops.commpass.compare_plans.default, (sent, what, call.group)
+                torch.ops.commpass.compare_plans.default,
+                (sent, f"{summary}{PLAN}{plan.digest()}", call.group),
             )
         compare.meta = {"val": None}
-        return
-
-
-def _in_words(plan: Plan) -> str:
-    compressed = sum(site.compressed for site in plan.sites)
-    return f"{compressed} of {plural(len(plan.sites), 'site')} compressed"
+        return True
+    return False
 
 
 def _compare(sent: Tensor, plan: str, group: str) -> None:
@@ -66,7 +69,7 @@ def _compare(sent: Tensor, plan: str, group: str) -> None:
     ranks = ranks_of(group)
     key = f"vllm/{'-'.join(map(str, ranks))}/{_rounds[group]}"
     _rounds[group] += 1
-    own = f"{plan}; {settings().text or 'COMMPASS_POLICY is not set'}"
+    own = f"{plan}{ENVIRONMENT}{settings().text or 'COMMPASS_POLICY is not set'}"
     store.publish(key, own.encode())
     found = _wait_for(store, key, ranks)
     if missing := [rank for rank in ranks if rank not in found]:
@@ -76,22 +79,37 @@ def _compare(sent: Tensor, plan: str, group: str) -> None:
             f" Here: {own}"
         )
     plans = {rank: text.decode() for rank, text in found.items()}
-    if len({text.partition(";")[0] for text in plans.values()}) > 1:
+    if len({_digest(text) for text in plans.values()}) > 1:
         shown = "\n".join(f"  rank {rank}: {text}" for rank, text in sorted(plans.items())[:16])
         raise PlanMismatch(
             "the ranks of vLLM would send different things. Start all of them with the same policy"
             f" and profile, and the same version of commpass:\n{shown}"
         )
     _compared[group, plan] = store
+    log_on_first_rank(plan.partition(PLAN)[0])
+
+
+def _digest(text: str) -> str:
+    return text.partition(PLAN)[2].partition(ENVIRONMENT)[0]
+
+
+def log_on_first_rank(text: str) -> None:
+    if is_first_rank():
+        log.info("commpass, %s", text)
 
 
 def _wait_for(store: PlanStore, key: str, ranks: tuple[int, ...]) -> dict[int, bytes]:
     found: dict[int, bytes] = {}
-    end, pause = time.monotonic() + PATIENCE_S, 0.001
+    start, pause, is_quiet = time.monotonic(), 0.001, True
     while True:
-        found |= store.read_published(key, [rank for rank in ranks if rank not in found])
-        if len(found) == len(ranks) or time.monotonic() > end:
+        missing = [rank for rank in ranks if rank not in found]
+        found |= store.read_published(key, missing)
+        waited = time.monotonic() - start
+        if len(found) == len(ranks) or waited > PATIENCE_S:
             return found
+        if is_quiet and waited > QUIET_S:
+            is_quiet = False
+            log.info("commpass waits for %s, to compare plans", plural(len(missing), "rank"))
         time.sleep(pause)
         pause = min(2 * pause, 0.25)
 

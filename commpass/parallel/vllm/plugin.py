@@ -23,7 +23,7 @@ log = logging.getLogger("commpass")
 
 KEY = "commpass"
 """The key in vLLM's ``additional_config``."""
-OPTIONS = ("policy", "profile", "strict")
+OPTIONS = ("policy", "profile", "tokens", "strict")
 FUSED_BY_VLLM = ("fuse_allreduce_rms", "enable_sp", "fuse_gemm_comms")
 """vLLM's own passes after which there is no collective left to compress."""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -46,13 +48,31 @@ def layout(value: Any) -> tuple[Any, ...]:
     return value.dtype, value.device, str(tuple(value.shape)), str(value.stride())
 
 
+_assumed: ContextVar[Mapping[Any, int] | None] = ContextVar("_assumed", default=None)
+
+
+@contextmanager
+def assuming(sizes: Mapping[Any, int]) -> Iterator[None]:
+    """Decide in this context as if these symbols of a graph had these values, instead of those at
+    trace time."""
+    token = _assumed.set(sizes)
+    try:
+        yield
+    finally:
+        _assumed.reset(token)
+
+
 def hint(size: Any) -> int | None:
-    """Return a size as a number. For a symbolic size, return its value at trace time, or None if
-    unknown."""
+    """Return a size as a number. For a symbolic size, return its assumed value or that at trace
+    time, or None if unknown."""
     if isinstance(size, int):
         return size
     if isinstance(size, torch.SymInt):
         node = size.node
+        if assumed := _assumed.get():
+            value = node.expr.xreplace(assumed)
+            if value.is_number:
+                return int(value)
         return int(node.hint) if node.has_hint() and node.hint is not None else None
     return None
 
