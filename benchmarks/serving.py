@@ -1,14 +1,14 @@
 """Measure vLLM on two hosts: time to first token and tokens a second, plain and compressed.
 
     make .venv-vllm/ready
-    sudo .venv/bin/python -m benchmarks.serving [--gbit 0.1 1 10] [--policies off lossless balanced]
+    sudo .venv/bin/python -m benchmarks.serving [--gbit 0.1 1 10] [--policies off balanced aggressive]
         [--repeats 15] [--json FILE]
 
 Each rank of a tensor-parallel Llama (``tests/stacks/small_llama.py``) is vLLM itself, in a virtual
-host with a link of that speed (docs/netlab.md). ``ttft_ms`` is the time of a request with a prompt
-of 512 tokens that asks for one token; ``tokens_per_s`` is the rate of the tokens after the first
-one, of a single request. Both are medians, with their quartiles. ``same`` says whether the greedy
-tokens of all requests are those under the first policy.
+host with a link of that speed (docs/netlab.md), which the profile names. ``ttft_ms`` is the time of
+a request with a prompt of 512 tokens that asks for one token. ``tokens_per_s`` is the rate of the
+tokens after the first one, of a single request. Both are medians, with their quartiles. ``same``
+says whether the greedy tokens of all requests are those under the first policy.
 """
 
 from __future__ import annotations
@@ -37,10 +37,13 @@ RANK = ROOT / "benchmarks" / "serving_rank.py"
 Row = dict[str, Any]
 
 
-def serve(lab: netlab.Lab, policy: str, options: argparse.Namespace, folder: Path) -> Row:
-    """Return what rank 0 measured under a policy."""
+def serve(
+    lab: netlab.Lab, gbit: float, policy: str, options: argparse.Namespace, folder: Path
+) -> Row:
+    """Return what rank 0 measured under a policy, planned for links of that rate."""
     result = folder / f"{policy}.json"
     os.environ["COMMPASS_POLICY"] = "" if policy == "off" else policy
+    os.environ["COMMPASS_PROFILE"] = f"ethernet-{gbit:g}g"
     command = [str(PYTHON), str(RANK), str(result), str(options.repeats), options.dtype]
     outcome = netlab.run(lab, command, netlab.Course(timeout_s=900))
     if outcome.code:
@@ -58,7 +61,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
             of_rate: list[Row] = []
             for policy in options.policies:
                 row = {"gbit": gbit, "policy": policy}
-                of_rate.append(row | serve(lab, policy, options, Path(folder)))
+                of_rate.append(row | serve(lab, gbit, policy, options, Path(folder)))
             plain = of_rate[0]
             for row in of_rate:
                 row["same"] = row["tokens"] == plain["tokens"]
@@ -88,7 +91,7 @@ def show(found: list[Row]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--gbit", type=float, nargs="+", default=[0.1, 1.0, 10.0])
-    parser.add_argument("--policies", nargs="+", default=["off", "lossless", "balanced"])
+    parser.add_argument("--policies", nargs="+", default=["off", "balanced", "aggressive"])
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--dtype", default="float32", choices=["bfloat16", "float32"])
     parser.add_argument("--json", type=Path)

@@ -16,6 +16,7 @@ from graphs import as_rank, collectives, trace
 from serve_vllm import define_operators
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from commpass.errors import CommpassError, PolicyError
 from commpass.parallel.vllm import CollectivePass, collective_pass
@@ -272,3 +273,24 @@ def test_it_is_one_of_vllms_own_passes_where_vllm_is(monkeypatch, place):
     finally:
         monkeypatch.undo()
         importlib.reload(collective_pass)
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(512, 512), (8, 8), (4096, 2048)])
+def test_decisions_are_made_for_a_number_of_tokens(four, tokens, expected):
+    """At most for that with which vLLM traced the graph, here 2,048."""
+    gm = make_fx(lambda x: torch.ops.vllm.all_reduce(x * 2, "tp:0") + 1, tracing_mode="symbolic")(
+        torch.randn(2048, 256)
+    )
+    own = CollectivePass(INT8, groups=world, tokens=tokens, strict=True)
+    own(gm.graph)
+    [plan] = own.plans
+    [site] = plan.sites
+    assert site.bytes == 4 * 256 * expected
+    [text] = [node.args[1] for node in gm.graph.nodes if "compare_plans" in str(node.target)]
+    assert f"{expected * 256 * 4:,} bytes for {expected} tokens" in text
+    assert {dtype for _, dtype, _ in collectives(gm)} == {torch.uint8}
+
+
+def test_number_of_tokens_is_one_or_more():
+    with pytest.raises(PolicyError, match="tokens=0"):
+        CollectivePass("balanced", tokens=0)

@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from commpass.policy.paths import ModulePaths, clean, is_parallel
 
@@ -48,14 +50,14 @@ def layout(value: Any) -> tuple[Any, ...]:
     return value.dtype, value.device, str(tuple(value.shape)), str(value.stride())
 
 
-_assumed: ContextVar[Mapping[Any, int] | None] = ContextVar("_assumed", default=None)
+_assumed: ContextVar[dict[Any, Any] | None] = ContextVar("_assumed", default=None)
 
 
 @contextmanager
 def assuming(sizes: Mapping[Any, int]) -> Iterator[None]:
     """Decide in this context as if these symbols of a graph had these values, instead of those at
     trace time."""
-    token = _assumed.set(sizes)
+    token = _assumed.set({symbol: sympy.Integer(size) for symbol, size in sizes.items()})
     try:
         yield
     finally:
@@ -69,12 +71,18 @@ def hint(size: Any) -> int | None:
         return size
     if isinstance(size, torch.SymInt):
         node = size.node
-        if assumed := _assumed.get():
-            value = node.expr.xreplace(assumed)
+        if (assumed := _assumed.get()) and node.expr.free_symbols & assumed.keys():
+            value = node.expr.xreplace(_traced(node.shape_env) | assumed)
             if value.is_number:
                 return int(value)
         return int(node.hint) if node.has_hint() and node.hint is not None else None
     return None
+
+
+def _traced(env: ShapeEnv) -> dict[Any, Any]:
+    """Return the values that symbols had at trace time."""
+    known: Any = getattr(env, "backed_var_to_val", None)  # its name since torch 2.13
+    return dict(env.var_to_val if known is None else known)
 
 
 def shape(value: torch.Tensor) -> tuple[int | str, ...]:
