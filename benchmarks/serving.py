@@ -1,8 +1,8 @@
 """Measure vLLM on two hosts: time to first token and tokens a second, plain and compressed.
 
     make .venv-vllm/ready
-    sudo .venv/bin/python -m benchmarks.serving [--gbit 0.1 1 10] [--policies off balanced aggressive]
-        [--repeats 15] [--json FILE]
+    sudo .venv/bin/python -m benchmarks.serving [--gbit 0.1 1 10] [--repeats 15]
+        [--policies off balanced aggressive] [--dtype float32] [--json FILE]
 
 Each rank of a tensor-parallel Llama (``tests/stacks/small_llama.py``) is vLLM itself, in a virtual
 host with a link of that speed (docs/netlab.md), which the profile names. ``ttft_ms`` is the time of

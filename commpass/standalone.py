@@ -35,6 +35,7 @@ def rewrite(
     direction: str = "forward",
     strict: bool = False,
     decompositions: Mapping[Any, Callable[..., Any]] | None = None,
+    inductor: bool = False,
 ) -> Plan:
     """Rewrite a graph of aten operators in place and return its plan.
 
@@ -44,11 +45,16 @@ def rewrite(
     plan. If a pass fails, the graph stays unchanged and the plan's ``fallback`` has the reason;
     with ``strict`` the error is raised.
 
+    With ``inductor``, Inductor compiles the graph, and runs it in processes that have imported
+    commpass. Codec ``exponent`` is then an operator of commpass instead of some 2,000 others.
+
     Raises PolicyError if ``gm`` is not a GraphModule or ``example_inputs`` is not a tuple or list.
     """
     _check(gm, example_inputs)
     # Other compile stacks need not know the operator that samples.
     chosen = dataclasses.replace(policy_here(policy), error_sample_rate=0.0, check_calls=0)
+    if inductor:  # a shared kernel is compiled in one process, and caches serve another
+        chosen = dataclasses.replace(chosen, lowering=chosen.lowering or "inline")
     _fake_values(gm, example_inputs)
     table = (lambda: dict(decompositions)) if decompositions is not None else None
     given = GraphInput(
@@ -57,6 +63,8 @@ def rewrite(
         policy=chosen,
         profile=profile_here(profile) or agreed_default(meta.device_of(gm), gm),
         decompositions=table,
+        operators=inductor,
+        kernels=inductor,
     )
     names = [node.name for node in _results(gm)]
     outcome = run_passes(given, graph="0", strict=strict)

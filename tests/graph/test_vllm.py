@@ -294,3 +294,16 @@ def test_decisions_are_made_for_a_number_of_tokens(four, tokens, expected):
 def test_number_of_tokens_is_one_or_more():
     with pytest.raises(PolicyError, match="tokens=0"):
         CollectivePass("balanced", tokens=0)
+
+
+def test_exponent_stays_one_operator_for_encode_and_one_for_decode(four):
+    """Its some 2,000 operators take Inductor minutes if sizes are symbolic."""
+    gm = make_fx(lambda x: torch.ops.vllm.all_reduce(x * 2, "tp:0") + 1, tracing_mode="symbolic")(
+        torch.randn(2048, 256)
+    )
+    policy = Policy(rules=[Rule(codec="exponent", algorithm="one_shot", force=True)])
+    CollectivePass(policy, groups=world, strict=True)(gm.graph)
+    names = targets(gm)
+    assert names.count("commpass.exponent_encode.default") == 1
+    assert "commpass.exponent_decode.default" in names
+    assert len(names) < 300

@@ -1,10 +1,11 @@
-"""Serve a small Llama with vLLM, tensor-parallel over 2 ranks, plain and under two policies.
+"""Serve a small Llama with vLLM, tensor-parallel over 2 ranks, plain and under three policies.
 
     make stacks STACK=vllm
 
 No line of the server knows commpass: ``COMMPASS_POLICY`` is set, and vLLM loads the plugin. Exit
-with 0 only if sites were compressed, ``lossless`` gives the tokens of the plain server, and the
-perplexity under ``balanced`` is near the plain one.
+with 0 only if sites were compressed, the lossless ones give the tokens of the plain server, and the
+perplexity with int8 is near the plain one. Two policies force their codec, so that nothing depends
+on the network of the machine.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ READY_S = 500
 NEW_TOKENS, PROMPTS, PROMPT = 32, 4, 64
 SCORED = 512
 NEAR = 0.01
-"""Relative difference of perplexity that ``balanced`` may make."""
+"""Relative difference of perplexity that int8 may make."""
+FORCED = 'name = "{codec}"\n[[rule]]\ncodec = "{codec}"\nforce = true\n'
 COMPRESSED = re.compile(r"policy '(\w+)': (\d+) of (\d+) sites? compressed, ([\d,]+) instead")
 
 
@@ -155,16 +157,28 @@ def main() -> None:
     model = train(BUILD / "llama")
     plain = serve(model, "plain")
     check(plain.compressed == 0 and "commpass" not in plain.log, "plain vLLM is left alone")
-    lossless = serve(model, "lossless", COMMPASS_POLICY="lossless")
-    check(lossless.tokens == plain.tokens, "the tokens under lossless are the plain ones")
-    balanced = serve(model, "balanced", COMMPASS_POLICY="balanced")
-    check(balanced.compressed > 0, "sites are compressed under balanced")
-    difference = abs(balanced.perplexity / plain.perplexity - 1)
-    check(difference < NEAR, f"perplexity under balanced differs by {difference:.3%}")
-    again = serve(
-        model, "warm, option", "--additional-config", '{"commpass": {"policy": "balanced"}}'
-    )
-    check(again.tokens == balanced.tokens, "after a restart by option the tokens are the same")
+    simplified = serve(model, "lossless", COMMPASS_POLICY="lossless")
+    check(simplified.tokens == plain.tokens, "the tokens under lossless are the plain ones")
+    exact = serve(model, "exponent", COMMPASS_POLICY=forced("exponent"))
+    check(exact.compressed > 0, "sites are compressed by codec exponent")
+    check(exact.tokens == plain.tokens, "its tokens are the plain ones")
+    check(exact.perplexity == plain.perplexity, "its perplexity is the plain one, to the bit")
+    coded = serve(model, "int8", COMMPASS_POLICY=forced("int8"))
+    check(coded.compressed > 0, "sites are compressed by codec int8")
+    difference = abs(coded.perplexity / plain.perplexity - 1)
+    check(difference < NEAR, f"its perplexity differs by {difference:.3%}")
+    again = serve(model, "int8, again", COMMPASS_POLICY=forced("int8"))
+    check(again.tokens == coded.tokens, "after a restart with warm caches its tokens are the same")
+    option = json.dumps({"commpass": {"policy": forced("int8")}})
+    by_option = serve(model, "int8, by option", "--additional-config", option)
+    check(by_option.tokens == coded.tokens, "by the option of vLLM its tokens are the same")
+
+
+def forced(codec: str) -> str:
+    """Return the path of a policy that forces a codec."""
+    path = BUILD / f"{codec}.toml"
+    path.write_text(FORCED.format(codec=codec))
+    return str(path)
 
 
 if __name__ == "__main__":

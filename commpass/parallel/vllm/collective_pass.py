@@ -134,7 +134,14 @@ class CollectivePass(Integration, _base()):  # type: ignore[misc]
             raise CommpassError("a graph without a module cannot be rewritten")
         try:
             with meta.assuming(sizes):
-                return rewrite(module, (), self.policy, profile=self.profile, strict=self.strict)
+                return rewrite(
+                    module,
+                    (),
+                    self.policy,
+                    profile=self.profile,
+                    strict=self.strict,
+                    inductor=True,
+                )
         finally:
             if module.graph is not graph:  # a copy, if a pass failed; vLLM keeps using this one
                 module.graph = graph
