@@ -16,12 +16,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import processes
 import pytest
 import torch
 from _pytest.mark import ParameterSet
 
 PARTS = 256
 PARTS_OF_SLOW = 4
+LONG_S = 900
+"""The time limit of tests marked ``every``. The slowest takes 280 s on two quiet cores."""
 RANKS = {"ranks2", "ranks3", "ranks4"}
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 runs_again = pytest.mark.skipif(
@@ -96,6 +99,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     _chosen_tier["every"] = config.getoption("--every")
+    if config.getoption("--every") or config.getoption("--share"):
+        processes.Ranks.limit_factor = 3
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -128,14 +133,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         _keep_group(item)
     if config.getoption("--every"):
+        _limit_to(LONG_S, items)
         return
     _mark_others(items, "few", "every")
     _mark_others(items, "rest_slow", "slow")
+    _limit_to(LONG_S, [item for item in items if item.get_closest_marker("every")])
     left = [item for item in items if not _runs(item, config)]
     if left:
         out = set(left)
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if item not in out]
+
+
+def _limit_to(seconds: float, items: list[pytest.Item]) -> None:
+    """Set the time limit of the tests that have none of their own."""
+    for item in items:
+        if not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(seconds))
 
 
 def _keep_group(item: pytest.Item) -> None:
