@@ -23,8 +23,8 @@ from _pytest.mark import ParameterSet
 
 PARTS = 256
 PARTS_OF_SLOW = 4
-LONG_S = 900
-"""The time limit of tests marked ``every``. The slowest takes 280 s on two quiet cores."""
+LONG_S = 1800
+"""The time limit of tests marked ``every``. The slowest takes 850 s, with other work beside it."""
 RANKS = {"ranks2", "ranks3", "ranks4"}
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 runs_again = pytest.mark.skipif(

@@ -231,7 +231,7 @@ class CompressedStage:
         for _, site, _ in coded if kind == "send" else ():
             if site.bytes:
                 self.sent.add(kind, site.bytes, site.wire_bytes)
-        if all(coding is None for _, _, coding in coded):
+        if len(messages) == len(coded) and all(coding is None for _, _, coding in coded):
             return messages
         self._check_messages(target, messages, coded)
         checks = self.budget.is_due(target, microbatch)

@@ -75,10 +75,14 @@ def messages_of(stage: Any, direction: str) -> tuple[Message, ...]:
 
 
 def _received(infos: dict[int, Sequence[Any]]) -> Iterator[tuple[int, Any]]:
-    """Yield (stage, buffer) of received tensors, which are the same for all microbatches."""
+    """Yield (stage, metadata) of received tensors, which are the same for all microbatches.
+
+    From torch 2.15 on, a stage has no buffer before it asks for a message.
+    """
     for info in infos.get(0, ()):
-        if not _is_root(info) and info.buffer is not None:
-            yield info.source, info.buffer
+        value = info.buffer if info.buffer is not None else getattr(info, "tensor_meta", None)
+        if not _is_root(info) and value is not None:
+            yield info.source, value
 
 
 def _activations(stage: Any) -> Iterator[tuple[int, Any]]:

@@ -28,7 +28,7 @@ from commpass.distributed.machine import profile_here
 from commpass.distributed.plan_store import publish_hello
 from commpass.errors import CommpassError, PolicyError
 from commpass.groups import ready
-from commpass.parallel.vllm.comparison import compare_before_sending, log_on_first_rank
+from commpass.parallel.comparison import compare_before_sending, log_on_first_rank, summary
 from commpass.parallel.vllm.operators import (
     Groups,
     collectives_in_shared_memory,
@@ -40,7 +40,6 @@ from commpass.passes.fx import meta
 from commpass.passes.fx.erase import erase
 from commpass.passes.fx.parse import parse
 from commpass.plan import Plan
-from commpass.plan.totals import totals
 from commpass.policy import Policy
 from commpass.standalone import rewrite
 from commpass.utils.printable import plural
@@ -190,18 +189,6 @@ def sizes_for(graph: fx.Graph, tokens: int) -> dict[Any, int]:
                 traced[rows.node.expr] = meta.hint(rows) or tokens
     return (
         {symbol: min(tokens, most) for symbol, most in traced.items()} if len(traced) == 1 else {}
-    )
-
-
-def summary(plan: Plan, policy: Policy, sizes: Mapping[Any, int]) -> str:
-    """Return what was decided for a graph, in a line."""
-    size = "".join(f" for {plural(tokens, 'token')}" for tokens in sizes.values())
-    of = totals([plan])
-    reasons = sorted({site.reason for site in plan.sites if not site.compressed and site.reason})
-    why = f" ({reasons[0]})" if reasons and not of.compressed else ""
-    return (
-        f"policy {policy.name!r}: {of.compressed} of {plural(of.sites, 'site')} compressed{why},"
-        f" {of.wire_bytes:,} instead of {of.bytes:,} bytes{size}"
     )
 
 

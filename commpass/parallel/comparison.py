@@ -1,9 +1,10 @@
-"""The ranks compare what they will send, when a graph runs for the first time.
+"""The ranks of another compile stack compare what they will send, before they send it.
 
 vLLM starts a process for each rank, on several hosts by several commands, and takes compiled code
 from caches, in which case no pass runs. A rank may therefore have another policy, or none. The
 comparison is an operator of the graph, just before its first exchange, and so part of the compiled
-code. vLLM runs each graph once before the first request.
+code. vLLM runs each graph once before the first request. torchtitan compiles in each job, so its
+ranks compare while they compile.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -21,6 +24,8 @@ from commpass.errors import PlanMismatch, Unanswered
 from commpass.groups import is_first_rank, ranks_of
 from commpass.passes.fx.parse import parse
 from commpass.plan import Plan
+from commpass.plan.totals import totals
+from commpass.policy import Policy
 from commpass.utils.printable import plural
 
 log = logging.getLogger("commpass")
@@ -38,6 +43,18 @@ _compared: dict[tuple[str, str], PlanStore] = {}
 _rounds: Counter[str] = Counter()
 
 
+def summary(plan: Plan, policy: Policy, sizes: Mapping[Any, int]) -> str:
+    """Return what was decided for a graph, in a line."""
+    size = "".join(f" for {plural(tokens, 'token')}" for tokens in sizes.values())
+    of = totals([plan])
+    reasons = sorted({site.reason for site in plan.sites if not site.compressed and site.reason})
+    why = f" ({reasons[0]})" if reasons and not of.compressed else ""
+    return (
+        f"policy {policy.name!r}: {of.compressed} of {plural(of.sites, 'site')} compressed{why},"
+        f" {of.wire_bytes:,} instead of {of.bytes:,} bytes{size}"
+    )
+
+
 def compare_before_sending(graph: fx.Graph, plan: Plan, summary: str) -> bool:
     """Insert the comparison before the first exchange of a graph. Return whether there is one.
 
@@ -53,21 +70,33 @@ def compare_before_sending(graph: fx.Graph, plan: Plan, summary: str) -> bool:
         with graph.inserting_before(node):
             compare = graph.call_function(
                 torch.ops.commpass.compare_plans.default,
-                (sent, f"{summary}{PLAN}{plan.digest()}", call.group),
+                (sent, described(plan, summary), call.group),
             )
         compare.meta = {"val": None}
         return True
     return False
 
 
-def _compare(sent: Tensor, plan: str, group: str) -> None:
-    """Raise PlanMismatch if another rank of a group runs a graph with another plan; Unanswered if
-    it does not answer in time."""
+def _compare_in_graph(sent: Tensor, plan: str, group: str) -> None:
+    compare(plan, group, "vLLM")
+
+
+def described(plan: Plan, summary: str) -> str:
+    """Return what ``compare`` needs to know of a plan."""
+    return f"{summary}{PLAN}{plan.digest()}"
+
+
+def compare(plan: str, group: str, stack: str) -> None:
+    """Raise PlanMismatch if another rank of a group has another plan for its graph; Unanswered if
+    it does not answer in time.
+
+    The first call for a plan also logs its summary. ``stack`` is the library that runs the graph.
+    """
     store = current_store()
     if _compared.get((group, plan)) is store:
         return
     ranks = ranks_of(group)
-    key = f"vllm/{'-'.join(map(str, ranks))}/{_rounds[group]}"
+    key = f"{stack}/{'-'.join(map(str, ranks))}/{_rounds[group]}"
     _rounds[group] += 1
     own = f"{plan}{ENVIRONMENT}{settings().text or 'COMMPASS_POLICY is not set'}"
     store.publish(key, own.encode())
@@ -75,15 +104,15 @@ def _compare(sent: Tensor, plan: str, group: str) -> None:
     if missing := [rank for rank in ranks if rank not in found]:
         raise Unanswered(
             f"{plural(len(missing), 'rank')} ({_listed(missing)}) did not compare plans within"
-            f" {PATIENCE_S:g} s. Does vLLM there have commpass, and the same COMMPASS_POLICY?"
+            f" {PATIENCE_S:g} s. Does {stack} there have commpass, and the same COMMPASS_POLICY?"
             f" Here: {own}"
         )
     plans = {rank: text.decode() for rank, text in found.items()}
     if len({_digest(text) for text in plans.values()}) > 1:
         shown = "\n".join(f"  rank {rank}: {text}" for rank, text in sorted(plans.items())[:16])
         raise PlanMismatch(
-            "the ranks of vLLM would send different things. Start all of them with the same policy"
-            f" and profile, and the same version of commpass:\n{shown}"
+            f"the ranks of {stack} would send different things. Start all of them with the same"
+            f" policy and profile, and the same version of commpass:\n{shown}"
         )
     _compared[group, plan] = store
     log_on_first_rank(plan.partition(PLAN)[0])
@@ -118,5 +147,5 @@ def _listed(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks[:8])) + (" and others" if len(ranks) > 8 else "")
 
 
-_library.impl("compare_plans", _compare, "CompositeExplicitAutograd")
+_library.impl("compare_plans", _compare_in_graph, "CompositeExplicitAutograd")
 torch.library.register_fake("commpass::compare_plans", lambda *_: None, lib=_library)

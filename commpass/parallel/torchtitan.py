@@ -1,0 +1,189 @@
+"""torchtitan: one line of a job's configuration compresses what its ranks send.
+
+    --compile.enable
+    --override.imports 'commpass.parallel.torchtitan.compress={"policy": "balanced"}'
+
+``compress`` is an override in torchtitan's sense. It replaces the configuration of the checkpoint
+manager, the one component that torchtitan hands the trainer to. The trainer's model is parallel by
+then, and nothing has run.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Hashable, Iterator, MutableMapping
+from dataclasses import dataclass, fields
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch import fx, nn
+from torch.distributed.fsdp import FSDPModule
+from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.config.override import override
+
+from commpass.backend import backend
+from commpass.distributed import state
+from commpass.distributed.environment import policy_here
+from commpass.distributed.integration import Integration
+from commpass.errors import PolicyError, nearest
+from commpass.parallel.comparison import compare, described, summary
+from commpass.parallel.fsdp import compress_fsdp
+from commpass.parallel.pipeline import compress_pipeline
+from commpass.standalone import rewrite
+
+log = logging.getLogger("commpass")
+
+KEY = "commpass"
+"""The key of the residuals in a checkpoint."""
+OPTIONS = ("policy", "profile", "strict")
+COMPILING = (
+    "annotate_flex_attention_for_regional_inductor_pass",
+    "regional_inductor_pass",
+    "full_inductor_compilation_pass",
+)
+"""The passes of ``graph_trainer`` that compile the graph."""
+OTHER_COMPILERS = (
+    "the blocks are compiled by %r, not by Inductor: their collectives stay uncompressed"
+)
+NOT_COMPILED = (
+    "the model is not compiled (--compile.enable): collectives of tensor, context and expert"
+    " parallelism stay uncompressed"
+)
+
+
+@override(target=CheckpointManager.Config, description="commpass: compress what ranks send")
+def compress(config: CheckpointManager.Config, **options: Any) -> CheckpointManager.Config:
+    """Return the configuration of a checkpoint manager that compresses the trainer's collectives.
+
+    Args:
+        options: ``policy``, ``profile`` and ``strict`` of ``commpass.backend``.
+
+    Raise PolicyError for an unknown option, policy or profile.
+    """
+    for name in options:
+        if name not in OPTIONS:
+            raise PolicyError(
+                f"commpass.parallel.torchtitan.compress has no option {name!r}"
+                f"{nearest(name, OPTIONS)} It has: {', '.join(OPTIONS)}"
+            )
+    backend(**options)  # raises for what is unknown, before a model is built
+    values = {each.name: getattr(config, each.name) for each in fields(config)}
+    return _manager(cast(Hashable, type(config))).Config(**values, commpass=options)
+
+
+@functools.cache
+def _manager(configuration: Hashable) -> Any:
+    """Return the checkpoint manager of a class of configurations, with compression."""
+    base: Any = configuration
+    plain: Any = base._owner
+
+    class Compressing(plain):
+        @dataclass(kw_only=True, slots=True)
+        class Config(base):
+            commpass: dict[str, Any]
+
+        def __init__(self, config: Any, *, states: MutableMapping[str, Any], **others: Any):
+            trainer = states["train_state"]
+            self.compressed = list(_compress(trainer, config.commpass))
+            states[KEY] = Residuals(trainer.model_parts)
+            super().__init__(config, states=states, **others)
+
+        def dcp_load(
+            self, state_dict: dict[str, Any], checkpoint_id: str, *others: Any, **more: Any
+        ) -> None:
+            residuals = state_dict.get(KEY)
+            if residuals is not None:
+                residuals.at = checkpoint_id
+            super().dcp_load(state_dict, checkpoint_id, *others, **more)
+
+        def close(self) -> None:
+            if self.compressed and dist.get_rank() == 0:
+                for each in self.compressed:
+                    log.info("%s", each)
+            self.compressed.clear()  # torchtitan calls this more than once
+            super().close()
+
+    return Compressing
+
+
+class Residuals:
+    """What error feedback has not sent yet, as a part of torchtitan's checkpoints."""
+
+    def __init__(self, models: list[nn.Module]):
+        self.models = models
+        self.at: str | None = None
+        """The checkpoint that is being read."""
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.at is not None:
+            return state.state_dict(of=self.at, prefix=KEY)
+        return {name: x for model in self.models for name, x in state.state_dict(model).items()}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.at = None
+        for model in self.models:
+            state.load_state_dict(saved, model)
+
+
+def _compress(trainer: Any, options: dict[str, Any]) -> Iterator[Integration]:
+    """Compress the collectives of a trainer. Yield the integrations."""
+    _compile(trainer, options)
+    for model in trainer.model_parts:
+        if any(isinstance(module, FSDPModule) for module in model.modules()):
+            yield compress_fsdp(model, **options)
+    schedule = getattr(trainer, "pp_schedule", None)
+    if schedule is not None:
+        stages = getattr(schedule, "_stages", None) or [schedule._stage]
+        yield compress_pipeline(stages, **_without_strict(options))
+
+
+def _without_strict(options: dict[str, Any]) -> dict[str, Any]:
+    named = {"policy": "lossless", **options}
+    return {name: named[name] for name in named if name != "strict"}
+
+
+def _compile(trainer: Any, options: dict[str, Any]) -> None:
+    """Let commpass compile the blocks that Inductor would, or be a pass of ``graph_trainer``."""
+    chosen = trainer.config.compile
+    if not chosen.enable or "model" not in chosen.components:
+        log.warning(NOT_COMPILED)
+    elif getattr(chosen, "mode", None) == "aot_fx_trace":
+        _add_pass(chosen, options)
+    elif chosen.backend != "inductor":
+        log.warning(OTHER_COMPILERS, chosen.backend)
+    else:
+        compiler = backend(**options)
+        for model in trainer.model_parts:
+            for module in model.modules():
+                if module._compiled_call_impl is not None:
+                    module.compile(backend=compiler, fullgraph=True)
+
+
+def _add_pass(chosen: Any, options: dict[str, Any]) -> None:
+    """Add a pass to the pipeline of ``graph_trainer``: after its own, before it compiles."""
+    from torchtitan.experiments.graph_trainer import passes, registry
+
+    name = chosen.pass_pipeline
+    pipeline = registry.PASS_PIPELINE_REGISTRY.get(name, passes.construct_default_graph_passes)
+
+    def with_compression(*args: Any, **more: Any) -> list[Callable[..., Any]]:
+        found = list(pipeline(*args, **more))
+        last = [number for number, each in enumerate(found) if _name(each) in COMPILING]
+        found.insert(last[0] if last else len(found), compress_collectives)
+        return found
+
+    def compress_collectives(gm: fx.GraphModule, example_inputs: Any) -> fx.GraphModule:
+        full = chosen.inductor_compilation == "full"
+        plan = rewrite(gm, list(example_inputs), **options, inductor=full)
+        group = dist.group.WORLD
+        assert group is not None
+        words = summary(plan, policy_here(options.get("policy", "lossless")), {})
+        compare(described(plan, words), group.group_name, "torchtitan")
+        return gm
+
+    registry.PASS_PIPELINE_REGISTRY[name] = with_compression
+
+
+def _name(graph_pass: Any) -> str:
+    return str(getattr(graph_pass, "func", graph_pass).__name__)
