@@ -303,7 +303,9 @@ def test_every_codec_is_traced_without_captured_tensors_and_shrinks_the_wire(cod
     # which codes half of the exchange.
     (site,) = commpass.rewrite(gm, [], forced(codec, algorithm="two_shot"), strict=True).sites
     bits = 4.6 if "4" in codec else 8.3
-    assert site.wire_bytes * 8 < site.bytes / 4 * bits * (1 + 1 / 8)
+    parts, alignment = 8 + 1, 128  # of what a rank scatters and gathers; each is padded
+    most = site.bytes / 4 * bits / 8 * (1 + 1 / 8) + parts * (alignment - 1)
+    assert site.wire_bytes < most
     assert not gm.graph.find_nodes(op="get_attr")
 
 

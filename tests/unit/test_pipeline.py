@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -207,6 +208,19 @@ def test_dumps_are_explained(fake_group, tmp_path):
         assert command != ["explain", "--all"] or "stage_0_to_1" in said.output
     sites = messages_of(first, "forward")
     assert [(each.kind, each.peer, each.shape) for each in sites] == [("send", 1, (2, 8))]
+
+
+@pytest.mark.parametrize("buffer", [None, torch.zeros(2, 8)])
+def test_messages_are_planned_before_a_stage_has_buffers(buffer):
+    """torch 2.15 makes them when a message is asked for."""
+    meta = SimpleNamespace(shape=torch.Size([2, 8]), dtype=torch.float32)
+    info = SimpleNamespace(source=0, buffer=buffer, tensor_meta=meta, is_root_arg=False)
+    waits = SimpleNamespace(
+        stage_index=1, args_recv_info={0: (info,)}, act_send_info={}, get_outputs_meta=tuple
+    )
+    (message,) = messages_of(waits, "forward")
+    assert (message.kind, message.source, message.shape) == ("recv", 0, (2, 8))
+    assert message.dtype == torch.float32
 
 
 def refused(kind, function, *parts):
