@@ -1,4 +1,4 @@
-# make demo | make test [TORCH=2.15.0] [SHARE=text] | make test-slow | make test-all | make test-bench | make scenarios | make fuzz [MINUTES=30] | make mutants | make stacks [STACK=vllm] | make gpu | make format | make docs | make tools | make clean
+# make demo | make test [TORCH=2.15.0] [SHARE=text] | make test-slow | make test-all | make test-bench | make scenarios | make fuzz [MINUTES=30] | make mutants | make stacks [STACK=titan] | make gpu | make format | make docs | make tools | make clean
 PYTHON ?= python3
 PINNED := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH ?= $(PINNED)
@@ -11,7 +11,7 @@ MINUTES ?= 30
 # Tests start hundreds of processes, each of which would otherwise compile all sources anew.
 export PYTHONDONTWRITEBYTECODE =
 
-STACK ?= vllm
+STACK ?= vllm titan
 
 .PHONY: demo test test-slow test-all test-bench scenarios fuzz mutants stacks gpu check format docs tools clean setup
 
@@ -56,7 +56,7 @@ stacks: $(STACK:%=.venv-%/ready)
 
 .venv-%/ready: tests/stacks/%.txt constraints.txt pyproject.toml
 	$(PYTHON) -m venv .venv-$*
-	.venv-$*/bin/python -m pip install --quiet --constraint constraints.txt torch numpy
+	grep --quiet '^torch==' $< || .venv-$*/bin/python -m pip install --quiet --constraint constraints.txt torch numpy
 	.venv-$*/bin/python -m pip install --quiet --requirement $<
 	.venv-$*/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	.venv-$*/bin/python -m pip install --quiet --editable .

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from processes import Ranks
+
 ROOT = Path(__file__).parents[1]
 LONGEST_S = 240.0
 """Below the time-out of a test, so that the output of a hanging example is shown."""
@@ -33,6 +35,7 @@ def output_of(
         text=True,
         start_new_session=True,
     ) as process:
+        longest_s *= Ranks.limit_factor
         try:
             out, err = process.communicate(timeout=longest_s)
         except subprocess.TimeoutExpired:

@@ -12,18 +12,17 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Hashable, Iterator, MutableMapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, cast
 
 import torch.distributed as dist
-from torch import fx, nn
+from torch import fx
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.config.override import override
 
 from commpass.backend import backend
-from commpass.distributed import state
 from commpass.distributed.environment import policy_here
 from commpass.distributed.integration import Integration
 from commpass.errors import PolicyError, nearest
@@ -34,8 +33,6 @@ from commpass.standalone import rewrite
 
 log = logging.getLogger("commpass")
 
-KEY = "commpass"
-"""The key of the residuals in a checkpoint."""
 OPTIONS = ("policy", "profile", "strict")
 COMPILING = (
     "annotate_flex_attention_for_regional_inductor_pass",
@@ -83,47 +80,18 @@ def _manager(configuration: Hashable) -> Any:
         class Config(base):
             commpass: dict[str, Any]
 
-        def __init__(self, config: Any, *, states: MutableMapping[str, Any], **others: Any):
-            trainer = states["train_state"]
-            self.compressed = list(_compress(trainer, config.commpass))
-            states[KEY] = Residuals(trainer.model_parts)
+        def __init__(self, config: Any, *, states: Mapping[str, Any], **others: Any):
+            self.compressed = list(_compress(states["train_state"], config.commpass))
             super().__init__(config, states=states, **others)
 
-        def dcp_load(
-            self, state_dict: dict[str, Any], checkpoint_id: str, *others: Any, **more: Any
-        ) -> None:
-            residuals = state_dict.get(KEY)
-            if residuals is not None:
-                residuals.at = checkpoint_id
-            super().dcp_load(state_dict, checkpoint_id, *others, **more)
-
         def close(self) -> None:
-            if self.compressed and dist.get_rank() == 0:
-                for each in self.compressed:
+            compressed, self.compressed = getattr(self, "compressed", []), []
+            if compressed and dist.get_rank() == 0:  # torchtitan calls this more than once
+                for each in compressed:
                     log.info("%s", each)
-            self.compressed.clear()  # torchtitan calls this more than once
             super().close()
 
     return Compressing
-
-
-class Residuals:
-    """What error feedback has not sent yet, as a part of torchtitan's checkpoints."""
-
-    def __init__(self, models: list[nn.Module]):
-        self.models = models
-        self.at: str | None = None
-        """The checkpoint that is being read."""
-
-    def state_dict(self) -> dict[str, Any]:
-        if self.at is not None:
-            return state.state_dict(of=self.at, prefix=KEY)
-        return {name: x for model in self.models for name, x in state.state_dict(model).items()}
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        self.at = None
-        for model in self.models:
-            state.load_state_dict(saved, model)
 
 
 def _compress(trainer: Any, options: dict[str, Any]) -> Iterator[Integration]:
@@ -169,8 +137,8 @@ def _add_pass(chosen: Any, options: dict[str, Any]) -> None:
 
     def with_compression(*args: Any, **more: Any) -> list[Callable[..., Any]]:
         found = list(pipeline(*args, **more))
-        last = [number for number, each in enumerate(found) if _name(each) in COMPILING]
-        found.insert(last[0] if last else len(found), compress_collectives)
+        compiling = [number for number, each in enumerate(found) if _name(each) in COMPILING]
+        found.insert(compiling[0] if compiling else len(found), compress_collectives)
         return found
 
     def compress_collectives(gm: fx.GraphModule, example_inputs: Any) -> fx.GraphModule:

@@ -27,7 +27,7 @@ from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.trainer import Trainer
 
-BUILD = Path(__file__).parents[2] / "build" / "titan"
+BUILD = Path(__file__).parents[2] / "build" / "stacks" / "titan"
 LAYERS = 2
 TEXTS, TOKENIZER = BUILD / "texts", BUILD / "tokenizer"
 

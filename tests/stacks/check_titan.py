@@ -1,0 +1,106 @@
+"""torchtitan, the real one, on CPUs: ``make stacks STACK=titan``.
+
+Its trainer and its ``graph_trainer`` train small models on 2 and 4 ranks, plain and compressed.
+Exits with 0 only if sites were compressed and the losses are near the plain ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from titan_small import BUILD, write_data
+
+HERE = Path(__file__).parent
+OVERRIDE = "commpass.parallel.torchtitan.compress"
+STEPS, NEAR, LONGEST_S = 6, 0.002, 900
+TP_FSDP = ("--parallelism.tensor_parallel_degree", "2")
+PIPELINE = (
+    *("--parallelism.pipeline_parallel_degree", "2"),
+    *("--parallelism.pipeline_parallel_schedule", "1F1B", "--training.disable_cuda_graphs"),
+)
+EXPERTS = ("--parallelism.expert_parallel_degree", "2", "--training.disable_cuda_graphs")
+SETUPS = {
+    "llama, TP 2 x FSDP 2": (4, "llama", TP_FSDP),
+    "llama, PP 2": (2, "llama", PIPELINE),
+    "mixture, EP 2 in FSDP 4": (4, "mixture", EXPERTS),
+    "graph_trainer, TP 2 x FSDP 2": (4, "graph_llama", TP_FSDP),
+}
+LOSS = re.compile(r"step: +(\d+) +loss: +([-\d.]+)")
+SENT = re.compile(r"(?:commpass - INFO - )(<compress_[^>]+>|.*policy '.*bytes.*)")
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The loss of each step, and what commpass logged about bytes."""
+
+    losses: dict[int, float]
+    sent: list[str]
+    log: str
+
+
+def train(name: str, setup: str, *options: str, policy: str = "") -> Trained:
+    """Run torchtitan's trainer under torchrun; end with its log if it fails."""
+    ranks, config, parallelism = SETUPS[setup]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    command += [str(HERE / "titan_on_cpu.py"), "--module", "titan_small", "--config", config]
+    command += ["--training.steps", str(STEPS), "--compile.enable", *parallelism, *options]
+    command += ["--dump_folder", str(BUILD / "out")]
+    if policy:
+        given = json.dumps({"policy": policy, "profile": "ethernet-1g"})
+        command += ["--override.imports", f"{OVERRIDE}={given}"]
+    paths = {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
+    start = time.monotonic()
+    done = subprocess.run(
+        command,
+        env=os.environ | paths,
+        capture_output=True,
+        text=True,
+        timeout=LONGEST_S,
+        check=False,
+    )
+    log = COLOUR.sub("", done.stdout + done.stderr)
+    (BUILD / f"{name}.log").write_text(log)
+    if done.returncode:
+        raise SystemExit(f"{name} failed:\n{log[-4000:]}")
+    losses = {int(step): float(loss) for step, loss in LOSS.findall(log) if float(loss) >= 0}
+    sent = list(dict.fromkeys(SENT.findall(log)))
+    print(
+        f"{name:45} {time.monotonic() - start:4.0f} s, losses {list(losses.values())}", flush=True
+    )
+    for line in sent:
+        print("    " + line, flush=True)
+    return Trained(losses, sent, log)
+
+
+def check(holds: bool, what: str) -> None:
+    print(("ok:     " if holds else "FAILED: ") + what, flush=True)
+    if not holds:
+        raise SystemExit(1)
+
+
+def check_setup(setup: str) -> None:
+    plain = train(f"{setup}, plain", setup)
+    check("commpass" not in plain.log, "without the line nothing of commpass is used")
+    coded = train(f"{setup}, balanced", setup, policy="balanced")
+    check(bool(coded.sent), "the ranks send codes")
+    check(coded.losses.keys() == plain.losses.keys(), "all steps ran")
+    worst = max(abs(coded.losses[step] / plain.losses[step] - 1) for step in plain.losses)
+    check(worst < NEAR, f"losses differ by {worst:.3%} at most")
+
+
+def main() -> None:
+    write_data()
+    for setup in SETUPS:
+        check_setup(setup)
+
+
+if __name__ == "__main__":
+    main()
