@@ -55,11 +55,8 @@ def summary(plan: Plan, policy: Policy, sizes: Mapping[Any, int]) -> str:
     )
 
 
-def compare_before_sending(graph: fx.Graph, plan: Plan, summary: str) -> bool:
-    """Insert the comparison before the first exchange of a graph. Return whether there is one.
-
-    Its first call also logs the summary of the plan.
-    """
+def compare_before_sending(graph: fx.Graph, plan: str) -> bool:
+    """Insert the comparison before the first exchange of a graph. Return whether there is one."""
     for node in graph.nodes:
         call = parse(node)
         if call is None or not node.all_input_nodes:
@@ -70,7 +67,7 @@ def compare_before_sending(graph: fx.Graph, plan: Plan, summary: str) -> bool:
         with graph.inserting_before(node):
             compare = graph.call_function(
                 torch.ops.commpass.compare_plans.default,
-                (sent, described(plan, summary), call.group),
+                (sent, plan, call.group),
             )
         compare.meta = {"val": None}
         return True
@@ -81,9 +78,9 @@ def _compare_in_graph(sent: Tensor, plan: str, group: str) -> None:
     compare(plan, group, "vLLM")
 
 
-def described(plan: Plan, summary: str) -> str:
-    """Return what ``compare`` needs to know of a plan."""
-    return f"{summary}{PLAN}{plan.digest()}"
+def described(plan: Plan | None, summary: str) -> str:
+    """Return what ``compare`` needs to know of a plan; None if the graph could not be planned."""
+    return f"{summary}{PLAN}{plan.digest() if plan is not None else 'none'}"
 
 
 def compare(plan: str, group: str, stack: str) -> None:

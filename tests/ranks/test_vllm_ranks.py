@@ -27,8 +27,11 @@ def brought(rank: int) -> torch.Tensor:
     return torch.randn(SHAPE, generator=torch.Generator().manual_seed(rank))
 
 
-def compared(policies: list[Policy], salt: float) -> str:
-    """Return the error of a sum for which each rank has a policy of its own, or ""."""
+def compared(policies: list[Policy], salt: float, failing: int = -1) -> str:
+    """Return the error of a sum for which each rank has a policy of its own, or "".
+
+    The pass fails on rank ``failing``.
+    """
     from serve_vllm import define_operators
 
     from commpass.parallel.vllm import SLOT, CollectivePass
@@ -37,7 +40,9 @@ def compared(policies: list[Policy], salt: float) -> str:
     with torch.library._scoped_library("vllm", "FRAGMENT") as library:
         define_operators(library)
         torch._dynamo.reset()
-        own = CollectivePass(policies[rank], groups=world, strict=True)
+        own = CollectivePass(policies[rank], groups=world, strict=rank != failing)
+        if rank == failing:
+            own._rewritten = lambda *_: 1 // 0
         compiled = torch.compile(
             lambda x: torch.ops.vllm.all_reduce(x * 1.0, "tp:0") * salt, options={SLOT: own}
         )
@@ -61,6 +66,22 @@ def test_ranks_with_different_policies_raise_before_they_send(ranks2):
         assert text.startswith("PlanMismatch")
         assert "rank 0: policy 'one'" in text
         assert "rank 1: policy 'two'" in text
+
+
+@pytest.mark.slow
+def test_pass_that_fails_on_one_rank_raises_on_all(ranks2):
+    one = Policy(rules=[Rule(codec="int8", force=True)], name="one", skip=("chunk", "group"))
+    for text in ranks2.run(compared, [one, one], random.random(), 1, timeout=60):
+        assert text.startswith("PlanMismatch")
+        assert "rank 0: policy 'one': 1 of 1 site compressed" in text
+        assert "rank 1: policy 'one': untouched, ZeroDivisionError" in text
+
+
+@pytest.mark.slow
+def test_rank_that_compresses_nothing_is_compared(ranks2):
+    one = Policy(rules=[Rule(codec="int8", force=True)], name="one", skip=("chunk", "group"))
+    for text in ranks2.run(compared, [one, KEPT], random.random(), timeout=60):
+        assert text.startswith("PlanMismatch")
 
 
 def served(policies: list[Policy], salt: float) -> list[tuple]:

@@ -5,6 +5,7 @@ vLLM compiles its models with Inductor, and adds its own passes at Inductor's po
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import importlib
@@ -28,7 +29,12 @@ from commpass.distributed.machine import profile_here
 from commpass.distributed.plan_store import publish_hello
 from commpass.errors import CommpassError, PolicyError
 from commpass.groups import ready
-from commpass.parallel.comparison import compare_before_sending, log_on_first_rank, summary
+from commpass.parallel.comparison import (
+    compare_before_sending,
+    described,
+    log_on_first_rank,
+    summary,
+)
 from commpass.parallel.vllm.operators import (
     Groups,
     collectives_in_shared_memory,
@@ -119,13 +125,25 @@ class CollectivePass(Integration, _base()):  # type: ignore[misc]
         if why:
             log.warning("a graph of vLLM's compiled untouched: %s", why)
             _refill(graph, before)
-        to_vllm(graph)
-        if plan is not None and self.policy.name != "off":
+            with contextlib.suppress(Exception):
+                to_functional(graph, self.groups)
+        if self.policy.name != "off":
             _log_shared_memory(graph)
-            words = summary(plan, self.policy, sizes)
-            if plan.sites and not compare_before_sending(graph, plan, words):
-                log_on_first_rank(words)
+            self._compare(graph, plan, why, sizes)
+        to_vllm(graph)
         graph.lint()
+
+    def _compare(
+        self, graph: fx.Graph, plan: Plan | None, why: str | None, sizes: Mapping[Any, int]
+    ) -> None:
+        """Let the ranks compare what they send in a graph, also if this one sends no codes."""
+        if plan is None:
+            words = f"policy {self.policy.name!r}: untouched, {why}"
+            compare_before_sending(graph, described(None, words))
+        elif plan.sites:
+            words = summary(plan, self.policy, sizes)
+            if not compare_before_sending(graph, described(plan, words)):
+                log_on_first_rank(words)
 
     def _rewritten(self, graph: fx.Graph, sizes: Mapping[Any, int]) -> Plan:
         module = graph.owning_module
