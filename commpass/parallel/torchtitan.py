@@ -47,6 +47,14 @@ NOT_COMPILED = (
     "the model is not compiled (--compile.enable): collectives of tensor, context and expert"
     " parallelism stay uncompressed"
 )
+GRAPHS_OF_STAGES = (
+    "graph_trainer compiles the stages of a pipeline by itself: their collectives stay"
+    " uncompressed, except the messages between stages"
+)
+COMPILED_BEFORE = (
+    "graph_trainer uses a graph that was compiled before (--compile.precompile_artifact_dir): its"
+    " collectives stay uncompressed"
+)
 
 
 @override(target=CheckpointManager.Config, description="commpass: compress what ranks send")
@@ -117,7 +125,10 @@ def _compile(trainer: Any, options: dict[str, Any]) -> None:
     if not chosen.enable or "model" not in chosen.components:
         log.warning(NOT_COMPILED)
     elif getattr(chosen, "mode", None) == "aot_fx_trace":
-        _add_pass(chosen, options)
+        if hasattr(trainer, "pp_schedule"):
+            log.warning(GRAPHS_OF_STAGES)
+        else:
+            _add_pass(chosen, options)
     elif chosen.backend != "inductor":
         log.warning(OTHER_COMPILERS, chosen.backend)
     else:
@@ -129,17 +140,19 @@ def _compile(trainer: Any, options: dict[str, Any]) -> None:
 
 
 def _add_pass(chosen: Any, options: dict[str, Any]) -> None:
-    """Add a pass to the pipeline of ``graph_trainer``: after its own, before it compiles."""
+    """Give this trainer a pipeline of ``graph_trainer`` with one pass more: before it compiles."""
     from torchtitan.experiments.graph_trainer import passes, registry
 
-    name = chosen.pass_pipeline
-    pipeline = registry.PASS_PIPELINE_REGISTRY.get(name, passes.construct_default_graph_passes)
+    pipelines, name = registry.PASS_PIPELINE_REGISTRY, chosen.pass_pipeline
+    pipeline = pipelines.get(name, passes.construct_default_graph_passes)
 
     def with_compression(*args: Any, **more: Any) -> list[Callable[..., Any]]:
         found = list(pipeline(*args, **more))
         compiling = [number for number, each in enumerate(found) if _name(each) in COMPILING]
-        found.insert(compiling[0] if compiling else len(found), compress_collectives)
-        return found
+        if not compiling:
+            log.warning(COMPILED_BEFORE)
+            return found
+        return [*found[: compiling[0]], compress_collectives, *found[compiling[0] :]]
 
     def compress_collectives(gm: fx.GraphModule, example_inputs: Any) -> fx.GraphModule:
         full = chosen.inductor_compilation == "full"
@@ -150,7 +163,11 @@ def _add_pass(chosen: Any, options: dict[str, Any]) -> None:
         compare(described(plan, words), group.group_name, "torchtitan")
         return gm
 
-    registry.PASS_PIPELINE_REGISTRY[name] = with_compression
+    chosen.pass_pipeline = f"{name}, compressed {len(pipelines)}"  # other trainers keep theirs
+    pipelines[chosen.pass_pipeline] = with_compression
+    for hooks in (registry.POST_INIT_HOOKS, registry.PRE_TRAIN_STEP_HOOKS):
+        if name in hooks:
+            hooks[chosen.pass_pipeline] = hooks[name]
 
 
 def _name(graph_pass: Any) -> str:
