@@ -1,11 +1,13 @@
 """Run compiled graphs of many kinds on ranks that share one GPU, and the same graphs on the CPU.
 
 Both use the same policy, so their results differ by what a GPU's matmuls round differently, and by
-codes at a tie. A lossless codec must give the bits of the graph without commpass.
+codes at a tie. A lossless codec must give the bits of the graph without commpass. Graphs with
+single kernels run several times, also as CUDA graphs.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 import traceback
 from collections.abc import Callable, Iterator
@@ -15,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
+from torch._inductor import config
 from torch.nn.functional import gelu
 
 GROUP = "0"
@@ -24,6 +28,8 @@ CLOSE = 0.03
 DEFINED = re.compile(r"\bdef (\w*(?:encode|decode|norm)\w*)\(")
 """Matches kernels in the code that Inductor makes."""
 QUANTISED = "quantised before gather"
+CALLS = 5
+"""Calls of a graph with single kernels: a CUDA graph is recorded in the second or third."""
 ops = torch.ops._c10d_functional
 Made = Callable[[dict[str, Tensor]], Tensor]
 
@@ -121,12 +127,46 @@ def cases() -> list[Case]:
     return found
 
 
+def single_cases() -> list[Case]:
+    """Return graphs whose all_reduces are single kernels over symmetric memory."""
+    found = [
+        Case(
+            f"single kernel, {spec} by {algorithm}",
+            reduced,
+            {"codec": spec, "algorithm": algorithm},
+        )
+        for spec in ("int8", "rotated", "fp8")
+        for algorithm in ("one_shot", "two_shot")
+    ]
+    found.append(
+        Case("single kernel, norms", normed, {"codec": "int8", "algorithm": "one_shot"}),
+    )
+    return found
+
+
 def run(device: torch.device | str, seed: int) -> Iterator[tuple[str, bool, str]]:
     """Yield the name of each check on this rank, whether it passed, and what was found. Without a
     GPU, only a few graphs are tried."""
     cpu = torch.device(device).type == "cpu"
     checks = {case.name: partial(_run, case) for case in cases()[:: 8 if cpu else 1]}
     checks[QUANTISED] = _quantised
+    yield from _each(checks, device, seed)
+
+
+def run_single(device: torch.device | str, seed: int) -> Iterator[tuple[str, bool, str]]:
+    """Yield the checks of graphs with single kernels, which need a GPU, as ``run`` does."""
+    checks = {}
+    for case in single_cases():
+        checks[case.name] = partial(_run_single, case, False)
+        checks[f"{case.name}, CUDA graph"] = partial(_run_single, case, True)
+    yield from _each(checks, device, seed)
+
+
+def _each(
+    checks: dict[str, Callable[..., Iterator[tuple[str, bool, str]]]],
+    device: torch.device | str,
+    seed: int,
+) -> Iterator[tuple[str, bool, str]]:
     for name, check in checks.items():
         try:
             yield from check(device, seed)
@@ -177,6 +217,44 @@ def _run(case: Case, device: torch.device | str, seed: int) -> Iterator[tuple[st
         yield f"{case.name}: kernel", found, ", ".join(kernels)
 
 
+def _run_single(
+    case: Case, captured: bool, device: torch.device | str, seed: int
+) -> Iterator[tuple[str, bool, str]]:
+    """Call a graph on other values each time: all ranks hold equal bits, close to the CPU's."""
+    import commpass
+    from commpass.plan import SINGLE_KERNEL
+
+    name = f"{case.name}, CUDA graph" if captured else case.name
+
+    def results(inner: str, lowering: str | None, place: torch.device | str) -> list[Tensor]:
+        torch._dynamo.reset()
+        rule = commpass.Rule(force=True, lowering=lowering, **case.rule)
+        backend = commpass.backend(commpass.Policy(rules=(rule,)), inner=inner, strict=True)
+        compiled = torch.compile(case.made, backend=backend, dynamic=False)
+        with torch.no_grad():
+            return [compiled(_given(place, seed + 10 * call)).cpu() for call in range(CALLS)]
+
+    counters["inductor"].clear()
+    with config.patch({"triton.cudagraphs": captured, "fx_graph_cache": False}):
+        made = results("inductor", SINGLE_KERNEL, device)
+        torch.cuda.synchronize()
+    lowerings = {site.lowering for site in commpass.plans()[-1].sites}
+    yield f"{name}: is one", lowerings == {SINGLE_KERNEL}, str(commpass.plans()[-1].sites)[:400]
+    if captured:
+        skipped = counters["inductor"]["cudagraph_skips"]
+        yield f"{name}: captured", not skipped, f"{skipped} not captured"
+    other = results("aot_eager", None, "cpu")
+    far = max(
+        float((a.double() - b.double()).norm() / b.double().norm())
+        for a, b in zip(made, other, strict=True)
+    )
+    yield f"{name}: close to the CPU's in {CALLS} calls", far <= CLOSE, f"{far:.1e} apart"
+    own = hashlib.sha256(torch.stack(made).view(torch.uint8).numpy().tobytes()).hexdigest()
+    every: list[str] = [""] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(every, own)
+    yield f"{name}: ranks hold the same bits", len(set(every)) == 1, f"{len(set(every))} results"
+
+
 def _quantised(device: torch.device | str, seed: int) -> Iterator[tuple[str, bool, str]]:
     """Check that codes are gathered, and that the result has the bits of the gather of values."""
     import commpass
@@ -199,7 +277,6 @@ def _result(made: Made, backend: Any, device: torch.device | str, seed: int) -> 
 
 def with_code(call: Callable[[], Any]) -> tuple[Any, list[str]]:
     """Return the result of a call, and the code that Inductor makes for it."""
-    from torch._inductor import config
     from torch._inductor.utils import run_and_get_code
 
     with config.patch(fx_graph_cache=False):

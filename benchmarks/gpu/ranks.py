@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu import graphs
+from benchmarks.gpu import eager, graphs
 from benchmarks.gpu.bench import Bench
 
 RANKS = 2
@@ -35,6 +35,7 @@ PATIENCE_S = 300
 GATHERS = torch.library.Library("_c10d_functional", "IMPL")
 GROUP = "0"
 """torch's name of the group of all ranks."""
+CHECKS = {"graphs": graphs.run, "single": graphs.run_single, "eager": eager.run}
 
 
 def run(bench: Bench) -> None:
@@ -47,8 +48,24 @@ def run(bench: Bench) -> None:
 
 def run_graphs(bench: Bench) -> None:
     """Run graphs of many kinds (``graphs.cases``), and report what the ranks found."""
-    for rank, answer in enumerate(_answers(bench, "graphs")):
-        for name, passed, said in answer["graphs"]:
+    _told_each(bench, "graphs")
+
+
+def run_eager(bench: Bench) -> None:
+    """Run collectives and DistributedDataParallel (``eager.run``)."""
+    _told_each(bench, "eager")
+
+
+def run_single(bench: Bench) -> None:
+    """Run graphs with single kernels over symmetric memory (``graphs.single_cases``). They need a
+    GPU."""
+    if bench.device.type == "cuda":
+        _told_each(bench, "single")
+
+
+def _told_each(bench: Bench, what: str) -> None:
+    for rank, answer in enumerate(_answers(bench, what)):
+        for name, passed, said in answer["checks"]:
             bench.check(f"{RANKS} ranks on one card, {name}", passed, f"rank {rank}: {said}")
 
 
@@ -122,8 +139,8 @@ def _member(rank: int, folder: str, device: str, seed: int, what: str) -> None:
     try:
         _join(rank, folder)
         place = torch.device(device, 0) if device == "cuda" else torch.device(device)
-        if what == "graphs":
-            answer["graphs"] = list(graphs.run(place, seed))
+        if what in CHECKS:
+            answer["checks"] = list(CHECKS[what](place, seed))
         else:
             answer = _measure(rank, place, seed)
         torch.distributed.barrier()
@@ -140,6 +157,7 @@ def _member(rank: int, folder: str, device: str, seed: int, what: str) -> None:
 def _join(rank: int, folder: str) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS)}
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     torch.set_num_threads(2)
     store = torch.distributed.FileStore(os.path.join(folder, "store"), RANKS)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)

@@ -96,6 +96,8 @@ def jobs() -> list[Job]:
         *(Job(f"check sparse {spec}", "others:sparse", (spec,)) for spec in SPARSE),
         Job("ranks", "ranks:run"),
         Job("graphs", "ranks:run_graphs"),
+        Job("single kernels", "ranks:run_single"),
+        Job("eager", "ranks:run_eager"),
         Job("torch.compile", "rivals:compiled"),
         *(Job(f"check {spec}", "checks:block", (spec,)) for spec in CODECS[6:]),
         Job("time block codecs", "timing:blocks", alone=True),
