@@ -18,7 +18,6 @@ from commpass.codecs import codec
 from commpass.codecs.block.codec import BlockCodec
 
 GPU = "commpass.lowering.gpu"
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 SPARSE = ("gaussiank", "topk", "dgc", "redsync", "sidco", "randomk", "topk(values=bf16)")
 TIES = 0.01
 """The largest share of sent entries that may differ from the plain form's: a threshold is computed
@@ -42,20 +41,18 @@ def words(x: Tensor) -> Tensor:
 # --- exponent -------------------------------------------------------------------------------------
 
 
-def exponent(bench: Bench) -> None:
+def exponent(bench: Bench, spec: str, dtype_name: str) -> None:
     """Check the lossless codec: the used bytes equal those of the plain form, and every bit is
     restored."""
     kernels = module(bench, "exponent")
     if kernels is None:
         return
-    for planes in (2, 3):
-        coder: Any = codec(f"exponent(planes={planes})")
-        for dtype in FLOATS[:1] if bench.dry else FLOATS:
-            for content, x in _contents(bench, dtype):
-                name = f"{coder.spec} {str(dtype).removeprefix('torch.')} {content} {[*x.shape]}"
-                if not bench.late(name):
-                    with bench.part(name):
-                        _lossless(bench, kernels, coder, x, name)
+    coder: Any = codec(spec)
+    for content, x in _contents(bench, getattr(torch, dtype_name)):
+        name = f"{coder.spec} {dtype_name} {content} {[*x.shape]}"
+        if not bench.late(name):
+            with bench.part(name):
+                _lossless(bench, kernels, coder, x, name)
 
 
 def _contents(bench: Bench, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu import eager, graphs
+from benchmarks.gpu import eager, graphs, models
 from benchmarks.gpu.bench import Bench
 
 RANKS = 2
@@ -35,7 +35,12 @@ PATIENCE_S = 300
 GATHERS = torch.library.Library("_c10d_functional", "IMPL")
 GROUP = "0"
 """torch's name of the group of all ranks."""
-CHECKS = {"graphs": graphs.run, "single": graphs.run_single, "eager": eager.run}
+CHECKS = {
+    "graphs": graphs.run,
+    "single": graphs.run_single,
+    "eager": eager.run,
+    "models": models.run,
+}
 
 
 def run(bench: Bench) -> None:
@@ -54,6 +59,11 @@ def run_graphs(bench: Bench) -> None:
 def run_eager(bench: Bench) -> None:
     """Run collectives and DistributedDataParallel (``eager.run``)."""
     _told_each(bench, "eager")
+
+
+def run_models(bench: Bench) -> None:
+    """Run a Llama of transformers (``models.run``)."""
+    _told_each(bench, "models")
 
 
 def run_single(bench: Bench) -> None:

@@ -91,12 +91,17 @@ def jobs() -> list[Job]:
             for spec in MATMULS
         ),
         Job("check norms", "norms:check"),
-        Job("check exponent", "others:exponent"),
+        *(
+            Job(f"check {spec} {dtype}", "others:exponent", (spec, dtype))
+            for spec in ("exponent", "exponent(planes=3)")
+            for dtype in ("bfloat16", "float32", "float16")
+        ),
         Job("check matmul", "others:matmul"),
         *(Job(f"check sparse {spec}", "others:sparse", (spec,)) for spec in SPARSE),
         Job("ranks", "ranks:run"),
         Job("graphs", "ranks:run_graphs"),
         Job("single kernels", "ranks:run_single"),
+        Job("models", "ranks:run_models"),
         Job("eager", "ranks:run_eager"),
         Job("torch.compile", "rivals:compiled"),
         *(Job(f"check {spec}", "checks:block", (spec,)) for spec in CODECS[6:]),

@@ -147,7 +147,7 @@ def duplicate(group: dist.ProcessGroup) -> dist.ProcessGroup:
                 backend="gloo" if _is_gloo(group) else dist.get_backend_config(group),
                 use_local_synchronization=True,
                 group_desc=group.group_desc,
-                sort_ranks=False,
+                **({} if ranks == sorted(ranks) else {"sort_ranks": False}),  # torch 2.11 sorts all
             )
     except RuntimeError as error:
         raise Unanswered(

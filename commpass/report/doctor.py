@@ -171,12 +171,13 @@ def profile() -> tuple[str, bool]:
 
 
 def needed_torch() -> str:
-    """Return the versions of torch that this package supports, from its metadata."""
-    return next(
-        line
-        for line in metadata.requires("commpass") or ()
-        if line.startswith(("torch<", "torch>"))
-    )
+    """Return the versions of torch that this package supports, from its metadata, or "torch" if
+    sources run that nobody installed."""
+    try:
+        lines = metadata.requires("commpass") or ()
+    except metadata.PackageNotFoundError:
+        lines = ()
+    return next((line for line in lines if line.startswith(("torch<", "torch>"))), "torch")
 
 
 NEEDED = ("python", "torch", "distributed")
