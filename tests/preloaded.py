@@ -49,6 +49,9 @@ def _compile() -> None:
 for name in MODULES:
     importlib.import_module(name)
 torch.set_num_threads(1)
-_compile()
+if not torch.backends.cuda.is_built():
+    # Such a torch starts threads for backward, also without a GPU, and refuses backward in a
+    # process that was forked from one that has them.
+    _compile()
 gc.collect()
 gc.freeze()  # the garbage collector skips it, and pages stay shared

@@ -108,7 +108,10 @@ def _trained(spec: str, device: torch.device | str, seed: int) -> tuple[list[flo
     model = DistributedDataParallel(layers.to(device))
     rule = commpass.Rule(codec=spec, force=True)
     integration = commpass.parallel.compress_ddp(
-        model, commpass.Policy(rules=(rule,), max_error=1.0), strict=True
+        model,
+        commpass.Policy(rules=(rule,), max_error=1.0),
+        inner="inductor" if torch.device(device).type == "cuda" else "aot_eager",
+        strict=True,
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     own = torch.Generator().manual_seed(seed + 1 + torch.distributed.get_rank())

@@ -80,8 +80,10 @@ def _received(infos: dict[int, Sequence[Any]]) -> Iterator[tuple[int, Any]]:
     From torch 2.15 on, a stage has no buffer before it asks for a message.
     """
     for info in infos.get(0, ()):
+        if _is_root(info):
+            continue
         value = info.buffer if info.buffer is not None else getattr(info, "tensor_meta", None)
-        if not _is_root(info) and value is not None:
+        if value is not None:
             yield info.source, value
 
 
