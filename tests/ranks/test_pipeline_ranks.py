@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from counting import CountingGroup, counting_group
 from processes import Ranks, RanksFailed
-from tiers import rarely
+from tiers import has_messages, rarely
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, SplitPoint, schedules
 from torch.distributed.pipelining import pipeline as split_model
@@ -24,7 +24,7 @@ from commpass.plan import NONE
 from commpass.policy import Policy
 from commpass.policy.rules import Rule
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = [pytest.mark.xdist_group("ranks"), has_messages]
 WIDTH, BATCH, MICROBATCHES = 96, 8, 4
 
 

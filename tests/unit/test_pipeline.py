@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tiers import has_messages
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from typer.testing import CliRunner
@@ -30,6 +31,7 @@ from commpass.plan import NONE
 from commpass.policy import Policy, policy_named
 from commpass.policy.rules import DIRECTIONS, Rule
 
+pytestmark = has_messages
 SLOW = ethernet(0.1)
 CPU = torch.device("cpu")
 

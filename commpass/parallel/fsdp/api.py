@@ -378,7 +378,7 @@ def _units(model: nn.Module) -> Iterator[Unit]:
     for path, module in modules:
         if not isinstance(module, FSDPModule):
             continue
-        for group in module._get_fsdp_state()._fsdp_param_groups:
+        for group in _groups_of(module._get_fsdp_state()):
             if module in group.modules:
                 _, known = named.setdefault(id(group), (group, []))
                 if path not in known:
@@ -395,6 +395,13 @@ def _units(model: nn.Module) -> Iterator[Unit]:
             paths.join(where[id(info.module)], info.param_name) for info in infos
         )
         yield Unit("+".join(names), annotations.pop(), group, parameter_names)
+
+
+def _groups_of(state: Any) -> list[Any]:
+    """Return the parameter groups of a module; torch 2.11 has at most one."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    return [state._fsdp_param_group] if state._fsdp_param_group else []
 
 
 def _check(unit: Unit) -> None:

@@ -100,6 +100,11 @@ def compress_pipeline(
     is not a stage, for a stage that is compressed already or has run, and for an unknown policy.
     The first step raises PlanMismatch if two stages planned differently.
     """
+    if not hasattr(torch.ops._c10d_functional, "isend"):
+        raise CommpassError(
+            f"compress_pipeline: torch {torch.__version__} has no functional send and recv. Use"
+            " torch 2.13 or newer"
+        )
     every = list(stages) if isinstance(stages, (list, tuple)) else [stages]
     if not every:
         raise PolicyError("compress_pipeline([]): give the stages of this rank, at least one")
