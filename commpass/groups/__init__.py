@@ -138,6 +138,7 @@ def duplicate(group: dist.ProcessGroup) -> dist.ProcessGroup:
     # torch names groups by the rank's current number of groups. Ranks may have different numbers,
     # and a reused name leads to addresses where no process listens any more.
     ranks = dist.get_process_group_ranks(group)
+    order: Any = {} if ranks == sorted(ranks) else {"sort_ranks": False}  # torch 2.11 sorts all
     try:
         with mock.patch.object(dist.distributed_c10d, "_process_group_name", return_value=name):
             made = dist.new_group(
@@ -147,7 +148,7 @@ def duplicate(group: dist.ProcessGroup) -> dist.ProcessGroup:
                 backend="gloo" if _is_gloo(group) else dist.get_backend_config(group),
                 use_local_synchronization=True,
                 group_desc=group.group_desc,
-                **({} if ranks == sorted(ranks) else {"sort_ranks": False}),  # torch 2.11 sorts all
+                **order,
             )
     except RuntimeError as error:
         raise Unanswered(
