@@ -8,13 +8,14 @@ buckets.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from commpass.distributed import state
-from commpass.distributed.owners import HookCalls, Owner, owner_of
+from commpass.distributed.owners import HookCalls, Owner, local_part, owner_of
 from commpass.passes.results import StateInput
 
 PLACE = "gradient"
@@ -36,7 +37,9 @@ class Flat:
         if self.whole is None or self.parameters is not self.calls.parameters_of_flat:
             kept, self.parameters = self.state_input, self.calls.parameters_of_flat
             self.whole = torch.zeros(kept.shape, dtype=kept.dtype, device=kept.device)
-            self.parts = [(owner, None, part) for owner, part in self._parts(self.whole)]
+            views = views_of(self.whole, self.parameters)
+            owners = [owner_of([parameter]) for parameter in self.parameters]
+            self.parts = [(o, None, view) for o, view in zip(owners, views, strict=True)]
         for number, (owner, key, part) in enumerate(self.parts):
             owner.used += 1
             if key not in owner.state or owner.state[key][1] is not part:
@@ -46,17 +49,21 @@ class Flat:
                 self.parts[number] = owner, state.move(one, self.calls.code, owner, part), part
         return self.whole
 
-    def _parts(self, flat: Tensor) -> list[tuple[Owner, Tensor]]:
-        """Return each parameter's owner and its part, in the memory layout of the parameter."""
-        found, start = [], 0
-        for parameter in self.parameters:
-            part = flat.narrow(0, start, parameter.numel()).view(parameter.shape)
-            dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
-            if dense:
-                part = flat.as_strided(parameter.shape, parameter.stride(), start)
-            found.append((owner_of([parameter]), part))
-            start += parameter.numel()
-        return found
+
+def views_of(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Return each parameter's part of a flat tensor, in the memory layout of the parameter.
+
+    Of a DTensor it is as large as this rank's part.
+    """
+    found, start = [], 0
+    for parameter in map(local_part, parameters):
+        part = flat.narrow(0, start, parameter.numel()).view(parameter.shape)
+        dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
+        if dense:
+            part = flat.as_strided(parameter.shape, parameter.stride(), start)
+        found.append(part)
+        start += parameter.numel()
+    return found
 
 
 def add_to_residual(hook: str, parameter: Tensor, values: Tensor) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import TensorWeakRef
 
@@ -128,6 +129,11 @@ def parameter_names(model: nn.Module) -> dict[int, str]:
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             found.setdefault(id(parameter), paths.join(path, name))
     return found
+
+
+def local_part(parameter: Tensor) -> Tensor:
+    """Return the part of a DTensor that this rank has, or another tensor itself."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from commpass.distributed.owners import Code, Owner, parameter_names, state_owners
+from commpass.distributed.owners import Code, Owner, local_part, parameter_names, state_owners
 from commpass.errors import PolicyError, nearest
 from commpass.groups import group_named, rank_in, ready
 from commpass.passes.results import StateInput
@@ -76,7 +76,7 @@ class Name:
 
 
 UNKNOWN = "-"
-OF_GRADIENTS = ("ddp", "ssfusion")
+OF_GRADIENTS = ("ddp", "ssfusion", "outer")
 """Functions that are hooks, which keep one residual for each parameter's gradient."""
 
 
@@ -351,7 +351,8 @@ def _check_shapes(value: Mapping[Name, Tensor], model: nn.Module) -> None:
     then.
     """
     names = parameter_names(model)
-    shapes = {names[id(one)]: one.shape for one in model.parameters() if id(one) in names}
+    found = [one for one in model.parameters() if id(one) in names]
+    shapes = {names[id(one)]: local_part(one).shape for one in found}
     for saved, tensor in value.items():
         like = shapes.get(saved.parameter, tensor.shape)
         if saved.function in OF_GRADIENTS and tensor.shape != like:

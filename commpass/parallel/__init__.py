@@ -3,6 +3,7 @@
 ``replicate`` and ``shard`` put the exchange of gradients and parameters into the compiled graph.
 ``compress_fsdp`` and ``compress_ddp`` are eager integrations, for exchanges that never reach a
 graph. ``compress_pipeline`` compresses the messages between pipeline stages.
+``compress_outer`` compresses the outer steps of local-update methods (LocalSGD, DiLoCo).
 """
 
 from commpass.distributed.integration import Integration
@@ -16,6 +17,7 @@ from commpass.parallel.in_graph import (
     replicate,
     shard,
 )
+from commpass.parallel.outer import compress_outer
 from commpass.parallel.pipeline import compress_pipeline
 from commpass.parallel.ssfusion import SSFusion, ssfusion
 
@@ -26,6 +28,7 @@ __all__ = [
     "accumulate",
     "compress_ddp",
     "compress_fsdp",
+    "compress_outer",
     "compress_pipeline",
     "distributed_parameters",
     "drop_accumulated",

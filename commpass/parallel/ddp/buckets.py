@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from commpass.distributed.owners import local_part
 from commpass.groups import labels
 from commpass.parallel.exchange import Exchange
 from commpass.passes.fx.meta import dtype_name
@@ -50,11 +51,14 @@ def parts_of(
     parameters: Sequence[Tensor],
     names: Mapping[int, str],
     annotations: Mapping[str, str],
+    hook: str = "ddp",
+    op: str = "avg",
 ) -> list[BucketPart]:
     """Return the parts of a bucket whose tensor ``x`` holds the gradients of ``parameters`` in
     order.
 
-    ``names`` are the parameters' names by id, ``annotations`` the nearest ones by module.
+    ``names`` are the parameters' names by id, ``annotations`` the nearest ones by module. ``hook``
+    and ``op`` are those of ``Exchange``.
     """
     site = Site(
         name="bucket",
@@ -73,8 +77,9 @@ def parts_of(
     modules = [names[id(parameter)].rpartition(".")[0] for parameter in parameters]
     start = 0
     for number, (parameter, module) in enumerate(zip(parameters, modules, strict=True)):
-        ranges.append((start, parameter.numel()))
-        start += parameter.numel()
+        length = local_part(parameter).numel()
+        ranges.append((start, length))
+        start += length
         terms = _terms(policy, site, module, annotations.get(module))
         numbers_of_terms = next((numbers for other, numbers in by_terms if other == terms), None)
         if numbers_of_terms is None:
@@ -88,7 +93,7 @@ def parts_of(
             module, annotation = modules[numbers[0]], annotations.get(modules[numbers[0]])
         what = Exchange(
             "all_reduce",
-            *(group.group_name, group.size(), module, "backward", "ddp", "avg"),
+            *(group.group_name, group.size(), module, "backward", hook, op),
             annotation=annotation,
             flat=True,
             parameters=tuple(names[id(parameters[number])] for number in numbers),

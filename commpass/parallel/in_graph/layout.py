@@ -133,6 +133,14 @@ def _row_placement(mesh: DeviceMesh, inner: Iterable[Placement]) -> Placement:
 
 def check_same_model(parameters: Mapping[str, nn.Parameter], mesh: DeviceMesh) -> None:
     """Raise ParallelError, on all ranks of a mesh of one dimension, if their models differ."""
+    check_same_parameters(parameters, mesh.get_group(), name_of(mesh), mesh.device_type)
+
+
+def check_same_parameters(
+    parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, where: str, device: str
+) -> None:
+    """Raise ParallelError, on all ranks of a group, if their parameters differ in name or shape."""
+    size = group.size()
     lines = [
         f"{name}: {list(parameter.shape)} of {parameter.dtype}, {parameter.placements}"
         if isinstance(parameter, DTensor)
@@ -140,18 +148,18 @@ def check_same_model(parameters: Mapping[str, nn.Parameter], mesh: DeviceMesh) -
         for name, parameter in parameters.items()
     ]
     digest = hashlib.sha256("\n".join(lines).encode()).digest()[:8]
-    own = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(mesh.device_type)
-    digests = [own.clone() for _ in range(mesh.size())]
-    dist.all_gather(digests, own, group=mesh.get_group())
+    own = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(device)
+    digests = [own.clone() for _ in range(size)]
+    dist.all_gather(digests, own, group=group)
     if all(torch.equal(one, own) for one in digests):
         return
-    models: list[list[str]] = [[] for _ in range(mesh.size())]
-    dist.all_gather_object(models, lines, group=mesh.get_group())
+    models: list[list[str]] = [[] for _ in range(size)]
+    dist.all_gather_object(models, lines, group=group)
     for rank, model in enumerate(models):
         for first_line, line in zip([*models[0], "nothing"], [*model, "nothing"], strict=False):
             if first_line != line:
                 raise ParallelError(
-                    f"the ranks of {name_of(mesh)} have different models: rank 0 of it has"
+                    f"the ranks of {where} have different models: rank 0 of it has"
                     f" {first_line}, rank {rank} has {line}"
                 )
 

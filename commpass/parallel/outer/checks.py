@@ -1,0 +1,108 @@
+"""Check what ``compress_outer`` is given."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from commpass.distributed.integration import refuse_if_exchanged
+from commpass.errors import PolicyError
+from commpass.groups import need_group
+from commpass.parallel.refusals import wrong_argument
+
+CALL = "compress_outer"
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is averaged, and by whom.
+
+    - ``model``: has the parameters; ``name`` describes the target.
+    - ``group`` or ``manager``: who the replicas are.
+    - ``attach``: gives the integration to an object of torchft, which makes the outer steps from
+      then on; ``detach`` undoes that. None for a module.
+    - ``keeps_parameters``: that object has a copy of the parameters itself.
+    """
+
+    model: nn.Module
+    name: str
+    group: dist.ProcessGroup | None = None
+    manager: Any = None
+    attach: Callable[[Any], None] | None = None
+    detach: Callable[[], None] | None = None
+    keeps_parameters: bool = False
+
+
+def check_target(
+    target: Any, group: dist.ProcessGroup | None, manager: Any, model: nn.Module | None
+) -> Target:
+    """Return what the arguments mean. Raise PolicyError if they are not possible."""
+    if isinstance(target, nn.Module):
+        found = _module(target, group, manager, model)
+    elif type(target).__module__.partition(".")[0] == "torchft" or _is_of_torchft(target):
+        from commpass.parallel.outer.torchft import target_of
+
+        for name, argument in (("group", group), ("manager", manager)):
+            if argument is not None:
+                raise PolicyError(
+                    f"{CALL}: {type(target).__name__} has a Manager, which knows the replicas:"
+                    f" leave out {name}="
+                )
+        found = target_of(target, model)
+    else:
+        needed = "a module, or a LocalSGD or DiLoCo of torchft.local_sgd"
+        raise PolicyError(wrong_argument(CALL, "target", target, needed))
+    _check_parameters(found.model)
+    return found
+
+
+def _is_of_torchft(target: Any) -> bool:
+    """Whether a target is of a subclass of torchft's."""
+    local_sgd = sys.modules.get("torchft.local_sgd")
+    return local_sgd is not None and isinstance(target, (local_sgd.LocalSGD, local_sgd.DiLoCo))
+
+
+def _module(
+    module: nn.Module, group: dist.ProcessGroup | None, manager: Any, model: nn.Module | None
+) -> Target:
+    if model is not None:
+        raise PolicyError(f"{CALL}: model= is for objects of torchft: leave it out for a module")
+    if manager is not None:
+        from commpass.parallel.outer.torchft import check_manager
+
+        if group is not None:
+            raise PolicyError(f"{CALL}: give group= or manager=, not both")
+        check_manager(manager)
+        return Target(module, type(module).__name__, manager=manager)
+    need_group(CALL)
+    group = dist.group.WORLD if group is None else group
+    if not isinstance(group, dist.ProcessGroup):
+        needed = "a process group that this rank is in, such as mesh['replicate'].get_group()"
+        raise PolicyError(wrong_argument(CALL, "group", group, needed))
+    return Target(module, type(module).__name__, group)
+
+
+def _check_parameters(model: nn.Module) -> None:
+    named = dict(model.named_parameters())
+    if not any(parameter.requires_grad for parameter in named.values()):
+        raise PolicyError(
+            f"{CALL}: {type(model).__name__} has no parameter that requires a gradient, so there is"
+            " nothing to send: give the model that is trained"
+        )
+    for name, parameter in named.items():
+        if parameter.requires_grad and parameter.is_complex():
+            raise PolicyError(
+                f"{CALL}: {name} is {parameter.dtype}, and codecs are for real numbers: keep a real"
+                " parameter and use torch.view_as_complex in the module"
+            )
+        if parameter.is_meta:
+            raise PolicyError(
+                f"{CALL}: {name} is on the meta device, so it has no values: give the model its"
+                " values before"
+            )
+    refuse_if_exchanged(model, "", CALL, (CALL,))
