@@ -145,7 +145,7 @@ class CompressedOuter(Integration):
             raise PolicyError(CLOSED)
         if self._target.attach is not None:
             raise PolicyError(
-                f"compress_outer: {self._target.name} makes the outer steps itself: leave out step()"
+                f"compress_outer: {self._target.name} makes the outer steps: leave out step()"
             )
         self.replicas.begin()
         numbers = trained(self.parameters)

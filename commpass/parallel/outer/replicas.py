@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -161,8 +162,9 @@ class ManagedReplicas:
 
 def _free_name() -> str:
     """Return a name that no group has. Replicas that adopt as many groups get the same names."""
+    used = set(dist.distributed_c10d._world.pg_names.values())
     names = (f"replicas-{number}" for number in itertools.count())
-    return next(name for name in names if not dist.distributed_c10d._is_registered(name))
+    return next(name for name in names if name not in used)
 
 
 def innermost_group(group: Any) -> dist.ProcessGroup | None:
