@@ -50,6 +50,11 @@ class CompileCache:
             self.made[key] = _inductor(gm, pinned)
         return self.made[key]
 
+    def drop_single_kernels(self) -> None:
+        """Drop graphs that use symmetric memory: it belongs to a group, others only to its name."""
+        for key in [each for each in self.made if "single_kernel" in str(each)]:
+            del self.made[key]
+
 
 def _key(gm: fx.GraphModule) -> Key | None:
     """Return all that the compiled code depends on: the called functions and the other text, by

@@ -183,12 +183,18 @@ class Exchanges:
         with outside_scopes():
             return bool(self.backend.simplified(gm, exchange.direction))
 
-    def clear(self) -> None:
-        """Drop all that was compiled, for a group that is no longer used."""
+    def clear(self, *, reuse_code: bool = False) -> None:
+        """Drop all plans for a group that is no longer used, and what was compiled.
+
+        With ``reuse_code`` the code of graphs is kept, for another group of the same name.
+        """
         self.backend.step_log.retire()
         self.compiled.clear()
         self.narrow.clear()
-        self.shared.made.clear()
+        if reuse_code:
+            self.shared.drop_single_kernels()
+        else:
+            self.shared.made.clear()
 
     @ambient_free
     def _compile(

@@ -42,7 +42,9 @@ def build() -> nn.Module:
 def text() -> torch.Tensor:
     """Return the bytes of some modules of Python's standard library."""
     folder = Path(os.__file__).parent
-    found = b"".join((folder / name).read_bytes() for name in ("argparse.py", "typing.py", "ast.py"))
+    found = b"".join(
+        (folder / name).read_bytes() for name in ("argparse.py", "typing.py", "ast.py")
+    )
     return torch.tensor(list(found))
 
 
@@ -60,6 +62,7 @@ def main() -> None:
     parser.add_argument("--outer-steps", type=int, default=8)
     parser.add_argument("--min-replicas", type=int, default=2)
     parser.add_argument("--async-quorum", action="store_true")
+    parser.add_argument("--inner", default="inductor")
     parser.add_argument("--buckets", type=int, default=means.BUCKET_BYTES)
     options = parser.parse_args()
     means.BUCKET_BYTES = options.buckets
@@ -85,7 +88,7 @@ def main() -> None:
         timeout=timedelta(seconds=30),
         quorum_timeout=timedelta(seconds=90),
     )
-    arguments = {"profile": "ethernet-1g", "strict": True}
+    arguments = {"profile": "ethernet-1g", "strict": True, "inner": options.inner}
     integration = None
     if options.method == "localsgd":
         context = LocalSGD(manager, model, inner, EVERY)
@@ -96,10 +99,14 @@ def main() -> None:
         )
     else:
         fragments = [model] if options.method == "diloco" else [model[0:4], model[4:]]
-        outers = [outer] if len(fragments) == 1 else [
-            torch.optim.SGD(each.parameters(), lr=0.7, momentum=0.9, nesterov=True)
-            for each in fragments
-        ]
+        outers = (
+            [outer]
+            if len(fragments) == 1
+            else [
+                torch.optim.SGD(each.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+                for each in fragments
+            ]
+        )
         if len(fragments) > 1:
             state.update({f"outer{n}": each for n, each in enumerate(outers)})
         context = DiLoCo(manager, fragments, inner, outers, EVERY * len(fragments))
@@ -157,12 +164,14 @@ def main() -> None:
                 "residual": left,
                 "restarts": int(os.environ["TORCHELASTIC_RESTART_COUNT"]),
                 "bytes": [integration.bytes.plain, integration.bytes.sent] if integration else None,
-                "codecs": [s.codec for plan in integration.plans for s in plan] if integration else [],
+                "codecs": [s.codec for plan in integration.plans for s in plan]
+                if integration
+                else [],
             }
             print(json.dumps(line), flush=True)
             last, total, local = manager.current_step(), 0.0, 0
             if manager.num_participants() < 2:
-                time.sleep(0.3)  # so that the other one can come back
+                time.sleep(2.0)  # so that the other one can come back
     sys.stdout.flush()
     manager.shutdown(wait=False)
     os._exit(0)

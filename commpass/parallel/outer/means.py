@@ -38,9 +38,9 @@ class Means:
         self._parts: dict[Any, list[BucketPart]] = {}
 
     def clear(self) -> None:
-        """Drop all plans, because the group changed."""
+        """Drop all plans, because the group changed. The new one has the same name."""
         self._parts.clear()
-        self.exchanges.clear()
+        self.exchanges.clear(reuse_code=True)
 
     @torch.no_grad()
     def average(
