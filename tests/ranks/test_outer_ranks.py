@@ -171,7 +171,7 @@ def move(model: nn.Module, step: int) -> list[torch.Tensor]:
     changes = [torch.randn(p.shape, generator=generator) for p in model.parameters()]
     with torch.no_grad():
         for parameter, change in zip(model.parameters(), changes, strict=True):
-            parameter -= change
+            parameter.sub_(change)
     return changes
 
 
@@ -190,7 +190,7 @@ def fed_back(steps: int = 3):
     wanted = [torch.zeros_like(p) for p in model.parameters()]
     for step in range(steps):
         for total, change in zip(wanted, summed(move(model, step)), strict=True):
-            total += change
+            total.add_(change)
         outer.step()
     left = summed([next(residuals_of(p)) for p in model.parameters()])
     size = dist.get_world_size()

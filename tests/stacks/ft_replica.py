@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--buckets", type=int, default=means.BUCKET_BYTES)
     options = parser.parse_args()
     means.BUCKET_BYTES = options.buckets
-    replica = int(os.environ["REPLICA"])
+    replica = int(os.environ["REPLICA_GROUP_ID"])
     die_at = os.environ.get("DIE_AT", "") if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else ""
 
     model, data = build(), text()

@@ -89,7 +89,6 @@ class CompressedOuter(Integration):
         super().__init__(target.model, exchanges.backend.policy)
         self.exchanges, self._target = exchanges, target
         names = parameter_names(target.model)
-        self._means = Means(exchanges, target.model, names, self._sent)
         self.parameters = [each for each in target.model.parameters() if id(each) in names]
         self._synced: list[Tensor] = []
         self._averaged: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -103,6 +102,7 @@ class CompressedOuter(Integration):
             self.replicas = ManagedReplicas(
                 target.manager, self._shared_state, self._heal, self._on_commit
             )
+        self._means = Means(exchanges, target.model, names, self._sent, self.replicas.hook)
         if not target.keeps_parameters:
             self.restart()
         if target.attach is not None:

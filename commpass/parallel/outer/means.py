@@ -19,7 +19,11 @@ from commpass.parallel.exchange import Exchanges
 from commpass.policy.annotate import annotations_of
 
 HOOK = "outer"
-"""The name of this integration in plans and in the names of its state."""
+"""The name of this integration in plans and in the names of its state.
+
+Shards of replicas that are separate jobs have the same ranks in their groups. There it is
+``outer-NUMBER``, with the number of the shard.
+"""
 BUCKET_BYTES = 25 * 2**20
 """Most bytes of a bucket of several parameters, as in DDP."""
 
@@ -27,13 +31,18 @@ BUCKET_BYTES = 25 * 2**20
 class Means:
     """Sends buckets of a model's parameters, and counts their bytes in ``sent``.
 
-    ``names`` are the parameters' names by id.
+    ``names`` are the parameters' names by id. ``hook`` is the name of the integration here.
     """
 
     def __init__(
-        self, exchanges: Exchanges, model: nn.Module, names: Mapping[int, str], sent: Bytes
+        self,
+        exchanges: Exchanges,
+        model: nn.Module,
+        names: Mapping[int, str],
+        sent: Bytes,
+        hook: str = HOOK,
     ):
-        self.exchanges, self.names, self._sent = exchanges, names, sent
+        self.exchanges, self.names, self.hook, self._sent = exchanges, names, hook, sent
         self._annotations = annotations_of(model)
         self._parts: dict[Any, list[BucketPart]] = {}
 
@@ -71,7 +80,7 @@ class Means:
         if key not in self._parts:
             self._parts[key] = parts_of(
                 self.exchanges.backend.policy,
-                *(group, x, parameters, self.names, self._annotations, HOOK, "sum"),
+                *(group, x, parameters, self.names, self._annotations, self.hook, "sum"),
             )
         for part in self._parts[key]:
             piece = part.of(x)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from commpass.distributed.adopted import AdoptedWorld
 from commpass.errors import CommpassError, PlanMismatch, PolicyError, Unanswered
-from commpass.parallel.outer.means import Means
+from commpass.parallel.outer.means import HOOK, Means
 from commpass.parallel.outer.residuals import Snapshot, drop
 
 log = logging.getLogger("commpass")
@@ -28,6 +28,8 @@ NOT_SENT = "the outer step is discarded, since its exchange failed: %s"
 
 class GroupReplicas:
     """The ranks of a process group, which are the same all the time."""
+
+    hook = HOOK
 
     def __init__(self, group: dist.ProcessGroup):
         self.group = group
@@ -67,6 +69,8 @@ class ManagedReplicas:
     ):
         innermost_group(manager._pg)
         self.manager = manager
+        shards = manager._group_world_size
+        self.hook = f"{HOOK}-{manager._group_rank}" if shards > 1 else HOOK
         self._key = "commpass_outer"
         self._on_heal, self._on_commit = on_heal, on_commit
         self._world: AdoptedWorld | None = None

@@ -23,7 +23,14 @@ from commpass.parallel.refusals import wrong_argument
 VERSION = "0.2.0"
 """The version of torchft whose private attributes are known."""
 OF_MANAGER = (
-    *("_pg", "_load_state_dict_fns", "_user_state_dicts", "register_state_dict_fn"),
+    *(
+        "_group_rank",
+        "_group_world_size",
+        "_pg",
+        "_load_state_dict_fns",
+        "_user_state_dicts",
+        "register_state_dict_fn",
+    ),
     *("should_commit", "report_error", "errored", "wait_quorum", "num_participants"),
     *("is_participating", "start_quorum"),
 )
