@@ -27,12 +27,14 @@ class AdoptedWorld:
 
     def __init__(self, group: dist.ProcessGroup, name: str, label: str):
         self.group, self.name = group, name
+        torch_c10d: Any = dist.distributed_c10d
+        registered: Any = group
         self._stores: list[plan_store.PlanStore] = []
         self._calls: Counter[str] = Counter()
-        world: Any = dist.distributed_c10d._world
+        world = torch_c10d._world
         devices = [device.type for device in group._device_types]
         carriers = [f"{each}:{group._get_backend(torch.device(each)).name()}" for each in devices]
-        group._set_group_name(name)
+        registered._set_group_name(name)
         group._set_group_desc(f"mesh_{label}")
         store = group.get_group_store()
         world.pg_map[group] = (",".join(carriers), store)
@@ -41,7 +43,7 @@ class AdoptedWorld:
         world.pg_backend_config[group] = ",".join(carriers)
         world.pg_to_tag[group] = f"user:{name}"
         world.tags_to_pg.setdefault(f"user:{name}", []).append(group)
-        dist.distributed_c10d._register_process_group(name, group)
+        torch_c10d._register_process_group(name, group)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -63,12 +65,13 @@ class AdoptedWorld:
 
     def close(self) -> None:
         """Remove the group from ``torch.distributed`` again. Its owner ends it."""
-        world: Any = dist.distributed_c10d._world
+        torch_c10d: Any = dist.distributed_c10d
+        world = torch_c10d._world
         for mapping in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_to_tag):
             mapping.pop(self.group, None)
         world.pg_backend_config.pop(self.group, None)
         world.tags_to_pg.pop(f"user:{self.name}", None)
-        dist.distributed_c10d._unregister_process_group(self.name)
+        torch_c10d._unregister_process_group(self.name)
 
 
 def _replace(counter: Counter[str], values: Counter[str]) -> None:

@@ -10,13 +10,15 @@ import argparse
 import json
 import os
 import signal
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torchft import Manager, ProcessGroupGloo
 from torchft.local_sgd import DiLoCo, LocalSGD
 
@@ -48,6 +50,15 @@ def text() -> torch.Tensor:
     return torch.tensor(list(found))
 
 
+def left_over(model: nn.Module) -> float:
+    """Return the squared norm of what was not sent."""
+    return sum(
+        float(each.double().square().sum())
+        for parameter in model.parameters()
+        for each in residuals.residuals_of(parameter)
+    )
+
+
 def forced(spec: str) -> commpass.Policy | str:
     if not spec.startswith("force:"):
         return spec
@@ -62,6 +73,7 @@ def main() -> None:
     parser.add_argument("--outer-steps", type=int, default=8)
     parser.add_argument("--min-replicas", type=int, default=2)
     parser.add_argument("--async-quorum", action="store_true")
+    parser.add_argument("--shard", action="store_true")
     parser.add_argument("--inner", default="inductor")
     parser.add_argument("--buckets", type=int, default=means.BUCKET_BYTES)
     options = parser.parse_args()
@@ -70,6 +82,12 @@ def main() -> None:
     die_at = os.environ.get("DIE_AT", "") if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else ""
 
     model, data = build(), text()
+    if options.shard:
+        dist.init_process_group("gloo")
+        for each in (model[2], model[5]):
+            fully_shard(each)
+        fully_shard(model)
+        commpass.parallel.compress_fsdp(model, forced("force:int8"), strict=True)
     inner = torch.optim.AdamW(model.parameters(), lr=2e-3)
     outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
     state = {"model": model, "inner": inner, "outer": outer}
@@ -129,6 +147,16 @@ def main() -> None:
 
         sent_of._average = counted
 
+    befores = []
+    if integration is not None:
+        average = integration.replicas.average
+
+        def recorded(*given: object) -> None:
+            befores.append(left_over(model))
+            average(*given)
+
+        integration.replicas.average = recorded
+
     criterion, total = nn.CrossEntropyLoss(), 0.0
     numbers = torch.Generator().manual_seed(replica)
     last = -1
@@ -148,20 +176,20 @@ def main() -> None:
         if context is None and local == EVERY:
             integration.step(outer)
         if local == EVERY:
-            digest = sum(p.double().sum().item() for p in model.parameters())
-            left = sum(
-                float(each.double().square().sum())
-                for parameter in model.parameters()
-                for each in residuals.residuals_of(parameter)
-            )
+            local_parts = [
+                p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()
+            ]
+            digest = sum(p.double().sum().item() for p in local_parts)
             line = {
                 "replica": replica,
+                "rank": int(os.environ["RANK"]),
                 "step": manager.current_step(),
                 "committed": manager.current_step() != last,
                 "loss": total / EVERY,
                 "replicas": manager.num_participants(),
                 "digest": digest.hex(),
-                "residual": left,
+                "before": befores,
+                "residual": left_over(model),
                 "restarts": int(os.environ["TORCHELASTIC_RESTART_COUNT"]),
                 "bytes": [integration.bytes.plain, integration.bytes.sent] if integration else None,
                 "codecs": [s.codec for plan in integration.plans for s in plan]
@@ -169,10 +197,12 @@ def main() -> None:
                 else [],
             }
             print(json.dumps(line), flush=True)
+            befores.clear()
             last, total, local = manager.current_step(), 0.0, 0
             if manager.num_participants() < 2:
                 time.sleep(2.0)  # so that the other one can come back
-    sys.stdout.flush()
+    if integration is not None:
+        print("names:", sorted(integration.state_dict()), flush=True)
     manager.shutdown(wait=False)
     os._exit(0)
 

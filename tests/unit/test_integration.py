@@ -17,6 +17,7 @@ from commpass.errors import ParallelError, PolicyError
 from commpass.parallel import InGraph, SSFusion
 from commpass.parallel.ddp import CompressedDDP
 from commpass.parallel.fsdp import CompressedFSDP
+from commpass.parallel.outer import CompressedOuter
 from commpass.parallel.pipeline import CompressedPipeline
 from commpass.parallel.vllm import CollectivePass
 from commpass.policy import Policy
@@ -24,7 +25,7 @@ from commpass.tensorrt import Engines
 
 ALL = (
     *(CompressedDDP, CompressedFSDP, CompressedPipeline, SSFusion),
-    *(InGraph, CollectivePass, Engines),
+    *(CompressedOuter, InGraph, CollectivePass, Engines),
 )
 FOR_AUTHORS = {"acquire", "call", "per"}
 NOTHING = "–"

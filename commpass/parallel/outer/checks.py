@@ -44,7 +44,7 @@ def check_target(
     """Return what the arguments mean. Raise PolicyError if they are not possible."""
     if isinstance(target, nn.Module):
         found = _module(target, group, manager, model)
-    elif type(target).__module__.partition(".")[0] == "torchft" or _is_of_torchft(target):
+    elif _is_of("torchft.local_sgd", target, "LocalSGD", "DiLoCo"):
         from commpass.parallel.outer.torchft import target_of
 
         for name, argument in (("group", group), ("manager", manager)):
@@ -56,15 +56,17 @@ def check_target(
         found = target_of(target, model)
     else:
         needed = "a module, or a LocalSGD or DiLoCo of torchft.local_sgd"
+        if _is_of("torchft.manager", target, "Manager"):
+            needed += ": write compress_outer(model, policy, manager=manager)"
         raise PolicyError(wrong_argument(CALL, "target", target, needed))
     _check_parameters(found.model)
     return found
 
 
-def _is_of_torchft(target: Any) -> bool:
-    """Whether a target is of a subclass of torchft's."""
-    local_sgd = sys.modules.get("torchft.local_sgd")
-    return local_sgd is not None and isinstance(target, (local_sgd.LocalSGD, local_sgd.DiLoCo))
+def _is_of(module: str, value: Any, *names: str) -> bool:
+    """Whether a value is of one of these classes, or of a subclass, if the module is loaded."""
+    loaded = sys.modules.get(module)
+    return loaded is not None and isinstance(value, tuple(getattr(loaded, name) for name in names))
 
 
 def _module(
@@ -73,10 +75,13 @@ def _module(
     if model is not None:
         raise PolicyError(f"{CALL}: model= is for objects of torchft: leave it out for a module")
     if manager is not None:
-        from commpass.parallel.outer.torchft import check_manager
-
         if group is not None:
             raise PolicyError(f"{CALL}: give group= or manager=, not both")
+        if not _is_of("torchft.manager", manager, "Manager"):
+            needed = "a Manager of torchft"
+            raise PolicyError(wrong_argument(CALL, "manager", manager, needed))
+        from commpass.parallel.outer.torchft import check_manager
+
         check_manager(manager)
         return Target(module, type(module).__name__, manager=manager)
     need_group(CALL)

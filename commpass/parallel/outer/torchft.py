@@ -18,7 +18,6 @@ from torchft.manager import Manager
 
 from commpass.errors import CommpassError, PolicyError
 from commpass.parallel.outer.checks import CALL, Target
-from commpass.parallel.refusals import wrong_argument
 
 VERSION = "0.2.0"
 """The version of torchft whose private attributes are known."""
@@ -42,15 +41,12 @@ OF_FRAGMENT = (
 )
 
 
-def check_manager(manager: Any) -> None:
-    """Raise PolicyError or CommpassError for what is no Manager of torchft, or of another
-    version."""
-    if not isinstance(manager, Manager):
-        raise PolicyError(wrong_argument(CALL, "manager", manager, "a Manager of torchft"))
+def check_manager(manager: Manager) -> None:
+    """Raise CommpassError for a Manager of another version."""
     _refuse_other_version(manager, OF_MANAGER)
 
 
-def target_of(target: Any, model: nn.Module | None) -> Target:
+def target_of(target: LocalSGD | DiLoCo, model: nn.Module | None) -> Target:
     """Return the target of an object of torchft."""
     if isinstance(target, LocalSGD):
         _refuse_other_version(target, OF_LOCAL_SGD)
@@ -63,13 +59,8 @@ def target_of(target: Any, model: nn.Module | None) -> Target:
             attach=functools.partial(_attach_local_sgd, target),
             detach=functools.partial(target.__dict__.pop, "_average", None),
         )
-    elif isinstance(target, DiLoCo):
-        found = _diloco(target, model)
     else:
-        needed = "a module, or a LocalSGD or DiLoCo of torchft.local_sgd"
-        if isinstance(target, Manager):
-            needed += ". For a Manager, write compress_outer(model, policy, manager=manager)"
-        raise PolicyError(wrong_argument(CALL, "target", target, needed))
+        found = _diloco(target, model)
     check_manager(found.manager)
     return found
 
@@ -111,13 +102,13 @@ def _diloco(target: DiLoCo, model: nn.Module | None) -> Target:
 
 
 def _attach_local_sgd(target: LocalSGD, integration: Any) -> None:
-    target._average = integration.averaged  # type: ignore[method-assign]
+    target._average = integration.averaged
 
 
 def _attach_diloco(target: DiLoCo, integration: Any) -> None:
     for fragment in target._fragments:
         send = functools.partial(_send_fragment, integration, fragment)
-        fragment._average_grads = send  # type: ignore[method-assign]
+        fragment._average_grads = send
 
 
 def _detach_diloco(target: DiLoCo) -> None:

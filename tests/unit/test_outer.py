@@ -1,0 +1,69 @@
+"""What compress_outer refuses before it needs other ranks, and how it makes buckets."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from refusals import refusals
+from torch import nn
+
+from commpass.distributed.flat import views_of
+from commpass.parallel import compress_outer
+from commpass.parallel.outer import means
+
+
+def test_targets_that_cannot_be_averaged_are_refused():
+    model, frozen = nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False)
+    wrong, no_group, both, model_twice, no_manager = refusals(
+        lambda: compress_outer("model", "off"),
+        lambda: compress_outer(model, "off"),
+        lambda: compress_outer(model, "off", group=object(), manager=object()),
+        lambda: compress_outer(model, "off", model=model),
+        lambda: compress_outer(frozen, "off", manager=object()),
+    )
+    assert "target=str" in wrong
+    assert "LocalSGD or DiLoCo" in wrong
+    assert "init_process_group" in no_group
+    assert "not both" in both
+    assert "leave it out for a module" in model_twice
+    assert "a Manager of torchft" in no_manager
+
+
+def test_parameters_that_cannot_be_sent_are_refused():
+    complex_model = nn.Module()
+    complex_model.register_parameter("phase", nn.Parameter(torch.zeros(3, dtype=torch.complex64)))
+    with mock.patch("commpass.parallel.outer.checks.need_group"):
+        with mock.patch("torch.distributed.ProcessGroup", object):
+            frozen, is_complex, no_values = refusals(
+                lambda: compress_outer(nn.Linear(2, 2).requires_grad_(False), "off", group=1),
+                lambda: compress_outer(complex_model, "off", group=1),
+                lambda: compress_outer(nn.Linear(2, 2, device="meta"), "off", group=1),
+            )
+        (group,) = refusals(lambda: compress_outer(nn.Linear(2, 2), "off", group=1))
+    assert "no parameter that requires a gradient" in frozen
+    assert "phase is torch.complex64" in is_complex
+    assert "weight is on the meta device" in no_values
+    assert "group=int" in group
+
+
+@pytest.mark.parametrize(
+    ("most", "wanted"),
+    [(10**6, [[1], [0, 2, 4]]), (48, [[1], [0], [2, 4]]), (1, [[1], [0], [2], [4]])],
+)
+def test_buckets_have_one_dtype_and_a_limited_size(most, wanted):
+    sizes = [(10, torch.float32), (9, torch.bfloat16), (8, torch.float32), (0, torch.float32)]
+    sizes += [(4, torch.float32)]
+    values = [torch.zeros(size, dtype=dtype) for size, dtype in sizes]
+    with mock.patch.object(means, "BUCKET_BYTES", most):
+        assert list(means.buckets(values, values)) == wanted
+
+
+def test_views_have_the_layout_of_parameters():
+    parameters = [torch.empty(2, 3), torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last)]
+    flat = torch.arange(126.0)
+    views = views_of(flat, parameters)
+    assert [view.shape for view in views] == [each.shape for each in parameters]
+    assert [view.stride() for view in views] == [each.stride() for each in parameters]
+    assert sorted(torch.cat([view.reshape(-1) for view in views]).tolist()) == flat.tolist()
