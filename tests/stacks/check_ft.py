@@ -60,10 +60,18 @@ def lighthouse(replicas: int) -> Iterator[str]:
             started.wait()
 
 
-def run(name: str, least: int, command: Sequence[str], dies: str = "", ranks: int = 1) -> list[str]:
+def run(
+    name: str,
+    least: int,
+    command: Sequence[str],
+    dies: str = "",
+    ranks: int = 1,
+    fails: bool = False,
+) -> list[str]:
     """Run two replicas of a program until both end. Return what they printed.
 
-    ``least`` replicas are enough for a quorum; ``dies`` is when replica 1 dies.
+    ``least`` replicas are enough for a quorum; ``dies`` is when replica 1 dies. With ``fails`` both
+    must fail.
     """
     start = time.monotonic()
     outputs = [BUILD / f"{name}-{replica}.log" for replica in range(2)]
@@ -73,7 +81,7 @@ def run(name: str, least: int, command: Sequence[str], dies: str = "", ranks: in
             settings = {"TORCHFT_LIGHTHOUSE": address, "REPLICA_GROUP_ID": str(replica)}
             settings |= {"OMP_NUM_THREADS": "1", "DIE_AT": dies if replica else ""}
             agent = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-            agent += ["--max-restarts", "2", "--monitor-interval", "0.5"]
+            agent += ["--max-restarts", "0" if fails else "2", "--monitor-interval", "0.5"]
             agent += ["--master-port", str(free_port()), *command]
             with output.open("w") as log:
                 started.append(
@@ -93,7 +101,9 @@ def run(name: str, least: int, command: Sequence[str], dies: str = "", ranks: in
                     os.killpg(each.pid, signal.SIGKILL)
     texts = [output.read_text() for output in outputs]
     print(f"{name:35} {time.monotonic() - start:4.0f} s", flush=True)
-    if any(codes):
+    if fails:
+        check(all(codes), "both replicas end with an error")
+    elif any(codes):
         raise SystemExit(f"{name} failed: {codes}\n" + texts[codes.index(max(codes))][-3000:])
     return texts
 
@@ -195,6 +205,14 @@ def check_death_between_steps(method: str, *options: str) -> None:
     check_equal(lines)
 
 
+def check_policies() -> None:
+    """Check that replicas with different policies do not train, nor try for ever."""
+    command = [str(HERE / "ft_replica.py"), "diloco", *TOPK, "--policy-of-1", "force:int8"]
+    texts = run("diloco, two policies", 2, command, fails=True)
+    said = [re.search(r"PlanMismatch: .*", text) for text in texts]
+    check(all(said), "both say that their plans differ")
+
+
 def check_shards() -> None:
     """Check replicas of two ranks each, which shard the model by FSDP2, compressed as well."""
     command = [str(HERE / "ft_replica.py"), "diloco", *TOPK, "--shard", "--outer-steps", "4"]
@@ -215,6 +233,7 @@ def main() -> None:
     check_death_between_steps("diloco")
     check_death_between_steps("localsgd")
     check_shards()
+    check_policies()
 
 
 if __name__ == "__main__":

@@ -74,11 +74,14 @@ def main() -> None:
     parser.add_argument("--min-replicas", type=int, default=2)
     parser.add_argument("--async-quorum", action="store_true")
     parser.add_argument("--shard", action="store_true")
+    parser.add_argument("--policy-of-1", default="")
     parser.add_argument("--inner", default="inductor")
     parser.add_argument("--buckets", type=int, default=means.BUCKET_BYTES)
     options = parser.parse_args()
     means.BUCKET_BYTES = options.buckets
     replica = int(os.environ["REPLICA_GROUP_ID"])
+    if replica and options.policy_of_1:
+        options.policy = options.policy_of_1
     die_at = os.environ.get("DIE_AT", "") if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else ""
 
     model, data = build(), text()
