@@ -194,6 +194,7 @@ def check_death_in_a_step(method: str, *options: str, discarded: int = 1) -> Non
 
 def check_death_between_steps(method: str, *options: str) -> None:
     command = [str(HERE / "ft_replica.py"), method, *TOPK, "--outer-steps", "16", *options]
+    command += ["--min-replicas", "1"]
     lines = lines_of(run(f"{method}, a replica alone", 1, command, "3"))
     alone = [line for line in lines[0] if line["replicas"] == 1 and line["step"] > 3]
     check(len(alone) > 0, f"the survivor made {len(alone)} outer steps alone")

@@ -137,7 +137,7 @@ def check_same_model(parameters: Mapping[str, nn.Parameter], mesh: DeviceMesh) -
 
 
 def check_same_parameters(
-    parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, where: str, device: str
+    parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, subject: str, device: str
 ) -> None:
     """Raise ParallelError, on all ranks of a group, if their parameters differ in name or shape."""
     size = group.size()
@@ -159,7 +159,7 @@ def check_same_parameters(
         for first_line, line in zip([*models[0], "nothing"], [*model, "nothing"], strict=False):
             if first_line != line:
                 raise ParallelError(
-                    f"the ranks of {where} have different models: rank 0 of it has"
+                    f"the ranks of {subject} have different models: rank 0 of it has"
                     f" {first_line}, rank {rank} has {line}"
                 )
 

@@ -44,7 +44,7 @@ def check_target(
     """Return what the arguments mean. Raise PolicyError if they are not possible."""
     if isinstance(target, nn.Module):
         found = _module(target, group, manager, model)
-    elif _is_of("torchft.local_sgd", target, "LocalSGD", "DiLoCo"):
+    elif _is_instance("torchft.local_sgd", target, "LocalSGD", "DiLoCo"):
         from commpass.parallel.outer.torchft import target_of
 
         for name, argument in (("group", group), ("manager", manager)):
@@ -56,14 +56,14 @@ def check_target(
         found = target_of(target, model)
     else:
         needed = "a module, or a LocalSGD or DiLoCo of torchft.local_sgd"
-        if _is_of("torchft.manager", target, "Manager"):
+        if _is_instance("torchft.manager", target, "Manager"):
             needed += ": write compress_outer(model, policy, manager=manager)"
         raise PolicyError(wrong_argument(CALL, "target", target, needed))
     _check_parameters(found.model)
     return found
 
 
-def _is_of(module: str, value: Any, *names: str) -> bool:
+def _is_instance(module: str, value: Any, *names: str) -> bool:
     """Whether a value is of one of these classes, or of a subclass, if the module is loaded."""
     loaded = sys.modules.get(module)
     return loaded is not None and isinstance(value, tuple(getattr(loaded, name) for name in names))
@@ -77,7 +77,7 @@ def _module(
     if manager is not None:
         if group is not None:
             raise PolicyError(f"{CALL}: give group= or manager=, not both")
-        if not _is_of("torchft.manager", manager, "Manager"):
+        if not _is_instance("torchft.manager", manager, "Manager"):
             needed = "a Manager of torchft"
             raise PolicyError(wrong_argument(CALL, "manager", manager, needed))
         from commpass.parallel.outer.torchft import check_manager
