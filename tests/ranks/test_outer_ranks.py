@@ -128,7 +128,8 @@ def compared_with_by_hand(policy, diloco: bool, bucket_bytes: int, steps: int = 
         return (away / learned) ** 0.5, same_on_all(model.parameters()), codecs, sent
 
 
-@pytest.mark.parametrize("diloco", [False, True])
+@pytest.mark.rest_slow(1)
+@pytest.mark.parametrize("diloco", [True, False])
 def test_uncompressed_outer_steps_are_those_by_hand(diloco, ranks2):
     for away, same, codecs, _ in ranks2.run(compared_with_by_hand, "off", diloco, 2000):
         assert away == 0.0
@@ -245,6 +246,7 @@ def continued():
     )
 
 
+@pytest.mark.slow
 def test_checkpoint_continues_with_the_same_bits(ranks2):
     assert ranks2.run(continued) == [(True, True)] * 2
 
@@ -274,6 +276,7 @@ def undone():
     return all(equal), any(other), all(zeros), all(dropped)
 
 
+@pytest.mark.slow
 def test_snapshot_undoes_a_step(ranks2):
     assert ranks2.run(undone) == [(True, False, True, True)] * 2
 
