@@ -164,7 +164,7 @@ def main() -> None:
     numbers = torch.Generator().manual_seed(replica)
     last = -1
     context = context.__enter__() if context is not None else None
-    local = 0
+    local = alone = 0
     while manager.current_step() < options.outer_steps:
         starts = torch.randint(len(data) - CONTEXT - 1, (32,), generator=numbers)
         batch = torch.stack([data[start : start + CONTEXT + 1] for start in starts])
@@ -202,8 +202,9 @@ def main() -> None:
             print(json.dumps(line), flush=True)
             befores.clear()
             last, total, local = manager.current_step(), 0.0, 0
-            if manager.num_participants() < 2:
-                time.sleep(2.0)  # so that the other one can come back
+            alone = alone + 1 if manager.num_participants() < 2 else 0
+            if alone:  # so that the other one can come back
+                time.sleep(2.0 if alone < 4 else 8.0)
     if integration is not None:
         print("names:", sorted(integration.state_dict()), flush=True)
     manager.shutdown(wait=False)
