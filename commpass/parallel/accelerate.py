@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from accelerate import Accelerator
 from torch import nn
@@ -21,6 +22,8 @@ from commpass.parallel.ddp import CompressedDDP
 from commpass.parallel.trainers import checked_options, compress_wrapped, load_state, save_state
 
 CALL = "commpass.parallel.accelerate.compress"
+_models: WeakKeyDictionary[Accelerator, int] = WeakKeyDictionary()
+"""How many models of an accelerator have error feedback: each has its own folder."""
 
 
 def compress(
@@ -40,20 +43,16 @@ def compress(
     integration = compress_wrapped(CALL, model, given)
     if not isinstance(integration, CompressedDDP):  # FSDP2 keeps no error feedback
         return integration
-    made = integration
+    made, number = integration, _models.get(accelerator, 0)
+    _models[accelerator] = number + 1
+    name = f"commpass_{number}" if number else "commpass"
 
     def save(models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
-        save_state(made, _folder(models, model, output_dir))
+        save_state(made, Path(output_dir) / name)
 
     def load(models: list[nn.Module], input_dir: str) -> None:
-        load_state(CALL, made, _folder(models, model, input_dir))
+        load_state(CALL, made, Path(input_dir) / name)
 
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)
     return integration
-
-
-def _folder(models: list[nn.Module], model: nn.Module, checkpoint: str) -> Path:
-    """Return the folder of a model's error feedback in a checkpoint."""
-    number = next(number for number, each in enumerate(models) if each is model)
-    return Path(checkpoint) / ("commpass" if number == 0 else f"commpass_{number}")

@@ -44,6 +44,10 @@ class Compress(Callback):
         self._module: weakref.ref[nn.Module] | None = None
         self._loaded: dict[str, Tensor] = {}
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forget error feedback that a test or validation has read from its checkpoint."""
+        self._loaded = {}
+
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Compress what the model sends: Lightning has wrapped it, and nothing was sent yet."""
         model = trainer.strategy.model

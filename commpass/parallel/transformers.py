@@ -104,7 +104,7 @@ class Compress(TrainerCallback):
         folders = [Path(given)] if given and os.path.isdir(given) else []
         folders.append(_checkpoint(args, state))
         for folder in folders:
-            if _is_of(folder, state):
+            if _has_history(folder, state):
                 load_state(CALL, integration, folder / FOLDER)
                 return
         log.warning(NOT_FOUND, CALL, state.global_step, args.output_dir)
@@ -115,7 +115,7 @@ def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
     return Path(args.output_dir) / f"checkpoint-{state.global_step}"
 
 
-def _is_of(folder: Path, state: TrainerState) -> bool:
+def _has_history(folder: Path, state: TrainerState) -> bool:
     """Return whether a folder is the checkpoint that a trainer's state was read from."""
     file = folder / STATE_FILE
     if not file.is_file():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +55,9 @@ def sharded(folder: Path) -> LlamaForCausalLM:
     """Return the model, sharded by FSDP2 as transformers loads it."""
     from transformers.distributed import DistributedConfig
 
-    llama().save_pretrained(folder)
+    if torch.distributed.get_rank() == 0:
+        llama().save_pretrained(folder)
+    torch.distributed.barrier()
     return LlamaForCausalLM.from_pretrained(
         folder, distributed_config=DistributedConfig(fsdp_size=2)
     )
@@ -87,7 +88,7 @@ def main() -> None:
         resume_from_checkpoint=given.get("resume"),  # Trainer does not read it; commpass does
     )
     trainer = transformers.Trainer(
-        model=sharded(folder / os.environ["RANK"]) if fsdp else llama(),
+        model=sharded(folder / "model") if fsdp else llama(),
         args=arguments,
         train_dataset=Bytes(rows(given.get("rows", 500))),  # its last batch has 10 a rank
         eval_dataset=Bytes(rows(64, start=4096)),
