@@ -18,12 +18,11 @@ from accelerate import Accelerator
 from torch import nn
 
 from commpass.distributed.integration import Integration
-from commpass.parallel.ddp import CompressedDDP
 from commpass.parallel.trainers import checked_options, compress_wrapped, load_state, save_state
 
 CALL = "commpass.parallel.accelerate.compress"
 _models: WeakKeyDictionary[Accelerator, int] = WeakKeyDictionary()
-"""How many models of an accelerator have error feedback: each has its own folder."""
+"""How many models of an accelerator are compressed: each has a folder of its own."""
 
 
 def compress(
@@ -41,8 +40,8 @@ def compress(
     """
     given = checked_options(CALL, {"policy": policy, **options})
     integration = compress_wrapped(CALL, model, given)
-    if not isinstance(integration, CompressedDDP):  # FSDP2 keeps no error feedback
-        return integration
+    if integration is None:
+        return None
     made, number = integration, _models.get(accelerator, 0)
     _models[accelerator] = number + 1
     name = f"commpass_{number}" if number else "commpass"
