@@ -1,6 +1,6 @@
 """What the scripts of the four trainers share: a small model of bytes, its text, and their results.
 
-A script runs one training as its options say (JSON in its first argument), and writes what each
+A script runs one training as its options say (JSON in its last argument), and writes what each
 rank found to the folder ``out``.
 """
 
@@ -45,7 +45,7 @@ class NextByte(nn.Module):
 
 def options() -> dict[str, Any]:
     """Return the options of this script."""
-    return json.loads(sys.argv[1])
+    return json.loads(sys.argv[-1])
 
 
 def write(given: dict[str, Any], rank: int, losses: list[float], model: Any, **more: Any) -> None:
