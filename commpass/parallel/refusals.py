@@ -49,7 +49,7 @@ ALL = (
 )
 """What to call for a model without data parallelism."""
 DEEPSPEED = (
-    ", but is DeepSpeed's engine, which sends gradients itself and has no place for a hook. With"
+    ", but is DeepSpeed's engine, which sends gradients itself and takes no comm hook. With"
     " ZeRO 0, give the engine a DistributedDataParallel model, compress that, and call"
     " engine.backward inside engine.no_sync(). Instead of ZeRO 1 to 3 use fully_shard and"
     " compress_fsdp"
