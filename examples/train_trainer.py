@@ -4,8 +4,8 @@ gradients.
     torchrun --nproc-per-node 2 examples/train_trainer.py
     torchrun --nproc-per-node 2 examples/train_trainer.py --policy aggressive --link-gbit 0.1
 
-Needs ``transformers`` and ``accelerate``. Only ``Compressed`` is specific to commpass: a callback
-that calls ``compress_ddp`` once Trainer has wrapped the model in DDP.
+Needs ``transformers`` and ``accelerate``. Only ``compress`` is specific to commpass: a callback
+that compresses what the model sends once Trainer has wrapped it in DDP.
 """
 
 from __future__ import annotations
@@ -21,22 +21,9 @@ from common import CONTEXT, HEAD, mean, read_texts
 from torch import Tensor
 
 import commpass
-from commpass.parallel import compress_ddp
+from commpass.parallel.transformers import compress
 
 BATCH = 8  # sequences per step and rank
-
-
-class Compressed(transformers.TrainerCallback):
-    """Compress the gradients under a policy, from the beginning of the training."""
-
-    def __init__(self, trainer: transformers.Trainer, policy: str, profile: Any):
-        self.trainer, self.policy, self.profile = trainer, policy, profile
-        self.integration: Any = None
-
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self.integration = compress_ddp(
-            self.trainer.model_wrapped, self.policy, profile=self.profile
-        )
 
 
 class Windows(torch.utils.data.Dataset):
@@ -98,8 +85,7 @@ def train(
             eval_dataset=Windows(held_out, 16 * BATCH),
         )
         trainer.remove_callback(transformers.PrinterCallback)
-        compressed = Compressed(trainer, policy, profile)
-        trainer.add_callback(compressed)
+        compressed = compress(trainer, policy, profile=profile)
         trainer.train()
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         return losses, mean(trainer.evaluate()["eval_loss"]), compressed.integration

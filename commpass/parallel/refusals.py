@@ -48,10 +48,18 @@ ALL = (
     " commpass.parallel.shard(model, mesh) or replicate(model, mesh) for a compiled model"
 )
 """What to call for a model without data parallelism."""
+DEEPSPEED = (
+    ", but is DeepSpeed's engine, which sends gradients itself and takes no comm hook. With"
+    " ZeRO 0, give the engine a DistributedDataParallel model, compress that, and call"
+    " engine.backward inside engine.no_sync(). Instead of ZeRO 1 to 3 use fully_shard and"
+    " compress_fsdp"
+)
 
 
 def instead(model: object, call: str) -> str:
     """Return what to call, or to pass to ``call``, for a model that is not one of its models."""
+    if any(kind.__module__.startswith("deepspeed.") for kind in type(model).__mro__):
+        return DEEPSPEED
     for path, module in model.named_modules() if isinstance(model, nn.Module) else ():
         for kind, noun, right in _RIGHT:
             if isinstance(module, kind):

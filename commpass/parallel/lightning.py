@@ -1,0 +1,79 @@
+"""Lightning: a callback that compresses what ranks send.
+
+    from commpass.parallel.lightning import Compress
+
+    trainer = lightning.Trainer(strategy="ddp", devices=8, callbacks=[Compress("balanced")])
+
+It works with the strategies of DDP and with ``ModelParallelStrategy`` and FSDP2's ``fully_shard``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+
+from commpass.distributed.integration import Integration
+from commpass.distributed.state import load_state_dict
+from commpass.parallel.trainers import (
+    checked_options,
+    compress_wrapped,
+    gathered_state,
+    log_summary,
+)
+
+CALL = "commpass.parallel.lightning.Compress"
+
+
+class Compress(Callback):
+    """Compress what the model sends while it is fitted, under a policy.
+
+    The options are ``profile``, ``strict``, ``dump`` and ``timeout`` of ``compress_ddp`` and
+    ``compress_fsdp``. ``integration`` is what they return: it has plans and bytes. It is None
+    before ``fit``, and in a job of one rank. Error feedback of all ranks is part of the trainer's
+    checkpoints. The first rank gathers it in its memory.
+
+    Raise PolicyError for an unknown option, policy or profile.
+    """
+
+    def __init__(self, policy: Any = "lossless", **options: Any):
+        self.options = checked_options(CALL, {"policy": policy, **options})
+        self.integration: Integration | None = None
+        self._module: weakref.ref[nn.Module] | None = None
+        self._loaded: dict[str, Tensor] = {}
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forget error feedback that a test or validation has read from its checkpoint."""
+        self._loaded = {}
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Compress what the model sends: Lightning has wrapped it, and nothing was sent yet."""
+        model = trainer.strategy.model
+        assert model is not None
+        self.integration = compress_wrapped(CALL, model, self.options)
+        self._module = weakref.ref(pl_module)  # it stays when Lightning removes its wrapper
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Load the error feedback of the checkpoint that the trainer has loaded."""
+        loaded, self._loaded = self._loaded, {}
+        if self.integration is not None and loaded:
+            load_state_dict(loaded, pl_module)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the error feedback of all ranks on the first one, which writes the checkpoint."""
+        module = self._module() if self._module is not None else None
+        if self.integration is None or module is None:
+            return {}
+        return gathered_state(module)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep error feedback until training starts."""
+        self._loaded = dict(state_dict)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Let the model send as without this callback, once it is fitted."""
+        if self.integration is not None and not self.integration.closed:
+            log_summary(self.integration)
+            self.integration.close()
