@@ -1,4 +1,4 @@
-# make demo | make test [TORCH=2.15.0] [SHARE=text] | make test-slow | make test-all | make test-bench | make scenarios | make fuzz [MINUTES=30] | make mutants | make stacks [STACK=titan] | make gpu | make format | make docs | make tools | make clean
+# make demo | make test [TORCH=2.15.0] [SHARE=text] | make test-slow | make test-all | make test-bench | make scenarios | make fuzz [MINUTES=30] | make mutants | make stacks [STACK=titan] | make peers CHECKOUT=DIR | make wheel | make gpu | make format | make docs | make tools | make clean
 PYTHON ?= python3
 PINNED := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH ?= $(PINNED)
@@ -13,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE =
 
 STACK ?= vllm titan
 
-.PHONY: demo test test-slow test-all test-bench scenarios fuzz mutants stacks gpu check format docs tools clean setup
+.PHONY: demo test test-slow test-all test-bench scenarios fuzz mutants wheel stacks peers gpu check format docs tools clean setup
 
 demo: $(READY)
 	$(VENV)/bin/python examples/train_tp.py --ranks 2
@@ -50,9 +50,17 @@ fuzz: $(READY)
 mutants: $(READY)
 	PYTHONPATH=tests $(VENV)/bin/python -m mutants
 
+# A wheel, to install elsewhere, until there is a release on an index.
+wheel:
+	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist .
+
 # The real libraries that run models, each in an environment of its own, with commpass in them.
 stacks: $(STACK:%=.venv-%/ready)
 	for stack in $(STACK); do .venv-$$stack/bin/python tests/stacks/check_$$stack.py || exit 1; done
+
+# PyTorch's own tests of collectives, from a checkout of it at the pinned version, plain and with commpass.
+peers: .venv-peers/ready
+	PYTHONPATH=tests .venv-peers/bin/python -m peers $(CHECKOUT)
 
 .venv-%/ready: tests/stacks/%.txt constraints.txt pyproject.toml
 	$(PYTHON) -m venv .venv-$*

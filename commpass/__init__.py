@@ -6,6 +6,7 @@ Public names are imported on first access. ``import commpass`` is therefore chea
 line reads dumps without importing torch.
 """
 
+import difflib
 import sys
 from importlib import import_module
 from types import ModuleType
@@ -134,7 +135,18 @@ def _submodule(name: str) -> ModuleType:
         if error.name != where:
             raise
     here = sys.modules[__name__]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=here)
+    text = f"module {__name__!r} has no attribute {name!r}{_hint(name)}"
+    raise AttributeError(text, name=name, obj=here)
+
+
+def _hint(name: str) -> str:
+    """Return where a name of ``commpass.parallel`` is, as the end of a message. Python itself
+    suggests names of this module."""
+    if name.startswith("_"):
+        return ""
+    names = import_module(f"{__name__}.parallel").__all__
+    close = difflib.get_close_matches(name, names, 1, 0.8)
+    return f": write commpass.parallel.{close[0]}" if close else ""
 
 
 def __dir__() -> list[str]:

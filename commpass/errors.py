@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Iterable
 from numbers import Real
 from typing import Any
@@ -93,6 +94,22 @@ def _one_slip(wrong_name: str, name: str) -> bool:
     steps = difflib.SequenceMatcher(None, wrong_name, name).get_opcodes()
     sizes = [max(b - a, d - c) for what, a, b, c, d in steps if what != "equal"]
     return len(wrong_name) > 1 and (sizes == [1] or sorted(wrong_name) == sorted(name))
+
+
+_PYTHON = {"null": "None", "array": "list", "object": "dict"}
+"""Python's names of JSON's types."""
+
+
+def type_reason(error: Exception) -> str:
+    """Return the reason of an error of msgspec with Python's names of types: "expected float or
+    None, got str"."""
+    text = str(error)
+
+    def named(found: re.Match[str]) -> str:
+        kinds = [_PYTHON.get(each, each) for each in found[1].split(" | ")]
+        return " or ".join(kinds)
+
+    return text[:1].lower() + re.sub(r"`([a-z0-9| ]+)`", named, text[1:])
 
 
 def check_number(

@@ -41,10 +41,10 @@ class Engines(Integration):
         self.settings: Mapping[str, Any] = settings
         try:
             self.compiler = importlib.import_module("torch_tensorrt.dynamo.backend")
-        except ImportError as error:
+        except Exception as error:  # without TensorRT's libraries, its import raises Exception
             raise PolicyError(
                 'inner="tensorrt" needs torch-tensorrt, which cannot be imported here'
-                f" ({error}): pip install torch-tensorrt, the release of this torch"
+                f" ({error}): pip install 'commpass[tensorrt]', with the release of this torch"
                 f" ({torch.__version__}), on a machine with TensorRT and an NVIDIA GPU"
             ) from error
 

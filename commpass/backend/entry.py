@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import fx
 
@@ -19,7 +20,25 @@ from commpass.errors import PolicyError, nearest
 from commpass.policy import Policy
 from commpass.tensorrt import Engines
 
+Made = TypeVar("Made", bound=Callable[..., Any])
 
+
+def _called_first(function: Made) -> Made:
+    """Tell users who give the function itself to ``torch.compile`` to call it."""
+
+    @functools.wraps(function)
+    def checked(*given: Any, **options: Any) -> Any:
+        if given and isinstance(given[0], fx.GraphModule):
+            raise PolicyError(
+                "backend=commpass.backend is the function that makes a backend: call it, with a"
+                ' policy: torch.compile(model, backend=commpass.backend("balanced"))'
+            )
+        return function(*given, **options)
+
+    return checked  # type: ignore[return-value]
+
+
+@_called_first
 def backend(
     policy: str | Path | Policy = "lossless",
     *,

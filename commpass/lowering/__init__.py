@@ -3,6 +3,7 @@
 from commpass.lowering.generated import (
     caller,
     has_kernels,
+    slower_reason,
     unsupported_product_reason,
     unsupported_reason,
 )
@@ -18,6 +19,7 @@ __all__ = [
     "form_of",
     "has_kernels",
     "make",
+    "slower_reason",
     "unsupported_product_reason",
     "unsupported_reason",
 ]

@@ -31,6 +31,15 @@ def unsupported_reason(chain: Chain, numel: int, device: torch.device) -> str:
     return supported.unsupported_reason(chain, numel)
 
 
+def slower_reason(chain: Chain, device: torch.device) -> str:
+    """Return why the kernel of a chain, which can be generated, takes longer than two, or ""."""
+    if device.type == "cpu":
+        return ""
+    from commpass.lowering.gpu import supported
+
+    return supported.slower_reason(chain)
+
+
 def has_kernels(codec: Codec, numel: int, device: torch.device) -> bool:
     """Whether a GPU has kernels for a codec, for rows of ``numel`` values."""
     if isinstance(codec, ExponentCodec):

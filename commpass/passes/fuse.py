@@ -140,7 +140,7 @@ def _fuse_site(
         longer, missed = with_epilogue(run, encodes, read)
         if missed:
             found.missed.append(missed)
-        reasons = {each: _unsupported_reason(each) for each in longer}
+        reasons = {each: _unsupported_reason(each) or _slower_reason(each) for each in longer}
         chosen = next((each for each in reversed(longer) if not reasons[each]), run)
         if longer and longer[-1] is not chosen:
             longest = longer[-1]
@@ -162,6 +162,10 @@ def _unsupported_reason(run: Run) -> str:
     if not _side_by_side(run.source):
         return "its values do not lie side by side"
     return lowering.unsupported_reason(run.chain, run.numel, run.source.meta["val"].device)
+
+
+def _slower_reason(run: Run) -> str:
+    return lowering.slower_reason(run.chain, run.source.meta["val"].device)
 
 
 def _side_by_side(node: fx.Node) -> bool:

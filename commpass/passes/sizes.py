@@ -123,7 +123,9 @@ def _bounds(tracked: Any) -> list[tuple[torch.SymInt, Any]]:
     """Return the symbolic lengths of a Dynamo input, each with the user's constraint."""
     lengths = getattr(tracked.fake, "shape", ())
     bounds = getattr(tracked.symbolic_context, "constraint_sizes", ())
-    return [pair for pair in zip(lengths, bounds) if isinstance(pair[0], torch.SymInt)]  # noqa: B905
+    return [
+        pair for pair in zip(lengths, bounds, strict=False) if isinstance(pair[0], torch.SymInt)
+    ]
 
 
 def with_limits(plan: Sequence[PlannedSite], limits: dict[str, Limit]) -> tuple[PlannedSite, ...]:

@@ -17,7 +17,7 @@ import msgspec
 
 from commpass import groups
 from commpass.collectives import DEFAULTS
-from commpass.errors import PolicyError, nearest
+from commpass.errors import PolicyError, nearest, type_reason
 from commpass.plan import Site
 from commpass.policy import presets
 from commpass.policy.lowbit import MAX_ERROR, SHARE, lowbit_rules
@@ -382,7 +382,7 @@ def _build(
             base[key] = msgspec.convert(value, types[key])
             kind(**{key: base[key]})
         except msgspec.ValidationError as error:
-            raise PolicyError(f"{place}: {key}: {str(error)[0].lower()}{str(error)[1:]}") from error
+            raise PolicyError(f"{place}: {key}: {type_reason(error)}") from error
         except PolicyError as error:
             raise PolicyError(f"{place}: {error}") from error
     try:

@@ -13,7 +13,7 @@ import msgspec
 
 from commpass.codecs import codec as codec_named
 from commpass.collectives import DEFAULTS, MOST_CHUNKS, algorithm, check_name, find_algorithm
-from commpass.errors import PolicyError, nearest
+from commpass.errors import PolicyError, nearest, type_reason
 from commpass.plan import SINGLE_KERNEL, Site
 from commpass.plan.kinds import IN_GRAPHS
 from commpass.policy.paths import star
@@ -63,9 +63,8 @@ class Named:
             try:
                 msgspec.convert(value, expected)
             except msgspec.ValidationError as error:
-                reason = str(error)[0].lower() + str(error)[1:]
                 raise PolicyError(
-                    f"{type(self).__name__}({field.name}={value!r}): {reason}"
+                    f"{type(self).__name__}({field.name}={value!r}): {type_reason(error)}"
                 ) from None
 
 

@@ -115,6 +115,18 @@ def test_gpu_kernel_has_one_size_of_blocks(fake_group):
     assert f"in one kernel each: encode, {WHOLE}" in plan.sites[0].reason
 
 
+@pytest.mark.slow
+def test_gpu_kernel_of_a_norm_leaves_a_rotation_to_another_kernel(fake_group):
+    pytest.importorskip("triton", reason="kernels are written in Triton")
+    from test_fuse import run as run_on_card
+
+    fake_group(RANKS)
+    *_, plan = run_on_card(layer, unchecked("rotated"), *inputs(BF16))
+    done, _, missed = plan.sites[0].reason.partition("; not fused: ")
+    assert done.endswith("add+norm")
+    assert "norm+encode: rotated encodes faster in a kernel of its own" in missed
+
+
 def test_encode_of_an_inline_site_is_left_to_the_compiler(fake_group):
     fake_group(RANKS)
     rules = [

@@ -580,23 +580,6 @@ def listening():
         logging.getLogger("commpass").removeHandler(handler)
 
 
-def hybrid() -> None:
-    """Shards of two ranks, each held twice: FSDP2 itself does the all_reduce over the replicas, and
-    one warning reports this."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "fsdp"))
-    weights = []
-    for on in (False, True):
-        model = sharded(Net(), mesh=mesh)
-        policy = Policy(rules=[Rule(codec="raw", group="fsdp", force=True)])
-        with listening() as said:
-            integration = opened(model, policy) if on else None
-        plain_steps(model, adam(model), 3)
-        weights.append(whole(model))
-    assert same(*weights)
-    assert sum("all_reduce" in each for each in said) == 1
-    assert all(plan.compressed and plan.sites[0].group_size == 2 for plan in integration.plans)
-
-
 def fewer() -> None:
     """Backward's gather over two of four ranks starts from rounded weights, and is not
     compressed."""
@@ -611,8 +594,7 @@ def fewer() -> None:
 
 
 @pytest.mark.every
-def test_meshes_of_replicas_and_of_fewer_ranks_after_forward(ranks4):
-    ranks4.run(hybrid)
+def test_shards_of_fewer_ranks_after_forward(ranks4):
     ranks4.run(fewer)
 
 

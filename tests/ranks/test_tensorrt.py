@@ -143,7 +143,7 @@ def test_training_is_refused(fake_group, stand_in):
 
 def test_error_without_torch_tensorrt_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch_tensorrt", None)
-    with pytest.raises(PolicyError, match=r"needs torch-tensorrt.*pip install torch-tensorrt"):
+    with pytest.raises(PolicyError, match=r"needs torch-tensorrt.*pip install 'commpass\[tensorrt"):
         commpass.backend("balanced", inner="tensorrt")
     with pytest.raises(PolicyError, match="'tensorrt'"):
         commpass.backend("balanced", inner="tensort")
@@ -167,3 +167,15 @@ def test_writes_keep_their_place(fake_group):
     assert before.tolist() == [0, 0]
     assert torch.equal(after, -summed)
     assert torch.equal(state, summed)
+
+
+def test_error_without_the_libraries_of_tensorrt_names_them(monkeypatch, tmp_path):
+    """As torch-tensorrt 2.13 raises it where it is installed alone."""
+    (tmp_path / "torch_tensorrt").mkdir()
+    text = "raise Exception('Could not find libnvinfer.so.11')\n"
+    (tmp_path / "torch_tensorrt" / "__init__.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torch_tensorrt", raising=False)
+    monkeypatch.delitem(sys.modules, "torch_tensorrt.dynamo.backend", raising=False)
+    with pytest.raises(PolicyError, match=r"cannot be imported here \(Could not find libnvinfer"):
+        commpass.backend("balanced", inner="tensorrt")

@@ -142,6 +142,20 @@ def test_name_that_is_not_there_is_an_error_that_python_knows_how_to_tell():
         from commpass import bakend  # noqa: F401
 
 
+@pytest.mark.parametrize("name", ["compress_ddp", "compres_ddp"])
+def test_name_of_parallel_is_an_error_that_says_where_it_is(name):
+    with pytest.raises(AttributeError, match=r"write commpass\.parallel\.compress_ddp"):
+        getattr(commpass, name)
+    with pytest.raises(AttributeError, match=r"has no attribute 'polcy'$"):
+        commpass.polcy  # noqa: B018
+
+
+def test_backend_that_was_not_called_is_an_error_that_says_so():
+    compiled = torch.compile(torch.sin, backend=commpass.backend)
+    with pytest.raises(Exception, match=r"call it, with a policy.*backend\(\"balanced\"\)"):
+        compiled(torch.ones(2))
+
+
 def test_error_inside_a_submodule_is_raised_as_it_is(monkeypatch, tmp_path):
     (tmp_path / "faulty.py").write_text("import no_such_module_anywhere\n")
     monkeypatch.setattr(commpass, "__path__", [*commpass.__path__, str(tmp_path)])

@@ -613,11 +613,11 @@ REFUSED = {
     "too many chunks of a policy": (lambda: Policy(chunks=65), ["chunks=65", "from 1 to 64"]),
     "chunks as a text": (
         lambda: Rule(chunks="4"),
-        ["Rule(chunks='4')", "expected `int | null`, got `str`"],
+        ["Rule(chunks='4')", "expected int or None, got str"],
     ),
     "half a chunk": (
         lambda: Policy(chunks=1.5),
-        ["Policy(chunks=1.5)", "expected `int | null`, got `float`"],
+        ["Policy(chunks=1.5)", "expected int or None, got float"],
     ),
     "chunks of native": (
         lambda: Rule(algorithm="native(chunks=2)"),

@@ -244,7 +244,7 @@ def _dgc(selector: Dgc, statistics: Statistics, density: Density) -> Bounds:
     sampled = torch.minimum(statistics.at(places), peak)
     smallest = sampled.topk(density.slots(sample), dim=-1).values.amin(-1, keepdim=True)
     start = value(smallest).double()
-    thresholds = torch.cat([pattern(start * 0.8**round_, peak) for round_ in range(11)], dim=1)
+    thresholds = pattern(torch.cat([start * 0.8**round_ for round_ in range(11)], dim=1), peak)
     found = statistics.counts(thresholds, enough=(4 * k + 4) // 5)
     rounds = (found * 5 < 4 * k).sum(-1, keepdim=True).clamp(max=10)
     return _largest_above(statistics, thresholds.gather(1, rounds), peak, k)
@@ -259,17 +259,16 @@ def _gaussiank(selector: GaussianK, statistics: Statistics, density: Density) ->
     variance = (squares / count - mean * mean).clamp(min=0) * (count / (count - 1).clamp(min=1))
     start = mean.abs() + density.sigmas * variance.sqrt()
     reach = [(half, more) for half in range(4) for more in range(4 - half)]
-    thresholds = torch.cat(
-        [pattern(unit(start * 0.5**a * 1.5**b) * value(peak), peak) for a, b in reach], dim=1
-    )
+    tried = torch.cat([start * (0.5**a * 1.5**b) for a, b in reach], dim=1)
+    thresholds = pattern(unit(tried) * value(peak), peak)
     found = statistics.counts(thresholds)
     halved = more = torch.zeros_like(peak, dtype=torch.int64)
-    tried = [_triangle(halved, more)]
+    places = [_triangle(halved, more)]
     for _ in range(3):
-        here = found.gather(1, tried[-1])
+        here = found.gather(1, places[-1])
         halved, more = halved + (3 * here < 2 * k), more + (3 * here > 4 * k)
-        tried.append(_triangle(halved, more))
-    rounds = torch.cat(tried, dim=1)
+        places.append(_triangle(halved, more))
+    rounds = torch.cat(places, dim=1)
     counts = found.gather(1, rounds)
     best = torch.where(3 * counts >= 2 * k, counts, 2 * statistics.entries - counts).argmin(
         -1, keepdim=True
@@ -282,8 +281,8 @@ def _redsync(selector: RedSync, statistics: Statistics, density: Density) -> Bou
     k, peak = density.slots(statistics.entries), statistics.peak()
     total, finite = statistics.above(peak, None)
     mean = total / finite.clamp(min=1)
-    steps = [mean + step / 8 * (1 - mean) for step in range(8)]
-    thresholds = torch.cat([pattern(unit(step) * value(peak), peak) for step in steps], dim=1)
+    eighths = torch.arange(8, dtype=torch.float64, device=mean.device) / 8
+    thresholds = pattern(unit(mean + eighths * (1 - mean)) * value(peak), peak)
     found = statistics.counts(thresholds)
     low = torch.zeros_like(peak, dtype=torch.int64)
     high, done = low + 8, low.bool()
@@ -333,12 +332,12 @@ def _largest_above(statistics: Statistics, threshold: Tensor, peak: Tensor, k: i
     low, high = start, peak + 1
     nonfinite = statistics.nonfinite()
     above_high, fits = nonfinite, None
+    steps = torch.arange(_STEPS, dtype=peak.dtype, device=peak.device)
     for narrowing in range(2):
         step = (high - low + (_STEPS - 1)) // _STEPS
-        edges = [torch.minimum(low + step * i, high) for i in range(_STEPS)]
+        points = torch.minimum(low + step * steps, high)
         if narrowing == 0:  # then all entries of the largest magnitude are kept, or no others
-            edges = [torch.minimum(edge, torch.maximum(peak, start)) for edge in [*edges, high]]
-        points = torch.cat(edges, dim=1)
+            points = torch.minimum(torch.cat([points, high], dim=1), torch.maximum(peak, start))
         counts = statistics.counts(points, fits)
         if narrowing == 0:
             fits = counts[:, :1] <= k  # no further narrowing is needed

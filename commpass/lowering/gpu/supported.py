@@ -9,6 +9,7 @@ from commpass.codecs.block.codec import BlockCodec
 from commpass.codecs.block.domain import VALUES
 from commpass.codecs.block.layouts import Flat, Layout
 from commpass.codecs.block.scales import row_numbers
+from commpass.codecs.block.transforms import NoTransform
 from commpass.codecs.rows import is_power_of_two
 from commpass.lowering.chain import BY_WIDTH, Add, Cast, Chain, Decode, Encode, Enter, Leave, Step
 
@@ -52,6 +53,21 @@ def unsupported_reason(chain: Chain, numel: int) -> str:
         width = step.domain.width if isinstance(step, (Enter, Leave)) else 1
         if next(iter(sizes)) % width:
             return f"a domain of width {width} in blocks of {next(iter(sizes))}"
+    return ""
+
+
+def slower_reason(chain: Chain) -> str:
+    """Return why the kernel of a chain takes longer than two with the encode in its own, or "".
+
+    On an H200, a rotation after a norm took 118 us in one kernel and 116 in two, for rows of 4,096
+    values, and 147 and 124 for 8,192 (benchmarks/results/gpu_nvidia_h200.json).
+    """
+    if (
+        chain.width
+        and chain.encodes
+        and not isinstance(block_codec(chain.encodes.codec).transform, NoTransform)
+    ):
+        return f"{chain.encodes.codec.spec} encodes faster in a kernel of its own than with a norm"
     return ""
 
 

@@ -1,13 +1,14 @@
 """The FSDP2 integration: what ``fully_shard`` sends eagerly is sent under a policy.
 
 FSDP2 gathers the parameters of a unit before its forward and again before its backward, and
-reduce-scatters its gradients. ``compress_fsdp`` replaces the calls that send these. FSDP2 still
-decides when and on which stream they happen.
+reduce-scatters its gradients. With replicas (HSDP) it then sums them over these. ``compress_fsdp``
+replaces the calls that send all of this. FSDP2 still decides when and on which stream they happen.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +30,7 @@ from commpass.distributed.integration import Integration, refuse_if_exchanged
 from commpass.distributed.record import wire_bytes
 from commpass.errors import PolicyError
 from commpass.parallel.exchange import Compiled, Exchange, Exchanges
+from commpass.parallel.fsdp import replicas
 from commpass.parallel.fsdp.exact_cast import FLAG, cast_if_exact, is_faster
 from commpass.parallel.refusals import instead, refuse_other_torch, wrong_argument
 from commpass.passes.simplify.rules.gathers import EXACT_WIDENINGS
@@ -88,11 +90,6 @@ class Unit:
         trained = (each for each in self.group.fsdp_params if each.sharded_param.requires_grad)
         found = {each.param_dtype or each.orig_dtype for each in trained}
         return found.pop() if len(found) == 1 else None
-
-    @property
-    def replicas(self) -> int:
-        """How many ranks hold the same shard (HSDP)."""
-        return int(getattr(self.group.mesh_info, "replicate_mesh_size", 1))
 
     @property
     def gathers_again(self) -> bool:
@@ -180,14 +177,7 @@ class CompressedReduceScatter(_Comm):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        what = _exchange("reduce_scatter", "backward", self.unit, group)
-        factor = _factor(op)
-        if op == dist.ReduceOp.AVG:
-            what = replace(what, op="avg")
-        elif factor is None:
-            what = replace(what, unsupported_reason=OTHER_OP.format(op))
-        else:
-            what = replace(what, factor=factor)
+        what = _reduced_by(_exchange("reduce_scatter", "backward", self.unit, group), op)
         if self.integration.sends_narrow(what, input_tensor, output_tensor, self.unit, group):
             return _done(output_tensor) if async_op else None
         send = self.integration.sender_of(what, input_tensor, output_tensor, self.unit)
@@ -223,6 +213,9 @@ class CompressedFSDP(Integration):
         for unit in self.units:
             for name, comm in COMMS.items():
                 setattr(unit.group, name, comm(self, unit, getattr(unit.group, name)))
+            if (plain := replicas.group_of(unit.group)) is not None:
+                send = functools.partial(self._sum_over_replicas, unit, plain)
+                replicas.set_group(unit.group, replicas.ReplicaGroup(plain, send, _done))
             self.acquire(unit.group, model)
 
     @property
@@ -238,10 +231,23 @@ class CompressedFSDP(Integration):
                 comm = getattr(unit.group, name)
                 if getattr(comm, "integration", None) is self:
                     setattr(unit.group, name, comm.plain)
+            group = replicas.group_of(unit.group)
+            if isinstance(group, replicas.ReplicaGroup):
+                replicas.set_group(unit.group, group.plain)
+                group.close()
 
-    def sender_of(self, exchange: Exchange, x: Tensor, out: Tensor, unit: Unit) -> Any:
+    def _sum_over_replicas(self, unit: Unit, group: dist.ProcessGroup, x: Tensor, op: Any) -> bool:
+        """Sum the gradients of a shard over the replicas of a unit, in place. Return False, and
+        send nothing, if the plan leaves it uncompressed."""
+        what = _reduced_by(_exchange("all_reduce", "backward", unit, group), op)
+        send = self.sender_of(what, x, None, unit)
+        if send is not None:
+            send(x)
+        return send is not None
+
+    def sender_of(self, exchange: Exchange, x: Tensor, out: Tensor | None, unit: Unit) -> Any:
         """Return the function that sends this exchange compressed, or raises why it may not be
-        sent.
+        sent. Without ``out`` the result is put into ``x``.
 
         Return None if its plan leaves it uncompressed.
         """
@@ -357,8 +363,9 @@ def compress_fsdp(
 
     In rules an all_gather of parameters has direction "forward". This includes backward's gather,
     since it is the same exchange. A reduce_scatter of gradients has direction "backward".
-    ``module`` is the name of the unit in the model, and ``a+b`` for ``fully_shard([a, b])``. FSDP2
-    itself sends what a plan leaves uncompressed.
+    On a mesh with replicas (HSDP), so has the all_reduce over the replicas. ``module`` is the name
+    of the unit in the model, and ``a+b`` for ``fully_shard([a, b])``. FSDP2 itself sends what a
+    plan leaves uncompressed.
 
     Raise PolicyError if nothing in the model was sharded by FSDP2, or if another integration
     already handles its exchanges. Then nothing is changed.
@@ -371,19 +378,12 @@ def compress_fsdp(
     for unit in units:
         _check(unit)
     made = backend(policy, profile=profile, strict=strict, dump=dump, timeout=timeout)
-    if any(unit.replicas > 1 for unit in units):
-        log.warning(NOT_REACHED, type(model).__name__)
     return CompressedFSDP(Exchanges(made), units, model)
 
 
 LATER = (
     "compress_fsdp(%s): fully_shard was called afterwards on %s, whose exchanges stay"
     " uncompressed: call compress_fsdp after the last fully_shard"
-)
-NOT_REACHED = (
-    "compress_fsdp(%s): the mesh has a dimension of replicas (HSDP). FSDP2 sends the all_reduce"
-    " over it itself, without a call that can be replaced: it stays uncompressed. The gathers and"
-    " reduce-scatters over the shards are compressed"
 )
 
 
@@ -437,6 +437,16 @@ def _check(unit: Unit) -> None:
 
 def _exchange(kind: str, direction: str, unit: Unit, group: dist.ProcessGroup) -> Exchange:
     return Exchange(kind, group.group_name, group.size(), unit.name, direction, "fsdp")
+
+
+def _reduced_by(exchange: Exchange, op: Any) -> Exchange:
+    """Return an exchange with the reduction of ``op``, or with the reason why it is sent
+    uncompressed."""
+    if op == dist.ReduceOp.AVG:
+        return replace(exchange, op="avg")
+    if (factor := _factor(op)) is None:
+        return replace(exchange, unsupported_reason=OTHER_OP.format(op))
+    return replace(exchange, factor=factor)
 
 
 def _plain_bytes(plan: Plan) -> int:
