@@ -11,7 +11,7 @@ MINUTES ?= 30
 # Tests start hundreds of processes, each of which would otherwise compile all sources anew.
 export PYTHONDONTWRITEBYTECODE =
 
-STACK ?= vllm titan trainers ft
+STACK ?= vllm titan trainers ft ao
 
 .PHONY: demo test test-slow test-all test-bench scenarios fuzz mutants wheel stacks peers gpu check format docs tools clean setup
 

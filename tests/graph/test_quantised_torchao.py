@@ -214,3 +214,26 @@ def test_gradients_that_are_needed_in_two_forms_stay(recipe):
         x = torch.randn(RANKS * ROWS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
         _, backward = plans_of(model, x)
     assert not backward.simplified
+
+
+class Joined(Gathered):
+    """A linear layer of sequences that are divided over the ranks, as of DTensor's ``Shard(1)``."""
+
+    def forward(self, x):
+        return self.layer(torch.cat(ag(x).split(len(x)), 1))
+
+
+@pytest.mark.slow
+def test_divided_sequences_stay_in_training_with_a_reason():
+    """torchao flattens batch and sequence before its second cast, so rows of all ranks mix."""
+    x = torch.randn(2, ROWS, WIDTH, dtype=torch.bfloat16)
+    with as_rank(0, RANKS):
+        model = Joined(torch.bfloat16)
+        float8("tensorwise")(model.layer)
+        with torch.no_grad():
+            (inference,) = plans_of(model, x)
+        forward, _ = plans_of(model, x)
+    assert [step.rule for step in inference.simplified] == [NAME]
+    assert not forward.simplified
+    (site,) = forward.sites
+    assert "its values are quantised after it" in site.reason

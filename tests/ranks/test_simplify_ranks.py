@@ -184,4 +184,5 @@ def test_every_rule_gives_the_numbers_of_the_unsimplified_graph(size, request):
     (met, *rest) = request.getfixturevalue(f"ranks{size}").run(compare)
     assert all(other == met for other in rest)
     more_ranks, on_request = {"waits", "alone", "nested groups"}, {"sequence parallel"}
-    assert met >= {rule.name for rule in RULES} - more_ranks - on_request
+    elsewhere = {"as bytes"}  # gloo cannot run the other graph: test_torchao_ranks.py
+    assert met >= {rule.name for rule in RULES} - more_ranks - on_request - elsewhere

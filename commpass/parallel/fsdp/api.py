@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from commpass.backend import backend
 from commpass.costmodel import Profile
@@ -41,8 +42,11 @@ log = logging.getLogger("commpass")
 
 PACKED = (
     "its parameters are gathered in several dtypes, which FSDP2 packs as bytes: give fully_shard a"
-    " MixedPrecisionPolicy(param_dtype=...), or make them one dtype. float8 codes beside other"
-    " parameters stay so"
+    " MixedPrecisionPolicy(param_dtype=...), or make them one dtype"
+)
+OWN_CODES = (
+    "its parameters are gathered as codes of {}, as bytes. Parameters beside them travel in the"
+    " same bytes: to compress those, call fully_shard on their modules as well"
 )
 CODES = "its parameters are gathered as float8 codes"
 RESHARDED = (
@@ -70,6 +74,15 @@ class Unit:
     @property
     def parameters(self) -> list[Tensor]:
         return [each.sharded_param for each in self.group.fsdp_params]
+
+    @property
+    def codes(self) -> list[str]:
+        """The names of the classes of parameters that are gathered as what they themselves give,
+        such as torchao's, once each."""
+        given = (each.sharded_param for each in self.group.fsdp_params)
+        local = (each._local_tensor if isinstance(each, DTensor) else each for each in given)
+        named = (type(each).__name__ for each in local if hasattr(each, PRE_ALL_GATHER))
+        return list(dict.fromkeys(named))
 
     @property
     def grad_dtype(self) -> torch.dtype | None:
@@ -123,7 +136,9 @@ class CompressedAllGather(_Comm):
             what = replace(what, unsupported_reason=CODES)
             plain = _as_bytes(plain)
         elif input_tensor.dtype == torch.uint8:
-            what = replace(what, unsupported_reason=PACKED)
+            codes = self.unit.codes
+            packed = OWN_CODES.format(" and ".join(codes)) if codes else PACKED
+            what = replace(what, unsupported_reason=packed)
         elif not self.unit.shards_over(group):
             what = replace(what, direction="backward", unsupported_reason=RESHARDED)
         elif self.unit.gathers_again:
@@ -175,6 +190,8 @@ class CompressedReduceScatter(_Comm):
 
 COMMS = {"_all_gather_comm": CompressedAllGather, "_reduce_scatter_comm": CompressedReduceScatter}
 """The attributes of a parameter group that send."""
+PRE_ALL_GATHER = "fsdp_pre_all_gather"
+"""The method of a parameter that returns what FSDP2 gathers for it."""
 NEEDED = ("fsdp_params", "mesh_info", "modules", "post_forward_mesh_info", *COMMS)
 """The attributes of a parameter group that are read."""
 

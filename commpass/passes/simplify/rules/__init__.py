@@ -2,6 +2,8 @@
 
 from commpass.passes.fx.ops import ADDITIONS, CASTS
 from commpass.passes.simplify.rules.gathers import (
+    AS_BYTES,
+    as_bytes,
     gather_of_expand,
     gather_then_narrow,
     widen_then_gather,
@@ -39,6 +41,7 @@ RULES: tuple[Rule, ...] = (
         replicated=True,
         phase=Phase.GENERAL,
     ),
+    Rule(AS_BYTES, as_bytes, exact=True),
     Rule("gather of expand", gather_of_expand, exact=True),
     Rule("expand", expanded, exact=False),
     Rule("widen then reduce", widen_then_reduce, exact=False),

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from commpass import groups
 from commpass.passes.fx import meta
 from commpass.passes.fx.ops import aten, convert, is_cast, is_copy, moves_values
-from commpass.passes.simplify.carriers import SENT_EVERYWHERE
+from commpass.passes.simplify.carriers import CARRIERS, SENT_EVERYWHERE
 from commpass.passes.simplify.chains import (
     before_clone,
     is_scaling,
@@ -21,8 +22,9 @@ from commpass.passes.simplify.chains import (
 )
 from commpass.passes.simplify.editor import Editor, Exchange, common_nbytes, fake, nbytes
 from commpass.passes.simplify.rules.rule import Applied
-from commpass.plan.kinds import GATHERS
+from commpass.plan.kinds import COPIES, GATHERS
 
+AS_BYTES = "as bytes"
 EXACT_WIDENINGS = {
     (torch.bfloat16, torch.float32),
     (torch.float16, torch.float32),
@@ -161,3 +163,31 @@ def gather_of_expand(node: fx.Node, editor: Editor) -> Applied | None:
     sizes = list(fake(node).shape)
     editor.replace(node, editor.emit(node, rule, wide, aten.reshape.default, whole, sizes))
     return Applied(name, f"{gathered.all_input_nodes[0].name}, expanded afterwards", saved)
+
+
+def as_bytes(node: fx.Node, editor: Editor) -> Applied | None:
+    """gather(x) = view(gather(view(x, uint8)), dtype): a gather moves bytes, and gloo has no
+    float8.
+
+    Libraries that can send such values get them as they are.
+    """
+    exchange = editor.exchange(node, (*GATHERS, *COPIES))
+    value = fake(exchange.input) if exchange is not None else None
+    if (
+        exchange is None
+        or value is None
+        or value.dtype in SENT_EVERYWHERE
+        or value.dtype.itemsize != 1
+        or not groups.sends_messages(str(exchange.call.group), value.device.type)
+    ):
+        return None
+    place, rule, view = exchange.call.node, AS_BYTES, aten.view.dtype
+    carrier = CARRIERS[value.dtype.itemsize]
+    # in contiguous memory first: torch views other memory too, but not in every compiler
+    x = editor.contiguous(place, rule, exchange.input)
+    sent = editor.emit(place, rule, exchange.input, view, x, carrier)
+    arrived = editor.collective(place, rule, exchange.call, sent)
+    name, dtype = place.name, meta.dtype_name(value.dtype)
+    editor.replace(node, editor.emit(node, rule, node, view, arrived, value.dtype))
+    into = f"{arrived.all_input_nodes[0].name}, {dtype} as {meta.dtype_name(carrier)}"
+    return Applied(name, into, 0)

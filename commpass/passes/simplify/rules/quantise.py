@@ -107,10 +107,10 @@ def _is_quantised(exchange: Exchange, editor: Editor) -> bool:
     while _may_change(exchange, editor) and left and len(seen) < NEAR:
         for user in left.pop(0).users:
             value = meta.tensor(user)
-            if user in seen or value is None or is_matmul(user):
+            if user in seen or is_matmul(user):
                 continue
-            if value.dtype.itemsize == 1 and value.dtype != torch.bool:
-                return True
+            if value is not None and value.dtype.itemsize == 1 and value.dtype != torch.bool:
+                return True  # several values, such as those of a split, are followed as well
             seen.add(user)
             left.append(user)
     return False
