@@ -61,7 +61,8 @@ def _names_of(module: str) -> Collection[str]:
     try:
         return dir(import_module(module))
     except ModuleNotFoundError as error:
-        assert not (error.name or "").startswith("commpass"), error
+        if (error.name or "").startswith("commpass"):
+            raise
     tree = ast.parse((ROOT / (module.replace(".", "/") + ".py")).read_text())
     return [each.name for each in tree.body if isinstance(each, (ast.ClassDef, ast.FunctionDef))]
 
