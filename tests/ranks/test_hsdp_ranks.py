@@ -262,3 +262,50 @@ def test_hook_of_the_user_gets_the_sum(ranks4):
 @pytest.mark.slow
 def test_one_replica_has_no_sum(ranks2):
     ranks2.run(one_replica)
+
+
+def not_finite() -> None:
+    """A NaN on one rank reaches all replicas of its shard."""
+    model = sharded(Net(), mesh=mesh_of())
+    opened(model, forced("int8", kind="all_reduce"))
+    x = torch.randn(4, 8)
+    if dist.get_rank() == 3:
+        x[0, 0] = torch.nan
+    model(x).sum().backward()
+    grads = [each.grad.full_tensor() for each in model.parameters()]
+    assert all(each.isnan().any() for each in grads)
+    assert is_same_on_all_ranks(raw(*(each.isnan() for each in grads)))
+
+
+def restarted() -> None:
+    """With its residuals, a restarted training goes on as if it had not stopped."""
+
+    def steps(model: nn.Module, numbers: range) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        for number in numbers:
+            generator = torch.Generator().manual_seed(100 * number + dist.get_rank())
+            x = torch.randn(8, 8, generator=generator) ** 5  # few large values
+            model(x).tanh().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    policy = forced("topk(density=0.05)", kind="all_reduce")
+    model, again = sharded(Net(), mesh=mesh_of()), sharded(Net(), mesh=mesh_of())
+    integration = opened(model, policy)
+    steps(model, range(3))
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
+    residuals = {key: value.clone() for key, value in commpass.state_dict(model).items()}
+    assert any(bool(value.any()) for value in residuals.values())
+    steps(model, range(3, 6))
+    integration.remove()
+    opened(again, policy)
+    again.load_state_dict(weights)
+    commpass.load_state_dict(residuals, again)
+    steps(again, range(3, 6))
+    assert same(whole(model), whole(again))
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("attack", [not_finite, restarted])
+def test_sum_over_replicas_withstands(ranks4, attack):
+    ranks4.run(attack)
