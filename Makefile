@@ -107,7 +107,7 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(if $(filter $(PINNED),$(TORCH)),cp constraints.txt,echo "torch==$(TORCH)" >) $(VENV)/constraints.txt
 	$(VENV)/bin/python -m pip install --quiet --constraint $(VENV)/constraints.txt torch numpy
-	$(VENV)/bin/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[all]'
+	$(VENV)/bin/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[dev]'
 	touch $(READY)
 
 clean:

@@ -16,7 +16,7 @@ from commpass.backend.calls import instrument, samples_of
 from commpass.backend.records import GraphDump, record_plan
 from commpass.backend.shared import Job, Shared
 from commpass.costmodel import Profile
-from commpass.distributed import record, step_log
+from commpass.distributed import record, step_log, step_times
 from commpass.distributed.budget import OVER, Check, Key
 from commpass.distributed.calls import (
     Raising,
@@ -68,6 +68,7 @@ _Unanswered.__name__ = _Unanswered.__qualname__ = Unanswered.__name__
 def build(shared: Shared, job: Job, before: PassContext | None = None) -> Built | Raising:
     """Build a graph that is still unchanged. ``before`` is the result that it was compiled from so
     far."""
+    step_times.note_compile()
     instead_of = before.plan if before is not None else None
     gm, calls, profile = job.gm, job.calls, job.profile
     given = _input(shared, job, before.excluded if before is not None else {})
@@ -75,7 +76,7 @@ def build(shared: Shared, job: Job, before: PassContext | None = None) -> Built 
     device = meta.device_of(gm)
     is_timed = is_first_rank() and device in ("cpu", "cuda") and shared.inner == "inductor"
     plain_us = _predicted_us(gm, profile) if is_timed else None
-    dump = GraphDump(shared)
+    dump = GraphDump(shared.dump, shared.run, shared.policy)
     outcome, mismatch, round = agree.plan_graph(shared, given, job, dump.on_pass_end)
     plan = outcome.plan
     if outcome.error is not None:

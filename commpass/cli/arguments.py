@@ -58,18 +58,15 @@ def load(path: Path, run: str | None) -> list[Dump]:
 
 
 def newest(dumps: list[Dump], number: int | None) -> Dump:
-    """Return the graph of that number. Without one, return the newest and list the others on
-    stderr."""
-    if number is not None:
-        return pick(dumps, number)
-    if others := ", ".join(f"{one.number} ({one.plan.direction})" for one in dumps[:-1]):
-        last = dumps[-1]
-        typer.echo(
-            f"this is graph {last.number} ({last.plan.direction}), the newest of {len(dumps)};"
-            f" --graph picks: {others}",
-            err=True,
-        )
-    return dumps[-1]
+    """Return the graph of that number, by default the newest. Say on stderr which one it is, and
+    list the others if none was named."""
+    one = dumps[-1] if number is None else pick(dumps, number)
+    note = f"this is graph {one.number} ({one.plan.direction}) of run {one.run}"
+    others = ", ".join(f"{each.number} ({each.plan.direction})" for each in dumps[:-1])
+    if number is None and others:
+        note += f", the newest of {len(dumps)}; --graph picks: {others}"
+    typer.echo(clean(note), err=True)
+    return one
 
 
 def pick(dumps: list[Dump], number: int) -> Dump:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from commpass.cli.app import app
+from commpass.cli.arguments import Json
 
 
 @app.command()
@@ -31,8 +32,8 @@ def calibrate(
     source: Annotated[
         Path | None, typer.Option("--from", help="Use earlier measurements (.json).")
     ] = None,
-    json: Annotated[
-        Path | None, typer.Option("--json", help="Write the measurements (.json).")
+    measurements: Annotated[
+        Path | None, typer.Option(help="Also write the measurements, for --from (.json).")
     ] = None,
     codecs: Annotated[
         list[str] | None, typer.Option("--codec", help="A candidate codec; repeatable.")
@@ -46,6 +47,7 @@ def calibrate(
         bool, typer.Option("--train/--inference", help="With or without backward.")
     ] = True,
     plot: Annotated[Path | None, typer.Option(help="Draw the sensitivities (.png).")] = None,
+    json: Json = False,
 ) -> None:
     """Measure how sensitive a model is to errors, and choose codecs accordingly.
 
@@ -59,11 +61,12 @@ def calibrate(
         max_error,
         output,
         source=source,
-        json=json,
+        measurements=measurements,
         codecs=codecs or (),
         policy=policy,
         profile=profile,
         cheapest=cheapest,
         train=train,
         plot=plot,
+        json=json,
     )

@@ -43,6 +43,10 @@ def simulate(
         bool, typer.Option("--train/--inference", help="With or without backward.")
     ] = True,
     plot: Annotated[Path | None, typer.Option(help="Draw the steps (.png).")] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option("--dump", metavar="DIR", help="Write plans and graphs, a run per policy."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Predict a step of a model on a cluster that need not exist."""
@@ -59,5 +63,6 @@ def simulate(
         nodes=nodes,
         train=train,
         plot=plot,
+        dump=folder,
         json=json,
     )

@@ -38,6 +38,7 @@ def run(
     nodes: int | None = None,
     train: bool,
     plot: Path | None,
+    dump: Path | None = None,
     json: bool,
 ) -> None:
     sizes = mesh_of(mesh)
@@ -54,6 +55,7 @@ def run(
             nodes=nodes,
             train=train,
             progress=show_progress,
+            dump=dump,
         )
     for each in found:
         for remark in each.remarks:
@@ -63,6 +65,8 @@ def run(
     else:
         made = table(found)
         console_for(made).print(made)
+    if dump is not None:
+        typer.echo(f"wrote {dump}: commpass explain {dump} --run {found[-1].run}", err=json)
     if plot is not None:
         draw(found, f"{Path(path).name}, {Path(where).name}", plot)
         typer.echo(f"wrote {plot}", err=json)
