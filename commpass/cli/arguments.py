@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from commpass.cli import completion
 from commpass.errors import CommpassError
 from commpass.plan import dump
 from commpass.plan.dump import Dump
@@ -19,21 +20,43 @@ DumpPath = Annotated[
 ]
 RunName = Annotated[
     str | None,
-    typer.Option("--run", metavar="ID", help="Which run of the folder, or all (default: newest)."),
+    typer.Option(
+        "--run",
+        metavar="ID",
+        help="Which run of the folder, or all (default: newest).",
+        autocompletion=completion.run,
+    ),
 ]
 Module = Annotated[
     str | None,
     typer.Option("--module", metavar="GLOB", help="Sites of these modules: layers.*.mlp."),
 ]
 Kind = Annotated[
-    str | None, typer.Option("--kind", metavar="KIND", help="Sites of this kind: all_reduce.")
+    str | None,
+    typer.Option(
+        "--kind",
+        metavar="KIND",
+        help="Sites of this kind: all_reduce.",
+        autocompletion=completion.kind,
+    ),
 ]
 Direction = Annotated[
-    str | None, typer.Option("--direction", metavar="NAME", help="forward or backward.")
+    str | None,
+    typer.Option(
+        "--direction",
+        metavar="NAME",
+        help="forward or backward.",
+        autocompletion=completion.direction,
+    ),
 ]
 CodecName = Annotated[
     str | None,
-    typer.Option("--codec", metavar="CODEC", help="Sites with this codec (none: uncompressed)."),
+    typer.Option(
+        "--codec",
+        metavar="CODEC",
+        help="Sites with this codec (none: uncompressed).",
+        autocompletion=completion.codec,
+    ),
 ]
 Every = Annotated[
     bool, typer.Option("--all", help="A line for each site (default: for each pattern).")

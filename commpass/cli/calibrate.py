@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from commpass.cli import completion
 from commpass.cli.app import app
 from commpass.cli.arguments import Json
 
@@ -36,12 +37,22 @@ def calibrate(
         Path | None, typer.Option(help="Also write the measurements, for --from (.json).")
     ] = None,
     codecs: Annotated[
-        list[str] | None, typer.Option("--codec", help="A candidate codec; repeatable.")
+        list[str] | None,
+        typer.Option(
+            "--codec", help="A candidate codec; repeatable.", autocompletion=completion.codec
+        ),
     ] = None,
     policy: Annotated[
-        str, typer.Option(help="The policy for unmeasured sites; its keep rules apply.")
+        str,
+        typer.Option(
+            help="The policy for unmeasured sites; its keep rules apply.",
+            autocompletion=completion.policy,
+        ),
     ] = "lossless",
-    profile: Annotated[str | None, typer.Option(help="A name, a .toml or .json file.")] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(help="A name, a .toml or .json file.", autocompletion=completion.profile),
+    ] = None,
     cheapest: Annotated[str, typer.Option(help="What to minimize: bytes or time.")] = "bytes",
     train: Annotated[
         bool, typer.Option("--train/--inference", help="With or without backward.")

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from commpass.cli import completion
 from commpass.cli.app import app
 from commpass.cli.arguments import Json
 
@@ -27,6 +28,7 @@ def compare(
         typer.Option(
             metavar="A,B,...",
             help="Presets or .toml files, the first is the base. on: what the program itself says.",
+            autocompletion=completion.policies,
         ),
     ] = "off,on",
     rounds: Annotated[

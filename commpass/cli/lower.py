@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from commpass.cli import completion
 from commpass.cli.app import app
 from commpass.cli.arguments import Json, RunName
 
@@ -14,7 +15,13 @@ from commpass.cli.arguments import Json, RunName
 @app.command()
 def lower(
     spec: Annotated[
-        str | None, typer.Option("--codec", metavar="SPEC", help="The kernels of this codec.")
+        str | None,
+        typer.Option(
+            "--codec",
+            metavar="SPEC",
+            help="The kernels of this codec.",
+            autocompletion=completion.codec,
+        ),
     ] = None,
     *,
     kernel: Annotated[

@@ -44,28 +44,27 @@ def open_recorder() -> Recorder | None:
 
     The first call writes that commpass is in use, and begins to observe optimizers.
     """
-    global _recorder
     folder = os.environ.get(FOLDER)
     if not folder:
         return None
     with _lock:
-        if _recorder is None or _recorder.owner != (folder, os.getpid()):  # or a fork of the owner
-            observed = _recorder is not None
-            _recorder = Recorder(Path(folder))
-            if not observed:
-                register_optimizer_step_post_hook(torch.compiler.disable(_after_optimizer))
-                atexit.register(_finish)
-        return _recorder
+        if not _recorders:
+            register_optimizer_step_post_hook(torch.compiler.disable(_after_optimizer))
+            atexit.register(_finish)
+        if not _recorders or _recorders[-1].owner != (folder, os.getpid()):  # or a fork of it
+            _recorders.append(Recorder(Path(folder)))
+        return _recorders[-1]
 
 
-_recorder: Recorder | None = None
+_recorders: list[Recorder] = []
+"""The recorders of this process and of those that it was forked from; the last one is in use."""
 _lock = threading.Lock()
 
 
 def note_compile() -> None:
     """Record that the current step compiles a graph."""
-    if _recorder is not None:
-        _recorder.compiles += 1
+    if _recorders:
+        _recorders[-1].compiles += 1
 
 
 def _after_optimizer(optimizer: Optimizer, *_: Any) -> None:
@@ -75,8 +74,8 @@ def _after_optimizer(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _finish() -> None:
-    if _recorder is not None and _recorder.owner[1] == os.getpid():
-        _recorder.write_complete()
+    if _recorders[-1].owner[1] == os.getpid():
+        _recorders[-1].write_complete()
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,14 @@ from commpass.report.compare.jobs import OFF, ON, Interrupted, Job, check_comman
 from commpass.report.compare.jobs import run as run_job
 from commpass.report.compare.losses import side_by_side
 from commpass.report.compare.steps import RULE, WARM_UP
-from commpass.report.compare.verdict import Comparison, PolicyResult, compare, label, times
+from commpass.report.compare.verdict import (
+    Comparison,
+    PolicyResult,
+    compare,
+    label,
+    middle_half,
+    times,
+)
 from commpass.report.numbers import amounts, percent
 from commpass.report.progress import progress
 from commpass.report.tables import console_for, plain_table, print_json
@@ -125,6 +132,9 @@ def _run_all(
                 return f"Stopped in {title}."
             jobs.append(job)
             check(job)
+            middle = times(middle_half(job.steps.ms)[0])
+            count = f"{len(job.steps.ms)} of {len(job.steps.ms) + job.steps.left_out} steps counted"
+            typer.echo(f"{title}: {middle} ms a step, {count}, {job.seconds:.0f} s", err=True)
     return ""
 
 

@@ -36,9 +36,9 @@ class PolicyResult:
     """The counted steps of all rounds of one policy.
 
     ``low_ms`` and ``high_ms`` bound the middle half of the step times. ``faster`` is how many times
-    as fast the steps are as those of the base. Without counted steps they are NaN, and ``steps`` is 0.
-    ``loss_difference`` is the largest relative
-    difference from the losses of the base, None without common losses. ``verdict`` is a sentence.
+    as fast the steps are as those of the base. Without counted steps, times are NaN.
+    ``loss_difference`` is the largest relative difference from the losses of the base, None without
+    common losses. ``verdict`` is a sentence.
     """
 
     policy: str
