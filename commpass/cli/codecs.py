@@ -48,7 +48,7 @@ def codecs(
     from commpass.report.codec_plot import plot as draw
 
     tensors = measurements.tensors(data, dtype)
-    rows = []
+    rows: list[measurements.Measured] = []
     specs = names or measurements.STANDARD
     with progress("codecs") as show_progress:
         for spec in specs:

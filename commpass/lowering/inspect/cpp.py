@@ -44,6 +44,7 @@ def cpp_of(name: str, chain: Chain, numel: int = NUMEL) -> Cpp:
 
 def _inductor_code(chain: Chain, numel: int) -> str:
     """Return the Python code that Inductor generates for the plain operators of a chain."""
+    from torch._inductor import config
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.utils import get_code
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -65,5 +66,5 @@ def _inductor_code(chain: Chain, numel: int) -> str:
     with torch.no_grad():
         body = make_fx(run, decomposition_table=select_decomp_table())(*given)
         # It compiles and runs nothing. A cached result would have no code.
-        with torch.compiler.config.patch(force_disable_caches=True):
+        with config.patch(force_disable_caches=True):
             return "\n".join(get_code(torch.compile(body, dynamic=False), *given))

@@ -49,12 +49,11 @@ NO_STEP = (
 def policies_of(text: str) -> list[str]:
     """Parse ``off,lossless,balanced``. Raise PolicyError for an unknown policy, and CommpassError
     for fewer than two, or one twice."""
-    from commpass.policy import policy_named
-
-    names = [name.strip() for name in text.split(",") if name.strip()]
     made = []
-    for name in names:
-        if name != ON:
+    for name in filter(None, map(str.strip, text.split(","))):
+        if name not in (OFF, ON):
+            from commpass.policy import policy_named  # needs torch
+
             policy_named(name)
         made.append(str(Path(name).resolve()) if name.endswith(".toml") else name)
     if len(set(made)) < max(2, len(made)):

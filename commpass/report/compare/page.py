@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -128,10 +129,9 @@ def plot(found: Comparison) -> Plot | None:
 
 
 def round_values(top: float) -> list[float]:
-    """Return about five round numbers from 0 to ``top``."""
-    step = 10.0 ** len(f"{int(top)}")
-    while top / step < 4:
-        step = next(step / by for by in (2, 2.5) if top / (step / by) >= 1)
+    """Return four to ten round numbers from 0 to ``top``."""
+    power = 10.0 ** math.floor(math.log10(top))
+    step = next(power * by for by in (2, 1, 0.5, 0.2) if top / (power * by) >= 4)
     return [float(f"{number * step:g}") for number in range(int(top / step) + 1)]
 
 

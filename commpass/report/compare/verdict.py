@@ -185,9 +185,10 @@ def _sentence(of: PolicyResult, base: PolicyResult) -> str:
             f" {times(of.high_ms)} ms) and {base.name} ({times(base.low_ms)} to"
             f" {times(base.high_ms)} ms) overlap{nothing}"
         )
-    ratio = max(of.faster, 1 / of.faster)
+    faster = base.median_ms / of.median_ms
+    ratio = max(faster, 1 / faster)
     digits = 3 if ratio < 1.1 else 2
-    what = "as fast" if of.faster > 1 else "as slow"
+    what = "as fast" if faster > 1 else "as slow"
     return (
         f"{of.name} is {ratio:.{digits}f} times {what} as {base.name}: {times(of.median_ms)} ms"
         f" a step instead of {times(base.median_ms)} ms{nothing}"
