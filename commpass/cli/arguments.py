@@ -80,16 +80,15 @@ def load(path: Path, run: str | None) -> list[Dump]:
     return dumps
 
 
-def newest(dumps: list[Dump], number: int | None) -> Dump:
-    """Return the graph of that number, by default the newest. Say on stderr which one it is, and
-    list the others if none was named."""
+def newest(dumps: list[Dump], number: int | None) -> tuple[Dump, str]:
+    """Return the graph of that number, by default the newest, and a note: which one it is, and the
+    others if none was named."""
     one = dumps[-1] if number is None else pick(dumps, number)
     note = f"this is graph {one.number} ({one.plan.direction}) of run {one.run}"
     others = ", ".join(f"{each.number} ({each.plan.direction})" for each in dumps[:-1])
     if number is None and others:
         note += f", the newest of {len(dumps)}; --graph picks: {others}"
-    typer.echo(clean(note), err=True)
-    return one
+    return one, clean(note)
 
 
 def pick(dumps: list[Dump], number: int) -> Dump:

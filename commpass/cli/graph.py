@@ -94,12 +94,13 @@ def graph(
             f"--{ending[1:]} writes {what}: {str(output)!r} must end in {ending}",
             param_hint="--output",
         )
-    one = newest(load(path, run), number)
+    one, note = newest(load(path, run), number)
     side = "before" if before else "lowered" if lowered else "after"
     steps = None if radius in (None, "all") else int(radius)
     if level == "nodes" and not ending:
         written = nodes.text(one, side, steps)
         if output is None:
+            typer.echo(note, err=True)
             typer.echo(written)
             return
     else:
@@ -119,12 +120,14 @@ def graph(
         if not ending:
             console = tables.console_for(boxes.table_of(drawn), full=False)
             if output is None:
+                typer.echo(note, err=True)
                 console.print(boxes.text(drawn))
                 return
             written = boxes.plain(drawn)
         else:
             written = drawings.svg(drawn) if svg else drawings.dot(drawn)
             if dot and output is None:
+                typer.echo(note, err=True)
                 typer.echo(written)
                 return
     output = output or Path(f"graph-{one.number:04d}-{one.plan.direction}-{side}.svg")
@@ -132,4 +135,5 @@ def graph(
         output.write_text(written.rstrip("\n") + "\n", encoding="utf-8")
     except OSError as error:
         raise CommpassError(f"{output}: cannot be written: {error.strerror}") from error
+    typer.echo(note, err=True)
     typer.echo(f"wrote {output}")

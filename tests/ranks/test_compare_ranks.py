@@ -44,8 +44,10 @@ def compare(tmp_path: Path, script: str, *options: str) -> subprocess.CompletedP
     (tmp_path / "train.py").write_text(script)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     return subprocess.run(
-        [sys.executable, "-m", "commpass", "compare", "-o", str(tmp_path / "c.html"), *options]
-        + ["--", *launcher, "--nproc-per-node", "2", str(tmp_path / "train.py")],
+        [
+            *(sys.executable, "-m", "commpass", "compare", "-o", str(tmp_path / "c.html")),
+            *(*options, "--", *launcher, "--nproc-per-node", "2", str(tmp_path / "train.py")),
+        ],
         capture_output=True,
         text=True,
         timeout=280,
@@ -78,9 +80,8 @@ def test_script_under_torchrun_is_compared_unchanged(tmp_path: Path):
 
 @pytest.mark.every
 def test_failing_rank_is_shown(tmp_path: Path):
-    script = SCRIPT.replace(
-        "dist.destroy", "assert dist.get_rank() == 0, 'rank 1 is ill'\ndist.destroy"
-    )
+    ill = "assert dist.get_rank() == 0, 'rank 1 is ill'\ndist.destroy"
+    script = SCRIPT.replace("dist.destroy", ill)
     done = compare(tmp_path, script, "--rounds", "1")
     assert done.returncode == 2
     assert "AssertionError: rank 1 is ill" in done.stderr

@@ -36,9 +36,11 @@ def test_long_compile_is_logged_with_its_stage_and_its_end(caplog):
 def test_short_compile_is_not_reported(caplog, monkeypatch):
     monkeypatch.setattr(compile_progress, "FIRST_S", 60)
     before = threading.active_count()
-    with caplog.at_level(logging.INFO, "commpass"):
-        with compile_progress.compiling("graph 0 (forward)"):
-            compile_progress.stage("passes")
+    with (
+        caplog.at_level(logging.INFO, "commpass"),
+        compile_progress.compiling("graph 0 (forward)"),
+    ):
+        compile_progress.stage("passes")
     assert not caplog.messages
     assert threading.active_count() == before
 
