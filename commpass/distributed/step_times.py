@@ -127,10 +127,10 @@ class Recorder:
     def end_step(self, clock: str) -> None:
         """End a step by this clock, and write all steps that are complete."""
         with self.lock:
-            now, compiles = _Mark.now(), (self.compiles, _frames())
+            end, compiles = _Mark.now(), (self.compiles, _frames())
             compiled = compiles != self.compiles_at.get(clock, (-1, -1))
-            self.pending.append((self.last.get(clock, self.begin), now, clock, compiled))
-            self.last[clock], self.compiles_at[clock] = now, compiles
+            self.pending.append((self.last.get(clock, self.begin), end, clock, compiled))
+            self.last[clock], self.compiles_at[clock] = end, compiles
             self._write_complete()
 
     def write_complete(self) -> None:

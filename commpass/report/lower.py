@@ -132,7 +132,8 @@ def of_codec(query: KernelQuery, arch: str) -> tuple[str, list[Row]]:
 def of_site(folder: Path, run: str | None, name: str, arch: str) -> tuple[str, list[Row]]:
     """Return the kernels of a planned site: a chain for each computation between two exchanges."""
     from commpass.lowering.fused import role_of
-    from commpass.lowering.inspect.kernels import of_site_chain, of_stages
+    from commpass.lowering.inspect.chains import of_stages
+    from commpass.lowering.inspect.kernels import of_site_chain
 
     site, dtype = _coded_site(folder, run, name)
     rows: list[Row] = []
@@ -213,7 +214,7 @@ def show_cpp(query: KernelQuery) -> None:
 def _chains(query: KernelQuery) -> list[tuple[str, Chain]]:
     """Return the chains of the requested kernels, by name."""
     from commpass.lowering.fused import role_of
-    from commpass.lowering.inspect.kernels import CHAINS, of_stages
+    from commpass.lowering.inspect.chains import CHAINS, of_stages
 
     if query.folder is not None and query.site is not None:
         site, dtype = _coded_site(query.folder, query.run, query.site)

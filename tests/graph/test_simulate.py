@@ -24,6 +24,7 @@ from commpass import Policy, Rule
 from commpass.cli import app
 from commpass.costmodel import KernelRate, Kernels, Link, Profile, profile
 from commpass.errors import CommpassError
+from commpass.plan import dump
 from commpass.report.simulate import draw, millis, table
 from commpass.simulate import Simulated
 

@@ -22,7 +22,7 @@ ops, group = torch.ops._c10d_functional, dist.group.WORLD.group_name
 layer = torch.nn.Linear(64, 64)
 
 @torch.compile(backend=commpass.backend(
-    commpass.Policy(name="mine", rules=[commpass.Rule(codec="int8", force=True)])
+    commpass.Policy(name="mine", rules=[commpass.Rule(codec="int8", force=True)]), inner="eager"
 ))
 def run(x):
     return ops.wait_tensor(ops.all_reduce(layer(x), "sum", group)).square().mean()

@@ -18,13 +18,8 @@ from commpass.collectives.request import Request
 from commpass.collectives.stages import Payload, read_stages
 from commpass.lowering.chain import Add, Cast, Decode, Encode, Enter, Leave, Sum
 from commpass.lowering.fused import role_of
-from commpass.lowering.inspect.kernels import (
-    KERNELS,
-    SiteChain,
-    kernels_named,
-    of_stages,
-    row_bytes,
-)
+from commpass.lowering.inspect.chains import SiteChain, of_stages
+from commpass.lowering.inspect.kernels import KERNELS, kernels_named, row_bytes
 from commpass.plan import dump
 
 NUMEL, RANKS = 1 << 20, 8

@@ -11,7 +11,7 @@ from torch import Tensor
 from commpass.errors import KernelError
 from commpass.lowering import cpu
 from commpass.lowering.chain import Chain, apply, further_inputs
-from commpass.lowering.inspect.lowerable import NUMEL
+from commpass.lowering.inspect.chains import NUMEL
 
 OURS, INDUCTOR = "commpass", "Inductor"
 QUOTED = re.compile(r"cpp_pybinding\(.*?r?'''(.*?)'''", re.DOTALL)

@@ -48,11 +48,11 @@ def _relative(a: float, b: float) -> float:
     return abs(a - b) / largest if largest < float("inf") else float("inf")
 
 
-def side_by_side(columns: Sequence[Losses], most: int) -> list[tuple[str, list[float | None]]]:
-    """Return a row for each step, with the loss of each column. Of more than ``most`` rows, return
+def side_by_side(columns: Sequence[Losses], limit: int) -> list[tuple[str, list[float | None]]]:
+    """Return a row for each step, with the loss of each column. Of more than ``limit`` rows, return
     that many, evenly spread, with the first and the last."""
     names = list(dict.fromkeys(name for column in columns for name in column))
     rows = [(name, [column.get(name) for column in columns]) for name in names]
-    if len(rows) <= most:
+    if len(rows) <= limit:
         return rows
-    return [rows[round(at * (len(rows) - 1) / (most - 1))] for at in range(most)]
+    return [rows[round(at * (len(rows) - 1) / (limit - 1))] for at in range(limit)]

@@ -94,13 +94,13 @@ def plot(found: Comparison) -> Plot | None:
     if not ms:
         return None
     names = [each.policy for each in found.policies]
-    many = max(len(run.ms) for run in found.runs)
+    count = max(len(run.ms) for run in found.runs)
     top = ROOM * max(
         ms[int(MOST * (len(ms) - 1))], *(each.high_ms for each in found.policies if each.steps)
     )
 
     def x(step: int) -> float:
-        return round(LEFT + (WIDTH - LEFT - 10) * step / max(1, many - 1), 1)
+        return round(LEFT + (WIDTH - LEFT - 10) * step / max(1, count - 1), 1)
 
     def y(value: float) -> float:
         return round((HEIGHT - BOTTOM) * (1 - min(value, top) / top), 1)
@@ -123,7 +123,7 @@ def plot(found: Comparison) -> Plot | None:
             (at, y(each.median_ms)) for at, each in enumerate(found.policies) if each.steps
         ),
         times=tuple(Tick(at=y(value), text=f"{value:g}") for value in round_values(top)),
-        steps=tuple(Tick(at=x(step), text=f"{step + 1}") for step in spread(many)),
+        steps=tuple(Tick(at=x(step), text=f"{step + 1}") for step in spread(count)),
         cut=sum(value > top for value in ms),
     )
 
@@ -135,6 +135,6 @@ def round_values(top: float) -> list[float]:
     return [float(f"{number * step:g}") for number in range(int(top / step) + 1)]
 
 
-def spread(many: int) -> Sequence[int]:
-    """Return at most six of the numbers below ``many``, evenly spread."""
-    return sorted({round(at * (many - 1) / 5) for at in range(6)})
+def spread(count: int) -> Sequence[int]:
+    """Return at most six of the numbers below ``count``, evenly spread."""
+    return sorted({round(at * (count - 1) / 5) for at in range(6)})
