@@ -68,9 +68,9 @@ def test_script_under_torchrun_is_compared_unchanged(tmp_path: Path):
         assert each["steps"] + each["left_out"] == 12
         assert each["left_out"] == 4  # the first step compiles
         assert each["median_ms"] > 0
-    assert off["traffic"]["compressed"] == 0
-    assert off["traffic"]["wire_bytes"] == off["traffic"]["bytes"] == 128 * 64 * 4
-    assert on["traffic"]["compressed"] == 1
+    assert (off["traffic"]["sites"], off["traffic"]["compressed"]) == (2, 0)  # forward, backward
+    assert off["traffic"]["wire_bytes"] == off["traffic"]["bytes"] == 2 * 128 * 64 * 4
+    assert on["traffic"]["compressed"] == 2
     assert on["traffic"]["wire_bytes"] < off["traffic"]["bytes"] / 2
     assert len(found["losses"]) == 12
     assert 0 < on["loss_difference"] < 0.05
