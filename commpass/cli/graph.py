@@ -100,8 +100,8 @@ def graph(
     if level == "nodes" and not ending:
         written = nodes.text(one, side, steps)
         if output is None:
-            typer.echo(note, err=True)
             typer.echo(written)
+            typer.echo(note, err=True)
             return
     else:
         drawn = (
@@ -120,20 +120,20 @@ def graph(
         if not ending:
             console = tables.console_for(boxes.table_of(drawn), full=False)
             if output is None:
-                typer.echo(note, err=True)
                 console.print(boxes.text(drawn))
+                typer.echo(note, err=True)
                 return
             written = boxes.plain(drawn)
         else:
             written = drawings.svg(drawn) if svg else drawings.dot(drawn)
             if dot and output is None:
-                typer.echo(note, err=True)
                 typer.echo(written)
+                typer.echo(note, err=True)
                 return
     output = output or Path(f"graph-{one.number:04d}-{one.plan.direction}-{side}.svg")
     try:
         output.write_text(written.rstrip("\n") + "\n", encoding="utf-8")
     except OSError as error:
         raise CommpassError(f"{output}: cannot be written: {error.strerror}") from error
-    typer.echo(note, err=True)
     typer.echo(f"wrote {output}")
+    typer.echo(note, err=True)
