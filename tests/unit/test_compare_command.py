@@ -11,19 +11,22 @@ import time
 from pathlib import Path
 
 import pytest
+from dumps import make
 from typer.testing import CliRunner
 
 import commpass
 from commpass.cli import app
+from commpass.plan import dump
 
 ROOT = Path(commpass.__file__).parent.parent
 PROGRAM = """
-import os, sys, time
+import os, shutil, sys, time
 from pathlib import Path
 from commpass.utils.step_records import StepRecord, encode, file_name
 steps, ms = int(sys.argv[1]), float(sys.argv[2])
 is_off = os.environ.get("COMMPASS") == "off"
 path = Path(os.environ["COMMPASS_STEPS"]) / file_name(time.time_ns(), "host", os.getpid())
+shutil.copytree(os.environ["PLANS"], os.environ["COMMPASS_DUMP"])
 with path.open("ab", buffering=0) as file:
     file.write(encode(StepRecord(0, "start")))
     for step in range(steps):
@@ -39,6 +42,8 @@ with path.open("ab", buffering=0) as file:
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    dump.write(tmp_path / "plans", make())
+    monkeypatch.setenv("PLANS", str(tmp_path / "plans"))
     path = tmp_path / "program.py"
     path.write_text(PROGRAM)
     return path

@@ -8,10 +8,12 @@ from typing import ClassVar
 
 import pytest
 import torch
+from dumps import SITES, make
 from torch import nn
 
 import commpass
 from commpass.distributed import step_times
+from commpass.plan import dump
 from commpass.report.compare import losses, page
 from commpass.report.compare.jobs import Job, environment_of
 from commpass.report.compare.steps import WARM_UP, Steps, read, steps_of
@@ -198,10 +200,15 @@ def test_rows_of_losses_keep_the_first_and_the_last():
 
 
 def job(folder: Path, policy: str, ms, round_: int = 1, losses=None) -> Job:
+    """A run with the plan of one compressed and one plain site; one of policy off compresses
+    nothing."""
+    where = folder / policy
+    if not where.exists():
+        dump.write(where / "dump", make(sites=(SITES[0],) * 2 if policy == "off" else SITES))
     return Job(
         policy=policy,
         round=round_,
-        folder=folder,
+        folder=where,
         status=0,
         seconds=1.0,
         used=True,
@@ -218,8 +225,8 @@ def test_verdict_of_a_clear_result(tmp_path: Path):
     jobs = [job(tmp_path, "off", SLOW, losses=loss), job(tmp_path, "taco", FAST, losses=loss)]
     found = compare(["python", "x.py"], ["off", "taco"], jobs, [])
     assert found.verdict == (
-        "taco is 2.00 times as fast as off: 11 ms a step instead of 22 ms (commpass has compiled no"
-        " graph here). Its printed losses are those of off"
+        "taco is 2.00 times as fast as off: 11 ms a step instead of 22 ms. Its printed losses"
+        " are those of off"
     )
     assert found.policies[1].faster == 2.0
     assert (found.policies[0].low_ms, found.policies[0].high_ms) == (21.0, 23.0)
@@ -235,6 +242,29 @@ def test_verdict_is_inconclusive_if_middle_halves_overlap(tmp_path: Path):
     assert found.startswith(
         "inconclusive: the middle halves of taco (11.4 to 12.4 ms) and off (10.5"
     )
+
+
+def test_verdict_is_inconclusive_if_rounds_differ(tmp_path: Path):
+    jobs = [
+        *(job(tmp_path, "off", SLOW * 3, 1), job(tmp_path, "taco", FAST * 3, 1)),
+        *(job(tmp_path, "off", FAST[:1], 2), job(tmp_path, "taco", SLOW[:1], 2)),
+    ]
+    found = compare(["x"], ["off", "taco"], jobs, []).verdict
+    assert found == "inconclusive: 1 round of 2 gave the opposite order of taco and off"
+
+
+def test_verdict_is_inconclusive_if_nothing_was_compiled(tmp_path: Path):
+    (tmp_path / "taco").mkdir()
+    jobs = [job(tmp_path, "off", SLOW), job(tmp_path, "taco", FAST)]
+    found = compare(["x"], ["off", "taco"], jobs, []).verdict
+    assert found.startswith("inconclusive: commpass has compiled no graph under taco")
+
+
+def test_traffic_is_that_of_the_plans(tmp_path: Path):
+    jobs = [job(tmp_path, "off", SLOW), job(tmp_path, "taco", FAST)]
+    off, taco = (each.traffic for each in compare(["x"], ["off", "taco"], jobs, []).policies)
+    assert (off.sites, off.compressed, off.bytes, off.wire_bytes) == (2, 0, 16 << 20, 16 << 20)
+    assert (taco.sites, taco.compressed, taco.bytes, taco.wire_bytes) == (2, 1, 16 << 20, 10 << 20)
 
 
 def test_verdict_needs_some_steps(tmp_path: Path):

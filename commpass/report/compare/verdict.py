@@ -14,6 +14,7 @@ from commpass.report.compare import losses
 from commpass.report.compare.jobs import Job
 from commpass.report.numbers import percent
 from commpass.report.run import Run
+from commpass.utils.printable import plural
 
 LEAST_STEPS = 4
 """The number of counted steps below which nothing is concluded."""
@@ -149,7 +150,17 @@ def _result(
         loss_difference=max((each for each in apart if each is not None), default=None),
         verdict="",
     )
-    return replace(made, verdict=_sentence(made, base)) if base is not None else made
+    if base is None:
+        return made
+    return replace(made, verdict=_sentence(made, base, _contrary_rounds(jobs, base_jobs)))
+
+
+def _contrary_rounds(jobs: Sequence[Job], base_jobs: Sequence[Job]) -> int:
+    """Return the number of rounds in which the medians are in the other order than in most
+    rounds."""
+    both = [(a.steps.ms, b.steps.ms) for a, b in zip(jobs, base_jobs, strict=False)]
+    faster = [median(ms) < median(base) for ms, base in both if ms and base]
+    return min(faster.count(True), faster.count(False))
 
 
 def middle_half(ms: Sequence[float]) -> tuple[float, float, float]:
@@ -167,7 +178,9 @@ def times(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def _sentence(of: PolicyResult, base: PolicyResult) -> str:
+def _sentence(of: PolicyResult, base: PolicyResult, contrary: int) -> str:
+    if of.traffic is None:
+        return f"inconclusive: commpass has compiled no graph under {of.name}, so nothing differs"
     for each in (of, base):
         if each.steps < LEAST_STEPS:
             return (
@@ -177,13 +190,16 @@ def _sentence(of: PolicyResult, base: PolicyResult) -> str:
     nothing = ""
     if of.traffic is not None and not of.traffic.compressed:
         nothing = f" ({of.name} compresses no collective of this program)"
-    elif of.traffic is None:
-        nothing = " (commpass has compiled no graph here)"
     if of.low_ms <= base.high_ms and base.low_ms <= of.high_ms:
         return (
             f"inconclusive: the middle halves of {of.name} ({times(of.low_ms)} to"
             f" {times(of.high_ms)} ms) and {base.name} ({times(base.low_ms)} to"
             f" {times(base.high_ms)} ms) overlap{nothing}"
+        )
+    if contrary:
+        return (
+            f"inconclusive: {plural(contrary, 'round')} of {of.rounds} gave the opposite order of"
+            f" {of.name} and {base.name}{nothing}"
         )
     faster = base.median_ms / of.median_ms
     ratio = max(faster, 1 / faster)
