@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from commpass.errors import CommpassError
 from commpass.groups import ready
 from commpass.utils import step_records
 from commpass.utils.step_records import EXPLICIT, START, StepRecord
@@ -42,18 +43,21 @@ def step() -> None:
 def open_recorder() -> Recorder | None:
     """Return the recorder of this process; None if the environment names no folder.
 
-    The first call writes that commpass is in use, and begins to observe optimizers.
+    The first call writes that commpass is in use, and begins to observe optimizers. Raise
+    CommpassError if the folder cannot be written to.
     """
     folder = os.environ.get(FOLDER)
     if not folder:
         return None
     with _lock:
-        if not _recorders:
+        if _recorders and _recorders[-1].owner == (folder, os.getpid()):
+            return _recorders[-1]
+        recorder = Recorder(Path(folder))
+        if not _recorders:  # a fork of this process has the hook already
             register_optimizer_step_post_hook(torch.compiler.disable(_after_optimizer))
             atexit.register(_finish)
-        if not _recorders or _recorders[-1].owner != (folder, os.getpid()):  # or a fork of it
-            _recorders.append(Recorder(Path(folder)))
-        return _recorders[-1]
+        _recorders.append(recorder)
+        return recorder
 
 
 _recorders: list[Recorder] = []
@@ -86,7 +90,7 @@ class _Mark:
     event: Any = None
 
     @classmethod
-    def now(cls) -> _Mark:
+    def current(cls) -> _Mark:
         event = None
         if torch.cuda.is_initialized():
             event = torch.cuda.Event(enable_timing=True)
@@ -110,14 +114,20 @@ class Recorder:
     def __init__(self, folder: Path):
         self.owner = (str(folder), os.getpid())
         self.compiles = 0
-        self.begin = _Mark.now()
+        self.begin = _Mark.current()
         self.last: dict[str, _Mark] = {}
         self.compiles_at: dict[str, tuple[int, int]] = {}
         self.pending: list[tuple[_Mark, _Mark, str, bool]] = []
         self.optimizers: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
         self.lock = threading.Lock()
         name = step_records.file_name(time.time_ns(), socket.gethostname(), os.getpid())
-        self.file: BinaryIO = (folder / name).open("ab", buffering=0)
+        try:
+            self.file: BinaryIO = (folder / name).open("ab", buffering=0)
+        except OSError as error:
+            raise CommpassError(
+                f"{FOLDER}={folder}: cannot be written: {error.strerror}. commpass compare needs a"
+                " folder that all hosts share: name one with --keep"
+            ) from error
         self.write(StepRecord(_rank(), START))
 
     def name_of(self, optimizer: Optimizer) -> str:
@@ -127,7 +137,7 @@ class Recorder:
     def end_step(self, clock: str) -> None:
         """End a step by this clock, and write all steps that are complete."""
         with self.lock:
-            end, compiles = _Mark.now(), (self.compiles, _frames())
+            end, compiles = _Mark.current(), (self.compiles, _frames())
             compiled = compiles != self.compiles_at.get(clock, (-1, -1))
             self.pending.append((self.last.get(clock, self.begin), end, clock, compiled))
             self.last[clock], self.compiles_at[clock] = end, compiles

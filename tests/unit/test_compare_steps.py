@@ -13,6 +13,7 @@ from torch import nn
 
 import commpass
 from commpass.distributed import step_times
+from commpass.errors import CommpassError
 from commpass.plan import dump
 from commpass.report.compare import losses, page
 from commpass.report.compare.jobs import Job, environment_of
@@ -46,6 +47,12 @@ def test_nothing_is_recorded_without_the_variable(monkeypatch, tmp_path):
     assert step_times.open_recorder() is None
     commpass.step()
     assert not list(tmp_path.iterdir())
+
+
+def test_folder_that_another_host_does_not_have_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setenv(step_times.FOLDER, str(tmp_path / "gone"))
+    with pytest.raises(CommpassError, match="a folder that all hosts share"):
+        commpass.backend("off")
 
 
 def test_each_step_of_an_optimizer_is_a_line_at_once(folder: Path):
