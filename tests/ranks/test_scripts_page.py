@@ -1,4 +1,4 @@
-"""The scripts of docs/scripts.md run as printed on two ranks: the loss falls, and bytes are saved."""
+"""The scripts of docs/scripts.md run as printed on two ranks: losses fall, fewer bytes travel."""
 
 from __future__ import annotations
 
