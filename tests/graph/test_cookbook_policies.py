@@ -117,7 +117,7 @@ def test_every_policy_of_the_page_is_tried_here():
     ]
     rules = [policy_under(heading).rules for heading in headings]
     assert [rule.module for rule in rules[0][:2]] == ["lm_head", "embed_tokens"]
-    assert [rule.group for rule in rules[2]] == [("tp",), ("dp",)]
+    assert [rule.group for rule in rules[2]] == ["tp", "dp"]
 
 
 @pytest.mark.slow
