@@ -28,7 +28,7 @@ LOSS = re.compile(r"^step \d+: loss (\S+)$", re.MULTILINE)
 PLAIN_THEN_SENT = {
     "Tensor parallelism": r" (\d+) -> (\d+) bytes",
     "FSDP2": r"calls, ([\d,]+) bytes as ([\d,]+)",
-    "Hugging Face": r" (\d+) -> (\d+) bytes",
+    "Hugging Face": r"^bytes: ([\d,]+) -> ([\d,]+) handed to collectives",
 }
 SENT_INSTEAD = r"(?P<sent>[\d,]+) instead of (?P<plain>[\d,]+) bytes"
 
@@ -56,7 +56,7 @@ def test_script_as_printed_compresses_and_learns(heading, tmp_path):
 def bytes_without_and_with(heading: str, printed: str) -> list[tuple[int, int]]:
     """Return the bytes without and with commpass of each line that a script prints about them."""
     if pattern := PLAIN_THEN_SENT.get(heading):
-        pairs = re.findall(pattern, printed)
+        pairs = re.findall(pattern, printed, re.MULTILINE)
     else:
         pairs = [(found["plain"], found["sent"]) for found in re.finditer(SENT_INSTEAD, printed)]
     return [(number(plain), number(sent)) for plain, sent in pairs]
