@@ -919,10 +919,9 @@ def test_two_integrations_a_group_of_one_and_other_exchanges_in_between(ranks2):
 
 
 def reported_titles() -> list[str]:
-    before = len(commpass.plans())
-    model, _, _ = pair(INT8)
+    model, _, integration = pair(INT8)
     plainly(model, 0)
-    return [site.title for plan in commpass.plans()[before:] for site in plan.sites]
+    return [site.title for plan in integration.plans for site in plan]
 
 
 def test_report_names_buckets_by_their_parameters(ranks2):
