@@ -6,6 +6,8 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "status.md").read_text()
 
@@ -43,3 +45,15 @@ def test_versions_of_torch_are_those_of_the_readme():
     readme = " ".join((ROOT / "README.md").read_text().split())
     stated = re.search(r"on torch ([\d., and]+) with Python 3\.11", readme)[1]
     assert re.findall(r"[\d.]+\d", row) == re.findall(r"[\d.]+\d", stated)
+
+
+@pytest.mark.parametrize(
+    ("page", "source"),
+    [("docs/alternatives.md", "docs/performance.md"), ("docs/index.md", "README.md")],
+)
+def test_measured_numbers_are_those_of_the_page_that_has_the_script(page, source):
+    number = re.compile(r"\b\d{3}(?= ms)|\b\d,\d{3}\b(?= ms)|\b2\.[68]\d\d\b")
+    repeated = set(number.findall((ROOT / page).read_text()))
+    assert len(repeated) >= 4
+    text = (ROOT / source).read_text()
+    assert [each for each in sorted(repeated) if not re.search(rf"\b{each}\b", text)] == []
