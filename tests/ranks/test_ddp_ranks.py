@@ -920,7 +920,8 @@ def test_two_integrations_a_group_of_one_and_other_exchanges_in_between(ranks2):
 
 def reported_titles() -> list[str]:
     model, _, integration = pair(INT8)
-    plainly(model, 0)
+    for step in range(3):
+        plainly(model, step)
     return [site.title for plan in integration.plans for site in plan]
 
 
