@@ -97,19 +97,22 @@ def simulate(
 ) -> list[Simulated]:
     """Predict a step of a model on a cluster, under each policy.
 
-    ``build(mesh)`` returns the model, already sharded over the mesh, and its inputs. They are made
-    of fake tensors, which need no memory. ``mesh`` maps dimension names to sizes; their product is
-    the number of ranks. If ``train`` is true, the sum of all outputs runs backward.
+    The model is traced once for all policies and links, and again for each mesh and each argument.
 
-    ``sweep`` sets one parameter to several values: a mesh dimension, ``gbit`` or
-    ``intra_host_gbit`` of the profile's links, or an argument of ``build``. The model is traced
-    once for all policies and links, and again for each mesh and each argument.
-
-    ``dump`` is a folder for the plans and graphs, for ``commpass explain`` and related commands.
-    Each policy and value is a run there, named as ``Simulated.run``.
-
-    With ``nodes``, the mesh must have exactly the GPUs of so many hosts of the profile, such as
-    ``"dgx-h100"``.
+    Args:
+        build: ``build(mesh)`` returns the model, already sharded over the mesh, and its inputs.
+            They are made of fake tensors, which need no memory.
+        profile: the cluster: a Profile, a name such as ``"dgx-h100"``, or a file.
+        mesh: sizes by name of dimension; their product is the number of ranks.
+        policies: the policies to compare, each as in ``commpass.backend``.
+        sweep: one parameter and its values: a mesh dimension, ``gbit`` or ``intra_host_gbit`` of
+            the profile's links, or an argument of ``build``.
+        nodes: the number of hosts of the profile. The mesh must then have exactly their GPUs.
+        dump: a folder for the plans and graphs, for ``commpass explain`` and related commands; None
+            for none. Each policy and value is a run there, named as ``Simulated.run``.
+        train: whether the sum of all outputs also runs backward.
+        progress: called with the number of finished predictions, their total, and what is next;
+            None for no calls.
 
     Raises CommpassError if a process group exists already, if a name cannot be swept, if the mesh
     does not fit ``nodes``, or if the model needs a tensor's value.
