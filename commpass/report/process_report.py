@@ -31,7 +31,7 @@ NOTHING = (
     " backend=commpass.backend(...)), or apply an integration (compress_ddp, compress_fsdp). Run a"
     " step, then ask again"
 )
-COMPARE = "is it faster? the same job with COMMPASS=off reports what is measured without commpass"
+COMPARE = "is it faster? commpass compare -- COMMAND runs the job with and without it, in turns"
 ELSEWHERE = (
     "not in this report: {} of commpass.rewrite, calls by hand and backends that are gone;"
     " commpass.plans() has them"
