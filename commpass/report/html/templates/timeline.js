@@ -54,6 +54,11 @@ function timeline(strip, kinds) {
       pen.fillStyle = colour(second ? "exchange-b" : name);
       if (name === "exposed" && width > 3) hatch(pen, left, top, width, colour);
       else pen.fillRect(left, top, width, LANE);
+      const module = strip.modules[label];
+      if (name === "exchange" && module && pen.measureText(module).width + 8 < width) {
+        pen.fillStyle = colour(second ? "on-exchange-b" : "on-exchange");
+        pen.fillText(module, Math.max(left, 0) + 4, top + LANE / 2 + 4);
+      }
       if (bar === view.picked) {
         pen.strokeStyle = colour("text");
         pen.lineWidth = 2;
