@@ -201,7 +201,8 @@ def train(runs: Mapping[str, Run], all_batches: Iterator[Tensor], steps: int) ->
     The first step of a run compiles its model. All steps but the first ``UNTIMED`` are timed: each
     starts after a barrier, and its time is that of the slowest rank.
     """
-    with Progress(console=console, transient=True, disable=RANK > 0) as progress:
+    hidden = RANK > 0 or not console.is_terminal
+    with Progress(console=console, transient=True, disable=hidden) as progress:
         shown = progress.add_task("", total=steps * len(runs))
         for number, batch in enumerate(all_batches):
             for name, run in runs.items():

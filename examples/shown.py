@@ -32,7 +32,7 @@ def report(runs: Mapping[str, Run], options: Namespace) -> None:
     for line in results(runs, recorded, options):
         console.print(line, style="bold", soft_wrap=True)
     console.print("", policies_table(runs, recorded, str(options.policy)), where(runs, options))
-    show_sites(recorded["on"])
+    console.print("", sites_table(recorded["on"]))
     html.write([recorded[name] for name in ("off", "on", "bf16")], options.out / PAGE)
     draw_timeline(recorded["on"], options.out / PICTURE)
     show_next(options)
@@ -112,15 +112,18 @@ def where(runs: Mapping[str, Run], options: Namespace) -> str:
     return f"{len(runs['off'].step_ms)} steps of each, in turns, after {UNTIMED}: {network}."
 
 
-def show_sites(run: Recorded) -> None:
-    """Print the collectives by pattern, as ``commpass explain`` does, without their reasons."""
+def sites_table(run: Recorded) -> Table:
+    """Return a line for each pattern of collectives, as ``commpass explain`` groups them."""
+    table = tables.plain_table(
+        "collectives", "decision", "bytes each", "predicted each", folded=("decision",)
+    )
     for plan in run.plans:
         fallback = f", compiled UNTOUCHED: {plan.fallback}" if plan.fallback else ""
-        console.print(f"\nThe collectives of {plan.direction}{fallback}", style="bold")
-        found = patterns([plan])
-        wide = explain.patterns_table(found, wide=True)
-        fits = console.measure(wide).maximum <= console.width
-        console.print(wide if fits else explain.patterns_table(found, wide=False))
+        table.add_row(plan.direction + fallback, style="bold")
+        for one in patterns([plan]):
+            (name, _), (decision,), (size, _), (times,) = explain.cells(one)
+            table.add_row(f"  {name}", decision, size, times)
+    return table
 
 
 def draw_timeline(run: Recorded, picture: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +31,8 @@ SIZE = 9
 """The font size of exchange labels in points; below, the size of a character and a line in
 inches."""
 CHAR, LINE = 0.6 * SIZE / 72, 1.5 * SIZE / 72
+TITLE = 110
+"""The longest line of a title, in characters."""
 ROWS = 4
 """Most rows of labels below the lanes."""
 
@@ -50,8 +53,12 @@ class Picture:
 
 @dataclass(frozen=True)
 class Label:
-    """The text below an exchange: its middle in ms, and the row that has room for it, from 0."""
+    """The text below an exchange, whose middle is at ``exchange_ms``.
 
+    The text is centred at ``at_ms``, in a ``row`` that has room for it, from 0.
+    """
+
+    exchange_ms: float
     at_ms: float
     text: str
     row: int
@@ -115,7 +122,9 @@ def _draw(axes: Any, picture: Picture, below: Sequence[Label]) -> None:
     for label in below:
         top = bottom - (0.1 + label.row * LINE) / LANE
         if label.row:
-            axes.plot([label.at_ms] * 2, [bottom, top], color="#999999", linewidth=0.5, zorder=0)
+            axes.plot(
+                [label.exchange_ms] * 2, [bottom, top], color="#999999", linewidth=0.5, zorder=0
+            )
         axes.text(
             label.at_ms,
             top,
@@ -131,7 +140,8 @@ def _draw(axes: Any, picture: Picture, below: Sequence[Label]) -> None:
     axes.set_ylim(bottom - _inches(below) / LANE, 0.5)
     axes.set_xlim(0, picture.end_us / 1000)
     axes.set_xlabel("ms")
-    axes.set_title(picture.title, loc="left", fontsize=11, parse_math=False)
+    title = textwrap.fill(picture.title, TITLE)
+    axes.set_title(title, loc="left", fontsize=11, parse_math=False)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
 
@@ -144,12 +154,13 @@ def labels(picture: Picture) -> list[Label]:
     room = (WIDTH - 1.5) / (picture.end_us / 1000)  # inches for a millisecond
     ends = [float("-inf")] * ROWS
     found = list[Label]()
-    for at, text in _middles(picture):
-        half = CHAR * (len(text) + 1) / 2
-        row = next((row for row, end in enumerate(ends) if at * room - half >= end), None)
+    for middle, text in _middles(picture):
+        half = CHAR * (len(text) + 1) / 2 / room
+        at = max(half, min(middle, picture.end_us / 1000 - half))  # inside the picture
+        row = next((row for row, end in enumerate(ends) if at - half >= end), None)
         if row is not None:
-            ends[row] = at * room + half
-            found.append(Label(at, text, row))
+            ends[row] = at + half
+            found.append(Label(middle, at, text, row))
     return found
 
 

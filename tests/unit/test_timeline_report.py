@@ -259,7 +259,7 @@ def test_neighbours_of_one_module_share_a_label():
     events = exchange("a", 0.0), exchange("b", 5000.0), exchange("b", 9500.0, hop=1)
     modules = {"a": "layers.0.mlp", "b": "layers.1.mlp"}
     found = labels(Picture("", Timeline(events=events, us=14000.0), 14000.0, modules))
-    assert [(each.at_ms, each.text) for each in found] == [
+    assert [(each.exchange_ms, each.text) for each in found] == [
         (2.0, "layers.0.mlp"),
         (9.25, "layers.1.mlp"),
     ]
@@ -268,6 +268,14 @@ def test_neighbours_of_one_module_share_a_label():
 def test_site_without_a_module_has_its_own_name():
     (found,) = labels(Picture("", Timeline(events=(exchange("a", 0.0),), us=4000.0), 4000.0))
     assert (found.text, found.row) == ("a", 0)
+
+
+def test_labels_stay_inside_the_picture():
+    name = "a.module.with.a.long.path"
+    events = exchange(name, 0.0, 10.0), exchange(name + "s", 90_000.0, 10_000.0)
+    first, last = labels(Picture("", Timeline(events=events, us=100_000.0), 100_000.0))
+    assert first.exchange_ms < first.at_ms < 20
+    assert 80 < last.at_ms < last.exchange_ms
 
 
 def test_labels_that_would_overlap_are_in_other_rows_or_left_out():

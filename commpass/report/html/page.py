@@ -18,7 +18,7 @@ from commpass.report.colours import colour_of
 from commpass.report.html.compare import compare
 from commpass.report.html.data import part
 from commpass.report.html.sparklines import KINDS, missing
-from commpass.report.html.verdict import verdict
+from commpass.report.html.verdict import is_slower, verdict
 from commpass.report.numbers import micros, ms, percent, ratio, size
 from commpass.report.run import Run
 from commpass.utils.tables import write_whole
@@ -89,7 +89,7 @@ def _environment() -> Environment:
     made.filters |= {"size": size, "micros": micros, "ms": ms, "percent": percent, "rest": rest}
     made.filters |= {"thousands": "{:,}".format}
     made.globals |= {"arrow": arrow, "change": change, "missing": missing, "ratio": ratio}
-    made.globals |= {"colour_of": colour_of}
+    made.globals |= {"colour_of": colour_of, "is_slower": is_slower}
     return made
 
 
