@@ -105,6 +105,8 @@ def _answers(bench: Bench, what: str) -> list[dict[str, Any]]:
             member.join()
     answers = [_answer(folder / f"{rank}.json") for rank in range(RANKS)]
     for rank, answer in enumerate(answers):
+        if answer is None and bench.late(f"rank {rank} of {bench.job}"):
+            continue
         if answer is None or "error" in answer:
             code = members[rank].exitcode
             silent = (

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,11 @@ from commpass.probe.gpu.exchange import Timed
 from commpass.probe.gpu.finding import Finding
 from commpass.report.numbers import size
 from commpass.report.probe import group as group_of
+from commpass.report.progress import Told, progress
 from commpass.report.tables import console_for, plain_table, print_json
+
+STATUS = "COMMPASS_DOCTOR_STATUS"
+"""Environment variable: the file for the exit status, if `commpass doctor` started the ranks."""
 
 
 def run(output: Path, seconds: float, *, json: bool) -> int:
@@ -33,13 +38,34 @@ def run(output: Path, seconds: float, *, json: bool) -> int:
     Without a process group, one is started with a rank for each GPU of this node.
     """
     if "RANK" not in os.environ:
-        return subprocess.call(torchrun(torch.cuda.device_count(), output, seconds, json=json))
+        return started(torchrun(torch.cuda.device_count(), output, seconds, json=json))
+    status = tested_here(output, seconds, json=json)
+    if STATUS not in os.environ:
+        return status
+    if os.environ["RANK"] == "0":
+        Path(os.environ[STATUS]).write_text(str(status))
+    return 0
+
+
+def started(command: Sequence[str]) -> int:
+    """Start the ranks, and return the exit status that rank 0 wrote. torchrun would print a
+    traceback if a rank ended with it."""
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "status"
+        ended = subprocess.call(command, env={**os.environ, STATUS: str(file)})
+        return ended or int(file.read_text())
+
+
+def tested_here(output: Path, seconds: float, *, json: bool) -> int:
+    """Test on this rank and print what rank 0 collects. Return 1 if a test failed."""
     with group_of("doctor --gpu", torch.cuda.device_count()):
         world = dist.group.WORLD
         assert world is not None
         device = torch.device("cuda", torch.cuda.current_device())
-        found = tested(world, device)
-        timed = exchange.times(world, device)
+        with progress("testing", visible=dist.get_rank() == 0) as told:
+            found = tested(world, device, told)
+            told(len(found), len(found), "timing exchanges")
+            timed = exchange.times(world, device)
         file = probe(seconds, name=output.stem, kernels=True) if world.size() > 1 else None
         if dist.get_rank():
             return 0
@@ -65,17 +91,18 @@ def torchrun(ranks: int, output: Path, seconds: float, *, json: bool) -> list[st
     return [*command, *(["--json"] if json else [])]
 
 
-def tested(group: dist.ProcessGroup, device: torch.device) -> list[Finding]:
+def tested(group: dist.ProcessGroup, device: torch.device, told: Told) -> list[Finding]:
     """Return the findings of all ranks: of equal ones the first, and of different ones those that
-    failed."""
-    own = list(
-        chain(
-            links.findings(device),
-            links.symmetric_memory(group, device),
-            codecs.findings([codec(name) for name in codecs.NAMES], device),
-            exchange.findings(group, device),
-        )
-    )
+    failed. ``told`` is called with each finding."""
+    own: list[Finding] = []
+    for each in chain(
+        links.findings(device),
+        links.symmetric_memory(group, device),
+        codecs.findings([codec(name) for name in codecs.NAMES], device),
+        exchange.findings(group, device),
+    ):
+        own.append(each)
+        told(len(own), None, each.what)
     every: list[list[Finding]] = [[] for _ in range(group.size())]
     dist.all_gather_object(every, own, group)
     return merged(every)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Callable
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -74,6 +76,47 @@ def test_one_wrong_bit_is_found():
     (found,) = interpreted(flipped, "int8")
     assert not found.works
     assert "of the wire" in found.state
+
+
+def decoded_with(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Finding:
+    """Return the finding if the codec's plain form encodes, and decodes with a change."""
+    coder = codec(name)
+
+    def decode(wire: torch.Tensor) -> torch.Tensor:
+        return change(coder.decode_rows(wire, codecs.NUMEL, torch.bfloat16))
+
+    with patch.object(codecs, "kernels_of", lambda _: (coder.encode_rows, decode)):
+        return codecs.compared(coder, CPU)
+
+
+def test_neighbours_of_decoded_values_are_rounding():
+    """A value that cancels in a rotation has other bits, and is as close."""
+
+    def rounded(values: torch.Tensor) -> torch.Tensor:
+        return torch.where(values.abs() < 1e-3, values, values * (1 + 2.0**-8)).bfloat16()
+
+    found = decoded_with("rotated(bits=4)", rounded)
+    assert found.works, found
+    assert "0.00% by more than rounding" in found.state
+    assert not decoded_with("int8", rounded).works  # its kernels have the plain form's bits
+
+
+def test_wrong_decoded_value_is_no_rounding():
+    def wrong(values: torch.Tensor) -> torch.Tensor:
+        values[0, 300] += 1
+        return values
+
+    found = decoded_with("rotated(bits=4)", wrong)
+    assert not found.works
+    assert "by more than rounding" not in found.state  # all that differ
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_status_of_the_ranks_is_returned_without_a_traceback(status):
+    write = "import os, sys; open(os.environ[sys.argv[1]], 'w').write(sys.argv[2])"
+    command = [sys.executable, "-c", write, doctor_gpu.STATUS, str(status)]
+    assert doctor_gpu.started(command) == status
+    assert doctor_gpu.started([sys.executable, "-c", "raise SystemExit(3)"]) == 3
 
 
 def test_kernel_that_fails_is_a_finding(monkeypatch):

@@ -75,6 +75,6 @@ def symmetric_memory(group: dist.ProcessGroup, device: torch.device) -> list[Fin
         return [Finding(tests[0], f"no: {why}", False, lack), Finding(tests[1], "not tested", True)]
     used = multicast and bool(handle.multicast_ptr)
     return [
-        Finding(tests[0], f"{handle.world_size} ranks", True),
+        Finding(tests[0], f"ranks: {handle.world_size}", True),
         Finding(tests[1], "yes" if used else "no", True, "commpass does not use it"),
     ]
