@@ -30,6 +30,7 @@ body { font: 14px/1.4 system-ui, sans-serif; margin: 2em auto; max-width: 1300px
 .drawing { overflow-x: auto; background: #ffffff; border-radius: 4px }
 svg { width: 100%; min-width: 900px; height: auto }
 .sites { overflow-x: auto }
+td:last-child { min-width: 26em }
 table { border-collapse: collapse; margin: 0 0 2em }
 th, td { padding: .3em .7em; border-bottom: 1px solid #8888; text-align: left; vertical-align: top }
 .number { text-align: right; white-space: nowrap }

@@ -31,7 +31,7 @@ SIZE = 9
 """The font size of exchange labels in points; below, the size of a character and a line in
 inches."""
 CHAR, LINE = 0.6 * SIZE / 72, 1.5 * SIZE / 72
-TITLE = 110
+TITLE = 126
 """The longest line of a title, in characters."""
 ROWS = 4
 """Most rows of labels below the lanes."""
