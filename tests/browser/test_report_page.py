@@ -289,9 +289,13 @@ def test_what_got_slower_is_marked(browser, tmp_path):
     runs = [html.Run((made.dump(each, run=run),), run) for each, run in ((sites, "a"), (slow, "b"))]
     html.write(runs, tmp_path / "report.html")
     show(browser, tmp_path / "report.html")
-    for table, count in (("#a", 0), ("#b", 1), ("#compare", 1)):
-        marked = browser.find_elements(By.CSS_SELECTOR, f"{table} .slower")
-        assert [element.text.split()[-1] for element in marked] == ["slower"] * count
+    marked = {
+        place: [each.text for each in browser.find_elements(By.CSS_SELECTOR, f"{place} .slower")]
+        for place in ("#a [data-table]", "#b [data-table]", "#compare [data-table]", ".pairs")
+    }
+    assert [len(texts) for texts in marked.values()][:3] == [0, 1, 1], marked
+    assert marked[".pairs"]
+    assert all(text.endswith("slower") for texts in marked.values() for text in texts)
 
 
 CONTRAST = """
