@@ -84,19 +84,24 @@ def overlap(run: Recorded) -> str:
 
 
 def policies_table(runs: Mapping[str, Run], recorded: Mapping[str, Recorded], policy: str) -> Table:
-    """Return a line for each run: bytes of a step, loss, and the median time of a step."""
+    """Return a line for each run: bytes of a step, loss, and the median time of a step.
+
+    A speedup that the steps cannot show is ``-``.
+    """
     headers = ("bytes", "held-out loss", "ms a step", "times as fast", "predicted")
     table = tables.plain_table("policy", *headers, right=headers)
     base = runs["off"]
     for name, run in runs.items():
         expected = predicted(recorded["off"], recorded[name])
         sent = recorded[name].totals.wire_bytes if run.sent is None else run.sent
+        found = speedup.speedup(base.step_ms, run.step_ms)
+        unknown = OWN_HOSTS not in os.environ or found.is_inconclusive
         table.add_row(
             policy if name == "on" else name,
             numbers.size(sent),
             f"{run.held_out:.4f}",
             f"{median(run.step_ms):.0f}",
-            f"{speedup.speedup(base.step_ms, run.step_ms).times:.2f}",
+            "-" if unknown else f"{found.times:.2f}",
             "-" if expected is None else f"{expected:.2f}",
         )
     return table
