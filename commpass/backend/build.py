@@ -78,10 +78,11 @@ def build(shared: Shared, job: Job, before: PassContext | None = None) -> Built 
     dump = GraphDump(shared)
     outcome, mismatch, round = agree.plan_graph(shared, given, job, dump.on_pass_end)
     plan = outcome.plan
-    if outcome.error is not None:
+    raised = isinstance(outcome.error, PolicyError) or mismatch is not None
+    if outcome.error is not None and not raised:
         why, number = plan.fallback, job.number
         record.log.warning("%s graph %s compiled untouched: %s", job.direction, number, why)
-    if instead_of is None:
+    if instead_of is None and not raised:
         record_plan(shared, outcome, job, None)
     record.trace_graph(gm, f"{job.direction}_after")
     if calls.is_last_compile and plan.changed:

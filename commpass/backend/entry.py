@@ -27,13 +27,13 @@ def _called_first(function: Made) -> Made:
     """Tell users who give the function itself to ``torch.compile`` to call it."""
 
     @functools.wraps(function)
-    def checked(*given: Any, **options: Any) -> Any:
-        if given and isinstance(given[0], fx.GraphModule):
+    def checked(*args: Any, **options: Any) -> Any:
+        if args and isinstance(args[0], fx.GraphModule):
             raise PolicyError(
                 "backend=commpass.backend is the function that makes a backend: call it, with a"
                 ' policy: torch.compile(model, backend=commpass.backend("balanced"))'
             )
-        return function(*given, **options)
+        return function(*args, **options)
 
     return checked  # type: ignore[return-value]
 

@@ -25,6 +25,7 @@ def record_plan(shared: Shared, outcome: PassContext, job: Job, instead_of: Plan
     shared.summary.add(
         outcome.plan,
         trained=job.stateless != INFERENCE,
+        profile=job.profile.description,
         instead_of=instead_of,
         sites=uncompressed_sites(outcome, shared.policy, job.profile) if is_first_rank() else (),
     )

@@ -215,6 +215,8 @@ def _from_toml(path: Path) -> Profile:
             fields[key] = _merged(key, value, fields.get(key))
         except PolicyError as error:
             raise fail(getattr(error, "key", key), str(error)) from error
+    if "source" not in table:
+        fields["source"] = f"stated in {path.name}"
     if "link" not in fields:
         raise fail(None, "a profile needs a [link] with alpha_us and gbytes_per_s, or a base")
     return _built(fields, fail)

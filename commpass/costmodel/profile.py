@@ -292,6 +292,12 @@ def link_named(name: str) -> Link:
     raise PolicyError(f"unknown link {name!r}{nearest(name, LINK_NAMES)}")
 
 
+NOMINAL = "nominal rate, not measured"
+"""The source of a profile that is named for its link."""
+DATA_SHEETS = "from data sheets, not measured"
+"""That of a named machine."""
+
+
 def profile_named(profile: str | Profile | None) -> Profile | None:
     """Return a profile by name, or the profile itself. A name is that of a machine
     (``"dgx-h100"``) or of a link: ``"nvlink-4"``, ``"infiniband-ndr"``, ``"ethernet-25g"`` (of any
@@ -306,11 +312,12 @@ def profile_named(profile: str | Profile | None) -> Profile | None:
             f"profile={profile!r}: must be a commpass.Profile(...) or one of {', '.join(NAMES)}"
         )
     if speed := re.fullmatch(r"ethernet-(\d+(?:\.\d+)?)g", profile):
-        return ethernet(float(speed.group(1)))
+        return dataclasses.replace(ethernet(float(speed.group(1))), source=NOMINAL)
     if profile in machine_names():
         return _of_machine(profile)
     if profile in LINK_NAMES:
-        return Profile(profile, link_named(profile), kernels=kernels_with(profile))
+        kernels = kernels_with(profile)
+        return Profile(profile, link_named(profile), kernels=kernels, source=NOMINAL)
     raise PolicyError(
         f"unknown profile {profile!r}{nearest(profile, NAMES)} Or give a commpass.Profile(...), or"
         " the path of a .json or .toml file."
@@ -330,6 +337,7 @@ def _of_machine(name: str) -> Profile:
         ranks_per_host=machine.gpus,
         intra_host_link=dataclasses.replace(inside, **measured),
         ports=machine.ports,
+        source=DATA_SHEETS,
     )
 
 

@@ -218,7 +218,7 @@ PLAIN = "it is sent uncompressed"
 
 def label(site: PlannedSite) -> str:
     """Return a short label of a site: ``layers.0.mlp.down int8/two_shot``."""
-    where = site.module or site.name
+    where = site.title
     return f"{where} {site.codec}/{site.algorithm}" if site.compressed else f"{where} uncompressed"
 
 

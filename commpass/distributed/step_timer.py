@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from commpass.utils.printable import less
 from commpass.utils.running import innermost
 
 log = logging.getLogger("commpass")
@@ -120,8 +121,9 @@ class StepTimer:
         )
         many = f"{len(new)} graphs" if len(new) > 1 else f"graph {new[0].name}"
         log.info(
-            "%s: predicted %.4g ms (%.4g ms without commpass), measured %.4g ms%s",
-            *(many, predicted, plain, measured, self.facts()),
+            "%s: predicted %.4g ms (%.4g ms without commpass%s), measured %.4g ms%s",
+            *(many, predicted, plain, less(predicted, plain, brackets=False)),
+            *(measured, self.facts()),
         )
         for each in new:
             if each.warns_if_slower and each.measured_us > each.plain_us:

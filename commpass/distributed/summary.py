@@ -23,7 +23,7 @@ from commpass.plan.totals import totals
 from commpass.policy import PRESETS, Policy
 from commpass.policy.rules import Rule
 from commpass.utils.globs import covers
-from commpass.utils.printable import plural
+from commpass.utils.printable import less, plural
 
 log = logging.getLogger("commpass")
 
@@ -49,6 +49,7 @@ class Summary:
     def __init__(self, policy: Policy):
         self.policy = policy
         self.plans: list[Plan] = []
+        self.profiles: dict[str, None] = {}
         self.trained: set[str] = set()
         self.round: set[str] = set()
         self.rounds = 0
@@ -63,14 +64,18 @@ class Summary:
         plan: Plan,
         *,
         trained: bool,
+        profile: str = "",
         instead_of: Plan | None = None,
         sites: Sequence[UncompressedSite] = (),
     ) -> None:
         """Add the plan of a graph, or that of one which was compiled again.
 
         ``trained`` says whether the graph has a backward, which may be compiled only when it runs.
-        ``sites`` are the sites that it leaves uncompressed.
+        ``sites`` are the sites that it leaves uncompressed. ``profile`` is that of its cost model,
+        in words.
         """
+        if profile and plan.sites:
+            self.profiles[profile] = None
         self.left[plan.graph, plan.direction] = sites
         for place, each in enumerate(self.plans):
             if each is instead_of:
@@ -181,12 +186,14 @@ class Summary:
     def line(self) -> str:
         of = totals(self.plans)
         unknown = f", {plural(of.unknown, 'site')} of unknown size not counted"
+        profiles = f", profile {', '.join(self.profiles)}" if self.profiles else ""
         return (
-            f"policy {self.policy.name!r}: {plural(of.graphs, 'graph')},"
+            f"policy {self.policy.name!r}{profiles}: {plural(of.graphs, 'graph')},"
             f" {plural(of.sites, 'site')},"
             f" {of.compressed} compressed; each graph run once: {of.bytes:,} bytes ->"
-            f" {of.wire_bytes:,}, collectives predicted {of.plain_us:,.0f} us ->"
-            f" {of.predicted_us:,.0f} us"
+            f" {of.wire_bytes:,}{less(of.wire_bytes, of.bytes)}, collectives predicted"
+            f" {of.plain_us:,.0f} us -> {of.predicted_us:,.0f} us"
+            f"{less(of.predicted_us, of.plain_us)}"
             + (unknown if of.unknown else "")
             + (f", {plural(of.fallbacks, 'graph')} untouched" if of.fallbacks else "")
         )

@@ -23,7 +23,7 @@ from commpass.distributed.owners import HookCalls
 from commpass.errors import CommpassError
 from commpass.parallel.compile_cache import CompileCache, with_fakes
 from commpass.passes.fx.marks import MARK
-from commpass.passes.fx.meta import PLACE
+from commpass.passes.fx.meta import LABEL, PLACE
 from commpass.plan import Plan
 from commpass.policy.annotate import KEY, outside_scopes
 from commpass.utils.ambient import ambient_free, without_ambient_state
@@ -71,6 +71,15 @@ class Exchange:
         """The factor of each value before the sum."""
         return self.factor / self.ranks if self.op == "avg" else self.factor
 
+    @property
+    def label(self) -> str:
+        """What reports call it: the parameters of a bucket, or the root module. "" if its module
+        says it."""
+        if self.flat and self.parameters:
+            first, last, many = self.parameters[0], self.parameters[-1], len(self.parameters)
+            return first if many == 1 else f"{first} to {last}, {many} parameters"
+        return "" if self.module else "(the root module)"
+
     def graph(self, inplace: bool) -> fx.GraphModule:
         """Return the graph ``x -> None``, which puts the result into ``x``, or ``(x, out) ->
         None``.
@@ -81,6 +90,7 @@ class Exchange:
         x = graph.placeholder("x")
         out = x if inplace else graph.placeholder("out")
         custom = {PLACE: self.module} | ({KEY: self.annotation} if self.annotation else {})
+        custom |= {LABEL: self.label} if self.label else {}
         sent = x
         if self.wide is not None:
             convert = torch.ops.prims.convert_element_type.default

@@ -88,9 +88,9 @@ def _manager(configuration: Hashable) -> Any:
         class Config(base):
             commpass: dict[str, Any]
 
-        def __init__(self, config: Any, *, states: Mapping[str, Any], **others: Any):
+        def __init__(self, config: Any, *, states: Mapping[str, Any], **more: Any):
             self.compressed = list(_compress(states["train_state"], config.commpass))
-            super().__init__(config, states=states, **others)
+            super().__init__(config, states=states, **more)
 
         def close(self) -> None:
             compressed, self.compressed = getattr(self, "compressed", []), []
@@ -121,16 +121,16 @@ def _without_strict(options: dict[str, Any]) -> dict[str, Any]:
 
 def _compile(trainer: Any, options: dict[str, Any]) -> None:
     """Let commpass compile the blocks that Inductor would, or be a pass of ``graph_trainer``."""
-    chosen = trainer.config.compile
-    if not chosen.enable or "model" not in chosen.components:
+    compile_config = trainer.config.compile
+    if not compile_config.enable or "model" not in compile_config.components:
         log.warning(NOT_COMPILED)
-    elif getattr(chosen, "mode", None) == "aot_fx_trace":
+    elif getattr(compile_config, "mode", None) == "aot_fx_trace":
         if hasattr(trainer, "pp_schedule"):
             log.warning(GRAPHS_OF_STAGES)
         else:
-            _add_pass(chosen, options)
-    elif chosen.backend != "inductor":
-        log.warning(OTHER_COMPILERS, chosen.backend)
+            _add_pass(compile_config, options)
+    elif compile_config.backend != "inductor":
+        log.warning(OTHER_COMPILERS, compile_config.backend)
     else:
         compiler = backend(**options)
         for model in trainer.model_parts:
@@ -139,11 +139,11 @@ def _compile(trainer: Any, options: dict[str, Any]) -> None:
                     module.compile(backend=compiler, fullgraph=True)
 
 
-def _add_pass(chosen: Any, options: dict[str, Any]) -> None:
+def _add_pass(compile_config: Any, options: dict[str, Any]) -> None:
     """Give this trainer a pipeline of ``graph_trainer`` with one pass more: before it compiles."""
     from torchtitan.experiments.graph_trainer import passes, registry
 
-    pipelines, name = registry.PASS_PIPELINE_REGISTRY, chosen.pass_pipeline
+    pipelines, name = registry.PASS_PIPELINE_REGISTRY, compile_config.pass_pipeline
     pipeline = pipelines.get(name, passes.construct_default_graph_passes)
 
     def with_compression(*args: Any, **more: Any) -> list[Callable[..., Any]]:
@@ -155,7 +155,7 @@ def _add_pass(chosen: Any, options: dict[str, Any]) -> None:
         return [*found[: compiling[0]], compress_collectives, *found[compiling[0] :]]
 
     def compress_collectives(gm: fx.GraphModule, example_inputs: Any) -> fx.GraphModule:
-        full = chosen.inductor_compilation == "full"
+        full = compile_config.inductor_compilation == "full"
         plan = rewrite(gm, list(example_inputs), **options, inductor=full)
         group = dist.group.WORLD
         assert group is not None
@@ -163,11 +163,13 @@ def _add_pass(chosen: Any, options: dict[str, Any]) -> None:
         compare(described(plan, words), group.group_name, "torchtitan")
         return gm
 
-    chosen.pass_pipeline = f"{name}, compressed {len(pipelines)}"  # other trainers keep theirs
-    pipelines[chosen.pass_pipeline] = with_compression
+    compile_config.pass_pipeline = (
+        f"{name}, compressed {len(pipelines)}"  # other trainers keep theirs
+    )
+    pipelines[compile_config.pass_pipeline] = with_compression
     for hooks in (registry.POST_INIT_HOOKS, registry.PRE_TRAIN_STEP_HOOKS):
         if name in hooks:
-            hooks[chosen.pass_pipeline] = hooks[name]
+            hooks[compile_config.pass_pipeline] = hooks[name]
 
 
 def _name(graph_pass: Any) -> str:

@@ -114,7 +114,7 @@ def scoring(
 
 def nameless(site: Site) -> Site:
     """Return a site without the fields that do not affect its candidates."""
-    return dataclasses.replace(site, name="", module="", annotation=None)
+    return dataclasses.replace(site, name="", module="", label="", annotation=None)
 
 
 def _uncompressed(site: Site, profile: Profile) -> Candidate:

@@ -165,6 +165,7 @@ def _found(
         direction=direction,
         annotation=meta.annotation(call.node, KEY),
         unsupported_reason=_unsupported_reason(call, position, fake, size, held, early),
+        label=meta.annotation(call.node, meta.LABEL) or "",
     )
     return GraphSite(site, module, call, position, tuple(sorted(held, key=order.__getitem__)))
 

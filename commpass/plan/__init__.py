@@ -55,6 +55,8 @@ class Site:
       the two.
     - ``by_messages``: whether exchanges of its group are sent as messages between pairs of ranks.
     - ``annotation``: the nearest enclosing ``compress`` or ``keep``, as JSON text.
+    - ``label``: what reports call it if its module's path says too little: the parameters of a
+      bucket, or the root of a sharded model.
     """
 
     name: str
@@ -80,6 +82,12 @@ class Site:
     direction: str = "forward"
     annotation: str | None = None
     unsupported_reason: str | None = None
+    label: str = ""
+
+    @property
+    def title(self) -> str:
+        """What reports call it: its label, the path of its module, or its name."""
+        return self.label or self.module or self.name
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -330,6 +338,13 @@ class Plan:
             *([f"fallback {self.fallback!r}"] if self.fallback else []),
         ]
         return f"<Plan: {', '.join(parts)}>"
+
+    def collectives(self, sites: Iterable[Site]) -> int:
+        """Return how many collectives some sites of this plan are, if chunks of rows of one count
+        once."""
+        names = [site.name for site in sites]
+        held = (sum(part in names for part in each.into) for each in self.split)
+        return len(names) - sum(max(parts - 1, 0) for parts in held)
 
     @property
     def executed(self) -> tuple[PlannedSite, ...]:

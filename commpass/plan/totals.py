@@ -12,6 +12,7 @@ from commpass.plan import Plan
 class Totals:
     """Sums over some plans, each graph called once. A graph that fell back is uncompressed.
 
+    - ``sites`` and ``compressed``: collectives. One that is sent in chunks of rows counts once.
     - ``bytes`` and ``wire_bytes``: what one rank hands to the collectives without and with
       commpass, without the ``unknown`` sites of unknown size.
     - ``plain_us`` and ``predicted_us``: the predicted times of the single collectives without and
@@ -48,8 +49,10 @@ def totals(plans: Iterable[Plan]) -> Totals:
     return Totals(
         graphs=len(plans),
         fallbacks=sum(bool(plan.fallback) for plan in plans),
-        sites=len(sites),
-        compressed=sum(site.compressed for site in sites),
+        sites=sum(plan.collectives(plan.executed) for plan in plans),
+        compressed=sum(
+            plan.collectives(site for site in plan.executed if site.compressed) for plan in plans
+        ),
         bytes=sum(site.bytes for site in known),
         wire_bytes=sum(site.wire_bytes for site in known),
         unknown=len(sites) - len(known),

@@ -165,7 +165,7 @@ def patterns_table(found: Sequence[Pattern], *, wide: bool, slack: Slack = ()) -
 
 def cells(one: Pattern) -> Cells:
     """Return the texts of one pattern, in the shape of HEADERS."""
-    site, many = one.first, len(one.sites)
+    site, many = one.first, one.count  # chunks of rows of one collective are added up
     known = min(min(each.bytes, each.wire_bytes) for each in one.sites) >= 0
     each = [one.total(name) / many if known else -1 for name in ("bytes", "wire_bytes")]
     moved = [
@@ -191,8 +191,7 @@ def _all(numbers: Iterator[int]) -> int:
 
 def name_of(one: Pattern) -> str:
     """Return ``layers.*.mlp.down x 32``."""
-    many = len(one.sites)
-    return (one.module or "(the root module)") + (f" x {many}" if many > 1 else "")
+    return one.name("(the root module)")
 
 
 MOST = 3

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from commpass.plan import Plan, PlannedSite
@@ -18,12 +18,15 @@ class Pattern:
     """Sites that differ only in the numbers in their module's path, in graph order.
 
     ``numbers`` has for each site the index of its graph among the given ones, and its number in
-    that graph (from 1).
+    that graph (from 1). ``title`` is its label or module, "" for the root module. ``count`` is
+    the number of collectives: one that is sent in chunks of rows counts once.
     """
 
     module: str
     sites: tuple[PlannedSite, ...]
     numbers: tuple[tuple[int, int], ...]
+    title: str
+    count: int
 
     @property
     def first(self) -> PlannedSite:
@@ -32,6 +35,12 @@ class Pattern:
     @property
     def modules(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(site.module for site in self.sites))
+
+    def name(self, untitled: str) -> str:
+        """Return ``layers.*.mlp.down x 32``, or ``... x 3 in 6 chunks``."""
+        many = f" x {self.count}" if self.count > 1 else ""
+        chunks = len(self.sites) > self.count
+        return (self.title or untitled) + many + (f" in {len(self.sites)} chunks" * chunks)
 
     def total(self, field: str) -> float:
         return total(self.sites, field)
@@ -49,6 +58,7 @@ def without_numbers(module: str) -> str:
 
 def patterns(plans: Iterable[Plan]) -> list[Pattern]:
     """Return the sites of some plans by pattern, in order of first appearance."""
+    plans = tuple(plans)
     found: dict[tuple, list[tuple[PlannedSite, tuple[int, int]]]] = {}
     for graph, plan in enumerate(plans):
         for number, site in enumerate(plan.sites, 1):
@@ -56,13 +66,32 @@ def patterns(plans: Iterable[Plan]) -> list[Pattern]:
             # Unknown sizes have another name in each layer; their bytes distinguish them.
             shape = tuple("?" if isinstance(size, str) else size for size in site.shape)
             hint = site.bytes if "?" in shape else None
-            key = (*where, shape, hint, *(getattr(site, name) for name in ALIKE))
+            key = (
+                *where,
+                without_numbers(site.label),
+                shape,
+                hint,
+                *(getattr(site, name) for name in ALIKE),
+            )
             found.setdefault(key, []).append((site, (graph, number)))
-    return [
-        Pattern(
-            module if len({site.module for site, _ in some}) > 1 else some[0][0].module,
-            tuple(site for site, _ in some),
-            tuple(number for _, number in some),
-        )
-        for (module, *_), some in found.items()
-    ]
+    return [_pattern(plans, some) for some in found.values()]
+
+
+def _pattern(plans: Sequence[Plan], some: Sequence[tuple[PlannedSite, tuple[int, int]]]) -> Pattern:
+    sites, numbers = zip(*some, strict=True)
+    by_graph: dict[int, list[PlannedSite]] = {}
+    for site, (graph, _) in some:
+        by_graph.setdefault(graph, []).append(site)
+    title = sites[0].label or sites[0].module
+    alike = not (_differ(sites, "label") or _differ(sites, "module"))
+    return Pattern(
+        module=without_numbers(sites[0].module) if _differ(sites, "module") else sites[0].module,
+        sites=sites,
+        numbers=numbers,
+        title=title if alike else without_numbers(title),
+        count=sum(plans[graph].collectives(each) for graph, each in by_graph.items()),
+    )
+
+
+def _differ(sites: Iterable[PlannedSite], field: str) -> bool:
+    return len({getattr(site, field) for site in sites}) > 1

@@ -23,7 +23,7 @@ from commpass.report import sent_bytes
 from commpass.report.layer_patterns import Pattern, patterns
 from commpass.report.numbers import percent
 from commpass.utils.deprecated import renamed_fields
-from commpass.utils.printable import brief, clean, plural
+from commpass.utils.printable import brief, clean, less, plural
 
 NOTHING = (
     "commpass has compiled nothing in this process: compile with torch.compile(model,"
@@ -39,7 +39,7 @@ ELSEWHERE = (
 
 @dataclass(frozen=True, kw_only=True)
 class SiteReport:
-    """One site.
+    """One site. ``title`` is what reports call it: the parameters of a bucket, or its module.
 
     Bytes are those of one call. ``bytes`` and ``wire_bytes`` are handed to the collectives without
     and with commpass. ``sent_plain`` and ``sent`` leave this rank (-1: unknown). ``error`` is the
@@ -51,6 +51,7 @@ class SiteReport:
     """
 
     name: str
+    title: str
     module: str
     kind: str
     direction: str
@@ -176,7 +177,7 @@ class Report:
         found = {f"commpass/{name}": float(n) for name, n in held.items() if n is not None}
         alike: dict[str, list[SiteReport]] = {}  # of all sizes, and of all graphs
         for pattern, sites in self._patterns():
-            where = pattern.module or pattern.first.name
+            where = pattern.title or pattern.first.name
             name = f"{where}/{pattern.first.kind}/{pattern.first.direction}"
             alike.setdefault(name, []).extend(sites)
         errors = {name: _mean(sites) for name, sites in alike.items()}
@@ -206,14 +207,16 @@ class Report:
             yield f"time: not measured{_why_untimed(self.graphs)}"
         else:
             yield (
-                f"time: measured {all_of.measured_ms:.4g} ms, predicted {all_of.predicted_ms:.4g}"
-                f" ms, predicted without commpass {all_of.uncompressed_ms:.4g} ms"
+                f"time: measured {all_of.measured_ms:.4g} ms; predicted {all_of.predicted_ms:.4g}"
+                f" ms, and {all_of.uncompressed_ms:.4g} ms without commpass"
+                f"{less(all_of.predicted_ms or 0, all_of.uncompressed_ms or 0)}"
             )
             if all_of.compressed:
                 yield COMPARE
         yield (
-            f"bytes: {all_of.bytes_plain:,} -> {all_of.bytes:,} handed to collectives,"
-            f" {all_of.sent_plain:,} -> {all_of.sent:,} sent by this rank (each graph called once)"
+            f"bytes: {all_of.bytes_plain:,} -> {all_of.bytes:,} handed to collectives"
+            f"{less(all_of.bytes, all_of.bytes_plain)}, {all_of.sent_plain:,} -> {all_of.sent:,}"
+            " sent by this rank (each graph called once)"
         )
         if steps := [step for plan in self.plans if not plan.fallback for step in plan.simplified]:
             rules = Counter(step.rule for step in steps).most_common()
@@ -227,7 +230,7 @@ class Report:
             first = next(site for site in self.sites if site.above)
             yield (
                 f"error: {plural(all_of.above, 'site')} above max_error, such as"
-                f" {first.module or first.name} ({first.worst:.3g} > {first.max_error:.3g})"
+                f" {first.title} ({first.worst:.3g} > {first.max_error:.3g})"
             )
 
     def _reasons(self) -> Iterable[str]:
@@ -336,6 +339,7 @@ def _site(sampled: Sampled, executed: PlannedSite) -> SiteReport:
     site = sampled.site
     return SiteReport(
         name=site.name,
+        title=site.title,
         module=site.module,
         kind=site.kind,
         direction=site.direction,
@@ -384,7 +388,7 @@ def _counted(noun: str, found: Sequence[tuple[SiteReport, str]]) -> Iterable[str
         if why:
             by_reason.setdefault(why, []).append(site)
     for why, sites in sorted(by_reason.items(), key=lambda each: -len(each[1]))[:REASONS]:
-        first = sites[0].module or sites[0].name
+        first = sites[0].title
         yield f"{noun}: {plural(len(sites), 'site')}, such as {first}: {why}"
 
 
@@ -409,12 +413,12 @@ def _table(rows: Iterable[tuple[Pattern, list[SiteReport]]]) -> list[str]:
 
 
 def _row(pattern: Pattern, sites: Sequence[SiteReport]) -> tuple[str, ...]:
-    first, many = sites[0], f" x {len(sites)}" if len(sites) > 1 else ""
+    first = sites[0]
     coded = first.codec != "none"
     before, after = (sum(max(getattr(s, n), 0) for s in sites) for n in ("bytes", "wire_bytes"))
     worst = max((site.worst for site in sites if site.worst is not None), default=None)
     return (
-        f"{pattern.module or first.name}{many}",
+        pattern.name(first.name),
         f"{first.kind} {first.direction}",
         f"{brief(first.codec)}/{first.algorithm}" if coded else "uncompressed",
         f"{before:,} -> {after:,}" if coded else f"{before:,}",

@@ -38,6 +38,16 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}{'s' * (count != 1)}"
 
 
+def less(after: float, before: float, *, brackets: bool = True) -> str:
+    """Return `` (75% less)`` or `` (12% more)``, without brackets ``, 75% less``. Return "" if they
+    differ by less than half a per cent, or if one is unknown."""
+    share = round(100 * (after / before - 1)) if before > 0 and after >= 0 else 0
+    if not share:
+        return ""
+    text = f"{abs(share)}% {'less' if share < 0 else 'more'}"
+    return f" ({text})" if brackets else f", {text}"
+
+
 def amount(count: float) -> str:
     """Format bytes in up to three digits: ``260 KiB``; "?" for a negative count, which means
     unknown."""

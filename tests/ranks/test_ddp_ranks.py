@@ -916,3 +916,20 @@ def test_two_integrations_a_group_of_one_and_other_exchanges_in_between(ranks2):
         assert several
         assert mine
         assert reasons == set()  # nothing is sent, and no site is left
+
+
+def reported_titles() -> list[str]:
+    model, _, integration = pair(INT8)
+    for step in range(3):
+        plainly(model, step)
+    return [site.title for plan in integration.plans for site in plan]
+
+
+def test_report_names_buckets_by_their_parameters(ranks2):
+    for titles in ranks2.run(reported_titles):
+        assert titles
+        names = {name for name, _ in Net().named_parameters()}
+        for title in titles:
+            first, _, rest = title.partition(" to ")
+            assert first in names
+            assert not rest or rest.partition(", ")[0] in names

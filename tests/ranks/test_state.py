@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from rank_helpers import forget_process, gather_objects
+from rank_helpers import commpass_messages, forget_process, gather_objects
 from refusals import refusals
 from tiers import crossed, rarely, sampled
 
@@ -321,8 +321,9 @@ def check_inference() -> list[str]:
                 assert torch.equal(function(x), sum_gradients(x * 2, "sum"))
                 said.append(commpass.plans()[-1].sites[0].reason)
                 continue
-            with pytest.raises(PolicyError) as error:
+            with commpass_messages() as logged, pytest.raises(PolicyError) as error:
                 function(x)
+            assert not any("untouched" in each for each in logged), logged  # it raised
             said.append(str(error.value))
     return said
 

@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 
-from commpass.plan import Candidate, Plan, Site, planned
+from commpass.plan import Candidate, Plan, Site, Split, planned
+from commpass.plan.totals import totals
 from commpass.report.layer_patterns import patterns, without_numbers
 
 
@@ -73,3 +74,51 @@ def test_graphs_are_told_apart_by_their_place_and_sizes_that_nobody_knows_count_
     (found,) = patterns([plan(site("a.0")), plan(unknown)])
     assert found.numbers == ((0, 1), (1, 1))
     assert found.total("bytes") == 128
+
+
+def chunked() -> Plan:
+    """Two layers: each first all_reduce is sent in two chunks of rows."""
+    sites = [site(f"layers.{n // 3}.mlp", n) for n in range(6)]
+    splits = [
+        Split(site=f"start_{n}", into=(f"all_reduce_{n}", f"all_reduce_{n + 1}"), rows=(2, 2))
+        for n in (0, 3)
+    ]
+    return dataclasses.replace(plan(*sites), split=tuple(splits))
+
+
+def test_collective_in_chunks_counts_once():
+    (found,) = patterns([chunked()])
+    assert (found.count, len(found.sites)) == (4, 6)
+    assert found.name("") == "layers.*.mlp x 4 in 6 chunks"
+    of = totals([chunked(), chunked()])
+    assert (of.sites, of.compressed) == (8, 8)
+    assert (of.bytes, of.wire_bytes) == (12 * 128, 12 * 36)
+
+
+def test_chunk_that_is_left_alone_is_not_counted_with_the_others():
+    """Of a split site, one chunk of two is compressed: the collective counts as compressed."""
+    first, *rest = chunked().sites
+    alone = dataclasses.replace(first, codec="none", algorithm="none")
+    of = totals([dataclasses.replace(chunked(), sites=(alone, *rest))])
+    assert (of.sites, of.compressed) == (4, 4)
+
+
+def test_buckets_are_named_by_their_parameters():
+    first, last = (
+        site("layers", n, label=f"layers.{n + 1}.up.weight to layers.{n}.down.bias, 3 parameters")
+        for n in range(2)
+    )
+    (found,) = patterns([plan(first, last)])
+    assert found.name("") == "layers.*.up.weight to layers.*.down.bias, 3 parameters x 2"
+    (alone,) = patterns([plan(first)])
+    assert alone.name("") == "layers.1.up.weight to layers.0.down.bias, 3 parameters"
+    other = dataclasses.replace(last, label="head.weight")
+    assert [each.name("") for each in patterns([plan(first, other)])] == [
+        first.label,
+        "head.weight",
+    ]
+
+
+def test_root_module_is_named_by_the_caller():
+    (found,) = patterns([plan(site(""))])
+    assert found.name("(the root module)") == "(the root module)"

@@ -248,6 +248,16 @@ def test_summary_of_a_model_says_what_it_could_not_count():
     assert summary.line().endswith(", 1 site of unknown size not counted")
 
 
+def test_summary_of_a_model_begins_with_policy_and_profile_and_says_the_gain():
+    summary = Summary(Policy())
+    summary.add(plan(planned()), trained=True, profile="ethernet-1g (nominal rate, not measured)")
+    found = summary.line()
+    assert found.startswith(
+        "policy 'custom', profile ethernet-1g (nominal rate, not measured): 1 graph, 1 site,"
+    )
+    assert "1,048,576 bytes -> 524,288 (50% less), collectives predicted " in found
+
+
 # --- digest ---------------------------------------------------------------------------------------
 
 OTHER = {
@@ -276,6 +286,7 @@ FREE = {
     "bytes": 7,
     "device": "cuda",
     "annotation": "{}",
+    "label": "head.weight to head.bias, 2 parameters",
     "unsupported_reason": "some",
     "width": 7,
     "stateless": None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+import pytest
 import torch
 from dumps import site
 
@@ -12,7 +13,7 @@ from commpass.codecs.wrappers.outlier import Running, calibrate
 from commpass.plan import Candidate
 from commpass.report.site_text import described, done
 from commpass.report.sites_table import reasons
-from commpass.utils.printable import brief, clean
+from commpass.utils.printable import brief, clean, less
 
 
 def calibrated(seed: int) -> str:
@@ -57,3 +58,18 @@ def test_words_of_plans_are_brief():
         "1",
         f"{brief(spec)} by one_shot: faster",
     ]
+
+
+@pytest.mark.parametrize(
+    ("after", "before", "text"),
+    [
+        (25, 100, " (75% less)"),
+        (112, 100, " (12% more)"),
+        (99.6, 100, ""),
+        (5, 0, ""),
+        (-1, 100, ""),
+    ],
+)
+def test_gain_is_in_per_cent(after, before, text):
+    assert less(after, before) == text
+    assert less(after, before, brackets=False) == (f", {text[2:-1]}" if text else "")

@@ -128,7 +128,7 @@ def test_sites_of_repeated_layers_are_one_line_with_their_errors(book):
     assert f"{2 * 0.02:.3%}" in line
     assert "5.000%" in line
     assert "uncompressed" in text
-    assert "measured 2.5 ms, predicted 2 ms, predicted without commpass 3 ms" in text
+    assert "measured 2.5 ms; predicted 2 ms, and 3 ms without commpass (33% less)" in text
     assert max(map(len, text.splitlines())) < 140
     assert repr(commpass.report()) == text
 

@@ -119,6 +119,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 PLACE = "commpass_module"
 """The key in ``node.meta["custom"]`` of a module path that differs from the node's module stack."""
+LABEL = "commpass_label"
+"""The key of what reports call a site, if the path says too little."""
 STACKS = ("nn_module_stack", "fwd_nn_module_stack")
 """Forward nodes have the first key. Backward nodes have the second if autograd's formulas made
 them, and the first if an autograd.Function or a recomputation did."""
