@@ -120,14 +120,15 @@ def where(runs: Mapping[str, Run], options: Namespace) -> str:
 def sites_table(run: Recorded) -> Table:
     """Return a line for each pattern of collectives, as ``commpass explain`` groups them."""
     table = tables.plain_table(
-        "collectives", "decision", "bytes each", "predicted each", folded=("decision",)
+        "collectives", "decision", "bytes each", "predicted each", folded=("collectives",)
     )
     for plan in run.plans:
         fallback = f", compiled UNTOUCHED: {plan.fallback}" if plan.fallback else ""
         table.add_row(plan.direction + fallback, style="bold")
         for one in patterns([plan]):
             (name, _), (decision,), (size, _), (times,) = explain.cells(one)
-            table.add_row(f"  {name}", decision, size, times)
+            # why one is uncompressed is in ``commpass explain``
+            table.add_row(f"  {name}", decision.partition(":")[0], size, times)
     return table
 
 
