@@ -115,7 +115,7 @@ $(BASE): pyproject.toml constraints.txt
 
 $(READY): $(BASE)
 	@echo "Installing what tests need into $(VENV) (once)"
-	@$(VENV)/bin/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[all]'
+	@$(VENV)/bin/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[dev]'
 	@touch $(READY)
 
 clean:

@@ -3,7 +3,7 @@
     python benchmarks/float8_sequence_parallel.py [--gbit 0.1] [--steps 50] [--dtype bfloat16]
         [--layers 2] [--width 512] [--tokens 512] [--policies off lossless] [--json FILE]
 
-Needs torchao (`pip install 'commpass[test]'`), and with `--gbit` above 0 Linux and root: both ranks
+Needs torchao (`pip install 'commpass[dev]'`), and with `--gbit` above 0 Linux and root: both ranks
 get a virtual host with a link of that speed (docs/netlab.md). A block normalizes its tokens,
 gathers them, and applies two float8 linear layers of torchao with tensorwise scales. Their result
 is reduced and scattered. Copies of one model, each under its own policy, take the same steps of

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         reset_state as reset_state,
         state_dict as state_dict,
     )
+    from commpass.distributed.step_times import step as step
     from commpass.errors import (
         CalibrationError as CalibrationError,
         CommpassError as CommpassError,
@@ -87,6 +88,7 @@ _NAMES = {
     "policy.rules": "Rule",
     "distributed.record": "plans",
     "distributed.state": "load_state_dict reset_state state_dict",
+    "distributed.step_times": "step",
     "simulate": "simulate",
     "standalone": "rewrite",
 }

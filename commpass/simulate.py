@@ -28,6 +28,7 @@ from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_leaves
 
 from commpass.backend import Backend, TracedGraph
+from commpass.backend.records import GraphDump
 from commpass.costmodel import Profile
 from commpass.distributed.machine import profile_here
 from commpass.errors import CommpassError, PolicyError, nearest
@@ -72,6 +73,15 @@ class Simulated:
     wire_bytes: int
     remarks: tuple[str, ...]
 
+    @property
+    def run(self) -> str:
+        """The name of its run in a dump: "balanced", or "balanced-tp=4" in a sweep."""
+        return _run_name(self.policy, self.swept)
+
+
+def _run_name(policy: str, swept: tuple[str, float] | None) -> str:
+    return f"{policy}-{swept[0]}={swept[1]:g}" if swept else policy
+
 
 def simulate(
     build: Build,
@@ -83,19 +93,26 @@ def simulate(
     nodes: int | None = None,
     train: bool = True,
     progress: Progress | None = None,
+    dump: str | Path | None = None,
 ) -> list[Simulated]:
     """Predict a step of a model on a cluster, under each policy.
 
-    ``build(mesh)`` returns the model, already sharded over the mesh, and its inputs. They are made
-    of fake tensors, which need no memory. ``mesh`` maps dimension names to sizes; their product is
-    the number of ranks. If ``train`` is true, the sum of all outputs runs backward.
+    The model is traced once for all policies and links, and again for each mesh and each argument.
 
-    ``sweep`` sets one parameter to several values: a mesh dimension, ``gbit`` or
-    ``intra_host_gbit`` of the profile's links, or an argument of ``build``. The model is traced
-    once for all policies and links, and again for each mesh and each argument.
-
-    With ``nodes``, the mesh must have exactly the GPUs of so many hosts of the profile, such as
-    ``"dgx-h100"``.
+    Args:
+        build: ``build(mesh)`` returns the model, already sharded over the mesh, and its inputs.
+            They are made of fake tensors, which need no memory.
+        profile: the cluster: a Profile, a name such as ``"dgx-h100"``, or a file.
+        mesh: sizes by name of dimension; their product is the number of ranks.
+        policies: the policies to compare, each as in ``commpass.backend``.
+        sweep: one parameter and its values: a mesh dimension, ``gbit`` or ``intra_host_gbit`` of
+            the profile's links, or an argument of ``build``.
+        nodes: the number of hosts of the profile. The mesh must then have exactly their GPUs.
+        dump: a folder for the plans and graphs, for ``commpass explain`` and related commands; None
+            for none. Each policy and value is a run there, named as ``Simulated.run``.
+        train: whether the sum of all outputs also runs backward.
+        progress: called with the number of finished predictions, their total, and what is next;
+            None for no calls.
 
     Raises CommpassError if a process group exists already, if a name cannot be swept, if the mesh
     does not fit ``nodes``, or if the model needs a tensor's value.
@@ -127,7 +144,7 @@ def simulate(
 
         runs = [_Run(policy, case) for case in same for policy in chosen]
         with _fake_ranks(same[0].sizes) as ranks:
-            _plan(build, ranks, runs, train, describe)
+            _plan(build, ranks, runs, train, describe, Path(dump) if dump is not None else None)
         found += map(_summed, runs)
         done += len(same)
     return found
@@ -160,6 +177,10 @@ class _Run:
     case: _Case
     graphs: list[_Graph] = field(default_factory=list)
     hidden: dict[tuple[Any, ...], bool] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return _run_name(self.policy.name, self.case.set_to)
 
 
 def _swept(set_to: tuple[str, float] | None, mesh: dict[str, int], profile: Profile) -> _Case:
@@ -234,8 +255,9 @@ def _fake_ranks(sizes: Mapping[str, int]) -> Iterator[DeviceMesh]:
 class _Planner(Backend):
     """Plans every graph once per run, and executes it unchanged."""
 
-    def __init__(self, runs: Sequence[_Run], report: Callable[[str], None]):
+    def __init__(self, runs: Sequence[_Run], report: Callable[[str], None], folder: Path | None):
         super().__init__(policy_named("off"), "eager", runs[0].case.profile, False, None, None)
+        self.folder = folder
         self.runs, self.on_step = runs, report
 
     def compile(self, graph: TracedGraph) -> Any:
@@ -256,10 +278,12 @@ class _Planner(Backend):
                 hidden=run.hidden,
                 hides=True,
             )
-            outcome = run_passes(given, graph.number)
+            dump = GraphDump(self.folder, run.name, run.policy)
+            outcome = run_passes(given, graph.number, on_pass_end=dump.on_pass_end)
             if isinstance(outcome.error, PolicyError):
                 raise outcome.error
             run.hidden |= decided(outcome.plan)
+            dump.write(outcome)
             run.graphs.append(_Graph(outcome.plan, timeline(gm, outcome, profile)))
             for module, before in untouched.items():
                 module.graph = before
@@ -274,6 +298,7 @@ def _plan(
     runs: Sequence[_Run],
     train: bool,
     report: Callable[[str], None],
+    folder: Path | None,
 ) -> None:
     """Trace one step and plan its graphs for each run."""
     torch._dynamo.reset()
@@ -283,7 +308,7 @@ def _plan(
             with _without_memo(mode), patch.object(Shard, "_shard_tensor", _first_shard):
                 model, inputs = _built(build, mesh, runs[0].case.more)
             report("tracing")
-            given = torch.compile(model, backend=_Planner(runs, report))(*inputs)
+            given = torch.compile(model, backend=_Planner(runs, report, folder))(*inputs)
             if train:
                 _backward(given)
     except DataDependentOutputException as error:

@@ -39,14 +39,26 @@ def rewrite(
 ) -> Plan:
     """Rewrite a graph of aten operators in place and return its plan.
 
-    ``example_inputs`` provide fake values if the graph's nodes have no ``meta["val"]``. The ranks
-    do not compare plans: call it identically on all of them. For a ``torch.export`` program, pass
-    its ``graph_module``. A site that cannot be compressed stays unchanged, with a reason in the
-    plan. If a pass fails, the graph stays unchanged and the plan's ``fallback`` has the reason;
-    with ``strict`` the error is raised.
+    The ranks do not compare plans: call it identically on all of them. A site that cannot be
+    compressed stays unchanged, with a reason in the plan.
 
-    With ``inductor``, Inductor compiles the graph, and runs it in processes that have imported
-    commpass. Codec ``exponent`` is then an operator of commpass instead of some 2,000 others.
+    Args:
+        gm: the graph, which is changed in place. For a ``torch.export`` program, pass its
+            ``graph_module``.
+        example_inputs: the graph's inputs. They provide fake values if its nodes have no
+            ``meta["val"]``.
+        policy: the name of a preset, the path of a TOML file, or a Policy.
+        profile: the links and kernels that the cost model assumes, as in ``commpass.backend``: a
+            Profile, a name or a file. If None, COMMPASS_PROFILE, or else the network that is read
+            from the system.
+        direction: ``forward`` or ``backward``, for rules and reports.
+        strict: if True, raise when a pass fails. Otherwise the graph stays unchanged, and the
+            plan's ``fallback`` has the reason.
+        decompositions: by operator, functions that replace it in what is inserted, as in
+            ``make_fx``; None for those of Inductor.
+        inductor: whether Inductor compiles the graph, and runs it in processes that have imported
+            commpass. Codec ``exponent`` is then an operator of commpass instead of some 2,000
+            others.
 
     Raises PolicyError if ``gm`` is not a GraphModule or ``example_inputs`` is not a tuple or list.
     """

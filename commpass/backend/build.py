@@ -16,7 +16,7 @@ from commpass.backend.calls import instrument, samples_of
 from commpass.backend.records import GraphDump, record_plan
 from commpass.backend.shared import Job, Shared
 from commpass.costmodel import Profile
-from commpass.distributed import record, step_log
+from commpass.distributed import compile_progress, record, step_log, step_times
 from commpass.distributed.budget import OVER, Check, Key
 from commpass.distributed.calls import (
     Raising,
@@ -68,6 +68,12 @@ _Unanswered.__name__ = _Unanswered.__qualname__ = Unanswered.__name__
 def build(shared: Shared, job: Job, before: PassContext | None = None) -> Built | Raising:
     """Build a graph that is still unchanged. ``before`` is the result that it was compiled from so
     far."""
+    step_times.note_compile()
+    with compile_progress.compiling(f"graph {job.number} ({job.direction})"):
+        return _build(shared, job, before)
+
+
+def _build(shared: Shared, job: Job, before: PassContext | None) -> Built | Raising:
     instead_of = before.plan if before is not None else None
     gm, calls, profile = job.gm, job.calls, job.profile
     given = _input(shared, job, before.excluded if before is not None else {})
@@ -75,8 +81,14 @@ def build(shared: Shared, job: Job, before: PassContext | None = None) -> Built 
     device = meta.device_of(gm)
     is_timed = is_first_rank() and device in ("cpu", "cuda") and shared.inner == "inductor"
     plain_us = _predicted_us(gm, profile) if is_timed else None
-    dump = GraphDump(shared)
-    outcome, mismatch, round = agree.plan_graph(shared, given, job, dump.on_pass_end)
+    dump = GraphDump(shared.dump, shared.run, shared.policy)
+
+    def on_pass_end(step: str, context: PassContext) -> None:
+        compile_progress.stage(f"passes after {step!r}")
+        dump.on_pass_end(step, context)
+
+    compile_progress.stage("passes")
+    outcome, mismatch, round = agree.plan_graph(shared, given, job, on_pass_end)
     plan = outcome.plan
     raised = isinstance(outcome.error, PolicyError) or mismatch is not None
     if outcome.error is not None and not raised:
@@ -106,6 +118,7 @@ def build(shared: Shared, job: Job, before: PassContext | None = None) -> Built 
     planned_us = _predicted_us(gm, profile) if plain_us is not None else None
     allocate(plan.executed)
     pinned = outcome.moved.pinned or chunked(gm) or has_single_kernels(gm)
+    compile_progress.stage("the compiler")
     compiled = job.compile_graph(gm, more, pinned, plan.changed)
     if instead_of is not None:  # not earlier: a failed compile leaves the earlier plan in use
         record_plan(shared, outcome, job, instead_of)

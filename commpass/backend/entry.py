@@ -62,7 +62,7 @@ def backend(
             AOTAutograd's graphs.
         profile: the cost model's data on links and kernels: a Profile, a name (``"nvlink-4"``,
             ``"ethernet-25g"``), or the path of a .json or .toml file. If None, the environment
-            variable COMMPASS_PROFILE, or else a default for the device.
+            variable COMMPASS_PROFILE, or else the network that is read from the system.
         strict: if True, raise when a pass fails. Otherwise log a warning and compile the untouched
             graph.
         dump: a folder into which rank 0 writes plans and graphs, for ``commpass explain`` and

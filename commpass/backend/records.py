@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from commpass.backend.shared import Job, Shared
@@ -12,6 +13,7 @@ from commpass.groups import is_first_rank
 from commpass.passes import PASSES, PassContext
 from commpass.passes.timeline import timeline
 from commpass.plan import Plan
+from commpass.policy import Policy
 
 NAMES = [step.name for step in PASSES]
 TEXTS = {NAMES[0], *(step.name for step in PASSES if step.mutates)}
@@ -34,9 +36,9 @@ def record_plan(shared: Shared, outcome: PassContext, job: Job, instead_of: Plan
 class GraphDump:
     """Collects what the dump of one graph holds, on the rank that writes it."""
 
-    def __init__(self, shared: Shared):
-        self.shared = shared
-        self.folder = shared.dump if is_first_rank() else None
+    def __init__(self, folder: Path | None, run: str, policy: Policy):
+        self.run, self.policy = run, policy
+        self.folder = folder if is_first_rank() else None
         self.nodes: dict[str, Any] = {}
         self.passes: dict[str, str] = {}
         self.latest = ""
@@ -69,5 +71,7 @@ class GraphDump:
         nodes["lowered"] = record.nodes_now(gm, outcome.plan.sites)
         if outcome.plan.fallback:
             nodes["after"] = nodes["lowered"]
-        run, policy, times = self.shared.run, self.shared.policy, timeline(gm, outcome, profile)
-        record.write_dump(self.folder, run, outcome, times, policy, profile, nodes, self.passes)
+        times = timeline(gm, outcome, profile)
+        record.write_dump(
+            self.folder, self.run, outcome, times, self.policy, profile, nodes, self.passes
+        )

@@ -95,20 +95,28 @@ def calibrate(
 
     Every rank calls it, with its part of the model and of each batch. All get the same result.
 
-    ``batches`` are tuples of the model's inputs. ``loss(output, *batch)`` returns the loss of the
-    model's output; without it the output is summed up. With ``train`` the measured output is the
-    gradients of all ``parameters`` (default: the model's), otherwise the model's output.
-
-    At each place the errors of ``codecs`` are measured, and for lossless ones the bits of a value.
-    With ``outliers`` this includes codec ``outlier`` with the channels of widest range there. The
-    errors of each codec in ``probes`` are made at one place at a time. ``policy`` configures
-    simplify. ``timeout`` is how many seconds a rank waits for others, in its own collectives as
-    well.
-
     The model runs twice on each batch, and once more for each place and probe if any of ``codecs``
-    is lossy. Gradients, buffers and random numbers are restored afterwards. Raise CalibrationError
-    without a process group of several ranks, without a collective, for values that are not finite,
-    and on every rank if one fails.
+    is lossy. Gradients, buffers and random numbers are restored afterwards.
+
+    Args:
+        model: the model, or this rank's part of it.
+        batches: tuples of the model's inputs: this rank's part of each batch.
+        policy: the policy that configures simplify.
+        loss: ``loss(output, *batch)`` returns the loss of the model's output. If None, the output
+            is summed up.
+        parameters: the parameters whose gradients are measured; None for the model's.
+        train: whether the measured output is the gradients; otherwise it is the model's output.
+        codecs: the codecs whose errors are measured at each place; for lossless ones, the bits of a
+            value.
+        outliers: whether to measure codec ``outlier`` too, with the channels of widest range there.
+        probes: the codecs whose errors are made at one place at a time.
+        profile: the links and kernels by which simplify decides, as in ``commpass.backend``.
+        timeout: seconds that a rank waits for others, in its own collectives as well.
+        progress: called with the number of finished runs of the model and their total; None for no
+            calls.
+
+    Raise CalibrationError without a process group of several ranks, without a collective, for
+    values that are not finite, and on every rank if one fails.
     """
     if not dist.is_initialized() or dist.get_world_size() < 2:
         raise CalibrationError(

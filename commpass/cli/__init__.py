@@ -9,6 +9,7 @@ from commpass.cli.app import app, print_whatever_the_encoding
 from commpass.cli import (
     explain,
     diff,
+    compare,
     report,
     graph,
     timeline,
@@ -28,6 +29,7 @@ __all__ = [
     "breakeven",
     "calibrate",
     "codecs",
+    "compare",
     "diff",
     "doctor",
     "explain",

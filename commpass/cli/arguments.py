@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from commpass.cli import completion
 from commpass.errors import CommpassError
 from commpass.plan import dump
 from commpass.plan.dump import Dump
@@ -19,21 +20,43 @@ DumpPath = Annotated[
 ]
 RunName = Annotated[
     str | None,
-    typer.Option("--run", metavar="ID", help="Which run of the folder, or all (default: newest)."),
+    typer.Option(
+        "--run",
+        metavar="ID",
+        help="Which run of the folder, or all (default: newest).",
+        autocompletion=completion.run,
+    ),
 ]
 Module = Annotated[
     str | None,
     typer.Option("--module", metavar="GLOB", help="Sites of these modules: layers.*.mlp."),
 ]
 Kind = Annotated[
-    str | None, typer.Option("--kind", metavar="KIND", help="Sites of this kind: all_reduce.")
+    str | None,
+    typer.Option(
+        "--kind",
+        metavar="KIND",
+        help="Sites of this kind: all_reduce.",
+        autocompletion=completion.kind,
+    ),
 ]
 Direction = Annotated[
-    str | None, typer.Option("--direction", metavar="NAME", help="forward or backward.")
+    str | None,
+    typer.Option(
+        "--direction",
+        metavar="NAME",
+        help="forward or backward.",
+        autocompletion=completion.direction,
+    ),
 ]
 CodecName = Annotated[
     str | None,
-    typer.Option("--codec", metavar="CODEC", help="Sites with this codec (none: uncompressed)."),
+    typer.Option(
+        "--codec",
+        metavar="CODEC",
+        help="Sites with this codec (none: uncompressed).",
+        autocompletion=completion.codec,
+    ),
 ]
 Every = Annotated[
     bool, typer.Option("--all", help="A line for each site (default: for each pattern).")
@@ -57,19 +80,15 @@ def load(path: Path, run: str | None) -> list[Dump]:
     return dumps
 
 
-def newest(dumps: list[Dump], number: int | None) -> Dump:
-    """Return the graph of that number. Without one, return the newest and list the others on
-    stderr."""
-    if number is not None:
-        return pick(dumps, number)
-    if others := ", ".join(f"{one.number} ({one.plan.direction})" for one in dumps[:-1]):
-        last = dumps[-1]
-        typer.echo(
-            f"this is graph {last.number} ({last.plan.direction}), the newest of {len(dumps)};"
-            f" --graph picks: {others}",
-            err=True,
-        )
-    return dumps[-1]
+def newest(dumps: list[Dump], number: int | None) -> tuple[Dump, str]:
+    """Return the graph of that number, by default the newest, and a note: which one it is, and the
+    others if none was named."""
+    one = dumps[-1] if number is None else pick(dumps, number)
+    note = f"this is graph {one.number} ({one.plan.direction}) of run {one.run}"
+    others = ", ".join(f"{each.number} ({each.plan.direction})" for each in dumps[:-1])
+    if number is None and others:
+        note += f", the newest of {len(dumps)}; --graph picks: {others}"
+    return one, clean(note)
 
 
 def pick(dumps: list[Dump], number: int) -> Dump:

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from commpass.cli import completion
 from commpass.cli.app import app
 from commpass.cli.arguments import Json
 
@@ -17,13 +18,18 @@ def breakeven(
         typer.Argument(
             metavar="[LINK]...",
             help="Links or machines (ethernet-25g, dgx-h100), or profiles (.toml, .json).",
+            autocompletion=completion.profile,
         ),
     ] = None,
     *,
     ranks: Annotated[str, typer.Option(help="Numbers of ranks.")] = "2,8,64",
     dtype: Annotated[str, typer.Option(help="Dtypes of the tensor.")] = "float32,bfloat16",
-    kind: Annotated[str, typer.Option(help="The collective.")] = "all_reduce",
-    policy: Annotated[str, typer.Option(help="A preset or .toml file.")] = "balanced",
+    kind: Annotated[
+        str, typer.Option(help="The collective.", autocompletion=completion.kind)
+    ] = "all_reduce",
+    policy: Annotated[
+        str, typer.Option(help="A preset or .toml file.", autocompletion=completion.policy)
+    ] = "balanced",
     at: Annotated[str, typer.Option("--size", help="The tensor that is timed.")] = "16MiB",
     card: Annotated[str | None, typer.Option(help="The GPU that encodes: h100.")] = None,
     gpus: Annotated[

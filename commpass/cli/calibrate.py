@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
+from commpass.cli import completion
 from commpass.cli.app import app
+from commpass.cli.arguments import Json
 
 
 @app.command()
@@ -31,21 +33,32 @@ def calibrate(
     source: Annotated[
         Path | None, typer.Option("--from", help="Use earlier measurements (.json).")
     ] = None,
-    json: Annotated[
-        Path | None, typer.Option("--json", help="Write the measurements (.json).")
+    measurements: Annotated[
+        Path | None, typer.Option(help="Also write the measurements, for --from (.json).")
     ] = None,
     codecs: Annotated[
-        list[str] | None, typer.Option("--codec", help="A candidate codec; repeatable.")
+        list[str] | None,
+        typer.Option(
+            "--codec", help="A candidate codec; repeatable.", autocompletion=completion.codec
+        ),
     ] = None,
     policy: Annotated[
-        str, typer.Option(help="The policy for unmeasured sites; its keep rules apply.")
+        str,
+        typer.Option(
+            help="The policy for unmeasured sites; its keep rules apply.",
+            autocompletion=completion.policy,
+        ),
     ] = "lossless",
-    profile: Annotated[str | None, typer.Option(help="A name, a .toml or .json file.")] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(help="A name, a .toml or .json file.", autocompletion=completion.profile),
+    ] = None,
     cheapest: Annotated[str, typer.Option(help="What to minimize: bytes or time.")] = "bytes",
     train: Annotated[
         bool, typer.Option("--train/--inference", help="With or without backward.")
     ] = True,
     plot: Annotated[Path | None, typer.Option(help="Draw the sensitivities (.png).")] = None,
+    json: Json = False,
 ) -> None:
     """Measure how sensitive a model is to errors, and choose codecs accordingly.
 
@@ -59,11 +72,12 @@ def calibrate(
         max_error,
         output,
         source=source,
-        json=json,
+        measurements=measurements,
         codecs=codecs or (),
         policy=policy,
         profile=profile,
         cheapest=cheapest,
         train=train,
         plot=plot,
+        json=json,
     )

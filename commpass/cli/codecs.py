@@ -6,19 +6,23 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import Progress
 
+from commpass.cli import completion
 from commpass.cli.app import app
 from commpass.cli.arguments import Json
 from commpass.report import tables
+from commpass.report.progress import progress
 
 
 @app.command()
 def codecs(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[CODEC]...", help="Which (default: all named ones)."),
+        typer.Argument(
+            metavar="[CODEC]...",
+            help="Which (default: all named ones).",
+            autocompletion=completion.codec,
+        ),
     ] = None,
     data: Annotated[
         str,
@@ -44,14 +48,12 @@ def codecs(
     from commpass.report.codec_plot import plot as draw
 
     tensors = measurements.tensors(data, dtype)
-    rows = []
+    rows: list[measurements.Measured] = []
     specs = names or measurements.STANDARD
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=len(specs))
+    with progress("codecs") as show_progress:
         for spec in specs:
-            progress.update(task, description=spec)
+            show_progress(len(rows), len(specs), spec)
             rows.append(measurements.measure(spec, tensors, timed=speed))
-            progress.advance(task)
     if json:
         tables.print_json(rows)
     else:

@@ -94,13 +94,14 @@ def graph(
             f"--{ending[1:]} writes {what}: {str(output)!r} must end in {ending}",
             param_hint="--output",
         )
-    one = newest(load(path, run), number)
+    one, note = newest(load(path, run), number)
     side = "before" if before else "lowered" if lowered else "after"
     steps = None if radius in (None, "all") else int(radius)
     if level == "nodes" and not ending:
         written = nodes.text(one, side, steps)
         if output is None:
             typer.echo(written)
+            typer.echo(note, err=True)
             return
     else:
         drawn = (
@@ -120,12 +121,14 @@ def graph(
             console = tables.console_for(boxes.table_of(drawn), full=False)
             if output is None:
                 console.print(boxes.text(drawn))
+                typer.echo(note, err=True)
                 return
             written = boxes.plain(drawn)
         else:
             written = drawings.svg(drawn) if svg else drawings.dot(drawn)
             if dot and output is None:
                 typer.echo(written)
+                typer.echo(note, err=True)
                 return
     output = output or Path(f"graph-{one.number:04d}-{one.plan.direction}-{side}.svg")
     try:
@@ -133,3 +136,4 @@ def graph(
     except OSError as error:
         raise CommpassError(f"{output}: cannot be written: {error.strerror}") from error
     typer.echo(f"wrote {output}")
+    typer.echo(note, err=True)

@@ -1,4 +1,4 @@
-"""``lower``: the compiled GPU kernels of a codec."""
+"""``lower``: the compiled kernels of a codec, for GPUs and as C++ for CPUs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from commpass.cli import completion
 from commpass.cli.app import app
 from commpass.cli.arguments import Json, RunName
 
@@ -14,7 +15,13 @@ from commpass.cli.arguments import Json, RunName
 @app.command()
 def lower(
     spec: Annotated[
-        str | None, typer.Option("--codec", metavar="SPEC", help="The kernels of this codec.")
+        str | None,
+        typer.Option(
+            "--codec",
+            metavar="SPEC",
+            help="The kernels of this codec.",
+            autocompletion=completion.codec,
+        ),
     ] = None,
     *,
     kernel: Annotated[
@@ -43,16 +50,25 @@ def lower(
         bool, typer.Option("--ptx", help="The kernel in PTX, or AMD's assembly.")
     ] = False,
     sass: Annotated[bool, typer.Option("--sass", help="NVIDIA's machine code.")] = False,
+    cpp: Annotated[
+        bool, typer.Option("--cpp", help="The kernel in C++, for this machine's CPU; no --arch.")
+    ] = False,
     json: Json = False,
 ) -> None:
-    """Compile a codec's kernels for a GPU that need not be present.
+    """Compile a codec's kernels for a GPU that need not be present, or for CPUs.
 
-    Show registers, spills, memory accesses, and the predicted share of a copy's bandwidth.
+    Show registers, spills, memory accesses, and the predicted share of a copy's bandwidth. --cpp
+    shows what a CPU runs: the C++ of commpass, or else that of Inductor.
     """
     from commpass.report import lower as kernels
 
-    chosen = [name for name, on in zip(kernels.TEXTS, (triton, ptx, sass), strict=True) if on]
+    flags = (triton, ptx, sass, cpp)
+    chosen = [name for name, on in zip(kernels.TEXTS, flags, strict=True) if on]
     if len(chosen) + json > 1:
-        raise typer.BadParameter("choose one of them", param_hint="--triton/--ptx/--sass/--json")
+        hint = "--triton/--ptx/--sass/--cpp/--json"
+        raise typer.BadParameter("choose one of them", param_hint=hint)
     asked = kernels.KernelQuery(spec, kernel, dtype, ranks, path, site, run)
+    if cpp:
+        kernels.show_cpp(asked)
+        return
     kernels.run(asked, arch, text="".join(chosen), json=json)

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from commpass.cli import completion
 from commpass.cli.app import app
 from commpass.cli.arguments import Json
 
@@ -22,15 +23,24 @@ def simulate(
         ),
     ],
     mesh: Annotated[str, typer.Option(help="Sizes of the mesh by name: dp=8,tp=8.")],
-    profile: Annotated[str | None, typer.Option(help="A name, a .toml or .json file.")] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(help="A name, a .toml or .json file.", autocompletion=completion.profile),
+    ] = None,
     cluster: Annotated[
-        str | None, typer.Option(help="A machine instead of a profile: dgx-h100.")
+        str | None,
+        typer.Option(
+            help="A machine instead of a profile: dgx-h100.", autocompletion=completion.machine
+        ),
     ] = None,
     nodes: Annotated[
         int | None, typer.Option(help="Their number; the mesh must have all GPUs.", min=1)
     ] = None,
     policy: Annotated[
-        list[str] | None, typer.Option(help="A preset or .toml file; may be given again.")
+        list[str] | None,
+        typer.Option(
+            help="A preset or .toml file; may be given again.", autocompletion=completion.policy
+        ),
     ] = None,
     sweep: Annotated[
         str | None,
@@ -43,6 +53,10 @@ def simulate(
         bool, typer.Option("--train/--inference", help="With or without backward.")
     ] = True,
     plot: Annotated[Path | None, typer.Option(help="Draw the steps (.png).")] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option("--dump", metavar="DIR", help="Write plans and graphs, a run per policy."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Predict a step of a model on a cluster that need not exist."""
@@ -59,5 +73,6 @@ def simulate(
         nodes=nodes,
         train=train,
         plot=plot,
+        dump=folder,
         json=json,
     )

@@ -19,8 +19,12 @@ from commpass.utils.spec import changed_parameters, parse, spell
 
 
 def codec(name: str | Codec, **parameters: Any) -> Codec:
-    """Return the codec of a name. ``name`` may contain parameters, ``"int8(block=128)"``; keyword
-    arguments take precedence.
+    """Return the codec of a name.
+
+    Args:
+        name: the name, with or without parameters, such as ``"int8(block=128)"``. A Codec is
+            returned as it is.
+        **parameters: parameters of the codec, which take precedence over those in the name.
 
     Raises PolicyError for an unknown name, parameter or value, with the nearest valid one.
     """

@@ -47,19 +47,25 @@ def all_reduce(
     async_op: bool = False,
     residual: Tensor | None = None,
 ) -> Any:
-    """Return the sum (or mean, ``op="avg"``) of ``x`` over the ranks of ``group``, with the same
-    bits on every rank.
+    """Return the sum or mean of ``x`` over the ranks of a group, with the same bits on every rank.
 
-    ``x`` is a float tensor of any shape; it may be changed immediately after the call. ``group`` is
-    as in torch's functional collectives, with the default group for None. ``algorithm`` is
-    ``two_shot`` if None, or ``one_shot``, ``ring``, ``semi_ring``, ``hierarchical(node=8)``, each
-    with parameters such as ``two_shot(stage=ag)``. ``native`` is the library's own sum of values
-    cast to 16 bits (codecs ``bf16`` and ``fp16``).
+    Args:
+        x: a float tensor of any shape; it may be changed immediately after the call.
+        op: ``"sum"`` or ``"avg"``, the mean over the ranks.
+        group: the ranks, as in torch's functional collectives: a process group, a mesh, or None for
+            the default group.
+        codec: the codec of the values, by name or as a Codec.
+        algorithm: ``two_shot`` if None, or ``one_shot``, ``ring``, ``semi_ring``,
+            ``hierarchical(node=8)``, each with parameters such as ``two_shot(stage=ag)``.
+            ``native`` is the library's own sum of values cast to 16 bits (codecs ``bf16`` and
+            ``fp16``). A sparse codec (``topk``) uses ``sparse``.
+        async_op: return a ``Handle`` at once, whose ``wait()`` returns the result, without a
+            gradient.
+        residual: the error feedback of a sparse codec, which needs one. It is initially zeros of
+            the shape of ``x`` in the accumulation dtype; the caller keeps it and it is changed in
+            place.
 
-    A sparse codec (``topk``) uses algorithm ``sparse`` and needs a ``residual`` (error feedback).
-    It is initially zeros of the shape of ``x`` in the accumulation dtype; the caller keeps it and
-    it is changed in place. With ``async_op``, the result is a ``Handle`` whose ``wait()`` returns
-    the sum, without gradient. Raises PolicyError for invalid arguments.
+    Raises PolicyError for invalid arguments.
     """
     spec = _spec(codec)
     if residual is not None or _selects(spec):
@@ -76,7 +82,20 @@ def all_gather(
     async_op: bool = False,
 ) -> Any:
     """Concatenate ``[n, ...]`` of every rank along the first dimension in rank order: ``[ranks * n,
-    ...]`` on each."""
+    ...]`` on each.
+
+    Args:
+        x: ``[n, ...]``, of the same shape on every rank.
+        group: the ranks, as in torch's functional collectives: a process group, a mesh, or None for
+            the default group.
+        codec: the codec of the values, by name or as a Codec.
+        algorithm: how codes are exchanged, by name; None for the default of this collective
+            (docs/collectives.md).
+        async_op: return a ``Handle`` at once, whose ``wait()`` returns the result, without a
+            gradient.
+
+    Raises PolicyError for invalid arguments.
+    """
     return _collective("all_gather", x, "sum", group, _spec(codec), algorithm or "direct", async_op)
 
 
@@ -89,8 +108,21 @@ def reduce_scatter(
     algorithm: str | None = None,
     async_op: bool = False,
 ) -> Any:
-    """Return part r of the sum (or mean) of ``[ranks * n, ...]`` over the ranks on rank r: ``[n,
-    ...]``."""
+    """Return part r of the sum or mean of ``[ranks * n, ...]`` on rank r: ``[n, ...]``.
+
+    Args:
+        x: ``[ranks * n, ...]``, of the same shape on every rank.
+        op: ``"sum"`` or ``"avg"``, the mean over the ranks.
+        group: the ranks, as in torch's functional collectives: a process group, a mesh, or None for
+            the default group.
+        codec: the codec of the values, by name or as a Codec.
+        algorithm: how codes are exchanged, by name; None for the default of this collective
+            (docs/collectives.md).
+        async_op: return a ``Handle`` at once, whose ``wait()`` returns the result, without a
+            gradient.
+
+    Raises PolicyError for invalid arguments.
+    """
     return _collective(
         "reduce_scatter", x, op, group, _spec(codec), algorithm or "direct", async_op
     )
@@ -106,11 +138,21 @@ def all_to_all(
     algorithm: str | None = None,
     async_op: bool = False,
 ) -> Any:
-    """Send parts of ``[n, ...]`` along the first dimension to all ranks, and concatenate the
-    received parts in rank order.
+    """Send parts of ``[n, ...]`` to all ranks, and concatenate the received parts in rank order.
 
-    ``input_split_sizes`` are the lengths of the parts sent to each rank, ``output_split_sizes`` the
-    lengths received from each rank; even if None.
+    Args:
+        x: ``[n, ...]``, whose parts along the first dimension go to the ranks in their order.
+        output_split_sizes: the lengths of the parts received from each rank; even if None.
+        input_split_sizes: the lengths of the parts sent to each rank; even if None.
+        group: the ranks, as in torch's functional collectives: a process group, a mesh, or None for
+            the default group.
+        codec: the codec of the values, by name or as a Codec.
+        algorithm: how codes are exchanged, by name; None for the default of this collective
+            (docs/collectives.md).
+        async_op: return a ``Handle`` at once, whose ``wait()`` returns the result, without a
+            gradient.
+
+    Raises PolicyError for invalid arguments.
     """
     splits = (output_split_sizes, input_split_sizes)
     return _collective(
@@ -128,7 +170,21 @@ def all_gather_v(
     async_op: bool = False,
 ) -> Any:
     """Concatenate ``[splits[r], ...]`` of every rank r along the first dimension: ``[sum(splits),
-    ...]`` on each, with the same bits on every rank. ``splits`` are equal on all ranks."""
+    ...]`` on each, with the same bits on every rank.
+
+    Args:
+        x: ``[splits[r], ...]`` on rank r.
+        splits: the length of each rank's part, equal on all ranks.
+        group: the ranks, as in torch's functional collectives: a process group, a mesh, or None for
+            the default group.
+        codec: the codec of the values, by name or as a Codec.
+        algorithm: how codes are exchanged, by name; None for the default of this collective
+            (docs/collectives.md).
+        async_op: return a ``Handle`` at once, whose ``wait()`` returns the result, without a
+            gradient.
+
+    Raises PolicyError for invalid arguments.
+    """
     name, parts = algorithm or "direct", _lengths("all_gather_v", "splits", splits)
     return _collective("all_gather_v", x, "sum", group, _spec(codec), name, async_op, parts=parts)
 
@@ -143,8 +199,23 @@ def reduce_scatter_v(
     algorithm: str | None = None,
     async_op: bool = False,
 ) -> Any:
-    """Return part r of the sum (or mean) of ``[sum(splits), ...]`` over the ranks on rank r:
-    ``[splits[r], ...]``. ``splits`` are equal on all ranks."""
+    """Return part r of the sum or mean of ``[sum(splits), ...]`` over the ranks on rank r:
+    ``[splits[r], ...]``.
+
+    Args:
+        x: ``[sum(splits), ...]``, of the same shape on every rank.
+        splits: the length of each rank's part, equal on all ranks.
+        op: ``"sum"`` or ``"avg"``, the mean over the ranks.
+        group: the ranks, as in torch's functional collectives: a process group, a mesh, or None for
+            the default group.
+        codec: the codec of the values, by name or as a Codec.
+        algorithm: how codes are exchanged, by name; None for the default of this collective
+            (docs/collectives.md).
+        async_op: return a ``Handle`` at once, whose ``wait()`` returns the result, without a
+            gradient.
+
+    Raises PolicyError for invalid arguments.
+    """
     name, parts = algorithm or "direct", _lengths("reduce_scatter_v", "splits", splits)
     return _collective("reduce_scatter_v", x, op, group, _spec(codec), name, async_op, parts=parts)
 

@@ -13,8 +13,14 @@ RAW = "raw"
 
 @dataclass(frozen=True)
 class KernelRate:
-    """Nanoseconds per value of a codec's compiled encode and decode. ``call_us`` is the time of a
-    call apart from its values, in microseconds (None: that of ``Kernels``)."""
+    """The speed of a codec's encode and decode.
+
+    Args:
+        encode_ns: nanoseconds per value of a compiled encode.
+        decode_ns: nanoseconds per value of a compiled decode.
+        call_us: the time of a call apart from its values, in microseconds (None: that of
+            ``Kernels``).
+    """
 
     encode_ns: float
     decode_ns: float
@@ -31,18 +37,20 @@ class KernelRate:
 class Kernels:
     """Rates of kernels.
 
-    - ``launch_us``: the time of a launch; ``graph_launch_us``, in a CUDA graph (0: the same).
-    - ``in_exchange``: the share of its speed that an encode or decode reaches inside a single
-      kernel which also exchanges values; ``tile_us``, the time in which a program of such a kernel
-      encodes or decodes a tile, about two accesses of memory and some hundred instructions.
-    - ``rates``: rates by codec name (the part before the bracket); ``other`` is for codecs not
-      listed.
-    - ``call_us``: the time of an encode or decode between exchanges, apart from its values. After a
-      wait, it takes longer than after another kernel.
-    - ``gflops``: billions of matmul operations per second, for the rest of a graph.
-    - ``gbytes_per_s``: GB/s that a simple kernel reads and writes, for the rest of a graph.
-    - ``matmul_encode``: the time of a matmul that encodes its own result, relative to a plain
-      matmul.
+    Args:
+        launch_us: the time of a launch, in microseconds.
+        other: the rate of codecs that are not in ``rates``.
+        rates: rates by codec name (the part before the bracket).
+        gflops: billions of matmul operations per second, for the rest of a graph.
+        gbytes_per_s: GB/s that a simple kernel reads and writes, for the rest of a graph.
+        call_us: the time of an encode or decode between exchanges, apart from its values. After a
+            wait, it takes longer than after another kernel.
+        matmul_encode: the time of a matmul that encodes its own result, relative to a plain matmul.
+        graph_launch_us: the time of a launch in a CUDA graph (0: the same).
+        in_exchange: the share of its speed that an encode or decode reaches inside a single kernel
+            which also exchanges values.
+        tile_us: the time in which a program of such a kernel encodes or decodes a tile, about two
+            accesses of memory and some hundred instructions.
     """
 
     launch_us: float

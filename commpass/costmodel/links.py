@@ -26,7 +26,13 @@ ONE, SEVERAL = "message", "messages"
 
 @dataclass(frozen=True)
 class Region:
-    """Alpha and beta of exchanges in which at least ``from_bytes`` leave a rank."""
+    """Alpha and beta of exchanges of at least some size.
+
+    Args:
+        from_bytes: the least bytes that leave a rank.
+        alpha_us: the time to start an exchange, in microseconds.
+        gbytes_per_s: the bandwidth per direction in GB/s.
+    """
 
     from_bytes: float
     alpha_us: float
@@ -49,29 +55,32 @@ OLD_NAMES = {"busy_us": "overhead_us", "crowd_bytes": "contention_bytes"}
 @renamed_fields(OLD_NAMES)
 @dataclass(frozen=True)
 class Link:
-    """A link between the ranks of a group: start-up time ``alpha_us`` and bandwidth per direction
-    ``gbytes_per_s``.
+    """A link between the ranks of a group.
 
-    - ``factor``: by kind, how many times slower than the formula a library runs a collective. For
-      an all_to_all it applies to the bytes beyond ``buffered_bytes``.
-    - ``overhead_us``: how long a rank is busy with one message to another rank and one from it, for
-      any size, if exchanges are sent as messages.
-    - ``contention_bytes``: bytes sent again if messages of several ranks compete at one; for few
-      bytes, a quarter of them.
-    - ``sharing``: by kind, the bytes through a rank's port relative to those that it sends, if
-      other ranks use the port at the same time.
-    - ``protocols``: how a library of GPUs carries out collectives; it takes the fastest. They
-      replace ``alpha_us``, except for messages between pairs.
-    - ``least_us``: the least time of a library's collective, with protocols.
-    - ``on_host``: how many ranks of the group are on each host, whose messages among each other
-      take less time (0: unknown).
-    - ``peer_gbytes_per_s``: the bandwidth to one other rank, if each pair of ranks has a connection
-      of its own (0: each rank has one port to all others).
-    - ``island``: how many consecutive ranks reach each other at full bandwidth, if they reach all
-      others only through a bridge (0: all ranks alike). A CPU socket or a PCIe switch is one.
-    - ``bridge_gbytes_per_s``: the bandwidth per direction from one island to all others together.
-    - ``measured``: measured regions of sizes, by kind, or ``message`` and ``messages`` for messages
-      to one rank or to several. They replace all other numbers except ``overhead_us``.
+    Args:
+        alpha_us: the time to start an exchange, in microseconds.
+        gbytes_per_s: the bandwidth per direction in GB/s.
+        factor: by kind, how many times slower than the formula a library runs a collective. For an
+            all_to_all it applies to the bytes beyond ``buffered_bytes``.
+        overhead_us: how long a rank is busy with one message to another rank and one from it, for
+            any size, if exchanges are sent as messages.
+        contention_bytes: bytes sent again if messages of several ranks compete at one; for few
+            bytes, a quarter of them.
+        buffered_bytes: bytes of an all_to_all to which ``factor`` does not apply.
+        measured: measured regions of sizes, by kind, or ``message`` and ``messages`` for messages
+            to one rank or to several. They replace all other numbers except ``overhead_us``.
+        sharing: by kind, the bytes through a rank's port relative to those that it sends, if other
+            ranks use the port at the same time.
+        protocols: how a library of GPUs carries out collectives; it takes the fastest. They replace
+            ``alpha_us``, except for messages between pairs.
+        least_us: the least time of a library's collective, with protocols.
+        on_host: how many ranks of the group are on each host, whose messages among each other take
+            less time (0: unknown).
+        peer_gbytes_per_s: the bandwidth to one other rank, if each pair of ranks has a connection
+            of its own (0: each rank has one port to all others).
+        island: how many consecutive ranks reach each other at full bandwidth, if they reach all
+            others only through a bridge (0: all ranks alike). A CPU socket or a PCIe switch is one.
+        bridge_gbytes_per_s: the bandwidth per direction from one island to all others together.
 
     Raises PolicyError for a number that is not finite, a negative time, a bandwidth of 0, or an
     unknown kind.

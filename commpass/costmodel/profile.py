@@ -49,21 +49,25 @@ OLD_NAMES = {"node": "ranks_per_host", "inside": "intra_host_link"}
 @renamed_fields(OLD_NAMES)
 @dataclass(frozen=True)
 class Profile:
-    """Links and kernels.
+    """Links and kernels: what the cost model knows of a cluster.
 
-    - ``links`` maps a glob over group labels (such as ``tp``) to a link; the first match is used.
-    - ``ranks_per_host`` is the number of consecutive global ranks on one host (0: unknown): rank r
-      is on host ``r // ranks_per_host``.
-    - ``intra_host_link`` is the link between ranks of one host. It is used for a group whose ranks
-      are all on one host, if no entry of ``links`` matches, and for the inner hops of algorithm
-      ``hierarchical``. That algorithm is available for groups with equally many ranks on each of
-      several hosts.
-    - ``ports`` are the network ports of a host, which its ranks share, all at the same time
-      (0: each has its own). Exchanges of groups that have the same link take turns on it.
-    - ``margin`` is the uncertainty of the model, as a share of the plain time: a site is compressed
-      only if it gains more (law 10).
-    - ``source`` says where the numbers are from, in words for reports. Profiles that differ in it
-      alone are equal.
+    Args:
+        name: the name in plans and reports.
+        link: the link of groups that nothing else covers.
+        links: by glob over group labels (such as ``tp``), a link; the first match is used.
+        kernels: the rates of kernels.
+        margin: the uncertainty of the model, as a share of the plain time: a site is compressed
+            only if it gains more.
+        ranks_per_host: the number of consecutive global ranks on one host (0: unknown): rank r is
+            on host ``r // ranks_per_host``.
+        intra_host_link: the link between ranks of one host. It is used for a group whose ranks are
+            all on one host, if no entry of ``links`` matches, and for the inner hops of algorithm
+            ``hierarchical``. That algorithm is available for groups with equally many ranks on each
+            of several hosts.
+        ports: the network ports of a host, which its ranks share, all at the same time (0: each has
+            its own). Exchanges of groups that have the same link take turns on it.
+        source: where the numbers are from, in words for reports. Profiles that differ in it alone
+            are equal.
 
     Raises PolicyError for a field of a wrong type or an invalid number.
     """
@@ -234,8 +238,14 @@ def _on_each_host(ranks_per_host: int, ranks: tuple[int, ...]) -> int:
 
 
 def ethernet(gbit_per_s: float, alpha_us: float = 60.0) -> Profile:
-    """Return the profile of CPU hosts with gloo over Ethernet of this speed. Raises PolicyError
-    unless it is a number above 0."""
+    """Return the profile of CPU hosts with gloo over Ethernet.
+
+    Args:
+        gbit_per_s: the speed in Gbit/s, above 0.
+        alpha_us: the time to start an exchange, in microseconds.
+
+    Raises PolicyError unless the speed is a number above 0.
+    """
     check_number("ethernet(gbit_per_s", gbit_per_s, above=True)
     check_number("ethernet(alpha_us", alpha_us)
     link = Link(

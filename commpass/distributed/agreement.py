@@ -28,7 +28,7 @@ from collections.abc import Iterable
 
 import torch.distributed as dist
 
-from commpass.distributed import differences
+from commpass.distributed import compile_progress, differences
 from commpass.distributed.agreement_round import AgreementRound
 from commpass.distributed.environment import difference
 from commpass.distributed.parts import SEVERAL, Part, call_of, may_match, parts
@@ -161,6 +161,7 @@ def same_environment(timeout_s: float | None = None) -> None:
                 store.warned_of_settings = True
                 log.warning(NO_SETTINGS, patience, store.settings[store.rank].text)
                 break
+            compile_progress.stage("waits for the environments of other ranks")
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
             complete = store.read_settings()
@@ -294,6 +295,7 @@ def _wait(comparison: AgreementRound) -> None:
             comparison.store.read_settings()
             if why := difference(comparison.store.settings):
                 raise PlanMismatch(why)
+            compile_progress.stage(differences.awaited(comparison))
         if waited > comparison.timeout_s:
             _give_up(comparison)
             raise Unanswered(differences.timeout_message(comparison))

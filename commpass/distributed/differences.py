@@ -36,6 +36,11 @@ def _absent_ranks(comparison: AgreementRound) -> str:
     return "; ".join(found)
 
 
+def awaited(comparison: AgreementRound) -> str:
+    """Return what a rank waits for, in a few words."""
+    return f"waits for the plans of {_absent_ranks(comparison)}"
+
+
 def waiting_message(comparison: AgreementRound, waited_s: float) -> str:
     """Return a log line for a rank that is waiting."""
     return (

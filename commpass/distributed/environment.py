@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from commpass.distributed import step_times
 from commpass.errors import CommpassError, PolicyError, nearest
 from commpass.groups import is_first_rank
 from commpass.policy import PRESETS, Policy, policy_named
@@ -24,7 +25,7 @@ from commpass.policy import PRESETS, Policy, policy_named
 log = logging.getLogger("commpass")
 
 SWITCH, POLICY, DUMP, PROFILE = "COMMPASS", "COMMPASS_POLICY", "COMMPASS_DUMP", "COMMPASS_PROFILE"
-CHECK = "COMMPASS_CHECK"
+CHECK, STEPS = "COMMPASS_CHECK", step_times.FOLDER
 SWITCH_VALUES = ("off", "on")
 
 
@@ -57,6 +58,7 @@ def policy_here(argument: str | Path | Policy) -> Policy:
     Raise PolicyError for an unknown policy, also one that is replaced: so a mistake is found before
     the variables are removed.
     """
+    step_times.open_recorder()
     chosen = policy_named(argument)
     requested = policy_of_environment()
     if is_off():
@@ -73,8 +75,13 @@ def policy_here(argument: str | Path | Policy) -> Policy:
 
 
 def dump_here(argument: str | os.PathLike[str] | None) -> Path | None:
-    """Return the folder for dumps: the program's, or else that of the environment."""
-    folder = argument if argument is not None else os.environ.get(DUMP)
+    """Return the folder for dumps: the program's, or else that of the environment.
+
+    Under ``commpass compare`` it is that of the environment.
+    """
+    step_times.open_recorder()
+    named = argument if not os.environ.get(STEPS) else None
+    folder = named if named is not None else os.environ.get(DUMP)
     return Path(folder) if folder else None
 
 
@@ -172,6 +179,10 @@ def _dump_problem(value: str) -> str:
     )
 
 
+def _steps_problem(value: str) -> str:
+    return "" if os.access(value, os.W_OK) else f"{STEPS}={value}: must be a folder to write to"
+
+
 def _check_problem(value: str) -> str:
     return "" if value in ("0", "1") else f"{CHECK}={value}: must be 0 or 1"
 
@@ -183,6 +194,7 @@ VARIABLES: dict[str, tuple[str, Callable[[str], str]]] = {
         _checked(policy_of_environment),
     ),
     DUMP: ("where rank 0 writes plans and graphs, unless the program says", _dump_problem),
+    STEPS: ("where each rank writes the times of its steps, for commpass compare", _steps_problem),
     CHECK: ("1: passes are checked on every graph, as with strict=True", _check_problem),
 }
 """Maps a variable to its meaning and its check. COMMPASS_PROFILE is checked separately."""

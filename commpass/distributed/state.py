@@ -194,14 +194,18 @@ def state_dict(
         dcp.load({"commpass": state}, checkpoint_id=path)
         commpass.load_state_dict(state, model)
 
-    With ``of``, the tensors are empty ones to load those of a checkpoint into. ``of`` is a folder
-    that ``torch.distributed.checkpoint`` wrote, in which the residuals have the prefix ``prefix``.
-    The number of ranks may differ: each rank gets those that it continues with.
+    The number of ranks may differ from that of the checkpoint: each rank gets the residuals that it
+    continues with. State that was loaded and not yet used by a graph is included.
 
-    With ``model``, only residuals of its parameters are returned, under their names. It is required
-    if several instances share code: blocks that are compiled one by one, or two models of one
-    class. State that was loaded and not yet used by a graph is included. Raise PolicyError if the
-    folder holds no checkpoint, or if the owner of a residual is ambiguous.
+    Args:
+        model: the model whose residuals are returned, under its parameters' names. It is required
+            if several instances share code: blocks that are compiled one by one, or two models of
+            one class. None for all residuals.
+        of: a folder that ``torch.distributed.checkpoint`` wrote. The result then has empty tensors,
+            to load those of that checkpoint into.
+        prefix: the prefix of the residuals in that checkpoint.
+
+    Raise PolicyError if the folder holds no checkpoint, or if the owner of a residual is ambiguous.
     """
     if of is not None:
         return _stored(of, prefix)
@@ -268,18 +272,21 @@ def _stored(folder: str | os.PathLike[str], prefix: str) -> dict[str, Tensor]:
 
 
 def load_state_dict(state: Mapping[str, Tensor], model: nn.Module | None = None) -> None:
-    """Continue with residuals that ``state_dict`` returned, from as many ranks or from another
-    number.
+    """Continue with residuals that ``state_dict`` returned, on any number of ranks.
 
-    An empty state starts again with zeros. References of differences are not saved. Existing ones
-    are dropped, and the next step gathers the parameters anew, so every rank must call this
-    function.
+    References of differences are not saved. Existing ones are dropped, and the next step gathers
+    the parameters anew, so every rank must call this function. Sites that have not run yet take
+    their residuals when they do.
 
-    With ``model``, residuals are assigned to its parameters by name, and other models keep theirs.
-    Without it, each site takes what was saved for it; if several instances ask for it, that is an
-    error. Sites that have not run yet take theirs when they do. Raise PolicyError for a state that
-    is invalid, or of another model, shape or version, with what was expected. Then nothing is
-    changed.
+    Args:
+        state: residuals by name, as ``state_dict`` returns them. An empty state starts again with
+            zeros.
+        model: the model to whose parameters residuals are assigned by name; other models keep
+            theirs. If None, each site takes what was saved for it. If several instances ask for it,
+            that is an error.
+
+    Raise PolicyError for a state that is invalid, or of another model, shape or version, with what
+    was expected. Then nothing is changed.
     """
     tensors: dict[Name, Tensor] = {}
     for key, tensor in state.items():
@@ -321,9 +328,11 @@ def load_state_dict(state: Mapping[str, Tensor], model: nn.Module | None = None)
 def reset_state(model: nn.Module | None = None) -> None:
     """Drop residuals, loaded state that is not used yet, and references of differences.
 
-    This applies to all models, or to one model's parameters. The next step begins as in a new
-    process: residuals are zero, and references are taken from the current parameters. Every rank
-    must call it at the same step.
+    The next step begins as in a new process: residuals are zero, and references are taken from the
+    current parameters. Every rank must call it at the same step.
+
+    Args:
+        model: the model whose state is dropped; None for all models.
     """
     for owner in _owners_of(model):
         owner.state.clear()

@@ -30,10 +30,17 @@ def compress(
 ) -> Integration | None:
     """Compress what a prepared model sends, under a policy.
 
-    Call it on all ranks, after ``accelerator.prepare`` and before the first backward. The options
-    are ``profile``, ``strict``, ``dump`` and ``timeout`` of ``compress_ddp`` and
-    ``compress_fsdp``. Return what these return, or None in a job of one rank. From now on
+    Call it on all ranks, after ``accelerator.prepare`` and before the first backward. Return the
+    integration of ``compress_ddp`` or ``compress_fsdp``, or None in a job of one rank. From now on
     ``accelerator.save_state`` and ``load_state`` also save and load error feedback.
+
+    Args:
+        accelerator: the Accelerator that prepared the model.
+        model: what ``accelerator.prepare`` returned: a model of DDP or FSDP2.
+        policy: the name of a preset, the path of a TOML file, or a Policy. COMMPASS_POLICY and
+            COMMPASS=off override it.
+        **options: ``profile``, ``strict``, ``dump`` and ``timeout`` of ``compress_ddp`` and
+            ``compress_fsdp``.
 
     Raise PolicyError for an unknown option, policy or profile, and for a model that is not DDP's or
     FSDP2's.

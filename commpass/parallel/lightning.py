@@ -30,10 +30,15 @@ CALL = "commpass.parallel.lightning.Compress"
 class Compress(Callback):
     """Compress what the model sends while it is fitted, under a policy.
 
-    The options are ``profile``, ``strict``, ``dump`` and ``timeout`` of ``compress_ddp`` and
-    ``compress_fsdp``. ``integration`` is what they return: it has plans and bytes. It is None
-    before ``fit``, and in a job of one rank. Error feedback of all ranks is part of the trainer's
-    checkpoints. The first rank gathers it in its memory.
+    ``integration`` is what ``compress_ddp`` or ``compress_fsdp`` returns: it has plans and bytes.
+    It is None before ``fit``, and in a job of one rank. Error feedback of all ranks is part of the
+    trainer's checkpoints. The first rank gathers it in its memory.
+
+    Args:
+        policy: the name of a preset, the path of a TOML file, or a Policy. COMMPASS_POLICY and
+            COMMPASS=off override it.
+        **options: ``profile``, ``strict``, ``dump`` and ``timeout`` of ``compress_ddp`` and
+            ``compress_fsdp``.
 
     Raise PolicyError for an unknown option, policy or profile.
     """

@@ -47,9 +47,14 @@ NOT_FOUND = (
 def compress(trainer: Trainer, policy: Any = "lossless", **options: Any) -> Compress:
     """Compress what the ranks of a trainer send, under a policy.
 
-    Call it on all ranks, before ``train``. The options are ``profile``, ``strict``, ``dump`` and
-    ``timeout`` of ``compress_ddp`` and ``compress_fsdp``. Return the callback that was added to the
-    trainer.
+    Call it on all ranks, before ``train``. Return the callback that was added to the trainer.
+
+    Args:
+        trainer: a ``transformers.Trainer`` that has not trained.
+        policy: the name of a preset, the path of a TOML file, or a Policy. COMMPASS_POLICY and
+            COMMPASS=off override it.
+        **options: ``profile``, ``strict``, ``dump`` and ``timeout`` of ``compress_ddp`` and
+            ``compress_fsdp``.
 
     Raise PolicyError for an unknown option, policy or profile.
     """

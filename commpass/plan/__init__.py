@@ -17,7 +17,8 @@ import msgspec
 from commpass.plan.kinds import KINDS
 from commpass.plan.older import plan_from_older
 from commpass.plan.stage import Stage
-from commpass.utils.printable import plural
+from commpass.utils.html_text import summary
+from commpass.utils.printable import amount, plural
 
 SINGLE_KERNEL = "single_kernel"
 """The lowering of a site whose whole algorithm, with its exchanges, is one kernel."""
@@ -339,6 +340,11 @@ class Plan:
         ]
         return f"<Plan: {', '.join(parts)}>"
 
+    def _repr_html_(self) -> str:
+        """Return the plan as a table, for notebooks."""
+        head = [repr(self).strip("<>"), *([self.fallback] if self.fallback else [])]
+        return summary(head, HTML_HEADER, [_html_cells(site) for site in self.executed])
+
     def collectives(self, sites: Iterable[Site]) -> int:
         """Return how many collectives some sites of this plan are, if chunks of rows of one count
         once."""
@@ -450,6 +456,22 @@ class Plan:
         Raises ``msgspec.ValidationError`` or ``DecodeError`` for other text.
         """
         return msgspec.convert(plan_from_older(msgspec.json.decode(text)), Plan)
+
+
+HTML_HEADER = ("collective", "module", "group", "bytes", "codec", "predicted", "reason")
+
+
+def _html_cells(site: PlannedSite) -> tuple[str, ...]:
+    coded = site.compressed
+    return (
+        f"{site.kind} ({site.reduce_op})" if site.reduce_op else site.kind,
+        site.module or site.name,
+        f"{site.group_label or site.group}/{site.group_size}",
+        f"{amount(site.bytes)} -> {amount(site.wire_bytes)}" if coded else amount(site.bytes),
+        f"{site.codec} by {site.algorithm}" if coded else "uncompressed",
+        f"{site.plain_us:,.0f} -> {site.predicted_us:,.0f} us",
+        site.reason,
+    )
 
 
 @dataclass(frozen=True)

@@ -52,24 +52,38 @@ OLD_NAMES = {"watch": "error_sample_rate", "leave_hidden": "skip_overlapped"}
 class Policy(Named):
     """What a user allows.
 
-    - ``codecs``: the choices for every site without a rule. If empty, such sites stay uncompressed.
-    - ``max_error``: the largest allowed relative error of a compressed result.
-    - ``reassociate=False``: forbids even changes that only round a sum differently.
-    - ``sequence_parallel``: whether row-wise operators after a sum over ranks may run on a part of
-      the rows on each rank. The user states that what they add to the sum, or scale it by, is equal
-      on all ranks, as in tensor parallelism.
-    - ``skip``: names of passes to skip.
-    - ``lowering``, ``chunks`` and ``rows``: as in a rule.
-    - ``group_bytes``: the largest site in bytes that is fused with others; 0 fuses none.
-    - ``group_delay``: by how many matmuls, convolutions and attentions fusion may reduce the
-      overlap of an exchange.
-    - ``selective``: of fused gradients with a selecting codec, the smallest are sent whole, and the
-      others are sparsified accordingly (SSFusion, section IV.B).
-    - ``more_memory``: by what share the peak memory of a graph may rise if exchanges are moved to
-      overlap matmuls.
-    - ``skip_overlapped``: whether sites that overlap with compute stay uncompressed.
-    - ``error_sample_rate``: the share of a graph's calls on which the real error of its
-      compressed sites is measured (docs/verdict.md). 0 adds nothing to the graph.
+    Args:
+        name: the name in plans and reports.
+        codecs: the choices for every site without a rule, by name. If empty, such sites stay
+            uncompressed.
+        algorithms: the algorithms for sites without a rule, for all kinds. A kind that has none of
+            them may use all of its own.
+        rules: rules for some sites. The first that matches a site applies to it.
+        max_error: the largest allowed relative error of a compressed result, such as 0.02. None for
+            no limit, and no check on real values.
+        reassociate: if False, forbids even changes that only round a sum differently.
+        sequence_parallel: whether row-wise operators after a sum over ranks may run on a part of
+            the rows on each rank. The user states that what they add to the sum, or scale it by, is
+            equal on all ranks, as in tensor parallelism.
+        skip: names of passes to skip.
+        off: leave everything as it is, annotations of the model included.
+        lowering: as in a rule.
+        chunks: as in a rule.
+        rows: as in a rule.
+        group_bytes: the largest site in bytes that is fused with others; 0 fuses none.
+        group_delay: by how many matmuls, convolutions and attentions fusion may reduce the overlap
+            of an exchange.
+        selective: of fused gradients with a selecting codec, the smallest are sent whole, and the
+            others are sparsified accordingly (SSFusion, section IV.B).
+        more_memory: by what share the peak memory of a graph may rise if exchanges are moved to
+            overlap matmuls.
+        skip_overlapped: whether sites that overlap with compute stay uncompressed.
+        error_sample_rate: the share of a graph's calls on which the real error of its compressed
+            sites is measured (docs/verdict.md). 0 adds nothing to the graph.
+        check_calls: the number of first calls of a graph on which real values of lossy sites are
+            checked against ``max_error``; 0 for none.
+
+    Raises PolicyError for an unknown name or an invalid value.
     """
 
     name: str = "custom"

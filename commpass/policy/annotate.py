@@ -141,6 +141,8 @@ def compress(
     enclosing annotation wins.
 
     Args:
+        target: a module class, a function or a module. If None, return an annotation for one of
+            them, or for ``with``.
         codec: one name or several.
         algorithm: one name or several.
         max_error: the allowed relative error.
@@ -164,7 +166,12 @@ def compress(
 
 def keep(target: Any = None) -> Any:
     """Never compress here: ``@commpass.keep``, ``with commpass.keep():`` or
-    ``commpass.keep(module)``."""
+    ``commpass.keep(module)``.
+
+    Args:
+        target: a module class, a function or a module. If None, return an annotation for one of
+            them, or for ``with``.
+    """
     if torch.compiler.is_dynamo_compiling():
         return annotate({KEY: KEEP})
     scope = Scope(Annotation(keep=True))
@@ -274,17 +281,26 @@ def _eagerly(annotation: str) -> Iterator[None]:
 
 @renamed_argument("words", "annotations")
 def apply_policy(model: nn.Module, annotations: Mapping[str, Any]) -> nn.Module:
-    """Annotate the submodules that match globs, without changes to the model's source. Return the
-    model.
+    """Annotate the submodules that match globs, without changes to the model's source.
 
-    ``commpass.apply_policy(model, {"layers.0.mlp": commpass.keep(), "layers.*.mlp": "int8"})``: a
-    value is a codec, several codecs, a dict of ``compress`` arguments, or a scope. Names are those
-    of ``named_modules`` without wrapper attributes (torch.compile, checkpoint_wrapper, DDP, FSDP),
-    as in rules. A tied module has several names, and an annotation of one applies to all.
+        commpass.apply_policy(model, {"layers.0.mlp": commpass.keep(), "layers.*.mlp": "int8"})
+
+    Return the model.
+
+    Names are those of ``named_modules`` without wrapper attributes (torch.compile,
+    checkpoint_wrapper, DDP, FSDP), as in rules. A tied module has several names, and an annotation
+    of one applies to all.
 
     If several patterns match a module, the first one counts. An annotation in the module's source
-    is nearer than any of them. Raises PolicyError for a pattern without a match (naming the nearest
-    module), for an invalid value, and for an already annotated module. The model is then unchanged.
+    is nearer than any of them.
+
+    Args:
+        model: the model, whose submodules are annotated in place.
+        annotations: by glob over module names, a codec, several codecs, a dict of ``compress``
+            arguments, or a scope such as ``commpass.keep()``.
+
+    Raises PolicyError for a pattern without a match (naming the nearest module), for an invalid
+    value, and for an already annotated module. The model is then unchanged.
     """
     if not isinstance(model, nn.Module):
         raise PolicyError(f"apply_policy(model={model!r}): must be a module, torch.nn.Module")

@@ -188,11 +188,30 @@ class Annotation(Named):
 
 @dataclass(frozen=True, kw_only=True)
 class Rule(Annotation):
-    """An annotation for matching sites.
+    """An annotation for the sites that match it.
 
-    ``module`` is a glob over module paths (``layers.*.mlp`` covers everything inside; ``**``
-    crosses dots). ``kind`` is one kind or several, ``group`` one or several globs over group labels
-    or names, and ``min_bytes`` the minimum size of a site in bytes.
+    Args:
+        codec: one name or several; the cost model takes the fastest.
+        algorithm: one name or several; the cost model takes the fastest.
+        max_error: the allowed relative error, such as 0.02; None for that of the policy.
+        force: compress even if the cost model predicts no gain.
+        keep: never compress.
+        lowering: what encode and decode become. ``inline``: operators that Inductor fuses with
+            their neighbours; ``kernel``: functions that all sites share; ``single_kernel``: one
+            kernel with the exchanges, where that is possible. None for the default of the device.
+        chunks: the number of chunks that a tensor is divided into, so that one is sent while
+            another is encoded. 1 divides nothing; None lets the cost model choose.
+        rows: the number of chunks of rows that the matmul before a collective, and what comes after
+            it, is split into. 1 and None as for ``chunks``.
+        module: a glob over module paths: ``layers.*.mlp`` covers everything inside; ``**`` crosses
+            dots.
+        kind: one kind or several, such as ``all_reduce``; None for all.
+        direction: ``forward`` or ``backward``; None for both.
+        group: one or several globs over names of mesh dimensions or groups, such as ``tp``; None
+            for all.
+        min_bytes: the least size of a site in bytes.
+
+    Raises PolicyError for an unknown name or an invalid value.
     """
 
     module: str = "**"

@@ -12,6 +12,7 @@ of its name; exceptions are ``explain --why`` (``candidate_table``) and ``report
 ``timeline``              ``measured_timeline`` of a ``profiler_trace``; ``timeline_drawing``
                           (.png, .html) and ``timeline_json``
 ``codecs``                ``codec_plot``
+``compare``               a package: runs the program, reads its steps, writes the page
 all                       ``tables``, ``numbers``, ``site_text``, ``operators``, ``plots``,
                           ``progress``
 ========================  ==================================================================

@@ -28,7 +28,7 @@ from commpass.report.plots import new_figure
 from commpass.report.probe import group
 from commpass.report.progress import progress
 from commpass.report.simulate import build_of, mesh_of
-from commpass.report.tables import console_for, plain_table
+from commpass.report.tables import console_for, plain_table, print_json
 from commpass.simulate import no_dimension
 from commpass.utils.tables import write_whole
 
@@ -43,13 +43,14 @@ def run(
     output: Path,
     *,
     source: Path | None,
-    json: Path | None,
+    measurements: Path | None,
     codecs: Sequence[str],
     policy: str,
     profile: str | None,
     cheapest: str,
     train: bool,
     plot: Path | None,
+    json: bool,
 ) -> None:
     """Measure on every rank, or read measurements. Rank 0 writes the policy and prints the
     choices."""
@@ -58,7 +59,7 @@ def run(
         raise CalibrationError(f"{str(output)!r}: a policy is a .toml file")
     if not 0 <= max_error <= 1:
         raise CalibrationError(f"--max-error {max_error}: must be a share of 0 to 1, such as 0.02")
-    for each in (output, json, plot):
+    for each in (output, measurements, plot):
         if each is not None and not os.access(each.parent, os.W_OK):
             raise CalibrationError(f"{each}: {str(each.parent)!r} is no folder that can be written")
     if source is not None:
@@ -81,12 +82,12 @@ def run(
             found = _measured(address, sizes, base, profile, codecs, train)
         if not first:
             return
-        if json is not None:
-            found.write(json)
-            typer.echo(f"wrote {json} ({found.digest()})")
+        if measurements is not None:
+            found.write(measurements)
+            typer.echo(f"wrote {measurements} ({found.digest()})", err=json)
     solved = found.solve(max_error, base=base, profile=profile, cheapest=cheapest)
     made = found.policy(max_error, base=base, profile=profile, cheapest=cheapest, name=output.stem)
-    _print_summary(found, solved, made, output, plot, assumed(profile))
+    _print_summary(found, solved, made, output, plot, assumed(profile), json)
 
 
 RULES_ALLOW_MORE = (
@@ -104,21 +105,30 @@ def assumed(profile: str | None) -> str:
 
 
 def _print_summary(
-    found: Calibration, solved: Solution, policy: Policy, output: Path, plot: Path | None, more: str
+    found: Calibration,
+    solved: Solution,
+    policy: Policy,
+    output: Path,
+    plot: Path | None,
+    more: str,
+    json: bool,
 ) -> None:
     for remark in found.remarks:
         typer.echo(remark, err=True)
-    shown = table(solved)
-    console = console_for(shown)
-    console.print(shown)
-    for line in totals(found, solved):
-        console.print(Text(line))
-    console.print(Text(more))
+    if json:
+        print_json(as_json(found, solved))
+    else:
+        shown = table(solved)
+        console = console_for(shown)
+        console.print(shown)
+        for line in totals(found, solved):
+            console.print(Text(line))
+        console.print(Text(more))
     write_whole(output, policy.to_toml().encode(), CalibrationError)
-    typer.echo(f"wrote {output}: commpass.backend({str(output)!r})")
+    typer.echo(f"wrote {output}: commpass.backend({str(output)!r})", err=json)
     if plot is not None:
         draw(solved, f"error of the {found.of} for each unit of error at a place", plot)
-        typer.echo(f"wrote {plot}")
+        typer.echo(f"wrote {plot}", err=json)
 
 
 def _measured(
@@ -185,6 +195,32 @@ def table(found: Solution) -> Table:
         )
         made.add_row(*map(Text, row))
     return made
+
+
+def as_json(measured: Calibration, found: Solution) -> dict[str, Any]:
+    """Return the choices as plain data. Bytes leave one rank in one step; errors are relative."""
+    rows = zip(found.places, found.considered, found.chosen, strict=True)
+    return {
+        "of": measured.of,
+        "max_error": found.max_error,
+        "error": found.error,
+        "bytes": found.plain_bytes,
+        "sent_bytes": found.sent_bytes,
+        "places": [
+            {
+                "module": place.label,
+                "kind": place.where[0].kind,
+                "direction": place.where[0].direction,
+                "group": place.where[0].group,
+                "bytes": plain.sent_bytes,
+                "sensitivity": place.sensitivity,
+                "codec": chosen.codec,
+                "sent_bytes": chosen.sent_bytes,
+                "error": chosen.error,
+            }
+            for place, (plain, *_), chosen in rows
+        ],
+    }
 
 
 def short(codec: str) -> str:

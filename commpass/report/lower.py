@@ -1,4 +1,5 @@
-"""``commpass lower``: compile the kernels of a codec or a planned site for any GPU architecture.
+"""``commpass lower``: compile the kernels of a codec or a planned site for any GPU architecture, or
+show their C++ for CPUs.
 
 The architecture need not be present on this machine.
 """
@@ -23,10 +24,13 @@ from commpass.report.codecs import DTYPES, dtype_of
 from commpass.report.tables import console_for, plain_table, print_json
 
 if TYPE_CHECKING:
+    import torch
+
+    from commpass.lowering.chain import Chain
     from commpass.lowering.inspect.compiled import Compiled
     from commpass.lowering.inspect.lowerable import Lowerable, Lowered
 
-TEXTS = ("triton", "ptx", "sass")
+TEXTS = ("triton", "ptx", "sass", "cpp")
 """The text forms of a kernel."""
 
 
@@ -89,8 +93,8 @@ def needs_triton() -> None:
         ) from error
 
 
-def rows_of(query: KernelQuery, arch: str) -> tuple[str, list[Row]]:
-    """Return what the kernels belong to, as text, and the kernels."""
+def check_query(query: KernelQuery) -> None:
+    """Raise PolicyError unless either a codec or the site of a dump is requested."""
     if query.codec is None and query.folder is None:
         raise PolicyError("give --codec SPEC, or --dump DIR with --site NAME")
     if query.codec is not None and query.folder is not None:
@@ -100,9 +104,15 @@ def rows_of(query: KernelQuery, arch: str) -> tuple[str, list[Row]]:
             raise PolicyError("--kernel and --dump: a site has its own kernels; give one of them")
         if query.site is None:
             raise PolicyError("--dump needs --site NAME")
-        return of_site(query.folder, query.run, query.site, arch)
-    if query.site is not None:
+    elif query.site is not None:
         raise PolicyError("--site needs --dump DIR")
+
+
+def rows_of(query: KernelQuery, arch: str) -> tuple[str, list[Row]]:
+    """Return what the kernels belong to, as text, and the kernels."""
+    check_query(query)
+    if query.folder is not None and query.site is not None:
+        return of_site(query.folder, query.run, query.site, arch)
     return of_codec(query, arch)
 
 
@@ -122,8 +132,21 @@ def of_codec(query: KernelQuery, arch: str) -> tuple[str, list[Row]]:
 def of_site(folder: Path, run: str | None, name: str, arch: str) -> tuple[str, list[Row]]:
     """Return the kernels of a planned site: a chain for each computation between two exchanges."""
     from commpass.lowering.fused import role_of
-    from commpass.lowering.inspect.kernels import of_site_chain, of_stages
+    from commpass.lowering.inspect.chains import of_stages
+    from commpass.lowering.inspect.kernels import of_site_chain
 
+    site, dtype = _coded_site(folder, run, name)
+    rows: list[Row] = []
+    for place in of_stages(site.stages, dtype, site.group_size):
+        made = partial(of_site_chain, place, arch)
+        rows += rows_for(role_of(place.chain), made, arch, place.times)
+    values = site.dtype.removeprefix("torch.")
+    where = f"{site.codec} by {site.algorithm}, {values}, {site.group_size} ranks"
+    return f"{site.name}: {where}", rows
+
+
+def _coded_site(folder: Path, run: str | None, name: str) -> tuple[PlannedSite, torch.dtype]:
+    """Return a compressed site with kernels between its exchanges, and the dtype of its values."""
     site = site_of(folder, run, name)
     dtype = site.dtype.removeprefix("torch.")
     if dtype not in DTYPES:
@@ -133,12 +156,7 @@ def of_site(folder: Path, run: str | None, name: str, arch: str) -> tuple[str, l
             f"site {name!r} is a single kernel with its exchange (docs/exchange.md); this command"
             " shows kernels between two exchanges"
         )
-    rows: list[Row] = []
-    for place in of_stages(site.stages, DTYPES[dtype], site.group_size):
-        made = partial(of_site_chain, place, arch)
-        rows += rows_for(role_of(place.chain), made, arch, place.times)
-    where = f"{site.codec} by {site.algorithm}, {dtype}, {site.group_size} ranks"
-    return f"{site.name}: {where}", rows
+    return site, DTYPES[dtype]
 
 
 def site_of(folder: Path, run: str | None, name: str) -> PlannedSite:
@@ -163,6 +181,50 @@ def rows_for(
         return [Row(each.name, lower(each, arch), times=times) for each in make()]
     except KernelError as error:
         return [Row(name, why=str(error), times=times)]
+
+
+# --- for CPUs -------------------------------------------------------------------------------------
+
+
+def show_cpp(query: KernelQuery) -> None:
+    """Print the C++ of the kernels, each below a comment with its name and who generated it.
+
+    Raise KernelError if there is none at all.
+    """
+    from commpass.lowering.inspect.cpp import cpp_of
+
+    check_query(query)
+    missing = []
+    found = 0
+    for name, chain in _chains(query):
+        try:
+            made = cpp_of(name, chain)
+        except KernelError as error:
+            missing.append(str(error))
+            continue
+        found += 1
+        why = f" ({made.why})" if made.why else ""
+        typer.echo(f"// {made.name}, generated by {made.by}{why}\n{made.source}\n")
+    if not found:
+        raise KernelError("; ".join(missing))
+    for why in missing:
+        typer.echo(why, err=True)
+
+
+def _chains(query: KernelQuery) -> list[tuple[str, Chain]]:
+    """Return the chains of the requested kernels, by name."""
+    from commpass.lowering.fused import role_of
+    from commpass.lowering.inspect.chains import CHAINS, of_stages
+
+    if query.folder is not None and query.site is not None:
+        site, dtype = _coded_site(query.folder, query.run, query.site)
+        places = of_stages(site.stages, dtype, site.group_size)
+        return [(role_of(place.chain), place.chain) for place in places]
+    coder, dtype = codec(query.codec or ""), dtype_of(query.dtype)
+    if query.kernel is not None and query.kernel not in CHAINS:
+        raise KernelError(f"no kernel {query.kernel!r} for CPUs{nearest(query.kernel, CHAINS)}")
+    names = CHAINS if query.kernel is None else (query.kernel,)
+    return [(name, CHAINS[name](coder, dtype, query.ranks)) for name in names]
 
 
 # --- as text --------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from commpass.report import sent_bytes
 from commpass.report.layer_patterns import Pattern, patterns
 from commpass.report.numbers import percent
 from commpass.utils.deprecated import renamed_fields
+from commpass.utils.html_text import summary
 from commpass.utils.printable import brief, clean, less, plural
 
 NOTHING = (
@@ -191,6 +192,14 @@ class Report:
         return "\n".join(map(clean, [*lines, *elsewhere]))
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """Return the report with its table as HTML, for notebooks."""
+        elsewhere = [ELSEWHERE.format(plural(self.elsewhere, "plan"))] if self.elsewhere else []
+        if not self.graphs:
+            return summary(elsewhere or [NOTHING])
+        rows = [_row(*each) for each in self._patterns()]
+        return summary(self._head(), HEAD, rows, [*self._reasons(), *elsewhere])
 
     def _head(self) -> Iterable[str]:
         all_of, policies = self.totals, dict.fromkeys(each.policy for each in self.graphs)

@@ -39,6 +39,7 @@ def run(
     nodes: int | None = None,
     train: bool,
     plot: Path | None,
+    dump: Path | None = None,
     json: bool,
 ) -> None:
     sizes = mesh_of(mesh)
@@ -55,6 +56,7 @@ def run(
             nodes=nodes,
             train=train,
             progress=show_progress,
+            dump=dump,
         )
     for each in found:
         for remark in each.remarks:
@@ -64,6 +66,8 @@ def run(
     else:
         made = table(found)
         console_for(made).print(made)
+    if dump is not None:
+        typer.echo(f"wrote {dump}: commpass explain {dump} --run {found[-1].run}", err=json)
     if plot is not None:
         draw(found, f"{Path(path).name}, {Path(where).name}", plot)
         typer.echo(f"wrote {plot}", err=json)

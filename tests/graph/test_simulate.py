@@ -24,6 +24,7 @@ from commpass import Policy, Rule
 from commpass.cli import app
 from commpass.costmodel import KernelRate, Kernels, Link, Profile, profile
 from commpass.errors import CommpassError
+from commpass.plan import dump
 from commpass.report.simulate import draw, millis, table
 from commpass.simulate import Simulated
 
@@ -272,6 +273,27 @@ def test_table_and_a_picture(tmp_path):
     result = call(tmp_path, "build", "--mesh", "tp=2", "--policy", "off", "--inference", "--json")
     (row,) = json.loads(result.stdout)
     assert (row["policy"], row["sites"]) == ("off", 1)
+
+
+@pytest.mark.slow
+def test_plans_and_graphs_are_written_with_a_run_for_each_policy(tmp_path):
+    folder = tmp_path / "dump"
+    result = call(
+        tmp_path, "build", "--mesh", "tp=2", "--policy", "off", "--policy", "balanced",
+        "--dump", str(folder), "--json",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.stderr
+    assert f"commpass explain {folder} --run balanced" in " ".join(result.stderr.split())
+    assert sorted(set(dump.runs(folder).values())) == ["balanced", "off"]
+    for row in json.loads(result.stdout):
+        found = dump.read_run(folder, row["policy"])
+        assert [one.plan.direction for one in found] == ["forward", "backward"]
+        assert sum(len(one.plan.sites) for one in found) == row["sites"]
+        assert sum(one.timeline.us for one in found) / 1e3 == pytest.approx(row["step_ms"], 0.01)
+        assert all(one.before and one.after and one.lowered for one in found)
+        assert found[0].world_size == 2
+    for command in ("explain", "graph", "timeline"):
+        assert CliRunner().invoke(app, [command, str(folder)]).exit_code == 0
 
 
 def test_file_that_is_not_there(tmp_path):

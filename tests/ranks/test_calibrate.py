@@ -462,7 +462,7 @@ def test_command_line_gives_the_same(tmp_path, trained):
     codecs = [word for name in CODECS for word in ("--codec", name)]
     done = launch(
         *(f"{tmp_path}/model.py:build", "--mesh", "tp=2", "--max-error", "0.01", "-o", str(out)),
-        *("--json", str(data), *codecs),
+        *("--measurements", str(data), *codecs),
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("rotated(bits=4) everywhere") == 1  # only rank 0 prints it

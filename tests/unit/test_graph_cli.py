@@ -55,9 +55,12 @@ def test_newest_graph_is_shown_and_the_others_are_told(folder: Path, tmp_path: P
         dump.write(folder, make())
     shown = run("graph", folder, "--level", "nodes")
     assert shown.stdout.startswith("graph 3: forward")
-    told = "this is graph 3 (forward), the newest of 4; --graph picks: 0 (forward), 1 (backward)"
+    told = (
+        "this is graph 3 (forward) of run run-1, the newest of 4; --graph picks: 0 (forward), 1"
+        " (backward)"
+    )
     assert told in shown.stderr
-    assert run("graph", folder, *NODES).stderr == ""
+    assert run("graph", folder, *NODES).stderr == "this is graph 0 (forward) of run run-1\n"
     written = run("graph", folder, *NODES, "-o", tmp_path / "out.txt")
     assert str(tmp_path / "out.txt") in written.stdout
     assert (tmp_path / "out.txt").read_text() == run("graph", folder, *NODES).stdout

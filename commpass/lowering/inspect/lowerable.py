@@ -12,9 +12,6 @@ from commpass.lowering.inspect.compiled import Compiled, compile_kernel
 from commpass.lowering.inspect.roofline import MEMORY, Prediction, predict
 from commpass.lowering.inspect.sass import Counts, Trips, count_instructions
 
-NUMEL = 1 << 20
-"""The default number of values of a row: enough for whole tiles."""
-
 
 def casts(arch: str) -> dict[str, bool]:
     """As ``launch.casts``, for an architecture."""

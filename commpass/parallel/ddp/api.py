@@ -63,6 +63,19 @@ def compress_ddp(
     If DDP gets another process group later (``_update_process_group``), gradients are sent in that
     one, as DDP's own would be.
 
+    Args:
+        model: a ``DistributedDataParallel`` whose backward has not run.
+        policy: the name of a preset, the path of a TOML file, or a Policy. COMMPASS_POLICY and
+            COMMPASS=off override it.
+        inner: the compiler of codes, as in ``commpass.backend``.
+        profile: the links and kernels that the cost model assumes, as in ``commpass.backend``: a
+            Profile, a name or a file. If None, COMMPASS_PROFILE, or else the network that is read
+            from the system.
+        strict: if True, raise when a pass fails. Otherwise log a warning and send uncompressed.
+        dump: a folder for plans, for ``commpass explain``. If None, COMMPASS_DUMP.
+        timeout: seconds that ranks wait for each other's plans. If None, the time-out of the
+            process group.
+
     Raise PolicyError for a model that is not DDP's, or that has a comm hook or optimizers that run
     in backward. Raise it too if its gradients never reach a hook, or are complex or sparse.
     """

@@ -360,6 +360,15 @@ def compress_fsdp(
     Args:
         model: holds modules that ``torch.distributed.fsdp.fully_shard`` was called on; the root
             need not be one.
+        policy: the name of a preset, the path of a TOML file, or a Policy. COMMPASS_POLICY and
+            COMMPASS=off override it.
+        profile: the links and kernels that the cost model assumes, as in ``commpass.backend``: a
+            Profile, a name or a file. If None, COMMPASS_PROFILE, or else the network that is read
+            from the system.
+        strict: if True, raise when a pass fails. Otherwise log a warning and send uncompressed.
+        dump: a folder for plans, for ``commpass explain``. If None, COMMPASS_DUMP.
+        timeout: seconds that ranks wait for each other's plans. If None, the time-out of the
+            process group.
 
     In rules an all_gather of parameters has direction "forward". This includes backward's gather,
     since it is the same exchange. A reduce_scatter of gradients has direction "backward".

@@ -23,6 +23,9 @@ def accumulate(model: nn.Module) -> Iterator[None]:
     later steps use again; ``drop_accumulated`` frees it. A parameter that the last micro-batch does
     not use sends its gradient with the next one that does. Raise ParallelError for a model that was
     not passed to ``replicate`` or ``shard``.
+
+    Args:
+        model: a model that was passed to ``replicate`` or ``shard``.
     """
     exchanged = [one for one, _ in exchanged_parameters(model)]
     before = [one.accumulating for one in exchanged]
@@ -55,6 +58,9 @@ def drop_accumulated(model: nn.Module) -> None:
     """Drop what ``accumulate`` kept and was not exchanged yet, and free its memory.
 
     This corresponds to ``zero_grad`` for gradients.
+
+    Args:
+        model: a model that was passed to ``replicate`` or ``shard``.
     """
     for exchanged, _ in exchanged_parameters(model):
         exchanged.leaf = exchanged.pending = None

@@ -15,6 +15,9 @@ class InGraph(Integration):
 
     ``commpass.backend`` has the policy and compiles the exchanges. So there is nothing to close.
     Raise ParallelError for another model.
+
+    Args:
+        model: a model that was passed to ``replicate`` or ``shard``.
     """
 
     call = "replicate or shard"

@@ -61,20 +61,23 @@ def replicate(
     cast_forward_inputs: bool = True,
     reduce_op: str = "avg",
 ) -> nn.Module:
-    """Make a model data-parallel inside the graph.
+    """Make a model data-parallel inside the graph. Return the model.
 
-    Each rank has all parameters, and backward has an all_reduce for each gradient. ``mesh`` has one
-    dimension, or ``dim`` names it. Parameters become DTensors on it in place, with the values of
-    the first rank. A model that is tensor-parallel over another dimension of the same mesh stays
-    so.
+    Each rank has all parameters, and backward has an all_reduce for each gradient. A model that is
+    tensor-parallel over another dimension of the same mesh stays so.
 
-    ``param_dtype`` is the dtype of computation. Gradients are reduced in ``reduce_dtype`` (default
-    ``param_dtype``) and end in the parameter's own dtype. The model's floating-point inputs are
-    cast to ``param_dtype`` unless ``cast_forward_inputs`` is False. ``reduce_op`` is "avg" or
-    "sum".
+    Args:
+        model: the model. Its parameters become DTensors in place, with the values of the first
+            rank.
+        mesh: a mesh of one dimension, or of several if ``dim`` names one.
+        dim: the name of the mesh dimension; None if there is only one.
+        param_dtype: the dtype of computation, in which parameters also travel; None for their own.
+        reduce_dtype: the dtype in which gradients are reduced; None for ``param_dtype``. They end
+            in the parameter's own dtype.
+        cast_forward_inputs: whether the model's floating-point inputs are cast to ``param_dtype``.
+        reduce_op: ``"avg"`` or ``"sum"`` of the gradients over the ranks.
 
-    Return the model. Raise ParallelError for an unsupported model, mesh or parameter, before
-    anything is changed.
+    Raise ParallelError for an unsupported model, mesh or parameter, before anything is changed.
     """
     terms = Terms(param_dtype, reduce_dtype, reduce_op)
     return _distribute(model, mesh, dim, False, terms, cast_forward_inputs)
@@ -91,16 +94,27 @@ def shard(
     reduce_op: str = "avg",
     keep_gathered: bool = True,
 ) -> nn.Module:
-    """Make a model sharded-data-parallel inside the graph.
+    """Make a model sharded-data-parallel inside the graph. Return the model.
 
     Each rank has a part of the rows of each parameter, gathered where it is used, and backward has
     a reduce_scatter for each gradient. Parameters without rows to divide (of no dimension, of one
     row, or empty) are replicated.
 
-    With ``keep_gathered`` the gathered parameters are kept from forward to backward, which is the
-    default of torch's partitioner and sends the fewest bytes. Without it, backward gathers again
-    what it needs. The other arguments and errors are those of ``replicate``; parameters are sent in
-    ``param_dtype``.
+    Args:
+        model: the model. Its parameters become DTensors in place, with the values of the first
+            rank.
+        mesh: a mesh of one dimension, or of several if ``dim`` names one.
+        dim: the name of the mesh dimension; None if there is only one.
+        param_dtype: the dtype of computation, in which parameters also travel; None for their own.
+        reduce_dtype: the dtype in which gradients are reduced; None for ``param_dtype``. They end
+            in the parameter's own dtype.
+        cast_forward_inputs: whether the model's floating-point inputs are cast to ``param_dtype``.
+        reduce_op: ``"avg"`` or ``"sum"`` of the gradients over the ranks.
+        keep_gathered: whether gathered parameters are kept from forward to backward. This is the
+            default of torch's partitioner and sends the fewest bytes. If False, backward gathers
+            again what it needs.
+
+    Raise ParallelError for an unsupported model, mesh or parameter, before anything is changed.
     """
     terms = Terms(param_dtype, reduce_dtype, reduce_op, keep_gathered)
     return _distribute(model, mesh, dim, True, terms, cast_forward_inputs)

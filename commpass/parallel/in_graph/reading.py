@@ -141,6 +141,9 @@ def distributed_parameters(model: nn.Module) -> Iterator[None]:
     place.
 
     Otherwise a module sees a copy.
+
+    Args:
+        model: a model that was passed to ``replicate`` or ``shard``.
     """
     exchanged = [one for one, _ in exchanged_parameters(model)]
     for one in exchanged:

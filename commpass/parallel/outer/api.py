@@ -57,11 +57,21 @@ def compress_outer(
     Args:
         target: a module whose parameters are averaged by ``step``, or an object of
             ``torchft.local_sgd``, which then sends its outer steps by this integration.
+        policy: the name of a preset, the path of a TOML file, or a Policy. COMMPASS_POLICY and
+            COMMPASS=off override it.
         group: the ranks that have the same parameters of a module, one of each replica; None for
             all ranks. They get the parameters of the first one.
         manager: a Manager of torchft that finds the replicas for a module, instead of a group.
         model: for an object of torchft, the whole model, for the names in rules and states. It is
             required for a DiLoCo of several fragments.
+        inner: the compiler of codes, as in ``commpass.backend``.
+        profile: the links and kernels that the cost model assumes, as in ``commpass.backend``: a
+            Profile, a name or a file. If None, COMMPASS_PROFILE, or else the network that is read
+            from the system.
+        strict: if True, raise when a pass fails. Otherwise log a warning and send uncompressed.
+        dump: a folder for plans, for ``commpass explain``. If None, COMMPASS_DUMP.
+        timeout: seconds that ranks wait for each other's plans. If None, the time-out of the
+            process group.
 
     Raise PolicyError for another target, a Manager that cannot be used, complex parameters, or
     parameters that ``compress_outer`` already sends. Raise ParallelError if models differ.

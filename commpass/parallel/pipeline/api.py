@@ -93,6 +93,12 @@ def compress_pipeline(
     Args:
         stages: a stage of ``torch.distributed.pipelining`` (``PipelineStage``, or the result of
             ``build_stage``), or all those of this rank. Only these stages are changed, in place.
+        policy: the name of a preset, the path of a TOML file, or a Policy. COMMPASS_POLICY and
+            COMMPASS=off override it.
+        profile: the links and kernels that the cost model assumes, as in ``commpass.backend``: a
+            Profile, a name or a file. If None, COMMPASS_PROFILE, or else the network that is read
+            from the system.
+        dump: a folder for plans, for ``commpass explain``. If None, COMMPASS_DUMP.
         timeout: seconds that the ranks of two stages wait for each other's plans; if None the
             process group's own time-out.
 

@@ -68,6 +68,7 @@ def ssfusion(
     off (see ``Settings``). With COMMPASS=off everything is always sent dense.
 
     Args:
+        model: a plain module or a DistributedDataParallel, as above.
         density: the share of all gradient entries that is sent.
         bound: the least share of one gradient that selection is thinned to.
         selector: a sparse codec, such as ``"dgc"``, ``"topk"`` or ``"dgc(values=bf16)"``.
@@ -79,6 +80,10 @@ def ssfusion(
         warmup: steps in which the density falls from 25 % to the target.
         step: the number of steps done before, in a run that is resumed.
         dense: a codec for dense gradients, such as ``"bf16"``, without error feedback.
+        fuse: whether several gradients share a buffer.
+        aware: whether large gradients compensate for those that are sent dense.
+        interleave: whether dense gradients are sent by all_reduce.
+        offload: whether the CPU may select entries.
         force: sparse even if dense is predicted to be as fast.
         profile: the link, as in ``commpass.backend``; None measures it after the first steps.
         profile_steps: the number of these steps: backward is measured, and all is sent dense.

@@ -1,0 +1,230 @@
+"""``commpass compare``: run a command under several policies, in turns, and compare its steps.
+
+``jobs`` runs the command, ``steps`` reads the step times of its ranks, ``losses`` finds losses in
+its output, ``verdict`` compares the policies, and ``page`` writes the HTML page.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from commpass.errors import CommpassError
+from commpass.report.compare import page
+from commpass.report.compare.jobs import OFF, ON, Interrupted, Job, check_command
+from commpass.report.compare.jobs import run as run_job
+from commpass.report.compare.losses import side_by_side
+from commpass.report.compare.steps import RULE, WARM_UP
+from commpass.report.compare.verdict import (
+    Comparison,
+    PolicyResult,
+    compare,
+    label,
+    middle_half,
+    times,
+)
+from commpass.report.numbers import amounts, percent
+from commpass.report.progress import progress
+from commpass.report.tables import console_for, plain_table, print_json
+
+LOSS_ROWS = 12
+"""The number of losses that a terminal shows."""
+NOT_USED = (
+    "the command has not used commpass, so there is nothing to compare. Compile the model with"
+    " torch.compile(model, backend=commpass.backend()), or apply an integration such as"
+    " commpass.parallel.compress_ddp (docs/start.md)"
+)
+NO_STEP = (
+    "commpass was used, but no step was found: no optimizer has stepped. Call commpass.step() at"
+    " the end of each step of the program, outside of compiled code"
+)
+
+
+def policies_of(text: str) -> list[str]:
+    """Parse ``off,lossless,balanced``. Raise PolicyError for an unknown policy, and CommpassError
+    for fewer than two, or one twice."""
+    made = []
+    for name in filter(None, map(str.strip, text.split(","))):
+        if name not in (OFF, ON):
+            from commpass.policy import policy_named  # needs torch
+
+            policy_named(name)
+        made.append(str(Path(name).resolve()) if name.endswith(".toml") else name)
+    if len(set(made)) < max(2, len(made)):
+        raise CommpassError(
+            f"--policies {text}: give at least two different policies, such as off,balanced"
+            f" ({ON!r}: what the program itself says)"
+        )
+    return made
+
+
+def run(
+    command: Sequence[str],
+    policies: Sequence[str],
+    rounds: int,
+    most_steps: int | None,
+    output: Path,
+    keep: Path | None,
+    *,
+    json: bool,
+) -> int:
+    """Run the command, print the result and write the page. Return the exit status: 130 if the user
+    stopped it."""
+    check_command(command)
+    page.check(output)
+    if keep is not None:
+        if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
+            raise CommpassError(f"{keep}: is not empty; name a new folder")
+        keep.mkdir(parents=True, exist_ok=True)
+    folder = keep if keep is not None else Path(tempfile.mkdtemp(prefix="commpass-compare-"))
+    jobs: list[Job] = []
+    try:
+        stopped = _run_all(command, policies, rounds, most_steps, folder, jobs)
+        remarks = [stopped] if stopped else []
+        if stopped and not any(job.steps.ms for job in jobs):
+            raise CommpassError(f"{stopped} No step was counted until then")
+        found = compare(command, policies, jobs, remarks)
+    finally:
+        failed = any(job.status not in (0, None) for job in jobs)
+        if keep is None and not failed:
+            shutil.rmtree(folder, ignore_errors=True)
+    page.write(found, output)
+    if json:
+        print_json(found)
+    else:
+        show(found)
+    typer.echo(f"wrote {output}", err=json)
+    return 130 if stopped else 0
+
+
+def _run_all(
+    command: Sequence[str],
+    policies: Sequence[str],
+    rounds: int,
+    most_steps: int | None,
+    folder: Path,
+    jobs: list[Job],
+) -> str:
+    """Run all rounds and append each run to ``jobs``. Return why it was stopped, "" if it was
+    not."""
+    turns = [(number, policy) for number in range(1, rounds + 1) for policy in policies]
+    with progress("compare") as show_progress:
+        for at, (number, policy) in enumerate(turns):
+            name = label(policy)
+            title = f"round {number} of {rounds}, {name}"
+
+            def update(steps: int, at: int = at, title: str = title) -> None:
+                show_progress(at, len(turns), f"{title}: {steps} steps counted")
+
+            update(0)
+            where = folder / f"{at:02d}-{name}"
+            try:
+                job = run_job(command, policy, number, where, most_steps=most_steps, update=update)
+            except Interrupted as interrupted:
+                jobs.append(interrupted.job)
+                return f"Stopped in {title}."
+            jobs.append(job)
+            check(job)
+            middle = times(middle_half(job.steps.ms)[0])
+            count = f"{len(job.steps.ms)} of {len(job.steps.ms) + job.steps.left_out} steps counted"
+            typer.echo(f"{title}: {middle} ms a step, {count}, {job.seconds:.0f} s", err=True)
+    return ""
+
+
+def check(job: Job) -> None:
+    """Raise CommpassError if a run has failed, or has no counted step. Its last lines go to
+    stderr."""
+    where = f"policy {label(job.policy)!r}, round {job.round}"
+    if job.status:
+        _print_last_lines(job)
+        what = f"exit status {job.status}" if job.status > 0 else f"signal {-job.status}"
+        raise CommpassError(
+            f"the command failed with {what} ({where}). Its last lines are above, and all of them"
+            f" in {job.output}"
+        )
+    if not job.used:
+        _print_last_lines(job)
+        raise CommpassError(NOT_USED)
+    if not job.steps.clock:
+        raise CommpassError(NO_STEP)
+    if not job.steps.ms:
+        raise CommpassError(
+            f"all {job.steps.left_out} steps are warm-up ({where}): run at least {WARM_UP + 5}"
+            f" steps. {RULE}"
+        )
+
+
+def _print_last_lines(job: Job) -> None:
+    for line in job.last_lines():
+        typer.echo(f"| {line}", err=True)
+
+
+# --- as text --------------------------------------------------------------------------------------
+
+
+def show(found: Comparison) -> None:
+    """Print the verdict, the table of policies and the losses."""
+    tables = [table_of(found)]
+    if found.losses:
+        tables.append(losses_of(found))
+    console = console_for(*tables)
+    console.print(Text(found.verdict, style="bold"), "", tables[0], "", sep="\n")
+    for each in found.policies[1:]:
+        if len(found.policies) > 2:
+            console.print(Text(f"{each.name}: {each.verdict}"))
+    for made in tables[1:]:
+        console.print(made, "", sep="\n")
+    for remark in (*found.remarks, RULE):
+        console.print(Text(remark, style="dim"))
+
+
+COLUMNS = ("policy", "ms a step", "middle half", "times as fast", "steps", "bytes", "predicted")
+
+
+def table_of(found: Comparison) -> Table:
+    """Return a table with a row for each policy."""
+    made = plain_table(*COLUMNS, right=COLUMNS[1:])
+    for row in rows_of(found):
+        made.add_row(*map(Text, row))
+    return made
+
+
+def rows_of(found: Comparison) -> list[tuple[str, ...]]:
+    """Return the cells of each policy, in the order of COLUMNS."""
+    return [_row(each) for each in found.policies]
+
+
+def _row(of: PolicyResult) -> tuple[str, ...]:
+    traffic = of.traffic
+    return (
+        of.name,
+        times(of.median_ms),
+        f"{times(of.low_ms)} to {times(of.high_ms)}" if of.steps else "-",
+        f"{of.faster:.2f}" if of.faster is not None else "-",
+        f"{of.steps} of {of.steps + of.left_out}",
+        amounts(traffic.bytes, traffic.wire_bytes) if traffic is not None else "-",
+        f"{times(traffic.predicted_ms)} ms" if traffic and traffic.predicted_ms else "-",
+    )
+
+
+def losses_of(found: Comparison) -> Table:
+    """Return a table of losses, with a column for each policy."""
+    names = [each.name for each in found.policies]
+    made = plain_table("loss", *names, right=names)
+    columns = [{name: row[at] for name, row in found.losses} for at in range(len(names))]
+    known = [{k: v for k, v in column.items() if v is not None} for column in columns]
+    for name, row in side_by_side(known, LOSS_ROWS):
+        made.add_row(name, *("-" if value is None else f"{value:.6g}" for value in row))
+    apart = [each.loss_difference for each in found.policies]
+    shown = (percent(each, 2) if each is not None else "-" for each in apart)
+    made.add_row("difference", *shown)
+    return made
+
+
+__all__ = ["OFF", "ON", "policies_of", "run"]

@@ -1,0 +1,192 @@
+"""Run the user's command under one policy, as a child process with an environment of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from commpass.errors import CommpassError
+from commpass.report.compare import losses
+from commpass.report.compare.steps import Steps, read, steps_of
+
+ON, OFF = "on", "off"
+PATIENCE = (15.0, 15.0, 5.0)
+"""Seconds to wait after SIGINT, SIGTERM and SIGKILL."""
+POLL = 0.25
+LAST_LINES = 20
+TRACEBACK = "Traceback (most recent call last):"
+SWITCH, POLICY, DUMP, STEPS = "COMMPASS", "COMMPASS_POLICY", "COMMPASS_DUMP", "COMMPASS_STEPS"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One run of the command under one policy.
+
+    ``status`` is its exit status, and None if it was stopped. ``used`` says whether the program
+    used commpass. ``folder`` has its output, its step times and its dumps.
+    """
+
+    policy: str
+    round: int
+    folder: Path
+    status: int | None
+    seconds: float
+    used: bool
+    steps: Steps
+    losses: losses.Losses
+
+    @property
+    def output(self) -> Path:
+        return self.folder / "output.txt"
+
+    def last_lines(self) -> list[str]:
+        """Return the end of the output, and before it that of the first traceback.
+
+        A launcher prints much after the traceback of a rank.
+        """
+        with self.output.open(encoding="utf-8", errors="replace") as file:
+            lines = [line.rstrip("\n") for line in file]
+        first = next((at for at, line in enumerate(lines) if TRACEBACK in line), len(lines))
+        indent = lines[first].index(TRACEBACK) if first < len(lines) else 0
+        last = next(
+            (at for at in range(first + 1, len(lines)) if not lines[at][indent:].startswith(" ")),
+            len(lines),
+        )
+        if last >= len(lines) - LAST_LINES:
+            return lines[-LAST_LINES:]
+        return [*lines[max(first, last - LAST_LINES) : last + 1], "...", *lines[-LAST_LINES // 2 :]]
+
+
+class Interrupted(Exception):
+    """The user stopped the comparison. ``job`` is the run that was stopped."""
+
+    def __init__(self, job: Job):
+        super().__init__()
+        self.job = job
+
+
+def check_command(command: Sequence[str]) -> None:
+    """Raise CommpassError if there is no such program."""
+    if not command:
+        raise CommpassError(
+            "there is no command: write it behind two dashes, such as commpass compare --"
+            " torchrun --nproc-per-node 2 train.py"
+        )
+    if shutil.which(command[0]) is None:
+        hint = ""
+        if Path(command[0]).is_file():
+            hint = f" It is a file without permission to execute: write python {command[0]}"
+        raise CommpassError(f"{command[0]}: there is no such program.{hint}")
+
+
+def environment_of(policy: str, folder: Path, given: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of the command under one policy."""
+    made = {name: value for name, value in given.items() if name not in (SWITCH, POLICY)}
+    if policy == OFF:
+        made[SWITCH] = OFF
+    elif policy != ON:
+        made[POLICY] = policy
+    made |= {DUMP: str(folder / "dump"), STEPS: str(folder / "steps"), "PYTHONUNBUFFERED": "1"}
+    return made
+
+
+def run(
+    command: Sequence[str],
+    policy: str,
+    round_: int,
+    folder: Path,
+    *,
+    most_steps: int | None,
+    update: Callable[[int], None],
+) -> Job:
+    """Run the command to its end, or until ``most_steps`` steps are counted.
+
+    ``update`` is called with the number of counted steps. Raise Interrupted on Ctrl-C.
+    """
+    (folder / "steps").mkdir(parents=True)
+    begin = time.monotonic()
+    status: int | None = None
+    is_interrupted = False
+    with (folder / "output.txt").open("wb") as output, _interrupt_on_terminate():
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment_of(policy, folder, os.environ),
+            start_new_session=True,  # the terminal's Ctrl-C reaches this process alone
+        )
+        try:
+            status = _wait(child, folder / "steps", most_steps, update)
+        except KeyboardInterrupt:
+            is_interrupted = True
+        finally:
+            _stop(child)
+    ranks = read(folder / "steps")
+    with (folder / "output.txt").open(encoding="utf-8", errors="replace") as text:
+        found = losses.find(text)
+    job = Job(
+        policy=policy,
+        round=round_,
+        folder=folder,
+        status=status,
+        seconds=time.monotonic() - begin,
+        used=bool(ranks),
+        steps=steps_of(ranks),
+        losses=found,
+    )
+    if is_interrupted:
+        raise Interrupted(job)
+    return job
+
+
+def _wait(
+    child: subprocess.Popen[bytes],
+    folder: Path,
+    most_steps: int | None,
+    update: Callable[[int], None],
+) -> int | None:
+    """Wait for the end of the child and return its status; None if it has enough steps."""
+    while True:
+        try:
+            return child.wait(POLL)
+        except subprocess.TimeoutExpired:
+            counted = len(steps_of(read(folder)).ms)
+            update(counted)
+            if most_steps is not None and counted >= most_steps:
+                return None
+
+
+def _stop(child: subprocess.Popen[bytes]) -> None:
+    """End the child and all processes of its session, politely at first."""
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+    for number, seconds in zip(signals, PATIENCE, strict=True):
+        if child.poll() is not None:
+            return
+        try:
+            os.killpg(child.pid, number)
+            child.wait(seconds)
+        except (ProcessLookupError, subprocess.TimeoutExpired):
+            continue
+
+
+@contextmanager
+def _interrupt_on_terminate() -> Iterator[None]:
+    """Treat SIGTERM, as job schedulers send it, like Ctrl-C."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

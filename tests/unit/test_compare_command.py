@@ -1,0 +1,188 @@
+"""``commpass compare`` on programs that only write step times: rounds, errors, and Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from dumps import make
+from typer.testing import CliRunner
+
+import commpass
+from commpass.cli import app
+from commpass.plan import dump
+
+ROOT = Path(commpass.__file__).parent.parent
+PROGRAM = """
+import os, shutil, sys, time
+from pathlib import Path
+from commpass.utils.step_records import StepRecord, encode, file_name
+steps, ms = int(sys.argv[1]), float(sys.argv[2])
+is_off = os.environ.get("COMMPASS") == "off"
+path = Path(os.environ["COMMPASS_STEPS"]) / file_name(time.time_ns(), "host", os.getpid())
+shutil.copytree(os.environ["PLANS"], os.environ["COMMPASS_DUMP"])
+with path.open("ab", buffering=0) as file:
+    file.write(encode(StepRecord(0, "start")))
+    for step in range(steps):
+        print(f"step {step} loss {1 / (1 + step):.4f}")
+        seconds = (2 if is_off else 1) * ms / 1e3 + step * 1e-6
+        if ms > 50:
+            time.sleep(ms / 1e3)
+        file.write(encode(StepRecord(0, "optimizer 0", seconds, step == 0)))
+"""
+"""Says that steps are twice as fast with commpass. Above 50 ms it takes that time, too."""
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    dump.write(tmp_path / "plans", make())
+    monkeypatch.setenv("PLANS", str(tmp_path / "plans"))
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+def run(tmp_path: Path, *command: object, options=()):
+    page = tmp_path / "compare.html"
+    given = ["compare", "-o", str(page), *map(str, options), "--", *map(str, command)]
+    return CliRunner().invoke(app, given, env={"COLUMNS": "200"})
+
+
+def test_rounds_in_turns_give_a_verdict_and_a_page(tmp_path, program):
+    keep = tmp_path / "kept"
+    done = run(tmp_path, sys.executable, program, 12, 10, options=("--rounds", 2, "--keep", keep))
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("on is 2.00 times as fast as off: 10 ms a step instead of 20 ms")
+    assert "Its printed losses are those of off" in " ".join(lines[:3])
+    assert any(line.split()[:2] == ["step", "11"] for line in lines)
+    assert [each.name for each in sorted(keep.iterdir())] == ["00-off", "01-on", "02-off", "03-on"]
+    assert "16 of 24" in done.stdout
+    page = (tmp_path / "compare.html").read_text()
+    assert "on is 2.00 times as fast as off" in page
+    assert page.count("<polyline") == 4
+    assert "round 2 of 2, on: 10 ms a step" in done.stderr
+
+
+def test_json_alone_is_printed(tmp_path, program):
+    done = run(tmp_path, sys.executable, program, 12, 10, options=("--rounds", 1, "--json"))
+    found = json.loads(done.stdout)
+    assert found["policies"][1]["faster"] == pytest.approx(2, rel=1e-3)
+    assert found["losses"][0] == ["step 0", [1.0, 1.0]]
+    assert [len(each["ms"]) for each in found["runs"]] == [8, 8]
+
+
+def test_run_is_stopped_after_enough_steps(tmp_path, program):
+    done = run(tmp_path, sys.executable, program, 10_000, 60, options=("--rounds", 1, "--steps", 4))
+    assert done.exit_code == 0, done.output
+    assert done.stdout.startswith("on is 2.00 times as fast as off")
+
+
+def fails(done, *said: str) -> None:
+    assert done.exit_code == 2, done.output
+    assert done.stdout == ""
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("commpass: ")
+    for part in said:
+        assert part in done.stderr
+
+
+def test_program_that_fails_under_one_policy(tmp_path, program):
+    fail = "if not is_off: raise SystemExit('disk is full')\n"
+    program.write_text(PROGRAM + fail)
+    done = run(tmp_path, sys.executable, program, 12, 10)
+    fails(done, "| disk is full", "exit status 1 (policy 'on', round 1)")
+    output = Path(done.stderr.splitlines()[-1].rpartition(" in ")[2])
+    assert "disk is full" in output.read_text()
+
+
+def test_traceback_of_a_rank_is_shown_though_the_launcher_prints_more(tmp_path, program):
+    program.write_text("print('Traceback (most recent call last):\\n  File x\\nOSError: gone')\n")
+    with program.open("a") as file:
+        file.write("for line in range(99): print('launcher', line)\nraise SystemExit(3)\n")
+    done = run(tmp_path, sys.executable, program)
+    fails(done, "| OSError: gone", "| launcher 98", "exit status 3 (policy 'off', round 1)")
+    assert "launcher 50" not in done.stderr
+
+
+def test_program_without_commpass(tmp_path, program):
+    program.write_text("print('hello')\n")
+    fails(run(tmp_path, sys.executable, program), "has not used commpass", "torch.compile(model,")
+
+
+def test_program_without_a_step(tmp_path, program):
+    fails(run(tmp_path, sys.executable, program, 0, 1), "Call commpass.step() at the end of each")
+
+
+def test_program_with_warm_up_steps_alone(tmp_path, program):
+    fails(run(tmp_path, sys.executable, program, 4, 1), "all 4 steps are warm-up", "at least 8")
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "said"),
+    [
+        (["no-such-program"], (), "no-such-program: there is no such program"),
+        (["python", "x"], ("--policies", "off"), "give at least two different policies"),
+        (["python", "x"], ("--policies", "off,off"), "give at least two different policies"),
+        (["python", "x"], ("--policies", "off,balnced"), "did you mean 'balanced'"),
+        (["python", "x"], ("-o", "page.txt"), "a report is an .html file"),
+        (["python", "x"], ("--keep", "/"), "is not empty; name a new folder"),
+    ],
+)
+def test_wrong_arguments(tmp_path, command, options, said):
+    fails(run(tmp_path, *command, options=options), said)
+
+
+def test_options_behind_the_command_are_those_of_the_command(tmp_path, program):
+    """Also without dashes before it."""
+    page = tmp_path / "c.html"
+    given = ["compare", "--rounds", "1", "-o", page, sys.executable, "-B", program, "12", "10"]
+    done = CliRunner().invoke(app, list(map(str, given)), env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.output
+    assert page.exists()
+
+
+def processes_of(text: str) -> list[int]:
+    """Return the processes whose command line has this text."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if text in path.read_text():
+                found.append(int(path.parent.name))
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stop_ends_the_program_and_shows_what_there_is(tmp_path, program, number):
+    keep, page = tmp_path / "kept", tmp_path / "compare.html"
+    child = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "commpass", "compare", "--keep", keep, "--steps", "8"),
+            *("-o", page, "--", sys.executable, program, "10000", "60"),
+        ],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    last = keep / "02-off" / "output.txt"
+    while not last.exists() or "step 3" not in last.read_text():
+        assert child.poll() is None
+        time.sleep(0.1)
+    child.send_signal(number)
+    stdout, stderr = child.communicate(timeout=120)
+    assert child.returncode == 130, stderr
+    assert "Stopped in round 2 of 3, off." in stdout
+    assert stdout.startswith("on is 2.00 times as fast as off")
+    assert page.exists()
+    assert not processes_of(str(program))
