@@ -3,6 +3,8 @@ PYTHON ?= python3
 PINNED := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH ?= $(PINNED)
 VENV := $(if $(filter $(PINNED),$(TORCH)),.venv,.venv-torch-$(TORCH))
+# What the demo needs, and what all tests and tools need.
+BASE := $(VENV)/base
 READY := $(VENV)/ready
 # One more than two cores: tests of ranks also wait.
 WORKERS ?= 3
@@ -15,8 +17,8 @@ STACK ?= vllm titan trainers ft ao
 
 .PHONY: demo test test-slow test-all test-bench scenarios fuzz mutants wheel stacks peers gpu check format docs tools clean setup
 
-demo: $(READY)
-	$(VENV)/bin/python examples/train_tp.py --ranks 2
+demo: $(BASE)
+	@$(VENV)/bin/python examples/train_tp.py --ranks 2
 
 # Each worker computes on one core: threads of several workers would wait for each other.
 test test-slow test-all test-bench scenarios: export OMP_NUM_THREADS = 1
@@ -101,14 +103,20 @@ tools:
 	apt-get update --quiet --quiet
 	DEBIAN_FRONTEND=noninteractive apt-get install --quiet --quiet --yes --no-install-recommends graphviz chromium chromium-driver
 
-# torch first, at one version: an open range would take a build with several gigabytes of GPU libraries.
-$(READY): pyproject.toml constraints.txt
+# torch at one version: an open range would take a build with several gigabytes of GPU libraries.
+# Python compiles what is imported, and not all of torch.
+$(BASE): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "commpass needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
-	$(PYTHON) -m venv $(VENV)
-	$(if $(filter $(PINNED),$(TORCH)),cp constraints.txt,echo "torch==$(TORCH)" >) $(VENV)/constraints.txt
-	$(VENV)/bin/python -m pip install --quiet --constraint $(VENV)/constraints.txt torch numpy
-	$(VENV)/bin/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[dev]'
-	touch $(READY)
+	@echo "Installing torch $(TORCH) and commpass into $(VENV) (once)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(if $(filter $(PINNED),$(TORCH)),cp constraints.txt,echo "torch==$(TORCH)" >) $(VENV)/constraints.txt
+	@$(VENV)/bin/python -m pip install --quiet --no-compile --constraint $(VENV)/constraints.txt torch numpy --editable '.[graph]'
+	@touch $(BASE)
+
+$(READY): $(BASE)
+	@echo "Installing what tests need into $(VENV) (once)"
+	@$(VENV)/bin/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[dev]'
+	@touch $(READY)
 
 clean:
 	rm -rf .venv .venv-torch-* .venv-docs demo-out build *.egg-info

@@ -36,6 +36,7 @@ from commpass.calibration import CODECS, Calibration, Solution
 from commpass.calibration.all_ranks import Ranks, all_ranks
 from commpass.calibration.mix import sent
 from commpass.calibration.step import Step, fingerprints, replicas, step_of
+from commpass.report.colours import colour_of
 from commpass.report.tables import plain_table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -381,7 +382,11 @@ def draw(found: list[dict[str, Any]], path: Path) -> None:
     ):
         division, layers = each["case"].split("-")
         groups = {
-            "rotated, the same bits everywhere": ("o-", "#7f8c9b", lambda n: n in ROTATED),
+            "rotated, the same bits everywhere": (
+                "o-",
+                colour_of("rotated"),
+                lambda n: n in ROTATED,
+            ),
             "calibrated mix": ("o-", "#cc2222", lambda n: n.startswith("mix")),
             "int8, int4": ("x", "#333333", lambda n: n in PLAIN),
         }

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, prod
 from pathlib import Path
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from hosts import NO_HOSTS
 from rich.console import Console
 from rich.logging import RichHandler
-from rich.progress import track
+from rich.progress import Progress
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.run import main as torchrun
@@ -43,7 +43,8 @@ RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE",
 STARTED = "RANK" in os.environ  # whether this process is one of the ranks
 OWN_HOSTS = "COMMPASS_DEMO_HOSTS"  # environment variable: set if each rank has its own host
 TRACE = "step.trace.json"
-ROUNDS = 20  # number of timed steps per run
+HELD_OUT = 8  # number of batches that are evaluated
+UNTIMED = 2  # first steps of a run, which compile and fill caches
 console = Console(quiet=RANK > 0, highlight=False, markup=False)
 
 
@@ -102,12 +103,15 @@ class Transformer(nn.Module):
 def read_texts(max_bytes: int = 4_000_000) -> tuple[Tensor, ...]:
     """Return training bytes and held-out bytes: the sources of Python's standard library, in the
     same order on every machine."""
-    root = Path(get_paths()["stdlib"])
-    skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-    files = sorted(
-        path for path in root.rglob("*.py") if skipped.isdisjoint(path.relative_to(root).parts)
-    )
-    text = bytearray(b"".join(map(Path.read_bytes, files))[:max_bytes])
+    files, text = list[Path](), bytearray()
+    for folder, folders, names in os.walk(get_paths()["stdlib"]):
+        folders[:] = {*folders} - {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    for path in sorted(files):
+        text += path.read_bytes()
+        if len(text) >= max_bytes:
+            break
+    del text[max_bytes:]
     return torch.frombuffer(text, dtype=torch.uint8).tensor_split([len(text) // 10 * 9])
 
 
@@ -135,51 +139,50 @@ class Example:
     finish_gradients: Callable[[nn.Module], None] = lambda model: None
     data_parallel: bool = False  # if not, the ranks share batches, and heads are sharded over them
     sequence_parallel: bool = False  # whether the sequence is sharded over the ranks
-    steps: int = 150
-    layers: int = 4
+    steps: int = 40
+    layers: int = 2
 
 
 @dataclass
 class Run:
-    """The results of one training.
+    """One training, and its results.
 
-    ``losses`` has the loss of every step and ``held_out`` the loss on held-out text, both as means
-    over the ranks. ``sent`` is the mean number of bytes that a rank sends in a step; it is measured
-    only if the plans cannot tell. ``step`` runs one more step, and ``step_ms`` has the milliseconds
-    of the timed steps.
+    ``losses`` has the loss of every step, as the mean over the ranks, and ``held_out`` the loss on
+    held-out text. ``step_ms`` has the milliseconds of the timed steps. ``sent`` is the mean number
+    of bytes that a rank sends in a step; it is measured only if the plans cannot tell.
     """
 
-    losses: list[float]
-    held_out: float
-    plans: list[commpass.Plan]
-    sent: float | None
-    step: Callable[[], Any]
+    loss_of: Callable[[Tensor], Tensor]
+    step: Callable[[Tensor], float]
+    folder: Path
+    plans: list[commpass.Plan] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
     step_ms: list[float] = field(default_factory=list)
+    held_out: float = 0.0
+    sent: float | None = None
 
 
-def train(
+def prepare(
     name: str,
     policy: str | commpass.Policy,
     example: Example,
     options: Namespace,
     mesh: DeviceMesh,
-    texts: tuple[Tensor, ...],
 ) -> Run:
-    """Train a new model with its collectives under ``policy``.
+    """Return a new model to train with its collectives under ``policy``; the first step compiles
+    it.
 
-    Every call uses the same seed and the same batches.
+    Every call uses the same seed.
     """
     torch.manual_seed(options.seed)
     model = example.build(options)
     example.divide(model, mesh)
-    folder, earlier = options.out / name, len(commpass.plans())
+    folder = options.out / name
     for file in dump.files(folder) if RANK == 0 else ():  # files of an earlier run
         file.unlink()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     backend = commpass.backend(policy, profile=commpass.ethernet(options.link_gbit), dump=folder)
     loss_of = torch.compile(model, backend=backend, fullgraph=True)
-    losses = list[float]()
-    batch_rank = RANK if example.data_parallel else 0
 
     def step(batch: Tensor) -> float:
         loss = loss_of(batch)
@@ -189,39 +192,44 @@ def train(
         optimizer.zero_grad()
         return loss.item()
 
-    for batch in track(
-        batches(texts[0], options.steps, options.seed, batch_rank),
-        f"{name:4}",
-        options.steps,
-        console=console,
-        disable=RANK > 0,
-    ):
-        losses.append(step(batch))
-    # not under no_grad, which would compile another graph: the training graph is what is evaluated
-    held_out = fmean(
-        loss_of(batch).item() for batch in batches(texts[1], 16, options.seed, batch_rank)
-    )
-    trace_step(lambda: loss_of(batch).backward(), folder / TRACE)
-    plans = commpass.plans()[earlier:]
-    unknown = any(site.bytes < 0 for plan in plans for site in plan)
-    sent = mean(bytes_sent(lambda: loss_of(batch).backward())) if unknown else None
-    return Run([mean(loss) for loss in losses], mean(held_out), plans, sent, lambda: step(batch))
+    return Run(loss_of, step, folder)
 
 
-def time_alternating(runs: dict[str, Run], rounds: int) -> None:
-    """Time further steps of all runs, alternating between them so that other load on the machine
-    affects all runs alike.
+def train(runs: Mapping[str, Run], all_batches: Iterator[Tensor], steps: int) -> None:
+    """Train in turns, so that other load on the machine affects all runs alike.
 
-    Each step starts after a barrier. Its time is that of the slowest rank.
+    The first step of a run compiles its model. All steps but the first ``UNTIMED`` are timed: each
+    starts after a barrier, and its time is that of the slowest rank.
     """
-    for _ in track(range(rounds), "time", console=console, disable=RANK > 0):
-        for run in runs.values():
-            dist.barrier()
-            start = time.perf_counter()
-            run.step()
-            elapsed_ms = torch.tensor(1e3 * (time.perf_counter() - start))
-            dist.all_reduce(elapsed_ms, dist.ReduceOp.MAX)
-            run.step_ms.append(elapsed_ms.item())
+    hidden = RANK > 0 or not console.is_terminal
+    with Progress(console=console, transient=True, disable=hidden) as progress:
+        shown = progress.add_task("", total=steps * len(runs))
+        for number, batch in enumerate(all_batches):
+            for name, run in runs.items():
+                what = f"compiling {name}" if number == 0 else "training"
+                progress.update(shown, description=what)
+                earlier = len(commpass.plans())
+                dist.barrier()
+                start = time.perf_counter()
+                loss = run.step(batch)
+                elapsed_ms = torch.tensor(1e3 * (time.perf_counter() - start))
+                dist.all_reduce(elapsed_ms, dist.ReduceOp.MAX)
+                run.plans += commpass.plans()[earlier:]
+                run.losses.append(mean(loss))
+                if number >= UNTIMED:
+                    run.step_ms.append(elapsed_ms.item())
+                progress.advance(shown)
+
+
+def evaluate(run: Run, held_out: Sequence[Tensor]) -> None:
+    """Set the results of a training: its loss on held-out batches, the trace of a step, and the
+    bytes."""
+    # not under no_grad, which would compile another graph: the training graph is what is evaluated
+    run.held_out = mean(fmean(run.loss_of(batch).item() for batch in held_out))
+    batch = held_out[0]
+    trace_step(lambda: run.loss_of(batch).backward(), run.folder / TRACE)
+    if any(site.bytes < 0 for plan in run.plans for site in plan):
+        run.sent = mean(bytes_sent(lambda: run.loss_of(batch).backward()))
 
 
 def mean(value: float) -> float:
@@ -334,6 +342,11 @@ def read_options(example: Example) -> Namespace:
     )
     options = parser.parse_args()
     check_options(parser, options, 1 if example.data_parallel else options.ranks)
+    if options.steps < UNTIMED + 2:
+        parser.error(
+            f"--steps {options.steps}: must be at least {UNTIMED + 2}, since the first {UNTIMED}"
+            " are not timed"
+        )
     if example.sequence_parallel and CONTEXT % options.ranks:
         parser.error(f"--ranks {options.ranks}: must divide the {CONTEXT} positions of a sequence")
     try:
@@ -367,12 +380,12 @@ def join() -> None:
 
 
 def begin(options: Namespace, model: nn.Module) -> None:
-    """Configure logging, and print what is trained and where."""
+    """Configure logging of warnings, and print what is trained and where."""
     handler = RichHandler(
         console=console if RANK == 0 else Console(stderr=True), show_time=False, show_path=False
     )
     logging.basicConfig(format=f"rank {RANK}: %(message)s", handlers=[handler])
-    logging.getLogger("commpass").setLevel(logging.INFO if RANK == 0 else logging.WARNING)
+    logging.getLogger("commpass").setLevel(logging.WARNING)
     millions = sum(weight.numel() for weight in model.parameters()) / 1e6
     console.print(
         f"{millions:.1f} million parameters on {options.ranks} ranks, policy {options.policy}",
@@ -384,9 +397,9 @@ def begin(options: Namespace, model: nn.Module) -> None:
         where = f"The ranks are on several hosts. Decisions assume {options.link_gbit:g} Gbit/s."
     else:
         where = (
-            f"Decisions are made for a link of {options.link_gbit:g} Gbit/s, but the ranks"
-            " communicate over loopback, which is faster than any network: the step times below"
-            " cannot show the gain. As root (sudo make demo), each rank gets its own host and link."
+            f"Decisions assume {options.link_gbit:g} Gbit/s. The ranks communicate over loopback:"
+            " step times cannot show the gain. As root (sudo make demo), each rank gets its own"
+            " host and link."
         )
     console.print(where)
 
@@ -401,13 +414,17 @@ def main(file: str, example: Example) -> None:
     join()
     begin(options, example.build(options))
     mesh = init_device_mesh("cpu", (options.ranks,), mesh_dim_names=("ranks",))
-    texts = read_texts()
     policies = {"off": "off", "bf16": commpass.Policy(name="bf16", codecs="bf16")}
     runs = {
-        name: train(name, policy, example, options, mesh, texts)
+        name: prepare(name, policy, example, options, mesh)
         for name, policy in (policies | {"on": options.policy}).items()
     }
-    time_alternating(runs, ROUNDS)
+    text, held_out = read_texts()
+    batch_rank = RANK if example.data_parallel else 0
+    train(runs, batches(text, options.steps, options.seed, batch_rank), options.steps)
+    unseen = list(batches(held_out, HELD_OUT, options.seed, batch_rank))
+    for run in runs.values():
+        evaluate(run, unseen)
     if RANK == 0:  # only rank 0 has written dumps and traces
         report(runs, options)
     dist.barrier()

@@ -8,7 +8,6 @@ so every loss is on text that the model has not seen.
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from argparse import Namespace
@@ -218,7 +217,6 @@ def main(
         return
     join()
     begin(options, Transformer(options.layers, options.width))
-    logging.getLogger("commpass").setLevel(logging.WARNING)  # each integration would log a line
     mesh = init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))
     off, on = train(setup, ("off", options.policy), mesh, options)
     report(off, on, options)

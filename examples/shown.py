@@ -1,4 +1,4 @@
-"""Print the comparison of the trainings that an example runs."""
+"""Print the comparison of the trainings that an example runs, on one screen."""
 
 from __future__ import annotations
 
@@ -6,42 +6,149 @@ import os
 import shutil
 import sys
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from shlex import quote
-from statistics import median, quantiles
+from statistics import median
 
-from common import OWN_HOSTS, TRACE, Run, console
+from common import OWN_HOSTS, TRACE, UNTIMED, Run, console
+from rich.table import Table
 
 from commpass.plan import dump
-from commpass.plan.totals import totals
-from commpass.report import html, numbers, tables, timeline
-from commpass.report.headlines import totals_line
-from commpass.report.measured_timeline import measured
-from commpass.report.sites_table import reasons
+from commpass.report import explain, html, numbers, speedup, tables, timeline
+from commpass.report.layer_patterns import patterns
+from commpass.report.run import Run as Recorded
+
+PICTURE, PAGE = "timeline.png", "report.html"
 
 
 def report(runs: Mapping[str, Run], options: Namespace) -> None:
-    """Print the losses and step times of the runs ``off``, ``bf16`` and ``on``, every collective
-    with its reason, the bytes, and commands that show more."""
-    labels = {"off": "off", "bf16": "bf16", "on": str(options.policy)}
-    show_losses(runs, labels, options.steps)
-    show_plans(runs["on"])
-    show_bytes(runs["off"], runs["on"])
-    draw_overlap(options)
-    show_times(runs, labels, options.link_gbit)
-    write_page(options)
-    console.print(
-        f"\nPlans and graphs are in {options.out}/off and {options.out}/on. To read them:"
-    )
-    for command in (
-        "explain {0}/on",
-        "graph {0}/on --text",
-        "diff {0}/off {0}/on",
-        "timeline {0}/on --measured {0}/on/" + TRACE + " -o timeline.html",
-    ):
-        line = f"  {quote(program())} {command.format(quote(str(options.out)))}"
+    """Print the results of the runs ``off``, ``bf16`` and ``on`` and the sites of the last one.
+
+    Write a page about all three, and the timeline of the last one.
+    """
+    recorded = read(runs)
+    console.print()
+    for line in results(runs, recorded, options):
         console.print(line, style="bold", soft_wrap=True)
+    console.print("", policies_table(runs, recorded, str(options.policy)), where(runs, options))
+    console.print("", sites_table(recorded["on"]))
+    html.write([recorded[name] for name in ("off", "on", "bf16")], options.out / PAGE)
+    draw_timeline(recorded["on"], options.out / PICTURE)
+    show_next(options)
+
+
+def read(runs: Mapping[str, Run]) -> dict[str, Recorded]:
+    """Return the runs as recorded in their folders, with the traced step of each."""
+    folders = [run.folder for run in runs.values()]
+    found = html.runs(
+        [(folder, dump.read_run(folder)) for folder in folders],
+        [folder / TRACE for folder in folders],
+    )
+    return dict(zip(runs, found, strict=True))
+
+
+def results(
+    runs: Mapping[str, Run], recorded: Mapping[str, Recorded], options: Namespace
+) -> Iterator[str]:
+    """Yield five lines: the bytes, the loss, the time of a step, that of bf16, and the sites."""
+    off, on, sums = runs["off"], runs["on"], recorded["on"].totals
+    sent = (off.sent, on.sent) if off.sent is not None and on.sent is not None else None
+    yield speedup.bytes_sentence(*(sent or (sums.bytes, sums.wire_bytes))) + " a step and rank"
+    yield speedup.loss_sentence(off.held_out, on.held_out) + " on held-out text"
+    for name, prefix in (("on", ""), ("bf16", "in bf16: ")):
+        expected = predicted(recorded["off"], recorded[name])
+        if OWN_HOSTS in os.environ:
+            found = speedup.speedup(off.step_ms, runs[name].step_ms)
+            yield prefix + speedup.time_sentence(found, expected)
+        else:
+            yield prefix + speedup.loopback_sentence(expected, options.link_gbit)
+    yield f"{sums.compressed} of {sums.sites} collectives are compressed{overlap(recorded['on'])}"
+
+
+def predicted(off: Recorded, run: Recorded) -> float | None:
+    """Return the predicted speedup of the compiled graphs; None without predictions."""
+    if off.predicted is None or run.predicted is None or not run.predicted.us:
+        return None
+    return off.predicted.us / run.predicted.us
+
+
+def overlap(run: Recorded) -> str:
+    """Return the share of the exchange time that overlaps with compute."""
+    known = [
+        f"{each.overlapped:.0%} ({name})"
+        for name, each in (("predicted", run.predicted), ("measured", run.measured))
+        if each is not None and each.overlapped is not None
+    ]
+    return f"; {', '.join(known)} of their time overlaps with compute" if known else ""
+
+
+def policies_table(runs: Mapping[str, Run], recorded: Mapping[str, Recorded], policy: str) -> Table:
+    """Return a line for each run: bytes of a step, loss, and the median time of a step.
+
+    A speedup that the steps cannot show is ``-``.
+    """
+    headers = ("bytes", "held-out loss", "ms a step", "times as fast", "predicted")
+    table = tables.plain_table("policy", *headers, right=headers)
+    base = runs["off"]
+    for name, run in runs.items():
+        expected = predicted(recorded["off"], recorded[name])
+        sent = recorded[name].totals.wire_bytes if run.sent is None else run.sent
+        found = speedup.speedup(base.step_ms, run.step_ms)
+        unknown = OWN_HOSTS not in os.environ or found.is_inconclusive
+        table.add_row(
+            policy if name == "on" else name,
+            numbers.size(sent),
+            f"{run.held_out:.4f}",
+            f"{median(run.step_ms):.0f}",
+            "-" if unknown else f"{found.times:.2f}",
+            "-" if expected is None else f"{expected:.2f}",
+        )
+    return table
+
+
+def where(runs: Mapping[str, Run], options: Namespace) -> str:
+    """Return how the steps were timed, and on which network."""
+    network = (
+        f"each rank on its own host, with a real link of {options.link_gbit:g} Gbit/s"
+        if OWN_HOSTS in os.environ
+        else "over loopback, where no gain can be seen (sudo make demo shows it)"
+    )
+    return f"{len(runs['off'].step_ms)} steps of each, in turns, after {UNTIMED}: {network}."
+
+
+def sites_table(run: Recorded) -> Table:
+    """Return a line for each pattern of collectives, as ``commpass explain`` groups them."""
+    table = tables.plain_table(
+        "collectives", "decision", "bytes each", "predicted each", folded=("collectives",)
+    )
+    for plan in run.plans:
+        fallback = f", compiled UNTOUCHED: {plan.fallback}" if plan.fallback else ""
+        table.add_row(plan.direction + fallback, style="bold")
+        for one in patterns([plan]):
+            (name, _), (decision,), (size, _), (times,) = explain.cells(one)
+            # why one is uncompressed is in ``commpass explain``
+            table.add_row(f"  {name}", decision.partition(":")[0], size, times)
+    return table
+
+
+def draw_timeline(run: Recorded, picture: Path) -> None:
+    """Draw what is computed during the exchanges, as predicted and as measured in one step."""
+    if len(timeline.left_out(run.dumps)) < len(run.dumps):
+        timeline.write(timeline.timelines(run.dumps, run.timelines), picture)
+
+
+def show_next(options: Namespace) -> None:
+    """Print where to read on."""
+    out = quote(str(options.out))
+    commands = {
+        f"{program()} explain {out}/on": "every decision and its reason",
+        f"{program()} diff {out}/off {out}/on": "the differences",
+        f"{program()} graph {out}/on --text": "the rewritten graphs",
+    }
+    console.print(f"\nNext: open {out}/{PAGE}, {out}/{PICTURE}, or run", style="bold")
+    for command, what in commands.items():
+        console.print(f"  {command}  # {what}", soft_wrap=True)
 
 
 def program() -> str:
@@ -50,96 +157,4 @@ def program() -> str:
     if shutil.which("commpass") or not beside.exists():
         return "commpass"
     here = Path.cwd()
-    return str(beside.relative_to(here) if beside.is_relative_to(here) else beside)
-
-
-def show_losses(runs: Mapping[str, Run], labels: Mapping[str, str], steps_run: int) -> None:
-    names = [f"loss, {labels[name]}" for name in runs]
-    table = tables.plain_table("step", *names, "difference")
-    steps = sorted({1, steps_run, *range(0, steps_run, max(1, steps_run // 10))} - {0})
-    rows = [(str(step), [run.losses[step - 1] for run in runs.values()]) for step in steps]
-    for step, losses in [*rows, ("held out", [run.held_out for run in runs.values()])]:
-        table.add_row(step, *(f"{loss:.4f}" for loss in losses), f"{losses[-1] - losses[0]:+.4f}")
-    console.print("", table)
-
-
-def show_plans(run: Run) -> None:
-    console.print(
-        "\nThe collectives of one rank in one step, with the decision on each and its reason:",
-        style="bold",
-    )
-    for plan in run.plans:
-        console.print(
-            plan.direction + (f", compiled UNTOUCHED: {plan.fallback}" if plan.fallback else ""),
-            style="bold",
-        )
-        table = tables.plain_table("#", "module", "kind", "bytes", "wire", "codec", "algorithm")
-        for number, site in enumerate(plan, 1):
-            sizes = numbers.size(site.bytes), numbers.size(site.wire_bytes)
-            how = (site.codec, site.algorithm) if site.compressed else ("uncompressed", "-")
-            table.add_row(str(number), site.module, site.kind, *sizes, *how)
-        console.print(table, reasons(plan.sites), "")
-
-
-def show_bytes(off: Run, on: Run) -> None:
-    console.print(f"All of a step: {totals_line(totals(on.plans))}", style="bold")
-    if off.sent is None or on.sent is None:
-        return
-    share = numbers.ratio(on.sent, off.sent)
-    console.print(
-        "Sizes shown as ? depend on the data. Measured in one step, the mean over ranks, all"
-        f" sites: {numbers.size(off.sent)} -> {numbers.size(on.sent)} ({share})",
-        style="bold",
-    )
-
-
-def draw_overlap(options: Namespace) -> None:
-    """Draw what is computed during the exchanges, as predicted and as measured in the last step,
-    and print which share of the exchanges is overlapped."""
-    folder, picture = options.out / "on", options.out / "timeline.png"
-    dumps = dump.read_run(folder)
-    omitted = timeline.left_out(dumps)
-    for line in omitted:
-        console.print(f"In {picture.name}, {line}")
-    if len(omitted) == len(dumps):
-        return
-    shown = timeline.timelines(dumps, measured(folder / TRACE, dumps))
-    timeline.write(shown, picture)
-    predicted = timeline.overlapped([one.predicted for one in shown])
-    found = timeline.overlapped([one.measured for one in shown if one.measured is not None])
-    console.print(
-        f"Exchange time that overlaps with compute: predicted {predicted}, measured in one step"
-        f" {found}. {picture} shows what runs during the exchanges.",
-        style="bold",
-    )
-
-
-def write_page(options: Namespace) -> None:
-    """Write one HTML page of the runs ``off`` and ``on``, as predicted and as measured in one
-    step."""
-    folders = [options.out / name for name in ("off", "on")]
-    read = html.runs(
-        [(folder, dump.read_run(folder)) for folder in folders],
-        [folder / TRACE for folder in folders],
-    )
-    html.write(read, options.out / "report.html")
-    console.print(f"All of it on one page: {options.out}/report.html", style="bold")
-
-
-def show_times(runs: Mapping[str, Run], labels: Mapping[str, str], gbit: float) -> None:
-    """Print the times of the alternating steps, and on which network they were measured."""
-    table = tables.plain_table("policy", "ms a step", "middle half", "times as fast")
-    base = median(runs["off"].step_ms)
-    for name, run in runs.items():
-        low, _, high = quantiles(run.step_ms, n=4)
-        middle = median(run.step_ms)
-        table.add_row(
-            labels[name], f"{middle:.0f}", f"{low:.0f} to {high:.0f}", f"{base / middle:.2f}"
-        )
-    rounds = len(runs["off"].step_ms)
-    where = (
-        f"each rank on its own host, with a real link of {gbit:g} Gbit/s"
-        if OWN_HOSTS in os.environ
-        else "over loopback, where no gain can be seen (sudo make demo shows it)"
-    )
-    console.print("", table, f"{rounds} steps of each, in turns, {where}.")
+    return quote(str(beside.relative_to(here) if beside.is_relative_to(here) else beside))

@@ -76,4 +76,4 @@ def build(options: Namespace) -> NextByte:
 
 
 if __name__ == "__main__":
-    main(__file__, Example(build, lambda model, mesh: None, steps=60, layers=2))
+    main(__file__, Example(build, lambda model, mesh: None))

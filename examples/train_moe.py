@@ -146,6 +146,4 @@ def average_gradients(model: nn.Module) -> None:
 
 if __name__ == "__main__":
     torch._dynamo.config.capture_scalar_outputs = True  # token counts stay in the graph
-    main(
-        __file__, Example(build, divide, average_gradients, data_parallel=True, steps=60, layers=2)
-    )
+    main(__file__, Example(build, divide, average_gradients, data_parallel=True))

@@ -74,5 +74,5 @@ def sum_norm_gradients(model: nn.Module) -> None:
 if __name__ == "__main__":
     main(
         __file__,
-        Example(build, divide, sum_norm_gradients, sequence_parallel=True, steps=100, layers=2),
+        Example(build, divide, sum_norm_gradients, sequence_parallel=True),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from commpass.report.colours import WAITING, colour_of
 from commpass.report.plots import new_figure
 
 HEIGHT = 0.2
@@ -20,8 +21,8 @@ def draw(found: dict[str, Any], path: Path) -> None:
         places = [at + HEIGHT * (number - 1.5) for at in range(len(rows))]
         base = [row["policies"]["off"]["step_ms"] for row in rows]
         for field, color, label in (
-            ("step_ms", f"C{number}", name),
-            ("exposed_ms", "#444444", "exposed" if number == len(policies) - 1 else None),
+            ("step_ms", colour_of(name), name),
+            ("exposed_ms", WAITING, "exposed" if number == len(policies) - 1 else None),
         ):
             times = [row["policies"][name][field] for row in rows]
             shares = [100 * time / whole for time, whole in zip(times, base, strict=True)]

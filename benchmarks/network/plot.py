@@ -1,145 +1,147 @@
-"""Draw the measurements.
+"""Draw the measurements at one link rate, one panel below the other.
 
     python -m benchmarks.network.plot FILE.json [FILE.json ...] FILE.png
 
-Each rate is a column with the share of the ideal and the speed-up of all_reduce over size, the
-times of steps as bars, and losses over time.
+A panel shows the speedup of all_reduce over size, the times of steps by policy, or losses over
+time. Colours are those of all pictures (``commpass.report.colours``).
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+
+from commpass.report.colours import WAITING, colour_of
+from commpass.report.plots import new_figure
 
 Row = dict[str, Any]
 Rows = dict[str, list[Row]]
-STYLES = {"-": "solid", "--": "dashed", ":": "dotted", "-.": "dash and dot"}
-PER_COLUMN, PER_ROW, DPI = 4.6, 3.3, 110
-COLOURS = 10
+PREFERRED_GBIT = 1.0
+WIDTH, PANEL, DPI = 7.5, 3.9, 140
+"""The width of the picture and the height of a panel in inches, and its resolution."""
+VARIANT = "--"
+"""The style of a line whose colour another line has."""
 
 
 def draw(rows: Rows, file: Path) -> None:
     """Write a PNG file. Raise ValueError if there is no measurement to draw."""
-    shown = [
-        (name, each) for name, painted in PAINTED.items() if rows.get(name) for each in painted
-    ]
+    shown = [(name, panel) for name, panel in PAINTED.items() if rows.get(name)]
     if not shown:
         raise ValueError(f"nothing to draw: it shows {', '.join(PAINTED)}, and there is none")
-    rates = sorted({row["gbit"] for name, _ in shown for row in rows[name]})
-    size = (max(PER_COLUMN * len(rates), 2 * PER_COLUMN), PER_ROW * len(shown))
-    figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
-    grid = figure.subplots(len(shown), len(rates), squeeze=False)
-    for axes, (name, paint) in zip(grid, shown, strict=True):
-        for one, gbit in zip(axes, rates, strict=True):
-            here = [row for row in rows[name] if row["gbit"] == gbit]
-            one.set_visible(bool(here))
-            if here:
-                paint(one, here)
-                one.set_title(f"{one.get_title()}, {gbit:g} Gbit/s", fontsize=10)
+    figure = new_figure(WIDTH, PANEL * len(shown))
+    for axes, (name, panel) in zip(
+        figure.subplots(len(shown), 1, squeeze=False)[:, 0], shown, strict=True
+    ):
+        panel(axes, at_one_rate(rows[name]))
     figure.savefig(file, dpi=DPI)
 
 
-def lines(axes: Axes, rows: list[Row], key: str, skipped: tuple[str, ...] = ()) -> None:
-    """Draw lines over size, with a colour for each codec and a style for each number of ranks."""
-    names = dict.fromkeys(row["name"] for row in rows)
-    everyone = sorted({row["ranks"] for row in rows})
-    for number, name in enumerate(names):
-        for style, ranks in zip(STYLES, everyone, strict=False):
-            some = [row for row in rows if (row["name"], row["ranks"]) == (name, ranks)]
-            if name in skipped or not some:
-                continue
-            some.sort(key=lambda row: row["KiB"])
-            label = name if ranks == everyone[0] else None
-            values = [row[key] for row in some]
-            sizes = [row["KiB"] for row in some]
-            axes.plot(sizes, values, style, marker=".", color=f"C{number}", label=label)
-    axes.set_xscale("log", base=2)
-    ticks = sorted({row["KiB"] for row in rows})
-    axes.set_xticks(ticks, [f"{kib}K" if kib < 1024 else f"{kib // 1024}M" for kib in ticks])
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=7)
-    lines = zip(STYLES.values(), everyone, strict=False)
-    styles = ", ".join(
-        f"{ranks} {line}" if len(everyone) > 1 else f"{ranks}" for line, ranks in lines
-    )
-    axes.set_xlabel(f"bytes a rank (ranks: {styles})", fontsize=8)
-
-
-def shares(axes: Axes, rows: list[Row]) -> None:
-    lines(axes, rows, "share")
-    axes.set_ylim(0, 1.05)
-    axes.set_title("all_reduce: share of the ideal")
+def at_one_rate(rows: Iterable[Row]) -> list[Row]:
+    """Return the rows at 1 Gbit/s, or at the lowest rate if there are none."""
+    rows = list(rows)
+    rates = {row["gbit"] for row in rows}
+    rate = PREFERRED_GBIT if PREFERRED_GBIT in rates else min(rates)
+    return [row for row in rows if row["gbit"] == rate]
 
 
 def gains(axes: Axes, rows: list[Row]) -> None:
-    lines(axes, rows, "of_plain", skipped=("plain",))
-    axes.axhline(1, color="black", linewidth=0.8)
+    """Draw the speedup of all_reduce over size, for the fewest ranks."""
+    ranks = min(row["ranks"] for row in rows)
+    rows = sorted((row for row in rows if row["ranks"] == ranks), key=lambda row: row["KiB"])
+    used = set[str]()
+    for name in dict.fromkeys(row["name"] for row in rows if row["name"] != "plain"):
+        some = [row for row in rows if row["name"] == name]
+        style, color = (VARIANT if colour_of(name) in used else "-"), colour_of(name)
+        used.add(color)
+        points = [row["KiB"] for row in some], [row["of_plain"] for row in some]
+        axes.plot(*points, style, marker="o", markersize=4, color=color, label=name)
+    axes.axhline(1, color=colour_of("plain"), linewidth=2, label="plain")
+    ticks = sorted({row["KiB"] for row in rows})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [f"{k} KiB" if k < 1024 else f"{k // 1024} MiB" for k in ticks])
     axes.set_ylim(bottom=0)
-    axes.set_title("all_reduce: times plain")
+    axes.set(xlabel="bytes of each rank", ylabel="times as fast as plain")
+    axes.set_title(f"all_reduce over {ranks} ranks, {rows[0]['gbit']:g} Gbit/s", loc="left")
+    axes.grid(alpha=0.3)
+    legend_beside(axes)
 
 
-def bars(axes: Axes, rows: list[Row], by: str, cluster: Callable[[Row], str]) -> None:
-    """Draw step times in clusters, with a colour for each ``by``.
+def steps(axes: Axes, rows: list[Row]) -> None:
+    """Draw step times in clusters of models and ranks, with a colour for each policy.
 
-    Lines are quartiles; the dark part is the time in which a rank waits.
+    Lines are quartiles; the dark part is the time for which a rank waits. Variants of a policy are
+    left out.
     """
-    names, clusters = (list(dict.fromkeys(map(of, rows))) for of in (lambda row: row[by], cluster))
-    width = 0.8 / len(names)
-    for number, name in enumerate(names):
-        some = [row for row in rows if row[by] == name]
+    rows = [row for row in rows if "," not in row["policy"]]
+    policies = list(dict.fromkeys(row["policy"] for row in rows))
+    clusters = list(dict.fromkeys((row["model"], row["ranks"]) for row in rows))
+    width = 0.85 / len(policies)
+    for number, policy in enumerate(policies):
+        some = [row for row in rows if row["policy"] == policy]
         low, middle, high = zip(*(row["ms"] for row in some), strict=True)
-        left = [
-            clusters.index(cluster(row)) + (number - (len(names) - 1) / 2) * width for row in some
-        ]
+        shift = (number - (len(policies) - 1) / 2) * width
+        left = [clusters.index((row["model"], row["ranks"])) + shift for row in some]
         errors = [
             [m - a for m, a in zip(middle, low, strict=True)],
             [b - m for m, b in zip(middle, high, strict=True)],
         ]
-        axes.bar(left, middle, width, yerr=errors, color=f"C{number}", label=name, ecolor="grey")
+        style = {"color": colour_of(policy), "ecolor": "grey", "label": policy}
+        axes.bar(left, middle, 0.92 * width, yerr=errors, **style)
         waits = [row.get("exposed_ms", 0.0) for row in some]
-        axes.bar(left, waits, width, color="black", alpha=0.35)
-    axes.set_xticks(range(len(clusters)), clusters, fontsize=8)
-    axes.set_ylabel("ms")
-    axes.legend(fontsize=7, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.08))
-
-
-def steps(axes: Axes, rows: list[Row]) -> None:
-    bars(axes, rows, "policy", lambda row: f"{row['model']}, {row['ranks']} ranks")
-    axes.set_title("a step (dark: waiting)")
+        label = "a rank waits" if number == len(policies) - 1 else None
+        axes.bar(left, waits, 0.92 * width, color=WAITING, alpha=0.45, label=label)
+    names = [f"{model}\n{ranks} ranks" for model, ranks in clusters]
+    axes.set_xticks(range(len(clusters)), names)
+    axes.set_ylabel("ms a step")
+    axes.set_title(f"a step, {rows[0]['gbit']:g} Gbit/s", loc="left")
+    axes.grid(axis="y", alpha=0.3)
+    legend_beside(axes)
 
 
 def losses(axes: Axes, rows: list[Row]) -> None:
     """Draw the training loss over the time that the steps took."""
     for number, row in enumerate(row for row in rows if row["learns"]):
-        style = list(STYLES)[number // COLOURS % len(STYLES)]
-        color = f"C{number % COLOURS}"
+        style = ("-", "--", ":", "-.")[number // 10 % 4]
+        color = f"C{number % 10}"
         axes.plot(row["elapsed_s"], row["losses"], style, color=color, label=row["way"])
-    axes.set_xlabel("seconds of training", fontsize=8)
-    axes.set_ylabel("loss in training", fontsize=8)
+    axes.set(xlabel="seconds of training", ylabel="loss in training")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=6, ncols=2)
-    axes.set_title("data-parallel training")
+    axes.set_title(f"data-parallel training, {rows[0]['gbit']:g} Gbit/s", loc="left")
+    legend_beside(axes)
 
 
-PAINTED: dict[str, tuple[Callable[[Axes, list[Row]], None], ...]] = {
-    "reduces": (shares, gains),
-    "steps": (steps,),
-    "data_parallel": (losses,),
+def legend_beside(axes: Axes) -> None:
+    """Draw the legend beside the panel, where it covers no data."""
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+
+
+PAINTED: dict[str, Callable[[Axes, list[Row]], None]] = {
+    "reduces": gains,
+    "steps": steps,
+    "data_parallel": losses,
 }
 """The measurements that are drawn, and how each is drawn."""
 
-if __name__ == "__main__":
-    *sources, target = map(Path, sys.argv[1:])
-    merged: Rows = {}
+KEYS = ("ranks", "gbit", "KiB", "name", "model", "policy", "way")
+"""What identifies a measurement."""
+
+
+def merged(sources: Iterable[Path]) -> Rows:
+    """Return the rows of several files; a later measurement of the same thing replaces an
+    earlier."""
+    found: dict[str, dict[tuple, Row]] = {}
     for source in sources:
         for name, rows in json.loads(source.read_text())["rows"].items():
-            merged.setdefault(name, []).extend(rows)
-    draw(merged, target)
+            by_key = {tuple(row.get(key) for key in KEYS): row for row in rows}
+            found.setdefault(name, {}).update(by_key)
+    return {name: list(rows.values()) for name, rows in found.items()}
+
+
+if __name__ == "__main__":
+    *files, target = map(Path, sys.argv[1:])
+    draw(merged(files), target)

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from commpass.costmodel.machines import machine_named
 from commpass.errors import CommpassError, nearest
+from commpass.report.colours import WAITING, colour_of
 from commpass.report.numbers import size
 from commpass.report.plots import new_figure
 from commpass.report.progress import progress
@@ -189,11 +190,11 @@ def draw(found: Sequence[Simulated], of: str, path: Path) -> None:
     if found[0].swept is None:
         figure = new_figure(7, 4.5)
         axes = figure.subplots()
-        axes.bar(names, [each.step_ms for each in found], color="#9db4cf", label="step")
-        axes.bar(names, [each.exposed_ms for each in found], color="#cc2222", label="exposed")
+        colours = [colour_of(each.policy) for each in found]
+        axes.bar(names, [each.step_ms for each in found], color=colours)
+        axes.bar(names, [each.exposed_ms for each in found], color=WAITING, label="exposed")
         axes.set(ylabel="ms", title=f"a step, predicted: {of}")
-        axes.margins(y=0.15)
-        axes.legend(frameon=False)
+        figure.legend(loc="outside lower center", frameon=False)
         figure.savefig(path, dpi=110)
         return
     figure = new_figure(11, 4.5)
@@ -208,13 +209,14 @@ def draw(found: Sequence[Simulated], of: str, path: Path) -> None:
                 marker=MARKERS[number % len(MARKERS)],
                 markersize=max(10 - 3 * number, 3),
                 linewidth=max(4 - 1.2 * number, 1.2),
-                color=f"C{number}",
+                color=colour_of(name),
                 label=name,
             )
         _scaled(axes, found, field)
         axes.set(xlabel=AXES.get(found[0].swept[0], found[0].swept[0]), ylabel="ms", title=what)
         axes.grid(alpha=0.3)
-    both[0].legend(frameon=False)
+    shown = both[0].get_legend_handles_labels()
+    figure.legend(*shown, loc="outside lower center", ncols=5, frameon=False)
     figure.suptitle(f"predicted: {of}")
     figure.savefig(path, dpi=110)
 

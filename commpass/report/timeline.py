@@ -25,10 +25,14 @@ LEFT, RIGHT = (
 HEADERS = (*LEFT, *RIGHT)
 MEASURED = "measured exposed ms"
 STYLE = """
+:root { color-scheme: light dark }
 body { font: 14px/1.4 system-ui, sans-serif; margin: 2em auto; max-width: 1300px; padding: 0 1em }
-svg { width: 100%; height: auto }
+.drawing { overflow-x: auto; background: #ffffff; border-radius: 4px }
+svg { width: 100%; min-width: 900px; height: auto }
+.sites { overflow-x: auto }
+td:last-child { min-width: 26em }
 table { border-collapse: collapse; margin: 0 0 2em }
-th, td { padding: .3em .7em; border-bottom: 1px solid #ddd; text-align: left; vertical-align: top }
+th, td { padding: .3em .7em; border-bottom: 1px solid #8888; text-align: left; vertical-align: top }
 .number { text-align: right; white-space: nowrap }
 """
 
@@ -51,10 +55,11 @@ class TimelineView:
         title = f"{what}, predicted: {exposure_text(self.predicted, before)}"
         both = [self.predicted, *([] if self.measured is None else [self.measured])]
         end = max(event.end_us for each in both for event in each.events)
-        found = [timeline_drawing.Picture(title, self.predicted, end)]
+        modules = {site.name.partition(".")[0]: site.module for site in self.dump.plan.sites}
+        found = [timeline_drawing.Picture(title, self.predicted, end, modules)]
         if self.measured is not None:
             title = f"{what}, measured: {exposure_text(self.measured)}"
-            found.append(timeline_drawing.Picture(title, self.measured, end))
+            found.append(timeline_drawing.Picture(title, self.measured, end, modules))
         return found
 
 
@@ -171,10 +176,12 @@ def _json(view: Sequence[TimelineView], path: Path) -> None:
 
 
 def _html(view: Sequence[TimelineView], path: Path) -> None:
-    parts = [f"<!doctype html><meta charset=utf-8><title>commpass timeline</title><style>{STYLE}"]
-    parts.append("</style>")
+    parts = ["<!doctype html><meta charset=utf-8>"]
+    parts.append('<meta name=viewport content="width=device-width">')
+    parts.append(f"<title>commpass timeline</title><style>{STYLE}</style>")
     for one in view:
-        parts.append(timeline_drawing.svg(one.pictures, f"graph{one.dump.number}-"))
+        drawn = timeline_drawing.svg(one.pictures, f"graph{one.dump.number}-")
+        parts.append(f"<div class=drawing>{drawn}</div>")
         numeric = range(len(LEFT), len(headers(one)))
         heads = [*headers(one), "reason"]
         lines = [[f"<th>{escape(head)}" for head in heads]]
@@ -183,5 +190,6 @@ def _html(view: Sequence[TimelineView], path: Path) -> None:
             lines.append(
                 [f"{place}{escape(cell)}" for place, cell in zip(places, row, strict=True)]
             )
-        parts.append("<table>" + "".join("<tr>" + "".join(line) for line in lines) + "</table>")
+        body = "".join("<tr>" + "".join(line) for line in lines)
+        parts.append(f"<div class=sites><table>{body}</table></div>")
     path.write_text("\n".join(parts) + "\n", encoding="utf-8")

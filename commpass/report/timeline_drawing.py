@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import io
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from commpass.plan.timeline import COMPUTE, EXCHANGE, HOST, Event, Span, Timeline
+from commpass.plan.timeline import COMPUTE, EXCHANGE, HOST, Event, Timeline
 from commpass.report.plots import new_figure
 
 COLOURS = {
@@ -26,33 +25,43 @@ IN_TURNS = " (every other site darker)"
 RED = "#cc2222"
 DARKER = "#27684c"
 """The colour of every other site's exchanges, to distinguish neighbours."""
-WIDTH, LANE, HEAD = 14.0, 0.5, 0.9
+WIDTH, LANE, HEAD = 12.0, 0.5, 0.9
 """In inches: the width of the picture, the height of a lane, and that of title and axis."""
-SIZE = 8
+SIZE = 9
 """The font size of exchange labels in points; below, the size of a character and a line in
 inches."""
-CHAR, LINE = 0.53 * SIZE / 72, 1.35 * SIZE / 72
+CHAR, LINE = 0.6 * SIZE / 72, 1.5 * SIZE / 72
+TITLE = 126
+"""The longest line of a title, in characters."""
+ROWS = 4
+"""Most rows of labels below the lanes."""
 
 
 @dataclass(frozen=True)
 class Picture:
     """One timeline with its title.
 
-    ``end_us`` is the end of its axis, equal for timelines that are to be compared.
+    ``end_us`` is the end of its axis, equal for timelines that are to be compared. ``modules`` has
+    the path of a site's module by the name of the site.
     """
 
     title: str
     timeline: Timeline
     end_us: float
+    modules: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Labels:
-    """The labels below the lanes: position in ms, and text. ``inches`` is the room they take."""
+class Label:
+    """The text below an exchange, whose middle is at ``exchange_ms``.
 
-    texts: tuple[tuple[float, str], ...]
-    upright: bool
-    inches: float
+    The text is centred at ``at_ms``, in a ``row`` that has room for it, from 0.
+    """
+
+    exchange_ms: float
+    at_ms: float
+    text: str
+    row: int
 
 
 def kind(event: Event) -> str:
@@ -70,10 +79,10 @@ def draw(pictures: Sequence[Picture]) -> Any:
     """Draw pictures one below the other, as a matplotlib figure."""
     below = [labels(each) for each in pictures]
     heights = [
-        LANE * len(each.timeline.tracks) + under.inches + HEAD
+        LANE * len(each.timeline.tracks) + _inches(under) + HEAD
         for each, under in zip(pictures, below, strict=True)
     ]
-    figure = new_figure(WIDTH, sum(heights) + 0.4)
+    figure = new_figure(WIDTH, sum(heights) + 0.6)
     from matplotlib.patches import Patch
 
     plots = figure.subplots(len(pictures), 1, squeeze=False, height_ratios=heights)[:, 0]
@@ -88,11 +97,11 @@ def draw(pictures: Sequence[Picture]) -> Any:
         for what, colour in COLOURS.items()
     ]
     patches[-1].set_hatch("////")
-    figure.legend(handles=patches, loc="outside upper center", ncols=len(patches), frameon=False)
+    figure.legend(handles=patches, loc="outside upper center", ncols=3, frameon=False)
     return figure
 
 
-def _draw(axes: Any, picture: Picture, below: Labels) -> None:
+def _draw(axes: Any, picture: Picture, below: Sequence[Label]) -> None:
     timeline = picture.timeline
     places = {lane: -number for number, lane in enumerate(timeline.tracks)}
     travelling = dict.fromkeys(event.site for event in timeline.events if event.travels)
@@ -110,53 +119,72 @@ def _draw(axes: Any, picture: Picture, below: Labels) -> None:
             axes.broken_barh(after, (place - 0.2, 0.4), facecolor=COLOURS["latency"], zorder=0.5)
         axes.broken_barh([(begin, us)], (place - 0.4, 0.8), **style)
     bottom = min(places.values()) - 0.5
-    for at, text in below.texts:
-        turned = 90 if below.upright else 0
+    for label in below:
+        top = bottom - (0.1 + label.row * LINE) / LANE
+        if label.row:
+            axes.plot(
+                [label.exchange_ms] * 2, [bottom, top], color="#999999", linewidth=0.5, zorder=0
+            )
         axes.text(
-            at, bottom, text, rotation=turned, ha="center", va="top", size=SIZE, parse_math=False
+            label.at_ms,
+            top,
+            label.text,
+            ha="center",
+            va="top",
+            size=SIZE,
+            parse_math=False,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
         )
     names = ["compute" if lane == HOST else f"link: {lane}" for lane in timeline.tracks]
     axes.set_yticks(list(places.values()), names)
-    axes.set_ylim(bottom - below.inches / LANE, 0.5)
+    axes.set_ylim(bottom - _inches(below) / LANE, 0.5)
     axes.set_xlim(0, picture.end_us / 1000)
     axes.set_xlabel("ms")
-    axes.set_title(picture.title, loc="left", fontsize=11, parse_math=False)
+    title = textwrap.fill(picture.title, TITLE)
+    axes.set_title(title, loc="left", fontsize=11, parse_math=False)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
 
 
-def labels(picture: Picture) -> Labels:
-    """Return the site and hop of exchanges, upright if there are many.
+def labels(picture: Picture) -> list[Label]:
+    """Return the module paths of exchanges, in rows that keep them apart.
 
-    Labels without room are left out.
+    Neighbours of one module share a label. Labels without room in ``ROWS`` rows are left out.
     """
     room = (WIDTH - 1.5) / (picture.end_us / 1000)  # inches for a millisecond
-    known = _middles(event for event in picture.timeline.events if event.travels)
-    wide = CHAR * max((len(site) for _, site, _ in known), default=0)
-    upright = any((b[0] - a[0]) * room < wide for a, b in pairwise(known))
-    need, found = LINE if upright else wide, list[tuple[float, str]]()
-    for at, site, hop in known:
-        if not found or (at - found[-1][0]) * room >= need:
-            found.append((at, f"{site}{' ' if upright else chr(10)}{hop}".rstrip()))
-    rows = max((text.count("\n") + 1 for _, text in found), default=1)
-    tall = CHAR * max((len(text) for _, text in found), default=0) if upright else rows * LINE
-    return Labels(tuple(found), upright, tall + 0.1)
+    ends = [float("-inf")] * ROWS
+    found = list[Label]()
+    for middle, text in _middles(picture):
+        half = CHAR * (len(text) + 1) / 2 / room
+        at = max(half, min(middle, picture.end_us / 1000 - half))  # inside the picture
+        row = next((row for row, end in enumerate(ends) if at - half >= end), None)
+        if row is not None:
+            ends[row] = at + half
+            found.append(Label(middle, at, text, row))
+    return found
 
 
-def _middles(exchanges: Iterable[Event]) -> list[tuple[float, str, str]]:
-    """Return the middle of each hop of each site in ms, its site and hop; chunks share one.
+def _inches(below: Sequence[Label]) -> float:
+    """Return the room that labels take below the lanes."""
+    return LINE * (1 + max((label.row for label in below), default=0)) + 0.15
 
-    The only hop of a site is not named.
+
+def _middles(picture: Picture) -> list[tuple[float, str]]:
+    """Return the middle of each module's exchanges in ms, and the module, in order of time.
+
+    All hops and chunks that follow each other count together. A site without a module has its own
+    name.
     """
-    spans: dict[tuple[str, int], Span] = {}
-    for event in exchanges:
-        begin, end = spans.get((event.site, event.hop), (event.begin_us, event.end_us))
-        spans[event.site, event.hop] = min(begin, event.begin_us), max(end, event.end_us)
-    many = Counter(site for site, _ in spans)
-    return sorted(
-        ((b + e) / 2000, site, f"hop {hop}" * (many[site] > 1))
-        for (site, hop), (b, e) in spans.items()
-    )
+    spans: list[tuple[str, float, float]] = []
+    exchanges = (event for event in picture.timeline.events if event.travels)
+    for event in sorted(exchanges, key=lambda event: event.begin_us):
+        text = picture.modules.get(event.site) or event.site
+        if spans and spans[-1][0] == text:
+            _, begin, end = spans.pop()
+        else:
+            begin, end = event.begin_us, event.end_us
+        spans.append((text, begin, max(end, event.end_us)))
+    return [((begin + end) / 2000, text) for text, begin, end in spans]
 
 
 def svg(pictures: Sequence[Picture], prefix: str) -> str:

@@ -3,10 +3,13 @@ line, picture."""
 
 from __future__ import annotations
 
+import json
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.colors import to_hex
 
 from benchmarks.network import (
     calls,
@@ -15,14 +18,18 @@ from benchmarks.network import (
     levels,
     never_slower,
     plot,
+    readme_picture,
     shared,
     steps,
 )
 from benchmarks.network.data_ways import WAYS
 from commpass.collectives import Payload, Request, read_stages
 from commpass.plan.stage import Stage
+from commpass.report.colours import colour_of
+from commpass.report.plots import new_figure
 
 MIB = 2**20
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -284,7 +291,53 @@ def test_picture_is_drawn(tmp_path):
         made = (tmp_path / name).read_bytes()
         assert made.startswith(b"\x89PNG")
         sizes.append(int.from_bytes(made[20:24]))
-    assert sizes[0] == pytest.approx(3 * sizes[1], abs=3)  # one row each for shares, gains, steps
+    assert sizes[0] == pytest.approx(2 * sizes[1], abs=3)  # a panel each for gains and steps
+
+
+def test_picture_has_one_rate_and_the_fewest_ranks():
+    axes = new_figure(5, 4).subplots()
+    plot.gains(axes, plot.at_one_rate(reduced()))
+    lines = {line.get_label(): line for line in axes.lines}
+    assert lines["int8"].get_xydata().tolist() == [[256.0, 2.0], [1024.0, 2.0]]
+    assert lines["int8"].get_color() == colour_of("int8")
+    assert axes.get_title("left") == "all_reduce over 2 ranks, 1 Gbit/s"
+
+
+def test_later_files_replace_measurements_of_earlier_ones(tmp_path):
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    for gain, file in enumerate(files, 2):
+        row = {"gbit": 1.0, "ranks": 2, "KiB": 256, "name": "int8", "of_plain": gain}
+        other = {**row, "KiB": 256 * gain}
+        file.write_text(json.dumps({"rows": {"reduces": [row, other]}}))
+    rows = plot.merged(files)["reduces"]
+    assert {(row["KiB"], row["of_plain"]) for row in rows} == {(256, 3), (512, 2), (768, 3)}
+
+
+def test_readme_picture_shows_the_numbers_of_the_files():
+    shown = readme_picture.panels()
+    figure = readme_picture.draw(shown)
+    rows = [
+        row
+        for name in readme_picture.FILES
+        for row in json.loads((readme_picture.RESULTS / name).read_text())["rows"]["steps"]
+        if row["model"] == "llama" and row["policy"] in readme_picture.POLICIES
+    ]
+    assert len(rows) >= 12
+    by_title = {axes.get_title("left"): axes for axes in figure.axes}
+    drawn = {
+        (title, bar.get_width(), to_hex(bar.get_facecolor()))
+        for title, axes in by_title.items()
+        for bar in axes.patches
+    }
+    assert drawn == {
+        (f"{row['ranks']} ranks, {row['gbit']:g} Gbit/s", row["ms"][1], colour_of(row["policy"]))
+        for row in rows
+    }
+
+
+def test_readme_shows_the_picture():
+    assert "](docs/steps.png)" in (ROOT / "README.md").read_text()
+    assert (ROOT / "docs" / "steps.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_nothing_to_draw_is_told(tmp_path):

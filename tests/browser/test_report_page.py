@@ -268,6 +268,36 @@ def test_bars_show_what_is_chosen(opened):
     assert len(place.find_elements(By.CSS_SELECTOR, "svg.spark")) == 3
 
 
+@pytest.mark.slow
+def test_bars_have_a_scale(opened):
+    place = opened.find_element(By.CSS_SELECTOR, "#a [data-table=sites]")
+    marks = place.find_elements(By.CSS_SELECTOR, ".scale span")
+    assert marks[-1].text == "0"
+    Select(place.find_element(By.TAG_NAME, "select")).select_by_visible_text("bytes before")
+    marks = [mark.text for mark in place.find_elements(By.CSS_SELECTOR, ".scale span")]
+    assert marks == ["1.0 MiB", "512.0 KiB", "0"]
+    assert "up to 1.0 MiB" in place.text
+
+
+@pytest.mark.slow
+def test_what_got_slower_is_marked(browser, tmp_path):
+    sites = made.layers(2)
+    slow = [
+        dataclasses.replace(site, predicted_us=2 * site.plain_us) if "mlp" in site.module else site
+        for site in sites
+    ]
+    runs = [html.Run((made.dump(each, run=run),), run) for each, run in ((sites, "a"), (slow, "b"))]
+    html.write(runs, tmp_path / "report.html")
+    show(browser, tmp_path / "report.html")
+    marked = {
+        place: [each.text for each in browser.find_elements(By.CSS_SELECTOR, f"{place} .slower")]
+        for place in ("#a [data-table]", "#b [data-table]", "#compare [data-table]", ".pairs")
+    }
+    assert [len(texts) for texts in marked.values()][:3] == [0, 1, 1], marked
+    assert marked[".pairs"]
+    assert all(text.endswith("slower") for texts in marked.values() for text in texts)
+
+
 CONTRAST = """
     const light = (colour) => {
       const [r, g, b] = colour.match(/[\\d.]+/g).map(Number).map((c) => c / 255)

@@ -3,6 +3,7 @@ commit."""
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from commpass.plan import dump
 pytestmark = pytest.mark.xdist_group("ranks")
 
 
-OPTIONS = ("--steps=2", "--layers=1", "--width=64")
+OPTIONS = ("--steps=4", "--layers=1", "--width=64")
 
 
 @pytest.mark.every
@@ -26,20 +27,36 @@ def test_example_started_by_torchrun_ends_with_one_page(script, tmp_path):
     check_demo(printed, tmp_path)
 
 
+@pytest.mark.every
+def test_fewer_steps_than_can_be_timed_are_refused(tmp_path):
+    with pytest.raises(AssertionError, match="--steps 3: must be at least 4, since the first 2"):
+        output_of("examples/train_tp.py", 2, f"--out={tmp_path}", "--steps=3")
+
+
 def check_demo(printed: str, tmp_path: Path) -> None:
-    rows = {line.split()[0]: line.split() for line in printed.splitlines() if line.strip()}
+    lines = [line.strip() for line in printed.splitlines() if line.strip()]
+    rows = {line.split()[0]: line.split() for line in lines}
     for policy in ("off", "bf16", "balanced"):
         assert float(rows[policy][1]) > 0
-    assert "over loopback, where no gain can be seen" in " ".join(printed.split())
-    # The alternating steps compile nothing new: each run only has the graphs of its trace.
+    # The results come first, one line each.
+    first = next(at for at, line in enumerate(lines) if " bytes: " in line)
+    assert "a step and rank" in lines[first]
+    assert re.fullmatch(r"(loss within|the same loss).* on held-out text", lines[first + 1])
+    assert lines[first + 2].startswith("no network to measure: loopback is faster than any")
+    assert lines[first + 3].startswith("in bf16: no network to measure")
+    assert re.match(r"\d+ of \d+ collectives are compressed", lines[first + 4])
+    assert lines[first + 5].split()[0] == "policy"
+    assert "As root (sudo make demo), each rank gets its own host" in " ".join(printed.split())
+    # Training in turns compiles nothing new: each run only has the graphs of its trace.
     for run in ("off", "bf16", "on"):
         assert [one.plan.direction for one in dump.read_run(tmp_path / run)] == [
             "forward",
             "backward",
         ]
     # The command that it prints exists: beside Python, if it is not on PATH.
-    said = next(line for line in printed.splitlines() if " explain " in line).split()
+    said = next(line for line in lines if " explain " in line).split()
     assert shutil.which(said[0]), said
     page = (tmp_path / "report.html").read_text()
     assert "balanced" in page
+    assert "policy bf16" in page
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")

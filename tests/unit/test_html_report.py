@@ -26,6 +26,7 @@ from commpass.errors import CommpassError
 from commpass.plan import dump as dumps
 from commpass.plan.timeline import Timeline
 from commpass.report import html
+from commpass.report.colours import colour_of
 from commpass.report.graph import dot
 from commpass.report.html.page import page
 
@@ -214,6 +215,7 @@ def test_timelines_and_what_was_measured():
     assert run["strips"][0]["lanes"] == ["compute", "link: tp"]
     kinds = Counter(found.data["kinds"][bar[1]] for bar in run["strips"][0]["bars"])
     assert kinds == {"compute": 4, "exchange on a link": 4, "exposed: the rank waits": 4}
+    assert run["strips"][0]["modules"][1] == "layers.0.attn.o"
     assert run["strips"][0]["labels"][1] == "all_reduce_0 in layers.0.attn.o, hop 0, chunk 0"
     assert found.term("Exposed, measured")[0] == f"{2 * timeline.exposed_us / 1000:.1f} ms"
     assert found.row("0: forward")[6:8] == ["28.0 ms", "10.0 ms"]
@@ -269,6 +271,55 @@ def test_predicted_times_are_called_so():
     }
     assert len(times) >= 6
     assert all(head.endswith(("predicted", "measured")) for head in times)
+
+
+# --- verdict --------------------------------------------------------------------------------------
+
+
+def verdict_of(found: Page) -> str:
+    text = found.text
+    return text[text.index("commpass report ") : text.index("What was done to")]
+
+
+def test_page_begins_with_the_verdict_on_its_run():
+    text = verdict_of(shown([made.dump(made.layers(4))]))
+    assert "7 of 8 collectives compressed under balanced: 65 % fewer bytes: 8.0 MiB -> 2.8" in text
+    assert "the collectives are predicted" in text
+    assert "times as fast" in text
+    assert "slower" not in text
+
+
+def test_verdict_names_what_got_slower():
+    sites = [
+        dataclasses.replace(site, predicted_us=2 * site.plain_us) if "mlp" in site.module else site
+        for site in made.layers(4)
+    ]
+    one = shown([made.dump(sites)])
+    assert "Predicted to be slower than uncompressed: layers.*.mlp.down, " in verdict_of(one)
+    two = shown([made.dump(made.layers(4))], [made.dump(sites, run="b")])
+    assert "Slower in B: layers.*.mlp.down." in verdict_of(two)
+
+
+def test_verdict_on_two_runs_has_bytes_and_both_times():
+    before, after = made.eventful(policy="off"), made.eventful(run="b")
+    faster = dataclasses.replace(after.timeline, us=after.timeline.us / 2)
+    after = dataclasses.replace(after, timeline=faster)
+    found = shown([before], [after], measured=[{0: before.timeline}, {0: faster}])
+    text = verdict_of(found)
+    assert "B (balanced) against A (off):" in text
+    assert "Its graphs are predicted 2.00 times as fast" in text
+    assert "In one traced step of each, they took" in text
+    assert "No place in the model is predicted to be slower." in text
+
+
+def test_verdict_without_collectives():
+    assert "there was nothing to decide" in verdict_of(shown([made.dump([])]))
+
+
+def test_runs_have_the_colours_of_their_policies():
+    found = shown([made.eventful(policy="off")], [made.eventful(run="b", policy="balanced")])
+    styles = [value for name, value in found.attributes if name == "style"]
+    assert styles == [f"--policy: {colour_of(policy)}" for policy in ("off", "balanced")]
 
 
 # --- several runs ---------------------------------------------------------------------------------

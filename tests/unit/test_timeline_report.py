@@ -31,7 +31,7 @@ from commpass.plan.timeline import HOST, Event, Timeline, subtract, union
 from commpass.report import timeline as timelines
 from commpass.report.measured_timeline import measured
 from commpass.report.timeline import TimelineView
-from commpass.report.timeline_drawing import Picture, draw, labels
+from commpass.report.timeline_drawing import ROWS, Picture, draw, labels
 
 wait = ops.wait_tensor
 
@@ -240,20 +240,52 @@ def test_trace_events_have_each_event_of_each_timeline_on_its_lane(folder, tmp_p
 
 
 @pytest.mark.slow
-def test_pictures_label_sites_and_hops(folder):
+def test_pictures_label_module_paths(folder):
     (one,) = dump.read_run(folder)
     (picture,) = TimelineView(one, one.timeline).pictures
-    texts = [text.split() for _, text in labels(picture).texts]
-    assert texts == [[site.name, "hop", hop] for site in one.plan for hop in ("0", "1")]
+    known = {site.module or site.name for site in one.plan}
+    assert {label.text for label in labels(picture)} == known
+    texts = {text.get_text(): text.get_rotation() for text in draw([picture]).axes[0].texts}
+    assert texts == dict.fromkeys(known, 0.0)
 
 
-def test_only_hop_of_a_site_has_no_name():
-    events = tuple(
-        Event(name=site, what="exchange", lane="tp", begin_us=begin, us=4000.0, site=site, hop=hop)
-        for site, begin, hop in (("a", 0.0, 0), ("b", 5000.0, 0), ("b", 9500.0, 1))
+def exchange(site: str, begin_us: float, us: float = 4000.0, hop: int = 0) -> Event:
+    return Event(
+        name=site, what="exchange", lane="tp", begin_us=begin_us, us=us, site=site, hop=hop
     )
-    found = labels(Picture("", Timeline(events=events, us=14000.0), 14000.0))
-    assert [text for _, text in found.texts] == ["a", "b\nhop 0", "b\nhop 1"]
+
+
+def test_neighbours_of_one_module_share_a_label():
+    events = exchange("a", 0.0), exchange("b", 5000.0), exchange("b", 9500.0, hop=1)
+    modules = {"a": "layers.0.mlp", "b": "layers.1.mlp"}
+    found = labels(Picture("", Timeline(events=events, us=14000.0), 14000.0, modules))
+    assert [(each.exchange_ms, each.text) for each in found] == [
+        (2.0, "layers.0.mlp"),
+        (9.25, "layers.1.mlp"),
+    ]
+
+
+def test_site_without_a_module_has_its_own_name():
+    (found,) = labels(Picture("", Timeline(events=(exchange("a", 0.0),), us=4000.0), 4000.0))
+    assert (found.text, found.row) == ("a", 0)
+
+
+def test_labels_stay_inside_the_picture():
+    name = "a.module.with.a.long.path"
+    events = exchange(name, 0.0, 10.0), exchange(name + "s", 90_000.0, 10_000.0)
+    first, last = labels(Picture("", Timeline(events=events, us=100_000.0), 100_000.0))
+    assert first.exchange_ms < first.at_ms < 20
+    assert 80 < last.at_ms < last.exchange_ms
+
+
+def test_labels_that_would_overlap_are_in_other_rows_or_left_out():
+    events = tuple(
+        exchange(f"layers.{number}.mlp.down", 100.0 * number, 90.0) for number in range(9)
+    )
+    found = labels(Picture("", Timeline(events=events, us=100_000.0), 100_000.0))
+    assert [(each.text, each.row) for each in found] == [
+        (f"layers.{row}.mlp.down", row) for row in range(ROWS)
+    ]
 
 
 @pytest.mark.slow

@@ -14,9 +14,11 @@ import msgspec
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from commpass.errors import CommpassError
+from commpass.report.colours import colour_of
 from commpass.report.html.compare import compare
 from commpass.report.html.data import part
 from commpass.report.html.sparklines import KINDS, missing
+from commpass.report.html.verdict import is_slower, verdict
 from commpass.report.numbers import micros, ms, percent, ratio, size
 from commpass.report.run import Run
 from commpass.utils.tables import write_whole
@@ -61,6 +63,7 @@ def page(runs: Sequence[Run]) -> str:
         .render(
             parts=found,
             comparison=comparison,
+            verdict=verdict(runs, comparison),
             style=_text(["page.css"]),
             script=script,
             hash=_hash(script),
@@ -86,6 +89,7 @@ def _environment() -> Environment:
     made.filters |= {"size": size, "micros": micros, "ms": ms, "percent": percent, "rest": rest}
     made.filters |= {"thousands": "{:,}".format}
     made.globals |= {"arrow": arrow, "change": change, "missing": missing, "ratio": ratio}
+    made.globals |= {"colour_of": colour_of, "is_slower": is_slower}
     return made
 
 

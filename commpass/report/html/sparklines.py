@@ -21,6 +21,7 @@ Bar = tuple[int, int, float, float, float, int]
 class Strip:
     """One timeline, with ``bars`` in order of time.
 
+    ``labels`` are the texts of bars, and ``modules`` the module of each label, "" without one.
     ``end_us`` is the end of its axis, equal for timelines that are to be compared.
     """
 
@@ -30,6 +31,7 @@ class Strip:
     end_us: float
     bars: tuple[Bar, ...]
     labels: tuple[str, ...]
+    modules: tuple[str, ...]
 
 
 def sparklines(dumps: Sequence[Dump], measured: Mapping[int, Timeline]) -> tuple[Strip, ...]:
@@ -38,7 +40,7 @@ def sparklines(dumps: Sequence[Dump], measured: Mapping[int, Timeline]) -> tuple
     Graphs without events have none.
     """
     return tuple(
-        _strip(one.dump, picture, second)
+        _strip(picture, second)
         for one in views(dumps, measured)
         for second, picture in enumerate(one.pictures)
     )
@@ -51,12 +53,14 @@ def missing(dump: Dump) -> str:
     return "" if dump.timeline.events else dump.timeline.note or "nothing happens in it"
 
 
-def _strip(dump: Dump, picture: timeline_drawing.Picture, second: int) -> Strip:
+def _strip(picture: timeline_drawing.Picture, second: int) -> Strip:
     timeline = picture.timeline
-    modules = {site.name.partition(".")[0]: site.module for site in dump.plan.sites}
+    modules = picture.modules
     places = {lane: at for at, lane in enumerate(timeline.tracks)}
-    labels: dict[str, int] = {}
+    labels, places_of = dict[str, int](), dict[str, str]()
     events = sorted(timeline.events, key=lambda event: event.begin_us)
+    for event in events:
+        places_of.setdefault(_label(event, modules), _module(event, modules))
     return Strip(
         title=picture.title,
         measured=bool(second),
@@ -74,6 +78,7 @@ def _strip(dump: Dump, picture: timeline_drawing.Picture, second: int) -> Strip:
             for event in events
         ),
         labels=tuple(labels),
+        modules=tuple(places_of[text] for text in labels),
     )
 
 
@@ -82,6 +87,10 @@ def _label(event: Event, modules: Mapping[str, str]) -> str:
     if not event.site:
         return " in ".join(filter(None, (event.name, event.module)))
     role = "" if event.travels or event.exposed else f"{event.what} for "
-    module = modules.get(event.site) or event.module
+    module = _module(event, modules)
     where = f" in {module}" if module else ""
     return f"{role}{event.site}{where}, hop {event.hop}, chunk {event.chunk}"
+
+
+def _module(event: Event, modules: Mapping[str, str]) -> str:
+    return modules.get(event.site) or event.module

@@ -1,9 +1,9 @@
-/* Sparklines: a bar for each site, or for several neighbours, of which the largest counts. */
+/* Sparklines: a bar for each site, or for several neighbours, of which the largest counts.
+   ``high`` is the value of a full bar: tables pass one for all their rows. */
 const SVG = "http://www.w3.org/2000/svg";
 
-function bars(rows, field, { least, most }, what) {
+function bars(rows, field, { least, most, high = highest(rows, field) }, what) {
   const count = Math.min(most, rows.length);
-  const high = rows.reduce((most, row) => Math.max(most, row[field] ?? 0), 0);
   const made = document.createElementNS(SVG, "svg");
   const paths = { plain: "", compressed: "" };
   for (let at = 0; at < count; at++) {
@@ -25,4 +25,13 @@ function bars(rows, field, { least, most }, what) {
   made.setAttribute("role", "img");
   made.setAttribute("aria-label", what);
   return made;
+}
+
+function highest(rows, field) {
+  return rows.reduce((most, row) => Math.max(most, row[field] ?? 0), 0);
+}
+
+/* The scale of an overview: its full height, half of it, and zero. */
+function scale(high, say) {
+  return make("div", { className: "scale", ariaHidden: "true" }, ...[1, 0.5, 0].map((part) => make("span", {}, part ? say(high * part) : "0")));
 }

@@ -48,3 +48,12 @@ function make(tag, properties = {}, ...children) {
   made.append(...children.filter((child) => child != null && child !== ""));
   return made;
 }
+
+/* From this ratio of times on, something counts as slower. */
+const SLOWER = 1.005;
+
+/* An element, marked if the time after is longer than the one before. */
+function slower(after, before, made) {
+  if (!(before > 0 && after > SLOWER * before)) return made;
+  return make("span", { className: "slower" }, made, make("span", { className: "sub" }, "slower"));
+}

@@ -32,7 +32,7 @@ function changesTable(place, changes) {
       { head: "sites", number: true, sort: (change) => of(change, "sites")[0], cell: both("sites", String) },
       { head: "what", sort: (change) => change.what.join(), cell: (change) => (change.what.length ? make("span", {}, ...change.what.map((text) => make("div", {}, text))) : "decided alike; other times, bytes or number of sites") },
       { head: "bytes on the wire", number: true, sort: (change) => of(change, "wire_bytes")[1], cell: both("wire_bytes", size) },
-      { head: "time, predicted", number: true, sort: (change) => of(change, "predicted_us")[1], cell: both("predicted_us", micros) },
+      { head: "time, predicted", number: true, sort: (change) => of(change, "predicted_us")[1], cell: (change) => (change.sides.every(Boolean) ? slower(...of(change, "predicted_us").reverse(), both("predicted_us", micros)(change)) : both("predicted_us", micros)(change)) },
     ],
     words: (change) => [wordsOf(change)],
     detail: (change) => make("div", {}, ...change.sides.map((side, at) => make("div", {},

@@ -38,7 +38,7 @@ function sitesTable(place, run) {
     const made = bars(inOrder, field, { least: 40, most: MOST }, text);
     made.classList.add("all");
     const several = inOrder.length > MOST ? " A bar is the highest of several neighbours." : "";
-    all.replaceChildren(made, make("p", { className: "quiet" }, `${text}.${several} Compressed sites are green.`));
+    all.replaceChildren(make("div", { className: "scaled" }, scale(highest(inOrder, field), say), made), make("p", { className: "quiet" }, `${text}.${several} Compressed sites have the colour of the policy.`));
   }
 
   const columns = [
@@ -46,13 +46,15 @@ function sitesTable(place, run) {
     { head: "count", number: true, sort: (group) => group.sites.length, cell: (group) => group.sites.length.toLocaleString("en") },
     { head: "choice", sort: (group) => group.choice, cell: (group) => make("span", { className: group.compressed ? "less" : "" }, group.choice) },
     { head: "bytes on the wire", number: true, sort: (group) => group.wire_bytes, cell: (group) => twice(size(group.bytes), size(group.wire_bytes), share(group.wire_bytes, group.bytes)) },
-    { head: "time, predicted", number: true, sort: (group) => group.predicted_us, cell: (group) => twice(micros(group.plain_us), micros(group.predicted_us, group.plain_us), share(group.predicted_us, group.plain_us)) },
+    { head: "time, predicted", number: true, sort: (group) => group.predicted_us, cell: (group) => slower(group.predicted_us, group.plain_us, twice(micros(group.plain_us), micros(group.predicted_us, group.plain_us), share(group.predicted_us, group.plain_us))) },
     { head: "exposed, predicted", number: true, sort: (group) => group.exposed_us, cell: (group) => micros(group.exposed_us) },
     ...(run.measured ? [{ head: "exposed, measured", number: true, sort: (group) => group.measured_us, cell: (group) => micros(group.measured_us) }] : []),
     { head: "by site", cell: (group) => {
-      const made = bars(group.sites, metric.value, { least: 8, most: 60 }, `${METRICS[metric.value].head} of each site`);
+      const { head, say } = METRICS[metric.value];
+      const high = highest(inOrder, metric.value);
+      const made = bars(group.sites, metric.value, { least: 8, most: 60, high }, `${head} of each site`);
       made.classList.add("spark");
-      return made;
+      return make("span", {}, made, make("span", { className: "sub" }, `up to ${say(highest(group.sites, metric.value))}`));
     } },
   ];
   place.append(all);

@@ -50,8 +50,7 @@ function timeline(strip, kinds) {
         pen.fillStyle = colour("latency");
         pen.fillRect(right, top + LANE / 4, latency * scale, LANE / 2);
       }
-      const second = name === "exchange" && sites.get(about(label)) % 2;
-      pen.fillStyle = colour(second ? "exchange-b" : name);
+      pen.fillStyle = colour(name === "exchange" ? shade(label) : name);
       if (name === "exposed" && width > 3) hatch(pen, left, top, width, colour);
       else pen.fillRect(left, top, width, LANE);
       if (bar === view.picked) {
@@ -61,7 +60,27 @@ function timeline(strip, kinds) {
       }
     }
     for (const [column, widths] of narrow) stack(pen, ...column.split(" ").map(Number), widths, colour);
+    modules(pen, wide, x, colour);
     axis(pen, wide, tall, x, colour);
+  }
+
+  /* The colour of a site's exchanges: neighbours differ. */
+  function shade(label) {
+    return sites.get(about(label)) % 2 ? "exchange-b" : "exchange";
+  }
+
+  /* The module on each exchange with room for it, up to the next one. */
+  function modules(pen, wide, x, colour) {
+    const next = strip.lanes.map(() => wide);
+    for (const [lane, kind, begin, us, , label] of strip.bars.toReversed()) {
+      if (BAR_COLOURS[kind] !== "exchange") continue;
+      const left = Math.max(0, x(begin)), right = Math.min(next[lane], x(begin + us));
+      const text = strip.modules[label];
+      next[lane] = Math.min(next[lane], left);
+      if (!text || pen.measureText(text).width + 8 > right - left) continue;
+      pen.fillStyle = colour(`on-${shade(label)}`);
+      pen.fillText(text, left + 4, lane * (LANE + NAMES) + NAMES + LANE / 2 + 4);
+    }
   }
 
   /* Bars that are narrower than a dot: above each other, each as high as its share of the dot. */
