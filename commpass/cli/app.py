@@ -55,7 +55,7 @@ def commpass(
         typer.Option("--version", callback=print_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
-    """Says what commpass did to the collectives of a compiled model, and why.
+    """Show what commpass did to the collectives of a model, and why; measure and predict.
 
     Dumps are written by backend(..., dump="folder") or COMMPASS_DUMP=folder.
     """

@@ -51,8 +51,9 @@ def compare(
 ) -> None:
     """Run a command with commpass off and on, in turns, and compare its steps.
 
-    The program stays as it is: the policy is set in its environment. The exit status is 2 on an
-    error, and 130 after Ctrl-C.
+    The program stays as it is: the policy is set in its environment.
+
+    The exit status is 2 on an error, and 130 after Ctrl-C.
     """
     from commpass.report import compare as comparison
 

@@ -29,16 +29,16 @@ def diff(
     direction: Direction = None,
     codec: CodecName = None,
     left_run: Annotated[
-        str | None, typer.Option("--run-a", metavar="ID", help="Which run of DUMP_A.")
+        str | None, typer.Option("--run-a", metavar="ID", help="Which run of DUMP_A (default: newest).")
     ] = None,
     right_run: Annotated[
-        str | None, typer.Option("--run-b", metavar="ID", help="Which run of DUMP_B.")
+        str | None, typer.Option("--run-b", metavar="ID", help="Which run of DUMP_B (default: newest).")
     ] = None,
     json: Json = False,
 ) -> None:
-    """Show what two plans say differently.
+    """Show the differences between two plans.
 
-    The exit status is 0 if nothing, 1 if something, 2 on an error.
+    The exit status is 0 without differences, 1 with differences, and 2 on an error.
     """
     a = Run(tuple(load(first, left_run)), str(first))
     b = Run(tuple(load(right, right_run)), str(right))

@@ -29,8 +29,9 @@ def doctor(
 ) -> None:
     """Show what this installation can do.
 
-    The exit status is 1 if commpass cannot work here, or if a test of --gpu fails. It is 2 if
-    COMMPASS_PROFILE names no profile.
+    The exit status is 1 if commpass cannot work here, or if a test of --gpu fails.
+
+    It is 2 if COMMPASS_PROFILE names no profile.
     """
     if gpu:
         if why := checks_of.no_gpu_reason():

@@ -57,8 +57,9 @@ def lower(
 ) -> None:
     """Compile a codec's kernels for a GPU that need not be present, or for CPUs.
 
-    Show registers, spills, memory accesses, and the predicted share of a copy's bandwidth. --cpp
-    shows what a CPU runs: the C++ of commpass, or else that of Inductor.
+    Show registers, spills, memory accesses, and the predicted share of a copy's bandwidth.
+
+    --cpp shows what a CPU runs: the C++ of commpass, or else that of Inductor.
     """
     from commpass.report import lower as kernels
 

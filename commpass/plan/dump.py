@@ -204,7 +204,9 @@ def read_run(path: Path, run: str | None = None) -> list[Dump]:
         raise DumpError(f"{path}: no such file or folder")
     found = runs(path)
     if not found:
-        raise DumpError(f"{path}: no dump in this folder (files like 0000-forward.json)")
+        inside = [each.name for each in sorted(path.iterdir()) if each.is_dir() and files(each)]
+        hint = f"; there is one in {', '.join(inside)}" if inside else ""
+        raise DumpError(f"{path}: no dump in this folder (files like 0000-forward.json){hint}")
     known = list(dict.fromkeys(found.values()))
     if run == ALL:
         return [dataclasses.replace(read(file), run=", ".join(known)) for file in found]

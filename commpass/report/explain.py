@@ -97,11 +97,14 @@ def of_graph(one: Merged, console: Console, *, every: bool) -> Iterator[Renderab
 
 
 def critical_sentence(slack: Slack) -> str:
-    """Return how many sites are critical, and what that means."""
+    """Return how many exchanges are critical, and what that means.
+
+    A site that is split into chunks has an exchange for each.
+    """
     critical = sum(us == 0 for us in slack)
     verb = "is" if critical == 1 else "are"
     return (
-        f"{critical} of {len(slack)} sites {verb} critical: on the longest path through the"
+        f"{critical} of {len(slack)} exchanges {verb} critical: on the longest path through the"
         " predicted timeline, where a faster exchange may end the graph sooner. Elsewhere it does"
         " not: slack is how much later an exchange could begin and the graph end no later."
     )

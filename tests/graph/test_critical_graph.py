@@ -79,7 +79,7 @@ def test_hidden_exchange_has_slack_and_an_exposed_one_is_critical(dumped, tmp_pa
     assert times.slack_us[hidden] == pytest.approx(before_wait - travels.end_us, abs=0.01)
     assert waited.begin_us > before_wait
     shown = explained(tmp_path, "--all")
-    assert "1 of 2 sites is critical: on the longest path" in shown
+    assert "1 of 2 exchanges is critical: on the longest path" in shown
     sites = json.loads(explained(tmp_path, "--json"))[0]["sites"]
     assert [site["critical"] for site in sites] == [False, True]
     assert [site["slack_us"] for site in sites] == [times.slack_us[hidden], 0.0]

@@ -103,6 +103,40 @@ def test_program_that_fails_under_one_policy(tmp_path, program):
     assert "disk is full" in output.read_text()
 
 
+def test_other_policies_are_compared_if_one_fails(tmp_path, program):
+    fail = "if os.environ.get('COMMPASS_POLICY') == 'aggressive': raise SystemExit('no memory')\n"
+    program.write_text(PROGRAM + fail)
+    options = ("--rounds", 2, "--policies", "off,aggressive,balanced")
+    done = run(tmp_path, sys.executable, program, 12, 10, options=options)
+    assert done.exit_code == 2, done.output
+    assert done.stdout.startswith("balanced is 2.00 times as fast as off")
+    assert "aggressive: inconclusive: no run of aggressive is complete" in done.stdout
+    assert "The command failed with exit status 1 (policy 'aggressive', round 1)" in done.stdout
+    assert done.stderr.count("| no memory") == 1
+    assert "round 2 of 2, balanced" in done.stderr
+    assert "round 2 of 2, aggressive" not in done.stderr
+
+
+def test_complete_rounds_are_compared_if_a_later_one_fails(tmp_path, program):
+    fail = "if 'COMMPASS' not in os.environ and '03-on' in str(path): raise SystemExit('gone')\n"
+    program.write_text(PROGRAM + fail)
+    done = run(tmp_path, sys.executable, program, 12, 10)
+    assert done.exit_code == 2, done.output
+    assert done.stdout.startswith("on is 2.00 times as fast as off")
+    assert "8 of 12" in done.stdout
+    assert "(policy 'on', round 2)" in done.stdout
+    assert "round 3 of 3" not in done.stderr
+
+
+def test_overlapping_times_come_with_advice(tmp_path, program):
+    program.write_text(PROGRAM.replace("2 if is_off", "1 if is_off"))
+    done = run(tmp_path, sys.executable, program, 12, 10, options=("--rounds", 1))
+    assert done.exit_code == 0, done.output
+    first = " ".join(done.stdout.splitlines()[:3])
+    assert first.startswith("inconclusive: the middle halves")
+    assert "Run more --rounds or more steps, or use an idle machine" in first
+
+
 def test_traceback_of_a_rank_is_shown_though_the_launcher_prints_more(tmp_path, program):
     program.write_text("print('Traceback (most recent call last):\\n  File x\\nOSError: gone')\n")
     with program.open("a") as file:

@@ -75,7 +75,7 @@ def run(
     json: bool,
 ) -> int:
     """Run the command, print the result and write the page. Return the exit status: 130 if the user
-    stopped it."""
+    stopped it, and 2 if the command failed under some policy."""
     check_command(command)
     page.check(output)
     if keep is not None:
@@ -86,13 +86,16 @@ def run(
     jobs: list[Job] = []
     try:
         stopped = _run_all(command, policies, rounds, most_steps, folder, jobs)
-        remarks = [stopped] if stopped else []
-        if stopped and not any(job.steps.ms for job in jobs):
+        complete = [job for job in jobs if not job.status]
+        failed = [job for job in jobs if job.status]
+        remarks = ([stopped] if stopped else []) + [
+            f"The command {failure(job)}. Its output is in {job.output}" for job in failed
+        ]
+        if stopped and not any(job.steps.ms for job in complete):
             raise CommpassError(f"{stopped} No step was counted until then")
-        found = compare(command, policies, jobs, remarks)
+        found = compare(command, policies, complete, remarks)
     finally:
-        failed = any(job.status not in (0, None) for job in jobs)
-        if keep is None and not failed:
+        if keep is None and not any(job.status for job in jobs):
             shutil.rmtree(folder, ignore_errors=True)
     page.write(found, output)
     if json:
@@ -100,7 +103,7 @@ def run(
     else:
         show(found)
     typer.echo(f"wrote {output}", err=json)
-    return 130 if stopped else 0
+    return 130 if stopped else 2 if failed else 0
 
 
 def _run_all(
@@ -112,10 +115,17 @@ def _run_all(
     jobs: list[Job],
 ) -> str:
     """Run all rounds and append each run to ``jobs``. Return why it was stopped, "" if it was
-    not."""
+    not.
+
+    A policy under which the command fails has no further run. Raise CommpassError if nothing is
+    left to compare.
+    """
     turns = [(number, policy) for number in range(1, rounds + 1) for policy in policies]
+    failed: set[str] = set()
     with progress("compare") as show_progress:
         for at, (number, policy) in enumerate(turns):
+            if policy in failed:
+                continue
             name = label(policy)
             title = f"round {number} of {rounds}, {name}"
 
@@ -130,6 +140,15 @@ def _run_all(
                 jobs.append(interrupted.job)
                 return f"Stopped in {title}."
             jobs.append(job)
+            if job.status and policy != policies[0]:
+                failed.add(policy)
+                left = set(policies[1:]) - failed
+                if left or any(not each.status for each in jobs if each.policy != policies[0]):
+                    _print_last_lines(job)
+                    typer.echo(f"{title}: failed, so no further run under this policy", err=True)
+                    if left:
+                        continue
+                    return ""
             check(job)
             middle = times(middle_half(job.steps.ms)[0])
             count = f"{len(job.steps.ms)} of {len(job.steps.ms) + job.steps.left_out} steps counted"
@@ -143,10 +162,8 @@ def check(job: Job) -> None:
     where = f"policy {label(job.policy)!r}, round {job.round}"
     if job.status:
         _print_last_lines(job)
-        what = f"exit status {job.status}" if job.status > 0 else f"signal {-job.status}"
         raise CommpassError(
-            f"the command failed with {what} ({where}). Its last lines are above, and all of them"
-            f" in {job.output}"
+            f"the command {failure(job)}. Its last lines are above, and all of them in {job.output}"
         )
     if not job.used:
         _print_last_lines(job)
@@ -158,6 +175,13 @@ def check(job: Job) -> None:
             f"all {job.steps.left_out} steps are warm-up ({where}): run at least {WARM_UP + 5}"
             f" steps. {RULE}"
         )
+
+
+def failure(job: Job) -> str:
+    """Return how a run failed, behind "the command"."""
+    assert job.status
+    what = f"exit status {job.status}" if job.status > 0 else f"signal {-job.status}"
+    return f"failed with {what} (policy {label(job.policy)!r}, round {job.round})"
 
 
 def _print_last_lines(job: Job) -> None:

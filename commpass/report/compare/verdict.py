@@ -20,6 +20,9 @@ LEAST_STEPS = 4
 """The number of counted steps below which nothing is concluded."""
 
 
+ADVICE = "Run more --rounds or more steps, or use an idle machine"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
     """What the plans of a policy say: bytes of one step and rank, handed to collectives, before and
@@ -152,6 +155,8 @@ def _result(
     )
     if base is None:
         return made
+    if not jobs:
+        return replace(made, verdict=f"inconclusive: no run of {made.name} is complete")
     return replace(made, verdict=_sentence(made, base, _contrary_rounds(jobs, base_jobs)))
 
 
@@ -194,12 +199,12 @@ def _sentence(of: PolicyResult, base: PolicyResult, contrary: int) -> str:
         return (
             f"inconclusive: the middle halves of {of.name} ({times(of.low_ms)} to"
             f" {times(of.high_ms)} ms) and {base.name} ({times(base.low_ms)} to"
-            f" {times(base.high_ms)} ms) overlap{nothing}"
+            f" {times(base.high_ms)} ms) overlap{nothing}. {ADVICE}"
         )
     if contrary:
         return (
             f"inconclusive: {plural(contrary, 'round')} of {of.rounds} gave the opposite order of"
-            f" {of.name} and {base.name}{nothing}"
+            f" {of.name} and {base.name}{nothing}. {ADVICE}"
         )
     faster = base.median_ms / of.median_ms
     ratio = max(faster, 1 / faster)
@@ -215,13 +220,14 @@ def _verdict(results: Sequence[PolicyResult]) -> str:
     """Return one sentence: on the fastest policy that is faster than the base, or else on the first
     other policy with a clear result, or else that nothing is clear."""
     base, *others = results
+    others = [each for each in others if each.steps] or others
     clear = [each for each in others if not each.verdict.startswith("inconclusive")]
     best = max(clear, key=lambda each: each.faster or 0, default=None)
     if best is None:
         return others[0].verdict
     text = best.verdict
     if len(others) > 1 and best.median_ms == min(each.median_ms for each in results if each.steps):
-        text += f". It is the fastest of {len(results)} policies"
+        text += f". It is the fastest of {1 + len(others)} policies"
     elif (best.faster or 0) < 1:
         text += f". No policy is clearly faster than {base.name}"
     return text + _loss_text(best, base)
