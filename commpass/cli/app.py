@@ -55,7 +55,7 @@ def commpass(
         typer.Option("--version", callback=print_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
-    """Show what commpass did to the collectives of a model, and why; measure and predict.
+    """Show what commpass did to the collectives of a model, and why. Measure and predict.
 
     Dumps are written by backend(..., dump="folder") or COMMPASS_DUMP=folder.
     """

@@ -29,10 +29,12 @@ def diff(
     direction: Direction = None,
     codec: CodecName = None,
     left_run: Annotated[
-        str | None, typer.Option("--run-a", metavar="ID", help="Which run of DUMP_A (default: newest).")
+        str | None,
+        typer.Option("--run-a", metavar="ID", help="Which run of DUMP_A (default: newest)."),
     ] = None,
     right_run: Annotated[
-        str | None, typer.Option("--run-b", metavar="ID", help="Which run of DUMP_B (default: newest).")
+        str | None,
+        typer.Option("--run-b", metavar="ID", help="Which run of DUMP_B (default: newest)."),
     ] = None,
     json: Json = False,
 ) -> None:

@@ -50,10 +50,17 @@ def differences(found: Sequence[GraphPair], *, every: bool) -> Iterator[Renderab
             yield Text(f"\n{one.name}: 1 difference", style="bold")
             yield Text(f"only in {one.only_in} ({plural(many, 'site')})")
             continue
-        many, sites = len(one.rows), len({row.site for row in one.rows})
+        many, sites = len(one.rows), changed_sites(one)
         counts = f"{plural(many, 'difference')} in {plural(sites, 'site')}"
         yield Text(f"\n{one.name}: {counts}", style="bold")
         yield diff_table(one) if every else changes_table(one)
+
+
+def changed_sites(one: GraphPair) -> int:
+    """Return how many sites differ. A site that is split into chunks counts once."""
+    plans = [plan for plan in (one.left, one.right) if plan]
+    of = {part: split.site for plan in plans for split in plan.split for part in split.into}
+    return len({of.get(row.site, row.site) for row in one.rows if row.site != "(graph)"})
 
 
 def diff_table(one: GraphPair) -> Table:

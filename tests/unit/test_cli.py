@@ -236,7 +236,7 @@ def test_no_file_and_no_dump_in_the_folder(folder: Path, tmp_path: Path):
     fails(run("explain", tmp_path / "nowhere"), "no such file or folder")
     (tmp_path / "empty").mkdir()
     fails(run("diff", folder, tmp_path / "empty"), "no dump in this folder")
-    fails(run("explain", folder.parent), f"no dump in this folder", f"there is one in {folder.name}")
+    fails(run("explain", folder.parent), "no dump in this folder", f"there is one in {folder.name}")
 
 
 @pytest.mark.parametrize("form", ["--text", "--dot", "--svg"])

@@ -257,7 +257,8 @@ def test_verdict_is_inconclusive_if_rounds_differ(tmp_path: Path):
         *(job(tmp_path, "off", FAST[:1], 2), job(tmp_path, "taco", SLOW[:1], 2)),
     ]
     found = compare(["x"], ["off", "taco"], jobs, []).verdict
-    assert found == "inconclusive: 1 round of 2 gave the opposite order of taco and off"
+    opposite = "inconclusive: 1 round of 2 gave the opposite order of taco and off"
+    assert found == f"{opposite}. Run more --rounds or more steps, or use an idle machine"
 
 
 def test_verdict_is_inconclusive_if_nothing_was_compiled(tmp_path: Path):
