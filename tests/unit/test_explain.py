@@ -180,6 +180,7 @@ def test_diff_of_chunks_is_one_of_the_whole(tmp_path: Path):
     b = dump.write(tmp_path / "b", dataclasses.replace(one, plan=changed))
     shown = words(run("diff", a, b, width=140).stdout)
     assert "1 all_reduce of layers.0.attn.o chunks of rows 1 -> 2 2 MiB 40 -> 30 us" in shown
+    assert re.search(r"forward 1: \d+ differences in 1 site\b(?!s)", shown)
     assert "only in" not in shown
 
 
