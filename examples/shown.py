@@ -20,6 +20,8 @@ from commpass.report.layer_patterns import patterns
 from commpass.report.run import Run as Recorded
 
 PICTURE, PAGE = "timeline.png", "report.html"
+SPEEDS = slice(2, 4)
+"""The lines of ``results`` about the time of a step."""
 
 
 def report(runs: Mapping[str, Run], options: Namespace) -> None:
@@ -29,11 +31,13 @@ def report(runs: Mapping[str, Run], options: Namespace) -> None:
     """
     recorded = read(runs)
     console.print()
-    for line in results(runs, recorded, options):
+    lines = list(results(runs, recorded, options))
+    for line in lines:
         console.print(line, style="bold", soft_wrap=True)
     console.print("", policies_table(runs, recorded, str(options.policy)), where(runs, options))
     console.print("", sites_table(recorded["on"]))
-    html.write([recorded[name] for name in ("off", "on", "bf16")], options.out / PAGE)
+    shown = [recorded[name] for name in ("off", "on", "bf16")]
+    html.write(shown, options.out / PAGE, lines[SPEEDS])
     draw_timeline(recorded["on"], options.out / PICTURE)
     show_next(options)
 

@@ -309,7 +309,16 @@ def test_verdict_on_two_runs_has_bytes_and_both_times():
     assert "B (balanced) against A (off):" in text
     assert "Its graphs are predicted 2.00 times as fast" in text
     assert "In one traced step of each, they took" in text
+    assert "one step does not show the speedup" in text
     assert "No place in the model is predicted to be slower." in text
+
+
+def test_verdict_has_the_measured_speedup_in_place_of_a_traced_step():
+    before, after = made.eventful(policy="off"), made.eventful(run="b")
+    runs = [html.Run((each,), "folder", {0: each.timeline}) for each in (before, after)]
+    text = verdict_of(Page(page(runs, ["inconclusive: the machine is busy"])))
+    assert "Inconclusive: the machine is busy." in text
+    assert "traced" not in text
 
 
 def test_verdict_without_collectives():

@@ -28,13 +28,14 @@ SCRIPTS = ("format.js", "table.js", "bars.js", "sites.js", "timeline.js", "page.
 """The parts of one script, in this order: later ones use what earlier ones define."""
 
 
-def write(runs: Sequence[Run], path: Path) -> None:
-    """Write the page of some runs, completely or not at all.
+def write(runs: Sequence[Run], path: Path, measured: Sequence[str] = ()) -> None:
+    """Write the page of some runs, completely or not at all. ``measured`` are sentences on the
+    measured times of many steps, which its verdict then has.
 
     Raise CommpassError if the file cannot be written.
     """
     check(path)
-    write_whole(path.resolve(), page(runs).encode("utf-8", "replace"), CommpassError)
+    write_whole(path.resolve(), page(runs, measured).encode("utf-8", "replace"), CommpassError)
 
 
 def check(path: Path) -> None:
@@ -47,7 +48,7 @@ def check(path: Path) -> None:
         raise CommpassError(f"{path}: there is no folder {path.parent}; make it first")
 
 
-def page(runs: Sequence[Run]) -> str:
+def page(runs: Sequence[Run], measured: Sequence[str] = ()) -> str:
     """Return the page as text. The first two of several runs are compared."""
     found = [part(key(at), each) for at, each in enumerate(runs)]
     comparison = compare(*runs[:2]) if len(runs) > 1 else None
@@ -63,7 +64,7 @@ def page(runs: Sequence[Run]) -> str:
         .render(
             parts=found,
             comparison=comparison,
-            verdict=verdict(runs, comparison),
+            verdict=verdict(runs, comparison, measured),
             style=_text(["page.css"]),
             script=script,
             hash=_hash(script),

@@ -24,9 +24,12 @@ class Verdict:
     slow: bool
 
 
-def verdict(runs: Sequence[Run], comparison: Comparison | None) -> Verdict:
-    """Return the verdict on the first of some runs, or on the second against the first."""
-    return of_one(runs[0]) if comparison is None else of_two(comparison)
+def verdict(
+    runs: Sequence[Run], comparison: Comparison | None, measured: Sequence[str] = ()
+) -> Verdict:
+    """Return the verdict on the first of some runs, or on the second against the first, with
+    sentences on its ``measured`` times."""
+    return of_one(runs[0]) if comparison is None else of_two(comparison, measured)
 
 
 def of_one(run: Run) -> Verdict:
@@ -48,8 +51,9 @@ def of_one(run: Run) -> Verdict:
     return Verdict(tuple(found), is_slower(sums.plain_us, sums.predicted_us))
 
 
-def of_two(comparison: Comparison) -> Verdict:
-    """Return the verdict on the second run against the first."""
+def of_two(comparison: Comparison, measured: Sequence[str] = ()) -> Verdict:
+    """Return the verdict on the second run against the first. Without ``measured`` sentences it has
+    the times of a traced step."""
     a, b = comparison.runs
     sent = bytes_sentence(a.totals.wire_bytes, b.totals.wire_bytes)
     found, slow = [f"B ({b.policies}) against A ({a.policies}): {sent}."], False
@@ -59,7 +63,9 @@ def of_two(comparison: Comparison) -> Verdict:
             f"Its graphs are {predicted_sentence(a.predicted.us, b.predicted.us)}"
             f" ({durations(a.predicted.us, b.predicted.us)})."
         )
-    if a.measured is not None and b.measured is not None:
+    if measured:
+        found += [f"{each[0].upper()}{each[1:]}." for each in measured]
+    elif a.measured is not None and b.measured is not None:
         found.append(f"{measured_sentence(a.measured, b.measured)}.")
     places = [
         change.module or "(root)"
@@ -75,7 +81,8 @@ def of_two(comparison: Comparison) -> Verdict:
 
 def measured_sentence(a: Times, b: Times) -> str:
     """Return what a traced step of each run took: one step is no measurement of a speedup."""
-    return f"In one traced step of each, they took {durations(a.us, b.us)}"
+    took = durations(a.us, b.us)
+    return f"In one traced step of each, they took {took}: one step does not show the speedup"
 
 
 def slower_patterns(run: Run) -> list[str]:
