@@ -82,12 +82,12 @@ def compiled_by(
     bypass = bypass_objects(gm, inputs)
     if static := kwargs.get("static_input_idxs"):
         kwargs["static_input_idxs"] = bypass.renumbered(static)
-    kept = bypass.kept(inputs)
-    with compiled_once(gm, kept):
-        compiled = inner(gm, kept, **kwargs)
+    others = bypass.remaining(inputs)
+    with compiled_once(gm, others):
+        compiled = inner(gm, others, **kwargs)
     if not bypass.outputs:
         return compiled
-    function = bypass.around(callable_of(compiled))
+    function = bypass.wrapped(callable_of(compiled))
     return before_each_call(compiled, lambda: None, function)
 
 

@@ -24,27 +24,27 @@ class Bypass:
 
     outputs: dict[int, tuple[int, ...]]
 
-    def kept(self, inputs: Sequence[Any]) -> list[Any]:
+    def remaining(self, inputs: Sequence[Any]) -> list[Any]:
         """Return the other inputs."""
         return [each for number, each in enumerate(inputs) if number not in self.outputs]
 
     def renumbered(self, numbers: Sequence[int]) -> list[int]:
-        """Return the numbers among the kept inputs of those with ``numbers`` among all."""
+        """Return the numbers among the other inputs of those with ``numbers`` among all."""
         return [
             number - sum(removed < number for removed in self.outputs)
             for number in numbers
             if number not in self.outputs
         ]
 
-    def around(self, function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    def wrapped(self, function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         """Return a function of all inputs, whose outputs have the removed ones again.
 
-        ``function`` takes one list of the kept inputs, and so does the result of all.
+        ``function`` takes one list of the other inputs, and the result one of all inputs.
         """
 
         def run(inputs: list[Any]) -> Any:
             objects = {number: inputs[number] for number in self.outputs}
-            inputs[:] = self.kept(inputs)
+            inputs[:] = self.remaining(inputs)
             results = list(function(inputs))
             for number, positions in self.outputs.items():
                 for position in positions:

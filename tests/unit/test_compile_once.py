@@ -45,7 +45,7 @@ def test_object_bypasses_the_graph_and_is_returned_again():
     assert bypass.outputs == {1: (1, 3)}
     assert [node.name for node in gm.graph.nodes if node.op == "placeholder"] == ["a", "b"]
     inputs = [X, held, 2 * X]
-    run = bypass.around(lambda kept: gm(*kept))
+    run = bypass.wrapped(lambda kept: gm(*kept))
     total, first, other, second = run(inputs)
     assert torch.equal(total, 3 * X)
     assert first is held
@@ -74,7 +74,7 @@ def test_object_without_any_use_is_dropped():
     made.output((a,))
     gm = fx.GraphModule(torch.nn.Module(), made)
     bypass = bypass_objects(gm, [X, mesh()])
-    (found,) = bypass.around(lambda kept: gm(*kept))([X, "the mesh"])
+    (found,) = bypass.wrapped(lambda kept: gm(*kept))([X, "the mesh"])
     assert found is X
 
 
