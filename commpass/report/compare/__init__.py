@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -19,7 +20,7 @@ from commpass.errors import CommpassError
 from commpass.report.compare import page
 from commpass.report.compare.jobs import OFF, ON, Interrupted, Job, check_command
 from commpass.report.compare.jobs import run as run_job
-from commpass.report.compare.losses import side_by_side
+from commpass.report.compare.losses import difference_text, side_by_side
 from commpass.report.compare.steps import RULE, WARM_UP
 from commpass.report.compare.verdict import (
     Comparison,
@@ -29,7 +30,7 @@ from commpass.report.compare.verdict import (
     middle_half,
     times,
 )
-from commpass.report.numbers import amounts, percent
+from commpass.report.numbers import amounts
 from commpass.report.progress import progress
 from commpass.report.tables import console_for, plain_table, print_json
 
@@ -82,7 +83,9 @@ def run(
         if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
             raise CommpassError(f"{keep}: is not empty; name a new folder")
         keep.mkdir(parents=True, exist_ok=True)
-    folder = keep if keep is not None else Path(tempfile.mkdtemp(prefix="commpass-compare-"))
+    folder = (
+        keep.resolve() if keep is not None else Path(tempfile.mkdtemp(prefix="commpass-compare-"))
+    )
     jobs: list[Job] = []
     try:
         stopped = _run_all(command, policies, rounds, most_steps, folder, jobs)
@@ -94,11 +97,11 @@ def run(
         failed = any(job.status not in (0, None) for job in jobs)
         if keep is None and not failed:
             shutil.rmtree(folder, ignore_errors=True)
-    page.write(found, output)
-    if json:
+    if json:  # first, in case the page cannot be written
         print_json(found)
     else:
         show(found)
+    page.write(found, output)
     typer.echo(f"wrote {output}", err=json)
     return 130 if stopped else 0
 
@@ -173,18 +176,28 @@ def show(found: Comparison) -> None:
     tables = [table_of(found)]
     if found.losses:
         tables.append(losses_of(found))
-    console = console_for(*tables)
-    console.print(Text(found.verdict, style="bold"), "", tables[0], "", sep="\n")
+    prose, console = console_for(), console_for(*tables)  # prose is as wide as the terminal
+    prose.print(Text(found.verdict, style="bold"), "")
+    console.print(tables[0], "")
     for each in found.policies[1:]:
         if len(found.policies) > 2:
-            console.print(Text(f"{each.name}: {each.verdict}"))
+            prose.print(Text(f"{each.name}: {each.verdict}"))
     for made in tables[1:]:
-        console.print(made, "", sep="\n")
+        console.print(made, "")
     for remark in (*found.remarks, RULE):
-        console.print(Text(remark, style="dim"))
+        prose.print(Text(remark, style="dim"))
 
 
-COLUMNS = ("policy", "ms a step", "middle half", "times as fast", "steps", "bytes", "predicted")
+COLUMNS = (
+    "policy",
+    "ms\na step",
+    "middle half",
+    "times\nas fast",
+    "steps\ncounted",
+    "bytes",
+    "predicted",
+)
+"""In two lines, so that the table fits into 80 columns."""
 
 
 def table_of(found: Comparison) -> Table:
@@ -215,14 +228,14 @@ def _row(of: PolicyResult) -> tuple[str, ...]:
 
 def losses_of(found: Comparison) -> Table:
     """Return a table of losses, with a column for each policy."""
-    names = [each.name for each in found.policies]
+    names = [escape(each.name) for each in found.policies]
     made = plain_table("loss", *names, right=names)
     columns = [{name: row[at] for name, row in found.losses} for at in range(len(names))]
     known = [{k: v for k, v in column.items() if v is not None} for column in columns]
     for name, row in side_by_side(known, LOSS_ROWS):
-        made.add_row(name, *("-" if value is None else f"{value:.6g}" for value in row))
+        made.add_row(Text(name), *("-" if value is None else f"{value:.6g}" for value in row))
     apart = [each.loss_difference for each in found.policies]
-    shown = (percent(each, 2) if each is not None else "-" for each in apart)
+    shown = (difference_text(each) if each is not None else "-" for each in apart)
     made.add_row("difference", *shown)
     return made
 

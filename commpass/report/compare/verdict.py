@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isnan, nan
 from pathlib import Path
@@ -11,7 +11,7 @@ from statistics import median, quantiles
 from commpass.errors import DumpError
 from commpass.plan import dump
 from commpass.report.compare import losses
-from commpass.report.compare.jobs import Job
+from commpass.report.compare.jobs import OFF, POLICY, SWITCH, Job
 from commpass.report.numbers import percent
 from commpass.report.run import Run
 from commpass.utils.printable import plural
@@ -39,7 +39,8 @@ class PolicyResult:
     ``low_ms`` and ``high_ms`` bound the middle half of the step times. ``faster`` is how many times
     as fast the steps are as those of the base. Without counted steps, times are NaN.
     ``loss_difference`` is the largest relative difference from the losses of the base, None without
-    common losses. ``verdict`` is a sentence.
+    common losses. ``not_finite`` is the first step whose loss is NaN or infinite though that of the
+    base is finite, or the other way round; "" if there is none. ``verdict`` is a sentence.
     """
 
     policy: str
@@ -52,6 +53,7 @@ class PolicyResult:
     faster: float | None
     traffic: Traffic | None
     loss_difference: float | None
+    not_finite: str
     verdict: str
 
     @property
@@ -115,7 +117,7 @@ def compare(
         results.append(_result(policy, of[policy], results[0] if results else None, of[base]))
     first = [some[0].losses if some else {} for some in of.values()]
     rows = losses.side_by_side(first, 400) if any(first) else []
-    notes = [*remarks, *_loss_remarks(base, of[base])]
+    notes = [*remarks, *_round_remarks(of), *_loss_remarks(base, of[base])]
     return Comparison(
         command=tuple(command),
         verdict=_verdict(results),
@@ -135,7 +137,7 @@ def _result(
     middle, low, high = middle_half(ms) if ms else (nan, nan, nan)
     faster = base.median_ms / middle if base is not None and base.steps and ms else None
     traffic = traffic_of(jobs[0]) if jobs else None
-    pairs = zip(base_jobs, jobs, strict=False) if base is not None else ()
+    pairs = list(zip(base_jobs, jobs, strict=False)) if base is not None else []
     apart = [losses.difference(a.losses, b.losses) for a, b in pairs]
     made = PolicyResult(
         policy=policy,
@@ -148,11 +150,22 @@ def _result(
         faster=faster,
         traffic=traffic,
         loss_difference=max((each for each in apart if each is not None), default=None),
+        not_finite=next(filter(None, (_not_finite(a, b) for a, b in pairs)), ""),
         verdict="",
     )
     if base is None:
         return made
     return replace(made, verdict=_sentence(made, base, _contrary_rounds(jobs, base_jobs)))
+
+
+def _not_finite(base: Job, job: Job) -> str:
+    for one, other in ((job, base), (base, job)):
+        if step := losses.first_not_finite(one.losses, other.losses):
+            return (
+                f"The loss of {label(one.policy)} at {step} is {one.losses[step]:g}, that of"
+                f" {label(other.policy)} is {other.losses[step]:.6g}"
+            )
+    return ""
 
 
 def _contrary_rounds(jobs: Sequence[Job], base_jobs: Sequence[Job]) -> int:
@@ -230,9 +243,35 @@ def _verdict(results: Sequence[PolicyResult]) -> str:
 def _loss_text(of: PolicyResult, base: PolicyResult) -> str:
     if of.loss_difference is None:
         return ""
+    if of.not_finite:
+        return f". {of.not_finite}"
     if not of.loss_difference:
         return f". Its printed losses are those of {base.name}"
     return f". Its printed losses differ by at most {percent(of.loss_difference, 2)}"
+
+
+def _round_remarks(of: Mapping[str, Sequence[Job]]) -> list[str]:
+    """Return remarks on runs that make the comparison doubtful."""
+    made = []
+    if min(map(len, of.values())) < 2:
+        made.append(
+            "Not every policy ran twice, so a change of the machine in between would look like a"
+            " difference of the policies. Run at least 2 --rounds."
+        )
+    for policy, jobs in of.items():
+        if stopped := sum(job.stopped for job in jobs):
+            made.append(
+                f"Processes of the program still ran after its end under {label(policy)}"
+                f" ({stopped}). They were ended, since they would have slowed the next run."
+            )
+        compressed = traffic_of(jobs[0]) if policy == OFF and jobs else None
+        if compressed is not None and compressed.compressed:
+            made.append(
+                f"The program compressed {plural(compressed.compressed, 'collective')} under off:"
+                f" it changes the environment variables {SWITCH} or {POLICY} itself. Remove that,"
+                " or the runs do not differ as asked."
+            )
+    return made
 
 
 def _loss_remarks(base: str, jobs: Sequence[Job]) -> list[str]:
@@ -244,6 +283,6 @@ def _loss_remarks(base: str, jobs: Sequence[Job]) -> list[str]:
     if not most:
         return []
     return [
-        f"The losses of {base} differ between its own rounds by up to {percent(most, 2)}: the"
-        " program is not deterministic."
+        f"The losses of {base} differ between its own rounds by up to"
+        f" {losses.difference_text(most)}: the program is not deterministic."
     ]
