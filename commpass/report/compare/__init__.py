@@ -177,13 +177,13 @@ def show(found: Comparison) -> None:
     if found.losses:
         tables.append(losses_of(found))
     prose, console = console_for(), console_for(*tables)  # prose is as wide as the terminal
-    prose.print(Text(found.verdict, style="bold"), "")
-    console.print(tables[0], "")
+    prose.print(Text(found.verdict, style="bold"), "", sep="\n")
+    console.print(tables[0], "", sep="\n")
     for each in found.policies[1:]:
         if len(found.policies) > 2:
             prose.print(Text(f"{each.name}: {each.verdict}"))
     for made in tables[1:]:
-        console.print(made, "")
+        console.print(made, "", sep="\n")
     for remark in (*found.remarks, RULE):
         prose.print(Text(remark, style="dim"))
 
