@@ -159,9 +159,10 @@ def decided(
 
 def table(rows: Sequence[Even], at_bytes: int) -> Table:
     """Return a table with a line for each link, dtype and number of ranks."""
-    heading = f"at {size(at_bytes)}, predicted"
-    numbers = ("ranks", "pays from", heading, "times")
-    made = plain_table("link", "dtype", *numbers, "codec by algorithm", right=numbers)
+    numbers = ("ranks", "pays from", f"at {size(at_bytes)},\npredicted", "times")
+    folded = ("pays from", "codec by\nalgorithm")
+    made = plain_table("link", "dtype", *numbers, folded[1], folded=folded, right=numbers)
+    made.columns[-1].min_width = len("uncompressed")
     for row in rows:
         made.add_row(*map(Text, _cells(row)))
     return made

@@ -79,13 +79,7 @@ def run(
     stopped it."""
     check_command(command)
     page.check(output)
-    if keep is not None:
-        if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
-            raise CommpassError(f"{keep}: is not empty; name a new folder")
-        keep.mkdir(parents=True, exist_ok=True)
-    folder = (
-        keep.resolve() if keep is not None else Path(tempfile.mkdtemp(prefix="commpass-compare-"))
-    )
+    folder = _folder(keep)
     jobs: list[Job] = []
     try:
         stopped = _run_all(command, policies, rounds, most_steps, folder, jobs)
@@ -104,6 +98,22 @@ def run(
     page.write(found, output)
     typer.echo(f"wrote {output}", err=json)
     return 130 if stopped else 0
+
+
+def _folder(keep: Path | None) -> Path:
+    """Return the folder of all runs, as an absolute path: the program may change its own."""
+    try:
+        if keep is None:
+            return Path(tempfile.mkdtemp(prefix="commpass-compare-"))
+        if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
+            raise CommpassError(f"{keep}: is not empty; name a new folder")
+        keep.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        what = f"--keep {keep}" if keep is not None else "the folder for temporary files"
+        raise CommpassError(
+            f"{what} cannot be written: {error.strerror}. Name another folder with --keep"
+        ) from error
+    return keep.resolve()
 
 
 def _run_all(
