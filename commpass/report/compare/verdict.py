@@ -155,7 +155,8 @@ def _result(
     )
     if base is None:
         return made
-    return replace(made, verdict=_sentence(made, base, _contrary_rounds(jobs, base_jobs)))
+    contrary, spread = _contrary_rounds(jobs, base_jobs), max(map(_spread, (jobs, base_jobs)))
+    return replace(made, verdict=_sentence(made, base, contrary, spread))
 
 
 def _not_finite(base: Job, job: Job) -> str:
@@ -176,6 +177,12 @@ def _contrary_rounds(jobs: Sequence[Job], base_jobs: Sequence[Job]) -> int:
     return min(faster.count(True), faster.count(False))
 
 
+def _spread(jobs: Sequence[Job]) -> float:
+    """Return by how many milliseconds the medians of the rounds of one policy differ."""
+    medians = [median(job.steps.ms) for job in jobs if job.steps.ms]
+    return max(medians) - min(medians) if medians else 0.0
+
+
 def middle_half(ms: Sequence[float]) -> tuple[float, float, float]:
     """Return the median and the bounds of the middle half."""
     if len(ms) < 2:
@@ -191,7 +198,7 @@ def times(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def _sentence(of: PolicyResult, base: PolicyResult, contrary: int) -> str:
+def _sentence(of: PolicyResult, base: PolicyResult, contrary: int, spread: float) -> str:
     if of.traffic is None:
         return f"inconclusive: commpass has compiled no graph under {of.name}, so nothing differs"
     for each in (of, base):
@@ -214,14 +221,23 @@ def _sentence(of: PolicyResult, base: PolicyResult, contrary: int) -> str:
             f"inconclusive: {plural(contrary, 'round')} of {of.rounds} gave the opposite order of"
             f" {of.name} and {base.name}{nothing}"
         )
+    if spread >= abs(of.median_ms - base.median_ms):
+        return (
+            f"inconclusive: {of.name} ({times(of.median_ms)} ms) and {base.name}"
+            f" ({times(base.median_ms)} ms) differ by no more than rounds of one policy"
+            f" ({times(spread)} ms){nothing}"
+        )
     faster = base.median_ms / of.median_ms
     ratio = max(faster, 1 / faster)
     digits = 3 if ratio < 1.1 else 2
     what = "as fast" if faster > 1 else "as slow"
     return (
         f"{of.name} is {ratio:.{digits}f} times {what} as {base.name}: {times(of.median_ms)} ms"
-        f" a step instead of {times(base.median_ms)} ms{nothing}"
+        f" a step instead of {times(base.median_ms)} ms{nothing}{_ONCE if of.rounds < 2 else ''}"
     )
+
+
+_ONCE = ", if the machine was equally fast in both runs (run more --rounds)"
 
 
 def _verdict(results: Sequence[PolicyResult]) -> str:
@@ -253,11 +269,6 @@ def _loss_text(of: PolicyResult, base: PolicyResult) -> str:
 def _round_remarks(of: Mapping[str, Sequence[Job]]) -> list[str]:
     """Return remarks on runs that make the comparison doubtful."""
     made = []
-    if min(map(len, of.values())) < 2:
-        made.append(
-            "Not every policy ran twice, so a change of the machine in between would look like a"
-            " difference of the policies. Run at least 2 --rounds."
-        )
     for policy, jobs in of.items():
         if stopped := sum(job.stopped for job in jobs):
             made.append(
