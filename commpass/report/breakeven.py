@@ -84,7 +84,8 @@ def run(
         return
     made = table(rows, nbytes)
     console = console_for(made)
-    console.print(Text(f"{kind} under policy {chosen.name}, predicted by the cost model"))
+    heading = f"{kind} under policy {chosen.name}, predicted up to {size(MOST)}"
+    console.print(Text(heading))
     console.print(made)
 
 
@@ -160,8 +161,8 @@ def decided(
 def table(rows: Sequence[Even], at_bytes: int) -> Table:
     """Return a table with a line for each link, dtype and number of ranks."""
     numbers = ("ranks", "pays from", f"at {size(at_bytes)},\npredicted", "times")
-    folded = ("pays from", "codec by\nalgorithm")
-    made = plain_table("link", "dtype", *numbers, folded[1], folded=folded, right=numbers)
+    last = "codec by\nalgorithm"
+    made = plain_table("link", "dtype", *numbers, last, folded=(last,), right=numbers)
     made.columns[-1].min_width = len("uncompressed")
     for row in rows:
         made.add_row(*map(Text, _cells(row)))
@@ -170,9 +171,8 @@ def table(rows: Sequence[Even], at_bytes: int) -> Table:
 
 def _cells(row: Even) -> Iterator[str]:
     yield from (row.profile, row.dtype, str(row.ranks))
-    never = f"never up to {size(MOST)}"
     less = " or less" if row.from_bytes == LEAST else ""
-    yield never if row.from_bytes == inf else size(row.from_bytes) + less
+    yield "never" if row.from_bytes == inf else size(row.from_bytes) + less
     times = micros(row.uncompressed_us), micros(row.predicted_us, row.uncompressed_us)
     yield " -> ".join(times)
     yield f"{row.uncompressed_us / row.predicted_us:.2f}"

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import commpass
 from commpass.cli import app
 from commpass.plan import dump
+from commpass.report import compare as comparison
 from commpass.report.compare import processes
 
 ROOT = Path(commpass.__file__).parent.parent
@@ -185,6 +186,13 @@ def test_folders_that_cannot_be_written(tmp_path, program, monkeypatch):
     (tmp_path / "file").touch()
     done = run(tmp_path, "false", options=("--keep", tmp_path / "file" / "kept"))
     fails(done, "cannot be written: Not a directory. Name another folder with --keep")
+
+
+def test_program_that_fails_while_the_disk_is_full(tmp_path, program, monkeypatch):
+    monkeypatch.setattr(comparison, "LEAST_FREE", 0)
+    assert "disk" not in run(tmp_path, "false").stderr
+    monkeypatch.setattr(comparison, "LEAST_FREE", 1 << 60)
+    fails(run(tmp_path, "false"), "The disk of this file is full", "another folder with --keep")
 
 
 def test_table_and_prose_fit_into_80_columns(tmp_path, program):

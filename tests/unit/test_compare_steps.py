@@ -391,12 +391,28 @@ def test_verdict_is_inconclusive_if_rounds_of_one_policy_differ_as_much(tmp_path
     assert found.startswith("inconclusive: taco (10.1 ms) and off (10.5 ms) differ by no more than")
 
 
-def test_program_that_compresses_under_off_is_noted(tmp_path: Path):
-    """It sets the environment variables itself."""
-    dump.write(tmp_path / "off" / "dump", make())
+def test_program_that_sets_the_policy_itself_is_noted(tmp_path: Path):
+    """The plans have the policy 'balanced', whatever the environment says."""
+    plan = replace(make().plan, policy="balanced")
+    for policy in ("off", "taco", "on", "balanced"):
+        dump.write(tmp_path / policy / "dump", replace(make(), plan=plan))
     jobs = [job(tmp_path, "off", SLOW), job(tmp_path, "taco", FAST)]
-    [remark] = [r for r in compare(["x"], ["off", "taco"], jobs, []).remarks if "under off" in r]
-    assert "it changes the environment variables COMMPASS or COMMPASS_POLICY itself" in remark
+    notes = [each for each in compare(["x"], ["off", "taco"], jobs, []).remarks if "itself" in each]
+    assert [note.partition(":")[0] for note in notes] == [
+        f"The program compiled under the policy 'balanced' instead of {policy!r}"
+        for policy in ("off", "taco")
+    ]
+    jobs = [job(tmp_path, "on", SLOW), job(tmp_path, "balanced", FAST)]
+    found = compare(["x"], ["on", "balanced"], jobs, []).remarks
+    assert not any("itself" in each for each in found)
+
+
+def test_verdict_is_inconclusive_if_nothing_differs(tmp_path: Path):
+    """However much faster one of them was."""
+    dump.write(tmp_path / "lossless" / "dump", make(sites=(SITES[0],) * 2))
+    jobs = [job(tmp_path, "off", SLOW), job(tmp_path, "lossless", FAST)]
+    found = compare(["x"], ["off", "lossless"], jobs, []).verdict
+    assert found.startswith("inconclusive: the collectives are the same under lossless and off")
 
 
 def test_middle_half():

@@ -34,6 +34,8 @@ from commpass.report.numbers import amounts
 from commpass.report.progress import progress
 from commpass.report.tables import console_for, plain_table, print_json
 
+LEAST_FREE = 1 << 20
+"""Free bytes of a disk below which a failure may be due to it."""
 LOSS_ROWS = 12
 """The number of losses that a terminal shows."""
 NOT_USED = (
@@ -159,7 +161,7 @@ def check(job: Job) -> None:
         what = f"exit status {job.status}" if job.status > 0 else f"signal {-job.status}"
         raise CommpassError(
             f"the command failed with {what} ({where}). Its last lines are above, and all of them"
-            f" in {job.output}"
+            f" in {job.output}{_full_disk(job.folder)}"
         )
     if not job.used:
         _print_last_lines(job)
@@ -171,6 +173,13 @@ def check(job: Job) -> None:
             f"all {job.steps.left_out} steps are warm-up ({where}): run at least {WARM_UP + 5}"
             f" steps. {RULE}"
         )
+
+
+def _full_disk(folder: Path) -> str:
+    """Return a sentence if the program may have failed since its output could not be written."""
+    if shutil.disk_usage(folder).free >= LEAST_FREE:
+        return ""
+    return ". The disk of this file is full: free some space, or name another folder with --keep"
 
 
 def _print_last_lines(job: Job) -> None:

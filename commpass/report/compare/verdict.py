@@ -10,6 +10,7 @@ from statistics import median, quantiles
 
 from commpass.errors import DumpError
 from commpass.plan import dump
+from commpass.policy import PRESETS
 from commpass.report.compare import losses
 from commpass.report.compare.jobs import OFF, POLICY, SWITCH, Job
 from commpass.report.numbers import percent
@@ -23,13 +24,15 @@ LEAST_STEPS = 4
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
     """What the plans of a policy say: bytes of one step and rank, handed to collectives, before and
-    after. ``predicted_ms`` is the predicted time of all graphs, None if it is unknown."""
+    after. ``predicted_ms`` is the predicted time of all graphs, None if it is unknown. ``policies``
+    are the names of the policies in the plans."""
 
     sites: int
     compressed: int
     bytes: int
     wire_bytes: int
     predicted_ms: float | None
+    policies: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +106,7 @@ def traffic_of(job: Job) -> Traffic | None:
         bytes=of.bytes,
         wire_bytes=of.wire_bytes,
         predicted_ms=times.us / 1e3 if times is not None else None,
+        policies=tuple(dict.fromkeys(plan.policy for plan in found.plans)),
     )
 
 
@@ -198,9 +202,18 @@ def times(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
+def _is_same(one: Traffic, other: Traffic | None) -> bool:
+    return other is not None and replace(one, policies=()) == replace(other, policies=())
+
+
 def _sentence(of: PolicyResult, base: PolicyResult, contrary: int, spread: float) -> str:
     if of.traffic is None:
         return f"inconclusive: commpass has compiled no graph under {of.name}, so nothing differs"
+    if not of.traffic.compressed and _is_same(of.traffic, base.traffic):
+        return (
+            f"inconclusive: the collectives are the same under {of.name} and {base.name}, and none"
+            " is compressed, so nothing differs"
+        )
     for each in (of, base):
         if each.steps < LEAST_STEPS:
             return (
@@ -275,10 +288,13 @@ def _round_remarks(of: Mapping[str, Sequence[Job]]) -> list[str]:
                 f"Processes of the program still ran after its end under {label(policy)}"
                 f" ({stopped}). They were ended, since they would have slowed the next run."
             )
-        compressed = traffic_of(jobs[0]) if policy == OFF and jobs else None
-        if compressed is not None and compressed.compressed:
+        traffic = traffic_of(jobs[0]) if jobs else None
+        if traffic is None:
+            continue
+        others = [repr(name) for name in traffic.policies if name != policy]
+        if policy in PRESETS and others and not (policy == OFF and not traffic.compressed):
             made.append(
-                f"The program compressed {plural(compressed.compressed, 'collective')} under off:"
+                f"The program compiled under the policy {', '.join(others)} instead of {policy!r}:"
                 f" it changes the environment variables {SWITCH} or {POLICY} itself. Remove that,"
                 " or the runs do not differ as asked."
             )
