@@ -15,12 +15,14 @@ from torch._guards import CompileContext, TracingContext
 from commpass import groups
 from commpass.backend import build
 from commpass.backend.calls import check_call
+from commpass.backend.compile_once import compiled_once
+from commpass.backend.object_inputs import bypass_objects
 from commpass.backend.options import Compiler, in_cuda_graphs, inductor_options
 from commpass.backend.shared import Job, Shared, TracedGraph
 from commpass.costmodel import Profile
 from commpass.distributed import record
 from commpass.distributed.agreed_network import agreed_default
-from commpass.distributed.calls import Raising, before_each_call, with_boxed_args
+from commpass.distributed.calls import Raising, before_each_call, callable_of, with_boxed_args
 from commpass.distributed.checked import Checked, release
 from commpass.distributed.hosts import with_hosts
 from commpass.distributed.machine import default_here
@@ -71,6 +73,22 @@ def with_static(
         return dict(kwargs)
     static = [*(kwargs.get("static_input_idxs") or ()), *range(len(inputs))[-len(more) :]]
     return {**kwargs, "static_input_idxs": static}
+
+
+def compiled_by(
+    inner: Compiler, gm: fx.GraphModule, inputs: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """Compile a graph without the inputs that Inductor's cache could not find again."""
+    bypass = bypass_objects(gm, inputs)
+    if static := kwargs.get("static_input_idxs"):
+        kwargs["static_input_idxs"] = bypass.renumbered(static)
+    kept = bypass.kept(inputs)
+    with compiled_once(gm, kept):
+        compiled = inner(gm, kept, **kwargs)
+    if not bypass.outputs:
+        return compiled
+    function = bypass.around(callable_of(compiled))
+    return before_each_call(compiled, lambda: None, function)
 
 
 class Backend(Shared):
@@ -187,7 +205,8 @@ class Backend(Shared):
                     self._without_reordering() if pinned or changed else nullcontext(),
                 ):
                     inputs = [*example_inputs, *more]
-                    return compile_fx_inner(gm, inputs, **with_static(kwargs, more, inputs))
+                    arguments = with_static(kwargs, more, inputs)
+                    return compiled_by(compile_fx_inner, gm, inputs, arguments)
 
             direction = "backward" if kwargs.get("is_backward") or calls.autograd else "forward"
             wrapped = kwargs.get("cpp_wrapper") or torch._inductor.config.cpp_wrapper

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
+from commpass.backend.compile_once import compiled_once
 from commpass.lowering.repairs import without_loop_splitting
 
 Compiled = Callable[[list[Any]], Any]
@@ -93,6 +94,7 @@ def _inductor(gm: fx.GraphModule, pinned: bool) -> Compiled:
         ordered() if pinned else nullcontext(),
         without_loop_splitting(),
         switched_off(reordering_settings()),
+        compiled_once(gm, values),
     ):
         compiled: Any = compile_fx_inner(gm, values)
 

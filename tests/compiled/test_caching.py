@@ -111,6 +111,50 @@ def test_policies_in_turn_give_their_own_numbers_and_plans_with_cache_hits_in_tw
         assert [(hits, misses) for *_, hits, misses in rows] == [(graphs, 0), (graphs, 0)]
 
 
+def run_sharded() -> tuple[list[float], int, int]:
+    """Train a step of a model of DTensors, and return its loss and gradients, cache hits and
+    misses."""
+    from torch._dynamo.utils import counters
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 16))
+    mesh = init_device_mesh("cpu", (2,))
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    policy = Policy(rules=[Rule(codec="int8", force=True)], max_error=0.1)
+    compiled = torch.compile(model, backend=commpass.backend(policy, strict=True))
+    loss = compiled(torch.randn(8, 16)).square().mean()
+    loss.backward()
+    found = counters["inductor"]
+    gradients = [p.grad.full_tensor().sum().item() for p in model.parameters()]
+    return (
+        [loss.item(), *gradients],
+        found["fxgraph_cache_hit"],
+        found["fxgraph_cache_miss"],
+    )
+
+
+@pytest.mark.slow
+def test_graphs_of_dtensors_are_compiled_by_one_rank_and_once_for_all_starts(tmp_path):
+    """A DeviceMesh among the inputs of a graph does not change its key in Inductor's cache."""
+    environment, results = own_cache(tmp_path / "cache"), []
+    for misses in (2, 0):  # forward and backward
+        ranks = Ranks(2, environment)
+        try:
+            found = ranks.run(run_sharded)
+        finally:
+            ranks.stop()
+        assert [hits + misses for _, hits, misses in found] == [2, 2]
+        assert sum(misses for _, _, misses in found) == misses
+        results += [values for values, _, _ in found]
+    assert all(values == results[0] for values in results)
+
+
 def run_kernels() -> tuple[set[str], list[float], int, int]:
     """Return how three equal sites are lowered, their results, cache hits and misses."""
     from torch._dynamo.utils import counters
