@@ -163,7 +163,6 @@ def table(rows: Sequence[Even], at_bytes: int) -> Table:
     numbers = ("ranks", "pays from", f"at {size(at_bytes)},\npredicted", "times")
     last = "codec by\nalgorithm"
     made = plain_table("link", "dtype", *numbers, last, folded=(last,), right=numbers)
-    made.columns[-1].min_width = len("uncompressed")
     for row in rows:
         made.add_row(*map(Text, _cells(row)))
     return made
