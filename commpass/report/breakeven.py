@@ -173,7 +173,8 @@ def _cells(row: Even) -> Iterator[str]:
     less = " or less" if row.from_bytes == LEAST else ""
     yield "never" if row.from_bytes == inf else size(row.from_bytes) + less
     times = micros(row.uncompressed_us), micros(row.predicted_us, row.uncompressed_us)
-    yield " -> ".join(times)
+    before, after = times[0].split(), times[1].split()
+    yield " -> ".join((before[0] if before[1:] == after[1:] else times[0], times[1]))  # one unit
     yield f"{row.uncompressed_us / row.predicted_us:.2f}"
     yield f"{row.codec} by {row.algorithm}" if row.codec != "none" else "uncompressed"
 
