@@ -94,8 +94,8 @@ def _build(shared: Shared, job: Job, before: PassContext | None) -> Built | Rais
     if outcome.error is not None and not raised:
         why, number = plan.fallback, job.number
         record.log.warning("%s graph %s compiled untouched: %s", job.direction, number, why)
-    if instead_of is None and not raised:
-        record_plan(shared, outcome, job, None)
+    if instead_of is None:
+        record_plan(shared, outcome, job, None, summed=not raised)
     record.trace_graph(gm, f"{job.direction}_after")
     if calls.is_last_compile and plan.changed:
         calls.is_last_compile = False

@@ -21,9 +21,19 @@ TEXTS = {NAMES[0], *(step.name for step in PASSES if step.mutates)}
 that may change it."""
 
 
-def record_plan(shared: Shared, outcome: PassContext, job: Job, instead_of: Plan | None) -> None:
-    """Record a plan for reports. It replaces ``instead_of`` if there is one."""
+def record_plan(
+    shared: Shared,
+    outcome: PassContext,
+    job: Job,
+    instead_of: Plan | None,
+    *,
+    summed: bool = True,
+) -> None:
+    """Record a plan for reports. It replaces ``instead_of`` if there is one. Unless it is
+    ``summed``, the summary leaves it out."""
     record.record(outcome, instead_of)
+    if not summed:
+        return
     shared.summary.add(
         outcome.plan,
         trained=job.stateless != INFERENCE,
