@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO
 from weakref import WeakKeyDictionary
@@ -114,6 +115,7 @@ class Recorder:
     def __init__(self, folder: Path):
         self.owner = (str(folder), os.getpid())
         self.compiles = 0
+        self.rank = _rank()
         self.begin = _Mark.current()
         self.last: dict[str, _Mark] = {}
         self.compiles_at: dict[str, tuple[int, int]] = {}
@@ -128,16 +130,23 @@ class Recorder:
                 f"{FOLDER}={folder}: cannot be written: {error.strerror}. commpass compare needs a"
                 " folder that all hosts share: name one with --keep"
             ) from error
-        self.write(StepRecord(_rank(), START))
+        self.write(StepRecord(self.rank, START))
 
     def name_of(self, optimizer: Optimizer) -> str:
-        """Return the clock of an optimizer, numbered in the order of their first steps."""
-        return self.optimizers.setdefault(optimizer, f"optimizer {len(self.optimizers)}")
+        """Return the clock of an optimizer: its number in the order of their first steps."""
+        if optimizer not in self.optimizers:  # the number of one that is gone is free again
+            names = map("optimizer {}".format, count())
+            self.optimizers[optimizer] = next(
+                name for name in names if name not in self.optimizers.values()
+            )
+        return self.optimizers[optimizer]
 
     def end_step(self, clock: str) -> None:
         """End a step by this clock, and write all steps that are complete."""
         with self.lock:
             end, compiles = _Mark.current(), (self.compiles, _frames())
+            if ready():  # it may be gone when the step is written
+                self.rank = torch.distributed.get_rank()
             compiled = compiles != self.compiles_at.get(clock, (-1, -1))
             self.pending.append((self.last.get(clock, self.begin), end, clock, compiled))
             self.last[clock], self.compiles_at[clock] = end, compiles
@@ -153,7 +162,7 @@ class Recorder:
             begin, end, clock, compiled = self.pending[0]
             if (seconds := end.since(begin)) is None:
                 return
-            self.write(StepRecord(_rank(), clock, seconds, compiled))
+            self.write(StepRecord(self.rank, clock, seconds, compiled))
             del self.pending[0]
 
     def write(self, record: StepRecord) -> None:
@@ -167,7 +176,7 @@ def _frames() -> int:
 
 
 def _rank() -> int:
-    """Return the rank of this process, before there is a process group as the launcher says."""
+    """Return the rank of this process, without a process group that of the launcher."""
     if ready():
         return torch.distributed.get_rank()
     said = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"

@@ -84,7 +84,8 @@ def run(
         return
     made = table(rows, nbytes)
     console = console_for(made)
-    console.print(Text(f"{kind} under policy {chosen.name}, predicted by the cost model"))
+    heading = f"{kind} under policy {chosen.name}, predicted up to {size(MOST)}"
+    console.print(Text(heading))
     console.print(made)
 
 
@@ -159,9 +160,9 @@ def decided(
 
 def table(rows: Sequence[Even], at_bytes: int) -> Table:
     """Return a table with a line for each link, dtype and number of ranks."""
-    heading = f"at {size(at_bytes)}, predicted"
-    numbers = ("ranks", "pays from", heading, "times")
-    made = plain_table("link", "dtype", *numbers, "codec by algorithm", right=numbers)
+    numbers = ("ranks", "pays from", f"at {size(at_bytes)},\npredicted", "times")
+    last = "codec by\nalgorithm"
+    made = plain_table("link", "dtype", *numbers, last, folded=(last,), right=numbers)
     for row in rows:
         made.add_row(*map(Text, _cells(row)))
     return made
@@ -169,11 +170,11 @@ def table(rows: Sequence[Even], at_bytes: int) -> Table:
 
 def _cells(row: Even) -> Iterator[str]:
     yield from (row.profile, row.dtype, str(row.ranks))
-    never = f"never up to {size(MOST)}"
     less = " or less" if row.from_bytes == LEAST else ""
-    yield never if row.from_bytes == inf else size(row.from_bytes) + less
+    yield "never" if row.from_bytes == inf else size(row.from_bytes) + less
     times = micros(row.uncompressed_us), micros(row.predicted_us, row.uncompressed_us)
-    yield " -> ".join(times)
+    before, after = times[0].split(), times[1].split()
+    yield " -> ".join((before[0] if before[1:] == after[1:] else times[0], times[1]))  # one unit
     yield f"{row.uncompressed_us / row.predicted_us:.2f}"
     yield f"{row.codec} by {row.algorithm}" if row.codec != "none" else "uncompressed"
 

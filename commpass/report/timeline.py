@@ -144,7 +144,8 @@ def headers(view: TimelineView) -> tuple[str, ...]:
 
 def table(view: TimelineView) -> Table:
     """Return the sites as a table without reasons: ``commpass explain`` has them."""
-    made = plain_table(*headers(view), folded=LEFT, right=headers(view)[len(LEFT) :])
+    numbers = [each.replace(" ", "\n", 1) for each in headers(view)[len(LEFT) :]]  # narrow
+    made = plain_table(*LEFT, *numbers, folded=LEFT, right=numbers)
     for row in rows(view):
         made.add_row(*map(Text, row[:-1]))
     return made

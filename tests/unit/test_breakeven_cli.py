@@ -49,11 +49,22 @@ def test_example_of_the_page_prints_what_the_page_shows(tmp_path, monkeypatch):
     assert [line.rstrip() for line in printed.splitlines()] == output.splitlines()
 
 
-def test_fast_link_never_pays_and_says_so():
+def test_fast_link_never_pays_and_says_so(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
     found = asked("ethernet-100g", "--ranks", "2", "--dtype", "bfloat16")
     assert found.exit_code == 0, found.output
-    assert "never up to 16.0 GiB" in found.output
-    assert "uncompressed" in found.output
+    heading, *_, row = found.output.splitlines()
+    assert heading.endswith("predicted up to 16.0 GiB")
+    assert "  never  " in row
+    assert row.rstrip().endswith("uncompressed")
+
+
+def test_table_fits_into_80_columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    found = asked("ethernet-25g", "--ranks", "8")
+    assert found.exit_code == 0, found.output
+    assert max(map(len, found.output.splitlines())) <= 80
+    assert "10.2 -> 10.2 ms" in found.output
 
 
 def test_policy_without_lossy_codecs_compresses_nothing_here():

@@ -17,6 +17,8 @@ from typer.testing import CliRunner
 import commpass
 from commpass.cli import app
 from commpass.plan import dump
+from commpass.report import compare as comparison
+from commpass.report.compare import processes
 
 ROOT = Path(commpass.__file__).parent.parent
 PROGRAM = """
@@ -157,6 +159,84 @@ def test_program_without_a_step(tmp_path, program):
 
 def test_program_with_warm_up_steps_alone(tmp_path, program):
     fails(run(tmp_path, sys.executable, program, 4, 1), "all 4 steps are warm-up", "at least 8")
+
+
+BACKGROUND = """
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(500) # {0}"], {1})
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
+@pytest.mark.parametrize("options", ["", "start_new_session=True"])
+def test_processes_that_outlive_the_program_are_ended_and_noted(tmp_path, program, options):
+    """Also those in a session of their own, as torchrun starts its ranks."""
+    program.write_text("import subprocess\n" + PROGRAM + BACKGROUND.format(tmp_path, options))
+    done = run(tmp_path, sys.executable, program, 12, 10, options=("--rounds", 1))
+    assert done.exit_code == 0, done.output
+    assert "still ran after its end under off (1)" in done.stdout
+    assert not processes_of(f"# {tmp_path}")
+
+
+def test_process_that_ends_soon_after_the_program_is_not_noted(tmp_path, program):
+    program.write_text(PROGRAM + "import subprocess\nsubprocess.Popen(['sleep', '0.3'])\n")
+    done = run(tmp_path, sys.executable, program, 12, 10, options=("--rounds", 1))
+    assert "still ran" not in done.stdout
+    assert done.exit_code == 0, done.output
+
+
+@pytest.mark.slow
+def test_program_that_ignores_signals_is_killed(tmp_path, program, monkeypatch):
+    short = [(number, 0.2) for number, _ in processes.PATIENCE]
+    monkeypatch.setattr(processes, "PATIENCE", short)
+    ignore = "import signal\nfor n in (2, 15): signal.signal(n, signal.SIG_IGN)\n"
+    program.write_text(ignore + PROGRAM)
+    options = ("--rounds", 1, "--steps", 4)
+    done = run(tmp_path, sys.executable, program, 10_000, 60, options=options)
+    assert done.exit_code == 0, done.output
+    assert not processes_of(str(program))
+
+
+def test_program_that_changes_its_folder_is_compared(tmp_path, program, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    program.write_text(PROGRAM.replace("steps, ms", "os.chdir('/')\nsteps, ms", 1))
+    options = ("--rounds", 1, "--keep", "kept")
+    done = run(tmp_path, sys.executable, program, 12, 10, options=options)
+    assert done.exit_code == 0, done.output
+
+
+def test_long_line_is_shortened(tmp_path, program):
+    program.write_text("import sys\nsys.stdout.write('x' * 10**7)\nsys.exit(1)\n")
+    done = run(tmp_path, sys.executable, program)
+    fails(done, "xxx... (10,000,000 characters)")
+    assert len(done.stderr) < 2000
+
+
+def test_folders_that_cannot_be_written(tmp_path, program, monkeypatch):
+    """Found before the program runs."""
+    monkeypatch.setattr(os, "access", lambda _, mode: not mode & os.W_OK)
+    fails(run(tmp_path, "false"), f"{tmp_path} is not writable", "name a file in another folder")
+    monkeypatch.undo()
+    (tmp_path / "file").touch()
+    done = run(tmp_path, "false", options=("--keep", tmp_path / "file" / "kept"))
+    fails(done, "cannot be written: Not a directory. Name another folder with --keep")
+
+
+def test_program_that_fails_while_the_disk_is_full(tmp_path, program, monkeypatch):
+    monkeypatch.setattr(comparison, "LEAST_FREE", 0)
+    assert "disk" not in run(tmp_path, "false").stderr
+    monkeypatch.setattr(comparison, "LEAST_FREE", 1 << 60)
+    fails(run(tmp_path, "false"), "The disk of this file is full", "another folder with --keep")
+
+
+def test_table_and_prose_fit_into_80_columns(tmp_path, program):
+    given = ["compare", "--rounds", 1, "-o", tmp_path / "c.html", "--"]
+    given += [sys.executable, program, 12, 10]
+    done = CliRunner().invoke(app, list(map(str, given)), env={"COLUMNS": "80"})
+    assert done.exit_code == 0, done.output
+    shown = done.stdout.partition("wrote ")[0].splitlines()
+    assert max(map(len, shown)) <= 80
+    assert "" in shown[2:4]  # behind the verdict
 
 
 @pytest.mark.parametrize(

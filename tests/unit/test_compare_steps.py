@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -125,6 +128,30 @@ def test_on_a_gpu_steps_are_timed_by_events_without_waiting(folder, monkeypatch)
     assert records(folder)[-1].seconds == pytest.approx(0.026)
 
 
+def test_steps_that_are_written_after_the_end_of_the_process_group_have_its_rank(
+    folder, monkeypatch
+):
+    """Without a launcher, no environment variable has the rank."""
+    monkeypatch.delenv("RANK", raising=False)
+    recorder = step_times.Recorder(folder)
+    monkeypatch.setattr(step_times, "ready", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
+    recorder.end_step(EXPLICIT)
+    monkeypatch.setattr(step_times, "ready", lambda: False)
+    recorder.end_step(EXPLICIT)
+    assert [each.rank for each in records(folder)] == [0, 3, 3]
+
+
+def test_new_optimizer_does_not_share_the_clock_of_another(folder: Path):
+    recorder = step_times.Recorder(folder)
+    first, second, third = (torch.optim.SGD([nn.Parameter(torch.ones(1))]) for _ in range(3))
+    assert [recorder.name_of(each) for each in (first, second)] == ["optimizer 0", "optimizer 1"]
+    del first
+    gc.collect()
+    names = [recorder.name_of(each) for each in (second, third)]
+    assert names == ["optimizer 1", "optimizer 0"]
+
+
 def test_last_line_of_a_killed_process_is_left_out(tmp_path: Path):
     whole = step_records.encode(StepRecord(0, EXPLICIT, 0.5))
     (tmp_path / "a.jsonl").write_bytes(whole + whole[:-9])
@@ -166,7 +193,19 @@ def test_rank_that_was_started_again_counts_once(tmp_path: Path):
     assert read(tmp_path) == [[StepRecord(1, EXPLICIT, 0.25)]]
 
 
+def test_processes_of_a_rank_without_steps_do_not_count(tmp_path: Path):
+    """Such as those of a data loader, which begin later and have the rank of their parent."""
+    step = StepRecord(0, EXPLICIT, 0.5)
+    for start, found in ((1, [StepRecord(0, START), step]), (2, [StepRecord(0, START)])):
+        name = step_records.file_name(start, "host", 10 + start)
+        (tmp_path / name).write_bytes(b"".join(map(step_records.encode, found)))
+    assert read(tmp_path) == [[StepRecord(0, START), step]]
+
+
 # losses
+
+
+STEPS_3_AND_4 = {"step 3": 0.5, "step 4": 2.0}
 
 
 @pytest.mark.parametrize(
@@ -178,6 +217,14 @@ def test_rank_that_was_started_again_counts_once(tmp_path: Path):
         (["step 4 | Loss: 1.5", "step 4 | Loss: 1.5"], {"step 4": 1.5}),
         (["loss=3", "loss=2"], {"line 1": 3.0, "line 2": 2.0}),
         (["lossless", "no loss here", "glossy 3", "loss of 3 ranks at 5"], {"line 1": 3.0}),
+        (["step 3 loss: \x1b[1;32m0.5\x1b[0m", "\x1b[1mstep 4\x1b[0m loss 2"], STEPS_3_AND_4),
+        (["step 3 train_loss=0.5", "step 4 loss: tensor(2., grad_fn=<X>)"], STEPS_3_AND_4),
+        (["step 3 loss -> 0.5/9", "step 4: loss - 2"], STEPS_3_AND_4),
+        (["step 3 loss -0.5", "loss:    -.5e-3, step:   4"], {"step 3": -0.5, "step 4": -0.0005}),
+        (["{'loss': '0.5', 'epoch': '0.08'}"], {"epoch 0.08": 0.5}),
+        (["step 1 loss 1,234.5", "step 2 loss -inf"], {"step 1": 1234.5, "step 2": -math.inf}),
+        (["loss scale 3", "loss_scale=65536", "loss 0.5m", "loss 0x10"], {}),
+        (["loss 3 " + "x" * 9_999_999 + " step 7"], {"line 1": 3.0}),
         ([], {}),
     ],
 )
@@ -191,7 +238,9 @@ def test_difference_of_losses():
     )
     nan, inf = float("nan"), float("inf")
     assert losses.difference({"a": nan, "b": inf}, {"a": nan, "b": inf}) == 0
-    assert losses.difference({"a": nan}, {"a": 1.0}) == inf
+    for ill in (nan, inf, -inf):
+        assert losses.difference({"a": ill}, {"a": 1.0}) == inf
+        assert losses.difference({"a": 1.0}, {"a": ill}) == inf
     assert losses.difference({"a": 1.0}, {"b": 1.0}) is None
 
 
@@ -229,7 +278,11 @@ FAST, SLOW = (10.0, 10.5, 11.0, 11.5, 12.0), (20.0, 21.0, 22.0, 23.0, 24.0)
 
 def test_verdict_of_a_clear_result(tmp_path: Path):
     loss = {"step 1": 2.0}
-    jobs = [job(tmp_path, "off", SLOW, losses=loss), job(tmp_path, "taco", FAST, losses=loss)]
+    jobs = [
+        job(tmp_path, policy, ms, round_, losses=loss)
+        for round_ in (1, 2)
+        for policy, ms in (("off", SLOW), ("taco", FAST))
+    ]
     found = compare(["python", "x.py"], ["off", "taco"], jobs, [])
     assert found.verdict == (
         "taco is 2.00 times as fast as off: 11 ms a step instead of 22 ms. Its printed losses"
@@ -302,6 +355,67 @@ def test_losses_that_differ_are_told(tmp_path: Path):
     assert any("not deterministic" in remark for remark in found.remarks)
 
 
+def test_loss_that_is_nan_under_one_policy_is_in_the_verdict(tmp_path: Path):
+    """Also if the first round is like that of the base."""
+    good, bad = {"step 1": 2.0, "step 2": 1.5}, {"step 1": 2.0, "step 2": math.nan}
+    jobs = [
+        *(job(tmp_path, "off", SLOW, losses=good), job(tmp_path, "taco", FAST, losses=good)),
+        *(job(tmp_path, "off", SLOW, 2, losses=good), job(tmp_path, "taco", FAST, 2, losses=bad)),
+    ]
+    found = compare(["x"], ["off", "taco"], jobs, [])
+    assert found.verdict.endswith("The loss of taco at step 2 is nan, that of off is 1.5")
+    assert "not finite" in page.page(found)
+    back = compare(["x"], ["taco", "off"], jobs, []).verdict
+    assert back.endswith("The loss of taco at step 2 is nan, that of off is 1.5")
+
+
+def test_verdict_of_one_round_has_a_condition(tmp_path: Path):
+    once = [job(tmp_path, "off", SLOW), job(tmp_path, "taco", FAST)]
+    condition = "if the machine was equally fast in both runs"
+    assert condition in compare(["x"], ["off", "taco"], once, []).verdict
+    twice = [*once, job(tmp_path, "off", SLOW, 2), job(tmp_path, "taco", FAST, 2)]
+    assert condition not in compare(["x"], ["off", "taco"], twice, []).verdict
+
+
+def test_verdict_is_inconclusive_if_rounds_of_one_policy_differ_as_much(tmp_path: Path):
+    """The machine became slower in the third round."""
+    speeds = [(10.4, 10.0), (10.5, 10.1), (11.1, 10.8)]
+    jobs = [
+        job(tmp_path, policy, [ms + 0.01 * step for step in range(9)], round_)
+        for round_, pair in enumerate(speeds, 1)
+        for policy, ms in zip(("off", "taco"), pair, strict=True)
+    ]
+    found = compare(["x"], ["off", "taco"], jobs[:4], []).verdict
+    assert found.startswith("taco is 1.040 times as fast as off")
+    jobs[4:] = [replace(each, steps=Steps(ms=each.steps.ms[:2])) for each in jobs[4:]]
+    found = compare(["x"], ["off", "taco"], jobs, []).verdict
+    assert found.startswith("inconclusive: taco (10.1 ms) and off (10.5 ms) differ by no more than")
+
+
+def test_program_that_sets_the_policy_itself_is_noted(tmp_path: Path):
+    """The plans have the policy 'balanced', whatever the environment says."""
+    plan = replace(make().plan, policy="balanced")
+    for policy in ("off", "taco", "on", "balanced"):
+        dump.write(tmp_path / policy / "dump", replace(make(), plan=plan))
+    jobs = [job(tmp_path, "off", SLOW), job(tmp_path, "taco", FAST)]
+    notes = [each for each in compare(["x"], ["off", "taco"], jobs, []).remarks if "itself" in each]
+    assert [note.partition(":")[0] for note in notes] == [
+        f"The program compiled under the policy 'balanced' instead of {policy!r}"
+        for policy in ("off", "taco")
+    ]
+    jobs = [job(tmp_path, "on", SLOW), job(tmp_path, "balanced", FAST)]
+    found = compare(["x"], ["on", "balanced"], jobs, []).remarks
+    assert not any("itself" in each for each in found)
+
+
+def test_verdict_is_inconclusive_if_nothing_differs(tmp_path: Path):
+    """However much faster one of them was."""
+    dump.write(tmp_path / "lossless" / "dump", make(sites=(SITES[0],) * 2))
+    jobs = [job(tmp_path, "off", SLOW), job(tmp_path, "lossless", FAST)]
+    found = compare(["x"], ["off", "lossless"], jobs, []).verdict
+    assert found.startswith("inconclusive: the collectives are the same under lossless and off")
+
+
 def test_middle_half():
     assert middle_half([5.0]) == (5.0, 5.0, 5.0)
     assert middle_half([1.0, 2.0, 3.0, 4.0, 5.0]) == (3.0, 2.0, 4.0)
@@ -327,7 +441,7 @@ def test_environment_of_each_policy(tmp_path: Path):
 def test_page_is_one_file_and_escapes_all_text(tmp_path: Path):
     jobs = [
         job(tmp_path, "off", [*SLOW, 900.0], losses={"step <1>": 2.0}),
-        job(tmp_path, "taco", FAST, losses={"step <1>": float("nan")}),
+        job(tmp_path, "taco", FAST, losses={"step <1>": 1.9}),
     ]
     found = compare(["python", "<script>.py"], ["off", "taco"], jobs, ["a & b"])
     text = page.page(found)

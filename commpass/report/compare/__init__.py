@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -19,7 +20,7 @@ from commpass.errors import CommpassError
 from commpass.report.compare import page
 from commpass.report.compare.jobs import OFF, ON, Interrupted, Job, check_command
 from commpass.report.compare.jobs import run as run_job
-from commpass.report.compare.losses import side_by_side
+from commpass.report.compare.losses import difference_text, side_by_side
 from commpass.report.compare.steps import RULE, WARM_UP
 from commpass.report.compare.verdict import (
     Comparison,
@@ -29,10 +30,12 @@ from commpass.report.compare.verdict import (
     middle_half,
     times,
 )
-from commpass.report.numbers import amounts, percent
+from commpass.report.numbers import amounts
 from commpass.report.progress import progress
 from commpass.report.tables import console_for, plain_table, print_json
 
+LEAST_FREE = 1 << 20
+"""Free bytes of a disk below which a failure may be due to it."""
 LOSS_ROWS = 12
 """The number of losses that a terminal shows."""
 NOT_USED = (
@@ -78,11 +81,7 @@ def run(
     stopped it, and 2 if the command failed under some policy."""
     check_command(command)
     page.check(output)
-    if keep is not None:
-        if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
-            raise CommpassError(f"{keep}: is not empty; name a new folder")
-        keep.mkdir(parents=True, exist_ok=True)
-    folder = keep if keep is not None else Path(tempfile.mkdtemp(prefix="commpass-compare-"))
+    folder = _folder(keep)
     jobs: list[Job] = []
     try:
         stopped = _run_all(command, policies, rounds, most_steps, folder, jobs)
@@ -97,13 +96,29 @@ def run(
     finally:
         if keep is None and not any(job.status for job in jobs):
             shutil.rmtree(folder, ignore_errors=True)
-    page.write(found, output)
-    if json:
+    if json:  # first, in case the page cannot be written
         print_json(found)
     else:
         show(found)
+    page.write(found, output)
     typer.echo(f"wrote {output}", err=json)
     return 130 if stopped else 2 if failed else 0
+
+
+def _folder(keep: Path | None) -> Path:
+    """Return the folder of all runs, as an absolute path: the program may change its own."""
+    try:
+        if keep is None:
+            return Path(tempfile.mkdtemp(prefix="commpass-compare-"))
+        if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
+            raise CommpassError(f"{keep}: is not empty; name a new folder")
+        keep.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        what = f"--keep {keep}" if keep is not None else "the folder for temporary files"
+        raise CommpassError(
+            f"{what} cannot be written: {error.strerror}. Name another folder with --keep"
+        ) from error
+    return keep.resolve()
 
 
 def _run_all(
@@ -164,6 +179,7 @@ def check(job: Job) -> None:
         _print_last_lines(job)
         raise CommpassError(
             f"the command {failure(job)}. Its last lines are above, and all of them in {job.output}"
+            f"{_full_disk(job.folder)}"
         )
     if not job.used:
         _print_last_lines(job)
@@ -184,6 +200,13 @@ def failure(job: Job) -> str:
     return f"failed with {what} (policy {label(job.policy)!r}, round {job.round})"
 
 
+def _full_disk(folder: Path) -> str:
+    """Return a sentence if the program may have failed since its output could not be written."""
+    if shutil.disk_usage(folder).free >= LEAST_FREE:
+        return ""
+    return ". The disk of this file is full: free some space, or name another folder with --keep"
+
+
 def _print_last_lines(job: Job) -> None:
     for line in job.last_lines():
         typer.echo(f"| {line}", err=True)
@@ -197,18 +220,28 @@ def show(found: Comparison) -> None:
     tables = [table_of(found)]
     if found.losses:
         tables.append(losses_of(found))
-    console = console_for(*tables)
-    console.print(Text(found.verdict, style="bold"), "", tables[0], "", sep="\n")
+    prose, console = console_for(), console_for(*tables)  # prose is as wide as the terminal
+    prose.print(Text(found.verdict, style="bold"), "", sep="\n")
+    console.print(tables[0], "", sep="\n")
     for each in found.policies[1:]:
         if len(found.policies) > 2:
-            console.print(Text(f"{each.name}: {each.verdict}"))
+            prose.print(Text(f"{each.name}: {each.verdict}"))
     for made in tables[1:]:
         console.print(made, "", sep="\n")
     for remark in (*found.remarks, RULE):
-        console.print(Text(remark, style="dim"))
+        prose.print(Text(remark, style="dim"))
 
 
-COLUMNS = ("policy", "ms a step", "middle half", "times as fast", "steps", "bytes", "predicted")
+COLUMNS = (
+    "policy",
+    "ms\na step",
+    "middle half",
+    "times\nas fast",
+    "steps\ncounted",
+    "bytes",
+    "predicted",
+)
+"""In two lines, so that the table fits into 80 columns."""
 
 
 def table_of(found: Comparison) -> Table:
@@ -239,14 +272,14 @@ def _row(of: PolicyResult) -> tuple[str, ...]:
 
 def losses_of(found: Comparison) -> Table:
     """Return a table of losses, with a column for each policy."""
-    names = [each.name for each in found.policies]
+    names = [escape(each.name) for each in found.policies]
     made = plain_table("loss", *names, right=names)
     columns = [{name: row[at] for name, row in found.losses} for at in range(len(names))]
     known = [{k: v for k, v in column.items() if v is not None} for column in columns]
     for name, row in side_by_side(known, LOSS_ROWS):
-        made.add_row(name, *("-" if value is None else f"{value:.6g}" for value in row))
+        made.add_row(Text(name), *("-" if value is None else f"{value:.6g}" for value in row))
     apart = [each.loss_difference for each in found.policies]
-    shown = (percent(each, 2) if each is not None else "-" for each in apart)
+    shown = (difference_text(each) if each is not None else "-" for each in apart)
     made.add_row("difference", *shown)
     return made
 

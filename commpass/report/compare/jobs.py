@@ -14,14 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from commpass.errors import CommpassError
-from commpass.report.compare import losses
+from commpass.report.compare import losses, processes
 from commpass.report.compare.steps import Steps, read, steps_of
 
 ON, OFF = "on", "off"
-PATIENCE = (15.0, 15.0, 5.0)
-"""Seconds to wait after SIGINT, SIGTERM and SIGKILL."""
 POLL = 0.25
+SHARE = 0.01
+"""Step times are read from the files for at most this share of the time, since it takes compute
+from the program."""
 LAST_LINES = 20
+LINE_LENGTH = 500
+"""Characters that are shown of a line of the output."""
 TRACEBACK = "Traceback (most recent call last):"
 SWITCH, POLICY, DUMP, STEPS = "COMMPASS", "COMMPASS_POLICY", "COMMPASS_DUMP", "COMMPASS_STEPS"
 
@@ -31,7 +34,8 @@ class Job:
     """One run of the command under one policy.
 
     ``status`` is its exit status, and None if it was stopped. ``used`` says whether the program
-    used commpass. ``folder`` has its output, its step times and its dumps.
+    used commpass. ``folder`` has its output, its step times and its dumps. ``stopped`` is the
+    number of processes that still ran after the end of the command, and were ended.
     """
 
     policy: str
@@ -42,6 +46,7 @@ class Job:
     used: bool
     steps: Steps
     losses: losses.Losses
+    stopped: int = 0
 
     @property
     def output(self) -> Path:
@@ -53,7 +58,7 @@ class Job:
         A launcher prints much after the traceback of a rank.
         """
         with self.output.open(encoding="utf-8", errors="replace") as file:
-            lines = [line.rstrip("\n") for line in file]
+            lines = [shortened(line.rstrip("\n")) for line in file]
         first = next((at for at, line in enumerate(lines) if TRACEBACK in line), len(lines))
         indent = lines[first].index(TRACEBACK) if first < len(lines) else 0
         last = next(
@@ -63,6 +68,13 @@ class Job:
         if last >= len(lines) - LAST_LINES:
             return lines[-LAST_LINES:]
         return [*lines[max(first, last - LAST_LINES) : last + 1], "...", *lines[-LAST_LINES // 2 :]]
+
+
+def shortened(line: str) -> str:
+    """Return the start of a line that is too long to be shown."""
+    if len(line) <= LINE_LENGTH:
+        return line
+    return f"{line[:LINE_LENGTH]}... ({len(line):,} characters)"
 
 
 class Interrupted(Exception):
@@ -115,13 +127,14 @@ def run(
     begin = time.monotonic()
     status: int | None = None
     is_interrupted = False
+    environment = environment_of(policy, folder, os.environ)
     with (folder / "output.txt").open("wb") as output, _interrupt_on_terminate():
         child = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=environment_of(policy, folder, os.environ),
+            env=environment,
             start_new_session=True,  # the terminal's Ctrl-C reaches this process alone
         )
         try:
@@ -129,7 +142,7 @@ def run(
         except KeyboardInterrupt:
             is_interrupted = True
         finally:
-            _stop(child)
+            stopped = processes.stop(child, f"{STEPS}={environment[STEPS]}")
     ranks = read(folder / "steps")
     with (folder / "output.txt").open(encoding="utf-8", errors="replace") as text:
         found = losses.find(text)
@@ -142,6 +155,7 @@ def run(
         used=bool(ranks),
         steps=steps_of(ranks),
         losses=found,
+        stopped=stopped if status is not None else 0,
     )
     if is_interrupted:
         raise Interrupted(job)
@@ -155,38 +169,32 @@ def _wait(
     update: Callable[[int], None],
 ) -> int | None:
     """Wait for the end of the child and return its status; None if it has enough steps."""
+    pause = POLL
     while True:
         try:
-            return child.wait(POLL)
+            return child.wait(pause)
         except subprocess.TimeoutExpired:
+            begin = time.monotonic()
             counted = len(steps_of(read(folder)).ms)
+            pause = max(POLL, (time.monotonic() - begin) / SHARE)
             update(counted)
             if most_steps is not None and counted >= most_steps:
                 return None
 
 
-def _stop(child: subprocess.Popen[bytes]) -> None:
-    """End the child and all processes of its session, politely at first."""
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
-    for number, seconds in zip(signals, PATIENCE, strict=True):
-        if child.poll() is not None:
-            return
-        try:
-            os.killpg(child.pid, number)
-            child.wait(seconds)
-        except (ProcessLookupError, subprocess.TimeoutExpired):
-            continue
-
-
 @contextmanager
 def _interrupt_on_terminate() -> Iterator[None]:
-    """Treat SIGTERM, as job schedulers send it, like Ctrl-C."""
+    """Treat SIGTERM of a job scheduler, and SIGHUP of a terminal that is closed, like Ctrl-C."""
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:  # nohup
+            signal.signal(number, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from math import inf, isfinite
 
-NUMBER = r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|nan|inf)\b"
-LOSS = re.compile(rf"\bloss\b\W{{0,6}}(?:is |of |was )?\s*({NUMBER})", re.IGNORECASE)
-STEP = re.compile(r"\b(step|iteration|iter|epoch|batch)s?\b\W{0,4}(\d+)", re.IGNORECASE)
+from commpass.report.numbers import percent
+
+DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?:\.\d*)?|\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?"
+NUMBER = rf"[-+]?(?:{DIGITS}|nan|inf(?:inity)?)(?!\w|\.\d)"
+LOSS = re.compile(
+    rf"(?<![^\W_])loss\b\W{{0,6}}?\s*(?:(?:is|of|was)\s+|tensor\()?({NUMBER})", re.IGNORECASE
+)
+STEP = re.compile(
+    r"\b(step|iteration|iter|epoch|batch)s?\b\W{0,4}?\s*(\d+(?:\.\d+)?)", re.IGNORECASE
+)
+COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+"""What a program writes to colour its text on a terminal."""
+LONGEST = 10_000
+"""Characters of a line that are read: more is data, not a message."""
 Losses = dict[str, float]
 """Losses by step ("step 3"), or by the number of the line if no line names a step."""
 
@@ -16,15 +28,17 @@ def find(lines: Iterable[str]) -> Losses:
     """Return the losses of a program's output.
 
     A line counts if it has the word loss and a number behind it: ``step 3 loss 2.31``,
-    ``{'loss': 2.31, 'epoch': 1}``. If ranks print the same step, the first line counts.
+    ``{'loss': 2.31, 'epoch': 0.08}``, ``train_loss=2.31``. If ranks print the same step, the first
+    line counts.
     """
     named: Losses = {}
     numbered: Losses = {}
     for line in lines:
-        if (found := LOSS.search(line)) is None:
+        text = COLOURS.sub("", line[:LONGEST])
+        if (found := LOSS.search(text)) is None:
             continue
-        value = float(found[1])
-        if places := STEP.findall(line):
+        value = float(found[1].replace(",", ""))
+        if places := STEP.findall(text):
             named.setdefault(" ".join(f"{word.lower()} {number}" for word, number in places), value)
         else:
             numbered[f"line {len(numbered) + 1}"] = value
@@ -44,8 +58,20 @@ def difference(first: Losses, second: Losses) -> float | None:
 def _relative(a: float, b: float) -> float:
     if a == b or (a != a and b != b):
         return 0.0
-    largest = max(abs(a), abs(b))
-    return abs(a - b) / largest if largest < float("inf") else float("inf")
+    if not (isfinite(a) and isfinite(b)):
+        return inf
+    return abs(a - b) / max(abs(a), abs(b))
+
+
+def first_not_finite(of: Losses, other: Losses) -> str | None:
+    """Return the first step whose loss is NaN or infinite though that of ``other`` is finite."""
+    steps = (step for step in of if step in other)
+    return next((s for s in steps if not isfinite(of[s]) and isfinite(other[s])), None)
+
+
+def difference_text(value: float) -> str:
+    """Format a relative difference of losses."""
+    return percent(value, 2) if isfinite(value) else "not finite"
 
 
 def side_by_side(columns: Sequence[Losses], limit: int) -> list[tuple[str, list[float | None]]]:

@@ -12,10 +12,11 @@ from shlex import join
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from commpass.errors import CommpassError
+from commpass.report.compare.losses import difference_text
 from commpass.report.compare.steps import RULE
 from commpass.report.compare.verdict import Comparison, Series, label, middle_half, times
 from commpass.report.html import check
-from commpass.report.numbers import amounts, percent
+from commpass.report.numbers import amounts
 from commpass.utils.tables import write_whole
 from commpass.utils.version import own_version
 
@@ -43,7 +44,7 @@ def page(found: Comparison) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters |= {"times": times, "percent": percent, "name": label}
+    made.filters |= {"times": times, "difference": difference_text, "name": label}
     made.globals |= {"amounts": amounts}
     style = resources.files("commpass.report.html") / "templates" / "page.css"
     return made.get_template("compare.html").render(

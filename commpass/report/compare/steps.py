@@ -35,11 +35,15 @@ class Steps:
 
 
 def read(folder: Path) -> list[list[StepRecord]]:
-    """Return the records of each rank; of its newest process, if it was started again."""
+    """Return the records of each rank. Of several processes of a rank, the newest that has steps
+    counts: a rank may have been started again, and processes such as those of a data loader have
+    its number but no steps."""
     by_rank: dict[int, list[StepRecord]] = {}
     for path in step_records.files(folder):
         if found := step_records.read(path):
-            by_rank[found[-1].rank] = found
+            rank = found[-1].rank
+            if found[-1].clock != START or rank not in by_rank:
+                by_rank[rank] = found
     return [by_rank[rank] for rank in sorted(by_rank)]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isnan, nan
 from pathlib import Path
@@ -10,8 +10,9 @@ from statistics import median, quantiles
 
 from commpass.errors import DumpError
 from commpass.plan import dump
+from commpass.policy import PRESETS
 from commpass.report.compare import losses
-from commpass.report.compare.jobs import Job
+from commpass.report.compare.jobs import OFF, POLICY, SWITCH, Job
 from commpass.report.numbers import percent
 from commpass.report.run import Run
 from commpass.utils.printable import plural
@@ -26,13 +27,15 @@ ADVICE = "Run more --rounds or more steps, or use an idle machine"
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
     """What the plans of a policy say: bytes of one step and rank, handed to collectives, before and
-    after. ``predicted_ms`` is the predicted time of all graphs, None if it is unknown."""
+    after. ``predicted_ms`` is the predicted time of all graphs, None if it is unknown. ``policies``
+    are the names of the policies in the plans."""
 
     sites: int
     compressed: int
     bytes: int
     wire_bytes: int
     predicted_ms: float | None
+    policies: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +45,8 @@ class PolicyResult:
     ``low_ms`` and ``high_ms`` bound the middle half of the step times. ``faster`` is how many times
     as fast the steps are as those of the base. Without counted steps, times are NaN.
     ``loss_difference`` is the largest relative difference from the losses of the base, None without
-    common losses. ``verdict`` is a sentence.
+    common losses. ``not_finite`` is the first step whose loss is NaN or infinite though that of the
+    base is finite, or the other way round; "" if there is none. ``verdict`` is a sentence.
     """
 
     policy: str
@@ -55,6 +59,7 @@ class PolicyResult:
     faster: float | None
     traffic: Traffic | None
     loss_difference: float | None
+    not_finite: str
     verdict: str
 
     @property
@@ -104,6 +109,7 @@ def traffic_of(job: Job) -> Traffic | None:
         bytes=of.bytes,
         wire_bytes=of.wire_bytes,
         predicted_ms=times.us / 1e3 if times is not None else None,
+        policies=tuple(dict.fromkeys(plan.policy for plan in found.plans)),
     )
 
 
@@ -118,7 +124,7 @@ def compare(
         results.append(_result(policy, of[policy], results[0] if results else None, of[base]))
     first = [some[0].losses if some else {} for some in of.values()]
     rows = losses.side_by_side(first, 400) if any(first) else []
-    notes = [*remarks, *_loss_remarks(base, of[base])]
+    notes = [*remarks, *_round_remarks(of), *_loss_remarks(base, of[base])]
     return Comparison(
         command=tuple(command),
         verdict=_verdict(results),
@@ -138,7 +144,7 @@ def _result(
     middle, low, high = middle_half(ms) if ms else (nan, nan, nan)
     faster = base.median_ms / middle if base is not None and base.steps and ms else None
     traffic = traffic_of(jobs[0]) if jobs else None
-    pairs = zip(base_jobs, jobs, strict=False) if base is not None else ()
+    pairs = list(zip(base_jobs, jobs, strict=False)) if base is not None else []
     apart = [losses.difference(a.losses, b.losses) for a, b in pairs]
     made = PolicyResult(
         policy=policy,
@@ -151,13 +157,25 @@ def _result(
         faster=faster,
         traffic=traffic,
         loss_difference=max((each for each in apart if each is not None), default=None),
+        not_finite=next(filter(None, (_not_finite(a, b) for a, b in pairs)), ""),
         verdict="",
     )
     if base is None:
         return made
     if not jobs:
         return replace(made, verdict=f"inconclusive: no run of {made.name} is complete")
-    return replace(made, verdict=_sentence(made, base, _contrary_rounds(jobs, base_jobs)))
+    contrary, spread = _contrary_rounds(jobs, base_jobs), max(map(_spread, (jobs, base_jobs)))
+    return replace(made, verdict=_sentence(made, base, contrary, spread))
+
+
+def _not_finite(base: Job, job: Job) -> str:
+    for one, other in ((job, base), (base, job)):
+        if step := losses.first_not_finite(one.losses, other.losses):
+            return (
+                f"The loss of {label(one.policy)} at {step} is {one.losses[step]:g}, that of"
+                f" {label(other.policy)} is {other.losses[step]:.6g}"
+            )
+    return ""
 
 
 def _contrary_rounds(jobs: Sequence[Job], base_jobs: Sequence[Job]) -> int:
@@ -166,6 +184,12 @@ def _contrary_rounds(jobs: Sequence[Job], base_jobs: Sequence[Job]) -> int:
     both = [(a.steps.ms, b.steps.ms) for a, b in zip(jobs, base_jobs, strict=False)]
     faster = [median(ms) < median(base) for ms, base in both if ms and base]
     return min(faster.count(True), faster.count(False))
+
+
+def _spread(jobs: Sequence[Job]) -> float:
+    """Return by how many milliseconds the medians of the rounds of one policy differ."""
+    medians = [median(job.steps.ms) for job in jobs if job.steps.ms]
+    return max(medians) - min(medians) if medians else 0.0
 
 
 def middle_half(ms: Sequence[float]) -> tuple[float, float, float]:
@@ -183,9 +207,18 @@ def times(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def _sentence(of: PolicyResult, base: PolicyResult, contrary: int) -> str:
+def _is_same(one: Traffic, other: Traffic | None) -> bool:
+    return other is not None and replace(one, policies=()) == replace(other, policies=())
+
+
+def _sentence(of: PolicyResult, base: PolicyResult, contrary: int, spread: float) -> str:
     if of.traffic is None:
         return f"inconclusive: commpass has compiled no graph under {of.name}, so nothing differs"
+    if not of.traffic.compressed and _is_same(of.traffic, base.traffic):
+        return (
+            f"inconclusive: the collectives are the same under {of.name} and {base.name}, and none"
+            " is compressed, so nothing differs"
+        )
     for each in (of, base):
         if each.steps < LEAST_STEPS:
             return (
@@ -206,14 +239,23 @@ def _sentence(of: PolicyResult, base: PolicyResult, contrary: int) -> str:
             f"inconclusive: {plural(contrary, 'round')} of {of.rounds} gave the opposite order of"
             f" {of.name} and {base.name}{nothing}. {ADVICE}"
         )
+    if spread >= abs(of.median_ms - base.median_ms):
+        return (
+            f"inconclusive: {of.name} ({times(of.median_ms)} ms) and {base.name}"
+            f" ({times(base.median_ms)} ms) differ by no more than rounds of one policy"
+            f" ({times(spread)} ms){nothing}. {ADVICE}"
+        )
     faster = base.median_ms / of.median_ms
     ratio = max(faster, 1 / faster)
     digits = 3 if ratio < 1.1 else 2
     what = "as fast" if faster > 1 else "as slow"
     return (
         f"{of.name} is {ratio:.{digits}f} times {what} as {base.name}: {times(of.median_ms)} ms"
-        f" a step instead of {times(base.median_ms)} ms{nothing}"
+        f" a step instead of {times(base.median_ms)} ms{nothing}{_ONCE if of.rounds < 2 else ''}"
     )
+
+
+_ONCE = ", if the machine was equally fast in both runs (run more --rounds)"
 
 
 def _verdict(results: Sequence[PolicyResult]) -> str:
@@ -236,9 +278,33 @@ def _verdict(results: Sequence[PolicyResult]) -> str:
 def _loss_text(of: PolicyResult, base: PolicyResult) -> str:
     if of.loss_difference is None:
         return ""
+    if of.not_finite:
+        return f". {of.not_finite}"
     if not of.loss_difference:
         return f". Its printed losses are those of {base.name}"
     return f". Its printed losses differ by at most {percent(of.loss_difference, 2)}"
+
+
+def _round_remarks(of: Mapping[str, Sequence[Job]]) -> list[str]:
+    """Return remarks on runs that make the comparison doubtful."""
+    made = []
+    for policy, jobs in of.items():
+        if stopped := sum(job.stopped for job in jobs):
+            made.append(
+                f"Processes of the program still ran after its end under {label(policy)}"
+                f" ({stopped}). They were ended, since they would have slowed the next run."
+            )
+        traffic = traffic_of(jobs[0]) if jobs else None
+        if traffic is None:
+            continue
+        others = [repr(name) for name in traffic.policies if name != policy]
+        if policy in PRESETS and others and not (policy == OFF and not traffic.compressed):
+            made.append(
+                f"The program compiled under the policy {', '.join(others)} instead of {policy!r}:"
+                f" it changes the environment variables {SWITCH} or {POLICY} itself. Remove that,"
+                " or the runs do not differ as asked."
+            )
+    return made
 
 
 def _loss_remarks(base: str, jobs: Sequence[Job]) -> list[str]:
@@ -250,6 +316,6 @@ def _loss_remarks(base: str, jobs: Sequence[Job]) -> list[str]:
     if not most:
         return []
     return [
-        f"The losses of {base} differ between its own rounds by up to {percent(most, 2)}: the"
-        " program is not deterministic."
+        f"The losses of {base} differ between its own rounds by up to"
+        f" {losses.difference_text(most)}: the program is not deterministic."
     ]

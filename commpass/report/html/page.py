@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -46,6 +47,11 @@ def check(path: Path) -> None:
         raise CommpassError(f"{path}: a report is an .html file: {path.with_suffix('.html')}")
     if not path.resolve().parent.is_dir():
         raise CommpassError(f"{path}: there is no folder {path.parent}; make it first")
+    if not os.access(path.resolve().parent, os.W_OK | os.X_OK):
+        raise CommpassError(
+            f"{path}: {path.resolve().parent} is not writable; name a file in another folder: -o"
+            " /tmp/report.html"
+        )
 
 
 def page(runs: Sequence[Run], measured: Sequence[str] = ()) -> str:
