@@ -80,7 +80,8 @@ communication there. It differs by at most {off_last:.0f} %:
 * The number of messages in an all_to_all of very many ranks. It has the start-up time of one
   message, so codecs that exchange by all_to_all over thousands of ranks are predicted too fast.
 * The effect of a codec on the loss ([calibration](calibration.md) measures it).
-* Kernels of the codecs on GPUs other than an H200 ([named profiles](costmodel.md#named-profiles)).
+* Kernels of the codecs on GPUs other than an H100 or H200
+  ([named profiles](costmodel.md#named-profiles)).
 """
 
 
