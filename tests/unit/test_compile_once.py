@@ -128,9 +128,11 @@ def test_rank_that_waited_in_vain_waits_no_more(folder, caplog):
         pass  # without a wait
 
 
-def test_other_graphs_are_not_awaited(folder):
+def test_other_graphs_are_not_awaited(folder, monkeypatch):
+    monkeypatch.setattr(compile_once, "PATIENCE_S", 0.1)
     with lock_of(folder, graph()), compiled_once(graph(reads=True), [X]):
         pass
+    assert not compile_once._useless  # a wait would have ended with a reason
 
 
 def test_rank_that_waits_too_long_compiles_by_itself(folder, monkeypatch, caplog):
@@ -157,7 +159,9 @@ def test_failed_compile_frees_the_lock(folder):
 
 
 @pytest.mark.parametrize("change", [{"fx_graph_cache": False}, {"force_disable_caches": True}])
-def test_without_a_cache_nobody_waits(folder, change):
+def test_without_a_cache_nobody_waits(folder, change, monkeypatch):
+    monkeypatch.setattr(compile_once, "PATIENCE_S", 0.1)
     here = compiled_once(graph(), [X])
     with torch._inductor.config.patch(change), lock_of(folder, graph()), here:
         pass
+    assert not compile_once._useless  # a wait would have ended with a reason

@@ -26,7 +26,9 @@ class ReplicaGroup(dist.ProcessGroup):
         super().__init__(plain.rank(), plain.size())  # type: ignore[call-arg]
         self.plain, self._send, self._done = plain, send, done
 
-    def allreduce(self, tensors: Sequence[Tensor], options: Any) -> dist.Work:  # type: ignore[override]
+    def allreduce(  # type: ignore[override]
+        self, tensors: Sequence[Tensor], options: Any
+    ) -> dist.Work:
         """Sum one tensor in place, as ``dist.all_reduce`` calls it."""
         (x,) = tensors
         try:
