@@ -71,11 +71,13 @@ def check_machine() -> None:
     """Check what a lab needs, before anything is created."""
     if not sys.platform.startswith("linux"):
         raise LabError("a lab is made of network namespaces, which only Linux has")
-    missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
-    if missing:
-        raise LabError(f"{' and '.join(missing)} not found: install iproute2")
+    lacks = [f"the command {name}" for name in ("ip", "tc") if shutil.which(name) is None]
+    hints = ["install iproute2"] if lacks else []
     if os.geteuid() != 0:
-        raise LabError("a lab needs root: run it with sudo")
+        lacks.append("root")
+        hints.append("run it with sudo")
+    if lacks:
+        raise LabError(f"a lab needs {' and '.join(lacks)}: {' and '.join(hints)}")
 
 
 def called(result: int, what: str) -> None:

@@ -40,6 +40,13 @@ def compare(
             min=1, help="Stop each run after so many counted steps (default: run to the end)."
         ),
     ] = None,
+    loss: Annotated[
+        str | None,
+        typer.Option(
+            metavar="REGEX",
+            help="How the output names a loss; its first group is the number: 'ppl=([0-9.]+)'.",
+        ),
+    ] = None,
     output: Annotated[
         Path, typer.Option("-o", "--output", metavar="FILE", help="The page to write (.html).")
     ] = Path("compare.html"),
@@ -58,5 +65,6 @@ def compare(
     from commpass.report import compare as comparison
 
     chosen = comparison.policies_of(policies)
-    if status := comparison.run(command, chosen, rounds, steps, output, keep, json=json):
+    how = comparison.Runs(command, chosen, rounds, steps, comparison.loss_pattern(loss))
+    if status := comparison.run(how, output, keep, json=json):
         raise typer.Exit(status)

@@ -53,6 +53,10 @@ def lower(
     cpp: Annotated[
         bool, typer.Option("--cpp", help="The kernel in C++, for this machine's CPU; no --arch.")
     ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="FILE", help="Write the code to this file."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Compile a codec's kernels for a GPU that need not be present, or for CPUs.
@@ -68,8 +72,12 @@ def lower(
     if len(chosen) + json > 1:
         hint = "--triton/--ptx/--sass/--cpp/--json"
         raise typer.BadParameter("choose one of them", param_hint=hint)
+    if output is not None and not chosen:
+        raise typer.BadParameter(
+            "writes code: choose --triton, --ptx, --sass or --cpp", param_hint="--output"
+        )
     asked = kernels.KernelQuery(spec, kernel, dtype, ranks, path, site, run)
     if cpp:
-        kernels.show_cpp(asked)
+        kernels.show_cpp(asked, output)
         return
-    kernels.run(asked, arch, text="".join(chosen), json=json)
+    kernels.run(asked, arch, text="".join(chosen), json=json, output=output)

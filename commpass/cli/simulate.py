@@ -39,7 +39,8 @@ def simulate(
     policy: Annotated[
         list[str] | None,
         typer.Option(
-            help="A preset or .toml file; may be given again.", autocompletion=completion.policy
+            help="A preset or .toml file; may be given again (default: off, lossless, balanced).",
+            autocompletion=completion.policy,
         ),
     ] = None,
     sweep: Annotated[

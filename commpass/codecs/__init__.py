@@ -1,6 +1,6 @@
 """Codecs by name, and the functions and classes that codecs are composed of."""
 
-from commpass.codecs import operators
+from commpass.codecs import exponent_operators, operators
 from commpass.codecs.block.domain import VALUES, Domain
 from commpass.codecs.cast import CastCodec
 from commpass.codecs.codec import FLOATS, Codec, Wire, accumulation_dtype
@@ -34,6 +34,7 @@ __all__ = [
     "codec",
     "cut",
     "cut_apart",
+    "exponent_operators",
     "next_reference",
     "operators",
     "pad",

@@ -1,8 +1,6 @@
-"""Encode and decode of the exponent codec as one operator each.
+"""Kernels of the exponent codec behind its two operators: C++ on a CPU, Triton on a GPU.
 
-Inlined, each is some 2,000 plain operators. With symbolic sizes they take seconds to trace, and
-Inductor takes minutes to compile them. The operators run a kernel (C++ on a CPU, Triton on a GPU),
-or the plain operators one by one, with the same bytes.
+``codecs.exponent_operators`` defines the operators.
 """
 
 from __future__ import annotations
@@ -12,17 +10,11 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from commpass.codecs import codec as codec_of
+from commpass.codecs import exponent_operators
 from commpass.codecs.exponent.codec import ExponentCodec, by_calls
 from commpass.lowering import cpu
 from commpass.lowering.chain import Chain, Decode, Encode
 from commpass.lowering.generated import has_exponent_kernels
-
-_library = torch.library.Library("commpass", "FRAGMENT")
-_library.define("exponent_encode(Tensor rows, str codec, bool kernel) -> Tensor")
-_library.define(
-    "exponent_decode(Tensor wire, str codec, SymInt numel, ScalarType dtype, bool kernel) -> Tensor"
-)
 
 
 def as_calls(*, kernels: bool) -> AbstractContextManager[None]:
@@ -66,11 +58,7 @@ def _has_kernel(chain: Chain, device: torch.device) -> bool:
     return True
 
 
-def _encode(rows: Tensor, name: str, kernel: bool) -> Tensor:
-    codec, rows = codec_of(name), _side_by_side(rows)
-    assert isinstance(codec, ExponentCodec)
-    if not kernel:
-        return codec.encode_rows(rows).contiguous()
+def _encode(codec: ExponentCodec, rows: Tensor) -> Tensor:
     if rows.device.type != "cpu":
         from commpass.lowering.gpu import exponent
 
@@ -81,11 +69,7 @@ def _encode(rows: Tensor, name: str, kernel: bool) -> Tensor:
     return wire
 
 
-def _decode(wire: Tensor, name: str, numel: int, dtype: torch.dtype, kernel: bool) -> Tensor:
-    codec, wire = codec_of(name), _side_by_side(wire)
-    assert isinstance(codec, ExponentCodec)
-    if not kernel:
-        return codec.decode_rows(wire, numel, dtype).contiguous()
+def _decode(codec: ExponentCodec, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
     if wire.device.type != "cpu":
         from commpass.lowering.gpu import exponent
 
@@ -95,22 +79,4 @@ def _decode(wire: Tensor, name: str, numel: int, dtype: torch.dtype, kernel: boo
     return rows
 
 
-def _side_by_side(rows: Tensor) -> Tensor:
-    return rows if rows.stride(1) == 1 else rows.clone(memory_format=torch.contiguous_format)
-
-
-def _shape_of_encode(rows: Tensor, name: str, kernel: bool) -> Tensor:
-    count, numel = rows.shape
-    return rows.new_empty((count, codec_of(name).wire_bytes(numel, rows.dtype)), dtype=torch.uint8)
-
-
-def _shape_of_decode(
-    wire: Tensor, name: str, numel: int, dtype: torch.dtype, kernel: bool
-) -> Tensor:
-    return wire.new_empty((wire.shape[0], numel), dtype=dtype)
-
-
-_library.impl("exponent_encode", _encode, "CompositeExplicitAutograd")
-_library.impl("exponent_decode", _decode, "CompositeExplicitAutograd")
-torch.library.register_fake("commpass::exponent_encode", _shape_of_encode, lib=_library)
-torch.library.register_fake("commpass::exponent_decode", _shape_of_decode, lib=_library)
+exponent_operators.KERNELS[:] = [(_encode, _decode)]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 
 from commpass.codecs import operators
+from commpass.codecs.exponent.codec import by_calls
 from commpass.errors import VerifyError
 from commpass.lowering import Generated, Source, caller, exponent, fused, make, matmul
 from commpass.lowering.chain import Add, Decode
@@ -52,6 +53,8 @@ WITH_FEEDBACK = operators.ops.encode_with_feedback.default
 RATED = ("encode", "decode", "enter", "leave")
 """The roles that a codec's rates refer to. The encode and decode rates also cover enter and
 leave."""
+PLAIN = partial(by_calls, None)
+"""Traces codec ``exponent`` as plain operators."""
 
 
 def run(context: PassContext) -> None:
@@ -75,12 +78,12 @@ def lower(
     its site.
 
     Raises SiteFailure, also if a kernel does not compile. If ``calls``, a body may contain
-    operators of commpass (``lowering.exponent``). They run as kernels if ``kernels`` is true and a
-    kernel exists.
+    operators of commpass (``codecs.exponent_operators``). They run as kernels if ``kernels`` is
+    true and a kernel exists.
     """
     by_kernel = {site.name: number for number, site in enumerate(plan) if site.lowering == "kernel"}
     table = decompositions or inductor_decompositions
-    inline = partial(exponent.as_calls, kernels=kernels) if calls else nullcontext
+    inline = partial(exponent.as_calls, kernels=kernels) if calls else PLAIN
     of_regions = Kernels(table, inline)
     bodies = Bodies(table, frozenset(by_kernel), inline)
     with site_errors() as errors:
@@ -237,7 +240,7 @@ class Kernels:
     ``sites`` lists the sites that share a kernel, by its name."""
 
     decompositions: Decompositions
-    inline: Callable[[], AbstractContextManager[None]] = nullcontext
+    inline: Callable[[], AbstractContextManager[None]] = PLAIN
     traced: dict[Any, Source | Generated] = field(default_factory=dict)
     sites: dict[str, dict[str, None]] = field(default_factory=lambda: defaultdict(dict))
 
@@ -260,7 +263,7 @@ class Bodies:
 
     decompositions: Decompositions
     by_kernel: frozenset[str]
-    inline: Callable[[], AbstractContextManager[None]] = nullcontext
+    inline: Callable[[], AbstractContextManager[None]] = PLAIN
     traced: dict[Any, fx.Graph] = field(default_factory=dict)
 
     def of(self, node: fx.Node) -> fx.Graph:
@@ -269,7 +272,7 @@ class Bodies:
         layouts = tuple(map(meta.layout, values))
         key = (node.target, _constants(node), layouts, self._call(node) is None)
         if key not in self.traced:
-            plain = key[-1] and self.inline is nullcontext and all(map(meta.is_fixed, values))
+            plain = key[-1] and self.inline is PLAIN and all(map(meta.is_fixed, values))
             made = self._cached_trace(key, node, values) if plain else self._trace(node, values)
             self.traced[key] = made
         return self.traced[key]

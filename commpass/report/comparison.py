@@ -15,7 +15,8 @@ FORECASTS = ("wire_bytes", "plain_us", "predicted_us", "error", "reason")
 
 @dataclass(frozen=True)
 class GraphPair:
-    """A graph of both runs by its name ("forward 1"), or of one of them, and how it differs."""
+    """A graph of both runs, or of one of them, by its name ("1st forward graph"), and how it
+    differs."""
 
     name: str
     left: Plan | None

@@ -50,6 +50,12 @@ def ms(us: float) -> str:
     return f"{us / 1000:,.0f}" if us >= 1e5 else f"{us / 1000:.3g}"
 
 
+def ordinal(number: int) -> str:
+    """Format 1, 2, 3, 4 as "1st", "2nd", "3rd", "4th"."""
+    ends = {1: "st", 2: "nd", 3: "rd"}
+    return f"{number}{'th' if number % 100 in (11, 12, 13) else ends.get(number % 10, 'th')}"
+
+
 def ratio(after: float, before: float) -> str:
     return f"{100 * after / before:.0f}%" if before > 0 and after >= 0 else "-"
 

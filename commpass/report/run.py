@@ -15,6 +15,7 @@ from commpass.plan.timeline import Timeline
 from commpass.plan.totals import Totals, totals
 from commpass.report.exchange_graphs import Merged, is_exchange, merged
 from commpass.report.measured_timeline import measured
+from commpass.report.numbers import ordinal
 from commpass.report.sent_bytes import Sent, of_plans
 from commpass.utils.printable import plural
 
@@ -95,7 +96,7 @@ class Run:
 
     @cached_property
     def by_name(self) -> dict[str, Dump]:
-        """The graphs by direction and number ("forward 1"), which runs of one model share.
+        """The graphs by direction and order ("1st forward graph"), which runs of one model share.
 
         Graphs of one exchange each count as one graph.
         """
@@ -103,7 +104,7 @@ class Run:
         found = {}
         for dump in (one.dump for one in self.merged):
             seen[dump.plan.direction] += 1
-            found[f"{dump.plan.direction} {seen[dump.plan.direction]}"] = dump
+            found[f"{ordinal(seen[dump.plan.direction])} {dump.plan.direction} graph"] = dump
         return found
 
     @property

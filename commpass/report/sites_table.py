@@ -153,5 +153,5 @@ def exposed(sites: Sequence[PlannedSite], numbers: Sequence[int] | None = None) 
             sum(getattr(site, f"{when}_us") for _, site in found) for when in ("exposed", "unmoved")
         ]
         which = spans(list(dict.fromkeys(number for number, _ in found)))
-        table.add_row(*map(Text, (micros(us[0]), which, micros(us[1]), why)))
+        table.add_row(*map(Text, (micros(us[0], us[1]), which, micros(us[1]), why)))
     return table

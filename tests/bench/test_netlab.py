@@ -188,9 +188,10 @@ def test_missing_programs_are_reported_in_one_line(capsys, monkeypatch):
     monkeypatch.delenv(apart.APART, raising=False)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(shutil, "which", lambda name: None if name == "tc" else name)
-    assert "tc not found: install iproute2" in said(capsys, monkeypatch, "--", "true")
+    both = "a lab needs the command tc and root: install iproute2 and run it with sudo"
+    assert both in said(capsys, monkeypatch, "--", "true")
     monkeypatch.setattr(shutil, "which", lambda name: name)
-    assert "needs root" in said(capsys, monkeypatch, "--", "true")
+    assert "a lab needs root: run it with sudo" in said(capsys, monkeypatch, "--", "true")
     monkeypatch.setattr(sys, "platform", "darwin")
     assert "only Linux" in said(capsys, monkeypatch, "--", "true")
 

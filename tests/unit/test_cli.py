@@ -181,8 +181,8 @@ def test_diff_of_the_same_and_of_different_plans(folder: Path, tmp_path: Path):
     assert ["all_reduce_1", ODD, "reason", "saves 60 us [really]", "rotated is enough"] in rows
     assert ["new", ODD, "site", "(no such site)", "all_reduce"] in rows
     assert not any(row[0] == "all_reduce" for row in rows)
-    assert "forward 1: 4 differences" in result.stdout
-    assert re.search(r"backward 1: 1 difference\nonly in A", result.stdout)
+    assert "1st forward graph: 4 differences" in result.stdout
+    assert re.search(r"1st backward graph: 1 difference\nonly in A", result.stdout)
 
 
 def test_diff_of_two_runs_in_one_folder(folder: Path):

@@ -130,6 +130,45 @@ def test_complete_rounds_are_compared_if_a_later_one_fails(tmp_path, program):
     assert "round 3 of 3" not in done.stderr
 
 
+def test_complete_rounds_are_compared_if_the_base_fails_later(tmp_path, program):
+    count = tmp_path / "count"
+    fail = f"""
+if is_off:
+    with open({str(count)!r}, "a") as file:
+        file.write("x")
+    if os.path.getsize({str(count)!r}) == 2:
+        raise SystemExit("no memory")
+"""
+    program.write_text(PROGRAM + fail)
+    done = run(tmp_path, sys.executable, program, 12, 10, options=("--rounds", 3))
+    assert done.exit_code == 2, done.output
+    assert done.stdout.startswith("on is 2.00 times as fast as off")
+    assert "round 2 of 3, off: failed, so this was the last run" in done.stderr
+    assert "round 2 of 3, on" not in done.stderr
+
+
+def test_losses_of_another_form_are_found_by_their_expression(tmp_path, program):
+    program.write_text(PROGRAM.replace(" loss {", " ppl={"))
+    options = ("--rounds", 1, "--loss", "ppl=([0-9.]+)")
+    done = run(tmp_path, sys.executable, program, 12, 10, options=(*options, "--json"))
+    assert json.loads(done.stdout)["losses"][0] == ["step 0", [1.0, 1.0]]
+    done = run(tmp_path, sys.executable, program, 12, 10, options=("--rounds", 1))
+    assert "No losses were found in the output" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("expression", "said"),
+    [
+        ("ppl=(", "--loss 'ppl=(' is no regular expression: missing )"),
+        ("ppl=", "--loss 'ppl=' has no group for the number"),
+        ("(loss)", "the first group of the expression is 'loss', which is no number"),
+    ],
+)
+def test_expressions_that_find_no_number(tmp_path, program, expression, said):
+    options = ("--rounds", 1, "--loss", expression)
+    fails(run(tmp_path, sys.executable, program, 12, 10, options=options), said)
+
+
 def test_overlapping_times_come_with_advice(tmp_path, program):
     program.write_text(PROGRAM.replace("2 if is_off", "1 if is_off"))
     done = run(tmp_path, sys.executable, program, 12, 10, options=("--rounds", 1))

@@ -344,7 +344,7 @@ def test_two_runs_are_compared_by_place():
     ]
     found = shown([made.dump(sites)], [made.dump(other, run="run-b", policy="aggressive")])
     (change,) = found.data["changes"]
-    assert (change["graph"], change["module"]) == ("forward 1", "layers.*.attn.o")
+    assert (change["graph"], change["module"]) == ("1st forward graph", "layers.*.attn.o")
     assert change["what"] == [
         "int8 by two_shot, 2 chunks, kernel → int4 by two_shot, 2 chunks, kernel"
     ]
@@ -368,7 +368,7 @@ def test_runs_of_different_worlds():
     found = shown([made.eventful()], [made.dump(made.layers(4, ranks=8), run="b", ranks=8)])
     assert "A ran on 4 ranks, B on 8" in found.text
     assert found.row("ranks")[:2] == ["4", "8"]
-    assert "graph forward 1, simplified: sum once x2, own part → nothing" in found.text
+    assert "1st forward graph, simplified: sum once x2, own part → nothing" in found.text
     assert {text for change in found.data["changes"] for text in change["what"]} == {"ranks: 4 → 8"}
 
 

@@ -418,6 +418,15 @@ def test_cpp_is_that_of_commpass_or_else_of_inductor():
     assert "at::vec::" in theirs
 
 
+def test_code_goes_into_a_file(tmp_path):
+    made = tmp_path / "encode.cpp"
+    asked = ("--codec", "int8", "--kernel", "encode")
+    assert f"wrote {made}" in run(*asked, "--cpp", "-o", str(made)).stdout.replace("\n", "")
+    assert made.read_text().rstrip() == run(*asked, "--cpp").stdout.rstrip()
+    assert "choose --triton, --ptx, --sass or --cpp" in said(*asked, "-o", str(made))
+    assert "cannot be written" in said(*asked, "--cpp", "-o", str(tmp_path / "no" / "such.cpp"))
+
+
 def test_cpp_of_wrong_requests():
     assert "no kernel 'matmul_encode' for CPUs" in said(
         "--codec", "int8", "--kernel", "matmul_encode", "--cpp"

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from commpass.codecs.codec import FLOATS, UNIT, Codec, Wire
 from commpass.codecs.exponent.bits import any_of, compress, expand, materialized, moves, transpose
@@ -47,11 +48,12 @@ PLANES = 2
 
 Encoding = Callable[["ExponentCodec", Tensor], Tensor]
 Decoding = Callable[["ExponentCodec", Tensor, int, torch.dtype], Tensor]
-_calls: ContextVar[tuple[Encoding, Decoding] | None] = ContextVar("exponent_calls", default=None)
+Calls = tuple[Encoding, Decoding]
+_calls: ContextVar[Calls | str | None] = ContextVar("exponent_calls", default="by tracer")
 
 
 @contextmanager
-def by_calls(calls: tuple[Encoding, Decoding] | None) -> Iterator[None]:
+def by_calls(calls: Calls | None) -> Iterator[None]:
     """Encode and decode rows with the given functions, which produce the same bytes.
 
     Either direction is 2,000 plain operators. Tracing them with symbolic sizes takes seconds, and
@@ -62,6 +64,20 @@ def by_calls(calls: tuple[Encoding, Decoding] | None) -> Iterator[None]:
         yield
     finally:
         _calls.reset(before)
+
+
+def _encode_operator(codec: ExponentCodec, rows: Tensor) -> Tensor:
+    wire: Tensor = torch.ops.commpass.exponent_encode(rows, codec.spec, False)
+    return wire
+
+
+def _decode_operator(codec: ExponentCodec, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+    rows: Tensor = torch.ops.commpass.exponent_decode(wire, codec.spec, numel, dtype, False)
+    return rows
+
+
+OPERATORS = (_encode_operator, _decode_operator)
+"""The operators of ``codecs.exponent_operators``, without a kernel."""
 
 
 @dataclass(frozen=True)
@@ -161,13 +177,20 @@ class ExponentCodec(Codec):
     def _is_coded(self, numel: int, dtype: torch.dtype) -> bool:
         return dtype in FORMS and numel >= LINE
 
-    def _calls_for(self, numel: int, dtype: torch.dtype) -> tuple[Encoding, Decoding] | None:
-        """Return the functions of ``by_calls``, if there are any and rows may be coded.
+    def _calls_for(self, numel: int, dtype: torch.dtype) -> Calls | None:
+        """Return the functions of ``by_calls`` if rows may be coded.
 
-        There are none where Dynamo traces this method, which cannot read a context variable.
+        Outside of ``by_calls`` they are OPERATORS if a compiler of the user traces this: it would
+        take minutes for the plain operators. Dynamo cannot read a context variable.
         """
-        is_raw = dtype not in FORMS or (isinstance(numel, int) and numel < LINE)
-        return None if is_raw or torch.compiler.is_dynamo_compiling() else _calls.get()
+        if dtype not in FORMS or (isinstance(numel, int) and numel < LINE):
+            return None
+        if torch.compiler.is_dynamo_compiling():
+            return OPERATORS
+        calls = _calls.get()
+        if not isinstance(calls, str):
+            return calls
+        return OPERATORS if get_proxy_mode() is not None else None
 
     def _static_words(self, form: FloatForm) -> int:
         """Words per column in the static part."""

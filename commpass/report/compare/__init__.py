@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import typer
@@ -18,9 +18,9 @@ from rich.text import Text
 
 from commpass.errors import CommpassError
 from commpass.report.compare import page
-from commpass.report.compare.jobs import OFF, ON, Interrupted, Job, check_command
+from commpass.report.compare.jobs import OFF, ON, Interrupted, Job, Runs, check_command
 from commpass.report.compare.jobs import run as run_job
-from commpass.report.compare.losses import difference_text, side_by_side
+from commpass.report.compare.losses import difference_text, loss_pattern, side_by_side
 from commpass.report.compare.steps import RULE, WARM_UP
 from commpass.report.compare.verdict import (
     Comparison,
@@ -67,24 +67,15 @@ def policies_of(text: str) -> list[str]:
     return made
 
 
-def run(
-    command: Sequence[str],
-    policies: Sequence[str],
-    rounds: int,
-    most_steps: int | None,
-    output: Path,
-    keep: Path | None,
-    *,
-    json: bool,
-) -> int:
+def run(runs: Runs, output: Path, keep: Path | None, *, json: bool) -> int:
     """Run the command, print the result and write the page. Return the exit status: 130 if the user
     stopped it, and 2 if the command failed under some policy."""
-    check_command(command)
+    check_command(runs.command)
     page.check(output)
     folder = _folder(keep)
     jobs: list[Job] = []
     try:
-        stopped = _run_all(command, policies, rounds, most_steps, folder, jobs)
+        stopped = _run_all(runs, folder, jobs)
         complete = [job for job in jobs if not job.status]
         failed = [job for job in jobs if job.status]
         remarks = ([stopped] if stopped else []) + [
@@ -92,7 +83,7 @@ def run(
         ]
         if stopped and not any(job.steps.ms for job in complete):
             raise CommpassError(f"{stopped} No step was counted until then")
-        found = compare(command, policies, complete, remarks)
+        found = compare(runs.command, runs.policies, complete, remarks)
     finally:
         if keep is None and not any(job.status for job in jobs):
             shutil.rmtree(folder, ignore_errors=True)
@@ -121,46 +112,39 @@ def _folder(keep: Path | None) -> Path:
     return keep.resolve()
 
 
-def _run_all(
-    command: Sequence[str],
-    policies: Sequence[str],
-    rounds: int,
-    most_steps: int | None,
-    folder: Path,
-    jobs: list[Job],
-) -> str:
+def _run_all(runs: Runs, folder: Path, jobs: list[Job]) -> str:
     """Run all rounds and append each run to ``jobs``. Return why it was stopped, "" if it was
     not.
 
-    A policy under which the command fails has no further run. Raise CommpassError if nothing is
-    left to compare.
+    A policy under which the command fails has no further run, and nothing runs after a failure of
+    the base. Raise CommpassError if nothing is left to compare.
     """
-    turns = [(number, policy) for number in range(1, rounds + 1) for policy in policies]
+    turns = [(number, policy) for number in range(1, runs.rounds + 1) for policy in runs.policies]
     failed: set[str] = set()
     with progress("compare") as show_progress:
         for at, (number, policy) in enumerate(turns):
             if policy in failed:
                 continue
             name = label(policy)
-            title = f"round {number} of {rounds}, {name}"
+            title = f"round {number} of {runs.rounds}, {name}"
 
             def update(steps: int, at: int = at, title: str = title) -> None:
                 show_progress(at, len(turns), f"{title}: {steps} steps counted")
 
             update(0)
-            where = folder / f"{at:02d}-{name}"
             try:
-                job = run_job(command, policy, number, where, most_steps=most_steps, update=update)
+                job = run_job(runs, policy, number, folder / f"{at:02d}-{name}", update)
             except Interrupted as interrupted:
                 jobs.append(interrupted.job)
                 return f"Stopped in {title}."
             jobs.append(job)
-            if job.status and policy != policies[0]:
+            if job.status:
                 failed.add(policy)
-                left = set(policies[1:]) - failed
-                if left or any(not each.status for each in jobs if each.policy != policies[0]):
+                left = _still_run(runs, failed)
+                if left or _are_comparable(runs, jobs):
                     _print_last_lines(job)
-                    typer.echo(f"{title}: failed, so no further run under this policy", err=True)
+                    end = "no further run under this policy" if left else "this was the last run"
+                    typer.echo(f"{title}: failed, so {end}", err=True)
                     if left:
                         continue
                     return ""
@@ -169,6 +153,18 @@ def _run_all(
             count = f"{len(job.steps.ms)} of {len(job.steps.ms) + job.steps.left_out} steps counted"
             typer.echo(f"{title}: {middle} ms a step, {count}, {job.seconds:.0f} s", err=True)
     return ""
+
+
+def _still_run(runs: Runs, failed: Collection[str]) -> bool:
+    """Return whether the base and another policy have not failed."""
+    base, *others = runs.policies
+    return base not in failed and not set(others) <= set(failed)
+
+
+def _are_comparable(runs: Runs, jobs: Sequence[Job]) -> bool:
+    """Return whether there is a complete run of the base and one of another policy."""
+    complete = {job.policy for job in jobs if not job.status}
+    return runs.policies[0] in complete and len(complete) > 1
 
 
 def check(job: Job) -> None:
@@ -182,7 +178,6 @@ def check(job: Job) -> None:
             f"{_full_disk(job.folder)}"
         )
     if not job.used:
-        _print_last_lines(job)
         raise CommpassError(NOT_USED)
     if not job.steps.clock:
         raise CommpassError(NO_STEP)
@@ -284,4 +279,4 @@ def losses_of(found: Comparison) -> Table:
     return made
 
 
-__all__ = ["OFF", "ON", "policies_of", "run"]
+__all__ = ["OFF", "ON", "Runs", "loss_pattern", "policies_of", "run"]

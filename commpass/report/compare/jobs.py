@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -27,6 +28,21 @@ LINE_LENGTH = 500
 """Characters that are shown of a line of the output."""
 TRACEBACK = "Traceback (most recent call last):"
 SWITCH, POLICY, DUMP, STEPS = "COMMPASS", "COMMPASS_POLICY", "COMMPASS_DUMP", "COMMPASS_STEPS"
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The runs of ``commpass compare``: the command, and how often it runs under which policies.
+
+    A run ends after ``most_steps`` counted steps, or at its end. ``loss`` finds a loss in a line of
+    the output, with the number as its first group.
+    """
+
+    command: Sequence[str]
+    policies: Sequence[str]
+    rounds: int
+    most_steps: int | None = None
+    loss: re.Pattern[str] = losses.LOSS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,9 +115,9 @@ def check_command(command: Sequence[str]) -> None:
         raise CommpassError(f"{command[0]}: there is no such program.{hint}")
 
 
-def environment_of(policy: str, folder: Path, given: Mapping[str, str]) -> dict[str, str]:
+def environment_of(policy: str, folder: Path, outer: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of the command under one policy."""
-    made = {name: value for name, value in given.items() if name not in (SWITCH, POLICY)}
+    made = {name: value for name, value in outer.items() if name not in (SWITCH, POLICY)}
     if policy == OFF:
         made[SWITCH] = OFF
     elif policy != ON:
@@ -110,16 +126,8 @@ def environment_of(policy: str, folder: Path, given: Mapping[str, str]) -> dict[
     return made
 
 
-def run(
-    command: Sequence[str],
-    policy: str,
-    round_: int,
-    folder: Path,
-    *,
-    most_steps: int | None,
-    update: Callable[[int], None],
-) -> Job:
-    """Run the command to its end, or until ``most_steps`` steps are counted.
+def run(runs: Runs, policy: str, round_: int, folder: Path, update: Callable[[int], None]) -> Job:
+    """Run the command to its end, or until ``runs.most_steps`` steps are counted.
 
     ``update`` is called with the number of counted steps. Raise Interrupted on Ctrl-C.
     """
@@ -130,7 +138,7 @@ def run(
     environment = environment_of(policy, folder, os.environ)
     with (folder / "output.txt").open("wb") as output, _interrupt_on_terminate():
         child = subprocess.Popen(
-            command,
+            runs.command,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -138,14 +146,14 @@ def run(
             start_new_session=True,  # the terminal's Ctrl-C reaches this process alone
         )
         try:
-            status = _wait(child, folder / "steps", most_steps, update)
+            status = _wait(child, folder / "steps", runs.most_steps, update)
         except KeyboardInterrupt:
             is_interrupted = True
         finally:
             stopped = processes.stop(child, f"{STEPS}={environment[STEPS]}")
     ranks = read(folder / "steps")
     with (folder / "output.txt").open(encoding="utf-8", errors="replace") as text:
-        found = losses.find(text)
+        found = losses.find(text, runs.loss)
     job = Job(
         policy=policy,
         round=round_,

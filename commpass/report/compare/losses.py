@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from math import inf, isfinite
 
+from commpass.errors import CommpassError
 from commpass.report.numbers import percent
 
 DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?:\.\d*)?|\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?"
@@ -24,25 +25,51 @@ Losses = dict[str, float]
 """Losses by step ("step 3"), or by the number of the line if no line names a step."""
 
 
-def find(lines: Iterable[str]) -> Losses:
+def loss_pattern(text: str | None) -> re.Pattern[str]:
+    """Compile a user's pattern of a loss; None gives LOSS. Raise CommpassError if it is no pattern,
+    or has no group for the number."""
+    if text is None:
+        return LOSS
+    try:
+        made = re.compile(text)
+    except re.error as error:
+        raise CommpassError(f"--loss {text!r} is no regular expression: {error}") from error
+    if not made.groups:
+        raise CommpassError(
+            f"--loss {text!r} has no group for the number: write 'ppl=([0-9.]+)', for example"
+        )
+    return made
+
+
+def find(lines: Iterable[str], pattern: re.Pattern[str] = LOSS) -> Losses:
     """Return the losses of a program's output.
 
-    A line counts if it has the word loss and a number behind it: ``step 3 loss 2.31``,
+    By default a line counts if it has the word loss and a number behind it: ``step 3 loss 2.31``,
     ``{'loss': 2.31, 'epoch': 0.08}``, ``train_loss=2.31``. If ranks print the same step, the first
-    line counts.
+    line counts. Raise CommpassError if the first group of ``pattern`` is no number.
     """
     named: Losses = {}
     numbered: Losses = {}
     for line in lines:
         text = COLOURS.sub("", line[:LONGEST])
-        if (found := LOSS.search(text)) is None:
+        if (found := pattern.search(text)) is None:
             continue
-        value = float(found[1].replace(",", ""))
+        value = _number(found[1] or "", text)
         if places := STEP.findall(text):
             named.setdefault(" ".join(f"{word.lower()} {number}" for word, number in places), value)
         else:
             numbered[f"line {len(numbered) + 1}"] = value
     return named or numbered
+
+
+def _number(text: str, line: str) -> float:
+    try:
+        return float(text.replace(",", ""))
+    except ValueError as error:
+        raise CommpassError(
+            f"--loss: the first group of the expression is {text!r}, which is no number, in the"
+            f" line {line.strip()[:200]!r}"
+        ) from error
 
 
 def difference(first: Losses, second: Losses) -> float | None:

@@ -21,6 +21,10 @@ LEAST_STEPS = 4
 """The number of counted steps below which nothing is concluded."""
 
 
+NO_LOSSES = (
+    "No losses were found in the output: by default, lines with the word loss and a number behind"
+    " it. --loss names another form, such as --loss 'ppl=([0-9.]+)'."
+)
 ADVICE = "Run more --rounds or more steps, or use an idle machine"
 
 
@@ -310,7 +314,7 @@ def _round_remarks(of: Mapping[str, Sequence[Job]]) -> list[str]:
 def _loss_remarks(base: str, jobs: Sequence[Job]) -> list[str]:
     """Return a remark if the base's own rounds print different losses."""
     if not any(job.losses for job in jobs):
-        return ["The program prints no losses: no line has the word loss and a number behind it."]
+        return [NO_LOSSES]
     apart = [losses.difference(jobs[0].losses, other.losses) for other in jobs[1:]]
     most = max((each for each in apart if each is not None), default=0.0)
     if not most:

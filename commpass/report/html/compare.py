@@ -151,11 +151,11 @@ def _notes(before: Run, right: Run) -> Iterator[str]:
     for pair in pairs(before, right):
         a, b = pair.left, pair.right
         if a is None or b is None:
-            yield f"graph {pair.name} is only in {pair.only_in}"
+            yield f"the {pair.name} is only in {pair.only_in}"
             continue
         for what, of in OF_GRAPHS.items():
             if of(a) != of(b):
-                yield f"graph {pair.name}, {what}: {of(a)} → {of(b)}"
+                yield f"{pair.name}, {what}: {of(a)} → {of(b)}"
 
 
 OF_GRAPHS = {
