@@ -207,6 +207,15 @@ def test_grid_has_the_levels_and_the_numbers_of_the_reference(name):
     ).tolist() == pytest.approx(want.levels)
 
 
+@pytest.mark.parametrize("bits", range(2, 7))
+def test_decoded_levels_of_a_table_are_rounded_once(bits):
+    """As in the kernels. A sum of differences was wrong in the last bit."""
+    levels = [each for each in reference.grid_of(f"table{bits}", 256).levels if each > 0]
+    codes = torch.arange(2 ** (bits - 1), 2**bits, dtype=torch.uint8)
+    found = grids.decode(grids.TableGrid(bits), codes, torch.float32)
+    assert found.tolist() == torch.tensor(levels, dtype=torch.float32).tolist()
+
+
 @pytest.mark.parametrize("name", GRIDS)
 def test_half_is_the_largest_error_up_to_the_largest_number(name):
     grid = GRIDS[name]()

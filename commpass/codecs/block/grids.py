@@ -367,8 +367,8 @@ def _encode_table(grid: TableGrid, values: Tensor, noise: Tensor | None) -> Tens
 def _decode_table(grid: TableGrid, codes: Tensor, dtype: torch.dtype) -> Tensor:
     place = codes.to(dtype) - (2 ** (grid.bits - 1) - 0.5)
     size = torch.full_like(place, grid.levels[0])
-    for rank, (low, high) in enumerate(pairwise(grid.levels), start=1):
-        size = size + (place.abs() >= rank).to(dtype) * (high - low)
+    for rank, level in enumerate(grid.levels[1:], start=1):
+        size = torch.where(place.abs() >= rank, level, size)
     return torch.where(place < 0, -size, size)
 
 
