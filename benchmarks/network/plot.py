@@ -24,6 +24,9 @@ Rows = dict[str, list[Row]]
 PREFERRED_GBIT = 1.0
 WIDTH, PANEL, DPI = 7.5, 3.9, 140
 """The width of the picture and the height of a panel in inches, and its resolution."""
+UNCOMPRESSED = "without commpass"
+LABELS = {"plain": UNCOMPRESSED, "plain bf16": "bf16 in the program"}
+"""Labels of policies whose names in the files are no words of their users."""
 VARIANT = "--"
 """The style of a line whose colour another line has."""
 
@@ -59,13 +62,15 @@ def gains(axes: Axes, rows: list[Row]) -> None:
         style, color = (VARIANT if colour_of(name) in used else "-"), colour_of(name)
         used.add(color)
         points = [row["KiB"] for row in some], [row["of_plain"] for row in some]
-        axes.plot(*points, style, marker="o", markersize=4, color=color, label=name)
-    axes.axhline(1, color=colour_of("plain"), linewidth=2, label="plain")
+        axes.plot(
+            *points, style, marker="o", markersize=4, color=color, label=LABELS.get(name, name)
+        )
+    axes.axhline(1, color=colour_of("plain"), linewidth=2, label=UNCOMPRESSED)
     ticks = sorted({row["KiB"] for row in rows})
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [f"{k} KiB" if k < 1024 else f"{k // 1024} MiB" for k in ticks])
     axes.set_ylim(bottom=0)
-    axes.set(xlabel="bytes of each rank", ylabel="times as fast as plain")
+    axes.set(xlabel="bytes of each rank", ylabel=f"times as fast as {UNCOMPRESSED}")
     axes.set_title(f"all_reduce over {ranks} ranks, {rows[0]['gbit']:g} Gbit/s", loc="left")
     axes.grid(alpha=0.3)
     legend_beside(axes)
@@ -90,7 +95,7 @@ def steps(axes: Axes, rows: list[Row]) -> None:
             [m - a for m, a in zip(middle, low, strict=True)],
             [b - m for m, b in zip(middle, high, strict=True)],
         ]
-        style = {"color": colour_of(policy), "ecolor": "grey", "label": policy}
+        style = {"color": colour_of(policy), "ecolor": "grey", "label": LABELS.get(policy, policy)}
         axes.bar(left, middle, 0.92 * width, yerr=errors, **style)
         waits = [row.get("exposed_ms", 0.0) for row in some]
         label = "a rank waits" if number == len(policies) - 1 else None

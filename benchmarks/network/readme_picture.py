@@ -15,13 +15,14 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
+from benchmarks.network.plot import UNCOMPRESSED
 from commpass.report.colours import colour_of
 from commpass.report.plots import new_figure
 
 RESULTS = Path(__file__).parents[1] / "results"
 FILES = ("network_steps_1g.json", "network_steps_100m.json", "network_steps_100m_4.json")
 POLICIES = {
-    "plain": "without commpass",
+    "plain": UNCOMPRESSED,
     "bf16": "in bfloat16",
     "lossless": "lossless",
     "balanced": "balanced",

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from commpass.report.codecs import Measured
 
 MARKS = "osD^vPX*<>dph"
-LABEL = 6.5
+FEW_BITS = 10.0
+"""Codecs of more bits are in a panel of their own, if there are others."""
+LABEL = 7.0
 """The font size of a label, in points."""
 AWAY = [
     (length * x, length * y)
@@ -27,43 +29,67 @@ def plot(rows: Sequence[Measured], title: str, path: Path) -> None:
     """Draw error against bits, one labelled point for each codec.
 
     The line is the rate-distortion bound of a Gaussian, ``2^-bits``. Each family has its own colour
-    and mark.
+    and mark. Codecs of many bits have a panel of their own.
     """
-    figure = new_figure(11, 8)
-    axes = figure.add_subplot()
     lossy = [row for row in rows if row.error > 0]
+    panels = _panels(lossy)
+    figure = new_figure(11, 8)
     if exact := [row.codec for row in rows if row.error == 0]:
         left_out = f"without error, and not in the picture: {', '.join(exact)}"
         figure.supxlabel(left_out, fontsize=8, color="#555555")
-    ends = [0.0, max((row.bits for row in lossy), default=8.0) + 0.7]
-    axes.plot(ends, [2.0**-bits for bits in ends], color="black", linewidth=1)
-    middle = ends[1] * 0.55
-    bound = axes.annotate(
+    widths = [max(1.3, high - low) for low, high, _ in panels]
+    all_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False, width_ratios=widths)[0]
+    colours = _family_colours(lossy)
+    errors = [row.error for row in lossy] or [1.0]
+    all_axes[0].set(yscale="log", ylabel="relative error", ylim=(min(errors) / 3, max(errors) * 2))
+    figure.suptitle(title)
+    for axes, (low, high, some) in zip(all_axes, panels, strict=True):
+        axes.set(xlim=(low, high), xlabel="bits a value" + ", side data included" * (low == 0))
+        axes.plot((low, high), (2.0**-low, 2.0**-high), color="black", linewidth=1)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.grid(alpha=0.3)
+        _points(axes, some, colours)
+    middle = panels[0][1] * 0.55
+    bound = all_axes[0].annotate(
         "bound $2^{-b}$", (middle, 2.0**-middle), (-8, -14), textcoords="offset points", ha="right"
     )
-    axes.set(
-        yscale="log",
-        xlabel="bits a value, side data included",
-        ylabel="relative error",
-        title=title,
-        xlim=ends,
-    )
-    axes.grid(alpha=0.3)
-    colours = _family_colours(lossy)
-    for number, (family, colour) in enumerate(colours.items()):
-        points = sorted((row.bits, row.error) for row in lossy if _family(row) == family)
-        axes.plot(
-            *zip(*points, strict=True),
-            linestyle=":" if len(points) > 1 else "",
-            linewidth=0.8,
-            color=colour,
-            marker=MARKS[number % len(MARKS)],
-        )
-    _label(figure, axes, lossy, colours, bound)
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")  # positions must not move from here on
+    for axes, (_, _, some) in zip(all_axes, panels, strict=True):
+        _label(figure, axes, some, colours, bound)
     try:
         figure.savefig(path, dpi=140)
     except (OSError, ValueError) as error:
         raise PolicyError(f"{path}: cannot be written: {error}") from error
+
+
+Panel = tuple[float, float, list["Measured"]]
+"""The bits at both ends of a panel, and its codecs."""
+
+
+def _panels(rows: Sequence[Measured]) -> list[Panel]:
+    """Return one panel, or two if some codecs have many bits and others have few."""
+    few = [row for row in rows if row.bits <= FEW_BITS]
+    many = [row for row in rows if row.bits > FEW_BITS]
+    if not few or not many:
+        return [(0.0, max((row.bits for row in rows), default=8.0) + 0.7, list(rows))]
+    bits = [row.bits for row in many]
+    ends = max(row.bits for row in few) + 1.0
+    return [(0.0, ends, few), (min(bits) - 1.0, max(bits) + 1.0, many)]
+
+
+def _points(axes: Any, rows: Sequence[Measured], colours: dict[str, Any]) -> None:
+    """Draw the points of each family, joined by a dotted line."""
+    for number, (family, colour) in enumerate(colours.items()):
+        points = sorted((row.bits, row.error) for row in rows if _family(row) == family)
+        if points:
+            axes.plot(
+                *zip(*points, strict=True),
+                linestyle=":" if len(points) > 1 else "",
+                linewidth=0.8,
+                color=colour,
+                marker=MARKS[number % len(MARKS)],
+            )
 
 
 def _family(row: Measured) -> str:
@@ -87,8 +113,6 @@ def _label(
     """Write each point's name beside it, where it covers neither a point nor another name."""
     from matplotlib.transforms import Bbox
 
-    figure.draw_without_rendering()
-    figure.set_layout_engine("none")  # positions must not move from here on
     renderer = figure.canvas.get_renderer()
     at = [axes.transData.transform((row.bits, row.error)) for row in rows]
     taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in at]
