@@ -111,6 +111,9 @@ $(BASE): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
 	@$(if $(filter $(PINNED),$(TORCH)),cp constraints.txt,echo "torch==$(TORCH)" >) $(VENV)/constraints.txt
 	@$(VENV)/bin/python -m pip install --quiet --no-compile --constraint $(VENV)/constraints.txt torch numpy --editable '.[graph]'
+	@echo "Preparing the compiler (once)"
+	@$(VENV)/bin/python -c 'import torch; torch.compile(lambda x: x + 1)(torch.ones(64))' > $(VENV)/compiler.txt 2>&1 \
+		|| echo "torch.compile does not work here (see $(VENV)/compiler.txt)"
 	@touch $(BASE)
 
 $(READY): $(BASE)

@@ -141,6 +141,8 @@ class Example:
     sequence_parallel: bool = False  # whether the sequence is sharded over the ranks
     steps: int = 40
     layers: int = 2
+    width: int = 256
+    link_gbit: float = 1.0
 
 
 @dataclass
@@ -326,14 +328,20 @@ def check_options(parser: Parser, options: Namespace, sharing: int) -> None:
         parser.error(f"--width {options.width}: must be a multiple of {unit} ({which})")
     if not 0 < options.link_gbit < inf:
         parser.error(f"--link-gbit {options.link_gbit}: must be a number of Gbit/s above 0")
-    try:
-        commpass.backend(options.policy)
-    except commpass.CommpassError as error:
-        parser.error(str(error))
+    if STARTED:
+        try:
+            commpass.backend(options.policy)
+        except commpass.CommpassError as error:
+            parser.error(str(error))
 
 
 def read_options(example: Example) -> Namespace:
-    parser = shared_options(steps=example.steps, layers=example.layers)
+    parser = shared_options(
+        steps=example.steps,
+        layers=example.layers,
+        width=example.width,
+        link_gbit=example.link_gbit,
+    )
     parser.add_argument(
         "--out",
         type=Path,
@@ -369,8 +377,15 @@ def start(file: str, options: Namespace) -> None:
         [sys.executable, *hosts, "--", *command], env={**os.environ, OWN_HOSTS: "1"}, check=False
     ).returncode
     if code != NO_HOSTS:
-        sys.exit(code)
+        leave(code)
     torchrun(["--standalone", f"--nproc-per-node={options.ranks}", file, *sys.argv[1:]])
+
+
+def leave(code: int = 0) -> NoReturn:
+    """End this process without freeing what torch holds, which takes seconds."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def join() -> None:
@@ -429,3 +444,4 @@ def main(file: str, example: Example) -> None:
         report(runs, options)
     dist.barrier()
     dist.destroy_process_group()
+    leave()

@@ -51,4 +51,5 @@ def divide(model: Transformer, mesh: DeviceMesh) -> None:
 
 
 if __name__ == "__main__":
-    main(__file__, Example(build, divide))
+    # one wide layer: compiling takes most of the time
+    main(__file__, Example(build, divide, steps=24, layers=1, width=384, link_gbit=0.5))
