@@ -8,6 +8,9 @@ import pytest
 import torch
 from graphs import ops, trace
 from torch._functorch.aot_autograd import aot_module_simplified
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import commpass
 from commpass.codecs import codec
@@ -141,6 +144,27 @@ def test_explicit_calls_in_compiled_code_have_few_nodes():
     assert len(names) < 100
     assert "commpass.exponent_encode.default" in names
     assert "commpass.exponent_decode.default" in names
+
+
+def test_shapes_are_asked_of_the_operators_alone():
+    """Dynamo and AOTAutograd ask for shapes before they trace: 20 s for the plain operators."""
+    coder, count = codec("exponent"), []
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode, CountOperators(count):
+        given = mode.from_tensor(X)
+        wire = coder.encode_rows(given * 1)
+        back = coder.decode_rows(wire, 256, torch.float32)
+    assert (wire.shape, back.shape) == ((128, coder.wire_bytes(256, torch.float32)), X.shape)
+    assert 0 < len(count) < 10
+
+
+class CountOperators(TorchDispatchMode):
+    def __init__(self, names: list[str]):
+        super().__init__()
+        self.names = names
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ import commpass
 from commpass.cli import app
 from commpass.plan import dump
 from commpass.report import compare as comparison
-from commpass.report.compare import processes
+from commpass.report.compare import losses, processes
 
 ROOT = Path(commpass.__file__).parent.parent
 PROGRAM = """
@@ -167,6 +167,32 @@ def test_losses_of_another_form_are_found_by_their_expression(tmp_path, program)
 def test_expressions_that_find_no_number(tmp_path, program, expression, said):
     options = ("--rounds", 1, "--loss", expression)
     fails(run(tmp_path, sys.executable, program, 12, 10, options=options), said)
+
+
+def test_losses_that_cannot_be_read_in_a_later_round_do_not_end_the_comparison(tmp_path, program):
+    program.write_text(PROGRAM.replace("{1 /", "{'none' if '/02-off/' in str(path) else 1 /"))
+    program.write_text(program.read_text().replace(":.4f}", "}"))
+    options = ("--rounds", 2, "--loss", r"loss (\S+)")
+    done = run(tmp_path, sys.executable, program, 12, 10, options=options)
+    assert done.exit_code == 0, done.output
+    assert done.stdout.startswith("on is 2.00 times as fast as off")
+    assert "Its printed losses are those of off" in done.stdout
+
+
+def test_stop_while_losses_are_read_keeps_what_there_is(tmp_path, program, monkeypatch):
+    find, calls = losses.find, []
+
+    def stopped(lines, pattern):
+        calls.append(pattern)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return find(lines, pattern)
+
+    monkeypatch.setattr(losses, "find", stopped)
+    done = run(tmp_path, sys.executable, program, 12, 10, options=("--rounds", 2))
+    assert done.exit_code == 130, done.output
+    assert done.stdout.startswith("on is 2.00 times as fast as off")
+    assert "Stopped in round 2 of 2, off." in done.stdout
 
 
 def test_overlapping_times_come_with_advice(tmp_path, program):

@@ -232,6 +232,32 @@ def test_losses_are_found_in_the_output(lines, found):
     assert str(losses.find(lines)) == str(found)
 
 
+@pytest.mark.parametrize(
+    ("expression", "lines", "found"),
+    [
+        (r"ppl=([0-9.]+)?", ["step 1 ppl=", "step 2 ppl=2"], {"step 2": 2.0}),
+        (r"ppl=([0-9.]+)|nll=([0-9.]+)", ["step 1 nll=3"], {"step 1": 3.0}),
+        (r"ppl=(\S+)", ["ppl=n/a", "ppl=3.5."], {"line 1": 3.5}),
+        (r"(\d+)", ["no number"], {}),
+    ],
+)
+def test_lines_without_a_number_are_no_losses(expression, lines, found):
+    assert losses.find(lines, losses.loss_pattern(expression)) == found
+
+
+def test_expression_that_would_take_years_is_an_error(monkeypatch):
+    monkeypatch.setattr(losses, "LINE_SECONDS", 0.05)
+    pattern = losses.loss_pattern("(a+)+b([0-9])")
+    with pytest.raises(CommpassError, match=r"\(a\+\)\+b.* takes more than 0.05 s for the line"):
+        losses.find(["a" * 60], pattern)
+
+
+@pytest.mark.parametrize("expression", ["(a{99999999999})", "(" * 9999 + ")" * 9999])
+def test_expression_that_cannot_be_compiled_is_an_error(expression):
+    with pytest.raises(CommpassError, match="is no regular expression"):
+        losses.loss_pattern(expression)
+
+
 def test_difference_of_losses():
     assert losses.difference({"step 1": 2.0, "step 2": 1.0}, {"step 1": 2.0, "step 2": 0.9}) == (
         pytest.approx(0.1)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from commpass.codecs.codec import FLOATS, UNIT, Codec, Wire
@@ -180,8 +181,9 @@ class ExponentCodec(Codec):
     def _calls_for(self, numel: int, dtype: torch.dtype) -> Calls | None:
         """Return the functions of ``by_calls`` if rows may be coded.
 
-        Outside of ``by_calls`` they are OPERATORS if a compiler of the user traces this: it would
-        take minutes for the plain operators. Dynamo cannot read a context variable.
+        Outside of ``by_calls`` they are OPERATORS if a compiler of the user traces this, or only
+        asks for shapes: it would take minutes for the plain operators. Dynamo cannot read a context
+        variable.
         """
         if dtype not in FORMS or (isinstance(numel, int) and numel < LINE):
             return None
@@ -190,7 +192,8 @@ class ExponentCodec(Codec):
         calls = _calls.get()
         if not isinstance(calls, str):
             return calls
-        return OPERATORS if get_proxy_mode() is not None else None
+        is_traced = get_proxy_mode() is not None or detect_fake_mode() is not None
+        return OPERATORS if is_traced else None
 
     def _static_words(self, form: FloatForm) -> int:
         """Words per column in the static part."""

@@ -168,8 +168,9 @@ def _are_comparable(runs: Runs, jobs: Sequence[Job]) -> bool:
 
 
 def check(job: Job) -> None:
-    """Raise CommpassError if a run has failed, or has no counted step. Its last lines go to
-    stderr."""
+    """Raise CommpassError if a run has failed, has no counted step, or has losses that cannot be
+    read in the first round: later ones do not end the comparison. The last lines of a failed run go
+    to stderr."""
     where = f"policy {label(job.policy)!r}, round {job.round}"
     if job.status:
         _print_last_lines(job)
@@ -186,6 +187,8 @@ def check(job: Job) -> None:
             f"all {job.steps.left_out} steps are warm-up ({where}): run at least {WARM_UP + 5}"
             f" steps. {RULE}"
         )
+    if job.loss_error and job.round == 1:
+        raise CommpassError(job.loss_error)
 
 
 def failure(job: Job) -> str:

@@ -35,7 +35,7 @@ class Runs:
     """The runs of ``commpass compare``: the command, and how often it runs under which policies.
 
     A run ends after ``most_steps`` counted steps, or at its end. ``loss`` finds a loss in a line of
-    the output, with the number as its first group.
+    the output: the number is its first group that takes part in the match.
     """
 
     command: Sequence[str]
@@ -51,7 +51,8 @@ class Job:
 
     ``status`` is its exit status, and None if it was stopped. ``used`` says whether the program
     used commpass. ``folder`` has its output, its step times and its dumps. ``stopped`` is the
-    number of processes that still ran after the end of the command, and were ended.
+    number of processes that still ran after the end of the command, and were ended. ``loss_error``
+    says why no losses could be read.
     """
 
     policy: str
@@ -63,6 +64,7 @@ class Job:
     steps: Steps
     losses: losses.Losses
     stopped: int = 0
+    loss_error: str = ""
 
     @property
     def output(self) -> Path:
@@ -152,8 +154,15 @@ def run(runs: Runs, policy: str, round_: int, folder: Path, update: Callable[[in
         finally:
             stopped = processes.stop(child, f"{STEPS}={environment[STEPS]}")
     ranks = read(folder / "steps")
-    with (folder / "output.txt").open(encoding="utf-8", errors="replace") as text:
-        found = losses.find(text, runs.loss)
+    found: losses.Losses = {}
+    loss_error = ""
+    try:
+        with (folder / "output.txt").open(encoding="utf-8", errors="replace") as text:
+            found = losses.find(text, runs.loss)
+    except CommpassError as error:
+        loss_error = str(error)
+    except KeyboardInterrupt:
+        is_interrupted = True
     job = Job(
         policy=policy,
         round=round_,
@@ -164,6 +173,7 @@ def run(runs: Runs, policy: str, round_: int, folder: Path, update: Callable[[in
         steps=steps_of(ranks),
         losses=found,
         stopped=stopped if status is not None else 0,
+        loss_error=loss_error,
     )
     if is_interrupted:
         raise Interrupted(job)

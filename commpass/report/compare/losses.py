@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+import signal
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from math import inf, isfinite
+from typing import Any
 
 from commpass.errors import CommpassError
 from commpass.report.numbers import percent
@@ -21,6 +24,8 @@ COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 """What a program writes to colour its text on a terminal."""
 LONGEST = 10_000
 """Characters of a line that are read: more is data, not a message."""
+LINE_SECONDS = 2.0
+"""Processor time that an expression may take for one line: some would take years."""
 Losses = dict[str, float]
 """Losses by step ("step 3"), or by the number of the line if no line names a step."""
 
@@ -32,7 +37,7 @@ def loss_pattern(text: str | None) -> re.Pattern[str]:
         return LOSS
     try:
         made = re.compile(text)
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:
         raise CommpassError(f"--loss {text!r} is no regular expression: {error}") from error
     if not made.groups:
         raise CommpassError(
@@ -46,30 +51,68 @@ def find(lines: Iterable[str], pattern: re.Pattern[str] = LOSS) -> Losses:
 
     By default a line counts if it has the word loss and a number behind it: ``step 3 loss 2.31``,
     ``{'loss': 2.31, 'epoch': 0.08}``, ``train_loss=2.31``. If ranks print the same step, the first
-    line counts. Raise CommpassError if the first group of ``pattern`` is no number.
+    line counts. The number is the first group of ``pattern`` that takes part in the match. Lines
+    where it is no number do not count. Raise CommpassError if a line takes more than LINE_SECONDS,
+    or if there are such lines and no losses.
     """
     named: Losses = {}
     numbered: Losses = {}
+    unreadable = ""
     for line in lines:
         text = COLOURS.sub("", line[:LONGEST])
-        if (found := pattern.search(text)) is None:
+        if (found := _search(pattern, text)) is None:
             continue
-        value = _number(found[1] or "", text)
-        if places := STEP.findall(text):
+        group = next((each for each in found.groups() if each is not None), "")
+        if (value := _number(group)) is None:
+            unreadable = unreadable or (
+                f"--loss: the first group of the expression is {group!r}, which is no number, in"
+                f" the line {text.strip()[:200]!r}"
+            )
+        elif places := STEP.findall(text):
             named.setdefault(" ".join(f"{word.lower()} {number}" for word, number in places), value)
         else:
             numbered[f"line {len(numbered) + 1}"] = value
+    if unreadable and not (named or numbered):
+        raise CommpassError(unreadable)
     return named or numbered
 
 
-def _number(text: str, line: str) -> float:
+def _number(text: str) -> float | None:
     try:
-        return float(text.replace(",", ""))
-    except ValueError as error:
+        return float(text.replace(",", "").rstrip("."))  # it may end a sentence
+    except ValueError:
+        return None
+
+
+class _Slow(Exception):
+    """A search has taken LINE_SECONDS."""
+
+
+def _search(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    try:
+        with _limited(LINE_SECONDS):
+            return pattern.search(text)
+    except _Slow:
         raise CommpassError(
-            f"--loss: the first group of the expression is {text!r}, which is no number, in the"
-            f" line {line.strip()[:200]!r}"
-        ) from error
+            f"--loss {pattern.pattern!r} takes more than {LINE_SECONDS:g} s for the line"
+            f" {text.strip()[:200]!r}. Repeat nothing that repeats itself, such as (a+)+"
+        ) from None
+
+
+@contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    """Raise _Slow after so much processor time; this needs the main thread."""
+
+    def stop(*_: Any) -> None:
+        raise _Slow
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def difference(first: Losses, second: Losses) -> float | None:
