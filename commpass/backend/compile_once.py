@@ -23,7 +23,7 @@ log = logging.getLogger("commpass")
 PATIENCE_S = 300.0
 """Seconds after which a rank stops waiting and compiles by itself."""
 STAGE = "another rank of this host compiles the same graph"
-_useless: list[str] = []
+_failures: list[str] = []
 """Why this process no longer waits for others, if so."""
 
 
@@ -33,7 +33,7 @@ def compiled_once(gm: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[None]:
 
     A rank that waited, and then did not find the graph in the cache, no longer waits for others.
     """
-    if _useless or not _cache_is_shared():
+    if _failures or not _cache_is_shared():
         yield
         return
     from filelock import FileLock, Timeout
@@ -64,7 +64,7 @@ def compiled_once(gm: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[None]:
 
 
 def _stop_waiting(why: str) -> None:
-    _useless.append(why)
+    _failures.append(why)
     log.info("each rank compiles its graphs by itself from now on: %s", why)
 
 

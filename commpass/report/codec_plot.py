@@ -59,8 +59,10 @@ def plot(rows: Sequence[Measured], title: str, path: Path) -> None:
         _label(figure, axes, some, colours, bound)
     try:
         figure.savefig(path, dpi=140)
-    except (OSError, ValueError) as error:
-        raise PolicyError(f"{path}: cannot be written: {error}") from error
+    except OSError as error:
+        raise PolicyError(f"{path}: cannot be written: {error.strerror}") from error
+    except ValueError as error:
+        raise PolicyError(f"{path}: end the name in .png, .svg or .pdf ({error})") from error
 
 
 Panel = tuple[float, float, list["Measured"]]

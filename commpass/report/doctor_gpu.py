@@ -25,7 +25,7 @@ from commpass.probe.gpu.exchange import Timed
 from commpass.probe.gpu.finding import Finding
 from commpass.report.numbers import size
 from commpass.report.probe import group as group_of
-from commpass.report.progress import Told, progress
+from commpass.report.progress import ShowProgress, progress
 from commpass.report.tables import console_for, plain_table, print_json
 
 STATUS = "COMMPASS_DOCTOR_STATUS"
@@ -62,9 +62,9 @@ def tested_here(output: Path, seconds: float, *, json: bool) -> int:
         world = dist.group.WORLD
         assert world is not None
         device = torch.device("cuda", torch.cuda.current_device())
-        with progress("testing", visible=dist.get_rank() == 0) as told:
-            found = tested(world, device, told)
-            told(len(found), len(found), "timing exchanges")
+        with progress("testing", visible=dist.get_rank() == 0) as show_progress:
+            found = tested(world, device, show_progress)
+            show_progress(len(found), len(found), "timing exchanges")
             timed = exchange.times(world, device)
         file = probe(seconds, name=output.stem, kernels=True) if world.size() > 1 else None
         if dist.get_rank():
@@ -91,9 +91,11 @@ def torchrun(ranks: int, output: Path, seconds: float, *, json: bool) -> list[st
     return [*command, *(["--json"] if json else [])]
 
 
-def tested(group: dist.ProcessGroup, device: torch.device, told: Told) -> list[Finding]:
+def tested(
+    group: dist.ProcessGroup, device: torch.device, show_progress: ShowProgress
+) -> list[Finding]:
     """Return the findings of all ranks: of equal ones the first, and of different ones those that
-    failed. ``told`` is called with each finding."""
+    failed. ``show_progress`` is called with each finding."""
     own: list[Finding] = []
     for each in chain(
         links.findings(device),
@@ -102,7 +104,7 @@ def tested(group: dist.ProcessGroup, device: torch.device, told: Told) -> list[F
         exchange.findings(group, device),
     ):
         own.append(each)
-        told(len(own), None, each.what)
+        show_progress(len(own), None, each.what)
     every: list[list[Finding]] = [[] for _ in range(group.size())]
     dist.all_gather_object(every, own, group)
     return merged(every)

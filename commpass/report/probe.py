@@ -34,8 +34,8 @@ def run(output: Path, seconds: float, *, kernels: bool, plot: Path | None, json:
     with group("probe -o cluster.json"):
         _check_folder(output)
         first = dist.get_rank() == 0
-        with progress("measuring", visible=first) as told:
-            file = probe(seconds, name=output.stem, kernels=kernels, progress=told)
+        with progress("measuring", visible=first) as show_progress:
+            file = probe(seconds, name=output.stem, kernels=kernels, progress=show_progress)
         if not first:
             return
     write(output, file)

@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-Told = Callable[[int, int | None, str], None]
+ShowProgress = Callable[[int, int | None, str], None]
 """Called with the amount done, the total (None: unknown), and the current task."""
 
 
 @contextmanager
-def progress(title: str, *, visible: bool = True) -> Iterator[Told]:
+def progress(title: str, *, visible: bool = True) -> Iterator[ShowProgress]:
     """Show a bar that disappears at the end. Nothing is written if stderr is not a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())

@@ -84,7 +84,7 @@ def test_object_without_any_use_is_dropped():
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """Return a folder for the locks, in a process that waits for others."""
-    monkeypatch.setattr(compile_once, "_useless", [])
+    monkeypatch.setattr(compile_once, "_failures", [])
     on = torch._inductor.config.patch(fx_graph_cache=True, force_disable_caches=False)
     with on, patch("torch._inductor.codecache.get_lock_dir", lambda: str(tmp_path / "locks")):
         yield tmp_path / "locks"
@@ -117,7 +117,7 @@ def compiled_while_locked(folder, gm: fx.GraphModule, hits: int) -> list[str]:
 
 def test_rank_waits_for_another_that_compiles_the_same_graph(folder):
     assert compiled_while_locked(folder, graph(), 1) == ["the other is done", "compiles"]
-    assert not compile_once._useless
+    assert not compile_once._failures
 
 
 def test_rank_that_waited_in_vain_waits_no_more(folder, caplog):
@@ -132,7 +132,7 @@ def test_other_graphs_are_not_awaited(folder, monkeypatch):
     monkeypatch.setattr(compile_once, "PATIENCE_S", 0.1)
     with lock_of(folder, graph()), compiled_once(graph(reads=True), [X]):
         pass
-    assert not compile_once._useless  # a wait would have ended with a reason
+    assert not compile_once._failures  # a wait would have ended with a reason
 
 
 def test_rank_that_waits_too_long_compiles_by_itself(folder, monkeypatch, caplog):
@@ -164,4 +164,4 @@ def test_without_a_cache_nobody_waits(folder, change, monkeypatch):
     here = compiled_once(graph(), [X])
     with torch._inductor.config.patch(change), lock_of(folder, graph()), here:
         pass
-    assert not compile_once._useless  # a wait would have ended with a reason
+    assert not compile_once._failures  # a wait would have ended with a reason

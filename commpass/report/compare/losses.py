@@ -133,10 +133,11 @@ def _relative(a: float, b: float) -> float:
     return abs(a - b) / max(abs(a), abs(b))
 
 
-def first_not_finite(of: Losses, other: Losses) -> str | None:
-    """Return the first step whose loss is NaN or infinite though that of ``other`` is finite."""
-    steps = (step for step in of if step in other)
-    return next((s for s in steps if not isfinite(of[s]) and isfinite(other[s])), None)
+def first_not_finite(of: Losses, reference: Losses) -> str | None:
+    """Return the first step whose loss is NaN or infinite though that of ``reference`` is
+    finite."""
+    steps = (step for step in of if step in reference)
+    return next((s for s in steps if not isfinite(of[s]) and isfinite(reference[s])), None)
 
 
 def difference_text(value: float) -> str:
