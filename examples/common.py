@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from hosts import NO_HOSTS
+from hosts import NO_HOSTS, STOPPED
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.progress import Progress
@@ -373,9 +373,12 @@ def start(file: str, options: Namespace) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     command = [sys.executable, file, *sys.argv[1:]]
     hosts = [str(Path(__file__).with_name("hosts.py")), str(options.ranks), str(options.link_gbit)]
-    code = subprocess.run(
-        [sys.executable, *hosts, "--", *command], env={**os.environ, OWN_HOSTS: "1"}, check=False
-    ).returncode
+    environment = {**os.environ, OWN_HOSTS: "1"}
+    try:
+        started = [sys.executable, *hosts, "--", *command]
+        code = subprocess.run(started, env=environment, check=False).returncode
+    except KeyboardInterrupt:
+        leave(STOPPED)
     if code != NO_HOSTS:
         leave(code)
     torchrun(["--standalone", f"--nproc-per-node={options.ranks}", file, *sys.argv[1:]])

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks import netlab
 
 NO_HOSTS = 97
+STOPPED = 130  # by Ctrl-C
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # otherwise it warns that these hosts have no names
 
 
@@ -43,4 +44,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(STOPPED)
