@@ -37,7 +37,8 @@ def report(runs: Mapping[str, Run], options: Namespace) -> None:
     console.print("", policies_table(runs, recorded, str(options.policy)), where(runs, options))
     console.print("", sites_table(recorded["on"]))
     shown = [recorded[name] for name in ("off", "on", "bf16")]
-    html.write(shown, options.out / PAGE, lines[SPEEDS])
+    on, bf16 = lines[SPEEDS]
+    html.write(shown, options.out / PAGE, (f"steps of B: {on}", f"steps of C, {bf16}"))
     draw_timeline(recorded["on"], options.out / PICTURE)
     show_next(options)
 
@@ -60,7 +61,7 @@ def results(
     sent = (off.sent, on.sent) if off.sent is not None and on.sent is not None else None
     yield speedup.bytes_sentence(*(sent or (sums.bytes, sums.wire_bytes))) + " a step and rank"
     yield speedup.loss_sentence(off.held_out, on.held_out) + " on held-out text"
-    for name, prefix in (("on", ""), ("bf16", "in bf16: ")):
+    for name, prefix in (("on", ""), ("bf16", "codec bf16 alone: ")):
         expected = predicted(recorded["off"], recorded[name])
         if OWN_HOSTS in os.environ:
             found = speedup.speedup(off.step_ms, runs[name].step_ms)
@@ -148,7 +149,7 @@ def show_next(options: Namespace) -> None:
     commands = {
         f"{program()} explain {out}/on": "every decision and its reason",
         f"{program()} diff {out}/off {out}/on": "the differences",
-        f"{program()} graph {out}/on --text": "the rewritten graphs",
+        f"{program()} graph {out}/on --text": "a rewritten graph",
     }
     console.print(f"\nNext: open {out}/{PAGE}, {out}/{PICTURE}, or run", style="bold")
     for command, what in commands.items():

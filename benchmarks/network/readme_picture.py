@@ -23,7 +23,7 @@ RESULTS = Path(__file__).parents[1] / "results"
 FILES = ("network_steps_1g.json", "network_steps_100m.json", "network_steps_100m_4.json")
 POLICIES = {
     "plain": UNCOMPRESSED,
-    "bf16": "in bfloat16",
+    "bf16": "codec bf16",
     "lossless": "lossless",
     "balanced": "balanced",
 }
@@ -61,7 +61,8 @@ def draw(shown: list[Panel]) -> Any:
     grid = figure.subplots(len(rows), len(rates), squeeze=False)
     for panel in shown:
         paint(grid[rows.index(panel.ranks)][rates.index(panel.gbit)], panel)
-    figure.suptitle("time of a training step of a tensor-parallel Llama, in ms (less is better)")
+    note = "less is better; lines: quartiles"
+    figure.suptitle(f"time of a training step of a tensor-parallel Llama, in ms ({note})")
     return figure
 
 

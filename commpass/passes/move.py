@@ -106,7 +106,7 @@ def _missed(
     for site, us in _exposed(clock).items():
         gain = us - roomy.get(site, 0.0)
         if us > 0:
-            room = f"with more memory than more_memory={more_memory:g} allows {gain:,.0f} us less"
+            room = f"{gain:,.0f} us less if more_memory={more_memory:g} allowed more memory"
             found[site] = room if gain > WORTH * us else NEEDED
     return found
 

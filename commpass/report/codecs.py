@@ -222,6 +222,7 @@ def table_of(rows: Sequence[Measured]) -> Table:
     numbers += ["encode GB/s", "decode GB/s"] if timed else []
     table = plain_table("codec", *numbers, right=numbers)
     table.caption = (
+        "error: relative, in the 2-norm; bound: the most that it can be, for any block;\n"
         "above: bits above 2^-b, the least for a Gaussian (lossless: above the entropy of the"
         " exponents)"
     )

@@ -204,15 +204,16 @@ MOST = 3
 def reasons(found: Sequence[Pattern]) -> Table:
     """Return the reasons of the patterns, the most frequent first.
 
-    Patterns with one reason share a line.
+    Patterns with one reason share a line. The times of a split collective are those of a chunk.
     """
     numbers: dict[str, list[int]] = {}
     left_out = Counter[int]()
     for number, one in enumerate(found, 1):
         counted = Counter(site.reason or NO_REASON for site in one.sites).most_common()
         left_out[number] = len(counted) - MOST
+        prefix = "each chunk: " if len(one.sites) >= 2 * one.count else ""
         for reason, _ in counted[:MOST]:
-            numbers.setdefault(reason, []).append(number)
+            numbers.setdefault(prefix + reason, []).append(number)
     for number, more in left_out.items():
         if more > 0:
             numbers.setdefault(more_reasons(more).strip(), []).append(number)

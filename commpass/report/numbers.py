@@ -37,12 +37,9 @@ def _short(value: float) -> str:
 
 
 def micros(value: float, baseline: float | None = None) -> str:
-    """Format a time in the unit that fits it, or that fits ``baseline``."""
-    return (
-        f"{value:,.1f} us"
-        if (value if baseline is None else baseline) < 10_000
-        else f"{value / 1000:,.1f} ms"
-    )
+    """Format a time in us, or in ms if it or the ``baseline`` is at least 1 ms."""
+    beside = value if baseline is None else max(value, baseline)
+    return f"{value:,.1f} us" if beside < 1000 else f"{value / 1000:,.1f} ms"
 
 
 def ms(us: float) -> str:

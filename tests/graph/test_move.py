@@ -218,7 +218,7 @@ def test_missed_overlap_has_its_reason():
 
     plan = drive(traced(function, 4, 512), more_memory=0.2)
     second, first = plan.sites
-    assert first.missed.startswith("with more memory than more_memory=0.2 allows")
+    assert first.missed.endswith(" us less if more_memory=0.2 allowed more memory")
     assert first.exposed_us > 0
     assert (second.exposed_us, second.missed) == (0, "")
     roomy = drive(traced(function, 4, 512), more_memory=ENOUGH)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from doc_blocks import block_under, blocks_of
 from matplotlib.figure import Figure
 from torch import nn
 from torch.distributed.tensor.parallel import (
@@ -294,6 +295,17 @@ def test_plans_and_graphs_are_written_with_a_run_for_each_policy(tmp_path):
         assert found[0].world_size == 2
     for command in ("explain", "graph", "timeline"):
         assert CliRunner().invoke(app, [command, str(folder)]).exit_code == 0
+
+
+@pytest.mark.slow
+def test_example_of_the_page_prints_its_table(tmp_path, monkeypatch):
+    page, heading = "docs/costmodel.md", "Simulating a cluster: `commpass simulate`"
+    command, shown, *_ = [text for title, text in blocks_of(page, "") if title == heading]
+    (tmp_path / "model.py").write_text(block_under(page, heading))
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, command.split()[1:])
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.split() == shown.split()
 
 
 def test_file_that_is_not_there(tmp_path):

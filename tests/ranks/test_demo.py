@@ -43,7 +43,7 @@ def check_demo(printed: str, tmp_path: Path) -> None:
     assert "a step and rank" in lines[first]
     assert re.fullmatch(r"(loss within|the same loss).* on held-out text", lines[first + 1])
     assert lines[first + 2].startswith("no network to measure: loopback is faster than any")
-    assert lines[first + 3].startswith("in bf16: no network to measure")
+    assert lines[first + 3].startswith("codec bf16 alone: no network to measure")
     assert re.match(r"\d+ of \d+ collectives are compressed", lines[first + 4])
     assert lines[first + 5].split()[0] == "policy"
     assert "As root (sudo make demo), each rank gets its own host" in " ".join(printed.split())
@@ -59,4 +59,6 @@ def check_demo(printed: str, tmp_path: Path) -> None:
     page = (tmp_path / "report.html").read_text()
     assert "balanced" in page
     assert "policy bf16" in page
+    assert "Steps of B: no network to measure" in page
+    assert "Steps of C, codec bf16 alone: no network to measure" in page
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")

@@ -316,9 +316,38 @@ def test_verdict_of_a_clear_result(tmp_path: Path):
     )
     assert found.policies[1].faster == 2.0
     assert (found.policies[0].low_ms, found.policies[0].high_ms) == (21.0, 23.0)
-    back = compare(["x"], ["taco", "off"], jobs, []).verdict
-    assert back.startswith("off is 2.00 times as slow as taco")
-    assert "No policy is clearly faster than taco" in back
+    back = compare(["x"], ["taco", "off"], jobs, [])
+    assert back.verdict == (
+        "off is 2.00 times as slow as taco: 22 ms a step instead of 11 ms (off compresses no"
+        " collective of this program). Its printed losses are those of taco"
+    )
+
+
+def test_verdict_says_if_none_of_several_policies_is_faster(tmp_path: Path):
+    loss = {"step 1": 2.0}
+    jobs = [
+        job(tmp_path, policy, ms, round_, losses=loss)
+        for round_ in (1, 2)
+        for policy, ms in (("off", FAST), ("taco", SLOW), ("int8", [30.0] * 5))
+    ]
+    assert compare(["x"], ["off", "taco", "int8"], jobs, []).verdict == (
+        "taco is 2.00 times as slow as off: 22 ms a step instead of 11 ms. Its printed losses are"
+        " those of off. No policy is clearly faster than off"
+    )
+
+
+@pytest.mark.parametrize(
+    ("ms", "marked"), [(FAST, ' class="verdict"'), (SLOW, "slow"), ([21.5] * 5, "unclear")]
+)
+def test_page_marks_a_verdict_that_is_slower_or_unclear(ms, marked, tmp_path: Path):
+    off = (21.0, 21.5, 22.0, 22.5, 23.0) if marked != "slow" else FAST
+    jobs = [
+        job(tmp_path, policy, times, round_)
+        for round_ in (1, 2)
+        for policy, times in (("off", off), ("taco", ms))
+    ]
+    made = page.page(compare(["x"], ["off", "taco"], jobs, []))
+    assert (marked if "=" in marked else f' class="verdict {marked}"') in made
 
 
 def test_verdict_is_inconclusive_if_middle_halves_overlap(tmp_path: Path):

@@ -111,6 +111,18 @@ def test_exchanges_not_sent_at_all_are_counted(tmp_path: Path):
     assert "r11 (same)" in every
 
 
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_reason_of_a_split_collective_is_that_of_each_chunk(tmp_path: Path, chunks: int):
+    names = ("r0a", "r0b")[:chunks]
+    one = make(sites=[site(name, reason="int8: 40 us instead of 100 us") for name in names])
+    if chunks > 1:
+        split = (plan.Split(site="r0", into=names, rows=(4, 4)),)
+        one = dataclasses.replace(one, plan=dataclasses.replace(one.plan, split=split))
+    shown = run("explain", dump.write(tmp_path, one), width=140).stdout
+    assert "int8: 40 us instead of 100 us" in shown
+    assert ("each chunk: int8: 40 us" in shown) == (chunks > 1)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     dump.write(tmp_path / "dump", layered(2))
@@ -180,7 +192,7 @@ def test_diff_of_chunks_is_one_of_the_whole(tmp_path: Path):
     b = dump.write(tmp_path / "b", dataclasses.replace(one, plan=changed))
     shown = words(run("diff", a, b, width=140).stdout)
     assert "1 all_reduce of layers.0.attn.o chunks of rows 1 -> 2 2 MiB 40 -> 30 us" in shown
-    assert re.search(r"forward 1: \d+ differences in 1 site\b(?!s)", shown)
+    assert re.search(r"1st forward graph: \d+ differences in 1 site\b(?!s)", shown)
     assert "only in" not in shown
 
 

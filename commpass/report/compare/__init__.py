@@ -278,6 +278,8 @@ def losses_of(found: Comparison) -> Table:
         made.add_row(Text(name), *("-" if value is None else f"{value:.6g}" for value in row))
     apart = [each.loss_difference for each in found.policies]
     shown = (difference_text(each) if each is not None else "-" for each in apart)
+    if len(made.rows) < len(found.losses):
+        made.caption = f"{len(made.rows)} of {len(found.losses)} lines: the page has all"
     made.add_row("difference", *shown)
     return made
 

@@ -49,12 +49,24 @@ def page(found: Comparison) -> str:
     style = resources.files("commpass.report.html") / "templates" / "page.css"
     return made.get_template("compare.html").render(
         found=found,
+        slow=is_slower(found),
         command=join(found.command),
         style=style.read_text(encoding="utf-8"),
         plot=plot(found),
         rule=RULE,
         version=own_version(),
     )
+
+
+def is_slower(found: Comparison) -> bool | None:
+    """Return whether the verdict is that the program is slower than under the base; None if it is
+    inconclusive."""
+    clear = [
+        each.faster
+        for each in found.policies[1:]
+        if each.faster is not None and not each.verdict.startswith("inconclusive")
+    ]
+    return max(clear) < 1 if clear else None
 
 
 @dataclass(frozen=True, kw_only=True)

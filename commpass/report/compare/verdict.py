@@ -271,12 +271,12 @@ def _verdict(results: Sequence[PolicyResult]) -> str:
     best = max(clear, key=lambda each: each.faster or 0, default=None)
     if best is None:
         return others[0].verdict
-    text = best.verdict
+    text, nothing = best.verdict, ""
     if len(others) > 1 and best.median_ms == min(each.median_ms for each in results if each.steps):
         text += f". It is the fastest of {1 + len(others)} policies"
-    elif (best.faster or 0) < 1:
-        text += f". No policy is clearly faster than {base.name}"
-    return text + _loss_text(best, base)
+    elif len(others) > 1 and (best.faster or 0) < 1:
+        nothing = f". No policy is clearly faster than {base.name}"
+    return text + _loss_text(best, base) + nothing
 
 
 def _loss_text(of: PolicyResult, base: PolicyResult) -> str:

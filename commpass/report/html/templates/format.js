@@ -9,10 +9,10 @@ function size(count) {
   return `${rounded(count / 1024 ** power, 1)} ${["KiB", "MiB", "GiB"][power - 1]}`;
 }
 
-/* A time in the unit that fits it, or the number that it stands beside. */
+/* A time in us, or in ms if it or the number that it stands beside is at least 1 ms. */
 function micros(us, beside = us) {
   if (us == null) return "-";
-  return beside < 10000 ? `${rounded(us, 1)} us` : `${rounded(us / 1000, 1)} ms`;
+  return Math.max(us, beside ?? 0) < 1000 ? `${rounded(us, 1)} us` : `${rounded(us / 1000, 1)} ms`;
 }
 
 function rounded(value, digits) {
