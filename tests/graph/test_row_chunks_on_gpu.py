@@ -86,9 +86,10 @@ def test_cost_model_splits_where_the_whole_graph_gains(tokens, profile, policy):
     assert split_us < (1 - profile.margin) * us
 
 
-def test_small_matmuls_are_not_split():
+@pytest.mark.parametrize("tokens", [512, 1024])
+def test_small_matmuls_are_not_split(tokens):
     """A chunk of rows would leave most multiprocessors without a tile: it takes as long as all."""
-    _, plan, _, _ = planned(512, H100, LOSSLESS)
+    _, plan, _, _ = planned(tokens, H100, LOSSLESS)
     assert not plan.split
 
 
