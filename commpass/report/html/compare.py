@@ -74,9 +74,9 @@ def compare(before: Run, right: Run) -> Comparison:
         both = by_key[0].get(key, []), by_key[1].get(key, [])
         sides = tuple(_side(sites) if sites else None for sites in both)
         if what := _differences(*both):
-            changes.append(_change(key, what, sides))
+            changes.append(_change(key, _module(*both), what, sides))
         elif _sizes(sides[0]) != _sizes(sides[1]):
-            changes.append(_change(key, [], sides))
+            changes.append(_change(key, _module(*both), [], sides))
     return Comparison(
         runs=(before, right),
         changes=tuple(changes),
@@ -94,8 +94,14 @@ def _sites_by_key(run: Run) -> dict[SiteKey, Sites]:
     return found
 
 
-def _change(key: SiteKey, fields: Sequence[str], sides: tuple) -> Change:
-    graph, module, kind = key
+def _module(*both: Sites) -> str:
+    """Return the module of some sites; of several modules, the pattern of their names."""
+    modules = {site.module for sites in both for site in sites}
+    return modules.pop() if len(modules) == 1 else without_numbers(modules.pop())
+
+
+def _change(key: SiteKey, module: str, fields: Sequence[str], sides: tuple) -> Change:
+    graph, _, kind = key
     return Change(graph=graph, module=module, kind=kind, what=tuple(fields), sides=sides)
 
 
