@@ -82,10 +82,15 @@ def show_candidates(dumps: list[Dump], name: str, json: bool) -> None:
         return
     shown = [candidates_table(one, site) for one, site in found]
     console = tables.console_for(*shown, full=False)
+    first: dict[tuple[object, ...], str] = {}  # of equal tables, as those of the chunks of a site
     for one, site in found:
         console.print(title(one, site))
         if one.plan.fallback:
             console.print(Text(f"The untouched graph was compiled: {one.plan.fallback}"), "")
+            continue
+        table_key = (one.number, tuple(candidates(one, site)), site.codec, site.reason)
+        if (same := first.setdefault(table_key, site.name)) != site.name:
+            console.print(Text(f"Its candidates are those of {same}."), "", sep="\n")
             continue
         console.print(candidates_table(one, site), "", Text(brief(site.reason)), "", sep="\n")
         if (table := refusals(one, site)).row_count:

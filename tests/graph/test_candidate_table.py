@@ -231,6 +231,8 @@ def test_split_sites_are_found_by_the_name_of_the_whole(fake_group, tmp_path):
     said = " ".join(explained(tmp_path, "--why", split.site).stdout.split())
     assert f"chunk 1 of 2 of {split.site} (rows 32 + 32: policy 'custom' says rows=2)" in said
     assert f"chunk 2 of 2 of {split.site}" in said
+    assert f"Its candidates are those of {split.into[0]}." in said
+    assert said.count("why not") == 1
 
 
 def test_rows_that_do_not_apply_are_told(fake_group, tmp_path):
