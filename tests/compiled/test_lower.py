@@ -361,6 +361,18 @@ def test_sites_that_differ_by_their_reduce_op_alone_are_apart(form, made):
         assert (mean - sum(inputs) * 3 / RANKS).norm() < 0.02 * mean.norm()
 
 
+def test_sites_of_different_sizes_have_bodies_of_their_own():
+    def function(x):
+        whole = wait(ops.all_reduce(torch.relu(x), "sum", "0"))
+        return whole, wait(ops.all_reduce(x[:32] * 3, "sum", "0"))
+
+    inputs = inputs_of((64, 64))
+    policy = forced("int8", algorithm="two_shot", lowering="inline")
+    for whole, part in results(policy, inputs, function)[1]:
+        assert (whole - sum(map(torch.relu, inputs))).norm() < 0.02 * whole.norm()
+        assert (part - sum(inputs)[:32] * 3).norm() < 0.02 * part.norm()
+
+
 def test_kernel_writes_into_buffers_and_leaves_what_it_was_given(fake_group, made):
     """Codes of ``cast`` for bfloat16 are the values themselves."""
     fake_group(4)
