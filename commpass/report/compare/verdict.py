@@ -211,8 +211,8 @@ def times(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def _is_same(one: Traffic, other: Traffic | None) -> bool:
-    return other is not None and replace(one, policies=()) == replace(other, policies=())
+def _is_same(one: Traffic, base: Traffic | None) -> bool:
+    return base is not None and replace(one, policies=()) == replace(base, policies=())
 
 
 def _sentence(of: PolicyResult, base: PolicyResult, contrary: int, spread: float) -> str:
