@@ -10,11 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from commpass.codecs.exponent.codec import Decoding, Encoding, ExponentCodec, by_calls
+from commpass.codecs.exponent.codec import Calls, ExponentCodec, by_calls
 from commpass.codecs.registry import codec as codec_of
+from commpass.errors import KernelError
 from commpass.utils.ambient import ambient_free
 
-KERNELS: list[tuple[Encoding, Decoding]] = []
+KERNELS: list[Calls] = []
 """The functions that run a kernel, of contiguous rows. ``commpass.lowering.exponent`` adds
 them."""
 
@@ -31,10 +32,18 @@ def _codec(name: str) -> ExponentCodec:
     return codec
 
 
+def _kernels() -> Calls:
+    if not KERNELS:
+        raise KernelError(
+            "this compiled graph runs kernels of commpass: import commpass.backend before it"
+        )
+    return KERNELS[0]
+
+
 def _encode(rows: Tensor, name: str, kernel: bool) -> Tensor:
     rows = _side_by_side(rows)
     if kernel:
-        return KERNELS[0][0](_codec(name), rows)
+        return _kernels()[0](_codec(name), rows)
     with by_calls(None):
         return _codec(name).encode_rows(rows).contiguous()
 
@@ -42,7 +51,7 @@ def _encode(rows: Tensor, name: str, kernel: bool) -> Tensor:
 def _decode(wire: Tensor, name: str, numel: int, dtype: torch.dtype, kernel: bool) -> Tensor:
     wire = _side_by_side(wire)
     if kernel:
-        return KERNELS[0][1](_codec(name), wire, numel, dtype)
+        return _kernels()[1](_codec(name), wire, numel, dtype)
     with by_calls(None):
         return _codec(name).decode_rows(wire, numel, dtype).contiguous()
 

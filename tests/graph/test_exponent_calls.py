@@ -13,7 +13,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import commpass
-from commpass.codecs import codec
+from commpass.codecs import codec, exponent_operators
+from commpass.errors import KernelError
 from commpass.lowering import Source, exponent
 from commpass.passes import lower
 from commpass.passes.context import GraphInput
@@ -125,6 +126,12 @@ def test_calls_give_the_bytes_of_the_codec(kernel, dtype):
             assert torch.equal(wire, coder.encode_rows(plain))
             back = own.exponent_decode(wire, "exponent", numel, dtype, kernel)
             assert torch.equal(back.view(torch.uint8), plain.view(torch.uint8))
+
+
+def test_missing_kernels_are_an_error_with_the_line_to_write(monkeypatch):
+    monkeypatch.setattr(exponent_operators, "KERNELS", [])
+    with pytest.raises(KernelError, match=r"import commpass\.backend"):
+        torch.ops.commpass.exponent_encode(X, "exponent", True)
 
 
 def test_explicit_calls_in_compiled_code_have_few_nodes():
