@@ -80,7 +80,7 @@ NOT_COMPILED = ("dispatch mode",)
 CODECS = (
     *("int8", "int6", "int4", "int2", "fp8", "rotated", "rotated(bits=4)", "table", "taco"),
     *("equarx", "sdp4bit", "tahquant", "exponent", "raw", "cast", "bf16", "fp16", "mixed"),
-    "outlier(width=64)",
+    *("outlier(width=64)", "ecq"),
 )
 """Codecs without state."""
 SPARSE = ("topk", "randomk", "dgc", "gaussiank", "redsync", "sidco")

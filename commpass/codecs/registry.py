@@ -10,6 +10,7 @@ from typing import Any
 from commpass.codecs import cast, raw
 from commpass.codecs.block import presets
 from commpass.codecs.codec import Codec
+from commpass.codecs.entropy import codec as entropy
 from commpass.codecs.exponent import codec as exponent
 from commpass.codecs.sparse import presets as sparse
 from commpass.codecs.sparse import segments
@@ -53,6 +54,7 @@ def _build(name: str, parameters: tuple[tuple[str, Any], ...]) -> Codec:
 PRESETS = (
     *cast.PRESETS,
     *presets.PRESETS,
+    *entropy.PRESETS,
     *outlier.PRESETS,
     *difference.PRESETS,
     *mixed.PRESETS,

@@ -46,6 +46,8 @@ SHARES: dict[str, Shares] = {
 their memory is, or their instructions are, whichever bounds the kernel on an H200."""
 UNKNOWN = Shares(1.0, 0.5, 0.5)
 """An assumption for codecs that were not measured."""
+LOOPS = {"ecq": KernelRate(1.0, 1.0, call_us=1e5)}
+"""Codecs without a kernel on a GPU: loops of some 20,000 launches."""
 
 
 AMD_IN_EXCHANGE, AMD_TILE_US = 0.25, 2.25
@@ -87,7 +89,7 @@ def gpu_kernels(gbytes_per_s: float, gflops: float, slots: float = 0.0) -> Kerne
         launch_us=LAUNCH_US,
         graph_launch_us=GRAPH_LAUNCH_US,
         other=rate(UNKNOWN),
-        rates={name: rate(shares) for name, shares in SHARES.items()},
+        rates={name: rate(shares) for name, shares in SHARES.items()} | LOOPS,
         gflops=gflops,
         gbytes_per_s=gbytes_per_s,
     )

@@ -24,6 +24,8 @@ from commpass.probe.links import seconds_of, slowest_of
 
 CODECS = ("int8", "int4", "fp8", "rotated", "exponent", "cast")
 """The codecs whose rates a profile has; the slowest of them represents all others."""
+ON_CPUS = ("ecq",)
+"""Codecs that only a CPU has a kernel for."""
 SMALL, LARGE = 1 << 11, 1 << 22
 """A number of values for which the call takes longer than the values, and one for the opposite
 case."""
@@ -45,7 +47,7 @@ def measure(
 
     clock = partial(slowest, group=group, device=device)
     rates = {}
-    for name in CODECS:
+    for name in (*CODECS, *(ON_CPUS if device.type == "cpu" else ())):
         report(name)
         rates[name] = _rate(name, group, device, clock)
     aliases = dict.fromkeys(("bf16", "fp16"), rates["cast"])
@@ -56,8 +58,8 @@ def measure(
         known,
         rates={**rates, **aliases},
         other=KernelRate(
-            max(rate.encode_ns for rate in rates.values()),
-            max(rate.decode_ns for rate in rates.values()),
+            max(rates[name].encode_ns for name in CODECS),
+            max(rates[name].decode_ns for name in CODECS),
         ),
         call_us=median(rate.call_us or 0.0 for rate in rates.values()),
         gflops=round(2e-9 * MATMUL**3 / clock(lambda: side @ side), 1),

@@ -66,7 +66,8 @@ def parameters_of(builder: Callable[..., Any]) -> dict[str, Any]:
 def changed_parameters(
     kind: str, builder: Callable[..., Any], options: dict[str, Any]
 ) -> tuple[tuple[str, Any], ...]:
-    """Return the given parameters that differ from their defaults, in order.
+    """Return the given parameters that differ from their defaults, in order. A parameter with a
+    fraction may be given as a whole number.
 
     Raises PolicyError for an unknown parameter or a value of the wrong type.
     """
@@ -76,6 +77,9 @@ def changed_parameters(
     for key, value in options.items():
         if key not in known:
             raise PolicyError(f"{kind} has no parameter {key!r}{nearest(key, known)}")
+        if type(value) is int and isinstance(known[key], float):
+            options = options | {key: float(value)}
+            continue
         if type(value) is not type(known[key]):
             raise PolicyError(f"{kind}: {key}={value!r} should be like {key}={known[key]!r}")
     return tuple((key, value) for key, value in sorted(options.items()) if value != known[key])

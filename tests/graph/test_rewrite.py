@@ -294,7 +294,10 @@ def test_lossless_code_of_parts_is_two_exchanges_whatever_the_splits(splits, fir
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     "codec",
-    ["int8", "int4", "fp8", "fp8(form=e5m2)", "mxfp4", "nvfp4", "rotated", "rotated(bits=4)"],
+    [
+        *("int8", "int4", "fp8", "fp8(form=e5m2)", "mxfp4", "nvfp4", "rotated", "rotated(bits=4)"),
+        *("ecq(bits=4.5)", "ecq(bits=8)"),
+    ],
 )
 def test_every_codec_is_traced_without_captured_tensors_and_shrinks_the_wire(codec, fake_group):
     fake_group(8)

@@ -29,10 +29,11 @@ CODECS = [
     "rotated(form=e4m3, block=64)",
     "mxfp4",
     "nvfp4",
+    "ecq",
 ]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 SHAPES = [(1,), (3, 5), (257,), (2, 3, 129), (1030,)]
-LARGEST_ERROR = {"int8": 1 / 254, "fp8": 1 / 16, "mxfp4": 2 / 8 / 2.5}
+LARGEST_ERROR = {"int8": 1 / 254, "fp8": 1 / 16, "mxfp4": 2 / 8 / 2.5, "ecq": 1 / 7}
 """Of one encode, as a share of the peak; ``check_values`` allows 2.5 times as much."""
 
 

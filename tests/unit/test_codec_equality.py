@@ -32,6 +32,7 @@ OTHERS = [
     *("outlier(width=8)", "outlier(width=8, seed=1)", "outlier(width=9)", "difference"),
     *("difference(inner=int8)", "mixed", "mixed(by=energy)", "mixed(share=0.5)"),
     *("mixed(width=256)", "mixed(low=rotated(bits=3, block=128))"),
+    *("ecq", "ecq(bits=2)", "ecq(bits=4.5)", "ecq(even=1)"),
 ]
 
 

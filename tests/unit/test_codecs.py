@@ -764,7 +764,7 @@ REFUSED = {
     "int8(scale=max)": ["int8", "scale='max'", "'absmax'"],
     "int4(scale=rmss)": ["int4", "scale='rmss'", "did you mean 'rms'?"],
     "int6(scale=static)": ["int6", "static=0.0", "scale"],
-    "int8(static=1)": ["static=1", "static=0.0"],
+    "int8(static=yes)": ["static='yes'", "static=0.0"],
     "int8(static=-0.5)": ["int8", "static=-0.5", "2^-126"],
     "int8(static=0.5, scale=rms)": ["static=0.5", "scale='rms'"],
     "int8(static=1e999)": ["static=inf", "2^-126"],

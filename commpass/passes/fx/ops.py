@@ -165,7 +165,13 @@ def is_matmul(node: fx.Node) -> bool:
     return node.op == "call_function" and flops_formula(node.target) is not None
 
 
-OWN_KERNELS = {f"commpass::{name}" for name in (KERNEL, "exponent_encode", "exponent_decode")}
+OWN_KERNELS = {
+    f"commpass::{name}"
+    for name in (
+        KERNEL,
+        *(f"{codec}_{of}" for codec in ("exponent", "entropy") for of in ("encode", "decode")),
+    )
+}
 """The operators of commpass that run kernels which encode or decode."""
 
 

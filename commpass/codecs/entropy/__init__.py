@@ -1,0 +1,1 @@
+"""An entropy-coded codec: blocks with larger values get more bits, in a wire of fixed size."""

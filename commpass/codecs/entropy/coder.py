@@ -1,0 +1,315 @@
+"""Numbers to bytes of a fixed number, and back: an entropy coder whose step fills the bytes.
+
+A row is cut into chunks of ``CHUNK`` values, and a chunk into blocks of ``BLOCK``. All blocks of a
+chunk have the same step, the smallest one whose code fits into the bytes of the chunk. A table for
+each block says how often its numbers occur; it follows from the root mean square of the block. So
+blocks with larger values get more bits, which gives the least error for the chunk (*reverse water
+filling*: Cover and Thomas, Elements of Information Theory, section 10.3.3).
+
+The bytes of a chunk are, in order:
+
+- int16: twice the step, in 64ths of an octave, plus 1 if small numbers are dithered too (see
+  ``Table``);
+- uint8 for each block: its root mean square, in eighths of an octave below 1; a zero byte if their
+  number is odd;
+- the states, of 4 bytes: 16, or fewer if the chunk has fewer blocks (``lanes``);
+- 16-bit words, and zeros.
+
+The coder is rANS (Duda, 2013, arXiv:1311.2540) with interleaved states (Giesen, 2014,
+arXiv:1402.3392). Of 16 states, number l has the values l, l + 16, l + 32 and so on. To decode, each
+state in turn takes out a class, and if it falls below 2^16, it reads the next word. Then each takes
+out the lowest bits, and reads likewise. The encoder does the same backwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from commpass.codecs.entropy.tables import (
+    ALWAYS_DITHERED,
+    COST_BITS,
+    HALF,
+    LARGEST_RATIO,
+    LEAST_DITHERED,
+    LEAST_RATIO,
+    PER_OCTAVE,
+    TOTAL,
+    TOTAL_BITS,
+    tables,
+)
+
+BLOCK = 256
+CHUNK = 64 * BLOCK
+LANES = 16
+"""The most states of a chunk."""
+WORD_BITS = 16
+LEAST = 1 << WORD_BITS
+"""The smallest state between two words."""
+FINE = 64
+"""Steps for each doubling."""
+PER_RMS = FINE // PER_OCTAVE
+COARSEST = 2 * 256 * PER_RMS
+"""A step that makes all numbers zero."""
+ATTEMPTS = 5
+"""How often a chunk is coded without dither before it is with it."""
+PEAK = 5.5
+"""A root mean square counts as at least the largest value over this, so that every number has a
+class. Few Gaussian values in a hundred million are larger."""
+DITHER = 159
+"""The dither of position i of a block is ``(159 i mod 256 + 1/2) / 256 - 1/2``: each of 256 evenly
+spaced numbers once, and neighbours far apart."""
+OVERHEAD = 12
+"""The bits of a state that a code wastes, on average: it begins at 2^16, and not at 1."""
+SPARE = 16
+"""Bits left free in a chunk, beside 3 for each state, when its step is chosen: its code then fits
+at the first attempt, in most cases."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """How blocks are stored.
+
+    Args:
+        room: bytes of a block, an even number.
+        even: 0, 1 or 2. The step of a block is proportional to its root mean square to the power of
+            ``even / 2``: 0 gives the least error of a chunk, 2 the same relative error in all
+            blocks.
+    """
+
+    room: int
+    even: int
+
+    def header(self, blocks: int) -> int:
+        """Return the bytes of a chunk before its words."""
+        return 2 + (blocks + 1) // 2 * 2 + 4 * lanes(blocks)
+
+
+def lanes(blocks: int) -> int:
+    """Return the number of states: the largest power of two up to the number of blocks, and 16."""
+    return min(LANES, 1 << blocks.bit_length() - 1)
+
+
+# --- encode ---------------------------------------------------------------------------------------
+
+
+def encode(values: Tensor, form: Form) -> Tensor:
+    """Encode float32 ``[n, size]`` to uint8 ``[n, size / BLOCK * room]``. No value may exceed 1."""
+    return _by_chunk(values, CHUNK, form, _encode_chunks)
+
+
+def _encode_chunks(values: Tensor, form: Form) -> Tensor:
+    count, blocks = values.shape[0], values.shape[1] // BLOCK
+    split = values.unflatten(1, (blocks, BLOCK))
+    size = sizes_of(split)
+    first = first_steps(size, form, blocks)
+    words = (blocks * form.room - form.header(blocks)) // 2
+    out = values.new_zeros((count, blocks * form.room), dtype=torch.uint8)
+    left, attempt = torch.arange(count, device=values.device), 0
+    while len(left):
+        dithered = attempt >= ATTEMPTS
+        step = first[left] + (1 << attempt - ATTEMPTS * dithered) - 1
+        which = numbers_of_tables(size[left], step, dithered, form)
+        scale = powers(-step_powers(size[left], step, form))
+        states, stream, length = _rans(split[left], which, scale, words)
+        chunk = torch.cat(
+            [
+                (2 * step + dithered).to(torch.int16).unsqueeze(1).view(torch.uint8),
+                torch.nn.functional.pad(size[left], (0, blocks % 2)).to(torch.uint8),
+                states.to(torch.int32).view(torch.uint8),
+                stream.to(torch.int16).view(torch.uint8),
+            ],
+            dim=1,
+        )
+        fits = length <= words
+        out[left[fits], : chunk.shape[1]] = chunk[fits]
+        left, attempt = left[~fits], attempt + 1
+    return out
+
+
+def sizes_of(split: Tensor) -> Tensor:
+    """Return the root mean squares of blocks ``[n, blocks, BLOCK]`` as int64 ``[n, blocks]``, from
+    0 (1) to 255: eighths of an octave below 1."""
+    rms = split.double().square().mean(-1).sqrt()
+    largest = torch.maximum(rms, split.abs().amax(-1).double() / PEAK)
+    return (-PER_OCTAVE * largest.log2()).round().clamp(0, 255).to(torch.int64)
+
+
+def first_steps(size: Tensor, form: Form, blocks: int) -> Tensor:
+    """Return the smallest steps whose estimated codes fit, int64 ``[n]``, by bisection."""
+    free = 32 - WORD_BITS - OVERHEAD  # of a state
+    room = 8 * (blocks * form.room - form.header(blocks))
+    budget = room + lanes(blocks) * (free - 3) - SPARE
+    cost = torch.tensor([table.cost for table in tables()], device=size.device)
+    finest = _fine_ratio(size, torch.zeros_like(size[:, 0]), form).amax(1)
+    finest = (finest - LARGEST_RATIO * PER_RMS).clamp_min(-COARSEST)
+    coarsest = torch.full_like(finest, COARSEST)
+    while bool((finest < coarsest).any()):
+        middle = torch.div(finest + coarsest, 2, rounding_mode="floor")
+        fine = _fine_ratio(size, middle, form).clamp(
+            LEAST_RATIO * PER_RMS, LARGEST_RATIO * PER_RMS - 1
+        )
+        place, part = (fine >> 3) - LEAST_RATIO, fine & 7
+        bits = cost[place] * (PER_RMS - part) + cost[place + 1] * part
+        fits = bits.sum(1) * BLOCK <= budget * (PER_RMS << COST_BITS)
+        coarsest = torch.where(fits, middle, coarsest)
+        finest = torch.where(fits, finest, middle + 1)
+    return coarsest
+
+
+def _fine_ratio(size: Tensor, step: Tensor, form: Form) -> Tensor:
+    """Return the ratios of the root mean squares of blocks to their steps, in 64ths of an
+    octave."""
+    return -(2 - form.even) * (PER_RMS // 2) * size - step.unsqueeze(1)
+
+
+def numbers_of_tables(size: Tensor, step: Tensor, dithered: Tensor | bool, form: Form) -> Tensor:
+    """Return the number of the table of each block, int64 ``[n, blocks]``. ``dithered`` is that of
+    the chunk."""
+    ratio = ((_fine_ratio(size, step, form) + PER_RMS // 2) >> 3).clamp(LEAST_RATIO, LARGEST_RATIO)
+    other = (ratio >= LEAST_DITHERED) & (ratio < ALWAYS_DITHERED) & dithered
+    return ratio - LEAST_RATIO + other * (LARGEST_RATIO + 1 - LEAST_DITHERED)
+
+
+def step_powers(size: Tensor, step: Tensor, form: Form) -> Tensor:
+    """Return the steps of blocks in 64ths of an octave, int64 ``[n, blocks]``."""
+    return step.unsqueeze(1) - form.even * (PER_RMS // 2) * size
+
+
+def powers(number: Tensor) -> Tensor:
+    """Return ``2^(number / 64)`` as float32."""
+    root = torch.tensor([2.0 ** (part / FINE) for part in range(FINE)], device=number.device)
+    return torch.ldexp(root[number & (FINE - 1)], (number >> 6).to(torch.float32))
+
+
+def _rans(split: Tensor, which: Tensor, scale: Tensor, words: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the last states ``[n, lanes]``, the stream ``[n, words]`` and the length that the
+    stream would need ``[n]``, all int64."""
+    count, blocks = which.shape
+    width = lanes(blocks)
+    steps = BLOCK // width
+    numbers = (split * scale.unsqueeze(2) + _dither(which)).round().to(torch.int64)
+    numbers = numbers.view(count, blocks * steps, width)
+    low = _lows(split.device)[which]
+    frequency, start = _frequencies(split.device)
+    state = numbers.new_full((count, width), LEAST)
+    found = numbers.new_zeros((blocks * steps, 2, count, width))
+    there = torch.zeros_like(found, dtype=torch.bool)
+    for place in reversed(range(blocks * steps)):
+        block, now = place // steps, numbers[:, place]
+        bits = low[:, block : block + 1]
+        full = state >= 1 << (2 * WORD_BITS - bits)
+        found[place, 1], there[place, 1] = state & (LEAST - 1), full
+        state = torch.where(full, state >> WORD_BITS, state)
+        state = (state << bits) | (now & ((1 << bits) - 1))
+        entry = which[:, block : block + 1] * (2 * HALF) + (now >> bits) + HALF
+        often = frequency[entry]
+        full = state >= often << (2 * WORD_BITS - TOTAL_BITS)
+        found[place, 0], there[place, 0] = state & (LEAST - 1), full
+        state = torch.where(full, state >> WORD_BITS, state)
+        state = ((state // often) << TOTAL_BITS) + state % often + start[entry]
+    order = there.permute(2, 0, 1, 3).flatten(1)
+    places = (order.cumsum(1) - 1).clamp_max(words)
+    stream = numbers.new_zeros((count, words + 1))
+    stream.scatter_(1, torch.where(order, places, words), found.permute(2, 0, 1, 3).flatten(1))
+    return state, stream[:, :words], order.sum(1)
+
+
+# --- decode ---------------------------------------------------------------------------------------
+
+
+def decode(wire: Tensor, form: Form) -> Tensor:
+    """The inverse of ``encode``. Any bytes decode to finite numbers, or to zeros."""
+    return _by_chunk(wire, CHUNK // BLOCK * form.room, form, _decode_chunks)
+
+
+def _decode_chunks(wire: Tensor, form: Form) -> Tensor:
+    count, blocks = wire.shape[0], wire.shape[1] // form.room
+    wire = wire.contiguous()
+    width = lanes(blocks)
+    steps, end = BLOCK // width, form.header(blocks)
+    at = end - 4 * width
+    first = wire[:, :2].contiguous().view(torch.int16).to(torch.int64)
+    step, dithered = first[:, 0] >> 1, (first & 1).bool()
+    size = wire[:, 2 : 2 + blocks].to(torch.int64)
+    state = wire[:, at:end].contiguous().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    stream = wire[:, end:].contiguous().view(torch.int16).to(torch.int64) & 0xFFFF
+    stream = torch.nn.functional.pad(stream, (0, 1))
+    which = numbers_of_tables(size, step, dithered, form)
+    low = _lows(wire.device)[which]
+    frequency, start = _frequencies(wire.device)
+    classes = _classes(wire.device)
+    numbers = state.new_empty((count, blocks * steps, width))
+    read = state.new_zeros((count, 1))
+    for place in range(blocks * steps):
+        block = place // steps
+        bits, base = low[:, block : block + 1], which[:, block : block + 1]
+        slot = state & (TOTAL - 1)
+        found = classes[base, slot]
+        entry = base * (2 * HALF) + found
+        state = frequency[entry] * (state >> TOTAL_BITS) + slot - start[entry]
+        state, read = _refill(state, stream, read)
+        numbers[:, place] = ((found - HALF) << bits) | (state & ((1 << bits) - 1))
+        state, read = _refill(state >> bits, stream, read)
+    level = _levels(wire.device)[which] * powers(step_powers(size, step, form))
+    values = numbers.view(count, blocks, BLOCK).to(torch.float32) - _dither(which)
+    return (values * level.unsqueeze(2)).flatten(1)
+
+
+def _refill(state: Tensor, stream: Tensor, read: Tensor) -> tuple[Tensor, Tensor]:
+    empty = state < LEAST
+    places = (read + empty.cumsum(1) - 1).clamp(0, stream.shape[1] - 1)
+    word = stream.gather(1, places)
+    return torch.where(empty, (state << WORD_BITS) | word, state), read + empty.sum(1, keepdim=True)
+
+
+def _by_chunk(
+    rows: Tensor, chunk: int, form: Form, function: Callable[[Tensor, Form], Tensor]
+) -> Tensor:
+    """Apply a function to the whole chunks of rows, and to the blocks after them."""
+    count = rows.shape[0]
+    whole = rows.shape[1] // chunk
+    parts = []
+    if whole:
+        done = function(rows[:, : whole * chunk].reshape(count * whole, chunk), form)
+        parts.append(done.view(count, -1))
+    if rows.shape[1] > whole * chunk:
+        parts.append(function(rows[:, whole * chunk :], form))
+    return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+
+
+def _dither(which: Tensor) -> Tensor:
+    """Return the dither of blocks with these tables, float32 ``[n, blocks, BLOCK]``."""
+    place = torch.arange(BLOCK, device=which.device)
+    dither = ((DITHER * place & 255).to(torch.float32) + 0.5) / 256 - 0.5
+    dithered = torch.tensor([table.dithered for table in tables()], device=which.device)
+    return torch.where(dithered[which].unsqueeze(2), dither, 0.0)
+
+
+@lru_cache(maxsize=8)
+def _lows(device: torch.device) -> Tensor:
+    return torch.tensor([table.low for table in tables()], device=device)
+
+
+@lru_cache(maxsize=8)
+def _levels(device: torch.device) -> Tensor:
+    return torch.tensor([table.level for table in tables()], dtype=torch.float32, device=device)
+
+
+@lru_cache(maxsize=8)
+def _frequencies(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the frequencies of all classes of all tables, and the sums before them, flat."""
+    frequency = torch.tensor([table.frequencies for table in tables()], device=device)
+    return frequency.flatten(), (frequency.cumsum(1) - frequency).flatten()
+
+
+@lru_cache(maxsize=8)
+def _classes(device: torch.device) -> Tensor:
+    """Return the class of each slot, ``[tables, TOTAL]``."""
+    frequency = torch.tensor([table.frequencies for table in tables()], device=device)
+    row = torch.arange(2 * HALF, device=device)
+    return torch.stack([row.repeat_interleave(each) for each in frequency])

@@ -1,0 +1,283 @@
+"""Codec ecq: its tables, its wire read by a decoder that is written from the format, its bytes in
+C++ and in tensor operations, its error."""
+
+from __future__ import annotations
+
+import math
+import struct
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiers import examples
+from values import gaussian
+
+import commpass
+from commpass.codecs.entropy import coder, cpp
+from commpass.codecs.entropy.coder import BLOCK, CHUNK, Form
+from commpass.codecs.entropy.tables import HALF, PER_OCTAVE, TOTAL, tables
+from commpass.errors import PolicyError
+
+RATIOS = [-24, -9, -8, 0, 5, 8, 15, 16, 31, 40, 47, 48, 100, 128]
+
+
+def below(x: np.ndarray) -> np.ndarray:
+    """The distribution function of a Gaussian."""
+    return np.array([0.5 * math.erfc(-each / math.sqrt(2)) for each in x])
+
+
+def numbered(ratio: int, dithered: bool) -> int:
+    """The number of a table, as the docstring of ``tables`` says."""
+    return ratio + 24 if not dithered or ratio >= 8 or ratio < -8 else 153 + ratio + 8
+
+
+@pytest.mark.parametrize("chunk_dithered", [False, True])
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_frequencies_are_those_of_a_gaussian(ratio, chunk_dithered):
+    """With dither, they are means over its values. Those of octaves above the fifth repeat."""
+    table = tables()[numbered(ratio, chunk_dithered)]
+    assert table.dithered == (ratio >= (-8 if chunk_dithered else 8))
+    assert table.low == max(0, ratio // PER_OCTAVE - 1)
+    assert sum(table.frequencies) == TOTAL
+    ratio, low = (ratio, table.low) if ratio < 48 else (40 + ratio % 8, 4)
+    step = 2.0 ** (-ratio / PER_OCTAVE)
+    dither = (np.arange(256) + 0.5) / 256 - 0.5 if table.dithered else np.zeros(1)
+    first = (np.arange(-HALF, HALF) * 2**low - 0.5)[:, None] - dither
+    inside = [below((each + 2**low) * step) - below(each * step) for each in first.T]
+    wanted = TOTAL * np.mean(inside, axis=0)
+    found = np.array(table.frequencies)
+    tails = np.sum(np.maximum(1 - wanted, 0))  # each class has a frequency
+    slack = np.where(wanted == wanted.max(), 2 + tails, 0.51) + 0.012 * wanted
+    assert (abs(found - np.maximum(wanted, 1)) <= slack).all()
+
+
+@pytest.mark.parametrize("chunk_dithered", [False, True])
+@pytest.mark.parametrize("ratio", [-24, -16, -9, -8, 0, 4, 8])
+def test_level_has_the_least_error_for_a_gaussian(ratio, chunk_dithered):
+    table = tables()[numbered(ratio, chunk_dithered)]
+    step = 2.0 ** (-ratio / PER_OCTAVE)
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(1 << 21, generator=g, dtype=torch.float64)
+    d = torch.rand(x.shape, generator=g, dtype=torch.float64) - 0.5 if table.dithered else 0.0
+    q = (x / step + d).round() - d
+    best = float((x * q).sum() / (q * q).sum() / step)
+    assert table.level == pytest.approx(best, rel=0.02)
+
+
+def read(wire: bytes, blocks: int, even: int) -> np.ndarray:
+    """Decode a chunk value by value, as the docstring of ``coder`` says."""
+    step, dithered = divmod(struct.unpack_from("<h", wire)[0], 2)
+    sizes = wire[2 : 2 + blocks]
+    at = 2 + blocks + blocks % 2
+    lanes = max(n for n in (1, 2, 4, 8, 16) if n <= blocks)
+    states = list(struct.unpack_from(f"<{lanes}I", wire, at))
+    words = iter(np.frombuffer(wire[at + 4 * lanes :], dtype="<u2").tolist())
+    values = []
+    for size in sizes:
+        fine = -(2 - even) * 4 * size - step
+        table = tables()[numbered(min(max((fine + 4) // 8, -24), 128), bool(dithered))]
+        unit = 2.0 ** ((step - even * 4 * size) / 64)
+        starts = np.cumsum((0, *table.frequencies))
+        for _ in range(BLOCK // lanes):
+            numbers = []
+            for lane in range(lanes):
+                slot = states[lane] % TOTAL
+                number = int(np.searchsorted(starts, slot, side="right")) - 1
+                often = table.frequencies[number]
+                states[lane] = often * (states[lane] // TOTAL) + slot - int(starts[number])
+                if states[lane] < 1 << 16:
+                    states[lane] = states[lane] << 16 | next(words)
+                numbers.append(number - HALF)
+            for lane in range(lanes):
+                if table.low:
+                    low = states[lane] % 2**table.low
+                    numbers[lane] = numbers[lane] * 2**table.low + low
+                    states[lane] >>= table.low
+                    if states[lane] < 1 << 16:
+                        states[lane] = states[lane] << 16 | next(words)
+            for number in numbers:
+                dither = (159 * (len(values) % 256) % 256 + 0.5) / 256 - 0.5
+                values.append((number - dither * table.dithered) * unit * table.level)
+    assert all(state == 1 << 16 for state in states), "what the encoder began with"
+    assert not any(words)
+    return np.array(values)
+
+
+def data(kind: str, rows: int, numel: int, seed: int) -> torch.Tensor:
+    """Float32 rows of at most 1."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, numel, generator=g)
+    if kind == "sizes":
+        x = x * torch.exp(3 * torch.randn(rows, numel // BLOCK, generator=g)).repeat_interleave(
+            BLOCK, 1
+        )
+    elif kind == "spikes":
+        x = torch.where(torch.rand(x.shape, generator=g) < 1e-3, x, x * 1e-4)
+    elif kind == "signs":
+        x = x.sign()
+    elif kind == "zeros":
+        x = x * 0
+    elif kind == "half zeros":
+        x[:, numel // 2 :] = 0
+    elif kind == "one":
+        x = x * 0
+        x[:, numel // 3] = 1.0
+    elif kind == "tiny":
+        x = x * 1e-20
+        x[:, 0] = 1.0
+    return (
+        x / x.abs().amax().clamp_min(1.0) if kind == "tiny" else x / x.abs().amax().clamp_min(1e-30)
+    )
+
+
+KINDS = ["gaussian", "sizes", "spikes", "signs", "zeros", "half zeros", "one", "tiny"]
+forms = st.builds(Form, st.integers(24, 192).map(lambda half: 2 * half), st.integers(0, 2))
+
+
+@settings(max_examples=examples(6, 60), deadline=None)
+@given(forms, st.sampled_from(KINDS), st.integers(1, 9), st.integers(0, 99))
+def test_wire_is_read_by_its_description(form, kind, blocks, seed):
+    x = data(kind, 1, blocks * BLOCK, seed)
+    wire = cpp.encode(x, form)
+    assert wire.shape == (1, blocks * form.room)
+    wanted = read(wire[0].numpy().tobytes(), blocks, form.even)
+    np.testing.assert_allclose(cpp.decode(wire, form)[0].numpy(), wanted, rtol=1e-6, atol=1e-30)
+
+
+@settings(max_examples=examples(4, 60), deadline=None)
+@given(forms, st.sampled_from(KINDS), st.sampled_from([1, 2, 5, 16, 67]), st.integers(0, 99))
+def test_cpp_makes_the_bytes_of_the_plain_form(form, kind, blocks, seed):
+    x = data(kind, 2, blocks * BLOCK, seed)
+    wire = cpp.encode(x, form)
+    assert torch.equal(wire, coder.encode(x, form))
+    assert torch.equal(cpp.decode(wire, form), coder.decode(wire, form))
+
+
+@settings(max_examples=examples(3, 60), deadline=None)
+@given(forms, st.sampled_from([1, 3, 20]), st.integers(0, 99))
+def test_any_bytes_decode_to_the_same_finite_numbers(form, blocks, seed):
+    g = torch.Generator().manual_seed(seed)
+    wire = torch.randint(0, 256, (2, blocks * form.room), generator=g, dtype=torch.uint8)
+    wire[:, 1] = wire[:, 1].to(torch.int8).clamp(-16, 2).to(torch.uint8)  # steps that exist
+    found = cpp.decode(wire, form)
+    assert torch.equal(found, coder.decode(wire, form))
+    assert found.isfinite().all()
+
+
+@pytest.mark.parametrize("bits", [1.5, 2, 2.5, 3.1875, 4, 6, 8, 12])
+@pytest.mark.parametrize("numel", [0, 1, 255, 256, 300, CHUNK, CHUNK + 1])
+def test_wire_has_the_same_size_for_any_values(bits, numel):
+    made = commpass.codec("ecq", bits=bits)
+    blocks, chunks = math.ceil(numel / BLOCK), math.ceil(numel / CHUNK)
+    wanted = sum(128 * math.ceil(size / 128) for size in (int(blocks * BLOCK * bits / 8), chunks))
+    assert made.wire_bytes(numel, torch.float32) == wanted
+    for x in (gaussian(numel), torch.zeros(numel), torch.full((numel,), math.inf)):
+        assert made.encode(x).payload.numel() == wanted
+
+
+@pytest.mark.parametrize("bits", [1.5, 2, 2.5, 3, 4, 5.5, 6, 8])
+def test_distance_to_the_bound_of_a_gaussian_is_about_a_third_of_a_bit(bits):
+    """All side data is counted. Uniform steps with an ideal entropy code need 0.254 bits."""
+    x = gaussian(4 * CHUNK)
+    made = commpass.codec("ecq", bits=bits)
+    error = float((made.decode(made.encode(x)) - x).norm() / x.norm())
+    assert made.bits_per_value(4 * CHUNK, x.dtype) + math.log2(error) < 0.36
+
+
+@pytest.mark.parametrize("kind", ["laplace", "signs", "spikes", "constant", "integers", "ramp"])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_error_is_no_larger_for_values_that_are_not_gaussian(bits, kind):
+    n, g = 2 * CHUNK, torch.Generator().manual_seed(1)
+    x = {
+        "laplace": lambda: torch.empty(n).exponential_(generator=g) * data("signs", 1, n, 1)[0],
+        "signs": lambda: data("signs", 1, n, 1)[0],
+        "spikes": lambda: data("spikes", 1, n, 1)[0],
+        "constant": lambda: torch.full((n,), 0.3),
+        "integers": lambda: torch.randint(0, 100, (n,), generator=g).float(),
+        "ramp": lambda: torch.linspace(-1, 1, n),
+    }[kind]()
+    made = commpass.codec("ecq", bits=bits)
+    error = float((made.decode(made.encode(x)) - x).norm() / x.norm())
+    assert error < 2.0 ** (0.40 - bits)
+
+
+def test_blocks_with_larger_values_get_more_bits():
+    """Reverse water-filling: with sizes of ``exp(N(0, 1))`` the error falls to ``exp(-1/2)`` times
+    the largest size's share, here by a factor above 2."""
+    x = data("gaussian", 1, 8 * CHUNK, 0)[0]
+    g = torch.Generator().manual_seed(2)
+    sizes = torch.exp(torch.randn(8 * CHUNK // BLOCK, generator=g)).repeat_interleave(BLOCK)
+    errors = {}
+    for even in (0, 0.5, 1):
+        made = commpass.codec("ecq", even=even)
+        found = made.decode(made.encode(x * sizes)) - x * sizes
+        errors[even] = float(found.norm() / (x * sizes).norm())
+        of_blocks = found.view(-1, BLOCK).norm(dim=1) / (x * sizes).view(-1, BLOCK).norm(dim=1)
+        spread = float(of_blocks.log2().std())
+        assert spread == pytest.approx((1 - even) / math.log(2), abs=0.25)
+    assert 2 * errors[0] < errors[1]
+    assert errors[0] < errors[0.5] < errors[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_nonfinite_values_spoil_their_chunk_alone(dtype):
+    x = gaussian(3 * CHUNK).to(dtype)
+    x[7], x[CHUNK + 9] = math.nan, -math.inf
+    made = commpass.codec("ecq")
+    back = made.decode(made.encode(x))
+    assert not back[: 2 * CHUNK].isfinite().any()
+    assert back[2 * CHUNK :].isfinite().all()
+
+
+@pytest.mark.parametrize("scale", [3e38, 1e30, 1.0, 1e-30, 1e-38, 1e-43, 0.0])
+@pytest.mark.parametrize("numel", [1, 200, 5000])
+def test_finite_values_stay_finite_and_errors_within_the_bound(scale, numel):
+    x = gaussian(numel).clamp(-1, 1) * scale
+    made = commpass.codec("ecq", bits=2)
+    error = made.decode(made.encode(x)) - x
+    assert error.isfinite().all()
+    padded = torch.nn.functional.pad(torch.stack([x, error]).double(), (0, -numel % BLOCK))
+    values, errors = padded.unflatten(1, (-1, BLOCK)).norm(dim=2)
+    assert bool((errors <= made.bound * values + made.floor(x.dtype) * math.sqrt(BLOCK)).all())
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"bits": 1}, "must be from 1.5 to 12"),
+        ({"bits": 13}, "must be from 1.5 to 12"),
+        ({"bits": 4.1}, r"a multiple of 1/16, such as 4\.0625"),
+        ({"even": 0.3}, "must be 0, 0.5 or 1"),
+        ({"bit": 4}, "did you mean 'bits'"),
+        ({"bits": "4"}, "bits='4' should be like bits=4.0"),
+    ],
+)
+def test_wrong_parameters_are_refused(given, why):
+    with pytest.raises(PolicyError, match=why):
+        commpass.codec("ecq", **given)
+
+
+@pytest.mark.parametrize(
+    "text", ["ecq", "ecq(bits=2)", "ecq(bits=3.1875, even=0.5)", "ecq(even=1)"]
+)
+def test_text_names_the_codec(text):
+    made = commpass.codec(text)
+    assert made.spec == made.wire_spec == text
+    assert commpass.codec(text.replace("=2", "=2.0")) == made
+
+
+def test_without_a_compiler_a_warning_names_it(monkeypatch):
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    def none(*args: object) -> None:
+        raise InvalidCxxCompiler
+
+    monkeypatch.setattr(CppPythonBindingsCodeCache, "load_pybinding", none)
+    monkeypatch.setattr(cpp, "_entry", cpp._entry.__wrapped__)
+    x = data("gaussian", 1, BLOCK, 0)
+    with pytest.warns(UserWarning, match="codec 'ecq' runs without its C"):
+        wire = cpp.encode(x, Form(128, 0))
+    assert torch.equal(wire, coder.encode(x, Form(128, 0)))
