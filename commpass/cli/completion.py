@@ -29,8 +29,8 @@ POLICIES = (
 )
 CODECS = (
     *("cast", "int8", "int6", "int4", "int2", "fp8", "mxfp8", "mxfp6", "mxfp4", "nvfp4"),
-    *("rotated", "table", "taco", "equarx", "sdp4bit", "tahquant", "mixed", "exponent", "topk"),
-    *("randomk", "dgc", "gaussiank", "redsync", "sidco"),
+    *("rotated", "ecq", "table", "taco", "equarx", "sdp4bit", "tahquant", "mixed", "exponent"),
+    *("topk", "randomk", "dgc", "gaussiank", "redsync", "sidco"),
 )
 
 

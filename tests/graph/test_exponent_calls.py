@@ -164,6 +164,24 @@ def test_shapes_are_asked_of_the_operators_alone():
     assert 0 < len(count) < 10
 
 
+@pytest.mark.rest_slow(1)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=lambda it: it.__name__)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_compiled_code_keeps_all_bits_in_any_mode(dtype, mode):
+    coder = codec("exponent")
+    for numel in (5, 200, 1500):
+        given = rows(3, numel, dtype)
+
+        def both(x, numel=numel):
+            return coder.decode_rows(coder.encode_rows(x), numel, dtype)
+
+        torch._dynamo.reset()
+        with mode():
+            back = torch.compile(both, backend="aot_eager", fullgraph=True)(given)
+        assert back.dtype == dtype
+        assert torch.equal(back.view(torch.uint8), given.view(torch.uint8))
+
+
 class CountOperators(TorchDispatchMode):
     def __init__(self, names: list[str]):
         super().__init__()

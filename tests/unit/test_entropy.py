@@ -268,6 +268,33 @@ def test_text_names_the_codec(text):
     assert commpass.codec(text.replace("=2", "=2.0")) == made
 
 
+@pytest.mark.parametrize("even", [0, 2])
+def test_operators_keep_what_torch_expects_of_them(even):
+    ours = torch.ops.commpass
+    x = data("sizes", 3, 4 * BLOCK, 0)
+    torch.library.opcheck(ours.entropy_encode.default, (x, 128, even))
+    wire = ours.entropy_encode(x, 128, even)
+    torch.library.opcheck(ours.entropy_decode.default, (wire, 128, even))
+    strided = torch.stack([wire, wire], dim=2)[:, :, 0]
+    assert torch.equal(
+        ours.entropy_decode(strided, 128, even), ours.entropy_decode(wire, 128, even)
+    )
+
+
+@pytest.mark.slow
+def test_compiled_code_for_any_size_gives_the_bytes_of_eager_code():
+    made = commpass.codec("ecq", bits=3)
+    encode = torch.compile(made.encode_rows, dynamic=True, fullgraph=True)
+    decode = torch.compile(made.decode_rows, dynamic=True, fullgraph=True)
+    for numel in (700, 1025, CHUNK + 300):
+        rows = gaussian(2 * numel).view(2, numel)
+        wire = made.encode_rows(rows)
+        # The rotation may be rounded in another order.
+        assert float((encode(rows) == wire).float().mean()) > 0.99
+        wanted = made.decode_rows(wire, numel, rows.dtype)
+        torch.testing.assert_close(decode(wire, numel, rows.dtype), wanted)
+
+
 def test_without_a_compiler_a_warning_names_it(monkeypatch):
     from torch._inductor.codecache import CppPythonBindingsCodeCache
     from torch._inductor.exc import InvalidCxxCompiler

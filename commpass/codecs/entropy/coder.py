@@ -223,7 +223,7 @@ def _rans(split: Tensor, which: Tensor, scale: Tensor, words: int) -> tuple[Tens
 
 
 def decode(wire: Tensor, form: Form) -> Tensor:
-    """The inverse of ``encode``. Any bytes decode to finite numbers, or to zeros."""
+    """The inverse of ``encode``: float32 ``[n, size]``. Foreign bytes decode to some numbers."""
     return _by_chunk(wire, CHUNK // BLOCK * form.room, form, _decode_chunks)
 
 

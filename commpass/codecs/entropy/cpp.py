@@ -265,7 +265,7 @@ inline void decode(const Chunk& chunk, const uint32_t* state, const uint16_t* in
     const float by = LEVELS[number] * power(chunk.step_power(block));
     float* const own = v + block * BLOCK;
     const float* const d = dither(number);
-    const bool safe = end - in >= 2 * BLOCK;
+    const bool safe = end - in > 2 * BLOCK;  // a number reads two words at most
     for (int at = 0; at < BLOCK; at += LANES) {
       if (safe) step<LANES, false>(of, LOW[number], x, in, end, q);
       else step<LANES, true>(of, LOW[number], x, in, end, q);
