@@ -98,7 +98,7 @@ def test_table_of_all_kernels():
     made = data("--codec", "int8", "--kernel", "encode")
     assert f" {made['registers']} " in shown["encode"]
     assert f"{made['predicted_share']:.2f} {made['limit']}" in shown["encode"]
-    assert "Predicted share of the bandwidth of a copy" in result.stdout
+    assert "Upper bounds: the share of the bandwidth of a copy" in result.stdout
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from run_example import output_of
 
@@ -21,7 +23,7 @@ def test_example_that_does_not_end_shows_its_output_and_the_stacks_of_its_ranks(
     with pytest.raises(AssertionError) as caught:
         output_of(str(script), 2, longest_s=40)
     text = str(caught.value)
-    assert "did not end in 40 s" in text
+    assert re.search(r"did not end in \d+ s", text)
     assert text.count("begun") == 2
     assert text.count("in waits_for_nothing") == 2
 

@@ -9,8 +9,9 @@ word is close to random.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,8 @@ from commpass.codecs.entropy.tables import (
 )
 
 _CODE = """\
+// Inductor switches it off, also for loops marked "omp simd".
+#pragma GCC optimize("tree-loop-vectorize")
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -284,7 +287,90 @@ inline void decode(const Chunk& chunk, const uint32_t* state, const uint16_t* in
     default: call(16);              \\
   }
 
-void encode_chunk(const float* v, int64_t blocks, int64_t room, int even, Byte* out) {
+// --- rotation ------------------------------------------------------------------------------------
+
+// The signs of ``transforms.Hadamard``: the parity of the pairs of bits of a position that are set.
+struct Signs {
+  alignas(64) float all[BLOCK];
+  Signs() {
+    for (int i = 0; i < BLOCK; ++i) all[i] = __builtin_popcount(i & i >> 1 & 0x55) % 2 ? -1 : 1;
+  }
+};
+
+constexpr int SIDE = 16;  // a block is a square
+
+// H @ block over the first of its two dimensions, times `by`.
+inline void butterflies(float* v, float by) {
+  for (int apart = 1; apart < SIDE; apart *= 2)
+    for (int row = 0; row < SIDE; ++row)
+      if (!(row & apart)) {
+        float *a = v + row * SIDE, *b = a + apart * SIDE;
+        const float factor = apart == 1 ? by : 1.0f;
+        #pragma omp simd
+        for (int i = 0; i < SIDE; ++i) {
+          const float x = a[i] * factor, y = b[i] * factor;
+          a[i] = x + y;
+          b[i] = x - y;
+        }
+      }
+}
+
+inline void transpose(const float* from, float* to) {
+  for (int i = 0; i < SIDE; ++i)
+    for (int k = 0; k < SIDE; ++k) to[k * SIDE + i] = from[i * SIDE + k];
+}
+
+// H @ block: both dimensions in turn, each with a factor.
+inline void hadamard(float* v, float by) {
+  alignas(64) float turned[BLOCK];
+  butterflies(v, by);
+  transpose(v, turned);
+  butterflies(turned, by);
+  transpose(turned, v);
+}
+
+inline void multiply(float* v, const float* by) {
+  #pragma omp simd
+  for (int i = 0; i < BLOCK; ++i) v[i] *= by[i];
+}
+
+inline void multiply(float* v, int64_t count, float by) {
+  #pragma omp simd
+  for (int64_t i = 0; i < count; ++i) v[i] *= by;
+}
+
+const Signs& signs() {
+  static const Signs only;
+  return only;
+}
+
+// --- chunks of rows ------------------------------------------------------------------------------
+
+// `v` has whole blocks of values; they are overwritten. Returns the byte of the scale.
+Byte encode_chunk(float* v, int64_t blocks, int64_t room, int even, bool rotated, Byte* out) {
+  if (rotated) {
+    for (int64_t block = 0; block < blocks; ++block) {
+      multiply(v + block * BLOCK, signs().all);
+      hadamard(v + block * BLOCK, 1.0f / SIDE);
+    }
+  }
+  uint32_t peak = 0;  // bits of sizes are in the order of sizes, and not finite ones are largest
+  #pragma omp simd reduction(max : peak)
+  for (int64_t i = 0; i < blocks * BLOCK; ++i) {
+    uint32_t bits;
+    std::memcpy(&bits, v + i, 4);
+    peak = std::max(peak, bits & 0x7FFFFFFF);
+  }
+  const bool finite = peak < 0x7F800000;
+  const uint32_t power = std::clamp<uint32_t>((peak + 0x7FFFFF) >> 23, 1, 254);
+  if (finite) {
+    const uint32_t bits = power << 23;
+    float scale;
+    std::memcpy(&scale, &bits, 4);
+    multiply(v, blocks * BLOCK, 1.0f / scale);
+  } else {
+    std::fill(v, v + blocks * BLOCK, 0.0f);
+  }
   Chunk chunk(blocks, room, even);
   chunk.measure(v);
   chunk.choose();
@@ -306,11 +392,12 @@ void encode_chunk(const float* v, int64_t blocks, int64_t room, int even, Byte* 
     std::memcpy(out + 2, chunk.sizes, blocks);
     std::memcpy(out + chunk.states_at(), state, 4 * chunk.lanes);
     std::memcpy(out + chunk.header(), first, 2 * (end - first));
-    return;
+    return finite ? power : 255;
   }
 }
 
-void decode_chunk(const Byte* in, int64_t blocks, int64_t room, int even, float* v) {
+void decode_chunk(const Byte* in, Byte power, int64_t blocks, int64_t room, int even, bool rotated,
+                  float limit, float* v) {
   Chunk chunk(blocks, room, even);
   int16_t step;
   std::memcpy(&step, in, 2);
@@ -322,26 +409,48 @@ void decode_chunk(const Byte* in, int64_t blocks, int64_t room, int even, float*
   const auto* const words = reinterpret_cast<const uint16_t*>(in + chunk.header());
   #define DECODE(n) decode<n>(chunk, state, words, v)
   FOR_LANES(chunk.lanes, DECODE)
+  const uint32_t bits = power == 255 ? 0x7FC00000 : static_cast<uint32_t>(power) << 23;
+  float scale;
+  std::memcpy(&scale, &bits, 4);
+  if (rotated) {
+    multiply(v, blocks * BLOCK, scale / BLOCK);
+    for (int64_t block = 0; block < blocks; ++block) {
+      hadamard(v + block * BLOCK, 1.0f);
+      multiply(v + block * BLOCK, signs().all);
+    }
+    scale = BLOCK;
+  }
+  #pragma omp simd
+  for (int64_t i = 0; i < blocks * BLOCK; ++i) {
+    const float x = v[i] * scale;
+    v[i] = x > limit ? limit : x < -limit ? -limit : x;
+  }
 }
 
 }  // namespace
 
-extern "C" void kernel(int64_t threads, int64_t decoding, int64_t rows, int64_t blocks,
-                       int64_t room, int64_t even, const Byte* in, int64_t in_stride, Byte* out,
+// `side` has the scales; they are written if `in` is encoded.
+extern "C" void kernel(int64_t threads, int64_t decoding, int64_t rows, int64_t n, int64_t room,
+                       int64_t even, int64_t rotated, float limit, const Byte* in,
+                       int64_t in_stride, Byte* side, int64_t side_stride, Byte* out,
                        int64_t out_stride) {
-  const int64_t of_chunk = CHUNK / BLOCK, chunks = (blocks + of_chunk - 1) / of_chunk;
+  const int64_t chunks = (n + CHUNK - 1) / CHUNK, code_of_chunk = CHUNK / BLOCK * room;
   #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
   for (int64_t each = 0; each < rows * chunks; ++each) {
-    const int64_t row = each / chunks, first = each % chunks * of_chunk;
-    const int64_t own = std::min(blocks - first, of_chunk);
+    const int64_t row = each / chunks, chunk = each % chunks, first = chunk * CHUNK;
+    const int64_t values = std::min(n - first, CHUNK), blocks = (values + BLOCK - 1) / BLOCK;
+    static thread_local std::vector<float> v(CHUNK);
     const Byte* const source = in + row * in_stride;
-    Byte* const target = out + row * out_stride;
-    if (decoding)
-      decode_chunk(source + first * room, own, room, even,
-                   reinterpret_cast<float*>(target) + first * BLOCK);
-    else
-      encode_chunk(reinterpret_cast<const float*>(source) + first * BLOCK, own, room, even,
-                   target + first * room);
+    Byte *const target = out + row * out_stride, *const scale = side + row * side_stride + chunk;
+    if (decoding) {
+      decode_chunk(source + chunk * code_of_chunk, *scale, blocks, room, even, rotated, limit,
+                   v.data());
+      std::memcpy(target + 4 * first, v.data(), 4 * values);
+    } else {
+      std::memcpy(v.data(), source + 4 * first, 4 * values);
+      std::fill(v.data() + values, v.data() + blocks * BLOCK, 0.0f);
+      *scale = encode_chunk(v.data(), blocks, room, even, rotated, target + chunk * code_of_chunk);
+    }
   }
 }
 """
@@ -392,7 +501,8 @@ def _entry() -> Callable[..., object] | None:
     from torch._inductor.codecache import CppPythonBindingsCodeCache
     from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 
-    types = ["int64_t"] * 6 + ["const unsigned char*", "int64_t", "unsigned char*", "int64_t"]
+    types = ["int64_t"] * 7 + ["float", "const unsigned char*", "int64_t"]
+    types += ["unsigned char*", "int64_t"] * 2
     try:
         entry: Callable[..., object] = CppPythonBindingsCodeCache.load_pybinding(types, _source())
     except (CppCompileError, InvalidCxxCompiler) as error:
@@ -405,28 +515,40 @@ def _entry() -> Callable[..., object] | None:
     return entry
 
 
-def encode(values: Tensor, form: Form) -> Tensor:
-    """As ``coder.encode``, of contiguous rows on a CPU."""
-    rows, blocks = values.shape[0], values.shape[1] // BLOCK
-    out = values.new_empty((rows, blocks * form.room), dtype=torch.uint8)
-    return out if _call(0, form, blocks, values, out) else coder.encode(values, form)
+def encode(rows: Tensor, form: Form, rotated: bool, code: Tensor, side: Tensor) -> bool:
+    """Encode contiguous float32 rows ``[n, size]`` on a CPU. Return False without a C++ compiler.
+
+    The code of the blocks is written to ``code``, uint8 ``[n, blocks * room]``, and the scales of
+    the chunks to ``side``, uint8 ``[n, chunks]``.
+    """
+    return _call(0, rows, side, code, rows.shape, form, rotated, 0.0)
 
 
-def decode(wire: Tensor, form: Form) -> Tensor:
-    """As ``coder.decode``, of contiguous rows on a CPU."""
-    rows, blocks = wire.shape[0], wire.shape[1] // form.room
-    out = wire.new_empty((rows, blocks * BLOCK), dtype=torch.float32)
-    return out if _call(1, form, blocks, wire, out) else coder.decode(wire, form)
+def decode(
+    code: Tensor, side: Tensor, form: Form, rotated: bool, limit: float, rows: Tensor
+) -> bool:
+    """The inverse of ``encode``. Values are clamped to ``limit``, and those that are not finite
+    become NaN."""
+    return _call(1, code, side, rows, rows.shape, form, rotated, limit)
 
 
-def _call(decoding: int, form: Form, blocks: int, source: Tensor, target: Tensor) -> bool:
-    """Run the function if there is one."""
+def _call(
+    decoding: int,
+    source: Tensor,
+    side: Tensor,
+    target: Tensor,
+    shape: Sequence[int],
+    form: Form,
+    rotated: bool,
+    limit: float,
+) -> bool:
     entry = _entry()
     if entry is None:
         return False
-    # A thread takes at least a chunk.
-    threads = min(torch.get_num_threads(), target.shape[0] * blocks * BLOCK // CHUNK)
-    strides = [each.stride(0) * each.itemsize for each in (source, target)]
-    numbers = threads, decoding, target.shape[0], blocks, form.room, form.even
-    entry(*numbers, source, strides[0], target, strides[1])
+    rows, numel = shape
+    threads = min(torch.get_num_threads(), rows * numel // CHUNK)  # a thread takes a whole chunk
+    given: list[Any] = [threads, decoding, rows, numel, form.room, form.even, int(rotated), limit]
+    for each in (source, side, target):
+        given += [each, each.stride(0) * each.itemsize]
+    entry(*given)
     return True

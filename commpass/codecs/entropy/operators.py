@@ -1,6 +1,7 @@
-"""The entropy coder as two operators: its loops are no tensor operations.
+"""Encode and decode of codec ``ecq`` as one operator each: its loops are no tensor operations.
 
-On a CPU they run C++, and elsewhere the plain form, with the same bytes.
+On a CPU they run C++, and elsewhere the plain form. The bytes are the same, apart from the last
+bits of sums in the rotation.
 """
 
 from __future__ import annotations
@@ -8,38 +9,125 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from commpass.codecs.block import scales, transforms
+from commpass.codecs.block.layouts import Flat
+from commpass.codecs.block.transforms import Hadamard, NoTransform, Transform
+from commpass.codecs.codec import accumulation_dtype
 from commpass.codecs.entropy import coder, cpp
-from commpass.codecs.entropy.coder import BLOCK, Form
+from commpass.codecs.entropy.coder import BLOCK, CHUNK, Form
+from commpass.codecs.rows import as_bytes, cut_apart, pad
 from commpass.utils.ambient import ambient_free
 
+BLOCKS = Flat(BLOCK)
+OF_CHUNK = CHUNK // BLOCK
+STORED = "pow2"
+"""The storage format of the scale of a chunk: a power of two not below its largest value."""
+ROTATION = Hadamard(BLOCK, signed=True)
+
 _library = torch.library.Library("commpass", "FRAGMENT")
-_library.define("entropy_encode(Tensor values, int room, int even) -> Tensor")
-_library.define("entropy_decode(Tensor wire, int room, int even) -> Tensor")
+_library.define("entropy_encode(Tensor rows, int room, int even, bool rotated) -> (Tensor, Tensor)")
+_library.define(
+    "entropy_decode(Tensor code, Tensor side, int room, int even, bool rotated, SymInt numel,"
+    " ScalarType dtype) -> Tensor"
+)
 
 
-def _encode(values: Tensor, room: int, even: int) -> Tensor:
-    if not values.numel():
-        return _shape_of_encode(values, room, even)
-    encode = cpp.encode if values.device.type == "cpu" else coder.encode
-    return encode(values.contiguous(), Form(room, even))
+def sizes(numel: int, room: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Return the bytes of the code and of the scales of a row."""
+    blocks = BLOCKS.blocks(numel)
+    return blocks * room, chunks(blocks) * scales.itemsize(STORED, accumulation_dtype(dtype))
 
 
-def _decode(wire: Tensor, room: int, even: int) -> Tensor:
-    if not wire.numel():
-        return _shape_of_decode(wire, room, even)
-    decode = cpp.decode if wire.device.type == "cpu" else coder.decode
-    return decode(wire.contiguous(), Form(room, even))
+def chunks(blocks: int) -> int:
+    return (blocks + OF_CHUNK - 1) // OF_CHUNK
 
 
-def _shape_of_encode(values: Tensor, room: int, even: int) -> Tensor:
-    return values.new_empty((values.shape[0], values.shape[1] // BLOCK * room), dtype=torch.uint8)
+def _encode(rows: Tensor, room: int, even: int, rotated: bool) -> tuple[Tensor, Tensor]:
+    form, work = Form(room, even), accumulation_dtype(rows.dtype)
+    rows = rows.to(work).contiguous()
+    code, side = _shapes_of_encode(rows, room, even, rotated)
+    if not rows.numel():
+        return code, side
+    if _is_native(rows, work) and cpp.encode(rows, form, rotated, code, side):
+        return code, side
+    return _plain_encode(rows, form, ROTATION if rotated else NoTransform())
 
 
-def _shape_of_decode(wire: Tensor, room: int, even: int) -> Tensor:
-    return wire.new_empty((wire.shape[0], wire.shape[1] // room * BLOCK), dtype=torch.float32)
+def _plain_encode(rows: Tensor, form: Form, transform: Transform) -> tuple[Tensor, Tensor]:
+    blocks, _ = transforms.forward(transform, BLOCKS.split(rows))
+    scale = _scale(blocks)
+    of_blocks = _of_blocks(scale, blocks.shape[1])
+    values = torch.where(of_blocks.isfinite(), blocks * (1 / of_blocks), 0.0)
+    code = coder.encode(values.to(torch.float32).flatten(1), form)
+    return code, as_bytes(scales.in_form(scale.squeeze(-1), STORED)).contiguous()
+
+
+def _decode(
+    code: Tensor,
+    side: Tensor,
+    room: int,
+    even: int,
+    rotated: bool,
+    numel: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    form, work, limit = Form(room, even), accumulation_dtype(dtype), torch.finfo(dtype).max
+    code, side = code.contiguous(), side.contiguous()
+    rows = _shape_of_decode(code, side, room, even, rotated, numel, dtype)
+    if not rows.numel():
+        return rows
+    if _is_native(code, work) and cpp.decode(code, side, form, rotated, limit, rows):
+        return rows
+    transform = ROTATION if rotated else NoTransform()
+    scale = scales.load(side, STORED, work).unsqueeze(-1)
+    # Divide here: dividing later could overflow the sums of the largest finite values.
+    sums, blocks = transform.sums, BLOCKS.blocks(numel)
+    values = coder.decode(code, form).unflatten(1, (blocks, BLOCK)).to(work)
+    decoded = transforms.inverse(transform, values * _of_blocks(scale / sums, blocks), None) * sums
+    joined = BLOCKS.join(decoded.clamp(-limit, limit), numel)
+    return cut_apart(joined, numel).contiguous()
+
+
+def _is_native(tensor: Tensor, work: torch.dtype) -> bool:
+    return tensor.device.type == "cpu" and work == torch.float32
+
+
+def _scale(blocks: Tensor) -> Tensor:
+    """Return the scale of each chunk, ``[rows, chunks, 1]``: NaN if it has nonfinite values (law
+    2)."""
+    peaks = scales.peak_of(blocks).squeeze(-1)
+    many = chunks(blocks.shape[1])
+    peak = pad(peaks, many * OF_CHUNK).unflatten(1, (many, OF_CHUNK)).amax(dim=2, keepdim=True)
+    number = peak.clamp_min(torch.finfo(peak.dtype).tiny)
+    return scales.round_up(scales.propagate_nonfinite(number, peak), STORED)
+
+
+def _of_blocks(scale: Tensor, blocks: int) -> Tensor:
+    """Return for each block the number of its chunk: ``[rows, blocks, 1]``."""
+    return scale.expand(-1, -1, OF_CHUNK).flatten(1).narrow(1, 0, blocks).unsqueeze(-1)
+
+
+def _shapes_of_encode(rows: Tensor, room: int, even: int, rotated: bool) -> tuple[Tensor, Tensor]:
+    count, numel = rows.shape
+    code, side = (
+        rows.new_empty((count, size), dtype=torch.uint8) for size in sizes(numel, room, rows.dtype)
+    )
+    return code, side
+
+
+def _shape_of_decode(
+    code: Tensor,
+    side: Tensor,
+    room: int,
+    even: int,
+    rotated: bool,
+    numel: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    return code.new_empty((code.shape[0], numel), dtype=accumulation_dtype(dtype))
 
 
 _library.impl("entropy_encode", ambient_free(_encode), "CompositeExplicitAutograd")
 _library.impl("entropy_decode", ambient_free(_decode), "CompositeExplicitAutograd")
-torch.library.register_fake("commpass::entropy_encode", _shape_of_encode, lib=_library)
+torch.library.register_fake("commpass::entropy_encode", _shapes_of_encode, lib=_library)
 torch.library.register_fake("commpass::entropy_decode", _shape_of_decode, lib=_library)

@@ -1,8 +1,8 @@
 """The common prelude of all C++ kernels: vectors, rows of values, threads.
 
 Vectors are ATen's (``at::vec``), as wide as the machine's. A kernel never depends on a width, and
-neither do its results. Loops over bytes are marked ``omp simd``, because Inductor disables the
-compiler's automatic vectorization. The values of a *unit* (a few blocks) stay in the level-1 cache
+neither do its results. Loops over bytes are marked ``omp simd``, in functions marked ``VECTORIZED``
+if they are long, because Inductor disables the compiler's automatic vectorization. The values of a *unit* (a few blocks) stay in the level-1 cache
 as float32 while all steps of a chain process them.
 """
 
@@ -22,6 +22,13 @@ PRELUDE = """\
 #include <vector>
 
 namespace {
+
+// Inductor switches vectors for loops off, also for those marked "omp simd". (Clang makes them.)
+#if defined(__GNUC__) && !defined(__clang__)
+#define VECTORIZED __attribute__((optimize("tree-loop-vectorize"), noinline))
+#else
+#define VECTORIZED
+#endif
 
 using Vec = at::vec::Vectorized<float>;
 using Ints = at::vec::Vectorized<int32_t>;

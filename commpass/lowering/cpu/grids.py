@@ -82,38 +82,38 @@ inline Vec marked(Vec codes, Vec numbers) {
 // The part of codes of `WIDTH` bits from bit LOW on to bytes; part i of a byte comes from part i of
 // the block.
 template <int BLOCK, int WIDTH, int LOW>
-inline void pack_part(const Byte* codes, Byte* to) {
+VECTORIZED void pack_part(const Byte* codes, Byte* to) {
   constexpr int EACH = 8 / WIDTH, SIZE = BLOCK / EACH, MASK = (1 << WIDTH) - 1;
   #pragma omp simd
   for (int i = 0; i < SIZE; ++i) {
     unsigned whole = 0;
-    c10::ForcedUnroll<EACH>{}([&](auto part) {
+    for (int part = 0; part < EACH; ++part)
       whole |= ((codes[part * SIZE + i] >> LOW) & MASK) << (WIDTH * part);
-    });
     to[i] = static_cast<Byte>(whole);
   }
 }
 
 template <int BLOCK, int WIDTH, int LOW>
-inline void unpack_part(const Byte* from, Byte* codes) {
+VECTORIZED void unpack_part(const Byte* from, Byte* codes) {
   constexpr int EACH = 8 / WIDTH, SIZE = BLOCK / EACH, MASK = (1 << WIDTH) - 1;
-  c10::ForcedUnroll<EACH>{}([&](auto part) {
+  for (int part = 0; part < EACH; ++part) {
+    Byte* const to = codes + part * SIZE;
     #pragma omp simd
     for (int i = 0; i < SIZE; ++i) {
       const unsigned bits = ((from[i] >> (WIDTH * part)) & MASK) << LOW;
-      codes[part * SIZE + i] = static_cast<Byte>(LOW ? codes[part * SIZE + i] | bits : bits);
+      to[i] = static_cast<Byte>(LOW ? to[i] | bits : bits);
     }
-  });
+  }
 }
 
 // Codes of 4 bits: each byte holds two neighbours, the first one in the low bits.
-template <int BLOCK> inline void pack_pairs(const Byte* codes, Byte* to) {
+template <int BLOCK> VECTORIZED void pack_pairs(const Byte* codes, Byte* to) {
   #pragma omp simd
   for (int i = 0; i < BLOCK / 2; ++i)
     to[i] = static_cast<Byte>(codes[2 * i] | codes[2 * i + 1] << 4);
 }
 
-template <int BLOCK> inline void unpack_pairs(const Byte* from, Byte* codes) {
+template <int BLOCK> VECTORIZED void unpack_pairs(const Byte* from, Byte* codes) {
   #pragma omp simd
   for (int i = 0; i < BLOCK / 2; ++i) {
     codes[2 * i] = from[i] & 15;
