@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
+from torch.fx.passes.shape_prop import _extract_tensor_metadata
 
 from commpass.codecs import operators
 from commpass.codecs.exponent.codec import by_calls
@@ -62,6 +63,7 @@ def run(context: PassContext) -> None:
     given, plan = context.input, context.plan
     how = {"calls": given.operators, "kernels": given.kernels}
     lower(given.gm, plan.sites, given.decompositions, **how)
+    describe_inputs(given.gm)
     known = context.constants
     context.constants = lift_constants(given.gm, as_inputs=given.adds_inputs, before=known)
 
@@ -105,6 +107,22 @@ def lower(
         for source in of_regions.traced.values():
             with errors.of(*of_regions.sites[source.name]):
                 make((source,))
+
+
+def describe_inputs(gm: fx.GraphModule) -> None:
+    """Give the inputs of collectives the metadata that torch's own tracing writes.
+
+    Inductor's fusion of DDP's sums reads it. Once a process has used DDP with
+    ``optimize_ddp="python_reducer"``, Inductor runs this fusion on all its graphs.
+    """
+    for _, module in graph_modules(gm):
+        for node in module.graph.nodes:
+            if getattr(node.target, "namespace", "") != "_c10d_functional":
+                continue
+            for each in node.all_input_nodes:
+                value = each.meta.get("val")
+                if isinstance(value, Tensor) and "tensor_meta" not in each.meta:
+                    each.meta["tensor_meta"] = _extract_tensor_metadata(value)
 
 
 def require_strides(graph: fx.Graph) -> None:

@@ -96,6 +96,21 @@ def test_unknown_arguments_are_refused_with_the_nearest_that_exists(arguments, n
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("policy", [Policy(), FORCED], ids=["grouped", "coded"])
+def test_graphs_compile_after_ddp_has_switched_its_fusion_on(policy, fake_group):
+    """DDP with ``optimize_ddp="python_reducer"`` does so for the whole process."""
+
+    def sums(x):
+        begun = [ops.all_reduce(each, "sum", "0") for each in (x * 2, x.t() * 3, x[:, :3] * 5)]
+        return [ops.wait_tensor(each) * 2 for each in begun]
+
+    fake_group(2)
+    with torch._inductor.config.patch(_fuse_ddp_communication=True, fx_graph_cache=False):
+        (plan,) = compile_and_run(policy, sums, inner="inductor", profile=commpass.ethernet(10))
+    assert plan.grouped or plan.compressed
+
+
+@pytest.mark.slow
 def test_no_global_state_is_changed(fake_group):
     import torch._functorch.config
     import torch._inductor.config

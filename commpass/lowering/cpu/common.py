@@ -1,9 +1,10 @@
 """The common prelude of all C++ kernels: vectors, rows of values, threads.
 
 Vectors are ATen's (``at::vec``), as wide as the machine's. A kernel never depends on a width, and
-neither do its results. Loops over bytes are marked ``omp simd``, in functions marked ``VECTORIZED``
-if they are long, because Inductor disables the compiler's automatic vectorization. The values of a *unit* (a few blocks) stay in the level-1 cache
-as float32 while all steps of a chain process them.
+neither do its results. Loops over bytes are marked ``omp simd``, because Inductor disables the
+compiler's automatic vectorization. Long ones are in functions marked ``VECTORIZED``. The values of
+a *unit* (a few blocks) stay in the level-1 cache as float32 while all steps of a chain process
+them.
 """
 
 from __future__ import annotations
