@@ -229,15 +229,14 @@ def decode(wire: Tensor, form: Form) -> Tensor:
 
 def _decode_chunks(wire: Tensor, form: Form) -> Tensor:
     count, blocks = wire.shape[0], wire.shape[1] // form.room
-    wire = wire.contiguous()
     width = lanes(blocks)
     steps, end = BLOCK // width, form.header(blocks)
     at = end - 4 * width
-    first = wire[:, :2].contiguous().view(torch.int16).to(torch.int64)
+    first = _as(torch.int16, wire[:, :2])
     step, dithered = first[:, 0] >> 1, (first & 1).bool()
     size = wire[:, 2 : 2 + blocks].to(torch.int64)
-    state = wire[:, at:end].contiguous().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
-    stream = wire[:, end:].contiguous().view(torch.int16).to(torch.int64) & 0xFFFF
+    state = _as(torch.int32, wire[:, at:end]) & 0xFFFFFFFF
+    stream = _as(torch.int16, wire[:, end:]) & 0xFFFF
     stream = torch.nn.functional.pad(stream, (0, 1))
     which = numbers_of_tables(size, step, dithered, form)
     low = _lows(wire.device)[which]
@@ -258,6 +257,11 @@ def _decode_chunks(wire: Tensor, form: Form) -> Tensor:
     level = _levels(wire.device)[which] * powers(step_powers(size, step, form))
     values = numbers.view(count, blocks, BLOCK).to(torch.float32) - _dither(which)
     return (values * level.unsqueeze(2)).flatten(1)
+
+
+def _as(dtype: torch.dtype, raw: Tensor) -> Tensor:
+    """Return bytes as numbers of a dtype, in int64. A copy is aligned, a slice may not be."""
+    return raw.clone(memory_format=torch.contiguous_format).view(dtype).to(torch.int64)
 
 
 def _refill(state: Tensor, stream: Tensor, read: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """Encode and decode of codec ``ecq`` as one operator each: its loops are no tensor operations.
 
-On a CPU they run C++, and elsewhere the plain form. The bytes are the same, apart from the last
-bits of sums in the rotation.
+On a CPU they run C++, for float64 without the rotation and the scales, and elsewhere the plain form.
+The bytes are the same, apart from the last bits of sums in the rotation.
 """
 
 from __future__ import annotations
@@ -58,8 +58,28 @@ def _plain_encode(rows: Tensor, form: Form, transform: Transform) -> tuple[Tenso
     scale = _scale(blocks)
     of_blocks = _of_blocks(scale, blocks.shape[1])
     values = torch.where(of_blocks.isfinite(), blocks * (1 / of_blocks), 0.0)
-    code = coder.encode(values.to(torch.float32).flatten(1), form)
+    code = _code(values.to(torch.float32).flatten(1), form)
     return code, as_bytes(scales.in_form(scale.squeeze(-1), STORED)).contiguous()
+
+
+def _code(values: Tensor, form: Form) -> Tensor:
+    """As ``coder.encode``."""
+    if values.device.type == "cpu":
+        code, scale = _shapes_of_encode(values, form.room, form.even, False)
+        if cpp.encode(values, form, False, code, scale):
+            return code
+    return coder.encode(values, form)
+
+
+def _values(code: Tensor, form: Form) -> Tensor:
+    """As ``coder.decode``."""
+    if code.device.type == "cpu":
+        blocks = code.shape[1] // form.room
+        values = code.new_empty((code.shape[0], blocks * BLOCK), dtype=torch.float32)
+        ones = code.new_full((code.shape[0], chunks(blocks)), 127)  # scales of 2^0
+        if cpp.decode(code, ones, form, False, torch.finfo(torch.float32).max, values):
+            return values
+    return coder.decode(code, form)
 
 
 def _decode(
@@ -82,7 +102,7 @@ def _decode(
     scale = scales.load(side, STORED, work).unsqueeze(-1)
     # Divide here: dividing later could overflow the sums of the largest finite values.
     sums, blocks = transform.sums, BLOCKS.blocks(numel)
-    values = coder.decode(code, form).unflatten(1, (blocks, BLOCK)).to(work)
+    values = _values(code, form).unflatten(1, (blocks, BLOCK)).to(work)
     decoded = transforms.inverse(transform, values * _of_blocks(scale / sums, blocks), None) * sums
     joined = BLOCKS.join(decoded.clamp(-limit, limit), numel)
     return cut_apart(joined, numel).contiguous()
