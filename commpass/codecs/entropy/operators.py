@@ -1,7 +1,7 @@
 """Encode and decode of codec ``ecq`` as one operator each: its loops are no tensor operations.
 
-On a CPU they run C++, for float64 without the rotation and the scales, and elsewhere the plain form.
-The bytes are the same, apart from the last bits of sums in the rotation.
+On a CPU they run C++ (for float64, without the rotation and the scales), and elsewhere the plain
+form. The bytes are the same, apart from the last bits of sums in the rotation.
 """
 
 from __future__ import annotations
