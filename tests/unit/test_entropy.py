@@ -347,6 +347,18 @@ def test_compiled_code_for_any_size_gives_the_bytes_of_eager_code():
         assert torch.equal(decode(wire, numel, rows.dtype), wanted)
 
 
+def test_other_devices_are_told_once_that_they_have_no_kernel():
+    operators._warn_once.cache_clear()
+    with pytest.warns(UserWarning, match="codec 'ecq' has no kernel for cuda"):
+        operators._warn_once("cuda")
+    operators._warn_once("cpu")
+    assert operators._warn_once.cache_info().currsize == 2
+
+
+def test_roots_are_those_of_two():
+    assert coder.roots() == pytest.approx([2.0 ** (part / 64) for part in range(64)], rel=2**-24)
+
+
 def test_without_a_compiler_a_warning_names_it(monkeypatch):
     from torch._inductor.codecache import CppPythonBindingsCodeCache
     from torch._inductor.exc import InvalidCxxCompiler

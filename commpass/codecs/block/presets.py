@@ -353,14 +353,14 @@ PRESETS = (
     Preset(
         "rotated",
         rotated,
-        "integers after a Hadamard rotation, which spreads outliers: least error for its bytes from"
-        " 4 bits on",
+        "integers after a Hadamard rotation, which spreads outliers: least error of fast codecs"
+        " from 4 bits on",
         (*(f"rotated(bits={bits})" for bits in range(2, 8)), "rotated"),
     ),
     Preset(
         "table",
         table,
-        "Lloyd-Max levels after a rotation: least error at 2 and 3 bits",
+        "Lloyd-Max levels after a rotation: least error of fast codecs at 2 and 3 bits",
         tuple(f"table(bits={bits})" for bits in (2, 3, 4, 5, 6)),
     ),
     Preset(

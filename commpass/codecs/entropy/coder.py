@@ -40,6 +40,7 @@ from commpass.codecs.entropy.tables import (
     PER_OCTAVE,
     TOTAL,
     TOTAL_BITS,
+    roots,
     tables,
 )
 
@@ -182,7 +183,7 @@ def step_powers(size: Tensor, step: Tensor, form: Form) -> Tensor:
 
 def powers(number: Tensor) -> Tensor:
     """Return ``2^(number / 64)`` as float32."""
-    root = torch.tensor([2.0 ** (part / FINE) for part in range(FINE)], device=number.device)
+    root = torch.tensor(roots(), dtype=torch.float32, device=number.device)
     return torch.ldexp(root[number & (FINE - 1)], (number >> 6).to(torch.float32))
 
 

@@ -27,6 +27,7 @@ from commpass.codecs.entropy.tables import (
     LEAST_RATIO,
     PER_OCTAVE,
     TOTAL_BITS,
+    roots,
     tables,
 )
 
@@ -472,7 +473,7 @@ def _source() -> str:
         "LOWS": ",".join(str(each.low) for each in every),
         "LEVELS": ",".join(_float(each.level) for each in every),
         "COSTS": ",".join(str(each.cost) for each in every),
-        "ROOTS": ",".join(_float(2.0 ** (part / coder.FINE)) for part in range(coder.FINE)),
+        "ROOTS": ",".join(map(_float, roots())),
         "LANES": coder.LANES,
         "DITHER": coder.DITHER,
         "LEAST_DITHERED": LEAST_DITHERED,

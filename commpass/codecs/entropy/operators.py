@@ -6,6 +6,9 @@ form. The bytes are the same, apart from the last bits of sums in the rotation.
 
 from __future__ import annotations
 
+import warnings
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -48,6 +51,7 @@ def _encode(rows: Tensor, room: int, even: int, rotated: bool) -> tuple[Tensor, 
     code, side = _shapes_of_encode(rows, room, even, rotated)
     if not rows.numel():
         return code, side
+    _warn_once(rows.device.type)
     if _is_native(rows, work) and cpp.encode(rows, form, rotated, code, side):
         return code, side
     return _plain_encode(rows, form, ROTATION if rotated else NoTransform())
@@ -106,6 +110,13 @@ def _decode(
     decoded = transforms.inverse(transform, values * _of_blocks(scale / sums, blocks), None) * sums
     joined = BLOCKS.join(decoded.clamp(-limit, limit), numel)
     return cut_apart(joined, numel).contiguous()
+
+
+@cache
+def _warn_once(device: str) -> None:
+    if device != "cpu":
+        what = f"codec 'ecq' has no kernel for {device}: each encode and decode takes a second"
+        warnings.warn(what, stacklevel=2)
 
 
 def _is_native(tensor: Tensor, work: torch.dtype) -> bool:

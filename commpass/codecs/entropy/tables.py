@@ -98,6 +98,19 @@ def _table(ratio: int, dithered: bool) -> Table:
     return Table(dithered, low, frequencies, _float32(level), round(bits * 2**COST_BITS))
 
 
+@lru_cache(maxsize=1)
+def roots() -> tuple[float, ...]:
+    """Return ``2^(i / 64)`` for i from 0 to 63, by square roots, which IEEE 754 defines as well:
+    ranks must decode the same values."""
+    root = 2.0
+    for _ in range(6):
+        root = math.sqrt(root)
+    found = [1.0]
+    while len(found) < 64:
+        found.append(found[-1] * root)
+    return tuple(map(_float32, found))
+
+
 def _frequencies(probabilities: list[float]) -> tuple[int, ...]:
     """Return integers of at least 1 in proportion, with the sum ``TOTAL``. The most frequent class
     takes what the rounding leaves over."""

@@ -168,8 +168,8 @@ def is_matmul(node: fx.Node) -> bool:
 OWN_KERNELS = {
     f"commpass::{name}"
     for name in (
-        KERNEL,
-        *(f"{codec}_{of}" for codec in ("exponent", "entropy") for of in ("encode", "decode")),
+        *(KERNEL, "exponent_encode", "exponent_decode"),
+        *("entropy_encode", "entropy_decode"),
     )
 }
 """The operators of commpass that run kernels which encode or decode."""
