@@ -31,7 +31,7 @@ def below(x: np.ndarray) -> np.ndarray:
 def by_cpp(x: torch.Tensor, form: Form) -> torch.Tensor:
     """Encode whole blocks that are not rotated by C++."""
     blocks = x.shape[1] // BLOCK
-    code = x.new_empty((x.shape[0], blocks * form.room), dtype=torch.uint8)
+    code = x.new_empty((x.shape[0], blocks * form.nbytes), dtype=torch.uint8)
     side = x.new_empty((x.shape[0], math.ceil(blocks / 64)), dtype=torch.uint8)
     assert cpp.encode(x, form, False, code, side)
     return code
@@ -39,7 +39,7 @@ def by_cpp(x: torch.Tensor, form: Form) -> torch.Tensor:
 
 def from_cpp(code: torch.Tensor, form: Form) -> torch.Tensor:
     """The inverse, with scales of 1."""
-    blocks = code.shape[1] // form.room
+    blocks = code.shape[1] // form.nbytes
     side = code.new_full((code.shape[0], math.ceil(blocks / 64)), 127)
     rows = torch.empty(code.shape[0], blocks * BLOCK)
     assert cpp.decode(code, side, form, False, torch.finfo(torch.float32).max, rows)
@@ -185,7 +185,7 @@ def test_cpp_makes_the_bytes_of_the_plain_form(form, kind, blocks, seed):
 @given(forms, st.sampled_from([1, 3, 20]), st.integers(0, 99))
 def test_any_bytes_decode_to_the_same_finite_numbers(form, blocks, seed):
     g = torch.Generator().manual_seed(seed)
-    wire = torch.randint(0, 256, (2, blocks * form.room), generator=g, dtype=torch.uint8)
+    wire = torch.randint(0, 256, (2, blocks * form.nbytes), generator=g, dtype=torch.uint8)
     wire[:, 1] = wire[:, 1].to(torch.int8).clamp(-16, 2).to(torch.uint8)  # steps that exist
     found = from_cpp(wire, form)
     assert torch.equal(found, coder.decode(wire, form))
@@ -324,12 +324,12 @@ def test_cpp_rotates_as_the_plain_form(scale, numel):
     x = gaussian(numel).view(1, -1) * scale
     form = Form(320, 0)
     plain = operators._plain_encode(x, form, operators.ROTATION)
-    found = torch.ops.commpass.entropy_encode(x, form.room, form.even, True)
+    found = torch.ops.commpass.entropy_encode(x, form.nbytes, form.even, True)
     assert torch.equal(found[1], plain[1])
     # A number at the middle between two may be rounded to the other one.
     for code, side in (found, plain):
         back = torch.ops.commpass.entropy_decode(
-            code, side, form.room, form.even, True, numel, x.dtype
+            code, side, form.nbytes, form.even, True, numel, x.dtype
         )
         assert float((back - x).double().norm() / x.double().norm()) < 2.0 ** (1.0 - 10)
 

@@ -22,8 +22,9 @@ from commpass.errors import PolicyError
 class EntropyCodec(Codec):
     """Encode ``q = round(transform(x) / step)``, and the numbers q by an entropy code.
 
-    A row holds the code of its blocks, ``form.room`` bytes for each of 256 values (see ``coder``),
-    then the scale of each chunk of 64 blocks: a power of two not below its largest value, a byte.
+    A row holds the code of its blocks, ``form.nbytes`` for each of 256 values (see ``coder``). Then
+    follows the scale of each chunk of 64 blocks, a byte: a power of two not below its largest
+    value.
 
     The values of a rotated block are close to a Gaussian. In any case, the code of a number is as
     long as a Gaussian's would be, a square plus a constant, and the sum of the squares is the known
@@ -60,7 +61,7 @@ class EntropyCodec(Codec):
         return replace(self, rotated=False)
 
     def parts(self, numel: int, dtype: torch.dtype) -> tuple[int, ...]:
-        code, side = sizes(numel, self.form.room, dtype)
+        code, side = sizes(numel, self.form.nbytes, dtype)
         return aligned(code), aligned(side)
 
     def wire_bytes(self, numel: int, dtype: torch.dtype) -> int:
@@ -74,7 +75,7 @@ class EntropyCodec(Codec):
 
     def encode_pieces(self, rows: Tensor) -> tuple[Tensor, ...]:
         regions = torch.ops.commpass.entropy_encode(
-            rows, self.form.room, self.form.even, self.rotated
+            rows, self.form.nbytes, self.form.even, self.rotated
         )
         return tuple(pad(region, aligned(region.shape[1])) for region in regions)
 
@@ -85,11 +86,11 @@ class EntropyCodec(Codec):
         )
 
     def decode_parts(self, parts: Sequence[Tensor], numel: int, dtype: torch.dtype) -> Tensor:
-        code, side = sizes(numel, self.form.room, dtype)
+        code, side = sizes(numel, self.form.nbytes, dtype)
         rows: Tensor = torch.ops.commpass.entropy_decode(
             parts[0].narrow(1, 0, code),
             parts[1].narrow(1, 0, side),
-            *(self.form.room, self.form.even, self.rotated),
+            *(self.form.nbytes, self.form.even, self.rotated),
             *(numel, dtype),
         )
         return rows
@@ -107,14 +108,14 @@ def ecq(spec: str, *, bits: float = 4.0, even: float = 0.0) -> Codec:
     """
     if not LEAST_BITS <= bits <= MOST_BITS:
         raise PolicyError(f"bits={bits}: must be from {LEAST_BITS} to {MOST_BITS}")
-    room = int(bits * BLOCK / 16) * 2
-    if room * 8 != bits * BLOCK:
-        raise PolicyError(f"bits={bits}: must be a multiple of 1/16, such as {room * 8 / BLOCK}")
+    nbytes = int(bits * BLOCK / 16) * 2
+    if nbytes * 8 != bits * BLOCK:
+        raise PolicyError(f"bits={bits}: must be a multiple of 1/16, such as {nbytes * 8 / BLOCK}")
     if even not in (0, 0.5, 1):
         raise PolicyError(f"even={even}: must be 0, 0.5 or 1")
     given = [f"{key}={value:g}" for key, value in (("bits", bits), ("even", even)) if key in spec]
     spec = f"ecq({', '.join(given)})" if given else "ecq"
-    return EntropyCodec(spec, Form(room, int(2 * even)))
+    return EntropyCodec(spec, Form(nbytes, int(2 * even)))
 
 
 PRESETS = (

@@ -76,13 +76,13 @@ class Form:
     """How blocks are stored.
 
     Args:
-        room: bytes of a block, an even number.
+        nbytes: bytes of a block, an even number.
         even: 0, 1 or 2. The step of a block is proportional to its root mean square to the power of
             ``even / 2``: 0 gives the least error of a chunk, 2 the same relative error in all
             blocks.
     """
 
-    room: int
+    nbytes: int
     even: int
 
     def header(self, blocks: int) -> int:
@@ -99,7 +99,7 @@ def lanes(blocks: int) -> int:
 
 
 def encode(values: Tensor, form: Form) -> Tensor:
-    """Encode float32 ``[n, size]`` to uint8 ``[n, size / BLOCK * room]``. No value may exceed 1."""
+    """Encode float32 ``[n, size]``, of at most 1, to uint8 ``[n, size / BLOCK * nbytes]``."""
     return _by_chunk(values, CHUNK, form, _encode_chunks)
 
 
@@ -108,8 +108,8 @@ def _encode_chunks(values: Tensor, form: Form) -> Tensor:
     split = values.unflatten(1, (blocks, BLOCK))
     size = sizes_of(split)
     first = first_steps(size, form, blocks)
-    words = (blocks * form.room - form.header(blocks)) // 2
-    out = values.new_zeros((count, blocks * form.room), dtype=torch.uint8)
+    words = (blocks * form.nbytes - form.header(blocks)) // 2
+    out = values.new_zeros((count, blocks * form.nbytes), dtype=torch.uint8)
     left, attempt = torch.arange(count, device=values.device), 0
     while len(left):
         dithered = attempt >= ATTEMPTS
@@ -143,8 +143,8 @@ def sizes_of(split: Tensor) -> Tensor:
 def first_steps(size: Tensor, form: Form, blocks: int) -> Tensor:
     """Return the smallest steps whose estimated codes fit, int64 ``[n]``, by bisection."""
     free = 32 - WORD_BITS - OVERHEAD  # of a state
-    room = 8 * (blocks * form.room - form.header(blocks))
-    budget = room + lanes(blocks) * (free - 3) - SPARE
+    bits_left = 8 * (blocks * form.nbytes - form.header(blocks))
+    budget = bits_left + lanes(blocks) * (free - 3) - SPARE
     cost = torch.tensor([table.cost for table in tables()], device=size.device)
     finest = _fine_ratio(size, torch.zeros_like(size[:, 0]), form).amax(1)
     finest = (finest - LARGEST_RATIO * PER_RMS).clamp_min(-COARSEST)
@@ -225,11 +225,11 @@ def _rans(split: Tensor, which: Tensor, scale: Tensor, words: int) -> tuple[Tens
 
 def decode(wire: Tensor, form: Form) -> Tensor:
     """The inverse of ``encode``: float32 ``[n, size]``. Foreign bytes decode to some numbers."""
-    return _by_chunk(wire, CHUNK // BLOCK * form.room, form, _decode_chunks)
+    return _by_chunk(wire, CHUNK // BLOCK * form.nbytes, form, _decode_chunks)
 
 
 def _decode_chunks(wire: Tensor, form: Form) -> Tensor:
-    count, blocks = wire.shape[0], wire.shape[1] // form.room
+    count, blocks = wire.shape[0], wire.shape[1] // form.nbytes
     width = lanes(blocks)
     steps, end = BLOCK // width, form.header(blocks)
     at = end - 4 * width

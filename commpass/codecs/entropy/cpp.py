@@ -111,17 +111,17 @@ inline int lanes_of(int64_t blocks) {
 }
 
 struct Chunk {
-  int64_t blocks, room;  // blocks, and the bytes of each
+  int64_t blocks, nbytes;  // blocks, and the bytes of each
   int even, lanes;
   int64_t step = 0;
   bool dithered = false;
   uint8_t sizes[CHUNK / BLOCK] = {};
 
-  Chunk(int64_t blocks, int64_t room, int even)
-      : blocks(blocks), room(room), even(even), lanes(lanes_of(blocks)) {}
+  Chunk(int64_t blocks, int64_t nbytes, int even)
+      : blocks(blocks), nbytes(nbytes), even(even), lanes(lanes_of(blocks)) {}
   int64_t states_at() const { return 2 + (blocks + 1) / 2 * 2; }
   int64_t header() const { return states_at() + 4 * lanes; }
-  int64_t words() const { return (blocks * room - header()) / 2; }
+  int64_t words() const { return (blocks * nbytes - header()) / 2; }
   int64_t fine(int64_t block, int64_t step) const {
     return -(2 - even) * (PER_RMS / 2) * sizes[block] - step;
   }
@@ -152,7 +152,7 @@ struct Chunk {
   // The smallest step whose code should fit.
   void choose() {
     const int64_t free = lanes * (32 - 16 - @OVERHEAD) - (@SPARE + 3 * lanes);
-    const int64_t budget = (8 * (blocks * room - header()) + free) * (PER_RMS << @COST_BITS);
+    const int64_t budget = (8 * (blocks * nbytes - header()) + free) * (PER_RMS << @COST_BITS);
     int64_t finest = -COARSEST, coarsest = COARSEST;
     for (int64_t block = 0; block < blocks; ++block)
       finest = std::max<int64_t>(finest, fine(block, LARGEST_RATIO * PER_RMS));
@@ -348,7 +348,7 @@ const Signs& signs() {
 // --- chunks of rows ------------------------------------------------------------------------------
 
 // `v` has whole blocks of values; they are overwritten. Returns the byte of the scale.
-Byte encode_chunk(float* v, int64_t blocks, int64_t room, int even, bool rotated, Byte* out) {
+Byte encode_chunk(float* v, int64_t blocks, int64_t nbytes, int even, bool rotated, Byte* out) {
   if (rotated) {
     for (int64_t block = 0; block < blocks; ++block) {
       multiply(v + block * BLOCK, signs().all);
@@ -372,7 +372,7 @@ Byte encode_chunk(float* v, int64_t blocks, int64_t room, int even, bool rotated
   } else {
     std::fill(v, v + blocks * BLOCK, 0.0f);
   }
-  Chunk chunk(blocks, room, even);
+  Chunk chunk(blocks, nbytes, even);
   chunk.measure(v);
   chunk.choose();
   static thread_local std::vector<uint16_t> stream(2 * CHUNK + 1);
@@ -389,7 +389,7 @@ Byte encode_chunk(float* v, int64_t blocks, int64_t room, int even, bool rotated
     if (end - first > words) continue;
     const int16_t step = 2 * chunk.step + chunk.dithered;
     std::memcpy(out, &step, 2);
-    std::memset(out + 2, 0, blocks * room - 2);
+    std::memset(out + 2, 0, blocks * nbytes - 2);
     std::memcpy(out + 2, chunk.sizes, blocks);
     std::memcpy(out + chunk.states_at(), state, 4 * chunk.lanes);
     std::memcpy(out + chunk.header(), first, 2 * (end - first));
@@ -397,9 +397,9 @@ Byte encode_chunk(float* v, int64_t blocks, int64_t room, int even, bool rotated
   }
 }
 
-void decode_chunk(const Byte* in, Byte power, int64_t blocks, int64_t room, int even, bool rotated,
-                  float limit, float* v) {
-  Chunk chunk(blocks, room, even);
+void decode_chunk(const Byte* in, Byte power, int64_t blocks, int64_t nbytes, int even,
+                  bool rotated, float limit, float* v) {
+  Chunk chunk(blocks, nbytes, even);
   int16_t step;
   std::memcpy(&step, in, 2);
   chunk.step = step >> 1;
@@ -431,11 +431,11 @@ void decode_chunk(const Byte* in, Byte power, int64_t blocks, int64_t room, int 
 }  // namespace
 
 // `side` has the scales; they are written if `in` is encoded.
-extern "C" void kernel(int64_t threads, int64_t decoding, int64_t rows, int64_t n, int64_t room,
+extern "C" void kernel(int64_t threads, int64_t decoding, int64_t rows, int64_t n, int64_t nbytes,
                        int64_t even, int64_t rotated, float limit, const Byte* in,
                        int64_t in_stride, Byte* side, int64_t side_stride, Byte* out,
                        int64_t out_stride) {
-  const int64_t chunks = (n + CHUNK - 1) / CHUNK, code_of_chunk = CHUNK / BLOCK * room;
+  const int64_t chunks = (n + CHUNK - 1) / CHUNK, code_of_chunk = CHUNK / BLOCK * nbytes;
   #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
   for (int64_t each = 0; each < rows * chunks; ++each) {
     const int64_t row = each / chunks, chunk = each % chunks, first = chunk * CHUNK;
@@ -444,13 +444,14 @@ extern "C" void kernel(int64_t threads, int64_t decoding, int64_t rows, int64_t 
     const Byte* const source = in + row * in_stride;
     Byte *const target = out + row * out_stride, *const scale = side + row * side_stride + chunk;
     if (decoding) {
-      decode_chunk(source + chunk * code_of_chunk, *scale, blocks, room, even, rotated, limit,
+      decode_chunk(source + chunk * code_of_chunk, *scale, blocks, nbytes, even, rotated, limit,
                    v.data());
       std::memcpy(target + 4 * first, v.data(), 4 * values);
     } else {
       std::memcpy(v.data(), source + 4 * first, 4 * values);
       std::fill(v.data() + values, v.data() + blocks * BLOCK, 0.0f);
-      *scale = encode_chunk(v.data(), blocks, room, even, rotated, target + chunk * code_of_chunk);
+      Byte* const code = target + chunk * code_of_chunk;
+      *scale = encode_chunk(v.data(), blocks, nbytes, even, rotated, code);
     }
   }
 }
@@ -519,7 +520,7 @@ def _entry() -> Callable[..., object] | None:
 def encode(rows: Tensor, form: Form, rotated: bool, code: Tensor, side: Tensor) -> bool:
     """Encode contiguous float32 rows ``[n, size]`` on a CPU. Return False without a C++ compiler.
 
-    The code of the blocks is written to ``code``, uint8 ``[n, blocks * room]``, and the scales of
+    The code of the blocks is written to ``code``, uint8 ``[n, blocks * nbytes]``, and the scales of
     the chunks to ``side``, uint8 ``[n, chunks]``.
     """
     return _call(0, rows, side, code, rows.shape, form, rotated, 0.0)
@@ -548,7 +549,16 @@ def _call(
         return False
     rows, numel = shape
     threads = min(torch.get_num_threads(), rows * numel // CHUNK)  # a thread takes a whole chunk
-    given: list[Any] = [threads, decoding, rows, numel, form.room, form.even, int(rotated), limit]
+    given: list[Any] = [
+        threads,
+        decoding,
+        rows,
+        numel,
+        form.nbytes,
+        form.even,
+        int(rotated),
+        limit,
+    ]
     for each in (source, side, target):
         given += [each, each.stride(0) * each.itemsize]
     entry(*given)

@@ -28,27 +28,29 @@ STORED = "pow2"
 ROTATION = Hadamard(BLOCK, signed=True)
 
 _library = torch.library.Library("commpass", "FRAGMENT")
-_library.define("entropy_encode(Tensor rows, int room, int even, bool rotated) -> (Tensor, Tensor)")
 _library.define(
-    "entropy_decode(Tensor code, Tensor side, int room, int even, bool rotated, SymInt numel,"
+    "entropy_encode(Tensor rows, int nbytes, int even, bool rotated) -> (Tensor, Tensor)"
+)
+_library.define(
+    "entropy_decode(Tensor code, Tensor side, int nbytes, int even, bool rotated, SymInt numel,"
     " ScalarType dtype) -> Tensor"
 )
 
 
-def sizes(numel: int, room: int, dtype: torch.dtype) -> tuple[int, int]:
+def sizes(numel: int, nbytes: int, dtype: torch.dtype) -> tuple[int, int]:
     """Return the bytes of the code and of the scales of a row."""
     blocks = BLOCKS.blocks(numel)
-    return blocks * room, chunks(blocks) * scales.itemsize(STORED, accumulation_dtype(dtype))
+    return blocks * nbytes, chunks(blocks) * scales.itemsize(STORED, accumulation_dtype(dtype))
 
 
 def chunks(blocks: int) -> int:
     return (blocks + OF_CHUNK - 1) // OF_CHUNK
 
 
-def _encode(rows: Tensor, room: int, even: int, rotated: bool) -> tuple[Tensor, Tensor]:
-    form, work = Form(room, even), accumulation_dtype(rows.dtype)
+def _encode(rows: Tensor, nbytes: int, even: int, rotated: bool) -> tuple[Tensor, Tensor]:
+    form, work = Form(nbytes, even), accumulation_dtype(rows.dtype)
     rows = rows.to(work).contiguous()
-    code, side = _shapes_of_encode(rows, room, even, rotated)
+    code, side = _shapes_of_encode(rows, nbytes, even, rotated)
     if not rows.numel():
         return code, side
     _warn_once(rows.device.type)
@@ -69,7 +71,7 @@ def _plain_encode(rows: Tensor, form: Form, transform: Transform) -> tuple[Tenso
 def _code(values: Tensor, form: Form) -> Tensor:
     """As ``coder.encode``."""
     if values.device.type == "cpu":
-        code, scale = _shapes_of_encode(values, form.room, form.even, False)
+        code, scale = _shapes_of_encode(values, form.nbytes, form.even, False)
         if cpp.encode(values, form, False, code, scale):
             return code
     return coder.encode(values, form)
@@ -78,7 +80,7 @@ def _code(values: Tensor, form: Form) -> Tensor:
 def _values(code: Tensor, form: Form) -> Tensor:
     """As ``coder.decode``."""
     if code.device.type == "cpu":
-        blocks = code.shape[1] // form.room
+        blocks = code.shape[1] // form.nbytes
         values = code.new_empty((code.shape[0], blocks * BLOCK), dtype=torch.float32)
         ones = code.new_full((code.shape[0], chunks(blocks)), 127)  # scales of 2^0
         if cpp.decode(code, ones, form, False, torch.finfo(torch.float32).max, values):
@@ -89,15 +91,15 @@ def _values(code: Tensor, form: Form) -> Tensor:
 def _decode(
     code: Tensor,
     side: Tensor,
-    room: int,
+    nbytes: int,
     even: int,
     rotated: bool,
     numel: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    form, work, limit = Form(room, even), accumulation_dtype(dtype), torch.finfo(dtype).max
+    form, work, limit = Form(nbytes, even), accumulation_dtype(dtype), torch.finfo(dtype).max
     code, side = code.contiguous(), side.contiguous()
-    rows = _shape_of_decode(code, side, room, even, rotated, numel, dtype)
+    rows = _shape_of_decode(code, side, nbytes, even, rotated, numel, dtype)
     if not rows.numel():
         return rows
     if _is_native(code, work) and cpp.decode(code, side, form, rotated, limit, rows):
@@ -138,10 +140,11 @@ def _of_blocks(scale: Tensor, blocks: int) -> Tensor:
     return scale.expand(-1, -1, OF_CHUNK).flatten(1).narrow(1, 0, blocks).unsqueeze(-1)
 
 
-def _shapes_of_encode(rows: Tensor, room: int, even: int, rotated: bool) -> tuple[Tensor, Tensor]:
+def _shapes_of_encode(rows: Tensor, nbytes: int, even: int, rotated: bool) -> tuple[Tensor, Tensor]:
     count, numel = rows.shape
     code, side = (
-        rows.new_empty((count, size), dtype=torch.uint8) for size in sizes(numel, room, rows.dtype)
+        rows.new_empty((count, size), dtype=torch.uint8)
+        for size in sizes(numel, nbytes, rows.dtype)
     )
     return code, side
 
@@ -149,7 +152,7 @@ def _shapes_of_encode(rows: Tensor, room: int, even: int, rotated: bool) -> tupl
 def _shape_of_decode(
     code: Tensor,
     side: Tensor,
-    room: int,
+    nbytes: int,
     even: int,
     rotated: bool,
     numel: int,
