@@ -23,7 +23,7 @@ constexpr int DITHERED = LARGEST_RATIO - LEAST_RATIO + 1;  // the first table of
 constexpr int FINE = PER_RMS * PER_OCTAVE;
 constexpr uint32_t LEAST = 1u << 16;
 
-// What coding with a table needs, made when it is used for the first time.
+// What coding with a table needs. All tables are made before the first use of one.
 struct Table {
   uint32_t classes[CLASSES];  // sum of the frequencies before, and frequency
   uint32_t slots[TOTAL];      // class, frequency - 1, and place within the class
@@ -35,11 +35,11 @@ struct Tables {
     for (int t = 0; t < TABLES; ++t) {
       uint32_t start = 0;
       for (int c = 0; c < CLASSES; ++c) {
-        const uint32_t often = FREQUENCIES[t][c];
-        all[t].classes[c] = start << 16 | often;
-        for (uint32_t i = 0; i < often; ++i)
-          all[t].slots[start + i] = c << 24 | (often - 1) << 12 | i;
-        start += often;
+        const uint32_t frequency = FREQUENCIES[t][c];
+        all[t].classes[c] = start << 16 | frequency;
+        for (uint32_t i = 0; i < frequency; ++i)
+          all[t].slots[start + i] = c << 24 | (frequency - 1) << 12 | i;
+        start += frequency;
       }
     }
   }
@@ -78,7 +78,7 @@ struct Chunk {
   int even, lanes;
   int64_t step = 0;
   bool dithered = false;
-  uint8_t sizes[CHUNK / BLOCK] = {};
+  uint8_t rms[CHUNK / BLOCK] = {};  // of blocks, in eighths of an octave below 1
 
   Chunk(int64_t blocks, int64_t nbytes, int even)
       : blocks(blocks), nbytes(nbytes), even(even), lanes(lanes_of(blocks)) {}
@@ -86,7 +86,7 @@ struct Chunk {
   int64_t header() const { return states_at() + 4 * lanes; }
   int64_t words() const { return (blocks * nbytes - header()) / 2; }
   int64_t fine(int64_t block, int64_t step) const {
-    return -(2 - even) * (PER_RMS / 2) * sizes[block] - step;
+    return -(2 - even) * (PER_RMS / 2) * rms[block] - step;
   }
   int table(int64_t block) const {
     const int64_t fitting = (fine(block, step) + PER_RMS / 2) >> 3;
@@ -95,7 +95,7 @@ struct Chunk {
       return DITHERED + ratio - LEAST_DITHERED;
     return ratio - LEAST_RATIO;
   }
-  int64_t step_power(int64_t block) const { return step - even * (PER_RMS / 2) * sizes[block]; }
+  int64_t step_power(int64_t block) const { return step - even * (PER_RMS / 2) * rms[block]; }
 
   void measure(const float* v) {
     for (int64_t block = 0; block < blocks; ++block, v += BLOCK) {
@@ -106,16 +106,16 @@ struct Chunk {
         sum += static_cast<double>(v[i]) * v[i];
         peak = std::max(peak, std::abs(v[i]));
       }
-      const double rms = std::max(std::sqrt(sum / BLOCK), peak / PEAK);
-      const double size = rms > 0 ? std::nearbyint(-PER_OCTAVE * std::log2(rms)) : 255;
-      sizes[block] = std::clamp<double>(size, 0, 255);
+      const double largest = std::max(std::sqrt(sum / BLOCK), peak / PEAK);
+      const double number = largest > 0 ? std::nearbyint(-PER_OCTAVE * std::log2(largest)) : 255;
+      rms[block] = std::clamp<double>(number, 0, 255);
     }
   }
 
   // The smallest step whose code should fit.
   void choose() {
-    const int64_t free = lanes * (32 - 16 - OVERHEAD) - (SPARE + 3 * lanes);
-    const int64_t budget = (8 * (blocks * nbytes - header()) + free) * (PER_RMS << COST_BITS);
+    const int64_t free_bits = lanes * (32 - 16 - OVERHEAD) - (SPARE + 3 * lanes);
+    const int64_t budget = (8 * (blocks * nbytes - header()) + free_bits) * (PER_RMS << COST_BITS);
     int64_t finest = -COARSEST, coarsest = COARSEST;
     for (int64_t block = 0; block < blocks; ++block)
       finest = std::max<int64_t>(finest, fine(block, LARGEST_RATIO * PER_RMS));
@@ -135,7 +135,7 @@ struct Chunk {
   }
 };
 
-// Gives away a word of each state that is not below `limit << shift`. Words are written from the
+// Writes a word of each state that is not below `limit << shift`. Words are written from the
 // last one to the first: `end` is behind the last one.
 template <int LANES> inline void flush(uint32_t* x, const uint32_t* limit, int shift,
                                        uint16_t*& end) {
@@ -149,7 +149,7 @@ template <int LANES> inline void flush(uint32_t* x, const uint32_t* limit, int s
 
 template <int LANES> inline uint16_t* encode(const Chunk& chunk, const float* v, uint32_t* state,
                                              uint16_t* end) {
-  alignas(64) uint32_t x[LANES], often[LANES], start[LANES], one[LANES];
+  alignas(64) uint32_t x[LANES], frequency[LANES], start[LANES], one[LANES];
   alignas(64) int32_t q[LANES];
   for (int i = 0; i < LANES; ++i) x[i] = LEAST, one[i] = 1;
   for (int64_t block = chunk.blocks - 1; block >= 0; --block) {
@@ -170,19 +170,19 @@ template <int LANES> inline uint16_t* encode(const Chunk& chunk, const float* v,
       }
       for (int i = 0; i < LANES; ++i) {
         const uint32_t entry = of.classes[(q[i] >> low) + HALF];
-        often[i] = entry & 0xFFFF;
+        frequency[i] = entry & 0xFFFF;
         start[i] = entry >> 16;
       }
-      flush<LANES>(x, often, 32 - TOTAL_BITS, end);
-      // x / often is below 2^20, so that its float32 is off by one at most.
+      flush<LANES>(x, frequency, 32 - TOTAL_BITS, end);
+      // x / frequency is below 2^20, so that its float32 is off by one at most.
       #pragma omp simd
       for (int i = 0; i < LANES; ++i) {
         const float half = static_cast<int32_t>(x[i] >> 1);
-        int32_t times = static_cast<int32_t>(half * (2.0f / static_cast<int32_t>(often[i])));
-        int32_t rest = static_cast<int32_t>(x[i] - times * often[i]);
-        const int32_t less = rest < 0, more = rest >= static_cast<int32_t>(often[i]);
+        int32_t times = static_cast<int32_t>(half * (2.0f / static_cast<int32_t>(frequency[i])));
+        int32_t rest = static_cast<int32_t>(x[i] - times * frequency[i]);
+        const int32_t less = rest < 0, more = rest >= static_cast<int32_t>(frequency[i]);
         times += more - less;
-        rest += (less - more) * static_cast<int32_t>(often[i]);
+        rest += (less - more) * static_cast<int32_t>(frequency[i]);
         x[i] = (static_cast<uint32_t>(times) << TOTAL_BITS) + rest + start[i];
       }
     }
@@ -318,7 +318,7 @@ Byte encode_chunk(float* v, int64_t blocks, int64_t nbytes, int even, bool rotat
       hadamard(v + block * BLOCK, 1.0f / SIDE);
     }
   }
-  uint32_t peak = 0;  // bits of sizes are in the order of sizes, and not finite ones are largest
+  uint32_t peak = 0;  // of |v|, whose order is that of their bits; nonfinite ones are the largest
   #pragma omp simd reduction(max : peak)
   for (int64_t i = 0; i < blocks * BLOCK; ++i) {
     uint32_t bits;
@@ -353,7 +353,7 @@ Byte encode_chunk(float* v, int64_t blocks, int64_t nbytes, int even, bool rotat
     const int16_t step = 2 * chunk.step + chunk.dithered;
     std::memcpy(out, &step, 2);
     std::memset(out + 2, 0, blocks * nbytes - 2);
-    std::memcpy(out + 2, chunk.sizes, blocks);
+    std::memcpy(out + 2, chunk.rms, blocks);
     std::memcpy(out + chunk.states_at(), state, 4 * chunk.lanes);
     std::memcpy(out + chunk.header(), first, 2 * (end - first));
     return finite ? power : 255;
@@ -367,7 +367,7 @@ void decode_chunk(const Byte* in, Byte power, int64_t blocks, int64_t nbytes, in
   std::memcpy(&step, in, 2);
   chunk.step = step >> 1;
   chunk.dithered = step & 1;
-  std::memcpy(chunk.sizes, in + 2, blocks);
+  std::memcpy(chunk.rms, in + 2, blocks);
   alignas(64) uint32_t state[16];
   std::memcpy(state, in + chunk.states_at(), 4 * chunk.lanes);
   const auto* const words = reinterpret_cast<const uint16_t*>(in + chunk.header());

@@ -93,7 +93,8 @@ def _entry() -> Callable[..., object] | None:
     except (CppCompileError, InvalidCxxCompiler) as error:
         what = str(error).strip().partition("\n")[0]
         warnings.warn(
-            f"codec 'ecq' runs without its C++, many times as slow: no compiler ({what})",
+            f"codec 'ecq' runs without its C++, and each encode and decode takes a second or more:"
+            f" install a C++ compiler, or use codec 'rotated' ({what})",
             stacklevel=2,
         )
         return None
