@@ -52,6 +52,7 @@ constexpr int LEAST_DITHERED = @LEAST_DITHERED, ALWAYS_DITHERED = @ALWAYS_DITHER
 constexpr int DITHERED = LARGEST_RATIO - LEAST_RATIO + 1;  // the first table of small numbers
 constexpr int TABLES = DITHERED + ALWAYS_DITHERED - LEAST_DITHERED;
 constexpr int PER_RMS = @PER_RMS, FINE = PER_RMS * @PER_OCTAVE, COARSEST = @COARSEST;
+constexpr int ZERO = @ZERO;
 constexpr uint32_t LEAST = 1u << 16;
 
 constexpr uint16_t FREQUENCIES[TABLES][CLASSES] = {@FREQUENCIES};
@@ -123,6 +124,7 @@ struct Chunk {
   int64_t header() const { return states_at() + 4 * lanes; }
   int64_t words() const { return (blocks * nbytes - header()) / 2; }
   int64_t fine(int64_t block, int64_t step) const {
+    if (sizes[block] == ZERO) return -4 * COARSEST;
     return -(2 - even) * (PER_RMS / 2) * sizes[block] - step;
   }
   int table(int64_t block) const {
@@ -144,8 +146,8 @@ struct Chunk {
         peak = std::max(peak, std::abs(v[i]));
       }
       const double rms = std::max(std::sqrt(sum / BLOCK), peak / @PEAK);
-      const double size = rms > 0 ? std::nearbyint(-@PER_OCTAVE * std::log2(rms)) : 255;
-      sizes[block] = std::clamp<double>(size, 0, 255);
+      const double size = rms > 0 ? std::nearbyint(-@PER_OCTAVE * std::log2(rms)) : ZERO;
+      sizes[block] = std::clamp<double>(size, 0, ZERO);
     }
   }
 
@@ -194,7 +196,7 @@ template <int LANES> inline uint16_t* encode(const Chunk& chunk, const float* v,
     const Table& of = table(number);
     const int low = LOW[number];
     const uint32_t mask = (1u << low) - 1;
-    const float by = power(-chunk.step_power(block));
+    const float by = chunk.sizes[block] == ZERO ? 0 : power(-chunk.step_power(block));
     const float *const own = v + block * BLOCK, *const d = dither(number);
     for (int at = BLOCK - LANES; at >= 0; at -= LANES) {
       #pragma omp simd
@@ -481,6 +483,7 @@ def _source() -> str:
         "ALWAYS_DITHERED": ALWAYS_DITHERED,
         "ATTEMPTS": coder.ATTEMPTS,
         "PEAK": coder.PEAK,
+        "ZERO": coder.ZERO,
         "OVERHEAD": coder.OVERHEAD,
         "SPARE": coder.SPARE,
         "COST_BITS": COST_BITS,
