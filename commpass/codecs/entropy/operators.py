@@ -65,7 +65,10 @@ def _plain_encode(rows: Tensor, form: Form, rotated: bool) -> tuple[Tensor, Tens
         blocks = rotation.forward(blocks)
     scale = _scale(blocks)
     of_blocks = _of_blocks(scale, blocks.shape[1])
-    values = torch.where(of_blocks.isfinite(), blocks * (1 / of_blocks), 0.0)
+    codable = of_blocks.isfinite()
+    if rows.dtype == torch.float64:  # C++ would scale values below the least normal number again
+        codable &= of_blocks > torch.finfo(rows.dtype).tiny
+    values = torch.where(codable, blocks * (1 / of_blocks), 0.0)
     code = _code(values.to(torch.float32).flatten(1), form)
     return code, as_bytes(scales.in_form(scale.squeeze(-1), STORED)).contiguous()
 
