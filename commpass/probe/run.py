@@ -53,7 +53,9 @@ def probe(
         }
     by_messages = device.type == "cpu"
     busy = round(overhead_us(world, device), 1) if by_messages else 0.0
-    many = len(levels) * len(kinds(world, by_messages=by_messages)) + kernels * len(measured_codecs(device))
+    many = len(levels) * len(kinds(world, by_messages=by_messages)) + kernels * len(
+        measured_codecs(device)
+    )
     done = 0
 
     def report(message: str) -> None:
