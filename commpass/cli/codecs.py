@@ -20,7 +20,7 @@ def codecs(
         list[str] | None,
         typer.Argument(
             metavar="[CODEC]...",
-            help="Which (default: all named ones).",
+            help="Codecs to measure (default: all).",
             autocompletion=completion.codec,
         ),
     ] = None,
@@ -28,7 +28,7 @@ def codecs(
         str,
         typer.Option(
             metavar="FILE.safetensors|gaussian|laplace|student|outliers|gradients|tokens",
-            help="What to encode.",
+            help="The values that are encoded.",
         ),
     ] = "gaussian",
     dtype: Annotated[str, typer.Option(help="Dtype of the data; a file has its own.")] = "float32",
@@ -61,5 +61,5 @@ def codecs(
         purposes = measurements.purposes_of(row.codec for row in rows)
         tables.console_for(made).print(made, "", purposes, sep="\n")
     if plot is not None:
-        draw(rows, f"codecs on {Path(data).name}", plot)
+        draw(rows, measurements.title_of(data), plot)
         typer.echo(f"wrote {plot}", err=json)

@@ -228,7 +228,7 @@ def _needs_sparse(codec: Codec, ranks: int) -> str | None:
     return (
         None
         if isinstance(codec, SparseCodec)
-        else f"sums by index, but {codec.spec} selects no indices"
+        else f"algorithm 'sparse' sums by index, but {codec.spec} selects no indices"
     )
 
 

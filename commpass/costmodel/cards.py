@@ -46,8 +46,8 @@ SHARES: dict[str, Shares] = {
 their memory is, or their instructions are, whichever bounds the kernel on an H200."""
 UNKNOWN = Shares(1.0, 0.5, 0.5)
 """An assumption for codecs that were not measured."""
-LOOPS = {"ecq": KernelRate(1.0, 1.0, call_us=1e5)}
-"""Codecs without a kernel on a GPU: loops of some 20,000 launches."""
+LOOPS = {"ecq": KernelRate(1.0, 1.0, call_us=2e5)}
+"""Codecs without a kernel on a GPU: loops of some 40,000 launches, assumed to take 5 us each."""
 
 
 AMD_IN_EXCHANGE, AMD_TILE_US = 0.25, 2.25

@@ -34,14 +34,17 @@ def plot(rows: Sequence[Measured], title: str, path: Path) -> None:
     lossy = [row for row in rows if row.error > 0]
     panels = _panels(lossy)
     figure = new_figure(11, 8)
+    notes = ["Dotted lines join the settings of one codec."]
     if exact := [row.codec for row in rows if row.error == 0]:
-        left_out = f"without error, and not in the picture: {', '.join(exact)}"
-        figure.supxlabel(left_out, fontsize=8, color="#555555")
+        notes.append(f"Without error, and not in the picture: {', '.join(exact)}.")
+    figure.supxlabel(" ".join(notes), fontsize=8, color="#555555")
     widths = [max(1.3, high - low) for low, high, _ in panels]
     all_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False, width_ratios=widths)[0]
     colours = _family_colours(lossy)
     errors = [row.error for row in lossy] or [1.0]
-    all_axes[0].set(yscale="log", ylabel="relative error", ylim=(min(errors) / 3, max(errors) * 2))
+    all_axes[0].set(
+        yscale="log", ylabel="relative error (2-norm)", ylim=(min(errors) / 3, max(errors) * 2)
+    )
     figure.suptitle(title)
     for axes, (low, high, some) in zip(all_axes, panels, strict=True):
         axes.set(xlim=(low, high), xlabel="bits a value" + ", side data included" * (low == 0))
@@ -51,7 +54,11 @@ def plot(rows: Sequence[Measured], title: str, path: Path) -> None:
         _points(axes, some, colours)
     middle = panels[0][1] * 0.55
     bound = all_axes[0].annotate(
-        "bound $2^{-b}$", (middle, 2.0**-middle), (-8, -14), textcoords="offset points", ha="right"
+        "bound $2^{-b}$ of a Gaussian",
+        (middle, 2.0**-middle),
+        (-8, -14),
+        textcoords="offset points",
+        ha="right",
     )
     figure.draw_without_rendering()
     figure.set_layout_engine("none")  # positions must not move from here on

@@ -121,6 +121,13 @@ def tensors(source: str, dtype: str) -> list[Tensor]:
     return list(_read(path))
 
 
+def title_of(source: str) -> str:
+    """Return the title of a picture of codecs on the data of ``tensors``."""
+    names = {"gaussian": "Gaussian", "laplace": "Laplace", "student": "Student's t"}
+    what = f"{names.get(source, source)} data" if source in DATA else Path(source).name
+    return f"Error of codecs on {what}"
+
+
 def _read(path: Path) -> Iterator[Tensor]:
     try:
         from safetensors import SafetensorError, safe_open
@@ -222,7 +229,8 @@ def table_of(rows: Sequence[Measured]) -> Table:
     numbers += ["encode GB/s", "decode GB/s"] if timed else []
     table = plain_table("codec", *numbers, right=numbers)
     table.caption = (
-        "error: relative, in the 2-norm; bound: the most that it can be, for any block;\n"
+        "error: relative, in the 2-norm; cosine: of the angle between values and decoded values;\n"
+        "bound: the largest error that a block of any values can have, 1 for 100 %;\n"
         "above: bits above 2^-b, the least for a Gaussian (lossless: above the entropy of the"
         " exponents)"
     )

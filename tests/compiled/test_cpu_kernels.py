@@ -652,13 +652,11 @@ def test_unknown_steps_and_transforms_have_no_kernel():
     assert rotation.unsupported_reason(Hadamard(64)) == ""
 
 
-def test_kernel_that_is_slower_than_inline_says_so():
-    for spec in ("int4", "int4(scale=rms)"):
-        assert "inline form is faster" in cpu.unsupported_reason(
-            Chain(BF16, (Encode(codec(spec)),))
-        )
-    assert not cpu.unsupported_reason(Chain(BF16, (Encode(codec("rotated(bits=4)")),)))
-    for spec in ("int8", "taco", "fp8", "fp8(form=e5m2,scale=dual)", "mxfp4", "mxfp6", "nvfp4"):
+def test_codecs_of_every_width_have_kernels():
+    for spec in (
+        *("int8", "int6", "int4", "int2", "int4(scale=rms)", "taco", "fp8", "mxfp4", "mxfp6"),
+        *("fp8(form=e5m2,scale=dual)", "nvfp4", "rotated(bits=4)", "rotated(bits=3)"),
+    ):
         assert not cpu.unsupported_reason(Chain(BF16, (Encode(codec(spec)),)))
 
 

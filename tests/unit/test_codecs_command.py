@@ -135,6 +135,28 @@ def test_every_codec_has_a_line_that_says_what_it_is_for():
     assert "plain integers" in shown
 
 
+@pytest.mark.parametrize(
+    ("data", "title"),
+    [
+        ("gaussian", "Error of codecs on Gaussian data"),
+        ("tokens", "Error of codecs on tokens data"),
+        ("runs/grads.safetensors", "Error of codecs on grads.safetensors"),
+    ],
+)
+def test_picture_names_its_data_and_what_it_leaves_out(data, title, tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    x = measurements.tensors("gaussian", "float32")[0][:4096]
+    rows = [measurements.measure(spec, [x]) for spec in ("int8", "int4", "exponent")]
+    codec_plot.plot(rows, measurements.title_of(data), tmp_path / "out.png")
+    (figure,) = drawn
+    assert figure.get_suptitle() == title
+    assert figure.axes[0].get_ylabel() == "relative error (2-norm)"
+    assert figure.get_supxlabel().endswith("Without error, and not in the picture: exponent.")
+
+
 @pytest.mark.every
 def test_names_in_the_picture_cover_neither_each_other_nor_a_point(tmp_path, monkeypatch):
     from matplotlib.figure import Figure

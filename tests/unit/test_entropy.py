@@ -249,7 +249,7 @@ def test_blocks_with_larger_values_get_more_bits():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_nonfinite_values_spoil_their_chunk_alone(dtype):
+def test_nonfinite_values_affect_no_other_chunk(dtype):
     x = gaussian(3 * CHUNK).to(dtype)
     x[7], x[CHUNK + 9] = math.nan, -math.inf
     made = commpass.codec("ecq")
@@ -424,7 +424,7 @@ def test_compiled_code_for_any_size_gives_the_bytes_of_eager_code():
         assert torch.equal(decode(wire, numel, rows.dtype), wanted)
 
 
-def test_other_devices_are_told_once_that_they_have_no_kernel():
+def test_device_without_a_kernel_is_warned_about_once():
     operators._warn_once.cache_clear()
     with pytest.warns(UserWarning, match="codec 'ecq' has no kernel for cuda"):
         operators._warn_once("cuda")

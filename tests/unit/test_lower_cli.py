@@ -434,6 +434,9 @@ def test_cpp_of_wrong_requests():
         "--codec", "int8", "--kernel", "matmul_encode", "--cpp"
     )
     assert "give --codec SPEC, or --dump DIR" in said("--cpp")
+    ecq = said("--codec", "ecq", "--cpp")
+    assert ecq.count("codec 'ecq' is an operator") == 1
+    assert "commpass/codecs/entropy/coder.cpp" in ecq
     assert run("--codec", "int8", "--cpp", "--ptx").exit_code == 2
 
 

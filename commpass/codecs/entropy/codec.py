@@ -29,7 +29,7 @@ class EntropyCodec(Codec):
     The values of a rotated block are close to a Gaussian. In any case, the code of a number is as
     long as a Gaussian's would be, a square plus a constant, and the sum of the squares is the known
     one of the block. So the length of a code hardly depends on the values, and the step that fills
-    the bytes is found at once. Zeros fill the last block of a row.
+    the bytes is mostly found at the first attempt. Zeros fill the last block of a row.
     """
 
     spec: str = field(compare=False)
@@ -123,8 +123,8 @@ PRESETS = (
     Preset(
         "ecq",
         ecq,
-        "rotated integers in an entropy code of fixed size: least error for its bytes, on slow"
-        " networks",
+        "rotated integers in an entropy code of fixed size: least error for its bytes; slow, and"
+        " on CPUs only",
         ("ecq(bits=2)", "ecq(bits=3)", "ecq", "ecq(bits=6)", "ecq(bits=8)"),
     ),
 )

@@ -1,4 +1,4 @@
-"""Numbers to bytes of a fixed number, and back: an entropy coder whose step fills the bytes.
+"""An entropy coder with a fixed number of bytes, which the step of its quantizer fills.
 
 A row is cut into chunks of ``CHUNK`` values, and a chunk into blocks of ``BLOCK``. All blocks of a
 chunk have the same step, the smallest one whose code fits into the bytes of the chunk. A table for
@@ -12,7 +12,7 @@ The bytes of a chunk are, in order:
   ``Table``);
 - uint8 for each block: its root mean square, in eighths of an octave below 1, or ``ZERO``; a zero
   byte if their number is odd;
-- the states, of 4 bytes: 16, or fewer if the chunk has fewer blocks (``lanes``);
+- the states, of 4 bytes: 16, or fewer if the chunk has fewer than 16 blocks (``lanes``);
 - 16-bit words, and zeros.
 
 The coder is rANS (Duda, 2013, arXiv:1311.2540) with interleaved states (Giesen, 2014,
@@ -109,21 +109,21 @@ def encode(values: Tensor, form: Form) -> Tensor:
 def _encode_chunks(values: Tensor, form: Form) -> Tensor:
     count, blocks = values.shape[0], values.shape[1] // BLOCK
     split = values.unflatten(1, (blocks, BLOCK))
-    size = sizes_of(split)
-    first = first_steps(size, form, blocks)
+    rms = rms_numbers(split)
+    first = first_steps(rms, form, blocks)
     words = (blocks * form.nbytes - form.header(blocks)) // 2
     out = values.new_zeros((count, blocks * form.nbytes), dtype=torch.uint8)
     left, attempt = torch.arange(count, device=values.device), 0
     while len(left):
         dithered = attempt >= ATTEMPTS
         step = first[left] + (1 << attempt - ATTEMPTS * dithered) - 1
-        which = numbers_of_tables(size[left], step, dithered, form)
-        scale = powers(-step_powers(size[left], step, form)) * (size[left] != ZERO)
+        which = numbers_of_tables(rms[left], step, dithered, form)
+        scale = powers(-step_powers(rms[left], step, form)) * (rms[left] != ZERO)
         states, stream, length = _rans(split[left], which, scale, words)
         chunk = torch.cat(
             [
                 (2 * step + dithered).to(torch.int16).unsqueeze(1).view(torch.uint8),
-                torch.nn.functional.pad(size[left], (0, blocks % 2)).to(torch.uint8),
+                torch.nn.functional.pad(rms[left], (0, blocks % 2)).to(torch.uint8),
                 states.to(torch.int32).view(torch.uint8),
                 stream.to(torch.int16).view(torch.uint8),
             ],
@@ -135,26 +135,26 @@ def _encode_chunks(values: Tensor, form: Form) -> Tensor:
     return out
 
 
-def sizes_of(split: Tensor) -> Tensor:
+def rms_numbers(split: Tensor) -> Tensor:
     """Return the root mean squares of blocks ``[n, blocks, BLOCK]`` as int64 ``[n, blocks]``, from
     0 (1) to ``ZERO``: eighths of an octave below 1."""
-    rms = split.double().square().mean(-1).sqrt()
-    largest = torch.maximum(rms, split.abs().amax(-1).double() / PEAK)
+    mean = split.double().square().mean(-1)
+    largest = torch.maximum(mean.sqrt(), split.abs().amax(-1).double() / PEAK)
     return (-PER_OCTAVE * largest.log2()).round().clamp(0, ZERO).to(torch.int64)
 
 
-def first_steps(size: Tensor, form: Form, blocks: int) -> Tensor:
+def first_steps(rms: Tensor, form: Form, blocks: int) -> Tensor:
     """Return the smallest steps whose estimated codes fit, int64 ``[n]``, by bisection."""
-    free = 32 - WORD_BITS - OVERHEAD  # of a state
+    free_bits = 32 - WORD_BITS - OVERHEAD  # of a state
     bits_left = 8 * (blocks * form.nbytes - form.header(blocks))
-    budget = bits_left + lanes(blocks) * (free - 3) - SPARE
-    cost = torch.tensor([table.cost for table in tables()], device=size.device)
-    finest = _fine_ratio(size, torch.zeros_like(size[:, 0]), form).amax(1)
+    budget = bits_left + lanes(blocks) * (free_bits - 3) - SPARE
+    cost = torch.tensor([table.cost for table in tables()], device=rms.device)
+    finest = _fine_ratio(rms, torch.zeros_like(rms[:, 0]), form).amax(1)
     finest = (finest - LARGEST_RATIO * PER_RMS).clamp_min(-COARSEST)
     coarsest = torch.full_like(finest, COARSEST)
     while bool((finest < coarsest).any()):
         middle = torch.div(finest + coarsest, 2, rounding_mode="floor")
-        fine = _fine_ratio(size, middle, form).clamp(
+        fine = _fine_ratio(rms, middle, form).clamp(
             LEAST_RATIO * PER_RMS, LARGEST_RATIO * PER_RMS - 1
         )
         place, part = (fine >> 3) - LEAST_RATIO, fine & 7
@@ -165,24 +165,24 @@ def first_steps(size: Tensor, form: Form, blocks: int) -> Tensor:
     return coarsest
 
 
-def _fine_ratio(size: Tensor, step: Tensor, form: Form) -> Tensor:
+def _fine_ratio(rms: Tensor, step: Tensor, form: Form) -> Tensor:
     """Return the ratios of the root mean squares of blocks to their steps, in 64ths of an
     octave. That of zeros is less than any."""
-    ratio = -(2 - form.even) * (PER_RMS // 2) * size - step.unsqueeze(1)
-    return torch.where(size == ZERO, -4 * COARSEST, ratio)
+    ratio = -(2 - form.even) * (PER_RMS // 2) * rms - step.unsqueeze(1)
+    return torch.where(rms == ZERO, -4 * COARSEST, ratio)
 
 
-def numbers_of_tables(size: Tensor, step: Tensor, dithered: Tensor | bool, form: Form) -> Tensor:
+def numbers_of_tables(rms: Tensor, step: Tensor, dithered: Tensor | bool, form: Form) -> Tensor:
     """Return the number of the table of each block, int64 ``[n, blocks]``. ``dithered`` is that of
     the chunk."""
-    ratio = ((_fine_ratio(size, step, form) + PER_RMS // 2) >> 3).clamp(LEAST_RATIO, LARGEST_RATIO)
+    ratio = ((_fine_ratio(rms, step, form) + PER_RMS // 2) >> 3).clamp(LEAST_RATIO, LARGEST_RATIO)
     other = (ratio >= LEAST_DITHERED) & (ratio < ALWAYS_DITHERED) & dithered
     return ratio - LEAST_RATIO + other * (LARGEST_RATIO + 1 - LEAST_DITHERED)
 
 
-def step_powers(size: Tensor, step: Tensor, form: Form) -> Tensor:
+def step_powers(rms: Tensor, step: Tensor, form: Form) -> Tensor:
     """Return the steps of blocks in 64ths of an octave, int64 ``[n, blocks]``."""
-    return step.unsqueeze(1) - form.even * (PER_RMS // 2) * size
+    return step.unsqueeze(1) - form.even * (PER_RMS // 2) * rms
 
 
 def powers(number: Tensor) -> Tensor:
@@ -191,8 +191,10 @@ def powers(number: Tensor) -> Tensor:
     return torch.ldexp(root[number & (FINE - 1)], (number >> 6).to(torch.float32))
 
 
-def _rans(split: Tensor, which: Tensor, scale: Tensor, words: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the last states ``[n, lanes]``, the stream ``[n, words]`` and the length that the
+def _rans(
+    split: Tensor, which: Tensor, scale: Tensor, word_count: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the last states ``[n, lanes]``, the stream ``[n, word_count]`` and the length that the
     stream would need ``[n]``, all int64."""
     count, blocks = which.shape
     width = lanes(blocks)
@@ -202,33 +204,36 @@ def _rans(split: Tensor, which: Tensor, scale: Tensor, words: int) -> tuple[Tens
     low = _lows(split.device)[which]
     frequency, start = _frequencies(split.device)
     state = numbers.new_full((count, width), LEAST)
-    found = numbers.new_zeros((blocks * steps, 2, count, width))
-    there = torch.zeros_like(found, dtype=torch.bool)
+    written = numbers.new_zeros((blocks * steps, 2, count, width))
+    is_written = torch.zeros_like(written, dtype=torch.bool)
     for place in reversed(range(blocks * steps)):
-        block, now = place // steps, numbers[:, place]
+        block, number = place // steps, numbers[:, place]
         bits = low[:, block : block + 1]
         full = state >= 1 << (2 * WORD_BITS - bits)
-        found[place, 1], there[place, 1] = state & (LEAST - 1), full
+        written[place, 1], is_written[place, 1] = state & (LEAST - 1), full
         state = torch.where(full, state >> WORD_BITS, state)
-        state = (state << bits) | (now & ((1 << bits) - 1))
-        entry = which[:, block : block + 1] * (2 * HALF) + (now >> bits) + HALF
-        often = frequency[entry]
-        full = state >= often << (2 * WORD_BITS - TOTAL_BITS)
-        found[place, 0], there[place, 0] = state & (LEAST - 1), full
+        state = (state << bits) | (number & ((1 << bits) - 1))
+        entry = which[:, block : block + 1] * (2 * HALF) + (number >> bits) + HALF
+        occurs = frequency[entry]
+        full = state >= occurs << (2 * WORD_BITS - TOTAL_BITS)
+        written[place, 0], is_written[place, 0] = state & (LEAST - 1), full
         state = torch.where(full, state >> WORD_BITS, state)
-        state = ((state // often) << TOTAL_BITS) + state % often + start[entry]
-    order = there.permute(2, 0, 1, 3).flatten(1)
-    places = (order.cumsum(1) - 1).clamp_max(words)
-    stream = numbers.new_zeros((count, words + 1))
-    stream.scatter_(1, torch.where(order, places, words), found.permute(2, 0, 1, 3).flatten(1))
-    return state, stream[:, :words], order.sum(1)
+        state = ((state // occurs) << TOTAL_BITS) + state % occurs + start[entry]
+    order = is_written.permute(2, 0, 1, 3).flatten(1)
+    places = (order.cumsum(1) - 1).clamp_max(word_count)
+    stream = numbers.new_zeros((count, word_count + 1))
+    stream.scatter_(
+        1, torch.where(order, places, word_count), written.permute(2, 0, 1, 3).flatten(1)
+    )
+    return state, stream[:, :word_count], order.sum(1)
 
 
 # --- decode ---------------------------------------------------------------------------------------
 
 
 def decode(wire: Tensor, form: Form) -> Tensor:
-    """The inverse of ``encode``: float32 ``[n, size]``. Foreign bytes decode to some numbers."""
+    """The inverse of ``encode``: float32 ``[n, size]``. Bytes that ``encode``
+    did not make decode to finite numbers as well."""
     return _by_chunk(wire, CHUNK // BLOCK * form.nbytes, form, _decode_chunks)
 
 
@@ -239,11 +244,11 @@ def _decode_chunks(wire: Tensor, form: Form) -> Tensor:
     at = end - 4 * width
     first = _as(torch.int16, wire[:, :2])
     step, dithered = first[:, 0] >> 1, (first & 1).bool()
-    size = wire[:, 2 : 2 + blocks].to(torch.int64)
+    rms = wire[:, 2 : 2 + blocks].to(torch.int64)
     state = _as(torch.int32, wire[:, at:end]) & 0xFFFFFFFF
     stream = _as(torch.int16, wire[:, end:]) & 0xFFFF
     stream = torch.nn.functional.pad(stream, (0, 1))
-    which = numbers_of_tables(size, step, dithered, form)
+    which = numbers_of_tables(rms, step, dithered, form)
     low = _lows(wire.device)[which]
     frequency, start = _frequencies(wire.device)
     classes = _classes(wire.device)
@@ -259,7 +264,7 @@ def _decode_chunks(wire: Tensor, form: Form) -> Tensor:
         state, read = _refill(state, stream, read)
         numbers[:, place] = ((found - HALF) << bits) | (state & ((1 << bits) - 1))
         state, read = _refill(state >> bits, stream, read)
-    level = _levels(wire.device)[which] * powers(step_powers(size, step, form))
+    level = _levels(wire.device)[which] * powers(step_powers(rms, step, form))
     values = numbers.view(count, blocks, BLOCK).to(torch.float32) - _dither(which)
     return (values * level.unsqueeze(2)).flatten(1)
 

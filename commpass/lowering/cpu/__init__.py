@@ -1,6 +1,6 @@
 """Kernels for CPUs: C++ generated from the parts of codecs, and compiled by Inductor's builder.
 
-- ``unsupported_reason(chain)`` returns "", or why the chain should be left to Inductor.
+- ``unsupported_reason(chain)`` returns why there is no C++ for a chain, or "".
 - ``compile_chain(chain)`` returns a ``Compiled``, which runs the chain on rows and writes into a
   tensor.
 """

@@ -82,8 +82,11 @@ struct Blocks {
       if constexpr (TURNED) {
         for (int i = 0; i < BLOCK; i += W * W)
           put_turned_codes([&](int row) { return code(v + i + row * W); }, codes + i);
+      } else if constexpr (BLOCK % (4 * W) == 0) {
+        for (int i = 0; i < BLOCK; i += 4 * W)
+          to_bytes_of_four([&](int j) { return code(v + i + j * W); }, codes + i);
       } else {
-        for (int i = 0; i < BLOCK; i += W) put_codes(code(v + i), codes + i);
+        for (int i = 0; i < BLOCK; i += W) to_bytes(code(v + i), codes + i);
       }
       if constexpr (PAIRS) pack_pairs<BLOCK>(codes, to);
       else if constexpr (Grid::BITS != 8) pack<BLOCK, Grid::BITS>(codes, to);
@@ -106,6 +109,7 @@ struct Blocks {
     const Regions at(blocks);
     const int64_t from = first / BLOCK, until = std::min(blocks, from + UNIT / BLOCK);
     float* to = v;
+    const Vec most(limit), least(-limit);
     for (int64_t block = from; block < until; ++block, to += BLOCK) {
       typename Scale::Factors by;
       for (int i = 0; i < NUMBERS; ++i) {
@@ -130,6 +134,7 @@ struct Blocks {
         for (int i = 0; i < BLOCK; i += W) {
           Vec x = Scale::multiply(Grid::decode(codes + i), by);
           if constexpr (Offset::BYTES > 0) x = x + offset;
+          if constexpr (Transform::SUMS == 1) x = at::vec::clamp(x, least, most);
           x.store(to + i);
         }
       }
@@ -142,8 +147,10 @@ struct Blocks {
         std::swap(own[0], own[std::min<int>(wire[at.places + block], BLOCK - 1)]);
       }
     }
-    for (int i = 0; i < UNIT; i += W)
-      at::vec::clamp(Vec::loadu(v + i), Vec(-limit), Vec(limit)).store(v + i);
+    if constexpr (Transform::SUMS > 1) {
+      for (int i = 0; i < UNIT; i += W)
+        at::vec::clamp(Vec::loadu(v + i), least, most).store(v + i);
+    }
   }
 };
 """

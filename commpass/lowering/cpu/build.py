@@ -19,7 +19,7 @@ from commpass.lowering.chain import (
     further_results,
     output_dtype,
 )
-from commpass.lowering.cpu.chains import source, untranslatable_reason
+from commpass.lowering.cpu.chains import source, unsupported_reason
 
 LEAST = 1 << 15
 """The fewest values per thread."""
@@ -95,11 +95,11 @@ def compile_chain(chain: Chain) -> Compiled:
     """Return the function of a chain, built by Inductor's builder with its flags.
 
     The result is in Inductor's cache, also for later processes. Raises CommpassError for a chain
-    without C++, but not for one that is merely slower.
+    without C++.
     """
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
-    if reason := untranslatable_reason(chain):
+    if reason := unsupported_reason(chain):
         raise CommpassError(f"no C++ kernel: {reason}")
     tensor = ["const unsigned char*", "int64_t"]
     types = ["int64_t"] * 3 + tensor * (1 + len(further_inputs(chain)))

@@ -9,7 +9,6 @@ from functools import cache
 import torch
 
 from commpass.codecs.block.codec import BlockCodec
-from commpass.codecs.block.grids import MiniFloatGrid
 from commpass.codecs.block.scales import row_numbers
 from commpass.codecs.block.transforms import Hadamard
 from commpass.codecs.exponent.codec import ExponentCodec
@@ -48,11 +47,6 @@ STEPS = (Encode, Decode, Sum, Divide, Enter, Leave, Cast, Add, Store, *BY_WIDTH)
 
 
 def unsupported_reason(chain: Chain) -> str:
-    """Return why a chain should be left to Inductor, or "" if its C++ exists and is faster."""
-    return untranslatable_reason(chain) or _slower_reason(chain)
-
-
-def untranslatable_reason(chain: Chain) -> str:
     """Return why there is no C++ for a chain, or "" if there is."""
     return next(_unsupported_reasons(chain), "")
 
@@ -61,22 +55,6 @@ def _has_vectors() -> bool:
     from torch._inductor import cpu_vec_isa
 
     return bool(cpu_vec_isa.pick_vec_isa())
-
-
-def _slower_reason(chain: Chain) -> str:
-    """Return why a chain is faster in Inductor, or "".
-
-    Packed codes of integers are slower here than inline, unless a rotation is saved
-    (benchmarks/codecs.py: int4 has 0.31 of a copy's bandwidth each way, inline 0.44). Those of
-    4-bit and 6-bit floats are not: inline, mxfp4 takes several times as long.
-    """
-    for step in chain.steps:
-        codec = getattr(step, "codec", None)
-        if not isinstance(codec, BlockCodec) or isinstance(codec.grid, MiniFloatGrid):
-            continue
-        if codec.grid.bits < 8 and not _has_rotation(chain):
-            return f"codes of {codec.grid.bits} bits: the compiled inline form is faster"
-    return ""
 
 
 def _unsupported_reasons(chain: Chain) -> Iterator[str]:

@@ -1,8 +1,8 @@
 """The common prelude of all C++ kernels: vectors, rows of values, threads.
 
 Vectors are ATen's (``at::vec``), as wide as the machine's. A kernel never depends on a width, and
-neither do its results. Loops over bytes are marked ``omp simd``, because Inductor disables the
-compiler's automatic vectorization. Long ones are in functions marked ``VECTORIZED``. The values of
+neither do its results. Inductor disables the compiler's automatic vectorization, also of loops
+marked ``omp simd``: long loops over bytes are in functions marked ``VECTORIZED``. The values of
 a *unit* (a few blocks) stay in the level-1 cache as float32 while all steps of a chain process
 them.
 """
@@ -48,6 +48,47 @@ template <class To, class From> inline To bits_of(From from) {
 // Numbers at any address.
 template <class T> inline T get(const Byte* at) { T x; std::memcpy(&x, at, sizeof(T)); return x; }
 template <class T> inline void put(Byte* at, T x) { std::memcpy(at, &x, sizeof(T)); }
+
+// W bytes as whole numbers, and whole numbers from 0 to 255 as bytes.
+inline Ints from_bytes(const Byte* from) {
+#if defined(CPU_CAPABILITY_AVX512)
+  return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#elif defined(CPU_CAPABILITY_AVX2)
+  return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+#else
+  alignas(64) int32_t lanes[W];
+  for (int i = 0; i < W; ++i) lanes[i] = from[i];
+  return Ints::loadu(lanes);
+#endif
+}
+
+inline void to_bytes(Ints numbers, Byte* to) {
+#if defined(CPU_CAPABILITY_AVX512)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(numbers));
+#elif defined(CPU_CAPABILITY_AVX2)
+  const __m256i all = numbers;
+  const __m128i low = _mm256_castsi256_si128(all), high = _mm256_extracti128_si256(all, 1);
+  const __m128i pairs = _mm_packus_epi32(low, high);
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packus_epi16(pairs, pairs));
+#else
+  alignas(64) int32_t lanes[W];
+  numbers.store(lanes);
+  for (int i = 0; i < W; ++i) to[i] = static_cast<Byte>(lanes[i]);
+#endif
+}
+
+// The same for the results of number(0) ... number(3), one behind the other.
+template <class Number> inline void to_bytes_of_four(const Number& number, Byte* to) {
+#if defined(CPU_CAPABILITY_AVX2) && !defined(CPU_CAPABILITY_AVX512)
+  const __m256i low = _mm256_packus_epi32(number(0), number(1));
+  const __m256i high = _mm256_packus_epi32(number(2), number(3));
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  const __m256i all = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(low, high), order);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), all);
+#else
+  c10::ForcedUnroll<4>{}([&](auto i) { to_bytes(number(i), to + i * W); });
+#endif
+}
 
 // All bits where a number is finite.
 inline Vec finite(Vec x) {

@@ -66,13 +66,13 @@ template <class F> inline Ints from_small(Ints size) {
 }
 
 template <class F, int BITS> inline Vec from_minifloat(const Byte* codes) {
-  const Ints bits = at::vec::convert<int32_t>(at::vec::Vectorized<Byte>::loadu(codes, W));
+  const Ints bits = from_bytes(codes);
   const Ints size = bits & Ints((1 << (BITS - 1)) - 1);
   return at::vec::cast<float>(from_small<F>(size) | bits >> Ints(BITS - 1) << Ints(31));
 }
 
 template <class F> inline Vec from_fp8(const Byte* codes) {
-  const Ints bits = at::vec::convert<int32_t>(at::vec::Vectorized<Byte>::loadu(codes, W));
+  const Ints bits = from_bytes(codes);
   const Ints size = bits & Ints(0x7F), number = from_small<F>(size);
   const Ints normal = (size << Ints(F::DROP)) + Ints(F::NORMAL - (1 << 23));
   // Inf and NaN of e5m2 lie where those of a float do; that of e4m3 has all bits set.

@@ -5,13 +5,10 @@ Codes are 32-bit integers until they are stored; codes of 8-bit floats are in ``
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from commpass.codecs.block import grids
 from commpass.codecs.block.grids import (
-    LARGEST,
     CompandedGrid,
     Fp8Grid,
     Grid,
@@ -24,14 +21,6 @@ from commpass.lowering.cpu.common import number
 
 CODES = """
 inline Ints whole(Vec x) { return at::vec::convert_to_int_of_same_size(x); }
-
-// Whole numbers from 0 to 255 as bytes.
-inline void put_codes(Ints codes, Byte* to) {
-  alignas(64) int32_t lanes[W];
-  codes.store(lanes);
-  #pragma omp simd
-  for (int i = 0; i < W; ++i) to[i] = static_cast<Byte>(lanes[i]);
-}
 
 // The codes of a tile that lies turned (W vectors of W values) to W * W bytes in their order: four
 // vectors share one of 32-bit words, and those are interleaved.
@@ -60,17 +49,30 @@ template <class Code> inline void put_turned_codes(const Code& code, Byte* to) {
   } else {
     for (int row = 0; row < W; ++row) {
       alignas(64) Byte codes[W];
-      put_codes(code(row), codes);
+      to_bytes(code(row), codes);
       for (int i = 0; i < W; ++i) to[i * W + row] = codes[i];
     }
   }
 }
 
 inline Vec get_codes(const Byte* from) {
+  return at::vec::convert_to_fp_of_same_size<float>(from_bytes(from));
+}
+
+// Of 16 numbers those with the given codes, which are below 16.
+inline Vec one_of_16(const float* numbers, const Byte* codes) {
+#if defined(CPU_CAPABILITY_AVX512)
+  return _mm512_permutexvar_ps(from_bytes(codes), _mm512_loadu_ps(numbers));
+#elif defined(CPU_CAPABILITY_AVX2)
+  const __m256i at = from_bytes(codes);
+  const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(numbers), at);
+  const __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(numbers + 8), at);
+  return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(at, 28)));
+#else
   alignas(64) float lanes[W];
-  #pragma omp simd
-  for (int i = 0; i < W; ++i) lanes[i] = static_cast<float>(from[i]);
+  for (int i = 0; i < W; ++i) lanes[i] = numbers[codes[i]];
   return Vec::loadu(lanes);
+#endif
 }
 
 // Numbers, but NaN where the code, as a whole number, is 0.
@@ -169,10 +171,12 @@ def _any(part: IntGrid | LevelGrid | Fp8Grid | MiniFloatGrid | CompandedGrid) ->
     return ""
 
 
-def _struct(part: Grid, name: str, encode: str, decode: str, more: str = "") -> str:
+def _struct(
+    part: Grid, name: str, encode: str, decode: str, table: bool = False, more: str = ""
+) -> str:
     return f"""
 struct {name} {{
-  static constexpr bool TABLE = {"true" if more else "false"};
+  static constexpr bool TABLE = {str(table).lower()};
   static constexpr int BITS = {part.bits};
   static constexpr bool HAS_ZERO = {"true" if part.has_zero else "false"};
   static constexpr float LARGEST = {number(part.largest)}, SIGMA = {number(part.sigma)};
@@ -226,23 +230,26 @@ def _minifloat(part: MiniFloatGrid, name: str) -> str:
 @grid.register
 def _companded(part: CompandedGrid, name: str) -> str:
     """Decode with a table of the levels of the aten form."""
-    k, cells = part.k, 2 ** (part.bits - 1)
+    (gain, k), cells = grids.companding_of(part), 2 ** (part.bits - 1)
     codes = torch.arange(2 * cells, dtype=torch.uint8)
-    levels = ", ".join(map(number, grids.decode(part, codes, torch.float32).tolist()))
+    levels = grids.decode(part, codes, torch.float32).tolist()
+    levels += [0.0] * (16 - len(levels))
+    table = ", ".join(map(number, levels))
+    one_by_one = """
+    alignas(64) float lanes[W];
+    c10::ForcedUnroll<W>{}([&](auto i) { lanes[i] = LEVELS[codes[i * APART]]; });
+    return Vec::loadu(lanes);
+  """
     return _struct(
         part,
         name,
         f"""
-    const Vec z = x * Vec({number(1 / LARGEST)});
-    const Vec c = z * Vec({number(math.sqrt(1 + k) * cells)}) *
-        (Vec(1.0f) + z * z * Vec({number(k)})).rsqrt();
+    const Vec y = x * Vec({number(gain)});
+    const Vec c = y * (Vec(1.0f) + y * y * Vec({number(k)})).rsqrt();
     return whole(at::vec::clamp(c.floor(), Vec({number(-cells)}), Vec({number(cells - 1)})) +
         Vec({number(cells)}));
   """,
-        """
-    alignas(64) float lanes[W];
-    c10::ForcedUnroll<W>{}([&](auto i) { lanes[i] = LEVELS[codes[i * APART]]; });
-    return Vec::loadu(lanes);
-  """,
-        f"  alignas(64) static constexpr float LEVELS[{2 * cells}] = {{{levels}}};\n",
+        one_by_one if part.bits > 4 else "return one_of_16(LEVELS, codes);",
+        table=part.bits > 4,
+        more=f"  alignas(64) static constexpr float LEVELS[{len(levels)}] = {{{table}}};\n",
     )

@@ -47,33 +47,43 @@ template <int R, bool DOWN> C10_ALWAYS_INLINE void butterfly(Vec (&x)[R]) {
 // As many vectors at once as there are registers for.
 constexpr int MOST = W >= 16 ? 16 : 8;
 
-// All distances from LOW to HIGH, which are those of whole vectors.
-template <int N, int LOW, int HIGH, bool DOWN> inline void whole_vectors(float* v) {
+// All distances from LOW to HIGH, which are those of whole vectors. With SCALED, values are
+// multiplied by 2 * HIGH factors: before, or after those of the other direction.
+template <int N, int LOW, int HIGH, bool DOWN, bool SCALED>
+inline void whole_vectors(float* v, const float* factors) {
   constexpr int R = 2 * HIGH / LOW;
   for (int from = 0; from < N; from += 2 * HIGH) {
-    for (int j = from; j < from + LOW; j += W) {
+    for (int j = 0; j < LOW; j += W) {
+      float* const at = v + from + j;
       Vec x[R];
-      c10::ForcedUnroll<R>{}([&](auto i) { x[i] = Vec::loadu(v + j + i * LOW); });
+      c10::ForcedUnroll<R>{}([&](auto i) {
+        x[i] = Vec::loadu(at + i * LOW);
+        if constexpr (DOWN && SCALED) x[i] = x[i] * Vec::loadu(factors + j + i * LOW);
+      });
       butterfly<R, DOWN>(x);
-      c10::ForcedUnroll<R>{}([&](auto i) { x[i].store(v + j + i * LOW); });
+      c10::ForcedUnroll<R>{}([&](auto i) {
+        if constexpr (!DOWN && SCALED) x[i] = x[i] * Vec::loadu(factors + j + i * LOW);
+        x[i].store(at + i * LOW);
+      });
     }
   }
 }
 
 // Distances HIGH, HIGH/2 ... W in turns.
-template <int N, int HIGH> inline void far_down(float* v) {
+template <int N, int HIGH, bool SCALED = true>
+inline void far_down(float* v, const float* factors) {
   if constexpr (HIGH >= W) {
     constexpr int LOW = 2 * HIGH / MOST > W ? 2 * HIGH / MOST : W;
-    whole_vectors<N, LOW, HIGH, true>(v);
-    far_down<N, LOW / 2>(v);
+    whole_vectors<N, LOW, HIGH, true, SCALED>(v, factors);
+    far_down<N, LOW / 2, false>(v, factors);
   }
 }
 
-template <int N, int LOW, int HIGH> inline void far_up(float* v) {
+template <int N, int LOW, int HIGH> inline void far_up(float* v, const float* factors) {
   if constexpr (LOW <= HIGH) {
     constexpr int LAST = LOW * MOST / 2 < HIGH ? LOW * MOST / 2 : HIGH;
-    whole_vectors<N, LOW, LAST, false>(v);
-    far_up<N, 2 * LAST, HIGH>(v);
+    whole_vectors<N, LOW, LAST, false, LAST == HIGH>(v, factors);
+    far_up<N, 2 * LAST, HIGH>(v, factors);
   }
 }
 
@@ -128,15 +138,18 @@ template <int BLOCK> inline int pivot_of(const float* v) {
   return place;
 }
 
-// Whether tiles are left turned in the end, or come so.
-template <int N, int WIDTH, bool TURNED> inline void rotate_down(float* v) {
-  far_down<N, WIDTH / 2>(v);
+// The rotation of values times `factors`, and `factors` times a rotation. TURNED: whether tiles are
+// left turned in the end, or come so.
+template <int N, int WIDTH, bool TURNED> inline void rotate_down(float* v, const float* factors) {
+  if constexpr (WIDTH < 2 * W) multiply<N, WIDTH>(v, factors);
+  far_down<N, WIDTH / 2>(v, factors);
   near<N, WIDTH, true, true, !TURNED>(v);
 }
 
-template <int N, int WIDTH, bool TURNED> inline void rotate_up(float* v) {
+template <int N, int WIDTH, bool TURNED> inline void rotate_up(float* v, const float* factors) {
   near<N, WIDTH, false, !TURNED, true>(v);
-  far_up<N, W, WIDTH / 2>(v);
+  far_up<N, W, WIDTH / 2>(v, factors);
+  if constexpr (WIDTH < 2 * W) multiply<N, WIDTH>(v, factors);
 }
 """
 
@@ -191,12 +204,10 @@ struct {name} {{
   alignas(64) static constexpr float BEFORE[{width}] = {{{before}}};
   alignas(64) static constexpr float AFTER[{width}] = {{{after}}};
   template <bool TURNED = false> static inline void forward(float* v) {{
-    multiply<UNIT, {width}>(v, BEFORE);
-    rotate_down<UNIT, {width}, TURNED>(v);
+    rotate_down<UNIT, {width}, TURNED>(v, BEFORE);
   }}
   template <bool TURNED = false> static inline void inverse(float* v) {{
-    rotate_up<UNIT, {width}, TURNED>(v);
-    multiply<UNIT, {width}>(v, AFTER);
+    rotate_up<UNIT, {width}, TURNED>(v, AFTER);
   }}
 }};
 """

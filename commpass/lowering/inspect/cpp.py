@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from commpass.codecs.entropy.codec import EntropyCodec
 from commpass.errors import KernelError
 from commpass.lowering import cpu
 from commpass.lowering.chain import Chain, apply, further_inputs
@@ -32,8 +33,12 @@ def cpp_of(name: str, chain: Chain, numel: int = NUMEL) -> Cpp:
     """Return the C++ of a chain for rows of ``numel`` values on this machine's CPU.
 
     Inductor generates it if commpass has no faster one, as it does in a model. Raise KernelError if
-    Inductor generates no C++ for the chain.
+    Inductor generates no C++ for the chain, or if its codec is an operator.
     """
+    for step in chain.steps:
+        if isinstance(codec := getattr(step, "codec", None), EntropyCodec):
+            where = "commpass/codecs/entropy/coder.cpp"
+            raise KernelError(f"no generated C++: codec {codec.spec!r} is an operator, see {where}")
     if not (why := cpu.unsupported_reason(chain)):
         return Cpp(name, cpu.source(chain).strip(), OURS)
     parts = [part.strip() for part in QUOTED.findall(_inductor_code(chain, numel))]
