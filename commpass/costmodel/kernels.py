@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -9,6 +10,8 @@ from commpass.errors import PolicyError, check_number
 
 RAW = "raw"
 """The codec that only copies."""
+_INNER = re.compile(r"= *(\w+)")
+"""A parameter's value in the text of a codec, which may be an inner codec."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,18 @@ class Kernels:
         return self.tile_us + self.values_us(codec, role, values) / share
 
     def _rate(self, codec: str) -> KernelRate:
-        return self.rates.get(codec.partition("(")[0], self.other)
+        """Return the rate of a codec; if it has inner codecs, it is not faster than the slowest of
+        them."""
+        own = self.rates.get(codec.partition("(")[0], self.other)
+        inner = [self.rates[name] for name in _INNER.findall(codec) if name in self.rates]
+        if not inner:
+            return own
+        calls = (self.call_us if rate.call_us is None else rate.call_us for rate in (own, *inner))
+        return KernelRate(
+            max(rate.encode_ns for rate in (own, *inner)),
+            max(rate.decode_ns for rate in (own, *inner)),
+            max(calls),
+        )
 
     def compute_us(self, operations: float, nbytes: float) -> float:
         """Return the microseconds of other kernels: the longer of the times for the operations and

@@ -34,6 +34,10 @@ REPEATS, CALLS, WARM_UP = 9, 200, 20
 MATMUL = 1024
 
 
+def measured_codecs(device: torch.device) -> tuple[str, ...]:
+    return CODECS + ON_CPUS if device.type == "cpu" else CODECS
+
+
 def measure(
     group: dist.ProcessGroup,
     device: torch.device,
@@ -46,8 +50,9 @@ def measure(
     """
 
     clock = partial(slowest, group=group, device=device)
-    rates = {}
-    for name in (*CODECS, *(ON_CPUS if device.type == "cpu" else ())):
+    # A codec without a kernel keeps its rate: it is far slower than those that are measured.
+    rates = {name: known.rates[name] for name in ON_CPUS if name in known.rates}
+    for name in measured_codecs(device):
         report(name)
         rates[name] = _rate(name, group, device, clock)
     aliases = dict.fromkeys(("bf16", "fp16"), rates["cast"])
@@ -61,7 +66,7 @@ def measure(
             max(rates[name].encode_ns for name in CODECS),
             max(rates[name].decode_ns for name in CODECS),
         ),
-        call_us=median(rate.call_us or 0.0 for rate in rates.values()),
+        call_us=median(rates[name].call_us or 0.0 for name in CODECS),
         gflops=round(2e-9 * MATMUL**3 / clock(lambda: side @ side), 1),
         gbytes_per_s=round(2e-9 * 4 * LARGE / clock(lambda: copied.copy_(floats)), 2),
     )

@@ -45,9 +45,10 @@ class EntropyCodec(Codec):
 
     @property
     def bound(self) -> float:
-        """No error is larger than its (rotated) value: a block of small values beside large ones
-        may become zeros."""
-        return 1 + 2**-7
+        """A block of small values beside large ones may become zeros. The largest error has a block
+        with a single rotated value, in a chunk that is dithered because it did not fit
+        otherwise."""
+        return 1.5
 
     def floor(self, dtype: torch.dtype) -> float:
         return torch.finfo(accumulation_dtype(dtype)).tiny * BLOCK

@@ -86,6 +86,7 @@ struct Chunk {
   int64_t header() const { return states_at() + 4 * lanes; }
   int64_t words() const { return (blocks * nbytes - header()) / 2; }
   int64_t fine(int64_t block, int64_t step) const {
+    if (rms[block] == ZERO) return -4 * COARSEST;
     return -(2 - even) * (PER_RMS / 2) * rms[block] - step;
   }
   int table(int64_t block) const {
@@ -107,8 +108,8 @@ struct Chunk {
         peak = std::max(peak, std::abs(v[i]));
       }
       const double largest = std::max(std::sqrt(sum / BLOCK), peak / PEAK);
-      const double number = largest > 0 ? std::nearbyint(-PER_OCTAVE * std::log2(largest)) : 255;
-      rms[block] = std::clamp<double>(number, 0, 255);
+      const double number = largest > 0 ? std::nearbyint(-PER_OCTAVE * std::log2(largest)) : ZERO;
+      rms[block] = std::clamp<double>(number, 0, ZERO);
     }
   }
 
@@ -157,7 +158,7 @@ template <int LANES> inline uint16_t* encode(const Chunk& chunk, const float* v,
     const Table& of = table(number);
     const int low = LOW[number];
     const uint32_t mask = (1u << low) - 1;
-    const float by = power(-chunk.step_power(block));
+    const float by = chunk.rms[block] == ZERO ? 0 : power(-chunk.step_power(block));
     const float *const own = v + block * BLOCK, *const d = dither(number);
     for (int at = BLOCK - LANES; at >= 0; at -= LANES) {
       #pragma omp simd

@@ -10,8 +10,8 @@ The bytes of a chunk are, in order:
 
 - int16: twice the step, in 64ths of an octave, plus 1 if small numbers are dithered too (see
   ``Table``);
-- uint8 for each block: its root mean square, in eighths of an octave below 1; a zero byte if their
-  number is odd;
+- uint8 for each block: its root mean square, in eighths of an octave below 1, or ``ZERO``; a zero
+  byte if their number is odd;
 - the states, of 4 bytes: 16, or fewer if the chunk has fewer than 16 blocks (``lanes``);
 - 16-bit words, and zeros.
 
@@ -58,6 +58,9 @@ COARSEST = 2 * 256 * PER_RMS
 """A step that makes all numbers zero."""
 ATTEMPTS = 5
 """How often a chunk is coded without dither before it is with it."""
+ZERO = 255
+"""The root mean square of a block whose numbers are all zero, for any ``even``: it is less than
+2^-31.8. Its dither would otherwise be the value of exact zeros."""
 PEAK = 5.5
 """A root mean square counts as at least the largest value over this, so that every number has a
 class. Few Gaussian values in a hundred million are larger."""
@@ -115,7 +118,7 @@ def _encode_chunks(values: Tensor, form: Form) -> Tensor:
         dithered = attempt >= ATTEMPTS
         step = first[left] + (1 << attempt - ATTEMPTS * dithered) - 1
         which = numbers_of_tables(rms[left], step, dithered, form)
-        scale = powers(-step_powers(rms[left], step, form))
+        scale = powers(-step_powers(rms[left], step, form)) * (rms[left] != ZERO)
         states, stream, length = _rans(split[left], which, scale, words)
         chunk = torch.cat(
             [
@@ -134,10 +137,10 @@ def _encode_chunks(values: Tensor, form: Form) -> Tensor:
 
 def rms_numbers(split: Tensor) -> Tensor:
     """Return the root mean squares of blocks ``[n, blocks, BLOCK]`` as int64 ``[n, blocks]``, from
-    0 (1) to 255: eighths of an octave below 1."""
+    0 (1) to ``ZERO``: eighths of an octave below 1."""
     mean = split.double().square().mean(-1)
     largest = torch.maximum(mean.sqrt(), split.abs().amax(-1).double() / PEAK)
-    return (-PER_OCTAVE * largest.log2()).round().clamp(0, 255).to(torch.int64)
+    return (-PER_OCTAVE * largest.log2()).round().clamp(0, ZERO).to(torch.int64)
 
 
 def first_steps(rms: Tensor, form: Form, blocks: int) -> Tensor:
@@ -164,8 +167,9 @@ def first_steps(rms: Tensor, form: Form, blocks: int) -> Tensor:
 
 def _fine_ratio(rms: Tensor, step: Tensor, form: Form) -> Tensor:
     """Return the ratios of the root mean squares of blocks to their steps, in 64ths of an
-    octave."""
-    return -(2 - form.even) * (PER_RMS // 2) * rms - step.unsqueeze(1)
+    octave. That of zeros is less than any."""
+    ratio = -(2 - form.even) * (PER_RMS // 2) * rms - step.unsqueeze(1)
+    return torch.where(rms == ZERO, -4 * COARSEST, ratio)
 
 
 def numbers_of_tables(rms: Tensor, step: Tensor, dithered: Tensor | bool, form: Form) -> Tensor:

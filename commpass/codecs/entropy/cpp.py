@@ -54,6 +54,7 @@ def _constants() -> str:
         "int OVERHEAD": coder.OVERHEAD,
         "int SPARE": coder.SPARE,
         "double PEAK": coder.PEAK,
+        "int ZERO": coder.ZERO,
         "int TABLES": len(every),
     }
     frequencies = [_braces(map(str, table.frequencies)) for table in every]

@@ -1,7 +1,7 @@
 """Encode and decode of codec ``ecq`` as one operator each: their loops are no tensor operations.
 
 On a CPU they run C++ (for float64, without the rotation and the scales), and elsewhere the plain
-form. The bytes are the same, apart from the last bits of sums in the rotation.
+form. The bytes and the values are the same: replicas may differ in their devices and compilers.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from commpass.codecs.block import scales, transforms
+from commpass.codecs.block import scales
 from commpass.codecs.block.layouts import Flat
-from commpass.codecs.block.transforms import Hadamard, NoTransform, Transform
+from commpass.codecs.block.transforms import Hadamard
 from commpass.codecs.codec import accumulation_dtype
-from commpass.codecs.entropy import coder, cpp
+from commpass.codecs.entropy import coder, cpp, rotation
 from commpass.codecs.entropy.coder import BLOCK, CHUNK, Form
 from commpass.codecs.rows import as_bytes, cut_apart, pad
 from commpass.utils.ambient import ambient_free
@@ -56,14 +56,19 @@ def _encode(rows: Tensor, nbytes: int, even: int, rotated: bool) -> tuple[Tensor
     _warn_once(rows.device.type)
     if _is_native(rows, work) and cpp.encode(rows, form, rotated, code, side):
         return code, side
-    return _plain_encode(rows, form, ROTATION if rotated else NoTransform())
+    return _plain_encode(rows, form, rotated)
 
 
-def _plain_encode(rows: Tensor, form: Form, transform: Transform) -> tuple[Tensor, Tensor]:
-    blocks, _ = transforms.forward(transform, BLOCKS.split(rows))
+def _plain_encode(rows: Tensor, form: Form, rotated: bool) -> tuple[Tensor, Tensor]:
+    blocks = BLOCKS.split(rows)
+    if rotated:
+        blocks = rotation.forward(blocks)
     scale = _scale(blocks)
     of_blocks = _of_blocks(scale, blocks.shape[1])
-    values = torch.where(of_blocks.isfinite(), blocks * (1 / of_blocks), 0.0)
+    codable = of_blocks.isfinite()
+    if rows.dtype == torch.float64:  # C++ would scale values below the least normal number again
+        codable &= of_blocks > torch.finfo(rows.dtype).tiny
+    values = torch.where(codable, blocks * (1 / of_blocks), 0.0)
     code = _code(values.to(torch.float32).flatten(1), form)
     return code, as_bytes(scales.in_form(scale.squeeze(-1), STORED)).contiguous()
 
@@ -104,12 +109,12 @@ def _decode(
         return rows
     if _is_native(code, work) and cpp.decode(code, side, form, rotated, limit, rows):
         return rows
-    transform = ROTATION if rotated else NoTransform()
     scale = scales.load(side, STORED, work).unsqueeze(-1)
     # Divide here: dividing later could overflow the sums of the largest finite values.
-    sums, blocks = transform.sums, BLOCKS.blocks(numel)
+    sums, blocks = BLOCK if rotated else 1, BLOCKS.blocks(numel)
     values = _values(code, form).unflatten(1, (blocks, BLOCK)).to(work)
-    decoded = transforms.inverse(transform, values * _of_blocks(scale / sums, blocks), None) * sums
+    values = values * _of_blocks(scale / sums, blocks)
+    decoded = (rotation.inverse(values) if rotated else values) * sums
     joined = BLOCKS.join(decoded.clamp(-limit, limit), numel)
     return cut_apart(joined, numel).contiguous()
 
