@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from processes import Ranks
@@ -13,6 +14,8 @@ from processes import Ranks
 ROOT = Path(__file__).parents[1]
 LONGEST_S = 240.0
 """Below the time-out of a test, so that the output of a hanging example is shown."""
+LONGEST_ABORT_S = 60.0
+"""How long processes that are aborted may take to write their stacks."""
 
 
 def output_of(
@@ -39,12 +42,37 @@ def output_of(
         try:
             out, err = process.communicate(timeout=longest_s)
         except subprocess.TimeoutExpired:
-            for pid in _descendants(process.pid):
-                os.kill(pid, signal.SIGABRT)
+            _abort(process.pid)
             out, err = process.communicate()
             raise AssertionError(f"{script} did not end in {longest_s} s:\n{out}\n{err}") from None
     assert process.returncode == 0, out + err
     return out
+
+
+def _abort(launcher: int) -> None:
+    """End a launcher and its ranks so that each writes its stack.
+
+    The launcher is stopped until all ranks have ended: it would otherwise kill the others when the
+    first one ends.
+    """
+    os.kill(launcher, signal.SIGSTOP)
+    *ranks, _ = _descendants(launcher)
+    for pid in ranks:
+        os.kill(pid, signal.SIGABRT)
+    deadline = time.monotonic() + LONGEST_ABORT_S
+    while any(map(_is_running, ranks)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(launcher, signal.SIGABRT)
+    os.kill(launcher, signal.SIGCONT)
+
+
+def _is_running(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
 
 
 def _descendants(pid: int) -> list[int]:
