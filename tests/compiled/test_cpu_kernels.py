@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from functools import cache
 
@@ -694,3 +697,42 @@ def test_no_kernel_where_inductor_finds_no_vector_instructions(monkeypatch):
     cpu.compile_chain.cache_clear()
     with pytest.raises(CommpassError, match="vector instructions"):
         cpu.compile_chain(chains[0])
+
+
+BITS = """
+import hashlib, sys, torch
+from commpass.codecs import codec
+from commpass.lowering import cpu
+from commpass.lowering.chain import Cast, Chain, Decode, Encode
+digest, n = hashlib.sha256(), 5000
+x = torch.randn(3, n, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+x[1, :700], x[2, 9], x[2, 600] = 0, float("inf"), float("nan")
+for each in map(codec, sys.argv[1:]):
+    wire = torch.zeros(3, each.wire_bytes(n, x.dtype), dtype=torch.uint8)
+    cpu.compile_chain(Chain(x.dtype, (Encode(each),)))([x], wire, n)
+    decode = Chain(torch.uint8, (Decode(each, x.dtype), Cast(x.dtype)))
+    cpu.compile_chain(decode)([wire], back := torch.empty_like(x), n)
+    digest.update(wire.numpy().tobytes() + back.view(torch.int16).numpy().tobytes())
+print(digest.hexdigest())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not any(isinstance(isa, cpu_vec_isa.VecAVX512) for isa in cpu_vec_isa.valid_vec_isa_list()),
+    reason="this processor has no AVX-512, so there is one set of instructions to try",
+)
+def test_kernels_give_the_same_bits_with_vectors_of_either_width():
+    codecs = ("int8", "int4", "fp8", "mxfp4", "rotated", "rotated(bits=5)", "exponent")
+    printed = [
+        subprocess.run(
+            [sys.executable, "-c", BITS, *codecs],
+            env={**os.environ, "ATEN_CPU_CAPABILITY": width},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        for width in ("avx2", "avx512")
+    ]
+    assert len(printed[0]) == 65
+    assert printed[0] == printed[1]

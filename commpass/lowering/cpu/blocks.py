@@ -41,6 +41,18 @@ struct Blocks {
     }
   };
 
+  // Calls `work(n, packed, codes)` for the packed and the unpacked codes of blocks: of all at once
+  // if there are UNIT values of pairs. Codes are packed behind the loop that makes them, and
+  // unpacked before the one that reads them: reading bytes right after they were written in other
+  // widths stops a processor.
+  template <class At, class Work>
+  static inline void for_blocks(int64_t blocks, At packed, Byte* codes, const Work& work) {
+    if (PAIRS && blocks == UNIT / BLOCK)
+      return work(std::integral_constant<int, UNIT>{}, packed, codes);
+    for (int64_t block = 0; block < blocks; ++block)
+      work(std::integral_constant<int, BLOCK>{}, packed + block * CODES, codes + block * BLOCK);
+  }
+
   // Zeros from the end of the blocks of a region to where the next one begins.
   static inline void fill(Byte* wire, int64_t from, int64_t until) {
     std::memset(wire + from, 0, until - from);
@@ -61,6 +73,7 @@ struct Blocks {
       }
     }
     Transform::template forward<TURNED>(v);
+    alignas(64) Byte unpacked[Grid::BITS == 8 ? 1 : UNIT];
     for (int64_t block = from; block < until; ++block, v += BLOCK) {
       const float offset = Offset::template subtract<BLOCK>(v);
       Offset::store(wire + at.offsets + block * Offset::BYTES, offset);
@@ -73,9 +86,7 @@ struct Blocks {
         if constexpr (Scale::TWO_LEVELS) return Scale::reciprocals(scale, row);
         else return Scale::reciprocals(scale);
       }();
-      Byte* to = wire + block * CODES;
-      alignas(64) Byte unpacked[Grid::BITS == 8 ? 1 : BLOCK];
-      Byte* codes = Grid::BITS == 8 ? to : unpacked;
+      Byte* codes = Grid::BITS == 8 ? wire + block * CODES : unpacked + (block - from) * BLOCK;
       const auto code = [&](const float* x) {
         return Grid::encode(Scale::divide(Vec::loadu(x), by));
       };
@@ -88,8 +99,13 @@ struct Blocks {
       } else {
         for (int i = 0; i < BLOCK; i += W) to_bytes(code(v + i), codes + i);
       }
-      if constexpr (PAIRS) pack_pairs<BLOCK>(codes, to);
-      else if constexpr (Grid::BITS != 8) pack<BLOCK, Grid::BITS>(codes, to);
+    }
+    if constexpr (Grid::BITS != 8) {
+      Byte* const packed = wire + from * CODES;
+      for_blocks(until - from, packed, unpacked, [](auto n, Byte* packed, Byte* codes) {
+        if constexpr (PAIRS) pack_pairs<n>(codes, packed);
+        else pack<n, Grid::BITS>(codes, packed);
+      });
     }
     if (until == blocks) {
       fill(wire, blocks * CODES, at.offsets);
@@ -110,6 +126,14 @@ struct Blocks {
     const int64_t from = first / BLOCK, until = std::min(blocks, from + UNIT / BLOCK);
     float* to = v;
     const Vec most(limit), least(-limit);
+    alignas(64) Byte unpacked[Grid::BITS == 8 ? 1 : UNIT];
+    if constexpr (Grid::BITS != 8) {
+      const Byte* const packed = wire + from * CODES;
+      for_blocks(until - from, packed, unpacked, [](auto n, const Byte* packed, Byte* codes) {
+        if constexpr (PAIRS) unpack_pairs<n>(packed, codes);
+        else unpack<n, Grid::BITS>(packed, codes);
+      });
+    }
     for (int64_t block = from; block < until; ++block, to += BLOCK) {
       typename Scale::Factors by;
       for (int i = 0; i < NUMBERS; ++i) {
@@ -118,18 +142,20 @@ struct Blocks {
         by[i] = Vec(i == 0 ? number / Transform::SUMS : number);
       }
       const Vec offset(Offset::load(wire + at.offsets + block * Offset::BYTES) / Transform::SUMS);
-      const Byte* codes = wire + block * CODES;
-      alignas(64) Byte unpacked[Grid::BITS == 8 ? 1 : BLOCK];
-      if constexpr (Grid::BITS != 8) {
-        if constexpr (PAIRS) unpack_pairs<BLOCK>(codes, unpacked);
-        else unpack<BLOCK, Grid::BITS>(codes, unpacked);
-        codes = unpacked;
-      }
+      const Byte* codes =
+          Grid::BITS == 8 ? wire + block * CODES : unpacked + (block - from) * BLOCK;
       if constexpr (FROM_TURNED) {
-        for (int i = 0; i < BLOCK; i += W * W)
+        for (int i = 0; i < BLOCK; i += W * W) {
+#if defined(CPU_CAPABILITY_AVX512)
+          get_turned_codes(codes + i, [&](int row, Ints each) {
+            Scale::multiply(Grid::decode_codes(each), by).store(to + i + row * W);
+          });
+#else
           for (int row = 0; row < W; ++row)
             Scale::multiply(Grid::template decode<W>(codes + i + row), by)
                 .store(to + i + row * W);
+#endif
+        }
       } else {
         for (int i = 0; i < BLOCK; i += W) {
           Vec x = Scale::multiply(Grid::decode(codes + i), by);

@@ -75,6 +75,44 @@ inline Vec one_of_16(const float* numbers, const Byte* codes) {
 #endif
 }
 
+#if defined(CPU_CAPABILITY_AVX512)
+// Of COUNT numbers those at the given places; higher bits of a place are ignored.
+template <int COUNT> inline Vec one_of(const float* numbers, Ints at) {
+  if constexpr (COUNT == 16) {
+    return _mm512_permutexvar_ps(at, _mm512_loadu_ps(numbers));
+  } else if constexpr (COUNT == 32) {
+    return _mm512_permutex2var_ps(_mm512_loadu_ps(numbers), at, _mm512_loadu_ps(numbers + 16));
+  } else {
+    const Vec low = one_of<COUNT / 2>(numbers, at);
+    const Vec high = one_of<COUNT / 2>(numbers + COUNT / 2, at);
+    return _mm512_mask_blend_ps(_mm512_test_epi32_mask(at, Ints(COUNT / 2)), low, high);
+  }
+}
+
+// Of 2 * HALF levels, which are the same below zero as above it, those with the given codes.
+// `above` holds those above zero.
+template <int HALF> inline Vec one_of_levels(const float* above, Ints codes) {
+  const Ints flip = ((codes & Ints(HALF)) == Ints(0));
+  const Ints sign = flip & Ints(-0x7FFFFFFF - 1);
+  return at::vec::cast<float>(at::vec::cast<int32_t>(one_of<HALF>(above, codes ^ flip)) ^ sign);
+}
+
+// Calls `take(row, codes)` for each vector of a tile of W * W bytes, turned: the inverse of
+// put_turned_codes.
+template <class Take> inline void get_turned_codes(const Byte* from, const Take& take) {
+  const auto part = [&](int i) { return Vec::loadu(from + 4 * W * i); };
+  const auto low = at::vec::deinterleave2(part(0), part(1));
+  const auto high = at::vec::deinterleave2(part(2), part(3));
+  const auto even = at::vec::deinterleave2(std::get<0>(low), std::get<0>(high));
+  const auto odd = at::vec::deinterleave2(std::get<1>(low), std::get<1>(high));
+  const Vec four[] = {std::get<0>(even), std::get<0>(odd), std::get<1>(even), std::get<1>(odd)};
+  c10::ForcedUnroll<W>{}([&](auto row) {
+    const Ints all = at::vec::cast<int32_t>(four[row / 4]);
+    take(row, Ints(_mm512_srli_epi32(all, 8 * (row % 4))) & Ints(255));
+  });
+}
+#endif
+
 // Numbers, but NaN where the code, as a whole number, is 0.
 inline Vec marked(Vec codes, Vec numbers) {
   const Vec nan(std::numeric_limits<float>::quiet_NaN());
@@ -147,6 +185,15 @@ inline void unpack(const Byte* from, Byte* codes) {
     }
   }
 }
+"""
+
+
+ONE_OF_LEVELS = """\
+#if defined(CPU_CAPABILITY_AVX512)
+  static inline Vec decode_codes(Ints codes) {{
+    return one_of_levels<{cells}>(LEVELS + {cells}, codes);
+  }}
+#endif
 """
 
 
@@ -231,11 +278,15 @@ def _minifloat(part: MiniFloatGrid, name: str) -> str:
 def _companded(part: CompandedGrid, name: str) -> str:
     """Decode with a table of the levels of the aten form."""
     (gain, k), cells = grids.companding_of(part), 2 ** (part.bits - 1)
+    large = part.bits > 4
     codes = torch.arange(2 * cells, dtype=torch.uint8)
     levels = grids.decode(part, codes, torch.float32).tolist()
     levels += [0.0] * (16 - len(levels))
     table = ", ".join(map(number, levels))
-    one_by_one = """
+    lookup = """
+#if defined(CPU_CAPABILITY_AVX512)
+    if constexpr (APART == 1) return decode_codes(from_bytes(codes));
+#endif
     alignas(64) float lanes[W];
     c10::ForcedUnroll<W>{}([&](auto i) { lanes[i] = LEVELS[codes[i * APART]]; });
     return Vec::loadu(lanes);
@@ -249,7 +300,8 @@ def _companded(part: CompandedGrid, name: str) -> str:
     return whole(at::vec::clamp(c.floor(), Vec({number(-cells)}), Vec({number(cells - 1)})) +
         Vec({number(cells)}));
   """,
-        one_by_one if part.bits > 4 else "return one_of_16(LEVELS, codes);",
-        table=part.bits > 4,
-        more=f"  alignas(64) static constexpr float LEVELS[{len(levels)}] = {{{table}}};\n",
+        lookup if large else "return one_of_16(LEVELS, codes);",
+        table=large,
+        more=f"  alignas(64) static constexpr float LEVELS[{len(levels)}] = {{{table}}};\n"
+        + (ONE_OF_LEVELS.format(cells=cells) if large else ""),
     )

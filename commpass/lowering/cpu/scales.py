@@ -21,6 +21,46 @@ constexpr float TINY = 0x1p-126f;
 // Of two levels: see codecs.block.scales.
 constexpr float LARGEST_E4M3 = 448.0f, LEAST_E4M3 = 0x1p-6f, LEAST_ROW_SCALE = 0x1p-119f;
 
+// The largest lane of whole numbers that are not negative.
+inline int32_t largest_lane(Ints x) {
+#if defined(CPU_CAPABILITY_AVX512)
+  return _mm512_reduce_max_epi32(x);
+#elif defined(CPU_CAPABILITY_AVX2)
+  const __m256i all = x;
+  __m128i most = _mm_max_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+  most = _mm_max_epi32(most, _mm_shuffle_epi32(most, 0x4E));
+  most = _mm_max_epi32(most, _mm_shuffle_epi32(most, 0xB1));
+  return _mm_cvtsi128_si32(most);
+#else
+  alignas(64) int32_t lanes[W];
+  x.store(lanes);
+  return *std::max_element(lanes, lanes + W);
+#endif
+}
+
+// The sum of 16 lanes: of halves first, then of quarters, and so on.
+inline float sum_of_lanes(const Vec (&x)[16 / W]) {
+#if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
+#if defined(CPU_CAPABILITY_AVX512)
+  const __m512 all = x[0];
+  const __m256 high = _mm512_extractf32x8_ps(all, 1);
+  const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(all), high);
+#else
+  const __m256 eight = x[0] + x[1];
+#endif
+  const __m128 low = _mm256_castps256_ps128(eight);
+  const __m128 four = _mm_add_ps(low, _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+#else
+  alignas(64) float lanes[16];
+  c10::ForcedUnroll<16 / W>{}([&](auto j) { x[j].store(lanes + j * W); });
+  for (int half = 8; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  return lanes[0];
+#endif
+}
+
 // max|x| of N values; NaN where one is. As whole numbers the bits of floats without a sign have the
 // order of the floats, and those of NaNs are above all others.
 template <int N> inline float peak_of(const float* v) {
@@ -32,11 +72,7 @@ template <int N> inline float peak_of(const float* v) {
     more = at::vec::maximum(more, Ints::loadu(v + i + W) & all);
   }
   for (; i + W <= N; i += W) most = at::vec::maximum(most, Ints::loadu(v + i) & all);
-  alignas(64) int32_t lanes[W];
-  at::vec::maximum(most, more).store(lanes);
-  int32_t peak = 0;
-  #pragma omp simd reduction(max : peak)
-  for (int lane = 0; lane < W; ++lane) peak = lanes[lane] > peak ? lanes[lane] : peak;
+  int32_t peak = largest_lane(at::vec::maximum(most, more));
   for (; i < N; ++i) peak = std::max(peak, bits_of<int32_t>(v[i]) & 0x7FFFFFFF);
   return bits_of<float>(peak);
 }
@@ -108,9 +144,7 @@ template <int N> inline int32_t finite_peak_of(const float* v) {
     const Ints size = Ints::loadu(v + i) & all;
     most = at::vec::maximum(most, size & (size < infinite));
   }
-  alignas(64) int32_t lanes[W];
-  most.store(lanes);
-  return *std::max_element(lanes, lanes + W);
+  return largest_lane(most);
 }
 
 // The root mean square of N values, of which `peak` is the largest. They are multiplied by a power
@@ -128,11 +162,7 @@ template <int N> inline float rms_of(const float* v, float peak) {
       sums[j] = sums[j] + x * x;
     });
   }
-  alignas(64) float lanes[16];
-  c10::ForcedUnroll<16 / W>{}([&](auto j) { sums[j].store(lanes + j * W); });
-  for (int half = 8; half > 0; half /= 2)
-    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
-  return std::sqrt(lanes[0] / N) * bits_of<float>(power << 23);
+  return std::sqrt(sum_of_lanes(sums) / N) * bits_of<float>(power << 23);
 }
 
 // By what the values of a block are divided: COUNT numbers, one after the other, as they travel.
