@@ -1748,7 +1748,10 @@ def test_preset_takes_a_cast_where_coding_takes_longer_than_it_saves(name):
     2^21, which 25 Gbit/s, 3125 bytes per microsecond, carry in 661 us.
     """
     a_site, link = site("all_to_all", 1 << 22, 2, by_messages=True), ethernet(25)
-    link = dataclasses.replace(link, kernels=dataclasses.replace(link.kernels, call_us=40.0))
+    cast = KernelRate(0.30, 0.40)
+    rates = {"int8": KernelRate(0.65, 0.25), "bf16": cast, "fp16": cast}
+    kernels = Kernels(2.0, KernelRate(3.0, 3.0), rates, call_us=40.0)
+    link = dataclasses.replace(link, kernels=kernels)
     chosen = one(a_site, dataclasses.replace(PRESETS[name], chunks=1), link)
     assert (chosen.codec, chosen.algorithm) == ("bf16", "direct")
     alpha, busy = link.link.alpha_us, link.link.overhead_us
