@@ -21,7 +21,7 @@ from commpass.backend.options import Compiler, in_cuda_graphs, inductor_options
 from commpass.backend.shared import Job, Shared, TracedGraph
 from commpass.costmodel import Profile
 from commpass.distributed import record
-from commpass.distributed.agreed_network import agreed_default
+from commpass.distributed.agreed_network import agreed_profile
 from commpass.distributed.calls import Raising, before_each_call, callable_of, with_boxed_args
 from commpass.distributed.checked import Checked, release
 from commpass.distributed.hosts import with_hosts
@@ -233,7 +233,7 @@ class Backend(Shared):
         device = meta.device_of(gm)
         if self.profile is None and self.policy.off:
             return default_here(device)  # nothing depends on it, so other ranks are not awaited
-        found = self.profile or agreed_default(device, gm, self.timeout)
+        found = agreed_profile(self.profile, device, gm, self.timeout)
         return in_cuda_graphs(found) if device == "cuda" else found
 
     @property

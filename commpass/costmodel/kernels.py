@@ -35,6 +35,11 @@ class KernelRate:
         if self.call_us is not None:
             check_number("KernelRate(call_us", self.call_us)
 
+    def slowed(self, times: float) -> KernelRate:
+        """Return the rate of kernels that take ``times`` as long."""
+        call_us = None if self.call_us is None else self.call_us * times
+        return KernelRate(self.encode_ns * times, self.decode_ns * times, call_us)
+
 
 @dataclass(frozen=True)
 class Kernels:
@@ -90,6 +95,20 @@ class Kernels:
     def in_graph(self) -> Kernels:
         """The rates of kernels that a CUDA graph launches."""
         return replace(self, launch_us=self.graph_launch_us or self.launch_us)
+
+    def slowed(self, times: float) -> Kernels:
+        """Return kernels that take ``times`` as long."""
+        return replace(
+            self,
+            launch_us=self.launch_us * times,
+            graph_launch_us=self.graph_launch_us * times,
+            other=self.other.slowed(times),
+            rates={name: rate.slowed(times) for name, rate in self.rates.items()},
+            gflops=self.gflops / times,
+            gbytes_per_s=self.gbytes_per_s / times,
+            call_us=self.call_us * times,
+            tile_us=self.tile_us * times,
+        )
 
     def time_us(self, codec: str, role: str, values: float) -> float:
         """Return the microseconds of one kernel that encodes or decodes (``role``) ``values``

@@ -170,6 +170,22 @@ class Link:
             measured=measured,
         )
 
+    def delayed(self, times: float, later_us: float) -> Link:
+        """Return a link of the same bandwidth with ``times`` the start-up times, of which an
+        exchange then takes ``later_us`` longer."""
+        measured = {
+            kind: tuple(
+                replace(each, alpha_us=each.alpha_us * times + later_us) for each in regions
+            )
+            for kind, regions in self.measured.items()
+        }
+        return replace(
+            self,
+            alpha_us=self.alpha_us * times + later_us,
+            overhead_us=self.overhead_us * times,
+            measured=measured,
+        )
+
     def rate_to(self, peers: int) -> float:
         """Return the GB/s that a rank sends in one direction to this many others at once."""
         if not self.peer_gbytes_per_s:

@@ -39,6 +39,10 @@ TCP_CONTENTION_BYTES = 96 * 1024.0
 at least this on 4 ranks at 0.1 Gbit/s, int8 and int4 of 1 to 64 MiB, and hardly more at 1 Gbit/s
 (same benchmark)."""
 
+SLICE_US = 1500.0
+"""How long another process on the same core runs on while a rank could continue: Linux's time slice
+on two cores. With it, steps on 4 ranks that share 2 cores were fastest, among 120, 1000 and 3000 us
+(benchmarks/network/steps.py)."""
 
 LINK, INTRA_HOST = "(link)", "(intra-host)"
 """The names of the links of groups without an entry: between hosts, and inside one."""
@@ -217,6 +221,25 @@ class Profile:
             assert self.intra_host_link is not None
             return dataclasses.replace(self, intra_host_link=self.intra_host_link.scaled(times))
         return dataclasses.replace(self, links={**self.links, port: self.links[port].scaled(times)})
+
+    def on_cores(self, cores: float) -> Profile:
+        """Return the profile of ranks that have ``cores`` processor cores each, if that is below 1.
+
+        Such ranks wait for each other: all that a processor does takes ``1 / cores`` times as long,
+        and a rank that has received a message continues after a time slice of each other one. A
+        link carries bytes at the same rate.
+        """
+        if cores >= 1:
+            return self
+        times, later_us = 1 / cores, SLICE_US * (1 / cores - 1)
+        inside = self.intra_host_link
+        return dataclasses.replace(
+            self,
+            link=self.link.delayed(times, later_us),
+            links={name: link.delayed(times, later_us) for name, link in self.links.items()},
+            intra_host_link=inside and inside.delayed(times, later_us),
+            kernels=self.kernels.slowed(times),
+        )
 
     def on_each_host(self, ranks: Sequence[int]) -> int:
         """Return how many of a group's ranks are on each of its hosts. It is 0 if the number

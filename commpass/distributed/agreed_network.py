@@ -1,4 +1,5 @@
 """The network between hosts, if no profile is given: the slowest one that any rank has read.
+Also the processor cores of a rank, if the profile does not have measured times.
 
 Each rank publishes what it has read with its hello record. A rank that needs a profile waits until
 all ranks have published, for a limited time. All ranks use the same result (``first_value``), so
@@ -26,6 +27,7 @@ from commpass.costmodel.networks import (
     gpu_profile,
     is_assumed_faster,
 )
+from commpass.costmodel.profile import NOMINAL
 from commpass.distributed.first_value import first_value
 from commpass.distributed.hosts import is_distributed, on_each_host
 from commpass.distributed.interfaces import Interface
@@ -38,6 +40,7 @@ from commpass.distributed.machine import (
 )
 from commpass.distributed.network import NetworkOfRank, network_here
 from commpass.distributed.plan_store import PlanStore, current_store
+from commpass.distributed.processors import cores_of_rank
 from commpass.groups import is_first_rank
 from commpass.passes.fx.parse import graph_modules, parse
 
@@ -65,8 +68,9 @@ class Slowest:
 
 @dataclass(frozen=True)
 class AgreedNetwork:
-    """What all ranks use: the hosts, the slowest interfaces of gloo and of NCCL, and the name of
-    the slowest GPU ("" if no rank has published one).
+    """What all ranks use: the hosts, the slowest interfaces of gloo and of NCCL, the name of the
+    slowest GPU ("" if no rank has published one), and the cores of the rank with the fewest (at
+    most 1).
 
     ``ranks_per_host`` is 0 if it is unknown, or differs between hosts. ``is_complete`` says whether
     all ranks have published theirs.
@@ -78,6 +82,37 @@ class AgreedNetwork:
     gloo: Slowest = Slowest()
     nccl: Slowest = Slowest()
     card: str = ""
+    cores: float = 1.0
+
+
+def agreed_profile(
+    given: Profile | None,
+    device: str,
+    gm: fx.GraphModule | None = None,
+    timeout_s: float | None = None,
+) -> Profile:
+    """Return the profile to use for a type of device, equal on all ranks: the given one, or the
+    default.
+
+    If the given one is named for its link, the times of processors are those of ranks with as many
+    cores as these have. Wait for other ranks as ``agreed_default`` does.
+    """
+    if given is None:
+        return agreed_default(device, gm, timeout_s)
+    if device != "cpu" or given.source != NOMINAL:
+        return given
+    network, is_new = _network(gm, timeout_s)
+    found = given if network is None else _on_cores(given, network)
+    if is_new and found is not given:
+        _log(found)
+    return found
+
+
+def _on_cores(profile: Profile, network: AgreedNetwork) -> Profile:
+    if network.cores >= 1:
+        return profile
+    source = f"{profile.source}; ranks share processors, {network.cores:.2g} cores each"
+    return dataclasses.replace(profile.on_cores(network.cores), source=source)
 
 
 def agreed_default(
@@ -88,10 +123,13 @@ def agreed_default(
     Wait at most ``timeout_s`` seconds for what other ranks have read, and not at all for a graph
     ``gm`` without collectives.
     """
-    network = agreed_network(gm, timeout_s)
+    network, is_new = _network(gm, timeout_s)
     if network is None:
         return default_here(device)
-    return profile_over(network, device, _card(network, device))
+    found = profile_over(network, device, _card(network, device))
+    if is_new:
+        _log(found)
+    return found
 
 
 def _card(network: AgreedNetwork, device: str) -> str:
@@ -111,19 +149,24 @@ def agreed_network(
     gm: fx.GraphModule | None = None, timeout_s: float | None = None
 ) -> AgreedNetwork | None:
     """Return the network that all ranks use; None without other ranks, or if it is not needed."""
+    return _network(gm, timeout_s)[0]
+
+
+def _network(
+    gm: fx.GraphModule | None, timeout_s: float | None
+) -> tuple[AgreedNetwork | None, bool]:
+    """Return what ``agreed_network`` does, and whether this is its first call with a result."""
     if not is_distributed():
-        return None
+        return None, False
     try:
         store = current_store()
         if is_new := store.network is None and (gm is None or _has_collective(gm)):
             store.network = _agree(store, min(timeout_s or PATIENCE_S, PATIENCE_S))
     except RuntimeError as error:  # the store is gone: the comparison of plans reports it
         log.debug("commpass could not reach the store: %s", error)
-        return None
+        return None, False
     network = None if store.network is None else _decoded(store.network)
-    if is_new and network is not None and is_first_rank():
-        _log(network)
-    return network
+    return network, is_new and network is not None
 
 
 def _agree(store: PlanStore, patience_s: float) -> str:
@@ -160,6 +203,7 @@ def network_of(found: Mapping[int, NetworkOfRank], world_size: int, started: int
         _slowest({rank: one.gloo for rank, one in found.items()}, world_size),
         _slowest({rank: one.nccl for rank, one in found.items()}, world_size),
         _slowest_card({one.card for one in found.values() if one.card}),
+        cores_of_rank([one.processors for one in found.values()]),
     )
 
 
@@ -198,6 +242,11 @@ def profile_over(network: AgreedNetwork, device: str, card: str) -> Profile:
 
     A rank that could not read its own network counts as one with the default one.
     """
+    found = _profile_over(network, device, card)
+    return _on_cores(found, network) if device == "cpu" else found
+
+
+def _profile_over(network: AgreedNetwork, device: str, card: str) -> Profile:
     each = network.ranks_per_host
     slowest = {"cpu": network.gloo, "cuda": network.nccl}.get(device, Slowest())
     gbit_per_s = slowest.mbit_per_s / 1000 if network.has_several_hosts else 0.0
@@ -222,10 +271,9 @@ def _has_collective(gm: fx.GraphModule) -> bool:
     return any(parse(node) is not None for _, module in modules for node in module.graph.nodes)
 
 
-def _log(network: AgreedNetwork) -> None:
-    device = "cuda" if "nccl" in dist.get_backend_config() else "cpu"
-    found = profile_over(network, device, _card(network, device))
-    log.info("profile %s. Measure with `commpass probe`", found.description)
+def _log(profile: Profile) -> None:
+    if is_first_rank():
+        log.info("profile %s. Measure with `commpass probe`", profile.description)
 
 
 def _encoded(network: AgreedNetwork) -> str:
@@ -238,6 +286,7 @@ def _decoded(text: str) -> AgreedNetwork:
 
 
 SILENT = (
-    "%d ranks did not publish their network within %g s: they count as ranks with the default one."
-    " Give a profile, or create the backend on all ranks after init_process_group"
+    "%d ranks did not publish their network within %g s: they count as ranks with the default one,"
+    " and with a core each. Give numbers or a measured profile, or create the backend on all ranks"
+    " after init_process_group"
 )

@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from commpass.distributed import step_times
+from commpass.distributed.processors import CORES, stated_cores
 from commpass.errors import CommpassError, PolicyError, nearest
 from commpass.groups import is_first_rank
 from commpass.policy import PRESETS, Policy, policy_named
@@ -196,6 +197,7 @@ VARIABLES: dict[str, tuple[str, Callable[[str], str]]] = {
     DUMP: ("where rank 0 writes plans and graphs, unless the program says", _dump_problem),
     STEPS: ("where each rank writes the times of its steps, for commpass compare", _steps_problem),
     CHECK: ("1: passes are checked on every graph, as with strict=True", _check_problem),
+    CORES: ("how many processor cores this rank has", _checked(stated_cores)),
 }
 """Maps a variable to its meaning and its check. COMMPASS_PROFILE is checked separately."""
 OTHERS = ("COMMPASS_DEMO_HOSTS", "COMMPASS_NETLAB")

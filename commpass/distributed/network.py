@@ -9,7 +9,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from commpass.distributed.addresses import interface_of_host_name
@@ -25,6 +25,7 @@ from commpass.distributed.interfaces import (
     slowest,
     unknown_interface,
 )
+from commpass.distributed.processors import Processors, processors_here
 from commpass.utils.printable import clean
 
 SYS = Path("/sys")
@@ -33,13 +34,14 @@ NCCL_IGNORES = "^docker,lo,virbr"
 
 @dataclass(frozen=True)
 class NetworkOfRank:
-    """The host of a rank (``machine.host_id``), the interfaces of gloo and of NCCL there, and the
-    name of its GPU ("" without NCCL)."""
+    """The host of a rank (``machine.host_id``), the interfaces of gloo and of NCCL there, the name
+    of its GPU ("" without NCCL), and its processors."""
 
     host: str
     gloo: Interface
     nccl: Interface
     card: str = ""
+    processors: Processors = field(default_factory=Processors)
 
 
 def network_here(host: str, backends: str, card: str = "") -> NetworkOfRank:
@@ -54,6 +56,7 @@ def network_here(host: str, backends: str, card: str = "") -> NetworkOfRank:
         _printable(gloo_interface() if "gloo" in backends else unused("gloo")),  # may need DNS
         _printable(nccl_interface() if "nccl" in backends else unused("nccl")),
         card,
+        processors_here(),
     )
 
 

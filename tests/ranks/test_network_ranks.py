@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from processes import Ranks
 from rank_helpers import commpass_messages
 from sys_trees import add_interface
 
@@ -137,7 +138,7 @@ def compiled(speeds: Sequence[str], profile: str | None = None) -> tuple[str, st
         (site,) = commpass.plans()[-1].sites
         (line,) = (line for line in str(commpass.report()).splitlines() if "profile:" in line)
         logged = [message for message in messages if message.startswith("profile ")]
-        assert (current_store().network is None) == (profile is not None)
+        assert current_store().network is not None
         return commpass.plans()[-1].profile, site.codec, line, logged
 
 
@@ -265,3 +266,28 @@ def test_no_network_is_read_without_ranks(fake_group):
         assert agreed_default("cpu") == DEFAULT_CPU
         commpass.backend("balanced", inner="eager")
         assert agreed_network.agreed_network() is None
+
+
+def shared_core(profile: str | None, cpus: int) -> tuple[str, str]:
+    """Return the profile of a compiled graph on ranks that may all use ``cpus`` processors, and
+    that of its plan."""
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cpus])
+    open_store()
+    dist.barrier()
+    backend = commpass.backend("balanced", inner="eager", profile=profile, strict=True)
+    torch._dynamo.reset()
+    torch.compile(function, backend=backend)(torch.ones(1 << 12))
+    (line,) = (line for line in str(commpass.report()).splitlines() if "profile:" in line)
+    return line, digest(agreed_network.agreed_profile(backend.profile, "cpu"))
+
+
+@pytest.mark.parametrize("profile", [None, "ethernet-1g"])
+def test_ranks_that_share_a_core_plan_for_half_a_core(profile):
+    ranks = Ranks(2, environment={"COMMPASS_CORES": ""})
+    try:
+        found = ranks.run(shared_core, profile, 1)
+    finally:
+        ranks.stop()
+    expected = (ethernet(1) if profile else DEFAULT_CPU).on_cores(0.5)
+    assert [each for _, each in found] == [digest(expected)] * 2
+    assert all("ranks share processors, 0.5 cores each" in line for line, _ in found)

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from commpass.backend import backend
 from commpass.costmodel import Profile
-from commpass.distributed.agreed_network import agreed_default
+from commpass.distributed.agreed_network import agreed_profile
 from commpass.distributed.checked import without_checks
 from commpass.distributed.integration import Integration, refuse_if_exchanged
 from commpass.distributed.record import wire_bytes
@@ -278,7 +278,7 @@ class CompressedFSDP(Integration):
             or (dtype, x.dtype) not in EXACT_WIDENINGS
         ):
             return False
-        profile = self.exchanges.backend.profile or agreed_default(x.device.type)
+        profile = agreed_profile(self.exchanges.backend.profile, x.device.type)
         if not is_faster(group, x.nbytes, x.numel() * dtype.itemsize, profile):
             return False
         self._begin_once(unit)

@@ -25,7 +25,7 @@ from torch import Tensor
 from commpass.backend import Backend, backend
 from commpass.costmodel import Profile
 from commpass.distributed import pairs, record
-from commpass.distributed.agreed_network import agreed_default
+from commpass.distributed.agreed_network import agreed_profile
 from commpass.distributed.agreement import longest_timeout
 from commpass.distributed.budget import OVER
 from commpass.distributed.integration import Bytes, Integration, refuse_if_exchanged
@@ -277,7 +277,7 @@ class CompressedStage:
                 why = now[site.name].reason.removeprefix(UNCOMPRESSED)
                 log.warning(OVER, label(site), f"{kind} {direction}", why, MORE)
         self.plans[direction] = plan
-        profile = self.backend.profile or agreed_default(self._location().device.type)
+        profile = agreed_profile(self.backend.profile, self._location().device.type)
         self._record(PassResult(plan), profile, before)
 
     def _decode_arrived(
@@ -324,7 +324,7 @@ class CompressedStage:
         """Plan all that the stage sends and receives in a direction, publish it, and compile the
         codecs."""
         location = self._location()
-        profile = self.backend.profile or agreed_default(location.device.type)
+        profile = agreed_profile(self.backend.profile, location.device.type)
         messages = messages_of(self.stage, direction)
         sites, considered = decide_all(messages, location, self.backend.policy, profile)
         sites = self.budget.apply(sites)

@@ -1,0 +1,129 @@
+"""How many processor cores ranks have, and how a profile says so."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import pytest
+
+from commpass.costmodel import Profile
+from commpass.costmodel.kernels import CPU
+from commpass.costmodel.links import Link, Region
+from commpass.costmodel.profile import SLICE_US, ethernet, profile_named
+from commpass.distributed import agreed_network
+from commpass.distributed.agreed_network import AgreedNetwork, agreed_profile, profile_over
+from commpass.distributed.processors import (
+    CORES,
+    Processors,
+    cores_of_rank,
+    processors_here,
+    stated_cores,
+)
+from commpass.errors import PolicyError
+
+
+def on(machine: str, *cpus: int, stated: float = 0.0) -> Processors:
+    return Processors(machine, f"{sum(1 << cpu for cpu in cpus):x}", stated)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cores"),
+    [
+        ([], 1.0),
+        ([on("a", 0)], 1.0),
+        ([on("a", 0), on("a", 1)], 1.0),
+        ([on("a", 0, 1)] * 2, 1.0),
+        ([on("a", *range(16))] * 4, 1.0),
+        ([on("a", 0, 1)] * 4, 0.5),
+        ([on("a", 0)] * 2 + [on("b", 0)], 0.5),
+        ([on("a", 0), on("b", 0)], 1.0),
+        ([on("a", 0), on("a", 0, 1, 2)], 0.5),
+        ([on("a", 0, 70)] * 3 + [on("a", 5)], 2 / 3),
+        ([Processors()] * 5, 1.0),
+        ([on("a", 0, 1)] * 3 + [on("a", 0, 1, stated=0.25)], 0.25),
+        ([on("a", 0, stated=1.0)] * 4, 1.0),
+        ([Processors(stated=0.5), on("a", 0)], 0.5),
+    ],
+)
+def test_cores_of_a_rank_are_those_of_the_rank_with_the_fewest(ranks, cores):
+    assert cores_of_rank(ranks) == pytest.approx(cores)
+
+
+def test_processors_of_this_process_are_those_it_may_use(monkeypatch):
+    monkeypatch.delenv(CORES)
+    here = processors_here()
+    assert here.machine
+    assert int(here.cpus, 16).bit_count() == len(os.sched_getaffinity(0))
+    assert here.stated == 0
+
+
+def test_processors_are_unknown_where_the_system_does_not_tell(tmp_path, monkeypatch):
+    monkeypatch.delenv(CORES)
+    assert processors_here(tmp_path / "none") == Processors()
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert processors_here() == Processors()
+
+
+@pytest.mark.parametrize("given", ["two", "-1", "nan", "inf", "0.0", "1,5"])
+def test_number_of_cores_that_is_none_is_refused(given, monkeypatch):
+    monkeypatch.setenv(CORES, given)
+    with pytest.raises(PolicyError, match=r"COMMPASS_CORES=.*must be a number of cores"):
+        stated_cores()
+
+
+def test_profile_on_half_a_core_has_twice_the_times_of_processors_and_a_time_slice_more():
+    whole = ethernet(1)
+    half = whole.on_cores(0.5)
+    assert half.link.alpha_us == 2 * whole.link.alpha_us + SLICE_US
+    assert half.link.overhead_us == 2 * whole.link.overhead_us
+    assert half.link.gbytes_per_s == whole.link.gbytes_per_s
+    for codec in ("int8", "rotated", "unknown"):
+        for role in ("encode", "decode"):
+            times = half.kernels.time_us(codec, role, 1e6) / CPU.time_us(codec, role, 1e6)
+            assert times == pytest.approx(2)
+    assert half.kernels.compute_us(1e9, 1e6) == pytest.approx(2 * CPU.compute_us(1e9, 1e6))
+    for cores in (1.0, 4.0):
+        assert whole.on_cores(cores) is whole
+
+
+def test_all_links_and_measured_regions_of_a_profile_are_delayed():
+    regions = {"all_gather": (Region(0, 100.0, 1.0),)}
+    link = Link(60.0, 1.0, measured=regions)
+    whole = Profile("two", link, links={"dp": link}, ranks_per_host=2, intra_host_link=link)
+    half = whole.on_cores(0.5)
+    for each in (half.link, half.links["dp"], half.intra_host_link):
+        assert each.alpha_us == 120 + SLICE_US
+        assert each.measured["all_gather"][0].alpha_us == 200 + SLICE_US
+    assert whole.link.alpha_us == 60
+
+
+def given_by(profile, cores: float, monkeypatch, device: str = "cpu"):
+    network = AgreedNetwork(True, True, 1, cores=cores)
+    monkeypatch.setattr(agreed_network, "_network", lambda gm, timeout_s: (network, False))
+    return agreed_profile(profile, device)
+
+
+def test_named_profile_is_one_of_ranks_with_so_many_cores(monkeypatch):
+    found = given_by(profile_named("ethernet-1g"), 0.5, monkeypatch)
+    assert found == ethernet(1).on_cores(0.5)
+    assert found.description == (
+        "ethernet-1g (nominal rate, not measured; ranks share processors, 0.5 cores each)"
+    )
+    assert given_by(profile_named("ethernet-1g"), 1.0, monkeypatch) == ethernet(1)
+
+
+def test_profile_of_explicit_numbers_is_taken_as_it_is(monkeypatch):
+    measured = dataclasses.replace(ethernet(1), source="measured on 2026-11-28")
+    for given in (ethernet(1), measured):
+        assert given_by(given, 0.5, monkeypatch) is given
+
+
+def test_profiles_of_gpus_do_not_depend_on_cores(monkeypatch):
+    named = profile_named("nvlink-4")
+    assert given_by(named, 0.5, monkeypatch, "cuda") is named
+    network = AgreedNetwork(True, False, cores=0.5)
+    whole = dataclasses.replace(network, cores=1.0)
+    card = "NVIDIA H100 80GB HBM3"
+    assert profile_over(network, "cuda", card) == profile_over(whole, "cuda", card)
+    assert profile_over(network, "cpu", "") != profile_over(whole, "cpu", "")
