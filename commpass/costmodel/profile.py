@@ -39,10 +39,10 @@ TCP_CONTENTION_BYTES = 96 * 1024.0
 at least this on 4 ranks at 0.1 Gbit/s, int8 and int4 of 1 to 64 MiB, and hardly more at 1 Gbit/s
 (same benchmark)."""
 
-SLICE_US = 1500.0
-"""How long another process on the same core runs on while a rank could continue: Linux's time slice
-on two cores. With it, steps on 4 ranks that share 2 cores were fastest, among 120, 1000 and 3000 us
-(benchmarks/network/steps.py)."""
+SLICE_US = 1000.0
+"""How long other processes on the same core run on while a rank could continue. 4 ranks on 2 cores,
+1 Gbit/s: with 1000 to 3000 us steps are 1.22 to 1.9 times as fast as plain, with 0 they are 0.95 to
+1.36. A two-shot of 512 KiB takes 8.3 ms (benchmarks/network/steps.py and reduces.py)."""
 
 LINK, INTRA_HOST = "(link)", "(intra-host)"
 """The names of the links of groups without an entry: between hosts, and inside one."""

@@ -40,7 +40,7 @@ from commpass.distributed.machine import (
 )
 from commpass.distributed.network import NetworkOfRank, network_here
 from commpass.distributed.plan_store import PlanStore, current_store
-from commpass.distributed.processors import cores_of_rank
+from commpass.distributed.processors import fewest_cores
 from commpass.groups import is_first_rank
 from commpass.passes.fx.parse import graph_modules, parse
 
@@ -203,7 +203,7 @@ def network_of(found: Mapping[int, NetworkOfRank], world_size: int, started: int
         _slowest({rank: one.gloo for rank, one in found.items()}, world_size),
         _slowest({rank: one.nccl for rank, one in found.items()}, world_size),
         _slowest_card({one.card for one in found.values() if one.card}),
-        cores_of_rank([one.processors for one in found.values()]),
+        min(1.0, fewest_cores([one.processors for one in found.values() if one.processors])),
     )
 
 

@@ -7,10 +7,8 @@ import functools
 import logging
 import os
 import platform
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -159,33 +157,3 @@ UNDEFINED = "undefined"
 
 def _minor(version: str) -> list[str]:
     return version.split(".")[:2]
-
-
-def processors_each(group: Any) -> float:
-    """Return how many processors each rank of a group has to itself while all of them compute.
-
-    Each of 4 ranks on the same 2 processors has 0.5. The result is that of the rank with the
-    fewest; every rank must call this function. Ranks that share an operating system kernel are on
-    one machine, in whatever containers.
-    """
-    mine = (_kernel(), _processors())
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, mine, group=group)
-    users = Counter((kernel, each) for kernel, cores in found for each in cores)
-    return min(sum(1 / users[kernel, each] for each in cores) for kernel, cores in found)
-
-
-def _processors() -> list[int]:
-    """Return the processors that this process may use; all if the system does not report them
-    (macOS)."""
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
-
-
-def _kernel() -> str:
-    """Return an identifier of the running operating system."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return platform.node()

@@ -9,7 +9,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from commpass.distributed.addresses import interface_of_host_name
@@ -41,7 +41,7 @@ class NetworkOfRank:
     gloo: Interface
     nccl: Interface
     card: str = ""
-    processors: Processors = field(default_factory=Processors)
+    processors: Processors | None = None
 
 
 def network_here(host: str, backends: str, card: str = "") -> NetworkOfRank:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import math
 import os
+import platform
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch.distributed as dist
 
 from commpass.errors import PolicyError
 
@@ -22,24 +27,35 @@ have the same one."""
 class Processors:
     """Where a rank may run.
 
-    ``machine`` names the running kernel ("" if unknown). ``cpus`` has a bit for each logical
-    processor that the process may use, as a hexadecimal number. ``stated`` is the number of cores
-    that the environment states, or 0.
+    ``machine`` names the running kernel. ``cpus`` has a bit for each logical processor that the
+    process may use, as a hexadecimal number. ``stated`` is the number of cores that the environment
+    states, or 0.
     """
 
-    machine: str = ""
-    cpus: str = "0"
+    machine: str
+    cpus: str
     stated: float = 0.0
 
 
 def processors_here(boot: Path = BOOT) -> Processors:
-    """Return where this process may run; nothing on a system that does not tell."""
+    """Return where this process may run; all processors if the system does not tell (macOS)."""
     try:
         machine = boot.read_text(encoding="ascii").strip()
-        cpus = os.sched_getaffinity(0)
-    except (OSError, ValueError, AttributeError):
-        return Processors(stated=stated_cores())
-    return Processors(machine, f"{sum(1 << cpu for cpu in cpus):x}", stated_cores())
+    except (OSError, ValueError):
+        machine = platform.node().encode(errors="backslashreplace").decode()
+    if hasattr(os, "sched_getaffinity"):
+        mask = sum(1 << cpu for cpu in os.sched_getaffinity(0))
+    else:
+        mask = (1 << (os.cpu_count() or 1)) - 1
+    return Processors(machine, f"{mask:x}", stated_cores())
+
+
+def processors_each(group: Any) -> float:
+    """Return how many processors each rank of a group has to itself while all of them compute: that
+    of the rank with the fewest. Every rank must call this function."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, msgspec.json.encode(processors_here()), group=group)
+    return fewest_cores([msgspec.json.decode(each, type=Processors) for each in found])
 
 
 def stated_cores() -> float:
@@ -55,23 +71,22 @@ def stated_cores() -> float:
     return cores
 
 
-def cores_of_rank(found: Collection[Processors]) -> float:
-    """Return the number of cores of the rank with the fewest, or 1 if each has at least one.
+def fewest_cores(found: Collection[Processors]) -> float:
+    """Return the number of cores of the rank with the fewest; 1 without ranks.
 
-    Ranks that may run on the same logical processor share it equally. A rank whose processors are
-    unknown counts as one with a core.
+    Ranks that may run on the same logical processor share it equally: each of 4 ranks on the same 2
+    has 0.5. Ranks that share an operating-system kernel are on one machine, in whatever containers.
     """
     users: Counter[tuple[str, int]] = Counter()
     places = [(one, _cpus(one)) for one in found]
     for one, cpus in places:
         users.update((one.machine, cpu) for cpu in cpus)
-    cores = [
-        one.stated or sum(1 / users[one.machine, cpu] for cpu in cpus) or 1.0
-        for one, cpus in places
-    ]
-    return min(1.0, *cores) if cores else 1.0
+    shares = (
+        one.stated or sum(1 / users[one.machine, cpu] for cpu in cpus) for one, cpus in places
+    )
+    return min(shares, default=1.0)
 
 
 def _cpus(one: Processors) -> list[int]:
-    mask = int(one.cpus, 16) if one.machine else 0
+    mask = int(one.cpus, 16)
     return [cpu for cpu in range(mask.bit_length()) if mask >> cpu & 1]

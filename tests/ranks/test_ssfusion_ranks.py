@@ -28,7 +28,7 @@ from typer.testing import CliRunner
 import commpass
 from commpass.cli import app
 from commpass.costmodel import Link, Profile
-from commpass.distributed.machine import processors_each
+from commpass.distributed.processors import CORES, processors_each
 from commpass.errors import CommpassError, PlanMismatch, PolicyError
 from commpass.parallel import compress_ddp, ssfusion
 from commpass.plan.dump import read_run
@@ -762,13 +762,15 @@ def shares() -> tuple[float, float, int]:
     """Return how many processors each rank has exclusively, before each is limited to one, and
     after."""
     allowed = os.sched_getaffinity(0)
-    before = processors_each(dist.group.WORLD)
     mine = sorted(allowed)[dist.get_rank() % len(allowed)]
+    stated = os.environ.pop(CORES)
     try:
+        before = processors_each(dist.group.WORLD)
         os.sched_setaffinity(0, {mine})
         return before, processors_each(dist.group.WORLD), len(allowed)
     finally:
         os.sched_setaffinity(0, allowed)
+        os.environ[CORES] = stated
 
 
 def test_ranks_of_one_machine_share_the_processors_that_each_may_use(ranks3):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import platform
 
 import pytest
 
@@ -16,7 +17,7 @@ from commpass.distributed.agreed_network import AgreedNetwork, agreed_profile, p
 from commpass.distributed.processors import (
     CORES,
     Processors,
-    cores_of_rank,
+    fewest_cores,
     processors_here,
     stated_cores,
 )
@@ -32,22 +33,22 @@ def on(machine: str, *cpus: int, stated: float = 0.0) -> Processors:
     [
         ([], 1.0),
         ([on("a", 0)], 1.0),
+        ([on("a", 0, 1)], 2.0),
         ([on("a", 0), on("a", 1)], 1.0),
         ([on("a", 0, 1)] * 2, 1.0),
-        ([on("a", *range(16))] * 4, 1.0),
+        ([on("a", *range(16))] * 4, 4.0),
         ([on("a", 0, 1)] * 4, 0.5),
         ([on("a", 0)] * 2 + [on("b", 0)], 0.5),
         ([on("a", 0), on("b", 0)], 1.0),
         ([on("a", 0), on("a", 0, 1, 2)], 0.5),
         ([on("a", 0, 70)] * 3 + [on("a", 5)], 2 / 3),
-        ([Processors()] * 5, 1.0),
         ([on("a", 0, 1)] * 3 + [on("a", 0, 1, stated=0.25)], 0.25),
         ([on("a", 0, stated=1.0)] * 4, 1.0),
-        ([Processors(stated=0.5), on("a", 0)], 0.5),
+        ([on("a", 0, stated=0.5), on("a", 1)], 0.5),
     ],
 )
 def test_cores_of_a_rank_are_those_of_the_rank_with_the_fewest(ranks, cores):
-    assert cores_of_rank(ranks) == pytest.approx(cores)
+    assert fewest_cores(ranks) == pytest.approx(cores)
 
 
 def test_processors_of_this_process_are_those_it_may_use(monkeypatch):
@@ -58,11 +59,11 @@ def test_processors_of_this_process_are_those_it_may_use(monkeypatch):
     assert here.stated == 0
 
 
-def test_processors_are_unknown_where_the_system_does_not_tell(tmp_path, monkeypatch):
-    monkeypatch.delenv(CORES)
-    assert processors_here(tmp_path / "none") == Processors()
+def test_all_processors_count_where_the_system_does_not_tell(tmp_path, monkeypatch):
+    monkeypatch.setenv(CORES, "3")
     monkeypatch.delattr(os, "sched_getaffinity")
-    assert processors_here() == Processors()
+    monkeypatch.setattr(os, "cpu_count", lambda: 5)
+    assert processors_here(tmp_path / "none") == Processors(platform.node(), "1f", 3.0)
 
 
 @pytest.mark.parametrize("given", ["two", "-1", "nan", "inf", "0.0", "1,5"])

@@ -19,7 +19,7 @@ from torch import nn
 from commpass.costmodel import Link
 from commpass.costmodel.buffers import Gradient
 from commpass.distributed import step_log
-from commpass.distributed.machine import processors_each
+from commpass.distributed.processors import processors_each
 from commpass.errors import PlanMismatch
 from commpass.parallel.ssfusion import measure, recording
 from commpass.parallel.ssfusion.messages import Part
