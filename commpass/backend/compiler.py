@@ -21,7 +21,7 @@ from commpass.backend.options import Compiler, in_cuda_graphs, inductor_options
 from commpass.backend.shared import Job, Shared, TracedGraph
 from commpass.costmodel import Profile
 from commpass.distributed import record
-from commpass.distributed.agreed_network import agreed_profile
+from commpass.distributed.agreed_profile import agreed_profile
 from commpass.distributed.calls import Raising, before_each_call, callable_of, with_boxed_args
 from commpass.distributed.checked import Checked, release
 from commpass.distributed.hosts import with_hosts

@@ -42,6 +42,14 @@ def cpu_profile(gbit_per_s: float, ranks_per_host: int, source: str) -> Profile:
     )
 
 
+def on_shared_processors(profile: Profile, cores: float) -> Profile:
+    """Return the profile of ranks with ``cores`` processor cores each, as its source then says."""
+    if cores >= 1:
+        return profile
+    source = f"{profile.source}; ranks share processors, {cores:.2g} cores each"
+    return dataclasses.replace(profile.on_cores(cores), source=source)
+
+
 def gpu_profile(card: str, ports: Ports, ranks_per_host: int, source: str) -> Profile:
     """Return the profile of hosts with GPUs of this name, joined by these ports.
 

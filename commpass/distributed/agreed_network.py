@@ -1,5 +1,5 @@
 """The network between hosts, if no profile is given: the slowest one that any rank has read.
-Also the processor cores of a rank, if the profile does not have measured times.
+Also the processor cores of a rank.
 
 Each rank publishes what it has read with its hello record. A rank that needs a profile waits until
 all ranks have published, for a limited time. All ranks use the same result (``first_value``), so
@@ -26,8 +26,8 @@ from commpass.costmodel.networks import (
     cpu_profile,
     gpu_profile,
     is_assumed_faster,
+    on_shared_processors,
 )
-from commpass.costmodel.profile import NOMINAL
 from commpass.distributed.first_value import first_value
 from commpass.distributed.hosts import is_distributed, on_each_host
 from commpass.distributed.interfaces import Interface
@@ -85,36 +85,6 @@ class AgreedNetwork:
     cores: float = 1.0
 
 
-def agreed_profile(
-    given: Profile | None,
-    device: str,
-    gm: fx.GraphModule | None = None,
-    timeout_s: float | None = None,
-) -> Profile:
-    """Return the profile to use for a type of device, equal on all ranks: the given one, or the
-    default.
-
-    If the given one is named for its link, the times of processors are those of ranks with as many
-    cores as these have. Wait for other ranks as ``agreed_default`` does.
-    """
-    if given is None:
-        return agreed_default(device, gm, timeout_s)
-    if device != "cpu" or given.source != NOMINAL:
-        return given
-    network, is_new = _network(gm, timeout_s)
-    found = given if network is None else _on_cores(given, network)
-    if is_new and found is not given:
-        _log(found)
-    return found
-
-
-def _on_cores(profile: Profile, network: AgreedNetwork) -> Profile:
-    if network.cores >= 1:
-        return profile
-    source = f"{profile.source}; ranks share processors, {network.cores:.2g} cores each"
-    return dataclasses.replace(profile.on_cores(network.cores), source=source)
-
-
 def agreed_default(
     device: str, gm: fx.GraphModule | None = None, timeout_s: float | None = None
 ) -> Profile:
@@ -123,13 +93,10 @@ def agreed_default(
     Wait at most ``timeout_s`` seconds for what other ranks have read, and not at all for a graph
     ``gm`` without collectives.
     """
-    network, is_new = _network(gm, timeout_s)
+    network = agreed_network(gm, timeout_s)
     if network is None:
         return default_here(device)
-    found = profile_over(network, device, _card(network, device))
-    if is_new:
-        _log(found)
-    return found
+    return profile_over(network, device, _card(network, device))
 
 
 def _card(network: AgreedNetwork, device: str) -> str:
@@ -149,24 +116,19 @@ def agreed_network(
     gm: fx.GraphModule | None = None, timeout_s: float | None = None
 ) -> AgreedNetwork | None:
     """Return the network that all ranks use; None without other ranks, or if it is not needed."""
-    return _network(gm, timeout_s)[0]
-
-
-def _network(
-    gm: fx.GraphModule | None, timeout_s: float | None
-) -> tuple[AgreedNetwork | None, bool]:
-    """Return what ``agreed_network`` does, and whether this is its first call with a result."""
     if not is_distributed():
-        return None, False
+        return None
     try:
         store = current_store()
-        if is_new := store.network is None and (gm is None or _has_collective(gm)):
+        if is_new := store.network is None and (gm is None or has_collective(gm)):
             store.network = _agree(store, min(timeout_s or PATIENCE_S, PATIENCE_S))
     except RuntimeError as error:  # the store is gone: the comparison of plans reports it
         log.debug("commpass could not reach the store: %s", error)
-        return None, False
+        return None
     network = None if store.network is None else _decoded(store.network)
-    return network, is_new and network is not None
+    if is_new and network is not None and is_first_rank():
+        _log(network)
+    return network
 
 
 def _agree(store: PlanStore, patience_s: float) -> str:
@@ -243,7 +205,7 @@ def profile_over(network: AgreedNetwork, device: str, card: str) -> Profile:
     A rank that could not read its own network counts as one with the default one.
     """
     found = _profile_over(network, device, card)
-    return _on_cores(found, network) if device == "cpu" else found
+    return on_shared_processors(found, network.cores) if device == "cpu" else found
 
 
 def _profile_over(network: AgreedNetwork, device: str, card: str) -> Profile:
@@ -266,14 +228,16 @@ def _profile_over(network: AgreedNetwork, device: str, card: str) -> Profile:
 DIFFERENT = "hosts have different numbers of ranks"
 
 
-def _has_collective(gm: fx.GraphModule) -> bool:
+def has_collective(gm: fx.GraphModule) -> bool:
+    """Return whether a graph has a collective."""
     modules = graph_modules(gm)
     return any(parse(node) is not None for _, module in modules for node in module.graph.nodes)
 
 
-def _log(profile: Profile) -> None:
-    if is_first_rank():
-        log.info("profile %s. Measure with `commpass probe`", profile.description)
+def _log(network: AgreedNetwork) -> None:
+    device = "cuda" if "nccl" in dist.get_backend_config() else "cpu"
+    found = profile_over(network, device, _card(network, device))
+    log.info("profile %s. Measure with `commpass probe`", found.description)
 
 
 def _encoded(network: AgreedNetwork) -> str:
@@ -287,6 +251,5 @@ def _decoded(text: str) -> AgreedNetwork:
 
 SILENT = (
     "%d ranks did not publish their network within %g s: they count as ranks with the default one,"
-    " and with a core each. Give numbers or a measured profile, or create the backend on all ranks"
-    " after init_process_group"
+    " Give a profile, or create the backend on all ranks after init_process_group"
 )

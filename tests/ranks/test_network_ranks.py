@@ -20,9 +20,10 @@ from sys_trees import add_interface
 import commpass
 from commpass import ethernet
 from commpass.costmodel.files import digest
-from commpass.costmodel.profile import DEFAULT_CPU
+from commpass.costmodel.profile import DEFAULT_CPU, profile_named
 from commpass.distributed import agreed_network, network, plan_store
 from commpass.distributed.agreed_network import agreed_default
+from commpass.distributed.agreed_profile import agreed_profile
 from commpass.distributed.plan_store import ROOT, PlanStore, current_store, open_store
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -138,7 +139,7 @@ def compiled(speeds: Sequence[str], profile: str | None = None) -> tuple[str, st
         (site,) = commpass.plans()[-1].sites
         (line,) = (line for line in str(commpass.report()).splitlines() if "profile:" in line)
         logged = [message for message in messages if message.startswith("profile ")]
-        assert current_store().network is not None
+        assert (current_store().network is None) == (profile is not None)
         return commpass.plans()[-1].profile, site.codec, line, logged
 
 
@@ -278,7 +279,7 @@ def shared_core(profile: str | None, cpus: int) -> tuple[str, str]:
     torch._dynamo.reset()
     torch.compile(function, backend=backend)(torch.ones(1 << 12))
     (line,) = (line for line in str(commpass.report()).splitlines() if "profile:" in line)
-    return line, digest(agreed_network.agreed_profile(backend.profile, "cpu"))
+    return line, digest(agreed_profile(backend.profile, "cpu"))
 
 
 @pytest.mark.parametrize("profile", [None, "ethernet-1g"])
@@ -291,3 +292,34 @@ def test_ranks_that_share_a_core_plan_for_half_a_core(profile):
     expected = (ethernet(1) if profile else DEFAULT_CPU).on_cores(0.5)
     assert [each for _, each in found] == [digest(expected)] * 2
     assert all("ranks share processors, 0.5 cores each" in line for line, _ in found)
+
+
+def named_with_missing(missing: int) -> tuple[str, list[str]]:
+    """The missing rank publishes its hello record after the others have waited in vain."""
+    rank, named = dist.get_rank(), profile_named("ethernet-1g")
+    with mock.patch.dict(os.environ, COMMPASS_CORES="0.5"), commpass_messages() as messages:
+        open_store()
+        if rank == missing:
+            store = current_store()
+            store.torch_store.delete_key(f"{ROOT}/hello/{rank}")
+        dist.barrier()
+        found = None if rank == missing else agreed_profile(named, "cpu", None, 0.2)
+        dist.barrier()
+        if rank == missing:
+            open_store()
+            found = agreed_profile(named, "cpu", None, 60.0)
+        dist.barrier()
+        assert found is not None
+        return digest(found), messages
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("missing", [0, 1])
+def test_named_profile_has_the_cores_of_the_ranks_that_published_theirs_in_time(missing, ranks2):
+    found = ranks2.run(named_with_missing, missing)
+    expected = ethernet(1) if missing == 0 else ethernet(1).on_cores(0.5)
+    assert [each for each, _ in found] == [digest(expected)] * 2
+    warning = "1 ranks did not publish their processors within 0.2 s"
+    warned = [any(warning in each for each in messages) for _, messages in found]
+    assert warned[1 - missing]
+    assert not warned[missing]

@@ -12,8 +12,8 @@ from commpass.costmodel import Profile
 from commpass.costmodel.kernels import CPU
 from commpass.costmodel.links import Link, Region
 from commpass.costmodel.profile import SLICE_US, ethernet, profile_named
-from commpass.distributed import agreed_network
-from commpass.distributed.agreed_network import AgreedNetwork, agreed_profile, profile_over
+from commpass.distributed import agreed_profile as module
+from commpass.distributed.agreed_network import AgreedNetwork, profile_over
 from commpass.distributed.processors import (
     CORES,
     Processors,
@@ -100,9 +100,8 @@ def test_all_links_and_measured_regions_of_a_profile_are_delayed():
 
 
 def given_by(profile, cores: float, monkeypatch, device: str = "cpu"):
-    network = AgreedNetwork(True, True, 1, cores=cores)
-    monkeypatch.setattr(agreed_network, "_network", lambda gm, timeout_s: (network, False))
-    return agreed_profile(profile, device)
+    monkeypatch.setattr(module, "agreed_cores", lambda gm, timeout_s: cores)
+    return module.agreed_profile(profile, device)
 
 
 def test_named_profile_is_one_of_ranks_with_so_many_cores(monkeypatch):

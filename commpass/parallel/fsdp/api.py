@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from commpass.backend import backend
 from commpass.costmodel import Profile
-from commpass.distributed.agreed_network import agreed_profile
+from commpass.distributed.agreed_profile import agreed_profile
 from commpass.distributed.checked import without_checks
 from commpass.distributed.integration import Integration, refuse_if_exchanged
 from commpass.distributed.record import wire_bytes

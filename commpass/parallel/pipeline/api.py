@@ -25,7 +25,7 @@ from torch import Tensor
 from commpass.backend import Backend, backend
 from commpass.costmodel import Profile
 from commpass.distributed import pairs, record
-from commpass.distributed.agreed_network import agreed_profile
+from commpass.distributed.agreed_profile import agreed_profile
 from commpass.distributed.agreement import longest_timeout
 from commpass.distributed.budget import OVER
 from commpass.distributed.integration import Bytes, Integration, refuse_if_exchanged
