@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import random
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -14,7 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import examples, rarely, sampled
-from torch._inductor import cpu_vec_isa
+from torch._inductor import cpp_builder, cpu_vec_isa
+from torch._inductor.exc import CppCompileError
+from torch._inductor.utils import fresh_cache
 
 from commpass.codecs import codec, operators
 from commpass.codecs.block.domain import Domain
@@ -32,7 +35,7 @@ from commpass.lowering.chain import (
     Leave,
     Sum,
 )
-from commpass.lowering.cpu import rotation
+from commpass.lowering.cpu import build, rotation
 
 INT8 = codec("int8")
 F32, BF16, F16, U8 = torch.float32, torch.bfloat16, torch.float16, torch.uint8
@@ -736,3 +739,63 @@ def test_kernels_give_the_same_bits_with_vectors_of_either_width():
     ]
     assert len(printed[0]) == 65
     assert printed[0] == printed[1]
+
+
+def chains_not_compiled_before() -> list[Chain]:
+    """Static scales are in the source, so these are new sources in each run."""
+    scales = [0.5 + random.random() for _ in range(3)]
+    return [Chain(F32, (Encode(codec("int8", static=scale)),)) for scale in scales]
+
+
+def test_several_chains_are_compiled_at_once_and_each_result_is_its_own(monkeypatch):
+    builders, at_once = [0], []
+    run = cpp_builder.CppBuilder.build
+
+    def counted(self):
+        builders[0] += 1
+        at_once.append(builders[0])
+        try:
+            return run(self)
+        finally:
+            builders[0] -= 1
+
+    chains = chains_not_compiled_before()
+    with fresh_cache():
+        monkeypatch.setattr(cpp_builder.CppBuilder, "build", counted)
+        cpu.start_compiling(chains)
+        x = torch.randn(2, 700)
+        for chain in chains:
+            (step,) = chain.steps
+            wire = torch.empty(2, step.codec.wire_bytes(700, F32), dtype=U8)
+            cpu.compile_chain(chain)([x], wire, 700)
+            assert torch.equal(wire, step.codec.encode_rows(x))
+    assert len(at_once) >= len(chains)
+    assert max(at_once) > 1
+
+
+def test_error_of_a_chain_that_was_started_is_raised_where_it_is_needed(monkeypatch):
+    first, second, third = chains_not_compiled_before()
+    source, wrong = build.source, "#error this chain does not compile\n"
+    monkeypatch.setattr(build, "source", lambda c: (wrong if c == second else "") + source(c))
+    with fresh_cache():
+        cpu.start_compiling([first, second, third])
+        assert cpu.compile_chain(first).chain == first
+        for _ in range(2):
+            with pytest.raises(CppCompileError, match="this chain does not compile"):
+                cpu.compile_chain(second)
+        assert cpu.compile_chain(third).chain == third
+        monkeypatch.undo()
+        assert cpu.compile_chain(second).chain == second
+
+
+def test_error_at_the_start_is_raised_where_the_chain_is_needed(monkeypatch):
+    chains = chains_not_compiled_before()
+
+    def fails(chain):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(build, "source", fails)
+    cpu.start_compiling(chains)
+    for chain in chains:
+        with pytest.raises(OSError, match="no space left"):
+            cpu.compile_chain(chain)
