@@ -7,6 +7,8 @@ import os
 import random
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import dataclass
 from functools import cache
 
@@ -19,6 +21,7 @@ from torch._inductor import cpp_builder, cpu_vec_isa
 from torch._inductor.exc import CppCompileError
 from torch._inductor.utils import fresh_cache
 
+import commpass
 from commpass.codecs import codec, operators
 from commpass.codecs.block.domain import Domain
 from commpass.codecs.block.transforms import Hadamard
@@ -799,3 +802,30 @@ def test_error_at_the_start_is_raised_where_the_chain_is_needed(monkeypatch):
     for chain in chains:
         with pytest.raises(OSError, match="no space left"):
             cpu.compile_chain(chain)
+
+
+def test_headers_are_precompiled_once_in_a_thread(monkeypatch):
+    threads = []
+    monkeypatch.setattr(build, "_with_headers", lambda: threads.append(threading.current_thread()))
+    build.precompile_headers.cache_clear()
+    for _ in range(2):
+        cpu.precompile_headers()
+    deadline = time.monotonic() + 60
+    while not threads and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [each.name for each in threads] == ["commpass headers"]
+    assert threads[0].daemon
+
+
+def test_headers_that_do_not_compile_are_left_to_the_first_kernel(monkeypatch):
+    monkeypatch.setattr(build, "NOTHING", "#error no header\n")
+    build._with_headers()
+
+
+@pytest.mark.parametrize(("inner", "times"), [("inductor", 1), ("eager", 0)])
+def test_headers_are_precompiled_where_inductor_compiles(monkeypatch, inner, times):
+    calls = []
+    monkeypatch.setattr(cpu, "precompile_headers", lambda: calls.append(inner))
+    torch._dynamo.reset()
+    torch.compile(lambda x: x + 1, backend=commpass.backend(inner=inner))(torch.ones(4))
+    assert len(calls) == times

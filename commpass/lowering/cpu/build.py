@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -117,6 +118,33 @@ def start_compiling(chains: Iterable[Chain]) -> None:
             _started[chain] = _loader(chain, pool.submit)
     pool.shutdown(wait=False)
 
+
+@cache
+def precompile_headers() -> None:
+    """Start to precompile torch's headers for C++, once a process, in a thread.
+
+    It also finds the machine's vector instructions. Inductor and kernels need both. On a new
+    machine that takes 7 s of a core, later 1 s in each process. In the meantime Python traces the
+    graph.
+    """
+    import torch._inductor.codecache  # not in two threads at once
+
+    assert torch._inductor.codecache
+    threading.Thread(target=_with_headers, name="commpass headers", daemon=True).start()
+
+
+def _with_headers() -> None:
+    """Compile a function that does nothing, with the headers of all kernels."""
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    with suppress(Exception):  # the first kernel tries again, and raises what is wrong
+        CppPythonBindingsCodeCache.load_pybinding(["int64_t"], NOTHING)
+
+
+NOTHING = """\
+#include "torch/csrc/inductor/cpp_prefix.h"
+extern "C" void kernel(int64_t) {}
+"""
 
 _started: dict[Chain, Callable[[], Callable[..., object]]] = {}
 """Chains whose compilation has started, and what waits for it and loads the result."""
