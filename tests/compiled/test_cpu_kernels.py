@@ -822,10 +822,18 @@ def test_headers_that_do_not_compile_are_left_to_the_first_kernel(monkeypatch):
     build._with_headers()
 
 
-@pytest.mark.parametrize(("inner", "times"), [("inductor", 1), ("eager", 0)])
-def test_headers_are_precompiled_where_inductor_compiles(monkeypatch, inner, times):
+@pytest.mark.parametrize("inner", ["inductor", "eager"])
+@pytest.mark.parametrize("cuda", [None, "13.0"])
+def test_headers_are_precompiled_where_inductor_compiles(monkeypatch, inner, cuda):
+    """At once where torch has no CUDA, else for a graph on a CPU."""
     calls = []
     monkeypatch.setattr(cpu, "precompile_headers", lambda: calls.append(inner))
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    made = commpass.backend(inner=inner)
+    assert bool(calls) == (inner == "inductor" and cuda is None)
+    monkeypatch.undo()
+    monkeypatch.setattr(cpu, "precompile_headers", lambda: calls.append(inner))
+    calls.clear()
     torch._dynamo.reset()
-    torch.compile(lambda x: x + 1, backend=commpass.backend(inner=inner))(torch.ones(4))
-    assert len(calls) == times
+    torch.compile(lambda x: x + 1, backend=made)(torch.ones(4))
+    assert bool(calls) == (inner == "inductor")
