@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import getitem
 from typing import Any
@@ -87,18 +88,28 @@ def fuse(
             of_site = nodes_by_site(module.graph)
             own = {name: nodes for name, nodes in of_site.items() if name in by_kernel}
             encodes = _encodes(own)
+            kept = {node: number[of] for node, of in encodes.items() if of in read}
             for name, nodes in own.items():
-                with errors.of(name):
-                    left = [node for node in nodes if not node._erased]
-                    others = {node: of for node, of in encodes.items() if of != name}
-                    kept = {node: number[of] for node, of in others.items() if of in read}
-                    for of in _fuse_site(left, found[name], profile, others, kept):
+                left = [node for node in nodes if not node._erased]
+                with errors.of(name), _without(encodes, nodes), _without(kept, nodes):
+                    for of in _fuse_site(left, found[name], profile, encodes, kept):
                         found[of].done.append(f"encode, with what follows the decode of {name}")
             if own:
                 module.recompile()
     return tuple(
         found[each.name].with_reason(each) if each.name in found else each for each in plan
     )
+
+
+@contextmanager
+def _without(values: dict[fx.Node, Any], nodes: Iterable[fx.Node]) -> Iterator[None]:
+    """Take the entries of some nodes out of a mapping. (A copy for each site would take a time that
+    grows with the square of their number.)"""
+    own = {node: values.pop(node) for node in nodes if node in values}
+    try:
+        yield
+    finally:
+        values |= own
 
 
 def _encodes(nodes: Mapping[str, Sequence[fx.Node]]) -> dict[fx.Node, str]:
