@@ -30,6 +30,7 @@ from commpass.distributed.origin import count_call, origin_of_graph
 from commpass.distributed.owners import Calls
 from commpass.distributed.plan_store import publish_hello
 from commpass.errors import PolicyError
+from commpass.lowering import cpu
 from commpass.lowering.repairs import without_loop_splitting
 from commpass.passes import PASSES, GraphInput
 from commpass.passes import run as run_passes
@@ -190,6 +191,8 @@ class Backend(Shared):
         from commpass.passes.joint import with_joint
         from commpass.passes.post.order import ordered
 
+        if self.inner == "inductor" and meta.device_of(gm) == "cpu":
+            cpu.precompile_headers()
         patches = {**(list_mode_options(mode) if mode else {}), **(options or {})}
 
         def inner_compile(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:

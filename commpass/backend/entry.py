@@ -9,6 +9,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import fx
 
 from commpass.backend.compiler import Backend
@@ -17,6 +18,7 @@ from commpass.costmodel import Profile
 from commpass.distributed.environment import dump_here, policy_here
 from commpass.distributed.machine import profile_here
 from commpass.errors import PolicyError, nearest
+from commpass.lowering import cpu
 from commpass.policy import Policy
 from commpass.tensorrt import Engines
 
@@ -87,7 +89,10 @@ def backend(
         raise PolicyError(f'dump={dump!r}: must be the path of a folder, e.g. dump="dumps"')
     if inner == "tensorrt":
         inner = Engines()
-    return Backend(chosen, inner, profile_here(profile), strict, dump_here(dump), timeout)
+    made = Backend(chosen, inner, profile_here(profile), strict, dump_here(dump), timeout)
+    if inner == "inductor" and torch.version.cuda is None:  # else a graph may need no C++
+        cpu.precompile_headers()
+    return made
 
 
 _by_options: list[tuple[dict[str, Any], Backend]] = []

@@ -18,8 +18,8 @@ from commpass.errors import PolicyError
 
 CORES = "COMMPASS_CORES"
 """The environment variable that states how many cores this rank has."""
-LEAST = 0.001
-"""The fewest cores that a rank can state; the least quota of a container is a hundredth of one."""
+LEAST = 0.01
+"""The least number that it may state."""
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 """A file that differs between running kernels. Containers and network namespaces of one machine
 have the same one."""
@@ -80,14 +80,18 @@ def processors_each(group: Any) -> float:
 def stated_cores() -> float:
     """Return the number in COMMPASS_CORES, 0 if it is not set. Raise PolicyError for another
     value."""
-    given = os.environ.get(CORES) or "0"
+    given = os.environ.get(CORES)
+    if not given:
+        return 0.0
     try:
         cores = float(given)
     except ValueError:
         cores = math.nan
-    if given != "0" and not LEAST <= cores < math.inf:
-        expected = f"a number of cores of a rank, at least {LEAST}, such as 0.5"
-        raise PolicyError(f"{CORES}={given}: must be {expected}")
+    if not LEAST <= cores < math.inf:
+        raise PolicyError(
+            f"{CORES}={given}: must be a number of cores of a rank, such as 0.5, and at least"
+            f" {LEAST}"
+        )
     return cores
 
 

@@ -7,7 +7,16 @@ from commpass.lowering.generated import (
     unsupported_product_reason,
     unsupported_reason,
 )
-from commpass.lowering.kernel import Form, Generated, KernelInput, Piece, Source, form_of, make
+from commpass.lowering.kernel import (
+    Form,
+    Generated,
+    KernelInput,
+    Piece,
+    Source,
+    form_of,
+    make,
+    start_compiling,
+)
 
 __all__ = [
     "Form",
@@ -20,6 +29,7 @@ __all__ = [
     "has_kernels",
     "make",
     "slower_reason",
+    "start_compiling",
     "unsupported_product_reason",
     "unsupported_reason",
 ]

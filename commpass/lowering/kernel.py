@@ -10,7 +10,7 @@ instead (``Generated``).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -144,6 +144,13 @@ class Kernel:
     run: Callable[[list[Tensor]], object]
     inputs: tuple[KernelInput, ...]
     pieces: tuple[Piece, ...]
+
+
+@ambient_free
+def start_compiling(sources: Iterable[Source | Generated]) -> None:
+    """Start compiling the C++ of those sources that have any, all at once, before ``make``."""
+    new = (source for source in sources if source.name not in _kernels)
+    cpu.start_compiling({source.chain: None for source in new if isinstance(source, Generated)})
 
 
 @ambient_free

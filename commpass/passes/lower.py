@@ -24,7 +24,16 @@ from torch.fx.passes.shape_prop import _extract_tensor_metadata
 from commpass.codecs import operators
 from commpass.codecs.exponent.codec import by_calls
 from commpass.errors import VerifyError
-from commpass.lowering import Generated, Source, caller, exponent, fused, make, matmul
+from commpass.lowering import (
+    Generated,
+    Source,
+    caller,
+    exponent,
+    fused,
+    make,
+    matmul,
+    start_compiling,
+)
 from commpass.lowering.chain import Add, Decode
 from commpass.passes.constants import lift_constants
 from commpass.passes.context import PassContext
@@ -103,6 +112,7 @@ def lower(
                 _share_tables(module.graph)
                 module.recompile()
                 require_strides(module.graph)
+    start_compiling(of_regions.traced.values())
     with site_errors() as errors:
         for source in of_regions.traced.values():
             with errors.of(*of_regions.sites[source.name]):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+import random
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import dataclass
 from functools import cache
 
@@ -15,8 +18,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import examples, rarely, sampled
-from torch._inductor import cpu_vec_isa
+from torch._inductor import cpp_builder, cpu_vec_isa
+from torch._inductor.exc import CppCompileError
+from torch._inductor.utils import fresh_cache
 
+import commpass
 from commpass.codecs import codec, operators
 from commpass.codecs.block.domain import Domain
 from commpass.codecs.block.transforms import Hadamard
@@ -33,7 +39,7 @@ from commpass.lowering.chain import (
     Leave,
     Sum,
 )
-from commpass.lowering.cpu import rotation
+from commpass.lowering.cpu import build, rotation
 
 INT8 = codec("int8")
 F32, BF16, F16, U8 = torch.float32, torch.bfloat16, torch.float16, torch.uint8
@@ -742,3 +748,98 @@ def test_kernels_give_the_same_bits_with_vectors_of_either_width():
     ]
     assert len(printed[0]) == 65
     assert printed[0] == printed[1]
+
+
+def chains_not_compiled_before() -> list[Chain]:
+    """Static scales are in the source, so these are new sources in each run."""
+    scales = [0.5 + random.random() for _ in range(3)]
+    return [Chain(F32, (Encode(codec("int8", static=scale)),)) for scale in scales]
+
+
+def test_several_chains_are_compiled_at_once_and_each_result_is_its_own(monkeypatch):
+    builders, at_once = [0], []
+    run = cpp_builder.CppBuilder.build
+
+    def counted(self):
+        builders[0] += 1
+        at_once.append(builders[0])
+        try:
+            return run(self)
+        finally:
+            builders[0] -= 1
+
+    chains = chains_not_compiled_before()
+    with fresh_cache():
+        monkeypatch.setattr(cpp_builder.CppBuilder, "build", counted)
+        cpu.start_compiling(chains)
+        x = torch.randn(2, 700)
+        for chain in chains:
+            (step,) = chain.steps
+            wire = torch.empty(2, step.codec.wire_bytes(700, F32), dtype=U8)
+            cpu.compile_chain(chain)([x], wire, 700)
+            assert torch.equal(wire, step.codec.encode_rows(x))
+    assert len(at_once) >= len(chains)
+    assert max(at_once) > 1
+
+
+def test_error_of_a_chain_that_was_started_is_raised_where_it_is_needed(monkeypatch):
+    first, second, third = chains_not_compiled_before()
+    source, wrong = build.source, "#error this chain does not compile\n"
+    monkeypatch.setattr(build, "source", lambda c: (wrong if c == second else "") + source(c))
+    with fresh_cache():
+        cpu.start_compiling([first, second, third])
+        assert cpu.compile_chain(first).chain == first
+        for _ in range(2):
+            with pytest.raises(CppCompileError, match="this chain does not compile"):
+                cpu.compile_chain(second)
+        assert cpu.compile_chain(third).chain == third
+        monkeypatch.undo()
+        assert cpu.compile_chain(second).chain == second
+
+
+def test_error_at_the_start_is_raised_where_the_chain_is_needed(monkeypatch):
+    chains = chains_not_compiled_before()
+
+    def fails(chain):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(build, "source", fails)
+    cpu.start_compiling(chains)
+    for chain in chains:
+        with pytest.raises(OSError, match="no space left"):
+            cpu.compile_chain(chain)
+
+
+def test_headers_are_precompiled_once_in_a_thread(monkeypatch):
+    threads = []
+    monkeypatch.setattr(build, "_with_headers", lambda: threads.append(threading.current_thread()))
+    build.precompile_headers.cache_clear()
+    for _ in range(2):
+        cpu.precompile_headers()
+    deadline = time.monotonic() + 60
+    while not threads and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [each.name for each in threads] == ["commpass headers"]
+    assert threads[0].daemon
+
+
+def test_headers_that_do_not_compile_are_left_to_the_first_kernel(monkeypatch):
+    monkeypatch.setattr(build, "NOTHING", "#error no header\n")
+    build._with_headers()
+
+
+@pytest.mark.parametrize("inner", ["inductor", "eager"])
+@pytest.mark.parametrize("cuda", [None, "13.0"])
+def test_headers_are_precompiled_where_inductor_compiles(monkeypatch, inner, cuda):
+    """At once where torch has no CUDA, else for a graph on a CPU."""
+    calls = []
+    monkeypatch.setattr(cpu, "precompile_headers", lambda: calls.append(inner))
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    made = commpass.backend(inner=inner)
+    assert bool(calls) == (inner == "inductor" and cuda is None)
+    monkeypatch.undo()
+    monkeypatch.setattr(cpu, "precompile_headers", lambda: calls.append(inner))
+    calls.clear()
+    torch._dynamo.reset()
+    torch.compile(lambda x: x + 1, backend=made)(torch.ones(4))
+    assert bool(calls) == (inner == "inductor")

@@ -374,7 +374,9 @@ def test_wrong_number_of_cores_is_an_error_that_can_be_mended(wrong, ranks2):
     """What all ranks do together fails on all of them. What one rank does leaves no open store in
     which the others would miss its hello record."""
     found = ranks2.run(with_wrong_cores, wrong)
-    error = "COMMPASS_CORES=abc: must be a number of cores of a rank, at least 0.001, such as 0.5"
+    error = (
+        "COMMPASS_CORES=abc: must be a number of cores of a rank, such as 0.5, and at least 0.01"
+    )
     both = f"rank {wrong}: {error}"
     assert found[1 - wrong][0] == [both]
     assert found[wrong][0] == [both, *[error] * 3]

@@ -68,7 +68,7 @@ def test_all_processors_count_where_the_system_does_not_tell(tmp_path, monkeypat
     assert processors_here(tmp_path / "none") == Processors(platform.node(), "1f", 3.0)
 
 
-@pytest.mark.parametrize("given", ["two", "-1", "nan", "inf", "0.0", "1,5", "1e-310", "0.0009"])
+@pytest.mark.parametrize("given", ["two", "-1", "nan", "inf", "0", "0.0", "1e-310", "1,5"])
 def test_number_of_cores_that_is_none_is_refused(given, monkeypatch):
     monkeypatch.setenv(CORES, given)
     with pytest.raises(PolicyError, match=r"COMMPASS_CORES=.*must be a number of cores"):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -97,11 +100,63 @@ def compile_chain(chain: Chain) -> Compiled:
     The result is in Inductor's cache, also for later processes. Raises CommpassError for a chain
     without C++.
     """
-    from torch._inductor.codecache import CppPythonBindingsCodeCache
-
     if reason := unsupported_reason(chain):
         raise CommpassError(f"no C++ kernel: {reason}")
+    load = _started.pop(chain, None) or _loader(chain, None)
+    return Compiled(chain, load())
+
+
+def start_compiling(chains: Iterable[Chain]) -> None:
+    """Start the C++ compiler for several chains at once. ``compile_chain`` waits for each, and
+    raises its errors."""
+    new = [chain for chain in chains if chain not in _started and not unsupported_reason(chain)]
+    if len(new) < 2:
+        return
+    pool = ThreadPoolExecutor(max_workers=len(new))  # ends with its work: a fork must not copy it
+    for chain in new:
+        with suppress(Exception):  # compile_chain tries again, and raises it for the sites
+            _started[chain] = _loader(chain, pool.submit)
+    pool.shutdown(wait=False)
+
+
+@cache
+def precompile_headers() -> None:
+    """Start to precompile torch's headers for C++, once a process, in a thread.
+
+    It also finds the machine's vector instructions. Inductor and kernels need both. On a new
+    machine that takes 7 s of a core, later 1 s in each process. In the meantime Python traces the
+    graph.
+    """
+    import torch._inductor.codecache  # not in two threads at once
+
+    assert torch._inductor.codecache
+    threading.Thread(target=_with_headers, name="commpass headers", daemon=True).start()
+
+
+def _with_headers() -> None:
+    """Compile a function that does nothing, with the headers of all kernels."""
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    with suppress(Exception):  # the first kernel tries again, and raises what is wrong
+        CppPythonBindingsCodeCache.load_pybinding(["int64_t"], NOTHING)
+
+
+NOTHING = """\
+#include "torch/csrc/inductor/cpp_prefix.h"
+extern "C" void kernel(int64_t) {}
+"""
+
+_started: dict[Chain, Callable[[], Callable[..., object]]] = {}
+"""Chains whose compilation has started, and what waits for it and loads the result."""
+
+
+def _loader(chain: Chain, submit: Any) -> Callable[[], Callable[..., object]]:
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
     tensor = ["const unsigned char*", "int64_t"]
     types = ["int64_t"] * 3 + tensor * (1 + len(further_inputs(chain)))
     types += ["unsigned char*", "int64_t"] * (1 + len(further_results(chain)))
-    return Compiled(chain, CppPythonBindingsCodeCache.load_pybinding(types, source(chain)))
+    load: Callable[[], Callable[..., object]] = CppPythonBindingsCodeCache.load_pybinding_async(
+        types, source(chain), submit_fn=submit
+    )
+    return load
