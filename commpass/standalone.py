@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from commpass.costmodel import Profile
 from commpass.distributed import record
-from commpass.distributed.agreed_network import agreed_default
+from commpass.distributed.agreed_profile import agreed_profile
 from commpass.distributed.environment import policy_here
 from commpass.distributed.machine import profile_here
 from commpass.errors import PolicyError
@@ -73,7 +73,7 @@ def rewrite(
         gm=gm,
         direction=direction,
         policy=chosen,
-        profile=profile_here(profile) or agreed_default(meta.device_of(gm), gm),
+        profile=agreed_profile(profile_here(profile), meta.device_of(gm), gm),
         decompositions=table,
         operators=inductor,
         kernels=inductor,

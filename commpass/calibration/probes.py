@@ -18,7 +18,7 @@ from commpass.calibration.measured_sites import Address, without_name
 from commpass.codecs import FLOATS, Codec
 from commpass.codecs.wrappers.outlier import Running
 from commpass.costmodel import Profile
-from commpass.distributed.agreed_network import agreed_default
+from commpass.distributed.agreed_profile import agreed_profile
 from commpass.distributed.calls import with_boxed_args
 from commpass.passes.candidates import candidates
 from commpass.passes.discover import discover
@@ -87,7 +87,7 @@ class Probes:
             )
             each.call.node.meta[ALLOWED][each.position] = recorder
         found = [self._recording(each) for each in found]
-        profile = self.profile or agreed_default(meta.device_of(gm), gm)
+        profile = agreed_profile(self.profile, meta.device_of(gm), gm)
         if "simplify" not in self.policy.skip and unsupported_reason is None and found:
             simplify(gm, found, self.policy, profile)
             found = [self._recording(each) for each in discover(gm, direction)]

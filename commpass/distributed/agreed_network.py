@@ -250,6 +250,6 @@ def _decoded(text: str) -> AgreedNetwork:
 
 
 SILENT = (
-    "%d ranks did not publish their network within %g s: they count as ranks with the default one,"
+    "%d ranks did not publish their network within %g s: they count as ranks with the default one."
     " Give a profile, or create the backend on all ranks after init_process_group"
 )

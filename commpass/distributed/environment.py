@@ -57,9 +57,11 @@ def policy_here(argument: str | Path | Policy) -> Policy:
     """Return the policy to use if the program gives this one.
 
     Raise PolicyError for an unknown policy, also one that is replaced: so a mistake is found before
-    the variables are removed.
+    the variables are removed. Raise it also for a wrong COMMPASS_CORES, before other ranks wait for
+    what this one publishes.
     """
     step_times.open_recorder()
+    stated_cores()
     chosen = policy_named(argument)
     requested = policy_of_environment()
     if is_off():

@@ -441,6 +441,9 @@ def open_store() -> None:
     count."""
     world = dist.group.WORLD
     assert world is not None
+    backends = dist.get_backend_config(world)
+    card = card_here("cuda" if "nccl" in backends else "cpu")
+    network = network_here(host_id(), backends, card)  # may raise: then no store is open
     old_nonces = frozenset().union(*(old.old_nonces | old.read_nonces for old in _stores))
     forget_calls()
     _stores[:] = [PlanStore(weakref.ref(world), dist.get_rank(), uuid.uuid4().hex[:12], old_nonces)]
@@ -449,9 +452,6 @@ def open_store() -> None:
     # the hello record comes last: who reads it finds the others
     store.torch_store.set(_store_key(store.nonce, "settings", "all"), msgspec.json.encode(own))
     store.torch_store.set(_store_key(store.nonce, "place", "all"), host_id())
-    backends = dist.get_backend_config(world)
-    card = card_here("cuda" if "nccl" in backends else "cpu")
-    network = network_here(host_id(), backends, card)
     store.publish("network-of-rank", msgspec.json.encode(network))
     store.torch_store.set(f"{ROOT}/hello/{store.rank}", store.nonce)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import os
 import platform
-from collections import Counter
-from collections.abc import Collection
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,14 @@ class Processors:
     stated: float = 0.0
 
 
+@dataclass(frozen=True)
+class Sent:
+    """What a rank sends to the others of its group: its processors, or why it has none to send."""
+
+    processors: Processors | None = None
+    error: str = ""
+
+
 def processors_here(boot: Path = BOOT) -> Processors:
     """Return where this process may run; all processors if the system does not tell (macOS)."""
     try:
@@ -54,10 +62,19 @@ def processors_here(boot: Path = BOOT) -> Processors:
 
 def processors_each(group: Any) -> float:
     """Return how many processors each rank of a group has to itself while all of them compute: that
-    of the rank with the fewest. Every rank must call this function."""
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, msgspec.json.encode(processors_here()), group=group)
-    return fewest_cores([msgspec.json.decode(each, type=Processors) for each in found])
+    of the rank with the fewest. Every rank must call this function. Raise PolicyError on all ranks
+    if COMMPASS_CORES is wrong on one."""
+    try:
+        own = Sent(processors=processors_here())
+    except PolicyError as error:  # the others wait for this rank
+        own = Sent(error=str(error))
+    raw: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(raw, msgspec.json.encode(own), group=group)
+    found = [msgspec.json.decode(each, type=Sent) for each in raw]
+    for rank, each in enumerate(found):
+        if each.error:
+            raise PolicyError(f"rank {rank}: {each.error}")
+    return fewest_cores([each.processors for each in found if each.processors])
 
 
 def stated_cores() -> float:
@@ -84,16 +101,23 @@ def fewest_cores(found: Collection[Processors]) -> float:
     Ranks that may run on the same logical processor share it equally: each of 4 ranks on the same 2
     has 0.5. Ranks that share an operating-system kernel are on one machine, in whatever containers.
     """
-    users: Counter[tuple[str, int]] = Counter()
-    places = [(one, _cpus(one)) for one in found]
-    for one, cpus in places:
-        users.update((one.machine, cpu) for cpu in cpus)
-    shares = (
-        one.stated or sum(1 / users[one.machine, cpu] for cpu in cpus) for one, cpus in places
-    )
-    return min(shares, default=1.0)
+    machines: dict[str, Counter[str]] = defaultdict(Counter)
+    for one in found:
+        machines[one.machine][one.cpus] += 1
+    shares = {machine: _shares(ranks) for machine, ranks in machines.items()}
+    return min((one.stated or shares[one.machine][one.cpus] for one in found), default=1.0)
 
 
-def _cpus(one: Processors) -> list[int]:
-    mask = int(one.cpus, 16)
+def _shares(ranks: Mapping[str, int]) -> dict[str, float]:
+    """Return the cores of each rank of a machine by the processors that it may use, from how many
+    ranks may use these. Many ranks often may use the same ones."""
+    places = {cpus: _numbers(cpus) for cpus in ranks}
+    users: Counter[int] = Counter()
+    for cpus, numbers in places.items():
+        users.update(dict.fromkeys(numbers, ranks[cpus]))
+    return {cpus: sum(1 / users[cpu] for cpu in numbers) for cpus, numbers in places.items()}
+
+
+def _numbers(cpus: str) -> list[int]:
+    mask = int(cpus, 16)
     return [cpu for cpu in range(mask.bit_length()) if mask >> cpu & 1]

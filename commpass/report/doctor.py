@@ -142,6 +142,7 @@ def profile() -> tuple[str, bool]:
     import torch
 
     from commpass.costmodel.files import age, read
+    from commpass.costmodel.networks import on_shared_processors
     from commpass.distributed.agreed_network import default_between_hosts
     from commpass.distributed.machine import (
         VARIABLE,
@@ -151,11 +152,14 @@ def profile() -> tuple[str, bool]:
         requested_profile,
         this_machine,
     )
+    from commpass.distributed.processors import stated_cores
 
     path = requested_profile(None)
     if path is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         alone, several = default_here(device), default_between_hosts(device)
+        if device == "cpu":  # the number of ranks here is unknown, and so is what they share
+            alone = on_shared_processors(alone, stated_cores() or 1.0)
         return f"on one host {alone.description}, on several {several.description}", False
     try:
         found = profile_here(None)

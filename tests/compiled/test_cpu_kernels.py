@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import pytest
+import reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -422,13 +423,7 @@ def test_roots_do_not_depend_on_the_width_of_vectors():
 
 @cache
 def signs(width: int) -> torch.Tensor:
-    """Return the signs of positions: the parity of the products of their bits 0 and 1, 2 and 3,
-    ..."""
-    place = torch.arange(width)
-    parity = torch.zeros_like(place)
-    for bit in range(0, width.bit_length() - 2, 2):
-        parity ^= (place >> bit) & (place >> (bit + 1)) & 1
-    return (1 - 2 * parity).float()
+    return torch.from_numpy(reference.signs(width)).float()
 
 
 def stages(x: torch.Tensor, distances: list[int]) -> torch.Tensor:
@@ -459,6 +454,7 @@ def inverse(
 
 
 ROTATED = ("rotated", "rotated(bits=4,block=32)", "rotated(form=int,block=512)")
+WIDTHS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
 @pytest.mark.parametrize("spec", sampled([*ROTATED, "sdp4bit"], [ROTATED[1], "sdp4bit"]))
@@ -478,7 +474,17 @@ def test_rotation_has_the_bits_of_its_butterfly(spec):
 
 @pytest.mark.parametrize("spec", sampled(ROTATED, ROTATED[:1]))
 def test_rotation_is_close_to_the_aten_form(spec):
-    coder, n = codec(spec), 1 << 14
+    check_close_to_aten(codec(spec))
+
+
+@pytest.mark.parametrize("width", sampled(WIDTHS, (64, 1024)))
+def test_rotation_of_any_width_has_the_signs_of_the_aten_form(width):
+    """A wire of one form is read by the other, for instance on a rank without vectors."""
+    check_close_to_aten(codec(f"rotated(block={width})"))
+
+
+def check_close_to_aten(coder) -> None:
+    n = 1 << 14
     x = torch.randn(1, n, generator=torch.Generator().manual_seed(0))
     wire, right = run(Chain(F32, (Encode(coder),)), [x], n), coder.encode_rows(x)
     assert (wire != right).float().mean() < 1e-3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from processes import Ranks
 from rank_helpers import commpass_messages
 from sys_trees import add_interface
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import commpass
 from commpass import ethernet
@@ -25,6 +26,8 @@ from commpass.distributed import agreed_network, network, plan_store
 from commpass.distributed.agreed_network import agreed_default
 from commpass.distributed.agreed_profile import agreed_profile
 from commpass.distributed.plan_store import ROOT, PlanStore, current_store, open_store
+from commpass.distributed.processors import processors_each
+from commpass.errors import PolicyError
 
 pytestmark = pytest.mark.xdist_group("ranks")
 ops = torch.ops._c10d_functional
@@ -323,3 +326,58 @@ def test_named_profile_has_the_cores_of_the_ranks_that_published_theirs_in_time(
     warned = [any(warning in each for each in messages) for _, messages in found]
     assert warned[1 - missing]
     assert not warned[missing]
+
+
+def rewritten(cores: str) -> str:
+    """Return the codec of a graph that ``commpass.rewrite`` changes under a named profile."""
+    with mock.patch.dict(os.environ, COMMPASS_CORES=cores):
+        open_store()
+        dist.barrier()
+        gm = make_fx(function, tracing_mode="fake")(torch.ones(1 << 16))
+        plan = commpass.rewrite(gm, [], "balanced", profile="ethernet-10g", strict=True)
+        dist.barrier()
+        return plan.sites[0].codec
+
+
+@pytest.mark.slow
+def test_rewritten_graphs_are_planned_for_the_cores_of_ranks_too(ranks2):
+    assert ranks2.run(rewritten, "1") == ["none"] * 2
+    assert ranks2.run(rewritten, "0.05") == ["bf16"] * 2
+
+
+def with_wrong_cores(wrong: int) -> tuple[list[str], str]:
+    """On one rank COMMPASS_CORES is wrong at first. Return the errors, and the profile at last."""
+    is_wrong, errors = dist.get_rank() == wrong, []
+
+    def collect(call: Callable[[], object]) -> None:
+        try:
+            call()
+        except PolicyError as error:
+            errors.append(str(error))
+
+    with mock.patch.dict(os.environ, COMMPASS_CORES="abc" if is_wrong else "0.5"):
+        collect(lambda: processors_each(dist.group.WORLD))
+        if is_wrong:
+            plan_store._stores.clear()  # as in a new process
+            collect(lambda: commpass.backend("balanced", inner="eager"))
+            collect(current_store)
+            collect(current_store)
+    dist.barrier()
+    with mock.patch.dict(os.environ, COMMPASS_CORES="0.5"):
+        open_store() if not is_wrong else current_store()
+        dist.barrier()
+        return errors, digest(agreed_profile(profile_named("ethernet-1g"), "cpu", None, 20.0))
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_wrong_number_of_cores_is_an_error_that_can_be_mended(wrong, ranks2):
+    """What all ranks do together fails on all of them. What one rank does leaves no open store in
+    which the others would miss its hello record."""
+    found = ranks2.run(with_wrong_cores, wrong)
+    error = (
+        "COMMPASS_CORES=abc: must be a number of cores of a rank, such as 0.5, and at least 0.01"
+    )
+    both = f"rank {wrong}: {error}"
+    assert found[1 - wrong][0] == [both]
+    assert found[wrong][0] == [both, *[error] * 3]
+    assert [each for _, each in found] == [digest(ethernet(1).on_cores(0.5))] * 2

@@ -185,6 +185,12 @@ def test_doctor_shows_what_it_reads(tmp_path, monkeypatch):
     assert state() == f"{alone} ethernet-1g (read from eth0)"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")
     assert state() == f"{alone} ethernet-10g (assumed: there is no interface eth1)"
+    monkeypatch.setenv("COMMPASS_CORES", "0.5")
+    shared = "ranks share processors, 0.5 cores each"
+    assert state() == (
+        f"on one host ethernet-10g (assumed; {shared}), on several ethernet-10g (assumed: there is"
+        f" no interface eth1; {shared})"
+    )
 
 
 def test_reports_of_a_dump_show_the_source(tmp_path):

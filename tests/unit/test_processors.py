@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
+import random
 
 import pytest
 
+import commpass
 from commpass.costmodel import Profile
 from commpass.costmodel.kernels import CPU
 from commpass.costmodel.links import Link, Region
@@ -66,11 +68,31 @@ def test_all_processors_count_where_the_system_does_not_tell(tmp_path, monkeypat
     assert processors_here(tmp_path / "none") == Processors(platform.node(), "1f", 3.0)
 
 
-@pytest.mark.parametrize("given", ["two", "-1", "nan", "inf", "0", "0.0", "1e-300", "1,5"])
+@pytest.mark.parametrize("given", ["two", "-1", "nan", "inf", "0", "0.0", "1e-310", "1,5"])
 def test_number_of_cores_that_is_none_is_refused(given, monkeypatch):
     monkeypatch.setenv(CORES, given)
     with pytest.raises(PolicyError, match=r"COMMPASS_CORES=.*must be a number of cores"):
         stated_cores()
+    with pytest.raises(PolicyError, match="COMMPASS_CORES="):
+        commpass.backend("balanced", inner="eager")
+
+
+def test_any_mixture_of_ranks_has_the_cores_of_the_rule():
+    """The rule, one rank and one processor after the other."""
+    choose = random.Random(0)
+    for _ in range(50):
+        places = [
+            (choose.choice("ab"), frozenset(choose.choices(range(70), k=choose.choice([1, 2, 30]))))
+            for _ in range(choose.randint(1, 12))
+        ]
+        places += choose.choices(places, k=choose.randint(0, 6))
+        right = min(
+            sum(1 / sum(m == machine and cpu in other for m, other in places) for cpu in cpus)
+            for machine, cpus in places
+        )
+        assert fewest_cores([on(machine, *cpus) for machine, cpus in places]) == pytest.approx(
+            right
+        )
 
 
 def test_profile_on_half_a_core_has_twice_the_times_of_processors_and_a_time_slice_more():

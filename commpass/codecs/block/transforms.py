@@ -119,8 +119,16 @@ def _sylvester(width: int, like: Tensor, signed: bool) -> Tensor:
 
 def _factors(width: int) -> tuple[int, int]:
     """Two powers of two with this product, as equal as possible; the first is the larger one."""
-    left = 1 << (width.bit_length() // 2)
-    return left, width // left
+    right = 1 << low_bits(width)
+    return width // right, right
+
+
+def low_bits(width: int) -> int:
+    """Return how many low bits of a position in a rotation belong to its second factor.
+
+    With signs, these bits and the others each have a bent function of their own.
+    """
+    return (width.bit_length() - 1) // 2
 
 
 def _rotate(blocks: Tensor, by: Hadamard) -> Tensor:

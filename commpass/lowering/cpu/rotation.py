@@ -8,7 +8,7 @@ to the largest. Each value has the same sums in the same order on every machine.
 
 from __future__ import annotations
 
-from commpass.codecs.block.transforms import Hadamard, NoTransform, Transform
+from commpass.codecs.block.transforms import Hadamard, NoTransform, Transform, low_bits
 from commpass.codecs.dispatch import by_type
 from commpass.lowering.cpu.common import number
 
@@ -193,7 +193,7 @@ def _hadamard(part: Hadamard, name: str) -> str:
     """Scale by 1/width before, and by the width after. Both are exact, and no intermediate sum is
     larger than a value."""
     width = part.width
-    signs = [_sign(place) if part.signed else 1 for place in range(width)]
+    signs = [_sign(place, width) if part.signed else 1 for place in range(width)]
     before, after = (
         ", ".join(number(sign * by) for sign in signs) for by in (1 / width, float(width))
     )
@@ -213,8 +213,13 @@ struct {name} {{
 """
 
 
-def _sign(place: int) -> int:
-    """The bent function of ``Hadamard.signed``: the parity of the products of bits 0 and 1, 2 and
-    3, and so on."""
-    pairs = place & (place >> 1) & 0x55555555
-    return -1 if pairs.bit_count() & 1 else 1
+def _sign(place: int, width: int) -> int:
+    """Return the sign of a place that ``Hadamard.signed`` means.
+
+    It is the parity of the products of bits 0 and 1, 2 and 3, and so on. The low bits of a place
+    and the others are paired apart.
+    """
+    low = low_bits(width)
+    halves = place & ((1 << low) - 1), place >> low
+    pairs = sum((half & (half >> 1) & 0x55555555).bit_count() for half in halves)
+    return -1 if pairs & 1 else 1

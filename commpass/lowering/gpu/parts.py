@@ -43,7 +43,7 @@ from commpass.codecs.block.scales import (
     TwoLevel,
     start_of,
 )
-from commpass.codecs.block.transforms import Hadamard, NoTransform, Transform
+from commpass.codecs.block.transforms import Hadamard, NoTransform, Transform, low_bits
 from commpass.codecs.dispatch import by_type
 
 Lines = list[str]
@@ -151,8 +151,7 @@ def _rotated_back(transform: Hadamard, times: float) -> Lines:
 def _scale(transform: Hadamard, number: float) -> str:
     """Return a number multiplied by the signs of the Kronecker product of two signed matrices: see
     ``codecs.block.transforms``."""
-    bits = transform.width.bit_length()
-    split = bits - 1 - bits // 2
+    split = low_bits(transform.width)
     signed = f"fixed_signs(inside, {number!r}, {transform.width}, {split})"
     return signed if transform.signed else repr(number)
 
