@@ -234,8 +234,8 @@ class Backend(Shared):
 
     def _profile_of(self, gm: fx.GraphModule) -> Profile:
         device = meta.device_of(gm)
-        if self.profile is None and self.policy.off:
-            return default_here(device)  # nothing depends on it, so other ranks are not awaited
+        if self.policy.off:  # nothing depends on it, so other ranks are not awaited
+            return self.profile or default_here(device)
         found = agreed_profile(self.profile, device, gm, self.timeout)
         return in_cuda_graphs(found) if device == "cuda" else found
 

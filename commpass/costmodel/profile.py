@@ -41,7 +41,7 @@ at least this on 4 ranks at 0.1 Gbit/s, int8 and int4 of 1 to 64 MiB, and hardly
 
 SLICE_US = 1000.0
 """How long other processes on the same core run on while a rank could continue. 4 ranks on 2 cores,
-1 Gbit/s: with 1000 to 3000 us steps are 1.22 to 1.9 times as fast as plain, with 0 they are 0.95 to
+1 Gbit/s: with 1000 to 3000 us steps are 1.18 to 1.9 times as fast as plain, with 0 they are 0.95 to
 1.36. A two-shot of 512 KiB takes 8.3 ms (benchmarks/network/steps.py and reduces.py)."""
 
 LINK, INTRA_HOST = "(link)", "(intra-host)"

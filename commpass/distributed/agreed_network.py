@@ -108,7 +108,8 @@ def _card(network: AgreedNetwork, device: str) -> str:
 def default_between_hosts(device: str) -> Profile:
     """Return the default profile of ranks on several hosts like this one, one on each."""
     here = network_here("this one", "cpu:gloo,cuda:nccl")
-    network = network_of({0: here, 1: dataclasses.replace(here, host="another")}, 2, 0)
+    another = dataclasses.replace(here, host="another", processors=None)  # it shares none
+    network = network_of({0: here, 1: another}, 2, 0)
     return profile_over(network, device, card_here(device))
 
 

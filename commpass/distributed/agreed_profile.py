@@ -25,23 +25,23 @@ profile may use commpass on some ranks alone."""
 
 
 def agreed_profile(
-    given: Profile | None,
+    profile: Profile | None,
     device: str,
     gm: fx.GraphModule | None = None,
     timeout_s: float | None = None,
 ) -> Profile:
-    """Return the profile to use for a type of device, equal on all ranks: the given one, or the
-    default.
+    """Return the profile to use for a type of device, equal on all ranks: ``profile``, or the
+    default if it is None.
 
-    If the given one is named for its link, its times of processors become those of ranks with as
-    many cores as these have. Wait at most ``timeout_s`` seconds for what other ranks have read, and
+    If it is named for its link, its times of processors become those of ranks with as many cores as
+    these have. Wait at most ``timeout_s`` seconds for what other ranks have read, and
     not at all for a graph ``gm`` without collectives.
     """
-    if given is None:
+    if profile is None:
         return agreed_default(device, gm, timeout_s)
-    if device != "cpu" or given.source != NOMINAL:
-        return given
-    return on_shared_processors(given, agreed_cores(gm, timeout_s))
+    if device != "cpu" or profile.source != NOMINAL:
+        return profile
+    return on_shared_processors(profile, agreed_cores(gm, timeout_s))
 
 
 def agreed_cores(gm: fx.GraphModule | None = None, timeout_s: float | None = None) -> float:

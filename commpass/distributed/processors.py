@@ -6,8 +6,9 @@ import math
 import os
 import platform
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,12 @@ def _shares(ranks: Mapping[str, int]) -> dict[str, float]:
     users: Counter[int] = Counter()
     for cpus, numbers in places.items():
         users.update(dict.fromkeys(numbers, ranks[cpus]))
-    return {cpus: sum(1 / users[cpu] for cpu in numbers) for cpus, numbers in places.items()}
+    return {cpus: _sum([users[cpu] for cpu in numbers]) for cpus, numbers in places.items()}
+
+
+def _sum(users: Sequence[int]) -> float:
+    """Return the sum of 1 / users, exactly: six sixths are one core, not less."""
+    return float(sum(Fraction(many, each) for each, many in Counter(users).items()))
 
 
 def _numbers(cpus: str) -> list[int]:

@@ -91,7 +91,7 @@ def fuse(
             kept = {node: number[of] for node, of in encodes.items() if of in read}
             for name, nodes in own.items():
                 left = [node for node in nodes if not node._erased]
-                with errors.of(name), _without(encodes, nodes), _without(kept, nodes):
+                with errors.of(name), _excluding(encodes, nodes), _excluding(kept, nodes):
                     for of in _fuse_site(left, found[name], profile, encodes, kept):
                         found[of].done.append(f"encode, with what follows the decode of {name}")
             if own:
@@ -102,7 +102,7 @@ def fuse(
 
 
 @contextmanager
-def _without(values: dict[fx.Node, Any], nodes: Iterable[fx.Node]) -> Iterator[None]:
+def _excluding(values: dict[fx.Node, Any], nodes: Iterable[fx.Node]) -> Iterator[None]:
     """Take the entries of some nodes out of a mapping. (A copy for each site would take a time that
     grows with the square of their number.)"""
     own = {node: values.pop(node) for node in nodes if node in values}

@@ -843,3 +843,11 @@ def test_headers_are_precompiled_where_inductor_compiles(monkeypatch, inner, cud
     torch._dynamo.reset()
     torch.compile(lambda x: x + 1, backend=made)(torch.ones(4))
     assert bool(calls) == (inner == "inductor")
+
+
+def test_chains_that_are_compiled_are_not_started_again():
+    chains = [Chain(F32, (Encode(codec(name)),)) for name in ("int8", "fp8")]
+    for chain in chains:
+        cpu.compile_chain(chain)
+    cpu.start_compiling(chains)
+    assert not build._started.keys() & set(chains)

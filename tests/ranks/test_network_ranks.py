@@ -205,8 +205,13 @@ def without_need() -> bool:
         current_store().torch_store.delete_key(f"{ROOT}/hello/1")
     dist.barrier()
     torch.compile(lambda x: x + 1, backend=commpass.backend(inner="eager"))(torch.ones(4))
-    torch.compile(function, backend=commpass.backend("off", inner="eager"))(torch.ones(4))
-    return current_store().network is None
+    for profile in (None, "ethernet-1g"):
+        off = commpass.backend("off", inner="eager", profile=profile)
+        torch._dynamo.reset()
+        torch.compile(function, backend=off)(torch.ones(4))
+    named = commpass.backend(inner="eager", profile="ethernet-1g")
+    torch.compile(lambda x: x + 2, backend=named)(torch.ones(4))
+    return current_store().network is None and current_store().cores is None
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from commpass.costmodel.kernels import CPU
 from commpass.costmodel.links import Link, Region
 from commpass.costmodel.profile import SLICE_US, ethernet, profile_named
 from commpass.distributed import agreed_profile as module
-from commpass.distributed.agreed_network import AgreedNetwork, profile_over
+from commpass.distributed.agreed_network import AgreedNetwork, default_between_hosts, profile_over
 from commpass.distributed.processors import (
     CORES,
     Processors,
@@ -149,3 +149,18 @@ def test_profiles_of_gpus_do_not_depend_on_cores(monkeypatch):
     card = "NVIDIA H100 80GB HBM3"
     assert profile_over(network, "cuda", card) == profile_over(whole, "cuda", card)
     assert profile_over(network, "cpu", "") != profile_over(whole, "cpu", "")
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_ranks_with_a_core_each_have_exactly_one(shared):
+    """Floats would add up to less: six times 1 / 6 is 0.9999999999999999."""
+    for size in range(1, 130):
+        ranks = [on("a", *(range(size) if shared else [rank])) for rank in range(size)]
+        assert fewest_cores(ranks) == 1.0
+    assert sum([1 / 6] * 6) < 1
+
+
+def test_ranks_on_several_hosts_share_nothing_with_this_one(monkeypatch):
+    monkeypatch.delenv(CORES)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    assert "share" not in default_between_hosts("cpu").description

@@ -103,13 +103,16 @@ def compile_chain(chain: Chain) -> Compiled:
     if reason := unsupported_reason(chain):
         raise CommpassError(f"no C++ kernel: {reason}")
     load = _started.pop(chain, None) or _loader(chain, None)
-    return Compiled(chain, load())
+    made = Compiled(chain, load())
+    _compiled.add(chain)
+    return made
 
 
 def start_compiling(chains: Iterable[Chain]) -> None:
     """Start the C++ compiler for several chains at once. ``compile_chain`` waits for each, and
     raises its errors."""
-    new = [chain for chain in chains if chain not in _started and not unsupported_reason(chain)]
+    known = _compiled.union(_started)
+    new = [chain for chain in chains if chain not in known and not unsupported_reason(chain)]
     if len(new) < 2:
         return
     pool = ThreadPoolExecutor(max_workers=len(new))  # ends with its work: a fork must not copy it
@@ -148,6 +151,8 @@ extern "C" void kernel(int64_t) {}
 
 _started: dict[Chain, Callable[[], Callable[..., object]]] = {}
 """Chains whose compilation has started, and what waits for it and loads the result."""
+_compiled: set[Chain] = set()
+"""Chains that were compiled: ``compile_chain`` has them, or Inductor's cache."""
 
 
 def _loader(chain: Chain, submit: Any) -> Callable[[], Callable[..., object]]:
