@@ -21,6 +21,17 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
     A single word, as in ``"cast(fp16)"``, is the value of the first parameter and has the key ""
     here. Raises PolicyError for invalid text.
     """
+    name, parameters = _parsed(text)
+    return name, dict(parameters)
+
+
+@lru_cache(maxsize=4096)
+def _parsed(text: str) -> tuple[str, dict[str, Any]]:
+    """Parse a text once. A backend that the garbage collector deletes reports on texts known here.
+
+    Before 3.11.8, Python's own parser fails if the collector interrupts it and parses something
+    else (https://github.com/python/cpython/issues/106905).
+    """
     name, bracket, rest = text.strip().partition("(")
     if not bracket:
         return name, {}

@@ -3,10 +3,12 @@ remedy."""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import gc
 import logging
 import re
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -358,3 +360,17 @@ def test_rate_is_where_a_candidate_begins_to_gain(kind, mapped):
     assert not is_best_at(rate * 1.05)
     slower = profile.scaled("t*" if mapped else "(link)", rate / 2000)
     assert break_even_rate(site, best, slower) == pytest.approx(rate / 2)  # it gains as it is
+
+
+def test_deleted_backend_reports_without_pythons_parser(fake_group, warnings):
+    """Python before 3.11.8 fails if the garbage collector interrupts its parser to parse more."""
+    fake_group(RANKS)
+    model = serve(Policy(rules=[Rule(module="head", codec="int8(block=64)")]), FAST, 1)
+    assert not warnings()
+    with patch.object(ast, "parse", wraps=ast.parse) as parse:
+        del model
+        torch._dynamo.reset()
+        gc.collect()
+    (text,) = warnings()
+    assert "matched no collective" in text
+    assert not parse.called
