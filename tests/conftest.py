@@ -107,6 +107,7 @@ def pytest_runtest_makereport() -> Iterator[None]:
 
 def _ranks(size: int) -> Iterator[Ranks]:
     ranks = Ranks(size)
+    ranks.start()  # so that the first test does not take its time
     yield ranks
     ranks.stop()
 

@@ -50,7 +50,7 @@ class Ranks:
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 180) -> list[Any]:
         """Return the results of all ranks, in rank order."""
         if not self.members:
-            self._start()
+            self.start()
         for _, pipe in self.members:
             pipe.send((function, args))
         return self._collect(timeout, function.__name__)
@@ -62,7 +62,8 @@ class Ranks:
             process.join()
         self.members = []
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Start the processes; ``run`` does so if there are none."""
         context = multiprocessing.get_context("spawn") if self.environment else forked()
         folder = tempfile.mkdtemp(prefix="ranks")
         for rank in range(self.size):

@@ -17,7 +17,7 @@ from commpass.codecs.registry import NAMES as CODECS
 from commpass.costmodel import Profile, default_profile, profile_from
 from commpass.costmodel.cards import card_of
 from commpass.costmodel.files import Machine, measured_profile, read
-from commpass.errors import ProfileError, nearest
+from commpass.errors import CommpassError, ProfileError, nearest
 from commpass.groups import is_first_rank
 
 VARIABLE = "COMMPASS_PROFILE"
@@ -30,9 +30,19 @@ log = logging.getLogger("commpass")
 def profile_here(profile: str | Path | Profile | None) -> Profile | None:
     """Return the profile that is requested by name, path or the environment; None if there is none.
 
-    A profile that was measured on another machine is used with a warning, once.
+    A profile that was measured on another machine is used with a warning, once. Raises ProfileError
+    for a profile that does not exist or cannot be read; it says if the environment names it.
     """
     named = requested_profile(profile)
+    try:
+        return _profile_of(named)
+    except CommpassError as error:
+        if profile is not None:
+            raise
+        raise ProfileError(f"{VARIABLE}={named}: {error}") from error
+
+
+def _profile_of(named: str | Path | Profile | None) -> Profile | None:
     if isinstance(named, (str, Path)) and str(named).endswith(".json"):
         file = read(Path(named))
         if is_first_rank() and (others := list(differences_from(file.machine, this_machine()))):

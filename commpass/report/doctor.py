@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
+from textwrap import shorten
 
 from rich.table import Table
 from rich.text import Text
 
-from commpass.errors import CommpassError, ProfileError
+from commpass.errors import CommpassError
 from commpass.report.tables import plain_table
 
 
@@ -145,7 +146,6 @@ def profile() -> tuple[str, bool]:
     from commpass.costmodel.networks import on_shared_processors
     from commpass.distributed.agreed_network import default_between_hosts
     from commpass.distributed.machine import (
-        VARIABLE,
         default_here,
         differences_from,
         profile_here,
@@ -161,10 +161,7 @@ def profile() -> tuple[str, bool]:
         if device == "cpu":  # the number of ranks here is unknown, and so is what they share
             alone = on_shared_processors(alone, stated_cores() or 1.0)
         return f"on one host {alone.description}, on several {several.description}", False
-    try:
-        found = profile_here(None)
-    except CommpassError as error:
-        raise ProfileError(f"{VARIABLE}={path}: {error}") from error
+    found = profile_here(None)
     assert found is not None
     if not str(path).endswith(".json"):
         return found.name, True
@@ -219,8 +216,14 @@ PROBES: tuple[tuple[str, Callable[[], tuple[str, bool]], str, str], ...] = (
 
 
 def table_of(found: Sequence[Check]) -> Table:
+    """Return a row for each feature; what is wrong is shortened, since the command ends with it."""
     table = plain_table("what", "state", "meaning", folded=("state", "meaning"))
     for check in found:
         style = "green" if check.ok else "bold red" if check.needed or check.wrong else "yellow"
-        table.add_row(Text(check.what), Text(check.state, style=style), Text(check.meaning))
+        meaning = shorten(check.wrong, LONGEST, placeholder=" ...") or check.meaning
+        table.add_row(Text(check.what), Text(check.state, style=style), Text(meaning))
     return table
+
+
+LONGEST = 100
+"""The columns that a sentence on what is wrong may take in the table."""

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 from dumps import LONG, ODD, SITES, fails, make, node, run, site, words
 
+import commpass
 from commpass import plan
+from commpass.errors import PolicyError, ProfileError
 from commpass.plan import dump
 from commpass.report import doctor, tables
 from commpass.report.progress import progress
@@ -310,8 +312,19 @@ def test_doctor_tells_what_is_wrong_with_a_profile(
     assert result.exit_code == 2
     assert f"COMMPASS_PROFILE={where}" in result.stderr
     assert said in result.stderr
+    assert max(map(len, result.stdout.splitlines())) < 200
     assert "assumes one" not in result.stdout
     assert "distributed" in result.stdout  # everything else is reported as well
+
+
+def test_profile_of_the_environment_that_cannot_be_used_names_the_variable(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setenv("COMMPASS_PROFILE", "nvlink-44")
+    with pytest.raises(ProfileError, match=r"^COMMPASS_PROFILE=nvlink-44: .*did you mean"):
+        commpass.backend("balanced")
+    with pytest.raises(PolicyError, match=r"^unknown profile 'nvlink-44'"):
+        commpass.backend("balanced", profile="nvlink-44")
 
 
 # tables
