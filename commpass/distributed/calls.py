@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ from torch import fx
 
 from commpass.distributed import references, state
 from commpass.distributed.flat import Flat
+from commpass.distributed.inference_of_shapes import infers_shapes
 from commpass.distributed.owners import Calls, HookCalls, part_of
 from commpass.distributed.samples import Samples
 from commpass.passes.results import ConstantInput, StateInput
@@ -53,8 +53,14 @@ def state_for(
     """Return a function that returns the state that each call of a graph takes after its inputs."""
     if isinstance(calls, HookCalls) and calls.parameters_of_flat:
         flats = [Flat(one, calls) for one in states]
-        return lambda inputs: [flat.current() for flat in flats]
-    return functools.partial(state_of, with_parameters(states, gm, calls), calls, direction)
+        return lambda inputs: _of_call([flat.current() for flat in flats])
+    found = with_parameters(states, gm, calls)
+    return lambda inputs: _of_call(state_of(found, calls, direction, inputs))
+
+
+def _of_call(found: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the state that a call changes: a copy if the call is no step."""
+    return [each.clone() for each in found] if found and infers_shapes() else found
 
 
 def state_of(

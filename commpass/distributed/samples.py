@@ -26,6 +26,7 @@ from commpass import groups
 from commpass.codecs import Codec, codec
 from commpass.codecs.block.codec import BlockCodec
 from commpass.codecs.cast import CastCodec
+from commpass.distributed.inference_of_shapes import infers_shapes
 from commpass.plan import PlannedSite
 from commpass.utils.ambient import ambient_free
 
@@ -238,9 +239,12 @@ class Samples:
 
     def next_sink(self) -> Callable[[int, Tensor], None] | None:
         """Count a call. Return the function that receives its sites' tensors, or None if it is not
-        sampled."""
+        sampled. A call on memory that nobody has written does not count."""
+        sampled = any(not each.why for each in self.sites)
+        if sampled and self.share and infers_shapes():
+            return None
         call, self.calls = self.calls, self.calls + 1
-        if not any(not each.why for each in self.sites):
+        if not sampled:
             return None
         self.read_measured()
         if self.share and is_sampled(call, self.share):
