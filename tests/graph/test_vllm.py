@@ -129,6 +129,22 @@ def test_allowed_one_of_two_alone_is_compressed(four):
     assert {dtype for _, dtype, _ in collectives(gm)} == {torch.uint8}
 
 
+def test_sums_through_shared_memory_are_left_with_a_line(four, caplog):
+    """vLLM's CPU ranks on one host, if the processor has AVX-512."""
+    caplog.set_level(logging.INFO, "commpass")
+    with torch.library._scoped_library("vllm_like", "DEF") as library:
+        library.define("shm_allreduce(int handle, Tensor(a!) data) -> ()")
+        library.impl("shm_allreduce", lambda *_: None, "Meta")
+        operator = torch.ops.vllm_like.shm_allreduce.default
+        gm = make_fx(lambda x: auto_functionalized(operator, handle=0, data=x)[1])(
+            torch.empty(64, 64, device="meta")
+        )
+        before = targets(gm)
+        CollectivePass(INT8, groups=world, strict=True)(gm.graph)
+        assert targets(gm) == before
+    assert "1 collective of vLLM's through the shared memory of this host" in caplog.text
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_gathers_and_scatters_along_the_first_dimension_are_taken(four, dim, caplog):

@@ -121,4 +121,10 @@ def to_vllm(graph: fx.Graph) -> None:
 
 def collectives_in_shared_memory(graph: fx.Graph) -> int:
     """Return how many collectives vLLM's ranks on one host do through shared memory."""
-    return sum("shm_" in str(node.target) for node in graph.nodes if node.op == "call_function")
+    return sum("shm_" in str(_called(node)) for node in graph.nodes if node.op == "call_function")
+
+
+def _called(node: fx.Node) -> object:
+    """Return the operator of a call, also of one that torch runs without writing to its inputs."""
+    wrapped = node.target is torch.ops.higher_order.auto_functionalized
+    return node.args[0] if wrapped else node.target
