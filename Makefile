@@ -36,15 +36,15 @@ test-slow: check
 test-all: check
 	$(VENV)/bin/pytest -n $(WORKERS) --dist loadgroup --every
 
-# The tests of what is in benchmarks/; as root also those that build networks in a box.
+# The tests of what is in benchmarks/; most of those that build networks in a box are in `make test-all`.
 test-bench: $(READY)
 	$(VENV)/bin/pytest -n $(WORKERS) --dist loadgroup --bench tests/bench
 
-# Every scenario under every policy; `make test` tries each under one.
+# Every scenario under every policy; the slow tests train three of them.
 scenarios: $(READY)
 	$(VENV)/bin/pytest tests/scenarios --every
 
-# Other random programs each time; what fails is kept in tests/fuzz/found/ and is part of `make test` from then on.
+# Other random programs each time; what fails is kept in tests/fuzz/found/; `make test` runs some of these, `make test-all` all.
 fuzz: $(READY)
 	PYTHONPATH=tests $(VENV)/bin/python -m fuzz --minutes $(MINUTES)
 

@@ -18,6 +18,8 @@ import pytest
 STORED = Path(__file__).parent / "times.json"
 LONG_S = 600.0
 """A longer run of the quick tier warns. It does not fail, since machines differ."""
+LONGER = ("--slow", "--share", "--bench", "--every")
+"""Options that run more than the quick tier, whose runs may be long."""
 MOST = 10
 """Files that are named."""
 _begun = time.monotonic()
@@ -47,7 +49,7 @@ def pytest_terminal_summary(
     terminalreporter.write_line(
         f"{len(_seconds)} files took {took / 60:.1f} minutes; their tests {_minutes()}"
     )
-    if took > LONG_S and not config.getoption("--every"):
+    if took > LONG_S and not any(map(config.getoption, LONGER)):
         terminalreporter.write_line(_warning(took), yellow=True)
 
 

@@ -131,7 +131,7 @@ def test_cost_model_splits_what_gains():
             assert sum(site.exposed_us for site in plan) < sum(site.unmoved_us for site in plan)
 
 
-def test_not_what_is_hidden_behind_other_matmuls():
+def test_exchange_hidden_behind_other_matmuls_is_not_split():
     """The gradient of a weight is computed meanwhile: that case belongs to the pass that moves."""
 
     given = [torch.empty(1024, 1024) for _ in range(3)]
@@ -354,7 +354,7 @@ TERMS = {
 
 
 @pytest.mark.parametrize("name", TERMS)
-def test_policies_that_forbid_it(name):
+def test_policies_may_forbid_chunks(name):
     policy, why = TERMS[name]
     gm = trace(lambda x, w: ar(x @ w) @ w, whole(M, N), whole(N, N))
     before = code(gm)
@@ -365,7 +365,7 @@ def test_policies_that_forbid_it(name):
     assert bool(why) == ("does not apply" in plan.sites[0].reason)
 
 
-def test_not_a_site_that_checkpointing_runs_again():
+def test_recomputed_site_is_not_split():
     """Backward could not tell how forward was split."""
     from torch.utils.checkpoint import CheckpointPolicy
 
@@ -378,7 +378,7 @@ def test_not_a_site_that_checkpointing_runs_again():
     )
 
 
-def test_not_in_a_sub_graph():
+def test_site_of_a_sub_graph_is_not_split():
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -396,7 +396,7 @@ def test_not_in_a_sub_graph():
 
 
 @pytest.mark.parametrize("rows", [None, 2])
-def test_nothing_to_split(rows):
+def test_sum_without_rows_is_not_split(rows):
     """A rank without any rows, for example because it got no tokens."""
     gm = trace(lambda x, w: ar(x @ w) @ w, whole(0, N), whole(N, N))
     plan = drive(gm, rows=rows)
@@ -404,7 +404,7 @@ def test_nothing_to_split(rows):
     assert ("rows=2 does not apply: it holds no values" in plan.sites[0].reason) == (rows == 2)
 
 
-def test_not_small_chunks_over_gloo(monkeypatch):
+def test_chunks_too_small_for_gloo_are_not_made(monkeypatch):
     """gloo corrupts memory with several small exchanges in flight."""
     monkeypatch.setattr(commpass.groups, "sends_messages", lambda name, device: True)
     for m, split in ((512, 1), (256, 0)):
@@ -413,7 +413,7 @@ def test_not_small_chunks_over_gloo(monkeypatch):
     assert "chunks of 32,768 bytes are too small for gloo" in plan.sites[0].reason
 
 
-def test_not_above_the_peak_memory_by_more_than_a_chunk():
+def test_chunks_raise_the_peak_memory_by_at_most_a_chunk():
     """What has arrived is copied to where it is joined; what is computed from it is not."""
 
     def function(x, w):
@@ -541,7 +541,7 @@ def test_rows_in_a_file(tmp_path):
 # --- the plan -------------------------------------------------------------------------------------
 
 
-def test_plan_tells_and_ranks_compare():
+def test_plan_has_the_chunks_and_its_digest_depends_on_them():
     given = inputs()
     split, other, whole_ = (drive(trace(block, *given), rows=rows) for rows in (2, 4, 1))
     assert commpass.Plan.from_json(split.to_json()) == split

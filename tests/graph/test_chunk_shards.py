@@ -90,7 +90,7 @@ def split(program, ranks, shape, dim, rows, profile=SLOW, **policy):
 @pytest.mark.parametrize("rows", [2, 4])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-def test_same_numbers(program, shape, rows):
+def test_shards_in_chunks_give_the_same_numbers(program, shape, rows):
     found = split(program, 2, *SHAPES[shape], rows)
     for one, other in found.pairs:
         assert one.stride() == other.stride()

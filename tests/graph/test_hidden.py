@@ -177,7 +177,7 @@ def test_last_sites_alone_are_exposed_on_a_full_link():
     assert plan.sites[-1].codec == "int8"
 
 
-def test_same_is_decided_of_sites_that_nothing_tells_apart():
+def test_equal_sites_get_equal_decisions():
     gm = several([N, N, N], 1)
     plan = planned(gm, profile(exchange_us=10_000, matmul_us=10_500 / UNSURE))
     assert len({site.hidden for site in plan}) == 1
@@ -211,7 +211,7 @@ cases = st.tuples(
 @pytest.mark.every
 @settings(max_examples=examples(10, 30), deadline=None)
 @given(cases)
-def test_against_all_that_could_be_left_alone(case):
+def test_uncompressed_sites_are_compared_with_every_other_set(case):
     """Compare with every set of uncompressed sites.
 
     The uncompressed sites delay the end of the graph by at most the margin, and no site is

@@ -154,7 +154,7 @@ def test_moving_is_reported():
 # --- what is not changed --------------------------------------------------------------------------
 
 
-def test_not_what_takes_the_result():
+def test_matmul_that_needs_the_result_is_not_moved():
     def function(x, w):
         return ar(x @ w) @ w @ w
 
@@ -167,7 +167,7 @@ def test_not_what_takes_the_result():
     assert not moved.pinned
 
 
-def test_not_above_the_memory_that_the_policy_allows():
+def test_order_stays_if_another_needs_more_memory_than_the_policy_allows():
     """There is no room for the product during the sum."""
 
     def function(x, w):
@@ -278,7 +278,7 @@ def test_coding_takes_what_the_choice_counted(algorithm, chunks, lowering, codec
     assert len(found) > len(coding) or lowering == "kernel"
 
 
-def test_not_under_a_policy_that_is_off_or_skips_it():
+def test_order_stays_under_a_policy_that_is_off_or_skips_move():
     for policy in ({"off": True}, {"skip": ("move",)}):
         gm = traced(backward)
         before = code(gm)
@@ -287,7 +287,7 @@ def test_not_under_a_policy_that_is_off_or_skips_it():
         assert not any(site.unmoved_us for site in plan)
 
 
-def test_not_over_a_write_into_what_travels():
+def test_matmul_is_not_moved_over_a_write_into_the_input_of_an_exchange():
     """The input is changed after the wait for the sum, and read again after that."""
 
     def function(x, w):
@@ -304,7 +304,7 @@ def test_not_over_a_write_into_what_travels():
     assert all(found.index("mul_") < found.index(name) for name in ("mm_1",))
 
 
-def test_not_over_a_write_through_a_view():
+def test_matmul_is_not_moved_over_a_write_through_a_view():
     def function(x, w):
         y = ar(x + 1)
         row = y[0]
@@ -369,7 +369,7 @@ def test_random_numbers_are_drawn_in_the_same_order():
     assert [name for name in names(gm) if "rand" in name] == before
 
 
-def test_not_a_graph_whose_operators_have_exchanges_of_their_own():
+def test_graph_with_exchanges_inside_of_operators_keeps_its_order():
     def branch(x):
         return ar(x)
 
@@ -389,7 +389,7 @@ def test_not_a_graph_whose_operators_have_exchanges_of_their_own():
 
 
 @pytest.mark.skipif(not hasattr(ops, "isend"), reason="torch 2.11 has no messages")
-def test_not_a_graph_with_messages_between_two_ranks():
+def test_graph_with_messages_between_two_ranks_keeps_its_order():
     def function(x, w):
         sent = ops.wait_tensor(ops.isend(x, 1, 0, "0"))
         return x @ w, sent

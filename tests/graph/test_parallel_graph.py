@@ -120,7 +120,7 @@ def test_gradients_of_replicas_are_averaged_and_nothing_else_travels(fake_group,
 @pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("how", HOW)
-def test_no_plain_model_has_them(fake_group, how):
+def test_plain_model_and_inference_reduce_no_gradients(fake_group, how):
     fake_group(4)
     model = make(how, Net(), mesh_of(4))
     plain = Net()
@@ -131,7 +131,7 @@ def test_no_plain_model_has_them(fake_group, how):
 
 
 @pytest.mark.slow
-def test_rules_find_them_by_group_and_module(fake_group):
+def test_collectives_of_parameters_match_rules_by_group_and_module(fake_group):
     fake_group(4)
     rules = [Rule(module="down", keep=True), Rule(group="dp", codec="int8", force=True)]
     policy = Policy(rules=rules, skip=("group",), max_error=0.1)
@@ -288,7 +288,7 @@ def test_parameters_that_rows_do_not_divide_are_replicated(fake_group):
 @pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("how", HOW)
-def test_alone_a_rank_sends_nothing(fake_group, how):
+def test_group_of_one_rank_sends_nothing(fake_group, how):
     fake_group(1)
     model = make(how, Net(), mesh_of(1), param_dtype=torch.bfloat16)
     plans = plans_of(model, torch.randn(4, 32))

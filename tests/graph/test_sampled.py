@@ -176,12 +176,12 @@ def test_passes_alone_leave_it_out_for_other_compile_stacks(fake_group):
 
 
 @pytest.mark.parametrize("wrong", [-0.1, 1.1, float("nan"), "often", None])
-def test_no_share_of_steps(wrong):
+def test_sample_rate_must_be_a_share(wrong):
     with pytest.raises(PolicyError, match="error_sample_rate="):
         Policy(error_sample_rate=wrong)
 
 
-def test_file_says_it_too(tmp_path):
+def test_sample_rate_is_read_from_a_file(tmp_path):
     file = tmp_path / "p.toml"
     file.write_text('preset = "balanced"\nwatch = 0.25\n')
     policy = Policy.from_toml(file)

@@ -173,14 +173,14 @@ def test_simulation_leaves_nothing_behind():
         ({"build": lambda mesh: None}, "must give a model and a tuple"),
     ],
 )
-def test_bad_wishes_are_told(more, said):
+def test_simulation_refuses_bad_arguments(more, said):
     asked = {"build": build, "profile": CLUSTER, "mesh": {"tp": 2}, "policies": ["off"]} | more
     with pytest.raises(CommpassError, match=said):
         commpass.simulate(**asked)
     assert not dist.is_initialized()
 
 
-def test_not_where_there_are_process_groups(fake_group):
+def test_simulation_is_refused_if_there_are_process_groups(fake_group):
     fake_group(2)
     with pytest.raises(CommpassError, match="there must be none before"):
         commpass.simulate(build, CLUSTER, {"tp": 2})

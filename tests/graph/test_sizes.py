@@ -79,7 +79,7 @@ def test_graph_on_each_side_of_the_size_from_which_codes_gain():
 
 
 @pytest.mark.every
-def test_it_ends_where_the_cost_model_decides_otherwise():
+def test_graph_ends_where_the_cost_model_decides_otherwise():
     (plan,) = run(layer, (4,))
     rows = edge(plan)
     torch._dynamo.reset()

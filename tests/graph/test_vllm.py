@@ -204,7 +204,7 @@ def test_strict_raises_instead(four):
         CollectivePass(INT8, groups=fails, strict=True)(layer_graph().graph)
 
 
-def test_its_name_in_caches_changes_with_what_it_does():
+def test_uuid_of_the_pass_depends_on_its_arguments():
     same = [CollectivePass("balanced", profile="ethernet-1g").uuid() for _ in range(2)]
     others = [
         CollectivePass("aggressive", profile="ethernet-1g"),
@@ -226,7 +226,7 @@ def test_ranks_that_share_a_cache_do_not_take_each_others_code():
     assert len({*names, own.uuid()}) == 4
 
 
-def test_it_goes_to_other_processes():
+def test_pass_can_be_pickled():
     own = CollectivePass("balanced", profile="ethernet-1g", groups=world)
     back = pickle.loads(pickle.dumps(own))
     assert back.uuid() == own.uuid()

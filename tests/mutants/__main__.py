@@ -175,7 +175,7 @@ def main() -> int:
         with copy_of_repository() as place:
             outcome, test = tested(place, every, given.timeout * len(chosen))
         said = "passed" if outcome == "survived" else f"{outcome} {escape(test)}"
-        console.print(f"{len(every)} parts without mutants: {said}")
+        console.print(f"{len(every)} files or tests of the unchanged code: {said}")
         return outcome != "survived"
     results = []
     for number, mutant in enumerate(chosen, 1):

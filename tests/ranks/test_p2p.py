@@ -542,7 +542,7 @@ def run_third():
 
 
 @pytest.mark.slow
-def test_ranks_connected_with_them_raise_too(ranks3):
+def test_ranks_connected_with_ends_that_differ_raise_too(ranks3):
     assert len(set(ranks3.run(run_third))) == 1
 
 

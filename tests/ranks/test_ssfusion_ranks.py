@@ -737,7 +737,7 @@ def reported() -> None:
 
 
 @pytest.mark.slow
-def test_it_is_in_the_report(ranks2):
+def test_report_has_ssfusion(ranks2):
     ranks2.run(reported)
 
 

@@ -47,7 +47,7 @@ class Job:
 class Scenario:
     """A training set-up.
 
-    - run: trains for two or three steps on this rank. The same seeds give the same numbers.
+    - run: trains for two to six steps on this rank. The same seeds give the same numbers.
     - ranks: the number of ranks.
     - sites: the least number of compressed sites on each rank, with int8 forced.
     - pays: whether the cost model compresses some sites on a slow link.

@@ -20,7 +20,8 @@ PATIENCE_S = 120
 """Far more seconds than any scenario takes: a longer time is a wait that plain torch does not
 have."""
 TURNS = ["int8", "topk", "balanced", "int8", "topk", "lossless", "off"]
-"""Without ``--every``, a scenario runs under one policy, which alternates between these."""
+"""Policies in turn: a case is marked ``every`` unless its policy is the one of its scenario's
+turn. ``few`` leaves some of the others for ``--slow``."""
 COMPILED = [("checkpointed", "int8")]
 """Those that also run with Inductor."""
 LONG = (
@@ -30,7 +31,7 @@ LONG = (
     *("sharded, tied weights", "sharded, short last batch", "mesh of two dimensions"),
     "second model",
 )
-"""Those that take longest, or whose parts are in others too, run only with ``--every``."""
+"""Those that take longest, or whose parts are in others too: all their cases are ``every``."""
 
 
 def cases() -> Iterator[ParameterSet]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import timing
@@ -34,6 +35,16 @@ def test_warning_without_stored_times_gives_the_time_alone(stored):
     assert timing._warning(700.0).splitlines() == [
         "WARNING: this took 11.7 minutes, wanted are 10."
     ]
+
+
+@pytest.mark.parametrize("option", ["", "--slow", "--share", "--bench", "--every"])
+def test_long_run_is_warned_of_only_in_the_quick_tier(stored, monkeypatch, option):
+    monkeypatch.setattr(timing, "_begun", timing.time.monotonic() - 700)
+    lines: list[str] = []
+    reporter = SimpleNamespace(write_line=lambda text, **_: lines.append(text))
+    config = SimpleNamespace(getoption=lambda name: name == option)
+    timing.pytest_terminal_summary(reporter, config)
+    assert any("WARNING" in line for line in lines) == (option == "")
 
 
 def test_stored_times_are_those_of_the_run(stored):
