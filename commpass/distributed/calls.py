@@ -14,6 +14,7 @@ from commpass.distributed.flat import Flat
 from commpass.distributed.inference_of_shapes import infers_shapes
 from commpass.distributed.owners import Calls, HookCalls, part_of
 from commpass.distributed.samples import Samples
+from commpass.distributed.taken import takes_gradients
 from commpass.passes.results import ConstantInput, StateInput
 from commpass.utils.running import Running, profiled, running
 
@@ -67,7 +68,10 @@ def state_of(
     states: Sequence[OfParameters], calls: Calls, direction: str, inputs: Sequence[Any]
 ) -> list[torch.Tensor]:
     """Return the state that a graph takes after its ``inputs``: that of the instance which calls
-    it."""
+    it.
+
+    It is a copy of a residual if nobody takes the gradients that the call computes.
+    """
     if not states:
         return []
     owner = calls.owner(direction)
@@ -75,7 +79,9 @@ def state_of(
     for one in states:
         part = part_of(owner, one.parameters)
         if one.of.source is None:
-            found.append(state.residual(one.of, one.number, calls.code, part))
+            kept = state.residual(one.of, one.number, calls.code, part)
+            taken = calls.hook or calls.autograd or takes_gradients(part)
+            found.append(kept if taken else kept.clone())
         else:
             key = (calls.code, one.of.place, one.number)
             found.append(references.reference(one.of, key, part, inputs))
