@@ -26,12 +26,24 @@ log = logging.getLogger("commpass")
 ops = torch.ops._c10d_functional
 
 
+OUTSIDE_OF_BACKWARD = -1
+GATHERED_AGAIN = (
+    "%s: backward gathers it again, as with a checkpoint around a compiled function. It then sends"
+    " a second difference, and its weights are not quite those of forward. Put the checkpoint"
+    " inside of the compiled function, or give this gather a codec without state"
+)
+_warned_of_checkpoint: list[str] = []
+
+
 def reference(state: StateInput, key: Any, owner: Owner, inputs: Sequence[Any]) -> Tensor:
     """Return the reference of a site for an owner.
 
     It is gathered at the first request, and at the first one after its process group was made anew.
-    ``inputs`` are those of the call.
+    ``inputs`` are those of the call. Warn once if backward runs the call again.
     """
+    if torch._C._current_graph_task_id() != OUTSIDE_OF_BACKWARD and not _warned_of_checkpoint:
+        _warned_of_checkpoint.append(state.place)
+        log.warning(GATHERED_AGAIN, state.place or "a parameter")
     group: Any = group_named(state.group)
     found = owner.references.get((key, state.group))
     if found is None or found[0]() is not group:

@@ -6,6 +6,8 @@ formula in float64.
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,10 +18,11 @@ from tiers import rarely
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
 import commpass
 from commpass.codecs import ALIGNMENT
-from commpass.distributed import owners
+from commpass.distributed import owners, references
 from commpass.parallel.exchange import Exchange, Exchanges
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -121,6 +124,24 @@ def closed_loop(held: torch.Tensor, new: torch.Tensor) -> tuple[torch.Tensor, to
         return values.reshape(ranks, -1)[:, : differences.shape[1]].reshape(held.shape)
 
     return held.double() + cut(codes * scale), cut(scale.expand_as(groups))
+
+
+def gathered_again() -> list[str]:
+    """Return the warnings about a checkpoint around a compiled function."""
+    forget_process()
+    references._warned_of_checkpoint.clear()
+    model, found = Layer(), []
+    function = compiled(model)
+    with mock.patch.object(references.log, "warning", lambda text, *_: found.append(text)):
+        call(function, model)
+        assert not found
+        for step in (1, 2):
+            call(lambda x: checkpoint(function, x, use_reentrant=False), model, weights(step))
+    return found
+
+
+def test_checkpoint_around_a_compiled_function_is_warned_of_once(ranks2):
+    assert ranks2.run(gathered_again) == [[references.GATHERED_AGAIN]] * 2
 
 
 def check_closed_loop(inner: str, steps: int, dtype: torch.dtype) -> None:
