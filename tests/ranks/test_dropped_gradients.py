@@ -86,7 +86,11 @@ def check(ways) -> None:
 
 
 @pytest.mark.parametrize(
-    "ways", [(adversarial, inputs_first), (asked_for, into_parameters)], ids=["dropped", "taken"]
+    "ways",
+    [
+        pytest.param((adversarial, inputs_first), id="dropped"),
+        pytest.param((asked_for, into_parameters), id="taken", marks=pytest.mark.slow),
+    ],
 )
 def test_residuals_change_with_the_gradients_that_are_taken(ways, ranks2):
     ranks2.run(check, ways)
