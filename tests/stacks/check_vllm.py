@@ -21,7 +21,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,8 +43,8 @@ PORT = free_port()
 READY_S = 500
 NEW_TOKENS, PROMPTS, PROMPT = 32, 4, 64
 SCORED = 512
-FOUR_RANKS = ("--tensor-parallel-size", "4", "--max-num-batched-tokens", "128")
-"""Two ranks on each host; a prompt of 512 tokens is four steps."""
+IN_CHUNKS = ("--max-num-batched-tokens", "128")
+"""A prompt of 512 tokens is four steps."""
 NEAR = 0.01
 """Relative difference of perplexity that int8 may make."""
 FORCED = 'name = "{codec}"\n[[rule]]\ncodec = "{codec}"\nforce = true\n'
@@ -76,20 +76,27 @@ def ask(path: str, **body: Any) -> Any:
 
 
 @contextmanager
-def server(model: Path, name: str, *options: str, **environment: str) -> Iterator[Path]:
-    """Start ``vllm serve`` as on two hosts, wait until it is ready, and yield the path of its log.
+def server(
+    model: Path, name: str, *options: str, ranks: int = 2, **environment: str
+) -> Iterator[Path]:
+    """Start ``vllm serve`` as on hosts of one rank, wait until it is ready, and yield the path of
+    its log.
 
     On one host whose processor has AVX-512, its ranks would sum through shared memory.
     """
-    command = [sys.executable, str(COMMAND), "serve", str(model)]
-    command += ["--tensor-parallel-size", "2", "--nnodes", "2", "--skip-tokenizer-init"]
+    many = str(ranks)
+    command = [sys.executable, str(COMMAND), "serve", str(model), "--skip-tokenizer-init"]
+    command += ["--tensor-parallel-size", many, "--nnodes", many]
     command += ["--max-model-len", "1024", "--dtype", "float32", *options]
     command += ["--master-port", str(free_port())]
-    log, other = BUILD / f"{name}.log", BUILD / f"{name}, other host.log"
-    with (
-        _process([*command, "--node-rank", "0", "--port", str(PORT)], log, environment) as first,
-        _process([*command, "--node-rank", "1", "--headless"], other, environment),
-    ):
+    log = BUILD / f"{name}.log"
+    with ExitStack() as hosts:
+        answers = ["--node-rank", "0", "--port", str(PORT)]
+        first = hosts.enter_context(_process([*command, *answers], log, environment))
+        for number in range(1, ranks):
+            other = [*command, "--node-rank", str(number), "--headless"]
+            its_log = BUILD / f"{name}, host {number}.log"
+            hosts.enter_context(_process(other, its_log, environment))
         wait_until_ready(first, log)
         yield log
 
@@ -137,9 +144,9 @@ def wait_until_ready(process: subprocess.Popen[bytes], log: Path) -> None:
     raise SystemExit(f"vLLM was not ready in {READY_S} s:\n{log.read_text()[-4000:]}")
 
 
-def serve(model: Path, name: str, *options: str, **environment: str) -> Served:
+def serve(model: Path, name: str, *options: str, ranks: int = 2, **environment: str) -> Served:
     start = time.monotonic()
-    with server(model, name, *options, **environment) as log:
+    with server(model, name, *options, ranks=ranks, **environment) as log:
         ready = time.monotonic() - start
         common = {"model": str(model), "temperature": 0, "return_token_ids": True}
         tokens = []
@@ -197,7 +204,7 @@ def main() -> None:
     check(difference < NEAR, f"its perplexity differs by {difference:.3%}")
     again = serve(model, "int8, again", COMMPASS_POLICY=forced("int8"))
     check(again.tokens == coded.tokens, "after a restart with warm caches its tokens are the same")
-    of_four = serve(model, "int8, 4 ranks", *FOUR_RANKS, COMMPASS_POLICY=forced("int8"))
+    of_four = serve(model, "int8, 4 ranks", *IN_CHUNKS, ranks=4, COMMPASS_POLICY=forced("int8"))
     check(of_four.compressed > 0, "on 4 ranks, with prefill in chunks, sites are compressed")
     difference = abs(of_four.perplexity / plain.perplexity - 1)
     check(difference < NEAR, f"there the perplexity differs by {difference:.3%}")
