@@ -10,11 +10,11 @@ import torch
 from torch import fx
 
 from commpass.distributed import references, state
+from commpass.distributed.dropped_gradients import takes_gradients
 from commpass.distributed.flat import Flat
 from commpass.distributed.inference_of_shapes import infers_shapes
 from commpass.distributed.owners import Calls, HookCalls, part_of
 from commpass.distributed.samples import Samples
-from commpass.distributed.taken import takes_gradients
 from commpass.passes.results import ConstantInput, StateInput
 from commpass.utils.running import Running, profiled, running
 

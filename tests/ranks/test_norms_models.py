@@ -3,6 +3,8 @@ with the numbers of the inline form."""
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,9 +16,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import commpass
+from commpass.codecs import codec
+from commpass.distributed.samples import Samples
 
 pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.every]
 WIDTH, VOCABULARY = 256, 256
+INT8 = codec("int8")
 
 
 def gemma_3() -> nn.Module:
@@ -60,39 +65,55 @@ def gpt_2() -> nn.Module:
     return model
 
 
-MOST_TOKENS = 3
-"""Tokens, of 64, whose logits may differ by one code."""
 MODELS = {"gemma 3": gemma_3, "gpt 2": gpt_2}
 FUSED = {"gemma 3": "decode+norm+add+norm", "gpt 2": "decode+bias+add+norm"}
 
 
-def step(name: str, lowering: str) -> tuple[torch.Tensor, dict[str, torch.Tensor], list[str]]:
-    """Return the logits, the gradients, and the reasons of the sites in forward."""
+def step(
+    name: str, lowering: str
+) -> tuple[torch.Tensor, dict[str, torch.Tensor], list[str], list[torch.Tensor]]:
+    """Return the logits, the gradients, the reasons of the sites in forward, and what this rank
+    sends there, decoded, with a row for each token."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, known = MODELS[name](), len(commpass.plans())
     rule = commpass.Rule(
         direction="forward", codec="int8", algorithm="two_shot", lowering=lowering, force=True
     )
-    backend = commpass.backend(commpass.Policy(rules=[rule], max_error=0.5), strict=True)
+    policy = commpass.Policy(rules=[rule], max_error=0.5, error_sample_rate=1.0)
+    backend, sent = commpass.backend(policy, strict=True), list[torch.Tensor]()
+
+    def take(_, number, x, limit=None):
+        rows = x.detach().reshape(-1, WIDTH)
+        sent.append(INT8.decode(INT8.encode(rows)))
+
     tokens = torch.randint(VOCABULARY, (2, 32), generator=torch.Generator().manual_seed(5))
-    found = torch.compile(model, backend=backend, dynamic=False)(input_ids=tokens, labels=tokens)
+    with mock.patch.object(Samples, "_take", take):
+        compiled = torch.compile(model, backend=backend, dynamic=False)
+        found = compiled(input_ids=tokens, labels=tokens)
     found.loss.backward()
     gradients = {key: each.grad for key, each in model.named_parameters()}
     local = {k: g.to_local() if isinstance(g, DTensor) else g for k, g in gradients.items()}
     plans = [plan for plan in commpass.plans()[known:] if plan.direction == "forward"]
-    return found.logits.detach(), local, [site.reason for plan in plans for site in plan.compressed]
+    reasons = [site.reason for plan in plans for site in plan.compressed]
+    return found.logits.detach(), local, reasons, sent
 
 
 def compare(name: str) -> None:
-    logits, gradients, _ = step(name, "inline")
-    fused_logits, fused, reasons = step(name, "kernel")
-    assert len(reasons) == 2
+    logits, gradients, _, sent = step(name, "inline")
+    fused_logits, fused, reasons, fused_sent = step(name, "kernel")
+    assert len(reasons) == len(sent) == len(fused_sent) == 2
     assert all(FUSED[name] in reason for reason in reasons)
-    # A value midway between two codes may get the other one, which shows in the logits of a token.
-    differ = ~fused_logits.isclose(logits, rtol=1e-4, atol=1e-4).all(-1)
-    assert differ.sum() <= MOST_TOKENS
-    assert (fused_logits - logits).norm() <= 5e-3 * logits.norm()
+    # A value midway between two codes may get the other one, on any rank, for a few tokens.
+    equal = torch.ones(logits.shape[0] * logits.shape[1])
+    for one, other in zip(sent, fused_sent, strict=True):
+        equal *= one.isclose(other, rtol=1e-4, atol=1e-7).all(1)
+    dist.all_reduce(equal, dist.ReduceOp.MIN)
+    alike = equal.bool()
+    assert (~alike).sum() <= 3
+    torch.testing.assert_close(
+        fused_logits.flatten(0, 1)[alike], logits.flatten(0, 1)[alike], rtol=1e-4, atol=1e-4
+    )
     for key, each in gradients.items():
         assert (fused[key] - each).norm() <= 5e-3 * each.norm(), key
 
