@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch import fx
 
 from commpass import groups
@@ -39,12 +41,29 @@ def compute(node: fx.Node, profile: Profile) -> Task:
         return Task(HOST, 0.0)
     held = node.meta.get("val")
     moved = meta.total_nbytes(held)
+    return Task(HOST, profile.kernels.compute_us(operations(node), 2 * moved))
+
+
+def operations(node: fx.Node) -> int:
+    """Return the operations of a matmul, a convolution or attention; 0 for other nodes."""
     formula = flops_formula(node.target)
-    operations = 0
-    if formula is not None:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: each.meta.get("val"))
-        operations = meta.hint(formula(*args, **kwargs, out_val=held)) or 0
-    return Task(HOST, profile.kernels.compute_us(operations, 2 * moved))
+    if formula is None:
+        return 0
+    held: Any = node.meta.get("val")
+    takes_tensors = getattr(formula, "_get_raw", False)
+    given: Any = fx.map_arg((node.args, node.kwargs), lambda each: each.meta.get("val"))
+    args, kwargs = given
+    if takes_tensors or kwargs or not all(meta.is_fixed(each) for each in (*args, held)):
+        return meta.hint(formula(*args, **kwargs, out_val=held)) or 0
+    return _counted(formula, tuple(each.shape for each in args), held.shape)
+
+
+@functools.lru_cache(maxsize=4096)
+def _counted(
+    formula: Callable[..., int], shapes: tuple[torch.Size, ...], result: torch.Size
+) -> int:
+    """Return the operations for inputs and a result of fixed sizes. Layers repeat their sizes."""
+    return int(formula(*shapes, out_val=result))
 
 
 PricesOf = Callable[[str, int], Prices]

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Size, fx
 from torch._ops import HigherOrderOperator, OpOverload
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count, shape_wrapper
 
 from commpass.passes.fx.fakes import fake_of
 from commpass.plan.kinds import KERNEL
@@ -45,9 +45,12 @@ def opname(node: fx.Node) -> str:
 def arguments(node: fx.Node, overload: Any = None) -> dict[str, Any]:
     """Return the arguments of a call by name. ``overload`` is the operator, if the target is a
     packet."""
-    called: Any = overload or node.target
-    names = (argument.name for argument in called._schema.arguments)
-    return dict(zip(names, node.args, strict=False)) | node.kwargs
+    return dict(zip(_names(overload or node.target), node.args, strict=False)) | node.kwargs
+
+
+@functools.lru_cache(maxsize=4096)
+def _names(overload: Any) -> tuple[str, ...]:
+    return tuple(argument.name for argument in overload._schema.arguments)
 
 
 def only_user(node: fx.Node) -> fx.Node | None:
@@ -221,16 +224,16 @@ def flops_formula(target: Any) -> Callable[..., Any] | None:
 ATTENTION = "aten::_scaled_dot_product"
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    return sdpa_flop_count(query.shape, key.shape, value.shape)
+@shape_wrapper
+def _attention(query: Size, key: Size, value: Size, *_: Any, **__: Any) -> int:
+    return sdpa_flop_count(query, key, value)
 
 
-def _attention_backward(
-    _: Tensor, query: Tensor, key: Tensor, value: Tensor, *__: Any, **___: Any
-) -> int:
+@shape_wrapper
+def _attention_backward(_: Size, query: Size, key: Size, value: Size, *__: Any, **___: Any) -> int:
     """Five products instead of two: the first one again, and two for the gradients of each
     product."""
-    return sdpa_flop_count(query.shape, key.shape, value.shape) * 5 // 2
+    return sdpa_flop_count(query, key, value) * 5 // 2
 
 
 # --- purity ---------------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ def parse(node: fx.Node) -> Call | None:
     """Return the collective that a node is, or None."""
     if node.op != "call_function" or (found := _collective(node.target)) is None:
         return None
-    overload, namespace, name, base = found
+    overload, form, base = found
     given = arguments(node, overload)
     tensors = next((given[key] for key in _INPUT_NAMES if key in given), ())
     inputs = tuple(tensors) if isinstance(tensors, (list, tuple)) else (tensors,)
@@ -82,7 +82,7 @@ def parse(node: fx.Node) -> Call | None:
     return Call(
         node=node,
         kind=KIND_OF[base],
-        form=_form(namespace, name),
+        form=form,
         inputs=inputs,
         reduce_op=op.lower() if isinstance(op, str) else None if op is None else str(op),
         group=given.get("group_name", given.get("ranks")),
@@ -95,16 +95,15 @@ def parse(node: fx.Node) -> Call | None:
 
 
 @functools.lru_cache(maxsize=4096)
-def _collective(target: Any) -> tuple[OpOverload, str, str, str] | None:
-    """Return a collective's operator, namespace, name, and name without its form; None for other
-    operators."""
+def _collective(target: Any) -> tuple[OpOverload, str, str] | None:
+    """Return a collective's operator, form, and name without its form; None for other operators."""
     if not isinstance(target, (OpOverload, torch._ops.OpOverloadPacket)):
         return None
     overload = target if isinstance(target, OpOverload) else getattr(target, target.overloads()[0])
     namespace, _, name = overload._schema.name.partition("::")
     base = without_form(name)
     known = namespace in NAMESPACES and base in KIND_OF
-    return (overload, namespace, name, base) if known else None
+    return (overload, _form(namespace, name), base) if known else None
 
 
 def _ends(base: str, arguments: dict[str, Any]) -> tuple[End, ...]:
