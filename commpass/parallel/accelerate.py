@@ -30,19 +30,21 @@ CALL = "commpass.parallel.accelerate.compress"
 class _Compressed:
     """A compressed model of an accelerator, and the hooks of its checkpoints.
 
-    ``number`` is that of its folder. ``prepared`` is whether the accelerator knew the model.
+    ``number`` is that of its folder. ``prepared`` is the accelerator's own entry for the model,
+    which is the one inside of DDP's; None if it has none.
     """
 
     number: int
     integration: Integration
-    model: weakref.ref[nn.Module]
-    prepared: bool
+    prepared: weakref.ref[nn.Module] | None
     hooks: list[Any]
 
     def is_left(self, accelerator: Accelerator) -> bool:
         """Return whether it is closed, or ``free_memory`` has dropped its model: on all ranks."""
-        dropped = self.prepared and not _knows(accelerator, self.model())
-        return self.integration.closed or dropped
+        if self.integration.closed or self.prepared is None:
+            return self.integration.closed
+        model = self.prepared()
+        return all(each is not model for each in accelerator._models)
 
 
 _compressed: WeakKeyDictionary[Accelerator, list[_Compressed]] = WeakKeyDictionary()
@@ -76,8 +78,8 @@ def compress(
     kept = _without_left(accelerator)
     number = next(each for each in count() if all(other.number != each for other in kept))
     made, name = integration, f"commpass_{number}" if number else "commpass"
-    prepared, hooks = _knows(accelerator, model), []
-    one = _Compressed(number, made, weakref.ref(model), prepared, hooks)
+    hooks: list[Any] = []
+    one = _Compressed(number, made, _entry(accelerator, model), hooks)
 
     def save(models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
         save_state(made, Path(output_dir) / name)
@@ -91,8 +93,13 @@ def compress(
     return integration
 
 
-def _knows(accelerator: Accelerator, model: nn.Module | None) -> bool:
-    return any(each is model for each in accelerator._models)
+def _entry(accelerator: Accelerator, model: nn.Module) -> weakref.ref[nn.Module] | None:
+    """Return the accelerator's entry that has the parameters of a model."""
+    own = {id(parameter) for parameter in model.parameters()}
+    for each in accelerator._models:
+        if any(id(parameter) in own for parameter in each.parameters()):
+            return weakref.ref(each)
+    return None
 
 
 def _without_left(accelerator: Accelerator) -> list[_Compressed]:

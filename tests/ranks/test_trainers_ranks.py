@@ -291,12 +291,13 @@ def in_turn_by_accelerate(folder: Path) -> list[list[str]]:
         "RANK": str(dist.get_rank()),
         "WORLD_SIZE": "2",
     }
-    found = []
+    found, models = [], []
     with EAGER, mock.patch.dict(os.environ, environment):
         AcceleratorState._reset_state(reset_partial_state=True)
         accelerator = Accelerator(cpu=True)
         for number in range(4):
             model = accelerator.prepare(net())
+            models.append(model)
             integration = compress(accelerator, model, TOPK, profile="ethernet-1g")
             step(model, 0)
             step(model, 1)
