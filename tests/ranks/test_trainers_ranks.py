@@ -145,6 +145,28 @@ def test_a_checkpoint_without_state_removes_and_loads_none_of_another(ranks2, tm
         assert after == 0
 
 
+def residuals_after_nan() -> tuple[bool, bool]:
+    model, integration = wrapped()
+    weights = [torch.ones_like(each) for each in model.parameters()]
+    weights[0].view(-1)[5] = float("nan")
+    x = torch.zeros(6, 24)
+    terms = zip(model.parameters(), weights, strict=True)
+    (sum((each * weight).sum() for each, weight in terms) + 0 * model(x).sum()).backward()
+    means = {name: each.grad.clone() for name, each in model.module.named_parameters()}
+    left = {key.split("/")[1]: each for key, each in integration.state_dict().items()}
+    first = left.get("0.weight", left.get("module.0.weight"))
+    sent = means["0.weight"].isfinite() & (means["0.weight"] != 0)
+    found = bool(means["0.weight"].isnan().any()), not first[sent].any()
+    integration.close()
+    return found
+
+
+def test_a_nan_does_not_return_to_error_feedback_what_was_applied(ranks2):
+    for has_nan, nothing_left in ranks2.run(residuals_after_nan):
+        assert has_nan
+        assert nothing_left  # of the values that were sent
+
+
 def converted() -> tuple[str, str, str]:
     model, integration = wrapped()
     before = str(integration)
