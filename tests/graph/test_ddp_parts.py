@@ -60,6 +60,13 @@ def test_rules_that_say_the_same_part_nothing(fake_group):
     assert len(found) == 1
 
 
+@pytest.mark.parametrize("term", [{"max_error": 0.001}, {"force": True}, {"chunks": 2}])
+def test_rules_of_one_codec_with_other_terms_part_a_bucket(term, fake_group):
+    policy = Policy(rules=[Rule(module="1", codec="int8", **term), Rule(codec="int8")])
+    _, found = parts(policy, model(), fake_group(4))
+    assert [part.what.module for part in found] == ["", "1"]
+
+
 @pytest.mark.parametrize("by_class", [False, True])
 def test_words_in_the_model_are_nearer_than_rules(by_class, fake_group):
     class Head(nn.Linear):
@@ -218,6 +225,22 @@ def test_residual_has_the_layout_of_its_parameter(fake_group):
     kept = left != 0
     assert 0.5 * left.numel() < kept.sum() < left.numel()
     torch.testing.assert_close(left[kept], wanted[kept])
+
+
+def test_parameters_that_replace_others_own_what_is_left_of_them(fake_group):
+    """One exchange is compiled, for all parameters of a name."""
+    commpass.reset_state()
+    owners._owners.clear()
+    group = fake_group(4)
+    made = exchanges(Policy(rules=[Rule(codec="topk(density=0.05)", force=True)], max_error=1.0))
+    what = dataclasses.replace(all_reduce(group), parameters=("weight",))
+    both = [nn.Linear(8, 8, bias=False) for _ in range(2)]
+    for each in both:
+        made.run(what, torch.arange(64.0), of=[each.weight])
+    first, second = (commpass.state_dict(each) for each in both)
+    assert [*first] == [*second]
+    for left, wanted in zip(second.values(), first.values(), strict=True):
+        assert torch.equal(left, wanted)
 
 
 @pytest.mark.slow
