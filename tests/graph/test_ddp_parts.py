@@ -270,3 +270,17 @@ def test_exchanges_of_parameters_of_other_names_are_others(fake_group):
     made.clear()
     assert made.plans == made.backend.step_log.entries == []
     assert len(made.backend.step_log.past) == 2
+
+
+def test_exchanges_of_a_group_that_ddp_no_longer_has_are_dropped(fake_group):
+    """Ranks that join the new group compile them, so those that stay must as well."""
+    group = fake_group(4)
+    ddp = nn.parallel.DistributedDataParallel(model(), process_group=group)
+    integration = commpass.parallel.compress_ddp(ddp, "off")
+    integration.exchanges.run(all_reduce(group), torch.ones(64))
+    integration._adopt_ddp_state()
+    assert len(integration.exchanges.plans) == 1
+    ddp._update_process_group(dist.new_group([0, 1]))
+    integration._adopt_ddp_state()
+    assert integration.exchanges.plans == []
+    integration.close()
