@@ -287,29 +287,6 @@ def several_runs(port: int):
     return rows
 
 
-def of_one_name():
-    """Send by two groups of one name, one after the other; rank 1 is late in the second one and has
-    another codec."""
-    rank, every, names, rows = dist.get_rank(), [*range(dist.get_world_size())], [], []
-    for codec in ("int8", ("int8", "fp8")[rank]):
-        group = dist.new_group(every, use_local_synchronization=True)
-        names.append(group.group_name)
-        time.sleep(0.5 * rank * len(rows))
-        try:
-            function = compiled(lambda x, name=names[-1]: summed(x, name), forced(codec))
-            function(torch.ones(333) / 3)
-            rows.append(commpass.plans()[-1].sites[0].codec)
-        except PlanMismatch as error:
-            rows.append("planned differently" in str(error))
-        dist.barrier()
-        dist.destroy_process_group(group)
-    return names[0] == names[1], rows
-
-
-def test_group_with_the_name_of_one_before_agrees_anew(ranks2):
-    assert ranks2.run(of_one_name, timeout=60) == [(True, ["int8", True])] * 2
-
-
 @pytest.mark.slow
 def test_process_groups_made_anew_in_one_launch_agree_anew(ranks2):
     with socket.socket() as free:
