@@ -370,6 +370,29 @@ def test_residuals_of_lost_ranks_are_shared_out_whole(before, after, op):
     assert torch.allclose(sum(shared), sum(given.values()) * factor)
 
 
+PLACES = [(0, 0), (0, 1), (1, 0), (1, 1)]
+"""The first rank of each of two groups, and the ranks in it."""
+
+
+def test_residuals_of_another_group_are_not_taken():
+    """Each of two groups of a mesh has its own residual of the same site."""
+
+    def of(first: int, rank: int) -> Name:
+        return Name("-", "f", "root/backward/all_reduce/float32[4]/0", "sum", str(first), rank, 2)
+
+    given = {of(first, rank): torch.full((4,), 10.0 * first + rank) for first, rank in PLACES}
+    for name, value in given.items():
+        assert torch.equal(state._redistributed(name, torch.zeros(4), given), value)
+
+
+def test_reset_drops_residuals_and_references(kept):
+    (owner,) = state.state_owners()
+    owner.references["site", "0"] = object(), torch.ones(4)
+    commpass.reset_state()
+    assert not commpass.state_dict()
+    assert not owner.references
+
+
 def other(name: Name, **changes) -> str:
     import dataclasses
 

@@ -353,6 +353,7 @@ def test_keep_allows_nothing_wherever_it_stands(forced):
     assert terms(policy, module="layers.0.mlp").force is False
     kept = terms(policy, module="head", word=Annotation(keep=True))
     assert (kept.codecs, kept.force, kept.source) == ((), False, "keep")
+    assert kept.rows == terms(policy, module="layers.0.mlp").rows == 1  # the matmul stays whole
     assert terms(policy, module="head").codecs == ("int8",)
 
 
