@@ -401,7 +401,7 @@ def whole(x: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_whole_numbers_are_told_from_values_without_room_for_a_fraction(dtype):
+def test_whole_numbers_are_distinguished_from_values_without_room_for_a_fraction(dtype):
     counts = torch.randint(0, 100, (4096,), generator=torch.Generator().manual_seed(0))
     large = normal(4096) * 2.0 ** (4 if dtype == torch.float16 else 12)
     assert whole(counts.to(dtype))

@@ -207,7 +207,7 @@ def check_namesakes() -> str:
 
 
 @pytest.mark.slow
-def test_residuals_that_could_not_be_told_apart_are_not_saved(ranks2):
+def test_residuals_that_could_not_be_distinguished_are_not_saved(ranks2):
     assert "several" in ranks2.run(check_namesakes)[0]
 
 
@@ -349,7 +349,7 @@ def kept(fake_group):
     forget_process()
 
 
-def test_names_go_out_and_come_back(kept):
+def test_name_of_a_residual_is_its_key_in_a_checkpoint(kept):
     assert state._parse(str(kept)) == kept
     (key,) = commpass.state_dict()
     assert key == "commpass.v2/-/f/layers.0.mlp/backward/all_reduce/float32[4]/0/sum/world/0of2"
