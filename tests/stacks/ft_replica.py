@@ -199,7 +199,7 @@ def main() -> None:
                 if integration
                 else [],
             }
-            print(json.dumps(line), flush=True)
+            os.write(1, f"{json.dumps(line)}\n".encode())  # at once: ranks share the output
             befores.clear()
             last, total, local = manager.current_step(), 0.0, 0
             alone = alone + 1 if manager.num_participants() < 2 else 0
