@@ -11,6 +11,7 @@ from torch import fx
 from torch._dynamo.exc import ShortenTraceback
 from torch._guards import tracing
 
+from commpass import groups
 from commpass.backend import agree
 from commpass.backend.calls import instrument, samples_of
 from commpass.backend.records import GraphDump, record_plan
@@ -32,7 +33,6 @@ from commpass.distributed.plan_store import Round
 from commpass.distributed.samples import MORE, label
 from commpass.distributed.step_timer import TimedGraph
 from commpass.errors import PolicyError, Unanswered
-from commpass.groups import is_first_rank
 from commpass.passes import GraphInput, PassContext
 from commpass.passes.fx import meta
 from commpass.passes.fx.marks import chunked, has_single_kernels
@@ -79,7 +79,7 @@ def _build(shared: Shared, job: Job, before: PassContext | None) -> Built | Rais
     given = _input(shared, job, before.excluded if before is not None else {})
     record.trace_graph(gm, f"{job.direction}_before")
     device = meta.device_of(gm)
-    is_timed = is_first_rank() and device in ("cpu", "cuda") and shared.inner == "inductor"
+    is_timed = groups.is_first_rank() and device in ("cpu", "cuda") and shared.inner == "inductor"
     plain_us = _predicted_us(gm, profile) if is_timed else None
     dump = GraphDump(shared.dump, shared.run, shared.policy)
 
@@ -179,7 +179,7 @@ def _input(shared: Shared, job: Job, excluded: Mapping[str, str]) -> GraphInput:
         decompositions=job.decompositions,
         stateless=job.stateless,
         weights=job.calls.weights(job.gm, job.direction, job.stateless),
-        unsupported_reason=job.unsupported_reason,
+        unsupported_reason=job.unsupported_reason or groups.unsupported_reason(),
         kernels=shared.inner == "inductor",
         operators=shared.samples,
         adds_inputs=True,

@@ -24,6 +24,17 @@ def ready() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+THREADS = (
+    "the ranks are threads of one process (backend 'threaded'), and torch.compile compiles one"
+    " thread at a time: none can wait for the plans of the others. Start a process for each rank"
+)
+
+
+def unsupported_reason() -> str | None:
+    """Return why no collective of this process may be changed, else None."""
+    return THREADS if ready() and dist.get_backend() == "threaded" else None
+
+
 def need_group(caller: str) -> None:
     """Raise PolicyError with instructions if there is no process group."""
     if not ready():

@@ -10,6 +10,9 @@ It works with DDP, and with FSDP2 (``fsdp_version=2``).
 
 from __future__ import annotations
 
+import weakref
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,8 +24,31 @@ from commpass.distributed.integration import Integration
 from commpass.parallel.trainers import checked_options, compress_wrapped, load_state, save_state
 
 CALL = "commpass.parallel.accelerate.compress"
-_models: WeakKeyDictionary[Accelerator, int] = WeakKeyDictionary()
-"""How many models of an accelerator are compressed: each has a folder of its own."""
+
+
+@dataclass(frozen=True)
+class _Compressed:
+    """A compressed model of an accelerator, and the hooks of its checkpoints.
+
+    ``number`` is that of its folder. ``prepared`` is the accelerator's own entry for the model,
+    which is the one inside of DDP's; None if it has none.
+    """
+
+    number: int
+    integration: Integration
+    prepared: weakref.ref[nn.Module] | None
+    hooks: list[Any]
+
+    def is_left(self, accelerator: Accelerator) -> bool:
+        """Return whether it is closed, or ``free_memory`` has dropped its model: on all ranks."""
+        if self.integration.closed or self.prepared is None:
+            return self.integration.closed
+        model = self.prepared()
+        return all(each is not model for each in accelerator._models)
+
+
+_compressed: WeakKeyDictionary[Accelerator, list[_Compressed]] = WeakKeyDictionary()
+"""The compressed models of an accelerator: each has a folder of its own."""
 
 
 def compress(
@@ -49,9 +75,11 @@ def compress(
     integration = compress_wrapped(CALL, model, given)
     if integration is None:
         return None
-    made, number = integration, _models.get(accelerator, 0)
-    _models[accelerator] = number + 1
-    name = f"commpass_{number}" if number else "commpass"
+    kept = _without_left(accelerator)
+    number = next(each for each in count() if all(other.number != each for other in kept))
+    made, name = integration, f"commpass_{number}" if number else "commpass"
+    hooks: list[Any] = []
+    one = _Compressed(number, made, _entry(accelerator, model), hooks)
 
     def save(models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
         save_state(made, Path(output_dir) / name)
@@ -59,6 +87,31 @@ def compress(
     def load(models: list[nn.Module], input_dir: str) -> None:
         load_state(CALL, made, Path(input_dir) / name)
 
-    accelerator.register_save_state_pre_hook(save)
-    accelerator.register_load_state_pre_hook(load)
+    hooks.append(accelerator.register_save_state_pre_hook(save))
+    hooks.append(accelerator.register_load_state_pre_hook(load))
+    _compressed[accelerator] = [*kept, one]
     return integration
+
+
+def _entry(accelerator: Accelerator, model: nn.Module) -> weakref.ref[nn.Module] | None:
+    """Return the accelerator's entry that has the parameters of a model."""
+    own = {id(parameter) for parameter in model.parameters()}
+    for each in accelerator._models:
+        if any(id(parameter) in own for parameter in each.parameters()):
+            return weakref.ref(each)
+    return None
+
+
+def _without_left(accelerator: Accelerator) -> list[_Compressed]:
+    """Return the compressed models that are trained, and remove the hooks of others.
+
+    So a model after ``free_memory`` has the folder that the only model of a new process reads.
+    """
+    kept = []
+    for each in _compressed.get(accelerator, []):
+        if not each.is_left(accelerator):
+            kept.append(each)
+            continue
+        for hook in each.hooks:
+            hook.remove()
+    return kept

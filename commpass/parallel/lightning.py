@@ -9,6 +9,7 @@ It works with the strategies of DDP and with ``ModelParallelStrategy`` and FSDP2
 
 from __future__ import annotations
 
+import logging
 import weakref
 from typing import Any
 
@@ -24,7 +25,13 @@ from commpass.parallel.trainers import (
     log_summary,
 )
 
+log = logging.getLogger("commpass")
+
 CALL = "commpass.parallel.lightning.Compress"
+INTERRUPTED = (
+    "%s: this checkpoint is written without error feedback, since an exception has ended training,"
+    " and ranks that have not raised it would not answer"
+)
 
 
 class Compress(Callback):
@@ -47,11 +54,13 @@ class Compress(Callback):
         self.options = checked_options(CALL, {"policy": policy, **options})
         self.integration: Integration | None = None
         self._module: weakref.ref[nn.Module] | None = None
-        self._loaded: dict[str, Tensor] = {}
+        self._loaded: dict[str, Tensor] | None = None
+        """The error feedback of a checkpoint; None if none was read."""
+        self._interrupted = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Forget error feedback that a test or validation has read from its checkpoint."""
-        self._loaded = {}
+        self._loaded, self._interrupted = None, False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Compress what the model sends: Lightning has wrapped it, and nothing was sent yet."""
@@ -61,9 +70,12 @@ class Compress(Callback):
         self._module = weakref.ref(pl_module)  # it stays when Lightning removes its wrapper
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Load the error feedback of the checkpoint that the trainer has loaded."""
-        loaded, self._loaded = self._loaded, {}
-        if self.integration is not None and loaded:
+        """Load the error feedback of the checkpoint that the trainer has loaded.
+
+        If it has none, training continues without that of the training before.
+        """
+        loaded, self._loaded = self._loaded, None
+        if self.integration is not None and loaded is not None:
             load_state_dict(loaded, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
@@ -71,11 +83,26 @@ class Compress(Callback):
         module = self._module() if self._module is not None else None
         if self.integration is None or module is None:
             return {}
+        if self._interrupted:
+            log.warning(INTERRUPTED, CALL)
+            return {}
         return gathered_state(module)
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Note that a checkpoint is read: Lightning loads no empty state of a callback."""
+        self._loaded = {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep error feedback until training starts."""
         self._loaded = dict(state_dict)
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Note that other ranks may not have failed: checkpoints must not wait for them now."""
+        self._interrupted = True
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Let the model send as without this callback, once it is fitted."""

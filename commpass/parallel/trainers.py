@@ -7,6 +7,7 @@ wrapped model sends, and put error feedback into the trainer's checkpoints.
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -88,20 +89,29 @@ def gathered_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def save_state(integration: Integration, folder: Path) -> None:
-    """Write the error feedback of all ranks to a folder, if there is any. All ranks call this."""
+    """Write the error feedback of all ranks to a folder, if there is any. All ranks call this.
+
+    If there is none, a folder of an earlier checkpoint at the same place is removed.
+    """
     state = integration.state_dict()
-    if any(_of_all_ranks(bool(state))):
+    found = _of_all_ranks((bool(state), (folder / ".metadata").is_file()))
+    if any(has_state for has_state, _ in found):
         dcp.save({"commpass": state}, checkpoint_id=folder)
+    elif any(is_old for _, is_old in found):
+        shutil.rmtree(folder, ignore_errors=True)  # each host may have its own
+        dist.barrier()
 
 
 def load_state(call: str, integration: Integration, folder: Path) -> None:
-    """Load the error feedback of ``save_state``, if there is any. All ranks call this.
+    """Load the error feedback of ``save_state``; drop the current one if there was none.
 
-    The number of ranks may have changed. Raise ParallelError if some ranks cannot read the folder.
+    All ranks call this, and their number may have changed. Raise ParallelError if some ranks cannot
+    read the folder.
     """
     found = _of_all_ranks(folder.is_dir())
     ranks = [rank for rank, has in enumerate(found) if has]
     if not ranks:
+        integration.load_state_dict({})
         return
     if len(ranks) < len(found):
         plural = "s" if len(ranks) > 1 else ""
@@ -117,7 +127,7 @@ def log_summary(integration: Integration | None) -> None:
         log.info("%s", integration)
 
 
-def _of_all_ranks(value: bool) -> list[bool]:
+def _of_all_ranks(value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values

@@ -340,6 +340,6 @@ def test_readme_shows_the_picture():
     assert (ROOT / "docs" / "steps.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_nothing_to_draw_is_told(tmp_path):
+def test_nothing_to_draw_is_reported(tmp_path):
     with pytest.raises(ValueError, match="nothing to draw: it shows reduces, steps, data_parallel"):
         plot.draw({"levels": [{"gbit": 1.0}]}, tmp_path / "none.png")

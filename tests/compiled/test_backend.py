@@ -419,7 +419,7 @@ def test_options_of_inductor_are_written_with_either_sign_and_checked(fake_group
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("policy", "warned"), [(FORCED, True), ("off", False)])
-def test_last_compile_before_torch_gives_up_is_told_where_anything_was_changed(
+def test_last_compile_before_torch_gives_up_is_reported_where_anything_was_changed(
     policy, warned, fake_group, caplog
 ):
     fake_group(2)

@@ -95,7 +95,7 @@ def test_values_that_are_summed_in_a_domain_enter_and_leave_it_once(fake_group):
     assert roles(gm)[-3:][0] == "leave" or "leave" in roles(gm)[-3:]
 
 
-def test_domains_of_the_same_kind_are_told_apart():
+def test_domains_of_the_same_kind_are_distinguished():
     rows = torch.randn(2, 512, dtype=torch.float64)
     domains = [codec(name).domain for name in ("rotated(block=64)", "rotated", "sdp4bit")]
     with operators.as_operators():

@@ -130,7 +130,9 @@ def forward_words(function) -> list:
     ids=["compress", "keep()", "keep", "bare", "bare()", "all that can be said"],
 )
 @pytest.mark.parametrize("target", ["class", "module", "function", "method"])
-def test_decorator_puts_its_word_on_all_that_is_inside_in_forward_and_backward(scope, word, target):
+def test_decorator_puts_its_annotation_on_all_that_is_inside_in_forward_and_backward(
+    scope, word, target
+):
     if target == "class":
         decorated = scope(type("Mine", (Leaf,), {}))()
     elif target == "module":
@@ -194,7 +196,7 @@ def test_codec_that_is_an_attribute_may_change():
     assert [words(plan) for plan in commpass.plans()[seen:]] == [["int8"], ["int4"]]
 
 
-def test_nearest_of_nested_words_counts():
+def test_nearest_of_nested_annotations_counts():
     inner = commpass.compress(codec="int8")(type("Inner", (Leaf,), {}))()
 
     @commpass.compress(codec="int4")
@@ -217,7 +219,7 @@ def test_nearest_of_nested_words_counts():
     assert words(backward) == expected[::-1]
 
 
-def test_words_hold_for_what_checkpointing_computes_again():
+def test_annotations_hold_for_what_checkpointing_computes_again():
     leaf = commpass.compress(codec="int8")(type("Mine", (Leaf,), {}))()
 
     def function(x):
@@ -236,7 +238,7 @@ def test_words_hold_for_what_checkpointing_computes_again():
     assert len(found) == len(own) + len(again)
 
 
-def test_inherited_forward_gets_the_word_of_the_class_that_has_it_and_parents_do_not():
+def test_inherited_forward_gets_the_annotation_of_the_class_that_has_it_and_parents_do_not():
     class Parent(Leaf):
         pass
 
@@ -254,7 +256,7 @@ def test_inherited_forward_gets_the_word_of_the_class_that_has_it_and_parents_do
     ]
 
 
-def test_word_on_one_module_is_not_on_another_of_its_class():
+def test_annotation_on_one_module_is_not_on_another_of_its_class():
     first, second = commpass.keep(Leaf()), Leaf()
     assert forward_words(lambda x: second(first(x))) == ["keep", None]
 
@@ -327,7 +329,7 @@ def forced(codec):
 
 
 @pytest.mark.slow
-def test_word_is_what_is_done_in_both_directions_and_the_reason_says_so():
+def test_annotation_is_what_is_done_in_both_directions_and_the_reason_says_so():
     @forced("int8")
     def inner(x):
         return gather(x)
@@ -339,7 +341,7 @@ def test_word_is_what_is_done_in_both_directions_and_the_reason_says_so():
 
 
 @pytest.mark.slow
-def test_words_beat_rules():
+def test_annotations_beat_rules():
     policy = Policy(codecs="fp8", rules=[Rule(codec="int4", force=True)])
 
     def function(x):
@@ -389,7 +391,7 @@ def test_bare_compress_allows_nothing_where_the_policy_itself_does_not():
         assert [site.codec for site in plan] == [NONE]
 
 
-def test_policy_off_ignores_words():
+def test_policy_off_ignores_annotations():
     @forced("int8")
     def inner(x):
         return gather(x)
@@ -402,7 +404,7 @@ def test_policy_off_ignores_words():
 
 
 @pytest.mark.slow
-def test_lossless_compresses_what_a_word_allows_and_nothing_else():
+def test_lossless_compresses_what_an_annotation_allows_and_nothing_else():
     @forced("int8")
     def inner(x):
         return gather(x)
@@ -471,7 +473,7 @@ def test_scope_ends_when_an_exception_leaves_it():
 
 
 @pytest.mark.slow
-def test_words_are_put_on_modules_by_glob_without_their_source():
+def test_annotations_are_put_on_modules_by_glob_without_their_source():
     model = Net()
     same = commpass.apply_policy(
         model,
@@ -540,7 +542,7 @@ def test_glob_names_modules_and_covers_what_is_inside(pattern, covered):
         ),
     ],
 )
-def test_word_of_the_module_inside_counts_whatever_the_order(said, expected):
+def test_annotation_of_the_module_inside_counts_whatever_the_order(said, expected):
     for patterns in (list(said), list(said)[::-1]):
         model = commpass.apply_policy(Net(), {pattern: said[pattern] for pattern in patterns})
         assert forward_words(model) == expected
@@ -585,7 +587,7 @@ def test_pattern_that_names_no_module_is_refused_with_the_nearest_and_nothing_is
         (Rule(codec="int8", direction="backward"), "put a rule into Policy(rules=[...])"),
     ],
 )
-def test_word_that_cannot_be_meant_is_refused_and_nothing_is_changed(word, part):
+def test_annotation_that_cannot_be_meant_is_refused_and_nothing_is_changed(word, part):
     model = Net()
     with pytest.raises(PolicyError) as error:
         commpass.apply_policy(model, {"head": "int8", "layers.0": word})
@@ -644,7 +646,7 @@ def test_compress_on_a_function_inside_compiled_code_says_what_to_write():
 
 
 @pytest.mark.slow
-def test_words_put_on_after_a_first_call_count_from_the_next_one_on():
+def test_annotations_put_on_after_a_first_call_count_from_the_next_one_on():
     model = Net()
     run, seen = compiled(model), len(commpass.plans())
     with torch.no_grad():
@@ -679,7 +681,7 @@ class Weighted(nn.Module):
     ],
     ids=["apply_policy", "a module inside", "the module itself"],
 )
-def test_copy_of_a_model_has_weights_of_its_own_and_the_words(put, twin_of):
+def test_copy_of_a_model_has_weights_of_its_own_and_the_annotations(put, twin_of):
     model = nn.Sequential(Weighted())
     put(model)
     twin = twin_of(model)
@@ -732,7 +734,7 @@ def test_scope_around_is_refused_whatever_the_policy(policy):
     run(torch.ones(4, 3))
 
 
-def test_decorated_eager_caller_of_a_compiled_call_is_refused_and_names_the_nearest_word():
+def test_decorated_eager_caller_of_a_compiled_call_is_refused_and_names_the_nearest_annotation():
     run, x = compiled(gather), torch.ones(4, 3)
     caller = commpass.compress(codec="fp8")(run)
     outer = commpass.keep(caller)
@@ -815,7 +817,7 @@ SECOND = {
 @pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("again", SECOND)
-def test_second_word_that_would_do_nothing_is_refused_and_nothing_is_changed(again):
+def test_second_annotation_that_would_do_nothing_is_refused_and_nothing_is_changed(again):
     model = commpass.apply_policy(Net(), {"head": "int8", "layers": "int8"})
     before = forward_words(model)
     with pytest.raises(PolicyError, match=r"already has the annotation .*int8"):
@@ -830,7 +832,7 @@ def test_first_of_two_patterns_that_name_one_module_counts():
 
 
 @pytest.mark.slow
-def test_keep_for_the_part_of_one_layer_before_a_word_for_that_part_of_all():
+def test_keep_for_the_part_of_one_layer_before_an_annotation_for_that_part_of_all():
     model = commpass.apply_policy(Net(), {"layers.0.mlp": commpass.keep(), "layers.*.mlp": "int8"})
     assert forward_words(model) == [None, "keep", None, "int8", None]
     further_out = commpass.apply_policy(

@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from graphs import code, ops, trace
+from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import commpass
@@ -15,6 +16,7 @@ from commpass import Policy, Rule
 from commpass.codecs import codec, operators
 from commpass.passes import lower
 from commpass.passes.fx.tracing import inductor_decompositions
+from commpass.passes.regions import JoinColumns, Region
 
 
 def summed(x):
@@ -97,3 +99,17 @@ def test_bodies_kept_are_limited_in_number(traces, monkeypatch):
 def test_bodies_hold_no_fake_values(traces):
     traces(64)
     assert not any(node.meta for body, _ in lower._bodies.values() for node in body.nodes)
+
+
+def test_regions_of_joins_of_other_widths_are_not_the_same():
+    """The part of a join is written with the stride of the whole."""
+    graph = fx.Graph()
+    x, *joins = (graph.placeholder(name) for name in ("x", "narrow", "wide"))
+    node = graph.call_function(torch.ops.aten.relu.default, (x,))
+    for each, width in ((x, 64), (node, 64), (joins[0], 128), (joins[1], 256)):
+        each.meta["val"] = torch.empty(2, width)
+    keys = [
+        Region((node,), (x,), (node,), {node: JoinColumns(join, 0)} if join else {}).key()
+        for join in (None, *joins)
+    ]
+    assert len({*keys}) == 3

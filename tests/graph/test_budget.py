@@ -155,6 +155,15 @@ def test_untouched_graph_is_released_after_the_check(fake_group, y):
     assert len(codecs_of(backend)) == 2
 
 
+def test_site_over_its_budget_is_checked_anew_after_a_reset_of_dynamo(fake_group):
+    fake_group(4)
+    backend, _ = called((*GOOD, with_counts()), calls=2)
+    assert codecs_of(backend) == ["int8", "none"]
+    torch._dynamo.reset()
+    torch.compile(two_sums, backend=backend)(*GOOD, normal(128, 256))
+    assert codecs_of(backend)[-2:] == ["int8", "int8"]
+
+
 @pytest.mark.slow
 def test_site_over_its_budget_stays_so_when_compiled_for_other_sizes(fake_group):
     fake_group(4)
@@ -358,6 +367,13 @@ def test_large_tensors_are_measured_in_part():
     assert some[0] / some[1] == pytest.approx(every[0] / every[1], rel=0.05)
 
 
+@pytest.mark.parametrize("place", [0, -1])
+def test_part_that_is_measured_has_the_first_and_the_last_values(place):
+    x = normal(4 * CHECKED)
+    x[place] = float("inf")
+    assert not measure(commpass.codec("int8"), x, CHECKED).isfinite().all()
+
+
 @pytest.mark.parametrize("numel", [0, 1, 255, 256, 257, CHECKED + 1])
 @pytest.mark.parametrize("spec", ["int8", "rotated", "bf16", "exponent"])
 def test_any_number_of_values_can_be_measured(numel, spec):
@@ -385,7 +401,7 @@ def whole(x: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_whole_numbers_are_told_from_values_without_room_for_a_fraction(dtype):
+def test_whole_numbers_are_distinguished_from_values_without_room_for_a_fraction(dtype):
     counts = torch.randint(0, 100, (4096,), generator=torch.Generator().manual_seed(0))
     large = normal(4096) * 2.0 ** (4 if dtype == torch.float16 else 12)
     assert whole(counts.to(dtype))

@@ -104,7 +104,7 @@ def test_left_alone_says_of_each_codec_why_it_lost(dumped):
     assert all("slower" in lost(row, site) for row in rows[1:] if not row.refused)
 
 
-def test_gain_below_the_margin_and_a_forced_loss_are_told_apart(dumped):
+def test_gain_below_the_margin_and_a_forced_loss_are_distinguished(dumped):
     profile = commpass.Profile("narrow", commpass.Link(1.0, 0.5), margin=0.9)
     (one,) = dumped(profile=profile)
     (site, *_) = one.plan
@@ -206,7 +206,7 @@ def test_plan_that_was_not_carried_out_has_no_table(fake_group, tmp_path):
 
 
 @pytest.mark.slow
-def test_json(dumped, tmp_path):
+def test_table_as_json_has_all_candidates_of_a_site(dumped, tmp_path):
     dumped()
     (row,) = json.loads(explained(tmp_path, "--why", "all_reduce", "--json").stdout)
     assert row["graph"] == 0
@@ -235,7 +235,7 @@ def test_split_sites_are_found_by_the_name_of_the_whole(fake_group, tmp_path):
     assert said.count("why not") == 1
 
 
-def test_rows_that_do_not_apply_are_told(fake_group, tmp_path):
+def test_rows_that_do_not_apply_are_reported(fake_group, tmp_path):
     fake_group(8)
 
     def function(x):

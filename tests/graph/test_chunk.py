@@ -211,7 +211,7 @@ def test_matmuls_of_what_was_joined_take_the_chunks():
         ((3, 32, 32), 2),
     ],
 )
-def test_batches(shape, rows):
+def test_batches_of_linear_layers_are_split_by_rows(shape, rows):
     """As in linear layers: a view to two dimensions, and back."""
     *batch, n = shape
 

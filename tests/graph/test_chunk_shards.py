@@ -159,7 +159,7 @@ def test_rows_that_ranks_do_not_share_evenly():
     rows=st.integers(2, 4),
     program=st.sampled_from(PROGRAMS),
 )
-def test_any_shapes(ranks, local, batch, dim, rows, program):
+def test_parts_of_any_shapes_give_the_bits_of_the_whole(ranks, local, batch, dim, rows, program):
     shape = (batch, local, N) if batch else (local, N)
     if program is ends:  # its input is whole
         dim = dim if batch else 0

@@ -16,8 +16,9 @@ import commpass
 from commpass import Policy, Rule
 from commpass.codecs import operators
 from commpass.errors import VerifyError
-from commpass.passes import PASSES, GraphInput, Pass, choose, manager, rewrite, run
+from commpass.passes import PASSES, GraphInput, Pass, choose, manager, rewrite, run, verify
 from commpass.passes.contract import FACTS
+from commpass.passes.failures import SiteFailure
 from commpass.passes.fx.marks import MARK
 from commpass.passes.fx.parse import graph_modules
 
@@ -226,3 +227,18 @@ def test_promises_are_checked_under_strict_and_where_the_environment_says_so(
     assert "has no reason" in str(outcome(strict=True).error)
     monkeypatch.setenv("COMMPASS_CHECK", "1")
     assert "has no reason" in str(outcome().error)
+
+
+@pytest.mark.parametrize("more", [-1, 1])
+def test_graph_that_sends_other_bytes_than_its_plan_says_is_refused(more, fake_group):
+    fake_group(4)
+    gm = graph()
+    plan = drive(gm, PASSES).plan.sites
+    verify.verify(gm, plan)
+    said = [dataclasses.replace(site, wire_bytes=site.wire_bytes + more) for site in plan]
+    with pytest.raises(SiteFailure) as failure:
+        verify.verify(gm, said)
+    assert {*failure.value.errors} == {site.name for site in plan}
+    for site, error in zip(said, failure.value.errors.values(), strict=True):
+        assert f"the plan says {site.wire_bytes} bytes on the wire" in str(error)
+        assert f"the graph sends {site.wire_bytes - more}" in str(error)

@@ -60,6 +60,13 @@ def test_rules_that_say_the_same_part_nothing(fake_group):
     assert len(found) == 1
 
 
+@pytest.mark.parametrize("term", [{"max_error": 0.001}, {"force": True}, {"chunks": 2}])
+def test_rules_of_one_codec_with_other_terms_part_a_bucket(term, fake_group):
+    policy = Policy(rules=[Rule(module="1", codec="int8", **term), Rule(codec="int8")])
+    _, found = parts(policy, model(), fake_group(4))
+    assert [part.what.module for part in found] == ["", "1"]
+
+
 @pytest.mark.parametrize("by_class", [False, True])
 def test_words_in_the_model_are_nearer_than_rules(by_class, fake_group):
     class Head(nn.Linear):
@@ -220,6 +227,22 @@ def test_residual_has_the_layout_of_its_parameter(fake_group):
     torch.testing.assert_close(left[kept], wanted[kept])
 
 
+def test_parameters_that_replace_others_own_what_is_left_of_them(fake_group):
+    """One exchange is compiled, for all parameters of a name."""
+    commpass.reset_state()
+    owners._owners.clear()
+    group = fake_group(4)
+    made = exchanges(Policy(rules=[Rule(codec="topk(density=0.05)", force=True)], max_error=1.0))
+    what = dataclasses.replace(all_reduce(group), parameters=("weight",))
+    both = [nn.Linear(8, 8, bias=False) for _ in range(2)]
+    for each in both:
+        made.run(what, torch.arange(64.0), of=[each.weight])
+    first, second = (commpass.state_dict(each) for each in both)
+    assert [*first] == [*second]
+    for left, wanted in zip(second.values(), first.values(), strict=True):
+        assert torch.equal(left, wanted)
+
+
 @pytest.mark.slow
 def test_state_of_parameters_that_are_gone_is_no_others(fake_group):
     """This holds for any numbers (``id``) of new parameters: torch and Python reuse old ones."""
@@ -247,3 +270,17 @@ def test_exchanges_of_parameters_of_other_names_are_others(fake_group):
     made.clear()
     assert made.plans == made.backend.step_log.entries == []
     assert len(made.backend.step_log.past) == 2
+
+
+def test_exchanges_of_a_group_that_ddp_no_longer_has_are_dropped(fake_group):
+    """Ranks that join the new group compile them, so those that stay must as well."""
+    group = fake_group(4)
+    ddp = nn.parallel.DistributedDataParallel(model(), process_group=group)
+    integration = commpass.parallel.compress_ddp(ddp, "off")
+    integration.exchanges.run(all_reduce(group), torch.ones(64))
+    integration._adopt_ddp_state()
+    assert len(integration.exchanges.plans) == 1
+    ddp._update_process_group(dist.new_group([0, 1]))
+    integration._adopt_ddp_state()
+    assert integration.exchanges.plans == []
+    integration.close()

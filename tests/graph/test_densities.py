@@ -193,6 +193,13 @@ def test_gradients_whose_codes_are_no_smaller_are_sent_whole(fake_group):
     assert NO_SMALLER in next(site.reason for site in outcome.plan.sites if site.codec == NONE)
 
 
+def test_ranks_compare_what_the_time_of_their_own_backward_decides(fake_group):
+    fake_group(RANKS)
+    late = {"matmul": 64, "gflops": 2 * 64**3 / 2e6, "group_delay": 99}  # 2 ms
+    _, outcome = planned(**late, call_us=CALL_US * 0.55, hides=True)
+    assert outcome.plan.timed == ("0",)
+
+
 @pytest.mark.slow
 def test_backward_counts_only_where_ranks_compare_it(fake_group):
     """A matmul before the last gradient delays it: more would have to be sent whole."""

@@ -193,7 +193,7 @@ class CountOperators(TorchDispatchMode):
 
 
 @pytest.mark.slow
-def test_shapes_are_those_that_torch_is_told():
+def test_shapes_are_those_that_torch_is_given():
     wire = torch.ops.commpass.exponent_encode(X, "exponent", False)
     torch.library.opcheck(torch.ops.commpass.exponent_encode.default, (X, "exponent", False))
     decode = torch.ops.commpass.exponent_decode.default

@@ -259,7 +259,7 @@ NOT = {
 
 
 @pytest.mark.parametrize("name", NOT)
-def test_others_are_left_alone(name):
+def test_other_collectives_are_not_grouped(name):
     inputs = (Y, Y) if name == "all_to_all" else (X, Y)
     if name == "one rank":
         mesh = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("dp", "one"))

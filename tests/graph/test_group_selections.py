@@ -120,13 +120,14 @@ def test_dense_codecs_are_put_together_in_blocks_as_before(fake_group):
     assert len(plan.grouped) == 1
 
 
+@pytest.mark.parametrize("places", [slice(3, 4), slice(53, 54), slice(0, 40), slice(40, 70)])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_segment_that_is_not_finite_stays_so(bad):
+def test_segment_that_is_not_finite_stays_so(bad, places):
     """And no finite value of the row becomes non-finite (law 2)."""
     coder = codec("segments(inner=topk(density=0.1), lengths=n40_30)")
     x = torch.randn(70)
-    x[3] = bad
-    assert not coder.decode(coder.encode(x))[3].isfinite()
+    x[places] = bad
+    assert not coder.decode(coder.encode(x))[places].isfinite().any()
     finite = torch.randn(70)
     back = coder.decode(coder.encode(finite))
     assert (back[:40] != 0).sum() == 4

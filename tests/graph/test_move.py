@@ -519,3 +519,14 @@ def test_exchanges_with_splits_of_their_own_stay_alone_whatever_this_rank_sends(
     gm = trace(function, torch.ones(4 * rows, 8), torch.ones(4 * rows, 8), torch.ones(N, N))
     move(gm, LINK, ENOUGH)
     assert "ss" not in story(gm)
+
+
+def test_waiting_for_a_coalesced_call_counts_for_its_first_tensor_alone():
+    def function(x):
+        started = ops.all_reduce_coalesced([x, x * 2, x * 3], "sum", "0")
+        return [wait(each) for each in started]
+
+    plan = drive(traced(function, 1), skip_overlapped=False)
+    first, *others = plan
+    assert first.exposed_us == first.unmoved_us > 0
+    assert [(site.exposed_us, site.unmoved_us) for site in others] == [(0.0, 0.0)] * 2

@@ -68,6 +68,13 @@ def test_tensors_of_one_exchange_are_left_alone_where_codes_gain_for_each_but_no
     assert all(site.reason.startswith("coalesced: its 8 tensors") for site in plan)
 
 
+def test_tensors_of_one_exchange_are_coded_where_a_rule_forces_that():
+    policy = Policy(rules=[Rule(codec="int8", force=True)])
+    with as_rank(0, RANKS):
+        plan, _, _ = planned(coalesced(2), coding(100.0), policy)
+    assert len(plan.compressed) == 2
+
+
 @pytest.mark.slow
 def test_tensors_of_one_exchange_are_coded_where_that_gains_for_all():
     with as_rank(0, RANKS):

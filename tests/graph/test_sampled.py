@@ -294,7 +294,7 @@ def test_compiler_of_others_is_not_given_the_operator(fake_group):
 
 
 @pytest.mark.slow
-def test_site_above_its_bound_is_told_once_with_its_name(fake_group, caplog):
+def test_site_above_its_bound_is_reported_once_with_its_name(fake_group, caplog):
     fake_group(4)
     caplog.set_level(logging.WARNING, "commpass")
     bad = nn.Sequential(Layer(), Layer())

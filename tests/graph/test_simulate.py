@@ -97,7 +97,7 @@ def test_compute_without_exchanges_counts():
 
 
 @pytest.mark.slow
-def test_graph_that_is_left_untouched_counts_and_is_told():
+def test_graph_that_is_left_untouched_counts_and_is_reported():
     skips = Policy(codecs="int8", skip="rewrite")
     plain, found = commpass.simulate(build, CLUSTER, {"tp": 4}, ["off", skips])
     assert found.step_ms == pytest.approx(plain.step_ms)

@@ -214,3 +214,12 @@ def test_stage_needs_no_group_and_sends_nothing():
     assert not torch.distributed.is_initialized()
     found = read_stages("all_gather", "direct", "int8", Payload(512, 1, torch.float32), request(3))
     assert [stage.role for stage in found] == ["encode", "exchange", "decode"]
+
+
+@pytest.mark.parametrize("splits", [(2, 2, 2), (2, 1, 3)])
+def test_rank_whose_parts_are_even_exchanges_as_often_as_one_whose_parts_are_not(splits):
+    """Only the latter cannot be sent in chunks."""
+    request = Request("0", 3, sent=splits, received=splits)
+    payload = Payload(6 * 600, 600, torch.float32)  # 600 values do not fill whole blocks
+    found = read_stages("all_to_all", "direct(chunks=2)", "int8", payload, request)
+    assert [stage.kind for stage in found.exchanges] == ["all_to_all"]

@@ -90,7 +90,7 @@ def train(log: Log, number: int) -> None:
 
 
 @pytest.mark.slow
-def test_step_is_told_after_it_and_a_rule_that_matched_nothing_after_two(caplog):
+def test_step_is_reported_after_it_and_a_rule_that_matched_nothing_after_two(caplog):
     log = Log(caplog, MISSING)
     train(log, 0)
     assert [log.call("F0", "B0") for _ in range(6)] == ["", "L", "W", "", "", ""]
@@ -99,7 +99,7 @@ def test_step_is_told_after_it_and_a_rule_that_matched_nothing_after_two(caplog)
 
 
 @pytest.mark.slow
-def test_evaluation_first_is_told_and_then_training_with_no_warning_before(caplog):
+def test_evaluation_first_is_reported_and_then_training_with_no_warning_before(caplog):
     log = Log(caplog, MISSING, Rule(direction="backward"))
     log.add(0, "forward")
     assert log.call(*["F0"] * 5) == "L"
@@ -136,7 +136,7 @@ def test_compiled_autograd_runs_one_backward_for_all_graphs(caplog):
 
 
 @pytest.mark.slow
-def test_graphs_of_hooks_in_backward_alone_are_told_while_they_run(caplog):
+def test_graphs_of_hooks_in_backward_alone_are_reported_while_they_run(caplog):
     log = Log(caplog, MISSING)
     log.add(0, "backward")
     log.add(1, "backward")
@@ -155,7 +155,7 @@ def test_blocks_that_share_a_graph_are_no_rounds(caplog):
 
 
 @pytest.mark.slow
-def test_blocks_that_are_compiled_one_by_one_are_told_together(caplog):
+def test_blocks_that_are_compiled_one_by_one_are_reported_together(caplog):
     log = Log(caplog, MISSING)
     for number in range(4):
         train(log, number)
@@ -172,14 +172,14 @@ def test_blocks_that_are_compiled_one_by_one_are_told_together(caplog):
 @pytest.mark.parametrize(
     "order", [("F0", "B0") * 2, ("F0", "F0", "B0", "B0")], ids=["in turns", "pipelined"]
 )
-def test_parts_of_a_batch_are_told_once(order, caplog):
+def test_parts_of_a_batch_are_reported_once(order, caplog):
     log = Log(caplog, MISSING)
     train(log, 0)
     assert "".join(log.call(*order) for _ in range(4)) == "LW"
 
 
 @pytest.mark.slow
-def test_second_model_of_the_backend_is_told_too_and_each_warning_stays_one(caplog):
+def test_second_model_of_the_backend_is_reported_too_and_each_warning_stays_one(caplog):
     log = Log(caplog, MISSING)
     train(log, 0)
     assert "".join(log.call("F0", "B0") for _ in range(4)) == "LW"
@@ -237,7 +237,7 @@ INSTEAD = {
 
 
 @pytest.mark.parametrize("what", INSTEAD)
-def test_rule_that_matched_nothing_is_told_with_what_there_is(what):
+def test_rule_that_matched_nothing_is_reported_with_what_there_is(what):
     rule, parts = INSTEAD[what]
     summary = Summary(Policy(rules=[Rule(module="head"), rule]))
     summary.add(plan("0", "forward", *SITES, rules=summary.policy.rules), trained=True)
@@ -264,7 +264,7 @@ def test_preset_tells_groups_that_it_has_no_role_for_and_nothing_of_the_others(f
     assert not summary.unmatched_rules()
 
 
-def test_rule_for_one_of_the_blocks_that_share_a_graph_is_told_why():
+def test_rule_for_one_of_the_blocks_that_share_a_graph_is_reported_with_the_reason():
     summary = Summary(Policy(rules=[Rule(module="layers.3", codec="int8")]))
     summary.add(plan("0", "forward", planned(module="layers.*.mlp")), trained=True)
     (sentence,) = summary.unmatched_rules().values()
@@ -274,7 +274,7 @@ def test_rule_for_one_of_the_blocks_that_share_a_graph_is_told_why():
     assert "share a graph" not in "".join(summary.unmatched_rules().values())
 
 
-def test_rule_is_told_that_there_are_no_collectives_at_all():
+def test_rule_is_warned_that_there_are_no_collectives_at_all():
     summary = Summary(Policy(rules=[MISSING]))
     summary.add(plan("0", "forward"), trained=True)
     assert "they have none" in summary.unmatched_rules()[0]
@@ -502,7 +502,9 @@ def told(caplog) -> list[str]:
 
 
 @pytest.mark.slow
-def test_model_of_several_ranks_without_a_site_is_told_what_to_do_once(fake_group, unsaid, caplog):
+def test_model_of_several_ranks_without_a_site_is_reported_with_what_to_do_once(
+    fake_group, unsaid, caplog
+):
     fake_group(8)
     for _ in range(2):
         steps(torch.compile(Alone(), backend=commpass.backend("balanced", inner="eager")), 4)

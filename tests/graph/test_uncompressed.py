@@ -215,7 +215,7 @@ def test_annotation_asks_for_codecs_whatever_the_policy(fake_group, warnings):
 
 
 @pytest.mark.slow
-def test_model_of_two_graphs_is_told_once_and_not_again(fake_group, warnings):
+def test_model_of_two_graphs_is_reported_once_and_not_again(fake_group, warnings):
     fake_group(RANKS)
     plans = train("taco", FAST, Broken(), steps=8)
     gc.collect()
@@ -225,7 +225,7 @@ def test_model_of_two_graphs_is_told_once_and_not_again(fake_group, warnings):
 
 
 @pytest.mark.slow
-def test_rules_that_match_nothing_are_told_by_their_own_warning_alone(fake_group, warnings):
+def test_rules_that_match_nothing_are_reported_by_their_own_warning_alone(fake_group, warnings):
     fake_group(RANKS)
     train("tahquant", SLOW)
     (text,) = warnings()
@@ -233,7 +233,7 @@ def test_rules_that_match_nothing_are_told_by_their_own_warning_alone(fake_group
 
 
 @pytest.mark.slow
-def test_served_model_is_told_while_it_runs_and_one_that_is_evaluated_at_the_end(
+def test_served_model_is_reported_while_it_runs_and_one_that_is_evaluated_at_the_end(
     fake_group, warnings
 ):
     fake_group(RANKS)

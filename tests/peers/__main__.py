@@ -18,6 +18,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -51,7 +52,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="peers", description=str(__doc__).splitlines()[0])
     parser.add_argument("checkout", type=Path, help="of PyTorch, at the installed version")
     parser.add_argument("files", nargs="*", help="paths below its folder test")
-    parser.add_argument("--policies", nargs="+", default=POLICIES)
+    parser.add_argument(
+        "--policies", nargs="+", default=POLICIES, help="presets, or paths of policy files"
+    )
     parser.add_argument("--timeout", type=int, default=300, help="seconds for one test")
     parser.add_argument("--json", type=Path)
     parser.add_argument("-k", dest="expression", default="", help="as pytest's")
@@ -76,7 +79,8 @@ def main() -> int:
             rows.append((file, policy, plain, other, differ))
     console.print(table(rows))
     for each in found:
-        console.print(f"{each.policy}: {each.test}: {each.kind}: {each.message}", markup=False)
+        message = textwrap.shorten(each.message, 200)
+        console.print(f"{each.policy}: {each.test}: {each.kind}: {message}", markup=False)
     if given.json:
         content = {"torch": torch.__version__, "found": [asdict(each) for each in found]}
         given.json.write_text(json.dumps(content, indent=1) + "\n")
@@ -118,10 +122,11 @@ def table(
     rows: Sequence[tuple[str, str, dict[str, Outcome], dict[str, Outcome], list[Difference]]],
 ) -> Table:
     made = Table("file", "policy", "pass plain", "pass with it", "differ by design", "differ")
+    made.columns[0].overflow = "fold"
     for file, policy, plain, other, differ in rows:
         kinds = Counter(each.is_by_design for each in differ)
         numbers = (passed(plain), passed(other), kinds[True], kinds[False])
-        made.add_row(file, policy, *map(str, numbers))
+        made.add_row(file.removeprefix("distributed/"), policy, *map(str, numbers))
     return made
 
 

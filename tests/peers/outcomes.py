@@ -39,6 +39,8 @@ class Outcome:
         """The kind of failure."""
         if self.state == HANG:
             return HANG
+        if "Tensor-likes are not" in self.message:  # whatever else the test looks at
+            return NUMBERS
         found = (kind for kind, pattern in KINDS.items() if re.search(pattern, self.message))
         return next(found, OTHER)
 

@@ -139,7 +139,7 @@ def the_last_group_changes_nothing():
     return [site.codec for site in commpass.plans()[-1]]
 
 
-def test_group_in_which_nothing_is_changed_ties_nobody(ranks3):
+def test_group_in_which_nothing_is_changed_connects_no_ranks(ranks3):
     assert ranks3.run(the_last_group_changes_nothing) == [["int8"], ["int8", "none"], ["none"]]
 
 
@@ -365,7 +365,7 @@ def models_in_another_order() -> str:
 
 
 @pytest.mark.slow
-def test_ranks_that_compile_under_two_policies_in_another_order_are_told(ranks2):
+def test_ranks_that_compile_under_two_policies_in_another_order_are_reported(ranks2):
     ranks2.run(one_policy_after_another, ["off", "int8"])
     first, second = ranks2.run(models_in_another_order, timeout=60)
     assert "codec is 'int8' in rank 0 and 'fp8' in rank 1" in first

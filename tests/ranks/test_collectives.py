@@ -196,7 +196,7 @@ def check_edges() -> None:
 
 
 @pytest.mark.slow
-def test_edges(ranks2):
+def test_zeros_extremes_and_empty_inputs_give_the_right_results(ranks2):
     ranks2.run(check_edges)
 
 

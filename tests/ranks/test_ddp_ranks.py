@@ -380,7 +380,7 @@ def words_and_rules():
 
 
 @pytest.mark.slow
-def test_rules_and_words_hold_for_each_parameter_of_a_bucket(ranks2):
+def test_rules_and_annotations_hold_for_each_parameter_of_a_bucket(ranks2):
     for found in ranks2.run(words_and_rules):
         assert [(module, codec, how) for module, codec, how, _ in found] == [
             ("", "int8", "two_shot"),

@@ -726,7 +726,7 @@ class Mine:
 
 
 @pytest.mark.every
-def test_reasons_words_and_groups_of_one_rank(ranks2):
+def test_reasons_annotations_and_groups_of_one_rank(ranks2):
     ranks2.run(reasons)
     ranks2.run(words)
     ranks2.run(words, True)

@@ -315,7 +315,7 @@ def end(kind, rank, peer, codec="int8", **more):
         ),
     ],
 )
-def test_mismatches(words, said):
+def test_ends_of_messages_that_do_not_match_are_reported(words, said):
     text = mismatches(words)
     assert bool(text) == bool(said)
     assert all(part in "\n".join(text) for part in said)

@@ -66,7 +66,7 @@ def as_on_hosts(hosts: list[int]) -> tuple:
         ([0, 0, 0, 1], 0, {("link", 4)}),
     ],
 )
-def test_links_between_hosts_and_inside_are_told_apart(hosts, node, levels, ranks4):
+def test_links_between_hosts_and_inside_are_distinguished(hosts, node, levels, ranks4):
     first, *others = ranks4.run(as_on_hosts, hosts)
     assert all(other == first for other in others)
     assert first[1:] == (node, node > 0, levels)
@@ -114,7 +114,7 @@ def launch(*wanted: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.every
-def test_folder_that_is_not_there_is_told_before_anything_is_measured(tmp_path: Path):
+def test_folder_that_is_not_there_is_reported_before_anything_is_measured(tmp_path: Path):
     done = launch("--seconds", "300", "-o", str(tmp_path / "none" / "cluster.json"))
     assert done.returncode != 0
     assert "is no folder that can be written to" in done.stderr

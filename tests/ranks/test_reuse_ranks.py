@@ -346,7 +346,7 @@ def after_one_changed_nothing(late: int) -> list[tuple[list[str], bool]]:
 @pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("late", [0, 1])
-def test_word_about_a_graph_that_nobody_changed_is_none_about_the_next(late, ranks2):
+def test_note_about_an_unchanged_graph_does_not_hold_for_the_next(late, ranks2):
     changed = (["sum of sums"], False)
     for rank, found in enumerate(ranks2.run(after_one_changed_nothing, late, timeout=60)):
         assert found == [([], rank == 1), changed, changed]

@@ -207,7 +207,7 @@ def check_namesakes() -> str:
 
 
 @pytest.mark.slow
-def test_residuals_that_could_not_be_told_apart_are_not_saved(ranks2):
+def test_residuals_that_could_not_be_distinguished_are_not_saved(ranks2):
     assert "several" in ranks2.run(check_namesakes)[0]
 
 
@@ -349,7 +349,7 @@ def kept(fake_group):
     forget_process()
 
 
-def test_names_go_out_and_come_back(kept):
+def test_name_of_a_residual_is_its_key_in_a_checkpoint(kept):
     assert state._parse(str(kept)) == kept
     (key,) = commpass.state_dict()
     assert key == "commpass.v2/-/f/layers.0.mlp/backward/all_reduce/float32[4]/0/sum/world/0of2"
@@ -368,6 +368,29 @@ def test_residuals_of_lost_ranks_are_shared_out_whole(before, after, op):
     shared = [state._redistributed(of(rank, after), torch.zeros(4), given) for rank in range(after)]
     factor = after / before if op == "avg" else 1.0
     assert torch.allclose(sum(shared), sum(given.values()) * factor)
+
+
+PLACES = [(0, 0), (0, 1), (1, 0), (1, 1)]
+"""The first rank of each of two groups, and the ranks in it."""
+
+
+def test_residuals_of_another_group_are_not_taken():
+    """Each of two groups of a mesh has its own residual of the same site."""
+
+    def of(first: int, rank: int) -> Name:
+        return Name("-", "f", "root/backward/all_reduce/float32[4]/0", "sum", str(first), rank, 2)
+
+    given = {of(first, rank): torch.full((4,), 10.0 * first + rank) for first, rank in PLACES}
+    for name, value in given.items():
+        assert torch.equal(state._redistributed(name, torch.zeros(4), given), value)
+
+
+def test_reset_drops_residuals_and_references(kept):
+    (owner,) = state.state_owners()
+    owner.references["site", "0"] = object(), torch.ones(4)
+    commpass.reset_state()
+    assert not commpass.state_dict()
+    assert not owner.references
 
 
 def other(name: Name, **changes) -> str:

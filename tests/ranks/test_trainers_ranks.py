@@ -122,6 +122,71 @@ def test_saved_state_is_loaded(ranks2, tmp_path):
         assert not same_without
 
 
+def saved_over_another(folder: Path) -> tuple[bool, int, int]:
+    model, integration = wrapped()
+    step(model, 0)
+    save_state(integration, folder)
+    integration.close()
+    fresh, forgetful = wrapped()
+    save_state(forgetful, folder)  # it has no state yet
+    left = folder.exists()
+    step(fresh, 0)
+    before = sum(bool(each.any()) for each in forgetful.state_dict().values())
+    load_state("call", forgetful, folder)
+    after = sum(bool(each.any()) for each in forgetful.state_dict().values())
+    forgetful.close()
+    return left, before, after
+
+
+def test_a_checkpoint_without_state_removes_and_loads_none_of_another(ranks2, tmp_path):
+    for left, before, after in ranks2.run(saved_over_another, tmp_path / "commpass"):
+        assert not left
+        assert before > 0
+        assert after == 0
+
+
+def residuals_after_nan() -> tuple[bool, bool]:
+    model, integration = wrapped()
+    weights = [torch.ones_like(each) for each in model.parameters()]
+    weights[0].view(-1)[5] = float("nan")
+    x = torch.zeros(6, 24)
+    terms = zip(model.parameters(), weights, strict=True)
+    (sum((each * weight).sum() for each, weight in terms) + 0 * model(x).sum()).backward()
+    means = {name: each.grad.clone() for name, each in model.module.named_parameters()}
+    left = {key.split("/")[1]: each for key, each in integration.state_dict().items()}
+    first = left.get("0.weight", left.get("module.0.weight"))
+    sent = means["0.weight"].isfinite() & (means["0.weight"] != 0)
+    found = bool(means["0.weight"].isnan().any()), not first[sent].any()
+    integration.close()
+    return found
+
+
+def test_a_nan_does_not_return_to_error_feedback_what_was_applied(ranks2):
+    for has_nan, nothing_left in ranks2.run(residuals_after_nan):
+        assert has_nan
+        assert nothing_left  # of the values that were sent
+
+
+def converted() -> tuple[str, str, str]:
+    model, integration = wrapped()
+    before = str(integration)
+    model.bfloat16()
+    model(torch.randn(6, 24, dtype=torch.bfloat16)).sum().backward()
+    after = str(integration)
+    integration.close()
+    first = DDP(net().bfloat16(), find_unused_parameters=True)
+    with EAGER_DDP(first, TOPK, profile="ethernet-1g") as right:
+        first(torch.randn(6, 24, dtype=torch.bfloat16)).sum().backward()
+        return before, after, str(right)
+
+
+def test_a_model_that_is_converted_after_ddp_is_told(ranks2):
+    for before, after, right in ranks2.run(converted):
+        assert "no step yet>" in before
+        assert "converted to another dtype after DistributedDataParallel" in after
+        assert "exchanges compressed" in right
+
+
 def found_by_one(folder: Path) -> str:
     own = folder / str(dist.get_rank())
     if dist.get_rank() == 1:
@@ -234,6 +299,49 @@ def by_accelerate(folder: Path) -> tuple[bool, int, bool]:
         AcceleratorState._reset_state()
         PartialState._reset_state()
     return changed, len(before), all(torch.equal(before[key], after[key]) for key in before)
+
+
+def in_turn_by_accelerate(folder: Path) -> list[list[str]]:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, PartialState
+
+    from commpass.parallel.accelerate import compress
+
+    environment = {
+        "LOCAL_RANK": str(dist.get_rank()),
+        "LOCAL_WORLD_SIZE": "2",
+        "RANK": str(dist.get_rank()),
+        "WORLD_SIZE": "2",
+    }
+    found, models = [], []
+    with EAGER, mock.patch.dict(os.environ, environment):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator = Accelerator(cpu=True)
+        for number in range(4):
+            model = accelerator.prepare(net())
+            models.append(model)
+            integration = compress(accelerator, model, TOPK, profile="ethernet-1g")
+            step(model, 0)
+            step(model, 1)
+            accelerator.save_state(str(folder / str(number)))
+            dist.barrier()
+            found.append(sorted(each.name for each in (folder / str(number)).glob("commpass*")))
+            if number == 1:
+                integration.close()  # the next one has its folder
+            if number == 2:
+                accelerator.free_memory()  # the next one is the first again
+        integration.close()
+        AcceleratorState._reset_state()
+        PartialState._reset_state()
+    return found
+
+
+@pytest.mark.slow
+def test_models_that_an_accelerator_has_dropped_leave_their_folder(ranks2, tmp_path):
+    pytest.importorskip("accelerate")
+    both = ["commpass", "commpass_1"]
+    for found in ranks2.run(in_turn_by_accelerate, tmp_path):
+        assert found == [["commpass"], both, both, ["commpass"]]
 
 
 @pytest.mark.slow

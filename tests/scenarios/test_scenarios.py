@@ -74,7 +74,7 @@ def test_new_groups_may_have_another_policy(ranks2):
     assert all(0.01 < error < 0.05 for error in ranks2.run(other_policies, ["fp8", "fp8"]))
 
 
-def test_ranks_of_new_groups_whose_policies_differ_are_told(ranks2):
+def test_ranks_of_new_groups_whose_policies_differ_are_reported(ranks2):
     for rank, said in enumerate(ranks2.run(told_of_other_policies)):
         assert f"codec is '{['int8', 'fp8'][rank]}' in rank {rank}" in said
 

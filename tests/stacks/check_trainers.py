@@ -110,6 +110,8 @@ def compare(library: str, name: str, most: float, **options: Any) -> None:
     check(all(abs(a / b - 1) < NEAR for a, b in held), "evaluations between are near")
     share = coded.ranks[0]["sent"] / coded.ranks[0]["plain"]
     check(share < most, f"{share:.1%} of the bytes are sent")
+    if library == "deepspeed":  # the engine does not compare them, as DDP would not
+        check(len(set(coded.digests)) == 1, "ranks have the same weights")
 
 
 def check_restart(library: str, first: dict[str, Any], second: dict[str, Any]) -> None:
@@ -172,6 +174,7 @@ def accelerate() -> None:
 
 def deepspeed() -> None:
     compare("deepspeed", "ZeRO 0", 0.3, stage=0)
+    compare("deepspeed", "ZeRO 0, bf16", 0.55, stage=0, bf16=True)
     for stage in (1, 2):
         refused = train("deepspeed", f"ZeRO {stage}", stage=stage, engine_policy="balanced")
         message = refused.ranks[0]["refused"]

@@ -20,6 +20,8 @@ def main() -> None:
     deepspeed.init_distributed()
     model: torch.nn.Module = NextByte()
     integration = None
+    if given.get("bf16"):
+        model = model.bfloat16()  # DDP sends no gradient of parameters that are converted later
     if given.get("policy"):
         model = DistributedDataParallel(model)
         integration = commpass.parallel.compress_ddp(model, given["policy"], profile="ethernet-1g")
@@ -27,7 +29,9 @@ def main() -> None:
     config = {
         "train_micro_batch_size_per_gpu": BATCH,
         "zero_optimization": {"stage": stage},
-        "bf16": {"enabled": stage > 0},  # ZeRO needs a master copy of weights
+        "bf16": {
+            "enabled": stage > 0 or given.get("bf16", False)
+        },  # ZeRO needs a master copy of weights
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
     }

@@ -409,6 +409,24 @@ def test_picture_says_what_it_shows(tmp_path, monkeypatch):
     assert not legend.get_window_extent().overlaps(axes.get_window_extent())
 
 
+@pytest.mark.parametrize("word", ["--train", "--inference"])
+def test_command_measures_what_it_is_asked_for(word, fake_group, tmp_path, monkeypatch):
+    fake_group(2)
+    asked = {}
+
+    def measured(model, batches, base, **options):
+        asked.update(options)
+        return calibration(*SOME)
+
+    monkeypatch.setattr("commpass.report.calibrate.calibrate", measured)
+    (tmp_path / "m.py").write_text("def build(mesh):\n    return None, []\n")
+    words = (f"{tmp_path}/m.py:build", "--mesh", "tp=2", "--max-error", "0.1", word)
+    done = run(*words, "--codec", "int8", "-o", str(tmp_path / "p.toml"))
+    assert done.exit_code == 0, done.output
+    assert asked["train"] is (word == "--train")
+    assert asked["codecs"] == ["int8"]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -111,3 +111,12 @@ def test_compiled_and_traced_calls_agree_with_eager_ones(form):
 def test_other_forms_are_refused():
     with pytest.raises(PolicyError, match="to='fp8'"):
         codec("cast(to=fp8)")
+
+
+@pytest.mark.parametrize("form", sorted(FORMS))
+def test_wire_of_values_that_have_its_dtype_is_no_view_of_them(form):
+    coder = codec(form)
+    x = torch.ones(1, 64, dtype=getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[form]))
+    wire = coder.encode_rows(x)
+    x.zero_()
+    assert (coder.decode_rows(wire, 64, x.dtype) == 1).all()

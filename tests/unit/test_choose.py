@@ -2086,7 +2086,7 @@ WHOLE = {
 
 
 @pytest.mark.parametrize("what", WHOLE)
-def test_chunks_that_do_not_apply_are_told_in_the_reason(what):
+def test_chunks_that_do_not_apply_are_reported_in_the_reason(what):
     a_site, codec, name, why = WHOLE[what]
     told = f"; chunks=4 does not apply: {why}"
     rule = Rule(codec=codec, algorithm=name, chunks=4, force=True)

@@ -9,7 +9,7 @@ from commpass.policy import PRESETS
 from commpass.report.colours import POLICIES, WAITING, colour_of
 
 
-def test_known_policies_are_told_apart():
+def test_known_policies_are_distinguished():
     """Plain runs and ``off`` are the same thing."""
     shown = {name: colour for name, colour in POLICIES.items() if name != "plain"}
     assert len(set(shown.values())) == len(shown)

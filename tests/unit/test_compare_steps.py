@@ -398,7 +398,7 @@ def test_verdict_names_the_fastest_of_several(tmp_path: Path):
     assert found.verdict.endswith("It is the fastest of 3 policies")
 
 
-def test_losses_that_differ_are_told(tmp_path: Path):
+def test_losses_that_differ_are_reported(tmp_path: Path):
     one, two = {"step 1": 2.0}, {"step 1": 1.9}
     jobs = [
         job(tmp_path, "off", SLOW, losses=one),

@@ -253,7 +253,7 @@ def test_name_that_is_near_is_offered(word):
 
 
 @pytest.mark.parametrize("word", FAR)
-def test_name_that_is_far_from_all_is_told_the_known_ones_alone(word):
+def test_name_that_is_far_from_all_is_reported_with_the_known_ones_alone(word):
     assert nearest(word, KNOWN).startswith(". Known: ")
     assert re.search(r"Known: .*topk", nearest(word, KNOWN))
 

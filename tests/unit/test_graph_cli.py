@@ -50,7 +50,7 @@ def test_text_has_one_marked_line_a_node(folder: Path):
     assert [line[0] for line in before[3:]] == [*" *"]
 
 
-def test_newest_graph_is_shown_and_the_others_are_told(folder: Path, tmp_path: Path):
+def test_newest_graph_is_shown_and_the_others_are_reported(folder: Path, tmp_path: Path):
     for _ in range(2):
         dump.write(folder, make())
     shown = run("graph", folder, "--level", "nodes")
@@ -394,7 +394,7 @@ def test_option_before_says_what_became_of_a_collective():
     ]
 
 
-def test_site_or_module_that_is_not_there_is_told_with_the_nearest(tmp_path: Path):
+def test_site_or_module_that_is_not_there_is_reported_with_the_nearest(tmp_path: Path):
     path = dump.write(tmp_path, layered(2))
     fails(run("graph", path, "--site", 5), "no site 5", "it has 4, from 1 on")
     fails(run("graph", path, "--site", "ar_attn_7"), "did you mean 'ar_attn_")

@@ -226,7 +226,7 @@ def test_timelines_and_what_was_measured():
     assert {row["measured_us"] for group in groups for row in group["sites"]} == {None}
 
 
-def test_graph_that_fell_back_is_told_and_counts_as_untouched():
+def test_graph_that_fell_back_is_reported_and_counts_as_untouched():
     one = made.dump(made.layers(2), fallback="pass 'move' failed: x")
     found = shown([one])
     assert "Graph 0 fell back" in found.text
@@ -552,7 +552,7 @@ def damage(folder: Path, how: str) -> None:
 @pytest.mark.parametrize(
     "how", ["cut short", "damaged dump", "not a commpass dump", "install a newer commpass"]
 )
-def test_broken_dump_is_told_and_nothing_is_written(folder, tmp_path, how):
+def test_broken_dump_is_reported_and_nothing_is_written(folder, tmp_path, how):
     out = tmp_path / "out.html"
     out.write_text("older")
     damage(folder, how)

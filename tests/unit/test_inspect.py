@@ -388,7 +388,7 @@ def test_branches_of_a_loop_may_run_less_often_than_it_turns():
     assert count_instructions(code, [64]).names["STG.E.128"] == 64
 
 
-def test_names_of_no_known_kind_are_told():
+def test_names_of_no_known_kind_are_reported():
     counts = count_instructions(parse_sass(listing("WONDER.X R1", "EXIT")))
     assert counts.unknown == ("WONDER",)
     with pytest.raises(KernelError, match="no instructions"):

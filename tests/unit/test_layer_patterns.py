@@ -69,7 +69,7 @@ def test_sites_treated_otherwise_are_another_pattern(change):
     assert len(patterns([plan(one, other)])) == 2
 
 
-def test_graphs_are_told_apart_by_their_place_and_sizes_that_nobody_knows_count_as_none():
+def test_graphs_are_distinguished_by_their_place_and_sizes_that_nobody_knows_count_as_none():
     unknown = dataclasses.replace(site("a.1"), bytes=-1)
     (found,) = patterns([plan(site("a.0")), plan(unknown)])
     assert found.numbers == ((0, 1), (1, 1))

@@ -76,6 +76,11 @@ def test_rules_are_for_sums_of_forward_that_have_channels():
         assert (len(coder.channels.ranges), len(coder.channels.kept), coder.largest) == (1, 4, 31)
 
 
+def test_rule_of_a_module_inside_of_another_comes_first():
+    policy = Policy.lowbit_tp(Found((place("a"), place("b"), place("a.b.c"), place("a.b"))))
+    assert [rule.module for rule in policy.rules] == ["a.b.c", "a.b", "a", "b"]
+
+
 def test_share_may_be_of_each_layer():
     found = Found((place("layers.0.mlp"), place("layers.1.mlp")))
     policy = Policy.lowbit_tp(found, {"layers.0": 1 / 16})

@@ -54,7 +54,7 @@ def test_graphs_behind_a_break_are_of_the_same_function(recorder):
 
 
 @pytest.mark.parametrize("body", ["x * 3", "x.sin()", "x * 2 + 1"])
-def test_functions_of_one_name_and_line_are_told_apart(body, recorder):
+def test_functions_of_one_name_and_line_are_distinguished(body, recorder):
     for each in ("x * 2", body):
         space: dict = {}
         exec(f"def function(x): return {each}", space)

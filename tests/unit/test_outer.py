@@ -10,8 +10,12 @@ from refusals import refusals
 from torch import nn
 
 from commpass.distributed.flat import views_of
+from commpass.distributed.owners import owner_of
+from commpass.distributed.state import Name
 from commpass.parallel import compress_outer
 from commpass.parallel.outer import means
+from commpass.parallel.outer.means import HOOK
+from commpass.parallel.outer.residuals import Snapshot
 
 
 def test_targets_that_cannot_be_averaged_are_refused():
@@ -58,6 +62,22 @@ def test_buckets_have_one_dtype_and_a_limited_size(most, wanted):
     values = [torch.zeros(size, dtype=dtype) for size, dtype in sizes]
     with mock.patch.object(means, "BUCKET_BYTES", most):
         assert list(means.buckets(values, values)) == wanted
+
+
+def test_step_that_does_not_count_leaves_what_no_group_has_sent_so_far():
+    """Of two groups, the residuals of both are kept, as their sum in the current one."""
+    parameter = nn.Parameter(torch.zeros(3))
+    current, former = (
+        (Name("-", HOOK, "m/0", "sum", "world", 0, ranks), torch.full((3,), value))
+        for ranks, value in ((2, 1.0), (4, 2.0))
+    )
+    owner_of([parameter]).state.update({2: current, 4: former})
+    before = Snapshot([parameter])
+    current[1].fill_(7.0)
+    former[1].fill_(9.0)
+    before.restore()
+    assert current[1].tolist() == [3.0] * 3
+    assert former[1].tolist() == [0.0] * 3
 
 
 def test_views_have_the_layout_of_parameters():

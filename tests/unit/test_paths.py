@@ -327,7 +327,7 @@ def _wrap_layers(model, wrap):
 @pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("wrapper", WRAPPED)
-def test_words_go_on_modules_by_the_names_that_rules_see(wrapper):
+def test_annotations_go_on_modules_by_the_names_that_rules_see(wrapper):
     model = WRAPPED[wrapper](Net())
     commpass.apply_policy(model, {"layers.0.mlp": "int8", "layers.1": commpass.keep()})
     run = model if wrapper == "compile" else compiled(model)
@@ -365,7 +365,7 @@ class Tied(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["first", "second"])
-def test_tied_module_takes_a_word_under_each_of_its_names(name):
+def test_tied_module_takes_an_annotation_under_each_of_its_names(name):
     forward, backward = step(compiled(commpass.apply_policy(Tied(), {name: "int8"})))
     assert all("int8" in site.annotation for plan in (forward, backward) for site in plan)
     assert len(forward.sites) == 2
@@ -377,7 +377,7 @@ def test_tied_module_takes_a_word_under_each_of_its_names(name):
 
 
 @pytest.mark.slow
-def test_words_tell_blocks_apart_that_are_compiled_one_by_one():
+def test_annotations_distinguish_blocks_that_are_compiled_one_by_one():
     model = commpass.apply_policy(Net(), {"layers.0.mlp": commpass.keep(), "layers.1.mlp": "int8"})
     plans = step(by_method(model))
     words = [
@@ -423,7 +423,7 @@ def test_module_may_be_called_anything_and_rules_find_it(keeps):
     assert {site.codec for site in sites} == {"none" if keeps else "int8"}
 
 
-def test_rule_and_a_word_name_one_of_them():
+def test_rule_and_an_annotation_name_one_of_them():
     for name in ODD:
         if "*" not in name:
             model = commpass.apply_policy(with_odd_names(), {name: commpass.keep()})

@@ -29,6 +29,7 @@ JUNIT = """<testsuites><testsuite>
 @pytest.mark.parametrize(
     ("message", "kind"),
     [
+        ("AssertionError: Tensor-likes are not close!\ncnt = CompileCounterWithBackend()", NUMBERS),
         ("AssertionError: Tensor-likes are not close!", NUMBERS),
         ("RuntimeError: Expected to find 'all_reduce' but did not", GENERATED),
         ("AssertionError: counters['inductor']['x'] is 3", COUNTERS),

@@ -850,3 +850,9 @@ def test_plan_has_a_length_and_shows_itself_in_one_line():
 def test_plan_without_sites_is_a_plan_all_the_same():
     assert len(plan()) == 0
     assert plan()
+
+
+def test_order_in_which_exchanges_start_is_compared():
+    sites = planned("first"), planned("second")
+    orders = [(), ("first", "second"), ("second", "first")]
+    assert len({plan(*sites, reordered=order).digest() for order in orders}) == 3

@@ -330,7 +330,7 @@ def test_policy_fills_in_what_annotations_and_rules_leave_open(said, changed):
         assert {field: getattr(found, field) for field in expected} == expected
 
 
-def test_word_in_the_model_beats_every_rule():
+def test_annotation_in_the_model_beats_every_rule():
     policy = Policy(
         codecs="fp8", rules=[Rule(codec="int8", force=True, max_error=0.5), Rule(keep=True)]
     )
@@ -353,10 +353,11 @@ def test_keep_allows_nothing_wherever_it_stands(forced):
     assert terms(policy, module="layers.0.mlp").force is False
     kept = terms(policy, module="head", word=Annotation(keep=True))
     assert (kept.codecs, kept.force, kept.source) == ((), False, "keep")
+    assert kept.rows == terms(policy, module="layers.0.mlp").rows == 1  # the matmul stays whole
     assert terms(policy, module="head").codecs == ("int8",)
 
 
-def test_off_ignores_words_and_rules():
+def test_off_ignores_annotations_and_rules():
     policy = dataclasses.replace(
         PRESETS["off"], codecs="int8", rules=[Rule(codec="int8", force=True)]
     )
@@ -401,7 +402,7 @@ WORDS = st.one_of(
 
 @tried
 @given(WORDS)
-def test_word_goes_out_as_json_and_comes_back(word):
+def test_annotation_survives_json(word):
     assert Annotation.from_json(word.to_json()) == word
     assert Annotation.from_json(word.to_json()).to_json() == word.to_json()
 

@@ -160,6 +160,12 @@ def test_measurement_of_messages_holds_the_time_for_which_a_rank_is_busy():
     assert (stated.overhead_us, stated.latency_us, stated.us) == (100.0, 10.0, 5.0)
 
 
+@pytest.mark.parametrize(("members", "port"), [(range(4), INTRA_HOST), ((0, 1, 2, 8), LINK)])
+def test_blocks_of_ranks_that_are_on_hosts_unevenly_pass_the_port(members, port):
+    stage = Stage(role="exchange", kind="all_to_all", nbytes=8, leaving=4, peers=1, reach=BLOCK)
+    assert prices(PROFILE, 4, ["tp"], members).task(stage).resource == port
+
+
 @pytest.mark.parametrize("role", ["sum", "enter", "leave"])
 def test_parts_of_other_kernels_take_no_time(role):
     assert of_group(PROFILE).task(Stage(role=role, values=1 << 20)).us == 0.0

@@ -379,7 +379,7 @@ def test_measured_errors_are_those_of_the_codec(monkeypatch, spec, dtype):
     assert had == pytest.approx(float(x.double().square().sum()))
 
 
-def test_error_is_told_of_the_result_of_all_encodes():
+def test_error_is_reported_for_the_result_of_all_encodes():
     site = Sampled(PlannedSite(**CODED), None, "")
     site.add([9e-4, 1.0, *REST])
     assert site.mean == pytest.approx(2 * 0.03)  # the plan's error is that of two encodes

@@ -277,7 +277,7 @@ def test_environment_names_a_profile(path, monkeypatch):
     assert commpass.backend("balanced").profile is None
 
 
-def test_profile_of_another_machine_is_told_once(path, caplog):
+def test_profile_of_another_machine_is_reported_once(path, caplog):
     for _ in range(2):
         commpass.backend("balanced", profile=path)
     (said,) = [each.message for each in caplog.records if str(path) in each.message]
@@ -318,7 +318,7 @@ def test_doctor_says_which_profile_would_be_used(path, monkeypatch):
     assert (row()["state"], row()["ok"]) == ("nvlink-4", True)
 
 
-def test_times_of_a_busy_machine_are_told():
+def test_times_of_a_busy_machine_are_reported():
     calm = file().points[0]
     wild = dataclasses.replace(calm, low_us=100.0, high_us=400.0)
     assert noisy(file(points=(calm, calm, calm, wild))) == ""

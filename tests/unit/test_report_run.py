@@ -58,7 +58,7 @@ def test_graphs_of_more_than_an_exchange_stay_apart(tmp_path):
 
 
 @pytest.mark.parametrize("layers", [1, 3])
-def test_exchanges_alone_are_told_without_slack(layers, tmp_path):
+def test_exchanges_alone_are_reported_without_slack(layers, tmp_path):
     dumps = [
         dataclasses.replace(one, timeline=Timeline(us=5.0, slack_us={site.name: 0.0}))
         for one in integrations(layers)
@@ -81,7 +81,7 @@ def test_two_runs_of_integrations_are_compared_pattern_by_pattern(tmp_path):
     assert "no differences" in same.stdout
 
 
-def test_all_runs_of_a_folder_are_told_as_one(tmp_path):
+def test_all_runs_of_a_folder_are_reported_as_one(tmp_path):
     written(tmp_path, [make()], "backend")
     written(tmp_path, integrations(3), "integration")
     newest = run("explain", tmp_path)

@@ -3,15 +3,22 @@ ranks' answers."""
 
 from __future__ import annotations
 
+import dataclasses
+import weakref
 from types import SimpleNamespace
 
 import pytest
+from torch import fx
 
+import commpass
+from commpass.backend.agree import _participant
 from commpass.distributed.agreement import _is_agreed
+from commpass.distributed.origin import Origin
 from commpass.distributed.parts import Part, call_of
-from commpass.distributed.plan_store import History, NoChange, Participant
+from commpass.distributed.plan_store import History, NoChange, Participant, PlanStore
 from commpass.distributed.reuse import _Published
 from commpass.plan import Grouped, Plan, Simplification, Site, uncompressed
+from commpass.policy import Policy
 
 PARTICIPANT = Participant("policy", "custom", "backend", "function", "call")
 
@@ -108,3 +115,30 @@ def test_note_that_was_heeded_before_is_no_answer():
     published.links = {mine.key: SimpleNamespace(call=PARTICIPANT.call)}
     found = [repeats for repeats in range(4) if published._is_of_graph(mine.key, note(repeats))]
     assert found == [2, 3]
+
+
+def test_participants_differ_by_profile_and_policy_whatever_their_names():
+    def digest(policy: Policy, gbit: float) -> str:
+        shared = SimpleNamespace(policy=policy, run="r", resets=0)
+        profile = dataclasses.replace(commpass.ethernet(gbit), name="ours")
+        job = SimpleNamespace(profile=profile, origin=Origin(), direction="forward")
+        return _participant(shared, job).digest
+
+    ours = Policy(name="ours", codecs=("int8",))
+    assert digest(ours, 1) == digest(dataclasses.replace(ours, name="theirs"), 1)
+    others = [(ours, 1), (ours, 10), (dataclasses.replace(ours, codecs=("fp8",)), 1)]
+    assert len({digest(*each) for each in others}) == 3
+
+
+def test_group_with_the_name_of_one_before_continues_its_rounds():
+    """The votes of the earlier rounds are still stored, and must not count as new ones."""
+    first, second = (fx.Graph() for _ in range(2))  # any objects that can be referred to weakly
+    store = PlanStore(weakref.ref(first), 0, "nonce")
+    before = store.history("group", first)
+    before.count = 3
+    before.agree(PARTICIPANT, "digest", {"site": "int8"})
+    assert store.history("group", first) is before
+    after = store.history("group", second)
+    assert after.count == 3
+    assert not after.agreed_digests
+    assert store.history("other", second).count == 0

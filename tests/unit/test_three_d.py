@@ -128,7 +128,7 @@ def test_companded_form_has_the_wire_of_the_published_one():
     assert "form" in refusals(lambda: codec("tahquant(form=fp8)"))[0]
 
 
-def test_mesh_with_other_names_is_told(fake_group):
+def test_mesh_with_other_names_is_reported(fake_group):
     fake_group(8)
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("x", "model", "z"))
     policy = Policy.for_mesh("taco-3d", tp="x", dp=("model", "z"), pp=())

@@ -308,7 +308,7 @@ def test_compared_timelines_have_one_axis(folder):
 
 
 @pytest.mark.slow
-def test_bad_wishes_are_told(folder, tmp_path):
+def test_impossible_requests_are_reported(folder, tmp_path):
     fails(call(folder, "-o", tmp_path / "out.gif"), "out.gif", ".png, an .html or a .json")
     fails(call(folder, "-o", tmp_path / "none" / "out.png"), "cannot be written")
     fails(call(folder, "--graph", "7"), "no graph 7 here", "0 (forward)")
@@ -388,7 +388,7 @@ def test_last_call_counts(plain, tmp_path):
     assert measured(written(tmp_path / "trace.json", *ON_CPU, *later), plain)[0].us == 200
 
 
-def test_waits_in_another_order_are_not_told_apart(plain, tmp_path):
+def test_waits_in_another_order_are_not_distinguished(plain, tmp_path):
     last = ON_CPU[-1]
     rows = [*ON_CPU[:4], *ON_CPU[5:], last | {"ts": 1092}]
     found = measured(written(tmp_path / "trace.json", *rows), plain)[0]

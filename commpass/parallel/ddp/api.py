@@ -88,6 +88,11 @@ def compress_ddp(
 
 PROVISIONAL = "the last step was sent uncompressed, since DDP makes its final buckets after it"
 
+CONVERTED = (
+    "no step yet: parameters were converted to another dtype after DistributedDataParallel, which"
+    " then sends no gradient of them, and ranks differ. Convert the model before"
+)
+
 
 _hook = send_bucket  # its name in models that were saved before
 
@@ -111,7 +116,7 @@ class CompressedDDP(Integration):
     def __init__(self, ddp: DistributedDataParallel, exchanges: Exchanges, slot: HookSlot):
         super().__init__(ddp, exchanges.backend.policy)
         self.exchanges, self._slot = exchanges, slot
-        self._names = parameter_names(ddp)
+        self._names, self._dtypes = parameter_names(ddp), _dtypes(ddp)
         self._annotations: dict[str, str] = {}
         self._parts: dict[Any, list[BucketPart]] = {}
         self._provisional: int | None = None
@@ -149,6 +154,9 @@ class CompressedDDP(Integration):
 
     @property
     def summary(self) -> str:
+        ddp: Any = self.model
+        if not self.bytes and ddp is not None and _dtypes(ddp) != self._dtypes:
+            return CONVERTED
         return PROVISIONAL if self.bytes and not self.plans else super().summary
 
     def _stop(self) -> None:
@@ -288,6 +296,10 @@ class _Channel:
         """Make the group. All ranks of the host group call this alike."""
         self.group = duplicate(self.host)
         close_with(self, self.group)
+
+
+def _dtypes(ddp: Any) -> list[torch.dtype]:
+    return [parameter.dtype for parameter in ddp._module_parameters]
 
 
 def _provisional_steps(ddp: DistributedDataParallel) -> int:

@@ -38,7 +38,14 @@ class UnusedParameters:
         if not self._complete:
             return
         for parameter, mean in self._sent:
-            if parameter.grad is None or not torch.equal(parameter.grad, mean):
+            if parameter.grad is None or not _equal(parameter.grad, mean):
                 dropped = torch.where(mean.isfinite(), mean, 0) / self.ranks
                 add_to_residual(self.hook, parameter, dropped)
         self._sent.clear()
+
+
+def _equal(grad: Tensor, mean: Tensor) -> bool:
+    """Return whether all values are equal, where a NaN equals a NaN."""
+    if torch.equal(grad, mean):
+        return True
+    return bool(mean.isnan().any()) and torch.allclose(grad, mean, 0, 0, equal_nan=True)
