@@ -87,3 +87,12 @@ def test_views_have_the_layout_of_parameters():
     assert [view.shape for view in views] == [each.shape for each in parameters]
     assert [view.stride() for view in views] == [each.stride() for each in parameters]
     assert sorted(torch.cat([view.reshape(-1) for view in views]).tolist()) == flat.tolist()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_replica_that_is_alone_counts_no_bytes(ranks, fake_group):
+    model = nn.Linear(32, 32, bias=False)
+    outer = compress_outer(model, "off", group=fake_group(ranks))
+    model.weight.data.add_(1.0)
+    outer.step()
+    assert outer.bytes.plain == (0 if ranks == 1 else 32 * 32 * 4)

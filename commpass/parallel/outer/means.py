@@ -86,7 +86,8 @@ class Means:
             piece = part.of(x)
             compiled = self.exchanges.get(part.what, piece, of=part.parameters)
             part.exchange(compiled.run, x)
-            self._sent.add("all_reduce", piece.nbytes, wire_bytes(compiled.plan))
+            if group.size() > 1:  # a replica that is alone sends nothing
+                self._sent.add("all_reduce", piece.nbytes, wire_bytes(compiled.plan))
         for view, value in zip(views, values, strict=True):
             value.copy_(view)
 
