@@ -31,6 +31,7 @@ import torch.distributed as dist
 from commpass.distributed import compile_progress, differences
 from commpass.distributed.agreement_round import AgreementRound
 from commpass.distributed.environment import difference
+from commpass.distributed.hosts import is_distributed
 from commpass.distributed.parts import SEVERAL, Part, call_of, may_match, parts
 from commpass.distributed.plan_store import (
     History,
@@ -43,7 +44,7 @@ from commpass.distributed.plan_store import (
 )
 from commpass.distributed.reuse import must_compare, publish_reuse
 from commpass.errors import PlanMismatch, Unanswered
-from commpass.groups import ready, timeout_of
+from commpass.groups import timeout_of
 from commpass.plan import NONE, Plan, Site, uncompressed
 
 log = logging.getLogger("commpass")
@@ -148,7 +149,7 @@ def same_environment(timeout_s: float | None = None) -> None:
     the others, since ranks that are switched off take part in no later round. A rank that does not
     answer in time may not use commpass at all.
     """
-    if not ready() or dist.get_world_size() == 1 or "fake" in dist.get_backend(dist.group.WORLD):
+    if not is_distributed():
         return
     try:
         store = current_store()

@@ -20,7 +20,7 @@ from commpass.collectives import DEFAULTS
 from commpass.costmodel import Profile
 from commpass.distributed.first_value import first_value
 from commpass.distributed.plan_store import PlanStore, current_store
-from commpass.groups import ready
+from commpass.groups import ready, unsupported_reason
 from commpass.passes.fx.parse import graph_modules
 from commpass.policy import Policy
 from commpass.policy.annotate import KEY
@@ -75,9 +75,14 @@ def _needs_ranks_per_host(policy: Policy, gm: fx.GraphModule) -> bool:
 
 
 def is_distributed() -> bool:
-    """Return whether there are other ranks. A fake group, which simulates many ranks in one, has
-    none."""
-    return ready() and dist.get_world_size() > 1 and "fake" not in dist.get_backend()
+    """Return whether there are other ranks that may be waited for.
+
+    A fake group, which simulates many ranks in one, has none. Those that are threads of this
+    process cannot answer while it compiles.
+    """
+    if not ready() or dist.get_world_size() == 1 or "fake" in dist.get_backend():
+        return False
+    return unsupported_reason() is None
 
 
 def _agree(store: PlanStore, patience_s: float) -> int:

@@ -39,8 +39,8 @@ class _Compressed:
     prepared: weakref.ref[nn.Module] | None
     hooks: list[Any]
 
-    def is_left(self, accelerator: Accelerator) -> bool:
-        """Return whether it is closed, or ``free_memory`` has dropped its model: on all ranks."""
+    def is_dropped(self, accelerator: Accelerator) -> bool:
+        """Whether it is closed, or ``free_memory`` has dropped its model: the same on all ranks."""
         if self.integration.closed or self.prepared is None:
             return self.integration.closed
         model = self.prepared()
@@ -75,7 +75,7 @@ def compress(
     integration = compress_wrapped(CALL, model, given)
     if integration is None:
         return None
-    kept = _without_left(accelerator)
+    kept = _trained(accelerator)
     number = next(each for each in count() if all(other.number != each for other in kept))
     made, name = integration, f"commpass_{number}" if number else "commpass"
     hooks: list[Any] = []
@@ -102,14 +102,14 @@ def _entry(accelerator: Accelerator, model: nn.Module) -> weakref.ref[nn.Module]
     return None
 
 
-def _without_left(accelerator: Accelerator) -> list[_Compressed]:
-    """Return the compressed models that are trained, and remove the hooks of others.
+def _trained(accelerator: Accelerator) -> list[_Compressed]:
+    """Return the compressed models that are still trained, and remove the hooks of the others.
 
     So a model after ``free_memory`` has the folder that the only model of a new process reads.
     """
     kept = []
     for each in _compressed.get(accelerator, []):
-        if not each.is_left(accelerator):
+        if not each.is_dropped(accelerator):
             kept.append(each)
             continue
         for hook in each.hooks:

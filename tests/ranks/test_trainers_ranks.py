@@ -138,7 +138,7 @@ def saved_over_another(folder: Path) -> tuple[bool, int, int]:
     return left, before, after
 
 
-def test_a_checkpoint_without_state_removes_and_loads_none_of_another(ranks2, tmp_path):
+def test_checkpoint_without_state_removes_and_loads_none_of_another(ranks2, tmp_path):
     for left, before, after in ranks2.run(saved_over_another, tmp_path / "commpass"):
         assert not left
         assert before > 0
@@ -161,7 +161,7 @@ def residuals_after_nan() -> tuple[bool, bool]:
     return found
 
 
-def test_a_nan_does_not_return_to_error_feedback_what_was_applied(ranks2):
+def test_nan_does_not_return_to_error_feedback_what_was_applied(ranks2):
     for has_nan, nothing_left in ranks2.run(residuals_after_nan):
         assert has_nan
         assert nothing_left  # of the values that were sent
@@ -180,7 +180,7 @@ def converted() -> tuple[str, str, str]:
         return before, after, str(right)
 
 
-def test_a_model_that_is_converted_after_ddp_is_told(ranks2):
+def test_model_that_is_converted_after_ddp_is_reported(ranks2):
     for before, after, right in ranks2.run(converted):
         assert "no step yet>" in before
         assert "converted to another dtype after DistributedDataParallel" in after
