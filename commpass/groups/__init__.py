@@ -161,6 +161,8 @@ def duplicate(group: dist.ProcessGroup) -> dist.ProcessGroup:
                 group_desc=group.group_desc,
                 **order,
             )
+        if _is_gloo(made):  # a rank that closes it at once would disconnect one still connecting
+            dist.barrier(group=made)
     except RuntimeError as error:
         raise Unanswered(
             f"rank {dist.get_rank()} could not create a second process group for ranks {ranks} of"
