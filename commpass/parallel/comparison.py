@@ -3,8 +3,8 @@
 vLLM starts a process for each rank, on several hosts by several commands, and takes compiled code
 from caches, in which case no pass runs. A rank may therefore have another policy, or none. The
 comparison is an operator of the graph, just before its first exchange, and so part of the compiled
-code. vLLM runs each graph once before the first request. torchtitan compiles in each job, so its
-ranks compare while they compile.
+code. vLLM runs a graph before the first request, on GPUs all of them. torchtitan compiles in each
+job, so its ranks compare while they compile.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import logging
 import pickle
@@ -20,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from commpass.errors import CommpassError, PolicyError
 from commpass.parallel.vllm import CollectivePass, collective_pass
+from commpass.parallel.vllm.collective_pass import nearest_in
 from commpass.parallel.vllm.operators import group_of_vllm
 from commpass.policy import Policy
 from commpass.policy.rules import Rule
@@ -229,6 +231,7 @@ def test_uuid_of_the_pass_depends_on_its_arguments():
         CollectivePass("balanced", profile="ethernet-1g", groups=world),
         CollectivePass("balanced", profile="ethernet-1g", strict=True),
         CollectivePass("balanced", profile="ethernet-1g", tokens=64),
+        CollectivePass("balanced", profile="ethernet-1g", tokens=[8, 512]),
     ]
     assert same[0] == same[1]
     assert len({same[0], *(other.uuid() for other in others)}) == 1 + len(others)
@@ -319,9 +322,42 @@ def test_decisions_are_made_for_a_number_of_tokens(four, tokens, expected):
     assert {dtype for _, dtype, _ in collectives(gm)} == {torch.uint8}
 
 
-def test_number_of_tokens_is_one_or_more():
-    with pytest.raises(PolicyError, match="tokens=0"):
-        CollectivePass("balanced", tokens=0)
+@pytest.mark.parametrize("tokens", [0, [], [8, 0], "512", 8.0, True, [1, None]])
+def test_numbers_of_tokens_are_one_or_more(tokens):
+    with pytest.raises(PolicyError, match=r"tokens=.*such as 512, or a list of"):
+        CollectivePass("balanced", tokens=tokens)
+
+
+@pytest.mark.parametrize(
+    ("counts", "tokens", "expected"),
+    [
+        (None, (1, 512), 512),
+        ((1, 8192), (1, 512), 512),
+        ((1, 22), (1, 512), 1),
+        ((23, 8192), (1, 512), 512),
+        ((23, 100), (1, 512), 100),  # 1 is 23 times as far, 512 only 5 times
+        ((23, 128), (1, 512, 4096), 128),
+        ((1000, 8192), (1, 512), 1000),
+        ((4, 4), (1, 512), 4),
+    ],
+)
+def test_number_of_tokens_of_a_graph_is_in_its_range(counts, tokens, expected):
+    assert nearest_in(counts, tokens) == expected
+
+
+def test_decisions_are_those_for_the_range_that_vllm_compiles(four, monkeypatch):
+    gm = make_fx(lambda x: torch.ops.vllm.all_reduce(x * 2, "tp:0") + 1, tracing_mode="symbolic")(
+        torch.randn(2048, 256)
+    )
+    own, names = CollectivePass(INT8, groups=world, strict=True), []
+    for counts in ((1, 22), (23, 2048)):
+        context = SimpleNamespace(compile_range=SimpleNamespace(start=counts[0], end=counts[1]))
+        module = SimpleNamespace(_pass_context=context)
+        monkeypatch.setattr(collective_pass, "_passes_of_vllm", lambda module=module: module)
+        own(copy.deepcopy(gm).graph)
+        names.append(own.uuid())
+    assert [plan.sites[0].bytes for plan in own.plans] == [4 * 256 * 1, 4 * 256 * 512]
+    assert names[0] != names[1]
 
 
 def test_exponent_stays_one_operator_for_encode_and_one_for_decode(four):

@@ -15,7 +15,14 @@ from commpass.parallel.vllm import SLOT, CollectivePass, plugin
 VARIABLE = "COMMPASS_POLICY"
 
 
-def configuration(additional=None, world_size=2, mode="VLLM_COMPILE", backend="inductor", **fused):
+def configuration(
+    additional=None,
+    world_size=2,
+    mode="VLLM_COMPILE",
+    backend="inductor",
+    endpoints=(2048,),
+    **fused,
+):
     """Return what the plugin reads of a ``VllmConfig``."""
     return SimpleNamespace(
         additional_config=additional if additional is not None else {},
@@ -26,6 +33,7 @@ def configuration(additional=None, world_size=2, mode="VLLM_COMPILE", backend="i
             mode=SimpleNamespace(name=mode),
             backend=backend,
             pass_config=SimpleNamespace(**fused),
+            compile_ranges_endpoints=list(endpoints),
         ),
     )
 
@@ -126,3 +134,31 @@ def test_fusions_that_leave_no_collective_are_switched_off(monkeypatch, caplog):
     passes = config.compilation_config.pass_config
     assert (passes.fuse_allreduce_rms, passes.fuse_norm_quant) == (False, True)
     assert "fuse_allreduce_rms" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "endpoints", "expected"),
+    [
+        ({"policy": "balanced"}, [2048], [22, 2048]),
+        ({"policy": "balanced"}, [256, 2048], [22, 256, 2048]),
+        ({"policy": "balanced"}, [16], [16]),  # no step has more tokens
+        ({"policy": "balanced", "tokens": 512}, [2048], [2048]),
+        ({"policy": "balanced", "tokens": [512, 8, 64]}, [2048], [22, 181, 2048]),
+        ({"policy": "balanced", "tokens": [1, 2]}, [2048], [2048]),  # vLLM refuses an end of 1
+        ({"policy": "off"}, [2048], [2048]),
+        ({"policy": "balanced"}, [], []),
+    ],
+)
+def test_vllm_compiles_a_graph_for_each_number_of_tokens(options, endpoints, expected, monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    config = configuration({"commpass": options}, endpoints=endpoints)
+    plugin.configure(config)
+    assert config.compilation_config.compile_ranges_endpoints == expected
+
+
+def test_version_of_vllm_without_ranges_has_one_graph(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    config = configuration({"commpass": "balanced"})
+    del config.compilation_config.compile_ranges_endpoints
+    plugin.configure(config)
+    assert given(config).tokens == (1, 512)

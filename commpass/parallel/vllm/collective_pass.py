@@ -10,8 +10,10 @@ import copy
 import functools
 import importlib
 import logging
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -52,20 +54,27 @@ from commpass.utils.printable import plural
 
 log = logging.getLogger("commpass")
 
-TOKENS = 512
-"""The number of tokens for which decisions are made, unless the caller says otherwise."""
+TOKENS = (1, 512)
+"""The numbers of tokens for which decisions are made, unless the caller says otherwise: a step that
+decodes for one request, and a prompt."""
 SLOT = "post_grad_custom_post_pass"
 """The key in vLLM's ``inductor_compile_config``, and the name of Inductor's option."""
 
 
-def _base() -> Any:
-    """Return vLLM's base class of passes, which it requires; torch's if there is no vLLM."""
+@functools.cache
+def _passes_of_vllm() -> ModuleType | None:
     for place in ("vllm.compilation.passes.inductor_pass", "vllm.compilation.inductor_pass"):
         try:
-            return importlib.import_module(place).InductorPass
+            return importlib.import_module(place)
         except ModuleNotFoundError:
             continue
-    return CustomGraphPass
+    return None
+
+
+def _base() -> Any:
+    """Return vLLM's base class of passes, which it requires; torch's if there is no vLLM."""
+    found = _passes_of_vllm()
+    return found.InductorPass if found is not None else CustomGraphPass
 
 
 class CollectivePass(Integration, _base()):  # type: ignore[misc]
@@ -74,8 +83,9 @@ class CollectivePass(Integration, _base()):  # type: ignore[misc]
     policy, profile, strict: those of ``commpass.backend``. With ``strict`` a pass raises if a graph
     would otherwise be compiled untouched with a warning. groups: the process group, or its name in
     torch, for a vLLM group name such as ``"tp:0"``. If it is None, vLLM's own registry is used. It
-    must be importable if vLLM starts processes. tokens: the number of tokens for which decisions
-    are made. They hold for all sizes of a graph, since vLLM compiles one for a range of them.
+    must be importable if vLLM starts processes. tokens: the numbers of tokens for which decisions
+    are made. vLLM compiles a graph for each of its ranges of token counts. Of the numbers in the
+    range the largest counts, and the nearest if there is none. The decisions hold for the range.
 
     Policy and profile are part of the pass's name in Inductor's cache and vLLM's. The ranks compare
     what they will send when a graph runs for the first time, whether it was compiled or comes from
@@ -92,13 +102,12 @@ class CollectivePass(Integration, _base()):  # type: ignore[misc]
         *,
         profile: str | Path | Profile | None = None,
         groups: Groups | None = None,
-        tokens: int = TOKENS,
+        tokens: int | Sequence[int] = TOKENS,
         strict: bool = False,
     ):
-        if not isinstance(tokens, int) or tokens < 1:
-            raise PolicyError(f"tokens={tokens!r}: must be a number of tokens, such as {TOKENS}")
+        numbers = _numbers(tokens)
         super().__init__(policy=policy_here(policy))
-        self.tokens = tokens
+        self.tokens = numbers
         self.profile, self._plans = profile_here(profile), list[Plan]()
         self.groups, self.strict = groups or group_of_vllm, strict
         publish_hello()
@@ -114,7 +123,7 @@ class CollectivePass(Integration, _base()):  # type: ignore[misc]
         before, plan, sizes, why = copy.deepcopy(graph), None, {}, None
         try:
             to_functional(graph, self.groups)
-            sizes = sizes_for(graph, self.tokens)
+            sizes = sizes_for(graph, nearest_in(range_of_vllm(), self.tokens))
             plan = self._rewritten(graph, sizes)
             self._plans.append(plan)
             why = plan.fallback
@@ -172,7 +181,8 @@ class CollectivePass(Integration, _base()):  # type: ignore[misc]
         profile = digest_of(self.profile) if self.profile is not None else agreed_network()
         groups = f"{self.groups.__module__}.{self.groups.__qualname__}"
         rank = (dist.get_rank(), dist.get_world_size()) if ready() else None
-        options = [msgspec.to_builtins(self.policy), profile, groups, self.tokens, self.strict]
+        tokens = [*self.tokens, nearest_in(range_of_vllm(), self.tokens)]
+        options = [msgspec.to_builtins(self.policy), profile, groups, tokens, self.strict]
         return msgspec.json.encode([*options, rank, _sources()]).hex()
 
 
@@ -190,6 +200,36 @@ def log_as_vllm_does() -> None:
         log.handlers, log.propagate = list(theirs.handlers), False
         if log.level == logging.NOTSET:
             log.setLevel(theirs.level)
+
+
+def _numbers(tokens: int | Sequence[int]) -> tuple[int, ...]:
+    """Return numbers of tokens in ascending order; raise PolicyError if they are none."""
+    numbers = [tokens] if isinstance(tokens, int) else tokens
+    good = isinstance(numbers, Sequence) and all(type(each) is int and each > 0 for each in numbers)
+    if not good or not numbers:
+        raise PolicyError(
+            f"tokens={tokens!r}: must be a number of tokens, such as {TOKENS[-1]}, or a list of"
+            f" such numbers, such as {list(TOKENS)}"
+        )
+    return tuple(sorted(set(numbers)))
+
+
+def range_of_vllm() -> tuple[int, int] | None:
+    """Return the first and the last token count of the graph that vLLM compiles now; None if it
+    compiles none."""
+    found = getattr(_passes_of_vllm(), "_pass_context", None)
+    return (found.compile_range.start, found.compile_range.end) if found is not None else None
+
+
+def nearest_in(counts: tuple[int, int] | None, tokens: Sequence[int]) -> int:
+    """Return the number of tokens in a range of counts that is nearest to one of ``tokens``, by
+    their ratio; the largest of those in the range."""
+    first, last = counts or (1, max(tokens))
+
+    def moved(number: int) -> int:
+        return min(max(number, first), last)
+
+    return moved(min(sorted(tokens, reverse=True), key=lambda n: abs(math.log(moved(n) / n))))
 
 
 def sizes_for(graph: fx.Graph, tokens: int) -> dict[Any, int]:

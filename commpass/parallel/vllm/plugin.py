@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import logging
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from commpass.distributed.environment import policy_of_environment
@@ -66,11 +68,25 @@ def configure(config: Any) -> None:
     if why := _is_not_compiled(compilation):
         log.warning("nothing is compressed: %s", why)
         return
-    compilation.inductor_compile_config[SLOT] = CollectivePass(**options)
+    made = compilation.inductor_compile_config[SLOT] = CollectivePass(**options)
+    if made.policy.name != "off":
+        split_ranges(compilation, made.tokens)
     for name in FUSED_BY_VLLM:
         if getattr(compilation.pass_config, name, False):
             log.info("vLLM's pass %s is switched off: it leaves no collective to compress", name)
             setattr(compilation.pass_config, name, False)
+
+
+def split_ranges(compilation: Any, tokens: Sequence[int]) -> None:
+    """Let vLLM compile one more graph for each further number of tokens.
+
+    A range ends at the geometric mean of two numbers. A version of vLLM without ranges compiles one
+    graph.
+    """
+    if present := getattr(compilation, "compile_ranges_endpoints", None):
+        means = {math.isqrt(low * high) for low, high in itertools.pairwise(tokens)}
+        inside = {end for end in means if 1 < end < max(present)}
+        compilation.compile_ranges_endpoints = sorted({*present, *inside})
 
 
 def _options(config: Any) -> dict[str, Any] | None:
