@@ -78,9 +78,12 @@ def _compare_in_graph(sent: Tensor, plan: str, group: str) -> None:
     compare(plan, group, "vLLM")
 
 
-def described(plan: Plan | None, summary: str) -> str:
-    """Return what ``compare`` needs to know of a plan; None if the graph could not be planned."""
-    return f"{summary}{PLAN}{plan.digest() if plan is not None else 'none'}"
+def described(plan: Plan | None, summary: str, graphs: str = "") -> str:
+    """Return what ``compare`` needs to know of a plan; None if the graph could not be planned.
+
+    ``graphs`` is how a rank chooses between several graphs.
+    """
+    return f"{summary}{PLAN}{plan.digest() if plan is not None else 'none'}{graphs}"
 
 
 def compare(plan: str, group: str, stack: str) -> None:

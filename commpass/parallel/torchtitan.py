@@ -70,7 +70,7 @@ def compress(config: CheckpointManager.Config, **options: Any) -> CheckpointMana
         if name not in OPTIONS:
             raise PolicyError(
                 f"commpass.parallel.torchtitan.compress has no option {name!r}"
-                f"{nearest(name, OPTIONS)} It has: {', '.join(OPTIONS)}"
+                f"{nearest(name, OPTIONS)}"
             )
     backend(**options)  # raises for what is unknown, before a model is built
     values = {each.name: getattr(config, each.name) for each in fields(config)}

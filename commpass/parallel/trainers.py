@@ -43,10 +43,7 @@ def checked_options(call: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """
     for name in options:
         if name not in OPTIONS:
-            raise PolicyError(
-                f"{call} has no option {name!r}{nearest(name, OPTIONS)}"
-                f" It has: {', '.join(OPTIONS)}"
-            )
+            raise PolicyError(f"{call} has no option {name!r}{nearest(name, OPTIONS)}")
     backend(**options)
     return {"policy": "lossless", **options}
 

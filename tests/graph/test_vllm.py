@@ -20,6 +20,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from commpass.errors import CommpassError, PolicyError
+from commpass.parallel.comparison import PLAN
 from commpass.parallel.vllm import CollectivePass, collective_pass
 from commpass.parallel.vllm.collective_pass import nearest_in
 from commpass.parallel.vllm.operators import group_of_vllm
@@ -358,6 +359,25 @@ def test_decisions_are_those_for_the_range_that_vllm_compiles(four, monkeypatch)
         names.append(own.uuid())
     assert [plan.sites[0].bytes for plan in own.plans] == [4 * 256 * 1, 4 * 256 * 512]
     assert names[0] != names[1]
+
+
+def test_ranks_with_other_ranges_of_token_counts_have_other_plans(four, monkeypatch):
+    """Else one of them would compare a graph that the other does not run for this step."""
+    gm = make_fx(lambda x: torch.ops.vllm.all_reduce(x * 2, "tp:0") + 1, tracing_mode="symbolic")(
+        torch.randn(2048, 256)
+    )
+    plans, texts = [], []
+    for first, tokens in ((23, (1, 512)), (1, (512,)), (23, (1, 2, 512))):
+        context = SimpleNamespace(compile_range=SimpleNamespace(start=first, end=2048))
+        module = SimpleNamespace(_pass_context=context)
+        monkeypatch.setattr(collective_pass, "_passes_of_vllm", lambda module=module: module)
+        own, copied = CollectivePass(INT8, groups=world, tokens=tokens), copy.deepcopy(gm)
+        own(copied.graph)
+        plans += [plan.digest() for plan in own.plans]
+        [text] = [node.args[1] for node in copied.graph.nodes if "compare_" in str(node.target)]
+        texts.append(text.partition(PLAN)[2])
+    assert len(set(plans)) == 1
+    assert len(set(texts)) == 3
 
 
 def test_exponent_stays_one_operator_for_encode_and_one_for_decode(four):

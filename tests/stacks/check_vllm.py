@@ -200,6 +200,7 @@ def main() -> None:
     check(exact.perplexity == plain.perplexity, "its perplexity is the plain one, to the bit")
     coded = serve(model, "int8", COMMPASS_POLICY=forced("int8"))
     check(coded.compressed > 0, "sites are compressed by codec int8")
+    check("one graph for all numbers of tokens" in coded.log, "vLLM on CPUs has one graph")
     difference = abs(coded.perplexity / plain.perplexity - 1)
     check(difference < NEAR, f"its perplexity differs by {difference:.3%}")
     again = serve(model, "int8, again", COMMPASS_POLICY=forced("int8"))

@@ -25,6 +25,7 @@ def test_options_are_checked_before_there_is_a_model():
         lambda: checked_options("some.call", {"policy": "balance"}),
     )
     assert "some.call has no option 'profil'" in told[0]
+    assert told[0].count("timeout") == 1  # the options are listed once
     assert "'profile'" in told[0]
     assert "balanced" in told[1]
 

@@ -106,6 +106,13 @@ def test_wrong_options_say_what_to_write(value, message, monkeypatch):
         plugin.configure(configuration({"commpass": value}))
 
 
+def test_unknown_option_lists_the_options_once(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    with pytest.raises(PolicyError) as told:
+        plugin.configure(configuration({"commpass": {"polcy": "balanced"}}))
+    assert str(told.value).count("profile") == 1
+
+
 @pytest.mark.parametrize(
     ("how", "message"),
     [
@@ -154,6 +161,43 @@ def test_vllm_compiles_a_graph_for_each_number_of_tokens(options, endpoints, exp
     config = configuration({"commpass": options}, endpoints=endpoints)
     plugin.configure(config)
     assert config.compilation_config.compile_ranges_endpoints == expected
+
+
+def test_vllm_that_compiles_once_has_one_graph_and_says_for_which_tokens(monkeypatch, caplog):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    config = configuration({"commpass": "balanced"}, mode="DYNAMO_TRACE_ONCE")
+    with caplog.at_level(logging.INFO, "commpass"):
+        plugin.configure(config)
+    assert given(config).tokens == (1, 512)
+    assert config.compilation_config.compile_ranges_endpoints == [2048]
+    assert "one graph" in caplog.text
+    assert "(512)" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "commpass"):
+        plugin.configure(configuration({"commpass": {"tokens": 8}}, mode="DYNAMO_TRACE_ONCE"))
+    assert "one graph" not in caplog.text  # as the caller wants it
+
+
+def test_pass_that_a_program_gives_has_ranges_and_no_fusions_too(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    config, own = configuration(fuse_allreduce_rms=True), CollectivePass("balanced")
+    config.compilation_config.inductor_compile_config[SLOT] = own
+    plugin.configure(config)
+    assert given(config) is own
+    assert config.compilation_config.compile_ranges_endpoints == [22, 2048]
+    assert not config.compilation_config.pass_config.fuse_allreduce_rms
+
+
+def test_pass_of_another_kind_stays_and_a_warning_says_so(monkeypatch, caplog):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    config, other = configuration(), object()
+    config.compilation_config.inductor_compile_config[SLOT] = other
+    plugin.configure(config)
+    assert not caplog.text
+    monkeypatch.setenv(VARIABLE, "balanced")
+    plugin.configure(config)
+    assert given(config) is other
+    assert "nothing is compressed" in caplog.text
 
 
 def test_version_of_vllm_without_ranges_has_one_graph(monkeypatch):

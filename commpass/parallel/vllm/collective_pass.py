@@ -146,13 +146,24 @@ class CollectivePass(Integration, _base()):  # type: ignore[misc]
         self, graph: fx.Graph, plan: Plan | None, why: str | None, sizes: Mapping[Any, int]
     ) -> None:
         """Let the ranks compare what they send in a graph, also if this one sends no codes."""
+        graphs = self._graphs()
         if plan is None:
             words = f"policy {self.policy.name!r}: untouched, {why}"
-            compare_before_sending(graph, described(None, words))
+            compare_before_sending(graph, described(None, words, graphs))
         elif plan.sites:
             words = summary(plan, self.policy, sizes)
-            if not compare_before_sending(graph, described(plan, words)):
+            if not compare_before_sending(graph, described(plan, words, graphs)):
                 log_on_first_rank(words)
+
+    def _graphs(self) -> str:
+        """Return for which steps the graph is that vLLM compiles now; "" if it compiles one.
+
+        Ranks with other ranges would run other graphs for a step, one of which they have compared.
+        """
+        counts = range_of_vllm()
+        if counts is None:
+            return ""
+        return f" for steps of {counts[0]} tokens or more, of tokens={list(self.tokens)}"
 
     def _rewritten(self, graph: fx.Graph, sizes: Mapping[Any, int]) -> Plan:
         module = graph.owning_module

@@ -28,6 +28,11 @@ KEY = "commpass"
 OPTIONS = ("policy", "profile", "tokens", "strict")
 FUSED_BY_VLLM = ("fuse_allreduce_rms", "enable_sp", "fuse_gemm_comms")
 """vLLM's own passes after which there is no collective left to compress."""
+ONE_GRAPH = (
+    "vLLM compiles one graph for all numbers of tokens here (compilation mode %s): the largest"
+    " of 'tokens' counts (%d)"
+)
+OTHER_PASS = "nothing is compressed: inductor_compile_config[%r] has a pass of another kind, %s"
 
 
 def register() -> None:
@@ -55,20 +60,25 @@ def configure(config: Any) -> None:
     """
     from commpass.parallel.vllm.collective_pass import SLOT, CollectivePass, log_as_vllm_does
 
-    options = _options(config)
-    if options is None or config.model_config is None:
+    options, compilation = _options(config), config.compilation_config
+    made = compilation.inductor_compile_config.get(SLOT)
+    if config.model_config is None or (options is None and made is None):
         return
     log_as_vllm_does()
-    compilation = config.compilation_config
-    if SLOT in compilation.inductor_compile_config:  # given by the program, or by an earlier copy
+    if made is None:
+        if config.parallel_config.world_size == 1:
+            log.info("vLLM runs on one rank: there is nothing to compress")
+            return
+        if why := _is_not_compiled(compilation):
+            log.warning("nothing is compressed: %s", why)
+            return
+        made = compilation.inductor_compile_config[SLOT] = CollectivePass(**(options or {}))
+        if not _has_ranges(compilation) and len(made.tokens) > 1:
+            log.info(ONE_GRAPH, getattr(compilation.mode, "name", ""), made.tokens[-1])
+    elif not isinstance(made, CollectivePass):
+        if options is not None:
+            log.warning(OTHER_PASS, SLOT, type(made).__name__)
         return
-    if config.parallel_config.world_size == 1:
-        log.info("vLLM runs on one rank: there is nothing to compress")
-        return
-    if why := _is_not_compiled(compilation):
-        log.warning("nothing is compressed: %s", why)
-        return
-    made = compilation.inductor_compile_config[SLOT] = CollectivePass(**options)
     if made.policy.name != "off":
         split_ranges(compilation, made.tokens)
     for name in FUSED_BY_VLLM:
@@ -77,13 +87,18 @@ def configure(config: Any) -> None:
             setattr(compilation.pass_config, name, False)
 
 
+def _has_ranges(compilation: Any) -> bool:
+    return getattr(compilation.mode, "name", "") == "VLLM_COMPILE"
+
+
 def split_ranges(compilation: Any, tokens: Sequence[int]) -> None:
     """Let vLLM compile one more graph for each further number of tokens.
 
     A range ends at the geometric mean of two numbers. A version of vLLM without ranges compiles one
-    graph.
+    graph, and so does vLLM on CPUs.
     """
-    if present := getattr(compilation, "compile_ranges_endpoints", None):
+    present = getattr(compilation, "compile_ranges_endpoints", None)
+    if present and _has_ranges(compilation):
         means = {math.isqrt(low * high) for low, high in itertools.pairwise(tokens)}
         inside = {end for end in means if 1 < end < max(present)}
         compilation.compile_ranges_endpoints = sorted({*present, *inside})
@@ -106,8 +121,7 @@ def _options(config: Any) -> dict[str, Any] | None:
     for name in given:
         if name not in OPTIONS:
             raise PolicyError(
-                f"additional_config[{KEY!r}] has no option {name!r}{nearest(name, OPTIONS)}."
-                f" It has: {', '.join(OPTIONS)}"
+                f"additional_config[{KEY!r}] has no option {name!r}{nearest(name, OPTIONS)}"
             )
     return dict(given)
 
