@@ -4,8 +4,8 @@
     --override.imports 'commpass.parallel.torchtitan.compress={"policy": "balanced"}'
 
 ``compress`` is an override in torchtitan's sense. It replaces the configuration of the checkpoint
-manager, the one component that torchtitan hands the trainer to. The trainer's model is parallel by
-then, and nothing has run.
+manager of any kind, the one component that torchtitan hands the trainer to. The trainer's model is
+parallel by then, and nothing has run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch import fx
 from torch.distributed.fsdp import FSDPModule
-from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.components.checkpointer import BaseCheckpointManager
 from torchtitan.config.override import override
 
 from commpass.backend import backend
@@ -57,8 +57,8 @@ COMPILED_BEFORE = (
 )
 
 
-@override(target=CheckpointManager.Config, description="commpass: compress what ranks send")
-def compress(config: CheckpointManager.Config, **options: Any) -> CheckpointManager.Config:
+@override(target=BaseCheckpointManager.Config, description="commpass: compress what ranks send")
+def compress(config: BaseCheckpointManager.Config, **options: Any) -> BaseCheckpointManager.Config:
     """Return the configuration of a checkpoint manager that compresses the trainer's collectives.
 
     Args:

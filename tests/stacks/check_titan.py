@@ -29,6 +29,7 @@ EXPERTS = ("--parallelism.expert_parallel_degree", "2", "--training.disable_cuda
 SETUPS = {
     "llama, TP 2 x FSDP 2": (4, "llama", TP_FSDP),
     "llama, PP 2": (2, "llama", PIPELINE),
+    "llama, FSDP 2, another checkpoint manager": (2, "llama_other_checkpoints", ()),
     "mixture, EP 2 in FSDP 4": (4, "mixture", EXPERTS),
     "graph_trainer, TP 2 x FSDP 2": (4, "graph_llama", TP_FSDP),
 }

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import scaled_dot_product_attention
+from torchtitan.components.checkpointer import BaseCheckpointManager
 from torchtitan.config.override import OverrideConfig, apply_overrides, derive, override
 from torchtitan.experiments.graph_trainer.llama3.config_registry import (
     graph_trainer_llama3_debugmodel,
@@ -56,8 +57,30 @@ def masked_attention(config: FlexAttention.Config) -> MaskedAttention.Config:
     return derive(config, MaskedAttention.Config)
 
 
+class NoCheckpoints(BaseCheckpointManager):
+    """A checkpoint manager of another kind than torchtitan's default, always disabled."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseCheckpointManager.Config):
+        pass
+
+    def __init__(self, config: Config, *, states: dict[str, Any], **more: Any):
+        self.enable = False
+
+    def _unused(self, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError
+
+    _load = _save = _close = _wait_for_saving = _maybe_wait_for_staging = _unused
+
+
 def llama() -> Trainer.Config:
     return _small(llama3_debugmodel())
+
+
+def llama_other_checkpoints() -> Trainer.Config:
+    config = llama()
+    config.checkpoint = NoCheckpoints.Config(enable=False)
+    return config
 
 
 def mixture() -> Trainer.Config:
