@@ -9,6 +9,7 @@ job, so its ranks compare while they compile.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import Counter
@@ -16,6 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx
 
 from commpass.distributed.environment import settings
@@ -34,6 +36,8 @@ PLAN, ENVIRONMENT = "; plan ", "; environment: "
 """What stands before the digest of a plan, and before the variables, in what ranks publish."""
 PATIENCE_S, QUIET_S = 300.0, 15.0
 """How long a rank waits for the others, which may still compile; after the second it says so."""
+FAREWELL_S = 5.0
+"""How long a rank that raises PlanMismatch waits until the others have read the plans."""
 
 _library = torch.library.Library("commpass", "FRAGMENT")
 _library.define("compare_plans(Tensor(a!) sent, str plan, str group) -> ()")
@@ -109,6 +113,7 @@ def compare(plan: str, group: str, stack: str) -> None:
         )
     plans = {rank: text.decode() for rank, text in found.items()}
     if len({_digest(text) for text in plans.values()}) > 1:
+        _wait_for_readers(store, key, ranks)
         shown = "\n".join(f"  rank {rank}: {text}" for rank, text in sorted(plans.items())[:16])
         raise PlanMismatch(
             f"the ranks of {stack} would send different things. Start all of them with the same"
@@ -141,6 +146,17 @@ def _wait_for(store: PlanStore, key: str, ranks: tuple[int, ...]) -> dict[int, b
             log.info("commpass waits for %s, to compare plans", plural(len(missing), "rank"))
         time.sleep(pause)
         pause = min(2 * pause, 0.25)
+
+
+def _wait_for_readers(store: PlanStore, key: str, ranks: tuple[int, ...]) -> None:
+    """Wait until all ranks have read the plans: the process that raises may be the store's host."""
+    end = time.monotonic() + FAREWELL_S
+    with contextlib.suppress(dist.DistError):  # the host has raised, so it saw that this rank read
+        store.publish(f"{key}/read", b"")
+        while len(store.read_published(f"{key}/read", ranks)) < len(ranks):
+            if time.monotonic() > end:
+                return
+            time.sleep(0.05)
 
 
 def _listed(ranks: list[int]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import logging
+import math
 import pickle
 import sys
 import weakref
@@ -19,7 +20,8 @@ from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from commpass.errors import CommpassError, PolicyError
+from commpass.errors import CommpassError, PlanMismatch, PolicyError
+from commpass.parallel import comparison
 from commpass.parallel.comparison import PLAN
 from commpass.parallel.vllm import CollectivePass, collective_pass
 from commpass.parallel.vllm.collective_pass import nearest_in
@@ -378,6 +380,34 @@ def test_ranks_with_other_ranges_of_token_counts_have_other_plans(four, monkeypa
         texts.append(text.partition(PLAN)[2])
     assert len(set(plans)) == 1
     assert len(set(texts)) == 3
+
+
+class Published:
+    """A store in which rank 1 publishes another plan, and reads after some queries or never."""
+
+    def __init__(self, queries_until_read: float):
+        self.left, self.kept = queries_until_read, {}
+
+    def publish(self, key: str, value: bytes) -> None:
+        self.kept[key] = value
+
+    def read_published(self, key: str, ranks) -> dict[int, bytes]:
+        if not key.endswith("/read"):
+            return {rank: self.kept[key].replace(b"0", b"%d" % rank) for rank in ranks}
+        self.left -= 1
+        return {rank: b"" for rank in ranks if rank == 0 or self.left <= 0}
+
+
+@pytest.mark.parametrize(("queries", "left"), [(3, 0), (math.inf, math.inf)])
+def test_rank_that_raises_first_lets_the_others_read_the_plans(queries, left, monkeypatch):
+    """It may be the process that has the store: the others would lose their connection."""
+    store = Published(queries)
+    monkeypatch.setattr(comparison, "current_store", lambda: store)
+    monkeypatch.setattr(comparison, "ranks_of", lambda group: (0, 1))
+    monkeypatch.setattr(comparison, "FAREWELL_S", 0.3)
+    with pytest.raises(PlanMismatch, match="rank 1: "):
+        comparison.compare("policy; plan 0", "world", "vLLM")
+    assert store.left == left
 
 
 def test_exponent_stays_one_operator_for_encode_and_one_for_decode(four):
