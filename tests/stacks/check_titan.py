@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -28,6 +29,7 @@ PIPELINE = (
 EXPERTS = ("--parallelism.expert_parallel_degree", "2", "--training.disable_cuda_graphs")
 SETUPS = {
     "llama, TP 2 x FSDP 2": (4, "llama", TP_FSDP),
+    "llama, TP 2": (2, "llama", TP_FSDP),
     "llama, PP 2": (2, "llama", PIPELINE),
     "llama, FSDP 2, another checkpoint manager": (2, "llama_other_checkpoints", ()),
     "mixture, EP 2 in FSDP 4": (4, "mixture", EXPERTS),
@@ -61,13 +63,20 @@ def is_compressed(line: str) -> bool:
     return smaller or any(int(number) > 0 for number in COMPRESSED.findall(line))
 
 
-def train(name: str, setup: str, *options: str, policy: str = "") -> Trained:
+def train(
+    name: str,
+    setup: str,
+    *options: str,
+    policy: str = "",
+    steps: int = STEPS,
+    folder: Path = BUILD / "out",
+) -> Trained:
     """Run torchtitan's trainer under torchrun; end with its log if it fails."""
     ranks, config, parallelism = SETUPS[setup]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     command += [str(HERE / "titan_on_cpu.py"), "--module", "titan_small", "--config", config]
-    command += ["--training.steps", str(STEPS), "--compile.enable", *parallelism, *options]
-    command += ["--dump_folder", str(BUILD / "out")]
+    command += ["--training.steps", str(steps), "--compile.enable", *parallelism, *options]
+    command += ["--dump_folder", str(folder)]
     if policy:
         given = json.dumps({"policy": policy, "profile": "ethernet-1g"})
         command += ["--override.imports", f"{OVERRIDE}={given}"]
@@ -111,10 +120,26 @@ def check_setup(setup: str) -> None:
     check(worst < NEAR, f"losses differ by {worst:.3%} at most")
 
 
+def check_restart(setup: str = "llama, TP 2") -> None:
+    """Train on from a checkpoint, which has nothing of commpass's."""
+    folder = BUILD / "restart"
+    shutil.rmtree(folder, ignore_errors=True)
+    whole = train(f"{setup}, whole", setup, policy="balanced", steps=4)
+    saved = ("--checkpoint.enable", "--checkpoint.interval", "2")
+    halves: dict[int, float] = {}
+    for steps in (2, 4):
+        name = f"{setup}, from a checkpoint to step {steps}"
+        half = train(name, setup, *saved, policy="balanced", steps=steps, folder=folder)
+        check(not halves.keys() & half.losses.keys(), f"{len(half.losses)} steps ran")
+        halves |= half.losses
+    check(halves == whole.losses, "after a restart the losses are those of an uninterrupted run")
+
+
 def main() -> None:
     write_data()
     for setup in SETUPS:
         check_setup(setup)
+    check_restart()
 
 
 if __name__ == "__main__":
