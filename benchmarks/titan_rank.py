@@ -1,6 +1,6 @@
 """One rank of torchtitan for ``benchmarks/titan.py``, which starts it on each host.
 
-    titan_rank.py RESULT SETUP STEPS [POLICY PROFILE]
+titan_rank.py RESULT SETUP STEPS [POLICY PROFILE]
 """
 
 from __future__ import annotations
