@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from commpass.distributed import origin, plan_store
 
-
 _names: set[str] = set()
 
 

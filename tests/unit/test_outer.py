@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest import mock
 
@@ -13,11 +14,12 @@ from torch import nn
 from commpass.distributed.flat import views_of
 from commpass.distributed.owners import owner_of
 from commpass.distributed.state import Name, load_state_dict, state_dict
+from commpass.errors import CommpassError, Unanswered
 from commpass.parallel import compress_outer
 from commpass.parallel.outer import means
 from commpass.parallel.outer.checks import Target
 from commpass.parallel.outer.means import HOOK
-from commpass.parallel.outer.replicas import KEY
+from commpass.parallel.outer.replicas import KEY, ManagedReplicas
 from commpass.parallel.outer.residuals import Snapshot, drop
 
 
@@ -104,6 +106,22 @@ def test_frozen_parameters_are_not_copied(fake_group):
     weight, bias = outer.averaged()
     assert weight.data_ptr() != model.weight.data_ptr()
     assert bias.data_ptr() == model.bias.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [(CommpassError("strict"), True), (Unanswered("late"), False), (OSError("closed"), False)],
+)
+def test_errors_of_commpass_are_not_tried_again(error, raised):
+    """Any other error of an exchange discards the step, since a replica may have died."""
+    replicas, told = ManagedReplicas.__new__(ManagedReplicas), mock.Mock()
+    told.errored.return_value = None
+    replicas.manager, replicas._snapshots, replicas._world = told, [], None
+    expected = pytest.raises(CommpassError) if raised else nullcontext()
+    with mock.patch.object(ManagedReplicas, "_adopt", side_effect=error), expected:
+        replicas.average(mock.Mock(), [], [])
+    told.report_error.assert_called_once_with(error)
+    told._pg.abort.assert_called_once_with()
 
 
 def test_second_model_of_a_manager_is_refused():

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commpass.distributed.adopted import AdoptedWorld
-from commpass.errors import CommpassError, PlanMismatch, PolicyError, Unanswered
+from commpass.errors import CommpassError, PolicyError, Unanswered
 from commpass.parallel.outer.means import HOOK, Means
 from commpass.parallel.outer.residuals import Snapshot, drop
 
@@ -91,7 +91,8 @@ class ManagedReplicas:
         """Replace values by their means over the participants.
 
         If the exchange fails, the Manager is told so, as by its own ``allreduce``: the step is
-        discarded. Raise PolicyError or PlanMismatch if replicas have different policies or models.
+        discarded. Raise PolicyError or PlanMismatch if replicas have different policies or models,
+        and any other error of commpass itself: the next step would fail alike.
         """
         manager = self.manager
         if manager.errored():
@@ -110,7 +111,7 @@ class ManagedReplicas:
             log.warning(NOT_SENT, error)
             manager.report_error(error)
             self._abort()
-            if isinstance(error, (PolicyError, PlanMismatch)) and not isinstance(error, Unanswered):
+            if isinstance(error, CommpassError) and not isinstance(error, Unanswered):
                 raise
 
     def commit(self) -> bool:
@@ -140,7 +141,7 @@ class ManagedReplicas:
         previous one."""
         group = innermost_group(self.manager._pg)
         if group is None:
-            raise CommpassError("the Manager's process group is not configured")
+            raise RuntimeError("the Manager's process group is not configured")
         if self._world is None or self._world.group is not group:
             self._leave()
             means.clear()
