@@ -1,14 +1,15 @@
 """Measure vLLM on two hosts: time to first token and tokens a second, plain and compressed.
 
     make .venv-vllm/ready
-    sudo .venv/bin/python -m benchmarks.serving [--gbit 0.1 1 10] [--repeats 15]
+    sudo .venv/bin/python -m benchmarks.serving [--gbit 0.1 1 10] [--repeats 15] [--starts 2]
         [--policies off balanced aggressive] [--dtype float32] [--json FILE]
 
 Each rank of a tensor-parallel Llama (``tests/stacks/small_llama.py``) is vLLM itself, in a virtual
 host with a link of that speed (docs/netlab.md), which the profile names. ``ttft_ms`` is the time of
 a request with a prompt of 512 tokens that asks for one token. ``tokens_per_s`` is the rate of the
-tokens after the first one, of a single request. Both are medians, with their quartiles. ``same``
-says whether the greedy tokens of all requests are those under the first policy.
+tokens after the first one, of a single request. Both are medians, with their quartiles. vLLM is
+started several times for each policy, in turns, since two starts differ. ``same`` says whether the
+greedy tokens of all requests are those under the first policy.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ import os
 import platform
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import quantiles
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -51,6 +54,15 @@ def serve(
     return json.loads(result.read_text())
 
 
+def together(starts: Sequence[Row]) -> Row:
+    """Return the quartiles of all starts under a policy, and their tokens."""
+    times = {
+        name: quantiles([each for start in starts for each in start[name]], n=4, method="inclusive")
+        for name in ("ttft_ms", "tokens_per_s")
+    }
+    return times | {"tokens": [start["tokens"] for start in starts]}
+
+
 def measure(options: argparse.Namespace) -> list[Row]:
     found: list[Row] = []
     lab = netlab.build(netlab.Network(hosts=2, gbit=max(options.gbit)))
@@ -58,10 +70,14 @@ def measure(options: argparse.Namespace) -> list[Row]:
         for gbit in options.gbit:
             for host in range(2):
                 lab.slow(host, gbit)
-            of_rate: list[Row] = []
-            for policy in options.policies:
-                row = {"gbit": gbit, "policy": policy}
-                of_rate.append(row | serve(lab, gbit, policy, options, Path(folder)))
+            starts = [
+                [serve(lab, gbit, policy, options, Path(folder)) for policy in options.policies]
+                for _ in range(options.starts)
+            ]
+            of_rate = [
+                {"gbit": gbit, "policy": policy} | together(alike)
+                for policy, alike in zip(options.policies, zip(*starts, strict=True), strict=True)
+            ]
             plain = of_rate[0]
             for row in of_rate:
                 row["same"] = row["tokens"] == plain["tokens"]
@@ -93,6 +109,7 @@ def main() -> None:
     parser.add_argument("--gbit", type=float, nargs="+", default=[0.1, 1.0, 10.0])
     parser.add_argument("--policies", nargs="+", default=["off", "balanced", "aggressive"])
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--starts", type=int, default=2)
     parser.add_argument("--dtype", default="float32", choices=["bfloat16", "float32"])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -103,7 +120,8 @@ def main() -> None:
     show(found)
     if options.json:
         facts = {"date": datetime.date.today().isoformat(), "machine": platform.processor()}
-        facts |= {"cores": os.cpu_count(), "dtype": options.dtype, "repeats": options.repeats}
+        facts |= {"cores": os.cpu_count(), "dtype": options.dtype}
+        facts |= {"repeats": options.repeats, "starts": options.starts}
         options.json.write_text(json.dumps(facts | {"rows": found}, indent=1) + "\n")
 
 
