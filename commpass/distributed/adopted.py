@@ -17,6 +17,13 @@ import torch.distributed as dist
 
 from commpass.distributed import origin, plan_store
 
+_names: set[str] = set()
+
+
+def is_adopted(name: str) -> bool:
+    """Return whether a group of this name is adopted now."""
+    return name in _names
+
 
 class AdoptedWorld:
     """A group that is registered under a ``name`` and, while it is active, is the default group.
@@ -44,6 +51,7 @@ class AdoptedWorld:
         world.pg_to_tag[group] = f"user:{name}"
         world.tags_to_pg.setdefault(f"user:{name}", []).append(group)
         torch_c10d._register_process_group(name, group)
+        _names.add(name)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -65,6 +73,7 @@ class AdoptedWorld:
 
     def close(self) -> None:
         """Remove the group from ``torch.distributed`` again. Its owner ends it."""
+        _names.discard(self.name)
         torch_c10d: Any = dist.distributed_c10d
         world = torch_c10d._world
         for mapping in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_to_tag):

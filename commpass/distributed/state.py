@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from commpass.distributed.adopted import is_adopted
 from commpass.distributed.owners import Code, Owner, local_part, parameter_names, state_owners
 from commpass.errors import PolicyError, nearest
 from commpass.groups import group_named, rank_in, ready
@@ -64,6 +65,11 @@ class Name:
         """Which of a model's residuals it is, whatever the ranks and the instance."""
         known = self.local_site and self.parameter != UNKNOWN
         return f"{self.function}/{self.local_site if known else self.site}"
+
+    @property
+    def hook(self) -> str:
+        """The name of the integration that keeps it, without the number of a shard."""
+        return self.function.partition("-")[0]
 
     @property
     def label(self) -> str:
@@ -138,14 +144,18 @@ def _scale(old: Name, new: Name) -> float:
 
 
 def _key_of(state: StateInput, number: int, code: Code, owner: Owner) -> Any:
-    """Return the key of a residual in its owner's state; make the residual if it is missing."""
-    ranks = _ranks(state.group)
-    is_world = not ready() or len(ranks) == dist.get_world_size()
+    """Return the key of a residual in its owner's state; make the residual if it is missing.
+
+    Ranks of separate jobs have other numbers in each group. There a residual stays with its job, as
+    that of its only rank.
+    """
+    adopted = is_adopted(state.group)
+    ranks = [0] if adopted else _ranks(state.group)
+    rank = 0 if adopted else rank_in(state.group) or 0
+    is_world = adopted or not ready() or len(ranks) == dist.get_world_size()
     first = "world" if is_world else str(ranks[0])
     site, local_site = f"{state.place}/{state.number}", f"{state.place}/{number}"
-    name = Name(
-        UNKNOWN, code.name, site, state.op, first, rank_in(state.group) or 0, len(ranks), local_site
-    )
+    name = Name(UNKNOWN, code.name, site, state.op, first, rank, len(ranks), local_site)
     key = (code, dataclasses.replace(name, site=local_site))
     if key not in owner.state:
         with making_lasting_tensors():
@@ -173,6 +183,18 @@ def _add_loaded(loaded: Loaded, name: Name, owner: Owner, into: Tensor) -> None:
         for saved in _saved_for(name, loaded.tensors):  # this rank does not keep what others take
             del loaded.tensors[saved]
         loaded.owners[name.place] = weakref.ref(owner)
+
+
+def clear_loaded(parameters: Iterable[Tensor], hook: str) -> None:
+    """Set what was loaded for an integration's state of parameters, and is not used yet, to
+    zero."""
+    ids = set(map(id, parameters))
+    for loaded in _loads(None):
+        names = loaded.names()
+        known = {UNKNOWN} | {name for each, name in (names or {}).items() if each in ids}
+        for name, tensor in list(loaded.tensors.items()):
+            if name.hook == hook and (names is None or name.parameter in known):
+                loaded.tensors[name] = torch.zeros_like(tensor)
 
 
 def _ranks(group: str) -> list[int]:
@@ -364,7 +386,7 @@ def _check_shapes(value: Mapping[Name, Tensor], model: nn.Module) -> None:
     shapes = {names[id(one)]: local_part(one).shape for one in found}
     for saved, tensor in value.items():
         like = shapes.get(saved.parameter, tensor.shape)
-        if saved.function.partition("-")[0] in OF_GRADIENTS and tensor.shape != like:
+        if saved.hook in OF_GRADIENTS and tensor.shape != like:
             raise PolicyError(
                 f"{saved.label}: the state is {list(tensor.shape)}, but here it is of a"
                 f" parameter {list(like)}"

@@ -225,6 +225,26 @@ def check_shards() -> None:
     check("/outer-0/" in "".join(names) and "/outer-1/" in "".join(names), "shards have own names")
 
 
+def check_frozen() -> None:
+    """Check that a replica gets another one's frozen parameters, if it began with its own."""
+    command = [str(HERE / "ft_replica.py"), "localsgd", *TOPK, "--freeze", "--async-quorum"]
+    lines = lines_of(run("localsgd, frozen parameters", 2, command))
+    check_equal(lines)
+
+
+def check_checkpoints() -> None:
+    """Check that replicas continue with their own residuals if the Manager numbers them anew."""
+    command = [str(HERE / "ft_replica.py"), "own", *TOPK, "--folder", str(BUILD)]
+    ended = lines_of(run("own, saved", 2, command))
+    command += ["--load", "--swap", "--outer-steps", "14"]
+    lines = lines_of(run("own, continued with other numbers", 2, command))
+    left = [some[-1]["residual"] for some in ended]
+    print(f"    residuals: {left}", flush=True)
+    kept = [some[0]["residual"] for some in lines]
+    check(all(each > 0.5 * min(left) for each in kept), f"they were continued: {kept}")
+    check_equal(lines)
+
+
 def main() -> None:
     BUILD.mkdir(parents=True, exist_ok=True)
     check_page()
@@ -235,6 +255,8 @@ def main() -> None:
     check_death_between_steps("localsgd")
     check_shards()
     check_policies()
+    check_frozen()
+    check_checkpoints()
 
 
 if __name__ == "__main__":

@@ -28,9 +28,9 @@ from commpass.parallel.outer import means, residuals
 EVERY, WIDTH, CONTEXT = 4, 64, 16
 
 
-def build() -> nn.Module:
+def build(seed: int) -> nn.Module:
     """A model of bytes: 16 in, the next one out."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     return nn.Sequential(
         nn.Embedding(256, WIDTH),
         nn.Flatten(),
@@ -74,17 +74,25 @@ def main() -> None:
     parser.add_argument("--min-replicas", type=int, default=2)
     parser.add_argument("--async-quorum", action="store_true")
     parser.add_argument("--shard", action="store_true")
+    parser.add_argument("--freeze", action="store_true")
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--load", action="store_true")
+    parser.add_argument("--swap", action="store_true")
     parser.add_argument("--policy-of-1", default="")
     parser.add_argument("--inner", default="inductor")
     parser.add_argument("--buckets", type=int, default=means.BUCKET_BYTES)
     options = parser.parse_args()
     means.BUCKET_BYTES = options.buckets
-    replica = int(os.environ["REPLICA_GROUP_ID"])
+    replica = group = int(os.environ["REPLICA_GROUP_ID"])
+    if options.swap:  # then the Manager gives it another number
+        replica = 1 - replica
     if replica and options.policy_of_1:
         options.policy = options.policy_of_1
     die_at = os.environ.get("DIE_AT", "") if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else ""
 
-    model, data = build(), text()
+    model, data = build(replica if options.freeze else 0), text()
+    if options.freeze:
+        model[2].requires_grad_(False)
     if options.shard:
         dist.init_process_group("gloo")
         for each in (model[2], model[5]):
@@ -104,7 +112,7 @@ def main() -> None:
         min_replica_size=options.min_replicas,
         load_state_dict=load,
         state_dict=lambda: {key: each.state_dict() for key, each in state.items()},
-        replica_id=f"replica_{replica}",
+        replica_id=f"replica_{group}",
         use_async_quorum=options.async_quorum,
         timeout=timedelta(seconds=30),
         quorum_timeout=timedelta(seconds=90),
@@ -160,6 +168,13 @@ def main() -> None:
 
         integration.replicas.average = recorded
 
+    if options.load:
+        saved = torch.load(options.folder / f"{replica}.pt")
+        load(saved["parts"])
+        manager.load_state_dict(saved["manager"])
+        integration.restart()
+        integration.load_state_dict(saved["outer"])
+
     criterion, total = nn.CrossEntropyLoss(), 0.0
     numbers = torch.Generator().manual_seed(replica)
     last = -1
@@ -205,6 +220,13 @@ def main() -> None:
             alone = alone + 1 if manager.num_participants() < 2 else 0
             if alone:  # so that the other one can come back
                 time.sleep(2.0 if alone < 4 else 8.0)
+    if options.folder and not options.load:
+        saved = {
+            "parts": {key: each.state_dict() for key, each in state.items()},
+            "manager": manager.state_dict(),
+            "outer": integration.state_dict(),
+        }
+        torch.save(saved, options.folder / f"{replica}.pt")
     if integration is not None:
         print("names:", sorted(integration.state_dict()), flush=True)
     manager.shutdown(wait=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -11,11 +13,14 @@ from torch import nn
 
 from commpass.distributed.flat import views_of
 from commpass.distributed.owners import owner_of
-from commpass.distributed.state import Name
+from commpass.distributed.state import Name, load_state_dict, state_dict
+from commpass.errors import CommpassError, Unanswered
 from commpass.parallel import compress_outer
 from commpass.parallel.outer import means
+from commpass.parallel.outer.checks import Target
 from commpass.parallel.outer.means import HOOK
-from commpass.parallel.outer.residuals import Snapshot
+from commpass.parallel.outer.replicas import KEY, ManagedReplicas
+from commpass.parallel.outer.residuals import Snapshot, drop
 
 
 def test_targets_that_cannot_be_averaged_are_refused():
@@ -78,6 +83,53 @@ def test_step_that_does_not_count_leaves_what_no_group_has_sent_so_far():
     before.restore()
     assert current[1].tolist() == [3.0] * 3
     assert former[1].tolist() == [0.0] * 3
+
+
+def test_dropping_residuals_includes_those_loaded_and_not_used_yet():
+    """A replica that takes over another one's state has loaded a checkpoint before."""
+    model, other = nn.Linear(2, 3), nn.Linear(2, 3)
+    names = [f"commpass.v2/weight/{hook}/gradient/0/sum/world/0of1" for hook in ("outer-1", "ddp")]
+    for each in (model, other):
+        load_state_dict({name: torch.ones(3, 2) for name in names}, each)
+    drop(model.parameters())
+    outer, ddp = (state_dict(model)[name] for name in names)
+    assert not outer.any()
+    assert ddp.all()
+    assert all(tensor.all() for tensor in state_dict(other).values())
+
+
+def test_frozen_parameters_are_not_copied(fake_group):
+    """Else a replica would get back the values that it had before another one's state."""
+    model = nn.Linear(4, 4)
+    model.bias.requires_grad_(False)
+    outer = compress_outer(model, "off", group=fake_group(1))
+    weight, bias = outer.averaged()
+    assert weight.data_ptr() != model.weight.data_ptr()
+    assert bias.data_ptr() == model.bias.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [(CommpassError("strict"), True), (Unanswered("late"), False), (OSError("closed"), False)],
+)
+def test_errors_of_commpass_are_not_tried_again(error, raised):
+    """Any other error of an exchange discards the step, since a replica may have died."""
+    replicas, told = ManagedReplicas.__new__(ManagedReplicas), mock.Mock()
+    told.errored.return_value = None
+    replicas.manager, replicas._snapshots, replicas._world = told, [], None
+    expected = pytest.raises(CommpassError) if raised else nullcontext()
+    with mock.patch.object(ManagedReplicas, "_adopt", side_effect=error), expected:
+        replicas.average(mock.Mock(), [], [])
+    told.report_error.assert_called_once_with(error)
+    told._pg.abort.assert_called_once_with()
+
+
+def test_second_model_of_a_manager_is_refused():
+    model, manager = nn.Linear(2, 2), SimpleNamespace(_user_state_dicts={KEY: None})
+    found = Target(model, "Linear", manager=manager)
+    with mock.patch("commpass.parallel.outer.checks._module", return_value=found):
+        (refused,) = refusals(lambda: compress_outer(model, "off", manager=manager))
+    assert "this Manager already has the outer steps of another model" in refused
 
 
 def test_views_have_the_layout_of_parameters():

@@ -110,7 +110,11 @@ class CompressedOuter(Integration):
             self.replicas = GroupReplicas(target.group)
         else:
             self.replicas = ManagedReplicas(
-                target.manager, self._shared_state, self._heal, self._on_commit
+                target.manager,
+                self.parameters,
+                self._shared_state,
+                self._heal,
+                self._on_commit,
             )
         self._means = Means(exchanges, target.model, names, self._sent, self.replicas.hook)
         if not target.keeps_parameters:
@@ -186,10 +190,10 @@ class CompressedOuter(Integration):
         self.replicas.average(self._means, parameters, values)
 
     def averaged(self) -> list[Tensor]:
-        """Return new tensors: what all parameters are after an outer step of LocalSGD.
+        """Return what all parameters are after an outer step of LocalSGD.
 
-        Parameters that are not trained keep their values. The tensors change if the Manager then
-        gives this replica the state of another one, and count once it commits.
+        The tensors are new ones, except of parameters that are not trained. They change if the
+        Manager then gives this replica the state of another one, and count once it commits.
         """
         numbers = trained(self.parameters)
         means = dict(zip(numbers, self.average(numbers), strict=True))
@@ -202,7 +206,7 @@ class CompressedOuter(Integration):
                 result = synced - means[number]
                 self._averaged.append((result, synced, means[number]))
             else:
-                result = local(parameter).clone()
+                result = local(parameter)
             results.append(result)
         return results
 

@@ -13,6 +13,7 @@ from torch import nn
 from commpass.distributed.integration import refuse_if_exchanged
 from commpass.errors import PolicyError
 from commpass.groups import need_group
+from commpass.parallel.outer.replicas import KEY
 from commpass.parallel.refusals import wrong_argument
 
 CALL = "compress_outer"
@@ -60,6 +61,11 @@ def check_target(
             needed += ": write compress_outer(model, policy, manager=manager)"
         raise PolicyError(wrong_argument(CALL, "target", target, needed))
     _check_parameters(found.model)
+    if found.manager is not None and KEY in found.manager._user_state_dicts:
+        raise PolicyError(
+            f"{CALL}: this Manager already has the outer steps of another model: give each model a"
+            " Manager, or both as one module, or call close() on the first integration"
+        )
     return found
 
 

@@ -11,12 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commpass.distributed.adopted import AdoptedWorld
-from commpass.errors import CommpassError, PlanMismatch, PolicyError, Unanswered
+from commpass.errors import CommpassError, PolicyError, Unanswered
 from commpass.parallel.outer.means import HOOK, Means
 from commpass.parallel.outer.residuals import Snapshot, drop
 
 log = logging.getLogger("commpass")
 
+KEY = "commpass_outer"
+"""The key of an integration in the state that a Manager gives to other replicas."""
 LABEL = "replicate"
 """The word for the group of replicas in rules, as for the dimension of replicas of a mesh."""
 IN_A_SUBPROCESS = (
@@ -63,6 +65,7 @@ class ManagedReplicas:
     def __init__(
         self,
         manager: Any,
+        parameters: Sequence[Tensor],
         shared_state: Callable[[], dict[str, Any]],
         on_heal: Callable[[dict[str, Any]], None],
         on_commit: Callable[[bool], None],
@@ -71,13 +74,12 @@ class ManagedReplicas:
         self.manager = manager
         shards = manager._group_world_size
         self.hook = f"{HOOK}-{manager._group_rank}" if shards > 1 else HOOK
-        self._key = "commpass_outer"
         self._on_heal, self._on_commit = on_heal, on_commit
         self._world: AdoptedWorld | None = None
-        self._parameters: dict[int, Tensor] = {}
+        self._parameters = parameters
         self._snapshots: list[Snapshot] = []
         self._should_commit = manager.should_commit
-        manager.register_state_dict_fn(self._key, self._heal, shared_state)
+        manager.register_state_dict_fn(KEY, self._heal, shared_state)
         manager.should_commit = self._commit
 
     def begin(self) -> None:
@@ -89,13 +91,13 @@ class ManagedReplicas:
         """Replace values by their means over the participants.
 
         If the exchange fails, the Manager is told so, as by its own ``allreduce``: the step is
-        discarded. Raise PolicyError or PlanMismatch if replicas have different policies or models.
+        discarded. Raise PolicyError or PlanMismatch if replicas have different policies or models,
+        and any other error of commpass itself: the next step would fail alike.
         """
         manager = self.manager
         if manager.errored():
             return
         manager.wait_quorum()
-        self._parameters.update((id(each), each) for each in parameters)
         if not manager.is_participating():
             drop(parameters)
             for value in values:
@@ -109,7 +111,7 @@ class ManagedReplicas:
             log.warning(NOT_SENT, error)
             manager.report_error(error)
             self._abort()
-            if isinstance(error, (PolicyError, PlanMismatch)) and not isinstance(error, Unanswered):
+            if isinstance(error, CommpassError) and not isinstance(error, Unanswered):
                 raise
 
     def commit(self) -> bool:
@@ -131,7 +133,7 @@ class ManagedReplicas:
 
     def _heal(self, state: dict[str, Any]) -> None:
         self._snapshots.clear()
-        drop(self._parameters.values())
+        drop(self._parameters)
         self._on_heal(state)
 
     def _adopt(self, means: Means) -> AdoptedWorld:
@@ -139,7 +141,7 @@ class ManagedReplicas:
         previous one."""
         group = innermost_group(self.manager._pg)
         if group is None:
-            raise CommpassError("the Manager's process group is not configured")
+            raise RuntimeError("the Manager's process group is not configured")
         if self._world is None or self._world.group is not group:
             self._leave()
             means.clear()
@@ -160,8 +162,8 @@ class ManagedReplicas:
         """Give the Manager its own calls back."""
         self._leave()
         self.manager.__dict__.pop("should_commit", None)
-        self.manager._load_state_dict_fns.pop(self._key, None)
-        self.manager._user_state_dicts.pop(self._key, None)
+        self.manager._load_state_dict_fns.pop(KEY, None)
+        self.manager._user_state_dicts.pop(KEY, None)
 
 
 def _free_name() -> str:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from commpass.distributed.owners import owner_of
+from commpass.distributed.state import clear_loaded
 from commpass.parallel.outer.means import HOOK
 
 
@@ -15,7 +16,7 @@ def residuals_of(parameter: Tensor) -> Iterator[Tensor]:
     """Yield what outer steps have not sent yet of a parameter: one tensor for each group so
     far."""
     for name, residual in owner_of([parameter]).state.values():
-        if name.function.partition("-")[0] == HOOK:
+        if name.hook == HOOK:
             yield residual
 
 
@@ -49,7 +50,9 @@ def sum_of(tensors: list[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def drop(parameters: Iterable[Tensor]) -> None:
-    """Set the residuals of some parameters to zero."""
-    for parameter in parameters:
+    """Set the residuals of some parameters to zero, also those loaded and not used yet."""
+    some = list(parameters)
+    for parameter in some:
         for residual in residuals_of(parameter):
             residual.zero_()
+    clear_loaded(some, HOOK)
