@@ -37,7 +37,7 @@ UNSURE = 0.5
 """The share of the predicted compute time that is assumed available for overlap.
 
 The time of a matmul is known less precisely than that of a transfer (a core does 40 GFLOP/s, or
-twice as many).
+twice as many). A codec must gain if compute is that short, and not lose if it is as predicted.
 """
 
 
@@ -54,12 +54,20 @@ def decided(plan: Plan) -> dict[tuple[Any, ...], bool]:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A graph in a given order, and the nodes at which its sites start."""
+    """A graph in a given order, and the nodes at which its sites start.
+
+    ``work`` has the lowest plausible compute times, and ``predicted`` those that are predicted.
+    """
 
     work: Work
     order: Sequence[fx.Node]
     starts: tuple[fx.Node, ...]
     profile: Profile
+    predicted: Work
+
+    def as_predicted(self) -> Schedule:
+        """Return the same graph with the predicted compute times."""
+        return dataclasses.replace(self, work=self.predicted)
 
     def end_us(self, plan: Sequence[PlannedSite]) -> float:
         """Return the microseconds until the rank finishes with these candidates."""
@@ -102,11 +110,12 @@ def initial_schedule(
         return None
     if not any(map(is_heavy, nodes)):
         return None
-    work = _with_least_compute(work_of(gm.graph, memory(gm.graph, in_place=True), profile))
+    predicted = work_of(gm.graph, memory(gm.graph, in_place=True), profile)
+    work = _with_least_compute(predicted)
     order: Sequence[fx.Node] = nodes
     if "move" not in policy.skip:
         order = ordered(work, timed(work, nodes), policy.more_memory)[1] or nodes
-    return Schedule(work, order, tuple(each.call.node for each in found), profile)
+    return Schedule(work, order, tuple(each.call.node for each in found), profile, predicted)
 
 
 def _may_differ(site: Site) -> bool:
@@ -166,10 +175,8 @@ def _search(
     (law 10).
     """
 
-    def end_us(some: set[int]) -> float:
-        return schedule.end_us(
-            [uncompressed[n] if n in some else each for n, each in enumerate(plan)]
-        )
+    def end_us(some: set[int], timed: Schedule = schedule) -> float:
+        return timed.end_us([uncompressed[n] if n in some else each for n, each in enumerate(plan)])
 
     def plain_us(numbers: Sequence[int]) -> list[float]:
         return [plan[n].plain_us for n in numbers]
@@ -191,11 +198,15 @@ def _search(
         )
         found |= {n for numbers in ranked[:first] for n in numbers}
         end = end_us(found)
+    as_predicted = schedule.as_predicted()
     for numbers in ranked[first : first + MANY]:
-        later = end_us(found | {*numbers})
-        if later - end <= margin * sum(plain_us(numbers)):
-            found, end = found | {*numbers}, later
-    return found
+        more = found | {*numbers}
+        later = end_us(more)
+        gains = later - end > margin * sum(plain_us(numbers))
+        if not gains or end_us(more, as_predicted) < end_us(found, as_predicted):
+            found, end = more, later
+    is_slower = end_us(found, as_predicted) > as_predicted.end_us(all_alone)
+    return spared | every if is_slower else found
 
 
 def _hidden(site: PlannedSite, uncompressed: PlannedSite) -> PlannedSite:

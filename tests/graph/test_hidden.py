@@ -16,7 +16,7 @@ from tiers import examples
 
 from commpass.costmodel import KernelRate, Kernels, Link, Profile
 from commpass.passes.context import GraphInput
-from commpass.passes.hidden import MANY, UNSURE, facts_of, initial_schedule
+from commpass.passes.hidden import MANY, UNSURE, Schedule, facts_of, initial_schedule
 from commpass.passes.manager import run
 from commpass.plan import NONE
 from commpass.policy import Policy
@@ -90,9 +90,12 @@ def test_sites_longer_than_the_matmuls_are_compressed():
 
 
 @pytest.mark.parametrize(
-    ("matmul_us", "hides"), [(10_000 / UNSURE * 0.7, False), (10_000 / UNSURE * 1.1, True)]
+    ("matmul_us", "hides"),
+    [(10_000 * 0.7, False), (10_000 / UNSURE * 0.7, True), (10_000 / UNSURE * 1.1, True)],
 )
-def test_compute_may_be_faster_than_is_predicted(matmul_us, hides):
+def test_codes_gain_if_compute_is_fast_and_do_not_lose_if_it_is_as_predicted(matmul_us, hides):
+    """In the second case codes gain 28 % if the matmul takes half of its time, and lose 2 % if it
+    takes all of it."""
     known = profile(exchange_us=10_000, matmul_us=matmul_us, coding=0.01)
     (site,) = planned(gradients(1), known)
     assert site.hidden is hides
@@ -155,12 +158,13 @@ def several(sizes, matmuls: int):
 
 
 def test_last_sites_alone_are_exposed_on_a_full_link():
-    """Four exchanges, and after each but the last as much compute: only the last is coded."""
+    """Four exchanges, and after each but the last as much compute: only the last is coded. Each
+    needs the matmuls before it."""
 
     def function(x, *others):
         found = []
         for number, other in enumerate(others):
-            found.append(ar(other * 2))
+            found.append(ar(other * x[0, 0]))
             if number < 3:
                 x = x @ x
         return x, *found
@@ -214,7 +218,8 @@ cases = st.tuples(
 def test_uncompressed_sites_are_compared_with_every_other_set(case):
     """Compare with every set of uncompressed sites.
 
-    The uncompressed sites delay the end of the graph by at most the margin, and no site is
+    The graph is not predicted to end later than without codes. The uncompressed sites delay its end
+    by at most the margin, unless codes lose if compute takes as long as predicted. No site is
     compressed that alone could stay uncompressed without delay.
     """
     sizes, matmuls, exchange_us, matmul_us, coding = case
@@ -228,12 +233,16 @@ def test_uncompressed_sites_are_compared_with_every_other_set(case):
         return
     alone = [dataclasses.replace(site, codec=NONE, stages=()) for site in coded]
 
-    def end(*some: int) -> float:
-        return its.end_us([alone[n] if n in some else site for n, site in enumerate(coded)])
+    def end(*some: int, when: Schedule = its) -> float:
+        return when.end_us([alone[n] if n in some else site for n, site in enumerate(coded)])
 
     able = {n for n, site in enumerate(coded) if site.compressed}
+    predicted = its.as_predicted()
     assert hidden <= able
-    assert end(*hidden) <= end() + known.margin * sum(coded[n].plain_us for n in hidden) + 1e-6
+    assert end(*hidden, when=predicted) <= end(*able, when=predicted) + 1e-6
+    within_margin = end() + known.margin * sum(coded[n].plain_us for n in hidden) + 1e-6
+    loses = any(end(n, when=predicted) < end(when=predicted) for n in hidden)
+    assert end(*hidden) <= within_margin or loses
     assert hidden or all(end(n) > end() for n in able)
 
 
