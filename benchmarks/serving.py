@@ -105,13 +105,22 @@ def show(found: list[Row]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--gbit", type=float, nargs="+", default=[0.1, 1.0, 10.0])
-    parser.add_argument("--policies", nargs="+", default=["off", "balanced", "aggressive"])
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--starts", type=int, default=2)
-    parser.add_argument("--dtype", default="float32", choices=["bfloat16", "float32"])
-    parser.add_argument("--json", type=Path)
+    parser = argparse.ArgumentParser(
+        description="Measure vLLM on two emulated hosts, as root (see `make .venv-vllm/ready`)",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--gbit", type=float, nargs="+", default=[0.1, 1, 10], help="rates of the links, in Gbit/s")
+    add(
+        "--policies",
+        nargs="+",
+        default=["off", "balanced", "aggressive"],
+        help="presets; the others are compared with the first",
+    )
+    add("--repeats", type=int, default=15, help="timed requests of a start, after 3 to warm up")
+    add("--starts", type=int, default=2, help="starts of vLLM for each policy, in turns")
+    add("--dtype", default="float32", choices=["bfloat16", "float32"], help="dtype of the model")
+    add("--json", type=Path, help="write the results to this file")
     options = parser.parse_args()
     if not PYTHON.exists():
         raise SystemExit("vLLM is not installed yet: `make .venv-vllm/ready`")

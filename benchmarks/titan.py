@@ -102,12 +102,28 @@ def show(found: list[Row]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--gbit", type=float, nargs="+", default=[0.1, 1.0])
-    parser.add_argument("--policies", nargs="+", default=["off", "balanced"])
-    parser.add_argument("--setups", nargs="+", choices=SETUPS, default=list(SETUPS))
-    parser.add_argument("--steps", type=int, default=13)
-    parser.add_argument("--json", type=Path)
+    parser = argparse.ArgumentParser(
+        description="Measure torchtitan on two emulated hosts, as root (see `make .venv-titan/ready`)",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--gbit", type=float, nargs="+", default=[0.1, 1.0], help="rates of the links, in Gbit/s")
+    add(
+        "--policies",
+        nargs="+",
+        default=["off", "balanced"],
+        help="presets; the others are compared with the first",
+    )
+    add(
+        "--setups",
+        nargs="+",
+        choices=SETUPS,
+        default=list(SETUPS),
+        metavar="SETUP",
+        help="in quotes, any of: " + "; ".join(SETUPS),
+    )
+    add("--steps", type=int, default=13, help=f"steps of a run; times count from step {FIRST} on")
+    add("--json", type=Path, help="write the results to this file")
     options = parser.parse_args()
     if not PYTHON.exists():
         raise SystemExit("torchtitan is not installed yet: `make .venv-titan/ready`")
