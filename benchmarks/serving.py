@@ -106,7 +106,7 @@ def show(found: list[Row]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="Measure vLLM on two emulated hosts, as root (see `make .venv-vllm/ready`)",
+        description="Measure vLLM on two hosts, as root (`make .venv-vllm/ready`)",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument

@@ -103,7 +103,7 @@ def show(found: list[Row]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="Measure torchtitan on two emulated hosts, as root (see `make .venv-titan/ready`)",
+        description="Measure torchtitan on two hosts, as root (`make .venv-titan/ready`)",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
