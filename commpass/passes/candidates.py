@@ -27,7 +27,7 @@ from commpass.collectives import (
     with_parameters,
     without_chunks,
 )
-from commpass.costmodel import Profile, finished_us
+from commpass.costmodel import HOST, Profile, Task, finished_us
 from commpass.passes.context import PassContext
 from commpass.passes.divide import (
     SURE,
@@ -51,7 +51,6 @@ from commpass.passes.single_kernel import PeerMemoryOf, no_peer_memory, with_sin
 from commpass.plan import Candidate, PlannedSite, Site
 from commpass.plan.kinds import KINDS, PAIRWISE
 from commpass.plan.stage import Stage, plain_exchange
-from commpass.plan.timeline import HOST
 from commpass.policy.rules import Allowed
 
 
@@ -339,7 +338,12 @@ def plain_us(site: Site, profile: Profile) -> float:
 
 
 def together_us(members: Sequence[PlannedSite], profile: Profile) -> float:
-    """Return the predicted microseconds of a coalesced collective.
+    """Return the predicted microseconds of a coalesced collective."""
+    return finished_us(joint_tasks(members, profile))
+
+
+def joint_tasks(members: Sequence[PlannedSite], profile: Profile) -> list[Task]:
+    """Return the tasks of a coalesced collective.
 
     All uncompressed tensors share one exchange; the others have their own stages. As in the graph,
     stages that wait for nothing come first.
@@ -356,14 +360,12 @@ def together_us(members: Sequence[PlannedSite], profile: Profile) -> float:
             stages.append(dataclasses.replace(stage, after=after))
     order = sorted(range(len(stages)), key=waits.__getitem__)
     place = {number: at for at, number in enumerate(order)}
-    return finished_us(
-        [
-            of_group.task(
-                dataclasses.replace(stages[n], after=tuple(place[m] for m in stages[n].after))
-            )
-            for n in order
-        ]
-    )
+    return [
+        of_group.task(
+            dataclasses.replace(stages[n], after=tuple(place[m] for m in stages[n].after))
+        )
+        for n in order
+    ]
 
 
 def _timed(found: Stages, site: Site, algorithm: Algorithm, codec: Codec) -> list[Stage]:
@@ -383,17 +385,22 @@ def _timed(found: Stages, site: Site, algorithm: Algorithm, codec: Codec) -> lis
 
 
 def stages_us(found: Sequence[Stage], site: Site, profile: Profile) -> float:
-    """Return the time of stages, with computation and transfers overlapped as far as possible.
+    """Return the time of stages, with computation and transfers overlapped as far as possible."""
+    return finished_us(stage_tasks(found, site, profile))
+
+
+def stage_tasks(found: Sequence[Stage], site: Site, profile: Profile) -> list[Task]:
+    """Return stages as tasks.
 
     A GPU stream runs its exchanges one after the other: the next one starts when the previous one
     has arrived completely.
     """
     tasks = list(map(prices_of(site, profile).task, found))
-    if site.device != "cpu":
-        tasks = [
-            task
-            if task.resource == HOST
-            else dataclasses.replace(task, us=task.us + task.latency_us, latency_us=0.0)
-            for task in tasks
-        ]
-    return finished_us(tasks)
+    if site.device == "cpu":
+        return tasks
+    return [
+        task
+        if task.resource == HOST
+        else dataclasses.replace(task, us=task.us + task.latency_us, latency_us=0.0)
+        for task in tasks
+    ]

@@ -19,8 +19,9 @@ from typing import Any
 
 from torch import fx
 
-from commpass.costmodel import HOST, Profile
-from commpass.passes.chunk.gain import exchange_of
+from commpass.costmodel import HOST, Profile, Task
+from commpass.passes.candidates import joint_tasks, stage_tasks
+from commpass.passes.coded_clock import CodedClock
 from commpass.passes.fx.memory import memory
 from commpass.passes.fx.ops import is_heavy
 from commpass.passes.fx.schedule import Clock, timed
@@ -57,6 +58,7 @@ class Schedule:
     """A graph in a given order, and the nodes at which its sites start.
 
     ``work`` has the lowest plausible compute times, and ``predicted`` those that are predicted.
+    ``reordered`` says whether the graph will be reordered after codecs are inserted.
     """
 
     work: Work
@@ -64,6 +66,7 @@ class Schedule:
     starts: tuple[fx.Node, ...]
     profile: Profile
     predicted: Work
+    reordered: bool
 
     def as_predicted(self) -> Schedule:
         """Return the same graph with the predicted compute times."""
@@ -82,19 +85,26 @@ class Schedule:
         return [found[start] for start in self.starts]
 
     def _clock(self, plan: Sequence[PlannedSite]) -> Clock:
-        """Time the graph with the candidates of a plan. Those of one coalesced collective run one
-        after the other."""
-        tasks, of_node = dict(self.work.tasks), defaultdict(list)
+        """Time the graph with the candidates of a plan."""
+        of_node = defaultdict(list)
         for site, start in zip(plan, self.starts, strict=True):
             of_node[start].append(site)
-        for start, its in of_node.items():
-            if any(site.compressed for site in its):
-                parts = [exchange_of(site, self.profile) for site in its]
-                us, busy = (sum(getattr(p, name) for p in parts) for name in ("us", "overhead_us"))
-                tasks[start] = dataclasses.replace(
-                    tasks[start], us=us, latency_us=0, overhead_us=busy
-                )
-        return timed(dataclasses.replace(self.work, tasks=tasks), self.order)
+        coded = {
+            start: _tasks(its, self.profile)
+            for start, its in of_node.items()
+            if any(site.compressed for site in its)
+        }
+        clock = CodedClock(self.work, coded=coded, early=self.reordered)
+        for node in self.order:
+            clock.run(node)
+        return clock
+
+
+def _tasks(members: Sequence[PlannedSite], profile: Profile) -> list[Task]:
+    """Return the tasks of a coded exchange, or of a coalesced collective."""
+    if len(members) > 1:
+        return joint_tasks(members, profile)
+    return stage_tasks(members[0].stages, members[0], profile)
 
 
 def initial_schedule(
@@ -113,9 +123,11 @@ def initial_schedule(
     predicted = work_of(gm.graph, memory(gm.graph, in_place=True), profile)
     work = _with_least_compute(predicted)
     order: Sequence[fx.Node] = nodes
-    if "move" not in policy.skip:
+    reordered = "move" not in policy.skip
+    if reordered:
         order = ordered(work, timed(work, nodes), policy.more_memory)[1] or nodes
-    return Schedule(work, order, tuple(each.call.node for each in found), profile, predicted)
+    starts = tuple(each.call.node for each in found)
+    return Schedule(work, order, starts, profile, predicted, reordered)
 
 
 def _may_differ(site: Site) -> bool:

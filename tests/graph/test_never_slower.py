@@ -222,7 +222,6 @@ def test_no_graph_is_predicted_to_be_slower_than_it_came(
     assert after <= before * 1.001 + 0.01, (plan, [site.reason for site in plan])
 
 
-@pytest.mark.xfail(strict=True, reason="choose does not count that later hops wait")
 def test_later_hop_that_starts_only_after_a_matmul_counts():
     """Between the hops of two_shot the rank decodes and encodes again, which a matmul delays."""
     kernels = Kernels(0.0, KernelRate(2.0, 2.0), gflops=4.0)

@@ -152,8 +152,7 @@ class Clock:
         """Run a node: the rank continues when it is done, or has started."""
         task = self.work.tasks[node]
         if node in self.work.waited:
-            self.exposed[node] = max(self.arrival(node) - self.now, 0.0)
-            self._pass(node, self.exposed[node], still=True)
+            self._await(node, self.arrival(node))
         self._pass(node, task.overhead_us)
         if task.resource == HOST:
             self._pass(node, task.us)
@@ -162,6 +161,12 @@ class Clock:
         self.spans.append(Span(node, task.resource, begun, task.us, task.latency_us))
         self.free[task.resource] = begun + task.us
         self.arrives[node] = begun + task.us + task.latency_us
+
+    def _await(self, wait: fx.Node, arrival: float) -> None:
+        """Wait until ``arrival``."""
+        us = max(arrival - self.now, 0.0)
+        self.exposed[wait] = self.exposed.get(wait, 0.0) + us
+        self._pass(wait, us, still=True)
 
     def _pass(self, node: fx.Node, us: float, *, still: bool = False) -> None:
         """Advance the host by the time of a node."""
