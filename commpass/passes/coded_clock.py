@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from commpass.costmodel import HOST, Task
-from commpass.passes.fx.ops import is_heavy
 from commpass.passes.fx.schedule import Clock, Span
 
 
@@ -34,7 +33,7 @@ class CodedClock(Clock):
         for start in self.work.waited.get(node, ()):
             if start in self.arrived:
                 self._advance(start, wait=node)
-        if self.early and is_heavy(node):
+        if self.early and node in self.work.heavy:
             for start in list(self.arrived):
                 self._advance(start)
         super().run(node)
