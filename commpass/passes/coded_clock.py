@@ -16,8 +16,8 @@ class CodedClock(Clock):
     """The clock of a graph before codecs are inserted.
 
     ``coded[start]`` has the tasks of a coded exchange. The rank encodes and decodes between its
-    hops, and it cannot do so during a matmul. A later hop therefore starts at the wait, or, if the
-    graph is reordered (``early``), after the first matmul that ends after the previous hop.
+    hops, and it cannot do so during a matmul. A later hop therefore starts at the wait. If the
+    graph is reordered (``early``), it starts between matmuls, or while the rank waits for another.
     """
 
     coded: Mapping[fx.Node, Sequence[Task]] = field(default_factory=dict)
@@ -28,37 +28,53 @@ class CodedClock(Clock):
         """Run a node, and before it what coded exchanges in flight must or can do."""
         if node in self.coded:
             self.arrived[node] = []
-            self._advance(node)
+            self._advance([node])
             return
         for start in self.work.waited.get(node, ()):
-            if start in self.arrived:
-                self._advance(start, wait=node)
-        if self.early and node in self.work.heavy:
-            for start in list(self.arrived):
-                self._advance(start)
+            while start in self.arrived:
+                self._wait(node, self._ready_us(start))
+                self._step(start)
+        if node in self.work.waited:
+            self._wait(node, self.arrival(node))
+        elif self.early and node in self.work.heavy:
+            self._advance(list(self.arrived))
         super().run(node)
 
-    def _advance(self, start: fx.Node, *, wait: fx.Node | None = None) -> None:
-        """Run the tasks of an exchange whose inputs have arrived; all of them at its ``wait``."""
-        arrived, tasks = self.arrived[start], self.coded[start]
-        while len(arrived) < len(tasks):
-            task = tasks[len(arrived)]
-            given = max((arrived[number] for number in task.after), default=0.0)
-            if given > self.now:
-                if wait is None:
-                    return
-                self._await(wait, given)
-            arrived.append(self._done(start, task))
-        del self.arrived[start]
-        self.arrives[start] = max(arrived, default=0.0)
+    def _advance(self, starts: Sequence[fx.Node]) -> None:
+        """Run the tasks of exchanges whose inputs have arrived."""
+        for start in starts:
+            while start in self.arrived and self._ready_us(start) <= self.now:
+                self._step(start)
 
-    def _done(self, start: fx.Node, task: Task) -> float:
-        """Run one task of an exchange. Return when its result is there."""
+    def _wait(self, wait: fx.Node, until_us: float) -> None:
+        """Wait. If ``early``, run meanwhile what becomes possible of other exchanges."""
+        while self.early and self.arrived and until_us > self.now:
+            first = min(self.arrived, key=self._ready_us)
+            if self._ready_us(first) >= until_us:
+                break
+            self._await(wait, self._ready_us(first))
+            self._step(first)
+        self._await(wait, until_us)
+
+    def _ready_us(self, start: fx.Node) -> float:
+        """Return when the next task of an exchange has its inputs."""
+        arrived = self.arrived[start]
+        after = self.coded[start][len(arrived)].after
+        return max((arrived[number] for number in after), default=0.0)
+
+    def _step(self, start: fx.Node) -> None:
+        """Run the next task of an exchange."""
+        arrived, tasks = self.arrived[start], self.coded[start]
+        task = tasks[len(arrived)]
         self._pass(start, task.overhead_us)
         if task.resource == HOST:
             self._pass(start, task.us)
-            return self.now
-        begun = max(self.now, self.free.get(task.resource, 0.0))
-        self.spans.append(Span(start, task.resource, begun, task.us, task.latency_us))
-        self.free[task.resource] = begun + task.us
-        return begun + task.us + task.latency_us
+            arrived.append(self.now)
+        else:
+            begun = max(self.now, self.free.get(task.resource, 0.0))
+            self.spans.append(Span(start, task.resource, begun, task.us, task.latency_us))
+            self.free[task.resource] = begun + task.us
+            arrived.append(begun + task.us + task.latency_us)
+        if len(arrived) == len(tasks):
+            self.arrives[start] = max(arrived)
+            del self.arrived[start]

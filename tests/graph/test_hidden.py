@@ -151,19 +151,41 @@ def test_later_hop_starts_between_matmuls_or_at_the_wait(early, end_us, exposed_
     """The first hop arrives at 16 us, during the second of three matmuls of 10 us. The second hop
     starts after it, or, if the graph is not reordered, after the third."""
     gm = gradients(3)
-    known = profile(exchange_us=1.0, matmul_us=10.0)
-    work = work_of(gm.graph, memory(gm.graph), known)
+    work = work_of(gm.graph, memory(gm.graph), profile(exchange_us=1.0, matmul_us=10.0))
     (start,), (wait,) = work.starts, work.waited
-    hop = Task("link", 5.0, latency_us=10.0)
-    encode, decode = Task(HOST, 1.0), Task(HOST, 2.0, after=(1,))
-    last = Task(HOST, 1.0, after=(3,))
-    tasks = [encode, replace(hop, after=(0,)), decode, replace(hop, after=(2,)), last]
     nodes = [node for node in gm.graph.nodes if node is not wait]
-    clock = CodedClock(work, coded={start: tasks}, early=early)
+    clock = CodedClock(work, coded={start: two_hops()}, early=early)
     for node in (*nodes[:-1], wait, nodes[-1]):
         clock.run(node)
     assert clock.now == pytest.approx(end_us)
     assert clock.exposed == pytest.approx({wait: exposed_us})
+
+
+def two_hops(port: str = "link") -> list[Task]:
+    """Return an encode of 1 us, two hops of 5 and 10 us with a decode of 2 us between them, and a
+    decode of 1 us."""
+    hop = Task(port, 5.0, latency_us=10.0)
+    between, last = Task(HOST, 2.0, after=(1,)), Task(HOST, 1.0, after=(3,))
+    return [Task(HOST, 1.0), replace(hop, after=(0,)), between, replace(hop, after=(2,)), last]
+
+
+@pytest.mark.parametrize(("early", "waits_us", "end_us"), [(True, 28, 36), (False, 44, 52)])
+def test_later_hop_starts_while_the_rank_waits_for_another_exchange(early, waits_us, end_us):
+    """Two exchanges have links of their own, and start at 1 and 2 us. Their first hops arrive at 16
+    and 17 us, their second ones at 33 and 35 us, or the last at 51 us."""
+
+    def function(x, y):
+        started = [ops.all_reduce(each, "sum", "0") for each in (x, y)]
+        return [wait(each) for each in started]
+
+    gm = trace(function, torch.ones(N, N), torch.ones(N, N))
+    work = work_of(gm.graph, memory(gm.graph), profile(exchange_us=1.0, matmul_us=10.0))
+    first, second = sorted(work.starts, key=work.index.__getitem__)
+    clock = CodedClock(work, coded={first: two_hops("a"), second: two_hops("b")}, early=early)
+    for node in work.nodes:
+        clock.run(node)
+    assert sum(clock.exposed.values()) == pytest.approx(waits_us)
+    assert clock.now == pytest.approx(end_us)
 
 
 def several(sizes, matmuls: int):
