@@ -13,7 +13,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -82,12 +82,14 @@ def _compare_in_graph(sent: Tensor, plan: str, group: str) -> None:
     compare(plan, group, "vLLM")
 
 
-def described(plan: Plan | None, summary: str, graphs: str = "") -> str:
-    """Return what ``compare`` needs to know of a plan; None if the graph could not be planned.
+def described(plans: Sequence[Plan], summary: str, graphs: str = "") -> str:
+    """Return what ``compare`` needs to know of the plan of a graph; of several plans if it has
+    branches, and of none if it could not be planned.
 
-    ``graphs`` is how a rank chooses between several graphs.
+    ``graphs`` is how a rank chooses between several graphs or branches.
     """
-    return f"{summary}{PLAN}{plan.digest() if plan is not None else 'none'}{graphs}"
+    digests = " or ".join(plan.digest() for plan in plans)
+    return f"{summary}{PLAN}{digests or 'none'}{graphs}"
 
 
 def compare(plan: str, group: str, stack: str) -> None:

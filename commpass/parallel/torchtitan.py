@@ -160,7 +160,7 @@ def _add_pass(compile_config: Any, options: dict[str, Any]) -> None:
         group = dist.group.WORLD
         assert group is not None
         words = summary(plan, policy_here(options.get("policy", "lossless")), {})
-        compare(described(plan, words), group.group_name, "torchtitan")
+        compare(described([plan], words), group.group_name, "torchtitan")
         return gm
 
     compile_config.pass_pipeline = (

@@ -37,6 +37,8 @@ from commpass.parallel.comparison import (
     log_on_first_rank,
     summary,
 )
+from commpass.parallel.vllm import branches
+from commpass.parallel.vllm.branches import FEW, MANY, Branch
 from commpass.parallel.vllm.operators import (
     Groups,
     collectives_in_shared_memory,
@@ -57,8 +59,7 @@ log = logging.getLogger("commpass")
 TOKENS = (1, 512)
 """The numbers of tokens for which decisions are made, unless the caller says otherwise: a step that
 decodes for one request, and a prompt."""
-SLOT = "post_grad_custom_post_pass"
-"""The key in vLLM's ``inductor_compile_config``, and the name of Inductor's option."""
+NO_BRANCHES = "a graph of vLLM's is decided for the largest of tokens=%s alone"
 
 
 @functools.cache
@@ -121,6 +122,8 @@ class CollectivePass(Integration, _base()):  # type: ignore[misc]
         """Rewrite a graph in place. If that fails it is unchanged."""
         log_as_vllm_does()
         before, plan, sizes, why = copy.deepcopy(graph), None, {}, None
+        if self._has_branches(graph):
+            return
         try:
             to_functional(graph, self.groups)
             sizes = sizes_for(graph, nearest_in(range_of_vllm(), self.tokens))
@@ -142,6 +145,59 @@ class CollectivePass(Integration, _base()):  # type: ignore[misc]
         to_vllm(graph)
         graph.lint()
 
+    def _has_branches(self, graph: fx.Graph) -> bool:
+        """Where vLLM compiles a single graph, give it a branch for each number of tokens whose
+        decisions differ.
+
+        Return whether it has branches now. Otherwise it is unchanged.
+        """
+        if range_of_vllm() is not None or len(self.tokens) == 1 or self.policy.name == "off":
+            return False
+        try:
+            made = [self._branch(graph, tokens) for tokens in self.tokens]
+            count = branches.count_of(graph, *made[-1][1])
+            found = branches.distinct([branch for branch, _ in made])
+            if (
+                count is None
+                or len(found) == 1
+                or any(branch.plan.fallback for branch in found)
+                or branches.unsupported_reason(graph)
+            ):
+                return False
+            self._compare_branches(found)
+            chosen = branches.joined(graph, count, found)
+        except Exception:
+            if self.strict:
+                raise
+            log.warning(NO_BRANCHES, list(self.tokens), exc_info=True)
+            return False
+        self._plans += [each.plan for each in found]
+        owner: Any = graph.owning_module
+        for name in (FEW, MANY):
+            setattr(owner, name, getattr(chosen, name))
+        _refill(graph, chosen.graph)
+        graph.lint()
+        return True
+
+    def _branch(self, graph: fx.Graph, tokens: int) -> tuple[Branch, dict[Any, int]]:
+        """Return a copy of a graph with the decisions for a number of tokens, and its symbol."""
+        owner: Any = graph.owning_module
+        module = fx.GraphModule(owner, copy.deepcopy(graph))
+        to_functional(module.graph, self.groups)
+        sizes = sizes_for(module.graph, tokens)
+        plan = self._rewritten(module.graph, sizes)
+        return Branch(tokens, module, plan, summary(plan, self.policy, sizes)), sizes
+
+    def _compare_branches(self, found: Sequence[Branch]) -> None:
+        """Let the ranks compare the plans of all branches in whichever they run first."""
+        limits = branches.ends([each.tokens for each in found])
+        words = "; ".join(each.summary.removeprefix("policy ") for each in found)
+        graphs = f" for steps of up to {limits} tokens and more"
+        text = described([each.plan for each in found], f"policy {words}", graphs)
+        for each in found:
+            compare_before_sending(each.module.graph, text)
+            to_vllm(each.module.graph)
+
     def _compare(
         self, graph: fx.Graph, plan: Plan | None, why: str | None, sizes: Mapping[Any, int]
     ) -> None:
@@ -149,10 +205,10 @@ class CollectivePass(Integration, _base()):  # type: ignore[misc]
         graphs = self._graphs()
         if plan is None:
             words = f"policy {self.policy.name!r}: untouched, {why}"
-            compare_before_sending(graph, described(None, words, graphs))
+            compare_before_sending(graph, described([], words, graphs))
         elif plan.sites:
             words = summary(plan, self.policy, sizes)
-            if not compare_before_sending(graph, described(plan, words, graphs)):
+            if not compare_before_sending(graph, described([plan], words, graphs)):
                 log_on_first_rank(words)
 
     def _graphs(self) -> str:

@@ -58,7 +58,8 @@ def configure(config: Any) -> None:
 
     Raise PolicyError for an unknown option, policy or profile.
     """
-    from commpass.parallel.vllm.collective_pass import SLOT, CollectivePass, log_as_vllm_does
+    from commpass.parallel.vllm.branches import SLOT
+    from commpass.parallel.vllm.collective_pass import CollectivePass, log_as_vllm_does
 
     options, compilation = _options(config), config.compilation_config
     made = compilation.inductor_compile_config.get(SLOT)
