@@ -26,7 +26,10 @@ SETTINGS = {
 def main() -> None:
     os.environ.update(SETTINGS)
     from vllm import LLM, SamplingParams
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
+    # the emulated hosts share the memory of one machine, which real hosts do not
+    CpuCommunicator._all_group_ranks_share_shm_group_name = lambda _: False
     result, repeats, dtype = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     model = train(ROOT / "build" / "stacks" / "vllm" / "llama")
     llm = LLM(

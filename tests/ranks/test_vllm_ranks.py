@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import commpass
+from commpass.costmodel import KernelRate, Kernels, Link, Profile
 from commpass.errors import CommpassError
 from commpass.policy import Policy
 from commpass.policy.rules import Rule
@@ -148,3 +149,59 @@ def test_collectives_of_vllms_at_inductors_slot(ranks2):
     assert torch.equal(again[1], coded[1])
     assert again[2] == []
     assert not torch.equal(coded[0], kept[0])
+
+
+def served_by_tokens(counts: list[int], salt: float, tokens: list[int]) -> tuple[list, list]:
+    """Return the errors of a sum and of a gather for each count of tokens, and the plans.
+
+    The graph is compiled once for all counts.
+    """
+    from serve_vllm import define_operators
+
+    from commpass.parallel.vllm import SLOT, CollectivePass
+
+    ops, found = torch.ops.vllm, []
+
+    def around(x):
+        total = ops.all_reduce(x * 1.0, "tp:0")
+        return total * salt, ops.all_gather(x * 2.0, 0, 2, "tp:0").sin()
+
+    def given(rank: int, count: int) -> torch.Tensor:
+        return torch.randn(count, 256, generator=torch.Generator().manual_seed(rank + 7 * count))
+
+    profile = Profile("far", Link(1000.0, 0.1), kernels=Kernels(600.0, KernelRate(0.1, 0.1)))
+    policy = Policy(codecs="int8", max_error=1.0, skip=("chunk", "group"))
+    with torch.library._scoped_library("vllm", "FRAGMENT") as library:
+        define_operators(library)
+        torch._dynamo.reset()
+        own = CollectivePass(policy, profile=profile, groups=world, tokens=tokens, strict=True)
+        compiled = torch.compile(around, options={SLOT: own}, fullgraph=True)
+        with torch.inference_mode():
+            for count in counts:
+                inputs = [given(rank, count) for rank in range(2)]
+                torch._dynamo.mark_dynamic(inputs[dist.get_rank()], 0)
+                total, gathered = compiled(inputs[dist.get_rank()])
+                exact = [sum(inputs) * salt, torch.cat(inputs).mul(2.0).sin()]
+                pairs = zip((total, gathered), exact, strict=True)
+                found.append([float((one - other).abs().max()) for one, other in pairs])
+    return found, own.plans
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [[1, 512], [1, 16, 512]])
+def test_steps_of_few_tokens_run_the_decisions_for_few(ranks2, tokens):
+    """A kernel takes 600 us, and the bytes of 512 tokens 5,243 us. Those of 16 tokens take 164 us,
+    so nothing is coded for them. The graph was compiled for 600."""
+    counts = [600, 2, 22, 90, 500]
+    for found, plans in ranks2.run(served_by_tokens, counts, random.random(), tokens):
+        assert [len(plan.compressed) for plan in plans] == [0] * (len(tokens) - 1) + [2]
+        few = 22 if len(tokens) == 2 else 90
+        for count, errors in zip(counts, found, strict=True):
+            assert [error > 1e-5 for error in errors] == [count > few] * 2, (count, errors)
+
+
+@pytest.mark.slow
+def test_equal_decisions_for_all_numbers_of_tokens_make_no_branches(ranks2):
+    for found, plans in ranks2.run(served_by_tokens, [600, 2], random.random(), [400, 512]):
+        assert [len(plan.compressed) for plan in plans] == [2]
+        assert all(error > 1e-5 for errors in found for error in errors)

@@ -1,11 +1,12 @@
-"""One graph with a branch for each number of tokens, where vLLM compiles only one graph.
+"""Collectives with a branch for each number of tokens, where vLLM compiles a single graph.
 
-A step of few tokens then runs a graph whose decisions were made for few. The branches are those of
-``torch.cond``, and Inductor compiles each.
+A step of few tokens then sends what was decided for few. The branches are those of ``torch.cond``.
+Each contains one collective alone, and Inductor compiles them with the graph.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import operator
@@ -17,120 +18,135 @@ import torch
 from torch import fx
 from torch._inductor import config as inductor_config
 from torch._inductor.fx_passes.post_grad import post_grad_passes
-from torch.utils import _pytree as pytree
 
 from commpass.passes.fx import meta
+from commpass.passes.fx.erase import erase
+from commpass.passes.fx.parse import is_wait, parse
 from commpass.plan import Plan
 
 SLOT = "post_grad_custom_post_pass"
 """The key in vLLM's ``inductor_compile_config``, and the name of Inductor's option."""
-FEW, MANY = "commpass_few_tokens", "commpass_many_tokens"
-"""The attributes of a graph that hold its two branches."""
 
 
 @dataclass(frozen=True)
 class Branch:
-    """A copy of a graph with the decisions for ``tokens``, and its plan in a line."""
+    """A collective as a graph of its own, with the decisions for ``tokens``."""
 
     tokens: int
     module: fx.GraphModule
     plan: Plan
-    summary: str
+
+
+def starts_of(graph: fx.Graph) -> list[fx.Node] | None:
+    """Return the collectives of a graph; None if one of them cannot have branches.
+
+    It must have one input, whose first dimension alone is symbolic, and one wait.
+    """
+    starts = [node for node in graph.nodes if parse(node) is not None]
+    for start in starts:
+        inputs = [meta.tensor(node) for node in start.all_input_nodes]
+        if len(inputs) != 1 or inputs[0] is None:
+            return None
+        are_fixed = [isinstance(size, int) for size in inputs[0].shape]
+        if are_fixed[:1] != [False] or not all(are_fixed[1:]):
+            return None
+        if [*map(is_wait, start.users)] != [True]:
+            return None
+    return starts
+
+
+def alone(start: fx.Node) -> fx.GraphModule:
+    """Return a collective and its wait as a graph of one input."""
+    graph = fx.Graph()
+    (given,), (wait,) = start.all_input_nodes, start.users
+    x = graph.placeholder("x")
+    x.meta["val"] = given.meta["val"]
+    copies = {given: x}
+    for node in (start, wait):
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(copies[wait])
+    return fx.GraphModule({}, graph)
 
 
 def distinct(branches: Sequence[Branch]) -> list[Branch]:
     """Return branches without those whose decisions are those of the next larger number."""
     pairs = itertools.pairwise(branches)
-    return [each for each, other in pairs if each.plan.digest() != other.plan.digest()] + [
-        *branches[-1:]
-    ]
+    others = [each for each, after in pairs if each.plan.digest() != after.plan.digest()]
+    return [*others, *branches[-1:]]
 
 
-def ends(tokens: Sequence[int]) -> list[int]:
-    """Return the number of tokens up to which each number but the last counts: the geometric mean
-    of it and the next one."""
+def joint_plan(branches: Sequence[Branch]) -> Plan:
+    """Return one plan for the collectives of a graph, from those of each alone."""
+    sites = tuple(site for each in branches for site in each.plan.sites)
+    return dataclasses.replace(branches[0].plan, sites=sites)
+
+
+def limits_of(branches: Sequence[Branch]) -> list[int]:
+    """Return up to how many tokens each branch but the last is for: the geometric mean of its
+    number and the next one."""
+    tokens = [each.tokens for each in branches]
     return [math.isqrt(low * high) for low, high in itertools.pairwise(tokens)]
 
 
-def unsupported_reason(graph: fx.Graph) -> str:
-    """Return why a graph cannot become a branch, or ""."""
-    for node in graph.nodes:
-        if node.target is torch.ops.aten.copy_.default and node.args[0].op == "placeholder":
-            return f"it modifies its input {node.args[0].name}"
-    if any(meta.tensor(node) is None for node in _computed(graph)):
-        return "it returns something else than tensors"
-    return ""
+def insert(graph: fx.Graph, start: fx.Node, branches: Sequence[Branch]) -> None:
+    """Replace a collective and its wait by a choice among branches, or by the only one.
 
-
-def count_of(graph: fx.Graph, symbol: Any = None) -> int | None:
-    """Return which input is the number of tokens, from 0; None if there is no such input."""
-    for at, node in enumerate(_inputs(graph)):
-        value = node.meta.get("val")
-        if isinstance(value, torch.SymInt) and value.node.expr == symbol:
-            return at
-    return None
-
-
-def joined(graph: fx.Graph, count: int, branches: Sequence[Branch]) -> fx.GraphModule:
-    """Return a graph that runs one of several branches, which are copies of ``graph``.
-
-    Input number ``count`` is the number of tokens. The passes of Inductor that follow the slot do
-    not enter branches, so they run here.
+    The passes of Inductor that follow the slot do not enter branches, so they run here.
     """
-    for each in branches:
-        output = each.module.graph.output_node()
-        output.args = (tuple(_computed(each.module.graph)),)
-        with inductor_config.patch({SLOT: None}):
-            post_grad_passes(each.module, is_inference=True)
-    *others, found = [each.module for each in branches]
-    limits = ends([each.tokens for each in branches])
-    for few, limit in zip(reversed(others), reversed(limits), strict=True):
-        found = _choice(graph, count, limit, few, found)
-    _return_all(graph, found.graph)
-    return found
+    (x,), (wait,) = start.all_input_nodes, start.users
+    *others, module = [each.module for each in branches]
+    if others:
+        for each in (*others, module):
+            output = each.graph.output_node()
+            output.args = (output.args,)
+            with inductor_config.patch({SLOT: None}):
+                post_grad_passes(each, is_inference=True)
+        limits = limits_of(branches)
+        for few, limit in zip(reversed(others), reversed(limits), strict=True):
+            module = _choice(x, wait, limit, few, module)
+    owner: Any = graph.owning_module
+    names = {
+        node: _added(owner, getattr(module, str(node.target)))
+        for node in module.graph.nodes
+        if node.op == "get_attr"
+    }
+    copies = dict(zip([n for n in module.graph.nodes if n.op == "placeholder"], [x], strict=True))
+    with graph.inserting_before(start):
+        for node in module.graph.nodes:
+            if node.op not in ("placeholder", "output"):
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+                copies[node].target = names.get(node, node.target)
+    result: Any = module.graph.output_node().args[0]
+    wait.replace_all_uses_with(copies[result[0] if others else result])
+    erase(wait)
+    erase(start)
+
+
+def _added(owner: fx.GraphModule, value: Any) -> str:
+    """Return the name of a new attribute of a graph with a value."""
+    name = next(
+        name for n in itertools.count() if not hasattr(owner, name := f"commpass_branch_{n}")
+    )
+    setattr(owner, name, value)
+    return name
 
 
 def _choice(
-    graph: fx.Graph, count: int, limit: int, few: fx.GraphModule, many: fx.GraphModule
+    x: fx.Node, wait: fx.Node, limit: int, few: fx.GraphModule, many: fx.GraphModule
 ) -> fx.GraphModule:
-    """Return a graph that runs ``few`` for up to ``limit`` tokens, and ``many`` for more.
-
-    It has the inputs of ``graph``, and returns what that computes.
-    """
-    found = fx.Graph()
-    inputs = [found.node_copy(node) for node in _inputs(graph)]
-    is_few = found.call_function(operator.le, (inputs[count], limit))
-    is_few.meta["val"] = inputs[count].meta["val"] <= limit
-    modules = [found.get_attr(name) for name in (FEW, MANY)]
-    call = found.call_function(torch.ops.higher_order.cond, (is_few, *modules, tuple(inputs)))
-    call.meta["val"] = tuple(node.meta["val"] for node in _computed(graph))
-    results = []
-    for at, value in enumerate(call.meta["val"]):
-        result = found.call_function(operator.getitem, (call, at))
-        result.meta["val"] = value
-        results.append(result)
-    found.output(tuple(results))
-    return fx.GraphModule({FEW: few, MANY: many}, found)
-
-
-def _return_all(graph: fx.Graph, found: fx.Graph) -> None:
-    """Let a graph that returns what ``graph`` computes return all that ``graph`` returns: inputs
-    too, and in its structure."""
-    output = found.output_node()
-    results: Any = output.args[0]
-    new = dict(zip(_inputs(graph), _inputs(found), strict=True))
-    new |= dict(zip(_computed(graph), results, strict=True))
-    old = graph.output_node()
-    output.args = fx.map_arg(old.args, new.__getitem__)
-    output.meta = dict(old.meta)
-
-
-def _inputs(graph: fx.Graph) -> list[fx.Node]:
-    return [node for node in graph.nodes if node.op == "placeholder"]
-
-
-def _computed(graph: fx.Graph) -> list[fx.Node]:
-    """Return the nodes that a graph returns, each once, without inputs."""
-    leaves = pytree.tree_leaves(graph.output_node().args)
-    found = (each for each in leaves if isinstance(each, fx.Node) and each.op != "placeholder")
-    return list(dict.fromkeys(found))
+    """Return a graph of one input that runs ``few`` if it has up to ``limit`` rows, else
+    ``many``."""
+    graph = fx.Graph()
+    given = graph.placeholder("x")
+    given.meta["val"] = x.meta["val"]
+    rows = graph.call_function(torch.ops.aten.sym_size.int, (given, 0))
+    rows.meta["val"] = x.meta["val"].shape[0]
+    is_few = graph.call_function(operator.le, (rows, limit))
+    is_few.meta["val"] = rows.meta["val"] <= limit
+    modules = [graph.get_attr(name) for name in ("few", "many")]
+    call = graph.call_function(torch.ops.higher_order.cond, (is_few, *modules, (given,)))
+    call.meta["val"] = (wait.meta["val"],)
+    result = graph.call_function(operator.getitem, (call, 0))
+    result.meta["val"] = wait.meta["val"]
+    graph.output((result,))
+    return fx.GraphModule({"few": few, "many": many}, graph)

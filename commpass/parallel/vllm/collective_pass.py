@@ -12,6 +12,7 @@ import importlib
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from itertools import repeat
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -38,7 +39,7 @@ from commpass.parallel.comparison import (
     summary,
 )
 from commpass.parallel.vllm import branches
-from commpass.parallel.vllm.branches import FEW, MANY, Branch
+from commpass.parallel.vllm.branches import Branch
 from commpass.parallel.vllm.operators import (
     Groups,
     collectives_in_shared_memory,
@@ -59,7 +60,6 @@ log = logging.getLogger("commpass")
 TOKENS = (1, 512)
 """The numbers of tokens for which decisions are made, unless the caller says otherwise: a step that
 decodes for one request, and a prompt."""
-NO_BRANCHES = "a graph of vLLM's is decided for the largest of tokens=%s alone"
 
 
 @functools.cache
@@ -122,10 +122,11 @@ class CollectivePass(Integration, _base()):  # type: ignore[misc]
         """Rewrite a graph in place. If that fails it is unchanged."""
         log_as_vllm_does()
         before, plan, sizes, why = copy.deepcopy(graph), None, {}, None
-        if self._has_branches(graph):
-            return
         try:
             to_functional(graph, self.groups)
+            if self._has_branches(graph):
+                graph.lint()
+                return
             sizes = sizes_for(graph, nearest_in(range_of_vllm(), self.tokens))
             plan = self._rewritten(graph, sizes)
             self._plans.append(plan)
@@ -146,57 +147,31 @@ class CollectivePass(Integration, _base()):  # type: ignore[misc]
         graph.lint()
 
     def _has_branches(self, graph: fx.Graph) -> bool:
-        """Where vLLM compiles a single graph, give it a branch for each number of tokens whose
-        decisions differ.
-
-        Return whether it has branches now. Otherwise it is unchanged.
-        """
+        """Where vLLM compiles a single graph, give its collectives a branch for each number of
+        tokens, if the decisions differ. Return whether they have branches now."""
         if range_of_vllm() is not None or len(self.tokens) == 1 or self.policy.name == "off":
             return False
-        try:
-            made = [self._branch(graph, tokens) for tokens in self.tokens]
-            count = branches.count_of(graph, *made[-1][1])
-            found = branches.distinct([branch for branch, _ in made])
-            if (
-                count is None
-                or len(found) == 1
-                or any(branch.plan.fallback for branch in found)
-                or branches.unsupported_reason(graph)
-            ):
-                return False
-            self._compare_branches(found)
-            chosen = branches.joined(graph, count, found)
-        except Exception:
-            if self.strict:
-                raise
-            log.warning(NO_BRANCHES, list(self.tokens), exc_info=True)
+        starts = branches.starts_of(graph) or []
+        sizes = {tokens: sizes_for(graph, tokens) for tokens in self.tokens}
+        found = [[self._branch(start, *each) for each in sizes.items()] for start in starts]
+        if all(len(branches.distinct(its)) == 1 for its in found):
             return False
-        self._plans += [each.plan for each in found]
-        owner: Any = graph.owning_module
-        for name in (FEW, MANY):
-            setattr(owner, name, getattr(chosen, name))
-        _refill(graph, chosen.graph)
-        graph.lint()
+        if any(each.plan.fallback for its in found for each in its):
+            return False
+        plans = [branches.joint_plan(its) for its in zip(*found, strict=True)]
+        words = (summary(*each) for each in zip(plans, repeat(self.policy), sizes.values()))
+        compare_before_sending(graph, described(plans, "; ".join(words)))
+        for start, its in zip(starts, found, strict=True):
+            branches.insert(graph, start, branches.distinct(its))
+        self._plans += plans
         return True
 
-    def _branch(self, graph: fx.Graph, tokens: int) -> tuple[Branch, dict[Any, int]]:
-        """Return a copy of a graph with the decisions for a number of tokens, and its symbol."""
-        owner: Any = graph.owning_module
-        module = fx.GraphModule(owner, copy.deepcopy(graph))
-        to_functional(module.graph, self.groups)
-        sizes = sizes_for(module.graph, tokens)
+    def _branch(self, start: fx.Node, tokens: int, sizes: Mapping[Any, int]) -> Branch:
+        """Return a collective as a graph of its own, with the decisions for a number of tokens."""
+        module = branches.alone(start)
         plan = self._rewritten(module.graph, sizes)
-        return Branch(tokens, module, plan, summary(plan, self.policy, sizes)), sizes
-
-    def _compare_branches(self, found: Sequence[Branch]) -> None:
-        """Let the ranks compare the plans of all branches in whichever they run first."""
-        limits = branches.ends([each.tokens for each in found])
-        words = "; ".join(each.summary.removeprefix("policy ") for each in found)
-        graphs = f" for steps of up to {limits} tokens and more"
-        text = described([each.plan for each in found], f"policy {words}", graphs)
-        for each in found:
-            compare_before_sending(each.module.graph, text)
-            to_vllm(each.module.graph)
+        to_vllm(module.graph)
+        return Branch(tokens, module, plan)
 
     def _compare(
         self, graph: fx.Graph, plan: Plan | None, why: str | None, sizes: Mapping[Any, int]
