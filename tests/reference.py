@@ -533,11 +533,13 @@ def _first_scale(
         made = root_mean_square(t, roundoff) / grid.sigma * (1 + more) + shift / grid.sigma
     elif setting.scale == "floor":  # 2^(floor(log2 peak) - emax): OCP MX v1.0, section 6.3
         emax = math.floor(math.log2(grid.largest))
-        largest = np.maximum(peak * (1 + more) + shift, 1e-320)
+        with np.errstate(over="ignore"):
+            largest = np.clip(peak * (1 + more) + shift, 1e-320, np.finfo(np.float64).max)
         made = np.ldexp(1.0, np.frexp(largest)[1] - 1 - emax)
     else:
         made = peak / grid.largest * (1 + more) + shift / grid.largest
     found = stored_up(np.maximum(made, smallest), setting.stored, roundoff)
+    found = np.minimum(found, np.finfo(np.float64).max)
     has_zero = 0.0 in grid.levels
     return (
         found

@@ -54,6 +54,13 @@ def test_numbers_codes_and_values_of_every_setting(text):
         verify(build(text, 64), x)
 
 
+@pytest.mark.few(20)
+@pytest.mark.parametrize("text", FAMILY)
+def test_largest_number_of_each_dtype(text):
+    for dtype in FLOATS:
+        verify(build(text, 64), torch.tensor([torch.finfo(dtype).max], dtype=dtype))
+
+
 @pytest.mark.parametrize("numel", [1, 1024, 1025, 8192, 8193, 20_000])
 @pytest.mark.parametrize("block", [None, 8, 16, 256])
 def test_registers_in_several_groups(numel, block):

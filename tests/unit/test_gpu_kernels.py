@@ -14,7 +14,7 @@ import typing
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from interpreter import interpreted
 from plain_form import plainly, same, sample
@@ -184,6 +184,7 @@ TEXTS += ["int8(stored=bf16)", "int4(stored=pow2)", "int8(rounding=stochastic)",
 
 @pytest.mark.every
 @settings(max_examples=examples(20, 60), deadline=None)
+@example("int8(rounding=stochastic)", torch.bfloat16, [-1e-40], 0)
 @given(
     st.sampled_from(TEXTS),
     st.sampled_from(DTYPES),
