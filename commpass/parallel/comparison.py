@@ -52,7 +52,7 @@ def summary(plan: Plan, policy: Policy, sizes: Mapping[Any, int]) -> str:
     size = "".join(f" for {plural(tokens, 'token')}" for tokens in sizes.values())
     of = totals([plan])
     reasons = sorted({site.reason for site in plan.sites if not site.compressed and site.reason})
-    why = f" ({reasons[0]})" if reasons and not of.compressed else ""
+    why = f" ({reasons[0].partition('; ')[0]})" if reasons and not of.compressed else ""
     return (
         f"policy {policy.name!r}: {of.compressed} of {plural(of.sites, 'site')} compressed{why},"
         f" {of.wire_bytes:,} instead of {of.bytes:,} bytes{size}"

@@ -6,6 +6,7 @@ import copy
 import importlib
 import logging
 import math
+import operator
 import pickle
 import sys
 import weakref
@@ -18,8 +19,12 @@ from graphs import as_rank, collectives, trace
 from serve_vllm import define_operators
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+from commpass.costmodel import KernelRate, Kernels, Link, Profile
 from commpass.errors import CommpassError, PlanMismatch, PolicyError
 from commpass.parallel import comparison
 from commpass.parallel.comparison import PLAN
@@ -322,6 +327,56 @@ def test_decisions_are_made_for_a_number_of_tokens(four, tokens, expected):
     assert site.bytes == 4 * 256 * expected
     [text] = [node.args[1] for node in gm.graph.nodes if "compare_plans" in str(node.target)]
     assert f"{expected * 256 * 4:,} bytes for {expected} tokens" in text
+    assert {dtype for _, dtype, _ in collectives(gm)} == {torch.uint8}
+
+
+FAR = Profile("far", Link(1000.0, 0.01), kernels=Kernels(10_000.0, KernelRate(0.1, 0.1)))
+IF_IT_PAYS = Policy(codecs="int8", max_error=1.0, skip=("chunk", "group"))
+
+
+def of_any_rows(function):
+    """Trace a function of one input, whose number of rows alone is symbolic. Return the graph and
+    its mode."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    sizes = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.STATIC])
+    x = mode.from_tensor(torch.randn(600, 256), symbolic_context=sizes)
+    return make_fx(function)(x), mode
+
+
+def test_collective_of_a_single_graph_gets_a_branch_for_each_number_of_tokens(four):
+    gm, mode = of_any_rows(lambda x: torch.ops.vllm.all_reduce(x * 2, "tp:0") + 1)
+    own = CollectivePass(IF_IT_PAYS, profile=FAR, groups=world, tokens=[1, 512], strict=True)
+    with V.set_fake_mode(mode):
+        own(gm.graph)
+    assert [len(plan.compressed) for plan in own.plans] == [0, 1]
+    [choice] = [node for node in gm.graph.nodes if node.target is torch.ops.higher_order.cond]
+    is_few, few, many, _ = choice.args
+    assert (is_few.target, is_few.args[1]) == (operator.le, 22)
+    few, many = (getattr(gm, branch.target) for branch in (few, many))
+    assert targets(few) == ["vllm.all_reduce.default"]
+    assert {dtype for _, dtype, _ in collectives(many)} == {torch.uint8}
+    assert "vllm.all_reduce.default" not in targets(gm)
+    assert targets(gm).count("commpass.compare_plans.default") == 1
+
+
+@pytest.mark.parametrize("tokens", [[400, 512], 512])
+def test_equal_decisions_make_no_branches(four, tokens):
+    gm, mode = of_any_rows(lambda x: torch.ops.vllm.all_reduce(x * 2, "tp:0") + 1)
+    own = CollectivePass(IF_IT_PAYS, profile=FAR, groups=world, tokens=tokens, strict=True)
+    with V.set_fake_mode(mode):
+        own(gm.graph)
+    assert "cond" not in targets(gm)
+    assert {dtype for _, dtype, _ in collectives(gm)} == {torch.uint8}
+
+
+def test_collective_of_other_symbolic_sizes_gets_no_branches(four):
+    """Of several numbers of tokens the largest counts then."""
+    gm = make_fx(lambda x: torch.ops.vllm.all_reduce(x * 2, "tp:0") + 1, tracing_mode="symbolic")(
+        torch.randn(600, 256)
+    )
+    own = CollectivePass(IF_IT_PAYS, profile=FAR, groups=world, tokens=[1, 512], strict=True)
+    own(gm.graph)
+    assert "cond" not in targets(gm)
     assert {dtype for _, dtype, _ in collectives(gm)} == {torch.uint8}
 
 

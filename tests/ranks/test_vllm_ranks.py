@@ -163,8 +163,9 @@ def served_by_tokens(counts: list[int], salt: float, tokens: list[int]) -> tuple
     ops, found = torch.ops.vllm, []
 
     def around(x):
-        total = ops.all_reduce(x * 1.0, "tp:0")
-        return total * salt, ops.all_gather(x * 2.0, 0, 2, "tp:0").sin()
+        own = x * 1.0
+        total = ops.all_reduce(own, "tp:0")
+        return total * salt, ops.all_gather(x * 2.0, 0, 2, "tp:0").sin(), own
 
     def given(rank: int, count: int) -> torch.Tensor:
         return torch.randn(count, 256, generator=torch.Generator().manual_seed(rank + 7 * count))
@@ -180,7 +181,8 @@ def served_by_tokens(counts: list[int], salt: float, tokens: list[int]) -> tuple
             for count in counts:
                 inputs = [given(rank, count) for rank in range(2)]
                 torch._dynamo.mark_dynamic(inputs[dist.get_rank()], 0)
-                total, gathered = compiled(inputs[dist.get_rank()])
+                total, gathered, sent = compiled(inputs[dist.get_rank()])
+                assert torch.equal(sent, inputs[dist.get_rank()])  # stays what it was
                 exact = [sum(inputs) * salt, torch.cat(inputs).mul(2.0).sin()]
                 pairs = zip((total, gathered), exact, strict=True)
                 found.append([float((one - other).abs().max()) for one, other in pairs])
@@ -205,3 +207,19 @@ def test_equal_decisions_for_all_numbers_of_tokens_make_no_branches(ranks2):
     for found, plans in ranks2.run(served_by_tokens, [600, 2], random.random(), [400, 512]):
         assert [len(plan.compressed) for plan in plans] == [2]
         assert all(error > 1e-5 for errors in found for error in errors)
+
+
+@pytest.mark.slow
+def test_ranks_with_other_numbers_of_tokens_raise_before_they_send(ranks2):
+    """Their decisions are the same, but a step of 30 tokens would run other branches."""
+    for text in ranks2.run(mixed_tokens, random.random(), timeout=120):
+        assert text.startswith("PlanMismatch")
+        assert "for 2 tokens" in text
+
+
+def mixed_tokens(salt: float) -> str:
+    try:
+        served_by_tokens([600], salt, [[1, 512], [2, 512]][dist.get_rank()])
+    except CommpassError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

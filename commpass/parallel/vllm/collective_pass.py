@@ -86,7 +86,9 @@ class CollectivePass(Integration, _base()):  # type: ignore[misc]
     torch, for a vLLM group name such as ``"tp:0"``. If it is None, vLLM's own registry is used. It
     must be importable if vLLM starts processes. tokens: the numbers of tokens for which decisions
     are made. vLLM compiles a graph for each of its ranges of token counts. Of the numbers in the
-    range the largest counts, and the nearest if there is none. The decisions hold for the range.
+    range the largest counts, and the nearest if there is none. The decisions hold for the range. If
+    vLLM compiles a single graph, its collectives have a branch for each number whose decisions
+    differ.
 
     Policy and profile are part of the pass's name in Inductor's cache and vLLM's. The ranks compare
     what they will send when a graph runs for the first time, whether it was compiled or comes from
@@ -121,20 +123,20 @@ class CollectivePass(Integration, _base()):  # type: ignore[misc]
     def __call__(self, graph: fx.Graph) -> None:
         """Rewrite a graph in place. If that fails it is unchanged."""
         log_as_vllm_does()
-        before, plan, sizes, why = copy.deepcopy(graph), None, {}, None
+        before, has_branches = copy.deepcopy(graph), False
+        plan, sizes, why = None, {}, None
         try:
             to_functional(graph, self.groups)
-            if self._has_branches(graph):
-                graph.lint()
-                return
-            sizes = sizes_for(graph, nearest_in(range_of_vllm(), self.tokens))
-            plan = self._rewritten(graph, sizes)
-            self._plans.append(plan)
-            why = plan.fallback
+            has_branches = self._has_branches(graph)
+            if not has_branches:
+                sizes = sizes_for(graph, nearest_in(range_of_vllm(), self.tokens))
+                plan = self._rewritten(graph, sizes)
+                self._plans.append(plan)
+                why = plan.fallback
         except Exception as error:
             if self.strict:
                 raise
-            why = f"{type(error).__name__}: {error}"
+            has_branches, why = False, f"{type(error).__name__}: {error}"
         if why:
             log.warning("a graph of vLLM's compiled untouched: %s", why)
             _refill(graph, before)
@@ -142,7 +144,8 @@ class CollectivePass(Integration, _base()):  # type: ignore[misc]
                 to_functional(graph, self.groups)
         if self.policy.name != "off":
             _log_shared_memory(graph)
-            self._compare(graph, plan, why, sizes)
+            if not has_branches:
+                self._compare(graph, plan, why, sizes)
         to_vllm(graph)
         graph.lint()
 
@@ -160,7 +163,8 @@ class CollectivePass(Integration, _base()):  # type: ignore[misc]
             return False
         plans = [branches.joint_plan(its) for its in zip(*found, strict=True)]
         words = (summary(*each) for each in zip(plans, repeat(self.policy), sizes.values()))
-        compare_before_sending(graph, described(plans, "; ".join(words)))
+        limits = f" for tokens={list(self.tokens)}"
+        compare_before_sending(graph, described(plans, "; ".join(words), limits))
         for start, its in zip(starts, found, strict=True):
             branches.insert(graph, start, branches.distinct(its))
         self._plans += plans

@@ -29,8 +29,8 @@ OPTIONS = ("policy", "profile", "tokens", "strict")
 FUSED_BY_VLLM = ("fuse_allreduce_rms", "enable_sp", "fuse_gemm_comms")
 """vLLM's own passes after which there is no collective left to compress."""
 ONE_GRAPH = (
-    "vLLM compiles one graph for all numbers of tokens here (compilation mode %s): the largest"
-    " of 'tokens' counts (%d)"
+    "vLLM compiles one graph for all numbers of tokens here (compilation mode %s): collectives have"
+    " branches where the decisions for tokens=%s differ"
 )
 OTHER_PASS = "nothing is compressed: inductor_compile_config[%r] has a pass of another kind, %s"
 
@@ -75,7 +75,7 @@ def configure(config: Any) -> None:
             return
         made = compilation.inductor_compile_config[SLOT] = CollectivePass(**(options or {}))
         if not _has_ranges(compilation) and len(made.tokens) > 1:
-            log.info(ONE_GRAPH, getattr(compilation.mode, "name", ""), made.tokens[-1])
+            log.info(ONE_GRAPH, getattr(compilation.mode, "name", ""), list(made.tokens))
     elif not isinstance(made, CollectivePass):
         if options is not None:
             log.warning(OTHER_PASS, SLOT, type(made).__name__)
@@ -96,7 +96,7 @@ def split_ranges(compilation: Any, tokens: Sequence[int]) -> None:
     """Let vLLM compile one more graph for each further number of tokens.
 
     A range ends at the geometric mean of two numbers. A version of vLLM without ranges compiles one
-    graph, and so does vLLM on CPUs.
+    graph, and so does vLLM on CPUs (``branches``).
     """
     present = getattr(compilation, "compile_ranges_endpoints", None)
     if present and _has_ranges(compilation):
