@@ -55,7 +55,7 @@ def starts_of(graph: fx.Graph) -> list[fx.Node] | None:
     return starts
 
 
-def alone(start: fx.Node) -> fx.GraphModule:
+def graph_of(start: fx.Node) -> fx.GraphModule:
     """Return a collective and its wait as a graph of one input."""
     graph = fx.Graph()
     (given,), (wait,) = start.all_input_nodes, start.users
@@ -102,8 +102,8 @@ def insert(graph: fx.Graph, start: fx.Node, branches: Sequence[Branch]) -> None:
             with inductor_config.patch({SLOT: None}):
                 post_grad_passes(each, is_inference=True)
         limits = limits_of(branches)
-        for few, limit in zip(reversed(others), reversed(limits), strict=True):
-            module = _choice(x, wait, limit, few, module)
+        for small, limit in zip(reversed(others), reversed(limits), strict=True):
+            module = _choice(x, wait, limit, small, module)
     owner: Any = graph.owning_module
     names = {
         node: _added(owner, getattr(module, str(node.target)))
@@ -132,21 +132,21 @@ def _added(owner: fx.GraphModule, value: Any) -> str:
 
 
 def _choice(
-    x: fx.Node, wait: fx.Node, limit: int, few: fx.GraphModule, many: fx.GraphModule
+    x: fx.Node, wait: fx.Node, limit: int, small: fx.GraphModule, large: fx.GraphModule
 ) -> fx.GraphModule:
-    """Return a graph of one input that runs ``few`` if it has up to ``limit`` rows, else
-    ``many``."""
+    """Return a graph of one input that runs ``small`` if it has up to ``limit`` rows, else
+    ``large``."""
     graph = fx.Graph()
     given = graph.placeholder("x")
     given.meta["val"] = x.meta["val"]
     rows = graph.call_function(torch.ops.aten.sym_size.int, (given, 0))
     rows.meta["val"] = x.meta["val"].shape[0]
-    is_few = graph.call_function(operator.le, (rows, limit))
-    is_few.meta["val"] = rows.meta["val"] <= limit
-    modules = [graph.get_attr(name) for name in ("few", "many")]
-    call = graph.call_function(torch.ops.higher_order.cond, (is_few, *modules, (given,)))
+    is_small = graph.call_function(operator.le, (rows, limit))
+    is_small.meta["val"] = rows.meta["val"] <= limit
+    modules = [graph.get_attr(name) for name in ("small", "large")]
+    call = graph.call_function(torch.ops.higher_order.cond, (is_small, *modules, (given,)))
     call.meta["val"] = (wait.meta["val"],)
     result = graph.call_function(operator.getitem, (call, 0))
     result.meta["val"] = wait.meta["val"]
     graph.output((result,))
-    return fx.GraphModule({"few": few, "many": many}, graph)
+    return fx.GraphModule({"small": small, "large": large}, graph)

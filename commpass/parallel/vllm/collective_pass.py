@@ -172,7 +172,7 @@ class CollectivePass(Integration, _base()):  # type: ignore[misc]
 
     def _branch(self, start: fx.Node, tokens: int, sizes: Mapping[Any, int]) -> Branch:
         """Return a collective as a graph of its own, with the decisions for a number of tokens."""
-        module = branches.alone(start)
+        module = branches.graph_of(start)
         plan = self._rewritten(module.graph, sizes)
         to_vllm(module.graph)
         return Branch(tokens, module, plan)
