@@ -223,3 +223,13 @@ def mixed_tokens(salt: float) -> str:
     except CommpassError as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+@pytest.mark.slow
+def test_branches_from_inductors_cache_give_the_same(ranks2):
+    salt, counts = random.random(), [600, 2, 22, 23]
+    first = ranks2.run(served_by_tokens, counts, salt, [1, 512])
+    again = ranks2.run(served_by_tokens, counts, salt, [1, 512])
+    for (found, plans), (cached, none) in zip(first, again, strict=True):
+        assert (cached, none) == (found, [])
+        assert len(plans) == 2
