@@ -172,7 +172,7 @@ def test_vllm_that_compiles_once_has_one_graph_and_says_for_which_tokens(monkeyp
     assert given(config).tokens == (1, 512)
     assert config.compilation_config.compile_ranges_endpoints == [2048]
     assert "one graph" in caplog.text
-    assert "(512)" in caplog.text
+    assert "tokens=[1, 512]" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.INFO, "commpass"):
         plugin.configure(configuration({"commpass": {"tokens": 8}}, mode="DYNAMO_TRACE_ONCE"))
