@@ -369,6 +369,20 @@ def test_equal_decisions_make_no_branches(four, tokens):
     assert {dtype for _, dtype, _ in collectives(gm)} == {torch.uint8}
 
 
+def test_collective_of_part_of_the_rows_gets_no_branches(four):
+    """Inductor refuses a branch whose input has an expression as its number of rows."""
+
+    def around(x):
+        part = torch.ops.vllm.reduce_scatter(x * 2, 0, 4, "tp:0")
+        return torch.ops.vllm.all_gather(part + 1, 0, 4, "tp:0")
+
+    gm, _ = of_any_rows(around)
+    own = CollectivePass(IF_IT_PAYS, profile=FAR, groups=world, tokens=[1, 512], strict=True)
+    own(gm.graph)
+    assert "cond" not in targets(gm)
+    assert {dtype for _, dtype, _ in collectives(gm)} == {torch.uint8}
+
+
 def test_collective_of_other_symbolic_sizes_gets_no_branches(four):
     """Of several numbers of tokens the largest counts then."""
     gm = make_fx(lambda x: torch.ops.vllm.all_reduce(x * 2, "tp:0") + 1, tracing_mode="symbolic")(

@@ -40,15 +40,18 @@ class Branch:
 def starts_of(graph: fx.Graph) -> list[fx.Node] | None:
     """Return the collectives of a graph; None if one of them cannot have branches.
 
-    It must have one input, whose first dimension alone is symbolic, and one wait.
+    It must have one input, whose first dimension is a symbol and whose others are fixed, and one
+    wait.
     """
     starts = [node for node in graph.nodes if parse(node) is not None]
     for start in starts:
         inputs = [meta.tensor(node) for node in start.all_input_nodes]
         if len(inputs) != 1 or inputs[0] is None:
             return None
-        are_fixed = [isinstance(size, int) for size in inputs[0].shape]
-        if are_fixed[:1] != [False] or not all(are_fixed[1:]):
+        rows, *others = (*inputs[0].shape, 0)
+        if isinstance(rows, int) or not rows.node.expr.is_Symbol:
+            return None  # Inductor does not know the symbols of an expression in a branch
+        if not all(isinstance(size, int) for size in others):
             return None
         if [*map(is_wait, start.users)] != [True]:
             return None
