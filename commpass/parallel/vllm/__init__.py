@@ -5,7 +5,6 @@
 ``collective_pass``  the pass, which the plugin adds to vLLM's configuration
 ``branches``         one graph with a branch for each number of tokens
 ``operators``        vLLM's own collective operators as functional collectives
-``comparison``       the ranks compare what they will send, before they send it
 ===================  ========================================================================
 
 ``CollectivePass`` and ``SLOT`` are imported on first access, since vLLM loads the plugin in
