@@ -4,6 +4,7 @@ bytes that have to be sent."""
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from statistics import median
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 import commpass
 from commpass.plan import NONE
 
-from .shared import PATIENCE_S, Allowed, Row, compare, compiled, slowest, take_turns
+from .shared import PATIENCE_S, Allowed, Row, compare, compiled, quartiles, slowest, take_turns
 
 ops = torch.ops._c10d_functional
 
@@ -91,7 +92,12 @@ def decided(plan: commpass.Plan) -> Row:
 
 
 def measure(
-    contenders: Contenders, kib: int, dtype: torch.dtype, profile: Any, repeats: int
+    contenders: Contenders,
+    kib: int,
+    dtype: torch.dtype,
+    profile: Any,
+    repeats: int,
+    seconds: float = math.inf,
 ) -> dict[str, Row]:
     """Return, on a rank, the results of ``take_turns`` and the decision for each contender.
 
@@ -108,7 +114,7 @@ def measure(
             made(x)
             plans[name] = [decided(plan) for plan in commpass.plans()[earlier:]]
             functions[name] = lambda made=made: made(x)
-        found = take_turns(functions, repeats)
+        found = take_turns(functions, repeats, seconds)
     for name, seen in plans.items():
         if seen:
             (plan,) = seen
@@ -145,11 +151,26 @@ def compare_with_plain(
     dtype: torch.dtype,
     profile: Any,
     repeats: int,
+    seconds: float = math.inf,
 ) -> list[Row]:
     """Measure contenders of one kind on all ranks. Return a row for each, with how many times
-    faster than ``plain`` it is."""
-    found = ranks.run(measure, contenders, kib, dtype, profile, repeats, timeout=PATIENCE_S)
+    faster than ``plain`` it is: ``of_plain`` by the medians, ``pairs`` by the quartiles over pairs
+    of a plain call and the next one of the contender."""
+    case = (contenders, kib, dtype, profile, repeats, seconds)
+    found = ranks.run(measure, *case, timeout=PATIENCE_S)
     known = {"ranks": ranks.size, "gbit": gbit, "kind": kind, "KiB": kib}
     made = rows_of(found, known, dict.fromkeys(contenders, leaves(kind, ranks.size, kib * 1024)))
     compare(made, "name", "plain", "of_plain")
+    for row in made:
+        row |= {"pairs": pairs(found, row["name"]), "calls": len(found[0][row["name"]]["ms"])}
     return made
+
+
+def pairs(found: list[dict[str, Row]], name: str, base: str = "plain") -> list[float]:
+    """Return quartiles of how many times faster a contender is than the call of ``base`` in the
+    same turn, by the times of the slowest rank."""
+
+    def turns(name: str) -> list[float]:
+        return [max(times) for times in zip(*(each[name]["ms"] for each in found), strict=True)]
+
+    return quartiles([a / b for a, b in zip(turns(base), turns(name), strict=True)])

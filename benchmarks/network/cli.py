@@ -64,6 +64,7 @@ SINGLE = {
     "length": int,
     "steps": int,
     "repeats": int,
+    "seconds": float,
 }
 LEAST = 2  # repetitions, for quartiles
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ HEAP = {
     "KINETO_LOG_LEVEL": "6",
 }
 WARM_UP = 3
+FEWEST = 15  # repetitions, even of calls that take long
 WIDTH = 160
 PATIENCE_S = 3600.0
 quartiles = partial(quantiles, n=4, method="inclusive")
@@ -107,18 +109,32 @@ def forced(codec: str, **named: Any) -> commpass.Policy:
     return commpass.Policy(rules=[commpass.Rule(codec=codec, force=True, **named)])
 
 
-def take_turns(functions: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, Row]:
-    """Return milliseconds, and milliseconds of processor time, of each repetition on this rank."""
+def take_turns(
+    functions: Mapping[str, Callable[[], Any]], repeats: int, seconds: float = math.inf
+) -> dict[str, Row]:
+    """Return milliseconds, and milliseconds of processor time, of each repetition on this rank.
+
+    If all calls together took longer than ``seconds``, there are fewer repetitions, but at least
+    ``FEWEST`` (or ``repeats``, if that is less).
+    """
+    begin = time.perf_counter()
+    _turns(functions, WARM_UP)
+    turn = torch.tensor((time.perf_counter() - begin) / WARM_UP)
+    dist.all_reduce(turn, dist.ReduceOp.MAX)  # one number of repetitions on all ranks
+    within = min(repeats, seconds / turn.item())
+    return _turns(functions, max(int(within), min(repeats, FEWEST)))
+
+
+def _turns(functions: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, Row]:
     found: dict[str, Row] = {name: {"ms": [], "cpu_ms": []} for name in functions}
-    for number in range(WARM_UP + repeats):
+    for _ in range(repeats):
         for name, function in functions.items():
             dist.barrier()
             start, busy = time.perf_counter(), time.process_time()
             function()
             took, worked = time.perf_counter() - start, time.process_time() - busy
-            if number >= WARM_UP:
-                found[name]["ms"].append(1e3 * took)
-                found[name]["cpu_ms"].append(1e3 * worked)
+            found[name]["ms"].append(1e3 * took)
+            found[name]["cpu_ms"].append(1e3 * worked)
     return found
 
 

@@ -103,19 +103,34 @@ def test_call_that_is_left_alone_sends_what_torch_sends():
     assert ours["ideal_ms"] == plain["ideal_ms"] == pytest.approx(8.388608)
 
 
+def test_pairs_are_of_calls_in_the_same_turn():
+    ranks = found(plain=[19.0, 39.0, 9.0], ours=[9.0, 19.0, 19.0])
+    assert calls.pairs(ranks, "ours") == [1.25, 2.0, 2.0]
+    assert calls.pairs(ranks, "plain") == [1.0, 1.0, 1.0]
+
+
 def test_worst_is_of_those_that_were_changed():
     row = {"kind": "all_reduce", "KiB": 4, "gbit": 1.0, "name": "balanced"}
     rows = [
-        {**row, "name": "plain", "of_plain": 1.0},
-        {**row, "unchanged": True, "of_plain": 0.5},
-        {**row, "unchanged": False, "of_plain": 1.2},
-        {**row, "unchanged": False, "of_plain": 0.9, "KiB": 16},
+        {**row, "name": "plain", "pairs": [1.0, 1.0, 1.0]},
+        {**row, "unchanged": True, "pairs": [0.4, 0.5, 0.6]},
+        {**row, "unchanged": False, "pairs": [0.8, 1.2, 1.3]},
+        {**row, "unchanged": False, "pairs": [0.85, 0.9, 1.5], "KiB": 16},
     ]
     assert never_slower.remarks(rows) == [
         "unchanged: 1 of 3",
         "worst of the others: 0.90 times plain (all_reduce, 16 KiB, 1 Gbit/s, balanced)",
     ]
     assert never_slower.remarks(rows[:2]) == ["unchanged: 1 of 1"]
+
+
+@pytest.mark.parametrize(
+    ("repeats", "seconds", "turns"), [(4, 60.0, 4), (40, 1e-9, 15), (4, 1e-9, 4)]
+)
+def test_repetitions_are_bounded_by_time(repeats, seconds, turns, fake_group):
+    fake_group(2)
+    found = shared.take_turns({"plain": lambda: None, "ours": lambda: None}, repeats, seconds)
+    assert {name: len(row["ms"]) for name, row in found.items()} == {"plain": turns, "ours": turns}
 
 
 def test_waiting_is_what_exchanges_take():
