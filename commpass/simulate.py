@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -31,7 +32,7 @@ from commpass.backend import Backend, TracedGraph
 from commpass.backend.records import GraphDump
 from commpass.costmodel import Profile
 from commpass.distributed.machine import profile_here
-from commpass.errors import CommpassError, PolicyError, nearest
+from commpass.errors import CommpassError, PolicyError, check_number, nearest
 from commpass.passes import GraphInput
 from commpass.passes import run as run_passes
 from commpass.passes.fx.parse import graph_modules
@@ -49,6 +50,8 @@ Progress = Callable[[int, int, str], None]
 """A callback: the number of finished values of a sweep, their total, and the current step."""
 RATES = {"gbit": "link", "intra_host_gbit": "intra_host_link"}
 """The names under which a sweep sets the rates of a profile's links, in Gbit/s."""
+MOST_RANKS = 1 << 20
+"""The most ranks of a simulated mesh: torch lists the ranks of every group."""
 OLD_RATES = {"inside_gbit": "intra_host_gbit"}
 """Old names of rates, which work for one version."""
 
@@ -128,6 +131,11 @@ def simulate(
         _swept((sweep[0], value) if sweep and value is not None else None, dict(mesh), known)
         for value in values
     ]
+    for case in cases:
+        if prod(case.sizes.values()) > MOST_RANKS:
+            raise CommpassError(
+                f"mesh {mesh_text(case.sizes)} has more than {MOST_RANKS:,} ranks: must be fewer"
+            )
     if nodes is not None:
         for case in cases:
             check_gpus(case.sizes, known, nodes)
@@ -207,6 +215,7 @@ def _swept(set_to: tuple[str, float] | None, mesh: dict[str, int], profile: Prof
             raise CommpassError(f"{name}: the profile knows no link inside a host")
         if link.measured:
             raise CommpassError(f"{name}: this profile was measured, and has no one rate to set")
+        check_number(name, value, above=True)
         faster = dataclasses.replace(link, gbytes_per_s=value / 8)
         set_profile = dataclasses.replace(profile, **{which: faster})
         return _Case(set_to, mesh, set_profile, {})
@@ -358,7 +367,8 @@ def _built(build: Build, mesh: DeviceMesh, more: Mapping[str, Any]) -> Any:
         raise
     except TypeError as error:
         if unknown := [name for name in more if f"'{name}'" in str(error)]:
-            names = [*(mesh.mesh_dim_names or ()), *RATES]
+            given = list(inspect.signature(build).parameters)[1:]  # without the mesh
+            names = [*(mesh.mesh_dim_names or ()), *RATES, *given]
             raise CommpassError(
                 f"{unknown[0]!r} cannot be swept: it is no argument of {build.__name__}"
                 f"{nearest(unknown[0], names)}"

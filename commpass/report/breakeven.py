@@ -28,6 +28,8 @@ from commpass.report.tables import console_for, plain_table, print_json
 LEAST, MOST = 1 << 10, 1 << 34
 """Bytes of the smallest and the largest tensor that is tried, in powers of two."""
 LINKS = ("ethernet-1g", "ethernet-10g", "l40s-pcie", "p4d.24xlarge", "dgx-h100")
+MOST_RANKS, MOST_BYTES = 1 << 20, 1 << 60
+"""The most ranks, and the largest tensor, that can be named."""
 UNITS = {"": 0, "KIB": 10, "MIB": 20, "GIB": 30}
 
 
@@ -71,7 +73,7 @@ def run(
     chosen, numbers, nbytes = policy_named(policy), _numbers(ranks), _bytes(at)
     names = [name.strip() for name in dtypes.split(",")]
     for name in names:
-        dtype_of(name)
+        _check_size(nbytes, max(numbers), name)
     links = [profile_of(name, card, gpus=gpus) for name in profiles]
     rows = [
         even(link, many, dtype, kind, chosen, nbytes)
@@ -87,6 +89,16 @@ def run(
     heading = f"{kind} under policy {chosen.name}, predicted up to {size(MOST)}"
     console.print(Text(heading))
     console.print(made)
+
+
+def _check_size(nbytes: int, ranks: int, dtype: str) -> None:
+    """Raise PolicyError for a tensor without a value for each rank: a larger one would be timed."""
+    least = ranks * dtype_of(dtype).itemsize
+    if nbytes < least:
+        raise PolicyError(
+            f"--size {nbytes:,} bytes: {ranks:,} ranks of {dtype} need at least {least:,} bytes, a"
+            " value for each"
+        )
 
 
 def profile_of(name: str, card: str | None = None, *, gpus: bool = False) -> Profile:
@@ -126,12 +138,21 @@ def even(
 
 
 def _smallest_gaining(profile: Profile, ranks: int, dtype: str, kind: str, policy: Policy) -> float:
-    """Return the smallest power of two such that it and all larger ones are compressed."""
+    """Return the smallest power of two such that it and all larger ones are compressed. It has a
+    value for each rank."""
     least, nbytes = inf, MOST
-    while nbytes >= LEAST:
+    while nbytes >= smallest(ranks, dtype):
         if not decided(profile, ranks, dtype, kind, policy, nbytes).compressed:
             break
         least, nbytes = nbytes, nbytes // 2
+    return least
+
+
+def smallest(ranks: int, dtype: str) -> int:
+    """Return the smallest tensor that is tried, in bytes."""
+    least = LEAST
+    while least < ranks * dtype_of(dtype).itemsize:
+        least *= 2
     return least
 
 
@@ -170,7 +191,7 @@ def table(rows: Sequence[Even], at_bytes: int) -> Table:
 
 def _cells(row: Even) -> Iterator[str]:
     yield from (row.profile, row.dtype, str(row.ranks))
-    less = " or less" if row.from_bytes == LEAST else ""
+    less = " or less" if row.from_bytes == smallest(row.ranks, row.dtype) else ""
     yield "never" if row.from_bytes == inf else size(row.from_bytes) + less
     times = micros(row.uncompressed_us), micros(row.predicted_us, row.uncompressed_us)
     before, after = times[0].split(), times[1].split()
@@ -184,14 +205,20 @@ def _numbers(ranks: str) -> list[int]:
         found = [int(each) for each in ranks.split(",")]
     except ValueError:
         found = []
-    if not found or min(found) < 2:
-        raise PolicyError(f"--ranks {ranks!r}: must be numbers from 2 on, such as 2,8,64")
+    if not found or min(found) < 2 or max(found) > MOST_RANKS:
+        raise PolicyError(
+            f"--ranks {ranks!r}: must be numbers from 2 to {MOST_RANKS:,}, such as 2,8,64"
+        )
     return found
 
 
 def _bytes(text: str) -> int:
     """Parse ``16MiB``, ``64 KiB`` or a number of bytes."""
-    found = re.fullmatch(r"(\d+)\s*([a-z]*)", text.strip(), re.IGNORECASE)
-    if not found or found.group(2).upper() not in UNITS or not int(found.group(1)):
-        raise PolicyError(f"--size {text!r}: must be bytes, such as 65536, 64KiB or 16MiB")
-    return int(found.group(1)) << UNITS[found.group(2).upper()]
+    found = re.fullmatch(r"([0-9]{1,20})\s*([a-z]*)", text.strip(), re.IGNORECASE)
+    unit = UNITS.get(found.group(2).upper()) if found else None
+    nbytes = int(found.group(1)) << unit if found and unit is not None else 0
+    if not 0 < nbytes <= MOST_BYTES:
+        raise PolicyError(
+            f"--size {text!r}: must be bytes, such as 65536, 64KiB or 16MiB, and at most 2^60"
+        )
+    return nbytes

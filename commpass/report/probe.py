@@ -4,6 +4,7 @@ file."""
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
@@ -59,12 +60,15 @@ def run(output: Path, seconds: float, *, kernels: bool, plot: Path | None, json:
 def _check_folder(output: Path) -> None:
     """Check the folder before the measurement. All ranks learn the result of rank 0, which
     writes."""
-    found = [None if os.access(output.parent, os.W_OK) else str(output.parent)]
+    why = None
+    if not os.access(output.parent, os.W_OK):
+        why = f"{str(output.parent)!r} is no folder that can be written to"
+    elif output.is_dir():
+        why = "it is a folder"
+    found = [why]
     dist.broadcast_object_list(found)
     if found[0] is not None:
-        raise ProfileError(
-            f"{output}: cannot be written: {found[0]!r} is no folder that can be written to"
-        )
+        raise ProfileError(f"{output}: cannot be written: {found[0]}")
 
 
 NOISE = 0.5
@@ -89,6 +93,12 @@ def how(command: str, ranks: int = 2) -> str:
     return f"torchrun --nproc-per-node {ranks} -m commpass {command}"
 
 
+VARIABLES = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torch needs besides RANK."""
+LOST = "Connection closed by peer|Connection reset by peer"
+"""What gloo says if another process has ended."""
+
+
 @contextmanager
 def group(command: str, ranks: int = 2) -> Iterator[None]:
     """Make the process group from the environment's variables, if there is none yet.
@@ -104,9 +114,21 @@ def group(command: str, ranks: int = 2) -> Iterator[None]:
         )
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if missing := [name for name in VARIABLES if name not in os.environ]:
+        raise CommpassError(
+            f"RANK is set, but not {', '.join(missing)}. Start it on every rank:"
+            f" {how(command, ranks)}"
+        )
     dist.init_process_group()
     try:
         yield
+    except RuntimeError as error:
+        if not isinstance(error, CommpassError) and re.search(LOST, str(error)):
+            raise CommpassError(
+                "another rank ended, or cannot be reached: see its output, and start all ranks"
+                " again"
+            ) from error
+        raise
     finally:
         dist.destroy_process_group()
 

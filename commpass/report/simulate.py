@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from math import prod
@@ -130,7 +131,12 @@ def mesh_of(text: str) -> dict[str, int]:
     found: dict[str, int] = {}
     for part in text.split(","):
         name, _, many = part.partition("=")
-        if not name.isidentifier() or not many.isdigit() or not int(many) or name in found:
+        if (
+            not name.isidentifier()
+            or not re.fullmatch("[0-9]{1,9}", many)
+            or not int(many)
+            or name in found
+        ):
             raise CommpassError(f"mesh {text!r}: must be sizes by name, such as dp=8,tp=8")
         found[name] = int(many)
     return found

@@ -26,7 +26,7 @@ from commpass.cli import app
 from commpass.costmodel import KernelRate, Kernels, Link, Profile, profile
 from commpass.errors import CommpassError
 from commpass.plan import dump
-from commpass.report.simulate import draw, millis, table
+from commpass.report.simulate import draw, mesh_of, millis, table
 from commpass.simulate import Simulated
 
 NO_COMPUTE = Kernels(launch_us=0.0, other=KernelRate(0, 0), gflops=1e12, gbytes_per_s=1e12)
@@ -164,7 +164,10 @@ def test_simulation_leaves_nothing_behind():
     ("more", "said"),
     [
         ({"mesh": {"tp": 0}}, "must be a number of ranks"),
+        ({"mesh": {"tp": 1 << 40}}, "has more than 1,048,576 ranks"),
         ({"sweep": ("tp", [1.5])}, "must be a number of ranks"),
+        ({"sweep": ("gbit", [-1])}, "^gbit=-1: must be a number above 0"),
+        ({"sweep": ("row", [1])}, "'row' cannot be swept.*did you mean 'rows'"),
         ({"sweep": ("intra_host_gbit", [1])}, "knows no link inside"),
         ({"sweep": ("gbits", [1])}, "'gbits' cannot be swept.*did you mean 'gbit'"),
         ({"profile": "nvlink-44"}, "did you mean 'nvlink-4'"),
@@ -178,6 +181,12 @@ def test_simulation_refuses_bad_arguments(more, said):
     with pytest.raises(CommpassError, match=said):
         commpass.simulate(**asked)
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("size", ["²", "-2", "2.0", "9" * 30])
+def test_size_of_a_mesh_must_be_a_number(size):
+    with pytest.raises(CommpassError, match="must be sizes by name, such as dp=8,tp=8"):
+        mesh_of(f"dp=2,tp={size}")
 
 
 def test_simulation_is_refused_if_there_are_process_groups(fake_group):

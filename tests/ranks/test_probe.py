@@ -113,11 +113,19 @@ def launch(*wanted: str) -> subprocess.CompletedProcess:
     )
 
 
+def make_folder(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
 @pytest.mark.every
 def test_folder_that_is_not_there_is_reported_before_anything_is_measured(tmp_path: Path):
     done = launch("--seconds", "300", "-o", str(tmp_path / "none" / "cluster.json"))
     assert done.returncode != 0
     assert "is no folder that can be written to" in done.stderr
+    done = launch("--seconds", "300", "-o", str(make_folder(tmp_path / "cluster.json")))
+    assert done.returncode != 0
+    assert "cluster.json: cannot be written: it is a folder" in done.stderr
 
 
 @pytest.mark.every

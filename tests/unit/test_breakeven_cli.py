@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import commpass
 from commpass.cli import app
 from commpass.policy import policy_named
-from commpass.report.breakeven import LEAST, MOST, decided, even
+from commpass.report.breakeven import LEAST, MOST, decided, even, smallest
 
 BALANCED = policy_named("balanced")
 
@@ -47,6 +47,13 @@ def test_example_of_the_page_prints_what_the_page_shows(tmp_path, monkeypatch):
     (tmp_path / "two.toml").write_text(profile.group(1))
     printed = asked(*command.split()).output
     assert [line.rstrip() for line in printed.splitlines()] == output.splitlines()
+
+
+def test_least_tensor_has_a_value_for_each_rank():
+    slow = commpass.ethernet(0.1)
+    row = even(slow, 1000, "float32", "all_gather", BALANCED, 1 << 24)
+    assert row.from_bytes == smallest(1000, "float32") == 4096
+    assert smallest(2, "float32") == LEAST
 
 
 def test_fast_link_never_pays_and_says_so(monkeypatch):
@@ -93,9 +100,13 @@ def test_link_is_what_counts_and_codecs_may_run_on_gpus():
         (["--kind", "send"], "unknown kind 'send'"),
         (["--kind", "all_gather_v"], "did you mean 'all_gather'?"),
         (["--dtype", "float33"], "did you mean 'float32'?"),
-        (["--ranks", "1"], "must be numbers from 2 on"),
-        (["--ranks", "two"], "must be numbers from 2 on"),
+        (["--ranks", "1"], "must be numbers from 2 to 1,048,576"),
+        (["--ranks", "two"], "must be numbers from 2 to 1,048,576"),
+        (["--ranks", "9" * 30], "must be numbers from 2 to 1,048,576"),
         (["--size", "16 parsecs"], "must be bytes, such as"),
+        (["--size", "9" * 400], "must be bytes, such as"),
+        (["--size", "1KiB", "--ranks", "2,1000"], "need at least 4,000 bytes, a value for each"),
+        (["DGX-H100"], "did you mean 'dgx-h100'?"),
         (["--policy", "balance"], "did you mean 'balanced'?"),
         (["ethernet"], "unknown profile 'ethernet'"),
     ],

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+import torch.distributed as dist
 from typer.testing import CliRunner
 
 import commpass
@@ -27,8 +28,8 @@ from commpass.costmodel.files import (
 from commpass.costmodel.interconnects import INTERCONNECTS
 from commpass.costmodel.profile import NAMES, link_named, profile_named
 from commpass.distributed.machine import differences_from, processor, this_machine
-from commpass.errors import PolicyError, ProfileError
-from commpass.report.probe import noisy, parts
+from commpass.errors import CommpassError, PolicyError, ProfileError
+from commpass.report.probe import group, noisy, parts
 
 MACHINE = Machine(
     device="cpu", processor="a", cores=2, hosts=2, world_size=4, backend="gloo", torch="2.13.0"
@@ -153,6 +154,14 @@ def test_numbers_of_ones_own(tmp_path):
 def test_least_that_a_file_can_say(tmp_path):
     found = profile_from(toml(tmp_path, "[link]\nalpha_us = 5\ngbytes_per_s = 12.5\n"))
     assert found == Profile("cluster", Link(5, 12.5))
+
+
+def test_network_is_oversubscribed(tmp_path):
+    full = profile_named("dgx-h100")
+    half = profile_from(toml(tmp_path, 'base = "dgx-h100"\noversubscription = 2\n'))
+    assert half.link.gbytes_per_s == full.link.gbytes_per_s / 2
+    assert half.intra_host_link == full.intra_host_link
+    assert half.link.alpha_us == full.link.alpha_us
 
 
 def test_rates_of_a_card(tmp_path):
@@ -310,6 +319,7 @@ def test_doctor_says_which_profile_would_be_used(path, monkeypatch):
     assert "commpass probe" in row()["meaning"]
     monkeypatch.setenv("COMMPASS_PROFILE", str(path))
     assert "days old; processor a there" in row()["state"]
+    assert "is not set" not in row()["meaning"]
     write(path, file(machine=this_machine()))
     assert row()["ok"]
     monkeypatch.setenv("COMMPASS_PROFILE", "ethernet-10")
@@ -342,6 +352,28 @@ def test_probe_says_how_it_is_started(tmp_path, monkeypatch):
     result = CliRunner().invoke(app, ["probe", "-o", str(tmp_path / "x.txt")])
     assert result.exit_code == 2
     assert ".json file" in result.stderr
+
+
+def test_probe_names_the_variables_that_are_missing(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    result = CliRunner().invoke(app, ["probe", "-o", str(tmp_path / "x.json")])
+    assert result.exit_code == 2
+    assert "RANK is set, but not MASTER_ADDR, MASTER_PORT" in result.stderr
+
+
+def test_rank_that_ends_while_a_probe_runs_is_one_line(monkeypatch):
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(dist, "init_process_group", lambda: None)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
+    with pytest.raises(CommpassError, match=r"^another rank ended"), group("probe"):
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:1")
+    with pytest.raises(RuntimeError, match=r"^another fault$"), group("probe"):
+        raise RuntimeError("another fault")
 
 
 TORCHRUN = ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "WORLD_SIZE", "GROUP_RANK", "RANK")
