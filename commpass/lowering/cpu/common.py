@@ -90,8 +90,8 @@ template <class Number> inline void to_bytes_of_four(const Number& number, Byte*
 #endif
 }
 
-// Whole numbers from -127 to 127 of number(0) ... number(3) as bytes, each with 128 added. The least
-// whole number, which NaNs become, as 0.
+// Whole numbers from -127 to 127 of number(0) ... number(3) as bytes, each with 128 added. The
+// least 32-bit number, which NaNs become, as 0.
 template <class Number> inline void to_bytes_around_128(const Number& number, Byte* to) {
 #if defined(CPU_CAPABILITY_AVX512)
   const __m128i middle = _mm_set1_epi8(-128);
@@ -112,7 +112,7 @@ template <class Number> inline void to_bytes_around_128(const Number& number, By
 #endif
 }
 
-// The nearest whole numbers, ties to even; the least one for NaN.
+// The nearest whole numbers, ties to even; the least 32-bit number for NaN.
 inline Ints nearest(Vec x) {
 #if defined(CPU_CAPABILITY_AVX512)
   return _mm512_cvtps_epi32(x);
