@@ -15,9 +15,9 @@ import msgspec
 from commpass.costmodel.cards import CARDS
 from commpass.costmodel.fields import check_fields, check_kernels, check_link
 from commpass.costmodel.links import OLD_NAMES as LINK_NAMES
-from commpass.costmodel.profile import LINK, Profile, link_named, profile_named
 from commpass.costmodel.profile import OLD_NAMES as PROFILE_NAMES
-from commpass.errors import PolicyError, ProfileError, check_number, nearest
+from commpass.costmodel.profile import Profile, link_named, profile_named
+from commpass.errors import PolicyError, ProfileError, nearest
 from commpass.utils.deprecated import warn_renamed
 from commpass.utils.tables import Format, line_of, read_json, read_toml, write_whole
 
@@ -25,9 +25,6 @@ FORMAT = Format("profile", 2, "measure again with `commpass probe`", ProfileErro
 SUFFIXES = (".json", ".toml")
 BASE = ("base",)
 """What a table of a TOML file may have besides its fields: a name whose numbers it overrides."""
-OVERSUBSCRIPTION = "oversubscription"
-MORE = (*BASE, OVERSUBSCRIPTION)
-"""What a TOML file may have besides the fields of a profile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,14 +205,9 @@ def _from_toml(path: Path) -> Profile:
     except ProfileError as error:
         raise fail(None, str(error)) from error
     known = [f.name for f in dataclasses.fields(Profile)]
-    thin = table.pop(OVERSUBSCRIPTION, 1.0)
-    try:
-        check_number(OVERSUBSCRIPTION, thin, 1)
-    except PolicyError as error:
-        raise fail(OVERSUBSCRIPTION, str(error)) from error
     for key in table:
         if key not in known:
-            raise fail(key, f"a profile has no field {key!r}{nearest(key, [*known, *MORE])}")
+            raise fail(key, f"a profile has no field {key!r}{nearest(key, [*known, 'base'])}")
     fields = msgspec.to_builtins(base) if base is not None else {}
     fields["name"] = path.stem
     for key, value in table.items():
@@ -227,7 +219,7 @@ def _from_toml(path: Path) -> Profile:
         fields["source"] = f"stated in {path.name}"
     if "link" not in fields:
         raise fail(None, "a profile needs a [link] with alpha_us and gbytes_per_s, or a base")
-    return _built(fields, fail).scaled(LINK, 1 / thin)
+    return _built(fields, fail)
 
 
 def _built(fields: dict[str, Any], fail: Any) -> Profile:

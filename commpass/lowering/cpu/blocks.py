@@ -93,6 +93,11 @@ struct Blocks {
       if constexpr (TURNED) {
         for (int i = 0; i < BLOCK; i += W * W)
           put_turned_codes([&](int row) { return code(v + i + row * W); }, codes + i);
+      } else if constexpr (BLOCK % (4 * W) == 0 && Grid::AROUND_128 && Scale::IN_RANGE) {
+        for (int i = 0; i < BLOCK; i += 4 * W)
+          to_bytes_around_128(
+              [&](int j) { return nearest(Scale::divide(Vec::loadu(v + i + j * W), by)); },
+              codes + i);
       } else if constexpr (BLOCK % (4 * W) == 0) {
         for (int i = 0; i < BLOCK; i += 4 * W)
           to_bytes_of_four([&](int j) { return code(v + i + j * W); }, codes + i);

@@ -219,11 +219,17 @@ def _any(part: IntGrid | LevelGrid | Fp8Grid | MiniFloatGrid | CompandedGrid) ->
 
 
 def _struct(
-    part: Grid, name: str, encode: str, decode: str, table: bool = False, more: str = ""
+    part: Grid,
+    name: str,
+    encode: str,
+    decode: str,
+    table: bool = False,
+    around_128: bool = False,
+    more: str = "",
 ) -> str:
     return f"""
 struct {name} {{
-  static constexpr bool TABLE = {str(table).lower()};
+  static constexpr bool TABLE = {str(table).lower()}, AROUND_128 = {str(around_128).lower()};
   static constexpr int BITS = {part.bits};
   static constexpr bool HAS_ZERO = {"true" if part.has_zero else "false"};
   static constexpr float LARGEST = {number(part.largest)}, SIGMA = {number(part.sigma)};
@@ -242,7 +248,8 @@ def _int(part: IntGrid, name: str) -> str:
     if part.marks:
         encode = f"{encode} & at::vec::cast<int32_t>(finite(x))"
         decode = f"marked(get_codes(codes), {decode})"
-    return _struct(part, name, f"return {encode};", f"return {decode};")
+    plain = part.bits == 8 and not part.marks
+    return _struct(part, name, f"return {encode};", f"return {decode};", around_128=plain)
 
 
 @grid.register
