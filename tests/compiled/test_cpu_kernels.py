@@ -556,6 +556,20 @@ def test_domains_are_entered_and_left_on_the_way():
     assert torch.equal(again, inner.encode_rows(total))
 
 
+@pytest.mark.parametrize("dtype", [BF16, rarely(F32)], ids=str)
+def test_subnormal_numbers_and_nans_are_decoded_as_in_the_aten_form(dtype):
+    """A processor's own conversion to bfloat16 may not keep their bits."""
+    coder, n, tiny = codec("fp8"), 2049, torch.finfo(dtype).tiny
+    x = torch.randn(3, n, generator=torch.Generator().manual_seed(1)) * tiny
+    x[1, 700] = math.nan
+    x[2] *= 1e3
+    wire = coder.encode_rows(x.to(dtype))
+    right = coder.decode_rows(wire, n, dtype).to(dtype)
+    assert ((right != 0) & (right.abs() < tiny)).sum() > n
+    made = run(Chain(U8, (Decode(coder, dtype), Cast(dtype))), [wire], n)
+    assert same(made, right)
+
+
 # --- exponents: any bits --------------------------------------------------------------------------
 
 
