@@ -22,7 +22,9 @@ The command took {seconds} s of two cores ({date}, torch {torch}). It writes
 
 ![Steps by policy, relative to off](clusters.png)
 
-Each cell has the milliseconds of a step, in parentheses those in which a rank waits for exchanges.
+The dark part of a bar (*exposed*) is the time in which a rank waits for exchanges. In the table,
+each cell has the milliseconds of a step, and in parentheses those in which a rank waits. In a mesh,
+`tp` is tensor parallelism, `dp` data parallelism, `pp` pipeline stages and `ep` experts.
 `off` is uncompressed and in the program's order. `lossless` moves exchanges, `balanced` uses 8 to 6
 bits and `aggressive` 4 bits.
 
@@ -41,7 +43,7 @@ bits and `aggressive` 4 bits.
 
 ## How it is computed
 
-* **The models** have the sizes of Llama 3 8B, 70B and 405B, and of a mixture with 235 billion
+* **The models** have the sizes of Llama 3 8B, 70B and 405B. The mixture of experts has 235 billion
   parameters (94 layers, 128 experts of width 1,536, 8 for each token). Weights and activations are
   bfloat16. Gradients are accumulated and averaged in float32. A micro-batch is a sequence of 8,192
   tokens, or of 4,096 for the mixture.
@@ -82,6 +84,8 @@ communication there. It differs by at most {off_last:.0f} %:
 * The effect of a codec on the loss ([calibration](calibration.md) measures it).
 * Kernels of the codecs on GPUs other than an H100 or H200
   ([named profiles](costmodel.md#named-profiles)).
+
+To predict a step of your own model on such machines, use [`commpass simulate`][simulate].
 """
 
 

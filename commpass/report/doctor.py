@@ -164,7 +164,7 @@ def profile() -> tuple[str, bool]:
     found = profile_here(None)
     assert found is not None
     if not str(path).endswith(".json"):
-        return found.name, True
+        return found.description, True
     file = read(Path(str(path)))
     others = list(differences_from(file.machine, this_machine()))
     said = f"{path}, {age(file)} old" + (f"; {'; '.join(others)}" if others else "")
@@ -185,7 +185,7 @@ NEEDED = ("python", "torch", "distributed")
 HEADERS = "needed on the CPU: g++ and Python headers"
 COLD = "every process compiles anew"
 BUILT = "needed: install a torch that was built with it"
-MEASURE = "COMMPASS_PROFILE is not set: measure yours with `commpass probe`"
+MEASURE = "COMMPASS_PROFILE names no profile of this machine: measure one with `commpass probe`"
 INSTALL = "pip install 'commpass[graph]', and Graphviz (apt-get install graphviz)"
 NO_GPU = "only the CPU can be used; a GPU needs its driver and a torch for it"
 PROBES: tuple[tuple[str, Callable[[], tuple[str, bool]], str, str], ...] = (
@@ -209,7 +209,7 @@ PROBES: tuple[tuple[str, Callable[[], tuple[str, bool]], str, str], ...] = (
     ("triton", triton, "Inductor compiles for the GPU", "needed on a GPU: pip install triton"),
     ("C++ compiler", compiler, "Inductor compiles for the CPU", HEADERS),
     ("Inductor FX-graph cache", graph_cache, "a warm start compiles nothing", COLD),
-    ("profile", profile, "the cost model knows this network", MEASURE),
+    ("profile", profile, "COMMPASS_PROFILE names it", MEASURE),
     ("graph --svg", drawing, "", INSTALL),
 )
 """What is checked, the probe, and its meaning if present and if missing."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
+import re
 import subprocess
 import sys
 import threading
@@ -555,6 +556,20 @@ def test_domains_are_entered_and_left_on_the_way():
     assert torch.equal(again, inner.encode_rows(total))
 
 
+@pytest.mark.parametrize("dtype", [BF16, rarely(F32)], ids=str)
+def test_subnormal_numbers_and_nans_are_decoded_as_in_the_aten_form(dtype):
+    """A processor's own conversion to bfloat16 may not keep their bits."""
+    coder, n, tiny = codec("fp8"), 2049, torch.finfo(dtype).tiny
+    x = torch.randn(3, n, generator=torch.Generator().manual_seed(1)) * tiny
+    x[1, 700] = math.nan
+    x[2] *= 1e3
+    wire = coder.encode_rows(x.to(dtype))
+    right = coder.decode_rows(wire, n, dtype).to(dtype)
+    assert ((right != 0) & (right.abs() < tiny)).sum() > n
+    made = run(Chain(U8, (Decode(coder, dtype), Cast(dtype))), [wire], n)
+    assert same(made, right)
+
+
 # --- exponents: any bits --------------------------------------------------------------------------
 
 
@@ -591,6 +606,34 @@ def test_exponents_travel_in_the_same_bytes(dtype, planes):
         wire = run(encode, [x], n)
         assert torch.equal(wire, coder.encode_rows(x)), n
         assert torch.equal(run(decode, [wire], n).view(whole), x.view(whole)), n
+
+
+INSTRUCTIONS = re.compile(r"#if defined\(__(?:BMI2|AVX512VPOPCNTDQ)__\).*")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "planes"),
+    [(BF16, 2), *(pytest.param(*each, marks=pytest.mark.every) for each in ((F32, 2), (BF16, 3)))],
+    ids=str,
+)
+def test_exponents_have_the_same_bytes_without_instructions_for_bits(dtype, planes, monkeypatch):
+    """The forms for processors without BMI2 or a count of bits in AVX-512."""
+    coder, source = codec(f"exponent(planes={planes})"), build.source
+    whole = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    monkeypatch.setattr(build, "source", lambda chain: INSTRUCTIONS.sub("#if 0", source(chain)))
+    encode, decode = Chain(dtype, (Encode(coder),)), Chain(U8, (Decode(coder, dtype),))
+    for chain, forms in ((encode, 2), (decode, 2)):
+        assert len(INSTRUCTIONS.findall(source(chain))) == forms
+        assert not INSTRUCTIONS.findall(build.source(chain))
+    encoder, decoder = (build.compile_chain.__wrapped__(each) for each in (encode, decode))
+    for n in (33, 1025, 9000):
+        x = torch.stack([raw(n + kind, n, dtype, kind) for kind in range(5)])
+        wire = torch.empty(5, coder.wire_bytes(n, dtype), dtype=U8)
+        encoder([x], wire, n)
+        assert torch.equal(wire, coder.encode_rows(x)), n
+        decoder([wire], back := torch.empty_like(x), n)
+        assert torch.equal(back.view(whole), x.view(whole)), n
 
 
 def test_wire_of_exponents_that_holds_anything_is_read_within_bounds():

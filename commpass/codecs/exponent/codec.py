@@ -401,7 +401,7 @@ PRESETS = (
     Preset(
         "exponent",
         exponent,
-        "lossless: exponents in 3 bits with escapes (ZipCCL): where no error is allowed",
+        "lossless: frequent exponents in 2 bits (planes=3: ZipCCL's 3): where no error is allowed",
         ("exponent(planes=3)", "exponent"),
     ),
 )

@@ -93,6 +93,11 @@ struct Blocks {
       if constexpr (TURNED) {
         for (int i = 0; i < BLOCK; i += W * W)
           put_turned_codes([&](int row) { return code(v + i + row * W); }, codes + i);
+      } else if constexpr (BLOCK % (4 * W) == 0 && Grid::AROUND_128 && Scale::IN_RANGE) {
+        for (int i = 0; i < BLOCK; i += 4 * W)
+          to_bytes_around_128(
+              [&](int j) { return nearest(Scale::divide(Vec::loadu(v + i + j * W), by)); },
+              codes + i);
       } else if constexpr (BLOCK % (4 * W) == 0) {
         for (int i = 0; i < BLOCK; i += 4 * W)
           to_bytes_of_four([&](int j) { return code(v + i + j * W); }, codes + i);
@@ -146,15 +151,16 @@ struct Blocks {
           Grid::BITS == 8 ? wire + block * CODES : unpacked + (block - from) * BLOCK;
       if constexpr (FROM_TURNED) {
         for (int i = 0; i < BLOCK; i += W * W) {
+          Vec x[W];
 #if defined(CPU_CAPABILITY_AVX512)
-          get_turned_codes(codes + i, [&](int row, Ints each) {
-            Scale::multiply(Grid::decode_codes(each), by).store(to + i + row * W);
+          Grid::decode_turned(codes + i, [&](int row, Vec numbers) {
+            x[row] = Scale::multiply(numbers, by);
           });
 #else
           for (int row = 0; row < W; ++row)
-            Scale::multiply(Grid::template decode<W>(codes + i + row), by)
-                .store(to + i + row * W);
+            x[row] = Scale::multiply(Grid::template decode<W>(codes + i + row), by);
 #endif
+          Transform::inverse_near(x, to + i);
         }
       } else {
         for (int i = 0; i < BLOCK; i += W) {
@@ -166,16 +172,12 @@ struct Blocks {
       }
     }
     cut<UNIT>(v, to - v);
-    Transform::template inverse<FROM_TURNED>(v);
+    Transform::template inverse<FROM_TURNED>(v, limit);
     if constexpr (Transform::PIVOT) {
       for (int64_t block = from; block < until; ++block) {
         float* own = v + (block - from) * BLOCK;
         std::swap(own[0], own[std::min<int>(wire[at.places + block], BLOCK - 1)]);
       }
-    }
-    if constexpr (Transform::SUMS > 1) {
-      for (int i = 0; i < UNIT; i += W)
-        at::vec::clamp(Vec::loadu(v + i), least, most).store(v + i);
     }
   }
 };

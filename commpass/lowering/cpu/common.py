@@ -19,6 +19,7 @@ PRELUDE = """\
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <bit>
 #include <cstring>
 #include <vector>
 
@@ -90,6 +91,39 @@ template <class Number> inline void to_bytes_of_four(const Number& number, Byte*
 #endif
 }
 
+// Whole numbers from -127 to 127 of number(0) ... number(3) as bytes, each with 128 added. The
+// least 32-bit number, which NaNs become, as 0.
+template <class Number> inline void to_bytes_around_128(const Number& number, Byte* to) {
+#if defined(CPU_CAPABILITY_AVX512)
+  const __m128i middle = _mm_set1_epi8(-128);
+  c10::ForcedUnroll<4>{}([&](auto i) {
+    const __m128i bytes = _mm_xor_si128(_mm512_cvtsepi32_epi8(number(i)), middle);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i * W), bytes);
+  });
+#elif defined(CPU_CAPABILITY_AVX2)
+  const __m256i low = _mm256_packs_epi32(number(0), number(1));
+  const __m256i high = _mm256_packs_epi32(number(2), number(3));
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  const __m256i all = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order);
+  const __m256i bytes = _mm256_xor_si256(all, _mm256_set1_epi8(-128));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), bytes);
+#else
+  for (int i = 0; i < 4; ++i)
+    to_bytes(at::vec::maximum(Ints(number(i)), Ints(-128)) + Ints(128), to + i * W);
+#endif
+}
+
+// The nearest whole numbers, ties to even; the least 32-bit number for NaN.
+inline Ints nearest(Vec x) {
+#if defined(CPU_CAPABILITY_AVX512)
+  return _mm512_cvtps_epi32(x);
+#elif defined(CPU_CAPABILITY_AVX2)
+  return _mm256_cvtps_epi32(x);
+#else
+  return at::vec::convert_to_int_of_same_size(x.round());
+#endif
+}
+
 // All bits where a number is finite.
 inline Vec finite(Vec x) {
   const Ints infinite(0x7F800000);
@@ -111,7 +145,27 @@ template <class T, int N> inline void take(const Byte* from, float* v) {
   }
 }
 
+#if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BF16__)
+// The processor's own conversion, which takes subnormal numbers for zeros and keeps the bits of
+// NaNs. Returns whether there is one of these, which are converted otherwise.
+template <int N> inline bool give_most(const float* v, Byte* to) {
+  constexpr int NAN_OR_SUBNORMAL = 0x01 | 0x20 | 0x80;
+  __mmask16 others = 0;
+  for (int i = 0; i < N; i += 2 * W) {
+    const __m512 first = _mm512_loadu_ps(v + i), second = _mm512_loadu_ps(v + i + W);
+    others |= _mm512_fpclass_ps_mask(first, NAN_OR_SUBNORMAL);
+    others |= _mm512_fpclass_ps_mask(second, NAN_OR_SUBNORMAL);
+    _mm512_storeu_si512(to + 2 * i, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+  }
+  return others != 0;
+}
+#endif
+
 template <class T, int N> inline void give(const float* v, Byte* to) {
+#if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BF16__)
+  if constexpr (std::is_same_v<T, at::BFloat16>)
+    if (!give_most<N>(v, to)) return;
+#endif
   if constexpr (std::is_same_v<T, float>) {
     for (int i = 0; i < N; i += W) Vec::loadu(v + i).store(to + 4 * i);
   } else {

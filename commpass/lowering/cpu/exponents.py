@@ -33,71 +33,8 @@ from commpass.codecs.exponent.codec import (
 from commpass.codecs.exponent.floats import FORMS, LANES, LINE, FloatForm, join, pack, split
 from commpass.codecs.exponent.floats import unpack as unpack_pairs
 from commpass.codecs.exponent.ladder import BINS, Ladder
+from commpass.lowering.cpu.bit_strings import WORDS
 from commpass.lowering.cpu.expressions import Lines
-
-WORDS = """
-typedef int32_t Word __attribute__((vector_size(4 * W)));  // W columns
-typedef int32_t Lane[32];  // a word of each column of a chunk
-constexpr int LANES = 32;
-
-// Bits put end to end; the last word is open until `close`.
-struct Bits {
-  uint64_t* words;
-  uint64_t open = 0;
-  int64_t size = 0;
-
-  inline void add(uint64_t string, int length) {
-    const int shift = size & 63;
-    const uint64_t whole = open | string << shift, carry = (string >> 1) >> (63 - shift);
-    const int64_t next = size + length;
-    words[size >> 6] = whole;
-    open = (next >> 6) > (size >> 6) ? carry : whole;
-    size = next;
-  }
-
-  inline void close() { words[size >> 6] = open; }
-
-  // As many strings as lanes. Four that fit in a word are put together first: that can be done
-  // while those before are still being added.
-  inline void append(const uint64_t* strings, const int32_t* fields, int bits) {
-    Bits to = *this;  // in registers
-    for (int l = 0; l < LANES; l += 4) {
-      const int first = fields[l] * bits, third = fields[l + 2] * bits;
-      const int low = first + fields[l + 1] * bits, high = third + fields[l + 3] * bits;
-      if (low + high > 63) {
-        for (int i = l; i < l + 4; ++i) to.add(strings[i], fields[i] * bits);
-      } else {
-        const uint64_t one = strings[l] | strings[l + 1] << first;
-        const uint64_t two = strings[l + 2] | strings[l + 3] << third;
-        to.add(one | two << low, low + high);
-      }
-    }
-    *this = to;
-  }
-};
-
-inline int ones(const int32_t* words) {
-  int some = 0;
-  for (int l = 0; l < LANES; l += 2)
-    some += __builtin_popcountll(get<uint64_t>((const Byte*)(words + l)));
-  return some;
-}
-
-// How many fields all columns have, and the most that one has.
-inline void many(const int32_t* fields, int& some, int& most) {
-  int sum = 0, max = 0;
-  #pragma omp simd reduction(+ : sum) reduction(max : max)
-  for (int l = 0; l < LANES; ++l) {
-    sum += fields[l];
-    max = fields[l] > max ? fields[l] : max;
-  }
-  some = sum;
-  most = max;
-}
-
-// So few fields of a chunk are quicker taken one by one.
-constexpr int RARE = 12;
-"""
 
 
 def unsupported_reason(codec: ExponentCodec, dtype: torch.dtype) -> str:
@@ -196,38 +133,66 @@ def _encode(ladder: Ladder, form: FloatForm, fields: tuple[int, ...]) -> str:
             for i in range(1, bits)
         )
         strings.append(f"""
+  #if PACKS_BITS
+  add_strings<{bits}>(bits, mask[{number}], field + {at}, fields[{number}], some[{number}],
+                      most[{number}]);
+  #else
   if (!some[{number}]) {{
   }} else if (some[{number}] <= RARE && most[{number}] * {bits} <= 64) {{
     few_strings<{bits}>(mask[{number}], field + {at}, fields[{number}], strings);
-    bits.append(strings, fields[{number}], {bits});
+    bits.append(strings, fields[{number}], {bits}, most[{number}]);
   }} else {{
     for (int g = 0; g < LANES; g += W) {{
     {lines}
     }}
     if (most[{number}] * {bits} <= 64) {{
-      #pragma omp simd
       for (int l = 0; l < LANES; ++l) {{
         const int c = fields[{number}][l];
         uint64_t string = uint32_t(field[{at}][l]);
         {joins}
         strings[l] = string;
       }}
-      bits.append(strings, fields[{number}], {bits});
+      bits.append(strings, fields[{number}], {bits}, most[{number}]);
     }} else {{
       for (int l = 0; l < LANES; ++l)
         for (int i = {at}; i < {at + bits}; ++i)
           bits.add(uint32_t(field[i][l]), fields[{number}][l]);
     }}
-  }}""")
+  }}
+  #endif""")
 
     choice = Lines()
-    bins = [choice.expression(f"ones(bin[{place}])", "int32_t") for place in range(BINS)]
+    bins = [choice.expression(f"Columns(bin[{place}]).ones()", "int32_t") for place in range(BINS)]
     zeros = choice.expression("values - number", "int32_t")
     gains = ladder.gains(bins, zeros, form.exponent_bits)
     choice.lines.append(f"int32_t best = {gains[0].name}, place = 0;")
     for place, gain in enumerate(gains[1:], start=1):
         choice.lines.append(f"if ({gain.name} > best) best = {gain.name}, place = {place};")
     return f"""
+// Adds the string of each column: the fields under its mask, plane after plane.
+#if PACKS_BITS
+template <int BITS>
+inline void add_strings(Bits& bits, const Lane& mask, const Lane* planes, const Lane& fields,
+                        int some, int most) {{
+  const auto string_of = [&](int l) {{
+    uint64_t string = 0;
+    c10::ForcedUnroll<BITS>{{}}([&](auto i) {{
+      string |= uint64_t(_pext_u32(planes[i][l], mask[l])) << (i * fields[l]);
+    }});
+    return string;
+  }};
+  if (most * BITS > 64) {{
+    for (int l = 0; l < LANES; ++l)
+      for (int i = 0; i < BITS; ++i) bits.add(_pext_u32(planes[i][l], mask[l]), fields[l]);
+  }} else if (some <= RARE) {{
+    with_fields(fields, [&](int l) {{ bits.add(string_of(l), fields[l] * BITS); }});
+  }} else {{
+    alignas(64) uint64_t strings[LANES];
+    for (int l = 0; l < LANES; ++l) strings[l] = string_of(l);
+    bits.append(strings, fields, BITS, most);
+  }}
+}}
+#else
 template <int BITS>
 inline void few_strings(const int32_t* mask, Lane* planes, const int32_t* fields,
                         uint64_t* strings) {{
@@ -244,30 +209,26 @@ inline void few_strings(const int32_t* mask, Lane* planes, const int32_t* fields
     strings[l] = string;
   }}
 }}
+#endif
 
-// The lower median of the exponents that are there.
-inline int median_of(const Lane* plane, const int32_t* present, int number) {{
-  alignas(64) uint64_t left[LANES / 2];
-  std::memcpy(left, present, sizeof(left));
+// The lower median of the exponents that are there. (Two bits at a time are not faster.)
+inline int median_of(const Lane* plane, Columns left, int number) {{
   int rank = std::max(number - 1, 0) >> 1, median = 0;
   for (int bit = EXPONENT - 1; bit >= 0; --bit) {{
-    alignas(64) uint64_t here[LANES / 2];
-    std::memcpy(here, plane[bit], sizeof(here));
-    int lower = 0;
-    for (int i = 0; i < LANES / 2; ++i) lower += __builtin_popcountll(left[i] & ~here[i]);
+    const Columns here(plane[bit]);
+    const int lower = left.where(here, false).ones();
     const bool upper = rank >= lower;
-    const uint64_t turned = upper ? 0 : ~uint64_t(0);
-    for (int i = 0; i < LANES / 2; ++i) left[i] &= here[i] ^ turned;
+    left = left.where(here, upper);
     if (upper) rank -= lower;
     median |= int(upper) << bit;
   }}
   return median;
 }}
 
-inline void choose(const Lane* plane, const int32_t* present, int values, int& start, int& mode) {{
+inline void choose(const Lane* plane, const Lane& present, int values, int& start, int& mode) {{
   alignas(64) Lane bin[{BINS}];
-  const int number = ones(present);
-  const int32_t base = median_of(plane, present, number) - {ladder.below};
+  const int number = Columns(present).ones();
+  const int32_t base = median_of(plane, Columns(present), number) - {ladder.below};
   for (int g = 0; g < LANES; g += W) {{
     {counting}
   }}
@@ -305,7 +266,8 @@ uint32_t encode_chunk(const Byte* words, int lanes, Byte* out, int64_t line, Byt
       for (int i = 0; i < RAW; ++i) put<int32_t>(to + (l * RAW + i) * 4, plane[FIRST + i][l]);
     return mark;
   }}
-  alignas(64) uint64_t put_here[CAPACITY / 2 + 2], strings[LANES];
+  alignas(64) uint64_t put_here[CAPACITY / 2 + 2];
+  [[maybe_unused]] alignas(64) uint64_t strings[LANES];
   Bits bits{{put_here}};
   {"".join(strings)}
   bits.close();
@@ -324,6 +286,8 @@ void encode_row(int64_t threads, const Byte* row, int64_t n, Byte* out) {{
       const Byte* first = to;
       for (int64_t chunk = from; chunk < until; ++chunk) {{
         const Byte* words = row + chunk * PARTS * 128;
+        const Byte* later = words + 2 * PARTS * 128;  // the processor does not foresee these reads
+        for (int i = 0; i < PARTS * 128; i += 64) __builtin_prefetch(later + i);
         Byte* here = out + chunk * 128;
         const int lanes = at.lanes(chunk);
         uint32_t mark;
@@ -383,8 +347,18 @@ def _decode(ladder: Ladder, form: FloatForm, fields: tuple[int, ...]) -> str:
             f"field[{i}][l] = int32_t(uint32_t((strings[l] >> std::min({i} * c, 63)) & mask));"
             for i in range(bits)
         )
+        after = Lines()
+        taken = any_of(after.loads(_places("step", bits, base)))
+        left = after.expression("get<Word>((Byte*)(here + g))") & ~taken
+        after.stores(["(Byte*)(here + g)", "(Byte*)(fields + g)"], [left, count(left)])
         steps.append(f"""
   many(fields, some, most);
+  #if PACKS_BITS
+  if (cursor.open<{bits}>(here, fields, some, most, step + {base}))
+    for (int g = 0; g < LANES; g += W) {{
+    {after}
+    }}
+  #else
   const bool short{number} = most * {bits} <= 64;
   if (some && short{number}) cursor.read(fields, {bits}, strings);
   if (some <= RARE && short{number}) {{
@@ -392,7 +366,6 @@ def _decode(ladder: Ladder, form: FloatForm, fields: tuple[int, ...]) -> str:
     if (some) expand_few<{bits}>(here, fields, strings, step + {base});
   }} else {{
     if (short{number}) {{
-      #pragma omp simd
       for (int l = 0; l < LANES; ++l) {{
         const int c = fields[l];
         const uint64_t mask = ~(~uint64_t(0) << c);
@@ -405,7 +378,8 @@ def _decode(ladder: Ladder, form: FloatForm, fields: tuple[int, ...]) -> str:
     for (int g = 0; g < LANES; g += W) {{
     {lines}
     }}
-  }}""")
+  }}
+  #endif""")
 
     last = Lines()
     known = [last.loads([f"wire + (REST + {i}) * line + g * 4" for i in range(ladder.planes)])]
@@ -447,8 +421,42 @@ struct Cursor {{
     at += bits;
     return uint32_t(string);
   }}
+
+  #if PACKS_BITS
+  // Puts the fields of each column under its mask. Returns whether masks and numbers of fields are
+  // still those of this step.
+  template <int BITS>
+  inline bool open(Lane& here, Lane& fields, int some, int most, Lane* planes) {{
+    const auto column = [&](int l) {{
+      const uint64_t string = word();
+      at += fields[l] * BITS;
+      c10::ForcedUnroll<BITS>{{}}([&](auto i) {{
+        planes[i][l] = _pdep_u32(uint32_t(string >> (i * fields[l])), here[l]);
+      }});
+    }};
+    if (most * BITS > 64) {{
+      for (int l = 0; l < LANES; ++l)
+        for (int i = 0; i < BITS; ++i) planes[i][l] = _pdep_u32(next(fields[l]), here[l]);
+      return true;
+    }}
+    if (some > RARE) {{
+      for (int l = 0; l < LANES; ++l) column(l);
+      return true;
+    }}
+    std::memset(planes, 0, sizeof(Lane) * BITS);
+    with_fields(fields, [&](int l) {{
+      column(l);
+      uint32_t taken = 0;
+      c10::ForcedUnroll<BITS>{{}}([&](auto i) {{ taken |= planes[i][l]; }});
+      here[l] &= ~taken;
+      fields[l] = __builtin_popcount(here[l]);
+    }});
+    return false;
+  }}
+  #endif
 }};
 
+#if !PACKS_BITS
 template <int BITS> inline void expand_few(int32_t* here, int32_t* fields, const uint64_t* strings,
                                            Lane* planes) {{
   for (int l = 0; l < LANES; ++l) {{
@@ -468,17 +476,20 @@ template <int BITS> inline void expand_few(int32_t* here, int32_t* fields, const
     fields[l] = __builtin_popcount(here[l]);
   }}
 }}
+#endif
 
 // Planes of exponents from those of the first step, and from the strings of a chunk.
 void exponents_of(const Byte* wire, int64_t line, int lanes, int32_t start, int32_t mode,
                   const Byte* from, int length, Lane* plane) {{
-  alignas(64) uint64_t stream[CAPACITY / 2 + 2], strings[LANES];
+  alignas(64) uint64_t stream[CAPACITY / 2 + 2];
+  [[maybe_unused]] alignas(64) uint64_t strings[LANES];
   const int full = (length + 3) / 4;
   stream[length / 4] = 0;
   std::memcpy(stream, from, length * 2);
   stream[full] = stream[full + 1] = 0;
   Cursor cursor{{stream, full}};
-  alignas(64) Lane here, fields, step[{sum(fields)}], field[{max(fields)}];
+  alignas(64) Lane here, fields, step[{sum(fields)}];
+  [[maybe_unused]] alignas(64) Lane field[{max(fields)}];
   int some, most;
   for (int g = 0; g < LANES; g += W) {{
     {begin}

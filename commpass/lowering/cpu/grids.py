@@ -97,20 +97,70 @@ template <int HALF> inline Vec one_of_levels(const float* above, Ints codes) {
   return at::vec::cast<float>(at::vec::cast<int32_t>(one_of<HALF>(above, codes ^ flip)) ^ sign);
 }
 
-// Calls `take(row, codes)` for each vector of a tile of W * W bytes, turned: the inverse of
-// put_turned_codes.
-template <class Take> inline void get_turned_codes(const Byte* from, const Take& take) {
+// Calls `take(row, words)` for each fourth row of a tile of W * W bytes, turned: a word holds the
+// codes of this row and the next three.
+template <class Take> inline void get_turned_words(const Byte* from, const Take& take) {
   const auto part = [&](int i) { return Vec::loadu(from + 4 * W * i); };
   const auto low = at::vec::deinterleave2(part(0), part(1));
   const auto high = at::vec::deinterleave2(part(2), part(3));
   const auto even = at::vec::deinterleave2(std::get<0>(low), std::get<0>(high));
   const auto odd = at::vec::deinterleave2(std::get<1>(low), std::get<1>(high));
-  const Vec four[] = {std::get<0>(even), std::get<0>(odd), std::get<1>(even), std::get<1>(odd)};
-  c10::ForcedUnroll<W>{}([&](auto row) {
-    const Ints all = at::vec::cast<int32_t>(four[row / 4]);
-    take(row, Ints(_mm512_srli_epi32(all, 8 * (row % 4))) & Ints(255));
+  take(0, std::get<0>(even));
+  take(4, std::get<0>(odd));
+  take(8, std::get<1>(even));
+  take(12, std::get<1>(odd));
+}
+
+// Calls `take(row, codes)` for each row: the inverse of put_turned_codes.
+template <class Take> inline void get_turned_codes(const Byte* from, const Take& take) {
+  get_turned_words(from, [&](int first, Vec words) {
+    const Ints all = at::vec::cast<int32_t>(words);
+    c10::ForcedUnroll<4>{}([&](auto i) {
+      take(first + i, Ints(_mm512_srli_epi32(all, 8 * i)) & Ints(255));
+    });
   });
 }
+
+#if defined(__AVX512VBMI__)
+// Byte b of the bits of number i at [128 * b + i].
+constexpr std::array<Byte, 512> bytes_of(const float* numbers) {
+  std::array<Byte, 512> made{};
+  for (int i = 0; i < 512; ++i)
+    made[i] = static_cast<Byte>(std::bit_cast<uint32_t>(numbers[i % 128]) >> 8 * (i / 128));
+  return made;
+}
+
+// Calls `take(row, numbers)` for each vector of a tile of W * W codes of 256 levels, turned.
+// `above` holds the bytes of those above zero: see one_of_levels. Bytes are looked up, 64 at once.
+template <class Take>
+inline void get_turned_levels(const Byte* from, const Byte* above, const Take& take) {
+  const __m512i columns = _mm512_broadcast_i32x4(
+      _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+  const __m512i ones = _mm512_set1_epi8(-1), signs = _mm512_set1_epi8(-128);
+  get_turned_words(from, [&](int first, Vec words) {
+    const __m512i codes = _mm512_shuffle_epi8(_mm512_castps_si512(words), columns);
+    const __mmask64 below = ~_mm512_movepi8_mask(codes);
+    const __m512i at = _mm512_mask_sub_epi8(codes, below, ones, codes);  // ~codes
+    __m512i byte[4];
+    c10::ForcedUnroll<4>{}([&](auto b) {
+      const Byte* table = above + 128 * b;
+      byte[b] = _mm512_permutex2var_epi8(
+          _mm512_loadu_si512(table), at, _mm512_loadu_si512(table + 64));
+    });
+    byte[3] = _mm512_mask_add_epi8(byte[3], below, byte[3], signs);  // the other sign
+    const __m512i low[] = {_mm512_unpacklo_epi8(byte[0], byte[1]),
+                           _mm512_unpackhi_epi8(byte[0], byte[1])};
+    const __m512i high[] = {_mm512_unpacklo_epi8(byte[2], byte[3]),
+                            _mm512_unpackhi_epi8(byte[2], byte[3])};
+    c10::ForcedUnroll<2>{}([&](auto half) {
+      const __m512i even = _mm512_unpacklo_epi16(low[half], high[half]);
+      const __m512i odd = _mm512_unpackhi_epi16(low[half], high[half]);
+      take(first + 2 * half, Vec(_mm512_castsi512_ps(even)));
+      take(first + 2 * half + 1, Vec(_mm512_castsi512_ps(odd)));
+    });
+  });
+}
+#endif
 #endif
 
 // Numbers, but NaN where the code, as a whole number, is 0.
@@ -190,6 +240,15 @@ inline void unpack(const Byte* from, Byte* codes) {
 
 ONE_OF_LEVELS = """\
 #if defined(CPU_CAPABILITY_AVX512)
+  template <class Take> static inline void decode_turned(const Byte* codes, const Take& take) {{
+#if defined(__AVX512VBMI__)
+    if constexpr ({cells} == 128) {{
+      alignas(64) static constexpr auto ABOVE = bytes_of(LEVELS + 128);
+      return get_turned_levels(codes, ABOVE.data(), take);
+    }}
+#endif
+    get_turned_codes(codes, [&](int row, Ints each) {{ take(row, decode_codes(each)); }});
+  }}
   static inline Vec decode_codes(Ints codes) {{
     return one_of_levels<{cells}>(LEVELS + {cells}, codes);
   }}
@@ -219,11 +278,17 @@ def _any(part: IntGrid | LevelGrid | Fp8Grid | MiniFloatGrid | CompandedGrid) ->
 
 
 def _struct(
-    part: Grid, name: str, encode: str, decode: str, table: bool = False, more: str = ""
+    part: Grid,
+    name: str,
+    encode: str,
+    decode: str,
+    table: bool = False,
+    around_128: bool = False,
+    more: str = "",
 ) -> str:
     return f"""
 struct {name} {{
-  static constexpr bool TABLE = {str(table).lower()};
+  static constexpr bool TABLE = {str(table).lower()}, AROUND_128 = {str(around_128).lower()};
   static constexpr int BITS = {part.bits};
   static constexpr bool HAS_ZERO = {"true" if part.has_zero else "false"};
   static constexpr float LARGEST = {number(part.largest)}, SIGMA = {number(part.sigma)};
@@ -242,7 +307,8 @@ def _int(part: IntGrid, name: str) -> str:
     if part.marks:
         encode = f"{encode} & at::vec::cast<int32_t>(finite(x))"
         decode = f"marked(get_codes(codes), {decode})"
-    return _struct(part, name, f"return {encode};", f"return {decode};")
+    plain = part.bits == 8 and not part.marks
+    return _struct(part, name, f"return {encode};", f"return {decode};", around_128=plain)
 
 
 @grid.register

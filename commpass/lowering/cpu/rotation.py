@@ -48,9 +48,11 @@ template <int R, bool DOWN> C10_ALWAYS_INLINE void butterfly(Vec (&x)[R]) {
 constexpr int MOST = W >= 16 ? 16 : 8;
 
 // All distances from LOW to HIGH, which are those of whole vectors. With SCALED, values are
-// multiplied by 2 * HIGH factors: before, or after those of the other direction.
+// multiplied by 2 * HIGH factors: before, or after those of the other direction. Then they are cut
+// to +-limit, which may be infinite.
 template <int N, int LOW, int HIGH, bool DOWN, bool SCALED>
-inline void whole_vectors(float* v, const float* factors) {
+inline void whole_vectors(float* v, const float* factors, float limit = INFINITY) {
+  const Vec most(limit), least(-limit);
   constexpr int R = 2 * HIGH / LOW;
   for (int from = 0; from < N; from += 2 * HIGH) {
     for (int j = 0; j < LOW; j += W) {
@@ -62,7 +64,9 @@ inline void whole_vectors(float* v, const float* factors) {
       });
       butterfly<R, DOWN>(x);
       c10::ForcedUnroll<R>{}([&](auto i) {
-        if constexpr (!DOWN && SCALED) x[i] = x[i] * Vec::loadu(factors + j + i * LOW);
+        if constexpr (!DOWN && SCALED) {
+          x[i] = at::vec::clamp(x[i] * Vec::loadu(factors + j + i * LOW), least, most);
+        }
         x[i].store(at + i * LOW);
       });
     }
@@ -79,11 +83,12 @@ inline void far_down(float* v, const float* factors) {
   }
 }
 
-template <int N, int LOW, int HIGH> inline void far_up(float* v, const float* factors) {
+template <int N, int LOW, int HIGH>
+inline void far_up(float* v, const float* factors, float limit) {
   if constexpr (LOW <= HIGH) {
     constexpr int LAST = LOW * MOST / 2 < HIGH ? LOW * MOST / 2 : HIGH;
-    whole_vectors<N, LOW, LAST, false, LAST == HIGH>(v, factors);
-    far_up<N, 2 * LAST, HIGH>(v, factors);
+    whole_vectors<N, LOW, LAST, false, LAST == HIGH>(v, factors, limit);
+    far_up<N, 2 * LAST, HIGH>(v, factors, limit);
   }
 }
 
@@ -99,15 +104,28 @@ template <int WIDTH, bool DOWN> inline void near_turned(const float* turned, flo
   });
 }
 
-// Where values come turned, or may be left so, a turn is saved.
-template <int N, int WIDTH, bool DOWN, bool TURN, bool TURN_BACK> inline void near(float* v) {
+// Where values may be left turned, a turn is saved.
+template <int N, int WIDTH, bool DOWN, bool TURN_BACK> inline void near(float* v) {
   alignas(64) float tile[W * W];
   for (int from = 0; from < N; from += W * W) {
     float* at = v + from;
-    if constexpr (TURN) at::vec::transpose_mxn<float, W, W>(at, W, tile, W);
-    near_turned<WIDTH, DOWN>(TURN ? tile : at, TURN_BACK ? tile : at);
+    at::vec::transpose_mxn<float, W, W>(at, W, tile, W);
+    near_turned<WIDTH, DOWN>(tile, TURN_BACK ? tile : at);
     if constexpr (TURN_BACK) at::vec::transpose_mxn<float, W, W>(tile, W, at, W);
   }
+}
+
+// The same upwards for a tile that comes turned, in registers.
+template <int WIDTH> C10_ALWAYS_INLINE void near_up(Vec (&x)[W], float* to) {
+  constexpr int R = WIDTH < W ? WIDTH : W;
+  alignas(64) float tile[W * W];
+  c10::ForcedUnroll<W / R>{}([&](auto group) {
+    Vec y[R];
+    c10::ForcedUnroll<R>{}([&](auto i) { y[i] = x[group * R + i]; });
+    butterfly<R, false>(y);
+    c10::ForcedUnroll<R>{}([&](auto i) { y[i].store(tile + (group * R + i) * W); });
+  });
+  at::vec::transpose_mxn<float, W, W>(tile, W, to, W);
 }
 
 // Values times `factors`, of which there are WIDTH; N values are whole tiles.
@@ -139,17 +157,22 @@ template <int BLOCK> inline int pivot_of(const float* v) {
 }
 
 // The rotation of values times `factors`, and `factors` times a rotation. TURNED: whether tiles are
-// left turned in the end, or come so.
+// left turned in the end, or came so and were given to `near_up`.
 template <int N, int WIDTH, bool TURNED> inline void rotate_down(float* v, const float* factors) {
   if constexpr (WIDTH < 2 * W) multiply<N, WIDTH>(v, factors);
   far_down<N, WIDTH / 2>(v, factors);
-  near<N, WIDTH, true, true, !TURNED>(v);
+  near<N, WIDTH, true, !TURNED>(v);
 }
 
-template <int N, int WIDTH, bool TURNED> inline void rotate_up(float* v, const float* factors) {
-  near<N, WIDTH, false, !TURNED, true>(v);
-  far_up<N, W, WIDTH / 2>(v, factors);
-  if constexpr (WIDTH < 2 * W) multiply<N, WIDTH>(v, factors);
+template <int N, int WIDTH, bool TURNED>
+inline void rotate_up(float* v, const float* factors, float limit) {
+  if constexpr (!TURNED) near<N, WIDTH, false, true>(v);
+  far_up<N, W, WIDTH / 2>(v, factors, limit);
+  if constexpr (WIDTH < 2 * W) {
+    multiply<N, WIDTH>(v, factors);
+    const Vec most(limit), least(-limit);
+    for (int i = 0; i < N; i += W) at::vec::clamp(Vec::loadu(v + i), least, most).store(v + i);
+  }
 }
 """
 
@@ -169,9 +192,9 @@ def _any(part: NoTransform | Hadamard) -> str:
 def transform(part: Transform, name: str) -> str:
     """Return a C++ struct for a transform.
 
-    Its ``forward`` is that of ``codecs.block.transforms``, in place on UNIT values; ``inverse``
-    maps values divided by ``SUMS`` to undivided ones. With ``TURNED``, tiles of W vectors of W
-    values stay transposed between the two, which saves a transpose each way.
+    Its ``forward`` is that of ``codecs.block.transforms``, in place on UNIT values. ``inverse``
+    maps values divided by ``SUMS`` to undivided ones, cut to +-limit. With ``TURNED``, tiles of W
+    vectors of W values stay transposed between the two, which saves a transpose each way.
     """
     raise NotImplementedError(part)
 
@@ -183,7 +206,7 @@ struct {name} {{
   static constexpr int SUMS = 1;
   static constexpr bool PIVOT = false;
   template <bool TURNED = false> static inline void forward(float* v) {{}}
-  template <bool TURNED = false> static inline void inverse(float* v) {{}}
+  template <bool TURNED = false> static inline void inverse(float* v, float limit) {{}}
 }};
 """
 
@@ -206,9 +229,10 @@ struct {name} {{
   template <bool TURNED = false> static inline void forward(float* v) {{
     rotate_down<UNIT, {width}, TURNED>(v, BEFORE);
   }}
-  template <bool TURNED = false> static inline void inverse(float* v) {{
-    rotate_up<UNIT, {width}, TURNED>(v, AFTER);
+  template <bool TURNED = false> static inline void inverse(float* v, float limit = INFINITY) {{
+    rotate_up<UNIT, {width}, TURNED>(v, AFTER, limit);
   }}
+  static C10_ALWAYS_INLINE void inverse_near(Vec (&x)[W], float* to) {{ near_up<{width}>(x, to); }}
 }};
 """
 

@@ -169,6 +169,7 @@ template <int N> inline float rms_of(const float* v, float peak) {
 template <class Stored, class Grid, int COUNT> struct Numbers {
   static constexpr int NUMBERS = COUNT, BYTES = Stored::BYTES;
   static constexpr bool TWO_LEVELS = false;
+  static constexpr bool IN_RANGE = false;  // whether no value is off the grid
   using Made = std::array<float, COUNT>;
   using Factors = std::array<Vec, COUNT>;
 
@@ -198,7 +199,7 @@ inline float at_least_tiny(float x) { return x < TINY ? TINY : x; }
 
 // The peak of a block lands on the largest number of its grid.
 template <class Stored, class Grid> struct Absmax : Numbers<Stored, Grid, 1> {
-  static constexpr bool SUMS_UP = false;
+  static constexpr bool SUMS_UP = false, IN_RANGE = true;
   template <int N> static inline auto measure(const float* v) {
     const float peak = peak_of<N>(v);
     return Absmax::as_stored({at_least_tiny(peak / Grid::LARGEST)}, peak);
@@ -252,7 +253,7 @@ template <class Stored, class Grid> struct TwoLevel : Numbers<Stored, Grid, 1> {
 // A value, the float32 of these bits, which nobody sends.
 template <class Grid, uint32_t BITS> struct Static {
   static constexpr int NUMBERS = 0, BYTES = 0;
-  static constexpr bool TWO_LEVELS = false;
+  static constexpr bool TWO_LEVELS = false, IN_RANGE = false;
   static constexpr bool SUMS_UP = false;
   using Made = std::array<float, 0>;
   using Factors = std::array<Vec, 0>;
