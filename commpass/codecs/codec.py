@@ -239,8 +239,8 @@ class Codec(ABC):
     def decode(self, wire: Wire, like: Tensor | None = None) -> Tensor:
         """Decode a wire to the shape and dtype that were encoded.
 
-        Raises PolicyError if the wire is of another codec or size, or if ``like`` is given and has
-        another shape or dtype.
+        Raises PolicyError if the wire is of another codec or size or not of uint8, or if ``like``
+        is given and has another shape or dtype.
         """
         if wire.codec != self.wire_spec:
             raise PolicyError(f"a wire of codec {wire.codec!r} cannot be decoded by {self.spec!r}")
@@ -256,7 +256,9 @@ class Codec(ABC):
                 f"the wire has {wire.payload.numel()} bytes, but {self.spec!r} makes {expected} of"
                 f" {list(wire.shape)}"
             )
-        payload = wire.payload
+        if wire.payload.dtype != torch.uint8:
+            raise PolicyError(f"the wire has {wire.payload.dtype}: it must be torch.uint8")
+        payload = wire.payload.contiguous()
         # Dynamo does not support ``storage_offset``.
         if torch.compiler.is_dynamo_compiling() or payload.storage_offset() % 8:
             payload = payload.clone()

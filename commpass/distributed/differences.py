@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from commpass.distributed.agreement_round import AgreementRound
 from commpass.distributed.pairs import endpoints, mismatches
 from commpass.distributed.plan_store import Vote, spans
-from commpass.plan import Plan, diff
+from commpass.plan import Difference, Plan, diff
 
 SHOW_S = 10.0
 """How long another rank may take to publish its plan, once all have voted."""
@@ -146,6 +147,7 @@ def mismatch_message(comparison: AgreementRound, key: str) -> str:
     )
     if left is None or right is None:
         return f"{head}Rank {labels[left is not None]} did not publish its plan in time."
+    different = diff(left, right)
     if "/pair/" in key:
         rows = _messages(key, {labels[0]: left, labels[1]: right})
     else:
@@ -153,7 +155,7 @@ def mismatch_message(comparison: AgreementRound, key: str) -> str:
             str(found)
             .replace("the first", f"rank {labels[0]}")
             .replace("the second", f"rank {labels[1]}")
-            for found in diff(left, right)
+            for found in different
         ]
     votes = [comparison.votes[key][rank] for rank in labels]
     names = [
@@ -163,7 +165,7 @@ def mismatch_message(comparison: AgreementRound, key: str) -> str:
     uneven = [SIZES] if any(site.splits for site in (*left.sites, *right.sites)) else []
     last = "Give every rank the same policy, profile and model."
     if votes[0].policy == votes[1].policy:
-        last = "Their policies are the same: the model or its inputs differ between ranks."
+        last = cause(different)
     failed = [
         f"On rank {rank} {site.name} is {site.reason}."
         for rank, plan in zip(labels, (left, right), strict=True)
@@ -181,6 +183,17 @@ def mismatch_message(comparison: AgreementRound, key: str) -> str:
             last,
         ]
     )
+
+
+def cause(different: Sequence[Difference]) -> str:
+    """Return why plans under the same policy differ."""
+    if different and all(each.field in ("lowering", "fused") for each in different):
+        return (
+            "Their policies are the same, but not all ranks have the same kernels: their processors"
+            " or compilers differ (commpass explain shows what was not fused, and why). Kernels are"
+            " not used with Rule(lowering='inline')."
+        )
+    return "Their policies are the same: the model or its inputs differ between ranks."
 
 
 def _messages(key: str, plans: dict[int, Plan]) -> list[str]:

@@ -922,3 +922,22 @@ def test_codes_in_the_dtype_carried_are_decoded_in_that_of_the_tensor(text, dtyp
     assert (
         more <= 1.2 * lost + 1e-6
     )  # stochastic rounding, and bfloat16 of a float16, differ a little
+
+
+@pytest.mark.parametrize("spec", ["int8", "raw", "cast", "table", "ecq", "exponent"])
+def test_payload_that_is_not_contiguous_is_decoded(spec):
+    made = codec(spec)
+    wire = made.encode(gaussian(300))
+    columns = torch.stack([wire.payload, wire.payload], dim=1)
+    strided = dataclasses.replace(wire, payload=columns[:, 0])
+    assert torch.equal(made.decode(strided), made.decode(wire))
+
+
+@pytest.mark.parametrize("spec", ["int8", "exponent"])
+def test_payload_of_another_dtype_is_refused(spec):
+    """A view as int8 has the right size, but its codes have signs."""
+    made = codec(spec)
+    wire = made.encode(gaussian(300))
+    signed = dataclasses.replace(wire, payload=wire.payload.view(torch.int8))
+    with pytest.raises(PolicyError, match=r"torch\.int8: it must be torch\.uint8"):
+        made.decode(signed)

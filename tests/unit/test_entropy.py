@@ -4,7 +4,10 @@ C++ and in tensor operations, its error."""
 from __future__ import annotations
 
 import math
+import os
 import struct
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -402,6 +405,23 @@ def test_ranks_without_a_compiler_hold_the_same_bits(form, kind, numel, rotated,
 @pytest.mark.parametrize("kind", ["gaussian", "sizes", "infinite"])
 def test_ranks_without_a_compiler_hold_the_same_bits_of_several_chunks(kind):
     check_same_bits(Form(128, 1), kind, CHUNK + 300, True, torch.float32)
+
+
+def test_without_a_directory_for_compiled_code_it_warns_and_runs(tmp_path):
+    """In its own process, as Inductor makes its directory when it is imported."""
+    (tmp_path / "file").touch()
+    code = "import torch, commpass; c = commpass.codec('ecq', bits=8); x = torch.ones(300)"
+    for _ in range(2):  # an import that failed once leaves parts of Inductor behind
+        code += "; print(bool((c.decode(c.encode(x)) - x).abs().max() < 0.02))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "file")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.split() == ["True", "True"], done.stderr
+    assert "set TORCHINDUCTOR_CACHE_DIR to a directory that can be written" in done.stderr
 
 
 def test_rotation_is_that_of_its_domain():

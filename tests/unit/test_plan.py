@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import examples
 
+from commpass.distributed.differences import cause
 from commpass.distributed.summary import Summary
 from commpass.errors import DumpError
 from commpass.plan import (
@@ -584,6 +585,13 @@ def test_plans_with_different_digests_have_a_difference_to_show(what):
     left, right = UNLIKE[what]
     assert left.digest() != right.digest()
     assert diff(left, right)
+
+
+def test_cause_of_different_kernels_is_no_difference_of_models():
+    one, other = plan(planned("a", fused=True)), plan(planned("a", fused=False))
+    assert "processors or compilers differ" in cause(diff(one, other))
+    other = plan(planned("a", fused=False, codec="int4"))
+    assert "the model or its inputs differ" in cause(diff(one, other))
 
 
 def test_part_of_a_group_has_its_sites_in_order_and_all_else():

@@ -83,23 +83,35 @@ def _float(value: float) -> str:
 @cache
 def _entry() -> Callable[..., object] | None:
     """Return the function, built by Inductor's builder and kept in its cache; None, with a warning,
-    without a C++ compiler."""
-    from torch._inductor.codecache import CppPythonBindingsCodeCache
-    from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
-
+    without a C++ compiler or a directory for the cache."""
     types = ["int64_t"] * 7 + ["float", "const unsigned char*", "int64_t"]
     types += ["unsigned char*", "int64_t"] * 2
     try:
+        return _built(types)
+    except OSError as error:
+        _warn(error, "set TORCHINDUCTOR_CACHE_DIR to a directory that can be written")
+        return None
+
+
+def _built(types: list[str]) -> Callable[..., object] | None:
+    from torch._inductor.codecache import CppPythonBindingsCodeCache  # makes the directory
+    from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
+
+    try:
         entry: Callable[..., object] = CppPythonBindingsCodeCache.load_pybinding(types, source())
     except (CppCompileError, InvalidCxxCompiler) as error:
-        what = str(error).strip().partition("\n")[0]
-        warnings.warn(
-            f"codec 'ecq' runs without its C++, and each encode and decode takes a second or more:"
-            f" install a C++ compiler, or use codec 'rotated' ({what})",
-            stacklevel=2,
-        )
+        _warn(error, "install a C++ compiler")
         return None
     return entry
+
+
+def _warn(error: Exception, remedy: str) -> None:
+    what = str(error).strip().partition("\n")[0]
+    warnings.warn(
+        f"codec 'ecq' runs without its C++, and each encode and decode takes a second or more:"
+        f" {remedy}, or use codec 'rotated' ({what})",
+        stacklevel=4,
+    )
 
 
 def encode(rows: Tensor, form: Form, rotated: bool, code: Tensor, side: Tensor) -> bool:
