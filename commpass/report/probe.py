@@ -45,8 +45,8 @@ def run(output: Path, seconds: float, *, kernels: bool, plot: Path | None, json:
     else:
         made = links(file)
         console_for(made).print(made, rates(file) if kernels else KERNELS_ASSUMED)
-    if busy := noisy(file):
-        typer.echo(busy, err=True)
+    for warning in filter(None, (noisy(file), without_rate(file))):
+        typer.echo(warning, err=True)
     if plot is not None:
         draw(file, plot)
         typer.echo(f"wrote {plot}", err=json)
@@ -83,6 +83,23 @@ def noisy(file: ProfileFile) -> str:
     return (
         f"{len(off)} of {len(file.points)} times varied by more than half: other programs, or more"
         " ranks than cores. Measure again when the machines have their usual load"
+    )
+
+
+def without_rate(file: ProfileFile) -> str:
+    """Return a warning if the largest sends of a kind showed no rate: they were too small."""
+    measured = {"link": file.profile.link, "intra_host_link": file.profile.intra_host_link}
+    found = []
+    for level, link in measured.items():
+        for kind, regions in link.measured.items() if link is not None else ():
+            if regions and regions[-1].gbytes_per_s >= FASTEST:
+                own = [p.sent for p in file.points if (p.group, p.kind) == (level, kind)]
+                found.append(f"{kind} up to {size(max(own, default=0))}")
+    if not found:
+        return ""
+    return (
+        f"the time of {', '.join(found)} does not grow with the bytes, so larger ones are predicted"
+        " as equally fast. Measure longer, with --seconds"
     )
 
 

@@ -25,11 +25,12 @@ from commpass.costmodel.files import (
     read,
     write,
 )
+from commpass.costmodel.fit import FASTEST
 from commpass.costmodel.interconnects import INTERCONNECTS
 from commpass.costmodel.profile import NAMES, link_named, profile_named
 from commpass.distributed.machine import differences_from, processor, this_machine
 from commpass.errors import CommpassError, PolicyError, ProfileError
-from commpass.report.probe import group, noisy, parts
+from commpass.report.probe import group, noisy, parts, without_rate
 
 MACHINE = Machine(
     device="cpu", processor="a", cores=2, hosts=2, world_size=4, backend="gloo", torch="2.13.0"
@@ -319,6 +320,17 @@ def test_doctor_says_which_profile_would_be_used(path, monkeypatch):
     monkeypatch.setenv("COMMPASS_PROFILE", "nvlink-4")
     nominal = "nvlink-4 (nominal rate, not measured)"
     assert (row()["state"], row()["ok"]) == (nominal, True)
+
+
+def test_kind_whose_sends_were_too_small_for_a_rate_is_reported():
+    given = file()
+    assert without_rate(given) == ""
+    link = dataclasses.replace(
+        given.profile.link,
+        measured={"all_reduce": (Region(0.0, 200.0, 2.0), Region(1024.0, 300.0, FASTEST))},
+    )
+    found = without_rate(file(profile=dataclasses.replace(given.profile, link=link)))
+    assert found.startswith("the time of all_reduce up to 1.5 KiB does not grow")
 
 
 def test_times_of_a_busy_machine_are_reported():
