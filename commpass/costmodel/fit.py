@@ -21,6 +21,8 @@ CLOSE = 0.05
 """There are no further regions if the largest relative error, but for one, is at most this."""
 BETTER = 0.7
 """The factor by which one more region must reduce that error."""
+ALIKE = 1.5
+"""Divisions whose errors differ by less than this factor count as equally good."""
 SEVERAL = 5
 """From so many sizes on, one of them may be off."""
 MOST_REGIONS = 4
@@ -116,13 +118,13 @@ def _divided(points: Sequence[Point]) -> Divided:
 
     worst, best = inf, Divided()
     for parts in range(1, MOST_REGIONS + 1):
-        tried = [
-            (_misfit([error for ends in pairwise(cuts) for error in line(*ends).errors]), cuts)
-            for cuts in _cuts(points, parts)
-        ]
-        for error, cuts in sorted(tried):
+        tried = []
+        for cuts in _cuts(points, parts):
+            errors = [error for ends in pairwise(cuts) for error in line(*ends).errors]
+            tried.append((_misfit(errors), sum(errors), cuts))
+        for error, cuts in _in_order(tried):
             if error >= BETTER * worst:
-                break
+                continue
             if (found := _joined(points, cuts, [line(*ends) for ends in pairwise(cuts)])) is None:
                 continue
             worst, best = error, found
@@ -136,13 +138,32 @@ def _divided(points: Sequence[Point]) -> Divided:
     return best
 
 
+Cuts = tuple[int, ...]
+
+
+def _in_order(tried: Sequence[tuple[float, float, Cuts]]) -> list[tuple[float, Cuts]]:
+    """Return divisions with their errors, given those and the sums of all errors, the best first.
+
+    If several have about the least error, the least sum counts. The error leaves out one point: a
+    division at the wrong side of a point would seem as good.
+    """
+    least = min((error for error, _, _ in tried), default=0.0)
+
+    def key(division: tuple[float, float, Cuts]) -> tuple[bool, float]:
+        error, total, _ = division
+        far = error > max(CLOSE, ALIKE * least)
+        return far, error if far else total
+
+    return [(error, cuts) for error, _, cuts in sorted(tried, key=key)]
+
+
 def _misfit(errors: Sequence[float]) -> float:
     """Return the largest error, or of ``SEVERAL`` or more the second: one size that was measured
     while the machine was busy is no reason for a region."""
     return sorted(errors)[-2] if len(errors) >= SEVERAL else max(errors)
 
 
-def _cuts(points: Sequence[Point], parts: int) -> Iterator[tuple[int, ...]]:
+def _cuts(points: Sequence[Point], parts: int) -> Iterator[Cuts]:
     """Yield all divisions of the points into regions: the first point of each, and their number."""
     least = REGION_POINTS if parts > 1 else 1
     for inner in combinations(range(least, len(points) - least + 1), parts - 1):
@@ -152,24 +173,25 @@ def _cuts(points: Sequence[Point], parts: int) -> Iterator[tuple[int, ...]]:
             yield cuts
 
 
-def _joined(points: Sequence[Point], cuts: Sequence[int], lines: Sequence[Line]) -> Divided | None:
+def _joined(points: Sequence[Point], cuts: Cuts, lines: Sequence[Line]) -> Divided | None:
     """Return lines with the bytes from which on each holds, or None if times would fall there.
 
-    A line that is above the next one at its own last point, or at the next one's first, is replaced
-    where the two are equal.
+    Between the last point of a line and the first of the next one, the slower of both holds. Only a
+    line that ends above the next one's first point holds up to where the two are equal. So a
+    region whose times do not grow is not extended: a link may pass small exchanges at once.
     """
     found = [(lines[0], 0.0)]
     for cut, (before, after) in zip(cuts[1:], pairwise(lines), strict=False):
         low, high = points[cut - 1], points[cut]
         above_low = before.time_us(low) - after.time_us(low)
         above_high = before.time_us(high) - after.time_us(high)
-        if above_high <= 0:
-            begin = high.sent
-        elif above_low <= 0:
+        if above_low > 0 and above_high > 0:
+            return None
+        if above_low <= 0 and above_high <= 0:
+            begin = low.sent + 1
+        else:
             share = above_low / (above_low - above_high)
             begin = low.sent + share * (high.sent - low.sent)
-        else:
-            return None
         found.append((after, begin))
     return found
 

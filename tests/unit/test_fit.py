@@ -41,7 +41,30 @@ def test_region_begins_where_the_rate_changes():
     first, second = regions([*small, *large])
     assert (first.alpha_us, first.gbytes_per_s) == pytest.approx((50, 1.0))
     assert (second.alpha_us, second.gbytes_per_s) == pytest.approx((400, 0.1))
-    assert second.from_bytes == SIZES[5]
+    assert second.from_bytes == SIZES[4] + 1  # the slower of both lines, between the points
+
+
+PROBED = {
+    "all_reduce at 0.1 Gbit/s": (774, 457, 394, 5185, 21274, 84590, 338851),
+    "all_gather at 0.1 Gbit/s": (700, 397, 320, 6450, 29682, 125015, 506450),
+    "message at 0.1 Gbit/s": (3111, 4052, 409, 5206, 21391, 87424, 341926),
+    "all_reduce at 1 Gbit/s": (646, 401, 381, 399, 1936, 8549, 34754, 138422),
+    "all_to_all at 1 Gbit/s": (2958, 293, 238, 394, 3441, 16198, 67187, 270838),
+}
+"""Microseconds of 1 KiB, 4 KiB, 16 KiB and so on, on two emulated hosts. Small exchanges take the
+time of any start; from 64 or 256 KiB on the link limits them."""
+
+
+@pytest.mark.parametrize("name", PROBED)
+@pytest.mark.parametrize("share", [0.02, 0.3, 0.7])
+def test_sizes_between_a_flat_and_a_growing_region_are_not_predicted_as_flat(name, share):
+    points = [Point(1, 1024 << 2 * at, us) for at, us in enumerate(PROBED[name])]
+    link = Link(0, 1, measured={"all_reduce": regions(points)})
+    for low, high in pairwise(points[3:]):
+        sent = low.sent + share * (high.sent - low.sent)
+        between = low.us + share * (high.us - low.us)
+        region = link.region("all_reduce", sent)
+        assert 0.8 * between < region.time_us(1, sent) < 2.5 * between
 
 
 @tried
