@@ -116,14 +116,15 @@ def compiling(codec: str) -> Row:
     return Row("compile of 8 layers", "", None, "Inductor", plain, f"`{codec}`", ours, file)
 
 
-def cpu_codec(codec: str, way: str) -> Row:
+def cpu_codec(codec: str, way: str, peer: str = "") -> Row:
+    """Compare a kernel with Inductor's code of the codec, or with another library (``peer``)."""
     file = "codecs_cpu_avx512.json"
     (part,) = read(file)["parts"]
-    row = one(part["rows"], codec=codec)
-    ours, peer = (BYTES / row[f"{form}{way}_gbs"] / 1e6 for form in ("kernel_", ""))
+    row, other = one(part["rows"], codec=codec), one(part["rows"], codec=peer or codec)
+    ours, theirs = (BYTES / gbs / 1e6 for gbs in (row[f"kernel_{way}_gbs"], other[f"{way}_gbs"]))
     copy = ours * row[f"kernel_{way}_of_copy"]
     what = f"`{codec}`, {way} of 64 MiB, one core"
-    return Row(what, "a copy", copy, "Inductor's code", peer, "kernel", ours, file)
+    return Row(what, "a copy", copy, peer or "Inductor's code", theirs, "kernel", ours, file)
 
 
 def gpu_codec(codec: str, way: str) -> Row:
@@ -154,9 +155,9 @@ def rows() -> Iterator[Row]:
         yield serving(policy)
     for codec in ("int8", "rotated"):
         yield compiling(codec)
-    for codec in ("int8", "rotated", "exponent"):
+    for codec, peer in (("int8", ""), ("rotated", ""), ("exponent", "ZipNN")):
         for way in ("encode", "decode"):
-            yield cpu_codec(codec, way)
+            yield cpu_codec(codec, way, peer)
     for codec in ("int8", "rotated"):
         for way in ("encode", "decode"):
             yield gpu_codec(codec, way)
