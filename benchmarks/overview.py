@@ -140,15 +140,14 @@ def gpu_codec(codec: str, way: str) -> Row:
 
 def rows() -> Iterator[Row]:
     sizes = {4096: "4 MiB", 16384: "16 MiB", 65536: "64 MiB"}
-    yield from reduces("network_reduces_1g.json", 2, 1.0, sizes)
+    yield from reduces("network_reduces_2_ranks.json", 2, 1.0, sizes)
     yield from reduces(
         "network_reduces_100m.json", 4, 0.1, {256: "256 KiB", 4096: "4 MiB", 16384: "16 MiB"}
     )
-    for policy in ("lossless", "balanced"):
-        yield steps("network_steps_1g.json", 2, 1.0, policy)
+    for gbit in (1.0, 0.1):
+        for policy in ("lossless", "balanced"):
+            yield steps("network_steps_2_ranks.json", 2, gbit, policy)
     yield steps("network_steps_1g.json", 4, 1.0, "balanced")
-    for policy in ("lossless", "balanced"):
-        yield steps("network_steps_100m.json", 2, 0.1, policy)
     yield data_parallel("data_parallel_1g.json", 1.0, "fp16", "DDP, fp16 hook", "int8")
     yield data_parallel("data_parallel_100m_again.json", 0.1, "ddp", "DDP", "aggressive")
     for policy in ("balanced", "aggressive"):
