@@ -13,6 +13,7 @@ import functools
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import inf
 
 from commpass.costmodel.protocols import Protocol
 from commpass.errors import PolicyError, check_number, nearest
@@ -156,6 +157,16 @@ class Link:
         known = self.measured.get(kind) or self.measured.get(ONE if kind == SEVERAL else kind, ())
         return next((each for each in reversed(known) if each.from_bytes <= sent), None)
 
+    def _rate_beyond(self, kind: str, region: Region) -> float:
+        """Return the GB/s that a link has for larger exchanges than those of a region, or inf.
+
+        The time of small exchanges may not grow with their bytes, but they keep the link busy: many
+        in flight take no less time than few large ones.
+        """
+        known = self.measured.get(kind) or self.measured.get(ONE, ())
+        rates = [each.gbytes_per_s for each in known if each.from_bytes > region.from_bytes]
+        return max(rates, default=inf)
+
     def scaled(self, times: float) -> Link:
         """Return a link of ``times`` the bandwidth, with the same start-up times."""
         measured = {
@@ -221,7 +232,11 @@ class Link:
         on_port = self.sharing.get(called, 1.0) if sharing is None else sharing
         if region := self.region(called, sent):
             times = min(messages, 1) if by_messages else messages
-            return region.alpha_us * times, sent * on_port / (region.gbytes_per_s * 1e3)
+            alpha = region.alpha_us * times
+            on_link = sent * on_port / (region.gbytes_per_s * 1e3)
+            least = sent * on_port / (self._rate_beyond(called, region) * 1e3)
+            on_link_at_least = max(on_link, min(least, alpha + on_link))
+            return alpha + on_link - on_link_at_least, on_link_at_least
         reach = ALL if called in DIRECT else NEXT
         if not by_messages:
             us = self._library_us(kind, messages, sent, ranks, peers, on_port, reach)

@@ -67,6 +67,20 @@ def test_sizes_between_a_flat_and_a_growing_region_are_not_predicted_as_flat(nam
         assert 0.8 * between < region.time_us(1, sent) < 2.5 * between
 
 
+@pytest.mark.parametrize(
+    ("nbytes", "latency", "on_link"),
+    [(1000, 392.0, 8.0), (16_000, 272.0, 128.0), (64_000, 0.0, 400.0), (125_000, 20.0, 1000.0)],
+)
+def test_exchanges_whose_time_does_not_grow_keep_the_link_busy(nbytes, latency, on_link):
+    """A single one takes the 400 us that were measured. Of those, the link is busy for as long as
+    larger exchanges take for these bytes, at 125 bytes/us."""
+    flat = Region(0, 400.0, 1e6)
+    link = Link(0, 1, measured={"message": (flat, Region(100_000, 20.0, 0.125))})
+    parts = link.parts_us("all_to_all", nbytes, 2, 1, by_messages=True)
+    assert parts == pytest.approx((latency, on_link), abs=0.2)
+    assert link.parts_us("all_to_all", 0, 2, 1, by_messages=True) == (400.0, 0.0)
+
+
 @tried
 @given(st.integers(0, 10**6), st.floats(1, 1e3), st.floats(0.05, 50), st.floats(0, 0.3))
 def test_noise_makes_few_regions_and_never_a_time_that_cannot_be(seed, alpha, rate, noise):
