@@ -154,8 +154,11 @@ class Link:
 
     def region(self, kind: str, sent: float) -> Region | None:
         """Return the measured region of exchanges in which ``sent`` bytes leave a rank, or None."""
-        known = self.measured.get(kind) or self.measured.get(ONE if kind == SEVERAL else kind, ())
-        return next((each for each in reversed(known) if each.from_bytes <= sent), None)
+        known = reversed(self._regions(kind))
+        return next((each for each in known if each.from_bytes <= sent), None)
+
+    def _regions(self, kind: str) -> tuple[Region, ...]:
+        return self.measured.get(kind) or self.measured.get(ONE if kind == SEVERAL else kind, ())
 
     def _rate_beyond(self, kind: str, region: Region) -> float:
         """Return the GB/s that a link has for larger exchanges than those of a region, or inf.
@@ -163,9 +166,8 @@ class Link:
         The time of small exchanges may not grow with their bytes, but they keep the link busy: many
         in flight take no less time than few large ones.
         """
-        known = self.measured.get(kind) or self.measured.get(ONE, ())
-        rates = [each.gbytes_per_s for each in known if each.from_bytes > region.from_bytes]
-        return max(rates, default=inf)
+        larger = [each for each in self._regions(kind) if each.from_bytes > region.from_bytes]
+        return max((each.gbytes_per_s for each in larger), default=inf)
 
     def scaled(self, times: float) -> Link:
         """Return a link of ``times`` the bandwidth, with the same start-up times."""
@@ -235,8 +237,8 @@ class Link:
             alpha = region.alpha_us * times
             on_link = sent * on_port / (region.gbytes_per_s * 1e3)
             least = sent * on_port / (self._rate_beyond(called, region) * 1e3)
-            on_link_at_least = max(on_link, min(least, alpha + on_link))
-            return alpha + on_link - on_link_at_least, on_link_at_least
+            busy = max(on_link, min(least, alpha + on_link))
+            return alpha + on_link - busy, busy
         reach = ALL if called in DIRECT else NEXT
         if not by_messages:
             us = self._library_us(kind, messages, sent, ranks, peers, on_port, reach)

@@ -1,7 +1,8 @@
 """The C++ of bit strings: the fields of a column put end to end, and words of 32 columns.
 
 The vector width is W words. ``PACKS_BITS`` selects between two forms of the same operation: an
-instruction for each column (BMI2), or moves of whole vectors (``codecs.exponent.bits.moves``).
+instruction for each column (BMI2), or moves of whole vectors (``codecs.exponent.bits.moves``),
+which ``exponents`` generates.
 """
 
 from __future__ import annotations
@@ -126,4 +127,127 @@ template <class Work> inline void with_fields(const Lane& fields, const Work& wo
   for (int l = 0; l < LANES; ++l) left |= uint32_t(fields[l] != 0) << l;
   for (; left; left &= left - 1) work(__builtin_ctz(left));
 }
+
+// Adds the string of each column: the fields under its mask, plane after plane.
+#if PACKS_BITS
+template <int BITS>
+inline void add_strings(Bits& bits, const Lane& mask, const Lane* planes, const Lane& fields,
+                        int some, int most) {
+  const auto string_of = [&](int l) {
+    uint64_t string = 0;
+    c10::ForcedUnroll<BITS>{}([&](auto i) {
+      string |= uint64_t(_pext_u32(planes[i][l], mask[l])) << (i * fields[l]);
+    });
+    return string;
+  };
+  if (most * BITS > 64) {
+    for (int l = 0; l < LANES; ++l)
+      for (int i = 0; i < BITS; ++i) bits.add(_pext_u32(planes[i][l], mask[l]), fields[l]);
+  } else if (some <= RARE) {
+    with_fields(fields, [&](int l) { bits.add(string_of(l), fields[l] * BITS); });
+  } else {
+    alignas(64) uint64_t strings[LANES];
+    for (int l = 0; l < LANES; ++l) strings[l] = string_of(l);
+    bits.append(strings, fields, BITS, most);
+  }
+}
+#else
+template <int BITS>
+inline void few_strings(const int32_t* mask, Lane* planes, const int32_t* fields,
+                        uint64_t* strings) {
+  for (int l = 0; l < LANES; ++l) {
+    const int c = fields[l];
+    uint64_t string = 0;
+    uint32_t left = mask[l];
+    for (int k = 0; k < c; ++k, left &= left - 1) {
+      const int at = __builtin_ctz(left);
+      c10::ForcedUnroll<BITS>{}([&](auto i) {
+        string |= uint64_t((uint32_t(planes[i][l]) >> at) & 1) << (i * c + k);
+      });
+    }
+    strings[l] = string;
+  }
+}
+#endif
+
+// Reads strings one behind the other; no index leads outside, whatever the wire holds.
+struct Cursor {
+  const uint64_t* stream;
+  int64_t last, at = 0;
+
+  inline uint64_t word() const {
+    const int64_t word = std::min(at >> 6, last);
+    const int shift = at & 63;
+    return stream[word] >> shift | (stream[word + 1] << 1) << (63 - shift);
+  }
+
+  // Strings of so many fields of `bits` bits each.
+  inline void read(const int32_t* fields, int bits, uint64_t* strings) {
+    for (int l = 0; l < LANES; ++l) {
+      strings[l] = word();
+      at += fields[l] * bits;
+    }
+  }
+
+  inline uint32_t next(int bits) {
+    const uint64_t string = word() & ~(~uint64_t(0) << bits);
+    at += bits;
+    return uint32_t(string);
+  }
+
+  #if PACKS_BITS
+  // Puts the fields of each column under its mask. Returns whether masks and numbers of fields are
+  // still those of this step.
+  template <int BITS>
+  inline bool open(Lane& here, Lane& fields, int some, int most, Lane* planes) {
+    const auto column = [&](int l) {
+      const uint64_t string = word();
+      at += fields[l] * BITS;
+      c10::ForcedUnroll<BITS>{}([&](auto i) {
+        planes[i][l] = _pdep_u32(uint32_t(string >> (i * fields[l])), here[l]);
+      });
+    };
+    if (most * BITS > 64) {
+      for (int l = 0; l < LANES; ++l)
+        for (int i = 0; i < BITS; ++i) planes[i][l] = _pdep_u32(next(fields[l]), here[l]);
+      return true;
+    }
+    if (some > RARE) {
+      for (int l = 0; l < LANES; ++l) column(l);
+      return true;
+    }
+    std::memset(planes, 0, sizeof(Lane) * BITS);
+    with_fields(fields, [&](int l) {
+      column(l);
+      uint32_t taken = 0;
+      c10::ForcedUnroll<BITS>{}([&](auto i) { taken |= planes[i][l]; });
+      here[l] &= ~taken;
+      fields[l] = __builtin_popcount(here[l]);
+    });
+    return false;
+  }
+  #endif
+};
+
+#if !PACKS_BITS
+template <int BITS> inline void expand_few(int32_t* here, int32_t* fields, const uint64_t* strings,
+                                           Lane* planes) {
+  for (int l = 0; l < LANES; ++l) {
+    uint32_t left = here[l];
+    here[l] = 0;
+    const int c = fields[l];
+    for (int k = 0; k < c; ++k, left &= left - 1) {
+      const uint32_t bit = left & -left;
+      uint32_t named = 0;
+      c10::ForcedUnroll<BITS>{}([&](auto i) {
+        const uint32_t set = (strings[l] >> (i * c + k)) & 1 ? bit : 0;
+        planes[i][l] |= set;
+        named |= set;
+      });
+      here[l] |= bit & ~named;
+    }
+    fields[l] = __builtin_popcount(here[l]);
+  }
+}
+#endif
 """

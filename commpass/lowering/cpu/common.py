@@ -148,7 +148,7 @@ template <class T, int N> inline void take(const Byte* from, float* v) {
 #if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BF16__)
 // The processor's own conversion, which takes subnormal numbers for zeros and keeps the bits of
 // NaNs. Returns whether there is one of these, which are converted otherwise.
-template <int N> inline bool give_most(const float* v, Byte* to) {
+template <int N> inline bool give_natively(const float* v, Byte* to) {
   constexpr int NAN_OR_SUBNORMAL = 0x01 | 0x20 | 0x80;
   __mmask16 others = 0;
   for (int i = 0; i < N; i += 2 * W) {
@@ -164,7 +164,7 @@ template <int N> inline bool give_most(const float* v, Byte* to) {
 template <class T, int N> inline void give(const float* v, Byte* to) {
 #if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BF16__)
   if constexpr (std::is_same_v<T, at::BFloat16>)
-    if (!give_most<N>(v, to)) return;
+    if (!give_natively<N>(v, to)) return;
 #endif
   if constexpr (std::is_same_v<T, float>) {
     for (int i = 0; i < N; i += W) Vec::loadu(v + i).store(to + 4 * i);

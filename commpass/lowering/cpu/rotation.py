@@ -206,7 +206,7 @@ struct {name} {{
   static constexpr int SUMS = 1;
   static constexpr bool PIVOT = false;
   template <bool TURNED = false> static inline void forward(float* v) {{}}
-  template <bool TURNED = false> static inline void inverse(float* v, float limit) {{}}
+  template <bool TURNED = false> static inline void inverse(float* v, float limit = INFINITY) {{}}
 }};
 """
 
