@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from exchanging import plain
+from exchanging import exchange_of, part_of, plain
 from torch import Tensor
 from weak_memory import Agent, Memory
 
@@ -30,7 +30,7 @@ class Setup:
     """An exchange, and how it is run: ``calls`` calls on each rank; ``gone`` is a rank that makes
     none; a program polls ``spins`` times. ``faults`` are parts of the kernel's text to replace."""
 
-    algorithm: str
+    name: str
     ranks: int
     calls: int = 3
     numel: int = 90
@@ -108,12 +108,12 @@ def outcome(setup: Setup, seed: int) -> Outcome:
     wrong = right = nan = 0
     for call in range(setup.calls):
         brought = [inputs[call] for inputs in schedule.inputs]
-        want = plain(codec(setup.spec), setup.algorithm, brought, "sum")[2]
+        want = plain(codec(setup.spec), setup.name, brought, "sum")[2]
         for rank, outputs in enumerate(schedule.outputs):
             if rank == setup.gone or len(outputs) <= call or stuck:
                 continue
             missed = outputs[call].isnan()
-            same = (outputs[call] == want) | missed
+            same = (outputs[call] == part_of(setup.name, want, rank, setup.ranks)) | missed
             wrong += int(not bool(same.all()))
             nan += int(bool(missed.any()))
             right += int(bool(same.all()) and not bool(missed.any()))
@@ -125,20 +125,22 @@ class Schedule:
     """All ranks of an exchange, and the random order of their accesses."""
 
     def __init__(self, setup: Setup, seed: int) -> None:
+        from commpass.lowering.exchange import result_shape
         from commpass.lowering.gpu.exchange import memory_of, numbers
-        from commpass.lowering.gpu.exchange_kernel import Exchange, kernel
+        from commpass.lowering.gpu.exchange_kernel import kernel
         from commpass.lowering.gpu.source import load
 
         self.setup = setup
         self.random = np.random.default_rng(seed)
-        exchange = Exchange(
-            setup.algorithm,
+        exchange = exchange_of(
+            setup.name,
             codec(setup.spec),
             torch.float32,
             setup.numel,
             setup.ranks,
             programs=setup.programs,
         )
+        self.shape = result_shape(exchange.kind, (setup.numel,), setup.ranks)
         made = kernel(exchange)
         text = made.source.text
         for old, new in setup.faults:
@@ -228,7 +230,7 @@ class Schedule:
         from triton.runtime import interpreter
 
         x = self.inputs[rank][len(self.outputs[rank])]
-        y = torch.zeros_like(x)
+        y = x.new_zeros(self.shape)
         self.outputs[rank].append(y)
         others = [len(each) for at, each in enumerate(self.outputs) if at != self.setup.gone]
         self.lead = max(self.lead, max(others) - min(others))

@@ -1,7 +1,7 @@
-"""An all_reduce in a single kernel over symmetric memory, as one operator of a graph.
+"""A collective in a single kernel over symmetric memory, as one operator of a graph.
 
 The kernel encodes, signals the other ranks, waits for their signals, reads what they have encoded,
-and sums it (docs/exchange.md). Triton is imported only where needed.
+and sums or stores it (docs/exchange.md). Triton is imported only where needed.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from commpass.codecs import codec as codec_of
+from commpass.errors import CommpassError
 from commpass.utils.ambient import ambient_free
 
 if TYPE_CHECKING:
@@ -23,10 +24,10 @@ if TYPE_CHECKING:
 
 _library = torch.library.Library("commpass", "FRAGMENT")
 _library.define(
-    "single_kernel_all_reduce(Tensor x, str group, str codec, str algorithm, str op, int ranks,"
-    " int programs, int lanes) -> Tensor"
+    "single_kernel_exchange(Tensor x, str group, str kind, str codec, str algorithm, str op,"
+    " int ranks, int programs, int lanes) -> Tensor"
 )
-ALL_REDUCE = torch.ops.commpass.single_kernel_all_reduce.default
+EXCHANGE = torch.ops.commpass.single_kernel_exchange.default
 
 RESERVED = 64
 """Processors of a GPU that programs of a graph's exchanges leave free, for two kernels of NCCL with
@@ -94,12 +95,19 @@ def common_memory(cards: Sequence[PeerCard]) -> PeerMemory:
 
 @lru_cache(maxsize=1024)
 def exchange_of(
-    codec: str, algorithm: str, dtype: torch.dtype, numel: int, ranks: int, op: str, lanes: int
+    kind: str,
+    codec: str,
+    algorithm: str,
+    dtype: torch.dtype,
+    numel: int,
+    ranks: int,
+    op: str,
+    lanes: int,
 ) -> Exchange:
     """Return an exchange without its number of programs."""
     from commpass.lowering.gpu.exchange_kernel import Exchange
 
-    return Exchange(algorithm, codec_of(codec), dtype, numel, ranks, op, lanes=lanes)
+    return Exchange(algorithm, codec_of(codec), dtype, numel, ranks, op, lanes=lanes, kind=kind)
 
 
 def unsupported_reason(exchange: Exchange, memory: PeerMemory) -> str:
@@ -124,18 +132,34 @@ def programs_of(exchange: Exchange, memory: PeerMemory) -> int:
 def sent_nbytes(node: fx.Node) -> int:
     """Return the bytes that a rank writes for the others, at a node of a graph."""
     given: Any = node.args
-    x, _, codec, algorithm, op, ranks, _, lanes = given
+    x, _, kind, codec, algorithm, op, ranks, _, lanes = given
     value: Tensor = x.meta["val"]
-    exchange = exchange_of(codec, algorithm, value.dtype, value.numel(), ranks, op, lanes)
+    exchange = exchange_of(kind, codec, algorithm, value.dtype, value.numel(), ranks, op, lanes)
     return exchange.wire_bytes * (exchange.rows + exchange.phases - 1)
 
 
 # --- the operator ---------------------------------------------------------------------------------
 
 
-def _all_reduce(
+def result_shape(kind: str, shape: Sequence[int], ranks: int) -> tuple[int, ...]:
+    """Return the shape of the result of a collective. Raises CommpassError if a reduce_scatter
+    cannot divide its first dimension."""
+    if kind == "all_reduce":
+        return tuple(shape)
+    if not shape:
+        raise CommpassError(f"{kind} of a tensor without dimensions")
+    first, *others = shape
+    if kind == "all_gather":
+        return (ranks * first, *others)
+    if first % ranks:
+        raise CommpassError(f"{kind} of {first} entries: they are no multiple of {ranks} ranks")
+    return (first // ranks, *others)
+
+
+def _exchange(
     x: Tensor,
     group: str,
+    kind: str,
     codec: str,
     algorithm: str,
     op: str,
@@ -145,13 +169,15 @@ def _all_reduce(
 ) -> Tensor:
     from commpass.lowering.gpu import exchange
 
-    found = exchange_of(codec, algorithm, x.dtype, x.numel(), ranks, op, lanes)
+    found = exchange_of(kind, codec, algorithm, x.dtype, x.numel(), ranks, op, lanes)
     return exchange.run_in_group(found, programs, group, x)
 
 
-def _shape(x: Tensor, *_: Any) -> Tensor:
-    return x.new_empty(x.shape)
+def _fake(
+    x: Tensor, group: str, kind: str, codec: str, algorithm: str, op: str, ranks: int, *_: Any
+) -> Tensor:
+    return x.new_empty(result_shape(kind, x.shape, ranks))
 
 
-_library.impl("single_kernel_all_reduce", ambient_free(_all_reduce), "CompositeExplicitAutograd")
-torch.library.register_fake("commpass::single_kernel_all_reduce", _shape, lib=_library)
+_library.impl("single_kernel_exchange", ambient_free(_exchange), "CompositeExplicitAutograd")
+torch.library.register_fake("commpass::single_kernel_exchange", _fake, lib=_library)

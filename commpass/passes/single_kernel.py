@@ -1,7 +1,7 @@
 """A site in a single kernel over symmetric memory: when it is a candidate, and how it is inserted.
 
-The kernel encodes, exchanges, decodes and sums (docs/exchange.md). Its stages are those of the
-algorithm, but they are priced as parts of one kernel in the stream of the computation.
+The kernel encodes, exchanges, decodes, and sums or stores (docs/exchange.md). Its stages are those
+of the algorithm, but they are priced as parts of one kernel in the stream of the computation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from commpass.codecs import codec
 from commpass.codecs.block.codec import BlockCodec
 from commpass.costmodel import Profile, finished_us
 from commpass.lowering.exchange import (
-    ALL_REDUCE,
+    EXCHANGE,
     PeerMemory,
     exchange_of,
     programs_of,
@@ -33,8 +33,12 @@ from commpass.policy.rules import Allowed
 if TYPE_CHECKING:
     from commpass.lowering.gpu.exchange_kernel import Exchange
 
-ALGORITHMS = ("one_shot", "two_shot")
-"""The algorithms of which a single kernel exists, with their default parameters."""
+ALGORITHMS = {
+    "all_reduce": ("one_shot", "two_shot"),
+    "all_gather": ("direct",),
+    "reduce_scatter": ("direct",),
+}
+"""The algorithms of which a single kernel exists, with their default parameters, by kind."""
 MOST_GROUPS = 3
 """The most groups with collectives in a graph with single kernels: ``RESERVED`` processors are room
 for the kernels of two others."""
@@ -79,9 +83,10 @@ def with_single_kernels(
     if allowed.lowering not in (None, SINGLE_KERNEL) or not _has_form(site, allowed):
         return tuple(candidates)
     found: list[Candidate] = []
+    names = ALGORITHMS.get(site.kind, ())
     for each in candidates:
         found.append(each)
-        if each.algorithm in ALGORITHMS and each.chunks == 1 and not each.refused:
+        if each.algorithm in names and each.chunks == 1 and not each.refused:
             found.append(_single_kernel(each, site, memory_of, profile))
     if allowed.lowering is None or not any(map(_is_possible, found)):
         return tuple(found)
@@ -97,14 +102,16 @@ def why_no_single_kernel(best: Candidate, options: Options, allowed: Allowed) ->
     if allowed.lowering != SINGLE_KERNEL or best.lowering == SINGLE_KERNEL:
         return ""
     refused = (each.refused for each in options.candidates if each.lowering == SINGLE_KERNEL)
-    none = NO_KERNEL.format(f"only {' and '.join(ALGORITHMS)} have one")
+    have = ", ".join(f"{kind} by {' or '.join(names)}" for kind, names in ALGORITHMS.items())
+    none = NO_KERNEL.format(f"only {have}")
     return next(refused, none)
 
 
 def _has_form(site: Site, allowed: Allowed) -> bool:
-    """Whether to consider a single kernel for a site: for an all_reduce on a GPU, or on request."""
+    """Whether to consider a single kernel for a site: if its kind has some, on a GPU, or on
+    request."""
     return allowed.lowering == SINGLE_KERNEL or (
-        site.kind == "all_reduce" and torch.device(site.device).type == "cuda"
+        site.kind in ALGORITHMS and torch.device(site.device).type == "cuda"
     )
 
 
@@ -133,8 +140,6 @@ def _single_kernel(
 
 def _unsupported_reason(site: Site, candidate: Candidate) -> str:
     """Return why no single kernel carries out a site, whatever the memory of its group, or ""."""
-    if site.kind != "all_reduce":
-        return f"{site.kind} has no such kernel, only all_reduce"
     if torch.device(site.device).type != "cuda":
         return f"{site.device} has no memory that other ranks access"
     if site.dynamic or site.bytes < 0:
@@ -152,6 +157,7 @@ def exchange_for(candidate: Candidate, site: Site, memory: PeerMemory) -> Exchan
     """Return the exchange of a site."""
     payload = payload_of(site)
     return exchange_of(
+        site.kind,
         candidate.codec,
         candidate.algorithm,
         payload.dtype,
@@ -166,9 +172,10 @@ def operator_of(candidate: Candidate, site: Site, memory: PeerMemory) -> Callabl
     """Return the function that carries out a site by the operator, to be traced into its graph."""
     exchange = exchange_for(candidate, site, memory)
     programs = programs_of(exchange, memory)
-    return lambda x: ALL_REDUCE(
+    return lambda x: EXCHANGE(
         x,
         site.group,
+        exchange.kind,
         exchange.codec.spec,
         exchange.algorithm,
         exchange.op,

@@ -50,6 +50,14 @@ def gathered(x):
     return [ops.wait_tensor(ops.all_gather_into_tensor(x * 1, RANKS, "0"))]
 
 
+def scattered(x):
+    return [ops.wait_tensor(ops.reduce_scatter_tensor(x * 1, "avg", RANKS, "0"))]
+
+
+def broadcast(x):
+    return [ops.wait_tensor(ops.broadcast(x * 1, 0, "0"))]
+
+
 def planned(
     values: int = KIB_64,
     policy: Policy = INT8,
@@ -112,6 +120,28 @@ def test_small_all_reduce_of_8_gpus_is_a_single_kernel(fake_group):
     assert "int8 by one_shot in a single kernel" in site.reason
     assert done(site) == "int8 by one_shot in a single kernel"
     assert form_of(site) == ", single kernel"
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "shape"),
+    [
+        (gathered, "all_gather", (RANKS * KIB_64,)),
+        (scattered, "reduce_scatter", (KIB_64 // RANKS,)),
+    ],
+)
+def test_small_gather_and_scatter_of_8_gpus_are_single_kernels(function, kind, shape, fake_group):
+    fake_group(RANKS)
+    gm, _, outcome = planned(function=function)
+    (site,) = outcome.plan
+    assert calls(gm) == (1, 0)
+    assert (site.kind, site.lowering, site.algorithm) == (kind, SINGLE_KERNEL, "direct")
+    (node,) = (node for node in gm.graph.nodes if is_single_kernel(node))
+    assert node.meta["val"].shape == shape
+    assert node.meta["val"].is_contiguous()
+    assert node.args[5] == ("sum" if kind == "all_gather" else "avg")
+    blocks, wires = KIB_64 // 256, 1 if kind == "all_gather" else RANKS
+    assert site.wire_bytes == KIB_64 + wires * -(-blocks // wires * 4 // 128) * 128
+    assert site.predicted_us < site.plain_us
 
 
 @pytest.mark.slow
@@ -187,9 +217,9 @@ def test_site_that_cannot_be_a_single_kernel_says_why(case, fake_group):
         {"policy": dataclasses.replace(INT8, lowering="kernel")},
         {"policy": dataclasses.replace(INT8, lowering="inline")},
         pytest.param({"policy": DGC, "stateless": None}, marks=pytest.mark.slow),
-        {"function": gathered},
+        {"function": broadcast},
     ],
-    ids=["kernel", "inline", "error feedback", "all_gather"],
+    ids=["kernel", "inline", "error feedback", "broadcast"],
 )
 def test_site_has_no_such_candidate_when_another_form_is_named_or_none_exists(fields, fake_group):
     fake_group(RANKS)
@@ -260,6 +290,26 @@ def test_rule_requires_a_single_kernel_of_any_size(values, fake_group):
     others = [each.refused for each in options.candidates[1:] if each.lowering != SINGLE_KERNEL]
     assert others
     assert all("names lowering='single_kernel'" in each for each in others)
+
+
+@pytest.mark.parametrize(("function", "blocks"), [(gathered, 131), (scattered, 8 * 17)])
+def test_rule_requires_a_single_kernel_of_values_that_fill_no_block(function, blocks, fake_group):
+    """A gather pads one wire; a scatter pads that of each shard."""
+    fake_group(RANKS)
+    gm, _, outcome = planned(8 * 4161, required(), function=function)
+    (site,) = outcome.plan
+    assert calls(gm) == (1, 0)
+    wires = 1 if function is gathered else RANKS
+    scales = -(-blocks // wires * 4 // 128) * 128
+    assert site.wire_bytes == blocks * 256 + wires * scales
+
+
+def test_kind_without_kernels_names_those_that_have_them(fake_group):
+    fake_group(RANKS)
+    _, _, outcome = planned(policy=required(), function=broadcast)
+    (site,) = outcome.plan
+    assert (site.compressed, site.lowering) == (True, "kernel")
+    assert "no single kernel: only all_reduce by one_shot or two_shot, all_gather" in site.reason
 
 
 def test_required_single_kernel_becomes_kernels_beside_the_library_without_memory(fake_group):
@@ -386,12 +436,36 @@ def coalesced(x):
     return [ops.wait_tensor(each) for each in made]
 
 
+def gathered_by_2(x):
+    return [ops.wait_tensor(ops.all_gather_into_tensor((x * 1).view(128, -1), RANKS, "0"))]
+
+
+def scattered_by_2(x):
+    y = (x * 1).view(-1, 128).t()
+    return [ops.wait_tensor(ops.reduce_scatter_tensor(y, "sum", RANKS, "0"))]
+
+
+def gathered_coalesced(x):
+    made = ops.all_gather_into_tensor_coalesced([x * 1, x * 2], RANKS, "0")
+    return [ops.wait_tensor(each) for each in made]
+
+
 def transposed(x):
     return [ops.wait_tensor(ops.all_reduce((x * 1).view(128, -1).t(), "avg", "0"))]
 
 
-@pytest.mark.parametrize(("function", "kernels"), [(in_place, 1), (coalesced, 2), (transposed, 1)])
-def test_every_form_of_an_all_reduce_can_be_a_single_kernel(function, kernels, fake_group):
+@pytest.mark.parametrize(
+    ("function", "kernels", "times"),
+    [
+        (in_place, 1, 1),
+        (coalesced, 2, 1),
+        (transposed, 1, 1),
+        (gathered_by_2, 1, RANKS),
+        (gathered_coalesced, 2, RANKS),
+        (scattered_by_2, 1, 1 / RANKS),
+    ],
+)
+def test_every_form_of_a_collective_can_be_a_single_kernel(function, kernels, times, fake_group):
     fake_group(RANKS)
     policy = dataclasses.replace(required(), skip=("simplify",), group_bytes=0)
     gm, _, outcome = planned(policy=policy, function=function)
@@ -401,4 +475,5 @@ def test_every_form_of_an_all_reduce_can_be_a_single_kernel(function, kernels, f
     for node in nodes:
         made, given = node.meta["val"], node.args[0].meta["val"]
         assert made.is_contiguous()
-        assert (made.shape, made.dtype) == (given.shape, given.dtype)
+        first, *others = given.shape
+        assert (made.shape, made.dtype) == ((first * times, *others), given.dtype)

@@ -1,4 +1,4 @@
-"""An all_reduce in one kernel, on ranks that are processes.
+"""A collective in one kernel, on ranks that are processes.
 
 Each process interprets the kernel over memory that all have mapped. They really run at once, and
 really wait for each other's signals.
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from exchanging import mapped, plain
+from exchanging import ALL, FORMS, exchange_of, mapped, part_of, plain
 from plain_form import bits_of, plainly, sample
 from processes import Ranks
 from tiers import rarely
@@ -53,16 +53,16 @@ def values(numel: int, dtype: torch.dtype, rank: int, call: int) -> torch.Tensor
     return sample(numel, dtype, 100 * call + rank)[call % 3].contiguous()
 
 
-def several(folder: Path, text: str, algorithm: str, numel: int, dtype, op: str, calls: int, after):
+def several(folder: Path, text: str, name: str, numel: int, dtype, op: str, calls: int, after):
     """Run calls in a row, in each of which a different rank is late.
 
     Return the results, those of the library's own algorithm, and this rank's memory after each.
     ``after`` is the number of earlier calls.
     """
-    from commpass.lowering.gpu.exchange import Exchange, memory_of, run, unsupported_reason
+    from commpass.lowering.gpu.exchange import memory_of, run, unsupported_reason
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    exchange = Exchange(algorithm, codec(text), dtype, numel, ranks, op, PROGRAMS)
+    exchange = exchange_of(name, codec(text), dtype, numel, ranks, op, PROGRAMS)
     assert unsupported_reason(exchange, processors=PROGRAMS) == ""
     space = mapped(folder, exchange)
     first = memory_of(exchange).counters
@@ -78,16 +78,25 @@ def several(folder: Path, text: str, algorithm: str, numel: int, dtype, op: str,
     for call in range(calls):
         x = values(numel, dtype, rank, call)
         with plainly():
-            wanted.append(commpass.all_reduce(x, op=op, codec=codec(text), algorithm=algorithm))
+            wanted.append(composed(name, x, op, codec(text)))
     return made, wanted, held
 
 
-def of_sizes(folder: Path, algorithm: str, sizes: tuple[int, ...]):
+def composed(name: str, x: torch.Tensor, op: str, coder) -> torch.Tensor:
+    """Return the result of the library's own algorithm."""
+    if name == "all_gather":
+        return commpass.all_gather(x, codec=coder, algorithm="direct")
+    if name == "reduce_scatter":
+        return commpass.reduce_scatter(x, op=op, codec=coder, algorithm="direct")
+    return commpass.all_reduce(x, op=op, codec=coder, algorithm=name)
+
+
+def of_sizes(folder: Path, name: str, sizes: tuple[int, ...]):
     """Run calls of different sizes in the memory for the largest. Return the results."""
-    from commpass.lowering.gpu.exchange import Exchange, run
+    from commpass.lowering.gpu.exchange import run
 
     rank, ranks, dtype = dist.get_rank(), dist.get_world_size(), torch.bfloat16
-    exchange = Exchange(algorithm, codec("int8"), dtype, max(sizes), ranks, "sum", PROGRAMS)
+    exchange = exchange_of(name, codec("int8"), dtype, max(sizes), ranks, "sum", PROGRAMS)
     space, made = mapped(folder, exchange), []
     for call, numel in enumerate(sizes):
         if rank == call % ranks:
@@ -97,12 +106,12 @@ def of_sizes(folder: Path, algorithm: str, sizes: tuple[int, ...]):
     return made
 
 
-def alone(folder: Path, algorithm: str, gone: int):
+def alone(folder: Path, name: str, gone: int):
     """Run calls in which one rank is missing, then one in which none is."""
-    from commpass.lowering.gpu.exchange import Exchange, run
+    from commpass.lowering.gpu.exchange import run
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    exchange = Exchange(algorithm, codec("int8"), torch.float32, 900, ranks, "sum", PROGRAMS)
+    exchange = exchange_of(name, codec("int8"), torch.float32, 900, ranks, "sum", PROGRAMS)
     space = mapped(folder, exchange, SHORT)
     x = values(900, torch.float32, rank, 0)
     made = [] if rank == gone else [run(space, x)]
@@ -124,21 +133,22 @@ def agree(found: torch.Tensor, want: torch.Tensor) -> bool:
     return torch.equal(bits_of(found.masked_fill(nan, 0)), bits_of(want.masked_fill(nan, 0)))
 
 
-def check(
-    ranks: Ranks, folder: Path, text, algorithm, numel, dtype, op="sum", calls=3, after=0
-) -> None:
-    from commpass.lowering.gpu.exchange_kernel import Exchange, memory_of
+def check(ranks: Ranks, folder: Path, text, name, numel, dtype, op="sum", calls=3, after=0) -> None:
+    from commpass.lowering.gpu.exchange_kernel import memory_of
 
-    given = (text, algorithm, numel, dtype, op)
+    if name == "reduce_scatter":
+        numel = numel // ranks.size * ranks.size
+    given = (text, name, numel, dtype, op)
     results = ranks.run(several, folder, *given, calls, after)
-    exchange = Exchange(algorithm, codec(text), dtype, numel, ranks.size, op, PROGRAMS)
+    exchange = exchange_of(name, codec(text), dtype, numel, ranks.size, op, PROGRAMS)
     at, size = memory_of(exchange), exchange.wire_bytes
     for call in range(calls):
         brought = [values(numel, dtype, rank, call) for rank in range(ranks.size)]
-        wires, coded, want = plain(codec(text), algorithm, brought, op)
+        wires, coded, want = plain(codec(text), name, brought, op)
         for rank, (made, library, memory) in enumerate(results):
-            assert torch.equal(bits_of(made[call]), bits_of(results[0][0][call])), "not law 1"
-            assert agree(made[call], want)
+            if name != "reduce_scatter":
+                assert torch.equal(bits_of(made[call]), bits_of(results[0][0][call])), "not law 1"
+            assert agree(made[call], part_of(name, want, rank, ranks.size))
             assert agree(made[call], library[call])
             buffer = (after + call + 1) % exchange.buffers  # calls are counted from 1
             first = at.wires + buffer * exchange.rows * size
@@ -148,25 +158,22 @@ def check(
                 assert torch.equal(memory[call][at.sums : at.sums + size], coded[rank].flatten())
 
 
-BOTH = ("one_shot", "two_shot")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", BOTH)
-def test_calls_of_several_sizes_share_memory(ranks2, tmp_path, algorithm):
+@pytest.mark.parametrize("name", ALL)
+def test_calls_of_several_sizes_share_memory(ranks2, tmp_path, name):
     """Larger, smaller and equal calls follow each other; the layout of a wire differs."""
     sizes = (900, 130, 800)
-    results = ranks2.run(of_sizes, tmp_path, algorithm, sizes)
+    results = ranks2.run(of_sizes, tmp_path, name, sizes)
     for call, numel in enumerate(sizes):
         brought = [values(numel, torch.bfloat16, rank, call) for rank in range(2)]
-        want = plain(codec("int8"), algorithm, brought, "sum")[2]
-        for made in results:
-            assert agree(made[call], want)
+        want = plain(codec("int8"), name, brought, "sum")[2]
+        for rank, made in enumerate(results):
+            assert agree(made[call], part_of(name, want, rank, 2))
 
 
 @pytest.mark.slow
 @pytest.mark.few(1)
-@pytest.mark.parametrize("algorithm", BOTH)
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize(
     ("text", "numel", "dtype"),
     [
@@ -176,74 +183,76 @@ def test_calls_of_several_sizes_share_memory(ranks2, tmp_path, algorithm):
         ("int6", 2100, torch.bfloat16),
     ],
 )
-def test_two_ranks(ranks2, tmp_path, text, algorithm, numel, dtype):
-    check(ranks2, tmp_path, text, algorithm, numel, dtype)
+def test_two_ranks(ranks2, tmp_path, text, name, numel, dtype):
+    check(ranks2, tmp_path, text, name, numel, dtype)
 
 
 @pytest.mark.every
-@pytest.mark.parametrize("algorithm", BOTH)
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize(
     ("text", "numel", "dtype"),
     [("int8", 2600, torch.bfloat16), rarely("rotated(bits=4)", 4100, torch.bfloat16)],
 )
-def test_four_ranks(ranks4, tmp_path, text, algorithm, numel, dtype):
-    check(ranks4, tmp_path, text, algorithm, numel, dtype, calls=4)
+def test_four_ranks(ranks4, tmp_path, text, name, numel, dtype):
+    check(ranks4, tmp_path, text, name, numel, dtype, calls=4)
 
 
 @pytest.mark.every
 @pytest.mark.few(1)
-@pytest.mark.parametrize("algorithm", BOTH)
-def test_mean(ranks2, tmp_path, algorithm):
-    check(ranks2, tmp_path, "fp8(form=e5m2)", algorithm, 1300, torch.float32, op="avg")
+@pytest.mark.parametrize("name", ALL)
+def test_mean(ranks2, tmp_path, name):
+    check(ranks2, tmp_path, "fp8(form=e5m2)", name, 1300, torch.float32, op="avg")
 
 
 @pytest.mark.every
 @pytest.mark.few(1)
-@pytest.mark.parametrize("algorithm", BOTH)
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("text", ["int8(rounding=stochastic)", "sdp4bit", "tahquant(block=64)"])
-def test_other_parts(ranks2, tmp_path, algorithm, text):
-    check(ranks2, tmp_path, text, algorithm, 1500, torch.bfloat16, calls=2)
+def test_other_parts(ranks2, tmp_path, name, text):
+    check(ranks2, tmp_path, text, name, 1500, torch.bfloat16, calls=2)
 
 
 @pytest.mark.every
-@pytest.mark.parametrize("algorithm", BOTH)
-def test_fewer_values_than_a_block_and_ranks(ranks4, tmp_path, algorithm):
-    check(ranks4, tmp_path, "int8", algorithm, 3, torch.float32, calls=2)
+@pytest.mark.parametrize("name", ALL)
+def test_fewer_values_than_a_block_and_ranks(ranks4, tmp_path, name):
+    check(
+        ranks4, tmp_path, "int8", name, 4 if name == "reduce_scatter" else 3, torch.float32, calls=2
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.few(1)
-@pytest.mark.parametrize("algorithm", BOTH)
-def test_numbers_of_calls_wrap_around(ranks2, tmp_path, algorithm):
-    check(ranks2, tmp_path, "int8", algorithm, 900, torch.bfloat16, calls=4, after=2**31 - 2)
+@pytest.mark.parametrize("name", ALL)
+def test_numbers_of_calls_wrap_around(ranks2, tmp_path, name):
+    check(ranks2, tmp_path, "int8", name, 900, torch.bfloat16, calls=4, after=2**31 - 2)
 
 
 @pytest.mark.slow
 @pytest.mark.few(1)
-@pytest.mark.parametrize("algorithm", BOTH)
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize(("size", "gone"), [(2, 1), rarely(4, 2)])
 def test_rank_that_waits_in_vain_names_the_other_and_makes_no_numbers(
-    request, tmp_path, size, gone, algorithm
+    request, tmp_path, size, gone, name
 ):
     """It never returns numbers again: the others have no wire of that rank, or not the right
     one."""
-    if size == 4 and algorithm == "two_shot":
+    if size == 4 and name == "two_shot":
         why = "rank 1 names rank 0, which gave up first, and not the rank that rank 0 waited for"
         request.applymarker(pytest.mark.xfail(strict=True, reason=why))
-    results = request.getfixturevalue(f"ranks{size}").run(alone, tmp_path, algorithm, gone)
+    results = request.getfixturevalue(f"ranks{size}").run(alone, tmp_path, name, gone)
     for rank, (made, missing) in enumerate(results):
         if rank != gone:
             assert gone in missing  # and those whose later programs saw that, and gave up
             assert all(bool(each.isnan().all()) for each in made)
     late, after = results[gone][0]
     assert bool(after.isnan().all())
-    if algorithm == "two_shot":
+    if name == "two_shot":
         assert bool(late.isnan().all())  # no rank has made the sums of the other shards
         return
     # The programs of the others that had begun have left their wires of the call that it missed: it
     # gets the right result, or NaN.
     brought = [values(900, torch.float32, rank, 0) for rank in range(size)]
-    want = plain(codec("int8"), algorithm, brought, "sum")[2]
+    want = part_of(name, plain(codec("int8"), name, brought, "sum")[2], gone, size)
     got = late.isfinite()
     assert bool(got.any())
     assert torch.equal(late[got], want[got])
@@ -266,10 +275,10 @@ def test_all_ranks_say_what_stands_in_the_way(ranks2):
 
 # --- in graphs ------------------------------------------------------------------------------------
 
-VALUES = 3001
+VALUES = 3002
 
 
-def planned_and_run(folder: Path, algorithm: str):
+def planned_and_run(folder: Path, name: str):
     """Plan a graph of a GPU with a required single kernel, and run it on this CPU twice, in memory
     that the ranks have mapped. Return the results."""
     import fake_cuda
@@ -286,8 +295,15 @@ def planned_and_run(folder: Path, algorithm: str):
 
     group, memory = dist.group.WORLD, PeerMemory(programs=4, capability=(9, 0))
 
+    kind, algorithm = FORMS[name]
+    call = {
+        "all_reduce": lambda x: ops.all_reduce(x, "sum", group.group_name),
+        "all_gather": lambda x: ops.all_gather_into_tensor(x, 2, group.group_name),
+        "reduce_scatter": lambda x: ops.reduce_scatter_tensor(x, "sum", 2, group.group_name),
+    }[kind]
+
     def summed(x):
-        return [ops.wait_tensor(ops.all_reduce(x * 1, "sum", group.group_name))]
+        return [ops.wait_tensor(call(x * 1))]
 
     rule = Rule(codec="int8", algorithm=algorithm, lowering="single_kernel", force=True)
     with fake_cuda.a_card():
@@ -312,24 +328,24 @@ def planned_and_run(folder: Path, algorithm: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", BOTH)
-def test_graph_with_a_single_kernel_has_the_bits_of_the_codec(ranks2, tmp_path, algorithm):
-    results = ranks2.run(planned_and_run, tmp_path, algorithm)
+@pytest.mark.parametrize("name", ALL)
+def test_graph_with_a_single_kernel_has_the_bits_of_the_codec(ranks2, tmp_path, name):
+    results = ranks2.run(planned_and_run, tmp_path, name)
     for call in range(2):
         brought = [values(VALUES, torch.bfloat16, rank, call) for rank in range(2)]
-        want = plain(codec("int8"), algorithm, brought, "sum")[2]
-        for made in results:
-            assert torch.equal(bits_of(made[call]), bits_of(want))
+        want = plain(codec("int8"), name, brought, "sum")[2]
+        for rank, made in enumerate(results):
+            assert torch.equal(bits_of(made[call]), bits_of(part_of(name, want, rank, 2)))
 
 
 def graph_without_memory() -> str:
     """Run the operator in a group that has no memory for it."""
     from commpass.errors import CommpassError
-    from commpass.lowering.exchange import ALL_REDUCE
+    from commpass.lowering.exchange import EXCHANGE
 
     name = dist.group.WORLD.group_name
     with pytest.raises(CommpassError) as told:
-        ALL_REDUCE(torch.ones(300), name, "int8", "one_shot", "sum", 2, 1, 32)
+        EXCHANGE(torch.ones(300), name, "all_reduce", "int8", "one_shot", "sum", 2, 1, 32)
     return str(told.value)
 
 
@@ -407,7 +423,7 @@ def test_backend_creates_memory_once_and_runs_single_kernels(ranks2, tmp_path):
     results = ranks2.run(compiled, tmp_path, cards_of())
     brought = [2 * values(VALUES, torch.float32, rank, 0) for rank in range(2)]
     for lowering, _, made, created in results:
-        assert (lowering, created) == ("single_kernel", 2 + 1)  # two in the trial
+        assert (lowering, created) == ("single_kernel", 4 + 1)  # four in the trial
         want = plain(codec("int8"), "one_shot", brought, "sum")[2] + 1
         assert torch.equal(made, want)
 
@@ -435,7 +451,7 @@ def tried(folder: Path, fault: str) -> str:
         return right(space, x) + (1.0 if fault == "wrong" and is_faulty else 0.0)
 
     def create(wanted, group, device):
-        place = folder / wanted.algorithm
+        place = folder / wanted.name
         place.mkdir(exist_ok=True)
         return mapped(place, wanted), ""
 

@@ -1,4 +1,4 @@
-"""The all_reduce in one kernel: the instructions for a GPU, what is unsupported, and why the number
+"""A collective in one kernel: the instructions for a GPU, what is unsupported, and why the number
 of buffers suffices."""
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from exchanging import ALL, FORMS
 
 from commpass.codecs import codec
 from commpass.errors import CommpassError
@@ -38,8 +39,13 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-BOTH = ("one_shot", "two_shot")
 INT8 = Exchange("one_shot", codec("int8"), torch.bfloat16, 1 << 17, 8, programs=64)
+
+
+def of(name: str, **changed: Any) -> Exchange:
+    """Return the exchange whose kernel has a name."""
+    kind, algorithm = FORMS[name]
+    return replace(INT8, kind=kind, algorithm=algorithm, **changed)
 
 
 # --- instructions for a GPU -----------------------------------------------------------------------
@@ -82,10 +88,10 @@ NVIDIA += [("sm_90", "rotated(bits=4)"), ("sm_100", "rotated(bits=4)")]
 
 
 @pytest.mark.rest_slow(1)
-@pytest.mark.parametrize("algorithm", BOTH)
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize(("arch", "spec"), NVIDIA)
-def test_nvidia_releases_and_acquires_for_the_system(arch, algorithm, spec):
-    exchange = replace(INT8, algorithm=algorithm, codec=codec(spec))
+def test_nvidia_releases_and_acquires_for_the_system(arch, name, spec):
+    exchange = of(name, codec=codec(spec))
     made = compiled(arch, exchange)
     registers, stack = usage(made.asm["cubin"])
     assert stack == 0, "spills"
@@ -105,9 +111,9 @@ def test_nvidia_releases_and_acquires_for_the_system(arch, algorithm, spec):
 
 
 @pytest.mark.parametrize("spec", [*SPECS, "rotated(bits=4)"])
-@pytest.mark.parametrize("algorithm", BOTH)
-def test_amd_releases_and_acquires_for_the_system(algorithm, spec):
-    exchange = replace(INT8, algorithm=algorithm, codec=codec(spec))
+@pytest.mark.parametrize("name", ALL)
+def test_amd_releases_and_acquires_for_the_system(name, spec):
+    exchange = of(name, codec=codec(spec))
     made = compiled("gfx942", exchange)
     text = made.asm["amdgcn"]
     assert re.findall(r"\.[sv]gpr_spill_count:\s*(\d+)", text) == ["0", "0"]
@@ -129,6 +135,13 @@ def test_amd_releases_and_acquires_for_the_system(algorithm, spec):
     ("changed", "said"),
     [
         ({"algorithm": "ring"}, "ring: kernels exchange by one_shot or two_shot"),
+        ({"kind": "all_gather"}, "one_shot: kernels exchange by direct"),
+        ({"kind": "broadcast"}, "broadcast: there are kernels for all_reduce, all_gather"),
+        ({"codec": codec("nvfp4")}, "no program has the largest value of a whole row"),
+        (
+            {"kind": "all_gather", "algorithm": "direct", "numel": 2**28},
+            "2,147,483,648 values: kernels count to 2^31",
+        ),
         ({"op": "max"}, "max of values"),
         ({"ranks": 33}, "33 ranks: a line of signals holds 32"),
         ({"codec": codec("exponent")}, "exponent: no block codec"),
@@ -161,24 +174,24 @@ def test_workspace_is_for_values_of_one_kind():
         run(space, torch.zeros(7))
 
 
-@pytest.mark.parametrize("algorithm", BOTH)
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("ranks", [1, 3, 32])
-def test_nothing_in_memory_overlaps(algorithm, ranks):
-    exchange = replace(INT8, algorithm=algorithm, ranks=ranks, numel=100_003, programs=77)
+def test_nothing_in_memory_overlaps(name, ranks):
+    exchange = of(name, ranks=ranks, numel=100_003, programs=77)
     at = memory_of(exchange)
-    programs = 77 * (1 if algorithm == "one_shot" else ranks)
+    programs = 77 * (1 if name in ("one_shot", "all_gather") else ranks)
     signals = exchange.phases * programs * 32 * 4
     wires = exchange.buffers * exchange.rows * exchange.wire_bytes
     begins = [at.signals, at.counters, at.late, at.wires, at.sums, at.total]
-    sizes = [signals, programs * 4, 4, wires, exchange.wire_bytes if algorithm == "two_shot" else 0]
+    sizes = [signals, programs * 4, 4, wires, exchange.wire_bytes if name == "two_shot" else 0]
     for place, size, following in zip(begins, sizes, begins[1:], strict=False):
         assert place % 128 == 0
         assert place + size <= following
 
 
-@pytest.mark.parametrize("algorithm", BOTH)
-def test_memory_is_shared_by_sizes_up_to_a_power_of_two(algorithm):
-    exchange = replace(INT8, algorithm=algorithm)
+@pytest.mark.parametrize("name", ALL)
+def test_memory_is_shared_by_sizes_up_to_a_power_of_two(name):
+    exchange = of(name)
     sizes = [2**16 + 1, 100_003, 2**17 - 3, 2**17]
     for size in sizes:
         smaller = replace(exchange, numel=size)
@@ -206,24 +219,30 @@ def test_size_without_a_larger_one_has_memory_of_its_own():
 WRITE, SIGNAL, WAIT, READ = "write", "signal", "wait", "read"
 
 
-ALL, OWNER = "all ranks", "rank 0"
+ALL_RANKS, OWNER = "all ranks", "rank 0"
 
 
-def steps_of(algorithm: str, rank: int) -> list[tuple[str, str, str]]:
+def steps_of(name: str, rank: int, ranks: int) -> list[tuple[str, str, str]]:
     """Return what one program of a rank does in a call, in order, with what, and with whose.
 
     The wires of a rank are ``w``, and the wire of its sum ``s``; signals have a name for each
-    phase. In a two-shot the program is one of those for the shard of rank 0.
+    phase. In a two-shot the program is one of those for the shard of rank 0. In a reduce_scatter a
+    rank has a program for each shard, whose number is the name of wire and signal; that of its own
+    shard ends last here.
     """
+    if name == "reduce_scatter":
+        shards = [str(shard) for shard in range(ranks)]
+        first = [(kind, shard, "") for shard in shards for kind in (WRITE, SIGNAL)]
+        return [*first, (WAIT, str(rank), ALL_RANKS), (READ, str(rank), ALL_RANKS)]
     first = [(WRITE, "w", ""), (SIGNAL, "0", "")]
-    sums = [(WAIT, "0", ALL), (READ, "w", ALL)]
-    if algorithm == "one_shot":
+    sums = [(WAIT, "0", ALL_RANKS), (READ, "w", ALL_RANKS)]
+    if name in ("one_shot", "all_gather"):
         return [*first, *sums]
     own = [*sums, (WRITE, "s", ""), (SIGNAL, "1", "")] if rank == 0 else []
     return [*first, *own, (WAIT, "1", OWNER), (READ, "s", OWNER)]
 
 
-def overwritten(algorithm: str, buffers: int, ranks: int, calls: int) -> bool:
+def overwritten(name: str, buffers: int, ranks: int, calls: int) -> bool:
     """Return whether in any execution order some rank reads data of another call than its own.
 
     A state is the position of each rank. The contents of memory follow from it: a rank that has
@@ -234,18 +253,20 @@ def overwritten(algorithm: str, buffers: int, ranks: int, calls: int) -> bool:
         [
             (call, kind, what, peer)
             for call in range(1, calls + 1)
-            for kind, what, whose in steps_of(algorithm, rank)
-            for peer in (range(ranks) if whose == ALL else [0])
+            for kind, what, whose in steps_of(name, rank, ranks)
+            for peer in (range(ranks) if whose == ALL_RANKS else [0])
         ]
         for rank in range(ranks)
     ]
+    numbers = [str(number) for number in range(max(ranks, 2))]
+    wires = ["w", "s", *numbers]
     writes = [
-        [{what: _held(program[:at], what, buffers) for what in "ws"} for at in _places(program)]
+        [{what: _held(program[:at], what, buffers) for what in wires} for at in _places(program)]
         for program in programs
     ]
     signals = [
         [
-            {what: sum(s[1:3] == (SIGNAL, what) for s in program[:at]) for what in "01"}
+            {what: sum(s[1:3] == (SIGNAL, what) for s in program[:at]) for what in numbers}
             for at in _places(program)
         ]
         for program in programs
@@ -282,21 +303,28 @@ def _held(done: list, what: str, buffers: int) -> list[int]:
     return held
 
 
-@pytest.mark.parametrize(("algorithm", "ranks", "calls"), [("one_shot", 3, 4), ("two_shot", 3, 4)])
-def test_no_rank_overwrites_what_another_still_reads(algorithm, ranks, calls):
-    enough = replace(INT8, algorithm=algorithm).buffers
-    assert not overwritten(algorithm, enough, ranks, calls)
+@pytest.mark.parametrize(
+    ("name", "ranks", "calls"),
+    [("one_shot", 3, 4), ("two_shot", 3, 4), ("reduce_scatter", 3, 4), ("all_gather", 3, 4)],
+)
+def test_no_rank_overwrites_what_another_still_reads(name, ranks, calls):
+    enough = of(name).buffers
+    assert not overwritten(name, enough, ranks, calls)
 
 
-@pytest.mark.parametrize(("algorithm", "programs"), [("one_shot", 256), ("two_shot", 32)])
-def test_programs_share_tiles_and_shards(algorithm, programs):
+@pytest.mark.parametrize(
+    ("name", "programs"),
+    [("one_shot", 256), ("two_shot", 32), ("reduce_scatter", 32), ("all_gather", 256)],
+)
+def test_programs_share_tiles_and_shards(name, programs):
     """131,072 values in tiles of 512: each program of a rank has a tile of one wire."""
-    exchange = replace(INT8, algorithm=algorithm, programs=programs)
+    exchange = of(name, programs=programs)
     assert exchange.tiles == programs
     assert exchange.all_programs == 256
     assert unsupported_reason(exchange, processors=64) == ""
     assert "256 programs on 63 processors" in unsupported_reason(exchange, processors=63)
 
 
-def test_one_buffer_is_too_few_for_one_shot():
-    assert overwritten("one_shot", 1, 2, 2)
+@pytest.mark.parametrize("name", ["one_shot", "reduce_scatter", "all_gather"])
+def test_one_buffer_is_too_few_for_one_signal(name):
+    assert overwritten(name, 1, 2, 2)

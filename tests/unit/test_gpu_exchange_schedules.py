@@ -7,6 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from exchange_schedules import Outcome, Setup, outcomes
+from exchanging import ALL
 from interpreter import interpreted
 from tiers import rarely
 from weak_memory import Agent, Memory
@@ -26,7 +27,7 @@ def run(setup: Setup, schedules: int) -> list[Outcome]:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "ranks", "schedules"),
+    ("name", "ranks", "schedules"),
     [
         ("one_shot", 2, 4),
         pytest.param("one_shot", 2, 26, marks=pytest.mark.slow),
@@ -39,11 +40,21 @@ def run(setup: Setup, schedules: int) -> list[Outcome]:
         rarely("two_shot", 3, 60),
         rarely("two_shot", 4, 20),
         rarely("two_shot", 8, 2),
+        ("reduce_scatter", 2, 4),
+        rarely("reduce_scatter", 2, 300),
+        rarely("reduce_scatter", 3, 100),
+        rarely("reduce_scatter", 4, 30),
+        rarely("reduce_scatter", 8, 2),
+        ("all_gather", 2, 4),
+        rarely("all_gather", 2, 400),
+        rarely("all_gather", 3, 150),
+        rarely("all_gather", 4, 40),
+        rarely("all_gather", 8, 5),
     ],
 )
-def test_results_are_right_in_every_schedule(algorithm, ranks, schedules):
+def test_results_are_right_in_every_schedule(name, ranks, schedules):
     """No read could have read other bytes, though calls overtake each other."""
-    setup = Setup(algorithm, ranks)
+    setup = Setup(name, ranks, numel=90 // ranks * ranks)
     found = run(setup, schedules)
     assert [each for each in found if each.is_bad] == []
     assert {each.right for each in found} == {ranks * setup.calls}
@@ -52,20 +63,26 @@ def test_results_are_right_in_every_schedule(algorithm, ranks, schedules):
 
 
 @pytest.mark.every
-@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
-def test_programs_share_tiles_in_every_schedule(algorithm):
+@pytest.mark.parametrize("name", ALL)
+def test_programs_share_tiles_in_every_schedule(name):
     """Several programs of a rank each have some tiles of a wire."""
-    setup = Setup(algorithm, 2, numel=2100, programs=2)
+    setup = Setup(name, 2, numel=2100, programs=2)
     found = run(setup, 20)
     assert [each for each in found if each.is_bad] == []
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "ranks", "schedules"),
-    [("one_shot", 2, 3), rarely("two_shot", 2, 40), rarely("one_shot", 4, 30)],
+    ("name", "ranks", "schedules"),
+    [
+        ("one_shot", 2, 3),
+        ("reduce_scatter", 2, 3),
+        ("all_gather", 2, 3),
+        rarely("two_shot", 2, 40),
+        rarely("one_shot", 4, 30),
+    ],
 )
-def test_rank_that_never_comes_is_named(algorithm, ranks, schedules):
-    found = run(Setup(algorithm, ranks, gone=1, spins=3), schedules)
+def test_rank_that_never_comes_is_named(name, ranks, schedules):
+    found = run(Setup(name, ranks, gone=1, spins=3), schedules)
     for each in found:
         assert not each.wrong
         assert not each.right
@@ -73,16 +90,20 @@ def test_rank_that_never_comes_is_named(algorithm, ranks, schedules):
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "ranks", "schedules"),
+    ("name", "ranks", "schedules"),
     [
         pytest.param("one_shot", 2, 5, marks=pytest.mark.slow),
         rarely("two_shot", 2, 60),
         rarely("one_shot", 3, 60),
+        rarely("reduce_scatter", 2, 60),
+        rarely("reduce_scatter", 3, 60),
+        rarely("all_gather", 2, 60),
+        rarely("all_gather", 3, 60),
     ],
 )
-def test_rank_that_comes_too_late_gets_no_wrong_numbers(algorithm, ranks, schedules):
+def test_rank_that_comes_too_late_gets_no_wrong_numbers(name, ranks, schedules):
     """Ranks that give up early, and those that they then miss: each result is right, or NaN."""
-    found = run(Setup(algorithm, ranks, spins=2), schedules)
+    found = run(Setup(name, ranks, spins=2), schedules)
     assert not any(each.wrong for each in found)
     assert any(each.nan for each in found)
 
@@ -105,23 +126,25 @@ QUICK = {"barrier before the signal", "the other buffer"}
 
 @pytest.mark.rest_slow(1)
 @pytest.mark.parametrize(
-    ("algorithm", "fault"),
+    ("name", "fault"),
     [
         *(("one_shot", fault) if fault in QUICK else rarely("one_shot", fault) for fault in FAULTS),
         *(rarely("two_shot", fault) for fault in FAULTS if fault != "the other buffer"),
+        *(rarely(name, fault) for name in ("reduce_scatter", "all_gather") for fault in FAULTS),
     ],
 )
-def test_schedules_find_what_is_missing(algorithm, fault):
+def test_schedules_find_what_is_missing(name, fault):
     """An exchange without a step that it needs gives wrong results in some schedule."""
-    found = interpreted(outcomes, Setup(algorithm, 2, faults=(FAULTS[fault],)), range(30), True)
+    found = interpreted(outcomes, Setup(name, 2, faults=(FAULTS[fault],)), range(30), True)
     assert found[-1].wrong
     assert found[-1].races
 
 
 @pytest.mark.every
-def test_schedules_find_values_that_a_late_rank_must_not_return():
+@pytest.mark.parametrize("name", ["one_shot", "reduce_scatter", "all_gather"])
+def test_schedules_find_values_that_a_late_rank_must_not_return(name):
     fault = ('x = tl.where(late == 0, x, float("nan"))', "x = x")
-    found = run(Setup("one_shot", 2, spins=2, faults=(fault,)), 30)
+    found = run(Setup(name, 2, spins=2, faults=(fault,)), 30)
     assert any(each.wrong for each in found)
 
 

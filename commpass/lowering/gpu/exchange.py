@@ -1,5 +1,5 @@
-"""A compressed all_reduce of a small tensor in one kernel over symmetric memory: its memory and its
-launch.
+"""A compressed all_reduce, all_gather or reduce_scatter of a small tensor in one kernel over
+symmetric memory: its memory and its launch.
 
 It runs on GPUs that can access each other's memory, or in Triton's interpreter.
 
@@ -35,6 +35,7 @@ from commpass.codecs.block.noise import Stochastic
 from commpass.collectives.reductions import LAST
 from commpass.errors import CommpassError
 from commpass.groups import group_named
+from commpass.lowering.exchange import result_shape
 from commpass.lowering.gpu.current import on_device
 from commpass.lowering.gpu.exchange_kernel import (
     ALGORITHMS,
@@ -54,9 +55,11 @@ __all__ = [
     "Exchange",
     "Memory",
     "Workspace",
+    "all_gather",
     "all_reduce",
     "allocate",
     "memory_of",
+    "reduce_scatter",
     "run",
     "run_in_group",
     "trial",
@@ -117,32 +120,63 @@ def all_reduce(
     computed as butterflies (docs/exchange.md). Raises CommpassError with the reason if no kernel
     supports it.
     """
+    return _run("all_reduce", x, group, codec, algorithm, op)
+
+
+def all_gather(
+    x: Tensor, group: dist.ProcessGroup | None = None, codec: str | Codec = "int8"
+) -> Tensor:
+    """Return ``[n, ...]`` of every rank of a group as ``[ranks * n, ...]``, as
+    ``commpass.all_gather`` does. Raises CommpassError as ``all_reduce``."""
+    return _run("all_gather", x, group, codec, "direct", "sum")
+
+
+def reduce_scatter(
+    x: Tensor,
+    group: dist.ProcessGroup | None = None,
+    codec: str | Codec = "int8",
+    op: str = "sum",
+) -> Tensor:
+    """Return part r of the sum or mean of ``[ranks * n, ...]`` on rank r of a group: ``[n, ...]``,
+    as ``commpass.reduce_scatter`` does. Raises CommpassError as ``all_reduce``."""
+    return _run("reduce_scatter", x, group, codec, "direct", op)
+
+
+def _run(
+    kind: str,
+    x: Tensor,
+    group: dist.ProcessGroup | None,
+    codec: str | Codec,
+    algorithm: str,
+    op: str,
+) -> Tensor:
     group = dist.group.WORLD if group is None else group
     if group is None:
         raise CommpassError("no process group: call torch.distributed.init_process_group first")
+    ranks = dist.get_world_size(group)
     if x.numel() == 0:
-        return x.clone()
+        return x.new_empty(result_shape(kind, x.shape, ranks))
     known = _known.setdefault(group, {})
     # A name, and not the codec: it is hashed at each call.
-    what = (codec, algorithm, x.dtype, x.numel(), op, x.device)
+    what = (kind, codec, algorithm, x.dtype, x.numel(), op, x.device)
     if (found := known.get(what)) is None:
-        exchange = Exchange(
-            algorithm, codec_of(codec), x.dtype, x.numel(), dist.get_world_size(group), op
-        )
+        exchange = Exchange(algorithm, codec_of(codec), x.dtype, x.numel(), ranks, op, kind=kind)
         found = known[what] = workspace(exchange, group, x.device)
     return run(found, x)
 
 
 def run(workspace: Workspace, x: Tensor) -> Tensor:
-    """Run one exchange: return ``x`` summed over the ranks, with the same shape."""
+    """Run one exchange: return ``x`` summed over the ranks with the same shape, this rank's part of
+    that sum, or the tensors of all ranks."""
     if x.numel() > workspace.exchange.numel or x.dtype != workspace.exchange.dtype:
         raise CommpassError(
             f"a workspace for up to {workspace.exchange.numel} values of"
             f" {workspace.exchange.dtype} was called with {x.numel()} of {x.dtype}"
         )
+    shape = result_shape(workspace.exchange.kind, x.shape, workspace.exchange.ranks)
     if (launch := workspace.launches.get(x.numel())) is None:
         launch = workspace.launches[x.numel()] = _launch_of(workspace, x)
-    output = torch.empty_like(x, memory_format=torch.contiguous_format)
+    output = x.new_empty(shape)
     tensors = {"peers": workspace.peers, "input": x.contiguous(), "output": output}
     given = tensors | launch.numbers
     with on_device(x.device):
@@ -175,7 +209,7 @@ def numbers(exchange: Exchange, rank: int, largest: Exchange | None = None) -> d
     codec, memory = exchange.block_codec, memory_of(largest)
     found = {
         "rank": rank,
-        "count": exchange.numel,
+        "count": exchange.count,
         "numel": exchange.length,
         "blocks": codec.layout.blocks(exchange.length),
         "tiles": exchange.tiles,
@@ -224,8 +258,8 @@ def _agreed(exchange: Exchange, group: dist.ProcessGroup, device: torch.device) 
     """Return the exchange that a workspace is for, after all ranks have agreed on it."""
     card, why = _card(exchange, device)
     what = (
-        f"{exchange.op} of {exchange.numel} values of {exchange.dtype} by {exchange.algorithm} with"
-        f" {exchange.codec.spec} on cards with warps of {card.lanes}"
+        f"{exchange.kind} ({exchange.op}) of {exchange.numel} values of {exchange.dtype} by"
+        f" {exchange.algorithm} with {exchange.codec.spec} on cards with warps of {card.lanes}"
     )
     requests: list[Any] = [None] * exchange.ranks
     dist.all_gather_object(requests, (what, why, card), group)
@@ -275,7 +309,7 @@ def run_in_group(exchange: Exchange, programs: int, group_name: str, x: Tensor) 
     found = known.get((in_memory(exchange, programs), x.device))
     if found is None:
         raise CommpassError(
-            f"no memory for the {exchange.algorithm} of {exchange.numel} values over group"
+            f"no memory for the {exchange.name} of {exchange.numel} values over group"
             f" {group_name!r}: it was compiled for other process groups. Call"
             " torch._dynamo.reset() on all ranks to compile it again"
         )
@@ -312,16 +346,18 @@ TRIAL_SPINS = 1 << 26
 """Polls of the signals in a trial: half a minute at half a microsecond each. Another rank may still
 compile the kernel."""
 TRIAL_ERROR = 0.05
-"""The accepted error of a trial, as a share of the largest sum. That of int8 is below 2 %."""
+"""The accepted error of a trial, as a share of the largest result. That of int8 is below 2 %."""
 
 
 def trial(group: dist.ProcessGroup, device: torch.device, lanes: int) -> str:
     """Run some exchanges, and return "" if they are right on all ranks of a group, or on all ranks
     why one of them failed. All of them must call it."""
     ranks = dist.get_world_size(group)
-    for algorithm in ALGORITHMS:
+    every = [(kind, algorithm) for kind, names in ALGORITHMS.items() for algorithm in names]
+    for kind, algorithm in every:
+        numel = TRIAL_VALUES // ranks * ranks
         small = Exchange(
-            algorithm, codec_of("int8"), torch.bfloat16, TRIAL_VALUES, ranks, lanes=lanes
+            algorithm, codec_of("int8"), torch.bfloat16, numel, ranks, lanes=lanes, kind=kind
         )
         found, why = _symmetric(small, group, device)
         if found is not None:
@@ -332,22 +368,28 @@ def trial(group: dist.ProcessGroup, device: torch.device, lanes: int) -> str:
 
 
 def _check(workspace: Workspace) -> None:
-    """Raise CommpassError if sums of known values are wrong, or ranks do not arrive.
+    """Raise CommpassError if results of known values are wrong, or ranks do not arrive.
 
     Results are checked after all calls, since the other ranks wait for this one in each.
     """
-    ranks = torch.arange(workspace.exchange.ranks, dtype=torch.float64, device="cpu")[:, None]
-    places = torch.arange(TRIAL_VALUES, dtype=torch.float64, device="cpu")
+    exchange = workspace.exchange
+    ranks = torch.arange(exchange.ranks, dtype=torch.float64, device="cpu")[:, None]
+    places = torch.arange(exchange.numel, dtype=torch.float64, device="cpu")
     wrong = False
     for call in range(TRIAL_CALLS):
         values = torch.sin(places * (1 + call) + ranks)
         x = values[workspace.rank].to(workspace.memory.device, torch.bfloat16)
         made, exact = run(workspace, x).cpu().double(), values.sum(0)
+        if exchange.kind == "all_gather":
+            exact = values.flatten()
+        elif exchange.kind == "reduce_scatter":
+            exact = exact.reshape(exchange.ranks, -1)[workspace.rank]
         wrong |= not bool((made - exact).abs().max() <= TRIAL_ERROR * exact.abs().max())
     if late := workspace.missing():
         raise CommpassError(f"its kernel did not see signals of ranks {late}")
     if wrong:
-        raise CommpassError("its kernel summed known values wrongly")
+        what = "moved" if exchange.kind == "all_gather" else "summed"
+        raise CommpassError(f"its kernel {what} known values wrongly")
 
 
 def _symmetric(

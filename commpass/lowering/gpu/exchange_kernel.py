@@ -1,5 +1,5 @@
-"""A compressed all_reduce as one kernel: encode, signal, wait, read what the peers have encoded,
-sum.
+"""A compressed all_reduce, all_gather or reduce_scatter as one kernel: encode, signal, wait, read
+what the peers have encoded, and sum or store it.
 
 Like every other kernel, its text is composed of the tile functions of a codec's parts. All ranks
 run the same kernel over memory that each can access (symmetric memory). Program p of a wire
@@ -15,7 +15,7 @@ from functools import lru_cache
 
 import torch
 
-from commpass.codecs import Codec
+from commpass.codecs import VALUES, Codec, Domain
 from commpass.codecs.block.codec import BlockCodec
 from commpass.codecs.block.grids import CompandedGrid
 from commpass.codecs.block.layouts import Flat
@@ -29,7 +29,12 @@ from commpass.lowering.gpu.source import Kernel, constant, function_text, indent
 from commpass.lowering.gpu.tiles import exchange as tiles
 from commpass.lowering.gpu.tiles.exchange import SLOTS
 
-ALGORITHMS = ("one_shot", "two_shot")
+ALGORITHMS = {
+    "all_reduce": ("one_shot", "two_shot"),
+    "all_gather": ("direct",),
+    "reduce_scatter": ("direct",),
+}
+"""The algorithms of which there are kernels, by the kind of the collective."""
 OPS = ("sum", "avg")
 PER_THREAD = 16
 """Values of a tile per thread, unless a block is larger. It is small, since a small tensor has few
@@ -56,8 +61,8 @@ OLDEST = (7, 0)
 
 @dataclass(frozen=True)
 class Exchange:
-    """One all_reduce: ``numel`` values of ``dtype`` on each of ``ranks`` ranks, by ``programs``
-    programs for each wire. ``lanes`` is the number of lanes of a warp."""
+    """One collective: each of ``ranks`` ranks hands in ``numel`` values of ``dtype``, which
+    ``programs`` programs for each wire process. ``lanes`` is the number of lanes of a warp."""
 
     algorithm: str
     codec: Codec
@@ -67,11 +72,28 @@ class Exchange:
     op: str = "sum"
     programs: int = 1
     lanes: int = 32
+    kind: str = "all_reduce"
+
+    @property
+    def name(self) -> str:
+        """The name of its kernel: the algorithm of an all_reduce, or the kind."""
+        return self.algorithm if self.kind == "all_reduce" else self.kind
 
     @property
     def rows(self) -> int:
         """The wires that a rank encodes: one for all ranks, or one for each rank."""
-        return 1 if self.algorithm == "one_shot" else self.ranks
+        return self.ranks if self.name in ("two_shot", "reduce_scatter") else 1
+
+    @property
+    def count(self) -> int:
+        """The values of the tensor that a kernel bounds its accesses by: all that a rank hands in,
+        or for a reduce_scatter those of one shard."""
+        return self.numel // (self.ranks if self.kind == "reduce_scatter" else 1)
+
+    @property
+    def largest(self) -> int:
+        """Values that a kernel numbers: those of all wires that a rank encodes, or stores."""
+        return self.length * (self.ranks if self.kind == "all_gather" else self.rows)
 
     @property
     def all_programs(self) -> int:
@@ -80,22 +102,25 @@ class Exchange:
 
     @property
     def length(self) -> int:
-        """Values of a wire: an even share of all, padded with zeros to whole blocks."""
+        """Values of a wire: an even share of all, padded with zeros to whole blocks. An all_gather
+        does not pad."""
+        if self.kind == "all_gather":
+            return self.numel
         return shard_length(self.numel, self.rows, self.codec.block)
 
     @property
     def wire_bytes(self) -> int:
-        return self.codec.domain_codec.wire_bytes(self.length, torch.float32)
+        return self.block_codec.wire_bytes(self.length, torch.float32)
 
     @property
     def buffers(self) -> int:
         """Buffers for what a rank encodes, used by calls in turn (docs/exchange.md)."""
-        return 2 if self.algorithm == "one_shot" else 1
+        return 2 if self.phases == 1 else 1
 
     @property
     def phases(self) -> int:
         """Signals per call from one program to another."""
-        return 1 if self.algorithm == "one_shot" else 2
+        return 2 if self.name == "two_shot" else 1
 
     @property
     def tiles(self) -> int:
@@ -106,15 +131,25 @@ class Exchange:
     @property
     def blocks(self) -> int:
         """Blocks per tile."""
-        size, codec = self.block_codec.layout.size(self.length), self.codec
+        size = self.block_codec.layout.size(self.length)
+        return max(1, (MIXED if self.is_mixed else PER_THREAD * self.lanes * WARPS) // size)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether codes that share a byte are rotated over more than WIDE values."""
+        codec = self.codec
         assert isinstance(codec, BlockCodec)
-        mixed = codec.transform.sums > WIDE and _split(codec) > 1
-        return max(1, (MIXED if mixed else PER_THREAD * self.lanes * WARPS) // size)
+        return codec.transform.sums > WIDE and _split(codec) > 1
+
+    @property
+    def domain(self) -> Domain:
+        """The domain in which values are sent: that of the codec if they are summed."""
+        return VALUES if self.kind == "all_gather" else self.codec.domain
 
     @property
     def block_codec(self) -> BlockCodec:
         """The codec of the wire, for values that are already in the domain."""
-        inner = self.codec.domain_codec
+        inner = self.codec if self.kind == "all_gather" else self.codec.domain_codec
         assert isinstance(inner, BlockCodec)
         return inner
 
@@ -170,8 +205,10 @@ def unsupported_reason(
     ``processors`` is the number of SMs or CUs of the GPU, and ``card`` its NVIDIA compute
     capability, if known.
     """
-    if exchange.algorithm not in ALGORITHMS:
-        return f"{exchange.algorithm}: kernels exchange by {' or '.join(ALGORITHMS)}"
+    if (algorithms := ALGORITHMS.get(exchange.kind)) is None:
+        return f"{exchange.kind}: there are kernels for {', '.join(ALGORITHMS)}"
+    if exchange.algorithm not in algorithms:
+        return f"{exchange.algorithm}: kernels exchange by {' or '.join(algorithms)}"
     if exchange.op not in OPS:
         return f"{exchange.op} of values: kernels make {' or '.join(OPS)}"
     if exchange.ranks > SLOTS:
@@ -181,11 +218,14 @@ def unsupported_reason(
     if not isinstance(exchange.codec, BlockCodec):
         return f"{exchange.codec.spec}: no block codec"
     length = exchange.length
-    for chain in _chains(exchange):
+    chains = _chains(exchange)
+    if supported.needs_row_peaks(chains[0]):
+        return f"{exchange.codec.spec}: no program has the largest value of a whole row"
+    for chain in chains:
         if why := supported.unsupported_reason(chain, max(length, 1)):
             return why
     for what, many in (
-        ("values", length * exchange.rows),
+        ("values", exchange.largest),
         ("bytes of memory", memory_of(exchange).total),
     ):
         if many >= 2**31:
@@ -200,14 +240,16 @@ def unsupported_reason(
 
 def _chains(exchange: Exchange) -> list[Chain]:
     """The chains that a kernel runs before it signals and after it has waited."""
-    domain, inner = exchange.codec.domain, exchange.codec.domain_codec
-    summed = (Decode(inner, exchange.dtype), Sum(exchange.ranks))
+    domain, inner = exchange.domain, exchange.block_codec
+    encoded = Chain(exchange.dtype, (Enter(domain), Encode(inner)))
+    decoded = Decode(inner, exchange.dtype)
+    if exchange.kind == "all_gather":
+        return [encoded, Chain(torch.uint8, (decoded, Cast(exchange.dtype)))]
     leaves = (Leave(domain), Cast(exchange.dtype))
-    return [
-        Chain(exchange.dtype, (Enter(domain), Encode(inner))),
-        Chain(torch.uint8, (*summed, *leaves)),
-        Chain(torch.uint8, (*summed, Encode(inner))),
-    ]
+    sums = [Chain(torch.uint8, (decoded, Sum(exchange.ranks), *leaves))]
+    if exchange.phases > 1:
+        sums.append(Chain(torch.uint8, (decoded, Sum(exchange.ranks), Encode(inner))))
+    return [encoded, *sums]
 
 
 # --- kernel text ----------------------------------------------------------------------------------
@@ -217,9 +259,9 @@ NUMBERS = (
     *("rank", "count", "numel", "blocks", "tiles"),
     *("counters_at", "late_at", "wires_at", "wire_bytes", "buffer_bytes"),
 )
-"""Integer arguments of every kernel: this rank; values of the tensor and of a row; blocks and tiles
-of a row; the offsets of the counters, of the ranks that did not arrive and of the wires; the bytes
-of a wire, and of a buffer for it."""
+"""Integer arguments of every kernel: this rank; ``Exchange.count``, and the values of a row; blocks
+and tiles of a row; the offsets of the counters, of the ranks that did not arrive and of the wires;
+the bytes of a wire, and of a buffer for it."""
 
 
 @lru_cache(maxsize=256)
@@ -227,7 +269,7 @@ def kernel(exchange: Exchange) -> Kernel:
     """Return the kernel of an exchange (``unsupported_reason`` must be ""). Its grid is
     ``(programs, rows)``."""
     writer = _writer(exchange)
-    lines = [*_first_lines(writer), *(_LINES[exchange.algorithm](writer)), *_last_lines()]
+    lines = [*_first_lines(writer), *(_LINES[exchange.name](writer)), *_last_lines()]
     pointers = {"peers": "*i64", "input": writer.values, "output": writer.values}
     signature = pointers | dict.fromkeys((*NUMBERS, *writer.places), "i32")
     constants = {
@@ -235,11 +277,11 @@ def kernel(exchange: Exchange) -> Kernel:
         **{"RANKS": exchange.ranks, "WIDTH": _power(exchange.ranks), "SPINS": SPINS},
         **{"CASTS": True, "FP8": True},
     }
-    text = function_text(exchange.algorithm, [*signature, *map(constant, constants)], lines)
+    text = function_text(exchange.name, [*signature, *map(constant, constants)], lines)
     text = "\n\n@triton.jit\n".join([*writer.functions, text])
     known = {**generate.KNOWN, **vars(tiles)}
     fuses = isinstance(writer.codec.grid, CompandedGrid)
-    source = of_text(exchange.algorithm, text, known)
+    source = of_text(exchange.name, text, known)
     return Kernel(
         source=source, signature=signature, constants=constants, num_warps=WARPS, fuses=fuses
     )
@@ -271,11 +313,11 @@ class _Writer:
 
     @property
     def enter_lines(self) -> list[str]:
-        return generate.lines_of(Enter(self.exchange.codec.domain), self.size)
+        return generate.lines_of(Enter(self.exchange.domain), self.size)
 
     @property
     def leave_lines(self) -> list[str]:
-        return generate.lines_of(Leave(self.exchange.codec.domain), self.size)
+        return generate.lines_of(Leave(self.exchange.domain), self.size)
 
     @property
     def mean_lines(self) -> list[str]:
@@ -337,7 +379,15 @@ def _last_lines() -> list[str]:
     ]
 
 
-def _loop(writer: _Writer, lines: Sequence[str]) -> list[str]:
+_PADDED = ("at = place + shard * numel", "value_mask = (place < numel) & (at < count)")
+"""Lines that find the values of a wire in the tensor, of which only the last shard is padded."""
+_SHARD = ("at = place + shard * count", "value_mask = place < count")
+"""The same lines if each shard is padded."""
+_WHOLE = ("at = place", "value_mask = place < count")
+"""The same lines if the tensor is one shard."""
+
+
+def _loop(writer: _Writer, lines: Sequence[str], places: tuple[str, str] = _PADDED) -> list[str]:
     """Return lines that loop over this program's tiles of a wire; ``at`` indexes the tensor."""
     return [
         "for tile in range(program, tiles, programs):",
@@ -346,8 +396,7 @@ def _loop(writer: _Writer, lines: Sequence[str]) -> list[str]:
                 "block = (tile * BLOCKS + tl.arange(0, BLOCKS))[:, None, None]",
                 f"place = {parts.place(writer.codec.layout, writer.size)}",
                 "block_mask = block < blocks",
-                "at = place + shard * numel",
-                "value_mask = (place < numel) & (at < count)",
+                *places,
                 *lines,
             ]
         ),
@@ -390,21 +439,50 @@ def _sum_lines(writer: _Writer, at: str) -> list[str]:
 
 def _group_lines(writer: _Writer, at: str, first: str, count: int, before: str = "") -> list[str]:
     """Return lines that add ``count`` ranks from ``first`` on to ``before``, if it is given."""
+    added = [*([before] if before else []), *(f"x_{one}" for one in range(count))]
+    sums = [f"x = {added[0]}", *(f"x = x + {each}" for each in added[1:])]
+    return [*_decode_lines(writer, at, first, count), *sums]
+
+
+def _decode_lines(writer: _Writer, at: str, first: str, count: int) -> list[str]:
+    """Return lines that decode what ``count`` ranks from ``first`` on have encoded, before any of
+    it is used."""
     lines = []
     for one in range(count):
         lines.append(f"wire = region(memory_of(peers, {first} + {one}), {at})")
         lines.append(f"x_{one} = {writer.decoded}")
-    added = [*([before] if before else []), *(f"x_{one}" for one in range(count))]
-    return [*lines, f"x = {added[0]}", *(f"x = x + {each}" for each in added[1:])]
+    return lines
 
 
-def _store_lines(writer: _Writer) -> list[str]:
+def _gather_lines(writer: _Writer, at: str) -> list[str]:
+    """Return lines that store what each rank has encoded in its place. Of tiles of MIXED values,
+    the registers hold one at a time."""
+    ranks = writer.exchange.ranks
+    group = 1 if writer.exchange.is_mixed else GROUPS[writer.exchange.lanes]
+    whole, left = divmod(ranks, group)
+    lines = []
+    if whole:
+        lines.append(f"for first in range(0, {whole * group}, {group}):")
+        lines += indent(_stored_lines(writer, at, "first", group))
+    if left:
+        lines += _stored_lines(writer, at, str(whole * group), left)
+    return lines
+
+
+def _stored_lines(writer: _Writer, at: str, first: str, count: int) -> list[str]:
+    lines = _decode_lines(writer, at, first, count)
+    for one in range(count):
+        lines += [f"x = x_{one}", *_store_lines(writer, f"at + ({first} + {one}) * count")]
+    return lines
+
+
+def _store_lines(writer: _Writer, at: str = "at") -> list[str]:
     """Return the lines that store the result; NaN if a rank did not arrive."""
     store = f"store_values_{writer.values.removeprefix('*')}"
     return [
         *writer.leave_lines,
         'x = tl.where(late == 0, x, float("nan"))',
-        f"{store}(output + at, {parts.join(writer.codec.layout, 'x')}, value_mask, CASTS)",
+        f"{store}(output + {at}, {parts.join(writer.codec.layout, 'x')}, value_mask, CASTS)",
     ]
 
 
@@ -455,4 +533,35 @@ def _two_shot(writer: _Writer) -> list[str]:
     ]
 
 
-_LINES = {"one_shot": _one_shot, "two_shot": _two_shot}
+def _reduce_scatter(writer: _Writer) -> list[str]:
+    """Each program has tiles of one shard. The rank of the shard sums them."""
+    first = writer.encoded.replace(", row,", ", shard + row,")
+    encode = [*_load_lines(writer), "wire = region(mine, wires)", first]
+    sums = [*_sum_lines(writer, "wires + rank * wire_bytes"), *_store_lines(writer)]
+    return [
+        "wires = wires_at + (epoch & 1) * buffer_bytes * RANKS",
+        "if late == 0:",
+        *indent([*_loop(writer, encode, _SHARD), _signal_line(0, "peers + shard", "1, 1")]),
+        "if shard == rank:",
+        *indent(["if late == 0:", *indent([_wait_line(0)]), *_loop(writer, sums, _WHOLE)]),
+    ]
+
+
+def _all_gather(writer: _Writer) -> list[str]:
+    """Every rank encodes all its values, and stores those of all ranks."""
+    encode = [*_load_lines(writer), "wire = region(mine, wires)", writer.encoded]
+    return [
+        "wires = wires_at + (epoch & 1) * buffer_bytes",
+        "if late == 0:",
+        *indent([*_loop(writer, encode, _WHOLE), _signal_line(0), _wait_line(0)]),
+        *_loop(writer, _gather_lines(writer, "wires"), _WHOLE),
+    ]
+
+
+_LINES = {
+    "one_shot": _one_shot,
+    "two_shot": _two_shot,
+    "reduce_scatter": _reduce_scatter,
+    "all_gather": _all_gather,
+}
+"""The lines of kernels by ``Exchange.name``."""

@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from commpass.codecs import operators
-from commpass.lowering.exchange import ALL_REDUCE
+from commpass.lowering.exchange import EXCHANGE
 from commpass.passes.fx import meta
 from commpass.passes.fx.parse import graph_modules, is_wait, parse
 from commpass.plan import SINGLE_KERNEL
@@ -81,7 +81,7 @@ def chunked(gm: fx.GraphModule) -> bool:
 
 def is_single_kernel(node: fx.Node) -> bool:
     """Whether a node is a site in a single kernel."""
-    return node.target is ALL_REDUCE
+    return node.target is EXCHANGE
 
 
 def has_single_kernels(gm: fx.GraphModule) -> bool:
