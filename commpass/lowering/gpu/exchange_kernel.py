@@ -91,7 +91,7 @@ class Exchange:
         return self.numel // (self.ranks if self.kind == "reduce_scatter" else 1)
 
     @property
-    def largest(self) -> int:
+    def values(self) -> int:
         """Values that a kernel numbers: those of all wires that a rank encodes, or stores."""
         return self.length * (self.ranks if self.kind == "all_gather" else self.rows)
 
@@ -225,7 +225,7 @@ def unsupported_reason(
         if why := supported.unsupported_reason(chain, max(length, 1)):
             return why
     for what, many in (
-        ("values", exchange.largest),
+        ("values", exchange.values),
         ("bytes of memory", memory_of(exchange).total),
     ):
         if many >= 2**31:

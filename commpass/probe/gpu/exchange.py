@@ -1,4 +1,5 @@
-"""Check the all_reduce in one kernel between GPUs, and time it beside the library's own."""
+"""Check collectives in one kernel between GPUs, and time the all_reduce beside the library's
+own."""
 
 from __future__ import annotations
 
@@ -28,31 +29,46 @@ MOST_BYTES = 8 << 20
 """The largest tensor that is timed by one kernel, whose programs are few."""
 CALLS, RUNS = 20, 5
 UNTESTED = "not tested: there is one rank"
+Collective = Callable[[Tensor, dist.ProcessGroup, str], Tensor]
 
 
 def findings(group: dist.ProcessGroup, device: torch.device) -> Iterator[Finding]:
-    """Yield whether the sums of all ranks are right, and the same everywhere. Every rank calls
+    """Yield whether the results of all ranks are right, and the same everywhere. Every rank calls
     it."""
-    for algorithm in ALGORITHMS:
-        test = f"exchange {CODEC} by {algorithm} in one kernel"
+    by: dict[str, Collective] = {
+        algorithm: partial(exchange.all_reduce, algorithm=algorithm) for algorithm in ALGORITHMS
+    }
+    by |= {"reduce_scatter": exchange.reduce_scatter, "all_gather": exchange.all_gather}
+    for name, collective in by.items():
+        what = f"by {name}" if name in ALGORITHMS else name
+        test = f"exchange {CODEC} {what} in one kernel"
         if group.size() < 2:
             yield Finding(test, UNTESTED, True)
             continue
         try:
-            yield _checked(test, algorithm, group, device)
+            yield _checked(test, name, collective, group, device)
         except (CommpassError, RuntimeError) as error:
             why = " ".join(str(error).split())[:200]
-            yield Finding(test, f"no: {why}", False, "use commpass.all_reduce")
+            instead = "all_reduce" if name in ALGORITHMS else name
+            yield Finding(test, f"no: {why}", False, f"use commpass.{instead}")
 
 
-def _checked(test: str, algorithm: str, group: dist.ProcessGroup, device: torch.device) -> Finding:
-    x = _values(group.rank(), NUMEL).to(device)
-    made = exchange.all_reduce(x, group, CODEC, algorithm).float().cpu()
-    every: list[Any] = [None] * group.size()
+def _checked(
+    test: str, name: str, collective: Collective, group: dist.ProcessGroup, device: torch.device
+) -> Finding:
+    ranks = group.size()
+    numel = NUMEL // ranks * ranks if name == "reduce_scatter" else NUMEL
+    x = _values(group.rank(), numel).to(device)
+    made = collective(x, group, CODEC).float().cpu()
+    every: list[Any] = [None] * ranks
     dist.all_gather_object(every, made.numpy().tobytes(), group)
-    exact = torch.stack([_values(rank, NUMEL).double() for rank in range(group.size())]).sum(0)
+    handed = torch.stack([_values(rank, numel).double() for rank in range(ranks)])
+    exact = handed.flatten() if name == "all_gather" else handed.sum(0)
+    if name == "reduce_scatter":
+        exact = exact.reshape(ranks, -1)[group.rank()]
     error = float((made.double() - exact).norm() / exact.norm())
-    alike, right = len(set(every)) == 1, error < TOLERATED
+    alike = len(set(every)) == 1 or name == "reduce_scatter"
+    right = error < TOLERATED
     state = f"error {error:.1e}" if alike else "ranks hold different bits"
     return Finding(test, state, alike and right, "" if alike and right else "do not use it")
 
