@@ -24,18 +24,14 @@ from commpass.probe.links import seconds_of, slowest_of
 
 CODECS = ("int8", "int4", "fp8", "rotated", "exponent", "cast")
 """The codecs whose rates a profile has; the slowest of them represents all others."""
-ON_CPUS = ("ecq",)
-"""Codecs that only a CPU has a kernel for."""
+SERIAL = ("ecq",)
+"""Codecs with a rate that represents no others: they are far slower."""
 SMALL, LARGE = 1 << 11, 1 << 22
 """A number of values for which the call takes longer than the values, and one for the opposite
 case."""
 REPEATS, CALLS, WARM_UP = 9, 200, 20
 """How often a kernel is timed, how often a small gather is, and the number of warm-up calls."""
 MATMUL = 1024
-
-
-def measured_codecs(device: torch.device) -> tuple[str, ...]:
-    return CODECS + ON_CPUS if device.type == "cpu" else CODECS
 
 
 def measure(
@@ -50,9 +46,8 @@ def measure(
     """
 
     clock = partial(slowest, group=group, device=device)
-    # A codec without a kernel keeps its rate: it is far slower than those that are measured.
-    rates = {name: known.rates[name] for name in ON_CPUS if name in known.rates}
-    for name in measured_codecs(device):
+    rates: dict[str, KernelRate] = {}
+    for name in CODECS + SERIAL:
         report(name)
         rates[name] = _rate(name, group, device, clock)
     aliases = dict.fromkeys(("bf16", "fp16"), rates["cast"])
