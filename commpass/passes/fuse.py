@@ -334,10 +334,13 @@ def _keep_value(replaced: fx.Node, result: fx.Node, value: Tensor) -> None:
 
 def _viewed(value: Tensor, like: Tensor) -> Tensor:
     """Return a contiguous value in the shape of another."""
-    quick = can_be_copied(value) and can_be_copied(like) and like.is_contiguous()
-    if quick and _form(value) == _form(like):
+    if can_be_copied(value) and _is_alike(like, value):
         return view_of(value, like)
     return value.view(like.shape)
+
+
+def _is_alike(like: Tensor, value: Tensor) -> bool:
+    return can_be_copied(like) and like.is_contiguous() and _form(value) == _form(like)
 
 
 def _form(value: Tensor) -> tuple[Any, ...]:

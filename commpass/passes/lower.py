@@ -179,11 +179,11 @@ def _lower(
     for node in graph.find_nodes(op="call_function", target=PAD):
         if MARK in node.meta and node.meta[MARK].site in by_kernel:
             _fill_beside(node)
-    known = FakeResults()
+    results = FakeResults()
     for node in graph.nodes:
         if node.target in operators.IMPLEMENTATIONS:
             with errors.of(*([node.meta[MARK].site] if MARK in node.meta else [])):
-                _inline(node, bodies.of(node), known)
+                _inline(node, bodies.of(node), results)
 
 
 def _fill_beside(node: fx.Node) -> None:
