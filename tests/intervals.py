@@ -292,7 +292,7 @@ class _Reader:
             for name, end in zip(after.arguments, ends, strict=True):
                 self._join(name, [end])
                 if end in limits and self.types[name].bits:
-                    self.known[name] = meet(self.of(end), limits[end])
+                    self.known[name] = meet(self.known[name], limits[end])
             self.run(after)
 
         self._until_steady(operation, run, lambda: returned(after), None)

@@ -14,9 +14,13 @@ from ttir import compile_to_ttir
 
 from commpass.codecs import SparseCodec
 from commpass.codecs.block.codec import BlockCodec
+from commpass.codecs.entropy.codec import EntropyCodec
+from commpass.codecs.entropy.coder import CHUNK, COARSEST
+from commpass.codecs.entropy.operators import sizes
 from commpass.codecs.exponent.codec import ExponentCodec
 from commpass.lowering.chain import Chain
 from commpass.lowering.gpu import (
+    entropy,
     exchange,
     exchange_kernel,
     exponent,
@@ -130,6 +134,20 @@ def of_exponent(codec: ExponentCodec, dtype: torch.dtype, numel: int, rows: int)
     return [
         *of_calls(lambda: exponent.encode_rows(codec, x)),
         *of_calls(lambda: exponent.decode_rows(codec, wire, numel, dtype)),
+    ]
+
+
+def of_entropy(codec: EntropyCodec, dtype: torch.dtype, numel: int, rows: int):
+    """Return the launches of encode and decode."""
+    x = _meta(dtype, rows, numel)
+    code, side = (_meta(torch.uint8, rows, each) for each in sizes(numel, codec.form.nbytes, dtype))
+    given = codec.form, codec.rotated
+    words = (0, 2 * CHUNK)  # two of each number at most
+    steps = dict.fromkeys(("finest", "coarsest", "first"), (-COARSEST, COARSEST))
+    assumed = {"variables": {"written": words, "read": words, "attempt": (0, 20), **steps}}
+    return [
+        *of_calls(lambda: entropy.encode_rows(x, *given), assumed),
+        *of_calls(lambda: entropy.decode_rows(code, side, *given, 1e38, numel), assumed),
     ]
 
 

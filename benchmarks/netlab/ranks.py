@@ -89,14 +89,23 @@ def run(lab: Lab, command: Sequence[str], course: Course) -> Outcome:
 def start(lab: Lab, host: int, command: Sequence[str]) -> subprocess.Popen:
     given = {name: value for name, value in os.environ.items() if name != APART}
     usual = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    cores = own_cores(lab.network.hosts)
+    only = ["taskset", "--cpu-list", str(cores[host])] if cores else []
     return subprocess.Popen(
-        ["ip", "netns", "exec", f"host{host}", *command],
+        [*only, "ip", "netns", "exec", f"host{host}", *command],
         env=usual | given | lab.environment(host),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,  # so that a rank ends with the processes that it started
     )
+
+
+def own_cores(hosts: int) -> list[int]:
+    """Return a core for each host, or none if there are fewer cores than hosts. Without one, the
+    scheduler at times lets two hosts wait for one core while another core is idle."""
+    cores = sorted(os.sched_getaffinity(0))
+    return cores[:hosts] if hosts <= len(cores) else []
 
 
 def relay(rank: int, member: subprocess.Popen) -> list[threading.Thread]:

@@ -39,6 +39,7 @@ from commpass.passes.fx.direction import gradients, keep_metadata
 from commpass.passes.fx.parse import graph_modules
 from commpass.plan import Simplification
 from commpass.policy.paths import ModulePaths
+from commpass.utils.frames import roomy
 
 TRAINS = (
     'inner="tensorrt" supports inference only, but this call requires gradients: run it under'
@@ -115,6 +116,7 @@ class Backend(Shared):
         ]
         return f"<commpass.backend: {', '.join(parts)}>"
 
+    @roomy
     def __call__(
         self,
         gm: fx.GraphModule,
@@ -308,6 +310,7 @@ class Backend(Shared):
             keep_inference_input_mutations=True,
         )(gm, example_inputs)
 
+    @roomy
     def compile(self, graph: TracedGraph) -> Any:
         """Run the passes on a graph, let the ranks agree on its plan, and compile it."""
         gm, calls = graph.gm, graph.calls

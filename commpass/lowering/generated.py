@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, fx
 
 from commpass.codecs import Codec, operators
+from commpass.codecs.entropy.codec import EntropyCodec
 from commpass.codecs.exponent.codec import ExponentCodec
 from commpass.codecs.sparse import SparseCodec
-from commpass.lowering import cpu, fused, matmul, sparse
+from commpass.lowering import cpu, entropy, fused, matmul, sparse
 from commpass.lowering.chain import Chain, Encode
 
 
@@ -44,6 +45,8 @@ def has_kernels(codec: Codec, numel: int, device: torch.device) -> bool:
     """Whether a GPU has kernels for a codec, for rows of ``numel`` values."""
     if isinstance(codec, ExponentCodec):
         return has_exponent_kernels(device)
+    if isinstance(codec, EntropyCodec):
+        return not entropy.unsupported_reason(device, numel)
     if _no_triton(device):
         return False
     if isinstance(codec, SparseCodec):

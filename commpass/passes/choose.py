@@ -46,7 +46,8 @@ def run(context: PassContext) -> None:
     allowed = [each.allowed for each in found]
     timeline = None
     timed = given.hides and policy.skip_overlapped and given.unsupported_reason is None
-    if timed and any(each.possible for each in options):
+    pairs = zip(options, allowed, strict=True)
+    if timed and any(its.possible and not terms.force for its, terms in pairs):
         timeline = initial_schedule(given.gm, found, policy, profile)
     plan = choose(
         [each.site for each in found],

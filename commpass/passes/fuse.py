@@ -32,6 +32,8 @@ from commpass.passes.epilogues import with_epilogue
 from commpass.passes.failures import site_errors
 from commpass.passes.fx import meta
 from commpass.passes.fx.erase import erase, replace
+from commpass.passes.fx.fake_results import FakeResults
+from commpass.passes.fx.fakes import can_be_copied, view_of
 from commpass.passes.fx.marks import inherit, nodes_by_site
 from commpass.passes.fx.ops import ROW_MATMULS, aten
 from commpass.passes.fx.parse import graph_modules
@@ -83,6 +85,7 @@ def fuse(
     number = {site.name: number for number, site in enumerate(plan)}
     by_kernel = {site.name: site for site in plan if site.lowering == "kernel"}
     found: dict[str, Fusions] = defaultdict(Fusions)
+    known = FakeResults()
     with site_errors() as errors:
         for _, module in graph_modules(gm) if by_kernel else ():
             of_site = nodes_by_site(module.graph)
@@ -92,7 +95,7 @@ def fuse(
             for name, nodes in own.items():
                 left = [node for node in nodes if not node._erased]
                 with errors.of(name), _excluding(encodes, nodes), _excluding(kept, nodes):
-                    for of in _fuse_site(left, found[name], profile, encodes, kept):
+                    for of in _fuse_site(left, found[name], profile, encodes, kept, known):
                         found[of].done.append(f"encode, with what follows the decode of {name}")
             if own:
                 module.recompile()
@@ -128,6 +131,7 @@ def _fuse_site(
     profile: Profile,
     encodes: Mapping[fx.Node, str],
     read: Mapping[fx.Node, int],
+    known: FakeResults,
 ) -> Iterator[str]:
     """Fuse what a site computes. Yield the names of other sites whose encodes its kernels compute.
 
@@ -143,7 +147,7 @@ def _fuse_site(
         if run.chain.decodes is None:
             made, missed = with_matmul(run, profile)
             if made is not None:
-                _replace_matmul(run, made)
+                _replace_matmul(run, made, known)
                 found.done.append("matmul+encode")
                 continue
             if missed:
@@ -160,7 +164,7 @@ def _fuse_site(
         last = chosen.nodes[-1]
         if of := encodes.get(last):
             yield of
-        results = _replace(chosen)
+        results = _replace(chosen, known)
         if last in read:
             sample.insert(results[-1:], results[-1].next, read[last])
     found.missed += [f"{role}: its wire travels in parts" for role in in_parts]
@@ -284,14 +288,14 @@ def _counted(notes: Sequence[str]) -> str:
 # --- replacement ----------------------------------------------------------------------------------
 
 
-def _replace(run: Run) -> list[fx.Node]:
+def _replace(run: Run, known: FakeResults) -> list[fx.Node]:
     """Replace a run by one fused operator. Return its results as nodes of the shapes of those that
     they replace, the further ones last."""
     chain, role, place = run.chain, fused.role_of(run.chain), run.place
     widths = [run.numel if each.width is None else each.width for each in further_inputs(chain)]
 
     def add(role: str, target: Any, *args: Any) -> fx.Node:
-        return _insert(place, run.coded, role, target, *args)
+        return _insert(place, run.coded, role, known, target, *args)
 
     def view(node: fx.Node, shape: Sequence[int]) -> fx.Node:
         same = node.meta["val"].shape == torch.Size(shape)
@@ -324,20 +328,37 @@ def _keep_value(replaced: fx.Node, result: fx.Node, value: Tensor) -> None:
     one memory.
     """
     if value.is_contiguous():
-        result.meta["val"] = value.view(result.meta["val"].shape)
+        result.meta["val"] = _viewed(value, result.meta["val"])
         replaced.meta["val"] = value
 
 
-def _replace_matmul(run: Run, product: Multiplied) -> None:
+def _viewed(value: Tensor, like: Tensor) -> Tensor:
+    """Return a contiguous value in the shape of another."""
+    if can_be_copied(value) and _is_alike(like, value):
+        return view_of(value, like)
+    return value.view(like.shape)
+
+
+def _is_alike(like: Tensor, value: Tensor) -> bool:
+    return can_be_copied(like) and like.is_contiguous() and _form(value) == _form(like)
+
+
+def _form(value: Tensor) -> tuple[Any, ...]:
+    return value.dtype, value.device, value.numel(), value.storage_offset()
+
+
+def _replace_matmul(run: Run, product: Multiplied, known: FakeResults) -> None:
     """Replace a matmul and its encode by one operator."""
     args = (product.a, product.b, product.bias, matmul.name_of(product.product))
     last = run.nodes[-1]
-    replace(last, _insert(last, run.coded, "matmul+encode", matmul.MATMUL, *args))
+    replace(last, _insert(last, run.coded, "matmul+encode", known, matmul.MATMUL, *args))
     for each in (*reversed(run.nodes[:-1]), *product.nodes):
         erase(each)
 
 
-def _insert(place: fx.Node, coded: fx.Node, role: str, target: Any, *args: Any) -> fx.Node:
-    node = insert(place, coded, target, *args)
+def _insert(
+    place: fx.Node, coded: fx.Node, role: str, known: FakeResults, target: Any, *args: Any
+) -> fx.Node:
+    node = insert(place, coded, target, *args, known=known)
     inherit(node, coded, role=role)
     return node

@@ -125,7 +125,8 @@ def initial_schedule(
     order: Sequence[fx.Node] = nodes
     reordered = "move" not in policy.skip
     if reordered:
-        order = ordered(work, timed(work, nodes), policy.more_memory)[1] or nodes
+        best = ordered(work, timed(work, nodes), policy.more_memory)[1]
+        order = nodes if best is None else best.order
     starts = tuple(each.call.node for each in found)
     return Schedule(work, order, starts, profile, predicted, reordered)
 

@@ -40,6 +40,7 @@ from commpass.passes.context import PassContext
 from commpass.passes.failures import SiteErrors, site_errors
 from commpass.passes.fx import meta
 from commpass.passes.fx.erase import erase, replace
+from commpass.passes.fx.fake_results import FakeResults
 from commpass.passes.fx.fakes import mode_of
 from commpass.passes.fx.marks import CODED, MARK, STRIDES, inherit, nodes_by_site
 from commpass.passes.fx.ops import ALLOCATORS, frozen, triton_calls
@@ -178,10 +179,11 @@ def _lower(
     for node in graph.find_nodes(op="call_function", target=PAD):
         if MARK in node.meta and node.meta[MARK].site in by_kernel:
             _fill_beside(node)
+    results = FakeResults()
     for node in graph.nodes:
         if node.target in operators.IMPLEMENTATIONS:
             with errors.of(*([node.meta[MARK].site] if MARK in node.meta else [])):
-                _inline(node, bodies.of(node))
+                _inline(node, bodies.of(node), results)
 
 
 def _fill_beside(node: fx.Node) -> None:
@@ -385,14 +387,15 @@ def _constants(node: fx.Node) -> str:
     return str(fx.map_arg((node.args, node.kwargs), lambda each: f"%{numbers[each]}"))
 
 
-def _inline(node: fx.Node, body: fx.Graph) -> None:
-    """Replace an operator by the nodes of its body."""
+def _inline(node: fx.Node, body: fx.Graph, known: FakeResults) -> None:
+    """Replace an operator by the nodes of its body, of whose fake values equal ones are
+    ``known``."""
     made: list[fx.Node] = []
 
     def describe(copy: fx.Node, _: fx.Node) -> None:
         copy.meta = {CODED: ()} if CODED in node.meta else {}
         inherit(copy, node)
-        set_value(copy)
+        set_value(copy, known)
         made.append(copy)
 
     inputs = node.all_input_nodes

@@ -53,6 +53,7 @@ from commpass.passes.failures import SiteFailure
 from commpass.passes.fx.erase import is_checked
 from commpass.plan import UNCOMPRESSED
 from commpass.utils.ambient import rewriting
+from commpass.utils.frames import roomy
 
 log = logging.getLogger("commpass")
 
@@ -115,6 +116,7 @@ MOST = 4
 """The maximum number of sites that a warning names."""
 
 
+@roomy
 @rewriting()
 def run(
     graph_input: GraphInput,

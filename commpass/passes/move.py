@@ -22,7 +22,7 @@ from commpass.passes.context import PassContext
 from commpass.passes.fx.memory import memory, peak
 from commpass.passes.fx.ops import is_heavy
 from commpass.passes.fx.parse import is_wait, parse, sources
-from commpass.passes.fx.schedule import Clock, schedule, sequence, timed
+from commpass.passes.fx.schedule import Clock, Scheduled, schedule, sequence, timed
 from commpass.passes.fx.work import Work, site_of, unsupported_reason, work_of
 from commpass.passes.results import Moved
 from commpass.plan import PlannedSite
@@ -51,37 +51,37 @@ def move(gm: fx.GraphModule, profile: Profile, more_memory: float) -> Moved:
     known = memory(gm.graph, in_place=True)
     work = work_of(gm.graph, known, profile)
     was = timed(work, nodes)
-    first, order = ordered(work, was, more_memory)
-    if not order:
+    first, found = ordered(work, was, more_memory)
+    if found is None:
         why = f"any other order would need more memory than {more_memory:.0%} above the peak"
         return _moved(gm, was, was, why=why)
-    now = timed(work, order)
+    now = found.clock
     if first == starts and was.now - now.now <= _worth(was):
         why = "no other order would be faster"
-        return _moved(gm, was, was, why=why, missed=_missed(work, starts, was, more_memory))
-    for node in order[:-1]:
-        order[-1].prepend(node)
+        return _moved(gm, was, was, why=why, missed=_missed(work, starts, found, was, more_memory))
+    *others, output = found.order
+    for node in others:
+        output.prepend(node)
     gm.recompile()
     reordered = () if first == starts else tuple(map(site_of, first))
-    missed = _missed(work, first, now, more_memory)
+    missed = _missed(work, first, found, now, more_memory)
     return _moved(gm, now, was, reordered=reordered, missed=missed)
 
 
 def ordered(
     work: Work, was: Clock, more_memory: float
-) -> tuple[Sequence[fx.Node], Sequence[fx.Node]]:
-    """Return the exchanges in the order of their starts, and the nodes in the order that overlaps
+) -> tuple[Sequence[fx.Node], Scheduled | None]:
+    """Return the exchanges in the order of their starts, and the order of all nodes that overlaps
     them best.
 
-    Return no nodes if every order exceeds the memory limit. ``was`` is the clock of the original
-    order.
+    Return None if every order exceeds the memory limit. ``was`` is the clock of the original order.
     """
     bound, worth = (1 + more_memory) * peak(work.nodes, work.memory), _worth(was)
     program = sorted(work.starts, key=work.index.__getitem__)
     for first in (sequence(work), program):
-        if order := _best(work, first, bound, worth):
-            return first, order
-    return program, ()
+        if found := _best(work, first, bound, worth):
+            return first, found
+    return program, None
 
 
 def _worth(was: Clock) -> float:
@@ -96,12 +96,15 @@ NEEDED = "nothing else can be computed while it travels: all that is left needs 
 
 
 def _missed(
-    work: Work, starts: Sequence[fx.Node], clock: Clock, more_memory: float
+    work: Work, starts: Sequence[fx.Node], best: Scheduled, clock: Clock, more_memory: float
 ) -> dict[str, str]:
-    """Return why the rank waits, for each site that it waits for."""
+    """Return why the rank waits, for each site that it waits for. ``best`` is the best order of
+    these starts, and ``clock`` that of the order that is used."""
     if not any(clock.exposed.values()):
         return {}
-    roomy = _exposed(timed(work, schedule(work, starts, _windows(starts)[-1], math.inf)))
+    if best.windowed or best.bounded:
+        best = schedule(work, starts, _windows(starts)[-1], math.inf)
+    roomy = _exposed(best.clock)
     found = {}
     for site, us in _exposed(clock).items():
         gain = us - roomy.get(site, 0.0)
@@ -129,16 +132,20 @@ def with_exposure(plan: Sequence[PlannedSite], moved: Moved) -> tuple[PlannedSit
     return tuple(map(of, plan))
 
 
-def _best(work: Work, starts: Sequence[fx.Node], bound: float, worth: float) -> list[fx.Node]:
+def _best(work: Work, starts: Sequence[fx.Node], bound: float, worth: float) -> Scheduled | None:
     """Return the order with the smallest window that is at most ``worth`` microseconds slower than
     the fastest.
 
-    Return no nodes if every order exceeds the memory limit.
+    Return None if every order exceeds the memory limit.
     """
-    orders = [schedule(work, starts, window, bound) for window in _windows(starts)]
-    ends = [(timed(work, each).now, each) for each in orders if peak(each, work.memory) <= bound]
-    least = min((end for end, _ in ends), default=0.0)
-    return next((each for end, each in ends if end <= least + worth), [])
+    orders: list[Scheduled] = []
+    for window in _windows(starts):
+        orders.append(schedule(work, starts, window, bound))
+        if not orders[-1].windowed:  # larger windows give the same order
+            break
+    fitting = [each for each in orders if each.peak <= bound]
+    least = min((each.clock.now for each in fitting), default=0.0)
+    return next((each for each in fitting if each.clock.now <= least + worth), None)
 
 
 def _windows(starts: Sequence[fx.Node]) -> list[int]:

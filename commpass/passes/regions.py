@@ -100,11 +100,12 @@ class Region:
 
 def places(nodes: Sequence[fx.Node]) -> dict[fx.Node, JoinColumns]:
     """Return the places of the parts of each ``join`` whose parts are all made by regions."""
-    made = {node for region in regions(nodes) for node in region.nodes}
     found: dict[fx.Node, JoinColumns] = {}
-    for join in nodes:
-        if join.target is not JOIN or not _is_fixed(join):
-            continue
+    joins = [node for node in nodes if node.target is JOIN and _is_fixed(node)]
+    if not joins:
+        return found
+    made = {node for region in regions(nodes) for node in region.nodes}
+    for join in joins:
         parts: Any = join.args[0]
         if not made.issuperset(parts) or any(len(part.users) > 1 for part in parts):
             continue

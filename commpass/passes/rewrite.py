@@ -86,7 +86,7 @@ def rewrite(
                 inputs = [site.input, *sizes_of(site), *_joined(site, state_nodes)]
                 encoded[planned.name] = fake_of(inputs[0])
                 template = templates.of(site, planned, inputs)
-                results = splice_site(site, planned.name, template, inputs)
+                results = splice_site(site, planned.name, template, inputs, templates.results)
                 if planned.lowering == SINGLE_KERNEL:
                     results[0].meta[US] = planned.predicted_us
                 if state_nodes:

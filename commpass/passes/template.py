@@ -18,6 +18,7 @@ from commpass.collectives.data_sized import sizes_of_data
 from commpass.errors import VerifyError
 from commpass.passes.fx import meta
 from commpass.passes.fx.aliasing import is_view
+from commpass.passes.fx.fake_results import FakeResults
 from commpass.passes.fx.fakes import another, can_be_copied, fake_of
 from commpass.passes.fx.marks import MARK, Mark, is_single_kernel, marks
 from commpass.passes.fx.parse import is_wait, value_of
@@ -32,11 +33,12 @@ from commpass.utils.ambient import without_ambient_state
 
 @dataclass(frozen=True)
 class Template:
-    """A traced algorithm. If ``own_sizes``, it contains value-dependent sizes, so that no other
-    site can share it."""
+    """A traced algorithm. ``copied`` are the nodes whose fake values are copied for each site. If
+    ``own_sizes``, it contains value-dependent sizes, so that no other site can share it."""
 
     graph: fx.Graph
     marks: dict[fx.Node, Mark]
+    copied: frozenset[fx.Node]
     own_sizes: bool
 
 
@@ -47,6 +49,7 @@ class Templates:
     decompositions: Decompositions
     peer_memory: PeerMemoryOf = no_peer_memory
     traced: dict[tuple[Any, ...], Template] = field(default_factory=dict)
+    results: FakeResults = field(default_factory=FakeResults)
 
     def of(self, found: GraphSite, planned: PlannedSite, inputs: Sequence[fx.Node]) -> Template:
         key = (
@@ -70,7 +73,7 @@ class Templates:
             else:
                 graph = trace(planned, found, inputs, self.decompositions)
             own = any("unbacked_bindings" in node.meta for node in graph.nodes)
-            template = Template(graph, marks(graph, ""), own)
+            template = Template(graph, marks(graph, ""), _copied(graph), own)
             if own:
                 return template
             self.traced[key] = template
@@ -146,11 +149,22 @@ def _rank(planned: PlannedSite) -> int:
     return rank
 
 
+def _copied(graph: fx.Graph) -> frozenset[fx.Node]:
+    """Return the nodes whose fake values of fixed sizes are not views."""
+    return frozenset(
+        node for node in graph.nodes if can_be_copied(node.meta.get("val")) and not is_view(node)
+    )
+
+
 def splice_site(
-    found: GraphSite, name: str, template: Template, inputs: Sequence[fx.Node]
+    found: GraphSite,
+    name: str,
+    template: Template,
+    inputs: Sequence[fx.Node],
+    known: FakeResults,
 ) -> list[fx.Node]:
     """Copy a traced algorithm into the graph of a site. Return the nodes of its result and of its
-    new state, if any.
+    new state, if any. ``known`` has fake values of sites that were inserted before.
 
     Nodes that depend on no wait are inserted at the collective, the others before the first wait
     for its result. Computation in between then overlaps the first exchanges. If there is no such
@@ -168,9 +182,12 @@ def splice_site(
         late.add(node)
         return anchor
 
+    carried = meta.carried(collective)
+
     def describe(copy: fx.Node, node: fx.Node) -> None:
-        mark = replace(template.marks[node], site=name)
-        _describe(copy, found, mark, node, template.own_sizes)
+        mark = template.marks[node]
+        copy.meta = {MARK: Mark(name, mark.hop, mark.role, mark.chunk), **carried}
+        _set_value(copy, found, node, template, known)
 
     results = splice(template.graph, inputs, before, describe)
     return list(results) if isinstance(results, (tuple, list)) else [results]
@@ -189,26 +206,24 @@ def _anchor(found: GraphSite) -> fx.Node:
     return first if is_wait(first) else first.all_input_nodes[0]
 
 
-def _describe(copy: fx.Node, found: GraphSite, mark: Mark, node: fx.Node, own_sizes: bool) -> None:
-    """Set the metadata of an inserted node: its site's, and its own fake value, because storages
-    identify aliases.
+def _set_value(
+    copy: fx.Node, found: GraphSite, node: fx.Node, template: Template, known: FakeResults
+) -> None:
+    """Give an inserted node its own fake value, because storages identify aliases.
 
-    The fake value is that of the traced ``node`` if no other site shares it (``own_sizes``).
+    It is that of the traced ``node`` if no other site shares the template.
     """
-    copy.meta = {MARK: mark}
-    meta.carry(found.call.node, copy)
     by_node = isinstance(found.call.group, fx.Node)  # but it was traced with the group's name
     if by_node and not is_single_kernel(copy):
         copy.args = tuple(found.call.group if arg == found.site.group else arg for arg in copy.args)
-    held = node.meta.get("val")
-    if own_sizes:
+    if template.own_sizes:
         copy.meta |= {
             key: node.meta[key] for key in ("val", "unbacked_bindings") if key in node.meta
         }
-    elif can_be_copied(held) and not is_view(node):
-        copy.meta["val"] = another(held)
+    elif node in template.copied:
+        copy.meta["val"] = another(node.meta["val"])
     else:
-        set_value(copy, partial(_value, found))
+        set_value(copy, known, partial(_value, found))
 
 
 def _value(found: GraphSite, node: fx.Node) -> Any:

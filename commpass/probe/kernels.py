@@ -20,22 +20,20 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from commpass.codecs import Codec, codec
 from commpass.collectives import messages
 from commpass.costmodel import KernelRate, Kernels
+from commpass.lowering import cpu
+from commpass.lowering.chain import Cast, Chain, Decode, Encode
 from commpass.probe.links import seconds_of, slowest_of
 
 CODECS = ("int8", "int4", "fp8", "rotated", "exponent", "cast")
-"""The codecs whose rates a profile has; the slowest of them represents all others."""
-ON_CPUS = ("ecq",)
-"""Codecs that only a CPU has a kernel for."""
+"""The codecs whose rates a profile has; all others are taken for slower ones (``_other``)."""
+SERIAL = ("ecq",)
+"""Codecs with a rate that represents no others: they are far slower."""
 SMALL, LARGE = 1 << 11, 1 << 22
 """A number of values for which the call takes longer than the values, and one for the opposite
 case."""
 REPEATS, CALLS, WARM_UP = 9, 200, 20
 """How often a kernel is timed, how often a small gather is, and the number of warm-up calls."""
 MATMUL = 1024
-
-
-def measured_codecs(device: torch.device) -> tuple[str, ...]:
-    return CODECS + ON_CPUS if device.type == "cpu" else CODECS
 
 
 def measure(
@@ -50,11 +48,14 @@ def measure(
     """
 
     clock = partial(slowest, group=group, device=device)
-    # A codec without a kernel keeps its rate: it is far slower than those that are measured.
-    rates = {name: known.rates[name] for name in ON_CPUS if name in known.rates}
-    for name in measured_codecs(device):
+    rates: dict[str, KernelRate] = {}
+    calls: dict[str, float] = {}
+    for name in CODECS + SERIAL:
         report(name)
-        rates[name] = _rate(name, group, device, clock)
+        rates[name], calls[name] = _rate(name, group, device, clock)
+    call_us = median(calls[name] for name in CODECS)
+    for name in SERIAL:
+        rates[name] = dataclasses.replace(rates[name], call_us=calls[name])
     aliases = dict.fromkeys(("bf16", "fp16"), rates["cast"])
     side = torch.randn(MATMUL, MATMUL, device=device)
     floats = torch.randn(LARGE, device=device)
@@ -62,35 +63,78 @@ def measure(
     return dataclasses.replace(
         known,
         rates={**rates, **aliases},
-        other=KernelRate(
-            max(rates[name].encode_ns for name in CODECS),
-            max(rates[name].decode_ns for name in CODECS),
-        ),
-        call_us=median(rates[name].call_us or 0.0 for name in CODECS),
+        other=_other(rates, known),
+        call_us=call_us,
         gflops=round(2e-9 * MATMUL**3 / clock(lambda: side @ side), 1),
         gbytes_per_s=round(2e-9 * 4 * LARGE / clock(lambda: copied.copy_(floats)), 2),
     )
 
 
+def _other(rates: Mapping[str, KernelRate], known: Kernels) -> KernelRate:
+    """Return the rate of all other codecs: as many times that of the slowest one as in what is
+    known, at least once."""
+
+    def ns(role: str) -> float:
+        slowest, stated = (
+            max(getattr(each[name], role) for name in CODECS if name in each)
+            for each in (rates, known.rates)
+        )
+        times: float = max(getattr(known.other, role) / stated, 1.0)
+        return round(slowest * times, 4)
+
+    return KernelRate(ns("encode_ns"), ns("decode_ns"))
+
+
 Clock = Callable[[Callable[[], Any]], float]
 """Returns the time of a call."""
+Call = Callable[[Tensor], Tensor]
 
 
-def _rate(name: str, group: dist.ProcessGroup, device: torch.device, clock: Clock) -> KernelRate:
+def _rate(
+    name: str, group: dist.ProcessGroup, device: torch.device, clock: Clock
+) -> tuple[KernelRate, float]:
     """Return the nanoseconds of a value to encode and to decode, and each call's overhead in
     microseconds."""
     coder = codec(name)
     rows = torch.randn(1, LARGE, device=device)
-    encode = _compiled(coder.encode_rows, rows)
+    encode, decode = _by_kernel(coder, device) or _inline(coder, rows)
     wire = encode(rows)
-    decode = _compiled(_decoded(coder, LARGE), wire)
     encode_ns = 1e9 * clock(partial(encode, rows)) / LARGE
     decode_ns = 1e9 * clock(partial(decode, wire)) / LARGE
     call_us = _call_us(coder, encode_ns + group.size() * decode_ns, group, device)
-    return KernelRate(round(encode_ns, 4), round(decode_ns, 4), round(call_us, 1))
+    return KernelRate(round(encode_ns, 4), round(decode_ns, 4)), round(call_us, 1)
 
 
-def _decoded(codec: Codec, numel: int) -> Callable[[Any], Tensor]:
+def _inline(coder: Codec, rows: Tensor) -> tuple[Call, Call]:
+    """Return encode and decode as Inductor compiles them."""
+    encode = _compiled(coder.encode_rows, rows)
+    return encode, _compiled(_decoded(coder, LARGE), encode(rows))
+
+
+def _by_kernel(coder: Codec, device: torch.device) -> tuple[Call, Call] | None:
+    """Return encode and decode as the C++ that graphs call; None on a GPU, and without C++ for the
+    codec."""
+    encoding = Chain(torch.float32, (Encode(coder),))
+    decoding = Chain(torch.uint8, (Decode(coder, torch.float32), Cast(torch.float32)))
+    if device.type != "cpu" or any(map(cpu.unsupported_reason, (encoding, decoding))):
+        return None
+    encoder, decoder = cpu.compile_chain(encoding), cpu.compile_chain(decoding)
+    size = coder.wire_bytes(LARGE, torch.float32)
+
+    def encode(rows: Tensor) -> Tensor:
+        wire = rows.new_empty((1, size), dtype=torch.uint8)
+        encoder([rows], wire, LARGE)
+        return wire
+
+    def decode(wire: Tensor) -> Tensor:
+        rows = wire.new_empty((1, LARGE), dtype=torch.float32)
+        decoder([wire], rows, LARGE)
+        return rows
+
+    return encode, decode
+
+
+def _decoded(codec: Codec, numel: int) -> Call:
     return lambda wire: codec.decode_rows(wire, numel, torch.float32).to(torch.float32)
 
 

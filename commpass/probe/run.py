@@ -15,8 +15,8 @@ from commpass.costmodel.fit import Point, regions
 from commpass.distributed.hosts import on_each_host
 from commpass.distributed.machine import default_here, device_of, host_id, this_machine
 from commpass.errors import ProfileError
+from commpass.probe.kernels import CODECS, SERIAL
 from commpass.probe.kernels import measure as kernel_times
-from commpass.probe.kernels import measured_codecs
 from commpass.probe.links import Times, kinds, measure, overhead_us
 from commpass.utils.version import own_version
 
@@ -53,9 +53,7 @@ def probe(
         }
     by_messages = device.type == "cpu"
     busy = round(overhead_us(world, device), 1) if by_messages else 0.0
-    many = len(levels) * len(kinds(world, by_messages=by_messages)) + kernels * len(
-        measured_codecs(device)
-    )
+    many = len(levels) * len(kinds(world, by_messages=by_messages)) + kernels * len(CODECS + SERIAL)
     done = 0
 
     def report(message: str) -> None:

@@ -162,6 +162,7 @@ def decided(
     """Return the choice for one collective that no compute overlaps."""
     unit = ranks * dtype_of(dtype).itemsize
     entries = max(1, nbytes // unit) * ranks
+    device = device_of(profile.kernels)
     site = Site(
         name=kind,
         kind=kind,
@@ -172,7 +173,8 @@ def decided(
         shape=(entries,),
         bytes=entries * unit // ranks,
         direction="backward",
-        device=device_of(profile.kernels),
+        device=device,
+        by_messages=device == "cpu",  # as with gloo
     )
     allowed = policy.allowed(site)[0]
     options = candidates(site, allowed, profile, policy.reassociate)

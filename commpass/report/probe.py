@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
@@ -39,7 +40,7 @@ def run(output: Path, seconds: float, *, kernels: bool, plot: Path | None, json:
             file = probe(seconds, name=output.stem, kernels=kernels, progress=show_progress)
         if not first:
             return
-    write(output, file)
+    _write(output, file)
     if json:
         print_json(file)
     else:
@@ -69,6 +70,16 @@ def _check_folder(output: Path) -> None:
     dist.broadcast_object_list(found)
     if found[0] is not None:
         raise ProfileError(f"{output}: cannot be written: {found[0]}")
+
+
+def _write(output: Path, file: ProfileFile) -> None:
+    """Write the file; elsewhere if that fails now, since measuring took long."""
+    try:
+        write(output, file)
+    except ProfileError as error:
+        kept = Path(tempfile.mkdtemp(prefix="commpass-")) / output.name
+        write(kept, file)
+        raise ProfileError(f"{error}. The measurement is in {kept}") from error
 
 
 NOISE = 0.5

@@ -52,7 +52,12 @@ def read_json(
     except OSError as error:
         raise form.error(f"{path}: cannot be read: {error.strerror}") from error
     version = _field(head := _head(path, raw, form), "version")
-    if not isinstance(version, int) or version > form.version:
+    if type(version) is not int or version < 1:
+        raise form.error(
+            f"{path}: {form.what} version {version!r}: versions are 1 to {form.version};"
+            f" {form.again}"
+        )
+    if version > form.version:
         raise form.error(
             f"{path}: {form.what} version {version!r} was written by commpass"
             f" {_field(head, 'commpass') or '?'}; this one reads up to version {form.version}:"

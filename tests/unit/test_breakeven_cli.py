@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import commpass
 from commpass.cli import app
 from commpass.policy import policy_named
-from commpass.report.breakeven import LEAST, MOST, decided, even, smallest
+from commpass.report.breakeven import LEAST, MOST, decided, even, profile_of, smallest
 
 BALANCED = policy_named("balanced")
 
@@ -50,10 +50,21 @@ def test_example_of_the_page_prints_what_the_page_shows(tmp_path, monkeypatch):
 
 
 def test_least_tensor_has_a_value_for_each_rank():
-    slow = commpass.ethernet(0.1)
+    slow = commpass.ethernet(0.05)
     row = even(slow, 1000, "float32", "all_gather", BALANCED, 1 << 24)
     assert row.from_bytes == smallest(1000, "float32") == 4096
     assert smallest(2, "float32") == LEAST
+
+
+def test_cpus_send_messages_and_gpus_do_not():
+    """As with gloo, where chunks of messages overlap with coding."""
+    of = ("float32", "all_reduce", BALANCED, 1 << 24)
+    cpus = decided(commpass.ethernet(1), 2, *of)
+    assert cpus.by_messages
+    assert cpus.chunks > 1
+    gpus = decided(profile_of("ethernet-1g", "h100"), 2, *of)
+    assert gpus.compressed
+    assert not gpus.by_messages
 
 
 def test_fast_link_never_pays_and_says_so(monkeypatch):

@@ -12,7 +12,7 @@ from deciding import decide
 from commpass import Policy
 from commpass.backend.options import in_cuda_graphs
 from commpass.costmodel import Link, Profile, default_profile, profile_named
-from commpass.costmodel.cards import CARDS, GPU, LOOPS, SHARES, card_of
+from commpass.costmodel.cards import CARDS, GPU, SERIAL, SHARES, card_of
 from commpass.costmodel.interconnects import INTERCONNECTS
 from commpass.costmodel.kernels import CPU
 from commpass.costmodel.links import START_US
@@ -224,7 +224,7 @@ def test_rack_of_one_interconnect_is_as_one_host():
 
 @pytest.mark.parametrize("kernels", [GPU, *(card.kernels for card in CARDS.values())])
 def test_simpler_codec_costs_less(kernels):
-    assert kernels.rates.keys() == SHARES.keys() | LOOPS.keys()
+    assert kernels.rates.keys() == SHARES.keys() | SERIAL.keys()
     int8, rotated, taco = (kernels.rates[name] for name in ("int8", "rotated", "taco"))
     assert int8.encode_ns < rotated.encode_ns < taco.encode_ns
     assert int8.decode_ns < rotated.decode_ns

@@ -40,7 +40,7 @@ def found_here(name: str) -> list[Finding]:
 
 @pytest.mark.slow
 @pytest.mark.few(2)
-@pytest.mark.parametrize("name", ["int8", "exponent", "rotated", "mxfp4", "fp8", "int6"])
+@pytest.mark.parametrize("name", ["int8", "exponent", "rotated", "mxfp4", "fp8", "int6", "ecq"])
 def test_kernels_of_a_codec_pass(name):
     (found,) = interpreted(found_here, name)
     assert found.works, found

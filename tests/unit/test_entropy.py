@@ -8,6 +8,7 @@ import os
 import struct
 import subprocess
 import sys
+import warnings
 
 import numpy as np
 import pytest
@@ -446,10 +447,11 @@ def test_compiled_code_for_any_size_gives_the_bytes_of_eager_code():
 
 def test_device_without_a_kernel_is_warned_about_once():
     operators._warn_once.cache_clear()
-    with pytest.warns(UserWarning, match="codec 'ecq' has no kernel for cuda"):
-        operators._warn_once("cuda")
-    operators._warn_once("cpu")
-    assert operators._warn_once.cache_info().currsize == 2
+    with pytest.warns(UserWarning, match="codec 'ecq' on cuda: no Triton. Each encode"):
+        operators._warn_once("cuda", "no Triton")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        operators._warn_once("cuda", "no Triton")
 
 
 def test_roots_are_those_of_two():

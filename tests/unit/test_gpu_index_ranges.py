@@ -14,6 +14,7 @@ from ttir import parse_ttir
 
 from commpass.codecs import codec
 from commpass.codecs.block.codec import BlockCodec
+from commpass.codecs.entropy.codec import EntropyCodec
 from commpass.codecs.exponent.codec import ExponentCodec
 from commpass.codecs.sparse import SparseCodec
 from commpass.lowering.chain import Add, Cast, Chain, Decode, Encode, Normalize, Scale, Store, Sum
@@ -99,6 +100,15 @@ def test_exponent_counts_in_enough_bits(spec, dtype, rows, numel):
     check(some)
 
 
+@pytest.mark.parametrize(("numel", "rows"), [(2**30 - 1, 4), rarely(1, 2**20)])
+def test_ecq_counts_in_enough_bits(numel, rows):
+    coder = codec("ecq(bits=12)")
+    assert isinstance(coder, EntropyCodec)
+    some = launches.of_entropy(coder, BF16, numel, rows)
+    assert len(some) == 4
+    check(some)
+
+
 SPARSE = (
     *("topk", "topk(indices=bitmap)", "topk(indices=blocks16)", "topk(density=0.5)"),
     *("topk(values=fp16)", "gaussiank", "redsync", "sidco", "dgc", "randomk"),
@@ -178,6 +188,14 @@ def test_longer_rows_are_found():
 
 
 @pytest.mark.every
+def test_chunks_of_ecq_in_32_bits_are_found():
+    coder = codec("ecq(bits=12)")
+    assert isinstance(coder, EntropyCodec)
+    found = launches.of_entropy(coder, BF16, 2**30 - 1, 4)
+    code = broken(found[1], "number = tl.program_id(0).to(tl.int64)", "number = tl.program_id(0)")
+    assert any("BLOCK" in each for each in code)
+
+
 def test_rows_of_exponent_in_32_bits_are_found():
     coder = codec("exponent")
     assert isinstance(coder, ExponentCodec)

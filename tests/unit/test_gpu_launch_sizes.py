@@ -10,11 +10,13 @@ import torch
 
 from commpass.codecs import codec
 from commpass.codecs.block.codec import BlockCodec
+from commpass.codecs.entropy import operators
+from commpass.codecs.entropy.codec import EntropyCodec
 from commpass.lowering.chain import Cast, Chain, Decode, Encode, Sum
 
 pytest.importorskip("triton", reason="kernels are written in Triton: pip install commpass[kernels]")
 
-from commpass.lowering.gpu import exponent, generate, launch, supported
+from commpass.lowering.gpu import entropy, exponent, generate, launch, supported
 from commpass.lowering.gpu.call import calls_of
 
 MOST_X, MOST_YZ = 2**31 - 1, 65_535
@@ -65,6 +67,32 @@ def test_grid_of_a_chain_is_within_the_limits_and_covers_all(spec):
             assert x * generated.blocks >= coder.layout.blocks(numel) > (x - 1) * generated.blocks
             launched += 1
     assert launched >= 80
+
+
+def test_launches_of_ecq_are_within_the_limits():
+    coder = codec("ecq")
+    assert isinstance(coder, EntropyCodec)
+    for numel, rows in sizes():
+        if entropy.unsupported_reason(numel):
+            assert numel >= entropy.MOST
+            continue
+        rows_of = torch.empty((rows, numel), dtype=torch.bfloat16, device="meta")
+        code, side = (
+            torch.empty((rows, each), dtype=torch.uint8, device="meta")
+            for each in operators.sizes(numel, coder.form.nbytes, torch.bfloat16)
+        )
+        given = (coder.form, True)
+        made = calls_of(lambda x=rows_of, given=given: entropy.encode_rows(x, *given))
+        made += calls_of(
+            lambda wire=(code, side), given=given, numel=numel: entropy.decode_rows(
+                *wire, *given, 1e38, numel
+            )
+        )
+        assert len(made) == 4
+        for call in made:
+            assert 1 <= call.programs <= MOST_X
+            numbers = [each for each in call.arguments.values() if isinstance(each, int)]
+            assert max(numbers) < 2**31
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -43,23 +45,59 @@ def test_codecs_of_one_class_are_all_compiled(role, monkeypatch):
 
 
 @pytest.mark.parametrize(("known", "device"), [(GPU, "cuda"), (CPU, "cpu")])
-def test_a_codec_without_a_kernel_keeps_its_assumed_rate(known, device, monkeypatch):
-    """The measured rates of other codecs would make it thousands of times as fast."""
-    measured = KernelRate(1.0, 2.0, call_us=3.0)
+def test_every_codec_is_measured_and_serial_ones_represent_no_others(known, device, monkeypatch):
+    measured, slow = KernelRate(1.0, 2.0), KernelRate(9.0, 8.0)
+    calls = dict(
+        zip((*kernels.CODECS, "ecq"), (3.0, 3.0, 900.0, 4.0, 5.0, 2.0, 700.0), strict=True)
+    )
     seen = []
-    monkeypatch.setattr(kernels, "_rate", lambda *_: measured)
+    monkeypatch.setattr(
+        kernels, "_rate", lambda name, *_: (slow if name == "ecq" else measured, calls[name])
+    )
     monkeypatch.setattr(kernels, "slowest", lambda *_, **__: 1.0)
     monkeypatch.setattr(kernels.torch, "randn", lambda *_, device: torch.ones(2, 2))
     found = kernels.measure(None, torch.device(device), known, seen.append)
-    assert found.call_us == 3.0
-    assert found.rates["ecq"] == (known.rates["ecq"] if device == "cuda" else measured)
-    assert tuple(seen) == kernels.measured_codecs(torch.device(device))
+    assert seen == [*kernels.CODECS, "ecq"]
+    assert found.call_us == 3.5, "one call that took long counts little"
+    stated = {"cuda": (3.0 / 0.5) / (3.01 / 0.67), "cpu": 3.0 / 1.55}  # others over the slowest
+    assert found.other.encode_ns == pytest.approx(stated[device], rel=1e-3)
+    assert found.rates["ecq"] == dataclasses.replace(slow, call_us=700.0)
+    assert found.rates["int8"] == measured
+
+
+@pytest.mark.parametrize("name", ["int8", "rotated", "exponent"])
+def test_a_cpu_is_timed_with_the_code_that_graphs_call(name, monkeypatch):
+    """Inductor's own code of ``rotated`` takes four times as long."""
+    monkeypatch.setattr(kernels, "LARGE", 1 << 12)
+    monkeypatch.setattr(kernels, "_inline", None)
+    timed, x = [], torch.randn(1, 1 << 12)
+    monkeypatch.setattr(kernels.torch, "randn", lambda *_, device: x)
+    monkeypatch.setattr(kernels, "_call_us", lambda *_: 5.0)
+
+    def clock(run):
+        timed.append(run())
+        return 1.0
+
+    group = SimpleNamespace(size=lambda: 1)
+    rate, call_us = kernels._rate(name, group, torch.device("cpu"), clock)
+    wire, rows = timed
+    coder = codec(name)
+    # A rotation adds up in another order than the plain form.
+    torch.testing.assert_close(rows, coder.decode_rows(wire, x.numel(), torch.float32))
+    assert (rate.encode_ns, call_us) == (round(1e9 / 4096, 4), 5.0)
+
+
+@pytest.mark.parametrize(("name", "device"), [("ecq", "cpu"), ("int8", "cuda"), ("cast", "cpu")])
+def test_what_has_no_cpp_is_timed_as_inductor_compiles_it(name, device):
+    made = kernels._by_kernel(codec(name), torch.device(device))
+    assert made is None
 
 
 def test_a_wrapper_is_not_faster_than_its_inner_codecs():
-    """On a GPU, ecq is a loop of 0.1 s, and the wrapper has no rate of its own."""
+    """ecq codes one number after the other, and the wrapper has no rate of its own."""
+    alone = GPU.time_us("int8", "encode", 1e3)
     for text in ("outlier(inner=ecq, width=8)", "segments(inner=dgc(values=ecq(bits=2)))"):
-        assert GPU.time_us(text, "encode", 1e3) == GPU.time_us("ecq", "encode", 1e3) > 1e5
+        assert GPU.time_us(text, "encode", 1e3) == GPU.time_us("ecq", "encode", 1e3) > 20 * alone
         assert CPU.values_us(text, "decode", 1e3) == CPU.values_us("ecq", "decode", 1e3)
     plain = CPU.time_us("outlier", "encode", 1e3)
     assert CPU.time_us("outlier(inner=int8)", "encode", 1e3) == plain

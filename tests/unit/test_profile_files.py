@@ -30,6 +30,7 @@ from commpass.costmodel.interconnects import INTERCONNECTS
 from commpass.costmodel.profile import NAMES, link_named, profile_named
 from commpass.distributed.machine import differences_from, processor, this_machine
 from commpass.errors import CommpassError, PolicyError, ProfileError
+from commpass.report import probe as report_probe
 from commpass.report.probe import group, noisy, parts, without_rate
 
 MACHINE = Machine(
@@ -87,6 +88,8 @@ def test_digest_is_that_of_the_numbers_and_not_of_the_name(path):
         (lambda x: "{}", "not a commpass profile"),
         (lambda x: "[1]", "not a commpass profile"),
         (lambda x: x.replace('"version": 2', '"version": 9'), "version 9.*up to version 2"),
+        (lambda x: x.replace('"version": 2', '"version": 0'), "version 0: versions are 1 to 2"),
+        (lambda x: x.replace('"version": 2', '"version": true'), "version True: versions are"),
         (lambda x: x.replace('"alpha_us": 60', '"alpha_us": -1'), "alpha_us"),
         (lambda x: x.replace('"alpha_us": 60', '"alpha_us": "x"'), r"\$\.profile\.link"),
         (lambda x: x.replace('"all_reduce": [', '"all_reduced": ['), "did you mean 'all_reduce'"),
@@ -109,6 +112,14 @@ def test_file_that_is_not_there(tmp_path):
         profile_from(tmp_path / "none.txt")
     with pytest.raises(ProfileError, match="cannot be written"):
         write(tmp_path / "none" / "x.json", file())
+
+
+def test_measurement_that_cannot_be_written_at_the_end_is_kept(tmp_path):
+    with pytest.raises(ProfileError, match="cannot be written") as error:
+        report_probe._write(tmp_path / "gone" / "cluster.json", file())
+    kept = Path(str(error.value).rpartition("The measurement is in ")[2])
+    assert kept.name == "cluster.json"
+    assert read(kept) == file()
 
 
 # --- TOML -----------------------------------------------------------------------------------------

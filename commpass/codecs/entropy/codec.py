@@ -75,10 +75,13 @@ class EntropyCodec(Codec):
         return self.encode_pieces(rows)
 
     def encode_pieces(self, rows: Tensor) -> tuple[Tensor, ...]:
-        regions = torch.ops.commpass.entropy_encode(
-            rows, self.form.nbytes, self.form.even, self.rotated
+        return self.padded(
+            *torch.ops.commpass.entropy_encode(rows, self.form.nbytes, self.form.even, self.rotated)
         )
-        return tuple(pad(region, aligned(region.shape[1])) for region in regions)
+
+    def padded(self, code: Tensor, side: Tensor) -> tuple[Tensor, ...]:
+        """Return the parts of a wire, of the code and the scales."""
+        return tuple(pad(each, aligned(each.shape[1])) for each in (code, side))
 
     def decode_rows(self, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         code, side = self.parts(numel, dtype)
@@ -123,8 +126,7 @@ PRESETS = (
     Preset(
         "ecq",
         ecq,
-        "rotated integers in an entropy code of fixed size: least error for its bytes; slow, and"
-        " on CPUs only",
+        "rotated integers in an entropy code of fixed size: least error for its bytes; slow",
         ("ecq(bits=2)", "ecq(bits=3)", "ecq", "ecq(bits=6)", "ecq(bits=8)"),
     ),
 )

@@ -1,12 +1,15 @@
 """Encode and decode of codec ``ecq`` as one operator each: their loops are no tensor operations.
 
-On a CPU they run C++ (for float64, without the rotation and the scales), and elsewhere the plain
-form. The bytes and the values are the same: replicas may differ in their devices and compilers.
+On a CPU they run C++ (for float64, without the rotation and the scales), and on a GPU kernels of
+Triton. The plain form serves for all else. The bytes and the values are the same: replicas may
+differ in their devices and compilers.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -26,6 +29,21 @@ OF_CHUNK = CHUNK // BLOCK
 STORED = "pow2"
 """The storage format of the scale of a chunk: a power of two not below its largest value."""
 ROTATION = Hadamard(BLOCK, signed=True)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Kernels for GPUs: ``encode(rows, form, rotated)`` of float32 or narrower rows, ``decode(code,
+    side, form, rotated, limit, numel)`` to float32, and why there are none for a device and a
+    number of values, or ""."""
+
+    encode: Callable[[Tensor, Form, bool], tuple[Tensor, Tensor]]
+    decode: Callable[[Tensor, Tensor, Form, bool, float, int], Tensor]
+    unsupported_reason: Callable[[torch.device, int], str]
+
+
+KERNELS: list[Kernels] = []
+"""``commpass.lowering.entropy`` adds them."""
 
 _library = torch.library.Library("commpass", "FRAGMENT")
 _library.define(
@@ -49,11 +67,12 @@ def chunks(blocks: int) -> int:
 
 def _encode(rows: Tensor, nbytes: int, even: int, rotated: bool) -> tuple[Tensor, Tensor]:
     form, work = Form(nbytes, even), accumulation_dtype(rows.dtype)
+    if rows.numel() and (kernels := _kernels(rows, work, rows.shape[1])):
+        return kernels.encode(rows, form, rotated)
     rows = rows.to(work).contiguous()
     code, side = _shapes_of_encode(rows, nbytes, even, rotated)
     if not rows.numel():
         return code, side
-    _warn_once(rows.device.type)
     if _is_native(rows, work) and cpp.encode(rows, form, rotated, code, side):
         return code, side
     return _plain_encode(rows, form, rotated)
@@ -103,6 +122,8 @@ def _decode(
     dtype: torch.dtype,
 ) -> Tensor:
     form, work, limit = Form(nbytes, even), accumulation_dtype(dtype), torch.finfo(dtype).max
+    if code.shape[0] and numel and (kernels := _kernels(code, work, numel)):
+        return kernels.decode(code, side, form, rotated, limit, numel)
     code, side = code.contiguous(), side.contiguous()
     rows = _shape_of_decode(code, side, nbytes, even, rotated, numel, dtype)
     if not rows.numel():
@@ -119,11 +140,30 @@ def _decode(
     return cut_apart(joined, numel).contiguous()
 
 
+def _kernels(tensor: Tensor, work: torch.dtype, numel: int) -> Kernels | None:
+    """Return the kernels for a GPU; None for a CPU, or with a warning if there are none."""
+    if _is_cpu(tensor.device):
+        return None
+    if work != torch.float32:
+        why = f"it has no kernel for {work}"
+    elif not KERNELS:
+        why = "its kernels are those of commpass.backend: import it"
+    else:
+        why = KERNELS[0].unsupported_reason(tensor.device, numel)
+    if not why:
+        return KERNELS[0]
+    _warn_once(tensor.device.type, why)
+    return None
+
+
+def _is_cpu(device: torch.device) -> bool:
+    return device.type == "cpu"
+
+
 @cache
-def _warn_once(device: str) -> None:
-    if device != "cpu":
-        what = f"codec 'ecq' has no kernel for {device}: each encode and decode runs some 40,000"
-        warnings.warn(f"{what} small operators; use codec 'rotated' instead", stacklevel=2)
+def _warn_once(device: str, why: str) -> None:
+    what = f"codec 'ecq' on {device}: {why}. Each encode and decode runs some 40,000"
+    warnings.warn(f"{what} small operators; codec 'rotated' is faster", stacklevel=3)
 
 
 def _is_native(tensor: Tensor, work: torch.dtype) -> bool:

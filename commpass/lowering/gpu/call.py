@@ -51,7 +51,7 @@ class Call:
 
 def call_of(
     entry: Callable[..., Any],
-    known: Mapping[str, Tensor | int],
+    known: Mapping[str, Any],
     programs: int,
     warps: int = 4,
     options: dict[str, Any] = OPTIONS,

@@ -1,4 +1,5 @@
-"""Compilable kernels of the codecs that do not use chains: ``exponent`` and the sparse ones."""
+"""Compilable kernels of the codecs that do not use chains: ``exponent``, ``ecq`` and the sparse
+ones."""
 
 from __future__ import annotations
 
@@ -8,9 +9,11 @@ import torch
 from torch import Tensor
 
 from commpass.codecs import SparseCodec
+from commpass.codecs.entropy.codec import EntropyCodec
+from commpass.codecs.entropy.operators import sizes
 from commpass.codecs.exponent.codec import ExponentCodec
 from commpass.errors import KernelError
-from commpass.lowering.gpu import exponent, sparse
+from commpass.lowering.gpu import entropy, exponent, sparse
 from commpass.lowering.gpu.call import calls_of, divisible, signature
 from commpass.lowering.gpu.tiles import sparse_measure
 from commpass.lowering.inspect.architectures import ARCHITECTURES
@@ -30,6 +33,24 @@ def of_exponent(
         return _kernels(name, lambda: exponent.encode_rows(codec, _fake(dtype, 1, numel)))
     wire = _fake(torch.uint8, 1, codec.wire_bytes(numel, dtype))
     return _kernels(name, lambda: exponent.decode_rows(codec, wire, numel, dtype))
+
+
+def of_entropy(
+    name: str, codec: EntropyCodec, dtype: torch.dtype, numel: int
+) -> tuple[Lowerable, ...]:
+    """Return the kernels in the order of their launches; a chunk is coded once, or more often."""
+    if why := entropy.unsupported_reason(numel):
+        raise KernelError(f"no kernel: {codec.spec}: {why}")
+    if name not in ("encode", "decode"):
+        raise KernelError(f"no kernel: {codec.spec}: it has only encode and decode")
+    form = codec.form
+    if name == "encode":
+        rows = _fake(dtype, 1, numel)
+        return _kernels(name, lambda: entropy.encode_rows(rows, form, codec.rotated))
+    code, side = (_fake(torch.uint8, 1, each) for each in sizes(numel, form.nbytes, dtype))
+    limit = torch.finfo(dtype).max
+    decode = entropy.decode_rows
+    return _kernels(name, lambda: decode(code, side, form, codec.rotated, limit, numel))
 
 
 def of_sparse(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from commpass.codecs import Codec, SparseCodec
+from commpass.codecs.entropy.codec import EntropyCodec
 from commpass.codecs.exponent.codec import ExponentCodec
 from commpass.errors import KernelError, nearest
 from commpass.lowering.chain import Add, Chain, encoded_dtype, further_results, output_dtype
@@ -12,7 +13,7 @@ from commpass.lowering.fused import role_of
 from commpass.lowering.gpu import generate, launch, supported, tile_sizes
 from commpass.lowering.inspect.architectures import architecture
 from commpass.lowering.inspect.chains import CHAINS, NUMEL, SiteChain
-from commpass.lowering.inspect.isolated import of_exponent, of_sparse
+from commpass.lowering.inspect.isolated import of_entropy, of_exponent, of_sparse
 from commpass.lowering.inspect.lowerable import Lowerable, casts
 from commpass.lowering.inspect.matmuls import of_matmul
 
@@ -33,6 +34,8 @@ def kernels_named(
         return (of_matmul(codec, dtype, ranks, arch),)
     if isinstance(codec, ExponentCodec):
         return of_exponent(name, codec, dtype, NUMEL)
+    if isinstance(codec, EntropyCodec):
+        return of_entropy(name, codec, dtype, NUMEL)
     if isinstance(codec, SparseCodec):
         return of_sparse(name, codec, dtype, ranks, arch, NUMEL)
     return (of_chain(CHAINS[name](codec, dtype, ranks), arch, name=name),)

@@ -91,13 +91,18 @@ class _Chunks:
         self.joins: dict[fx.Node, Join] = {}
         self.known = memory(graph)
         self.written = changed(graph, self.known)
-        held = LiveBytes(memory(graph, in_place=True))
-        self.held: dict[fx.Node, int] = {}
-        for node in graph.nodes:
-            self.held[node] = held.now
-            held.run(node)
-        self.peak = held.most
         self.counted: dict[tuple[Any, ...], tuple[int, int]] = {}
+
+    @cached_property
+    def held(self) -> tuple[dict[fx.Node, int], int]:
+        """The bytes that the original graph holds before each node, and their peak. They are
+        computed at first access, before the first split."""
+        live = LiveBytes(memory(self.graph, in_place=True))
+        before: dict[fx.Node, int] = {}
+        for node in self.graph.nodes:
+            before[node] = live.now
+            live.run(node)
+        return before, live.most
 
     @cached_property
     def overlapping(self) -> OverlappingCompute:
@@ -198,10 +203,11 @@ class _Chunks:
     def _build(self, each: GraphSite, region: Region, reason: str) -> str:
         """Split a site and return "", or undo the split and return why."""
         through = tuple(node.name for node in (*region.product.nodes, *region.consumers))
-        form = _form(region)
+        form, (before, original) = _form(region), self.held
         built = build(self.graph, region, self.joins)
         removed, most = set(built.old), _largest(each) // region.chunks
-        if (more := self._more(each, region, form, most, removed)) > most:
+        base = before[each.call.node]
+        if (more := self._more(base, original, form, most, removed)) > most:
             built.undo()
             return f"the peak memory would be {more:,} bytes higher"
         split = Split(
@@ -219,24 +225,24 @@ class _Chunks:
 
     def _more(
         self,
-        each: GraphSite,
-        region: Region,
+        base: int,
+        original: int,
         form: tuple[Any, ...],
         limit: int,
         erased: set[fx.Node],
     ) -> int:
-        """Return an upper bound of the increase in peak memory over the original graph.
+        """Return an upper bound of the increase in peak memory over the ``original`` one. ``base``
+        bytes are held before the site.
 
         Computing it takes time linear in the graph. It is therefore reused for regions of the same
         form that hold hardly more memory.
         """
-        base = self.held[each.call.node]
         if form in self.counted:
             more, then = self.counted[form]
             if (bound := max(more, 0) + max(base - then, 0)) <= limit:
                 return bound
         order = [node for node in self.graph.nodes if node not in erased]
-        more = peak(order, memory(self.graph, in_place=True, excluded=erased)) - self.peak
+        more = peak(order, memory(self.graph, in_place=True, excluded=erased)) - original
         self.counted[form] = more, base
         return more
 

@@ -4,6 +4,7 @@ sequence."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections import defaultdict
@@ -54,14 +55,24 @@ def pipeline_us(
     before = [node for each in region.product.nodes for node in cut.get(each, (each,))]
     made = _part_us(before, chunks, profile)
     used = _part_us(region.consumers, chunks, profile)
+    copied = 0.0
+    if chunks > 1:
+        nbytes = meta.total_nbytes([node.meta["val"] for node in (*joined, *_sliced(region))])
+        copied = profile.kernels.compute_us(0, nbytes)
+    return _finished_us(chunks, made, used, exchange, copied)
+
+
+@functools.lru_cache(maxsize=1024)
+def _finished_us(chunks: int, made: float, used: float, exchange: Task, copied: float) -> float:
+    """Return the end of a pipeline whose chunks take these times before and after the exchange.
+    Layers repeat them."""
     tasks: list[Task] = []
     for number in range(chunks):
         tasks.append(Task(HOST, made))
         tasks.append(dataclasses.replace(exchange, after=(2 * number,)))
     tasks += [Task(HOST, used, after=(2 * number + 1,)) for number in range(chunks)]
     if chunks > 1:
-        copied = meta.total_nbytes([node.meta["val"] for node in (*joined, *_sliced(region))])
-        tasks.append(Task(HOST, profile.kernels.compute_us(0, copied)))
+        tasks.append(Task(HOST, copied))
     return finished_us(tasks)
 
 

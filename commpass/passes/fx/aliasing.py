@@ -8,8 +8,10 @@ the fake values.
 
 from __future__ import annotations
 
+import functools
 import operator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, fx
 from torch._ops import OpOverload
@@ -27,7 +29,12 @@ NUMBERS = ("_operator", "builtins", "math", "torch", "torch.fx.experimental.sym_
 
 def is_alias(node: fx.Node) -> bool:
     """Whether a node's result may share the memory of another tensor, without changing it."""
-    schema = getattr(node.target, "_schema", None)
+    return _gives_alias(node.target)
+
+
+@functools.lru_cache(maxsize=4096)
+def _gives_alias(target: Any) -> bool:
+    schema = getattr(target, "_schema", None)
     return schema is not None and any(
         given.alias_info is not None and not given.alias_info.is_write for given in schema.returns
     )
@@ -106,8 +113,12 @@ def _may_share(node: fx.Node) -> bool:
     """Whether a node's result may share the memory of its first argument."""
     if node.target is operator.getitem or is_wait(node):
         return True
-    call, schema = parse(node), getattr(node.target, "_schema", None)
+    call = parse(node)
     received = call is not None and KINDS[call.kind].receives
-    return received or (
-        schema is not None and any(each.alias_info is not None for each in schema.returns)
-    )
+    return received or _has_alias_info(node.target)
+
+
+@functools.lru_cache(maxsize=4096)
+def _has_alias_info(target: Any) -> bool:
+    schema = getattr(target, "_schema", None)
+    return schema is not None and any(each.alias_info is not None for each in schema.returns)

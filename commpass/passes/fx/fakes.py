@@ -45,3 +45,12 @@ def another(value: FakeTensor) -> FakeTensor:
     with no_dispatch():
         memory = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
     return FakeTensor(value.fake_mode, memory, value.device)
+
+
+def view_of(source: FakeTensor, like: Tensor) -> FakeTensor:
+    """Return a fake tensor in the memory of another, with the dtype, sizes, strides and offset of
+    ``like``, which are fixed. Faster than a fake run of a view."""
+    with no_dispatch():
+        memory = torch.empty(0, dtype=like.dtype, device="meta")
+        memory.set_(source.untyped_storage(), like.storage_offset(), like.shape, like.stride())
+    return FakeTensor(source.fake_mode, memory, source.device)

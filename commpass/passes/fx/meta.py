@@ -174,9 +174,12 @@ CARRIED = (
 
 
 def carry(source: fx.Node, target: fx.Node) -> None:
-    for key in CARRIED:
-        if key in source.meta:
-            target.meta[key] = source.meta[key]
+    target.meta.update(carried(source))
+
+
+def carried(source: fx.Node) -> dict[str, Any]:
+    """Return the metadata of a node that an inserted node takes over."""
+    return {key: source.meta[key] for key in CARRIED if key in source.meta}
 
 
 def device_of(gm: fx.GraphModule) -> str:

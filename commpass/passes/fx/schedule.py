@@ -183,7 +183,22 @@ def timed(work: Work, order: Iterable[fx.Node]) -> Clock:
     return clock
 
 
-def schedule(work: Work, starts: Sequence[fx.Node], window: int, bound: float) -> list[fx.Node]:
+@dataclass(frozen=True)
+class Scheduled:
+    """An order of all nodes, the clock after it, and the peak of its memory.
+
+    ``windowed`` says whether a larger window may give another order, and ``bounded`` whether more
+    memory may.
+    """
+
+    order: list[fx.Node]
+    clock: Clock
+    peak: int
+    windowed: bool
+    bounded: bool
+
+
+def schedule(work: Work, starts: Sequence[fx.Node], window: int, bound: float) -> Scheduled:
     """Return an order of all nodes with the given order of exchange starts.
 
     Nodes that the next start needs come first. A matmul that it does not need is delayed until the
@@ -210,8 +225,10 @@ class _Schedule:
         self.waits: list[tuple[float, int, fx.Node]] = []  # by time of arrival
         self.heavy = [node for node in work.nodes if node in work.heavy]
         self.next = list(range(len(self.heavy)))  # per matmul, the next one that may be undone
+        self.limit = 0  # the highest place up to which a smaller or equal window catches up
+        self.windowed = self.bounded = False
 
-    def run(self) -> list[fx.Node]:
+    def run(self) -> Scheduled:
         for node in self.work.nodes:
             if node.op in ("placeholder", "get_attr"):
                 self._do(node)
@@ -228,7 +245,7 @@ class _Schedule:
         while len(self.done) < len(others):
             self._step()
         self._do(output)
-        return self.order
+        return Scheduled(self.order, self.clock, self.held.most, self.windowed, self.bounded)
 
     def _need(self, needed: Iterable[fx.Node]) -> None:
         """Mark nodes, and all nodes that must come before them, as needed."""
@@ -253,9 +270,17 @@ class _Schedule:
             heapq.heappush(where, (self.work.index[node], node))
 
     def _catch_up(self, limit: int) -> None:
-        """Run the nodes that have been delayed too long."""
-        while self.spare and self.spare[0][0] < limit:
-            self._do(heapq.heappop(self.spare)[-1])
+        """Run the nodes that have been delayed too long.
+
+        A larger window catches up to one of the earlier limits. It gives the same order if no
+        delayed node was ever below any of them.
+        """
+        self.limit = max(self.limit, limit)
+        while self.spare and (self.spare[0][0] < limit or self.spare[0][-1] in self.done):
+            node = heapq.heappop(self.spare)[-1]
+            self.windowed |= node not in self.done
+            self._do(node)
+        self.windowed |= bool(self.spare) and self.spare[0][0] < self.limit
 
     def _step(self) -> None:
         """Run the next needed node, or else one that overlaps an exchange."""
@@ -280,9 +305,9 @@ class _Schedule:
             if self.work.index[each] >= place:
                 break
             found = self._with_what_it_needs(each)
-            if found and node not in found and self.held.peak([node, *found]) > self.bound:
+            if found and node not in found and self._exceeds([node, *found]):
                 return found
-        if self.spare and self.spare[0][0] < place and self.held.peak([node]) > self.bound:
+        if self.spare and self.spare[0][0] < place and self._exceeds([node]):
             return [heapq.heappop(self.spare)[-1]]
         return []
 
@@ -309,9 +334,15 @@ class _Schedule:
         nothing if there is none within the memory limit."""
         for node in itertools.islice(self._undone(), LOOK):
             found = self._with_what_it_needs(node)
-            if found and self.held.peak(found) <= self.bound:
+            if found and not self._exceeds(found):
                 return found
         return []
+
+    def _exceeds(self, nodes: Sequence[fx.Node]) -> bool:
+        """Whether nodes that run next exceed the memory limit."""
+        exceeds = self.held.peak(nodes) > self.bound
+        self.bounded |= exceeds
+        return exceeds
 
     def _with_what_it_needs(self, needed: fx.Node) -> list[fx.Node]:
         """Return a node and its unfinished predecessors in order, or nothing if they include an

@@ -9,6 +9,7 @@ from torch import fx
 
 from commpass.errors import VerifyError
 from commpass.passes.fx import meta
+from commpass.passes.fx.fake_results import FakeResults
 from commpass.passes.fx.fakes import mode_of
 from commpass.utils.ambient import without_ambient_state
 
@@ -40,22 +41,32 @@ def splice(
     raise VerifyError("the traced graph has no output")
 
 
-def insert(before: fx.Node, source: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """Insert a call before a node, with its fake value. Its other metadata comes from
-    ``source``."""
+def insert(
+    before: fx.Node,
+    source: fx.Node,
+    target: Any,
+    *args: Any,
+    known: FakeResults | None = None,
+    **kwargs: Any,
+) -> fx.Node:
+    """Insert a call before a node, with its fake value, of which equal ones may be ``known``. Its
+    other metadata comes from ``source``."""
     graph = before.graph
     with graph.inserting_before(before):
         node = graph.call_function(target, args, kwargs)
     meta.carry(source, node)
     with without_ambient_state(), mode_of(graph):
-        set_value(node)
+        set_value(node, known)
     return node
 
 
-def set_value(node: fx.Node, value_of: Callable[[fx.Node], Any] = meta.value) -> None:
+def set_value(
+    node: fx.Node,
+    known: FakeResults | None = None,
+    value_of: Callable[[fx.Node], Any] = meta.value,
+) -> None:
     """Compute the fake value of a call from those of its inputs, under the current fake mode."""
-    args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
-    node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+    node.meta["val"] = (FakeResults() if known is None else known).of(node, value_of)
 
 
 def add_input(graph: fx.Graph, name: str) -> fx.Node:

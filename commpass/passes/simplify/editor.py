@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import is_
 from typing import Any
 
 import torch
@@ -63,6 +64,7 @@ class Editor:
     removed: set[fx.Node] = field(default_factory=set)
     equal: dict[fx.Node, fx.Node] = field(default_factory=dict)
     sweeps: int = 0
+    analyzed: list[Any] = field(default_factory=list)
     changing: set[fx.Node] = field(default_factory=set)
     whole_sums: set[fx.Node] = field(default_factory=set)
     calls: dict[fx.Node, tuple[Any, Any, Call | None]] = field(default_factory=dict)
@@ -89,11 +91,15 @@ class Editor:
         Finds equal values, and values that must keep their memory because something writes to them
         or reads them by address. Forgets which sums are not divided between the ranks.
         """
+        self.whole_sums = set()
+        self.sweeps += 1
+        parts = [part for n in self.graph.nodes for part in (n, n.target, n.args, n.kwargs)]
+        if len(parts) == len(self.analyzed) and all(map(is_, parts, self.analyzed)):
+            return  # nothing has changed since the last sweep
+        self.analyzed = parts
         found = roots(self.graph)
         fixed = found.fixed()
         self.changing = {node for node, root in found.of.items() if root in fixed}
-        self.whole_sums = set()
-        self.sweeps += 1
         self.equal = {}
         last: dict[int, fx.Node] = {}
         for node, number in value_numbers(self.graph, found).items():

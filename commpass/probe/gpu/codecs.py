@@ -13,14 +13,16 @@ from commpass.codecs.block.codec import BlockCodec
 from commpass.codecs.block.grids import CompandedGrid
 from commpass.codecs.block.scales import Absmax, SharedExponent, Static
 from commpass.codecs.block.transforms import NoTransform
+from commpass.codecs.entropy.codec import EntropyCodec
+from commpass.codecs.entropy.operators import sizes
 from commpass.codecs.exponent.codec import ExponentCodec
 from commpass.lowering.chain import Chain, Decode, Encode
-from commpass.lowering.gpu import exponent, launch, supported
+from commpass.lowering.gpu import entropy, exponent, launch, supported
 from commpass.probe.gpu.finding import Finding
 
 NAMES = (
     *("int8", "int6", "int4", "fp8", "rotated", "taco", "table", "tahquant", "sdp4bit"),
-    *("equarx(width=1024)", "mxfp8", "mxfp6", "mxfp4", "nvfp4", "exponent"),
+    *("equarx(width=1024)", "mxfp8", "mxfp6", "mxfp4", "nvfp4", "exponent", "ecq"),
 )
 """The codecs with kernels for dense values. Blocks of EQuARX follow the shape of a tensor; kernels
 need a power of two."""
@@ -55,8 +57,10 @@ def unsupported_reason(codec: Codec, dtype: torch.dtype = torch.bfloat16) -> str
     """Return why there are no kernels that encode and decode with a codec, or ""."""
     if isinstance(codec, ExponentCodec):
         return exponent.unsupported_reason(NUMEL, dtype) or ""
+    if isinstance(codec, EntropyCodec):
+        return entropy.unsupported_reason(NUMEL)
     if not isinstance(codec, BlockCodec):
-        return "it is no block codec, and not exponent"
+        return "it is no block codec, and not exponent or ecq"
     chains = Chain(dtype, (Encode(codec),)), Chain(torch.uint8, (Decode(codec, dtype),))
     return next(filter(None, (supported.unsupported_reason(each, NUMEL) for each in chains)), "")
 
@@ -111,15 +115,31 @@ def kernels_of(codec: Codec) -> tuple[Callable[[Tensor], Tensor], Callable[[Tens
     if isinstance(codec, ExponentCodec):
         decode = partial(exponent.decode_rows, codec, numel=NUMEL, dtype=torch.bfloat16)
         return partial(exponent.encode_rows, codec), decode
+    if isinstance(codec, EntropyCodec):
+        return partial(_encode_entropy, codec), partial(_decode_entropy, codec)
     assert isinstance(codec, BlockCodec)
     encoding = Chain(torch.bfloat16, (Encode(codec),))
     decoding = Chain(torch.uint8, (Decode(codec, torch.bfloat16),))
     return partial(launch.run, encoding, numel=NUMEL), partial(launch.run, decoding, numel=NUMEL)
 
 
+def _encode_entropy(codec: EntropyCodec, rows: Tensor) -> Tensor:
+    regions = entropy.encode_rows(rows, codec.form, codec.rotated)
+    return torch.cat(codec.padded(*regions), dim=1)
+
+
+def _decode_entropy(codec: EntropyCodec, wire: Tensor) -> Tensor:
+    first, _ = codec.parts(NUMEL, torch.bfloat16)
+    code, side = sizes(NUMEL, codec.form.nbytes, torch.bfloat16)
+    regions = wire.narrow(1, 0, code), wire.narrow(1, first, side)
+    limit = torch.finfo(torch.bfloat16).max
+    return entropy.decode_rows(*regions, codec.form, codec.rotated, limit, NUMEL)
+
+
 def is_exact(codec: Codec) -> bool:
-    """Whether its kernels give all bits of the plain form: there is no rotation, root or sum."""
-    return isinstance(codec, ExponentCodec) or (
+    """Whether its kernels give all bits of the plain form: there is no rotation, root or sum, or
+    they are made in the same order."""
+    return isinstance(codec, (ExponentCodec, EntropyCodec)) or (
         isinstance(codec, BlockCodec)
         and isinstance(codec.transform, NoTransform)
         and isinstance(codec.scale, (Absmax, SharedExponent, Static))

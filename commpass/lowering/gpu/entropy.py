@@ -1,0 +1,120 @@
+"""Kernels of codec ``ecq``: their order, and the buffers between them. The tiles are in
+``tiles/entropy.py``.
+
+Encode and decode are two kernels each: one for the blocks, and one for the chunks. All sizes follow
+from shapes; nothing is read on the host.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from commpass.codecs.entropy import coder
+from commpass.codecs.entropy.coder import BLOCK, Form
+from commpass.codecs.entropy.operators import BLOCKS, chunks
+from commpass.codecs.entropy.tables import TOTAL_BITS, roots, tables
+from commpass.lowering.gpu.call import Arguments, call_of, launch
+from commpass.lowering.gpu.tiles.entropy import (
+    CLASSES,
+    entropy_code,
+    entropy_numbers,
+    entropy_rotate,
+    entropy_rotate_back,
+)
+
+MOST = 1 << 30
+"""Rows of this many values or more are not supported: places in a row are counted in 32 bits."""
+TILE = 4
+"""Blocks that a program rotates."""
+WARPS = 4
+"""Of a program that rotates. A chunk takes one warp, of which 16 lanes have states."""
+
+
+def unsupported_reason(numel: int) -> str:
+    """Return why there are no kernels for a row, or "" if there are."""
+    return "" if numel < MOST else f"a row of {numel} values has more than {MOST - 1}"
+
+
+def encode_rows(rows: Tensor, form: Form, rotated: bool) -> tuple[Tensor, Tensor]:
+    """Encode rows ``[n, numel]`` of float32, bfloat16 or float16 as ``codecs.entropy.operators``
+    does: the code and the scales, uint8."""
+    rows = rows.contiguous()
+    (count, numel), device = rows.shape, rows.device
+    blocks = BLOCKS.blocks(numel)
+    every, many = count * blocks, chunks(blocks)
+    code = torch.empty((count, blocks * form.nbytes), dtype=torch.uint8, device=device)
+    side = torch.empty((count, many), dtype=torch.uint8, device=device)
+    room = min(blocks, coder.CHUNK // BLOCK) * form.nbytes // 2
+    known: Arguments = {
+        "source": rows,
+        "values": torch.empty(every * BLOCK, dtype=torch.float32, device=device),
+        "peaks": torch.empty(every, dtype=torch.int32, device=device),
+        "largest": torch.empty(every, dtype=torch.float64, device=device),
+        "stream": torch.empty(count * many * room, dtype=torch.int16, device=device),
+        "side": side,
+        "room": room,
+        **_known(code, form, rotated, numel, blocks, every, many),
+    }
+    launch(call_of(entropy_rotate, known, -(-every // TILE), WARPS))
+    launch(call_of(entropy_code, known, count * many, 1))
+    return code, side
+
+
+def decode_rows(
+    code: Tensor, side: Tensor, form: Form, rotated: bool, limit: float, numel: int
+) -> Tensor:
+    """The inverse of ``encode_rows``: float32 ``[n, numel]``, clamped to ``limit``."""
+    code, side = code.contiguous(), side.contiguous()
+    if code.storage_offset() % 2:
+        code = code.clone()
+    count, blocks, device = code.shape[0], BLOCKS.blocks(numel), code.device
+    every, many = count * blocks, chunks(blocks)
+    out = torch.empty((count, numel), dtype=torch.float32, device=device)
+    known: Arguments = {
+        "values": torch.empty(every * BLOCK, dtype=torch.float32, device=device),
+        "side": side,
+        "out": out,
+        **_known(code, form, rotated, numel, blocks, every, many),
+    }
+    launch(call_of(entropy_numbers, known, count * many, 1))
+    limited = {**known, "LIMIT_OF": limit}
+    launch(call_of(entropy_rotate_back, limited, -(-every // TILE), WARPS))
+    return out
+
+
+def _known(
+    code: Tensor, form: Form, rotated: bool, numel: int, blocks: int, every: int, many: int
+) -> Arguments:
+    device = code.device
+    return {
+        "code": code,
+        "halves": code.view(torch.int16),
+        **_tables(device),
+        **{"numel": numel, "blocks": blocks, "blocks_of_row": blocks},
+        **{"all_blocks": every, "chunks": many},
+        **{"NBYTES": form.nbytes, "EVEN": form.even, "ROTATED": rotated, "BLOCKS": TILE},
+    }
+
+
+@lru_cache(maxsize=8)
+def _tables(device: torch.device) -> Arguments:
+    """Return the tables of all ratios on a device."""
+    every = tables()
+    frequency = torch.tensor([each.frequencies for each in every])
+    before = frequency.cumsum(1) - frequency
+    of_class = torch.arange(CLASSES).expand_as(frequency).flatten()
+    counts = frequency.flatten()
+    inside = torch.arange(int(counts.sum())) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+    slots = of_class << 2 * TOTAL_BITS | counts - 1 << TOTAL_BITS
+    made = {
+        "classes": before << 16 | frequency,
+        "slots": slots.repeat_interleave(counts) | inside,
+        "costs": torch.tensor([each.cost for each in every]),
+    }
+    numbers = {name: each.flatten().to(device, torch.int32) for name, each in made.items()}
+    levels = torch.tensor([each.level for each in every], dtype=torch.float32, device=device)
+    powers = torch.tensor(roots(), dtype=torch.float32, device=device)
+    return {**numbers, "levels": levels, "roots": powers}
