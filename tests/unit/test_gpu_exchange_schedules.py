@@ -50,6 +50,8 @@ def run(setup: Setup, schedules: int) -> list[Outcome]:
         rarely("all_gather", 3, 150),
         rarely("all_gather", 4, 40),
         rarely("all_gather", 8, 5),
+        rarely("all_gather", 17, 1),
+        rarely("reduce_scatter", 9, 1),
     ],
 )
 def test_results_are_right_in_every_schedule(name, ranks, schedules):

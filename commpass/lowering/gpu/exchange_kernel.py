@@ -462,8 +462,8 @@ def _gather_lines(writer: _Writer, at: str) -> list[str]:
     whole, left = divmod(ranks, group)
     lines = []
     if whole:
-        lines.append(f"for first in range(0, {whole * group}, {group}):")
-        lines += indent(_stored_lines(writer, at, "first", group))
+        lines.append(f"for number in range({whole}):")
+        lines += indent([f"first = number * {group}", *_stored_lines(writer, at, "first", group)])
     if left:
         lines += _stored_lines(writer, at, str(whole * group), left)
     return lines
