@@ -113,7 +113,8 @@ def _member(
     os.environ.update({**environment, "RANK": str(rank), "WORLD_SIZE": str(size)})
     if host := environment.get("RANKS_HOST"):
         _enter(f"{host}{rank}")
-        _take_own_core(rank, size)
+    if environment.get("RANKS_OWN_CORES"):
+        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
     import torch
     import torch.distributed as dist
 
@@ -184,14 +185,6 @@ def _gloo_with(workers: int) -> type:
             super().__init__(store, rank, size, options)
 
     return Gloo
-
-
-def _take_own_core(rank: int, size: int) -> None:
-    """Run on one core that no other rank uses, as on a host of its own; nothing if there are fewer
-    cores than ranks."""
-    cores = sorted(os.sched_getaffinity(0))
-    if size <= len(cores):
-        os.sched_setaffinity(0, {cores[rank]})
 
 
 def _enter(host: str) -> None:

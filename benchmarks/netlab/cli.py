@@ -16,7 +16,7 @@ from . import show
 from .apart import stand_apart
 from .lab import build, settle
 from .network import LabError, Network
-from .ranks import Course, run
+from .ranks import Course, cores_here, run
 from .rates import check, check_together
 
 app = typer.Typer(add_completion=False)
@@ -39,9 +39,18 @@ def pairs(option: str, texts: list[str], sign: str) -> tuple[tuple[int, float], 
 
 
 def course_of(
-    network: Network, late: list[str], drop: list[str], grace: float, timeout: float | None
+    network: Network,
+    late: list[str],
+    drop: list[str],
+    grace: float,
+    timeout: float | None,
+    *,
+    own_cores: bool = False,
 ) -> Course:
-    made = Course(pairs("--late", late, "="), pairs("--drop", drop, "@"), grace, timeout)
+    late_, drop_ = pairs("--late", late, "="), pairs("--drop", drop, "@")
+    made = Course(late_, drop_, grace, timeout, own_cores)
+    if own_cores and network.hosts > len(cores_here()):
+        raise LabError(f"--own-cores: {network.hosts} hosts, but {len(cores_here())} cores")
     given = [("--late", *one) for one in made.late] + [("--drop", *one) for one in made.drop]
     for option, host, seconds in given:
         network.check_host(option, host)
@@ -98,6 +107,9 @@ def netlab(
     grace: Annotated[
         float, typer.Option(metavar=SECONDS, help="What others get once a rank has failed.")
     ] = 5.0,
+    own_cores: Annotated[
+        bool, typer.Option("--own-cores", help="Each host has a core that no other host uses.")
+    ] = False,
     checks: Annotated[
         bool, typer.Option("--check/--no-check", help="Measure every link first.")
     ] = True,
@@ -110,7 +122,7 @@ def netlab(
     Needs Linux and root. Leaves with the exit code of the first rank that failed.
     """
     network = Network(hosts, gbit, delay_us, node, inside_gbit, pairs("--slow", slow or [], "="))
-    course = course_of(network, late or [], drop or [], grace, timeout)
+    course = course_of(network, late or [], drop or [], grace, timeout, own_cores=own_cores)
     if json_path and not json_path.absolute().parent.is_dir():
         raise LabError(f"--json {json_path}: there is no such folder")
     stand_apart()

@@ -27,13 +27,15 @@ class Course:
 
     ``late`` has the seconds from the start at which a host's rank starts, and ``drop`` those at
     which its link goes down. The others are the seconds that other ranks get once a rank has
-    failed, and that all ranks get.
+    failed, and that all ranks get. With ``own_cores``, each host has one core that no other host
+    uses.
     """
 
     late: tuple[tuple[int, float], ...] = ()
     drop: tuple[tuple[int, float], ...] = ()
     grace_s: float = 5.0
     timeout_s: float | None = None
+    own_cores: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ def run(lab: Lab, command: Sequence[str], course: Course) -> Outcome:
                 if what == "drop":
                     lab.drop(host)
                 elif not why:
-                    members[host] = start(lab, host, command)
+                    members[host] = start(lab, host, command, own_core=course.own_cores)
                     readers += relay(host, members[host])
             ended = {host: one.poll() for host, one in members.items()}
             failed = next((host for host, found in ended.items() if found), None)
@@ -86,11 +88,12 @@ def run(lab: Lab, command: Sequence[str], course: Course) -> Outcome:
     return Outcome(code, seconds, why)
 
 
-def start(lab: Lab, host: int, command: Sequence[str]) -> subprocess.Popen:
+def start(
+    lab: Lab, host: int, command: Sequence[str], *, own_core: bool = False
+) -> subprocess.Popen:
     given = {name: value for name, value in os.environ.items() if name != APART}
     usual = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    cores = own_cores(lab.network.hosts)
-    only = ["taskset", "--cpu-list", str(cores[host])] if cores else []
+    only = ["taskset", "--cpu-list", str(cores_here()[host])] if own_core else []
     return subprocess.Popen(
         [*only, "ip", "netns", "exec", f"host{host}", *command],
         env=usual | given | lab.environment(host),
@@ -101,11 +104,9 @@ def start(lab: Lab, host: int, command: Sequence[str]) -> subprocess.Popen:
     )
 
 
-def own_cores(hosts: int) -> list[int]:
-    """Return a core for each host, or none if there are fewer cores than hosts. Without one, the
-    scheduler at times lets two hosts wait for one core while another core is idle."""
-    cores = sorted(os.sched_getaffinity(0))
-    return cores[:hosts] if hosts <= len(cores) else []
+def cores_here() -> list[int]:
+    """Return the numbers of the cores that this process may use."""
+    return sorted(os.sched_getaffinity(0))
 
 
 def relay(rank: int, member: subprocess.Popen) -> list[threading.Thread]:

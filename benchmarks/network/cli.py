@@ -76,6 +76,7 @@ def parsed(arguments: list[str] | None = None) -> tuple[argparse.ArgumentParser,
     parser.add_argument("--quick", action="store_true", help="little of each: that it works")
     parser.add_argument("--json", type=Path, help="file for all rows")
     parser.add_argument("--plot", type=Path, help=f"PNG of {', '.join(PAINTED)}")
+    parser.add_argument("--own-cores", action="store_true", help="a core for each rank alone")
     for name, kind in (LISTS | SINGLE).items():
         usual = [
             f"{m.name} {shown(m.usual[name])}" for m in MEASUREMENTS.values() if name in m.usual
@@ -87,6 +88,9 @@ def parsed(arguments: list[str] | None = None) -> tuple[argparse.ArgumentParser,
     for name in LISTS | SINGLE:
         if getattr(options, name) is not None and not takers(name, options.only):
             parser.error(f"--{name}: is for {', '.join(takers(name, names))}, none of --only")
+    cores, most = len(os.sched_getaffinity(0)), max(_ranks(options))
+    if options.own_cores and most > cores:
+        parser.error(f"--own-cores: {most} ranks, but {cores} cores: fewer --ranks")
     if options.repeats is not None and options.repeats < LEAST:
         parser.error(f"--repeats {options.repeats}: must be at least {LEAST}, for quartiles")
     if options.steps is not None and options.steps < WARM_UP + LEAST:
@@ -95,6 +99,11 @@ def parsed(arguments: list[str] | None = None) -> tuple[argparse.ArgumentParser,
     if options.plot and not PAINTED.keys() & set(options.only):
         parser.error(f"--plot: shows {', '.join(PAINTED)}, none of --only")
     return parser, options
+
+
+def _ranks(options: Any) -> list[int]:
+    """Return all numbers of ranks that will be measured."""
+    return [ranks for each in options.only for ranks in told(MEASUREMENTS[each], options).ranks]
 
 
 def takers(name: str, chosen: list[str]) -> list[str]:
@@ -110,15 +119,17 @@ def told(measurement: Measurement, options: Any) -> Options:
     """Return a measurement's options: as given, else those of --quick, else the defaults."""
     made = {**measurement.usual, **(measurement.quick if options.quick else {})}
     given = {name: getattr(options, name) for name in made}
-    return Options(**made | {name: value for name, value in given.items() if value is not None})
+    made |= {name: value for name, value in given.items() if value is not None}
+    return Options(**made, own_cores=options.own_cores)
 
 
-def facts(rows: dict[str, list[Row]]) -> Row:
+def facts(rows: dict[str, list[Row]], options: Any) -> Row:
     return {
         "date": datetime.date.today().isoformat(),
         "versions": {name: version(name) for name in ("commpass", "torch", "transformers")},
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "heap": HEAP,
+        "own_cores": options.own_cores,
         "rows": rows,
     }
 
@@ -139,6 +150,6 @@ def main(arguments: list[str] | None = None) -> None:
         for line in measurement.remarks(rows[name]):
             console.print(line)
         if options.json:  # after each measurement, because all of them take hours
-            options.json.write_text(json.dumps(facts(rows), indent=1) + "\n")
+            options.json.write_text(json.dumps(facts(rows, options), indent=1) + "\n")
     if options.plot:
         draw(rows, options.plot)

@@ -84,7 +84,7 @@ def measured(options: Options) -> list[Row]:
     rows: list[Row] = []
     for ranks, gbit in itertools.product(options.ranks, options.gbit):
         network = netlab.Network(hosts=ranks, gbit=gbit, node=NODE, inside_gbit=INSIDE_GBIT)
-        with hosts(network), members(ranks) as those:
+        with hosts(network), members(ranks, options) as those:
             progress.print(f"{NAME}: {ranks} ranks, {INSIDE_GBIT:g} and {gbit:g} Gbit/s")
             for kib in options.kib:
                 job = (contenders, kib, torch.float32, profile(gbit), options.repeats)

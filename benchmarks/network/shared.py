@@ -73,10 +73,14 @@ def hosts(network: netlab.Network) -> Iterator[netlab.Lab]:
 
 
 @contextmanager
-def members(ranks: int) -> Iterator[Ranks]:
-    """Start the ranks of the first hosts, one in each."""
+def members(ranks: int, options: Options) -> Iterator[Ranks]:
+    """Start the ranks of the first hosts, one in each; with ``options.own_cores``, each on a core
+    that no other rank uses."""
     os.environ.update(HEAP)  # the ranks begin after this
-    made = Ranks(ranks, {"RANKS_HOST": "host", "GLOO_SOCKET_IFNAME": "eth0"}, workers=2)
+    environment = {"RANKS_HOST": "host", "GLOO_SOCKET_IFNAME": "eth0"}
+    if options.own_cores:
+        environment["RANKS_OWN_CORES"] = "1"
+    made = Ranks(ranks, environment, workers=2)
     try:
         yield made
     finally:
@@ -88,7 +92,7 @@ def on_links(name: str, options: Options) -> Iterator[tuple[Ranks, float]]:
     rates = options.gbit
     with hosts(netlab.Network(hosts=max(options.ranks), gbit=max(rates))) as lab:
         for ranks in options.ranks:
-            with members(ranks) as those:
+            with members(ranks, options) as those:
                 for gbit in rates:
                     for host in range(lab.network.hosts):
                         lab.slow(host, gbit)

@@ -50,16 +50,17 @@ def test_command_runs_in_each_host(tmp_path):
     assert json.loads((tmp_path / "made").read_text())["exit_code"] == 3
 
 
-def test_each_host_has_its_own_core_if_there_are_enough():
+def test_each_host_has_its_own_core_on_request():
     script = "taskset --cpu-list --pid $$ | sed 's/.*: //'"
     cores = sorted(os.sched_getaffinity(0))
-    own = lab("--no-check", "--hosts", str(len(cores)), "--", "sh", "-c", script)
-    if len(cores) > 1:
-        found = sorted(line.split()[-1] for line in own.stdout.splitlines())
-        assert found == sorted(map(str, cores)), own.stderr
-    shared = lab("--no-check", "--hosts", str(len(cores) + 1), "--", "sh", "-c", script)
-    found = {line.split(maxsplit=1)[-1] for line in shared.stdout.splitlines()}
-    assert len(found) == 1, shared.stderr
+    hosts = ("--no-check", "--hosts", str(len(cores)))
+    own = lab(*hosts, "--own-cores", "--", "sh", "-c", script)
+    found = sorted(line.split()[-1] for line in own.stdout.splitlines())
+    assert found == sorted(map(str, cores)), own.stderr
+    shared = lab(*hosts, "--", "sh", "-c", script)
+    assert len({line.split(maxsplit=1)[-1] for line in shared.stdout.splitlines()}) == 1
+    few = lab("--own-cores", "--hosts", str(len(cores) + 1), "--", "sh", "-c", script)
+    assert f"{len(cores) + 1} hosts, but {len(cores)} cores" in few.stderr
 
 
 SEND = """

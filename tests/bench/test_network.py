@@ -4,6 +4,7 @@ line, picture."""
 from __future__ import annotations
 
 import json
+import os
 import pickle
 from pathlib import Path
 
@@ -205,6 +206,15 @@ def test_baseline_of_a_way_is_run_too():
     assert data_parallel.taking_part(["int8"]) == ["ddp", "compute", "int8"]
     assert data_parallel.taking_part(["graph"]) == ["ddp", "compute", "graph-alone", "graph"]
     assert all(WAYS[way.alone].alone == way.alone for way in WAYS.values())
+
+
+def test_own_cores_need_as_many_cores_as_ranks(capsys):
+    cores = len(os.sched_getaffinity(0))
+    _, options = cli.parsed(["--own-cores", "--only", "steps", "--ranks", str(cores)])
+    assert cli.told(cli.MEASUREMENTS["steps"], options).own_cores
+    with pytest.raises(SystemExit):
+        cli.parsed(["--own-cores", "--only", "steps", "--ranks", str(cores + 1)])
+    assert f"{cores + 1} ranks, but {cores} cores" in capsys.readouterr().err
 
 
 def told(*arguments):
