@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tiers import examples
 
 from commpass.costmodel import HOST, KernelRate, Kernels, Link, Profile, Task
+from commpass.passes import choose
 from commpass.passes.coded_clock import CodedClock
 from commpass.passes.context import GraphInput
 from commpass.passes.fx.memory import memory
@@ -126,6 +127,23 @@ def test_policy_may_compress_it_all_the_same(policy):
     known = profile(exchange_us=10_000, matmul_us=20_000)
     (site,) = planned(gradients(3), known, **policy)
     assert site.codec == "int8"
+
+
+def test_timeline_is_computed_only_if_it_can_decide(monkeypatch):
+    """It takes a share of the time of all passes."""
+    computed = []
+
+    def counted(*given):
+        computed.append(given)
+        return initial_schedule(*given)
+
+    monkeypatch.setattr(choose, "initial_schedule", counted)
+    known = profile(exchange_us=10_000, matmul_us=20_000)
+    forced = (Rule(codec="int8", algorithm="two_shot", force=True),)
+    planned(gradients(3), known, rules=forced)
+    assert not computed
+    planned(gradients(3), known)
+    assert len(computed) == 1
 
 
 def test_sites_are_not_left_alone_as_hidden_where_ranks_are_not_asked():
