@@ -33,9 +33,14 @@ ROTATION = Hadamard(BLOCK, signed=True)
 
 @dataclass(frozen=True)
 class Kernels:
-    """Kernels for GPUs: ``encode(rows, form, rotated)`` of float32 or narrower rows, ``decode(code,
-    side, form, rotated, limit, numel)`` to float32, and why there are none for a device and a
-    number of values, or ""."""
+    """Kernels for GPUs.
+
+    Attributes:
+        encode: ``(rows, form, rotated)`` to the code and the scales. Rows ``[n, numel]`` are
+            float32, bfloat16 or float16.
+        decode: ``(code, side, form, rotated, limit, numel)`` to float32 rows ``[n, numel]``.
+        unsupported_reason: ``(device, numel)`` to why there are none, or "".
+    """
 
     encode: Callable[[Tensor, Form, bool], tuple[Tensor, Tensor]]
     decode: Callable[[Tensor, Tensor, Form, bool, float, int], Tensor]
@@ -43,7 +48,7 @@ class Kernels:
 
 
 KERNELS: list[Kernels] = []
-"""``commpass.lowering.entropy`` adds them."""
+"""None, or the one that ``commpass.lowering.entropy`` adds when it is imported."""
 
 _library = torch.library.Library("commpass", "FRAGMENT")
 _library.define(
