@@ -54,7 +54,7 @@ def measure(
     for name in CODECS + SERIAL:
         report(name)
         rates[name], calls[name] = _rate(name, group, device, clock)
-    call_us = median(calls[name] for name in CODECS)
+    call_us = round(median(calls[name] for name in CODECS), 1)
     for name in SERIAL:
         rates[name] = dataclasses.replace(rates[name], call_us=calls[name])
     aliases = dict.fromkeys(("bf16", "fp16"), rates["cast"])

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 
 import torch
 from torch import Tensor
@@ -48,7 +49,9 @@ class Kernels:
 
 
 KERNELS: list[Kernels] = []
-"""None, or the one that ``commpass.lowering.entropy`` adds when it is imported."""
+"""None, or one."""
+REGISTERS = "commpass.lowering.entropy"
+"""The module that adds ``KERNELS``, by ``register``, when the first tensor on a GPU is coded."""
 
 _library = torch.library.Library("commpass", "FRAGMENT")
 _library.define(
@@ -151,9 +154,9 @@ def _kernels(tensor: Tensor, work: torch.dtype, numel: int) -> Kernels | None:
         return None
     if work != torch.float32:
         why = f"it has no kernel for {work}"
-    elif not KERNELS:
-        why = "its kernels are those of commpass.backend: import it"
     else:
+        if not KERNELS:
+            import_module(REGISTERS).register()
         why = KERNELS[0].unsupported_reason(tensor.device, numel)
     if not why:
         return KERNELS[0]

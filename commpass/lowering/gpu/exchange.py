@@ -292,7 +292,7 @@ class Card:
 def _card(exchange: Exchange, device: torch.device) -> tuple[Card, str]:
     """Return a rank's GPU, and why it cannot run an exchange, or ""."""
     if device.type != "cuda":
-        return Card(), f"tensors on {device.type}: ranks reach the memory of cards"
+        return Card(), f"tensors on {device.type}: ranks access the memory of GPUs"
     properties = torch.cuda.get_device_properties(device)
     capability = (properties.major, properties.minor) if torch.version.hip is None else None
     name = f"{socket.gethostname()} {properties.uuid}"
