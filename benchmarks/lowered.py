@@ -38,6 +38,7 @@ CODECS = (
     "sdp4bit",
     "tahquant",
     "exponent",
+    "ecq",
     "topk",
 )
 RESULTS = Path(__file__).parent / "results" / "lowered.json"

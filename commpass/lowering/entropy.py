@@ -36,4 +36,6 @@ def _decode(
     return entropy.decode_rows(code, side, form, rotated, limit, numel)
 
 
-operators.KERNELS[:] = [operators.Kernels(_encode, _decode, unsupported_reason)]
+def register() -> None:
+    """Make the operators of the codec run these kernels."""
+    operators.KERNELS[:] = [operators.Kernels(_encode, _decode, unsupported_reason)]

@@ -25,9 +25,10 @@ from commpass.lowering.chain import Cast, Chain, Decode, Encode
 from commpass.probe.links import seconds_of, slowest_of
 
 CODECS = ("int8", "int4", "fp8", "rotated", "exponent", "cast")
-"""The codecs whose rates a profile has; all others are taken for slower ones (``_other``)."""
+"""The codecs that are measured. All others get the rate that ``_other`` returns."""
 SERIAL = ("ecq",)
-"""Codecs with a rate that represents no others: they are far slower."""
+"""Codecs that are measured as well, but count neither for ``_other`` nor for the median of
+``call_us``: they are far slower."""
 SMALL, LARGE = 1 << 11, 1 << 22
 """A number of values for which the call takes longer than the values, and one for the opposite
 case."""
@@ -53,7 +54,7 @@ def measure(
     for name in CODECS + SERIAL:
         report(name)
         rates[name], calls[name] = _rate(name, group, device, clock)
-    call_us = median(calls[name] for name in CODECS)
+    call_us = round(median(calls[name] for name in CODECS), 1)
     for name in SERIAL:
         rates[name] = dataclasses.replace(rates[name], call_us=calls[name])
     aliases = dict.fromkeys(("bf16", "fp16"), rates["cast"])
@@ -71,8 +72,8 @@ def measure(
 
 
 def _other(rates: Mapping[str, KernelRate], known: Kernels) -> KernelRate:
-    """Return the rate of all other codecs: as many times that of the slowest one as in what is
-    known, at least once."""
+    """Return the rate of all codecs that were not measured: the time of the slowest in ``CODECS``,
+    times the ratio of the two in the ``known`` kernels, or times 1 if that is larger."""
 
     def ns(role: str) -> float:
         slowest, stated = (
@@ -93,8 +94,8 @@ Call = Callable[[Tensor], Tensor]
 def _rate(
     name: str, group: dist.ProcessGroup, device: torch.device, clock: Clock
 ) -> tuple[KernelRate, float]:
-    """Return the nanoseconds of a value to encode and to decode, and each call's overhead in
-    microseconds."""
+    """Return the rate of a codec in nanoseconds a value, without ``call_us``, and the microseconds
+    that a call takes in addition."""
     coder = codec(name)
     rows = torch.randn(1, LARGE, device=device)
     encode, decode = _by_kernel(coder, device) or _inline(coder, rows)

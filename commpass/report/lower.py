@@ -286,7 +286,7 @@ def notes(rows: Sequence[Row], arch: str) -> list[str]:
     if any(each.counts is None for each in found):
         said.append(f"{arch}: instructions are not counted, so nothing is predicted.")
     if any(each.kernel.moved is None for each in found):
-        said.append("Nothing is predicted for kernels whose bytes depend on the values.")
+        said.append("Nothing is predicted for kernels whose work depends on the values.")
     counts = [each.counts for each in found if each.counts is not None]
     if any(each.predictions and each.counts and each.counts.loops for each in found):
         said.append("Some loops are counted as if they ran once.")

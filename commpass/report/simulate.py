@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -75,8 +76,10 @@ def run(
 
 
 def profile_of(profile: str | None, cluster: str | None) -> str:
-    """Return the name of the profile, of the two ways to give it. Raises CommpassError if there
-    are both or none, or if ``cluster`` is no machine."""
+    """Return the name of the profile, of the two ways to give it, or else that of COMMPASS_PROFILE.
+    Raises CommpassError if there are both or none, or if ``cluster`` is no machine."""
+    if profile is None and cluster is None:
+        profile = os.environ.get("COMMPASS_PROFILE") or None
     if profile is not None and cluster is None:
         return profile
     if cluster is not None and profile is None:
@@ -84,7 +87,7 @@ def profile_of(profile: str | None, cluster: str | None) -> str:
         return cluster
     raise CommpassError(
         "give either --cluster with a machine, such as dgx-h100, or --profile with another name or"
-        " a file"
+        " a file (COMMPASS_PROFILE names one as well)"
     )
 
 

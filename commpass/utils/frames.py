@@ -19,8 +19,8 @@ def roomy(function: Callable[P, R]) -> Callable[P, R]:
 
     CPython keeps the frames of a thread in chunks of 16 KiB. A call that does not fit into the last
     chunk maps a new one, and its return unmaps it. A loop that calls functions at such a depth
-    spends most of its time there. A frame as large as this one gets a larger chunk. Its rest holds
-    the frames that follow. Memory that no frame uses is only reserved.
+    spends most of its time there. The large frame of a roomy function gets a larger chunk, and
+    the frames of later calls fit into its rest. Memory that no frame uses is only reserved.
     """
 
     def run(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -272,7 +272,7 @@ def refused() -> str:
 @pytest.mark.slow
 def test_all_ranks_say_what_stands_in_the_way(ranks2):
     for said in ranks2.run(refused):
-        assert said == "no kernel: rank 0: tensors on cpu: ranks reach the memory of cards"
+        assert said == "no kernel: rank 0: tensors on cpu: ranks access the memory of GPUs"
 
 
 # --- in graphs ------------------------------------------------------------------------------------

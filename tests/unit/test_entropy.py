@@ -324,7 +324,7 @@ def test_finite_values_stay_finite_and_errors_within_the_bound(scale, numel):
     [
         ({"bits": 1}, "must be from 1.5 to 12"),
         ({"bits": 13}, "must be from 1.5 to 12"),
-        ({"bits": 4.1}, r"a multiple of 1/16, such as 4\.0625"),
+        ({"bits": 4.1}, r"a multiple of 1/16, such as 4\.125"),
         ({"even": 0.3}, "must be 0, 0.5 or 1"),
         ({"bit": 4}, "did you mean 'bits'"),
         ({"bits": "4"}, "bits='4' should be like bits=4.0"),

@@ -128,7 +128,7 @@ def test_codecs_of_several_kernels():
     made = data("--codec", "gaussiank", "--kernel", "encode", "--arch", "gfx942")
     assert [one["kernel"] for one in made] == ["encode: sparse_select", "encode: sparse_pack"]
     shown = run("--codec", "gaussiank", "--kernel", "encode", "--arch", "gfx942").stdout
-    assert "Nothing is predicted for kernels whose bytes depend on the values." in shown
+    assert "Nothing is predicted for kernels whose work depends on the values." in shown
 
 
 def test_requests_that_codecs_have_no_kernel_for():

@@ -26,6 +26,7 @@ from commpass.costmodel.profile import INTRA_HOST, LINK, link_named
 from commpass.distributed.machine import profile_here
 from commpass.errors import CommpassError, PolicyError, ProfileError
 from commpass.plan.stage import ALL, plain_exchange
+from commpass.report import simulate as report_simulate
 from commpass.report.breakeven import decided
 from commpass.report.simulate import nodes_of
 from commpass.simulate import check_gpus
@@ -320,3 +321,13 @@ def test_simulate_refuses_what_does_not_fit(tmp_path, arguments, expected):
     found = call("simulate", f"{tmp_path}/model.py:build", "--mesh", "tp=8", *arguments)
     assert found.exit_code == 2
     assert expected in " ".join(found.output.split())
+
+
+def test_simulate_takes_the_profile_of_the_environment(monkeypatch):
+    monkeypatch.setenv("COMMPASS_PROFILE", "nvlink-4")
+    assert report_simulate.profile_of(None, None) == "nvlink-4"
+    assert report_simulate.profile_of("ethernet-1g", None) == "ethernet-1g"
+    assert report_simulate.profile_of(None, "dgx-h100") == "dgx-h100"
+    monkeypatch.setenv("COMMPASS_PROFILE", "")
+    with pytest.raises(CommpassError, match="give either --cluster"):
+        report_simulate.profile_of(None, None)

@@ -114,7 +114,9 @@ def ecq(spec: str, *, bits: float = 4.0, even: float = 0.0) -> Codec:
         raise PolicyError(f"bits={bits}: must be from {LEAST_BITS} to {MOST_BITS}")
     nbytes = int(bits * BLOCK / 16) * 2
     if nbytes * 8 != bits * BLOCK:
-        raise PolicyError(f"bits={bits}: must be a multiple of 1/16, such as {nbytes * 8 / BLOCK}")
+        raise PolicyError(
+            f"bits={bits}: must be a multiple of 1/16, such as {(nbytes + 2) * 8 / BLOCK}"
+        )
     if even not in (0, 0.5, 1):
         raise PolicyError(f"even={even}: must be 0, 0.5 or 1")
     given = [f"{key}={value:g}" for key, value in (("bits", bits), ("even", even)) if key in spec]

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 
 import torch
 from torch import Tensor
@@ -33,9 +34,14 @@ ROTATION = Hadamard(BLOCK, signed=True)
 
 @dataclass(frozen=True)
 class Kernels:
-    """Kernels for GPUs: ``encode(rows, form, rotated)`` of float32 or narrower rows, ``decode(code,
-    side, form, rotated, limit, numel)`` to float32, and why there are none for a device and a
-    number of values, or ""."""
+    """Kernels for GPUs.
+
+    Attributes:
+        encode: ``(rows, form, rotated)`` to the code and the scales. Rows ``[n, numel]`` are
+            float32, bfloat16 or float16.
+        decode: ``(code, side, form, rotated, limit, numel)`` to float32 rows ``[n, numel]``.
+        unsupported_reason: ``(device, numel)`` to why there are none, or "".
+    """
 
     encode: Callable[[Tensor, Form, bool], tuple[Tensor, Tensor]]
     decode: Callable[[Tensor, Tensor, Form, bool, float, int], Tensor]
@@ -43,7 +49,9 @@ class Kernels:
 
 
 KERNELS: list[Kernels] = []
-"""``commpass.lowering.entropy`` adds them."""
+"""None, or one."""
+REGISTERS = "commpass.lowering.entropy"
+"""The module that adds ``KERNELS``, by ``register``, when the first tensor on a GPU is coded."""
 
 _library = torch.library.Library("commpass", "FRAGMENT")
 _library.define(
@@ -146,9 +154,9 @@ def _kernels(tensor: Tensor, work: torch.dtype, numel: int) -> Kernels | None:
         return None
     if work != torch.float32:
         why = f"it has no kernel for {work}"
-    elif not KERNELS:
-        why = "its kernels are those of commpass.backend: import it"
     else:
+        if not KERNELS:
+            import_module(REGISTERS).register()
         why = KERNELS[0].unsupported_reason(tensor.device, numel)
     if not why:
         return KERNELS[0]

@@ -40,7 +40,7 @@ def unsupported_reason(numel: int) -> str:
 
 def encode_rows(rows: Tensor, form: Form, rotated: bool) -> tuple[Tensor, Tensor]:
     """Encode rows ``[n, numel]`` of float32, bfloat16 or float16 as ``codecs.entropy.operators``
-    does: the code and the scales, uint8."""
+    does: the code, uint8 ``[n, blocks * form.nbytes]``, and the scales, uint8 ``[n, chunks]``."""
     rows = rows.contiguous()
     (count, numel), device = rows.shape, rows.device
     blocks = BLOCKS.blocks(numel)

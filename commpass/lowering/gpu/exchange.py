@@ -127,7 +127,8 @@ def all_gather(
     x: Tensor, group: dist.ProcessGroup | None = None, codec: str | Codec = "int8"
 ) -> Tensor:
     """Return ``[n, ...]`` of every rank of a group as ``[ranks * n, ...]``, as
-    ``commpass.all_gather`` does. Raises CommpassError as ``all_reduce``."""
+    ``commpass.all_gather`` does. Raises CommpassError as ``all_reduce`` does, and for a tensor
+    without dimensions."""
     return _run("all_gather", x, group, codec, "direct", "sum")
 
 
@@ -138,7 +139,8 @@ def reduce_scatter(
     op: str = "sum",
 ) -> Tensor:
     """Return part r of the sum or mean of ``[ranks * n, ...]`` on rank r of a group: ``[n, ...]``,
-    as ``commpass.reduce_scatter`` does. Raises CommpassError as ``all_reduce``."""
+    as ``commpass.reduce_scatter`` does. Raises CommpassError as ``all_reduce`` does, and if the
+    first dimension is no multiple of the number of ranks."""
     return _run("reduce_scatter", x, group, codec, "direct", op)
 
 
@@ -290,7 +292,7 @@ class Card:
 def _card(exchange: Exchange, device: torch.device) -> tuple[Card, str]:
     """Return a rank's GPU, and why it cannot run an exchange, or ""."""
     if device.type != "cuda":
-        return Card(), f"tensors on {device.type}: ranks reach the memory of cards"
+        return Card(), f"tensors on {device.type}: ranks access the memory of GPUs"
     properties = torch.cuda.get_device_properties(device)
     capability = (properties.major, properties.minor) if torch.version.hip is None else None
     name = f"{socket.gethostname()} {properties.uuid}"
