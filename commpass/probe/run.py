@@ -36,13 +36,15 @@ def probe(
     kernels.
 
     Every rank calls it, and all get the result of rank 0. Raise ProfileError without a process
-    group of several ranks.
+    group of several ranks, and if a CPU has no C++ compiler for the kernels.
     """
     if not dist.is_initialized() or dist.get_world_size() < 2:
         raise ProfileError("there is nothing to measure: a probe needs a group of several ranks")
     world = dist.group.WORLD
     assert world is not None
     device = device_of(world)
+    if kernels and device.type == "cpu":
+        _check_compilers()
     places = _gathered(host_id())
     ranks_per_host = on_each_host(places)
     levels: dict[str, Any] = {"link": world}
@@ -90,6 +92,23 @@ def probe(
         points=tuple(_points(found, links)),
     )
     return _gathered(file)[0]
+
+
+def _check_compilers() -> None:
+    """Raise ProfileError on all ranks if one has no C++ compiler, before the links are measured."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+        found = True
+    except InvalidCxxCompiler:
+        found = False
+    if without := [rank for rank, has_one in enumerate(_gathered(found)) if not has_one]:
+        raise ProfileError(
+            f"kernels are compiled, but rank {without[0]} has no C++ compiler: install one, or"
+            " measure only links, without --kernels"
+        )
 
 
 def _one_of_each_host(ranks_per_host: int, ranks: int) -> Any:

@@ -123,8 +123,9 @@ def profile_of(name: str, card: str | None = None, *, gpus: bool = False) -> Pro
 
 
 def device_of(kernels: Kernels) -> str:
-    """Return the type of the device that these rates were stated for."""
-    return "cuda" if kernels in (GPU, *(card.kernels for card in CARDS.values())) else "cpu"
+    """Return the type of the device that these rates were stated for, or measured on. Only a GPU
+    has graphs of launches."""
+    return "cuda" if kernels.graph_launch_us else "cpu"
 
 
 def even(

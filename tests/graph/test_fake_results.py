@@ -6,6 +6,7 @@ import pytest
 import torch
 from graphs import trace, trace_sizes
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from commpass.passes.fx.fake_results import FakeResults
 from commpass.passes.fx.fakes import mode_of, storage
@@ -86,3 +87,14 @@ def test_writes_are_not_kept():
     assert not known.known
     (node,) = nodes(gm, aten.add_.Tensor)
     assert found[node] is value(node.args[0])
+
+
+def test_negatives_and_conjugates_of_memory_are_computed():
+    """A copy would lose the mark that the memory has the other sign."""
+    with FakeTensorMode() as mode, torch.no_grad():
+        known, negative = FakeResults(), torch.empty(4, 4, dtype=torch.complex64).conj().imag
+        assert negative.is_neg()
+        node = fx.Graph().call_function(aten.t.default, ())
+        node.args = (node.graph.placeholder("x"),)
+        made = [known.of(node, lambda _: negative) for _ in range(2)]
+    assert all(each.is_neg() and each.fake_mode is mode for each in made)

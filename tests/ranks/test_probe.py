@@ -129,6 +129,14 @@ def test_folder_that_is_not_there_is_reported_before_anything_is_measured(tmp_pa
 
 
 @pytest.mark.every
+def test_missing_compiler_is_reported_before_anything_is_measured(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("CXX", "/none")
+    done = launch("--seconds", "300", "--kernels", "-o", str(tmp_path / "cluster.json"))
+    assert done.returncode != 0
+    assert "commpass: kernels are compiled, but rank 0 has no C++ compiler" in done.stderr
+
+
+@pytest.mark.every
 def test_command_line_gives_the_same(tmp_path: Path):
     out, plot = tmp_path / "cluster.json", tmp_path / "cluster.png"
     done = launch("--seconds", "2", "-o", str(out), "--plot", str(plot))

@@ -67,6 +67,19 @@ def test_cpus_send_messages_and_gpus_do_not():
     assert not gpus.by_messages
 
 
+def test_rates_that_were_measured_on_a_gpu_are_those_of_a_gpu(tmp_path):
+    """``probe --kernels`` replaces the rates of a card."""
+    measured = tmp_path / "measured.toml"
+    measured.write_text(
+        'base = "nvlink-4"\n[kernels]\nbase = "h100"\ngbytes_per_s = 2900\ngflops = 690000\n'
+    )
+    of = (4, "bfloat16", "all_reduce", policy_named("aggressive"), 1 << 24)
+    found = decided(profile_of(str(measured)), *of)
+    assert found.device == "cuda"
+    assert not found.by_messages
+    assert found.codec == decided(profile_of("nvlink-4", "h100"), *of).codec
+
+
 def test_fast_link_never_pays_and_says_so(monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     found = asked("ethernet-100g", "--ranks", "2", "--dtype", "bfloat16")

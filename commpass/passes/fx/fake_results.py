@@ -57,8 +57,14 @@ def _layout(value: Any) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is a fake tensor of fixed sizes, of which nothing else is known."""
-    return can_be_copied(value) and value.layout == torch.strided and value.constant is None
+    """Whether a value is a fake tensor of fixed sizes, of which nothing else is known, and no
+    conjugate or negative of its memory."""
+    return (
+        can_be_copied(value)
+        and value.layout == torch.strided
+        and value.constant is None
+        and not (value.is_conj() or value.is_neg())
+    )
 
 
 def _can_be_repeated(made: Any, given: Sequence[Tensor]) -> bool:
