@@ -24,6 +24,7 @@ from commpass.lowering.gpu.tiles.entropy import (
     entropy_rotate,
     entropy_rotate_back,
 )
+from commpass.utils.ambient import making_lasting_tensors
 
 MOST = 1 << 30
 """Rows of this many values or more are not supported: places in a row are counted in 32 bits."""
@@ -102,6 +103,11 @@ def _known(
 @lru_cache(maxsize=8)
 def _tables(device: torch.device) -> Arguments:
     """Return the tables of all ratios on a device."""
+    with making_lasting_tensors():
+        return _made(device)
+
+
+def _made(device: torch.device) -> Arguments:
     every = tables()
     frequency = torch.tensor([each.frequencies for each in every])
     before = frequency.cumsum(1) - frequency
