@@ -45,22 +45,22 @@ def encode_rows(rows: Tensor, form: Form, rotated: bool) -> tuple[Tensor, Tensor
     rows = rows.contiguous()
     (count, numel), device = rows.shape, rows.device
     blocks = BLOCKS.blocks(numel)
-    every, many = count * blocks, chunks(blocks)
+    all_blocks, chunks_of_row = count * blocks, chunks(blocks)
     code = torch.empty((count, blocks * form.nbytes), dtype=torch.uint8, device=device)
-    side = torch.empty((count, many), dtype=torch.uint8, device=device)
-    room = min(blocks, coder.CHUNK // BLOCK) * form.nbytes // 2
+    side = torch.empty((count, chunks_of_row), dtype=torch.uint8, device=device)
+    pitch = min(blocks, coder.CHUNK // BLOCK) * form.nbytes // 2
     known: Arguments = {
         "source": rows,
-        "values": torch.empty(every * BLOCK, dtype=torch.float32, device=device),
-        "peaks": torch.empty(every, dtype=torch.int32, device=device),
-        "largest": torch.empty(every, dtype=torch.float64, device=device),
-        "stream": torch.empty(count * many * room, dtype=torch.int16, device=device),
+        "values": torch.empty(all_blocks * BLOCK, dtype=torch.float32, device=device),
+        "peaks": torch.empty(all_blocks, dtype=torch.int32, device=device),
+        "largest": torch.empty(all_blocks, dtype=torch.float64, device=device),
+        "stream": torch.empty(count * chunks_of_row * pitch, dtype=torch.int16, device=device),
         "side": side,
-        "room": room,
-        **_known(code, form, rotated, numel, blocks, every, many),
+        "pitch": pitch,
+        **_known(code, form, rotated, numel, blocks, all_blocks, chunks_of_row),
     }
-    launch(call_of(entropy_rotate, known, -(-every // TILE), WARPS))
-    launch(call_of(entropy_code, known, count * many, 1))
+    launch(call_of(entropy_rotate, known, -(-all_blocks // TILE), WARPS))
+    launch(call_of(entropy_code, known, count * chunks_of_row, 1))
     return code, side
 
 
@@ -72,22 +72,28 @@ def decode_rows(
     if code.storage_offset() % 2:
         code = code.clone()
     count, blocks, device = code.shape[0], BLOCKS.blocks(numel), code.device
-    every, many = count * blocks, chunks(blocks)
+    all_blocks, chunks_of_row = count * blocks, chunks(blocks)
     out = torch.empty((count, numel), dtype=torch.float32, device=device)
     known: Arguments = {
-        "values": torch.empty(every * BLOCK, dtype=torch.float32, device=device),
+        "values": torch.empty(all_blocks * BLOCK, dtype=torch.float32, device=device),
         "side": side,
         "out": out,
-        **_known(code, form, rotated, numel, blocks, every, many),
+        **_known(code, form, rotated, numel, blocks, all_blocks, chunks_of_row),
     }
-    launch(call_of(entropy_numbers, known, count * many, 1))
+    launch(call_of(entropy_numbers, known, count * chunks_of_row, 1))
     limited = {**known, "LIMIT_OF": limit}
-    launch(call_of(entropy_rotate_back, limited, -(-every // TILE), WARPS))
+    launch(call_of(entropy_rotate_back, limited, -(-all_blocks // TILE), WARPS))
     return out
 
 
 def _known(
-    code: Tensor, form: Form, rotated: bool, numel: int, blocks: int, every: int, many: int
+    code: Tensor,
+    form: Form,
+    rotated: bool,
+    numel: int,
+    blocks: int,
+    all_blocks: int,
+    chunks_of_row: int,
 ) -> Arguments:
     device = code.device
     return {
@@ -95,7 +101,7 @@ def _known(
         "halves": code.view(torch.int16),
         **_tables(device),
         **{"numel": numel, "blocks": blocks, "blocks_of_row": blocks},
-        **{"all_blocks": every, "chunks": many},
+        **{"all_blocks": all_blocks, "chunks": chunks_of_row},
         **{"NBYTES": form.nbytes, "EVEN": form.even, "ROTATED": rotated, "BLOCKS": TILE},
     }
 
@@ -104,10 +110,10 @@ def _known(
 def _tables(device: torch.device) -> Arguments:
     """Return the tables of all ratios on a device."""
     with making_lasting_tensors():
-        return _made(device)
+        return _new_tables(device)
 
 
-def _made(device: torch.device) -> Arguments:
+def _new_tables(device: torch.device) -> Arguments:
     every = tables()
     frequency = torch.tensor([each.frequencies for each in every])
     before = frequency.cumsum(1) - frequency

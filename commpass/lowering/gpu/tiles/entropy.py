@@ -158,6 +158,15 @@ def width_of(blocks):
 
 
 @tile
+def layout_of(blocks, NBYTES: tl.constexpr):
+    """The bytes of a chunk before its states and before its stream, and the capacity of the stream
+    in 16-bit words."""
+    states_at = 2 + ((blocks + 1) >> 1) * 2
+    header = states_at + 4 * width_of(blocks)
+    return states_at, header, (blocks * NBYTES - header) >> 1
+
+
+@tile
 def fine_ratio(rms, step, EVEN: tl.constexpr):
     """The ratios of root mean squares to their steps, in 64ths of an octave."""
     ratio = rms * (-(2 - EVEN) * (PER_RMS // 2)) - step
@@ -232,23 +241,23 @@ def marked(mask, lane):
 
 
 @tile
-def pushed(state, full, stream, words, written, lane):
-    """Write a word of each full state, before what is ``written``; words beyond the room for them
-    are only counted."""
+def pushed(state, full, stream, capacity, written, lane):
+    """Write a word of each full state, before what is ``written``. Words beyond the capacity are
+    only counted."""
     bits, before = marked(full, lane)
     written += ones(bits)
-    at = words - written + before
+    at = capacity - written + before
     tl.store(stream + at, state.to(tl.int16), mask=full & (at >= 0))
     return tl.where(full, state >> WORD_BITS, state), written
 
 
 @tile
-def pulled(state, stream, words, read, lane, is_lane):
+def pulled(state, stream, capacity, read, lane, is_lane):
     """Let each empty state read a word; zeros follow the last one."""
     empty = is_lane & (state < LEAST)
     bits, before = marked(empty, lane)
     at = read + before
-    word = tl.load(stream + at, mask=empty & (at < words), other=0).to(tl.uint32) & 0xFFFF
+    word = tl.load(stream + at, mask=empty & (at < capacity), other=0).to(tl.uint32) & 0xFFFF
     return tl.where(empty, (state << WORD_BITS) | word, state), read + ones(bits)
 
 
@@ -266,12 +275,12 @@ def entropy_code(
     roots,
     blocks_of_row,
     chunks,
-    room,
+    pitch,
     NBYTES: tl.constexpr,
     EVEN: tl.constexpr,
 ):
     """Code one chunk: ``code [rows, blocks * NBYTES]``, of which ``halves`` is the int16 view, and
-    the bytes of the scales, ``side [rows, chunks]``. ``stream [rows, chunks, room]`` is free."""
+    the bytes of the scales, ``side [rows, chunks]``. ``stream [rows, chunks, pitch]`` is free."""
     number = tl.program_id(0).to(tl.int64)
     row, chunk = number // chunks, tl.program_id(0) % chunks
     blocks = tl.minimum(blocks_of_row - chunk * OF_CHUNK, OF_CHUNK)
@@ -295,22 +304,20 @@ def entropy_code(
     steps = tl.full((), BLOCK, tl.int32) // width
     lane = tl.arange(0, LANES)
     is_lane = lane < width
-    states_at = 2 + ((blocks + 1) >> 1) * 2
-    header = states_at + 4 * width
-    words = (blocks * NBYTES - header) >> 1
+    states_at, header, capacity = layout_of(blocks, NBYTES)
     first = first_step(rms, is_block, blocks, header, NBYTES, EVEN, costs)
     own = values + first_block * BLOCK
-    free = stream + number * room
+    free = stream + number * pitch
     inverse = of_bits((254 - power) << 23)  # subnormal if the scale is 2^127
     inverse = tl.where(power == 254, 2.0**-127, inverse)
 
-    attempt, written, step, dithered = words * 0, words + 1, first, words * 0
+    attempt, written, step, dithered = capacity * 0, capacity + 1, first, capacity * 0
     state = tl.full((LANES,), LEAST, tl.uint32)
-    while written > words:
+    while written > capacity:
         tl.debug_barrier()  # other threads wrote the words of the attempt before
         dithered = (attempt >= ATTEMPTS).to(tl.int32)
         step = first + (1 << (attempt - dithered * ATTEMPTS)) - 1
-        attempt, written = attempt + 1, words * 0
+        attempt, written = attempt + 1, capacity * 0
         ratios = ratio_of(rms, step, EVEN)
         tables = table_of(ratios, dithered)
         lows = tl.maximum((ratios >> 3) - 1, 0)
@@ -327,7 +334,7 @@ def entropy_code(
                 q = round_to_even(x * inverse * scale + dither_of(inside, table))
                 if low > 0:
                     full = is_lane & (((state >> 1) >> (31 - low)) != 0)
-                    state, written = pushed(state, full, free, words, written, lane)
+                    state, written = pushed(state, full, free, capacity, written, lane)
                     rest = (q & ((1 << low) - 1)).to(tl.uint32)
                     state = tl.where(is_lane, (state << low) | rest, state)
                 of_table = tl.minimum(tl.maximum((q >> low) + HALF, 0), CLASSES - 1)
@@ -335,7 +342,7 @@ def entropy_code(
                 entry = tl.load(at, mask=is_lane, other=1).to(tl.uint32)
                 frequency, start = entry & 0xFFFF, entry >> 16
                 full = is_lane & ((state >> (32 - TOTAL_BITS)) >= frequency)
-                state, written = pushed(state, full, free, words, written, lane)
+                state, written = pushed(state, full, free, capacity, written, lane)
                 times = state // frequency
                 coded = (times << TOTAL_BITS) + (state - times * frequency) + start
                 state = tl.where(is_lane, coded, state)
@@ -351,10 +358,10 @@ def entropy_code(
     tl.store(at_state + 1, (state >> 16).to(tl.int16), mask=is_lane)
     tl.debug_barrier()  # other threads wrote the words
     out = halves + begin_half + (header >> 1)
-    for ahead in range(0, words, TILE):
+    for ahead in range(0, capacity, TILE):
         at = ahead + tl.arange(0, TILE)
-        word = tl.load(free + words - written + at, mask=at < written, other=0)
-        tl.store(out + at, word, mask=at < words)
+        word = tl.load(free + capacity - written + at, mask=at < written, other=0)
+        tl.store(out + at, word, mask=at < capacity)
 
 
 @tile
@@ -386,9 +393,7 @@ def entropy_numbers(
     steps = tl.full((), BLOCK, tl.int32) // width
     lane = tl.arange(0, LANES)
     is_lane = lane < width
-    states_at = 2 + ((blocks + 1) >> 1) * 2
-    header = states_at + 4 * width
-    words = (blocks * NBYTES - header) >> 1
+    states_at, header, capacity = layout_of(blocks, NBYTES)
     at_state = halves + begin_half + (states_at >> 1) + 2 * lane
     lower = tl.load(at_state, mask=is_lane, other=0).to(tl.uint32) & 0xFFFF
     upper = tl.load(at_state + 1, mask=is_lane, other=1).to(tl.uint32) & 0xFFFF
@@ -400,7 +405,7 @@ def entropy_numbers(
     scales = tl.load(levels + tables) * power_of(step - rms * (EVEN * (PER_RMS // 2)), roots)
     own = values + first_block * BLOCK
     stream = halves + begin_half + (header >> 1)
-    read = words * 0
+    read = capacity * 0
     for at_block in range(blocks):
         table, low = of_block(tables, at_block), of_block(lows, at_block)
         scale = of_bits(of_block(bits_of(scales), at_block))
@@ -411,9 +416,9 @@ def entropy_numbers(
             frequency = ((entry >> TOTAL_BITS) & (TOTAL - 1)) + 1
             state = frequency * (state >> TOTAL_BITS) + (entry & (TOTAL - 1))
             q = (entry >> (2 * TOTAL_BITS)).to(tl.int32) - HALF
-            state, read = pulled(state, stream, words, read, lane, is_lane)
+            state, read = pulled(state, stream, capacity, read, lane, is_lane)
             if low > 0:
                 q = (q << low) | (state & ((1 << low) - 1).to(tl.uint32)).to(tl.int32)
-                state, read = pulled(state >> low, stream, words, read, lane, is_lane)
+                state, read = pulled(state >> low, stream, capacity, read, lane, is_lane)
             x = (q.to(tl.float32) - dither_of(inside, table)) * scale
             tl.store(own + at_block * BLOCK + inside, x, mask=is_lane)
