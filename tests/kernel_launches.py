@@ -31,6 +31,7 @@ from commpass.lowering.gpu import (
 )
 from commpass.lowering.gpu.call import Call, calls_of, signature
 from commpass.lowering.gpu.exchange_kernel import Exchange
+from commpass.lowering.gpu.matmul_launch import Steps
 from commpass.lowering.gpu.matmul_launch import call as matmul_call
 from commpass.lowering.gpu.matmul_sizes import Matmul, Problem, configuration
 from commpass.lowering.gpu.source import Source, load
@@ -193,7 +194,7 @@ def of_exchange(shape: Exchange) -> KernelLaunch:
 def of_matmul(codec: BlockCodec, problem: Problem, arch: str = "sm_90") -> KernelLaunch:
     by = configuration(codec, problem, arch)
     casts = {"CASTS": True, "FP8": arch == "sm_90"}
-    steps = (problem.k, problem.k)
+    steps = Steps(problem.k, problem.k)
     matmul = Matmul(torch.bfloat16, b_by_rows=False)
     made = matmul_call(codec, matmul, problem, by, steps, casts)
     grid = (*made.grid(132), 1, 1)

@@ -5,7 +5,7 @@ Triton is imported only where needed, since CPU builds of torch do not include i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -60,15 +60,13 @@ def has_exponent_kernels(device: torch.device) -> bool:
     return not _no_triton(device)
 
 
-def unsupported_product_reason(
-    a: Tensor, b: Tensor, bias: Tensor | None, product: matmul.Product
-) -> str:
+def unsupported_product_reason(tensors: Sequence[Tensor], product: matmul.Product) -> str:
     """As ``unsupported_reason``, for a matmul whose kernel encodes its result."""
-    if why := _no_triton(a.device):
+    if why := _no_triton(tensors[0].device):
         return why
     from commpass.lowering.gpu import graph
 
-    return graph.unsupported_product_reason(a, b, bias, product)
+    return graph.unsupported_product_reason(tensors, product)
 
 
 CODING = tuple(
@@ -98,7 +96,7 @@ def caller(node: fx.Node) -> Callable[..., Any] | None:
     if node.target in CODING:
         return graph.exponent_caller(node)
     if node.target is matmul.MATMUL:
-        return graph.product_caller(matmul.lookup(str(node.args[3])), node.args[2] is not None)
+        return graph.product_caller(matmul.lookup(str(node.args[1])))
     chain, numel = fused.lookup(str(node.args[1])), node.args[2]
     return graph.caller(chain, numel) if isinstance(numel, int) else None
 

@@ -21,11 +21,10 @@ import torch
 from torch import Tensor, fx
 
 from commpass import lowering
-from commpass.codecs import Codec, operators
-from commpass.codecs.block.codec import BlockCodec
+from commpass.codecs import operators
 from commpass.costmodel import Profile
 from commpass.lowering import fused, matmul
-from commpass.lowering.chain import Cast, Encode, Enter, Step, further_inputs
+from commpass.lowering.chain import further_inputs
 from commpass.passes import sample
 from commpass.passes.context import PassContext
 from commpass.passes.epilogues import with_epilogue
@@ -35,14 +34,14 @@ from commpass.passes.fx.erase import erase, replace
 from commpass.passes.fx.fake_results import FakeResults
 from commpass.passes.fx.fakes import can_be_copied, view_of
 from commpass.passes.fx.marks import inherit, nodes_by_site
-from commpass.passes.fx.ops import ROW_MATMULS, aten
+from commpass.passes.fx.ops import aten
 from commpass.passes.fx.parse import graph_modules
 from commpass.passes.fx.splice import insert
-from commpass.passes.runs import Run, is_reshape, runs
+from commpass.passes.products import Multiplied, with_matmul
+from commpass.passes.runs import Run, runs
 from commpass.plan import PlannedSite
 
 ops = operators.ops
-RELU, ADDMM = aten.relu.default, aten.addmm.default
 APART = (ops.encode_parts.default, ops.decode_parts.default)
 
 
@@ -148,7 +147,7 @@ def _fuse_site(
             made, missed = with_matmul(run, profile)
             if made is not None:
                 _replace_matmul(run, made, known)
-                found.done.append("matmul+encode")
+                found.done.append(made.product.role)
                 continue
             if missed:
                 found.missed.append(f"matmul+encode: {missed}")
@@ -187,96 +186,6 @@ def _side_by_side(node: fx.Node) -> bool:
     """Whether the values of each row are contiguous in memory, as kernels read them."""
     value = node.meta["val"]
     return bool(value.shape[-1] <= 1 or value.stride(-1) == 1)
-
-
-# --- search ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Multiplied:
-    """A matmul ``a @ b`` with an optional bias whose result only a run encodes, and the nodes in
-    between."""
-
-    a: fx.Node
-    b: fx.Node
-    bias: fx.Node | None
-    nodes: tuple[fx.Node, ...]
-    product: matmul.Product
-
-
-def with_matmul(run: Run, profile: Profile) -> tuple[Multiplied | None, str]:
-    """Return the matmul whose result a run encodes, if one kernel should compute both.
-
-    Otherwise return None and the reason, or "" if there is no matmul.
-    """
-    nodes, activation, node = list[fx.Node](), "", run.source
-    while node.target in (RELU, *ROW_MATMULS) or is_reshape(node):
-        nodes.append(node)
-        if node.target in ROW_MATMULS:
-            break
-        activation = "relu" if node.target is RELU else activation
-        node = node.all_input_nodes[0]
-    if node.target not in ROW_MATMULS:
-        return None, ""
-    if any(len(each.users) > 1 for each in nodes):
-        return None, "others take the matmul's result too"
-    given: list[Any] = list(node.args)
-    bias, a, b = given if node.target is ADDMM else (None, *given)
-    if bias is not None:
-        if {node.kwargs.get("alpha", 1), node.kwargs.get("beta", 1)} != {1}:
-            return None, "its terms are scaled"
-        if not _is_row(bias, b):
-            return None, "its bias is no row"
-    coder = _whole_codec(run.steps)
-    if coder is None:
-        return None, "something else happens to the values before they are encoded"
-    product = matmul.Product(coder, run.source.meta["val"].shape[0], activation)
-    made = Multiplied(a, b, bias, tuple(nodes), product)
-    values: list[Any] = [e.meta["val"] if e is not None else None for e in (a, b, bias)]
-    if not all(meta.is_fixed(each.meta.get("val")) for each in (a, b, node)):
-        return None, "its sizes are not fixed"
-    why = lowering.unsupported_product_reason(values[0], values[1], values[2], product)
-    return (None, why) if why else _if_quicker(made, profile)
-
-
-def _is_row(bias: fx.Node, b: fx.Node) -> bool:
-    """Whether a bias is one contiguous row with a value per column of ``b``. The kernel reads it
-    so, without broadcasting."""
-    value, columns = bias.meta["val"], b.meta["val"].shape[1]
-    return bool(value.dim() == 1 and value.shape[0] == columns and value.is_contiguous())
-
-
-def _if_quicker(product: Multiplied, profile: Profile) -> tuple[Multiplied | None, str]:
-    """Return the fused matmul if it is faster, else None and the times. The fusion slows the matmul
-    slightly and saves one kernel."""
-    a, b = product.a.meta["val"], product.b.meta["val"]
-    values = a.shape[0] * b.shape[1]
-    nbytes = (a.numel() + b.numel() + values) * a.itemsize
-    alone = profile.kernels.compute_us(2 * values * a.shape[1], nbytes)
-    encode = profile.kernels.time_us(product.product.codec.spec, "encode", values)
-    fused_us = alone * profile.kernels.matmul_encode
-    if fused_us >= alone + encode:
-        return None, (
-            f"matmul and encode apart take {alone + encode:,.0f} us, together {fused_us:,.0f} us"
-        )
-    return product, ""
-
-
-def _whole_codec(steps: Sequence[Step]) -> Codec | None:
-    """Return the codec of an encode and the steps before it, with its transform included, or
-    None."""
-    *before, last = steps
-    assert isinstance(last, Encode)
-    domain = None
-    for step in before:
-        if isinstance(step, Enter):
-            domain = step.domain
-        elif not (isinstance(step, Cast) and step.dtype == torch.float32):
-            return None
-    if domain is None:
-        return last.codec
-    assert isinstance(last.codec, BlockCodec)
-    return dataclasses.replace(last.codec, transform=domain.transform)
 
 
 def _counted(notes: Sequence[str]) -> str:
@@ -348,10 +257,10 @@ def _form(value: Tensor) -> tuple[Any, ...]:
 
 
 def _replace_matmul(run: Run, product: Multiplied, known: FakeResults) -> None:
-    """Replace a matmul and its encode by one operator."""
-    args = (product.a, product.b, product.bias, matmul.name_of(product.product))
-    last = run.nodes[-1]
-    replace(last, _insert(last, run.coded, "matmul+encode", known, matmul.MATMUL, *args))
+    """Replace a matmul, what lies between, and its encode by one operator."""
+    args = (list(product.operands), matmul.name_of(product.product))
+    last, role = run.nodes[-1], product.product.role
+    replace(last, _insert(last, run.coded, role, known, matmul.MATMUL, *args))
     for each in (*reversed(run.nodes[:-1]), *product.nodes):
         erase(each)
 

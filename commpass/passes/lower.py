@@ -258,10 +258,10 @@ def _coded_by_chain(node: fx.Node) -> tuple[tuple[str, str, int], ...]:
 
 def _coded_by_product(node: fx.Node) -> tuple[tuple[str, str, int], ...]:
     """Return the same for a matmul that encodes its own result, with its number of operations."""
-    given: Any = node.args[:2]  # both may be one tensor
-    a, b = (each.meta["val"] for each in given)
-    spec = matmul.lookup(str(node.args[3])).codec.spec
-    return ((spec, "matmul", 2 * a.shape[0] * a.shape[1] * b.shape[1]),)
+    given: Any = node.args[0]
+    product = matmul.lookup(str(node.args[1]))
+    m, n, k, _ = matmul.operands_of(product, [each.meta["val"] for each in given]).sizes
+    return ((product.codec.spec, "matmul", 2 * m * n * k),)
 
 
 @dataclass
@@ -337,7 +337,7 @@ class Bodies:
                 return call(*(held[each] for each in _operands(node)))
 
             body = traced(called, values, self.decompositions, subject).graph
-            if node.target in fused.CHAINS:
+            if node.target in (*fused.CHAINS, matmul.MATMUL):
                 _check_compiles(body, node)
             return body
 

@@ -142,11 +142,11 @@ class ConstantInput:
 class EncodedValue:
     """What a site encodes.
 
-    Either the fake value itself, or those of two matrices and an optional bias, from which a
-    ``product`` of ``lowering.matmul`` computes and encodes it.
+    Either the fake value itself, or those of the operands from which a ``product`` of
+    ``lowering.matmul`` computes and encodes it.
     """
 
-    values: tuple[Tensor | None, ...]
+    values: tuple[Tensor, ...]
     product: str = ""
 
 

@@ -58,12 +58,17 @@ def given_to_products(gm: fx.GraphModule) -> dict[str, EncodedValue]:
     """Return what sites with a self-encoding matmul encode, by site name."""
     return {
         node.meta[MARK].site: EncodedValue(
-            tuple(each.meta["val"] if each is not None else None for each in node.args[:3]),
-            str(node.args[3]),
+            tuple(each.meta["val"] for each in _operands(node)),
+            str(node.args[1]),
         )
         for _, module in graph_modules(gm)
         for node in module.graph.find_nodes(op="call_function", target=matmul.MATMUL)
     }
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    given: Any = node.args[0]
+    return list(given)
 
 
 def sample(
@@ -98,7 +103,7 @@ def sample(
             why[site.name] = UNSEEN
         if not why[site.name]:
             its = encoded.get(site.name, EncodedValue(()))
-            taken = [nodes.get(id(value)) for value in its.values if value is not None]
+            taken = [nodes.get(id(value)) for value in its.values]
             takes = _senders(taken[0], site.name) if taken and taken[0] is not None else []
             seen = check or (not its.product and _is_seen(taken, site))
             if not takes or None in taken or not seen:
@@ -147,8 +152,7 @@ def _is_stored(x: fx.Node) -> bool:
 def _insert(its: EncodedValue, nodes: Mapping[int, fx.Node], before: fx.Node, number: int) -> None:
     """Insert the operator before the first read of the site's input, since later writes to it are
     not sent."""
-    given: Any = [nodes[id(value)] if value is not None else None for value in its.values]
-    insert(given, before, number, its.product)
+    insert([nodes[id(value)] for value in its.values], before, number, its.product)
 
 
 def insert(values: Sequence[Any], before: fx.Node, number: int, product: str = "") -> None:
@@ -161,7 +165,7 @@ def insert(values: Sequence[Any], before: fx.Node, number: int, product: str = "
         into = graph.call_function(EMPTY, ([1],), {"device": first.device})
         into.meta["val"] = first.new_empty([1], dtype=torch.float32)
         if product:
-            args = (*values, into, number, product)
+            args = (list(values), into, number, product)
             graph.call_function(torch.ops.commpass.sample_product_.default, args)
         else:
             graph.call_function(SAMPLE, (*values, into, number))
@@ -180,12 +184,10 @@ def _sample(x: Tensor, into: Tensor, site: int) -> None:
         look(site, x)
 
 
-def _sample_product(
-    a: Tensor, b: Tensor, bias: Tensor | None, into: Tensor, site: int, product: str
-) -> None:
+def _sample_product(operands: Sequence[Tensor], into: Tensor, site: int, product: str) -> None:
     """Pass the result of a self-encoding matmul to the sampler of this call."""
-    if (look := _looking(a)) is not None:
-        look(site, matmul.values(a, b, bias, matmul.lookup(product)))
+    if (look := _looking(operands[0])) is not None:
+        look(site, matmul.values(operands, matmul.lookup(product)))
 
 
 def _no_op(*_: object) -> None: ...
@@ -194,10 +196,7 @@ def _no_op(*_: object) -> None: ...
 _library = torch.library.Library("commpass", "FRAGMENT")
 _library.define("sample_(Tensor x, Tensor(a!) into, int site) -> ()")
 _library.impl("sample_", ambient_free(_sample), "CompositeExplicitAutograd")
-_library.define(
-    "sample_product_(Tensor a, Tensor b, Tensor? bias, Tensor(a!) into, int site, str product)"
-    " -> ()"
-)
+_library.define("sample_product_(Tensor[] operands, Tensor(a!) into, int site, str product) -> ()")
 _library.impl("sample_product_", ambient_free(_sample_product), "CompositeExplicitAutograd")
 for _name in ("sample_", "sample_product_"):
     torch.library.register_fake(f"commpass::{_name}", _no_op, lib=_library)

@@ -21,6 +21,7 @@ from commpass.codecs import operators
 from commpass.costmodel import default_profile
 from commpass.errors import VerifyError
 from commpass.lowering import fused, generated, matmul
+from commpass.lowering.pointwise import Epilogue, Operation
 from commpass.passes import GraphInput, manager
 from commpass.passes.fuse import fuse
 from commpass.passes.fx.marks import CODED, MARK, Mark
@@ -356,14 +357,15 @@ def test_views_bias_and_relu_may_lie_between(fake_group):
 
     bias = torch.empty(1024, dtype=torch.bfloat16)
     gm, _, _ = run(linear, forced("int8"), A, B.t().contiguous(), bias, passes=before("lower"))
-    assert roles_of(gm)[0] == "matmul+encode"
+    assert roles_of(gm)[0] == "matmul+relu+encode"
     node = next(n for n in gm.graph.nodes if n.target in operators.IMPLEMENTATIONS)
-    assert node.args[2] is not None
-    assert "relu" in node.args[3]
+    product = matmul.lookup(node.args[1])
+    assert product.bias
+    assert product.epilogue.functions == ["relu"]
 
 
-def scaled(x, w):
-    return [wait(ops.all_reduce((x @ w) * 3, "sum", "0")) * 2]
+def with_cosine(x, w):
+    return [wait(ops.all_reduce(torch.cos(x @ w), "sum", "0")) * 2]
 
 
 def taken_twice(x, w):
@@ -384,7 +386,7 @@ def mixed_rows(x, w):
         (multiplied, forced("int8"), (A[:2046], B), "shards begin inside a row"),
         (multiplied, forced("int8(block=512)"), (A, B), "wider than a tile"),
         (multiplied, forced("int8"), (A.float(), B.float()), "float32 operands"),
-        (scaled, forced("int8"), (A, B), ""),
+        (with_cosine, forced("int8"), (A, B), "no kernel computes cos before an encode"),
         (mixed_rows, forced("int8"), (A, B), ""),
     ],
 )
@@ -413,8 +415,9 @@ def test_matmul_that_encodes_computes_what_both_did(fake_group):
     a, b = torch.randn(64, 32, generator=random), torch.randn(32, 512, generator=random)
     bias = torch.randn(512, generator=random)
     coder = codec_named("rotated")
-    product = matmul.Product(coder, 2, "relu")
-    wire = matmul.MATMUL(a, b, bias, matmul.name_of(product))
+    relu = Epilogue((), (Operation("relu", ("v0",), torch.float32),))
+    product = matmul.Product(coder, 2, bias=True, epilogue=relu)
+    wire = matmul.MATMUL([a, b, bias], matmul.name_of(product))
     want = coder.encode_rows(torch.relu(torch.addmm(bias, a, b)).reshape(2, -1))
     assert torch.equal(wire, want)
 

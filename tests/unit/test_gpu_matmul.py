@@ -19,7 +19,9 @@ from commpass.codecs import codec
 from commpass.codecs.block.codec import BlockCodec
 from commpass.codecs.block.grids import Fp8Grid
 from commpass.codecs.block.packing import unpack
-from commpass.lowering.gpu import matmul_encode, matmul_launch, matmul_sizes
+from commpass.lowering.gpu import matmul_launch, matmul_sizes, matmul_supported
+from commpass.lowering.matmul import Product
+from commpass.lowering.pointwise import Epilogue, Operation
 
 
 @dataclass(frozen=True)
@@ -35,10 +37,11 @@ class Case:
     a_by_rows: bool = True
     b_by_rows: bool = True
     bias: bool = False
-    activation: str = ""
+    epilogue: Epilogue = field(default_factory=Epilogue)
     by: dict[str, Any] = field(default_factory=dict)
 
 
+RELU = Epilogue((), (Operation("relu", ("v0",), torch.bfloat16),))
 SMALL = {"block_m": 16, "block_n": 256, "block_k": 32, "num_warps": 4, "num_stages": 2}
 
 
@@ -56,12 +59,8 @@ def kernel_wire(case: Case) -> Tensor:
     """Return the output of the kernel. Called in the interpreter."""
     a, b, bias = operands(case)
     return matmul_launch.run(
-        a,
-        b,
-        codec(case.spec),
-        case.ranks,
-        bias=bias if case.bias else None,
-        activation=case.activation,
+        [a, b, bias] if case.bias else [a, b],
+        Product(codec(case.spec), case.ranks, bias=case.bias, epilogue=case.epilogue),
         by=matmul_sizes.Configuration(**{**SMALL, **case.by}),
     )
 
@@ -71,7 +70,7 @@ def plain_result(case: Case) -> Tensor:
     a, b, bias = operands(case)
     exact = a.double() @ b.double()
     exact = (exact + bias.double() if case.bias else exact).to(case.dtype)
-    return F.relu(exact) if case.activation else exact
+    return F.relu(exact) if case.epilogue == RELU else exact
 
 
 def plain_wire(case: Case) -> Tensor:
@@ -96,7 +95,7 @@ EXACT = [
     Case("int8(block=64)", n=192, by={"block_n": 128, "block_k": 64}),
     Case("int8", m=64, n=512, by={"block_m": 32, "cuts": 2, "group": 1}),
     Case("int4", m=40, n=384, ranks=2, bias=True),
-    Case("int8", bias=True, activation="relu"),
+    Case("int8", bias=True, epilogue=RELU),
     Case("int8", k=64, by={"descriptors": True}),
     Case("int8", m=48, k=40, bias=True, a_by_rows=False, by={"descriptors": True}),
     Case("int8", k=40, b_by_rows=False, by={"descriptors": True, "flatten": False}),
@@ -158,7 +157,7 @@ def spoiled_wire() -> Tensor:
     a, b, _ = operands(Case("int8"))
     a[3, 0], a[20, 5] = float("inf"), float("nan")
     by = matmul_sizes.Configuration(**SMALL)
-    return matmul_launch.run(a, b, codec("int8"), 2, by=by)
+    return matmul_launch.run([a, b], Product(codec("int8"), 2), by=by)
 
 
 PROBLEM = matmul_sizes.Problem(m=4096, n=4096, k=4096, ranks=8)
@@ -187,7 +186,7 @@ def test_unfused_products_say_why(
     others: dict[str, Any],
     reason: str,
 ) -> None:
-    assert reason in matmul_encode.unsupported_reason(codec(spec), matmul, problem, **others)
+    assert reason in matmul_supported.unsupported_reason(codec(spec), matmul, problem, **others)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +197,7 @@ def test_fused_products_have_tiles_of_whole_blocks(spec: str, arch: str) -> None
     coder = codec(spec)
     assert isinstance(coder, BlockCodec)
     for problem in (PROBLEM, replace(PROBLEM, m=512, n=1536), replace(PROBLEM, n=128 * 3 * 256)):
-        assert matmul_encode.unsupported_reason(coder, LINEAR, problem, arch=arch) == ""
+        assert matmul_supported.unsupported_reason(coder, LINEAR, problem, arch=arch) == ""
         for by in matmul_sizes.configurations(coder, problem, arch):
             assert by.block_n % coder.block == 0
             shared = matmul_sizes.shared_bytes(by, coder, arch)

@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from commpass.codecs import codec
-from commpass.lowering.gpu.matmul_launch import call, run
+from commpass.lowering.gpu.matmul_launch import Steps, call, run
 from commpass.lowering.gpu.matmul_sizes import (
     SHARED,
     Configuration,
@@ -35,6 +35,8 @@ from commpass.lowering.gpu.matmul_sizes import (
 )
 from commpass.lowering.gpu.source import load
 from commpass.lowering.inspect.lowerable import casts
+from commpass.lowering.matmul import Product
+from commpass.lowering.pointwise import Epilogue, Operation
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -44,6 +46,7 @@ TARGETS = {
 }
 PROBLEM = Problem(m=4096, n=4096, k=4096, ranks=8)
 LINEAR = Matmul(torch.bfloat16, b_by_rows=False)
+RELU = Epilogue((), (Operation("relu", ("v0",), torch.bfloat16),))
 REGISTERS = 65536
 """Per processor; a program's threads share them."""
 
@@ -63,7 +66,7 @@ class Compiled:
 def compiled(arch: str, spec: str, matmul: Matmul = LINEAR, **others: Any) -> Compiled:
     coder = codec(spec)
     by = replace(configuration(coder, PROBLEM, arch), **others)
-    steps = (PROBLEM.k, PROBLEM.k if not matmul.b_by_rows else PROBLEM.n)
+    steps = Steps(PROBLEM.k, PROBLEM.k if not matmul.b_by_rows else PROBLEM.n)
     made = call(coder, matmul, PROBLEM, by, steps, casts(arch))
     types = made.kernel.signature
     whole = [
@@ -152,7 +155,7 @@ def test_options_given_to_a_card(arch: str, spec: str) -> None:
 @pytest.mark.parametrize(
     "matmul",
     [
-        replace(LINEAR, b_by_rows=True, bias=torch.bfloat16, activation="relu"),
+        replace(LINEAR, b_by_rows=True, bias=torch.bfloat16, epilogue=RELU),
         replace(LINEAR, a_by_rows=False, dtype=torch.float16),
     ],
 )
@@ -184,8 +187,8 @@ def test_inductor_sees_the_kernel_in_a_graph(descriptors: bool) -> None:
     def function(x: Tensor, weight: Tensor) -> tuple[Tensor]:
         coder = codec("int8")
         by = replace(configuration(coder, PROBLEM, "sm_90"), descriptors=descriptors)
-        fused = partial(run, codec=coder, ranks=8, by=by, graph=True)
-        wire = torch.func.functionalize(fused)(x.relu(), weight.t())
+        fused = partial(run, product=Product(coder, 8), by=by, graph=True)
+        wire = torch.func.functionalize(fused)((x.relu(), weight.t()))
         return (wire + 1,)
 
     x = torch.empty(2048, 512, dtype=torch.bfloat16, device="meta")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, fx
@@ -10,14 +10,12 @@ from torch._higher_order_ops import triton_kernel_wrap
 
 import commpass.lowering.exponent  # noqa: F401  its operators are called here
 from commpass.codecs import operators
-from commpass.codecs.block.codec import BlockCodec
 from commpass.codecs.exponent.codec import ExponentCodec
 from commpass.lowering.chain import Chain
 from commpass.lowering.gpu import exponent, launch, matmul_launch
 from commpass.lowering.gpu.generate import kernel
-from commpass.lowering.gpu.matmul_encode import unsupported_reason
-from commpass.lowering.gpu.matmul_sizes import Problem
-from commpass.lowering.matmul import Product
+from commpass.lowering.gpu.matmul_supported import unsupported_reason
+from commpass.lowering.matmul import Product, operands_of
 
 FOLLOWS_ALL_PATHS = hasattr(triton_kernel_wrap, "identify_accessed_tensors")
 """Whether torch follows every path from the loads and stores of a kernel to its arguments, as 2.13
@@ -67,28 +65,21 @@ def exponent_caller(node: fx.Node) -> Callable[..., Tensor] | None:
     return torch.func.functionalize(call)
 
 
-def unsupported_product_reason(a: Tensor, b: Tensor, bias: Tensor | None, product: Product) -> str:
+def unsupported_product_reason(tensors: Sequence[Tensor], product: Product) -> str:
     """Return why no kernel can encode the result of a matmul, or "" if one can."""
-    matmul = matmul_launch.matmul_of(a, b, bias, product.activation)
-    if matmul is None:
-        return "an operand is stored neither by rows nor by columns"
-    problem = Problem(int(a.shape[0]), int(b.shape[1]), int(a.shape[1]), product.rows)
-    return unsupported_reason(product.codec, matmul, problem, arch=matmul_launch.arch_of(a.device))
+    given = operands_of(product, tensors)
+    if why := matmul_launch.unsupported_layout(given):
+        return why
+    matmul = matmul_launch.matmul_of(given, product)
+    problem = matmul_launch.problem_of(given, product)
+    arch = matmul_launch.arch_of(given.a.device)
+    return unsupported_reason(product.codec, matmul, problem, arch=arch)
 
 
-def product_caller(product: Product, biased: bool) -> Callable[..., Tensor]:
-    """As ``caller``, for a product ``a @ b`` (plus a bias, if ``biased``)."""
+def product_caller(product: Product) -> Callable[..., Tensor]:
+    """As ``caller``, for the operands of a product."""
 
-    def call(a: Tensor, b: Tensor, *bias: Tensor) -> Tensor:
-        assert isinstance(product.codec, BlockCodec)
-        return matmul_launch.run(
-            a,
-            b,
-            product.codec,
-            product.rows,
-            bias=bias[0] if biased else None,
-            activation=product.activation,
-            graph=True,
-        )
+    def call(*tensors: Tensor) -> Tensor:
+        return matmul_launch.run(tensors, product, graph=True)
 
     return torch.func.functionalize(call)

@@ -6,82 +6,32 @@ once process the tiles in turn, starting with those of the first peer.
 
 ``a @ b`` is ``[m, n]``. Rank r's shard is its r-th ``m / ranks`` rows, which are encoded to row r
 of the wires ``[ranks, wire_bytes]``. The numbers equal those of the unfused form: the result is
-rounded to the dtype of the matmul before it is encoded.
+rounded to the dtype of the matmul before it is encoded, and so is each operation in between.
+
+A tile never spans two shards, nor two batches. Batched products are divided into segments, the
+largest equal parts of both. Where groups begin is known on the device only: a tile of rows that
+contains rows of several groups is computed once for each of them, and stores only its own rows.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import torch
-
-from commpass.codecs import Codec
 from commpass.codecs.block.codec import BlockCodec
 from commpass.codecs.block.grids import CompandedGrid
-from commpass.codecs.block.layouts import Flat
-from commpass.lowering.chain import Chain, Encode
-from commpass.lowering.gpu import generate, supported, wires
-from commpass.lowering.gpu.matmul_sizes import SHARED, WIDEST, Configuration, Matmul, Problem
+from commpass.lowering.gpu import generate, wires
+from commpass.lowering.gpu.matmul_epilogue import write_epilogue
+from commpass.lowering.gpu.matmul_sizes import Configuration, Matmul
 from commpass.lowering.gpu.source import Source, constant, function_text, indent, of_text
+from commpass.lowering.gpu.supported import TYPES
+from commpass.lowering.gpu.tiles import groups as group_tiles
 from commpass.lowering.gpu.tiles import matmul as tiles
-
-OPERANDS = (torch.bfloat16, torch.float16)
-HELD = 2**31
-"""The number of values of one tensor must be below this."""
-
-
-# --- supported matmuls ----------------------------------------------------------------------------
-
-
-def unsupported_reason(
-    codec: Codec, matmul: Matmul, problem: Problem, *, arch: str = "sm_90"
-) -> str:
-    """Return why a matmul cannot encode its own result, or "" if it can."""
-    if not isinstance(codec, BlockCodec):
-        return f"{codec.spec}: no block codec, and kernels are made of the parts of one"
-    if not isinstance(codec.layout, Flat):
-        return f"{codec.spec}: its blocks are no consecutive values"
-    if why := _unsupported_dtypes(matmul, arch):
-        return why
-    block, n = codec.block, problem.n
-    if why := supported.unsupported_reason(_chain(codec), problem.rows * n):
-        return why
-    if supported.needs_row_peaks(_chain(codec)):
-        return f"{codec.spec}: the peak of a row must be known before it is encoded"
-    if block > WIDEST:
-        return f"{codec.spec}: blocks of {block} values, wider than a tile of {WIDEST} columns"
-    if n % block:
-        return f"{n} columns are no multiple of {codec.spec}'s blocks of {block}: blocks cross rows"
-    if problem.m % problem.ranks:
-        return f"{problem.m} rows for {problem.ranks} ranks: shards begin inside a row"
-    if min(problem.m, n, problem.k) < 1:
-        return "nothing to multiply"
-    largest = max(problem.m * problem.k, problem.k * n, problem.m * n)
-    return f"{largest:,} values in a tensor: kernels count to 2^31" if largest >= HELD else ""
-
-
-def _unsupported_dtypes(matmul: Matmul, arch: str) -> str:
-    if arch not in SHARED:
-        return f"{arch}: no kernels for it"
-    if matmul.dtype not in OPERANDS:
-        return f"{_name(matmul.dtype)} operands: tensor cores take bfloat16, float16 and e4m3"
-    if matmul.bias is not None and matmul.bias not in supported.TYPES:
-        return f"a bias in {_name(matmul.bias)}"
-    return ""
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _chain(codec: Codec) -> Chain:
-    return Chain(torch.float32, (Encode(codec),))
-
-
-# --- kernel text ----------------------------------------------------------------------------------
+from commpass.lowering.gpu.tiles import pointwise as pointwise_tiles
+from commpass.lowering.matmul import BATCHED, GROUPED, SINGLE
 
 
 @dataclass(frozen=True)
@@ -96,28 +46,125 @@ class Kernel:
     fuses: bool
 
 
+CONSTANTS = (
+    *("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP", "SLICES", "SIZE", "PARTS"),
+    *("WHOLE_K", "GROUPS", "CASTS", "FP8"),
+)
+
+
+@dataclass(frozen=True)
+class Form:
+    """The lines of a form of products, and the names in them.
+
+    ``start`` are the first lines, and ``tiles`` is the number of tiles. ``place`` finds a tile and defines ``row`` (of the wires), ``first``
+    (the row of the result from which ``line`` counts, int64), ``line`` and ``column``. ``rows`` is
+    the number of rows from ``first`` on, ``above`` those of the shard before it, and ``stored`` a
+    condition on the rows ``down``. ``batch`` numbers the matrix of ``b``.
+    """
+
+    integers: tuple[str, ...]
+    tiles: str
+    place: tuple[str, ...]
+    start: tuple[str, ...] = ("tl.assume(depth > 0)",)
+    rows: str = "rows"
+    above: str = ""
+    stored: str = "down < rows"
+    depth: str = "depth"
+    batch: str = ""
+
+
+FORMS = {
+    SINGLE: Form(
+        integers=("rows", "columns", "depth", "ranks", "a_step", "b_step"),
+        tiles="tl.cdiv(rows, BLOCK_M) * tl.cdiv(columns, BLOCK_N) * ranks",
+        place=(
+            "row, line, column = tile_place(",
+            "    number, ranks, rows, columns, BLOCK_M, BLOCK_N, GROUP",
+            ")",
+            "row = row.to(tl.int64)",
+            "first = row * rows",
+        ),
+    ),
+    BATCHED: Form(
+        integers=(
+            *("rows", "columns", "depth", "a_step", "b_step"),
+            *("batches", "height", "segment", "segments"),
+        ),
+        tiles="tl.cdiv(segment, BLOCK_M) * tl.cdiv(columns, BLOCK_N) * segments",
+        place=(
+            "part, line, column = tile_place(",
+            "    number, segments, segment, columns, BLOCK_M, BLOCK_N, GROUP",
+            ")",
+            "begin = part * segment",
+            "row = (begin // rows).to(tl.int64)",
+            "above = begin % rows",
+            "batch = begin // height",
+            "inner = begin % height",
+            "first = begin.to(tl.int64)",
+        ),
+        rows="segment",
+        above="above + ",
+        stored="down < segment",
+        batch="batch",
+    ),
+    GROUPED: Form(
+        integers=("rows", "columns", "depth", "ranks", "a_step", "b_step", "batches"),
+        start=(
+            "slots = tl.cdiv(rows, BLOCK_M) * ranks + batches",
+            "groups = tl.arange(0, GROUPS)",
+            # Loaded here, not in a function: torch would assume that the offsets are written.
+            "inner = (groups > 0) & (groups <= batches)",
+            "ends = tl.load(offsets + (groups - 1), mask=inner, other=0)",
+            "begins = group_begins(ends, groups, batches, ranks * rows)",
+        ),
+        tiles="slots * tl.cdiv(columns, BLOCK_N)",
+        place=(
+            "slot, line, column = tile_place(",
+            "    number, slots, 1, columns, BLOCK_M, BLOCK_N, GROUP",
+            ")",
+            "row, line, batch, low, high = group_place(",
+            "    slot, begins, groups, batches, ranks, rows, BLOCK_M",
+            ")",
+            "deep = tl.where((low < high) & (batch < batches), depth, 0)",
+            "batch = tl.minimum(batch, batches - 1)",
+            "row = row.to(tl.int64)",
+            "first = row * rows",
+        ),
+        stored="(down >= low) & (down < high)",
+        depth="deep",
+        batch="batch",
+    ),
+}
+
+
 @lru_cache(maxsize=1024)
 def kernel(codec: BlockCodec, matmul: Matmul, by: Configuration) -> Kernel:
     """Return the kernel for a codec and a matmul."""
-    body = wires.Body(codec.block, codec.layout)
-    body.add_argument("a", supported.TYPES[matmul.dtype])
-    body.add_argument("b", supported.TYPES[matmul.dtype])
-    for name in ("rows", "columns", "depth", "ranks", "a_step", "b_step"):
+    body, form = wires.Body(codec.block, codec.layout), FORMS[matmul.form]
+    body.add_argument("a", TYPES[matmul.dtype])
+    body.add_argument("b", TYPES[matmul.dtype])
+    if matmul.form == GROUPED:
+        body.add_argument("offsets", "*i32")
+    for name in form.integers:
         body.add_argument(name, "i32")
-    epilogue = _within_loop(_epilogue_lines, body, matmul)
-    stores = _within_loop(_encode_lines, body, codec)
+    if matmul.form == BATCHED:
+        body.add_argument("a_batch", "i64")
+    if form.batch:
+        body.add_argument("b_batch", "i64")
+    epilogue = _within_loop(write_epilogue, body, matmul, form.rows, form.batch)
+    stores = _within_loop(_encode_lines, body, codec, form)
     body.add_argument("output_stride", "i64")
     loop = [
-        *_place_lines(),
-        *_product_lines(matmul, by),
+        *form.place,
+        *_product_lines(matmul, by, form),
         "for cut in tl.static_range(SLICES):",
         *indent(["x = cut_of(product, cut, SLICES)", *epilogue, *stores]),
     ]
     lines = [
         "ALONG: tl.constexpr = BLOCK_N // SIZE",
         "BLOCKS: tl.constexpr = BLOCK_M // SLICES * ALONG",
-        "tl.assume(depth > 0)",
-        "tiles = tl.cdiv(rows, BLOCK_M) * tl.cdiv(columns, BLOCK_N) * ranks",
+        *form.start,
+        f"tiles = {form.tiles}",
         *(_descriptor_lines(matmul) if by.descriptors else []),
         "for number in tl.range(",
         f"    tl.program_id(0), tiles, tl.num_programs(0), flatten={by.flatten}",
@@ -125,90 +172,84 @@ def kernel(codec: BlockCodec, matmul: Matmul, by: Configuration) -> Kernel:
         *indent(loop),
     ]
     signature = dict(sorted(body.signature.items(), key=lambda each: not each[1].startswith("*")))
-    constants = tuple(name for name in CONSTANTS if any(name in line for line in lines))
+    constants = tuple(name for name in CONSTANTS if any(_uses(line, name) for line in lines))
     text = function_text("matmul_encode", [*signature, *map(constant, constants)], lines)
-    known = {**generate.KNOWN, **vars(tiles)}
+    known = {**generate.KNOWN, **vars(pointwise_tiles), **vars(group_tiles), **vars(tiles)}
     fuses = isinstance(codec.grid, CompandedGrid)
     return Kernel(of_text("matmul_encode", text, known), signature, constants, fuses)
 
 
-CONSTANTS = (
-    *("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP", "SLICES", "SIZE", "PARTS"),
-    *("WHOLE_K", "CASTS", "FP8"),
-)
+def _uses(line: str, name: str) -> bool:
+    return re.search(rf"\b{name}\b", line) is not None
 
 
-def _within_loop(write: Callable[..., None], body: wires.Body, subject: Any) -> list[str]:
+def _within_loop(write: Callable[..., None], body: wires.Body, *subjects: Any) -> list[str]:
     """Return the lines that ``write`` adds to a body, without adding them."""
     before, body.lines = body.lines, []
-    write(body, subject)
+    write(body, *subjects)
     lines, body.lines = body.lines, before
     return lines
 
 
-def _place_lines() -> list[str]:
-    return [
-        "row, line, column = tile_place(",
-        "    number, ranks, rows, columns, BLOCK_M, BLOCK_N, GROUP",
-        ")",
-        "row = row.to(tl.int64)",
-        "first = row * rows",
-    ]
-
-
 def _descriptor_lines(matmul: Matmul) -> list[str]:
     """Return lines that create the kernel's descriptors, once per program."""
+    height = "height" if matmul.form == BATCHED else "ranks * rows"
     shapes = (
-        ("a", ("ranks * rows", "depth"), ("BLOCK_M", "BLOCK_K"), matmul.a_by_rows),
+        ("a", (height, "depth"), ("BLOCK_M", "BLOCK_K"), matmul.a_by_rows),
         ("b", ("depth", "columns"), ("BLOCK_K", "BLOCK_N"), matmul.b_by_rows),
     )
     lines = []
     for name, shape, block, by_rows in shapes:
         turn = 1 if by_rows else -1
+        shape, block, strides = shape[::turn], block[::turn], (f"{name}_step", "1")
+        if _is_batched(matmul, name):
+            shape, block = ("batches", *shape), ("1", *block)
+            strides = (f"{name}_batch", *strides)
         lines += [
             f"{name}_seen = tl.make_tensor_descriptor(",
-            f"    {name}, [{', '.join(shape[::turn])}], [{name}_step, 1],",
-            f"    [{', '.join(block[::turn])}],",
+            f"    {name}, [{', '.join(shape)}], [{', '.join(strides)}],",
+            f"    [{', '.join(block)}],",
             ")",
         ]
     return lines
 
 
-def _product_lines(matmul: Matmul, by: Configuration) -> list[str]:
+def _is_batched(matmul: Matmul, name: str) -> bool:
+    """Whether an operand has a matrix for each batch."""
+    return matmul.form == BATCHED or (matmul.form == GROUPED and name == "b")
+
+
+def _product_lines(matmul: Matmul, by: Configuration, form: Form) -> list[str]:
+    batched = matmul.form == BATCHED
     if by.descriptors:
         forms = f"{matmul.a_by_rows}, {matmul.b_by_rows}"
+        forms += f", {_is_batched(matmul, 'a')}, {_is_batched(matmul, 'b')}"
+        row = "inner + line" if batched else "(first + line).to(tl.int32)"
         return [
             "product = product_by_descriptors(",
-            "    a_seen, b_seen, (first + line).to(tl.int32), column, depth,",
+            f"    a_seen, b_seen, {form.batch or '0'}, {row}, column, {form.depth},",
             f"    BLOCK_M, BLOCK_N, BLOCK_K, {forms}, CASTS",
             ")",
         ]
     a_at = "a_step, 1" if matmul.a_by_rows else "1, a_step"
     b_at = "b_step, 1" if matmul.b_by_rows else "1, b_step"
-    start = "a + first * a_step" if matmul.a_by_rows else "a + first"
+    first = "inner.to(tl.int64)" if batched else "first"
+    a = f"a + {first} * a_step" if matmul.a_by_rows else f"a + {first}"
+    a += " + batch.to(tl.int64) * a_batch" if batched else ""
+    b = "b + batch.to(tl.int64) * b_batch" if form.batch else "b"
     return [
         "product = product_by_pointers(",
-        f"    {start}, b, line, column, rows, columns, depth, {a_at}, {b_at},",
+        f"    {a}, {b},",
+        f"    line, column, {form.rows}, columns, {form.depth}, {a_at}, {b_at},",
         "    BLOCK_M, BLOCK_N, BLOCK_K, WHOLE_K, CASTS",
         ")",
     ]
 
 
-def _epilogue_lines(body: wires.Body, matmul: Matmul) -> None:
-    through = f"x = through_{supported.TYPES[matmul.dtype].removeprefix('*')}(x, CASTS)"
-    if matmul.bias is not None:
-        body.add_argument("bias", supported.TYPES[matmul.bias])
-        body.add("along = column + tl.arange(0, BLOCK_N)")
-        body.add("added = tl.load(bias + along, mask=along < columns, other=0.0)")
-        body.add("x = x + to_float32(added)[None, :]")
-    body.add(through)
-    if matmul.activation:
-        body.add(f"x = {matmul.activation}(x)", through)
-
-
-def _encode_lines(body: wires.Body, codec: BlockCodec) -> None:
+def _encode_lines(body: wires.Body, codec: BlockCodec, form: Form) -> None:
     """Write lines that reshape ``x [BLOCK_M, BLOCK_N]`` to blocks at their positions in the row of
     the wire, and encode them."""
+    block = f"({form.above}down)" if form.above else "down"
     body.add(
         "x = tl.reshape(x, (BLOCKS, PARTS, SIZE // PARTS))",
         *generate.INSIDE,
@@ -216,10 +257,10 @@ def _encode_lines(body: wires.Body, codec: BlockCodec) -> None:
         "down = line + line_of(each // ALONG, cut, SLICES)",
         "beside = column // SIZE + each % ALONG",
         "across = columns // SIZE",
-        "block_mask = (down < rows) & (beside < across)",
-        "block = down * across + beside",
+        f"block_mask = ({form.stored}) & (beside < across)",
+        f"block = {block} * across + beside",
     )
     body.add("blocks = rows * across")
     # No branch: loops that contain one cannot be flattened (Triton 3.7).
     for region, length in wires.write_encode(codec, body):
-        body.add(f"filled_by_first({region}, {length}, line + cut, column)")
+        body.add(f"filled_by_first({region}, {length}, {form.above}line + cut, column)")

@@ -19,16 +19,19 @@ from commpass.codecs.block.packing import widths
 from commpass.errors import CommpassError
 from commpass.lowering.gpu.current import on_device
 from commpass.lowering.gpu.launch import casts, interpreting, key_argument, offsets
-from commpass.lowering.gpu.matmul_encode import Kernel, kernel, unsupported_reason
+from commpass.lowering.gpu.matmul_encode import Kernel, kernel
 from commpass.lowering.gpu.matmul_sizes import Configuration, Matmul, Problem, configuration
+from commpass.lowering.gpu.matmul_supported import HELD, unsupported_reason
 from commpass.lowering.gpu.source import load
+from commpass.lowering.matmul import Operands, Product, operands_of
 
 
 @dataclass(frozen=True)
 class Call:
     """One call of a kernel: integers and compile-time constants by name, and the number of tiles.
 
-    Tensors are also passed by name: ``a``, ``b``, ``output`` and, if the kernel has one, ``bias``.
+    Tensors are also passed by name: ``a``, ``b``, ``output`` and, if the kernel has them, ``bias``,
+    ``offsets`` and ``other_1``, ``other_2``, ...
     """
 
     kernel: Kernel
@@ -41,19 +44,26 @@ class Call:
         return (min(self.tiles, processors * self.by.programs),)
 
 
+@dataclass(frozen=True)
+class Steps:
+    """The numbers of values from one line of ``a``, and of ``b``, to the next, and from the matrix
+    of one batch to that of the next."""
+
+    a: int
+    b: int
+    a_batch: int = 0
+    b_batch: int = 0
+
+
 def call(
     codec: BlockCodec,
     matmul: Matmul,
     problem: Problem,
     by: Configuration,
-    steps: Sequence[int],
+    steps: Steps,
     casts: Mapping[str, bool],
 ) -> Call:
-    """Return the call of a kernel.
-
-    ``steps`` are the numbers of values from one line of ``a``, and of ``b``, to the next; ``casts``
-    is as ``launch.casts`` returns it.
-    """
+    """Return the call of a kernel; ``casts`` is as ``launch.casts`` returns it."""
     generated = kernel(codec, matmul, by)
     numel = problem.rows * problem.n
     numbers = {
@@ -61,8 +71,14 @@ def call(
         "columns": problem.n,
         "depth": problem.k,
         "ranks": problem.ranks,
-        "a_step": steps[0],
-        "b_step": steps[1],
+        "a_step": steps.a,
+        "b_step": steps.b,
+        "a_batch": steps.a_batch,
+        "b_batch": steps.b_batch,
+        "batches": problem.batches,
+        "height": problem.height,
+        "segment": problem.segment(matmul.form),
+        "segments": problem.m // problem.segment(matmul.form),
         "output_stride": codec.wire_bytes(numel, torch.float32),
         **offsets("output", codec, numel, torch.float32),
     }
@@ -77,6 +93,7 @@ def call(
         "SIZE": codec.block,
         "PARTS": 8 // widths(codec.grid.bits)[0],
         "WHOLE_K": problem.k % by.block_k == 0,
+        "GROUPS": triton.next_power_of_2(problem.batches + 1),
         **casts,
     }
     return Call(
@@ -84,14 +101,17 @@ def call(
         {name: numbers[name] for name in generated.signature if name in numbers},
         {name: constants[name] for name in generated.constants},
         by,
-        problem.tiles(by) * problem.ranks,
+        problem.tiles(by, matmul.form),
     )
 
 
+# --- operands -------------------------------------------------------------------------------------
+
+
 def lies_by_rows(operand: Tensor) -> bool | None:
-    """Return whether a matrix's last dimension is contiguous (True) or its first one (False); None
-    if neither is, or if its lines overlap."""
-    (down, along), (height, width) = operand.stride(), operand.shape
+    """Return whether the last dimension of matrices is contiguous (True) or the one before it
+    (False); None if neither is, or if their lines overlap."""
+    (down, along), (height, width) = operand.stride()[-2:], operand.shape[-2:]
     if along == 1 and down >= width:
         return True
     return False if down == 1 and along >= height else None
@@ -99,58 +119,92 @@ def lies_by_rows(operand: Tensor) -> bool | None:
 
 def step_of(operand: Tensor) -> int:
     """Return the number of values from one line to the next."""
-    down, along = operand.stride()
+    down, along = operand.stride()[-2:]
     return down if lies_by_rows(operand) else along
 
 
-def matmul_of(a: Tensor, b: Tensor, bias: Tensor | None, activation: str) -> Matmul | None:
-    """Return the ``Matmul`` of two tensors; None if the rows or columns of one are not
-    contiguous."""
-    by_rows = [lies_by_rows(each) for each in (a, b)]
-    if by_rows[0] is None or by_rows[1] is None:
-        return None
-    added = bias.dtype if bias is not None else None
-    return Matmul(a.dtype, by_rows[0], by_rows[1], added, activation)
+def batch_step_of(operand: Tensor) -> int:
+    """Return the number of values from one matrix to the next: 0 if there is one, or if all are the
+    same."""
+    return operand.stride(0) if operand.dim() == 3 and operand.shape[0] > 1 else 0
+
+
+def steps_of(a: Tensor, b: Tensor) -> Steps:
+    return Steps(step_of(a), step_of(b), batch_step_of(a), batch_step_of(b))
+
+
+def unsupported_layout(given: Operands) -> str:
+    """Return why a kernel cannot read the operands as they lie in memory, or "" if it can."""
+    for each in (given.a, given.b):
+        if lies_by_rows(each) is None:
+            return "an operand is stored neither by rows nor by columns"
+        lines = each.shape[-2] if lies_by_rows(each) else each.shape[-1]
+        if step_of(each) * lines >= HELD:
+            return "the lines of an operand lie far apart: kernels count to 2^31"
+    if given.offsets is not None and given.offsets.dtype != torch.int32:
+        return "offsets that are not int32"
+    further = (given.bias, given.offsets, *given.others)
+    if not all(each.is_contiguous() for each in further if each is not None):
+        return "a further operand is not contiguous"
+    return ""
+
+
+def matmul_of(given: Operands, product: Product) -> Matmul:
+    """Return the ``Matmul`` of operands for which ``unsupported_layout`` returns ""."""
+    by_rows = [bool(lies_by_rows(each)) for each in (given.a, given.b)]
+    bias = given.bias.dtype if given.bias is not None else None
+    return Matmul(given.a.dtype, *by_rows, bias, product.epilogue, product.form)
+
+
+def problem_of(given: Operands, product: Product) -> Problem:
+    m, n, k, batches = map(int, given.sizes)
+    return Problem(m, n, k, product.rows, batches)
 
 
 def for_alignment(by: Configuration, a: Tensor, b: Tensor) -> Configuration:
-    """Return the configuration, without descriptors if operands are not aligned: their start and
-    their lines must be at multiples of 16 bytes."""
-    apart = (step_of(each) * each.itemsize for each in (a, b))
-    begin = (each.storage_offset() * each.itemsize for each in (a, b))
-    fits = all(number % 16 == 0 for number in (*apart, *begin))
+    """Return the configuration, without descriptors if operands are not aligned: their start, their
+    lines and their matrices must be at multiples of 16 bytes, and matrices must not be the same."""
+    apart = [step_of(each) for each in (a, b)]
+    batched = [each for each in (a, b) if each.dim() == 3]
+    apart += [batch_step_of(each) or 1 for each in batched if each.shape[0] > 1]
+    begin = [each.storage_offset() for each in (a, b)]
+    fits = all(number * a.itemsize % 16 == 0 for number in (*apart, *begin))
     return by if fits or not by.descriptors else replace(by, descriptors=False)
 
 
+# --- launch ---------------------------------------------------------------------------------------
+
+
 def run(
-    a: Tensor,
-    b: Tensor,
-    codec: BlockCodec,
-    ranks: int,
+    tensors: Sequence[Tensor],
+    product: Product,
     *,
-    bias: Tensor | None = None,
-    activation: str = "",
     by: Configuration | None = None,
     graph: bool = False,
 ) -> Tensor:
-    """Return the wires ``[ranks, wire_bytes]`` of ``a @ b`` rounded to their dtype.
+    """Return the wires ``[ranks, wire_bytes]`` of a product, with its operands in the order of the
+    operator (``lowering.matmul``).
 
     With ``graph``, the call is traced for Inductor, which launches the kernel itself and allocates
     memory for descriptors.
     """
-    matmul = matmul_of(a, b, bias, activation)
-    if matmul is None:
-        raise CommpassError("no kernel: an operand is stored neither by rows nor by columns")
-    problem = Problem(a.shape[0], b.shape[1], a.shape[1], ranks)
-    arch = "sm_90" if interpreting() else arch_of(a.device)
-    if why := unsupported_reason(codec, matmul, problem, arch=arch):
+    given, codec = operands_of(product, tensors), product.codec
+    a, b = given.a, given.b
+    why, arch = unsupported_layout(given), "sm_90" if interpreting() else arch_of(a.device)
+    if not why:
+        matmul, problem = matmul_of(given, product), problem_of(given, product)
+        why = unsupported_reason(codec, matmul, problem, arch=arch)
+    if why:
         raise CommpassError(f"no kernel: {why}")
+    assert isinstance(codec, BlockCodec)
     width = codec.wire_bytes(problem.rows * problem.n, torch.float32)
-    wire = a.new_empty((ranks, width), dtype=torch.uint8)
-    by = for_alignment(by or configuration(codec, problem, arch), a, b)
-    prepared = call(codec, matmul, problem, by, (step_of(a), step_of(b)), casts(a.device))
-    given: dict[str, Any] = {"a": a, "b": b, "bias": bias, "output": wire} | prepared.numbers
-    arguments = [given[name] for name in prepared.kernel.signature]
+    wire = a.new_empty((product.rows, width), dtype=torch.uint8)
+    by = for_alignment(by or configuration(codec, problem, arch, matmul), a, b)
+    prepared = call(codec, matmul, problem, by, steps_of(a, b), casts(a.device))
+    named: dict[str, Any] = {"a": a, "b": b, "bias": given.bias, "offsets": given.offsets}
+    named |= {f"other_{number}": each for number, each in enumerate(given.others, 1)}
+    named |= {"output": wire} | prepared.numbers
+    arguments = [named[name] for name in prepared.kernel.signature]
     function, grid = load(prepared.kernel.source), prepared.grid(_processors(a.device))
     compiled = {"num_warps": by.num_warps, "num_stages": by.num_stages}
     if graph:

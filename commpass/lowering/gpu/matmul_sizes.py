@@ -3,7 +3,8 @@ configurations."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -12,6 +13,8 @@ from commpass.codecs.block.grids import Fp8Grid, IntGrid, LevelGrid
 from commpass.codecs.block.noise import Nearest, Stochastic
 from commpass.codecs.block.scales import Absmax, Static
 from commpass.codecs.block.transforms import NoTransform
+from commpass.lowering.matmul import BATCHED, GROUPED, SINGLE
+from commpass.lowering.pointwise import Epilogue
 
 WIDEST = 256
 """The most columns of a tile: with 128 rows, each of 256 threads holds 128 results."""
@@ -26,14 +29,16 @@ class Matmul:
     ``dtype`` is that of ``a [m, k]`` and ``b [k, n]``, to which the result is rounded. Operands are
     stored by rows (the last dimension is contiguous) or by columns: the weight of ``F.linear``,
     viewed as ``[k, n]``, is stored by columns. ``bias`` is the dtype of ``[n]`` values that are
-    added before the result is rounded; ``activation`` is relu, or none.
+    added before the result is rounded, and the ``epilogue`` is applied after it. The ``form`` is
+    one of ``lowering.matmul``.
     """
 
     dtype: torch.dtype
     a_by_rows: bool = True
     b_by_rows: bool = True
     bias: torch.dtype | None = None
-    activation: str = ""
+    epilogue: Epilogue = field(default_factory=Epilogue)
+    form: str = SINGLE
 
 
 @dataclass(frozen=True)
@@ -63,21 +68,37 @@ class Configuration:
 
 @dataclass(frozen=True)
 class Problem:
-    """The sizes: ``a [m, k] @ b [k, n]``, for ``ranks`` ranks."""
+    """The sizes: ``a [m, k] @ b [k, n]``, for ``ranks`` ranks. ``m`` counts the rows of all
+    ``batches`` batches or groups, of which each has a matrix ``b``."""
 
     m: int
     n: int
     k: int
     ranks: int
+    batches: int = 1
 
     @property
     def rows(self) -> int:
         """Rows of a shard."""
         return self.m // self.ranks
 
-    def tiles(self, by: Configuration) -> int:
-        """Return the number of tiles of one shard."""
-        return -(-self.rows // by.block_m) * -(-self.n // by.block_n)
+    @property
+    def height(self) -> int:
+        """Rows of a batch."""
+        return self.m // self.batches
+
+    def segment(self, form: str) -> int:
+        """Return the rows that are divided into tiles: those of a shard. Those of batches are the
+        largest equal parts that lie in one shard and in one batch."""
+        return math.gcd(self.rows, self.height) if form == BATCHED else self.rows
+
+    def tiles(self, by: Configuration, form: str = SINGLE) -> int:
+        """Return the number of tiles. Groups may begin at any row: a tile of rows that contains
+        rows of several groups is computed once for each of them. So there is one more for each
+        group, and for the rows behind the last group."""
+        segment = self.segment(form)
+        down = self.m // segment * -(-segment // by.block_m)
+        return (down + (self.batches if form == GROUPED else 0)) * -(-self.n // by.block_n)
 
 
 # --- configurations -------------------------------------------------------------------------------
@@ -96,11 +117,16 @@ def configurations(codec: BlockCodec, problem: Problem, arch: str) -> list[Confi
     return list(dict.fromkeys([chosen, *fits]))
 
 
-def configuration(codec: BlockCodec, problem: Problem, arch: str) -> Configuration:
-    """Choose a good configuration by architecture and sizes, without a measurement."""
+def configuration(
+    codec: BlockCodec, problem: Problem, arch: str, matmul: Matmul | None = None
+) -> Configuration:
+    """Choose a good configuration by architecture and sizes, without a measurement. ``matmul`` is
+    a single product without an epilogue by default."""
+    form = matmul.form if matmul else SINGLE
+    rows = problem.height if form == GROUPED else problem.segment(form)
     narrow = problem.n % WIDEST and problem.n % 128 == 0 and 128 % codec.block == 0
     by = Configuration(
-        min(64 if problem.rows <= 64 else 128, _most_rows(codec, arch)),
+        min(64 if rows <= 64 else 128, _most_rows(codec, arch)),
         128 if narrow else WIDEST,
         {"sm_80": 32}.get(arch, 64),
         num_warps=8,

@@ -84,6 +84,7 @@ def product_by_pointers(
 def product_by_descriptors(
     a,
     b,
+    batch,
     row,
     column,
     depth,
@@ -92,17 +93,42 @@ def product_by_descriptors(
     BLOCK_K: tl.constexpr,
     A_BY_ROWS: tl.constexpr,
     B_BY_ROWS: tl.constexpr,
+    A_BATCHED: tl.constexpr,
+    B_BATCHED: tl.constexpr,
     CASTS: tl.constexpr,
 ):
     """As ``product_by_pointers``, through tensor descriptors of the whole ``a`` and ``b``: ``row``
-    counts from the first row of ``a``. What lies outside is zero."""
+    counts from the first row of ``a``, or of its matrix for this batch. What lies outside is
+    zero."""
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for step in range(0, (depth + BLOCK_K - 1) // BLOCK_K):
         deep = step * BLOCK_K
-        left = a.load([row, deep]) if A_BY_ROWS else a.load([deep, row]).T
-        right = b.load([deep, column]) if B_BY_ROWS else b.load([column, deep]).T
+        left = part_of(a, batch, row, deep, BLOCK_M, BLOCK_K, A_BY_ROWS, A_BATCHED)
+        right = part_of(b, batch, deep, column, BLOCK_K, BLOCK_N, B_BY_ROWS, B_BATCHED)
         total = multiply_add(left, right, total, CASTS)
     return total
+
+
+@tile
+def part_of(
+    operand,
+    batch,
+    row,
+    column,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BY_ROWS: tl.constexpr,
+    BATCHED: tl.constexpr,
+):
+    """A tile ``[ROWS, COLUMNS]`` of an operand through its descriptor."""
+    if BATCHED:
+        if BY_ROWS:
+            part = tl.reshape(operand.load([batch, row, column]), (ROWS, COLUMNS))
+        else:
+            part = tl.reshape(operand.load([batch, column, row]), (COLUMNS, ROWS)).T
+    else:
+        part = operand.load([row, column]) if BY_ROWS else operand.load([column, row]).T
+    return part
 
 
 @tile
@@ -113,12 +139,6 @@ def multiply_add(a, b, total, CASTS: tl.constexpr):
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     return tl.dot(a, b, total, input_precision="ieee")
-
-
-@tile
-def relu(x):
-    """The larger of x and 0; NaN stays NaN."""
-    return tl.where(x < 0, 0.0, x)
 
 
 @tile
