@@ -191,11 +191,14 @@ def of_exchange(shape: Exchange) -> KernelLaunch:
     )
 
 
-def of_matmul(codec: BlockCodec, problem: Problem, arch: str = "sm_90") -> KernelLaunch:
-    by = configuration(codec, problem, arch)
+def of_matmul(
+    codec: BlockCodec, problem: Problem, arch: str = "sm_90", **more: Any
+) -> KernelLaunch:
+    """Return a launch with operands as far apart in memory as kernels take them."""
+    matmul = Matmul(torch.bfloat16, b_by_rows=False, **more)
+    by = configuration(codec, problem, arch, matmul)
     casts = {"CASTS": True, "FP8": arch == "sm_90"}
-    steps = Steps(problem.k, problem.k)
-    matmul = Matmul(torch.bfloat16, b_by_rows=False)
+    steps = Steps(problem.k, problem.k, 2**40, 2**40)
     made = matmul_call(codec, matmul, problem, by, steps, casts)
     grid = (*made.grid(132), 1, 1)
     types = types_of(made.kernel.signature, made.numbers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,9 @@ from benchmarks.gpu import checks, exact
 from benchmarks.gpu.bench import POISON, Bench, poisoned
 from commpass.codecs import codec
 from commpass.codecs.block.codec import BlockCodec
+from commpass.lowering import matmul as matmul_of
+from commpass.lowering.matmul import BATCHED, GROUPED, SINGLE
+from commpass.lowering.pointwise import VALUE, Epilogue, Operand, Operation
 
 GPU = "commpass.lowering.gpu"
 SPARSE = ("gaussiank", "topk", "dgc", "redsync", "sidco", "randomk", "topk(values=bf16)")
@@ -181,7 +184,8 @@ def _summed_by_index(
 class Product:
     """``m x k @ k x n`` for a number of ranks.
 
-    ``b`` is the weight of a linear layer, whose columns are contiguous, unless ``by_rows``.
+    ``b`` is the weight of a linear layer, whose columns are contiguous, unless ``by_rows``. If
+    batched or grouped (``form``), there are ``batches`` of them. ``then`` names an epilogue.
     """
 
     spec: str
@@ -192,15 +196,18 @@ class Product:
     dtype: torch.dtype = torch.bfloat16
     by_rows: bool = False
     bias: bool = False
-    activation: str = ""
+    then: str = ""
+    form: str = SINGLE
+    batches: int = 1
 
     @property
     def name(self) -> str:
         words = [f"matmul_encode {self.spec} {self.m} x {self.n} x {self.k}"]
+        words += [f"{self.form}, {self.batches}"] if self.form else []
         words += ["fp16"] if self.dtype == torch.float16 else []
         words += ["b by rows"] if self.by_rows else []
         words += ["bias"] if self.bias else []
-        return " ".join([*words, self.activation]).strip()
+        return " ".join([*words, self.then]).strip()
 
 
 PRODUCTS = (
@@ -209,14 +216,43 @@ PRODUCTS = (
     Product("int4", 512, 512, 264, by_rows=True),
     Product("fp8", 384, 768, 512, ranks=3, bias=True),
     Product("rotated(bits=4)", 512, 1024, 512, dtype=torch.float16),
-    Product("int8", 512, 1024, 512, bias=True, activation="relu"),
+    Product("int8", 512, 1024, 512, bias=True, then="relu"),
     Product("taco", 512, 1024, 512),
-    Product("int8", 200, 512, 520, ranks=2, activation="relu"),
+    Product("int8", 200, 512, 520, ranks=2, then="relu"),
+    Product("int8", 2048, 1024, 512, form=BATCHED, batches=8),
+    Product("rotated", 1536, 512, 512, form=BATCHED, batches=3, bias=True),
+    Product("int8", 2048, 1024, 512, form=GROUPED, batches=7),
+    Product("int4", 2048, 512, 264, form=GROUPED, batches=30, by_rows=True),
+    Product("int8", 512, 1024, 512, then="silu"),
+    Product("fp8", 512, 1024, 512, then="residual"),
 )
 SMALL = (
     Product("int8", 32, 256, 48, ranks=2),
     Product("rotated", 32, 256, 48, ranks=2, by_rows=True),
+    Product("int8", 128, 256, 48, ranks=2, form=BATCHED, batches=2),
+    Product("int8", 64, 256, 48, ranks=2, form=GROUPED, batches=3, then="residual"),
 )
+EPILOGUES = {
+    "": Epilogue(),
+    "relu": Epilogue((), (Operation("relu", ("v0",), torch.bfloat16),)),
+    "silu": Epilogue(
+        (),
+        (
+            Operation("sigmoid", ("v0",), torch.float32),
+            Operation("mul", ("v0", "v1"), torch.bfloat16),
+        ),
+    ),
+    "residual": Epilogue(
+        (Operand(torch.bfloat16, VALUE),), (Operation("add", ("v0", "v1"), torch.bfloat16),)
+    ),
+}
+EXACT: dict[str, Callable[..., Tensor]] = {
+    "": lambda y: y,
+    "relu": torch.relu,
+    "silu": torch.nn.functional.silu,
+    "residual": torch.add,
+}
+"""The epilogues, and the same in float64."""
 
 
 def matmul(bench: Bench) -> None:
@@ -261,18 +297,15 @@ def small(bench: Bench) -> dict[str, Any]:
 def _product(bench: Bench, kernels: Any, product: Product, name: str, more: dict[str, Any]) -> None:
     coder = codec(product.spec)
     assert isinstance(coder, BlockCodec)
-    for whole in (True, False):
-        a, b, bias = _operands(bench, product, whole)
+    epilogue = EPILOGUES[product.then]
+    encoded = matmul_of.Product(coder, product.ranks, product.form, product.bias, epilogue)
+    # The last bits of an exponential depend on the GPU.
+    for whole in (False,) if product.then == "silu" else (True, False):
+        tensors = _operands(bench, product, whole)
         with poisoned():
-            wires = kernels.run(
-                *(a, b, coder, product.ranks),
-                bias=bias,
-                activation=product.activation,
-                **more,
-            )
-        want = a.double() @ b.double()
-        want = want + bias.double() if bias is not None else want
-        want = want.relu() if product.activation else want
+            wires = kernels.run(tensors, encoded, **more)
+        result, *others = _exact(encoded, tensors)
+        want = EXACT[product.then](result.to(product.dtype).double(), *others)
         numel = product.m * product.n // product.ranks
         rows = want.reshape(product.ranks, numel)
         if whole:
@@ -282,7 +315,7 @@ def _product(bench: Bench, kernels: Any, product: Product, name: str, more: dict
             continue
         error = exact.blocks_of(coder, exact.decode(coder, wires, numel, torch.bfloat16) - rows)
         norms = exact.blocks_of(coder, rows).norm(dim=-1)
-        rounded = 2**-8 * (1 if not product.activation else 4)
+        rounded = 2**-8 * (1 if not product.then else 4)
         allowed = (coder.bound + rounded) * norms + coder.floor(torch.float32) + 1e-6
         worst = float((error.norm(dim=-1) / allowed).nan_to_num(math.inf).max())
         relative = float(error.norm() / norms.norm())
@@ -294,21 +327,46 @@ def _product(bench: Bench, kernels: Any, product: Product, name: str, more: dict
         )
 
 
-def _operands(bench: Bench, product: Product, whole: bool) -> tuple[Any, Any, Any]:
-    """Return ``a``, ``b`` and a bias.
+def _operands(bench: Bench, product: Product, whole: bool) -> list[Tensor]:
+    """Return the operands of a product in order.
 
     The values are small whole numbers, whose products and sums are exact in any order, or else
     random.
     """
 
-    def made(height: int, width: int) -> Tensor:
+    def made(*shape: int) -> Tensor:
         if not whole:
-            return bench.normal(height, width)
-        shape = (height, width)
+            return bench.normal(*shape)
         return torch.randint(-4, 5, shape, generator=bench.random, device=bench.device).float()
 
-    a = made(product.m, product.k).to(product.dtype)
-    b = made(product.k, product.n) if product.by_rows else made(product.n, product.k).t()
-    b = b.to(product.dtype)
-    bias = made(1, product.n)[0].to(torch.bfloat16) if product.bias else None
-    return a, b, bias
+    m, n, k, batches = product.m, product.n, product.k, product.batches
+    several = (batches,) if product.form else ()
+    a = made(*several, m // batches, k) if product.form == BATCHED else made(m, k)
+    b = made(*several, k, n) if product.by_rows else made(*several, n, k).transpose(-2, -1)
+    tensors = [a.to(product.dtype), b.to(product.dtype)]
+    if product.bias:
+        tensors.append(made(*several, n).to(torch.bfloat16))
+    if product.form == GROUPED:  # one group is empty, and some rows belong to none
+        ends = [m * (i + 1) // (batches + 1) for i in range(batches)]
+        ends[1] = ends[0]
+        tensors.append(torch.tensor(ends, dtype=torch.int32, device=bench.device))
+    if product.then == "residual":
+        tensors.append(made(m, n).to(torch.bfloat16))
+    return tensors
+
+
+def _exact(product: matmul_of.Product, tensors: list[Tensor]) -> list[Tensor]:
+    """Return a product in float64 ``[m, n]``, and the further operands of its epilogue."""
+    given = matmul_of.operands_of(product, tensors)
+    others = [each.double() for each in given.others]
+    if given.offsets is None:
+        found = given.a.double() @ given.b.double()
+        if given.bias is not None:
+            found = found + given.bias.double().unsqueeze(-2)
+        return [found.reshape(-1, found.shape[-1]), *others]
+    found = given.a.new_zeros(given.a.shape[0], given.b.shape[-1], dtype=torch.float64)
+    begin = 0
+    for matrix, end in zip(given.b, given.offsets.tolist(), strict=True):
+        found[begin:end] = given.a[begin:end].double() @ matrix.double()
+        begin = end
+    return [found, *others]

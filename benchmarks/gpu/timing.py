@@ -27,6 +27,7 @@ from commpass.codecs.block.domain import VALUES
 from commpass.codecs.block.scales import row_numbers
 from commpass.codecs.block.transforms import Hadamard
 from commpass.lowering.chain import Cast, Chain, Decode, Encode, Enter, Sum
+from commpass.lowering.matmul import Product
 
 MIB = 1 << 20
 SAMPLES = 30
@@ -474,7 +475,8 @@ def _products(bench: Bench, kernels: Any, sizes: Any, pairs: list[tuple[Tensor, 
 
 
 def _encoding(kernels: Any, coder: Any, pairs: list[tuple[Tensor, Tensor]], by: Any) -> list[Call]:
-    return [partial(kernels.run, a, b.t(), coder, RANKS, by=by) for a, b in pairs]
+    product = Product(coder, RANKS)
+    return [partial(kernels.run, (a, b.t()), product, by=by) for a, b in pairs]
 
 
 def _fastest(

@@ -90,8 +90,7 @@ def apply(epilogue: Epilogue, product: Tensor, operands: Sequence[Tensor], batch
         values.append(value)
     for operation in epilogue.operations:
         given: list[Any] = [
-            float(each) if is_number(each) else values[int(each[1:])]
-            for each in operation.operands
+            float(each) if is_number(each) else values[int(each[1:])] for each in operation.operands
         ]
         rounded = PLAIN[operation.name](*given).to(operation.dtype)
         values.append(rounded.to(torch.float32))

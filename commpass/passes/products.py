@@ -30,14 +30,14 @@ from commpass.passes.runs import Run, is_reshape
 
 BADDBMM, GROUPED_MM = aten.baddbmm.default, aten._grouped_mm.default
 BIASED = (aten.addmm.default, BADDBMM)
-FORMS = {
+FORMS: dict[Any, str] = {
     aten.mm.default: SINGLE,
     aten.addmm.default: SINGLE,
     aten.bmm.default: BATCHED,
     BADDBMM: BATCHED,
     GROUPED_MM: GROUPED,
 }
-OPERATIONS = {
+OPERATIONS: dict[Any, str] = {
     **dict.fromkeys((aten.add.Tensor, aten.add.Scalar), "add"),
     **dict.fromkeys((aten.sub.Tensor, aten.sub.Scalar), "sub"),
     **dict.fromkeys((aten.mul.Tensor, aten.mul.Scalar), "mul"),
@@ -167,10 +167,10 @@ def _operands_of(
     node: fx.Node, inside: set[fx.Node], product: fx.Node
 ) -> list[tuple[fx.Node, Operand]] | str:
     """Return the further operands of a node, or why a kernel cannot compute it."""
-    name, made = name_of(node), node.meta["val"]
+    name, made, values = name_of(node), node.meta["val"], product.meta["val"].numel()
     if not (is_float_cast(node) or node.target in OPERATIONS):
         return f"no kernel computes {name} before an encode"
-    if not meta.is_fixed(made) or made.dtype not in FLOATS or made.numel() != product.meta["val"].numel():
+    if not meta.is_fixed(made) or made.dtype not in FLOATS or made.numel() != values:
         return f"{name}: its result has another shape, or a dtype that kernels do not compute"
     if not made.is_contiguous():
         return f"{name}: its result is not contiguous"
@@ -192,21 +192,25 @@ def _operands_of(
     return found
 
 
-def _per(other: Any, made: Tensor, product: fx.Node) -> str:
+def _per(operand: Any, made: Tensor, product: fx.Node) -> str:
     """Return what an operand has a value for, or "" if a kernel cannot read it."""
     given, n = product.meta["val"], product.meta["val"].shape[-1]
-    if not isinstance(other, Tensor) or other.dtype not in FLOATS or other.device != made.device:
+    if (
+        not isinstance(operand, Tensor)
+        or operand.dtype not in FLOATS
+        or operand.device != made.device
+    ):
         return ""
-    if not meta.is_fixed(other) or not other.is_contiguous():
+    if not meta.is_fixed(operand) or not operand.is_contiguous():
         return ""
-    if other.shape == made.shape:
+    if operand.shape == made.shape:
         return VALUE
     if made.shape[-1] != n:
         return ""
-    if other.shape[-1:] == (n,) and other.numel() == n:
+    if operand.shape[-1:] == (n,) and operand.numel() == n:
         return COLUMN
     batched = given.dim() == 3 and made.shape == given.shape
-    return BATCH if batched and other.shape == (given.shape[0], 1, n) else ""
+    return BATCH if batched and operand.shape == (given.shape[0], 1, n) else ""
 
 
 # --- the matmul -----------------------------------------------------------------------------------

@@ -139,12 +139,12 @@ def rows_of(query: KernelQuery, arch: str) -> tuple[str, list[Row]]:
 
 
 def of_codec(query: KernelQuery, arch: str) -> tuple[str, list[Row]]:
-    from commpass.lowering.inspect.kernels import KERNELS, kernels_named
+    from commpass.lowering.inspect.kernels import KERNELS, NAMES, kernels_named
 
     coder = codec(query.codec or "")
     dtype = dtype_of(query.dtype)
-    if query.kernel is not None and query.kernel not in KERNELS:
-        raise KernelError(f"no kernel {query.kernel!r}{nearest(query.kernel, KERNELS)}")
+    if query.kernel is not None and query.kernel not in NAMES:
+        raise KernelError(f"no kernel {query.kernel!r}{nearest(query.kernel, NAMES)}")
     rows: list[Row] = []
     for name in KERNELS if query.kernel is None else (query.kernel,):
         rows += rows_for(name, partial(kernels_named, name, coder, dtype, query.ranks, arch), arch)

@@ -97,7 +97,7 @@ def test_code_of_inductor_calls_the_kernel(fake_group, function):
     fake_group(RANKS)
     given = (A, B) if function is batched else (ROWS, B, OFFSETS)
     gm, inputs, _ = run(function, forced("int8", chunks=1), *given)
-    work = [n.meta[CODED] for n in gm.graph.nodes if n.meta.get(CODED)][0]
+    work = next(n.meta[CODED] for n in gm.graph.nodes if n.meta.get(CODED))
     assert work == (("int8", "matmul", 2 * E * T * K * N),)
     assert not any(n.target is aten.copy_.default for n in gm.graph.nodes)  # of an input
     code = fake_cuda.code_of(gm, inputs)
@@ -339,7 +339,7 @@ def test_operations_that_no_kernel_computes_stay(fake_group, function, inputs, s
 
 
 def test_memory_of_the_values_is_saved_too(fake_group):
-    """A matmul that encodes is slower here than both apart, but the residual takes a kernel more."""
+    """A matmul that encodes is slower here than both apart. The residual takes a kernel more."""
     fake_group(RANKS)
     profile = default_profile("cuda")
     values, launch = E * T * N, profile.kernels.launch_us

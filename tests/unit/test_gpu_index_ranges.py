@@ -24,8 +24,11 @@ pytest.importorskip("triton", reason="kernels are written in Triton: pip install
 import kernel_launches as launches
 
 from commpass.lowering.gpu import exchange_kernel, sparse
-from commpass.lowering.gpu.matmul_sizes import Problem
+from commpass.lowering.gpu.matmul_sizes import Matmul, Problem
+from commpass.lowering.gpu.matmul_supported import unsupported_reason
 from commpass.lowering.gpu.row_peaks import row_peaks
+from commpass.lowering.matmul import BATCHED, GROUPED, SINGLE
+from commpass.lowering.pointwise import VALUE, Epilogue, Operand, Operation
 
 U8, BF16, F32 = torch.uint8, torch.bfloat16, torch.float32
 SPECS = (
@@ -160,6 +163,31 @@ def test_matmul_counts_in_enough_bits(arch, problem):
     check([launches.of_matmul(coder, problem, arch)])
 
 
+RESIDUAL = Epilogue((Operand(BF16, VALUE),), (Operation("add", ("v0", "v1"), BF16),))
+
+
+@pytest.mark.parametrize(
+    ("form", "problem", "epilogue"),
+    [
+        (BATCHED, Problem(2**16, 2**14 - 256, 2**13, 8, 8), Epilogue()),
+        (GROUPED, Problem(2**15, 2**16 - 256, 2**10, 8, 31), Epilogue()),
+        (SINGLE, Problem(2**15, 2**16 - 256, 2**15, 8), RESIDUAL),
+        rarely(BATCHED, Problem(2**20, 1024, 1024, 32, 64), RESIDUAL),
+        rarely(GROUPED, Problem(2**20, 1024, 1024, 32, 1022), RESIDUAL),
+        rarely(GROUPED, Problem(8192, 2**17, 128, 2, 127), Epilogue()),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("arch", ["sm_90", rarely("sm_80")])
+def test_matmul_of_any_form_counts_in_enough_bits(arch, form, problem, epilogue):
+    """Nothing is assumed of the offsets of groups."""
+    coder = codec("int8")
+    assert isinstance(coder, BlockCodec)
+    matmul = Matmul(BF16, b_by_rows=False, form=form, epilogue=epilogue)
+    assert not unsupported_reason(coder, matmul, problem)
+    check([launches.of_matmul(coder, problem, arch, form=form, epilogue=epilogue)])
+
+
 # --- the proof finds faults -----------------------------------------------------------------------
 
 
@@ -180,6 +208,14 @@ def test_strides_in_32_bits_are_found():
     one = launches.chain_launch(chain_of("decode_sum", "int8"), 2**27, 1)
     found = broken(one, "tl.cast(input_stride, tl.int64)", "input_stride")
     assert any("arith.muli i32" in each and "input_stride" in each for each in found)
+
+
+def test_matrices_of_batches_in_32_bits_are_found():
+    coder = codec("int8")
+    assert isinstance(coder, BlockCodec)
+    one = launches.of_matmul(coder, Problem(2**16, 2**14, 2**14, 8, 8), "sm_80", form=BATCHED)
+    found = broken(one, "batch.to(tl.int64) * b_batch", "batch * b_batch.to(tl.int32)")
+    assert any("b_batch" in each for each in found)
 
 
 def test_longer_rows_are_found():

@@ -19,6 +19,7 @@ import fake_cuda
 import pytest
 import torch
 import triton
+from tiers import rarely
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -35,8 +36,8 @@ from commpass.lowering.gpu.matmul_sizes import (
 )
 from commpass.lowering.gpu.source import load
 from commpass.lowering.inspect.lowerable import casts
-from commpass.lowering.matmul import Product
-from commpass.lowering.pointwise import Epilogue, Operation
+from commpass.lowering.matmul import BATCHED, GROUPED, Product
+from commpass.lowering.pointwise import VALUE, Epilogue, Operand, Operation
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -65,9 +66,11 @@ class Compiled:
 
 def compiled(arch: str, spec: str, matmul: Matmul = LINEAR, **others: Any) -> Compiled:
     coder = codec(spec)
-    by = replace(configuration(coder, PROBLEM, arch), **others)
-    steps = Steps(PROBLEM.k, PROBLEM.k if not matmul.b_by_rows else PROBLEM.n)
-    made = call(coder, matmul, PROBLEM, by, steps, casts(arch))
+    problem = replace(PROBLEM, batches=8 if matmul.form else 1)
+    by = replace(configuration(coder, problem, arch, matmul), **others)
+    b_step = problem.k if not matmul.b_by_rows else problem.n
+    steps = Steps(problem.k, b_step, problem.height * problem.k, problem.k * problem.n)
+    made = call(coder, matmul, problem, by, steps, casts(arch))
     types = made.kernel.signature
     whole = [
         place
@@ -163,6 +166,49 @@ def test_other_operands_and_an_activation(matmul: Matmul) -> None:
     made = compiled("sm_90", "int8", matmul)
     fits(made, "sm_90")
     assert made.some("HGMMA")
+
+
+RESIDUAL = Operand(torch.bfloat16, VALUE)
+GATED = Epilogue(
+    (RESIDUAL,),
+    (
+        Operation("neg", ("v0",), torch.float32),
+        Operation("exp", ("v2",), torch.float32),
+        Operation("add", ("v3", "1.0"), torch.float32),
+        Operation("div", ("v0", "v4"), torch.bfloat16),
+        Operation("mul", ("v5", "v1"), torch.bfloat16),
+    ),
+)
+GELU = Epilogue(
+    (),
+    (
+        Operation("mul", ("v0", "0.5"), torch.float32),
+        Operation("mul", ("v0", "0.7071067811865476"), torch.float32),
+        Operation("erf", ("v2",), torch.float32),
+        Operation("add", ("v3", "1.0"), torch.float32),
+        Operation("mul", ("v1", "v4"), torch.bfloat16),
+    ),
+)
+OTHERS = {
+    "batched": replace(LINEAR, form=BATCHED),
+    "grouped": replace(LINEAR, form=GROUPED),
+    "gated": replace(LINEAR, epilogue=GATED),
+    "gelu": replace(LINEAR, epilogue=GELU),
+    "gated groups": replace(LINEAR, form=GROUPED, epilogue=GATED),
+    "gelu of biased batches": replace(
+        LINEAR, form=BATCHED, epilogue=GELU, bias=torch.bfloat16, b_by_rows=True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [name if name == "grouped" else rarely(name) for name in OTHERS])
+@pytest.mark.parametrize("spec", ["int8", *map(rarely, ("fp8", "int4", "rotated"))])
+@pytest.mark.parametrize("arch", ["sm_90", *map(rarely, ("sm_80", "sm_100", "gfx942"))])
+def test_no_form_spills(arch: str, spec: str, name: str) -> None:
+    made = compiled(arch, spec, OTHERS[name])
+    fits(made, arch)
+    assert made.some(PRODUCT[arch])
+    assert made.some(LOAD[arch])
 
 
 @pytest.mark.slow

@@ -56,10 +56,12 @@ CONSTANTS = (
 class Form:
     """The lines of a form of products, and the names in them.
 
-    ``start`` are the first lines, and ``tiles`` is the number of tiles. ``place`` finds a tile and defines ``row`` (of the wires), ``first``
-    (the row of the result from which ``line`` counts, int64), ``line`` and ``column``. ``rows`` is
-    the number of rows from ``first`` on, ``above`` those of the shard before it, and ``stored`` a
-    condition on the rows ``down``. ``batch`` numbers the matrix of ``b``.
+    - ``start`` are the first lines, and ``tiles`` is the number of tiles.
+    - ``place`` finds a tile. It defines ``row`` (of the wires), ``first`` (the row of the result
+      from which ``line`` counts, int64), ``line`` and ``column``.
+    - ``rows`` is the number of rows from ``first`` on, and ``above`` those of the shard before it.
+    - ``stored`` is a condition on the rows ``down``.
+    - ``depth`` is the number of values to multiply, and ``batch`` numbers the matrix of ``b``.
     """
 
     integers: tuple[str, ...]
@@ -201,14 +203,14 @@ def _descriptor_lines(matmul: Matmul) -> list[str]:
     lines = []
     for name, shape, block, by_rows in shapes:
         turn = 1 if by_rows else -1
-        shape, block, strides = shape[::turn], block[::turn], (f"{name}_step", "1")
+        lengths, widths, steps = list(shape[::turn]), list(block[::turn]), [f"{name}_step", "1"]
         if _is_batched(matmul, name):
-            shape, block = ("batches", *shape), ("1", *block)
-            strides = (f"{name}_batch", *strides)
+            lengths, widths = ["batches", *lengths], ["1", *widths]
+            steps = [f"{name}_batch", *steps]
         lines += [
             f"{name}_seen = tl.make_tensor_descriptor(",
-            f"    {name}, [{', '.join(shape)}], [{', '.join(strides)}],",
-            f"    [{', '.join(block)}],",
+            f"    {name}, [{', '.join(lengths)}], [{', '.join(steps)}],",
+            f"    [{', '.join(widths)}],",
             ")",
         ]
     return lines

@@ -93,7 +93,7 @@ def call(
         "SIZE": codec.block,
         "PARTS": 8 // widths(codec.grid.bits)[0],
         "WHOLE_K": problem.k % by.block_k == 0,
-        "GROUPS": triton.next_power_of_2(problem.batches + 1),
+        "GROUPS": triton.next_power_of_2(problem.batches + 2),
         **casts,
     }
     return Call(
@@ -133,31 +133,36 @@ def steps_of(a: Tensor, b: Tensor) -> Steps:
     return Steps(step_of(a), step_of(b), batch_step_of(a), batch_step_of(b))
 
 
-def unsupported_layout(given: Operands) -> str:
+def unsupported_layout(operands: Operands) -> str:
     """Return why a kernel cannot read the operands as they lie in memory, or "" if it can."""
-    for each in (given.a, given.b):
+    for each in (operands.a, operands.b):
         if lies_by_rows(each) is None:
             return "an operand is stored neither by rows nor by columns"
         lines = each.shape[-2] if lies_by_rows(each) else each.shape[-1]
         if step_of(each) * lines >= HELD:
             return "the lines of an operand lie far apart: kernels count to 2^31"
-    if given.offsets is not None and given.offsets.dtype != torch.int32:
+    if operands.offsets is not None and operands.offsets.dtype != torch.int32:
         return "offsets that are not int32"
-    further = (given.bias, given.offsets, *given.others)
+    further = (operands.bias, operands.offsets, *operands.others)
     if not all(each.is_contiguous() for each in further if each is not None):
         return "a further operand is not contiguous"
     return ""
 
 
-def matmul_of(given: Operands, product: Product) -> Matmul:
+def matmul_of(operands: Operands, product: Product) -> Matmul:
     """Return the ``Matmul`` of operands for which ``unsupported_layout`` returns ""."""
-    by_rows = [bool(lies_by_rows(each)) for each in (given.a, given.b)]
-    bias = given.bias.dtype if given.bias is not None else None
-    return Matmul(given.a.dtype, *by_rows, bias, product.epilogue, product.form)
+    return Matmul(
+        operands.a.dtype,
+        a_by_rows=bool(lies_by_rows(operands.a)),
+        b_by_rows=bool(lies_by_rows(operands.b)),
+        bias=operands.bias.dtype if operands.bias is not None else None,
+        epilogue=product.epilogue,
+        form=product.form,
+    )
 
 
-def problem_of(given: Operands, product: Product) -> Problem:
-    m, n, k, batches = map(int, given.sizes)
+def problem_of(operands: Operands, product: Product) -> Problem:
+    m, n, k, batches = map(int, operands.sizes)
     return Problem(m, n, k, product.rows, batches)
 
 

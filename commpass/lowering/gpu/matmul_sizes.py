@@ -20,6 +20,8 @@ WIDEST = 256
 """The most columns of a tile: with 128 rows, each of 256 threads holds 128 results."""
 SHARED = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}
 """Bytes of shared memory available to one program."""
+LIGHT = ("relu", "cast")
+"""The operations of an epilogue that need no registers in addition."""
 
 
 @dataclass(frozen=True)
@@ -104,14 +106,17 @@ class Problem:
 # --- configurations -------------------------------------------------------------------------------
 
 
-def configurations(codec: BlockCodec, problem: Problem, arch: str) -> list[Configuration]:
-    """Return the configurations worth measuring, the static choice first."""
-    chosen, most = configuration(codec, problem, arch), _most_rows(codec, arch)
+def configurations(
+    codec: BlockCodec, problem: Problem, arch: str, matmul: Matmul | None = None
+) -> list[Configuration]:
+    """Return the configurations worth measuring, the static choice first. ``matmul`` is as in
+    ``configuration``."""
+    chosen, load = configuration(codec, problem, arch, matmul), _load(codec, arch, matmul)
     others = [
-        _complete(replace(chosen, block_m=block_m, block_n=block_n, num_stages=stages), codec, arch)
+        _complete(replace(chosen, block_m=block_m, block_n=block_n, num_stages=stages), load, arch)
         for block_m, block_n in ((128, 256), (128, 128), (64, 256))
         for stages in ((2,) if arch == "gfx942" else (3, 4))
-        if block_n % codec.block == 0 and block_m <= most
+        if block_n % codec.block == 0 and block_m <= _most_rows(codec, load, arch)
     ]
     fits = (by for by in others if shared_bytes(by, codec, arch) <= SHARED[arch])
     return list(dict.fromkeys([chosen, *fits]))
@@ -122,11 +127,11 @@ def configuration(
 ) -> Configuration:
     """Choose a good configuration by architecture and sizes, without a measurement. ``matmul`` is
     a single product without an epilogue by default."""
-    form = matmul.form if matmul else SINGLE
+    form, load = matmul.form if matmul else SINGLE, _load(codec, arch, matmul)
     rows = problem.height if form == GROUPED else problem.segment(form)
     narrow = problem.n % WIDEST and problem.n % 128 == 0 and 128 % codec.block == 0
     by = Configuration(
-        min(64 if rows <= 64 else 128, _most_rows(codec, arch)),
+        min(64 if rows <= 64 else 128, _most_rows(codec, load, arch)),
         128 if narrow else WIDEST,
         {"sm_80": 32}.get(arch, 64),
         num_warps=8,
@@ -134,19 +139,36 @@ def configuration(
         descriptors=arch in ("sm_90", "sm_100"),
         flatten=arch != "gfx942",
     )
-    return _complete(by, codec, arch)
+    return _complete(by, load, arch)
 
 
-def _complete(by: Configuration, codec: BlockCodec, arch: str) -> Configuration:
+@dataclass(frozen=True)
+class _Load:
+    """What needs many registers in addition to values and codes: the codec or the epilogue."""
+
+    codec: bool
+    epilogue: bool
+
+    def __bool__(self) -> bool:
+        return self.codec or self.epilogue
+
+
+def _load(codec: BlockCodec, arch: str, matmul: Matmul | None) -> _Load:
+    operations = matmul.epilogue.operations if matmul else ()
+    return _Load(_is_heavy(codec, arch), any(each.name not in LIGHT for each in operations))
+
+
+def _complete(by: Configuration, load: _Load, arch: str) -> Configuration:
     """Return the configuration with suitable warps, cuts and programs for its tile."""
-    results, heavy = by.block_m * by.block_n, _heavy(codec, arch)
-    num_warps = 8 if results > 128 * 128 or heavy else 4
-    halves = heavy and arch in ("sm_80", "sm_90") and results >= 64 * 256
+    results = by.block_m * by.block_n
+    num_warps = 8 if results > 128 * 128 or load else 4
+    halves = load.codec and arch in ("sm_80", "sm_90") and results >= 64 * 256
+    cuts = 2 if halves or load.epilogue else 1
     programs = 2 if num_warps == 4 and arch != "gfx942" else 1
-    return replace(by, num_warps=num_warps, cuts=2 if halves else 1, programs=programs)
+    return replace(by, num_warps=num_warps, cuts=cuts, programs=programs)
 
 
-def _most_rows(codec: BlockCodec, arch: str) -> int:
+def _most_rows(codec: BlockCodec, load: _Load, arch: str) -> int:
     """Return the most rows of a tile of 256 columns for which the threads of eight warps have
     enough registers.
 
@@ -154,12 +176,13 @@ def _most_rows(codec: BlockCodec, arch: str) -> int:
     spills).
     """
     if arch == "gfx942":
-        if codec.transform.sums > 1:
+        narrow = codec.grid.bits < 8
+        if codec.transform.sums > 1 or (narrow and load.epilogue):
             return 32
-        return 64 if codec.grid.bits < 8 else 128
+        return 64 if narrow or load.epilogue else 128
     if arch == "sm_90":
         return 64 if isinstance(codec.rounding, Stochastic) else 128
-    return 64 if _heavy(codec, arch) else 128
+    return 64 if load else 128
 
 
 def shared_bytes(by: Configuration, codec: BlockCodec, arch: str) -> int:
@@ -178,7 +201,7 @@ def shared_bytes(by: Configuration, codec: BlockCodec, arch: str) -> int:
     return stages * stage + moved + 1024
 
 
-def _heavy(codec: BlockCodec, arch: str) -> bool:
+def _is_heavy(codec: BlockCodec, arch: str) -> bool:
     """Whether encoding needs many registers in addition to values and codes."""
     plain = isinstance(codec.scale, (Absmax, Static)) and not codec.offset
     emulated = isinstance(codec.grid, Fp8Grid) and arch in ("sm_80", "gfx942")

@@ -17,7 +17,7 @@ HELD = 2**31
 """The number of values of one tensor must be below this."""
 SMALLEST_SEGMENT = 64
 """The fewest rows of a part of a batch that lies in one shard: tiles have no fewer."""
-MOST_GROUPS = 1023
+MOST_GROUPS = 1022
 """The most groups: each program compares its tile with where each of them begins."""
 
 

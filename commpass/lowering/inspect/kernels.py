@@ -15,12 +15,15 @@ from commpass.lowering.inspect.architectures import architecture
 from commpass.lowering.inspect.chains import CHAINS, NUMEL, SiteChain
 from commpass.lowering.inspect.isolated import of_entropy, of_exponent, of_sparse
 from commpass.lowering.inspect.lowerable import Lowerable, casts
-from commpass.lowering.inspect.matmuls import of_matmul
+from commpass.lowering.inspect.matmuls import FORMS, of_matmul
 
 # --- by name --------------------------------------------------------------------------------------
 
 
 KERNELS = (*CHAINS, "matmul_encode")
+"""The kernels that are shown if none is named."""
+NAMES = (*CHAINS, *FORMS)
+"""The kernels that can be named."""
 
 
 def kernels_named(
@@ -28,10 +31,10 @@ def kernels_named(
 ) -> tuple[Lowerable, ...]:
     """Return the kernels of a codec with this name: one, or several that run in order. Raises
     KernelError for an unknown name, or if the codec has no such kernel, with the reason."""
-    if name not in KERNELS:
-        raise KernelError(f"no kernel {name!r}{nearest(name, KERNELS)}")
-    if name == "matmul_encode":
-        return (of_matmul(codec, dtype, ranks, arch),)
+    if name not in NAMES:
+        raise KernelError(f"no kernel {name!r}{nearest(name, NAMES)}")
+    if name in FORMS:
+        return (of_matmul(codec, dtype, ranks, arch, name),)
     if isinstance(codec, ExponentCodec):
         return of_exponent(name, codec, dtype, NUMEL)
     if isinstance(codec, EntropyCodec):
