@@ -30,7 +30,7 @@ def lower(
             metavar="NAME",
             help=(
                 "encode, decode, decode_sum, decode_sum_encode or matmul_encode (default: all that"
-                " there are)."
+                " there are), batched_matmul_encode or grouped_matmul_encode."
             ),
         ),
     ] = None,
