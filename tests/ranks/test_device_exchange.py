@@ -134,7 +134,7 @@ def agree(found: torch.Tensor, want: torch.Tensor) -> bool:
 
 
 def check(ranks: Ranks, folder: Path, text, name, numel, dtype, op="sum", calls=3, after=0) -> None:
-    from commpass.lowering.gpu.exchange_kernel import memory_of
+    from commpass.lowering.gpu.exchange_sizes import memory_of
 
     if name == "reduce_scatter":
         numel = numel // ranks.size * ranks.size

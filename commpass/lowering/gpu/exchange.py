@@ -37,13 +37,13 @@ from commpass.errors import CommpassError
 from commpass.groups import group_named
 from commpass.lowering.exchange import result_shape
 from commpass.lowering.gpu.current import on_device
-from commpass.lowering.gpu.exchange_kernel import (
+from commpass.lowering.gpu.exchange_kernel import kernel
+from commpass.lowering.gpu.exchange_sizes import (
     ALGORITHMS,
     RESIDENT,
     Exchange,
     Memory,
     capacity,
-    kernel,
     memory_of,
     unsupported_reason,
 )
