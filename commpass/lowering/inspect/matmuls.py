@@ -64,8 +64,9 @@ def of_matmul(
         fuses=prepared.kernel.fuses,
         moved=(operands + wire + further) / prepared.tiles,
         flops=2.0 * EDGE**3 / prepared.tiles,
-        # If two loops are flattened to one, the end of a tile is a branch.
-        trips=((depth, 1.0),) if by.flatten else (1.0, depth),
+        # If two loops are flattened to one, the end of a tile is a branch. Those of groups are not,
+        # since a group may be empty.
+        trips=((depth, 1.0),) if by.flatten and form != GROUPED else (1.0, depth),
         of="tensor",
         stays=True,
     )
