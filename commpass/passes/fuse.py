@@ -34,7 +34,7 @@ from commpass.passes.fx import meta
 from commpass.passes.fx.erase import erase, replace
 from commpass.passes.fx.fake_results import FakeResults
 from commpass.passes.fx.fakes import can_be_copied, view_of
-from commpass.passes.fx.marks import inherit, nodes_by_site
+from commpass.passes.fx.marks import MARK, nodes_by_site
 from commpass.passes.fx.ops import ROW_MATMULS, aten
 from commpass.passes.fx.parse import graph_modules
 from commpass.passes.fx.splice import insert
@@ -360,5 +360,5 @@ def _insert(
     place: fx.Node, coded: fx.Node, role: str, known: FakeResults, target: Any, *args: Any
 ) -> fx.Node:
     node = insert(place, coded, target, *args, known=known)
-    inherit(node, coded, role=role)
+    node.meta[MARK] = coded.meta[MARK].with_role(role)
     return node

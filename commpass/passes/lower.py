@@ -166,8 +166,9 @@ def _lower(
     errors: SiteErrors,
 ) -> None:
     for node in marked:
-        with errors.of(node.meta[MARK].site):
-            _note_coded(node)
+        if node.target in operators.IMPLEMENTATIONS:
+            with errors.of(node.meta[MARK].site):
+                _note_coded(node)
     of_site = nodes_by_site(graph)
     for site, number in by_kernel.items():
         with errors.of(site):
@@ -208,8 +209,6 @@ def _fill_beside(node: fx.Node) -> None:
 
 def _note_coded(node: fx.Node) -> None:
     """Record at a codec operator what it encodes or decodes."""
-    if node.target not in operators.IMPLEMENTATIONS:
-        return
     if node.target is matmul.MATMUL:
         node.meta[CODED] = _coded_by_product(node)
     elif node.target in fused.CHAINS:

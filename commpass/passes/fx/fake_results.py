@@ -10,8 +10,9 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from commpass.passes.fx import meta
-from commpass.passes.fx.fakes import another, can_be_copied, storage, view_of
+from commpass.passes.fx.fakes import another, can_be_copied, mode_of, storage, view_of
 from commpass.passes.fx.ops import frozen, is_functional
+from commpass.utils.ambient import without_ambient_state
 
 MOST = 1024
 """The maximum number of results that are kept."""
@@ -28,8 +29,8 @@ class FakeResults:
         self.known: dict[Any, tuple[FakeTensor, bool]] = {}
 
     def of(self, node: fx.Node, value_of: Callable[[fx.Node], Any] = meta.value) -> Any:
-        """Return the fake result of a call, under the current fake mode. It has the storage of the
-        input if it is a view of it."""
+        """Return the fake result of a call, under the fake mode of its graph. It has the storage of
+        the input if it is a view of it."""
         given: list[Any] = []
 
         def layout(source: fx.Node) -> Any:
@@ -40,7 +41,8 @@ class FakeResults:
         repeatable = is_functional(node.target) and given and all(map(_is_plain, given))
         if not repeatable or key not in self.known:
             args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
-            made = node.target(*args, **kwargs)  # type: ignore[operator]
+            with without_ambient_state(), mode_of(node.graph):
+                made = node.target(*args, **kwargs)  # type: ignore[operator]
             if repeatable and len(self.known) < MOST and _can_be_repeated(made, given):
                 self.known[key] = made, storage(made) == storage(given[0])
             return made
