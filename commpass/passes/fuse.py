@@ -328,7 +328,8 @@ def _keep_value(replaced: fx.Node, result: fx.Node, value: Tensor) -> None:
     one memory.
     """
     if value.is_contiguous():
-        result.meta["val"] = _viewed(value, result.meta["val"])
+        if result is not replaced:
+            result.meta["val"] = _viewed(value, result.meta["val"])
         replaced.meta["val"] = value
 
 

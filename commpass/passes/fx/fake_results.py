@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, fx
@@ -38,7 +38,7 @@ class FakeResults:
             return _layout(given[-1])
 
         key = (node.target, frozen((node.args, node.kwargs), layout))
-        repeatable = is_functional(node.target) and given and all(map(_is_plain, given))
+        repeatable = is_functional(node.target) and given and all(map(is_plain, given))
         if not repeatable or key not in self.known:
             args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
             with without_ambient_state(), mode_of(node.graph):
@@ -52,13 +52,13 @@ class FakeResults:
 
 def _layout(value: Any) -> Any:
     """Return what a result depends on: the layout of a fake tensor of fixed sizes."""
-    if not _is_plain(value):
+    if not is_plain(value):
         return None
     where = value.shape, value.stride(), value.storage_offset()
     return value.fake_mode, value.dtype, value.device, *where
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> TypeGuard[FakeTensor]:
     """Whether a value is a fake tensor of fixed sizes, of which nothing else is known, and no
     conjugate or negative of its memory."""
     return (
@@ -71,7 +71,7 @@ def _is_plain(value: Any) -> bool:
 
 def _can_be_repeated(made: Any, given: Sequence[Tensor]) -> bool:
     """Whether a result can be copied: it is a new tensor, or a view of the only input."""
-    if not _is_plain(made) or made.requires_grad or any(made is each for each in given):
+    if not is_plain(made) or made.requires_grad or any(made is each for each in given):
         return False
     shared = [each for each in given if storage(each) == storage(made)]
     return not shared or len(given) == 1
