@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from commpass import groups
 from commpass.codecs import codec, operators
@@ -233,17 +233,19 @@ def _set_value(
         }
     elif node in template.copied:
         copy.meta["val"] = another(node.meta["val"])
-    elif node in template.views and _is_alike(copy, node):
-        copy.meta["val"] = view_of(fake_of(copy.all_input_nodes[0]), node.meta["val"])
+    elif node in template.views and (view := _view(copy, node)) is not None:
+        copy.meta["val"] = view
     else:
         set_value(copy, known, partial(_value, found))
 
 
-def _is_alike(copy: fx.Node, node: fx.Node) -> bool:
-    """Whether the input of a view lies in its memory as that of the traced one, of the same
-    layout."""
+def _view(copy: fx.Node, node: fx.Node) -> Tensor | None:
+    """Return the value of a view, if its input lies in its memory as that of the traced one, which
+    has the same layout."""
     own, traced = (meta.tensor(each.all_input_nodes[0]) for each in (copy, node))
-    return is_plain(own) and is_plain(traced) and own.storage_offset() == traced.storage_offset()
+    if is_plain(own) and is_plain(traced) and own.storage_offset() == traced.storage_offset():
+        return view_of(own, node.meta["val"])
+    return None
 
 
 def _value(found: GraphSite, node: fx.Node) -> Any:
