@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from commpass.costmodel import HOST, Task
-from commpass.passes.fx.schedule import Clock, Span
+from commpass.passes.fx.schedule import Clock
 
 
 @dataclass
@@ -71,10 +71,7 @@ class CodedClock(Clock):
             self._pass(start, task.us)
             arrived.append(self.now)
         else:
-            begun = max(self.now, self.free.get(task.resource, 0.0))
-            self.spans.append(Span(start, task.resource, begun, task.us, task.latency_us))
-            self.free[task.resource] = begun + task.us
-            arrived.append(begun + task.us + task.latency_us)
+            arrived.append(self._send(start, task))
         if len(arrived) == len(tasks):
             self.arrives[start] = max(arrived)
             del self.arrived[start]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from operator import getitem
 from typing import Any
@@ -33,8 +33,9 @@ from commpass.passes.fx import meta
 from commpass.passes.fx.erase import erase, replace
 from commpass.passes.fx.fake_results import FakeResults
 from commpass.passes.fx.fakes import can_be_copied, view_of
-from commpass.passes.fx.marks import inherit, nodes_by_site
+from commpass.passes.fx.marks import MARK, nodes_by_site
 from commpass.passes.fx.ops import aten
+from commpass.passes.fx.outputs import outputs_apart
 from commpass.passes.fx.parse import graph_modules
 from commpass.passes.fx.splice import insert
 from commpass.passes.products import Multiplied, with_matmul
@@ -91,11 +92,12 @@ def fuse(
             own = {name: nodes for name, nodes in of_site.items() if name in by_kernel}
             encodes = _encodes(own)
             kept = {node: number[of] for node, of in encodes.items() if of in read}
-            for name, nodes in own.items():
-                left = [node for node in nodes if not node._erased]
-                with errors.of(name), _excluding(encodes, nodes), _excluding(kept, nodes):
-                    for of in _fuse_site(left, found[name], profile, encodes, kept, known):
-                        found[of].done.append(f"encode, with what follows the decode of {name}")
+            with outputs_apart(module.graph) if own else nullcontext():
+                for name, nodes in own.items():
+                    left = [node for node in nodes if not node._erased]
+                    with errors.of(name), _excluding(encodes, nodes), _excluding(kept, nodes):
+                        for of in _fuse_site(left, found[name], profile, encodes, kept, known):
+                            found[of].done.append(f"encode, with what follows the decode of {name}")
             if own:
                 module.recompile()
     return tuple(
@@ -237,7 +239,8 @@ def _keep_value(replaced: fx.Node, result: fx.Node, value: Tensor) -> None:
     one memory.
     """
     if value.is_contiguous():
-        result.meta["val"] = _viewed(value, result.meta["val"])
+        if result is not replaced:
+            result.meta["val"] = _viewed(value, result.meta["val"])
         replaced.meta["val"] = value
 
 
@@ -269,5 +272,5 @@ def _insert(
     place: fx.Node, coded: fx.Node, role: str, known: FakeResults, target: Any, *args: Any
 ) -> fx.Node:
     node = insert(place, coded, target, *args, known=known)
-    inherit(node, coded, role=role)
+    node.meta[MARK] = coded.meta[MARK].with_role(role)
     return node

@@ -181,7 +181,7 @@ def _snapshot(graph: fx.Graph) -> GraphSnapshot:
         compute=dict(zip(nodes, before, strict=False)),
         memory=memory,
         fixed=memory.fixed(),
-        leaving=frozenset(output_memory(graph)),
+        leaving=frozenset(output_memory(graph, memory)),
     )
 
 

@@ -44,6 +44,7 @@ from commpass.passes.fx.fake_results import FakeResults
 from commpass.passes.fx.fakes import mode_of
 from commpass.passes.fx.marks import CODED, MARK, STRIDES, inherit, nodes_by_site
 from commpass.passes.fx.ops import ALLOCATORS, frozen, triton_calls
+from commpass.passes.fx.outputs import outputs_apart
 from commpass.passes.fx.parse import graph_modules, items
 from commpass.passes.fx.splice import set_value, splice
 from commpass.passes.fx.tracing import Decompositions, inductor_decompositions, traced
@@ -107,6 +108,7 @@ def lower(
                     without_ambient_state(),
                     enable_python_dispatcher(),
                     mode_of(module.graph),
+                    outputs_apart(module.graph),
                 ):
                     _lower(module.graph, marked, by_kernel, of_regions, bodies, errors)
             if marked:
@@ -166,8 +168,9 @@ def _lower(
     errors: SiteErrors,
 ) -> None:
     for node in marked:
-        with errors.of(node.meta[MARK].site):
-            _note_coded(node)
+        if node.target in operators.IMPLEMENTATIONS:
+            with errors.of(node.meta[MARK].site):
+                _note_coded(node)
     of_site = nodes_by_site(graph)
     for site, number in by_kernel.items():
         with errors.of(site):
@@ -208,8 +211,6 @@ def _fill_beside(node: fx.Node) -> None:
 
 def _note_coded(node: fx.Node) -> None:
     """Record at a codec operator what it encodes or decodes."""
-    if node.target not in operators.IMPLEMENTATIONS:
-        return
     if node.target is matmul.MATMUL:
         node.meta[CODED] = _coded_by_product(node)
     elif node.target in fused.CHAINS:

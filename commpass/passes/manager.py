@@ -51,6 +51,7 @@ from commpass.passes.context import GraphInput, PassContext
 from commpass.passes.contract import GRAPH, POST_GRAD, Contracts, Pass
 from commpass.passes.failures import SiteFailure
 from commpass.passes.fx.erase import is_checked
+from commpass.passes.fx.parse import parsing_once
 from commpass.plan import UNCOMPRESSED
 from commpass.utils.ambient import rewriting
 from commpass.utils.frames import roomy
@@ -118,6 +119,7 @@ MOST = 4
 
 @roomy
 @rewriting()
+@parsing_once()
 def run(
     graph_input: GraphInput,
     graph: str,

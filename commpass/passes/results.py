@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ class Options:
         """The uncompressed candidate."""
         return self.candidates[0]
 
-    @property
+    @cached_property
     def possible(self) -> tuple[Candidate, ...]:
         """The compressing candidates that are not refused."""
         return tuple(each for each in self.candidates[1:] if not each.refused)

@@ -30,6 +30,7 @@ from commpass.passes.fx.erase import erase, replace
 from commpass.passes.fx.fakes import fake_of, mode_of
 from commpass.passes.fx.marks import MARK, PARTS, SEGMENTS, US
 from commpass.passes.fx.ops import reached
+from commpass.passes.fx.outputs import outputs_apart
 from commpass.passes.fx.parse import is_size, is_wait, items, parse, value_of
 from commpass.passes.fx.splice import add_input, set_value
 from commpass.passes.fx.tracing import Decompositions, inductor_decompositions
@@ -77,6 +78,7 @@ def rewrite(
         without_ambient_state(),
         enable_python_dispatcher(),  # for symbolic sizes
         mode,
+        outputs_apart(*{site.module.graph: None for site, _ in chosen}),
         site_errors() as errors,
     ):
         for site, planned in chosen:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import fx
@@ -48,7 +49,7 @@ class Run:
         """The input of the first node."""
         return self.nodes[0].all_input_nodes[0]
 
-    @property
+    @cached_property
     def chain(self) -> Chain:
         return Chain(self.source.meta["val"].dtype, self.steps)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from commpass import groups
 from commpass.codecs import codec, operators
@@ -18,8 +18,8 @@ from commpass.collectives.data_sized import sizes_of_data
 from commpass.errors import VerifyError
 from commpass.passes.fx import meta
 from commpass.passes.fx.aliasing import is_view
-from commpass.passes.fx.fake_results import FakeResults
-from commpass.passes.fx.fakes import another, can_be_copied, fake_of
+from commpass.passes.fx.fake_results import FakeResults, is_plain
+from commpass.passes.fx.fakes import another, can_be_copied, fake_of, view_of
 from commpass.passes.fx.marks import MARK, Mark, is_single_kernel, marks
 from commpass.passes.fx.parse import is_wait, value_of
 from commpass.passes.fx.splice import set_value, splice
@@ -33,12 +33,14 @@ from commpass.utils.ambient import without_ambient_state
 
 @dataclass(frozen=True)
 class Template:
-    """A traced algorithm. ``copied`` are the nodes whose fake values are copied for each site. If
-    ``own_sizes``, it contains value-dependent sizes, so that no other site can share it."""
+    """A traced algorithm. ``copied`` are the nodes whose fake values are copied for each site, and
+    ``views`` those that share the memory of their only input. If ``own_sizes``, it contains
+    value-dependent sizes, so that no other site can share it."""
 
     graph: fx.Graph
     marks: dict[fx.Node, Mark]
     copied: frozenset[fx.Node]
+    views: frozenset[fx.Node]
     own_sizes: bool
 
 
@@ -73,7 +75,7 @@ class Templates:
             else:
                 graph = trace(planned, found, inputs, self.decompositions)
             own = any("unbacked_bindings" in node.meta for node in graph.nodes)
-            template = Template(graph, marks(graph, ""), _copied(graph), own)
+            template = Template(graph, marks(graph, ""), _copied(graph), _views(graph), own)
             if own:
                 return template
             self.traced[key] = template
@@ -156,6 +158,15 @@ def _copied(graph: fx.Graph) -> frozenset[fx.Node]:
     )
 
 
+def _views(graph: fx.Graph) -> frozenset[fx.Node]:
+    """Return the nodes of fixed sizes that are views of their only input."""
+    return frozenset(
+        node
+        for node in graph.nodes
+        if is_plain(node.meta.get("val")) and is_view(node) and len(node.all_input_nodes) == 1
+    )
+
+
 def splice_site(
     found: GraphSite,
     name: str,
@@ -222,8 +233,19 @@ def _set_value(
         }
     elif node in template.copied:
         copy.meta["val"] = another(node.meta["val"])
+    elif node in template.views and (view := _view(copy, node)) is not None:
+        copy.meta["val"] = view
     else:
         set_value(copy, known, partial(_value, found))
+
+
+def _view(copy: fx.Node, node: fx.Node) -> Tensor | None:
+    """Return the value of a view, if its input lies in its memory as that of the traced one, which
+    has the same layout."""
+    own, traced = (meta.tensor(each.all_input_nodes[0]) for each in (copy, node))
+    if is_plain(own) and is_plain(traced) and own.storage_offset() == traced.storage_offset():
+        return view_of(own, node.meta["val"])
+    return None
 
 
 def _value(found: GraphSite, node: fx.Node) -> Any:

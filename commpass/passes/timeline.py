@@ -35,14 +35,15 @@ def timeline(gm: fx.GraphModule, outcome: PassResult, profile: Profile) -> Timel
         return Timeline(note=why)
     nodes = tuple(gm.graph.nodes)
     work = work_of(gm.graph, memory(gm.graph), profile)
-    clock = timed(work, nodes)
-    lanes = _tracks({_lane_of(span) for span in clock.spans})
+    spans: list[Span] = []
+    clock = timed(work, nodes, spans)
+    lanes = _tracks({_lane_of(span) for span in spans})
     notes = ["sizes that depend on the data count as 0 bytes"]
     notes = notes if any(site.bytes < 0 for site in outcome.plan.sites) else []
     if outcome.plan.fallback:
         notes.append(f"the untouched graph was compiled: {outcome.plan.fallback}")
     return Timeline(
-        events=tuple(_event(each, lanes) for each in clock.spans),
+        events=tuple(_event(each, lanes) for each in spans),
         us=clock.now,
         note="; ".join(notes),
         slack_us=site_slack_us(work, nodes),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 
@@ -48,6 +48,13 @@ STEPS = (Encode, Decode, Sum, Divide, Enter, Leave, Cast, Add, Store, *BY_WIDTH)
 
 def unsupported_reason(chain: Chain) -> str:
     """Return why there is no C++ for a chain, or "" if there is."""
+    if chain.steps and not _has_vectors():
+        return "the C++ needs vector instructions, and Inductor finds none on this machine"
+    return _unsupported_reason(chain)
+
+
+@lru_cache(maxsize=1024)
+def _unsupported_reason(chain: Chain) -> str:
     return next(_unsupported_reasons(chain), "")
 
 
@@ -60,8 +67,6 @@ def _has_vectors() -> bool:
 def _unsupported_reasons(chain: Chain) -> Iterator[str]:
     if not chain.steps:
         yield "a chain without steps"
-    if not _has_vectors():
-        yield "the C++ needs vector instructions, and Inductor finds none on this machine"
     if _lossless(chain) is not None:
         yield from _lossless_reasons(chain)
         return

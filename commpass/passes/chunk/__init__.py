@@ -9,6 +9,7 @@ changes: only the number of rows of matmuls, which changes the rounding of some 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from functools import cached_property
@@ -22,7 +23,7 @@ from commpass.passes.chunk.build import build, joined_of
 from commpass.passes.chunk.gain import OverlappingCompute, exchange_of, part_of, pipeline_us
 from commpass.passes.chunk.region import Join, Product, Region, product_of, region_of
 from commpass.passes.context import PassContext
-from commpass.passes.fx import meta
+from commpass.passes.fx import costs, meta
 from commpass.passes.fx.direction import AGAIN
 from commpass.passes.fx.memory import LiveBytes, changed, memory, peak
 from commpass.passes.fx.work import SMALL
@@ -92,6 +93,8 @@ class _Chunks:
         self.known = memory(graph)
         self.written = changed(graph, self.known)
         self.counted: dict[tuple[Any, ...], tuple[int, int]] = {}
+        # Splits add and erase nodes, and change no sizes of others.
+        self.us_of = functools.cache(lambda node: costs.compute(node, profile).us)
 
     @cached_property
     def held(self) -> tuple[dict[fx.Node, int], int]:
@@ -108,7 +111,7 @@ class _Chunks:
     def overlapping(self) -> OverlappingCompute:
         """The overlap of the graph at first access. Splitting one site does not change what can
         overlap another."""
-        return OverlappingCompute(self.graph, self.profile)
+        return OverlappingCompute(self.graph, self.us_of)
 
     def site(self, each: GraphSite) -> None:
         """Split one site if this is requested or gains."""
@@ -181,11 +184,12 @@ class _Chunks:
         if self.overlapping.time_us(each.call.node) >= whole.us:
             return []
         cut = {node: join.chunks for node, join in self.joins.items()}
-        plain = pipeline_us(regions[0], 1, whole, (), cut, self.profile)
+        plain = pipeline_us(regions[0], 1, whole, (), cut, self.profile, self.us_of)
         found: list[tuple[float, Region]] = []
         for region in regions:
             part = exchange_of(self._best(part_of(each.site, region), each), self.profile)
-            us = pipeline_us(region, region.chunks, part, joined_of(region)[0], cut, self.profile)
+            joined = joined_of(region)[0]
+            us = pipeline_us(region, region.chunks, part, joined, cut, self.profile, self.us_of)
             if plain - us > self.profile.margin * plain:
                 found.append((us, region))
         where = f"from the matmul before to those after on {self.profile.name}"

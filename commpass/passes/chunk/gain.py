@@ -14,7 +14,7 @@ from torch import fx
 
 from commpass.costmodel import HOST, Profile, Task, finished_us
 from commpass.passes.chunk.region import Region
-from commpass.passes.fx import costs, meta
+from commpass.passes.fx import meta
 from commpass.passes.fx.ops import is_heavy, is_matmul
 from commpass.plan import SINGLE_KERNEL, Candidate, Site
 
@@ -46,15 +46,17 @@ def pipeline_us(
     joined: Sequence[fx.Node],
     cut: Mapping[fx.Node, Sequence[fx.Node]],
     profile: Profile,
+    us_of: Callable[[fx.Node], float],
 ) -> float:
     """Return the microseconds until the matmuls after a collective are done.
 
     ``exchange`` is the exchange of one of ``chunks`` chunks. ``joined`` are the nodes whose chunks
-    are joined afterwards. ``cut`` maps the join of an already cut matmul to its chunks.
+    are joined afterwards. ``cut`` maps the join of an already cut matmul to its chunks. ``us_of``
+    gives the time of a node.
     """
     before = [node for each in region.product.nodes for node in cut.get(each, (each,))]
-    made = _part_us(before, chunks, profile)
-    used = _part_us(region.consumers, chunks, profile)
+    made = _part_us(before, chunks, profile, us_of)
+    used = _part_us(region.consumers, chunks, profile, us_of)
     copied = 0.0
     if chunks > 1:
         nbytes = meta.total_nbytes([node.meta["val"] for node in (*joined, *_sliced(region))])
@@ -105,13 +107,13 @@ class OverlappingCompute:
     Reachability is stored as bit sets, with one bit per matmul.
     """
 
-    def __init__(self, graph: fx.Graph, profile: Profile):
+    def __init__(self, graph: fx.Graph, us_of: Callable[[fx.Node], float]):
         nodes = list(graph.nodes)
         heavy = filter(is_heavy, nodes)
         self.bits = {node: 1 << number for number, node in enumerate(heavy)}
         self.by_us: dict[float, int] = defaultdict(int)  # matmuls by their time
         for node, bit in self.bits.items():
-            self.by_us[costs.compute(node, profile).us] |= bit
+            self.by_us[us_of(node)] |= bit
         self.before = self._reached(nodes, lambda node: node.all_input_nodes)
         self.after = self._reached(reversed(nodes), lambda node: node.users)
 
@@ -131,12 +133,14 @@ class OverlappingCompute:
         return sum(us * (bits & ~related).bit_count() for us, bits in self.by_us.items())
 
 
-def _part_us(nodes: Iterable[fx.Node], chunks: int, profile: Profile) -> float:
+def _part_us(
+    nodes: Iterable[fx.Node], chunks: int, profile: Profile, us_of: Callable[[fx.Node], float]
+) -> float:
     """Return the time of one chunk: its share, and a launch for each matmul."""
     us = 0.0
     for node in nodes:
         launch = profile.kernels.launch_us if is_matmul(node) else 0.0
-        us += (costs.compute(node, profile).us - launch) * _share(node, chunks) + launch
+        us += (us_of(node) - launch) * _share(node, chunks) + launch
     return us
 
 

@@ -8,7 +8,6 @@ the fake values.
 
 from __future__ import annotations
 
-import functools
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from commpass.passes.fx.fakes import storage
 from commpass.passes.fx.ops import arguments, aten
 from commpass.passes.fx.parse import is_wait, parse
 from commpass.plan.kinds import KINDS
+from commpass.utils.by_identity import cached_by_identity
 
 BY_ADDRESS = (aten.as_strided.default,)
 """Operators that read memory by address, regardless of the tensor."""
@@ -32,7 +32,7 @@ def is_alias(node: fx.Node) -> bool:
     return _gives_alias(node.target)
 
 
-@functools.lru_cache(maxsize=4096)
+@cached_by_identity
 def _gives_alias(target: Any) -> bool:
     schema = getattr(target, "_schema", None)
     return schema is not None and any(
@@ -45,8 +45,9 @@ def is_view(node: fx.Node) -> bool:
     own = node.meta.get("val")
     if not isinstance(own, Tensor):
         return False
+    memory = storage(own)
     sources = (source.meta.get("val") for source in node.all_input_nodes)
-    return any(storage(own) == storage(s) for s in sources if isinstance(s, Tensor))
+    return any(storage(s) == memory for s in sources if isinstance(s, Tensor))
 
 
 def written_arguments(node: fx.Node) -> list[fx.Node]:
@@ -118,7 +119,7 @@ def _may_share(node: fx.Node) -> bool:
     return received or _has_alias_info(node.target)
 
 
-@functools.lru_cache(maxsize=4096)
+@cached_by_identity
 def _has_alias_info(target: Any) -> bool:
     schema = getattr(target, "_schema", None)
     return schema is not None and any(each.alias_info is not None for each in schema.returns)

@@ -30,20 +30,20 @@ def orders(graph: fx.Graph, known: Memory) -> dict[fx.Node, list[fx.Node]]:
     effect: fx.Node | None = None
     for node in graph.nodes:
         first = dict.fromkeys(node.all_input_nodes)
-        into = written(node, known)
-        for number in known.touches[node]:
+        into, touched = written(node, known), known.touches[node]
+        for number in touched:
             if number in writer:
                 first[writer[number]] = None
             if number in into:
                 first |= dict.fromkeys(readers[number])
-        for number in known.touches[node]:
+        for number in touched:
             if number in into:
                 writer[number], readers[number] = node, []
             else:
                 readers[number].append(node)
-        exchange = is_wait(node) or parse(node) is not None
-        for number in known.touches[node] if exchange else ():
-            first |= {} if is_wait(node) else dict.fromkeys(in_place[number])
+        waits = is_wait(node)
+        for number in touched if waits or parse(node) is not None else ():
+            first |= {} if waits else dict.fromkeys(in_place[number])
             travels[number].append(node)
         for number in _written_in_place(node, known):
             first |= dict.fromkeys(travels[number])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import fx
 
@@ -52,11 +51,15 @@ class Mark:
     role: str
     chunk: int = 0
 
+    def with_role(self, role: str) -> Mark:
+        return Mark(self.site, self.hop, role, self.chunk)
 
-def inherit(node: fx.Node, source: fx.Node, **changed: Any) -> None:
-    """Give an inserted node the metadata of another, with parts of its mark changed."""
+
+def inherit(node: fx.Node, source: fx.Node, role: str | None = None) -> None:
+    """Give an inserted node the metadata of another, with another ``role`` if one is given."""
     if MARK in source.meta:
-        node.meta[MARK] = replace(source.meta[MARK], **changed)
+        mark = source.meta[MARK]
+        node.meta[MARK] = mark if role is None else mark.with_role(role)
     meta.carry(source, node)
 
 

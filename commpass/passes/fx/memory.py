@@ -48,11 +48,12 @@ def memory(
     for node in graph.nodes:
         if node in excluded:
             continue
-        made = set()
-        inherits = is_wait(node) or _views(node) or (in_place and _sums_in_place(node))
+        made, inputs = set(), node.all_input_nodes
+        waits, aliases = is_wait(node), is_alias(node)
+        inherits = waits or (aliases and _shares_always(node))
+        inherits = inherits or (in_place and _sums_in_place(node))
         if inherits:  # regardless of its fake's storage, which may belong to a replaced node
-            pairs = zip(meta.tensors(node.meta.get("val")), node.all_input_nodes, strict=False)
-            for fake, source in pairs:
+            for fake, source in zip(meta.tensors(node.meta.get("val")), inputs, strict=False):
                 if gives[source]:
                     numbers.setdefault(storage(fake), min(gives[source]))
         if node in parts:
@@ -64,21 +65,21 @@ def memory(
             number = numbers.setdefault(storage(fake), len(numbers))
             nbytes[number] = max(nbytes[number], meta.nbytes(fake))
             made.add(number)
-        given = {number for each in node.all_input_nodes for number in gives[each]}
-        if is_wait(node) or is_alias(node):
+        given = {number for each in inputs for number in gives[each]}
+        if waits or aliases:
             made |= given
         gives[node] = frozenset(made)
         touches[node] = frozenset(made | given)
-        if is_wait(node):
+        if waits:
             started = [each for each in sources(node) if parse(each) is not None]
             touches[node] |= {number for each in started for number in touches[each]}
     return Memory(gives, touches, dict(nbytes))
 
 
-def _views(node: fx.Node) -> bool:
-    """Whether a node's result always shares its input's memory. Some view operators copy if they
+def _shares_always(node: fx.Node) -> bool:
+    """Whether the result of a view operator always shares its input's memory. Some copy if they
     must."""
-    return is_alias(node) and opname(node) not in ("reshape", "contiguous")
+    return opname(node) not in ("reshape", "contiguous")
 
 
 def _parts(node: fx.Node) -> list[fx.Node]:
@@ -137,30 +138,34 @@ class LiveBytes:
 
     def run(self, node: fx.Node) -> None:
         """Run a node."""
-        for number in self.known.touches[node]:
+        touched = self.known.touches[node]
+        for number in touched:
             if number not in self.taken:
                 self.taken.add(number)
                 self.now += self.known.nbytes[number]
         self.most = max(self.most, self.now)
-        for number in self.known.touches[node]:
+        for number in touched:
             self.left[number] -= 1
             if not self.left[number]:
                 self.now -= self.known.nbytes[number]
 
     def peak(self, nodes: Sequence[fx.Node]) -> int:
         """Return the peak bytes while the given nodes run."""
+        nbytes = self.known.nbytes
         taken: set[int] = set()
-        gone: Counter[int] = Counter()
+        gone: dict[int, int] = {}
         held = most = self.now
         for node in nodes:
-            new = self.known.touches[node] - self.taken - taken
-            taken |= new
-            held += sum(self.known.nbytes[number] for number in new)
+            touched = self.known.touches[node]
+            for number in touched:
+                if number not in self.taken and number not in taken:
+                    taken.add(number)
+                    held += nbytes[number]
             most = max(most, held)
-            for number in self.known.touches[node]:
-                gone[number] += 1
+            for number in touched:
+                gone[number] = gone.get(number, 0) + 1
                 if gone[number] == self.left[number]:
-                    held -= self.known.nbytes[number]
+                    held -= nbytes[number]
         return most
 
 

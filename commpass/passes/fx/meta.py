@@ -38,7 +38,9 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
 
 def is_fixed(value: Any) -> bool:
     """Whether a value is a tensor whose sizes and strides are numbers."""
-    return isinstance(value, torch.Tensor) and all(
+    if not isinstance(value, torch.Tensor):
+        return False
+    return not value._has_symbolic_sizes_strides or all(
         isinstance(number, int) for number in (*value.shape, *value.stride())
     )
 

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count, shape_wrapp
 
 from commpass.passes.fx.fakes import fake_of
 from commpass.plan.kinds import KERNEL
+from commpass.utils.by_identity import cached_by_identity
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional
 convert = torch.ops.prims.convert_element_type.default
@@ -48,7 +49,7 @@ def arguments(node: fx.Node, overload: Any = None) -> dict[str, Any]:
     return dict(zip(_names(overload or node.target), node.args, strict=False)) | node.kwargs
 
 
-@functools.lru_cache(maxsize=4096)
+@cached_by_identity
 def _names(overload: Any) -> tuple[str, ...]:
     return tuple(argument.name for argument in overload._schema.arguments)
 
@@ -208,7 +209,7 @@ def triton_calls() -> tuple[Any, ...]:
     return wrap.triton_kernel_wrapper_functional, wrap.triton_kernel_wrapper_mutation
 
 
-@functools.cache
+@cached_by_identity
 def flops_formula(target: Any) -> Callable[..., Any] | None:
     """Return the function that counts the operations of an operator, or None if they are
     negligible."""
@@ -258,7 +259,7 @@ def is_pointwise(target: Any) -> bool:
     )
 
 
-@functools.cache
+@cached_by_identity
 def is_repeatable(target: Any) -> bool:
     """Whether an operator gives the same bits for the same inputs. Uninitialized values differ."""
     if not is_functional(target) or target.namespace not in PLAIN or "empty" in target._opname:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch._ops import OpOverload
 from commpass import groups
 from commpass.passes.fx.ops import arguments
 from commpass.plan.kinds import KIND_OF, KINDS, NAMESPACES, WAITS, without_form
+from commpass.utils.by_identity import cached_by_identity
 
 
 @dataclass(frozen=True)
@@ -70,11 +72,40 @@ class Call:
         )
 
 
+_calls: ContextVar[dict[fx.Node, tuple[Any, Any, Call]] | None] = ContextVar("_calls", default=None)
+"""The calls that were parsed in a context, with the arguments that they were parsed from."""
+
+
+@contextmanager
+def parsing_once() -> Iterator[None]:
+    """Keep the parsed collectives of all graphs in this context.
+
+    An edit of a node gives it other objects as arguments, which are immutable. Its call is
+    then parsed again.
+    """
+    token = _calls.set({})
+    try:
+        yield
+    finally:
+        _calls.reset(token)
+
+
 def parse(node: fx.Node) -> Call | None:
     """Return the collective that a node is, or None."""
     if node.op != "call_function" or (found := _collective(node.target)) is None:
         return None
-    overload, form, base = found
+    if (calls := _calls.get()) is None:
+        return _parse(node, *found)
+    if node in calls:
+        args, kwargs, call = calls[node]
+        if args is node.args and kwargs is node.kwargs:
+            return call
+    call = _parse(node, *found)
+    calls[node] = node.args, node.kwargs, call
+    return call
+
+
+def _parse(node: fx.Node, overload: OpOverload, form: str, base: str) -> Call:
     given = arguments(node, overload)
     tensors = next((given[key] for key in _INPUT_NAMES if key in given), ())
     inputs = tuple(tensors) if isinstance(tensors, (list, tuple)) else (tensors,)
@@ -94,7 +125,7 @@ def parse(node: fx.Node) -> Call | None:
     )
 
 
-@functools.lru_cache(maxsize=4096)
+@cached_by_identity
 def _collective(target: Any) -> tuple[OpOverload, str, str] | None:
     """Return a collective's operator, form, and name without its form; None for other operators."""
     if not isinstance(target, (OpOverload, torch._ops.OpOverloadPacket)):
@@ -160,7 +191,7 @@ def is_wait(node: fx.Node) -> bool:
     return node.op == "call_function" and _waits(node.target)
 
 
-@functools.lru_cache(maxsize=4096)
+@cached_by_identity
 def _waits(target: Any) -> bool:
     if not isinstance(target, (OpOverload, torch._ops.OpOverloadPacket)):
         return False

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
 
-from commpass.costmodel import HOST
+from commpass.costmodel import HOST, Task
 from commpass.passes.fx.memory import LiveBytes
 from commpass.passes.fx.work import Work
 
@@ -135,14 +136,14 @@ class Span:
 @dataclass
 class Clock:
     """The time of a rank and its links, in microseconds. ``exposed`` is the waiting time at each
-    wait, and ``spans`` holds everything that took time."""
+    wait. If ``spans`` is given, it gets everything that takes time."""
 
     work: Work
     now: float = 0.0
     free: dict[object, float] = field(default_factory=dict)
     arrives: dict[fx.Node, float] = field(default_factory=dict)
     exposed: dict[fx.Node, float] = field(default_factory=dict)
-    spans: list[Span] = field(default_factory=list)
+    spans: list[Span] | None = None
 
     def arrival(self, wait: fx.Node) -> float:
         """Return the time when everything that a wait waits for has arrived."""
@@ -153,14 +154,20 @@ class Clock:
         task = self.work.tasks[node]
         if node in self.work.waited:
             self._await(node, self.arrival(node))
-        self._pass(node, task.overhead_us)
-        if task.resource == HOST:
+        if task.overhead_us:
+            self._pass(node, task.overhead_us)
+        if task.resource != HOST:
+            self.arrives[node] = self._send(node, task)
+        elif task.us:
             self._pass(node, task.us)
-            return
+
+    def _send(self, node: fx.Node, task: Task) -> float:
+        """Start the exchange of a node as soon as its link is free, and return when it arrives."""
         begun = max(self.now, self.free.get(task.resource, 0.0))
-        self.spans.append(Span(node, task.resource, begun, task.us, task.latency_us))
+        if self.spans is not None:
+            self.spans.append(Span(node, task.resource, begun, task.us, task.latency_us))
         self.free[task.resource] = begun + task.us
-        self.arrives[node] = begun + task.us + task.latency_us
+        return begun + task.us + task.latency_us
 
     def _await(self, wait: fx.Node, arrival: float) -> None:
         """Wait until ``arrival``."""
@@ -170,14 +177,14 @@ class Clock:
 
     def _pass(self, node: fx.Node, us: float, *, still: bool = False) -> None:
         """Advance the host by the time of a node."""
-        if us > 0:
+        if us > 0 and self.spans is not None:
             self.spans.append(Span(node, HOST, self.now, us, still=still))
         self.now += us
 
 
-def timed(work: Work, order: Iterable[fx.Node]) -> Clock:
-    """Return the clock after all nodes of an order."""
-    clock = Clock(work)
+def timed(work: Work, order: Iterable[fx.Node], spans: list[Span] | None = None) -> Clock:
+    """Return the clock after all nodes of an order. ``spans`` gets what takes time."""
+    clock = Clock(work, spans=spans)
     for node in order:
         clock.run(node)
     return clock
@@ -340,7 +347,7 @@ class _Schedule:
 
     def _exceeds(self, nodes: Sequence[fx.Node]) -> bool:
         """Whether nodes that run next exceed the memory limit."""
-        exceeds = self.held.peak(nodes) > self.bound
+        exceeds = self.bound < math.inf and self.held.peak(nodes) > self.bound
         self.bounded |= exceeds
         return exceeds
 

@@ -10,8 +10,6 @@ from torch import fx
 from commpass.errors import VerifyError
 from commpass.passes.fx import meta
 from commpass.passes.fx.fake_results import FakeResults
-from commpass.passes.fx.fakes import mode_of
-from commpass.utils.ambient import without_ambient_state
 
 
 def splice(
@@ -55,8 +53,7 @@ def insert(
     with graph.inserting_before(before):
         node = graph.call_function(target, args, kwargs)
     meta.carry(source, node)
-    with without_ambient_state(), mode_of(graph):
-        set_value(node, known)
+    set_value(node, known)
     return node
 
 
@@ -65,7 +62,7 @@ def set_value(
     known: FakeResults | None = None,
     value_of: Callable[[fx.Node], Any] = meta.value,
 ) -> None:
-    """Compute the fake value of a call from those of its inputs, under the current fake mode."""
+    """Compute the fake value of a call from those of its inputs, under the graph's fake mode."""
     node.meta["val"] = (FakeResults() if known is None else known).of(node, value_of)
 
 

@@ -62,14 +62,18 @@ def work_of(graph: fx.Graph, known: Memory, profile: Profile) -> Work:
     alone, in_order = _GlooOrder(), _SingleKernelOrder()
     for node in graph.nodes:
         call = parse(node)
-        tasks[node] = costs.exchange(call, prices_of) if call else costs.compute(node, profile)
         if call is not None:
+            tasks[node] = costs.exchange(call, prices_of)
             starts.add(node)
         elif is_wait(node):
             tasks[node] = Task(HOST, 0.0)
             waited[node] = [each for each in sources(node) if parse(each) is not None]
-        elif is_matmul(node):
-            heavy.add(node)
+        else:
+            tasks[node] = costs.compute(node, profile)
+            if is_matmul(node):
+                heavy.add(node)
+            if not is_single_kernel(node):
+                continue
         for other in (*alone.before(node, call), *in_order.before(node, call)):
             before[node] += [] if other in before[node] else [other]
         if (call is not None or node in waited) and (site := site_of(node)):

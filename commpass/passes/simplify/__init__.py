@@ -87,7 +87,7 @@ def simplify(
 
 def _apply(editor: Editor, rules: Sequence[Rule]) -> list[tuple[str, Applied]]:
     """Sweep over a graph until no rule matches."""
-    outputs = output_memory(editor.graph)
+    outputs = output_memory(editor.graph, editor.analyze())
     done = _sweep(editor, [rule for rule in rules if rule.phase is Phase.EARLY])
     for _ in range(SWEEPS - 1):
         now = _sweep(editor, [rule for rule in rules if rule.phase in SIMPLE])

@@ -20,7 +20,7 @@ from commpass.codecs import codec
 from commpass.costmodel import Profile
 from commpass.groups import mesh_unions
 from commpass.passes.fx import costs, meta
-from commpass.passes.fx.aliasing import roots
+from commpass.passes.fx.aliasing import Roots, roots
 from commpass.passes.fx.erase import erase
 from commpass.passes.fx.fakes import fake_of
 from commpass.passes.fx.lengths import Lengths
@@ -65,9 +65,10 @@ class Editor:
     equal: dict[fx.Node, fx.Node] = field(default_factory=dict)
     sweeps: int = 0
     analyzed: list[Any] = field(default_factory=list)
+    memory: Roots = field(default_factory=lambda: Roots({}, {}))
     changing: set[fx.Node] = field(default_factory=set)
     whole_sums: set[fx.Node] = field(default_factory=set)
-    calls: dict[fx.Node, tuple[Any, Any, Call | None]] = field(default_factory=dict)
+    calls: dict[fx.Node, Call] = field(default_factory=dict)
     group_of: dict[str, str] = field(default_factory=dict)
     number_of: dict[str, int] = field(default_factory=dict)
     unions: dict[tuple[str, str], Any] = field(default_factory=dict)
@@ -93,11 +94,15 @@ class Editor:
         """
         self.whole_sums = set()
         self.sweeps += 1
+        self.analyze()
+
+    def analyze(self) -> Roots:
+        """Analyze the whole graph, unless it is as it was. Return what memory its nodes share."""
         parts = [part for n in self.graph.nodes for part in (n, n.target, n.args, n.kwargs)]
         if len(parts) == len(self.analyzed) and all(map(is_, parts, self.analyzed)):
-            return  # nothing has changed since the last sweep
+            return self.memory
         self.analyzed = parts
-        found = roots(self.graph)
+        self.memory = found = roots(self.graph)
         fixed = found.fixed()
         self.changing = {node for node, root in found.of.items() if root in fixed}
         self.equal = {}
@@ -106,6 +111,7 @@ class Editor:
             if number in last:
                 self.equal[node] = last[number]
             last[number] = node
+        return found
 
     @property
     def graph(self) -> fx.Graph:
@@ -132,14 +138,11 @@ class Editor:
     # --- queries ---
 
     def call(self, start: fx.Node) -> Call | None:
-        """Return the collective that a node is, or None. Parses a node again only if its arguments
-        changed."""
-        args, kwargs, call = self.calls.get(start, (None, None, None))
-        if args is not start.args or kwargs is not start.kwargs:
-            call = parse(start)
-            self.calls[start] = (start.args, start.kwargs, call)
-            if call is not None:
-                self.group_of[start.name] = describe_group(call)[0]
+        """Return the collective that a node is, or None."""
+        call = parse(start)
+        if call is not None and self.calls.get(start) is not call:
+            self.calls[start] = call
+            self.group_of[start.name] = describe_group(call)[0]
         return call
 
     def exchange(self, node: Any, kinds: Sequence[str]) -> Exchange | None:

@@ -5,15 +5,14 @@ from __future__ import annotations
 
 from torch import fx
 
-from commpass.passes.fx.aliasing import roots
+from commpass.passes.fx.aliasing import Roots, roots
 from commpass.passes.fx.ops import aten
 from commpass.passes.simplify.editor import Editor
 
 
-def output_memory(graph: fx.Graph) -> list[fx.Node]:
-    """Return the node in whose memory each output lies."""
-    of = roots(graph).of
-    return [of[node] for node in _outputs(graph)]
+def output_memory(graph: fx.Graph, memory: Roots) -> list[fx.Node]:
+    """Return the node in whose memory each output lies. ``memory`` is that of the graph."""
+    return [memory.of[node] for node in _outputs(graph)]
 
 
 def separate_outputs(editor: Editor, before: list[fx.Node]) -> None:
@@ -22,9 +21,8 @@ def separate_outputs(editor: Editor, before: list[fx.Node]) -> None:
     taken: dict[fx.Node, fx.Node] = {}
     copies: list[fx.Node] = []
     last = editor.graph.output_node()
-    for node, root, old in zip(
-        _outputs(editor.graph), output_memory(editor.graph), before, strict=True
-    ):
+    now = output_memory(editor.graph, roots(editor.graph))
+    for node, root, old in zip(_outputs(editor.graph), now, before, strict=True):
         shared = taken.setdefault(root, old) is not old or (
             root.op == "placeholder" and root is not old
         )
