@@ -32,7 +32,7 @@ ALL = tuple(FORMS)
 
 def exchange_of(name: str, *given: Any, **more: Any) -> Any:
     """Return the exchange whose kernel has a name, from the other fields of ``Exchange``."""
-    from commpass.lowering.gpu.exchange_kernel import Exchange
+    from commpass.lowering.gpu.exchange_sizes import Exchange
 
     kind, algorithm = FORMS[name]
     return Exchange(algorithm, *given, kind=kind, **more)

@@ -30,7 +30,7 @@ from commpass.lowering.gpu import (
     supported,
 )
 from commpass.lowering.gpu.call import Call, calls_of, signature
-from commpass.lowering.gpu.exchange_kernel import Exchange
+from commpass.lowering.gpu.exchange_sizes import Exchange
 from commpass.lowering.gpu.matmul_launch import call as matmul_call
 from commpass.lowering.gpu.matmul_sizes import Matmul, Problem, configuration
 from commpass.lowering.gpu.source import Source, load

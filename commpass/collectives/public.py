@@ -9,27 +9,35 @@ reduce_scatter and vice versa (also ``_v``), for all_to_all all_to_all with the 
 from __future__ import annotations
 
 import hashlib
-import operator
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from commpass.codecs import FLOATS, Codec, DifferenceCodec, SparseCodec, accumulation_dtype
+from commpass.codecs import Codec, accumulation_dtype
 from commpass.codecs import codec as codec_named
 from commpass.collectives.algorithm import Algorithm
+from commpass.collectives.arguments import (
+    check_input,
+    check_splits,
+    checked_algorithm,
+    group_name,
+    selects_values,
+    size_and_rank,
+    spec_of,
+    splits_of,
+    whole_lengths,
+)
 from commpass.collectives.data_sized import sizes_of_data
 from commpass.collectives.handle import Handle
 from commpass.collectives.request import Request
 from commpass.collectives.steps import run
-from commpass.collectives.table import REDUCE_OPS, algorithm, find_algorithm
-from commpass.errors import PolicyError, nearest
-from commpass.groups import group_named, need_group, sends_messages
+from commpass.collectives.table import algorithm, find_algorithm
+from commpass.errors import PolicyError
+from commpass.groups import sends_messages
 from commpass.plan.kinds import KINDS
 from commpass.utils.ambient import ambient_free, without_ambient_state
 from commpass.utils.version import own_version
@@ -67,8 +75,8 @@ def all_reduce(
 
     Raises PolicyError for invalid arguments.
     """
-    spec = _spec(codec)
-    if residual is not None or _selects(spec):
+    spec = spec_of(codec)
+    if residual is not None or selects_values(spec):
         return _sparse(x, op, group, spec, algorithm or "sparse", async_op, residual)
     return _collective("all_reduce", x, op, group, spec, algorithm or "two_shot", async_op)
 
@@ -96,7 +104,9 @@ def all_gather(
 
     Raises PolicyError for invalid arguments.
     """
-    return _collective("all_gather", x, "sum", group, _spec(codec), algorithm or "direct", async_op)
+    return _collective(
+        "all_gather", x, "sum", group, spec_of(codec), algorithm or "direct", async_op
+    )
 
 
 def reduce_scatter(
@@ -124,7 +134,7 @@ def reduce_scatter(
     Raises PolicyError for invalid arguments.
     """
     return _collective(
-        "reduce_scatter", x, op, group, _spec(codec), algorithm or "direct", async_op
+        "reduce_scatter", x, op, group, spec_of(codec), algorithm or "direct", async_op
     )
 
 
@@ -156,7 +166,7 @@ def all_to_all(
     """
     splits = (output_split_sizes, input_split_sizes)
     return _collective(
-        "all_to_all", x, "sum", group, _spec(codec), algorithm or "direct", async_op, splits
+        "all_to_all", x, "sum", group, spec_of(codec), algorithm or "direct", async_op, splits
     )
 
 
@@ -185,8 +195,8 @@ def all_gather_v(
 
     Raises PolicyError for invalid arguments.
     """
-    name, parts = algorithm or "direct", _lengths("all_gather_v", "splits", splits)
-    return _collective("all_gather_v", x, "sum", group, _spec(codec), name, async_op, parts=parts)
+    name, parts = algorithm or "direct", whole_lengths("all_gather_v", "splits", splits)
+    return _collective("all_gather_v", x, "sum", group, spec_of(codec), name, async_op, parts=parts)
 
 
 def reduce_scatter_v(
@@ -216,8 +226,10 @@ def reduce_scatter_v(
 
     Raises PolicyError for invalid arguments.
     """
-    name, parts = algorithm or "direct", _lengths("reduce_scatter_v", "splits", splits)
-    return _collective("reduce_scatter_v", x, op, group, _spec(codec), name, async_op, parts=parts)
+    name, parts = algorithm or "direct", whole_lengths("reduce_scatter_v", "splits", splits)
+    return _collective(
+        "reduce_scatter_v", x, op, group, spec_of(codec), name, async_op, parts=parts
+    )
 
 
 def _collective(
@@ -231,16 +243,18 @@ def _collective(
     splits: tuple[Sequence[int] | None, Sequence[int] | None] = (None, None),
     parts: list[int] | None = None,
 ) -> Any:
-    where = _name(kind, group)
-    ranks, rank = _place(where)
+    where = group_name(kind, group)
+    ranks, rank = size_and_rank(where)
     named = zip(("output_split_sizes", "input_split_sizes"), splits, strict=True)
-    received, sent = (None if some is None else _lengths(kind, what, some) for what, some in named)
-    _check(kind, x, op, ranks, sent is None and received is None and parts is None)
+    received, sent = (
+        None if some is None else whole_lengths(kind, what, some) for what, some in named
+    )
+    check_input(kind, x, op, ranks, sent is None and received is None and parts is None)
     if parts is None:
-        _check_splits(x, sent, received, ranks)
+        check_splits(x, sent, received, ranks)
     else:
-        sent, received = _splits_of(kind, x, parts, ranks, rank)
-    spec = _checked(kind, codec, name, ranks)
+        sent, received = splits_of(kind, x, parts, ranks, rank)
+    spec = checked_algorithm(kind, codec, name, ranks)
     if not async_op:
         return torch.ops.commpass.collective(
             x, kind, op, where, ranks, rank, sent, received, codec, spec, SOURCES
@@ -261,9 +275,9 @@ def _collective(
 def _sparse(
     x: Tensor, op: str, group: Any, codec: str, name: str, async_op: bool, residual: Tensor | None
 ) -> Tensor:
-    where = _name("all_reduce", group)
-    ranks, rank = _place(where)
-    _check("all_reduce", x, op, ranks)
+    where = group_name("all_reduce", group)
+    ranks, rank = size_and_rank(where)
+    check_input("all_reduce", x, op, ranks)
     if residual is None:
         wide = accumulation_dtype(x.dtype)
         zeros = f"torch.zeros(x.shape, dtype={wide}, device=x.device)"
@@ -282,155 +296,13 @@ def _sparse(
         )
     if x.requires_grad and torch.is_grad_enabled():
         raise PolicyError(f"codec {codec!r} is for gradients and has none itself: give x.detach()")
-    spec = _checked("all_reduce", codec, name, ranks)
+    spec = checked_algorithm("all_reduce", codec, name, ranks)
     result, left = torch.ops.commpass.sparse_all_reduce(
         x, residual, op, where, ranks, rank, codec, spec, SOURCES
     )
     with without_ambient_state():
         residual.copy_(left)
     return result
-
-
-def _name(kind: str, group: Any) -> str:
-    _check_ready(kind)
-    if isinstance(group, str):
-        return group
-    resolve: Any = functional._resolve_group_name
-    try:
-        return resolve(dist.group.WORLD if group is None else group)
-    except (ValueError, IndexError, AssertionError) as error:
-        raise PolicyError(_no_group(group, error)) from error
-
-
-def _no_group(group: Any, error: Exception) -> str:
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
-        return (
-            "group: this rank is not in it (torch.distributed.new_group gives such ranks none); "
-            "make this call on the ranks of the group alone"
-        )
-    return (
-        f"group={group!r} is no process group: give a group, a mesh of one dimension or "
-        f"(mesh, number of the dimension); torch says: {error}"
-    )
-
-
-# Dynamo treats the results of these as constants: a group, a codec and an algorithm never change.
-@torch.compiler.assume_constant_result
-def _check_ready(kind: str) -> None:
-    need_group(f"commpass.{kind}")
-
-
-@torch.compiler.assume_constant_result
-def _place(name: str) -> tuple[int, int]:
-    group = group_named(name)
-    if group is None:
-        raise PolicyError(
-            f"group={name!r}: no process group has this name, which is torch's own and not that "
-            f"of a mesh's dimension; give the group itself, e.g. mesh.get_group({name!r})"
-        )
-    return group.size(), group.rank()
-
-
-@torch.compiler.assume_constant_result
-def _spec(codec: str | Codec) -> str:
-    return codec_named(codec).spec
-
-
-@torch.compiler.assume_constant_result
-def _selects(spec: str) -> bool:
-    return isinstance(codec_named(spec), SparseCodec)
-
-
-@torch.compiler.assume_constant_result
-def _checked(kind: str, codec: str, name: str, ranks: int) -> str:
-    """Return the algorithm's full name. Raises PolicyError if it cannot run this kind of collective
-    with this codec on ``ranks`` ranks."""
-    chosen = _named(kind, name)
-    if isinstance(codec_named(codec), DifferenceCodec):
-        raise PolicyError(
-            f"{kind}: codec {codec!r} needs what the receivers hold, which graphs and the"
-            " integrations of commpass.parallel keep for parameters; give a codec without"
-            " state, or encode and decode with commpass.codec(...).against(reference)"
-        )
-    if reason := chosen.unsupported_reason(codec_named(codec), ranks):
-        raise PolicyError(f"{kind} by {chosen.spec}: {reason}")
-    return chosen.spec
-
-
-def _check(kind: str, x: Tensor, op: str, ranks: int, even: bool = True) -> None:
-    if op not in REDUCE_OPS:
-        raise PolicyError(f"{kind}: op {op!r} cannot be compressed{nearest(op, REDUCE_OPS)}")
-    if x.dtype not in FLOATS:
-        raise PolicyError(
-            f"{kind}: {x.dtype} cannot be compressed; cast to float32, bfloat16 or float16 first"
-        )
-    facts = KINDS[kind]
-    if (facts.scatters or facts.gathers) and x.dim() == 0:
-        raise PolicyError(f"{kind}: a scalar has no first dimension; use x.reshape(1)")
-    if facts.scatters and even and x.shape[0] % ranks:
-        must = f"must be a multiple of {ranks} ranks"
-        if facts.splits:
-            must = f"is no multiple of {ranks} ranks: give input_split_sizes and output_split_sizes"
-        raise PolicyError(f"{kind}: the first dimension, {x.shape[0]}, {must}")
-
-
-def _lengths(kind: str, argument: str, sizes: Any) -> list[int]:
-    """Return lengths of parts as ints; symbolic ones stay. Raises PolicyError for other values.
-
-    Whole numbers of NumPy and of int tensors become ints, so that their values are checked too.
-    """
-    if sizes is not None and torch.compiler.is_compiling():  # Dynamo tells which are symbolic
-        return list(sizes)
-    try:
-        lengths: list[Any] = [
-            s if isinstance(s, (int, torch.SymInt)) else operator.index(s) for s in sizes
-        ]
-    except TypeError as error:
-        must = "must be a sequence of whole numbers, one for each rank"
-        raise PolicyError(f"{kind}: {argument}={sizes!r} {must}") from error
-    return lengths
-
-
-def _check_splits(
-    x: Tensor, sent: list[int] | None, received: list[int] | None, ranks: int
-) -> None:
-    if sent is None and received is None:
-        return
-    if sent is None or received is None:
-        raise PolicyError(
-            "all_to_all: give both input_split_sizes and output_split_sizes, or neither for even"
-            " parts"
-        )
-    for what, sizes in (("input_split_sizes", sent), ("output_split_sizes", received)):
-        if len(sizes) != ranks:
-            raise PolicyError(f"all_to_all: {what} has {len(sizes)} numbers for {ranks} ranks")
-        if all(isinstance(size, int) for size in sizes) and min(sizes) < 0:
-            raise PolicyError(f"all_to_all: {what} {sizes} has a negative number")
-    if all(isinstance(size, int) for size in (*sent, x.shape[0])) and sum(sent) != x.shape[0]:
-        raise PolicyError(
-            f"all_to_all: input_split_sizes {sent} add up to {sum(sent)}, but the first dimension"
-            f" of x is {x.shape[0]}"
-        )
-
-
-def _splits_of(
-    kind: str, x: Tensor, parts: list[int], ranks: int, rank: int
-) -> tuple[list[int], list[int]]:
-    """Return the lengths that a rank sends and receives if ``parts`` are those of all ranks."""
-    if len(parts) != ranks:
-        raise PolicyError(f"{kind}: splits has {len(parts)} numbers for {ranks} ranks")
-    fixed = all(isinstance(size, int) for size in (*parts, x.shape[0]))
-    if fixed and min(parts) < 0:
-        raise PolicyError(f"{kind}: splits {parts} has a negative number")
-    scatters = KINDS[kind].scatters
-    length = sum(parts) if scatters else parts[rank]
-    if fixed and length != x.shape[0]:
-        what = f"add up to {length}" if scatters else f"has {length} for rank {rank}"
-        raise PolicyError(
-            f"{kind}: splits {parts} {what}, but the first dimension of x is {x.shape[0]}"
-        )
-    own = [parts[rank]] * ranks
-    return (parts, own) if scatters else (own, parts)
 
 
 def _request(

@@ -20,7 +20,7 @@ from commpass.errors import CommpassError
 from commpass.utils.ambient import ambient_free
 
 if TYPE_CHECKING:
-    from commpass.lowering.gpu.exchange_kernel import Exchange
+    from commpass.lowering.gpu.exchange_sizes import Exchange
 
 _library = torch.library.Library("commpass", "FRAGMENT")
 _library.define(
@@ -105,16 +105,16 @@ def exchange_of(
     lanes: int,
 ) -> Exchange:
     """Return an exchange without its number of programs."""
-    from commpass.lowering.gpu.exchange_kernel import Exchange
+    from commpass.lowering.gpu.exchange_sizes import Exchange
 
     return Exchange(algorithm, codec_of(codec), dtype, numel, ranks, op, lanes=lanes, kind=kind)
 
 
 def unsupported_reason(exchange: Exchange, memory: PeerMemory) -> str:
     """Return why a single kernel cannot carry out an exchange in symmetric memory, or ""."""
-    from commpass.lowering.gpu import exchange_kernel
+    from commpass.lowering.gpu import exchange_sizes
 
-    if why := exchange_kernel.unsupported_reason(exchange, card=memory.capability):
+    if why := exchange_sizes.unsupported_reason(exchange, card=memory.capability):
         return why
     if exchange.rows > memory.programs:
         return f"{exchange.rows} shards need more programs than the {memory.programs} that fit"
@@ -124,7 +124,7 @@ def unsupported_reason(exchange: Exchange, memory: PeerMemory) -> str:
 def programs_of(exchange: Exchange, memory: PeerMemory) -> int:
     """Return the programs for each wire of an exchange. It is equal for all sizes that share
     memory."""
-    from commpass.lowering.gpu.exchange_kernel import capacity
+    from commpass.lowering.gpu.exchange_sizes import capacity
 
     return max(min(capacity(exchange).tiles, memory.programs // exchange.rows), 1)
 

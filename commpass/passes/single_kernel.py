@@ -31,7 +31,7 @@ from commpass.plan import SINGLE_KERNEL, Candidate, Site
 from commpass.policy.rules import Allowed
 
 if TYPE_CHECKING:
-    from commpass.lowering.gpu.exchange_kernel import Exchange
+    from commpass.lowering.gpu.exchange_sizes import Exchange
 
 ALGORITHMS = {
     "all_reduce": ("one_shot", "two_shot"),

@@ -134,7 +134,7 @@ def agree(found: torch.Tensor, want: torch.Tensor) -> bool:
 
 
 def check(ranks: Ranks, folder: Path, text, name, numel, dtype, op="sum", calls=3, after=0) -> None:
-    from commpass.lowering.gpu.exchange_kernel import memory_of
+    from commpass.lowering.gpu.exchange_sizes import memory_of
 
     if name == "reduce_scatter":
         numel = numel // ranks.size * ranks.size
@@ -273,6 +273,34 @@ def refused() -> str:
 def test_all_ranks_say_what_stands_in_the_way(ranks2):
     for said in ranks2.run(refused):
         assert said == "no kernel: rank 0: tensors on cpu: ranks access the memory of GPUs"
+
+
+def refused_for_its_shape(folder: Path) -> str:
+    """Divide a tensor, and then another of as many values, which rank 1 cannot divide."""
+    from unittest import mock
+
+    from commpass.errors import CommpassError
+    from commpass.lowering.gpu import exchange
+
+    card = exchange.Card(f"GPU of rank {dist.get_rank()}", 8, 32)
+
+    def create(wanted, group, device):
+        return mapped(folder, wanted), ""
+
+    with (
+        mock.patch.object(exchange, "_card", return_value=(card, "")),
+        mock.patch.object(exchange, "_create", create),
+    ):
+        assert exchange.reduce_scatter(torch.ones(4, 150)).shape == (2, 150)
+        with pytest.raises(CommpassError) as told:
+            exchange.reduce_scatter(torch.ones((2, 300) if dist.get_rank() == 0 else (3, 200)))
+    return str(told.value)
+
+
+@pytest.mark.slow
+def test_shape_that_one_rank_cannot_divide_is_an_error_on_all(ranks2, tmp_path):
+    for said in ranks2.run(refused_for_its_shape, tmp_path):
+        assert "rank 1: reduce_scatter of 3 entries: they are no multiple of 2 ranks" in said
 
 
 # --- in graphs ------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from commpass.lowering.exchange import PeerCard
 
 pytest.importorskip("triton", reason="kernels are written in Triton: pip install commpass[kernels]")
 
-from commpass.lowering.gpu.exchange_kernel import Exchange
+from commpass.lowering.gpu.exchange_sizes import Exchange
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

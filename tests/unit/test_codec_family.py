@@ -23,7 +23,7 @@ from test_codecs import bits, build, codecs, decoded, gaussian, one_thread, roun
 from tiers import examples
 
 from commpass.codecs import FLOATS, codec
-from commpass.codecs.block import grids, noise, packing, scales, transforms
+from commpass.codecs.block import grids, noise, packing, storage, transforms
 
 __all__ = ["one_thread"]  # a fixture that works by its presence
 
@@ -413,22 +413,22 @@ def test_stored_scales_are_the_least_not_below_and_the_nearest(stored):
     numbers = numbers.astype(np.float32)
     x = torch.from_numpy(numbers)
     for made, wanted in (
-        (scales.round_up, reference.stored_up),
-        (scales.round_nearest, reference.stored_nearest),
+        (storage.round_up, reference.stored_up),
+        (storage.round_nearest, reference.stored_nearest),
     ):
         found = made(x, stored)
         assert (
             wide(found).tolist()
             == wanted(numbers.astype(np.float64), stored, reference.SINGLE).tolist()
         )
-        raw = scales.store(found, stored)
-        assert raw.numel() == len(numbers) * scales.STORED[stored]
-        assert bits(scales.load(raw, stored, torch.float32)) == bits(found)
+        raw = storage.store(found, stored)
+        assert raw.numel() == len(numbers) * storage.STORED[stored]
+        assert bits(storage.load(raw, stored, torch.float32)) == bits(found)
         assert bits(made(found, stored)) == bits(found)
     largest = {"bf16": torch.finfo(torch.bfloat16).max, "pow2": 2.0**127}[stored]
-    up = wide(scales.round_up(x, stored))
+    up = wide(storage.round_up(x, stored))
     assert (up[numbers <= largest] >= numbers[numbers <= largest]).all()
-    assert (up / numbers <= scales.growth(stored)).all()
+    assert (up / numbers <= storage.growth(stored)).all()
 
 
 @pytest.mark.parametrize("stored", ["fp32", "bf16", "pow2"])
@@ -437,20 +437,21 @@ def test_stored_scales_keep_what_is_not_finite(stored):
         [0x7FC00000, 0x7FFFFFFF, -0x400000, -1, 0x7F800001, 0x7F800000, -0x800000],
         dtype=torch.int32,
     )
-    for made in (scales.round_up, scales.round_nearest):
+    for made in (storage.round_up, storage.round_nearest):
         found = made(raw.view(torch.float32), stored)
-        assert not scales.load(scales.store(found, stored), stored, torch.float32).isfinite().any()
+        raw_found = storage.store(found, stored)
+        assert not storage.load(raw_found, stored, torch.float32).isfinite().any()
 
 
 @pytest.mark.parametrize("stored", ["fp32", "bf16", "pow2"])
 def test_float64_scales_travel_whole(stored):
     x = torch.tensor([1e-300, math.pi, 1e300], dtype=torch.float64)
     assert (
-        scales.round_up(x, stored).tolist()
-        == scales.round_nearest(x, stored).tolist()
+        storage.round_up(x, stored).tolist()
+        == storage.round_nearest(x, stored).tolist()
         == x.tolist()
     )
-    assert scales.load(scales.store(x, stored), stored, torch.float64).tolist() == x.tolist()
+    assert storage.load(storage.store(x, stored), stored, torch.float64).tolist() == x.tolist()
 
 
 @settings(max_examples=examples(50, 150), deadline=None)

@@ -23,11 +23,11 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from commpass.lowering.gpu.exchange import Workspace, numbers, run  # noqa: E402
-from commpass.lowering.gpu.exchange_kernel import (  # noqa: E402
+from commpass.lowering.gpu.exchange_kernel import kernel  # noqa: E402
+from commpass.lowering.gpu.exchange_sizes import (  # noqa: E402
     RESIDENT,
     Exchange,
     capacity,
-    kernel,
     memory_of,
     unsupported_reason,
 )

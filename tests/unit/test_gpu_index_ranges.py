@@ -23,7 +23,7 @@ pytest.importorskip("triton", reason="kernels are written in Triton: pip install
 
 import kernel_launches as launches
 
-from commpass.lowering.gpu import exchange_kernel, sparse
+from commpass.lowering.gpu import exchange_sizes, sparse
 from commpass.lowering.gpu.matmul_sizes import Problem
 from commpass.lowering.gpu.row_peaks import row_peaks
 
@@ -137,10 +137,10 @@ def test_exchange_counts_in_enough_bits(spec, ranks, name):
     smallest = exchange_of(name, codec(spec), BF16, 1, ranks, programs=64)
 
     def is_possible(numel: int) -> bool:
-        return not exchange_kernel.unsupported_reason(replace(smallest, numel=numel))
+        return not exchange_sizes.unsupported_reason(replace(smallest, numel=numel))
 
     largest = replace(smallest, numel=launches.largest(is_possible))
-    assert max(exchange_kernel.memory_of(largest).total, largest.values) > 2**31 - 2**23
+    assert max(exchange_sizes.memory_of(largest).total, largest.values) > 2**31 - 2**23
     check([launches.of_exchange(largest)])
 
 

@@ -22,8 +22,8 @@ from test_codecs import CORE
 from tiers import examples, rarely, sampled
 
 from commpass.codecs import codec
-from commpass.codecs.block import grids, layouts, noise, scales, transforms
-from commpass.codecs.block.scales import STORED
+from commpass.codecs.block import grids, layouts, noise, scales, storage, transforms
+from commpass.codecs.block.storage import STORED
 from commpass.lowering.chain import (
     Add,
     Cast,
@@ -422,7 +422,7 @@ def test_sums_are_fused_with_products_that_float32_holds(text, exact):
         levels = grids.decode(coder.grid, codes, torch.float32).double()
         levels = levels[levels.isfinite()]
         some = torch.rand(500, generator=torch.Generator().manual_seed(0)) + 0.5
-        stored = scales.round_up(some, coder.scale.stored).double()
+        stored = storage.round_up(some, coder.scale.stored).double()
         products = levels[:, None] * stored[None, :]
         assert torch.equal(products.float().double(), products)
 

@@ -21,7 +21,7 @@ from tiers import examples
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from commpass.codecs import codec
-from commpass.codecs.block import operands, packing, scales
+from commpass.codecs.block import operands, packing, storage
 from commpass.codecs.rows import aligned
 from commpass.errors import PolicyError
 
@@ -235,18 +235,18 @@ def test_stored_e4m3_is_rounded_to_nearest_even_and_keeps_nan():
     ties = (levels[1:] + levels[:-1]) / 2
     even = np.where(np.arange(len(ties)) % 2 == 0, levels[:-1], levels[1:])
     x = torch.tensor(np.concatenate([levels, ties]), dtype=torch.float32)
-    found = scales.round_nearest(x, "e4m3")
+    found = storage.round_nearest(x, "e4m3")
     assert found.tolist() == np.concatenate([levels, even]).tolist()
-    raw = scales.store(found, "e4m3")
+    raw = storage.store(found, "e4m3")
     assert raw.view(torch.float8_e4m3fn).float().tolist() == found.tolist()
-    assert bits(scales.load(raw, "e4m3", torch.float32)) == bits(found)
+    assert bits(storage.load(raw, "e4m3", torch.float32)) == bits(found)
     every = torch.arange(127, dtype=torch.uint8)
     want = every.view(torch.float8_e4m3fn).float()
-    assert scales.load(every, "e4m3", torch.float32).tolist() == want.tolist()
+    assert storage.load(every, "e4m3", torch.float32).tolist() == want.tolist()
     for nan in (math.nan, -math.nan):
-        made_ = scales.round_nearest(torch.tensor([nan]), "e4m3")
-        assert scales.store(made_, "e4m3").tolist() == [0x7F]
-        assert scales.load(scales.store(made_, "e4m3"), "e4m3", torch.float32).isnan().all()
+        made_ = storage.round_nearest(torch.tensor([nan]), "e4m3")
+        assert storage.store(made_, "e4m3").tolist() == [0x7F]
+        assert storage.load(storage.store(made_, "e4m3"), "e4m3", torch.float32).isnan().all()
 
 
 # --- graphs ---------------------------------------------------------------------------------------

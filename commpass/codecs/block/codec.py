@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from commpass.codecs.block import grids, scales, transforms
+from commpass.codecs.block import grids, scales, storage, transforms
 from commpass.codecs.block.domain import VALUES, Domain, domain_of
 from commpass.codecs.block.grids import Grid
 from commpass.codecs.block.layouts import Flat, Lanes, Layout
@@ -116,7 +116,7 @@ class BlockCodec(Codec):
         """Bytes of the codes, of each stored number, and of the transform's side data."""
         blocks, work = self.layout.blocks(numel), accumulation_dtype(dtype)
         number = {
-            stored: blocks * scales.itemsize(stored, work)
+            stored: blocks * storage.itemsize(stored, work)
             for stored in dict.fromkeys(self._storage_formats)
         }
         codes = blocks * (self.layout.size(numel) * self.grid.bits // 8)
@@ -124,7 +124,7 @@ class BlockCodec(Codec):
         formats = self._storage_formats
         numbers = [number[stored] for stored in formats[: len(formats) - rows]]
         empty = isinstance(blocks, int) and blocks == 0
-        numbers += [0 if empty else scales.itemsize("fp32", work)] * rows
+        numbers += [0 if empty else storage.itemsize("fp32", work)] * rows
         return [codes, *numbers, *([blocks] if self.transform.side else [])]
 
     def encode_rows(self, rows: Tensor) -> Tensor:
@@ -141,12 +141,12 @@ class BlockCodec(Codec):
         middle = []
         if self.offset:
             stored = self.offset.stored
-            middle.append(scales.materialized(scales.middle_of(self.offset, blocks), stored))
+            middle.append(storage.materialized(scales.middle_of(self.offset, blocks), stored))
             blocks = blocks - middle[0]
         measured = scales.measure(self.scale, blocks, self.grid)
         formats = self._storage_formats[len(middle) :]
         numbers = [
-            scales.materialized(number, stored)
+            storage.materialized(number, stored)
             for number, stored in zip(measured, formats, strict=True)
         ]
         noise = noise_of(self.rounding, blocks, self.salt)
@@ -156,7 +156,7 @@ class BlockCodec(Codec):
         numbers = middle + scales.refit(self.scale, blocks, codes, numbers, self.grid)
         regions = [pack(codes, self.grid.bits).flatten(1)]
         regions += [
-            scales.in_form(number.squeeze(-1), stored)
+            storage.in_form(number.squeeze(-1), stored)
             for number, stored in zip(numbers, self._storage_formats, strict=True)
         ]
         regions += [side.squeeze(-1)] if side is not None else []
@@ -187,7 +187,7 @@ class BlockCodec(Codec):
             start += aligned(length)
         side = regions.pop().unsqueeze(-1) if self.transform.side else None
         numbers = [
-            scales.load(region, stored, work).unsqueeze(-1)
+            storage.load(region, stored, work).unsqueeze(-1)
             for region, stored in zip(regions, self._storage_formats, strict=True)
         ]
         middle, numbers = (numbers[:1], numbers[1:]) if self.offset else ([], numbers)

@@ -18,7 +18,6 @@ from commpass.codecs.block.grids import (
 from commpass.codecs.block.layouts import Flat, Lanes, Layout, Pairs, Tiles
 from commpass.codecs.block.noise import Nearest, Stochastic
 from commpass.codecs.block.scales import (
-    STORED,
     Absmax,
     Dual,
     LeastSquares,
@@ -29,6 +28,7 @@ from commpass.codecs.block.scales import (
     Static,
     TwoLevel,
 )
+from commpass.codecs.block.storage import STORED
 from commpass.codecs.block.transforms import Hadamard, NoTransform
 from commpass.codecs.codec import Codec
 from commpass.codecs.preset import Preset

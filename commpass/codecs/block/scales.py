@@ -1,32 +1,26 @@
-"""Scales: the numbers that blocks are divided by before rounding, and how these numbers are stored.
+"""Scales: the numbers that blocks are divided by before rounding.
 
 A scale is plain data. The functions ``measure``, ``divide``, ``refit``, ``multiply``, ``bound`` and
 ``floor`` dispatch on its type. Every type is registered explicitly, because Dynamo of torch 2.11
-does not trace a lookup through base classes. ``stored`` is the storage format of its numbers:
-``fp32``, ``bf16``, ``pow2`` (an exponent only: e8m0 of OCP MX) or ``e4m3``. ``numbers`` says how
-many are sent for each block, and ``row_numbers`` how many for each row.
+does not trace a lookup through base classes. ``stored`` names the format of its numbers
+(``storage``). ``numbers`` says how many are sent for each block, and ``row_numbers`` how many for
+each row.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from commpass.codecs.block import storage
 from commpass.codecs.block.grids import Grid, decode, largest_power
 from commpass.codecs.dispatch import by_type
-from commpass.codecs.rows import as_bytes
 
-STORED = {"fp32": 4, "bf16": 2, "pow2": 1}
-"""Bytes of a stored number. For float64 data it is 8 bytes, because scales may exceed the range of
-the other formats."""
-ITEMSIZE = STORED | {"e4m3": 1}
-"""As ``STORED``, with e4m3, whose range only suffices for scales in units of another scale."""
-LARGEST_E4M3 = 448.0
 LEAST_E4M3 = 2.0**-6
 """The smallest normal number of e4m3, which is the smallest scale of a block in two levels."""
 LEAST_ROW_SCALE = 2.0**-119
@@ -136,8 +130,8 @@ def measure(scale: Scale, blocks: Tensor, grid: Grid) -> list[Tensor]:
         numbers[-1] = torch.where(peak < grid.largest * tiny, 0.0, numbers[-1])
     if isinstance(scale, TwoLevel):
         number, row = numbers
-        return [round_nearest(propagate_nonfinite(number, peak), scale.stored), row]
-    return [round_up(propagate_nonfinite(number, peak), scale.stored) for number in numbers]
+        return [storage.round_nearest(propagate_nonfinite(number, peak), scale.stored), row]
+    return [storage.round_up(propagate_nonfinite(number, peak), scale.stored) for number in numbers]
 
 
 @by_type
@@ -257,7 +251,7 @@ def _refit_least_squares(
     dot = (blocks / size * decoded).sum(dim=-1, keepdim=True)
     norm = decoded.square().sum(dim=-1, keepdim=True)
     factor = torch.where(norm > 0, dot / norm, 1.0).clamp(0.0, 2.0)
-    return [round_nearest(first * factor, scale.stored)]
+    return [storage.round_nearest(first * factor, scale.stored)]
 
 
 @by_type
@@ -291,7 +285,7 @@ def _multiply_static(scale: Static, values: Tensor, numbers: Sequence[Tensor]) -
 def middle_of(offset: Midrange, blocks: Tensor) -> Tensor:
     """Return the offset of each block, ``[..., 1]``, rounded to its storage format."""
     low, high = blocks.amin(dim=-1, keepdim=True), blocks.amax(dim=-1, keepdim=True)
-    return round_nearest(low / 2 + high / 2, offset.stored)
+    return storage.round_nearest(low / 2 + high / 2, offset.stored)
 
 
 def peak_of(blocks: Tensor) -> Tensor:
@@ -312,13 +306,13 @@ def row_peak(blocks: Tensor) -> Tensor:
 def row_scale(peak: Tensor, grid: Grid) -> Tensor:
     """Return the scale of rows with these peaks, in two levels: the largest number of e4m3 is then
     the scale of the block with the peak."""
-    return (peak / (grid.largest * LARGEST_E4M3)).clamp_min(LEAST_ROW_SCALE)
+    return (peak / (grid.largest * storage.LARGEST_E4M3)).clamp_min(LEAST_ROW_SCALE)
 
 
 def two_level(peak: Tensor, row: Tensor, grid: Grid) -> Tensor:
     """Return the scales of blocks with these peaks in units of the scale of their row, before
     rounding."""
-    return (peak / grid.largest / row).clamp(LEAST_E4M3, LARGEST_E4M3)
+    return (peak / grid.largest / row).clamp(LEAST_E4M3, storage.LARGEST_E4M3)
 
 
 def power_below(number: Tensor) -> Tensor:
@@ -354,7 +348,7 @@ def bound(scale: Scale, grid: Grid, half: float, size: int) -> float:
 
 @bound.register
 def _bound_peak(scale: Absmax | Dual, grid: Grid, half: float, size: int) -> float:
-    return math.sqrt(size) * half / grid.largest * growth(scale.stored) * (1 + 2**-7)
+    return math.sqrt(size) * half / grid.largest * storage.growth(scale.stored) * (1 + 2**-7)
 
 
 @bound.register
@@ -374,7 +368,7 @@ def _bound_two_level(scale: TwoLevel, grid: Grid, half: float, size: int) -> flo
 @bound.register
 def _bound_rms(scale: Rms, grid: Grid, half: float, size: int) -> float:
     """Clamping a value above the largest number loses at most the value itself."""
-    gap = half / grid.sigma * growth(scale.stored)
+    gap = half / grid.sigma * storage.growth(scale.stored)
     return math.sqrt(1 + gap * gap) * (1 + 2**-8)
 
 
@@ -421,141 +415,3 @@ def _floor_two_level(scale: TwoLevel, grid: Grid, half: float, dtype: torch.dtyp
 @floor.register
 def _floor_static(scale: Static, grid: Grid, half: float, dtype: torch.dtype) -> float:
     return half * scale.value
-
-
-# --- storage formats ------------------------------------------------------------------------------
-
-
-def itemsize(stored: str, dtype: torch.dtype) -> int:
-    """Bytes of a stored number, for data scaled in ``dtype``."""
-    return 8 if dtype == torch.float64 else ITEMSIZE[stored]
-
-
-def growth(stored: str) -> float:
-    """Return the factor by which rounding up for storage may enlarge a scale."""
-    return {"fp32": 1.0, "bf16": 1 + 2**-7, "pow2": 2.0}[stored]
-
-
-def round_up(scale: Tensor, stored: str) -> Tensor:
-    """Round a positive scale up to its storage format, so that no value of the block is clamped."""
-    return scale if scale.dtype == torch.float64 else UP[stored](scale)
-
-
-def round_nearest(number: Tensor, stored: str) -> Tensor:
-    """Round to the nearest number of the storage format, ties to even (for powers of two, to the
-    larger)."""
-    return number if number.dtype == torch.float64 else NEAREST[stored](number)
-
-
-def materialized(number: Tensor, stored: str) -> Tensor:
-    """Return the same number, and make Inductor compute it once per block on a CPU.
-
-    On a CPU Inductor would recompute it for every vector of its block; a round trip through bytes
-    prevents this. On a GPU the number is returned as is and stays part of the one kernel.
-    """
-    if number.device.type != "cpu":
-        return number
-    return load(store(number.squeeze(-1), stored), stored, number.dtype).unsqueeze(-1)
-
-
-def in_form(numbers: Tensor, stored: str) -> Tensor:
-    """Convert numbers to the storage format: its dtype, or the byte of an exponent."""
-    return numbers if numbers.dtype == torch.float64 else STORE[stored](numbers)
-
-
-def store(numbers: Tensor, stored: str) -> Tensor:
-    """Convert ``[..., n]`` numbers of the storage format to bytes ``[..., n * itemsize]``."""
-    return as_bytes(in_form(numbers, stored))
-
-
-def load(raw: Tensor, stored: str, dtype: torch.dtype) -> Tensor:
-    """The inverse of ``store``, in ``dtype``. ``raw`` is a region of a wire, aligned to 8 bytes."""
-    return raw.view(dtype) if dtype == torch.float64 else LOAD[stored](raw)
-
-
-def _same(number: Tensor) -> Tensor:
-    return number
-
-
-def _up_to_bits(scale: Tensor, low: int, largest: float) -> Tensor:
-    """Round up to a float32 whose lowest ``low`` bits are zero."""
-    bits = scale.view(torch.int32)
-    whole = (((bits + (2**low - 1)) >> low) << low).view(torch.float32)
-    return whole.clamp(max=largest) + (scale - scale)  # keeps NaN, whatever its bits
-
-
-def _up_to_bf16(scale: Tensor) -> Tensor:
-    return _up_to_bits(scale, 16, torch.finfo(torch.bfloat16).max)
-
-
-def _up_to_power(scale: Tensor) -> Tensor:
-    return _up_to_bits(scale, 23, 2.0**127)
-
-
-def _nearest_bf16(number: Tensor) -> Tensor:
-    bits = number.view(torch.int32)
-    even = (((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) << 16).view(torch.float32)
-    limit = torch.finfo(torch.bfloat16).max
-    return even.clamp(-limit, limit) + (number - number)
-
-
-def _nearest_power(number: Tensor) -> Tensor:
-    """Half of the mantissa range is midway to the next power."""
-    bits = number.view(torch.int32)
-    power = (((bits + (1 << 22)) >> 23) << 23).view(torch.float32)
-    return power.clamp(max=2.0**127) + (number - number)
-
-
-def _nearest_e4m3(number: Tensor) -> Tensor:
-    """Of normal numbers of e4m3, up to the largest."""
-    bits = number.view(torch.int32)
-    even = (((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) << 20).view(torch.float32)
-    return even + (number - number)
-
-
-def _store_bf16(numbers: Tensor) -> Tensor:
-    return numbers.to(torch.bfloat16)
-
-
-def _store_power(numbers: Tensor) -> Tensor:
-    return ((numbers.view(torch.int32) >> 23) & 255).to(torch.uint8)
-
-
-def _store_e4m3(numbers: Tensor) -> Tensor:
-    """Normal numbers of e4m3, without a sign, or NaN."""
-    bits = (numbers.view(torch.int32) & 0x7FFFFFFF) >> 20
-    return (bits - (120 << 3)).clamp(max=0x7F).to(torch.uint8)
-
-
-def _load_fp32(raw: Tensor) -> Tensor:
-    return raw.view(torch.float32)
-
-
-def _load_bf16(raw: Tensor) -> Tensor:
-    return raw.view(torch.bfloat16).to(torch.float32)
-
-
-def _load_power(raw: Tensor) -> Tensor:
-    power = raw.to(torch.int32)
-    return torch.where(power == 255, math.nan, (power << 23).view(torch.float32))
-
-
-def _load_e4m3(raw: Tensor) -> Tensor:
-    number = ((raw.to(torch.int32) << 20).view(torch.float32)) * 2.0**120
-    return torch.where(raw == 0x7F, math.nan, number)
-
-
-Numbers = Callable[[Tensor], Tensor]
-UP: dict[str, Numbers] = {"fp32": _same, "bf16": _up_to_bf16, "pow2": _up_to_power}
-NEAREST: dict[str, Numbers] = {
-    **{"fp32": _same, "bf16": _nearest_bf16, "pow2": _nearest_power},
-    "e4m3": _nearest_e4m3,
-}
-STORE: dict[str, Numbers] = {
-    **{"fp32": _same, "bf16": _store_bf16, "pow2": _store_power},
-    "e4m3": _store_e4m3,
-}
-LOAD: dict[str, Numbers] = {
-    **{"fp32": _load_fp32, "bf16": _load_bf16, "pow2": _load_power},
-    "e4m3": _load_e4m3,
-}

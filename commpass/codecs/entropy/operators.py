@@ -16,7 +16,7 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from commpass.codecs.block import scales
+from commpass.codecs.block import scales, storage
 from commpass.codecs.block.layouts import Flat
 from commpass.codecs.block.transforms import Hadamard
 from commpass.codecs.codec import accumulation_dtype
@@ -66,7 +66,7 @@ _library.define(
 def sizes(numel: int, nbytes: int, dtype: torch.dtype) -> tuple[int, int]:
     """Return the bytes of the code and of the scales of a row."""
     blocks = BLOCKS.blocks(numel)
-    return blocks * nbytes, chunks(blocks) * scales.itemsize(STORED, accumulation_dtype(dtype))
+    return blocks * nbytes, chunks(blocks) * storage.itemsize(STORED, accumulation_dtype(dtype))
 
 
 def chunks(blocks: int) -> int:
@@ -97,7 +97,7 @@ def _plain_encode(rows: Tensor, form: Form, rotated: bool) -> tuple[Tensor, Tens
         codable &= of_blocks > torch.finfo(rows.dtype).tiny
     values = torch.where(codable, blocks * (1 / of_blocks), 0.0)
     code = _code(values.to(torch.float32).flatten(1), form)
-    return code, as_bytes(scales.in_form(scale.squeeze(-1), STORED)).contiguous()
+    return code, as_bytes(storage.in_form(scale.squeeze(-1), STORED)).contiguous()
 
 
 def _code(values: Tensor, form: Form) -> Tensor:
@@ -138,7 +138,7 @@ def _decode(
         return rows
     if _is_native(code, work) and cpp.decode(code, side, form, rotated, limit, rows):
         return rows
-    scale = scales.load(side, STORED, work).unsqueeze(-1)
+    scale = storage.load(side, STORED, work).unsqueeze(-1)
     # Divide here: dividing later could overflow the sums of the largest finite values.
     sums, blocks = BLOCK if rotated else 1, BLOCKS.blocks(numel)
     values = _values(code, form).unflatten(1, (blocks, BLOCK)).to(work)
@@ -185,7 +185,7 @@ def _scale(blocks: Tensor) -> Tensor:
     many = chunks(blocks.shape[1])
     peak = pad(peaks, many * OF_CHUNK).unflatten(1, (many, OF_CHUNK)).amax(dim=2, keepdim=True)
     number = peak.clamp_min(torch.finfo(peak.dtype).tiny)
-    return scales.round_up(scales.propagate_nonfinite(number, peak), STORED)
+    return storage.round_up(scales.propagate_nonfinite(number, peak), STORED)
 
 
 def _of_blocks(scale: Tensor, blocks: int) -> Tensor:

@@ -31,6 +31,22 @@ from commpass.codecs.exponent.floats import (
 from commpass.codecs.exponent.ladder import LADDERS, Ladder
 from commpass.codecs.exponent.strings import concatenate, join_fields, split_fields
 from commpass.codecs.exponent.window import choose, total
+from commpass.codecs.exponent.words import (
+    LENGTH_AT,
+    across,
+    as_values,
+    as_words,
+    by_column,
+    chunk_words,
+    chunks_of,
+    columns_of,
+    columns_of_chunks,
+    dynamic_lengths,
+    existing,
+    in_chunks,
+    read_at,
+    row_words,
+)
 from commpass.codecs.preset import Preset
 from commpass.codecs.rows import ceil_to, cut, larger, pad, smaller, to_bytes
 from commpass.errors import PolicyError
@@ -39,9 +55,9 @@ from commpass.utils.spec import spell
 
 BIAS = 16
 """Window starts are stored plus this, since a window may begin below the smallest exponent."""
-START_BITS, MODE_BITS, LENGTH_AT = 9, 2, 16
-"""The 32-bit header of a chunk (its mark): the window start, the mode, and from bit 16 on the
-number of its 16-bit words in the dynamic part."""
+START_BITS, MODE_BITS = 9, 2
+"""The 32-bit header of a chunk (its mark): the window start, the mode, and from bit ``LENGTH_AT``
+on the number of its 16-bit words in the dynamic part."""
 
 PLANES = 2
 """The default number of bit planes of the first step of a code."""
@@ -141,7 +157,7 @@ class ExponentCodec(Codec):
         """Return the leading bytes of a row whose number does not depend on the values."""
         if dtype not in FORMS:
             return ceil_to(numel * dtype.itemsize, UNIT)
-        words = self._static_words(FORMS[dtype]) * _columns(numel) + _chunks(numel)
+        words = self._static_words(FORMS[dtype]) * columns_of(numel) + chunks_of(numel)
         return ceil_to(words * 4 + numel % LINE * dtype.itemsize, UNIT)
 
     def wire_bytes(self, numel: int, dtype: torch.dtype) -> int:
@@ -150,7 +166,7 @@ class ExponentCodec(Codec):
         return sum(self.parts(numel, dtype))
 
     def parts(self, numel: int, dtype: torch.dtype) -> tuple[int, ...]:
-        room = _columns(numel) * self._raw_words(FORMS[dtype]) * 4 if dtype in FORMS else 0
+        room = columns_of(numel) * self._raw_words(FORMS[dtype]) * 4 if dtype in FORMS else 0
         return self.static_bytes(numel, dtype), room
 
     def used_bytes(self, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
@@ -160,9 +176,9 @@ class ExponentCodec(Codec):
         if not self._is_coded(numel, dtype):
             return torch.full((wire.shape[0],), static, dtype=torch.int64, device=wire.device)
         form = FORMS[dtype]
-        at = self._static_words(form) * _columns(numel) * 4
-        marks = _packed(wire.narrow(1, at, _chunks(numel) * 4), _chunks(numel) * 4)
-        length = _lengths(marks.unsqueeze(2), self._capacity(form, numel, wire.device))
+        at = self._static_words(form) * columns_of(numel) * 4
+        marks = as_words(wire.narrow(1, at, chunks_of(numel) * 4), chunks_of(numel) * 4)
+        length = dynamic_lengths(marks.unsqueeze(2), self._capacity(form, numel, wire.device))
         dynamic = length.sum((1, 2), dtype=torch.int64) * 2
         return static + (dynamic + (UNIT - 1)) // UNIT * UNIT
 
@@ -205,7 +221,7 @@ class ExponentCodec(Codec):
 
     def _capacity(self, form: FloatForm, numel: int, device: torch.device) -> Tensor:
         """Return the most 16-bit words of each chunk in the dynamic part, int32 ``[chunks, 1]``."""
-        return _columns_of_chunks(numel, device) * (2 * self._raw_words(form))
+        return columns_of_chunks(numel, device) * (2 * self._raw_words(form))
 
     # --- rows -------------------------------------------------------------------------------------
 
@@ -221,22 +237,22 @@ class ExponentCodec(Codec):
             )
             return pad(raw, self.static_bytes(numel, rows.dtype))
         form, ladder = FORMS[rows.dtype], self.ladder
-        first, columns, chunks = ladder.planes, _columns(numel), _chunks(numel)
-        pairs, rest = split(form, _chunk_words(rows, form).unbind(2))
+        first, columns, chunks = ladder.planes, columns_of(numel), chunks_of(numel)
+        pairs, rest = split(form, chunk_words(rows, form).unbind(2))
         exponents = [
             materialized(plane) for plane in transpose(pack(pairs, 8))[: form.exponent_bits]
         ]
-        live = _live(numel, rows.device)
-        sizes = _columns_of_chunks(numel, rows.device)
+        live = existing(numel, rows.device)
+        sizes = columns_of_chunks(numel, rows.device)
         start, mode = choose(ladder, exponents, sizes * LANES, LANES)
-        steps, masks = ladder.encode(exponents, _across(start), self._modes(mode))
+        steps, masks = ladder.encode(exponents, across(start), self._modes(mode))
         masks = [materialized(mask & live) for mask in masks]
         fields = (*ladder.fields[:-1], form.exponent_bits)
         bits = sum_of([total(mask) * each for mask, each in zip(masks[1:], fields, strict=True)])
         capacity = self._capacity(form, numel, rows.device)
         length = ((bits + 15) >> 4).minimum(capacity)
         is_raw = length == capacity
-        raw = materialized(_across(-is_raw.to(torch.int32)) & live)
+        raw = materialized(across(-is_raw.to(torch.int32)) & live)
         kept_planes = [(plane & ~raw) for plane in (*steps[0], *steps[-1])]
         shown = [plane & raw for plane in exponents]
         steps[0] = [a | b for a, b in zip(kept_planes[:first], shown[:first], strict=True)]
@@ -252,8 +268,8 @@ class ExponentCodec(Codec):
             if step is steps[-1]:
                 there[form.exponent_bits - first :] = [some & ~raw] * first
             pairs_of = range(0, len(step), 2)
-            strings.append(_by_column([join_fields(closed[i : i + 2], some) for i in pairs_of]))
-            lengths.append(_by_column([sum_of(there[i : i + 2]) for i in pairs_of]))
+            strings.append(by_column([join_fields(closed[i : i + 2], some) for i in pairs_of]))
+            lengths.append(by_column([sum_of(there[i : i + 2]) for i in pairs_of]))
         filling = torch.where(is_raw, 0, length * 16 - bits)
         words = concatenate(
             torch.cat([*strings, torch.zeros_like(filling, dtype=torch.int64)], 2).flatten(1),
@@ -265,7 +281,7 @@ class ExponentCodec(Codec):
         regions = [cut(region.flatten(1), columns) for region in (*rest, *steps[0])]
         regions += [
             marks.squeeze(2),
-            _packed(
+            as_words(
                 rows.narrow(1, numel - numel % LINE, numel % LINE),
                 (plain - chunks) * 4 // rows.dtype.itemsize,
             ),
@@ -290,22 +306,22 @@ class ExponentCodec(Codec):
         if numel == 0:
             return torch.zeros((count, 0), dtype=dtype, device=wire.device)
         if not self._is_coded(numel, dtype):
-            return _values(cut(wire, numel * dtype.itemsize), dtype)
+            return as_values(cut(wire, numel * dtype.itemsize), dtype)
         form, ladder = FORMS[dtype], self.ladder
-        first, columns, chunks = ladder.planes, _columns(numel), _chunks(numel)
-        words = _packed(wire, wire.shape[1])
+        first, columns, chunks = ladder.planes, columns_of(numel), chunks_of(numel)
+        words = as_words(wire, wire.shape[1])
         static = [
-            _in_chunks(words.narrow(1, number * columns, columns), chunks)
+            in_chunks(words.narrow(1, number * columns, columns), chunks)
             for number in range(self._static_words(form))
         ]
         rest, planes = static[: form.rest_words], static[form.rest_words :]
         at = self._static_words(form) * columns
         marks = words.narrow(1, at, chunks).unsqueeze(2)
         capacity = self._capacity(form, numel, wire.device)
-        length = _lengths(marks, capacity)
-        live = _live(numel, wire.device)
-        raw = materialized(_across(-(length == capacity).to(torch.int32)) & live)
-        dynamic = _packed(rest_of_wire, rest_of_wire.shape[1], torch.int64)
+        length = dynamic_lengths(marks, capacity)
+        live = existing(numel, wire.device)
+        raw = materialized(across(-(length == capacity).to(torch.int32)) & live)
+        dynamic = as_words(rest_of_wire, rest_of_wire.shape[1], torch.int64)
         # The bit offset of the strings of a step.
         begin = length.to(torch.int64).flatten(1).cumsum(1).unsqueeze(2)
         begin = (begin - length) * 16
@@ -322,7 +338,7 @@ class ExponentCodec(Codec):
             plan = moves(here)
             closed: list[Tensor] = []
             for place in range(0, bits, 2):
-                string = _read(dynamic, offset + (some * place).to(torch.int64))
+                string = read_at(dynamic, offset + (some * place).to(torch.int64))
                 closed += split_fields(string, min(2, bits - place), some)
             steps.append([expand(plane, plan, here) for plane in closed])
             begin = begin + ends[:, :, -1:]
@@ -330,24 +346,24 @@ class ExponentCodec(Codec):
         escaped = [plane & ~raw for plane in steps[-1]]
         start = (marks & ((1 << START_BITS) - 1)) - BIAS
         modes = self._modes((marks >> START_BITS) & ((1 << MODE_BITS) - 1))
-        coded = ladder.decode([*steps[:-1], escaped], _across(start), modes, form.exponent_bits)
+        coded = ladder.decode([*steps[:-1], escaped], across(start), modes, form.exponent_bits)
         as_they_are = [*planes, *steps[-1][: form.exponent_bits - first]]
         exponents = [
             (plane & ~raw) | (other & raw) for plane, other in zip(coded, as_they_are, strict=True)
         ]
         exponents += [torch.zeros_like(here)] * (8 - form.exponent_bits)
         values = torch.stack(join(form, unpack(transpose(exponents), 8), rest), dim=2)
-        body = _row_words(values, form, columns, chunks).view(torch.uint8)
+        body = row_words(values, form, columns, chunks).view(torch.uint8)
         if not isinstance(numel, int) or numel % LINE:
             plain = wire.narrow(1, (at + chunks) * 4, numel % LINE * dtype.itemsize)
             body = torch.cat([body, plain], dim=1)
-        return _values(body, dtype)
+        return as_values(body, dtype)
 
     def _modes(self, mode: Tensor) -> list[Tensor]:
         """For each step that may encode zeros, return the mask of the chunks whose mode selects it
         (see ``Ladder.encode``)."""
         return [
-            _across(-(mode == number + 1).to(torch.int32)) for number in range(self.ladder.modes)
+            across(-(mode == number + 1).to(torch.int32)) for number in range(self.ladder.modes)
         ]
 
     # --- whole tensors ----------------------------------------------------------------------------
@@ -412,125 +428,3 @@ def sum_of(numbers: Sequence[Tensor]) -> Tensor:
     for number in numbers[1:]:
         whole = whole + number
     return whole
-
-
-def _columns(numel: int) -> int:
-    """The number of columns of 32 values in the lines of a row."""
-    return numel // LINE * (LINE // LANES)
-
-
-def _chunks(numel: int) -> int:
-    return (_columns(numel) + LANES - 1) // LANES
-
-
-def _columns_of_chunks(numel: int, device: torch.device) -> Tensor:
-    """The number of columns of each chunk, int32 ``[chunks, 1]``: 32 except for the last one."""
-    first = torch.arange(_chunks(numel), dtype=torch.int32, device=device).unsqueeze(1) * LANES
-    return (_columns(numel) - first).clamp_max(LANES)
-
-
-def _live(numel: int, device: torch.device) -> Tensor:
-    """Return words with all bits set for existing columns, int32 ``[chunks, 32]``."""
-    lane = torch.arange(LANES, dtype=torch.int32, device=device)
-    return -(lane < _columns_of_chunks(numel, device)).to(torch.int32)
-
-
-def _across(of_chunks: Tensor) -> Tensor:
-    """Expand ``[rows, chunks, 1]`` to ``[rows, chunks, 32]``: each number of a chunk, once per
-    column.
-
-    The copy is materialized, so that the following operations loop over columns only: two loops
-    would not be fused.
-    """
-    return materialized(
-        of_chunks.expand(-1, -1, LANES).clone(memory_format=torch.contiguous_format)
-    )
-
-
-def _by_column(pieces: Sequence[Tensor]) -> Tensor:
-    """Interleave ``[rows, chunks, 32]`` tensors to ``[rows, chunks, n]``, column by column."""
-    return torch.stack(list(pieces), dim=3).flatten(2)
-
-
-def _lengths(marks: Tensor, capacity: Tensor) -> Tensor:
-    """Return the 16-bit words of each chunk in the dynamic part, clamped to its room for any
-    marks."""
-    return ((marks >> LENGTH_AT) & 0xFFFF).minimum(capacity)
-
-
-def _chunk_words(rows: Tensor, form: FloatForm) -> Tensor:
-    """Return the lines of rows as int32 words ``[rows, chunks, form.packed_length, 32]``, with
-    zeros for the missing columns of the last chunk."""
-    count, numel = rows.shape
-    body, chunks = numel - numel % LINE, _chunks(numel)
-    words = _packed(cut(rows, body), body)
-    shape = (form.packed_length, LANES)
-    if isinstance(numel, int) and body % CHUNK == 0:
-        return words.unflatten(1, (chunks, *shape))
-    whole, last = (chunks - 1) * form.packed_length * LANES, _columns(numel) - (chunks - 1) * LANES
-    tail = words.narrow(1, whole, last * form.packed_length).reshape(
-        count, 1, form.packed_length, last
-    )
-    head = words.narrow(1, 0, whole).reshape(count, chunks - 1, *shape)
-    return torch.cat([head, pad(tail, LANES)], dim=1)
-
-
-def _row_words(packed: Tensor, form: FloatForm, columns: int, chunks: int) -> Tensor:
-    """The inverse of ``_chunk_words``: ``[rows, n]``."""
-    if isinstance(columns, int) and columns % LANES == 0:
-        return packed.flatten(1)
-    last = columns - (chunks - 1) * LANES
-    tail = cut(packed.narrow(1, chunks - 1, 1), last)
-    # Copy even if complete: a graph traced with such sizes serves other sizes too.
-    tail = tail.clone(memory_format=torch.contiguous_format).flatten(1)
-    return torch.cat([packed.narrow(1, 0, chunks - 1).flatten(1), tail], dim=1)
-
-
-def _in_chunks(columns: Tensor, chunks: int) -> Tensor:
-    """Reshape ``[rows, columns]`` to ``[rows, chunks, 32]``, with zeros for the missing columns of
-    the last chunk."""
-    return pad(columns, chunks * LANES).unflatten(1, (chunks, LANES))
-
-
-def _packed(rows: Tensor, length: int, dtype: torch.dtype = torch.int32) -> Tensor:
-    """Return rows ``[rows, n]`` as words, padded with zeros to ``length`` numbers; copied only if
-    needed.
-
-    Values are not processed as floats, because compiled code pads and copies 16-bit floats through
-    float32, which does not keep the payloads of NaNs.
-    """
-    width = rows.element_size()
-    if width == dtype.itemsize:
-        return pad(rows.view(dtype), length)
-    missing = length - rows.shape[1]
-    # A view as a wider dtype must begin at a multiple of its size; Dynamo does not support
-    # ``storage_offset``.
-    if (
-        isinstance(missing, int)
-        and missing == 0
-        and rows.stride(1) == 1
-        and rows.stride(0) * width % dtype.itemsize == 0
-        and not torch.compiler.is_dynamo_compiling()
-        and rows.storage_offset() * width % dtype.itemsize == 0
-    ):
-        return rows.view(dtype)
-    raw = pad(rows.unsqueeze(2).view(torch.uint8).flatten(1), length * width)
-    return raw.clone(memory_format=torch.contiguous_format).view(dtype)
-
-
-def _values(raw: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return bytes as values; they are cut and joined as bytes (see ``_packed``)."""
-    return raw.clone(memory_format=torch.contiguous_format).view(dtype)
-
-
-def _read(dynamic: Tensor, offsets: Tensor) -> Tensor:
-    """Return the 64 bits from each bit offset on; ``dynamic`` is int64 ``[rows, n]``. Indices are
-    clamped, so that no wire causes a read out of bounds."""
-    flat = offsets.flatten(1)
-    word, shift, last = flat >> 6, flat & 63, dynamic.shape[1] - 1
-    low = dynamic.gather(1, word.clamp(0, last))
-    high = dynamic.gather(1, (word + 1).clamp(0, last))
-    string = ((low >> shift) & ((torch.full_like(low, 2) << (63 - shift)) - 1)) | (
-        (high << 1) << (63 - shift)
-    )
-    return string.reshape(offsets.shape)

@@ -70,7 +70,7 @@ def _unsupported_reasons(chain: Chain) -> Iterator[str]:
             yield f"there is no C++ for {type(step).__name__}"
         if isinstance(step, (Encode, Decode)):
             if not isinstance(step.codec, BlockCodec):
-                yield f"there is no C++ for {type(step.codec).__name__}"
+                yield "no block codec, and kernels are made of the parts of one"
             elif reason := blocks.unsupported_reason(step.codec):
                 yield reason
         if isinstance(step, Decode) and place:

@@ -25,7 +25,6 @@ from commpass.codecs.exponent.bits import (
 )
 from commpass.codecs.exponent.codec import (
     BIAS,
-    LENGTH_AT,
     MODE_BITS,
     START_BITS,
     ExponentCodec,
@@ -33,6 +32,7 @@ from commpass.codecs.exponent.codec import (
 from commpass.codecs.exponent.floats import FORMS, LANES, LINE, FloatForm, join, pack, split
 from commpass.codecs.exponent.floats import unpack as unpack_pairs
 from commpass.codecs.exponent.ladder import BINS, Ladder
+from commpass.codecs.exponent.words import LENGTH_AT
 from commpass.lowering.cpu.bit_strings import WORDS
 from commpass.lowering.cpu.expressions import Lines
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import socket
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -37,13 +37,13 @@ from commpass.errors import CommpassError
 from commpass.groups import group_named
 from commpass.lowering.exchange import result_shape
 from commpass.lowering.gpu.current import on_device
-from commpass.lowering.gpu.exchange_kernel import (
+from commpass.lowering.gpu.exchange_kernel import kernel
+from commpass.lowering.gpu.exchange_sizes import (
     ALGORITHMS,
     RESIDENT,
     Exchange,
     Memory,
     capacity,
-    kernel,
     memory_of,
     unsupported_reason,
 )
@@ -160,11 +160,21 @@ def _run(
         return x.new_empty(result_shape(kind, x.shape, ranks))
     known = _known.setdefault(group, {})
     # A name, and not the codec: it is hashed at each call.
-    what = (kind, codec, algorithm, x.dtype, x.numel(), op, x.device)
+    what = (kind, codec, algorithm, x.dtype, x.shape, op, x.device)
     if (found := known.get(what)) is None:
         exchange = Exchange(algorithm, codec_of(codec), x.dtype, x.numel(), ranks, op, kind=kind)
-        found = known[what] = workspace(exchange, group, x.device)
+        why = _wrong_shape(kind, x.shape, ranks)
+        found = known[what] = workspace(exchange, group, x.device, why)
     return run(found, x)
+
+
+def _wrong_shape(kind: str, shape: Sequence[int], ranks: int) -> str:
+    """Return why a collective has no result for a tensor of this shape, or ""."""
+    try:
+        result_shape(kind, shape, ranks)
+    except CommpassError as error:  # not raised yet: the other ranks wait for the comparison
+        return str(error)
+    return ""
 
 
 def run(workspace: Workspace, x: Tensor) -> Tensor:
@@ -240,13 +250,15 @@ _known = weakref.WeakKeyDictionary()
 """The same workspaces by the arguments of a call."""
 
 
-def workspace(exchange: Exchange, group: dist.ProcessGroup, device: torch.device) -> Workspace:
+def workspace(
+    exchange: Exchange, group: dist.ProcessGroup, device: torch.device, why: str = ""
+) -> Workspace:
     """Return the workspace of a group for an exchange, which may be for larger ones as well.
 
-    It is collective: the ranks exchange what they are about to do and any reasons against it. The
-    first call for a power of two of values creates the workspace.
+    It is collective: the ranks exchange what they are about to do and any reasons against it, also
+    this rank's ``why``. The first call for a power of two of values creates the workspace.
     """
-    exchange = _agreed(exchange, group, device)
+    exchange = _agreed(exchange, group, device, why)
     workspaces = _workspaces.setdefault(group, {})
     if (exchange, device) not in workspaces:
         found, why = _symmetric(exchange, group, device)
@@ -256,15 +268,17 @@ def workspace(exchange: Exchange, group: dist.ProcessGroup, device: torch.device
     return workspaces[exchange, device]
 
 
-def _agreed(exchange: Exchange, group: dist.ProcessGroup, device: torch.device) -> Exchange:
+def _agreed(
+    exchange: Exchange, group: dist.ProcessGroup, device: torch.device, why: str
+) -> Exchange:
     """Return the exchange that a workspace is for, after all ranks have agreed on it."""
-    card, why = _card(exchange, device)
+    card, no_kernel = _card(exchange, device)
     what = (
         f"{exchange.kind} ({exchange.op}) of {exchange.numel} values of {exchange.dtype} by"
         f" {exchange.algorithm} with {exchange.codec.spec} on cards with warps of {card.lanes}"
     )
     requests: list[Any] = [None] * exchange.ranks
-    dist.all_gather_object(requests, (what, why, card), group)
+    dist.all_gather_object(requests, (what, why or no_kernel, card), group)
     for rank, (_, why, _) in enumerate(requests):
         if why:
             raise CommpassError(f"no kernel: rank {rank}: {why}")

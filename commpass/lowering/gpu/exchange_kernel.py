@@ -1,259 +1,34 @@
-"""A compressed all_reduce, all_gather or reduce_scatter as one kernel: encode, signal, wait, read
-what the peers have encoded, and sum or store it.
+"""The text of a kernel that carries out an all_reduce, all_gather or reduce_scatter: encode,
+signal, wait, read what the peers have encoded, and sum or store it.
 
-Like every other kernel, its text is composed of the tile functions of a codec's parts. All ranks
-run the same kernel over memory that each can access (symmetric memory). Program p of a wire
-processes the same blocks on every rank, and waits only for the programs whose results it reads. See
-docs/exchange.md for the memory layout, and for why nothing is overwritten before it has been read.
+Like every other kernel, it is composed of the tile functions of a codec's parts. All ranks run the
+same kernel over memory that each can access (symmetric memory): ``exchange_sizes``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 
-from commpass.codecs import VALUES, Codec, Domain
 from commpass.codecs.block.codec import BlockCodec
 from commpass.codecs.block.grids import CompandedGrid
 from commpass.codecs.block.layouts import Flat
 from commpass.codecs.block.noise import Stochastic
-from commpass.codecs.block.packing import widths
-from commpass.codecs.rows import ALIGNMENT, aligned
-from commpass.collectives.steps import shard_length
-from commpass.lowering.chain import Cast, Chain, Decode, Divide, Encode, Enter, Leave, Sum
+from commpass.lowering.chain import Divide, Enter, Leave
 from commpass.lowering.gpu import generate, parts, supported, wires
+from commpass.lowering.gpu.exchange_sizes import WARPS, Exchange, values_in_a_byte
 from commpass.lowering.gpu.source import Kernel, constant, function_text, indent, of_text
 from commpass.lowering.gpu.tiles import exchange as tiles
 from commpass.lowering.gpu.tiles.exchange import SLOTS
 
-ALGORITHMS = {
-    "all_reduce": ("one_shot", "two_shot"),
-    "all_gather": ("direct",),
-    "reduce_scatter": ("direct",),
-}
-"""The algorithms of which there are kernels, by the kind of the collective."""
-OPS = ("sum", "avg")
-PER_THREAD = 16
-"""Values of a tile per thread, unless a block is larger. It is small, since a small tensor has few
-values per program; with half of it, rotations on AMD spill."""
-MIXED = 2048
-"""Values of a tile if codes that share a byte are rotated over more than WIDE values. In smaller
-tiles the values are held several times, and spill."""
-WIDE = 32
-WARPS = 1
-"""Warps of a program; with several, a rotation goes through shared memory, and spills."""
-RESIDENT = 4
-"""Programs that a processor can always run at once, for any number of registers. NVIDIA: each has
-32 threads with at most 255 of 65,536 registers. AMD: four units with their own registers."""
 SPINS = 1 << 30
 """Polls of the signals before a program gives up: nine minutes at half a microsecond each."""
 GROUPS = {32: 8, 64: 2}
 """Ranks whose wires are decoded in one step of a loop, by the lanes of a warp: so a compiler can
 start to read several before it needs the first. With 4, addresses spill on AMD."""
-LEAST = 1024
-"""Values of the smallest memory that is allocated for an exchange."""
-OLDEST = (7, 0)
-"""The first compute capability of NVIDIA with release and acquire."""
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """One collective: each of ``ranks`` ranks hands in ``numel`` values of ``dtype``, which
-    ``programs`` programs for each wire process. ``lanes`` is the number of lanes of a warp."""
-
-    algorithm: str
-    codec: Codec
-    dtype: torch.dtype
-    numel: int
-    ranks: int
-    op: str = "sum"
-    programs: int = 1
-    lanes: int = 32
-    kind: str = "all_reduce"
-
-    @property
-    def name(self) -> str:
-        """The name of its kernel: the algorithm of an all_reduce, or the kind."""
-        return self.algorithm if self.kind == "all_reduce" else self.kind
-
-    @property
-    def rows(self) -> int:
-        """The wires that a rank encodes: one for all ranks, or one for each rank."""
-        return self.ranks if self.name in ("two_shot", "reduce_scatter") else 1
-
-    @property
-    def count(self) -> int:
-        """The values of the tensor that a kernel bounds its accesses by: all that a rank hands in,
-        or for a reduce_scatter those of one shard."""
-        return self.numel // (self.ranks if self.kind == "reduce_scatter" else 1)
-
-    @property
-    def values(self) -> int:
-        """Values that a kernel numbers: those of all wires that a rank encodes, or stores."""
-        return self.length * (self.ranks if self.kind == "all_gather" else self.rows)
-
-    @property
-    def all_programs(self) -> int:
-        """The programs of a rank, all of which the GPU must run at once."""
-        return self.programs * self.rows
-
-    @property
-    def length(self) -> int:
-        """Values of a wire: an even share of all, padded with zeros to whole blocks. An all_gather
-        does not pad."""
-        if self.kind == "all_gather":
-            return self.numel
-        return shard_length(self.numel, self.rows, self.codec.block)
-
-    @property
-    def wire_bytes(self) -> int:
-        return self.block_codec.wire_bytes(self.length, torch.float32)
-
-    @property
-    def buffers(self) -> int:
-        """Buffers for what a rank encodes, used by calls in turn (docs/exchange.md)."""
-        return 2 if self.phases == 1 else 1
-
-    @property
-    def phases(self) -> int:
-        """Signals per call from one program to another."""
-        return 2 if self.name == "two_shot" else 1
-
-    @property
-    def tiles(self) -> int:
-        """Tiles of a wire; the programs share them round-robin."""
-        blocks = self.block_codec.layout.blocks(self.length)
-        return (blocks + self.blocks - 1) // self.blocks
-
-    @property
-    def blocks(self) -> int:
-        """Blocks per tile."""
-        size = self.block_codec.layout.size(self.length)
-        return max(1, (MIXED if self.is_mixed else PER_THREAD * self.lanes * WARPS) // size)
-
-    @property
-    def is_mixed(self) -> bool:
-        """Whether codes that share a byte are rotated over more than WIDE values."""
-        codec = self.codec
-        assert isinstance(codec, BlockCodec)
-        return codec.transform.sums > WIDE and _split(codec) > 1
-
-    @property
-    def domain(self) -> Domain:
-        """The domain in which values are sent: that of the codec if they are summed."""
-        return VALUES if self.kind == "all_gather" else self.codec.domain
-
-    @property
-    def block_codec(self) -> BlockCodec:
-        """The codec of the wire, for values that are already in the domain."""
-        inner = self.codec if self.kind == "all_gather" else self.codec.domain_codec
-        assert isinstance(inner, BlockCodec)
-        return inner
-
-
-def _split(codec: BlockCodec) -> int:
-    """Return how many values share a byte, for the widest part of their codes."""
-    return int(8 // widths(codec.grid.bits)[0])
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Offsets in the memory of a rank, in bytes. All memory is zero before the first call.
-
-    - signals ``[phases, rows, programs, SLOTS]``
-    - the numbers of the programs' last calls ``[rows, programs]``
-    - the ranks that did not arrive
-    - the wires ``[buffers, rows]``
-    - for a two-shot, the wire of the sum
-    """
-
-    signals: int
-    counters: int
-    late: int
-    wires: int
-    sums: int
-    total: int
-
-
-def memory_of(exchange: Exchange) -> Memory:
-    counters = exchange.phases * exchange.all_programs * SLOTS * 4
-    late = counters + aligned(exchange.all_programs * 4)
-    wires = late + ALIGNMENT
-    sums = wires + exchange.buffers * exchange.rows * exchange.wire_bytes
-    total = sums + (exchange.wire_bytes if exchange.phases > 1 else 0)
-    return Memory(0, counters, late, wires, sums, total)
-
-
-def capacity(exchange: Exchange) -> Exchange:
-    """Return the exchange whose memory is used for this one and for smaller ones: that of the next
-    power of two of values, or this one if that has no kernel."""
-    larger = replace(exchange, numel=1 << max(exchange.numel - 1, LEAST - 1).bit_length())
-    return larger if unsupported_reason(larger) == "" else exchange
-
-
-# --- supported exchanges --------------------------------------------------------------------------
-
-
-def unsupported_reason(
-    exchange: Exchange, *, processors: int | None = None, card: tuple[int, int] | None = None
-) -> str:
-    """Return why no kernel can run an exchange, or "" if one can.
-
-    ``processors`` is the number of SMs or CUs of the GPU, and ``card`` its NVIDIA compute
-    capability, if known.
-    """
-    if (algorithms := ALGORITHMS.get(exchange.kind)) is None:
-        return f"{exchange.kind}: there are kernels for {', '.join(ALGORITHMS)}"
-    if exchange.algorithm not in algorithms:
-        return f"{exchange.algorithm}: kernels exchange by {' or '.join(algorithms)}"
-    if exchange.op not in OPS:
-        return f"{exchange.op} of values: kernels make {' or '.join(OPS)}"
-    if exchange.ranks > SLOTS:
-        return f"{exchange.ranks} ranks: a line of signals holds {SLOTS}"
-    if card is not None and card < OLDEST:
-        return f"sm_{card[0]}{card[1]}: it does not release and acquire; sm_70 is the first to"
-    if not isinstance(exchange.codec, BlockCodec):
-        return f"{exchange.codec.spec}: no block codec"
-    length = exchange.length
-    chains = _chains(exchange)
-    if supported.needs_row_peaks(chains[0]):
-        return f"{exchange.codec.spec}: no program has the largest value of a whole row"
-    for chain in chains:
-        if why := supported.unsupported_reason(chain, max(length, 1)):
-            return why
-    for what, many in (
-        ("values", exchange.values),
-        ("bytes of memory", memory_of(exchange).total),
-    ):
-        if many >= 2**31:
-            return f"{many:,} {what}: kernels count to 2^31"
-    if processors is not None and exchange.all_programs > processors * RESIDENT:
-        return (
-            f"{exchange.all_programs} programs on {processors} processors, which are sure to run"
-            f" {RESIDENT} each: all programs must run at once, since they wait for each other"
-        )
-    return ""
-
-
-def _chains(exchange: Exchange) -> list[Chain]:
-    """The chains that a kernel runs before it signals and after it has waited."""
-    domain, inner = exchange.domain, exchange.block_codec
-    encoded = Chain(exchange.dtype, (Enter(domain), Encode(inner)))
-    decoded = Decode(inner, exchange.dtype)
-    if exchange.kind == "all_gather":
-        return [encoded, Chain(torch.uint8, (decoded, Cast(exchange.dtype)))]
-    leaves = (Leave(domain), Cast(exchange.dtype))
-    sums = [Chain(torch.uint8, (decoded, Sum(exchange.ranks), *leaves))]
-    if exchange.phases > 1:
-        sums.append(Chain(torch.uint8, (decoded, Sum(exchange.ranks), Encode(inner))))
-    return [encoded, *sums]
-
-
-# --- kernel text ----------------------------------------------------------------------------------
-
 
 NUMBERS = (
     *("rank", "count", "numel", "blocks", "tiles"),
@@ -347,7 +122,7 @@ def _writer(exchange: Exchange) -> _Writer:
         exchange,
         codec,
         size,
-        _split(codec),
+        values_in_a_byte(codec),
         (function, *functions),
         f"encoded({', '.join([*called, *constants])})",
         decoded.replace("input_", "output_"),  # a wire has one layout for reads and writes

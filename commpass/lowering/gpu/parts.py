@@ -30,7 +30,6 @@ from commpass.codecs.block.layouts import LANES, Flat, Lanes, Layout, Pairs, Til
 from commpass.codecs.block.noise import Nearest, Rounding, Stochastic
 from commpass.codecs.block.packing import widths
 from commpass.codecs.block.scales import (
-    LARGEST_E4M3,
     LEAST_E4M3,
     LEAST_ROW_SCALE,
     Absmax,
@@ -43,6 +42,7 @@ from commpass.codecs.block.scales import (
     TwoLevel,
     start_of,
 )
+from commpass.codecs.block.storage import LARGEST_E4M3
 from commpass.codecs.block.transforms import Hadamard, NoTransform, Transform, low_bits
 from commpass.codecs.dispatch import by_type
 

@@ -13,7 +13,8 @@ from commpass.codecs.block.codec import BlockCodec
 from commpass.codecs.block.grids import IntGrid
 from commpass.codecs.block.layouts import Layout
 from commpass.codecs.block.noise import Stochastic
-from commpass.codecs.block.scales import ITEMSIZE, Static, TwoLevel, row_numbers
+from commpass.codecs.block.scales import Static, TwoLevel, row_numbers
+from commpass.codecs.block.storage import ITEMSIZE
 from commpass.lowering.gpu import parts
 from commpass.lowering.gpu.supported import TYPES
 
