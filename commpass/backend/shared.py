@@ -70,8 +70,8 @@ class Shared:
         self.hidden.clear()
         self.densities.clear()
         self.over.clear()
-        self.tile_sizes.clear()
         self.checked.clear()
+        self.tile_sizes.clear()
 
     def patience(self, plan: Plan) -> float:
         """Return the seconds to wait for what other ranks publish."""

@@ -13,6 +13,7 @@ import torch
 from graphs import ops, trace
 from torch._guards import TracingContext, tracing
 
+import commpass
 from commpass.backend import tune
 from commpass.costmodel import default_profile
 from commpass.errors import CommpassError, VerifyError
@@ -330,3 +331,33 @@ def test_identity_of_a_kernel_does_not_depend_on_the_gpu(fake_group, monkeypatch
     monkeypatch.setattr(fake_cuda.CARD, "major", 8)
     second = [each.call.identity for each in tunable_nodes(outcome_of()[0].gm)]
     assert first == second
+
+
+# --- the back-end ---------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "given", "seconds"),
+    [
+        ({}, {}, 0.0),
+        ({"mode": "max-autotune-no-cudagraphs"}, {}, 10.0),
+        ({"options": {"max_autotune": True}}, {"autotune": 2.5}, 2.5),
+        ({"options": {"max_autotune": True}}, {"autotune": False}, 0.0),
+    ],
+)
+def test_mode_and_option_reach_forward_and_backward(how, given, seconds, fake_group, monkeypatch):
+    fake_group(2)
+    seen = []
+
+    def note(shared, job, outcome, round) -> None:
+        seen.append((job.direction, job.autotune_s))
+
+    monkeypatch.setattr(tune, "set_tile_sizes", note)
+    torch._dynamo.reset()
+    x = torch.ones(16, requires_grad=True)
+    function = torch.compile(
+        lambda x: (x * 2).sin(), backend=commpass.backend("lossless", **given), **how
+    )
+    function(x).sum().backward()
+    assert seen == [("forward", seconds), ("backward", seconds)]

@@ -23,8 +23,10 @@ from commpass.costmodel import default_profile
 from commpass.distributed import agreed_tiles
 from commpass.distributed.plan_store import Round
 from commpass.errors import CommpassError, Unanswered
+from commpass.lowering.timed import Timed
 from commpass.passes import GraphInput, manager
 from commpass.passes.fx.ops import triton_calls
+from commpass.passes.retile import tunable_nodes
 from commpass.policy import Policy
 from commpass.policy.rules import Rule
 
@@ -190,6 +192,28 @@ def test_rank_with_another_gpu_keeps_the_static_choice_and_the_same_plan(ranks2)
     assert first[0] != second[0] == static[0]
     assert first[1] == second[1]
     assert any("does not have the tile sizes of encode" in each for each in second[2])
+
+
+def alone() -> list[str]:
+    """Return the reasons of a site that a rank plans alone: without and with agreed results."""
+    outcomes = [outcome_here() for _ in range(3)]
+    shared = SimpleNamespace(strict=False, timeout=None, tile_sizes={})
+    job = SimpleNamespace(autotune_s=10.0, direction="forward", number="0", decompositions=None)
+    with fake_cuda.a_card(), patch.object(tune, "_timed", None):  # nothing is timed
+        tune.set_tile_sizes(shared, job, outcomes[0], None)
+        tune.set_tile_sizes(shared, job, outcomes[1], Round("tests/reuse", (0, 1), has_reuse=True))
+        calls = {each.call for each in tunable_nodes(outcomes[2].gm)}
+        shared.tile_sizes |= {call.identity: Timed(None, 8.0, 8.0) for call in calls}
+        tune.set_tile_sizes(shared, job, outcomes[2], None)
+    return [outcome.plan.sites[0].reason for outcome in outcomes]
+
+
+@pytest.mark.slow
+def test_rank_that_compiles_alone_uses_only_agreed_results(ranks2):
+    for first, second, third in ranks2.run(alone):
+        assert f"encode {tune.ALONE}" in first
+        assert f"encode {tune.ALONE}" in second
+        assert "encode 8.0 us; decode+sum 8.0 us" in third
 
 
 def store_is_gone() -> str:
