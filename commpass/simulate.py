@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import inspect
-import re
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -30,9 +29,10 @@ from torch.utils._pytree import tree_leaves
 
 from commpass.backend import Backend, TracedGraph
 from commpass.backend.records import GraphDump
+from commpass.build_errors import check_call, name_of, named_errors
 from commpass.costmodel import Profile
 from commpass.distributed.machine import profile_here
-from commpass.errors import CommpassError, PolicyError, check_number, nearest
+from commpass.errors import CommpassError, PolicyError, check_quantity
 from commpass.passes import GraphInput
 from commpass.passes import run as run_passes
 from commpass.passes.fx.parse import graph_modules
@@ -215,7 +215,7 @@ def _swept(set_to: tuple[str, float] | None, mesh: dict[str, int], profile: Prof
             raise CommpassError(f"{name}: the profile knows no link inside a host")
         if link.measured:
             raise CommpassError(f"{name}: this profile was measured, and has no one rate to set")
-        check_number(name, value, above=True)
+        check_quantity(name, value, above=True)
         faster = dataclasses.replace(link, gbytes_per_s=value / 8)
         set_profile = dataclasses.replace(profile, **{which: faster})
         return _Case(set_to, mesh, set_profile, {})
@@ -317,7 +317,10 @@ def _plan(
             with _without_memo(mode), patch.object(Shard, "_shard_tensor", _first_shard):
                 model, inputs = _built(build, mesh, runs[0].case.more)
             report("tracing")
-            given = torch.compile(model, backend=_Planner(runs, report, folder))(*inputs)
+            sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+            what = f"the model of {name_of(build)} does not run on mesh {mesh_text(sizes)}"
+            with named_errors(what, mesh, [model]), _without_tracebacks():
+                given = torch.compile(model, backend=_Planner(runs, report, folder))(*inputs)
             if train:
                 _backward(given)
     except DataDependentOutputException as error:
@@ -358,40 +361,37 @@ def _without_memo(mode: FakeTensorMode) -> Iterator[None]:
         converter.tensor_memo = memo
 
 
-def _built(build: Build, mesh: DeviceMesh, more: Mapping[str, Any]) -> Any:
+@contextmanager
+def _without_tracebacks() -> Iterator[None]:
+    """Keep torch from logging the traceback of a fake operator that fails: the error is raised."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.addFilter(_no_error)
     try:
-        found = build(mesh, **more)
-    except KeyError as error:
-        if why := no_dimension(error, mesh):
-            raise CommpassError(f"{build.__name__}: {why}") from error
-        raise
-    except TypeError as error:
-        if unknown := [name for name in more if f"'{name}'" in str(error)]:
-            given = list(inspect.signature(build).parameters)[1:]  # without the mesh
-            names = [*(mesh.mesh_dim_names or ()), *RATES, *given]
-            raise CommpassError(
-                f"{unknown[0]!r} cannot be swept: it is no argument of {build.__name__}"
-                f"{nearest(unknown[0], names)}"
-            ) from error
-        raise
+        yield
+    finally:
+        log.removeFilter(_no_error)
+
+
+def _no_error(record: logging.LogRecord) -> bool:
+    return record.levelno < logging.ERROR
+
+
+def _built(build: Build, mesh: DeviceMesh, more: Mapping[str, Any]) -> Any:
+    """Return the model and the inputs that a build function makes."""
+    check_call(build, mesh, more, list(RATES))
+    with named_errors(f"{name_of(build)} failed", mesh):
+        found: Any = build(mesh, **more)
     if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[1], (list, tuple)):
         raise CommpassError(
-            f"{build.__name__}(mesh) gave {type(found).__name__}, but must give a model and a tuple"
+            f"{name_of(build)}(mesh) gave {type(found).__name__}, but must give a model and a tuple"
             " of its inputs"
         )
+    if not callable(found[0]):
+        raise CommpassError(
+            f"{name_of(build)}(mesh) gave {type(found[0]).__name__} as the model: must be a module"
+            " or a function"
+        )
     return found
-
-
-def no_dimension(error: KeyError, mesh: DeviceMesh) -> str:
-    """Name the dimension that the mesh lacks and the model asked for. Return "" for any other
-    error."""
-    text = " ".join(map(str, error.args))
-    if "mesh_dim_names" not in text:
-        return ""
-    known = mesh.mesh_dim_names or ()
-    asked = [name for name in re.findall(r"'(\w+)'", text) if name not in known]
-    wants = f"a dimension {asked[0]!r}" if asked else "a dimension that it does not have"
-    return f"the model asks the mesh for {wants}; there is {', '.join(map(repr, known))}"
 
 
 def _backward(inputs: Any) -> None:

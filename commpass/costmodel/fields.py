@@ -18,12 +18,13 @@ REMOVED = {"start_us": PROTOCOLS, "trees": PROTOCOLS}
 
 
 class UnknownField(ProfileError):
-    """An unknown field of a table, at a ``key``."""
+    """An unknown field ``key`` of a table. ``keys`` name the tables inside the checked one that it
+    is in, and the field."""
 
-    def __init__(self, key: str, name: str, known: Sequence[str]):
+    def __init__(self, key: str, name: str, known: Sequence[str], tables: Sequence[str] = ()):
         hint = REMOVED.get(key, "") if name == "a link" else ""
         super().__init__(f"{name} has no field {key!r}{hint or nearest(key, known)}")
-        self.key = key
+        self.keys = (*tables, key)
 
 
 def check_fields(profile: Mapping[str, Any], more: Sequence[str] = ()) -> None:
@@ -41,10 +42,11 @@ def check_link(link: Any, more: Sequence[str] = ()) -> None:
     """As ``check_fields``, for a link."""
     _check(link, Link, "a link", more)
     for each in _rows(link.get("protocols") if isinstance(link, Mapping) else None):
-        _check(each, Protocol, "a protocol", ())
-    for kind in _values(link, "measured"):
-        for each in _rows(kind):
-            _check(each, Region, "a region", ())
+        _check(each, Protocol, "a protocol", (), ("protocols",))
+    measured = link.get("measured") if isinstance(link, Mapping) else None
+    for kind, rows in measured.items() if isinstance(measured, Mapping) else ():
+        for each in _rows(rows):
+            _check(each, Region, "a region", (), ("measured", kind))
 
 
 def check_kernels(kernels: Any, more: Sequence[str] = ()) -> None:
@@ -55,14 +57,17 @@ def check_kernels(kernels: Any, more: Sequence[str] = ()) -> None:
     rates = kernels.get("rates")
     named = dict(rates) if isinstance(rates, Mapping) else {}
     for name, rate in {"other": kernels.get("other"), **named}.items():
-        _check(rate, KernelRate, f"the rate of {name}", more)
+        tables = ("rates", name) if name in named else (name,)
+        _check(rate, KernelRate, f"the rate of {name}", more, tables)
 
 
-def _check(table: Any, kind: type, name: str, more: Sequence[str]) -> None:
+def _check(
+    table: Any, kind: type, name: str, more: Sequence[str], tables: Sequence[str] = ()
+) -> None:
     known = [*(field.name for field in dataclasses.fields(kind)), *more]
     for key in table if isinstance(table, Mapping) else ():
         if key not in known:
-            raise UnknownField(str(key), name, known)
+            raise UnknownField(str(key), name, known, tables)
 
 
 def _values(table: Any, key: str) -> Iterator[Any]:

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from commpass.costmodel.cards import CARDS
 from commpass.costmodel.fields import check_fields, check_kernels, check_link
+from commpass.costmodel.kernels import KernelRate
 from commpass.costmodel.links import OLD_NAMES as LINK_NAMES
+from commpass.costmodel.links import Link
 from commpass.costmodel.profile import OLD_NAMES as PROFILE_NAMES
 from commpass.costmodel.profile import Profile, link_named, profile_named
 from commpass.errors import PolicyError, ProfileError, nearest
 from commpass.utils.deprecated import warn_renamed
-from commpass.utils.tables import Format, line_of, read_json, read_toml, write_whole
+from commpass.utils.tables import Format, line_at, line_of, read_json, read_toml, write_whole
 
+T = TypeVar("T")
 FORMAT = Format("profile", 2, "measure again with `commpass probe`", ProfileError)
 SUFFIXES = (".json", ".toml")
 BASE = ("base",)
@@ -185,62 +189,88 @@ def profile_from(profile: str | Path | Profile | None) -> Profile | None:
     return _from_toml(profile)
 
 
+Fail = Callable[[Sequence[str], str], ProfileError]
+"""Makes the error of a file, from the names of the tables and the field that is wrong."""
+
+
 def _from_toml(path: Path) -> Profile:
     """Read a TOML file. Its fields override the profile ``base``; a link is a table or a name."""
     text, table = read_toml(path)
 
-    def fail(key: str | None, why: str) -> ProfileError:
-        return ProfileError(f"{path}:{line_of(text, key)}: {why}")
+    def fail(keys: Sequence[str], why: str) -> ProfileError:
+        return ProfileError(f"{path}:{line_at(text, keys)}: {why}")
 
     base: Profile | None = None
     if "base" in table:
         try:
             base = profile_named(table.pop("base"))
         except PolicyError as error:
-            raise fail("base", str(error)) from error
+            raise fail(["base"], str(error)) from error
     try:
         table = with_current_names(
             table, lambda old, new: warn_renamed(f"{path}:{line_of(text, old)}: {old}", new)
         )
     except ProfileError as error:
-        raise fail(None, str(error)) from error
+        raise fail([], str(error)) from error
     known = [f.name for f in dataclasses.fields(Profile)]
     for key in table:
         if key not in known:
-            raise fail(key, f"a profile has no field {key!r}{nearest(key, [*known, 'base'])}")
+            raise fail([key], f"a profile has no field {key!r}{nearest(key, [*known, 'base'])}")
     fields = msgspec.to_builtins(base) if base is not None else {}
     fields["name"] = path.stem
     for key, value in table.items():
-        try:
-            fields[key] = _merged(key, value, fields.get(key))
-        except PolicyError as error:
-            raise fail(getattr(error, "key", key), str(error)) from error
+        fields[key] = _merged(key, value, fields.get(key), fail)
     if "source" not in table:
         fields["source"] = f"stated in {path.name}"
     if "link" not in fields:
-        raise fail(None, "a profile needs a [link] with alpha_us and gbytes_per_s, or a base")
-    return _built(fields, fail)
+        raise fail([], "a profile needs a [link] with alpha_us and gbytes_per_s, or a base")
+    for name, link in fields.get("links", {}).items():
+        _converted(link, Link, ("links", name), fail)
+    kernels = fields.get("kernels")
+    rates = kernels.get("rates", {}) if isinstance(kernels, Mapping) else {}
+    for name, rate in rates.items():
+        _converted(rate, KernelRate, ("kernels", "rates", name), fail)
+    return _converted(fields, Profile, (), fail)
 
 
-def _built(fields: dict[str, Any], fail: Any) -> Profile:
+_PLACE = re.compile(r" - at `\$\.?(.*)`$")
+"""Where a value is, at the end of an error of msgspec."""
+_FIELD = re.compile(r"\w+\((\w+)=|.* required field `(\w+)`")
+"""The field that an error is about, at its beginning."""
+
+
+def _converted(value: Any, kind: type[T], keys: Sequence[str], fail: Fail) -> T:
+    """Return a value of a file as a type; ``keys`` name the tables that it is in."""
     try:
-        return msgspec.convert(fields, Profile)
-    except msgspec.ValidationError as error:
-        where = str(error).rpartition("$.")[2].rstrip("`").partition(".")[0].partition("[")[0]
-        raise fail(where or None, str(error)) from error
-    except PolicyError as error:
-        raise fail(None, str(error)) from error
+        return msgspec.convert(value, kind)
+    except (msgspec.ValidationError, PolicyError) as error:
+        text = str(error)
+        place = _PLACE.search(text)
+        inner = re.findall(r"\w+", place.group(1)) if place else []
+        field = _FIELD.match(text)
+        named = [name for name in (field.groups() if field else ()) if name]
+        table = f"[{'.'.join(keys)}]: " if keys else ""
+        raise fail([*keys, *inner, *named], table + _PLACE.sub("", text)) from error
 
 
-def _merged(key: str, value: Any, below: Any) -> Any:
+def _merged(key: str, value: Any, below: Any, fail: Fail) -> Any:
     """Return a field of a file, merged with the value of the base."""
-    if key in ("link", "intra_host_link"):
-        return _link(value, below)
     if key == "links":
         if not isinstance(value, Mapping):
-            raise ProfileError("links: must map names of groups to links")
-        return {**(below or {}), **{name: _link(each, None) for name, each in value.items()}}
-    return _kernels(value, below) if key == "kernels" else value
+            raise fail([key], "links: must map names of groups to links")
+        links = {name: _at([key, name], fail, _link, each, None) for name, each in value.items()}
+        return {**(below or {}), **links}
+    if key in ("link", "intra_host_link"):
+        return _at([key], fail, _link, value, below)
+    return _at([key], fail, _kernels, value, below) if key == "kernels" else value
+
+
+def _at(keys: Sequence[str], fail: Fail, function: Callable[..., Any], *given: Any) -> Any:
+    """Return what a function of values of a file gives; ``keys`` name where they are."""
+    try:
+        return function(*given)
+    except PolicyError as error:
+        raise fail([*keys, *getattr(error, "keys", ())], str(error)) from error
 
 
 def _kernels(value: Any, below: Any) -> Any:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from commpass.errors import PolicyError, check_number
+from commpass.errors import PolicyError, check_quantity
 
 RAW = "raw"
 """The codec that only copies."""
@@ -30,10 +30,10 @@ class KernelRate:
     call_us: float | None = None
 
     def __post_init__(self) -> None:
-        check_number("KernelRate(encode_ns", self.encode_ns)
-        check_number("KernelRate(decode_ns", self.decode_ns)
+        check_quantity("KernelRate(encode_ns", self.encode_ns)
+        check_quantity("KernelRate(decode_ns", self.decode_ns)
         if self.call_us is not None:
-            check_number("KernelRate(call_us", self.call_us)
+            check_quantity("KernelRate(call_us", self.call_us)
 
     def slowed(self, times: float) -> KernelRate:
         """Return the rate of kernels that take ``times`` as long."""
@@ -73,14 +73,14 @@ class Kernels:
     tile_us: float = 1.5
 
     def __post_init__(self) -> None:
-        check_number("Kernels(launch_us", self.launch_us)
-        check_number("Kernels(graph_launch_us", self.graph_launch_us)
-        check_number("Kernels(in_exchange", self.in_exchange, above=True)
-        check_number("Kernels(tile_us", self.tile_us)
-        check_number("Kernels(call_us", self.call_us)
-        check_number("Kernels(gflops", self.gflops, above=True)
-        check_number("Kernels(gbytes_per_s", self.gbytes_per_s, above=True)
-        check_number("Kernels(matmul_encode", self.matmul_encode, above=True)
+        check_quantity("Kernels(launch_us", self.launch_us)
+        check_quantity("Kernels(graph_launch_us", self.graph_launch_us)
+        check_quantity("Kernels(in_exchange", self.in_exchange, above=True)
+        check_quantity("Kernels(tile_us", self.tile_us)
+        check_quantity("Kernels(call_us", self.call_us)
+        check_quantity("Kernels(gflops", self.gflops, above=True)
+        check_quantity("Kernels(gbytes_per_s", self.gbytes_per_s, above=True)
+        check_quantity("Kernels(matmul_encode", self.matmul_encode, above=True)
         if not isinstance(self.rates, Mapping):
             raise PolicyError(
                 f"Kernels(rates={self.rates!r}): must map names of codecs to KernelRate(...)"

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from commpass.costmodel.protocols import Protocol
-from commpass.errors import PolicyError, check_number, nearest
+from commpass.errors import PolicyError, check_quantity, nearest
 from commpass.plan.kinds import KINDS, PAIRWISE
 from commpass.plan.stage import ALL, BLOCK, NEXT, Stage
 from commpass.utils.deprecated import renamed_fields
@@ -40,9 +40,9 @@ class Region:
     gbytes_per_s: float
 
     def __post_init__(self) -> None:
-        check_number("Region(from_bytes", self.from_bytes)
-        check_number("Region(alpha_us", self.alpha_us)
-        check_number("Region(gbytes_per_s", self.gbytes_per_s, above=True)
+        check_quantity("Region(from_bytes", self.from_bytes)
+        check_quantity("Region(alpha_us", self.alpha_us)
+        check_quantity("Region(gbytes_per_s", self.gbytes_per_s, above=True)
 
     def time_us(self, messages: float, sent: float) -> float:
         """Return the microseconds of ``messages`` consecutive messages that send ``sent`` bytes."""
@@ -103,14 +103,14 @@ class Link:
     bridge_gbytes_per_s: float = 0.0
 
     def __post_init__(self) -> None:
-        check_number("Link(alpha_us", self.alpha_us)
-        check_number("Link(gbytes_per_s", self.gbytes_per_s, above=True)
-        check_number("Link(overhead_us", self.overhead_us)
-        check_number("Link(contention_bytes", self.contention_bytes)
-        check_number("Link(buffered_bytes", self.buffered_bytes)
-        check_number("Link(least_us", self.least_us)
-        check_number("Link(peer_gbytes_per_s", self.peer_gbytes_per_s)
-        check_number("Link(bridge_gbytes_per_s", self.bridge_gbytes_per_s)
+        check_quantity("Link(alpha_us", self.alpha_us)
+        check_quantity("Link(gbytes_per_s", self.gbytes_per_s, above=True)
+        check_quantity("Link(overhead_us", self.overhead_us)
+        check_quantity("Link(contention_bytes", self.contention_bytes)
+        check_quantity("Link(buffered_bytes", self.buffered_bytes)
+        check_quantity("Link(least_us", self.least_us)
+        check_quantity("Link(peer_gbytes_per_s", self.peer_gbytes_per_s)
+        check_quantity("Link(bridge_gbytes_per_s", self.bridge_gbytes_per_s)
         for name, ranks in (("on_host", self.on_host), ("island", self.island)):
             if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 0:
                 raise PolicyError(f"Link({name}={ranks!r}): must be a number of ranks, or 0")
@@ -135,7 +135,7 @@ class Link:
                 if kind not in kinds:
                     why = nearest(str(kind), kinds)
                     raise PolicyError(f"Link({name}=...): no kind {kind!r}{why}")
-                check_number(f"Link({name}=...): {kind}", times, above=True)
+                check_quantity(f"Link({name}=...): {kind}", times, above=True)
         if not isinstance(self.measured, Mapping):
             raise PolicyError(f"Link(measured={self.measured!r}): must map kinds to Region(...)")
         for kind, regions in self.measured.items():

@@ -21,7 +21,7 @@ from commpass.costmodel.kernels import CPU, Kernels
 from commpass.costmodel.links import Link, sharing
 from commpass.costmodel.machines import machine_named, machine_names
 from commpass.costmodel.protocols import between_hosts
-from commpass.errors import PolicyError, check_number, nearest
+from commpass.errors import PolicyError, check_number, check_quantity, nearest
 from commpass.plan.kinds import KINDS
 from commpass.utils.deprecated import renamed_fields
 
@@ -269,8 +269,8 @@ def ethernet(gbit_per_s: float, alpha_us: float = 60.0) -> Profile:
 
     Raises PolicyError unless the speed is a number above 0.
     """
-    check_number("ethernet(gbit_per_s", gbit_per_s, above=True)
-    check_number("ethernet(alpha_us", alpha_us)
+    check_quantity("ethernet(gbit_per_s", gbit_per_s, above=True)
+    check_quantity("ethernet(alpha_us", alpha_us)
     link = Link(
         alpha_us,
         gbit_per_s / 8,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil, log2
 
-from commpass.errors import PolicyError, check_number
+from commpass.errors import PolicyError, check_quantity
 
 ALL_REDUCE = "all_reduce"
 """The kind that a library also carries out along a tree, or by a switch that sums."""
@@ -53,8 +53,8 @@ class Protocol:
             "tree_step_us",
             "most_gbytes_per_s",
         ):
-            check_number(f"Protocol({name}", getattr(self, name))
-        check_number("Protocol(share", self.share, above=True, maximum=1.0)
+            check_quantity(f"Protocol({name}", getattr(self, name))
+        check_quantity("Protocol(share", self.share, above=True, maximum=1.0)
         if not isinstance(self.switch_sums, bool):
             raise PolicyError(f"Protocol(switch_sums={self.switch_sums!r}): must be True or False")
 

@@ -19,6 +19,7 @@ from commpass.costmodel.cards import card_of
 from commpass.costmodel.files import Machine, measured_profile, read
 from commpass.errors import CommpassError, ProfileError, nearest
 from commpass.groups import is_first_rank
+from commpass.utils.tables import line_at
 
 VARIABLE = "COMMPASS_PROFILE"
 """The environment variable that names a profile if the program names none."""
@@ -52,7 +53,9 @@ def _profile_of(named: str | Path | Profile | None) -> Profile | None:
     rates = found.kernels.rates if found is not None else {}
     for name in rates if str(named).endswith(".toml") else ():
         if name not in CODECS:
-            raise ProfileError(f"{named}: [kernels.rates.{name}]: no codec{nearest(name, CODECS)}")
+            line = line_at(Path(str(named)).read_text(), ("kernels", "rates", name))
+            why = f"no codec{nearest(name, CODECS)}"
+            raise ProfileError(f"{named}:{line}: [kernels.rates.{name}]: {why}")
     return found
 
 

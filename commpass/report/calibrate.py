@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 from torch.distributed.device_mesh import init_device_mesh
 
+from commpass.build_errors import no_dimension
 from commpass.calibration import CODECS, Calibration, Solution, calibrate
 from commpass.distributed.machine import default_here, device_of, requested_profile
 from commpass.errors import CalibrationError
@@ -29,7 +30,6 @@ from commpass.report.probe import group
 from commpass.report.progress import progress
 from commpass.report.simulate import build_of, mesh_of
 from commpass.report.tables import console_for, plain_table, print_json
-from commpass.simulate import no_dimension
 from commpass.utils.tables import write_whole
 
 UNIFORM = ("exponent", "rotated", "rotated(bits=6)", "rotated(bits=4)")

@@ -18,8 +18,9 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from commpass.build_errors import named_errors
 from commpass.costmodel.machines import machine_named
-from commpass.errors import CommpassError, nearest
+from commpass.errors import CommpassError, PolicyError, nearest
 from commpass.report.colours import WAITING, colour_of
 from commpass.report.numbers import size
 from commpass.report.plots import new_figure
@@ -44,6 +45,10 @@ def run(
     dump: Path | None = None,
     json: bool,
 ) -> None:
+    for policy in policies:
+        if "," in policy and not policy.endswith(".toml"):
+            options = " ".join(f"--policy {name.strip()}" for name in policy.split(","))
+            raise PolicyError(f"--policy {policy}: give the option once for each: {options}")
     sizes = mesh_of(mesh)
     where = profile_of(profile, cluster)
     if cluster is not None and nodes is None and not sweep:
@@ -125,7 +130,8 @@ def _module(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[module.__name__] = module
     sys.path.insert(0, str(path.resolve().parent))  # as ``python FILE.py`` would
-    spec.loader.exec_module(module)
+    with named_errors(f"{path} cannot be imported"):
+        spec.loader.exec_module(module)
     return module
 
 

@@ -178,3 +178,33 @@ def line_of(text: str, key: str | None, rule: int | None = None) -> int:
         if key == "rule" and rule is None and re.match(r"\s*\[?\s*rule\b", line):
             return number
     return start
+
+
+def line_at(text: str, path: Sequence[str]) -> int:
+    """Return the line of a key of a TOML text, given as the names of its tables and its own.
+
+    If the text has no such line, it is that of the innermost of its tables that has one, or else 1.
+    A key of an inline table is on the line of that table.
+    """
+    found: dict[tuple[str, ...], int] = {}
+    table: tuple[str, ...] = ()
+    for number, line in enumerate(text.splitlines(), start=1):
+        if header := re.match(r"\s*\[+([^\]]+)\]", line):
+            keys = table = _parts(header.group(1))
+        elif entry := re.match(rf"\s*({_KEY}(?:\s*\.\s*{_KEY})*)\s*=", line):
+            keys = (*table, *_parts(entry.group(1)))
+        else:
+            continue
+        for length in range(1, len(keys) + 1):
+            found.setdefault(keys[:length], number)
+    prefixes = (tuple(path[:length]) for length in range(len(path), 0, -1))
+    return next((found[each] for each in prefixes if each in found), 1)
+
+
+_KEY = r"(?:\"[^\"]*\"|'[^']*'|[\w-]+)"
+"""A key of TOML, bare or in quotes."""
+
+
+def _parts(keys: str) -> tuple[str, ...]:
+    """Return the names of a dotted key."""
+    return tuple(each.strip("\"'") for each in re.findall(_KEY, keys))

@@ -24,9 +24,9 @@ import commpass
 from commpass import Policy, Rule
 from commpass.cli import app
 from commpass.costmodel import KernelRate, Kernels, Link, Profile, profile
-from commpass.errors import CommpassError
+from commpass.errors import CommpassError, PolicyError
 from commpass.plan import dump
-from commpass.report.simulate import draw, mesh_of, millis, table
+from commpass.report.simulate import build_of, draw, mesh_of, millis, run, table
 from commpass.simulate import Simulated
 
 NO_COMPUTE = Kernels(launch_us=0.0, other=KernelRate(0, 0), gflops=1e12, gbytes_per_s=1e12)
@@ -174,6 +174,16 @@ def test_simulation_leaves_nothing_behind():
         ({"policies": ["balancd"]}, "did you mean 'balanced'"),
         ({"build": lambda mesh: (torch.relu, (torch.ones(3),))}, "simulate inference"),
         ({"build": lambda mesh: None}, "must give a model and a tuple"),
+        ({"build": lambda mesh: ("model", ())}, "gave str as the model"),
+        ({"build": lambda: None}, r"called as <lambda>.mesh.: too many positional arguments"),
+        ({"build": lambda mesh, rows: None}, "missing a required argument: 'rows'"),
+        ({"build": lambda mesh: 1 / 0}, r"test_simulate.py:\d+ in <lambda>: ZeroDivisionError"),
+        (
+            {"mesh": {"tp": 3}},
+            r"mesh tp=3: RuntimeError: a and b must have same"
+            r" reduction dim.*\. \S+weight has \d+ rows or columns, which 3 ranks divide unevenly",
+        ),
+        ({"sweep": ("gbit", [1e308])}, "^gbit=1e.308: must be from 1e-30"),
     ],
 )
 def test_simulation_refuses_bad_arguments(more, said):
@@ -395,3 +405,23 @@ def test_picture_of_a_narrow_sweep(figure):
     for axes in made.axes:
         assert (axes.get_xscale(), axes.get_yscale()) == ("linear", "linear")
         assert axes.get_ylim()[0] == 0
+
+
+def test_several_policies_in_one_option_are_an_error():
+    with pytest.raises(PolicyError, match=r"once for each: --policy off --policy balanced$"):
+        run(
+            "model.py:build",
+            "ethernet-1g",
+            "tp=2",
+            ["off,balanced"],
+            None,
+            train=True,
+            plot=None,
+            json=False,
+        )
+
+
+def test_file_that_cannot_be_imported_is_named_with_its_line(tmp_path):
+    (tmp_path / "wrong.py").write_text("x = 1\nimport no_such_module\n")
+    with pytest.raises(CommpassError, match=r"cannot be imported at wrong\.py:2 .*no_such_module"):
+        build_of(f"{tmp_path}/wrong.py:build")

@@ -31,7 +31,8 @@ from commpass.lowering.gpu.exchange_sizes import (  # noqa: E402
     memory_of,
     unsupported_reason,
 )
-from commpass.lowering.gpu.source import load  # noqa: E402
+from commpass.lowering.gpu.generate import KNOWN  # noqa: E402
+from commpass.lowering.gpu.source import load, of_text  # noqa: E402
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -172,6 +173,13 @@ def test_workspace_is_for_values_of_one_kind():
         run(space, torch.zeros(131073, dtype=torch.bfloat16))
     with pytest.raises(CommpassError, match=r"was called with 7 of torch\.float32"):
         run(space, torch.zeros(7))
+
+
+def test_generated_text_may_not_hide_a_tile_function():
+    text = "def entry(x, flat):\n    flat(x, x, 8)\n"
+    with pytest.raises(ValueError, match="entry: flat: names of variables"):
+        of_text("entry", text, KNOWN)
+    assert "def flat(" in of_text("entry", text.replace(", flat", ""), KNOWN).text
 
 
 @pytest.mark.parametrize("name", ALL)

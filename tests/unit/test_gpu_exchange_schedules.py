@@ -73,6 +73,16 @@ def test_programs_share_tiles_in_every_schedule(name):
     assert [each for each in found if each.is_bad] == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", ["equarx(width=60)", "mxfp4", "equarx(block=8)"])
+@pytest.mark.parametrize("name", ALL)
+def test_every_layout_has_a_kernel(name, spec):
+    """Blocks that are rectangles, or hold even places first, or one value of each register."""
+    setup = Setup(name, 2, numel=2 * 8192 if "block" in spec else 1042, calls=1, spec=spec)
+    found = run(setup, 1)
+    assert [each.right for each in found] == [2]
+
+
 @pytest.mark.parametrize(
     ("name", "ranks", "schedules"),
     [

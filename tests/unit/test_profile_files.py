@@ -176,6 +176,15 @@ def test_rates_of_a_card(tmp_path):
     assert found.kernels == dataclasses.replace(CARDS["h100"].kernels, launch_us=3.0)
 
 
+TWO_LINKS = """base = "ethernet-10g"
+[links.tp]
+alpha_us = 1
+gbytes_per_s = 1
+[links.dp]
+alpha_us = 2
+"""
+
+
 @pytest.mark.parametrize(
     ("text", "line", "said"),
     [
@@ -185,7 +194,22 @@ def test_rates_of_a_card(tmp_path):
         ('base = "ethernet-10"\n', 1, "unknown profile 'ethernet-10'; did you mean 'ethernet-10g'"),
         ('base = "ethernet-10g"\n\nintra_host_link = "nvlnk-4"\n', 3, "did you mean 'nvlink-4'"),
         ("[link]\nalpha_us = 5\n", 1, "gbytes_per_s"),
-        ('base = "ethernet-10g"\n\n[links]\ndp = 3\n', 3, "links"),
+        ('base = "ethernet-10g"\n\n[links]\ndp = 3\n', 4, "links"),
+        (TWO_LINKS + 'gbytes_per_s = "x"\n', 7, r"\[links.dp\]: Expected `float`, got `str`$"),
+        (TWO_LINKS + "gbytes_per_s = -1\n", 7, r"\[links.dp\]: Link\(gbytes_per_s=-1.0\)"),
+        (TWO_LINKS + "alpha = 1\n", 7, "no field 'alpha'"),
+        (TWO_LINKS, 5, r"\[links.dp\]: Object missing required field `gbytes_per_s`"),
+        (TWO_LINKS.replace("links.dp", 'links . "dp"') + "gbytes_per_s = 0\n", 7, "above 0"),
+        (
+            TWO_LINKS + "gbytes_per_s = 1\n[[links.dp.protocols]]\nshare = 2\n",
+            8,
+            "missing required field `name`",
+        ),
+        ('base = "nvlink-4"\nlinks = { tp = { alpha_us = 1, gbytes_per_s = 0 } }\n', 2, "above 0"),
+        ('base = "nvlink-4"\n[links]\ndp.alpha_us = 1\ndp.gbytes_per_s = 0\n', 4, "above 0"),
+        ('base = "nvlink-4"\n[links]\ntp = "nvlink"\ndp = "nvlnk"\n', 4, "unknown link 'nvlnk'"),
+        ('base = "nvlink-4"\n[kernels.rates.int8]\ndecode_ns = -1\n', 2, "`encode_ns`"),
+        ('base = "nvlink-4"\n\nmargin = -1\n', 3, "Profile.margin"),
         ("x = \n", 1, "not TOML"),
     ],
 )
@@ -193,6 +217,16 @@ def test_errors_name_file_and_line(tmp_path, text, line, said):
     with pytest.raises(PolicyError, match=said) as error:
         profile_from(toml(tmp_path, text))
     assert f"cluster.toml:{line}: " in str(error.value)
+
+
+@pytest.mark.parametrize("number", ["1e-308", "1e308", "5e-324"])
+@pytest.mark.parametrize(
+    "text", ["[link]\nalpha_us = ", "[link]\ngbytes_per_s = ", "[kernels]\ngflops = "]
+)
+def test_number_that_no_time_can_be_computed_from_is_refused(tmp_path, text, number):
+    with pytest.raises(PolicyError, match=r"must be .*from 1e-30 to 1e\+30") as error:
+        profile_from(toml(tmp_path, f'base = "ethernet-10g"\n{text}{number}\n'))
+    assert "cluster.toml:3: " in str(error.value)
 
 
 PROTOCOL = '[[link.protocols]]\nname = "LL"\nstart_us = 1\nstep_us = 2\nshare = 0.5\n'

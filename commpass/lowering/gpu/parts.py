@@ -76,7 +76,7 @@ def _lanes(layout: Lanes, size: int) -> str:
 
 @place.register
 def _tiles(layout: Tiles, size: int) -> str:
-    return f"tiles(block, inside, numel, {layout.height}, {layout.across}, {layout.width})"
+    return f"rectangles(block, inside, numel, {layout.height}, {layout.across}, {layout.width})"
 
 
 @by_type

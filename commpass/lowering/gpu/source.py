@@ -65,8 +65,15 @@ def of_function(entry: Callable[..., Any]) -> Source:
 
 def of_text(entry: str, text: str, known: Mapping[str, Any]) -> Source:
     """Return the source of a kernel with a generated entry; ``known`` are the tile functions and
-    numbers that its text may use."""
+    numbers that its text may use.
+
+    Raises ValueError if the text has an argument or a variable with the name of one of them: inside
+    its function, that name is not the tile function any more.
+    """
     code = compile(text, f"<{entry}>", "exec")
+    usable = {name for name, value in known.items() if _is_usable(value)}
+    if hidden := sorted(usable.intersection(_locals(code))):
+        raise ValueError(f"{entry}: {', '.join(hidden)}: names of variables and of tile functions")
     return Source(entry, _assemble(text, _needs_of(code, known)))
 
 
@@ -133,13 +140,26 @@ def _needs_of(code: CodeType, known: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in _globals(code):
         value = known.get(name)
-        if isinstance(value, PLAIN):
-            found.setdefault(name, value)
-        elif getattr(value, "is_tile", False):
+        if not _is_usable(value):
+            continue
+        if not isinstance(value, PLAIN):
             for inner, what in _needs(value).items():  # type: ignore[arg-type]
                 found.setdefault(inner, what)
-            found.setdefault(name, value)
+        found.setdefault(name, value)
     return found
+
+
+def _is_usable(value: Any) -> bool:
+    """Whether the text of a kernel may contain the name of a value."""
+    return isinstance(value, PLAIN) or getattr(value, "is_tile", False)
+
+
+def _locals(code: CodeType) -> Iterator[str]:
+    """Yield the names of the arguments and variables of code, including functions inside it."""
+    yield from code.co_varnames
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _locals(inner)
 
 
 def _globals(code: CodeType) -> Iterator[str]:

@@ -36,7 +36,9 @@ def lanes(block, inside, SIZE: tl.constexpr, LANES: tl.constexpr):
 
 
 @tile
-def tiles(block, inside, numel, HEIGHT: tl.constexpr, ACROSS: tl.constexpr, WIDTH: tl.constexpr):
+def rectangles(
+    block, inside, numel, HEIGHT: tl.constexpr, ACROSS: tl.constexpr, WIDTH: tl.constexpr
+):
     """Rectangles of a matrix with WIDTH columns; what lies beside it is given as ``numel``."""
     ALONG: tl.constexpr = (WIDTH + ACROSS - 1) // ACROSS
     line = (block // ALONG) * HEIGHT + inside // ACROSS
