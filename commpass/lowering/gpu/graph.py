@@ -16,7 +16,8 @@ from commpass.lowering.chain import Chain
 from commpass.lowering.gpu import exponent, launch, matmul_launch
 from commpass.lowering.gpu.generate import kernel
 from commpass.lowering.gpu.matmul_encode import unsupported_reason
-from commpass.lowering.gpu.matmul_sizes import Problem
+from commpass.lowering.gpu.matmul_sizes import Configuration, Problem
+from commpass.lowering.gpu.tile_sizes import Tile
 from commpass.lowering.matmul import Product
 
 FOLLOWS_ALL_PATHS = hasattr(triton_kernel_wrap, "identify_accessed_tensors")
@@ -24,14 +25,16 @@ FOLLOWS_ALL_PATHS = hasattr(triton_kernel_wrap, "identify_accessed_tensors")
 does and 2.11 does not (pytorch#193703). Codec ``exponent`` has too many: compiling would hang."""
 
 
-def caller(chain: Chain, numel: int) -> Callable[..., Tensor | list[Tensor]]:
-    """Return a function that calls the kernel of a chain, for rows of ``numel`` values. Traced, it
-    leaves buffers and a call that writes them and returns nothing. A chain with further results
-    returns a list, its result first."""
+def caller(
+    chain: Chain, numel: int, tile: Tile | None = None
+) -> Callable[..., Tensor | list[Tensor]]:
+    """Return a function that calls the kernel of a chain, for rows of ``numel`` values, with the
+    static tile or another one. Traced, it leaves buffers and a call that writes them and returns
+    nothing. A chain with further results returns a list, its result first."""
 
     def call(*inputs: Tensor) -> Tensor | list[Tensor]:
         rows, device = inputs[0].shape[0] // chain.ranks, inputs[0].device
-        generated = kernel(chain, numel, launch.lanes(device))
+        generated = kernel(chain, numel, launch.lanes(device), tile)
         output = launch.empty(generated, rows, numel, device)
         further = launch.empty_further(generated, rows, numel, device)
         launch.launch(generated, inputs, output, numel, further, graph=True)
@@ -76,7 +79,9 @@ def unsupported_product_reason(a: Tensor, b: Tensor, bias: Tensor | None, produc
     return unsupported_reason(product.codec, matmul, problem, arch=matmul_launch.arch_of(a.device))
 
 
-def product_caller(product: Product, biased: bool) -> Callable[..., Tensor]:
+def product_caller(
+    product: Product, biased: bool, by: Configuration | None = None
+) -> Callable[..., Tensor]:
     """As ``caller``, for a product ``a @ b`` (plus a bias, if ``biased``)."""
 
     def call(a: Tensor, b: Tensor, *bias: Tensor) -> Tensor:
@@ -88,6 +93,7 @@ def product_caller(product: Product, biased: bool) -> Callable[..., Tensor]:
             product.rows,
             bias=bias[0] if biased else None,
             activation=product.activation,
+            by=by,
             graph=True,
         )
 

@@ -114,12 +114,17 @@ def matmul_of(a: Tensor, b: Tensor, bias: Tensor | None, activation: str) -> Mat
 
 
 def for_alignment(by: Configuration, a: Tensor, b: Tensor) -> Configuration:
-    """Return the configuration, without descriptors if operands are not aligned: their start and
-    their lines must be at multiples of 16 bytes."""
+    """Return the configuration, without descriptors if operands are not aligned."""
+    fits = not by.descriptors or are_aligned(a, b)
+    return by if fits else replace(by, descriptors=False)
+
+
+def are_aligned(a: Tensor, b: Tensor) -> bool:
+    """Whether descriptors can load the operands: their start and their lines must be at multiples
+    of 16 bytes."""
     apart = (step_of(each) * each.itemsize for each in (a, b))
     begin = (each.storage_offset() * each.itemsize for each in (a, b))
-    fits = all(number % 16 == 0 for number in (*apart, *begin))
-    return by if fits or not by.descriptors else replace(by, descriptors=False)
+    return all(number % 16 == 0 for number in (*apart, *begin))
 
 
 def run(
@@ -132,17 +137,18 @@ def run(
     activation: str = "",
     by: Configuration | None = None,
     graph: bool = False,
+    as_in_graph: bool = False,
 ) -> Tensor:
     """Return the wires ``[ranks, wire_bytes]`` of ``a @ b`` rounded to their dtype.
 
     With ``graph``, the call is traced for Inductor, which launches the kernel itself and allocates
-    memory for descriptors.
+    memory for descriptors. With ``as_in_graph`` it is compiled as Inductor compiles it.
     """
     matmul = matmul_of(a, b, bias, activation)
     if matmul is None:
         raise CommpassError("no kernel: an operand is stored neither by rows nor by columns")
     problem = Problem(a.shape[0], b.shape[1], a.shape[1], ranks)
-    arch = "sm_90" if interpreting() else arch_of(a.device)
+    arch = arch_here(a.device)
     if why := unsupported_reason(codec, matmul, problem, arch=arch):
         raise CommpassError(f"no kernel: {why}")
     width = codec.wire_bytes(problem.rows * problem.n, torch.float32)
@@ -156,7 +162,7 @@ def run(
     if graph:
         wrap_triton(function)[grid](*arguments, **prepared.constants, **compiled)
         return wire
-    if not interpreting():
+    if not (as_in_graph or interpreting()):
         compiled["enable_fp_fusion"] = prepared.kernel.fuses
 
     def launch() -> None:
@@ -180,6 +186,11 @@ def _processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 2
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def arch_here(device: torch.device) -> str:
+    """As ``arch_of``; for tests, that of a GPU if Triton interprets."""
+    return "sm_90" if interpreting() else arch_of(device)
 
 
 def arch_of(device: torch.device) -> str:
