@@ -12,7 +12,7 @@ from torch._dynamo.exc import ShortenTraceback
 from torch._guards import tracing
 
 from commpass import groups
-from commpass.backend import agree
+from commpass.backend import agree, tune
 from commpass.backend.calls import instrument, samples_of
 from commpass.backend.records import GraphDump, record_plan
 from commpass.backend.shared import Job, Shared
@@ -89,6 +89,11 @@ def _build(shared: Shared, job: Job, before: PassContext | None) -> Built | Rais
 
     compile_progress.stage("passes")
     outcome, mismatch, round = agree.plan_graph(shared, given, job, on_pass_end)
+    if mismatch is None and outcome.error is None:
+        try:
+            tune.set_tile_sizes(shared, job, outcome, round)
+        except Unanswered as error:
+            raise _Unanswered(error) from error
     plan = outcome.plan
     raised = isinstance(outcome.error, PolicyError) or mismatch is not None
     if outcome.error is not None and not raised:

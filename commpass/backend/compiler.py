@@ -17,7 +17,12 @@ from commpass.backend import build
 from commpass.backend.calls import check_call
 from commpass.backend.compile_once import compiled_once
 from commpass.backend.object_inputs import bypass_objects
-from commpass.backend.options import Compiler, in_cuda_graphs, inductor_options
+from commpass.backend.options import (
+    Compiler,
+    autotune_seconds,
+    in_cuda_graphs,
+    inductor_options,
+)
 from commpass.backend.shared import Job, Shared, TracedGraph
 from commpass.costmodel import Profile
 from commpass.distributed import record
@@ -166,6 +171,7 @@ class Backend(Shared):
                 stateless=calls.stateless(direction, False),
                 compile_graph=compile_graph,
                 unsupported_reason=unsupported_reason,
+                autotune_s=autotune_seconds(self.autotune, self.inner),
             )
         )
 
@@ -226,6 +232,7 @@ class Backend(Shared):
                     compile_graph=compile_graph,
                     decompositions=kwargs.get("get_decomp_fn"),
                     unsupported_reason=unsupported,
+                    autotune_s=autotune_seconds(self.autotune, self.inner),
                 )
             )
 

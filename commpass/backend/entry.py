@@ -17,7 +17,7 @@ from commpass.backend.options import INNER, OPTIONS, Compiler
 from commpass.costmodel import Profile
 from commpass.distributed.environment import dump_here, policy_here
 from commpass.distributed.machine import profile_here
-from commpass.errors import PolicyError, nearest
+from commpass.errors import PolicyError, check_number, nearest
 from commpass.lowering import cpu
 from commpass.policy import Policy
 from commpass.tensorrt import Engines
@@ -49,6 +49,7 @@ def backend(
     strict: bool = False,
     dump: str | os.PathLike[str] | None = None,
     timeout: float | None = None,
+    autotune: bool | float | None = None,
 ) -> Backend:
     """Return a backend for ``torch.compile(model, backend=commpass.backend("balanced"))``.
 
@@ -71,6 +72,10 @@ def backend(
             related commands. If None, the environment variable COMMPASS_DUMP.
         timeout: seconds that ranks wait for each other's plans. If None, the time-out of the
             process groups. After 30 s a message names the ranks that are waited for.
+        autotune: whether tile sizes of kernels are timed on the GPU while a graph is compiled, for
+            at most 10 s for each graph, or for at most this number of seconds. If None, Inductor's
+            option ``max_autotune`` decides, as in ``mode="max-autotune"``. It needs
+            ``inner="inductor"``. See docs/lowering.md.
 
     Raises PolicyError for an unknown name, with the nearest known one.
     """
@@ -87,9 +92,14 @@ def backend(
         raise PolicyError(f"strict={strict!r}: must be strict=True or strict=False")
     if dump is not None and not isinstance(dump, (str, os.PathLike)):
         raise PolicyError(f'dump={dump!r}: must be the path of a folder, e.g. dump="dumps"')
+    if autotune is not None and not isinstance(autotune, bool):
+        check_number("autotune", autotune)
+    if autotune and inner != "inductor":
+        raise PolicyError(f'autotune={autotune!r}: kernels are only used with inner="inductor"')
     if inner == "tensorrt":
         inner = Engines()
-    made = Backend(chosen, inner, profile_here(profile), strict, dump_here(dump), timeout)
+    settings = profile_here(profile), strict, dump_here(dump), timeout, autotune
+    made = Backend(chosen, inner, *settings)
     if inner == "inductor" and torch.version.cuda is None:  # else a graph may need no C++
         cpu.precompile_headers()
     return made

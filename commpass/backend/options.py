@@ -13,7 +13,9 @@ from commpass.errors import PolicyError
 INNER = ("inductor", "eager", "aot_eager", "tensorrt")
 SAMPLING_COMPILERS = INNER[:3]
 """The inner compilers that know the operator that samples errors. Others need not know it."""
-OPTIONS = ("policy", "inner", "profile", "strict", "dump", "timeout")
+OPTIONS = ("policy", "inner", "profile", "strict", "dump", "timeout", "autotune")
+AUTOTUNE_S = 10.0
+"""Seconds in which the kernels of one graph are timed, unless the user gives a number."""
 Compiler = Callable[..., Any]
 
 
@@ -34,6 +36,19 @@ def inductor_options(options: Mapping[str, Any], inner: str | Compiler) -> dict[
         if get_origin(expected) is None and not isinstance(value, expected):
             raise PolicyError(f"option {name}={value!r}: must be a {expected.__name__}")
     return found
+
+
+def autotune_seconds(autotune: bool | float | None, inner: str | Compiler) -> float:
+    """Return the seconds in which the kernels of one graph may be timed; 0.0 for none.
+
+    If ``autotune`` is None, Inductor's option ``max_autotune`` decides.
+    """
+    from torch._inductor import config
+
+    if inner != "inductor":
+        return 0.0
+    chosen = bool(config.max_autotune) if autotune is None else autotune
+    return AUTOTUNE_S * chosen if isinstance(chosen, bool) else float(chosen)
 
 
 def in_cuda_graphs(profile: Profile) -> Profile:

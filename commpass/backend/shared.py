@@ -23,6 +23,7 @@ from commpass.distributed.owners import Calls
 from commpass.distributed.plan_store import publish_hello
 from commpass.distributed.step_timer import StepTimer
 from commpass.distributed.summary import Summary
+from commpass.lowering.timed import Timed
 from commpass.plan import Plan
 from commpass.policy import Policy
 
@@ -38,10 +39,11 @@ class Shared:
         strict: bool,
         dump: Path | None,
         timeout: float | None,
+        autotune: bool | float | None = None,
     ):
         self.__name__ = "commpass"
         self.policy, self.inner, self.profile = policy, inner, profile
-        self.strict, self.dump, self.timeout = strict, dump, timeout
+        self.strict, self.dump, self.timeout, self.autotune = strict, dump, timeout, autotune
         self.run = uuid.uuid4().hex[:8]
         self.graphs = self.resets = 0
         self.warned_of_reordering = False
@@ -49,6 +51,7 @@ class Shared:
         self.hidden: dict[tuple[Any, ...], bool] = {}
         self.densities: dict[tuple[Any, ...], float] = {}
         self.over: dict[tuple[Any, Key], str] = {}  # sites over their error budget
+        self.tile_sizes: dict[str, Timed] = {}  # by the identity of a kernel call
         self.checked: dict[tuple[Any, ...], weakref.WeakSet[Checked]] = {}
         self.step_log = step_log.open_log(policy.name)
         self.summary, self.step_timer = Summary(policy), StepTimer(self.step_log.facts)
@@ -68,6 +71,7 @@ class Shared:
         self.densities.clear()
         self.over.clear()
         self.checked.clear()
+        self.tile_sizes.clear()
 
     def patience(self, plan: Plan) -> float:
         """Return the seconds to wait for what other ranks publish."""
@@ -80,7 +84,8 @@ class Shared:
 class TracedGraph:
     """A forward or backward graph, and how to compile it.
 
-    If there is an ``unsupported_reason``, no collective is changed.
+    If there is an ``unsupported_reason``, no collective is changed. ``autotune_s`` are the seconds
+    in which its kernels may be timed.
     """
 
     gm: fx.GraphModule
@@ -91,6 +96,7 @@ class TracedGraph:
     compile_graph: Compiler
     decompositions: Callable[[], Any] | None = None
     unsupported_reason: str | None = None
+    autotune_s: float = 0.0
 
     @property
     def place(self) -> tuple[Any, ...]:

@@ -268,7 +268,8 @@ class AgreementRound:
         """Return the round, under a name that all compared ranks share, with those ranks."""
         ranks = {rank for _, members in self.groups_in_round.values() for rank in members}
         key = min(self.groups_in_round)
-        return Round(f"{key}/{self.groups_in_round[key][0]}", tuple(sorted(ranks)))
+        name = f"{key}/{self.groups_in_round[key][0]}"
+        return Round(name, tuple(sorted(ranks)), any(self.reuse_notes.values()))
 
     def absent_ranks(self, key: str) -> list[int]:
         """Return the ranks of a round that have published nothing yet."""

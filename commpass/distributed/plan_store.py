@@ -175,10 +175,14 @@ class LatestEntry:
 
 @dataclass(frozen=True)
 class Round:
-    """A comparison of plans that ended well: a name that all of its ``ranks`` (global) share."""
+    """A comparison of plans that ended well: a name that all of its ``ranks`` (global) share.
+
+    ``has_reuse`` says whether a rank reuses an earlier plan, and has not waited for the others.
+    """
 
     name: str
     ranks: tuple[int, ...]
+    has_reuse: bool = False
 
 
 ANY = "*"

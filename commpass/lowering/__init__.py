@@ -4,6 +4,7 @@ from commpass.lowering.generated import (
     caller,
     has_kernels,
     slower_reason,
+    tunable,
     unsupported_product_reason,
     unsupported_reason,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "make",
     "slower_reason",
     "start_compiling",
+    "tunable",
     "unsupported_product_reason",
     "unsupported_reason",
 ]

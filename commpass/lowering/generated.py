@@ -101,6 +101,23 @@ def caller(node: fx.Node) -> Callable[..., Any] | None:
     return graph.caller(chain, numel) if isinstance(numel, int) else None
 
 
+def tunable(node: fx.Node) -> Any:
+    """Return the call of a coded operator's kernel whose tile sizes can be timed
+    (``gpu.tunable.Tunable``).
+
+    Return None if its kernel has no tile sizes to choose from, or if sizes are not fixed.
+    """
+    if node.target not in (*fused.CHAINS, matmul.MATMUL) or _no_triton(_device(node)):
+        return None
+    from commpass.lowering.gpu import tunable
+
+    given: list[Tensor] = []
+    fx.map_arg((node.args, node.kwargs), lambda each: given.append(each.meta["val"]))
+    if not all(isinstance(n, int) for each in given for n in (*each.shape, *each.stride())):
+        return None
+    return tunable.of_operator(node.target, node.args, given)
+
+
 def _device(node: fx.Node) -> torch.device:
     value: Tensor = node.all_input_nodes[0].meta["val"]
     return value.device

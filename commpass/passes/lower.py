@@ -33,6 +33,7 @@ from commpass.lowering import (
     make,
     matmul,
     start_compiling,
+    tunable,
 )
 from commpass.lowering.chain import Add, Decode
 from commpass.passes.constants import lift_constants
@@ -42,7 +43,7 @@ from commpass.passes.fx import meta
 from commpass.passes.fx.erase import erase, replace
 from commpass.passes.fx.fake_results import FakeResults
 from commpass.passes.fx.fakes import mode_of
-from commpass.passes.fx.marks import CODED, MARK, STRIDES, inherit, nodes_by_site
+from commpass.passes.fx.marks import CODED, MARK, STRIDES, TUNABLE, inherit, nodes_by_site
 from commpass.passes.fx.ops import ALLOCATORS, frozen, triton_calls
 from commpass.passes.fx.outputs import outputs_apart
 from commpass.passes.fx.parse import graph_modules, items
@@ -398,6 +399,8 @@ def _inline(node: fx.Node, body: fx.Graph, known: FakeResults) -> None:
         inherit(copy, node)
         set_value(copy, known)
         made.append(copy)
+        if copy.target in triton_calls() and (call := tunable(node)) is not None:
+            copy.meta[TUNABLE] = call
 
     inputs = node.all_input_nodes
     _take_over(node, splice(body, inputs, lambda _: node, describe), inputs)

@@ -70,3 +70,9 @@ class CleanMessages(logging.Filter):
 
 
 logging.getLogger("commpass").addFilter(CleanMessages())
+
+
+def first_line(error: Exception) -> str:
+    """Return the type and the first line of an error, of at most 200 characters."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return ": ".join([type(error).__name__, *(line[:200] for line in lines[:1])])

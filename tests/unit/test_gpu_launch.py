@@ -16,6 +16,7 @@ from commpass.lowering.chain import Chain, Encode
 pytest.importorskip("triton", reason="kernels are written in Triton: pip install commpass[kernels]")
 
 from commpass.lowering.gpu import call, exchange, exponent, launch, matmul_launch
+from commpass.lowering.matmul import Product
 
 BFLOAT16 = torch.bfloat16
 
@@ -29,7 +30,7 @@ def by_call(x: torch.Tensor) -> None:
 
 
 def by_matmul(x: torch.Tensor) -> None:
-    matmul_launch.run(x, x.t().contiguous(), codec("int8"), 1)
+    matmul_launch.run([x, x.t().contiguous()], Product(codec("int8"), 1))
 
 
 def by_exchange(x: torch.Tensor) -> None:

@@ -40,7 +40,7 @@ from commpass.lowering.gpu import parts
 from commpass.lowering.gpu.source import Kernel, constant, function_text, of_text
 from commpass.lowering.gpu.sums import write_sum
 from commpass.lowering.gpu.supported import TYPES, block_codec, codecs_of
-from commpass.lowering.gpu.tile_sizes import TILE, is_sum, tile_values
+from commpass.lowering.gpu.tile_sizes import Tile, is_sum, static_tile
 from commpass.lowering.gpu.tiles import (
     grids,
     layouts,
@@ -52,8 +52,6 @@ from commpass.lowering.gpu.tiles import (
 )
 from commpass.lowering.gpu.wires import Body, short_name, write_decode, write_encode
 
-WARPS = 1
-"""Warps of a program. A block is within one warp, so its peak is found without a barrier."""
 CONSTANTS = ("SIZE", "PARTS", "BLOCKS", "CASTS", "FP8", "CHECKS")
 """Compile-time arguments of kernels.
 
@@ -91,9 +89,12 @@ class Generated(Kernel):
 
 
 @lru_cache(maxsize=1024)
-def kernel(chain: Chain, numel: int = 1 << 20, lanes: int = 32) -> Generated:
+def kernel(
+    chain: Chain, numel: int = 1 << 20, lanes: int = 32, tile: Tile | None = None
+) -> Generated:
     """Return the kernel of a chain for rows of ``numel`` values (``unsupported_reason`` must return
-    "") on a GPU whose warps have ``lanes`` threads.
+    "") on a GPU whose warps have ``lanes`` threads, with the static tile or another one of
+    ``tile_sizes.tiles``.
 
     It depends on ``numel`` if the size of a block does, or if the last block is not full.
     """
@@ -102,7 +103,7 @@ def kernel(chain: Chain, numel: int = 1 << 20, lanes: int = 32) -> Generated:
     body = Body(size, layout)
     body.add(*ROW_LINES)
     norm_blocks = chain.width // size
-    if norm_blocks:  # a program has the blocks of one norm, and idle lanes up to a power of two
+    if norm_blocks:
         body.add("lane = tl.arange(0, BLOCKS)[:, None, None]")
         body.add(f"block = tl.program_id(0) * {norm_blocks} + lane")
     else:
@@ -138,21 +139,20 @@ def kernel(chain: Chain, numel: int = 1 << 20, lanes: int = 32) -> Generated:
         body.add_argument(name, "i64")
     for name in ("numel", "blocks", "rows"):
         body.add_argument(name, "i32")
-    blocks = norm_blocks or max(1, tile_values(chain, numel, lanes) // size)
-    padded_blocks = 1 << (blocks - 1).bit_length()
+    tile = tile or static_tile(chain, numel, lanes)
     split = max(8 // widths(block_codec(each).grid.bits)[0] for each in codecs_of(chain))
     grids_ = [block_codec(each).grid for each in codecs_of(chain)]
     fuses = any(isinstance(grid, CompandedGrid) for grid in grids_)
     entry = _name(chain)
     text = _entry(entry, body)
-    constants = dict(zip(CONSTANTS, (size, split, padded_blocks, True, True, True), strict=True))
+    constants = (size, split, tile.padded_blocks, True, True, True)
     return Generated(
         chain=chain,
         source=of_text(entry, text, KNOWN),
         signature=body.signature,
-        constants=constants,
-        blocks=blocks,
-        num_warps=max(WARPS, padded_blocks * size // TILE) if norm_blocks else WARPS,
+        constants=dict(zip(CONSTANTS, constants, strict=True)),
+        blocks=tile.blocks,
+        num_warps=tile.num_warps,
         fuses=fuses,
     )
 

@@ -14,7 +14,9 @@ from commpass.codecs.exponent.codec import ExponentCodec
 from commpass.lowering.chain import Chain
 from commpass.lowering.gpu import exponent, launch, matmul_launch
 from commpass.lowering.gpu.generate import kernel
+from commpass.lowering.gpu.matmul_sizes import Configuration
 from commpass.lowering.gpu.matmul_supported import unsupported_reason
+from commpass.lowering.gpu.tile_sizes import Tile
 from commpass.lowering.matmul import Product, operands_of
 
 FOLLOWS_ALL_PATHS = hasattr(triton_kernel_wrap, "identify_accessed_tensors")
@@ -22,14 +24,16 @@ FOLLOWS_ALL_PATHS = hasattr(triton_kernel_wrap, "identify_accessed_tensors")
 does and 2.11 does not (pytorch#193703). Codec ``exponent`` has too many: compiling would hang."""
 
 
-def caller(chain: Chain, numel: int) -> Callable[..., Tensor | list[Tensor]]:
-    """Return a function that calls the kernel of a chain, for rows of ``numel`` values. Traced, it
-    leaves buffers and a call that writes them and returns nothing. A chain with further results
-    returns a list, its result first."""
+def caller(
+    chain: Chain, numel: int, tile: Tile | None = None
+) -> Callable[..., Tensor | list[Tensor]]:
+    """Return a function that calls the kernel of a chain, for rows of ``numel`` values, with the
+    static tile or another one. Traced, it leaves buffers and a call that writes them and returns
+    nothing. A chain with further results returns a list, its result first."""
 
     def call(*inputs: Tensor) -> Tensor | list[Tensor]:
         rows, device = inputs[0].shape[0] // chain.ranks, inputs[0].device
-        generated = kernel(chain, numel, launch.lanes(device))
+        generated = kernel(chain, numel, launch.lanes(device), tile)
         output = launch.empty(generated, rows, numel, device)
         further = launch.empty_further(generated, rows, numel, device)
         launch.launch(generated, inputs, output, numel, further, graph=True)
@@ -76,10 +80,10 @@ def unsupported_product_reason(tensors: Sequence[Tensor], product: Product) -> s
     return unsupported_reason(product.codec, matmul, problem, arch=arch)
 
 
-def product_caller(product: Product) -> Callable[..., Tensor]:
+def product_caller(product: Product, by: Configuration | None = None) -> Callable[..., Tensor]:
     """As ``caller``, for the operands of a product."""
 
     def call(*tensors: Tensor) -> Tensor:
-        return matmul_launch.run(tensors, product, graph=True)
+        return matmul_launch.run(tensors, product, by=by, graph=True)
 
     return torch.func.functionalize(call)

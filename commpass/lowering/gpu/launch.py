@@ -81,11 +81,13 @@ def launch(
     further: Sequence[Tensor] = (),
     *,
     graph: bool = False,
+    as_in_graph: bool = False,
 ) -> None:
     """Call a kernel; ``inputs`` are the rows, then the inputs of later steps.
 
     ``further`` are contiguous buffers for its further results (``empty_further``). With ``graph``,
-    the call is traced for Inductor, which launches the kernel itself.
+    the call is traced for Inductor, which launches the kernel itself. With ``as_in_graph`` it is
+    compiled with Triton's default options, as Inductor compiles it.
     """
     rows = outputs.shape[0]
     if not rows or not numel:
@@ -96,7 +98,7 @@ def launch(
         inputs = [*inputs, peaks]
     function = load(generated.source)
     values = scalars(generated, numel, rows, inputs[0].stride(0), outputs.stride(0))
-    plain = graph or interpreting()
+    plain = graph or as_in_graph or interpreting()
     with nullcontext() if graph else on_device(inputs[0].device):
         (wrap_triton(function) if graph else function)[grid(generated, numel, rows)](
             *order_arguments(generated, [*inputs, outputs, *further], values),

@@ -167,14 +167,19 @@ def problem_of(operands: Operands, product: Product) -> Problem:
 
 
 def for_alignment(by: Configuration, a: Tensor, b: Tensor) -> Configuration:
-    """Return the configuration, without descriptors if operands are not aligned: their start, their
-    lines and their matrices must be at multiples of 16 bytes, and matrices must not be the same."""
+    """Return the configuration, without descriptors if operands are not aligned."""
+    fits = not by.descriptors or are_aligned(a, b)
+    return by if fits else replace(by, descriptors=False)
+
+
+def are_aligned(a: Tensor, b: Tensor) -> bool:
+    """Whether descriptors can load the operands: their start, their lines and their matrices must
+    be at multiples of 16 bytes, and matrices must not be the same."""
     apart = [step_of(each) for each in (a, b)]
     batched = [each for each in (a, b) if each.dim() == 3]
     apart += [batch_step_of(each) or 1 for each in batched if each.shape[0] > 1]
     begin = [each.storage_offset() for each in (a, b)]
-    fits = all(number * a.itemsize % 16 == 0 for number in (*apart, *begin))
-    return by if fits or not by.descriptors else replace(by, descriptors=False)
+    return all(number * a.itemsize % 16 == 0 for number in (*apart, *begin))
 
 
 # --- launch ---------------------------------------------------------------------------------------
@@ -186,16 +191,17 @@ def run(
     *,
     by: Configuration | None = None,
     graph: bool = False,
+    as_in_graph: bool = False,
 ) -> Tensor:
     """Return the wires ``[ranks, wire_bytes]`` of a product, with its operands in the order of the
     operator (``lowering.matmul``).
 
     With ``graph``, the call is traced for Inductor, which launches the kernel itself and allocates
-    memory for descriptors.
+    memory for descriptors. With ``as_in_graph`` it is compiled as Inductor compiles it.
     """
     given, codec = operands_of(product, tensors), product.codec
     a, b = given.a, given.b
-    why, arch = unsupported_layout(given), "sm_90" if interpreting() else arch_of(a.device)
+    why, arch = unsupported_layout(given), arch_here(a.device)
     if not why:
         matmul, problem = matmul_of(given, product), problem_of(given, product)
         why = unsupported_reason(codec, matmul, problem, arch=arch)
@@ -215,7 +221,7 @@ def run(
     if graph:
         wrap_triton(function)[grid](*arguments, **prepared.constants, **compiled)
         return wire
-    if not interpreting():
+    if not (as_in_graph or interpreting()):
         compiled["enable_fp_fusion"] = prepared.kernel.fuses
 
     def launch() -> None:
@@ -239,6 +245,11 @@ def _processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 2
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def arch_here(device: torch.device) -> str:
+    """As ``arch_of``; for tests, that of a GPU if Triton interprets."""
+    return "sm_90" if interpreting() else arch_of(device)
 
 
 def arch_of(device: torch.device) -> str:

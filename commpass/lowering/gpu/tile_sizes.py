@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from commpass.codecs.block.grids import MiniFloatGrid, TableGrid
 from commpass.codecs.block.packing import widths
+from commpass.codecs.block.scales import Dual, LeastSquares, Rms
 from commpass.lowering.chain import Chain, Sum
 from commpass.lowering.gpu.supported import block_codec, codecs_of
 
@@ -22,6 +25,57 @@ PROGRAMS = 512
 """The fewest programs of a sum, about four for each multiprocessor; rows of fewer have smaller
 tiles, down to ``LEAST`` values, or 8 per thread of a warp."""
 LEAST = 256
+WARPS = 1
+"""Warps of a program. A block is within one warp, so its peak is found without a barrier."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The tile of a program: a number of blocks, and the warps that share them."""
+
+    blocks: int
+    num_warps: int = WARPS
+
+    @property
+    def padded_blocks(self) -> int:
+        """The next power of two: the last blocks of a norm's tile may be idle."""
+        return 1 << (self.blocks - 1).bit_length()
+
+
+def tiles(chain: Chain, numel: int, lanes: int) -> list[Tile]:
+    """Return the tiles worth measuring for rows of ``numel`` values, the static choice first.
+
+    All of them give the same bits. Where a sum over the values of a block or of a row depends on
+    how a tile is divided among threads, there is only the static choice.
+    """
+    chosen = static_tile(chain, numel, lanes)
+    if chain.width or _sums_values(chain):
+        return [chosen]
+    layout = block_codec(codecs_of(chain)[0]).layout
+    size, most = layout.size(numel), layout.blocks(numel)
+    blocks = chosen.blocks
+    found = [chosen]
+    if blocks > 1 and blocks * size >= 2 * LEAST:
+        found.append(Tile(blocks // 2))
+    if 2 * blocks * size <= TILE and not is_sum(chain):  # sums spilled up to 4 KB with mxfp4
+        found.append(Tile(2 * blocks))
+    found += [Tile(warps * blocks, warps) for warps in (2, 4)]
+    return [each for each in found if each == chosen or each.blocks <= most]
+
+
+def _sums_values(chain: Chain) -> bool:
+    """Whether a chain encodes with a scale that is a sum over the values of a block."""
+    sums = (Rms, Dual, LeastSquares)
+    return chain.encodes is not None and isinstance(block_codec(chain.encodes.codec).scale, sums)
+
+
+def static_tile(chain: Chain, numel: int, lanes: int) -> Tile:
+    """Choose a good tile without a measurement."""
+    size = block_codec(codecs_of(chain)[0]).layout.size(numel)
+    if chain.width:  # a program has the blocks of one norm, and idle lanes up to a power of two
+        tile = Tile(chain.width // size)
+        return Tile(tile.blocks, max(WARPS, tile.padded_blocks * size // TILE))
+    return Tile(max(1, tile_values(chain, numel, lanes) // size))
 
 
 def tile_values(chain: Chain, numel: int, lanes: int) -> int:

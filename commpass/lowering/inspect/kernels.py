@@ -44,11 +44,18 @@ def kernels_named(
     return (of_chain(CHAINS[name](codec, dtype, ranks), arch, name=name),)
 
 
-def of_chain(chain: Chain, arch: str, numel: int = NUMEL, name: str = "") -> Lowerable:
-    """Return the kernel of a chain for rows of ``numel`` values."""
+def of_chain(
+    chain: Chain,
+    arch: str,
+    numel: int = NUMEL,
+    name: str = "",
+    tile: tile_sizes.Tile | None = None,
+) -> Lowerable:
+    """Return the kernel of a chain for rows of ``numel`` values, with the static tile or another
+    one."""
     if why := supported.unsupported_reason(chain, numel):
         raise KernelError(f"no kernel: {why}")
-    generated = generate.kernel(chain, numel, architecture(arch).warp)
+    generated = generate.kernel(chain, numel, architecture(arch).warp, tile)
     read, written = row_bytes(chain, numel)
     stride = read if chain.decodes else numel
     numbers = launch.scalars(generated, numel, 1, stride, written if chain.encodes else numel)

@@ -26,6 +26,8 @@ one has it.
 """
 US = "commpass_us"
 """The key in ``node.meta`` of a site in a single kernel: its predicted microseconds."""
+TUNABLE = "commpass_tunable"
+"""The key in ``node.meta`` of a kernel call whose tile sizes can be timed: what it calls."""
 ALLOWED = "commpass_allowed"
 """The key in ``node.meta`` of what a collective is allowed, by input position."""
 SEGMENTS = "commpass_segments"
