@@ -30,6 +30,7 @@ from commpass.passes.context import PassContext
 from commpass.passes.epilogues import with_epilogue
 from commpass.passes.failures import site_errors
 from commpass.passes.fx import meta
+from commpass.passes.fx.aliasing import Writers
 from commpass.passes.fx.erase import erase, replace
 from commpass.passes.fx.fake_results import FakeResults
 from commpass.passes.fx.fakes import can_be_copied, view_of
@@ -38,7 +39,7 @@ from commpass.passes.fx.ops import aten
 from commpass.passes.fx.outputs import outputs_apart
 from commpass.passes.fx.parse import graph_modules
 from commpass.passes.fx.splice import insert
-from commpass.passes.products import Multiplied, with_matmul
+from commpass.passes.products import CHANGED, Multiplied, with_matmul
 from commpass.passes.runs import Run, runs
 from commpass.plan import PlannedSite
 
@@ -92,11 +93,13 @@ def fuse(
             own = {name: nodes for name, nodes in of_site.items() if name in by_kernel}
             encodes = _encodes(own)
             kept = {node: number[of] for node, of in encodes.items() if of in read}
+            writers = Writers(module.graph)
             with outputs_apart(module.graph) if own else nullcontext():
                 for name, nodes in own.items():
                     left = [node for node in nodes if not node._erased]
                     with errors.of(name), _excluding(encodes, nodes), _excluding(kept, nodes):
-                        for of in _fuse_site(left, found[name], profile, encodes, kept, known):
+                        its = found[name]
+                        for of in _fuse_site(left, its, profile, encodes, kept, known, writers):
                             found[of].done.append(f"encode, with what follows the decode of {name}")
             if own:
                 module.recompile()
@@ -133,6 +136,7 @@ def _fuse_site(
     encodes: Mapping[fx.Node, str],
     read: Mapping[fx.Node, int],
     known: FakeResults,
+    writers: Writers,
 ) -> Iterator[str]:
     """Fuse what a site computes. Yield the names of other sites whose encodes its kernels compute.
 
@@ -142,11 +146,11 @@ def _fuse_site(
     in_parts = [operators.ROLES[node.target] for node in nodes if node.target in APART]
     for run in list(runs(nodes)):
         role = fused.role_of(run.chain)
-        if why := _unsupported_reason(run):
+        if why := _unsupported_reason(run, writers):
             found.missed.append(f"{role}: {why}")
             continue
         if run.chain.decodes is None:
-            made, missed = with_matmul(run, profile)
+            made, missed = with_matmul(run, profile, writers)
             if made is not None:
                 _replace_matmul(run, made, known)
                 found.done.append(made.product.role)
@@ -156,7 +160,9 @@ def _fuse_site(
         longer, missed = with_epilogue(run, encodes, read)
         if missed:
             found.missed.append(missed)
-        reasons = {each: _unsupported_reason(each) or _slower_reason(each) for each in longer}
+        reasons = {
+            each: _unsupported_reason(each, writers) or _slower_reason(each) for each in longer
+        }
         chosen = next((each for each in reversed(longer) if not reasons[each]), run)
         if longer and longer[-1] is not chosen:
             longest = longer[-1]
@@ -171,8 +177,11 @@ def _fuse_site(
     found.missed += [f"{role}: its wire travels in parts" for role in in_parts]
 
 
-def _unsupported_reason(run: Run) -> str:
+def _unsupported_reason(run: Run, writers: Writers) -> str:
     """Return why no kernel can compute a run; "" if one can."""
+    ends = run.place, run.nodes[0], run.nodes[-1]
+    if writers.change((run.source, *run.others), min(ends), max(ends)):
+        return CHANGED
     if not isinstance(run.numel, int) or not meta.is_fixed(run.source.meta["val"]):
         return "its sizes are not fixed"
     if not _side_by_side(run.source):

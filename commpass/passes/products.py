@@ -25,6 +25,7 @@ from commpass.lowering.chain import Cast, Encode, Enter, Step
 from commpass.lowering.matmul import BATCHED, GROUPED, SINGLE
 from commpass.lowering.pointwise import BATCH, COLUMN, VALUE, Epilogue, Operand, Operation
 from commpass.passes.fx import meta
+from commpass.passes.fx.aliasing import Writers
 from commpass.passes.fx.ops import aten, is_float_cast, is_pointwise, name_of
 from commpass.passes.runs import Run, is_reshape
 
@@ -53,6 +54,7 @@ OPERATIONS: dict[Any, str] = {
 MOST = 32
 """The most nodes between a matmul and an encode."""
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+CHANGED = "an input is written in place before the kernel would read it"
 OTHERS = "others take the matmul's result too"
 
 
@@ -66,7 +68,7 @@ class Multiplied:
     product: matmul.Product
 
 
-def with_matmul(run: Run, profile: Profile) -> tuple[Multiplied | None, str]:
+def with_matmul(run: Run, profile: Profile, writers: Writers) -> tuple[Multiplied | None, str]:
     """Return the matmul whose result a run encodes, if one kernel should compute both.
 
     Otherwise return None and the reason, or "" if there is no matmul.
@@ -96,6 +98,8 @@ def with_matmul(run: Run, profile: Profile) -> tuple[Multiplied | None, str]:
         nodes,
         matmul.Product(coder, rows, form, biased, epilogue),
     )
+    if writers.change(made.operands, product, run.nodes[-1]):
+        return None, CHANGED
     values = [each.meta["val"] for each in made.operands]
     if not all(map(meta.is_fixed, values)):
         return None, "its sizes are not fixed"

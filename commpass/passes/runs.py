@@ -24,7 +24,7 @@ from commpass.lowering.chain import (
 )
 from commpass.passes.fx import meta
 from commpass.passes.fx.aliasing import is_view
-from commpass.passes.fx.ops import DIVISIONS, RESHAPES, is_float_cast, only_user
+from commpass.passes.fx.ops import DIVISIONS, RESHAPES, is_float_cast, is_functional, only_user
 
 ops = operators.ops
 BEFORE_ENCODE = (Cast, Enter, Divide)
@@ -128,8 +128,11 @@ def step_of(node: fx.Node) -> Step | None:
 
 
 def is_reshape(node: fx.Node) -> bool:
-    """Whether a node reshapes another without changing the order of its values."""
-    if not (is_view(node) or node.target in RESHAPES) or not meta.is_fixed(node.meta["val"]):
+    """Whether a node reshapes another without changing the order of its values. Operators in
+    place give the memory of their input too."""
+    if not is_functional(node.target) or not (is_view(node) or node.target in RESHAPES):
+        return False
+    if not meta.is_fixed(node.meta["val"]):
         return False
     own, source = node.meta["val"], node.all_input_nodes[0].meta["val"]
     return bool(own.is_contiguous() and source.is_contiguous() and own.numel() == source.numel())

@@ -315,6 +315,34 @@ def with_position(x, w, offsets):
     return sent((x @ w) * offsets.narrow(0, 0, 1))
 
 
+def with_written_residual(x, w, r):
+    y = x @ w + r
+    r.mul_(2)
+    return sent(y * 2)
+
+
+def with_written_view(x, w, r):
+    y = x @ w + r
+    r.view(-1).mul_(2)
+    return sent(y * 2)
+
+
+def with_written_weight(x, w):
+    y = x @ w
+    w.add_(1)
+    return sent(torch.sigmoid(y))
+
+
+def with_doubled_residual(x, w, r):
+    y = x @ w
+    return sent(y + r.mul_(2))
+
+
+def with_sum_in_place(x, w):
+    y = x @ w
+    return sent(y.add_(1))
+
+
 @pytest.mark.rest_slow(1)
 @pytest.mark.parametrize(
     ("function", "inputs", "said"),
@@ -327,6 +355,9 @@ def with_position(x, w, offsets):
         (with_columns, (ROWS, WEIGHT, RESIDUAL), "add: of a tensor of another shape"),
         (with_transposed, (ROWS, WEIGHT, RESIDUAL), "add: of a tensor of another shape"),
         (with_position, (ROWS, WEIGHT, OFFSETS), "mul: of a tensor of another shape"),
+        (with_written_residual, (ROWS, WEIGHT, RESIDUAL), "an input is written in place before"),
+        (with_written_view, (ROWS, WEIGHT, RESIDUAL), "an input is written in place before"),
+        (with_written_weight, (ROWS, WEIGHT), "an input is written in place before"),
     ],
 )
 def test_operations_that_no_kernel_computes_stay(fake_group, function, inputs, said):
@@ -353,3 +384,23 @@ def test_memory_of_the_values_is_saved_too(fake_group):
     assert roles_of(gm)[0] == "encode"
     gm, _, _ = run(with_residual, forced("int8", chunks=1), ROWS, WEIGHT, RESIDUAL, **how)
     assert roles_of(gm)[0] == "matmul+add+encode"
+
+
+def test_operand_that_was_written_before_it_is_read_is_taken(fake_group):
+    fake_group(RANKS)
+    given = (ROWS, WEIGHT, RESIDUAL)
+    gm, _, _ = run(with_doubled_residual, forced("int8", chunks=1), *given, passes=before("lower"))
+    written = next(n for n in gm.graph.nodes if n.target is aten.mul_.Tensor)
+    (node,) = written.users
+    assert node.target is matmul.MATMUL
+    assert node.args[0][2] is written
+
+
+def test_operator_in_place_is_no_reshape(fake_group):
+    """Its fake result has the memory of its input too."""
+    fake_group(RANKS)
+    given = (ROWS, WEIGHT)
+    gm, _, _ = run(with_sum_in_place, forced("int8", chunks=1), *given, passes=before("lower"))
+    written = next(n for n in gm.graph.nodes if n.target is aten.add_.Tensor)
+    assert written.args[0].target is aten.mm.default
+    assert roles_of(gm)[0] == "encode"

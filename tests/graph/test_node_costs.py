@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from commpass.costmodel import default_profile
 from commpass.passes.fx import costs
+from commpass.passes.fx.memory import memory
+from commpass.passes.fx.ops import may_compute_much
+from commpass.passes.fx.schedule import timed
+from commpass.passes.fx.work import work_of
 
 
 def operations(function, *sizes) -> list[float]:
@@ -62,6 +69,45 @@ def test_sizes_that_vary_are_counted_with_their_values_at_trace_time():
         gm = make_fx(torch.mm, tracing_mode="symbolic")(torch.randn(rows, 5), torch.randn(5, 7))
         found = [each for node in gm.graph.nodes if (each := costs.operations(node))]
         assert found == [2 * rows * 5 * 7]
+
+
+G, M, K, N = 3, 32, 16, 48
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "count"),
+    [
+        ((M, K), (G, K, N), 2 * M * K * N),  # rows of a for each group
+        ((G, M, K), (K, N), 2 * M * K * N),  # columns of b
+        ((M, K), (K, N), 2 * M * K * N),  # terms of the sums
+        ((G, M, K), (G, K, N), 2 * G * M * K * N),
+    ],
+)
+def test_grouped_matmuls_count_all_rows_of_all_groups(a, b, count):
+    ends = G if 2 in (len(a), len(b)) else 0
+
+    def function(a, b):
+        offsets = torch.ones(ends, dtype=torch.int32) if ends else None
+        return torch._grouped_mm(a.bfloat16(), b.bfloat16(), offsets)
+
+    assert operations(function, a, b) == [count]
+
+
+def test_time_of_a_grouped_matmul_is_that_of_one_of_all_rows():
+    a, b = torch.randn(M, K).bfloat16(), torch.randn(G, K, N).bfloat16()
+    offsets = torch.tensor([8, 8, 32], dtype=torch.int32)
+    profile = default_profile("cuda")
+    profile = replace(profile, kernels=replace(profile.kernels, gflops=1e-6))  # no launch is as long
+    times = []
+    with FakeTensorMode() as mode:
+        a, b, offsets = map(mode.from_tensor, (a, b, offsets))
+        for function, given in ((torch._grouped_mm, (a, b, offsets)), (torch.mm, (a, b[0]))):
+            graph = make_fx(function, tracing_mode="real")(*given).graph
+            work = work_of(graph, memory(graph), profile)
+            (node,) = work.heavy
+            assert may_compute_much(node)
+            times.append(timed(work, graph.nodes).now)
+    assert times[0] == times[1] > 2 * M * K * N
 
 
 def test_other_nodes_have_no_operations():

@@ -9,6 +9,8 @@ the fake values.
 from __future__ import annotations
 
 import operator
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,14 +102,47 @@ def roots(graph: fx.Graph) -> Roots:
     of: dict[fx.Node, fx.Node] = {}
     written: dict[fx.Node, list[int]] = {}
     for place, node in enumerate(graph.nodes):
-        source = node.args[0] if node.args else None
-        if isinstance(source, (list, tuple)) and source:
-            source = source[0]
-        shares = node.op == "call_function" and isinstance(source, fx.Node) and _may_share(node)
-        of[node] = of[source] if shares else node  # type: ignore[index]
+        source = _shared_source(node)
+        of[node] = node if source is None else of[source]
         for root in {of[each] for each in may_write(node)}:
             written.setdefault(root, []).append(place)
     return Roots(of, written)
+
+
+def _shared_source(node: fx.Node) -> fx.Node | None:
+    """Return the first argument of a node if its result may share the memory of it, else None."""
+    source = node.args[0] if node.args else None
+    if isinstance(source, (list, tuple)) and source:
+        source = source[0]
+    if node.op != "call_function" or not isinstance(source, fx.Node):
+        return None
+    return source if _may_share(node) else None
+
+
+def _root(node: fx.Node) -> fx.Node:
+    while (source := _shared_source(node)) is not None:
+        node = source
+    return node
+
+
+class Writers:
+    """The nodes of a graph that may write memory. Edits must not erase them."""
+
+    def __init__(self, graph: fx.Graph):
+        self.nodes = [node for node in graph.nodes if may_write(node)]
+
+    def change(self, values: Iterable[fx.Node], first: fx.Node, last: fx.Node) -> bool:
+        """Whether memory of some values may be written between two nodes, so that reads must not
+        move from one of them to the other."""
+        end = bisect_left(self.nodes, last)
+        if bisect_right(self.nodes, first) >= end:
+            return False
+        return any(
+            _root(value) == _root(each)
+            for value in values
+            for node in self.nodes[bisect_right(self.nodes, max(first, value)) : end]
+            for each in may_write(node)
+        )
 
 
 def _may_share(node: fx.Node) -> bool:

@@ -159,6 +159,7 @@ ROW_MATMULS = (aten.mm.default, aten.addmm.default)
 """The matmuls whose rows are the entries of the first dimension."""
 MATMUL_NAMES = (
     *("mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "_scaled_mm", "_int_mm", "convolution"),
+    *("_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2", "_scaled_mm_v2"),
 )
 """Names of all matmuls, whether torch has a formula for their operations or not. Reports and
 decisions by rule use them, so they depend on no torch version."""
@@ -217,12 +218,29 @@ def flops_formula(target: Any) -> Callable[..., Any] | None:
     if packet in flop_registry:
         return flop_registry[packet]
     schema = getattr(target, "_schema", None)
-    if schema is not None and schema.name.startswith(ATTENTION):  # torch has no count for CPUs
+    if schema is None:
+        return None
+    if schema.name in PRODUCTS:
+        return _product
+    if schema.name.startswith(ATTENTION):  # torch has no count for CPUs
         return _attention_backward if "backward" in schema.name else _attention
     return None
 
 
 ATTENTION = "aten::_scaled_dot_product"
+PRODUCTS = {
+    f"aten::{name}"
+    for name in ("_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2", "_scaled_mm_v2")
+}
+"""Matmuls that torch has no count for."""
+
+
+@shape_wrapper
+def _product(a: Size, b: Size, *_: Any, **__: Any) -> int:
+    """The operations of a matmul, or of a grouped one, for any offsets: as if the groups contained
+    all rows of ``a [m, k]``, all columns of ``b [k, n]``, or all terms of the sums of both."""
+    batches = b[0] if len(a) == len(b) == 3 else 1
+    return 2 * batches * a[-2] * a[-1] * b[-1]
 
 
 @shape_wrapper
