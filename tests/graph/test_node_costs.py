@@ -97,7 +97,7 @@ def test_time_of_a_grouped_matmul_is_that_of_one_of_all_rows():
     a, b = torch.randn(M, K).bfloat16(), torch.randn(G, K, N).bfloat16()
     offsets = torch.tensor([8, 8, 32], dtype=torch.int32)
     profile = default_profile("cuda")
-    profile = replace(profile, kernels=replace(profile.kernels, gflops=1e-6))  # no launch is as long
+    profile = replace(profile, kernels=replace(profile.kernels, gflops=1e-6))
     times = []
     with FakeTensorMode() as mode:
         a, b, offsets = map(mode.from_tensor, (a, b, offsets))
