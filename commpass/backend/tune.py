@@ -6,6 +6,7 @@ group's sites, and all of its ranks use the result. The bits do not depend on it
 
 from __future__ import annotations
 
+import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -77,8 +78,10 @@ def _agreed(
     sizes = agreed_tiles.publish(store, round, _timed(shared, job, own))
     found = _checked(shared, sizes, own)
     patience_s = min(shared.timeout or job.autotune_s + PATIENCE_S, job.autotune_s + PATIENCE_S)
+    start = time.monotonic()  # all of them time at once, so one bound holds for all
     for owner, others in sorted(by_owner.items()):
-        sizes = agreed_tiles.receive(store, round, owner, patience_s)
+        left_s = max(0.0, patience_s - (time.monotonic() - start))
+        sizes = agreed_tiles.receive(store, round, owner, left_s)
         found |= _checked(shared, sizes, others)
     return found
 

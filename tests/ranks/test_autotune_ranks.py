@@ -257,3 +257,29 @@ def test_first_rank_of_a_group_times_its_kernels(members, pairwise, owner):
 def test_each_end_of_a_message_times_its_own_kernels():
     site: Any = SimpleNamespace(pairwise=True, global_ranks=(1, 3))
     assert tune._owner(site, Round("r", (0, 1, 2, 3)), 3) == 3
+
+
+def test_one_bound_of_time_holds_for_all_ranks_that_do_not_answer(monkeypatch):
+    waited, clock = [], [0.0]
+
+    def receive(_store, _round, owner, patience_s):
+        waited.append((owner, patience_s))
+        clock[0] += patience_s
+        return agreed_tiles.TileSizes(failure="no answer")
+
+    monkeypatch.setattr(agreed_tiles, "receive", receive)
+    monkeypatch.setattr(agreed_tiles, "publish", lambda _store, _round, sizes: sizes)
+    monkeypatch.setattr(tune, "current_store", lambda: SimpleNamespace(rank=2))
+    monkeypatch.setattr(tune, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    members = {"first": (0, 2), "second": (1, 2)}
+    sites = [SimpleNamespace(name=n, pairwise=False, global_ranks=m) for n, m in members.items()]
+    nodes = [
+        SimpleNamespace(mark=SimpleNamespace(site=name), call=SimpleNamespace(identity=name))
+        for name in members
+    ]
+    shared = SimpleNamespace(strict=False, timeout=None, tile_sizes={})
+    outcome = SimpleNamespace(plan=SimpleNamespace(sites=sites))
+    job, round = SimpleNamespace(autotune_s=10.0), Round("tests/bound", (0, 1, 2))
+    found = tune._agreed(shared, job, outcome, round, nodes)
+    assert waited == [(0, 10.0 + tune.PATIENCE_S), (1, 0.0)]
+    assert {timed.note for timed in found.values()} == {"not timed: no answer"}

@@ -163,7 +163,13 @@ def test_stored_result_is_read_without_a_time(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", [b"", b"{", b"\xff", b"[1]", b'{"us": 3, "choice": {"blocks": 3}}', b"{}"]
+    "text",
+    [
+        *(b"", b"{", b"\xff", b"[1]", b"{}", b"[" * 100_000),
+        b'{"us": 3, "static_us": 3, "choice": {"blocks": 3}}',
+        *(b'{"us": -3, "static_us": 3}', b'{"us": 3}', b'{"us": 1e300, "static_us": 1e300}'),
+    ],
+    ids=lambda text: text[:40].decode(errors="replace"),
 )
 def test_damaged_file_is_reported_and_written_again(text, tmp_path, caplog):
     first = tuned(Call(), folder=tmp_path)
@@ -173,6 +179,16 @@ def test_damaged_file_is_reported_and_written_again(text, tmp_path, caplog):
     assert tuned(Call(), folder=tmp_path) == first
     assert "is damaged, and its kernel is timed again" in caplog.text
     assert file.read_bytes() == whole
+
+
+def test_file_that_cannot_be_replaced_leaves_no_other_files(tmp_path, caplog):
+    tuned(Call(), folder=tmp_path)
+    (file,) = tmp_path.iterdir()
+    file.unlink()
+    file.mkdir()
+    assert tuned(Call(), folder=tmp_path).us == US[TILES[2]]
+    assert "tile sizes are not stored" in caplog.text
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_results_that_are_not_complete_are_not_stored(tmp_path):

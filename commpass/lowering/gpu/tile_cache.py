@@ -21,6 +21,8 @@ from commpass.utils.version import own_version
 log = logging.getLogger("commpass")
 
 FOLDER = "commpass_tile_sizes"
+LONGEST_US = 1e12
+"""No kernel takes as long: a file with this time or more is damaged."""
 
 
 def folder() -> Path | None:
@@ -67,12 +69,13 @@ def read(place: Path | None, call: Tunable) -> Timed | None:
         found = msgspec.json.decode(file.read_bytes(), type=Timed)
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.MsgspecError, UnicodeError) as error:
+    except (OSError, msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         log.warning("%s is damaged, and its kernel is timed again: %s", file, error)
         return None
     known: list[Mapping[str, int | bool] | None] = [None, *map(values_of, call.choices)]
-    if found.choice not in known or not found.us:
-        log.warning("%s is damaged, and its kernel is timed again: %s", file, "unknown sizes")
+    if found.choice not in known or not 0 < found.us <= found.static_us < LONGEST_US:
+        why = "unknown sizes, or times that are none"
+        log.warning("%s is damaged, and its kernel is timed again: %s", file, why)
         return None
     return found
 
@@ -84,7 +87,12 @@ def write(place: Path | None, call: Tunable, timed: Timed) -> None:
     try:
         place.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=place, suffix=".tmp", delete=False) as file:
-            file.write(msgspec.json.format(msgspec.json.encode(timed), indent=1))
-        os.replace(file.name, place / f"{key_of(call)}.json")
+            try:
+                file.write(msgspec.json.format(msgspec.json.encode(timed), indent=1))
+                file.flush()
+                os.replace(file.name, place / f"{key_of(call)}.json")
+            except OSError:
+                os.unlink(file.name)
+                raise
     except OSError as error:
         log.warning("tile sizes are not stored in %s: %s", place, error)
