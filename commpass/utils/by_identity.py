@@ -1,4 +1,4 @@
-"""A cache for functions of operators."""
+"""A cache for functions of torch's operators."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+
 R = TypeVar("R")
+OPERATORS = (OpOverload, OpOverloadPacket, HigherOrderOperator)
+"""The targets that are kept. A Python function may hold a model, which the cache must not."""
 
 MOST = 4096
 """The maximum number of results of each function that are kept."""
@@ -24,6 +28,8 @@ def cached_by_identity(function: Callable[[Any], R]) -> Callable[[Any], R]:
     def run(target: Any) -> R:
         held = known.get(id(target))
         if held is None:
+            if not isinstance(target, OPERATORS):
+                return function(target)
             if len(known) >= MOST:
                 known.clear()
             held = known[id(target)] = target, function(target)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from functional_ops import ar
@@ -15,6 +18,7 @@ from commpass.passes.fx import parse as module
 from commpass.passes.fx.parse import parse, parsing_once
 from commpass.policy import Policy
 from commpass.policy.rules import Rule
+from commpass.utils.by_identity import cached_by_identity
 
 
 def graph(x, y):
@@ -69,11 +73,35 @@ def test_a_kept_call_is_parsed_again_after_an_edit_of_its_keywords(start):
         assert parse(start).reduce_op == "avg"
 
 
+def test_a_kept_call_is_parsed_again_after_a_change_of_its_operator(start):
+    with parsing_once():
+        assert parse(start).form == "plain"
+        start.target = torch.ops._c10d_functional.all_reduce_.default
+        assert parse(start).form == "in-place"
+
+
 def test_calls_are_not_kept_outside_of_the_passes(start):
     assert parse(start) is not parse(start)
     with parsing_once():
         kept = parse(start)
     assert parse(start) is not kept
+
+
+def test_results_of_python_functions_are_not_kept():
+    """They may hold tensors, such as those of a model."""
+    seen = []
+    cached = cached_by_identity(lambda target: seen.append(target) or len(seen))
+    held = torch.zeros(1)
+
+    def function(x):
+        return x + held
+
+    alive = weakref.ref(held)
+    assert [cached(torch.ops.aten.mm.default) for _ in range(2)] == [1, 1]
+    assert [cached(function) for _ in range(2)] == [2, 3]
+    del seen[:], function, held
+    gc.collect()
+    assert alive() is None
 
 
 def chain(x, *weights):

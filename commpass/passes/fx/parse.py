@@ -72,8 +72,10 @@ class Call:
         )
 
 
-_calls: ContextVar[dict[fx.Node, tuple[Any, Any, Call]] | None] = ContextVar("_calls", default=None)
-"""The calls that were parsed in a context, with the arguments that they were parsed from."""
+_calls: ContextVar[dict[fx.Node, tuple[Any, Any, Any, Call]] | None]
+_calls = ContextVar("_calls", default=None)
+"""The calls that were parsed in a context, with the target and the arguments that they were parsed
+from."""
 
 
 @contextmanager
@@ -97,11 +99,11 @@ def parse(node: fx.Node) -> Call | None:
     if (calls := _calls.get()) is None:
         return _parse(node, *found)
     if node in calls:
-        args, kwargs, call = calls[node]
-        if args is node.args and kwargs is node.kwargs:
+        target, args, kwargs, call = calls[node]
+        if target is node.target and args is node.args and kwargs is node.kwargs:
             return call
     call = _parse(node, *found)
-    calls[node] = node.args, node.kwargs, call
+    calls[node] = node.target, node.args, node.kwargs, call
     return call
 
 
