@@ -135,18 +135,17 @@ def check_number(
 
 SMALLEST, LARGEST = 1e-30, 1e30
 """The range of the times and rates of a profile, in whatever unit. Products of a few of them are
-finite and not 0."""
+finite, and those of rates not 0."""
 
 
 def check_quantity(
     parameter: str, value: Any, *, above: bool = False, maximum: float = math.inf
 ) -> None:
-    """As ``check_number``, for a number of a profile. Times are computed from these, so a number so
-    large or small that a time would be infinite or 0 is refused too."""
+    """As ``check_number``, for a number of a profile. Times are computed from these, so a number
+    that would make a time infinite is refused too: one that is too large or, if it is a rate
+    (``above``), too small."""
     check_number(parameter, value, above=above, maximum=maximum)
-    if value and not SMALLEST <= value <= LARGEST:
+    low = SMALLEST if above else 0
+    if not low <= value <= LARGEST:
         end = ")" * (parameter.count("(") - parameter.count(")"))
-        raise PolicyError(
-            f"{parameter}={value!r}{end}: must be {'' if above else '0, or '}from {SMALLEST:g} to"
-            f" {LARGEST:g}"
-        )
+        raise PolicyError(f"{parameter}={value!r}{end}: must be from {low:g} to {LARGEST:g}")

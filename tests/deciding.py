@@ -30,6 +30,7 @@ KERNELS = Kernels(
     other=KernelRate(0.5, 0.25),
     rates={"int8": KernelRate(0.125, 0.0625), "int4": KernelRate(0.375, 0.75)},
 )
+MIB = 1 << 20
 FAST, SLOW = Link(5.0, 500.0), Link(50.0, 0.05)
 LINKS = st.builds(
     Link,

@@ -109,8 +109,9 @@ class Link:
         check_quantity("Link(contention_bytes", self.contention_bytes)
         check_quantity("Link(buffered_bytes", self.buffered_bytes)
         check_quantity("Link(least_us", self.least_us)
-        check_quantity("Link(peer_gbytes_per_s", self.peer_gbytes_per_s)
-        check_quantity("Link(bridge_gbytes_per_s", self.bridge_gbytes_per_s)
+        for name in ("peer_gbytes_per_s", "bridge_gbytes_per_s"):
+            rate = getattr(self, name)
+            check_quantity(f"Link({name}", rate, above=rate != 0)
         for name, ranks in (("on_host", self.on_host), ("island", self.island)):
             if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 0:
                 raise PolicyError(f"Link({name}={ranks!r}): must be a number of ranks, or 0")

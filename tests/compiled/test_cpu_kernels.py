@@ -682,7 +682,7 @@ def test_number_of_threads_changes_nothing(spec):
     ("chain", "reason"),
     [
         (Chain(BF16, (Encode(codec("table")),)), "no C\\+\\+ for TableGrid"),
-        (Chain(BF16, (Encode(codec("topk")),)), "no C\\+\\+ for SparseCodec"),
+        (Chain(BF16, (Encode(codec("topk")),)), "no block codec"),
         (Chain(BF16, (Encode(codec("int8(rounding=stochastic)")),)), "stochastic rounding"),
         (Chain(BF16, (Encode(codec("fp8(scale=lsq)")),)), "LeastSquares scales"),
         (Chain(BF16, (Encode(codec("equarx")),)), "Lanes"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from deciding import KERNELS, decide, forced, one, options, profile, site
+from deciding import KERNELS, MIB, decide, forced, one, options, profile, site
 
 from commpass.costmodel import (
     KernelRate,
@@ -16,8 +16,6 @@ from commpass.errors import PolicyError
 from commpass.plan import NONE, Site
 from commpass.policy import Policy
 from commpass.policy.rules import Annotation, Rule
-
-MIB = 1 << 20
 
 
 def chunks_of(a_site: Site, policy: Policy) -> set[int]:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from deciding import decide, options
-from test_choose import FAST, MIB, forced, one, profile, site
+from deciding import FAST, MIB, decide, forced, one, options, profile, site
 
 from commpass.costmodel import KernelRate, Kernels, Link
 from commpass.errors import PolicyError

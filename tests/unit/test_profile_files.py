@@ -234,14 +234,26 @@ def test_errors_name_file_and_line(tmp_path, text, line, said):
     assert f"cluster.toml:{line}: " in str(error.value)
 
 
-@pytest.mark.parametrize("number", ["1e-308", "1e308", "5e-324"])
+RATES = ("[link]\ngbytes_per_s", "[link]\npeer_gbytes_per_s", "[kernels]\ngflops")
+
+
 @pytest.mark.parametrize(
-    "text", ["[link]\nalpha_us = ", "[link]\ngbytes_per_s = ", "[kernels]\ngflops = "]
+    ("text", "number"),
+    [
+        ("[link]\nalpha_us", "1e308"),
+        *((rate, number) for rate in RATES for number in ("1e-308", "1e308", "5e-324")),
+    ],
 )
-def test_number_that_no_time_can_be_computed_from_is_refused(tmp_path, text, number):
-    with pytest.raises(PolicyError, match=r"must be .*from 1e-30 to 1e\+30") as error:
-        profile_from(toml(tmp_path, f'base = "ethernet-10g"\n{text}{number}\n'))
+def test_number_that_makes_times_infinite_is_refused(tmp_path, text, number):
+    with pytest.raises(PolicyError, match=r"must be from (0|1e-30) to 1e\+30") as error:
+        profile_from(toml(tmp_path, f'base = "ethernet-10g"\n{text} = {number}\n'))
     assert "cluster.toml:3: " in str(error.value)
+
+
+@pytest.mark.parametrize("number", ["1e-308", "5e-324", "0"])
+def test_latency_may_be_small(tmp_path, number):
+    found = profile_from(toml(tmp_path, f'base = "ethernet-10g"\n[link]\nalpha_us = {number}\n'))
+    assert found.link.alpha_us == float(number)
 
 
 PROTOCOL = '[[link.protocols]]\nname = "LL"\nstart_us = 1\nstep_us = 2\nshare = 0.5\n'
