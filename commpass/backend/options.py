@@ -45,7 +45,7 @@ def check_autotune(value: Any) -> None:
     """Raise PolicyError unless a value is one of the option ``autotune``."""
     if value is None or isinstance(value, bool):
         return
-    if not isinstance(value, Real) or not 0 <= value <= LONGEST_S:
+    if not isinstance(value, Real) or not 0 <= float(value) <= LONGEST_S:
         raise PolicyError(
             f"autotune={value!r}: must be True, False, or seconds for each graph from 0 to"
             f" {LONGEST_S}, e.g. autotune=30"
