@@ -79,7 +79,7 @@ def named_errors(
         why = (no_dimension(error, mesh) if mesh is not None else "") or _reason(error)
         if uneven := next(_uneven(model), ""):
             why += f". {uneven}: choose a size that divides it"
-        raise CommpassError(f"{what}{_where(error)}: {why}") from error
+        raise CommpassError(f"{what}{place_of(error)}: {why}") from error
 
 
 def no_dimension(error: Exception, mesh: DeviceMesh) -> str:
@@ -101,7 +101,7 @@ def _is_ours(error: Exception) -> bool:
     return not here and bool(frames) and Path(frames[-1].filename).is_relative_to(OURS)
 
 
-def _where(error: Exception) -> str:
+def place_of(error: Exception) -> str:
     """Return the innermost line of the user's code, as `` at model.py:9 in forward``."""
     frames: Iterable[traceback.FrameSummary] = [
         *traceback.extract_tb(error.__traceback__),

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from commpass.backend import Backend, TracedGraph
 from commpass.backend.records import GraphDump
-from commpass.build_errors import check_call, name_of, named_errors
+from commpass.build_errors import check_call, name_of, named_errors, place_of
 from commpass.costmodel import Profile
 from commpass.distributed.machine import profile_here
 from commpass.errors import CommpassError, PolicyError, check_quantity
@@ -325,7 +325,8 @@ def _plan(
                 _backward(given)
     except DataDependentOutputException as error:
         raise CommpassError(
-            f"the model asks for a value ({error.func}), and a simulation has none"
+            f"the model asks for a value of a tensor{place_of(error)} ({error.func}), and a"
+            " simulation has none: leave out .item(), .tolist() and branches on values"
         ) from error
     finally:
         torch._dynamo.reset()

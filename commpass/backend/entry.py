@@ -13,11 +13,11 @@ import torch
 from torch import fx
 
 from commpass.backend.compiler import Backend
-from commpass.backend.options import INNER, OPTIONS, Compiler
+from commpass.backend.options import INNER, OPTIONS, Compiler, check_autotune
 from commpass.costmodel import Profile
 from commpass.distributed.environment import dump_here, policy_here
 from commpass.distributed.machine import profile_here
-from commpass.errors import PolicyError, check_number, nearest
+from commpass.errors import PolicyError, nearest
 from commpass.lowering import cpu
 from commpass.policy import Policy
 from commpass.tensorrt import Engines
@@ -92,8 +92,7 @@ def backend(
         raise PolicyError(f"strict={strict!r}: must be strict=True or strict=False")
     if dump is not None and not isinstance(dump, (str, os.PathLike)):
         raise PolicyError(f'dump={dump!r}: must be the path of a folder, e.g. dump="dumps"')
-    if autotune is not None and not isinstance(autotune, bool):
-        check_number("autotune", autotune)
+    check_autotune(autotune)
     if autotune and inner != "inductor":
         raise PolicyError(f'autotune={autotune!r}: kernels are only used with inner="inductor"')
     if inner == "tensorrt":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import Any, get_origin
 
 from commpass.costmodel import Profile
@@ -16,6 +17,8 @@ SAMPLING_COMPILERS = INNER[:3]
 OPTIONS = ("policy", "inner", "profile", "strict", "dump", "timeout", "autotune")
 AUTOTUNE_S = 10.0
 """Seconds in which the kernels of one graph are timed, unless the user gives a number."""
+LONGEST_S = 86_400
+"""The largest number of seconds that ``autotune`` may be: a day."""
 Compiler = Callable[..., Any]
 
 
@@ -36,6 +39,17 @@ def inductor_options(options: Mapping[str, Any], inner: str | Compiler) -> dict[
         if get_origin(expected) is None and not isinstance(value, expected):
             raise PolicyError(f"option {name}={value!r}: must be a {expected.__name__}")
     return found
+
+
+def check_autotune(value: Any) -> None:
+    """Raise PolicyError unless a value is one of the option ``autotune``."""
+    if value is None or isinstance(value, bool):
+        return
+    if not isinstance(value, Real) or not 0 <= float(value) <= LONGEST_S:
+        raise PolicyError(
+            f"autotune={value!r}: must be True, False, or seconds for each graph from 0 to"
+            f" {LONGEST_S}, e.g. autotune=30"
+        )
 
 
 def autotune_seconds(autotune: bool | float | None, inner: str | Compiler) -> float:

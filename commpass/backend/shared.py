@@ -46,7 +46,7 @@ class Shared:
         self.strict, self.dump, self.timeout, self.autotune = strict, dump, timeout, autotune
         self.run = uuid.uuid4().hex[:8]
         self.graphs = self.resets = 0
-        self.warned_of_reordering = False
+        self.warned_of_reordering = self.logged_untimed = False
         # As the ranks agreed, because a rank may compile alone.
         self.hidden: dict[tuple[Any, ...], bool] = {}
         self.densities: dict[tuple[Any, ...], float] = {}

@@ -31,6 +31,10 @@ PATIENCE_S = 60.0
 also compiles the choice that it is timing."""
 ALONE = "not timed: this rank compiles the graph without the others"
 NO_SUCH_KERNEL = "not timed: the first rank of its group has no such kernel"
+NOT_ON_A_GPU = (
+    "autotune=%r: no kernel is timed for a graph on device %s, since only kernels of GPUs have tile"
+    " sizes to choose from"
+)
 OTHER_GPU = (
     "this rank's GPU does not have the tile sizes of %s that the first rank of its group has timed:"
     " it uses the static choice, with the same results"
@@ -45,7 +49,12 @@ def set_tile_sizes(shared: Shared, job: Job, outcome: PassContext, round: Round 
     use the static choices; if ``strict``, they raise CommpassError. Raises Unanswered if the store
     of torch.distributed does not answer.
     """
-    if not job.autotune_s or meta.device_of(outcome.gm) != "cuda":
+    if not job.autotune_s:
+        return
+    if (device := meta.device_of(outcome.gm)) != "cuda":
+        if shared.autotune and not shared.logged_untimed:
+            shared.logged_untimed = True
+            record.log.info(NOT_ON_A_GPU, shared.autotune, device)
         return
     nodes = tunable_nodes(outcome.gm)
     if not is_distributed():

@@ -237,6 +237,18 @@ _PLACE = re.compile(r" - at `\$\.?(.*)`$")
 """Where a value is, at the end of an error of msgspec."""
 _FIELD = re.compile(r"\w+\((\w+)=|.* required field `(\w+)`")
 """The field that an error is about, at its beginning."""
+_TYPES = re.compile(r"Expected `(.+)`, got `(.+)`")
+_MISSING = re.compile(r"Object missing required field `(\w+)`")
+_EXPECTED = {
+    "float": "a number",
+    "int": "a whole number",
+    "str": "a string",
+    "bool": "true or false",
+    "object": "a table",
+    "array": "a list",
+}
+_GOT = {**_EXPECTED, "float": "a float", "int": "an integer", "bool": "a boolean"}
+"""Names of msgspec's types in TOML."""
 
 
 def _converted(value: Any, kind: type[T], keys: Sequence[str], fail: Fail) -> T:
@@ -249,8 +261,25 @@ def _converted(value: Any, kind: type[T], keys: Sequence[str], fail: Fail) -> T:
         inner = re.findall(r"\w+", place.group(1)) if place else []
         field = _FIELD.match(text)
         named = [name for name in (field.groups() if field else ()) if name]
-        table = f"[{'.'.join(keys)}]: " if keys else ""
-        raise fail([*keys, *inner, *named], table + _PLACE.sub("", text)) from error
+        why = _in_words(_PLACE.sub("", text), keys, inner)
+        raise fail([*keys, *inner, *named], why) from error
+
+
+def _in_words(text: str, keys: Sequence[str], inner: Sequence[str]) -> str:
+    """Return an error of msgspec in words of TOML, with the table or the field that it is about.
+
+    ``keys`` name the converted table, and ``inner`` the place in it.
+    """
+    table = f"[{'.'.join(keys)}]: " if keys else ""
+    if missing := _MISSING.fullmatch(text):
+        where = ".".join([*keys, *inner])
+        return f"[{where}]: {missing[1]} is missing" if where else f"{missing[1]} is missing"
+    if not (types := _TYPES.fullmatch(text)):
+        return table + text
+    expected = [_EXPECTED[name] for name in types[1].split(" | ") if name in _EXPECTED]
+    field = f"{'.'.join(inner)} " if inner else ""
+    got = _GOT.get(types[2], types[2])
+    return f"{table}{field}must be {' or '.join(expected) or types[1]}, but is {got}"
 
 
 def _merged(key: str, value: Any, below: Any, fail: Fail) -> Any:

@@ -90,9 +90,10 @@ def profile_of(profile: str | None, cluster: str | None) -> str:
     if cluster is not None and profile is None:
         machine_named(cluster)
         return cluster
+    found = "both are given" if cluster is not None else "neither is, nor COMMPASS_PROFILE"
     raise CommpassError(
         "give either --cluster with a machine, such as dgx-h100, or --profile with another name or"
-        " a file (COMMPASS_PROFILE names one as well)"
+        f" a file: {found}"
     )
 
 

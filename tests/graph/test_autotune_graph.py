@@ -58,7 +58,9 @@ def outcome_of(codec: str = "int8", function=layer, like=(X, X, X), **more):
 
 
 def shared(strict: bool = False):
-    return SimpleNamespace(strict=strict, timeout=None, tile_sizes={})
+    return SimpleNamespace(
+        strict=strict, timeout=None, tile_sizes={}, autotune=True, logged_untimed=False
+    )
 
 
 def job(seconds: float = 10.0):

@@ -342,7 +342,7 @@ def test_file_that_is_not_there(tmp_path):
         (["build", "--mesh", "tp"], "such as dp=8,tp=8"),
         (["build", "--mesh", "tp=2,tp=4"], "such as dp=8,tp=8"),
         (["build", "--mesh", "tp=2", "--sweep", "tp=x"], "such as tp=2,4,8"),
-        (["asks", "--mesh", "tp=2", "--inference"], "asks for a value"),
+        (["asks", "--mesh", "tp=2", "--inference"], "asks for a value of a tensor at model.py:"),
         (["nothing", "--mesh", "tp=2"], "must give a model and a tuple"),
         (["build", "--mesh", "dp=2"], "asks the mesh for a dimension 'tp'; there is 'dp'"),
     ],

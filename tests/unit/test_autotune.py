@@ -303,10 +303,29 @@ def test_option_follows_inductors_unless_it_is_given():
     assert autotune_seconds(2.5, "inductor") == 2.5
 
 
-@pytest.mark.parametrize("wrong", [-1, "yes", float("nan")])
+@pytest.mark.parametrize("wrong", [-1, "yes", float("nan"), float("inf"), 1e9])
 def test_wrong_option_is_refused(wrong):
-    with pytest.raises(PolicyError, match="autotune="):
+    said = rf"^autotune={wrong!r}: must be True, False, or seconds for each graph from 0 to 86400"
+    with pytest.raises(PolicyError, match=said.replace("+", r"\+")):
         commpass.backend("off", autotune=wrong)
+
+
+@pytest.mark.parametrize("right", [None, True, False, 0, 30, 86400.0])
+def test_option_is_a_switch_or_seconds(right):
+    assert commpass.backend("off", autotune=right).autotune is right
+
+
+@pytest.mark.parametrize("autotune", [True, None, False])
+def test_log_says_once_that_a_cpu_times_nothing(autotune, caplog):
+    made = commpass.backend("off", autotune=autotune)
+    with (
+        torch._inductor.config.patch(max_autotune=True),
+        caplog.at_level(logging.INFO, "commpass"),
+    ):
+        for size in (3, 4):
+            torch.compile(torch.nn.ReLU(), backend=made, dynamic=False)(torch.ones(size))
+    lines = [line for line in caplog.messages if line.startswith("autotune=True: no kernel is")]
+    assert len(lines) == (autotune is True)
 
 
 def test_option_needs_inductor():

@@ -168,7 +168,7 @@ REFUSED = [
     ("int8", LINEAR, replace(PROBLEM, m=4100), {}, "4100 rows for 8 ranks: shards begin inside"),
     ("int8(block=512)", LINEAR, PROBLEM, {}, "blocks of 512 values, wider than a tile"),
     ("int8(block=24)", LINEAR, PROBLEM, {}, "powers of two"),
-    ("equarx", LINEAR, PROBLEM, {}, "no consecutive values"),
+    ("equarx", LINEAR, PROBLEM, {}, "are not consecutive values"),
     ("exponent", LINEAR, PROBLEM, {}, "no block codec"),
     ("int8", replace(LINEAR, dtype=torch.float32), PROBLEM, {}, "float32 operands"),
     ("int8", replace(LINEAR, bias=torch.int8), PROBLEM, {}, "a bias in int8"),

@@ -28,7 +28,7 @@ def unsupported_reason(
     if not isinstance(codec, BlockCodec):
         return f"{codec.spec}: no block codec, and kernels are made of the parts of one"
     if not isinstance(codec.layout, Flat):
-        return f"{codec.spec}: its blocks are no consecutive values"
+        return f"{codec.spec}: its blocks are not consecutive values"
     if why := _unsupported_dtypes(matmul, arch):
         return why
     block, n = codec.block, problem.n
