@@ -18,6 +18,7 @@ pytest.importorskip("triton", reason="kernels are written in Triton: pip install
 
 from commpass.lowering.gpu import entropy, exponent, generate, launch, supported
 from commpass.lowering.gpu.call import calls_of
+from commpass.lowering.gpu.matmul_sizes import SHARED, Problem, configurations, shared_bytes
 
 MOST_X, MOST_YZ = 2**31 - 1, 65_535
 """CUDA C++ programming guide, table of technical specifications: dimensions of a grid."""
@@ -114,3 +115,12 @@ def test_launches_of_exponent_are_within_the_limits(spec, dtype):
             assert 1 <= call.programs <= MOST_X
             numbers = [each for each in call.arguments.values() if isinstance(each, int)]
             assert max(numbers) < 2**31
+
+
+@pytest.mark.parametrize("arch", SHARED)
+@pytest.mark.parametrize("text", ["int8", "fp8", "int4", "rotated", "taco"])
+@pytest.mark.parametrize("rows", [64, 4096])
+def test_programs_that_share_a_processor_fit_into_its_memory(text, arch, rows):
+    problem = Problem(8 * rows, 4096, 4096, 8)
+    for by in configurations(codec(text), problem, arch):
+        assert by.programs * shared_bytes(by, codec(text), arch) <= SHARED[arch]

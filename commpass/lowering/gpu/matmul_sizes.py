@@ -113,7 +113,9 @@ def configurations(
     ``configuration``."""
     chosen, load = configuration(codec, problem, arch, matmul), _load(codec, arch, matmul)
     others = [
-        _complete(replace(chosen, block_m=block_m, block_n=block_n, num_stages=stages), load, arch)
+        _complete(
+            replace(chosen, block_m=block_m, block_n=block_n, num_stages=stages), codec, load, arch
+        )
         for block_m, block_n in ((128, 256), (128, 128), (64, 256))
         for stages in ((2,) if arch == "gfx942" else (3, 4))
         if block_n % codec.block == 0 and block_m <= _most_rows(codec, load, arch)
@@ -139,7 +141,7 @@ def configuration(
         descriptors=arch in ("sm_90", "sm_100"),
         flatten=arch != "gfx942",
     )
-    return _complete(by, load, arch)
+    return _complete(by, codec, load, arch)
 
 
 @dataclass(frozen=True)
@@ -158,14 +160,15 @@ def _load(codec: BlockCodec, arch: str, matmul: Matmul | None) -> _Load:
     return _Load(_is_heavy(codec, arch), any(each.name not in LIGHT for each in operations))
 
 
-def _complete(by: Configuration, load: _Load, arch: str) -> Configuration:
+def _complete(by: Configuration, codec: BlockCodec, load: _Load, arch: str) -> Configuration:
     """Return the configuration with suitable warps, cuts and programs for its tile."""
     results = by.block_m * by.block_n
     num_warps = 8 if results > 128 * 128 or load else 4
     halves = load.codec and arch in ("sm_80", "sm_90") and results >= 64 * 256
     cuts = 2 if halves or load.epilogue else 1
-    programs = 2 if num_warps == 4 and arch != "gfx942" else 1
-    return replace(by, num_warps=num_warps, cuts=cuts, programs=programs)
+    made = replace(by, num_warps=num_warps, cuts=cuts)
+    fit = 2 * shared_bytes(made, codec, arch) <= SHARED[arch]
+    return replace(made, programs=2 if num_warps == 4 and arch != "gfx942" and fit else 1)
 
 
 def _most_rows(codec: BlockCodec, load: _Load, arch: str) -> int:
