@@ -18,6 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from commpass.costmodel import default_profile
+from commpass.passes import GraphInput, PassContext, manager
+from commpass.policy import Policy
+from commpass.policy.rules import Rule
+
 CARD = SimpleNamespace(
     name="NVIDIA H100 80GB HBM3",
     major=9,
@@ -173,3 +178,26 @@ def code_of(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> str:
             raise
         return found.code
     raise AssertionError("Inductor wrote no code")
+
+
+def planned(
+    function: Callable[..., Any],
+    rule: Rule,
+    *like: torch.Tensor,
+    passes: Sequence[manager.Pass] = manager.PASSES,
+) -> tuple[PassContext, list[torch.Tensor]]:
+    """Return the results of some passes for a graph of a GPU, and its inputs."""
+    with a_card():
+        gm, inputs = trace(function, *like)
+        given = GraphInput(
+            gm=gm,
+            direction="forward",
+            policy=Policy(rules=[rule]),
+            profile=default_profile("cuda"),
+            stateless=None,
+            kernels=True,
+        )
+        outcome = manager.run(given, "0", passes, strict=True)
+    if outcome.error is not None:
+        raise outcome.error
+    return outcome, inputs

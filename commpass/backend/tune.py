@@ -89,8 +89,7 @@ def _agreed(
     patience_s = min(shared.timeout or job.autotune_s + PATIENCE_S, job.autotune_s + PATIENCE_S)
     start = time.monotonic()  # all of them time at once, so one bound holds for all
     for owner, others in sorted(by_owner.items()):
-        left_s = max(0.0, patience_s - (time.monotonic() - start))
-        sizes = agreed_tiles.receive(store, round, owner, left_s)
+        sizes = agreed_tiles.receive(store, round, owner, patience_s, start)
         found |= _checked(shared, sizes, others)
     return found
 

@@ -33,12 +33,15 @@ def publish(store: PlanStore, round: Round, sizes: TileSizes) -> TileSizes:
     return _first(store, round, store.rank, sizes)
 
 
-def receive(store: PlanStore, round: Round, owner: int, patience_s: float) -> TileSizes:
+def receive(
+    store: PlanStore, round: Round, owner: int, patience_s: float, start: float
+) -> TileSizes:
     """Return what rank ``owner`` has timed for the graph of a round.
 
-    After ``patience_s`` seconds nothing is timed for any rank.
+    If it has published nothing ``patience_s`` seconds after ``start`` (``time.monotonic``), nothing
+    is timed for any rank.
     """
-    start, pause = time.monotonic(), 0.001
+    pause = 0.001
     compile_progress.stage(f"waits for rank {owner}, which times tile sizes of kernels")
     while not (read := store.read_published(_key(round), [owner])):
         if time.monotonic() - start > patience_s:

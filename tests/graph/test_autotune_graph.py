@@ -41,20 +41,7 @@ def layer(x, w, r):
 def outcome_of(codec: str = "int8", function=layer, like=(X, X, X), **more):
     """Return the results of the passes for a graph of a GPU, and its inputs."""
     rule = Rule(codec=codec, algorithm="two_shot", force=True, **{"lowering": "kernel", **more})
-    with fake_cuda.a_card():
-        gm, inputs = fake_cuda.trace(function, *like)
-        given = GraphInput(
-            gm=gm,
-            direction="forward",
-            policy=Policy(rules=[rule]),
-            profile=default_profile("cuda"),
-            stateless=None,
-            kernels=True,
-        )
-        outcome = manager.run(given, "0", strict=True)
-    if outcome.error is not None:
-        raise outcome.error
-    return outcome, inputs
+    return fake_cuda.planned(function, rule, *like)
 
 
 def shared(strict: bool = False):

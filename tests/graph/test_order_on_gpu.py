@@ -12,11 +12,9 @@ from tiers import rarely
 from torch._inductor.fx_passes.control_dependencies import control_deps
 from torch.library import wrap_triton
 
-from commpass.costmodel import default_profile
-from commpass.passes import GraphInput, manager
+from commpass.passes import manager
 from commpass.passes.fx.ops import triton_calls
 from commpass.passes.post.order import order, ordered
-from commpass.policy import Policy
 from commpass.policy.rules import Rule
 
 triton = pytest.importorskip(
@@ -39,28 +37,11 @@ def layer(x, w, v, gradient):
     return [y, *torch.autograd.grad(y, given, gradient)]
 
 
-def planned(function, rule: Rule, *like: torch.Tensor, passes=manager.PASSES):
-    """Return a graph after some passes, and its inputs."""
-    with fake_cuda.a_card():
-        gm, inputs = fake_cuda.trace(function, *like)
-        given = GraphInput(
-            gm=gm,
-            direction="forward",
-            policy=Policy(rules=[rule]),
-            profile=default_profile("cuda"),
-            stateless=None,
-            kernels=True,
-        )
-        result = manager.run(given, "0", passes, strict=True)
-    if result.error is not None:
-        raise result.error
-    return gm, inputs
-
-
 def code_of(function, codec: str, *like: torch.Tensor) -> tuple[str, int]:
     """Return the code of a graph with two chunks per exchange, and how many kernels it calls."""
     rule = Rule(codec=codec, algorithm="two_shot", force=True, chunks=2, lowering="kernel")
-    gm, inputs = planned(function, rule, *like)
+    outcome, inputs = fake_cuda.planned(function, rule, *like)
+    gm = outcome.gm
     calls = sum(node.target in triton_calls() for node in gm.graph.nodes)
     with ordered():
         code = fake_cuda.code_of(gm, inputs)
@@ -139,7 +120,8 @@ def test_lossless_exchange_waits_for_the_device_once(first, fake_group):
     fake_group(8)
     name = f"two_shot(first={first})"
     rule = Rule(codec="exponent", algorithm=name, force=True, chunks=1)
-    gm, _ = planned(partial_sums, rule, X, X, passes=manager.PASSES[: NAMES.index("lower")])
+    before = manager.PASSES[: NAMES.index("lower")]
+    gm = fake_cuda.planned(partial_sums, rule, X, X, passes=before)[0].gm
     read = [node for node in gm.graph.nodes if node.target is SCALAR]
     assert len(read) == 2 * 8 + 1  # sizes to and from each rank, and the largest that is gathered
     assert {node.args[0].meta["val"].device.type for node in read} == {"cpu"}

@@ -19,15 +19,13 @@ import torch.distributed as dist
 from rank_helpers import commpass_messages
 
 from commpass.backend import tune
-from commpass.costmodel import default_profile
 from commpass.distributed import agreed_tiles
 from commpass.distributed.plan_store import Round
 from commpass.errors import CommpassError, Unanswered
 from commpass.lowering.timed import Timed
-from commpass.passes import GraphInput, manager
+from commpass.passes import manager
 from commpass.passes.fx.ops import triton_calls
 from commpass.passes.retile import tunable_nodes
-from commpass.policy import Policy
 from commpass.policy.rules import Rule
 
 pytest.importorskip("triton", reason="kernels are written in Triton: pip install commpass[kernels]")
@@ -45,19 +43,7 @@ def summed(x):
 def outcome_here():
     """Return the results of the passes for a graph of a GPU."""
     rule = Rule(codec="int8", algorithm="one_shot", force=True, lowering="kernel")
-    with fake_cuda.a_card():
-        gm, _ = fake_cuda.trace(summed, X)
-        given = GraphInput(
-            gm=gm,
-            direction="forward",
-            policy=Policy(rules=[rule]),
-            profile=default_profile("cuda"),
-            stateless=None,
-            kernels=True,
-        )
-        outcome = manager.run(given, "0")
-    assert outcome.error is None, outcome.error
-    return outcome
+    return fake_cuda.planned(summed, rule, X)[0]
 
 
 def sizes_after(
@@ -262,9 +248,10 @@ def test_each_end_of_a_message_times_its_own_kernels():
 def test_one_bound_of_time_holds_for_all_ranks_that_do_not_answer(monkeypatch):
     waited, clock = [], [0.0]
 
-    def receive(_store, _round, owner, patience_s):
-        waited.append((owner, patience_s))
-        clock[0] += patience_s
+    def receive(_store, _round, owner, patience_s, start):
+        left_s = start + patience_s - clock[0]
+        waited.append((owner, left_s))
+        clock[0] += left_s
         return agreed_tiles.TileSizes(failure="no answer")
 
     monkeypatch.setattr(agreed_tiles, "receive", receive)
