@@ -35,7 +35,7 @@ from commpass.distributed.step_timer import TimedGraph
 from commpass.errors import PolicyError, Unanswered
 from commpass.passes import GraphInput, PassContext
 from commpass.passes.fx import meta
-from commpass.passes.fx.marks import chunked, has_single_kernels
+from commpass.passes.fx.marks import chunked, has_kernels_beside, has_single_kernels
 from commpass.passes.fx.parse import parse
 from commpass.passes.single_kernel import limit_peer_memory, no_peer_memory
 from commpass.passes.timeline import whole_us
@@ -122,6 +122,7 @@ def _build(shared: Shared, job: Job, before: PassContext | None) -> Built | Rais
     more += [each.fake for each in outcome.constants]
     planned_us = _predicted_us(gm, profile) if plain_us is not None else None
     allocate(plan.executed)
+    has_beside = has_kernels_beside(gm)
     pinned = outcome.moved.pinned or chunked(gm) or has_single_kernels(gm)
     compile_progress.stage("the compiler")
     compiled = job.compile_graph(gm, more, pinned, plan.changed)
@@ -137,7 +138,12 @@ def _build(shared: Shared, job: Job, before: PassContext | None) -> Built | Rais
     shared.step_log.put(entry, instead_of)
     patience, compared = shared.patience(plan), _is_compared(plan, round)
     check = Check(samples, round, given.policy.check_calls, patience, decides=compared)
-    function = instrument(shared.step_timer, callable_of(compiled), entry)
+    function = callable_of(compiled)
+    if has_beside:
+        from commpass.lowering.gpu import side_stream
+
+        function = side_stream.joining(function)
+    function = instrument(shared.step_timer, function, entry)
     function = with_more(function, functools.partial(constants_of, outcome.constants))
     function = with_more(function, state)
     strides = getattr(compiled, "output_strides", None)

@@ -18,6 +18,11 @@ from commpass.plan.stage import ALL, BLOCK, Stage, plain_exchange
 LONGEST_STEP_US = 1.0
 """The most microseconds that a signal between GPUs of one host is assumed to take, as on PCIe. A
 measured alpha includes the start of a library's collective."""
+SIDE_STREAM = "single kernels"
+"""The resource of single kernels in a stream of their own."""
+EVENT_US = 2.0
+"""The microseconds from the record of an event in one stream to the work of another stream that
+waits for it. An assumption: nothing has measured it."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +61,8 @@ class Prices:
         An exchange is a signal, a read of a peer's memory (to it and back), and the transfer. An
         encode or decode is the access of a tile, and as long as a kernel of its own needs for the
         values. If each program processes several tiles, it does all of that in each round, and the
-        rounds may take longer than the values. The kernel is in the stream of the computation, so
-        the rank computes nothing else.
+        rounds may take longer than the values. In the stream of the computation, the rank computes
+        nothing else meanwhile; ``beside_compute`` is for a stream of its own.
         """
         kernels = self.profile.kernels
         launch_us = 0.0 if stage.after else kernels.launch_us
@@ -104,6 +109,16 @@ class Prices:
         if self.profile.intra_host_link is None:
             return False
         return not self.profile.ranks_per_host or self.on_host % ranks == 0 < self.on_host
+
+
+def beside_compute(us: float, share: float) -> Task:
+    """Return a single kernel of ``us`` microseconds in a stream of its own.
+
+    The kernel occupies at most a ``share`` of the processors, and computation has the others. So it
+    computes for ``share * us`` microseconds less meanwhile. An event is recorded before the kernel
+    and one after it, at ``EVENT_US`` each; computation stops for the first.
+    """
+    return Task(SIDE_STREAM, us, latency_us=EVENT_US, overhead_us=EVENT_US + share * us)
 
 
 def prices(

@@ -1,7 +1,9 @@
-"""A collective in a single kernel over symmetric memory, as one operator of a graph.
+"""A collective in a single kernel over symmetric memory, as operators of a graph.
 
 The kernel encodes, signals the other ranks, waits for their signals, reads what they have encoded,
-and sums or stores it (docs/exchange.md). Triton is imported only where needed.
+and sums or stores it (docs/exchange.md). ``EXCHANGE`` runs it in the stream of the computation.
+``START`` runs it in a stream of its own, and ``WAIT`` lets the computation wait for its result.
+Triton is imported only where needed.
 """
 
 from __future__ import annotations
@@ -23,11 +25,24 @@ if TYPE_CHECKING:
     from commpass.lowering.gpu.exchange_sizes import Exchange
 
 _library = torch.library.Library("commpass", "FRAGMENT")
+_WHAT = "str group, str kind, str codec, str algorithm, str op, int ranks, int programs, int lanes"
+_library.define(f"single_kernel_exchange(Tensor x, {_WHAT}) -> Tensor")
 _library.define(
-    "single_kernel_exchange(Tensor x, str group, str kind, str codec, str algorithm, str op,"
-    " int ranks, int programs, int lanes) -> Tensor"
+    f"single_kernel_exchange_start(Tensor(a) x, {_WHAT}, int number) -> Tensor(a)",
+)
+_library.define(
+    "single_kernel_exchange_wait(Tensor started, str kind, int ranks, int number) -> Tensor"
 )
 EXCHANGE = torch.ops.commpass.single_kernel_exchange.default
+START = torch.ops.commpass.single_kernel_exchange_start.default
+"""Starts a kernel. The result shares the memory of ``x``, and only ``WAIT`` takes it.
+
+So whoever knows the graph, like Inductor, keeps the memory of ``x`` until the wait, and does not
+write to it. That is also true of a copy that Inductor makes of ``x`` for this operator. ``number``
+is that of the start in its graph.
+"""
+WAIT = torch.ops.commpass.single_kernel_exchange_wait.default
+"""Returns the result of the start of the same number: memory that nobody could read before."""
 
 RESERVED = 64
 """Processors of a GPU that programs of a graph's exchanges leave free, for two kernels of NCCL with
@@ -131,14 +146,25 @@ def programs_of(exchange: Exchange, memory: PeerMemory) -> int:
 
 def sent_nbytes(node: fx.Node) -> int:
     """Return the bytes that a rank writes for the others, at a node of a graph."""
-    given: Any = node.args
-    x, _, kind, codec, algorithm, op, ranks, _, lanes = given
-    value: Tensor = x.meta["val"]
-    exchange = exchange_of(kind, codec, algorithm, value.dtype, value.numel(), ranks, op, lanes)
+    exchange = _exchange_at(node)
     return exchange.wire_bytes * (exchange.rows + exchange.phases - 1)
 
 
-# --- the operator ---------------------------------------------------------------------------------
+def share_of_processors(node: fx.Node, memory: PeerMemory) -> float:
+    """Return the largest share of a GPU's processors that a kernel of a graph may occupy: each of
+    its programs is on a processor of its own."""
+    given: Any = node.args
+    return min(given[7] * _exchange_at(node).rows / (memory.programs + RESERVED), 1.0)
+
+
+def _exchange_at(node: fx.Node) -> Exchange:
+    given: Any = node.args
+    x, _, kind, codec, algorithm, op, ranks, _, lanes, *_ = given
+    value: Tensor = x.meta["val"]
+    return exchange_of(kind, codec, algorithm, value.dtype, value.numel(), ranks, op, lanes)
+
+
+# --- the operators --------------------------------------------------------------------------------
 
 
 def result_shape(kind: str, shape: Sequence[int], ranks: int) -> tuple[int, ...]:
@@ -173,11 +199,49 @@ def _exchange(
     return exchange.run_in_group(found, programs, group, x)
 
 
+def _start(
+    x: Tensor,
+    group: str,
+    kind: str,
+    codec: str,
+    algorithm: str,
+    op: str,
+    ranks: int,
+    programs: int,
+    lanes: int,
+    number: int,
+) -> Tensor:
+    from commpass.lowering.gpu import exchange
+
+    found = exchange_of(kind, codec, algorithm, x.dtype, x.numel(), ranks, op, lanes)
+    exchange.start_in_group(found, programs, group, x, number)
+    return torch.ops.aten.alias.default(x)
+
+
+def _wait(started: Tensor, kind: str, ranks: int, number: int) -> Tensor:
+    from commpass.lowering.gpu import side_stream
+
+    return side_stream.wait(started.device, number)
+
+
 def _fake(
     x: Tensor, group: str, kind: str, codec: str, algorithm: str, op: str, ranks: int, *_: Any
 ) -> Tensor:
     return x.new_empty(result_shape(kind, x.shape, ranks))
 
 
-_library.impl("single_kernel_exchange", ambient_free(_exchange), "CompositeExplicitAutograd")
-torch.library.register_fake("commpass::single_kernel_exchange", _fake, lib=_library)
+def _fake_start(x: Tensor, *_: Any) -> Tensor:
+    return torch.ops.aten.alias.default(x)
+
+
+def _fake_wait(started: Tensor, kind: str, ranks: int, number: int) -> Tensor:
+    return started.new_empty(result_shape(kind, started.shape, ranks))
+
+
+for _name, _run, _like in (
+    ("single_kernel_exchange", _exchange, _fake),
+    ("single_kernel_exchange_start", _start, _fake_start),
+    ("single_kernel_exchange_wait", _wait, _fake_wait),
+):
+    _library.impl(_name, ambient_free(_run), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"commpass::{_name}", _like, lib=_library)

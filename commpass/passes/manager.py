@@ -10,6 +10,7 @@
     rewrite     sites, plan     coded          inserts the chosen algorithms as codec operators
     fuse        coded, plan     coded, plan    joins codec operators that one kernel can compute
     lower       coded, plan     plain          replaces codec operators by what Inductor compiles
+    beside      plain, plan     plain, plan    gives single kernels a stream of their own
     move        plain, plan     plain, plan    starts exchanges early, and computes meanwhile
     verify      plain, plan     -              compares the graph with the plan
     sample      plain, plan     plain, plan    inserts the operator that samples errors
@@ -33,6 +34,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from commpass.passes import (
+    beside,
     candidates,
     choose,
     chunk,
@@ -98,6 +100,7 @@ PASSES: tuple[Pass, ...] = (
     Pass(
         name="lower", run=lower.run, requires=CODED, provides=("plain",), mutates=True, needed=True
     ),
+    Pass(name="beside", run=beside.run, **EDIT_LOWERED),
     Pass(name="move", run=move.run, **EDIT_LOWERED),
     Pass(name="verify", run=verify.run, requires=LOWERED),
     Pass(name="sample", run=sample.run, **EDIT_LOWERED),

@@ -21,7 +21,7 @@ from commpass.costmodel import Profile
 from commpass.passes.context import PassContext
 from commpass.passes.fx.memory import memory, peak
 from commpass.passes.fx.ops import is_heavy
-from commpass.passes.fx.parse import is_wait, parse, sources
+from commpass.passes.fx.marks import started_by, starts, waits
 from commpass.passes.fx.schedule import Clock, Scheduled, schedule, sequence, timed
 from commpass.passes.fx.work import Work, site_of, unsupported_reason, work_of
 from commpass.passes.results import Moved
@@ -45,8 +45,8 @@ def run(context: PassContext) -> None:
 def move(gm: fx.GraphModule, profile: Profile, more_memory: float) -> Moved:
     """Reorder a graph in place. ``more_memory`` is the allowed relative increase of peak memory."""
     nodes = tuple(gm.graph.nodes)
-    starts = [node for node in nodes if parse(node) is not None]
-    if (why := unsupported_reason(gm)) or not starts:
+    program = [node for node in nodes if starts(node)]
+    if (why := unsupported_reason(gm)) or not program:
         return Moved(why=why)
     known = memory(gm.graph, in_place=True)
     work = work_of(gm.graph, known, profile)
@@ -56,14 +56,14 @@ def move(gm: fx.GraphModule, profile: Profile, more_memory: float) -> Moved:
         why = f"any other order would need more memory than {more_memory:.0%} above the peak"
         return _moved(gm, was, was, why=why)
     now = found.clock
-    if first == starts and was.now - now.now <= _worth(was):
+    if first == program and not is_faster(now, was):
         why = "no other order would be faster"
         return _moved(gm, was, was, why=why, missed=_missed(work, starts, found, was, more_memory))
     *others, output = found.order
     for node in others:
         output.prepend(node)
     gm.recompile()
-    reordered = () if first == starts else tuple(map(site_of, first))
+    reordered = () if first == program else tuple(map(site_of, first))
     missed = _missed(work, first, found, now, more_memory)
     return _moved(gm, now, was, reordered=reordered, missed=missed)
 
@@ -82,6 +82,11 @@ def ordered(
         if found := _best(work, first, bound, worth):
             return first, found
     return program, None
+
+
+def is_faster(now: Clock, was: Clock) -> bool:
+    """Whether an order is faster than the original one, by as much as is worth a change."""
+    return was.now - now.now > _worth(was)
 
 
 def _worth(was: Clock) -> float:
@@ -167,9 +172,9 @@ def _overlapped(gm: fx.GraphModule) -> bool:
     flight."""
     travelling: set[fx.Node] = set()
     for node in gm.graph.nodes:
-        if is_wait(node):
-            travelling.difference_update(sources(node))
-        elif parse(node) is not None:
+        if waits(node):
+            travelling.difference_update(started_by(node))
+        elif starts(node):
             if travelling:
                 return True
             travelling.add(node)

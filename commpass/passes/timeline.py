@@ -13,7 +13,7 @@ from commpass.costmodel import Profile, Task
 from commpass.costmodel.critical import slack_us
 from commpass.passes.context import PassResult
 from commpass.passes.fx import meta
-from commpass.passes.fx.marks import MARK, Mark
+from commpass.passes.fx.marks import MARK, Mark, starts
 from commpass.passes.fx.memory import memory
 from commpass.passes.fx.parse import describe_group, parse
 from commpass.passes.fx.schedule import Span, timed
@@ -85,7 +85,7 @@ def _event(span: Span, lanes: dict[str, str]) -> Event:
     mark: Mark | None = node.meta.get(MARK)
     if span.still:
         what = WAIT
-    elif parse(node) is not None:
+    elif starts(node):
         what = EXCHANGE
     else:
         what = mark.role if mark is not None else COMPUTE
@@ -104,10 +104,12 @@ def _event(span: Span, lanes: dict[str, str]) -> Event:
 
 
 def _lane_of(span: Span) -> str:
-    """Return the host, or the group of an exchange. Groups with the same label keep separate
-    lanes."""
+    """Return the host, the group of an exchange, or the stream of single kernels. Groups with the
+    same label keep separate lanes."""
     call = parse(span.node)
-    return HOST if span.resource == HOST or call is None else describe_group(call)[0]
+    if span.resource == HOST or call is None:
+        return str(span.resource)
+    return describe_group(call)[0]
 
 
 def _tracks(resources: set[str]) -> dict[str, str]:

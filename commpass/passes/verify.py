@@ -19,7 +19,7 @@ from commpass.lowering.exchange import sent_nbytes
 from commpass.passes.context import PassContext
 from commpass.passes.failures import site_errors
 from commpass.passes.fx import meta
-from commpass.passes.fx.marks import MARK, PARTS, is_single_kernel
+from commpass.passes.fx.marks import MARK, PARTS, is_single_kernel, starts, waits
 from commpass.passes.fx.parse import graph_modules, parse, value_of, waited
 from commpass.passes.template import algorithm_of
 from commpass.plan import PlannedSite
@@ -102,6 +102,8 @@ def _sent(node: fx.Node, mark: str, dtype: torch.dtype, position: int | None = N
     """
     call = parse(node)
     if call is None:
+        if starts(node) and [*map(waits, node.users)] != [True]:
+            raise VerifyError(f"{mark}: {node.name} has not exactly one wait, and no other use")
         return [sent_nbytes(node)] if is_single_kernel(node) else []
     value = value_of(call, position or 0)
     if value is None or not waited(value)[0]:

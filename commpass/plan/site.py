@@ -161,13 +161,15 @@ class PlannedSite(Site, Candidate):
     ``exposed_us`` is how long a rank is predicted to wait for it in the order that runs, and
     ``unmoved_us`` in the graph's original order. ``missed`` is the reason for the remaining wait.
     ``hidden`` says that it stays uncompressed because computation overlaps it. ``holds`` names the
-    sizes that the decision holds for, if another plan holds for others.
+    sizes that the decision holds for, if another plan holds for others. ``own_stream`` says that
+    its single kernel runs beside computation, in a stream of its own.
     """
 
     plain_us: float = 0.0
     reason: str = ""
     hidden: bool = False
     holds: str = ""
+    own_stream: bool = False
     exposed_us: float = 0.0
     unmoved_us: float = 0.0
     missed: str = ""

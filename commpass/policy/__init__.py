@@ -36,6 +36,7 @@ PASS_NAMES = (
     "rewrite",
     "fuse",
     "lower",
+    "beside",
     "move",
     "verify",
     "sample",

@@ -27,6 +27,7 @@ def done(site: PlannedSite) -> str:
         return "uncompressed: overlapped with compute" if site.hidden else "uncompressed"
     chunks = f" x{site.chunks}" if site.chunks > 1 else ""
     single = " in a single kernel" if site.lowering == SINGLE_KERNEL else ""
+    single += " beside compute" if site.own_stream else ""
     return f"{brief(site.codec)} by {site.algorithm}{chunks}{single}"
 
 
@@ -42,4 +43,5 @@ def form_of(choice: Candidate) -> str:
     """Return how encode and decode are carried out, as an appendix: ``, fused, kernel``."""
     names = {"kernel": ", kernel", SINGLE_KERNEL: ", single kernel"}
     kernel = names.get(choice.lowering, "")
+    kernel += " beside compute" if isinstance(choice, PlannedSite) and choice.own_stream else ""
     return (", fused" if choice.fused else "") + kernel

@@ -10,8 +10,8 @@ codec and an algorithm, the ranks compare what they call, and create a workspace
 such a size. Later calls are one kernel each, which may be part of a CUDA graph. Calls with one
 workspace must be ordered: on one stream, or on several that wait for each other.
 
-Compiled graphs call ``run_in_group``. Their workspaces are created when they are compiled
-(``allocate``).
+Compiled graphs call ``run_in_group``, or ``start_in_group`` for a kernel beside computation. Their
+workspaces are created when they are compiled (``allocate``).
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from commpass.collectives.reductions import LAST
 from commpass.errors import CommpassError
 from commpass.groups import group_named
 from commpass.lowering.exchange import result_shape
+from commpass.lowering.gpu import side_stream
 from commpass.lowering.gpu.current import on_device
 from commpass.lowering.gpu.exchange_kernel import kernel
 from commpass.lowering.gpu.exchange_sizes import (
@@ -62,6 +63,7 @@ __all__ = [
     "reduce_scatter",
     "run",
     "run_in_group",
+    "start_in_group",
     "trial",
     "unsupported_reason",
 ]
@@ -180,6 +182,15 @@ def _wrong_shape(kind: str, shape: Sequence[int], ranks: int) -> str:
 def run(workspace: Workspace, x: Tensor) -> Tensor:
     """Run one exchange: return ``x`` summed over the ranks with the same shape, this rank's part of
     that sum, or the tensors of all ranks."""
+    output, launch = _prepare(workspace, x)
+    side_stream.join(x.device)
+    launch()
+    return output
+
+
+def _prepare(workspace: Workspace, x: Tensor) -> tuple[Tensor, Callable[[], None]]:
+    """Return the memory of a result, and what launches the kernel that writes it in the current
+    stream. The launch keeps all tensors that the kernel reads."""
     if x.numel() > workspace.exchange.numel or x.dtype != workspace.exchange.dtype:
         raise CommpassError(
             f"a workspace for up to {workspace.exchange.numel} values of"
@@ -191,9 +202,12 @@ def run(workspace: Workspace, x: Tensor) -> Tensor:
     output = x.new_empty(shape)
     tensors = {"peers": workspace.peers, "input": x.contiguous(), "output": output}
     given = tensors | launch.numbers
-    with on_device(x.device):
-        launch.function[launch.grid](*(given[name] for name in launch.names), **launch.options)
-    return output
+
+    def run() -> None:
+        with on_device(x.device):
+            launch.function[launch.grid](*(given[name] for name in launch.names), **launch.options)
+
+    return output, run
 
 
 def _launch_of(workspace: Workspace, x: Tensor) -> Launch:
@@ -320,16 +334,31 @@ def _card(exchange: Exchange, device: torch.device) -> tuple[Card, str]:
 def run_in_group(exchange: Exchange, programs: int, group_name: str, x: Tensor) -> Tensor:
     """Run an exchange of a graph in the workspace that was created for it. Raises CommpassError if
     there is none."""
+    return run(_workspace_of(exchange, programs, group_name, x.device), x)
+
+
+def start_in_group(
+    exchange: Exchange, programs: int, group_name: str, x: Tensor, number: int
+) -> None:
+    """Start an exchange of a graph beside computation. ``side_stream.wait`` returns its result, by
+    the ``number`` of the start. Raises CommpassError as ``run_in_group`` does."""
+    output, launch = _prepare(_workspace_of(exchange, programs, group_name, x.device), x)
+    side_stream.start(x.device, number, launch, output)
+
+
+def _workspace_of(
+    exchange: Exchange, programs: int, group_name: str, device: torch.device
+) -> Workspace:
     group = group_named(group_name)
     known = {} if group is None else _workspaces.get(group, {})
-    found = known.get((in_memory(exchange, programs), x.device))
+    found = known.get((in_memory(exchange, programs), device))
     if found is None:
         raise CommpassError(
             f"no memory for the {exchange.name} of {exchange.numel} values over group"
             f" {group_name!r}: it was compiled for other process groups. Call"
             " torch._dynamo.reset() on all ranks to compile it again"
         )
-    return run(found, x)
+    return found
 
 
 @lru_cache(maxsize=1024)

@@ -11,10 +11,10 @@ import torch
 from torch import fx
 
 from commpass import groups
-from commpass.costmodel import HOST, Prices, Profile, Task, prices
+from commpass.costmodel import HOST, Prices, Profile, Task, beside_compute, prices
 from commpass.passes.fx import meta
 from commpass.passes.fx.aliasing import is_alias
-from commpass.passes.fx.marks import CODED, MARK, US
+from commpass.passes.fx.marks import CODED, MARK, SHARE, US
 from commpass.passes.fx.ops import ALLOCATORS, flops_formula
 from commpass.passes.fx.parse import Call, describe_group
 from commpass.plan.stage import ALL, Stage, all_to_all, plain_exchange
@@ -42,6 +42,11 @@ def compute(node: fx.Node, profile: Profile) -> Task:
     held = node.meta.get("val")
     moved = meta.total_nbytes(held)
     return Task(HOST, profile.kernels.compute_us(operations(node), 2 * moved))
+
+
+def beside(node: fx.Node) -> Task:
+    """Return the cost of a single kernel that is started in a stream of its own."""
+    return beside_compute(node.meta[US], node.meta[SHARE])
 
 
 def operations(node: fx.Node) -> int:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from commpass.codecs import operators
-from commpass.lowering.exchange import EXCHANGE
+from commpass.lowering.exchange import EXCHANGE, START, WAIT
 from commpass.passes.fx import meta
-from commpass.passes.fx.parse import graph_modules, is_wait, parse
+from commpass.passes.fx.parse import graph_modules, is_wait, parse, sources
 from commpass.plan import SINGLE_KERNEL
 
 MARK = "commpass"
@@ -26,6 +26,9 @@ one has it.
 """
 US = "commpass_us"
 """The key in ``node.meta`` of a site in a single kernel: its predicted microseconds."""
+SHARE = "commpass_share"
+"""The key in ``node.meta`` of a start of a single kernel: the share of the GPU's processors that it
+occupies."""
 TUNABLE = "commpass_tunable"
 """The key in ``node.meta`` of a kernel call whose tile sizes can be timed: what it calls."""
 ALLOWED = "commpass_allowed"
@@ -85,8 +88,24 @@ def chunked(gm: fx.GraphModule) -> bool:
 
 
 def is_single_kernel(node: fx.Node) -> bool:
-    """Whether a node is a site in a single kernel."""
-    return node.target is EXCHANGE
+    """Whether a node is a site in a single kernel, or the start of one."""
+    return node.target in (EXCHANGE, START)
+
+
+def starts(node: fx.Node) -> bool:
+    """Whether a node starts an exchange: a collective, or a single kernel in a stream of its
+    own."""
+    return node.target is START or parse(node) is not None
+
+
+def waits(node: fx.Node) -> bool:
+    """Whether a node waits for an exchange that another node has started."""
+    return node.target is WAIT or is_wait(node)
+
+
+def started_by(wait: fx.Node) -> list[fx.Node]:
+    """Return the starts of the exchanges that a node waits for."""
+    return [each for each in sources(wait) if starts(each)]
 
 
 def has_single_kernels(gm: fx.GraphModule) -> bool:
@@ -94,6 +113,11 @@ def has_single_kernels(gm: fx.GraphModule) -> bool:
     return any(
         is_single_kernel(node) for _, module in graph_modules(gm) for node in module.graph.nodes
     )
+
+
+def has_kernels_beside(gm: fx.GraphModule) -> bool:
+    """Whether a graph starts single kernels in a stream of their own."""
+    return any(node.target is START for node in gm.graph.nodes)
 
 
 def role(node: fx.Node) -> str:

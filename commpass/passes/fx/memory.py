@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import fx
 
+from commpass.lowering.exchange import WAIT
 from commpass.passes.fx import meta
 from commpass.passes.fx.aliasing import is_alias, written_arguments
 from commpass.passes.fx.fakes import storage
@@ -70,6 +71,8 @@ def memory(
             made |= given
         gives[node] = frozenset(made)
         touches[node] = frozenset(made | given)
+        if node.target is WAIT:  # the start has allocated the result
+            touches[inputs[0]] |= made
         if waits:
             started = [each for each in sources(node) if parse(each) is not None]
             touches[node] |= {number for each in started for number in touches[each]}

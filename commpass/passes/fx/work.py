@@ -13,7 +13,7 @@ from commpass import groups
 from commpass.costmodel import HOST, Profile, Task
 from commpass.passes.fx import costs
 from commpass.passes.fx.dependencies import orders
-from commpass.passes.fx.marks import MARK, is_single_kernel
+from commpass.passes.fx.marks import MARK, is_single_kernel, started_by, starts, waits
 from commpass.passes.fx.memory import Memory, memory
 from commpass.passes.fx.ops import is_matmul
 from commpass.passes.fx.parse import Call, describe_group, graph_modules, is_wait, parse, sources
@@ -57,17 +57,17 @@ class Work:
 def work_of(graph: fx.Graph, known: Memory, profile: Profile) -> Work:
     """Return the dependencies of a graph's nodes, and the cost and memory of each."""
     before, prices_of = orders(graph, memory(graph)), costs.prices_of(profile)
-    tasks, starts, waited, heavy = {}, set(), {}, set()
+    tasks, started, waited, heavy = {}, set(), {}, set()
     latest: dict[str, fx.Node] = {}
     alone, in_order = _GlooOrder(), _SingleKernelOrder()
     for node in graph.nodes:
         call = parse(node)
-        if call is not None:
-            tasks[node] = costs.exchange(call, prices_of)
-            starts.add(node)
-        elif is_wait(node):
+        if starts(node):
+            tasks[node] = costs.beside(node) if call is None else costs.exchange(call, prices_of)
+            started.add(node)
+        elif waits(node):
             tasks[node] = Task(HOST, 0.0)
-            waited[node] = [each for each in sources(node) if parse(each) is not None]
+            waited[node] = started_by(node)
         else:
             tasks[node] = costs.compute(node, profile)
             if is_matmul(node):
@@ -76,16 +76,16 @@ def work_of(graph: fx.Graph, known: Memory, profile: Profile) -> Work:
                 continue
         for other in (*alone.before(node, call), *in_order.before(node, call)):
             before[node] += [] if other in before[node] else [other]
-        if (call is not None or node in waited) and (site := site_of(node)):
+        if (node in started or node in waited) and (site := site_of(node)):
             if site in latest and latest[site] not in before[node]:
                 before[node].append(latest[site])  # keeps the site's own order
             latest[site] = node
-    later = {node for node in starts if MARK in node.meta and node.meta[MARK].hop > 0}
+    later = {node for node in started if MARK in node.meta and node.meta[MARK].hop > 0}
     return Work(
         tuple(graph.nodes),
         before,
         tasks,
-        frozenset(starts),
+        frozenset(started),
         waited,
         frozenset(heavy),
         frozenset(later),

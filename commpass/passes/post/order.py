@@ -23,10 +23,10 @@ from torch._inductor.graph import GraphLowering
 from torch.utils._ordered_set import OrderedSet
 
 from commpass.passes.fx.aliasing import is_alias
-from commpass.passes.fx.marks import is_single_kernel
+from commpass.passes.fx.marks import is_single_kernel, starts, waits
 from commpass.passes.fx.memory import memory
 from commpass.passes.fx.ops import ADDITIONS, is_heavy, is_matmul, only_user, triton_calls
-from commpass.passes.fx.parse import is_wait, parse
+from commpass.passes.fx.parse import parse
 from commpass.passes.post.in_place import (
     WRITTEN,
     Uses,
@@ -58,10 +58,10 @@ def pin(graph: fx.Graph) -> None:
     held: dict[fx.Node, fx.Node] = {}
     pins: dict[fx.Node, OrderedSet[fx.Node]] = {}
     for node in graph.nodes:
-        if is_wait(node):
+        if waits(node):
             pins |= {mm: OrderedSet([begun]) for mm, begun in held.items() if _is_added(mm)}
             start, held = None, {}
-        elif parse(node) is not None:
+        elif starts(node):
             start = node
         elif start is not None and is_matmul(node) and start not in node.all_input_nodes:
             held[node] = start
@@ -88,11 +88,13 @@ def order(graph: fx.Graph) -> None:
     latest: fx.Node | None = None  # the latest start without a wait
     between: list[fx.Node] = []
     for node in graph.nodes:
-        if is_wait(node) or parse(node) is not None or is_single_kernel(node):
+        if waits(node) or starts(node) or is_single_kernel(node):
             behind = [*([] if last is None else [last]), *between]
             last, between = node, []
-            if not is_single_kernel(node):
-                latest = None if is_wait(node) else node
+            if waits(node):
+                latest = None
+            elif starts(node):
+                latest = node
         elif _is_pinned(node):
             between.append(node)
             continue

@@ -1,0 +1,120 @@
+"""Kernels beside computation: one stream for each GPU, forked from and joined with the current one.
+
+A start lets the stream wait for all that the current stream has to do so far, and launches the
+kernel there. The wait lets the current stream wait for the kernel. Both only record events and wait
+for them on the GPU, so a CUDA graph can contain them.
+
+All kernels of a GPU share the stream, so they run in the order of their starts. A kernel in the
+current stream waits for those in flight (``join``), and later starts wait for it.
+
+Memory: inputs and results are allocated in the current stream, and kept here until the wait. When
+they are freed afterwards, the current stream is behind the kernel. So the allocator may give the
+memory to later kernels of that stream, as always, and ``record_stream`` is not needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commpass.errors import CommpassError
+
+PRIORITY = -1
+"""The higher of the priorities of streams: a program of these kernels starts as soon as a processor
+has room. Other ranks wait for it."""
+
+
+@dataclass(frozen=True)
+class Started:
+    """A kernel in flight: its result, what keeps its inputs, and the event at its end (None on a
+    CPU, where it is over)."""
+
+    output: Tensor
+    launch: Callable[[], None]
+    end: Any
+
+
+_streams: dict[torch.device, Any] = {}
+_started: dict[tuple[torch.device, int], Started] = {}
+"""The kernels in flight, by device and number."""
+
+
+def start(
+    device: torch.device, number: int, launch: Callable[[], None], output: Tensor
+) -> None:
+    """Launch a kernel that writes ``output``. ``launch`` keeps the tensors that it reads.
+
+    If the current stream is that of the kernels, they stay in its order. A kernel of the same
+    number whose wait was never reached is waited for first.
+    """
+    if (device, number) in _started:
+        join(device)
+    end = None
+    if device.type == "cuda":
+        end = _launch_beside(device, launch)
+    else:
+        launch()
+    _started[device, number] = Started(output, launch, end)
+
+
+def _launch_beside(device: torch.device, launch: Callable[[], None]) -> Any:
+    """Launch a kernel after all work of the current stream. Return the event at its end."""
+    side = _streams.get(device)
+    if side is None:
+        side = _streams[device] = torch.cuda.Stream(device, priority=PRIORITY)
+    side.wait_event(torch.cuda.current_stream(device).record_event())
+    with torch.cuda.stream(side):
+        launch()
+    return side.record_event()
+
+
+def wait(device: torch.device, number: int) -> Tensor:
+    """Let the current stream wait for a kernel, and return its result. Raises CommpassError if it
+    was not started, or has been waited for."""
+    found = _started.pop((device, number), None)
+    if found is None:
+        raise CommpassError(
+            f"no single kernel of number {number} is in flight on {device}: each wait needs a start"
+            " before it, in the same graph"
+        )
+    if found.end is not None:
+        torch.cuda.current_stream(device).wait_event(found.end)
+    return found.output
+
+
+def join(device: torch.device) -> None:
+    """Let the current stream wait for all kernels in flight on a device. Their own waits follow."""
+    for (where, _), each in _started.items():
+        if where == device and each.end is not None:
+            torch.cuda.current_stream(device).wait_event(each.end)
+
+
+def joining(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Wrap a compiled graph: if it raises between a start and its wait, all later work of the
+    current stream still follows the kernel."""
+
+    def run(inputs: list[Any]) -> Any:
+        try:
+            return function(inputs)
+        except BaseException:
+            drop()
+            raise
+
+    run._boxed_call = getattr(function, "_boxed_call", False)  # type: ignore[attr-defined]
+    return run
+
+
+def drop() -> None:
+    """Let the current streams wait for all kernels in flight, and forget these.
+
+    While a CUDA graph is captured nothing waits: a capture that raises runs nothing.
+    """
+    captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    if not captured:
+        for device in {device for device, _ in _started}:
+            join(device)
+    _started.clear()
