@@ -43,9 +43,7 @@ _started: dict[tuple[torch.device, int], Started] = {}
 """The kernels in flight, by device and number."""
 
 
-def start(
-    device: torch.device, number: int, launch: Callable[[], None], output: Tensor
-) -> None:
+def start(device: torch.device, number: int, launch: Callable[[], None], output: Tensor) -> None:
     """Launch a kernel that writes ``output``. ``launch`` keeps the tensors that it reads.
 
     If the current stream is that of the kernels, they stay in its order. A kernel of the same
