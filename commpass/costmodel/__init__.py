@@ -3,7 +3,7 @@
 from commpass.costmodel.files import profile_from
 from commpass.costmodel.kernels import KernelRate, Kernels
 from commpass.costmodel.links import Link, Region
-from commpass.costmodel.prices import EVENT_US, Prices, beside_compute, prices
+from commpass.costmodel.prices import Prices, beside_compute, prices
 from commpass.costmodel.profile import Profile, default_profile, ethernet, profile_named
 from commpass.costmodel.timeline import HOST, Task, finished_us
 
@@ -16,6 +16,7 @@ __all__ = [
     "Profile",
     "Region",
     "Task",
+    "beside_compute",
     "default_profile",
     "ethernet",
     "finished_us",

@@ -164,7 +164,7 @@ def _beside_us(start: fx.Node, work: Work, best: Scheduled) -> float:
 def _split(node: fx.Node, number: int, memory_of: PeerMemoryOf) -> fx.Node:
     """Replace a single kernel by its start and, directly after it, its wait. Return the start."""
     given: Any = node.args
-    x, group, kind, *_, ranks, _, _ = given
+    _, group, kind, *_, ranks, _, _ = given
     with node.graph.inserting_before(node), mode_of(node.graph):
         start = node.graph.call_function(START, (*given, number))
         wait = node.graph.call_function(WAIT, (start, kind, ranks, number))

@@ -19,9 +19,9 @@ from torch import fx
 
 from commpass.costmodel import Profile
 from commpass.passes.context import PassContext
+from commpass.passes.fx.marks import started_by, starts, waits
 from commpass.passes.fx.memory import memory, peak
 from commpass.passes.fx.ops import is_heavy
-from commpass.passes.fx.marks import started_by, starts, waits
 from commpass.passes.fx.schedule import Clock, Scheduled, schedule, sequence, timed
 from commpass.passes.fx.work import Work, site_of, unsupported_reason, work_of
 from commpass.passes.results import Moved
@@ -58,7 +58,7 @@ def move(gm: fx.GraphModule, profile: Profile, more_memory: float) -> Moved:
     now = found.clock
     if first == program and not is_faster(now, was):
         why = "no other order would be faster"
-        return _moved(gm, was, was, why=why, missed=_missed(work, starts, found, was, more_memory))
+        return _moved(gm, was, was, why=why, missed=_missed(work, program, found, was, more_memory))
     *others, output = found.order
     for node in others:
         output.prepend(node)

@@ -271,7 +271,8 @@ def random_function(steps: Sequence[tuple[str, int]]) -> Callable:
             elif what == "gather":
                 flying.append(ops.all_gather_into_tensor(value * (number + 2), RANKS, "0"))
             elif what == "wait" and flying:
-                values.append(ops.wait_tensor(flying.pop(choice % len(flying)))[:ROWS] + 1)
+                arrived = ops.wait_tensor(flying.pop(choice % len(flying)))
+                values.append(arrived.narrow(0, 0, ROWS) + 1)
             elif what == "mm":
                 values.append(value @ square)
             elif what == "square":
@@ -307,8 +308,9 @@ def test_in_random_graphs_each_start_has_one_wait_before_all_readers(steps):
         assert wait.args[-1] == start.args[-1]
         assert place[start] < place[wait] < min([place[each] for each in wait.users])
         assert any(map(is_matmul, [*gm.graph.nodes][place[start] : place[wait]]))
-    single = [each for each in started(gm)]
-    assert [each for each in single if each in single_kernels(gm)] == single_kernels(plain)
+    assert single_kernels(gm) == single_kernels(plain)
+    if begun:  # the others may only be reordered among themselves
+        assert started(gm) == started(plain)
     assert sorted(names(gm)) == sorted(
         [name for name in names(plain) if name != "kernel"]
         + ["kernel"] * (names(plain).count("kernel") - len(begun))
@@ -379,7 +381,7 @@ def test_inductor_keeps_start_matmul_wait_and_the_memory_of_the_input(fake_group
     start, wait = (
         line_of(lines, f"single_kernel_exchange_{each}.default(") for each in ("start", "wait")
     )
-    first, *_, last = (n for n, line in enumerate(lines) if "extern_kernels.mm(" in line)
+    first, *_ = (n for n, line in enumerate(lines) if "extern_kernels.mm(" in line)
     assert start < first < wait
     (sent,) = re.findall(r"start\.default\((\w+),", lines[start])
     between = [line for line in lines[start + 1 : wait] if re.search(rf"\b{sent}\b", line)]

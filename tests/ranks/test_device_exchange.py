@@ -458,6 +458,80 @@ def test_backend_creates_memory_once_and_runs_single_kernels(ranks2, tmp_path):
         assert torch.equal(made, want)
 
 
+def compiled_beside(folder: Path) -> tuple[str, list[str], tuple[torch.Tensor, ...]]:
+    """Compile and run by the backend, as if this CPU were a GPU of a rank, a sum and matmuls that
+    do not need it. Return the plan's reason, what ran in order, and the results."""
+    from unittest import mock
+
+    from graphs import ops
+
+    from commpass.distributed import peers
+    from commpass.distributed.plan_store import open_store
+    from commpass.lowering.gpu import exchange, side_stream
+    from commpass.passes import single_kernel
+
+    rank, group, ran = dist.get_rank(), dist.group.WORLD, []
+
+    def function(x, w):
+        sent = ops.all_reduce(x * 2, "sum", group.group_name)
+        square = w @ w
+        return ops.wait_tensor(sent) + 1, square
+
+    def create(wanted, group, device):
+        place = folder / str(len(exchange._workspaces.get(group, {})))
+        place.mkdir(exist_ok=True)
+        return mapped(place, wanted), ""
+
+    def noted(name, real):
+        def run(*given):
+            ran.append(name)
+            return real(*given)
+
+        return run
+
+    torch._dynamo.reset()
+    dist.barrier()
+    open_store()
+    dist.barrier()
+    exchange._workspaces.pop(group, None)
+    rule = commpass.Rule(codec="int8", algorithm="one_shot", lowering="single_kernel", force=True)
+    policy = commpass.Policy(rules=[rule], max_error=1.0, check_calls=0)
+    with (
+        mock.patch.object(peers, "card_here", return_value=cards_of()[rank]),
+        mock.patch.object(exchange, "trial", return_value=""),
+        mock.patch.object(peers, "_device", return_value=torch.device("cpu")),
+        mock.patch.object(exchange, "_create", create),
+        mock.patch.object(single_kernel, "_unsupported_reason", return_value=""),
+        mock.patch.object(side_stream, "start", noted("start", side_stream.start)),
+        mock.patch.object(side_stream, "wait", noted("wait", side_stream.wait)),
+    ):
+        profile = commpass.Profile("far", commpass.Link(1000.0, 0.1))
+        run = torch.compile(
+            function, backend=commpass.backend(policy, profile=profile, strict=True)
+        )
+        given = values(VALUES, torch.float32, rank, 0), torch.eye(256) * (rank + 2)
+        run(*given)
+        ran.clear()
+        found = run(*given)
+    assert not side_stream._started
+    (site,) = commpass.plans()[-1].sites
+    assert site.own_stream, site.reason
+    return site.reason, ran, found
+
+
+@pytest.mark.slow
+def test_backend_runs_a_single_kernel_beside_a_matmul(ranks2, tmp_path):
+    results = ranks2.run(compiled_beside, tmp_path)
+    brought = [2 * values(VALUES, torch.float32, rank, 0) for rank in range(2)]
+    want = plain(codec("int8"), "one_shot", brought, "sum")[2] + 1
+    for rank, (reason, ran, (made, square)) in enumerate(results):
+        assert reason == results[0][0]
+        assert "in a stream of its own" in reason
+        assert ran == ["start", "wait"]
+        assert torch.equal(made, want)
+        assert torch.equal(square, torch.eye(256) * (rank + 2) ** 2)
+
+
 @pytest.mark.slow
 def test_backend_uses_the_library_on_all_ranks_if_one_has_no_memory(ranks2, tmp_path):
     results = ranks2.run(compiled, tmp_path, cards_of("this torch has no symmetric memory"))

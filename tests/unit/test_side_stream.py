@@ -17,6 +17,10 @@ import torch
 from commpass.errors import CommpassError
 from commpass.lowering.gpu import side_stream
 
+pytest.importorskip("triton", reason="kernels are written in Triton")
+
+from commpass.lowering.gpu import exchange
+
 GPU = torch.device("cuda", 0)
 
 
@@ -69,9 +73,10 @@ class Recorder:
         return output
 
     def block(self, name: str) -> None:
-        """Run a kernel in the current stream, as ``exchange.run`` does."""
-        side_stream.join(GPU)
-        self.run(name)
+        """Run a single kernel in the current stream, as explicit calls do."""
+        prepared = (SimpleNamespace(), lambda: self.run(name))
+        with mock.patch.object(exchange, "_prepare", return_value=prepared):
+            exchange.run(None, SimpleNamespace(device=GPU))
 
 
 @pytest.fixture
@@ -157,6 +162,23 @@ def test_memory_is_kept_until_the_wait(gpu):
     assert seen() is not None
     side_stream.wait(GPU, 0)
     assert seen() is None
+
+
+def test_result_is_allocated_in_the_current_stream(gpu):
+    """Memory of the kernels' own stream would need ``record_stream``."""
+    where = []
+
+    def prepare(workspace, x):
+        where.append(gpu.current)
+        return SimpleNamespace(), lambda: where.append(gpu.current)
+
+    with (
+        mock.patch.object(exchange, "_prepare", prepare),
+        mock.patch.object(exchange, "_workspace_of"),
+    ):
+        exchange.start_in_group(None, 1, "0", SimpleNamespace(device=GPU), 0)
+    assert where == [gpu.main, *gpu.created]
+    assert gpu.main not in gpu.created
 
 
 def test_error_between_start_and_wait_leaves_no_later_call_unordered(gpu):
