@@ -16,6 +16,7 @@ import torch
 from graphs import ops
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import examples
 from torch import fx
 from torch._inductor import config
 
@@ -257,7 +258,7 @@ def test_plans_and_orders_are_equal_on_all_ranks(function, fake_group):
 STEPS = st.lists(
     st.tuples(st.sampled_from(["sum", "gather", "wait", "mm", "square", "add"]), st.integers(0, 9)),
     min_size=3,
-    max_size=14,
+    max_size=10,
 )
 
 
@@ -285,7 +286,7 @@ def random_function(steps: Sequence[tuple[str, int]]) -> Callable:
 
 
 @pytest.mark.slow
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(5, 40), deadline=None)
 @given(STEPS)
 def test_in_random_graphs_each_start_has_one_wait_before_all_readers(steps):
     from torch.testing._internal.distributed.fake_pg import FakeStore
