@@ -19,7 +19,7 @@ LONGEST_STEP_US = 1.0
 """The most microseconds that a signal between GPUs of one host is assumed to take, as on PCIe. A
 measured alpha includes the start of a library's collective."""
 SIDE_STREAM = "single kernels"
-"""The resource of single kernels in a stream of their own."""
+"""The resource of single kernels in a separate stream."""
 EVENT_US = 2.0
 """The microseconds from the record of an event in one stream to the work of another stream that
 waits for it. An assumption: nothing has measured it."""
@@ -62,7 +62,7 @@ class Prices:
         encode or decode is the access of a tile, and as long as a kernel of its own needs for the
         values. If each program processes several tiles, it does all of that in each round, and the
         rounds may take longer than the values. In the stream of the computation, the rank computes
-        nothing else meanwhile; ``beside_compute`` is for a stream of its own.
+        nothing else meanwhile; ``beside_compute`` is for a separate stream.
         """
         kernels = self.profile.kernels
         launch_us = 0.0 if stage.after else kernels.launch_us
@@ -112,7 +112,7 @@ class Prices:
 
 
 def beside_compute(us: float, share: float) -> Task:
-    """Return a single kernel of ``us`` microseconds in a stream of its own.
+    """Return a single kernel of ``us`` microseconds in a separate stream.
 
     The kernel occupies at most a ``share`` of the processors, and computation has the others. So it
     computes for ``share * us`` microseconds less meanwhile. An event is recorded before the kernel

@@ -2,7 +2,7 @@
 
 The kernel encodes, signals the other ranks, waits for their signals, reads what they have encoded,
 and sums or stores it (docs/exchange.md). ``EXCHANGE`` runs it in the stream of the computation.
-``START`` runs it in a stream of its own, and ``WAIT`` lets the computation wait for its result.
+``START`` runs it in a separate stream, and ``WAIT`` lets the computation wait for its result.
 Triton is imported only where needed.
 """
 

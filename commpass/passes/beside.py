@@ -1,4 +1,4 @@
-"""beside: gives single kernels a stream of their own, so that matmuls run meanwhile.
+"""beside: gives single kernels a separate stream, so that matmuls run meanwhile.
 
 needs: a graph without codec operators, in which each site in a single kernel is one operator.
 gives: the same graph. A start and, directly after it, a wait replace the operator of each site that
@@ -45,7 +45,7 @@ SKIPPED = "the policy skips pass 'move'"
 
 @dataclass(frozen=True)
 class Choice:
-    """Whether a single kernel runs in a stream of its own, and why."""
+    """Whether a single kernel runs in a separate stream, and why."""
 
     own_stream: bool
     why: str
@@ -72,7 +72,7 @@ def _with_streams(
         if site.lowering != SINGLE_KERNEL or site.name not in choices:
             return site
         choice = choices[site.name]
-        where = "in a stream of its own" if choice.own_stream else "in the stream of computation"
+        where = "in a separate stream" if choice.own_stream else "in the stream of computation"
         reason = f"{site.reason}; {where}: {choice.why}"
         return dataclasses.replace(site, own_stream=choice.own_stream, reason=reason)
 

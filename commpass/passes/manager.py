@@ -10,7 +10,7 @@
     rewrite     sites, plan     coded          inserts the chosen algorithms as codec operators
     fuse        coded, plan     coded, plan    joins codec operators that one kernel can compute
     lower       coded, plan     plain          replaces codec operators by what Inductor compiles
-    beside      plain, plan     plain, plan    gives single kernels a stream of their own
+    beside      plain, plan     plain, plan    gives single kernels a separate stream
     move        plain, plan     plain, plan    starts exchanges early, and computes meanwhile
     verify      plain, plan     -              compares the graph with the plan
     sample      plain, plan     plain, plan    inserts the operator that samples errors

@@ -162,7 +162,7 @@ class PlannedSite(Site, Candidate):
     ``unmoved_us`` in the graph's original order. ``missed`` is the reason for the remaining wait.
     ``hidden`` says that it stays uncompressed because computation overlaps it. ``holds`` names the
     sizes that the decision holds for, if another plan holds for others. ``own_stream`` says that
-    its single kernel runs beside computation, in a stream of its own.
+    its single kernel runs beside computation, in a separate stream.
     """
 
     plain_us: float = 0.0

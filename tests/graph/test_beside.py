@@ -1,4 +1,4 @@
-"""Single kernels in a stream of their own: which ones, the order of the graph, the generated code.
+"""Single kernels in a separate stream: which ones, the order of the graph, the generated code.
 
 The process group and the GPU are fake. ``tests/unit/test_side_stream.py`` tests streams and events.
 """
@@ -146,7 +146,7 @@ def test_kernel_beside_a_matmul_is_started_before_it_and_waited_for_after_it(fak
     assert site.wire_bytes == sent_nbytes(start)
     # 32 Ki values are 64 tiles of 512, each on one of 132 processors
     busy = 2.0 + 64 / 132 * site.predicted_us
-    text = f"in a stream of its own: {busy:,.1f} us instead of {site.predicted_us:,.1f} us"
+    text = f"in a separate stream: {busy:,.1f} us instead of {site.predicted_us:,.1f} us"
     assert text in site.reason
     assert done(site) == "int8 by one_shot in a single kernel beside compute"
     assert form_of(site) == ", single kernel beside compute"

@@ -196,13 +196,24 @@ def test_error_between_start_and_wait_leaves_no_later_call_unordered(gpu):
     assert "kernel" in gpu.after["again"]
 
 
+def test_kernels_in_a_capture_follow_each_other(gpu):
+    gpu.capturing = True
+    gpu.start("first", 0)
+    gpu.block("blocking")
+    assert "first" in gpu.after["blocking"]
+
+
 def test_error_in_a_capture_waits_for_nothing(gpu):
-    """What a capture has recorded never runs, and no other stream may wait for its events."""
+    """What a capture has recorded never runs, and no other stream may wait for its events. The
+    capture has ended when the error arrives."""
 
     def graph(inputs):
         gpu.capturing = True
-        gpu.start("kernel", 0)
-        raise RuntimeError("not permitted")
+        try:
+            gpu.start("kernel", 0)
+            raise RuntimeError("not permitted")
+        finally:
+            gpu.capturing = False
 
     with pytest.raises(RuntimeError, match="not permitted"):
         side_stream.joining(graph)([])

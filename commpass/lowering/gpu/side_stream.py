@@ -31,11 +31,12 @@ has room. Other ranks wait for it."""
 @dataclass(frozen=True)
 class Started:
     """A kernel in flight: its result, what keeps its inputs, and the event at its end (None on a
-    CPU, where it is over)."""
+    CPU, where it is over). ``captured`` says that a CUDA graph was captured at its start."""
 
     output: Tensor
     launch: Callable[[], None]
     end: Any
+    captured: bool
 
 
 _streams: dict[torch.device, Any] = {}
@@ -51,12 +52,13 @@ def start(device: torch.device, number: int, launch: Callable[[], None], output:
     """
     if (device, number) in _started:
         join(device)
-    end = None
+    end, captured = None, False
     if device.type == "cuda":
+        captured = torch.cuda.is_current_stream_capturing()
         end = _launch_beside(device, launch)
     else:
         launch()
-    _started[device, number] = Started(output, launch, end)
+    _started[device, number] = Started(output, launch, end, captured)
 
 
 def _launch_beside(device: torch.device, launch: Callable[[], None]) -> Any:
@@ -85,10 +87,19 @@ def wait(device: torch.device, number: int) -> Tensor:
 
 
 def join(device: torch.device) -> None:
-    """Let the current stream wait for all kernels in flight on a device. Their own waits follow."""
-    for (where, _), each in _started.items():
-        if where == device and each.end is not None:
-            torch.cuda.current_stream(device).wait_event(each.end)
+    """Let the current stream wait for all kernels in flight on a device. Their own waits follow.
+
+    A capture of a CUDA graph waits for its own kernels, and nothing else does: those of a capture
+    that has failed never run.
+    """
+    events = [
+        (each.end, each.captured)
+        for (where, _), each in _started.items()
+        if where == device and each.end is not None
+    ]
+    for event, captured in events:
+        if captured == torch.cuda.is_current_stream_capturing():
+            torch.cuda.current_stream(device).wait_event(event)
 
 
 def joining(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
@@ -107,12 +118,7 @@ def joining(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
 
 
 def drop() -> None:
-    """Let the current streams wait for all kernels in flight, and forget these.
-
-    While a CUDA graph is captured nothing waits: a capture that raises runs nothing.
-    """
-    captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    if not captured:
-        for device in {device for device, _ in _started}:
-            join(device)
+    """Let the current streams wait for all kernels in flight, and forget these."""
+    for device in {device for device, _ in _started}:
+        join(device)
     _started.clear()

@@ -45,7 +45,7 @@ def compute(node: fx.Node, profile: Profile) -> Task:
 
 
 def beside(node: fx.Node) -> Task:
-    """Return the cost of a single kernel that is started in a stream of its own."""
+    """Return the cost of a single kernel that is started in a separate stream."""
     return beside_compute(node.meta[US], node.meta[SHARE])
 
 

@@ -93,8 +93,8 @@ def is_single_kernel(node: fx.Node) -> bool:
 
 
 def starts(node: fx.Node) -> bool:
-    """Whether a node starts an exchange: a collective, or a single kernel in a stream of its
-    own."""
+    """Whether a node starts an exchange: a collective, or a single kernel in a separate
+    stream."""
     return node.target is START or parse(node) is not None
 
 
@@ -116,7 +116,7 @@ def has_single_kernels(gm: fx.GraphModule) -> bool:
 
 
 def has_kernels_beside(gm: fx.GraphModule) -> bool:
-    """Whether a graph starts single kernels in a stream of their own."""
+    """Whether a graph starts single kernels in a separate stream."""
     return any(node.target is START for node in gm.graph.nodes)
 
 
