@@ -33,6 +33,7 @@ from commpass.distributed.plan_store import Round
 from commpass.distributed.samples import MORE, label
 from commpass.distributed.step_timer import TimedGraph
 from commpass.errors import PolicyError, Unanswered
+from commpass.lowering.gpu import side_stream
 from commpass.passes import GraphInput, PassContext
 from commpass.passes.fx import meta
 from commpass.passes.fx.marks import chunked, has_kernels_beside, has_single_kernels
@@ -138,12 +139,8 @@ def _build(shared: Shared, job: Job, before: PassContext | None) -> Built | Rais
     shared.step_log.put(entry, instead_of)
     patience, compared = shared.patience(plan), _is_compared(plan, round)
     check = Check(samples, round, given.policy.check_calls, patience, decides=compared)
-    function = callable_of(compiled)
-    if has_beside:
-        from commpass.lowering.gpu import side_stream
-
-        function = side_stream.joining(function)
-    function = instrument(shared.step_timer, function, entry)
+    function = instrument(shared.step_timer, callable_of(compiled), entry)
+    function = side_stream.joining(function) if has_beside else function
     function = with_more(function, functools.partial(constants_of, outcome.constants))
     function = with_more(function, state)
     strides = getattr(compiled, "output_strides", None)

@@ -9,6 +9,7 @@ changes: no computed value. Sites that gain nothing stay in the stream of the co
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,7 @@ from commpass.plan import SINGLE_KERNEL, PlannedSite
 
 NO_MATMUL = "the graph has no matmul to overlap with"
 NO_MEMORY = "another order of the graph would need more memory than allowed"
+NOTHING_MEANWHILE = "no matmul runs between its start and its first reader"
 NO_SOONER = "beside compute the graph would end no sooner"
 CUT = "its CUDA graph is cut in parts at {}, and a part must wait for all that it starts"
 INSTEAD = "{:,.1f} us instead of {:,.1f} us"
@@ -108,6 +110,7 @@ def beside(
             for start in starts
             if start.meta[US] - us[start] <= profile.margin * start.meta[US]
         }
+        slower |= dict.fromkeys(_without_matmul(starts, work, best), NOTHING_MEANWHILE)
         sooner = best.clock.now < blocking_us and is_faster(best.clock, still)
         if not slower and sooner:
             return found | {site_of(start): Choice(True, whys[start]) for start in starts}
@@ -156,6 +159,18 @@ def _beside_us(start: fx.Node, work: Work, best: Scheduled) -> float:
     """Return for how long the rank is busy with a single kernel beside computation, and waits for
     it."""
     return work.tasks[start].overhead_us + best.clock.exposed[_wait_of(start)]
+
+
+def _without_matmul(starts: Sequence[fx.Node], work: Work, best: Scheduled) -> list[fx.Node]:
+    """Return the starts with no matmul before their waits. What else runs there are other single
+    kernels, which have the same stream."""
+    place = {node: number for number, node in enumerate(best.order)}
+    heavy = sorted(place[node] for node in work.heavy)
+    return [
+        start
+        for start in starts
+        if bisect(heavy, place[start]) == bisect(heavy, place[_wait_of(start)])
+    ]
 
 
 # --- edits ----------------------------------------------------------------------------------------

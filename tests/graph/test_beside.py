@@ -156,7 +156,7 @@ def test_kernel_beside_a_matmul_is_started_before_it_and_waited_for_after_it(fak
 @pytest.mark.parametrize(
     ("function", "policy", "why"),
     [
-        (read_at_once, POLICY, "beside compute it would take"),
+        (read_at_once, POLICY, beside.NOTHING_MEANWHILE),
         (without_matmul, POLICY, beside.NO_MATMUL),
         (overlapped, dataclasses.replace(POLICY, skip=(*POLICY.skip, "move")), beside.SKIPPED),
     ],
