@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from unittest import mock
 
 import fake_cuda
@@ -20,6 +21,8 @@ from tiers import examples
 from torch import fx
 from torch._inductor import config
 
+import commpass
+from commpass.backend import build
 from commpass.costmodel import HOST, Task, beside_compute, default_profile
 from commpass.errors import VerifyError
 from commpass.lowering.exchange import (
@@ -31,7 +34,8 @@ from commpass.lowering.exchange import (
     sent_nbytes,
     share_of_processors,
 )
-from commpass.passes import GraphInput, beside, manager
+from commpass.lowering.gpu import side_stream
+from commpass.passes import GraphInput, beside, manager, single_kernel
 from commpass.passes.failures import SiteFailure
 from commpass.passes.fx.marks import is_single_kernel, starts
 from commpass.passes.fx.memory import memory as memory_of
@@ -44,6 +48,8 @@ from commpass.policy.rules import Rule
 from commpass.report.site_text import done, form_of
 
 pytest.importorskip("triton", reason="kernels are written in Triton")
+
+from commpass.lowering.gpu import exchange
 
 RANKS = 8
 ROWS, WIDTH = 8, 4096
@@ -410,3 +416,65 @@ def test_inductor_keeps_kernels_of_both_streams_and_gathers_in_order(fake_group)
         "exchange_start",
     ]
     assert found.count("exchange_wait") == 2
+
+
+# --- the backend ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def kernels_on_cpu(ran: list[str]) -> Iterator[None]:
+    """Let the backend use single kernels on this CPU, which multiply by the number of ranks. Note
+    what runs in ``ran``."""
+
+    def prepare(workspace, x):
+        output, sent = x.new_empty(x.shape), x
+
+        def launch():
+            ran.append("kernel")
+            output.copy_(sent * RANKS)
+
+        return output, launch
+
+    def wait(device, number, real=side_stream.wait):
+        ran.append("wait")
+        return real(device, number)
+
+    with (
+        mock.patch.object(build, "peer_memory", return_value=MEMORY),
+        mock.patch.object(single_kernel, "_unsupported_reason", return_value=""),
+        mock.patch.object(build, "allocate"),
+        mock.patch.object(exchange, "_workspace_of"),
+        mock.patch.object(exchange, "_prepare", prepare),
+        mock.patch.object(side_stream, "wait", wait),
+    ):
+        yield
+
+
+@pytest.mark.slow
+def test_backend_runs_a_kernel_beside_a_matmul(fake_group):
+    fake_group(RANKS)
+    ran: list[str] = []
+
+    def function(x, w):
+        sent = total(x * 2)
+        square = w @ w
+        return ops.wait_tensor(sent) + 1, square
+
+    far = commpass.Profile("far", commpass.Link(1000.0, 0.1))
+    x, w = torch.randn(ROWS, 512), torch.eye(512) * 3
+    with kernels_on_cpu(ran):
+        run = torch.compile(function, backend=commpass.backend(POLICY, profile=far, strict=True))
+        for _ in range(2):
+            made, square = run(x, w)
+            torch.testing.assert_close(made, x * 2 * RANKS + 1, rtol=0, atol=0)
+            assert torch.equal(square, torch.eye(512) * 9)
+        assert ran == ["kernel", "wait"] * 2
+        with (
+            mock.patch.object(side_stream, "wait", side_effect=RuntimeError("no memory")),
+            pytest.raises(RuntimeError, match="no memory"),
+        ):
+            run(x, w)
+        assert not side_stream._started
+        assert torch.equal(run(x, w)[1], square)
+    (site,) = commpass.plans()[-1].sites
+    assert site.own_stream
