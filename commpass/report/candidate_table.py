@@ -195,6 +195,8 @@ def title(dump: Dump, site: PlannedSite) -> Text:
             f"\n{sites} of {all_sites} other sites and {operators} of {all_operators} other"
             " operators depend on its result"
         )
+    if site.lowering == SINGLE_KERNEL:  # it says in which stream
+        text += f"\n{site.reason}"
     if site.missed:
         text += f"\npredicted to be exposed for {micros(site.exposed_us)}: {site.missed}"
     return Text(text, style="bold")

@@ -20,9 +20,11 @@ from hypothesis import strategies as st
 from tiers import examples
 from torch import fx
 from torch._inductor import config
+from typer.testing import CliRunner
 
 import commpass
 from commpass.backend import build
+from commpass.cli import app
 from commpass.costmodel import HOST, Task, beside_compute, default_profile
 from commpass.errors import VerifyError
 from commpass.lowering.exchange import (
@@ -451,7 +453,7 @@ def kernels_on_cpu(ran: list[str]) -> Iterator[None]:
 
 
 @pytest.mark.slow
-def test_backend_runs_a_kernel_beside_a_matmul(fake_group):
+def test_backend_runs_a_kernel_beside_a_matmul_and_explains_it(fake_group, tmp_path):
     fake_group(RANKS)
     ran: list[str] = []
 
@@ -463,7 +465,8 @@ def test_backend_runs_a_kernel_beside_a_matmul(fake_group):
     far = commpass.Profile("far", commpass.Link(1000.0, 0.1))
     x, w = torch.randn(ROWS, 512), torch.eye(512) * 3
     with kernels_on_cpu(ran):
-        run = torch.compile(function, backend=commpass.backend(POLICY, profile=far, strict=True))
+        backend = commpass.backend(POLICY, profile=far, strict=True, dump=tmp_path)
+        run = torch.compile(function, backend=backend)
         for _ in range(2):
             made, square = run(x, w)
             torch.testing.assert_close(made, x * 2 * RANKS + 1, rtol=0, atol=0)
@@ -478,3 +481,7 @@ def test_backend_runs_a_kernel_beside_a_matmul(fake_group):
         assert torch.equal(run(x, w)[1], square)
     (site,) = commpass.plans()[-1].sites
     assert site.own_stream
+    command = ["explain", str(tmp_path), "--why", site.name]
+    said = " ".join(CliRunner().invoke(app, command).stdout.split())
+    assert "single kernel beside compute" in said
+    assert re.search(r"in a separate stream: [\d.]+ us instead of [\d.]+ us", said)
