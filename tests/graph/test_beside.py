@@ -43,6 +43,7 @@ from commpass.passes.fx.marks import is_single_kernel, starts
 from commpass.passes.fx.memory import memory as memory_of
 from commpass.passes.fx.ops import is_matmul
 from commpass.passes.post.order import ordered
+from commpass.passes.timeline import timeline
 from commpass.passes.verify import verify
 from commpass.plan import SINGLE_KERNEL, Plan
 from commpass.policy import Policy
@@ -159,6 +160,22 @@ def test_kernel_beside_a_matmul_is_started_before_it_and_waited_for_after_it(fak
     assert done(site) == "int8 by one_shot in a single kernel beside compute"
     assert form_of(site) == ", single kernel beside compute"
     assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_timeline_shows_the_kernel_in_a_lane_beside_computation(fake_group):
+    fake_group(RANKS)
+    gm, _, plan = planned(overlapped, *SIZES)
+    found = timeline(gm, mock.Mock(plan=plan), H100)
+    busy, kernel = (each for each in found.events if each.what == "exchange")
+    assert (busy.lane, busy.us) == (HOST, pytest.approx(2.0 + 64 / 132 * kernel.us))
+    (site,) = plan
+    assert (kernel.lane, kernel.site, kernel.us) == ("single kernels", site.name, site.predicted_us)
+    computed = [each for each in found.events if each.what == "compute" and "mm" in each.name]
+    assert any(
+        each.begin_us < kernel.begin_us + kernel.us and kernel.begin_us < each.begin_us + each.us
+        for each in computed
+    )
+    assert found.exposed_of(site.name) == 0
 
 
 @pytest.mark.parametrize(
