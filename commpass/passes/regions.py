@@ -412,13 +412,14 @@ def outline(region: Region, kernel: str, site: int, buffers: dict[fx.Node, fx.No
     for node in reversed(region.nodes):
         erase(node)
     for node in region.inputs:
-        _erase_unused_views(node)
+        _erase_unused_views(node, kernel_call.meta[MARK].site)
 
 
-def _erase_unused_views(node: fx.Node) -> None:
-    """Erase an inserted view without users, and those that it is a view of. A kernel's caller
-    passes their base instead."""
-    while MARK in node.meta and not node.users and is_view(node):
+def _erase_unused_views(node: fx.Node, site: str) -> None:
+    """Erase a view without users that was inserted for a site, and those that it is a view of. A
+    kernel's caller passes their base instead. Views of other sites may be what this one encodes,
+    which ``sample`` looks for."""
+    while MARK in node.meta and node.meta[MARK].site == site and not node.users and is_view(node):
         source = node.all_input_nodes[0]
         erase(node)
         node = source

@@ -110,7 +110,14 @@ def gradients(x, *weights):
     return found
 
 
-def compressed(function, *skip: str):
+def repeated(x, *weights):
+    x = ar(torch.relu(x @ weights[0]))
+    for _ in weights[1:]:
+        x = ar(x)
+    return x
+
+
+def compressed(function, *skip: str) -> manager.PassContext:
     gm = trace(function, torch.zeros(64, 64), *[torch.zeros(64, 64)] * SITES)
     rule = Rule(codec="int8", algorithm="one_shot", force=True)
     policy = Policy(rules=[rule], group_bytes=0, skip=skip)
@@ -119,17 +126,26 @@ def compressed(function, *skip: str):
     )
     found = manager.run(given, "0", strict=True)
     assert len(found.plan.compressed) == SITES
-    return gm
+    return found
 
 
 @pytest.mark.parametrize("function", [chain, gradients])
 def test_every_inserted_value_is_used(fake_group, function):
     fake_group(8)
-    gm = compressed(function, "move")
-    inserted = [node for node in gm.graph.nodes if MARK in node.meta]
+    graph = compressed(function, "move").gm.graph
+    inserted = [node for node in graph.nodes if MARK in node.meta]
     assert inserted
     unused = [node for node in inserted if not node.users and not node.is_impure()]
     assert [n for n in unused if n.target is not torch.ops.commpass.kernel_.default] == []
+
+
+@pytest.mark.parametrize("function", [chain, gradients, repeated])
+def test_what_sites_encode_stays_in_the_graph(fake_group, function):
+    fake_group(8)
+    found = compressed(function, "fuse", "simplify", "move", "sample")
+    kept = {id(node.meta.get("val")) for node in found.gm.graph.nodes}
+    assert len(found.encoded) == SITES
+    assert all(id(value) in kept for each in found.encoded.values() for value in each.values)
 
 
 @pytest.mark.parametrize(("function", "once"), [(chain, True), (gradients, False)])
