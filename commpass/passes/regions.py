@@ -381,14 +381,14 @@ def outline(region: Region, kernel: str, site: int, buffers: dict[fx.Node, fx.No
         kernel_call = call(
             graph,
             torch.ops.commpass.kernel_.default,
-            (
-                list(map(base_of, region.inputs)),
-                written,
-                [*map(_place, region.inputs), *firsts],
-                kernel,
-                site,
-                region.role,
-            ),
+            (list(map(base_of, region.inputs)),),
+            {  # by name: in a branch or a loop, torch refuses a list that is written otherwise
+                "outputs": written,
+                "places": [*map(_place, region.inputs), *firsts],
+                "name": kernel,
+                "site": site,
+                "role": region.role,
+            },
         )
         first = next(n for n in region.nodes if n.target in operators.ROLES)
         inherit(kernel_call, first, role=region.role)
