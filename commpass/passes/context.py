@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from typing import Any
 from torch import fx
 
 from commpass.costmodel import Profile
+from commpass.passes.fx.create import copy_of_graph
 from commpass.passes.fx.parse import graph_modules
 from commpass.passes.fx.tracing import Decompositions
 from commpass.passes.graph_site import GraphSite
@@ -145,13 +145,13 @@ class PassContext(PassResult):
 
     def copies(self) -> dict[fx.GraphModule, fx.Graph]:
         """Copy the untouched graphs."""
-        return {module: copied(graph) for module, graph in self.untouched.items()}
+        return {module: copy_of_graph(graph) for module, graph in self.untouched.items()}
 
     def keep_untouched(self) -> None:
         """Copy the graphs if they contain sites and were not copied yet."""
         if self.found and not self.untouched:
             modules = (module for _, module in graph_modules(self.gm))
-            self.untouched = {module: copied(module.graph) for module in modules}
+            self.untouched = {module: copy_of_graph(module.graph) for module in modules}
 
     def restore(self, why: str) -> None:
         """Restore the untouched graph (law 7). ``why`` becomes the plan's fallback reason."""
@@ -169,13 +169,3 @@ class PassContext(PassResult):
             failed=self.failed,
         )
         vars(self).update(vars(reset))
-
-
-def copied(graph: fx.Graph) -> fx.Graph:
-    """Copy a graph so that new nodes get the same names as in the original. Plans refer to sites by
-    these names."""
-    made = copy.deepcopy(graph)
-    names, known = made._graph_namespace, graph._graph_namespace
-    names._used_names |= known._used_names
-    names._base_count |= known._base_count
-    return made

@@ -31,14 +31,15 @@ from commpass.passes.epilogues import with_epilogue
 from commpass.passes.failures import site_errors
 from commpass.passes.fx import meta
 from commpass.passes.fx.aliasing import Writers
+from commpass.passes.fx.create import call
 from commpass.passes.fx.erase import erase, replace
 from commpass.passes.fx.fake_results import FakeResults
 from commpass.passes.fx.fakes import can_be_copied, view_of
-from commpass.passes.fx.marks import MARK, nodes_by_site
+from commpass.passes.fx.marks import inherit, nodes_by_site
 from commpass.passes.fx.ops import aten
 from commpass.passes.fx.outputs import outputs_apart
 from commpass.passes.fx.parse import graph_modules
-from commpass.passes.fx.splice import insert
+from commpass.passes.fx.splice import set_value
 from commpass.passes.products import CHANGED, Multiplied, with_matmul
 from commpass.passes.runs import Run, runs
 from commpass.plan import PlannedSite
@@ -280,6 +281,8 @@ def _replace_matmul(run: Run, product: Multiplied, known: FakeResults) -> None:
 def _insert(
     place: fx.Node, coded: fx.Node, role: str, known: FakeResults, target: Any, *args: Any
 ) -> fx.Node:
-    node = insert(place, coded, target, *args, known=known)
-    node.meta[MARK] = coded.meta[MARK].with_role(role)
+    with place.graph.inserting_before(place):
+        node = call(place.graph, target, args)
+    inherit(node, coded, role)
+    set_value(node, known)
     return node

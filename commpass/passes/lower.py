@@ -395,7 +395,8 @@ def _inline(node: fx.Node, body: fx.Graph, known: FakeResults) -> None:
     made: list[fx.Node] = []
 
     def describe(copy: fx.Node, _: fx.Node) -> None:
-        copy.meta = {CODED: ()} if CODED in node.meta else {}
+        if CODED in node.meta:
+            copy.meta[CODED] = ()
         inherit(copy, node)
         set_value(copy, known)
         made.append(copy)

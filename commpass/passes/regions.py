@@ -27,6 +27,7 @@ from commpass.lowering import (
 from commpass.lowering.chain import further_results
 from commpass.passes.fx import meta
 from commpass.passes.fx.aliasing import is_view
+from commpass.passes.fx.create import call, copy_of
 from commpass.passes.fx.erase import erase, replace
 from commpass.passes.fx.fakes import mode_of
 from commpass.passes.fx.marks import CODED, MARK, inherit
@@ -377,7 +378,8 @@ def outline(region: Region, kernel: str, site: int, buffers: dict[fx.Node, fx.No
                 buffers[place.join] = buffer = _buffer(place.join)
             written.append(buffer)
             firsts.append(place.first if place is not None else 0)
-        call = graph.call_function(
+        kernel_call = call(
+            graph,
             torch.ops.commpass.kernel_.default,
             (list(map(base_of, region.inputs)),),
             {  # by name: in a branch or a loop, torch refuses a list that is written otherwise
@@ -389,13 +391,16 @@ def outline(region: Region, kernel: str, site: int, buffers: dict[fx.Node, fx.No
             },
         )
         first = next(n for n in region.nodes if n.target in operators.ROLES)
-        inherit(call, first, role=region.role)
-        call.meta["val"] = None
-        call.meta[CODED] = tuple(work for n in region.nodes for work in n.meta.get(CODED, ()))
+        inherit(kernel_call, first, role=region.role)
+        kernel_call.meta["val"] = None
+        kernel_call.meta[CODED] = tuple(
+            work for n in region.nodes for work in n.meta.get(CODED, ())
+        )
 
         def outside(node: fx.Node) -> fx.Node:
             if node in inside and node not in new:
-                new[node] = graph.node_copy(node, outside)
+                new[node] = copy_of(graph, node, outside)
+                new[node].meta.update(node.meta)
             return new.get(node, node)
 
         for node, others in users:
@@ -406,6 +411,18 @@ def outline(region: Region, kernel: str, site: int, buffers: dict[fx.Node, fx.No
         place.join.args = ([part for part in _parts(place.join) if part is not node],)
     for node in reversed(region.nodes):
         erase(node)
+    for node in region.inputs:
+        _erase_unused_views(node, kernel_call.meta[MARK].site)
+
+
+def _erase_unused_views(node: fx.Node, site: str) -> None:
+    """Erase a view without users that was inserted for a site, and those that it is a view of. A
+    kernel's caller passes their base instead. Views of other sites may be what this one encodes,
+    which ``sample`` looks for."""
+    while MARK in node.meta and node.meta[MARK].site == site and not node.users and is_view(node):
+        source = node.all_input_nodes[0]
+        erase(node)
+        node = source
 
 
 def _parts(join: fx.Node) -> list[fx.Node]:
@@ -415,9 +432,8 @@ def _parts(join: fx.Node) -> list[fx.Node]:
 def _buffer(like: fx.Node) -> fx.Node:
     """Create a buffer for a value."""
     value: Tensor = like.meta["val"]
-    empty = like.graph.call_function(
-        EMPTY, (list(value.shape),), {"dtype": value.dtype, "device": value.device}
-    )
+    how = {"dtype": value.dtype, "device": value.device}
+    empty = call(like.graph, EMPTY, (list(value.shape),), how)
     inherit(empty, like, role="layout")
     empty.meta["val"] = value
     return empty

@@ -197,7 +197,8 @@ def splice_site(
 
     def describe(copy: fx.Node, node: fx.Node) -> None:
         mark = template.marks[node]
-        copy.meta = {MARK: Mark(name, mark.hop, mark.role, mark.chunk), **carried}
+        copy.meta.update(carried)
+        copy.meta[MARK] = Mark(name, mark.hop, mark.role, mark.chunk)
         _set_value(copy, found, node, template, known)
 
     results = splice(template.graph, inputs, before, describe)

@@ -19,7 +19,7 @@ from torch._ops import OpOverload
 
 from commpass.passes.fx.fakes import storage
 from commpass.passes.fx.ops import arguments, aten
-from commpass.passes.fx.parse import is_wait, parse
+from commpass.passes.fx.parse import Call, is_wait, parse
 from commpass.plan.kinds import KINDS
 from commpass.utils.by_identity import cached_by_identity
 
@@ -48,14 +48,21 @@ def is_view(node: fx.Node) -> bool:
     if not isinstance(own, Tensor):
         return False
     memory = storage(own)
-    sources = (source.meta.get("val") for source in node.all_input_nodes)
-    return any(storage(s) == memory for s in sources if isinstance(s, Tensor))
+    for source in node.all_input_nodes:
+        value = source.meta.get("val")
+        if isinstance(value, Tensor) and storage(value) == memory:
+            return True
+    return False
 
 
 def written_arguments(node: fx.Node) -> list[fx.Node]:
     """Return the nodes among a call's arguments that its operator writes, by its schema, and the
     buffers that it receives into."""
-    call = parse(node)
+    return _written_arguments(node, parse(node))
+
+
+def _written_arguments(node: fx.Node, call: Call | None) -> list[fx.Node]:
+    """Return the same for a node that is this collective, if any."""
     found = list(call.written()) if call is not None else []
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.is_mutable:
@@ -75,7 +82,10 @@ def may_write(node: fx.Node) -> list[fx.Node]:
         return []
     if isinstance(node.target, OpOverload):
         call = parse(node)
-        return [*([node] if call is not None and call.ends else []), *written_arguments(node)]
+        return [
+            *([node] if call is not None and call.ends else []),
+            *_written_arguments(node, call),
+        ]
     numbers = node.op == "call_function" and getattr(node.target, "__module__", "") in NUMBERS
     return [] if numbers else node.all_input_nodes
 

@@ -10,8 +10,9 @@ from torch._ops import HigherOrderOperator
 
 from commpass.passes.fx.marks import MARK
 from commpass.passes.fx.memory import Memory, written
-from commpass.passes.fx.ops import is_random, opname
+from commpass.passes.fx.ops import is_random
 from commpass.passes.fx.parse import is_wait, parse
+from commpass.utils.by_identity import cached_by_identity
 
 
 def orders(graph: fx.Graph, known: Memory) -> dict[fx.Node, list[fx.Node]]:
@@ -70,17 +71,23 @@ def _written_in_place(node: fx.Node, known: Memory) -> frozenset[int]:
     """
     if node.op != "call_function" or is_wait(node) or parse(node) is not None:
         return frozenset()
-    found: list[Any]
-    if isinstance(node.target, HigherOrderOperator):
-        found = list(node.all_input_nodes) if "functional" in node.target.name() else []
-    elif any(part in opname(node) for part in IN_PLACE):
-        first = node.args[0] if node.args else ()
-        found = list(first) if isinstance(first, (list, tuple)) else [first]
-    else:
+    if not _may_run_in_place(node.target):
         return frozenset()
+    first: Any = node.args[0] if node.args else ()
+    found = list(first) if isinstance(first, (list, tuple)) else [first]
+    if isinstance(node.target, HigherOrderOperator):
+        found = list(node.all_input_nodes)
     return frozenset(
         number for each in found if isinstance(each, fx.Node) for number in known.gives[each]
     )
+
+
+@cached_by_identity
+def _may_run_in_place(target: Any) -> bool:
+    """Whether Inductor may run an operator in place, or the operator that it wraps."""
+    if isinstance(target, HigherOrderOperator):
+        return "functional" in target.name()
+    return any(part in str(getattr(target, "_opname", "")) for part in IN_PLACE)
 
 
 def _has_effects(node: fx.Node) -> bool:

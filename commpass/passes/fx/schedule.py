@@ -242,9 +242,9 @@ class _Schedule:
             elif not self.work.before[node]:
                 self._reach(node)
         for number, start in enumerate(self.starts):
+            self._need([start])
             if number >= self.window:
                 self._catch_up(self.work.index[self.starts[number - self.window]])
-            self._need([start])
             while start not in self.done:
                 self._step()
         *others, output = self.work.nodes
@@ -277,17 +277,22 @@ class _Schedule:
             heapq.heappush(where, (self.work.index[node], node))
 
     def _catch_up(self, limit: int) -> None:
-        """Run the nodes that have been delayed too long.
+        """Run the nodes that have been delayed too long. Needed ones come next in any case.
 
         A larger window catches up to one of the earlier limits. It gives the same order if no
         delayed node was ever below any of them.
         """
         self.limit = max(self.limit, limit)
-        while self.spare and (self.spare[0][0] < limit or self.spare[0][-1] in self.done):
+        while self.spare and (self.spare[0][0] < limit or self._is_decided(self.spare[0][-1])):
             node = heapq.heappop(self.spare)[-1]
-            self.windowed |= node not in self.done
-            self._do(node)
+            if not self._is_decided(node):
+                self.windowed = True
+                self._do(node)
         self.windowed |= bool(self.spare) and self.spare[0][0] < self.limit
+
+    def _is_decided(self, node: fx.Node) -> bool:
+        """Whether a node that was delayed has run, or is needed by now."""
+        return node in self.done or node in self.needed
 
     def _step(self) -> None:
         """Run the next needed node, or else one that overlaps an exchange."""

@@ -9,6 +9,7 @@ from torch import fx
 
 from commpass.errors import VerifyError
 from commpass.passes.fx import meta
+from commpass.passes.fx.create import copy_of
 from commpass.passes.fx.fake_results import FakeResults
 
 
@@ -21,7 +22,7 @@ def splice(
     """Copy the nodes of a traced graph into another graph, and return the copies of its results.
 
     ``inputs`` take the place of its placeholders, in order. The copy of a node is inserted before
-    the node ``before(node)``. ``describe(copy, node)`` then sets its metadata. Raises VerifyError
+    the node ``before(node)``. ``describe(copy, node)`` then adds its metadata. Raises VerifyError
     if the traced graph has no output.
     """
     given = iter(inputs)
@@ -34,26 +35,19 @@ def splice(
         else:
             place = before(node)
             with place.graph.inserting_before(place):
-                copies[node] = place.graph.node_copy(node, copies.__getitem__)
+                copies[node] = copy_of(place.graph, node, copies.__getitem__)
             describe(copies[node], node)
     raise VerifyError("the traced graph has no output")
 
 
-def insert(
-    before: fx.Node,
-    source: fx.Node,
-    target: Any,
-    *args: Any,
-    known: FakeResults | None = None,
-    **kwargs: Any,
-) -> fx.Node:
-    """Insert a call before a node, with its fake value, of which equal ones may be ``known``. Its
-    other metadata comes from ``source``."""
+def insert(before: fx.Node, source: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """Insert a call before a node, with its fake value. Its other metadata comes from
+    ``source``."""
     graph = before.graph
     with graph.inserting_before(before):
         node = graph.call_function(target, args, kwargs)
     meta.carry(source, node)
-    set_value(node, known)
+    set_value(node)
     return node
 
 
