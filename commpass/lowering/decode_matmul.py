@@ -51,7 +51,8 @@ def name_of(rows: DecodedRows) -> str:
 
 def compute(tensors: Sequence[Tensor], name: str) -> Tensor:
     rows, (wire, b, *bias) = lookup(name), tensors
-    a = rows.codec.decode_rows(wire, rows.numel, rows.dtype).reshape(-1, b.shape[0])
+    a = rows.codec.decode_rows(wire, rows.numel, rows.dtype).to(rows.dtype)
+    a = a.reshape(-1, b.shape[0])
     return torch.addmm(bias[0], a, b) if bias else torch.mm(a, b)
 
 

@@ -119,7 +119,7 @@ def run(
     made = call(codec, matmul_of(tensors), problem, by, *strides, casts(wire.device))
     output = b.new_empty((problem.m, problem.n))
     named: dict[str, Any] = {"input": wire, "b": b, "output": output, **made.numbers}
-    named |= {"bias": each for each in bias}
+    named |= dict(zip(("bias",), bias, strict=False))
     arguments = [named[name] for name in made.kernel.signature]
     function, grid = load(made.kernel.source), (made.programs,)
     compiled: dict[str, Any] = {"num_warps": by.num_warps, "num_stages": by.num_stages}
