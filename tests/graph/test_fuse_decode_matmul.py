@@ -18,6 +18,7 @@ from commpass.costmodel import default_profile
 from commpass.lowering import decode_matmul, fused
 from commpass.passes import GraphInput, manager
 from commpass.passes.decoded_rows import decoding_us
+from commpass.passes.fuse import fuse
 from commpass.passes.fx.marks import CODED
 
 pytest.importorskip("triton", reason="kernels are written in Triton: pip install commpass[kernels]")
@@ -209,3 +210,18 @@ def test_decode_is_repeated_for_each_tile_of_columns():
     assert one > 0
     assert decoding_us(kernels, 1 << 20, 1) == one
     assert decoding_us(kernels, 1 << 20, 129) == 2 * one
+
+
+def test_wire_that_is_written_before_the_matmul_is_decoded_first(fake_group):
+    fake_group(RANKS)
+    policy = forced("int8", "direct", chunks=1)
+    gm, _, plan = run(linear, policy, X, W, B, passes=before("fuse"))
+    (decode,) = nodes_of(gm, operators.ops.decode.default)
+    wire = decode.all_input_nodes[0]
+    with gm.graph.inserting_after(decode):
+        written = gm.graph.call_function(aten.zero_.default, (wire,))
+    written.meta.update(wire.meta)
+    with fake_cuda.a_card():
+        (site,) = fuse(gm, plan.sites, default_profile("cuda"))
+    assert not nodes_of(gm)
+    assert "decode+matmul: an input is written in place" in site.reason

@@ -164,7 +164,7 @@ def kernel(codec: BlockCodec, matmul: Matmul) -> Kernel:
     for name in ("rows", "columns", "row_bytes", "ranks", "b_step"):
         body.add_argument(name, "i32")
     short, (width,) = wires.short_name(matmul.dtype), widths(codec.grid.bits)
-    b_at = "b_step, 1" if matmul.b_by_rows else "1, b_step"
+    down, along = ("b_step", "1") if matmul.b_by_rows else ("1", "b_step")
     decoded = parts.decode(codec.grid, f"codes_of(raw, part, {width})")
     step = [
         "inside = step * BLOCK_K + tl.arange(0, BLOCK_K)",
@@ -179,14 +179,13 @@ def kernel(codec: BlockCodec, matmul: Matmul) -> Kernel:
                 *wires.value_lines(codec, matmul.dtype, decoded),
                 f"left = left_{short}(x, CASTS)",
                 "deep = first_deep + part * LENGTH + tl.arange(0, BLOCK_K)",
-                "right = tl.load(b + deep[:, None] * b_down + along[None, :] * b_along)",
+                f"right = tl.load(b + deep[:, None] * {down} + along[None, :] * {along})",
                 "total = multiply_add(left, right, total, CASTS)",
             ]
         ),
     ]
     lines = [
         "LENGTH: tl.constexpr = SIZE // PARTS",
-        f"b_down, b_along = {b_at}",
         "row, line, column = tile_place(",
         "    tl.program_id(0), ranks, rows, columns, BLOCK_M, BLOCK_N, GROUP",
         ")",
