@@ -173,6 +173,8 @@ def kernel(codec: BlockCodec, matmul: Matmul) -> Kernel:
         "raw = tl.load(wire + (lines * row_bytes)[:, None] + inside[None, :])",
         *wires.load_number_lines(codec, body, mask="block >= 0"),
         "first_deep = step * BLOCK_K // LENGTH * SIZE + step * BLOCK_K % LENGTH",
+        # Triton does not see this itself, and would load single values of b.
+        "first_deep = tl.multiple_of(first_deep, BLOCK_K)",
         "for part in tl.static_range(PARTS):",
         *indent(
             [
