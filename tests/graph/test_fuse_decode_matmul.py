@@ -25,7 +25,7 @@ pytest.importorskip("triton", reason="kernels are written in Triton: pip install
 
 aten, wait = torch.ops.aten, ops.wait_tensor
 BF16 = torch.bfloat16
-ROWS, K, N = 256, 1024, 128
+ROWS, K, N = 64, 1024, 128
 X, W = torch.empty(ROWS, K, dtype=BF16), torch.empty(N, K, dtype=BF16)
 B = torch.empty(N, dtype=BF16)
 TARGET = decode_matmul.DECODE_MATMUL
