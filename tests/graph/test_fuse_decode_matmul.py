@@ -92,7 +92,7 @@ def test_code_of_inductor_calls_the_kernel(fake_group):
     values, operations = RANKS * ROWS * K, 2 * RANKS * ROWS * K * N
     assert (("int8", "decode", values), ("int8", "matmul", operations)) in work
     code = fake_cuda.code_of(gm, inputs)
-    assert code.count("decode_matmul_0.run(") == 1
+    assert code.count("def decode_matmul(") == 1
     assert "extern_kernels.addmm" not in code
 
 
@@ -164,7 +164,7 @@ def test_decode_stays_separate(fake_group, function, said):
     [
         ("rotated", "a rotated block is decoded as a whole"),
         ("int6", "codes of 6 bits are stored in several parts"),
-        ("nvfp4", "its scales have a scale for each row in addition"),
+        ("nvfp4", "the values of its blocks are stored in another order"),
         ("int8(block=2048)", "blocks cross rows"),
     ],
 )
@@ -201,7 +201,7 @@ def test_cpu_says_why_not(fake_group):
     outcome = manager.run(given, "0", before("lower"), strict=True)
     assert outcome.error is None
     assert "decode+matmul: cpu has no kernel for it" in outcome.plan.sites[0].reason
-    assert len(nodes_of(gm, aten.mm.default)) == 1
+    assert not nodes_of(gm)
 
 
 def test_decode_is_repeated_for_each_tile_of_columns():
@@ -218,7 +218,8 @@ def test_wire_that_is_written_before_the_matmul_is_decoded_first(fake_group):
     gm, _, plan = run(linear, policy, X, W, B, passes=before("fuse"))
     (decode,) = nodes_of(gm, operators.ops.decode.default)
     wire = decode.all_input_nodes[0]
-    with gm.graph.inserting_after(decode):
+    (cast,) = decode.users
+    with gm.graph.inserting_after(cast):
         written = gm.graph.call_function(aten.zero_.default, (wire,))
     written.meta.update(wire.meta)
     with fake_cuda.a_card():

@@ -140,9 +140,9 @@ MATMUL = decode_matmul.Matmul(torch.bfloat16)
     [
         ("rotated", MATMUL, PROBLEM, "sm_90", "a rotated block is decoded as a whole"),
         ("int6", MATMUL, PROBLEM, "sm_90", "codes of 6 bits are stored in several parts"),
-        ("nvfp4", MATMUL, PROBLEM, "sm_90", "a scale for each row in addition"),
+        ("nvfp4", MATMUL, PROBLEM, "sm_90", "stored in another order"),
         ("exponent", MATMUL, PROBLEM, "sm_90", "no block codec"),
-        ("equarx", MATMUL, PROBLEM, "sm_90", "are not consecutive values"),
+        ("equarx", MATMUL, PROBLEM, "sm_90", "stored in another order"),
         ("int8(block=8)", MATMUL, PROBLEM, "sm_90", "blocks of 8 bytes"),
         ("int8", MATMUL, replace(PROBLEM, k=4000), "sm_90", "blocks cross rows"),
         ("int8", MATMUL, replace(PROBLEM, m=4097), "sm_90", "wires begin inside a row"),

@@ -91,10 +91,10 @@ class Tile:
 def tile_of(codec: BlockCodec, problem: Problem, arch: str) -> Tile:
     """Return the static tile. It holds 64 results and at most 32 decoded values in each thread."""
     return Tile(
-        block_m=64 if problem.rows <= 64 else 128,
+        block_m=64 if problem.rows <= 64 or arch == "sm_80" else 128,
         block_n=BLOCK_N,
         block_k=min(part_of_block(codec), 32 if arch in ("sm_80", "gfx942") else 64),
-        num_warps=8,
+        num_warps=4 if arch == "sm_80" else 8,
         num_stages=2 if arch == "gfx942" else 3,
     )
 
@@ -136,7 +136,7 @@ def _unsupported_codec(codec: Codec) -> str:
     if not isinstance(codec, BlockCodec):
         return "no block codec, and kernels are made of the parts of one"
     if not isinstance(codec.layout, Flat):
-        return "its blocks are not consecutive values"
+        return "the values of its blocks are stored in another order"
     if not isinstance(codec.transform, NoTransform):
         return "a rotated block is decoded as a whole, and a step of a matmul has a part of it"
     if row_numbers(codec.scale):
