@@ -23,7 +23,7 @@ demo: $(BASE)
 # Each worker computes on one core: threads of several workers would wait for each other.
 test test-slow test-all test-bench scenarios: export OMP_NUM_THREADS = 1
 
-# The quick tests; with SHARE=text also one in 4 of the slow ones and one in 256 of the long ones,
+# The quick tests; with SHARE=text also one in 8 of the slow ones and one in 256 of the long ones,
 # which the text chooses.
 test: check
 	$(VENV)/bin/pytest -n $(WORKERS) --dist loadgroup $(if $(SHARE),--share $(SHARE))

@@ -61,12 +61,13 @@ def name_of(build: Callable[..., Any]) -> str:
 
 @contextmanager
 def named_errors(
-    what: str, mesh: DeviceMesh | None = None, model: Sequence[Any] = ()
+    failure: str, mesh: DeviceMesh | None = None, model: Sequence[Any] = ()
 ) -> Iterator[None]:
     """Turn errors of a user's code, or of torch called by it, into a CommpassError with its line.
 
-    ``what`` is what fails then. A ``model`` whose parameters are divided unevenly is named too.
-    Errors of commpass pass through, and those for a value that a fake tensor does not have.
+    ``failure`` begins its message: what could not be done. A ``model`` whose parameters are divided
+    unevenly is named too. Errors of commpass pass through, and those for a value that a fake tensor
+    does not have.
     """
     try:
         yield
@@ -79,7 +80,7 @@ def named_errors(
         why = (no_dimension(error, mesh) if mesh is not None else "") or _reason(error)
         if uneven := next(_uneven(model), ""):
             why += f". {uneven}: choose a size that divides it"
-        raise CommpassError(f"{what}{place_of(error)}: {why}") from error
+        raise CommpassError(f"{failure}{place_of(error)}: {why}") from error
 
 
 def no_dimension(error: Exception, mesh: DeviceMesh) -> str:

@@ -1,7 +1,7 @@
 """Select the tests that run.
 
 * Quick tests always run.
-* Those marked ``slow`` take over a second. They run with ``--slow``, or one in 4 of them with
+* Those marked ``slow`` take over a second. They run with ``--slow``, or one in 8 of them with
   ``--share TEXT``. Of a function marked ``rest_slow(n)``, all cases but n are ``slow``.
 * Those marked ``every`` run with ``--every``, which runs all tests, or one in 256 of them with
   ``--share TEXT``. Of a function marked ``few(n)``, all cases but n are ``every``.
@@ -22,7 +22,7 @@ import torch
 from _pytest.mark import ParameterSet
 
 PARTS = 256
-PARTS_OF_SLOW = 4
+PARTS_OF_SLOW = 8
 LONG_S = 1800
 """The time limit of tests marked ``every``. The slowest takes 850 s, with other work beside it."""
 RANKS = {"ranks2", "ranks3", "ranks4"}
@@ -96,7 +96,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--share",
         metavar="TEXT",
         default="",
-        help="also one in 4 of the tests marked slow, and one in 256 of those marked every; TEXT, "
+        help="also one in 8 of the tests marked slow, and one in 256 of those marked every; TEXT, "
         "such as a commit, says which",
     )
 

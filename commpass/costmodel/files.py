@@ -189,13 +189,19 @@ def profile_from(profile: str | Path | Profile | None) -> Profile | None:
     return _from_toml(profile)
 
 
+class UnknownBase(ProfileError):
+    """A table whose ``base`` names nothing."""
+
+    keys = ("base",)
+
+
 Fail = Callable[[Sequence[str], str], ProfileError]
 """Makes the error of a file, from the names of the tables and the field that is wrong."""
 
 
 def _from_toml(path: Path) -> Profile:
     """Read a TOML file. Its fields override the profile ``base``; a link is a table or a name."""
-    text, table = read_toml(path)
+    text, table = read_toml(path, ProfileError)
 
     def fail(keys: Sequence[str], why: str) -> ProfileError:
         return ProfileError(f"{path}:{line_at(text, keys)}: {why}")
@@ -261,11 +267,11 @@ def _converted(value: Any, kind: type[T], keys: Sequence[str], fail: Fail) -> T:
         inner = re.findall(r"\w+", place.group(1)) if place else []
         field = _FIELD.match(text)
         named = [name for name in (field.groups() if field else ()) if name]
-        why = _in_words(_PLACE.sub("", text), keys, inner)
+        why = _toml_error(_PLACE.sub("", text), keys, inner)
         raise fail([*keys, *inner, *named], why) from error
 
 
-def _in_words(text: str, keys: Sequence[str], inner: Sequence[str]) -> str:
+def _toml_error(text: str, keys: Sequence[str], inner: Sequence[str]) -> str:
     """Return an error of msgspec in words of TOML, with the table or the field that it is about.
 
     ``keys`` name the converted table, and ``inner`` the place in it.
@@ -294,10 +300,10 @@ def _merged(key: str, value: Any, below: Any, fail: Fail) -> Any:
     return _at([key], fail, _kernels, value, below) if key == "kernels" else value
 
 
-def _at(keys: Sequence[str], fail: Fail, function: Callable[..., Any], *given: Any) -> Any:
+def _at(keys: Sequence[str], fail: Fail, function: Callable[..., Any], *values: Any) -> Any:
     """Return what a function of values of a file gives; ``keys`` name where they are."""
     try:
-        return function(*given)
+        return function(*values)
     except PolicyError as error:
         raise fail([*keys, *getattr(error, "keys", ())], str(error)) from error
 
@@ -313,7 +319,8 @@ def _kernels(value: Any, below: Any) -> Any:
     check_kernels(table, BASE)
     if (named := table.get("base")) is not None:
         if not isinstance(named, str) or named not in CARDS:
-            raise ProfileError(f"unknown card {named!r}{nearest(str(named), CARDS)}")
+            error = ProfileError if isinstance(value, str) else UnknownBase
+            raise error(f"unknown card {named!r}{nearest(str(named), CARDS)}")
         below = msgspec.to_builtins(CARDS[named].kernels)
     if below is None:
         return value
@@ -327,6 +334,13 @@ def _link(value: Any, below: Any) -> Any:
         return msgspec.to_builtins(link_named(value))
     if isinstance(value, Mapping) and "base" in value:
         rest = {name: each for name, each in value.items() if name != "base"}
-        return {**msgspec.to_builtins(link_named(str(value["base"]))), **rest}
+        return {**msgspec.to_builtins(_base_link(str(value["base"]))), **rest}
     over = isinstance(below, Mapping) and isinstance(value, Mapping)
     return {**below, **value} if over else value
+
+
+def _base_link(name: str) -> Link:
+    try:
+        return link_named(name)
+    except PolicyError as error:
+        raise UnknownBase(str(error)) from error

@@ -379,14 +379,14 @@ def outline(region: Region, kernel: str, site: int, buffers: dict[fx.Node, fx.No
             firsts.append(place.first if place is not None else 0)
         call = graph.call_function(
             torch.ops.commpass.kernel_.default,
-            (
-                list(map(base_of, region.inputs)),
-                written,
-                [*map(_place, region.inputs), *firsts],
-                kernel,
-                site,
-                region.role,
-            ),
+            (list(map(base_of, region.inputs)),),
+            {  # by name: in a branch or a loop, torch refuses a list that is written otherwise
+                "outputs": written,
+                "places": [*map(_place, region.inputs), *firsts],
+                "name": kernel,
+                "site": site,
+                "role": region.role,
+            },
         )
         first = next(n for n in region.nodes if n.target in operators.ROLES)
         inherit(call, first, role=region.role)

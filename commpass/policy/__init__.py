@@ -346,7 +346,7 @@ def policy_named(policy: str | Path | Policy) -> Policy:
 
 
 def _from_toml(path: Path) -> Policy:
-    text, table = read_toml(path)
+    text, table = read_toml(path, PolicyError)
     rules = table.pop("rule", [])
     if not isinstance(rules, list) or not all(isinstance(rule, dict) for rule in rules):
         raise PolicyError(

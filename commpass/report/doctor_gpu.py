@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -72,7 +72,7 @@ def tested_here(output: Path, seconds: float, *, json: bool) -> int:
     if json:
         print_json({"findings": found, "times": timed, "profile": str(output) if file else None})
     else:
-        tables = [table(found), *([times_table(timed)] if timed else [])]
+        tables = [table(found), *times_tables(timed)]
         for each in tables:
             console_for(each).print(each)
     if file is not None:
@@ -132,11 +132,15 @@ def table(found: Sequence[Finding]) -> Table:
     return made
 
 
-def times_table(timed: Sequence[Timed]) -> Table:
-    """Return a table of all_reduces in microseconds by size."""
-    names = list(timed[0].us)
-    made = plain_table("all_reduce of", *names, right=("all_reduce of", *names))
-    for each in timed:
-        us = ("" if time is None else f"{time:,.1f} us" for time in each.us.values())
-        made.add_row(size(each.nbytes), *us)
-    return made
+def times_tables(timed: Sequence[Timed]) -> list[Table]:
+    """Return a table for each kind of collective: microseconds by size."""
+    tables = []
+    for kind, group in groupby(timed, key=lambda each: each.kind):
+        rows = list(group)
+        headers = [f"{kind} of", *rows[0].us]
+        made = plain_table(*headers, right=headers)
+        for each in rows:
+            us = ("" if time is None else f"{time:,.1f} us" for time in each.us.values())
+            made.add_row(size(each.nbytes), *us)
+        tables.append(made)
+    return tables

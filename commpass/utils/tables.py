@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from commpass.errors import CommpassError, PolicyError
+from commpass.errors import CommpassError
 
 T = TypeVar("T")
 
@@ -127,20 +127,20 @@ def _toml_value(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
-def read_toml(path: Path) -> tuple[str, dict[str, Any]]:
-    """Return a file's text and its parsed table. Raises PolicyError with file and line if it is not
+def read_toml(path: Path, error: type[CommpassError]) -> tuple[str, dict[str, Any]]:
+    """Return a file's text and its parsed table. Raises ``error`` with file and line if it is not
     valid TOML."""
     try:
         text = path.read_text(encoding="utf-8")
         return text, tomllib.loads(text)
-    except OSError as error:
-        raise PolicyError(f"{path}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise PolicyError(f"{path}: not UTF-8 text") from error
-    except tomllib.TOMLDecodeError as error:
-        where = re.search(r"line (\d+)", str(error))
+    except OSError as failed:
+        raise error(f"{path}: cannot be read: {failed.strerror}") from failed
+    except UnicodeDecodeError as failed:
+        raise error(f"{path}: not UTF-8 text") from failed
+    except tomllib.TOMLDecodeError as failed:
+        where = re.search(r"line (\d+)", str(failed))
         line = where.group(1) if where else len(text.splitlines())
-        raise PolicyError(f"{path}:{line}: not TOML: {error}") from error
+        raise error(f"{path}:{line}: not TOML: {failed}") from failed
 
 
 def line_of(text: str, key: str | None, rule: int | None = None) -> int:

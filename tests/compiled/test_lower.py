@@ -225,7 +225,7 @@ def test_values_that_later_hops_take_are_filled_up_outside_of_kernels(how, outsi
     )
     assert len(cats) == outside
     calls = gm.graph.find_nodes(op="call_function", target=KERNEL)
-    written = [made.meta["val"].dtype for call in calls for made in call.args[1]]
+    written = [made.meta["val"].dtype for call in calls for made in call.kwargs["outputs"]]
     # One kernel gives values: the last, which decodes.
     assert written.count(torch.float32) == 1
     if outside:
@@ -388,7 +388,8 @@ def test_kernel_writes_into_buffers_and_leaves_what_it_was_given(fake_group, mad
     calls = [node for node in gm.graph.nodes if node.target is KERNEL]
     assert len(calls) == len(made) == 2
     for node in calls:
-        taken, written, places, name, _, _ = node.args
+        (taken,) = node.args
+        written, places, name = (node.kwargs[each] for each in ("outputs", "places", "name"))
         values = [torch.ones(n.meta["val"].shape, dtype=n.meta["val"].dtype) for n in taken]
         copies = [value.clone() for value in values]
         (buffer,) = [torch.empty(n.meta["val"].shape, dtype=n.meta["val"].dtype) for n in written]
@@ -410,7 +411,7 @@ def test_kernel_between_two_exchanges_is_one_and_shared_by_equal_sites(fake_grou
     gm, outcome = rewritten(function, torch.randn(64, 64), policy)
     called = [node for node in gm.graph.nodes if node.target is KERNEL]
     assert len(called) == 9
-    assert len({node.args[3] for node in called}) == 3
+    assert len({node.kwargs["name"] for node in called}) == 3
     # Names are in the key of Inductor's cache: they are the same in each process.
     order = [f"kernel__default_{number}" if number else "kernel__default" for number in range(9)]
     assert [node.name for node in called] == order
@@ -591,7 +592,7 @@ def test_kernels_are_compiled_once_by_the_pass_that_lowers(fake_group, made):
     policy = forced("table", algorithm="two_shot", lowering="kernel")
     for _ in range(2):
         gm, _ = rewritten(chain(3), torch.randn(64, 64), policy)
-        called = {node.args[3] for node in gm.graph.nodes if node.target is KERNEL}
+        called = {node.kwargs["name"] for node in gm.graph.nodes if node.target is KERNEL}
         assert called == set(kernel._kernels)
         assert len(called) == len(made) == 3
     with torch._inductor.config.patch(emulate_precision_casts=True):  # this may change bits

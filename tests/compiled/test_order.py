@@ -100,7 +100,9 @@ def test_kernels_of_chunks_write_into_one_buffer(fake_group):
     assert "cat" not in body
     whole = re.findall(r"empty_strided_cpu\(\(256, 256\)", body)
     assert len(whole) == 2  # the product, to which the sum is written, and the relu's result
-    kernels = re.findall(r"kernel_\.default\(\[(\w+)\], \[(\w+)\], \[(\d+), (\d+)\]", body)
+    kernels = re.findall(
+        r"kernel_\.default\(\[(\w+)\], outputs=\[(\w+)\], places=\[(\d+), (\d+)\]", body
+    )
     assert len(kernels) == 12
     assert [int(first) for _, _, first, _ in kernels[:4]] == [0, 4096, 8192, 12288]
     assert [int(first) for _, _, _, first in kernels[-4:]] == [0, 4096, 8192, 12288]

@@ -146,7 +146,7 @@ def test_values_whose_error_is_checked_stay_in_memory(fake_group):
     assert [node.args[2] for node in samples] == [0, 1]
     kernels = [n for n in gm.graph.nodes if "kernel_" in str(n.target) and MARK in n.meta]
     (whole,) = (node for node in kernels if node.meta[MARK].role == WHOLE)
-    wire, stream, normed = (buffer.meta["val"] for buffer in whole.args[1])
+    wire, stream, normed = (buffer.meta["val"] for buffer in whole.kwargs["outputs"])
     assert (wire.dtype, stream.dtype, normed.dtype) == (torch.uint8, BF16, BF16)
     assert stream.numel() == normed.numel() == TOKENS * H
-    assert samples[1].all_input_nodes[0] in whole.args[1]
+    assert samples[1].all_input_nodes[0] in whole.kwargs["outputs"]

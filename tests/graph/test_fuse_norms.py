@@ -181,8 +181,12 @@ def test_kernel_is_generated_and_writes_all_results(fake_group, monkeypatch):
     assert all(isinstance(source, Generated) for source in made)
     assert [len(source.pieces) for source in made] == [1, 1, 3]
     call = [node for node in gm.graph.nodes if "kernel_" in str(node.target)][-1]
-    assert sorted(buffer.meta["val"].numel() for buffer in call.args[1]) == [64, 64 * H, 64 * H]
-    assert call.meta[MARK].role == call.args[5] == "decode+add+norm"
+    assert sorted(buffer.meta["val"].numel() for buffer in call.kwargs["outputs"]) == [
+        64,
+        64 * H,
+        64 * H,
+    ]
+    assert call.meta[MARK].role == call.kwargs["role"] == "decode+add+norm"
     work = call.meta[CODED]
     assert [each[1] for each in work] == ["decode", "bytes"]
     assert work[1][2] == 64 * H * 4 * 3 + 64 * 4

@@ -75,6 +75,7 @@ def test_orders_that_count_as_equal_are(seed, coded):
             assert each.peak == peak(each.order, work.memory)
 
 
+@pytest.mark.slow
 def test_some_orders_count_as_equal_and_some_do_not():
     works = [random_graph(seed, coded) for seed, coded in CASES]
     found = [each for work in works for each in orders(work, peak(work.nodes, work.memory))]

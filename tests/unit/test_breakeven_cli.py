@@ -90,6 +90,7 @@ def test_fast_link_never_pays_and_says_so(monkeypatch):
     assert row.rstrip().endswith("uncompressed")
 
 
+@pytest.mark.slow
 def test_table_fits_into_80_columns(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     found = asked("ethernet-25g", "--ranks", "8")

@@ -164,6 +164,19 @@ def test_ranks_are_started_for_each_gpu(tmp_path):
 
 
 def test_times_stand_beside_each_other():
-    made = doctor_gpu.times_table([Timed(1 << 20, {"nccl": 24.5, "int8, two exchanges": None})])
-    cells = [next(iter(column.cells)) for column in made.columns]
-    assert [str(cell) for cell in cells] == ["1.0 MiB", "24.5 us", ""]
+    sums, gathers = doctor_gpu.times_tables(
+        [
+            Timed("all_reduce", 1 << 20, {"nccl": 24.5, "int8, two exchanges": None}),
+            Timed("all_reduce", 1 << 21, {"nccl": 30.0, "int8, two exchanges": 20.0}),
+            Timed("all_gather", 1 << 20, {"nccl": 12.0, "int8 in one kernel": 9.0}),
+        ]
+    )
+    assert [str(column.header) for column in sums.columns] == [
+        "all_reduce of",
+        "nccl",
+        "int8, two exchanges",
+    ]
+    cells = [[str(cell) for cell in column.cells] for column in sums.columns]
+    assert cells == [["1.0 MiB", "2.0 MiB"], ["24.5 us", "30.0 us"], ["", "20.0 us"]]
+    assert str(gathers.columns[0].header) == "all_gather of"
+    assert gathers.row_count == 1

@@ -408,6 +408,7 @@ def test_ranks_without_a_compiler_hold_the_same_bits_of_several_chunks(kind):
     check_same_bits(Form(128, 1), kind, CHUNK + 300, True, torch.float32)
 
 
+@pytest.mark.slow
 def test_without_a_directory_for_compiled_code_it_warns_and_runs(tmp_path):
     """In its own process, as Inductor makes its directory when it is imported."""
     (tmp_path / "file").touch()

@@ -226,10 +226,12 @@ alpha_us = 2
         ('base = "nvlink-4"\nports = 2.5\n', 2, ": ports must be a whole number, but is a float$"),
         ('base = "nvlink-4"\n\nmargin = -1\n', 3, "Profile.margin"),
         ("x = \n", 1, "not TOML"),
+        (TWO_LINKS + 'gbytes_per_s = 1\nbase = "nvlnk-4"\n', 8, "did you mean 'nvlink-4'"),
+        ('base = "nvlink-4"\n[kernels]\nlaunch_us = 3\nbase = "h10"\n', 4, "unknown card 'h10'"),
     ],
 )
 def test_errors_name_file_and_line(tmp_path, text, line, said):
-    with pytest.raises(PolicyError, match=said) as error:
+    with pytest.raises(ProfileError, match=said) as error:
         profile_from(toml(tmp_path, text))
     assert f"cluster.toml:{line}: " in str(error.value)
 

@@ -54,27 +54,29 @@ def pipeline_us(
     are joined afterwards. ``cut`` maps the join of an already cut matmul to its chunks. ``us_of``
     gives the time of a node.
     """
-    before = [node for each in region.product.nodes for node in cut.get(each, (each,))]
-    made = _part_us(before, chunks, profile, us_of)
-    used = _part_us(region.consumers, chunks, profile, us_of)
-    copied = 0.0
+    nodes = [node for each in region.product.nodes for node in cut.get(each, (each,))]
+    before_us = _part_us(nodes, chunks, profile, us_of)
+    after_us = _part_us(region.consumers, chunks, profile, us_of)
+    copied_us = 0.0
     if chunks > 1:
         nbytes = meta.total_nbytes([node.meta["val"] for node in (*joined, *_sliced(region))])
-        copied = profile.kernels.compute_us(0, nbytes)
-    return _finished_us(chunks, made, used, exchange, copied)
+        copied_us = profile.kernels.compute_us(0, nbytes)
+    return _finished_us(chunks, before_us, after_us, exchange, copied_us)
 
 
 @functools.lru_cache(maxsize=1024)
-def _finished_us(chunks: int, made: float, used: float, exchange: Task, copied: float) -> float:
+def _finished_us(
+    chunks: int, before_us: float, after_us: float, exchange: Task, copied_us: float
+) -> float:
     """Return the end of a pipeline whose chunks take these times before and after the exchange.
     Layers repeat them."""
     tasks: list[Task] = []
     for number in range(chunks):
-        tasks.append(Task(HOST, made))
+        tasks.append(Task(HOST, before_us))
         tasks.append(dataclasses.replace(exchange, after=(2 * number,)))
-    tasks += [Task(HOST, used, after=(2 * number + 1,)) for number in range(chunks)]
+    tasks += [Task(HOST, after_us, after=(2 * number + 1,)) for number in range(chunks)]
     if chunks > 1:
-        tasks.append(Task(HOST, copied))
+        tasks.append(Task(HOST, copied_us))
     return finished_us(tasks)
 
 

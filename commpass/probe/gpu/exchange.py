@@ -1,5 +1,4 @@
-"""Check collectives in one kernel between GPUs, and time the all_reduce beside the library's
-own."""
+"""Check collectives in one kernel between GPUs, and time them beside the library's own."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commpass.collectives.public import all_reduce
+from commpass.collectives import public
 from commpass.errors import CommpassError
 from commpass.lowering.gpu import exchange
 from commpass.probe.gpu.finding import Finding
@@ -83,44 +82,90 @@ def _values(rank: int, numel: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Timed:
-    """Microseconds of an all_reduce of ``nbytes`` in bfloat16 on the slowest rank, by way; None for
-    a way that was not timed."""
+    """Microseconds of a collective on the slowest rank, by way; None for a way that was not timed.
 
+    Each rank passes ``nbytes`` of bfloat16, or slightly less if the ranks do not divide them.
+    """
+
+    kind: str
     nbytes: int
     us: dict[str, float | None]
 
 
 def times(group: dist.ProcessGroup, device: torch.device) -> list[Timed]:
-    """Time all_reduces by size: the library's, commpass's by two exchanges of the library, and in
-    one kernel. Every rank calls it. A way that fails on one rank fails on all."""
+    """Time collectives by size: the library's, commpass's by exchanges of the library, and in one
+    kernel. Every rank calls it. A way that fails on one rank fails on all."""
     if group.size() < 2:
         return []
-    return [
-        Timed(nbytes, {name: _timed(call, group, device) for name, call in ways.items()})
-        for nbytes in SIZES
-        for ways in (_ways(torch.randn(nbytes // 2, device=device).bfloat16(), group),)
-    ]
+    found = []
+    for kind, ways_of in WAYS.items():
+        for nbytes in SIZES:
+            numel = nbytes // 2 // group.size() * group.size()
+            ways = ways_of(torch.randn(numel, device=device).bfloat16(), group)
+            if nbytes > MOST_BYTES:
+                ways |= dict.fromkeys(name for name in ways if name.endswith(IN_ONE_KERNEL))
+            us = {name: _timed(call, group, device) for name, call in ways.items()}
+            found.append(Timed(kind, nbytes, us))
+    return found
+
+
+IN_ONE_KERNEL = "in one kernel"
+Ways = dict[str, Callable[[], Any] | None]
+"""The ways to carry out one collective, by name."""
 
 
 @torch.compile(dynamic=False)
-def _two_exchanges(x: Tensor, group: str) -> Tensor:
-    return all_reduce(x, group=group, codec=CODEC, algorithm="two_shot")
+def _reduced(x: Tensor, group: str) -> Tensor:
+    return public.all_reduce(x, group=group, codec=CODEC, algorithm="two_shot")
 
 
-def _ways(x: Tensor, group: dist.ProcessGroup) -> dict[str, Callable[[], Any] | None]:
-    small = x.numel() * x.itemsize <= MOST_BYTES
+@torch.compile(dynamic=False)
+def _gathered(x: Tensor, group: str) -> Tensor:
+    return public.all_gather(x, group, codec=CODEC)
+
+
+@torch.compile(dynamic=False)
+def _scattered(x: Tensor, group: str) -> Tensor:
+    return public.reduce_scatter(x, group=group, codec=CODEC)
+
+
+def _reductions(x: Tensor, group: dist.ProcessGroup) -> Ways:
+    single = {
+        f"{CODEC}, {algorithm} {IN_ONE_KERNEL}": partial(
+            exchange.all_reduce, x, group, CODEC, algorithm
+        )
+        for algorithm in ALGORITHMS
+    }
     return {
         dist.get_backend(group): lambda: dist.all_reduce(x, group=group),
-        f"{CODEC}, two exchanges": lambda: _two_exchanges(x, group.group_name),
-        **{
-            f"{CODEC}, {algorithm} in one kernel": partial(
-                exchange.all_reduce, x, group, CODEC, algorithm
-            )
-            if small
-            else None
-            for algorithm in ALGORITHMS
-        },
+        f"{CODEC}, two exchanges": lambda: _reduced(x, group.group_name),
+        **single,
     }
+
+
+def _gathers(x: Tensor, group: dist.ProcessGroup) -> Ways:
+    whole = x.new_empty(x.numel() * group.size())
+    return {
+        dist.get_backend(group): lambda: dist.all_gather_into_tensor(whole, x, group=group),
+        f"{CODEC}, one exchange": lambda: _gathered(x, group.group_name),
+        f"{CODEC} {IN_ONE_KERNEL}": lambda: exchange.all_gather(x, group, CODEC),
+    }
+
+
+def _scatters(x: Tensor, group: dist.ProcessGroup) -> Ways:
+    part = x.new_empty(x.numel() // group.size())
+    return {
+        dist.get_backend(group): lambda: dist.reduce_scatter_tensor(part, x, group=group),
+        f"{CODEC}, one exchange": lambda: _scattered(x, group.group_name),
+        f"{CODEC} {IN_ONE_KERNEL}": lambda: exchange.reduce_scatter(x, group, CODEC),
+    }
+
+
+WAYS: dict[str, Callable[[Tensor, dist.ProcessGroup], Ways]] = {
+    "all_reduce": _reductions,
+    "all_gather": _gathers,
+    "reduce_scatter": _scatters,
+}
 
 
 def _timed(
