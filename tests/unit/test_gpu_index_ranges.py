@@ -331,6 +331,8 @@ def test_address_from_unknown_memory_is_found():
 def test_wires_of_ranks_in_32_bits_are_found():
     coder = codec("int8")
     assert isinstance(coder, BlockCodec)
-    one = launches.of_decode_matmul(coder, decode_matmul.Problem(2**19 - 8, 128, 4096, 8))
+    many = decode_matmul.Problem(2**19 - 128, 128, 4096, 128)
+    one = launches.of_decode_matmul(coder, many)
+    assert not one.overflows()
     found = broken(one, "row = row.to(tl.int64)", "row = row")
     assert any("arith.muli i32" in each and "input_stride" in each for each in found)
