@@ -20,6 +20,8 @@ from commpass.codecs.entropy.operators import sizes
 from commpass.codecs.exponent.codec import ExponentCodec
 from commpass.lowering.chain import Chain
 from commpass.lowering.gpu import (
+    decode_matmul,
+    decode_matmul_launch,
     entropy,
     exchange,
     exchange_kernel,
@@ -204,3 +206,17 @@ def of_matmul(
     types = types_of(made.kernel.signature, made.numbers)
     source = made.kernel.source
     return KernelLaunch(source, types, made.constants, made.numbers, grid, by.num_warps)
+
+
+def of_decode_matmul(
+    codec: BlockCodec, problem: decode_matmul.Problem, arch: str = "sm_90"
+) -> KernelLaunch:
+    """Return a launch of a matmul that decodes its left operand."""
+    matmul = decode_matmul.Matmul(torch.bfloat16, b_by_rows=False, bias=torch.bfloat16)
+    by = decode_matmul.tile_of(codec, problem, arch)
+    casts = {"CASTS": True, "FP8": arch == "sm_90"}
+    stride = codec.wire_bytes(problem.numel, torch.bfloat16)
+    made = decode_matmul_launch.call(codec, matmul, problem, by, stride, problem.k, casts)
+    types = types_of(made.kernel.signature, made.numbers)
+    grid = (made.programs, 1, 1)
+    return KernelLaunch(made.kernel.source, types, made.constants, made.numbers, grid, by.num_warps)

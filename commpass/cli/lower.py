@@ -30,7 +30,7 @@ def lower(
             metavar="NAME",
             help=(
                 "encode, decode, decode_sum, decode_sum_encode or matmul_encode (default: all that"
-                " there are), batched_matmul_encode or grouped_matmul_encode."
+                " there are), batched_matmul_encode, grouped_matmul_encode or decode_matmul."
             ),
         ),
     ] = None,

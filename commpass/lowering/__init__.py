@@ -5,6 +5,7 @@ from commpass.lowering.generated import (
     has_kernels,
     slower_reason,
     tunable,
+    unsupported_decode_reason,
     unsupported_product_reason,
     unsupported_reason,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "slower_reason",
     "start_compiling",
     "tunable",
+    "unsupported_decode_reason",
     "unsupported_product_reason",
     "unsupported_reason",
 ]

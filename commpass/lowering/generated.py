@@ -16,7 +16,7 @@ from commpass.codecs import Codec, operators
 from commpass.codecs.entropy.codec import EntropyCodec
 from commpass.codecs.exponent.codec import ExponentCodec
 from commpass.codecs.sparse import SparseCodec
-from commpass.lowering import cpu, entropy, fused, matmul, sparse
+from commpass.lowering import cpu, decode_matmul, entropy, fused, matmul, sparse
 from commpass.lowering.chain import Chain, Encode
 
 
@@ -69,6 +69,15 @@ def unsupported_product_reason(tensors: Sequence[Tensor], product: matmul.Produc
     return graph.unsupported_product_reason(tensors, product)
 
 
+def unsupported_decode_reason(tensors: Sequence[Tensor], rows: decode_matmul.DecodedRows) -> str:
+    """As ``unsupported_reason``, for a matmul whose kernel decodes its left operand."""
+    if why := _no_triton(tensors[0].device):
+        return why
+    from commpass.lowering.gpu import graph
+
+    return graph.unsupported_decode_reason(tensors, rows)
+
+
 CODING = tuple(
     getattr(operators.ops, name).default for name in ("encode", "decode", "decode_parts")
 )
@@ -81,7 +90,8 @@ def caller(node: fx.Node) -> Callable[..., Any] | None:
     It takes the input nodes of the operator. Return None if there are no kernels, or if they are
     called in another way.
     """
-    if node.target not in (*fused.CHAINS, matmul.MATMUL, *CODING, *sparse.CODING):
+    products = (matmul.MATMUL, decode_matmul.DECODE_MATMUL)
+    if node.target not in (*fused.CHAINS, *products, *CODING, *sparse.CODING):
         return None
     if node.target in sparse.CODING and not _no_triton(_device(node)):
         call = sparse.caller(node)
@@ -97,6 +107,8 @@ def caller(node: fx.Node) -> Callable[..., Any] | None:
         return graph.exponent_caller(node)
     if node.target is matmul.MATMUL:
         return graph.product_caller(matmul.lookup(str(node.args[1])))
+    if node.target is decode_matmul.DECODE_MATMUL:
+        return graph.decode_matmul_caller(decode_matmul.lookup(str(node.args[1])))
     chain, numel = fused.lookup(str(node.args[1])), node.args[2]
     return graph.caller(chain, numel) if isinstance(numel, int) else None
 

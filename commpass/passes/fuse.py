@@ -23,10 +23,11 @@ from torch import Tensor, fx
 from commpass import lowering
 from commpass.codecs import operators
 from commpass.costmodel import Profile
-from commpass.lowering import fused, matmul
+from commpass.lowering import decode_matmul, fused, matmul
 from commpass.lowering.chain import further_inputs
 from commpass.passes import sample
 from commpass.passes.context import PassContext
+from commpass.passes.decoded_rows import DecodedProducts, with_products
 from commpass.passes.epilogues import with_epilogue
 from commpass.passes.failures import site_errors
 from commpass.passes.fx import meta
@@ -158,6 +159,14 @@ def _fuse_site(
                 continue
             if missed:
                 found.missed.append(f"matmul+encode: {missed}")
+        else:
+            several, missed = with_products(run, profile, writers)
+            if several is not None:
+                found.done += [several.rows.role] * len(several.products)
+                _replace_products(run, several, known)
+                continue
+            if missed:
+                found.missed.append(f"decode+matmul: {missed}")
         longer, missed = with_epilogue(run, encodes, read)
         if missed:
             found.missed.append(missed)
@@ -275,6 +284,19 @@ def _replace_matmul(run: Run, product: Multiplied, known: FakeResults) -> None:
     last, role = run.nodes[-1], product.product.role
     replace(last, _insert(last, run.coded, role, known, matmul.MATMUL, *args))
     for each in (*reversed(run.nodes[:-1]), *product.nodes):
+        erase(each)
+
+
+def _replace_products(run: Run, several: DecodedProducts, known: FakeResults) -> None:
+    """Replace a decode and the matmuls of its values by one operator for each matmul."""
+    for product in several.products:
+        rows = several.rows_of(product)
+        operands = [run.source, *several.operands[product]]
+        args = (operands, decode_matmul.name_of(rows))
+        node = _insert(product, run.coded, rows.role, known, decode_matmul.DECODE_MATMUL, *args)
+        node.meta["val"] = product.meta["val"]
+        replace(product, node)
+    for each in sorted((*run.nodes, *several.between), reverse=True):
         erase(each)
 
 

@@ -28,6 +28,7 @@ from commpass.lowering import (
     Generated,
     Source,
     caller,
+    decode_matmul,
     exponent,
     fused,
     make,
@@ -214,6 +215,8 @@ def _note_coded(node: fx.Node) -> None:
     """Record at a codec operator what it encodes or decodes."""
     if node.target is matmul.MATMUL:
         node.meta[CODED] = _coded_by_product(node)
+    elif node.target is decode_matmul.DECODE_MATMUL:
+        node.meta[CODED] = _coded_by_decode_matmul(node)
     elif node.target in fused.CHAINS:
         node.meta[CODED] = _coded_by_chain(node)
     elif operators.ROLES[node.target] in RATED:
@@ -264,6 +267,16 @@ def _coded_by_product(node: fx.Node) -> tuple[tuple[str, str, int], ...]:
     product = matmul.lookup(str(node.args[1]))
     m, n, k, _ = matmul.operands_of(product, [each.meta["val"] for each in given]).sizes
     return ((product.codec.spec, "matmul", 2 * m * n * k),)
+
+
+def _coded_by_decode_matmul(node: fx.Node) -> tuple[tuple[str, str, int], ...]:
+    """Return the same for a matmul that decodes its left operand, with the values that it decodes
+    at least once."""
+    given: Any = node.args[0]
+    rows, b = decode_matmul.lookup(str(node.args[1])), given[1].meta["val"]
+    operations, values = 2 * node.meta["val"].numel() * b.shape[0], given[0].meta["val"].shape[0]
+    spec = rows.codec.spec
+    return ((spec, "decode", values * rows.numel), (spec, "matmul", operations))
 
 
 @dataclass
@@ -339,7 +352,8 @@ class Bodies:
                 return call(*(held[each] for each in _operands(node)))
 
             body = traced(called, values, self.decompositions, subject).graph
-            if node.target in (*fused.CHAINS, matmul.MATMUL):
+            products = (matmul.MATMUL, decode_matmul.DECODE_MATMUL)
+            if node.target in (*fused.CHAINS, *products):
                 _check_compiles(body, node)
             return body
 
@@ -359,7 +373,11 @@ MOST_BODIES = 128
 
 def _coders(node: fx.Node) -> list[Any]:
     """Return the codecs, domains and chains that an operator names."""
-    lookups = {**dict.fromkeys(fused.CHAINS, fused.lookup), matmul.MATMUL: matmul.lookup}
+    lookups = {
+        **dict.fromkeys(fused.CHAINS, fused.lookup),
+        matmul.MATMUL: matmul.lookup,
+        decode_matmul.DECODE_MATMUL: decode_matmul.lookup,
+    }
     lookup = lookups.get(node.target, operators.lookup)
     return [lookup(arg) for arg in node.args if isinstance(arg, str)]
 

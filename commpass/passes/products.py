@@ -82,7 +82,7 @@ def with_matmul(run: Run, profile: Profile, writers: Writers) -> tuple[Multiplie
         return None, OTHERS
     if not meta.is_fixed(product.meta.get("val")):
         return None, "its sizes are not fixed"
-    if why := _unsupported_terms(product):
+    if why := unsupported_terms(product):
         return None, why
     coder = _whole_codec(run.steps)
     if coder is None:
@@ -94,7 +94,7 @@ def with_matmul(run: Run, profile: Profile, writers: Writers) -> tuple[Multiplie
     form, biased = FORMS[product.target], product.target in BIASED
     rows = run.source.meta["val"].shape[0]
     made = Multiplied(
-        (*_operands(product), *others),
+        (*terms_of(product), *others),
         nodes,
         matmul.Product(coder, rows, form, biased, epilogue),
     )
@@ -220,14 +220,14 @@ def _per(operand: Any, made: Tensor, product: fx.Node) -> str:
 # --- the matmul -----------------------------------------------------------------------------------
 
 
-def _operands(product: fx.Node) -> Iterator[fx.Node]:
+def terms_of(product: fx.Node) -> Iterator[fx.Node]:
     """Yield the operands of a matmul in the order of the operator: ``a``, ``b``, then a bias or
     offsets."""
     given: Any = product.args
     yield from (*given[1:3], given[0]) if product.target in BIASED else given[:3]
 
 
-def _unsupported_terms(product: fx.Node) -> str:
+def unsupported_terms(product: fx.Node) -> str:
     """Return why the bias of a matmul, or the form of a grouped one, has no kernel."""
     given: Any = product.args
     if product.target is GROUPED_MM:

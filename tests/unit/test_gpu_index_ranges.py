@@ -23,7 +23,7 @@ pytest.importorskip("triton", reason="kernels are written in Triton: pip install
 
 import kernel_launches as launches
 
-from commpass.lowering.gpu import exchange_sizes, sparse
+from commpass.lowering.gpu import decode_matmul, exchange_sizes, sparse
 from commpass.lowering.gpu.matmul_sizes import Matmul, Problem
 from commpass.lowering.gpu.matmul_supported import unsupported_reason
 from commpass.lowering.gpu.row_peaks import row_peaks
@@ -188,6 +188,24 @@ def test_matmul_of_any_form_counts_in_enough_bits(arch, form, problem, epilogue)
     check([launches.of_matmul(coder, problem, arch, form=form, epilogue=epilogue)])
 
 
+@pytest.mark.parametrize(
+    "problem",
+    [
+        decode_matmul.Problem(2**19 - 8, 128, 4096, 8),
+        rarely(decode_matmul.Problem(2**15, 2**16 - 256, 2**15, 8)),
+        rarely(decode_matmul.Problem(2**20, 2**11 - 16, 1024, 32)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("spec", ["int8", rarely("int4")])
+def test_matmul_that_decodes_counts_in_enough_bits(spec, problem):
+    coder = codec(spec)
+    assert isinstance(coder, BlockCodec)
+    matmul = decode_matmul.Matmul(BF16, b_by_rows=False, bias=BF16)
+    assert not decode_matmul.unsupported_reason(coder, matmul, problem, arch="sm_90")
+    check([launches.of_decode_matmul(coder, problem)])
+
+
 # --- the proof finds faults -----------------------------------------------------------------------
 
 
@@ -308,3 +326,13 @@ def test_address_from_unknown_memory_is_found():
     function = parse_ttir(text)
     assert [each.name for each in overflows(function, Launch({}, (1, 1, 1)))] == ["tt.addptr"]
     assert not overflows(function, Launch({}, (1, 1, 1), {"t": (0, 2**20)}))
+
+
+def test_wires_of_ranks_in_32_bits_are_found():
+    coder = codec("int8")
+    assert isinstance(coder, BlockCodec)
+    many = decode_matmul.Problem(2**19 - 128, 128, 4096, 128)
+    one = launches.of_decode_matmul(coder, many)
+    assert not one.overflows()
+    found = broken(one, "row = row.to(tl.int64)", "row = row")
+    assert any("arith.muli i32" in each and "input_stride" in each for each in found)

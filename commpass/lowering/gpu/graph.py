@@ -12,7 +12,8 @@ import commpass.lowering.exponent  # noqa: F401  its operators are called here
 from commpass.codecs import operators
 from commpass.codecs.exponent.codec import ExponentCodec
 from commpass.lowering.chain import Chain
-from commpass.lowering.gpu import exponent, launch, matmul_launch
+from commpass.lowering.decode_matmul import DecodedRows
+from commpass.lowering.gpu import decode_matmul_launch, exponent, launch, matmul_launch
 from commpass.lowering.gpu.generate import kernel
 from commpass.lowering.gpu.matmul_sizes import Configuration
 from commpass.lowering.gpu.matmul_supported import unsupported_reason
@@ -85,5 +86,20 @@ def product_caller(product: Product, by: Configuration | None = None) -> Callabl
 
     def call(*tensors: Tensor) -> Tensor:
         return matmul_launch.run(tensors, product, by=by, graph=True)
+
+    return torch.func.functionalize(call)
+
+
+def unsupported_decode_reason(tensors: Sequence[Tensor], rows: DecodedRows) -> str:
+    """Return why no kernel can decode the left operand of a matmul, or "" if one can."""
+    arch = matmul_launch.arch_of(tensors[0].device)
+    return decode_matmul_launch.unsupported_call(tensors, rows, arch)
+
+
+def decode_matmul_caller(rows: DecodedRows) -> Callable[..., Tensor]:
+    """As ``caller``, for the operands of a matmul that decodes its left one."""
+
+    def call(*tensors: Tensor) -> Tensor:
+        return decode_matmul_launch.run(tensors, rows, graph=True)
 
     return torch.func.functionalize(call)

@@ -147,20 +147,38 @@ def load_lines(codec: BlockCodec, body: Body) -> tuple[list[str], list[str], lis
     return names, lines, arguments
 
 
+def load_number_lines(codec: BlockCodec, body: Body, mask: str) -> list[str]:
+    """Return lines that load the numbers of ``block`` from ``wire``, of a codec without numbers for
+    rows and without side data."""
+    return [
+        f"{name} = load_{stored}(wire + {at} + block * {ITEMSIZE[stored]}, {mask})"
+        for name, stored, at in _regions(codec, body, "input")
+    ]
+
+
 def decode_lines(
     codec: BlockCodec, dtype: torch.dtype, size: int, *, clamp: bool = True
 ) -> list[str]:
     """Return lines from what ``load_lines`` loads to ``x``, as in ``Codec.decode_rows``; without
     ``clamp``, ``x`` may exceed the largest number of the dtype."""
-    lines, bits, sums = [], codec.grid.bits, codec.transform.sums
+    lines, bits = list[str](), codec.grid.bits
     in_bytes = codec.grid == IntGrid(4)  # decoded without numbers of single codes
     for number, (low, width, _, _) in enumerate([] if in_bytes else parts.packs(bits, size)):
         part = f"unpacked(raw_{number}.to(tl.int32), {width}, PARTS)"
         lines.append(f"codes = {part}" if low == 0 else f"codes |= {part} << {low}")
+    decoded = "decode_int4(raw_0, FP8)" if in_bytes else parts.decode(codec.grid, "codes")
+    return lines + value_lines(codec, dtype, decoded, clamp=clamp)
+
+
+def value_lines(
+    codec: BlockCodec, dtype: torch.dtype, decoded: str, *, clamp: bool = True
+) -> list[str]:
+    """Return lines from ``decoded``, an expression of numbers in grid units, to the values ``x``,
+    with the numbers and side data that ``load_lines`` loads."""
+    lines, sums = list[str](), codec.transform.sums
     if sums > 1:  # divide here, not later: see BlockCodec.decode_parts
         lines += [f"middle = middle * {1 / sums!r}"] if codec.offset else []
         lines += [f"part_0 = number_0 * {1 / sums!r}"] if codec.scale.numbers else []
-    decoded = "decode_int4(raw_0, FP8)" if in_bytes else parts.decode(codec.grid, "codes")
     lines += [
         f"x = {decoded}",
         *parts.multiply(codec.scale, "part_0" if sums > 1 else "number_0"),

@@ -15,14 +15,14 @@ from commpass.lowering.inspect.architectures import architecture
 from commpass.lowering.inspect.chains import CHAINS, NUMEL, SiteChain
 from commpass.lowering.inspect.isolated import of_entropy, of_exponent, of_sparse
 from commpass.lowering.inspect.lowerable import Lowerable, casts
-from commpass.lowering.inspect.matmuls import FORMS, of_matmul
+from commpass.lowering.inspect.matmuls import DECODES, FORMS, of_decode_matmul, of_matmul
 
 # --- by name --------------------------------------------------------------------------------------
 
 
 KERNELS = (*CHAINS, "matmul_encode")
 """The kernels that are shown if none is named."""
-NAMES = (*CHAINS, *FORMS)
+NAMES = (*CHAINS, *FORMS, DECODES)
 """The kernels that can be named."""
 
 
@@ -33,6 +33,8 @@ def kernels_named(
     KernelError for an unknown name, or if the codec has no such kernel, with the reason."""
     if name not in NAMES:
         raise KernelError(f"no kernel {name!r}{nearest(name, NAMES)}")
+    if name == DECODES:
+        return (of_decode_matmul(codec, dtype, ranks, arch),)
     if name in FORMS:
         return (of_matmul(codec, dtype, ranks, arch, name),)
     if isinstance(codec, ExponentCodec):

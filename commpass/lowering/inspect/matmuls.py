@@ -1,4 +1,4 @@
-"""Compilable kernels of matmuls that encode their result."""
+"""Compilable kernels of matmuls that encode their result, or decode their left operand."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from commpass.codecs import Codec
 from commpass.codecs.block.codec import BlockCodec
 from commpass.errors import KernelError
+from commpass.lowering.gpu import decode_matmul, decode_matmul_launch
 from commpass.lowering.gpu.matmul_launch import Steps, call
 from commpass.lowering.gpu.matmul_sizes import Matmul, Problem, configuration
 from commpass.lowering.gpu.matmul_supported import unsupported_reason
@@ -26,6 +27,10 @@ FORMS = {
     "grouped_matmul_encode": GROUPED,
 }
 """The forms of products, by the names of kernels."""
+DECODES = "decode_matmul"
+"""The name of the matmul that decodes its left operand."""
+NARROW = 128
+"""Its columns: a wider matmul decodes its rows more than once."""
 
 
 def of_matmul(
@@ -69,4 +74,31 @@ def of_matmul(
         trips=((depth, 1.0),) if by.flatten and form != GROUPED else (1.0, depth),
         of="tensor",
         stays=True,
+    )
+
+
+def of_decode_matmul(codec: Codec, dtype: torch.dtype, ranks: int, arch: str) -> Lowerable:
+    """Return the matmul of gathered wires and a narrow matrix that is stored like the weight of
+    ``F.linear``. Counts and times per program are those of one tile."""
+    matmul = decode_matmul.Matmul(dtype, b_by_rows=False)
+    problem = decode_matmul.Problem(EDGE, NARROW, EDGE, ranks)
+    if why := decode_matmul.unsupported_reason(codec, matmul, problem, arch=arch):
+        raise KernelError(f"no kernel: {why}")
+    assert isinstance(codec, BlockCodec)
+    by, width = decode_matmul.tile_of(codec, problem, arch), codec.wire_bytes(problem.numel, dtype)
+    made = decode_matmul_launch.call(codec, matmul, problem, by, width, EDGE, casts(arch))
+    moved = ranks * width + NARROW * (EDGE + EDGE) * dtype.itemsize
+    return Lowerable(
+        name=DECODES,
+        source=made.kernel.source,
+        signature=made.kernel.signature,
+        constants=made.constants,
+        hints={each: 16 for each, number in made.numbers.items() if number % 16 == 0},
+        num_warps=by.num_warps,
+        num_stages=by.num_stages,
+        fuses=made.kernel.fuses,
+        moved=moved / made.programs,
+        flops=2.0 * EDGE * EDGE * NARROW / made.programs,
+        trips=(float(made.numbers["row_bytes"] // by.block_k),),
+        of="tensor",
     )

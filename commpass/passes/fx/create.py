@@ -28,9 +28,9 @@ def call(
 def copy_of(graph: fx.Graph, node: fx.Node, of_node: Callable[[fx.Node], Any]) -> fx.Node:
     """Insert a copy of a node at the graph's insert point, without metadata. ``of_node`` returns
     what takes the place of an input. Like ``fx.Graph.node_copy`` otherwise."""
-    made = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
-    args: Any = fx.map_arg(node.args, of_node)
+    args: Any = fx.map_arg(node.args, of_node)  # may insert inputs, which come first
     kwargs: Any = fx.map_arg(node.kwargs, of_node)
+    made = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
     _give(made, args, kwargs)
     return made
 
