@@ -156,3 +156,17 @@ def test_buffers_of_needed_kernels_are_no_delayed_computation(fake_group, functi
     windows = {each.args[2] for each in orders.call_args_list if each.args[3] < inf}
     assert 0 in windows
     assert (windows == {0}) is once
+
+
+def test_inputs_inserted_for_a_copy_come_before_it():
+    graph = several()
+    made, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+
+    def copied(node: fx.Node) -> fx.Node:
+        if node not in copies:
+            copies[node] = copy_of(made, node, copied)
+        return copies[node]
+
+    made.output(copied(next(node for node in graph.nodes if node.name == "add")))
+    made.lint()
+    assert [node.name for node in made.nodes][-2:] == ["add", "output"]
