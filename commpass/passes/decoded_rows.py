@@ -109,7 +109,7 @@ def _users(value: fx.Node) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...], bo
             elif user.op == "call_function" and is_reshape(user):
                 between.add(user)
                 left.append(user)
-            elif not user.users and is_functional(user.target):
+            elif not user.users and is_functional(user.target) and not user.is_impure():
                 between.add(user)
             else:
                 others = True

@@ -92,7 +92,7 @@ def gpu() -> Iterator[Recorder]:
     with (
         mock.patch.multiple(torch.cuda, **fakes),
         mock.patch.dict(side_stream._streams, clear=True),
-        mock.patch.dict(side_stream._started, clear=True),
+        mock.patch.object(side_stream, "_started", []),
     ):
         yield recorder
 
@@ -237,6 +237,59 @@ def test_start_whose_wait_was_never_reached_precedes_the_next_of_its_number(gpu)
     gpu.run("later")
     assert "lost" in gpu.after["later"]
     assert side_stream.wait(GPU, 0) is output
+
+
+def test_graph_inside_another_has_its_own_kernels(gpu):
+    """Both number their starts from 0, and the inner one may be between a start and its wait."""
+
+    def inner(inputs):
+        gpu.start("inner", 0)
+        if inputs:
+            raise ValueError("inner error")
+        return side_stream.wait(GPU, 0)
+
+    for given in ([], [1]):
+        output, run = gpu.start("outer", 0), side_stream.joining(inner)
+        if given:
+            with pytest.raises(ValueError, match="inner error"):
+                run(given)
+        else:
+            assert run(given).name == "inner"
+        gpu.run("later")
+        assert "inner" in gpu.after["later"]
+        assert side_stream.wait(GPU, 0) is output
+        assert not side_stream._started
+
+
+def test_graphs_of_two_threads_have_their_own_kernels(gpu):
+    import threading
+
+    found = []
+
+    def other():
+        found.append(gpu.start("other", 0))
+        started.set()
+        assert waited.wait(10)
+        found.append(side_stream.wait(GPU, 0))
+
+    started, waited = threading.Event(), threading.Event()
+    thread = threading.Thread(target=other)
+    output = gpu.start("kernel", 0)
+    thread.start()
+    assert started.wait(10)
+
+    def failing(inputs):
+        raise RuntimeError("not this thread's kernel")
+
+    with pytest.raises(RuntimeError, match="not this"):
+        side_stream.joining(failing)([])
+    gpu.block("blocking")
+    assert {"kernel", "other"} <= gpu.after["blocking"]  # they share the processors of a GPU
+    assert side_stream.wait(GPU, 0) is output
+    waited.set()
+    thread.join(10)
+    assert found[1] is found[0]
+    assert not side_stream._started
 
 
 def test_wait_without_a_start_raises(gpu):
