@@ -109,6 +109,12 @@ def activated(x, w, b):
     return [F.linear(y, w), torch.relu(y)]
 
 
+def asserted(x, w, b):
+    y = gathered(x)
+    aten._assert_async.msg(y, "no zero")
+    return [F.linear(y, w)]
+
+
 def right_operand(x, w, b):
     return [torch.mm(w, gathered(x).t())]
 
@@ -142,6 +148,7 @@ def columns_gathered(x, w, b):
     [
         (saved, "decode+matmul: others take the decoded values too"),
         (activated, "decode+matmul: others take the decoded values too"),
+        (asserted, "decode+matmul: others take the decoded values too"),
         (right_operand, ""),
         (right_as_stored, "decode+matmul: the decoded values are not the left operand"),
         (both_operands, "decode+matmul: the decoded values are not the left operand"),
