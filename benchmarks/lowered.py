@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from commpass.lowering.inspect.architectures import ARCHITECTURES
+from commpass.lowering.inspect.kernels import NAMES
 from commpass.report.lower import KernelQuery, as_json, rows_of
 
 CODECS = (
@@ -46,9 +47,9 @@ RESULTS = Path(__file__).parent / "results" / "lowered.json"
 
 def measured(codec: str, arch: str, dtype: str, ranks: int) -> list[dict[str, Any]]:
     """Return the kernels of a codec on an architecture, or the reason if it has none."""
-    _, rows = rows_of(KernelQuery(codec=codec, dtype=dtype, ranks=ranks), arch)
     about = {"codec": codec, "arch": arch, "dtype": dtype, "ranks": ranks}
-    return [about | as_json(row) for row in rows]
+    queries = (KernelQuery(codec, name, dtype, ranks) for name in NAMES)
+    return [about | as_json(row) for query in queries for row in rows_of(query, arch)[1]]
 
 
 def table(rows: list[dict[str, Any]]) -> Table:

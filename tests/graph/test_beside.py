@@ -499,6 +499,7 @@ def test_backend_runs_a_kernel_beside_a_matmul_and_explains_it(fake_group, tmp_p
     (site,) = commpass.plans()[-1].sites
     assert site.own_stream
     command = ["explain", str(tmp_path), "--why", site.name]
-    said = " ".join(CliRunner().invoke(app, command).stdout.split())
+    wide = {"COLUMNS": "200"}
+    said = " ".join(CliRunner().invoke(app, command, env=wide).stdout.split())
     assert "single kernel beside compute" in said
     assert re.search(r"in a separate stream: [\d.]+ us instead of [\d.]+ us", said)

@@ -83,6 +83,7 @@ def exact_batched(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
 
 DESCRIPTORS = {"descriptors": True}
 BATCHES = [
+    Batched("int8", batches=3, height=128, by={"block_m": 64}),  # one in shards of two ranks
     Batched("int8"),
     Batched("int8", batches=3, ranks=1, n=512, by={"block_m": 32, "cuts": 2}),
     Batched("int4", batches=3, ranks=2, height=128, by={"block_m": 64, "group": 2}),
