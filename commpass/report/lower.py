@@ -6,6 +6,7 @@ The architecture need not be present on this machine.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -274,7 +275,7 @@ def notes(rows: Sequence[Row], arch: str) -> list[str]:
     from commpass.lowering.inspect.roofline import MEMORY
 
     found = [one.found for one in rows if one.found is not None]
-    said = []
+    said = [matrices(each.kernel) for each in found if each.kernel.multiplies]
     if any(each.predictions and each.kernel.of == MEMORY for each in found):
         said.append(
             "Upper bounds: the share of the bandwidth of a copy, and the limiting resource."
@@ -293,6 +294,21 @@ def notes(rows: Sequence[Row], arch: str) -> list[str]:
     if unknown := sorted({name for each in counts for name in each.unknown}):
         said.append(f"Instructions of unknown kinds, of which only issue slots count: {unknown}.")
     return said
+
+
+def matrices(kernel: Lowerable) -> str:
+    """Return the matrices and the tile of a compiled matmul as a line of text."""
+    made = kernel.multiplies
+    assert made is not None
+    rows, columns, step = made.tile
+    left, right = f"[{made.m}, {made.k}]", f"[{made.k}, {made.n}]"
+    if made.batches > 1:
+        left += f" in {made.batches} parts of equal height"
+        right += " each"
+    return (
+        f"{kernel.name}: {left} @ {right}; a tile has {rows} x {columns} results,"
+        f" and each step {step} values along k."
+    )
 
 
 def table_of(rows: Sequence[Row]) -> Table:
@@ -370,6 +386,8 @@ def as_json(one: Row) -> dict[str, Any]:
             for each in predictions
         ],
     }
+    if made.multiplies is not None:
+        data["matmul"] = dataclasses.asdict(made.multiplies)
     counts = one.found.counts
     if counts is not None:
         data["instructions"] = {"all": counts.total, **counts.kinds()}

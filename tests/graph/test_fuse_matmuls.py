@@ -14,10 +14,12 @@ import torch
 import torch.nn.functional as F
 from graphs import ops
 from test_fuse import RANKS, before, forced, roles_of, run
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from commpass.costmodel import default_profile
 from commpass.lowering import matmul
 from commpass.lowering.pointwise import BATCH, COLUMN, VALUE
+from commpass.passes import GraphInput, manager
 from commpass.passes.fx.marks import CODED
 
 pytest.importorskip("triton", reason="kernels are written in Triton: pip install commpass[kernels]")
@@ -104,6 +106,28 @@ def test_code_of_inductor_calls_the_kernel(fake_group, function):
     assert "def matmul_encode(" in code
     assert "extern_kernels.bmm" not in code
     assert "_grouped_mm" not in code
+
+
+@pytest.mark.parametrize(
+    ("function", "inputs"),
+    [(batched, (A, B)), (biased, (A, B, BIASES)), (grouped, (ROWS, B, OFFSETS))],
+)
+def test_cpu_says_why_not(fake_group, function, inputs):
+    """On a CPU the matmul stays separate."""
+    fake_group(RANKS)
+    gm = make_fx(function, tracing_mode="fake")(*inputs)
+    given = GraphInput(
+        gm=gm,
+        direction="forward",
+        policy=forced("int8", chunks=1, lowering="kernel"),
+        profile=default_profile("cpu"),
+        stateless=None,
+        kernels=True,
+    )
+    outcome = manager.run(given, "0", before("lower"), strict=True)
+    assert outcome.error is None
+    assert "matmul+encode: cpu has no kernel for it" in outcome.plan.sites[0].reason
+    assert not any(n.target is matmul.MATMUL for n in gm.graph.nodes)
 
 
 def few_rows(a, b):

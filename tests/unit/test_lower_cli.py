@@ -58,6 +58,7 @@ def test_one_kernel_as_data():
     assert made["arch"] == "sm_90"
     assert 0 < made["registers"] <= 255
     assert made["spills"] == made["local"] == 0
+    assert "matmul" not in made
     assert made["threads"] == 32 * made["warps"]
     assert 0 < made["occupancy"] <= 1
     assert set(made["loads"]) == {"128"}
@@ -117,6 +118,31 @@ def test_matmul_that_encodes(arch, used):
     assert made["bytes"] * tiles == pytest.approx((2 * 2 + 1) * 4096**2, rel=0.05)
     shown = run("--codec", "int8", "--kernel", "matmul_encode", "--arch", arch).stdout
     assert "the share of the tensor cores' peak" in shown
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kernel", "codec", "n", "batches", "tile", "line"),
+    [
+        ("decode_matmul", "int4", 128, 1, [64, 128, 64], "[4096, 4096] @ [4096, 128]; "),
+        ("matmul_encode", "int8", 4096, 1, [128, 256, 32], "[4096, 4096] @ [4096, 4096]; "),
+        (
+            "grouped_matmul_encode",
+            "int8",
+            4096,
+            8,
+            [128, 256, 32],
+            "[4096, 4096] in 8 parts of equal height @ [4096, 4096] each; ",
+        ),
+    ],
+)
+def test_matrices_of_a_matmul(kernel, codec, n, batches, tile, line):
+    asked = ("--codec", codec, "--kernel", kernel, "--arch", "sm_80")
+    expected = {"m": 4096, "n": n, "k": 4096, "tile": tile, "batches": batches}
+    assert data(*asked)["matmul"] == expected
+    rows, columns, step = tile
+    sizes = f"a tile has {rows} x {columns} results, and each step {step} values along k."
+    assert f"{kernel}: {line}{sizes}" in run(*asked).stdout
 
 
 @pytest.mark.slow

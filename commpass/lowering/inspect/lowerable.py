@@ -18,6 +18,22 @@ def casts(arch: str) -> dict[str, bool]:
     return {"CASTS": True, "FP8": arch in ("sm_90", "sm_100")}
 
 
+@dataclass(frozen=True)
+class Multiplies:
+    """The matrices of a compiled matmul, ``[m, k] @ [k, n]``.
+
+    ``m`` counts the rows of all ``batches`` batches or groups, of which each has a right matrix.
+    ``tile`` has the rows and columns that a program computes at a time, and the values along k of
+    one step.
+    """
+
+    m: int
+    n: int
+    k: int
+    tile: tuple[int, int, int]
+    batches: int = 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class Lowerable:
     """A generated kernel with everything needed to compile it and predict its time.
@@ -25,7 +41,8 @@ class Lowerable:
     ``moved`` is the number of bytes that a program reads and writes, or None if that depends on the
     values, and nothing is predicted. ``flops`` are the operations of its matmuls, ``trips`` the
     iterations of its loops, if known. ``fuses`` says whether a product and a sum may be rounded
-    once. ``of`` and ``stays`` are arguments of ``roofline.predict``.
+    once. ``of`` and ``stays`` are arguments of ``roofline.predict``. ``multiplies`` has the
+    matrices of a matmul.
     """
 
     name: str
@@ -41,6 +58,7 @@ class Lowerable:
     trips: tuple[Trips, ...] = ()
     of: str = MEMORY
     stays: bool = False
+    multiplies: Multiplies | None = None
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from commpass.lowering.gpu import decode_matmul, decode_matmul_launch
 from commpass.lowering.gpu.matmul_launch import Steps, call
 from commpass.lowering.gpu.matmul_sizes import Matmul, Problem, configuration
 from commpass.lowering.gpu.matmul_supported import unsupported_reason
-from commpass.lowering.inspect.lowerable import Lowerable, casts
+from commpass.lowering.inspect.lowerable import Lowerable, Multiplies, casts
 from commpass.lowering.matmul import BATCHED, GROUPED, SINGLE
 from commpass.lowering.pointwise import Epilogue
 
@@ -74,6 +74,7 @@ def of_matmul(
         trips=((depth, 1.0),) if by.flatten and form != GROUPED else (1.0, depth),
         of="tensor",
         stays=True,
+        multiplies=Multiplies(EDGE, EDGE, EDGE, (by.block_m, by.block_n, by.block_k), batches),
     )
 
 
@@ -87,6 +88,7 @@ def of_decode_matmul(codec: Codec, dtype: torch.dtype, ranks: int, arch: str) ->
     assert isinstance(codec, BlockCodec)
     by, width = decode_matmul.tile_of(codec, problem, arch), codec.wire_bytes(problem.numel, dtype)
     made = decode_matmul_launch.call(codec, matmul, problem, by, width, EDGE, casts(arch))
+    step = by.block_k * 8 // codec.grid.bits  # by.block_k counts bytes of codes
     moved = ranks * width + NARROW * (EDGE + EDGE) * dtype.itemsize
     return Lowerable(
         name=DECODES,
@@ -101,4 +103,5 @@ def of_decode_matmul(codec: Codec, dtype: torch.dtype, ranks: int, arch: str) ->
         flops=2.0 * EDGE * EDGE * NARROW / made.programs,
         trips=(float(made.numbers["row_bytes"] // by.block_k),),
         of="tensor",
+        multiplies=Multiplies(EDGE, NARROW, EDGE, (by.block_m, by.block_n, step)),
     )
