@@ -303,6 +303,7 @@ FREE = {
     "refused": "some",
     "reason": "another",
     "hidden": True,
+    "own_stream": True,
     "holds": "below 64 bytes",
     "exposed_us": 7.0,
     "unmoved_us": 7.0,
