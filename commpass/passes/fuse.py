@@ -265,12 +265,12 @@ def _keep_value(replaced: fx.Node, result: fx.Node, value: Tensor) -> None:
 
 def _viewed(value: Tensor, like: Tensor) -> Tensor:
     """Return a contiguous value in the shape of another."""
-    if can_be_copied(value) and _is_alike(like, value):
+    if can_be_copied(value) and _has_same_form(like, value):
         return view_of(value, like)
     return value.view(like.shape)
 
 
-def _is_alike(like: Tensor, value: Tensor) -> bool:
+def _has_same_form(like: Tensor, value: Tensor) -> bool:
     return can_be_copied(like) and like.is_contiguous() and _form(value) == _form(like)
 
 

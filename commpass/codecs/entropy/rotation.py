@@ -18,12 +18,12 @@ SIDE = 16
 def forward(blocks: Tensor) -> Tensor:
     """Return ``H @ (signs * block) / BLOCK`` for blocks ``[..., BLOCK]``, as the transform
     ``Hadamard(BLOCK, signed=True)``."""
-    return _hadamard(blocks * _signs(blocks), 1 / SIDE)
+    return _hadamard(blocks * _sign_row(blocks), 1 / SIDE)
 
 
 def inverse(values: Tensor) -> Tensor:
     """Return the blocks divided by ``BLOCK``, from values divided by it."""
-    return _hadamard(values, 1.0) * _signs(values)
+    return _hadamard(values, 1.0) * _sign_row(values)
 
 
 def _hadamard(blocks: Tensor, by: float) -> Tensor:
@@ -43,7 +43,7 @@ def _butterflies(square: Tensor) -> Tensor:
     return square
 
 
-def _signs(like: Tensor) -> Tensor:
+def _sign_row(like: Tensor) -> Tensor:
     """Return the parity of the pairs of bits of a position that are set, as 1 or -1."""
     place = torch.arange(BLOCK, device=like.device)
     pairs = place & place >> 1
