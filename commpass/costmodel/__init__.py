@@ -3,7 +3,7 @@
 from commpass.costmodel.files import profile_from
 from commpass.costmodel.kernels import KernelRate, Kernels
 from commpass.costmodel.links import Link, Region
-from commpass.costmodel.prices import Prices, beside_compute, prices
+from commpass.costmodel.prices import Prices, overlapped_kernel, prices
 from commpass.costmodel.profile import Profile, default_profile, ethernet, profile_named
 from commpass.costmodel.timeline import HOST, Task, finished_us
 
@@ -16,10 +16,10 @@ __all__ = [
     "Profile",
     "Region",
     "Task",
-    "beside_compute",
     "default_profile",
     "ethernet",
     "finished_us",
+    "overlapped_kernel",
     "prices",
     "profile_from",
     "profile_named",

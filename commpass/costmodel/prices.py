@@ -62,7 +62,7 @@ class Prices:
         encode or decode is the access of a tile, and as long as a kernel of its own needs for the
         values. If each program processes several tiles, it does all of that in each round, and the
         rounds may take longer than the values. In the stream of the computation, the rank computes
-        nothing else meanwhile; ``beside_compute`` is for a separate stream.
+        nothing else meanwhile; ``overlapped_kernel`` is for a separate stream.
         """
         kernels = self.profile.kernels
         launch_us = 0.0 if stage.after else kernels.launch_us
@@ -111,7 +111,7 @@ class Prices:
         return not self.profile.ranks_per_host or self.on_host % ranks == 0 < self.on_host
 
 
-def beside_compute(us: float, share: float) -> Task:
+def overlapped_kernel(us: float, share: float) -> Task:
     """Return a single kernel of ``us`` microseconds in a separate stream.
 
     The kernel occupies at most a ``share`` of the processors, and computation has the others. So it

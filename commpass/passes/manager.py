@@ -10,7 +10,7 @@
     rewrite     sites, plan     coded          inserts the chosen algorithms as codec operators
     fuse        coded, plan     coded, plan    joins codec operators that one kernel can compute
     lower       coded, plan     plain          replaces codec operators by what Inductor compiles
-    beside      plain, plan     plain, plan    gives single kernels a separate stream
+    streams     plain, plan     plain, plan    gives single kernels a separate stream
     move        plain, plan     plain, plan    starts exchanges early, and computes meanwhile
     verify      plain, plan     -              compares the graph with the plan
     sample      plain, plan     plain, plan    inserts the operator that samples errors
@@ -34,7 +34,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from commpass.passes import (
-    beside,
     candidates,
     choose,
     chunk,
@@ -47,6 +46,7 @@ from commpass.passes import (
     rewrite,
     sample,
     simplify,
+    streams,
     verify,
 )
 from commpass.passes.context import GraphInput, PassContext
@@ -100,7 +100,7 @@ PASSES: tuple[Pass, ...] = (
     Pass(
         name="lower", run=lower.run, requires=CODED, provides=("plain",), mutates=True, needed=True
     ),
-    Pass(name="beside", run=beside.run, **EDIT_LOWERED),
+    Pass(name="streams", run=streams.run, **EDIT_LOWERED),
     Pass(name="move", run=move.run, **EDIT_LOWERED),
     Pass(name="verify", run=verify.run, requires=LOWERED),
     Pass(name="sample", run=sample.run, **EDIT_LOWERED),

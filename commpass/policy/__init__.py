@@ -36,7 +36,7 @@ PASS_NAMES = (
     "rewrite",
     "fuse",
     "lower",
-    "beside",
+    "streams",
     "move",
     "verify",
     "sample",

@@ -80,7 +80,7 @@ def test_passes_provide_what_later_passes_require():
 @pytest.mark.parametrize("name", [step.name for step in PASSES if step.provides])
 def test_pass_that_another_requires_cannot_be_omitted(name):
     rest = [step for step in PASSES if step.name != name]
-    optional = name in ("simplify", "group", "chunk", "fuse", "beside", "move", "sample")
+    optional = name in ("simplify", "group", "chunk", "fuse", "streams", "move", "sample")
     assert bool(lacking(rest)) != optional
 
 

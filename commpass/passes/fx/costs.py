@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from commpass import groups
-from commpass.costmodel import HOST, Prices, Profile, Task, beside_compute, prices
+from commpass.costmodel import HOST, Prices, Profile, Task, overlapped_kernel, prices
 from commpass.passes.fx import meta
 from commpass.passes.fx.aliasing import is_alias
 from commpass.passes.fx.marks import CODED, MARK, SHARE, US
@@ -44,9 +44,9 @@ def compute(node: fx.Node, profile: Profile) -> Task:
     return Task(HOST, profile.kernels.compute_us(operations(node), 2 * moved))
 
 
-def beside(node: fx.Node) -> Task:
+def in_separate_stream(node: fx.Node) -> Task:
     """Return the cost of a single kernel that is started in a separate stream."""
-    return beside_compute(node.meta[US], node.meta[SHARE])
+    return overlapped_kernel(node.meta[US], node.meta[SHARE])
 
 
 def operations(node: fx.Node) -> int:

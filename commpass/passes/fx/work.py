@@ -63,7 +63,9 @@ def work_of(graph: fx.Graph, known: Memory, profile: Profile) -> Work:
     for node in graph.nodes:
         call = parse(node)
         if starts(node):
-            tasks[node] = costs.beside(node) if call is None else costs.exchange(call, prices_of)
+            tasks[node] = (
+                costs.in_separate_stream(node) if call is None else costs.exchange(call, prices_of)
+            )
             started.add(node)
         elif waits(node):
             tasks[node] = Task(HOST, 0.0)

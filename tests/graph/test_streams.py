@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 import commpass
 from commpass.backend import build
 from commpass.cli import app
-from commpass.costmodel import HOST, Task, beside_compute, default_profile
+from commpass.costmodel import HOST, Task, default_profile, overlapped_kernel
 from commpass.errors import VerifyError
 from commpass.lowering.exchange import (
     EXCHANGE,
@@ -37,7 +37,7 @@ from commpass.lowering.exchange import (
     share_of_processors,
 )
 from commpass.lowering.gpu import side_stream
-from commpass.passes import GraphInput, beside, manager, single_kernel
+from commpass.passes import GraphInput, manager, single_kernel, streams
 from commpass.passes.failures import SiteFailure
 from commpass.passes.fx.marks import is_single_kernel, starts
 from commpass.passes.fx.memory import memory as memory_of
@@ -181,9 +181,9 @@ def test_timeline_shows_the_kernel_in_a_lane_beside_computation(fake_group):
 @pytest.mark.parametrize(
     ("function", "policy", "why"),
     [
-        (read_at_once, POLICY, beside.NOTHING_MEANWHILE),
-        (without_matmul, POLICY, beside.NO_MATMUL),
-        (overlapped, dataclasses.replace(POLICY, skip=(*POLICY.skip, "move")), beside.SKIPPED),
+        (read_at_once, POLICY, streams.NOTHING_MEANWHILE),
+        (without_matmul, POLICY, streams.NO_MATMUL),
+        (overlapped, dataclasses.replace(POLICY, skip=(*POLICY.skip, "move")), streams.SKIPPED),
     ],
     ids=["read at once", "no matmul", "skip"],
 )
@@ -203,7 +203,7 @@ def test_kernel_with_nothing_to_overlap_stays_in_the_stream_of_computation(
 
 def test_policy_can_skip_the_pass(fake_group):
     fake_group(RANKS)
-    policy = dataclasses.replace(POLICY, skip=(*POLICY.skip, "beside"))
+    policy = dataclasses.replace(POLICY, skip=(*POLICY.skip, "streams"))
     gm, _, plan = planned(overlapped, *SIZES, policy=policy)
     assert "start" not in names(gm)
     assert names(gm).count("kernel") == 1
@@ -212,7 +212,7 @@ def test_policy_can_skip_the_pass(fake_group):
 
 def test_undone_split_leaves_the_operator_as_it_was(fake_group):
     fake_group(RANKS)
-    skip = dataclasses.replace(POLICY, skip=(*POLICY.skip, "beside"))
+    skip = dataclasses.replace(POLICY, skip=(*POLICY.skip, "streams"))
     before, after = (planned(read_at_once, *SIZES, policy=each)[0] for each in (skip, POLICY))
     (was,), (now,) = (
         gm.graph.find_nodes(op="call_function", target=EXCHANGE) for gm in (before, after)
@@ -239,8 +239,8 @@ def test_kernel_is_not_split_where_a_cuda_graph_may_be_cut(cuts, fake_group):
 
 
 def test_cost_is_two_events_and_the_processors_of_the_kernel():
-    assert beside_compute(100.0, 0.25) == Task("single kernels", 100.0, 2.0, (), 27.0)
-    assert beside_compute(100.0, 0.25).resource != HOST
+    assert overlapped_kernel(100.0, 0.25) == Task("single kernels", 100.0, 2.0, (), 27.0)
+    assert overlapped_kernel(100.0, 0.25).resource != HOST
 
 
 @pytest.mark.parametrize(("programs", "share"), [(33, 0.25), (68, 68 / 132), (500, 1.0)])
@@ -319,7 +319,7 @@ def test_in_random_graphs_each_start_has_one_wait_before_all_readers(steps):
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     try:
-        policy = dataclasses.replace(POLICY, skip=(*POLICY.skip, "beside"))
+        policy = dataclasses.replace(POLICY, skip=(*POLICY.skip, "streams"))
         plain = planned(random_function(steps), *SIZES, policy=policy)[0]
         gm, _, plan = planned(random_function(steps), *SIZES)
     finally:

@@ -1,4 +1,4 @@
-"""beside: gives single kernels a separate stream, so that matmuls run meanwhile.
+"""streams: gives single kernels a separate stream, so that matmuls run meanwhile.
 
 needs: a graph without codec operators, in which each site in a single kernel is one operator.
 gives: the same graph. A start and, directly after it, a wait replace the operator of each site that
@@ -61,7 +61,9 @@ def run(context: PassContext) -> None:
     if "move" in given.policy.skip:
         choices = {site.name: Choice(False, SKIPPED) for site in context.plan.sites}
     else:
-        choices = beside(given.gm, given.profile, given.policy.more_memory, given.peer_memory)
+        choices = choose_streams(
+            given.gm, given.profile, given.policy.more_memory, given.peer_memory
+        )
     context.plan_with(sites=_with_streams(context.plan.sites, choices))
 
 
@@ -81,7 +83,7 @@ def _with_streams(
     return tuple(map(of, sites))
 
 
-def beside(
+def choose_streams(
     gm: fx.GraphModule, profile: Profile, more_memory: float, memory_of: PeerMemoryOf
 ) -> dict[str, Choice]:
     """Split single kernels of a graph into start and wait, in place, where that takes less time.

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from graphs import ops
-from test_beside import POLICY, RANKS, ROWS, kernels_on_cpu
+from test_streams import POLICY, RANKS, ROWS, kernels_on_cpu
 from tiers import rarely
 
 import commpass
