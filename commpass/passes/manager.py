@@ -56,6 +56,7 @@ from commpass.passes.fx.erase import is_checked
 from commpass.passes.fx.parse import parsing_once
 from commpass.plan import UNCOMPRESSED
 from commpass.utils.ambient import rewriting
+from commpass.utils.collector import collection_paused
 from commpass.utils.frames import roomy
 
 log = logging.getLogger("commpass")
@@ -121,6 +122,7 @@ MOST = 4
 
 
 @roomy
+@collection_paused()
 @rewriting()
 @parsing_once()
 def run(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
-import gc
 import os
 import uuid
 from collections.abc import Iterator, Mapping
@@ -25,6 +24,7 @@ from commpass.plan import Candidate, Plan, PlannedSite
 from commpass.plan.kinds import KINDS
 from commpass.plan.older import dump_from_older
 from commpass.plan.timeline import Timeline
+from commpass.utils.collector import collection_paused
 from commpass.utils.tables import Format, read_json
 
 FORMAT = Format("dump", 2, "write the dump again with backend(..., dump=...)", DumpError)
@@ -142,7 +142,7 @@ def _number(path: Path) -> int:
 
 def read(path: Path) -> Dump:
     """Read one dump file. Raises DumpError with the position and cause of any defect."""
-    with _uncollected():
+    with collection_paused():
         found = read_json(path, FORMAT, Dump, dump_from_older)
     for number, site in enumerate(found.plan.sites):
         if wrong := _wrong(site):
@@ -160,19 +160,6 @@ def _wrong(site: PlannedSite) -> str:
         if getattr(site, name) < -1:
             return f"{name}: {getattr(site, name)}, must be at least 0, or -1 for not known"
     return ""
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Disable the garbage collector, which scans the objects of a large dump repeatedly and takes
-    half of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @dataclass(frozen=True)
