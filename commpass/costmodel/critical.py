@@ -37,7 +37,7 @@ def dependencies(tasks: Sequence[Task]) -> nx.DiGraph:
             for other in task.after:
                 source, us = gives[other]
                 _connect(graph, source, moment, us + task.overhead_us)
-            last, since = moment, 0.0
+            last, since = moment, task.slowdown_us
         if task.resource == HOST:
             since += task.us
             if number in awaited:

@@ -118,7 +118,7 @@ def overlapped_kernel(us: float, share: float) -> Task:
     computes for ``share * us`` microseconds less meanwhile. An event is recorded before the kernel
     and one after it, at ``EVENT_US`` each; computation stops for the first.
     """
-    return Task(SIDE_STREAM, us, latency_us=EVENT_US, overhead_us=EVENT_US + share * us)
+    return Task(SIDE_STREAM, us, EVENT_US, overhead_us=EVENT_US, slowdown_us=share * us)
 
 
 def prices(

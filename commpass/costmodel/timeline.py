@@ -19,7 +19,7 @@ class Task:
 
     It takes ``us`` microseconds of ``resource``; others can use its result ``latency_us`` later.
     ``after`` are the numbers of the tasks whose results it uses. The rank itself is busy for
-    ``overhead_us`` before.
+    ``overhead_us`` before, and computes ``slowdown_us`` less while a link or a stream has the task.
     """
 
     resource: Hashable
@@ -27,10 +27,11 @@ class Task:
     latency_us: float = 0.0
     after: tuple[int, ...] = ()
     overhead_us: float = 0.0
+    slowdown_us: float = 0.0
 
 
 def finished_us(tasks: Sequence[Task]) -> float:
-    """Return the microseconds until the last task is done."""
+    """Return the microseconds until the last task is done, and the rank too."""
     free: dict[Hashable, float] = {HOST: 0.0}
     done: list[float] = []
     for task in tasks:
@@ -38,7 +39,7 @@ def finished_us(tasks: Sequence[Task]) -> float:
         begun = max(free[HOST], given) + task.overhead_us  # the rank must have reached this task
         start = max(begun, free.get(task.resource, 0.0))
         if task.resource != HOST:
-            free[HOST] = begun
+            free[HOST] = begun + task.slowdown_us
         free[task.resource] = start + task.us
         done.append(start + task.us + task.latency_us)
-    return max(done, default=0.0)
+    return max([*done, free[HOST]])

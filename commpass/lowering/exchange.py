@@ -151,10 +151,15 @@ def sent_nbytes(node: fx.Node) -> int:
 
 
 def share_of_processors(node: fx.Node, memory: PeerMemory) -> float:
-    """Return the largest share of a GPU's processors that a kernel of a graph may occupy: each of
-    its programs is on a processor of its own."""
+    """Return the largest share of a GPU's processors that a kernel of a graph may occupy."""
     given: Any = node.args
-    return min(given[7] * _exchange_at(node).rows / (memory.programs + RESERVED), 1.0)
+    return share_of(_exchange_at(node), given[7], memory)
+
+
+def share_of(exchange: Exchange, programs: int, memory: PeerMemory) -> float:
+    """Return the largest share of a GPU's processors that an exchange may occupy with this number
+    of programs for each wire: each is on a processor of its own."""
+    return min(programs * exchange.rows / (memory.programs + RESERVED), 1.0)
 
 
 def _exchange_at(node: fx.Node) -> Exchange:

@@ -48,7 +48,7 @@ def run(context: PassContext) -> None:
     timed = given.hides and policy.skip_overlapped and given.unsupported_reason is None
     pairs = zip(options, allowed, strict=True)
     if timed and any(its.possible and not terms.force for its, terms in pairs):
-        timeline = initial_schedule(given.gm, found, policy, profile)
+        timeline = initial_schedule(given.gm, found, policy, profile, given.peer_memory)
     plan = choose(
         [each.site for each in found],
         options,

@@ -72,6 +72,7 @@ class CodedClock(Clock):
             arrived.append(self.now)
         else:
             arrived.append(self._send(start, task))
+            self._pass(start, task.slowdown_us)
         if len(arrived) == len(tasks):
             self.arrives[start] = max(arrived)
             del self.arrived[start]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,9 @@ from commpass.passes.fx.work import Work, unsupported_reason, work_of
 from commpass.passes.graph_site import GraphSite
 from commpass.passes.move import ordered
 from commpass.passes.results import Known
-from commpass.plan import ALIKE, Plan, PlannedSite, Site
+from commpass.passes.single_kernel import PeerMemoryOf, in_separate_stream, no_peer_memory
+from commpass.passes.streams import unsupported_everywhere
+from commpass.plan import ALIKE, SINGLE_KERNEL, Plan, PlannedSite, Site
 from commpass.plan.kinds import KINDS
 from commpass.policy import Policy
 from commpass.policy.rules import Allowed
@@ -40,6 +42,11 @@ UNSURE = 0.5
 The time of a matmul is known less precisely than that of a transfer (a core does 40 GFLOP/s, or
 twice as many). A codec must gain if compute is that short, and not lose if it is as predicted.
 """
+
+
+ROUNDS = 4
+"""How many times a graph is timed to find the single kernels that gain in a separate stream. If
+some still lose, all count as in the stream of computation."""
 
 
 def facts_of(site: Site) -> tuple[Any, ...]:
@@ -58,7 +65,8 @@ class Schedule:
     """A graph in a given order, and the nodes at which its sites start.
 
     ``work`` has the lowest plausible compute times, and ``predicted`` those that are predicted.
-    ``reordered`` says whether the graph will be reordered after codecs are inserted.
+    ``reordered`` says whether the graph will be reordered after codecs are inserted. If
+    ``peer_memory`` is given, single kernels may run in a separate stream.
     """
 
     work: Work
@@ -67,6 +75,7 @@ class Schedule:
     profile: Profile
     predicted: Work
     reordered: bool
+    peer_memory: PeerMemoryOf | None = None
 
     def as_predicted(self) -> Schedule:
         """Return the same graph with the predicted compute times."""
@@ -78,14 +87,24 @@ class Schedule:
 
     def exposed_us(self, plan: Sequence[PlannedSite]) -> list[float]:
         """Return the microseconds that the rank waits for each site."""
-        found: dict[fx.Node, float] = defaultdict(float)
-        for wait, us in self._clock(plan).exposed.items():
-            for start in self.work.waited[wait]:
-                found[start] += us
+        found = self._exposed_us(self._clock(plan))
         return [found[start] for start in self.starts]
 
+    def _exposed_us(self, clock: Clock) -> dict[fx.Node, float]:
+        """Return the microseconds that the rank waits for each start."""
+        found: dict[fx.Node, float] = defaultdict(float)
+        for wait, us in clock.exposed.items():
+            for start in self.work.waited[wait]:
+                found[start] += us
+        return found
+
     def _clock(self, plan: Sequence[PlannedSite]) -> Clock:
-        """Time the graph with the candidates of a plan."""
+        """Time the graph with the candidates of a plan, and single kernels in the stream that is
+        better for the graph.
+
+        As in ``streams``, a kernel that takes no less of the rank's time beside computation stays
+        in the stream of computation.
+        """
         of_node = defaultdict(list)
         for site, start in zip(plan, self.starts, strict=True):
             of_node[start].append(site)
@@ -94,10 +113,44 @@ class Schedule:
             for start, its in of_node.items()
             if any(site.compressed for site in its)
         }
+        blocking, beside = self._timed(coded), self._beside(of_node)
+        for _ in range(ROUNDS):
+            if not beside:
+                return blocking
+            clock = self._timed(coded | {start: [task] for start, task in beside.items()})
+            gaining = self._gaining(beside, clock)
+            if len(gaining) == len(beside):
+                return min(clock, blocking, key=lambda clock: clock.now)
+            beside = gaining
+        return blocking
+
+    def _timed(self, coded: Mapping[fx.Node, Sequence[Task]]) -> Clock:
         clock = CodedClock(self.work, coded=coded, early=self.reordered)
         for node in self.order:
             clock.run(node)
         return clock
+
+    def _beside(self, plan: Mapping[fx.Node, Sequence[PlannedSite]]) -> dict[fx.Node, Task]:
+        """Return the single kernels of a plan in a separate stream, by start. Those of coalesced
+        collectives stay in the stream of computation."""
+        if self.peer_memory is None:
+            return {}
+        return {
+            start: in_separate_stream(sites[0], self.peer_memory)
+            for start, sites in plan.items()
+            if len(sites) == 1 and sites[0].lowering == SINGLE_KERNEL
+        }
+
+    def _gaining(self, beside: Mapping[fx.Node, Task], clock: Clock) -> dict[fx.Node, Task]:
+        """Return the single kernels that take less of the rank's time beside computation, by more
+        than the margin of the model."""
+        waited_us = self._exposed_us(clock)
+        return {
+            start: task
+            for start, task in beside.items()
+            if task.overhead_us + task.slowdown_us + waited_us[start]
+            < (1 - self.profile.margin) * task.us
+        }
 
 
 def _tasks(members: Sequence[PlannedSite], profile: Profile) -> list[Task]:
@@ -108,7 +161,11 @@ def _tasks(members: Sequence[PlannedSite], profile: Profile) -> list[Task]:
 
 
 def initial_schedule(
-    gm: fx.GraphModule, found: Sequence[GraphSite], policy: Policy, profile: Profile
+    gm: fx.GraphModule,
+    found: Sequence[GraphSite],
+    policy: Policy,
+    profile: Profile,
+    peer_memory: PeerMemoryOf = no_peer_memory,
 ) -> Schedule | None:
     """Return the graph in its best order.
 
@@ -128,7 +185,10 @@ def initial_schedule(
         best = ordered(work, timed(work, nodes), policy.more_memory)[1]
         order = nodes if best is None else best.order
     starts = tuple(each.call.node for each in found)
-    return Schedule(work, order, starts, profile, predicted, reordered)
+    beside = None
+    if reordered and "streams" not in policy.skip and not unsupported_everywhere(gm):
+        beside = peer_memory
+    return Schedule(work, order, starts, profile, predicted, reordered, beside)
 
 
 def _may_differ(site: Site) -> bool:

@@ -42,7 +42,7 @@ from commpass.passes.context import PassContext
 from commpass.passes.failures import SiteErrors, site_errors
 from commpass.passes.fx import meta
 from commpass.passes.fx.erase import erase, replace
-from commpass.passes.fx.fake_results import FakeResults
+from commpass.passes.fx.fake_results import FakeResults, is_plain
 from commpass.passes.fx.fakes import mode_of
 from commpass.passes.fx.marks import CODED, MARK, STRIDES, TUNABLE, inherit, nodes_by_site
 from commpass.passes.fx.ops import ALLOCATORS, frozen, triton_calls
@@ -130,14 +130,22 @@ def describe_inputs(gm: fx.GraphModule) -> None:
     Inductor's fusion of DDP's sums reads it. Once a process has used DDP with
     ``optimize_ddp="python_reducer"``, Inductor runs this fusion on all its graphs.
     """
+    known: dict[Any, Any] = {}  # of equal layouts, as those of layers
     for _, module in graph_modules(gm):
         for node in module.graph.nodes:
             if getattr(node.target, "namespace", "") != "_c10d_functional":
                 continue
             for each in node.all_input_nodes:
                 value = each.meta.get("val")
-                if isinstance(value, Tensor) and "tensor_meta" not in each.meta:
+                if not isinstance(value, Tensor) or "tensor_meta" in each.meta:
+                    continue
+                if not is_plain(value):
                     each.meta["tensor_meta"] = _extract_tensor_metadata(value)
+                    continue
+                key = value.shape, value.stride(), value.dtype, value.requires_grad
+                if key not in known:
+                    known[key] = _extract_tensor_metadata(value)
+                each.meta["tensor_meta"] = known[key]
 
 
 def require_strides(graph: fx.Graph) -> None:

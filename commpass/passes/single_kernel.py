@@ -16,18 +16,19 @@ from torch import Tensor, fx
 
 from commpass.codecs import codec
 from commpass.codecs.block.codec import BlockCodec
-from commpass.costmodel import Profile, finished_us
+from commpass.costmodel import Profile, Task, finished_us, overlapped_kernel
 from commpass.lowering.exchange import (
     EXCHANGE,
     PeerMemory,
     exchange_of,
     programs_of,
+    share_of,
     unsupported_reason,
 )
 from commpass.passes.fx.parse import describe_group, graph_modules, parse
 from commpass.passes.payloads import payload_of, prices_of
 from commpass.passes.results import Options
-from commpass.plan import SINGLE_KERNEL, Candidate, Site
+from commpass.plan import SINGLE_KERNEL, Candidate, PlannedSite, Site
 from commpass.policy.rules import Allowed
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ def _refused(candidate: Candidate, why: str) -> Candidate:
     return dataclasses.replace(candidate, refused=why, predicted_us=0.0, stages=(), error=0.0)
 
 
-def exchange_for(candidate: Candidate, site: Site, memory: PeerMemory) -> Exchange:
+def exchange_for(candidate: Candidate | PlannedSite, site: Site, memory: PeerMemory) -> Exchange:
     """Return the exchange of a site."""
     payload = payload_of(site)
     return exchange_of(
@@ -166,6 +167,14 @@ def exchange_for(candidate: Candidate, site: Site, memory: PeerMemory) -> Exchan
         site.reduce_op or "sum",
         memory.lanes,
     )
+
+
+def in_separate_stream(site: PlannedSite, memory_of: PeerMemoryOf) -> Task:
+    """Return the cost of a site's single kernel in a separate stream."""
+    memory = memory_of(site.group)
+    exchange = exchange_for(site, site, memory)
+    share = share_of(exchange, programs_of(exchange, memory), memory)
+    return overlapped_kernel(site.predicted_us, share)
 
 
 def operator_of(candidate: Candidate, site: Site, memory: PeerMemory) -> Callable[[Tensor], Tensor]:

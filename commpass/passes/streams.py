@@ -94,7 +94,7 @@ def choose_streams(
     of the model, and the graph must end sooner.
     """
     every = gm.graph.find_nodes(op="call_function", target=EXCHANGE)
-    if why := _unsupported_reason(gm):
+    if why := unsupported_everywhere(gm):
         return {site_of(node): Choice(False, why) for node in every}
     blocking_us = _end_us(gm, profile, more_memory)
     found: dict[str, Choice] = {}
@@ -121,7 +121,7 @@ def choose_streams(
     return found
 
 
-def _unsupported_reason(gm: fx.GraphModule) -> str:
+def unsupported_everywhere(gm: fx.GraphModule) -> str:
     """Return why all single kernels of a graph stay in the stream of the computation, or ""."""
     nodes = gm.graph.nodes
     if not any(map(is_matmul, nodes)):
@@ -160,7 +160,8 @@ def _end_us(gm: fx.GraphModule, profile: Profile, more_memory: float) -> float:
 def _beside_us(start: fx.Node, work: Work, best: Scheduled) -> float:
     """Return for how long the rank is busy with a single kernel beside computation, and waits for
     it."""
-    return work.tasks[start].overhead_us + best.clock.exposed[_wait_of(start)]
+    task = work.tasks[start]
+    return task.overhead_us + task.slowdown_us + best.clock.exposed[_wait_of(start)]
 
 
 def _without_matmul(starts: Sequence[fx.Node], work: Work, best: Scheduled) -> list[fx.Node]:

@@ -9,6 +9,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import fake_cuda
@@ -37,7 +38,7 @@ from commpass.lowering.exchange import (
     share_of_processors,
 )
 from commpass.lowering.gpu import side_stream
-from commpass.passes import GraphInput, manager, single_kernel, streams
+from commpass.passes import GraphInput, discover, hidden, manager, single_kernel, streams
 from commpass.passes.failures import SiteFailure
 from commpass.passes.fx.marks import is_single_kernel, starts
 from commpass.passes.fx.memory import memory as memory_of
@@ -72,7 +73,7 @@ POLICY = Policy(
 """Sums are single kernels, and other collectives stay as they are."""
 
 
-def planned(function: Callable, *shapes: Sequence[int], policy: Policy = POLICY):
+def planned(function: Callable, *shapes: Sequence[int], policy: Policy = POLICY, **more: Any):
     """Return the graph of a function of bfloat16 tensors on 8 H100, its inputs, and the plan."""
     like = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes]
     with fake_cuda.a_card():
@@ -86,6 +87,7 @@ def planned(function: Callable, *shapes: Sequence[int], policy: Policy = POLICY)
             kernels=True,
             operators=True,
             peer_memory=lambda group: MEMORY,
+            **more,
         )
         outcome = manager.run(graph_input, "0", strict=True)
     if outcome.error is not None:
@@ -166,8 +168,10 @@ def test_timeline_shows_the_kernel_in_a_lane_beside_computation(fake_group):
     fake_group(RANKS)
     gm, _, plan = planned(overlapped, *SIZES)
     found = timeline(gm, mock.Mock(plan=plan), H100)
-    busy, kernel = (each for each in found.events if each.what == "exchange")
-    assert (busy.lane, busy.us) == (HOST, pytest.approx(2.0 + 64 / 132 * kernel.us))
+    event, kernel, slower = (each for each in found.events if each.what == "exchange")
+    assert (event.lane, event.us) == (HOST, 2.0)
+    assert (slower.lane, slower.us) == (HOST, pytest.approx(64 / 132 * kernel.us))
+    assert event.begin_us + 2.0 == kernel.begin_us == slower.begin_us
     (site,) = plan
     assert (kernel.lane, kernel.site, kernel.us) == ("single kernels", site.name, site.predicted_us)
     computed = [each for each in found.events if each.what == "compute" and "mm" in each.name]
@@ -239,7 +243,7 @@ def test_kernel_is_not_split_where_a_cuda_graph_may_be_cut(cuts, fake_group):
 
 
 def test_cost_is_two_events_and_the_processors_of_the_kernel():
-    assert overlapped_kernel(100.0, 0.25) == Task("single kernels", 100.0, 2.0, (), 27.0)
+    assert overlapped_kernel(100.0, 0.25) == Task("single kernels", 100.0, 2.0, (), 2.0, 25.0)
     assert overlapped_kernel(100.0, 0.25).resource != HOST
 
 
@@ -248,6 +252,101 @@ def test_share_counts_a_processor_for_each_program(programs, share):
     node = mock.Mock(args=(None, "0", "all_reduce", "int8", "one_shot", "sum", 8, programs, 32, 0))
     with mock.patch("commpass.lowering.exchange._exchange_at", return_value=mock.Mock(rows=1)):
         assert share_of_processors(node, MEMORY) == share
+
+
+# --- the choice of the codec ----------------------------------------------------------------------
+
+FREE = dataclasses.replace(POLICY, rules=[RULE])
+"""The same, if that ends the graph earlier."""
+ROUNDED = 1e-3
+"""Predictions of sites are rounded to a nanosecond."""
+
+
+def beside(x, w):
+    """A sum, and a matmul that it can overlap."""
+    sent = total(x * 2)
+    square = w @ w
+    return [ops.wait_tensor(sent) + 1, square]
+
+
+@pytest.mark.parametrize(
+    ("width", "skip", "own_stream"),
+    [
+        (512, (), True),
+        (512, ("streams",), None),  # the kernel and the matmul take as long as plain
+        (512, ("move",), None),
+        (2048, (), None),  # the matmul overlaps the plain sum completely
+        (64, (), False),  # too short a matmul
+    ],
+)
+def test_codec_is_chosen_with_the_stream_in_which_its_kernel_will_run(
+    width, skip, own_stream, fake_group
+):
+    """None for a sum that stays uncompressed, because its kernel would not end the graph
+    earlier."""
+    fake_group(RANKS)
+    policy = dataclasses.replace(FREE, skip=(*POLICY.skip, *skip))
+    shapes = (ROWS, WIDTH), (width, width)
+    _, _, (site,) = planned(beside, *shapes, policy=policy, hidden={}, hides=True)
+    if own_stream is None:
+        assert (site.codec, site.hidden) == ("none", True)
+    else:
+        assert (site.lowering, site.own_stream) == (SINGLE_KERNEL, own_stream)
+
+
+def schedule_of(function: Callable, *shapes: Sequence[int], cudagraphs: bool = False) -> Any:
+    """Return the schedule by which sites are chosen, and the plan with single kernels."""
+    like = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes]
+    skip = dataclasses.replace(POLICY, skip=(*POLICY.skip, "streams"))
+    _, _, plan = planned(function, *shapes, policy=skip)
+    with fake_cuda.a_card(), config.patch({"triton.cudagraphs": cudagraphs}):
+        gm, _ = fake_cuda.trace(function, *like)
+        gm.graph.eliminate_dead_code()
+        found = hidden.initial_schedule(
+            gm, discover.discover(gm, Policy()), POLICY, H100, lambda group: MEMORY
+        )
+    assert found is not None
+    return found, plan.sites
+
+
+def test_end_of_the_graph_has_the_kernel_in_the_better_stream(fake_group):
+    fake_group(RANKS)
+    schedule, (site,) = schedule_of(beside, (ROWS, WIDTH), (512, 512))
+    predicted = schedule.as_predicted()
+    alone = dataclasses.replace(predicted, peer_memory=None)
+    computed = sum(task.us for task in predicted.work.tasks.values() if task.resource == HOST)
+    assert alone.end_us([site]) == pytest.approx(computed + site.predicted_us, abs=ROUNDED)
+    (first,) = (
+        predicted.work.tasks[node].us
+        for node in predicted.order
+        if node.target is torch.ops.aten.mul.Tensor
+    )
+    (last,) = (
+        predicted.work.tasks[node].us
+        for node in predicted.order
+        if node.target is torch.ops.aten.add.Tensor
+    )
+    arrives = first + 2 + site.predicted_us + 2
+    busy = first + 2 + 64 / 132 * site.predicted_us + (computed - first - last)
+    assert predicted.end_us([site]) == pytest.approx(max(arrives, busy) + last, abs=ROUNDED)
+    assert predicted.end_us([site]) < alone.end_us([site])
+
+
+def test_kernel_without_computation_beside_it_is_timed_in_the_stream_of_computation(fake_group):
+    fake_group(RANKS)
+    schedule, (site,) = schedule_of(read_at_once, *SIZES)
+    computed = sum(task.us for task in schedule.work.tasks.values() if task.resource == HOST)
+    assert schedule.end_us([site]) == pytest.approx(computed + site.predicted_us, abs=ROUNDED)
+
+
+def test_cut_cuda_graph_has_no_separate_stream_in_its_schedule(fake_group):
+    fake_group(RANKS)
+
+    def function(x, w):
+        return [*beside(x, w), torch.ones(3, device="cpu")]
+
+    assert schedule_of(function, *SIZES)[0].peer_memory is not None
+    assert schedule_of(function, *SIZES, cudagraphs=True)[0].peer_memory is None
 
 
 # --- order ----------------------------------------------------------------------------------------

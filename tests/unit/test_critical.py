@@ -29,6 +29,7 @@ def drawn(seed: int, most: int = 9) -> list[Task]:
                 float(random_.randint(0, 4)) if on_link else 0.0,
                 after,
                 float(random_.randint(0, 3)) if on_link else 0.0,
+                float(random_.randint(0, 6)) if on_link else 0.0,
             )
         )
     return tasks
@@ -48,6 +49,9 @@ def edges_of(tasks: Sequence[Task]) -> dict[tuple, dict[tuple, float]]:
     def is_link(number):
         return tasks[number].resource != HOST
 
+    def rank_us(number):
+        return tasks[number].slowdown_us if is_link(number) else tasks[number].us
+
     for n, task in enumerate(tasks):
         if n == 0:
             add("begin", ("at", 0), task.overhead_us)
@@ -55,7 +59,7 @@ def edges_of(tasks: Sequence[Task]) -> dict[tuple, dict[tuple, float]]:
             add(
                 ("at", n - 1),
                 ("at", n),
-                task.overhead_us + (0 if is_link(n - 1) else tasks[n - 1].us),
+                task.overhead_us + rank_us(n - 1),
             )
         for m in task.after:
             source = ("on", m) if is_link(m) else ("at", m)
@@ -66,6 +70,7 @@ def edges_of(tasks: Sequence[Task]) -> dict[tuple, dict[tuple, float]]:
             for m in earlier[-1:]:
                 add(("on", m), ("on", n), tasks[m].us)
         add(("on", n) if is_link(n) else ("at", n), "end", task.us + task.latency_us)
+        add(("at", n), "end", rank_us(n))
     return found
 
 
@@ -90,7 +95,8 @@ def end_with_delay(tasks: Sequence[Task], which: int, delay: float) -> float:
         begun = max(now, free.get(task.resource, 0.0)) + (delay if number == which else 0.0)
         free[task.resource] = begun + task.us
         done.append(begun + task.us + task.latency_us)
-    return max(done)
+        now += task.slowdown_us
+    return max([*done, now])
 
 
 SEEDS = range(60)

@@ -44,6 +44,14 @@ def test_rank_that_waits_starts_nothing():
     assert finished_us(tasks) == 41.0
 
 
+def test_computation_takes_longer_beside_a_kernel_that_shares_its_processors():
+    tasks = [Task("stream", 10.0, 2.0, overhead_us=2.0, slowdown_us=4.0), Task(HOST, 7.0)]
+    assert finished_us(tasks) == 14.0  # the kernel from 2 to 12, computation from 2 to 13
+    assert finished_us([*tasks, Task(HOST, 0.0, after=(0,))]) == 14.0
+    assert finished_us([*tasks, Task(HOST, 5.0)]) == 18.0
+    assert finished_us([Task("stream", 1.0, slowdown_us=4.0)]) == 4.0
+
+
 def test_links_of_two_levels_carry_at_once():
     tasks = [Task("inside", 10.0), Task("link", 30.0), Task(HOST, 1.0, after=(0, 1))]
     assert finished_us(tasks) == 31.0
@@ -72,11 +80,12 @@ def test_messages_that_meet_at_a_rank_crowd_each_other_out():
 
 tasks = st.lists(
     st.builds(
-        lambda resource, us, latency, busy, after: (resource, us, latency, busy, after),
+        lambda *row: row,
         st.sampled_from([HOST, "link", "inside"]),
         st.integers(0, 20),
         st.integers(0, 10),
         st.integers(0, 5),
+        st.integers(0, 12),
         st.sets(st.integers(1, 6), max_size=3),
     ),
     min_size=1,
@@ -93,9 +102,10 @@ def test_against_the_longest_path_through_all_that_must_follow_something(rows):
     """
     graph = nx.DiGraph()
     host, link, made = None, {}, []
-    for number, (resource, us, latency, busy, back) in enumerate(rows):
+    for number, (resource, us, latency, busy, less, back) in enumerate(rows):
         after = tuple(sorted({number - each for each in back if number - each >= 0}))
-        made.append(Task(resource, float(us), float(latency), after, float(busy)))
+        slower = less if resource != HOST else 0
+        made.append(Task(resource, *map(float, (us, latency)), after, float(busy), float(slower)))
         come, take, free, there = ((number, what) for what in ("come", "take", "free", "there"))
         graph.add_edge(come, take, us=busy)
         graph.add_edge(take, free, us=us)
@@ -105,7 +115,7 @@ def test_against_the_longest_path_through_all_that_must_follow_something(rows):
         if host is not None:  # it has started, or computed, all earlier tasks
             graph.add_edge(host, come, us=0)
         handed = (number, "handed")
-        graph.add_edge(come, handed, us=busy)
+        graph.add_edge(come, handed, us=busy + slower)
         host = free if resource == HOST else handed
         if resource != HOST:
             if resource in link:

@@ -158,6 +158,7 @@ class Clock:
             self._pass(node, task.overhead_us)
         if task.resource != HOST:
             self.arrives[node] = self._send(node, task)
+            self._pass(node, task.slowdown_us)
         elif task.us:
             self._pass(node, task.us)
 
