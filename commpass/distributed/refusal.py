@@ -107,7 +107,7 @@ def _publish(error: str) -> None:
         return  # another rank has published since
     refusal = Refusal(dist.get_rank(), uuid.uuid4().hex[:12], error)
     try:
-        dist.distributed_c10d._get_default_store().set(KEY, msgspec.json.encode(refusal))
+        dist.distributed_c10d._get_default_store().set(KEY, msgspec.json.encode(refusal).decode())
     except RuntimeError as failed:  # the store is gone: no rank can read it
         log.debug("commpass could not reach the store: %s", failed)
     if error:
