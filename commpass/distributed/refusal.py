@@ -65,7 +65,12 @@ def publishing_refusal(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def check_refusals() -> None:
-    """Raise Unanswered if another rank has no backend, after it had time to make another one."""
+    """Raise Unanswered if another rank has no backend, after it had time to make another one.
+
+    If this rank has none either, both go on with something else, such as ``compress_ddp``.
+    """
+    if _own:
+        return
     start = time.monotonic()
     while (found := _read()) is not None:
         if time.monotonic() - start > GRACE_S:

@@ -94,3 +94,32 @@ def test_refusal_is_no_error_if_the_rank_makes_another_backend(ranks2):
     for error, value in ranks2.run(with_another_backend):
         assert error.startswith("unknown policy 'balance'")
         assert value == 2.0
+
+
+def with_ddp_instead() -> tuple[str, bool]:
+    """All ranks ask for an unknown policy of a backend, and compress DDP's gradients instead."""
+    forget_process()
+    open_store()
+    dist.barrier()
+    error = ""
+    try:
+        commpass.backend("balance")
+    except PolicyError as raised:
+        error = str(raised)
+    dist.barrier()
+    with mock.patch.object(refusal, "GRACE_S", 0.3):
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
+        commpass.compress_ddp(model, "balanced", profile=commpass.ethernet(1))
+        for _ in range(2):
+            model(torch.ones(8, 64)).sum().backward()
+    gradient = next(model.parameters()).grad
+    commpass.backend("balanced")  # withdraws the refusal
+    assert gradient is not None
+    return error, bool(gradient.isfinite().all())
+
+
+@pytest.mark.slow
+def test_ranks_that_all_failed_may_use_something_else(ranks2):
+    for error, is_finite in ranks2.run(with_ddp_instead):
+        assert error.startswith("unknown policy 'balance'")
+        assert is_finite
