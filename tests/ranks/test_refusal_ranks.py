@@ -109,7 +109,7 @@ def with_ddp_instead() -> tuple[str, bool]:
     dist.barrier()
     with mock.patch.object(refusal, "GRACE_S", 0.3):
         model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
-        commpass.compress_ddp(model, "balanced", profile=commpass.ethernet(1))
+        commpass.parallel.compress_ddp(model, "balanced", profile=commpass.ethernet(1))
         for _ in range(2):
             model(torch.ones(8, 64)).sum().backward()
     gradient = next(model.parameters()).grad
