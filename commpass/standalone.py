@@ -18,6 +18,7 @@ from commpass.distributed import record
 from commpass.distributed.agreed_profile import agreed_profile
 from commpass.distributed.environment import policy_here
 from commpass.distributed.machine import profile_here
+from commpass.distributed.refusal import publishing_refusal
 from commpass.errors import PolicyError
 from commpass.passes import GraphInput
 from commpass.passes import run as run_passes
@@ -26,6 +27,7 @@ from commpass.plan import Plan
 from commpass.policy import Policy
 
 
+@publishing_refusal
 def rewrite(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],

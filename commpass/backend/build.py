@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import fx
@@ -52,7 +53,7 @@ LAST = (
 )
 
 
-class _Unanswered(Unanswered, ShortenTraceback):
+class PassingUnanswered(Unanswered, ShortenTraceback):
     """An Unanswered that passes through Dynamo unchanged.
 
     Dynamo keeps nothing of the graph. The next call compiles it again, possibly with new process
@@ -63,7 +64,16 @@ class _Unanswered(Unanswered, ShortenTraceback):
         super().__init__(str(error), first_useful_frame=None)
 
 
-_Unanswered.__name__ = _Unanswered.__qualname__ = Unanswered.__name__
+PassingUnanswered.__name__ = PassingUnanswered.__qualname__ = Unanswered.__name__
+
+
+@contextmanager
+def passing_unanswered() -> Iterator[None]:
+    """Let an Unanswered pass through Dynamo unchanged."""
+    try:
+        yield
+    except Unanswered as error:
+        raise PassingUnanswered(error) from error
 
 
 def build(shared: Shared, job: Job, before: PassContext | None = None) -> Built | Raising:
@@ -91,10 +101,8 @@ def _build(shared: Shared, job: Job, before: PassContext | None) -> Built | Rais
     compile_progress.stage("passes")
     outcome, mismatch, round = agree.plan_graph(shared, given, job, on_pass_end)
     if mismatch is None and outcome.error is None:
-        try:
+        with passing_unanswered():
             tune.set_tile_sizes(shared, job, outcome, round)
-        except Unanswered as error:
-            raise _Unanswered(error) from error
     plan = outcome.plan
     raised = isinstance(outcome.error, PolicyError) or mismatch is not None
     if outcome.error is not None and not raised:
@@ -108,7 +116,7 @@ def _build(shared: Shared, job: Job, before: PassContext | None) -> Built | Rais
         record.log.warning(LAST, calls.code.name, torch._dynamo.config.recompile_limit)
     dump.write(outcome)
     if isinstance(mismatch, Unanswered):
-        raise _Unanswered(mismatch)
+        raise PassingUnanswered(mismatch)
     if mismatch is not None:
         return Raising(mismatch)
     if isinstance(outcome.error, PolicyError):

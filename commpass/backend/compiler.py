@@ -245,7 +245,8 @@ class Backend(Shared):
         device = meta.device_of(gm)
         if self.policy.off:  # nothing depends on it, so other ranks are not awaited
             return self.profile or default_here(device)
-        found = agreed_profile(self.profile, device, gm, self.timeout)
+        with build.passing_unanswered():
+            found = agreed_profile(self.profile, device, gm, self.timeout)
         return in_cuda_graphs(found) if device == "cuda" else found
 
     @property
@@ -322,9 +323,11 @@ class Backend(Shared):
         """Run the passes on a graph, let the ranks agree on its plan, and compile it."""
         gm, calls = graph.gm, graph.calls
         profile = self._profile_of(gm)
+        with build.passing_unanswered():
+            profile = with_hosts(profile, self.policy, gm, self.timeout)
         job = Job(
             **vars(graph),
-            profile=with_hosts(profile, self.policy, gm, self.timeout),
+            profile=profile,
             origin=calls.origin if calls.origin.function else origin_of_graph(gm),
             context=TracingContext.try_get(),
         )

@@ -17,6 +17,7 @@ from commpass.backend.options import INNER, OPTIONS, Compiler, check_autotune
 from commpass.costmodel import Profile
 from commpass.distributed.environment import dump_here, policy_here
 from commpass.distributed.machine import profile_here
+from commpass.distributed.refusal import publishing_refusal
 from commpass.errors import PolicyError, nearest
 from commpass.lowering import cpu
 from commpass.policy import Policy
@@ -41,6 +42,7 @@ def _called_first(function: Made) -> Made:
 
 
 @_called_first
+@publishing_refusal
 def backend(
     policy: str | Path | Policy = "lossless",
     *,

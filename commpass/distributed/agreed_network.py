@@ -41,6 +41,7 @@ from commpass.distributed.machine import (
 from commpass.distributed.network import NetworkOfRank, network_here
 from commpass.distributed.plan_store import PlanStore, current_store
 from commpass.distributed.processors import fewest_cores
+from commpass.errors import Unanswered
 from commpass.groups import is_first_rank
 from commpass.passes.fx.parse import graph_modules, parse
 
@@ -123,6 +124,8 @@ def agreed_network(
         store = current_store()
         if is_new := store.network is None and (gm is None or has_collective(gm)):
             store.network = _agree(store, min(timeout_s or PATIENCE_S, PATIENCE_S))
+    except Unanswered:
+        raise
     except RuntimeError as error:  # the store is gone: the comparison of plans reports it
         log.debug("commpass could not reach the store: %s", error)
         return None

@@ -16,6 +16,7 @@ from commpass.distributed.hosts import is_distributed
 from commpass.distributed.network import NetworkOfRank
 from commpass.distributed.plan_store import PlanStore, current_store
 from commpass.distributed.processors import fewest_cores
+from commpass.errors import Unanswered
 
 log = logging.getLogger("commpass")
 
@@ -53,6 +54,8 @@ def agreed_cores(gm: fx.GraphModule | None = None, timeout_s: float | None = Non
         store = current_store()
         if store.cores is None and (gm is None or has_collective(gm)):
             store.cores = _agree(store, min(timeout_s or PATIENCE_S, PATIENCE_S))
+    except Unanswered:
+        raise
     except RuntimeError as error:  # the store is gone: the comparison of plans reports it
         log.debug("commpass could not reach the store: %s", error)
         return 1.0

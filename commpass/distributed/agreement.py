@@ -42,6 +42,7 @@ from commpass.distributed.plan_store import (
     Round,
     current_store,
 )
+from commpass.distributed.refusal import check_refusals
 from commpass.distributed.reuse import must_compare, publish_reuse
 from commpass.errors import PlanMismatch, Unanswered
 from commpass.groups import timeout_of
@@ -81,6 +82,7 @@ def agree(
     own_parts = parts(plan, first, ends, participant.digest)
     if not own_parts:
         return "", None
+    check_refusals()
     store = current_store()
     for part in own_parts:
         store.published_policies.setdefault(part.where, set()).add(participant.digest)
@@ -296,6 +298,7 @@ def _wait(comparison: AgreementRound) -> None:
             comparison.store.read_settings()
             if why := difference(comparison.store.settings):
                 raise PlanMismatch(why)
+            check_refusals()
             compile_progress.stage(differences.awaited(comparison))
         if waited > comparison.timeout_s:
             _give_up(comparison)

@@ -16,6 +16,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from commpass.distributed.plan_store import PlanStore
+from commpass.distributed.refusal import check_refusals
 
 T = TypeVar("T")
 log = logging.getLogger("commpass")
@@ -37,6 +38,7 @@ def first_value(
     ``published`` returns what ranks have published so far, and ``value`` computes the value from
     that. ``without_rank_0`` is the value if rank 0 publishes nothing within ``patience_s`` seconds.
     ``silent`` is the warning if any rank does not: a format for the number of ranks and seconds.
+    Raise Unanswered if a rank that is awaited could not make a backend.
     """
     ranks = range(dist.get_world_size())
     start, pause, found = time.monotonic(), 0.001, dict[int, T]()
@@ -49,6 +51,7 @@ def first_value(
         if time.monotonic() - start > patience_s:
             log.warning(silent, len(ranks) - len(found), patience_s)
             break
+        check_refusals()
         time.sleep(pause)
         pause = min(2 * pause, LONGEST_PAUSE_S * (1 + len(ranks) / 256))
     if 0 not in found:

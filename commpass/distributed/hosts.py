@@ -20,6 +20,7 @@ from commpass.collectives import DEFAULTS
 from commpass.costmodel import Profile
 from commpass.distributed.first_value import first_value
 from commpass.distributed.plan_store import PlanStore, current_store
+from commpass.errors import Unanswered
 from commpass.groups import ready, unsupported_reason
 from commpass.passes.fx.parse import graph_modules
 from commpass.policy import Policy
@@ -47,6 +48,8 @@ def with_hosts(
         store = current_store()
         if store.ranks_per_host is None:
             store.ranks_per_host = _agree(store, min(timeout_s or PATIENCE_S, PATIENCE_S))
+    except Unanswered:
+        raise
     except RuntimeError as error:  # the store is gone: the comparison of plans reports it
         log.debug("commpass could not reach the store: %s", error)
         return profile

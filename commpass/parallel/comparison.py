@@ -22,6 +22,7 @@ from torch import Tensor, fx
 
 from commpass.distributed.environment import settings
 from commpass.distributed.plan_store import PlanStore, current_store
+from commpass.distributed.refusal import check_refusals
 from commpass.errors import PlanMismatch, Unanswered
 from commpass.groups import is_first_rank, ranks_of
 from commpass.passes.fx.parse import parse
@@ -143,6 +144,7 @@ def _wait_for(store: PlanStore, key: str, ranks: tuple[int, ...]) -> dict[int, b
         waited = time.monotonic() - start
         if len(found) == len(ranks) or waited > PATIENCE_S:
             return found
+        check_refusals()
         if is_quiet and waited > QUIET_S:
             is_quiet = False
             log.info("commpass waits for %s, to compare plans", plural(len(missing), "rank"))

@@ -15,26 +15,31 @@ class _Pauses:
 
     def __init__(self) -> None:
         self.lock = Lock()
-        self.now = 0
+        self.now: set[object] = set()
         self.was_on = False
 
-    def begin(self) -> None:
+    def begin(self, pause: object) -> None:
+        """Begin a pause. It has an end, also if this is interrupted anywhere."""
         with self.lock:
             if not self.now:
                 self.was_on = gc.isenabled()
+            self.now.add(pause)
+            if self.was_on:
                 gc.disable()
-            self.now += 1
 
-    def end(self) -> None:
+    def end(self, pause: object) -> None:
+        """End a pause, whether or not it has begun."""
         with self.lock:
-            self.now -= 1
-            if not self.now and self.was_on:
-                gc.enable()
+            if pause in self.now:
+                self.now.remove(pause)
+                if not self.now and self.was_on:
+                    gc.enable()
 
     def forked(self) -> None:
         """Turn collection on in a new process, whose other threads do not exist any more."""
         if self.now and self.was_on:
             gc.enable()
+        self.now.clear()
         self.lock = Lock()
 
 
@@ -49,10 +54,11 @@ def collection_paused() -> Iterator[None]:
     The collector walks through all objects whenever their number has grown by a quarter. A graph
     that is rewritten grows by many objects that live on, so walks find nothing, and take a third of
     the time for 1,000 collectives. Several threads may pause at once: the last one to end turns
-    collection on again.
+    collection on again. An interrupt at any moment ends the pause as well.
     """
-    _pauses.begin()
+    pause = object()
     try:
+        _pauses.begin(pause)
         yield
     finally:
-        _pauses.end()
+        _pauses.end(pause)

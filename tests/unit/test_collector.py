@@ -92,6 +92,45 @@ def test_a_process_forked_in_a_pause_collects() -> None:
     assert os.waitpid(child, 0)[1] == 0
 
 
+def test_an_interrupt_as_a_pause_begins_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> None:
+        disable()
+        raise KeyboardInterrupt
+
+    disable = gc.disable
+    monkeypatch.setattr(gc, "disable", interrupted)
+    with pytest.raises(KeyboardInterrupt), collection_paused():
+        pass
+    assert gc.isenabled()
+    monkeypatch.undo()
+    with collection_paused():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+def test_a_process_forked_in_a_pause_of_another_thread_pauses_as_usual() -> None:
+    is_in, may_leave = threading.Event(), threading.Event()
+
+    def pause() -> None:
+        with collection_paused():
+            is_in.set()
+            may_leave.wait(60)
+
+    thread = threading.Thread(target=pause)
+    thread.start()
+    assert is_in.wait(60)
+    child = os.fork()
+    if not child:
+        before = gc.isenabled()
+        with collection_paused():
+            within = gc.isenabled()
+        os._exit(0 if (before, within, gc.isenabled()) == (True, False, True) else 1)
+    may_leave.set()
+    thread.join(60)
+    assert os.waitpid(child, 0)[1] == 0
+    assert gc.isenabled()
+
+
 def test_passes_run_without_collections(fake_group: Callable[[int], Any]) -> None:
     fake_group(8)
     with FakeTensorMode():

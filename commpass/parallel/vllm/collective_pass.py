@@ -30,6 +30,7 @@ from commpass.distributed.environment import policy_here
 from commpass.distributed.integration import Integration
 from commpass.distributed.machine import profile_here
 from commpass.distributed.plan_store import publish_hello
+from commpass.distributed.refusal import publishing_refusal
 from commpass.errors import CommpassError, PolicyError
 from commpass.groups import ready
 from commpass.parallel.comparison import (
@@ -99,6 +100,7 @@ class CollectivePass(Integration, _base()):  # type: ignore[misc]
     call = "CollectivePass"
     policy: Policy
 
+    @publishing_refusal
     def __init__(
         self,
         policy: str | Path | Policy = "lossless",
