@@ -108,6 +108,7 @@ def with_ddp_instead() -> tuple[str, bool]:
         error = str(raised)
     dist.barrier()
     with mock.patch.object(refusal, "GRACE_S", 0.3):
+        refusal.check_refusals()  # as a rank does that waits for the other
         model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
         commpass.parallel.compress_ddp(model, "balanced", profile=commpass.ethernet(1))
         for _ in range(2):
