@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiers import PARTS, part, sampled
+from tiers import PARTS, PARTS_OF_SLOW, part, sampled
 
 TESTS = """
 import pytest
@@ -84,8 +84,8 @@ def test_few_cases_of_a_function_lie_evenly_among_them(tmp_path):
 
 
 @pytest.mark.slow
-def test_each_slow_test_is_in_one_part_of_four(tmp_path):
-    runs = [[], ["--slow"], *(["--share", text] for text in TEXTS[:4])]
+def test_each_slow_test_is_in_one_part(tmp_path):
+    runs = [[], ["--slow"], *(["--share", text] for text in TEXTS[:PARTS_OF_SLOW])]
     quick, slow, *parts = collected(tmp_path, *runs, tests=SLOW)
     assert quick == [f"test_these.py::test_some[{n}]" for n in (0, 4)]
     assert len(slow) == 44
@@ -93,7 +93,7 @@ def test_each_slow_test_is_in_one_part_of_four(tmp_path):
     assert sum(map(len, others)) >= len(set.union(*others)) >= 42
     for number, some in enumerate(others):
         assert {name for name in some if name in slow} == {
-            name for name in slow if name not in quick and part(name) % 4 == number
+            name for name in slow if name not in quick and part(name) % PARTS_OF_SLOW == number
         }
 
 
