@@ -1,7 +1,7 @@
-"""A rank that cannot make a backend publishes why, so that the others do not wait for it in vain.
+"""A rank on which no backend can be made publishes the error, so that no other rank waits for it.
 
 Its policy, its profile or its environment is wrong, so it takes part in no comparison of plans. The
-refusal stands until the same process makes a backend after all.
+refusal holds until a later call makes a backend in the same process.
 """
 
 from __future__ import annotations

@@ -113,15 +113,15 @@ class Schedule:
             for start, its in of_node.items()
             if any(site.compressed for site in its)
         }
-        blocking, beside = self._timed(coded), self._beside(of_node)
+        blocking, separate = self._timed(coded), self._in_separate_streams(of_node)
         for _ in range(ROUNDS):
-            if not beside:
+            if not separate:
                 return blocking
-            clock = self._timed(coded | {start: [task] for start, task in beside.items()})
-            gaining = self._gaining(beside, clock)
-            if len(gaining) == len(beside):
+            clock = self._timed(coded | {start: [task] for start, task in separate.items()})
+            gaining = self._gaining(separate, clock)
+            if len(gaining) == len(separate):
                 return min(clock, blocking, key=lambda clock: clock.now)
-            beside = gaining
+            separate = gaining
         return blocking
 
     def _timed(self, coded: Mapping[fx.Node, Sequence[Task]]) -> Clock:
@@ -130,7 +130,9 @@ class Schedule:
             clock.run(node)
         return clock
 
-    def _beside(self, plan: Mapping[fx.Node, Sequence[PlannedSite]]) -> dict[fx.Node, Task]:
+    def _in_separate_streams(
+        self, plan: Mapping[fx.Node, Sequence[PlannedSite]]
+    ) -> dict[fx.Node, Task]:
         """Return the single kernels of a plan in a separate stream, by start. Those of coalesced
         collectives stay in the stream of computation."""
         if self.peer_memory is None:
@@ -141,13 +143,13 @@ class Schedule:
             if len(sites) == 1 and sites[0].lowering == SINGLE_KERNEL
         }
 
-    def _gaining(self, beside: Mapping[fx.Node, Task], clock: Clock) -> dict[fx.Node, Task]:
+    def _gaining(self, separate: Mapping[fx.Node, Task], clock: Clock) -> dict[fx.Node, Task]:
         """Return the single kernels that take less of the rank's time beside computation, by more
         than the margin of the model."""
         waited_us = self._exposed_us(clock)
         return {
             start: task
-            for start, task in beside.items()
+            for start, task in separate.items()
             if task.overhead_us + task.slowdown_us + waited_us[start]
             < (1 - self.profile.margin) * task.us
         }
@@ -185,10 +187,9 @@ def initial_schedule(
         best = ordered(work, timed(work, nodes), policy.more_memory)[1]
         order = nodes if best is None else best.order
     starts = tuple(each.call.node for each in found)
-    beside = None
-    if reordered and "streams" not in policy.skip and not unsupported_everywhere(gm):
-        beside = peer_memory
-    return Schedule(work, order, starts, profile, predicted, reordered, beside)
+    separate = reordered and "streams" not in policy.skip and not unsupported_everywhere(gm)
+    memory_of = peer_memory if separate else None
+    return Schedule(work, order, starts, profile, predicted, reordered, memory_of)
 
 
 def _may_differ(site: Site) -> bool:

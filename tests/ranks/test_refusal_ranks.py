@@ -74,16 +74,19 @@ def test_wrong_variable_on_one_rank_is_an_error_on_all(wrong, variable, measured
     assert [value for _, _, value in found] == [2.0, 2.0]
 
 
-def with_another_backend() -> tuple[str, float]:
-    """All ranks ask for an unknown policy, and use a known one then."""
+def unknown_policy() -> str:
+    """Ask for a backend of an unknown policy, and return the error."""
     forget_process()
     open_store()
     dist.barrier()
-    error = ""
-    try:
+    with pytest.raises(PolicyError) as raised:
         commpass.backend("balance")
-    except PolicyError as raised:
-        error = str(raised)
+    return str(raised.value)
+
+
+def with_another_backend() -> tuple[str, float]:
+    """All ranks ask for an unknown policy, and use a known one then."""
+    error = unknown_policy()
     if dist.get_rank() == 1:
         time.sleep(0.5)  # its refusal stands meanwhile
     return error, float(compiled()[0])
@@ -98,14 +101,7 @@ def test_refusal_is_no_error_if_the_rank_makes_another_backend(ranks2):
 
 def with_ddp_instead() -> tuple[str, bool]:
     """All ranks ask for an unknown policy of a backend, and compress DDP's gradients instead."""
-    forget_process()
-    open_store()
-    dist.barrier()
-    error = ""
-    try:
-        commpass.backend("balance")
-    except PolicyError as raised:
-        error = str(raised)
+    error = unknown_policy()
     dist.barrier()
     with mock.patch.object(refusal, "GRACE_S", 0.3):
         refusal.check_refusals()  # as a rank does that waits for the other
