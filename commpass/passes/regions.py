@@ -134,7 +134,8 @@ def regions(
         exchanges += node.meta[MARK].role == "exchange"
         if node.meta[MARK].role not in OUTSIDE and node.target not in ALLOCATORS:
             groups.setdefault((exchanges, waits[node]), []).append(node)
-    for group in groups.values():
+    for members in groups.values():
+        group = [node for node in members if not node._erased]  # see _erase_unused_views
         for part in _connected(_without_leading_pads(_without_leading_views(group))):
             coded = [node for node in part if node.target in operators.IMPLEMENTATIONS]
             if not coded:
