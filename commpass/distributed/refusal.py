@@ -1,7 +1,7 @@
-"""A rank on which no backend can be made publishes the error, so that no other rank waits for it.
+"""A rank on which a call fails publishes the error, so that no other rank waits for it.
 
 Its policy, its profile or its environment is wrong, so it takes part in no comparison of plans. The
-refusal holds until a later call makes a backend in the same process.
+refusal holds until a later call succeeds in the same process.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ P = ParamSpec("P")
 T = TypeVar("T")
 log = logging.getLogger("commpass")
 
-KEY = "commpass/refusal"
+COUNT = "commpass/refusals"
+"""The number of refusals and withdrawals of all ranks. Each is stored under its number."""
 GRACE_S = 3.0
-"""Seconds in which a rank may make another backend, before the refusal is an error elsewhere."""
+"""Seconds in which a rank may make another call, before the refusal is an error elsewhere."""
 PAUSE_S = 0.05
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a rank has no backend; ``error`` is "" once it has one. ``name`` is unique."""
+    """Why the call of a rank failed; ``error`` is "" once another one succeeds. ``name`` is
+    unique."""
 
     rank: int
     name: str
@@ -48,7 +50,7 @@ outlives process groups."""
 
 
 def publishing_refusal(function: Callable[P, T]) -> Callable[P, T]:
-    """Publish a PolicyError of a function that makes a backend, and withdraw an earlier one."""
+    """Publish a PolicyError of a function that all ranks call, and withdraw an earlier one."""
 
     @functools.wraps(function)
     def publishing(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -65,54 +67,62 @@ def publishing_refusal(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def check_refusals() -> None:
-    """Raise Unanswered if another rank has no backend, after it had time to make another one.
+    """Raise Unanswered if the call of another rank failed, after it had time for another one.
 
-    If this rank has none either, both go on with something else, such as ``compress_ddp``.
+    If one of this rank failed too, both go on with something else, such as ``compress_ddp``.
     """
     if _own:
         return
     start = time.monotonic()
-    while (found := _read()) is not None:
+    while found := _read():
         if time.monotonic() - start > GRACE_S:
+            first, *others = found
             raise Unanswered(
-                f"rank {found.rank} could not make a backend, so it compares no plans:"
-                f" {found.error.removesuffix('.')}. Correct this on rank {found.rank}"
+                f"rank {first.rank} takes no part, since its call failed:"
+                f" {first.error.removesuffix('.')}. Correct this on rank {first.rank}"
+                + "".join(f"; rank {each.rank} failed too: {each.error}" for each in others[:3])
             )
         time.sleep(PAUSE_S)
 
 
-def _read() -> Refusal | None:
-    """Return the refusal of another rank of this run that stands."""
-    found = _stored()
-    if found is None or not found.error or found.rank == dist.get_rank():
-        return None
+def _read() -> list[Refusal]:
+    """Return the refusals of other ranks of this run that stand, by rank."""
+    latest = {each.rank: each for each in _stored()}
+    latest.pop(dist.get_rank(), None)
     world = dist.group.WORLD
     assert world is not None
-    is_now = _runs.setdefault(found.name, weakref.ref(world))() is world
-    return found if is_now else None
+    return [
+        each
+        for _, each in sorted(latest.items())
+        if each.error and _runs.setdefault(each.name, weakref.ref(world))() is world
+    ]
 
 
-def _stored() -> Refusal | None:
-    """Return the latest refusal of any rank."""
+def _stored() -> list[Refusal]:
+    """Return what all ranks have published, in order."""
     try:
         store = dist.distributed_c10d._get_default_store()
-        return msgspec.json.decode(store.get(KEY), type=Refusal) if store.check([KEY]) else None
+        if not store.check([COUNT]):
+            return []
+        keys = [f"{COUNT}/{number + 1}" for number in range(store.add(COUNT, 0))]
+        texts = [store.get(key) for key in keys if store.check([key])]  # the last may be under way
     except RuntimeError as error:  # the store is gone: a rank that has to compare plans reports it
         log.debug("commpass could not reach the store: %s", error)
-        return None
+        return []
+    return [msgspec.json.decode(text, type=Refusal) for text in texts]
 
 
 def _publish(error: str) -> None:
-    """Publish why this rank has no backend, or withdraw (``""``) what it has published last."""
-    withdrawn = [*_own] if not error else []
+    """Publish why a call of this rank failed, or withdraw (``""``) what it has published."""
+    if _own and _own[-1].error == error:
+        return  # a call within that call has published it
     _own.clear()
     if not ready() or "fake" in dist.get_backend():
         return
-    if withdrawn and _stored() not in withdrawn:
-        return  # another rank has published since
     refusal = Refusal(dist.get_rank(), uuid.uuid4().hex[:12], error)
     try:
-        dist.distributed_c10d._get_default_store().set(KEY, msgspec.json.encode(refusal).decode())
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"{COUNT}/{store.add(COUNT, 1)}", msgspec.json.encode(refusal).decode())
     except RuntimeError as failed:  # the store is gone: no rank can read it
         log.debug("commpass could not reach the store: %s", failed)
     if error:

@@ -22,7 +22,7 @@ from torch import Tensor, fx
 
 from commpass.distributed.environment import settings
 from commpass.distributed.plan_store import PlanStore, current_store
-from commpass.distributed.refusal import check_refusals
+from commpass.distributed.waiting import listed, published_by_all
 from commpass.errors import PlanMismatch, Unanswered
 from commpass.groups import is_first_rank, ranks_of
 from commpass.passes.fx.parse import parse
@@ -35,8 +35,8 @@ log = logging.getLogger("commpass")
 
 PLAN, ENVIRONMENT = "; plan ", "; environment: "
 """What stands before the digest of a plan, and before the variables, in what ranks publish."""
-PATIENCE_S, QUIET_S = 300.0, 15.0
-"""How long a rank waits for the others, which may still compile; after the second it says so."""
+PATIENCE_S = 300.0
+"""How long a rank waits for the others, which may still compile."""
 FAREWELL_S = 5.0
 """How long a rank that raises PlanMismatch waits until the others have read the plans."""
 
@@ -107,10 +107,10 @@ def compare(plan: str, group: str, stack: str) -> None:
     _rounds[group] += 1
     own = f"{plan}{ENVIRONMENT}{settings().text or 'COMMPASS_POLICY is not set'}"
     store.publish(key, own.encode())
-    found = _wait_for(store, key, ranks)
+    found = published_by_all(store, key, ranks, PATIENCE_S, "compare plans")
     if missing := [rank for rank in ranks if rank not in found]:
         raise Unanswered(
-            f"{plural(len(missing), 'rank')} ({_listed(missing)}) did not compare plans within"
+            f"{plural(len(missing), 'rank')} ({listed(missing)}) did not compare plans within"
             f" {PATIENCE_S:g} s. Does {stack} there have commpass, and the same COMMPASS_POLICY?"
             f" Here: {own}"
         )
@@ -135,23 +135,6 @@ def log_on_first_rank(text: str) -> None:
         log.info("commpass, %s", text)
 
 
-def _wait_for(store: PlanStore, key: str, ranks: tuple[int, ...]) -> dict[int, bytes]:
-    found: dict[int, bytes] = {}
-    start, pause, is_quiet = time.monotonic(), 0.001, True
-    while True:
-        missing = [rank for rank in ranks if rank not in found]
-        found |= store.read_published(key, missing)
-        waited = time.monotonic() - start
-        if len(found) == len(ranks) or waited > PATIENCE_S:
-            return found
-        check_refusals()
-        if is_quiet and waited > QUIET_S:
-            is_quiet = False
-            log.info("commpass waits for %s, to compare plans", plural(len(missing), "rank"))
-        time.sleep(pause)
-        pause = min(2 * pause, 0.25)
-
-
 def _wait_for_readers(store: PlanStore, key: str, ranks: tuple[int, ...]) -> None:
     """Wait until all ranks have read the plans: the process that raises may be the store's host."""
     end = time.monotonic() + FAREWELL_S
@@ -161,10 +144,6 @@ def _wait_for_readers(store: PlanStore, key: str, ranks: tuple[int, ...]) -> Non
             if time.monotonic() > end:
                 return
             time.sleep(0.05)
-
-
-def _listed(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (" and others" if len(ranks) > 8 else "")
 
 
 _library.impl("compare_plans", _compare_in_graph, "CompositeExplicitAutograd")

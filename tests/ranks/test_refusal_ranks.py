@@ -1,4 +1,4 @@
-"""One rank cannot make a backend: the others fail soon, and say why."""
+"""A call fails on one rank: the others fail soon, and say why."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_wrong_variable_on_one_rank_is_an_error_on_all(wrong, variable, measured
     assert kind in ("PolicyError", "ProfileError")
     assert text.startswith(f"{variable}=banana: ")
     other, _, _ = found[1 - wrong]
-    expected = f"Unanswered: rank {wrong} could not make a backend, so it compares no plans: "
+    expected = f"Unanswered: rank {wrong} takes no part, since its call failed: "
     assert other.startswith(expected + text.removesuffix("."))
     assert [value for _, _, value in found] == [2.0, 2.0]
 
@@ -120,3 +120,109 @@ def test_ranks_that_all_failed_may_use_something_else(ranks2):
     for error, is_finite in ranks2.run(with_ddp_instead):
         assert error.startswith("unknown policy 'balance'")
         assert is_finite
+
+
+def plain() -> torch.nn.Module:
+    return torch.nn.Linear(64, 64)
+
+
+def replicated() -> torch.nn.Module:
+    return torch.nn.parallel.DistributedDataParallel(plain())
+
+
+CALLS = {
+    "compress_ddp": lambda: commpass.parallel.compress_ddp(replicated(), "balanced"),
+    "ssfusion": lambda: commpass.parallel.ssfusion(plain()),
+    "compress_outer": lambda: commpass.parallel.compress_outer(plain(), "balanced"),
+}
+
+
+def called_with_one_wrong(wrong: int, call: str) -> tuple[str, float]:
+    """On one rank a variable is wrong at first. Return the error of this rank, and the seconds
+    until it; make the same call again without the variable."""
+    forget_process()
+    open_store()
+    dist.barrier()
+    start, error = time.monotonic(), ""
+    variables = {"COMMPASS_PROFILE": "banana"} if dist.get_rank() == wrong else {}
+    with mock.patch.object(refusal, "GRACE_S", 0.3), mock.patch.dict(os.environ, variables):
+        try:
+            CALLS[call]()
+        except (PolicyError, Unanswered) as raised:
+            error = f"{type(raised).__name__}: {raised}"
+    waited = time.monotonic() - start
+    dist.barrier()
+    CALLS[call]().close()
+    dist.barrier()
+    return error, waited
+
+
+@pytest.mark.parametrize("call", ["compress_ddp", "ssfusion", "compress_outer"])
+def test_wrong_variable_on_one_rank_of_an_integration_is_an_error_on_all(call, ranks2):
+    found = ranks2.run(called_with_one_wrong, 1, call)
+    kind, _, text = found[1][0].partition(": ")
+    assert kind == "ProfileError"
+    assert text.startswith("COMMPASS_PROFILE=banana: ")
+    error = found[0][0]
+    assert error.startswith("Unanswered: rank 1 takes no part, since its call failed: " + text[:60])
+
+
+def with_two_wrong() -> str:
+    """Ranks 1 and 2 fail, one after the other. Return the error of this rank."""
+    forget_process()
+    open_store()
+    rank = dist.get_rank()
+    dist.barrier()
+    error = ""
+    with mock.patch.object(refusal, "GRACE_S", 0.3):
+        for turn in range(dist.get_world_size()):
+            if turn == rank > 0:
+                with pytest.raises(PolicyError):
+                    commpass.backend(f"policy{rank}")
+            dist.barrier()
+        if rank == 0:
+            with pytest.raises(Unanswered) as raised:
+                refusal.check_refusals()
+            error = str(raised.value)
+        dist.barrier()
+        if rank == 2:
+            commpass.backend("balanced")  # rank 1 still has none
+        dist.barrier()
+        if rank == 0:
+            with pytest.raises(Unanswered) as raised:
+                refusal.check_refusals()
+            error += "\n" + str(raised.value)
+        dist.barrier()
+        commpass.backend("balanced")
+        dist.barrier()
+        refusal.check_refusals()
+    return error
+
+
+@pytest.mark.slow
+def test_all_ranks_that_failed_are_named(ranks3):
+    both, one = ranks3.run(with_two_wrong)[0].splitlines()
+    assert both.startswith("rank 1 takes no part, since its call failed: unknown policy 'policy1'")
+    assert "; rank 2 failed too: unknown policy 'policy2'" in both
+    assert one.startswith("rank 1 takes no part")
+    assert "rank 2" not in one
+
+
+def without_the_call() -> str:
+    """Rank 1 does not call ``compress_outer``. Return the error of rank 0."""
+    forget_process()
+    open_store()
+    dist.barrier()
+    error = ""
+    if dist.get_rank() == 0:
+        patience = mock.patch("commpass.parallel.meeting.timeout_of", return_value=0.5)
+        with patience, pytest.raises(Unanswered) as raised:
+            commpass.parallel.compress_outer(plain(), "balanced")
+        error = str(raised.value)
+    dist.barrier()
+    return error
+
+
+def test_ranks_that_do_not_make_the_call_are_named(ranks2):
+    expected = "1 rank (1) did not call compress_outer within 0.5 s. All ranks of "
+    assert ranks2.run(without_the_call)[0].startswith(expected)

@@ -26,6 +26,7 @@ from commpass.costmodel import Profile
 from commpass.distributed.integration import Bytes, Integration
 from commpass.distributed.owners import parameter_names
 from commpass.distributed.record import wire_bytes
+from commpass.distributed.refusal import publishing_refusal
 from commpass.errors import PolicyError
 from commpass.groups import close_with, duplicate
 from commpass.parallel.ddp.buckets import BucketPart, parts_of
@@ -34,12 +35,14 @@ from commpass.parallel.ddp.comm_hook import HookSlot, Released, send_bucket, slo
 from commpass.parallel.ddp.unused import UnusedParameters
 from commpass.parallel.ddp.worker import Worker
 from commpass.parallel.exchange import Compiled, Exchanges
+from commpass.parallel.meeting import wait_for_calls
 from commpass.plan import Plan
 from commpass.policy import Policy
 from commpass.policy.annotate import annotations_of
 from commpass.utils.ambient import without_ambient_state
 
 
+@publishing_refusal
 def compress_ddp(
     model: nn.Module,
     policy: str | Path | Policy = "lossless",
@@ -294,6 +297,7 @@ class _Channel:
 
     def open(self) -> None:
         """Make the group. All ranks of the host group call this alike."""
+        wait_for_calls(self.host, "compress_ddp")
         self.group = duplicate(self.host)
         close_with(self, self.group)
 

@@ -28,6 +28,7 @@ from commpass.distributed.agreed_profile import agreed_profile
 from commpass.distributed.checked import without_checks
 from commpass.distributed.integration import Integration, refuse_if_exchanged
 from commpass.distributed.record import wire_bytes
+from commpass.distributed.refusal import publishing_refusal
 from commpass.errors import PolicyError
 from commpass.parallel.exchange import Compiled, Exchange, Exchanges
 from commpass.parallel.fsdp import replicas
@@ -343,6 +344,7 @@ class CompressedFSDP(Integration):
         return f"{self.name}, {len(self.units)} units; {'; '.join(sent) or super().summary}"
 
 
+@publishing_refusal
 def compress_fsdp(
     model: nn.Module,
     policy: str | Path | Policy = "lossless",

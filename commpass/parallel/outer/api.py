@@ -21,9 +21,11 @@ from commpass.backend import backend
 from commpass.costmodel import Profile
 from commpass.distributed.integration import Integration
 from commpass.distributed.owners import parameter_names
+from commpass.distributed.refusal import publishing_refusal
 from commpass.errors import PolicyError
 from commpass.parallel.exchange import Exchanges
 from commpass.parallel.in_graph.layout import check_same_parameters, equalize
+from commpass.parallel.meeting import wait_for_calls
 from commpass.parallel.outer.checks import Target, check_target
 from commpass.parallel.outer.means import Means, local, trained
 from commpass.parallel.outer.replicas import GroupReplicas, ManagedReplicas
@@ -31,6 +33,7 @@ from commpass.plan import Plan
 from commpass.policy import Policy
 
 
+@publishing_refusal
 def compress_outer(
     target: Any,
     policy: str | Path | Policy = "lossless",
@@ -140,6 +143,7 @@ class CompressedOuter(Integration):
             group = self.replicas.group
             named = dict(self._target.model.named_parameters())
             device = self.parameters[0].device.type
+            wait_for_calls(group, self.call)
             check_same_parameters(named, group, group.group_name, device)
             equalize(self.parameters, group)
         self._synced = [local(each).clone() for each in self.parameters]

@@ -30,6 +30,7 @@ from commpass.distributed.agreement import longest_timeout
 from commpass.distributed.budget import OVER
 from commpass.distributed.integration import Bytes, Integration, refuse_if_exchanged
 from commpass.distributed.plan_store import current_store, publish_hello
+from commpass.distributed.refusal import publishing_refusal
 from commpass.distributed.samples import MORE, label
 from commpass.distributed.uncompressed import uncompressed_sites
 from commpass.errors import CommpassError, PolicyError
@@ -73,6 +74,7 @@ NO_EVENTS = "stages of a pipeline have no graph of their own"
 UNSEEN = "errors of messages between pipeline stages are not sampled"
 
 
+@publishing_refusal
 def compress_pipeline(
     stages: Any,
     policy: str | Path | Policy,

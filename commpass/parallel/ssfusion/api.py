@@ -19,11 +19,13 @@ from commpass.distributed.environment import dump_here, is_off
 from commpass.distributed.integration import Bytes, Integration, refuse_if_exchanged
 from commpass.distributed.machine import profile_here
 from commpass.distributed.record import wire_bytes
+from commpass.distributed.refusal import publishing_refusal
 from commpass.errors import PolicyError
 from commpass.groups import close_with, duplicate, labels, need_group
 from commpass.parallel.ddp.checks import refuse_if_optimized_in_backward, refuse_other_hook
 from commpass.parallel.ddp.comm_hook import slot_of
 from commpass.parallel.in_graph.layout import equalize
+from commpass.parallel.meeting import wait_for_calls
 from commpass.parallel.refusals import wrong_argument
 from commpass.parallel.ssfusion.buckets import BucketHooks
 from commpass.parallel.ssfusion.hooks import ModuleHooks
@@ -34,6 +36,7 @@ from commpass.plan import Plan
 from commpass.policy.paths import join, names
 
 
+@publishing_refusal
 def ssfusion(
     model: nn.Module,
     *,
@@ -106,12 +109,13 @@ def ssfusion(
     options = Options(settings, selector, momentum, clip, warmup, step, profile_steps, dense)
     check_optimizer(optimizer, momentum)
     user_group = _group_of(model, group)
+    weights, known = _weights(model), profile_here(profile)
+    link = None if known is None else _link(known, user_group)
+    wait_for_calls(user_group, "ssfusion")
     channel = duplicate(user_group)
-    weights = _weights(model)
     described = [(each.name, tuple(each.parameter.shape), each.parameter.dtype) for each in weights]
     agree(channel, (described, options), "parameters and options", "the same model and arguments")
-    device, known = weights[0].parameter.device, profile_here(profile)
-    link = None if known is None else _link(known, user_group)
+    device = weights[0].parameter.device
     name = "measured" if known is None else known.name
     planner = Planner(weights, options, user_group, channel, device, link, name, dump_here(dump))
     hooks: ModuleHooks | BucketHooks
