@@ -110,15 +110,15 @@ class Kernels:
             tile_us=self.tile_us * times,
         )
 
-    def time_us(self, codec: str, role: str, values: float) -> float:
+    def time_us(self, codec: str, role: str, values: float, nbytes: float = 0.0) -> float:
         """Return the microseconds of one kernel that encodes or decodes (``role``) ``values``
         values. For a ``matmul`` that encodes its own result, ``values`` is the number of
-        operations. For ``bytes``, which a kernel moves beside those of its codec, it is their
-        number."""
+        operations, and ``nbytes`` what it reads and writes. For ``bytes``, which a kernel moves
+        beside those of its codec, ``values`` is their number."""
         if role == "bytes":
             return self.compute_us(0.0, values)
         if role == "matmul":
-            return self.compute_us(values, 0.0) * self.matmul_encode
+            return self.compute_us(values, nbytes) * self.matmul_encode
         call = self._rate(codec).call_us
         call_us = self.call_us if call is None else call
         return self.launch_us + call_us + self.values_us(codec, role, values)

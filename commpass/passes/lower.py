@@ -269,22 +269,29 @@ def _coded_by_chain(node: fx.Node) -> tuple[tuple[str, str, int], ...]:
     return tuple(found)
 
 
-def _coded_by_product(node: fx.Node) -> tuple[tuple[str, str, int], ...]:
-    """Return the same for a matmul that encodes its own result, with its number of operations."""
+def _coded_by_product(node: fx.Node) -> tuple[tuple[str, str, int, int], ...]:
+    """Return the same for a matmul that encodes its own result, with its number of operations and
+    of bytes."""
     given: Any = node.args[0]
     product = matmul.lookup(str(node.args[1]))
     m, n, k, _ = matmul.operands_of(product, [each.meta["val"] for each in given]).sizes
-    return ((product.codec.spec, "matmul", 2 * m * n * k),)
+    return ((product.codec.spec, "matmul", 2 * m * n * k, _moved_nbytes(node)),)
 
 
-def _coded_by_decode_matmul(node: fx.Node) -> tuple[tuple[str, str, int], ...]:
+def _moved_nbytes(node: fx.Node) -> int:
+    """Return the bytes that a node reads and writes."""
+    return meta.input_nbytes(node) + meta.total_nbytes(node.meta["val"])
+
+
+def _coded_by_decode_matmul(node: fx.Node) -> tuple[tuple[Any, ...], ...]:
     """Return the same for a matmul that decodes its left operand, with the values that it decodes
     at least once."""
     given: Any = node.args[0]
     rows, b = decode_matmul.lookup(str(node.args[1])), given[1].meta["val"]
     operations, values = 2 * node.meta["val"].numel() * b.shape[0], given[0].meta["val"].shape[0]
     spec = rows.codec.spec
-    return ((spec, "decode", values * rows.numel), (spec, "matmul", operations))
+    product = spec, "matmul", operations, _moved_nbytes(node)
+    return (spec, "decode", values * rows.numel), product
 
 
 @dataclass

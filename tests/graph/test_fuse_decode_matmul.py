@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from graphs import ops
 from test_fuse import RANKS, before, forced, run
 
+from commpass.codecs import codec as codec_of
 from commpass.codecs import operators
 from commpass.costmodel import default_profile
 from commpass.lowering import decode_matmul, fused
@@ -90,7 +91,9 @@ def test_code_of_inductor_calls_the_kernel(fake_group):
     gm, inputs, _ = planned(biased, X, W, B, passes=manager.PASSES)
     work = [n.meta[CODED] for n in gm.graph.nodes if n.meta.get(CODED)]
     values, operations = RANKS * ROWS * K, 2 * RANKS * ROWS * K * N
-    assert (("int8", "decode", values), ("int8", "matmul", operations)) in work
+    wire = RANKS * codec_of("int8").wire_bytes(ROWS * K, BF16)
+    moved = wire + W.nbytes + B.nbytes + RANKS * ROWS * N * 2
+    assert (("int8", "decode", values), ("int8", "matmul", operations, moved)) in work
     code = fake_cuda.code_of(gm, inputs)
     assert code.count("def decode_matmul(") == 1
     assert "extern_kernels.addmm" not in code

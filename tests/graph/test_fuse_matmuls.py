@@ -16,6 +16,7 @@ from graphs import ops
 from test_fuse import RANKS, before, forced, roles_of, run
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from commpass.codecs import codec
 from commpass.costmodel import default_profile
 from commpass.lowering import matmul
 from commpass.lowering.pointwise import BATCH, COLUMN, VALUE
@@ -100,7 +101,9 @@ def test_code_of_inductor_calls_the_kernel(fake_group, function):
     given = (A, B) if function is batched else (ROWS, B, OFFSETS)
     gm, inputs, _ = run(function, forced("int8", chunks=1), *given)
     work = next(n.meta[CODED] for n in gm.graph.nodes if n.meta.get(CODED))
-    assert work == (("int8", "matmul", 2 * E * T * K * N),)
+    wire = RANKS * codec("int8").wire_bytes(E * T * N // RANKS, BF16)
+    moved = sum(each.nbytes for each in given) + wire
+    assert work == (("int8", "matmul", 2 * E * T * K * N, moved),)
     assert not any(n.target is aten.copy_.default for n in gm.graph.nodes)  # of an input
     code = fake_cuda.code_of(gm, inputs)
     assert "def matmul_encode(" in code

@@ -110,5 +110,45 @@ def test_time_of_a_grouped_matmul_is_that_of_one_of_all_rows():
     assert times[0] == times[1] > 2 * M * K * N
 
 
+H200 = replace(default_profile("cuda").kernels, gflops=700e3, gbytes_per_s=4000.0, launch_us=0.0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected_us"),
+    [
+        (8, 2 * (8 * 4096 + 4096 * 14336 + 8 * 14336) / 4000.0e3),  # the weight is read
+        (4096, 2 * 4096 * 4096 * 14336 / 700.0e6),
+    ],
+)
+def test_matmul_takes_the_time_of_its_operations_or_of_its_memory(rows, expected_us):
+    profile = replace(default_profile("cuda"), kernels=H200)
+    with FakeTensorMode():
+        x, weight = torch.empty(rows, 4096).bfloat16(), torch.empty(4096, 14336).bfloat16()
+        graph = make_fx(torch.mm, tracing_mode="real")(x, weight).graph
+    (matmul,) = graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
+    assert costs.compute(matmul, profile).us == pytest.approx(expected_us)
+
+
+def test_attention_to_a_cache_takes_the_time_of_its_reads():
+    """One query for each sequence, as in a decode step."""
+    profile = replace(default_profile("cuda"), kernels=H200)
+    with FakeTensorMode():
+        query = torch.empty(64, 8, 1, 128).bfloat16()
+        keys, values = (torch.empty(64, 8, 8192, 128).bfloat16() for _ in range(2))
+        graph = make_fx(F.scaled_dot_product_attention)(query, keys, values).graph
+    us = sum(costs.compute(node, profile).us for node in graph.nodes)
+    cached, written = 64 * 8 * 8192 * 128, 64 * 8 * 128
+    assert us == pytest.approx(2 * (2 * cached + 2 * written) / 4000.0e3, rel=0.01)
+
+
+def test_nodes_without_operations_read_as_much_as_they_write():
+    profile = replace(default_profile("cuda"), kernels=H200)
+    with FakeTensorMode():
+        x = torch.empty(1024, 1024)
+        graph = make_fx(torch.relu)(x).graph
+    us = sum(costs.compute(node, profile).us for node in graph.nodes)
+    assert us == pytest.approx(2 * 4 * 1024 * 1024 / 4000.0e3)
+
+
 def test_other_nodes_have_no_operations():
     assert operations(lambda x: torch.relu(x) + 1, (3, 5)) == []

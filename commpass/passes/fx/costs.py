@@ -24,9 +24,10 @@ def compute(node: fx.Node, profile: Profile) -> Task:
     """Return the cost of a node's computation.
 
     For encodes and decodes, their codec rates. Otherwise the longer of two times: that of its
-    operations, and that of writing its result and reading as much. Views cost nothing. Nodes beside
-    an encode or decode, such as sums of decoded values, cost nothing either: they are part of those
-    kernels and their rates.
+    operations, and that of its memory traffic. A matmul, a convolution or attention reads its
+    inputs and writes its result. Other nodes write their result and read as much, since Inductor
+    fuses them. Views cost nothing. Nodes beside an encode or decode, such as sums of decoded
+    values, cost nothing either: they are part of those kernels and their rates.
     """
     if US in node.meta:
         return Task(HOST, node.meta[US])
@@ -39,9 +40,10 @@ def compute(node: fx.Node, profile: Profile) -> Task:
         or MARK in node.meta
     ):
         return Task(HOST, 0.0)
-    held = node.meta.get("val")
-    moved = meta.total_nbytes(held)
-    return Task(HOST, profile.kernels.compute_us(operations(node), 2 * moved))
+    count = operations(node)
+    written = meta.total_nbytes(node.meta.get("val"))
+    read = meta.input_nbytes(node) if count else written
+    return Task(HOST, profile.kernels.compute_us(count, read + written))
 
 
 def in_separate_stream(node: fx.Node) -> Task:

@@ -21,8 +21,8 @@ site's name."""
 CODED = "commpass_coded"
 """The key in ``node.meta`` of nodes that replace codec operators: what they encode and decode.
 
-Each entry is codec name, role and number of values. If several nodes replace one operator, the last
-one has it.
+Each entry is codec name, role and number of values; for a matmul, the number of its operations and
+of the bytes that it reads and writes. If several nodes replace one operator, the last one has it.
 """
 US = "commpass_us"
 """The key in ``node.meta`` of a site in a single kernel: its predicted microseconds."""

@@ -108,6 +108,12 @@ def total_nbytes(value: Any) -> int:
     return sum(max(nbytes(each), 0) for each in tensors(value))
 
 
+def input_nbytes(node: fx.Node) -> int:
+    """Return the bytes of a node's input tensors, each counted once. Those of unknown size count as
+    0."""
+    return sum(total_nbytes(each.meta.get("val")) for each in node.all_input_nodes)
+
+
 def width(value: torch.Tensor) -> int:
     """Return the number of values per entry of the first dimension. Use hints for symbolic sizes,
     and 1 if a hint is missing."""
