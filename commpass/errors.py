@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterable
 from numbers import Real
+from pathlib import Path
 from typing import Any
 
 from commpass.utils.printable import clean_lines
@@ -149,3 +150,11 @@ def check_quantity(
     if not low <= value <= LARGEST:
         end = ")" * (parameter.count("(") - parameter.count(")"))
         raise PolicyError(f"{parameter}={value!r}{end}: must be from {low:g} to {LARGEST:g}")
+
+
+def unwritable(path: Path, error: OSError) -> str:
+    """Return the message that a file cannot be written."""
+    why = error.strerror
+    if isinstance(error, FileNotFoundError) and not path.parent.is_dir():
+        why = f"there is no folder {path.parent}; make it first"
+    return f"{path}: cannot be written: {why}"

@@ -27,7 +27,7 @@ def compare(
         str,
         typer.Option(
             metavar="A,B,...",
-            help="Presets or .toml files, the first is the base. on: what the program itself says.",
+            help="Presets or .toml files, the first is the base. on: the policy of the program.",
             autocompletion=completion.policies,
         ),
     ] = "off,on",

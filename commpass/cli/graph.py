@@ -9,7 +9,7 @@ import typer
 
 from commpass.cli.app import app
 from commpass.cli.arguments import DumpPath, RunName, load, newest
-from commpass.errors import CommpassError
+from commpass.errors import CommpassError, nearest, unwritable
 from commpass.report import tables
 from commpass.report.graph import dot as drawings
 from commpass.report.graph import nodes
@@ -77,7 +77,8 @@ def graph(
     if before + after + lowered > 1:
         raise typer.BadParameter("choose one of them", param_hint="--before/--after/--lowered")
     if level not in ("sites", "nodes"):
-        raise typer.BadParameter(f"{level!r} is neither sites nor nodes", param_hint="--level")
+        hint = nearest(level, ("sites", "nodes"))
+        raise typer.BadParameter(f"{level!r} is no level{hint}", param_hint="--level")
     if level == "nodes" and (site, module, expand, every) != (None, None, None, False):
         raise typer.BadParameter(
             "are of the level sites; with --level nodes say --around K",
@@ -134,6 +135,6 @@ def graph(
     try:
         output.write_text(written.rstrip("\n") + "\n", encoding="utf-8")
     except OSError as error:
-        raise CommpassError(f"{output}: cannot be written: {error.strerror}") from error
+        raise CommpassError(unwritable(output, error)) from error
     typer.echo(f"wrote {output}")
     typer.echo(note, err=True)

@@ -35,8 +35,9 @@ def lower(
         ),
     ] = None,
     arch: Annotated[
-        str, typer.Option(metavar="ARCH", help="sm_80, sm_90, sm_100 or gfx942.")
-    ] = "sm_90",
+        str | None,
+        typer.Option(metavar="ARCH", help="sm_80, sm_90, sm_100 or gfx942 (default: sm_90)."),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="Dtype of the values.")] = "bfloat16",
     ranks: Annotated[int, typer.Option(min=1, help="Rows that are summed.")] = 8,
     path: Annotated[
@@ -78,6 +79,10 @@ def lower(
         )
     asked = kernels.KernelQuery(spec, kernel, dtype, ranks, path, site, run)
     if cpp:
+        if arch is not None:
+            raise typer.BadParameter(
+                "is for GPUs; --cpp shows the code for this machine's CPU", param_hint="--arch"
+            )
         kernels.show_cpp(asked, output)
         return
-    kernels.run(asked, arch, text="".join(chosen), json=json, output=output)
+    kernels.run(asked, arch or "sm_90", text="".join(chosen), json=json, output=output)

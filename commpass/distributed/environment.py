@@ -65,7 +65,7 @@ def policy_here(argument: str | Path | Policy) -> Policy:
     chosen = policy_named(argument)
     requested = policy_of_environment()
     if is_off():
-        _log(logging.INFO, f"{SWITCH}=off: nothing is compressed, whatever the program says")
+        _log(logging.INFO, f"{SWITCH}=off: nothing is compressed, also if the program has a policy")
         return PRESETS["off"]
     if requested is None or requested == chosen:
         return chosen
@@ -191,12 +191,12 @@ def _check_problem(value: str) -> str:
 
 
 VARIABLES: dict[str, tuple[str, Callable[[str], str]]] = {
-    SWITCH: ("off: nothing is compressed, whatever the program says", _checked(is_off)),
+    SWITCH: ("off: nothing is compressed, also if the program has a policy", _checked(is_off)),
     POLICY: (
         "takes the place of the policy that the program gives",
         _checked(policy_of_environment),
     ),
-    DUMP: ("where rank 0 writes plans and graphs, unless the program says", _dump_problem),
+    DUMP: ("where rank 0 writes plans and graphs, unless the program has dump=...", _dump_problem),
     STEPS: ("where each rank writes the times of its steps, for commpass compare", _steps_problem),
     CHECK: ("1: passes are checked on every graph, as with strict=True", _check_problem),
     CORES: ("how many processor cores this rank has", _checked(stated_cores)),

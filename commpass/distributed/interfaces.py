@@ -59,7 +59,7 @@ def _silent_type(name: str, root: Path) -> str:
     """Return why the stated rate of an interface means nothing, or "" if it does."""
     folder = root / "class/net" / name
     if name == "lo":
-        return "lo is the loopback"
+        return "lo is the loopback interface"
     if exists(folder / "wireless") or exists(folder / "phy80211"):
         return f"{name} is wireless, which rarely reaches its stated rate"
     if exists(folder / "tun_flags"):

@@ -227,8 +227,10 @@ def state_dict(
             to load those of that checkpoint into.
         prefix: the prefix of the residuals in that checkpoint.
 
-    Raise PolicyError if the folder holds no checkpoint, or if the owner of a residual is ambiguous.
+    Raise PolicyError for a model that is not a module, if the folder holds no checkpoint, or if the
+    owner of a residual is ambiguous.
     """
+    _check_model("state_dict", model)
     if of is not None:
         return _stored(of, prefix)
     state = {
@@ -239,6 +241,14 @@ def state_dict(
             raise _ambiguous(name, "kept for")
         state[str(name)] = tensor
     return state
+
+
+def _check_model(call: str, model: object) -> None:
+    if model is not None and not isinstance(model, nn.Module):
+        raise PolicyError(
+            f"commpass.{call}(model={type(model).__name__}): must be a module, or None for all"
+            " residuals"
+        )
 
 
 def _live(model: nn.Module | None) -> list[tuple[Name, Tensor]]:
@@ -310,6 +320,7 @@ def load_state_dict(state: Mapping[str, Tensor], model: nn.Module | None = None)
     Raise PolicyError for a state that is invalid, or of another model, shape or version, with what
     was expected. Then nothing is changed.
     """
+    _check_model("load_state_dict", model)
     tensors: dict[Name, Tensor] = {}
     for key, tensor in state.items():
         if not isinstance(tensor, Tensor):

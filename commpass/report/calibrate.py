@@ -127,7 +127,7 @@ def _print_summary(
     write_whole(output, policy.to_toml().encode(), CalibrationError)
     typer.echo(f"wrote {output}: commpass.backend({str(output)!r})", err=json)
     if plot is not None:
-        draw(solved, f"error of the {found.of} for each unit of error at a place", plot)
+        draw(solved, f"chosen codecs, by their effect on the {found.of}", plot)
         typer.echo(f"wrote {plot}", err=json)
 
 
@@ -234,7 +234,7 @@ def totals(measured: Calibration, found: Solution) -> list[str]:
     """Return bytes and predicted error of the mix, and of one codec everywhere."""
     what = measured.of
     lines = [
-        f"if all is coded so, a rank sends {size(round(found.sent_bytes))} instead of"
+        f"with these codecs, a rank sends {size(round(found.sent_bytes))} instead of"
         f" {size(round(found.plain_bytes))}; predicted error of the {what} {found.error:.3%},"
         f" of a budget of {found.max_error:.3%}"
     ]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from commpass.errors import PolicyError
+from commpass.errors import PolicyError, unwritable
 from commpass.report.plots import new_figure
 
 if TYPE_CHECKING:
@@ -34,7 +34,9 @@ def plot(rows: Sequence[Measured], title: str, path: Path) -> None:
     lossy = [row for row in rows if row.error > 0]
     panels = _panels(lossy)
     figure = new_figure(11, 8)
-    notes = ["Dotted lines join the settings of one codec."]
+    families = list(map(_family, lossy))
+    joined = len(set(families)) < len(families)
+    notes = ["Dotted lines join the settings of one codec."] if joined else []
     if exact := [row.codec for row in rows if row.error == 0]:
         notes.append(f"Without error, and not in the picture: {', '.join(exact)}.")
     figure.supxlabel(" ".join(notes), fontsize=8, color="#555555")
@@ -67,7 +69,7 @@ def plot(rows: Sequence[Measured], title: str, path: Path) -> None:
     try:
         figure.savefig(path, dpi=140)
     except OSError as error:
-        raise PolicyError(f"{path}: cannot be written: {error.strerror}") from error
+        raise PolicyError(unwritable(path, error)) from error
     except ValueError as error:
         raise PolicyError(f"{path}: end the name in .png, .svg or .pdf ({error})") from error
 

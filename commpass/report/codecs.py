@@ -228,6 +228,7 @@ def table_of(rows: Sequence[Measured]) -> Table:
     numbers = ["bits", "error", "cosine", "bound", "above"]
     numbers += ["encode GB/s", "decode GB/s"] if timed else []
     table = plain_table("codec", *numbers, right=numbers)
+    table.caption_justify = "left"
     table.caption = (
         "error: relative, in the 2-norm; cosine: of the angle between values and decoded values;\n"
         "bound: the largest error that a block of any values can have, 1 for 100 %;\n"

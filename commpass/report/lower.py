@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from commpass.codecs import codec
-from commpass.errors import CommpassError, KernelError, PolicyError, nearest
+from commpass.errors import CommpassError, KernelError, PolicyError, nearest, unwritable
 from commpass.lowering.inspect.architectures import architecture
 from commpass.plan import SINGLE_KERNEL, PlannedSite, dump
 from commpass.report.codecs import DTYPES, dtype_of
@@ -103,7 +103,7 @@ def write(texts: Sequence[str], output: Path | None) -> None:
     try:
         output.write_text(text + "\n", encoding="utf-8")
     except OSError as error:
-        raise CommpassError(f"{output}: cannot be written: {error.strerror}") from error
+        raise CommpassError(unwritable(output, error)) from error
     typer.echo(f"wrote {output}")
 
 

@@ -216,8 +216,9 @@ def draw(file: ProfileFile, path: Path) -> None:
             link = file.profile.intra_host_link if level == "intra_host_link" else file.profile.link
             _curve(axes, kind, list(points), link)
         where = WHERE[level] if file.profile.intra_host_link is not None else "between ranks"
-        axes.set(xscale="log", yscale="log", xlabel="bytes that leave a rank", ylabel="us")
-        axes.set_title(f"{where}, {own[0].ranks} ranks: measured (points) and fitted (lines)")
+        axes.set(xscale="log", yscale="log", xlabel="bytes that leave a rank", ylabel="time (us)")
+        of = f"{where}, {own[0].ranks} ranks"
+        axes.set_title(f"{of}: medians with quartiles (points) and fit (lines)")
         axes.legend(frameon=False)
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=110)

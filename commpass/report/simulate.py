@@ -4,6 +4,7 @@ picture."""
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import math
 import os
 import re
@@ -90,7 +91,8 @@ def profile_of(profile: str | None, cluster: str | None) -> str:
     if cluster is not None and profile is None:
         machine_named(cluster)
         return cluster
-    found = "both are given" if cluster is not None else "neither is, nor COMMPASS_PROFILE"
+    missing = "neither is given, and COMMPASS_PROFILE is not set"
+    found = "both are given" if cluster is not None else missing
     raise CommpassError(
         "give either --cluster with a machine, such as dgx-h100, or --profile with another name or"
         f" a file: {found}"
@@ -116,9 +118,14 @@ def build_of(location: str) -> Build:
         raise CommpassError(f"{location!r}: must be FILE.py:FUNCTION, such as model.py:build")
     if not Path(path).is_file():
         raise CommpassError(f"{path}: there is no such file")
-    names = vars(_module(Path(path)))
+    module = _module(Path(path))
+    names = vars(module)
     if not callable(names.get(name)):
-        known = [each for each, value in names.items() if callable(value) and each[0] != "_"]
+        known = [
+            each
+            for each, value in names.items()
+            if inspect.isfunction(value) and value.__module__ == module.__name__
+        ]
         raise CommpassError(f"{path} has no function {name!r}{nearest(name, known)}")
     return names[name]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from commpass.errors import CommpassError, DumpError
+from commpass.errors import CommpassError, DumpError, unwritable
 from commpass.plan.dump import Dump
 from commpass.plan.timeline import Timeline
 from commpass.report import timeline_drawing, timeline_json
@@ -20,7 +20,7 @@ from commpass.utils.printable import brief
 
 LEFT, RIGHT = (
     ("site", "module", "codec", "algorithm"),
-    ("chunks", "travels ms", "exposed ms", "before moving ms"),
+    ("chunks", "exchange ms", "exposed ms", "before moving ms"),
 )
 HEADERS = (*LEFT, *RIGHT)
 MEASURED = "measured exposed ms"
@@ -163,7 +163,7 @@ def write(view: Sequence[TimelineView], path: Path) -> None:
     try:
         kinds[path.suffix.lower()](view, path)
     except OSError as error:
-        raise CommpassError(f"{path}: cannot be written: {error.strerror}") from error
+        raise CommpassError(unwritable(path, error)) from error
 
 
 def _png(view: Sequence[TimelineView], path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from commpass.errors import CommpassError
+from commpass.errors import CommpassError, unwritable
 
 T = TypeVar("T")
 
@@ -101,7 +101,7 @@ def write_whole(path: Path, raw: bytes, error: type[CommpassError]) -> None:
         part.write_bytes(raw)
         part.rename(path)
     except OSError as failed:
-        raise error(f"{path}: cannot be written: {failed.strerror}") from failed
+        raise error(unwritable(path, failed)) from failed
     finally:
         part.unlink(missing_ok=True)
 

@@ -338,7 +338,10 @@ def test_file_that_is_not_there(tmp_path):
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["buid", "--mesh", "tp=2"], "has no function 'buid'; did you mean 'build'"),
+        (
+            ["buid", "--mesh", "tp=2"],
+            "no function 'buid'; did you mean 'build'? Known: asks, build, nothing.",
+        ),
         (["build", "--mesh", "tp"], "such as dp=8,tp=8"),
         (["build", "--mesh", "tp=2,tp=4"], "such as dp=8,tp=8"),
         (["build", "--mesh", "tp=2", "--sweep", "tp=x"], "such as tp=2,4,8"),

@@ -288,7 +288,7 @@ def test_one_box_a_site_between_boxes_of_what_computes():
         f"#3 all_reduce · layers.1.attn.o | {saved}",
         "layers.1.attn, layers.1.mlp: 3 operators",
         f"#4 all_reduce · layers.1.mlp.o | {saved}",
-        "layers.1.mlp, head: 2 operators, for outputs alone",
+        "layers.1.mlp, head: 2 operators, only for outputs",
     ]
     boxes = [box.lines[0] for box in shown.boxes]
     assert ways(shown) == set(pairwise(boxes))  # residuals follow from these arrows
@@ -300,7 +300,7 @@ def test_compute_that_no_collective_waits_for_has_a_box_beside_it():
     extra = node("weight", "aten.mm.default", "act_attn_0", module="layers.0.attn")
     nodes = (*one.after, extra)
     shown = of_sites(dataclasses.replace(one, after=nodes))
-    beside = "layers.0.attn: 1 operator, for outputs alone"
+    beside = "layers.0.attn: 1 operator, only for outputs"
     assert ("layers.0.attn: 2 operators", beside) in ways(shown)
     assert not any(source == beside for source, _ in ways(shown))
 
@@ -346,7 +346,7 @@ def test_many_layers_are_folded_and_all_of_them_are_not():
         "layers.*.attn, layers.*.mlp x 40: 3 operators each",
         "all_reduce · layers.*.mlp.o x 40 | int8/two-shot x3 | each 8 MiB → 2 MiB · 100 → 40 us",
         "layers.*.mlp, layers.*.attn x 39: 3 operators each",
-        "layers.39.mlp, head: 2 operators, for outputs alone",
+        "layers.39.mlp, head: 2 operators, only for outputs",
     ]
     assert [arrow.label for arrow in shown.arrows if arrow.label] == ["next layer, x 39"]
     assert len(of_sites(one, every=True).boxes) == 161
@@ -369,7 +369,7 @@ def test_chunks_of_one_collective_are_one_box():
     assert lines_of(of_sites(one)) == [
         "a: 1 operator",
         "#1-2 all_reduce · a | int8/two-shot in 2 chunks | 2 MiB → 4 MiB · 200 → 80 us",
-        "b: 1 operator, for outputs alone",
+        "b: 1 operator, only for outputs",
     ]
     opened = [box.lines[0] for box in of_sites(one, site="2").boxes]
     assert opened.count("encode") == opened.count("decode") == 2

@@ -178,3 +178,10 @@ def test_model_in_the_graph_has_one_as_well(fake_group):
     assert made
     assert handle.plans[-len(made) :] == made
     assert "exchanges compressed" in repr(handle)
+
+
+@pytest.mark.parametrize("call", ["state_dict", "load_state_dict"])
+def test_residuals_of_what_is_no_module(call):
+    arguments = ({}, "x") if call == "load_state_dict" else ("x",)
+    with pytest.raises(PolicyError, match=rf"commpass.{call}\(model=str\): must be a module"):
+        getattr(commpass, call)(*arguments)

@@ -311,7 +311,7 @@ def test_mesh_has_the_gpus_of_the_nodes():
     [
         (["--cluster", "dgx-h10"], "unknown machine 'dgx-h10'; did you mean 'dgx-h100'"),
         (["--cluster", "dgx-h100", "--profile", "nvlink-4"], "a file: both are given"),
-        ([], "a file: neither is, nor COMMPASS_PROFILE"),
+        ([], "a file: neither is given, and COMMPASS_PROFILE is not set"),
         (["--cluster", "dgx-h100", "--nodes", "2"], "8 ranks, but 2 nodes of dgx-h100 have 16"),
         (["--profile", "nvlink-4", "--nodes", "2"], "how many GPUs a node has"),
     ],

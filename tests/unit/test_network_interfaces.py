@@ -53,7 +53,7 @@ def test_unreadable_rate_is_unknown(root):
     [
         ("veth1", {"device": False}, "veth1 is a virtual interface"),
         ("dummy0", {"device": False}, "dummy0 is a virtual interface"),
-        ("lo", {"device": False}, "lo is the loopback"),
+        ("lo", {"device": False}, "lo is the loopback interface"),
         ("tun0", {"device": False, "folders": ["tun_flags"]}, "tun0 is a tunnel"),
         ("wlan0", {"folders": ["wireless", "phy80211"]}, "wlan0 is wireless"),
         ("bond0", {"device": False, "folders": ["bonding"]}, "bond0 is a virtual interface"),
@@ -410,5 +410,5 @@ def test_virtual_interfaces_of_a_real_kernel_are_unknown():
         virtual,
         f"mv sends over another interface: {virtual}",
         "br0 is a bridge without a network card",
-        "lo is the loopback",
+        "lo is the loopback interface",
     ]

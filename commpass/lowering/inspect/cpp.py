@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -71,5 +72,6 @@ def _inductor_code(chain: Chain, numel: int) -> str:
     with torch.no_grad():
         body = make_fx(run, decomposition_table=select_decomp_table())(*given)
         # It compiles and runs nothing. A cached result would have no code.
-        with config.patch(force_disable_caches=True):
+        with config.patch(force_disable_caches=True), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
             return "\n".join(get_code(torch.compile(body, dynamic=False), *given))

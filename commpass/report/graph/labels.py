@@ -26,7 +26,7 @@ def picture(sketch: Sketch) -> Picture:
     for name, nodes in sketch.members.items():
         site = sketch.sites.get(name)
         if site is None:
-            last = "" if name in used else ", for outputs alone"
+            last = "" if name in used else ", only for outputs"
             boxes.append(Box(name, "plain", (clean(run_label(nodes) + last),)))
         elif many[site] > 1:
             boxes.append(_part(name, nodes, site, sketch))

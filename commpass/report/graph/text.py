@@ -41,7 +41,7 @@ def table_of(picture: Picture) -> Table:
     for arrow in picture.arrows:
         number = line[arrow.source]
         after[arrow.user].append(f"({number})" if arrow.hidden else number)
-    table = plain_table("line", "", "what", "reads lines", folded=("what", "reads lines"))
+    table = plain_table("line", "", "what", "input lines", folded=("what", "input lines"))
     for name in order:
         box = boxes[name]
         label = " · ".join(box.lines)
