@@ -103,7 +103,7 @@ def steps(axes: Axes, rows: list[Row]) -> None:
     names = [f"{model}\n{ranks} ranks" for model, ranks in clusters]
     axes.set_xticks(range(len(clusters)), names)
     axes.set_ylabel("ms a step")
-    axes.set_title(f"a step, {rows[0]['gbit']:g} Gbit/s", loc="left")
+    axes.set_title(f"time of a training step by policy, {rows[0]['gbit']:g} Gbit/s", loc="left")
     axes.grid(axis="y", alpha=0.3)
     legend_beside(axes)
 
