@@ -99,6 +99,7 @@ def gpu_kernels(gbytes_per_s: float, gflops: float, slots: float = 0.0) -> Kerne
         rates={name: rate(shares) for name, shares in SHARES.items()} | serial,
         gflops=gflops,
         gbytes_per_s=gbytes_per_s,
+        fuses=True,
     )
 
 

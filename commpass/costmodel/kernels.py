@@ -59,6 +59,8 @@ class Kernels:
             which also exchanges values.
         tile_us: the time in which a program of such a kernel encodes or decodes a tile, about two
             accesses of memory and some hundred instructions.
+        fuses: whether other operators take the time in which their fused kernel accesses memory, as
+            on a GPU. Otherwise each takes that of its own result.
     """
 
     launch_us: float
@@ -71,6 +73,7 @@ class Kernels:
     graph_launch_us: float = 0.0
     in_exchange: float = 1.0
     tile_us: float = 1.5
+    fuses: bool = False
 
     def __post_init__(self) -> None:
         check_quantity("Kernels(launch_us", self.launch_us)

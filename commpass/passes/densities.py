@@ -189,9 +189,11 @@ def _coding_us(
 def _clock(graph: fx.Graph, profile: Profile) -> dict[fx.Node, float]:
     """Return how many microseconds a rank computes before it reaches each node."""
 
+    times = costs.NodeTimes.of(graph, profile)
+
     def us(node: fx.Node) -> float:
         exchanged = parse(node) is not None or is_wait(node)
-        return 0.0 if exchanged else costs.compute(node, profile).us
+        return 0.0 if exchanged else times.us(node)
 
     nodes = list(graph.nodes)
     return dict(zip(nodes, itertools.accumulate(map(us, nodes), initial=0.0), strict=False))

@@ -94,7 +94,8 @@ class _Chunks:
         self.written = changed(graph, self.known)
         self.counted: dict[tuple[Any, ...], tuple[int, int]] = {}
         # Splits add and erase nodes, and change no sizes of others.
-        self.us_of = functools.cache(lambda node: costs.compute(node, profile).us)
+        self.times = costs.NodeTimes.of(graph, profile)
+        self.us_of = functools.cache(self.times.us)
 
     @cached_property
     def held(self) -> tuple[dict[fx.Node, int], int]:
@@ -184,12 +185,12 @@ class _Chunks:
         if self.overlapping.time_us(each.call.node) >= whole.us:
             return []
         cut = {node: join.chunks for node, join in self.joins.items()}
-        plain = pipeline_us(regions[0], 1, whole, (), cut, self.profile, self.us_of)
+        plain = pipeline_us(regions[0], 1, whole, (), cut, self.times, self.us_of)
         found: list[tuple[float, Region]] = []
         for region in regions:
             part = exchange_of(self._best(part_of(each.site, region), each), self.profile)
             joined = joined_of(region)[0]
-            us = pipeline_us(region, region.chunks, part, joined, cut, self.profile, self.us_of)
+            us = pipeline_us(region, region.chunks, part, joined, cut, self.times, self.us_of)
             if plain - us > self.profile.margin * plain:
                 found.append((us, region))
         where = f"from the matmul before to those after on {self.profile.name}"

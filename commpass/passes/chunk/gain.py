@@ -15,6 +15,7 @@ from torch import fx
 from commpass.costmodel import HOST, Profile, Task, finished_us
 from commpass.passes.chunk.region import Region
 from commpass.passes.fx import meta
+from commpass.passes.fx.costs import NodeTimes
 from commpass.passes.fx.ops import is_heavy, is_matmul
 from commpass.plan import SINGLE_KERNEL, Candidate, Site
 
@@ -45,7 +46,7 @@ def pipeline_us(
     exchange: Task,
     joined: Sequence[fx.Node],
     cut: Mapping[fx.Node, Sequence[fx.Node]],
-    profile: Profile,
+    times: NodeTimes,
     us_of: Callable[[fx.Node], float],
 ) -> float:
     """Return the microseconds until the matmuls after a collective are done.
@@ -55,12 +56,12 @@ def pipeline_us(
     gives the time of a node.
     """
     nodes = [node for each in region.product.nodes for node in cut.get(each, (each,))]
-    before_us = _part_us(nodes, chunks, profile, us_of)
-    after_us = _part_us(region.consumers, chunks, profile, us_of)
+    before_us = _part_us(nodes, chunks, times, us_of)
+    after_us = _part_us(region.consumers, chunks, times, us_of)
     copied_us = 0.0
     if chunks > 1:
         nbytes = meta.total_nbytes([node.meta["val"] for node in (*joined, *_sliced(region))])
-        copied_us = profile.kernels.compute_us(0, nbytes)
+        copied_us = times.profile.kernels.compute_us(0, nbytes)
     return _finished_us(chunks, before_us, after_us, exchange, copied_us)
 
 
@@ -136,12 +137,12 @@ class OverlappingCompute:
 
 
 def _part_us(
-    nodes: Iterable[fx.Node], chunks: int, profile: Profile, us_of: Callable[[fx.Node], float]
+    nodes: Iterable[fx.Node], chunks: int, times: NodeTimes, us_of: Callable[[fx.Node], float]
 ) -> float:
-    """Return the time of one chunk: its share, and a launch for each matmul."""
+    """Return the time of one chunk: its share, and a launch for each kernel."""
     us = 0.0
     for node in nodes:
-        launch = profile.kernels.launch_us if is_matmul(node) else 0.0
+        launch = times.profile.kernels.launch_us * times.kernels(node)
         us += (us_of(node) - launch) * _share(node, chunks) + launch
     return us
 

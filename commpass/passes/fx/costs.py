@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from operator import getitem
 from typing import Any
 
 import torch
@@ -14,20 +15,44 @@ from commpass import groups
 from commpass.costmodel import HOST, Prices, Profile, Task, overlapped_kernel, prices
 from commpass.passes.fx import meta
 from commpass.passes.fx.aliasing import is_alias
+from commpass.passes.fx.fusion import Traffic, traffic
 from commpass.passes.fx.marks import CODED, MARK, SHARE, US
-from commpass.passes.fx.ops import ALLOCATORS, flops_formula
+from commpass.passes.fx.ops import ALLOCATORS, flops_formula, is_matmul
 from commpass.passes.fx.parse import Call, describe_group
 from commpass.plan.stage import ALL, Stage, all_to_all, plain_exchange
 
 
-def compute(node: fx.Node, profile: Profile) -> Task:
-    """Return the cost of a node's computation.
+@dataclasses.dataclass(frozen=True)
+class NodeTimes:
+    """The times of the nodes of a graph. ``fused`` is the traffic of those that Inductor fuses on a
+    GPU; empty on a CPU."""
+
+    profile: Profile
+    fused: Mapping[fx.Node, Traffic]
+
+    @classmethod
+    def of(cls, graph: fx.Graph, profile: Profile) -> NodeTimes:
+        return cls(profile, traffic(graph) if profile.kernels.fuses else {})
+
+    def us(self, node: fx.Node) -> float:
+        """Return the microseconds of a node's computation."""
+        return compute(node, self.profile, self.fused.get(node)).us
+
+    def kernels(self, node: fx.Node) -> int:
+        """Return the kernels that a node starts whose launches count."""
+        return int(is_matmul(node)) or (self.fused[node].kernels if node in self.fused else 0)
+
+
+def compute(node: fx.Node, profile: Profile, fused: Traffic | None = None) -> Task:
+    """Return the cost of a node's computation. ``fused`` is its traffic if it is fused on a GPU.
 
     For encodes and decodes, their codec rates. Otherwise the longer of two times: that of its
     operations, and that of its memory traffic. A matmul, a convolution or attention reads its
-    inputs and writes its result. Other nodes write their result and read as much, since Inductor
-    fuses them. Views cost nothing. Nodes beside an encode or decode, such as sums of decoded
-    values, cost nothing either: they are part of those kernels and their rates.
+    inputs and writes its result. On a GPU, a fused kernel reads its inputs and writes its results
+    (``fusion``). On a CPU, its instructions take longer than its memory traffic: each of its nodes
+    counts as if it wrote its result and read as much. Views and items of results cost nothing.
+    Nodes beside an encode or decode, such as sums of decoded values, cost nothing either: they are
+    part of those kernels and their rates.
     """
     if US in node.meta:
         return Task(HOST, node.meta[US])
@@ -36,10 +61,14 @@ def compute(node: fx.Node, profile: Profile) -> Task:
     if (
         node.op != "call_function"
         or is_alias(node)
+        or node.target is getitem
         or node.target in ALLOCATORS
         or MARK in node.meta
     ):
         return Task(HOST, 0.0)
+    if fused is not None:
+        launches_us = fused.kernels * profile.kernels.launch_us
+        return Task(HOST, profile.kernels.compute_us(0.0, fused.nbytes) + launches_us)
     count = operations(node)
     written = meta.total_nbytes(node.meta.get("val"))
     read = meta.input_nbytes(node) if count else written
