@@ -109,8 +109,8 @@ class _Groups:
 
 
 def _is_constant(node: fx.Node) -> bool:
-    """Whether a node is one of torch's operators without inputs, such as ``full``. Inductor computes
-    its values where they are used."""
+    """Whether a node has no inputs, such as ``full``. Inductor computes its values where they are
+    used."""
     return getattr(node.target, "namespace", "") in PLAIN and not node.all_input_nodes
 
 
