@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -22,7 +24,7 @@ from commpass.passes import run as run_passes
 from commpass.passes.fx.parse import describe_group, graph_modules, parse
 from commpass.passes.hidden import decided
 from commpass.passes.manager import OnPassEnd
-from commpass.plan import UNCOMPRESSED, Plan
+from commpass.plan import NONE, UNCOMPRESSED, Plan
 
 Agreed = tuple[PassContext, PlanMismatch | None, Round | None]
 
@@ -68,12 +70,46 @@ def plan_graph(shared: Shared, graph_input: GraphInput, job: Job, on_pass_end: O
 
 
 def excluded_sites(shared: Shared, job: Job, plan: Plan) -> dict[str, str]:
-    """Return the compressed sites of a plan that are known to be over their budget, with the
-    reasons."""
+    """Return the compressed sites of a plan that must stay uncompressed, with the reasons.
+
+    They are known to be over their budget, or backward recomputes them and forward leaves them
+    uncompressed.
+    """
     rank = dist.get_rank() if ready() else 0
     keys, place = keys_of(plan.sites, rank), job.place
     found = {site.name: (place, keys[site.name]) for site in plan.compressed}
-    return {n: UNCOMPRESSED + shared.over[key] for n, key in found.items() if key in shared.over}
+    over = {n: UNCOMPRESSED + shared.over[key] for n, key in found.items() if key in shared.over}
+    return over | _excluded_in_forward(job, recomputed_sites(job, plan))
+
+
+def _excluded_in_forward(job: Job, names: Sequence[str]) -> dict[str, str]:
+    """Return those of the recomputed sites that forward leaves uncompressed, with the reasons.
+
+    Backward numbers the branches of ``torch.cond`` anew. So several sites of forward may be the one
+    that is recomputed in a branch. It is left uncompressed if one of them is.
+    """
+    if job.calls.forward is None or not names:
+        return {}
+    sites = job.calls.forward.sites
+    known = {site.name for site in sites}
+    plain = (site for site in sites if site.codec == NONE)
+    left = {each.name: each.reason for each in plain if each.reason.startswith(UNCOMPRESSED)}
+    in_branches = {_unnumbered(name): why for name, why in left.items()}
+    found = {n: left.get(n) if n in known else in_branches.get(_unnumbered(n)) for n in names}
+    return {name: why for name, why in found.items() if why is not None}
+
+
+def _unnumbered(name: str) -> str:
+    """Return a site's name without the numbers of sub-graphs: ``true_graph.all_reduce``."""
+    return re.sub(r"_\d+(?=\.)", "", name)
+
+
+def recomputed_sites(job: Job, plan: Plan) -> list[str]:
+    """Return the compressed sites of a backward graph that send again what its forward graph sent.
+    They must send the same."""
+    if job.direction != "backward" or job.calls.forward is None:
+        return []
+    return [site.name for site in plan.compressed if site.direction == "forward"]
 
 
 def _participant(shared: Shared, job: Job) -> agreement.Participant:

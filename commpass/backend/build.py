@@ -146,7 +146,10 @@ def _build(shared: Shared, job: Job, before: PassContext | None) -> Built | Rais
     entry = step_log.Entry(plan, samples, graph, profile.description)
     shared.step_log.put(entry, instead_of)
     patience, compared = shared.patience(plan), _is_compared(plan, round)
-    check = Check(samples, round, given.policy.check_calls, patience, decides=compared)
+    again = agree.recomputed_sites(job, plan)  # forward checks them
+    check = Check(samples, round, given.policy.check_calls, patience, decides=compared, skip=again)
+    if job.direction == "forward":
+        calls.forward = plan
     function = instrument(shared.step_timer, callable_of(compiled), entry)
     function = side_stream.joining(function) if has_beside else function
     function = with_more(function, functools.partial(constants_of, outcome.constants))
@@ -175,11 +178,17 @@ def rebuild(shared: Shared, job: Job, built: Built, over: Mapping[Key, str]) -> 
         outcome.untouched = untouched  # for the next call, which tries again
         raise
     if built.check.is_first:
+        again = agree.recomputed_sites(job, plan)  # named with the forward graph
         for site in plan.sites:
-            if site.name in names:
+            if site.name in names and site.name not in again:
                 why = names[site.name].removeprefix(UNCOMPRESSED)
                 record.log.warning(OVER, label(site), site.kind, why, MORE)
     return made
+
+
+def is_behind(shared: Shared, job: Job, built: Built) -> bool:
+    """Whether a compressed site of a graph must stay uncompressed by now."""
+    return bool(agree.excluded_sites(shared, job, built.outcome.plan))
 
 
 def _input(shared: Shared, job: Job, excluded: Mapping[str, str]) -> GraphInput:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import fx
 from torch._guards import CompileContext, TracingContext
 
 from commpass import groups
-from commpass.backend import build
+from commpass.backend import agree, build
 from commpass.backend.calls import check_call
 from commpass.backend.compile_once import compiled_once
 from commpass.backend.object_inputs import bypass_objects
@@ -342,12 +342,18 @@ class Backend(Shared):
         first = counted if made.outcome.first else None
         members = groups.Members(made.outcome.plan.bound_groups)
         hook = functools.partial(check_call, self, job.number + job.direction, first, members)
-        if made.check.done or not made.check.decides:
+        forward: Collection[Checked] = ()
+        if agree.recomputed_sites(job, made.outcome.plan):
+            forward = self.checked.get((calls.code, "forward", ""), ())
+        is_checked = not made.check.done or any(each.is_checking for each in forward)
+        if not is_checked or not made.check.decides:
             release(same_code)
-        if made.check.done:
+        if not is_checked:
             return before_each_call(made.compiled, hook, made.function)
         together = same_code if made.check.decides else weakref.WeakSet()
-        checked = Checked(made, functools.partial(build.rebuild, self, job), together)
+        rebuild = functools.partial(build.rebuild, self, job)
+        is_behind = functools.partial(build.is_behind, self, job)
+        checked = Checked(made, rebuild, together, forward, is_behind)
         together.add(checked)
         return before_each_call(made.compiled, hook, checked)
 

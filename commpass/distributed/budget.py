@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -131,7 +131,8 @@ class Check:
     ``round`` is None if no ranks compare plans. Each site is measured on ``calls`` calls, and the
     check is ``done`` once all were. ``made`` is the number of calls so far. ``pending`` says that
     the ranks have not yet compared what they published of the latest call. A check without
-    ``decides`` only warns: other ranks keep the plan that this one adopted.
+    ``decides`` only warns: other ranks keep the plan that this one adopted. The sites in ``skip``
+    are checked by another graph.
     """
 
     def __init__(
@@ -142,6 +143,7 @@ class Check:
         timeout_s: float,
         *,
         decides: bool = True,
+        skip: Collection[str] = (),
     ):
         self.samples, self.round, self.calls, self.timeout_s = samples, round, calls, timeout_s
         self.decides = decides
@@ -149,7 +151,8 @@ class Check:
         rank = self.store.rank if self.store is not None else 0
         self.peers = [each for each in round.ranks if each != rank] if round is not None else []
         keys = keys_of([each.site for each in samples.sites], rank)
-        sites = {keys[each.site.name]: each for each in samples.sites if each.checked}
+        checked = (each for each in samples.sites if each.checked and each.site.name not in skip)
+        sites = {keys[each.site.name]: each for each in checked}
         self.sites: dict[Key, Sampled] = sites
         self.counts = dict.fromkeys(sites, 0)
         self.made = 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -62,12 +62,22 @@ class Checked:
     without them, or returns None if none of them is in this graph. ``graphs`` are all graphs that
     were compiled of the same code for other sizes. The latest of them is checked. What is over its
     budget there is left uncompressed in all graphs whose check it ended.
+
+    A backward graph may recompute sites of ``forward`` graphs, which check them. ``is_behind`` then
+    returns whether one of these sites is still compressed here, and no longer there.
     """
 
     _boxed_call = True
 
-    def __init__(self, built: Built, rebuild: Rebuild, graphs: weakref.WeakSet[Checked]):
-        self.graphs = graphs
+    def __init__(
+        self,
+        built: Built,
+        rebuild: Rebuild,
+        graphs: weakref.WeakSet[Checked],
+        forward: Collection[Checked] = (),
+        is_behind: Callable[[Built], bool] = lambda built: False,
+    ):
+        self.graphs, self.forward, self.is_behind = graphs, forward, is_behind
         self.over: dict[Key, str] = {}
         self.function = built.function
         self.built: Built | None = built
@@ -97,8 +107,10 @@ class Checked:
 
     @property
     def is_checking(self) -> bool:
-        """Whether its check is still going on."""
-        return self.built is not None and not self.built.check.done
+        """Whether its check, or that of the forward graph, is still going on."""
+        return self.built is not None and (
+            not self.built.check.done or any(each.is_checking for each in self.forward)
+        )
 
     def compare_latest(self) -> None:
         """Compare the readings of the latest call with those of all ranks, and recompile if
@@ -109,11 +121,11 @@ class Checked:
         if not had_ended and (found := self.built.check.collect()):
             for each in {self, *self.graphs}:
                 each.over |= found
-        if self.over:
+        if self.over or self.is_behind(self.built):
             self._recompile()
             if had_ended:
                 self.built.check.end_early()
-        if self.built.check.done:
+        if not self.is_checking:
             release(self.graphs)
 
     def _recompile(self) -> None:
@@ -141,7 +153,7 @@ class Checked:
     def drop(self) -> None:
         """Keep only the function that is called. Drop the graph, its copies, and ``rebuild``."""
         self.built = None
-        del self.rebuild
+        del self.rebuild, self.is_behind
 
 
 def release(graphs: weakref.WeakSet[Checked]) -> None:

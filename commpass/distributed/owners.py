@@ -28,6 +28,7 @@ from torch.utils.weak import TensorWeakRef
 from commpass.distributed.origin import Origin, code_here, origin_of
 from commpass.errors import PolicyError
 from commpass.passes.references import BACKWARD, GATHERED_AGAIN, Weights
+from commpass.plan import Plan
 from commpass.policy import paths
 
 log = logging.getLogger("commpass")
@@ -175,6 +176,8 @@ class Calls:
 
     hook = False
     """Whether a hook made the graph. A model has many equal graphs of hooks."""
+    forward: Plan | None = None
+    """The plan of its forward graph, as it is compiled now."""
 
     def __init__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], autograd: bool):
         self.autograd = autograd

@@ -14,6 +14,7 @@ from rank_helpers import commpass_messages
 from tiers import rarely
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
 
 import commpass
 from commpass.distributed import budget
@@ -336,3 +337,64 @@ def _late_for_the_second_plan() -> tuple[list[str], list[str], bool]:
 def test_ranks_that_missed_one_another_when_compiling_again_do_so_with_the_next_call(ranks2):
     wanted = ["done", "unanswered", "done", "done"], ["int8", "none"], True
     assert ranks2.run(_late_for_the_second_plan) == [wanted] * 2
+
+
+class Sum(torch.autograd.Function):
+    """An all_reduce whose gradient is that of one rank's part."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return reduced(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 1.0
+
+
+class Recomputed(nn.Module):
+    """A block with few large channels, which int8 sends at the cost of all others."""
+
+    def __init__(self, how: str):
+        super().__init__()
+        self.how, self.weight = how, nn.Parameter(normal(256, 256, seed=3))
+        channels = torch.full((256,), 1e-3)
+        channels[::64] = 1e3
+        self.register_buffer("channels", channels)
+
+    def block(self, x):
+        return torch.tanh(Sum.apply(x @ self.weight * self.channels)) + x
+
+    def forward(self, x):
+        if self.how == "cond":
+            return torch.cond(x.sum() > -1e9, self.block, lambda x: x * 2, (x,))
+        return checkpoint(self.block, x, use_reentrant=self.how == "reentrant")
+
+
+def _recomputed(how: str) -> tuple[list[list[str]], list[float], list[str]]:
+    """Return the codecs after each step, the errors of the gradients, and the warnings."""
+    torch._dynamo.reset()
+    model, exact = Recomputed(how), Recomputed("reentrant").double()
+    backend = commpass.backend(INT8, inner="eager", profile=SLOW, timeout=60)
+    compiled, codecs, errors = torch.compile(model, backend=backend), [], []
+    with commpass_messages(logging.WARNING) as messages:
+        for step in range(3):
+            x = normal(64, 256, seed=step).requires_grad_()
+            for each, given in ((compiled, x), (exact.block, x.detach().double())):
+                each(given).square().mean().backward()
+            assert model.weight.grad is not None
+            assert exact.weight.grad is not None
+            difference = model.weight.grad.double() - exact.weight.grad
+            errors.append(float(difference.norm() / exact.weight.grad.norm()))
+            model.weight.grad = exact.weight.grad = None
+            codecs.append(codecs_of(backend))
+    return codecs, errors, [message for message in messages if "stays" in message]
+
+
+@pytest.mark.rest_slow(1)
+@pytest.mark.parametrize("how", ["checkpoint", "reentrant", "cond"])
+def test_backward_recomputes_what_forward_sends_by_now(ranks2, how):
+    for codecs, errors, warnings in ranks2.run(_recomputed, how):
+        assert codecs == [["int8", "int8"], ["none", "none"], ["none", "none"]]
+        assert errors[0] > 0.01
+        assert max(errors[1:]) < 1e-4
+        assert len(warnings) <= 1  # of the first rank alone
