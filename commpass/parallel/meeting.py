@@ -28,10 +28,8 @@ def wait_for_calls(group: dist.ProcessGroup, call: str) -> None:
     if len(ranks) == 1 or "fake" in dist.get_backend():
         return
     counts = _counts.setdefault(group, Counter())
-    key, patience_s = (
-        f"call/{call}/{group.group_name}/{counts[call]}",
-        timeout_of(group) or math.inf,
-    )
+    key = f"call/{call}/{group.group_name}/{counts[call]}"
+    patience_s = timeout_of(group) or math.inf
     try:
         store = current_store()
         store.publish(key, b"")
