@@ -19,13 +19,15 @@ POLICIES = ("off", "lossless", "balanced", "aggressive")
 
 @dataclass(frozen=True)
 class Part:
-    """One simulation: layers of a model, forward and backward, on a mesh."""
+    """One simulation: layers of a model, forward and backward, on a mesh. ``per_layer``: its result
+    is divided by the number of layers."""
 
     model: Model
     machine: str
     mesh: tuple[tuple[str, int], ...]
     layers: int = 1
     averages: bool = False
+    per_layer: bool = False
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,11 @@ class Layers:
 
 
 def part_of(case: Case) -> Part:
-    """Return the simulation of one layer and one micro-batch of a case."""
-    return Part(case.model, case.machine, case.inner)
+    """Return the simulation of a layer and one micro-batch of a case.
+
+    It is half of two layers: the norm of a layer is fused with the residual of the one before.
+    """
+    return Part(case.model, case.machine, case.inner, layers=2, per_layer=True)
 
 
 def simulated(part: Part) -> dict[str, Layers]:
@@ -54,8 +59,9 @@ def simulated(part: Part) -> dict[str, Layers]:
     found = commpass.simulate(build, part.machine, dict(part.mesh), policies)
     if remarks := [remark for each in found for remark in each.remarks]:
         raise RuntimeError(f"{part}: {remarks}")
+    n = part.layers if part.per_layer else 1
     return {
-        name: Layers(each.step_ms, each.exposed_ms, each.compressed, each.sites)
+        name: Layers(each.step_ms / n, each.exposed_ms / n, each.compressed // n, each.sites // n)
         for name, each in zip(POLICIES, found, strict=True)
     }
 

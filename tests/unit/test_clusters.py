@@ -52,19 +52,7 @@ def test_models_have_the_parameters_of_their_names():
         assert 0.86 < model.parameters / 1e9 / billions < 1.01
 
 
-UNCHUNKED = pytest.mark.xfail(
-    strict=True,
-    reason="aggressive costs 0.1008 of the exchanges and not 0.1: choose compares a codec with the"
-    " whole exchange, which would be sent in chunks",
-)
-ROWS = [
-    pytest.param(
-        row,
-        id=f"{row['model']}-{row['gpus']}",
-        marks=UNCHUNKED if (row["model"], row["gpus"]) == ("Llama 70B", 64) else (),
-    )
-    for row in FOUND["rows"]
-]
+ROWS = [pytest.param(row, id=f"{row['model']}-{row['gpus']}") for row in FOUND["rows"]]
 
 
 @pytest.mark.parametrize("row", ROWS)

@@ -97,7 +97,7 @@ def compiled(arch: str, spec: str, matmul: Matmul = LINEAR, **others: Any) -> Co
         )
         found = Counter(re.findall(r"^\s+([a-z]+_\w+)", text, re.MULTILINE))
         return Compiled(by, result.metadata.shared, registers, spilled, found)
-    assert shared_bytes(by, coder, arch) >= result.metadata.shared
+    assert shared_bytes(by, coder, arch, matmul) >= result.metadata.shared
     return Compiled(by, result.metadata.shared, *_read(result.asm["cubin"]))
 
 

@@ -417,7 +417,7 @@ def test_tiles_fit_and_cover_all_rows_once(
     steps = matmul_launch.Steps(problem.k, problem.k, problem.k * problem.height, 4096)
     casts = {"CASTS": True, "FP8": False}
     for by in matmul_sizes.configurations(coder, problem, arch, of_form):
-        assert matmul_sizes.shared_bytes(by, coder, arch) <= matmul_sizes.SHARED[arch]
+        assert matmul_sizes.shared_bytes(by, coder, arch, of_form) <= matmul_sizes.SHARED[arch]
         made = matmul_launch.call(coder, of_form, problem, by, steps, casts)
         along = -(-problem.n // by.block_n)
         down = problem.ranks * -(-problem.rows // by.block_m)

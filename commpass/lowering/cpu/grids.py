@@ -126,7 +126,7 @@ template <class Take> inline void get_turned_codes(const Byte* from, const Take&
 constexpr std::array<Byte, 512> bytes_of(const float* numbers) {
   std::array<Byte, 512> made{};
   for (int i = 0; i < 512; ++i)
-    made[i] = static_cast<Byte>(std::bit_cast<uint32_t>(numbers[i % 128]) >> 8 * (i / 128));
+    made[i] = static_cast<Byte>(__builtin_bit_cast(uint32_t, numbers[i % 128]) >> 8 * (i / 128));
   return made;
 }
 

@@ -14,7 +14,7 @@ from commpass.codecs.block.noise import Nearest, Stochastic
 from commpass.codecs.block.scales import Absmax, Static
 from commpass.codecs.block.transforms import NoTransform
 from commpass.lowering.matmul import BATCHED, GROUPED, SINGLE
-from commpass.lowering.pointwise import Epilogue
+from commpass.lowering.pointwise import VALUE, Epilogue
 
 WIDEST = 256
 """The most columns of a tile: with 128 rows, each of 256 threads holds 128 results."""
@@ -114,13 +114,16 @@ def configurations(
     chosen, load = configuration(codec, problem, arch, matmul), _load(codec, arch, matmul)
     others = [
         _complete(
-            replace(chosen, block_m=block_m, block_n=block_n, num_stages=stages), codec, load, arch
+            replace(chosen, block_m=block_m, block_n=block_n, num_stages=stages),
+            codec,
+            arch,
+            matmul,
         )
         for block_m, block_n in ((128, 256), (128, 128), (64, 256))
         for stages in ((2,) if arch == "gfx942" else (3, 4))
         if block_n % codec.block == 0 and block_m <= _most_rows(codec, load, arch)
     ]
-    fits = (by for by in others if shared_bytes(by, codec, arch) <= SHARED[arch])
+    fits = (by for by in others if shared_bytes(by, codec, arch, matmul) <= SHARED[arch])
     return list(dict.fromkeys([chosen, *fits]))
 
 
@@ -141,15 +144,20 @@ def configuration(
         descriptors=arch in ("sm_90", "sm_100"),
         flatten=arch != "gfx942",
     )
-    return _complete(by, codec, load, arch)
+    return _complete(by, codec, arch, matmul)
 
 
 @dataclass(frozen=True)
 class _Load:
-    """What needs many registers in addition to values and codes: the codec or the epilogue."""
+    """What needs many registers in addition to values and codes: the codec or the epilogue.
+
+    ``operand_bytes`` are those of an entry of the widest tensor that the epilogue reads, as large
+    as the result; 0 if there is none.
+    """
 
     codec: bool
     epilogue: bool
+    operand_bytes: int
 
     def __bool__(self) -> bool:
         return self.codec or self.epilogue
@@ -157,17 +165,25 @@ class _Load:
 
 def _load(codec: BlockCodec, arch: str, matmul: Matmul | None) -> _Load:
     operations = matmul.epilogue.operations if matmul else ()
-    return _Load(_is_heavy(codec, arch), any(each.name not in LIGHT for each in operations))
+    operands = matmul.epilogue.operands if matmul else ()
+    return _Load(
+        _is_heavy(codec, arch),
+        any(each.name not in LIGHT for each in operations),
+        max((each.dtype.itemsize for each in operands if each.per == VALUE), default=0),
+    )
 
 
-def _complete(by: Configuration, codec: BlockCodec, load: _Load, arch: str) -> Configuration:
+def _complete(
+    by: Configuration, codec: BlockCodec, arch: str, matmul: Matmul | None
+) -> Configuration:
     """Return the configuration with suitable warps, cuts and programs for its tile."""
-    results = by.block_m * by.block_n
+    results, load = by.block_m * by.block_n, _load(codec, arch, matmul)
     num_warps = 8 if results > 128 * 128 or load else 4
     halves = load.codec and arch in ("sm_80", "sm_90") and results >= 64 * 256
-    cuts = 2 if halves or load.epilogue else 1
+    whole = arch == "sm_100" and load.operand_bytes  # parts spill there (tests compile them)
+    cuts = 2 if halves or (load.epilogue and not whole) else 1
     made = replace(by, num_warps=num_warps, cuts=cuts)
-    fit = 2 * shared_bytes(made, codec, arch) <= SHARED[arch]
+    fit = 2 * shared_bytes(made, codec, arch, matmul) <= SHARED[arch]
     return replace(made, programs=2 if num_warps == 4 and arch != "gfx942" and fit else 1)
 
 
@@ -184,20 +200,25 @@ def _most_rows(codec: BlockCodec, load: _Load, arch: str) -> int:
             return 32
         return 64 if narrow or load.epilogue else 128
     if arch == "sm_90":
-        return 64 if isinstance(codec.rounding, Stochastic) else 128
+        return 64 if isinstance(codec.rounding, Stochastic) or load.operand_bytes else 128
     return 64 if load else 128
 
 
-def shared_bytes(by: Configuration, codec: BlockCodec, arch: str) -> int:
+def shared_bytes(
+    by: Configuration, codec: BlockCodec, arch: str, matmul: Matmul | None = None
+) -> int:
     """Return the most bytes of shared memory that a program needs.
 
-    They hold the operands of all stages, and values that are converted from the tensor cores'
-    layout to that of memory. The latter are codes, or integers if a block spans several warps and
-    its values are rotated or packed there.
+    They hold the operands of all stages, and values that are converted between the tensor cores'
+    layout and that of memory. The latter are codes, or integers if a block spans several warps and
+    its values are rotated or packed there. They may also be what an epilogue reads, or its results.
     """
+    load = _load(codec, arch, matmul)
     stage = (by.block_m + by.block_n) * by.block_k * 2  # operands have 16 bits
     spread = codec.transform.sums > 1 or (arch == "gfx942" and codec.grid.bits < 8)
-    moved = by.block_m * by.block_n // by.cuts * (4 if spread and arch != "sm_90" else 1)
+    results = 2 if load.epilogue and codec.grid.bits < 8 else 1
+    width = 4 if spread and arch != "sm_90" else max(results, load.operand_bytes)
+    moved = by.block_m * by.block_n // by.cuts * width
     if arch == "gfx942":  # one stage is in registers, and the rest is free in the epilogue
         return max((by.num_stages - 1) * stage, moved)
     stages = by.num_stages if by.descriptors else by.num_stages - (arch == "sm_80")

@@ -170,6 +170,10 @@ class _Chunks:
     def _gaining(self, each: GraphSite, regions: Sequence[Region]) -> list[tuple[Region, str]]:
         """Return the regions that gain more than the model's margin, the best first, with reasons.
 
+        Uncompressed chunks are tried as well, since an encode occupies the rank, and may not pay
+        where chunks overlap with matmuls. They must gain over the whole uncompressed exchange, and
+        be no slower than the whole best one.
+
         In backward, the computation before an exchange may be a weight gradient. Its time depends
         on the local batch, so ranks would decide differently; only regions with consumers count
         there.
@@ -181,23 +185,39 @@ class _Chunks:
         best = self._best(each.site, each)
         if each.call.kind == "all_gather" and each.site.by_messages and best.codec == NONE:
             return []  # gloo cannot run two of them concurrently
-        whole = exchange_of(best, self.profile)
-        if self.overlapping.time_us(each.call.node) >= whole.us:
+        if self.overlapping.time_us(each.call.node) >= exchange_of(best, self.profile).us:
             return []
-        cut = {node: join.chunks for node, join in self.joins.items()}
-        plain = pipeline_us(regions[0], 1, whole, (), cut, self.times, self.us_of)
+        plain = self._pipeline_us(regions[0], 1, best)
+        ways = [(plain, self._best)]
+        if not each.site.by_messages and best.codec != NONE and not each.allowed.force:
+            whole = self._pipeline_us(regions[0], 1, self._plain(each.site, each))
+            ways.append((whole, self._plain))
         found: list[tuple[float, Region]] = []
         for region in regions:
-            part = exchange_of(self._best(part_of(each.site, region), each), self.profile)
-            joined = joined_of(region)[0]
-            us = pipeline_us(region, region.chunks, part, joined, cut, self.times, self.us_of)
-            if plain - us > self.profile.margin * plain:
-                found.append((us, region))
+            part = part_of(each.site, region)
+            tried = [
+                (whole, self._pipeline_us(region, region.chunks, candidate_of(part, each)))
+                for whole, candidate_of in ways
+            ]
+            gaining = [us for whole, us in tried if whole - us > self.profile.margin * whole]
+            if gaining and min(gaining) <= plain:
+                found.append((min(gaining), region))
         where = f"from the matmul before to those after on {self.profile.name}"
         return [
             (region, f"{us:,.0f} us instead of {plain:,.0f} us {where}")
             for us, region in sorted(found, key=lambda one: one[0])
         ]
+
+    def _pipeline_us(self, region: Region, chunks: int, candidate: Candidate) -> float:
+        """Return the time from the matmul before to those after, with a candidate for each of the
+        chunks."""
+        exchange = exchange_of(candidate, self.profile)
+        joined = joined_of(region)[0] if chunks > 1 else ()
+        cut = {node: join.chunks for node, join in self.joins.items()}
+        return pipeline_us(region, chunks, exchange, joined, cut, self.times, self.us_of)
+
+    def _plain(self, site: Site, each: GraphSite) -> Candidate:
+        return self.scored(site, each.allowed).uncompressed
 
     def _best(self, site: Site, each: GraphSite) -> Candidate:
         """Return the fastest candidate of a site."""
