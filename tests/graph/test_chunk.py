@@ -576,7 +576,7 @@ STEPS = {
     "float": lambda y, r, v: y.float(),
     "silu": lambda y, r, v: torch.nn.functional.silu(y),
     "mul": lambda y, r, v: y * v,
-    "twice": lambda y, r, v: y * (y + r),
+    "twice": lambda y, r, v: y * (y + r).tanh(),
     "largest": lambda y, r, v: y - y.amax(-1, keepdim=True),
     "flat": lambda y, r, v: y.reshape(-1).reshape(y.shape),
     "batch": lambda y, r, v: y.view(4, -1, y.shape[-1]).tanh().view(y.shape),

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 from deciding import KERNELS, MIB, decide, forced, one, options, profile, site
+from tiers import has_messages
 
 from commpass.costmodel import (
     KernelRate,
@@ -108,7 +109,10 @@ WHOLE = {
 }
 
 
-@pytest.mark.parametrize("what", WHOLE)
+@pytest.mark.parametrize(
+    "what",
+    [pytest.param(each, marks=has_messages if each in ("send", "recv") else ()) for each in WHOLE],
+)
 def test_chunks_that_do_not_apply_are_reported_in_the_reason(what):
     a_site, codec, name, why = WHOLE[what]
     told = f"; chunks=4 does not apply: {why}"

@@ -256,7 +256,7 @@ PER_BATCH = Epilogue((Operand(BF16, BATCH),), operations("add v0 v1"))
 
 PLAIN: dict[str, tuple[Epilogue, Callable[..., Tensor]]] = {
     "silu": (SILU, lambda y: (y.float() / (1 + (-y.float()).exp())).to(BF16)),
-    "gelu": (GELU, F.gelu),
+    "gelu": (GELU, lambda y: (y.float() * 0.5 * (1 + (y.float() * 2**-0.5).erf())).to(BF16)),
     "gelu by tanh": (TANH, lambda y: F.gelu(y, approximate="tanh")),
     "residual": (RESIDUAL, torch.add),
     "gated": (GATED, lambda y, r: ((y.float() * y.float().sigmoid()) * r.float()).to(BF16)),

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from deciding import decide
 from refusals import refusals
+from tiers import has_messages
 from torch.distributed.device_mesh import init_device_mesh
 
 import commpass
@@ -60,6 +61,7 @@ def planned(policy: str | Policy, kind: str, direction: str, label: str, **more)
     return found
 
 
+@has_messages
 @pytest.mark.parametrize("preset", CODED)
 def test_each_role_gets_its_own_codecs(preset):
     sums, weights, gradients, stages = CODED[preset]
@@ -81,6 +83,7 @@ def test_each_role_gets_its_own_codecs(preset):
             assert planned(preset, kind, "backward", label).codec == back
 
 
+@has_messages
 @pytest.mark.parametrize("preset", CODED)
 def test_nothing_else_is_touched(preset):
     kinds = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "recv")
@@ -100,6 +103,7 @@ def test_nothing_else_is_touched(preset):
     assert "an activation" in activation.reason
 
 
+@has_messages
 def test_ours_sends_no_more_and_loses_less_at_each_site():
     sites = [
         ("all_reduce", "forward", "tp"),
