@@ -403,10 +403,8 @@ def test_operand_views_the_codes_and_stands_for_the_decoded_matrix(text):
     assert torch.allclose(back, want, rtol=1e-6, atol=0)
 
 
-MXFP4 = pytest.param(
-    "mxfp4",
-    marks=pytest.mark.skipif(VERSION < (2, 12), reason="torch 2.11 refuses 4-bit MX scales"),
-)
+OLD = "torch 2.11 refuses 4-bit MX scales"
+MXFP4 = pytest.param("mxfp4", marks=pytest.mark.skipif(VERSION < (2, 12), reason=OLD))
 
 
 @pytest.mark.parametrize("text", ["mxfp8", MXFP4, "nvfp4"])
