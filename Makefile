@@ -3,6 +3,8 @@ PYTHON ?= python3
 PINNED := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH ?= $(PINNED)
 VENV := $(if $(filter $(PINNED),$(TORCH)),.venv,.venv-torch-$(TORCH))
+# The interpreter of the Triton that comes with torch 2.11 needs an older NumPy.
+OTHER := $(if $(filter 2.11.%,$(TORCH)),numpy<2.4)
 # What the demo needs, and what all tests and tools need.
 BASE := $(VENV)/base
 READY := $(VENV)/ready
@@ -109,7 +111,7 @@ $(BASE): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "commpass needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	@echo "Installing torch $(TORCH) and commpass into $(VENV) (once)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(if $(filter $(PINNED),$(TORCH)),cp constraints.txt,echo "torch==$(TORCH)" >) $(VENV)/constraints.txt
+	@$(if $(filter $(PINNED),$(TORCH)),cp constraints.txt,printf "torch==$(TORCH)\n$(OTHER)\n" >) $(VENV)/constraints.txt
 	@$(VENV)/bin/python -m pip install --quiet --no-compile --constraint $(VENV)/constraints.txt torch numpy --editable '.[graph]'
 	@echo "Preparing the compiler (once)"
 	@$(VENV)/bin/python -c 'import torch; torch.compile(lambda x: x + 1)(torch.ones(64))' > $(VENV)/compiler.txt 2>&1 \

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
+import sysconfig
 from functools import lru_cache
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.cpp_extension import include_paths
 from typer.testing import CliRunner
 
 import commpass
@@ -454,6 +457,30 @@ def test_code_goes_into_a_file(tmp_path):
     assert table.exit_code == 2
     assert "writes code: choose --triton" in table.stderr
     assert "cannot be written" in said(*asked, "--cpp", "-o", str(tmp_path / "no" / "such.cpp"))
+
+
+VECTORS = {
+    "AVX2": ("-mavx2",),
+    "AVX512": tuple(f"-mavx512{part}" for part in ("f", "vl", "bw", "dq", "vbmi")),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the vectors are those of x86")
+@pytest.mark.few(2)
+@pytest.mark.parametrize("vectors", VECTORS)
+@pytest.mark.parametrize("kernel", ["decode", "encode"])
+@pytest.mark.parametrize("name", ["rotated", "int8", "int4", "fp8", "taco"])
+def test_cpp_needs_no_newer_standard_than_that_of_torch_2_11(name, kernel, vectors, tmp_path):
+    """torch 2.11 compiles with C++17, also for processors that this one is not."""
+    made = tmp_path / "kernel.cpp"
+    run("--codec", name, "--kernel", kernel, "--cpp", "-o", str(made))
+    found = [*include_paths(), sysconfig.get_paths()["include"]]
+    flags = [f"-DCPU_CAPABILITY_{vectors}", f"-DCPU_CAPABILITY={vectors}", "-mfma", "-mf16c"]
+    flags += [*VECTORS[vectors], *(f"-I{folder}" for folder in found)]
+    command = ["g++", "-fsyntax-only", "-std=c++17", *flags, str(made)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_cpp_of_wrong_requests():
