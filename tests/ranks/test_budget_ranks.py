@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_helpers import commpass_messages
-from tiers import rarely
+from tiers import rarely, runs_again
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
@@ -390,6 +390,7 @@ def _recomputed(how: str) -> tuple[list[list[str]], list[float], list[str]]:
     return codecs, errors, [message for message in messages if "stays" in message]
 
 
+@runs_again
 @pytest.mark.rest_slow(1)
 @pytest.mark.parametrize("how", ["checkpoint", "reentrant", "cond"])
 def test_backward_recomputes_what_forward_sends_by_now(ranks2, how):
