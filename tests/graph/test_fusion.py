@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from operator import getitem
 
+import fake_cuda
 import pytest
 import torch
 import torch.nn.functional as F
@@ -97,6 +99,63 @@ def test_constants_are_not_read_and_join_no_kernels():
 
 def test_update_in_place_is_written():
     assert counted(lambda x, y: x.add_(y), *tensors(2)) == (3 * X, 1)
+
+
+def test_unused_result_takes_no_time():
+    def function(x):
+        x.cos()
+        return x * 2
+
+    assert counted(function, *tensors(1)) == (2 * X, 1)
+
+
+def rotated(x, cosine, sine):
+    left, right = x.chunk(2, -1)
+    return x * cosine + torch.cat([-right, left], -1) * sine
+
+
+def attended(x, scale, query, key, value, cosine, sine):
+    """The norm, rotations and softmax of an attention."""
+    y = F.rms_norm(x, [512], scale)
+    q, k, v = ((y @ each).view(256, 4, 128).transpose(0, 1) for each in (query, key, value))
+    q, k = rotated(q, cosine, sine), rotated(k, cosine, sine)
+    scores = torch.softmax((q @ k.transpose(1, 2)).float() / 11.3, -1).bfloat16()
+    return [scores @ v]
+
+
+def gated(x, scale, gate, up, down):
+    both = x * 2
+    y = F.rms_norm(both, [512], scale)
+    return [F.silu(y @ gate) * (y @ up) @ down, both]
+
+
+def normed(x, scale, shift, weight):
+    return [F.layer_norm(x @ weight, [512], scale, shift) + x]
+
+
+def logits(x, weight):
+    return [torch.log_softmax((x @ weight).float(), -1)]
+
+
+W, ROW, TABLE = (512, 512), (512,), (256, 128)
+
+
+@pytest.mark.rest_slow(1)
+@pytest.mark.parametrize(
+    ("function", "shapes"),
+    [
+        (gated, [(256, 512), ROW, W, W, W]),
+        (attended, [(256, 512), ROW, W, W, W, TABLE, TABLE]),
+        (normed, [(256, 512), ROW, ROW, W]),
+        (logits, [(256, 512), (512, 4096)]),
+    ],
+)
+def test_kernels_are_those_of_inductor(function, shapes):
+    given = [torch.empty(shape, dtype=torch.bfloat16) for shape in shapes]
+    gm, inputs = fake_cuda.trace(function, *given)
+    found = sum(each.kernels for each in traffic(gm.graph).values())
+    code = fake_cuda.code_of(gm, inputs)
+    assert len(re.findall(r"triton_\w+\.run\(", code[code.index("def call(") :])) == found
 
 
 @pytest.mark.parametrize("rows", [4, 4096])

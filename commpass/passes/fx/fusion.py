@@ -44,13 +44,16 @@ def traffic(graph: fx.Graph) -> dict[fx.Node, Traffic]:
     begun = set[fx.Node]()
     for node in list(groups.root):
         own, nbytes = groups.find(node), 0
+        is_mutable = node.target._schema.is_mutable  # type: ignore[union-attr]
+        if not groups.readers[node] and not is_mutable:
+            continue  # Inductor removes it
+        writes_input = is_mutable and any(each.op == "placeholder" for each in groups.sources[node])
         for source, view in groups.sources[node].items():
             if groups.is_inside(source, own) or (own, source) in read:
                 continue
             read.add((own, source))
             nbytes += _read_nbytes(node, source, view)
-        readers = groups.readers[node]
-        if not readers or not all(groups.is_inside(each, own) for each in readers):
+        if writes_input or not all(groups.is_inside(each, own) for each in groups.readers[node]):
             nbytes += meta.total_nbytes(node.meta["val"])
         found[node] = Traffic(nbytes, int(own not in begun and nbytes > 0))
         if nbytes:
