@@ -1,7 +1,7 @@
 """A rank on which a call fails publishes the error, so that no other rank waits for it.
 
 Its policy, its profile or its environment is wrong, so it takes part in no comparison of plans. The
-refusal holds until a later call succeeds in the same process.
+refusal holds until the same process makes another call.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PAUSE_S = 0.05
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why the call of a rank failed; ``error`` is "" once another one succeeds. ``name`` is
+    """Why the call of a rank failed; ``error`` is "" once it makes another one. ``name`` is
     unique."""
 
     rank: int
@@ -44,23 +44,28 @@ class Refusal:
 
 _own: list[Refusal] = []
 """What this process has published and not withdrawn."""
+_last_error: list[str] = []
+"""The error of the last such call of this process, if it failed."""
 _runs: dict[str, weakref.ref[Any]] = {}
 """The process group in which this process first read a refusal, by its name: the store of a launch
 outlives process groups."""
 
 
 def publishing_refusal(function: Callable[P, T]) -> Callable[P, T]:
-    """Publish a PolicyError of a function that all ranks call, and withdraw an earlier one."""
+    """Publish a PolicyError of a function that all ranks call. Withdraw an earlier one when the
+    function is called, since it may take longer than the others wait."""
 
     @functools.wraps(function)
     def publishing(*args: P.args, **kwargs: P.kwargs) -> T:
+        if _own:
+            _publish("")
         try:
             made = function(*args, **kwargs)
         except PolicyError as error:
             _publish(str(error))
+            _last_error[:] = [str(error)]
             raise
-        if _own:
-            _publish("")
+        _last_error.clear()
         return made
 
     return publishing
@@ -69,9 +74,10 @@ def publishing_refusal(function: Callable[P, T]) -> Callable[P, T]:
 def check_refusals() -> None:
     """Raise Unanswered if the call of another rank failed, after it had time for another one.
 
-    If one of this rank failed too, both go on with something else, such as ``compress_ddp``.
+    If the last one of this rank failed too, both go on with something else, such as
+    ``compress_ddp``.
     """
-    if _own:
+    if _last_error:
         return
     start = time.monotonic()
     while found := _read():

@@ -226,3 +226,29 @@ def without_the_call() -> str:
 def test_ranks_that_do_not_make_the_call_are_named(ranks2):
     expected = "1 rank (1) did not call compress_outer within 0.5 s. All ranks of "
     assert ranks2.run(without_the_call)[0].startswith(expected)
+
+
+@refusal.publishing_refusal
+def slow_call() -> None:
+    time.sleep(1)
+
+
+def with_a_slow_call() -> None:
+    """A call of rank 1 fails, and its next one takes longer than rank 0 waits."""
+    forget_process()
+    open_store()
+    if dist.get_rank() == 1:
+        with pytest.raises(PolicyError):
+            commpass.backend("balance")
+    dist.barrier()
+    if dist.get_rank() == 1:
+        slow_call()
+    else:
+        time.sleep(0.3)
+        with mock.patch.object(refusal, "GRACE_S", 0.2):
+            refusal.check_refusals()
+    dist.barrier()
+
+
+def test_refusal_is_withdrawn_when_the_next_call_begins(ranks2):
+    ranks2.run(with_a_slow_call)
