@@ -90,13 +90,9 @@ def _excluded_in_forward(job: Job, names: Sequence[str]) -> dict[str, str]:
     """
     if job.calls.forward is None or not names:
         return {}
-    sites = job.calls.forward.sites
-    known = {site.name for site in sites}
-    plain = (site for site in sites if site.codec == NONE)
-    left = {each.name: each.reason for each in plain if each.reason.startswith(UNCOMPRESSED)}
-    in_branches = {_unnumbered(name): why for name, why in left.items()}
-    found = {n: left.get(n) if n in known else in_branches.get(_unnumbered(n)) for n in names}
-    return {name: why for name, why in found.items() if why is not None}
+    plain = (site for site in job.calls.forward.sites if site.codec == NONE)
+    left = {_unnumbered(s.name): s.reason for s in plain if s.reason.startswith(UNCOMPRESSED)}
+    return {name: left[_unnumbered(name)] for name in names if _unnumbered(name) in left}
 
 
 def _unnumbered(name: str) -> str:

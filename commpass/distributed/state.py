@@ -245,10 +245,8 @@ def state_dict(
 
 def _check_model(call: str, model: object) -> None:
     if model is not None and not isinstance(model, nn.Module):
-        raise PolicyError(
-            f"commpass.{call}(model={type(model).__name__}): must be a module, or None for all"
-            " residuals"
-        )
+        given = f"commpass.{call}(model={type(model).__name__})"
+        raise PolicyError(f"{given}: must be a module, or None for all residuals")
 
 
 def _live(model: nn.Module | None) -> list[tuple[Name, Tensor]]:

@@ -107,6 +107,10 @@ def test_unused_result_takes_no_time():
         return x * 2
 
     assert counted(function, *tensors(1)) == (2 * X, 1)
+    graph = graph_of(function, *tensors(1))
+    times = costs.NodeTimes.of(graph, default_profile("cuda", "NVIDIA H100 80GB HBM3"))
+    (unused,) = graph.find_nodes(op="call_function", target=torch.ops.aten.cos.default)
+    assert times.us(unused) == 0.0
 
 
 def rotated(x, cosine, sine):

@@ -6,6 +6,8 @@ from __future__ import annotations
 import copy
 import logging
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +19,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 import commpass
+from commpass.backend.agree import _excluded_in_forward
 from commpass.distributed import budget
 from commpass.errors import Unanswered
 from commpass.parallel import compress_ddp
+from commpass.plan import UNCOMPRESSED
 from commpass.policy import Policy
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -399,3 +403,23 @@ def test_backward_recomputes_what_forward_sends_by_now(ranks2, how):
         assert errors[0] > 0.01
         assert max(errors[1:]) < 1e-4
         assert len(warnings) <= 1  # of the first rank alone
+
+
+def test_site_of_a_branch_is_left_alone_if_any_that_it_may_be_is():
+    """Backward has its branches in another order: its second may be the first of forward."""
+
+    def site(name: str, codec: str, reason: str = "") -> SimpleNamespace:
+        return SimpleNamespace(name=name, codec=codec, reason=reason)
+
+    why = UNCOMPRESSED + "over its budget"
+    sites = [
+        site("true_graph_0.all_reduce", "none", why),
+        site("true_graph_1.all_reduce", "int8"),
+        site("false_graph_0.all_reduce", "none", "too small"),
+        site("all_reduce_1", "none", why),
+    ]
+    job: Any = SimpleNamespace(calls=SimpleNamespace(forward=SimpleNamespace(sites=sites)))
+    both = [f"true_graph_{number}.all_reduce" for number in range(2)]
+    names = [*both, "false_graph_0.all_reduce", "all_reduce", "all_reduce_1"]
+    found = _excluded_in_forward(job, names)
+    assert found == dict.fromkeys([*both, "all_reduce_1"], why)

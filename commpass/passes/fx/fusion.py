@@ -46,7 +46,8 @@ def traffic(graph: fx.Graph) -> dict[fx.Node, Traffic]:
         own, nbytes = groups.find(node), 0
         is_mutable = node.target._schema.is_mutable  # type: ignore[union-attr]
         if not groups.readers[node] and not is_mutable:
-            continue  # Inductor removes it
+            found[node] = Traffic(0, 0)  # Inductor removes it
+            continue
         writes_input = is_mutable and any(each.op == "placeholder" for each in groups.sources[node])
         for source, view in groups.sources[node].items():
             if groups.is_inside(source, own) or (own, source) in read:
@@ -103,8 +104,8 @@ class _Groups:
             self.root[node] = node = self.root[self.root[node]]
         return node
 
-    def _join(self, one: fx.Node, other: fx.Node) -> None:
-        self.root[self.find(one)] = self.find(other)
+    def _join(self, node: fx.Node, neighbour: fx.Node) -> None:
+        self.root[self.find(node)] = self.find(neighbour)
 
     def is_inside(self, node: fx.Node, kernel: fx.Node) -> bool:
         """Whether a node belongs to a kernel."""
