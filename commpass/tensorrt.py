@@ -19,7 +19,7 @@ from torch.fx.passes.split_module import split_module
 from commpass.distributed.integration import Integration
 from commpass.errors import PolicyError
 from commpass.passes.fx.marks import MARK
-from commpass.passes.fx.parse import is_wait, parse
+from commpass.passes.fx.parse import is_collective, is_wait
 
 ENGINE, OUTSIDE = "engine", "outside"
 
@@ -124,7 +124,7 @@ def _levels(graph: fx.Graph) -> dict[fx.Node, int]:
 
 def _sends(node: fx.Node) -> bool:
     """Whether a node is a collective, its wait, or an encode or decode of its data."""
-    return MARK in node.meta or is_wait(node) or parse(node) is not None
+    return MARK in node.meta or is_wait(node) or is_collective(node)
 
 
 def _writes(node: fx.Node) -> bool:

@@ -38,7 +38,7 @@ from commpass.lowering.gpu import side_stream
 from commpass.passes import GraphInput, PassContext
 from commpass.passes.fx import meta
 from commpass.passes.fx.marks import chunked, has_kernels_beside, has_single_kernels
-from commpass.passes.fx.parse import parse
+from commpass.passes.fx.parse import is_collective
 from commpass.passes.single_kernel import limit_peer_memory, no_peer_memory
 from commpass.passes.timeline import whole_us
 from commpass.plan import UNCOMPRESSED, Plan
@@ -232,7 +232,7 @@ def _predicted_us(gm: fx.GraphModule, profile: Profile) -> float | None:
 
     The prediction is only reported, so a failure is only logged.
     """
-    if all(parse(node) is None for node in gm.graph.nodes):
+    if all(not is_collective(node) for node in gm.graph.nodes):
         return None
     try:
         return whole_us(gm, profile)

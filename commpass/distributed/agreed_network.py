@@ -43,7 +43,7 @@ from commpass.distributed.plan_store import PlanStore, current_store
 from commpass.distributed.processors import fewest_cores
 from commpass.errors import Unanswered
 from commpass.groups import is_first_rank
-from commpass.passes.fx.parse import graph_modules, parse
+from commpass.passes.fx.parse import graph_modules, is_collective
 
 log = logging.getLogger("commpass")
 
@@ -235,7 +235,7 @@ DIFFERENT = "hosts have different numbers of ranks"
 def has_collective(gm: fx.GraphModule) -> bool:
     """Return whether a graph has a collective."""
     modules = graph_modules(gm)
-    return any(parse(node) is not None for _, module in modules for node in module.graph.nodes)
+    return any(is_collective(node) for _, module in modules for node in module.graph.nodes)
 
 
 def _log(network: AgreedNetwork) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import timedelta
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 from unittest import mock
 
 import torch.distributed as dist
@@ -17,6 +20,37 @@ from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
 from commpass.errors import CommpassError, PolicyError, Unanswered
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+_kept: ContextVar[dict[Any, Any] | None] = ContextVar("_kept", default=None)
+
+
+@contextmanager
+def unchanged() -> Iterator[None]:
+    """Look up each property of a group once in this context, in which groups do not change."""
+    token = _kept.set({})
+    try:
+        yield
+    finally:
+        _kept.reset(token)
+
+
+def _looked_up_once(function: Callable[P, R]) -> Callable[P, R]:
+    """Keep the results of a function in the context ``unchanged``."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if (known := _kept.get()) is None:
+            return function(*args, **kwargs)
+        key = function, args, tuple(kwargs.items())
+        if key not in known:
+            known[key] = function(*args, **kwargs)
+        return known[key]
+
+    return run
 
 
 def ready() -> bool:
@@ -56,6 +90,7 @@ def group_named(name: str) -> dist.ProcessGroup | None:
         return None
 
 
+@_looked_up_once
 def rank_in(name: str) -> int | None:
     """Return the number of this process among the ranks of a group, or None if it is not one of
     them."""
@@ -63,6 +98,7 @@ def rank_in(name: str) -> int | None:
     return group.rank() if group is not None and group.rank() >= 0 else None
 
 
+@_looked_up_once
 def sends_messages(name: str, device: str) -> bool:
     """Whether exchanges of a group are best sent as messages between pairs of ranks
     (``collectives.messages``). True on a CPU with gloo."""
@@ -76,6 +112,7 @@ def sends_messages(name: str, device: str) -> bool:
     return "cpu:gloo" in carriers
 
 
+@_looked_up_once
 def ranks_of(name: str) -> tuple[int, ...]:
     """Return the global ranks of a group in its own order, or () if the group does not exist
     here."""
@@ -124,6 +161,7 @@ def _as_text(members: tuple[tuple[int, ...], int | None]) -> tuple[str, str]:
     return f"ranks {', '.join(map(str, ranks))}", f"number {own}" if own is not None else "none"
 
 
+@_looked_up_once
 def labels_of(name: str) -> tuple[str, ...]:
     """Return the labels of a group by name, or () if the group does not exist here."""
     group = group_named(name)

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from math import inf
+from operator import attrgetter
+from typing import Any
 
 import torch
 
@@ -103,17 +105,34 @@ def scoring(
 ) -> Scoring:
     """Return ``candidates`` with a cache. Sites that differ only in name and neighbours share an
     entry."""
+    known: dict[Any, Options] = {}
 
-    @functools.cache
     def scored(site: Site, allowed: Allowed) -> Options:
-        return candidates(site, allowed, profile, reassociate, peer_memory)
+        key = _site_facts(site), _allowed_facts(allowed)  # hashed faster than dataclasses
+        if key not in known:
+            named = nameless(site)
+            known[key] = candidates(named, allowed, profile, reassociate, peer_memory)
+        return known[key]
 
-    return lambda site, allowed: scored(nameless(site), allowed)
+    return scored
+
+
+NAMES: dict[str, Any] = {"name": "", "module": "", "label": "", "annotation": None}
+"""The fields of a site that do not affect its candidates, and their empty values."""
 
 
 def nameless(site: Site) -> Site:
     """Return a site without the fields that do not affect its candidates."""
-    return dataclasses.replace(site, name="", module="", label="", annotation=None)
+    return dataclasses.replace(site, **NAMES)
+
+
+def _facts(of: type, excluded: Collection[str] = ()) -> attrgetter[Any]:
+    """Return a function for the values of a dataclass's fields."""
+    names = (each.name for each in dataclasses.fields(of))
+    return attrgetter(*(name for name in names if name not in excluded))
+
+
+_site_facts, _allowed_facts = _facts(Site, NAMES), _facts(Allowed)
 
 
 def _uncompressed(site: Site, profile: Profile) -> Candidate:

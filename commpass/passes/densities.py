@@ -32,7 +32,7 @@ from commpass.passes.allowed import still_allowed
 from commpass.passes.context import PassContext
 from commpass.passes.fx import costs
 from commpass.passes.fx.marks import ALLOWED
-from commpass.passes.fx.parse import graph_modules, is_wait, parse
+from commpass.passes.fx.parse import graph_modules, is_collective, is_wait
 from commpass.passes.graph_site import GraphSite
 from commpass.passes.group import Member, fusions, runs_again, selects
 from commpass.passes.hidden import facts_of
@@ -192,7 +192,7 @@ def _clock(graph: fx.Graph, profile: Profile) -> dict[fx.Node, float]:
     times = costs.NodeTimes.of(graph, profile)
 
     def us(node: fx.Node) -> float:
-        exchanged = parse(node) is not None or is_wait(node)
+        exchanged = is_collective(node) or is_wait(node)
         return 0.0 if exchanged else times.us(node)
 
     nodes = list(graph.nodes)

@@ -16,7 +16,7 @@ from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from commpass.costmodel import Profile
-from commpass.passes.fx.parse import parse
+from commpass.passes.fx.parse import is_collective
 from commpass.passes.simplify.saved import save_codes
 from commpass.utils.ambient import rewriting
 
@@ -30,7 +30,7 @@ def mark_saved(gm: fx.GraphModule, profile: Profile, *, strict: bool = False) ->
 
     If that fails, torch alone decides, and a warning says why; if ``strict``, the error is raised.
     """
-    if all(parse(node) is None for node in gm.graph.nodes):
+    if all(not is_collective(node) for node in gm.graph.nodes):
         return
     try:
         with rewriting():

@@ -33,6 +33,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from commpass import groups
 from commpass.passes import (
     candidates,
     choose,
@@ -125,6 +126,7 @@ MOST = 4
 @collection_paused()
 @rewriting()
 @parsing_once()
+@groups.unchanged()
 def run(
     graph_input: GraphInput,
     graph: str,

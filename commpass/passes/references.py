@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from commpass.passes.fx import meta
 from commpass.passes.fx.direction import AGAIN as TAGGED
 from commpass.passes.fx.ops import computes_from_inputs, reached
-from commpass.passes.fx.parse import parse
+from commpass.passes.fx.parse import is_collective
 from commpass.utils.ambient import ambient_free
 
 NO_WEIGHTS = "nobody says which inputs of its graph are parameters"
@@ -126,7 +126,7 @@ def _ancestors(node: fx.Node) -> list[fx.Node]:
 
 def _is_pure(node: fx.Node) -> bool:
     """Whether a node's result depends only on its input tensors."""
-    if node.op != "call_function" or parse(node) is not None:
+    if node.op != "call_function" or is_collective(node):
         return False
     if isinstance(node.target, torch._ops.OpOverload):
         return computes_from_inputs(node.target)

@@ -31,7 +31,7 @@ from commpass.passes.fx.fakes import fake_of, mode_of
 from commpass.passes.fx.marks import MARK, PARTS, SEGMENTS, US
 from commpass.passes.fx.ops import reached
 from commpass.passes.fx.outputs import outputs_apart
-from commpass.passes.fx.parse import is_size, is_wait, items, parse, value_of
+from commpass.passes.fx.parse import is_collective, is_size, is_wait, items, value_of
 from commpass.passes.fx.splice import add_input, set_value
 from commpass.passes.fx.tracing import Decompositions, inductor_decompositions
 from commpass.passes.graph_site import GraphSite
@@ -302,7 +302,7 @@ def _join(found: GraphSite, mark: str) -> None:
     own = next(
         node
         for node in graph.nodes
-        if MARK in node.meta and node.meta[MARK].site == mark and parse(node) is not None
+        if MARK in node.meta and node.meta[MARK].site == mark and is_collective(node)
     )
     tensors = [
         own.all_input_nodes[0] if index == position else each

@@ -11,6 +11,7 @@ from functional_ops import ar
 from graphs import ops, trace
 from torch import fx
 
+from commpass import groups
 from commpass.costmodel import ethernet
 from commpass.passes import manager
 from commpass.passes.context import GraphInput
@@ -133,3 +134,14 @@ def test_passes_parse_the_collectives_of_each_site_a_few_times(monkeypatch, fake
     fake_group(8)
     few, many = parsings(monkeypatch, 4), parsings(monkeypatch, 12)
     assert many - few == 8 * 2  # its own collective, and that of its algorithm
+
+
+def test_passes_look_up_the_labels_of_a_group_once(monkeypatch, fake_group):
+    fake_group(8)
+    looked_up, labels = [], groups.labels
+    monkeypatch.setattr(groups, "labels", lambda group: looked_up.append(group) or labels(group))
+    parsings(monkeypatch, 4)
+    assert len(looked_up) == 1
+    groups.labels_of("0")
+    groups.labels_of("0")
+    assert len(looked_up) == 3  # outside of the passes, a new mesh may give a group other labels

@@ -21,7 +21,7 @@ from torch._inductor.fx_passes.post_grad import post_grad_passes
 
 from commpass.passes.fx import meta
 from commpass.passes.fx.erase import erase
-from commpass.passes.fx.parse import is_wait, parse
+from commpass.passes.fx.parse import is_collective, is_wait
 from commpass.plan import Plan
 
 SLOT = "post_grad_custom_post_pass"
@@ -43,7 +43,7 @@ def starts_of(graph: fx.Graph) -> list[fx.Node] | None:
     It must have one input, whose first dimension is a symbol and whose others are fixed, and one
     wait.
     """
-    starts = [node for node in graph.nodes if parse(node) is not None]
+    starts = [node for node in graph.nodes if is_collective(node)]
     for start in starts:
         inputs = [meta.tensor(node) for node in start.all_input_nodes]
         if len(inputs) != 1 or inputs[0] is None:

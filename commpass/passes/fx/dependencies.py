@@ -11,7 +11,7 @@ from torch._ops import HigherOrderOperator
 from commpass.passes.fx.marks import MARK
 from commpass.passes.fx.memory import Memory, written
 from commpass.passes.fx.ops import is_random
-from commpass.passes.fx.parse import is_wait, parse
+from commpass.passes.fx.parse import is_collective, is_wait
 from commpass.utils.by_identity import cached_by_identity
 
 
@@ -43,7 +43,7 @@ def orders(graph: fx.Graph, known: Memory) -> dict[fx.Node, list[fx.Node]]:
             else:
                 readers[number].append(node)
         waits = is_wait(node)
-        for number in touched if waits or parse(node) is not None else ():
+        for number in touched if waits or is_collective(node) else ():
             first |= {} if waits else dict.fromkeys(in_place[number])
             travels[number].append(node)
         for number in _written_in_place(node, known):
@@ -69,7 +69,7 @@ def _written_in_place(node: fx.Node, known: Memory) -> frozenset[int]:
     For an operator on one tensor, that of its first argument. For a wrapper of another operator
     (``auto_functionalized``), those of all inputs.
     """
-    if node.op != "call_function" or is_wait(node) or parse(node) is not None:
+    if node.op != "call_function" or is_wait(node) or is_collective(node):
         return frozenset()
     if not _may_run_in_place(node.target):
         return frozenset()

@@ -10,7 +10,7 @@ from torch import fx
 from commpass.codecs import operators
 from commpass.lowering.exchange import EXCHANGE, START, WAIT
 from commpass.passes.fx import meta
-from commpass.passes.fx.parse import graph_modules, is_wait, parse, sources
+from commpass.passes.fx.parse import graph_modules, is_collective, is_wait, sources
 from commpass.plan import SINGLE_KERNEL
 
 MARK = "commpass"
@@ -95,7 +95,7 @@ def is_single_kernel(node: fx.Node) -> bool:
 def starts(node: fx.Node) -> bool:
     """Whether a node starts an exchange: a collective, or a single kernel in a separate
     stream."""
-    return node.target is START or parse(node) is not None
+    return node.target is START or is_collective(node)
 
 
 def waits(node: fx.Node) -> bool:
@@ -128,7 +128,7 @@ def role(node: fx.Node) -> str:
         return SINGLE_KERNEL
     if is_wait(node):
         return "wait"
-    return "exchange" if parse(node) is not None else "layout"
+    return "exchange" if is_collective(node) else "layout"
 
 
 def marks(graph: fx.Graph, site: str) -> dict[fx.Node, Mark]:

@@ -16,7 +16,7 @@ from commpass.passes.fx import meta
 from commpass.passes.fx.aliasing import is_alias, written_arguments
 from commpass.passes.fx.fakes import storage
 from commpass.passes.fx.ops import aten, opname
-from commpass.passes.fx.parse import is_wait, parse, sources
+from commpass.passes.fx.parse import is_collective, is_wait, parse, sources
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def memory(
         if node.target is WAIT:  # the start has allocated the result
             touches[inputs[0]] |= made
         if waits:
-            started = [each for each in sources(node) if parse(each) is not None]
+            started = [each for each in sources(node) if is_collective(each)]
             touches[node] |= {number for each in started for number in touches[each]}
     return Memory(gives, touches, dict(nbytes))
 

@@ -92,6 +92,11 @@ def parsing_once() -> Iterator[None]:
         _calls.reset(token)
 
 
+def is_collective(node: fx.Node) -> bool:
+    """Whether a node is a collective. Faster than ``parse``."""
+    return node.op == "call_function" and _collective(node.target) is not None
+
+
 def parse(node: fx.Node) -> Call | None:
     """Return the collective that a node is, or None."""
     if node.op != "call_function" or (found := _collective(node.target)) is None:

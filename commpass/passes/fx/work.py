@@ -16,7 +16,15 @@ from commpass.passes.fx.dependencies import orders
 from commpass.passes.fx.marks import MARK, is_single_kernel, started_by, starts, waits
 from commpass.passes.fx.memory import Memory, memory
 from commpass.passes.fx.ops import is_matmul
-from commpass.passes.fx.parse import Call, describe_group, graph_modules, is_wait, parse, sources
+from commpass.passes.fx.parse import (
+    Call,
+    describe_group,
+    graph_modules,
+    is_collective,
+    is_wait,
+    parse,
+    sources,
+)
 
 
 @dataclass(frozen=True)
@@ -113,7 +121,7 @@ def site_of(node: fx.Node) -> str:
     if MARK in node.meta:
         return str(node.meta[MARK].site)
     if is_wait(node):
-        return next((site_of(each) for each in sources(node) if parse(each) is not None), "")
+        return next((site_of(each) for each in sources(node) if is_collective(each)), "")
     return node.name
 
 

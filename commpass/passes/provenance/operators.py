@@ -10,7 +10,7 @@ from torch import fx
 
 from commpass.passes.fx import meta
 from commpass.passes.fx.ops import MATMUL_NAMES, arguments, name_of
-from commpass.passes.fx.parse import parse
+from commpass.passes.fx.parse import is_collective
 from commpass.passes.provenance.kinds import FIELD, FIELDS, NEUTRAL, SUMS, WHOLE, Kind, Provenance
 from commpass.passes.provenance.walk import (
     Walk,
@@ -204,7 +204,7 @@ def broadcast_later(graph: fx.Graph) -> set[fx.Node]:
             if name_of(user) in SHRINKING or RULES.get(name_of(user)) is _concatenated:
                 continue
             larger = size is not None and (numel(user) or 0) > size
-            if (larger and parse(user) is None) or user in found:
+            if (larger and not is_collective(user)) or user in found:
                 found.add(node)
                 break
     return found

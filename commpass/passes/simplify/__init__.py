@@ -15,7 +15,7 @@ from torch import fx
 
 from commpass.costmodel import Profile
 from commpass.passes.context import PassContext
-from commpass.passes.fx.parse import graph_modules, is_wait, parse
+from commpass.passes.fx.parse import graph_modules, is_collective, is_wait
 from commpass.passes.graph_site import GraphSite
 from commpass.passes.simplify.editor import Editor
 from commpass.passes.simplify.outputs import output_memory, separate_outputs
@@ -61,7 +61,7 @@ def simplify(
     ]
     owning = {rule.name for rule in RULES if rule.own}
     for prefix, module in graph_modules(gm):
-        if not any(parse(node) is not None for node in module.graph.nodes):
+        if not any(is_collective(node) for node in module.graph.nodes):
             continue
         editor = Editor(module, profile, allowed)
         changed = editor.rebase_sizes()
