@@ -64,14 +64,14 @@ def measure(
     return dataclasses.replace(
         known,
         rates={**rates, **aliases},
-        other=_other(rates, known),
+        other=_unmeasured(rates, known),
         call_us=call_us,
         gflops=round(2e-9 * MATMUL**3 / clock(lambda: side @ side), 1),
         gbytes_per_s=round(2e-9 * 4 * LARGE / clock(lambda: copied.copy_(floats)), 2),
     )
 
 
-def _other(rates: Mapping[str, KernelRate], known: Kernels) -> KernelRate:
+def _unmeasured(rates: Mapping[str, KernelRate], known: Kernels) -> KernelRate:
     """Return the rate of all codecs that were not measured: the time of the slowest in ``CODECS``,
     times the ratio of the two in the ``known`` kernels, or times 1 if that is larger."""
 

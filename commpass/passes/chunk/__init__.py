@@ -98,7 +98,7 @@ class _Chunks:
         self.us_of = functools.cache(self.times.us)
 
     @cached_property
-    def held(self) -> tuple[dict[fx.Node, int], int]:
+    def live_bytes(self) -> tuple[dict[fx.Node, int], int]:
         """The bytes that the original graph holds before each node, and their peak. They are
         computed at first access, before the first split."""
         live = LiveBytes(memory(self.graph, in_place=True))
@@ -228,7 +228,7 @@ class _Chunks:
     def _build(self, each: GraphSite, region: Region, reason: str) -> str:
         """Split a site and return "", or undo the split and return why."""
         through = tuple(node.name for node in (*region.product.nodes, *region.consumers))
-        form, (before, original) = _form(region), self.held
+        form, (before, original) = _form(region), self.live_bytes
         built = build(self.graph, region, self.joins)
         removed, most = set(built.old), _largest(each) // region.chunks
         base = before[each.call.node]

@@ -21,7 +21,7 @@ def outputs_apart(*graphs: fx.Graph) -> Iterator[None]:
     """
     outputs = [graph.output_node() for graph in graphs]
     for output in outputs:
-        holders = dict(map(_held, output.all_input_nodes))
+        holders = dict(map(_with_holder, output.all_input_nodes))
         output.args = fx.map_arg(output.args, holders.__getitem__)
     yield
     for output in outputs:
@@ -31,7 +31,7 @@ def outputs_apart(*graphs: fx.Graph) -> Iterator[None]:
             erase(holder)
 
 
-def _held(node: fx.Node) -> tuple[fx.Node, fx.Node]:
+def _with_holder(node: fx.Node) -> tuple[fx.Node, fx.Node]:
     """Return a node, and a new one that holds it."""
     with node.graph.inserting_before(node.graph.output_node()):
         return node, node.graph.call_function(held_output, (node,))
