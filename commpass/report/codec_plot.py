@@ -17,6 +17,8 @@ FEW_BITS = 10.0
 """Codecs of more bits are in a panel of their own, if there are others."""
 LABEL = 7.0
 """The font size of a label, in points."""
+SAME_PLACE = 5.0
+"""The distance below which two points are drawn as one, in pixels."""
 AWAY = [
     (length * x, length * y)
     for length in (8, 16, 26, 38, 52, 68, 86, 106)
@@ -121,7 +123,8 @@ def _family_colours(rows: Sequence[Measured]) -> dict[str, Any]:
 def _label(
     figure: Any, axes: Any, rows: Sequence[Measured], colours: dict[str, Any], bound: Any
 ) -> None:
-    """Write each point's name beside it, where it covers neither a point nor another name."""
+    """Write each point's name beside it, where it covers neither a point nor another name. Points
+    at one place have one label."""
     from matplotlib.transforms import Bbox
 
     renderer = figure.canvas.get_renderer()
@@ -129,19 +132,21 @@ def _label(
     taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in at]
     taken.append(bound.get_window_extent(renderer))
     inside = axes.get_window_extent(renderer)
-    for row in sorted(rows, key=lambda row: (row.bits, -row.error)):
+    for some in _at_one_place(sorted(rows, key=lambda row: (row.bits, -row.error)), axes):
+        families = {_family(row) for row in some}
+        colour = colours[families.pop()] if len(families) == 1 else "black"
         for x, y in AWAY:
             label = axes.annotate(
-                row.codec,
-                (row.bits, row.error),
+                ", ".join(row.codec for row in some),
+                (some[0].bits, some[0].error),
                 (x, y),
                 textcoords="offset points",
                 ha="left" if x > 0 else "right" if x < 0 else "center",
                 va="center",
                 fontsize=LABEL,
                 bbox={"fc": "white", "ec": "none", "alpha": 0.75, "pad": 0.3},
-                color=colours[_family(row)],
-                arrowprops={"arrowstyle": "-", "lw": 0.4, "color": colours[_family(row)]},
+                color=colour,
+                arrowprops={"arrowstyle": "-", "lw": 0.4, "color": colour},
             )
             box = label.get_window_extent(renderer)
             text = Bbox.from_bounds(*_text_of(label, renderer))
@@ -153,6 +158,21 @@ def _label(
         else:
             continue  # there is no room: the table has it
         taken.append(text.padded(4, 0))  # keep adjacent names apart
+
+
+def _at_one_place(rows: Sequence[Measured], axes: Any) -> list[list[Measured]]:
+    """Return the codecs whose points cover each other, in lists."""
+    found: list[list[Measured]] = []
+    for row in rows:
+        x, y = axes.transData.transform((row.bits, row.error))
+        for some in found:
+            other_x, other_y = axes.transData.transform((some[0].bits, some[0].error))
+            if max(abs(x - other_x), abs(y - other_y)) < SAME_PLACE:
+                some.append(row)
+                break
+        else:
+            found.append([row])
+    return found
 
 
 def _text_of(label: Any, renderer: Any) -> tuple[float, float, float, float]:
