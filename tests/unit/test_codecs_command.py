@@ -169,7 +169,8 @@ def test_codecs_at_one_place_in_the_picture_share_a_label(tmp_path, monkeypatch)
     codec_plot.plot(rows, "codecs", tmp_path / "out.png")
     (figure,) = drawn
     labels = {each.get_text() for each in figure.axes[0].texts}
-    assert labels >= {"a, b", "c"} and labels.isdisjoint({"a", "b"})
+    assert labels >= {"a, b", "c"}
+    assert labels.isdisjoint({"a", "b"})
 
 
 @pytest.mark.every
@@ -189,7 +190,8 @@ def test_names_in_the_picture_cover_neither_each_other_nor_a_point(tmp_path, mon
     names = [each for each in texts if isinstance(each, Annotation)]
     boxes = [Text.get_window_extent(each, renderer) for each in names]
     named = [name for each in names for name in each.get_text().split(", ")]
-    assert named.count("int8") == 1 and set(named) >= {row.codec for row in found}
+    assert named.count("int8") == 1
+    assert set(named) >= {row.codec for row in found}
     wide = [box.padded(2, 0) for box in boxes]  # nor do two adjacent labels read as one
     assert not any(a.overlaps(b) for at, a in enumerate(wide) for b in boxes[:at])
     points = [
