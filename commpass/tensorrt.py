@@ -103,7 +103,7 @@ def cut(gm: fx.GraphModule) -> fx.GraphModule:
     return pieces
 
 
-def _return_tuple(piece: fx.GraphModule, call: fx.Node) -> None:
+def _return_tuple(piece: Any, call: fx.Node) -> None:
     """Let a piece with one result return a tuple of it: ``tuple_return``, which torch 2.11 has
     not."""
     output = piece.graph.output_node()
