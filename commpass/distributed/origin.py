@@ -57,11 +57,11 @@ def _wrapped_code(translator: Any) -> CodeType | None:
 
     torch 2.11 wraps functions without a file: all of them have the code of the wrapper.
     """
-    wrapper = translator.f_code
-    if wrapper.co_filename != external_utils.__file__ or "fn" not in wrapper.co_freevars:
+    wrapper, cells = translator.f_code, getattr(translator, "closure", None)
+    if wrapper.co_filename != external_utils.__file__ or not cells:
         return None
-    wrapped = translator.closure[wrapper.co_freevars.index("fn")].cell_contents
-    return getattr(wrapped, "__code__", None)
+    wrapped = dict(zip(wrapper.co_freevars, cells, strict=True)).get("fn")
+    return None if wrapped is None else getattr(wrapped.cell_contents, "__code__", None)
 
 
 def origin_of(code: CodeType | None) -> Origin:
