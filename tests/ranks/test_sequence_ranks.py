@@ -7,15 +7,13 @@ to bfloat16 where its kernels end, which changes the codes of a few values.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
 from functional_ops import ar
 from rank_helpers import gather_objects
-from tiers import VERSION, rarely
+from row_scales import scales_of_rows
+from tiers import rarely
 
 import commpass
 from commpass.costmodel import Link, Profile
@@ -48,21 +46,9 @@ def model(x, r, w, up, down):
     return codes, scale, torch._scaled_mm(codes, *up(scale), out_dtype=x.dtype)
 
 
-@contextlib.contextmanager
-def scales_of_rows() -> Iterator[None]:
-    """Let a float8 matmul on a CPU have scales of rows: that of torch 2.11 has only one scale."""
-
-    def scaled(a, b, scale_a, scale_b, *_, out, **__):
-        return out.copy_((a.float() @ b.float()) * scale_a * scale_b)
-
-    with torch.library._scoped_library("aten", "IMPL") as library:
-        library.impl("_scaled_mm.out", scaled, "CPU")
-        yield
-
-
 def compare(dtype: torch.dtype) -> list[str]:
     """Run the model plain and simplified. Return the applied rules."""
-    with scales_of_rows() if VERSION < (2, 12) else contextlib.nullcontext():
+    with scales_of_rows():
         return _compare(dtype)
 
 
