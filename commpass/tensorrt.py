@@ -9,6 +9,7 @@ compute with another precision on another rank, so the copies of a sum would dif
 from __future__ import annotations
 
 import importlib
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -89,16 +90,30 @@ def cut(gm: fx.GraphModule) -> fx.GraphModule:
     levels, output = _levels(gm.graph), gm.graph.output_node()
     for node in sorted(levels, key=levels.__getitem__):
         output.prepend(node)
-    pieces = split_module(gm, gm, levels.__getitem__, keep_original_order=True, tuple_return=True)
+    pieces = split_module(gm, gm, levels.__getitem__, keep_original_order=True)
     for name, piece in list(pieces.named_children()):
         level = int(name.removeprefix("submod_"))
         new = f"{OUTSIDE if level % 2 else ENGINE}_{level // 2}"
         pieces.add_module(new, piece)
         for node in pieces.graph.find_nodes(op="call_module", target=name):
             node.target = new
+            _return_tuple(piece, node)
         delattr(pieces, name)
     pieces.recompile()
     return pieces
+
+
+def _return_tuple(piece: Any, call: fx.Node) -> None:
+    """Let a piece with one result return a tuple of it: ``tuple_return``, which torch 2.11 has
+    not."""
+    output = piece.graph.output_node()
+    if not isinstance(result := output.args[0], fx.Node):
+        return
+    output.args = ((result,),)
+    piece.recompile()
+    with call.graph.inserting_after(call):
+        first = call.graph.call_function(operator.getitem, (call, 0))
+    call.replace_all_uses_with(first, delete_user_cb=lambda user: user is not first)
 
 
 def _levels(graph: fx.Graph) -> dict[fx.Node, int]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo import external_utils
 from torch._dynamo.resume_execution import ContinueExecutionCache
 
 _calls: Counter[str] = Counter()
@@ -48,7 +49,19 @@ def code_here() -> CodeType | None:
         return None
     while getattr(translator, "parent", None) is not None:
         translator = translator.parent
-    return translator.f_code
+    return _wrapped_code(translator) or translator.f_code
+
+
+def _wrapped_code(translator: Any) -> CodeType | None:
+    """Return the code of the function that torch wrapped to compile it; None if it wrapped none.
+
+    torch 2.11 wraps functions without a file: all of them have the code of the wrapper.
+    """
+    wrapper, cells = translator.f_code, getattr(translator, "closure", None)
+    if wrapper.co_filename != external_utils.__file__ or not cells:
+        return None
+    wrapped = dict(zip(wrapper.co_freevars, cells, strict=True)).get("fn")
+    return None if wrapped is None else getattr(wrapped.cell_contents, "__code__", None)
 
 
 def origin_of(code: CodeType | None) -> Origin:

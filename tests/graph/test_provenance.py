@@ -10,7 +10,7 @@ import pytest
 import torch
 from functional_ops import ag, ar, rs
 from graphs import as_rank, code, ops, trace
-from tiers import rarely
+from tiers import VERSION, rarely
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import (
@@ -265,6 +265,8 @@ FIELDS = {
 
 @pytest.mark.parametrize("name", ALONE)
 def test_rule_without_a_name_leaves_alone(name):
+    if name == "quantiles" and VERSION < (2, 12):
+        pytest.skip("torch 2.11 cannot trace quantiles: it compares their positions")
     function, inputs, words = ALONE[name]
     gm = trace(lambda *inputs: ar(function(*inputs)), *inputs)
     found = site(None, *inputs, gm=gm)
@@ -512,7 +514,8 @@ def test_statistic_that_backward_computes_again_is_left_alone_there_too():
         return h - Gathered.apply(h.sum(0)) / 256
 
     found = planned(lambda x: checkpoint(block, x, use_reentrant=False).sin(), X)
-    assert len(found) == 2  # forward, and again in backward
+    # Forward, and again in backward; torch 2.11 keeps the sum for backward.
+    assert len(found) == (1 if VERSION < (2, 12) else 2)
     assert {each.codec for each in found} == {"none"}
 
 

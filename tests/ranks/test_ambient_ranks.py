@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ambient import CODECS, MODES, differing, same_bits
-from tiers import crossed, rarely
+from tiers import crossed, has_messages, rarely
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
@@ -120,6 +120,7 @@ def pipelined(mode: str, codec: str, lowering: str) -> bool:
     return same_bits(*found)
 
 
+@has_messages
 @pytest.mark.parametrize(
     ("mode", "codec", "lowering"),
     [

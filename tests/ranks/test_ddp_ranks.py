@@ -560,7 +560,8 @@ def refused():
     built_in = DDP(Net())
     built_in._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
     sparse = DDP(nn.Sequential(nn.Embedding(4, 4, sparse=True)))
-    low = DDP(Net(), mixed_precision=nn.parallel.distributed._MixedPrecision(torch.bfloat16))
+    with mock.patch.object(torch, "Stream"):  # a build for CUDA makes none without a GPU
+        low = DDP(Net(), mixed_precision=nn.parallel.distributed._MixedPrecision(torch.bfloat16))
     sharded = nn.Sequential(fully_shard(Net()))
     models = (
         *(made, by_hand, built_in, low, sparse, DDP(Complex())),

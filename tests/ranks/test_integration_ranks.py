@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from tiers import has_messages
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
@@ -162,5 +163,6 @@ def stages() -> None:
     dist.barrier()
 
 
+@has_messages
 def test_closed_stages_send_values(ranks2):
     ranks2.run(stages)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from functional_ops import ar
 from rank_helpers import gather_objects
+from row_scales import scales_of_rows
 from tiers import rarely
 
 import commpass
@@ -47,6 +48,11 @@ def model(x, r, w, up, down):
 
 def compare(dtype: torch.dtype) -> list[str]:
     """Run the model plain and simplified. Return the applied rules."""
+    with scales_of_rows():
+        return _compare(dtype)
+
+
+def _compare(dtype: torch.dtype) -> list[str]:
     own, same = (torch.Generator().manual_seed(seed) for seed in (dist.get_rank(), 7))
     x = torch.randn(ROWS, WIDTH, generator=own).pow(3).to(dtype)
     x[3, 5] = torch.nan if dist.get_rank() == 1 else 1.0

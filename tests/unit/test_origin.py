@@ -63,6 +63,22 @@ def test_functions_of_one_name_and_line_are_distinguished(body, recorder):
     assert first.function != second.function
 
 
+@pytest.mark.parametrize("wraps", [False, True])
+def test_function_has_one_origin_if_torch_wraps_it_or_not(wraps, recorder):
+    """torch 2.11 wraps functions without a file; by this setting every version wraps all."""
+
+    def first(x):
+        return x * 2
+
+    def second(x):
+        return x * 3
+
+    for each in (first, second):
+        with torch._dynamo.config.patch(wrap_top_frame=wraps):
+            torch.compile(each, backend=recorder)(torch.ones(3))
+    assert recorder.found == [origin.origin_of(each.__code__) for each in (first, second)]
+
+
 def test_code_of_torchs_own_tells_nothing(recorder):
     torch.compile(nn.Sequential(nn.Linear(3, 3)), backend=recorder)(torch.ones(3))
     assert recorder.found == [origin.UNKNOWN]

@@ -28,7 +28,8 @@ SPINS = 1 << 30
 """Polls of the signals before a program gives up: nine minutes at half a microsecond each."""
 GROUPS = {32: 8, 64: 2}
 """Ranks whose wires are decoded in one step of a loop, by the lanes of a warp: so a compiler can
-start to read several before it needs the first. With 4, addresses spill on AMD."""
+start to read several before it needs the first. With 4, addresses spill on AMD; of tiles of MIXED
+values, also with 2."""
 
 NUMBERS = (
     *("rank", "count", "numel", "blocks", "tiles"),
@@ -201,7 +202,8 @@ def _load_lines(writer: _Writer) -> list[str]:
 
 def _sum_lines(writer: _Writer, at: str) -> list[str]:
     """Return lines that compute ``x``, the sum of what all ranks have encoded, in rank order."""
-    ranks, group = writer.exchange.ranks, GROUPS[writer.exchange.lanes]
+    ranks, lanes = writer.exchange.ranks, writer.exchange.lanes
+    group = 1 if writer.exchange.is_mixed and lanes == 64 else GROUPS[lanes]
     whole, left = divmod(ranks, group)
     lines = _group_lines(writer, at, "0", min(ranks, group))
     if whole > 1:
