@@ -304,6 +304,7 @@ def entropy_code(
     steps = tl.full((), BLOCK, tl.int32) // width
     lane = tl.arange(0, LANES)
     is_lane = lane < width
+    is_read = is_lane & (peak + 0 * lane < INFINITY_BITS)  # `finite` for each lane
     states_at, header, capacity = layout_of(blocks, NBYTES)
     first = first_step(rms, is_block, blocks, header, NBYTES, EVEN, costs)
     own = values + first_block * BLOCK
@@ -330,7 +331,7 @@ def entropy_code(
             scale = of_bits(of_block(bits_of(scales), at_block))
             for turn in range(steps):
                 inside = (steps - 1 - turn) * width + lane
-                x = tl.load(own + at_block * BLOCK + inside, mask=is_lane & finite, other=0.0)
+                x = tl.load(own + at_block * BLOCK + inside, mask=is_read, other=0.0)
                 q = round_to_even(x * inverse * scale + dither_of(inside, table))
                 if low > 0:
                     full = is_lane & (((state >> 1) >> (31 - low)) != 0)
