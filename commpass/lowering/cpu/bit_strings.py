@@ -111,6 +111,75 @@ inline void many(const Lane& fields, int& some, int& most) {
 }
 #endif
 
+// Counts the ones of N planes. In vectors four counts share a word: none of them exceeds 2^15.
+// `many` also gives the most fields of a column, of each of STEPS steps. A column has at most 32.
+#if defined(__AVX512VPOPCNTDQ__) && defined(CPU_CAPABILITY_AVX512)
+#define COUNTS_IN_VECTORS 1
+template <int N> struct Counts {
+  static constexpr int WORDS = (N + 3) / 4;
+  __m512i sums[WORDS] = {};
+  uint64_t words[WORDS];
+
+  template <int I> inline void add(__m512i columns) {
+    const __m512i ones = _mm512_popcnt_epi64(columns);
+    sums[I / 4] = _mm512_add_epi64(sums[I / 4], _mm512_slli_epi64(ones, I % 4 * 16));
+  }
+
+  template <int I> inline void add(const Word& columns, int) { add<I>((__m512i)columns); }
+
+  inline void close() {
+    c10::ForcedUnroll<WORDS>{}([&](auto i) { words[i] = _mm512_reduce_add_epi64(sums[i]); });
+  }
+
+  inline int32_t operator[](int i) const { return words[i / 4] >> (i % 4 * 16) & 0xffff; }
+};
+
+template <int STEPS>
+inline void many(const Lane* masks, const Lane* fields, int* some, int* most) {
+  static_assert(STEPS <= 4);
+  Counts<STEPS> counts;
+  __m512i most_of = _mm512_setzero_si512();  // a byte for each step
+  for (int g = 0; g < LANES; g += LANES / 2) {
+    __m512i here = _mm512_setzero_si512();
+    c10::ForcedUnroll<STEPS>{}([&](auto i) {
+      counts.template add<i>(_mm512_loadu_si512(masks[i] + g));
+      const __m512i own = _mm512_loadu_si512(fields[i] + g);
+      here = _mm512_or_si512(here, _mm512_slli_epi32(own, 8 * i));
+    });
+    most_of = _mm512_max_epu8(most_of, here);
+  }
+  counts.close();
+  const __m256i half = _mm256_max_epu8(_mm512_castsi512_si256(most_of),
+                                       _mm512_extracti64x4_epi64(most_of, 1));
+  __m128i last = _mm_max_epu8(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+  last = _mm_max_epu8(last, _mm_shuffle_epi32(last, 0x4e));
+  last = _mm_max_epu8(last, _mm_shuffle_epi32(last, 0xb1));
+  const uint32_t each = _mm_cvtsi128_si32(last);
+  for (int i = 0; i < STEPS; ++i) some[i] = counts[i], most[i] = each >> (8 * i) & 0xff;
+}
+#else
+#define COUNTS_IN_VECTORS 0
+template <int N> struct Counts {
+  alignas(64) Lane planes[N];
+  int32_t ones[N];
+
+  template <int I> inline void add(const Word& columns, int g) {
+    std::memcpy(planes[I] + g, &columns, sizeof(Word));
+  }
+
+  inline void close() {
+    for (int i = 0; i < N; ++i) ones[i] = Columns(planes[i]).ones();
+  }
+
+  inline int32_t operator[](int i) const { return ones[i]; }
+};
+
+template <int STEPS>
+inline void many(const Lane*, const Lane* fields, int* some, int* most) {
+  for (int i = 0; i < STEPS; ++i) many(fields[i], some[i], most[i]);
+}
+#endif
+
 // Whether the processor packs the bits under a mask in a cycle; AMD's first ones took hundreds.
 #if defined(__BMI2__) && !defined(__znver1__) && !defined(__znver2__)
 #define PACKS_BITS 1
@@ -121,34 +190,80 @@ inline void many(const Lane& fields, int& some, int& most) {
 // So few fields of a chunk are quicker taken one by one.
 constexpr int RARE = 12;
 
+// One bit for each column that has fields.
+inline uint32_t columns_with(const Lane& fields) {
+  #if defined(__AVX512F__)
+  const auto part = [&](int at) {
+    const __m512i some = _mm512_loadu_si512(fields + at);
+    return uint32_t(_mm512_test_epi32_mask(some, some));
+  };
+  return part(0) | part(LANES / 2) << (LANES / 2);
+  #else
+  uint32_t found = 0;
+  for (int l = 0; l < LANES; ++l) found |= uint32_t(fields[l] != 0) << l;
+  return found;
+  #endif
+}
+
 // Runs `work` on each column that has fields.
 template <class Work> inline void with_fields(const Lane& fields, const Work& work) {
-  uint32_t left = 0;
-  for (int l = 0; l < LANES; ++l) left |= uint32_t(fields[l] != 0) << l;
+  uint32_t left = columns_with(fields);
   for (; left; left &= left - 1) work(__builtin_ctz(left));
 }
 
 // Adds the string of each column: the fields under its mask, plane after plane.
 #if PACKS_BITS
 template <int BITS>
+inline uint64_t string_of(const Lane& mask, const Lane* planes, const Lane& fields, int l) {
+  uint64_t string = 0;
+  c10::ForcedUnroll<BITS>{}([&](auto i) {
+    string |= uint64_t(_pext_u32(planes[i][l], mask[l])) << (i * fields[l]);
+  });
+  return string;
+}
+
+template <int BITS>
+inline void all_strings(Bits& bits, const Lane& mask, const Lane* planes, const Lane& fields,
+                        int most) {
+  alignas(64) uint64_t strings[LANES];
+  #if defined(__AVX512F__)
+  if constexpr (BITS == 2 || BITS == 3) {
+    const auto wide = [](const int32_t* from) {
+      return _mm512_cvtepu32_epi64(_mm256_loadu_si256((const __m256i*)from));
+    };
+    const auto twice = [](__m512i low, __m512i high) {
+      return _mm512_or_si512(low, _mm512_slli_epi64(high, 32));
+    };
+    alignas(64) uint64_t pairs[LANES], masks[LANES];  // of two planes
+    for (int l = 0; l < LANES; l += 8) {
+      const __m512i here = wide(mask + l);
+      _mm512_storeu_si512(masks + l, twice(here, here));
+      _mm512_storeu_si512(pairs + l, twice(wide(planes[0] + l), wide(planes[1] + l)));
+    }
+    for (int l = 0; l < LANES; ++l) {
+      strings[l] = _pext_u64(pairs[l], masks[l]);
+      if constexpr (BITS == 3)
+        strings[l] |= uint64_t(_pext_u32(planes[2][l], mask[l])) << (2 * fields[l]);
+    }
+    return bits.append(strings, fields, BITS, most);
+  }
+  #endif
+  for (int l = 0; l < LANES; ++l) strings[l] = string_of<BITS>(mask, planes, fields, l);
+  bits.append(strings, fields, BITS, most);
+}
+
+template <int BITS>
 inline void add_strings(Bits& bits, const Lane& mask, const Lane* planes, const Lane& fields,
                         int some, int most) {
-  const auto string_of = [&](int l) {
-    uint64_t string = 0;
-    c10::ForcedUnroll<BITS>{}([&](auto i) {
-      string |= uint64_t(_pext_u32(planes[i][l], mask[l])) << (i * fields[l]);
-    });
-    return string;
-  };
   if (most * BITS > 64) {
     for (int l = 0; l < LANES; ++l)
       for (int i = 0; i < BITS; ++i) bits.add(_pext_u32(planes[i][l], mask[l]), fields[l]);
   } else if (some <= RARE) {
-    with_fields(fields, [&](int l) { bits.add(string_of(l), fields[l] * BITS); });
+    with_fields(fields, [&](int l) {
+      bits.add(string_of<BITS>(mask, planes, fields, l), fields[l] * BITS);
+    });
   } else {
-    alignas(64) uint64_t strings[LANES];
-    for (int l = 0; l < LANES; ++l) strings[l] = string_of(l);
-    bits.append(strings, fields, BITS, most);
+    all_strings<BITS>(bits, mask, planes, fields, most);
   }
 }
 #else

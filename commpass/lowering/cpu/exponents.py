@@ -8,6 +8,7 @@ room, and the results are then moved together.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -106,7 +107,8 @@ def _encode(ladder: Ladder, form: FloatForm, fields: tuple[int, ...]) -> str:
     offset = subtract(planes, spread(base, 9))
     near = there & ~any_of(offset[4:])
     terms = [term & near for term in equals(offset[:4], range(BINS))]
-    counting.stores(_places("bin", BINS), terms)
+    terms.append(there & offset[-1])
+    counting.lines += [f"counts.add<{i}>({term.name}, g);" for i, term in enumerate(terms)]
 
     second = Lines()
     planes = second.loads(_places("plane", form.exponent_bits))
@@ -162,12 +164,13 @@ def _encode(ladder: Ladder, form: FloatForm, fields: tuple[int, ...]) -> str:
   #endif""")
 
     choice = Lines()
-    bins = [choice.expression(f"Columns(bin[{place}]).ones()", "int32_t") for place in range(BINS)]
+    bins = [choice.expression(f"ones[{place}]", "int32_t") for place in range(BINS)]
     zeros = choice.expression("values - number", "int32_t")
     gains = ladder.gains(bins, zeros, form.exponent_bits)
-    choice.lines.append(f"int32_t best = {gains[0].name}, place = 0;")
+    choice.lines.append(f"int32_t best = {gains[0].name};")
     for place, gain in enumerate(gains[1:], start=1):
         choice.lines.append(f"if ({gain.name} > best) best = {gain.name}, place = {place};")
+    lanes = _gains_of_lanes(ladder, form.exponent_bits)
     return f"""
 // The lower median of the exponents that are there. (Two bits at a time are not faster.)
 inline int median_of(const Lane* plane, Columns left, int number) {{
@@ -183,27 +186,53 @@ inline int median_of(const Lane* plane, Columns left, int number) {{
   return median;
 }}
 
-inline void choose(const Lane* plane, const Lane& present, int values, int& start, int& mode) {{
-  alignas(64) Lane bin[{BINS}];
-  const int number = Columns(present).ones();
-  const int32_t base = median_of(plane, Columns(present), number) - {ladder.below};
+// Counts the exponents that are there: those from `base` on, each, and last those below it.
+inline Counts<{BINS + 1}> count_bins(const Lane* plane, const Lane& present, int32_t base) {{
+  Counts<{BINS + 1}> counts;
   for (int g = 0; g < LANES; g += W) {{
     {counting}
   }}
+  counts.close();
+  return counts;
+}}
+
+// `base` is that of the chunk before, which mostly is the right one: then the counts show it.
+inline void choose(const Lane* plane, const Lane& present, int values, int32_t& base, int& start,
+                   int& mode) {{
+  const int number = Columns(present).ones();
+  auto ones = count_bins(plane, present, base);
+  int left = (std::max(number - 1, 0) >> 1) - ones[{BINS}], place_of_median = 0;
+  if (left >= 0)
+    while (place_of_median < {BINS} && left >= ones[place_of_median])
+      left -= ones[place_of_median++];
+  if (left < 0 || place_of_median != {ladder.below}) {{
+    const bool known = left >= 0 && place_of_median < {BINS};
+    const int median = known ? base + place_of_median
+                             : median_of(plane, Columns(present), number);
+    base = median - {ladder.below};
+    ones = count_bins(plane, present, base);
+  }}
+  int32_t place = 0;
+  #if {int(bool(lanes))} && COUNTS_IN_VECTORS
+  {lanes}
+  #else
   {choice}
+  #endif
   mode = place / {ladder.starts};
   start = base + place % {ladder.starts};
 }}
 
 // One chunk of `lanes` columns. Its words are 128 bytes from part to part, those of the static part
-// go to `out`, `line` bytes from plane to plane; its strings to `to`. Returns its mark.
-uint32_t encode_chunk(const Byte* words, int lanes, Byte* out, int64_t line, Byte* to) {{
+// go to `out`, `line` bytes from plane to plane; its strings to `to`. Returns its mark. `base` is
+// that of `choose`.
+uint32_t encode_chunk(const Byte* words, int lanes, Byte* out, int64_t line, Byte* to,
+                      int32_t& base) {{
   alignas(64) Lane plane[EXPONENT], present, field[{sum(fields)}], mask[STEPS], fields[STEPS];
   for (int g = 0; g < LANES; g += W) {{
     {first}
   }}
   int start, mode;
-  choose(plane, present, lanes * LANES, start, mode);
+  choose(plane, present, lanes * LANES, base, start, mode);
   for (int g = 0; g < LANES; g += W) {{
     {second}
   }}
@@ -212,10 +241,8 @@ uint32_t encode_chunk(const Byte* words, int lanes, Byte* out, int64_t line, Byt
     for (auto& each : field) each[l] = 0;
   }}
   int some[STEPS], most[STEPS], size = 0;
-  for (int s = 0; s < STEPS; ++s) {{
-    many(fields[s], some[s], most[s]);
-    size += some[s] * FIELD[s];
-  }}
+  many<STEPS>(mask, fields, some, most);
+  for (int s = 0; s < STEPS; ++s) size += some[s] * FIELD[s];
   const int length = std::min((size + 15) / 16, lanes * RAW * 2);
   const uint32_t mark = uint32_t(start + {BIAS}) | mode << {START_BITS} | length << {LENGTH_AT};
   if (length == lanes * RAW * 2) {{
@@ -242,6 +269,7 @@ void encode_row(int64_t threads, const Byte* row, int64_t n, Byte* out) {{
       const int64_t from = at.chunks * p / parts, until = at.chunks * (p + 1) / parts;
       Byte* to = out + at.dynamic + from * CAPACITY * 4;
       const Byte* first = to;
+      int32_t base = 0;
       for (int64_t chunk = from; chunk < until; ++chunk) {{
         const Byte* words = row + chunk * PARTS * 128;
         const Byte* later = words + 2 * PARTS * 128;  // the processor does not foresee these reads
@@ -250,11 +278,11 @@ void encode_row(int64_t threads, const Byte* row, int64_t n, Byte* out) {{
         const int lanes = at.lanes(chunk);
         uint32_t mark;
         if (lanes == LANES) {{
-          mark = encode_chunk(words, lanes, here, at.columns * 4, to);
+          mark = encode_chunk(words, lanes, here, at.columns * 4, to, base);
         }} else {{
           alignas(64) Lane given[PARTS] = {{}}, made_of[STATIC];
           for (int i = 0; i < PARTS; ++i) std::memcpy(given[i], words + i * lanes * 4, lanes * 4);
-          mark = encode_chunk((const Byte*)given, lanes, (Byte*)made_of, 128, to);
+          mark = encode_chunk((const Byte*)given, lanes, (Byte*)made_of, 128, to, base);
           for (int i = 0; i < STATIC; ++i)
             std::memcpy(here + i * at.columns * 4, made_of[i], lanes * 4);
         }}
@@ -280,6 +308,61 @@ void code_rows(int64_t threads, int64_t rows, int64_t n, const Byte* in, int64_t
     encode_row(threads, in + row * in_stride, n, out + row * out_stride);
 }}
 """
+
+
+def _gains_of_lanes(ladder: Ladder, escape: int) -> str:
+    """Return the C++ of ``Ladder.gains`` with a lane of 16 bits for each place, which finds the
+    first of the largest; "" if there are more places than lanes."""
+    lanes = 16
+    places = range((ladder.modes + 1) * ladder.starts)
+    if len(places) > lanes:
+        return ""
+
+    def constant(numbers: Iterable[int], rest: int = 0) -> str:
+        own = list(numbers)
+        own += [rest] * (lanes - len(own))
+        return f"_mm256_setr_epi16({', '.join(map(str, own))})"
+
+    def upto(ends: Sequence[int]) -> str:
+        some = sum(1 << lane for lane, end in enumerate(ends) if end)
+        which = constant(max(end - 1, 0) for end in ends)
+        return f"_mm256_maskz_permutexvar_epi16({some}, {which}, upto)"
+
+    modes, starts = [p // ladder.starts for p in places], [p % ladder.starts for p in places]
+    fields = (*ladder.fields[:-1], escape)
+    unnamed = escape * ladder.names_zero
+    named = [sum(fields[mode - 1 :]) if mode else unnamed for mode in modes]
+    lost = [names - unnamed if mode else 0 for names, mode in zip(named, modes, strict=True)]
+    codes = [
+        start + ladder.offsets[mode - 1][-1] if mode else 0
+        for start, mode in zip(starts, modes, strict=True)
+    ]
+    low = ladder.steps[-1].low
+    steps = "\n".join(
+        f"""  gains = _mm256_add_epi16(gains, _mm256_mullo_epi16(_mm256_set1_epi16({bits}),
+      _mm256_sub_epi16({upto([start + step.high - low for start in starts])},
+                       {upto([start + step.low - low for start in starts])})));"""
+        for step, bits in zip(ladder.steps, fields, strict=True)
+    )
+    return f"""constexpr uint64_t EACH = 0x0001000100010001;  // times it: the sum up to each part
+  uint64_t sums[{lanes // 4}], sum = 0;
+  for (int i = 0; i < {lanes // 4}; ++i) {{
+    sums[i] = (ones.words[i] + sum) * EACH;
+    sum = sums[i] >> 48;
+  }}
+  const uint64_t* words = ones.words;
+  const __m256i bins = _mm256_set_epi64x(words[3], words[2], words[1], words[0]);
+  const __m256i upto = _mm256_set_epi64x(sums[3], sums[2], sums[1], sums[0]);
+  __m256i gains = _mm256_mullo_epi16({constant(named)}, _mm256_set1_epi16(values - number));
+  gains = _mm256_sub_epi16(gains, _mm256_mullo_epi16({constant(lost)},
+      _mm256_permutexvar_epi16({constant(codes)}, bins)));
+{steps}
+  // The smallest of what is left of the largest number, and its first lane.
+  const __m256i left_over = _mm256_or_si256(
+      _mm256_sub_epi16(_mm256_set1_epi16(0x7fff), gains), {constant([0] * len(places), -1)});
+  const uint32_t low = _mm_cvtsi128_si32(_mm_minpos_epu16(_mm256_castsi256_si128(left_over)));
+  const uint32_t high = _mm_cvtsi128_si32(_mm_minpos_epu16(_mm256_extracti128_si256(left_over, 1)));
+  place = (low & 0xffff) <= (high & 0xffff) ? low >> 16 : {lanes // 2} + (high >> 16);"""
 
 
 # --- decode ---------------------------------------------------------------------------------------
