@@ -46,6 +46,14 @@ PICTURE = ROOT / "docs" / "calibrated.png"
 CANDIDATES = (*CODECS, "table(bits=2)", "table(bits=3)")
 ROTATED = ("rotated", *(f"rotated(bits={bits})" for bits in (7, 6, 5, 4, 3)))
 PLAIN = ("int8", "int4")
+COLUMNS = (
+    "policy",
+    "bytes",
+    "share of the uncompressed bytes",
+    "predicted",
+    "measured",
+    "change of the loss",
+)
 MEASURED, BATCHES, WIDTH, SEED = 12, 4, 256, 0
 console = Console(highlight=False, quiet=int(os.environ.get("RANK", "0")) > 0)
 
@@ -329,7 +337,7 @@ def add(found: dict[str, Any], out: Path, plot: Path | None) -> None:
 
 
 def show(found: dict[str, Any]) -> None:
-    table = plain_table("policy", "bytes", "of plain", "predicted", "measured", "loss, off by")
+    table = plain_table(*COLUMNS)
     for point in found["points"]:
         table.add_row(
             point["name"],
@@ -348,10 +356,7 @@ def show(found: dict[str, Any]) -> None:
 
 def markdown(found: dict[str, Any]) -> str:
     """Return the table of docs/calibration.md."""
-    lines = [
-        "| policy | bytes | of plain | predicted | measured | loss, off by |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
     for point in found["points"]:
         row = (
             f"`{point['name']}`" if not point["name"].startswith("mix") else point["name"],
@@ -382,7 +387,7 @@ def draw(found: list[dict[str, Any]], path: Path) -> None:
     ):
         division, layers = each["case"].split("-")
         groups = {
-            "rotated, the same bits everywhere": (
+            "rotated, the same bits (3 to 8) everywhere": (
                 "o-",
                 colour_of("rotated"),
                 lambda n: n in ROTATED,
@@ -404,18 +409,26 @@ def draw(found: list[dict[str, Any]], path: Path) -> None:
             if (name := point["name"]) in (*ROTATED, *PLAIN):
                 text = name.removeprefix("rotated(bits=").removesuffix(")").replace("rotated", "8")
                 at = (point["sent_bytes"] / each["plain_bytes"], point["error"])
-                where = (6, 3) if name in PLAIN else (-3, 7)
+                where, side = ((7, -3), "left") if name in PLAIN else ((0, 6), "center")
+                if name == "rotated":  # to the left, where no other marker is
+                    where, side = (-7, -9), "right"
                 axes.annotate(
-                    text, at, where, textcoords="offset points", fontsize=8, color="#555555"
+                    text,
+                    at,
+                    where,
+                    textcoords="offset points",
+                    ha=side,
+                    fontsize=8,
+                    color="#555555",
                 )
-        axes.margins(x=0.08)
+        axes.margins(x=0.12, y=0.07)
         axes.set_yscale("log")
         axes.yaxis.set_minor_formatter(NullFormatter())
         axes.xaxis.set_major_locator(MultipleLocator(0.05))
         axes.xaxis.set_major_formatter(PercentFormatter(1, 0))
         axes.yaxis.set_major_formatter(lambda value, _: f"{value * 100:g}%")
         axes.set_title(f"{NAMES[division]}, {layers} layers", fontsize=10)
-        axes.set_xlabel("bytes of a step, of what they are without a codec")
+        axes.set_xlabel("bytes of a step, share of the uncompressed bytes")
         axes.grid(alpha=0.25, which="both")
         axes.spines[["top", "right"]].set_visible(False)
     figure.axes[0].set_ylabel("relative error of the gradients")

@@ -149,7 +149,8 @@ def rows() -> Iterator[Row]:
             yield steps("network_steps_2_ranks.json", 2, gbit, policy)
     yield steps("network_steps_1g.json", 4, 1.0, "balanced")
     yield data_parallel("data_parallel_1g.json", 1.0, "fp16", "DDP, fp16 hook", "int8")
-    yield data_parallel("data_parallel_100m_again.json", 0.1, "ddp", "DDP", "aggressive")
+    for way in ("int8", "aggressive"):
+        yield data_parallel("data_parallel_100m.json", 0.1, "fp16", "DDP, fp16 hook", way)
     for policy in ("balanced", "aggressive"):
         yield serving(policy)
     for codec in ("int8", "rotated"):

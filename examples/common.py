@@ -416,8 +416,8 @@ def begin(options: Namespace, model: nn.Module) -> None:
     else:
         where = (
             f"Decisions assume {options.link_gbit:g} Gbit/s. The ranks communicate over loopback:"
-            " step times cannot show the gain. As root (sudo make demo), each rank gets its own"
-            " host and link."
+            " step times cannot show the gain. As root, and started by python instead of torchrun,"
+            " each rank gets its own host and link."
         )
     console.print(where)
 

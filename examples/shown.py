@@ -14,7 +14,7 @@ from statistics import median
 from common import OWN_HOSTS, TRACE, UNTIMED, Run, console
 from rich.table import Table
 
-from commpass.plan import dump
+from commpass.plan import Plan, dump
 from commpass.report import explain, html, numbers, speedup, tables, timeline
 from commpass.report.layer_patterns import patterns
 from commpass.report.run import Run as Recorded
@@ -22,6 +22,7 @@ from commpass.report.run import Run as Recorded
 PICTURE, PAGE = "timeline.png", "report.html"
 SPEEDS = slice(2, 4)
 """The lines of ``results`` about the time of a step."""
+UNKNOWN_BYTES = "?: known only at run time. The table above has the bytes that were sent."
 
 
 def report(runs: Mapping[str, Run], options: Namespace) -> None:
@@ -36,6 +37,8 @@ def report(runs: Mapping[str, Run], options: Namespace) -> None:
         console.print(line, style="bold", soft_wrap=True)
     console.print("", policies_table(runs, recorded, str(options.policy)), where(runs, options))
     console.print("", sites_table(recorded["on"]))
+    if any(plan_has_unknown_bytes(plan) for plan in recorded["on"].plans):
+        console.print(UNKNOWN_BYTES)
     shown = [recorded[name] for name in ("off", "on", "bf16")]
     on, bf16 = lines[SPEEDS]
     html.write(shown, options.out / PAGE, (f"steps of B: {on}", f"steps of C, {bf16}"))
@@ -117,9 +120,15 @@ def where(runs: Mapping[str, Run], options: Namespace) -> str:
     network = (
         f"each rank on its own host, with a real link of {options.link_gbit:g} Gbit/s"
         if OWN_HOSTS in os.environ
-        else "over loopback, where no gain can be seen (sudo make demo shows it)"
+        else "over loopback, where no gain can be seen (it can as root, started by python instead"
+        " of torchrun)"
     )
     return f"{len(runs['off'].step_ms)} steps of each, in turns, after {UNTIMED}: {network}."
+
+
+def plan_has_unknown_bytes(plan: Plan) -> bool:
+    """Whether the size of a collective was not known when the plan was made."""
+    return any(site.bytes < 0 for site in plan.sites)
 
 
 def sites_table(run: Recorded) -> Table:

@@ -49,7 +49,7 @@ class Model:
 LLAMA_8B = Model("Llama 8B", 32, 4096, 14336, 32, 8, 128, 8192)
 LLAMA_70B = Model("Llama 70B", 80, 8192, 28672, 64, 8, 128, 8192)
 LLAMA_405B = Model("Llama 405B", 126, 16384, 53248, 128, 8, 128, 8192)
-MIXTURE = Model("235B, 128 experts", 94, 4096, 1536, 64, 4, 128, 4096, experts=128, top=8)
+MIXTURE = Model("Mixture of experts, 235B", 94, 4096, 1536, 64, 4, 128, 4096, experts=128, top=8)
 SMALL = Model("small", 3, 1024, 4096, 16, 4, 64, 1024)
 
 

@@ -20,13 +20,15 @@ python -m benchmarks.clusters
 The command took {seconds} s of two cores ({date}, torch {torch}). It writes
 `benchmarks/results/clusters.json` and this page.
 
-![Steps by policy, relative to off](clusters.png)
+In the picture, the dark part of a bar is the time in which a rank waits for exchanges (*exposed*
+time):
 
-The dark part of a bar (*exposed*) is the time in which a rank waits for exchanges. In the table,
-each cell has the milliseconds of a step, and in parentheses those in which a rank waits. In a mesh,
-`tp` is tensor parallelism, `dp` data parallelism, `pp` pipeline stages and `ep` experts.
-`off` is uncompressed and in the program's order. `lossless` moves exchanges, `balanced` uses 8 to 6
-bits and `aggressive` 4 bits.
+![Predicted time of a training step by policy, relative to off](clusters.png)
+
+In the table, each cell has the milliseconds of a step, and in parentheses those in which a rank
+waits. In a mesh, `tp` is tensor parallelism, `dp` data parallelism, `pp` pipeline stages and `ep`
+experts. `off` is uncompressed and in the program's order. `lossless` moves exchanges, `balanced`
+uses 8 to 6 bits and `aggressive` 4 bits.
 
 {table}
 

@@ -12,8 +12,13 @@ from typer.testing import CliRunner
 
 import commpass
 from commpass.cli import app
+from commpass.lowering.exchange import RESERVED, PeerMemory
+from commpass.passes.candidates import candidates
+from commpass.passes.choose import choose
+from commpass.plan import SINGLE_KERNEL, Site
 from commpass.policy import policy_named
 from commpass.report.breakeven import LEAST, MOST, decided, even, profile_of, smallest
+from commpass.report.codecs import dtype_of
 
 BALANCED = policy_named("balanced")
 
@@ -141,3 +146,40 @@ def test_bad_input_is_one_line_that_says_what_to_write(arguments, said):
     assert found.exit_code == 2
     assert said in found.output
     assert len(found.output.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("machine", ["dgx-h100", "dgx-h200"])
+def test_pages_have_the_predictions_of_single_kernels(machine):
+    """breakeven considers none. With symmetric memory, ``costmodel.md`` and ``exchange.md``
+    state up to which size they are chosen."""
+    card, memory = profile_of(machine), PeerMemory(programs=132 - RESERVED, capability=(9, 0))
+
+    def planned(dtype: str, kib: int):
+        nbytes = kib << 10
+        site = Site(
+            name="s",
+            kind="all_reduce",
+            reduce_op="sum",
+            group="",
+            group_size=8,
+            dtype=dtype,
+            shape=(nbytes // dtype_of(dtype).itemsize,),
+            bytes=nbytes,
+            device="cuda",
+        )
+        allowed = BALANCED.allowed(site)[0]
+        options = candidates(site, allowed, card, True, lambda group: memory)
+        return choose([site], [options], [allowed], card)[0]
+
+    for dtype, most in (("bfloat16", 128), ("float32", 256)):
+        for kib in (4, 16, 64, most):
+            assert planned(dtype, kib).lowering == SINGLE_KERNEL
+        assert not planned(dtype, 2 * most).compressed
+    of_64 = planned("bfloat16", 64)
+    assert (round(of_64.predicted_us, 1), round(of_64.plain_us, 1)) == (
+        {"dgx-h100": 10.7, "dgx-h200": 10.6}[machine],
+        15.8,
+    )
+    alone = decided(card, 8, "bfloat16", "all_reduce", BALANCED, 64 << 10)
+    assert not alone.compressed
+    assert round(alone.plain_us, 1) == 15.8
