@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -44,6 +45,12 @@ __all__ = [
 def pytest_addoption(parser: pytest.Parser) -> None:
     tiers.pytest_addoption(parser)
     timing.pytest_addoption(parser)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Forget the backends of earlier tests: what they matched, and what was reported."""
+    if (summary := sys.modules.get("commpass.distributed.summary")) is not None:
+        summary._summaries.clear()
 
 
 @pytest.fixture

@@ -7,8 +7,9 @@ publishes its readings in the store. Before its next call it reads those of all 
 this plan. A site that is over its budget on any rank is over it for all: all leave it uncompressed
 from that call on.
 
-A call without anything to measure (all values are zero, or some are not finite) does not count. The
-check then continues after twice as many calls.
+Blocks with a value that is not finite are left out. A call without anything to measure (no other
+block has a value other than zero) does not count. The check then continues after twice as many
+calls.
 """
 
 from __future__ import annotations

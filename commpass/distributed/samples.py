@@ -8,6 +8,10 @@ of the tensor x that the site is given, in 2-norms. The plan's ``error`` and ``m
 the result of the whole algorithm, which may encode more than once. For Gaussian values, one encode
 has the error ``Codec.relative_error``, and the result has the plan's ``error``. The measured error
 is therefore reported times the ratio of the plan's ``error`` to that of one encode.
+
+Values that are not finite have no error. They are left out, with the block that they make
+non-finite (law 2), and the other blocks are measured as if zeros were in their place. So values
+that share more with them than a block (scales of ``equarx``, bits of ``ecq``) do count.
 """
 
 from __future__ import annotations
@@ -82,10 +86,12 @@ SOME = 16
 def reading_of(found: Sequence[float], site: PlannedSite) -> Reading | None:
     """Convert the output of ``measure`` for a site, with the error scaled to that of its result.
 
-    Return None if there was nothing to measure: all values are zero, or some are not finite.
+    Return None if there was nothing to measure: no block is finite, or those that are hold only
+    zeros, or numbers whose squares no float64 holds. A finite block that decodes to a non-finite
+    value has an infinite error.
     """
     lost, original, values, lost_count, worst, fractions, fraction_candidates = found
-    if not (math.isfinite(lost) and math.isfinite(original) and original):
+    if not (math.isfinite(original) and original):
         return None
     one = codec(site.codec).relative_error()
     error = math.sqrt(lost / original) * (site.error / one if one else 1.0)
@@ -101,7 +107,8 @@ def measure(codec: Codec, x: Tensor, limit: int | None = None) -> Tensor:
     Return float64 ``[7]`` on the device of ``x``: the squared 2-norms of the error and of ``x``;
     the number of non-zero values, and of those that are lost; the largest relative error of a
     block; the number of values with a fraction, and of non-zero values that could have one in their
-    dtype.
+    dtype. Blocks with a non-finite value are left out of all of these (of a codec that codes each
+    value by itself: only the non-finite values).
 
     ``limit`` measures only that many values of a larger tensor, if the codec codes blocks
     independently.
@@ -112,22 +119,27 @@ def measure(codec: Codec, x: Tensor, limit: int | None = None) -> Tensor:
     parts = _parts(row, block, limit) if blocks else [row]  # other codecs need all values
     wide = torch.promote_types(x.dtype, torch.float32)
     least_whole = 1 / torch.finfo(x.dtype).eps
-    errors, energies, counts = [], [], []
+    errors, energies, used_blocks, counts = [], [], [], []
     for part in parts:
-        decoded = codec.decode_rows(codec.encode_rows(part), part.shape[1], x.dtype)
-        original = part.to(wide)
-        lost = decoded.to(wide) - original
+        finite = part.isfinite()
+        used = finite if codec.block == 1 else _in_finite_blocks(finite, block)
+        coded = codec.encode_rows(torch.where(finite, part, 0.0))
+        decoded = codec.decode_rows(coded, part.shape[1], x.dtype)
+        original = torch.where(used, part, 0.0).to(wide)
+        lost = torch.where(used, decoded.to(wide) - original, 0.0)
         size, count = original.abs(), original.count_nonzero()
-        lost_count = ((lost.abs() >= size) & (size != 0)).count_nonzero()
+        lost_count = (~(lost.abs() < size) & (size != 0)).count_nonzero()
         fraction_candidates = count - (size >= least_whole).count_nonzero()
         counts.append(
             torch.stack([count, lost_count, original.frac().count_nonzero(), fraction_candidates])
         )
-        errors.append(_by_block(lost, block))
+        errors.append(_by_block(lost, block).nan_to_num(math.inf, math.inf))
         energies.append(_by_block(original, block))
+        used_blocks.append(_blocks(used, block).any(1).count_nonzero())
     error, energy, count = torch.cat(errors), torch.cat(energies), sum(counts, counts[0] * 0)
-    floor = energy.mean() * SMALL
-    worst = (error / torch.maximum(energy, floor)).nan_to_num(0.0, posinf=0.0).amax().sqrt()
+    floor = energy.sum() / sum(used_blocks, used_blocks[0] * 0).clamp_min(1) * SMALL
+    least = torch.maximum(energy, floor)
+    worst = torch.where(least > 0, error / least, 0.0).amax().sqrt()
     values, lost_values, *whole = count.to(torch.float64)
     return torch.stack([error.sum(), energy.sum(), values, lost_values, worst, *whole])
 
@@ -149,13 +161,22 @@ def _parts(row: Tensor, block: int, limit: int | None) -> list[Tensor]:
     return list(row.split(max(longest - longest % block, block), dim=1))
 
 
+def _blocks(values: Tensor, block: int, padding: float = 0) -> Tensor:
+    """Return the blocks of a row ``[1, n]``; one of ``padding`` if n is 0."""
+    missing = -values.shape[1] % block if values.shape[1] else block
+    padded = torch.nn.functional.pad(values, (0, missing), value=padding) if missing else values
+    return padded.reshape(-1, block)
+
+
+def _in_finite_blocks(finite: Tensor, block: int) -> Tensor:
+    """Return, for each value of a row ``[1, n]``, whether its block is finite."""
+    blocks = _blocks(finite, block, padding=True).all(1, keepdim=True)
+    return blocks.expand(-1, block).reshape(1, -1)[:, : finite.shape[1]]
+
+
 def _by_block(values: Tensor, block: int) -> Tensor:
-    """Return the sums of squares, in float64, of the blocks of a row ``[1, n]``; one 0 if n is
-    0."""
-    padding = -values.shape[1] % block if values.shape[1] else block
-    blocks = torch.nn.functional.pad(values, (0, padding)) if padding else values
-    squares = blocks.reshape(-1, block).to(torch.float64).square()
-    return squares.sum(1)
+    """Return the sums of squares, in float64, of the blocks of a row ``[1, n]``."""
+    return _blocks(values, block).to(torch.float64).square().sum(1)
 
 
 @dataclass
@@ -186,7 +207,7 @@ class Sampled:
         return self.total / self.count if self.count else None
 
     def add(self, found: Sequence[float]) -> None:
-        """Add a measurement. One that is not finite, or zero everywhere, is only counted in
+        """Add a measurement. One of no finite block, or of zeros only, is only counted in
         ``unclear``."""
         reading = reading_of(found, self.site)
         if reading is None:

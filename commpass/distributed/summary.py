@@ -29,6 +29,9 @@ log = logging.getLogger("commpass")
 
 
 _warned_of_no_site: list[bool] = []
+_summaries: list[Summary] = []
+"""All that have a plan, in this process. Also those whose backend has ended: at the end of the
+process backends end one after the other, and each reports what no other one has."""
 
 
 class Summary:
@@ -44,6 +47,9 @@ class Summary:
     backward, each rule that matched nothing is reported once. So is a policy that compresses none
     of all sites; that is reported after ``SERVED`` rounds without a backward too. The rest is
     reported when the backend or the process ends.
+
+    A policy may serve several backends: that of a model, and those of integrations, which send what
+    its graphs do not have. A rule has matched nothing if it has matched nothing in all of them.
     """
 
     def __init__(self, policy: Policy):
@@ -81,6 +87,8 @@ class Summary:
             if each is instead_of:
                 self.plans[place] = plan
                 return
+        if self not in _summaries:
+            _summaries.append(self)
         self.plans.append(plan)
         if trained:
             self.trained.add(plan.graph)
@@ -131,6 +139,7 @@ class Summary:
         self.log_line()
         self.warn_of_unmatched_rules()
         self.warn_of_none_compressed(at_end=True)
+        self.left.clear()
 
     def log_line(self) -> None:
         if self.reports and len(self.plans) > self.logged_plans:
@@ -139,8 +148,9 @@ class Summary:
 
     def warn_of_unmatched_rules(self) -> None:
         if self.reports and self.plans:
+            others = {number for each in self._others() for number in each.warned}
             for number, sentence in self.unmatched_rules().items():
-                if number not in self.warned:
+                if number not in self.warned | (others - {WITHOUT_ROLE}):
                     self.warned.add(number)
                     log.warning("%s", sentence)
 
@@ -170,7 +180,8 @@ class Summary:
 
         Return "" if one is, if compression is not requested, or if nothing is sent to other ranks.
         Also return "" if other warnings report it: rules that matched nothing, untouched graphs,
-        errors above their budget. ``sizes`` is that of ``uncompressed.sentence``.
+        errors above their budget. So too if the rules are for what other backends send. ``sizes``
+        is that of ``uncompressed.sentence``.
         """
         sites = [site for plan in self.plans for site in plan.sites]
         if any(plan.compressed for plan in self.plans) or not asks_for_codecs(self.policy, sites):
@@ -179,7 +190,8 @@ class Summary:
         left = [each for graph, some in self.left.items() if graph in known for each in some]
         if all(each.is_reported for each in left):
             return ""
-        if all(each.is_unmatched for each in left) and self.unmatched_rules():
+        by_others = any(plan.matched for each in self._others() for plan in each.plans)
+        if all(each.is_unmatched for each in left) and (by_others or self.unmatched_rules()):
             return ""
         return sentence(self.policy, left, sizes=sizes)
 
@@ -199,51 +211,55 @@ class Summary:
         )
 
     def unmatched_rules(self) -> dict[int, str]:
-        """Return a sentence for each rule, by number from 0, that matched no site of any graph.
+        """Return a sentence for each rule, by number from 0, that matched no site of any graph, in
+        all backends with this policy.
 
         Rules of a preset, which the user did not write, share one sentence under ``OF_PRESET``.
+        What it has no role for here is under ``WITHOUT_ROLE``.
         """
-        sites = [site for plan in self.plans for site in plan.sites]
-        matched = {number for plan in self.plans for number in plan.matched}
+        plans = [plan for each in (self, *self._others()) for plan in each.plans]
+        sites = [site for plan in plans for site in plan.sites]
+        matched = {number for plan in plans for number in plan.matched}
         preset = {
             n for n, rule in enumerate(self.policy.rules) if _without_groups(rule) in _PRESET_RULES
         }
         sentences = {
             number: (
-                f"{rule} of {self.policy.label} matched no collective of the {len(self.plans)}"
+                f"{rule} of {self.policy.label} matched no collective of the {len(plans)}"
                 f" graphs so far{_existing_instead(rule, sites)}"
             )
             for number, rule in enumerate(self.policy.rules)
             if number not in matched | preset
         }
-        if preset and (left := self._left_by_preset(sites, preset, matched)):
-            sentences[OF_PRESET] = left
+        rules = [self.policy.rules[number] for number in sorted(preset)]
+        if rules and all(rule.groups is not None for rule in rules):
+            if groups := self._groups_without_role(rules):
+                sentences[WITHOUT_ROLE] = NO_ROLE.format(self.policy.label, ", ".join(groups))
+        elif preset and not preset & matched:
+            kinds = sorted({kind for rule in rules for kind in rule.kinds or ()})
+            sentences[OF_PRESET] = (
+                f"no rule of {self.policy.label} matched a collective of the {len(plans)} graphs"
+                f" so far: it is for {' and '.join(kinds)}, in certain directions, and they have"
+                f" {', '.join(sorted({site.kind for site in sites})) or 'none'}"
+            )
         return sentences
 
-    def _left_by_preset(
-        self, sites: list[PlannedSite], preset: set[int], matched: set[int]
-    ) -> str | None:
-        """Return what no rule of the preset covers: groups with unknown names, or all collectives.
-
-        Return None if each group has a rule.
-        """
-        rules = [self.policy.rules[number] for number in sorted(preset)]
-        if all(rule.groups is not None for rule in rules):
-            groups = {
+    def _groups_without_role(self, rules: Sequence[Rule]) -> list[str]:
+        """Return the names of groups that neither these rules of a preset are for, nor any other
+        rule."""
+        return sorted(
+            {
                 site.group_label or site.group
-                for site in sites
+                for plan in self.plans
+                for site in plan.sites
                 if not any(rule.is_over(site) for rule in rules)
                 and not any(rule.matches(site) for rule in self.policy.rules)
             }
-            return NO_ROLE.format(self.policy.label, ", ".join(sorted(groups))) if groups else None
-        if preset & matched:
-            return None
-        kinds = sorted({kind for rule in rules for kind in rule.kinds or ()})
-        return (
-            f"no rule of {self.policy.label} matched a collective of the {len(self.plans)} graphs"
-            f" so far: it is for {' and '.join(kinds)}, in certain directions, and they have"
-            f" {', '.join(sorted({site.kind for site in sites})) or 'none'}"
         )
+
+    def _others(self) -> list[Summary]:
+        """Return those of other backends with an equal policy."""
+        return [each for each in _summaries if each is not self and each.policy == self.policy]
 
 
 NO_SITE = (
@@ -256,7 +272,7 @@ NO_SITE = (
 SERVED = 32
 """Rounds without a backward after which a model is assumed to be served, and not evaluated before
 training."""
-OF_PRESET = -1
+OF_PRESET, WITHOUT_ROLE = -1, -2
 NO_ROLE = (
     "{} has no rule for what is sent over {}, which stays uncompressed. Where that is tensor, data"
     " or pipeline parallelism, say so: Policy.for_mesh(preset, tp=..., dp=..., pp=...)"

@@ -46,9 +46,8 @@ class SiteReport:
     and with commpass. ``sent_plain`` and ``sent`` leave this rank (-1: unknown). ``error`` is the
     expected error. ``measured`` and ``worst`` are the mean and the largest of ``samples``
     measurements (None before the first). ``max_error`` is the bound, if there is one. ``unclear``
-    counts measurements without a relative error: of values that were not finite, or zero
-    everywhere. ``unmeasured`` is the reason if nothing is measured, and ``reason`` that of the
-    plan.
+    counts measurements without a relative error, which had no finite block other than zeros.
+    ``unmeasured`` is the reason if nothing is measured, and ``reason`` that of the plan.
     """
 
     name: str
@@ -379,7 +378,7 @@ def _mean(sites: Sequence[SiteReport]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-UNCLEAR = "some samples were not finite, or zero everywhere"
+UNCLEAR = "some samples had no finite block other than zeros"
 
 
 def _why_untimed(graphs: Sequence[GraphReport]) -> str:

@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import importlib
 import logging
+import math
 import weakref
 from types import SimpleNamespace
 
@@ -16,6 +17,8 @@ from tiers import rarely
 
 import commpass
 from commpass import Policy, Rule
+from commpass.codecs import NAMES
+from commpass.codecs.block.codec import BlockCodec
 from commpass.distributed.budget import excess, keys_of, limits
 from commpass.distributed.samples import CHECKED, Reading, measure, reading_of
 from commpass.errors import PolicyError
@@ -130,6 +133,22 @@ def test_check_goes_on_until_there_is_something_to_measure(fake_group, warnings)
     compiled(*GOOD, zeros)
     assert codecs_of(backend) == ["int8", "none"]
     assert len(warnings()) == 1
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_row_of_non_finite_values_does_not_end_the_check_of_the_others(fake_group, warnings, bad):
+    fake_group(4)
+    y = with_counts()
+    y[3] = bad
+    backend, results = called((*GOOD, y), policy=Policy(codecs=("int8",), max_error=0.02))
+    assert codecs_of(backend) == ["int8", "none"]
+    assert torch.allclose(results[1][1], y, rtol=0, atol=0, equal_nan=True)
+    (warning,) = warnings()
+    assert "non-zero values are lost" in warning
+    y = normal(128, 256)
+    y[3] = bad
+    backend, _ = called((*GOOD, y), policy=Policy(codecs=("int8",), max_error=0.02))
+    assert codecs_of(backend) == ["int8", "int8"]
 
 
 @pytest.mark.slow
@@ -369,9 +388,9 @@ def test_large_tensors_are_measured_in_part():
 
 @pytest.mark.parametrize("place", [0, -1])
 def test_part_that_is_measured_has_the_first_and_the_last_values(place):
-    x = normal(4 * CHECKED)
-    x[place] = float("inf")
-    assert not measure(commpass.codec("int8"), x, CHECKED).isfinite().all()
+    x = torch.zeros(4 * CHECKED)
+    x[place] = 1.0
+    assert measure(commpass.codec("int8"), x, CHECKED)[2] == 1
 
 
 @pytest.mark.parametrize("numel", [0, 1, 255, 256, 257, CHECKED + 1])
@@ -380,6 +399,92 @@ def test_any_number_of_values_can_be_measured(numel, spec):
     found = measure(commpass.codec(spec), normal(numel), CHECKED)
     assert found.shape == (7,)
     assert found.isfinite().all()
+
+
+BLOCKS = [
+    each.spec
+    for name in NAMES
+    if name not in ("outlier", "difference")
+    for each in [commpass.codec(name)]
+    if not each.lossless and each.state is None
+]
+"""The codecs whose errors are measured, in their default settings."""
+
+
+@pytest.mark.few(50)
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("spec", [*BLOCKS, "outlier(width=64)", "int8(static=0.1)"])
+def test_row_of_non_finite_values_is_left_out_of_what_is_measured(spec, dtype, bad):
+    coder, x, row = commpass.codec(spec), normal(64, 1024).to(dtype), torch.arange(64) == 3
+    x[3] = bad
+    found, without = measure(coder, x).tolist(), measure(coder, x[~row]).tolist()
+    if coder.block < 1024 and spec not in ("ecq", "mixed", "outlier(width=64)"):
+        assert found == pytest.approx(without, rel=1e-6)
+    assert found[1:3] == pytest.approx(without[1:3], rel=1e-6)
+    assert found[5:] == without[5:]
+    # Blocks that share a scale, or bits, with the row are measured as if it were zeros.
+    assert found[0] == pytest.approx(without[0], rel=0.1)
+    assert found[3] == pytest.approx(without[3], rel=0.1)
+    assert found[4] == pytest.approx(without[4], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("spec", "left_out"), [("int8", 256), ("mxfp4", 32), ("bf16", 1), ("ecq", 256)]
+)
+def test_non_finite_value_is_left_out_with_its_block_alone(spec, left_out):
+    x = normal(1024)
+    x[300] = math.nan
+    assert measure(commpass.codec(spec), x)[2] == 1024 - left_out
+
+
+def test_block_at_the_end_is_left_out_as_far_as_there_are_values():
+    x = normal(300)
+    x[299] = -math.inf
+    found = measure(commpass.codec("int8"), x).tolist()
+    assert found == measure(commpass.codec("int8"), x[:256]).tolist()
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("spec", ["int8", "bf16", "ecq", "rotated", "equarx"])
+def test_nothing_is_measured_if_no_value_is_finite(spec, bad):
+    found = measure(commpass.codec(spec), torch.full((8, 256), bad)).tolist()
+    assert found == [0.0] * 7
+    assert reading_of(found, SimpleNamespace(codec=spec, error=0.01)) is None
+
+
+class Broken(BlockCodec):
+    """Decode the values 256 to 511 to a non-finite value."""
+
+    bad = math.inf
+
+    def decode_rows(self, wire, numel, dtype):
+        rows = super().decode_rows(wire, numel, dtype).clone()
+        rows[:, 256:512] = self.bad
+        return rows
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("others", [False, True], ids=["finite", "with a row of -inf"])
+def test_finite_block_that_decodes_to_a_non_finite_value_is_an_error(monkeypatch, bad, others):
+    monkeypatch.setattr(Broken, "bad", bad)
+    coder, x = commpass.codec("int8"), normal(1024)
+    coder = Broken(**{each.name: getattr(coder, each.name) for each in dataclasses.fields(coder)})
+    x[768:] = -math.inf if others else x[768:]
+    reading = reading_of(measure(coder, x).tolist(), SimpleNamespace(codec="int8", error=0.01))
+    assert reading.error == reading.worst == math.inf
+    assert reading.lost > (1 / 3 if others else 1 / 4)
+    assert "its real error is inf" in excess(reading, 0.5)
+
+
+def test_worst_block_is_compared_with_the_finite_blocks():
+    """A block of almost zero may be lost. A mean with the blocks left out would be smaller."""
+    coder, x = commpass.codec("int8"), normal(64, 256)
+    x[0] *= 2**-10
+    x[0, 0] = 0.12  # the others in this block become zeros
+    some = measure(coder, x[:4])[4]
+    x[4:] = math.nan
+    assert measure(coder, x)[4] == some
 
 
 def test_budget_is_exceeded_by_its_error_its_lost_values_or_its_worst_block():

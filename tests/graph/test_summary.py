@@ -19,6 +19,7 @@ from commpass.distributed import record
 from commpass.distributed import summary as summaries
 from commpass.distributed.integration import Integration
 from commpass.distributed.summary import Summary
+from commpass.distributed.uncompressed import NO_RULE, NO_RULE_REMEDY, UncompressedSite
 from commpass.groups import meshes
 from commpass.plan import Plan, PlannedSite
 from commpass.policy import PRESETS, Policy
@@ -289,6 +290,121 @@ def test_message_lists_no_more_names_than_one_can_read():
     sentence = summary.unmatched_rules()[0]
     assert "and 460 more" in sentence
     assert len(sentence) < 1500
+
+
+# --- one policy for several backends --------------------------------------------------------------
+
+BOTH = (Rule(group="tp", codec="int8"), Rule(group="dp", codec="rotated"))
+OVER_DP = {"group": "9", "group_label": "dp", "group_labels": ("dp",)}
+
+
+def two_uses(caplog, *rules: Rule) -> tuple[Log, Log]:
+    """Return the logs of two backends with equal policies: the first sends over tp, in a step of
+    training, and the second over dp, from hooks of backward."""
+    model, hooks = Log(caplog, *rules), Log(caplog, *rules)
+    train(model, 0)
+    over_dp = planned(module="head", direction="backward", **OVER_DP)
+    hooks.summary.add(plan("0", "backward", over_dp, rules=rules), trained=False)
+    return model, hooks
+
+
+def warned(caplog) -> list[str]:
+    return [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+
+
+def step(model: Log, hooks: Log) -> None:
+    model.call("F0", "B0")
+    hooks.call("B0")
+
+
+def test_rule_for_what_another_backend_sends_is_not_reported(caplog):
+    model, hooks = two_uses(caplog, *BOTH)
+    for _ in range(5):
+        step(model, hooks)
+    for each in (hooks, model):
+        each.summary.report()
+        assert not each.summary.unmatched_rules()
+    assert not warned(caplog)
+
+
+def test_rule_is_reported_if_the_other_backend_has_no_graph_yet(caplog):
+    model, hooks = Log(caplog, *BOTH), Log(caplog, *BOTH)
+    train(model, 0)
+    for _ in range(5):
+        step(model, hooks)
+    (warning,) = warned(caplog)
+    assert "group='dp'" in warning
+    assert "of the 2 graphs so far" in warning
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["model", "hooks"])
+def test_rule_that_no_backend_matches_is_reported_once_with_the_names_of_all(caplog, first):
+    uses = two_uses(caplog, *BOTH, Rule(group="dpp"), Rule(module="haed"))
+    for _ in range(5):
+        for each in (uses[first], uses[1 - first]):
+            each.call("F0", "B0") if each is uses[0] else each.call("B0")
+    for each in uses:
+        each.summary.report()
+    group, module = warned(caplog)
+    assert "group='dpp': there is none; did you mean 'dp'? Known: dp, tp, world." in group
+    assert "did you mean 'head'?" in module
+    assert "of the 3 graphs so far" in group
+
+
+def test_backend_that_has_ended_counts(caplog):
+    """At the end of a process its backends end one after the other."""
+    model, hooks = two_uses(caplog, *BOTH)
+    hooks.summary.report()
+    del hooks
+    gc.collect()
+    model.summary.report()
+    assert not warned(caplog)
+
+
+def test_backend_with_another_policy_does_not_count(caplog):
+    model, hooks = two_uses(caplog, *BOTH)
+    hooks.summary.policy = Policy(name="other", rules=BOTH)
+    for _ in range(5):
+        step(model, hooks)
+    dp, tp = warned(caplog)
+    assert "group='dp': there is none" in dp
+    assert "group='tp': there is none" in tp
+
+
+def test_backend_whose_rules_are_for_another_one_is_not_said_to_compress_nothing(caplog):
+    log = Log(caplog, BOTH[1])
+    site = planned()
+    left = [UncompressedSite(site, NO_RULE.format("policy 'custom'"), NO_RULE_REMEDY)]
+    log.summary.add(plan("0", "forward", site), trained=False, sites=left)
+    assert not log.summary.none_compressed()
+    assert log.summary.unmatched_rules()
+    hooks, over_dp = Summary(log.summary.policy), planned(**OVER_DP)
+    hooks.add(plan("0", "backward", over_dp, rules=hooks.policy.rules), trained=False)
+    assert not log.summary.none_compressed()
+    assert not log.summary.unmatched_rules()
+
+
+def test_preset_tells_groups_without_a_role_for_each_backend(fake_group, caplog):
+    fake_group(8)
+    logs = [Log(caplog, *PRESETS["balanced-3d"].rules) for _ in range(2)]
+    for log, name in zip(logs, ("d", "e"), strict=True):
+        site = planned(group=name, group_label=name, group_labels=(name,))
+        log.summary.add(plan("0", "forward", site), trained=False)
+    for log in logs:
+        log.summary.report()
+    first, second = warned(caplog)
+    assert "what is sent over d, which" in first
+    assert "what is sent over e, which" in second
+
+
+def test_preset_of_which_no_rule_matched_is_reported_once_for_all_backends(caplog):
+    logs = [Log(caplog, *PRESETS["tahquant"].rules) for _ in range(2)]
+    for log in logs:
+        log.summary.add(plan("0", "forward", planned()), trained=False)
+    for log in logs:
+        log.summary.report()
+    (warning,) = warned(caplog)
+    assert "matched a collective of the 2 graphs" in warning
 
 
 # --- in real runs ---------------------------------------------------------------------------------

@@ -82,6 +82,32 @@ def test_site_that_is_over_its_budget_on_one_rank_is_left_alone_on_all(ranks2, i
     assert [len(messages) for *_, messages in found] == [1, 0]  # one warning, from the first rank
 
 
+def _row_of_infinity(bad: float, rank_with: int) -> tuple[list[list[str]], list[torch.Tensor]]:
+    torch._dynamo.reset()
+    rank = dist.get_rank()
+    backend = commpass.backend(INT8, inner="eager", profile=SLOW, timeout=60)
+    compiled = torch.compile(two_sums, backend=backend)
+    y = with_counts(rank)
+    if rank_with in (rank, 2):
+        y[3] = bad
+    codecs, results = [], []
+    for _ in range(3):
+        results.append(compiled(normal(64, 64, seed=rank), y)[1])
+        codecs.append(codecs_of(backend))
+    return codecs, results
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("rank_with", [2, 0, 1], ids=["both", "rank 0", "rank 1"])
+@pytest.mark.parametrize("bad", [float("-inf"), float("nan")])
+def test_mask_in_every_call_does_not_keep_the_other_rows_from_the_check(ranks2, bad, rank_with):
+    wanted = with_counts(0) + with_counts(1)
+    wanted[3] = bad
+    for codecs, results in ranks2.run(_row_of_infinity, bad, rank_with):
+        assert codecs == [["int8", "int8"], *[["int8", "none"]] * 2]
+        assert all(torch.allclose(y, wanted, rtol=0, atol=0, equal_nan=True) for y in results[1:])
+
+
 def _two_sizes() -> tuple[list[list[str]], torch.Tensor]:
     torch._dynamo.reset()
     rank = dist.get_rank()

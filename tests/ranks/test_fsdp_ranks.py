@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from counting import counting_group
 from processes import Ranks, RanksFailed
+from rank_helpers import commpass_messages
 from refusals import refusals
 from tiers import rarely
 from torch import nn
@@ -23,6 +24,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import commpass
 from commpass import Policy, Rule
@@ -596,6 +602,40 @@ def fewer() -> None:
 @pytest.mark.every
 def test_shards_of_fewer_ranks_after_forward(ranks4):
     ranks4.run(fewer)
+
+
+def both_dimensions(misspelt: bool) -> list[str]:
+    """Return the warnings about one policy for a tensor-parallel model and for its shards."""
+    torch._dynamo.reset()
+    seen = len(commpass.plans())
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    styles = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    parallelize_module(model, mesh["tp"], styles)
+    rules = [Rule(group=name, codec="int8", force=True) for name in ("tp", "dp")]
+    policy = Policy(
+        name="both dimensions", rules=[*rules, *[Rule(group="ddp", keep=True)] * misspelt]
+    )
+    model.compile(backend=commpass.backend(policy, inner="eager"))
+    fully_shard(model, mesh=mesh["dp"])
+    with commpass_messages(logging.WARNING) as messages:
+        integration = compress_fsdp(model, policy)
+        for _ in range(4):
+            model(torch.randn(8, 16)).square().mean().backward()
+        integration.close()
+    found = {site.group_label for plan in commpass.plans()[seen:] for site in plan.compressed}
+    assert found == {"dp", "tp"}
+    return messages
+
+
+@pytest.mark.slow
+@pytest.mark.few(1)
+@pytest.mark.parametrize("misspelt", [True, False])
+def test_one_policy_for_a_model_and_its_shards_is_warned_of_what_neither_sends(ranks4, misspelt):
+    first, *others = ranks4.run(both_dimensions, misspelt)
+    assert others == [[]] * 3
+    assert len(first) == misspelt
+    assert all("did you mean 'dp'? Known: dp, tp." in text for text in first)
 
 
 def alone() -> None:

@@ -170,7 +170,7 @@ def test_it_says_why_sites_are_as_they_are_and_what_was_not_measured(book):
     ]
     assert [site.reason for site in commpass.report().sites[:3]] == ["too small", "slow", "slow"]
     coded.samples.sites[1].why = ""
-    coded.samples.sites[1].add([float("nan"), 1.0, *REST])
+    coded.samples.sites[1].add([0.0, 0.0, *REST])
     assert "no relative error: 1 site, such as layers.1.mlp: " in str(commpass.report())
     assert commpass.report().sites[4].unclear == 1
     coded.samples.share = book.entries[0].samples.share = 0.0

@@ -2,8 +2,8 @@
 
 The sending end measures the first microbatch of a step, and publishes what is over its budget
 before the step ends. Both ends apply it from the first microbatch of the next step on. By then the
-receiving end finds it in the store. A step in which a message has nothing to measure (all values
-are zero, or some are not finite) does not count: then steps 4, 8, 16, ... are measured.
+receiving end finds it in the store. A step in which a message has nothing to measure (all its
+finite blocks are zero) does not count: then steps 4, 8, 16, ... are measured.
 """
 
 from __future__ import annotations
