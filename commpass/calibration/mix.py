@@ -127,11 +127,11 @@ def solve(
     )
 
 
-def _open(place: MeasuredSites, some: tuple[CodecOption, ...]) -> tuple[CodecOption, ...]:
+def _open(place: MeasuredSites, some: Sequence[CodecOption]) -> tuple[CodecOption, ...]:
     """Return the candidates that may be chosen: only lossless ones where the budget limits
     nothing."""
     if not place.without_effect:
-        return some
+        return tuple(some)
     return tuple(each for each in some if each.codec == NONE or codec(each.codec).lossless)
 
 

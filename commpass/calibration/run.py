@@ -30,6 +30,7 @@ from commpass.costmodel import Profile
 from commpass.distributed.machine import profile_here
 from commpass.errors import CalibrationError, check_number
 from commpass.policy import Policy, policy_named
+from commpass.utils.keywords import named_arguments
 
 CODECS = (*(f"rotated(bits={bits})" for bits in range(2, 8)), "rotated", "bf16", "exponent")
 """The codecs that are measured at each place by default."""
@@ -82,6 +83,7 @@ class _Sums:
     loss: list[float]
 
 
+@named_arguments
 def calibrate(
     model: Callable[..., Any],
     batches: Iterable[Sequence[Any]],
