@@ -231,7 +231,7 @@ def _measured(
         for at, group in enumerate(groups)
     )
     remarks = [remark for each in seen for remark in each.remarks]
-    remarks += [SUMMED] if step.summed else []
+    remarks += [SUMMED] if any(ranks.exchange(step.summed, bool)) else []
     of = "gradients" if step.train else "outputs"
     remarks += [place.no_effect_remark(of) for place in places if place.without_effect]
     now = ranks.exchange(datetime.now(UTC).isoformat(timespec="seconds"), str)[0]
