@@ -43,6 +43,7 @@ from commpass.plan.timeline import Timeline
 from commpass.plan.totals import totals
 from commpass.policy import Policy, policy_named
 from commpass.utils.deprecated import warn_renamed
+from commpass.utils.keywords import named_arguments
 
 Build = Callable[..., tuple[Callable[..., Any], Sequence[Any]]]
 """A function that makes a model and its inputs, given the mesh of all ranks."""
@@ -86,6 +87,7 @@ def _run_name(policy: str, swept: tuple[str, float] | None) -> str:
     return f"{policy}-{swept[0]}={swept[1]:g}" if swept else policy
 
 
+@named_arguments
 def simulate(
     build: Build,
     profile: str | Path | Profile,

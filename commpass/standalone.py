@@ -25,9 +25,11 @@ from commpass.passes import run as run_passes
 from commpass.passes.fx import meta
 from commpass.plan import Plan
 from commpass.policy import Policy
+from commpass.utils.keywords import named_arguments
 
 
 @publishing_refusal
+@named_arguments
 def rewrite(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],

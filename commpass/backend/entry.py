@@ -22,6 +22,7 @@ from commpass.errors import PolicyError, nearest
 from commpass.lowering import cpu
 from commpass.policy import Policy
 from commpass.tensorrt import Engines
+from commpass.utils.keywords import named_arguments
 
 Made = TypeVar("Made", bound=Callable[..., Any])
 
@@ -43,6 +44,7 @@ def _called_first(function: Made) -> Made:
 
 @_called_first
 @publishing_refusal
+@named_arguments
 def backend(
     policy: str | Path | Policy = "lossless",
     *,

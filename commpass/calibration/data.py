@@ -15,6 +15,7 @@ from commpass.costmodel import Profile
 from commpass.distributed.machine import profile_here
 from commpass.errors import CalibrationError
 from commpass.policy import Policy, policy_named
+from commpass.utils.keywords import named_arguments
 from commpass.utils.tables import Format, read_json, write_whole
 
 FORMAT = Format("calibration", 1, "measure again with `commpass calibrate`", CalibrationError)
@@ -45,6 +46,7 @@ class Calibration:
     places: tuple[MeasuredSites, ...] = ()
     remarks: tuple[str, ...] = field(default=())
 
+    @named_arguments
     def solve(
         self,
         max_error: float,
@@ -62,6 +64,7 @@ class Calibration:
         """
         return solve(self.places, max_error, policy_named(base), profile_here(profile), cheapest)
 
+    @named_arguments
     def policy(
         self,
         max_error: float,

@@ -8,6 +8,10 @@ from dataclasses import dataclass
 
 from commpass.plan import Site
 
+NO_EFFECT = 1e-6
+"""A relative change of the gradients, or outputs, that is no larger is taken for noise: kernels
+that add in another order in each run change them as much."""
+
 
 @dataclass(frozen=True, order=True)
 class Address:
@@ -78,6 +82,29 @@ class MeasuredSites:
     def sensitivity(self) -> float:
         """The sensitivity to the least error; 0 if there is none."""
         return self.levels[0].sensitivity if self.levels else 0.0
+
+    @property
+    def without_effect(self) -> bool:
+        """Whether no error here changed anything: the budget does not limit such a place.
+
+        Its values reach no parameter whose gradient is measured, or they are all 0. False if only
+        lossless codecs were requested.
+        """
+        return bool(self.levels) and not any(
+            each.error * each.sensitivity > NO_EFFECT for each in self.levels
+        )
+
+    def no_effect_remark(self, of: str) -> str:
+        """Return what a user should know of a place ``without_effect``; ``of`` is that of the
+        calibration."""
+        if any(each.error for each in self.levels):
+            why = f"no error there changes the {of}"
+        else:
+            why = "all values there are 0"
+        more = f" and {len(self.where) - 1} more" if len(self.where) > 1 else ""
+        return (
+            f"only lossless codecs: {self.where[0]}{more}: {why}, so the budget does not limit it"
+        )
 
     def change(self, error: float) -> float:
         """Return the relative change that an error here causes.

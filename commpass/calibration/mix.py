@@ -47,7 +47,8 @@ class CodecOption:
 class Solution:
     """The chosen candidate of each place, all that were considered, and the budget that is kept.
 
-    ``kept`` are the numbers of places that the base policy keeps.
+    ``kept`` are the numbers of places that the base policy keeps. A place without a measured effect
+    (``MeasuredSites.without_effect``) has a lossless codec, or none.
     """
 
     max_error: float
@@ -110,7 +111,10 @@ def solve(
     ordered = tuple(sorted(places, key=lambda each: each.where))
     known = [considered(each, base, profile, by) for each in ordered]
     excluded = frozenset(number for number, each in enumerate(ordered) if _is_excluded(each, base))
-    open_to = [some[:1] if number in excluded else some for number, some in enumerate(known)]
+    open_to = [
+        some[:1] if number in excluded else _open(place, some)
+        for number, (place, some) in enumerate(zip(ordered, known, strict=True))
+    ]
     options = [
         [Option(each.us if by == "time" else each.sent_bytes, each.share) for each in some]
         for some in open_to
@@ -121,6 +125,14 @@ def solve(
     return Solution(
         max_error=max_error, places=ordered, considered=tuple(known), chosen=chosen, kept=excluded
     )
+
+
+def _open(place: MeasuredSites, some: Sequence[CodecOption]) -> tuple[CodecOption, ...]:
+    """Return the candidates that may be chosen: only lossless ones where the budget limits
+    nothing."""
+    if not place.without_effect:
+        return tuple(some)
+    return tuple(each for each in some if each.codec == NONE or codec(each.codec).lossless)
 
 
 def _is_excluded(place: MeasuredSites, base: Policy) -> bool:
@@ -246,7 +258,7 @@ def _rule_fields(
     if not exactly:
         names += [
             each.codec
-            for each in some[1:]
+            for each in _open(place, some)[1:]
             if each is not choice and _error(place, each.codec, algorithms) <= choice.error
         ]
         kinds = {each.site.kind for each in place.sites}

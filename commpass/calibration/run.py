@@ -15,7 +15,13 @@ import torch.distributed as dist
 
 from commpass.calibration.all_ranks import Ranks, all_ranks
 from commpass.calibration.data import Calibration
-from commpass.calibration.measured_sites import Address, CountedSite, ErrorLevel, MeasuredSites
+from commpass.calibration.measured_sites import (
+    NO_EFFECT,
+    Address,
+    CountedSite,
+    ErrorLevel,
+    MeasuredSites,
+)
 from commpass.calibration.probes import Probes, Probing, Squares
 from commpass.calibration.step import Loss, Step, fingerprints, replicas, step_of
 from commpass.codecs import Codec, codec
@@ -24,6 +30,7 @@ from commpass.costmodel import Profile
 from commpass.distributed.machine import profile_here
 from commpass.errors import CalibrationError, check_number
 from commpass.policy import Policy, policy_named
+from commpass.utils.keywords import named_arguments
 
 CODECS = (*(f"rotated(bits={bits})" for bits in range(2, 8)), "rotated", "bf16", "exponent")
 """The codecs that are measured at each place by default."""
@@ -76,6 +83,7 @@ class _Sums:
     loss: list[float]
 
 
+@named_arguments
 def calibrate(
     model: Callable[..., Any],
     batches: Iterable[Sequence[Any]],
@@ -103,7 +111,8 @@ def calibrate(
         batches: tuples of the model's inputs: this rank's part of each batch.
         policy: the policy that configures simplify.
         loss: ``loss(output, *batch)`` returns the loss of the model's output. If None, the output
-            is summed up.
+            must be the loss. Any other output is summed up, with a remark: gradients of a sum do
+            not show what errors of the output change.
         parameters: the parameters whose gradients are measured; None for the model's.
         train: whether the measured output is the gradients; otherwise it is the model's output.
         codecs: the codecs whose errors are measured at each place; for lossless ones, the bits of a
@@ -116,7 +125,7 @@ def calibrate(
             calls.
 
     Raise CalibrationError without a process group of several ranks, without a collective, for
-    values that are not finite, and on every rank if one fails.
+    values that are not finite, if no error changes anything, and on every rank if one fails.
     """
     if not dist.is_initialized() or dist.get_world_size() < 2:
         raise CalibrationError(
@@ -199,6 +208,8 @@ def _measured(
         losses.append(
             _one_batch(ranks, probes, step, batch, number, groups, sums, disturbing, on_progress)
         )
+        if not number and disturbing:
+            _check_effect(step, sums, probe_specs)
     many, sites = len(rows), [_sites(group, seen) for group in groups]
     places = tuple(
         MeasuredSites(
@@ -219,7 +230,10 @@ def _measured(
         )
         for at, group in enumerate(groups)
     )
-    remarks = dict.fromkeys(remark for each in seen for remark in each.remarks)
+    remarks = [remark for each in seen for remark in each.remarks]
+    remarks += [SUMMED] if any(ranks.exchange(step.summed, bool)) else []
+    of = "gradients" if step.train else "outputs"
+    remarks += [place.no_effect_remark(of) for place in places if place.without_effect]
     now = ranks.exchange(datetime.now(UTC).isoformat(timespec="seconds"), str)[0]
     return Calibration(
         commpass=version("commpass"),
@@ -227,11 +241,36 @@ def _measured(
         written=now,
         world_size=ranks.size,
         batches=many,
-        of="gradients" if step.train else "outputs",
+        of=of,
         probes=tuple(probe_specs),
         loss=math.fsum(each for each in losses if each is not None) / many if step.train else None,
         places=places,
-        remarks=tuple(remarks),
+        remarks=tuple(dict.fromkeys(remarks)),
+    )
+
+
+SUMMED = (
+    "there is no loss, so the sum of the model's output was used as one. Its gradients do not show"
+    " what errors of the output change: give the loss, the third value that build(mesh) returns"
+    " (in Python: loss=)"
+)
+
+
+def _check_effect(step: Step, sums: _Sums, probes: Sequence[str]) -> None:
+    """Raise CalibrationError if no error at any place has changed anything."""
+    for errors, changes in zip(sums.errors, sums.changes, strict=True):
+        for spec, change in zip(probes, changes, strict=True):
+            if errors[spec] * change > NO_EFFECT**2:  # both are squares
+                return
+    places = f"the {len(sums.changes)} places" if len(sums.changes) > 1 else "the one place"
+    if step.train:
+        what = "the gradients of the parameters"
+        advice = SUMMED if step.summed else "calibrate the parameters and the loss of the training"
+        advice += ". Or calibrate inference (--inference, train=False)"
+    else:
+        what, advice = "the outputs", "all values that are sent may be 0: give a trained model"
+    raise CalibrationError(
+        f"no error at {places} changes {what}, so the budget limits nothing: {advice}"
     )
 
 

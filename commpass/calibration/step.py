@@ -28,7 +28,8 @@ class Step:
     """A model that is compiled with probes, and its measured output.
 
     That is the gradients of parameters, or the model's output. ``weights`` has, by parameter, one
-    over the number of ranks that hold the same one.
+    over the number of ranks that hold the same one. ``summed`` says that the last run had no loss,
+    neither from ``loss`` nor as the model's only output, and took the sum of the output instead.
     """
 
     model: Any
@@ -37,6 +38,7 @@ class Step:
     loss: Loss | None
     train: bool
     weights: dict[str, float] = field(default_factory=dict)
+    summed: bool = False
 
     def run(self, batch: tuple[Any, ...]) -> tuple[float | None, dict[str, Tensor]]:
         """Return the loss (None for inference) and the output of one step on this rank, by name."""
@@ -73,6 +75,7 @@ class Step:
                 "nothing that the model gives needs a gradient: calibrate inference (train=False,"
                 " --inference)"
             )
+        self.summed = self.loss is None and (len(leaves) > 1 or leaves[0].dim() > 0)
         sums = [each if each.dim() == 0 else each.sum() for each in leaves]
         return sums[0] if len(sums) == 1 else torch.stack([each.float() for each in sums]).sum()
 

@@ -40,11 +40,13 @@ from commpass.errors import PolicyError
 from commpass.groups import sends_messages
 from commpass.plan.kinds import KINDS
 from commpass.utils.ambient import ambient_free, without_ambient_state
+from commpass.utils.keywords import named_arguments
 from commpass.utils.version import own_version
 
 _named = algorithm
 
 
+@named_arguments
 def all_reduce(
     x: Tensor,
     op: str = "sum",
@@ -81,6 +83,7 @@ def all_reduce(
     return _collective("all_reduce", x, op, group, spec, algorithm or "two_shot", async_op)
 
 
+@named_arguments
 def all_gather(
     x: Tensor,
     group: Any = None,
@@ -109,6 +112,7 @@ def all_gather(
     )
 
 
+@named_arguments
 def reduce_scatter(
     x: Tensor,
     op: str = "sum",
@@ -138,6 +142,7 @@ def reduce_scatter(
     )
 
 
+@named_arguments
 def all_to_all(
     x: Tensor,
     output_split_sizes: Sequence[int] | None = None,
@@ -170,6 +175,7 @@ def all_to_all(
     )
 
 
+@named_arguments
 def all_gather_v(
     x: Tensor,
     splits: Sequence[int],
@@ -199,6 +205,7 @@ def all_gather_v(
     return _collective("all_gather_v", x, "sum", group, spec_of(codec), name, async_op, parts=parts)
 
 
+@named_arguments
 def reduce_scatter_v(
     x: Tensor,
     splits: Sequence[int],

@@ -27,6 +27,8 @@ from commpass.utils.tables import Format, line_at, line_of, read_json, read_toml
 T = TypeVar("T")
 FORMAT = Format("profile", 2, "measure again with `commpass probe`", ProfileError)
 SUFFIXES = (".json", ".toml")
+POLICY_KEYS = {"preset", "rule", "codecs", "algorithms", "max_error", "skip", "lowering"}
+"""Keys that a policy's file has, and no profile's."""
 BASE = ("base",)
 """What a table of a TOML file may have besides its fields: a name whose numbers it overrides."""
 
@@ -221,6 +223,12 @@ def _from_toml(path: Path) -> Profile:
     known = [f.name for f in dataclasses.fields(Profile)]
     for key in table:
         if key not in known:
+            if of_policy := sorted(POLICY_KEYS & table.keys()):
+                why = (
+                    f"this is a policy, since it has {of_policy[0]!r}, and no profile: write"
+                    f" commpass.backend({str(path)!r}), or --policy {path}"
+                )
+                raise fail([of_policy[0]], why)
             raise fail([key], f"a profile has no field {key!r}{nearest(key, [*known, 'base'])}")
     fields = msgspec.to_builtins(base) if base is not None else {}
     fields["name"] = path.stem

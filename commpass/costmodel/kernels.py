@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from commpass.errors import PolicyError, check_quantity
+from commpass.utils.keywords import named_fields
 
 RAW = "raw"
 """The codec that only copies."""
@@ -14,6 +15,7 @@ _INNER = re.compile(r"= *(\w+)")
 """A parameter's value in the text of a codec, which may be an inner codec."""
 
 
+@named_fields()
 @dataclass(frozen=True)
 class KernelRate:
     """The speed of a codec's encode and decode.
@@ -41,6 +43,7 @@ class KernelRate:
         return KernelRate(self.encode_ns * times, self.decode_ns * times, call_us)
 
 
+@named_fields()
 @dataclass(frozen=True)
 class Kernels:
     """Rates of kernels.

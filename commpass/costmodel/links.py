@@ -20,11 +20,13 @@ from commpass.errors import PolicyError, check_quantity, nearest
 from commpass.plan.kinds import KINDS, PAIRWISE
 from commpass.plan.stage import ALL, BLOCK, NEXT, Stage
 from commpass.utils.deprecated import renamed_fields
+from commpass.utils.keywords import named_fields
 
 ONE, SEVERAL = "message", "messages"
 """Kinds that are not collectives: an exchange by messages with one rank, or with several."""
 
 
+@named_fields()
 @dataclass(frozen=True)
 class Region:
     """Alpha and beta of exchanges of at least some size.
@@ -51,9 +53,13 @@ class Region:
 
 OLD_NAMES = {"busy_us": "overhead_us", "crowd_bytes": "contention_bytes"}
 """Fields of a link by their old names, which work for one version."""
+_IN_GBYTES = "write gbytes_per_s, in GB/s: an eighth of the Gbit/s, so 10 Gbit/s are 1.25"
+UNITS = dict.fromkeys(("gbit_per_s", "gbits_per_s", "gbit", "gbps"), _IN_GBYTES)
+"""What to write instead of a rate in another unit."""
 
 
 @renamed_fields(OLD_NAMES)
+@named_fields(UNITS)
 @dataclass(frozen=True)
 class Link:
     """A link between the ranks of a group.

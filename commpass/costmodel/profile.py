@@ -24,6 +24,7 @@ from commpass.costmodel.protocols import between_hosts
 from commpass.errors import PolicyError, check_number, check_quantity, nearest
 from commpass.plan.kinds import KINDS
 from commpass.utils.deprecated import renamed_fields
+from commpass.utils.keywords import named_arguments, named_fields
 
 GLOO_FACTORS = {"reduce_scatter": 2.0, "all_to_all": 2.0}
 """gloo's reduce_scatter sends twice the necessary bytes; its all_to_all of large messages is half
@@ -51,6 +52,7 @@ OLD_NAMES = {"node": "ranks_per_host", "inside": "intra_host_link"}
 
 
 @renamed_fields(OLD_NAMES)
+@named_fields()
 @dataclass(frozen=True)
 class Profile:
     """Links and kernels: what the cost model knows of a cluster.
@@ -260,6 +262,7 @@ def _on_each_host(ranks_per_host: int, ranks: tuple[int, ...]) -> int:
     return sizes.pop() if len(hosts) == len(runs) and len(sizes) == 1 else 0
 
 
+@named_arguments
 def ethernet(gbit_per_s: float, alpha_us: float = 60.0) -> Profile:
     """Return the profile of CPU hosts with gloo over Ethernet.
 
@@ -322,7 +325,14 @@ def link_named(name: str) -> Link:
         return NVLINK.link
     if speed := re.fullmatch(r"ethernet-(\d+(?:\.\d+)?)g", name):
         return ethernet(float(speed.group(1))).link
-    raise PolicyError(f"unknown link {name!r}{nearest(name, LINK_NAMES)}")
+    raise PolicyError(f"unknown link {name!r}{nearest(name, LINK_NAMES)}{_any_rate(name)}")
+
+
+def _any_rate(name: str) -> str:
+    """Return how Ethernet of any rate is named, if a wrong name may have meant it."""
+    if not name.lower().startswith("eth"):
+        return ""
+    return " Ethernet may have any rate: 'ethernet-2.5g' has 2.5 Gbit/s."
 
 
 NOMINAL = "nominal rate, not measured"
@@ -352,8 +362,8 @@ def profile_named(profile: str | Profile | None) -> Profile | None:
         kernels = kernels_with(profile)
         return Profile(profile, link_named(profile), kernels=kernels, source=NOMINAL)
     raise PolicyError(
-        f"unknown profile {profile!r}{nearest(profile, NAMES)} Or give a commpass.Profile(...), or"
-        " the path of a .json or .toml file."
+        f"unknown profile {profile!r}{nearest(profile, NAMES)}{_any_rate(profile)} Or give a"
+        " commpass.Profile(...), or the path of a .json or .toml file."
     )
 
 

@@ -30,6 +30,7 @@ from commpass.errors import PolicyError, nearest
 from commpass.groups import group_named, rank_in, ready
 from commpass.passes.results import StateInput
 from commpass.utils.ambient import making_lasting_tensors
+from commpass.utils.keywords import named_arguments
 
 VERSION = 2
 _VERSION = re.compile(r"commpass\.v(\d+)/(.+)", re.DOTALL)
@@ -202,6 +203,7 @@ def _ranks(group: str) -> list[int]:
     return dist.get_process_group_ranks(here) if here is not None else [0]
 
 
+@named_arguments
 def state_dict(
     model: nn.Module | None = None,
     *,
@@ -301,6 +303,7 @@ def _stored(folder: str | os.PathLike[str], prefix: str) -> dict[str, Tensor]:
     return state
 
 
+@named_arguments
 def load_state_dict(state: Mapping[str, Tensor], model: nn.Module | None = None) -> None:
     """Continue with residuals that ``state_dict`` returned, on any number of ranks.
 

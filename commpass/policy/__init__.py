@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from commpass import groups
+from commpass.codecs.registry import NAMES as CODECS
 from commpass.collectives import DEFAULTS
 from commpass.errors import PolicyError, nearest, type_reason
 from commpass.plan import Site
@@ -327,9 +328,17 @@ def policy_named(policy: str | Path | Policy) -> Policy:
     """Return a preset by name, a TOML file by path, or the policy itself."""
     if isinstance(policy, Policy):
         return policy
+    if isinstance(policy, (str, Path)) and str(policy).endswith(".json"):
+        raise PolicyError(
+            f"{policy}: a policy is a .toml file. A profile, as `commpass probe` writes it, is"
+            f" given as profile={str(policy)!r}"
+        )
     if isinstance(policy, Path):
         return Policy.from_toml(policy)
     if not isinstance(policy, str):
+        names = isinstance(policy, (list, tuple)) and all(isinstance(each, str) for each in policy)
+        if names and policy:
+            raise PolicyError(_codecs_given(policy))
         raise PolicyError(
             f"{policy!r} is no policy: give one of {', '.join(PRESETS)}, a .toml file or a"
             " Policy(...)"
@@ -338,12 +347,22 @@ def policy_named(policy: str | Path | Policy) -> Policy:
         return PRESETS[policy]
     if policy.endswith(".toml"):
         return Policy.from_toml(policy)
+    if policy.partition("(")[0] in CODECS:
+        raise PolicyError(_codecs_given(policy))
     raise PolicyError(
         f"unknown policy {policy!r}{nearest(policy, PRESETS)} A path must end in .toml."
     )
 
 
+def _codecs_given(names: Any) -> str:
+    given = names if isinstance(names, str) else list(names)
+    return f"{given!r} is no policy: write commpass.Policy(codecs={given!r}) for one with codecs"
+
+
 # --- TOML -----------------------------------------------------------------------------------------
+
+PROFILE_KEYS = {"base", "link", "links", "intra_host_link", "kernels", "margin", "ports"}
+"""Keys that a profile's file has, and no policy's."""
 
 
 def _from_toml(path: Path) -> Policy:
@@ -392,6 +411,12 @@ def _build(
             warn_renamed(f"{place}: {given}", key)
         if key not in known:
             extra = {"preset", "rule"} if kind is Policy else set()
+            if kind is Policy and (of_profile := sorted(PROFILE_KEYS & table.keys())):
+                raise PolicyError(
+                    f"{place}: this is a profile, since it has {of_profile[0]!r}, and no policy:"
+                    f' write commpass.backend("balanced", profile={str(path)!r}), or'
+                    f" --profile {path}"
+                )
             raise PolicyError(f"{place}: {where} has no field {key!r}{nearest(key, known | extra)}")
         try:
             base[key] = msgspec.convert(value, types[key])

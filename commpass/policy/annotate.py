@@ -22,6 +22,7 @@ from commpass.policy.paths import clean, names, remember, star
 from commpass.policy.rules import Annotation, Rule
 from commpass.utils.deprecated import renamed_argument
 from commpass.utils.globs import covers
+from commpass.utils.keywords import named_arguments
 
 KEY = "commpass"
 """The key in ``node.meta["custom"]`` of the nearest enclosing annotation."""
@@ -118,6 +119,7 @@ def _callable(module: nn.Module) -> Iterator[nn.Module]:
         yield module
 
 
+@named_arguments
 def compress(
     target: Any = None,
     /,
@@ -280,6 +282,7 @@ def _eagerly(annotation: str) -> Iterator[None]:
 
 
 @renamed_argument("words", "annotations")
+@named_arguments
 def apply_policy(model: nn.Module, annotations: Mapping[str, Any]) -> nn.Module:
     """Annotate the submodules that match globs, without changes to the model's source.
 
@@ -339,8 +342,11 @@ def _is(pattern: str, name: str) -> bool:
 
 def _near(pattern: str, known: Mapping[str, nn.Module]) -> str:
     # Indices repeat in every layer, so the pattern is compared with module names that have stars
-    # too.
-    return nearest(clean(pattern), {star(name) for name in known} if "*" in pattern else known)
+    # too. A star alone would not say what it stands for.
+    if "*" not in pattern:
+        return nearest(clean(pattern), known)
+    top = {name for name in known if name.isdigit()}
+    return nearest(clean(pattern), {star(name) for name in known} | top)
 
 
 def _scope(pattern: Any, annotation: Any) -> Scope:

@@ -20,6 +20,11 @@ from commpass.policy.paths import star
 from commpass.utils.globs import covers
 
 DIRECTIONS = ("forward", "backward")
+SHORT_DIRECTIONS = {
+    **dict.fromkeys(("f", "fw", "fwd"), "forward"),
+    **dict.fromkeys(("b", "bw", "bwd"), "backward"),
+}
+"""The directions that short names are likely to mean."""
 LOWERINGS = ("inline", "kernel", SINGLE_KERNEL)
 Names = str | Sequence[str] | None
 
@@ -234,9 +239,8 @@ class Rule(Annotation):
             if kind not in IN_GRAPHS:
                 raise PolicyError(f"unknown kind {kind!r}{nearest(kind, IN_GRAPHS)}")
         if self.direction is not None and self.direction not in DIRECTIONS:
-            raise PolicyError(
-                f"unknown direction {self.direction!r}{nearest(self.direction, DIRECTIONS)}"
-            )
+            meant = SHORT_DIRECTIONS.get(self.direction.lower(), self.direction)
+            raise PolicyError(f"unknown direction {self.direction!r}{nearest(meant, DIRECTIONS)}")
         if self.min_bytes < 0:
             raise PolicyError(f"Rule(min_bytes={self.min_bytes}): must be at least 0")
         for kind in self.kinds or ():

@@ -113,7 +113,9 @@ def _print_summary(
     more: str,
     json: bool,
 ) -> None:
-    for remark in found.remarks:
+    without_effect = (each for each in solved.places if each.without_effect)
+    remarks = [*found.remarks, *(each.no_effect_remark(found.of) for each in without_effect)]
+    for remark in dict.fromkeys(remarks):
         typer.echo(remark, err=True)
     if json:
         print_json(as_json(found, solved))
@@ -162,7 +164,7 @@ def _measured(
             " inputs), and if it likes a loss"
         )
     model, batches, *loss = made
-    with progress("runs", visible=dist.get_rank() == 0) as show_progress:
+    with progress("finds the collectives", visible=dist.get_rank() == 0) as show_progress:
         return calibrate(
             model,
             batches,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import sysconfig
@@ -41,7 +42,8 @@ def checks() -> list[Check]:
         needed = what in NEEDED
         try:
             state, ok = probe()
-            found.append(Check(what, str(state), ok, have if ok else lack, needed))
+            meaning = have if ok else _lack(what, lack)
+            found.append(Check(what, str(state), ok, meaning, needed))
         except CommpassError as error:
             why = " ".join(str(error).split())
             found.append(Check(what, "wrong", False, why, needed, why))
@@ -49,6 +51,11 @@ def checks() -> list[Check]:
             why = " ".join(str(error).split()) or type(error).__name__
             found.append(Check(what, "no", False, f"{lack} ({why})", needed))
     return found + variables()
+
+
+def _lack(what: str, lack: str) -> str:
+    """Return the meaning of what is missing."""
+    return UNSET if what == "profile" and not os.environ.get("COMMPASS_PROFILE") else lack
 
 
 def variables() -> list[Check]:
@@ -185,7 +192,8 @@ NEEDED = ("python", "torch", "distributed")
 HEADERS = "needed on the CPU: g++ and Python headers"
 COLD = "every process compiles anew"
 BUILT = "needed: install a torch that was built with it"
-MEASURE = "COMMPASS_PROFILE names no profile of this machine: measure one with `commpass probe`"
+UNSET = "COMMPASS_PROFILE is not set: measure a profile of this machine with `commpass probe`"
+MEASURE = "COMMPASS_PROFILE is from another machine: measure one of this with `commpass probe`"
 INSTALL = "pip install 'commpass[graph]', and Graphviz (apt-get install graphviz)"
 NO_GPU = "only the CPU can be used; a GPU needs its driver and a torch for it"
 PROBES: tuple[tuple[str, Callable[[], tuple[str, bool]], str, str], ...] = (

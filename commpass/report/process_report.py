@@ -24,6 +24,7 @@ from commpass.report.layer_patterns import Pattern, patterns
 from commpass.report.numbers import percent
 from commpass.utils.deprecated import renamed_fields
 from commpass.utils.html_text import summary
+from commpass.utils.keywords import named_arguments
 from commpass.utils.printable import brief, clean, less, plural
 
 NOTHING = (
@@ -293,6 +294,7 @@ def metrics() -> dict[str, float]:
     return report().metrics()
 
 
+@named_arguments
 def log_metrics(to: Any, step: int) -> None:
     """Write ``metrics()`` to a logger, under the number of a step.
 

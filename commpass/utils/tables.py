@@ -140,7 +140,20 @@ def read_toml(path: Path, error: type[CommpassError]) -> tuple[str, dict[str, An
     except tomllib.TOMLDecodeError as failed:
         where = re.search(r"line (\d+)", str(failed))
         line = where.group(1) if where else len(text.splitlines())
-        raise error(f"{path}:{line}: not TOML: {failed}") from failed
+        raise error(f"{path}:{line}: not TOML: {failed}{_unquoted(text, failed)}") from failed
+
+
+def _unquoted(text: str, failed: tomllib.TOMLDecodeError) -> str:
+    """Return what to write, if there is a word without quotes at the place of an error; else ""."""
+    place = re.match(r"Invalid value \(at line (\d+), column (\d+)\)", str(failed))
+    if place is None:
+        return ""
+    rest = text.splitlines()[int(place[1]) - 1][int(place[2]) - 1 :]
+    if (word := re.match(r"[A-Za-z*][\w.*-]*(?:\([^)]*\))?", rest)) is None:
+        return ""
+    if word[0].lower() in ("true", "false"):
+        return f": write {word[0].lower()}"
+    return f": write it in quotes, {json.dumps(word[0])}"
 
 
 def line_of(text: str, key: str | None, rule: int | None = None) -> int:

@@ -612,6 +612,12 @@ def test_apply_policy_says_which_argument_cannot_be_meant(model, words, parts):
         assert part in str(error.value)
 
 
+def test_modules_that_are_numbers_alone_are_named():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    with pytest.raises(PolicyError, match=r"names no module of Sequential\. Known: \*, 0, 1\.$"):
+        commpass.apply_policy(model, {"layers.*": "int8"})
+
+
 @pytest.mark.parametrize(
     ("given", "part"),
     [

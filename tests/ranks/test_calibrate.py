@@ -6,6 +6,8 @@ resulting policy is tested as well.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import math
 import os
 import random
@@ -13,11 +15,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+from doc_blocks import blocks_of
 from processes import Ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -426,6 +430,108 @@ def test_rank_that_fails_lets_the_others_go(own_ranks):
     waiting, failed = own_ranks.run(failing)
     assert failed == "ValueError: the disk is full"
     assert waiting == "CalibrationError: rank 1 failed: ValueError: the disk is full"
+
+
+# --- places without a measured effect, and models without a loss -----------------------------
+
+
+class Bare(nn.Module):
+    """In backward, the sum before ``a`` reaches the input alone. The gradients of a summed output
+    do not depend on it, and so not on the sum after ``b``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        torch.manual_seed(5)
+        self.a, self.b = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+        parallelize_module(self, mesh, {"a": ColwiseParallel(), "b": RowwiseParallel()})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x)))
+
+
+def bare(with_loss: bool) -> str:
+    rows = [(batch.requires_grad_(),) for (batch,) in batches()]
+    loss = (lambda out, _: squared(out)) if with_loss else None
+    try:
+        return commpass.calibrate(Bare(), rows, loss=loss, codecs=(*CODECS, "exponent")).to_json()
+    except CalibrationError as error:
+        return str(error)
+
+
+@pytest.mark.slow
+def test_model_that_no_error_changes_is_refused(ranks2):
+    for each in ranks2.run(bare, False):
+        assert "no error at the 2 places changes the gradients of the parameters" in each
+        assert "the sum of the model's output was used" in each
+        assert "loss=" in each
+
+
+@pytest.mark.slow
+def test_place_that_reaches_no_parameter_gets_lossless_codecs(ranks2, tmp_path):
+    first, second = ranks2.run(bare, True)
+    assert first == second
+    found = read(first, tmp_path / "c.json")
+    assert [place.without_effect for place in found.places] == [True, False]
+    (remark,) = found.remarks
+    assert remark.startswith("only lossless codecs: all_reduce of a (backward, tp): no error there")
+    rules = {rule.module: rule for rule in found.policy(0.1).rules}
+    assert all(codec(spec).lossless for spec in rules["a"].codec)
+    assert not all(codec(spec).lossless for spec in rules["b"].codec)
+
+
+def summed() -> tuple[str, ...]:
+    words = {"codecs": ("rotated",), "probes": ["rotated"]}
+    alone = commpass.calibrate(divided(), batches(1), **words)
+    with_loss = commpass.calibrate(Noisy(), batches(1), **words)
+    return *alone.remarks, "", *with_loss.remarks
+
+
+@pytest.mark.slow
+def test_sum_in_place_of_a_loss_is_told(ranks2):
+    for each in ranks2.run(summed):
+        remark, rest = each
+        assert remark.startswith("there is no loss, so the sum of the model's output was used")
+        assert rest == ""
+
+
+# --- progress --------------------------------------------------------------------------------
+
+
+def progress_of(folder: str, terminal: bool, text: str) -> str:
+    """Return what ``commpass calibrate`` writes to stderr on this rank."""
+    from commpass.report.calibrate import run
+
+    path = Path(folder) / f"model_{dist.get_rank()}.py"
+    path.write_text(text)
+    codecs, error = ("rotated",), io.StringIO()
+    options = {"codecs": codecs, "policy": "lossless", "profile": None, "cheapest": "bytes"}
+    options |= {"source": None, "measurements": None, "train": True, "plot": None, "json": False}
+    environment = {"FORCE_COLOR": "1"} if terminal else {}
+    with patch.dict(os.environ, environment), contextlib.redirect_stderr(error):
+        run(f"{path}:build", "tp=2", 0.01, Path(folder) / "p.toml", **options)
+    return error.getvalue()
+
+
+@pytest.mark.slow
+def test_runs_are_counted_on_a_terminal_of_the_first_rank(ranks2, tmp_path):
+    first, second = ranks2.run(progress_of, str(tmp_path), True, FILE)
+    assert "finds the collectives" in first
+    assert "run 14 of 14" in first  # 2 batches, each once, and for 2 places and 3 codecs
+    assert second == ""
+
+
+@pytest.mark.slow
+def test_elsewhere_no_runs_are_counted(ranks2, tmp_path):
+    assert ranks2.run(progress_of, str(tmp_path), False, FILE) == ["", ""]
+
+
+@pytest.mark.slow
+def test_example_of_the_page_has_a_loss_and_no_place_without_effect(ranks2, tmp_path):
+    text = blocks_of("docs/calibration.md", "python")[0][1]
+    assert ranks2.run(progress_of, str(tmp_path), False, text) == ["", ""]
+    rules = Policy.from_toml(tmp_path / "p.toml").rules
+    assert {rule.module for rule in rules} == {"1", "3"}
 
 
 # --- the command line ------------------------------------------------------------------------

@@ -280,6 +280,55 @@ def test_order_and_hash_seed_change_nothing():
     assert said == {repr(calibration(*SOME, *LIKE).solve(0.03).chosen) + "\n"}
 
 
+# --- places without a measured effect --------------------------------------------------------
+
+
+def no_effect(module: str, error: float = 0.024) -> MeasuredSites:
+    """Values of this place reach no parameter; with ``error=0``, they are all 0."""
+    one = place(module, 0.0)
+    errors = {**one.errors, "exponent(bits=26.82)": 0.0}
+    if not error:
+        errors = dict.fromkeys(errors, 0.0)
+    levels = (ErrorLevel(codec="rotated(bits=6)", error=error, sensitivity=0.0),)
+    return dataclasses.replace(one, errors=errors, levels=levels)
+
+
+@pytest.mark.parametrize("error", [0.024, 0.0])
+@pytest.mark.parametrize("exactly", [False, True])
+def test_place_without_effect_gets_lossless_codecs_only(error, exactly):
+    found = calibration(place("a", 0.2), no_effect("b", error))
+    solved = found.solve(0.02)
+    assert [codec(each.codec).lossless for each in solved.chosen] == [False, True]
+    rules = {rule.module: rule for rule in found.policy(0.02, exactly=exactly).rules}
+    assert rules["b"].codec == ("exponent(bits=26.82)",)
+    assert "rotated" in str(rules["a"].codec)
+
+
+def test_place_without_effect_is_kept_if_no_lossless_codec_was_measured():
+    one = dataclasses.replace(place("b", 0.0), errors=place("b", 0.1).errors)
+    (rule,) = calibration(one).policy(0.5).rules
+    assert rule.keep
+
+
+def test_noise_of_kernels_is_no_effect_and_little_effect_is_one():
+    assert place("a", 1e-6).without_effect  # 2.4e-8 of the gradients, at an error of 2.4 %
+    assert not place("a", 1e-3).without_effect
+    lossless = dataclasses.replace(place("a", 0.0), levels=())
+    assert not lossless.without_effect
+
+
+def test_places_without_effect_are_named(tmp_path):
+    calibration(place("a", 0.2), no_effect("b"), no_effect("c", 0.0)).write(tmp_path / "c.json")
+    done = run("--from", tmp_path / "c.json", "--max-error", "0.02", "-o", tmp_path / "p.toml")
+    assert done.exit_code == 0, done.output
+    assert done.stderr.splitlines()[:2] == [
+        "only lossless codecs: all_reduce of b (forward, tp): no error there changes the gradients,"
+        " so the budget does not limit it",
+        "only lossless codecs: all_reduce of c (forward, tp): all values there are 0, so the budget"
+        " does not limit it",
+    ]
+
+
 # --- files -----------------------------------------------------------------------------------
 
 

@@ -19,11 +19,12 @@ import commpass
 from commpass.codecs import codec
 from commpass.collectives import ALGORITHM_NAMES, DEFAULTS, algorithm
 from commpass.costmodel import KernelRate, Kernels, Link, Profile
+from commpass.costmodel.files import POLICY_KEYS
 from commpass.errors import PolicyError
 from commpass.passes import PASSES
 from commpass.plan import Site
 from commpass.plan.kinds import IN_GRAPHS
-from commpass.policy import PASS_NAMES, PRESETS, Policy, policy_named
+from commpass.policy import PASS_NAMES, PRESETS, PROFILE_KEYS, Policy, policy_named
 from commpass.policy.rules import Annotation, Rule, covers
 
 tried = settings(max_examples=examples(26, 80), deadline=None)
@@ -759,6 +760,24 @@ def test_file_wins_over_its_preset(toml):
 
 BAD = {
     "syntax": ('codecs = "int8"\nmax_error == 1\n', 2, ["not TOML"]),
+    "text without quotes": ("preset = balanced\n", 1, ["not TOML", 'it in quotes, "balanced"']),
+    "a codec without quotes": (
+        'max_error = 1\ncodecs = ["int8", int8(block=64)]\n',
+        2,
+        ['write it in quotes, "int8(block=64)"'],
+    ),
+    "a pattern without quotes": (
+        "[[rule]]\nmodule = layers.*.mlp\n",
+        2,
+        ['write it in quotes, "layers.*.mlp"'],
+    ),
+    "Python's True": ("reassociate = True\n", 1, ["not TOML", ": write true"]),
+    "a profile": (
+        "\nmargin = 0.1\n[link]\nalpha_us = 20\n",
+        2,
+        ["this is a profile, since it has 'link'", "profile=", "--profile"],
+    ),
+    "a profile with a base": ('base = "ethernet-1g"\n', 1, ["this is a profile", "'base'"]),
     "syntax in a rule": ("\n\n[[rule]]\nmodule = layers\n", 4, ["not TOML"]),
     "a key twice": ('codecs = "int8"\nmax_error = 1\ncodecs = "fp8"\n', 3, ["not TOML"]),
     "an array without an end": ('max_error = 1\ncodecs = ["int8",', 2, ["not TOML"]),
@@ -989,6 +1008,15 @@ def test_text_beyond_ascii_is_read_as_utf_8(toml):
         (lambda: Rule(module=None), "module=None"),
         (lambda: commpass.codec(8), "8 is no codec"),
         (lambda: commpass.backend(3), "3 is no policy"),
+        (lambda: commpass.backend(["int8"]), "write commpass.Policy(codecs=['int8'])"),
+        (lambda: commpass.backend("int8(block=64)"), "commpass.Policy(codecs='int8(block=64)')"),
+        (lambda: commpass.backend([]), "[] is no policy: give one of"),
+        (lambda: commpass.backend("cluster.json"), "is given as profile='cluster.json'"),
+        (lambda: commpass.backend(Path("cluster.json")), "a policy is a .toml file"),
+        (lambda: Rule(direction="bwd"), "'bwd'; did you mean 'backward'?"),
+        (lambda: Rule(direction="FW"), "'FW'; did you mean 'forward'?"),
+        (lambda: Rule(direction="fowrard"), "'fowrard'; did you mean 'forward'?"),
+        (lambda: Rule(direction="up"), "'up'. Known: backward, forward."),
         (lambda: commpass.backend(Path("none.toml")), "none.toml: cannot be read"),
     ],
 )
@@ -996,6 +1024,15 @@ def test_values_of_a_wrong_type_are_refused_by_name(make, part):
     with pytest.raises(PolicyError) as error:
         make()
     assert part in str(error.value)
+
+
+def test_keys_of_policies_and_of_profiles_are_no_others():
+    """They tell files of the two apart."""
+    fields = {kind: {f.name for f in dataclasses.fields(kind)} for kind in (Policy, Profile)}
+    assert fields[Profile] | {"base"} > PROFILE_KEYS
+    assert fields[Policy] | {"preset", "rule"} > POLICY_KEYS
+    assert not PROFILE_KEYS & (fields[Policy] | {"preset", "rule"})
+    assert not POLICY_KEYS & (fields[Profile] | {"base"})
 
 
 @pytest.mark.parametrize(

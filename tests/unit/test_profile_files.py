@@ -226,6 +226,13 @@ alpha_us = 2
         ('base = "nvlink-4"\nports = 2.5\n', 2, ": ports must be a whole number, but is a float$"),
         ('base = "nvlink-4"\n\nmargin = -1\n', 3, "Profile.margin"),
         ("x = \n", 1, "not TOML"),
+        ("base = nvlink-4\n", 1, 'not TOML.*write it in quotes, "nvlink-4"'),
+        (
+            'name = "x"\npreset = "balanced"\n',
+            2,
+            r"this is a policy, since it has 'preset', .*commpass\.backend\('.*cluster.toml'\)",
+        ),
+        ('[[rule]]\nmodule = "a"\n', 1, "this is a policy, since it has 'rule'"),
         (TWO_LINKS + 'gbytes_per_s = 1\nbase = "nvlnk-4"\n', 8, "did you mean 'nvlink-4'"),
         ('base = "nvlink-4"\n[kernels]\nlaunch_us = 3\nbase = "h10"\n', 4, "unknown card 'h10'"),
     ],
@@ -377,16 +384,27 @@ def test_unknown_facts_are_no_difference():
     )
 
 
+@pytest.mark.parametrize("make", [profile_named, link_named])
+def test_any_rate_of_ethernet_is_offered(make):
+    with pytest.raises(PolicyError, match=r"any rate: 'ethernet-2\.5g' has 2\.5 Gbit/s"):
+        make("ethernet-1")
+    assert make("ethernet-2.5g") is not None
+    with pytest.raises(PolicyError) as error:
+        make("nvlink-9")
+    assert "any rate" not in str(error.value)
+
+
 def test_doctor_says_which_profile_would_be_used(path, monkeypatch):
     def row() -> dict:
         rows = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
         return next(row for row in rows if row["what"] == "profile")
 
     assert not row()["ok"]
+    assert "COMMPASS_PROFILE is not set" in row()["meaning"]
     assert "commpass probe" in row()["meaning"]
     monkeypatch.setenv("COMMPASS_PROFILE", str(path))
     assert "days old; processor a there" in row()["state"]
-    assert "not set" not in row()["meaning"]
+    assert "COMMPASS_PROFILE is from another machine" in row()["meaning"]
     write(path, file(machine=this_machine()))
     assert row()["ok"]
     monkeypatch.setenv("COMMPASS_PROFILE", "ethernet-10")

@@ -40,9 +40,11 @@ from commpass.plan import Plan
 from commpass.policy import Policy
 from commpass.policy.annotate import annotations_of
 from commpass.utils.ambient import without_ambient_state
+from commpass.utils.keywords import named_arguments
 
 
 @publishing_refusal
+@named_arguments
 def compress_ddp(
     model: nn.Module,
     policy: str | Path | Policy = "lossless",

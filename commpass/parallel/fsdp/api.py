@@ -38,6 +38,7 @@ from commpass.passes.simplify.rules.gathers import EXACT_WIDENINGS
 from commpass.plan import Plan
 from commpass.policy import Policy, paths
 from commpass.policy.annotate import annotations_of
+from commpass.utils.keywords import named_arguments
 
 log = logging.getLogger("commpass")
 
@@ -345,6 +346,7 @@ class CompressedFSDP(Integration):
 
 
 @publishing_refusal
+@named_arguments
 def compress_fsdp(
     model: nn.Module,
     policy: str | Path | Policy = "lossless",

@@ -25,6 +25,7 @@ from commpass.parallel.in_graph import layout
 from commpass.parallel.in_graph.reading import EXCHANGED, ExchangedParameter, Inner, reading_class
 from commpass.parallel.in_graph.traced import ParameterSpec
 from commpass.parallel.refusals import wrong_argument
+from commpass.utils.keywords import named_arguments
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Terms:
             )
 
 
+@named_arguments
 def replicate(
     model: nn.Module,
     mesh: DeviceMesh,
@@ -83,6 +85,7 @@ def replicate(
     return _distribute(model, mesh, dim, False, terms, cast_forward_inputs)
 
 
+@named_arguments
 def shard(
     model: nn.Module,
     mesh: DeviceMesh,

@@ -31,9 +31,11 @@ from commpass.parallel.outer.means import Means, local, trained
 from commpass.parallel.outer.replicas import GroupReplicas, ManagedReplicas
 from commpass.plan import Plan
 from commpass.policy import Policy
+from commpass.utils.keywords import named_arguments
 
 
 @publishing_refusal
+@named_arguments
 def compress_outer(
     target: Any,
     policy: str | Path | Policy = "lossless",

@@ -50,6 +50,7 @@ from commpass.plan import UNCOMPRESSED, Plan, PlannedSite
 from commpass.plan.timeline import Timeline
 from commpass.policy import Policy
 from commpass.policy.rules import DIRECTIONS
+from commpass.utils.keywords import named_arguments
 
 log = logging.getLogger("commpass")
 
@@ -75,6 +76,7 @@ UNSEEN = "errors of messages between pipeline stages are not sampled"
 
 
 @publishing_refusal
+@named_arguments
 def compress_pipeline(
     stages: Any,
     policy: str | Path | Policy,

@@ -34,9 +34,11 @@ from commpass.parallel.ssfusion.plan import FusionPlan, Settings
 from commpass.parallel.ssfusion.planner import Planner, Weight, agree
 from commpass.plan import Plan
 from commpass.policy.paths import join, names
+from commpass.utils.keywords import named_arguments
 
 
 @publishing_refusal
+@named_arguments
 def ssfusion(
     model: nn.Module,
     *,
