@@ -521,6 +521,7 @@ def check_other_momentum(saved: float, momentum: float, text: str) -> None:
         (0.9, 0.0, r"has velocities.* momentum=0\. Give momentum=.*leave the state out"),
         (0.0, 0.9, r"has no velocities.* momentum=0\.9\. Give momentum=0.*leave the state out"),
     ],
+    ids=["without", "with"],
 )
 def test_state_of_another_momentum_is_refused(saved, momentum, text, ranks2):
     ranks2.run(check_other_momentum, saved, momentum, text)
