@@ -41,7 +41,6 @@ class Flat:
             owners = [owner_of([parameter]) for parameter in self.parameters]
             self.parts = [(o, None, view) for o, view in zip(owners, views, strict=True)]
         for number, (owner, key, part) in enumerate(self.parts):
-            owner.used += 1
             if key not in owner.state or owner.state[key][1] is not part:
                 one = dataclasses.replace(
                     self.state_input, place=PLACE, number=0, shape=tuple(part.shape)

@@ -101,6 +101,7 @@ class Integration:
 
         Raise PolicyError for a state that is not of this model, or for any if none is kept.
         """
+        state.check_state(f"{self.call or 'integration'}.load_state_dict", saved)
         if self.model is not None:
             state.load_state_dict(saved, self.model)
         elif saved:

@@ -36,7 +36,8 @@ log = logging.getLogger("commpass")
 KEY = "commpass_owner"
 """Key of the owner in the metadata of an autograd node."""
 MOST_SHORT_LIVED = 3
-"""So many owners are freed after one step before a warning says that error feedback is lost."""
+"""So many owners of a function's weights are freed after one step before a warning says that error
+feedback is lost."""
 INFERENCE = (
     "inference has no next step, in which error feedback could be sent: give the rule"
     " direction='backward', or this model a codec without state"
@@ -70,6 +71,7 @@ class Owner:
         ]
         self.state: dict[Any, tuple[Any, Tensor]] = {}
         self.references: dict[Any, tuple[Any, Tensor]] = {}
+        self.of_function = not any(isinstance(each, nn.Parameter) for each in parameters)
         self.used = 0
 
     def name_in(self, names: dict[int, str]) -> str | None:
@@ -107,14 +109,18 @@ def part_of(owner: Owner, numbers: Sequence[int]) -> Owner:
 
 
 def _drop_owner(key: tuple[int, ...]) -> None:
-    """Drop the owner of a parameter that was freed: other tensors may get its ids."""
+    """Drop the owner of a parameter that was freed: other tensors may get its ids.
+
+    Warn if a function gets new weights in each step. Parameters of a module are freed with it.
+    """
     owner = _owners.pop(key, None)
-    if owner is not None and owner.used == 1:
+    if owner is not None and owner.of_function and owner.used == 1:
         _short_lived[0] += 1
         if _short_lived[0] == MOST_SHORT_LIVED:
             log.warning(
-                "error feedback was dropped after one step, %d times: it belongs to parameters, and"
-                " these are new tensors in each step. Change them in place, as torch.optim does",
+                "error feedback was dropped after one step, %d times: it belongs to a function's"
+                " weights, and these are new tensors in each step. Change them in place, as"
+                " torch.optim does",
                 MOST_SHORT_LIVED,
             )
 
@@ -356,7 +362,6 @@ class HookCalls(Calls):
 
     def owner(self, direction: str) -> Owner:
         assert self.fixed_owner is not None
-        self.fixed_owner.used += 1
         return self.fixed_owner
 
 

@@ -16,9 +16,10 @@ import dataclasses
 import os
 import re
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 
 from commpass.distributed.adopted import is_adopted
 from commpass.distributed.owners import Code, Owner, local_part, parameter_names, state_owners
+from commpass.distributed.unused_state import Trained, warn_of_unused
 from commpass.errors import PolicyError, nearest
 from commpass.groups import group_named, rank_in, ready
 from commpass.passes.results import StateInput
@@ -83,24 +85,40 @@ class Name:
 
 
 UNKNOWN = "-"
-OF_GRADIENTS = ("ddp", "ssfusion", "outer")
+OUTER = "outer"
+OF_GRADIENTS = ("ddp", "ssfusion", OUTER)
 """Functions that are hooks, which keep one residual for each parameter's gradient."""
 
 
 @dataclass
 class Loaded:
     """State that was loaded for ``model``, or for any, and the owners that took parts of it, by
-    place."""
+    place.
+
+    ``trained`` tells which parameters of the model were trained since.
+    """
 
     tensors: dict[Name, Tensor]
     model: weakref.ref[nn.Module] | None
     owners: dict[str, weakref.ref[Owner]] = field(default_factory=dict)
+    trained: Trained = field(default_factory=Trained)
 
     def names(self) -> dict[int, str] | None:
         """Return the names of the model's parameters by id; None if no model was given, or it was
         freed."""
         model = self.model() if self.model is not None else None
         return parameter_names(model) if model is not None else None
+
+    def unused(self) -> list[str]:
+        """Return the residuals that no exchange has taken, although their parameters were trained.
+
+        Outer steps are not counted: many steps may come before the first of them.
+        """
+        return [
+            name.label
+            for name in self.tensors
+            if name.hook != OUTER and name.parameter in self.trained
+        ]
 
 
 _loaded: list[Loaded] = []
@@ -186,16 +204,62 @@ def _add_loaded(loaded: Loaded, name: Name, owner: Owner, into: Tensor) -> None:
         loaded.owners[name.place] = weakref.ref(owner)
 
 
+@dataclass(frozen=True)
+class Check:
+    """What an integration needs of loaded state of its parameters, which are given by their ids.
+
+    ``refuse`` gets the names of the state that ``hook`` keeps of them, and raises PolicyError if
+    the integration cannot continue with it.
+    """
+
+    hook: str
+    parameters: frozenset[int]
+    refuse: Callable[[list[Name]], None]
+
+
+_checks: WeakKeyDictionary[object, Check] = WeakKeyDictionary()
+
+
+def check_loaded(check: Check) -> None:
+    """Raise PolicyError if state that is already loaded is refused."""
+    for loaded in _loads(None):
+        check.refuse(_names_of(check.parameters, check.hook, loaded.tensors, loaded.names()))
+
+
+def check_loads(integration: object, check: Check) -> None:
+    """Check all state that is loaded from now on, until ``end_checks``."""
+    _checks[integration] = check
+
+
+def end_checks(integration: object) -> None:
+    """No longer check the state that is loaded."""
+    _checks.pop(integration, None)
+
+
+def _names_of(
+    parameters: Iterable[int], hook: str, value: Iterable[Name], names: dict[int, str] | None
+) -> list[Name]:
+    """Return those names that are of state which a hook keeps of parameters, given by their ids.
+
+    ``names`` are those of the model that the state is for; None if it is for any.
+    """
+    known = None if names is None else {names[each] for each in parameters if each in names}
+    if known is not None and not known:
+        return []  # it is for another model
+    return [
+        name
+        for name in value
+        if name.hook == hook and (known is None or name.parameter in known | {UNKNOWN})
+    ]
+
+
 def clear_loaded(parameters: Iterable[Tensor], hook: str) -> None:
     """Set what was loaded for an integration's state of parameters, and is not used yet, to
     zero."""
     ids = set(map(id, parameters))
     for loaded in _loads(None):
-        names = loaded.names()
-        known = {UNKNOWN} | {name for each, name in (names or {}).items() if each in ids}
-        for name, tensor in list(loaded.tensors.items()):
-            if name.hook == hook and (names is None or name.parameter in known):
-                loaded.tensors[name] = torch.zeros_like(tensor)
+        for name in _names_of(ids, hook, loaded.tensors, loaded.names()):
+            loaded.tensors[name] = torch.zeros_like(loaded.tensors[name])
 
 
 def _ranks(group: str) -> list[int]:
@@ -219,7 +283,8 @@ def state_dict(
         commpass.load_state_dict(state, model)
 
     The number of ranks may differ from that of the checkpoint: each rank gets the residuals that it
-    continues with. State that was loaded and not yet used by a graph is included.
+    continues with. State that was loaded and not yet used by a graph is included. If its parameters
+    have been trained since, a warning says once that it is not sent.
 
     Args:
         model: the model whose residuals are returned, under its parameters' names. It is required
@@ -229,19 +294,19 @@ def state_dict(
             to load those of that checkpoint into.
         prefix: the prefix of the residuals in that checkpoint.
 
-    Raise PolicyError for a model that is not a module, if the folder holds no checkpoint, or if the
-    owner of a residual is ambiguous.
+    Raise PolicyError for a model that is not a module, if the folder holds no checkpoint or a
+    damaged one, or if the owner of a residual is ambiguous.
     """
     _check_model("state_dict", model)
     if of is not None:
         return _stored(of, prefix)
-    state = {
-        str(name): tensor for loaded in _loads(model) for name, tensor in loaded.tensors.items()
-    }
+    loads = _loads(model)
+    state = {str(name): tensor for loaded in loads for name, tensor in loaded.tensors.items()}
     for name, tensor in _live(model):
         if str(name) in state:
             raise _ambiguous(name, "kept for")
         state[str(name)] = tensor
+    warn_of_unused([label for loaded in loads for label in loaded.unused()])
     return state
 
 
@@ -249,6 +314,20 @@ def _check_model(call: str, model: object) -> None:
     if model is not None and not isinstance(model, nn.Module):
         given = f"commpass.{call}(model={type(model).__name__})"
         raise PolicyError(f"{given}: must be a module, or None for all residuals")
+
+
+def check_state(call: str, state: object) -> None:
+    """Raise PolicyError, in the name of ``call``, for a state that is no mapping of names."""
+    wrong = type(state).__name__
+    if isinstance(state, Mapping):
+        keys = [key for key in state if not isinstance(key, str)]
+        if not keys:
+            return
+        wrong = f"a {wrong} with the key {keys[0]!r}"
+    raise PolicyError(
+        f"{call}(state): must be tensors by name, as commpass.state_dict(model) returns them, not"
+        f" {wrong}. To start with zeros, give {{}}"
+    )
 
 
 def _live(model: nn.Module | None) -> list[tuple[Name, Tensor]]:
@@ -279,11 +358,19 @@ def _stored(folder: str | os.PathLike[str], prefix: str) -> dict[str, Tensor]:
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+    if not isinstance(folder, (str, os.PathLike)):
+        raise PolicyError(f"commpass.state_dict(of={folder!r}): must be the path of a folder")
     try:
         stored = FileSystemReader(folder).read_metadata().state_dict_metadata
     except OSError as error:
         raise PolicyError(
             f"{os.fspath(folder)}: no checkpoint of torch.distributed.checkpoint: {error.strerror}"
+        ) from error
+    except Exception as error:  # of whatever reads the file
+        raise PolicyError(
+            f"{os.path.join(folder, '.metadata')}: damaged, or not written by"
+            f" torch.distributed.checkpoint ({type(error).__name__}: {error}). Copy the checkpoint"
+            " again, or read an earlier one"
         ) from error
     found = {
         key.removeprefix(prefix + "."): entry
@@ -322,6 +409,7 @@ def load_state_dict(state: Mapping[str, Tensor], model: nn.Module | None = None)
     was expected. Then nothing is changed.
     """
     _check_model("load_state_dict", model)
+    check_state("commpass.load_state_dict", state)
     tensors: dict[Name, Tensor] = {}
     for key, tensor in state.items():
         if not isinstance(tensor, Tensor):
@@ -330,9 +418,12 @@ def load_state_dict(state: Mapping[str, Tensor], model: nn.Module | None = None)
             )
         tensors[_parse(key)] = tensor
     live = _live(model)
-    if tensors and model is not None:
-        _check_parameters(tensors, set(parameter_names(model).values()))
+    names = parameter_names(model) if model is not None else None
+    if tensors and model is not None and names is not None:
+        _check_parameters(tensors, set(names.values()))
         _check_shapes(tensors, model)
+    for check in list(_checks.values()):
+        check.refuse(_names_of(check.parameters, check.hook, tensors, names))
     loaded = [
         (_redistributed(name, tensor, tensors) if tensors else torch.zeros_like(tensor))
         for name, tensor in live
@@ -356,7 +447,9 @@ def load_state_dict(state: Mapping[str, Tensor], model: nn.Module | None = None)
         _loaded.remove(old)
     if tensors:
         rest = {saved: tensors[saved] for saved in tensors if saved in left}
-        _loaded.append(Loaded(rest, None if model is None else weakref.ref(model)))
+        added = Loaded(rest, None if model is None else weakref.ref(model))
+        added.trained.watch(model, {name.parameter for name in rest})
+        _loaded.append(added)
 
 
 def reset_state(model: nn.Module | None = None) -> None:
@@ -464,8 +557,9 @@ def _redistributed(name: Name, like: Tensor, value: Mapping[Name, Tensor]) -> Te
 def _other_model_message(some: Iterable[str], names: Iterable[str], have: str, value: str) -> str:
     some, names = sorted(some), sorted(names)
     return (
-        f"error feedback of another model: {have} {', '.join(some)}; {value} {', '.join(names)}"
-        + nearest(some[0], names)
+        "error feedback of another model (or of this one, if the mesh or what is compiled has"
+        " changed: then leave the state out, and the first step begins with zeros):"
+        f" {have} {', '.join(some)}; {value} {', '.join(names)}" + nearest(some[0], names)
     )
 
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import commpass
 from commpass import Policy, Rule
-from commpass.distributed import owners
+from commpass.distributed import owners, unused_state
 from commpass.errors import PolicyError
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -410,6 +410,60 @@ def test_weights_that_are_new_in_every_step_are_said(fake_group, caplog):
         gc.collect()
     assert caplog.text.count("error feedback was dropped") == 1
     assert commpass.state_dict() == {}
+
+
+def test_models_that_are_freed_after_one_step_are_no_fault(fake_group, caplog):
+    """Several short runs in one process, such as a sweep."""
+    fake_group(2)
+    forget_process()
+    owners._short_lived[0] = 0
+    function = torch.compile(
+        lambda w: Summed.apply(w).sin().sum(), backend=commpass.backend(POLICY, inner="eager")
+    )
+    for _ in range(owners.MOST_SHORT_LIVED + 2):
+        block = Block()
+        function(block.weight).backward()
+        assert len(commpass.state_dict(block)) == 1
+        del block
+        gc.collect()
+    assert len(owners.state_owners()) <= 1  # torch may keep the last one
+    assert "error feedback was dropped" not in caplog.text
+    forget_process()
+
+
+INT8 = Policy(rules=[Rule(codec="int8", direction="backward", force=True)])
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_residuals_that_no_graph_takes_are_reported(sparse, fake_group, caplog, monkeypatch):
+    """Another policy keeps no residuals. A graph that is compiled later takes its own."""
+    fake_group(2)
+    forget_process()
+    monkeypatch.setattr(unused_state, "_warned", [])
+
+    def step(block: Block, policy: Policy) -> None:
+        function = torch.compile(
+            lambda x, scale: block(x, scale).sin(),
+            backend=commpass.backend(policy, inner="eager"),
+        )
+        with torch.no_grad():
+            function(torch.ones(4, WIDTH), torch.ones(WIDTH))
+        assert not warnings_of(block)
+        function(torch.ones(4, WIDTH), torch.ones(WIDTH)).backward()
+
+    def warnings_of(block: Block) -> list[str]:
+        caplog.clear()
+        commpass.state_dict(block)
+        return [text for text in caplog.messages if "not sent" in text]
+
+    first, second = Block(), Block()
+    step(first, POLICY)
+    saved = commpass.state_dict(first)
+    assert len(saved) == 1
+    torch._dynamo.reset()
+    commpass.load_state_dict(saved, second)
+    step(second, POLICY if sparse else INT8)
+    assert len(warnings_of(second)) == (not sparse)
 
 
 def test_names_of_parameters_are_those_without_wrappers():

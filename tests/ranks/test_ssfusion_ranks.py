@@ -484,6 +484,65 @@ def test_state_of_another_model_or_shape_is_refused_and_nothing_is_lost(ranks2):
     ranks2.run(check_foreign_state)
 
 
+def state_with(momentum: float) -> dict[str, torch.Tensor]:
+    """Return the state of a model that is trained with that momentum."""
+    model = net()
+    handle = ssfusion(model, **USUAL | {"momentum": momentum})
+    for number in range(len(handle.names)):
+        handle._hooks.driver.memory(number)
+    state = handle.state_dict()
+    assert any("velocity" in name for name in state) == bool(momentum)
+    handle.close()
+    return state
+
+
+def check_other_momentum(saved: float, momentum: float, text: str) -> None:
+    state, options = state_with(saved), USUAL | {"momentum": momentum}
+    model = net()
+    handle = ssfusion(model, **options)
+    for load in (handle.load_state_dict, lambda state: commpass.load_state_dict(state, model)):
+        with pytest.raises(PolicyError, match=text):
+            load(state)
+    assert handle.state_dict() == {}
+    handle.load_state_dict(state_with(momentum))
+    handle.load_state_dict({})
+    handle.close()
+    commpass.load_state_dict(state, model)  # for whoever exchanges its gradients next
+    with pytest.raises(PolicyError, match=text):
+        ssfusion(model, **options)
+    ssfusion(model, **USUAL | {"momentum": saved}).close()
+    commpass.load_state_dict(state, net())  # of a model that is gone
+    ssfusion(net(), **options)
+
+
+@pytest.mark.parametrize(
+    ("saved", "momentum", "text"),
+    [
+        (0.9, 0.0, r"has velocities.* momentum=0\. Give momentum=.*leave the state out"),
+        (0.0, 0.9, r"has no velocities.* momentum=0\.9\. Give momentum=0.*leave the state out"),
+    ],
+    ids=["without", "with"],
+)
+def test_state_of_another_momentum_is_refused(saved, momentum, text, ranks2):
+    ranks2.run(check_other_momentum, saved, momentum, text)
+
+
+def check_momentum_ends() -> None:
+    model = net()
+    handle = ssfusion(model, **USUAL | {"momentum": 0.9})
+    driver = handle._hooks.driver
+    for number in range(len(handle.names)):
+        driver.memory(number).residual.fill_(1.0)
+    handle.close()
+    state = ssfusion(model, **USUAL).state_dict()
+    assert len(state) == len(handle.names)
+    assert all("residual" in name and (kept == 1).all() for name, kept in state.items())
+
+
+def test_call_without_momentum_drops_earlier_velocities(ranks2):
+    ranks2.run(check_momentum_ends)
+
+
 # --- unsupported uses -----------------------------------------------------------------------------
 
 

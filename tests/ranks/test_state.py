@@ -3,6 +3,7 @@ ranks changes."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 import pytest
@@ -15,10 +16,12 @@ from tiers import crossed, rarely, sampled
 
 import commpass
 from commpass.codecs import codec
-from commpass.distributed import state
-from commpass.distributed.owners import owner_of
+from commpass.distributed import state, unused_state
+from commpass.distributed.integration import Integration
+from commpass.distributed.owners import Code, owner_of
 from commpass.distributed.state import Name
 from commpass.errors import PolicyError
+from commpass.passes.results import StateInput
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -27,6 +30,7 @@ POLICY = commpass.Policy(
     rules=[commpass.Rule(codec="topk(density=0.1)", direction="backward", force=True)]
 )
 STEPS = 6
+CPU = torch.device("cpu")
 held: list[torch.Tensor] = []
 """The weight that was trained last, which keeps its residuals alive."""
 
@@ -414,7 +418,7 @@ FOREIGN = {
     "no tensor": (lambda n: {str(n): 3}, ["int", "tensors"]),
     "another model": (
         lambda n: {other(n, site="layers.0.mpl/backward/all_reduce/float32[4]/0"): torch.ones(4)},
-        ["another model", "layers.0.mlp", "layers.0.mpl", "did you mean"],
+        ["another model", "layers.0.mlp", "layers.0.mpl", "did you mean", "leave the state out"],
     ),
     "another shape": (
         lambda n: {str(n): torch.ones(5), other(n, rank=1): torch.ones(5)},
@@ -455,9 +459,145 @@ def test_state_that_nobody_asked_for_yet_is_saved_again(fake_group):
     forget_process()
 
 
+@pytest.mark.parametrize("wrong", [[1], None, 3, {1: torch.ones(4)}, "state"], ids=repr)
+def test_what_is_no_state_is_refused_with_what_one_is(wrong, kept):
+    model = torch.nn.Linear(2, 2)
+    handle, keeps_none = Integration(model), Integration()
+    said = refusals(
+        lambda: commpass.load_state_dict(wrong),
+        lambda: commpass.load_state_dict(wrong, model),
+        lambda: handle.load_state_dict(wrong),
+        lambda: keeps_none.load_state_dict(wrong),
+    )
+    assert all("must be tensors by name, as commpass.state_dict(model)" in text for text in said)
+    assert len(commpass.state_dict()) == 1
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "other", "text"])
+def test_damaged_checkpoint_is_named(damage, kept, tmp_path):
+    """Torch alone reads the file, and commpass only says which file it is."""
+    dcp.save({"commpass": commpass.state_dict()}, checkpoint_id=tmp_path, no_dist=True)
+    file = tmp_path / ".metadata"
+    assert set(commpass.state_dict(of=tmp_path)) == {str(kept)}
+    whole = file.read_bytes()
+    other = b"\x80\x04N."  # None, by the same format
+    file.write_bytes({"cut": whole[:40], "empty": b"", "other": other, "text": b"hello"}[damage])
+    with pytest.raises(PolicyError) as error:
+        commpass.state_dict(of=tmp_path)
+    assert str(error.value).startswith(f"{file}: damaged, or not written by torch.distributed")
+    assert "an earlier one" in str(error.value)
+
+
+def test_folder_that_is_no_path_is_refused():
+    assert "must be the path of a folder" in refusals(lambda: commpass.state_dict(of=3))[0]
+
+
 def test_folder_without_a_checkpoint_is_refused(tmp_path):
     with pytest.raises(PolicyError, match="no checkpoint"):
         commpass.state_dict(of=os.fspath(tmp_path))
+
+
+# --- loaded residuals that nobody takes -----------------------------------------------------------
+
+
+@pytest.fixture
+def reports(fake_group, caplog, monkeypatch):
+    """Return a function that saves a model's state, and returns the warnings of that."""
+    fake_group(2)
+    forget_process()
+    monkeypatch.setattr(unused_state, "_warned", [])
+
+    def saved(model: torch.nn.Module | None) -> list[str]:
+        caplog.clear()
+        commpass.state_dict(model)
+        return caplog.messages
+
+    yield saved
+    forget_process()
+
+
+def state_of(model: torch.nn.Module, function: str = "ddp") -> dict[str, torch.Tensor]:
+    return {
+        str(Name(name, function, "gradient/0", "sum", "world", 0, 2)): torch.ones_like(parameter)
+        for name, parameter in model.named_parameters()
+    }
+
+
+def backward(model: torch.nn.Module) -> None:
+    model(torch.ones(1, 3)).sum().backward()
+
+
+def test_loaded_residuals_that_training_does_not_send_are_reported_once(reports):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    backward(model)  # a gradient from before the load
+    commpass.load_state_dict(state_of(model), model)
+    assert not reports(model)
+    with torch.no_grad():
+        model(torch.ones(1, 3))
+    model.load_state_dict(model.state_dict())
+    assert not reports(model)
+    backward(model)
+    (said,) = reports(model)
+    assert "4 loaded residuals not sent" in said
+    assert "0.weight/ddp/gradient/0" in said
+    assert "and 1 more" in said
+    assert "commpass.reset_state(model)" in said
+    assert "sparse codec" in said
+    assert not reports(model)
+
+
+def test_loaded_residuals_are_reported_after_steps_whose_gradients_are_gone(reports):
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    commpass.load_state_dict(state_of(model), model)
+    for _ in range(unused_state.MOST_LOADS):
+        model.load_state_dict(model.state_dict())
+    assert not reports(model)
+    backward(model)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert reports(model)
+
+
+def freeze(model: torch.nn.Module) -> None:
+    model.requires_grad_(False)
+    model[0](torch.ones(1, 3, requires_grad=True)).sum().backward()
+
+
+def take(model: torch.nn.Module) -> None:
+    for parameter in model.parameters():
+        kept = StateInput(
+            "gradient", 0, (), "sum", "0", tuple(parameter.shape), torch.float32, CPU, parameter
+        )
+        kept = dataclasses.replace(kept, group=dist.group.WORLD.group_name)
+        taken = state.residual(kept, 0, Code("", 0, "ddp"), owner_of([parameter]))
+        assert taken.sum() == parameter.numel()
+    backward(model)
+
+
+@pytest.mark.parametrize(
+    ("function", "use"),
+    [
+        ("outer", backward),  # the next outer step takes it, after many steps
+        ("ddp", freeze),
+        ("ddp", take),
+    ],
+)
+def test_loaded_residuals_that_can_still_be_sent_are_not_reported(function, use, reports):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3))
+    commpass.load_state_dict(state_of(model, function), model)
+    use(model)
+    assert not reports(model)
+
+
+def test_loaded_residuals_are_reported_by_the_first_rank_only(reports, monkeypatch):
+    model = torch.nn.Linear(3, 3)
+    commpass.load_state_dict(state_of(model), model)
+    backward(model)
+    with monkeypatch.context() as patched:
+        patched.setattr(unused_state, "is_first_rank", lambda: False)
+        assert not reports(model)
+    assert reports(model)
 
 
 def test_selectors_need_what_sparse_keeps():

@@ -373,6 +373,20 @@ def test_largest_finite_numbers_stay_finite_and_large(text):
                 assert off.square().mean().sqrt() <= coder.bound * 1.00001, dtype
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("text", ["rotated", "table", "taco", "sdp4bit", "tahquant", "ecq", "int8"])
+def test_sum_within_the_error_of_the_largest_number_may_be_infinite(text, dtype):
+    """As docs/codecs.md says of the bound: each decoded tensor is finite, but not their sum."""
+    if (text, dtype) == ("ecq", torch.float64):
+        pytest.skip("float64 has no kernel of ecq, and takes too long")
+    here, limit = codec(text), torch.finfo(dtype).max
+    shares = [gaussian(4, 512, seed=seed).double().clamp(-1, 1) * 0.4999 for seed in (1, 2)]
+    rows = [(each * limit).to(dtype) for each in shares]
+    decoded = [here.decode_rows(here.encode_rows(each), 512, dtype).to(dtype) for each in rows]
+    assert all(each.isfinite().all() for each in [*decoded, rows[0] + rows[1]])
+    assert bool((decoded[0] + decoded[1]).isfinite().all()) == (text == "int8")
+
+
 @pytest.mark.few(35)
 @each_of_the_family
 def test_one_value_and_nothing_at_all(text):

@@ -20,6 +20,7 @@ from commpass.distributed.integration import Bytes, Integration, refuse_if_excha
 from commpass.distributed.machine import profile_here
 from commpass.distributed.record import wire_bytes
 from commpass.distributed.refusal import publishing_refusal
+from commpass.distributed.state import check_loaded
 from commpass.errors import PolicyError
 from commpass.groups import close_with, duplicate, labels, need_group
 from commpass.parallel.ddp.checks import refuse_if_optimized_in_backward, refuse_other_hook
@@ -32,6 +33,7 @@ from commpass.parallel.ssfusion.hooks import ModuleHooks
 from commpass.parallel.ssfusion.options import Options, check_optimizer
 from commpass.parallel.ssfusion.plan import FusionPlan, Settings
 from commpass.parallel.ssfusion.planner import Planner, Weight, agree
+from commpass.parallel.ssfusion.saved import check_of
 from commpass.plan import Plan
 from commpass.policy.paths import join, names
 from commpass.utils.keywords import named_arguments
@@ -112,6 +114,7 @@ def ssfusion(
     check_optimizer(optimizer, momentum)
     user_group = _group_of(model, group)
     weights, known = _weights(model), profile_here(profile)
+    check_loaded(check_of(weights, momentum))
     link = None if known is None else _link(known, user_group)
     wait_for_calls(user_group, "ssfusion")
     channel = duplicate(user_group)

@@ -19,18 +19,17 @@ from torch import Tensor, nn
 
 from commpass.codecs.codec import accumulation_dtype
 from commpass.distributed import state
-from commpass.distributed.owners import Code, owner_of
+from commpass.distributed.owners import owner_of
 from commpass.errors import CommpassError, PolicyError
 from commpass.parallel.ssfusion import messages
 from commpass.parallel.ssfusion.memory import Memory
 from commpass.parallel.ssfusion.messages import Part
 from commpass.parallel.ssfusion.plan import FusionPlan, Message, Sent
 from commpass.parallel.ssfusion.planner import Planner
+from commpass.parallel.ssfusion.saved import CODE, VELOCITY, check_of, is_velocity
 from commpass.passes.results import StateInput
 from commpass.utils.ambient import without_ambient_state
 
-CODE = Code("", 0, "ssfusion")
-"""The owner's function in the names of ``commpass.state_dict``."""
 CPU = torch.device("cpu")
 
 
@@ -78,6 +77,9 @@ class Driver:
             ThreadPoolExecutor(1, f"commpass-{name}") for name in ("exchange", "select")
         )
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        if not self.options.momentum:
+            self._drop_velocities()
+        state.check_loads(self, check_of(planner.weights, self.options.momentum))
 
     def begin(self) -> Step:
         """Return the step in progress, or a new one."""
@@ -136,8 +138,16 @@ class Driver:
 
     def memory(self, number: int) -> Memory:
         """Return what this rank has not sent of a gradient."""
-        velocity = self._state_tensor(number, "velocity") if self.options.momentum else None
+        velocity = self._state_tensor(number, VELOCITY) if self.options.momentum else None
         return Memory(self._state_tensor(number, "residual"), velocity, self.options.momentum)
+
+    def _drop_velocities(self) -> None:
+        """Drop the velocities that an earlier call for the same parameters has left."""
+        for each in self.planner.weights:
+            kept = owner_of([each.parameter]).state
+            for key, (name, _) in list(kept.items()):
+                if is_velocity(name):
+                    del kept[key]
 
     def _state_tensor(self, number: int, name: str) -> Tensor:
         parameter = self.planner.weights[number].parameter
@@ -236,7 +246,8 @@ class Driver:
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads, and accept any state."""
+        state.end_checks(self)
         self._exchanger.shutdown(wait=False)
         self._selector.shutdown(wait=False)
 
