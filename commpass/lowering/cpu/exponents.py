@@ -222,17 +222,29 @@ inline void choose(const Lane* plane, const Lane& present, int values, int32_t& 
   start = base + place % {ladder.starts};
 }}
 
-// One chunk of `lanes` columns. Its words are 128 bytes from part to part, those of the static part
-// go to `out`, `line` bytes from plane to plane; its strings to `to`. Returns its mark. `base` is
-// that of `choose`.
-uint32_t encode_chunk(const Byte* words, int lanes, Byte* out, int64_t line, Byte* to,
-                      int32_t& base) {{
-  alignas(64) Lane plane[EXPONENT], present, field[{sum(fields)}], mask[STEPS], fields[STEPS];
+// The exponents of a chunk, and the window that was chosen for them.
+struct Chosen {{
+  alignas(64) Lane plane[EXPONENT];
+  int start, mode;
+}};
+
+// Begins a chunk of `lanes` columns. Its words are 128 bytes from part to part. Those of the static
+// part go to `out`, `line` bytes from plane to plane. `base` is that of `choose`.
+inline void begin_chunk(const Byte* words, int lanes, Byte* out, int64_t line, int32_t& base,
+                        Chosen& made) {{
+  alignas(64) Lane present;
+  auto& plane = made.plane;
   for (int g = 0; g < LANES; g += W) {{
     {first}
   }}
-  int start, mode;
-  choose(plane, present, lanes * LANES, base, start, mode);
+  choose(plane, present, lanes * LANES, base, made.start, made.mode);
+}}
+
+// Ends a chunk that was begun: its strings go to `to`. Returns its mark.
+inline uint32_t end_chunk(const Chosen& chosen, int lanes, Byte* out, int64_t line, Byte* to) {{
+  alignas(64) Lane field[{sum(fields)}], mask[STEPS], fields[STEPS];
+  const auto& plane = chosen.plane;
+  const int start = chosen.start, mode = chosen.mode;
   for (int g = 0; g < LANES; g += W) {{
     {second}
   }}
@@ -260,6 +272,41 @@ uint32_t encode_chunk(const Byte* words, int lanes, Byte* out, int64_t line, Byt
   return mark;
 }}
 
+// Chunks `from` to `until` of a row. Returns the bytes of their strings, which go to `to`.
+int64_t encode_chunks(const Byte* row, const Row& at, Byte* out, int64_t from, int64_t until,
+                      Byte* to) {{
+  const Byte* first = to;
+  const int64_t line = at.columns * 4;
+  alignas(64) Lane last[STATIC];  // of a chunk of fewer columns
+  Chosen chosen[2];
+  int32_t base = 0;
+  const auto begin = [&](int64_t chunk) {{
+    const Byte* words = row + chunk * PARTS * 128;
+    const Byte* later = words + 2 * PARTS * 128;  // the processor does not foresee these reads
+    for (int i = 0; i < PARTS * 128; i += 64) __builtin_prefetch(later + i);
+    const int lanes = at.lanes(chunk);
+    if (lanes == LANES)
+      return begin_chunk(words, lanes, out + chunk * 128, line, base, chosen[chunk % 2]);
+    alignas(64) Lane given[PARTS] = {{}};
+    for (int i = 0; i < PARTS; ++i) std::memcpy(given[i], words + i * lanes * 4, lanes * 4);
+    begin_chunk((const Byte*)given, lanes, (Byte*)last, 128, base, chosen[chunk % 2]);
+  }};
+  if (from < until) begin(from);
+  for (int64_t chunk = from; chunk < until; ++chunk) {{
+    // The processor can compute the next one's window while it joins the strings of this one.
+    if (chunk + 1 < until) begin(chunk + 1);
+    Byte* here = out + chunk * 128;
+    const int lanes = at.lanes(chunk);
+    const bool full = lanes == LANES;
+    const uint32_t mark = end_chunk(chosen[chunk % 2], lanes, full ? here : (Byte*)last,
+                                    full ? line : 128, to);
+    for (int i = 0; !full && i < STATIC; ++i) std::memcpy(here + i * line, last[i], lanes * 4);
+    put<uint32_t>(out + at.marks + chunk * 4, mark);
+    to += (mark >> {LENGTH_AT}) * 2;
+  }}
+  return to - first;
+}}
+
 void encode_row(int64_t threads, const Byte* row, int64_t n, Byte* out) {{
   const Row at(n);
   const int64_t parts = std::max<int64_t>(1, std::min(threads, at.chunks / 64));
@@ -268,28 +315,7 @@ void encode_row(int64_t threads, const Byte* row, int64_t n, Byte* out) {{
     for (int64_t p = begin; p < end; ++p) {{
       const int64_t from = at.chunks * p / parts, until = at.chunks * (p + 1) / parts;
       Byte* to = out + at.dynamic + from * CAPACITY * 4;
-      const Byte* first = to;
-      int32_t base = 0;
-      for (int64_t chunk = from; chunk < until; ++chunk) {{
-        const Byte* words = row + chunk * PARTS * 128;
-        const Byte* later = words + 2 * PARTS * 128;  // the processor does not foresee these reads
-        for (int i = 0; i < PARTS * 128; i += 64) __builtin_prefetch(later + i);
-        Byte* here = out + chunk * 128;
-        const int lanes = at.lanes(chunk);
-        uint32_t mark;
-        if (lanes == LANES) {{
-          mark = encode_chunk(words, lanes, here, at.columns * 4, to, base);
-        }} else {{
-          alignas(64) Lane given[PARTS] = {{}}, made_of[STATIC];
-          for (int i = 0; i < PARTS; ++i) std::memcpy(given[i], words + i * lanes * 4, lanes * 4);
-          mark = encode_chunk((const Byte*)given, lanes, (Byte*)made_of, 128, to, base);
-          for (int i = 0; i < STATIC; ++i)
-            std::memcpy(here + i * at.columns * 4, made_of[i], lanes * 4);
-        }}
-        put<uint32_t>(out + at.marks + chunk * 4, mark);
-        to += (mark >> {LENGTH_AT}) * 2;
-      }}
-      made[p] = to - first;
+      made[p] = encode_chunks(row, at, out, from, until, to);
     }}
   }});
   Byte* to = out + at.dynamic + made[0];
