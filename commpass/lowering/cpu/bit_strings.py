@@ -192,6 +192,13 @@ constexpr int RARE = 12;
 
 // One bit for each column that has fields.
 inline uint32_t columns_with(const Lane& fields) {
+  uint32_t found = 0;
+  for (int l = 0; l < LANES; ++l) found |= uint32_t(fields[l] != 0) << l;
+  return found;
+}
+
+// The same. It waits if fields of single columns were stored just before.
+inline uint32_t columns_with_settled(const Lane& fields) {
   #if defined(__AVX512F__)
   const auto part = [&](int at) {
     const __m512i some = _mm512_loadu_si512(fields + at);
@@ -199,16 +206,13 @@ inline uint32_t columns_with(const Lane& fields) {
   };
   return part(0) | part(LANES / 2) << (LANES / 2);
   #else
-  uint32_t found = 0;
-  for (int l = 0; l < LANES; ++l) found |= uint32_t(fields[l] != 0) << l;
-  return found;
+  return columns_with(fields);
   #endif
 }
 
-// Runs `work` on each column that has fields.
-template <class Work> inline void with_fields(const Lane& fields, const Work& work) {
-  uint32_t left = columns_with(fields);
-  for (; left; left &= left - 1) work(__builtin_ctz(left));
+// Runs `work` on each of the columns.
+template <class Work> inline void for_each(uint32_t columns, const Work& work) {
+  for (; columns; columns &= columns - 1) work(__builtin_ctz(columns));
 }
 
 // Adds the string of each column: the fields under its mask, plane after plane.
@@ -259,7 +263,7 @@ inline void add_strings(Bits& bits, const Lane& mask, const Lane* planes, const 
     for (int l = 0; l < LANES; ++l)
       for (int i = 0; i < BITS; ++i) bits.add(_pext_u32(planes[i][l], mask[l]), fields[l]);
   } else if (some <= RARE) {
-    with_fields(fields, [&](int l) {
+    for_each(columns_with_settled(fields), [&](int l) {
       bits.add(string_of<BITS>(mask, planes, fields, l), fields[l] * BITS);
     });
   } else {
@@ -286,14 +290,15 @@ inline void few_strings(const int32_t* mask, Lane* planes, const int32_t* fields
 #endif
 
 // Reads strings one behind the other; no index leads outside, whatever the wire holds.
+// It reads up to 8 bytes after the word `last`.
 struct Cursor {
-  const uint64_t* stream;
+  const Byte* stream;
   int64_t last, at = 0;
 
   inline uint64_t word() const {
-    const int64_t word = std::min(at >> 6, last);
+    const Byte* word = stream + std::min(at >> 6, last) * 8;
     const int shift = at & 63;
-    return stream[word] >> shift | (stream[word + 1] << 1) << (63 - shift);
+    return get<uint64_t>(word) >> shift | (get<uint64_t>(word + 8) << 1) << (63 - shift);
   }
 
   // Strings of so many fields of `bits` bits each.
@@ -332,7 +337,7 @@ struct Cursor {
       return true;
     }
     std::memset(planes, 0, sizeof(Lane) * BITS);
-    with_fields(fields, [&](int l) {
+    for_each(columns_with(fields), [&](int l) {
       column(l);
       uint32_t taken = 0;
       c10::ForcedUnroll<BITS>{}([&](auto i) { taken |= planes[i][l]; });

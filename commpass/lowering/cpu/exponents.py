@@ -51,7 +51,7 @@ def text(codec: ExponentCodec, dtype: torch.dtype, role: str) -> str:
 constexpr int ITEM = {dtype.itemsize}, PARTS = {form.packed_length}, REST = {form.rest_words};
 constexpr int EXPONENT = {form.exponent_bits}, FIRST = {ladder.planes};
 constexpr int STATIC = REST + FIRST, RAW = EXPONENT - FIRST, CAPACITY = LANES * RAW;
-constexpr int STEPS = {len(fields)};
+constexpr int STEPS = {len(fields)}, AHEAD = 2048;
 constexpr int FIELD[STEPS] = {{{", ".join(map(str, fields))}}};
 
 // Where things are in a row.
@@ -464,16 +464,20 @@ def _decode(ladder: Ladder, form: FloatForm, fields: tuple[int, ...]) -> str:
     values: list[Any] = join(form, unpack_pairs(transpose(exponents), 8), rest)
     final.stores([f"out + {i} * 128 + g * 4" for i in range(form.packed_length)], values)
     return f"""
-// Planes of exponents from those of the first step, and from the strings of a chunk.
+// Planes of exponents from those of the first step, and from the strings of a chunk. The memory
+// with the strings ends at `end`.
 void exponents_of(const Byte* wire, int64_t line, int lanes, int32_t start, int32_t mode,
-                  const Byte* from, int length, Lane* plane) {{
-  alignas(64) uint64_t stream[CAPACITY / 2 + 2];
+                  const Byte* from, int length, const Byte* end, Lane* plane) {{
+  alignas(64) uint64_t last_words[CAPACITY / 2 + 2];
   [[maybe_unused]] alignas(64) uint64_t strings[LANES];
   const int full = (length + 3) / 4;
-  stream[length / 4] = 0;
-  std::memcpy(stream, from, length * 2);
-  stream[full] = stream[full + 1] = 0;
-  Cursor cursor{{stream, full}};
+  if (end - from < (full + 2) * 8) {{
+    last_words[length / 4] = 0;
+    std::memcpy(last_words, from, length * 2);
+    last_words[full] = last_words[full + 1] = 0;
+    from = (const Byte*)last_words;
+  }}
+  Cursor cursor{{from, full}};
   alignas(64) Lane here, fields, step[{sum(fields)}];
   [[maybe_unused]] alignas(64) Lane field[{max(fields)}];
   int some, most;
@@ -489,7 +493,7 @@ void exponents_of(const Byte* wire, int64_t line, int lanes, int32_t start, int3
 
 // The inverse of encode_chunk.
 void decode_chunk(const Byte* wire, int64_t line, int lanes, uint32_t mark, const Byte* from,
-                  int length, Byte* out) {{
+                  int length, const Byte* end, Byte* out) {{
   alignas(64) Lane plane[EXPONENT];
   if (length == lanes * RAW * 2) {{
     for (int i = 0; i < FIRST; ++i) std::memcpy(plane[i], wire + (REST + i) * line, lanes * 4);
@@ -500,7 +504,7 @@ void decode_chunk(const Byte* wire, int64_t line, int lanes, uint32_t mark, cons
   }} else {{
     const int32_t start = int32_t(mark & {(1 << START_BITS) - 1}) - {BIAS};
     const int32_t mode = (mark >> {START_BITS}) & {(1 << MODE_BITS) - 1};
-    exponents_of(wire, line, lanes, start, mode, from, length, plane);
+    exponents_of(wire, line, lanes, start, mode, from, length, end, plane);
   }}
   for (int g = 0; g < LANES; g += W) {{
     {final}
@@ -517,15 +521,18 @@ void decode_chunks(const Byte* wire, int64_t n, Byte* out, int64_t begin, int64_
   for (int64_t chunk = 0; chunk < begin; ++chunk) from += length_of(chunk) * 2;
   for (int64_t chunk = begin; chunk < end; ++chunk) {{
     const int length = length_of(chunk), lanes = at.lanes(chunk);
+    __builtin_prefetch(from + AHEAD);  // the processor may not foresee these reads
+    __builtin_prefetch(from + AHEAD + 64);
     const Byte* here = wire + chunk * 128;
     Byte* to = out + chunk * PARTS * 128;
     if (lanes == LANES) {{
-      decode_chunk(here, at.columns * 4, lanes, mark_of(chunk), from, length, to);
+      decode_chunk(here, at.columns * 4, lanes, mark_of(chunk), from, length, wire + at.end, to);
     }} else {{
       alignas(64) Lane given[STATIC] = {{}}, made[PARTS];
       for (int i = 0; i < STATIC; ++i)
         std::memcpy(given[i], here + i * at.columns * 4, lanes * 4);
-      decode_chunk((const Byte*)given, 128, lanes, mark_of(chunk), from, length, (Byte*)made);
+      decode_chunk((const Byte*)given, 128, lanes, mark_of(chunk), from, length, wire + at.end,
+                   (Byte*)made);
       for (int i = 0; i < PARTS; ++i) std::memcpy(to + i * lanes * 4, made[i], lanes * 4);
     }}
     from += length * 2;
