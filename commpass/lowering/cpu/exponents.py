@@ -51,7 +51,7 @@ def text(codec: ExponentCodec, dtype: torch.dtype, role: str) -> str:
 constexpr int ITEM = {dtype.itemsize}, PARTS = {form.packed_length}, REST = {form.rest_words};
 constexpr int EXPONENT = {form.exponent_bits}, FIRST = {ladder.planes};
 constexpr int STATIC = REST + FIRST, RAW = EXPONENT - FIRST, CAPACITY = LANES * RAW;
-constexpr int STEPS = {len(fields)}, AHEAD = 2048;
+constexpr int STEPS = {len(fields)};
 constexpr int FIELD[STEPS] = {{{", ".join(map(str, fields))}}};
 
 // Where things are in a row.
@@ -521,10 +521,10 @@ void decode_chunks(const Byte* wire, int64_t n, Byte* out, int64_t begin, int64_
   for (int64_t chunk = 0; chunk < begin; ++chunk) from += length_of(chunk) * 2;
   for (int64_t chunk = begin; chunk < end; ++chunk) {{
     const int length = length_of(chunk), lanes = at.lanes(chunk);
-    __builtin_prefetch(from + AHEAD);  // the processor may not foresee these reads
-    __builtin_prefetch(from + AHEAD + 64);
     const Byte* here = wire + chunk * 128;
     Byte* to = out + chunk * PARTS * 128;
+    // Whether the processor foresees these writes depends on where the code is in memory.
+    for (int i = 0; i < PARTS * 128; i += 64) __builtin_prefetch(to + 2 * PARTS * 128 + i, 1);
     if (lanes == LANES) {{
       decode_chunk(here, at.columns * 4, lanes, mark_of(chunk), from, length, wire + at.end, to);
     }} else {{
