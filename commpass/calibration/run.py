@@ -208,8 +208,8 @@ def _measured(
         losses.append(
             _one_batch(ranks, probes, step, batch, number, groups, sums, disturbing, on_progress)
         )
-        if not number and disturbing:
-            _check_effect(step, sums, probe_specs)
+    if disturbing:
+        _check_effect(step, sums, probe_specs)
     many, sites = len(rows), [_sites(group, seen) for group in groups]
     places = tuple(
         MeasuredSites(

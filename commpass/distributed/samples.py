@@ -79,6 +79,9 @@ class Reading:
     whole: bool = False
 
 
+LEAST_FINITE = 1 / 8
+"""The least share of blocks that must be finite for a reading. Few blocks, such as those of padding
+beside a mask, may be unlike the others."""
 SOME = 16
 """Values are taken for whole numbers only if this many of them could have had a fraction."""
 
@@ -86,9 +89,9 @@ SOME = 16
 def reading_of(found: Sequence[float], site: PlannedSite) -> Reading | None:
     """Convert the output of ``measure`` for a site, with the error scaled to that of its result.
 
-    Return None if there was nothing to measure: no block is finite, or those that are hold only
-    zeros, or numbers whose squares no float64 holds. A finite block that decodes to a non-finite
-    value has an infinite error.
+    Return None if there was nothing to measure: few blocks are finite (``LEAST_FINITE``), or those
+    that are hold only zeros, or numbers whose squares no float64 holds. A finite block that decodes
+    to a non-finite value has an infinite error.
     """
     lost, original, values, lost_count, worst, fractions, fraction_candidates = found
     if not (math.isfinite(original) and original):
@@ -141,7 +144,9 @@ def measure(codec: Codec, x: Tensor, limit: int | None = None) -> Tensor:
     least = torch.maximum(energy, floor)
     worst = torch.where(least > 0, error / least, 0.0).amax().sqrt()
     values, lost_values, *whole = count.to(torch.float64)
-    return torch.stack([error.sum(), energy.sum(), values, lost_values, worst, *whole])
+    measured = torch.stack([error.sum(), energy.sum(), values, lost_values, worst, *whole])
+    enough = sum(used_blocks, used_blocks[0] * 0) >= LEAST_FINITE * len(energy)
+    return torch.where(enough, measured, 0.0)
 
 
 def codec_of(site: PlannedSite) -> Codec:

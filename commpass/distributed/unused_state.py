@@ -1,8 +1,9 @@
 """Warn of residuals that were loaded and that no exchange takes.
 
 They are those of another policy, or of exchanges that the program no longer makes, and would be
-saved again and again but never sent. A site that has not run yet may still take its residual. So
-the warning is given when residuals are saved again after their parameters have been trained.
+saved again and again but never sent. A site that has not run yet may still take its residual, and
+the first steps of some integrations send no codes. So the warning is given when residuals are saved
+again after many changes of their parameters.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from commpass.utils.printable import plural
 
 log = logging.getLogger("commpass")
 
-MOST_LOADS = 4
-"""So many changes of a parameter's values may be those of loading a checkpoint and of giving all
-ranks the same values. More of them are steps."""
+MOST_CHANGES = 32
+"""So many changes of a parameter's values may be those of loads, of averages that are swapped in,
+and of first steps that send no codes. An optimizer makes one or two in each step."""
 NAMED = 3
 """So many residuals are named in the warning."""
 _warned: list[bool] = []
@@ -30,37 +31,25 @@ _warned: list[bool] = []
 
 @dataclass(frozen=True)
 class _Before:
-    """A parameter as it was when residuals were loaded for it.
-
-    ``changes`` counts the changes of its values, and of its gradient if it has one.
-    """
+    """A parameter, and how often its values had been changed when residuals were loaded for it."""
 
     parameter: TensorWeakRef
     changes: int
-    gradient: TensorWeakRef | None
-    gradient_changes: int
 
     def trained(self) -> bool:
-        """Return whether it has a gradient of a later backward, or was changed by steps."""
+        """Return whether it was changed by many steps."""
         parameter = self.parameter()
-        if parameter is None:
-            return False
-        before = self.gradient() if self.gradient is not None else None
-        gradient = parameter.grad
-        is_old = gradient is before and _changes(gradient) == self.gradient_changes
-        if gradient is not None and not is_old:
-            return True
-        return _changes(parameter) > self.changes + MOST_LOADS
+        return parameter is not None and _changes(parameter) > self.changes + MOST_CHANGES
 
 
-def _changes(tensor: Tensor | None) -> int:
+def _changes(tensor: Tensor) -> int:
     """Return how often a tensor was changed in place, as torch counts it."""
-    return 0 if tensor is None or tensor.is_inference() else tensor._version
+    return 0 if tensor.is_inference() else tensor._version
 
 
 @dataclass
 class Trained:
-    """Parameters by name, of which ``name in trained`` tells whether they were trained since."""
+    """Parameters by name. ``name in trained`` tells whether many steps were taken since."""
 
     _before: dict[str, _Before] = field(default_factory=dict)
 
@@ -68,14 +57,9 @@ class Trained:
         """Observe some parameters of a model from now on."""
         known = parameter_names(model) if model is not None else {}
         for parameter in model.parameters() if model is not None else ():
-            name, gradient = known.get(id(parameter)), parameter.grad
+            name = known.get(id(parameter))
             if name is not None and name in names:
-                self._before[name] = _Before(
-                    TensorWeakRef(parameter),
-                    _changes(parameter),
-                    None if gradient is None else TensorWeakRef(gradient),
-                    _changes(gradient),
-                )
+                self._before[name] = _Before(TensorWeakRef(parameter), _changes(parameter))
 
     def __contains__(self, name: str) -> bool:
         return name in self._before and self._before[name].trained()
@@ -92,7 +76,7 @@ def warn_of_unused(labels: Sequence[str]) -> None:
 
 
 UNUSED = (
-    "%s not sent: no exchange has taken %s, although the parameters were trained since the load."
-    " Call commpass.reset_state(model) to drop them, or give the policy with the sparse codec that"
-    " saved them"
+    "%s not sent: no exchange has taken %s, although the parameters were changed many times since"
+    " the load. If this run sends no sparse gradients, call commpass.reset_state(model) to drop"
+    " them; or give the policy with the sparse codec that saved them"
 )

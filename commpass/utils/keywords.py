@@ -7,6 +7,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
+import torch
+
 from commpass.errors import nearest
 
 P = ParamSpec("P")
@@ -23,7 +25,7 @@ def named_arguments(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        for name in kwargs:
+        for name in () if torch.compiler.is_compiling() else kwargs:  # Dynamo names it itself
             if name not in known:
                 raise TypeError(_unexpected(function.__qualname__, name, known))
         return function(*args, **kwargs)

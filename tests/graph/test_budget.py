@@ -453,6 +453,16 @@ def test_nothing_is_measured_if_no_value_is_finite(spec, bad):
     assert reading_of(found, SimpleNamespace(codec=spec, error=0.01)) is None
 
 
+@pytest.mark.parametrize(("finite", "counts"), [(7, False), (8, True)])
+def test_call_of_few_finite_blocks_is_not_counted(finite, counts):
+    """They may be padding beside a mask, which is unlike the other values."""
+    x = normal(64, 256)
+    x[finite:, 3] = -math.inf
+    found = measure(commpass.codec("int8"), x).tolist()
+    assert found[2] == finite * 256 * counts
+    assert (reading_of(found, SimpleNamespace(codec="int8", error=0.01)) is not None) == counts
+
+
 class Broken(BlockCodec):
     """Decode the values 256 to 511 to a non-finite value."""
 
@@ -482,8 +492,8 @@ def test_worst_block_is_compared_with_the_finite_blocks():
     coder, x = commpass.codec("int8"), normal(64, 256)
     x[0] *= 2**-10
     x[0, 0] = 0.12  # the others in this block become zeros
-    some = measure(coder, x[:4])[4]
-    x[4:] = math.nan
+    some = measure(coder, x[:8])[4]
+    x[8:] = math.nan
     assert measure(coder, x)[4] == some
 
 

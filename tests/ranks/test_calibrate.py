@@ -459,6 +459,29 @@ def bare(with_loss: bool) -> str:
         return str(error)
 
 
+class Gated(nn.Module):
+    """A model whose sums change nothing for batches of zeros, as experts without tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, self.other = Bare(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x) * x.abs().max() + self.other(x + 1)
+
+
+def gated() -> float:
+    (first,), *others = batches()
+    rows = [(first * 0,), (first,), *others]
+    found = commpass.calibrate(Gated(), rows, loss=lambda out, _: squared(out), codecs=CODECS)
+    return max(level.sensitivity for place in found.places for level in place.levels)
+
+
+@pytest.mark.slow
+def test_first_batch_may_be_one_that_no_error_changes(ranks2):
+    assert min(ranks2.run(gated)) > 0
+
+
 @pytest.mark.slow
 def test_model_that_no_error_changes_is_refused(ranks2):
     for each in ranks2.run(bare, False):

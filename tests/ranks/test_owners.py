@@ -463,6 +463,10 @@ def test_residuals_that_no_graph_takes_are_reported(sparse, fake_group, caplog, 
     torch._dynamo.reset()
     commpass.load_state_dict(saved, second)
     step(second, POLICY if sparse else INT8)
+    with torch.no_grad():
+        for _ in range(unused_state.MOST_CHANGES + 1):
+            for parameter in second.parameters():
+                parameter.mul_(1.0)
     assert len(warnings_of(second)) == (not sparse)
 
 

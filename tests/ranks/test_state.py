@@ -527,16 +527,24 @@ def backward(model: torch.nn.Module) -> None:
     model(torch.ones(1, 3)).sum().backward()
 
 
+def run_sgd(model: torch.nn.Module, steps: int = unused_state.MOST_CHANGES + 1) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        backward(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def test_loaded_residuals_that_training_does_not_send_are_reported_once(reports):
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
-    backward(model)  # a gradient from before the load
+    run_sgd(model, 50)  # before the load
     commpass.load_state_dict(state_of(model), model)
     assert not reports(model)
     with torch.no_grad():
         model(torch.ones(1, 3))
     model.load_state_dict(model.state_dict())
     assert not reports(model)
-    backward(model)
+    run_sgd(model)
     (said,) = reports(model)
     assert "4 loaded residuals not sent" in said
     assert "0.weight/ddp/gradient/0" in said
@@ -546,16 +554,15 @@ def test_loaded_residuals_that_training_does_not_send_are_reported_once(reports)
     assert not reports(model)
 
 
-def test_loaded_residuals_are_reported_after_steps_whose_gradients_are_gone(reports):
+def test_loaded_residuals_are_not_reported_before_many_steps(reports):
+    """The first steps of DDP send no codes, and gradients may be accumulated over more of them."""
     model = torch.nn.Linear(3, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     commpass.load_state_dict(state_of(model), model)
-    for _ in range(unused_state.MOST_LOADS):
-        model.load_state_dict(model.state_dict())
+    run_sgd(model, unused_state.MOST_CHANGES)
+    for _ in range(100):
+        backward(model)
     assert not reports(model)
-    backward(model)
-    optimizer.step()
-    optimizer.zero_grad()
+    run_sgd(model, 1)
     assert reports(model)
 
 
@@ -572,13 +579,13 @@ def take(model: torch.nn.Module) -> None:
         kept = dataclasses.replace(kept, group=dist.group.WORLD.group_name)
         taken = state.residual(kept, 0, Code("", 0, "ddp"), owner_of([parameter]))
         assert taken.sum() == parameter.numel()
-    backward(model)
+    run_sgd(model)
 
 
 @pytest.mark.parametrize(
     ("function", "use"),
     [
-        ("outer", backward),  # the next outer step takes it, after many steps
+        ("outer", run_sgd),  # the next outer step takes it, after many steps
         ("ddp", freeze),
         ("ddp", take),
     ],
@@ -593,7 +600,7 @@ def test_loaded_residuals_that_can_still_be_sent_are_not_reported(function, use,
 def test_loaded_residuals_are_reported_by_the_first_rank_only(reports, monkeypatch):
     model = torch.nn.Linear(3, 3)
     commpass.load_state_dict(state_of(model), model)
-    backward(model)
+    run_sgd(model)
     with monkeypatch.context() as patched:
         patched.setattr(unused_state, "is_first_rank", lambda: False)
         assert not reports(model)

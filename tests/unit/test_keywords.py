@@ -52,6 +52,16 @@ def test_all_kinds_of_callables_are_public():
     assert {"backend", "Link", "Policy", "compress", "all_reduce", "shard", "calibrate"} <= names
 
 
+def test_compiled_call_names_the_unknown_keyword(fake_group):
+    fake_group(2)
+
+    def call(x):
+        return commpass.all_reduce(x, codecs="int8")
+
+    with pytest.raises(Exception, match="codecs"):
+        torch.compile(call, backend="eager", fullgraph=True)(torch.ones(4))
+
+
 def test_error_of_python_keeps_its_type():
     with pytest.raises(TypeError, match=r"^backend\(\) got an unexpected keyword .*'profil'"):
         commpass.backend("balanced", profil="ethernet-1g")
