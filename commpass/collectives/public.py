@@ -33,6 +33,7 @@ from commpass.collectives.arguments import (
 )
 from commpass.collectives.data_sized import sizes_of_data
 from commpass.collectives.handle import Handle
+from commpass.collectives.keywords import named_arguments
 from commpass.collectives.request import Request
 from commpass.collectives.steps import run
 from commpass.collectives.table import algorithm, find_algorithm
@@ -40,7 +41,6 @@ from commpass.errors import PolicyError
 from commpass.groups import sends_messages
 from commpass.plan.kinds import KINDS
 from commpass.utils.ambient import ambient_free, without_ambient_state
-from commpass.utils.keywords import named_arguments
 from commpass.utils.version import own_version
 
 _named = algorithm

@@ -7,8 +7,6 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
-import torch
-
 from commpass.errors import nearest
 
 P = ParamSpec("P")
@@ -19,13 +17,13 @@ T = TypeVar("T")
 def named_arguments(function: Callable[P, R]) -> Callable[P, R]:
     """Let the TypeError for an unknown keyword argument of a function name the nearest known one.
 
-    The function must not take ``**kwargs``. Dynamo can trace the result.
+    The function must not take ``**kwargs``.
     """
     known = _keywords(function)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        for name in () if torch.compiler.is_compiling() else kwargs:  # Dynamo names it itself
+        for name in kwargs:
             if name not in known:
                 raise TypeError(_unexpected(function.__qualname__, name, known))
         return function(*args, **kwargs)
