@@ -148,7 +148,7 @@ class Summary:
 
     def warn_of_unmatched_rules(self) -> None:
         if self.reports and self.plans:
-            others = {number for each in self._others() for number in each.warned}
+            others = {number for each in self._with_equal_policies() for number in each.warned}
             for number, sentence in self.unmatched_rules().items():
                 if number not in self.warned | (others - {WITHOUT_ROLE}):
                     self.warned.add(number)
@@ -190,7 +190,7 @@ class Summary:
         left = [each for graph, some in self.left.items() if graph in known for each in some]
         if all(each.is_reported for each in left):
             return ""
-        by_others = any(plan.matched for each in self._others() for plan in each.plans)
+        by_others = any(plan.matched for each in self._with_equal_policies() for plan in each.plans)
         if all(each.is_unmatched for each in left) and (by_others or self.unmatched_rules()):
             return ""
         return sentence(self.policy, left, sizes=sizes)
@@ -217,7 +217,7 @@ class Summary:
         Rules of a preset, which the user did not write, share one sentence under ``OF_PRESET``.
         What it has no role for here is under ``WITHOUT_ROLE``.
         """
-        plans = [plan for each in (self, *self._others()) for plan in each.plans]
+        plans = [plan for each in (self, *self._with_equal_policies()) for plan in each.plans]
         sites = [site for plan in plans for site in plan.sites]
         matched = {number for plan in plans for number in plan.matched}
         preset = {
@@ -257,7 +257,7 @@ class Summary:
             }
         )
 
-    def _others(self) -> list[Summary]:
+    def _with_equal_policies(self) -> list[Summary]:
         """Return those of other backends with an equal policy."""
         return [each for each in _summaries if each is not self and each.policy == self.policy]
 

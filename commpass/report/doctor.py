@@ -53,9 +53,9 @@ def checks() -> list[Check]:
     return found + variables()
 
 
-def _lack(what: str, lack: str) -> str:
+def _lack(subject: str, lack: str) -> str:
     """Return the meaning of what is missing."""
-    return UNSET if what == "profile" and not os.environ.get("COMMPASS_PROFILE") else lack
+    return UNSET if subject == "profile" and not os.environ.get("COMMPASS_PROFILE") else lack
 
 
 def variables() -> list[Check]:

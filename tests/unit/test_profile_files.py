@@ -17,6 +17,7 @@ from commpass.cli import app
 from commpass.costmodel import Link, Profile, Region, default_profile, profile_from
 from commpass.costmodel.cards import CARDS
 from commpass.costmodel.files import (
+    POLICY_KEYS,
     Machine,
     Measured,
     ProfileFile,
@@ -30,6 +31,7 @@ from commpass.costmodel.interconnects import INTERCONNECTS
 from commpass.costmodel.profile import NAMES, link_named, profile_named
 from commpass.distributed.machine import differences_from, processor, this_machine
 from commpass.errors import CommpassError, PolicyError, ProfileError
+from commpass.policy import PROFILE_KEYS
 from commpass.report import probe as report_probe
 from commpass.report.probe import group, noisy, parts, without_rate
 
@@ -533,3 +535,10 @@ def test_misspelt_word_anywhere_is_an_error(text, said, tmp_path):
     with pytest.raises(ProfileError) as error:
         commpass.backend("balanced", profile=path)
     assert said in str(error.value)
+
+
+def test_files_are_told_apart_by_keys_that_only_one_of_them_has():
+    of_policy = {each.name for each in dataclasses.fields(commpass.Policy)} | {"preset", "rule"}
+    of_profile = {each.name for each in dataclasses.fields(commpass.Profile)} | {"base", "link"}
+    assert of_policy - of_profile >= POLICY_KEYS
+    assert of_profile - of_policy >= PROFILE_KEYS
