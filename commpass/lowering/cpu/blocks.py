@@ -21,10 +21,7 @@ template <int BLOCK, class Grid, class Scale, class Stored, class Transform, cla
 struct Blocks {
   static constexpr int CODES = BLOCK * Grid::BITS / 8;
   static constexpr int NUMBERS = Scale::NUMBERS;
-  // Blocks of whole tiles may be coded turned, where no sum depends on the order of values, and
-  // decoded turned, by codes one at a time.
-  static constexpr bool TILES = Transform::SUMS > 1 && BLOCK % (W * W) == 0;
-  static constexpr bool TURNED = TILES && !Scale::SUMS_UP, FROM_TURNED = TILES && Grid::TABLE;
+  static constexpr bool ROTATED = Transform::SUMS > 1;
 
   // Where the regions of a row begin, and the last one ends.
   struct Regions {
@@ -58,71 +55,104 @@ struct Blocks {
     std::memset(wire + from, 0, until - from);
   }
 
-  // UNIT values, of which the first is number `first` of its row, to their places in the wire. In
-  // two levels, `row` is the scale of the row.
-  static inline void encode(float* v, Byte* wire, int64_t n, int64_t first, float row = 0.0f) {
-    const int64_t blocks = (n + BLOCK - 1) / BLOCK;
-    const Regions at(blocks);
-    const int64_t from = first / BLOCK, until = std::min(blocks, from + UNIT / BLOCK);
-    if constexpr (Transform::PIVOT) {
+  // Encodes UNIT values at a time, to their places in the wire. Codes of rotated values are made
+  // when those of the next ones have been measured: a processor then does both at once.
+  class Encoder {
+    struct Unit {
+      alignas(64) float rotated[ROTATED ? UNIT : 1];
+      std::array<std::array<float, NUMBERS>, UNIT / BLOCK> by;
+      Byte* codes = nullptr;
+      int64_t blocks;
+    };
+    Unit units[2];
+    int turn = 0;
+
+    // The codes of values, whose scales are known.
+    static inline void code(const Unit& unit, const float* v) {
+      alignas(64) Byte unpacked[Grid::BITS == 8 ? 1 : UNIT];
+      for (int64_t block = 0; block < unit.blocks; ++block, v += BLOCK) {
+        typename Scale::Factors by;
+        for (int i = 0; i < NUMBERS; ++i) by[i] = Vec(unit.by[block][i]);
+        Byte* codes = Grid::BITS == 8 ? unit.codes + block * CODES : unpacked + block * BLOCK;
+        const auto number = [&](int i) { return Scale::divide(Vec::loadu(v + i), by); };
+        if constexpr (BLOCK % (4 * W) == 0 && (Grid::CUTS || (Grid::SIGNED && Scale::IN_RANGE))) {
+          for (int i = 0; i < BLOCK; i += 4 * W)
+            to_bytes_around<1 << (Grid::BITS - 1)>(
+                [&](int j) { return Grid::signed_code(number(i + j * W)); }, codes + i);
+        } else if constexpr (BLOCK % (4 * W) == 0) {
+          for (int i = 0; i < BLOCK; i += 4 * W)
+            to_bytes_of_four([&](int j) { return Grid::encode(number(i + j * W)); }, codes + i);
+        } else {
+          for (int i = 0; i < BLOCK; i += W) to_bytes(Grid::encode(number(i)), codes + i);
+        }
+      }
+      if constexpr (Grid::BITS != 8) {
+        for_blocks(unit.blocks, unit.codes, unpacked, [](auto n, Byte* packed, Byte* codes) {
+          if constexpr (PAIRS) pack_pairs<n>(codes, packed);
+          else pack<n, Grid::BITS>(codes, packed);
+        });
+      }
+    }
+
+   public:
+    // UNIT values, of which the first is number `first` of its row. In two levels, `row` is the
+    // scale of the row.
+    inline void encode(float* v, Byte* wire, int64_t n, int64_t first, float row = 0.0f) {
+      const int64_t blocks = (n + BLOCK - 1) / BLOCK;
+      const Regions at(blocks);
+      const int64_t from = first / BLOCK, until = std::min(blocks, from + UNIT / BLOCK);
+      Unit& unit = units[turn];
+      unit.codes = wire + from * CODES;
+      unit.blocks = until - from;
+      if constexpr (Transform::PIVOT) {
+        for (int64_t block = from; block < until; ++block) {
+          float* own = v + (block - from) * BLOCK;
+          const int place = pivot_of<BLOCK>(own);
+          std::swap(own[0], own[place]);
+          wire[at.places + block] = static_cast<Byte>(place);
+        }
+      }
+      float* values = v;
+      if constexpr (ROTATED) {
+        values = unit.rotated;
+        Transform::template forward<UNIT>(v, values);
+      }
       for (int64_t block = from; block < until; ++block) {
-        float* own = v + (block - from) * BLOCK;
-        const int place = pivot_of<BLOCK>(own);
-        std::swap(own[0], own[place]);
-        wire[at.places + block] = static_cast<Byte>(place);
+        float* const own = values + (block - from) * BLOCK;
+        const float offset = Offset::template subtract<BLOCK>(own);
+        Offset::store(wire + at.offsets + block * Offset::BYTES, offset);
+        const auto scale = [&] {
+          if constexpr (Scale::TWO_LEVELS) return Scale::template measure<BLOCK>(own, row);
+          else return Scale::template measure<BLOCK>(own);
+        }();
+        for (int i = 0; i < NUMBERS; ++i) Stored::store(wire + at.scale(i, block), scale[i]);
+        if constexpr (Scale::TWO_LEVELS) unit.by[block - from] = Scale::reciprocals(scale, row);
+        else unit.by[block - from] = Scale::reciprocals(scale);
       }
-    }
-    Transform::template forward<TURNED>(v);
-    alignas(64) Byte unpacked[Grid::BITS == 8 ? 1 : UNIT];
-    for (int64_t block = from; block < until; ++block, v += BLOCK) {
-      const float offset = Offset::template subtract<BLOCK>(v);
-      Offset::store(wire + at.offsets + block * Offset::BYTES, offset);
-      const auto scale = [&] {
-        if constexpr (Scale::TWO_LEVELS) return Scale::template measure<BLOCK>(v, row);
-        else return Scale::template measure<BLOCK>(v);
-      }();
-      for (int i = 0; i < NUMBERS; ++i) Stored::store(wire + at.scale(i, block), scale[i]);
-      const auto by = [&] {
-        if constexpr (Scale::TWO_LEVELS) return Scale::reciprocals(scale, row);
-        else return Scale::reciprocals(scale);
-      }();
-      Byte* codes = Grid::BITS == 8 ? wire + block * CODES : unpacked + (block - from) * BLOCK;
-      const auto code = [&](const float* x) {
-        return Grid::encode(Scale::divide(Vec::loadu(x), by));
-      };
-      if constexpr (TURNED) {
-        for (int i = 0; i < BLOCK; i += W * W)
-          put_turned_codes([&](int row) { return code(v + i + row * W); }, codes + i);
-      } else if constexpr (BLOCK % (4 * W) == 0 && Grid::AROUND_128 && Scale::IN_RANGE) {
-        for (int i = 0; i < BLOCK; i += 4 * W)
-          to_bytes_around_128(
-              [&](int j) { return nearest(Scale::divide(Vec::loadu(v + i + j * W), by)); },
-              codes + i);
-      } else if constexpr (BLOCK % (4 * W) == 0) {
-        for (int i = 0; i < BLOCK; i += 4 * W)
-          to_bytes_of_four([&](int j) { return code(v + i + j * W); }, codes + i);
+      if constexpr (ROTATED) {
+        turn ^= 1;
+        if (units[turn].codes) code(units[turn], units[turn].rotated);
       } else {
-        for (int i = 0; i < BLOCK; i += W) to_bytes(code(v + i), codes + i);
+        code(unit, v);
+      }
+      if (until == blocks) {
+        fill(wire, blocks * CODES, at.offsets);
+        fill(wire, at.offsets + blocks * Offset::BYTES, at.scales);
+        for (int i = 0; i < NUMBERS; ++i) fill(wire, at.scale(i, blocks), at.scale(i + 1, 0));
+        if constexpr (Scale::TWO_LEVELS) {
+          put<float>(wire + at.row, row);
+          fill(wire, at.row + 4, at.places);
+        }
+        if constexpr (Transform::PIVOT) fill(wire, at.places + blocks, at.end);
       }
     }
-    if constexpr (Grid::BITS != 8) {
-      Byte* const packed = wire + from * CODES;
-      for_blocks(until - from, packed, unpacked, [](auto n, Byte* packed, Byte* codes) {
-        if constexpr (PAIRS) pack_pairs<n>(codes, packed);
-        else pack<n, Grid::BITS>(codes, packed);
-      });
+
+    // The codes of the last values.
+    inline void finish() {
+      turn ^= 1;
+      if (ROTATED && units[turn].codes) code(units[turn], units[turn].rotated);
     }
-    if (until == blocks) {
-      fill(wire, blocks * CODES, at.offsets);
-      fill(wire, at.offsets + blocks * Offset::BYTES, at.scales);
-      for (int i = 0; i < NUMBERS; ++i) fill(wire, at.scale(i, blocks), at.scale(i + 1, 0));
-      if constexpr (Scale::TWO_LEVELS) {
-        put<float>(wire + at.row, row);
-        fill(wire, at.row + 4, at.places);
-      }
-      if constexpr (Transform::PIVOT) fill(wire, at.places + blocks, at.end);
-    }
-  }
+  };
 
   // The inverse; what lies behind the last block is zeros.
   static inline void decode(const Byte* wire, int64_t n, int64_t first, float limit, float* v) {
@@ -149,30 +179,21 @@ struct Blocks {
       const Vec offset(Offset::load(wire + at.offsets + block * Offset::BYTES) / Transform::SUMS);
       const Byte* codes =
           Grid::BITS == 8 ? wire + block * CODES : unpacked + (block - from) * BLOCK;
-      if constexpr (FROM_TURNED) {
-        for (int i = 0; i < BLOCK; i += W * W) {
-          Vec x[W];
-#if defined(CPU_CAPABILITY_AVX512)
-          Grid::decode_turned(codes + i, [&](int row, Vec numbers) {
-            x[row] = Scale::multiply(numbers, by);
-          });
-#else
-          for (int row = 0; row < W; ++row)
-            x[row] = Scale::multiply(Grid::template decode<W>(codes + i + row), by);
-#endif
-          Transform::inverse_near(x, to + i);
-        }
+      const auto put = [&](int i, Vec x) {
+        x = Scale::multiply(x, by);
+        if constexpr (Offset::BYTES > 0) x = x + offset;
+        if constexpr (!ROTATED) x = at::vec::clamp(x, least, most);
+        x.store(to + i);
+      };
+      if constexpr (BLOCK % (4 * W) == 0 && Grid::FOUR_AT_ONCE) {
+        for (int i = 0; i < BLOCK; i += 4 * W)
+          Grid::decode_four(codes + i, [&](int j, Vec x) { put(i + j * W, x); });
       } else {
-        for (int i = 0; i < BLOCK; i += W) {
-          Vec x = Scale::multiply(Grid::decode(codes + i), by);
-          if constexpr (Offset::BYTES > 0) x = x + offset;
-          if constexpr (Transform::SUMS == 1) x = at::vec::clamp(x, least, most);
-          x.store(to + i);
-        }
+        for (int i = 0; i < BLOCK; i += W) put(i, Grid::decode(codes + i));
       }
+      if constexpr (ROTATED) Transform::template inverse<BLOCK>(to, limit);
     }
     cut<UNIT>(v, to - v);
-    Transform::template inverse<FROM_TURNED>(v, limit);
     if constexpr (Transform::PIVOT) {
       for (int64_t block = from; block < until; ++block) {
         float* own = v + (block - from) * BLOCK;

@@ -179,7 +179,7 @@ def _source(chain: Chain) -> str:
     if chain.width:
         parts.append(norms.NORMS)
     peak = ""
-    lines, setup, phases = list[str](), list[str](), list[str]()
+    lines, setup, phases, after = list[str](), list[str](), list[str](), list[str]()
     dtypes, more, made = _dtypes(chain), 0, 0
     for place, step in enumerate(chain.steps):
         dtype, name, last = dtypes[place], f"Step{place}", place == len(chain.steps) - 1
@@ -193,11 +193,11 @@ def _source(chain: Chain) -> str:
         if isinstance(step, Divide):
             lines += [f"divide<UNIT>(v, {number(step.by)});", *_round_lines(dtype)]
         elif isinstance(step, Enter):
-            lines.append(f"{name}::forward(v);")
+            lines.append(f"{name}::forward<UNIT>(v, v);")
         elif isinstance(step, Leave):
             lines += [
                 f"multiply<UNIT>(v, {number(1 / step.domain.width)});",
-                f"{name}::inverse(v);",
+                f"{name}::inverse<UNIT>(v);",
             ]
         elif isinstance(step, Cast) and not last:
             lines += _round_lines(step.dtype)
@@ -229,12 +229,14 @@ def _source(chain: Chain) -> str:
             if row_numbers(step.codec.scale):
                 peak = _peaks(lines)
                 scale = f", {name}Scale::row_scale(peaks[row])"
-            lines.append(f"{name}::encode(v, out + row * out_stride, n, first{scale});")
+            lines.append(f"encoder.encode(v, out + row * out_stride, n, first{scale});")
+            setup.append(f"{name}::Encoder encoder;")
+            after.append("encoder.finish();")
     if chain.encodes is None:
         size = dtypes[-1].itemsize
         lines.append(_give(dtypes[-1], f"out + row * out_stride + first * {size}"))
     phases.append(_over_units(lines))
-    body = _rows(phases, setup, chain.width)
+    body = _rows(phases, setup, after, chain.width)
     inputs = "".join(f", const Byte* more{i}, int64_t more{i}_stride" for i in range(more))
     outputs = "".join(f", Byte* made{i}, int64_t made{i}_stride" for i in range(made))
     parts.append(f"""
@@ -249,11 +251,14 @@ extern "C" void kernel(int64_t threads, int64_t rows, int64_t n, const Byte* in,
     return "\n".join(parts)
 
 
-def _rows(phases: Sequence[str], setup: Sequence[str] = (), width: int = 0) -> str:
+def _rows(
+    phases: Sequence[str], setup: Sequence[str] = (), after: Sequence[str] = (), width: int = 0
+) -> str:
     """Return a loop over the values of all rows that are kept at a time, which runs some phases.
-    ``width`` is that of norms, 0 without."""
+    ``setup`` comes before it, and ``after`` at its end. ``width`` is that of norms, 0 without."""
     statistics = [f"float means[WHOLE / {width}], factors[WHOLE / {width}];"] if width else []
     before = "".join(f"{line}\n    " for line in setup)
+    last = "".join(f"\n    {line}" for line in after)
     body = "\n      ".join([*statistics, *phases])
     return f"""parallel(threads, rows * wholes, [&](int64_t from, int64_t until) {{
     {before}for (int64_t each = from; each < until; ++each) {{
@@ -261,7 +266,7 @@ def _rows(phases: Sequence[str], setup: Sequence[str] = (), width: int = 0) -> s
       const int64_t values = std::min<int64_t>(n - begin, WHOLE);
       alignas(64) float whole[WHOLE], w[UNIT];
       {body}
-    }}
+    }}{last}
   }});"""
 
 

@@ -91,25 +91,34 @@ template <class Number> inline void to_bytes_of_four(const Number& number, Byte*
 #endif
 }
 
-// Whole numbers from -127 to 127 of number(0) ... number(3) as bytes, each with 128 added. The
-// least 32-bit number, which NaNs become, as 0.
-template <class Number> inline void to_bytes_around_128(const Number& number, Byte* to) {
+// Whole numbers of number(0) ... number(3), cut to -MIDDLE ... MIDDLE - 1, with MIDDLE added, as
+// bytes one behind the other. The least 32-bit number, which NaNs become, as 0.
+template <int MIDDLE, class Number> inline void to_bytes_around(const Number& number, Byte* to) {
 #if defined(CPU_CAPABILITY_AVX512)
-  const __m128i middle = _mm_set1_epi8(-128);
-  c10::ForcedUnroll<4>{}([&](auto i) {
-    const __m128i bytes = _mm_xor_si128(_mm512_cvtsepi32_epi8(number(i)), middle);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i * W), bytes);
-  });
+  const __m512i low = _mm512_packs_epi32(number(0), number(1));
+  const __m512i high = _mm512_packs_epi32(number(2), number(3));
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  __m512i all = _mm512_permutexvar_epi32(order, _mm512_packs_epi16(low, high));
+  if constexpr (MIDDLE < 128) {
+    all = _mm512_max_epi8(all, _mm512_set1_epi8(-MIDDLE));
+    all = _mm512_min_epi8(all, _mm512_set1_epi8(MIDDLE - 1));
+  }
+  _mm512_storeu_si512(to, _mm512_add_epi8(all, _mm512_set1_epi8(static_cast<char>(MIDDLE))));
 #elif defined(CPU_CAPABILITY_AVX2)
   const __m256i low = _mm256_packs_epi32(number(0), number(1));
   const __m256i high = _mm256_packs_epi32(number(2), number(3));
   const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-  const __m256i all = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order);
-  const __m256i bytes = _mm256_xor_si256(all, _mm256_set1_epi8(-128));
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), bytes);
+  __m256i all = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order);
+  if constexpr (MIDDLE < 128) {
+    all = _mm256_max_epi8(all, _mm256_set1_epi8(-MIDDLE));
+    all = _mm256_min_epi8(all, _mm256_set1_epi8(MIDDLE - 1));
+  }
+  const __m256i middle = _mm256_set1_epi8(static_cast<char>(MIDDLE));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_add_epi8(all, middle));
 #else
+  const Ints least(-MIDDLE), most(MIDDLE - 1);
   for (int i = 0; i < 4; ++i)
-    to_bytes(at::vec::maximum(Ints(number(i)), Ints(-128)) + Ints(128), to + i * W);
+    to_bytes(at::vec::clamp(Ints(number(i)), least, most) + Ints(MIDDLE), to + i * W);
 #endif
 }
 
@@ -151,11 +160,15 @@ template <class T, int N> inline void take(const Byte* from, float* v) {
 template <int N> inline bool give_natively(const float* v, Byte* to) {
   constexpr int NAN_OR_SUBNORMAL = 0x01 | 0x20 | 0x80;
   __mmask16 others = 0;
-  for (int i = 0; i < N; i += 2 * W) {
-    const __m512 first = _mm512_loadu_ps(v + i), second = _mm512_loadu_ps(v + i + W);
-    others |= _mm512_fpclass_ps_mask(first, NAN_OR_SUBNORMAL);
-    others |= _mm512_fpclass_ps_mask(second, NAN_OR_SUBNORMAL);
-    _mm512_storeu_si512(to + 2 * i, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+  constexpr int AT_ONCE = N % (16 * W) ? 1 : 8;
+  for (int from = 0; from < N; from += AT_ONCE * 2 * W) {
+    c10::ForcedUnroll<AT_ONCE>{}([&](auto pair) {
+      const int i = from + pair * 2 * W;
+      const __m512 first = _mm512_loadu_ps(v + i), second = _mm512_loadu_ps(v + i + W);
+      others |= _mm512_fpclass_ps_mask(first, NAN_OR_SUBNORMAL);
+      others |= _mm512_fpclass_ps_mask(second, NAN_OR_SUBNORMAL);
+      _mm512_storeu_si512(to + 2 * i, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+    });
   }
   return others != 0;
 }

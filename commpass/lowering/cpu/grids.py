@@ -22,37 +22,13 @@ from commpass.lowering.cpu.common import number
 CODES = """
 inline Ints whole(Vec x) { return at::vec::convert_to_int_of_same_size(x); }
 
-// The codes of a tile that lies turned (W vectors of W values) to W * W bytes in their order: four
-// vectors share one of 32-bit words, and those are interleaved.
-template <class Code> inline void put_turned_codes(const Code& code, Byte* to) {
-  if constexpr (W == 16 || W == 8) {
-    Vec four[W / 4];
-    c10::ForcedUnroll<W / 4>{}([&](auto q) {
-      const Ints bytes = (code(4 * q) | code(4 * q + 1) << Ints(8)) |
-          (code(4 * q + 2) << Ints(16) | code(4 * q + 3) << Ints(24));
-      four[q] = at::vec::cast<float>(bytes);
-    });
-    if constexpr (W == 8) {
-      const auto all = at::vec::interleave2(four[0], four[1]);
-      std::get<0>(all).store(to);
-      std::get<1>(all).store(to + 4 * W);
-    } else {
-      const auto even = at::vec::interleave2(four[0], four[2]);
-      const auto odd = at::vec::interleave2(four[1], four[3]);
-      const auto low = at::vec::interleave2(std::get<0>(even), std::get<0>(odd));
-      const auto high = at::vec::interleave2(std::get<1>(even), std::get<1>(odd));
-      std::get<0>(low).store(to);
-      std::get<1>(low).store(to + 4 * W);
-      std::get<0>(high).store(to + 8 * W);
-      std::get<1>(high).store(to + 12 * W);
-    }
-  } else {
-    for (int row = 0; row < W; ++row) {
-      alignas(64) Byte codes[W];
-      to_bytes(code(row), codes);
-      for (int i = 0; i < W; ++i) to[i * W + row] = codes[i];
-    }
-  }
+// The greatest whole numbers that are not larger; the least 32-bit number for NaN.
+inline Ints whole_below(Vec x) {
+#if defined(CPU_CAPABILITY_AVX512)
+  return _mm512_cvt_roundps_epi32(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+#else
+  return whole(x.floor());
+#endif
 }
 
 inline Vec get_codes(const Byte* from) {
@@ -97,30 +73,6 @@ template <int HALF> inline Vec one_of_levels(const float* above, Ints codes) {
   return at::vec::cast<float>(at::vec::cast<int32_t>(one_of<HALF>(above, codes ^ flip)) ^ sign);
 }
 
-// Calls `take(row, words)` for each fourth row of a tile of W * W bytes, turned: a word holds the
-// codes of this row and the next three.
-template <class Take> inline void get_turned_words(const Byte* from, const Take& take) {
-  const auto part = [&](int i) { return Vec::loadu(from + 4 * W * i); };
-  const auto low = at::vec::deinterleave2(part(0), part(1));
-  const auto high = at::vec::deinterleave2(part(2), part(3));
-  const auto even = at::vec::deinterleave2(std::get<0>(low), std::get<0>(high));
-  const auto odd = at::vec::deinterleave2(std::get<1>(low), std::get<1>(high));
-  take(0, std::get<0>(even));
-  take(4, std::get<0>(odd));
-  take(8, std::get<1>(even));
-  take(12, std::get<1>(odd));
-}
-
-// Calls `take(row, codes)` for each row: the inverse of put_turned_codes.
-template <class Take> inline void get_turned_codes(const Byte* from, const Take& take) {
-  get_turned_words(from, [&](int first, Vec words) {
-    const Ints all = at::vec::cast<int32_t>(words);
-    c10::ForcedUnroll<4>{}([&](auto i) {
-      take(first + i, Ints(_mm512_srli_epi32(all, 8 * i)) & Ints(255));
-    });
-  });
-}
-
 #if defined(__AVX512VBMI__)
 // Byte b of the bits of number i at [128 * b + i].
 constexpr std::array<Byte, 512> bytes_of(const float* numbers) {
@@ -130,34 +82,31 @@ constexpr std::array<Byte, 512> bytes_of(const float* numbers) {
   return made;
 }
 
-// Calls `take(row, numbers)` for each vector of a tile of W * W codes of 256 levels, turned.
-// `above` holds the bytes of those above zero: see one_of_levels. Bytes are looked up, 64 at once.
+// Calls `take(i, numbers)` for each of four vectors of codes of 256 levels. `above` holds the bytes
+// of those above zero: see one_of_levels. Bytes are looked up, 64 at once.
 template <class Take>
-inline void get_turned_levels(const Byte* from, const Byte* above, const Take& take) {
-  const __m512i columns = _mm512_broadcast_i32x4(
-      _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+inline void levels_of_four(const Byte* codes, const Byte* above, const Take& take) {
+  const __m512i parts = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   const __m512i ones = _mm512_set1_epi8(-1), signs = _mm512_set1_epi8(-128);
-  get_turned_words(from, [&](int first, Vec words) {
-    const __m512i codes = _mm512_shuffle_epi8(_mm512_castps_si512(words), columns);
-    const __mmask64 below = ~_mm512_movepi8_mask(codes);
-    const __m512i at = _mm512_mask_sub_epi8(codes, below, ones, codes);  // ~codes
-    __m512i byte[4];
-    c10::ForcedUnroll<4>{}([&](auto b) {
-      const Byte* table = above + 128 * b;
-      byte[b] = _mm512_permutex2var_epi8(
-          _mm512_loadu_si512(table), at, _mm512_loadu_si512(table + 64));
-    });
-    byte[3] = _mm512_mask_add_epi8(byte[3], below, byte[3], signs);  // the other sign
-    const __m512i low[] = {_mm512_unpacklo_epi8(byte[0], byte[1]),
-                           _mm512_unpackhi_epi8(byte[0], byte[1])};
-    const __m512i high[] = {_mm512_unpacklo_epi8(byte[2], byte[3]),
-                            _mm512_unpackhi_epi8(byte[2], byte[3])};
-    c10::ForcedUnroll<2>{}([&](auto half) {
-      const __m512i even = _mm512_unpacklo_epi16(low[half], high[half]);
-      const __m512i odd = _mm512_unpackhi_epi16(low[half], high[half]);
-      take(first + 2 * half, Vec(_mm512_castsi512_ps(even)));
-      take(first + 2 * half + 1, Vec(_mm512_castsi512_ps(odd)));
-    });
+  const __m512i all = _mm512_permutexvar_epi32(parts, _mm512_loadu_si512(codes));
+  const __mmask64 below = ~_mm512_movepi8_mask(all);
+  const __m512i at = _mm512_mask_sub_epi8(all, below, ones, all);  // ~all
+  __m512i byte[4];
+  c10::ForcedUnroll<4>{}([&](auto b) {
+    const Byte* table = above + 128 * b;
+    byte[b] = _mm512_permutex2var_epi8(
+        _mm512_loadu_si512(table), at, _mm512_loadu_si512(table + 64));
+  });
+  byte[3] = _mm512_mask_add_epi8(byte[3], below, byte[3], signs);  // the other sign
+  const __m512i low[] = {_mm512_unpacklo_epi8(byte[0], byte[1]),
+                         _mm512_unpackhi_epi8(byte[0], byte[1])};
+  const __m512i high[] = {_mm512_unpacklo_epi8(byte[2], byte[3]),
+                          _mm512_unpackhi_epi8(byte[2], byte[3])};
+  c10::ForcedUnroll<2>{}([&](auto half) {
+    const __m512i even = _mm512_unpacklo_epi16(low[half], high[half]);
+    const __m512i odd = _mm512_unpackhi_epi16(low[half], high[half]);
+    take(2 * half, Vec(_mm512_castsi512_ps(even)));
+    take(2 * half + 1, Vec(_mm512_castsi512_ps(odd)));
   });
 }
 #endif
@@ -238,20 +187,15 @@ inline void unpack(const Byte* from, Byte* codes) {
 """
 
 
-ONE_OF_LEVELS = """\
-#if defined(CPU_CAPABILITY_AVX512)
-  template <class Take> static inline void decode_turned(const Byte* codes, const Take& take) {{
-#if defined(__AVX512VBMI__)
-    if constexpr ({cells} == 128) {{
-      alignas(64) static constexpr auto ABOVE = bytes_of(LEVELS + 128);
-      return get_turned_levels(codes, ABOVE.data(), take);
-    }}
-#endif
-    get_turned_codes(codes, [&](int row, Ints each) {{ take(row, decode_codes(each)); }});
-  }}
-  static inline Vec decode_codes(Ints codes) {{
-    return one_of_levels<{cells}>(LEVELS + {cells}, codes);
-  }}
+FOUR_AT_ONCE = """\
+#if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512VBMI__)
+  static constexpr bool FOUR_AT_ONCE = true;
+  template <class Take> static inline void decode_four(const Byte* codes, const Take& take) {
+    alignas(64) static constexpr auto ABOVE = bytes_of(LEVELS + 128);
+    levels_of_four(codes, ABOVE.data(), take);
+  }
+#else
+  static constexpr bool FOUR_AT_ONCE = false;
 #endif
 """
 
@@ -261,7 +205,9 @@ def grid(part: Grid, name: str) -> str:
     """Return a C++ struct for a grid.
 
     Its ``encode`` maps a vector of numbers in grid units to codes; ``decode`` reads one code for
-    each value of a vector. Both equal those of ``codecs.block.grids`` bit for bit.
+    each value of a vector. Both equal those of ``codecs.block.grids`` bit for bit. With ``SIGNED``,
+    codes are those of ``signed_code`` around the middle of the codes. Where no number is off the
+    grid, or with ``CUTS``, those that are larger are cut to a code.
     """
     raise NotImplementedError(part)
 
@@ -282,21 +228,27 @@ def _struct(
     name: str,
     encode: str,
     decode: str,
-    table: bool = False,
-    around_128: bool = False,
+    signed_code: str = "",
+    cuts: bool = False,
     more: str = "",
 ) -> str:
+    four = "" if "FOUR_AT_ONCE" in more else "  static constexpr bool FOUR_AT_ONCE = false;\n"
+    signed = f"  static inline Ints signed_code(Vec x) {{ {signed_code} }}\n" if signed_code else ""
     return f"""
 struct {name} {{
-  static constexpr bool TABLE = {str(table).lower()}, AROUND_128 = {str(around_128).lower()};
+  static constexpr bool SIGNED = {_boolean(signed_code)}, CUTS = {_boolean(cuts)};
   static constexpr int BITS = {part.bits};
-  static constexpr bool HAS_ZERO = {"true" if part.has_zero else "false"};
+  static constexpr bool HAS_ZERO = {_boolean(part.has_zero)};
   static constexpr float LARGEST = {number(part.largest)}, SIGMA = {number(part.sigma)};
   static constexpr float POWER = {number(grids.largest_power(part))};
-{more}  static inline Ints encode(Vec x) {{ {encode} }}
-  template <int APART = 1> static inline Vec decode(const Byte* codes) {{ {decode} }}
+{four}{more}{signed}  static inline Ints encode(Vec x) {{ {encode} }}
+  static inline Vec decode(const Byte* codes) {{ {decode} }}
 }};
 """
+
+
+def _boolean(value: object) -> str:
+    return "true" if value else "false"
 
 
 @grid.register
@@ -307,8 +259,8 @@ def _int(part: IntGrid, name: str) -> str:
     if part.marks:
         encode = f"{encode} & at::vec::cast<int32_t>(finite(x))"
         decode = f"marked(get_codes(codes), {decode})"
-    plain = part.bits == 8 and not part.marks
-    return _struct(part, name, f"return {encode};", f"return {decode};", around_128=plain)
+    numbers = "" if part.marks else "return nearest(x);"
+    return _struct(part, name, f"return {encode};", f"return {decode};", numbers)
 
 
 @grid.register
@@ -324,7 +276,7 @@ def _level(part: LevelGrid, name: str) -> str:
 
 @grid.register
 def _fp8(part: Fp8Grid, name: str) -> str:
-    form, marks = part.form.upper(), "true" if part.marks else "false"
+    form, marks = part.form.upper(), _boolean(part.marks)
     return _struct(
         part,
         name,
@@ -349,25 +301,32 @@ def _companded(part: CompandedGrid, name: str) -> str:
     levels = grids.decode(part, codes, torch.float32).tolist()
     levels += [0.0] * (16 - len(levels))
     table = ", ".join(map(number, levels))
-    lookup = """
+    lookup = f"""
 #if defined(CPU_CAPABILITY_AVX512)
-    if constexpr (APART == 1) return decode_codes(from_bytes(codes));
-#endif
+    return one_of_levels<{cells}>(LEVELS + {cells}, from_bytes(codes));
+#else
     alignas(64) float lanes[W];
-    c10::ForcedUnroll<W>{}([&](auto i) { lanes[i] = LEVELS[codes[i * APART]]; });
+    c10::ForcedUnroll<W>{{}}([&](auto i) {{ lanes[i] = LEVELS[codes[i]]; }});
     return Vec::loadu(lanes);
+#endif
   """
+    more = f"""\
+  alignas(64) static constexpr float LEVELS[{len(levels)}] = {{{table}}};
+  static inline Vec companded(Vec x) {{
+    const Vec y = x * Vec({number(gain)});
+    return y * (Vec(1.0f) + y * y * Vec({number(k)})).rsqrt();
+  }}
+"""
+    least, most = number(-cells), number(cells - 1)
     return _struct(
         part,
         name,
         f"""
-    const Vec y = x * Vec({number(gain)});
-    const Vec c = y * (Vec(1.0f) + y * y * Vec({number(k)})).rsqrt();
-    return whole(at::vec::clamp(c.floor(), Vec({number(-cells)}), Vec({number(cells - 1)})) +
-        Vec({number(cells)}));
+    const Vec below = at::vec::clamp(companded(x).floor(), Vec({least}), Vec({most}));
+    return whole(below + Vec({number(cells)}));
   """,
         lookup if large else "return one_of_16(LEVELS, codes);",
-        table=large,
-        more=f"  alignas(64) static constexpr float LEVELS[{len(levels)}] = {{{table}}};\n"
-        + (ONE_OF_LEVELS.format(cells=cells) if large else ""),
+        "return whole_below(companded(x));",
+        cuts=True,
+        more=more + (FOUR_AT_ONCE if part.bits == 8 else ""),
     )

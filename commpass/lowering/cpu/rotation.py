@@ -1,9 +1,9 @@
 """Transforms in C++: a Walsh-Hadamard rotation as a butterfly in registers.
 
 A rotation of width w has one stage for each of the distances w/2, w/4 ... 1. A stage maps values a
-and b at that distance to a + b and a - b. If both lie in one vector, tiles of as many vectors as a
-vector has values are transposed first. ``down`` goes from the largest distance to 1, ``up`` from 1
-to the largest. Each value has the same sums in the same order on every machine.
+and b at that distance to a + b and a - b: whole vectors, or the lanes of one, which are added to
+their exchange. ``down`` goes from the largest distance to 1, ``up`` from 1 to the largest. Each
+value has the same sums in the same order on every machine.
 """
 
 from __future__ import annotations
@@ -47,95 +47,86 @@ template <int R, bool DOWN> C10_ALWAYS_INLINE void butterfly(Vec (&x)[R]) {
 // As many vectors at once as there are registers for.
 constexpr int MOST = W >= 16 ? 16 : 8;
 
-// All distances from LOW to HIGH, which are those of whole vectors. With SCALED, values are
-// multiplied by 2 * HIGH factors: before, or after those of the other direction. Then they are cut
-// to +-limit, which may be infinite.
-template <int N, int LOW, int HIGH, bool DOWN, bool SCALED>
-inline void whole_vectors(float* v, const float* factors, float limit = INFINITY) {
+// Value i ^ D at place i.
+template <int D> C10_ALWAYS_INLINE Vec swapped(Vec x) {
+#if defined(CPU_CAPABILITY_AVX512)
+  if constexpr (D == 8) return _mm512_shuffle_f32x4(x, x, 0x4E);
+  if constexpr (D == 4) return _mm512_shuffle_f32x4(x, x, 0xB1);
+  return _mm512_permute_ps(x, D == 2 ? 0x4E : 0xB1);
+#elif defined(CPU_CAPABILITY_AVX2)
+  if constexpr (D == 4) return _mm256_permute2f128_ps(x, x, 1);
+  return _mm256_permute_ps(x, D == 2 ? 0x4E : 0xB1);
+#else
+  alignas(64) float lanes[W], moved[W];
+  x.store(lanes);
+  c10::ForcedUnroll<W>{}([&](auto i) { moved[i] = lanes[i ^ D]; });
+  return Vec::loadu(moved);
+#endif
+}
+
+// 1 for the first value of a pair at distance D, and -1 for the second one.
+template <int D> alignas(64) constexpr auto SIGNS = [] {
+  std::array<float, W> made{};
+  for (int i = 0; i < W; ++i) made[i] = i & D ? -1.0f : 1.0f;
+  return made;
+}();
+
+// The stages at distances DISTANCE ... 1 (or 1 ... DISTANCE) within a vector. Products are exact.
+template <int DISTANCE, bool DOWN> C10_ALWAYS_INLINE Vec within(Vec x) {
+  if constexpr (DISTANCE == 0) return x;
+  else if constexpr (DOWN) {
+    const Vec sums = at::vec::fmadd(x, Vec::loadu(SIGNS<DISTANCE>.data()), swapped<DISTANCE>(x));
+    return within<DISTANCE / 2, DOWN>(sums);
+  } else {
+    const Vec nearer = within<DISTANCE / 2, DOWN>(x);
+    const Vec signs = Vec::loadu(SIGNS<DISTANCE>.data());
+    return at::vec::fmadd(nearer, signs, swapped<DISTANCE>(nearer));
+  }
+}
+
+// Stages of a rotation of WIDTH, for N values: those among R vectors whose distance is LOW values,
+// and those within vectors if LOW is their width. The first pass down begins with a multiplication
+// by factors; the last pass up ends with one, and cuts values to +-limit.
+template <int N, int WIDTH, int R, int LOW, bool DOWN>
+inline void pass(const float* from, float* to, const float* factors, float limit = INFINITY) {
+  constexpr int SPAN = R * LOW, WITHIN = LOW > W ? 0 : std::min(WIDTH, W) / 2;
+  constexpr bool OUTER = SPAN >= WIDTH;
   const Vec most(limit), least(-limit);
-  constexpr int R = 2 * HIGH / LOW;
-  for (int from = 0; from < N; from += 2 * HIGH) {
-    for (int j = 0; j < LOW; j += W) {
-      float* const at = v + from + j;
+  for (int first = 0; first < N; first += SPAN) {
+    for (int j = first; j < first + LOW; j += W) {
       Vec x[R];
       c10::ForcedUnroll<R>{}([&](auto i) {
-        x[i] = Vec::loadu(at + i * LOW);
-        if constexpr (DOWN && SCALED) x[i] = x[i] * Vec::loadu(factors + j + i * LOW);
+        x[i] = Vec::loadu(from + j + i * LOW);
+        if constexpr (DOWN && OUTER) x[i] = x[i] * Vec::loadu(factors + j - first + i * LOW);
+        if constexpr (!DOWN) x[i] = within<WITHIN, DOWN>(x[i]);
       });
       butterfly<R, DOWN>(x);
       c10::ForcedUnroll<R>{}([&](auto i) {
-        if constexpr (!DOWN && SCALED) {
-          x[i] = at::vec::clamp(x[i] * Vec::loadu(factors + j + i * LOW), least, most);
+        if constexpr (DOWN) x[i] = within<WITHIN, DOWN>(x[i]);
+        if constexpr (!DOWN && OUTER) {
+          x[i] = x[i] * Vec::loadu(factors + j - first + i * LOW);
+          x[i] = at::vec::clamp(x[i], least, most);
         }
-        x[i].store(at + i * LOW);
+        x[i].store(to + j + i * LOW);
       });
     }
   }
 }
 
-// Distances HIGH, HIGH/2 ... W in turns.
-template <int N, int HIGH, bool SCALED = true>
-inline void far_down(float* v, const float* factors) {
-  if constexpr (HIGH >= W) {
-    constexpr int LOW = 2 * HIGH / MOST > W ? 2 * HIGH / MOST : W;
-    whole_vectors<N, LOW, HIGH, true, SCALED>(v, factors);
-    far_down<N, LOW / 2, false>(v, factors);
-  }
+// The rotation of N values times factors: SPAN values that belong together, then parts of them.
+template <int N, int WIDTH, int SPAN = std::max(WIDTH, W)>
+inline void rotate_down(const float* from, float* to, const float* factors) {
+  constexpr int R = std::min(MOST, SPAN / W), LOW = SPAN / R;
+  pass<N, WIDTH, R, LOW, true>(from, to, factors);
+  if constexpr (LOW > W) rotate_down<N, WIDTH, LOW>(to, to, factors);
 }
 
-template <int N, int LOW, int HIGH>
-inline void far_up(float* v, const float* factors, float limit) {
-  if constexpr (LOW <= HIGH) {
-    constexpr int LAST = LOW * MOST / 2 < HIGH ? LOW * MOST / 2 : HIGH;
-    whole_vectors<N, LOW, LAST, false, LAST == HIGH>(v, factors, limit);
-    far_up<N, 2 * LAST, HIGH>(v, factors, limit);
-  }
-}
-
-// Distances below the width of a vector, in a tile of W vectors that is turned: its rows are
-// columns.
-template <int WIDTH, bool DOWN> inline void near_turned(const float* turned, float* to) {
-  constexpr int R = WIDTH < W ? WIDTH : W;
-  c10::ForcedUnroll<W / R>{}([&](auto group) {
-    Vec x[R];
-    c10::ForcedUnroll<R>{}([&](auto i) { x[i] = Vec::loadu(turned + (group * R + i) * W); });
-    butterfly<R, DOWN>(x);
-    c10::ForcedUnroll<R>{}([&](auto i) { x[i].store(to + (group * R + i) * W); });
-  });
-}
-
-// Where values may be left turned, a turn is saved.
-template <int N, int WIDTH, bool DOWN, bool TURN_BACK> inline void near(float* v) {
-  alignas(64) float tile[W * W];
-  for (int from = 0; from < N; from += W * W) {
-    float* at = v + from;
-    at::vec::transpose_mxn<float, W, W>(at, W, tile, W);
-    near_turned<WIDTH, DOWN>(tile, TURN_BACK ? tile : at);
-    if constexpr (TURN_BACK) at::vec::transpose_mxn<float, W, W>(tile, W, at, W);
-  }
-}
-
-// The same upwards for a tile that comes turned, in registers.
-template <int WIDTH> C10_ALWAYS_INLINE void near_up(Vec (&x)[W], float* to) {
-  constexpr int R = WIDTH < W ? WIDTH : W;
-  alignas(64) float tile[W * W];
-  c10::ForcedUnroll<W / R>{}([&](auto group) {
-    Vec y[R];
-    c10::ForcedUnroll<R>{}([&](auto i) { y[i] = x[group * R + i]; });
-    butterfly<R, false>(y);
-    c10::ForcedUnroll<R>{}([&](auto i) { y[i].store(tile + (group * R + i) * W); });
-  });
-  at::vec::transpose_mxn<float, W, W>(tile, W, to, W);
-}
-
-// Values times `factors`, of which there are WIDTH; N values are whole tiles.
-template <int N, int WIDTH> inline void multiply(float* v, const float* factors) {
-  for (int from = 0; from < N; from += WIDTH) {
-    int i = 0;
-    for (; i + W <= WIDTH; i += W)
-      (Vec::loadu(v + from + i) * Vec::loadu(factors + i)).store(v + from + i);
-    for (; i < WIDTH; ++i) v[from + i] *= factors[i];
-  }
+// Factors times the rotation of N values, cut to +-limit: from vectors at distance LOW on.
+template <int N, int WIDTH, int LOW = W>
+inline void rotate_up(float* v, const float* factors, float limit) {
+  constexpr int R = std::min(MOST, std::max(WIDTH, W) / LOW);
+  pass<N, WIDTH, R, LOW, false>(v, v, factors, limit);
+  if constexpr (R * LOW < WIDTH) rotate_up<N, WIDTH, R * LOW>(v, factors, limit);
 }
 
 // The place of a value that is more than twice as large as all others of a block, else 0.
@@ -155,25 +146,6 @@ template <int BLOCK> inline int pivot_of(const float* v) {
   while (std::abs(v[place]) != peak) ++place;
   return place;
 }
-
-// The rotation of values times `factors`, and `factors` times a rotation. TURNED: whether tiles are
-// left turned in the end, or came so and were given to `near_up`.
-template <int N, int WIDTH, bool TURNED> inline void rotate_down(float* v, const float* factors) {
-  if constexpr (WIDTH < 2 * W) multiply<N, WIDTH>(v, factors);
-  far_down<N, WIDTH / 2>(v, factors);
-  near<N, WIDTH, true, !TURNED>(v);
-}
-
-template <int N, int WIDTH, bool TURNED>
-inline void rotate_up(float* v, const float* factors, float limit) {
-  if constexpr (!TURNED) near<N, WIDTH, false, true>(v);
-  far_up<N, W, WIDTH / 2>(v, factors, limit);
-  if constexpr (WIDTH < 2 * W) {
-    multiply<N, WIDTH>(v, factors);
-    const Vec most(limit), least(-limit);
-    for (int i = 0; i < N; i += W) at::vec::clamp(Vec::loadu(v + i), least, most).store(v + i);
-  }
-}
 """
 
 
@@ -192,9 +164,8 @@ def _any(part: NoTransform | Hadamard) -> str:
 def transform(part: Transform, name: str) -> str:
     """Return a C++ struct for a transform.
 
-    Its ``forward`` is that of ``codecs.block.transforms``, in place on UNIT values. ``inverse``
-    maps values divided by ``SUMS`` to undivided ones, cut to +-limit. With ``TURNED``, tiles of W
-    vectors of W values stay transposed between the two, which saves a transpose each way.
+    Its ``forward`` is that of ``codecs.block.transforms``, on N values. ``inverse`` maps values
+    divided by ``SUMS`` to undivided ones, cut to +-limit, in place.
     """
     raise NotImplementedError(part)
 
@@ -205,8 +176,6 @@ def _none(part: NoTransform, name: str) -> str:
 struct {name} {{
   static constexpr int SUMS = 1;
   static constexpr bool PIVOT = false;
-  template <bool TURNED = false> static inline void forward(float* v) {{}}
-  template <bool TURNED = false> static inline void inverse(float* v, float limit = INFINITY) {{}}
 }};
 """
 
@@ -226,13 +195,12 @@ struct {name} {{
   static constexpr bool PIVOT = {"true" if part.pivot else "false"};
   alignas(64) static constexpr float BEFORE[{width}] = {{{before}}};
   alignas(64) static constexpr float AFTER[{width}] = {{{after}}};
-  template <bool TURNED = false> static inline void forward(float* v) {{
-    rotate_down<UNIT, {width}, TURNED>(v, BEFORE);
+  template <int N> static inline void forward(const float* from, float* to) {{
+    rotate_down<N, {width}>(from, to, BEFORE);
   }}
-  template <bool TURNED = false> static inline void inverse(float* v, float limit = INFINITY) {{
-    rotate_up<UNIT, {width}, TURNED>(v, AFTER, limit);
+  template <int N> static inline void inverse(float* v, float limit = INFINITY) {{
+    rotate_up<N, {width}>(v, AFTER, limit);
   }}
-  static C10_ALWAYS_INLINE void inverse_near(Vec (&x)[W], float* to) {{ near_up<{width}>(x, to); }}
 }};
 """
 

@@ -179,10 +179,10 @@ template <class Stored, class Grid, int COUNT> struct Numbers {
     for (float& each : made) each = Stored::up(each + (peak - peak));  // Inf - Inf is NaN
     return made;
   }
-  static inline Factors reciprocals(const Made& made) {
-    Factors by;
+  static inline Made reciprocals(const Made& made) {
+    Made by;
     for (int i = 0; i < COUNT; ++i)
-      by[i] = Vec(1.0f / (!Grid::HAS_ZERO && made[i] == 0.0f ? TINY : made[i]));
+      by[i] = 1.0f / (!Grid::HAS_ZERO && made[i] == 0.0f ? TINY : made[i]);
     return by;
   }
   static inline Vec divide(Vec x, const Factors& by) {
@@ -244,9 +244,9 @@ template <class Stored, class Grid> struct TwoLevel : Numbers<Stored, Grid, 1> {
     const float peak = peak_of<N>(v), number = peak / Grid::LARGEST / row;
     return {Stored::nearest(std::clamp(number, LEAST_E4M3, LARGEST_E4M3) + (peak - peak))};
   }
-  static inline typename TwoLevel::Factors reciprocals(const typename TwoLevel::Made& made,
-                                                       float row) {
-    return {Vec(1.0f / row / made[0])};
+  static inline typename TwoLevel::Made reciprocals(const typename TwoLevel::Made& made,
+                                                    float row) {
+    return {1.0f / row / made[0]};
   }
 };
 
@@ -258,7 +258,7 @@ template <class Grid, uint32_t BITS> struct Static {
   using Made = std::array<float, 0>;
   using Factors = std::array<Vec, 0>;
   template <int N> static inline Made measure(const float* v) { return {}; }
-  static inline Factors reciprocals(const Made& made) { return {}; }
+  static inline Made reciprocals(const Made& made) { return {}; }
   // What the division alone makes infinite is cut: it is a large number.
   static inline Vec divide(Vec x, const Factors& by) {
     const Vec value(bits_of<float>(BITS)), far(2 * Grid::LARGEST), units = x / value;
