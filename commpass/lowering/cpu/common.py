@@ -139,9 +139,31 @@ inline Vec finite(Vec x) {
   return at::vec::cast<float>((at::vec::cast<int32_t>(x) & infinite) < infinite);
 }
 
+#if defined(CPU_CAPABILITY_AVX512)
+// N numbers of bfloat16 as float32: each becomes the upper half of a word.
+template <int N> inline void take_upper_halves(const Byte* from, float* v) {
+  const __m512i count = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m512i first = _mm512_slli_epi32(count, 16);
+  const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(W << 16));
+  constexpr int AT_ONCE = N % (16 * W) ? 1 : 8;
+  for (int begin = 0; begin < N; begin += AT_ONCE * 2 * W) {
+    c10::ForcedUnroll<AT_ONCE>{}([&](auto pair) {
+      const int i = begin + pair * 2 * W;
+      const __m512i both = _mm512_loadu_si512(from + 2 * i);
+      constexpr __mmask32 UPPER = 0xAAAAAAAA;
+      _mm512_storeu_si512(v + i, _mm512_maskz_permutexvar_epi16(UPPER, first, both));
+      _mm512_storeu_si512(v + i + W, _mm512_maskz_permutexvar_epi16(UPPER, second, both));
+    });
+  }
+}
+#endif
+
 // N values of any float dtype, wherever they lie, as float32, and back (to the nearest, ties to
 // even).
 template <class T, int N> inline void take(const Byte* from, float* v) {
+#if defined(CPU_CAPABILITY_AVX512)
+  if constexpr (std::is_same_v<T, at::BFloat16>) return take_upper_halves<N>(from, v);
+#endif
   if constexpr (std::is_same_v<T, float>) {
     for (int i = 0; i < N; i += W) Vec::loadu(from + 4 * i).store(v + i);
   } else {
