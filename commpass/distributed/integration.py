@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from commpass.distributed import state
+from commpass.distributed.state.checks import check_state
 from commpass.errors import PolicyError
 from commpass.plan import Plan
 from commpass.policy import Policy
@@ -101,7 +102,7 @@ class Integration:
 
         Raise PolicyError for a state that is not of this model, or for any if none is kept.
         """
-        state.check_state(f"{self.call or 'integration'}.load_state_dict", saved)
+        check_state(f"{self.call or 'integration'}.load_state_dict", saved)
         if self.model is not None:
             state.load_state_dict(saved, self.model)
         elif saved:

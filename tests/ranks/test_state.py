@@ -16,10 +16,13 @@ from tiers import crossed, rarely, sampled
 
 import commpass
 from commpass.codecs import codec
-from commpass.distributed import state, unused_state
 from commpass.distributed.integration import Integration
-from commpass.distributed.owners import Code, owner_of
-from commpass.distributed.state import Name
+from commpass.distributed.owners import Code, owner_of, state_owners
+from commpass.distributed.state import unused
+from commpass.distributed.state.loaded import loads_of
+from commpass.distributed.state.names import Name, parse
+from commpass.distributed.state.redistribute import redistributed
+from commpass.distributed.state.residuals import residual
 from commpass.errors import PolicyError
 from commpass.passes.results import StateInput
 
@@ -354,7 +357,7 @@ def kept(fake_group):
 
 
 def test_name_of_a_residual_is_its_key_in_a_checkpoint(kept):
-    assert state._parse(str(kept)) == kept
+    assert parse(str(kept)) == kept
     (key,) = commpass.state_dict()
     assert key == "commpass.v2/-/f/layers.0.mlp/backward/all_reduce/float32[4]/0/sum/world/0of2"
 
@@ -369,7 +372,7 @@ def test_residuals_of_lost_ranks_are_shared_out_whole(before, after, op):
         return Name("-", "f", "root/backward/all_reduce/float32[4]/0", op, "world", rank, ranks)
 
     given = {of(rank, before): torch.full((4,), 2.0**rank) for rank in range(before)}
-    shared = [state._redistributed(of(rank, after), torch.zeros(4), given) for rank in range(after)]
+    shared = [redistributed(of(rank, after), torch.zeros(4), given) for rank in range(after)]
     factor = after / before if op == "avg" else 1.0
     assert torch.allclose(sum(shared), sum(given.values()) * factor)
 
@@ -386,11 +389,11 @@ def test_residuals_of_another_group_are_not_taken():
 
     given = {of(first, rank): torch.full((4,), 10.0 * first + rank) for first, rank in PLACES}
     for name, value in given.items():
-        assert torch.equal(state._redistributed(name, torch.zeros(4), given), value)
+        assert torch.equal(redistributed(name, torch.zeros(4), given), value)
 
 
 def test_reset_drops_residuals_and_references(kept):
-    (owner,) = state.state_owners()
+    (owner,) = state_owners()
     owner.references["site", "0"] = object(), torch.ones(4)
     commpass.reset_state()
     assert not commpass.state_dict()
@@ -443,7 +446,7 @@ def test_foreign_state_is_refused_and_nothing_is_changed(what, kept):
         assert part in str(error.value)
     (still,) = commpass.state_dict().values()
     assert torch.equal(still, torch.arange(4.0))
-    assert not state._loaded
+    assert not loads_of(None)
 
 
 def test_state_that_nobody_asked_for_yet_is_saved_again(fake_group):
@@ -505,7 +508,7 @@ def reports(fake_group, caplog, monkeypatch):
     """Return a function that saves a model's state, and returns the warnings of that."""
     fake_group(2)
     forget_process()
-    monkeypatch.setattr(unused_state, "_warned", [])
+    monkeypatch.setattr(unused, "_warned", [])
 
     def saved(model: torch.nn.Module | None) -> list[str]:
         caplog.clear()
@@ -527,7 +530,7 @@ def backward(model: torch.nn.Module) -> None:
     model(torch.ones(1, 3)).sum().backward()
 
 
-def run_sgd(model: torch.nn.Module, steps: int = unused_state.MOST_CHANGES + 1) -> None:
+def run_sgd(model: torch.nn.Module, steps: int = unused.MOST_CHANGES + 1) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(steps):
         backward(model)
@@ -558,7 +561,7 @@ def test_loaded_residuals_are_not_reported_before_many_steps(reports):
     """The first steps of DDP send no codes, and gradients may be accumulated over more of them."""
     model = torch.nn.Linear(3, 3)
     commpass.load_state_dict(state_of(model), model)
-    run_sgd(model, unused_state.MOST_CHANGES)
+    run_sgd(model, unused.MOST_CHANGES)
     for _ in range(100):
         backward(model)
     assert not reports(model)
@@ -577,7 +580,7 @@ def take(model: torch.nn.Module) -> None:
             "gradient", 0, (), "sum", "0", tuple(parameter.shape), torch.float32, CPU, parameter
         )
         kept = dataclasses.replace(kept, group=dist.group.WORLD.group_name)
-        taken = state.residual(kept, 0, Code("", 0, "ddp"), owner_of([parameter]))
+        taken = residual(kept, 0, Code("", 0, "ddp"), owner_of([parameter]))
         assert taken.sum() == parameter.numel()
     run_sgd(model)
 
@@ -602,7 +605,7 @@ def test_loaded_residuals_are_reported_by_the_first_rank_only(reports, monkeypat
     commpass.load_state_dict(state_of(model), model)
     run_sgd(model)
     with monkeypatch.context() as patched:
-        patched.setattr(unused_state, "is_first_rank", lambda: False)
+        patched.setattr(unused, "is_first_rank", lambda: False)
         assert not reports(model)
     assert reports(model)
 
