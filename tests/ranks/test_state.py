@@ -4,6 +4,7 @@ ranks changes."""
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 
 import pytest
@@ -13,13 +14,17 @@ import torch.distributed.checkpoint as dcp
 from rank_helpers import commpass_messages, forget_process, gather_objects
 from refusals import refusals
 from tiers import crossed, rarely, sampled
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import commpass
 from commpass.codecs import codec
 from commpass.distributed.integration import Integration
-from commpass.distributed.owners import Code, owner_of, state_owners
+from commpass.distributed.owners import Code, local_part, owner_of, state_owners
 from commpass.distributed.state import unused
-from commpass.distributed.state.loaded import loads_of
+from commpass.distributed.state.loaded import loads
 from commpass.distributed.state.names import Name, parse
 from commpass.distributed.state.redistribute import redistributed
 from commpass.distributed.state.residuals import residual
@@ -446,7 +451,7 @@ def test_foreign_state_is_refused_and_nothing_is_changed(what, kept):
         assert part in str(error.value)
     (still,) = commpass.state_dict().values()
     assert torch.equal(still, torch.arange(4.0))
-    assert not loads_of(None)
+    assert not loads()
 
 
 def test_state_that_nobody_asked_for_yet_is_saved_again(fake_group):
@@ -500,6 +505,117 @@ def test_folder_without_a_checkpoint_is_refused(tmp_path):
         commpass.state_dict(of=os.fspath(tmp_path))
 
 
+# --- wrappers of a model --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_state(fake_group):
+    fake_group(2)
+    forget_process()
+    yield
+    forget_process()
+
+
+def make_model() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+
+
+WRAPPERS = {
+    "DDP": DistributedDataParallel,
+    "compile": torch.compile,
+    "compile of DDP": lambda model: torch.compile(DistributedDataParallel(model)),
+    "DDP of compile": lambda model: DistributedDataParallel(torch.compile(model)),
+    "DataParallel": torch.nn.DataParallel,
+    "checkpoint": checkpoint_wrapper,
+    "FSDP": lambda model: FullyShardedDataParallel(model, device_id=CPU, use_orig_params=True),
+    "fully_shard": lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (2,))),
+    "a module that holds it": lambda model: torch.nn.ModuleDict({"inner": model}),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_state_loaded_for_a_module_is_saved_through_its_wrapper(wrapper, no_state):
+    model = make_model()
+    given = state_of(model)
+    commpass.load_state_dict(given, model)
+    wrapped = WRAPPERS[wrapper](model)
+    held = "inner." if isinstance(wrapped, torch.nn.ModuleDict) else ""
+    expected = {key.replace("v2/", f"v2/{held}"): tensor for key, tensor in given.items()}
+    assert commpass.state_dict(wrapped).keys() == expected.keys()
+    assert all(commpass.state_dict(wrapped)[key] is expected[key] for key in expected)
+    assert commpass.state_dict(model).keys() == given.keys()
+    commpass.reset_state(wrapped)
+    assert not commpass.state_dict()
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_state_loaded_for_a_wrapper_is_saved_through_its_module(wrapper, no_state):
+    model = make_model()
+    wrapped = WRAPPERS[wrapper](model)
+    held = "inner." if isinstance(wrapped, torch.nn.ModuleDict) else ""
+    given = state_of(model)
+    commpass.load_state_dict(
+        {key.replace("v2/", f"v2/{held}"): tensor for key, tensor in given.items()}, wrapped
+    )
+    assert commpass.state_dict(model).keys() == given.keys()
+    assert commpass.state_dict(wrapped).keys() == {
+        key.replace("v2/", f"v2/{held}") for key in given
+    }
+    if not held:  # what is loaded for a wrapper belongs to its module
+        del wrapped
+        gc.collect()
+        assert commpass.state_dict(model).keys() == given.keys()
+
+
+def take_all(model: torch.nn.Module) -> float:
+    """Return the sum of the residuals that exchanges of a model's gradients begin with."""
+    return float(sum(taken_by_ddp(parameter).sum() for parameter in model.parameters()))
+
+
+def test_state_loaded_for_a_wrapper_replaces_that_of_its_module(no_state):
+    model = make_model()
+    wrappers = [DistributedDataParallel(model), torch.compile(model)]
+    for each in (model, *wrappers):
+        commpass.load_state_dict(state_of(model), each)
+    assert take_all(model) == sum(each.numel() for each in model.parameters())
+
+
+def test_state_loaded_for_a_part_of_a_model_replaces_that_of_the_part_alone(no_state):
+    model = make_model()
+    commpass.load_state_dict(state_of(model), model)
+    assert commpass.state_dict(model[1]).keys() == state_of(model[1]).keys()
+    commpass.load_state_dict({key: 3 * kept for key, kept in state_of(model[1]).items()}, model[1])
+    assert {key: kept.mean() for key, kept in commpass.state_dict(model).items()} == {
+        key: 3 if "v2/1." in key else 1 for key in state_of(model)
+    }
+    assert (take_all(model[0]), take_all(model[1])) == (12, 36)
+
+
+def test_state_of_a_part_that_was_reset_begins_with_zeros(no_state):
+    model = make_model()
+    commpass.load_state_dict(state_of(model), model)
+    commpass.reset_state(model[1])
+    assert all("v2/0." in key for key in commpass.state_dict(model))
+    assert (take_all(model[0]), take_all(model[1])) == (12, 0)
+
+
+def test_state_of_two_models_with_the_same_names_is_kept_apart(no_state):
+    one, two = make_model(), make_model()
+    for model in (one, two, two, one):
+        commpass.load_state_dict(state_of(model), model)
+    assert "several instances" in refusals(commpass.state_dict)[0]
+    commpass.reset_state(two)
+    assert not commpass.state_dict(two)
+    assert commpass.state_dict().keys() == commpass.state_dict(one).keys() == state_of(one).keys()
+
+
+def test_state_loaded_for_a_model_replaces_what_was_loaded_for_any(no_state):
+    model = make_model()
+    commpass.load_state_dict(state_of(model))
+    commpass.load_state_dict(state_of(model), model)
+    assert take_all(model) == sum(each.numel() for each in model.parameters())
+
+
 # --- loaded residuals that nobody takes -----------------------------------------------------------
 
 
@@ -521,7 +637,9 @@ def reports(fake_group, caplog, monkeypatch):
 
 def state_of(model: torch.nn.Module, function: str = "ddp") -> dict[str, torch.Tensor]:
     return {
-        str(Name(name, function, "gradient/0", "sum", "world", 0, 2)): torch.ones_like(parameter)
+        str(Name(name, function, "gradient/0", "sum", "world", 0, 2)): torch.ones_like(
+            local_part(parameter)
+        )
         for name, parameter in model.named_parameters()
     }
 
@@ -574,14 +692,18 @@ def freeze(model: torch.nn.Module) -> None:
     model[0](torch.ones(1, 3, requires_grad=True)).sum().backward()
 
 
+def taken_by_ddp(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Return the residual that the exchange of a parameter's gradient begins with."""
+    kept = StateInput(
+        "gradient", 0, (), "sum", "0", tuple(parameter.shape), torch.float32, CPU, parameter
+    )
+    kept = dataclasses.replace(kept, group=dist.group.WORLD.group_name)
+    return residual(kept, 0, Code("", 0, "ddp"), owner_of([parameter]))
+
+
 def take(model: torch.nn.Module) -> None:
     for parameter in model.parameters():
-        kept = StateInput(
-            "gradient", 0, (), "sum", "0", tuple(parameter.shape), torch.float32, CPU, parameter
-        )
-        kept = dataclasses.replace(kept, group=dist.group.WORLD.group_name)
-        taken = residual(kept, 0, Code("", 0, "ddp"), owner_of([parameter]))
-        assert taken.sum() == parameter.numel()
+        assert taken_by_ddp(parameter).sum() == parameter.numel()
     run_sgd(model)
 
 

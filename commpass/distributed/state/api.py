@@ -18,7 +18,7 @@ from commpass.distributed.state.checks import (
     check_state,
 )
 from commpass.distributed.state.errors import ambiguous, other_model
-from commpass.distributed.state.loaded import add, drop, loads_of
+from commpass.distributed.state.loaded import add, drop, loads
 from commpass.distributed.state.names import Name, parse
 from commpass.distributed.state.redistribute import is_same_state, redistributed
 from commpass.distributed.state.residuals import live_of
@@ -49,7 +49,8 @@ def state_dict(
     Args:
         model: the model whose residuals are returned, under its parameters' names. It is required
             if several instances share code: blocks that are compiled one by one, or two models of
-            one class. None for all residuals.
+            one class. Its wrappers (DDP, FSDP, ``torch.compile``) have the same residuals. None for
+            all residuals.
         of: a folder that ``torch.distributed.checkpoint`` wrote. The result then has empty tensors,
             to load those of that checkpoint into.
         prefix: the prefix of the residuals in that checkpoint.
@@ -60,13 +61,18 @@ def state_dict(
     check_model("state_dict", model)
     if of is not None:
         return listed(of, prefix)
-    loads = loads_of(model)
-    state = {str(name): tensor for loaded in loads for name, tensor in loaded.tensors.items()}
-    for name, tensor in live_of(model):
+    found, unused = live_of(model), []
+    for loaded in loads():
+        for name, here in loaded.names_in(model).items():
+            found.append((here, loaded.tensors[name]))
+            if loaded.is_unused(name):
+                unused.append(here.label)
+    state: dict[str, Tensor] = {}
+    for name, tensor in found:
         if str(name) in state:
             raise ambiguous(name, "kept for")
         state[str(name)] = tensor
-    warn_of_unused([label for loaded in loads for label in loaded.unused()])
+    warn_of_unused(unused)
     return state
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from commpass.distributed.owners import local_part, parameter_names
 from commpass.distributed.state.errors import other_model
-from commpass.distributed.state.loaded import loads_of, names_of_hook
+from commpass.distributed.state.loaded import loads, names_of_hook
 from commpass.distributed.state.names import OF_GRADIENTS, UNKNOWN, Name
 from commpass.errors import PolicyError
 
@@ -87,7 +87,7 @@ def check_for_integrations(value: Iterable[Name], names: dict[int, str] | None) 
 
 def check_loaded(check: Check) -> None:
     """Raise PolicyError if state that is already loaded is refused."""
-    for loaded in loads_of(None):
+    for loaded in loads():
         check.refuse(names_of_hook(check.parameters, check.hook, loaded.tensors, loaded.names()))
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from commpass.distributed.adopted import is_adopted
 from commpass.distributed.owners import Code, Owner, parameter_names, state_owners
 from commpass.distributed.state.errors import ambiguous
-from commpass.distributed.state.loaded import Loaded, loads_of
+from commpass.distributed.state.loaded import Loaded, loads
 from commpass.distributed.state.names import UNKNOWN, Name
 from commpass.distributed.state.redistribute import redistributed, saved_for, scale
 from commpass.groups import group_named, rank_in, ready
@@ -71,19 +71,20 @@ def _key_of(state: StateInput, number: int, code: Code, owner: Owner) -> Any:
     if key not in owner.state:
         with making_lasting_tensors():
             made = torch.zeros(state.shape, dtype=state.dtype, device=state.device)
-            for loaded in loads_of(None):
-                _add_loaded(loaded, name, owner, made)
+            for loaded in loads():
+                if _add_loaded(loaded, name, owner, made):
+                    break
         owner.state[key] = name, made
     return key
 
 
-def _add_loaded(loaded: Loaded, name: Name, owner: Owner, into: Tensor) -> None:
-    """Add to a residual what was loaded for it."""
+def _add_loaded(loaded: Loaded, name: Name, owner: Owner, into: Tensor) -> bool:
+    """Add to a residual what was loaded for it. Return whether it was loaded for this owner."""
     names = loaded.names()
     if loaded.model is not None:
         parameter = owner.name_in(names) if names is not None else None
-        if parameter is None:
-            return  # it belongs to another model
+        if parameter is None or parameter in loaded.dropped:
+            return False  # it belongs to another model
         name = dataclasses.replace(name, parameter=parameter)
     else:
         before = loaded.owners.get(name.place)
@@ -94,6 +95,7 @@ def _add_loaded(loaded: Loaded, name: Name, owner: Owner, into: Tensor) -> None:
         for saved in saved_for(name, loaded.tensors):  # this rank does not keep what others take
             del loaded.tensors[saved]
         loaded.owners[name.place] = weakref.ref(owner)
+    return True
 
 
 def _ranks(group: str) -> list[int]:
