@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from commpass.distributed import state
+from commpass.distributed.state.checkpoint import elsewhere_of
 from commpass.distributed.state.checks import check_state
 from commpass.errors import PolicyError
 from commpass.plan import Plan
@@ -105,8 +106,8 @@ class Integration:
         check_state(f"{self.call or 'integration'}.load_state_dict", saved)
         if self.model is not None:
             state.load_state_dict(saved, self.model)
-        elif saved:
-            raise PolicyError(f"{self.call} keeps no state, but was given {len(saved)} tensors")
+        elif given := len(saved) or len(elsewhere_of(saved)):
+            raise PolicyError(f"{self.call} keeps no state, but was given {given} tensors")
 
     def close(self) -> None:
         """Stop: from now on all is sent as without this integration. Error feedback stays.

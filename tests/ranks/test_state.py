@@ -454,6 +454,80 @@ def test_foreign_state_is_refused_and_nothing_is_changed(what, kept):
     assert not loads()
 
 
+def stored(state: dict[str, torch.Tensor], folder) -> dict[str, torch.Tensor]:
+    """Return a state that was saved in a folder, as far as this rank continues with it."""
+    dcp.save({"commpass": state}, checkpoint_id=folder, no_dist=True)
+    found = commpass.state_dict(of=folder)
+    dcp.load({"commpass": found}, checkpoint_id=folder, no_dist=True)
+    return found
+
+
+SITE = "layers.0.mlp/backward/all_reduce/float32[4]/0"
+OF_ONE_RANK = Name("-", "f", SITE, "sum", "world", 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("state", "part"),
+    [
+        ({other(OF_ONE_RANK, site="layers.0.mpl"): torch.ones(4)}, "another model"),
+        ({str(OF_ONE_RANK): torch.ones(5)}, r"\[5\] .* \[4\]"),
+        ({str(OF_ONE_RANK): torch.ones(4).double()}, "float64.*float32"),
+        ({other(OF_ONE_RANK, op="avg"): torch.ones(4)}, "avg.*sum"),
+        ({other(OF_ONE_RANK, site=site): torch.ones(4) for site in (SITE, "b")}, "another model"),
+    ],
+    ids=["model", "shape", "dtype", "op", "site"],
+)
+def test_state_is_refused_also_by_a_rank_that_gets_none_of_it(state, part, fake_group, tmp_path):
+    """Otherwise it would wait in the next step for the ranks that have refused it."""
+    fake_group(2, rank=1)
+    forget_process()
+    name = dataclasses.replace(OF_ONE_RANK, rank=1, ranks=2)
+    weight = torch.nn.Parameter(torch.ones(1))
+    owner_of([weight]).state[0, name] = name, torch.arange(4.0)
+    found = stored(state, tmp_path)
+    assert found == {}
+    with pytest.raises(PolicyError, match=part):
+        commpass.load_state_dict(found)
+    (still,) = commpass.state_dict().values()
+    assert torch.equal(still, torch.arange(4.0))
+    forget_process()
+
+
+def test_rank_that_gets_nothing_of_a_state_begins_with_zeros(fake_group, tmp_path):
+    fake_group(2, rank=1)
+    forget_process()
+    model = make_model()
+    state = {key.replace("0of2", "0of1"): kept for key, kept in state_of(model[0]).items()}
+    commpass.load_state_dict(stored(state, tmp_path), model[0])
+    assert commpass.state_dict(model[0]) == commpass.state_dict() == {}
+    assert take_all(model[0]) == 0
+    begun = commpass.state_dict(model[0])
+    assert list(begun) == [key.replace("0of1", "1of2") for key in state]
+    forget_process()
+
+
+def test_state_of_another_model_is_refused_by_a_rank_that_gets_none_of_it(fake_group, tmp_path):
+    fake_group(2, rank=1)
+    forget_process()
+    model = make_model()
+    state = {key.replace("0of2", "0of1"): kept for key, kept in state_of(model).items()}
+    found = stored(state, tmp_path)
+    wide = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 3))
+    keeps_none = Integration()
+    said = refusals(
+        lambda: commpass.load_state_dict(found, model[0]),
+        lambda: commpass.load_state_dict(found, wide),
+        lambda: keeps_none.load_state_dict(found),
+    )
+    for text, part in zip(said, ["another model", "[3, 3]", "given 4 tensors"], strict=True):
+        assert part in text
+    part = {key: kept for key, kept in state.items() if "v2/0." in key}
+    commpass.load_state_dict(stored(part, tmp_path / "part"), model)
+    assert "another model" in refusals(lambda: take_all(model[1]))[0]  # as on the other ranks
+    assert take_all(model[0]) == 0
+    forget_process()
+
+
 def test_state_that_nobody_asked_for_yet_is_saved_again(fake_group):
     fake_group(2)
     forget_process()

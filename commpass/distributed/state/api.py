@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from commpass.distributed.owners import Owner, parameter_names, state_owners
-from commpass.distributed.state.checkpoint import listed
+from commpass.distributed.state.checkpoint import elsewhere_of, listed
 from commpass.distributed.state.checks import (
     check_for_integrations,
     check_model,
@@ -64,6 +64,8 @@ def state_dict(
     found, unused = live_of(model), []
     for loaded in loads():
         for name, here in loaded.names_in(model).items():
+            if loaded.tensors[name].is_meta:  # it is of another rank
+                continue
             found.append((here, loaded.tensors[name]))
             if loaded.is_unused(name):
                 unused.append(here.label)
@@ -86,7 +88,8 @@ def load_state_dict(state: Mapping[str, Tensor], model: nn.Module | None = None)
 
     Args:
         state: residuals by name, as ``state_dict`` returns them. An empty state starts again with
-            zeros.
+            zeros. Give what ``state_dict(of=...)`` returned as it is, also if it is empty: it knows
+            what other ranks were given, so a state that is refused is refused on all ranks.
         model: the model to whose parameters residuals are assigned by name; other models keep
             theirs. If None, each site takes what was saved for it. If several instances ask for it,
             that is an error.
@@ -103,21 +106,26 @@ def load_state_dict(state: Mapping[str, Tensor], model: nn.Module | None = None)
                 f"{key!r} is {type(tensor).__name__}, but error feedback is kept in tensors"
             )
         tensors[parse(key)] = tensor
+    everywhere = {**elsewhere_of(state), **tensors}
     live = live_of(model)
     names = parameter_names(model) if model is not None else None
-    if tensors and model is not None and names is not None:
-        check_parameters(tensors, set(names.values()))
-        check_shapes(tensors, model)
-    check_for_integrations(tensors, names)
+    if everywhere and model is not None and names is not None:
+        check_parameters(everywhere, set(names.values()))
+        check_shapes(everywhere, model)
+    check_for_integrations(everywhere, names)
     loaded = [
-        (redistributed(name, tensor, tensors) if tensors else torch.zeros_like(tensor))
+        (redistributed(name, tensor, everywhere) if everywhere else torch.zeros_like(tensor))
         for name, tensor in live
     ]
     if model is None and len({name for name, _ in live}) < len(live):
         twice = next(name for name, _ in live if sum(name == other for other, _ in live) > 1)
-        if tensors:
+        if everywhere:
             raise ambiguous(twice, "kept for")
-    left = {saved for saved in tensors if not any(is_same_state(name, saved) for name, _ in live)}
+    left = {
+        saved: tensor
+        for saved, tensor in everywhere.items()
+        if not any(is_same_state(name, saved) for name, _ in live)
+    }
     if live and left and model is None:
         raise other_model(
             {n.label for n in left}, {n.label for n, _ in live}, "was loaded", "this model has"
@@ -127,8 +135,8 @@ def load_state_dict(state: Mapping[str, Tensor], model: nn.Module | None = None)
     for owner in _owners_of(model):
         owner.references.clear()
     drop(model)
-    if tensors:
-        add({saved: tensors[saved] for saved in tensors if saved in left}, model)
+    if everywhere:
+        add(left, model)
 
 
 def reset_state(model: nn.Module | None = None) -> None:

@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commpass.distributed.state.names import parse
+from commpass.distributed.state.names import Name, parse
 from commpass.errors import PolicyError
 from commpass.groups import ready
 
 
-def listed(folder: str | os.PathLike[str], prefix: str) -> dict[str, Tensor]:
+class Listed(dict[str, Tensor]):
+    """The residuals of a checkpoint that this rank continues with.
+
+    ``elsewhere`` are those with which other ranks of the world continue, on the meta device. With
+    them all ranks check the same state, also one that continues with nothing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elsewhere: dict[Name, Tensor] = {}
+
+
+def elsewhere_of(state: Mapping[str, Tensor]) -> Mapping[Name, Tensor]:
+    """Return what other ranks continue with of a state, as far as it is known."""
+    return state.elsewhere if isinstance(state, Listed) else {}
+
+
+def listed(folder: str | os.PathLike[str], prefix: str) -> Listed:
     """Return a tensor of zeros for each residual of a checkpoint that this rank continues with.
 
     Raise PolicyError if the folder holds no checkpoint or a damaged one.
@@ -41,13 +59,18 @@ def listed(folder: str | os.PathLike[str], prefix: str) -> dict[str, Tensor]:
         if key.startswith(f"{prefix}.commpass.v")
     }
     rank, world = (dist.get_rank(), dist.get_world_size()) if ready() else (0, 1)
-    state = {}
+    state = Listed()
     for key, entry in found.items():
         name = parse(key)
+        if not isinstance(entry, TensorStorageMetadata):
+            continue
         # The members of a group that is not the world are unknown yet, so all of its residuals are
         # read.
-        if isinstance(entry, TensorStorageMetadata) and (
-            name.first != "world" or name.rank % world == rank
-        ):
-            state[key] = torch.zeros(entry.size, dtype=entry.properties.dtype, device="cpu")
+        own = name.first != "world" or name.rank % world == rank
+        device = "cpu" if own else "meta"
+        tensor = torch.zeros(entry.size, dtype=entry.properties.dtype, device=device)
+        if own:
+            state[key] = tensor
+        else:
+            state.elsewhere[name] = tensor
     return state

@@ -25,6 +25,7 @@ class Loaded:
     """State that was loaded for ``model``, or for any, and the owners that took parts of it, by
     place.
 
+    Of the residuals that other ranks continue with, ``tensors`` has tensors on the meta device.
     ``model`` is the module inside its wrappers, which may be freed or made later. ``trained`` tells
     which parameters of the model were trained since, and ``dropped`` has the names of those whose
     state was dropped.

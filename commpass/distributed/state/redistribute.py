@@ -15,14 +15,14 @@ from commpass.errors import PolicyError
 def redistributed(name: Name, like: Tensor, value: Mapping[Name, Tensor]) -> Tensor:
     """Return the residual that one rank continues with.
 
-    The sum over ranks is kept. For a mean, the sum divided by the number of ranks is kept.
+    The sum over ranks is kept. For a mean, the sum divided by the number of ranks is kept. What
+    other ranks continue with may be on the meta device.
     """
     of_site = saved_for(name, value)
     if not of_site:
         raise other_model(
             [name.label], {saved.label for saved in value}, "this model has", "was loaded"
         )
-    total = torch.zeros_like(like)
     for saved in of_site:
         tensor = value[saved]
         if saved.op != name.op:
@@ -34,17 +34,21 @@ def redistributed(name: Name, like: Tensor, value: Mapping[Name, Tensor]) -> Ten
                 f"{name.label}: the state is {list(tensor.shape)} of {tensor.dtype}, but here it is"
                 f" {list(like.shape)} of {like.dtype}"
             )
-        if name.continues(saved):
-            total += tensor.to(like.device) * scale(saved, name)
     groups = {saved.ranks for saved in of_site if saved.first == name.first}
     wanted = {rank for ranks in groups for rank in range(ranks) if rank % name.ranks == name.rank}
-    missing = wanted - {saved.rank for saved in of_site if saved.first == name.first}
+    missing = wanted - {
+        saved.rank for saved in of_site if saved.first == name.first and not value[saved].is_meta
+    }
     if not groups or missing:
         raise PolicyError(
             f"{name.label}: the state lacks rank"
             f" {', '.join(map(str, sorted(missing))) or name.rank} of the group that begins at"
             f" {name.first}; give every rank what commpass.state_dict(of=...) lists"
         )
+    total = torch.zeros_like(like)
+    for saved in of_site:
+        if name.continues(saved):
+            total += value[saved].to(like.device) * scale(saved, name)
     return total
 
 
