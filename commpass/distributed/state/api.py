@@ -139,6 +139,7 @@ def load_state_dict(state: Mapping[str, Tensor], model: nn.Module | None = None)
         add(left, model)
 
 
+@named_arguments
 def reset_state(model: nn.Module | None = None) -> None:
     """Drop residuals, loaded state that is not used yet, and references of differences.
 
