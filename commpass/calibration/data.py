@@ -15,7 +15,7 @@ from commpass.costmodel import Profile
 from commpass.distributed.machine import profile_here
 from commpass.errors import CalibrationError
 from commpass.policy import Policy, policy_named
-from commpass.utils.keywords import named_arguments
+from commpass.utils.keywords import named_arguments, named_fields
 from commpass.utils.tables import Format, read_json, write_whole
 
 FORMAT = Format("calibration", 1, "measure again with `commpass calibrate`", CalibrationError)
@@ -23,6 +23,7 @@ FORMAT = Format("calibration", 1, "measure again with `commpass calibrate`", Cal
 __all__ = ["Address", "Calibration", "CountedSite", "ErrorLevel", "MeasuredSites"]
 
 
+@named_fields()
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
     """How sensitive a model is to errors of its collectives, as measured on ``batches`` batches.

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from commpass.distributed import references, state
+from commpass.distributed import references
 from commpass.distributed.dropped_gradients import takes_gradients
 from commpass.distributed.flat import Flat
 from commpass.distributed.inference_of_shapes import infers_shapes
 from commpass.distributed.owners import Calls, HookCalls, part_of
 from commpass.distributed.samples import Samples
+from commpass.distributed.state.residuals import residual
 from commpass.passes.results import ConstantInput, StateInput
 from commpass.utils.running import Running, profiled, running
 
@@ -79,7 +80,7 @@ def state_of(
     for one in states:
         part = part_of(owner, one.parameters)
         if one.of.source is None:
-            kept = state.residual(one.of, one.number, calls.code, part)
+            kept = residual(one.of, one.number, calls.code, part)
             taken = calls.hook or calls.autograd or takes_gradients(part)
             found.append(kept if taken else kept.clone())
         else:

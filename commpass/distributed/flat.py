@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commpass.distributed import state
 from commpass.distributed.owners import HookCalls, Owner, local_part, owner_of
+from commpass.distributed.state.residuals import move
 from commpass.passes.results import StateInput
 
 PLACE = "gradient"
@@ -45,7 +45,7 @@ class Flat:
                 one = dataclasses.replace(
                     self.state_input, place=PLACE, number=0, shape=tuple(part.shape)
                 )
-                self.parts[number] = owner, state.move(one, self.calls.code, owner, part), part
+                self.parts[number] = owner, move(one, self.calls.code, owner, part), part
         return self.whole
 
 

@@ -17,6 +17,8 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from commpass.distributed import state
+from commpass.distributed.state.checkpoint import elsewhere_of
+from commpass.distributed.state.checks import check_state
 from commpass.errors import PolicyError
 from commpass.plan import Plan
 from commpass.policy import Policy
@@ -101,11 +103,11 @@ class Integration:
 
         Raise PolicyError for a state that is not of this model, or for any if none is kept.
         """
-        state.check_state(f"{self.call or 'integration'}.load_state_dict", saved)
+        check_state(f"{self.call or 'integration'}.load_state_dict", saved)
         if self.model is not None:
             state.load_state_dict(saved, self.model)
-        elif saved:
-            raise PolicyError(f"{self.call} keeps no state, but was given {len(saved)} tensors")
+        elif given := len(saved) or len(elsewhere_of(saved)):
+            raise PolicyError(f"{self.call} keeps no state, but was given {given} tensors")
 
     def close(self) -> None:
         """Stop: from now on all is sent as without this integration. Error feedback stays.

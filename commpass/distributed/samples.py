@@ -124,22 +124,30 @@ def measure(codec: Codec, x: Tensor, limit: int | None = None) -> Tensor:
     least_whole = 1 / torch.finfo(x.dtype).eps
     errors, energies, used_blocks, counts = [], [], [], []
     for part in parts:
-        finite = part.isfinite()
-        used = finite if codec.block == 1 else _in_finite_blocks(finite, block)
-        coded = codec.encode_rows(torch.where(finite, part, 0.0))
-        decoded = codec.decode_rows(coded, part.shape[1], x.dtype)
-        original = torch.where(used, part, 0.0).to(wide)
-        lost = torch.where(used, decoded.to(wide) - original, 0.0)
+        given, used, original = part, None, part.to(wide)
+        if not _is_known_finite(original):
+            finite = part.isfinite()
+            used = finite if codec.block == 1 else _in_finite_blocks(finite, block)
+            given = torch.where(finite, part, 0.0)
+            original = torch.where(used, part, 0.0).to(wide)
+        decoded = codec.decode_rows(codec.encode_rows(given), part.shape[1], x.dtype)
+        lost = decoded.to(wide) - original
+        if used is not None:
+            lost = torch.where(used, lost, 0.0)
         size, count = original.abs(), original.count_nonzero()
-        lost_count = (~(lost.abs() < size) & (size != 0)).count_nonzero()
+        lost_count = count - (lost.abs() < size).count_nonzero()
         fraction_candidates = count - (size >= least_whole).count_nonzero()
         counts.append(
             torch.stack([count, lost_count, original.frac().count_nonzero(), fraction_candidates])
         )
-        errors.append(_by_block(lost, block).nan_to_num(math.inf, math.inf))
+        errors.append(_by_block(lost, block))
         energies.append(_by_block(original, block))
-        used_blocks.append(_blocks(used, block).any(1).count_nonzero())
-    error, energy, count = torch.cat(errors), torch.cat(energies), sum(counts, counts[0] * 0)
+        if used is None:
+            used_blocks.append(torch.tensor(-(-part.shape[1] // block)))
+        else:
+            used_blocks.append(_blocks(used, block).any(1).count_nonzero())
+    error = torch.cat(errors).nan_to_num(math.inf, math.inf)
+    energy, count = torch.cat(energies), sum(counts, counts[0] * 0)
     floor = energy.sum() / sum(used_blocks, used_blocks[0] * 0).clamp_min(1) * SMALL
     least = torch.maximum(energy, floor)
     worst = torch.where(least > 0, error / least, 0.0).amax().sqrt()
@@ -171,6 +179,12 @@ def _blocks(values: Tensor, block: int, padding: float = 0) -> Tensor:
     missing = -values.shape[1] % block if values.shape[1] else block
     padded = torch.nn.functional.pad(values, (0, missing), value=padding) if missing else values
     return padded.reshape(-1, block)
+
+
+def _is_known_finite(values: Tensor) -> bool:
+    """Return whether all values are finite, as their sum is; False where reading it would wait for
+    the computation of another device."""
+    return values.device.type == "cpu" and math.isfinite(values.sum())
 
 
 def _in_finite_blocks(finite: Tensor, block: int) -> Tensor:

@@ -16,6 +16,7 @@ import msgspec
 from commpass.plan.older import plan_from_older
 from commpass.plan.site import AGREED_FIELDS, PlannedSite, Site, uncompressed
 from commpass.utils.html_text import summary
+from commpass.utils.keywords import named_fields
 from commpass.utils.printable import amount, plural
 
 HTML_HEADER = ("collective", "module", "group", "bytes", "codec", "predicted", "reason")
@@ -75,6 +76,7 @@ class Split:
     reason: str = ""
 
 
+@named_fields()
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """The chosen candidate of every site of one graph, in graph order.

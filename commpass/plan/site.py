@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from commpass.plan.kinds import KINDS
 from commpass.plan.stage import Stage
+from commpass.utils.keywords import named_fields
 
 SINGLE_KERNEL = "single_kernel"
 """The lowering of a site whose whole algorithm, with its exchanges, is one kernel."""
@@ -154,6 +155,7 @@ class Candidate:
         return self.codec != NONE
 
 
+@named_fields()
 @dataclass(frozen=True, kw_only=True)
 class PlannedSite(Site, Candidate):
     """A site with its chosen candidate, the reason as text, and its uncompressed time.

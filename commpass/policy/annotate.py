@@ -166,6 +166,7 @@ def compress(
     return scope if target is None else scope(target)
 
 
+@named_arguments
 def keep(target: Any = None) -> Any:
     """Never compress here: ``@commpass.keep``, ``with commpass.keep():`` or
     ``commpass.keep(module)``.

@@ -70,6 +70,11 @@ def names(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(_of_names(_strip_wrappers(parallel, name)), module) for name, module in found]
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the module inside a model's wrappers: the model itself if it is no wrapper."""
+    return [module for path, module in names(model) if not path][-1]
+
+
 def _of_names(path: str) -> str:
     """Return a name of ``named_modules`` without wrappers. Its parts may be any text without a dot,
     including ``G``, ``self`` and the syntax of Dynamo's sources."""

@@ -32,10 +32,15 @@ def named_arguments(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def named_fields(hints: Mapping[str, str] | None = None) -> Callable[[type[T]], type[T]]:
-    """As ``named_arguments``, for the fields of a dataclass.
+    """As ``named_arguments``, for the fields of a dataclass and of its subclasses.
 
     ``hints`` say by wrong name what to write, where the nearest name would mislead.
     """
+
+    def check(owner: str, known: frozenset[str], fields: Mapping[str, Any]) -> None:
+        if not known.issuperset(fields):
+            name = next(each for each in fields if each not in known)
+            raise TypeError(_unexpected(owner, name, known, (hints or {}).get(name, "")))
 
     def decorated(of: type[T]) -> type[T]:
         init: Callable[..., None] = of.__init__
@@ -43,23 +48,45 @@ def named_fields(hints: Mapping[str, str] | None = None) -> Callable[[type[T]], 
 
         @functools.wraps(init)
         def call(self: T, *args: Any, **fields: Any) -> None:
-            if not known.issuperset(fields):
-                name = next(each for each in fields if each not in known)
-                hint = (hints or {}).get(name, "")
-                raise TypeError(_unexpected(of.__name__, name, known, hint))
+            check(of.__name__, known, fields)
             init(self, *args, **fields)
 
+        def new(cls: type[T], *args: Any, **fields: Any) -> T:
+            """Check the fields of a subclass that has an ``__init__`` of its own."""
+            own: Callable[..., None] = cls.__init__
+            if fields and own is not of.__init__ and not _takes_any(own):
+                check(cls.__name__, _keywords(own), fields)
+            return super(of, cls).__new__(cls)  # type: ignore[misc]
+
         new_class: Any = of
-        new_class.__init__ = call
+        new_class.__init__, new_class.__new__ = call, staticmethod(new)
+        new_class.__signature__ = _SignatureOfInit()
         return of
 
     return decorated
 
 
+class _SignatureOfInit:
+    """The signature of a class and of its subclasses: that of ``__init__``, not of ``__new__``."""
+
+    def __get__(self, instance: object, owner: type) -> inspect.Signature:
+        init: Callable[..., None] = owner.__init__  # type: ignore[misc]
+        signature = inspect.signature(init)
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
+@functools.lru_cache
 def _keywords(function: Callable[..., Any]) -> frozenset[str]:
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = inspect.signature(function).parameters.values()
     return frozenset(each.name for each in parameters if each.kind in by_name) - {"self"}
+
+
+@functools.lru_cache
+def _takes_any(function: Callable[..., Any]) -> bool:
+    """Return whether a function takes ``**kwargs``."""
+    parameters = inspect.signature(function).parameters.values()
+    return any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
 
 
 def _unexpected(owner: str, name: str, known: frozenset[str], hint: str = "") -> str:

@@ -14,13 +14,14 @@ import pytest
 import torch
 from functional_ops import ar
 from tiers import rarely
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import commpass
 from commpass import Policy, Rule
 from commpass.codecs import NAMES
 from commpass.codecs.block.codec import BlockCodec
 from commpass.distributed.budget import excess, keys_of, limits
-from commpass.distributed.samples import CHECKED, Reading, measure, reading_of
+from commpass.distributed.samples import CHECKED, SLICE_CPU, Reading, measure, reading_of
 from commpass.errors import PolicyError
 
 SLOW = commpass.ethernet(0.001)
@@ -451,6 +452,41 @@ def test_nothing_is_measured_if_no_value_is_finite(spec, bad):
     found = measure(commpass.codec(spec), torch.full((8, 256), bad)).tolist()
     assert found == [0.0] * 7
     assert reading_of(found, SimpleNamespace(codec=spec, error=0.01)) is None
+
+
+class Passes(TorchDispatchMode):
+    """Counts the operators that read more than one block."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += any(isinstance(x, torch.Tensor) and x.numel() > 4096 for x in args)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("numel", [0, 1, 300, 1 << 18])
+@pytest.mark.parametrize("spec", ["int8", "bf16"])
+def test_finite_values_on_a_cpu_are_measured_without_masks(monkeypatch, spec, numel, dtype):
+    """Masks would take half as long as the rest."""
+    coder, x = commpass.codec(spec), normal(numel).to(dtype)
+    inner = measure.__wrapped__  # ``measure`` disables modes
+    with Passes() as without:
+        found = inner(coder, x)
+    monkeypatch.setattr("commpass.distributed.samples._is_known_finite", lambda values: False)
+    with Passes() as with_masks:
+        assert torch.equal(inner(coder, x), found)
+    parts = -(-numel // SLICE_CPU)
+    assert with_masks.count - without.count >= (5 * parts if numel > 4096 else 0)
+
+
+def test_finite_values_whose_sum_is_not_finite_are_measured():
+    x = torch.full((1024,), torch.finfo(torch.float32).max)
+    found = measure(commpass.codec("bf16"), x / 2)
+    assert found[2] == 1024
+    assert found.isfinite().all()
 
 
 @pytest.mark.parametrize(("finite", "counts"), [(7, False), (8, True)])

@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 import commpass
 from commpass import Policy, Rule
-from commpass.distributed import owners, unused_state
+from commpass.distributed import owners
+from commpass.distributed.state import unused
 from commpass.errors import PolicyError
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -439,7 +440,7 @@ def test_residuals_that_no_graph_takes_are_reported(sparse, fake_group, caplog, 
     """Another policy keeps no residuals. A graph that is compiled later takes its own."""
     fake_group(2)
     forget_process()
-    monkeypatch.setattr(unused_state, "_warned", [])
+    monkeypatch.setattr(unused, "_warned", [])
 
     def step(block: Block, policy: Policy) -> None:
         function = torch.compile(
@@ -464,7 +465,7 @@ def test_residuals_that_no_graph_takes_are_reported(sparse, fake_group, caplog, 
     commpass.load_state_dict(saved, second)
     step(second, POLICY if sparse else INT8)
     with torch.no_grad():
-        for _ in range(unused_state.MOST_CHANGES + 1):
+        for _ in range(unused.MOST_CHANGES + 1):
             for parameter in second.parameters():
                 parameter.mul_(1.0)
     assert len(warnings_of(second)) == (not sparse)

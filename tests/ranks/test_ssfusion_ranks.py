@@ -527,6 +527,34 @@ def test_state_of_another_momentum_is_refused(saved, momentum, text, ranks2):
     ranks2.run(check_other_momentum, saved, momentum, text)
 
 
+def check_other_momentum_of_fewer_ranks(folder: str) -> int:
+    """One rank gets all of the state, and the other nothing."""
+    state = {name.replace("0of2", "0of1"): kept for name, kept in state_with(0.9).items()}
+    if dist.get_rank() == 0:
+        dcp.save({"commpass": state}, checkpoint_id=folder, no_dist=True)
+    dist.barrier()
+    found = commpass.state_dict(of=folder)
+    dcp.load({"commpass": found}, checkpoint_id=folder)
+    model = net()
+    handle = ssfusion(model, **USUAL)
+    with pytest.raises(PolicyError, match=r"has velocities.* momentum=0"):
+        handle.load_state_dict(found)
+    handle.close()
+    commpass.load_state_dict(found, model)
+    with pytest.raises(PolicyError, match=r"has velocities.* momentum=0"):
+        ssfusion(model, **USUAL)
+    commpass.reset_state(model)
+    handle = ssfusion(model, **USUAL | {"momentum": 0.9})
+    handle.load_state_dict(found)
+    train(model, range(2))
+    handle.close()
+    return len(found)
+
+
+def test_state_of_another_momentum_is_refused_by_ranks_that_get_none_of_it(ranks2, tmp_path):
+    assert ranks2.run(check_other_momentum_of_fewer_ranks, os.fspath(tmp_path)) == [12, 0]
+
+
 def check_momentum_ends() -> None:
     model = net()
     handle = ssfusion(model, **USUAL | {"momentum": 0.9})

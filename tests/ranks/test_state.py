@@ -4,6 +4,7 @@ ranks changes."""
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 
 import pytest
@@ -13,13 +14,20 @@ import torch.distributed.checkpoint as dcp
 from rank_helpers import commpass_messages, forget_process, gather_objects
 from refusals import refusals
 from tiers import crossed, rarely, sampled
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import commpass
 from commpass.codecs import codec
-from commpass.distributed import state, unused_state
 from commpass.distributed.integration import Integration
-from commpass.distributed.owners import Code, owner_of
-from commpass.distributed.state import Name
+from commpass.distributed.owners import Code, local_part, owner_of, state_owners
+from commpass.distributed.state import unused
+from commpass.distributed.state.loaded import loads
+from commpass.distributed.state.names import Name, parse
+from commpass.distributed.state.redistribute import redistributed
+from commpass.distributed.state.residuals import residual
 from commpass.errors import PolicyError
 from commpass.passes.results import StateInput
 
@@ -354,7 +362,7 @@ def kept(fake_group):
 
 
 def test_name_of_a_residual_is_its_key_in_a_checkpoint(kept):
-    assert state._parse(str(kept)) == kept
+    assert parse(str(kept)) == kept
     (key,) = commpass.state_dict()
     assert key == "commpass.v2/-/f/layers.0.mlp/backward/all_reduce/float32[4]/0/sum/world/0of2"
 
@@ -369,7 +377,7 @@ def test_residuals_of_lost_ranks_are_shared_out_whole(before, after, op):
         return Name("-", "f", "root/backward/all_reduce/float32[4]/0", op, "world", rank, ranks)
 
     given = {of(rank, before): torch.full((4,), 2.0**rank) for rank in range(before)}
-    shared = [state._redistributed(of(rank, after), torch.zeros(4), given) for rank in range(after)]
+    shared = [redistributed(of(rank, after), torch.zeros(4), given) for rank in range(after)]
     factor = after / before if op == "avg" else 1.0
     assert torch.allclose(sum(shared), sum(given.values()) * factor)
 
@@ -386,11 +394,11 @@ def test_residuals_of_another_group_are_not_taken():
 
     given = {of(first, rank): torch.full((4,), 10.0 * first + rank) for first, rank in PLACES}
     for name, value in given.items():
-        assert torch.equal(state._redistributed(name, torch.zeros(4), given), value)
+        assert torch.equal(redistributed(name, torch.zeros(4), given), value)
 
 
 def test_reset_drops_residuals_and_references(kept):
-    (owner,) = state.state_owners()
+    (owner,) = state_owners()
     owner.references["site", "0"] = object(), torch.ones(4)
     commpass.reset_state()
     assert not commpass.state_dict()
@@ -443,7 +451,81 @@ def test_foreign_state_is_refused_and_nothing_is_changed(what, kept):
         assert part in str(error.value)
     (still,) = commpass.state_dict().values()
     assert torch.equal(still, torch.arange(4.0))
-    assert not state._loaded
+    assert not loads()
+
+
+def stored(state: dict[str, torch.Tensor], folder) -> dict[str, torch.Tensor]:
+    """Return a state that was saved in a folder, as far as this rank continues with it."""
+    dcp.save({"commpass": state}, checkpoint_id=folder, no_dist=True)
+    found = commpass.state_dict(of=folder)
+    dcp.load({"commpass": found}, checkpoint_id=folder, no_dist=True)
+    return found
+
+
+SITE = "layers.0.mlp/backward/all_reduce/float32[4]/0"
+OF_ONE_RANK = Name("-", "f", SITE, "sum", "world", 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("state", "part"),
+    [
+        ({other(OF_ONE_RANK, site="layers.0.mpl"): torch.ones(4)}, "another model"),
+        ({str(OF_ONE_RANK): torch.ones(5)}, r"\[5\] .* \[4\]"),
+        ({str(OF_ONE_RANK): torch.ones(4).double()}, "float64.*float32"),
+        ({other(OF_ONE_RANK, op="avg"): torch.ones(4)}, "avg.*sum"),
+        ({other(OF_ONE_RANK, site=site): torch.ones(4) for site in (SITE, "b")}, "another model"),
+    ],
+    ids=["model", "shape", "dtype", "op", "site"],
+)
+def test_state_is_refused_also_by_a_rank_that_gets_none_of_it(state, part, fake_group, tmp_path):
+    """Otherwise it would wait in the next step for the ranks that have refused it."""
+    fake_group(2, rank=1)
+    forget_process()
+    name = dataclasses.replace(OF_ONE_RANK, rank=1, ranks=2)
+    weight = torch.nn.Parameter(torch.ones(1))
+    owner_of([weight]).state[0, name] = name, torch.arange(4.0)
+    found = stored(state, tmp_path)
+    assert found == {}
+    with pytest.raises(PolicyError, match=part):
+        commpass.load_state_dict(found)
+    (still,) = commpass.state_dict().values()
+    assert torch.equal(still, torch.arange(4.0))
+    forget_process()
+
+
+def test_rank_that_gets_nothing_of_a_state_begins_with_zeros(fake_group, tmp_path):
+    fake_group(2, rank=1)
+    forget_process()
+    model = make_model()
+    state = {key.replace("0of2", "0of1"): kept for key, kept in state_of(model[0]).items()}
+    commpass.load_state_dict(stored(state, tmp_path), model[0])
+    assert commpass.state_dict(model[0]) == commpass.state_dict() == {}
+    assert take_all(model[0]) == 0
+    begun = commpass.state_dict(model[0])
+    assert list(begun) == [key.replace("0of1", "1of2") for key in state]
+    forget_process()
+
+
+def test_state_of_another_model_is_refused_by_a_rank_that_gets_none_of_it(fake_group, tmp_path):
+    fake_group(2, rank=1)
+    forget_process()
+    model = make_model()
+    state = {key.replace("0of2", "0of1"): kept for key, kept in state_of(model).items()}
+    found = stored(state, tmp_path)
+    wide = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 3))
+    keeps_none = Integration()
+    said = refusals(
+        lambda: commpass.load_state_dict(found, model[0]),
+        lambda: commpass.load_state_dict(found, wide),
+        lambda: keeps_none.load_state_dict(found),
+    )
+    for text, part in zip(said, ["another model", "[3, 3]", "given 4 tensors"], strict=True):
+        assert part in text
+    part = {key: kept for key, kept in state.items() if "v2/0." in key}
+    commpass.load_state_dict(stored(part, tmp_path / "part"), model)
+    assert "another model" in refusals(lambda: take_all(model[1]))[0]  # as on the other ranks
+    assert take_all(model[0]) == 0
+    forget_process()
 
 
 def test_state_that_nobody_asked_for_yet_is_saved_again(fake_group):
@@ -497,6 +579,117 @@ def test_folder_without_a_checkpoint_is_refused(tmp_path):
         commpass.state_dict(of=os.fspath(tmp_path))
 
 
+# --- wrappers of a model --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_state(fake_group):
+    fake_group(2)
+    forget_process()
+    yield
+    forget_process()
+
+
+def make_model() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+
+
+WRAPPERS = {
+    "DDP": DistributedDataParallel,
+    "compile": torch.compile,
+    "compile of DDP": lambda model: torch.compile(DistributedDataParallel(model)),
+    "DDP of compile": lambda model: DistributedDataParallel(torch.compile(model)),
+    "DataParallel": torch.nn.DataParallel,
+    "checkpoint": checkpoint_wrapper,
+    "FSDP": lambda model: FullyShardedDataParallel(model, device_id=CPU, use_orig_params=True),
+    "fully_shard": lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (2,))),
+    "a module that holds it": lambda model: torch.nn.ModuleDict({"inner": model}),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_state_loaded_for_a_module_is_saved_through_its_wrapper(wrapper, no_state):
+    model = make_model()
+    given = state_of(model)
+    commpass.load_state_dict(given, model)
+    wrapped = WRAPPERS[wrapper](model)
+    held = "inner." if isinstance(wrapped, torch.nn.ModuleDict) else ""
+    expected = {key.replace("v2/", f"v2/{held}"): tensor for key, tensor in given.items()}
+    assert commpass.state_dict(wrapped).keys() == expected.keys()
+    assert all(commpass.state_dict(wrapped)[key] is expected[key] for key in expected)
+    assert commpass.state_dict(model).keys() == given.keys()
+    commpass.reset_state(wrapped)
+    assert not commpass.state_dict()
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_state_loaded_for_a_wrapper_is_saved_through_its_module(wrapper, no_state):
+    model = make_model()
+    wrapped = WRAPPERS[wrapper](model)
+    held = "inner." if isinstance(wrapped, torch.nn.ModuleDict) else ""
+    given = state_of(model)
+    commpass.load_state_dict(
+        {key.replace("v2/", f"v2/{held}"): tensor for key, tensor in given.items()}, wrapped
+    )
+    assert commpass.state_dict(model).keys() == given.keys()
+    assert commpass.state_dict(wrapped).keys() == {
+        key.replace("v2/", f"v2/{held}") for key in given
+    }
+    if not held:  # what is loaded for a wrapper belongs to its module
+        del wrapped
+        gc.collect()
+        assert commpass.state_dict(model).keys() == given.keys()
+
+
+def take_all(model: torch.nn.Module) -> float:
+    """Return the sum of the residuals that exchanges of a model's gradients begin with."""
+    return float(sum(taken_by_ddp(parameter).sum() for parameter in model.parameters()))
+
+
+def test_state_loaded_for_a_wrapper_replaces_that_of_its_module(no_state):
+    model = make_model()
+    wrappers = [DistributedDataParallel(model), torch.compile(model)]
+    for each in (model, *wrappers):
+        commpass.load_state_dict(state_of(model), each)
+    assert take_all(model) == sum(each.numel() for each in model.parameters())
+
+
+def test_state_loaded_for_a_part_of_a_model_replaces_that_of_the_part_alone(no_state):
+    model = make_model()
+    commpass.load_state_dict(state_of(model), model)
+    assert commpass.state_dict(model[1]).keys() == state_of(model[1]).keys()
+    commpass.load_state_dict({key: 3 * kept for key, kept in state_of(model[1]).items()}, model[1])
+    assert {key: kept.mean() for key, kept in commpass.state_dict(model).items()} == {
+        key: 3 if "v2/1." in key else 1 for key in state_of(model)
+    }
+    assert (take_all(model[0]), take_all(model[1])) == (12, 36)
+
+
+def test_state_of_a_part_that_was_reset_begins_with_zeros(no_state):
+    model = make_model()
+    commpass.load_state_dict(state_of(model), model)
+    commpass.reset_state(model[1])
+    assert all("v2/0." in key for key in commpass.state_dict(model))
+    assert (take_all(model[0]), take_all(model[1])) == (12, 0)
+
+
+def test_state_of_two_models_with_the_same_names_is_kept_apart(no_state):
+    one, two = make_model(), make_model()
+    for model in (one, two, two, one):
+        commpass.load_state_dict(state_of(model), model)
+    assert "several instances" in refusals(commpass.state_dict)[0]
+    commpass.reset_state(two)
+    assert not commpass.state_dict(two)
+    assert commpass.state_dict().keys() == commpass.state_dict(one).keys() == state_of(one).keys()
+
+
+def test_state_loaded_for_a_model_replaces_what_was_loaded_for_any(no_state):
+    model = make_model()
+    commpass.load_state_dict(state_of(model))
+    commpass.load_state_dict(state_of(model), model)
+    assert take_all(model) == sum(each.numel() for each in model.parameters())
+
+
 # --- loaded residuals that nobody takes -----------------------------------------------------------
 
 
@@ -505,7 +698,7 @@ def reports(fake_group, caplog, monkeypatch):
     """Return a function that saves a model's state, and returns the warnings of that."""
     fake_group(2)
     forget_process()
-    monkeypatch.setattr(unused_state, "_warned", [])
+    monkeypatch.setattr(unused, "_warned", [])
 
     def saved(model: torch.nn.Module | None) -> list[str]:
         caplog.clear()
@@ -518,7 +711,9 @@ def reports(fake_group, caplog, monkeypatch):
 
 def state_of(model: torch.nn.Module, function: str = "ddp") -> dict[str, torch.Tensor]:
     return {
-        str(Name(name, function, "gradient/0", "sum", "world", 0, 2)): torch.ones_like(parameter)
+        str(Name(name, function, "gradient/0", "sum", "world", 0, 2)): torch.ones_like(
+            local_part(parameter)
+        )
         for name, parameter in model.named_parameters()
     }
 
@@ -527,7 +722,7 @@ def backward(model: torch.nn.Module) -> None:
     model(torch.ones(1, 3)).sum().backward()
 
 
-def run_sgd(model: torch.nn.Module, steps: int = unused_state.MOST_CHANGES + 1) -> None:
+def run_sgd(model: torch.nn.Module, steps: int = unused.MOST_CHANGES + 1) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(steps):
         backward(model)
@@ -558,7 +753,7 @@ def test_loaded_residuals_are_not_reported_before_many_steps(reports):
     """The first steps of DDP send no codes, and gradients may be accumulated over more of them."""
     model = torch.nn.Linear(3, 3)
     commpass.load_state_dict(state_of(model), model)
-    run_sgd(model, unused_state.MOST_CHANGES)
+    run_sgd(model, unused.MOST_CHANGES)
     for _ in range(100):
         backward(model)
     assert not reports(model)
@@ -571,14 +766,18 @@ def freeze(model: torch.nn.Module) -> None:
     model[0](torch.ones(1, 3, requires_grad=True)).sum().backward()
 
 
+def taken_by_ddp(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Return the residual that the exchange of a parameter's gradient begins with."""
+    kept = StateInput(
+        "gradient", 0, (), "sum", "0", tuple(parameter.shape), torch.float32, CPU, parameter
+    )
+    kept = dataclasses.replace(kept, group=dist.group.WORLD.group_name)
+    return residual(kept, 0, Code("", 0, "ddp"), owner_of([parameter]))
+
+
 def take(model: torch.nn.Module) -> None:
     for parameter in model.parameters():
-        kept = StateInput(
-            "gradient", 0, (), "sum", "0", tuple(parameter.shape), torch.float32, CPU, parameter
-        )
-        kept = dataclasses.replace(kept, group=dist.group.WORLD.group_name)
-        taken = state.residual(kept, 0, Code("", 0, "ddp"), owner_of([parameter]))
-        assert taken.sum() == parameter.numel()
+        assert taken_by_ddp(parameter).sum() == parameter.numel()
     run_sgd(model)
 
 
@@ -602,7 +801,7 @@ def test_loaded_residuals_are_reported_by_the_first_rank_only(reports, monkeypat
     commpass.load_state_dict(state_of(model), model)
     run_sgd(model)
     with monkeypatch.context() as patched:
-        patched.setattr(unused_state, "is_first_rank", lambda: False)
+        patched.setattr(unused, "is_first_rank", lambda: False)
         assert not reports(model)
     assert reports(model)
 

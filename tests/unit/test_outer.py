@@ -13,7 +13,8 @@ from torch import nn
 
 from commpass.distributed.flat import views_of
 from commpass.distributed.owners import owner_of
-from commpass.distributed.state import Name, load_state_dict, state_dict
+from commpass.distributed.state import load_state_dict, state_dict
+from commpass.distributed.state.names import Name
 from commpass.errors import CommpassError, Unanswered
 from commpass.parallel import compress_outer
 from commpass.parallel.outer import means

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import commpass
-from commpass.distributed.state import Name, _parse
+from commpass.distributed.state.names import Name, parse
 from commpass.errors import PolicyError
 from commpass.policy import Policy
 from commpass.policy.annotate import annotations_of
@@ -435,6 +435,6 @@ def test_rule_and_an_annotation_name_one_of_them():
 def test_state_of_a_parameter_may_be_called_anything(fake_group):
     for name in ODD:
         kept = Name(f"{name}.weight", "ddp", "gradient/0", "sum", "world", 0, 2)
-        assert _parse(str(kept)) == kept
+        assert parse(str(kept)) == kept
     before = "commpass.v2/50%.weight/ddp/gradient/0/sum/world/0of2"
-    assert _parse(before).parameter == "50%.weight"
+    assert parse(before).parameter == "50%.weight"

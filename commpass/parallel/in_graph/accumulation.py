@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 from commpass.parallel.in_graph.reading import ExchangedParameter, exchanged_parameters
 from commpass.utils.ambient import without_ambient_state
+from commpass.utils.keywords import named_arguments
 
 
+@named_arguments
 @contextmanager
 def accumulate(model: nn.Module) -> Iterator[None]:
     """Keep the gradients of this context on their rank until the next backward outside of it.
@@ -54,6 +56,7 @@ def _make_room(shard: ExchangedParameter, device: torch.device) -> None:
     shard.leaf.register_post_accumulate_grad_hook(add)
 
 
+@named_arguments
 def drop_accumulated(model: nn.Module) -> None:
     """Drop what ``accumulate`` kept and was not exchanged yet, and free its memory.
 

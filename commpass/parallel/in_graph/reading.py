@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from commpass.errors import ParallelError
 from commpass.parallel.in_graph.traced import Exchanged, LocalGradient, ParameterSpec, gather
+from commpass.utils.keywords import named_arguments
 
 EXCHANGED = "_commpass_exchanged"
 """The attribute of a module that records how its parameters are exchanged."""
@@ -135,6 +136,7 @@ def exchanged_parameters(model: nn.Module) -> Collection[tuple[ExchangedParamete
     return found.values()
 
 
+@named_arguments
 @contextmanager
 def distributed_parameters(model: nn.Module) -> Iterator[None]:
     """Let modules see their parameters as DTensors in this context, for example to fill them in

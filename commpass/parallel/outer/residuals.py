@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from commpass.distributed.owners import owner_of
-from commpass.distributed.state import clear_loaded
+from commpass.distributed.state.loaded import clear_loaded
 from commpass.parallel.outer.means import HOOK
 
 

@@ -20,7 +20,7 @@ from commpass.distributed.integration import Bytes, Integration, refuse_if_excha
 from commpass.distributed.machine import profile_here
 from commpass.distributed.record import wire_bytes
 from commpass.distributed.refusal import publishing_refusal
-from commpass.distributed.state import check_loaded
+from commpass.distributed.state.checks import check_loaded
 from commpass.errors import PolicyError
 from commpass.groups import close_with, duplicate, labels, need_group
 from commpass.parallel.ddp.checks import refuse_if_optimized_in_backward, refuse_other_hook

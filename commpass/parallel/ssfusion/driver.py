@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from commpass.codecs.codec import accumulation_dtype
-from commpass.distributed import state
 from commpass.distributed.owners import owner_of
+from commpass.distributed.state.checks import check_loads, end_checks
+from commpass.distributed.state.residuals import residual
 from commpass.errors import CommpassError, PolicyError
 from commpass.parallel.ssfusion import messages
 from commpass.parallel.ssfusion.memory import Memory
@@ -79,7 +80,7 @@ class Driver:
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         if not self.options.momentum:
             self._drop_velocities()
-        state.check_loads(self, check_of(planner.weights, self.options.momentum))
+        check_loads(self, check_of(planner.weights, self.options.momentum))
 
     def begin(self) -> Step:
         """Return the step in progress, or a new one."""
@@ -162,7 +163,7 @@ class Driver:
             device=parameter.device,
             fake=parameter,
         )
-        return state.residual(state_input, 0, CODE, owner_of([parameter]))
+        return residual(state_input, 0, CODE, owner_of([parameter]))
 
     def _prepared(self, number: int, gradient: Tensor | None) -> Tensor | Future[Tensor] | None:
         if gradient is None:
@@ -247,7 +248,7 @@ class Driver:
 
     def close(self) -> None:
         """End the threads, and accept any state."""
-        state.end_checks(self)
+        end_checks(self)
         self._exchanger.shutdown(wait=False)
         self._selector.shutdown(wait=False)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from commpass.distributed.owners import Code
-from commpass.distributed.state import Check, Name
+from commpass.distributed.state.checks import Check
+from commpass.distributed.state.names import Name
 from commpass.errors import PolicyError
 from commpass.parallel.ssfusion.planner import Weight
 
