@@ -356,6 +356,27 @@ def left_behind() -> tuple[list[float], dict[str, bool]]:
     return [max(p.sensitivity for p in each.places) for each in (first, second)], same
 
 
+def time_outs() -> tuple[set[str], set[str]]:
+    """Return the time-outs of all process groups before and after a calibration."""
+    before = {str(each) for each in of_groups()}
+    model = divided()
+    commpass.calibrate(model, batches(), loss=lambda out, _: squared(out), codecs=CODECS, timeout=9)
+    return before, {str(each) for each in of_groups()}
+
+
+def of_groups() -> Iterator[object]:
+    for group in dist.distributed_c10d._world.pg_map:
+        for device in group._device_types:
+            yield group._get_backend(device).options._timeout
+
+
+@pytest.mark.slow
+def test_time_outs_of_groups_are_as_before(ranks2):
+    """Also if one backend serves several devices, as gloo does CPUs and GPUs."""
+    for before, after in ranks2.run(time_outs):
+        assert before == after
+
+
 @pytest.mark.every
 def test_model_that_changes_things_finds_them_as_they_were(ranks2):
     for sensitivities, same in ranks2.run(left_behind):
