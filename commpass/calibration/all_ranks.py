@@ -112,5 +112,5 @@ def _patience(seconds: float) -> Iterator[None]:
     try:
         yield
     finally:
-        for carrier, known in before:
+        for carrier, known in reversed(before):  # one that serves several devices is listed twice
             carrier._set_default_timeout(known)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from commpass.distributed.samples import Reading
 from commpass.plan import Site
 
 NO_EFFECT = 1e-6
@@ -69,6 +70,8 @@ class MeasuredSites:
       yet, as ``Channels.to_text`` writes them; "" if tensors do not have the same channels.
     - ``levels``: by ascending error; none if only lossless codecs were requested.
     - ``loss``: the relative change of the loss for each unit of the least of those errors.
+    - ``peaks``: by lossy codec, the largest readings of one call on one rank, of one encode. The
+      error check of compiled graphs takes such readings.
     """
 
     where: tuple[Address, ...]
@@ -77,6 +80,7 @@ class MeasuredSites:
     levels: tuple[ErrorLevel, ...]
     loss: float | None = None
     statistics: str = ""
+    peaks: dict[str, Reading] = field(default_factory=dict)
 
     @property
     def sensitivity(self) -> float:

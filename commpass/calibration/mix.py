@@ -13,6 +13,7 @@ from commpass.collectives import DEFAULTS, find_algorithm
 from commpass.costmodel import Profile
 from commpass.costmodel.budget import Option, cheapest
 from commpass.costmodel.links import sent_by
+from commpass.distributed.budget import excess
 from commpass.distributed.machine import default_here
 from commpass.errors import CalibrationError, check_number, nearest
 from commpass.passes.candidates import candidates
@@ -129,10 +130,21 @@ def solve(
 
 def _open(place: MeasuredSites, some: Sequence[CodecOption]) -> tuple[CodecOption, ...]:
     """Return the candidates that may be chosen: only lossless ones where the budget limits
-    nothing."""
+    nothing, and none that the error check of compiled graphs refuses on the measured values."""
     if not place.without_effect:
-        return tuple(some)
+        return tuple(each for each in some if each.codec == NONE or not _refused(place, each))
     return tuple(each for each in some if each.codec == NONE or codec(each.codec).lossless)
+
+
+def _refused(place: MeasuredSites, option: CodecOption) -> bool:
+    """Return whether the error check refuses a candidate on the values that were measured."""
+    peak = place.peaks.get(option.codec)
+    if peak is None:
+        return False
+    alone = codec(option.codec).relative_error() or 1.0
+    expected = max(_expected(place, option.codec, option.algorithms))
+    reading = dataclasses.replace(peak, error=peak.error * expected / alone)
+    return bool(excess(reading, min(1.0, _limit(place, option.codec, option.algorithms))))
 
 
 def _is_excluded(place: MeasuredSites, base: Policy) -> bool:
@@ -270,8 +282,7 @@ def _rule_fields(
             and any(find_algorithm(kind, algorithm) for kind in kinds)
             and all(_error(place, name, [algorithm]) <= choice.error for name in names)
         ]
-    # Candidates compare this error with the budget: that of the algorithm on Gaussian data.
-    most = max(each for name in names for each in _expected(place, name, algorithms))
+    most = max(_limit(place, name, algorithms) for name in names)
     fields: dict[str, object] = {
         "codec": tuple(names),
         "algorithm": tuple(algorithms),
@@ -283,6 +294,22 @@ def _rule_fields(
 def _error(place: MeasuredSites, spec: str, ways: Sequence[str]) -> float:
     """Return the largest error of a codec by some algorithms."""
     return max(result_error(place, spec, each) for each in _expected(place, spec, ways))
+
+
+HEADROOM = 1.25
+"""How many times the largest measured error the limit is: other batches have somewhat larger
+ones."""
+
+
+def _limit(place: MeasuredSites, spec: str, ways: Sequence[str]) -> float:
+    """Return the ``max_error`` that a rule needs for a codec by some algorithms.
+
+    Candidates compare their error on Gaussian data with it. The error check compares real errors,
+    which may be larger.
+    """
+    peak, alone = place.peaks.get(spec), codec(spec).relative_error()
+    share = HEADROOM * peak.error / alone if peak is not None and alone else 1.0
+    return max(each * max(share, 1.0) for each in _expected(place, spec, ways))
 
 
 def _expected(place: MeasuredSites, spec: str, ways: Sequence[str]) -> Iterator[float]:

@@ -20,6 +20,7 @@ from commpass.codecs.wrappers.outlier import Running
 from commpass.costmodel import Profile
 from commpass.distributed.agreed_profile import agreed_profile
 from commpass.distributed.calls import with_boxed_args
+from commpass.distributed.samples import CHECKED, Reading, largest, measure, one_encode
 from commpass.passes.candidates import candidates
 from commpass.passes.discover import discover
 from commpass.passes.fx import meta
@@ -57,6 +58,7 @@ class Probes:
       same ones; ``sums``: those of the results of its sums.
     - ``group_ranks``: this rank's numbers in the groups of a place, each with the number of ranks.
     - ``measure``: whether probes count and measure what is sent.
+    - ``peaks``: by place and codec, the largest readings of one call in all batches.
     - ``merged``: the places whose collectives simplify merges into one.
     """
 
@@ -69,6 +71,7 @@ class Probes:
     measure: bool = False
     sites: dict[Address, Counter[Site]] = field(default_factory=dict)
     squares: dict[Address, Squares] = field(default_factory=dict)
+    peaks: dict[Address, dict[str, Reading]] = field(default_factory=dict)
     channels: dict[Address, Running | None] = field(default_factory=dict)
     sums: dict[Address, Running | None] = field(default_factory=dict)
     group_ranks: dict[Address, set[tuple[int, int]]] = field(default_factory=dict)
@@ -201,6 +204,7 @@ class Probe(nn.Module):
         for each in probes.errors_of.get(where, ()):
             lost = square(round_trip(each, x), x)
             squares.errors[each.spec] = squares.errors.get(each.spec, 0.0) + lost
+            self._note_peak(each, x)
         squares.count += x.numel() if probes.sizes_of else 0
         for each in probes.sizes_of if x.dtype in FLOATS else ():
             size = each.encode(x.contiguous()).payload.numel()
@@ -209,6 +213,15 @@ class Probe(nn.Module):
             squares.values = float("nan")
         else:
             _note_channels(probes.channels, where, x)
+
+    def _note_peak(self, codec: Codec, x: Tensor) -> None:
+        """Note what the error check of a compiled graph would read of a tensor."""
+        if codec.lossless or codec.state is not None or x.dtype not in FLOATS:
+            return
+        if (reading := one_encode(measure(codec, x, CHECKED).tolist())) is not None:
+            known = self.probes.peaks.setdefault(self.where, {})
+            before = [known[codec.spec]] if codec.spec in known else []
+            known[codec.spec] = largest([*before, reading])
 
 
 class ProbeOfSums(nn.Module):

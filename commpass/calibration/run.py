@@ -28,6 +28,7 @@ from commpass.codecs import Codec, codec
 from commpass.codecs.wrappers.outlier import Channels, Running
 from commpass.costmodel import Profile
 from commpass.distributed.machine import profile_here
+from commpass.distributed.samples import Reading, largest
 from commpass.errors import CalibrationError, check_number
 from commpass.policy import Policy, policy_named
 from commpass.utils.keywords import named_arguments
@@ -210,6 +211,7 @@ def _measured(
         )
     if disturbing:
         _check_effect(step, sums, probe_specs)
+    peaks = ranks.exchange(list(probes.peaks.items()), list[tuple[Address, dict[str, Reading]]])
     many, sites = len(rows), [_sites(group, seen) for group in groups]
     places = tuple(
         MeasuredSites(
@@ -227,6 +229,7 @@ def _measured(
             ),
             loss=_rms(sums.loss[at], many) if step.train else None,
             statistics="" if (known := channels[at]) is None else known.to_text(),
+            peaks=_peaks(group, peaks),
         )
         for at, group in enumerate(groups)
     )
@@ -272,6 +275,15 @@ def _check_effect(step: Step, sums: _Sums, probes: Sequence[str]) -> None:
     raise CalibrationError(
         f"no error at {places} changes {what}, so the budget limits nothing: {advice}"
     )
+
+
+def _peaks(
+    group: tuple[Address, ...], seen: Sequence[list[tuple[Address, dict[str, Reading]]]]
+) -> dict[str, Reading]:
+    """Return by codec the largest readings at a place, over all ranks."""
+    found = [known for rank in seen for where, known in rank if where in group]
+    specs = sorted({spec for known in found for spec in known})
+    return {spec: largest([known[spec] for known in found if spec in known]) for spec in specs}
 
 
 def _measured_codecs(sites: Sequence[CountedSite], sizes: Sizes) -> list[str]:

@@ -16,6 +16,7 @@ that share more with them than a block (scales of ``equarx``, bits of ``ecq``) d
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import math
@@ -93,13 +94,34 @@ def reading_of(found: Sequence[float], site: PlannedSite) -> Reading | None:
     that are hold only zeros, or numbers whose squares no float64 holds. A finite block that decodes
     to a non-finite value has an infinite error.
     """
+    reading = one_encode(found)
+    if reading is None:
+        return None
+    one = codec(site.codec).relative_error()
+    return dataclasses.replace(reading, error=reading.error * (site.error / one if one else 1.0))
+
+
+def one_encode(found: Sequence[float]) -> Reading | None:
+    """Convert the output of ``measure``, with the error of one encode and decode. Return None if
+    there was nothing to measure."""
     lost, original, values, lost_count, worst, fractions, fraction_candidates = found
     if not (math.isfinite(original) and original):
         return None
-    one = codec(site.codec).relative_error()
-    error = math.sqrt(lost / original) * (site.error / one if one else 1.0)
     return Reading(
-        error, lost_count / values, worst, whole=fraction_candidates >= SOME and not fractions
+        math.sqrt(lost / original),
+        lost_count / values,
+        worst,
+        whole=fraction_candidates >= SOME and not fractions,
+    )
+
+
+def largest(readings: Sequence[Reading]) -> Reading:
+    """Return the largest of each number of some readings, one or more."""
+    return Reading(
+        error=max(each.error for each in readings),
+        lost=max(each.lost for each in readings),
+        worst=max(each.worst for each in readings),
+        whole=any(each.whole for each in readings),
     )
 
 

@@ -18,6 +18,7 @@ from commpass.distributed.integration import integration_of
 from commpass.distributed.uncompressed import UncompressedSite, asks_for_codecs, sentence
 from commpass.errors import nearest
 from commpass.groups import is_first_rank, ready
+from commpass.passes.fx.erase import is_checked
 from commpass.plan import Plan, PlannedSite
 from commpass.plan.totals import totals
 from commpass.policy import PRESETS, Policy
@@ -103,14 +104,17 @@ class Summary:
         if graph in self.round and self._begins_round(graph):
             self.round.clear()
             self.rounds += 1
-            self.log_line()
-            if self.rounds > 1 and self._has_backward():
-                self.warn_of_unmatched_rules()
-                self.warn_of_no_site()
-                self.warn_of_none_compressed()
-            elif self.rounds >= SERVED:
-                self.warn_of_none_compressed()
+            _without_raising(self._report_round)
         self.round.add(graph)
+
+    def _report_round(self) -> None:
+        self.log_line()
+        if self.rounds > 1 and self._has_backward():
+            self.warn_of_unmatched_rules()
+            self.warn_of_no_site()
+            self.warn_of_none_compressed()
+        elif self.rounds >= SERVED:
+            self.warn_of_none_compressed()
 
     def _begins_round(self, graph: str) -> bool:
         """Return whether a graph that is called again begins a round.
@@ -136,10 +140,13 @@ class Summary:
 
     def report(self) -> None:
         """Report at the end what was not reported before."""
+        _without_raising(self._report_end)
+        self.left.clear()
+
+    def _report_end(self) -> None:
         self.log_line()
         self.warn_of_unmatched_rules()
         self.warn_of_none_compressed(at_end=True)
-        self.left.clear()
 
     def log_line(self) -> None:
         if self.reports and len(self.plans) > self.logged_plans:
@@ -260,6 +267,20 @@ class Summary:
     def _with_equal_policies(self) -> list[Summary]:
         """Return those of other backends with an equal policy."""
         return [each for each in _summaries if each is not self and each.policy == self.policy]
+
+
+def _without_raising(report: Callable[[], None]) -> None:
+    """Make a report. If that fails, log a warning and continue.
+
+    Only the first rank makes it: an error would end the step on that rank alone, and the others
+    would wait for it. COMMPASS_CHECK=1 raises it all the same.
+    """
+    try:
+        report()
+    except Exception:
+        if is_checked():
+            raise
+        log.warning("a report of commpass failed; the step continues", exc_info=True)
 
 
 NO_SITE = (

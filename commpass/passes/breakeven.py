@@ -12,7 +12,7 @@ import sympy
 import torch
 
 from commpass.codecs import codec
-from commpass.collectives import algorithm
+from commpass.collectives import algorithm, has_parameter, with_parameters
 from commpass.costmodel import Profile
 from commpass.passes.candidates import coded_us, plain_us, stages_us
 from commpass.passes.payloads import prices_of
@@ -35,7 +35,9 @@ def break_even(
     """
     if site.uneven or site.pairwise or site.bytes < 0:
         return None
-    chosen, coder = algorithm(site.kind, spec, chunks=chunks), codec(code)
+    chosen, coder = algorithm(site.kind, spec), codec(code)
+    if has_parameter(chosen, "chunks"):
+        chosen = with_parameters(chosen, chunks=chunks)
     unit = site.group_size * getattr(torch, site.dtype).itemsize
 
     def gains(nbytes: float) -> bool:

@@ -103,6 +103,40 @@ def test_preset_on_a_fast_link_says_its_times_and_the_profile(fake_group, warnin
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "policy",
+    ["ssfusion", Policy(rules=[Rule(codec="bf16", algorithm="native")])],
+    ids=["sparse", "native"],
+)
+def test_algorithm_without_chunks_has_its_times_too(policy, fake_group, warnings):
+    fake_group(RANKS)
+    train(policy, FAST, nn.Sequential(Block(), Block()))
+    (text,) = warnings()
+    assert "0 of 4 sites compressed" in text
+    assert re.search(r"with (dgc\(density=[\d.]+\) by sparse|bf16 by native) [\d,.]+ us", text)
+    assert "tensors of " in text or "Gbit/s or less" in text
+
+
+def test_report_that_fails_is_a_warning(monkeypatch, caplog):
+    """Other ranks would wait for the first one, which alone reports."""
+
+    def fails(*given, **fields):
+        raise ValueError("no sentence")
+
+    monkeypatch.setattr(Summary, "log_line", fails)
+    summary = Summary(Policy(codecs="int8"))
+    with pytest.raises(ValueError, match="no sentence"):  # COMMPASS_CHECK is set in tests
+        summary.report()
+    monkeypatch.setenv("COMMPASS_CHECK", "0")
+    summary.report()
+    for _ in range(3):
+        summary.count_call("0forward")
+    found = [each for each in caplog.records if "a report of commpass failed" in each.getMessage()]
+    assert len(found) == 3
+    assert all("no sentence" in str(each.exc_info[1]) for each in found)
+
+
+@pytest.mark.slow
 def test_named_remedy_changes_the_outcome(fake_group, warnings):
     fake_group(RANKS)
     profile = dataclasses.replace(profile_named("nvlink-4"), link=Link(1.0, 1000.0))

@@ -225,6 +225,40 @@ def test_plans_have_the_chosen_codecs(ranks2, trained, tmp_path):
     assert found.error <= alike[1]
 
 
+def spread(rows: int = 64) -> list[tuple[Tensor]]:
+    """Return batches with a row and a channel far above the others."""
+    generator = torch.Generator().manual_seed(3)
+    made = [torch.randn(rows, WIDTH, generator=generator) for _ in range(2)]
+    for each in made:
+        each[:, 3] *= 1e3
+        each[5] *= 50
+    return [(each,) for each in made]
+
+
+def after_the_check(budget: float) -> tuple[list[str], list[str]]:
+    """Train with a calibrated policy on the data that it was calibrated with. Return codecs and
+    reasons of the plans that run at the end."""
+    model = divided()
+    found = commpass.calibrate(model, spread(), loss=lambda out, _: squared(out))
+    before = len(commpass.plans())
+    chosen = commpass.backend(found.policy(budget), profile="ethernet-0.01g", inner="aot_eager")
+    step = torch.compile(model, backend=chosen)
+    for _ in range(3):
+        for (batch,) in spread():
+            squared(step(batch)).backward()
+    sites = [site for plan in commpass.plans()[before:] for site in plan]
+    return [site.codec for site in sites], [site.reason for site in sites]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", [0.002, 0.02, 0.2])
+def test_error_check_passes_on_the_calibrated_values(budget, ranks2):
+    for codecs, reasons in ranks2.run(after_the_check, budget):
+        assert len(codecs) == 2
+        assert not any("real error" in each or "are lost" in each for each in reasons), reasons
+        assert any(not codec(each).lossless for each in codecs if each != "none")
+
+
 class Summed(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return funcol.all_reduce(super().forward(x), "sum", dist.group.WORLD)
@@ -320,6 +354,27 @@ def left_behind() -> tuple[list[float], dict[str, bool]]:
         "the buffer": bool(model.count == 0),
     }
     return [max(p.sensitivity for p in each.places) for each in (first, second)], same
+
+
+def time_outs() -> tuple[set[str], set[str]]:
+    """Return the time-outs of all process groups before and after a calibration."""
+    before = {str(each) for each in of_groups()}
+    model = divided()
+    commpass.calibrate(model, batches(), loss=lambda out, _: squared(out), codecs=CODECS, timeout=9)
+    return before, {str(each) for each in of_groups()}
+
+
+def of_groups() -> Iterator[object]:
+    for group in dist.distributed_c10d._world.pg_map:
+        for device in group._device_types:
+            yield group._get_backend(device).options._timeout
+
+
+@pytest.mark.slow
+def test_time_outs_of_groups_are_as_before(ranks2):
+    """Also if one backend serves several devices, as gloo does CPUs and GPUs."""
+    for before, after in ranks2.run(time_outs):
+        assert before == after
 
 
 @pytest.mark.every

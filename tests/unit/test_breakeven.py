@@ -10,6 +10,7 @@ from deciding import decide
 
 import commpass
 from commpass import Policy
+from commpass.collectives.table import ALGORITHMS
 from commpass.costmodel import KernelRate, Kernels, Link, Profile, profile_named
 from commpass.passes.breakeven import break_even, explanation
 from commpass.plan import NONE, Site
@@ -51,6 +52,25 @@ def test_just_above_it_is_chosen_and_just_below_it_is_not(kind, spec, profile):
     assert all(chosen(found * NEAR * 2**power) for power in range(10))
     if found:
         assert not chosen(found / NEAR)
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec"),
+    [
+        (kind, spec)
+        for kind, some in ALGORITHMS.items()
+        for spec in some
+        if kind in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
+    ],
+)
+def test_each_algorithm_has_a_size(kind, spec):
+    """Also those that are never divided into chunks."""
+    code = {"native": "bf16", "sparse": "topk"}.get(spec, "int8")
+    facts = {"hierarchical": "hierarchical(node=2)"}
+    for named in ("ethernet-0.1g", "nvlink-4"):
+        found = break_even(site(kind), facts.get(spec, spec), code, profile_named(named))
+        assert found is not None
+        assert found >= 0
 
 
 def test_two_lines_meet_where_the_formula_says():

@@ -21,8 +21,10 @@ import commpass
 from commpass.calibration import Address, Calibration, CountedSite, ErrorLevel, MeasuredSites
 from commpass.cli import app
 from commpass.codecs import codec
-from commpass.collectives import algorithm
+from commpass.collectives import algorithm, find_algorithm
 from commpass.costmodel.budget import Option, cheapest
+from commpass.distributed.budget import excess
+from commpass.distributed.samples import Reading
 from commpass.errors import CalibrationError, PolicyError
 from commpass.passes.candidates import candidates
 from commpass.passes.choose import choose
@@ -329,11 +331,59 @@ def test_places_without_effect_are_named(tmp_path):
     ]
 
 
+# --- the error check -------------------------------------------------------------------------
+
+
+def with_peaks(one: MeasuredSites, factor: float = 1.0, **more) -> MeasuredSites:
+    """A place where the errors of calls were up to ``factor`` times those of Gaussian data."""
+    errors = {spec: codec(spec).relative_error() * factor for spec in one.errors}
+    peaks = {
+        spec: Reading(**{"error": error, "lost": 0.01, "worst": 2 * error, **more})
+        for spec, error in errors.items()
+        if not codec(spec).lossless
+    }
+    return dataclasses.replace(one, errors=errors, peaks=peaks)
+
+
+@pytest.mark.parametrize("factor", [0.2, 1.0, 1.3, 4.0])
+@pytest.mark.parametrize("budget", [0.005, 0.02, 0.1])
+def test_rules_allow_the_errors_that_were_measured(factor, budget):
+    """A rule with the error of Gaussian data would be over its limit on the calibrated values."""
+    places = [with_peaks(each, factor) for each in SOME]
+    found = calibration(*places)
+    rules = {(rule.module, rule.direction): rule for rule in found.policy(budget).rules}
+    compressed = 0
+    for each in places:
+        rule = rules[each.where[0].module, each.where[0].direction]
+        for spec, way in itertools.product(rule.codec or (), rule.algorithm or ()):
+            if (carried := find_algorithm("all_reduce", way)) is None or spec not in each.peaks:
+                continue
+            gaussian = carried.error(codec(spec), 4)
+            alone = codec(spec).relative_error()
+            real = dataclasses.replace(
+                each.peaks[spec], error=each.peaks[spec].error * gaussian / alone
+            )
+            assert gaussian <= rule.max_error
+            assert not excess(real, rule.max_error)
+            assert real.error * 1.2 <= rule.max_error or rule.max_error == 1
+            compressed += 1
+    assert compressed
+
+
+@pytest.mark.parametrize("over", [{"lost": 0.6}, {"worst": 1.1}, {"whole": True}])
+def test_codecs_that_the_error_check_refuses_are_not_chosen(over):
+    places = [with_peaks(place("a", 0.2), **over), with_peaks(place("b", 0.2))]
+    solved = calibration(*places).solve(0.02)
+    assert [codec(each.codec).lossless for each in solved.chosen if each.codec != NONE] == [False]
+    assert solved.chosen[0].codec == NONE
+    assert calibration(*places).policy(0.02).rules[0].keep
+
+
 # --- files -----------------------------------------------------------------------------------
 
 
 def test_json_out_and_in(tmp_path):
-    found = calibration(*SOME, remarks=("one",))
+    found = calibration(*SOME, with_peaks(place("peaks", 0.1)), remarks=("one",))
     found.write(tmp_path / "c.json")
     again = Calibration.read(tmp_path / "c.json")
     assert again == found

@@ -108,6 +108,8 @@ def as_words(rows: Tensor, length: int, dtype: torch.dtype = torch.int32) -> Ten
     if width == dtype.itemsize:
         return pad(rows.view(dtype), length)
     missing = length - rows.shape[1]
+    if isinstance(length, int) and length == 0:  # any stride, which a view might refuse
+        return rows.new_empty((rows.shape[0], 0), dtype=dtype)
     # A view as a wider dtype must begin at a multiple of its size; Dynamo does not support
     # ``storage_offset``.
     if (
