@@ -523,9 +523,29 @@ def test_state_of_another_model_is_refused_by_a_rank_that_gets_none_of_it(fake_g
         assert part in text
     part = {key: kept for key, kept in state.items() if "v2/0." in key}
     commpass.load_state_dict(stored(part, tmp_path / "part"), model)
-    assert "another model" in refusals(lambda: take_all(model[1]))[0]  # as on the other ranks
-    assert take_all(model[0]) == 0
+    assert take_all(model) == 0
     forget_process()
+
+
+@pytest.mark.parametrize("began", [False, True], ids=["before the first step", "after it"])
+def test_parameter_without_saved_state_begins_with_zeros(began, no_state):
+    """Its exchange was not coded when the state was saved, with another policy or network."""
+    model = make_model()
+    state = state_of(model)
+    saved = {key: kept for key, kept in state.items() if "v2/0." in key}
+    if began:
+        take_all(model)
+    commpass.load_state_dict(saved, model)
+    assert take_all(model[1]) == 0
+    assert take_all(model[0]) == sum(each.numel() for each in model[0].parameters())
+    assert commpass.state_dict(model).keys() == state.keys()
+
+
+def test_other_site_of_a_parameter_with_saved_state_is_refused(no_state):
+    model = make_model()
+    moved = {key.replace("/ddp/", "/ddp-2/"): kept for key, kept in state_of(model[0]).items()}
+    commpass.load_state_dict(moved, model[0])
+    assert "another model" in refusals(lambda: take_all(model[0]))[0]
 
 
 def test_state_that_nobody_asked_for_yet_is_saved_again(fake_group):

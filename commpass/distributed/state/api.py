@@ -20,7 +20,7 @@ from commpass.distributed.state.checks import (
 from commpass.distributed.state.errors import ambiguous, other_model
 from commpass.distributed.state.loaded import add, drop, loads
 from commpass.distributed.state.names import Name, parse
-from commpass.distributed.state.redistribute import is_same_state, redistributed
+from commpass.distributed.state.redistribute import is_new, is_same_state, redistributed
 from commpass.distributed.state.residuals import live_of
 from commpass.distributed.state.unused import warn_of_unused
 from commpass.errors import PolicyError
@@ -113,8 +113,11 @@ def load_state_dict(state: Mapping[str, Tensor], model: nn.Module | None = None)
         check_parameters(everywhere, set(names.values()))
         check_shapes(everywhere, model)
     check_for_integrations(everywhere, names)
+    parameters = frozenset(saved.parameter for saved in everywhere)
     loaded = [
-        (redistributed(name, tensor, everywhere) if everywhere else torch.zeros_like(tensor))
+        torch.zeros_like(tensor)
+        if not everywhere or is_new(name, parameters)
+        else redistributed(name, tensor, everywhere)
         for name, tensor in live
     ]
     if model is None and len({name for name, _ in live}) < len(live):
@@ -136,7 +139,7 @@ def load_state_dict(state: Mapping[str, Tensor], model: nn.Module | None = None)
         owner.references.clear()
     drop(model)
     if everywhere:
-        add(left, model)
+        add(left, parameters, model)
 
 
 @named_arguments

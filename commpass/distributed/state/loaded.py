@@ -26,12 +26,14 @@ class Loaded:
     place.
 
     Of the residuals that other ranks continue with, ``tensors`` has tensors on the meta device.
+    ``parameters`` are those of the whole state, also of parts that sites had taken before.
     ``model`` is the module inside its wrappers, which may be freed or made later. ``trained`` tells
     which parameters of the model were trained since, and ``dropped`` has the names of those whose
     state was dropped.
     """
 
     tensors: dict[Name, Tensor]
+    parameters: frozenset[str]
     model: weakref.ref[nn.Module] | None
     owners: dict[str, weakref.ref[Owner]] = field(default_factory=dict)
     trained: Trained = field(default_factory=Trained)
@@ -83,9 +85,10 @@ def loads() -> list[Loaded]:
     return _loaded[::-1]
 
 
-def add(tensors: dict[Name, Tensor], model: nn.Module | None) -> None:
-    """Keep state for the sites of a model, or of any, that have not run yet."""
-    added = Loaded(tensors, None if model is None else weakref.ref(unwrapped(model)))
+def add(tensors: dict[Name, Tensor], parameters: frozenset[str], model: nn.Module | None) -> None:
+    """Keep state for the sites of a model, or of any, that have not run yet. ``parameters`` are
+    those of the whole state."""
+    added = Loaded(tensors, parameters, None if model is None else weakref.ref(unwrapped(model)))
     added.trained.watch(model, {name.parameter for name in tensors})
     _loaded.append(added)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -68,6 +68,15 @@ def is_same_state(name: Name, saved: Name) -> bool:
     known."""
     parameters = {name.parameter, saved.parameter}
     return (len(parameters) == 1 or UNKNOWN in parameters) and name.place == saved.place
+
+
+def is_new(name: Name, parameters: Collection[str]) -> bool:
+    """Return whether nothing was saved for a residual's parameter, but for ``parameters``.
+
+    Its exchange then sent all of its values, for instance because the network was faster.
+    """
+    known = name.parameter != UNKNOWN and UNKNOWN not in parameters
+    return known and name.parameter not in parameters
 
 
 def scale(old: Name, new: Name) -> float:

@@ -15,7 +15,7 @@ from commpass.distributed.owners import Code, Owner, parameter_names, state_owne
 from commpass.distributed.state.errors import ambiguous
 from commpass.distributed.state.loaded import Loaded, loads
 from commpass.distributed.state.names import UNKNOWN, Name
-from commpass.distributed.state.redistribute import redistributed, saved_for, scale
+from commpass.distributed.state.redistribute import is_new, redistributed, saved_for, scale
 from commpass.groups import group_named, rank_in, ready
 from commpass.passes.results import StateInput
 from commpass.utils.ambient import making_lasting_tensors
@@ -25,7 +25,7 @@ def residual(state: StateInput, number: int, code: Code, owner: Owner) -> Tensor
     """Return the residual of a site: the one numbered ``number`` at its place for an owner.
 
     It is zeros at first, or what was loaded for it. Raise PolicyError if the loaded state lacks
-    this site, or if the owner of a loaded residual is ambiguous.
+    this site but has others of its parameter, or if the owner of a loaded residual is ambiguous.
     """
     return owner.state[_key_of(state, number, code, owner)][1]
 
@@ -90,7 +90,7 @@ def _add_loaded(loaded: Loaded, name: Name, owner: Owner, into: Tensor) -> bool:
         before = loaded.owners.get(name.place)
         if before is not None and before() is not None:
             raise ambiguous(name, "asked for by")
-    if loaded.tensors:
+    if loaded.tensors and not is_new(name, loaded.parameters):
         into += redistributed(name, into, loaded.tensors)
         for saved in saved_for(name, loaded.tensors):  # this rank does not keep what others take
             del loaded.tensors[saved]
