@@ -177,9 +177,27 @@ def test_grid_is_within_the_limit(arch: str, n: int) -> None:
 # --- compiled -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spec", ["int8", *map(rarely, ("int4", "fp8"))])
+@pytest.mark.parametrize("spec", ["int8", *map(rarely, ("int4", "int2", "fp8"))])
 @pytest.mark.parametrize("arch", ["sm_90", *map(rarely, ("sm_80", "sm_100", "gfx942"))])
 def test_no_tile_spills(arch: str, spec: str) -> None:
+    check_fits(arch, spec)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", ["int4", "int2", "int2(block=128)"])
+def test_parts_of_a_byte_do_not_spill_in_narrow_registers(spec: str) -> None:
+    """Each part has addresses of its own. A card without 8-bit floats has the smallest tiles."""
+    check_fits("sm_80", spec)
+
+
+@pytest.mark.parametrize("rows", [8, 64, 512])
+def test_eight_warps_decode_parts_of_a_byte(rows: int) -> None:
+    problem = decode_matmul.Problem(rows * 8, 128, 4096, 8)
+    tiles = [decode_matmul.tile_of(codec(spec), problem, "sm_80") for spec in ("int8", "int2")]
+    assert [(tile.block_m, tile.num_warps) for tile in tiles] == [(64, 4), (128, 8)]
+
+
+def check_fits(arch: str, spec: str) -> None:
     one = of_decode_matmul(codec(spec), torch.bfloat16, 8, arch)
     made = compile_kernel(
         load(one.source),

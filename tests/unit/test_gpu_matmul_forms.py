@@ -395,7 +395,7 @@ def test_forms_without_a_kernel_say_why(
     assert reason in found
 
 
-@pytest.mark.parametrize("spec", ["int8", "int4", "fp8", "rotated"])
+@pytest.mark.parametrize("spec", ["int8", "int4", "fp8", "rotated", "table"])
 @pytest.mark.parametrize("arch", ["sm_90", "sm_80", "sm_100", "gfx942"])
 @pytest.mark.parametrize(
     ("form", "problem"),
