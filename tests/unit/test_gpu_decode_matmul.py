@@ -36,6 +36,7 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     b_by_rows: bool = True
     bias: bool = False
+    block_m: int = 16
     block_k: int = 32
     kind: str = "heavy"
 
@@ -70,7 +71,7 @@ def kernel_result(case: Case) -> Tensor:
     """Return the output of the kernel. Called in the interpreter."""
     tensors, rows = operands(case)
     block_k = min(case.block_k, decode_matmul.part_of_block(coder_of(case)))
-    by = decode_matmul.Tile(16, 32, block_k, num_warps=4, num_stages=2, group=2)
+    by = decode_matmul.Tile(case.block_m, 32, block_k, num_warps=4, num_stages=2, group=2)
     return decode_matmul_launch.run(tensors, rows, by=by)
 
 
@@ -93,6 +94,7 @@ CASES = [
     Case("int4"),  # half a block in two steps
     Case("int8(block=64)", blocks=5, n=1),
     Case("int2(block=64)", block_k=16),
+    Case("int2(block=64)", block_m=128, block_k=16),  # more rows than there are
     Case("int8(stored=bf16)"),
     Case("int8(stored=pow2)", blocks=3),
     Case("int8(static=0.5)"),
