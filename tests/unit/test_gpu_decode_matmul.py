@@ -36,6 +36,7 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     b_by_rows: bool = True
     bias: bool = False
+    block_m: int = 16
     block_k: int = 32
     kind: str = "heavy"
 
@@ -70,7 +71,7 @@ def kernel_result(case: Case) -> Tensor:
     """Return the output of the kernel. Called in the interpreter."""
     tensors, rows = operands(case)
     block_k = min(case.block_k, decode_matmul.part_of_block(coder_of(case)))
-    by = decode_matmul.Tile(16, 32, block_k, num_warps=4, num_stages=2, group=2)
+    by = decode_matmul.Tile(case.block_m, 32, block_k, num_warps=4, num_stages=2, group=2)
     return decode_matmul_launch.run(tensors, rows, by=by)
 
 
@@ -93,6 +94,7 @@ CASES = [
     Case("int4"),  # half a block in two steps
     Case("int8(block=64)", blocks=5, n=1),
     Case("int2(block=64)", block_k=16),
+    Case("int2(block=64)", block_m=128, block_k=16),  # more rows than there are
     Case("int8(stored=bf16)"),
     Case("int8(stored=pow2)", blocks=3),
     Case("int8(static=0.5)"),
@@ -177,9 +179,27 @@ def test_grid_is_within_the_limit(arch: str, n: int) -> None:
 # --- compiled -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spec", ["int8", *map(rarely, ("int4", "fp8"))])
+@pytest.mark.parametrize("spec", ["int8", *map(rarely, ("int4", "int2", "fp8"))])
 @pytest.mark.parametrize("arch", ["sm_90", *map(rarely, ("sm_80", "sm_100", "gfx942"))])
 def test_no_tile_spills(arch: str, spec: str) -> None:
+    check_fits(arch, spec)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", ["int4", "int2", "int2(block=128)"])
+def test_parts_of_a_byte_do_not_spill_in_narrow_registers(spec: str) -> None:
+    """Each part has addresses of its own. A card without 8-bit floats has the smallest tiles."""
+    check_fits("sm_80", spec)
+
+
+@pytest.mark.parametrize("rows", [8, 64, 512])
+def test_eight_warps_decode_parts_of_a_byte(rows: int) -> None:
+    problem = decode_matmul.Problem(rows * 8, 128, 4096, 8)
+    tiles = [decode_matmul.tile_of(codec(spec), problem, "sm_80") for spec in ("int8", "int2")]
+    assert [(tile.block_m, tile.num_warps) for tile in tiles] == [(64, 4), (128, 8)]
+
+
+def check_fits(arch: str, spec: str) -> None:
     one = of_decode_matmul(codec(spec), torch.bfloat16, 8, arch)
     made = compile_kernel(
         load(one.source),

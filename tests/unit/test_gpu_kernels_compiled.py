@@ -83,6 +83,15 @@ def test_kernels_fit_and_move_whole_words(text, kernel, arch, request):
 
 
 @pytest.mark.slow
+@pytest.mark.few(1)
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("kernel", KERNELS[2:])
+def test_sums_of_eight_ranks_with_offsets_do_not_spill(kernel, arch):
+    (made,) = kernels_named(kernel, codec("tahquant"), torch.bfloat16, 8, arch)
+    assert lower(made, arch).compiled.spills == 0
+
+
+@pytest.mark.slow
 def test_architecture_without_8_bit_floats_has_them_in_whole_numbers():
     """sm_80 has no e4m3: the same source computes it."""
     assert "e4m3" not in compiled("fp8", "encode", "sm_80").compiled.assembly

@@ -92,6 +92,7 @@ EXACT = [
     Case("fp8"),
     Case("fp8(form=e5m2)", b_by_rows=False),
     Case("int4", m=48, ranks=3, by={"cuts": 2}),
+    Case("table(bits=4)", m=128, by={"block_m": 64, "cuts": 4}),
     Case("int8(block=64)", n=192, by={"block_n": 128, "block_k": 64}),
     Case("int8", m=64, n=512, by={"block_m": 32, "cuts": 2, "group": 1}),
     Case("int4", m=40, n=384, ranks=2, bias=True),

@@ -19,7 +19,7 @@ import fake_cuda
 import pytest
 import torch
 import triton
-from tiers import rarely
+from tiers import rarely, sampled
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -64,7 +64,9 @@ class Compiled:
         return any(name.startswith(starts) for name in self.instructions)
 
 
-def compiled(arch: str, spec: str, matmul: Matmul = LINEAR, **others: Any) -> Compiled:
+def compiled(
+    arch: str, spec: str, matmul: Matmul = LINEAR, fused: bool | None = None, **others: Any
+) -> Compiled:
     coder = codec(spec)
     problem = replace(PROBLEM, batches=8 if matmul.form else 1)
     by = replace(configuration(coder, problem, arch, matmul), **others)
@@ -86,7 +88,7 @@ def compiled(arch: str, spec: str, matmul: Matmul = LINEAR, **others: Any) -> Co
     options = {
         "num_warps": by.num_warps,
         "num_stages": by.num_stages,
-        "enable_fp_fusion": made.kernel.fuses,
+        "enable_fp_fusion": made.kernel.fuses if fused is None else fused,
     }
     result = triton.compile(source, target=TARGETS[arch], options=options)
     if arch == "gfx942":
@@ -209,6 +211,43 @@ def test_no_form_spills(arch: str, spec: str, name: str) -> None:
     fits(made, arch)
     assert made.some(PRODUCT[arch])
     assert made.some(LOAD[arch])
+
+
+HEAVY = ("rotated", "rotated(bits=4)", "table(bits=4)", "taco", "sdp4bit", "tahquant")
+FORMS = {"single": LINEAR, "batched": OTHERS["batched"], "grouped": OTHERS["grouped"]}
+TIGHT = [
+    *(("sm_80", spec, "grouped") for spec in ("rotated(bits=4)", "table(bits=4)", "tahquant")),
+    *((arch, "table(bits=4)", name) for arch in ("sm_90", "sm_100") for name in FORMS),
+    ("sm_90", "table(scale=lsq)", "batched"),
+]
+"""Those that need the most registers."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    ("arch", "spec", "name"),
+    sampled(
+        [
+            *TIGHT,
+            *(
+                (arch, spec, name)
+                for arch in ("sm_80", "sm_90")
+                for spec in HEAVY
+                for name in FORMS
+                if (arch, spec, name) not in TIGHT
+            ),
+        ],
+        TIGHT,
+    ),
+)
+def test_codecs_that_need_many_registers_do_not_spill(
+    arch: str, spec: str, name: str, fused: bool
+) -> None:
+    """Products and sums are rounded once in graphs, and apart in other calls."""
+    made = compiled(arch, spec, FORMS[name], fused=fused)
+    fits(made, arch)
+    assert made.some(PRODUCT[arch])
 
 
 @pytest.mark.slow

@@ -187,6 +187,7 @@ GROUPS = [
     Grouped("int8", offsets=(0, 0, 0, 0, 128), b_by_rows=False),
     Grouped("int4", offsets=(16, 32, 48, 64, 80, 96, 112, 128)),
     Grouped("int8", offsets=(17, 60), by={"block_m": 32, "cuts": 2}),
+    Grouped("int8", offsets=(17, 60), by={"block_m": 64, "cuts": 4}),
     Grouped("int8", offsets=(0, 0, 0)),
     Grouped("fp8", offsets=(64, 65, 66, 127, 128), a_by_rows=False, by={"group": 2}),
     Grouped("int8", m=144, ranks=3, offsets=(47, 49, 100, 140), n=512, by={"block_m": 32}),
@@ -395,7 +396,7 @@ def test_forms_without_a_kernel_say_why(
     assert reason in found
 
 
-@pytest.mark.parametrize("spec", ["int8", "int4", "fp8", "rotated"])
+@pytest.mark.parametrize("spec", ["int8", "int4", "fp8", "rotated", "table"])
 @pytest.mark.parametrize("arch", ["sm_90", "sm_80", "sm_100", "gfx942"])
 @pytest.mark.parametrize(
     ("form", "problem"),

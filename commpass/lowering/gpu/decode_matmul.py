@@ -89,12 +89,20 @@ class Tile:
 
 
 def tile_of(codec: BlockCodec, problem: Problem, arch: str) -> Tile:
-    """Return the static tile. It holds 64 results and at most 32 decoded values in each thread."""
+    """Return the static tile. It holds 64 results and at most 32 decoded values in each thread.
+
+    On sm_80, four warps of 64 rows share the columns, and each decodes all rows. Where a step
+    multiplies several parts, their addresses and those decoded values spill. Eight warps of 128
+    rows decode each row once, and need fewer instructions even if half of the rows are missing.
+    """
+    narrow = codec.grid.bits < 8
+    low = arch == "sm_80" and not narrow
+    short = problem.rows <= 64 and not (arch == "sm_80" and narrow)
     return Tile(
-        block_m=64 if problem.rows <= 64 or arch == "sm_80" else 128,
+        block_m=64 if short or low else 128,
         block_n=BLOCK_N,
         block_k=min(part_of_block(codec), 32 if arch in ("sm_80", "gfx942") else 64),
-        num_warps=4 if arch == "sm_80" else 8,
+        num_warps=4 if low else 8,
         num_stages=2 if arch == "gfx942" else 3,
     )
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from commpass.codecs.block.codec import BlockCodec
-from commpass.codecs.block.grids import Fp8Grid, IntGrid, LevelGrid
+from commpass.codecs.block.grids import Fp8Grid, IntGrid, LevelGrid, TableGrid
 from commpass.codecs.block.noise import Nearest, Stochastic
-from commpass.codecs.block.scales import Absmax, Static
+from commpass.codecs.block.scales import Absmax, LeastSquares, Static
 from commpass.codecs.block.transforms import NoTransform
 from commpass.lowering.matmul import BATCHED, GROUPED, SINGLE
 from commpass.lowering.pointwise import VALUE, Epilogue
@@ -178,13 +178,44 @@ def _complete(
 ) -> Configuration:
     """Return the configuration with suitable warps, cuts and programs for its tile."""
     results, load = by.block_m * by.block_n, _load(codec, arch, matmul)
-    num_warps = 8 if results > 128 * 128 or load else 4
-    halves = load.codec and arch in ("sm_80", "sm_90") and results >= 64 * 256
-    whole = arch == "sm_100" and load.operand_bytes  # parts spill there (tests compile them)
-    cuts = 2 if halves or (load.epilogue and not whole) else 1
-    made = replace(by, num_warps=num_warps, cuts=cuts)
+    few = results <= 128 * 128 and not load
+    searched = _searches_in_few_warps(codec, load, arch, matmul)
+    num_warps = 4 if few or searched else 8
+    made = replace(by, num_warps=num_warps, cuts=_cuts(codec, load, arch, results))
     fit = 2 * shared_bytes(made, codec, arch, matmul) <= SHARED[arch]
     return replace(made, programs=2 if num_warps == 4 and arch != "gfx942" and fit else 1)
+
+
+def _cuts(codec: BlockCodec, load: _Load, arch: str, results: int) -> int:
+    """Return the parts in which a tile of ``results`` results is encoded (tests compile them).
+
+    On sm_80 and sm_90 the registers hold the results. On sm_80 they also hold addresses of shared
+    memory across all tiles, and of groups two parts spill. On sm_90 the assembler begins the second
+    part of a tile while the first is still encoded. A table's comparisons, and the signs that both
+    parts use, then spill beside 128 results a thread; a whole tile does not.
+    """
+    if load.codec and arch in ("sm_80", "sm_90") and results >= 64 * 256:
+        if arch == "sm_80":
+            return 4
+        searches = isinstance(codec.grid, TableGrid) and not load.epilogue
+        return 1 if searches and results > 64 * 256 else 2
+    whole = arch == "sm_100" and load.operand_bytes  # parts spill there
+    return 2 if load.epilogue and not whole else 1
+
+
+def _searches_in_few_warps(
+    codec: BlockCodec, load: _Load, arch: str, matmul: Matmul | None
+) -> bool:
+    """Whether four warps encode a tile, not eight, since they search eight levels or more.
+
+    On sm_100 the assembler gives 128 registers to each thread of eight warps if it must spill only
+    a little for it, so that two programs might fit. The shared memory has room for one. The threads
+    of four warps need more, and have 255. Loops over groups have fewer instructions, and fit.
+    """
+    flattened = matmul is None or matmul.form != GROUPED
+    many = isinstance(codec.grid, TableGrid) and codec.grid.bits >= 4
+    fitted = isinstance(codec.scale, LeastSquares)
+    return arch == "sm_100" and flattened and many and not fitted and not load.epilogue
 
 
 def _most_rows(codec: BlockCodec, load: _Load, arch: str) -> int:
@@ -200,7 +231,10 @@ def _most_rows(codec: BlockCodec, load: _Load, arch: str) -> int:
             return 32
         return 64 if narrow or load.epilogue else 128
     if arch == "sm_90":
-        return 64 if isinstance(codec.rounding, Stochastic) or load.operand_bytes else 128
+        # Least squares hold values and codes until the levels of a table are found again.
+        again = isinstance(codec.scale, LeastSquares) and isinstance(codec.grid, TableGrid)
+        many = again or isinstance(codec.rounding, Stochastic) or load.operand_bytes
+        return 64 if many else 128
     return 64 if load else 128
 
 
@@ -217,7 +251,8 @@ def shared_bytes(
     stage = (by.block_m + by.block_n) * by.block_k * 2  # operands have 16 bits
     spread = codec.transform.sums > 1 or (arch == "gfx942" and codec.grid.bits < 8)
     results = 2 if load.epilogue and codec.grid.bits < 8 else 1
-    width = 4 if spread and arch != "sm_90" else max(results, load.operand_bytes)
+    one_warp = arch == "sm_90" and by.block_m == 128  # whole rows, 16 for each
+    width = 4 if spread and not one_warp else max(results, load.operand_bytes)
     moved = by.block_m * by.block_n // by.cuts * width
     if arch == "gfx942":  # one stage is in registers, and the rest is free in the epilogue
         return max((by.num_stages - 1) * stage, moved)

@@ -118,6 +118,9 @@ def ranks_of_group(chain: Chain, size: int) -> int:
     values = TILE if chain.width else max(summed_values(chain), size)
     parts_ = len(widths(codec.grid.bits))
     # These need more registers to decode: with eight ranks, up to 5,104 bytes were spilled.
-    most = 2 if codec.offset else RANKS // 2 // parts_ if parts_ > 1 else RANKS
+    most = RANKS // 2 // parts_ if parts_ > 1 else RANKS
+    if codec.offset:
+        # With two ranks, the assembler for sm_80 spilled 8 bytes to fit more programs.
+        most = 2 if chain.encodes is not None or chain.width else RANKS // 2 // parts_
     held = HELD // 2 if chain.width else HELD  # a norm holds its residual and weight, too
     return max(min(held * 8 // (values * codec.grid.bits), most, chain.ranks), 1)

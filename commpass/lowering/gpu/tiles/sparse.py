@@ -304,7 +304,9 @@ def sparse_select(
     codes = values + row.to(tl.int64) * value_pitch
     slots = indices + row.to(tl.int64) * k
     selected = rest ^ rest
-    for _ in range(tl.max(ones_in_word(rest), 0)):
+    # Rounds are counted in bits: Triton 3.9 would unroll a loop of a known number, eight at a time.
+    rounds = (1 << tl.max(ones_in_word(rest), 0).to(tl.int64)) - 1
+    while rounds > 0:
         others = rest & (rest - 1)
         lowest = rest ^ others
         place = begin + ones_in_word(lowest - 1)
@@ -323,6 +325,7 @@ def sparse_select(
         sures += certain.to(tl.int32)
         maybes += ((rest != 0) & (pattern_of(value) < high)).to(tl.int32)
         rest = others
+        rounds = rounds >> 1
     if BITMAP:
         byte = block * (BLOCK // 8) + tl.arange(0, BLOCK // 32) * 4
         to = bitmap + row.to(tl.int64) * bitmap_pitch + byte
