@@ -161,6 +161,17 @@ def test_wire_is_decoded_to_the_values_of_the_aten_form(spec, dtype):
         assert same(run(chain, [wire], n), coder.decode_rows(wire, n, dtype).to(dtype))
 
 
+@pytest.mark.parametrize("spec", ["int2(stored=pow2)", rarely("int2")])
+def test_values_above_the_largest_scale_are_cut_to_the_grid(spec):
+    """The largest power of two is half the largest float32: a number of the grid may be 2."""
+    coder, n = codec(spec), 1000
+    signs = torch.randn(1, n, generator=torch.Generator().manual_seed(0)).sign()
+    for dtype in (F32, BF16):
+        for size in (torch.finfo(dtype).max, 1.625 * 2.0**127, 1.5 * 2.0**127, 2.0**127):
+            x = (signs * size).to(dtype)
+            assert torch.equal(run(Chain(dtype, (Encode(coder),)), [x], n), coder.encode_rows(x))
+
+
 RANKS = 3
 
 
