@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import pytest
@@ -717,6 +717,12 @@ def test_missing_kernels_say_why(chain, reason):
     with pytest.raises(CommpassError, match=reason):
         cpu.compile_chain(chain)
     assert cpu.unsupported_reason(chain)
+
+
+def test_no_kernel_measures_a_row_before_it_is_rotated():
+    rotated = replace(codec("nvfp4"), transform=Hadamard(16))
+    reason = cpu.unsupported_reason(Chain(BF16, (Encode(rotated),)))
+    assert reason == "there is no C++ for a transform or an offset with a scale of the row"
 
 
 def test_unknown_steps_and_transforms_have_no_kernel():
