@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import pytest
@@ -159,6 +159,17 @@ def test_wire_is_decoded_to_the_values_of_the_aten_form(spec, dtype):
     for n in SIZES:
         wire = coder.encode_rows(values(5, n, dtype, n))
         assert same(run(chain, [wire], n), coder.decode_rows(wire, n, dtype).to(dtype))
+
+
+@pytest.mark.parametrize("spec", ["int2(stored=pow2)", rarely("int2")])
+def test_values_above_the_largest_scale_are_cut_to_the_grid(spec):
+    """The largest power of two is half the largest float32: a number of the grid may be 2."""
+    coder, n = codec(spec), 1000
+    signs = torch.randn(1, n, generator=torch.Generator().manual_seed(0)).sign()
+    for dtype in (F32, BF16):
+        for size in (torch.finfo(dtype).max, 1.625 * 2.0**127, 1.5 * 2.0**127, 2.0**127):
+            x = (signs * size).to(dtype)
+            assert torch.equal(run(Chain(dtype, (Encode(coder),)), [x], n), coder.encode_rows(x))
 
 
 RANKS = 3
@@ -706,6 +717,12 @@ def test_missing_kernels_say_why(chain, reason):
     with pytest.raises(CommpassError, match=reason):
         cpu.compile_chain(chain)
     assert cpu.unsupported_reason(chain)
+
+
+def test_no_kernel_measures_a_row_before_it_is_rotated():
+    rotated = replace(codec("nvfp4"), transform=Hadamard(16))
+    reason = cpu.unsupported_reason(Chain(BF16, (Encode(rotated),)))
+    assert reason == "there is no C++ for a transform or an offset with a scale of the row"
 
 
 def test_unknown_steps_and_transforms_have_no_kernel():

@@ -6,7 +6,7 @@ from commpass.codecs.block.codec import BlockCodec
 from commpass.codecs.block.grids import LevelGrid
 from commpass.codecs.block.layouts import Flat, Pairs
 from commpass.codecs.block.noise import Nearest
-from commpass.codecs.block.scales import Static
+from commpass.codecs.block.scales import Static, row_numbers
 from commpass.codecs.block.transforms import NoTransform
 from commpass.lowering.cpu import grids, rotation, scales
 
@@ -217,6 +217,9 @@ def unsupported_reason(codec: BlockCodec) -> str:
         return "there is no C++ for stochastic rounding"
     if isinstance(codec.scale, Static) and not isinstance(codec.transform, NoTransform):
         return "there is no C++ for a transform with a static scale"
+    changed = codec.offset is not None or not isinstance(codec.transform, NoTransform)
+    if row_numbers(codec.scale) and changed:  # the peak of a row is measured before both
+        return "there is no C++ for a transform or an offset with a scale of the row"
     return str(
         grids.unsupported_reason(codec.grid)
         or scales.unsupported_reason(codec.scale)

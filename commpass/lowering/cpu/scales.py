@@ -197,9 +197,10 @@ template <class Stored, class Grid, int COUNT> struct Numbers {
 
 inline float at_least_tiny(float x) { return x < TINY ? TINY : x; }
 
-// The peak of a block lands on the largest number of its grid.
+// The peak of a block lands on the largest number of its grid, or below it. The largest power of
+// two is half the largest float: on a grid up to 1, peaks above 1.5 times that power are off it.
 template <class Stored, class Grid> struct Absmax : Numbers<Stored, Grid, 1> {
-  static constexpr bool SUMS_UP = false, IN_RANGE = true;
+  static constexpr bool SUMS_UP = false, IN_RANGE = Stored::BYTES > 1 || Grid::LARGEST >= 2.0f;
   template <int N> static inline auto measure(const float* v) {
     const float peak = peak_of<N>(v);
     return Absmax::as_stored({at_least_tiny(peak / Grid::LARGEST)}, peak);
