@@ -29,8 +29,9 @@ from timing import pytest_runtest_logreport, pytest_terminal_summary
 # compiles.
 logging.getLogger("torch.__trace").propagate = True
 os.environ["COMMPASS_CHECK"] = "1"  # check the invariants between passes, on all ranks
-# Plans must not depend on how many cores a machine has for the ranks of a test.
+# Plans must not depend on how many cores a machine has for the ranks of a test, or how fast.
 os.environ["COMMPASS_CORES"] = "1"
+os.environ["COMMPASS_SPEED"] = "1"
 
 __all__ = [
     "pytest_collection_modifyitems",

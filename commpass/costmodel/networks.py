@@ -42,12 +42,19 @@ def cpu_profile(gbit_per_s: float, ranks_per_host: int, source: str) -> Profile:
     )
 
 
-def on_shared_processors(profile: Profile, cores: float) -> Profile:
-    """Return the profile of ranks with ``cores`` processor cores each, as its source then says."""
-    if cores >= 1:
+def on_processors(profile: Profile, cores: float, speed: float) -> Profile:
+    """Return the profile of ranks with ``cores`` processor cores each, as its source then says.
+
+    A core is ``speed`` times as fast as that of ``costmodel.kernels.CPU``.
+    """
+    if cores >= 1 and speed == 1:
         return profile
-    source = f"{profile.source}; ranks share processors, {cores:.2g} cores each"
-    return dataclasses.replace(profile.on_cores(cores), source=source)
+    made, source = profile.on_cores(cores).with_speed(speed), profile.source
+    if speed != 1:
+        source += f"; processors {speed:.2g} times as fast as slow ones"
+    if cores < 1:
+        source += f"; ranks share processors, {cores:.2g} cores each"
+    return dataclasses.replace(made, source=source)
 
 
 def gpu_profile(card: str, ports: Ports, ranks_per_host: int, source: str) -> Profile:

@@ -243,6 +243,11 @@ class Profile:
             kernels=self.kernels.slowed(times),
         )
 
+    def with_speed(self, speed: float) -> Profile:
+        """Return the profile of ranks whose kernels are ``speed`` times as fast. The processor time
+        of messages stays the same."""
+        return dataclasses.replace(self, kernels=self.kernels.slowed(1 / speed))
+
     def on_each_host(self, ranks: Sequence[int]) -> int:
         """Return how many of a group's ranks are on each of its hosts. It is 0 if the number
         differs, the ranks of a host are not consecutive in the group, or hosts are unknown."""

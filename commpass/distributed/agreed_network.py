@@ -1,5 +1,5 @@
 """The network between hosts, if no profile is given: the slowest one that any rank has read.
-Also the processor cores of a rank.
+Also the processors of the ranks.
 
 Each rank publishes what it has read with its hello record. A rank that needs a profile waits until
 all ranks have published, for a limited time. All ranks use the same result (``first_value``), so
@@ -26,7 +26,7 @@ from commpass.costmodel.networks import (
     cpu_profile,
     gpu_profile,
     is_assumed_faster,
-    on_shared_processors,
+    on_processors,
 )
 from commpass.distributed.first_value import first_value
 from commpass.distributed.hosts import is_distributed, on_each_host
@@ -40,7 +40,7 @@ from commpass.distributed.machine import (
 )
 from commpass.distributed.network import NetworkOfRank, network_here
 from commpass.distributed.plan_store import PlanStore, current_store
-from commpass.distributed.processors import fewest_cores
+from commpass.distributed.processors import WHOLE, Capacity, capacity_of
 from commpass.errors import Unanswered
 from commpass.groups import is_first_rank
 from commpass.passes.fx.parse import graph_modules, is_collective
@@ -70,8 +70,8 @@ class Slowest:
 @dataclass(frozen=True)
 class AgreedNetwork:
     """What all ranks use: the hosts, the slowest interfaces of gloo and of NCCL, the name of the
-    slowest GPU ("" if no rank has published one), and the cores of the rank with the fewest (at
-    most 1).
+    slowest GPU ("" if no rank has published one), and the processors that every rank can count
+    on.
 
     ``ranks_per_host`` is 0 if it is unknown, or differs between hosts. ``is_complete`` says whether
     all ranks have published theirs.
@@ -83,7 +83,7 @@ class AgreedNetwork:
     gloo: Slowest = Slowest()
     nccl: Slowest = Slowest()
     card: str = ""
-    cores: float = 1.0
+    capacity: Capacity = WHOLE
 
 
 def agreed_default(
@@ -169,7 +169,7 @@ def network_of(found: Mapping[int, NetworkOfRank], world_size: int, started: int
         _slowest({rank: one.gloo for rank, one in found.items()}, world_size),
         _slowest({rank: one.nccl for rank, one in found.items()}, world_size),
         _slowest_card({one.card for one in found.values() if one.card}),
-        min(1.0, fewest_cores([one.processors for one in found.values() if one.processors])),
+        capacity_of([one.processors for one in found.values() if one.processors]),
     )
 
 
@@ -209,7 +209,9 @@ def profile_over(network: AgreedNetwork, device: str, card: str) -> Profile:
     A rank that could not read its own network counts as one with the default one.
     """
     found = _profile_over(network, device, card)
-    return on_shared_processors(found, network.cores) if device == "cpu" else found
+    if device != "cpu":
+        return found
+    return on_processors(found, network.capacity.cores, network.capacity.speed)
 
 
 def _profile_over(network: AgreedNetwork, device: str, card: str) -> Profile:

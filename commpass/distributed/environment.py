@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from commpass.distributed import step_times
-from commpass.distributed.processors import CORES, stated_cores
+from commpass.distributed.processors import CORES, SPEED, stated_cores, stated_speed
 from commpass.errors import CommpassError, PolicyError, nearest
 from commpass.groups import is_first_rank
 from commpass.policy import PRESETS, Policy, policy_named
@@ -57,11 +57,12 @@ def policy_here(argument: str | Path | Policy) -> Policy:
     """Return the policy to use if the program gives this one.
 
     Raise PolicyError for an unknown policy, also one that is replaced: so a mistake is found before
-    the variables are removed. Raise it also for a wrong COMMPASS_CORES, before other ranks wait for
-    what this one publishes.
+    the variables are removed. Raise it also for a wrong COMMPASS_CORES or COMMPASS_SPEED, before
+    other ranks wait for what this one publishes.
     """
     step_times.open_recorder()
     stated_cores()
+    stated_speed()
     chosen = policy_named(argument)
     requested = policy_of_environment()
     if is_off():
@@ -200,6 +201,7 @@ VARIABLES: dict[str, tuple[str, Callable[[str], str]]] = {
     STEPS: ("where each rank writes the times of its steps, for commpass compare", _steps_problem),
     CHECK: ("1: passes are checked on every graph, as with strict=True", _check_problem),
     CORES: ("how many processor cores this rank has", _checked(stated_cores)),
+    SPEED: ("how fast its processor cores are", _checked(stated_speed)),
 }
 """Maps a variable to its meaning and its check. COMMPASS_PROFILE is checked separately."""
 OTHERS = ("COMMPASS_DEMO_HOSTS", "COMMPASS_NETLAB")

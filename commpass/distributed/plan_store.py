@@ -251,8 +251,8 @@ class PlanStore:
     this rank has published anything, by group. ``settings`` are the published settings of ranks;
     ``warned_of_settings`` records that not all ranks published theirs in time. ``ranks_per_host``
     is None until it was determined (``hosts``). So are ``network``, which is kept as text
-    (``agreed_network``), and ``cores`` (``agreed_profile``). ``peer_memory`` is that of groups that
-    were asked for, by their ranks (``peers``).
+    (``agreed_network``), and ``capacity`` (``agreed_profile``). ``peer_memory`` is that of groups
+    that were asked for, by their ranks (``peers``).
     """
 
     world: weakref.ref[Any]
@@ -267,7 +267,7 @@ class PlanStore:
     warned_of_settings: bool = False
     ranks_per_host: int | None = None
     network: str | None = None
-    cores: float | None = None
+    capacity: str | None = None
     peer_memory: dict[tuple[int, ...], PeerMemory] = field(default_factory=dict)
 
     @property

@@ -1,4 +1,4 @@
-"""How many processor cores each rank has, if ranks share them."""
+"""How many processor cores each rank has, if ranks share them, and how fast they are."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 
+from commpass.distributed.speed import speed_of_core
 from commpass.errors import PolicyError
 
 CORES = "COMMPASS_CORES"
 """The environment variable that states how many cores this rank has."""
+SPEED = "COMMPASS_SPEED"
+"""The environment variable that states how many times as fast as ``costmodel.kernels.CPU`` a core
+is."""
 LEAST = 0.01
-"""The least number that it may state."""
+"""The least number that either may state."""
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 """A file that differs between running kernels. Containers and network namespaces of one machine
 have the same one."""
@@ -32,12 +36,25 @@ class Processors:
 
     ``machine`` names the running kernel. ``cpus`` has a bit for each logical processor that the
     process may use, as a hexadecimal number. ``stated`` is the number of cores that the environment
-    states, or 0.
+    states, or 0. ``speed`` is that of a core, in units of ``costmodel.kernels.CPU``.
     """
 
     machine: str
     cpus: str
     stated: float = 0.0
+    speed: float = 1.0
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What every rank can count on: the fewest cores of any, at most 1, and the least speed."""
+
+    cores: float = 1.0
+    speed: float = 1.0
+
+
+WHOLE = Capacity()
+"""A core as the cost model assumes it."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +75,7 @@ def processors_here(boot: Path = BOOT) -> Processors:
         mask = sum(1 << cpu for cpu in os.sched_getaffinity(0))
     else:
         mask = (1 << (os.cpu_count() or 1)) - 1
-    return Processors(machine, f"{mask:x}", stated_cores())
+    return Processors(machine, f"{mask:x}", stated_cores(), stated_speed() or speed_of_core())
 
 
 def processors_each(group: Any) -> float:
@@ -81,19 +98,32 @@ def processors_each(group: Any) -> float:
 def stated_cores() -> float:
     """Return the number in COMMPASS_CORES, 0 if it is not set. Raise PolicyError for another
     value."""
-    given = os.environ.get(CORES)
+    return _stated(CORES, "a number of cores of a rank, such as 0.5")
+
+
+def stated_speed() -> float:
+    """Return the number in COMMPASS_SPEED, 0 if it is not set. Raise PolicyError for another
+    value."""
+    return _stated(SPEED, "how many times as fast as a slow core one is, such as 2")
+
+
+def _stated(variable: str, what: str) -> float:
+    given = os.environ.get(variable)
     if not given:
         return 0.0
     try:
-        cores = float(given)
+        number = float(given)
     except ValueError:
-        cores = math.nan
-    if not LEAST <= cores < math.inf:
-        raise PolicyError(
-            f"{CORES}={given}: must be a number of cores of a rank, such as 0.5, and at least"
-            f" {LEAST}"
-        )
-    return cores
+        number = math.nan
+    if not LEAST <= number < math.inf:
+        raise PolicyError(f"{variable}={given}: must be {what}, and at least {LEAST}")
+    return number
+
+
+def capacity_of(found: Collection[Processors]) -> Capacity:
+    """Return what every rank can count on, from the processors of all."""
+    speed = min((one.speed for one in found), default=1.0)
+    return Capacity(min(1.0, fewest_cores(found)), speed)
 
 
 def fewest_cores(found: Collection[Processors]) -> float:

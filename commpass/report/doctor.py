@@ -150,7 +150,7 @@ def profile() -> tuple[str, bool]:
     import torch
 
     from commpass.costmodel.files import age, read
-    from commpass.costmodel.networks import on_shared_processors
+    from commpass.costmodel.networks import on_processors
     from commpass.distributed.agreed_network import default_between_hosts
     from commpass.distributed.machine import (
         default_here,
@@ -159,14 +159,16 @@ def profile() -> tuple[str, bool]:
         requested_profile,
         this_machine,
     )
-    from commpass.distributed.processors import stated_cores
+    from commpass.distributed.processors import stated_cores, stated_speed
+    from commpass.distributed.speed import speed_of_core
 
     path = requested_profile(None)
     if path is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         alone, several = default_here(device), default_between_hosts(device)
         if device == "cpu":  # the number of ranks here is unknown, and so is what they share
-            alone = on_shared_processors(alone, stated_cores() or 1.0)
+            speed = stated_speed() or speed_of_core()
+            alone = on_processors(alone, stated_cores() or 1.0, speed)
         return f"on one host {alone.description}, on several {several.description}", False
     found = profile_here(None)
     assert found is not None

@@ -211,7 +211,7 @@ def without_need() -> bool:
         torch.compile(function, backend=off)(torch.ones(4))
     named = commpass.backend(inner="eager", profile="ethernet-1g")
     torch.compile(lambda x: x + 2, backend=named)(torch.ones(4))
-    return current_store().network is None and current_store().cores is None
+    return current_store().network is None and current_store().capacity is None
 
 
 @pytest.mark.slow
@@ -300,6 +300,20 @@ def test_ranks_that_share_a_core_plan_for_half_a_core(profile):
     expected = (ethernet(1) if profile else DEFAULT_CPU).on_cores(0.5)
     assert [each for _, each in found] == [digest(expected)] * 2
     assert all("ranks share processors, 0.5 cores each" in line for line, _ in found)
+
+
+def profile_at(speeds: tuple[str, ...], profile: str | None) -> tuple[str, str]:
+    with mock.patch.dict(os.environ, COMMPASS_SPEED=speeds[dist.get_rank()]):
+        open_store()
+        return shared_core(profile, os.cpu_count() or 1)
+
+
+@pytest.mark.parametrize("profile", [None, "ethernet-1g"])
+def test_all_ranks_plan_for_the_speed_of_the_slowest(profile, ranks2):
+    found = ranks2.run(profile_at, ("2", "4"), profile)
+    expected = (ethernet(1) if profile else DEFAULT_CPU).with_speed(2)
+    assert [each for _, each in found] == [digest(expected)] * 2
+    assert all("processors 2 times as fast as slow ones" in line for line, _ in found)
 
 
 def named_with_missing(missing: int) -> tuple[str, list[str]]:

@@ -8,6 +8,8 @@ import platform
 import random
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import commpass
 from commpass.costmodel import Profile
@@ -15,10 +17,14 @@ from commpass.costmodel.kernels import CPU
 from commpass.costmodel.links import Link, Region
 from commpass.costmodel.profile import SLICE_US, ethernet, profile_named
 from commpass.distributed import agreed_profile as module
+from commpass.distributed import processors, speed
 from commpass.distributed.agreed_network import AgreedNetwork, default_between_hosts, profile_over
 from commpass.distributed.processors import (
     CORES,
+    SPEED,
+    Capacity,
     Processors,
+    capacity_of,
     fewest_cores,
     processors_here,
     stated_cores,
@@ -121,8 +127,8 @@ def test_all_links_and_measured_regions_of_a_profile_are_delayed():
     assert whole.link.alpha_us == 60
 
 
-def given_by(profile, cores: float, monkeypatch, device: str = "cpu"):
-    monkeypatch.setattr(module, "agreed_cores", lambda gm, timeout_s: cores)
+def given_by(profile, cores: float, monkeypatch, device: str = "cpu", speed: float = 1.0):
+    monkeypatch.setattr(module, "agreed_capacity", lambda gm, timeout_s: Capacity(cores, speed))
     return module.agreed_profile(profile, device)
 
 
@@ -135,6 +141,53 @@ def test_named_profile_is_one_of_ranks_with_so_many_cores(monkeypatch):
     assert given_by(profile_named("ethernet-1g"), 1.0, monkeypatch) == ethernet(1)
 
 
+def test_named_profile_has_kernels_of_the_speed_of_the_processors(monkeypatch):
+    whole, found = ethernet(1), given_by(profile_named("ethernet-1g"), 1.0, monkeypatch, speed=2.0)
+    assert found.description == (
+        "ethernet-1g (nominal rate, not measured; processors 2 times as fast as slow ones)"
+    )
+    assert found.link == whole.link
+    assert found.kernels.compute_us(1e9, 1e6) == pytest.approx(CPU.compute_us(1e9, 1e6) / 2)
+    times = found.kernels.time_us("int8", "encode", 1e6) / CPU.time_us("int8", "encode", 1e6)
+    assert times == pytest.approx(1 / 2)
+    slow = given_by(profile_named("ethernet-1g"), 0.5, monkeypatch, speed=2.0)
+    assert slow.kernels.compute_us(1e9, 1e6) == pytest.approx(CPU.compute_us(1e9, 1e6))
+    assert slow.link == whole.on_cores(0.5).link
+    assert "2 times as fast as slow ones; ranks share processors, 0.5 cores" in slow.description
+
+
+def test_slowest_rank_decides_the_speed_of_all():
+    found = [dataclasses.replace(on("a", rank), speed=speed) for rank, speed in enumerate((2, 1.4))]
+    assert capacity_of(found) == Capacity(1.0, 1.4)
+    assert capacity_of([]) == Capacity(1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("gflops", "expected"), [(10, 1), (55, 1), (57, 2**0.5), (86, 2), (112, 2), (1000, 4)]
+)
+def test_measured_speed_is_a_power_of_the_root_of_two(gflops, expected, monkeypatch):
+    monkeypatch.setattr(speed, "_least_seconds", lambda: 2 * speed.WIDTH**3 / gflops / 1e9)
+    speed.speed_of_core.cache_clear()
+    assert speed.speed_of_core() == pytest.approx(expected)
+    speed.speed_of_core.cache_clear()
+
+
+def test_speed_is_measured_with_real_tensors_also_in_a_trace():
+    with FakeTensorMode(), torch.inference_mode():
+        assert 1 <= speed.speed_of_core() <= speed.MOST
+
+
+def test_stated_speed_replaces_the_measured_one(monkeypatch):
+    monkeypatch.setenv(SPEED, "1.5")
+    assert processors_here().speed == 1.5
+    monkeypatch.setenv(SPEED, "fast")
+    with pytest.raises(PolicyError, match=r"COMMPASS_SPEED=fast: must be how many times as fast"):
+        processors_here()
+    monkeypatch.delenv(SPEED)
+    monkeypatch.setattr(processors, "speed_of_core", lambda: 2.0)
+    assert processors_here().speed == 2.0
+
+
 def test_profile_of_explicit_numbers_is_taken_as_it_is(monkeypatch):
     measured = dataclasses.replace(ethernet(1), source="measured on 2026-11-28")
     for given in (ethernet(1), measured):
@@ -144,11 +197,12 @@ def test_profile_of_explicit_numbers_is_taken_as_it_is(monkeypatch):
 def test_profiles_of_gpus_do_not_depend_on_cores(monkeypatch):
     named = profile_named("nvlink-4")
     assert given_by(named, 0.5, monkeypatch, "cuda") is named
-    network = AgreedNetwork(True, False, cores=0.5)
-    whole = dataclasses.replace(network, cores=1.0)
+    whole = AgreedNetwork(True, False)
     card = "NVIDIA H100 80GB HBM3"
-    assert profile_over(network, "cuda", card) == profile_over(whole, "cuda", card)
-    assert profile_over(network, "cpu", "") != profile_over(whole, "cpu", "")
+    for capacity in (Capacity(cores=0.5), Capacity(speed=2.0)):
+        network = dataclasses.replace(whole, capacity=capacity)
+        assert profile_over(network, "cuda", card) == profile_over(whole, "cuda", card)
+        assert profile_over(network, "cpu", "") != profile_over(whole, "cpu", "")
 
 
 @pytest.mark.parametrize("shared", [True, False])
