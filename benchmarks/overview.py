@@ -147,7 +147,7 @@ def rows() -> Iterator[Row]:
     for gbit in (1.0, 0.1):
         for policy in ("lossless", "balanced"):
             yield steps("network_steps_2_ranks.json", 2, gbit, policy)
-    yield steps("network_steps_1g.json", 4, 1.0, "balanced")
+    yield steps("network_steps_4_ranks.json", 4, 1.0, "balanced")
     yield data_parallel("data_parallel_1g.json", 1.0, "fp16", "DDP, fp16 hook", "int8")
     for way in ("int8", "aggressive"):
         yield data_parallel("data_parallel_100m.json", 0.1, "fp16", "DDP, fp16 hook", way)

@@ -20,7 +20,11 @@ from commpass.report.colours import colour_of
 from commpass.report.plots import new_figure
 
 RESULTS = Path(__file__).parents[1] / "results"
-FILES = ("network_steps_1g.json", "network_steps_100m_4.json", "network_steps_2_ranks.json")
+FILES = (
+    "network_steps_100m_4.json",
+    "network_steps_2_ranks.json",
+    "network_steps_4_ranks.json",
+)
 """Rows of a later file replace those of an earlier one."""
 POLICIES = {
     "plain": UNCOMPRESSED,
