@@ -75,7 +75,7 @@ def processors_here(boot: Path = BOOT) -> Processors:
         mask = sum(1 << cpu for cpu in os.sched_getaffinity(0))
     else:
         mask = (1 << (os.cpu_count() or 1)) - 1
-    return Processors(machine, f"{mask:x}", stated_cores(), stated_speed() or speed_of_core())
+    return Processors(machine, f"{mask:x}", stated_cores(), speed_here())
 
 
 def processors_each(group: Any) -> float:
@@ -107,7 +107,12 @@ def stated_speed() -> float:
     return _stated(SPEED, "how many times as fast as a slow core one is, such as 2")
 
 
-def _stated(variable: str, what: str) -> float:
+def speed_here() -> float:
+    """Return how fast a core of this rank is: as stated, or else as measured."""
+    return stated_speed() or speed_of_core()
+
+
+def _stated(variable: str, expected: str) -> float:
     given = os.environ.get(variable)
     if not given:
         return 0.0
@@ -116,7 +121,7 @@ def _stated(variable: str, what: str) -> float:
     except ValueError:
         number = math.nan
     if not LEAST <= number < math.inf:
-        raise PolicyError(f"{variable}={given}: must be {what}, and at least {LEAST}")
+        raise PolicyError(f"{variable}={given}: must be {expected}, and at least {LEAST}")
     return number
 
 

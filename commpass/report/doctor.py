@@ -159,16 +159,14 @@ def profile() -> tuple[str, bool]:
         requested_profile,
         this_machine,
     )
-    from commpass.distributed.processors import stated_cores, stated_speed
-    from commpass.distributed.speed import speed_of_core
+    from commpass.distributed.processors import speed_here, stated_cores
 
     path = requested_profile(None)
     if path is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         alone, several = default_here(device), default_between_hosts(device)
         if device == "cpu":  # the number of ranks here is unknown, and so is what they share
-            speed = stated_speed() or speed_of_core()
-            alone = on_processors(alone, stated_cores() or 1.0, speed)
+            alone = on_processors(alone, stated_cores() or 1.0, speed_here())
         return f"on one host {alone.description}, on several {several.description}", False
     found = profile_here(None)
     assert found is not None

@@ -187,16 +187,16 @@ inline void unpack(const Byte* from, Byte* codes) {
 """
 
 
-FOUR_AT_ONCE = """\
+ONE_AT_A_TIME = "  static constexpr bool FOUR_AT_ONCE = false;\n"
+FOUR_AT_ONCE = f"""\
 #if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512VBMI__)
   static constexpr bool FOUR_AT_ONCE = true;
-  template <class Take> static inline void decode_four(const Byte* codes, const Take& take) {
+  template <class Take> static inline void decode_four(const Byte* codes, const Take& take) {{
     alignas(64) static constexpr auto ABOVE = bytes_of(LEVELS + 128);
     levels_of_four(codes, ABOVE.data(), take);
-  }
+  }}
 #else
-  static constexpr bool FOUR_AT_ONCE = false;
-#endif
+{ONE_AT_A_TIME}#endif
 """
 
 
@@ -231,8 +231,8 @@ def _struct(
     signed_code: str = "",
     cuts: bool = False,
     more: str = "",
+    four: str = ONE_AT_A_TIME,
 ) -> str:
-    four = "" if "FOUR_AT_ONCE" in more else "  static constexpr bool FOUR_AT_ONCE = false;\n"
     signed = f"  static inline Ints signed_code(Vec x) {{ {signed_code} }}\n" if signed_code else ""
     return f"""
 struct {name} {{
@@ -241,7 +241,7 @@ struct {name} {{
   static constexpr bool HAS_ZERO = {_boolean(part.has_zero)};
   static constexpr float LARGEST = {number(part.largest)}, SIGMA = {number(part.sigma)};
   static constexpr float POWER = {number(grids.largest_power(part))};
-{four}{more}{signed}  static inline Ints encode(Vec x) {{ {encode} }}
+{more}{four}{signed}  static inline Ints encode(Vec x) {{ {encode} }}
   static inline Vec decode(const Byte* codes) {{ {decode} }}
 }};
 """
@@ -328,5 +328,6 @@ def _companded(part: CompandedGrid, name: str) -> str:
         lookup if large else "return one_of_16(LEVELS, codes);",
         "return whole_below(companded(x));",
         cuts=True,
-        more=more + (FOUR_AT_ONCE if part.bits == 8 else ""),
+        more=more,
+        four=FOUR_AT_ONCE if part.bits == 8 else ONE_AT_A_TIME,
     )

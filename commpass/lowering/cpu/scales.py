@@ -200,7 +200,7 @@ inline float at_least_tiny(float x) { return x < TINY ? TINY : x; }
 // The peak of a block lands on the largest number of its grid, or below it. The largest power of
 // two is half the largest float: on a grid up to 1, peaks above 1.5 times that power are off it.
 template <class Stored, class Grid> struct Absmax : Numbers<Stored, Grid, 1> {
-  static constexpr bool SUMS_UP = false, IN_RANGE = Stored::BYTES > 1 || Grid::LARGEST >= 2.0f;
+  static constexpr bool IN_RANGE = Stored::BYTES > 1 || Grid::LARGEST >= 2.0f;
   template <int N> static inline auto measure(const float* v) {
     const float peak = peak_of<N>(v);
     return Absmax::as_stored({at_least_tiny(peak / Grid::LARGEST)}, peak);
@@ -209,7 +209,6 @@ template <class Stored, class Grid> struct Absmax : Numbers<Stored, Grid, 1> {
 
 // The root mean square lands on the grid's sigma.
 template <class Stored, class Grid> struct Rms : Numbers<Stored, Grid, 1> {
-  static constexpr bool SUMS_UP = true;
   template <int N> static inline auto measure(const float* v) {
     const float peak = peak_of<N>(v), scale = at_least_tiny(rms_of<N>(v, peak) / Grid::SIGMA);
     return Rms::as_stored({std::min(scale, std::numeric_limits<float>::max())}, peak);
@@ -218,7 +217,6 @@ template <class Stored, class Grid> struct Rms : Numbers<Stored, Grid, 1> {
 
 // Divided by the root mean square, then by the peak of that.
 template <class Stored, class Grid> struct Dual : Numbers<Stored, Grid, 2> {
-  static constexpr bool SUMS_UP = true;
   template <int N> static inline auto measure(const float* v) {
     const float peak = peak_of<N>(v), sigma = at_least_tiny(rms_of<N>(v, peak));
     return Dual::as_stored({sigma, at_least_tiny(peak / sigma / Grid::LARGEST)}, peak);
@@ -227,7 +225,6 @@ template <class Stored, class Grid> struct Dual : Numbers<Stored, Grid, 2> {
 
 // The power of two below the peak, over that below the largest number of the grid.
 template <class Stored, class Grid> struct SharedExponent : Numbers<Stored, Grid, 1> {
-  static constexpr bool SUMS_UP = false;
   template <int N> static inline auto measure(const float* v) {
     const float peak = peak_of<N>(v);
     const float power = bits_of<float>(bits_of<uint32_t>(peak) & 0x7F800000u);
@@ -237,7 +234,7 @@ template <class Stored, class Grid> struct SharedExponent : Numbers<Stored, Grid
 
 // A float32 for each row, and for each block a number in units of it.
 template <class Stored, class Grid> struct TwoLevel : Numbers<Stored, Grid, 1> {
-  static constexpr bool SUMS_UP = false, TWO_LEVELS = true;
+  static constexpr bool TWO_LEVELS = true;
   static inline float row_scale(int32_t peak) {
     return std::max(bits_of<float>(peak) / (Grid::LARGEST * LARGEST_E4M3), LEAST_ROW_SCALE);
   }
@@ -255,7 +252,6 @@ template <class Stored, class Grid> struct TwoLevel : Numbers<Stored, Grid, 1> {
 template <class Grid, uint32_t BITS> struct Static {
   static constexpr int NUMBERS = 0, BYTES = 0;
   static constexpr bool TWO_LEVELS = false, IN_RANGE = false;
-  static constexpr bool SUMS_UP = false;
   using Made = std::array<float, 0>;
   using Factors = std::array<Vec, 0>;
   template <int N> static inline Made measure(const float* v) { return {}; }
