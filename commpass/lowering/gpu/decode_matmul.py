@@ -213,7 +213,7 @@ def kernel(codec: BlockCodec, matmul: Matmul) -> Kernel:
         *indent([line.replace("CUT", "True") for line in step]),
     ]
     if matmul.bias is not None:
-        lines.append("total = total + to_float32(tl.load(bias + along))[None, :]")
+        lines.append("total = total + to_float32(tl.load(bias + along), FP8)[None, :]")
     lines += [
         "place = output + row * rows * columns",
         "place = place + down[:, None] * columns + columns_here[None, :]",

@@ -197,7 +197,7 @@ def _slots(phase: int) -> str:
 
 def _load_lines(writer: _Writer) -> list[str]:
     values = parts.split(writer.codec.layout, "tl.load(input + at, mask=value_mask, other=0.0)")
-    return [f"x = to_float32({values})", *writer.enter_lines]
+    return [f"x = to_float32({values}, FP8)", *writer.enter_lines]
 
 
 def _sum_lines(writer: _Writer, at: str) -> list[str]:

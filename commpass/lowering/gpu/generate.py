@@ -40,7 +40,14 @@ from commpass.lowering.gpu import parts
 from commpass.lowering.gpu.source import Kernel, constant, function_text, of_text
 from commpass.lowering.gpu.sums import write_sum
 from commpass.lowering.gpu.supported import TYPES, block_codec, codecs_of
-from commpass.lowering.gpu.tile_sizes import Tile, is_sum, static_tile
+from commpass.lowering.gpu.parts import Group
+from commpass.lowering.gpu.tile_sizes import (
+    DECODED_PART,
+    ENCODED_PART,
+    Tile,
+    is_sum,
+    static_tile,
+)
 from commpass.lowering.gpu.tiles import (
     grids,
     layouts,
@@ -100,7 +107,8 @@ def kernel(
     """
     layout = block_codec(codecs_of(chain)[0]).layout
     size = layout.size(numel)
-    body = Body(size, layout)
+    tile = tile or static_tile(chain, numel, lanes)
+    body = Body(size, layout, _group(chain, tile, size, lanes))
     body.add(*ROW_LINES)
     norm_blocks = chain.width // size
     if norm_blocks:
@@ -139,7 +147,6 @@ def kernel(
         body.add_argument(name, "i64")
     for name in ("numel", "blocks", "rows"):
         body.add_argument(name, "i32")
-    tile = tile or static_tile(chain, numel, lanes)
     split = max(8 // widths(block_codec(each).grid.bits)[0] for each in codecs_of(chain))
     grids_ = [block_codec(each).grid for each in codecs_of(chain)]
     fuses = any(isinstance(grid, CompandedGrid) for grid in grids_)
@@ -155,6 +162,18 @@ def kernel(
         num_warps=tile.num_warps,
         fuses=fuses,
     )
+
+
+def _group(chain: Chain, tile: Tile, size: int, lanes: int) -> Group | None:
+    """Return the form in which the tile of a chain is rotated, or None if it keeps its own: other
+    steps read further values in that one, or a thread would hold only a part of a pair."""
+    if chain.decodes is None:
+        group = tile.group(lanes, ENCODED_PART)
+    elif any(isinstance(step, (Add, Normalize, Encode)) for step in chain.steps):
+        return None
+    else:
+        group = tile.group(lanes, DECODED_PART)
+    return group if 2 * group.part <= size else None
 
 
 def _entry(name: str, body: Body) -> str:
@@ -232,7 +251,9 @@ def _leave(step: Leave, body: Body, chain: Chain) -> None:
     if step.domain == VALUES or isinstance(step.domain.transform, NoTransform):
         return
     width = step.domain.width
-    body.add(f"x = x * {1 / width!r}", *parts.inverse(step.domain.transform, float(width)))
+    body.add(
+        f"x = x * {1 / width!r}", *parts.inverse(step.domain.transform, float(width), body.group)
+    )
 
 
 @_write.register

@@ -36,7 +36,7 @@ def write_epilogue(body: wires.Body, matmul: Matmul, rows: str, batch: str) -> N
         body.add_argument("bias", TYPES[matmul.bias])
         at = f"bias + {batch}.to(tl.int64) * columns" if batch else "bias"
         body.add(f"added = tl.load({at} + along, mask=along < columns, other=0.0)")
-        body.add("x = x + to_float32(added)[None, :]")
+        body.add("x = x + to_float32(added, FP8)[None, :]")
     body.add(*_through("x", matmul.dtype))
     if not epilogue.operations:
         return
@@ -60,10 +60,10 @@ def _load(body: wires.Body, number: int, operand: Operand, batch: str) -> str:
     at = body.add_argument(f"other_{number}", TYPES[operand.dtype])
     if operand.per == VALUE:
         at = f"{at} + first * columns + place, mask=value_mask"
-        return f"v{number} = to_float32(tl.load({at}, other=0.0))"
+        return f"v{number} = to_float32(tl.load({at}, other=0.0), FP8)"
     at += "" if operand.per == COLUMN else f" + {batch}.to(tl.int64) * columns"
     load = f"tl.load({at} + along, mask=along < columns, other=0.0)"
-    return f"v{number} = to_float32({load})[None, :]"
+    return f"v{number} = to_float32({load}, FP8)[None, :]"
 
 
 def expression(operation: Operation) -> str:

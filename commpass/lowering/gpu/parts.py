@@ -10,6 +10,7 @@ kernels.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -47,6 +48,16 @@ from commpass.codecs.block.transforms import Hadamard, NoTransform, Transform, l
 from commpass.codecs.dispatch import by_type
 
 Lines = list[str]
+
+
+@dataclass(frozen=True)
+class Group:
+    """The form of a tile in which a thread holds every value of a block that is a multiple of
+    ``part`` apart: see ``tiles.transforms.halves``. ``blocks`` are side by side, and
+    ``blocks * part`` threads hold them."""
+
+    blocks: int
+    part: int
 
 
 # --- layouts --------------------------------------------------------------------------------------
@@ -117,7 +128,7 @@ def forward(transform: Transform) -> Lines:
 
 
 @by_type
-def inverse(transform: Transform, times: float) -> Lines:
+def inverse(transform: Transform, times: float, group: Group | None = None) -> Lines:
     """Return lines of the inverse: from values divided by ``sums`` to blocks divided by ``sums``,
     multiplied by ``times``."""
     raise NotImplementedError(transform)
@@ -129,22 +140,47 @@ def _identity(transform: NoTransform) -> Lines:
 
 
 @inverse.register
-def _identity_inverse(transform: NoTransform, times: float) -> Lines:
+def _identity_inverse(transform: NoTransform, times: float, group: Group | None = None) -> Lines:
     return [f"x = x * {times!r}"] if times != 1 else []
 
 
 @forward.register
 def _rotated(transform: Hadamard) -> Lines:
-    lines = (
-        ["side = pivot_of(x, inside)", "x = swapped(x, inside, side)"] if transform.pivot else []
-    )
-    lines.append(f"x = x * {_scale(transform, 1 / transform.width)}")
-    return [*lines, f"x = hadamard(x, {transform.width})"]
+    return [*_before_rotation(transform), f"x = hadamard(x, {transform.width}, 1, 0)"]
+
+
+def _before_rotation(transform: Hadamard) -> Lines:
+    lines = ["side = pivot_of(x, inside)", "x = swapped(x, inside, side)"]
+    scaled = f"x = x * {_scale(transform, 1 / transform.width)}"
+    return [*lines, scaled] if transform.pivot else [scaled]
+
+
+@by_type
+def forward_and_peak(transform: Transform, group: Group | None) -> Lines:
+    """Return the same lines, which also find the ``peak`` of each block. A rotation leaves ``x``
+    grouped, if a group is given."""
+    raise NotImplementedError(transform)
+
+
+@forward_and_peak.register
+def _peak(transform: NoTransform, group: Group | None) -> Lines:
+    return ["peak = peak_of(x)"]
+
+
+@forward_and_peak.register
+def _rotated_and_peak(transform: Hadamard, group: Group | None) -> Lines:
+    blocks, part = (group.blocks, group.part) if group else (0, 0)
+    call = f"x, peak = hadamard_and_peak(x, {transform.width}, {blocks}, {part})"
+    return [*_before_rotation(transform), call]
 
 
 @inverse.register
-def _rotated_back(transform: Hadamard, times: float) -> Lines:
-    lines = [f"x = hadamard(x, {transform.width})", f"x = x * {_scale(transform, times)}"]
+def _rotated_back(transform: Hadamard, times: float, group: Group | None = None) -> Lines:
+    blocks, part = (group.blocks, group.part) if group else (1, 0)
+    scale = _scale(transform, times)
+    scale = f"grouped({scale}, 1, {part})" if part and transform.signed else scale
+    lines = [f"x = hadamard(x, {transform.width}, {blocks}, {part})", f"x = x * {scale}"]
+    lines += ["x = ungrouped(x, PARTS)"] if part else []
     return lines + (["x = swapped(x, inside, side)"] if transform.pivot else [])
 
 
@@ -216,22 +252,42 @@ def divide(scale: Scale, grid: Grid) -> Lines:
 
 @divide.register
 def _by_numbers(scale: Absmax | Rms | LeastSquares | Dual | SharedExponent, grid: Grid) -> Lines:
-    function = "in_units" if grid.has_zero else "in_units_of_some"
     if scale.stored == "pow2" and grid.has_zero:
-        function = "in_units_of_power"
-    operands = ["x", *["z"] * (scale.numbers - 1)]
+        lines = ["z = x", *(f"z = in_units_of_power(z, number_{i})" for i in range(scale.numbers))]
+        return lines + _times(grid)
+    zeros = not grid.has_zero and not isinstance(scale, Absmax)  # see ``wires.encode_lines``
+    function = "in_units_of_some" if zeros else "in_units"
     short = "False" if scale.stored == "fp32" else "FP8"  # on NVIDIA, if it has few bits
-    return [f"z = {function}({name}, number_{i}, {short})" for i, name in enumerate(operands)]
+    # A peak over 4 is below 2^126. It was rounded up to a normal number.
+    normal = isinstance(scale, Absmax) and grid.largest >= 4
+    calls, of = list[str](), "x"
+    for i in range(scale.numbers):
+        times = _input_scale(grid) if i == scale.numbers - 1 else 1.0
+        calls.append(f"z = {function}({of}, number_{i}, {short}, {normal}, {times!r})")
+        of = "z"
+    return calls
 
 
 @divide.register
 def _by_two_levels(scale: TwoLevel, grid: Grid) -> Lines:
-    return ["z = in_two_units(x, number_0, row_0)"]
+    return ["z = in_two_units(x, number_0, row_0)", *_times(grid)]
 
 
 @divide.register
 def _by_value(scale: Static, grid: Grid) -> Lines:
-    return [f"z = in_units_static(x, {scale.value!r}, {2 * grid.largest!r})"]
+    return [f"z = in_units_static(x, {scale.value!r}, {2 * grid.largest!r})", *_times(grid)]
+
+
+def _times(grid: Grid) -> Lines:
+    times = _input_scale(grid)
+    return [] if times == 1 else [f"z = z * {times!r}"]
+
+
+def _input_scale(grid: Grid) -> float:
+    """Return by what ``encode`` expects numbers in grid units to be multiplied."""
+    if isinstance(grid, CompandedGrid):
+        return companding_of(grid)[0] / 2**grid.bits
+    return 1.0
 
 
 @by_type
@@ -381,8 +437,8 @@ def _decode_minifloat(grid: MiniFloatGrid, codes: str) -> str:
 @encode.register
 def _encode_companded(grid: CompandedGrid, in_range: bool) -> Lines:
     cells = 2 ** (grid.bits - 1)
-    gain, k = companding_of(grid)
-    return [f"codes = encode_companded(z, {gain!r}, {k!r}, {cells}, FP8)"]
+    _, k = companding_of(grid)
+    return [f"codes = encode_companded(z, {k!r}, {cells}, FP8)"]
 
 
 @decode.register

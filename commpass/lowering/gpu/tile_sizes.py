@@ -8,6 +8,7 @@ from commpass.codecs.block.grids import MiniFloatGrid, TableGrid
 from commpass.codecs.block.packing import widths
 from commpass.codecs.block.scales import Dual, LeastSquares, Rms
 from commpass.lowering.chain import Chain, Sum
+from commpass.lowering.gpu.parts import Group
 from commpass.lowering.gpu.supported import block_codec, codecs_of
 
 TILE = 2048
@@ -25,6 +26,12 @@ PROGRAMS = 512
 """The fewest programs of a sum, about four for each multiprocessor; rows of fewer have smaller
 tiles, down to ``LEAST`` values, or 8 per thread of a warp."""
 LEAST = 256
+ENCODED_PART = 4
+"""How many threads hold a block that is rotated before it is encoded. Codes are exchanged as bytes,
+of which a register has four."""
+DECODED_PART = 16
+"""The same of a block that is rotated after it is decoded: each thread has read 16 bytes of
+codes."""
 WARPS = 1
 """Warps of a program. A block is within one warp, so its peak is found without a barrier."""
 
@@ -40,6 +47,13 @@ class Tile:
     def padded_blocks(self) -> int:
         """The next power of two: the last blocks of a norm's tile may be idle."""
         return 1 << (self.blocks - 1).bit_length()
+
+    def group(self, lanes: int, part: int) -> Group:
+        """Return the form in which ``part`` threads hold a block, or more if there are too few
+        blocks."""
+        threads = lanes * self.num_warps
+        blocks = min(self.padded_blocks, threads // part)
+        return Group(blocks, threads // blocks)
 
 
 def tiles(chain: Chain, numel: int, lanes: int) -> list[Tile]:

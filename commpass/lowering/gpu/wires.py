@@ -13,8 +13,9 @@ from commpass.codecs.block.codec import BlockCodec
 from commpass.codecs.block.grids import IntGrid
 from commpass.codecs.block.layouts import Layout
 from commpass.codecs.block.noise import Stochastic
-from commpass.codecs.block.scales import Static, TwoLevel, row_numbers
+from commpass.codecs.block.scales import Absmax, Static, TwoLevel, row_numbers
 from commpass.codecs.block.storage import ITEMSIZE
+from commpass.codecs.block.transforms import Hadamard
 from commpass.lowering.gpu import parts
 from commpass.lowering.gpu.supported import TYPES
 
@@ -25,6 +26,7 @@ class Body:
 
     size: int
     layout: Layout
+    group: parts.Group | None = None
     lines: list[str] = field(default_factory=list)
     functions: list[str] = field(default_factory=list)
     signature: dict[str, str] = field(default_factory=dict)
@@ -42,7 +44,7 @@ class Body:
     def load(self, address: str) -> str:
         """Return an expression that reads a tile of values, as float32."""
         values = f"tl.load({address}, mask=value_mask, other=0.0)"
-        return f"to_float32({parts.split(self.layout, values)})"
+        return f"to_float32({parts.split(self.layout, values)}, FP8)"
 
     def store(self, dtype: torch.dtype, address: str) -> None:
         """Add a line that writes ``x`` in a dtype."""
@@ -59,12 +61,12 @@ def write_encode(codec: BlockCodec, body: Body) -> list[tuple[str, str]]:
     if row_numbers(codec.scale):
         peaks = body.add_argument("row_peaks", "*fp32")
         body.add(f"row_peak = load_row({peaks} + row, block)")
-    body.add(*encode_lines(codec))
+    body.add(*encode_lines(codec, body.group))
     body.add("wire = output + row * output_stride")
     for low, width, first, length in parts.packs(codec.grid.bits, body.size):
         row = body.size * codec.grid.bits // 8
         body.add(f"bytes = block * {row} + {first} + tl.arange(0, {length})[None, None, :]")
-        codes = f"packed(codes, {low}, {width}, {codec.grid.bits}).to(tl.uint8)"
+        codes = f"packed(codes, {low}, {width}, {codec.grid.bits})"
         body.add(f"tl.store(wire + bytes, {codes}, mask=block_mask)")
     ends = [("wire", f"blocks * {body.size * codec.grid.bits // 8}")]
     for name, stored, at in _regions(codec, body, "output"):
@@ -81,31 +83,44 @@ def write_encode(codec: BlockCodec, body: Body) -> list[tuple[str, str]]:
     return ends
 
 
-def encode_lines(codec: BlockCodec) -> list[str]:
-    """Return lines from ``x`` to ``codes``, ``number_i`` (in storage format) and ``side``."""
+def encode_lines(codec: BlockCodec, group: parts.Group | None = None) -> list[str]:
+    """Return lines from ``x`` to ``codes``, ``number_i`` (in storage format) and ``side``. A group
+    is the form in which a rotated tile is encoded, if the registers allow it."""
     grid, scale = codec.grid, codec.scale
-    lines = list(parts.forward(codec.transform))
+    if isinstance(codec.rounding, Stochastic):  # its noise has the form of ``inside``
+        group = None
+    has_peak = scale.numbers and not codec.offset
+    lines = list(
+        parts.forward_and_peak(codec.transform, group)
+        if has_peak
+        else parts.forward(codec.transform)
+    )
     if codec.offset:
         lines += [f"middle = nearest_{codec.offset.stored}(middle_of(x))", "x = x - middle"]
     rounding = "nearest" if isinstance(scale, TwoLevel) else "up"
+    last = f"number_{scale.numbers - 1}"
+    zeros = [] if grid.has_zero else [f"{last} = without_zero({last}, peak, {grid.largest!r})"]
     if scale.numbers:
-        lines += ["peak = peak_of(x)", *parts.measure(scale, grid)]
-        last = f"number_{scale.numbers - 1}"
-        if not grid.has_zero:
-            lines.append(f"{last} = without_zero({last}, peak, {grid.largest!r})")
+        lines += [] if has_peak else ["peak = peak_of(x)"]
+        lines += parts.measure(scale, grid)
+        lines += [] if isinstance(scale, Absmax) else zeros
         for i in range(scale.numbers):
-            number = f"propagate_nonfinite(number_{i}, peak)"
-            lines.append(f"number_{i} = {rounding}_{scale.stored}({number})")
+            number = f"{rounding}_{scale.stored}(number_{i})"
+            lines.append(f"number_{i} = propagate_nonfinite({number}, peak)")
     lines += parts.divide(scale, grid)
     lines.append(f"noise = {parts.noise(codec.rounding)}")
     lines += parts.encode(grid, parts.never_exceeds(scale))
-    return lines + parts.refit(scale, grid)
+    lines += parts.refit(scale, grid)
+    lines += zeros if isinstance(scale, Absmax) else []  # what is divided by is not zero
+    if group and has_peak and isinstance(codec.transform, Hadamard):
+        lines += [f"number_{i} = number_of_block(number_{i})" for i in range(scale.numbers)]
+    return lines
 
 
 def write_decode(codec: BlockCodec, dtype: torch.dtype, body: Body, name: str) -> str:
     """Write a function from ``wire`` to ``x``, and return a call of it."""
     _, loads, arguments = load_lines(codec, body)
-    lines = [*loads, *decode_lines(codec, dtype, body.size)]
+    lines = [*loads, *decode_lines(codec, dtype, body.size, group=body.group)]
     arguments = [*arguments[:2], "inside", *arguments[2:]]
     return write_function(body, name, arguments, lines, "x").replace("CUT", "True")
 
@@ -157,7 +172,12 @@ def load_number_lines(codec: BlockCodec, body: Body, mask: str) -> list[str]:
 
 
 def decode_lines(
-    codec: BlockCodec, dtype: torch.dtype, size: int, *, clamp: bool = True
+    codec: BlockCodec,
+    dtype: torch.dtype,
+    size: int,
+    *,
+    clamp: bool = True,
+    group: parts.Group | None = None,
 ) -> list[str]:
     """Return lines from what ``load_lines`` loads to ``x``, as in ``Codec.decode_rows``; without
     ``clamp``, ``x`` may exceed the largest number of the dtype."""
@@ -167,11 +187,16 @@ def decode_lines(
         part = f"unpacked(raw_{number}.to(tl.int32), {width}, PARTS)"
         lines.append(f"codes = {part}" if low == 0 else f"codes |= {part} << {low}")
     decoded = "decode_int4(raw_0, FP8)" if in_bytes else parts.decode(codec.grid, "codes")
-    return lines + value_lines(codec, dtype, decoded, clamp=clamp)
+    return lines + value_lines(codec, dtype, decoded, clamp=clamp, group=group)
 
 
 def value_lines(
-    codec: BlockCodec, dtype: torch.dtype, decoded: str, *, clamp: bool = True
+    codec: BlockCodec,
+    dtype: torch.dtype,
+    decoded: str,
+    *,
+    clamp: bool = True,
+    group: parts.Group | None = None,
 ) -> list[str]:
     """Return lines from ``decoded``, an expression of numbers in grid units, to the values ``x``,
     with the numbers and side data that ``load_lines`` loads."""
@@ -185,7 +210,7 @@ def value_lines(
     ]
     lines += ["x = x + middle"] if codec.offset else []
     lines += ["side = side.to(tl.int32)"] if codec.transform.side else []
-    lines += parts.inverse(codec.transform, float(sums))
+    lines += parts.inverse(codec.transform, float(sums), group)
     return lines + (_clamp_lines(codec, torch.finfo(dtype).max) if clamp else [])
 
 

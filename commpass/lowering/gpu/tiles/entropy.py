@@ -66,10 +66,10 @@ def hadamard_of_block(x, BY: tl.constexpr):
     ``codecs.entropy.rotation``: sums of floats depend on it."""
     x = x * BY
     for step in tl.static_range(4):
-        x = butterfly(x, SIDE << step)
+        x = butterfly(x, SIDE << step, 1)
     x = x * BY
     for step in tl.static_range(4):
-        x = butterfly(x, 1 << step)
+        x = butterfly(x, 1 << step, 1)
     return x
 
 
@@ -100,7 +100,7 @@ def entropy_rotate(
     place = (block % blocks)[:, None] * BLOCK + inside
     is_block = block < all_blocks
     mask = is_block[:, None] & (place < numel)
-    x = to_float32(tl.load(source + row[:, None] * numel + place, mask=mask, other=0.0))
+    x = to_float32(tl.load(source + row[:, None] * numel + place, mask=mask, other=0.0), False)
     if ROTATED:
         x = hadamard_of_block(x * sign_of(inside), 1.0 / SIDE)
     tl.store(values + block.to(tl.int64)[:, None] * BLOCK + inside, x, mask=is_block[:, None])

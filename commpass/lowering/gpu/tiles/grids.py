@@ -97,20 +97,17 @@ def decode_level(codes, LARGEST: tl.constexpr):
 
 
 @tile
-def encode_companded(
-    x, GAIN: tl.constexpr, K: tl.constexpr, CELLS: tl.constexpr, NVIDIA: tl.constexpr
-):
-    """``NVIDIA``: values are cut and rounded down by two fused products, without comparisons."""
+def encode_companded(y, K: tl.constexpr, CELLS: tl.constexpr, NVIDIA: tl.constexpr):
+    """Of numbers in grid units times ``gain / (2 * CELLS)``. ``NVIDIA``: values are cut and rounded
+    down by two fused products, without comparisons."""
     if NVIDIA:
-        SHARE: tl.constexpr = 1 / (2 * CELLS)
-        y = x * (GAIN * SHARE)
-        root = tl.rsqrt(y * y * (K / SHARE / SHARE) + 1.0)
+        root = tl.rsqrt(y * y * (K * 4 * CELLS * CELLS) + 1.0)
         # Less than 2 * CELLS, for the largest number; a share of n / (2 * CELLS) still gives n.
         most = 2 * CELLS * (1 - 2.0**-23)
         codes = bits_of(cell_of(y, root, 0.5 + 2.0**-23, most, MAGIC)) & (2 * CELLS - 1)
     else:
-        y = x * GAIN
-        c = y * tl.rsqrt(y * y * K + 1.0)  # below CELLS * 1.5, however large x is
+        y = y * (2 * CELLS)
+        c = y * tl.rsqrt(y * y * K + 1.0)  # below CELLS * 1.5, however large y is
         codes = tl.minimum(tl.maximum(tl.floor(c).to(tl.int32) + CELLS, 0), 2 * CELLS - 1)
     return codes
 

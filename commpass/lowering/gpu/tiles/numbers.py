@@ -52,11 +52,22 @@ def reciprocal(x):
 
 
 @tile
-def reciprocal_of_short(x):
+def reciprocal_of_short(x, NORMAL: tl.constexpr):
     """The same for a number of at most 11 bits, without a branch: on NVIDIA a quotient is off by
     two roundings at most, and one step of Newton's method leaves an error far below the distance of
-    such an inverse from the middle of two floats."""
-    near = full_like(x, 1.0) / x
+    such an inverse from the middle of two floats. ``NORMAL``: neither x nor its inverse is below
+    the normal numbers, or x is NaN."""
+    if NORMAL:
+        near = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;",
+            "=f,f",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        near = full_like(x, 1.0) / x
     return tl.fma(near, tl.fma(-x, near, full_like(x, 1.0)), near)
 
 
@@ -90,8 +101,13 @@ def round_to_even(x):
 
 @tile
 def block_max(x):
-    """The largest of each block of a tile ``[blocks, parts, part]``, ``[blocks, 1, 1]``."""
-    return tl.max(tl.max(x, axis=2, keep_dims=True), axis=1, keep_dims=True)
+    """The largest of each block of a tile ``[blocks, parts, part]``, ``[blocks, 1, 1]``, or of one
+    that is ``grouped``."""
+    if len(x.shape) == 4:
+        most = tl.max(tl.max(x, axis=1, keep_dims=True), axis=3, keep_dims=True)
+    else:
+        most = tl.max(tl.max(x, axis=2, keep_dims=True), axis=1, keep_dims=True)
+    return most
 
 
 @tile
@@ -107,7 +123,11 @@ def block_min(x):
 
 @tile
 def sum_of(x):
-    return tl.sum(tl.sum(x, axis=2, keep_dims=True), axis=1, keep_dims=True)
+    if len(x.shape) == 4:
+        total = tl.sum(tl.sum(x, axis=1, keep_dims=True), axis=3, keep_dims=True)
+    else:
+        total = tl.sum(tl.sum(x, axis=2, keep_dims=True), axis=1, keep_dims=True)
+    return total
 
 
 @tile
@@ -173,9 +193,9 @@ def byte_within(codes, FIRST: tl.constexpr, SELECTOR: tl.constexpr, STEP: tl.con
 
 @tile
 def up_to_bits(scale, LOW: tl.constexpr, LARGEST: tl.constexpr):
-    """A positive number rounded up to one whose lowest bits are zero; NaN stays NaN."""
+    """A positive number rounded up to one whose lowest bits are zero. NaN may become finite."""
     bits = ((bits_of(scale) + ((1 << LOW) - 1)) >> LOW) << LOW
-    return tl.minimum(of_bits(bits), LARGEST) + (scale - scale)
+    return tl.minimum(of_bits(bits), LARGEST)
 
 
 @tile
@@ -292,9 +312,21 @@ def store_row(place, number, block):
 
 
 @tile
-def to_float32(x):
-    """Values of a 16-bit or 32-bit float as float32, which holds them all."""
-    return x.to(tl.float32)
+def to_float32(x, NVIDIA: tl.constexpr):
+    """Values of a 16-bit or 32-bit float as float32, which holds them all. ``NVIDIA``: a register
+    with two bfloat16 is split by two instructions, where Triton's cast takes three."""
+    if NVIDIA and x.dtype == tl.bfloat16:
+        values = tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;",
+            "=f,=f,r",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        values = x.to(tl.float32)
+    return values
 
 
 @tile

@@ -15,6 +15,6 @@ def row_peaks(source, peaks, pitch, numel, tiles, TILE: tl.constexpr):
     row = tl.program_id(0) // tiles
     place = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
     source += tl.cast(row, tl.int64) * pitch
-    bits = size_bits(to_float32(tl.load(source + place, mask=place < numel, other=0.0)))
+    bits = size_bits(to_float32(tl.load(source + place, mask=place < numel, other=0.0), False))
     most = tl.max(tl.where(bits < INFINITY_BITS, bits, 0), 0)
     tl.atomic_max(peaks + row, most, sem="relaxed")

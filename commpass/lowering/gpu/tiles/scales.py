@@ -54,7 +54,8 @@ def rms_of(x, peak):
     """Of values divided by the peak, whose squares cannot overflow."""
     safe = maximum(peak, TINY)
     part = x * reciprocal(safe)
-    mean = sum_of(part * part) * (1.0 / (x.shape[1] * x.shape[2]))  # of a power of two: exact
+    size: tl.constexpr = x.numel // peak.numel
+    mean = sum_of(part * part) * (1.0 / size)  # of a power of two: exact
     return tl.sqrt_rn(mean) * peak
 
 
@@ -97,17 +98,20 @@ def in_two_units(x, number, row):
 
 
 @tile
-def in_units(x, number, SHORT: tl.constexpr):
-    """One division a block, a product a value. ``SHORT``: see ``reciprocal_of_short``."""
+def in_units(x, number, SHORT: tl.constexpr, NORMAL: tl.constexpr, TIMES: tl.constexpr):
+    """In units of ``number / TIMES``: one division a block, a product a value. ``SHORT`` and
+    ``NORMAL``: see ``reciprocal_of_short``."""
     if SHORT:
-        inverse = reciprocal_of_short(number)
+        inverse = reciprocal_of_short(number, NORMAL)
     else:
         inverse = reciprocal(number)
+    if TIMES != 1:
+        inverse = inverse * TIMES
     return x * inverse
 
 
 @tile
-def in_units_of_power(x, number, SHORT: tl.constexpr):
+def in_units_of_power(x, number):
     """As ``in_units``, of a power of two or NaN; 2^-127, the inverse of the largest, is below the
     normal numbers."""
     inverse = of_bits(tl.maximum((254 << 23) - bits_of(number), 1 << 22))
@@ -115,9 +119,9 @@ def in_units_of_power(x, number, SHORT: tl.constexpr):
 
 
 @tile
-def in_units_of_some(x, number, SHORT: tl.constexpr):
+def in_units_of_some(x, number, SHORT: tl.constexpr, NORMAL: tl.constexpr, TIMES: tl.constexpr):
     """As ``in_units``, of a number that may be zero."""
-    return in_units(x, tl.where(number == 0, TINY, number), SHORT)
+    return in_units(x, tl.where(number == 0, TINY, number), SHORT, NORMAL, TIMES)
 
 
 @tile

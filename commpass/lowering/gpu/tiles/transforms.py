@@ -9,37 +9,112 @@ from commpass.lowering.gpu.tiles.numbers import bits_of, block_max, block_min, o
 
 
 @tile
-def butterfly(x, STEP: tl.constexpr):
-    """One level of the fast Walsh-Hadamard transform: sums and differences of what lies STEP
-    apart, of a tile ``[blocks, size]``."""
+def halves(x, STEP: tl.constexpr, GROUP: tl.constexpr):
+    """The values of a tile ``[blocks, size]`` that have a partner STEP further, and these
+    partners: two tiles ``[blocks / GROUP, size / 2 / STEP, GROUP, STEP]``.
+
+    Triton gives neighbouring threads the last two axes. So if ``GROUP * STEP`` is their number,
+    each holds all values of a block that are a multiple of STEP apart.
+    """
     BLOCKS: tl.constexpr = x.shape[0]
     SIZE: tl.constexpr = x.shape[1]
-    pairs = tl.reshape(x, (BLOCKS, SIZE // (2 * STEP), 2, STEP))
-    a, b = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
-    both = tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2))
-    return tl.reshape(both, (BLOCKS, SIZE))
+    pairs = tl.reshape(x, (BLOCKS // GROUP, GROUP, SIZE // (2 * STEP), 2, STEP))
+    return tl.split(tl.permute(pairs, (0, 2, 1, 4, 3)))
 
 
 @tile
-def hadamard(x, WIDTH: tl.constexpr):
-    """``H @ x`` for each WIDTH values, unnormalised, from the nearest pairs outwards."""
-    STEPS: tl.constexpr = WIDTH.bit_length() - 1
-    whole = tl.reshape(x, (x.shape[0], x.shape[1] * x.shape[2]))
+def sums_and_differences(a, b):
+    """A tile ``[blocks, size]`` of the sums and the differences of ``halves``."""
+    both = tl.permute(tl.join(a + b, a - b), (0, 2, 1, 4, 3))
+    return tl.reshape(both, (a.shape[0] * a.shape[2], 2 * a.shape[1] * a.shape[3]))
+
+
+@tile
+def butterfly(x, STEP: tl.constexpr, GROUP: tl.constexpr):
+    """One level of the fast Walsh-Hadamard transform of a tile ``[blocks, size]``."""
+    a, b = halves(x, STEP, GROUP)
+    return sums_and_differences(a, b)
+
+
+@tile
+def hadamard_steps(x, STEPS: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr):
+    """The first STEPS levels of the transform of a tile ``[blocks, size]``, from the nearest pairs
+    outwards."""
     for step in tl.static_range(STEPS):
-        whole = butterfly(whole, 1 << step)
-    return tl.reshape(whole, x.shape)
+        x = butterfly(x, 1 << step, GROUP if (1 << step) == PART else 1)
+    return x
+
+
+@tile
+def hadamard(x, WIDTH: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr):
+    """``H @ x`` for each WIDTH values, unnormalised. After ``log2(PART)`` levels a thread holds
+    values that are PART apart: see ``halves``."""
+    whole = tl.reshape(x, (x.shape[0], x.shape[1] * x.shape[2]))
+    whole = tl.reshape(hadamard_steps(whole, WIDTH.bit_length() - 1, GROUP, PART), x.shape)
+    if PART > 0:
+        whole = grouped(whole, GROUP, PART)
+    return whole
+
+
+@tile
+def hadamard_and_peak(x, WIDTH: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr):
+    """The same, and the peak of each block, without the sizes of all values: the larger size of a
+    sum and a difference is the sum of the sizes, rounded alike.
+
+    The result is ``grouped``, unless GROUP is 0.
+    """
+    ACROSS: tl.constexpr = GROUP if GROUP > 0 and 2 * PART == WIDTH else 1
+    whole = tl.reshape(x, (x.shape[0], x.shape[1] * x.shape[2]))
+    whole = hadamard_steps(whole, WIDTH.bit_length() - 2, GROUP, PART)
+    a, b = halves(whole, WIDTH // 2, ACROSS)
+    sizes = tl.permute(tl.abs(a) + tl.abs(b), (0, 2, 1, 3))
+    sizes = tl.reshape(sizes, (whole.shape[0], 1, whole.shape[1] // 2))
+    whole = tl.reshape(sums_and_differences(a, b), x.shape)
+    if GROUP > 0:
+        whole = grouped(whole, GROUP, PART)
+        sizes = grouped(sizes, GROUP, PART)
+    return whole, of_bits(block_max(bits_of(sizes)))
+
+
+@tile
+def grouped(x, GROUP: tl.constexpr, PART: tl.constexpr):
+    """A tile ``[blocks, parts, part]`` as ``[blocks / GROUP, size / PART, GROUP, PART]``: see
+    ``halves``."""
+    SIZE: tl.constexpr = x.shape[1] * x.shape[2]
+    split = tl.reshape(x, (x.shape[0] // GROUP, GROUP, SIZE // PART, PART))
+    return tl.permute(split, (0, 2, 1, 3))
+
+
+@tile
+def ungrouped(x, PARTS: tl.constexpr):
+    """The inverse of ``grouped``, a tile ``[blocks, parts, part]``."""
+    BLOCKS: tl.constexpr = x.shape[0] * x.shape[2]
+    SIZE: tl.constexpr = x.shape[1] * x.shape[3]
+    return tl.reshape(tl.permute(x, (0, 2, 1, 3)), (BLOCKS, PARTS, SIZE // PARTS))
+
+
+@tile
+def number_of_block(number):
+    """A number of each block of a tile that was ``grouped``, as ``[blocks, 1, 1]``."""
+    return tl.reshape(number, (number.shape[0] * number.shape[2], 1, 1))
 
 
 @tile
 def fixed_signs(inside, SCALE: tl.constexpr, WIDTH: tl.constexpr, SPLIT: tl.constexpr):
     """SCALE with the fixed sign of each place: a bent function of it, whose low SPLIT bits and the
-    others are paired apart. A product sums the pairs in one place, whose lowest bit is the
-    parity."""
+    others are paired apart. One of both is often the same for all values of a thread, so their
+    signs are computed apart."""
     place = inside & (WIDTH - 1)
-    low = place & ((1 << SPLIT) - 1)
-    high = place >> SPLIT
-    both = (low & (low >> 1) & 0x55) ^ (high & (high >> 1) & 0x55)
-    return of_bits(bits_of(tl.full(inside.shape, SCALE, tl.float32)) ^ (((both * 0x55) >> 6) << 31))
+    low = sign_of_pairs(place & ((1 << SPLIT) - 1))
+    high = sign_of_pairs(place >> SPLIT)
+    return of_bits(bits_of(tl.full(inside.shape, SCALE, tl.float32)) ^ low ^ high)
+
+
+@tile
+def sign_of_pairs(bits):
+    """The sign bit of ``(-1) ** pairs``, the number of pairs of ones among four pairs of bits. A
+    product sums them in one place, whose lowest bit is the parity."""
+    return (((bits & (bits >> 1) & 0x55) * 0x55) >> 6) << 31
 
 
 @tile
