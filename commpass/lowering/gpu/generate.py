@@ -37,10 +37,10 @@ from commpass.lowering.chain import (
     dtype_after,
 )
 from commpass.lowering.gpu import parts
+from commpass.lowering.gpu.parts import Group
 from commpass.lowering.gpu.source import Kernel, constant, function_text, of_text
 from commpass.lowering.gpu.sums import write_sum
 from commpass.lowering.gpu.supported import TYPES, block_codec, codecs_of
-from commpass.lowering.gpu.parts import Group
 from commpass.lowering.gpu.tile_sizes import (
     DECODED_PART,
     ENCODED_PART,
