@@ -166,8 +166,11 @@ def kernel(
 
 def _group(chain: Chain, tile: Tile, size: int, lanes: int) -> Group | None:
     """Return the form in which the tile of a chain is rotated, or None if it keeps its own: other
-    steps read further values in that one, or a thread would hold only a part of a pair."""
+    steps read further values in that one, or a thread would hold only a part of a pair. On AMD, an
+    encode would need over 400 registers."""
     if chain.decodes is None:
+        if lanes != 32:
+            return None
         group = tile.group(lanes, ENCODED_PART)
     elif any(isinstance(step, (Add, Normalize, Encode)) for step in chain.steps):
         return None
