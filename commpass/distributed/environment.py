@@ -201,7 +201,7 @@ VARIABLES: dict[str, tuple[str, Callable[[str], str]]] = {
     STEPS: ("where each rank writes the times of its steps, for commpass compare", _steps_problem),
     CHECK: ("1: passes are checked on every graph, as with strict=True", _check_problem),
     CORES: ("how many processor cores this rank has", _checked(stated_cores)),
-    SPEED: ("how fast its processor cores are", _checked(stated_speed)),
+    SPEED: ("how fast its processor cores are; 1: as slow server cores", _checked(stated_speed)),
 }
 """Maps a variable to its meaning and its check. COMMPASS_PROFILE is checked separately."""
 OTHERS = ("COMMPASS_DEMO_HOSTS", "COMMPASS_NETLAB")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -32,8 +34,8 @@ def speed_of_core() -> float:
 
 
 def _least_seconds() -> float:
-    """Return the least time of a product of two matrices."""
-    with making_lasting_tensors():
+    """Return the least time of a product of two matrices on one thread."""
+    with making_lasting_tensors(), _one_thread():
         a, b, out = (torch.ones(WIDTH, WIDTH, dtype=torch.float32, device="cpu") for _ in range(3))
         least = math.inf
         for _ in range(TIMES):
@@ -41,3 +43,17 @@ def _least_seconds() -> float:
             torch.mm(a, b, out=out)
             least = min(least, time.perf_counter() - start)
     return least
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Let torch compute on one thread: it divides even these small products among four."""
+    threads = torch.get_num_threads()
+    if threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -177,6 +177,25 @@ def test_speed_is_measured_with_real_tensors_also_in_a_trace():
         assert 1 <= speed.speed_of_core() <= speed.MOST
 
 
+def test_speed_is_measured_on_one_thread(monkeypatch):
+    used, multiply, before = set(), torch.mm, torch.get_num_threads()
+
+    def watched(*args, **kwargs):
+        used.add(torch.get_num_threads())
+        return multiply(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "mm", watched)
+    torch.set_num_threads(3)
+    try:
+        speed.speed_of_core.cache_clear()
+        speed.speed_of_core()
+        assert used == {1}
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+        speed.speed_of_core.cache_clear()
+
+
 def test_stated_speed_replaces_the_measured_one(monkeypatch):
     monkeypatch.setenv(SPEED, "1.5")
     assert processors_here().speed == 1.5
