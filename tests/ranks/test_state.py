@@ -710,6 +710,41 @@ def test_state_loaded_for_a_model_replaces_what_was_loaded_for_any(no_state):
     assert take_all(model) == sum(each.numel() for each in model.parameters())
 
 
+def make_layer() -> torch.nn.Module:
+    return torch.nn.Linear(3, 3, bias=False)
+
+
+@pytest.mark.parametrize("parameter", ["weight", "-"])
+def test_state_loaded_for_any_model_is_saved_with_one_that_may_take_it(parameter, no_state):
+    model = torch.nn.ParameterDict({"weight": torch.nn.Parameter(torch.ones(3, 3))})
+    other = torch.nn.ParameterDict({"bias": torch.nn.Parameter(torch.ones(3, 3))})
+    given = {
+        key.replace("v2/weight/", f"v2/{parameter}/"): kept for key, kept in state_of(model).items()
+    }
+    commpass.load_state_dict(given)
+    assert commpass.state_dict(model) == given
+    assert bool(commpass.state_dict(other)) == (parameter == "-")
+    assert take_all(model) == 9
+    assert commpass.state_dict(model).keys() == state_of(model).keys()
+    assert not commpass.state_dict(other)
+
+
+@pytest.mark.parametrize("by", ["reset", "empty state", "reset of a wrapper"])
+def test_model_that_was_reset_takes_nothing_that_was_loaded_for_any(by, no_state):
+    """Another model still takes it."""
+    model, other = make_layer(), make_layer()
+    given = state_of(model)
+    commpass.load_state_dict(given)
+    if by == "empty state":
+        commpass.load_state_dict({}, model)
+    else:
+        commpass.reset_state(DistributedDataParallel(model) if "wrapper" in by else model)
+    assert not commpass.state_dict(model)
+    assert commpass.state_dict(other) == given
+    assert take_all(model) == 0
+    assert take_all(other) == 9
+
+
 # --- loaded residuals that nobody takes -----------------------------------------------------------
 
 
