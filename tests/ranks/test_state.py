@@ -548,6 +548,60 @@ def test_other_site_of_a_parameter_with_saved_state_is_refused(no_state):
     assert "another model" in refusals(lambda: take_all(model[0]))[0]
 
 
+@pytest.mark.parametrize(
+    ("rank", "change", "part"),
+    [
+        (0, lambda key, kept: (key, kept.double()), "of torch.float64, but here it is of"),
+        (0, lambda key, kept: (key, kept.int()), "of torch.int32, but here it is of"),
+        (1, lambda key, kept: (key, kept), "lacks rank 1 of the group"),
+        (0, lambda key, kept: (key, kept.to("meta")), "lacks rank 0 of the group"),
+        (0, lambda key, kept: (key.replace("0of2", "1of4"), kept), "lacks rank 0, 2 of the"),
+    ],
+    ids=["float64", "integers", "of another rank", "not read", "of some of the ranks"],
+)
+def test_state_is_refused_before_the_step_that_would_take_it(rank, change, part, fake_group):
+    """In that step other ranks would wait for this one in vain."""
+    fake_group(2, rank=rank)
+    forget_process()
+    model = make_model()
+    state = dict(change(key, kept) for key, kept in state_of(model).items())
+    assert part in refusals(lambda: commpass.load_state_dict(state, model))[0]
+    assert not commpass.state_dict()
+    forget_process()
+
+
+def test_state_in_float32_is_also_for_parameters_in_other_dtypes(no_state):
+    for dtype in (torch.bfloat16, torch.float64):
+        model = make_model().to(dtype)
+        state = {key: kept.float() for key, kept in state_of(model).items()}
+        commpass.load_state_dict(state, model)
+        commpass.reset_state()
+    wide = make_model().double()
+    commpass.load_state_dict(state_of(wide), wide)
+
+
+def test_state_can_be_loaded_before_the_number_of_ranks_is_known(fake_group):
+    forget_process()
+    model = make_model()
+    state = {key.replace("0of2", "1of2"): kept for key, kept in state_of(model).items()}
+    commpass.load_state_dict(state, model)
+    assert commpass.state_dict(model) == state
+    fake_group(2, rank=1)
+    assert take_all(model) == sum(each.numel() for each in model.parameters())
+    forget_process()
+
+
+@pytest.mark.parametrize("began", [False, True], ids=["before the first step", "after it"])
+def test_state_in_parameters_is_loaded_as_tensors(began, no_state):
+    model = make_model()
+    state = {key: torch.nn.Parameter(3 * kept) for key, kept in state_of(model).items()}
+    if began:
+        take_all(model)
+    commpass.load_state_dict(state, model)
+    assert take_all(model) == 72
+    assert not any(kept.requires_grad for kept in commpass.state_dict(model).values())
+
+
 def test_state_that_nobody_asked_for_yet_is_saved_again(fake_group):
     fake_group(2)
     forget_process()
