@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -29,7 +30,7 @@ from commpass.codecs.wrappers.outlier import Channels, Running
 from commpass.costmodel import Profile
 from commpass.distributed.machine import profile_here
 from commpass.distributed.samples import Reading, largest
-from commpass.errors import CalibrationError, check_number
+from commpass.errors import CalibrationError, CommpassError, check_number
 from commpass.policy import Policy, policy_named
 from commpass.utils.keywords import named_arguments
 
@@ -41,6 +42,9 @@ PROBES = ("rotated(bits=6)", "rotated(bits=4)", "rotated(bits=2)")
 """The codecs whose errors represent all others'. 2.4 % is small enough that twice the error changes
 the output twice as much, and far above the rounding of float32. 9.5 % and 37 % are not that small:
 coarse codecs shrink what they code, and gradients are not linear."""
+TIMEOUT_S = 120.0
+SHOWN = 100
+"""So many characters of a value are shown if it differs between ranks."""
 Progress = Callable[[int, int], None]
 
 
@@ -97,7 +101,7 @@ def calibrate(
     outliers: bool = True,
     probes: Sequence[str] = PROBES,
     profile: str | Path | Profile | None = None,
-    timeout: float = 120.0,
+    timeout: float = TIMEOUT_S,
     progress: Progress | None = None,
 ) -> Calibration:
     """Measure how sensitive a model is to errors of each of its collectives.
@@ -133,19 +137,32 @@ def calibrate(
             "there is nothing to calibrate: it needs a process group of several ranks. Start it on"
             " every rank, as torchrun does"
         )
-    check_number("timeout", timeout, above=True)
-    given = [codec(each) for each in codecs]
-    sized = [codec(each.wire_spec) for each in given if each.lossless and each.dynamic]
-    sized = list(dict.fromkeys(sized))
-    named = tuple(dict.fromkeys(each.spec for each in given if each not in sized))
-    disturbing = sorted(map(codec, dict.fromkeys(probes)), key=lambda each: each.relative_error())
-    if not disturbing or not disturbing[0].relative_error():
-        raise CalibrationError(f"probes={probes!r}: give one codec or several that lose something")
-    if sized and not named:  # lossless codecs need no errors
-        disturbing, outliers = [], False
-    wanted = (*named, *(each.spec for each in sized)) or (disturbing[0].spec,)
-    inserted = Probes(wanted, policy_named(policy), profile_here(profile))
-    with all_ranks(float(timeout)) as ranks:
+    with all_ranks(_patience(timeout)) as ranks:  # an argument may be wrong on one rank alone
+        check_number("timeout", timeout, above=True)
+        given = [codec(each) for each in codecs]
+        sized = [codec(each.wire_spec) for each in given if each.lossless and each.dynamic]
+        sized = list(dict.fromkeys(sized))
+        named = tuple(dict.fromkeys(each.spec for each in given if each not in sized))
+        disturbing = sorted(
+            map(codec, dict.fromkeys(probes)), key=lambda each: each.relative_error()
+        )
+        if not disturbing or not disturbing[0].relative_error():
+            raise CalibrationError(
+                f"probes={probes!r}: give one codec or several that lose something"
+            )
+        if sized and not named:  # lossless codecs need no errors
+            disturbing, outliers = [], False
+        wanted = (*named, *(each.spec for each in sized)) or (disturbing[0].spec,)
+        inserted = Probes(wanted, policy_named(policy), profile_here(profile))
+        _check_arguments(
+            ranks,
+            codecs=list(wanted),
+            probes=[each.spec for each in disturbing],
+            outliers=outliers,
+            train=train,
+            policy=inserted.policy,
+            profile=inserted.profile,
+        )
         rows = [tuple(batch) if _is_tuple(batch) else (batch,) for batch in batches]
         counts = ranks.exchange(len(rows), int)
         if set(counts) != {len(rows)} or not rows:
@@ -160,6 +177,33 @@ def calibrate(
             return _measured(ranks, inserted, step, rows, *measured, progress)
         finally:
             torch._dynamo.reset()
+
+
+def _patience(timeout: float) -> float:
+    """Return how long this rank waits for others: the default for a time-out that is refused."""
+    try:
+        check_number("timeout", timeout, above=True)
+    except CommpassError:
+        return TIMEOUT_S
+    return float(timeout)
+
+
+def _check_arguments(ranks: Ranks, **arguments: Any) -> None:
+    """Raise CalibrationError on all ranks if arguments differ between ranks."""
+    own = {name: str(msgspec.to_builtins(value)) for name, value in arguments.items()}
+    found = ranks.exchange(own, dict[str, str])
+    for name in arguments:
+        values = [each[name] for each in found]
+        if other := next((rank for rank, value in enumerate(values) if value != values[0]), None):
+            raise CalibrationError(
+                f"ranks have different arguments: {name} is {_start(values[0])} on rank 0, and"
+                f" {_start(values[other])} on rank {other}"
+            )
+
+
+def _start(text: str) -> str:
+    """Return the start of a text; that of a policy or profile is its name."""
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def _is_tuple(batch: Any) -> bool:

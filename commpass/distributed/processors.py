@@ -23,8 +23,8 @@ CORES = "COMMPASS_CORES"
 SPEED = "COMMPASS_SPEED"
 """The environment variable that states how many times as fast as ``costmodel.kernels.CPU`` a core
 is."""
-LEAST = 0.01
-"""The least number that either may state."""
+LEAST, MOST = 0.01, 1e6
+"""The least and the largest number that either may state. Rates times either stay finite."""
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 """A file that differs between running kernels. Containers and network namespaces of one machine
 have the same one."""
@@ -120,8 +120,9 @@ def _stated(variable: str, expected: str) -> float:
         number = float(given)
     except ValueError:
         number = math.nan
-    if not LEAST <= number < math.inf:
-        raise PolicyError(f"{variable}={given}: must be {expected}, and at least {LEAST}")
+    if not LEAST <= number <= MOST:
+        limit = f"at most {MOST:,.0f}" if number > MOST else f"at least {LEAST}"
+        raise PolicyError(f"{variable}={given}: must be {expected}, and {limit}")
     return number
 
 

@@ -13,6 +13,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
@@ -30,7 +31,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import commpass
 from commpass.calibration import Calibration
 from commpass.codecs import codec
-from commpass.errors import CalibrationError
+from commpass.errors import CalibrationError, CommpassError
 from commpass.policy import Policy
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -446,6 +447,52 @@ def test_all_ranks_refuse_alike(what, said, ranks2):
         assert said in each
 
 
+WRONG_HERE = {
+    "codec": ({"codecs": ("int9",)}, "unknown codec 'int9'"),
+    "probe": ({"probes": ("exponent",)}, "give one codec or several that lose something"),
+    "policy": ({"policy": "/nowhere/policy.toml"}, "/nowhere/policy.toml"),
+    "profile": ({"profile": "/nowhere/profile.toml"}, "/nowhere/profile.toml"),
+    "timeout": ({"timeout": -1}, "timeout"),
+}
+OTHERS_HERE = {
+    "codecs": ({"codecs": ("int4",)}, "codecs is ['int8'] on rank 0, and ['int4'] on rank 1"),
+    "train": ({"train": False}, "train is True on rank 0, and False on rank 1"),
+    "policies": ({"policy": "balanced"}, "policy is {'name': 'lossless'"),
+    "profiles": ({"profile": "ethernet-1g"}, "profile is None on rank 0, and {'name': 'ether"),
+}
+
+
+def argument_of_one_rank(wrong: int, given: dict) -> str:
+    arguments = {"codecs": ("int8",), "timeout": 20}
+    arguments |= given if dist.get_rank() == wrong else {}
+    start = time.monotonic()
+    try:
+        commpass.calibrate(divided(), batches(), loss=lambda out, _: squared(out), **arguments)
+    except CommpassError as error:
+        assert time.monotonic() - start < 15
+        return str(error)
+    return "nothing was wrong"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", [0, 1])
+@pytest.mark.parametrize("what", WRONG_HERE)
+def test_wrong_argument_of_one_rank_is_an_error_on_all(what, wrong, ranks2):
+    given, said = WRONG_HERE[what]
+    found = ranks2.run(argument_of_one_rank, wrong, given)
+    assert said in found[wrong]
+    assert f"rank {wrong} failed: " in found[1 - wrong]
+    assert said in found[1 - wrong]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", OTHERS_HERE)
+def test_arguments_that_differ_between_ranks_are_refused_on_all(what, ranks2):
+    given, said = OTHERS_HERE[what]
+    for found in ranks2.run(argument_of_one_rank, 1, given):
+        assert "ranks have different arguments: " + said in found
+
+
 class Failing(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -616,6 +663,7 @@ def test_example_of_the_page_has_a_loss_and_no_place_without_effect(ranks2, tmp_
 
 FILE = f"""
 import sys
+import time
 sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]!r}
 from test_calibrate import batches, divided, squared
 

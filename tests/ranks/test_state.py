@@ -548,6 +548,60 @@ def test_other_site_of_a_parameter_with_saved_state_is_refused(no_state):
     assert "another model" in refusals(lambda: take_all(model[0]))[0]
 
 
+@pytest.mark.parametrize(
+    ("rank", "change", "part"),
+    [
+        (0, lambda key, kept: (key, kept.double()), "of torch.float64, but here it is of"),
+        (0, lambda key, kept: (key, kept.int()), "of torch.int32, but here it is of"),
+        (1, lambda key, kept: (key, kept), "lacks rank 1 of the group"),
+        (0, lambda key, kept: (key, kept.to("meta")), "lacks rank 0 of the group"),
+        (0, lambda key, kept: (key.replace("0of2", "1of4"), kept), "lacks rank 0, 2 of the"),
+    ],
+    ids=["float64", "integers", "of another rank", "not read", "of some of the ranks"],
+)
+def test_state_is_refused_before_the_step_that_would_take_it(rank, change, part, fake_group):
+    """In that step other ranks would wait for this one in vain."""
+    fake_group(2, rank=rank)
+    forget_process()
+    model = make_model()
+    state = dict(change(key, kept) for key, kept in state_of(model).items())
+    assert part in refusals(lambda: commpass.load_state_dict(state, model))[0]
+    assert not commpass.state_dict()
+    forget_process()
+
+
+def test_state_in_float32_is_also_for_parameters_in_other_dtypes(no_state):
+    for dtype in (torch.bfloat16, torch.float64):
+        model = make_model().to(dtype)
+        state = {key: kept.float() for key, kept in state_of(model).items()}
+        commpass.load_state_dict(state, model)
+        commpass.reset_state()
+    wide = make_model().double()
+    commpass.load_state_dict(state_of(wide), wide)
+
+
+def test_state_can_be_loaded_before_the_number_of_ranks_is_known(fake_group):
+    forget_process()
+    model = make_model()
+    state = {key.replace("0of2", "1of2"): kept for key, kept in state_of(model).items()}
+    commpass.load_state_dict(state, model)
+    assert commpass.state_dict(model) == state
+    fake_group(2, rank=1)
+    assert take_all(model) == sum(each.numel() for each in model.parameters())
+    forget_process()
+
+
+@pytest.mark.parametrize("began", [False, True], ids=["before the first step", "after it"])
+def test_state_in_parameters_is_loaded_as_tensors(began, no_state):
+    model = make_model()
+    state = {key: torch.nn.Parameter(3 * kept) for key, kept in state_of(model).items()}
+    if began:
+        take_all(model)
+    commpass.load_state_dict(state, model)
+    assert take_all(model) == 72
+    assert not any(kept.requires_grad for kept in commpass.state_dict(model).values())
+
+
 def test_state_that_nobody_asked_for_yet_is_saved_again(fake_group):
     fake_group(2)
     forget_process()
@@ -708,6 +762,41 @@ def test_state_loaded_for_a_model_replaces_what_was_loaded_for_any(no_state):
     commpass.load_state_dict(state_of(model))
     commpass.load_state_dict(state_of(model), model)
     assert take_all(model) == sum(each.numel() for each in model.parameters())
+
+
+def make_layer() -> torch.nn.Module:
+    return torch.nn.Linear(3, 3, bias=False)
+
+
+@pytest.mark.parametrize("parameter", ["weight", "-"])
+def test_state_loaded_for_any_model_is_saved_with_one_that_may_take_it(parameter, no_state):
+    model = torch.nn.ParameterDict({"weight": torch.nn.Parameter(torch.ones(3, 3))})
+    other = torch.nn.ParameterDict({"bias": torch.nn.Parameter(torch.ones(3, 3))})
+    given = {
+        key.replace("v2/weight/", f"v2/{parameter}/"): kept for key, kept in state_of(model).items()
+    }
+    commpass.load_state_dict(given)
+    assert commpass.state_dict(model) == given
+    assert bool(commpass.state_dict(other)) == (parameter == "-")
+    assert take_all(model) == 9
+    assert commpass.state_dict(model).keys() == state_of(model).keys()
+    assert not commpass.state_dict(other)
+
+
+@pytest.mark.parametrize("by", ["reset", "empty state", "reset of a wrapper"])
+def test_model_that_was_reset_takes_nothing_that_was_loaded_for_any(by, no_state):
+    """Another model still takes it."""
+    model, other = make_layer(), make_layer()
+    given = state_of(model)
+    commpass.load_state_dict(given)
+    if by == "empty state":
+        commpass.load_state_dict({}, model)
+    else:
+        commpass.reset_state(DistributedDataParallel(model) if "wrapper" in by else model)
+    assert not commpass.state_dict(model)
+    assert commpass.state_dict(other) == given
+    assert take_all(model) == 0
+    assert take_all(other) == 9
 
 
 # --- loaded residuals that nobody takes -----------------------------------------------------------

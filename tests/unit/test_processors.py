@@ -15,6 +15,7 @@ import commpass
 from commpass.costmodel import Profile
 from commpass.costmodel.kernels import CPU
 from commpass.costmodel.links import Link, Region
+from commpass.costmodel.networks import on_processors
 from commpass.costmodel.profile import SLICE_US, ethernet, profile_named
 from commpass.distributed import agreed_profile as module
 from commpass.distributed import processors, speed
@@ -205,6 +206,18 @@ def test_stated_speed_replaces_the_measured_one(monkeypatch):
     monkeypatch.delenv(SPEED)
     monkeypatch.setattr(processors, "speed_of_core", lambda: 2.0)
     assert processors_here().speed == 2.0
+
+
+@pytest.mark.parametrize("variable", [CORES, SPEED])
+def test_stated_numbers_of_which_no_rate_would_be_finite_are_refused(variable, monkeypatch):
+    monkeypatch.setenv(variable, "1e6")
+    here = processors_here()
+    profile = on_processors(ethernet(1), min(1.0, here.stated or 1.0), here.speed)
+    assert profile.kernels.gflops < float("inf")
+    for wrong in ("1e308", "1000001", "inf"):
+        monkeypatch.setenv(variable, wrong)
+        with pytest.raises(PolicyError, match=rf"{variable}={wrong}: .* and at most 1,000,000$"):
+            processors_here()
 
 
 def test_profile_of_explicit_numbers_is_taken_as_it_is(monkeypatch):

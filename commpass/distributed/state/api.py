@@ -14,6 +14,7 @@ from commpass.distributed.state.checks import (
     check_for_integrations,
     check_model,
     check_parameters,
+    check_ranks,
     check_shapes,
     check_state,
 )
@@ -24,6 +25,7 @@ from commpass.distributed.state.redistribute import is_new, is_same_state, redis
 from commpass.distributed.state.residuals import live_of
 from commpass.distributed.state.unused import warn_of_unused
 from commpass.errors import PolicyError
+from commpass.utils.ambient import making_lasting_tensors
 from commpass.utils.keywords import named_arguments
 
 
@@ -105,7 +107,7 @@ def load_state_dict(state: Mapping[str, Tensor], model: nn.Module | None = None)
             raise PolicyError(
                 f"{key!r} is {type(tensor).__name__}, but error feedback is kept in tensors"
             )
-        tensors[parse(key)] = tensor
+        tensors[parse(key)] = tensor.detach() if tensor.requires_grad else tensor
     everywhere = {**elsewhere_of(state), **tensors}
     live = live_of(model)
     names = parameter_names(model) if model is not None else None
@@ -114,12 +116,13 @@ def load_state_dict(state: Mapping[str, Tensor], model: nn.Module | None = None)
         check_shapes(everywhere, model)
     check_for_integrations(everywhere, names)
     parameters = frozenset(saved.parameter for saved in everywhere)
-    loaded = [
-        torch.zeros_like(tensor)
-        if not everywhere or is_new(name, parameters)
-        else redistributed(name, tensor, everywhere)
-        for name, tensor in live
-    ]
+    with making_lasting_tensors():
+        loaded = [
+            torch.zeros_like(tensor)
+            if not everywhere or is_new(name, parameters)
+            else redistributed(name, tensor, everywhere)
+            for name, tensor in live
+        ]
     if model is None and len({name for name, _ in live}) < len(live):
         twice = next(name for name, _ in live if sum(name == other for other, _ in live) > 1)
         if everywhere:
@@ -133,8 +136,10 @@ def load_state_dict(state: Mapping[str, Tensor], model: nn.Module | None = None)
         raise other_model(
             {n.label for n in left}, {n.label for n, _ in live}, "was loaded", "this model has"
         )
-    for (_, tensor), value in zip(live, loaded, strict=True):
-        tensor.copy_(value)
+    check_ranks(everywhere)
+    with making_lasting_tensors():
+        for (_, tensor), value in zip(live, loaded, strict=True):
+            tensor.copy_(value)
     for owner in _owners_of(model):
         owner.references.clear()
     drop(model)

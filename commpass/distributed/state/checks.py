@@ -6,13 +6,18 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from commpass.codecs import accumulation_dtype
 from commpass.distributed.owners import local_part, parameter_names
-from commpass.distributed.state.errors import other_model
+from commpass.distributed.state.errors import lacks_ranks, other_model
 from commpass.distributed.state.loaded import loads, names_of_hook
 from commpass.distributed.state.names import OF_GRADIENTS, UNKNOWN, Name
+from commpass.distributed.state.redistribute import missing_ranks
 from commpass.errors import PolicyError
+from commpass.groups import ready
 
 
 def check_model(call: str, model: object) -> None:
@@ -43,21 +48,44 @@ def check_parameters(value: Iterable[Name], known: set[str]) -> None:
 
 
 def check_shapes(value: Mapping[Name, Tensor], model: nn.Module) -> None:
-    """Raise PolicyError if state of whole gradients, as hooks keep it, has the wrong shape.
+    """Raise PolicyError if state of whole gradients, as hooks keep it, has the wrong shape or
+    dtype.
 
     This is checked before a step asks for the state, since other ranks might not survive an error
     then.
     """
     names = parameter_names(model)
-    found = [one for one in model.parameters() if id(one) in names]
-    shapes = {names[id(one)]: local_part(one).shape for one in found}
+    found = {names[id(one)]: local_part(one) for one in model.parameters() if id(one) in names}
     for saved, tensor in value.items():
-        like = shapes.get(saved.parameter, tensor.shape)
-        if saved.hook in OF_GRADIENTS and tensor.shape != like:
+        like = found.get(saved.parameter)
+        if saved.hook not in OF_GRADIENTS or like is None:
+            continue
+        if tensor.shape != like.shape:
             raise PolicyError(
                 f"{saved.label}: the state is {list(tensor.shape)}, but here it is of a"
-                f" parameter {list(like)}"
+                f" parameter {list(like.shape)}"
             )
+        # The gradient of a float64 parameter may be sent in a narrower dtype.
+        dtypes = dict.fromkeys((accumulation_dtype(like.dtype), torch.float32))
+        if tensor.dtype not in dtypes:
+            raise PolicyError(
+                f"{saved.label}: the state is of {tensor.dtype}, but here it is of"
+                f" {' or '.join(map(str, dtypes))}"
+            )
+
+
+def check_ranks(value: Mapping[Name, Tensor]) -> None:
+    """Raise PolicyError if state of the group of all ranks lacks what this rank continues with."""
+    if not ready():
+        return  # the number of ranks is not known yet
+    rank, world = dist.get_rank(), dist.get_world_size()
+    of_site: dict[tuple[str, str], list[Name]] = {}
+    for saved in value:
+        if saved.first == "world":
+            of_site.setdefault((saved.parameter, saved.place), []).append(saved)
+    for names in of_site.values():
+        if missing := missing_ranks(names, value, rank, world):
+            raise lacks_ranks(names[0].label, missing, "world")
 
 
 @dataclass(frozen=True)

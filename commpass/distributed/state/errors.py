@@ -26,3 +26,11 @@ def ambiguous(name: Name, subject: str) -> PolicyError:
         " so its owner is unknown. Give the model, as in commpass.state_dict(model) and"
         " commpass.load_state_dict(state, model), and give functions different names"
     )
+
+
+def lacks_ranks(label: str, missing: Iterable[int], first: str) -> PolicyError:
+    """Return the error for state of which this rank needs more ranks than it was given."""
+    return PolicyError(
+        f"{label}: the state lacks rank {', '.join(map(str, sorted(missing)))} of the group that"
+        f" begins at {first}; give every rank what commpass.state_dict(of=...) lists"
+    )

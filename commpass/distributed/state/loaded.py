@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from commpass.distributed.owners import Owner, parameter_names
 from commpass.distributed.state.names import OUTER, UNKNOWN, Name
@@ -29,7 +30,7 @@ class Loaded:
     ``parameters`` are those of the whole state, also of parts that sites had taken before.
     ``model`` is the module inside its wrappers, which may be freed or made later. ``trained`` tells
     which parameters of the model were trained since, and ``dropped`` has the names of those whose
-    state was dropped.
+    state was dropped. Of state for any model, ``left_out`` are the parameters that get none of it.
     """
 
     tensors: dict[Name, Tensor]
@@ -38,6 +39,7 @@ class Loaded:
     owners: dict[str, weakref.ref[Owner]] = field(default_factory=dict)
     trained: Trained = field(default_factory=Trained)
     dropped: set[str] = field(default_factory=set)
+    left_out: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
 
     def names(self) -> dict[int, str] | None:
         """Return the names of the model's parameters by id; None if no model was given, or it was
@@ -49,11 +51,17 @@ class Loaded:
         """Return the names of what is left for a model's parameters, with their names in that
         model; all for None.
 
-        Those without a parameter are of a model that holds all parameters.
+        Those without a parameter are of a model that holds all parameters. What was loaded for any
+        model is left for each one that has a parameter of that name, until one takes it.
         """
         own = self.model() if self.model is not None else None
         if model is None or own is unwrapped(model):
             return {name: name for name in self.tensors}
+        if self.model is None:
+            names = parameter_names(model)
+            known = {names[id(one)] for one in model.parameters() if one not in self.left_out}
+            known |= {UNKNOWN} if known else set()
+            return {name: name for name in self.tensors if name.parameter in known}
         if own is None:
             return {}
         there = {name: key for key, name in parameter_names(own).items()}
@@ -94,8 +102,12 @@ def add(tensors: dict[Name, Tensor], parameters: frozenset[str], model: nn.Modul
 
 
 def drop(model: nn.Module | None) -> None:
-    """Drop what was loaded for a model's parameters, or all."""
+    """Drop what was loaded for a model's parameters, or all. Other models still take what was
+    loaded for any."""
     for loaded in loads():
+        if model is not None and loaded.model is None:
+            loaded.left_out.update(dict.fromkeys(model.parameters(), True))
+            continue
         names = loaded.names_in(model)
         for name in names:
             del loaded.tensors[name]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor
 
-from commpass.distributed.state.errors import ambiguous, other_model
+from commpass.distributed.state.errors import ambiguous, lacks_ranks, other_model
 from commpass.distributed.state.names import UNKNOWN, Name
 from commpass.errors import PolicyError
 
@@ -34,22 +34,25 @@ def redistributed(name: Name, like: Tensor, value: Mapping[Name, Tensor]) -> Ten
                 f"{name.label}: the state is {list(tensor.shape)} of {tensor.dtype}, but here it is"
                 f" {list(like.shape)} of {like.dtype}"
             )
-    groups = {saved.ranks for saved in of_site if saved.first == name.first}
-    wanted = {rank for ranks in groups for rank in range(ranks) if rank % name.ranks == name.rank}
-    missing = wanted - {
-        saved.rank for saved in of_site if saved.first == name.first and not value[saved].is_meta
-    }
-    if not groups or missing:
-        raise PolicyError(
-            f"{name.label}: the state lacks rank"
-            f" {', '.join(map(str, sorted(missing))) or name.rank} of the group that begins at"
-            f" {name.first}; give every rank what commpass.state_dict(of=...) lists"
-        )
+    of_group = [saved for saved in of_site if saved.first == name.first]
+    missing = missing_ranks(of_group, value, name.rank, name.ranks)
+    if not of_group or missing:
+        raise lacks_ranks(name.label, missing or {name.rank}, name.first)
     total = torch.zeros_like(like)
     for saved in of_site:
         if name.continues(saved):
             total += value[saved].to(like.device) * scale(saved, name)
     return total
+
+
+def missing_ranks(
+    of_group: Iterable[Name], value: Mapping[Name, Tensor], rank: int, ranks: int
+) -> set[int]:
+    """Return the earlier ranks that one of ``ranks`` ranks continues with, and of which there is
+    nothing. All names are of one site and one group."""
+    found = list(of_group)
+    wanted = {each for saved in found for each in range(saved.ranks) if each % ranks == rank}
+    return wanted - {saved.rank for saved in found if not value[saved].is_meta}
 
 
 def saved_for(name: Name, value: Mapping[Name, Tensor]) -> list[Name]:

@@ -87,6 +87,9 @@ def _add_loaded(loaded: Loaded, name: Name, owner: Owner, into: Tensor) -> bool:
             return False  # it belongs to another model
         name = dataclasses.replace(name, parameter=parameter)
     else:
+        alive = [parameter() for parameter in owner.parameters]
+        if any(one is not None and one in loaded.left_out for one in alive):
+            return False  # it was reset, or has other state
         before = loaded.owners.get(name.place)
         if before is not None and before() is not None:
             raise ambiguous(name, "asked for by")
