@@ -391,6 +391,17 @@ def decode(grid: Grid, codes: str) -> str:
     raise NotImplementedError(grid)
 
 
+def decode_bytes(grid: Grid, raw: str) -> str:
+    """Return an expression that decodes bytes with two codes each; "" if there is none, and codes
+    are unpacked first."""
+    if grid == IntGrid(4):
+        return f"decode_int4({raw}, FP8)"
+    if isinstance(grid, CompandedGrid) and grid.bits == 4:
+        power, numbers = _expansion(grid)
+        return f"decode_companded4({raw}, {power}, {numbers}, FP8)"
+    return ""
+
+
 @encode.register
 def _encode_int(grid: IntGrid, in_range: bool) -> Lines:
     lines = [f"codes = encode_int(z, noise, {grid.bits}, {not in_range}, {grid.marks})"]
@@ -443,10 +454,15 @@ def _encode_companded(grid: CompandedGrid, in_range: bool) -> Lines:
 
 @decode.register
 def _decode_companded(grid: CompandedGrid, codes: str) -> str:
-    cells = 2 ** (grid.bits - 1)
-    power = (LARGEST / cells).hex().partition("p")[2]
-    k = grid.k / LARGEST**2
-    return f"decode_companded({codes}, {int(power)}, {1 + grid.k!r}, {k!r}, {cells}, FP8)"
+    power, numbers = _expansion(grid)
+    return f"decode_companded({codes}, {power}, {numbers}, {2 ** (grid.bits - 1)}, FP8)"
+
+
+def _expansion(grid: CompandedGrid) -> tuple[int, str]:
+    """Return the power of two that is the distance of two levels, and the numbers of
+    ``tiles.grids.expanded``."""
+    power = (LARGEST / 2 ** (grid.bits - 1)).hex().partition("p")[2]
+    return int(power), f"{1 + grid.k!r}, {grid.k / LARGEST**2!r}"
 
 
 @encode.register

@@ -10,7 +10,6 @@ from itertools import count
 import torch
 
 from commpass.codecs.block.codec import BlockCodec
-from commpass.codecs.block.grids import IntGrid
 from commpass.codecs.block.layouts import Layout
 from commpass.codecs.block.noise import Stochastic
 from commpass.codecs.block.scales import Absmax, Static, TwoLevel, row_numbers
@@ -182,11 +181,11 @@ def decode_lines(
     """Return lines from what ``load_lines`` loads to ``x``, as in ``Codec.decode_rows``; without
     ``clamp``, ``x`` may exceed the largest number of the dtype."""
     lines, bits = list[str](), codec.grid.bits
-    in_bytes = codec.grid == IntGrid(4)  # decoded without numbers of single codes
-    for number, (low, width, _, _) in enumerate([] if in_bytes else parts.packs(bits, size)):
+    decoded = parts.decode_bytes(codec.grid, "raw_0")
+    for number, (low, width, _, _) in enumerate([] if decoded else parts.packs(bits, size)):
         part = f"unpacked(raw_{number}.to(tl.int32), {width}, PARTS)"
         lines.append(f"codes = {part}" if low == 0 else f"codes |= {part} << {low}")
-    decoded = "decode_int4(raw_0, FP8)" if in_bytes else parts.decode(codec.grid, "codes")
+    decoded = decoded or parts.decode(codec.grid, "codes")
     return lines + value_lines(codec, dtype, decoded, clamp=clamp, group=group)
 
 

@@ -15,12 +15,12 @@ from commpass.lowering.gpu.tiles.numbers import (
     cell_of,
     is_finite,
     number_of,
+    numbers_of_pairs,
     of_bits,
     round_to_even,
     size_bits,
     whole_below,
 )
-from commpass.lowering.gpu.tiles.packing import unpacked
 
 
 @tile
@@ -60,27 +60,9 @@ def decode_int(codes, BITS: tl.constexpr, MARKS: tl.constexpr, BYTES: tl.constex
 
 
 @tile
-def decode_int4(raw, FP8: tl.constexpr):
+def decode_int4(raw, NVIDIA: tl.constexpr):
     """Bytes ``[blocks, 1, bytes]`` with two codes each to numbers ``[blocks, 2, bytes]``."""
-    if FP8:
-        both = tl.inline_asm_elementwise(
-            "{.reg .b32 low, high; and.b32 low, $8, 0x0F0F0F0F; shr.b32 high, $8, 4;"
-            "and.b32 high, high, 0x0F0F0F0F;"
-            "prmt.b32 $0, low, 0x4B000000, 0x7650; prmt.b32 $1, low, 0x4B000000, 0x7651;"
-            "prmt.b32 $2, low, 0x4B000000, 0x7652; prmt.b32 $3, low, 0x4B000000, 0x7653;"
-            "prmt.b32 $4, high, 0x4B000000, 0x7650; prmt.b32 $5, high, 0x4B000000, 0x7651;"
-            "prmt.b32 $6, high, 0x4B000000, 0x7652; prmt.b32 $7, high, 0x4B000000, 0x7653;}",
-            "=f,=f,=f,=f,=f,=f,=f,=f,r",
-            [raw],
-            dtype=(tl.float32, tl.float32),
-            is_pure=True,
-            pack=4,
-        )
-        pairs = tl.permute(tl.join(both[0], both[1]), (0, 3, 1, 2))
-        numbers = tl.reshape(pairs, (raw.shape[0], 2, raw.shape[2])) - 8388616.0
-    else:
-        numbers = decode_int(unpacked(raw.to(tl.int32), 4, 2), 4, False, False)
-    return numbers
+    return numbers_of_pairs(raw, 8, 0, NVIDIA)
 
 
 @tile
@@ -123,6 +105,19 @@ def decode_companded(
 ):
     """``c`` is the middle of a cell, times the largest number: powers of two, like CELLS."""
     c = number_of(codes, CELLS - 0.5, POWER, BYTES and CELLS == 128)
+    return expanded(c, ONE_K, K)
+
+
+@tile
+def decode_companded4(
+    raw, POWER: tl.constexpr, ONE_K: tl.constexpr, K: tl.constexpr, NVIDIA: tl.constexpr
+):
+    """As ``decode_companded``, of bytes as in ``decode_int4``."""
+    return expanded(numbers_of_pairs(raw, 7.5, POWER, NVIDIA), ONE_K, K)
+
+
+@tile
+def expanded(c, ONE_K: tl.constexpr, K: tl.constexpr):
     return c * tl.rsqrt(ONE_K - c * c * K)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from commpass.lowering.gpu.source import tile
+from commpass.lowering.gpu.tiles.packing import unpacked
 
 TINY = 2.0**-126
 LIMIT = (2 - 2**-23) * 2.0**127
@@ -186,6 +187,51 @@ def byte_within(codes, FIRST: tl.constexpr, SELECTOR: tl.constexpr, STEP: tl.con
         is_pure=True,
         pack=4,
     )
+
+
+@tile
+def numbers_of_pairs(raw, LESS: tl.constexpr, POWER: tl.constexpr, NVIDIA: tl.constexpr):
+    """``number_of`` for codes of four bits, two in each byte of ``raw [blocks, 1, bytes]``: numbers
+    ``[blocks, 2, bytes]``. On NVIDIA, eight codes are separated at a time."""
+    if not NVIDIA:
+        numbers = number_of(unpacked(raw.to(tl.int32), 4, 2), LESS, POWER, False)
+    elif LESS == LESS // 1:
+        both = nibbles_within(raw, 0x4B000000 + (POWER << 23), 0x7650, 1)
+        numbers = beside(both[0], both[1]) - (8388608.0 + LESS) * 2.0**POWER
+    else:
+        both = nibbles_within(raw, 0x47000000 + (POWER << 23), 0x7604, 16)
+        numbers = beside(both[0], both[1]) - (32768.0 + LESS) * 2.0**POWER
+    return numbers
+
+
+@tile
+def nibbles_within(raw, FIRST: tl.constexpr, SELECTOR: tl.constexpr, STEP: tl.constexpr):
+    """``byte_within`` for the low and the high four bits of bytes."""
+    return tl.inline_asm_elementwise(
+        "{.reg .b32 low, high; and.b32 low, $8, 0x0F0F0F0F; shr.b32 high, $8, 4;"
+        "and.b32 high, high, 0x0F0F0F0F;"
+        f"prmt.b32 $0, low, {FIRST}, {SELECTOR};"
+        f"prmt.b32 $1, low, {FIRST}, {SELECTOR + STEP};"
+        f"prmt.b32 $2, low, {FIRST}, {SELECTOR + 2 * STEP};"
+        f"prmt.b32 $3, low, {FIRST}, {SELECTOR + 3 * STEP};"
+        f"prmt.b32 $4, high, {FIRST}, {SELECTOR};"
+        f"prmt.b32 $5, high, {FIRST}, {SELECTOR + STEP};"
+        f"prmt.b32 $6, high, {FIRST}, {SELECTOR + 2 * STEP};"
+        f"prmt.b32 $7, high, {FIRST}, {SELECTOR + 3 * STEP};"
+        "}",
+        "=f,=f,=f,=f,=f,=f,=f,=f,r",
+        [raw],
+        dtype=(tl.float32, tl.float32),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@tile
+def beside(low, high):
+    """Two tiles ``[blocks, 1, part]`` as one ``[blocks, 2, part]``."""
+    pairs = tl.permute(tl.join(low, high), (0, 3, 1, 2))
+    return tl.reshape(pairs, (low.shape[0], 2, low.shape[2]))
 
 
 # --- storage formats ------------------------------------------------------------------------------
