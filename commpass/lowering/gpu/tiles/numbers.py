@@ -197,10 +197,10 @@ def numbers_of_pairs(raw, LESS: tl.constexpr, POWER: tl.constexpr, NVIDIA: tl.co
         numbers = number_of(unpacked(raw.to(tl.int32), 4, 2), LESS, POWER, False)
     elif LESS == LESS // 1:
         both = nibbles_within(raw, 0x4B000000 + (POWER << 23), 0x7650, 1)
-        numbers = beside(both[0], both[1]) - (8388608.0 + LESS) * 2.0**POWER
+        numbers = side_by_side(both[0], both[1]) - (8388608.0 + LESS) * 2.0**POWER
     else:
         both = nibbles_within(raw, 0x47000000 + (POWER << 23), 0x7604, 16)
-        numbers = beside(both[0], both[1]) - (32768.0 + LESS) * 2.0**POWER
+        numbers = side_by_side(both[0], both[1]) - (32768.0 + LESS) * 2.0**POWER
     return numbers
 
 
@@ -228,7 +228,7 @@ def nibbles_within(raw, FIRST: tl.constexpr, SELECTOR: tl.constexpr, STEP: tl.co
 
 
 @tile
-def beside(low, high):
+def side_by_side(low, high):
     """Two tiles ``[blocks, 1, part]`` as one ``[blocks, 2, part]``."""
     pairs = tl.permute(tl.join(low, high), (0, 3, 1, 2))
     return tl.reshape(pairs, (low.shape[0], 2, low.shape[2]))
