@@ -397,7 +397,7 @@ def decode_bytes(grid: Grid, raw: str) -> str:
     if grid == IntGrid(4):
         return f"decode_int4({raw}, FP8)"
     if isinstance(grid, CompandedGrid) and grid.bits == 4:
-        power, numbers = _expansion(grid)
+        power, numbers = _uncompanding(grid)
         return f"decode_companded4({raw}, {power}, {numbers}, FP8)"
     return ""
 
@@ -454,13 +454,13 @@ def _encode_companded(grid: CompandedGrid, in_range: bool) -> Lines:
 
 @decode.register
 def _decode_companded(grid: CompandedGrid, codes: str) -> str:
-    power, numbers = _expansion(grid)
+    power, numbers = _uncompanding(grid)
     return f"decode_companded({codes}, {power}, {numbers}, {2 ** (grid.bits - 1)}, FP8)"
 
 
-def _expansion(grid: CompandedGrid) -> tuple[int, str]:
+def _uncompanding(grid: CompandedGrid) -> tuple[int, str]:
     """Return the power of two that is the distance of two levels, and the numbers of
-    ``tiles.grids.expanded``."""
+    ``tiles.grids.uncompanded``."""
     power = (LARGEST / 2 ** (grid.bits - 1)).hex().partition("p")[2]
     return int(power), f"{1 + grid.k!r}, {grid.k / LARGEST**2!r}"
 

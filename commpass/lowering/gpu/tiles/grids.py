@@ -105,7 +105,7 @@ def decode_companded(
 ):
     """``c`` is the middle of a cell, times the largest number: powers of two, like CELLS."""
     c = number_of(codes, CELLS - 0.5, POWER, BYTES and CELLS == 128)
-    return expanded(c, ONE_K, K)
+    return uncompanded(c, ONE_K, K)
 
 
 @tile
@@ -113,11 +113,11 @@ def decode_companded4(
     raw, POWER: tl.constexpr, ONE_K: tl.constexpr, K: tl.constexpr, NVIDIA: tl.constexpr
 ):
     """As ``decode_companded``, of bytes as in ``decode_int4``."""
-    return expanded(numbers_of_pairs(raw, 7.5, POWER, NVIDIA), ONE_K, K)
+    return uncompanded(numbers_of_pairs(raw, 7.5, POWER, NVIDIA), ONE_K, K)
 
 
 @tile
-def expanded(c, ONE_K: tl.constexpr, K: tl.constexpr):
+def uncompanded(c, ONE_K: tl.constexpr, K: tl.constexpr):
     return c * tl.rsqrt(ONE_K - c * c * K)
 
 
