@@ -43,7 +43,6 @@ from commpass.lowering.gpu.sums import write_sum
 from commpass.lowering.gpu.supported import TYPES, block_codec, codecs_of
 from commpass.lowering.gpu.tile_sizes import (
     DECODED_PART,
-    ENCODED_PART,
     Tile,
     is_sum,
     static_tile,
@@ -171,7 +170,7 @@ def _group(chain: Chain, tile: Tile, size: int, lanes: int) -> Group | None:
     if chain.decodes is None:
         if lanes != 32:
             return None
-        group = tile.group(lanes, ENCODED_PART)
+        group = tile.group(lanes)
     elif any(isinstance(step, (Add, Normalize, Encode)) for step in chain.steps):
         return None
     else:

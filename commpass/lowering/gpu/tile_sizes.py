@@ -26,12 +26,9 @@ PROGRAMS = 512
 """The fewest programs of a sum, about four for each multiprocessor; rows of fewer have smaller
 tiles, down to ``LEAST`` values, or 8 per thread of a warp."""
 LEAST = 256
-ENCODED_PART = 4
-"""How many threads hold a block that is rotated before it is encoded. Codes are exchanged as bytes,
-of which a register has four."""
 DECODED_PART = 16
-"""The same of a block that is rotated after it is decoded: each thread has read 16 bytes of
-codes."""
+"""How many threads at least hold a block that is rotated after it is decoded: each has read 16
+bytes of codes."""
 WARPS = 1
 """Warps of a program. A block is within one warp, so its peak is found without a barrier."""
 
@@ -48,9 +45,9 @@ class Tile:
         """The next power of two: the last blocks of a norm's tile may be idle."""
         return 1 << (self.blocks - 1).bit_length()
 
-    def group(self, lanes: int, part: int) -> Group:
-        """Return the form in which ``part`` threads hold a block, or more if there are too few
-        blocks."""
+    def group(self, lanes: int, part: int = 1) -> Group:
+        """Return the form in which all blocks are side by side, so that as few threads as possible
+        hold one, but at least ``part``."""
         threads = lanes * self.num_warps
         blocks = min(self.padded_blocks, threads // part)
         return Group(blocks, threads // blocks)
