@@ -91,6 +91,27 @@ def test_sums_of_eight_ranks_with_offsets_do_not_spill(kernel, arch):
     assert lower(made, arch).compiled.spills == 0
 
 
+SHARES = {
+    ("rotated", "encode"): 0.85,
+    ("rotated", "decode"): 0.85,
+    ("rotated(block=64)", "encode"): 0.95,
+    ("rotated(bits=4)", "encode"): 0.70,
+    ("rotated(bits=4)", "decode"): 0.75,
+    ("rotated(bits=4)", "decode_sum"): 0.50,
+    ("taco", "encode"): 0.85,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.few(2)
+@pytest.mark.parametrize(("text", "kernel"), SHARES)
+def test_instructions_leave_a_share_of_the_bandwidth_of_an_h200(text, kernel):
+    """Most of a block is rotated and encoded in one thread, so few values change threads, and a
+    thread computes the scales of few blocks."""
+    shares = {each.card: each.share for each in compiled(text, kernel, "sm_90").predictions}
+    assert shares["H200"] >= SHARES[text, kernel]
+
+
 @pytest.mark.slow
 def test_architecture_without_8_bit_floats_has_them_in_whole_numbers():
     """sm_80 has no e4m3: the same source computes it."""

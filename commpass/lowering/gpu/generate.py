@@ -164,17 +164,18 @@ def kernel(
 
 
 def _group(chain: Chain, tile: Tile, size: int, lanes: int) -> Group | None:
-    """Return the form in which the tile of a chain is rotated, or None if it keeps its own: other
-    steps read further values in that one, or a thread would hold only a part of a pair. On AMD, an
-    encode would need over 400 registers."""
-    if chain.decodes is None:
-        if lanes != 32:
-            return None
-        group = tile.group(lanes)
-    elif any(isinstance(step, (Add, Normalize, Encode)) for step in chain.steps):
+    """Return the form in which the tile of a chain is rotated, or None if it keeps its own.
+
+    It does for tiles of several warps, which would wait for each other, for chains whose other
+    steps read more values in the same form, and if a thread would not hold pairs of values. On AMD,
+    an encode in this form would need over 400 registers.
+    """
+    further = (Add, Normalize, Encode) if chain.decodes else (Add, Normalize)
+    if tile.num_warps > 1 or any(isinstance(step, further) for step in chain.steps):
         return None
-    else:
-        group = tile.group(lanes, DECODED_PART)
+    if chain.decodes is None and lanes != 32:
+        return None
+    group = tile.group(lanes, DECODED_PART if chain.decodes else 1)
     return group if 2 * group.part <= size else None
 
 

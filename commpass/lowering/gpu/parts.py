@@ -155,22 +155,10 @@ def _before_rotation(transform: Hadamard) -> Lines:
     return [*lines, scaled] if transform.pivot else [scaled]
 
 
-@by_type
-def forward_and_peak(transform: Transform, group: Group | None) -> Lines:
-    """Return the same lines, which also find the ``peak`` of each block. A rotation leaves ``x``
-    grouped, if a group is given."""
-    raise NotImplementedError(transform)
-
-
-@forward_and_peak.register
-def _peak(transform: NoTransform, group: Group | None) -> Lines:
-    return ["peak = peak_of(x)"]
-
-
-@forward_and_peak.register
-def _rotated_and_peak(transform: Hadamard, group: Group | None) -> Lines:
-    blocks, part = (group.blocks, group.part) if group else (0, 0)
-    call = f"x, peak = hadamard_and_peak(x, {transform.width}, {blocks}, {part})"
+def rotated_and_peak(transform: Hadamard, group: Group) -> Lines:
+    """Return the same lines, which also find the ``peak`` of each block, and leave ``x``
+    grouped."""
+    call = f"x, peak = hadamard_and_peak(x, {transform.width}, {group.blocks}, {group.part})"
     return [*_before_rotation(transform), call]
 
 
@@ -263,7 +251,7 @@ def _by_numbers(scale: Absmax | Rms | LeastSquares | Dual | SharedExponent, grid
     calls, of = list[str](), "x"
     for i in range(scale.numbers):
         times = _input_scale(grid) if i == scale.numbers - 1 else 1.0
-        calls.append(f"z = {function}({of}, number_{i}, {short}, {normal}, {times!r})")
+        calls.append(f"z = {function}({of}, number_{i}, {short}, {normal}, {times!r}, FP8)")
         of = "z"
     return calls
 

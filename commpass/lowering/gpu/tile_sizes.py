@@ -46,11 +46,10 @@ class Tile:
         return 1 << (self.blocks - 1).bit_length()
 
     def group(self, lanes: int, part: int = 1) -> Group:
-        """Return the form in which all blocks are side by side, so that as few threads as possible
-        hold one, but at least ``part``."""
-        threads = lanes * self.num_warps
-        blocks = min(self.padded_blocks, threads // part)
-        return Group(blocks, threads // blocks)
+        """Return the form in which all blocks are side by side in one warp, so that as few threads
+        as possible hold one, but at least ``part``."""
+        blocks = min(self.padded_blocks, lanes // part)
+        return Group(blocks, lanes // blocks)
 
 
 def tiles(chain: Chain, numel: int, lanes: int) -> list[Tile]:

@@ -86,21 +86,18 @@ def encode_lines(codec: BlockCodec, group: parts.Group | None = None) -> list[st
     """Return lines from ``x`` to ``codes``, ``number_i`` (in storage format) and ``side``. A group
     is the form in which a rotated tile is encoded, if the registers allow it."""
     grid, scale = codec.grid, codec.scale
-    if isinstance(codec.rounding, Stochastic):  # its noise has the form of ``inside``
-        group = None
-    has_peak = scale.numbers and not codec.offset
-    lines = list(
-        parts.forward_and_peak(codec.transform, group)
-        if has_peak
-        else parts.forward(codec.transform)
-    )
+    transform, groups = codec.transform, False
+    if group and isinstance(transform, Hadamard) and _encodes_grouped(codec):
+        lines, groups = parts.rotated_and_peak(transform, group), True
+    else:
+        lines = list(parts.forward(transform))
     if codec.offset:
         lines += [f"middle = nearest_{codec.offset.stored}(middle_of(x))", "x = x - middle"]
     rounding = "nearest" if isinstance(scale, TwoLevel) else "up"
     last = f"number_{scale.numbers - 1}"
     zeros = [] if grid.has_zero else [f"{last} = without_zero({last}, peak, {grid.largest!r})"]
     if scale.numbers:
-        lines += [] if has_peak else ["peak = peak_of(x)"]
+        lines += [] if groups else ["peak = peak_of(x)"]
         lines += parts.measure(scale, grid)
         lines += [] if isinstance(scale, Absmax) else zeros
         for i in range(scale.numbers):
@@ -111,9 +108,15 @@ def encode_lines(codec: BlockCodec, group: parts.Group | None = None) -> list[st
     lines += parts.encode(grid, parts.never_exceeds(scale))
     lines += parts.refit(scale, grid)
     lines += zeros if isinstance(scale, Absmax) else []  # what is divided by is not zero
-    if group and has_peak and isinstance(codec.transform, Hadamard):
+    if groups:
         lines += [f"number_{i} = number_of_block(number_{i})" for i in range(scale.numbers)]
     return lines
+
+
+def _encodes_grouped(codec: BlockCodec) -> bool:
+    """Whether all lines from the peaks to the bytes of a codec work on a grouped tile."""
+    nearest = not isinstance(codec.rounding, Stochastic)  # noise has the form of ``inside``
+    return codec.scale.numbers > 0 and codec.offset is None and nearest
 
 
 def write_decode(codec: BlockCodec, dtype: torch.dtype, body: Body, name: str) -> str:

@@ -98,16 +98,26 @@ def in_two_units(x, number, row):
 
 
 @tile
-def in_units(x, number, SHORT: tl.constexpr, NORMAL: tl.constexpr, TIMES: tl.constexpr):
+def in_units(
+    x,
+    number,
+    SHORT: tl.constexpr,
+    NORMAL: tl.constexpr,
+    TIMES: tl.constexpr,
+    NVIDIA: tl.constexpr,
+):
     """In units of ``number / TIMES``: one division a block, a product a value. ``SHORT`` and
-    ``NORMAL``: see ``reciprocal_of_short``."""
+    ``NORMAL``: see ``reciprocal_of_short``. ``NVIDIA``: values are not rounded before they are
+    multiplied by TIMES."""
     if SHORT:
         inverse = reciprocal_of_short(number, NORMAL)
     else:
         inverse = reciprocal(number)
-    if TIMES != 1:
-        inverse = inverse * TIMES
-    return x * inverse
+    if NVIDIA:
+        units = x * (inverse * TIMES)
+    else:
+        units = x * inverse * TIMES
+    return units
 
 
 @tile
@@ -119,9 +129,16 @@ def in_units_of_power(x, number):
 
 
 @tile
-def in_units_of_some(x, number, SHORT: tl.constexpr, NORMAL: tl.constexpr, TIMES: tl.constexpr):
+def in_units_of_some(
+    x,
+    number,
+    SHORT: tl.constexpr,
+    NORMAL: tl.constexpr,
+    TIMES: tl.constexpr,
+    NVIDIA: tl.constexpr,
+):
     """As ``in_units``, of a number that may be zero."""
-    return in_units(x, tl.where(number == 0, TINY, number), SHORT, NORMAL, TIMES)
+    return in_units(x, tl.where(number == 0, TINY, number), SHORT, NORMAL, TIMES, NVIDIA)
 
 
 @tile

@@ -58,21 +58,18 @@ def hadamard(x, WIDTH: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr):
 
 @tile
 def hadamard_and_peak(x, WIDTH: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr):
-    """The same, and the peak of each block, without the sizes of all values: the larger size of a
-    sum and a difference is the sum of the sizes, rounded alike.
-
-    The result is ``grouped``, unless GROUP is 0.
-    """
-    ACROSS: tl.constexpr = GROUP if GROUP > 0 and 2 * PART == WIDTH else 1
+    """The same, ``grouped``, and the peak of each block. The larger size of a sum and a difference
+    is the sum of the sizes, rounded alike, so the sizes of all values are not computed."""
+    ACROSS: tl.constexpr = GROUP if 2 * PART == WIDTH else 1
     whole = tl.reshape(x, (x.shape[0], x.shape[1] * x.shape[2]))
     whole = hadamard_steps(whole, WIDTH.bit_length() - 2, GROUP, PART)
     a, b = halves(whole, WIDTH // 2, ACROSS)
     sizes = tl.permute(tl.abs(a) + tl.abs(b), (0, 2, 1, 3))
     sizes = tl.reshape(sizes, (whole.shape[0], 1, whole.shape[1] // 2))
     whole = tl.reshape(sums_and_differences(a, b), x.shape)
-    if GROUP > 0:
-        whole = grouped(whole, GROUP, PART)
-        sizes = grouped(sizes, GROUP, PART)
+    # In this order: else Triton (3.7) computes the transform twice, in two layouts.
+    whole = grouped(whole, GROUP, PART)
+    sizes = grouped(sizes, GROUP, PART)
     return whole, of_bits(block_max(bits_of(sizes)))
 
 
