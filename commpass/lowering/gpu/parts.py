@@ -146,7 +146,7 @@ def _identity_inverse(transform: NoTransform, times: float, group: Group | None 
 
 @forward.register
 def _rotated(transform: Hadamard) -> Lines:
-    return [*_before_rotation(transform), f"x = hadamard(x, {transform.width}, 1, 0)"]
+    return [*_before_rotation(transform), f"x = hadamard(x, {transform.width})"]
 
 
 def _before_rotation(transform: Hadamard) -> Lines:
@@ -164,11 +164,14 @@ def rotated_and_peak(transform: Hadamard, group: Group) -> Lines:
 
 @inverse.register
 def _rotated_back(transform: Hadamard, times: float, group: Group | None = None) -> Lines:
-    blocks, part = (group.blocks, group.part) if group else (1, 0)
-    scale = _scale(transform, times)
-    scale = f"grouped({scale}, 1, {part})" if part and transform.signed else scale
-    lines = [f"x = hadamard(x, {transform.width}, {blocks}, {part})", f"x = x * {scale}"]
-    lines += ["x = ungrouped(x, PARTS)"] if part else []
+    width, scale = transform.width, _scale(transform, times)
+    lines = [f"x = hadamard(x, {width})", f"x = x * {scale}"]
+    if group:
+        signs = f"grouped({scale}, 1, {group.part})" if transform.signed else scale
+        lines = [
+            f"x = hadamard_grouped(x, {width}, {group.blocks}, {group.part})",
+            f"x = ungrouped(x * {signs}, PARTS)",
+        ]
     return lines + (["x = swapped(x, inside, side)"] if transform.pivot else [])
 
 

@@ -46,19 +46,24 @@ def hadamard_steps(x, STEPS: tl.constexpr, GROUP: tl.constexpr, PART: tl.constex
 
 
 @tile
-def hadamard(x, WIDTH: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr):
-    """``H @ x`` for each WIDTH values, unnormalised. After ``log2(PART)`` levels a thread holds
-    values that are PART apart: see ``halves``."""
+def hadamard(x, WIDTH: tl.constexpr):
+    """``H @ x`` for each WIDTH values, unnormalised."""
     whole = tl.reshape(x, (x.shape[0], x.shape[1] * x.shape[2]))
-    whole = tl.reshape(hadamard_steps(whole, WIDTH.bit_length() - 1, GROUP, PART), x.shape)
-    if PART > 0:
-        whole = grouped(whole, GROUP, PART)
-    return whole
+    return tl.reshape(hadamard_steps(whole, WIDTH.bit_length() - 1, 1, 0), x.shape)
+
+
+@tile
+def hadamard_grouped(x, WIDTH: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr):
+    """The same, ``grouped``. After ``log2(PART)`` levels a thread holds values that are PART apart:
+    see ``halves``."""
+    whole = tl.reshape(x, (x.shape[0], x.shape[1] * x.shape[2]))
+    whole = hadamard_steps(whole, WIDTH.bit_length() - 1, GROUP, PART)
+    return grouped(tl.reshape(whole, x.shape), GROUP, PART)
 
 
 @tile
 def hadamard_and_peak(x, WIDTH: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr):
-    """The same, ``grouped``, and the peak of each block. The larger size of a sum and a difference
+    """The same, and the peak of each block. The larger size of a sum and a difference
     is the sum of the sizes, rounded alike, so the sizes of all values are not computed."""
     ACROSS: tl.constexpr = GROUP if 2 * PART == WIDTH else 1
     whole = tl.reshape(x, (x.shape[0], x.shape[1] * x.shape[2]))
