@@ -281,6 +281,15 @@ def test_largest_values_are_cut_beside_a_block_that_is_not_finite(text, first):
     same(interpreted(ran, chain, wires, numel), rows[:1] + rows[1:])
 
 
+@pytest.mark.parametrize("text", ["rotated(block=64)", "rotated(bits=4)", "rotated(bits=5)"])
+def test_tiles_that_are_rotated_in_groups_have_the_bytes_of_the_plain_form(text):
+    coder, numel = codec(text), 2048
+    x = sample(numel, torch.bfloat16)
+    with plainly():
+        wire = coder.encode_rows(x)
+    same(interpreted(ran, Chain(torch.bfloat16, (Encode(coder),)), x, numel), wire)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("text", ["rotated", "rotated(bits=3, block=64)", "sdp4bit", "taco"])
 def test_domain_is_entered_and_left_within_the_kernel(text):
