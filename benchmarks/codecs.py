@@ -32,6 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from commpass.codecs import codec
+from commpass.errors import CommpassError
 from commpass.report.codecs import DATA, DTYPES
 
 TARGETS = {"int8": 0.6, "fp8": 0.35, "int4": 0.3, "exponent": 0.25, "rotated": 0.25}
@@ -54,6 +55,8 @@ CODECS = (
     "exponent",
 )
 REPEATS = 9
+WIDTH = 160
+"""Columns of the printed table. With fewer, names and numbers are cut off."""
 HEAP = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 33),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
@@ -207,7 +210,7 @@ def show(part: dict[str, Any], dtype: str) -> None:
             if "eager_encode_gbs" in r
             else "",
         )
-    Console().print(table)
+    Console(width=WIDTH).print(table)
 
 
 def main() -> None:
@@ -219,6 +222,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path("benchmarks/out/codecs.json"))
     parser.add_argument("--worker", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if min(options.mib, *options.threads) < 1:
+        parser.error("--mib and --threads: at least 1")
+    try:
+        for spec in options.codecs:
+            codec(spec)
+    except CommpassError as error:
+        parser.error(str(error))
     if options.worker:
         print(json.dumps(work(options)))
         return
