@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import struct
 
 import pytest
 import torch
@@ -117,6 +118,40 @@ def test_architecture_without_8_bit_floats_has_them_in_whole_numbers():
     """sm_80 has no e4m3: the same source computes it."""
     assert "e4m3" not in compiled("fp8", "encode", "sm_80").compiled.assembly
     assert "e4m3x2" in compiled("fp8", "encode", "sm_90").compiled.assembly
+
+
+def permuted(a: int, b: int, selector: int) -> int:
+    """PTX's ``prmt.b32``: each 4-bit selector names one of the eight bytes of a and b."""
+    both = a.to_bytes(4, "little") + b.to_bytes(4, "little")
+    picked = bytes(both[(selector >> 4 * i) & 7] for i in range(4))
+    return int.from_bytes(picked, "little")
+
+
+def test_pairs_of_codes_become_floats_a_code_apart():
+    """No interpreter runs the inline PTX: its instructions are followed here."""
+    text = compiled("rotated(bits=4)", "decode", "sm_90").compiled.assembly
+    found = re.findall(r"prmt\.b32 \S+, (low|high), (\d+), (\d+);", text)
+    assert len(found) >= 8
+    raw = int.from_bytes(bytes([0x10, 0x32, 0xF4, 0x8B]), "little")
+    halves = {"low": raw & 0x0F0F0F0F, "high": raw >> 4 & 0x0F0F0F0F}
+    seen = [
+        (half, *struct.unpack("<f", struct.pack("<I", permuted(halves[half], int(b), int(s)))))
+        for half, b, s in found[:8]
+    ]
+    unit = max(value for _, value in seen) / (32768 + 15)
+    codes = [(half, value / unit - 32768) for half, value in seen]
+    assert codes == [
+        *(("low", code) for code in (0, 2, 4, 11)),
+        *(("high", code) for code in (1, 3, 15, 8)),
+    ]
+
+
+def test_two_bfloat16_of_a_register_become_floats():
+    text = compiled("rotated", "encode", "sm_90").compiled.assembly
+    assert re.search(r"shl\.b32 \S+, (%r\d+), 16; and\.b32 \S+, \1, 0xFFFF0000;", text)
+    pair = torch.tensor([1.5, -2.25], dtype=torch.bfloat16).view(torch.int32).item() & 0xFFFFFFFF
+    floats = struct.unpack("<ff", struct.pack("<II", (pair << 16) & 0xFFFFFFFF, pair & 0xFFFF0000))
+    assert floats == (1.5, -2.25)
 
 
 def test_strides_are_multiplied_in_64_bits():

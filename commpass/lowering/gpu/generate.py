@@ -41,12 +41,7 @@ from commpass.lowering.gpu.parts import Group
 from commpass.lowering.gpu.source import Kernel, constant, function_text, of_text
 from commpass.lowering.gpu.sums import write_sum
 from commpass.lowering.gpu.supported import TYPES, block_codec, codecs_of
-from commpass.lowering.gpu.tile_sizes import (
-    DECODED_PART,
-    Tile,
-    is_sum,
-    static_tile,
-)
+from commpass.lowering.gpu.tile_sizes import DECODED_PART, Tile, is_sum, static_tile
 from commpass.lowering.gpu.tiles import (
     grids,
     layouts,

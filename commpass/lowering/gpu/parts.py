@@ -156,7 +156,7 @@ def _before_rotation(transform: Hadamard) -> Lines:
 
 
 def rotated_and_peak(transform: Hadamard, group: Group) -> Lines:
-    """Return the same lines, which also find the ``peak`` of each block, and leave ``x``
+    """Return the lines of ``forward``, which also find the ``peak`` of each block, and leave ``x``
     grouped."""
     call = f"x, peak = hadamard_and_peak(x, {transform.width}, {group.blocks}, {group.part})"
     return [*_before_rotation(transform), call]
