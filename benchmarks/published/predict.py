@@ -60,7 +60,7 @@ def _compressed_us(setup: Setup) -> float:
     if setup.compressed == SINGLE_KERNEL:
         return _in_single_kernel_us(setup)
     assert setup.compressed == KERNELS
-    return stages_us(_stages(setup), site_of(setup), setup.profile)
+    return stages_us(stages_of(setup), site_of(setup), setup.profile)
 
 
 def site_of(setup: Setup) -> Site:
@@ -79,7 +79,8 @@ def site_of(setup: Setup) -> Site:
     )
 
 
-def _stages(setup: Setup) -> Sequence[Stage]:
+def stages_of(setup: Setup) -> Sequence[Stage]:
+    """Return the stages of the compressed exchange."""
     if setup.kind != "all_reduce" and setup.algorithm == "two_shot":
         algorithm = "direct"
     else:
@@ -91,7 +92,7 @@ def _stages(setup: Setup) -> Sequence[Stage]:
 def _in_single_kernel_us(setup: Setup) -> float:
     """Return the time of a single kernel whose programs process one tile each."""
     of_group = prices_of(site_of(setup), setup.profile)
-    stages = [dataclasses.replace(each, rounds=1) for each in _stages(setup)]
+    stages = [dataclasses.replace(each, rounds=1) for each in stages_of(setup)]
     return finished_us([of_group.task(stage) for stage in stages])
 
 
@@ -100,7 +101,7 @@ def _copies_us(setup: Setup) -> float:
     launch. Copies, and kernels that signal and wait, are in streams of their own."""
     of_group, kernels = prices_of(site_of(setup), setup.profile), setup.profile.kernels
     us, peers = 0.0, setup.ranks - 1
-    for stage in _stages(setup):
+    for stage in stages_of(setup):
         if stage.role != "exchange":
             us += of_group.task(stage).us
             continue
@@ -141,5 +142,5 @@ def _copy_ring_us(setup: Setup, codec: str) -> float:
 
 def _gathered_wire(setup: Setup) -> float:
     """Return the bytes of a rank's coded part."""
-    stages = [stage for stage in _stages(setup) if stage.kind == "all_gather"]
+    stages = [stage for stage in stages_of(setup) if stage.kind == "all_gather"]
     return float(stages[0].leaving)
