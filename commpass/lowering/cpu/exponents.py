@@ -323,7 +323,7 @@ void encode_row(int64_t threads, const Byte* row, int64_t n, Byte* out) {{
     std::memmove(to, out + at.dynamic + at.chunks * p / parts * CAPACITY * 4, made[p]);
     to += made[p];
   }}
-  std::memset(to, 0, out + at.end - to);
+  std::memset(to, 0, (out + at.dynamic - to) & 15);  // of the last unit that is sent
   std::memset(out + at.plain, 0, at.dynamic - at.plain);
   std::memcpy(out + at.plain, row + n / {LINE} * {LINE} * ITEM, n % {LINE} * ITEM);
 }}
