@@ -103,3 +103,14 @@ class Lines:
 
     def __str__(self) -> str:
         return "\n    ".join(self.lines)
+
+
+def addresses(name: str, number: int, first: int = 0) -> list[str]:
+    """Return the C++ of addresses in tables of lanes, as byte pointers."""
+    return [f"(Byte*)({name}[{first + i}] + g)" for i in range(number)]
+
+
+def modes(lines: Lines, number: int) -> list[Any]:
+    """Return for each mode of a chunk but the first whether it is chosen, as words of all or no
+    bits."""
+    return [lines.expression(f"Word{{}} - int(mode == {i + 1})") for i in range(number)]
