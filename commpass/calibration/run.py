@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -16,6 +16,14 @@ import torch.distributed as dist
 
 from commpass.calibration.all_ranks import Ranks, all_ranks
 from commpass.calibration.data import Calibration
+from commpass.calibration.first_run import (
+    RankResults,
+    channels_of,
+    clusters,
+    outlier_codecs,
+    seen_by,
+    sites_of,
+)
 from commpass.calibration.measured_sites import (
     NO_EFFECT,
     Address,
@@ -26,7 +34,6 @@ from commpass.calibration.measured_sites import (
 from commpass.calibration.probes import Probes, Probing, Squares
 from commpass.calibration.step import Loss, Step, fingerprints, replicas, step_of
 from commpass.codecs import Codec, codec
-from commpass.codecs.wrappers.outlier import Channels, Running
 from commpass.costmodel import Profile
 from commpass.distributed.machine import profile_here
 from commpass.distributed.samples import Reading, largest
@@ -36,8 +43,6 @@ from commpass.utils.keywords import named_arguments
 
 CODECS = (*(f"rotated(bits={bits})" for bits in range(2, 8)), "rotated", "bf16", "exponent")
 """The codecs that are measured at each place by default."""
-KEEP = 1 / 64
-"""The share of channels that ``outlier`` keeps (low-bit tensor-parallel inference, section 3)."""
 PROBES = ("rotated(bits=6)", "rotated(bits=4)", "rotated(bits=2)")
 """The codecs whose errors represent all others'. 2.4 % is small enough that twice the error changes
 the output twice as much, and far above the rounding of float32. 9.5 % and 37 % are not that small:
@@ -46,19 +51,6 @@ TIMEOUT_S = 120.0
 SHOWN = 100
 """So many characters of a value are shown if it differs between ranks."""
 Progress = Callable[[int, int], None]
-
-
-@dataclass(frozen=True)
-class _RankResults:
-    """The results of one rank from a first run over all batches."""
-
-    places: list[tuple[Address, list[CountedSite]]]
-    merged: list[tuple[Address, Address]]
-    channels: list[tuple[Address, list[float], list[float]]]
-    sums: list[tuple[Address, list[float], list[float]]]
-    group_ranks: list[tuple[Address, list[tuple[int, int]]]]
-    uneven: list[Address]
-    remarks: list[str]
 
 
 @dataclass
@@ -224,14 +216,14 @@ def _measured(
     probes.measure = True
     for batch in rows:
         step.run(batch)
-    seen = ranks.exchange(_seen(probes, len(rows)), _RankResults)
-    groups = _clusters(seen)
+    seen = ranks.exchange(seen_by(probes, len(rows)), RankResults)
+    groups = clusters(seen)
     if not groups:
         why = f" ({'; '.join(seen[0].remarks)})" if seen[0].remarks else ""
         raise CalibrationError(f"no collective was found that a codec could make smaller{why}")
-    channels = [_channels(group, seen) if outliers else None for group in groups]
+    channels = [channels_of(group, seen) if outliers else None for group in groups]
     probes.sizes_of = list(sized)
-    choices = [sorted({*named, *_outlier(each)}) for each in channels]
+    choices = [sorted({*named, *outlier_codecs(each)}) for each in channels]
     probe_specs = [each.spec for each in disturbing]
     for group, specs in zip(groups, choices, strict=True):
         for where in group:
@@ -256,7 +248,7 @@ def _measured(
     if disturbing:
         _check_effect(step, sums, probe_specs)
     peaks = ranks.exchange(list(probes.peaks.items()), list[tuple[Address, dict[str, Reading]]])
-    many, sites = len(rows), [_sites(group, seen) for group in groups]
+    many, sites = len(rows), [sites_of(group, seen) for group in groups]
     places = tuple(
         MeasuredSites(
             where=group,
@@ -418,113 +410,3 @@ def _add_sizes(ranks: Ranks, probes: Probes, group: tuple[Address, ...], sizes: 
     sizes.count += count
     for spec, many in zip(specs, found, strict=True):
         sizes.bytes[spec] = sizes.bytes.get(spec, 0.0) + many
-
-
-def _seen(probes: Probes, batches: int) -> _RankResults:
-    return _RankResults(
-        places=[
-            (where, [CountedSite(site=site, calls=n / batches) for site, n in counter.items()])
-            for where, counter in probes.sites.items()
-        ],
-        merged=sorted(probes.merged),
-        channels=_ranges(probes.channels),
-        sums=_ranges(probes.sums),
-        group_ranks=[(where, sorted(each)) for where, each in probes.group_ranks.items()],
-        uneven=[where for where, each in probes.channels.items() if each is None],
-        remarks=list(probes.remarks),
-    )
-
-
-def _ranges(
-    seen: Mapping[Address, Running | None],
-) -> list[tuple[Address, list[float], list[float]]]:
-    return [
-        (where, each.low.tolist(), each.high.tolist())
-        for where, each in seen.items()
-        if each is not None
-    ]
-
-
-def _clusters(seen: Sequence[_RankResults]) -> list[tuple[Address, ...]]:
-    """Return the places where anything was sent. Those that simplify merges are one place."""
-    root: dict[Address, Address] = {}
-
-    def find(address: Address) -> Address:
-        while (above := root.setdefault(address, address)) != address:
-            address = above
-        return address
-
-    sent = {where for each in seen for where, _ in each.places}
-    for where in sorted(sent):
-        find(where)
-    for one, other in sorted({pair for each in seen for pair in each.merged}):
-        a, b = sorted((find(one), find(other)))
-        root[b] = a
-    groups: dict[Address, list[Address]] = {}
-    for where in sorted(root):
-        groups.setdefault(find(where), []).append(where)
-    return [tuple(group) for group in groups.values() if sent & set(group)]
-
-
-def _sites(group: tuple[Address, ...], seen: Sequence[_RankResults]) -> tuple[CountedSite, ...]:
-    """Return the sites of a place, from the first rank that sends anything there."""
-    for each in seen:
-        found = [site for where, sites in each.places if where in group for site in sites]
-        if found:
-            return tuple(sorted(found, key=repr))
-    return ()
-
-
-def _channels(group: tuple[Address, ...], seen: Sequence[_RankResults]) -> Channels | None:
-    """Return the channel ranges of a place on each rank of its group, and of its sums.
-
-    They are the largest over all groups. Return None if tensors differ in their channels.
-    """
-    by_rank: dict[int, list[list[float]]] = {}
-    sizes, sums = set(), []
-    for each in seen:
-        if any(where in group for where in each.uneven):
-            return None
-        own = [one for where, ranks in each.group_ranks if where in group for one in ranks]
-        sizes |= {size for _, size in own}
-        rows = [_reach(low, high) for where, low, high in each.channels if where in group]
-        for rank, _ in own:
-            by_rank.setdefault(rank, []).extend(rows)
-        sums += [_reach(low, high) for where, low, high in each.sums if where in group]
-    rows = [row for of_rank in by_rank.values() for row in of_rank]
-    widths = {len(row) for row in rows}
-    if len(widths) != 1 or not 2 <= (width := next(iter(widths))) <= MOST_CHANNELS:
-        return None
-    if sizes == {len(by_rank)} and all(by_rank.values()):
-        ranges = [_largest(by_rank[rank]) for rank in sorted(by_rank)]
-    else:
-        ranges = [_largest(rows)]
-    total = [row for row in sums if len(row) == width]
-    return Channels(width, (), tuple(ranges), _largest(total) if total else ())
-
-
-def _reach(low: Sequence[float], high: Sequence[float]) -> list[float]:
-    return [max(abs(a), abs(b)) for a, b in zip(low, high, strict=True)]
-
-
-def _largest(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    return tuple(map(max, zip(*rows, strict=True)))
-
-
-def _outlier(channels: Channels | None) -> list[str]:
-    """Return codec ``outlier`` with the channels of a place that have the widest range on all
-    ranks.
-
-    The others have 4 bits: with scales for each block, and with static ones that all ranks share.
-    """
-    if channels is None:
-        return []
-    chosen = channels.keeping(KEEP)
-    bare = Channels(channels.width, chosen.kept).to_text()
-    dynamic = [codec(f"outlier(statistics={bare}, inner={inner})").spec for inner in INNER]
-    static = codec(f"outlier(statistics={chosen.shared().to_text()})").spec
-    return [*dynamic, static]
-
-
-INNER = ("int4",)
-MOST_CHANNELS = 1 << 16
