@@ -116,9 +116,8 @@ class ExponentCodec(Codec):
 
     A chunk that would need as many words as its plain exponents is *raw*. The planes of its first
     step hold the lowest bits of its exponents, and its string the other bits. So no chunk is longer
-    than its values. The rest of the buffer is never read, and need not be sent. It is zeros, or not
-    defined if C++ encodes: there, zeros took a tenth of an encode. Both parts are multiples of 16
-    bytes.
+    than its values. The rest of the buffer is never read, and need not be sent. Here it is zeros;
+    kernels do not write it. Both parts are multiples of 16 bytes.
 
     The window and the mode of a chunk minimize its bits over all windows around the median of its
     nonzero exponents (``choose``).

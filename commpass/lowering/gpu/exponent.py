@@ -59,7 +59,7 @@ def unsupported_reason(numel: int, dtype: torch.dtype) -> str | None:
 def encode_rows(
     codec: ExponentCodec, rows: Tensor, tiling: Tiling = TILING, *, graph: bool = False
 ) -> Tensor:
-    """Return the wire of rows ``[count, numel]``, the same bytes as ``codec.encode_rows``.
+    """Return the wire of rows ``[count, numel]``: the used bytes of ``codec.encode_rows``.
 
     Rows are CUDA tensors, or CPU tensors if Triton interprets. With ``graph``, the calls are traced
     for Inductor, which launches the kernels itself.

@@ -217,13 +217,6 @@ def exponent_split(
     open_ = there & (raw == 0) & ((begin & 63) != 0)
     tl.store(last, gained.to(tl.int64, bitcast=True), mask=open_)
 
-    # What the strings do not fill is zeros, and they are put over them.
-    dynamic = wire + tl.cast(static, tl.int64) * 4
-    blank = tl.zeros((COLUMNS,), tl.int32)
-    for number in tl.static_range(RAW):
-        at = (tl.cast(tile_, tl.int64) * RAW + number) * COLUMNS + tl.arange(0, COLUMNS)
-        tl.store(dynamic + at, blank, mask=at < tl.cast(columns, tl.int64) * RAW)
-
 
 @tile
 def exponent_place(
@@ -253,7 +246,8 @@ def exponent_place(
     wire += tl.cast(row, tl.int64) * row_words(static, columns, RAW)
     _, length, raw = chunk_marks(wire, tile_, columns, REST + FIRST, RAW, COLUMNS)
     ends = tl.cumsum(length, 0)
-    begin = before(tallies, groups, row, tile_, many_groups, GROUP) + (ends - length)
+    first_unit = before(tallies, groups, row, tile_, many_groups, GROUP)
+    begin = first_unit + (ends - length)
     dynamic = (wire + tl.cast(static, tl.int64) * 4).to(tl.pointer_type(tl.int16))
     sums += tl.cast(tl.program_id(0), tl.int64) * (COLUMNS // LANES * (LANES // 2 * RAW))
     chunk = tl.arange(0, COLUMNS // LANES)[:, None]
@@ -273,6 +267,11 @@ def exponent_place(
         number = number.to(tl.uint16).to(tl.int16, bitcast=True)
         tl.store(dynamic + begin[:, None] + unit, number, mask=wanted)
 
+    if tile_ == tiles - 1:
+        # Up to a multiple of 16 bytes, which is sent.
+        end = first_unit + tl.sum(length, 0)
+        place = tl.arange(0, 8)
+        tl.store(dynamic + end + place, place.to(tl.int16) * 0, mask=place < (-end & 7))
     if tile_ == 0:
         # Values that are in no line, and what fills the last unit.
         plain = marks_of(wire, columns, REST + FIRST) + (columns + LANES - 1) // LANES
