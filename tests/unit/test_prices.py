@@ -77,7 +77,8 @@ def test_a_port_for_each_rank_is_as_many_ports_as_ranks(spec):
     """Also on links with protocols, whose rings of the whole group divide their bytes among all
     ports, while the second hop of a hierarchy has one port for each of its groups."""
     profile = profile_named("dgx-h100")
-    assert profile is not None and profile.ports == NODE
+    assert profile is not None
+    assert profile.ports == NODE
     none_shared = dataclasses.replace(profile, ports=0)
     assert exchanges(spec, none_shared) == exchanges(spec, profile)
 
