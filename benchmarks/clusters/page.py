@@ -40,7 +40,7 @@ uses 8 to 6 bits and `aggressive` 4 bits.
 * Fewer bits change the time of a step by {most:+.1f} % to {least:+.1f} %, compared with `lossless`.
   An encode occupies the GPU. Uncompressed chunks, which overlap with matmuls, may therefore be as
   fast as a codec.
-* The number of GPUs changes little for the same model on the same machines: the exchange of
+* The number of GPUs changes little for the same model on the same machines. The exchange of
   gradients grows slowly with the number of replicas, and happens once in a step.
 
 ## How it is computed

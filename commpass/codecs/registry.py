@@ -37,6 +37,9 @@ def codec(name: str | Codec, **parameters: Any) -> Codec:
             " 'int8(block=128)'"
         )
     base, given = parse(name)
+    if base not in NAMES and "," in base:
+        names = [each.strip() for each in base.split(",")]
+        raise PolicyError(f"{base!r} has several names: write a list, {names}")
     if base not in NAMES:
         raise PolicyError(f"unknown codec {base!r}{nearest(base, NAMES)}")
     return _build(base, changed_parameters(f"codec {base!r}", NAMES[base], given | parameters))

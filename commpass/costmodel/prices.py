@@ -83,8 +83,8 @@ class Prices:
         if stage.reach == BLOCK and self._is_on_one_host(peers + 1):
             assert self.profile.intra_host_link is not None
             port, link = INTRA_HOST, self.profile.intra_host_link
-        elif stage.reach != ALL and ports and self.on_host:
-            per_port = self.profile.ranks_per_host / ports
+        elif stage.reach != ALL and self.on_host and (ports or link.protocols):
+            per_port = self.profile.ranks_per_host / ports if ports else 1.0
             sharing = sharing_of(stage.reach, peers, self.ranks, self.on_host, per_port)
         latency, on_link_us = link.parts_us(
             stage.kind,

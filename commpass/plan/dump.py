@@ -188,7 +188,9 @@ def read_run(path: Path, run: str | None = None) -> list[Dump]:
     if path.is_file():
         return [read(path)]
     if not path.is_dir():
-        raise DumpError(f"{path}: no such file or folder")
+        raise DumpError(
+            f"{path}: no such file or folder. A program writes a dump with COMMPASS_DUMP=folder"
+        )
     found = runs(path)
     if not found:
         inside = [each.name for each in sorted(path.iterdir()) if each.is_dir() and files(each)]

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -87,6 +87,11 @@ class Policy(Named):
 
     Raises PolicyError for an unknown name or an invalid value.
     """
+
+    EXAMPLE: ClassVar[str] = "codecs='int8'"
+    ELSEWHERE: ClassVar[Mapping[str, str]] = {
+        "preset": "for a preset write Policy.from_preset('balanced')"
+    }
 
     name: str = "custom"
     codecs: tuple[str, ...] = ()

@@ -51,10 +51,22 @@ class Named:
     """Base class that rejects unknown keyword arguments and names the nearest field."""
 
     OLD_NAMES: ClassVar[Mapping[str, str]] = {}
+    EXAMPLE: ClassVar[str] = "codec='int8'"
+    """An argument, for the message to someone who gave one without its name."""
+    ELSEWHERE: ClassVar[Mapping[str, str]] = {}
+    """What to write instead of an argument that is no field."""
 
-    def __new__(cls, **fields: Any) -> Any:
+    def __new__(cls, *values: Any, **fields: Any) -> Any:
         known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        if values:
+            what = cls.__name__
+            instead = "".join(f"; {each}" for each in cls.ELSEWHERE.values())
+            raise PolicyError(
+                f"{what}({values[0]!r}): name the field, as in {what}({cls.EXAMPLE}){instead}"
+            )
         for name in fields:
+            if name in cls.ELSEWHERE:
+                raise PolicyError(f"{cls.__name__} has no field {name!r}; {cls.ELSEWHERE[name]}")
             if name not in known and name not in cls.OLD_NAMES:
                 raise PolicyError(f"{cls.__name__} has no field {name!r}{nearest(name, known)}")
         return super().__new__(cls)

@@ -397,4 +397,7 @@ def test_console_script_starts():
         check=False,
     )
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "commpass: no-such-dump: no such file or folder\n"
+    assert done.stderr == (
+        "commpass: no-such-dump: no such file or folder."
+        " A program writes a dump with COMMPASS_DUMP=folder\n"
+    )

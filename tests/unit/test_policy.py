@@ -514,6 +514,13 @@ REFUSED = {
         lambda: Policy(codec="int8"),
         ["Policy", "'codec'", "did you mean 'codecs'?", "max_error"],
     ),
+    "policy by position": (
+        lambda: Policy("balanced"),
+        ["Policy('balanced')", "Policy(codecs='int8')", "Policy.from_preset('balanced')"],
+    ),
+    "policy's preset": (lambda: Policy(preset="taco"), ["'preset'", "Policy.from_preset("]),
+    "rule by position": (lambda: Rule("int8"), ["Rule('int8')", "Rule(codec='int8')"]),
+    "several in one name": (lambda: Rule(codec="int8, int4"), ["a list, ['int8', 'int4']"]),
     "rule's field": (
         lambda: Rule(modul="a"),
         ["Rule", "'modul'", "did you mean 'module'?", "min_bytes"],

@@ -3,6 +3,7 @@ by one."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import Counter
 
@@ -11,7 +12,7 @@ import pytest
 from commpass.collectives import Payload, Request, read_stages
 from commpass.costmodel import HOST, KernelRate, Kernels, Link, Profile, finished_us, prices
 from commpass.costmodel.links import ONE, Region, crossing
-from commpass.costmodel.profile import INTRA_HOST, LINK
+from commpass.costmodel.profile import INTRA_HOST, LINK, profile_named
 from commpass.plan.stage import ALL, BLOCK, NEXT, STRIDE, Stage, all_to_all
 
 NODE, RANKS, SHARD = 8, 64, 1024
@@ -69,6 +70,17 @@ def test_hop_between_hosts_has_its_own_port_where_each_rank_has_one():
     )
     _, outer, *_ = exchanges("hierarchical(node=8)", profile)
     assert outer == (LINK, 70.0, pytest.approx(7 * SHARD * 4 / 1e3))
+
+
+@pytest.mark.parametrize("spec", ["hierarchical(node=8)", "two_shot", "one_shot", "ring"])
+def test_a_port_for_each_rank_is_as_many_ports_as_ranks(spec):
+    """Also on links with protocols, whose rings of the whole group divide their bytes among all
+    ports, while the second hop of a hierarchy has one port for each of its groups."""
+    profile = profile_named("dgx-h100")
+    assert profile is not None
+    assert profile.ports == NODE
+    none_shared = dataclasses.replace(profile, ports=0)
+    assert exchanges(spec, none_shared) == exchanges(spec, profile)
 
 
 def test_parts_that_are_not_hosts_go_by_the_port_that_their_bytes_pass():
