@@ -282,7 +282,7 @@ class CompressedFSDP(Integration):
         """
         self._begin_once(unit)
         exchange = replace(exchange, annotation=unit.annotation, parameters=unit.names)
-        if exchange.unsupported_reason is None and self.policy.may_round(unit.annotation):
+        if exchange.unsupported_reason is None and self._may_round(unit):
             row = x if out is None or exchange.kind == "all_gather" else out
             parts = unit.parts(exchange.kind, row.numel())
             unsupported = UNKNOWN_PARTS if parts is None else None
@@ -297,6 +297,9 @@ class CompressedFSDP(Integration):
             self._record(exchange.kind, compiled)
 
         return run
+
+    def _may_round(self, unit: Unit) -> bool:
+        return self.exchanges.backend.policy.may_round(unit.annotation)
 
     def sends_narrow(
         self, exchange: Exchange, x: Tensor, out: Tensor, unit: Unit, group: dist.ProcessGroup
