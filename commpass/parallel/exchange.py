@@ -43,6 +43,8 @@ class Exchange:
     - ``recomputed``: backward sends again what forward sent, and must get the same bits.
     - ``parameters``: the names of those that it carries; they distinguish it from others of the
       module.
+    - ``parts``: the ranges of a rank's row that are sent together, each as (begin, end), if not all
+      of the row is. No block of codes then holds values of two parts.
     - ``wide``: the dtype of the result if ``x`` has narrower values, which are widened before the
       sum; ``factor`` is what they are multiplied by then.
 
@@ -63,6 +65,7 @@ class Exchange:
     flat: bool = False
     recomputed: bool = False
     parameters: tuple[str, ...] = ()
+    parts: tuple[tuple[tuple[int, int], ...], ...] = ()
     wide: torch.dtype | None = None
     factor: float = 1.0
 
@@ -98,27 +101,63 @@ class Exchange:
         # also for one rank: the result is then not ``x`` itself
         if self.op == "avg" or self.scale != 1.0:
             sent = graph.call_function(torch.ops.aten.mul.Tensor, (sent, self.scale))
-        functional = torch.ops._c10d_functional
-        calls: dict[str, tuple[Any, tuple[Any, ...]]] = {
-            "all_reduce": (functional.all_reduce.default, (sent, "sum", self.group)),
-            "all_gather": (
-                functional.all_gather_into_tensor.default,
-                (sent, self.ranks, self.group),
-            ),
-            "reduce_scatter": (
-                functional.reduce_scatter_tensor.default,
-                (sent, "sum", self.ranks, self.group),
-            ),
-        }
-        target, args = calls[self.kind]
-        started = graph.call_function(target, args)
-        done = graph.call_function(functional.wait_tensor.default, (started,))
+        done = self._in_parts(graph, sent) if self.parts else self._sent(graph, sent)
         graph.call_function(torch.ops.aten.copy_.default, (out, done))
         for node in graph.nodes:
             if node.op == "call_function":
                 node.meta["custom"] = dict(custom)
         graph.output(())
         return fx.GraphModule(torch.nn.Module(), graph)
+
+    def _sent(self, graph: fx.Graph, x: fx.Node) -> fx.Node:
+        """Add the collective of a flat tensor. Return its flat result."""
+        functional = torch.ops._c10d_functional
+        calls: dict[str, tuple[Any, tuple[Any, ...]]] = {
+            "all_reduce": (functional.all_reduce.default, (x, "sum", self.group)),
+            "all_gather": (
+                functional.all_gather_into_tensor.default,
+                (x, self.ranks, self.group),
+            ),
+            "reduce_scatter": (
+                functional.reduce_scatter_tensor.default,
+                (x, "sum", self.ranks, self.group),
+            ),
+        }
+        target, args = calls[self.kind]
+        started = graph.call_function(target, args)
+        return graph.call_function(functional.wait_tensor.default, (started,))
+
+    def _in_parts(self, graph: fx.Graph, x: fx.Node) -> fx.Node:
+        """Add a collective for each part of a rank's row. Return their results in the order of the
+        row."""
+        aten = torch.ops.aten
+
+        def rows(flat: fx.Node, count: int) -> fx.Node:
+            return graph.call_function(aten.reshape.default, (flat, [count, -1]))
+
+        def flat(rows: fx.Node) -> fx.Node:
+            return graph.call_function(aten.reshape.default, (rows, [-1]))
+
+        def joined(pieces: Sequence[fx.Node]) -> fx.Node:
+            return graph.call_function(aten.cat.default, (list(pieces), 1))
+
+        def cut(rows: fx.Node, begin: int, end: int) -> fx.Node:
+            return graph.call_function(aten.slice.Tensor, (rows, 1, begin, end))
+
+        given = rows(x, self.ranks if self.kind == "reduce_scatter" else 1)
+        pieces: dict[int, fx.Node] = {}
+        for part in self.parts:
+            one = joined([cut(given, *piece) for piece in part])
+            result = rows(self._sent(graph, flat(one)), self._result_rows)
+            place = 0
+            for begin, end in part:
+                pieces[begin] = cut(result, place, place + end - begin)
+                place += end - begin
+        return flat(joined([pieces[begin] for begin in sorted(pieces)]))
+
+    @property
+    def _result_rows(self) -> int:
+        return self.ranks if self.kind == "all_gather" else 1
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ class GraphInput:
     - ``kernels``: whether Inductor compiles the graph. It can then compile code that sites share.
     - ``adds_inputs``: whether the caller of the graph can pass additional inputs.
     - ``operators``: whether the inner compiler accepts operators of commpass in the graph.
-    - ``hook``: whether the graph is the single exchange of a hook, which has many similar graphs.
+    - ``hook``: whether the graph is an exchange of a hook, which has many similar graphs.
     - ``hidden``: for sites compiled earlier, whether computation overlaps them.
     - ``hides``: whether other sites may be found overlapped. Requires that the ranks agree on it.
     - ``densities``: agreed densities of gradients that are selected from.

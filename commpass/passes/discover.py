@@ -186,6 +186,10 @@ def _fixed(fake: torch.Tensor | None) -> str | None:
     return "its fake values have no ShapeEnv" if mode and mode.shape_env is None else None
 
 
+BY_ROWS = ("all_gather", "reduce_scatter", "all_to_all")
+"""The kinds that join or divide the first dimension."""
+
+
 def _unsupported_reason(
     call: Call,
     position: int,
@@ -211,6 +215,8 @@ def _unsupported_reason(
         )
     if fake is None:
         return "its shape is not known: the graph has no fake values"
+    if fake.dim() == 0 and call.kind in BY_ROWS:
+        return "it sends one number without a dimension, so it has no rows to divide or to join"
     if call.ends and fake is not None and not all(isinstance(n, int) for n in fake.shape):
         return SYMBOLIC
     if early and call.form in ("plain", "coalesced", "batch"):

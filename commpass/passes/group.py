@@ -112,8 +112,11 @@ class Fusions:
 
 
 def run(context: PassContext) -> None:
-    """Combine small sites."""
+    """Combine small sites. The parts of a hook's exchange stay apart: if they are not compressed,
+    the hook's own call sends them at once."""
     given = context.input
+    if given.hook:
+        return
     grouped = group(given.gm, context.found, given.policy, given.profile, given.direction)
     context.plan_with(grouped=grouped)
     context.sites_changed = bool(grouped)

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from commpass import groups
+from commpass.codecs import codec as codec_named
 from commpass.codecs.registry import NAMES as CODECS
 from commpass.collectives import DEFAULTS
 from commpass.errors import PolicyError, nearest, type_reason
@@ -174,6 +175,17 @@ class Policy(Named):
                 source = f"rule {index + 1} ({rule.about})"
                 return _allowed(self, rule, source, rule.names_module), index
         return _allowed(self, Annotation(), self.label), None
+
+    def may_round(self, annotation: str | None = None) -> bool:
+        """Return whether a lossy codec is allowed at some site: at those with the ``annotation``,
+        as JSON, or else at any without one."""
+        if self.off:
+            return False
+        terms = (Annotation(), *self.rules)
+        if annotation is not None:
+            terms = (Annotation.from_json(annotation),)
+        named = {spec for each in terms if not each.keep for spec in each.codec or self.codecs}
+        return not all(codec_named(spec).lossless for spec in named)
 
     @property
     def label(self) -> str:

@@ -53,6 +53,19 @@ def test_plain_forms(kind, fake_group):
     assert site.reduce_op == {"all_reduce": "sum", "reduce_scatter": "avg"}.get(kind)
 
 
+def test_numbers_without_a_dimension_stay_uncompressed_where_rows_are_needed(fake_group):
+    fake_group(8)
+    rules = [commpass.Rule(codec="int8", force=True, max_error=1.0)]
+    for kind in ("all_gather", "all_reduce", "broadcast"):
+        gm = trace(PLAIN[kind], torch.ones(()))
+        plan = commpass.rewrite(gm, [torch.ones(())], commpass.Policy(rules=rules))
+        (site,) = plan.sites
+        assert not plan.fallback
+        assert "failed" not in site.reason
+        assert (site.codec == "none") == (kind == "all_gather")
+        assert ("without a dimension" in site.reason) == (kind == "all_gather")
+
+
 @pytest.mark.parametrize(
     "collective",
     [

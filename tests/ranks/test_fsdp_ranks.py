@@ -35,6 +35,7 @@ from commpass import Policy, Rule
 from commpass.costmodel import Link, Profile
 from commpass.errors import CommpassError
 from commpass.parallel import compress_fsdp
+from commpass.parallel.exchange import Exchange
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -636,6 +637,99 @@ def test_one_policy_for_a_model_and_its_shards_is_warned_of_what_neither_sends(r
     assert others == [[]] * 3
     assert len(first) == misspelt
     assert all("did you mean 'dp'? Known: dp, tp." in text for text in first)
+
+
+def tensor_parallel(codec: str, again: bool) -> None:
+    """Parameters that tensor parallelism does not divide stay equal on its ranks, bit for bit."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = Net(width=50)  # so that parameters do not end at the blocks of codecs
+    styles = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    for layer in model.layers:
+        parallelize_module(layer, mesh["tp"], styles)
+        fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=again)
+    fully_shard(model, mesh=mesh["dp"])
+    integration = opened(model, forced(codec))
+    optimizer = adam(model)
+    for x, y in batches(3, rank=mesh.get_local_rank("dp")):
+        loss_of(model, x, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    sites = {site.codec for plan in integration.plans for site in plan.sites}
+    assert len(sites - {"none"}) == 1
+    kept = {
+        name: p.to_local()
+        for name, p in model.named_parameters()
+        if p.device_mesh["dp"] == p.device_mesh or p.placements[1].is_replicate()
+    }
+    assert len(kept) == 4 + 3 * LAYERS
+    parts = dict.fromkeys(kept)
+    for name, part in kept.items():
+        both = [torch.empty_like(part) for _ in range(2)]
+        dist.all_gather(both, part.detach().contiguous(), group=mesh.get_group("tp"))
+        parts[name] = torch.equal(*both)
+    assert all(parts.values()), [name for name, equal in parts.items() if not equal]
+
+
+@pytest.mark.slow
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    ("codec", "again"),
+    [
+        ("int8", True),
+        ("difference(inner=int8)", False),
+        ("rotated(bits=4)", True),
+        ("equarx", True),
+    ],
+)
+def test_replicas_of_tensor_parallelism_stay_equal(ranks4, codec, again):
+    ranks4.run(tensor_parallel, codec, again)
+
+
+def in_parts() -> None:
+    rank, group = dist.get_rank(), dist.group.WORLD.group_name
+    parts = (((0, 3), (7, 8)), ((3, 7), (8, 10)))
+    row = torch.arange(10.0) * 10**rank
+    rows = torch.stack([row, row + 1])
+    for kind, sent, result in (
+        ("all_reduce", row, row),
+        ("all_gather", row, rows.flatten()),
+        ("reduce_scatter", rows.flatten(), row),
+    ):
+        results = []
+        for given in ((), parts):
+            exchange = Exchange(kind, group, 2, "", "backward", "fsdp", op="avg", parts=given)
+            x, out = sent.clone(), torch.empty_like(result)
+            inplace = kind == "all_reduce"
+            exchange.graph(inplace)(*([x] if inplace else [x, out]))
+            results.append(x if inplace else out)
+        assert torch.equal(*results)
+        assert results[0].count_nonzero() > 8
+
+
+def test_exchange_in_parts_has_the_results_of_a_whole_one(ranks2):
+    ranks2.run(in_parts)
+
+
+def unused_beside_divided() -> list[str]:
+    """Return the reasons of gradients of a unit where a parameter has no gradient."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    model.unused = nn.Linear(16, 16)
+    model.forward = lambda x: model[1](model[0](x))
+    styles = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    parallelize_module(model, mesh["tp"], styles)
+    fully_shard(model, mesh=mesh["dp"])
+    integration = opened(model, forced("int8"))
+    model(torch.randn(8, 16)).square().mean().backward()
+    sites = [site for plan in integration.plans for site in plan.sites]
+    assert {site.codec for site in sites if site.kind == "all_gather"} == {"int8"}
+    return [site.reason for site in sites if site.kind == "reduce_scatter"]
+
+
+@pytest.mark.slow
+def test_gradients_whose_places_are_unknown_stay_uncompressed(ranks4):
+    for (reason,) in ranks4.run(unused_beside_divided):
+        assert "some of its parameters have no gradient" in reason
 
 
 def alone() -> None:

@@ -56,6 +56,10 @@ RESHARDED = (
     " Codes of those shards would round the weights again, so backward would use other weights than"
     " forward"
 )
+UNKNOWN_PARTS = (
+    "some of its parameters have no gradient here, so it is unknown which values other ranks hold"
+    " too. Those must get the same codes on all of these ranks"
+)
 OTHER_OP = "FSDP2 reduces with {}, but codes can only be summed or averaged"
 """Why an exchange is sent uncompressed."""
 
@@ -92,6 +96,29 @@ class Unit:
         trained = (each for each in self.group.fsdp_params if each.sharded_param.requires_grad)
         found = {each.param_dtype or each.orig_dtype for each in trained}
         return found.pop() if len(found) == 1 else None
+
+    def parts(self, kind: str, length: int) -> tuple[tuple[tuple[int, int], ...], ...] | None:
+        """Return the ranges of a rank's row of ``length`` values that must not share codes.
+
+        Tensor parallelism divides some parameters, and others are equal on all of its ranks. If
+        both were in one block, the values that are divided would change the codes of the others,
+        differently on each rank. Return () if all parameters are divided alike, and None if their
+        places in the row are unknown.
+        """
+        reduces = kind != "all_gather"
+        sent = [p for p in self.group.fsdp_params if p.sharded_param.requires_grad or not reduces]
+        if len({_divided(each.sharded_param) for each in sent}) < 2:
+            return ()
+        parts: dict[frozenset[str], list[tuple[int, int]]] = {}
+        end = 0
+        for each in sent:
+            begin, end = end, end + each.padded_sharded_param_size.numel()
+            ranges = parts.setdefault(_divided(each.sharded_param), [])
+            if ranges and ranges[-1][1] == begin:
+                begin = ranges.pop()[0]
+            if begin < end:
+                ranges.append((begin, end))
+        return tuple(tuple(ranges) for ranges in parts.values()) if end == length else None
 
     @property
     def gathers_again(self) -> bool:
@@ -255,6 +282,11 @@ class CompressedFSDP(Integration):
         """
         self._begin_once(unit)
         exchange = replace(exchange, annotation=unit.annotation, parameters=unit.names)
+        if exchange.unsupported_reason is None and self._may_round(unit):
+            row = x if out is None or exchange.kind == "all_gather" else out
+            parts = unit.parts(exchange.kind, row.numel())
+            unsupported = UNKNOWN_PARTS if parts is None else None
+            exchange = replace(exchange, parts=parts or (), unsupported_reason=unsupported)
         compiled = self.exchanges.get(exchange, x, out, unit.parameters)
         if compiled.is_untouched:
             self._record(exchange.kind, compiled)
@@ -265,6 +297,9 @@ class CompressedFSDP(Integration):
             self._record(exchange.kind, compiled)
 
         return run
+
+    def _may_round(self, unit: Unit) -> bool:
+        return self.exchanges.backend.policy.may_round(unit.annotation)
 
     def sends_narrow(
         self, exchange: Exchange, x: Tensor, out: Tensor, unit: Unit, group: dist.ProcessGroup
@@ -446,6 +481,15 @@ def _check(unit: Unit) -> None:
                 " set_custom_all_gather or set_custom_reduce_scatter, and only one of the two can"
                 " send: leave out one"
             )
+
+
+def _divided(parameter: Tensor) -> frozenset[str]:
+    """Return the dimensions of a mesh over which a parameter of FSDP2 is divided."""
+    if not isinstance(parameter, DTensor):
+        return frozenset()
+    names = parameter.device_mesh.mesh_dim_names or map(str, range(parameter.device_mesh.ndim))
+    placed = zip(names, parameter.placements, strict=True)
+    return frozenset(name for name, placement in placed if not placement.is_replicate())
 
 
 def _exchange(kind: str, direction: str, unit: Unit, group: dist.ProcessGroup) -> Exchange:
