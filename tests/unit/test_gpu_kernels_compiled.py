@@ -98,6 +98,7 @@ LARGE = [
     ("table(bits=4, scale=lsq, block=2048)", "encode", "sm_90"),
     ("int4(scale=lsq, block=4096)", "encode", "sm_90"),
     *(("rotated(bits=3, block=4096)", kernel, "sm_90") for kernel in KERNELS[2:]),
+    ("table(bits=4, scale=lsq, block=4096)", "decode_sum_encode", "sm_90"),
 ]
 
 

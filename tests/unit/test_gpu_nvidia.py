@@ -19,7 +19,7 @@ from ptx import as_on_nvidia, inverse, prmt
 from tiers import rarely
 
 from commpass.codecs import codec
-from commpass.codecs.block import storage
+from commpass.codecs.block import storage, transforms
 from commpass.lowering.chain import Chain, Decode, Encode, Sum
 
 pytest.importorskip("triton", reason="kernels are written in Triton: pip install commpass[kernels]")
@@ -29,12 +29,15 @@ LIMITS = {F32: (-149.0, 127.9), BF16: (-133.0, 127.9), F16: (-24.0, 15.9)}
 """The powers of two of the smallest and the largest block."""
 
 
-def blocks_of(dtype: torch.dtype, block: int) -> tuple[torch.Tensor, list[str]]:
+def blocks_of(coder, dtype: torch.dtype) -> tuple[torch.Tensor, list[str]]:
     """Return one row of blocks of many kinds, the last of which is not full, and their names."""
+    block = coder.block
     random = torch.Generator().manual_seed(7)
     normal = torch.randn(block, generator=random)
     low, high = LIMITS[dtype]
     largest = torch.finfo(dtype).max
+    alone = (torch.arange(block) == 3).float()
+    gathered = transforms.inverse(coder.transform, alone, torch.zeros(1)).sign()
     made = {
         "normal": normal,
         "zeros": torch.zeros(block),
@@ -46,6 +49,8 @@ def blocks_of(dtype: torch.dtype, block: int) -> tuple[torch.Tensor, list[str]]:
         "heavy tails": normal / torch.randn(block, generator=random).abs().clamp_min(1e-3),
         "largest": normal.sign() * largest,
         "all largest": torch.full((block,), largest),
+        "largest that a rotation gathers in one": gathered * largest,
+        "half of these": gathered * (largest / 2),
         "nan": torch.where(torch.arange(block) == 7, math.nan, normal),
         "inf": torch.where(torch.arange(block) == 2, math.inf, normal),
         "both infs": torch.where(torch.arange(block) < 2, normal.sign() * math.inf, normal),
@@ -94,7 +99,7 @@ SPECS = [
 @pytest.mark.parametrize("text", SPECS)
 def test_blocks_of_every_size_are_encoded_within_the_bound(text, dtype, ulps):
     coder = codec(text)
-    x, names = blocks_of(dtype, coder.block)
+    x, names = blocks_of(coder, dtype)
     numel = x.shape[1]
     with plainly():
         plain = coder.encode_rows(x)
@@ -168,7 +173,7 @@ def test_bytes_are_permuted():
 def test_sums_are_those_of_the_plain_form(text, ranks):
     """A sum of blocks of all sizes; one rank's is not finite."""
     coder, dtype = codec(text).domain_codec, BF16
-    one, _ = blocks_of(dtype, codec(text).layout.size(1 << 20))
+    one, _ = blocks_of(coder, dtype)
     numel = one.shape[1]
     wires = coder.encode_rows(torch.cat([one.roll(rank, 1) for rank in range(ranks)]).float())
     first, *others = coder.decode_rows(wires, numel, dtype).split(1)

@@ -95,12 +95,13 @@ def _tile_of_large_blocks(chain: Chain, size: int, values: int) -> Tile:
     """Return the tile of a sum, or of an encode with a scale that is a sum, for blocks of ``size``
     values, if a tile of ``values`` has one at most.
 
-    A sum over ranks of more than TILE values spilled up to 1,656 bytes in one warp. So did encodes,
-    up to 2,048 bytes. If an encode has a tile of one block, Triton (3.7) keeps copies of all values
-    in shared memory: 264 stores of a thread instead of 16. So it has two.
+    In one warp, sums over ranks of more than TILE values spilled up to 1,656 bytes, or if such an
+    encode follows, of more than half as many. Encodes spilled up to 2,048 bytes. If an encode has a
+    tile of one block, Triton (3.7) keeps copies of all values in shared memory: 264 stores of a
+    thread instead of 16. So it has two blocks.
     """
     if is_sum(chain):
-        return Tile(1, max(WARPS, size // TILE))
+        return Tile(1, max(WARPS, size // (TILE // 2 if _sums_values(chain) else TILE)))
     return Tile(2, 2 * size // values)
 
 
