@@ -83,7 +83,7 @@ def texts() -> list[str]:
 
 def without_tile() -> list[str]:
     """Return the parts of codecs that some function of ``parts`` does not support."""
-    from commpass.lowering.gpu import generate, parts
+    from commpass.lowering.gpu import generate, grid_parts, parts
 
     kinds = {
         parts.place: layouts.Layout,
@@ -95,10 +95,10 @@ def without_tile() -> list[str]:
         parts.divide: scales.Scale,
         parts.refit: scales.Scale,
         parts.multiply: scales.Scale,
-        parts.encode: grids.Grid,
-        parts.decode: grids.Grid,
+        grid_parts.encode: grids.Grid,
+        grid_parts.decode: grids.Grid,
         parts.noise: noise.Rounding,
-        parts.significant_bits: grids.Grid,
+        grid_parts.significant_bits: grids.Grid,
     }
     assert set(kinds) == set(parts.PARTS)
     lacking = [

@@ -92,6 +92,27 @@ def test_sums_of_eight_ranks_with_offsets_do_not_spill(kernel, arch):
     assert lower(made, arch).compiled.spills == 0
 
 
+LARGE = [
+    *(("taco(block=4096)", "encode", arch) for arch in ARCHS),
+    ("table(bits=4, block=4096)", "encode", "sm_90"),
+    ("table(bits=4, scale=lsq, block=2048)", "encode", "sm_90"),
+    ("int4(scale=lsq, block=4096)", "encode", "sm_90"),
+    *(("rotated(bits=3, block=4096)", kernel, "sm_90") for kernel in KERNELS[2:]),
+    ("table(bits=4, scale=lsq, block=4096)", "decode_sum_encode", "sm_90"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    ("text", "kernel", "arch"),
+    sampled(LARGE, lambda case: case == ("int4(scale=lsq, block=4096)", "encode", "sm_90")),
+)
+def test_warps_share_blocks_that_are_too_large_for_one(text, kernel, arch):
+    (made,) = kernels_named(kernel, codec(text), torch.bfloat16, 8, arch)
+    assert lower(made, arch).compiled.spills == 0
+
+
 SHARES = {
     ("rotated", "encode"): 0.85,
     ("rotated", "decode"): 0.85,
@@ -100,6 +121,8 @@ SHARES = {
     ("rotated(bits=4)", "decode"): 0.75,
     ("rotated(bits=4)", "decode_sum"): 0.50,
     ("taco", "encode"): 0.85,
+    ("taco(block=2048)", "encode"): 0.55,
+    ("table(bits=4, block=1024)", "encode"): 0.30,
 }
 
 

@@ -25,7 +25,7 @@ from commpass.codecs.block.packing import widths
 from commpass.codecs.block.scales import row_numbers
 from commpass.codecs.block.transforms import NoTransform
 from commpass.lowering.chain import Chain, Decode
-from commpass.lowering.gpu import generate, parts, supported, wires
+from commpass.lowering.gpu import generate, grid_parts, supported, wires
 from commpass.lowering.gpu.matmul_encode import Kernel
 from commpass.lowering.gpu.matmul_sizes import SHARED
 from commpass.lowering.gpu.matmul_supported import HELD, OPERANDS
@@ -173,7 +173,7 @@ def kernel(codec: BlockCodec, matmul: Matmul) -> Kernel:
         body.add_argument(name, "i32")
     short, (width,) = wires.short_name(matmul.dtype), widths(codec.grid.bits)
     down, along = ("b_step", "1") if matmul.b_by_rows else ("1", "b_step")
-    decoded = parts.decode(codec.grid, f"codes_of(raw, part, {width})")
+    decoded = grid_parts.decode(codec.grid, f"codes_of(raw, part, {width})")
     step = [
         "inside = step * BLOCK_K + tl.arange(0, BLOCK_K)",
         "block = lines * along_blocks + step * BLOCK_K // LENGTH",

@@ -85,7 +85,24 @@ def static_tile(chain: Chain, numel: int, lanes: int) -> Tile:
     if chain.width:  # a program has the blocks of one norm, and idle lanes up to a power of two
         tile = Tile(chain.width // size)
         return Tile(tile.blocks, max(WARPS, tile.padded_blocks * size // TILE))
-    return Tile(max(1, tile_values(chain, numel, lanes) // size))
+    values = tile_values(chain, numel, lanes)
+    if size <= values // 2 or not (_sums_values(chain) or is_sum(chain)):
+        return Tile(max(1, values // size))
+    return _tile_of_large_blocks(chain, size, values)
+
+
+def _tile_of_large_blocks(chain: Chain, size: int, values: int) -> Tile:
+    """Return the tile of a sum, or of an encode with a scale that is a sum, for blocks of ``size``
+    values, if a tile of ``values`` has one at most.
+
+    In one warp, sums over ranks of more than TILE values spilled up to 1,656 bytes, or if such an
+    encode follows, of more than half as many. Encodes spilled up to 2,048 bytes. If an encode has a
+    tile of one block, Triton (3.7) keeps copies of all values in shared memory: 264 stores of a
+    thread instead of 16. So it has two blocks.
+    """
+    if is_sum(chain):
+        return Tile(1, max(WARPS, size // (TILE // 2 if _sums_values(chain) else TILE)))
+    return Tile(2, 2 * size // values)
 
 
 def tile_values(chain: Chain, numel: int, lanes: int) -> int:

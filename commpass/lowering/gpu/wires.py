@@ -15,7 +15,7 @@ from commpass.codecs.block.noise import Stochastic
 from commpass.codecs.block.scales import Absmax, Static, TwoLevel, row_numbers
 from commpass.codecs.block.storage import ITEMSIZE
 from commpass.codecs.block.transforms import Hadamard
-from commpass.lowering.gpu import parts
+from commpass.lowering.gpu import grid_parts, parts
 from commpass.lowering.gpu.supported import TYPES
 
 
@@ -105,7 +105,7 @@ def encode_lines(codec: BlockCodec, group: parts.Group | None = None) -> list[st
             lines.append(f"number_{i} = propagate_nonfinite({number}, peak)")
     lines += parts.divide(scale, grid)
     lines.append(f"noise = {parts.noise(codec.rounding)}")
-    lines += parts.encode(grid, parts.never_exceeds(scale))
+    lines += grid_parts.encode(grid, parts.never_exceeds(scale))
     lines += parts.refit(scale, grid)
     lines += zeros if isinstance(scale, Absmax) else []  # what is divided by is not zero
     if groups:
@@ -184,11 +184,11 @@ def decode_lines(
     """Return lines from what ``load_lines`` loads to ``x``, as in ``Codec.decode_rows``; without
     ``clamp``, ``x`` may exceed the largest number of the dtype."""
     lines, bits = list[str](), codec.grid.bits
-    decoded = parts.decode_bytes(codec.grid, "raw_0")
+    decoded = grid_parts.decode_bytes(codec.grid, "raw_0")
     for number, (low, width, _, _) in enumerate([] if decoded else parts.packs(bits, size)):
         part = f"unpacked(raw_{number}.to(tl.int32), {width}, PARTS)"
         lines.append(f"codes = {part}" if low == 0 else f"codes |= {part} << {low}")
-    decoded = decoded or parts.decode(codec.grid, "codes")
+    decoded = decoded or grid_parts.decode(codec.grid, "codes")
     return lines + value_lines(codec, dtype, decoded, clamp=clamp, group=group)
 
 
