@@ -143,6 +143,23 @@ def local_part(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
+def divided_over(parameter: Tensor) -> frozenset[str]:
+    """Return the dimensions of a mesh over which a parameter is divided.
+
+    It is a DTensor, or another tensor, which is divided over none. torch's DDP turns DTensors of
+    tensor parallelism into local tensors, and keeps their layout in ``_st_info``.
+    """
+    if isinstance(parameter, DTensor):
+        mesh, placements = parameter.device_mesh, parameter.placements
+    elif (layout := getattr(parameter, "_st_info", None)) is not None:
+        mesh, placements = layout.mesh, layout.placements
+    else:
+        return frozenset()
+    names = mesh.mesh_dim_names or map(str, range(mesh.ndim))
+    placed = zip(names, placements, strict=True)
+    return frozenset(name for name, placement in placed if not placement.is_replicate())
+
+
 @dataclass(frozen=True)
 class Code:
     """The function that a graph was compiled from.

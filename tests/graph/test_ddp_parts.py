@@ -6,19 +6,23 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard
 
 import commpass
 from commpass.distributed import owners
 from commpass.distributed.owners import parameter_names
+from commpass.errors import PolicyError
 from commpass.groups import duplicate, labels, timeout_of
 from commpass.parallel.ddp.buckets import parts_of
 from commpass.parallel.ddp.worker import Worker
 from commpass.parallel.exchange import Exchange, Exchanges
+from commpass.parallel.ssfusion.api import _weights
 from commpass.policy import Policy
 from commpass.policy.annotate import annotations_of
 from commpass.policy.rules import Rule
@@ -65,6 +69,40 @@ def test_rules_of_one_codec_with_other_terms_part_a_bucket(term, fake_group):
     policy = Policy(rules=[Rule(module="1", codec="int8", **term), Rule(codec="int8")])
     _, found = parts(policy, model(), fake_group(4))
     assert [part.what.module for part in found] == ["", "1"]
+
+
+class Divided(nn.Module):
+    """The second of three layers is divided, as torch's DDP sees tensor parallelism."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = model()
+        mesh = SimpleNamespace(mesh_dim_names=("tp",), ndim=1)
+        for name, placement in (("weight", Shard(0)), ("bias", Replicate())):
+            parameter = getattr(self.layers[1], name)
+            parameter._st_info = SimpleNamespace(mesh=mesh, placements=(placement,))
+
+
+@pytest.mark.parametrize(
+    ("policy", "ranges"),
+    [
+        (Policy(rules=[Rule(codec="int8")]), [((0, 20), (36, 24)), ((20, 16),)]),
+        (Policy(rules=[Rule(codec="topk")]), [((0, 20), (36, 24)), ((20, 16),)]),
+        (Policy(rules=[Rule(codec="exponent")], codecs=("exponent",)), [((0, 60),)]),
+        (Policy(off=True, name="off"), [((0, 60),)]),
+    ],
+    ids=["int8", "topk", "lossless", "off"],
+)
+def test_divided_parameters_are_sent_apart_from_those_that_all_ranks_hold(
+    policy, ranges, fake_group
+):
+    _, found = parts(policy, Divided(), fake_group(4))
+    assert [part.ranges for part in found] == ranges
+
+
+def test_ssfusion_refuses_parameters_that_are_divided(fake_group):
+    with pytest.raises(PolicyError, match=r"layers\.1\.weight is a DTensor"):
+        _weights(Divided())
 
 
 @pytest.mark.parametrize("by_class", [False, True])

@@ -20,8 +20,15 @@ from processes import RanksFailed
 from refusals import refusals
 from tiers import rarely
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
@@ -934,3 +941,47 @@ def test_report_names_buckets_by_their_parameters(ranks2):
             first, _, rest = title.partition(" to ")
             assert first in names
             assert not rest or rest.partition(", ")[0] in names
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 100) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 30 * self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def beside_tensor_parallelism(codec: str) -> None:
+    """Parameters that tensor parallelism does not divide stay equal on its ranks, bit for bit."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block())
+    for block in model:
+        styles = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(block, mesh["tp"], styles)
+    _pre_dp_module_transform(model)
+    ddp = DDP(model, process_group=mesh["dp"].get_group())
+    integration = compress_ddp(ddp, forced(codec), profile="ethernet-0.1g")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    g = torch.Generator().manual_seed(1 + mesh.get_local_rank("dp"))
+    for _ in range(4):
+        x = torch.randn(32, 100, generator=g)
+        (ddp(x) - x.sin()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    sites = [site for plan in integration.plans for site in plan.sites]
+    assert [site.codec for site in sites] == [codec, codec]
+    for block in model:
+        for parameter in block.norm.parameters():
+            both = [torch.empty_like(parameter) for _ in range(2)]
+            dist.all_gather(both, parameter.detach(), group=mesh.get_group("tp"))
+            assert torch.equal(*both)
+
+
+@pytest.mark.slow
+@pytest.mark.few(1)
+@pytest.mark.parametrize("codec", ["rotated", "rotated(bits=4)", "equarx"])
+def test_replicas_of_tensor_parallelism_stay_equal_with_ddp(ranks4, codec):
+    ranks4.run(beside_tensor_parallelism, codec)

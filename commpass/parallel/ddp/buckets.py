@@ -1,4 +1,9 @@
-"""Split a bucket into parts: parameters with different terms in the policy are sent separately."""
+"""Split a bucket into parts: parameters with different terms in the policy are sent separately.
+
+If codes may round, so are parameters that tensor parallelism divides, and those that are equal on
+all of its ranks. In one block, the values that are divided would change the codes of the others,
+differently on each rank.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commpass.distributed.owners import local_part
+from commpass.distributed.owners import divided_over, local_part
 from commpass.groups import labels
 from commpass.parallel.exchange import Exchange
 from commpass.passes.fx.meta import dtype_name
@@ -73,21 +78,26 @@ def parts_of(
         direction="backward",
     )
     ranges: list[tuple[int, int]] = []
-    by_terms: list[tuple[Allowed, list[int]]] = []
+    alike: list[tuple[tuple[Allowed, frozenset[str]], list[int]]] = []
     modules = [names[id(parameter)].rpartition(".")[0] for parameter in parameters]
     start = 0
     for number, (parameter, module) in enumerate(zip(parameters, modules, strict=True)):
         length = local_part(parameter).numel()
         ranges.append((start, length))
         start += length
-        terms = _terms(policy, site, module, annotations.get(module))
-        numbers_of_terms = next((numbers for other, numbers in by_terms if other == terms), None)
-        if numbers_of_terms is None:
-            by_terms.append((terms, [number]))
+        annotation = annotations.get(module)
+        rounds = policy.may_round(annotation)
+        kind = (
+            _terms(policy, site, module, annotation),
+            divided_over(parameter) if rounds else frozenset[str](),
+        )
+        numbers_of_kind = next((numbers for other, numbers in alike if other == kind), None)
+        if numbers_of_kind is None:
+            alike.append((kind, [number]))
         else:
-            numbers_of_terms.append(number)
+            numbers_of_kind.append(number)
     found = []
-    for terms, numbers in by_terms:
+    for (terms, _), numbers in alike:
         module, annotation = common(modules[number] for number in numbers), None
         if _terms(policy, site, module, None) != terms:  # all in a group have the same terms
             module, annotation = modules[numbers[0]], annotations.get(modules[numbers[0]])

@@ -27,6 +27,7 @@ from commpass.costmodel import Profile
 from commpass.distributed.agreed_profile import agreed_profile
 from commpass.distributed.checked import without_checks
 from commpass.distributed.integration import Integration, refuse_if_exchanged
+from commpass.distributed.owners import divided_over
 from commpass.distributed.record import wire_bytes
 from commpass.distributed.refusal import publishing_refusal
 from commpass.errors import PolicyError
@@ -107,13 +108,13 @@ class Unit:
         """
         reduces = kind != "all_gather"
         sent = [p for p in self.group.fsdp_params if p.sharded_param.requires_grad or not reduces]
-        if len({_divided(each.sharded_param) for each in sent}) < 2:
+        if len({divided_over(each.sharded_param) for each in sent}) < 2:
             return ()
         parts: dict[frozenset[str], list[tuple[int, int]]] = {}
         end = 0
         for each in sent:
             begin, end = end, end + each.padded_sharded_param_size.numel()
-            ranges = parts.setdefault(_divided(each.sharded_param), [])
+            ranges = parts.setdefault(divided_over(each.sharded_param), [])
             if ranges and ranges[-1][1] == begin:
                 begin = ranges.pop()[0]
             if begin < end:
@@ -481,15 +482,6 @@ def _check(unit: Unit) -> None:
                 " set_custom_all_gather or set_custom_reduce_scatter, and only one of the two can"
                 " send: leave out one"
             )
-
-
-def _divided(parameter: Tensor) -> frozenset[str]:
-    """Return the dimensions of a mesh over which a parameter of FSDP2 is divided."""
-    if not isinstance(parameter, DTensor):
-        return frozenset()
-    names = parameter.device_mesh.mesh_dim_names or map(str, range(parameter.device_mesh.ndim))
-    placed = zip(names, parameter.placements, strict=True)
-    return frozenset(name for name, placement in placed if not placement.is_replicate())
 
 
 def _exchange(kind: str, direction: str, unit: Unit, group: dist.ProcessGroup) -> Exchange:

@@ -18,6 +18,7 @@ from commpass.costmodel import Link, Profile
 from commpass.distributed.environment import dump_here, is_off
 from commpass.distributed.integration import Bytes, Integration, refuse_if_exchanged
 from commpass.distributed.machine import profile_here
+from commpass.distributed.owners import divided_over
 from commpass.distributed.record import wire_bytes
 from commpass.distributed.refusal import publishing_refusal
 from commpass.distributed.state.checks import check_loaded
@@ -238,7 +239,7 @@ def _weights(model: nn.Module) -> list[Weight]:
             "model: no parameter requires a gradient, so there is nothing to exchange"
         )
     for each in weights:
-        if isinstance(each.parameter, DTensor):
+        if isinstance(each.parameter, DTensor) or divided_over(each.parameter):
             raise PolicyError(
                 f"{each.name} is a DTensor: ssfusion needs all parameters in full on every rank"
             )
