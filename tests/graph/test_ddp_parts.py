@@ -1,5 +1,5 @@
-"""The parts of DDP's buckets, the group and the thread of the integration, and the layout of
-residuals."""
+"""The parts of DDP's buckets and of FSDP2's units, the group and the thread of the integration, and
+the layout of residuals."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from commpass.groups import duplicate, labels, timeout_of
 from commpass.parallel.ddp.buckets import parts_of
 from commpass.parallel.ddp.worker import Worker
 from commpass.parallel.exchange import Exchange, Exchanges
+from commpass.parallel.fsdp.api import Unit
 from commpass.parallel.ssfusion.api import _weights
 from commpass.policy import Policy
 from commpass.policy.annotate import annotations_of
@@ -322,3 +323,38 @@ def test_exchanges_of_a_group_that_ddp_no_longer_has_are_dropped(fake_group):
     integration._adopt_ddp_state()
     assert integration.exchanges.plans == []
     integration.close()
+
+
+def unit(*layouts: tuple[int, str | None]) -> Unit:
+    """A unit of FSDP2 with parameters of these sizes, divided over a dimension or over none."""
+    given = []
+    for size, name in layouts:
+        mesh = SimpleNamespace(mesh_dim_names=("tp",), ndim=1)
+        parameter = nn.Parameter(torch.zeros(size))
+        parameter._st_info = SimpleNamespace(
+            mesh=mesh, placements=(Shard(0) if name else Replicate(),)
+        )
+        given.append(
+            SimpleNamespace(
+                sharded_param=parameter, padded_sharded_param_size=torch.Size((size, 1))
+            )
+        )
+    return SimpleNamespace(group=SimpleNamespace(fsdp_params=given))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("layouts", "expected"),
+    [
+        ([(4, None), (6, None)], ()),
+        ([(4, "tp"), (6, "tp")], ()),
+        ([(4, "tp"), (6, None)], (((0, 4),), ((4, 10),))),
+        ([(4, "tp"), (1, "tp"), (6, None), (3, "tp")], (((0, 5), (11, 14)), ((5, 11),))),
+    ],
+)
+def test_unit_sends_divided_parameters_apart(layouts, expected):
+    of = unit(*layouts)
+    length = sum(size for size, _ in layouts)
+    assert Unit.parts(of, "reduce_scatter", length) == expected
+    assert Unit.parts(of, "all_gather", length) == expected
+    if expected:  # a parameter without a gradient is not in the row
+        assert Unit.parts(of, "reduce_scatter", length - 1) is None
