@@ -87,8 +87,8 @@ class Codec(ABC):
 
     @property
     def has_independent_blocks(self) -> bool:
-        """Whether the codes of a block depend on no value outside of it."""
-        return self.has_linear_padding
+        """Whether the codes of a block depend on no value outside of it. A codec must state it."""
+        return False
 
     def padded_numel(self, numel: int) -> int:
         """Return ``numel`` plus the padding of the last block. A row of that many values has the

@@ -365,7 +365,7 @@ def test_terms_that_differ_are_not_mixed_and_kept_stays_kept():
     assert "rule 1" in site.reason
 
 
-@pytest.mark.parametrize("spec", ["topk", "equarx", "nvfp4"])
+@pytest.mark.parametrize("spec", ["topk", "equarx", "nvfp4", "mixed", "ecq", "outlier(width=64)"])
 def test_codec_that_looks_at_more_than_a_block_keeps_sites_apart(spec):
     _, plan = grouped(both(ar), codecs=spec)
     assert plan.grouped == ()
