@@ -31,6 +31,10 @@ class CastCodec(Codec):
     block = 1
 
     @property
+    def has_independent_blocks(self) -> bool:
+        return True
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype of the codes."""
         return FORMS[self.form]

@@ -85,6 +85,11 @@ class Codec(ABC):
         form groups that must have equal sizes."""
         return True
 
+    @property
+    def has_independent_blocks(self) -> bool:
+        """Whether the codes of a block depend on no value outside of it. A codec must state it."""
+        return False
+
     def padded_numel(self, numel: int) -> int:
         """Return ``numel`` plus the padding of the last block. A row of that many values has the
         same wire, and decodes without a cut."""

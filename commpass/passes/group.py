@@ -222,7 +222,7 @@ def _fill(each: GraphSite) -> int:
     lossy = [coder for coder in map(codec, each.allowed.codecs) if not coder.lossless]
     if selects(each):
         return 1
-    if any(coder.state is not None or not coder.has_linear_padding for coder in lossy):
+    if any(coder.state is not None or not coder.has_independent_blocks for coder in lossy):
         return 0
     return math.lcm(BLOCK, *(coder.block for coder in lossy)) if lossy else 1
 

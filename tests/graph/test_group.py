@@ -365,12 +365,12 @@ def test_terms_that_differ_are_not_mixed_and_kept_stays_kept():
     assert "rule 1" in site.reason
 
 
-@pytest.mark.parametrize("spec", ["topk", "equarx"])
+@pytest.mark.parametrize("spec", ["topk", "equarx", "nvfp4", "mixed", "ecq", "outlier(width=64)"])
 def test_codec_that_looks_at_more_than_a_block_keeps_sites_apart(spec):
     _, plan = grouped(both(ar), codecs=spec)
     assert plan.grouped == ()
     assert len(plan.sites) == 2
-    assert codec(spec).state is not None or not codec(spec).has_linear_padding
+    assert codec(spec).state is not None or not codec(spec).has_independent_blocks
 
 
 def test_symbolic_sizes_are_left_alone():

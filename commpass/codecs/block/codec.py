@@ -63,6 +63,10 @@ class BlockCodec(Codec):
     def has_linear_padding(self) -> bool:
         return not isinstance(self.layout, Lanes)
 
+    @property
+    def has_independent_blocks(self) -> bool:
+        return self.has_linear_padding and not isinstance(self.scale, scales.TwoLevel)
+
     def padded_numel(self, numel: int) -> int:
         return self.layout.padded_numel(numel)
 
