@@ -21,8 +21,9 @@ from typing import Any
 
 from torch import fx
 
-from commpass.codecs import FLOATS, SparseCodec, codec
+from commpass.codecs import FLOATS, Codec, SparseCodec, codec
 from commpass.codecs.sparse.segments import segmented
+from commpass.collectives import find_algorithm
 from commpass.costmodel import Profile
 from commpass.passes.context import PassContext
 from commpass.passes.fx import meta
@@ -219,12 +220,22 @@ def _fill(each: GraphSite) -> int:
     """
     if fake(each.input).dtype not in FLOATS:
         return 1
-    lossy = [coder for coder in map(codec, each.allowed.codecs) if not coder.lossless]
     if selects(each):
         return 1
+    lossy = [coder for coder in _coders(each) if not coder.lossless]
     if any(coder.state is not None or not coder.has_independent_blocks for coder in lossy):
         return 0
     return math.lcm(BLOCK, *(coder.block for coder in lossy)) if lossy else 1
+
+
+def _coders(each: GraphSite) -> set[Codec]:
+    """Return the allowed codecs, and those that parameters of an allowed algorithm name."""
+    coders = {codec(spec) for spec in each.allowed.codecs}
+    for spec in each.allowed.algorithms:
+        if "(" in spec and (found := find_algorithm(each.site.kind, spec)) is not None:
+            for coder in tuple(coders):
+                coders |= {used for used, _ in found.encodes(coder, each.site.group_size)}
+    return coders
 
 
 def selects(each: GraphSite) -> bool:

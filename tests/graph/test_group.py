@@ -373,6 +373,14 @@ def test_codec_that_looks_at_more_than_a_block_keeps_sites_apart(spec):
     assert codec(spec).state is not None or not codec(spec).has_independent_blocks
 
 
+@pytest.mark.parametrize(("between", "fused"), [("int8", 1), ("nvfp4", 0), ("ecq", 0)])
+def test_codec_between_hosts_that_looks_at_more_than_a_block_keeps_sites_apart(between, fused):
+    way = (f"hierarchical(node=2, between={between})",)
+    _, plan = grouped(both(ar), codecs="int8", rules=[Rule(codec="int8", algorithm=way)])
+    assert len(plan.grouped) == fused
+    assert len(plan.sites) == 2 - fused
+
+
 def test_symbolic_sizes_are_left_alone():
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
