@@ -176,16 +176,19 @@ class Policy(Named):
                 return _allowed(self, rule, source, rule.names_module), index
         return _allowed(self, Annotation(), self.label), None
 
-    def may_round(self, annotation: str | None = None) -> bool:
-        """Return whether a lossy codec is allowed at some site: at those with the ``annotation``,
-        as JSON, or else at any without one."""
+    def mixes_values(self, annotation: str | None = None) -> bool:
+        """Return whether a lossy codec, in which the code of a value depends on others, is allowed
+        at some site: at those with the ``annotation``, as JSON, or else at any without one."""
         if self.off:
             return False
         terms = (Annotation(), *self.rules)
         if annotation is not None:
             terms = (Annotation.from_json(annotation),)
         named = {spec for each in terms if not each.keep for spec in each.codec or self.codecs}
-        return not all(codec_named(spec).lossless for spec in named)
+        return any(
+            not (each.lossless or (each.block == 1 and each.has_independent_blocks))
+            for each in map(codec_named, named)
+        )
 
     @property
     def label(self) -> str:

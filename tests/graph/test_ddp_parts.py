@@ -22,7 +22,7 @@ from commpass.groups import duplicate, labels, timeout_of
 from commpass.parallel.ddp.buckets import parts_of
 from commpass.parallel.ddp.worker import Worker
 from commpass.parallel.exchange import Exchange, Exchanges
-from commpass.parallel.fsdp.api import Unit
+from commpass.parallel.fsdp.parts import parts_of_row
 from commpass.parallel.ssfusion.api import _weights
 from commpass.policy import Policy
 from commpass.policy.annotate import annotations_of
@@ -90,9 +90,10 @@ class Divided(nn.Module):
         (Policy(rules=[Rule(codec="int8")]), [((0, 20), (36, 24)), ((20, 16),)]),
         (Policy(rules=[Rule(codec="topk")]), [((0, 20), (36, 24)), ((20, 16),)]),
         (Policy(rules=[Rule(codec="exponent")], codecs=("exponent",)), [((0, 60),)]),
+        (Policy(rules=[Rule(codec="bf16")], codecs=("bf16",)), [((0, 60),)]),
         (Policy(off=True, name="off"), [((0, 60),)]),
     ],
-    ids=["int8", "topk", "lossless", "off"],
+    ids=["int8", "topk", "lossless", "cast", "off"],
 )
 def test_divided_parameters_are_sent_apart_from_those_that_all_ranks_hold(
     policy, ranges, fake_group
@@ -325,8 +326,8 @@ def test_exchanges_of_a_group_that_ddp_no_longer_has_are_dropped(fake_group):
     integration.close()
 
 
-def unit(*layouts: tuple[int, str | None]) -> Unit:
-    """A unit of FSDP2 with parameters of these sizes, divided over a dimension or over none."""
+def sharded(*layouts: tuple[int, str | None]) -> list[SimpleNamespace]:
+    """Parameters of FSDP2 of these sizes, divided over a dimension or over none."""
     given = []
     for size, name in layouts:
         mesh = SimpleNamespace(mesh_dim_names=("tp",), ndim=1)
@@ -339,7 +340,7 @@ def unit(*layouts: tuple[int, str | None]) -> Unit:
                 sharded_param=parameter, padded_sharded_param_size=torch.Size((size, 1))
             )
         )
-    return SimpleNamespace(group=SimpleNamespace(fsdp_params=given))  # type: ignore[return-value]
+    return given
 
 
 @pytest.mark.parametrize(
@@ -352,9 +353,7 @@ def unit(*layouts: tuple[int, str | None]) -> Unit:
     ],
 )
 def test_unit_sends_divided_parameters_apart(layouts, expected):
-    of = unit(*layouts)
-    length = sum(size for size, _ in layouts)
-    assert Unit.parts(of, "reduce_scatter", length) == expected
-    assert Unit.parts(of, "all_gather", length) == expected
+    sent, length = sharded(*layouts), sum(size for size, _ in layouts)
+    assert parts_of_row(sent, length) == expected
     if expected:  # a parameter without a gradient is not in the row
-        assert Unit.parts(of, "reduce_scatter", length - 1) is None
+        assert parts_of_row(sent, length - 1) is None

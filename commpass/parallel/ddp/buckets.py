@@ -1,8 +1,8 @@
 """Split a bucket into parts: parameters with different terms in the policy are sent separately.
 
-If codes may round, so are parameters that tensor parallelism divides, and those that are equal on
-all of its ranks. In one block, the values that are divided would change the codes of the others,
-differently on each rank.
+If a lossy codec has blocks, so are parameters that tensor parallelism divides, and those that are
+equal on all of its ranks. In one block, the values that are divided would change the codes of the
+others, differently on each rank.
 """
 
 from __future__ import annotations
@@ -86,10 +86,10 @@ def parts_of(
         ranges.append((start, length))
         start += length
         annotation = annotations.get(module)
-        rounds = policy.may_round(annotation)
+        mixes = policy.mixes_values(annotation)
         kind = (
             _terms(policy, site, module, annotation),
-            divided_over(parameter) if rounds else frozenset[str](),
+            divided_over(parameter) if mixes else frozenset[str](),
         )
         numbers_of_kind = next((numbers for other, numbers in alike if other == kind), None)
         if numbers_of_kind is None:

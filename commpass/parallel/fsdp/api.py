@@ -27,13 +27,13 @@ from commpass.costmodel import Profile
 from commpass.distributed.agreed_profile import agreed_profile
 from commpass.distributed.checked import without_checks
 from commpass.distributed.integration import Integration, refuse_if_exchanged
-from commpass.distributed.owners import divided_over
 from commpass.distributed.record import wire_bytes
 from commpass.distributed.refusal import publishing_refusal
 from commpass.errors import PolicyError
 from commpass.parallel.exchange import Compiled, Exchange, Exchanges
 from commpass.parallel.fsdp import replicas
 from commpass.parallel.fsdp.exact_cast import FLAG, cast_if_exact, is_faster
+from commpass.parallel.fsdp.parts import parts_of_row
 from commpass.parallel.refusals import instead, refuse_other_torch, wrong_argument
 from commpass.passes.simplify.rules.gathers import EXACT_WIDENINGS
 from commpass.plan import Plan
@@ -97,29 +97,6 @@ class Unit:
         trained = (each for each in self.group.fsdp_params if each.sharded_param.requires_grad)
         found = {each.param_dtype or each.orig_dtype for each in trained}
         return found.pop() if len(found) == 1 else None
-
-    def parts(self, kind: str, length: int) -> tuple[tuple[tuple[int, int], ...], ...] | None:
-        """Return the ranges of a rank's row of ``length`` values that must not share codes.
-
-        Tensor parallelism divides some parameters, and others are equal on all of its ranks. If
-        both were in one block, the values that are divided would change the codes of the others,
-        differently on each rank. Return () if all parameters are divided alike, and None if their
-        places in the row are unknown.
-        """
-        reduces = kind != "all_gather"
-        sent = [p for p in self.group.fsdp_params if p.sharded_param.requires_grad or not reduces]
-        if len({divided_over(each.sharded_param) for each in sent}) < 2:
-            return ()
-        parts: dict[frozenset[str], list[tuple[int, int]]] = {}
-        end = 0
-        for each in sent:
-            begin, end = end, end + each.padded_sharded_param_size.numel()
-            ranges = parts.setdefault(divided_over(each.sharded_param), [])
-            if ranges and ranges[-1][1] == begin:
-                begin = ranges.pop()[0]
-            if begin < end:
-                ranges.append((begin, end))
-        return tuple(tuple(ranges) for ranges in parts.values()) if end == length else None
 
     @property
     def gathers_again(self) -> bool:
@@ -283,9 +260,11 @@ class CompressedFSDP(Integration):
         """
         self._begin_once(unit)
         exchange = replace(exchange, annotation=unit.annotation, parameters=unit.names)
-        if exchange.unsupported_reason is None and self._may_round(unit):
-            row = x if out is None or exchange.kind == "all_gather" else out
-            parts = unit.parts(exchange.kind, row.numel())
+        if exchange.unsupported_reason is None and self._mixes_values(unit):
+            gathers = exchange.kind == "all_gather"
+            row = x if out is None or gathers else out
+            sent = [each for each in unit.group.fsdp_params if _is_sent(each, gathers)]
+            parts = parts_of_row(sent, row.numel())
             unsupported = UNKNOWN_PARTS if parts is None else None
             exchange = replace(exchange, parts=parts or (), unsupported_reason=unsupported)
         compiled = self.exchanges.get(exchange, x, out, unit.parameters)
@@ -299,8 +278,8 @@ class CompressedFSDP(Integration):
 
         return run
 
-    def _may_round(self, unit: Unit) -> bool:
-        return self.exchanges.backend.policy.may_round(unit.annotation)
+    def _mixes_values(self, unit: Unit) -> bool:
+        return self.exchanges.backend.policy.mixes_values(unit.annotation)
 
     def sends_narrow(
         self, exchange: Exchange, x: Tensor, out: Tensor, unit: Unit, group: dist.ProcessGroup
@@ -482,6 +461,11 @@ def _check(unit: Unit) -> None:
                 " set_custom_all_gather or set_custom_reduce_scatter, and only one of the two can"
                 " send: leave out one"
             )
+
+
+def _is_sent(parameter: Any, gathers: bool) -> bool:
+    """Whether FSDP2 gathers a parameter, or reduces its gradient."""
+    return bool(gathers or parameter.sharded_param.requires_grad)
 
 
 def _exchange(kind: str, direction: str, unit: Unit, group: dist.ProcessGroup) -> Exchange:
