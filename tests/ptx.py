@@ -67,18 +67,6 @@ def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     return odd_sum(a, b, c).astype(np.float32)
 
 
-def fma_down(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    exact = odd_sum(a, b, c)
-    near = exact.astype(np.float32)
-    lower = np.nextafter(near, np.float32(-np.inf))
-    return np.where(near.astype(np.float64) > exact, lower, near).astype(np.float32)
-
-
-def saturated(x: np.ndarray) -> np.ndarray:
-    """Cut to [0, 1]; NaN becomes zero."""
-    return np.where(x > 0, np.minimum(x, np.float32(1)), np.float32(0)).astype(np.float32)
-
-
 def inverse(x: np.ndarray, ulps: int) -> np.ndarray:
     """``rcp.approx.ftz.f32``: off by one unit at most, and no number is subnormal."""
     whole = np.frexp(np.abs(x))[0] == 0.5  # powers of two are exact
@@ -108,9 +96,8 @@ def instructions(ulps: int) -> dict[str, Callable[..., Words]]:
         "shl.b32": lambda a, by: a << by,
         "shr.b32": lambda a, by: a >> by,
         "and.b32": lambda a, b: a & b,
+        "or.b32": lambda a, b: a | b,
         "prmt.b32": prmt,
-        "fma.rn.sat.f32": of_floats(lambda a, b, c: saturated(fma(a, b, c))),
-        "fma.rm.f32": of_floats(fma_down),
         "rcp.approx.ftz.f32": of_floats(lambda x: inverse(x, ulps)),
     }
 

@@ -254,12 +254,15 @@ it."""
 
 
 def _companded(bits: int, block: int) -> Grid:
-    """Cells of equal width in ``c(z) = z sqrt(1 + k) / sqrt(1 + k z^2)``, ``k = 2 ln(block) / 9``.
+    """Cells of equal width in ``c(z) = z sqrt(1 + k) / sqrt(1 + k z^2)``. The root of k is that of
+    ``2 ln(block) / 9``, rounded to 15 bits.
 
     The level of a cell is the number whose ``c`` is its middle, inverted by bisection. The peak of
     a block, ``z = 1``, is 8.
     """
-    k = 2 * math.log(block) / 9
+    root = math.sqrt(2 * math.log(block) / 9)
+    unit = 2.0 ** (math.floor(math.log2(root)) - 14)
+    k = (round(root / unit) * unit) ** 2
 
     def inverse(target: np.ndarray) -> np.ndarray:
         low, high = np.full_like(target, -1.0), np.full_like(target, 1.0)

@@ -178,6 +178,8 @@ class CompandedGrid:
 
 LARGEST = 8.0
 """The number that the peak is scaled to for a companded grid."""
+ROOT_BITS = 15
+"""The bits of the root of ``companding``."""
 
 
 def companding_of(grid: CompandedGrid) -> tuple[float, float]:
@@ -190,8 +192,12 @@ def companding_of(grid: CompandedGrid) -> tuple[float, float]:
 
 def companding(block: int) -> float:
     """Return the k of a companded grid for blocks of ``block`` values, whose peak is about ``sqrt(2
-    ln block)`` standard deviations of a Gaussian."""
-    return 2 * math.log(block) / 9
+    ln block)`` standard deviations of a Gaussian.
+
+    Its root has ROOT_BITS bits, so products with short numbers are exact in float32.
+    """
+    fraction, power = math.frexp(math.sqrt(2 * math.log(block) / 9))
+    return math.ldexp(round(math.ldexp(fraction, ROOT_BITS)), power - ROOT_BITS) ** 2
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ int32 codes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -23,6 +24,9 @@ from commpass.codecs.block.grids import (
 from commpass.codecs.dispatch import by_type
 
 Lines = list[str]
+
+WITHIN = 1 - 2.0**-19
+"""What the codes of a companded grid are multiplied by, to move the largest number into a cell."""
 
 
 @by_type
@@ -43,16 +47,27 @@ def decode_bytes(grid: Grid, raw: str) -> str:
     if grid == IntGrid(4):
         return f"decode_int4({raw}, FP8)"
     if isinstance(grid, CompandedGrid) and grid.bits == 4:
-        power, numbers = _uncompanding(grid)
-        return f"decode_companded4({raw}, {power}, {numbers}, FP8)"
+        return f"decode_companded4({raw}, {_uncompanding(grid)}, FP8)"
     return ""
 
 
-def input_scale(grid: Grid) -> float:
-    """Return by what ``encode`` expects numbers in grid units to be multiplied."""
+def input_scale(grid: Grid) -> str:
+    """Return an expression of what ``encode`` expects numbers in grid units to be multiplied by; ""
+    if they are not."""
     if isinstance(grid, CompandedGrid):
-        return companding_of(grid)[0] / 2**grid.bits
-    return 1.0
+        number = companding_of(grid)[0] / 2**grid.bits
+        return f"({_root(grid)!r} if FP8 else {number!r})"
+    return ""
+
+
+def output_scale(grid: Grid) -> float:
+    """Return what numbers that ``decode`` returns on NVIDIA are to be multiplied by; by nothing on
+    other GPUs. It is at most the largest number, so the product with a scale is finite."""
+    return 1 / _root(grid) if isinstance(grid, CompandedGrid) and grid.k >= 1 else 1.0
+
+
+def _root(grid: CompandedGrid) -> float:
+    return math.sqrt(grid.k) / LARGEST
 
 
 @encode.register
@@ -102,20 +117,22 @@ def _decode_minifloat(grid: MiniFloatGrid, codes: str) -> str:
 def _encode_companded(grid: CompandedGrid, in_range: bool) -> Lines:
     cells = 2 ** (grid.bits - 1)
     _, k = companding_of(grid)
-    return [f"codes = encode_companded(z, {k!r}, {cells}, FP8)"]
+    gain = cells * math.sqrt((1 + grid.k) / grid.k) * WITHIN
+    return [f"codes = encode_companded(z, {k!r}, {gain!r}, {cells}, {not in_range}, FP8)"]
 
 
 @decode.register
 def _decode_companded(grid: CompandedGrid, codes: str) -> str:
-    power, numbers = _uncompanding(grid)
-    return f"decode_companded({codes}, {power}, {numbers}, {2 ** (grid.bits - 1)}, FP8)"
+    return f"decode_companded({codes}, {_uncompanding(grid)}, {grid.bits}, FP8)"
 
 
-def _uncompanding(grid: CompandedGrid) -> tuple[int, str]:
-    """Return the power of two that is the distance of two levels, and the numbers of
-    ``tiles.grids.uncompanded``."""
+def _uncompanding(grid: CompandedGrid) -> str:
+    """Return the constants of ``tiles.grids.decode_companded``: the power of two that is the
+    distance of two levels, 1 + k, k in their unit, and the unit and k on NVIDIA."""
     power = (LARGEST / 2 ** (grid.bits - 1)).hex().partition("p")[2]
-    return int(power), f"{1 + grid.k!r}, {grid.k / LARGEST**2!r}"
+    k, times = grid.k / LARGEST**2, output_scale(grid)
+    numbers = (1 + grid.k, k, LARGEST / times / 128, k if times == 1 else 1.0)
+    return ", ".join([power.lstrip("+"), *map(repr, numbers)])
 
 
 @encode.register

@@ -40,6 +40,7 @@ from commpass.lowering.gpu.grid_parts import (
     decode,
     encode,
     input_scale,
+    output_scale,
     significant_bits,
 )
 
@@ -245,12 +246,15 @@ def _by_numbers(scale: Absmax | Rms | LeastSquares | Dual | SharedExponent, grid
     short = "False" if scale.stored == "fp32" else "FP8"  # on NVIDIA, if it has few bits
     # A peak over 4 is below 2^126. It was rounded up to a normal number.
     normal = isinstance(scale, Absmax) and grid.largest >= 4
-    calls, of = list[str](), "x"
+    calls = list[str]()
     for i in range(scale.numbers):
-        times = input_scale(grid) if i == scale.numbers - 1 else 1.0
-        calls.append(f"z = {function}({of}, number_{i}, {short}, {normal}, {times!r}, FP8)")
-        of = "z"
-    return calls
+        times = (input_scale(grid) if i == scale.numbers - 1 else "") or "1.0"
+        calls.append(f"z = {function}(z, number_{i}, {short}, {normal}, {times}, FP8)")
+    if isinstance(scale, Dual):
+        # On NVIDIA, shares of the peak, which the root mean square needs too, are multiplied once.
+        first = "z = safe_peak(peak) if FP8 else x"
+        return [first, *calls, "if FP8:", "    z = shares(x, safe_peak(peak)) * z"]
+    return [calls[0].replace("(z,", "(x,"), *calls[1:]]
 
 
 @divide.register
@@ -265,7 +269,7 @@ def _by_value(scale: Static, grid: Grid) -> Lines:
 
 def _times(grid: Grid) -> Lines:
     times = input_scale(grid)
-    return [] if times == 1 else [f"z = z * {times!r}"]
+    return [f"z = z * {times}"] if times else []
 
 
 @by_type
@@ -283,7 +287,10 @@ def _unchanged(
 
 @refit.register
 def _least_squares(scale: LeastSquares, grid: Grid) -> Lines:
-    back = f"least_squares(x, {decode(grid, 'codes')}, number_0)"
+    numbers = decode(grid, "codes")
+    if (times := output_scale(grid)) != 1:
+        numbers = f"of_companded({numbers}, {times!r}, FP8)"
+    back = f"least_squares(x, {numbers}, number_0)"
     return [f"number_0 = nearest_{scale.stored}({back})"]
 
 

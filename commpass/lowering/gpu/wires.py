@@ -203,13 +203,18 @@ def value_lines(
     """Return lines from ``decoded``, an expression of numbers in grid units, to the values ``x``,
     with the numbers and side data that ``load_lines`` loads."""
     lines, sums = list[str](), codec.transform.sums
+    times, first = grid_parts.output_scale(codec.grid), "number_0"
     if sums > 1:  # divide here, not later: see BlockCodec.decode_parts
         lines += [f"middle = middle * {1 / sums!r}"] if codec.offset else []
-        lines += [f"part_0 = number_0 * {1 / sums!r}"] if codec.scale.numbers else []
-    lines += [
-        f"x = {decoded}",
-        *parts.multiply(codec.scale, "part_0" if sums > 1 else "number_0"),
-    ]
+    if codec.scale.numbers:
+        factor = repr(1 / sums)
+        if times != 1:
+            factor = f"({times / sums!r} if FP8 else {factor})"
+        if factor != "1.0":
+            lines, first = [*lines, f"part_0 = number_0 * {factor}"], "part_0"
+    elif times != 1:
+        decoded = f"of_companded({decoded}, {times!r}, FP8)"
+    lines += [f"x = {decoded}", *parts.multiply(codec.scale, first)]
     lines += ["x = x + middle"] if codec.offset else []
     lines += ["side = side.to(tl.int32)"] if codec.transform.side else []
     lines += parts.inverse(codec.transform, float(sums), group)

@@ -12,8 +12,10 @@ from commpass.lowering.gpu.tiles.numbers import (
     MAGIC_BITS,
     SIGN,
     bits_of,
-    cell_of,
+    full_like,
     is_finite,
+    middle_of_cell,
+    middles_of_pairs,
     number_of,
     numbers_of_pairs,
     of_bits,
@@ -21,6 +23,7 @@ from commpass.lowering.gpu.tiles.numbers import (
     size_bits,
     whole_below,
 )
+from commpass.lowering.gpu.tiles.packing import unpacked
 
 
 @tile
@@ -79,14 +82,27 @@ def decode_level(codes, LARGEST: tl.constexpr):
 
 
 @tile
-def encode_companded(y, K: tl.constexpr, CELLS: tl.constexpr, NVIDIA: tl.constexpr):
-    """Of numbers in grid units times ``gain / (2 * CELLS)``. ``NVIDIA``: values are cut and rounded
-    down by two fused products, without comparisons."""
+def encode_companded(
+    y,
+    K: tl.constexpr,
+    GAIN: tl.constexpr,
+    CELLS: tl.constexpr,
+    CUT: tl.constexpr,
+    NVIDIA: tl.constexpr,
+):
+    """Of numbers in grid units times ``gain / (2 * CELLS)``.
+
+    ``NVIDIA``: of numbers times ``sqrt(k) / largest``, which fused products round down without
+    comparisons. ``CUT``: whether they may lie outside the grid.
+    """
     if NVIDIA:
-        root = tl.rsqrt(y * y * (K * 4 * CELLS * CELLS) + 1.0)
-        # Less than 2 * CELLS, for the largest number; a share of n / (2 * CELLS) still gives n.
-        most = 2 * CELLS * (1 - 2.0**-23)
-        codes = bits_of(cell_of(y, root, 0.5 + 2.0**-23, most, MAGIC)) & (2 * CELLS - 1)
+        root = tl.rsqrt(tl.fma(y, y, full_like(y, 1.0)))
+        # Half a cell less, so that the nearest whole number is the one below, also of zero.
+        share = tl.fma(y, root, full_like(y, (2.0**-22 - 0.5) / GAIN))
+        c = tl.fma(share, full_like(y, GAIN), full_like(y, MAGIC + CELLS))
+        if CUT:
+            c = clamped(c, MAGIC, MAGIC + (2 * CELLS - 1))
+        codes = bits_of(c) & (2 * CELLS - 1)
     else:
         y = y * (2 * CELLS)
         c = y * tl.rsqrt(y * y * K + 1.0)  # below CELLS * 1.5, however large y is
@@ -100,25 +116,52 @@ def decode_companded(
     POWER: tl.constexpr,
     ONE_K: tl.constexpr,
     K: tl.constexpr,
-    CELLS: tl.constexpr,
-    BYTES: tl.constexpr,
+    UNIT: tl.constexpr,
+    INNER: tl.constexpr,
+    BITS: tl.constexpr,
+    NVIDIA: tl.constexpr,
 ):
-    """``c`` is the middle of a cell, times the largest number: powers of two, like CELLS."""
-    c = number_of(codes, CELLS - 0.5, POWER, BYTES and CELLS == 128)
-    return uncompanded(c, ONE_K, K)
+    """Numbers in grid units; ``NVIDIA``, with an INNER of 1: times ``sqrt(k) / largest``."""
+    if NVIDIA:
+        values = uncompanded(middle_of_cell(codes, UNIT, BITS), ONE_K, INNER)
+    else:
+        # The middle of a cell times the largest number, which is a power of two.
+        c = number_of(codes, 2 ** (BITS - 1) - 0.5, POWER, False)
+        values = c * tl.rsqrt(ONE_K - c * c * K)
+    return values
 
 
 @tile
 def decode_companded4(
-    raw, POWER: tl.constexpr, ONE_K: tl.constexpr, K: tl.constexpr, NVIDIA: tl.constexpr
+    raw,
+    POWER: tl.constexpr,
+    ONE_K: tl.constexpr,
+    K: tl.constexpr,
+    UNIT: tl.constexpr,
+    INNER: tl.constexpr,
+    NVIDIA: tl.constexpr,
 ):
     """As ``decode_companded``, of bytes as in ``decode_int4``."""
-    return uncompanded(numbers_of_pairs(raw, 7.5, POWER, NVIDIA), ONE_K, K)
+    if NVIDIA:
+        values = uncompanded(middles_of_pairs(raw, UNIT), ONE_K, INNER)
+    else:
+        codes = unpacked(raw.to(tl.int32), 4, 2)
+        values = decode_companded(codes, POWER, ONE_K, K, UNIT, INNER, 4, False)
+    return values
 
 
 @tile
-def uncompanded(c, ONE_K: tl.constexpr, K: tl.constexpr):
-    return c * tl.rsqrt(ONE_K - c * c * K)
+def uncompanded(c, ONE_K: tl.constexpr, INNER: tl.constexpr):
+    """``c / sqrt(ONE_K - INNER c^2)``, one product less for an INNER of 1."""
+    product = c if INNER == 1 else c * INNER
+    # Taking the size is free, a minus sign is not.
+    return c * tl.rsqrt(tl.abs(tl.fma(c, product, full_like(c, -ONE_K))))
+
+
+@tile
+def of_companded(x, SCALE: tl.constexpr, NVIDIA: tl.constexpr):
+    """Decoded numbers, or a scale that they are multiplied by, times what decode leaves out."""
+    return x * SCALE if NVIDIA else x
 
 
 @tile

@@ -140,35 +140,19 @@ def whole_below(x):
 
 
 @tile
-def cell_of(x, y, MIDDLE: tl.constexpr, CELLS: tl.constexpr, ADDED: tl.constexpr):
-    """``x * y + MIDDLE`` cut to [0, 1], times CELLS, plus ADDED, rounded down. On NVIDIA alone."""
-    return tl.inline_asm_elementwise(
-        "{.reg .f32 part; fma.rn.sat.f32 part, $1, $2, $3; fma.rm.f32 $0, part, $4, $5;}",
-        "=f,f,f,f,f,f",
-        [x, y, full_like(x, MIDDLE), full_like(x, CELLS), full_like(x, ADDED)],
-        dtype=tl.float32,
-        is_pure=True,
-        pack=1,
-    )
-
-
-@tile
 def number_of(code, LESS: tl.constexpr, POWER: tl.constexpr, BYTES: tl.constexpr):
     """A whole number below 2^15, less a multiple of 2^-8, times 2^POWER, as a float: exact. The
     code is put into the mantissa of a power of two, of which a part is then subtracted; a
-    conversion would be several times as slow. ``BYTES``: codes are below 256, and NVIDIA's
-    instructions are at hand, of which one puts a byte into its place."""
-    if LESS == LESS // 1:
-        if BYTES:
-            number = byte_within(code, 0x4B000000 + (POWER << 23), 0x7650, 1)
-        else:
-            number = of_bits(code + (0x4B000000 + (POWER << 23)))
+    conversion would be several times as slow. ``BYTES``: codes are below 256, LESS is whole, and
+    NVIDIA's instructions are at hand, of which one puts a byte into its place."""
+    if BYTES:
+        number = byte_within(code, 0x4B000000 + (POWER << 23), 0x7650, 1)
+        number = number - (8388608.0 + LESS) * 2.0**POWER
+    elif LESS == LESS // 1:
+        number = of_bits(code + (0x4B000000 + (POWER << 23)))
         number = number - (8388608.0 + LESS) * 2.0**POWER
     else:
-        if BYTES:
-            number = byte_within(code, 0x47000000 + (POWER << 23), 0x7604, 16)
-        else:
-            number = of_bits(code * 256 + (0x47000000 + (POWER << 23)))
+        number = of_bits(code * 256 + (0x47000000 + (POWER << 23)))
         number = number - (32768.0 + LESS) * 2.0**POWER
     return number
 
@@ -191,16 +175,14 @@ def byte_within(codes, FIRST: tl.constexpr, SELECTOR: tl.constexpr, STEP: tl.con
 
 @tile
 def numbers_of_pairs(raw, LESS: tl.constexpr, POWER: tl.constexpr, NVIDIA: tl.constexpr):
-    """``number_of`` for codes of four bits, two in each byte of ``raw [blocks, 1, bytes]``: numbers
-    ``[blocks, 2, bytes]``. On NVIDIA, eight codes are separated at a time."""
-    if not NVIDIA:
-        numbers = number_of(unpacked(raw.to(tl.int32), 4, 2), LESS, POWER, False)
-    elif LESS == LESS // 1:
+    """``number_of`` less a whole number, for codes of four bits, two in each byte of
+    ``raw [blocks, 1, bytes]``: numbers ``[blocks, 2, bytes]``. On NVIDIA, eight codes are separated
+    at a time."""
+    if NVIDIA:
         both = nibbles_within(raw, 0x4B000000 + (POWER << 23), 0x7650, 1)
         numbers = side_by_side(both[0], both[1]) - (8388608.0 + LESS) * 2.0**POWER
     else:
-        both = nibbles_within(raw, 0x47000000 + (POWER << 23), 0x7604, 16)
-        numbers = side_by_side(both[0], both[1]) - (32768.0 + LESS) * 2.0**POWER
+        numbers = number_of(unpacked(raw.to(tl.int32), 4, 2), LESS, POWER, False)
     return numbers
 
 
@@ -225,6 +207,48 @@ def nibbles_within(raw, FIRST: tl.constexpr, SELECTOR: tl.constexpr, STEP: tl.co
         is_pure=True,
         pack=4,
     )
+
+
+@tile
+def middle_of_cell(codes, UNIT: tl.constexpr, BITS: tl.constexpr):
+    """The middle of cell ``codes`` of ``2^BITS``, of which all together reach from -128 to 128
+    times UNIT: as a float, rounded once. ``257 * UNIT`` must be a float. On NVIDIA.
+
+    A code and a half are put into the mantissa of 2^15, the code as the upper bits of a byte.
+    """
+    if BITS == 8:
+        number = byte_within(codes, 0x47000080, 0x7604, 16)
+    else:
+        number = of_bits((codes << (16 - BITS)) + (0x47000000 + (1 << (15 - BITS))))
+    return from_middle(number, UNIT)
+
+
+@tile
+def middles_of_pairs(raw, UNIT: tl.constexpr):
+    """``middle_of_cell`` for codes of four bits, two in each byte of ``raw [blocks, 1, bytes]``:
+    numbers ``[blocks, 2, bytes]``."""
+    both = tl.inline_asm_elementwise(
+        "{.reg .b32 low, high; shl.b32 low, $8, 4; and.b32 low, low, 0xF0F0F0F0;"
+        "or.b32 low, low, 0x08080808; and.b32 high, $8, 0xF0F0F0F0;"
+        "or.b32 high, high, 0x08080808;"
+        "prmt.b32 $0, low, 0x47000000, 0x7604; prmt.b32 $1, low, 0x47000000, 0x7614;"
+        "prmt.b32 $2, low, 0x47000000, 0x7624; prmt.b32 $3, low, 0x47000000, 0x7634;"
+        "prmt.b32 $4, high, 0x47000000, 0x7604; prmt.b32 $5, high, 0x47000000, 0x7614;"
+        "prmt.b32 $6, high, 0x47000000, 0x7624; prmt.b32 $7, high, 0x47000000, 0x7634;"
+        "}",
+        "=f,=f,=f,=f,=f,=f,=f,=f,r",
+        [raw],
+        dtype=(tl.float32, tl.float32),
+        is_pure=True,
+        pack=4,
+    )
+    return from_middle(side_by_side(both[0], both[1]), UNIT)
+
+
+@tile
+def from_middle(number, UNIT: tl.constexpr):
+    """``2^15 + 2^7`` less, times UNIT."""
+    return tl.fma(number, full_like(number, UNIT), full_like(number, -32896.0 * UNIT))
 
 
 @tile

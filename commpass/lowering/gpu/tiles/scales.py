@@ -50,10 +50,19 @@ def absmax(peak, LARGEST: tl.constexpr):
 
 
 @tile
+def safe_peak(peak):
+    return maximum(peak, TINY)
+
+
+@tile
+def shares(x, peak):
+    return x * reciprocal(peak)
+
+
+@tile
 def rms_of(x, peak):
     """Of values divided by the peak, whose squares cannot overflow."""
-    safe = maximum(peak, TINY)
-    part = x * reciprocal(safe)
+    part = shares(x, safe_peak(peak))
     size: tl.constexpr = x.numel // peak.numel
     mean = sum_of(part * part) * (1.0 / size)  # of a power of two: exact
     return tl.sqrt_rn(mean) * peak
