@@ -147,7 +147,10 @@ class Schedule:
             assert old in text, old
             text = text.replace(old, new)
         self.function = load(replace(made.source, text=text)).rewrite()
-        self.constants = made.constants | {"CASTS": False, "FP8": False, "SPINS": setup.spins}
+        self.constants = {
+            **made.constants,
+            **{"CASTS": False, "FP8": False, "STORES": False, "SPINS": setup.spins},
+        }
         self.numbers = [numbers(exchange, rank) for rank in range(setup.ranks)]
         self.names = list(made.signature)
         self.grid = (exchange.programs, exchange.rows, 1)

@@ -104,7 +104,7 @@ def _needed(function: Function) -> set[str]:
             todo += each.operands[2:]
         elif each.name == "scf.for":
             todo += each.operands[1:4]
-        elif "descriptor" in each.name:
+        elif "descriptor" in each.name or "st.release" in each.text:  # inline PTX
             todo += each.operands
         for name, several in _sources_of(each):
             sources.setdefault(name, []).extend(several)

@@ -74,6 +74,12 @@ def inverse(x: np.ndarray, ulps: int) -> np.ndarray:
     return flushed(np.where(whole, near, moved(near, ulps)))
 
 
+def nearest_bf16(x: Words) -> Words:
+    """The bits of the nearest bfloat16, ties to even; NaN becomes 0x7FFF."""
+    rounded = (x + np.uint32(0x7FFF) + ((x >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return np.where(np.isnan(floats(x)), np.uint32(0x7FFF), rounded)
+
+
 def prmt(a: Words, b: Words, selector: Words) -> Words:
     """Each of four bytes is one of the eight of a and b."""
     both = a.astype(np.uint64) | (b.astype(np.uint64) << np.uint64(32))
@@ -98,6 +104,7 @@ def instructions(ulps: int) -> dict[str, Callable[..., Words]]:
         "and.b32": lambda a, b: a & b,
         "or.b32": lambda a, b: a | b,
         "prmt.b32": prmt,
+        "cvt.rn.bf16x2.f32": lambda a, b: (nearest_bf16(a) << 16) | nearest_bf16(b),
         "rcp.approx.ftz.f32": of_floats(lambda x: inverse(x, ulps)),
     }
 

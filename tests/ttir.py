@@ -108,6 +108,7 @@ def compile_to_ttir(
 
 
 VALUE = r"%[\w.$-]+(?:#\d+)?"
+QUOTED = re.compile(r'"[^"]*"')
 LOCATION = re.compile(r"\s*loc\((#loc\d*|callsite\([^()]*\)|\"[^\"]*\"\([^()]*\)|unknown)\)")
 STATEMENT = re.compile(r'(?:(%[\w.$-]+(?::\d+)?(?:, %[\w.$-]+)*) = )?"?([a-z_]+\.[\w.]+)"?(.*)')
 TYPE = re.compile(r"tensor<([\dx]*)x(!tt\.ptr<[^<>]*>|\w+)>|!tt\.ptr<([^<>]*)>|\b([if]\d+|bf16)\b")
@@ -174,7 +175,8 @@ class _Parser:
             raise ValueError(f"unknown form: {line}")
         left, name, rest = found.groups()
         before, behind = _split_types(rest.removesuffix("({").removesuffix("{").strip())
-        operands = [self.scope.get(each, each) for each in re.findall(VALUE, before)]
+        named = re.findall(VALUE, QUOTED.sub("", before))  # inline PTX has registers
+        operands = [self.scope.get(each, each) for each in named]
         made = Operation([], name, operands, before, place=_place(line))
         if name in ("scf.for", "scf.while"):
             pairs = re.findall(rf"({VALUE}) = ({VALUE})(?=[,)])", before)

@@ -40,6 +40,7 @@ SHARES: dict[str, Shares] = {
     "mxfp6": Shares(0.78, 0.64, 0.87),
     "mxfp4": Shares(0.53, 0.72, 0.97),
     "nvfp4": Shares(0.56, 0.38, 0.95),
+    "exponent": Shares(1.34, 0.40, 0.56),
 }
 """Of 32 million values on an H200, with torch 2.11 and Triton 3.6
 (benchmarks/results/gpu_nvidia_h200.json). On other GPUs, kernels are as much slower or faster as
@@ -51,6 +52,16 @@ SERIAL = {"ecq": KernelRate(0.012, 0.010, call_us=300.0)}
 measured, but computed from three parts: the instructions of the compiled kernels for 4 bits (152
 and 117 for 16 numbers, of which the GPU begins 1,045 a nanosecond), 12 bytes of other traffic a
 value, and 600 cycles for each of the 1,024 steps of a chunk, which a small call waits for."""
+SELECTIONS = {
+    "topk": KernelRate(0.077, 0.003, call_us=120.0),
+    "gaussiank": KernelRate(0.032, 0.003, call_us=250.0),
+    "dgc": KernelRate(0.032, 0.003, call_us=250.0),
+    "redsync": KernelRate(0.032, 0.003, call_us=250.0),
+    "sidco": KernelRate(0.032, 0.003, call_us=250.0),
+}
+"""The rates on an H200 of codecs that select values: from 1 and 17 million values, measured with
+more operators between their passes than they have now (``sidco``: as ``gaussiank``). The time apart
+from the values is that of encode and decode together, half for each."""
 
 
 AMD_IN_EXCHANGE, AMD_TILE_US = 0.25, 2.25
@@ -90,7 +101,7 @@ def gpu_kernels(gbytes_per_s: float, gflops: float, slots: float = 0.0) -> Kerne
 
     serial = {
         name: replace(each, encode_ns=each.encode_ns * slower, decode_ns=each.decode_ns * slower)
-        for name, each in SERIAL.items()
+        for name, each in (SERIAL | SELECTIONS).items()
     }
     return Kernels(
         launch_us=LAUNCH_US,

@@ -56,7 +56,10 @@ class Kernels:
         gbytes_per_s: GB/s that a simple kernel reads and writes, for the rest of a graph.
         call_us: the time of an encode or decode between exchanges, apart from its values. After a
             wait, it takes longer than after another kernel.
-        matmul_encode: the time of a matmul that encodes its own result, relative to a plain matmul.
+        in_matmul: the time that an encode adds to the matmul whose result it encodes, relative to
+            an encode by itself without its launch.
+        decoding_matmul: the time of a matmul that decodes its rows, apart from decode, relative to
+            a plain matmul.
         graph_launch_us: the time of a launch in a CUDA graph (0: the same).
         in_exchange: the share of its speed that an encode or decode reaches inside a single kernel
             which also exchanges values.
@@ -72,7 +75,8 @@ class Kernels:
     gflops: float = 40.0
     gbytes_per_s: float = 10.0
     call_us: float = 0.0
-    matmul_encode: float = 1.1
+    in_matmul: float = 1.0
+    decoding_matmul: float = 1.1
     graph_launch_us: float = 0.0
     in_exchange: float = 1.0
     tile_us: float = 1.5
@@ -86,7 +90,8 @@ class Kernels:
         check_quantity("Kernels(call_us", self.call_us)
         check_quantity("Kernels(gflops", self.gflops, above=True)
         check_quantity("Kernels(gbytes_per_s", self.gbytes_per_s, above=True)
-        check_quantity("Kernels(matmul_encode", self.matmul_encode, above=True)
+        check_quantity("Kernels(in_matmul", self.in_matmul)
+        check_quantity("Kernels(decoding_matmul", self.decoding_matmul, above=True)
         if not isinstance(self.rates, Mapping):
             raise PolicyError(
                 f"Kernels(rates={self.rates!r}): must map names of codecs to KernelRate(...)"
@@ -118,13 +123,18 @@ class Kernels:
 
     def time_us(self, codec: str, role: str, values: float, nbytes: float = 0.0) -> float:
         """Return the microseconds of one kernel that encodes or decodes (``role``) ``values``
-        values. For a ``matmul`` that encodes its own result, ``values`` is the number of
-        operations, and ``nbytes`` what it reads and writes. For ``bytes``, which a kernel moves
-        beside those of its codec, ``values`` is their number."""
+        values. For a ``matmul`` that encodes its own result, and for a ``decoding matmul`` apart
+        from its decode, ``values`` is the number of operations, and ``nbytes`` what it reads and
+        writes. The encode of a matmul has the role ``in matmul``. For ``bytes``, which a kernel
+        moves beside those of its codec, ``values`` is their number."""
         if role == "bytes":
             return self.compute_us(0.0, values)
         if role == "matmul":
-            return self.compute_us(values, nbytes) * self.matmul_encode
+            return self.compute_us(values, nbytes)
+        if role == "decoding matmul":
+            return self.compute_us(values, nbytes) * self.decoding_matmul
+        if role == "in matmul":
+            return self.values_us(codec, "encode", values) * self.in_matmul
         call = self._rate(codec).call_us
         call_us = self.call_us if call is None else call
         return self.launch_us + call_us + self.values_us(codec, role, values)

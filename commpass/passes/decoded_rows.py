@@ -129,7 +129,7 @@ def _if_quicker(
         moved = (b.numel() + made.numel()) * b.itemsize
         operations = 2.0 * made.numel() * b.shape[0]
         apart += kernels.compute_us(operations, moved + values * b.itemsize)
-        together += kernels.compute_us(operations, moved + wire.numel()) * kernels.matmul_encode
+        together += kernels.compute_us(operations, moved + wire.numel()) * kernels.decoding_matmul
         together += decoding_us(kernels, values, b.shape[1])
     if together >= apart:
         return None, f"decode and matmul apart take {apart:,.0f} us, together {together:,.0f} us"

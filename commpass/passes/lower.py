@@ -271,11 +271,12 @@ def _coded_by_chain(node: fx.Node) -> tuple[tuple[str, str, int], ...]:
 
 def _coded_by_product(node: fx.Node) -> tuple[tuple[str, str, int, int], ...]:
     """Return the same for a matmul that encodes its own result, with its number of operations and
-    of bytes."""
+    of bytes, and for its encode."""
     given: Any = node.args[0]
     product = matmul.lookup(str(node.args[1]))
     m, n, k, _ = matmul.operands_of(product, [each.meta["val"] for each in given]).sizes
-    return ((product.codec.spec, "matmul", 2 * m * n * k, _moved_nbytes(node)),)
+    spec, moved = product.codec.spec, _moved_nbytes(node)
+    return ((spec, "matmul", 2 * m * n * k, moved), (spec, "in matmul", m * n, 0))
 
 
 def _moved_nbytes(node: fx.Node) -> int:
@@ -290,7 +291,7 @@ def _coded_by_decode_matmul(node: fx.Node) -> tuple[tuple[Any, ...], ...]:
     rows, b = decode_matmul.lookup(str(node.args[1])), given[1].meta["val"]
     operations, values = 2 * node.meta["val"].numel() * b.shape[0], given[0].meta["val"].shape[0]
     spec = rows.codec.spec
-    product = spec, "matmul", operations, _moved_nbytes(node)
+    product = spec, "decoding matmul", operations, _moved_nbytes(node)
     return (spec, "decode", values * rows.numel), product
 
 

@@ -402,7 +402,7 @@ def test_matmul_stays_apart_where_it_must(fake_group, function, policy, inputs, 
 def test_cost_model_keeps_them_apart_where_that_is_quicker(fake_group):
     fake_group(RANKS)
     profile = default_profile("cuda")
-    slow = dataclasses.replace(profile.kernels, matmul_encode=3.0, gflops=1000.0)
+    slow = dataclasses.replace(profile.kernels, in_matmul=1000.0)
     costly = dataclasses.replace(profile, kernels=slow)
     gm, _, plan = run(multiplied, forced("int8"), A, B, passes=before("lower"), profile=costly)
     assert roles_of(gm)[0] == "encode"

@@ -93,7 +93,7 @@ def test_code_of_inductor_calls_the_kernel(fake_group):
     values, operations = RANKS * ROWS * K, 2 * RANKS * ROWS * K * N
     wire = RANKS * codec_of("int8").wire_bytes(ROWS * K, BF16)
     moved = wire + W.nbytes + B.nbytes + RANKS * ROWS * N * 2
-    assert (("int8", "decode", values), ("int8", "matmul", operations, moved)) in work
+    assert (("int8", "decode", values), ("int8", "decoding matmul", operations, moved)) in work
     code = fake_cuda.code_of(gm, inputs)
     assert code.count("def decode_matmul(") == 1
     assert "extern_kernels.addmm" not in code

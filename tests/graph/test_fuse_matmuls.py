@@ -181,17 +181,17 @@ def test_matmul_of_several_matrices_stays_apart_where_it_must(fake_group, functi
 
 
 def test_operations_of_all_batches_count(fake_group):
-    """The fused matmul takes three times as long as the matmul, which takes far longer than an
-    encode only if all batches count."""
+    """The time of the fused matmul and of its encode includes all batches."""
     fake_group(RANKS)
     profile = default_profile("cuda")
-    kernels = dataclasses.replace(profile.kernels, matmul_encode=3.0, gflops=1000.0)
+    kernels = dataclasses.replace(profile.kernels, in_matmul=1000.0, gflops=1000.0)
     slow = dataclasses.replace(profile, kernels=kernels)
     policy = forced("int8", chunks=1)
     gm, _, plan = run(batched, policy, A, B, passes=before("lower"), profile=slow)
     assert roles_of(gm)[0] == "encode"
     alone = 2 * E * T * K * N / 1000.0 / 1e3 + kernels.launch_us
-    assert f"together {3 * alone:,.0f} us" in plan.sites[0].reason
+    encode = E * T * N * kernels.rates["int8"].encode_ns
+    assert f"together {alone + encode:,.0f} us" in plan.sites[0].reason
 
 
 # --- epilogues ------------------------------------------------------------------------------------
@@ -402,9 +402,8 @@ def test_memory_of_the_values_is_saved_too(fake_group):
     profile = default_profile("cuda")
     values, launch = E * T * N, profile.kernels.launch_us
     encode = profile.kernels.time_us("int8", "encode", values)
-    alone = profile.kernels.compute_us(2 * values * K, 0.0)
-    ratio = 1 + (encode + launch / 2) / alone
-    kernels = dataclasses.replace(profile.kernels, matmul_encode=ratio)
+    ratio = (encode + launch / 2) / profile.kernels.values_us("int8", "encode", values)
+    kernels = dataclasses.replace(profile.kernels, in_matmul=ratio)
     slow = dataclasses.replace(profile, kernels=kernels)
     how = {"passes": before("lower"), "profile": slow}
     gm, _, _ = run(lambda x, w: sent(x @ w), forced("int8", chunks=1), ROWS, WEIGHT, **how)

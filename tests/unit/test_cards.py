@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import statistics
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ from deciding import decide
 from commpass import Policy
 from commpass.backend.options import in_cuda_graphs
 from commpass.costmodel import Link, Profile, default_profile, profile_named
-from commpass.costmodel.cards import CARDS, GPU, SERIAL, SHARES, card_of
+from commpass.costmodel.cards import CARDS, GPU, SELECTIONS, SERIAL, SHARES, card_of
 from commpass.costmodel.interconnects import INTERCONNECTS
 from commpass.costmodel.kernels import CPU
 from commpass.costmodel.links import START_US
@@ -224,7 +227,7 @@ def test_rack_of_one_interconnect_is_as_one_host():
 
 @pytest.mark.parametrize("kernels", [GPU, *(card.kernels for card in CARDS.values())])
 def test_simpler_codec_costs_less(kernels):
-    assert kernels.rates.keys() == SHARES.keys() | SERIAL.keys()
+    assert kernels.rates.keys() == SHARES.keys() | SERIAL.keys() | SELECTIONS.keys()
     int8, rotated, taco = (kernels.rates[name] for name in ("int8", "rotated", "taco"))
     assert int8.encode_ns < rotated.encode_ns < taco.encode_ns
     assert int8.decode_ns < rotated.decode_ns
@@ -300,3 +303,40 @@ def test_large_all_reduce_is_compressed_rather_than_a_small_one():
     chosen = [decided(profile, size << 20, "int8") != NONE for size in (1, 4, 16, 64, 256, 1024)]
     assert chosen == sorted(chosen)
     assert chosen[-1]
+
+
+# --- matmuls that encode their result -------------------------------------------------------------
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+def with_encode(card: str, codec: str, m: int, n: int, k: int) -> float:
+    """Return the predicted time of a matmul that encodes, relative to the matmul alone."""
+    kernels, nbytes = CARDS[card].kernels, 2 * (m * k + k * n + m * n)
+    alone = kernels.time_us(codec, "matmul", 2 * m * n * k, nbytes)
+    return 1 + kernels.time_us(codec, "in matmul", m * n) / alone
+
+
+@pytest.mark.parametrize(
+    ("card", "file"), [("h200", "gpu_nvidia_h200"), ("h100", "gpu_nvidia_h100_80gb_hbm3")]
+)
+def test_encode_in_a_matmul_takes_about_what_was_measured(card, file):
+    found = json.loads((RESULTS / f"{file}.json").read_text())["timings"]
+    off = []
+    for row in found:
+        if row["name"].startswith("matmul_encode "):
+            m, n, k = map(int, row["name"].split()[1::2])
+            off.append(abs(with_encode(card, row["what"], m, n, k) - row["of_matmul"]))
+    assert len(off) == 12
+    assert max(off) < 0.12
+    assert statistics.median(off) < 0.03
+
+
+@pytest.mark.parametrize("codec", ["int8", "rotated"])
+def test_share_of_an_encode_falls_with_the_length_of_the_products(codec):
+    """Between a half and a percent: independent estimates for int8 are 1.35 to 1.5, 1.07 to 1.15
+    and 1.03 to 1.07."""
+    ratios = [with_encode("h100", codec, 4096, 4096, k) for k in (512, 4096, 14336)]
+    assert ratios == sorted(ratios, reverse=True)
+    assert 1.25 < ratios[0] < 1.75
+    assert 1.01 < ratios[2] < 1.07

@@ -99,8 +99,8 @@ def test_nvidia_releases_and_acquires_for_the_system(arch, name, spec):
     # `unsupported_reason` guarantees that so many programs of one processor run at once.
     assert registers * made.metadata.num_warps * 32 * RESIDENT <= 65536
     lines = made.asm["ptx"].splitlines()
-    order = [each for each in lines if re.search(r"bar\.sync|atom\.global\.sys", each)]
-    released = [place for place, line in enumerate(order) if "sys.release.exch" in line]
+    order = [each for each in lines if re.search(r"bar\.sync|atom\.global\.sys|st\.release", each)]
+    released = [place for place, line in enumerate(order) if "@mine st.release.sys.global" in line]
     acquired = [place for place, line in enumerate(order) if "sys.acquire.add" in line]
     assert len(released) == len(acquired) == exchange.phases
     for place in released:

@@ -124,8 +124,8 @@ def test_rank_that_comes_too_late_gets_no_wrong_numbers(name, ranks, schedules):
 
 FAULTS = {
     "barrier before the signal": (
-        "    tl.debug_barrier()\n    tl.atomic_xchg",
-        "    tl.atomic_xchg",
+        "        tl.debug_barrier()\n        tl.atomic_xchg",
+        "        tl.atomic_xchg",
     ),
     "barrier after the wait": ("    tl.debug_barrier()\n    return missing", "    return missing"),
     "release": ('sem="release"', 'sem="relaxed"'),

@@ -216,7 +216,7 @@ def _launch_of(workspace: Workspace, x: Tensor) -> Launch:
     options = {
         **(generated.constants | casts(x.device)),
         **({} if workspace.spins is None else {"SPINS": workspace.spins}),
-        **({} if interpreting() else {"enable_fp_fusion": generated.fuses}),
+        **({"STORES": False} if interpreting() else {"enable_fp_fusion": generated.fuses}),
         "num_warps": generated.num_warps,
     }
     return Launch(

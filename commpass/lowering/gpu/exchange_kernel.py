@@ -51,7 +51,7 @@ def kernel(exchange: Exchange) -> Kernel:
     constants = {
         **{"SIZE": writer.size, "PARTS": writer.split, "BLOCKS": exchange.blocks},
         **{"RANKS": exchange.ranks, "WIDTH": _power(exchange.ranks), "SPINS": SPINS},
-        **{"CASTS": True, "FP8": True},
+        **{"CASTS": True, "FP8": True, "STORES": exchange.lanes == 32},
     }
     text = function_text(exchange.name, [*signature, *map(constant, constants)], lines)
     text = "\n\n@triton.jit\n".join([*writer.functions, text])
@@ -79,6 +79,8 @@ class _Writer:
     split: int
     functions: tuple[str, ...]
     encoded: str
+    loaded: str
+    held: int
     decoded: str
     decoded_sum: str
     places: tuple[str, ...]
@@ -113,9 +115,10 @@ def _writer(exchange: Exchange) -> _Writer:
     function = function_text("encoded", [*given, *map(constant, constants)], encode.lines)
     called = [{"output_stride": "wire_bytes", "output": "wire"}.get(name, name) for name in given]
     decode = wires.Body(size, codec.layout)
-    decoded = wires.write_decode(codec, exchange.dtype, decode, "decoded")
-    decoded_sum = wires.write_decode(codec, torch.float32, decode, "decoded_sum")
-    functions = decode.functions if exchange.phases > 1 else decode.functions[:1]
+    loaded = wires.write_load(codec, decode)
+    decoded = wires.write_decode_of_held(codec, exchange.dtype, decode, "decoded")
+    decoded_sum = wires.write_decode_of_held(codec, torch.float32, decode, "decoded_sum")
+    functions = decode.functions if exchange.phases > 1 else decode.functions[:2]
     keys = ["key"] if isinstance(codec.rounding, Stochastic) else []
     sums = ["sums_at", *(f"sum_{key}" for key in keys)] if exchange.phases > 1 else []
     places = [name for name in encode.signature if name.endswith("_at")]
@@ -126,8 +129,10 @@ def _writer(exchange: Exchange) -> _Writer:
         values_in_a_byte(codec),
         (function, *functions),
         f"encoded({', '.join([*called, *constants])})",
-        decoded.replace("input_", "output_"),  # a wire has one layout for reads and writes
-        decoded_sum.replace("input_", "output_"),
+        loaded.replace("input_", "output_"),  # a wire has one layout for reads and writes
+        len(wires.load_lines(codec, decode)[0]),
+        decoded.replace("CUT", "True"),
+        decoded_sum.replace("CUT", "True"),
         (*places, *keys, *sums),
     )
 
@@ -181,7 +186,7 @@ def _loop(writer: _Writer, lines: Sequence[str], places: tuple[str, str] = _PADD
 
 def _signal_line(phase: int, peers: str = "peers", ranks: str = "RANKS, WIDTH") -> str:
     """Return the line that signals all ranks, or those of which ``peers`` are the addresses."""
-    return f"signal({peers}, {_slots(phase)}, rank, epoch, {ranks})"
+    return f"signal({peers}, {_slots(phase)}, rank, epoch, {ranks}, STORES)"
 
 
 def _wait_line(phase: int) -> str:
@@ -222,13 +227,21 @@ def _group_lines(writer: _Writer, at: str, first: str, count: int, before: str =
 
 
 def _decode_lines(writer: _Writer, at: str, first: str, count: int) -> list[str]:
-    """Return lines that decode what ``count`` ranks from ``first`` on have encoded, before any of
-    it is used."""
+    """Return lines that load what ``count`` ranks from ``first`` on have encoded, and decode it
+    then. Each decode needs all codes: a compiler that saves registers would else load some of them
+    after the first have arrived, and wait twice."""
     lines = []
     for one in range(count):
         lines.append(f"wire = region(memory_of(peers, {first} + {one}), {at})")
-        lines.append(f"x_{one} = {writer.decoded}")
-    return lines
+        lines.append(f"held_{one} = {writer.loaded}")
+    if count > 1:
+        lines.append("codes = held_0[0]")
+        lines += [f"codes = bytes_of_both(codes, held_{one}[0], STORES)" for one in range(1, count)]
+        for one in range(count):
+            rest = "".join(f", held_{one}[{place}]" for place in range(1, writer.held))
+            lines.append(f"held_{one} = (after_all(held_{one}[0], codes, peers, STORES){rest},)")
+    decoded = (writer.decoded.replace("held", f"held_{one}") for one in range(count))
+    return [*lines, *(f"x_{one} = {each}" for one, each in enumerate(decoded))]
 
 
 def _gather_lines(writer: _Writer, at: str) -> list[str]:
@@ -290,6 +303,7 @@ def _two_shot(writer: _Writer) -> list[str]:
     ]
     decode = [
         "wire = region(memory_of(peers, shard), sums_at)",
+        f"held = {writer.loaded}",
         f"x = {writer.decoded_sum}",
         *_store_lines(writer),
     ]

@@ -257,7 +257,7 @@ def _leave(step: Leave, body: Body, chain: Chain) -> None:
 @_write.register
 def _cast(step: Cast, body: Body, chain: Chain) -> None:
     if step.dtype != torch.float32 and step is not chain.steps[-1]:
-        body.add(f"x = through_{short_name(step.dtype)}(x, CASTS)")
+        body.add(f"x = through_{short_name(step.dtype)}(x, CASTS, FP8)")
 
 
 @_write.register
@@ -265,7 +265,7 @@ def _add(step: Add, body: Body, chain: Chain) -> None:
     name = body.add_argument(f"added_{next(body.numbers)}", TYPES[step.dtype])
     body.add(f"x = x + {body.load(f'{name} + row * output_stride + place')}")
     if step is not chain.steps[-1]:
-        body.add(f"x = through_{short_name(step.dtype)}(x, CASTS)")
+        body.add(f"x = through_{short_name(step.dtype)}(x, CASTS, FP8)")
 
 
 def _write_store(dtype: torch.dtype, body: Body) -> None:
@@ -306,7 +306,7 @@ def _row_expression(dtype: torch.dtype, body: Body) -> str:
 
 
 def _through(dtype: torch.dtype) -> str:
-    return f"x = through_{short_name(dtype)}(x, CASTS)"
+    return f"x = through_{short_name(dtype)}(x, CASTS, FP8)"
 
 
 def _tiles(*modules: ModuleType) -> dict[str, Any]:

@@ -75,4 +75,4 @@ def _through(value: str, dtype: torch.dtype) -> list[str]:
     """Return lines that round a value to a dtype."""
     if dtype == torch.float32:
         return []
-    return [f"{value} = through_{TYPES[dtype].removeprefix('*')}({value}, CASTS)"]
+    return [f"{value} = through_{TYPES[dtype].removeprefix('*')}({value}, CASTS, FP8)"]

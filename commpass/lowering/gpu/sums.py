@@ -11,7 +11,14 @@ from commpass.lowering.chain import Chain
 from commpass.lowering.gpu import parts
 from commpass.lowering.gpu.source import indent
 from commpass.lowering.gpu.tile_sizes import ranks_of_group
-from commpass.lowering.gpu.wires import Body, decode_lines, load_lines, write_function
+from commpass.lowering.gpu.wires import (
+    Body,
+    decode_lines,
+    load_lines,
+    write_decode_of_held,
+    write_function,
+    write_load,
+)
 
 STRIDE = "tl.cast(input_stride, tl.int64)"
 """The stride of a wire's rows: Triton passes a small one in 32 bits, which a product may exceed."""
@@ -41,11 +48,9 @@ def _write_group(
     Values that must be clamped are rare, and clamping costs a third of the time of a rank. There
     are two branches, of which the usual one does not clamp.
     """
-    names, loads, arguments = load_lines(codec, body)
-    load = write_function(body, "loaded", arguments, loads, f"({', '.join(names)},)")
-    load = load.replace("wire", f"wire + one * {STRIDE}", 1)
-    unpack = [f"{', '.join(names)}, = held", *decode_lines(codec, dtype, body.size)]
-    decode = write_function(body, "decoded", ["held", "inside"], unpack, "x")
+    names, _, arguments = load_lines(codec, body)
+    load = write_load(codec, body).replace("wire", f"wire + one * {STRIDE}", 1)
+    decode = write_decode_of_held(codec, dtype, body, "decoded")
     fused = _write_fused(codec, body, names) if parts.has_exact_products(codec) else ""
     factors = [names.index(name) for name in names if name.startswith(("number", "row"))]
     lines = ["held = ()", "for one in tl.static_range(COUNT):", f"    held += ({load},)"]

@@ -119,6 +119,19 @@ def _encodes_grouped(codec: BlockCodec) -> bool:
     return codec.scale.numbers > 0 and codec.offset is None and nearest
 
 
+def write_load(codec: BlockCodec, body: Body) -> str:
+    """Write a function from ``wire`` to what it holds of a tile, and return a call of it."""
+    names, loads, arguments = load_lines(codec, body)
+    return write_function(body, "loaded", arguments, loads, f"({', '.join(names)},)")
+
+
+def write_decode_of_held(codec: BlockCodec, dtype: torch.dtype, body: Body, name: str) -> str:
+    """Write a function from ``held``, which ``write_load`` returns, to ``x``; return a call."""
+    names, _, _ = load_lines(codec, body)
+    lines = [f"{', '.join(names)}, = held", *decode_lines(codec, dtype, body.size)]
+    return write_function(body, name, ["held", "inside"], lines, "x")
+
+
 def write_decode(codec: BlockCodec, dtype: torch.dtype, body: Body, name: str) -> str:
     """Write a function from ``wire`` to ``x``, and return a call of it."""
     _, loads, arguments = load_lines(codec, body)

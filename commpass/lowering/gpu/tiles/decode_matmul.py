@@ -21,7 +21,7 @@ def codes_of(raw, PART: tl.constexpr, WIDTH: tl.constexpr):
 def left_bf16(x, CASTS: tl.constexpr):
     """Float32 values as an operand in bfloat16. Without ``CASTS``, they are rounded and stay
     float32, since Triton's interpreter has no products of bfloat16."""
-    return x.to(tl.bfloat16) if CASTS else through_bf16(x, CASTS)
+    return x.to(tl.bfloat16) if CASTS else through_bf16(x, CASTS, False)
 
 
 @tile

@@ -31,20 +31,37 @@ def number_at(memory, at):
 
 
 @tile
-def signal(peers, at, rank, epoch, RANKS: tl.constexpr, WIDTH: tl.constexpr):
+def signal(peers, at, rank, epoch, RANKS: tl.constexpr, WIDTH: tl.constexpr, STORES: tl.constexpr):
     """Tells every rank, also this one, that this program has written and read all of call ``epoch``
     up to here. ``at`` is where the program's signals lie.
 
-    The barrier puts all threads' accesses before the exchange, which releases them to all that the
-    system holds. WIDTH is a power of two, RANKS at least.
+    The barrier puts all threads' accesses before the signal, which releases them to all that the
+    system holds. WIDTH is a power of two, RANKS at least. ``STORES``: on NVIDIA, one thread for
+    each rank stores, since peers on PCIe may lack atomic operations.
     """
-    lane = tl.arange(0, WIDTH)
-    there = lane < RANKS
-    memory = tl.load(peers + lane, mask=there, other=0)
-    slots = (memory + (at + rank * 4)).to(tl.pointer_type(tl.int32))
-    numbers = tl.zeros((WIDTH,), tl.int32) + epoch
-    tl.debug_barrier()
-    tl.atomic_xchg(slots, numbers, mask=there, sem="release", scope="sys")
+    if STORES:
+        place = (at + rank * 4).to(tl.int64)
+        tl.debug_barrier()
+        tl.inline_asm_elementwise(
+            "{.reg .pred mine; .reg .b32 thread; .reg .b64 slot;"
+            f"mov.u32 thread, %tid.x; setp.lt.u32 mine, thread, {RANKS};"
+            "mul.wide.u32 slot, thread, 8; add.u64 slot, slot, $1;"
+            "@mine ld.global.b64 slot, [slot]; add.u64 slot, slot, $2;"
+            "@mine st.release.sys.global.b32 [slot], $3; mov.b32 $0, 0;}",
+            "=r,l,l,r",
+            [peers.to(tl.int64), place, epoch],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        lane = tl.arange(0, WIDTH)
+        there = lane < RANKS
+        memory = tl.load(peers + lane, mask=there, other=0)
+        slots = (memory + (at + rank * 4)).to(tl.pointer_type(tl.int32))
+        numbers = tl.zeros((WIDTH,), tl.int32) + epoch
+        tl.debug_barrier()
+        tl.atomic_xchg(slots, numbers, mask=there, sem="release", scope="sys")
 
 
 @tile
@@ -65,6 +82,33 @@ def wait(memory, at, epoch, RANKS: tl.constexpr, WIDTH: tl.constexpr, SPINS: tl.
         spins += 1
     tl.debug_barrier()
     return missing
+
+
+@tile
+def bytes_of_both(a, b, STORES: tl.constexpr):
+    """Bytes that need both loads, on NVIDIA."""
+    if STORES:
+        a = tl.inline_asm_elementwise(
+            "or.b32 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.uint8, is_pure=True, pack=4
+        )
+    return a
+
+
+@tile
+def after_all(codes, others, peers, STORES: tl.constexpr):
+    """``codes``, once ``others`` are loaded too: a bit that no address has is added of them. A
+    compiler does not know that it is zero."""
+    if STORES:
+        never = (peers.to(tl.int64) >> 63).to(tl.uint8)
+        codes = tl.inline_asm_elementwise(
+            "{.reg .b32 some; and.b32 some, $2, $3; or.b32 $0, $1, some;}",
+            "=r,r,r,r",
+            [codes, others, tl.zeros_like(codes) + never],
+            dtype=tl.uint8,
+            is_pure=True,
+            pack=4,
+        )
+    return codes
 
 
 @tile
