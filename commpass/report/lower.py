@@ -282,6 +282,11 @@ def notes(rows: Sequence[Row], arch: str) -> list[str]:
         )
     if any(each.predictions and each.kernel.of != MEMORY for each in found):
         said.append("Of a matmul: an upper bound of the share of the tensor cores' peak.")
+    said += [
+        f"{each.kernel.name}: {each.exposed:.2f} times as long as its products if nothing overlaps."
+        for each in found
+        if each.exposed is not None
+    ]
     if any(not each.compiled.loads for each in found):
         said.append("Loads by tensor descriptors (TMA) are not counted.")
     if any(each.counts is None for each in found):
@@ -388,6 +393,7 @@ def as_json(one: Row) -> dict[str, Any]:
     }
     if made.multiplies is not None:
         data["matmul"] = dataclasses.asdict(made.multiplies)
+        data["exposed"] = one.found.exposed
     counts = one.found.counts
     if counts is not None:
         data["instructions"] = {"all": counts.total, **counts.kinds()}

@@ -103,7 +103,10 @@ def test_code_of_inductor_calls_the_kernel(fake_group, function):
     work = next(n.meta[CODED] for n in gm.graph.nodes if n.meta.get(CODED))
     wire = RANKS * codec("int8").wire_bytes(E * T * N // RANKS, BF16)
     moved = sum(each.nbytes for each in given) + wire
-    assert work == (("int8", "matmul", 2 * E * T * K * N, moved),)
+    assert work == (
+        ("int8", "matmul", 2 * E * T * K * N, moved),
+        ("int8", "in matmul", E * T * N, 0),
+    )
     assert not any(n.target is aten.copy_.default for n in gm.graph.nodes)  # of an input
     code = fake_cuda.code_of(gm, inputs)
     assert "def matmul_encode(" in code

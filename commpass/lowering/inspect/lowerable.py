@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from commpass.lowering.gpu.source import Source, load
 from commpass.lowering.inspect.architectures import ARCHITECTURES, cards_of
 from commpass.lowering.inspect.compiled import Compiled, compile_kernel
-from commpass.lowering.inspect.roofline import MEMORY, Prediction, predict
-from commpass.lowering.inspect.sass import Counts, Trips, count_instructions
+from commpass.lowering.inspect.roofline import MEMORY, Prediction, exposed, predict
+from commpass.lowering.inspect.sass import Counts, Sass, Trips, count_instructions
 
 
 def casts(arch: str) -> dict[str, bool]:
@@ -67,13 +67,14 @@ class Lowered:
     GPU.
 
     ``counts`` is None if instructions are not counted (AMD); ``predictions`` are empty then, and if
-    the bytes are not known.
+    the bytes are not known. ``exposed``, of a matmul that encodes: see ``roofline.exposed``.
     """
 
     kernel: Lowerable
     compiled: Compiled
     counts: Counts | None
     predictions: tuple[Prediction, ...]
+    exposed: float | None = None
 
 
 def lower(kernel: Lowerable, arch: str) -> Lowered:
@@ -100,7 +101,21 @@ def lower(kernel: Lowerable, arch: str) -> Lowered:
         )
         for card in cards_of(arch)
     ]
-    return Lowered(kernel, found, counts, tuple(predictions))
+    beside = None
+    if kernel.stays and usual.code.loops:
+        rest = rest_of_tile(usual.code, kernel.trips[: len(usual.code.loops)])
+        beside = exposed(rest, found.num_warps, ARCHITECTURES[arch], kernel.flops)
+    return Lowered(kernel, found, counts, tuple(predictions), beside)
+
+
+def rest_of_tile(code: Sass, trips: Sequence[Trips]) -> Counts:
+    """Return the instructions of a tile of a matmul outside the steps along k, whose number is the
+    last of ``trips``: what does not grow with it."""
+    *others, last = trips
+    more = (2.0 * last[0], last[1]) if isinstance(last, tuple) else 2.0 * (last or 1.0)
+    once, twice = (count_instructions(code, [*others, each]) for each in (last, more))
+    names = {name: 2.0 * number - twice.names[name] for name, number in once.names.items()}
+    return Counts(names, once.loops)
 
 
 def _compile(kernel: Lowerable, constants: Mapping[str, Any], arch: str) -> Compiled:

@@ -98,6 +98,13 @@ def predict(
     return Prediction(card.name, ns, limit, share)
 
 
+def exposed(counts: Counts, warps: int, arch: Architecture, flops: float) -> float:
+    """Return the time of a tile of a matmul relative to its products alone, at the peak of the
+    tensor cores, if nothing else overlaps with them. ``counts`` are the instructions of the rest
+    of the tile. Its latencies are not counted."""
+    return 1.0 + max(needs(counts, warps, arch).values()) * arch.tensor / flops
+
+
 def needs(counts: Counts, warps: int, arch: Architecture, flops: float = 0.0) -> dict[str, float]:
     """Return the clocks of one multiprocessor that a program takes, for its schedulers and for each
     pipe."""
