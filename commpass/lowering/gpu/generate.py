@@ -263,7 +263,8 @@ def _cast(step: Cast, body: Body, chain: Chain) -> None:
 @_write.register
 def _add(step: Add, body: Body, chain: Chain) -> None:
     name = body.add_argument(f"added_{next(body.numbers)}", TYPES[step.dtype])
-    body.add(f"x = x + {body.load(f'{name} + row * output_stride + place')}")
+    # Not by ``output_stride``: a chain may end with a wire.
+    body.add(f"x = x + {body.load(f'{name} + row * numel + place')}")
     if step is not chain.steps[-1]:
         body.add(f"x = through_{short_name(step.dtype)}(x, CASTS)")
 
