@@ -4,7 +4,9 @@
 
 Kernels then take the branches with inline PTX, whose instructions are followed here. Approximations
 are off by up to as many units in the last place as PTX's manual permits: ``ulps`` is -1, 0 or 1,
-times the most. A cast to bfloat16 stays the interpreter's own. Only in a process that interprets.
+times the most. Of a NaN and a number, ``min`` and ``max`` take the number. With ``contracted``, a
+product that is added is not rounded, as in graphs. A cast to bfloat16 stays the interpreter's own.
+Only in a process that interprets.
 """
 
 from __future__ import annotations
@@ -156,12 +158,12 @@ def elementwise(
 
 
 @contextmanager
-def as_on_nvidia(ulps: int = 0) -> Iterator[None]:
+def as_on_nvidia(ulps: int = 0, contracted: bool = False) -> Iterator[None]:
     """Let kernels run as on an NVIDIA GPU with 8-bit floats."""
     import triton.language as tl
     from triton.runtime import interpreter
 
-    from commpass.lowering.gpu import launch
+    from commpass.lowering.gpu import decode_matmul_launch, exchange, launch, matmul_launch
 
     builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
     casts = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
@@ -185,6 +187,40 @@ def as_on_nvidia(ulps: int = 0) -> Iterator[None]:
     def fused(self: Any, x: Any, y: Any, z: Any) -> Any:
         return handle(fma(*np.broadcast_arrays(x.data, y.data, z.data)), tl.float32)
 
+    def multiplied(self: Any, x: Any, y: Any) -> Any:
+        product = handle(x.data * y.data, x.dtype.scalar)
+        if contracted and x.data.dtype == np.float32:
+            product.set_attr("factors", (x.data, y.data))
+        return product
+
+    def added(self: Any, x: Any, y: Any) -> Any:
+        return contraction(x, y, 1) or handle(x.data + y.data, x.dtype.scalar)
+
+    def subtracted(self: Any, x: Any, y: Any) -> Any:
+        return contraction(x, y, -1) or handle(x.data - y.data, x.dtype.scalar)
+
+    def contraction(x: Any, y: Any, sign: int) -> Any:
+        """Return ``x + sign * y`` rounded once, or None if neither is a product."""
+        one = np.float32(sign)
+        if "factors" in x.attr:
+            terms = (*x.attr["factors"], one * y.data)
+        elif "factors" in y.attr:
+            a, b = y.attr["factors"]
+            terms = (one * a, b, x.data)
+        else:
+            return None
+        return handle(fma(*np.broadcast_arrays(*terms)), x.dtype.scalar)
+
+    def exponential(self: Any, x: Any) -> Any:
+        """``ex2.approx.f32`` of a rounded product, off by two units."""
+        return handle(moved(np.exp2(x.data * np.float32(1.4426950408889634)), 2 * ulps), tl.float32)
+
+    def least(self: Any, x: Any, y: Any) -> Any:
+        return handle(np.fmin(x.data, y.data), x.dtype.scalar)
+
+    def most(self: Any, x: Any, y: Any) -> Any:
+        return handle(np.fmax(x.data, y.data), x.dtype.scalar)
+
     def root(self: Any, x: Any) -> Any:
         near = (1 / np.sqrt(flushed(x.data).astype(np.float64))).astype(np.float32)
         return handle(moved(near, ulps), tl.float32)
@@ -207,6 +243,9 @@ def as_on_nvidia(ulps: int = 0) -> Iterator[None]:
         raw = torch.from_numpy(np.ascontiguousarray(x.data))
         return handle(raw.view(form).to(torch.float32).numpy(), tl.float32)
 
+    def cuts(device: torch.device) -> dict[str, bool]:
+        return {"CASTS": False, "FP8": True}
+
     def either(self: Any, x: Any, to: Any, mode: Any) -> Any:
         return widened(self, x, to) if x.dtype.scalar in casts else cast(self, x, to, mode)
 
@@ -216,6 +255,15 @@ def as_on_nvidia(ulps: int = 0) -> Iterator[None]:
         patch.object(builder, "create_fma", fused),
         patch.object(builder, "create_rsqrt", root),
         patch.object(builder, "create_fp_to_fp", either),
-        patch.object(launch, "casts", lambda device: {"CASTS": False, "FP8": True}),
+        patch.object(builder, "create_fmul", multiplied),
+        patch.object(builder, "create_fadd", added),
+        patch.object(builder, "create_fsub", subtracted),
+        patch.object(builder, "create_exp", exponential),
+        patch.object(builder, "create_minnumf", least),
+        patch.object(builder, "create_maxnumf", most),
+        patch.object(launch, "casts", cuts),
+        patch.object(exchange, "casts", cuts),
+        patch.object(matmul_launch, "casts", cuts),
+        patch.object(decode_matmul_launch, "casts", cuts),
     ):
         yield

@@ -43,6 +43,12 @@ def moved(x, r, w):
     return [gathered(scattered(x) + r)]
 
 
+def regathered(x, r, w):
+    """The values of all ranks, which are then summed apart: a row for each rank."""
+    total = gathered(torch.relu(x)) + r
+    return [wait(ops.reduce_scatter_tensor(total, "sum", RANKS, "0"))]
+
+
 def norm_used_twice(x, r, w):
     y = rms(scattered(x) + r, w)
     return [gathered(y), y]
@@ -82,6 +88,14 @@ def test_one_kernel_lies_between_two_exchanges(fake_group, function, role, dtype
     plain, _ = run(function, *inputs(dtype), passes=BEFORE_FUSE)
     for a, b in zip(plain(*inputs(dtype)), gm(*inputs(dtype)), strict=True):
         torch.testing.assert_close(a, b, rtol=2e-2, atol=5e-2)  # a code at a tie
+
+
+def test_rows_of_all_ranks_are_encoded_after_an_addition(fake_group):
+    """The kernel: ``test_residuals_of_several_rows_are_added_before_an_encode``."""
+    fake_group(RANKS)
+    stream, rows, weight = inputs()
+    gm, _ = run(regathered, rows, stream, weight)
+    assert roles(gm) == ["encode", "decode+add+encode", "decode+sum"]
 
 
 @pytest.mark.parametrize("codec", ["rotated", "fp8"])

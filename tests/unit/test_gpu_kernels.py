@@ -318,6 +318,15 @@ def test_residual_is_added_after_the_values_were_rounded():
     same(interpreted(ran, chain, wire, numel, other), want)
 
 
+def test_residuals_of_several_rows_are_added_before_an_encode():
+    """Rows of the residual do not lie as far apart as those of the wire."""
+    coder, numel, dtype = codec("int8"), 700, torch.bfloat16
+    wire, other = coder.encode_rows(sample(numel, dtype)), sample(numel, dtype, 5)
+    chain = Chain(torch.uint8, (Decode(coder, dtype), Cast(dtype), Add(dtype), Encode(coder)))
+    want = coder.encode_rows(coder.decode_rows(wire, numel, dtype).to(dtype) + other)
+    same(interpreted(ran, chain, wire, numel, other), want)
+
+
 def test_row_peak_is_that_of_values_before_they_are_widened():
     coder, numel = codec("nvfp4"), 500
     x = sample(numel, torch.bfloat16)

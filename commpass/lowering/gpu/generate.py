@@ -46,6 +46,7 @@ from commpass.lowering.gpu.tiles import (
     grids,
     layouts,
     noise,
+    norms,
     numbers,
     packing,
     scales,
@@ -263,7 +264,8 @@ def _cast(step: Cast, body: Body, chain: Chain) -> None:
 @_write.register
 def _add(step: Add, body: Body, chain: Chain) -> None:
     name = body.add_argument(f"added_{next(body.numbers)}", TYPES[step.dtype])
-    body.add(f"x = x + {body.load(f'{name} + row * output_stride + place')}")
+    # Not by ``output_stride``: a chain may end with a wire.
+    body.add(f"x = x + {body.load(f'{name} + row * numel + place')}")
     if step is not chain.steps[-1]:
         body.add(f"x = through_{short_name(step.dtype)}(x, CASTS, FP8)")
 
@@ -279,7 +281,7 @@ def _normalize(step: Normalize, body: Body, chain: Chain) -> None:
     if step.centered:
         body.add(f"mean = tl.sum(x) / {float(step.width)!r}")
         body.add("x = tl.where(value_mask, x - mean, 0.0)")
-    body.add(f"rsqrt = tl.rsqrt(tl.sum(x * x) / {float(step.width)!r} + {step.eps!r})")
+    body.add(f"rsqrt = root_inverse(tl.sum(x * x) / {float(step.width)!r} + {step.eps!r})")
     body.add("x = x * rsqrt")
     for statistic in step.saved:
         name = body.add_argument(f"further_{next(body.results)}", TYPES[torch.float32])
@@ -319,5 +321,5 @@ def _tiles(*modules: ModuleType) -> dict[str, Any]:
     }
 
 
-KNOWN = _tiles(grids, layouts, noise, numbers, packing, scales, transforms)
+KNOWN = _tiles(grids, layouts, noise, norms, numbers, packing, scales, transforms)
 """Names that the text of a generated kernel may use."""
