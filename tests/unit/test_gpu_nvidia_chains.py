@@ -226,7 +226,7 @@ def exchanged(name: str, text: str, inputs: list[Tensor], programs: int) -> list
     width = math.prod(result_shape(exchange.kind, (exchange.numel,), ranks))
     outputs = torch.empty(ranks, width + 64, dtype=dtype)
     outputs.view(U8).fill_(POISON)
-    constants = made.constants | {"CASTS": False, "FP8": True, "SPINS": 0}
+    constants = made.constants | {"CASTS": False, "FP8": True, "STORES": False, "SPINS": 0}
     with as_on_nvidia(1, contracted=True), np.errstate(all="ignore"):
         for _ in range(exchange.phases + 1):
             for rank, x in enumerate(inputs):
