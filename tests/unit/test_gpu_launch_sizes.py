@@ -41,8 +41,16 @@ from commpass.lowering.gpu import (
     supported,
 )
 from commpass.lowering.gpu.call import calls_of
-from commpass.lowering.gpu.matmul_sizes import SHARED, Problem, configurations, shared_bytes
+from commpass.lowering.gpu.matmul_sizes import (
+    SHARED,
+    Matmul,
+    Problem,
+    configurations,
+    shared_bytes,
+)
 from commpass.lowering.gpu.row_peaks import TILE, row_peaks
+from commpass.lowering.matmul import BATCHED, GROUPED, SINGLE
+from commpass.lowering.pointwise import VALUE, Epilogue, Operand, Operation
 
 MOST_X, MOST_YZ = 2**31 - 1, 65_535
 """CUDA C++ programming guide, table of technical specifications: dimensions of a grid."""
@@ -230,10 +238,23 @@ def test_launches_of_exponent_are_within_the_limits(spec, dtype):
             assert max(numbers) < 2**31
 
 
+RESIDUAL = Epilogue(
+    (Operand(torch.bfloat16, VALUE),), (Operation("add", ("v0", "v1"), torch.bfloat16),)
+)
+
+
 @pytest.mark.parametrize("arch", SHARED)
-@pytest.mark.parametrize("text", ["int8", "fp8", "int4", "rotated", "taco"])
+@pytest.mark.parametrize("text", ["int8", "fp8", "int4", "rotated", "taco", "table(bits=4)"])
 @pytest.mark.parametrize("rows", [64, 4096])
-def test_programs_that_share_a_processor_fit_into_its_memory(text, arch, rows):
-    problem = Problem(8 * rows, 4096, 4096, 8)
-    for by in configurations(codec(text), problem, arch):
-        assert by.programs * shared_bytes(by, codec(text), arch) <= SHARED[arch]
+@pytest.mark.parametrize("form", [SINGLE, BATCHED, GROUPED])
+def test_programs_that_share_a_processor_fit_into_its_memory(form, rows, text, arch):
+    coder = codec(text)
+    assert isinstance(coder, BlockCodec)
+    batches = {BATCHED: 4, GROUPED: 30}.get(form, 1)
+    problem = Problem(8 * rows, 4096, 4096, 8, batches)
+    for epilogue in (Epilogue(), RESIDUAL):
+        matmul = Matmul(torch.bfloat16, b_by_rows=False, form=form, epilogue=epilogue)
+        found = configurations(coder, problem, arch, matmul)
+        assert found
+        for by in found:
+            assert by.programs * shared_bytes(by, coder, arch, matmul) <= SHARED[arch]
