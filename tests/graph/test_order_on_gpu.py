@@ -75,6 +75,29 @@ def test_kernels_between_exchanges_write_into_their_own_outputs(fake_group):
     assert "clone" not in body
 
 
+def normed(x, w, residual, weight):
+    """A partial matmul, the residual stream and the norm after it."""
+    h = residual + Rows.apply(x @ w)
+    y = h.float()
+    y = (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-5)).to(h.dtype)
+    return [h, y * weight]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", ["int8", rarely("rotated")])
+@pytest.mark.parametrize("function", [partial_sums, normed])
+def test_overlapped_exchanges_copy_no_output_and_wait_for_no_number(function, codec, fake_group):
+    fake_group(4)
+    like = [X, X] if function is partial_sums else [X, X, X, X[0].clone()]
+    body, kernels = code_of(function, codec, *like)
+    calls = letters(body)
+    assert kernels == calls.count("k") == 6
+    assert calls.count("s") == calls.count("w") == 4
+    assert "ks" in calls.partition("w")[0].partition("s")[2]  # the second starts during the first
+    assert "clone" not in body
+    assert ".item()" not in body
+
+
 @pytest.mark.parametrize("codec", [rarely("int8"), rarely("rotated"), rarely("mxfp8")])
 def test_kernels_of_forward_and_backward_write_into_their_own_outputs(codec, fake_group):
     fake_group(4)

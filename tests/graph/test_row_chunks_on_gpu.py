@@ -9,13 +9,16 @@ import fake_cuda
 import pytest
 import torch
 from graphs import ops
+from test_order_on_gpu import letters
 from tiers import rarely
 
 from commpass.costmodel import Profile, profile_named
 from commpass.passes import GraphInput, manager
+from commpass.passes.fx.ops import triton_calls
 from commpass.passes.post.order import ordered
 from commpass.passes.timeline import whole_us
 from commpass.policy import Policy, policy_named
+from commpass.policy.rules import Rule
 
 BF16 = torch.bfloat16
 RANKS, HIDDEN = 8, 8192
@@ -113,3 +116,25 @@ def test_exchange_of_a_chunk_starts_before_the_next_matmul():
     assert story.startswith("ms" * many)
     assert story.count("w") == many
     assert story.index("w") > story.rindex("s")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", ["int8", rarely("rotated")])
+def test_kernels_of_chunks_of_rows_write_into_their_own_outputs(codec):
+    """Two hops for each chunk, and three kernels, one after a matmul and one with the next norm."""
+    rule = Rule(codec=codec, algorithm="two_shot", force=True, lowering="kernel")
+    policy = Policy(rules=[rule], error_sample_rate=0.0)
+    gm, plan, _, inputs = planned(2048, profile_named("infiniband-edr"), policy)
+    kernels = [node for node in gm.graph.nodes if node.target in triton_calls()]
+    many = sum(site.chunks for site in plan)
+    assert len(plan) == len(plan.split[0].rows) == 4
+    assert len(kernels) == 3 * many
+    with ordered():
+        code = fake_cuda.code_of(gm, inputs)
+    body = code[code.index("def call(") :]
+    calls = letters(body)
+    assert calls.count("k") == 3 * many
+    assert calls.count("s") == calls.count("w") == 2 * many
+    assert "w" not in calls[: calls.index("s", calls.index("s") + 1)]
+    assert "clone" not in body
+    assert ".item()" not in body

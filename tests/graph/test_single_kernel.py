@@ -116,7 +116,7 @@ def test_small_all_reduce_of_8_gpus_is_a_single_kernel(fake_group):
     coding_us = copy_us / 1.01 + RANKS * copy_us / 0.98
     want = 5.0 + 2 * 1.5 + 3 * 0.6 + 7 * wire / 369e3 + coding_us
     assert site.predicted_us == pytest.approx(want, abs=0.01)
-    assert site.predicted_us < 13 < site.plain_us
+    assert site.predicted_us <= 12 < site.plain_us
     assert "int8 by one_shot in a single kernel" in site.reason
     assert done(site) == "int8 by one_shot in a single kernel"
     assert form_of(site) == ", single kernel"

@@ -9,10 +9,12 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from exchanging import ALL, FORMS
+from memory_order import accesses_of, loads_in_flight, out_of_order
 
 from commpass.codecs import codec
 from commpass.errors import CommpassError
@@ -74,13 +76,27 @@ def compiled(arch: str, exchange: Exchange) -> Any:
 
 def usage(cubin: bytes) -> tuple[int, int]:
     """Return registers and bytes of local memory."""
+    said = said_of(cubin, triton.knobs.nvidia.cuobjdump.path, "-res-usage")
+    registers, stack = (int(re.findall(rf"{name}:(\d+)", said)[-1]) for name in ("REG", "STACK"))
+    return registers, stack
+
+
+def said_of(cubin: bytes, *command: str) -> str:
+    """Return what a tool of NVIDIA says of a kernel."""
     with tempfile.TemporaryDirectory() as place:
         file = Path(place) / "kernel.cubin"
         file.write_bytes(cubin)
-        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(file)]
-        said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    registers, stack = (int(re.findall(rf"{name}:(\d+)", said)[-1]) for name in ("REG", "STACK"))
-    return registers, stack
+        ran = subprocess.run([*command, str(file)], check=True, capture_output=True, text=True)
+    return ran.stdout
+
+
+def arguments(exchange: Exchange) -> list[str]:
+    return list(kernel(exchange).signature)
+
+
+def wires(exchange: Exchange) -> list[str]:
+    """Return the arguments that locate what each phase signals."""
+    return ["wires_at", "sums_at"][: exchange.phases]
 
 
 SPECS = ["int8", "rotated", "fp8"]
@@ -107,8 +123,97 @@ def test_nvidia_releases_and_acquires_for_the_system(arch, name, spec):
         assert "bar.sync" in order[place - 1]  # all threads have written
     for place in acquired:
         assert "bar.sync" in order[place + 1]  # no thread reads before one has seen the signals
+    assert out_of_order(accesses_of(made.asm["ptx"], arguments(exchange)), wires(exchange)) == []
     assert "ld.global.nc" not in made.asm["ptx"]  # memory that others write
     assert re.search(r"ld\.global\S*\.v4\.b32", made.asm["ptx"])
+
+
+def moved(text: str, words: str, before: str) -> str:
+    """Return a kernel's text with a line moved to before a line with other words: the last one
+    above it, or else the last of all."""
+    lines = text.splitlines()
+    (place,) = (n for n, each in enumerate(lines) if each.strip().startswith(words))
+    line, lines[place] = lines[place].strip(), lines[place].replace(lines[place].strip(), "pass")
+    others = [n for n, each in enumerate(lines) if each.strip().startswith(before)]
+    to = max((n for n in others if n < place), default=others[-1])
+    indent = len(lines[to]) - len(lines[to].lstrip())
+    return "\n".join([*lines[:to], " " * indent + line, *lines[to:]]) + "\n"
+
+
+@pytest.mark.rest_slow(2)
+@pytest.mark.parametrize("name", ["one_shot", "all_gather", "reduce_scatter"])
+@pytest.mark.parametrize(
+    ("words", "before", "said"),
+    [
+        ("signal(", "for tile in", "a store behind the signal"),
+        ("late = wait(", "tl.store(counter", "a load before the signal is seen"),
+    ],
+)
+def test_access_on_the_other_side_of_a_signal_is_found(words, before, said, name):
+    exchange = of(name)
+    made = kernel(exchange)
+    text = moved(made.source.text, words, before)
+    changed = replace(made, source=replace(made.source, text=text))
+    with patch(f"{__name__}.kernel", lambda exchange: changed):
+        ptx = compiled("sm_90", exchange).asm["ptx"]
+    found = out_of_order(accesses_of(ptx, arguments(exchange)), wires(exchange))
+    assert found == [f"wires_at: {said}"]
+
+
+SIGNALS = {
+    "atomic": (
+        "atom.global.sys.release.exch.b32 %r9, [ %rd4 + 0 ], %r8;",
+        "atom.acquire.sys.add.u32",
+    ),
+    "store": ("st.global.release.sys.b32 [ %rd4 + 0 ], %r8;", "ld.acquire.sys.global.b32"),
+}
+PTX = """
+ld.param.b64 %rd1, [one_shot_param_0];
+ld.param.b32 %r1, [one_shot_param_1];
+ld.global.b64 { %rd2 }, [ %rd1 + 0 ];
+cvt.u64.u32 %rd3, %r1;
+add.s64 %rd4, %rd2, %rd3;
+@%p1 st.global.b32 [ %rd4 + 0 ], { %r2 };
+bar.sync 0;
+SIGNAL
+LOOK %r4, [ %rd2 + 0 ], %r5;
+bar.sync 0;
+@%p1 ld.global.b32 { %r3 }, [ %rd4 + 8 ];
+"""
+
+
+@pytest.mark.parametrize("form", SIGNALS)
+def test_signals_are_understood_as_stores_and_as_atomic_operations(form):
+    signal, look = SIGNALS[form]
+    lines = PTX.replace("SIGNAL", f"@%p2 {signal}").replace("LOOK", look).strip().splitlines()
+    assert lines[5].startswith("@%p1 st.global")
+
+    def found(some: list[str]) -> list[str]:
+        return out_of_order(accesses_of("\n".join(some), ["peers", "wires_at"]), ["wires_at"])
+
+    assert found(lines) == []
+    late = [*lines[:5], *lines[6:9], lines[5], *lines[9:]]
+    assert found(late) == ["wires_at: a store behind the signal"]
+    early = [*lines[:8], lines[-1], *lines[8:-1]]
+    assert found(early) == ["wires_at: a load before the signal is seen"]
+    assert found([*lines[:6], *lines[7:]]) == ["wires_at: a store behind the signal"]
+
+
+NOT_ALL = pytest.mark.xfail(strict=True, reason="the assembler decodes before it has issued all")
+
+
+@pytest.mark.rest_slow(1)
+@pytest.mark.parametrize(
+    ("arch", "ranks"),
+    [
+        *(("sm_90", 8), ("sm_90", 4), ("sm_100", 8), ("sm_100", 4), ("sm_80", 4)),
+        pytest.param("sm_80", 8, marks=NOT_ALL),
+    ],
+)
+@pytest.mark.parametrize("name", ["one_shot", "reduce_scatter"])
+def test_loads_of_all_ranks_are_issued_before_the_first_is_used(name, arch, ranks):
+    made, disassembler = compiled(arch, of(name, ranks=ranks)), triton.knobs.nvidia.nvdisasm.path
+    assert loads_in_flight(said_of(made.asm["cubin"], disassembler, "-c")) >= ranks
 
 
 @pytest.mark.parametrize("spec", [*SPECS, "rotated(bits=4)"])

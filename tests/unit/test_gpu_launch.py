@@ -15,7 +15,15 @@ from commpass.lowering.chain import Chain, Encode
 
 pytest.importorskip("triton", reason="kernels are written in Triton: pip install commpass[kernels]")
 
-from commpass.lowering.gpu import call, exchange, exponent, launch, matmul_launch
+from commpass.lowering.decode_matmul import DecodedRows
+from commpass.lowering.gpu import (
+    call,
+    decode_matmul_launch,
+    exchange,
+    exponent,
+    launch,
+    matmul_launch,
+)
 from commpass.lowering.matmul import Product
 
 BFLOAT16 = torch.bfloat16
@@ -33,10 +41,19 @@ def by_matmul(x: torch.Tensor) -> None:
     matmul_launch.run([x, x.t().contiguous()], Product(codec("int8"), 1))
 
 
+def by_decode_matmul(x: torch.Tensor) -> None:
+    coder = codec("int8")
+    wire = x.new_empty((2, coder.wire_bytes(x.numel(), BFLOAT16)), dtype=torch.uint8)
+    decode_matmul_launch.run([wire, x], DecodedRows(coder, x.numel(), BFLOAT16, False))
+
+
 def by_exchange(x: torch.Tensor) -> None:
     what = exchange.Exchange("one_shot", codec("int8"), BFLOAT16, x.numel(), 2)
     peers = torch.empty(2, dtype=torch.int64, device=x.device)
     exchange.run(exchange.Workspace(what, 0, peers, x), x)
+
+
+LAUNCHES = [by_chain, by_call, by_matmul, by_decode_matmul, by_exchange]
 
 
 class Cards:
@@ -56,13 +73,13 @@ class Cards:
         return lambda *args, **kwargs: self.launched.append(self.now)
 
 
-@pytest.mark.parametrize("launches", [by_chain, by_call, by_matmul, by_exchange])
+@pytest.mark.parametrize("launches", LAUNCHES)
 def test_kernels_are_launched_on_the_device_of_their_tensors(launches):
     cards = Cards()
     with fake_cuda.a_card(), FakeTensorMode(), ExitStack() as stack:
         for name in ("_exchange_device", "_maybe_exchange_device"):
             stack.enter_context(patch.object(torch.cuda, name, cards.exchange))
-        for module in (launch, call, exchange, matmul_launch):
+        for module in (launch, call, exchange, matmul_launch, decode_matmul_launch):
             stack.enter_context(patch.object(module, "load", cards.load))
         launches(torch.empty((1024, 1024), dtype=BFLOAT16, device="cuda:1"))
     assert cards.launched
