@@ -52,8 +52,12 @@ def accesses_of(ptx: str, arguments: Sequence[str]) -> list[Step]:
 
 
 def _plain(line: str) -> str:
-    """Return an instruction without its predicate and comment, or ""."""
-    line = re.sub(r"^@!?%\w+\s+", "", line.partition("//")[0].strip()).replace("\t", " ")
+    """Return an instruction without its predicate and comment, or "". Of inline PTX, only a store
+    that releases counts."""
+    line = line.partition("//")[0].strip()
+    if line.startswith("{") and (released := re.search(r"st\.release[^;]*;", line)):
+        line = released[0]
+    line = re.sub(r"^@!?%\w+\s+", "", line).replace("\t", " ")
     return line if re.match(r"[a-z][\w.:]* ", line) and line.endswith(";") else ""
 
 

@@ -199,20 +199,18 @@ def test_signals_are_understood_as_stores_and_as_atomic_operations(form):
     assert found([*lines[:6], *lines[7:]]) == ["wires_at: a store behind the signal"]
 
 
-NOT_ALL = pytest.mark.xfail(strict=True, reason="the assembler decodes before it has issued all")
-
-
 @pytest.mark.rest_slow(1)
 @pytest.mark.parametrize(
-    ("arch", "ranks"),
+    ("arch", "ranks", "spec"),
     [
-        *(("sm_90", 8), ("sm_90", 4), ("sm_100", 8), ("sm_100", 4), ("sm_80", 4)),
-        pytest.param("sm_80", 8, marks=NOT_ALL),
+        *(("sm_90", 8, "int8"), ("sm_90", 4, "int8"), ("sm_100", 8, "int8"), ("sm_80", 8, "int8")),
+        *(("sm_90", 8, "rotated"), ("sm_100", 4, "rotated"), ("sm_80", 8, "rotated")),
     ],
 )
-@pytest.mark.parametrize("name", ["one_shot", "reduce_scatter"])
-def test_loads_of_all_ranks_are_issued_before_the_first_is_used(name, arch, ranks):
-    made, disassembler = compiled(arch, of(name, ranks=ranks)), triton.knobs.nvidia.nvdisasm.path
+@pytest.mark.parametrize("name", ALL)
+def test_loads_of_all_ranks_are_issued_before_the_first_is_used(name, arch, ranks, spec):
+    made = compiled(arch, of(name, ranks=ranks, codec=codec(spec)))
+    disassembler = triton.knobs.nvidia.nvdisasm.path
     assert loads_in_flight(said_of(made.asm["cubin"], disassembler, "-c")) >= ranks
 
 

@@ -221,27 +221,33 @@ def _sum_lines(writer: _Writer, at: str) -> list[str]:
 
 def _group_lines(writer: _Writer, at: str, first: str, count: int, before: str = "") -> list[str]:
     """Return lines that add ``count`` ranks from ``first`` on to ``before``, if it is given."""
-    added = [*([before] if before else []), *(f"x_{one}" for one in range(count))]
-    sums = [f"x = {added[0]}", *(f"x = x + {each}" for each in added[1:])]
-    return [*_decode_lines(writer, at, first, count), *sums]
+    decoded = _decode_lines(writer, at, first, count)
+    sums = [f"x = x + x_{one}" if one or before else "x = x_0" for one in range(count)]
+    if not writer.exchange.is_mixed:
+        return [*decoded, *sums]
+    each = len(decoded) // count
+    return [line for one in range(count) for line in (*decoded[each * one :][:each], sums[one])]
 
 
 def _decode_lines(writer: _Writer, at: str, first: str, count: int) -> list[str]:
     """Return lines that load what ``count`` ranks from ``first`` on have encoded, and decode it
     then. Each decode needs all codes: a compiler that saves registers would else load some of them
-    after the first have arrived, and wait twice."""
-    lines = []
+    after the first have arrived, and wait twice. Tiles of MIXED values are decoded one by one, for
+    lack of registers."""
+    loads, decodes = [], []
     for one in range(count):
-        lines.append(f"wire = region(memory_of(peers, {first} + {one}), {at})")
-        lines.append(f"held_{one} = {writer.loaded}")
-    if count > 1:
-        lines.append("codes = held_0[0]")
-        lines += [f"codes = bytes_of_both(codes, held_{one}[0], STORES)" for one in range(1, count)]
-        for one in range(count):
-            rest = "".join(f", held_{one}[{place}]" for place in range(1, writer.held))
-            lines.append(f"held_{one} = (after_all(held_{one}[0], codes, peers, STORES){rest},)")
-    decoded = (writer.decoded.replace("held", f"held_{one}") for one in range(count))
-    return [*lines, *(f"x_{one} = {each}" for one, each in enumerate(decoded))]
+        loads.append(f"wire = region(memory_of(peers, {first} + {one}), {at})")
+        loads.append(f"held_{one} = {writer.loaded}")
+        decodes.append(f"x_{one} = {writer.decoded.replace('held', f'held_{one}')}")
+    if writer.exchange.is_mixed or count == 1:
+        return [line for one in range(count) for line in (*loads[2 * one :][:2], decodes[one])]
+    together = ["codes = held_0[0]"]
+    together += [f"codes = bytes_of_both(codes, held_{one}[0], STORES)" for one in range(1, count)]
+    for one in range(count):
+        rest = "".join(f", held_{one}[{place}]" for place in range(1, writer.held))
+        codes = f"after_all(held_{one}[0], codes, peers, STORES)"
+        together.append(f"held_{one} = ({codes}{rest},)")
+    return [*loads, *together, *decodes]
 
 
 def _gather_lines(writer: _Writer, at: str) -> list[str]:
