@@ -186,8 +186,12 @@ def planned(
     *like: torch.Tensor,
     passes: Sequence[manager.Pass] = manager.PASSES,
 ) -> tuple[PassContext, list[torch.Tensor]]:
-    """Return the results of some passes for a graph of a GPU, and its inputs."""
-    with a_card():
+    """Return the results of some passes for a graph of a GPU, and its inputs.
+
+    Functions that sites share (``lowering.kernel``) are not compiled: Inductor would need a card to
+    trace them.
+    """
+    with a_card(), patch("commpass.passes.lower.make", lambda sources: None):
         gm, inputs = trace(function, *like)
         given = GraphInput(
             gm=gm,

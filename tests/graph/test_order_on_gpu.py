@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 import fake_cuda
 import pytest
@@ -150,6 +151,31 @@ def test_lossless_exchange_waits_for_the_device_once(first, fake_group):
     assert {node.args[0].meta["val"].device.type for node in read} == {"cpu"}
     copies = [node for node in gm.graph.nodes if moves_to_host(node)]
     assert len(copies) == 2
+
+
+OPERATOR = re.compile(r"torch\.ops\.(commpass|_c10d_functional)\.(\w+)\.default\(")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["static", rarely("sizes")])
+def test_code_of_a_lossless_exchange_copies_sizes_to_the_host_once_for_each_hop(first, fake_group):
+    fake_group(8)
+    name = f"two_shot(first={first})"
+    rule = Rule(codec="exponent", algorithm=name, force=True, chunks=1)
+    outcome, inputs = fake_cuda.planned(partial_sums, rule, X, X)
+    with ordered():
+        code = fake_cuda.code_of(outcome.gm, inputs)
+    body = code[code.index("def call(") :]
+    calls = Counter(call for _, call in OPERATOR.findall(body))
+    assert calls["exponent_encode"] == calls["exponent_decode"] == 2
+    assert calls["all_to_all_single"] == calls["all_gather_into_tensor"] == 2  # sizes, and wires
+    assert calls["wait_tensor"] == 4
+    on_host = re.findall(r"(\w+) = empty_strided_cpu\(", body)
+    assert len(on_host) == 2
+    read = re.findall(r"(\w+), \(\), \(\), \d+\)\.item\(\)", body)
+    assert len(read) == body.count(".item()") == 2 * 8 + 1
+    assert {*read} == {*on_host}
+    assert "clone" not in body
 
 
 def moves_to_host(node: torch.fx.Node) -> bool:
