@@ -18,7 +18,7 @@ import pytest
 import torch
 from interpreter import interpreted
 
-from benchmarks.gpu import exact, run, show, timing
+from benchmarks.gpu import exact, ranks, run, show, timing
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.checks import CODECS
 from commpass.codecs import codec
@@ -125,6 +125,21 @@ def test_kernels_pass_in_the_interpreter(spec):
 )
 def test_broken_kernel_is_found(broken, said):
     assert any(said in each for each in failed(interpreted(checked, "int8", broken)))
+
+
+@pytest.mark.every
+def test_overlapped_graph_is_timed_with_and_without_the_pass_order(monkeypatch):
+    """Two ranks over gloo. Their processes find the tests' settings in the environment."""
+    monkeypatch.setenv("PYTHONPATH", str(run.ROOT))
+    bench = Bench("time order", torch.device("cpu"), 7, dry=True)
+    ranks.run_ordered(bench)
+    assert failed(bench.found) == []
+    checks = [each["name"] for each in bench.found if each["kind"] == "check"]
+    assert len(checks) == 2 * 5
+    assert sum("no bit differs" in name for name in checks) == 2
+    times = [each for each in bench.found if each["kind"] == "note"]
+    assert len(times) == 2
+    assert all(each["us"] > 0 and each["without_us"] > 0 for each in times)
 
 
 # --- the command ----------------------------------------------------------------------------------
