@@ -13,6 +13,7 @@ from tiers import rarely
 from torch._inductor.fx_passes.control_dependencies import control_deps
 from torch.library import wrap_triton
 
+import commpass
 from commpass.passes import manager
 from commpass.passes.fx.ops import triton_calls
 from commpass.passes.post.order import order, ordered
@@ -74,6 +75,30 @@ def test_kernels_between_exchanges_write_into_their_own_outputs(fake_group):
     assert kernels == 6
     assert letters(body) == "mkskswkswkswkwki"
     assert "clone" not in body
+
+
+@pytest.mark.slow
+def test_backend_makes_the_code_of_a_gpu_from_a_graph_of_dynamo(fake_group):
+    """Not the passes alone: what ``torch.compile(backend=commpass.backend(...))`` calls."""
+    fake_group(4)
+
+    def function(x, w):
+        return [ops.wait_tensor(ops.all_reduce(x @ w, "sum", "0")).relu()]
+
+    with fake_cuda.a_card():
+        gm, inputs = fake_cuda.trace(function, X, X)
+    rule = Rule(codec="int8", algorithm="two_shot", force=True, chunks=2, lowering="kernel")
+    backend = commpass.backend(commpass.Policy(rules=(rule,)), strict=True)
+    code = fake_cuda.code_by(backend, gm, inputs)
+    body = code[code.index("def call(") :]
+    (site,) = commpass.plans()[-1].sites
+    assert (site.codec, site.algorithm, site.chunks, site.lowering) == (
+        *("int8", "two_shot", 2),
+        "kernel",
+    )
+    assert letters(body) == "mkskswkswkswkwki"
+    assert "clone" not in body
+    assert ".item()" not in body
 
 
 def normed(x, w, residual, weight):
