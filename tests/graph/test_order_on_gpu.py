@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from unittest.mock import patch
 
 import fake_cuda
 import pytest
@@ -89,7 +90,14 @@ def test_backend_makes_the_code_of_a_gpu_from_a_graph_of_dynamo(fake_group):
         gm, inputs = fake_cuda.trace(function, X, X)
     rule = Rule(codec="int8", algorithm="two_shot", force=True, chunks=2, lowering="kernel")
     backend = commpass.backend(commpass.Policy(rules=(rule,)), strict=True)
-    code = fake_cuda.code_by(backend, gm, inputs)
+    entered = []
+
+    def pinned():
+        entered.append(True)
+        return ordered()
+
+    with patch("commpass.passes.post.order.ordered", pinned):
+        code = fake_cuda.code_by(backend, gm, inputs)
     body = code[code.index("def call(") :]
     (site,) = commpass.plans()[-1].sites
     assert (site.codec, site.algorithm, site.chunks, site.lowering) == (
@@ -99,6 +107,7 @@ def test_backend_makes_the_code_of_a_gpu_from_a_graph_of_dynamo(fake_group):
     assert letters(body) == "mkskswkswkswkwki"
     assert "clone" not in body
     assert ".item()" not in body
+    assert entered == [True]
 
 
 def normed(x, w, residual, weight):
