@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -245,3 +246,25 @@ def test_result_of_an_exchange_is_compared_with_the_sum_and_with_other_ranks(
         )
     assert found.works == works
     assert found.state.startswith(state)
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_profile_of_the_links_is_written_beside_the_findings(works, tmp_path):
+    written, output = [], tmp_path / "cluster.json"
+    probed_file = SimpleNamespace(profile="the links")
+    ours = SimpleNamespace(group=SimpleNamespace(WORLD=Pair()), get_rank=lambda: 0)
+    with ExitStack() as stack:
+        for name, by in {
+            "dist": ours,
+            "group_of": lambda *which: nullcontext(),
+            "tested": lambda *how: [Finding("exchange", "error 1", works)],
+            "probe": lambda seconds, name, kernels: probed_file if name == "cluster" else None,
+            "write": lambda *what: written.append(what),
+            "digest": str,
+        }.items():
+            stack.enter_context(patch.object(doctor_gpu, name, by))
+        stack.enter_context(patch.object(doctor_gpu.exchange, "times", lambda *how: []))
+        stack.enter_context(patch.object(torch.cuda, "device_count", lambda: 2))
+        stack.enter_context(patch.object(torch.cuda, "current_device", lambda: 0))
+        assert doctor_gpu.tested_here(output, 1.0, json=True) == int(not works)
+    assert written == [(output, probed_file)]
