@@ -11,6 +11,7 @@ READY := $(VENV)/ready
 # One more than two cores: tests of ranks also wait.
 WORKERS ?= 3
 MINUTES ?= 30
+SEES_GPU := import torch, triton, rich, commpass; raise SystemExit(not torch.cuda.is_available())
 
 # Tests start hundreds of processes, each of which would otherwise compile all sources anew.
 export PYTHONDONTWRITEBYTECODE =
@@ -75,8 +76,10 @@ peers: .venv-peers/ready
 	touch $@
 
 # On a machine with an H100 or H200: every kernel is checked, then timed, in less than 9 minutes.
-gpu: $(READY)
-	$(VENV)/bin/python benchmarks/gpu/run.py
+# With $(PYTHON) if it has a torch that sees the GPU: nothing is downloaded.
+gpu:
+	@if $(PYTHON) -c '$(SEES_GPU)' 2> /dev/null; then $(PYTHON) benchmarks/gpu/run.py; \
+		else $(MAKE) $(READY) && $(VENV)/bin/python benchmarks/gpu/run.py; fi
 
 # Types are checked against the pinned torch alone: torch's own annotations differ between versions.
 check: $(READY)

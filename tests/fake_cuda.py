@@ -152,15 +152,35 @@ def code_of(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> str:
 
     The output of the graph must be a tuple or a list.
     """
-    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
+
+    return _written_by(lambda: compile_fx_inner(gm, list(inputs)), inputs[0].fake_mode)
+
+
+def code_by(backend: Callable[..., Any], gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> str:
+    """Return the code that Inductor generates for a graph of ``trace`` that a backend compiles, as
+    Dynamo calls it.
+
+    Without a card torch can't trace the patterns of attention that it looks for, so it has none.
+    """
+    passes = "torch._inductor.fx_passes"
+    with (
+        patch(f"{passes}.joint_graph.lazy_init", lambda *device: None),
+        patch(f"{passes}.post_grad.lazy_init", lambda *device: None),
+        patch("commpass.passes.lower.make", lambda sources: None),
+    ):
+        return _written_by(lambda: backend(gm, list(inputs)), inputs[0].fake_mode)
+
+
+def _written_by(compiles: Callable[[], Any], mode: FakeTensorMode) -> str:
+    """Return the code of the graph that a function compiles, before anything is run."""
+    from torch._inductor import config
     from torch._inductor.graph import GraphLowering
 
     def write(self: GraphLowering) -> Any:
         code = self.codegen()[0]
         raise _Written(getattr(code, "value", code))
 
-    mode = inputs[0].fake_mode
     try:
         with (
             a_card(),
@@ -169,7 +189,7 @@ def code_of(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> str:
             config.patch(fx_graph_cache=False, compile_threads=1),
             patch.object(GraphLowering, "compile_to_module", write),
         ):
-            compile_fx_inner(gm, list(inputs))
+            compiles()
     except Exception as error:
         found: Any = error
         while found is not None and not isinstance(found, _Written):
@@ -186,8 +206,12 @@ def planned(
     *like: torch.Tensor,
     passes: Sequence[manager.Pass] = manager.PASSES,
 ) -> tuple[PassContext, list[torch.Tensor]]:
-    """Return the results of some passes for a graph of a GPU, and its inputs."""
-    with a_card():
+    """Return the results of some passes for a graph of a GPU, and its inputs.
+
+    Functions that sites share (``lowering.kernel``) are not compiled: Inductor would need a card to
+    trace them.
+    """
+    with a_card(), patch("commpass.passes.lower.make", lambda sources: None):
         gm, inputs = trace(function, *like)
         given = GraphInput(
             gm=gm,

@@ -9,17 +9,23 @@ from __future__ import annotations
 
 import hashlib
 import re
+import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor import config
 from torch.nn.functional import gelu
+
+from commpass.passes.post import order
 
 GROUP = "0"
 WIDTH, HIDDEN, TOKENS = 512, 1024, 256
@@ -28,6 +34,8 @@ CLOSE = 0.03
 DEFINED = re.compile(r"\bdef (\w*(?:encode|decode|norm)\w*)\(")
 """Matches kernels in the code that Inductor makes."""
 QUANTISED = "quantised before gather"
+TIMED = 20
+"""Calls of a graph that is timed."""
 CALLS = 5
 """Calls of a graph with single kernels: a CUDA graph is recorded in the second or third."""
 ops = torch.ops._c10d_functional
@@ -253,6 +261,61 @@ def _run_single(
     every: list[str] = [""] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(every, own)
     yield f"{name}: ranks hold the same bits", len(set(every)) == 1, f"{len(set(every))} results"
+
+
+def ordered(
+    device: torch.device | str, seed: int
+) -> tuple[list[tuple[str, bool, str]], list[float]]:
+    """Run a graph whose exchanges overlap, with the pass ``order`` and without it.
+
+    Return the checks of this rank, and the median times of a call in microseconds, with the pass
+    first. Both have the same bits.
+    """
+    import commpass
+
+    rule = {"codec": "int8", "algorithm": "two_shot", "lowering": "kernel", "chunks": 2}
+    policy = commpass.Policy(
+        rules=(commpass.Rule(force=True, **rule),), check_calls=0, error_sample_rate=0.0
+    )
+    made, times, checks = list[Tensor](), list[float](), list[tuple[str, bool, str]]()
+    for name, pinned in (("with order", order.ordered), ("without order", nullcontext)):
+        torch._dynamo.reset()
+        backend = commpass.backend(policy, strict=True)
+        given, compiled = _given(device, seed), torch.compile(normed, backend=backend)
+        seen = list[str]()
+
+        def entered(how: Any = pinned, word: str = name, seen: list[str] = seen) -> Any:
+            seen.append(word)
+            return how()
+
+        with (
+            torch.no_grad(),
+            config.patch(fx_graph_cache=False),
+            patch.object(order, "ordered", entered),
+        ):
+            made.append(compiled(given))
+            times.append(_median_us(lambda call=compiled, given=given: call(given), device))
+        chunks = {site.chunks for site in commpass.plans()[-1].sites}
+        checks.append((f"{name}: two chunks of each", chunks == {2}, f"chunks: {chunks}"))
+        checks.append((f"{name}: compiled so", set(seen) == {name}, f"{len(seen)} graphs"))
+    same = torch.equal(*(each.view(torch.int16) for each in made))
+    checks.append(("no bit differs without order", same, f"{int((made[0] != made[1]).sum())}"))
+    return checks, times
+
+
+def _median_us(call: Callable[[], Any], device: torch.device | str) -> float:
+    """Return the median time of calls that all ranks begin together, in microseconds."""
+    is_gpu = torch.device(device).type == "cuda"
+    wait: Callable[[], None] = torch.cuda.synchronize if is_gpu else lambda: None
+    taken = []
+    for _ in range(TIMED if is_gpu else 3):
+        wait()
+        torch.distributed.barrier()
+        begin = time.perf_counter()
+        call()
+        wait()
+        taken.append((time.perf_counter() - begin) * 1e6)
+    return median(taken)
 
 
 def _quantised(device: torch.device | str, seed: int) -> Iterator[tuple[str, bool, str]]:

@@ -73,10 +73,21 @@ def run_single(bench: Bench) -> None:
         _told_each(bench, "single")
 
 
-def _told_each(bench: Bench, what: str) -> None:
-    for rank, answer in enumerate(_answers(bench, what)):
+def run_ordered(bench: Bench) -> None:
+    """Time a graph whose exchanges overlap, with the pass ``order`` and without it
+    (``graphs.ordered``). Exchanges over gloo are slow: the difference counts, not the times."""
+    for rank, answer in enumerate(_told_each(bench, "ordered")):
+        with_order, without = answer["times"]
+        said = f"rank {rank}: {with_order:.0f} us, {without:.0f} us without it"
+        bench.note("overlapped graph with the pass order", said, us=with_order, without_us=without)
+
+
+def _told_each(bench: Bench, what: str) -> list[dict[str, Any]]:
+    answers = _answers(bench, what)
+    for rank, answer in enumerate(answers):
         for name, passed, said in answer["checks"]:
             bench.check(f"{RANKS} ranks on one card, {name}", passed, f"rank {rank}: {said}")
+    return answers
 
 
 def _answers(bench: Bench, what: str) -> list[dict[str, Any]]:
@@ -151,7 +162,9 @@ def _member(rank: int, folder: str, device: str, seed: int, what: str) -> None:
     try:
         _join(rank, folder)
         place = torch.device(device, 0) if device == "cuda" else torch.device(device)
-        if what in CHECKS:
+        if what == "ordered":
+            answer["checks"], answer["times"] = graphs.ordered(place, seed)
+        elif what in CHECKS:
             answer["checks"] = list(CHECKS[what](place, seed))
         else:
             answer = _measure(rank, place, seed)

@@ -107,6 +107,7 @@ def jobs() -> list[Job]:
         *(Job(f"check {spec}", "checks:block", (spec,)) for spec in CODECS[6:]),
         Job("time block codecs", "timing:blocks", alone=True),
         Job("time matmul", "timing:matmul", alone=True),
+        Job("time order", "ranks:run_ordered", alone=True),
         Job("time norms", "norms:time", alone=True),
         Job("time exponent", "timing:exponent", alone=True),
         Job("time sparse", "timing:sparse", alone=True),

@@ -20,15 +20,13 @@ from commpass.utils.ambient import ambient_free
 
 ops = torch.ops.commpass
 ENCODE = ops.encode_with_feedback.default
-DECODE = ops.decode.default
 SUM = ops.decode_and_sum_by_index.default
-CODING = (ENCODE, DECODE, SUM)
+CODING = (ENCODE, SUM)
 
 _library = torch.library.Library("commpass", "FRAGMENT")
 _library.define(
     "sparse_encode(Tensor rows, Tensor residual, str codec, int[] salt) -> (Tensor, Tensor)"
 )
-_library.define("sparse_decode(Tensor wire, str codec, int numel, ScalarType dtype) -> Tensor")
 _library.define("sparse_sum(Tensor wires, str codec, int numel, ScalarType dtype) -> Tensor")
 
 
@@ -49,8 +47,7 @@ def caller(node: fx.Node) -> Callable[..., Any] | None:
     if node.target is ENCODE:
         salt: Any = node.args[3]
         return lambda x, residual: ops.sparse_encode(x, residual, spec, salt)
-    operator = ops.sparse_sum if node.target is SUM else ops.sparse_decode
-    return lambda wires: operator(wires, spec, numel, dtype)
+    return lambda wires: ops.sparse_sum(wires, spec, numel, dtype)
 
 
 def unsupported_reason(codec: SparseCodec, numel: Any, dtype: torch.dtype) -> str:
@@ -77,12 +74,6 @@ def _encode(
     return sparse.encode(codec, rows.contiguous(), residual.contiguous())
 
 
-def _decode(wire: Tensor, name: str, numel: int, dtype: torch.dtype) -> Tensor:
-    from commpass.lowering.gpu import sparse
-
-    return sparse.decode(_codec(name), wire.contiguous(), numel, dtype)
-
-
 def _sum(wires: Tensor, name: str, numel: int, dtype: torch.dtype) -> Tensor:
     from commpass.lowering.gpu import sparse
 
@@ -97,17 +88,12 @@ def _shapes_of_encode(
     return wire, residual.new_empty(residual.shape)
 
 
-def _shape_of_decode(wire: Tensor, name: str, numel: int, dtype: torch.dtype) -> Tensor:
-    return wire.new_empty((wire.shape[0], numel), dtype=accumulation_dtype(dtype))
-
-
 def _shape_of_sum(wires: Tensor, name: str, numel: int, dtype: torch.dtype) -> Tensor:
     return wires.new_empty((numel,), dtype=accumulation_dtype(dtype))
 
 
 for _name, _function, _shape in (
     ("sparse_encode", _encode, _shapes_of_encode),
-    ("sparse_decode", _decode, _shape_of_decode),
     ("sparse_sum", _sum, _shape_of_sum),
 ):
     _library.impl(_name, ambient_free(_function), "CompositeExplicitAutograd")

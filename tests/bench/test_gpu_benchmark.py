@@ -5,7 +5,10 @@ Its references are right, its checks pass in Triton's interpreter, and they catc
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
+import shutil
 import subprocess
 import sys
 from typing import Any
@@ -15,7 +18,7 @@ import pytest
 import torch
 from interpreter import interpreted
 
-from benchmarks.gpu import exact, run, show, timing
+from benchmarks.gpu import exact, ranks, run, show, timing
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.checks import CODECS
 from commpass.codecs import codec
@@ -124,6 +127,21 @@ def test_broken_kernel_is_found(broken, said):
     assert any(said in each for each in failed(interpreted(checked, "int8", broken)))
 
 
+@pytest.mark.every
+def test_overlapped_graph_is_timed_with_and_without_the_pass_order(monkeypatch):
+    """Two ranks over gloo. Their processes find the tests' settings in the environment."""
+    monkeypatch.setenv("PYTHONPATH", str(run.ROOT))
+    bench = Bench("time order", torch.device("cpu"), 7, dry=True)
+    ranks.run_ordered(bench)
+    assert failed(bench.found) == []
+    checks = [each["name"] for each in bench.found if each["kind"] == "check"]
+    assert len(checks) == 2 * 5
+    assert sum("no bit differs" in name for name in checks) == 2
+    times = [each for each in bench.found if each["kind"] == "note"]
+    assert len(times) == 2
+    assert all(each["us"] > 0 and each["without_us"] > 0 for each in times)
+
+
 # --- the command ----------------------------------------------------------------------------------
 
 
@@ -139,6 +157,60 @@ def test_command_runs_dry(tmp_path):
     assert content["counts"]["checks passed"] > 20
     assert torch.__version__.startswith(content["torch"])
     assert any(each["what"].startswith("decode_sum_encode") for each in content["timings"])
+
+
+def test_checks_come_before_times_and_what_matters_most_before_the_rest(monkeypatch, capsys):
+    """What is left out for want of time is the end of each group."""
+    groups = list[list[str]]()
+
+    def work(crew: run.Crew, some: list[list[str]], side_by_side: int, until: float) -> None:
+        groups.append([name for names in some for name in names])
+
+    monkeypatch.setattr(run.Crew, "run", work)
+    monkeypatch.setattr(sys, "argv", ["run.py", "--json", "/dev/null"])
+    assert run.main() == 0
+    copy, checks, times = groups
+    jobs = run.jobs()
+    assert copy == ["copy"]  # every share is of its times
+    assert [*copy, *checks, *times] == [job.name for job in jobs]
+    assert {job.name for job in jobs if job.alone} == {*copy, *times}
+    assert checks[:2] == ["check int8", "check rotated"]
+    assert times[:2] == ["time block codecs", "time matmul"]
+    compiled = ["ranks", "graphs", "single kernels", "models", "eager"]
+    assert [name for name in checks if name in compiled] == compiled
+    assert checks.index("ranks") < checks.index(f"check {CODECS[6]}")
+    assert {f"check {spec}" for spec in CODECS} <= {*checks}
+    assert times[-1] == "rivals"
+
+
+@pytest.mark.parametrize("job", run.jobs(), ids=lambda job: job.name)
+def test_job_names_a_function_that_takes_its_arguments(job):
+    module, _, name = job.call.partition(":")
+    function = getattr(importlib.import_module(f"benchmarks.gpu.{module}"), name)
+    inspect.signature(function).bind(None, *job.given)
+
+
+PYTHON = """#!/bin/sh
+echo "$(basename "$0") $*" >> {log}
+[ "$1" != -c ] || exit {sees}
+"""
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+@pytest.mark.parametrize("sees", [True, False])
+def test_make_gpu_takes_the_interpreter_at_hand_if_it_sees_a_gpu(tmp_path, sees):
+    log, place = tmp_path / "log", tmp_path / "venv" / "bin"
+    place.mkdir(parents=True)
+    for path in (tmp_path / "at_hand", place / "python"):
+        path.write_text(PYTHON.format(log=log, sees=int(not sees)))
+        path.chmod(0o755)
+    for name in ("base", "ready"):  # as if what tests need were installed
+        (tmp_path / "venv" / name).touch()
+    given = [f"PYTHON={tmp_path / 'at_hand'}", f"VENV={tmp_path / 'venv'}"]
+    subprocess.run(["make", "-s", "gpu", *given], cwd=run.ROOT, check=True, timeout=60)
+    asked, ran = log.read_text().splitlines()
+    assert asked.startswith("at_hand -c import torch")
+    assert ran == f"{'at_hand' if sees else 'python'} benchmarks/gpu/run.py"
 
 
 def test_check_that_fails_is_an_exit_code(monkeypatch, capsys):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
+from unittest.mock import patch
 
 import fake_cuda
 import pytest
@@ -12,6 +14,7 @@ from tiers import rarely
 from torch._inductor.fx_passes.control_dependencies import control_deps
 from torch.library import wrap_triton
 
+import commpass
 from commpass.passes import manager
 from commpass.passes.fx.ops import triton_calls
 from commpass.passes.post.order import order, ordered
@@ -73,6 +76,38 @@ def test_kernels_between_exchanges_write_into_their_own_outputs(fake_group):
     assert kernels == 6
     assert letters(body) == "mkskswkswkswkwki"
     assert "clone" not in body
+
+
+@pytest.mark.slow
+def test_backend_makes_the_code_of_a_gpu_from_a_graph_of_dynamo(fake_group):
+    """Not the passes alone: what ``torch.compile(backend=commpass.backend(...))`` calls."""
+    fake_group(4)
+
+    def function(x, w):
+        return [ops.wait_tensor(ops.all_reduce(x @ w, "sum", "0")).relu()]
+
+    with fake_cuda.a_card():
+        gm, inputs = fake_cuda.trace(function, X, X)
+    rule = Rule(codec="int8", algorithm="two_shot", force=True, chunks=2, lowering="kernel")
+    backend = commpass.backend(commpass.Policy(rules=(rule,)), strict=True)
+    entered = []
+
+    def pinned():
+        entered.append(True)
+        return ordered()
+
+    with patch("commpass.passes.post.order.ordered", pinned):
+        code = fake_cuda.code_by(backend, gm, inputs)
+    body = code[code.index("def call(") :]
+    (site,) = commpass.plans()[-1].sites
+    assert (site.codec, site.algorithm, site.chunks, site.lowering) == (
+        *("int8", "two_shot", 2),
+        "kernel",
+    )
+    assert letters(body) == "mkskswkswkswkwki"
+    assert "clone" not in body
+    assert ".item()" not in body
+    assert entered == [True]
 
 
 def normed(x, w, residual, weight):
@@ -150,6 +185,31 @@ def test_lossless_exchange_waits_for_the_device_once(first, fake_group):
     assert {node.args[0].meta["val"].device.type for node in read} == {"cpu"}
     copies = [node for node in gm.graph.nodes if moves_to_host(node)]
     assert len(copies) == 2
+
+
+OPERATOR = re.compile(r"torch\.ops\.(commpass|_c10d_functional)\.(\w+)\.default\(")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["static", rarely("sizes")])
+def test_code_of_a_lossless_exchange_copies_sizes_to_the_host_once_for_each_hop(first, fake_group):
+    fake_group(8)
+    name = f"two_shot(first={first})"
+    rule = Rule(codec="exponent", algorithm=name, force=True, chunks=1)
+    outcome, inputs = fake_cuda.planned(partial_sums, rule, X, X)
+    with ordered():
+        code = fake_cuda.code_of(outcome.gm, inputs)
+    body = code[code.index("def call(") :]
+    calls = Counter(call for _, call in OPERATOR.findall(body))
+    assert calls["exponent_encode"] == calls["exponent_decode"] == 2
+    assert calls["all_to_all_single"] == calls["all_gather_into_tensor"] == 2  # sizes, and wires
+    assert calls["wait_tensor"] == 4
+    on_host = re.findall(r"(\w+) = empty_strided_cpu\(", body)
+    assert len(on_host) == 2
+    read = re.findall(r"(\w+), \(\), \(\), \d+\)\.item\(\)", body)
+    assert len(read) == body.count(".item()") == 2 * 8 + 1
+    assert {*read} == {*on_host}
+    assert "clone" not in body
 
 
 def moves_to_host(node: torch.fx.Node) -> bool:

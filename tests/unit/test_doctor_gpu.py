@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -19,6 +21,7 @@ from commpass.errors import CommpassError
 pytest.importorskip("triton", reason="kernels are written in Triton: pip install commpass[kernels]")
 
 from commpass.probe.gpu import codecs, links
+from commpass.probe.gpu import exchange as probed
 from commpass.probe.gpu.exchange import Timed
 from commpass.probe.gpu.finding import Finding
 from commpass.report import doctor_gpu
@@ -180,3 +183,88 @@ def test_times_stand_beside_each_other():
     assert cells == [["1.0 MiB", "2.0 MiB"], ["24.5 us", "30.0 us"], ["", "20.0 us"]]
     assert str(gathers.columns[0].header) == "all_gather of"
     assert gathers.row_count == 1
+
+
+class Pair:
+    """A group of two ranks, of which this is the first."""
+
+    def size(self) -> int:
+        return 2
+
+    def rank(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("supported", "address", "state"), [(True, 64, "yes"), (True, 0, "no"), (False, 64, "no")]
+)
+def test_symmetric_memory_that_works_says_how_many_ranks_and_multicast(supported, address, state):
+    handle = SimpleNamespace(world_size=2, multicast_ptr=address)
+    support = SimpleNamespace(has_multicast_support=lambda kind, index: supported)
+    with (
+        patch.object(links.symmetric, "empty", lambda *shape, **how: torch.empty(1)),
+        patch.object(links.symmetric, "rendezvous", lambda memory, group: handle),
+        patch.object(links, "_SymmetricMemory", support),
+    ):
+        memory, multicast = links.symmetric_memory(Pair(), CPU)
+    assert (memory.state, memory.works) == ("ranks: 2", True)
+    assert (multicast.state, multicast.works) == (state, True)
+
+
+def test_symmetric_memory_that_fails_says_why():
+    def fail(memory, group):
+        raise RuntimeError("no\npeer access")
+
+    with (
+        patch.object(links.symmetric, "empty", lambda *shape, **how: torch.empty(1)),
+        patch.object(links.symmetric, "rendezvous", fail),
+    ):
+        memory, multicast = links.symmetric_memory(Pair(), CPU)
+    assert (memory.state, memory.works) == ("no: no peer access", False)
+    assert (multicast.state, multicast.works) == ("not tested", True)
+
+
+@pytest.mark.parametrize(
+    ("off", "other", "works", "state"),
+    [
+        (0.0, False, True, "error "),
+        (1.0, False, False, "error "),
+        (0.0, True, False, "ranks hold different bits"),
+    ],
+)
+def test_result_of_an_exchange_is_compared_with_the_sum_and_with_other_ranks(
+    off, other, works, state
+):
+    exact = sum(probed._values(rank, probed.NUMEL).double() for rank in range(2))
+
+    def gathered(every: list, own: bytes, group: object) -> None:
+        every[:] = [own, own[::-1] if other else own]
+
+    with patch.object(probed.dist, "all_gather_object", gathered):
+        found = probed._checked(
+            "test", "one_shot", lambda x, group, codec: exact.float() + off, Pair(), CPU
+        )
+    assert found.works == works
+    assert found.state.startswith(state)
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_profile_of_the_links_is_written_beside_the_findings(works, tmp_path):
+    written, output = [], tmp_path / "cluster.json"
+    probed_file = SimpleNamespace(profile="the links")
+    ours = SimpleNamespace(group=SimpleNamespace(WORLD=Pair()), get_rank=lambda: 0)
+    with ExitStack() as stack:
+        for name, by in {
+            "dist": ours,
+            "group_of": lambda *which: nullcontext(),
+            "tested": lambda *how: [Finding("exchange", "error 1", works)],
+            "probe": lambda seconds, name, kernels: probed_file if name == "cluster" else None,
+            "write": lambda *what: written.append(what),
+            "digest": str,
+        }.items():
+            stack.enter_context(patch.object(doctor_gpu, name, by))
+        stack.enter_context(patch.object(doctor_gpu.exchange, "times", lambda *how: []))
+        stack.enter_context(patch.object(torch.cuda, "device_count", lambda: 2))
+        stack.enter_context(patch.object(torch.cuda, "current_device", lambda: 0))
+        assert doctor_gpu.tested_here(output, 1.0, json=True) == int(not works)
+    assert written == [(output, probed_file)]

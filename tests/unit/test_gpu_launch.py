@@ -11,6 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from commpass.codecs import codec
+from commpass.codecs.block.codec import BlockCodec
 from commpass.lowering.chain import Chain, Encode
 
 pytest.importorskip("triton", reason="kernels are written in Triton: pip install commpass[kernels]")
@@ -85,3 +86,38 @@ def test_kernels_are_launched_on_the_device_of_their_tensors(launches):
     assert cards.launched
     assert set(cards.launched) == {1}
     assert cards.now == 0
+
+
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
+def test_second_call_of_an_exchange_hashes_no_codec_and_generates_nothing(algorithm, fake_group):
+    """Both would take longer than the kernel."""
+    fake_group(2)
+    cards, hashed, made = Cards(), [], []
+    plain_hash, generated = BlockCodec.__hash__, exchange.kernel
+
+    def counted(self: BlockCodec) -> int:
+        hashed.append(self.spec)
+        return plain_hash(self)
+
+    def workspace(what: exchange.Exchange, *others: object) -> exchange.Workspace:
+        made.append("workspace")
+        memory = torch.empty(2, dtype=torch.int64, device="cuda:0")
+        return exchange.Workspace(what, 0, memory, memory)
+
+    def kernel(what: exchange.Exchange):
+        made.append("kernel")
+        return generated(what)
+
+    with fake_cuda.a_card(), FakeTensorMode(), ExitStack() as stack:
+        stack.enter_context(patch.object(BlockCodec, "__hash__", counted))
+        for name, by in (("load", cards.load), ("workspace", workspace), ("kernel", kernel)):
+            stack.enter_context(patch.object(exchange, name, by))
+        x = torch.empty(1024, dtype=BFLOAT16, device="cuda:0")
+        exchange.all_reduce(x, None, "int8", algorithm)
+        assert hashed
+        assert made == ["workspace", "kernel"]
+        hashed.clear()
+        exchange.all_reduce(x, None, "int8", algorithm)
+    assert not hashed
+    assert made == ["workspace", "kernel"]
+    assert len(cards.launched) == 2
