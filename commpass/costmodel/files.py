@@ -15,6 +15,7 @@ import msgspec
 
 from commpass.costmodel.cards import CARDS
 from commpass.costmodel.fields import check_fields, check_kernels, check_link
+from commpass.costmodel.kernels import OLD_NAMES as KERNELS_NAMES
 from commpass.costmodel.kernels import KernelRate
 from commpass.costmodel.links import OLD_NAMES as LINK_NAMES
 from commpass.costmodel.links import Link
@@ -119,9 +120,12 @@ def read(path: Path) -> ProfileFile:
     found = read_json(path, FORMAT, ProfileFile, lambda old: _of_version_1(old, path))
     fields = msgspec.json.decode(path.read_bytes())["profile"]
     try:
-        check_fields(with_current_names(fields))
+        current = with_current_names(fields, lambda old, new: warn_renamed(f"{path}: {old}", new))
+        check_fields(current)
     except ProfileError as error:
         raise ProfileError(f"{path}: {str(error).rstrip('.')}; {FORMAT.again}") from error
+    if current != fields and found.version == FORMAT.version:
+        return dataclasses.replace(found, profile=msgspec.convert(current, Profile))
     return found
 
 
@@ -148,6 +152,8 @@ def with_current_names(
     for key in ("link", "intra_host_link"):
         if isinstance(found.get(key), Mapping):
             found[key] = _renamed(found[key], LINK_NAMES, note)
+    if isinstance(found.get("kernels"), Mapping):
+        found["kernels"] = _renamed(found["kernels"], KERNELS_NAMES, note)
     if isinstance(links := found.get("links"), Mapping):
         found["links"] = {
             name: _renamed(link, LINK_NAMES, note) if isinstance(link, Mapping) else link

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from commpass.errors import PolicyError, check_quantity
+from commpass.utils.deprecated import renamed_fields
 from commpass.utils.keywords import named_fields
 
 RAW = "raw"
@@ -43,6 +44,11 @@ class KernelRate:
         return KernelRate(self.encode_ns * times, self.decode_ns * times, call_us)
 
 
+OLD_NAMES = {"matmul_encode": "decoding_matmul"}
+"""Fields of ``Kernels`` by their old names, which work for one version."""
+
+
+@renamed_fields(OLD_NAMES)
 @named_fields()
 @dataclass(frozen=True)
 class Kernels:

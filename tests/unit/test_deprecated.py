@@ -154,6 +154,29 @@ def test_profile_of_format_version_1_is_read_with_a_warning(tmp_path):
     assert found == dataclasses.replace(written, version=1)
 
 
+def test_old_field_of_kernels_works_with_a_warning(tmp_path):
+    rate = commpass.KernelRate(1.0, 2.0)
+    with pytest.warns(DeprecationWarning, match=r"Kernels\(matmul_encode=...\) is deprecated"):
+        kernels = commpass.Kernels(3.0, rate, matmul_encode=1.5)
+    assert kernels == commpass.Kernels(3.0, rate, decoding_matmul=1.5)
+    machine = Machine(
+        device="cpu", processor="a", cores=2, hosts=2, world_size=4, backend="gloo", torch="2.13.0"
+    )
+    profile = dataclasses.replace(PROFILE, kernels=kernels)
+    written = ProfileFile(
+        commpass="0.1.0",
+        written="2026-01-02T03:04:05+00:00",
+        machine=machine,
+        profile=profile,
+        points=(),
+    )
+    path = tmp_path / "p.json"
+    write(path, written)
+    path.write_text(path.read_text().replace('"decoding_matmul"', '"matmul_encode"'))
+    with pytest.warns(DeprecationWarning, match="matmul_encode is deprecated"):
+        assert read(path) == written
+
+
 @pytest.mark.slow
 def test_old_module_of_vllm_is_the_new_one():
     code = (
