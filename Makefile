@@ -1,4 +1,4 @@
-# make demo | make test [TORCH=2.15.0] [SHARE=text] | make test-slow | make test-all | make test-bench | make scenarios | make fuzz [MINUTES=30] | make mutants | make stacks [STACK=titan] | make peers CHECKOUT=DIR | make wheel | make gpu | make format | make docs | make tools | make clean
+# make demo | make test [TORCH=2.15.0] [SHARE=text] | make test-slow | make test-all | make test-gpu-code [TORCH=2.11.0] | make test-bench | make scenarios | make fuzz [MINUTES=30] | make mutants | make stacks [STACK=titan] | make peers CHECKOUT=DIR | make wheel | make gpu | make format | make docs | make tools | make clean
 PYTHON ?= python3
 PINNED := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH ?= $(PINNED)
@@ -11,6 +11,7 @@ READY := $(VENV)/ready
 # One more than two cores: tests of ranks also wait.
 WORKERS ?= 3
 MINUTES ?= 30
+GPU_CODE := $(wildcard tests/graph/*on_gpu*.py tests/unit/test_gpu_*.py) $(addprefix tests/graph/test_,$(addsuffix .py,fuse_matmuls single_kernel static_inputs streams))
 SEES_GPU := import torch, triton, rich, commpass; raise SystemExit(not torch.cuda.is_available())
 
 # Tests start hundreds of processes, each of which would otherwise compile all sources anew.
@@ -18,13 +19,13 @@ export PYTHONDONTWRITEBYTECODE =
 
 STACK ?= vllm titan trainers ft ao
 
-.PHONY: demo test test-slow test-all test-bench scenarios fuzz mutants wheel stacks peers gpu check format docs tools clean setup
+.PHONY: demo test test-slow test-all test-gpu-code test-bench scenarios fuzz mutants wheel stacks peers gpu check format docs tools clean setup
 
 demo: $(BASE)
 	@$(VENV)/bin/python examples/train_tp.py --ranks 2
 
 # Each worker computes on one core: threads of several workers would wait for each other.
-test test-slow test-all test-bench scenarios: export OMP_NUM_THREADS = 1
+test test-slow test-all test-gpu-code test-bench scenarios: export OMP_NUM_THREADS = 1
 
 # The quick tests; with SHARE=text also one in 8 of the slow ones and one in 256 of the long ones,
 # which the text chooses.
@@ -38,6 +39,11 @@ test-slow: check
 # With every combination of which `make test` tries a few.
 test-all: check
 	$(VENV)/bin/pytest -n $(WORKERS) --dist loadgroup --every
+
+# What a GPU would run, on a machine without one: graphs, launches, machine code. With TORCH=2.11.0 or
+# TORCH=2.15.0 it is a build with CUDA, and the oldest or newest Triton.
+test-gpu-code: $(READY)
+	$(VENV)/bin/pytest -n $(WORKERS) --dist loadgroup --slow $(GPU_CODE)
 
 # The tests of what is in benchmarks/; most of those that build networks in a box are in `make test-all`.
 test-bench: $(READY)
