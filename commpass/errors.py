@@ -69,14 +69,17 @@ class VerifyError(CommpassError, RuntimeError):
 def nearest(wrong_name: str, known: Iterable[str]) -> str:
     """Return the end of an error message: ``; did you mean 'int8'? Known: int4, int8.``
 
-    A name is suggested if it differs only in upper and lower case, if difflib finds 60 percent of
-    the letters of both in the same order, or if one typing error separates them.
+    A name is suggested if it differs only in upper and lower case, or if one typing error separates
+    them. It is also suggested if difflib finds 60 percent of the letters of both in the same order,
+    first as they are, then in lower case.
     """
     names = sorted(set(known))
+    lower = {name.lower(): name for name in names}
     same = [name for name in names if name.lower() == wrong_name.lower()]
     close = (
         same
         or difflib.get_close_matches(wrong_name, names, n=1)
+        or [lower[name] for name in difflib.get_close_matches(wrong_name.lower(), lower, n=1)]
         or [name for name in names if _one_slip(wrong_name, name)]
     )
     hint = f"; did you mean {close[0]!r}?" if close else "."

@@ -360,6 +360,12 @@ def _without_kind(each: Found) -> Found:
     return {key: value for key, value in each.items() if key != "kind"}
 
 
+def has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def main() -> int:
     options = parsed()
     if options.job:
@@ -369,6 +375,9 @@ def main() -> int:
         print("\n".join(job.name for job in jobs()))
         return 0
     console = Console(width=160 if not sys.stdout.isatty() else None)
+    if not options.dry and not has_gpu():
+        console.print("torch finds no GPU here: --dry interprets the kernels without one")
+        return 2
     if options.sanitize:
         options.small = True
         if shutil.which(SANITIZER) is None:

@@ -29,13 +29,17 @@ def doctor(
 ) -> None:
     """Show what this installation can do.
 
-    The exit status is 1 if commpass cannot work here, or if a test of --gpu fails.
+    The exit status is 1 if commpass cannot work here, if a test of --gpu fails, or if there is no
+    GPU to test.
 
     It is 2 if COMMPASS_PROFILE names no profile.
     """
     if gpu:
         if why := checks_of.no_gpu_reason():
-            typer.echo(why)
+            if json:
+                tables.print_json({"findings": [], "times": [], "profile": None, "why": why})
+            else:
+                typer.echo(why)
             raise typer.Exit(1)
         from commpass.report.doctor_gpu import run  # needs Triton
 

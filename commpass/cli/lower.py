@@ -39,7 +39,7 @@ def lower(
         typer.Option(metavar="ARCH", help="sm_80, sm_90, sm_100 or gfx942 (default: sm_90)."),
     ] = None,
     dtype: Annotated[str, typer.Option(help="Dtype of the values.")] = "bfloat16",
-    ranks: Annotated[int, typer.Option(min=1, help="Rows that are summed.")] = 8,
+    ranks: Annotated[int, typer.Option(min=1, max=1 << 20, help="Rows that are summed.")] = 8,
     path: Annotated[
         Path | None,
         typer.Option("--dump", metavar="DIR", help="The kernels of a planned site in this dump."),

@@ -89,7 +89,8 @@ def machine_names() -> tuple[str, ...]:
 def machine_named(name: str) -> NamedMachine:
     """Return a machine by name. Raises PolicyError for an unknown name, with the nearest one."""
     if name not in machine_names():
-        raise PolicyError(f"unknown machine {name!r}{nearest(name, machine_names())}")
+        link = ": it is a link, for --profile" if name in INTERCONNECTS else ""
+        raise PolicyError(f"unknown machine {name!r}{link}{nearest(name, machine_names())}")
     return parse_machine((_folder() / (name + SUFFIX)).read_bytes(), name)
 
 

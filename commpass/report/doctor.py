@@ -104,17 +104,17 @@ def gpus() -> tuple[str, bool]:
 
 def no_gpu_reason() -> str:
     """Return why nothing can be tested on GPUs here, or "" if there is a GPU and Triton."""
-    found, has = gpus()
+    _, has = gpus()
+    missing = "" if has else "torch finds no GPU"
     try:
         triton()
     except ImportError:
-        found, has = "no triton", False
-    if has:
-        return ""
-    return (
-        f"not tested ({found}): kernels, links, symmetric memory, multicast, codecs, exchanges and"
-        " times of NCCL. --gpu needs a GPU, its driver, and a torch and triton for it"
+        missing = "no triton"
+    said = (
+        f"not tested ({missing}): kernels, links, symmetric memory, multicast, codecs, exchanges"
+        " and times of NCCL. --gpu needs a GPU, its driver, and a torch and triton for it"
     )
+    return said if missing else ""
 
 
 def triton() -> tuple[str, bool]:

@@ -82,8 +82,11 @@ def run(
         made = [as_json(row) for row in rows]
         print_json(made[0] if one else made)
     elif text:
-        shown = [text_of(row.found.compiled, text) if row.found else row.why for row in rows]
-        titles = [""] if one else [f"{MARKS[text]} {row.name}\n" for row in rows]
+        mark = MARKS[text]
+        shown = [
+            text_of(row.found.compiled, text) if row.found else f"{mark} {row.why}" for row in rows
+        ]
+        titles = [""] if one else [f"{mark} {row.name}\n" for row in rows]
         write([title + each for title, each in zip(titles, shown, strict=True)], output)
     else:
         show(title, rows, arch)

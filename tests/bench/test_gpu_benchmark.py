@@ -254,3 +254,13 @@ def test_limit_lies_between_the_copies_that_were_measured():
 
 def time_of(seconds: float) -> timing.Time:
     return timing.Time(seconds, 0.0, "graph")
+
+
+def test_without_a_gpu_no_job_starts(capsys):
+    with (
+        patch.object(sys, "argv", ["run.py"]),
+        patch.object(run, "has_gpu", return_value=False),
+        patch.object(run, "Crew", side_effect=AssertionError("a job starts")),
+    ):
+        assert run.main() == 2
+    assert capsys.readouterr().out.strip().endswith("--dry interprets the kernels without one")

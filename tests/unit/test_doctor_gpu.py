@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
@@ -33,8 +34,17 @@ def test_without_a_gpu_one_line_lists_what_was_not_tested():
     result = CliRunner().invoke(app, ["doctor", "--gpu"])
     assert result.exit_code == 1
     (line,) = result.stdout.splitlines()
+    assert line.startswith("not tested (torch finds no GPU): ")
     for what in ("kernels", "links", "symmetric memory", "multicast", "codecs", "exchanges"):
         assert what in line
+
+
+def test_json_without_a_gpu_has_the_reason():
+    result = CliRunner().invoke(app, ["doctor", "--gpu", "--json"])
+    assert result.exit_code == 1
+    data = json.loads(result.stdout)
+    assert data.pop("why").startswith("not tested (torch finds no GPU): ")
+    assert data == {"findings": [], "times": [], "profile": None}
 
 
 def found_here(name: str) -> list[Finding]:

@@ -242,6 +242,8 @@ NEAR = {
     "two-shot": "two_shot",
     "back": "backward",
     "balnced": "balanced",
+    "Balnced": "balanced",
+    "TOP K": "topk",
 }
 FAR = ("nope", "x", "", "best", "gpu", "compression", "12")
 KNOWN = (*NEAR.values(), "topk", "taco", "exponent", "one_shot", "forward")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import sysconfig
@@ -224,6 +225,39 @@ def test_unknown_names_are_refused_with_the_nearest():
     assert "no kernel 'encod'; did you mean 'encode'?" in said(*asked, "--kernel", "encod")
     assert "no architecture 'sm90'; did you mean 'sm_90'?" in said(*asked, "--arch", "sm90")
     assert "unknown dtype 'bf16'" in said(*asked, "--dtype", "bf16")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "arch"),
+    [("h100", "sm_90"), ("A100", "sm_80"), ("gb200", "sm_100"), ("MI300X", "gfx942")],
+)
+def test_gpus_are_refused_with_their_architecture(gpu, arch):
+    shown = said("--codec", "int8", "--arch", gpu)
+    assert f"no architecture {gpu!r}; that of " in shown
+    assert f" is {arch!r}. Known: gfx942, sm_100, sm_80, sm_90." in shown
+
+
+def test_impossible_numbers_of_ranks_are_refused():
+    shown = run("--codec", "int8", "--kernel", "decode_sum", "--ranks", 10**20)
+    assert shown.exit_code == 2
+    assert "Invalid value for '--ranks'" in shown.output
+    assert "1048576" in shown.output
+
+
+@pytest.mark.slow
+def test_page_shows_the_end_of_a_kernel():
+    page = (Path(__file__).parents[2] / "docs" / "lowering.md").read_text()
+    (shown,) = re.findall(r"```python\n( {4}peak = .*?)```", page, re.DOTALL)
+    asked = ("--codec", "int8", "--kernel", "decode_sum_encode", "--ranks", 4, "--triton")
+    assert run(*asked).stdout.rstrip().endswith(shown.rstrip())
+
+
+@pytest.mark.slow
+def test_reasons_are_comments_in_code():
+    shown = run("--codec", "exponent", "--triton")
+    assert shown.exit_code == 0
+    compile(shown.stdout, "shown", "exec")
+    assert "# decode_sum\n# no kernel: exponent: " in shown.stdout
 
 
 def test_codecs_without_a_kernel_say_why():

@@ -278,6 +278,7 @@ def test_break_even_is_shown_for_a_machine_and_for_a_card():
         (["ethernet-25g", "--gpus"], "ethernet-25g does not say which GPU encodes"),
         (["infiniband-ndr"], "name it with --card"),
         (["dgx-h100", "--card", "h10"], "did you mean 'h100'"),
+        (["dgx-h100", "--card", "H100 SXM"], "did you mean 'h100'"),
         (["dgx-h10"], "did you mean 'dgx-h100'"),
     ],
 )
@@ -310,6 +311,7 @@ def test_mesh_has_the_gpus_of_the_nodes():
     ("arguments", "expected"),
     [
         (["--cluster", "dgx-h10"], "unknown machine 'dgx-h10'; did you mean 'dgx-h100'"),
+        (["--cluster", "infiniband-ndr"], "machine 'infiniband-ndr': it is a link, for --profile."),
         (["--cluster", "dgx-h100", "--profile", "nvlink-4"], "a file: both are given"),
         ([], "a file: neither is given, and COMMPASS_PROFILE is not set"),
         (["--cluster", "dgx-h100", "--nodes", "2"], "8 ranks, but 2 nodes of dgx-h100 have 16"),

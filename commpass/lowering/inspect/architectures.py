@@ -144,10 +144,17 @@ CARDS = (
 
 
 def architecture(name: str) -> Architecture:
-    """Return an architecture. Raises KernelError for an unknown name, with the nearest one."""
-    if name not in ARCHITECTURES:
-        raise KernelError(f"no architecture {name!r}{nearest(name, ARCHITECTURES)}")
-    return ARCHITECTURES[name]
+    """Return an architecture. Raises KernelError for an unknown name, with the nearest one, and for
+    the name of a GPU, with its architecture."""
+    if name in ARCHITECTURES:
+        return ARCHITECTURES[name]
+    for card in CARDS:
+        if card.name.split()[0].lower() in name.lower():
+            raise KernelError(
+                f"no architecture {name!r}; that of {card.name} is {card.arch!r}. Known:"
+                f" {', '.join(sorted(ARCHITECTURES))}."
+            )
+    raise KernelError(f"no architecture {name!r}{nearest(name, ARCHITECTURES)}")
 
 
 def cards_of(arch: str) -> list[Card]:
