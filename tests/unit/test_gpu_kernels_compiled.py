@@ -165,23 +165,32 @@ def permuted(a: int, b: int, selector: int) -> int:
     return int.from_bytes(picked, "little")
 
 
-def test_pairs_of_codes_become_floats_a_code_apart():
-    """No interpreter runs the inline PTX: its instructions are followed here."""
-    text = compiled("rotated(bits=4)", "decode", "sm_90").compiled.assembly
-    found = re.findall(r"prmt\.b32 \S+, (low|high), (\d+), (\d+);", text)
+@pytest.mark.parametrize(("spec", "unit", "zero"), [("int4", 1, 8388608), ("rotated", 16, 32776)])
+def test_pairs_of_codes_become_floats_a_code_apart(spec, unit, zero):
+    """The instructions of the inline PTX are followed: numbers of ``int4`` are codes, those of
+    ``rotated`` the middles of cells, 16 apart."""
+    text = compiled(spec if spec == "int4" else f"{spec}(bits=4)", "decode", "sm_90")
+    text = text.compiled.assembly
+    found = re.findall(r"prmt\.b32 \S+, (low|high), (\w+), (\w+);", text)
     assert len(found) >= 8
     raw = int.from_bytes(bytes([0x10, 0x32, 0xF4, 0x8B]), "little")
     halves = {"low": raw & 0x0F0F0F0F, "high": raw >> 4 & 0x0F0F0F0F}
+    if spec == "rotated":
+        halves = {"low": raw << 4 & 0xF0F0F0F0, "high": raw & 0xF0F0F0F0}
+        halves = {half: bits | 0x08080808 for half, bits in halves.items()}
     seen = [
-        (half, *struct.unpack("<f", struct.pack("<I", permuted(halves[half], int(b), int(s)))))
-        for half, b, s in found[:8]
+        (half, *struct.unpack("<f", struct.pack("<I", permuted(halves[half], *map(number, of)))))
+        for half, *of in found[:8]
     ]
-    unit = max(value for _, value in seen) / (32768 + 15)
-    codes = [(half, value / unit - 32768) for half, value in seen]
+    codes = [(half, (value - zero) / unit) for half, value in seen]
     assert codes == [
         *(("low", code) for code in (0, 2, 4, 11)),
         *(("high", code) for code in (1, 3, 15, 8)),
     ]
+
+
+def number(text: str) -> int:
+    return int(text, 0)
 
 
 def test_two_bfloat16_of_a_register_become_floats():

@@ -59,7 +59,8 @@ def test_every_codec_is_measured_and_serial_ones_represent_no_others(known, devi
     found = kernels.measure(None, torch.device(device), known, seen.append)
     assert seen == [*kernels.CODECS, "ecq"]
     assert found.call_us == 3.5, "one call that took long counts little"
-    stated = {"cuda": (3.0 / 0.5) / (3.01 / 0.67), "cpu": 3.0 / 1.55}  # others over the slowest
+    # Others over the slowest: on a GPU, exponent is slower than others are assumed to be.
+    stated = {"cuda": max(1.0, (3.0 / 0.5) / (3.34 / 0.40)), "cpu": 3.0 / 1.55}
     assert found.other.encode_ns == pytest.approx(stated[device], rel=1e-3)
     assert found.rates["ecq"] == dataclasses.replace(slow, call_us=700.0)
     assert found.rates["int8"] == measured
@@ -96,7 +97,9 @@ def test_what_has_no_cpp_is_timed_as_inductor_compiles_it(name, device):
 def test_a_wrapper_is_not_faster_than_its_inner_codecs():
     """ecq codes one number after the other, and the wrapper has no rate of its own."""
     alone = GPU.time_us("int8", "encode", 1e3)
-    for text in ("outlier(inner=ecq, width=8)", "segments(inner=dgc(values=ecq(bits=2)))"):
+    assert GPU.time_us("dgc(values=ecq)", "encode", 1e3) > GPU.time_us("dgc", "encode", 1e3)
+    assert GPU.time_us("dgc(values=ecq)", "encode", 1e6) >= GPU.time_us("ecq", "encode", 1e6)
+    for text in ("outlier(inner=ecq, width=8)", "segments(inner=randomk(values=ecq(bits=2)))"):
         assert GPU.time_us(text, "encode", 1e3) == GPU.time_us("ecq", "encode", 1e3) > 20 * alone
         assert CPU.values_us(text, "decode", 1e3) == CPU.values_us("ecq", "decode", 1e3)
     plain = CPU.time_us("outlier", "encode", 1e3)
