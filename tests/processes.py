@@ -8,6 +8,7 @@ error, and the next test gets new ranks.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import multiprocessing
 import os
 import sys
@@ -46,6 +47,7 @@ class Ranks:
         self.size, self.workers = size, workers
         self.environment = environment or {}
         self.members: list[tuple[Any, Connection]] = []
+        self.folder = ""
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 180) -> list[Any]:
         """Return the results of all ranks, in rank order."""
@@ -65,7 +67,7 @@ class Ranks:
     def start(self) -> None:
         """Start the processes; ``run`` does so if there are none."""
         context = multiprocessing.get_context("spawn") if self.environment else forked()
-        folder = tempfile.mkdtemp(prefix="ranks")
+        folder = self.folder = tempfile.mkdtemp(prefix="ranks")
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             environment = {**os.environ, "OMP_NUM_THREADS": "1", **self.environment}
@@ -89,9 +91,7 @@ class Ranks:
                 try:
                     replies[rank] = pipe.recv()
                 except (EOFError, OSError):
-                    process = self.members[rank][0]
-                    process.join(5)
-                    replies[rank] = (False, f"the process died with exit code {process.exitcode}")
+                    replies[rank] = (False, self._death(rank))
                 if not replies[rank][0]:  # others may wait for it: allow time for their errors
                     deadline = min(deadline, time.monotonic() + PATIENCE_S)
         if all(good for good, _ in replies.values()) and not open_pipes:
@@ -106,11 +106,26 @@ class Ranks:
         raise RanksFailed(f"{what} on {self.size} ranks:\n" + "\n".join(said))
 
 
+    def _death(self, rank: int) -> str:
+        """Return the exit code of a rank, and where it was if a signal ended it."""
+        process = self.members[rank][0]
+        process.join(5)
+        stacks = open(_stacks(self.folder, rank)).read()
+        return f"the process died with exit code {process.exitcode}\n{stacks}".rstrip()
+
+
+def _stacks(folder: str, rank: int) -> str:
+    """Return the path of the file with the stacks of a rank that a signal ended."""
+    return os.path.join(folder, f"stacks of rank {rank}")
+
+
 def _member(
     rank: int, size: int, workers: int, folder: str, pipe: Connection, environment: dict[str, str]
 ) -> None:
     os.environ.clear()
     os.environ.update({**environment, "RANK": str(rank), "WORLD_SIZE": str(size)})
+    stacks = open(_stacks(folder, rank), "w")
+    faulthandler.enable(stacks)
     if host := environment.get("RANKS_HOST"):
         _enter(f"{host}{rank}")
     if environment.get("RANKS_OWN_CORES"):
