@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -105,18 +106,17 @@ class Ranks:
         ]
         raise RanksFailed(f"{what} on {self.size} ranks:\n" + "\n".join(said))
 
-
     def _death(self, rank: int) -> str:
         """Return the exit code of a rank, and where it was if a signal ended it."""
         process = self.members[rank][0]
         process.join(5)
-        stacks = open(_stacks(self.folder, rank)).read()
+        stacks = _stacks(self.folder, rank).read_text()
         return f"the process died with exit code {process.exitcode}\n{stacks}".rstrip()
 
 
-def _stacks(folder: str, rank: int) -> str:
+def _stacks(folder: str, rank: int) -> Path:
     """Return the path of the file with the stacks of a rank that a signal ended."""
-    return os.path.join(folder, f"stacks of rank {rank}")
+    return Path(folder, f"stacks of rank {rank}")
 
 
 def _member(
@@ -124,8 +124,7 @@ def _member(
 ) -> None:
     os.environ.clear()
     os.environ.update({**environment, "RANK": str(rank), "WORLD_SIZE": str(size)})
-    stacks = open(_stacks(folder, rank), "w")
-    faulthandler.enable(stacks)
+    faulthandler.enable(os.open(_stacks(folder, rank), os.O_CREAT | os.O_WRONLY))
     if host := environment.get("RANKS_HOST"):
         _enter(f"{host}{rank}")
     if environment.get("RANKS_OWN_CORES"):
