@@ -28,7 +28,11 @@ LONG = 1 << 30
 @dataclass(frozen=True)
 class Setup:
     """An exchange, and how it is run: ``calls`` calls on each rank; ``gone`` is a rank that makes
-    none; a program polls ``spins`` times. ``faults`` are parts of the kernel's text to replace."""
+    none; a program polls ``spins`` times. ``faults`` are parts of the kernel's text to replace.
+
+    ``others`` are exchanges that follow in turn, in the same memory: their name, values and
+    programs.
+    """
 
     name: str
     ranks: int
@@ -39,6 +43,13 @@ class Setup:
     gone: int | None = None
     spins: int = LONG
     faults: tuple[tuple[str, str], ...] = ()
+    others: tuple[tuple[str, int, int], ...] = ()
+
+    @property
+    def turns(self) -> list[tuple[str, int, int]]:
+        """Name, values and programs of each call."""
+        every = [(self.name, self.numel, self.programs), *self.others]
+        return [every[call % len(every)] for call in range(self.calls)]
 
 
 @dataclass(frozen=True)
@@ -70,6 +81,7 @@ class Program:
 
     rank: int
     place: tuple[int, int, int]
+    grid: tuple[int, int, int]
     agent: Agent
     run: Callable[[], None]
     go: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
@@ -106,14 +118,14 @@ def outcome(setup: Setup, seed: int) -> Outcome:
         except Stuck:
             stuck = True
     wrong = right = nan = 0
-    for call in range(setup.calls):
+    for call, (name, _, _) in enumerate(setup.turns):
         brought = [inputs[call] for inputs in schedule.inputs]
-        want = plain(codec(setup.spec), setup.name, brought, "sum")[2]
+        want = plain(codec(setup.spec), name, brought, "sum")[2]
         for rank, outputs in enumerate(schedule.outputs):
             if rank == setup.gone or len(outputs) <= call or stuck:
                 continue
             missed = outputs[call].isnan()
-            same = (outputs[call] == part_of(setup.name, want, rank, setup.ranks)) | missed
+            same = (outputs[call] == part_of(name, want, rank, setup.ranks)) | missed
             wrong += int(not bool(same.all()))
             nan += int(bool(missed.any()))
             right += int(bool(same.all()) and not bool(missed.any()))
@@ -121,26 +133,16 @@ def outcome(setup: Setup, seed: int) -> Outcome:
     return Outcome(races, wrong, right, nan, missing, schedule.lead, stuck)
 
 
-class Schedule:
-    """All ranks of an exchange, and the random order of their accesses."""
+class Launch:
+    """The kernel of a call, and its arguments."""
 
-    def __init__(self, setup: Setup, seed: int) -> None:
+    def __init__(self, setup: Setup, exchange: Any, room: Any) -> None:
         from commpass.lowering.exchange import result_shape
-        from commpass.lowering.gpu.exchange import memory_of, numbers
+        from commpass.lowering.gpu.exchange import numbers
         from commpass.lowering.gpu.exchange_kernel import kernel
         from commpass.lowering.gpu.source import load
 
-        self.setup = setup
-        self.random = np.random.default_rng(seed)
-        exchange = exchange_of(
-            setup.name,
-            codec(setup.spec),
-            torch.float32,
-            setup.numel,
-            setup.ranks,
-            programs=setup.programs,
-        )
-        self.shape = result_shape(exchange.kind, (setup.numel,), setup.ranks)
+        self.shape = result_shape(exchange.kind, (exchange.numel,), setup.ranks)
         made = kernel(exchange)
         text = made.source.text
         for old, new in setup.faults:
@@ -151,18 +153,37 @@ class Schedule:
             **made.constants,
             **{"CASTS": False, "FP8": False, "STORES": False, "SPINS": setup.spins},
         }
-        self.numbers = [numbers(exchange, rank) for rank in range(setup.ranks)]
+        self.numbers = [numbers(exchange, rank, room) for rank in range(setup.ranks)]
         self.names = list(made.signature)
         self.grid = (exchange.programs, exchange.rows, 1)
+
+
+class Schedule:
+    """All ranks of an exchange, and the random order of their accesses."""
+
+    def __init__(self, setup: Setup, seed: int) -> None:
+        from commpass.lowering.gpu.exchange import memory_of, room_for
+
+        self.setup = setup
+        self.random = np.random.default_rng(seed)
+        exchanges = [
+            exchange_of(
+                name, codec(setup.spec), torch.float32, numel, setup.ranks, programs=programs
+            )
+            for name, numel, programs in setup.turns
+        ]
+        room = room_for(exchanges)
+        made = {each: Launch(setup, each, room) for each in exchanges}
+        self.launches = [made[each] for each in exchanges]
         self.lead = 0
-        self.late, total = memory_of(exchange).late, memory_of(exchange).total
+        self.late, total = memory_of(room).late, memory_of(room).total
         # No bytes are there: all accesses of these addresses go to the memory of this schedule.
         self.base, self.end = 1 << 40, (1 << 40) + setup.ranks * total
         self.memory = Memory(setup.ranks * total, self.random)
         self.peers = self.base + total * torch.arange(setup.ranks, dtype=torch.int64)
         draw = torch.Generator().manual_seed(seed)
         self.inputs = [
-            [torch.randn(setup.numel, generator=draw) for _ in range(setup.calls)]
+            [torch.randn(numel, generator=draw) for _, numel, _ in setup.turns]
             for _ in range(setup.ranks)
         ]
         self.outputs: list[list[Tensor]] = [[] for _ in range(setup.ranks)]
@@ -216,6 +237,7 @@ class Schedule:
         from triton.runtime import interpreter
 
         interpreter.interpreter_builder.grid_idx = program.place
+        interpreter.interpreter_builder.set_grid_dim(*program.grid)
         self.current = program
         program.go.release()
         self.back.acquire()
@@ -232,21 +254,23 @@ class Schedule:
         """Start the next call of a rank: all its programs, which run at once."""
         from triton.runtime import interpreter
 
-        x = self.inputs[rank][len(self.outputs[rank])]
-        y = x.new_zeros(self.shape)
+        call = len(self.outputs[rank])
+        launch, x = self.launches[call], self.inputs[rank][call]
+        y = x.new_zeros(launch.shape)
         self.outputs[rank].append(y)
         others = [len(each) for at, each in enumerate(self.outputs) if at != self.setup.gone]
         self.lead = max(self.lead, max(others) - min(others))
-        given = {"peers": self.peers, "input": x, "output": y} | self.numbers[rank]
-        arguments = {name: interpreter._implicit_cvt(given[name]) for name in self.names}
+        given = {"peers": self.peers, "input": x, "output": y} | launch.numbers[rank]
+        arguments = {name: interpreter._implicit_cvt(given[name]) for name in launch.names}
         self.programs[rank] = []
-        for first in range(self.grid[0]):
-            for second in range(self.grid[1]):
+        for first in range(launch.grid[0]):
+            for second in range(launch.grid[1]):
                 program = Program(
                     rank,
                     (first, second, 0),
+                    launch.grid,
                     Agent.after(before),
-                    lambda: self.function(**arguments, **self.constants),
+                    lambda: launch.function(**arguments, **launch.constants),
                 )
                 self.programs[rank].append(program)
                 threading.Thread(target=self._body, args=(program,), daemon=True).start()
@@ -346,8 +370,7 @@ def patched(schedule: Schedule) -> Iterator[None]:
         "create_atomic_rmw": atomic,
         "create_barrier": barrier,
     }
-    builder.set_grid_dim(*schedule.grid)
-    with patched_once(schedule.function):
+    with patched_once({each.function for each in schedule.launches}):
         for name, function in replaced.items():
             setattr(builder, name, function)
         try:
@@ -358,14 +381,14 @@ def patched(schedule: Schedule) -> Iterator[None]:
 
 
 @contextmanager
-def patched_once(function: Any) -> Iterator[None]:
+def patched_once(functions: set[Any]) -> Iterator[None]:
     """Let Triton replace its language by the interpreter's once, and not at each call of a tile
     function; and let it not check each sum for overflow. Both take most of the time."""
     from triton.language import core, standard
     from triton.runtime import interpreter
 
     patch = interpreter._patch_lang
-    scopes = [patch(function), patch(standard.cdiv.fn)]
+    scopes = [*map(patch, functions), patch(standard.cdiv.fn)]
     # Triton 3.6 has another, which NumPy 2.4 refuses.
     scopes[0].set_attr(core.tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
     interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()

@@ -43,20 +43,20 @@ def part_of(name: str, whole: torch.Tensor, rank: int, ranks: int) -> torch.Tens
     return whole.reshape(ranks, -1)[rank] if name == "reduce_scatter" else whole
 
 
-def mapped(folder: Path, exchange: Any, spins: int | None = None) -> Any:
-    """Return a workspace: the memory of all ranks, mapped from files at addresses of this
-    process."""
+def mapped(folder: Path, room: Any, spins: int | None = None) -> Any:
+    """Return a workspace with room for some exchanges: the memory of all ranks, mapped from files
+    at addresses of this process."""
     from commpass.lowering.gpu.exchange import Workspace, memory_of
 
-    rank, total = dist.get_rank(), memory_of(exchange).total
+    rank, ranks, total = dist.get_rank(), dist.get_world_size(), memory_of(room).total
     (folder / str(rank)).write_bytes(bytes(total))
     dist.barrier()
     every = [
         torch.from_file(str(folder / str(peer)), shared=True, size=total, dtype=torch.uint8)
-        for peer in range(exchange.ranks)
+        for peer in range(ranks)
     ]
     peers = torch.tensor([each.data_ptr() for each in every], dtype=torch.int64)
-    return Workspace(exchange, rank, peers, every[rank], every, spins)
+    return Workspace(room, ranks, rank, peers, every[rank], every, spins)
 
 
 def plain(

@@ -136,9 +136,9 @@ def _measure(rank: int, folder: Path, given: dict[str, Any], say: Callable[..., 
                 kind = Exchange(algorithm, codec(spec), torch.bfloat16, numel, ranks)
                 what = {"codec": spec, "algorithm": algorithm, "kib": kib}
                 if dry:
-                    space = mapped(folder, kind)
+                    space = mapped(folder, device_exchange.room_for([kind]))
                 else:
-                    space = device_exchange.workspace(kind, group, device)
+                    space, kind = device_exchange.workspace(kind, group, device)
                 wanted = []
                 for call in range(CALLS):
                     brought = [values(numel, who, call) for who in range(ranks)]
@@ -148,15 +148,17 @@ def _measure(rank: int, folder: Path, given: dict[str, Any], say: Callable[..., 
                 for call in range(CALLS):
                     if rank == call % ranks:
                         time.sleep(LATE_S)
-                    made = device_exchange.run(space, values(numel, rank, call).to(device))
+                    made = device_exchange.run(space, kind, values(numel, rank, call).to(device))
                     results.append(made.cpu())
                 found = _compared(results, wanted, exact)
                 say(**what, check="calls", **found, missing=space.missing())
                 if not dry:
-                    graph = _graph(space, [values(numel, rank, call) for call in range(CALLS)])
+                    graph = _graph(
+                        space, kind, [values(numel, rank, call) for call in range(CALLS)]
+                    )
                     found = _compared(graph["made"], wanted, exact)
                     say(**what, check="graph", **found, missing=space.missing())
-                    _time(space, graph["replay"], given["repeats"], by, say, what)
+                    _time(space, kind, graph["replay"], given["repeats"], by, say, what)
     dist.barrier()
 
 
@@ -175,7 +177,7 @@ def _compared(made: Sequence[Any], wanted: Sequence[Any], exact: bool) -> dict[s
     return {"right": right, "differ": round(differ, 6), "far": round(far, 6)}
 
 
-def _graph(space: Any, brought: list[Any]) -> dict[str, Any]:
+def _graph(space: Any, kind: Any, brought: list[Any]) -> dict[str, Any]:
     """Capture a call in a CUDA graph, and replay it on one input after the other."""
     import torch
 
@@ -185,7 +187,7 @@ def _graph(space: Any, brought: list[Any]) -> dict[str, Any]:
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
-        made = run(space, x)
+        made = run(space, kind, x)
     results = []
     for values in brought:
         x.copy_(values)
@@ -196,6 +198,7 @@ def _graph(space: Any, brought: list[Any]) -> dict[str, Any]:
 
 def _time(
     space: Any,
+    kind: Any,
     replay: Callable[[], None],
     repeats: int,
     by: str,
@@ -207,9 +210,9 @@ def _time(
 
     from commpass.lowering.gpu.exchange import run
 
-    x = torch.randn(space.exchange.numel, device=space.memory.device).to(torch.bfloat16)
+    x = torch.randn(kind.numel, device=space.memory.device).to(torch.bfloat16)
     ways: dict[str, Callable[[], Any]] = {
-        "kernel": lambda: run(space, x),
+        "kernel": lambda: run(space, kind, x),
         "graph": replay,
         by: lambda: dist.all_reduce(x),
     }

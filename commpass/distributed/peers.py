@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 
 import msgspec
@@ -103,25 +104,29 @@ def trial(group: dist.ProcessGroup, lanes: int) -> str:
 
 
 def allocate(sites: Sequence[PlannedSite]) -> None:
-    """Create the memory for the sites of a plan that are single kernels, unless there is one.
+    """Create the memory for the sites of a plan that are single kernels: for each group one with
+    room for the largest, unless there is one.
 
-    Sites of one codec, algorithm, dtype and operation share the memory for the next power of two of
-    values. If it is missing, all ranks of the group must call this for the same sites. Raises
-    CommpassError on all of them if one cannot create it.
+    If it is missing, all ranks of the group must call this for the same sites. Raises CommpassError
+    on all of them if one cannot create it.
     """
+    by_group: dict[str, list[PlannedSite]] = {}
     for site in sites:
-        if site.lowering != SINGLE_KERNEL:
-            continue
+        if site.lowering == SINGLE_KERNEL:
+            by_group.setdefault(site.group, []).append(site)
+    for name, single in by_group.items():
         from commpass.lowering.gpu import exchange
 
-        group = group_named(site.group)
+        group = group_named(name)
         assert group is not None
-        memory = peer_memory(site.group)
-        found = exchange_for(site, site, memory)
-        if why := exchange.allocate(found, programs_of(found, memory), group, _device()):
+        memory = peer_memory(name)
+        found = [exchange_for(site, site, memory) for site in single]
+        every = [replace(each, programs=programs_of(each, memory)) for each in found]
+        if why := exchange.allocate(every, memory.programs, group, _device()):
+            names = ", ".join(site.name for site in single)
             raise CommpassError(
-                f"site {site.name}: no memory for a single kernel: {why}. Lower the use of memory,"
-                " or forbid it with lowering='kernel' in the policy"
+                f"{names}: no memory for single kernels: {why}. Lower the use of memory, or forbid"
+                " them with lowering='kernel' in the policy"
             )
 
 

@@ -118,11 +118,12 @@ def exchange_of(
     ranks: int,
     op: str,
     lanes: int,
+    programs: int = 1,
 ) -> Exchange:
-    """Return an exchange without its number of programs."""
+    """Return an exchange. The same arguments give the same object."""
     from commpass.lowering.gpu.exchange_sizes import Exchange
 
-    return Exchange(algorithm, codec_of(codec), dtype, numel, ranks, op, lanes=lanes, kind=kind)
+    return Exchange(algorithm, codec_of(codec), dtype, numel, ranks, op, programs, lanes, kind)
 
 
 def unsupported_reason(exchange: Exchange, memory: PeerMemory) -> str:
@@ -137,11 +138,8 @@ def unsupported_reason(exchange: Exchange, memory: PeerMemory) -> str:
 
 
 def programs_of(exchange: Exchange, memory: PeerMemory) -> int:
-    """Return the programs for each wire of an exchange. It is equal for all sizes that share
-    memory."""
-    from commpass.lowering.gpu.exchange_sizes import capacity
-
-    return max(min(capacity(exchange).tiles, memory.programs // exchange.rows), 1)
+    """Return the programs for each wire of an exchange."""
+    return max(min(exchange.tiles, memory.programs // exchange.rows), 1)
 
 
 def sent_nbytes(node: fx.Node) -> int:
@@ -200,8 +198,8 @@ def _exchange(
 ) -> Tensor:
     from commpass.lowering.gpu import exchange
 
-    found = exchange_of(kind, codec, algorithm, x.dtype, x.numel(), ranks, op, lanes)
-    return exchange.run_in_group(found, programs, group, x)
+    found = exchange_of(kind, codec, algorithm, x.dtype, x.numel(), ranks, op, lanes, programs)
+    return exchange.run_in_group(found, group, x)
 
 
 def _start(
@@ -218,8 +216,8 @@ def _start(
 ) -> Tensor:
     from commpass.lowering.gpu import exchange
 
-    found = exchange_of(kind, codec, algorithm, x.dtype, x.numel(), ranks, op, lanes)
-    exchange.start_in_group(found, programs, group, x, number)
+    found = exchange_of(kind, codec, algorithm, x.dtype, x.numel(), ranks, op, lanes, programs)
+    exchange.start_in_group(found, group, x, number)
     return torch.ops.aten.alias.default(x)
 
 

@@ -544,7 +544,7 @@ def kernels_on_cpu(ran: list[str]) -> Iterator[None]:
     """Let the backend use single kernels on this CPU, which multiply by the number of ranks. Note
     what runs in ``ran``."""
 
-    def prepare(workspace, x):
+    def prepare(workspace, wanted, x):
         output, sent = x.new_empty(x.shape), x
 
         def launch():

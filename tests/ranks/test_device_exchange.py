@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,20 +60,20 @@ def several(folder: Path, text: str, name: str, numel: int, dtype, op: str, call
     Return the results, those of the library's own algorithm, and this rank's memory after each.
     ``after`` is the number of earlier calls.
     """
-    from commpass.lowering.gpu.exchange import memory_of, run, unsupported_reason
+    from commpass.lowering.gpu.exchange import memory_of, room_for, run, unsupported_reason
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     exchange = exchange_of(name, codec(text), dtype, numel, ranks, op, PROGRAMS)
     assert unsupported_reason(exchange, processors=PROGRAMS) == ""
-    space = mapped(folder, exchange)
-    first = memory_of(exchange).counters
-    space.memory[first : first + 4 * PROGRAMS].view(torch.int32).fill_(after)
+    space = mapped(folder, room_for([exchange]))
+    first = memory_of(space.room).counters
+    space.memory[first : first + 4 * space.room.programs].view(torch.int32).fill_(after)
     made, wanted, held = [], [], []
     for call in range(calls):
         x = values(numel, dtype, rank, call)
         if rank == call % ranks:
             time.sleep(0.2)
-        made.append(run(space, x))
+        made.append(run(space, exchange, x))
         held.append(space.memory.clone())
     assert space.missing() == []
     for call in range(calls):
@@ -91,34 +92,38 @@ def composed(name: str, x: torch.Tensor, op: str, coder) -> torch.Tensor:
     return commpass.all_reduce(x, op=op, codec=coder, algorithm=name)
 
 
-def of_sizes(folder: Path, name: str, sizes: tuple[int, ...]):
-    """Run calls of different sizes in the memory for the largest. Return the results."""
-    from commpass.lowering.gpu.exchange import run
+def one_after_another(folder: Path, calls: tuple[tuple[str, str, int], ...]):
+    """Run calls, of which name, codec and number of values differ, in one memory. Return the
+    results."""
+    from commpass.lowering.gpu.exchange import room_for, run
 
     rank, ranks, dtype = dist.get_rank(), dist.get_world_size(), torch.bfloat16
-    exchange = exchange_of(name, codec("int8"), dtype, max(sizes), ranks, "sum", PROGRAMS)
-    space, made = mapped(folder, exchange), []
-    for call, numel in enumerate(sizes):
+    every = [
+        exchange_of(name, codec(text), dtype, numel, ranks, "sum", PROGRAMS)
+        for name, text, numel in calls
+    ]
+    space, made = mapped(folder, room_for(every)), []
+    for call, exchange in enumerate(every):
         if rank == call % ranks:
             time.sleep(0.05)
-        made.append(run(space, values(numel, dtype, rank, call)))
+        made.append(run(space, exchange, values(exchange.numel, dtype, rank, call)))
     assert space.missing() == []
     return made
 
 
 def alone(folder: Path, name: str, gone: int):
     """Run calls in which one rank is missing, then one in which none is."""
-    from commpass.lowering.gpu.exchange import run
+    from commpass.lowering.gpu.exchange import room_for, run
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     exchange = exchange_of(name, codec("int8"), torch.float32, 900, ranks, "sum", PROGRAMS)
-    space = mapped(folder, exchange, SHORT)
+    space = mapped(folder, room_for([exchange]), SHORT)
     x = values(900, torch.float32, rank, 0)
-    made = [] if rank == gone else [run(space, x)]
+    made = [] if rank == gone else [run(space, exchange, x)]
     missing = space.missing()
     dist.barrier()
-    made.append(run(space, x))
-    made.append(run(space, x))
+    made.append(run(space, exchange, x))
+    made.append(run(space, exchange, x))
     return made, missing
 
 
@@ -134,14 +139,14 @@ def agree(found: torch.Tensor, want: torch.Tensor) -> bool:
 
 
 def check(ranks: Ranks, folder: Path, text, name, numel, dtype, op="sum", calls=3, after=0) -> None:
-    from commpass.lowering.gpu.exchange_sizes import memory_of
+    from commpass.lowering.gpu.exchange_sizes import BUFFERS, memory_of, room_for
 
     if name == "reduce_scatter":
         numel = numel // ranks.size * ranks.size
     given = (text, name, numel, dtype, op)
     results = ranks.run(several, folder, *given, calls, after)
     exchange = exchange_of(name, codec(text), dtype, numel, ranks.size, op, PROGRAMS)
-    at, size = memory_of(exchange), exchange.wire_bytes
+    at = memory_of(room_for([exchange]))
     for call in range(calls):
         brought = [values(numel, dtype, rank, call) for rank in range(ranks.size)]
         wires, coded, want = plain(codec(text), name, brought, op)
@@ -150,25 +155,42 @@ def check(ranks: Ranks, folder: Path, text, name, numel, dtype, op="sum", calls=
                 assert torch.equal(bits_of(made[call]), bits_of(results[0][0][call])), "not law 1"
             assert agree(made[call], part_of(name, want, rank, ranks.size))
             assert agree(made[call], library[call])
-            buffer = (after + call + 1) % exchange.buffers  # calls are counted from 1
-            first = at.wires + buffer * exchange.rows * size
-            lies = memory[call][first : first + exchange.rows * size]
-            assert torch.equal(lies, wires[rank].flatten())
-            if coded:
-                assert torch.equal(memory[call][at.sums : at.sums + size], coded[rank].flatten())
+            buffer = (after + call + 1) % BUFFERS  # calls are counted from 1
+            first = at.wires + buffer * exchange.buffer_bytes
+            lies = memory[call][first : first + exchange.buffer_bytes]
+            assert torch.equal(lies, torch.cat([*wires[rank], *coded[rank : rank + 1]]).flatten())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 def test_calls_of_several_sizes_share_memory(ranks2, tmp_path, name):
     """Larger, smaller and equal calls follow each other; the layout of a wire differs."""
-    sizes = (900, 130, 800)
-    results = ranks2.run(of_sizes, tmp_path, name, sizes)
-    for call, numel in enumerate(sizes):
-        brought = [values(numel, torch.bfloat16, rank, call) for rank in range(2)]
-        want = plain(codec("int8"), name, brought, "sum")[2]
+    check_calls(ranks2, tmp_path, tuple((name, "int8", numel) for numel in (900, 130, 800)))
+
+
+def check_calls(ranks: Ranks, folder: Path, calls: tuple[tuple[str, str, int], ...]) -> None:
+    results = ranks.run(one_after_another, folder, calls)
+    for call, (name, text, numel) in enumerate(calls):
+        brought = [values(numel, torch.bfloat16, rank, call) for rank in range(ranks.size)]
+        want = plain(codec(text), name, brought, "sum")[2]
         for rank, made in enumerate(results):
-            assert agree(made[call], part_of(name, want, rank, 2))
+            assert agree(made[call], part_of(name, want, rank, ranks.size))
+
+
+KINDS = (
+    *(("one_shot", "int8", 900), ("two_shot", "fp8", 3000), ("all_gather", "int6", 1040)),
+    *(("reduce_scatter", "int8", 2600), ("one_shot", "rotated", 130), ("two_shot", "int8", 900)),
+)
+
+
+@pytest.mark.parametrize("first", [0, *map(rarely, range(1, len(KINDS)))])
+def test_calls_of_all_kinds_share_memory(ranks2, tmp_path, first):
+    check_calls(ranks2, tmp_path, (*KINDS[first:], *KINDS[:first]))
+
+
+@pytest.mark.every
+def test_calls_of_all_kinds_share_memory_of_four_ranks(ranks4, tmp_path):
+    check_calls(ranks4, tmp_path, KINDS)
 
 
 @pytest.mark.slow
@@ -351,9 +373,8 @@ def planned_and_run(folder: Path, name: str):
     assert has_single_kernels(gm)
     (site,) = outcome.plan
     found = exchange_for(site, site, memory)
-    largest = exchange.in_memory(found, programs_of(found, memory))
-    known = exchange._workspaces.setdefault(group, {})
-    known[largest, torch.device("cpu")] = mapped(folder, largest)
+    room = exchange.room_for([replace(found, programs=programs_of(found, memory))])
+    exchange._workspaces[group] = {torch.device("cpu"): [mapped(folder, room)]}
     return [gm(values(VALUES, torch.bfloat16, dist.get_rank(), call))[0] for call in range(2)]
 
 
@@ -372,7 +393,9 @@ def graph_without_memory() -> str:
     """Run the operator in a group that has no memory for it."""
     from commpass.errors import CommpassError
     from commpass.lowering.exchange import EXCHANGE
+    from commpass.lowering.gpu import exchange
 
+    exchange._workspaces.pop(dist.group.WORLD, None)
     name = dist.group.WORLD.group_name
     with pytest.raises(CommpassError) as told:
         EXCHANGE(torch.ones(300), name, "all_reduce", "int8", "one_shot", "sum", 2, 1, 32)
@@ -385,11 +408,12 @@ def test_operator_without_its_memory_raises(ranks2):
         assert "torch._dynamo.reset()" in told
 
 
-def compiled(folder: Path, cards: tuple) -> tuple[str, str, torch.Tensor, int]:
+def compiled(folder: Path, cards: tuple) -> tuple[list[str], str, list[torch.Tensor], int]:
     """Compile and run a function by the backend, as if this CPU were a GPU of a rank.
 
     ``cards`` are what the ranks publish. Memory that the ranks have mapped replaces symmetric
-    memory. Return the lowering, its reason, the result, and how many times memory was created.
+    memory. Return the lowerings of both sites, the reason of the first, the results, and how many
+    times memory was created.
     """
     from unittest import mock
 
@@ -403,7 +427,9 @@ def compiled(folder: Path, cards: tuple) -> tuple[str, str, torch.Tensor, int]:
     rank, group, made = dist.get_rank(), dist.group.WORLD, []
 
     def summed(x):
-        return ops.wait_tensor(ops.all_reduce(x * 2, "sum", group.group_name)) + 1
+        total = ops.wait_tensor(ops.all_reduce(x * 2, "sum", group.group_name)) + 1
+        every = ops.wait_tensor(ops.all_gather_into_tensor(x[:900] * 3, 2, group.group_name))
+        return total, every + 1
 
     def create(wanted, group, device):
         made.append(wanted)
@@ -417,7 +443,7 @@ def compiled(folder: Path, cards: tuple) -> tuple[str, str, torch.Tensor, int]:
     dist.barrier()
     policy = commpass.Policy(
         codecs=["int8"],
-        algorithms=["one_shot"],
+        algorithms=["one_shot", "direct"],
         max_error=1.0,
         check_calls=0,
         lowering="single_kernel",
@@ -437,8 +463,8 @@ def compiled(folder: Path, cards: tuple) -> tuple[str, str, torch.Tensor, int]:
         x = values(VALUES, torch.float32, rank, 0)
         run(x)
         found = run(x)
-    (site,) = commpass.plans()[-1].sites
-    return site.lowering, site.reason, found, len(made)
+    sites = commpass.plans()[-1].sites
+    return [site.lowering for site in sites], sites[0].reason, list(found), len(made)
 
 
 def cards_of(second: str = "") -> tuple:
@@ -452,10 +478,12 @@ def cards_of(second: str = "") -> tuple:
 def test_backend_creates_memory_once_and_runs_single_kernels(ranks2, tmp_path):
     results = ranks2.run(compiled, tmp_path, cards_of())
     brought = [2 * values(VALUES, torch.float32, rank, 0) for rank in range(2)]
-    for lowering, _, made, created in results:
-        assert (lowering, created) == ("single_kernel", 4 + 1)  # four in the trial
-        want = plain(codec("int8"), "one_shot", brought, "sum")[2] + 1
-        assert torch.equal(made, want)
+    gathered = [3 * values(VALUES, torch.float32, rank, 0)[:900] for rank in range(2)]
+    for lowerings, _, (total, every), created in results:
+        assert lowerings == ["single_kernel"] * 2
+        assert created == 1 + 1  # one in the trial
+        assert torch.equal(total, plain(codec("int8"), "one_shot", brought, "sum")[2] + 1)
+        assert torch.equal(every, plain(codec("int8"), "all_gather", gathered, "sum")[2] + 1)
 
 
 def compiled_beside(folder: Path) -> tuple[str, list[str], tuple[torch.Tensor, ...]]:
@@ -478,9 +506,7 @@ def compiled_beside(folder: Path) -> tuple[str, list[str], tuple[torch.Tensor, .
         return ops.wait_tensor(sent) + 1, square
 
     def create(wanted, group, device):
-        place = folder / str(len(exchange._workspaces.get(group, {})))
-        place.mkdir(exist_ok=True)
-        return mapped(place, wanted), ""
+        return mapped(folder, wanted), ""
 
     def noted(name, real):
         def run(*given):
@@ -535,10 +561,10 @@ def test_backend_runs_a_single_kernel_beside_a_matmul(ranks2, tmp_path):
 @pytest.mark.slow
 def test_backend_uses_the_library_on_all_ranks_if_one_has_no_memory(ranks2, tmp_path):
     results = ranks2.run(compiled, tmp_path, cards_of("this torch has no symmetric memory"))
-    for lowering, reason, made, created in results:
-        assert (lowering != "single_kernel", created) == (True, 0)
+    for lowerings, reason, made, created in results:
+        assert ("single_kernel" in lowerings, created) == (False, 0)
         assert "no single kernel: rank 1: this torch has no symmetric memory" in reason
-        assert torch.equal(made, results[0][2])
+        assert all(map(torch.equal, made, results[0][2]))
 
 
 def tried(folder: Path, fault: str) -> str:
@@ -549,15 +575,13 @@ def tried(folder: Path, fault: str) -> str:
 
     right, is_faulty = exchange.run, dist.get_rank() == 1
 
-    def run(space, x):
+    def run(space, wanted, x):
         if fault == "absent" and is_faulty:
             return torch.zeros_like(x)
-        return right(space, x) + (1.0 if fault == "wrong" and is_faulty else 0.0)
+        return right(space, wanted, x) + (1.0 if fault == "wrong" and is_faulty else 0.0)
 
     def create(wanted, group, device):
-        place = folder / wanted.name
-        place.mkdir(exist_ok=True)
-        return mapped(place, wanted), ""
+        return mapped(folder, wanted), ""
 
     with (
         mock.patch.object(exchange, "_create", create),

@@ -95,8 +95,8 @@ def created(fails: tuple[int, ...]) -> tuple[str, int]:
         mock.patch.object(symmetric, "rendezvous", rendezvous),
         mock.patch.object(torch.cuda, "synchronize"),
     ):
-        why = exchange.allocate(wanted, 1, dist.group.WORLD, torch.device("cpu"))
-    return why, len(exchange._workspaces[dist.group.WORLD])
+        why = exchange.allocate([wanted], 1, dist.group.WORLD, torch.device("cpu"))
+    return why, len(exchange._workspaces.get(dist.group.WORLD, {}))
 
 
 @pytest.mark.parametrize(

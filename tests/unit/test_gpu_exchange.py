@@ -6,7 +6,9 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,6 +17,7 @@ import pytest
 import torch
 from exchanging import ALL, FORMS
 from memory_order import accesses_of, loads_in_flight, out_of_order
+from tiers import rarely
 
 from commpass.codecs import codec
 from commpass.errors import CommpassError
@@ -27,10 +30,14 @@ from triton.compiler import ASTSource  # noqa: E402
 from commpass.lowering.gpu.exchange import Workspace, numbers, run  # noqa: E402
 from commpass.lowering.gpu.exchange_kernel import kernel  # noqa: E402
 from commpass.lowering.gpu.exchange_sizes import (  # noqa: E402
+    BUFFERS,
+    PHASES,
     RESIDENT,
     Exchange,
-    capacity,
+    Room,
+    grown,
     memory_of,
+    room_for,
     unsupported_reason,
 )
 from commpass.lowering.gpu.generate import KNOWN  # noqa: E402
@@ -57,7 +64,7 @@ def of(name: str, **changed: Any) -> Exchange:
 def compiled(arch: str, exchange: Exchange) -> Any:
     exchange = replace(exchange, lanes=TARGETS[arch].warp_size)
     made = kernel(exchange)
-    given = numbers(exchange, 2)
+    given = numbers(exchange, 2, room_for([exchange]))
     constants = made.constants | {"FP8": arch in ("sm_90", "sm_100")}
     whole = [
         place
@@ -146,7 +153,7 @@ def moved(text: str, words: str, before: str) -> str:
     ("words", "before", "said"),
     [
         ("signal(", "for tile in", "a store behind the signal"),
-        ("late = wait(", "tl.store(counter", "a load before the signal is seen"),
+        ("late = wait(", "count_call(", "a load before the signal is seen"),
     ],
 )
 def test_access_on_the_other_side_of_a_signal_is_found(words, before, said, name):
@@ -267,13 +274,17 @@ def test_card_that_is_too_old_is_named():
     assert "sm_61: it does not release and acquire" in unsupported_reason(INT8, card=(6, 1))
 
 
-def test_workspace_is_for_values_of_one_kind():
+@pytest.mark.parametrize("lack", [Room(63, 1 << 30), Room(64, 1 << 10)])
+def test_exchange_needs_its_values_and_room(lack):
     exchange = replace(INT8, ranks=1)
-    space = Workspace(exchange, 0, torch.zeros(1, dtype=torch.int64), torch.zeros(1))
-    with pytest.raises(CommpassError, match="a workspace for up to 131072 values"):
-        run(space, torch.zeros(131073, dtype=torch.bfloat16))
-    with pytest.raises(CommpassError, match=r"was called with 7 of torch\.float32"):
-        run(space, torch.zeros(7))
+    peers, memory = torch.zeros(1, dtype=torch.int64), torch.zeros(1)
+    space = Workspace(lack, 1, 0, peers, memory)
+    with pytest.raises(CommpassError, match=r"of 131072 values .* was called with 131073"):
+        run(space, exchange, torch.zeros(131073, dtype=torch.bfloat16))
+    with pytest.raises(CommpassError, match=r"was called with 131072 of torch\.float32"):
+        run(space, exchange, torch.zeros(131072))
+    with pytest.raises(CommpassError, match=r"has no room for Room\(programs=64"):
+        run(space, exchange, torch.zeros(131072, dtype=torch.bfloat16))
 
 
 def test_generated_text_may_not_hide_a_tile_function():
@@ -283,44 +294,61 @@ def test_generated_text_may_not_hide_a_tile_function():
     assert "def flat(" in of_text("entry", text.replace(", flat", ""), KNOWN).text
 
 
-@pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("ranks", [1, 3, 32])
-def test_nothing_in_memory_overlaps(name, ranks):
-    exchange = of(name, ranks=ranks, numel=100_003, programs=77)
-    at = memory_of(exchange)
-    programs = 77 * (1 if name in ("one_shot", "all_gather") else ranks)
-    signals = exchange.phases * programs * 32 * 4
-    wires = exchange.buffers * exchange.rows * exchange.wire_bytes
-    begins = [at.signals, at.counters, at.late, at.wires, at.sums, at.total]
-    sizes = [signals, programs * 4, 4, wires, exchange.wire_bytes if name == "two_shot" else 0]
-    for place, size, following in zip(begins, sizes, begins[1:], strict=False):
+@pytest.mark.parametrize("room", [Room(1, 1152), Room(77, 77 * 128), Room(528, 1 << 20)])
+def test_nothing_in_memory_overlaps(room):
+    at = memory_of(room)
+    begins = [at.signals, at.counters, at.late, at.wires, at.total]
+    sizes = [PHASES * room.programs * 32 * 4, room.programs * 4, 4, BUFFERS * room.buffer_bytes]
+    for place, size, following in zip(begins[:-1], sizes, begins[1:], strict=True):
         assert place % 128 == 0
         assert place + size <= following
 
 
+@pytest.mark.parametrize("ranks", [1, 3, 32])
 @pytest.mark.parametrize("name", ALL)
-def test_memory_is_shared_by_sizes_up_to_a_power_of_two(name):
-    exchange = of(name)
-    sizes = [2**16 + 1, 100_003, 2**17 - 3, 2**17]
-    for size in sizes:
-        smaller = replace(exchange, numel=size)
-        assert capacity(smaller) == exchange
-        given = numbers(smaller, 2, exchange)
-        at, wires = memory_of(exchange), exchange.buffers * exchange.rows
-        assert given["wires_at"] == at.wires
+def test_wires_of_a_call_fill_a_buffer(name, ranks):
+    """Each is as long as its values need, and begins at a multiple of 128 bytes."""
+    exchange = of(name, ranks=ranks, numel=100_003 * ranks, programs=77)
+    wire, room = exchange.wire_bytes, room_for([exchange])
+    assert wire % 128 == 0
+    assert wire >= exchange.length * (1 + 4 / 256)
+    rows, sums = {
+        "one_shot": (1, 0),
+        "all_gather": (1, 0),
+        "two_shot": (ranks, 1),
+        "reduce_scatter": (ranks, 0),
+    }[name]
+    assert room == Room(77 * rows, (rows + sums) * wire)
+    given, at = numbers(exchange, 2, room), memory_of(room)
+    assert (given["wires_at"], given["buffer_bytes"]) == (at.wires, room.buffer_bytes)
+    assert given["sums_at"] == at.wires + rows * wire
+
+
+def test_memory_is_that_of_the_largest_exchange():
+    """Most bytes and most programs may be those of different exchanges."""
+    small = of("reduce_scatter", numel=4096, programs=9)
+    large = of("one_shot", codec=codec("fp8"), numel=1 << 20, programs=64)
+    room = room_for([small, large])
+    assert room == Room(72, large.buffer_bytes)
+    assert all(room.holds(room_for([each])) for each in (small, large))
+    assert not room_for([small]).holds(room_for([large]))
+    assert not room_for([large]).holds(room_for([small]))
+    assert room_for([small], programs=132).programs == 132
+    for each in (small, large):
+        given, at = numbers(each, 2, room), memory_of(room)
         assert (given["counters_at"], given["late_at"]) == (at.counters, at.late)
-        assert given["buffer_bytes"] == exchange.wire_bytes >= given["wire_bytes"]
-        assert given["wire_bytes"] % 128 == 0
-        assert at.wires + wires * given["wire_bytes"] <= at.sums
-    assert capacity(replace(exchange, numel=2**17 + 1)).numel == 2**18
-    assert capacity(replace(exchange, numel=3)).numel == 1024
+        assert (given["slots"], given["buffer_bytes"]) == (72, large.buffer_bytes)
+        assert at.wires + 2 * room.buffer_bytes == at.total
 
 
-def test_size_without_a_larger_one_has_memory_of_its_own():
+def test_memory_grows_by_powers_of_two_up_to_the_largest():
+    assert grown(Room(5, 100_000)) == Room(5, 1 << 17)
+    assert grown(Room(5, 1 << 17)) == Room(5, 1 << 17)
+    assert grown(Room(5, 128)) == Room(5, 1 << 16)
     large = replace(INT8, numel=2**30 - 2**28, programs=1)
     assert unsupported_reason(large) == ""
     assert "2^31" in unsupported_reason(replace(large, numel=2**30))
-    assert capacity(large) == large
+    assert grown(room_for([large])) == room_for([large])
 
 
 # --- why the number of buffers suffices -----------------------------------------------------------
@@ -334,10 +362,10 @@ ALL_RANKS, OWNER = "all ranks", "rank 0"
 def steps_of(name: str, rank: int, ranks: int) -> list[tuple[str, str, str]]:
     """Return what one program of a rank does in a call, in order, with what, and with whose.
 
-    The wires of a rank are ``w``, and the wire of its sum ``s``; signals have a name for each
-    phase. In a two-shot the program is one of those for the shard of rank 0. In a reduce_scatter a
-    rank has a program for each shard, whose number is the name of wire and signal; that of its own
-    shard ends last here.
+    The wires of a rank are ``w``, and the wire of its sum ``s``. Signals have the number of their
+    program, or ``sum`` for the second one of a two-shot. There the program is one of those for the
+    shard of rank 0. In a reduce_scatter a rank has a program for each shard, whose number is also
+    the name of the wire; that of its own shard ends last here.
     """
     if name == "reduce_scatter":
         shards = [str(shard) for shard in range(ranks)]
@@ -347,39 +375,28 @@ def steps_of(name: str, rank: int, ranks: int) -> list[tuple[str, str, str]]:
     sums = [(WAIT, "0", ALL_RANKS), (READ, "w", ALL_RANKS)]
     if name in ("one_shot", "all_gather"):
         return [*first, *sums]
-    own = [*sums, (WRITE, "s", ""), (SIGNAL, "1", "")] if rank == 0 else []
-    return [*first, *own, (WAIT, "1", OWNER), (READ, "s", OWNER)]
+    own = [*sums, (WRITE, "s", ""), (SIGNAL, "sum", "")] if rank == 0 else []
+    return [*first, *own, (WAIT, "sum", OWNER), (READ, "s", OWNER)]
 
 
-def overwritten(name: str, buffers: int, ranks: int, calls: int) -> bool:
-    """Return whether in any execution order some rank reads data of another call than its own.
+def overwritten(names: Sequence[str], buffers: int, ranks: int) -> bool:
+    """Return whether in any execution order of calls of these kinds, one after the other, some rank
+    reads data of another call than its own.
 
-    A state is the position of each rank. The contents of memory follow from it: a rank that has
-    made some number of writes has made those of the corresponding calls. A read from all peers
-    takes several steps, one per peer.
+    A state is the position of each rank. The contents of memory follow from it: all wires of a call
+    are in one buffer, which the first write of a later call spoils. A read from all peers takes
+    several steps, one per peer.
     """
     programs = [
         [
             (call, kind, what, peer)
-            for call in range(1, calls + 1)
+            for call, name in enumerate(names, 1)
             for kind, what, whose in steps_of(name, rank, ranks)
             for peer in (range(ranks) if whose == ALL_RANKS else [0])
         ]
         for rank in range(ranks)
     ]
-    numbers = [str(number) for number in range(max(ranks, 2))]
-    wires = ["w", "s", *numbers]
-    writes = [
-        [{what: _held(program[:at], what, buffers) for what in wires} for at in _places(program)]
-        for program in programs
-    ]
-    signals = [
-        [
-            {what: sum(s[1:3] == (SIGNAL, what) for s in program[:at]) for what in numbers}
-            for at in _places(program)
-        ]
-        for program in programs
-    ]
+    done = [[_latest(program[:at]) for at in range(len(program) + 1)] for program in programs]
     seen, todo = set(), [(0,) * ranks]
     while todo:
         state = todo.pop()
@@ -387,10 +404,15 @@ def overwritten(name: str, buffers: int, ranks: int, calls: int) -> bool:
             if at == len(programs[rank]):
                 continue
             call, kind, what, peer = programs[rank][at]
-            if kind == WAIT and signals[peer][state[peer]][what] < call:
+            calls = done[peer][state[peer]]
+            if kind == WAIT and calls.get((SIGNAL, what), 0) < call:
                 continue
-            if kind == READ and writes[peer][state[peer]][what][call % buffers] != call:
-                return True
+            if kind == READ:
+                later = max(latest for (of, _), latest in calls.items() if of == WRITE)
+                if calls.get((WRITE, what)) != call and later <= call:
+                    return True
+                if any((call - each) % buffers == 0 for each in range(call + 1, later + 1)):
+                    return True
             following = (*state[:rank], at + 1, *state[rank + 1 :])
             if following not in seen:
                 seen.add(following)
@@ -399,26 +421,27 @@ def overwritten(name: str, buffers: int, ranks: int, calls: int) -> bool:
     return False
 
 
-def _places(program: list) -> range:
-    return range(len(program) + 1)
+def _latest(done: list) -> dict[tuple[str, str], int]:
+    """Return the latest call of each kind of step, by what it was done with."""
+    return {(kind, what): call for call, kind, what, _ in done}
 
 
-def _held(done: list, what: str, buffers: int) -> list[int]:
-    """Return the call whose wire is in each buffer."""
-    held = [0] * buffers
-    for call, kind, of, _ in done:
-        if (kind, of) == (WRITE, what):
-            held[call % buffers] = call
-    return held
+KINDS = ("one_shot", "two_shot", "reduce_scatter")
+"""An all_gather has the steps of a one_shot."""
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks", "calls"),
-    [("one_shot", 3, 4), ("two_shot", 3, 4), ("reduce_scatter", 3, 4), ("all_gather", 3, 4)],
-)
-def test_no_rank_overwrites_what_another_still_reads(name, ranks, calls):
-    enough = of(name).buffers
-    assert not overwritten(name, enough, ranks, calls)
+@pytest.mark.parametrize(("ranks", "calls"), [(2, 4), (3, 3), rarely(3, 4), rarely(4, 3)])
+def test_no_rank_overwrites_what_another_still_reads(ranks, calls):
+    """Calls of all kinds follow each other in one memory."""
+    assert steps_of("all_gather", 1, ranks) == steps_of("one_shot", 1, ranks)
+    for names in product(KINDS, repeat=calls):
+        assert not overwritten(names, BUFFERS, ranks), names
+
+
+@pytest.mark.parametrize("names", product(KINDS, repeat=2))
+def test_one_buffer_is_too_few(names):
+    """Calls may have other sizes, and so wires in other places of the buffer."""
+    assert overwritten(names, 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -432,8 +455,3 @@ def test_programs_share_tiles_and_shards(name, programs):
     assert exchange.all_programs == 256
     assert unsupported_reason(exchange, processors=64) == ""
     assert "256 programs on 63 processors" in unsupported_reason(exchange, processors=63)
-
-
-@pytest.mark.parametrize("name", ["one_shot", "reduce_scatter", "all_gather"])
-def test_one_buffer_is_too_few_for_one_signal(name):
-    assert overwritten(name, 1, 2, 2)

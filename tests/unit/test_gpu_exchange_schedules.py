@@ -64,6 +64,28 @@ def test_results_are_right_in_every_schedule(name, ranks, schedules):
     assert max(each.lead for each in found) == 1
 
 
+MIXED = [("two_shot", 130, 1), ("all_gather", 40, 2), ("reduce_scatter", 60, 1)]
+"""Exchanges with one, two and as many programs of a rank as there are ranks."""
+
+
+@pytest.mark.parametrize(
+    ("first", "ranks", "schedules"),
+    [
+        pytest.param("one_shot", 2, 4, marks=pytest.mark.slow),
+        pytest.param("reduce_scatter", 2, 4, marks=pytest.mark.slow),
+        *(rarely(name, 2, 100) for name in ALL),
+        *(rarely(name, 3, 40) for name in ALL),
+    ],
+)
+def test_exchanges_of_several_kinds_share_memory_in_every_schedule(first, ranks, schedules):
+    """Wires of different lengths lie in the same places, and numbers of programs differ."""
+    setup = Setup(first, ranks, numel=96, calls=6, others=tuple(MIXED))
+    found = run(setup, schedules)
+    assert [each for each in found if each.is_bad] == []
+    assert {each.right for each in found} == {ranks * setup.calls}
+    assert max(each.lead for each in found) == 1
+
+
 @pytest.mark.every
 @pytest.mark.parametrize("name", ALL)
 def test_programs_share_tiles_in_every_schedule(name):
@@ -133,6 +155,8 @@ FAULTS = {
     "the other buffer": ("(epoch & 1) * buffer_bytes", "0 * buffer_bytes"),
     "this call's signal": ("seen - epoch < 0", "seen - epoch < -1"),
 }
+COUNT = ("mask=each < slots", "mask=each == own")
+"""A fault: a call is counted for its own programs alone, and not for all that the next may have."""
 QUICK = {"barrier before the signal", "the other buffer"}
 
 
@@ -141,7 +165,7 @@ QUICK = {"barrier before the signal", "the other buffer"}
     ("name", "fault"),
     [
         *(("one_shot", fault) if fault in QUICK else rarely("one_shot", fault) for fault in FAULTS),
-        *(rarely("two_shot", fault) for fault in FAULTS if fault != "the other buffer"),
+        *(rarely("two_shot", fault) for fault in FAULTS),
         *(rarely(name, fault) for name in ("reduce_scatter", "all_gather") for fault in FAULTS),
     ],
 )
@@ -150,6 +174,13 @@ def test_schedules_find_what_is_missing(name, fault):
     found = interpreted(outcomes, Setup(name, 2, faults=(FAULTS[fault],)), range(30), True)
     assert found[-1].wrong
     assert found[-1].races
+
+
+def test_schedules_find_a_call_that_some_programs_do_not_count():
+    others = (("all_gather", 1040, 2),)
+    setup = Setup("one_shot", 2, numel=1100, calls=4, others=others, faults=(COUNT,))
+    found = interpreted(outcomes, setup, range(30), True)
+    assert found[-1].is_bad
 
 
 @pytest.mark.every
@@ -162,7 +193,7 @@ def test_schedules_find_values_that_a_late_rank_must_not_return(name):
 
 @pytest.mark.every
 def test_schedules_find_ranks_that_wait_for_ever():
-    fault = ("wait(mine, (1 * programs", "wait(mine, (0 * programs")
+    fault = ("wait(mine, (1 * slots", "wait(mine, (0 * slots")
     found = interpreted(outcomes, Setup("two_shot", 2, faults=(fault,)), range(30), True)
     assert found[-1].stuck
 

@@ -76,7 +76,7 @@ class Recorder:
         """Run a single kernel in the current stream, as explicit calls do."""
         prepared = (SimpleNamespace(), lambda: self.run(name))
         with mock.patch.object(exchange, "_prepare", return_value=prepared):
-            exchange.run(None, SimpleNamespace(device=GPU))
+            exchange.run(None, None, SimpleNamespace(device=GPU))
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ def test_result_is_allocated_in_the_current_stream(gpu):
     """Memory of the kernels' own stream would need ``record_stream``."""
     where = []
 
-    def prepare(workspace, x):
+    def prepare(workspace, exchange, x):
         where.append(gpu.current)
         return SimpleNamespace(), lambda: where.append(gpu.current)
 
@@ -176,7 +176,7 @@ def test_result_is_allocated_in_the_current_stream(gpu):
         mock.patch.object(exchange, "_prepare", prepare),
         mock.patch.object(exchange, "_workspace_of"),
     ):
-        exchange.start_in_group(None, 1, "0", SimpleNamespace(device=GPU), 0)
+        exchange.start_in_group(None, "0", SimpleNamespace(device=GPU), 0)
     assert where == [gpu.main, *gpu.created]
     assert gpu.main not in gpu.created
 

@@ -6,12 +6,12 @@ It runs on GPUs that can access each other's memory, or in Triton's interpreter.
     y = exchange.all_reduce(x, group, "int8", "one_shot")
 
 All ranks of a group must make the same calls in the same order. In the first call for a size, a
-codec and an algorithm, the ranks compare what they call, and create a workspace if there is none of
-such a size. Later calls are one kernel each, which may be part of a CUDA graph. Calls with one
-workspace must be ordered: on one stream, or on several that wait for each other.
+codec and an algorithm, the ranks compare what they call. They create a workspace if the group has
+none with room for it. Later calls are one kernel each, which may be part of a CUDA graph. Calls
+with one workspace must be ordered: on one stream, or on several that wait for each other.
 
 Compiled graphs call ``run_in_group``, or ``start_in_group`` for a kernel beside computation. Their
-workspaces are created when they are compiled (``allocate``).
+workspace is created when they are compiled, for the largest exchange (``allocate``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,8 +44,10 @@ from commpass.lowering.gpu.exchange_sizes import (
     RESIDENT,
     Exchange,
     Memory,
-    capacity,
+    Room,
+    grown,
     memory_of,
+    room_for,
     unsupported_reason,
 )
 from commpass.lowering.gpu.launch import casts, interpreting, key_argument, offsets
@@ -55,12 +57,14 @@ from commpass.utils.ambient import making_lasting_tensors
 __all__ = [
     "Exchange",
     "Memory",
+    "Room",
     "Workspace",
     "all_gather",
     "all_reduce",
     "allocate",
     "memory_of",
     "reduce_scatter",
+    "room_for",
     "run",
     "run_in_group",
     "start_in_group",
@@ -71,7 +75,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launch for one number of values needs, apart from its tensors."""
+    """What a launch of an exchange in a workspace needs, apart from its tensors."""
 
     function: Any
     names: tuple[str, ...]
@@ -82,20 +86,21 @@ class Launch:
 
 @dataclass(frozen=True)
 class Workspace:
-    """The memory of one rank for exchanges of one kind, of up to ``exchange.numel`` values.
+    """The memory of one rank of ``ranks`` for all exchanges for which it has ``room``.
 
     ``peers`` are the addresses, int64 ``[ranks]``, at which this rank accesses every rank's memory.
     ``memory`` is its own, uint8 ``[total]``, initially zeros; ``peer_memory`` keeps the memory of
     the others accessible. ``spins``, if not None, replaces ``exchange_kernel.SPINS``.
     """
 
-    exchange: Exchange
+    room: Room
+    ranks: int
     rank: int
     peers: Tensor
     memory: Tensor
     peer_memory: Any = None
     spins: int | None = None
-    launches: dict[int, Launch] = field(default_factory=dict, repr=False, compare=False)
+    launches: dict[Exchange, Launch] = field(default_factory=dict, repr=False, compare=False)
 
     def missing(self) -> list[int]:
         """Return the ranks for which a program timed out: those that never arrived, and those that
@@ -103,9 +108,9 @@ class Workspace:
 
         Waits for the GPU. After a timeout the workspace returns only NaN and cannot be repaired.
         """
-        late = memory_of(self.exchange).late
+        late = memory_of(self.room).late
         bits = int(self.memory[late : late + 4].view(torch.int32).item())
-        return [rank for rank in range(self.exchange.ranks) if bits >> rank & 1]
+        return [rank for rank in range(self.ranks) if bits >> rank & 1]
 
 
 def all_reduce(
@@ -167,7 +172,7 @@ def _run(
         exchange = Exchange(algorithm, codec_of(codec), x.dtype, x.numel(), ranks, op, kind=kind)
         why = _wrong_shape(kind, x.shape, ranks)
         found = known[what] = workspace(exchange, group, x.device, why)
-    return run(found, x)
+    return run(*found, x)
 
 
 def _wrong_shape(kind: str, shape: Sequence[int], ranks: int) -> str:
@@ -179,26 +184,28 @@ def _wrong_shape(kind: str, shape: Sequence[int], ranks: int) -> str:
     return ""
 
 
-def run(workspace: Workspace, x: Tensor) -> Tensor:
+def run(workspace: Workspace, exchange: Exchange, x: Tensor) -> Tensor:
     """Run one exchange: return ``x`` summed over the ranks with the same shape, this rank's part of
     that sum, or the tensors of all ranks."""
-    output, launch = _prepare(workspace, x)
+    output, launch = _prepare(workspace, exchange, x)
     side_stream.join(x.device)
     launch()
     return output
 
 
-def _prepare(workspace: Workspace, x: Tensor) -> tuple[Tensor, Callable[[], None]]:
+def _prepare(
+    workspace: Workspace, exchange: Exchange, x: Tensor
+) -> tuple[Tensor, Callable[[], None]]:
     """Return the memory of a result, and what launches the kernel that writes it in the current
     stream. The launch keeps all tensors that the kernel reads."""
-    if x.numel() > workspace.exchange.numel or x.dtype != workspace.exchange.dtype:
+    if x.numel() != exchange.numel or x.dtype != exchange.dtype:
         raise CommpassError(
-            f"a workspace for up to {workspace.exchange.numel} values of"
-            f" {workspace.exchange.dtype} was called with {x.numel()} of {x.dtype}"
+            f"an exchange of {exchange.numel} values of {exchange.dtype} was called with"
+            f" {x.numel()} of {x.dtype}"
         )
-    shape = result_shape(workspace.exchange.kind, x.shape, workspace.exchange.ranks)
-    if (launch := workspace.launches.get(x.numel())) is None:
-        launch = workspace.launches[x.numel()] = _launch_of(workspace, x)
+    shape = result_shape(exchange.kind, x.shape, exchange.ranks)
+    if (launch := workspace.launches.get(exchange)) is None:
+        launch = workspace.launches[exchange] = _launch_of(workspace, exchange)
     output = x.new_empty(shape)
     tensors = {"peers": workspace.peers, "input": x.contiguous(), "output": output}
     given = tensors | launch.numbers
@@ -210,11 +217,12 @@ def _prepare(workspace: Workspace, x: Tensor) -> tuple[Tensor, Callable[[], None
     return output, run
 
 
-def _launch_of(workspace: Workspace, x: Tensor) -> Launch:
-    exchange = replace(workspace.exchange, numel=x.numel())
+def _launch_of(workspace: Workspace, exchange: Exchange) -> Launch:
+    if not workspace.room.holds(room := room_for([exchange])):
+        raise CommpassError(f"a workspace with {workspace.room} has no room for {room}")
     generated = kernel(exchange)
     options = {
-        **(generated.constants | casts(x.device)),
+        **(generated.constants | casts(workspace.memory.device)),
         **({} if workspace.spins is None else {"SPINS": workspace.spins}),
         **({"STORES": False} if interpreting() else {"enable_fp_fusion": generated.fuses}),
         "num_warps": generated.num_warps,
@@ -223,28 +231,27 @@ def _launch_of(workspace: Workspace, x: Tensor) -> Launch:
         load(generated.source),
         tuple(generated.signature),
         (exchange.programs, exchange.rows),
-        numbers(exchange, workspace.rank, workspace.exchange),
+        numbers(exchange, workspace.rank, workspace.room),
         options,
     )
 
 
-def numbers(exchange: Exchange, rank: int, largest: Exchange | None = None) -> dict[str, int]:
-    """Return the integer arguments of a kernel by name. Its memory is that of the ``largest``
-    exchange with this workspace, if it is given."""
-    largest = largest or exchange
-    codec, memory = exchange.block_codec, memory_of(largest)
+def numbers(exchange: Exchange, rank: int, room: Room) -> dict[str, int]:
+    """Return the integer arguments of a kernel by name, in a memory with ``room``."""
+    codec, memory = exchange.block_codec, memory_of(room)
     found = {
         "rank": rank,
         "count": exchange.count,
         "numel": exchange.length,
         "blocks": codec.layout.blocks(exchange.length),
         "tiles": exchange.tiles,
+        "slots": room.programs,
         "counters_at": memory.counters,
         "late_at": memory.late,
         "wires_at": memory.wires,
-        "sums_at": memory.sums,
+        "sums_at": memory.wires + exchange.rows * exchange.wire_bytes,
         "wire_bytes": exchange.wire_bytes,
-        "buffer_bytes": largest.wire_bytes,
+        "buffer_bytes": room.buffer_bytes,
     }
     found |= offsets("output", codec, exchange.length, torch.float32)
     if isinstance(codec.rounding, Stochastic):
@@ -255,37 +262,47 @@ def numbers(exchange: Exchange, rank: int, largest: Exchange | None = None) -> d
 
 # --- memory ---------------------------------------------------------------------------------------
 
-_workspaces: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, Workspace]]
+_workspaces: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, list[Workspace]]]
 _workspaces = weakref.WeakKeyDictionary()
-"""Workspaces by group, with the same lifetime. Exchanges of one kind share one for each power of
-two of values."""
-_known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, Workspace]]
+"""Workspaces by group and device, with the lifetime of the group, the oldest first.
+
+An exchange uses the first one with room for it. So its memory never changes, and is the same on all
+ranks, also in CUDA graphs.
+"""
+_known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, tuple[Workspace, Exchange]]]
 _known = weakref.WeakKeyDictionary()
-"""The same workspaces by the arguments of a call."""
+"""Workspaces and exchanges by the arguments of a call."""
 
 
 def workspace(
     exchange: Exchange, group: dist.ProcessGroup, device: torch.device, why: str = ""
-) -> Workspace:
-    """Return the workspace of a group for an exchange, which may be for larger ones as well.
+) -> tuple[Workspace, Exchange]:
+    """Return the workspace of a group for an exchange, and the exchange with its programs.
 
     It is collective: the ranks exchange what they are about to do and any reasons against it, also
-    this rank's ``why``. The first call for a power of two of values creates the workspace.
+    this rank's ``why``. If no workspace has room for the exchange, they create one.
     """
-    exchange = _agreed(exchange, group, device, why)
-    workspaces = _workspaces.setdefault(group, {})
-    if (exchange, device) not in workspaces:
-        found, why = _symmetric(exchange, group, device)
-        if found is None:
-            raise CommpassError(why)
-        workspaces[exchange, device] = found
-    return workspaces[exchange, device]
+    exchange, programs = _agreed(exchange, group, device, why)
+    if why := allocate([exchange], programs, group, device):
+        raise CommpassError(why)
+    found = _first_with_room(exchange, group, device)
+    assert found is not None
+    return found, exchange
+
+
+def _first_with_room(
+    exchange: Exchange, group: dist.ProcessGroup, device: torch.device
+) -> Workspace | None:
+    room = room_for([exchange])
+    known = _workspaces.get(group, {}).get(device, ())
+    return next((each for each in known if each.room.holds(room)), None)
 
 
 def _agreed(
     exchange: Exchange, group: dist.ProcessGroup, device: torch.device, why: str
-) -> Exchange:
-    """Return the exchange that a workspace is for, after all ranks have agreed on it."""
+) -> tuple[Exchange, int]:
+    """Return the exchange with its programs, and how many can run at once on all ranks, after these
+    have agreed on it."""
     card, no_kernel = _card(exchange, device)
     what = (
         f"{exchange.kind} ({exchange.op}) of {exchange.numel} values of {exchange.dtype} by"
@@ -302,9 +319,9 @@ def _agreed(
     cards = [card for *_, card in requests]
     shared = Counter(each.name for each in cards)
     room = min(each.processors * RESIDENT // shared[each.name] for each in cards)
-    exchange = capacity(replace(exchange, lanes=card.lanes))
+    exchange = replace(exchange, lanes=card.lanes)
     programs = max(min(exchange.tiles, room // exchange.rows), 1)
-    return replace(exchange, programs=programs)
+    return replace(exchange, programs=programs), room
 
 
 @dataclass(frozen=True)
@@ -331,28 +348,22 @@ def _card(exchange: Exchange, device: torch.device) -> tuple[Card, str]:
 # --- exchanges of graphs --------------------------------------------------------------------------
 
 
-def run_in_group(exchange: Exchange, programs: int, group_name: str, x: Tensor) -> Tensor:
+def run_in_group(exchange: Exchange, group_name: str, x: Tensor) -> Tensor:
     """Run an exchange of a graph in the workspace that was created for it. Raises CommpassError if
     there is none."""
-    return run(_workspace_of(exchange, programs, group_name, x.device), x)
+    return run(_workspace_of(exchange, group_name, x.device), exchange, x)
 
 
-def start_in_group(
-    exchange: Exchange, programs: int, group_name: str, x: Tensor, number: int
-) -> None:
+def start_in_group(exchange: Exchange, group_name: str, x: Tensor, number: int) -> None:
     """Start an exchange of a graph beside computation. ``side_stream.wait`` returns its result, by
     the ``number`` of the start. Raises CommpassError as ``run_in_group`` does."""
-    output, launch = _prepare(_workspace_of(exchange, programs, group_name, x.device), x)
+    output, launch = _prepare(_workspace_of(exchange, group_name, x.device), exchange, x)
     side_stream.start(x.device, number, launch, output)
 
 
-def _workspace_of(
-    exchange: Exchange, programs: int, group_name: str, device: torch.device
-) -> Workspace:
+def _workspace_of(exchange: Exchange, group_name: str, device: torch.device) -> Workspace:
     group = group_named(group_name)
-    known = {} if group is None else _workspaces.get(group, {})
-    found = known.get((in_memory(exchange, programs), device))
-    if found is None:
+    if group is None or (found := _first_with_room(exchange, group, device)) is None:
         raise CommpassError(
             f"no memory for the {exchange.name} of {exchange.numel} values over group"
             f" {group_name!r}: it was compiled for other process groups. Call"
@@ -361,26 +372,20 @@ def _workspace_of(
     return found
 
 
-@lru_cache(maxsize=1024)
-def in_memory(exchange: Exchange, programs: int) -> Exchange:
-    """Return the exchange whose workspace one with so many programs for each wire uses."""
-    return replace(capacity(exchange), programs=programs)
-
-
 def allocate(
-    exchange: Exchange, programs: int, group: dist.ProcessGroup, device: torch.device
+    exchanges: Sequence[Exchange], programs: int, group: dist.ProcessGroup, device: torch.device
 ) -> str:
-    """Create the workspace of an exchange, unless there is one. Return "", or on all ranks the
+    """Create a workspace for the largest of some exchanges of a group, and at least so many
+    programs of a rank, unless each of them has one with room for it. Return "", or on all ranks the
     reason why one of them could not.
 
-    If there is none, all ranks of the group must call it.
+    All ranks of the group must call it for the same exchanges.
     """
-    largest, known = in_memory(exchange, programs), _workspaces.setdefault(group, {})
-    if (largest, device) in known:
+    if all(_first_with_room(each, group, device) is not None for each in exchanges):
         return ""
-    found, why = _symmetric(largest, group, device)
+    found, why = _symmetric(grown(room_for(exchanges, programs)), group, device)
     if found is not None:
-        known[largest, device] = found
+        _workspaces.setdefault(group, {}).setdefault(device, []).append(found)
     return why
 
 
@@ -395,36 +400,35 @@ TRIAL_ERROR = 0.05
 
 
 def trial(group: dist.ProcessGroup, device: torch.device, lanes: int) -> str:
-    """Run some exchanges, and return "" if they are right on all ranks of a group, or on all ranks
-    why one of them failed. All of them must call it."""
+    """Run some exchanges in one workspace, and return "" if they are right on all ranks of a group,
+    or on all ranks why one of them failed. All of them must call it."""
     ranks = dist.get_world_size(group)
-    every = [(kind, algorithm) for kind, names in ALGORITHMS.items() for algorithm in names]
-    for kind, algorithm in every:
-        numel = TRIAL_VALUES // ranks * ranks
-        small = Exchange(
-            algorithm, codec_of("int8"), torch.bfloat16, numel, ranks, lanes=lanes, kind=kind
-        )
-        found, why = _symmetric(small, group, device)
-        if found is not None:
-            why = _first_error(partial(_check, replace(found, spins=TRIAL_SPINS)), group)
-        if why:
-            return why
-    return ""
+    numel, coder = TRIAL_VALUES // ranks * ranks, codec_of("int8")
+    every = [
+        Exchange(algorithm, coder, torch.bfloat16, numel, ranks, lanes=lanes, kind=kind)
+        for kind, names in ALGORITHMS.items()
+        for algorithm in names
+    ]
+    found, why = _symmetric(room_for(every), group, device)
+    if found is None:
+        return why
+    space = replace(found, spins=TRIAL_SPINS)
+    whys = (_first_error(partial(_check, space, each), group) for each in every)
+    return next(filter(None, whys), "")
 
 
-def _check(workspace: Workspace) -> None:
+def _check(workspace: Workspace, exchange: Exchange) -> None:
     """Raise CommpassError if results of known values are wrong, or ranks do not arrive.
 
     Results are checked after all calls, since the other ranks wait for this one in each.
     """
-    exchange = workspace.exchange
     ranks = torch.arange(exchange.ranks, dtype=torch.float64, device="cpu")[:, None]
     places = torch.arange(exchange.numel, dtype=torch.float64, device="cpu")
     wrong = False
     for call in range(TRIAL_CALLS):
         values = torch.sin(places * (1 + call) + ranks)
         x = values[workspace.rank].to(workspace.memory.device, torch.bfloat16)
-        made, exact = run(workspace, x).cpu().double(), values.sum(0)
+        made, exact = run(workspace, exchange, x).cpu().double(), values.sum(0)
         if exchange.kind == "all_gather":
             exact = values.flatten()
         elif exchange.kind == "reduce_scatter":
@@ -438,20 +442,20 @@ def _check(workspace: Workspace) -> None:
 
 
 def _symmetric(
-    exchange: Exchange, group: dist.ProcessGroup, device: torch.device
+    room: Room, group: dist.ProcessGroup, device: torch.device
 ) -> tuple[Workspace | None, str]:
     """Create a workspace on all ranks, also while a graph is traced. Return it, or None and the
     reason of the first rank that could not."""
     with making_lasting_tensors():
-        return _create(exchange, group, device)
+        return _create(room, group, device)
 
 
 def _create(
-    exchange: Exchange, group: dist.ProcessGroup, device: torch.device
+    room: Room, group: dist.ProcessGroup, device: torch.device
 ) -> tuple[Workspace | None, str]:
     import torch.distributed._symmetric_memory as symmetric
 
-    total, rank = memory_of(exchange).total, dist.get_rank(group)
+    total, rank, ranks = memory_of(room).total, dist.get_rank(group), dist.get_world_size(group)
     made: list[Any] = []
 
     def empty() -> None:
@@ -464,7 +468,7 @@ def _create(
         # Older versions of torch have no get_remote_tensor; there a tensor begins at its
         # allocation.
         reach = getattr(handle, "get_remote_tensor", handle.get_buffer)
-        memories = [reach(peer, (total,), torch.uint8) for peer in range(exchange.ranks)]
+        memories = [reach(peer, (total,), torch.uint8) for peer in range(ranks)]
         memories[rank] = made[0]
         made.append((handle, memories))
 
@@ -475,7 +479,7 @@ def _create(
     memory, (handle, memories) = made
     addresses = [each.data_ptr() for each in memories]
     peers = torch.tensor(addresses, dtype=torch.int64, device=device)
-    return Workspace(exchange, rank, peers, memory, (handle, memories)), ""
+    return Workspace(room, ranks, rank, peers, memory, (handle, memories)), ""
 
 
 def _first_error(step: Callable[[], None], group: dist.ProcessGroup) -> str:

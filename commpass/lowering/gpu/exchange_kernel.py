@@ -32,12 +32,12 @@ start to read several before it needs the first. With 4, addresses spill on AMD;
 values, also with 2."""
 
 NUMBERS = (
-    *("rank", "count", "numel", "blocks", "tiles"),
+    *("rank", "count", "numel", "blocks", "tiles", "slots"),
     *("counters_at", "late_at", "wires_at", "wire_bytes", "buffer_bytes"),
 )
 """Integer arguments of every kernel: this rank; ``Exchange.count``, and the values of a row; blocks
-and tiles of a row; the offsets of the counters, of the ranks that did not arrive and of the wires;
-the bytes of a wire, and of a buffer for it."""
+and tiles of a row; the programs that the memory has room for; the offsets of the counters, of the
+ranks that did not arrive and of the wires; the bytes of a wire, and of a buffer."""
 
 
 @lru_cache(maxsize=256)
@@ -146,15 +146,15 @@ def _first_lines(writer: _Writer) -> list[str]:
         "own = shard * programs + program",
         *generate.INSIDE,
         "mine = memory_of(peers, rank)",
-        "counter = number_at(mine, counters_at + own * 4)",
-        "epoch = tl.load(counter) + 1",
+        "epoch = tl.load(number_at(mine, counters_at + own * 4)) + 1",
         "late = tl.load(number_at(mine, late_at))",
+        "wires = wires_at + (epoch & 1) * buffer_bytes",
     ]
 
 
 def _last_lines() -> list[str]:
     return [
-        "tl.store(counter, epoch)",
+        "count_call(mine, counters_at, own, programs * tl.num_programs(1), slots, epoch)",
         "if late != 0:",
         '    tl.atomic_or(number_at(mine, late_at), late, sem="relaxed")',
     ]
@@ -196,7 +196,7 @@ def _wait_line(phase: int) -> str:
 
 def _slots(phase: int) -> str:
     """Return where the signals of this program begin."""
-    first = f"({phase} * programs * RANKS + own)" if phase else "own"
+    first = f"({phase} * slots + own)" if phase else "own"
     return f"{first} * {SLOTS * 4}"
 
 
@@ -286,7 +286,6 @@ def _one_shot(writer: _Writer) -> list[str]:
     """Every rank encodes all its values, and sums those of all ranks."""
     encode = [*_load_lines(writer), "wire = region(mine, wires)", writer.encoded]
     return [
-        "wires = wires_at + (epoch & 1) * buffer_bytes",
         "if late == 0:",
         *indent([*_loop(writer, encode), _signal_line(0), _wait_line(0)]),
         *_loop(writer, [*_sum_lines(writer, "wires"), *_store_lines(writer)]),
@@ -297,24 +296,25 @@ def _two_shot(writer: _Writer) -> list[str]:
     """Each program has tiles of one shard. The rank of the shard sums them and encodes the sum;
     every rank decodes it."""
     first = writer.encoded.replace(", row,", ", shard + row,")
-    encode = [*_load_lines(writer), "wire = region(mine, wires_at)", first]
+    encode = [*_load_lines(writer), "wire = region(mine, wires)", first]
     inside = parts.split(writer.codec.layout, "place < numel")
     again = [] if isinstance(writer.codec.layout, Flat) else [f"x = tl.where({inside}, x, 0.0)"]
     last = writer.encoded.replace(", key,", ", sum_key,")
     sums = [
-        *_sum_lines(writer, "wires_at + rank * wire_bytes"),
+        *_sum_lines(writer, "wires + rank * wire_bytes"),
         *again,
-        "wire = region(mine, sums_at)",
+        "wire = region(mine, sums)",
         last,
     ]
     decode = [
-        "wire = region(memory_of(peers, shard), sums_at)",
+        "wire = region(memory_of(peers, shard), sums)",
         f"held = {writer.loaded}",
         f"x = {writer.decoded_sum}",
         *_store_lines(writer),
     ]
     own = ["if late == 0:", *indent([*_loop(writer, sums), _signal_line(1)])]
     return [
+        "sums = sums_at + (epoch & 1) * buffer_bytes",
         "if late == 0:",
         *indent([*_loop(writer, encode), _signal_line(0, "peers + shard", "1, 1")]),
         "if (late == 0) & (shard == rank):",
@@ -336,7 +336,6 @@ def _reduce_scatter(writer: _Writer) -> list[str]:
     encode = [*_load_lines(writer), "wire = region(mine, wires)", first]
     sums = [*_sum_lines(writer, "wires + rank * wire_bytes"), *_store_lines(writer)]
     return [
-        "wires = wires_at + (epoch & 1) * buffer_bytes * RANKS",
         "if late == 0:",
         *indent([*_loop(writer, encode, _SHARD), _signal_line(0, "peers + shard", "1, 1")]),
         "if shard == rank:",
@@ -348,7 +347,6 @@ def _all_gather(writer: _Writer) -> list[str]:
     """Every rank encodes all its values, and stores those of all ranks."""
     encode = [*_load_lines(writer), "wire = region(mine, wires)", writer.encoded]
     return [
-        "wires = wires_at + (epoch & 1) * buffer_bytes",
         "if late == 0:",
         *indent([*_loop(writer, encode, _WHOLE), _signal_line(0), _wait_line(0)]),
         *_loop(writer, _gather_lines(writer, "wires"), _WHOLE),

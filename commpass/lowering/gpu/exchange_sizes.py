@@ -1,12 +1,13 @@
 """An exchange as one kernel: its sizes, its memory, and whether there is a kernel for it.
 
 Program p of a wire processes the same blocks on every rank, and waits only for the programs whose
-results it reads. See docs/exchange.md for the memory layout, and for why nothing is overwritten
-before it has been read.
+results it reads. All exchanges of a group use one memory in turn. See docs/exchange.md for its
+layout, and for why nothing is overwritten before it has been read.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -39,8 +40,14 @@ WARPS = 1
 RESIDENT = 4
 """Programs that a processor can always run at once, for any number of registers. NVIDIA: each has
 32 threads with at most 255 of 65,536 registers. AMD: four units with their own registers."""
-LEAST = 1024
-"""Values of the smallest memory that is allocated for an exchange."""
+BUFFERS = 2
+"""Buffers for the wires of a call, used by calls in turn (docs/exchange.md)."""
+PHASES = 2
+"""The most signals per call from one program to another."""
+SMALLEST = 1 << 16
+"""Bytes of the smallest buffer that is allocated."""
+MOST = 2**31
+"""Values, and bytes of memory, from which on kernels cannot count them."""
 OLDEST = (7, 0)
 """The first compute capability of NVIDIA with release and acquire."""
 
@@ -59,6 +66,10 @@ class Exchange:
     programs: int = 1
     lanes: int = 32
     kind: str = "all_reduce"
+
+    def __hash__(self) -> int:
+        # Without the codec, whose hash takes longer than a launch: each call looks one up.
+        return hash((self.kind, self.algorithm, self.numel, self.ranks, self.programs, self.op))
 
     @property
     def name(self) -> str:
@@ -99,9 +110,9 @@ class Exchange:
         return self.block_codec.wire_bytes(self.length, torch.float32)
 
     @property
-    def buffers(self) -> int:
-        """Buffers for what a rank encodes, used by calls in turn (docs/exchange.md)."""
-        return 2 if self.phases == 1 else 1
+    def buffer_bytes(self) -> int:
+        """Bytes of the wires that a rank writes in a call."""
+        return (self.rows + self.phases - 1) * self.wire_bytes
 
     @property
     def phases(self) -> int:
@@ -146,38 +157,55 @@ def values_in_a_byte(codec: BlockCodec) -> int:
 
 
 @dataclass(frozen=True)
+class Room:
+    """What a memory has room for: calls of up to ``programs`` programs of a rank, which write up to
+    ``buffer_bytes`` bytes."""
+
+    programs: int
+    buffer_bytes: int
+
+    def holds(self, other: Room) -> bool:
+        return self.programs >= other.programs and self.buffer_bytes >= other.buffer_bytes
+
+
+@dataclass(frozen=True)
 class Memory:
     """Offsets in the memory of a rank, in bytes. All memory is zero before the first call.
 
-    - signals ``[phases, rows, programs, SLOTS]``
-    - the numbers of the programs' last calls ``[rows, programs]``
+    - signals ``[PHASES, programs, SLOTS]``
+    - the number of the last call, once for each program
     - the ranks that did not arrive
-    - the wires ``[buffers, rows]``
-    - for a two-shot, the wire of the sum
+    - the buffers ``[BUFFERS, buffer_bytes]``. Each has the wires of a call ``[rows]``, and after
+      them the wire of the sum of a two-shot
     """
 
     signals: int
     counters: int
     late: int
     wires: int
-    sums: int
     total: int
 
 
-def memory_of(exchange: Exchange) -> Memory:
-    counters = exchange.phases * exchange.all_programs * SLOTS * 4
-    late = counters + aligned(exchange.all_programs * 4)
+def memory_of(room: Room) -> Memory:
+    counters = PHASES * room.programs * SLOTS * 4
+    late = counters + aligned(room.programs * 4)
     wires = late + ALIGNMENT
-    sums = wires + exchange.buffers * exchange.rows * exchange.wire_bytes
-    total = sums + (exchange.wire_bytes if exchange.phases > 1 else 0)
-    return Memory(0, counters, late, wires, sums, total)
+    return Memory(0, counters, late, wires, wires + BUFFERS * room.buffer_bytes)
 
 
-def capacity(exchange: Exchange) -> Exchange:
-    """Return the exchange whose memory is used for this one and for smaller ones: that of the next
-    power of two of values, or this one if that has no kernel."""
-    larger = replace(exchange, numel=1 << max(exchange.numel - 1, LEAST - 1).bit_length())
-    return larger if unsupported_reason(larger) == "" else exchange
+def room_for(exchanges: Sequence[Exchange], programs: int = 1) -> Room:
+    """Return room for each of some exchanges, with at least so many programs."""
+    return Room(
+        max(programs, *(each.all_programs for each in exchanges)),
+        max(each.buffer_bytes for each in exchanges),
+    )
+
+
+def grown(room: Room) -> Room:
+    """Return the room that is allocated where ``room`` is needed: the next power of two of bytes,
+    or as much as kernels can address."""
+    larger = replace(room, buffer_bytes=max(SMALLEST, 1 << (room.buffer_bytes - 1).bit_length()))
+    return larger if memory_of(larger).total < MOST else room
 
 
 # --- supported exchanges --------------------------------------------------------------------------
@@ -212,9 +240,9 @@ def unsupported_reason(
             return why
     for what, many in (
         ("values", exchange.values),
-        ("bytes of memory", memory_of(exchange).total),
+        ("bytes of memory", memory_of(room_for([exchange])).total),
     ):
-        if many >= 2**31:
+        if many >= MOST:
             return f"{many:,} {what}: kernels count to 2^31"
     if processors is not None and exchange.all_programs > processors * RESIDENT:
         return (

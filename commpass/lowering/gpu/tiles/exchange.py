@@ -85,6 +85,17 @@ def wait(memory, at, epoch, RANKS: tl.constexpr, WIDTH: tl.constexpr, SPINS: tl.
 
 
 @tile
+def count_call(memory, counters_at, own, programs, slots, epoch):
+    """Stores the number of the call for this program, and for all later programs of which it is the
+    number modulo ``programs``: the next call may have up to ``slots`` programs."""
+    steps = tl.arange(0, 32) * programs
+    numbers = tl.zeros((32,), tl.int32) + epoch
+    for first in range(own, slots, 32 * programs):
+        each = first + steps
+        tl.store(number_at(memory, counters_at) + each, numbers, mask=each < slots)
+
+
+@tile
 def bytes_of_both(a, b, STORES: tl.constexpr):
     """Bytes that need both loads, on NVIDIA."""
     if STORES:
@@ -96,7 +107,7 @@ def bytes_of_both(a, b, STORES: tl.constexpr):
 
 @tile
 def after_all(codes, others, peers, STORES: tl.constexpr):
-    """``codes``, once ``others`` are loaded too: a bit that no address has is added of them. A
+    """``codes``, once ``others`` are loaded too: of these, a bit that no address has is added. A
     compiler does not know that it is zero."""
     if STORES:
         never = (peers.to(tl.int64) >> 63).to(tl.uint8)
