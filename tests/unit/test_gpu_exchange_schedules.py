@@ -64,22 +64,22 @@ def test_results_are_right_in_every_schedule(name, ranks, schedules):
     assert max(each.lead for each in found) == 1
 
 
-MIXED = [("two_shot", 130, 1), ("all_gather", 40, 2), ("reduce_scatter", 60, 1)]
+MIXED = [("all_gather", 1040, 2), ("two_shot", 130, 1), ("reduce_scatter", 60, 1)]
 """Exchanges with one, two and as many programs of a rank as there are ranks."""
 
 
 @pytest.mark.parametrize(
     ("first", "ranks", "schedules"),
     [
-        pytest.param("one_shot", 2, 4, marks=pytest.mark.slow),
-        pytest.param("reduce_scatter", 2, 4, marks=pytest.mark.slow),
+        ("one_shot", 2, 4),
+        pytest.param("reduce_scatter", 2, 8, marks=pytest.mark.slow),
         *(rarely(name, 2, 100) for name in ALL),
         *(rarely(name, 3, 40) for name in ALL),
     ],
 )
 def test_exchanges_of_several_kinds_share_memory_in_every_schedule(first, ranks, schedules):
     """Wires of different lengths lie in the same places, and numbers of programs differ."""
-    setup = Setup(first, ranks, numel=96, calls=6, others=tuple(MIXED))
+    setup = Setup(first, ranks, numel=1100 // ranks * ranks, calls=6, others=tuple(MIXED))
     found = run(setup, schedules)
     assert [each for each in found if each.is_bad] == []
     assert {each.right for each in found} == {ranks * setup.calls}
@@ -165,7 +165,7 @@ QUICK = {"barrier before the signal", "the other buffer"}
     ("name", "fault"),
     [
         *(("one_shot", fault) if fault in QUICK else rarely("one_shot", fault) for fault in FAULTS),
-        *(rarely("two_shot", fault) for fault in FAULTS),
+        *(rarely("two_shot", fault) for fault in FAULTS if fault != "the other buffer"),
         *(rarely(name, fault) for name in ("reduce_scatter", "all_gather") for fault in FAULTS),
     ],
 )
