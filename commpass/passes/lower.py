@@ -398,6 +398,11 @@ def _coders(node: fx.Node) -> list[Any]:
     return [lookup(arg) for arg in node.args if isinstance(arg, str)]
 
 
+WRITTEN = ("output", "further_", "held")
+"""How the names of arguments begin that generated kernels write: results, and memory of their
+own."""
+
+
 def _check_compiles(body: fx.Graph, node: fx.Node) -> None:
     """Raise VerifyError if Triton cannot parse a generated kernel.
 
@@ -406,7 +411,7 @@ def _check_compiles(body: fx.Graph, node: fx.Node) -> None:
     """
     for call in body.nodes:
         written = call.kwargs.get("tensors_to_clone", ["output"])
-        if any(name != "output" and not name.startswith("further_") for name in written):
+        if any(not name.startswith(WRITTEN) for name in written):
             raise VerifyError(f"{node.name}: Triton does not compile its kernel ({node.args[1]})")
 
 

@@ -158,7 +158,8 @@ def check(ranks: Ranks, folder: Path, text, name, numel, dtype, op="sum", calls=
             buffer = (after + call + 1) % BUFFERS  # calls are counted from 1
             first = at.wires + buffer * exchange.buffer_bytes
             lies = memory[call][first : first + exchange.buffer_bytes]
-            assert torch.equal(lies, torch.cat([*wires[rank], *coded[rank : rank + 1]]).flatten())
+            wrote = [*wires[rank], *coded[rank : rank + 1]]
+            assert torch.equal(lies, torch.cat([each.flatten() for each in wrote]))
 
 
 @pytest.mark.slow

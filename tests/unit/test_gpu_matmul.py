@@ -42,6 +42,7 @@ class Case:
 
 
 RELU = Epilogue((), (Operation("relu", ("v0",), torch.bfloat16),))
+LATER = {"descriptors": True, "deferred": 8}
 SMALL = {"block_m": 16, "block_n": 256, "block_k": 32, "num_warps": 4, "num_stages": 2}
 
 
@@ -100,6 +101,13 @@ EXACT = [
     Case("int8", k=64, by={"descriptors": True}),
     Case("int8", m=48, k=40, bias=True, a_by_rows=False, by={"descriptors": True}),
     Case("int8", k=40, b_by_rows=False, by={"descriptors": True, "flatten": False}),
+    # Tiles that are encoded during the next one: many for each program, one, or none for the last.
+    Case("int8", m=192, n=512, k=128, ranks=3, by=LATER),
+    Case("int8", m=48, k=200, bias=True, epilogue=RELU, ranks=3, by=LATER),
+    Case("int4", m=40, n=768, k=128, ranks=5, dtype=torch.float16, by=LATER),
+    Case("fp8", m=16, k=128, ranks=1, by={**LATER, "block_m": 32}),
+    Case("table(bits=4)", m=128, k=1000, a_by_rows=False, b_by_rows=False, by=LATER),
+    Case("int8(rounding=stochastic)", m=96, n=512, k=128, by=LATER | {"block_m": 8}),
 ]
 
 NEAR = [
@@ -108,6 +116,9 @@ NEAR = [
     Case("table"),
     Case("taco"),
     Case("tahquant"),
+    Case("rotated", m=96, n=512, k=128, ranks=3, by=LATER),
+    Case("rotated(bits=4)", m=48, k=200, bias=True, b_by_rows=False, by=LATER),
+    Case("table(scale=lsq)", m=64, k=128, by=LATER),
 ]
 
 

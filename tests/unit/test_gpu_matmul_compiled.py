@@ -59,6 +59,8 @@ class Compiled:
     registers: int
     spilled: int
     instructions: Counter[str]
+    order: tuple[str, ...] = ()
+    """The instructions in the order of the code, with their operands (NVIDIA)."""
 
     def some(self, *starts: str) -> bool:
         return any(name.startswith(starts) for name in self.instructions)
@@ -103,16 +105,19 @@ def compiled(
     return Compiled(by, result.metadata.shared, *_read(result.asm["cubin"]))
 
 
-def _read(cubin: bytes) -> tuple[int, int, Counter[str]]:
-    """Return registers, bytes of local memory, and instructions of a kernel."""
+def _read(cubin: bytes) -> tuple[int, int, Counter[str], tuple[str, ...]]:
+    """Return registers, bytes of local memory, and instructions of a kernel: their number by name,
+    and all in their order."""
     with tempfile.TemporaryDirectory() as place:
         file = Path(place) / "kernel.cubin"
         file.write_bytes(cubin)
         sass = _told(triton.knobs.nvidia.nvdisasm.path, "-c", str(file))
         usage = _told(triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(file))
     registers, stack = (int(re.findall(rf"{name}:(\d+)", usage)[-1]) for name in ("REG", "STACK"))
-    pattern = r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?\s*([A-Z0-9_.]+)"
-    return registers, stack, Counter(re.findall(pattern, sass, re.MULTILINE))
+    pattern = r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?\s*([A-Z0-9_.]+)(.*?);"
+    found = re.findall(pattern, sass, re.MULTILINE)
+    order = tuple(name + operands for name, operands in found)
+    return registers, stack, Counter(name for name, _ in found), order
 
 
 def _told(*command: str) -> str:
@@ -252,10 +257,44 @@ def test_codecs_that_need_many_registers_do_not_spill(
 
 @pytest.mark.slow
 def test_operands_without_descriptors_come_by_asynchronous_copies() -> None:
-    made = compiled("sm_90", "int8", descriptors=False)
+    made = compiled("sm_90", "int8", descriptors=False, deferred=0)
     fits(made, "sm_90")
     assert made.some("LDGSTS.E.BYPASS.128")
     assert not made.some("UTMALDG")
+
+
+def places(made: Compiled, start: str, operands: str = "") -> list[int]:
+    return [
+        place
+        for place, each in enumerate(made.order)
+        if each.startswith(start) and operands in each
+    ]
+
+
+@pytest.mark.rest_slow(1)
+@pytest.mark.parametrize("spec", ["int8", "rotated", "int4", "taco", "table(bits=6)"])
+def test_tile_is_encoded_while_the_tensor_cores_multiply_the_next(spec: str) -> None:
+    """The loop of the machine code: it waits for the stores of the tile before, or encodes a part
+    of it, while a step is multiplied. It starts the next step, and only then waits for the step
+    before. Behind it are loads, and at the end of a tile its stores."""
+    made = compiled("sm_90", spec)
+    fits(made, "sm_90")
+    wait, *_ = places(made, "ATOMG.E.ADD")
+    products = places(made, "HGMMA")
+    (behind,) = (at for at in places(made, "WARPGROUP.DEPBAR", "0x1") if at > products[-1])
+    end, *_ = (at for at in places(made, "WARPGROUP.DEPBAR", "0x0") if at > behind)
+    barriers, stores = places(made, "BAR.SYNC"), places(made, "STG")
+    parts = [at for at in stores if wait < at < products[0]]
+    tiles = [at for at in stores if end < at and "STG.E.128" in made.order[at]][:16]
+    assert len(products) == 4  # of the loop: no other code multiplies
+    assert products[-1] < behind < min(at for at in places(made, "UTMALDG") if at > behind) < end
+    assert parts
+    assert len(tiles) == 16
+    # All threads have stored a tile before one of them waits, and read it after.
+    before = max(at for at in barriers if at < wait)
+    assert not [each for each in made.order[before:wait] if each.startswith(("STG", "LDG"))]
+    assert wait < min(at for at in barriers if at > wait) < parts[0]
+    assert tiles[-1] - end < 400  # instructions beside which nothing is multiplied
 
 
 def test_two_programs_share_a_processor_where_tiles_are_small() -> None:
@@ -270,17 +309,19 @@ def test_inductor_sees_the_kernel_in_a_graph(descriptors: bool) -> None:
     of the wire."""
 
     def function(x: Tensor, weight: Tensor) -> tuple[Tensor]:
-        coder = codec("int8")
-        by = replace(configuration(coder, PROBLEM, "sm_90"), descriptors=descriptors)
+        coder, problem = codec("int8"), Problem(2048, 4096, 1024, 8)
+        by = configuration(coder, problem, "sm_90", aligned=descriptors)
         fused = partial(run, product=Product(coder, 8), by=by, graph=True)
         wire = torch.func.functionalize(fused)((x.relu(), weight.t()))
         return (wire + 1,)
 
-    x = torch.empty(2048, 512, dtype=torch.bfloat16, device="meta")
-    weight = torch.empty(4096, 512, dtype=torch.bfloat16, device="meta")
+    x = torch.empty(2048, 1024, dtype=torch.bfloat16, device="meta")
+    weight = torch.empty(4096, 1024, dtype=torch.bfloat16, device="meta")
     with fake_cuda.a_card():
         graph, inputs = fake_cuda.trace(function, x, weight)
     code = fake_cuda.code_of(graph, inputs)
     assert code.count("matmul_encode_0.run(") == 1
     assert "extern_kernels.mm" not in code
-    assert ("make_tensor_descriptor(" in code.split("def matmul_encode")[1]) == descriptors
+    kernel = code.split("def matmul_encode")[1]
+    assert ("make_tensor_descriptor(" in kernel) == descriptors
+    assert ("part_of_held(" in kernel) == descriptors

@@ -82,6 +82,8 @@ def exact_batched(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 DESCRIPTORS = {"descriptors": True}
+LATER = {"descriptors": True, "deferred": 8}
+"""Tiles are encoded during the next one."""
 BATCHES = [
     Batched("int8", batches=3, height=128, by={"block_m": 64}),  # one in shards of two ranks
     Batched("int8"),
@@ -96,6 +98,8 @@ BATCHES = [
     Batched("int8", bias=True, a_by_rows=False, by=DESCRIPTORS),
     Batched("int4", batches=3, ranks=2, height=128, b_by_rows=False, by=DESCRIPTORS),
     Batched("int8(block=64)", n=192, by={"block_n": 128}),
+    Batched("int8", batches=3, height=128, n=512, k=128, bias=True, by=LATER),
+    Batched("int4", batches=3, height=128, k=200, b_by_rows=False, by=LATER),
 ]
 
 
@@ -284,6 +288,9 @@ APPLIED = [
     Applied("int8", "gated", GROUPED),
     Applied("int8", "rows", GROUPED, by=DESCRIPTORS),
     Applied("int8", "rows", BATCHED, by={"block_m": 32, "cuts": 2, "descriptors": True}),
+    *(Applied("int8", name, by={**LATER, "block_k": 8}) for name in ("gelu", "gated", "rows")),
+    Applied("int4", "residual", BATCHED, by={**LATER, "block_k": 8}),
+    Applied("fp8", "rows", BATCHED, by={**LATER, "block_k": 8}),
 ]
 
 

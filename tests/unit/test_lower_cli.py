@@ -128,7 +128,7 @@ def test_matmul_that_encodes(arch, used):
 @pytest.mark.parametrize(
     ("kernel", "codec", "n", "batches", "tile", "line"),
     [
-        ("decode_matmul", "int4", 128, 1, [64, 128, 64], "[4096, 4096] @ [4096, 128]; "),
+        ("decode_matmul", "int4", 128, 1, [128, 128, 64], "[4096, 4096] @ [4096, 128]; "),
         ("matmul_encode", "int8", 4096, 1, [128, 256, 32], "[4096, 4096] @ [4096, 4096]; "),
         (
             "grouped_matmul_encode",

@@ -8,6 +8,8 @@ once process the tiles in turn, starting with those of the first peer.
 of the wires ``[ranks, wire_bytes]``. The numbers equal those of the unfused form: the result is
 rounded to the dtype of the matmul before it is encoded, and so is each operation in between.
 
+A tile is encoded at its end, or in parts during the next tile (``matmul_deferred``).
+
 A tile never spans two shards, nor two batches. Batched products are divided into segments, the
 largest equal parts of both. Where groups begin is known on the device only: a tile of rows that
 contains rows of several groups is computed once for each of them, and stores only its own rows.
@@ -24,7 +26,8 @@ from typing import Any
 from commpass.codecs.block.codec import BlockCodec
 from commpass.codecs.block.grids import CompandedGrid
 from commpass.lowering.gpu import generate, wires
-from commpass.lowering.gpu.matmul_epilogue import write_epilogue
+from commpass.lowering.gpu.matmul_deferred import HELD, deferred_lines
+from commpass.lowering.gpu.matmul_epilogue import write_epilogue, write_result
 from commpass.lowering.gpu.matmul_sizes import Configuration, Matmul
 from commpass.lowering.gpu.source import Source, constant, function_text, indent, of_text
 from commpass.lowering.gpu.supported import TYPES
@@ -47,7 +50,7 @@ class Kernel:
 
 
 CONSTANTS = (
-    *("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP", "SLICES", "SIZE", "PARTS"),
+    *("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP", "SLICES", "DEFERRED", "SIZE", "PARTS"),
     *("WHOLE_K", "GROUPS", "CASTS", "FP8"),
 )
 
@@ -153,25 +156,32 @@ def kernel(codec: BlockCodec, matmul: Matmul, by: Configuration) -> Kernel:
         body.add_argument("a_batch", "i64")
     if form.batch:
         body.add_argument("b_batch", "i64")
-    epilogue = _within_loop(write_epilogue, body, matmul, form.rows, form.batch)
-    stores = _within_loop(_encode_lines, body, codec, form)
+    line_of = "(cut * ROWS + {0})" if by.deferred else "line_of({0}, cut, SLICES)"
+    result = _within_loop(write_result, body, matmul, form.batch, stored=by.deferred > 0)
+    stores = _within_loop(write_epilogue, body, matmul, form.rows, form.batch, line_of)
+    stores += _within_loop(_encode_lines, body, codec, form, line_of)
     body.add_argument("output_stride", "i64")
-    loop = [
-        *form.place,
-        *_product_lines(matmul, by, form),
-        "for cut in tl.static_range(SLICES):",
-        *indent(["x = cut_of(product, cut, SLICES)", *epilogue, *stores]),
-    ]
+    if by.deferred:
+        body.add_argument(HELD, TYPES[matmul.dtype])
+        parts = _part_lines(matmul, form)
+        loop = deferred_lines(matmul.dtype, form.place, parts, result, stores)
+    else:
+        loop = [
+            "for number in tl.range(",
+            f"    tl.program_id(0), tiles, tl.num_programs(0), flatten={by.flatten}",
+            "):",
+            *indent([*form.place, *_product_lines(matmul, by, form)]),
+            "    for cut in tl.static_range(SLICES):",
+            *indent(indent(["x = cut_of(product, cut, SLICES)", *result, *stores])),
+        ]
     lines = [
         "ALONG: tl.constexpr = BLOCK_N // SIZE",
-        "BLOCKS: tl.constexpr = BLOCK_M // SLICES * ALONG",
+        f"ROWS: tl.constexpr = {'DEFERRED' if by.deferred else 'BLOCK_M // SLICES'}",
+        "BLOCKS: tl.constexpr = ROWS * ALONG",
         *form.start,
         f"tiles = {form.tiles}",
         *(_descriptor_lines(matmul) if by.descriptors else []),
-        "for number in tl.range(",
-        f"    tl.program_id(0), tiles, tl.num_programs(0), flatten={by.flatten}",
-        "):",
-        *indent(loop),
+        *loop,
     ]
     signature = dict(sorted(body.signature.items(), key=lambda each: not each[1].startswith("*")))
     constants = tuple(name for name in CONSTANTS if any(_uses(line, name) for line in lines))
@@ -185,10 +195,12 @@ def _uses(line: str, name: str) -> bool:
     return re.search(rf"\b{name}\b", line) is not None
 
 
-def _within_loop(write: Callable[..., None], body: wires.Body, *subjects: Any) -> list[str]:
+def _within_loop(
+    write: Callable[..., None], body: wires.Body, *subjects: Any, **more: Any
+) -> list[str]:
     """Return the lines that ``write`` adds to a body, without adding them."""
     before, body.lines = body.lines, []
-    write(body, *subjects)
+    write(body, *subjects, **more)
     lines, body.lines = body.lines, before
     return lines
 
@@ -221,12 +233,28 @@ def _is_batched(matmul: Matmul, name: str) -> bool:
     return matmul.form == BATCHED or (matmul.form == GROUPED and name == "b")
 
 
+def _row_of(matmul: Matmul) -> str:
+    """Return the row of ``a`` with which a tile begins, through its descriptor."""
+    return "inner + line" if matmul.form == BATCHED else "(first + line).to(tl.int32)"
+
+
+def _part_lines(matmul: Matmul, form: Form) -> list[str]:
+    """Return lines that load ``left`` and ``right``, the operands of one step along k."""
+    place = f"{form.batch or '0'}, "
+    a = f"{matmul.a_by_rows}, {_is_batched(matmul, 'a')}"
+    b = f"{matmul.b_by_rows}, {_is_batched(matmul, 'b')}"
+    return [
+        f"left = part_of(a_seen, {place}{_row_of(matmul)}, deep, BLOCK_M, BLOCK_K, {a})",
+        f"right = part_of(b_seen, {place}deep, column, BLOCK_K, BLOCK_N, {b})",
+    ]
+
+
 def _product_lines(matmul: Matmul, by: Configuration, form: Form) -> list[str]:
     batched = matmul.form == BATCHED
     if by.descriptors:
         forms = f"{matmul.a_by_rows}, {matmul.b_by_rows}"
         forms += f", {_is_batched(matmul, 'a')}, {_is_batched(matmul, 'b')}"
-        row = "inner + line" if batched else "(first + line).to(tl.int32)"
+        row = _row_of(matmul)
         return [
             "product = product_by_descriptors(",
             f"    a_seen, b_seen, {form.batch or '0'}, {row}, column, {form.depth},",
@@ -248,15 +276,15 @@ def _product_lines(matmul: Matmul, by: Configuration, form: Form) -> list[str]:
     ]
 
 
-def _encode_lines(body: wires.Body, codec: BlockCodec, form: Form) -> None:
-    """Write lines that reshape ``x [BLOCK_M, BLOCK_N]`` to blocks at their positions in the row of
-    the wire, and encode them."""
+def _encode_lines(body: wires.Body, codec: BlockCodec, form: Form, line_of: str) -> None:
+    """Write lines that reshape ``x [ROWS, BLOCK_N]`` to blocks at their positions in the row of the
+    wire, and encode them. ``line_of`` is as in ``write_epilogue``."""
     block = f"({form.above}down)" if form.above else "down"
     body.add(
         "x = tl.reshape(x, (BLOCKS, PARTS, SIZE // PARTS))",
         *generate.INSIDE,
         "each = tl.arange(0, BLOCKS)[:, None, None]",
-        "down = line + line_of(each // ALONG, cut, SLICES)",
+        f"down = line + {line_of.format('each // ALONG')}",
         "beside = column // SIZE + each % ALONG",
         "across = columns // SIZE",
         f"block_mask = ({form.stored}) & (beside < across)",

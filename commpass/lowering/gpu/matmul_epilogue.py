@@ -26,23 +26,36 @@ OPERATIONS = {
 minus: that of 0 would be 0."""
 
 
-def write_epilogue(body: wires.Body, matmul: Matmul, rows: str, batch: str) -> None:
-    """Write lines that compute the values ``x [BLOCK_M / SLICES, BLOCK_N]`` that are encoded from
-    the product ``x``. ``rows`` and ``batch`` are names as in ``matmul_encode.Form``."""
-    epilogue = matmul.epilogue
-    if matmul.bias is not None or epilogue.operands:
-        body.add("along = column + tl.arange(0, BLOCK_N)")
+ALONG = "along = column + tl.arange(0, BLOCK_N)"
+
+
+def write_result(body: wires.Body, matmul: Matmul, batch: str, *, stored: bool) -> None:
+    """Write lines that compute the result of the matmul from the product ``x [.., BLOCK_N]``: with
+    its bias, and rounded unless it is ``stored``, which rounds it. ``batch`` is a name as in
+    ``matmul_encode.Form``."""
     if matmul.bias is not None:
         body.add_argument("bias", TYPES[matmul.bias])
         at = f"bias + {batch}.to(tl.int64) * columns" if batch else "bias"
-        body.add(f"added = tl.load({at} + along, mask=along < columns, other=0.0)")
+        body.add(ALONG, f"added = tl.load({at} + along, mask=along < columns, other=0.0)")
         body.add("x = x + to_float32(added, FP8)[None, :]")
-    body.add(*_through("x", matmul.dtype))
+    if not stored:
+        body.add(*_through("x", matmul.dtype))
+
+
+def write_epilogue(body: wires.Body, matmul: Matmul, rows: str, batch: str, line_of: str) -> None:
+    """Write lines that compute the values that are encoded from the result ``x [ROWS, BLOCK_N]``.
+
+    ``rows`` and ``batch`` are names as in ``matmul_encode.Form``. ``line_of`` is the row of a tile
+    that is row ``{0}`` of a part of it.
+    """
+    epilogue = matmul.epilogue
     if not epilogue.operations:
         return
+    if epilogue.operands:
+        body.add(ALONG)
     if any(each.per == VALUE for each in epilogue.operands):
         body.add(
-            "down = line + line_of(tl.arange(0, BLOCK_M // SLICES), cut, SLICES)",
+            f"down = line + {line_of.format('tl.arange(0, ROWS)')}",
             f"value_mask = (down < {rows})[:, None] & (along < columns)[None, :]",
             "place = down[:, None] * columns + along[None, :]",
         )

@@ -19,6 +19,7 @@ from commpass.codecs.block.packing import widths
 from commpass.errors import CommpassError
 from commpass.lowering.gpu.current import on_device
 from commpass.lowering.gpu.launch import casts, interpreting, key_argument, offsets
+from commpass.lowering.gpu.matmul_deferred import HELD as HELD_TILES
 from commpass.lowering.gpu.matmul_encode import Kernel, kernel
 from commpass.lowering.gpu.matmul_sizes import Configuration, Matmul, Problem, configuration
 from commpass.lowering.gpu.matmul_supported import HELD, unsupported_reason
@@ -63,7 +64,12 @@ def call(
     steps: Steps,
     casts: Mapping[str, bool],
 ) -> Call:
-    """Return the call of a kernel; ``casts`` is as ``launch.casts`` returns it."""
+    """Return the call of a kernel; ``casts`` is as ``launch.casts`` returns it.
+
+    Raises ValueError if a tile has too few steps for the parts of the tile before.
+    """
+    if by.deferred and by.deferred * problem.free_steps(by) < by.block_m:
+        raise ValueError(f"{by.block_m // by.deferred} parts of a tile, and too few steps for them")
     generated = kernel(codec, matmul, by)
     numel = problem.rows * problem.n
     numbers = {
@@ -90,6 +96,7 @@ def call(
         "BLOCK_K": by.block_k,
         "GROUP": by.group,
         "SLICES": by.cuts,
+        "DEFERRED": by.deferred,
         "SIZE": codec.block,
         "PARTS": 8 // widths(codec.grid.bits)[0],
         "WHOLE_K": problem.k % by.block_k == 0,
@@ -167,9 +174,10 @@ def problem_of(operands: Operands, product: Product) -> Problem:
 
 
 def for_alignment(by: Configuration, a: Tensor, b: Tensor) -> Configuration:
-    """Return the configuration, without descriptors if operands are not aligned."""
+    """Return the configuration, without descriptors if operands are not aligned. A tile is then
+    encoded at its end."""
     fits = not by.descriptors or are_aligned(a, b)
-    return by if fits else replace(by, descriptors=False)
+    return by if fits else replace(by, descriptors=False, deferred=0)
 
 
 def are_aligned(a: Tensor, b: Tensor) -> bool:
@@ -210,13 +218,16 @@ def run(
     assert isinstance(codec, BlockCodec)
     width = codec.wire_bytes(problem.rows * problem.n, torch.float32)
     wire = a.new_empty((product.rows, width), dtype=torch.uint8)
-    by = for_alignment(by or configuration(codec, problem, arch, matmul), a, b)
+    aligned = are_aligned(a, b)
+    by = for_alignment(by or configuration(codec, problem, arch, matmul, aligned=aligned), a, b)
     prepared = call(codec, matmul, problem, by, steps_of(a, b), casts(a.device))
     named: dict[str, Any] = {"a": a, "b": b, "bias": given.bias, "offsets": given.offsets}
     named |= {f"other_{number}": each for number, each in enumerate(given.others, 1)}
-    named |= {"output": wire} | prepared.numbers
-    arguments = [named[name] for name in prepared.kernel.signature]
     function, grid = load(prepared.kernel.source), prepared.grid(_processors(a.device))
+    named |= {"output": wire} | prepared.numbers
+    if by.deferred:
+        named[HELD_TILES] = a.new_empty(grid[0] * 2 * by.block_m * by.block_n)
+    arguments = [named[name] for name in prepared.kernel.signature]
     compiled = {"num_warps": by.num_warps, "num_stages": by.num_stages}
     if graph:
         wrap_triton(function)[grid](*arguments, **prepared.constants, **compiled)

@@ -20,6 +20,9 @@ WIDEST = 256
 """The most columns of a tile: with 128 rows, each of 256 threads holds 128 results."""
 SHARED = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}
 """Bytes of shared memory available to one program."""
+PART = (8, 16, 32)
+"""The values of a thread in a part of a tile that is encoded during the next one: the fewest for
+which a tile has enough steps."""
 LIGHT = ("relu", "cast")
 """The operations of an epilogue that need no registers in addition."""
 
@@ -52,7 +55,9 @@ class Configuration:
     - ``descriptors`` loads through tensor descriptors that the kernel creates (TMA, from sm_90 on),
       else through pointers.
     - ``group`` tiles of rows share their tiles of columns.
-    - ``cuts`` is the number of parts in which a tile is encoded, one after another.
+    - ``cuts`` is the number of parts in which a tile is encoded at its end, one after another.
+    - ``deferred`` is the number of rows of a tile that are encoded in each step along k of the next
+      tile; with 0 a tile is encoded at its end. It needs ``descriptors``.
     - ``programs`` is the number of programs that run on a processor at once.
     """
 
@@ -66,6 +71,7 @@ class Configuration:
     group: int = 8
     cuts: int = 1
     programs: int = 1
+    deferred: int = 0
 
 
 @dataclass(frozen=True)
@@ -94,6 +100,11 @@ class Problem:
         largest equal parts that lie in one shard and in one batch."""
         return math.gcd(self.rows, self.height) if form == BATCHED else self.rows
 
+    def free_steps(self, by: Configuration) -> int:
+        """Return the steps of a tile in which a part of the tile before can be encoded: all but the
+        first two (``matmul_deferred``)."""
+        return max(-(-self.k // by.block_k) - 2, 0)
+
     def tiles(self, by: Configuration, form: str = SINGLE) -> int:
         """Return the number of tiles. Groups may begin at any row: a tile of rows that contains
         rows of several groups is computed once for each of them. So there is one more for each
@@ -112,39 +123,72 @@ def configurations(
     """Return the configurations worth measuring, the static choice first. ``matmul`` is as in
     ``configuration``."""
     chosen, load = configuration(codec, problem, arch, matmul), _load(codec, arch, matmul)
-    others = [
-        _complete(
-            replace(chosen, block_m=block_m, block_n=block_n, num_stages=stages),
-            codec,
-            arch,
-            matmul,
-        )
-        for block_m, block_n in ((128, 256), (128, 128), (64, 256))
-        for stages in ((2,) if arch == "gfx942" else (3, 4))
-        if block_n % codec.block == 0 and block_m <= _most_rows(codec, load, arch)
-    ]
+    others = []
+    for block_m, block_n in ((128, 256), (128, 128), (64, 256)):
+        for stages in (2,) if arch == "gfx942" else (3, 4):
+            by = replace(chosen, block_m=block_m, block_n=block_n, num_stages=stages)
+            if block_n % codec.block:
+                continue
+            if chosen.deferred:
+                others.append(_deferred(by, problem, codec, arch, matmul))
+            if block_m <= _most_rows(codec, load, arch):
+                others.append(_complete(by, codec, arch, matmul))
     fits = (by for by in others if shared_bytes(by, codec, arch, matmul) <= SHARED[arch])
     return list(dict.fromkeys([chosen, *fits]))
 
 
 def configuration(
-    codec: BlockCodec, problem: Problem, arch: str, matmul: Matmul | None = None
+    codec: BlockCodec,
+    problem: Problem,
+    arch: str,
+    matmul: Matmul | None = None,
+    *,
+    aligned: bool = True,
 ) -> Configuration:
     """Choose a good configuration by architecture and sizes, without a measurement. ``matmul`` is
-    a single product without an epilogue by default."""
+    a single product without an epilogue by default. Descriptors can load operands that are
+    ``aligned``."""
     form, load = matmul.form if matmul else SINGLE, _load(codec, arch, matmul)
     rows = problem.height if form == GROUPED else problem.segment(form)
     narrow = problem.n % WIDEST and problem.n % 128 == 0 and 128 % codec.block == 0
     by = Configuration(
-        min(64 if rows <= 64 else 128, _most_rows(codec, load, arch)),
+        64 if rows <= 64 else 128,
         128 if narrow else WIDEST,
         {"sm_80": 32}.get(arch, 64),
         num_warps=8,
         num_stages={"sm_80": 4, "gfx942": 2}.get(arch, 3),
-        descriptors=arch in ("sm_90", "sm_100"),
+        descriptors=aligned and arch in ("sm_90", "sm_100"),
         flatten=arch != "gfx942",
     )
+    if by.descriptors and form != GROUPED:  # a group may be empty: its tiles have no steps
+        deferred = _deferred(by, problem, codec, arch, matmul)
+        if deferred.deferred:
+            return deferred
+    by = replace(by, block_m=min(by.block_m, _most_rows(codec, load, arch)))
     return _complete(by, codec, arch, matmul)
+
+
+def _deferred(
+    by: Configuration, problem: Problem, codec: BlockCodec, arch: str, matmul: Matmul | None
+) -> Configuration:
+    """Return the configuration with tiles that are encoded in parts, each in one step of the next
+    tile. There are none if a tile has too few steps (``deferred`` is 0)."""
+    few = by.block_m * by.block_n <= 128 * 128 and not _load(codec, arch, matmul)
+    made = replace(by, num_warps=4 if few else 8, cuts=1)
+    steps = problem.free_steps(by)
+    most = _most_in_part(codec, arch, matmul)
+    sizes = (made.num_warps * 32 * each // by.block_n for each in PART if each <= most)
+    made = replace(made, deferred=next((n for n in sizes if n * steps >= by.block_m), 0))
+    return replace(made, programs=_programs(made, codec, arch, matmul))
+
+
+def _most_in_part(codec: BlockCodec, arch: str, matmul: Matmul | None) -> int:
+    """Return the most values of a thread in a part for which the registers have room (tests compile
+    them: none spills). On sm_90 these also hold the results; on sm_100 another memory does."""
+    many = isinstance(codec.grid, TableGrid) or codec.offset is not None
+    if arch == "sm_90" and _load(codec, arch, matmul).operand_bytes:
+        return 0 if many else 8
+    return 16 if many else 32
 
 
 @dataclass(frozen=True)
@@ -176,14 +220,21 @@ def _load(codec: BlockCodec, arch: str, matmul: Matmul | None) -> _Load:
 def _complete(
     by: Configuration, codec: BlockCodec, arch: str, matmul: Matmul | None
 ) -> Configuration:
-    """Return the configuration with suitable warps, cuts and programs for its tile."""
+    """Return the configuration with suitable warps, cuts and programs for its tile, encoded at its
+    end."""
     results, load = by.block_m * by.block_n, _load(codec, arch, matmul)
     few = results <= 128 * 128 and not load
     searched = _searches_in_few_warps(codec, load, arch, matmul)
     num_warps = 4 if few or searched else 8
-    made = replace(by, num_warps=num_warps, cuts=_cuts(codec, load, arch, results))
-    fit = 2 * shared_bytes(made, codec, arch, matmul) <= SHARED[arch]
-    return replace(made, programs=2 if num_warps == 4 and arch != "gfx942" and fit else 1)
+    cuts = _cuts(codec, load, arch, results)
+    made = replace(by, num_warps=num_warps, cuts=cuts, deferred=0)
+    return replace(made, programs=_programs(made, codec, arch, matmul))
+
+
+def _programs(by: Configuration, codec: BlockCodec, arch: str, matmul: Matmul | None) -> int:
+    """Return the programs that a processor runs at once."""
+    fit = 2 * shared_bytes(by, codec, arch, matmul) <= SHARED[arch]
+    return 2 if by.num_warps == 4 and arch != "gfx942" and fit else 1
 
 
 def _cuts(codec: BlockCodec, load: _Load, arch: str, results: int) -> int:
@@ -246,9 +297,12 @@ def shared_bytes(
     They hold the operands of all stages, and values that are converted between the tensor cores'
     layout and that of memory. The latter are codes, or integers if a block spans several warps and
     its values are rotated or packed there. They may also be what an epilogue reads, or its results.
+    If parts are encoded later, they are results of 16 bits, on sm_90 half of a tile at a time.
     """
     load = _load(codec, arch, matmul)
     stage = (by.block_m + by.block_n) * by.block_k * 2  # operands have 16 bits
+    if by.deferred:
+        return by.num_stages * stage + by.block_m * by.block_n * (1 + (arch == "sm_100")) + 1024
     spread = codec.transform.sums > 1 or (arch == "gfx942" and codec.grid.bits < 8)
     results = 2 if load.epilogue and codec.grid.bits < 8 else 1
     one_warp = arch == "sm_90" and by.block_m == 128  # whole rows, 16 for each

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from commpass.lowering.gpu.source import tile
 from commpass.lowering.gpu.tiles.layouts import ALIGNMENT
-from commpass.lowering.gpu.tiles.numbers import bits_of, of_bits
+from commpass.lowering.gpu.tiles.numbers import bits_of, of_bits, to_float32
 
 
 @tile
@@ -139,6 +139,36 @@ def multiply_add(a, b, total, CASTS: tl.constexpr):
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     return tl.dot(a, b, total, input_precision="ieee")
+
+
+@tile
+def place_of_held(stored_at, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The places of values in rows that follow each other, from ``stored_at`` on."""
+    return stored_at + (tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :])
+
+
+@tile
+def part_of_held(
+    held, stored_at, turn, number, ROWS: tl.constexpr, COLUMNS: tl.constexpr, FP8: tl.constexpr
+):
+    """The ``number``-th ROWS rows of a tile that lies in memory from ``stored_at`` on."""
+    place = place_of_held(stored_at + number * (ROWS * COLUMNS), ROWS, COLUMNS)
+    return to_float32(tl.load(held + place, mask=in_turn(turn, ROWS, COLUMNS), other=0.0), FP8)
+
+
+@tile
+def in_turn(turn, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """A mask of all values. Whoever needs it must wait for what made ``turn``."""
+    return tl.zeros((ROWS, COLUMNS), tl.int32) + (turn | 1) != 0
+
+
+@tile
+def after_stores(held, stored_at):
+    """A number, once all threads of the program have stored their part of a tile. One thread adds
+    nothing to the tile's first bytes and gives the others their number, behind a barrier. Triton's
+    own barrier would keep a loop from being pipelined."""
+    first = (held + stored_at).to(tl.pointer_type(tl.int32))
+    return tl.atomic_add(first, 0, sem="acq_rel", scope="cta")
 
 
 @tile
