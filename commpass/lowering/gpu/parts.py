@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from commpass.codecs.block.codec import BlockCodec
-from commpass.codecs.block.grids import Grid, largest_power
+from commpass.codecs.block.grids import Grid, IntGrid, largest_power
 from commpass.codecs.block.layouts import LANES, Flat, Lanes, Layout, Pairs, Tiles
 from commpass.codecs.block.noise import Nearest, Rounding, Stochastic
 from commpass.codecs.block.packing import widths
@@ -322,6 +322,19 @@ def has_exact_products(codec: BlockCodec) -> bool:
     simple = isinstance(codec.scale, (Absmax, Rms, LeastSquares, SharedExponent))
     plain = isinstance(codec.transform, NoTransform) and codec.offset is None
     return simple and plain and significant_bits(codec.grid) + scale <= 24
+
+
+MOST_OF_SCALED = 2.0**100
+"""The bound of scales for ``scaled_bytes``."""
+
+
+def scaled_bytes(codec: BlockCodec) -> str:
+    """Return an expression of values from bytes with two codes each, whose scales are positive and
+    below MOST_OF_SCALED; "" if there is none that is faster than to decode and to multiply."""
+    simple = isinstance(codec.scale, Absmax) and isinstance(codec.transform, NoTransform)
+    if simple and codec.offset is None and codec.grid == IntGrid(4):
+        return "scaled_int4(raw_0, number_0, FP8)"
+    return ""
 
 
 def never_exceeds(scale: Scale) -> bool:

@@ -57,6 +57,10 @@ def _write_group(
     if "CUT" in decode and factors:
         product = " * ".join(f"held[one][{place}]" for place in factors)
         limit = torch.finfo(dtype).max / (2 * codec.grid.largest * codec.transform.sums)
+        near = decode.replace("CUT", "False")
+        if not fused and (scaled := parts.scaled_bytes(codec)):
+            near = _write_scaled(body, names, scaled)
+            limit = min(limit, parts.MOST_OF_SCALED)
         lines += [
             "far = False",
             "if CHECKS:",
@@ -71,7 +75,7 @@ def _write_group(
                 _add_lines(decode.replace("CUT", "True"), load.replace("one", "rank"), "range")
             ),
             "else:",
-            *indent(_add_lines(decode.replace("CUT", "False"), "held[one]", fused=fused)),
+            *indent(_add_lines(near, "held[one]", fused=fused)),
         ]
     else:
         lines += _add_lines(decode.replace("CUT", "True"), "held[one]")
@@ -90,6 +94,13 @@ def _write_fused(codec: BlockCodec, body: Body, names: list[str]) -> str:
     lines = [f"{', '.join(names)}, = held", *lines]
     result = "tl.fma(x, tl.broadcast_to(number_0, x.shape), total)"
     return write_function(body, "added_one", ["total", "held", "inside"], lines, result)
+
+
+def _write_scaled(body: Body, names: list[str], scaled: str) -> str:
+    """Write a function that decodes a row by one expression of its bytes and its scale, which the
+    branch without clamping permits. Return a call."""
+    lines = [f"{', '.join(names)}, = held", f"x = {scaled}"]
+    return write_function(body, "decoded_near", ["held"], lines, "x")
 
 
 def _add_lines(

@@ -20,6 +20,7 @@ from commpass.lowering.gpu.tiles.numbers import (
     numbers_of_pairs,
     of_bits,
     round_to_even,
+    scaled_pairs,
     size_bits,
     whole_below,
 )
@@ -66,6 +67,16 @@ def decode_int(codes, BITS: tl.constexpr, MARKS: tl.constexpr, BYTES: tl.constex
 def decode_int4(raw, NVIDIA: tl.constexpr):
     """Bytes ``[blocks, 1, bytes]`` with two codes each to numbers ``[blocks, 2, bytes]``."""
     return numbers_of_pairs(raw, 8, 0, NVIDIA)
+
+
+@tile
+def scaled_int4(raw, number, NVIDIA: tl.constexpr):
+    """``decode_int4`` times a positive number below 2^100."""
+    if NVIDIA:
+        values = scaled_pairs(raw, number, 8, NVIDIA > 1)
+    else:
+        values = decode_int4(raw, False) * number
+    return values
 
 
 @tile
