@@ -38,6 +38,7 @@ from commpass.codecs.dispatch import by_type
 from commpass.lowering.gpu.grid_parts import (
     Lines,
     decode,
+    decode_searched,
     encode,
     input_scale,
     output_scale,
@@ -287,7 +288,7 @@ def _unchanged(
 
 @refit.register
 def _least_squares(scale: LeastSquares, grid: Grid) -> Lines:
-    numbers = decode(grid, "codes")
+    numbers = decode_searched(grid) or decode(grid, "codes")
     if (times := output_scale(grid)) != 1:
         numbers = f"of_companded({numbers}, {times!r}, FP8)"
     back = f"least_squares(x, {numbers}, number_0)"
