@@ -213,10 +213,11 @@ def _prepare(workspace: Workspace, x: Tensor) -> tuple[Tensor, Callable[[], None
 def _launch_of(workspace: Workspace, x: Tensor) -> Launch:
     exchange = replace(workspace.exchange, numel=x.numel())
     generated = kernel(exchange)
+    compiled = {"enable_fp_fusion": generated.fuses, **exchange.options}
     options = {
         **(generated.constants | casts(x.device)),
         **({} if workspace.spins is None else {"SPINS": workspace.spins}),
-        **({"STORES": False} if interpreting() else {"enable_fp_fusion": generated.fuses}),
+        **({"STORES": False} if interpreting() else compiled),
         "num_warps": generated.num_warps,
     }
     return Launch(
