@@ -329,12 +329,16 @@ MOST_OF_SCALED = 2.0**100
 """The bound of scales for ``scaled_bytes``."""
 
 
-def scaled_bytes(codec: BlockCodec) -> str:
+def scaled_bytes(codec: BlockCodec, paired: bool) -> str:
     """Return an expression of values from bytes with two codes each, whose scales are positive and
-    below MOST_OF_SCALED; "" if there is none that is faster than to decode and to multiply."""
+    below MOST_OF_SCALED; "" if there is none that is faster than to decode and to multiply.
+
+    ``paired``: also if the products are of pairs. A rotation of the sum pairs other values, and
+    moves between registers would take longer.
+    """
     simple = isinstance(codec.scale, Absmax) and isinstance(codec.transform, NoTransform)
     if simple and codec.offset is None and codec.grid == IntGrid(4):
-        return "scaled_int4(raw_0, number_0, FP8)"
+        return f"scaled_int4(raw_0, number_0, {paired}, FP8)"
     return ""
 
 

@@ -70,12 +70,13 @@ def decode_int4(raw, NVIDIA: tl.constexpr):
 
 
 @tile
-def scaled_int4(raw, number, NVIDIA: tl.constexpr):
-    """``decode_int4`` times a positive number below 2^100."""
-    if NVIDIA:
-        values = scaled_pairs(raw, number, 8, NVIDIA > 1)
+def scaled_int4(raw, number, PAIRED: tl.constexpr, NVIDIA: tl.constexpr):
+    """``decode_int4`` times a positive number below 2^100. ``PAIRED``: see
+    ``parts.scaled_bytes``."""
+    if NVIDIA == 1 or (NVIDIA == 2 and PAIRED):
+        values = scaled_pairs(raw, number, 8, NVIDIA == 2)
     else:
-        values = decode_int4(raw, False) * number
+        values = decode_int4(raw, NVIDIA) * number
     return values
 
 
