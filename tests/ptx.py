@@ -106,6 +106,8 @@ def instructions(ulps: int) -> dict[str, Callable[..., Words]]:
         "and.b32": lambda a, b: a & b,
         "or.b32": lambda a, b: a | b,
         "prmt.b32": prmt,
+        "cvt.f32.f16": lambda a: words(a.astype(np.uint16).view(np.float16).astype(np.float32)),
+        "fma.rn.f32x2": lambda *pairs: tuple(map(of_floats(fma), *pairs)),
         "cvt.rn.bf16x2.f32": lambda a, b: (nearest_bf16(a) << 16) | nearest_bf16(b),
         "rcp.approx.ftz.f32": of_floats(lambda x: inverse(x, ulps)),
     }
@@ -117,15 +119,30 @@ def instructions(ulps: int) -> dict[str, Callable[..., Words]]:
 def follow(asm: str, taken: list[Words], outputs: int, ulps: int) -> list[Words]:
     """Return the output registers of inline PTX, whose first operands they are."""
     known = instructions(ulps)
-    held = {f"${outputs + number}": register for number, register in enumerate(taken)}
+    held: dict[str, Any] = {
+        f"${outputs + number}": register for number, register in enumerate(taken)
+    }
     for line in asm.replace("{", "").replace("}", "").split(";"):
         if not line.strip() or line.strip().startswith(".reg"):
             continue
         name, rest = line.split(None, 1)
         to, *others = (each.strip() for each in rest.split(","))
+        if name.startswith("mov") and len(others) == 2:
+            held |= moved_parts(name, held, to, *others)
+            continue
         values = [held[each] if each in held else number(each, taken[0]) for each in others]
         held[to] = known[name](*values)
     return [held[f"${number}"] for number in range(outputs)]
+
+
+def moved_parts(name: str, held: dict[str, Any], *names: str) -> dict[str, Any]:
+    """Return the two parts of a register, or two registers as a pair of them."""
+    first, second, third = names
+    if name == "mov.b32":
+        return {first: held[third] & np.uint32(0xFFFF), second: held[third] >> np.uint32(16)}
+    if third in held and isinstance(held[third], tuple):
+        return dict(zip((first, second), held[third], strict=True))
+    return {first: (held[second], held[third])}
 
 
 def number(text: str, like: Words) -> Words:
@@ -158,8 +175,9 @@ def elementwise(
 
 
 @contextmanager
-def as_on_nvidia(ulps: int = 0, contracted: bool = False) -> Iterator[None]:
-    """Let kernels run as on an NVIDIA GPU with 8-bit floats."""
+def as_on_nvidia(ulps: int = 0, contracted: bool = False, pairs: bool = False) -> Iterator[None]:
+    """Let kernels run as on an NVIDIA GPU with 8-bit floats, and with ``pairs`` also instructions
+    on pairs of float32."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -243,8 +261,8 @@ def as_on_nvidia(ulps: int = 0, contracted: bool = False) -> Iterator[None]:
         raw = torch.from_numpy(np.ascontiguousarray(x.data))
         return handle(raw.view(form).to(torch.float32).numpy(), tl.float32)
 
-    def cuts(device: torch.device) -> dict[str, bool]:
-        return {"CASTS": False, "FP8": True}
+    def cuts(device: torch.device) -> dict[str, int]:
+        return {"CASTS": False, "FP8": 1 + pairs}
 
     def either(self: Any, x: Any, to: Any, mode: Any) -> Any:
         return widened(self, x, to) if x.dtype.scalar in casts else cast(self, x, to, mode)

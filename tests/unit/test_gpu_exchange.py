@@ -42,6 +42,7 @@ from commpass.lowering.gpu.exchange_sizes import (  # noqa: E402
 )
 from commpass.lowering.gpu.generate import KNOWN  # noqa: E402
 from commpass.lowering.gpu.source import load, of_text  # noqa: E402
+from commpass.lowering.inspect.lowerable import casts  # noqa: E402
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -65,7 +66,7 @@ def compiled(arch: str, exchange: Exchange) -> Any:
     exchange = replace(exchange, lanes=TARGETS[arch].warp_size)
     made = kernel(exchange)
     given = numbers(exchange, 2, room_for([exchange]))
-    constants = made.constants | {"FP8": arch in ("sm_90", "sm_100")}
+    constants = made.constants | casts(arch)
     whole = [
         place
         for place, (name, kind) in enumerate(made.signature.items())
@@ -77,7 +78,7 @@ def compiled(arch: str, exchange: Exchange) -> Any:
         constants,
         {(place,): [["tt.divisibility", 16]] for place in whole},
     )
-    options = {"num_warps": made.num_warps, "enable_fp_fusion": made.fuses}
+    options = {"num_warps": made.num_warps, "enable_fp_fusion": made.fuses, **exchange.options}
     return triton.compile(source, target=TARGETS[arch], options=options)
 
 

@@ -224,6 +224,7 @@ TIGHT = [
     *(("sm_80", spec, "grouped") for spec in ("rotated(bits=4)", "table(bits=4)", "tahquant")),
     *((arch, "table(bits=4)", name) for arch in ("sm_90", "sm_100") for name in FORMS),
     ("sm_90", "table(scale=lsq)", "batched"),
+    *(("sm_100", spec, name) for spec in ("table(bits=6)", "table(scale=lsq)") for name in FORMS),
 ]
 """Those that need the most registers."""
 

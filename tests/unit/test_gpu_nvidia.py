@@ -62,12 +62,14 @@ def blocks_of(coder, dtype: torch.dtype) -> tuple[torch.Tensor, list[str]]:
     return torch.cat([each.to(dtype) for each in made.values()])[None], list(made)
 
 
-def ran(chain: Chain, taken: torch.Tensor, numel: int, ulps: int) -> torch.Tensor:
+def ran(
+    chain: Chain, taken: torch.Tensor, numel: int, ulps: int, pairs: bool = False
+) -> torch.Tensor:
     from commpass.lowering.gpu import generate, launch
 
     made = generate.kernel(chain, numel)
     out = launch.empty(made, taken.shape[0] // chain.ranks, numel, taken.device)
-    with as_on_nvidia(ulps), np.errstate(all="ignore"):
+    with as_on_nvidia(ulps, pairs=pairs), np.errstate(all="ignore"):
         launch.launch(made, [taken], out, numel)
     return out
 
@@ -184,6 +186,26 @@ def test_sums_are_those_of_the_plain_form(text, ranks):
     finite = total.isfinite()
     assert torch.equal(found.isfinite(), finite)
     torch.testing.assert_close(found[finite], total[finite], rtol=1e-5, atol=1e33)
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize("largest", [2.0**99, math.inf])
+@pytest.mark.parametrize("ranks", [3, rarely(9)])
+def test_sums_of_int4_have_the_bits_of_the_plain_form(ranks, largest, pairs):
+    """Of blocks of all sizes: with small ones only, no program decodes the usual way."""
+    coder, dtype = codec("int4(block=32)"), BF16
+    one, _ = blocks_of(coder, dtype)
+    one = torch.where(one.abs() < largest, one, 1.5) if largest < math.inf else one
+    numel = one.shape[1]
+    turned = [one.roll(32 * turn, 1) * (-1) ** (turn // 2) for turn in range(ranks)]
+    wires = coder.encode_rows(torch.cat(turned).float())
+    first, *others = coder.decode_rows(wires, numel, dtype).float().split(1)
+    total = sum(others, first)
+    found = interpreted(ran, Chain(U8, (Decode(coder, dtype), Sum(ranks))), wires, numel, 1, pairs)
+    assert torch.equal(found.isnan(), total.isnan())
+    assert torch.equal(found.nan_to_num(0.0), total.nan_to_num(0.0))
+    zero = total == 0
+    assert torch.equal(found[zero].signbit(), total[zero].signbit())
 
 
 FORMS = [f"form={form}, bits={bits}" for form in ("companded", "int") for bits in range(2, 9)]

@@ -221,10 +221,11 @@ def _launch_of(workspace: Workspace, exchange: Exchange) -> Launch:
     if not workspace.room.holds(room := room_for([exchange])):
         raise CommpassError(f"a workspace with {workspace.room} has no room for {room}")
     generated = kernel(exchange)
+    compiled = {"enable_fp_fusion": generated.fuses, **exchange.options}
     options = {
         **(generated.constants | casts(workspace.memory.device)),
         **({} if workspace.spins is None else {"SPINS": workspace.spins}),
-        **({"STORES": False} if interpreting() else {"enable_fp_fusion": generated.fuses}),
+        **({"STORES": False} if interpreting() else compiled),
         "num_warps": generated.num_warps,
     }
     return Launch(

@@ -35,6 +35,8 @@ MIXED = 2048
 """Values of a tile if codes that share a byte are rotated over more than WIDE values. In smaller
 tiles the values are held several times, and spill."""
 WIDE = 32
+REGISTERS = 224
+"""The most registers of a thread of a two-shot of MIXED values, on NVIDIA."""
 WARPS = 1
 """Warps of a program; with several, a rotation goes through shared memory, and spills."""
 RESIDENT = 4
@@ -137,6 +139,13 @@ class Exchange:
         codec = self.codec
         assert isinstance(codec, BlockCodec)
         return codec.transform.sums > WIDE and values_in_a_byte(codec) > 1
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Options of the compiler. Without the number of registers, NVIDIA's assembler may spill
+        what a two-shot keeps across its phases, so that more programs fit than ever run at once."""
+        long = self.is_mixed and self.phases > 1 and self.lanes == 32
+        return {"maxnreg": REGISTERS} if long else {}
 
     @property
     def domain(self) -> Domain:

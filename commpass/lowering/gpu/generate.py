@@ -60,7 +60,8 @@ CONSTANTS = ("SIZE", "PARTS", "BLOCKS", "CASTS", "FP8", "CHECKS")
 - ``SIZE``: values of a block.
 - ``PARTS``: parts of a block, which is the number of values that share a byte.
 - ``BLOCKS``: blocks of a tile.
-- ``CASTS``, ``FP8``: whether the GPU's casts to 16 and to 8 bits give the required bits.
+- ``CASTS``, ``FP8``: whether the GPU's casts to 16 and to 8 bits give the required bits. ``FP8`` is
+  2 if the GPU (NVIDIA's from sm_100 on) also has instructions on pairs of float32, else 1 or 0.
 - ``CHECKS``: whether sums check for values that must be clamped to the largest number. The usual
   cost is that without the check.
 """

@@ -154,6 +154,15 @@ def _decode_table(grid: TableGrid, codes: str) -> str:
     return f"signed({_selected(bits[::-1], grid.levels)}, {codes}, {grid.bits})"
 
 
+def decode_searched(grid: Grid) -> str:
+    """Return an expression that decodes what ``encode`` has searched last; "" if it searches
+    nothing."""
+    if not isinstance(grid, TableGrid):
+        return ""
+    bits = [f"above_{bit}" for bit in reversed(range(grid.bits - 1))]
+    return f"signed({_selected(bits, grid.levels)}, codes, {grid.bits})"
+
+
 def _selected(bits: Sequence[str], numbers: Sequence[float]) -> str:
     """Return an expression for the number whose index has these bits, the highest first."""
     if not bits:

@@ -138,10 +138,11 @@ def scalars(
     return {name: found[name] for name in generated.signature if name in found}
 
 
-def casts(device: torch.device) -> dict[str, bool]:
-    """Return the compile-time arguments for a device: whether its casts round as required."""
+def casts(device: torch.device) -> dict[str, int]:
+    """Return the compile-time arguments for a device: whether its casts round as required. ``FP8``
+    is 2 if it also computes on pairs of float32 (``generate.CONSTANTS``)."""
     card = not interpreting()
-    return {"CASTS": card, "FP8": card and has_fp8(device)}
+    return {"CASTS": card, "FP8": (has_fp8(device) + has_pairs(device)) if card else 0}
 
 
 def lanes(device: torch.device) -> int:
@@ -157,6 +158,13 @@ def has_fp8(device: torch.device) -> bool:
     if torch.version.hip is not None or device.type != "cuda":
         return False
     return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def has_pairs(device: torch.device) -> bool:
+    """Whether a GPU has instructions that compute on two float32 at once."""
+    if torch.version.hip is not None or device.type != "cuda":
+        return False
+    return torch.cuda.get_device_capability(device) >= (10, 0)
 
 
 def _codec(generated: Generated) -> BlockCodec:

@@ -158,7 +158,7 @@ def configuration(
         num_warps=8,
         num_stages={"sm_80": 4, "gfx942": 2}.get(arch, 3),
         descriptors=aligned and arch in ("sm_90", "sm_100"),
-        flatten=arch != "gfx942",
+        flatten=_flattens(codec, arch),
     )
     if by.descriptors and form != GROUPED:  # a group may be empty: its tiles have no steps
         deferred = _deferred(by, problem, codec, arch, matmul)
@@ -263,10 +263,21 @@ def _searches_in_few_warps(
     a little for it, so that two programs might fit. The shared memory has room for one. The threads
     of four warps need more, and have 255. Loops over groups have fewer instructions, and fit.
     """
-    flattened = matmul is None or matmul.form != GROUPED
+    flattened = (matmul is None or matmul.form != GROUPED) and _flattens(codec, arch)
     many = isinstance(codec.grid, TableGrid) and codec.grid.bits >= 4
-    fitted = isinstance(codec.scale, LeastSquares)
-    return arch == "sm_100" and flattened and many and not fitted and not load.epilogue
+    return arch == "sm_100" and flattened and many and not load.epilogue
+
+
+def _flattens(codec: BlockCodec, arch: str) -> bool:
+    """Whether the loops over tiles and along k are one.
+
+    On sm_100 they are not if a table has 32 levels of each sign, or if it is searched for a scale
+    of least squares. Such an encode has so many instructions that a tile takes less time without
+    the next one beside it (predicted), and eight warps then have registers enough.
+    """
+    table = isinstance(codec.grid, TableGrid)
+    large = table and (codec.grid.bits > 5 or isinstance(codec.scale, LeastSquares))
+    return arch != "gfx942" and not (arch == "sm_100" and large)
 
 
 def _most_rows(codec: BlockCodec, load: _Load, arch: str) -> int:

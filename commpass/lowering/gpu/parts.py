@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from commpass.codecs.block.codec import BlockCodec
-from commpass.codecs.block.grids import Grid, largest_power
+from commpass.codecs.block.grids import Grid, IntGrid, largest_power
 from commpass.codecs.block.layouts import LANES, Flat, Lanes, Layout, Pairs, Tiles
 from commpass.codecs.block.noise import Nearest, Rounding, Stochastic
 from commpass.codecs.block.packing import widths
@@ -38,6 +38,7 @@ from commpass.codecs.dispatch import by_type
 from commpass.lowering.gpu.grid_parts import (
     Lines,
     decode,
+    decode_searched,
     encode,
     input_scale,
     output_scale,
@@ -287,7 +288,7 @@ def _unchanged(
 
 @refit.register
 def _least_squares(scale: LeastSquares, grid: Grid) -> Lines:
-    numbers = decode(grid, "codes")
+    numbers = decode_searched(grid) or decode(grid, "codes")
     if (times := output_scale(grid)) != 1:
         numbers = f"of_companded({numbers}, {times!r}, FP8)"
     back = f"least_squares(x, {numbers}, number_0)"
@@ -322,6 +323,23 @@ def has_exact_products(codec: BlockCodec) -> bool:
     simple = isinstance(codec.scale, (Absmax, Rms, LeastSquares, SharedExponent))
     plain = isinstance(codec.transform, NoTransform) and codec.offset is None
     return simple and plain and significant_bits(codec.grid) + scale <= 24
+
+
+MOST_OF_SCALED = 2.0**100
+"""The bound of scales for ``scaled_bytes``."""
+
+
+def scaled_bytes(codec: BlockCodec, paired: bool) -> str:
+    """Return an expression of values from bytes with two codes each, whose scales are positive and
+    below MOST_OF_SCALED; "" if there is none that is faster than to decode and to multiply.
+
+    ``paired``: also if the products are of pairs. A rotation of the sum pairs other values, and
+    moves between registers would take longer.
+    """
+    simple = isinstance(codec.scale, Absmax) and isinstance(codec.transform, NoTransform)
+    if simple and codec.offset is None and codec.grid == IntGrid(4):
+        return f"scaled_int4(raw_0, number_0, {paired}, FP8)"
+    return ""
 
 
 def never_exceeds(scale: Scale) -> bool:

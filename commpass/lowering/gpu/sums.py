@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 
 from commpass.codecs.block.codec import BlockCodec
-from commpass.lowering.chain import Chain
+from commpass.codecs.block.domain import VALUES
+from commpass.lowering.chain import Chain, Leave
 from commpass.lowering.gpu import parts
 from commpass.lowering.gpu.source import indent
 from commpass.lowering.gpu.tile_sizes import ranks_of_group
@@ -27,7 +28,7 @@ STRIDE = "tl.cast(input_stride, tl.int64)"
 def write_sum(codec: BlockCodec, dtype: torch.dtype, body: Body, chain: Chain) -> None:
     """Write lines that set ``x`` to the sum of rows, in rank order. It starts with the first row,
     not with zero, to keep minus zero."""
-    add = _write_group(codec, dtype, body)
+    add = _write_group(codec, dtype, body, chain)
     ranks, group = chain.ranks, ranks_of_group(chain, body.size)
     whole, left = divmod(ranks, group)
     body.add(f"wire = input + row * {ranks} * input_stride")
@@ -40,7 +41,7 @@ def write_sum(codec: BlockCodec, dtype: torch.dtype, body: Body, chain: Chain) -
 
 
 def _write_group(
-    codec: BlockCodec, dtype: torch.dtype, body: Body
+    codec: BlockCodec, dtype: torch.dtype, body: Body, chain: Chain
 ) -> Callable[[str, str, int], str]:
     """Write a function that adds rows to ``x``; return a function from ``x``, the wire of the first
     row and their number to a call.
@@ -57,6 +58,10 @@ def _write_group(
     if "CUT" in decode and factors:
         product = " * ".join(f"held[one][{place}]" for place in factors)
         limit = torch.finfo(dtype).max / (2 * codec.grid.largest * codec.transform.sums)
+        near = decode.replace("CUT", "False")
+        if not fused and (scaled := parts.scaled_bytes(codec, not _rotates_back(chain))):
+            near = _write_scaled(body, names, scaled)
+            limit = min(limit, parts.MOST_OF_SCALED)
         lines += [
             "far = False",
             "if CHECKS:",
@@ -71,7 +76,7 @@ def _write_group(
                 _add_lines(decode.replace("CUT", "True"), load.replace("one", "rank"), "range")
             ),
             "else:",
-            *indent(_add_lines(decode.replace("CUT", "False"), "held[one]", fused=fused)),
+            *indent(_add_lines(near, "held[one]", fused=fused)),
         ]
     else:
         lines += _add_lines(decode.replace("CUT", "True"), "held[one]")
@@ -82,6 +87,10 @@ def _write_group(
     )
 
 
+def _rotates_back(chain: Chain) -> bool:
+    return any(isinstance(step, Leave) and step.domain != VALUES for step in chain.steps)
+
+
 def _write_fused(codec: BlockCodec, body: Body, names: list[str]) -> str:
     """Write a function that adds a decoded row to a total without rounding the products, which
     float32 holds exactly: the bits are the same. Return a call."""
@@ -90,6 +99,13 @@ def _write_fused(codec: BlockCodec, body: Body, names: list[str]) -> str:
     lines = [f"{', '.join(names)}, = held", *lines]
     result = "tl.fma(x, tl.broadcast_to(number_0, x.shape), total)"
     return write_function(body, "added_one", ["total", "held", "inside"], lines, result)
+
+
+def _write_scaled(body: Body, names: list[str], scaled: str) -> str:
+    """Write a function that decodes a row by one expression of its bytes and its scale, which the
+    branch without clamping permits. Return a call."""
+    lines = [f"{', '.join(names)}, = held", f"x = {scaled}"]
+    return write_function(body, "decoded_near", ["held"], lines, "x")
 
 
 def _add_lines(

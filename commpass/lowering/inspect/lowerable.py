@@ -13,9 +13,9 @@ from commpass.lowering.inspect.roofline import MEMORY, Prediction, exposed, pred
 from commpass.lowering.inspect.sass import Counts, Sass, Trips, count_instructions
 
 
-def casts(arch: str) -> dict[str, bool]:
+def casts(arch: str) -> dict[str, int]:
     """As ``launch.casts``, for an architecture."""
-    return {"CASTS": True, "FP8": arch in ("sm_90", "sm_100")}
+    return {"CASTS": True, "FP8": {"sm_90": 1, "sm_100": 2}.get(arch, 0)}
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from commpass.lowering.gpu.tiles.numbers import (
     numbers_of_pairs,
     of_bits,
     round_to_even,
+    scaled_pairs,
     size_bits,
     whole_below,
 )
@@ -66,6 +67,17 @@ def decode_int(codes, BITS: tl.constexpr, MARKS: tl.constexpr, BYTES: tl.constex
 def decode_int4(raw, NVIDIA: tl.constexpr):
     """Bytes ``[blocks, 1, bytes]`` with two codes each to numbers ``[blocks, 2, bytes]``."""
     return numbers_of_pairs(raw, 8, 0, NVIDIA)
+
+
+@tile
+def scaled_int4(raw, number, PAIRED: tl.constexpr, NVIDIA: tl.constexpr):
+    """``decode_int4`` times a positive number below 2^100. ``PAIRED``: see
+    ``parts.scaled_bytes``."""
+    if NVIDIA == 1 or (NVIDIA == 2 and PAIRED):
+        values = scaled_pairs(raw, number, 8, NVIDIA == 2)
+    else:
+        values = decode_int4(raw, NVIDIA) * number
+    return values
 
 
 @tile

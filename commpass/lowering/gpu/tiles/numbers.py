@@ -179,7 +179,7 @@ def numbers_of_pairs(raw, LESS: tl.constexpr, POWER: tl.constexpr, NVIDIA: tl.co
     ``raw [blocks, 1, bytes]``: numbers ``[blocks, 2, bytes]``. On NVIDIA, eight codes are separated
     at a time."""
     if NVIDIA:
-        both = nibbles_within(raw, 0x4B000000 + (POWER << 23), 0x7650, 1)
+        both = nibbles_within(raw, 0, 0, 0x4B000000 + (POWER << 23), 0x7650, 1)
         numbers = side_by_side(both[0], both[1]) - (8388608.0 + LESS) * 2.0**POWER
     else:
         numbers = number_of(unpacked(raw.to(tl.int32), 4, 2), LESS, POWER, False)
@@ -187,11 +187,20 @@ def numbers_of_pairs(raw, LESS: tl.constexpr, POWER: tl.constexpr, NVIDIA: tl.co
 
 
 @tile
-def nibbles_within(raw, FIRST: tl.constexpr, SELECTOR: tl.constexpr, STEP: tl.constexpr):
-    """``byte_within`` for the low and the high four bits of bytes."""
+def nibbles_within(
+    raw,
+    UP: tl.constexpr,
+    REST: tl.constexpr,
+    FIRST: tl.constexpr,
+    SELECTOR: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """``byte_within`` for the low and the high four bits of bytes, which become bits UP to UP + 3
+    of bytes that otherwise have the bits of REST (of four bytes)."""
     return tl.inline_asm_elementwise(
-        "{.reg .b32 low, high; and.b32 low, $8, 0x0F0F0F0F; shr.b32 high, $8, 4;"
-        "and.b32 high, high, 0x0F0F0F0F;"
+        f"{{.reg .b32 low, high; shl.b32 low, $8, {UP}; and.b32 low, low, {0x0F0F0F0F << UP};"
+        f"or.b32 low, low, {REST}; shr.b32 high, $8, {4 - UP};"
+        f"and.b32 high, high, {0x0F0F0F0F << UP}; or.b32 high, high, {REST};"
         f"prmt.b32 $0, low, {FIRST}, {SELECTOR};"
         f"prmt.b32 $1, low, {FIRST}, {SELECTOR + STEP};"
         f"prmt.b32 $2, low, {FIRST}, {SELECTOR + 2 * STEP};"
@@ -207,6 +216,54 @@ def nibbles_within(raw, FIRST: tl.constexpr, SELECTOR: tl.constexpr, STEP: tl.co
         is_pure=True,
         pack=4,
     )
+
+
+@tile
+def fused_product(a, b, c, PAIRS: tl.constexpr):
+    """``a * b + c``, rounded once; with ``PAIRS`` for two values by one instruction."""
+    if PAIRS:
+        result = tl.inline_asm_elementwise(
+            "{.reg .b64 a, b, c; mov.b64 a, {$2, $3}; mov.b64 b, {$4, $5}; mov.b64 c, {$6, $7};"
+            "fma.rn.f32x2 a, a, b, c; mov.b64 {$0, $1}, a;}",
+            "=f,=f,f,f,f,f,f,f",
+            [a, b, c],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        result = tl.fma(a, b, c)
+    return result
+
+
+@tile
+def scaled_pairs(raw, number, LESS: tl.constexpr, PAIRS: tl.constexpr):
+    """``numbers_of_pairs`` times ``number``, positive and below 2^100, rounded as their products
+    are, with an instruction less for each. On NVIDIA.
+
+    Four bits are the mantissa of a subnormal float16, which a conversion makes a float32. A product
+    with 2^24 or 2^20 times the number is then exact, and so is LESS, a power of two, times it.
+    """
+    both = tl.inline_asm_elementwise(
+        "{.reg .b32 odd, low, high, odd_low, odd_high;"
+        ".reg .b16 l0, l1, l2, l3, h0, h1, h2, h3; shr.b32 odd, $8, 8;"
+        "and.b32 low, $8, 0x000F000F; and.b32 high, $8, 0x00F000F0;"
+        "and.b32 odd_low, odd, 0x000F000F; and.b32 odd_high, odd, 0x00F000F0;"
+        "mov.b32 {l0, l2}, low; mov.b32 {l1, l3}, odd_low;"
+        "mov.b32 {h0, h2}, high; mov.b32 {h1, h3}, odd_high;"
+        "cvt.f32.f16 $0, l0; cvt.f32.f16 $1, l1; cvt.f32.f16 $2, l2; cvt.f32.f16 $3, l3;"
+        "cvt.f32.f16 $4, h0; cvt.f32.f16 $5, h1; cvt.f32.f16 $6, h2; cvt.f32.f16 $7, h3;"
+        "}",
+        "=f,=f,=f,=f,=f,=f,=f,=f,r",
+        [raw],
+        dtype=(tl.float32, tl.float32),
+        is_pure=True,
+        pack=4,
+    )
+    less = tl.broadcast_to(number * -LESS, raw.shape)
+    low = fused_product(both[0], tl.broadcast_to(number * 2.0**24, raw.shape), less, PAIRS)
+    high = fused_product(both[1], tl.broadcast_to(number * 2.0**20, raw.shape), less, PAIRS)
+    return side_by_side(low, high)
 
 
 @tile
@@ -227,21 +284,7 @@ def middle_of_cell(codes, UNIT: tl.constexpr, BITS: tl.constexpr):
 def middles_of_pairs(raw, UNIT: tl.constexpr):
     """``middle_of_cell`` for codes of four bits, two in each byte of ``raw [blocks, 1, bytes]``:
     numbers ``[blocks, 2, bytes]``."""
-    both = tl.inline_asm_elementwise(
-        "{.reg .b32 low, high; shl.b32 low, $8, 4; and.b32 low, low, 0xF0F0F0F0;"
-        "or.b32 low, low, 0x08080808; and.b32 high, $8, 0xF0F0F0F0;"
-        "or.b32 high, high, 0x08080808;"
-        "prmt.b32 $0, low, 0x47000000, 0x7604; prmt.b32 $1, low, 0x47000000, 0x7614;"
-        "prmt.b32 $2, low, 0x47000000, 0x7624; prmt.b32 $3, low, 0x47000000, 0x7634;"
-        "prmt.b32 $4, high, 0x47000000, 0x7604; prmt.b32 $5, high, 0x47000000, 0x7614;"
-        "prmt.b32 $6, high, 0x47000000, 0x7624; prmt.b32 $7, high, 0x47000000, 0x7634;"
-        "}",
-        "=f,=f,=f,=f,=f,=f,=f,=f,r",
-        [raw],
-        dtype=(tl.float32, tl.float32),
-        is_pure=True,
-        pack=4,
-    )
+    both = nibbles_within(raw, 4, 0x08080808, 0x47000000, 0x7604, 16)
     return from_middle(side_by_side(both[0], both[1]), UNIT)
 
 
