@@ -179,7 +179,7 @@ def exponent_join(
     most = tl.max(count, 0)
     if most * EXPONENT <= 64:
         escaped = strings_of(dynamic, begin, at, count, room, EXPONENT, EXPONENT)
-    else:
+    else:  # rare
         escaped = strings_of(dynamic, begin, at, count, room, EXPONENT, FEW)
     escaped = put_back(escaped, mask, most)
     last = ()
@@ -230,7 +230,7 @@ def exponent_join(
         else:
             tl.store(out + at, values[part].to(tl.int32, bitcast=True), mask=inside)
 
-    if tile_ == 0:
+    if tile_ == 0:  # rare
         # Values that are in no line.
         plain = marks_of(wire, columns, REST + FIRST) + (columns + LANES - 1) // LANES
         place = tl.arange(0, 128)

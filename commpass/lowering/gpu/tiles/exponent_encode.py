@@ -210,7 +210,7 @@ def exponent_split(
                 begin, gained = append(
                     own, planes, count, begin, gained, kept, len(planes), COLUMNS
                 )
-            else:
+            else:  # rare
                 begin, gained = append(own, planes, count, begin, gained, kept, 2, COLUMNS)
     # The last word may end in the middle.
     last = sums + tl.arange(0, COLUMNS // LANES) * (LANES // 2 * RAW) + (begin >> 6)
@@ -267,12 +267,12 @@ def exponent_place(
         number = number.to(tl.uint16).to(tl.int16, bitcast=True)
         tl.store(dynamic + begin[:, None] + unit, number, mask=wanted)
 
-    if tile_ == tiles - 1:
+    if tile_ == tiles - 1:  # rare
         # Up to a multiple of 16 bytes, which is sent.
         end = first_unit + tl.sum(length, 0)
         place = tl.arange(0, 8)
         tl.store(dynamic + end + place, place.to(tl.int16) * 0, mask=place < (-end & 7))
-    if tile_ == 0:
+    if tile_ == 0:  # rare
         # Values that are in no line, and what fills the last unit.
         plain = marks_of(wire, columns, REST + FIRST) + (columns + LANES - 1) // LANES
         free = tl.cast(static, tl.int64) * 4 - tl.cast(columns, tl.int64) * (REST + FIRST)
