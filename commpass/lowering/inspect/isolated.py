@@ -55,16 +55,16 @@ def _works_of_exponent(codec: ExponentCodec, dtype: torch.dtype, numel: int) -> 
         2.0 * words * chunks,
     )
     marks, tallies = 4.0 * chunks, 4.0 * tiles
-    # The strings are written, and read, in words of 8 bytes.
-    strings = 8.0 * math.ceil(words / 4) * chunks
-    rounds, earlier = _rounds(found, tiling.columns), _groups_before(tiles, tiling.group)
+    # The strings are written, and read, in words of 4 bytes.
+    strings = 4.0 * math.ceil(words / 2) * chunks
+    rounds = _rounds(found, tiling.columns)
     units = float(math.ceil(words / UNITS))
     whole = values + static + dynamic
     return {
         "exponent_split": Work(values + static + strings + tallies, rounds, whole),
-        "exponent_place": Work(marks + strings + tallies + dynamic, (earlier, units), whole),
+        "exponent_place": Work(marks + strings + tallies + dynamic, (units,), whole),
         "exponent_count": Work(marks + tallies, (), whole),
-        "exponent_join": Work(whole + tallies, (earlier, *rounds), whole),
+        "exponent_join": Work(whole + tallies, rounds, whole),
     }
 
 
@@ -73,11 +73,6 @@ def _rounds(found: Exponents, columns: int) -> tuple[float, ...]:
     return tuple(
         found.rounds(step, columns) for step, bits in enumerate(found.fields) if bits > FEW_BITS
     )
-
-
-def _groups_before(tiles: int, group: int) -> float:
-    """Return the mean iterations of the loop of ``exponent_wire.before`` over groups of tiles."""
-    return sum(-(-(tile // group) // group) for tile in range(tiles)) / tiles
 
 
 def of_entropy(

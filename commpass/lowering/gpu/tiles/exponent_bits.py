@@ -101,6 +101,22 @@ def minus(a, b):
 
 
 @tile
+def less(a, b):
+    """``a - b``, as many planes as ``a``, and where it is below zero; planes that ``b`` lacks are
+    zero."""
+    borrow = tl.zeros_like(a[0])
+    difference = ()
+    for bit in tl.static_range(len(a)):
+        if bit < len(b):
+            difference = difference + (a[bit] ^ b[bit] ^ borrow,)
+            borrow = (inverse(a[bit]) & (b[bit] ^ borrow)) | (b[bit] & borrow)
+        else:
+            difference = difference + (a[bit] ^ borrow,)
+            borrow = inverse(a[bit]) & borrow
+    return difference, borrow
+
+
+@tile
 def plus(a, b):
     """``a + b``, as many planes as ``b``; those that ``a`` lacks are zero."""
     carry = tl.zeros_like(a[0])
@@ -207,6 +223,5 @@ def unpacked(string, fields, BITS: tl.constexpr):
     them: mask it off."""
     planes = ()
     for number in tl.static_range(BITS):
-        shift = tl.minimum(fields * number, 63).to(tl.uint64)
-        planes = planes + ((string >> shift).to(tl.uint32),)
+        planes = planes + (string >> (fields * number).to(tl.uint32),)
     return planes

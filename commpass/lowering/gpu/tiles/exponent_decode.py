@@ -16,7 +16,7 @@ from commpass.lowering.gpu.tiles.exponent_bits import (
     transposed,
     unpacked,
 )
-from commpass.lowering.gpu.tiles.exponent_encode import up_to_here
+from commpass.lowering.gpu.tiles.exponent_encode import FEW_BITS, up_to_here
 from commpass.lowering.gpu.tiles.exponent_floats import pack_floats
 from commpass.lowering.gpu.tiles.exponent_ladder import exponents_from
 from commpass.lowering.gpu.tiles.exponent_wire import (
@@ -25,7 +25,6 @@ from commpass.lowering.gpu.tiles.exponent_wire import (
     MODE,
     MODE_AT,
     START,
-    add_up,
     before,
     chunk_marks,
     chunk_sums,
@@ -35,13 +34,9 @@ from commpass.lowering.gpu.tiles.exponent_wire import (
     row_words,
 )
 
-FEW = 2
-"""As FEW_BITS of encode; this many planes always fit in 64 bits."""
-
-
 @tile
 def read(dynamic, begin, offset, length, capacity):
-    """``length`` bits, up to 64, from bit ``begin + offset`` on; further ones may follow. Nothing
+    """``length`` bits, up to 32, from bit ``begin + offset`` on; further ones may follow. Nothing
     beyond the ``capacity`` words of the dynamic part is read, whatever the wire holds.
 
     ``begin`` int64 of a tile, a multiple of 16; ``offset`` int32 of its columns: all but the first
@@ -53,14 +48,9 @@ def read(dynamic, begin, offset, length, capacity):
     bit = (begin & 31).to(tl.int32) + offset
     number = bit >> 5
     shift = bit & 31
-    reach = shift + length
-    shift = shift.to(tl.uint64)
     low = load_packed(dynamic, number, length > 0, last)
-    middle = load_packed(dynamic, number + 1, reach > 32, last)
-    high = load_packed(dynamic, number + 2, reach > 64, last)
-    low = (low | (middle << 32)) >> shift
-    high = (middle | (high << 32)) >> shift
-    return (low & 0xFFFFFFFF) | (high << 32)
+    high = load_packed(dynamic, number + 1, shift + length > 32, last)
+    return ((low | (high << 32)) >> shift.to(tl.uint64)).to(tl.uint32)
 
 
 @tile
@@ -76,7 +66,6 @@ def exponent_count(
     groups,
     quads,
     static,
-    tiles,
     many_groups,
     REST: tl.constexpr,
     EXPONENT: tl.constexpr,
@@ -84,14 +73,20 @@ def exponent_count(
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Sums of the 16-bit words of tiles."""
+    """Sums of the 16-bit words of the tiles of a group, and of the group."""
     FIRST: tl.constexpr = BITS & 15
-    row = tl.program_id(0) // tiles
-    tile_ = tl.program_id(0) % tiles
+    RAW: tl.constexpr = EXPONENT - FIRST
+    row = tl.program_id(0) // many_groups
+    group = tl.program_id(0) % many_groups
     columns = quads * 4
-    wire += tl.cast(row, tl.int64) * row_words(static, columns, EXPONENT - FIRST)
-    _, length, _ = chunk_marks(wire, tile_, columns, REST + FIRST, EXPONENT - FIRST, COLUMNS)
-    add_up(tallies, groups, row, tile_, many_groups, tl.sum(length, 0), GROUP)
+    wire += tl.cast(row, tl.int64) * row_words(static, columns, RAW)
+    _, length, _ = chunk_marks(wire, group, columns, REST + FIRST, RAW, COLUMNS * GROUP)
+    sums = tl.sum(tl.reshape(length, (GROUP, COLUMNS // LANES)), 1)
+    tallies += (tl.cast(row, tl.int64) * many_groups + group) * GROUP
+    tl.store(tallies + tl.arange(0, GROUP), sums)
+    padded = (many_groups + GROUP - 1) // GROUP * GROUP
+    groups += tl.cast(row, tl.int64) * padded + group
+    tl.store(groups, tl.sum(sums, 0).to(groups.dtype.element_ty))
 
 
 @tile
@@ -108,6 +103,20 @@ def strings_of(dynamic, begin, offset, fields, capacity, BITS: tl.constexpr, COU
 @tile
 def string_of(dynamic, begin, offset, fields, capacity, BITS: tl.constexpr):
     return unpacked(read(dynamic, begin, offset, fields * BITS, capacity), fields, BITS)
+
+
+@tile
+def planes_of_strings(dynamic, begin, offset, fields, most, capacity, BITS: tl.constexpr):
+    """The planes of fields, of which no column has more than ``most``: of one string, if those fit
+    into a word."""
+    planes = ()
+    for _ in tl.static_range(BITS):
+        planes = planes + (tl.zeros_like(fields).to(tl.uint32),)
+    if most * BITS <= 32:
+        planes = string_of(dynamic, begin, offset, fields, capacity, BITS)
+    else:  # rare
+        planes = strings_of(dynamic, begin, offset, fields, capacity, BITS, 1)
+    return planes
 
 
 @tile
@@ -160,12 +169,14 @@ def exponent_join(
         count = ones(mask)
         each = count * ((BITS >> (4 * step)) & 15)
         at = offset + up_to_here(each, COLUMNS) - each
-        if (BITS >> (4 * step)) & 15 <= FEW:
-            planes = strings_of(dynamic, begin, at, count, room, (BITS >> (4 * step)) & 15, FEW)
+        most = tl.max(count, 0)
+        planes = planes_of_strings(
+            dynamic, begin, at, count, most, room, (BITS >> (4 * step)) & 15
+        )
+        if (BITS >> (4 * step)) & 15 <= FEW_BITS:
             planes = expanded(planes, moves(mask), mask)
         else:
-            planes = strings_of(dynamic, begin, at, count, room, (BITS >> (4 * step)) & 15, FEW)
-            planes = put_back(planes, mask, tl.max(count, 0))
+            planes = put_back(planes, mask, most)
         offset = offset + on_columns(chunk_sums(each, COLUMNS), COLUMNS)
         mask = mask & inverse(any_of(planes))
         fields = fields + (planes,)
@@ -173,14 +184,8 @@ def exponent_join(
     count = ones(mask)
     each = count * EXPONENT - tl.where(raw != 0, count * FIRST, 0)
     at = offset + up_to_here(each, COLUMNS) - each
-    escaped = ()
-    for _ in tl.static_range(EXPONENT):
-        escaped = escaped + (tl.zeros_like(mask),)
     most = tl.max(count, 0)
-    if most * EXPONENT <= 64:
-        escaped = strings_of(dynamic, begin, at, count, room, EXPONENT, EXPONENT)
-    else:  # rare
-        escaped = strings_of(dynamic, begin, at, count, room, EXPONENT, FEW)
+    escaped = planes_of_strings(dynamic, begin, at, count, most, room, EXPONENT)
     escaped = put_back(escaped, mask, most)
     last = ()
     for bit in tl.static_range(EXPONENT):
