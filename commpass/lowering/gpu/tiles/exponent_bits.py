@@ -157,7 +157,8 @@ def compressed(planes, plan, mask):
     for number in tl.static_range(len(planes)):
         word = planes[number] & mask
         for turn in tl.static_range(5):
-            word = (word & inverse(plan[turn])) | ((word & plan[turn]) >> (1 << turn))
+            going = word & plan[turn]
+            word = word ^ going ^ (going >> (1 << turn))
         out = out + (word,)
     return out
 
@@ -169,7 +170,7 @@ def expanded(planes, plan, mask):
     for number in tl.static_range(len(planes)):
         word = planes[number]
         for turn in tl.static_range(5):
-            word = (word & inverse(plan[4 - turn])) | ((word << (1 << (4 - turn))) & plan[4 - turn])
+            word = merged(plan[4 - turn], word << (1 << (4 - turn)), word)
         out = out + (word & mask,)
     return out
 
@@ -183,18 +184,24 @@ def picked(planes, mask, limit):
     out = ()
     for _ in tl.static_range(len(planes)):
         out = out + (tl.zeros_like(mask),)
-    place = tl.full((), 1, tl.uint32)
+    place = unknown(1)
     for _ in range(limit):
-        lowest = mask & (0 - mask)
-        mask = mask ^ lowest
+        others = mask & (mask + unknown(0xFFFFFFFF))
+        lowest = mask ^ others
+        mask = others
         longer = ()
         for number in tl.static_range(len(planes)):
-            longer = longer + (
-                tl.where(planes[number] & lowest != 0, out[number] | place, out[number]),
-            )
+            longer = longer + (out[number] + bit_of(planes[number], lowest) * place,)
         out = longer
         place = place << 1
     return out
+
+
+@tile
+def bit_of(plane, lowest):
+    """1 where a plane has the one bit of ``lowest``, else 0: by a count of ones, since that is not
+    done where logic is. The compiler must not know that there is one bit, or it compares."""
+    return ones(plane & lowest).to(tl.uint32)
 
 
 @tile
@@ -203,15 +210,14 @@ def put_back(planes, mask, limit):
     out = ()
     for _ in tl.static_range(len(planes)):
         out = out + (tl.zeros_like(mask),)
-    place = tl.full((), 1, tl.uint32)
+    place = unknown(1)
     for _ in range(limit):
-        lowest = mask & (0 - mask)
-        mask = mask ^ lowest
+        others = mask & (mask + unknown(0xFFFFFFFF))
+        lowest = mask ^ others
+        mask = others
         fuller = ()
         for number in tl.static_range(len(planes)):
-            fuller = fuller + (
-                tl.where(planes[number] & place != 0, out[number] | lowest, out[number]),
-            )
+            fuller = fuller + (out[number] + bit_of(planes[number], place) * lowest,)
         out = fuller
         place = place << 1
     return out

@@ -10,6 +10,7 @@ from commpass.lowering.gpu.tiles.exponent_bits import (
     any_of,
     expanded,
     inverse,
+    merged,
     moves,
     ones,
     put_back,
@@ -120,6 +121,15 @@ def planes_of_strings(dynamic, begin, offset, fields, most, capacity, BITS: tl.c
 
 
 @tile
+def with_raw(coded, whole, raw):
+    """Planes of exponents: those of raw chunks are the first ones of ``whole``."""
+    planes = ()
+    for bit in tl.static_range(len(coded)):
+        planes = planes + (merged(raw, whole[bit], coded[bit]),)
+    return planes
+
+
+@tile
 def exponent_join(
     wire,
     out,
@@ -153,8 +163,8 @@ def exponent_join(
     wire += tl.cast(row, tl.int64) * row_words(static, columns, RAW)
     dynamic = wire + tl.cast(static, tl.int64) * 4
     room = tl.cast(columns, tl.int64) * RAW
-    marks, length, raw = chunk_marks(wire, tile_, columns, REST + FIRST, RAW, COLUMNS)
-    raw = on_columns(tl.where(raw, 0xFFFFFFFF, 0).to(tl.uint32), COLUMNS) & live
+    marks, length, is_raw = chunk_marks(wire, tile_, columns, REST + FIRST, RAW, COLUMNS)
+    raw = on_columns(tl.where(is_raw, 0xFFFFFFFF, 0).to(tl.uint32), COLUMNS) & live
     begin = before(tallies, groups, row, tile_, many_groups, GROUP) * 16
     # Bits from the tile's first one on.
     offset = on_columns((tl.cumsum(length, 0) - length) * 16, COLUMNS)
@@ -187,10 +197,7 @@ def exponent_join(
     most = tl.max(count, 0)
     escaped = planes_of_strings(dynamic, begin, at, count, most, room, EXPONENT)
     escaped = put_back(escaped, mask, most)
-    last = ()
-    for bit in tl.static_range(EXPONENT):
-        last = last + (escaped[bit] & inverse(raw),)
-    fields = fields + (last,)
+    fields = fields + (escaped,)
 
     mode = (marks >> MODE_AT) & MODE
     modes = ()
@@ -206,15 +213,11 @@ def exponent_join(
         TABLES,
         EXPONENT,
     )
-    exponents = ()
-    for bit in tl.static_range(8):
-        if bit < FIRST:
-            exponents = exponents + ((coded[bit] & inverse(raw)) | (fields[0][bit] & raw),)
-        elif bit < EXPONENT:
-            exponents = exponents + ((coded[bit] & inverse(raw)) | (escaped[bit - FIRST] & raw),)
-        else:
-            exponents = exponents + (tl.zeros_like(mask),)
-    exponents = transposed(exponents)
+    if tl.max(is_raw.to(tl.int32), 0) != 0:  # rare
+        coded = with_raw(coded, fields[0] + escaped, raw)
+    for _ in tl.static_range(EXPONENT, 8):
+        coded = coded + (tl.zeros_like(mask),)
+    exponents = transposed(coded)
 
     rest = ()
     for number in tl.static_range(REST):

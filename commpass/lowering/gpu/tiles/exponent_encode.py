@@ -16,6 +16,7 @@ from commpass.lowering.gpu.tiles.exponent_bits import (
     ones,
     picked,
     transposed,
+    unknown,
 )
 from commpass.lowering.gpu.tiles.exponent_floats import column_words, exponents_of, rest_of
 from commpass.lowering.gpu.tiles.exponent_ladder import codes_of
@@ -55,9 +56,12 @@ def shifted(planes, fields, offset, FIRST: tl.constexpr, COUNT: tl.constexpr):
     bits that begins at a bit offset: its length, what falls into the word where it begins, and into
     the next one."""
     HERE: tl.constexpr = min(COUNT, len(planes) - FIRST)
-    string = planes[FIRST]
-    for number in tl.static_range(1, HERE):
-        string = string | (planes[FIRST + number] << (fields * number).to(tl.uint32))
+    string = planes[FIRST + HERE - 1]
+    if HERE > 1:
+        # By products, since shifts are done where logic is.
+        factor = unknown(1) << fields.to(tl.uint32)
+        for number in tl.static_range(1, HERE):
+            string = string * factor + planes[FIRST + HERE - 1 - number]
     wide = string.to(tl.uint64) << (offset & 31).to(tl.uint64)
     return fields * HERE, wide.to(tl.uint32), (wide >> 32).to(tl.uint32)
 
@@ -166,12 +170,14 @@ def exponent_split(
         of_mode = tl.where(mode == number + 1, 0xFFFFFFFF, 0).to(tl.uint32)
         modes = modes + (on_columns(of_mode, COLUMNS),)
     place = on_columns(place, COLUMNS)
-    fields, masks = codes_of(exponents, offset, near, place, modes, STEPS, BITS, TABLES, STARTS)
+    fields, masks = codes_of(
+        exponents, offset, near, place, live, modes, STEPS, BITS, TABLES, STARTS
+    )
 
     counts = ()
     bits = tl.zeros_like(start)
     for step in tl.static_range(1, STEPS + 1):
-        count = ones(masks[step] & live)
+        count = ones(masks[step])
         counts = counts + (count,)
         bits = bits + chunk_sums(count, COLUMNS) * len(fields[step])
     length = tl.minimum((bits + 15) >> 4, has * (2 * RAW))
@@ -197,13 +203,12 @@ def exponent_split(
     gained = tl.zeros_like(start).to(tl.uint32)
     kept = inside & (is_raw == 0)
     for step in tl.static_range(1, STEPS + 1):
-        mask = tl.where(kept, masks[step], 0)
-        count = tl.where(kept, counts[step - 1], 0)
+        count = counts[step - 1]
         most = tl.max(count, 0)
         if len(fields[step]) <= FEW_BITS:
-            planes = compressed(fields[step], moves(mask), mask)
+            planes = compressed(fields[step], moves(masks[step]), masks[step])
         else:
-            planes = picked(fields[step], mask, most)
+            planes = picked(fields[step], masks[step], most)
         if most * len(fields[step]) <= 32:
             begin, gained = append(own, planes, count, begin, gained, kept, len(planes), COLUMNS)
         else:  # rare

@@ -66,6 +66,7 @@ def codes_of(
     offset,
     near,
     place,
+    live,
     modes,
     STEPS: tl.constexpr,
     BITS: tl.constexpr,
@@ -77,15 +78,16 @@ def codes_of(
     mask.
 
     ``offset``, ``near`` and ``place`` are of ``choose``: every window lies inside the 16 exponents
-    from the lowest start on, so that 4 planes say where in it an exponent is. ``modes``: the k-th
-    has words of ones where zeros are named by step k, and zero elsewhere.
+    from the lowest start on, so that 4 planes say where in it an exponent is. ``live``: words of
+    ones where there are values. ``modes``: the k-th has words of ones where zeros are named by step
+    k, and zero elsewhere.
     """
     offset, below = less(offset, spread(place, 3 if STARTS <= 8 else 4))
     near = near & inverse(below)
     zero = inverse(any_of(exponents))
     low = four_of(offset[0], offset[1], near)
     high = four_of(offset[2], offset[3], near)
-    here = tl.full(zero.shape, 0xFFFFFFFF, tl.uint32)
+    here = live
     fields = ()
     masks = (here,)
     for step in tl.static_range(STEPS):

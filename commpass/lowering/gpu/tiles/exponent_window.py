@@ -81,17 +81,16 @@ def choose(
             gain = gain + some * ((FIELDS >> (4 * step)) & 15)
         inside = inside + (gain,)
     zeros = values - number
+    # Of equal gains the first: it comes with the largest number in the low bits.
     best = tl.full(number.shape, -1, tl.int32)
-    place = tl.zeros_like(number)
     for mode in tl.static_range(MODES + 1):
         for start in tl.static_range(STARTS):
             gain = inside[start] + zeros * ((NAMED >> (5 * mode)) & 31)
             if mode > 0:
                 moved = bins[start + ((MOVED >> (5 * mode)) & 31)]
                 gain = gain - moved * ((LOST >> (5 * mode)) & 31)
-            better = gain > best
-            best = tl.where(better, gain, best)
-            place = tl.where(better, mode * STARTS + start, place)
+            best = tl.maximum(best, gain * 32 + (31 - mode * STARTS - start))
+    place = 31 - (best & 31)
     mode = place // STARTS
     place = place - mode * STARTS
     return base + place, mode, place, offset[0:4], near
