@@ -41,7 +41,7 @@ class Tiling:
     columns: int = 128
     warps: int = 1
     group: int = 128
-    placed: int = 4
+    placed: int = 2
 
 
 TILING = Tiling()

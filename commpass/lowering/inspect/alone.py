@@ -71,8 +71,9 @@ def _issue(
 def registers(one: Instruction) -> tuple[list[str], list[str]]:
     """Return the registers and predicates that an instruction writes, and those that it reads."""
     parts = one.operands.split(",")
+    # RED and REDG, unlike REDUX, add to memory, and return nothing.
     written: list[str] = []
-    if one.kind not in NO_RESULT:
+    if one.kind not in NO_RESULT and one.base not in ("RED", "REDG", "REDAS"):
         while parts and re.fullmatch(r"\s*!?U?PT?[0-6]?\s*", parts[0]):
             written += _named(parts.pop(0), 1)
         if parts and not one.base.endswith(("SETP", "SETP2", "VOTE")):

@@ -121,11 +121,19 @@ def planes_of_strings(dynamic, begin, offset, fields, most, capacity, BITS: tl.c
 
 
 @tile
-def with_raw(coded, whole, raw):
-    """Planes of exponents: those of raw chunks are the first ones of ``whole``."""
+def without(planes, mask):
+    out = ()
+    for bit in tl.static_range(len(planes)):
+        out = out + (planes[bit] & inverse(mask),)
+    return out
+
+
+@tile
+def under(mask, a, b):
+    """As many planes as ``b``: those of ``a`` under the mask, those of ``b`` elsewhere."""
     planes = ()
-    for bit in tl.static_range(len(coded)):
-        planes = planes + (merged(raw, whole[bit], coded[bit]),)
+    for bit in tl.static_range(len(b)):
+        planes = planes + (merged(mask, a[bit], b[bit]),)
     return planes
 
 
@@ -174,7 +182,8 @@ def exponent_join(
         at = wire + (REST + number) * tl.cast(columns, tl.int64) + column
         planes = planes + (tl.load(at, mask=inside, other=0).to(tl.uint32, bitcast=True),)
     mask = inverse(any_of(planes)) & live & inverse(raw)
-    fields = (planes,)
+    named = planes
+    fields = ()
     for step in tl.static_range(1, STEPS):
         count = ones(mask)
         each = count * ((BITS >> (4 * step)) & 15)
@@ -197,7 +206,11 @@ def exponent_join(
     most = tl.max(count, 0)
     escaped = planes_of_strings(dynamic, begin, at, count, most, room, EXPONENT)
     escaped = put_back(escaped, mask, most)
-    fields = fields + (escaped,)
+    if tl.max(is_raw.to(tl.int32), 0) != 0:  # rare
+        # Whole exponents, as if no step but the last named one.
+        escaped = under(raw, named + escaped, escaped)
+        named = without(named, raw)
+    fields = (named,) + fields + (escaped,)
 
     mode = (marks >> MODE_AT) & MODE
     modes = ()
@@ -213,8 +226,6 @@ def exponent_join(
         TABLES,
         EXPONENT,
     )
-    if tl.max(is_raw.to(tl.int32), 0) != 0:  # rare
-        coded = with_raw(coded, fields[0] + escaped, raw)
     for _ in tl.static_range(EXPONENT, 8):
         coded = coded + (tl.zeros_like(mask),)
     exponents = transposed(coded)

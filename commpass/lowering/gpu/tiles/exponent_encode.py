@@ -67,7 +67,28 @@ def shifted(planes, fields, offset, FIRST: tl.constexpr, COUNT: tl.constexpr):
 
 
 @tile
-def append(sums, planes, fields, begin, gained, stored, COUNT: tl.constexpr, COLUMNS: tl.constexpr):
+def store_words(to, place, number):
+    """Stores numbers at places of 0 and more. Which thread stores which one is left to the
+    compiler: else it moves them through shared memory first, as if neighbours were stored side by
+    side."""
+    both = (place.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | number
+    both = tl.reshape(both, both.shape, can_reorder=True)
+    place = (both >> 32).to(tl.uint32).to(tl.int32, bitcast=True)
+    tl.store(to + place, both.to(tl.uint32).to(tl.int32, bitcast=True), mask=place >= 0)
+
+
+@tile
+def append(
+    sums,
+    own,
+    planes,
+    fields,
+    begin,
+    gained,
+    stored,
+    COUNT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """Puts the fields of columns, so many planes in a string, behind what chunks have already:
     ``begin`` bits, which add up to ``gained``. Returns both with them.
 
@@ -89,7 +110,7 @@ def append(sums, planes, fields, begin, gained, stored, COUNT: tl.constexpr, COL
         bits, low, carry = shifted(planes, fields, at, first, COUNT)
         upto = upto + low
         meets = stored & (((at + bits) >> 5) > (at >> 5))
-        tl.store(sums + (at >> 5), upto.to(tl.int32, bitcast=True), mask=meets)
+        store_words(sums, tl.where(meets, own + (at >> 5), -1), upto)
         upto = upto + carry
         at = at + bits
     return begin + chunk_sums(length, COLUMNS), gained + chunk_sums(whole, COLUMNS)
@@ -194,11 +215,11 @@ def exponent_split(
 
     # 32 * RAW words of a chunk: one that is raw has its exponents there, as they will be.
     sums += tl.cast(tl.program_id(0), tl.int64) * (COLUMNS * RAW)
-    own = sums + column // LANES % (COLUMNS // LANES) * (LANES * RAW)
+    own = column // LANES % (COLUMNS // LANES) * (LANES * RAW)
     if tl.max(raw.to(tl.int32), 0) != 0:  # rare
         for number in tl.static_range(RAW):
             word = exponents[FIRST + number].to(tl.int32, bitcast=True)
-            tl.store(own + lane * RAW + number, word, mask=inside & is_raw)
+            tl.store(sums + own + lane * RAW + number, word, mask=inside & is_raw)
     begin = tl.zeros_like(start)
     gained = tl.zeros_like(start).to(tl.uint32)
     kept = inside & (is_raw == 0)
@@ -210,9 +231,9 @@ def exponent_split(
         else:
             planes = picked(fields[step], masks[step], most)
         if most * len(fields[step]) <= 32:
-            begin, gained = append(own, planes, count, begin, gained, kept, len(planes), COLUMNS)
+            begin, gained = append(sums, own, planes, count, begin, gained, kept, len(planes), COLUMNS)
         else:  # rare
-            begin, gained = append(own, planes, count, begin, gained, kept, 1, COLUMNS)
+            begin, gained = append(sums, own, planes, count, begin, gained, kept, 1, COLUMNS)
     # The last word may end in the middle.
     last = sums + tl.arange(0, COLUMNS // LANES) * (LANES * RAW) + (begin >> 5)
     open_ = there & (raw == 0) & ((begin & 31) != 0)
