@@ -238,16 +238,21 @@ def exponent_join(
     out += tl.cast(row, tl.int64) * pitch
     first = column // LANES * (PACKED * LANES) + column % LANES
     lanes = lanes_of(column // LANES, columns)
-    for part in tl.static_range(PACKED):
-        at = first + part * lanes
-        if HALVES:
-            half = at.to(tl.int64) * 2
+    if HALVES:
+        for part in tl.static_range(PACKED):
+            half = (first + part * lanes).to(tl.int64) * 2
             low = (values[part] & 0xFFFF).to(tl.uint16).to(tl.int16, bitcast=True)
             high = (values[part] >> 16).to(tl.uint16).to(tl.int16, bitcast=True)
             tl.store(out + half, low, mask=inside)
             tl.store(out + half + 1, high, mask=inside)
-        else:
-            tl.store(out + at, values[part].to(tl.int32, bitcast=True), mask=inside)
+    elif (tile_ + 1) * COLUMNS <= columns:
+        for part in tl.static_range(PACKED):
+            # At fixed distances, so that one address is enough.
+            tl.store(out + first + part * LANES, values[part].to(tl.int32, bitcast=True))
+    else:  # rare
+        for part in tl.static_range(PACKED):
+            to = out + (first + part * lanes)
+            tl.store(to, values[part].to(tl.int32, bitcast=True), mask=inside)
 
     if tile_ == 0:  # rare
         # Values that are in no line.

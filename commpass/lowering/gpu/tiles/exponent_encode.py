@@ -18,7 +18,12 @@ from commpass.lowering.gpu.tiles.exponent_bits import (
     transposed,
     unknown,
 )
-from commpass.lowering.gpu.tiles.exponent_floats import column_words, exponents_of, rest_of
+from commpass.lowering.gpu.tiles.exponent_floats import (
+    column_words,
+    exponents_of,
+    rest_of,
+    whole_words,
+)
 from commpass.lowering.gpu.tiles.exponent_ladder import codes_of
 from commpass.lowering.gpu.tiles.exponent_window import choose
 from commpass.lowering.gpu.tiles.exponent_wire import (
@@ -160,7 +165,13 @@ def exponent_split(
     wire += tl.cast(row, tl.int64) * row_words(static, columns, RAW)
     first = column // LANES * (PACKED * LANES) + lane
     lanes = lanes_of(column // LANES, columns)
-    part = column_words(source, first, lanes, inside, PACKED, HALVES)
+    if HALVES:
+        part = column_words(source, first, lanes, inside, PACKED, True)
+    else:
+        whole = (tile_ + 1) * COLUMNS <= columns
+        part = whole_words(source, first, whole, PACKED)
+        if not whole:  # rare
+            part = column_words(source, first, lanes, inside, PACKED, False)
 
     rest = rest_of(part, FORM)
     for number in tl.static_range(REST):
