@@ -18,7 +18,7 @@ from commpass.lowering.gpu.tiles.exponent_bits import (
     unpacked,
 )
 from commpass.lowering.gpu.tiles.exponent_encode import FEW_BITS, up_to_here
-from commpass.lowering.gpu.tiles.exponent_floats import pack_floats
+from commpass.lowering.gpu.tiles.exponent_floats import FLOAT32, pack_floats
 from commpass.lowering.gpu.tiles.exponent_ladder import exponents_from
 from commpass.lowering.gpu.tiles.exponent_wire import (
     BIAS,
@@ -34,6 +34,7 @@ from commpass.lowering.gpu.tiles.exponent_wire import (
     on_columns,
     row_words,
 )
+
 
 @tile
 def read(dynamic, begin, offset, length, capacity):
@@ -121,6 +122,13 @@ def planes_of_strings(dynamic, begin, offset, fields, most, capacity, BITS: tl.c
 
 
 @tile
+def store_columns(out, first, lanes, values, inside):
+    for part in tl.static_range(len(values)):
+        to = out + (first + part * lanes)
+        tl.store(to, values[part].to(tl.int32, bitcast=True), mask=inside)
+
+
+@tile
 def without(planes, mask):
     out = ()
     for bit in tl.static_range(len(planes)):
@@ -189,9 +197,7 @@ def exponent_join(
         each = count * ((BITS >> (4 * step)) & 15)
         at = offset + up_to_here(each, COLUMNS) - each
         most = tl.max(count, 0)
-        planes = planes_of_strings(
-            dynamic, begin, at, count, most, room, (BITS >> (4 * step)) & 15
-        )
+        planes = planes_of_strings(dynamic, begin, at, count, most, room, (BITS >> (4 * step)) & 15)
         if (BITS >> (4 * step)) & 15 <= FEW_BITS:
             planes = expanded(planes, moves(mask), mask)
         else:
@@ -206,10 +212,13 @@ def exponent_join(
     most = tl.max(count, 0)
     escaped = planes_of_strings(dynamic, begin, at, count, most, room, EXPONENT)
     escaped = put_back(escaped, mask, most)
-    if tl.max(is_raw.to(tl.int32), 0) != 0:  # rare
-        # Whole exponents, as if no step but the last named one.
-        escaped = under(raw, named + escaped, escaped)
-        named = without(named, raw)
+    # The whole exponents of raw chunks: as if only the last step named one, or afterwards, which
+    # needs fewer registers where values are wide.
+    some_raw = tl.max(is_raw.to(tl.int32), 0) != 0
+    if FORM != FLOAT32:  # noqa: SIM102
+        if some_raw:  # rare
+            escaped = under(raw, named + escaped, escaped)
+            named = without(named, raw)
     fields = (named,) + fields + (escaped,)
 
     mode = (marks >> MODE_AT) & MODE
@@ -226,6 +235,9 @@ def exponent_join(
         TABLES,
         EXPONENT,
     )
+    if FORM == FLOAT32:  # noqa: SIM102
+        if some_raw:  # rare
+            coded = under(raw, fields[0] + escaped, coded)
     for _ in tl.static_range(EXPONENT, 8):
         coded = coded + (tl.zeros_like(mask),)
     exponents = transposed(coded)
@@ -245,14 +257,15 @@ def exponent_join(
             high = (values[part] >> 16).to(tl.uint16).to(tl.int16, bitcast=True)
             tl.store(out + half, low, mask=inside)
             tl.store(out + half + 1, high, mask=inside)
-    elif (tile_ + 1) * COLUMNS <= columns:
-        for part in tl.static_range(PACKED):
-            # At fixed distances, so that one address is enough.
-            tl.store(out + first + part * LANES, values[part].to(tl.int32, bitcast=True))
-    else:  # rare
-        for part in tl.static_range(PACKED):
-            to = out + (first + part * lanes)
-            tl.store(to, values[part].to(tl.int32, bitcast=True), mask=inside)
+    else:
+        # At fixed distances one address is enough; but a branch needs registers for all values.
+        if PACKED > LANES // 2:
+            store_columns(out, first, lanes, values, inside)
+        elif (tile_ + 1) * COLUMNS <= columns:
+            for part in tl.static_range(PACKED):
+                tl.store(out + first + part * LANES, values[part].to(tl.int32, bitcast=True))
+        else:  # rare
+            store_columns(out, first, lanes, values, inside)
 
     if tile_ == 0:  # rare
         # Values that are in no line.

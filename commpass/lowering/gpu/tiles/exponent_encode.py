@@ -242,7 +242,9 @@ def exponent_split(
         else:
             planes = picked(fields[step], masks[step], most)
         if most * len(fields[step]) <= 32:
-            begin, gained = append(sums, own, planes, count, begin, gained, kept, len(planes), COLUMNS)
+            begin, gained = append(
+                sums, own, planes, count, begin, gained, kept, len(planes), COLUMNS
+            )
         else:  # rare
             begin, gained = append(sums, own, planes, count, begin, gained, kept, 1, COLUMNS)
     # The last word may end in the middle.

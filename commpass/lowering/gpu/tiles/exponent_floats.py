@@ -42,8 +42,8 @@ def column_words(source, first, lanes, inside, PACKED: tl.constexpr, HALVES: tl.
 
 @tile
 def whole_words(source, first, whole, PACKED: tl.constexpr):
-    """As ``column_words`` without ``HALVES``, of a tile whose chunks are all whole; anything if it is
-    not. The words of a column are at fixed distances, so that one address is enough."""
+    """As ``column_words`` without ``HALVES``, of a tile whose chunks are all whole; anything if not
+    all are. The words of a column are at fixed distances, so that one address is enough."""
     out = ()
     for part in tl.static_range(PACKED):
         word = tl.load(source + first + part * LANES, mask=whole)
