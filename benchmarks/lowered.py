@@ -23,7 +23,7 @@ from rich.table import Table
 
 from commpass.lowering.inspect.architectures import ARCHITECTURES
 from commpass.lowering.inspect.kernels import NAMES
-from commpass.report.lower import KernelQuery, as_json, rows_of
+from commpass.report.lower import KernelQuery, as_jsons, rows_of
 
 CODECS = (
     "int8",
@@ -49,7 +49,7 @@ def measured(codec: str, arch: str, dtype: str, ranks: int) -> list[dict[str, An
     """Return the kernels of a codec on an architecture, or the reason if it has none."""
     about = {"codec": codec, "arch": arch, "dtype": dtype, "ranks": ranks}
     queries = (KernelQuery(codec, name, dtype, ranks) for name in NAMES)
-    return [about | as_json(row) for query in queries for row in rows_of(query, arch)[1]]
+    return [about | data for query in queries for data in as_jsons(rows_of(query, arch)[1])]
 
 
 def table(rows: list[dict[str, Any]]) -> Table:

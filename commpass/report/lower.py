@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from commpass.lowering.chain import Chain
     from commpass.lowering.inspect.compiled import Compiled
     from commpass.lowering.inspect.lowerable import Lowerable, Lowered
+    from commpass.lowering.inspect.roofline import Prediction
 
 TEXTS = ("triton", "ptx", "sass", "cpp")
 """The text forms of a kernel."""
@@ -79,7 +80,7 @@ def run(
     if one and rows[0].found is None:
         raise KernelError(rows[0].why)
     if json:
-        made = [as_json(row) for row in rows]
+        made = as_jsons(rows)
         print_json(made[0] if one else made)
     elif text:
         mark = MARKS[text]
@@ -281,8 +282,10 @@ def notes(rows: Sequence[Row], arch: str) -> list[str]:
     said = [matrices(each.kernel) for each in found if each.kernel.multiplies]
     if any(each.predictions and each.kernel.of == MEMORY for each in found):
         said.append(
-            "Upper bounds: the share of the bandwidth of a copy, and the limiting resource."
+            "Upper bounds: the share of the bandwidth of a copy, and the limiting resource. In"
+            " parentheses: the share if programs wait together."
         )
+    said += together_lines(rows)
     if any(each.predictions and each.kernel.of != MEMORY for each in found):
         said.append("Of a matmul: an upper bound of the share of the tensor cores' peak.")
     said += [
@@ -296,12 +299,34 @@ def notes(rows: Sequence[Row], arch: str) -> list[str]:
         said.append(f"{arch}: instructions are not counted, so nothing is predicted.")
     if any(each.kernel.moved is None for each in found):
         said.append("Nothing is predicted for kernels whose work depends on the values.")
+    if any(each.predictions and each.kernel.whole for each in found):
+        said.append("Work that depends on the values is that of normal numbers.")
     counts = [each.counts for each in found if each.counts is not None]
     if any(each.predictions and each.counts and each.counts.loops for each in found):
         said.append("Some loops are counted as if they ran once.")
     if unknown := sorted({name for each in counts for name in each.unknown}):
         said.append(f"Instructions of unknown kinds, of which only issue slots count: {unknown}.")
     return said
+
+
+def directions(rows: Sequence[Row]) -> dict[str, list[Lowered]]:
+    """Return the kernels of each direction that consists of several (``encode``), in order."""
+    found: dict[str, list[Lowered]] = {}
+    for row in rows:
+        if row.found is not None and row.found.kernel.whole is not None:
+            found.setdefault(row.name.partition(":")[0], []).append(row.found)
+    return found
+
+
+def together_lines(rows: Sequence[Row]) -> list[str]:
+    from commpass.lowering.inspect.lowerable import together
+
+    lines = []
+    for name, kernels in directions(rows).items():
+        shares = [f"{each.share:.2f} ({each.low:.2f}) {each.card}" for each in together(kernels)]
+        if shares:
+            lines.append(f"{name}, its {len(kernels)} kernels together: {', '.join(shares)}.")
+    return lines
 
 
 def matrices(kernel: Lowerable) -> str:
@@ -351,8 +376,13 @@ def cells_of(found: Lowered, cards: int) -> list[str]:
         widths(one.loads),
         widths(one.stores),
         ", ".join(one.matmuls) or "-",
-        *([f"{each.share:.2f} {each.limit}" for each in found.predictions] or ["-"] * cards),
+        *([share_of(each) for each in found.predictions] or ["-"] * cards),
     ]
+
+
+def share_of(one: Prediction) -> str:
+    low = f" ({one.low:.2f})" if one.low is not None else ""
+    return f"{one.share:.2f}{low} {one.limit}"
 
 
 def widths(accesses: Any) -> str:
@@ -361,6 +391,22 @@ def widths(accesses: Any) -> str:
 
 
 # --- as data --------------------------------------------------------------------------------------
+
+
+def as_jsons(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return kernels as plain data. Each of several kernels of a direction has the shares that they
+    reach ``together``."""
+    from commpass.lowering.inspect.lowerable import together
+
+    shares = {
+        name: [dataclasses.asdict(each) for each in together(kernels)]
+        for name, kernels in directions(rows).items()
+    }
+    made = [as_json(row) for row in rows]
+    for row, data in zip(rows, made, strict=True):
+        if found := shares.get(row.name.partition(":")[0]):
+            data["together"] = found
+    return made
 
 
 def as_json(one: Row) -> dict[str, Any]:
@@ -390,13 +436,22 @@ def as_json(one: Row) -> dict[str, Any]:
         "predicted_share": predictions[0].share if predictions else None,
         "limit": predictions[0].limit if predictions else None,
         "cards": [
-            {"card": each.card, "share": each.share, "limit": each.limit, "ns": dict(each.ns)}
+            {
+                "card": each.card,
+                "share": each.share,
+                "low": each.low,
+                "limit": each.limit,
+                "ns": dict(each.ns),
+            }
             for each in predictions
         ],
     }
     if made.multiplies is not None:
         data["matmul"] = dataclasses.asdict(made.multiplies)
         data["exposed"] = one.found.exposed
+    if made.whole is not None:
+        data["launched"] = made.launched
+        data["direction_bytes"] = made.whole
     counts = one.found.counts
     if counts is not None:
         data["instructions"] = {"all": counts.total, **counts.kinds()}

@@ -154,10 +154,21 @@ def test_codecs_of_several_kernels():
     made = data("--codec", "exponent", "--kernel", "encode")
     names = [one["kernel"] for one in made]
     assert names == ["encode: exponent_split", "encode: exponent_place"]
-    assert all(one["predicted_share"] is None and one["registers"] > 0 for one in made)
+    assert all(one["registers"] > 0 for one in made)
+    assert all(0 < one["cards"][0]["low"] <= one["predicted_share"] <= 1 for one in made)
+    assert made[0]["together"] == made[1]["together"]
+    copy = made[0]["direction_bytes"] / 4800
+    longest = sum(one["launched"] * max(one["cards"][1]["ns"].values()) for one in made)
+    assert made[0]["together"][1]["share"] == pytest.approx(copy / longest)
+    shown = run("--codec", "exponent", "--kernel", "encode").stdout
+    last = made[0]["together"][1]
+    assert f"{last['share']:.2f} ({last['low']:.2f}) H200." in shown
+    assert "encode, its 2 kernels together: " in shown
+    assert "Work that depends on the values is that of normal numbers." in shown
     made = data("--codec", "gaussiank", "--kernel", "encode", "--arch", "gfx942")
     assert [one["kernel"] for one in made] == ["encode: sparse_select", "encode: sparse_pack"]
-    shown = run("--codec", "gaussiank", "--kernel", "encode", "--arch", "gfx942").stdout
+    assert "together" not in made[0]
+    shown = run("--codec", "ecq", "--kernel", "encode").stdout
     assert "Nothing is predicted for kernels whose work depends on the values." in shown
 
 

@@ -7,7 +7,7 @@ chunks before it have been counted. All sizes follow from shapes; nothing is rea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -34,12 +34,14 @@ class Tiling:
 
     ``columns`` is the number of columns of 32 values per program, a power of two from 32 on. With
     one warp and 16 bytes for each access of a thread, that is 4 per thread. ``group`` is the number
-    of tiles whose sums are added together, a power of two.
+    of tiles whose sums are added together, and ``placed`` of those whose strings one program moves;
+    both are powers of two.
     """
 
     columns: int = 128
     warps: int = 1
     group: int = 128
+    placed: int = 2
 
 
 TILING = Tiling()
@@ -71,10 +73,12 @@ def encode_rows(
     size = codec.wire_bytes(numel, rows.dtype)
     wire = torch.empty((count, size), dtype=torch.uint8, device=rows.device)
     raw = FORMS[rows.dtype].exponent_bits - codec.ladder.planes
-    strings = sizes.count * sizes.tiles * tiling.columns * raw // 2
-    sums = torch.empty(strings, dtype=torch.int64, device=rows.device)
+    strings = sizes.count * sizes.tiles * tiling.columns * raw
+    sums = torch.empty(strings, dtype=torch.int32, device=rows.device)
     known = {"source": _as_integers(rows), "sums": sums, **_known(codec, rows, wire, sizes)}
-    _launch((exponent_split, exponent_place), known, sizes, graph)
+    known["groups"] = torch.zeros_like(known["groups"])
+    runs = sizes.count * -(-sizes.tiles // tiling.placed)
+    _launch({exponent_split: sizes.count * sizes.tiles, exponent_place: runs}, known, sizes, graph)
     return wire
 
 
@@ -98,7 +102,9 @@ def decode_rows(
     rows = torch.empty((count, numel), dtype=dtype, device=wire.device)
     sizes = _sizes(codec, rows, tiling)
     known = {"out": _as_integers(rows), **_known(codec, rows, wire, sizes)}
-    _launch((exponent_count, exponent_join), known, sizes, graph)
+    each = {exponent_count: sizes.groups, exponent_join: sizes.tiles}
+    programs = {entry: sizes.count * number for entry, number in each.items()}
+    _launch(programs, known, sizes, graph)
     return rows
 
 
@@ -145,7 +151,7 @@ def _known(codec: ExponentCodec, rows: Tensor, wire: Tensor, sizes: _Sizes) -> A
     return {
         "wire": wire.view(torch.int32),
         "tallies": torch.empty(tallies, dtype=torch.int32, device=rows.device),
-        "groups": torch.zeros(groups, dtype=sizes.sums, device=rows.device),
+        "groups": torch.empty(groups, dtype=sizes.sums, device=rows.device),
         "pitch": _as_integers(rows).shape[1],
         "quads": sizes.columns // 4,
         "static": sizes.static,
@@ -189,6 +195,7 @@ def _constants(
         "HALVES": halves,
         "COLUMNS": tiling.columns,
         "GROUP": tiling.group,
+        "PLACED": tiling.placed,
     }
 
 
@@ -209,8 +216,8 @@ def _tables(ladder: Ladder) -> int:
 
 
 def _launch(
-    entries: Sequence[Callable[..., None]], known: Arguments, sizes: _Sizes, graph: bool
+    programs: Mapping[Callable[..., None], int], known: Arguments, sizes: _Sizes, graph: bool
 ) -> None:
-    programs, warps = sizes.count * sizes.tiles, sizes.tiling.warps
-    for entry in entries:
-        launch(call_of(entry, known, programs, warps, {}), graph=graph)
+    """Launch kernels, each with its number of programs."""
+    for entry, number in programs.items():
+        launch(call_of(entry, known, number, sizes.tiling.warps, {}), graph=graph)

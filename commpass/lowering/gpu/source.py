@@ -100,6 +100,25 @@ def indent(lines: Sequence[str]) -> list[str]:
     return [f"    {line}" for line in lines]
 
 
+RARE = "  # rare"
+"""What ends a line whose suite (the lines further in) is not reached for typical values."""
+
+
+def without_rare(source: Source) -> Source:
+    """Return a kernel whose rare suites do nothing, to count what the others do."""
+    lines = list[str]()
+    depth = -1  # of the rare line whose suite is being left out
+    for line in source.text.splitlines():
+        indent = len(line) - len(line.lstrip())
+        if depth >= 0 and (indent > depth or not line):
+            continue
+        depth = indent if line.endswith(RARE) else -1
+        lines.append(line)
+        if depth >= 0:
+            lines.append(" " * (depth + 4) + "pass")
+    return Source(source.entry, "\n".join(lines) + "\n")
+
+
 @lru_cache(maxsize=1024)
 def load(source: Source) -> Any:
     """Return the kernel of a source, by ``triton.jit``, or interpreted if TRITON_INTERPRET=1."""

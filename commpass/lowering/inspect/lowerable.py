@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from commpass.lowering.gpu.source import Source, load
-from commpass.lowering.inspect.architectures import ARCHITECTURES, cards_of
+from commpass.lowering.gpu.source import Source, load, without_rare
+from commpass.lowering.inspect.alone import clocks_alone
+from commpass.lowering.inspect.architectures import ARCHITECTURES, CARDS, cards_of
 from commpass.lowering.inspect.compiled import Compiled, compile_kernel
 from commpass.lowering.inspect.roofline import MEMORY, Prediction, exposed, predict
 from commpass.lowering.inspect.sass import Counts, Sass, Trips, count_instructions
@@ -34,15 +35,27 @@ class Multiplies:
     batches: int = 1
 
 
+@dataclass(frozen=True)
+class Work:
+    """What all programs of a kernel do together that its text does not tell: the bytes ``moved``,
+    and the iterations of its loops (``trips``). ``whole`` are the bytes of its direction, encode or
+    decode, in all its kernels: values and wire once."""
+
+    moved: float
+    trips: tuple[Trips, ...]
+    whole: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class Lowerable:
     """A generated kernel with everything needed to compile it and predict its time.
 
-    ``moved`` is the number of bytes that a program reads and writes, or None if that depends on the
-    values, and nothing is predicted. ``flops`` are the operations of its matmuls, ``trips`` the
-    iterations of its loops, if known. ``fuses`` says whether a product and a sum may be rounded
-    once. ``of`` and ``stays`` are arguments of ``roofline.predict``. ``multiplies`` has the
-    matrices of a matmul.
+    ``moved`` is the number of bytes that a program reads and writes, or None if that is not known,
+    and nothing is predicted. ``flops`` are the operations of its matmuls, ``trips`` the iterations
+    of its loops, if known. ``fuses`` says whether a product and a sum may be rounded once. ``of``
+    and ``stays`` are arguments of ``roofline.predict``. ``multiplies`` has the matrices of a
+    matmul. If it is one of several kernels in a row, ``launched`` is the number of its programs,
+    and ``whole`` as in ``Work``.
     """
 
     name: str
@@ -59,6 +72,8 @@ class Lowerable:
     of: str = MEMORY
     stays: bool = False
     multiplies: Multiplies | None = None
+    launched: int = 0
+    whole: float | None = None
 
 
 @dataclass(frozen=True)
@@ -82,12 +97,13 @@ def lower(kernel: Lowerable, arch: str) -> Lowered:
     found = _compile(kernel, kernel.constants, arch)
     if not ARCHITECTURES[arch].can_count:
         return Lowered(kernel, found, None, ())
-    # Count the usual instructions, without the path for values that must be clamped, which is rare.
-    checks = kernel.constants.get("CHECKS")
-    usual = _compile(kernel, {**kernel.constants, "CHECKS": False}, arch) if checks else found
-    counts = count_instructions(usual.code, kernel.trips[: len(usual.code.loops)])
+    usual = _usual(kernel, found, arch)
+    trips = kernel.trips[: len(usual.code.loops)]
+    counts = count_instructions(usual.code, trips)
     if kernel.moved is None:
         return Lowered(kernel, found, counts, ())
+    of_memory = kernel.of == MEMORY
+    alone = clocks_alone(usual.code, trips, ARCHITECTURES[arch]) if of_memory else None
     predictions = [
         predict(
             counts,
@@ -98,14 +114,53 @@ def lower(kernel: Lowerable, arch: str) -> Lowered:
             kernel.flops,
             of=kernel.of,
             stays=kernel.stays,
+            alone=alone,
         )
         for card in cards_of(arch)
     ]
     beside = None
     if kernel.stays and usual.code.loops:
-        rest = rest_of_tile(usual.code, kernel.trips[: len(usual.code.loops)])
+        rest = rest_of_tile(usual.code, trips)
         beside = exposed(rest, found.num_warps, ARCHITECTURES[arch], kernel.flops)
     return Lowered(kernel, found, counts, tuple(predictions), beside)
+
+
+def _usual(kernel: Lowerable, found: Compiled, arch: str) -> Compiled:
+    """Compile the kernel without what is rare: the path for values that must be clamped, and suites
+    that its text marks. Its instructions are the usual ones."""
+    source, constants = without_rare(kernel.source), kernel.constants
+    if constants.get("CHECKS"):
+        constants = {**constants, "CHECKS": False}
+    if source.text == kernel.source.text and constants is kernel.constants:
+        return found
+    return _compile(replace(kernel, source=source), constants, arch)
+
+
+@dataclass(frozen=True)
+class Share:
+    """The share of a copy's bandwidth that several kernels reach on a GPU, as ``share`` and ``low``
+    of a prediction."""
+
+    card: str
+    share: float
+    low: float
+
+
+def together(found: Sequence[Lowered]) -> tuple[Share, ...]:
+    """Return, for each GPU, the share of kernels that run one after the other: the bytes of their
+    direction, each once, in the time of all. Empty if one of them is not predicted, or their
+    direction is not known. Launches are not counted."""
+    if not all(each.predictions and each.kernel.whole for each in found):
+        return ()
+    shares = []
+    for cards in zip(*(each.predictions for each in found), strict=True):
+        numbers = [each.kernel.launched for each in found]
+        least = sum(n * card.ns[card.limit] for n, card in zip(numbers, cards, strict=True))
+        waits = sum(n * (card.waits or 0.0) for n, card in zip(numbers, cards, strict=True))
+        card = next(one for one in CARDS if one.name == cards[0].card)
+        copy = (found[0].kernel.whole or 0.0) / card.gb_s
+        shares.append(Share(card.name, copy / least, copy / (least + waits)))
+    return tuple(shares)
 
 
 def rest_of_tile(code: Sass, trips: Sequence[Trips]) -> Counts:

@@ -10,6 +10,11 @@ conflicts, dependent instructions and the last programs of a grid are not modele
 The time ``latency`` is the bound of queueing theory if so few programs run at a time that they
 cannot keep any resource busy. Each occupies its processor for at least one load from memory and its
 own instructions.
+
+The *low* share is a second limit, for the case that programs wait together. Queueing theory bounds
+the time of a program by its use of the limiting resource, plus the rest of its time alone, divided
+by the programs that run at a time. The time alone includes all waits of one warp for its own
+results (``alone.py``). Between both limits the order of the programs decides.
 """
 
 from __future__ import annotations
@@ -59,13 +64,22 @@ class Prediction:
 
     ``ns`` is the time in nanoseconds by each limit of the whole GPU, ``limit`` the binding one.
     ``share`` is the share of a copy's bandwidth: the memory time over the longest time. For a
-    matmul it is the share of the tensor cores' peak.
+    matmul it is the share of the tensor cores' peak. ``low`` is that share if programs wait
+    together, and ``waits`` the time in nanoseconds that they add to the longest one; None if that
+    is not predicted.
     """
 
     card: str
     ns: Mapping[str, float]
     limit: str
     share: float
+    waits: float | None = None
+
+    @property
+    def low(self) -> float | None:
+        if self.waits is None:
+            return None
+        return self.share / (1.0 + self.waits / self.ns[self.limit])
 
 
 def predict(
@@ -78,24 +92,30 @@ def predict(
     *,
     of: str = MEMORY,
     stays: bool = False,
+    alone: float | None = None,
 ) -> Prediction:
     """Predict the time of programs of ``warps`` warps, ``programs`` of them at a time on a
     multiprocessor, each of which reads and writes ``moved`` bytes of memory.
 
     ``flops`` are the floating point operations of a program's matmuls, whose operands have 16 bits.
     ``of`` is the limit that the share refers to. With ``stays``, programs prefetch data and never
-    wait for loads; the arguments are then for one tile of a program that processes many.
+    wait for loads; the arguments are then for one tile of a program that processes many. ``alone``
+    is the number of clocks of a warp that runs alone.
     """
     arch = ARCHITECTURES[card.arch]
     clocks = needs(counts, warps, arch, flops)
-    alone = max([*clocks.values(), counts.total])
     if not stays or not programs:
-        clocks["latency"] = (arch.latency + alone) / programs if programs else math.inf
+        least = max([*clocks.values(), counts.total])
+        clocks["latency"] = (arch.latency + least) / programs if programs else math.inf
     ns = {MEMORY: moved / card.gb_s}
     ns |= {name: each / card.ghz / card.units for name, each in clocks.items()}
     limit = max(ns, key=lambda name: ns[name])
     share = ns.get(of, 0.0) / ns[limit] if ns[limit] else 1.0
-    return Prediction(card.name, ns, limit, share)
+    waits = None
+    if alone is not None and programs:
+        busy = clocks.get(limit, 0.0) * arch.quarters / min(warps, arch.quarters)
+        waits = max(0.0, alone - busy) / programs / card.ghz / card.units
+    return Prediction(card.name, ns, limit, share, waits)
 
 
 def exposed(counts: Counts, warps: int, arch: Architecture, flops: float) -> float:

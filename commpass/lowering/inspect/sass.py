@@ -239,6 +239,15 @@ def count_instructions(sass: Sass, trips: Sequence[Trips] = ()) -> Counts:
     ``trips`` are the iterations of each of ``sass.loops``; None or missing ones count as one.
     Raises KernelError for more of them than there are loops.
     """
+    times = executions(sass, trips)
+    names = _sums(_issued(sass, sass.kernel, times))
+    given = [*trips, *[None] * (len(sass.loops) - len(trips))]
+    return Counts(names, sum(each is None for each in given))
+
+
+def executions(sass: Sass, trips: Sequence[Trips] = ()) -> dict[int, float]:
+    """Return how often a warp runs each block of the kernel; ``trips`` as of
+    ``count_instructions``."""
     if len(trips) > len(sass.loops):
         raise KernelError(f"{len(trips)} trip counts for {len(sass.loops)} loops")
     known = dict(zip(sass.loops, trips, strict=False))
@@ -248,8 +257,7 @@ def count_instructions(sass: Sass, trips: Sequence[Trips] = ()) -> Counts:
         for block in loop.blocks:
             turns = some if block in loop.branches else every
             times[block] *= 1.0 if turns is None else turns
-    names = _sums(_issued(sass, sass.kernel, times))
-    return Counts(names, sum(known.get(loop) is None for loop in sass.loops))
+    return times
 
 
 def _issued(

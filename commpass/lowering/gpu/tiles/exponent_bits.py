@@ -101,6 +101,22 @@ def minus(a, b):
 
 
 @tile
+def less(a, b):
+    """``a - b``, as many planes as ``a``, and where it is below zero; planes that ``b`` lacks are
+    zero."""
+    borrow = tl.zeros_like(a[0])
+    difference = ()
+    for bit in tl.static_range(len(a)):
+        if bit < len(b):
+            difference = difference + (a[bit] ^ b[bit] ^ borrow,)
+            borrow = (inverse(a[bit]) & (b[bit] ^ borrow)) | (b[bit] & borrow)
+        else:
+            difference = difference + (a[bit] ^ borrow,)
+            borrow = inverse(a[bit]) & borrow
+    return difference, borrow
+
+
+@tile
 def plus(a, b):
     """``a + b``, as many planes as ``b``; those that ``a`` lacks are zero."""
     carry = tl.zeros_like(a[0])
@@ -141,7 +157,8 @@ def compressed(planes, plan, mask):
     for number in tl.static_range(len(planes)):
         word = planes[number] & mask
         for turn in tl.static_range(5):
-            word = (word & inverse(plan[turn])) | ((word & plan[turn]) >> (1 << turn))
+            going = word & plan[turn]
+            word = word ^ going ^ (going >> (1 << turn))
         out = out + (word,)
     return out
 
@@ -153,7 +170,7 @@ def expanded(planes, plan, mask):
     for number in tl.static_range(len(planes)):
         word = planes[number]
         for turn in tl.static_range(5):
-            word = (word & inverse(plan[4 - turn])) | ((word << (1 << (4 - turn))) & plan[4 - turn])
+            word = merged(plan[4 - turn], word << (1 << (4 - turn)), word)
         out = out + (word & mask,)
     return out
 
@@ -167,18 +184,24 @@ def picked(planes, mask, limit):
     out = ()
     for _ in tl.static_range(len(planes)):
         out = out + (tl.zeros_like(mask),)
-    place = tl.full((), 1, tl.uint32)
+    place = unknown(1)
     for _ in range(limit):
-        lowest = mask & (0 - mask)
-        mask = mask ^ lowest
+        others = mask & (mask + unknown(0xFFFFFFFF))
+        lowest = mask ^ others
+        mask = others
         longer = ()
         for number in tl.static_range(len(planes)):
-            longer = longer + (
-                tl.where(planes[number] & lowest != 0, out[number] | place, out[number]),
-            )
+            longer = longer + (out[number] + bit_of(planes[number], lowest) * place,)
         out = longer
         place = place << 1
     return out
+
+
+@tile
+def bit_of(plane, lowest):
+    """1 where a plane has the one bit of ``lowest``, else 0: by a count of ones, since that is not
+    done where logic is. The compiler must not know that there is one bit, or it compares."""
+    return ones(plane & lowest).to(tl.uint32)
 
 
 @tile
@@ -187,15 +210,14 @@ def put_back(planes, mask, limit):
     out = ()
     for _ in tl.static_range(len(planes)):
         out = out + (tl.zeros_like(mask),)
-    place = tl.full((), 1, tl.uint32)
+    place = unknown(1)
     for _ in range(limit):
-        lowest = mask & (0 - mask)
-        mask = mask ^ lowest
+        others = mask & (mask + unknown(0xFFFFFFFF))
+        lowest = mask ^ others
+        mask = others
         fuller = ()
         for number in tl.static_range(len(planes)):
-            fuller = fuller + (
-                tl.where(planes[number] & place != 0, out[number] | lowest, out[number]),
-            )
+            fuller = fuller + (out[number] + bit_of(planes[number], place) * lowest,)
         out = fuller
         place = place << 1
     return out
@@ -207,6 +229,5 @@ def unpacked(string, fields, BITS: tl.constexpr):
     them: mask it off."""
     planes = ()
     for number in tl.static_range(BITS):
-        shift = tl.minimum(fields * number, 63).to(tl.uint64)
-        planes = planes + ((string >> shift).to(tl.uint32),)
+        planes = planes + (string >> (fields * number).to(tl.uint32),)
     return planes

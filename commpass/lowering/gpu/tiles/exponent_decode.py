@@ -10,14 +10,15 @@ from commpass.lowering.gpu.tiles.exponent_bits import (
     any_of,
     expanded,
     inverse,
+    merged,
     moves,
     ones,
     put_back,
     transposed,
     unpacked,
 )
-from commpass.lowering.gpu.tiles.exponent_encode import up_to_here
-from commpass.lowering.gpu.tiles.exponent_floats import pack_floats
+from commpass.lowering.gpu.tiles.exponent_encode import FEW_BITS, up_to_here
+from commpass.lowering.gpu.tiles.exponent_floats import FLOAT32, pack_floats
 from commpass.lowering.gpu.tiles.exponent_ladder import exponents_from
 from commpass.lowering.gpu.tiles.exponent_wire import (
     BIAS,
@@ -25,7 +26,6 @@ from commpass.lowering.gpu.tiles.exponent_wire import (
     MODE,
     MODE_AT,
     START,
-    add_up,
     before,
     chunk_marks,
     chunk_sums,
@@ -35,13 +35,10 @@ from commpass.lowering.gpu.tiles.exponent_wire import (
     row_words,
 )
 
-FEW = 2
-"""As FEW_BITS of encode; this many planes always fit in 64 bits."""
-
 
 @tile
 def read(dynamic, begin, offset, length, capacity):
-    """``length`` bits, up to 64, from bit ``begin + offset`` on; further ones may follow. Nothing
+    """``length`` bits, up to 32, from bit ``begin + offset`` on; further ones may follow. Nothing
     beyond the ``capacity`` words of the dynamic part is read, whatever the wire holds.
 
     ``begin`` int64 of a tile, a multiple of 16; ``offset`` int32 of its columns: all but the first
@@ -53,14 +50,9 @@ def read(dynamic, begin, offset, length, capacity):
     bit = (begin & 31).to(tl.int32) + offset
     number = bit >> 5
     shift = bit & 31
-    reach = shift + length
-    shift = shift.to(tl.uint64)
     low = load_packed(dynamic, number, length > 0, last)
-    middle = load_packed(dynamic, number + 1, reach > 32, last)
-    high = load_packed(dynamic, number + 2, reach > 64, last)
-    low = (low | (middle << 32)) >> shift
-    high = (middle | (high << 32)) >> shift
-    return (low & 0xFFFFFFFF) | (high << 32)
+    high = load_packed(dynamic, number + 1, shift + length > 32, last)
+    return ((low | (high << 32)) >> shift.to(tl.uint64)).to(tl.uint32)
 
 
 @tile
@@ -76,7 +68,6 @@ def exponent_count(
     groups,
     quads,
     static,
-    tiles,
     many_groups,
     REST: tl.constexpr,
     EXPONENT: tl.constexpr,
@@ -84,14 +75,20 @@ def exponent_count(
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Sums of the 16-bit words of tiles."""
+    """Sums of the 16-bit words of the tiles of a group, and of the group."""
     FIRST: tl.constexpr = BITS & 15
-    row = tl.program_id(0) // tiles
-    tile_ = tl.program_id(0) % tiles
+    RAW: tl.constexpr = EXPONENT - FIRST
+    row = tl.program_id(0) // many_groups
+    group = tl.program_id(0) % many_groups
     columns = quads * 4
-    wire += tl.cast(row, tl.int64) * row_words(static, columns, EXPONENT - FIRST)
-    _, length, _ = chunk_marks(wire, tile_, columns, REST + FIRST, EXPONENT - FIRST, COLUMNS)
-    add_up(tallies, groups, row, tile_, many_groups, tl.sum(length, 0), GROUP)
+    wire += tl.cast(row, tl.int64) * row_words(static, columns, RAW)
+    _, length, _ = chunk_marks(wire, group, columns, REST + FIRST, RAW, COLUMNS * GROUP)
+    sums = tl.sum(tl.reshape(length, (GROUP, COLUMNS // LANES)), 1)
+    tallies += (tl.cast(row, tl.int64) * many_groups + group) * GROUP
+    tl.store(tallies + tl.arange(0, GROUP), sums)
+    padded = (many_groups + GROUP - 1) // GROUP * GROUP
+    groups += tl.cast(row, tl.int64) * padded + group
+    tl.store(groups, tl.sum(sums, 0).to(groups.dtype.element_ty))
 
 
 @tile
@@ -108,6 +105,44 @@ def strings_of(dynamic, begin, offset, fields, capacity, BITS: tl.constexpr, COU
 @tile
 def string_of(dynamic, begin, offset, fields, capacity, BITS: tl.constexpr):
     return unpacked(read(dynamic, begin, offset, fields * BITS, capacity), fields, BITS)
+
+
+@tile
+def planes_of_strings(dynamic, begin, offset, fields, most, capacity, BITS: tl.constexpr):
+    """The planes of fields, of which no column has more than ``most``: of one string, if those fit
+    into a word."""
+    planes = ()
+    for _ in tl.static_range(BITS):
+        planes = planes + (tl.zeros_like(fields).to(tl.uint32),)
+    if most * BITS <= 32:
+        planes = string_of(dynamic, begin, offset, fields, capacity, BITS)
+    else:  # rare
+        planes = strings_of(dynamic, begin, offset, fields, capacity, BITS, 1)
+    return planes
+
+
+@tile
+def store_columns(out, first, lanes, values, inside):
+    for part in tl.static_range(len(values)):
+        to = out + (first + part * lanes)
+        tl.store(to, values[part].to(tl.int32, bitcast=True), mask=inside)
+
+
+@tile
+def without(planes, mask):
+    out = ()
+    for bit in tl.static_range(len(planes)):
+        out = out + (planes[bit] & inverse(mask),)
+    return out
+
+
+@tile
+def under(mask, a, b):
+    """As many planes as ``b``: those of ``a`` under the mask, those of ``b`` elsewhere."""
+    planes = ()
+    for bit in tl.static_range(len(b)):
+        planes = planes + (merged(mask, a[bit], b[bit]),)
+    return planes
 
 
 @tile
@@ -144,8 +179,8 @@ def exponent_join(
     wire += tl.cast(row, tl.int64) * row_words(static, columns, RAW)
     dynamic = wire + tl.cast(static, tl.int64) * 4
     room = tl.cast(columns, tl.int64) * RAW
-    marks, length, raw = chunk_marks(wire, tile_, columns, REST + FIRST, RAW, COLUMNS)
-    raw = on_columns(tl.where(raw, 0xFFFFFFFF, 0).to(tl.uint32), COLUMNS) & live
+    marks, length, is_raw = chunk_marks(wire, tile_, columns, REST + FIRST, RAW, COLUMNS)
+    raw = on_columns(tl.where(is_raw, 0xFFFFFFFF, 0).to(tl.uint32), COLUMNS) & live
     begin = before(tallies, groups, row, tile_, many_groups, GROUP) * 16
     # Bits from the tile's first one on.
     offset = on_columns((tl.cumsum(length, 0) - length) * 16, COLUMNS)
@@ -155,17 +190,18 @@ def exponent_join(
         at = wire + (REST + number) * tl.cast(columns, tl.int64) + column
         planes = planes + (tl.load(at, mask=inside, other=0).to(tl.uint32, bitcast=True),)
     mask = inverse(any_of(planes)) & live & inverse(raw)
-    fields = (planes,)
+    named = planes
+    fields = ()
     for step in tl.static_range(1, STEPS):
         count = ones(mask)
         each = count * ((BITS >> (4 * step)) & 15)
         at = offset + up_to_here(each, COLUMNS) - each
-        if (BITS >> (4 * step)) & 15 <= FEW:
-            planes = strings_of(dynamic, begin, at, count, room, (BITS >> (4 * step)) & 15, FEW)
+        most = tl.max(count, 0)
+        planes = planes_of_strings(dynamic, begin, at, count, most, room, (BITS >> (4 * step)) & 15)
+        if (BITS >> (4 * step)) & 15 <= FEW_BITS:
             planes = expanded(planes, moves(mask), mask)
         else:
-            planes = strings_of(dynamic, begin, at, count, room, (BITS >> (4 * step)) & 15, FEW)
-            planes = put_back(planes, mask, tl.max(count, 0))
+            planes = put_back(planes, mask, most)
         offset = offset + on_columns(chunk_sums(each, COLUMNS), COLUMNS)
         mask = mask & inverse(any_of(planes))
         fields = fields + (planes,)
@@ -173,19 +209,17 @@ def exponent_join(
     count = ones(mask)
     each = count * EXPONENT - tl.where(raw != 0, count * FIRST, 0)
     at = offset + up_to_here(each, COLUMNS) - each
-    escaped = ()
-    for _ in tl.static_range(EXPONENT):
-        escaped = escaped + (tl.zeros_like(mask),)
     most = tl.max(count, 0)
-    if most * EXPONENT <= 64:
-        escaped = strings_of(dynamic, begin, at, count, room, EXPONENT, EXPONENT)
-    else:
-        escaped = strings_of(dynamic, begin, at, count, room, EXPONENT, FEW)
+    escaped = planes_of_strings(dynamic, begin, at, count, most, room, EXPONENT)
     escaped = put_back(escaped, mask, most)
-    last = ()
-    for bit in tl.static_range(EXPONENT):
-        last = last + (escaped[bit] & inverse(raw),)
-    fields = fields + (last,)
+    # The whole exponents of raw chunks: as if only the last step named one, or afterwards, which
+    # needs fewer registers where values are wide.
+    some_raw = tl.max(is_raw.to(tl.int32), 0) != 0
+    if FORM != FLOAT32:  # noqa: SIM102
+        if some_raw:  # rare
+            escaped = under(raw, named + escaped, escaped)
+            named = without(named, raw)
+    fields = (named,) + fields + (escaped,)
 
     mode = (marks >> MODE_AT) & MODE
     modes = ()
@@ -201,15 +235,12 @@ def exponent_join(
         TABLES,
         EXPONENT,
     )
-    exponents = ()
-    for bit in tl.static_range(8):
-        if bit < FIRST:
-            exponents = exponents + ((coded[bit] & inverse(raw)) | (fields[0][bit] & raw),)
-        elif bit < EXPONENT:
-            exponents = exponents + ((coded[bit] & inverse(raw)) | (escaped[bit - FIRST] & raw),)
-        else:
-            exponents = exponents + (tl.zeros_like(mask),)
-    exponents = transposed(exponents)
+    if FORM == FLOAT32:  # noqa: SIM102
+        if some_raw:  # rare
+            coded = under(raw, fields[0] + escaped, coded)
+    for _ in tl.static_range(EXPONENT, 8):
+        coded = coded + (tl.zeros_like(mask),)
+    exponents = transposed(coded)
 
     rest = ()
     for number in tl.static_range(REST):
@@ -219,18 +250,24 @@ def exponent_join(
     out += tl.cast(row, tl.int64) * pitch
     first = column // LANES * (PACKED * LANES) + column % LANES
     lanes = lanes_of(column // LANES, columns)
-    for part in tl.static_range(PACKED):
-        at = first + part * lanes
-        if HALVES:
-            half = at.to(tl.int64) * 2
+    if HALVES:
+        for part in tl.static_range(PACKED):
+            half = (first + part * lanes).to(tl.int64) * 2
             low = (values[part] & 0xFFFF).to(tl.uint16).to(tl.int16, bitcast=True)
             high = (values[part] >> 16).to(tl.uint16).to(tl.int16, bitcast=True)
             tl.store(out + half, low, mask=inside)
             tl.store(out + half + 1, high, mask=inside)
-        else:
-            tl.store(out + at, values[part].to(tl.int32, bitcast=True), mask=inside)
+    else:
+        # At fixed distances one address is enough; but a branch needs registers for all values.
+        if PACKED > LANES // 2:
+            store_columns(out, first, lanes, values, inside)
+        elif (tile_ + 1) * COLUMNS <= columns:
+            for part in tl.static_range(PACKED):
+                tl.store(out + first + part * LANES, values[part].to(tl.int32, bitcast=True))
+        else:  # rare
+            store_columns(out, first, lanes, values, inside)
 
-    if tile_ == 0:
+    if tile_ == 0:  # rare
         # Values that are in no line.
         plain = marks_of(wire, columns, REST + FIRST) + (columns + LANES - 1) // LANES
         place = tl.arange(0, 128)

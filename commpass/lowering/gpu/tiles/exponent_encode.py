@@ -16,8 +16,14 @@ from commpass.lowering.gpu.tiles.exponent_bits import (
     ones,
     picked,
     transposed,
+    unknown,
 )
-from commpass.lowering.gpu.tiles.exponent_floats import column_words, exponents_of, rest_of
+from commpass.lowering.gpu.tiles.exponent_floats import (
+    column_words,
+    exponents_of,
+    rest_of,
+    whole_words,
+)
 from commpass.lowering.gpu.tiles.exponent_ladder import codes_of
 from commpass.lowering.gpu.tiles.exponent_window import choose
 from commpass.lowering.gpu.tiles.exponent_wire import (
@@ -51,30 +57,54 @@ def up_to_here(of_columns, COLUMNS: tl.constexpr):
 
 @tile
 def shifted(planes, fields, offset, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    """``COUNT`` planes from the first on, of ``fields`` fields each, as one string that begins at a
-    bit offset: its length, what falls into the word where it begins, and into the next one."""
+    """``COUNT`` planes from the first on, of ``fields`` fields each, as one string of at most 32
+    bits that begins at a bit offset: its length, what falls into the word where it begins, and into
+    the next one."""
     HERE: tl.constexpr = min(COUNT, len(planes) - FIRST)
-    string = planes[FIRST].to(tl.uint64)
-    for number in tl.static_range(1, HERE):
-        shift = tl.minimum(fields * number, 63).to(tl.uint64)
-        string = string | (planes[FIRST + number].to(tl.uint64) << shift)
-    shift = (offset & 63).to(tl.uint64)
-    return fields * HERE, string << shift, (string >> 1) >> (63 - shift)
+    string = planes[FIRST + HERE - 1]
+    if HERE > 1:
+        # By products, since shifts are done where logic is.
+        factor = unknown(1) << fields.to(tl.uint32)
+        for number in tl.static_range(1, HERE):
+            string = string * factor + planes[FIRST + HERE - 1 - number]
+    wide = string.to(tl.uint64) << (offset & 31).to(tl.uint64)
+    return fields * HERE, wide.to(tl.uint32), (wide >> 32).to(tl.uint32)
 
 
 @tile
-def append(sums, planes, fields, begin, gained, stored, COUNT: tl.constexpr, COLUMNS: tl.constexpr):
+def store_words(to, place, number):
+    """Stores numbers at places of 0 and more. Which thread stores which one is left to the
+    compiler: else it moves them through shared memory first, as if neighbours were stored side by
+    side."""
+    both = (place.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | number
+    both = tl.reshape(both, both.shape, can_reorder=True)
+    place = (both >> 32).to(tl.uint32).to(tl.int32, bitcast=True)
+    tl.store(to + place, both.to(tl.uint32).to(tl.int32, bitcast=True), mask=place >= 0)
+
+
+@tile
+def append(
+    sums,
+    own,
+    planes,
+    fields,
+    begin,
+    gained,
+    stored,
+    COUNT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """Puts the fields of columns, so many planes in a string, behind what chunks have already:
     ``begin`` bits, which add up to ``gained``. Returns both with them.
 
     Word w of a chunk is ``sums[w] - sums[w - 1]``: no two strings share a bit, so that "or" is a
-    sum, and a word is what the running sum (mod 2^64) gained in it. Each boundary between words is
+    sum, and a word is what the running sum (mod 2^32) gained in it. Each boundary between words is
     met by one string, which stores the sum up to there. ``stored``: columns whose sums are stored.
     """
     length = fields * len(planes)
     offset = on_columns(begin, COLUMNS) + up_to_here(length, COLUMNS) - length
     at = offset
-    whole = tl.zeros((COLUMNS,), tl.uint64)
+    whole = tl.zeros((COLUMNS,), tl.uint32)
     for first in tl.static_range(0, len(planes), COUNT):
         bits, low, carry = shifted(planes, fields, at, first, COUNT)
         whole = whole + low + carry
@@ -84,8 +114,8 @@ def append(sums, planes, fields, begin, gained, stored, COUNT: tl.constexpr, COL
     for first in tl.static_range(0, len(planes), COUNT):
         bits, low, carry = shifted(planes, fields, at, first, COUNT)
         upto = upto + low
-        meets = stored & (((at + bits) >> 6) > (at >> 6))
-        tl.store(sums + (at >> 6), upto.to(tl.int64, bitcast=True), mask=meets)
+        meets = stored & (((at + bits) >> 5) > (at >> 5))
+        store_words(sums, tl.where(meets, own + (at >> 5), -1), upto)
         upto = upto + carry
         at = at + bits
     return begin + chunk_sums(length, COLUMNS), gained + chunk_sums(whole, COLUMNS)
@@ -135,7 +165,13 @@ def exponent_split(
     wire += tl.cast(row, tl.int64) * row_words(static, columns, RAW)
     first = column // LANES * (PACKED * LANES) + lane
     lanes = lanes_of(column // LANES, columns)
-    part = column_words(source, first, lanes, inside, PACKED, HALVES)
+    if HALVES:
+        part = column_words(source, first, lanes, inside, PACKED, True)
+    else:
+        whole = (tile_ + 1) * COLUMNS <= columns
+        part = whole_words(source, first, whole, PACKED)
+        if not whole:  # rare
+            part = column_words(source, first, lanes, inside, PACKED, False)
 
     rest = rest_of(part, FORM)
     for number in tl.static_range(REST):
@@ -147,7 +183,7 @@ def exponent_split(
     chunk = tile_ * (COLUMNS // LANES) + tl.arange(0, COLUMNS // LANES)
     there = chunk * LANES < columns
     has = tl.where(there, lanes_of(chunk, columns), 0)
-    start, mode = choose(
+    start, mode, place, offset, near = choose(
         exponents,
         has * LANES,
         STEPS,
@@ -165,12 +201,15 @@ def exponent_split(
     for number in tl.static_range(MODES):
         of_mode = tl.where(mode == number + 1, 0xFFFFFFFF, 0).to(tl.uint32)
         modes = modes + (on_columns(of_mode, COLUMNS),)
-    fields, masks = codes_of(exponents, on_columns(start, COLUMNS), modes, STEPS, BITS, TABLES)
+    place = on_columns(place, COLUMNS)
+    fields, masks = codes_of(
+        exponents, offset, near, place, live, modes, STEPS, BITS, TABLES, STARTS
+    )
 
     counts = ()
     bits = tl.zeros_like(start)
     for step in tl.static_range(1, STEPS + 1):
-        count = ones(masks[step] & live)
+        count = ones(masks[step])
         counts = counts + (count,)
         bits = bits + chunk_sums(count, COLUMNS) * len(fields[step])
     length = tl.minimum((bits + 15) >> 4, has * (2 * RAW))
@@ -185,37 +224,33 @@ def exponent_split(
         plane = tl.where(is_raw, exponents[number], fields[0][number])
         tl.store(at, plane.to(tl.int32, bitcast=True), mask=inside)
 
-    # 16 * RAW words of a chunk: one that is raw has its exponents there, as they will be.
-    slot = tl.cast(tl.program_id(0), tl.int64) * (COLUMNS // LANES)
-    to = sums.to(tl.pointer_type(tl.int32)) + slot * (LANES * RAW)
-    to += column // LANES % (COLUMNS // LANES) * (LANES * RAW) + lane * RAW
-    for number in tl.static_range(RAW):
-        word = exponents[FIRST + number].to(tl.int32, bitcast=True)
-        tl.store(to + number, word, mask=inside & is_raw)
-    sums += slot * (LANES // 2 * RAW)
-    own = sums + column // LANES % (COLUMNS // LANES) * (LANES // 2 * RAW)
+    # 32 * RAW words of a chunk: one that is raw has its exponents there, as they will be.
+    sums += tl.cast(tl.program_id(0), tl.int64) * (COLUMNS * RAW)
+    own = column // LANES % (COLUMNS // LANES) * (LANES * RAW)
+    if tl.max(raw.to(tl.int32), 0) != 0:  # rare
+        for number in tl.static_range(RAW):
+            word = exponents[FIRST + number].to(tl.int32, bitcast=True)
+            tl.store(sums + own + lane * RAW + number, word, mask=inside & is_raw)
     begin = tl.zeros_like(start)
-    gained = tl.zeros_like(start).to(tl.uint64)
+    gained = tl.zeros_like(start).to(tl.uint32)
     kept = inside & (is_raw == 0)
     for step in tl.static_range(1, STEPS + 1):
-        mask = tl.where(kept, masks[step], 0)
-        count = tl.where(kept, counts[step - 1], 0)
+        count = counts[step - 1]
         most = tl.max(count, 0)
         if len(fields[step]) <= FEW_BITS:
-            planes = compressed(fields[step], moves(mask), mask)
-            begin, gained = append(own, planes, count, begin, gained, kept, len(planes), COLUMNS)
+            planes = compressed(fields[step], moves(masks[step]), masks[step])
         else:
-            planes = picked(fields[step], mask, most)
-            if most * len(fields[step]) <= 64:
-                begin, gained = append(
-                    own, planes, count, begin, gained, kept, len(planes), COLUMNS
-                )
-            else:
-                begin, gained = append(own, planes, count, begin, gained, kept, 2, COLUMNS)
+            planes = picked(fields[step], masks[step], most)
+        if most * len(fields[step]) <= 32:
+            begin, gained = append(
+                sums, own, planes, count, begin, gained, kept, len(planes), COLUMNS
+            )
+        else:  # rare
+            begin, gained = append(sums, own, planes, count, begin, gained, kept, 1, COLUMNS)
     # The last word may end in the middle.
-    last = sums + tl.arange(0, COLUMNS // LANES) * (LANES // 2 * RAW) + (begin >> 6)
-    open_ = there & (raw == 0) & ((begin & 63) != 0)
-    tl.store(last, gained.to(tl.int64, bitcast=True), mask=open_)
+    last = sums + tl.arange(0, COLUMNS // LANES) * (LANES * RAW) + (begin >> 5)
+    open_ = there & (raw == 0) & ((begin & 31) != 0)
+    tl.store(last, gained.to(tl.int32, bitcast=True), mask=open_)
 
 
 @tile
@@ -237,42 +272,41 @@ def exponent_place(
     HALVES: tl.constexpr,
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
+    PLACED: tl.constexpr,
 ):
+    """Moves the strings of ``PLACED`` tiles."""
     FIRST: tl.constexpr = BITS & 15
     RAW: tl.constexpr = EXPONENT - FIRST
-    row = tl.program_id(0) // tiles
-    tile_ = tl.program_id(0) % tiles
+    runs = (tiles + PLACED - 1) // PLACED
+    row = tl.program_id(0) // runs
+    run = tl.program_id(0) % runs
     columns = quads * 4
     wire += tl.cast(row, tl.int64) * row_words(static, columns, RAW)
-    _, length, raw = chunk_marks(wire, tile_, columns, REST + FIRST, RAW, COLUMNS)
+    _, length, raw = chunk_marks(wire, run, columns, REST + FIRST, RAW, COLUMNS * PLACED)
     ends = tl.cumsum(length, 0)
-    first_unit = before(tallies, groups, row, tile_, many_groups, GROUP)
-    begin = first_unit + (ends - length)
-    dynamic = (wire + tl.cast(static, tl.int64) * 4).to(tl.pointer_type(tl.int16))
-    sums += tl.cast(tl.program_id(0), tl.int64) * (COLUMNS // LANES * (LANES // 2 * RAW))
-    chunk = tl.arange(0, COLUMNS // LANES)[:, None]
-    own = sums + chunk * (LANES // 2 * RAW)
-    raw_words = own.to(tl.pointer_type(tl.int32))
-    raw = raw[:, None]
+    first_unit = before(tallies, groups, row, run * PLACED, many_groups, GROUP)
+    begin = ends - length
+    dynamic = (wire + tl.cast(static, tl.int64) * 4).to(tl.pointer_type(tl.int16)) + first_unit
+    sums += (tl.cast(row, tl.int64) * tiles + run * PLACED) * (COLUMNS * RAW)
+    own = sums + tl.arange(0, COLUMNS // LANES * PLACED)[:, None] * (LANES * RAW)
+    coded = (raw == 0)[:, None]
     for first in range(0, tl.max(length, 0), UNITS):
         unit = first + tl.arange(0, UNITS)[None, :]
         wanted = unit < length[:, None]
-        word = unit >> 2
-        upto = tl.load(own + word, mask=wanted & (raw == 0), other=0)
-        last = tl.load(own + word - 1, mask=wanted & (raw == 0) & (word > 0), other=0)
-        coded = (upto - last).to(tl.uint64, bitcast=True) >> ((unit & 3) * 16).to(tl.uint64)
-        other = tl.load(raw_words + (unit >> 1), mask=wanted & raw, other=0)
-        other = other.to(tl.uint32, bitcast=True) >> ((unit & 1) * 16).to(tl.uint32)
-        number = tl.where(raw, other, coded.to(tl.uint32)) & 0xFFFF
-        number = number.to(tl.uint16).to(tl.int16, bitcast=True)
+        word = unit >> 1
+        upto = tl.load(own + word, mask=wanted, other=0)
+        last = tl.load(own + word - 1, mask=wanted & coded & (word > 0), other=0)
+        number = (upto - last).to(tl.uint32, bitcast=True) >> ((unit & 1) * 16).to(tl.uint32)
+        number = (number & 0xFFFF).to(tl.uint16).to(tl.int16, bitcast=True)
         tl.store(dynamic + begin[:, None] + unit, number, mask=wanted)
 
-    if tile_ == tiles - 1:
+    if run == runs - 1:  # rare
         # Up to a multiple of 16 bytes, which is sent.
-        end = first_unit + tl.sum(length, 0)
+        end = tl.sum(length, 0)
         place = tl.arange(0, 8)
-        tl.store(dynamic + end + place, place.to(tl.int16) * 0, mask=place < (-end & 7))
-    if tile_ == 0:
+        left = -(first_unit + end) & 7
+        tl.store(dynamic + end + place, place.to(tl.int16) * 0, mask=place < left)
+    if run == 0:  # rare
         # Values that are in no line, and what fills the last unit.
         plain = marks_of(wire, columns, REST + FIRST) + (columns + LANES - 1) // LANES
         free = tl.cast(static, tl.int64) * 4 - tl.cast(columns, tl.int64) * (REST + FIRST)

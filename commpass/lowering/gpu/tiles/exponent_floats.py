@@ -7,6 +7,7 @@ import triton.language as tl
 
 from commpass.lowering.gpu.source import tile
 from commpass.lowering.gpu.tiles.exponent_bits import merged, unknown
+from commpass.lowering.gpu.tiles.exponent_wire import LANES
 
 BFLOAT16 = 0
 FLOAT16 = 1
@@ -36,6 +37,17 @@ def column_words(source, first, lanes, inside, PACKED: tl.constexpr, HALVES: tl.
         else:
             word = tl.load(source + at, mask=inside, other=0)
             out = out + (word.to(tl.uint32, bitcast=True),)
+    return out
+
+
+@tile
+def whole_words(source, first, whole, PACKED: tl.constexpr):
+    """As ``column_words`` without ``HALVES``, of a tile whose chunks are all whole; anything if not
+    all are. The words of a column are at fixed distances, so that one address is enough."""
+    out = ()
+    for part in tl.static_range(PACKED):
+        word = tl.load(source + first + part * LANES, mask=whole)
+        out = out + (word.to(tl.uint32, bitcast=True),)
     return out
 
 

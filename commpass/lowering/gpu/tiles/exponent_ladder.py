@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from commpass.lowering.gpu.source import tile
-from commpass.lowering.gpu.tiles.exponent_bits import any_of, inverse, minus, plus, spread
+from commpass.lowering.gpu.tiles.exponent_bits import any_of, inverse, less, plus, spread
 
 ZERO_CODE = 15
 """The entry for the exponent zero in the tables."""
@@ -63,24 +63,31 @@ def code_mask(low, high, TABLES: tl.constexpr, STEP: tl.constexpr, CODE: tl.cons
 @tile
 def codes_of(
     exponents,
-    start,
+    offset,
+    near,
+    place,
+    live,
     modes,
     STEPS: tl.constexpr,
     BITS: tl.constexpr,
     TABLES: tl.constexpr,
+    STARTS: tl.constexpr,
 ):
     """Planes of exponents to a tuple for each step: the planes of its fields; and for each step
     the mask of its fields. The last step is the exponent itself, its planes are not cut to the
     mask.
 
-    ``modes``: the k-th has words of ones where zeros are named by step k, and zero elsewhere.
+    ``offset``, ``near`` and ``place`` are of ``choose``: every window lies inside the 16 exponents
+    from the lowest start on, so that 4 planes say where in it an exponent is. ``live``: words of
+    ones where there are values. ``modes``: the k-th has words of ones where zeros are named by step
+    k, and zero elsewhere.
     """
-    offset = minus(exponents, spread(start, 9))
-    near = inverse(offset[4] | offset[5] | offset[6] | offset[7] | offset[8])
+    offset, below = less(offset, spread(place, 3 if STARTS <= 8 else 4))
+    near = near & inverse(below)
     zero = inverse(any_of(exponents))
     low = four_of(offset[0], offset[1], near)
     high = four_of(offset[2], offset[3], near)
-    here = tl.full(zero.shape, 0xFFFFFFFF, tl.uint32)
+    here = live
     fields = ()
     masks = (here,)
     for step in tl.static_range(STEPS):

@@ -44,7 +44,9 @@ def choose(
     BELOW: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Where the outermost windows of chunks of so many values start, and their modes.
+    """Where the outermost windows of chunks of so many values start, and their modes. Also, for
+    ``codes_of``: the number of each among the starts, the four low planes of the offsets from the
+    lowest start, and where the offset has no further ones.
 
     Of step s, ``FIELDS`` has the bits of the field after it (4 bits), ``WINDOWS`` the first of the
     bins that it names for the lowest start, and the one behind them (4 bits each). Of mode m,
@@ -55,9 +57,9 @@ def choose(
     number = chunk_sums(ones(present), COLUMNS)
     base = median_of(planes, present, number, COLUMNS) - BELOW
     offset = minus(planes, spread(on_columns(base, COLUMNS), 9))
-    near = present & inverse(offset[4] | offset[5] | offset[6] | offset[7] | offset[8])
-    low = four_of(offset[0], offset[1], near)
-    high = four_of(offset[2], offset[3], near)
+    near = inverse(offset[4] | offset[5] | offset[6] | offset[7] | offset[8])
+    low = four_of(offset[0], offset[1], present & near)
+    high = four_of(offset[2], offset[3], present)
     bins = ()
     for pair in tl.static_range(BINS // 2):
         # Two sums of at most 1,024 at once.
@@ -79,16 +81,16 @@ def choose(
             gain = gain + some * ((FIELDS >> (4 * step)) & 15)
         inside = inside + (gain,)
     zeros = values - number
+    # Of equal gains the first: it comes with the largest number in the low bits.
     best = tl.full(number.shape, -1, tl.int32)
-    place = tl.zeros_like(number)
     for mode in tl.static_range(MODES + 1):
         for start in tl.static_range(STARTS):
             gain = inside[start] + zeros * ((NAMED >> (5 * mode)) & 31)
             if mode > 0:
                 moved = bins[start + ((MOVED >> (5 * mode)) & 31)]
                 gain = gain - moved * ((LOST >> (5 * mode)) & 31)
-            better = gain > best
-            best = tl.where(better, gain, best)
-            place = tl.where(better, mode * STARTS + start, place)
+            best = tl.maximum(best, gain * 32 + (31 - mode * STARTS - start))
+    place = 31 - (best & 31)
     mode = place // STARTS
-    return base + place - mode * STARTS, mode
+    place = place - mode * STARTS
+    return base + place, mode, place, offset[0:4], near

@@ -87,7 +87,9 @@ def before(tallies, groups, row, tile_, many_groups, GROUP: tl.constexpr):
     # Both buffers are as long as whole groups, so that nothing but what comes later is masked.
     sums = tl.load(tallies + lane)
     sums = tl.where(lane < tile_ % GROUP, sums, 0).to(groups.dtype.element_ty)
-    for first in range(0, tile_ // GROUP, GROUP):
-        more = tl.load(groups + first + lane)
-        sums += tl.where(lane < tile_ // GROUP - first, more, 0)
+    sums += tl.where(lane < tile_ // GROUP, tl.load(groups + lane), 0)
+    if tile_ // GROUP > GROUP:  # rare
+        for first in range(GROUP, tile_ // GROUP, GROUP):
+            more = tl.load(groups + first + lane)
+            sums += tl.where(lane < tile_ // GROUP - first, more, 0)
     return tl.sum(sums, 0).to(tl.int64)

@@ -152,7 +152,7 @@ def load_target(x, residual, start, at, n, is_full, FORM: tl.constexpr):
 def store_remainder(remainder, start, at, n, is_full, value):
     if is_full:
         tl.store(remainder + start + at, value)
-    else:
+    else:  # rare
         tl.store(remainder + start + at, value, mask=at < n)
 
 
@@ -293,7 +293,7 @@ def sparse_select(
     publish(words, turn, before + counts, SUMMED)
     sures = (before & FIELD_MASK).to(tl.int32)
     maybes = ((before >> FIELD) & FIELD_MASK).to(tl.int32)
-    if block == blocks - 1:
+    if block == blocks - 1:  # rare
         after = tl.minimum(maybes + (here >> 16), room)
         tl.store(used + row, tl.minimum(sures + (here & 0xFFFF) + after, k))
 

@@ -138,7 +138,7 @@ def sparse_pack(
         to = row.to(tl.int64) * value_pitch + slot
         free = (slot >= filled) & (slot < k)
         tl.store(values + to, code.to(values.dtype.element_ty), mask=free)
-        if number == 0:
+        if number == 0:  # rare
             between = gap + tl.arange(0, 128)
             tl.store(out + between, (between * 0).to(tl.uint8), mask=between < split)
     else:

@@ -57,6 +57,6 @@ def sparse_sum(
             if SUM:
                 value += tl.load(to + place, mask=inside, other=0.0)
             tl.store(to + place, value, mask=inside)
-    if poisoned:
+    if poisoned:  # rare
         tl.debug_barrier()
         tl.store(to + at, at * 0.0 + float("nan"), mask=at < n)
