@@ -289,7 +289,8 @@ def notes(rows: Sequence[Row], arch: str) -> list[str]:
     if any(each.predictions and each.kernel.of != MEMORY for each in found):
         said.append("Of a matmul: an upper bound of the share of the tensor cores' peak.")
     said += [
-        f"{each.kernel.name}: {each.exposed:.2f} times as long as its products if nothing overlaps."
+        f"{each.kernel.name}: {each.exposed:.2f} times as long as its products"
+        + (" with the end of a tile." if each.kernel.parts else " if nothing overlaps.")
         for each in found
         if each.exposed is not None
     ]

@@ -76,7 +76,9 @@ def encode_rows(
     strings = sizes.count * sizes.tiles * tiling.columns * raw
     sums = torch.empty(strings, dtype=torch.int32, device=rows.device)
     known = {"source": _as_integers(rows), "sums": sums, **_known(codec, rows, wire, sizes)}
-    known["groups"] = torch.zeros_like(known["groups"])
+    groups = known["groups"]
+    assert isinstance(groups, Tensor)
+    known["groups"] = torch.zeros_like(groups)
     runs = sizes.count * -(-sizes.tiles // tiling.placed)
     _launch({exponent_split: sizes.count * sizes.tiles, exponent_place: runs}, known, sizes, graph)
     return wire

@@ -55,7 +55,9 @@ class Lowerable:
     of its loops, if known. ``fuses`` says whether a product and a sum may be rounded once. ``of``
     and ``stays`` are arguments of ``roofline.predict``. ``multiplies`` has the matrices of a
     matmul. If it is one of several kernels in a row, ``launched`` is the number of its programs,
-    and ``whole`` as in ``Work``.
+    and ``whole`` as in ``Work``. A matmul that encodes a tile beside the next one's products does
+    so in ``parts``, each in a branch of its first loop; its last loop has the same code. If a
+    program processes ``tiles`` tiles, all is counted for one of them.
     """
 
     name: str
@@ -74,6 +76,8 @@ class Lowerable:
     multiplies: Multiplies | None = None
     launched: int = 0
     whole: float | None = None
+    parts: int = 0
+    tiles: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,11 @@ def lower(kernel: Lowerable, arch: str) -> Lowered:
     usual = _usual(kernel, found, arch)
     trips = kernel.trips[: len(usual.code.loops)]
     counts = count_instructions(usual.code, trips)
+    # What is outside of loops is for all tiles, and a part is counted once so far.
+    outside = count_instructions(usual.code, [0.0] * len(trips))
+    part = _last_loop(usual.code, trips) if kernel.parts else Counts({})
+    counts = _added(counts, outside, 1.0 / kernel.tiles - 1.0)
+    counts = _added(counts, part, max(kernel.parts - 1.0, 0.0))
     if kernel.moved is None:
         return Lowered(kernel, found, counts, ())
     of_memory = kernel.of == MEMORY
@@ -120,7 +129,8 @@ def lower(kernel: Lowerable, arch: str) -> Lowered:
     ]
     beside = None
     if kernel.stays and usual.code.loops:
-        rest = rest_of_tile(usual.code, trips)
+        rest = _added(rest_of_tile(usual.code, trips), part, -1.0)
+        rest = _added(rest, outside, 1.0 / kernel.tiles - 1.0)
         beside = exposed(rest, found.num_warps, ARCHITECTURES[arch], kernel.flops)
     return Lowered(kernel, found, counts, tuple(predictions), beside)
 
@@ -164,13 +174,33 @@ def together(found: Sequence[Lowered]) -> tuple[Share, ...]:
 
 
 def rest_of_tile(code: Sass, trips: Sequence[Trips]) -> Counts:
-    """Return the instructions of a tile of a matmul outside the steps along k, whose number is the
-    last of ``trips``: what does not grow with it."""
-    *others, last = trips
-    more = (2.0 * last[0], last[1]) if isinstance(last, tuple) else 2.0 * (last or 1.0)
-    once, twice = (count_instructions(code, [*others, each]) for each in (last, more))
-    names = {name: 2.0 * number - twice.names[name] for name, number in once.names.items()}
-    return Counts(names, once.loops)
+    """Return the instructions of a tile of a matmul outside the steps along k: what does not grow
+    with their number. That is the only pair of ``trips``, or the last of them."""
+    place = next((n for n, each in enumerate(trips) if isinstance(each, tuple)), len(trips) - 1)
+    steps = trips[place]
+    more = (2.0 * steps[0], steps[1]) if isinstance(steps, tuple) else 2.0 * (steps or 1.0)
+    once, twice = (
+        count_instructions(code, [*trips[:place], each, *trips[place + 1 :]])
+        for each in (steps, more)
+    )
+    return _added(_added(once, once, 1.0), twice, -1.0)
+
+
+def _last_loop(code: Sass, trips: Sequence[Trips]) -> Counts:
+    """Return the instructions of an iteration of the last loop."""
+    once, never = (count_instructions(code, [*trips[:-1], each]) for each in (1.0, 0.0))
+    return _added(once, never, -1.0)
+
+
+def _added(counts: Counts, others: Counts, times: float) -> Counts:
+    """Return the instructions of both, ``others`` as often as ``times``."""
+    if not times:
+        return counts
+    names = {
+        name: counts.names.get(name, 0.0) + times * others.names.get(name, 0.0)
+        for name in {**counts.names, **others.names}
+    }
+    return Counts(names, counts.loops)
 
 
 def _compile(kernel: Lowerable, constants: Mapping[str, Any], arch: str) -> Compiled:

@@ -13,6 +13,7 @@ from commpass.lowering.gpu import decode_matmul, decode_matmul_launch
 from commpass.lowering.gpu.matmul_launch import Steps, call
 from commpass.lowering.gpu.matmul_sizes import Matmul, Problem, configuration
 from commpass.lowering.gpu.matmul_supported import unsupported_reason
+from commpass.lowering.inspect.architectures import cards_of
 from commpass.lowering.inspect.lowerable import Lowerable, Multiplies, casts
 from commpass.lowering.matmul import BATCHED, GROUPED, SINGLE
 from commpass.lowering.pointwise import Epilogue
@@ -58,6 +59,9 @@ def of_matmul(
     wire = ranks * codec.wire_bytes(problem.rows * EDGE, torch.float32)
     further = sum(each.dtype.itemsize for each in matmul.epilogue.operands) * EDGE * EDGE
     depth = float(math.ceil(EDGE / by.block_k))
+    parts = by.block_m // by.deferred if by.deferred else 0
+    programs = max((card.units for card in cards_of(arch)), default=1) * by.programs
+    tiles = max(prepared.tiles / programs, 1.0)
     return Lowerable(
         name=name,
         source=prepared.kernel.source,
@@ -70,8 +74,14 @@ def of_matmul(
         moved=(operands + wire + further) / prepared.tiles,
         flops=2.0 * EDGE**3 / prepared.tiles,
         # If two loops are flattened to one, the end of a tile is a branch. Those of groups are not,
-        # since a group may be empty.
-        trips=((depth, 1.0),) if by.flatten and form != GROUPED else (1.0, depth),
+        # since a group may be empty. Behind the loop, the last tile of a program is encoded.
+        trips=((depth, 1.0), parts / tiles)
+        if by.deferred
+        else ((depth, 1.0),)
+        if by.flatten and form != GROUPED
+        else (1.0, depth),
+        parts=parts,
+        tiles=tiles,
         of="tensor",
         stays=True,
         multiplies=Multiplies(EDGE, EDGE, EDGE, (by.block_m, by.block_n, by.block_k), batches),
