@@ -48,7 +48,7 @@ def call(
     by: Tile,
     input_stride: int,
     b_step: int,
-    casts: Mapping[str, bool],
+    casts: Mapping[str, int],
 ) -> Call:
     """Return the call of a kernel; ``casts`` is as ``launch.casts`` returns it."""
     generated = kernel(codec, matmul)

@@ -61,7 +61,7 @@ def call(
     problem: Problem,
     by: Configuration,
     steps: Steps,
-    casts: Mapping[str, bool],
+    casts: Mapping[str, int],
 ) -> Call:
     """Return the call of a kernel; ``casts`` is as ``launch.casts`` returns it."""
     generated = kernel(codec, matmul, by)
