@@ -44,6 +44,8 @@ from commpass.lowering.gpu.tiles.exponent_wire import (
 FEW_BITS = 2
 """Fields of at most this many bits may be numerous, and are all moved at once; others one at a
 time."""
+NOWHERE = 0xFFFFFF
+"""The place of words that are not stored."""
 UNITS = 32
 """16-bit words that are moved at once."""
 
@@ -73,13 +75,13 @@ def shifted(planes, fields, offset, FIRST: tl.constexpr, COUNT: tl.constexpr):
 
 @tile
 def store_words(to, place, number):
-    """Stores numbers at places of 0 and more. Which thread stores which one is left to the
-    compiler: else it moves them through shared memory first, as if neighbours were stored side by
-    side."""
+    """Stores numbers at places below ``NOWHERE``, but for those at this one. Which thread stores
+    which one is left to the compiler: else it moves them through shared memory first, as if
+    neighbours were stored side by side."""
     both = (place.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | number
     both = tl.reshape(both, both.shape, can_reorder=True)
-    place = (both >> 32).to(tl.uint32).to(tl.int32, bitcast=True)
-    tl.store(to + place, both.to(tl.uint32).to(tl.int32, bitcast=True), mask=place >= 0)
+    place = (both >> 32).to(tl.int32) & NOWHERE
+    tl.store(to + place, both.to(tl.uint32).to(tl.int32, bitcast=True), mask=place != NOWHERE)
 
 
 @tile
@@ -115,7 +117,7 @@ def append(
         bits, low, carry = shifted(planes, fields, at, first, COUNT)
         upto = upto + low
         meets = stored & (((at + bits) >> 5) > (at >> 5))
-        store_words(sums, tl.where(meets, own + (at >> 5), -1), upto)
+        store_words(sums, tl.where(meets, own + (at >> 5), NOWHERE), upto)
         upto = upto + carry
         at = at + bits
     return begin + chunk_sums(length, COLUMNS), gained + chunk_sums(whole, COLUMNS)
