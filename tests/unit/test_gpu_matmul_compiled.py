@@ -286,11 +286,11 @@ def test_tile_is_encoded_while_the_tensor_cores_multiply_the_next(spec: str) -> 
     end, *_ = (at for at in places(made, "WARPGROUP.DEPBAR", "0x0") if at > behind)
     barriers, stores = places(made, "BAR.SYNC"), places(made, "STG")
     parts = [at for at in stores if wait < at < products[0]]
-    tiles = [at for at in stores if end < at and "STG.E.128" in made.order[at]][:16]
+    tiles = [at for at in stores if end < at and "STG.E.128" in made.order[at]]
+    tiles = tiles[: made.by.block_m * made.by.block_n // (made.by.num_warps * 32 * 8)]
     assert len(products) == 4  # of the loop: no other code multiplies
     assert products[-1] < behind < min(at for at in places(made, "UTMALDG") if at > behind) < end
     assert parts
-    assert len(tiles) == 16
     # All threads have stored a tile before one of them waits, and read it after.
     before = max(at for at in barriers if at < wait)
     assert not [each for each in made.order[before:wait] if each.startswith(("STG", "LDG"))]

@@ -174,7 +174,9 @@ def _deferred(
     """Return the configuration with tiles that are encoded in parts, each in one step of the next
     tile. There are none if a tile has too few steps (``deferred`` is 0)."""
     few = by.block_m * by.block_n <= 128 * 128 and not _load(codec, arch, matmul)
-    made = replace(by, num_warps=4 if few else 8, cuts=1)
+    # With Triton 3.9 a search of 32 levels spills beside 128 results a thread.
+    rows = min(by.block_m, 64) if arch == "sm_90" and _is_large(codec) else by.block_m
+    made = replace(by, block_m=rows, num_warps=4 if few else 8, cuts=1)
     steps = problem.free_steps(by)
     most = _most_in_part(codec, arch, matmul)
     sizes = (made.num_warps * 32 * each // by.block_n for each in PART if each <= most)
@@ -271,13 +273,17 @@ def _searches_in_few_warps(
 def _flattens(codec: BlockCodec, arch: str) -> bool:
     """Whether the loops over tiles and along k are one.
 
-    On sm_100 they are not if a table has 32 levels of each sign, or if it is searched for a scale
-    of least squares. Such an encode has so many instructions that a tile takes less time without
-    the next one beside it (predicted), and eight warps then have registers enough.
+    On sm_100 they are not for large tables. Such an encode has so many instructions that a tile
+    takes less time without the next one beside it (predicted), and eight warps then have registers
+    enough.
     """
+    return arch != "gfx942" and not (arch == "sm_100" and _is_large(codec))
+
+
+def _is_large(codec: BlockCodec) -> bool:
+    """Whether a table has 32 levels of each sign, or is searched for a scale of least squares."""
     table = isinstance(codec.grid, TableGrid)
-    large = table and (codec.grid.bits > 5 or isinstance(codec.scale, LeastSquares))
-    return arch != "gfx942" and not (arch == "sm_100" and large)
+    return table and (codec.grid.bits > 5 or isinstance(codec.scale, LeastSquares))
 
 
 def _most_rows(codec: BlockCodec, load: _Load, arch: str) -> int:
