@@ -31,8 +31,8 @@ GROUPS = {32: 8, 64: 2}
 start to read several before it needs the first. With 4, addresses spill on AMD; of tiles of MIXED
 values, also with 2."""
 SHARDED = 2
-"""The same of tiles of MIXED values on NVIDIA, if each rank sums a shard: with 8, Triton 3.9 spilled
-8 bytes on sm_90. The loop is unrolled, and all reads still start before the first is used."""
+"""The same of tiles of MIXED values on NVIDIA, if each rank sums a shard: with 8, Triton 3.9
+spilled 8 bytes on sm_90. The loop is unrolled: all reads still start before the first is used."""
 
 NUMBERS = (
     *("rank", "count", "numel", "blocks", "tiles"),
