@@ -30,6 +30,9 @@ GROUPS = {32: 8, 64: 2}
 """Ranks whose wires are decoded in one step of a loop, by the lanes of a warp: so a compiler can
 start to read several before it needs the first. With 4, addresses spill on AMD; of tiles of MIXED
 values, also with 2."""
+SHARDED = 2
+"""The same of tiles of MIXED values on NVIDIA, if each rank sums a shard: with 8, Triton 3.9
+spilled 8 bytes on sm_90. The loop is unrolled: all reads still start before the first is used."""
 
 NUMBERS = (
     *("rank", "count", "numel", "blocks", "tiles", "slots"),
@@ -208,7 +211,11 @@ def _load_lines(writer: _Writer) -> list[str]:
 def _sum_lines(writer: _Writer, at: str) -> list[str]:
     """Return lines that compute ``x``, the sum of what all ranks have encoded, in rank order."""
     ranks, lanes = writer.exchange.ranks, writer.exchange.lanes
-    group = 1 if writer.exchange.is_mixed and lanes == 64 else GROUPS[lanes]
+    group = GROUPS[lanes]
+    if writer.exchange.is_mixed and lanes == 64:
+        group = 1
+    elif writer.exchange.is_mixed and writer.exchange.rows > 1:
+        group = SHARDED
     whole, left = divmod(ranks, group)
     lines = _group_lines(writer, at, "0", min(ranks, group))
     if whole > 1:
