@@ -75,10 +75,8 @@ def encode_rows(
     raw = FORMS[rows.dtype].exponent_bits - codec.ladder.planes
     strings = sizes.count * sizes.tiles * tiling.columns * raw
     sums = torch.empty(strings, dtype=torch.int32, device=rows.device)
-    known = {"source": _as_integers(rows), "sums": sums, **_known(codec, rows, wire, sizes)}
-    groups = known["groups"]
-    assert isinstance(groups, Tensor)
-    known["groups"] = torch.zeros_like(groups)
+    known = _known(codec, rows, wire, sizes, adds=True)
+    known |= {"source": _as_integers(rows), "sums": sums}
     runs = sizes.count * -(-sizes.tiles // tiling.placed)
     _launch({exponent_split: sizes.count * sizes.tiles, exponent_place: runs}, known, sizes, graph)
     return wire
@@ -145,15 +143,19 @@ def _sizes(codec: ExponentCodec, rows: Tensor, tiling: Tiling) -> _Sizes:
     return _Sizes(count, columns, codec.static_bytes(numel, dtype) // UNIT, tiles, groups, tiling)
 
 
-def _known(codec: ExponentCodec, rows: Tensor, wire: Tensor, sizes: _Sizes) -> Arguments:
+def _known(
+    codec: ExponentCodec, rows: Tensor, wire: Tensor, sizes: _Sizes, adds: bool = False
+) -> Arguments:
     """Return the arguments of all kernels: the wire, counters, which kernels pass to each other,
-    and integers."""
+    and integers. ``adds``: whether tiles are added to their groups, which then begin at zero."""
     each, group = sizes.count, sizes.tiling.group
     tallies, groups = each * sizes.groups * group, each * -(-sizes.groups // group) * group
     return {
         "wire": wire.view(torch.int32),
         "tallies": torch.empty(tallies, dtype=torch.int32, device=rows.device),
-        "groups": torch.empty(groups, dtype=sizes.sums, device=rows.device),
+        "groups": (torch.zeros if adds else torch.empty)(
+            groups, dtype=sizes.sums, device=rows.device
+        ),
         "pitch": _as_integers(rows).shape[1],
         "quads": sizes.columns // 4,
         "static": sizes.static,
