@@ -20,7 +20,7 @@ from commpass.codecs.block.codec import BlockCodec
 from commpass.codecs.block.grids import Fp8Grid
 from commpass.codecs.block.packing import unpack
 from commpass.lowering.gpu import matmul_launch, matmul_sizes, matmul_supported
-from commpass.lowering.matmul import Product
+from commpass.lowering.matmul import BATCHED, GROUPED, Product
 from commpass.lowering.pointwise import Epilogue, Operation
 
 
@@ -101,11 +101,14 @@ EXACT = [
     Case("int8", k=64, by={"descriptors": True}),
     Case("int8", m=48, k=40, bias=True, a_by_rows=False, by={"descriptors": True}),
     Case("int8", k=40, b_by_rows=False, by={"descriptors": True, "flatten": False}),
-    # Tiles that are encoded during the next one: many for each program, one, or none for the last.
+]
+
+LATER_EXACT = [
+    # Many tiles for each program, one, or none for the last.
     Case("int8", m=192, n=512, k=128, ranks=3, by=LATER),
     Case("int8", m=48, k=200, bias=True, epilogue=RELU, ranks=3, by=LATER),
     Case("int4", m=40, n=768, k=128, ranks=5, dtype=torch.float16, by=LATER),
-    Case("fp8", m=16, k=128, ranks=1, by={**LATER, "block_m": 32}),
+    Case("fp8", m=16, k=192, ranks=1, by={**LATER, "block_m": 32}),
     Case("table(bits=4)", m=128, k=1000, a_by_rows=False, b_by_rows=False, by=LATER),
     Case("int8(rounding=stochastic)", m=96, n=512, k=128, by=LATER | {"block_m": 8}),
 ]
@@ -133,6 +136,12 @@ def name_of(case: Case) -> str:
 @pytest.mark.parametrize("case", EXACT, ids=name_of)
 def test_wire_is_that_of_the_codec(case: Case) -> None:
     assert torch.equal(interpreted(kernel_wire, case), plain_wire(case))
+
+
+@pytest.mark.rest_slow(2)
+@pytest.mark.parametrize("case", LATER_EXACT, ids=name_of)
+def test_wire_is_the_same_if_a_tile_is_encoded_during_the_next(case: Case) -> None:
+    test_wire_is_that_of_the_codec(case)
 
 
 @pytest.mark.rest_slow(1)
@@ -231,3 +240,26 @@ def test_descriptors_only_where_operands_are_aligned() -> None:
     assert not matmul_launch.for_alignment(by, matrix[:, 1:], matrix).descriptors
     narrow = torch.zeros(8, 60, dtype=torch.bfloat16)
     assert not matmul_launch.for_alignment(by, matrix, narrow).descriptors
+
+
+@pytest.mark.parametrize(
+    ("k", "rows"), [(4096, 8), (18 * 64, 8), (18 * 64 - 64, 16), (10 * 64, 16), (384, 32), (320, 0)]
+)
+def test_tile_of_few_steps_is_encoded_at_its_end(k: int, rows: int) -> None:
+    """A step of 64 values along k encodes ``rows`` of 128 rows, except in the first two steps."""
+    by = matmul_sizes.configuration(codec("int8"), replace(PROBLEM, k=k), "sm_90", LINEAR)
+    assert (by.block_m, by.block_k, by.deferred) == (128, 64, rows)
+    if rows:
+        fewer = replace(PROBLEM, k=(128 // rows + 1) * 64)
+        with pytest.raises(ValueError, match="too few steps"):
+            matmul_launch.call(codec("int8"), LINEAR, fewer, by, matmul_launch.Steps(k, k), {})
+
+
+def test_only_aligned_products_without_groups_are_encoded_later() -> None:
+    def rows(arch: str, form: str = "", **more: bool) -> int:
+        matmul, problem = replace(LINEAR, form=form), replace(PROBLEM, batches=8 if form else 1)
+        return matmul_sizes.configuration(codec("int8"), problem, arch, matmul, **more).deferred
+
+    assert rows("sm_90") == rows("sm_100") == rows("sm_90", BATCHED) == 8
+    assert rows("sm_80") == rows("gfx942") == rows("sm_90", GROUPED) == 0
+    assert rows("sm_90", aligned=False) == 0
