@@ -52,6 +52,11 @@ def main() -> None:
     if given.dry:
         os.environ["TRITON_INTERPRET"] = "1"
         given.kib = [4]
+    else:
+        import torch
+
+        if not torch.cuda.is_available():
+            parser.error("torch sees no GPU; --dry runs the kernels in Triton's interpreter")
     os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     lines = run(given)
     for line in lines:

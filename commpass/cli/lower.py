@@ -85,4 +85,5 @@ def lower(
             )
         kernels.show_cpp(asked, output)
         return
-    kernels.run(asked, arch or "sm_90", text="".join(chosen), json=json, output=output)
+    named = "sm_90" if arch is None else arch
+    kernels.run(asked, named, text="".join(chosen), json=json, output=output)

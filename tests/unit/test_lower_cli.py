@@ -569,3 +569,14 @@ def test_time_of_a_matmul_relative_to_its_products():
     shown = run(*asked, "int8").stdout
     assert "times as long as its products with the end of a tile." in shown
     assert f"{int8:.2f} times as long as its products" in run(*asked, "int8").stdout
+
+
+def test_ecq_has_no_kernel_for_float64():
+    told = said("--codec", "ecq", "--dtype", "float64", "--kernel", "decode")
+    assert "ecq: it has no kernel for float64" in told
+
+
+def test_empty_architecture_is_refused():
+    shown = run("--codec", "int8", "--kernel", "encode", "--arch", "")
+    assert shown.exit_code == 2
+    assert "no architecture ''. Known: gfx942, sm_100, sm_80, sm_90" in shown.stderr

@@ -81,6 +81,8 @@ def of_entropy(
     """Return the kernels in the order of their launches; a chunk is coded once, or more often."""
     if why := entropy.unsupported_reason(numel):
         raise KernelError(f"no kernel: {codec.spec}: {why}")
+    if dtype == torch.float64:
+        raise KernelError(f"no kernel: {codec.spec}: it has no kernel for float64")
     if name not in ("encode", "decode"):
         raise KernelError(f"no kernel: {codec.spec}: it has only encode and decode")
     form = codec.form
