@@ -136,7 +136,7 @@ def outcome(setup: Setup, seed: int) -> Outcome:
 class Launch:
     """The kernel of a call, and its arguments."""
 
-    def __init__(self, setup: Setup, exchange: Any, room: Any) -> None:
+    def __init__(self, setup: Setup, exchange: Any, capacity: Any) -> None:
         from commpass.lowering.exchange import result_shape
         from commpass.lowering.gpu.exchange import numbers
         from commpass.lowering.gpu.exchange_kernel import kernel
@@ -153,7 +153,7 @@ class Launch:
             **made.constants,
             **{"CASTS": False, "FP8": False, "STORES": False, "SPINS": setup.spins},
         }
-        self.numbers = [numbers(exchange, rank, room) for rank in range(setup.ranks)]
+        self.numbers = [numbers(exchange, rank, capacity) for rank in range(setup.ranks)]
         self.names = list(made.signature)
         self.grid = (exchange.programs, exchange.rows, 1)
 
@@ -162,7 +162,7 @@ class Schedule:
     """All ranks of an exchange, and the random order of their accesses."""
 
     def __init__(self, setup: Setup, seed: int) -> None:
-        from commpass.lowering.gpu.exchange import memory_of, room_for
+        from commpass.lowering.gpu.exchange import capacity_for, memory_of
 
         self.setup = setup
         self.random = np.random.default_rng(seed)
@@ -172,11 +172,11 @@ class Schedule:
             )
             for name, numel, programs in setup.turns
         ]
-        room = room_for(exchanges)
-        made = {each: Launch(setup, each, room) for each in exchanges}
+        capacity = capacity_for(exchanges)
+        made = {each: Launch(setup, each, capacity) for each in exchanges}
         self.launches = [made[each] for each in exchanges]
         self.lead = 0
-        self.late, total = memory_of(room).late, memory_of(room).total
+        self.late, total = memory_of(capacity).late, memory_of(capacity).total
         # No bytes are there: all accesses of these addresses go to the memory of this schedule.
         self.base, self.end = 1 << 40, (1 << 40) + setup.ranks * total
         self.memory = Memory(setup.ranks * total, self.random)

@@ -43,12 +43,12 @@ def part_of(name: str, whole: torch.Tensor, rank: int, ranks: int) -> torch.Tens
     return whole.reshape(ranks, -1)[rank] if name == "reduce_scatter" else whole
 
 
-def mapped(folder: Path, room: Any, spins: int | None = None) -> Any:
+def mapped(folder: Path, capacity: Any, spins: int | None = None) -> Any:
     """Return a workspace with room for some exchanges: the memory of all ranks, mapped from files
     at addresses of this process."""
     from commpass.lowering.gpu.exchange import Workspace, memory_of
 
-    rank, ranks, total = dist.get_rank(), dist.get_world_size(), memory_of(room).total
+    rank, ranks, total = dist.get_rank(), dist.get_world_size(), memory_of(capacity).total
     (folder / str(rank)).write_bytes(bytes(total))
     dist.barrier()
     every = [
@@ -56,7 +56,7 @@ def mapped(folder: Path, room: Any, spins: int | None = None) -> Any:
         for peer in range(ranks)
     ]
     peers = torch.tensor([each.data_ptr() for each in every], dtype=torch.int64)
-    return Workspace(room, ranks, rank, peers, every[rank], every, spins)
+    return Workspace(capacity, ranks, rank, peers, every[rank], every, spins)
 
 
 def plain(

@@ -182,7 +182,7 @@ def _meta(dtype: torch.dtype, *shape: int) -> Tensor:
 
 def of_exchange(shape: Exchange) -> KernelLaunch:
     made = exchange_kernel.kernel(shape)
-    integers = exchange.numbers(shape, shape.ranks - 1, exchange.room_for([shape]))
+    integers = exchange.numbers(shape, shape.ranks - 1, exchange.capacity_for([shape]))
     return KernelLaunch(
         made.source,
         types_of(made.signature, integers),

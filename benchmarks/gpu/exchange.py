@@ -141,7 +141,7 @@ def _measure(rank: int, folder: Path, given: dict[str, Any], say: Callable[..., 
                 kind = Exchange(algorithm, codec(spec), torch.bfloat16, numel, ranks)
                 what = {"codec": spec, "algorithm": algorithm, "kib": kib}
                 if dry:
-                    space = mapped(folder, device_exchange.room_for([kind]))
+                    space = mapped(folder, device_exchange.capacity_for([kind]))
                 else:
                     space, kind = device_exchange.workspace(kind, group, device)
                 wanted = []

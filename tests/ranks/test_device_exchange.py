@@ -60,14 +60,14 @@ def several(folder: Path, text: str, name: str, numel: int, dtype, op: str, call
     Return the results, those of the library's own algorithm, and this rank's memory after each.
     ``after`` is the number of earlier calls.
     """
-    from commpass.lowering.gpu.exchange import memory_of, room_for, run, unsupported_reason
+    from commpass.lowering.gpu.exchange import capacity_for, memory_of, run, unsupported_reason
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     exchange = exchange_of(name, codec(text), dtype, numel, ranks, op, PROGRAMS)
     assert unsupported_reason(exchange, processors=PROGRAMS) == ""
-    space = mapped(folder, room_for([exchange]))
-    first = memory_of(space.room).counters
-    space.memory[first : first + 4 * space.room.programs].view(torch.int32).fill_(after)
+    space = mapped(folder, capacity_for([exchange]))
+    first = memory_of(space.capacity).counters
+    space.memory[first : first + 4 * space.capacity.programs].view(torch.int32).fill_(after)
     made, wanted, held = [], [], []
     for call in range(calls):
         x = values(numel, dtype, rank, call)
@@ -95,14 +95,14 @@ def composed(name: str, x: torch.Tensor, op: str, coder) -> torch.Tensor:
 def one_after_another(folder: Path, calls: tuple[tuple[str, str, int], ...]):
     """Run calls, of which name, codec and number of values differ, in one memory. Return the
     results."""
-    from commpass.lowering.gpu.exchange import room_for, run
+    from commpass.lowering.gpu.exchange import capacity_for, run
 
     rank, ranks, dtype = dist.get_rank(), dist.get_world_size(), torch.bfloat16
     every = [
         exchange_of(name, codec(text), dtype, numel, ranks, "sum", PROGRAMS)
         for name, text, numel in calls
     ]
-    space, made = mapped(folder, room_for(every)), []
+    space, made = mapped(folder, capacity_for(every)), []
     for call, exchange in enumerate(every):
         if rank == call % ranks:
             time.sleep(0.05)
@@ -113,11 +113,11 @@ def one_after_another(folder: Path, calls: tuple[tuple[str, str, int], ...]):
 
 def alone(folder: Path, name: str, gone: int):
     """Run calls in which one rank is missing, then one in which none is."""
-    from commpass.lowering.gpu.exchange import room_for, run
+    from commpass.lowering.gpu.exchange import capacity_for, run
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     exchange = exchange_of(name, codec("int8"), torch.float32, 900, ranks, "sum", PROGRAMS)
-    space = mapped(folder, room_for([exchange]), SHORT)
+    space = mapped(folder, capacity_for([exchange]), SHORT)
     x = values(900, torch.float32, rank, 0)
     made = [] if rank == gone else [run(space, exchange, x)]
     missing = space.missing()
@@ -139,14 +139,14 @@ def agree(found: torch.Tensor, want: torch.Tensor) -> bool:
 
 
 def check(ranks: Ranks, folder: Path, text, name, numel, dtype, op="sum", calls=3, after=0) -> None:
-    from commpass.lowering.gpu.exchange_sizes import BUFFERS, memory_of, room_for
+    from commpass.lowering.gpu.exchange_sizes import BUFFERS, capacity_for, memory_of
 
     if name == "reduce_scatter":
         numel = numel // ranks.size * ranks.size
     given = (text, name, numel, dtype, op)
     results = ranks.run(several, folder, *given, calls, after)
     exchange = exchange_of(name, codec(text), dtype, numel, ranks.size, op, PROGRAMS)
-    at = memory_of(room_for([exchange]))
+    at = memory_of(capacity_for([exchange]))
     for call in range(calls):
         brought = [values(numel, dtype, rank, call) for rank in range(ranks.size)]
         wires, coded, want = plain(codec(text), name, brought, op)
@@ -374,8 +374,8 @@ def planned_and_run(folder: Path, name: str):
     assert has_single_kernels(gm)
     (site,) = outcome.plan
     found = exchange_for(site, site, memory)
-    room = exchange.room_for([replace(found, programs=programs_of(found, memory))])
-    exchange._workspaces[group] = {torch.device("cpu"): [mapped(folder, room)]}
+    capacity = exchange.capacity_for([replace(found, programs=programs_of(found, memory))])
+    exchange._workspaces[group] = {torch.device("cpu"): [mapped(folder, capacity)]}
     return [gm(values(VALUES, torch.bfloat16, dist.get_rank(), call))[0] for call in range(2)]
 
 

@@ -33,11 +33,11 @@ from commpass.lowering.gpu.exchange_sizes import (  # noqa: E402
     BUFFERS,
     PHASES,
     RESIDENT,
+    Capacity,
     Exchange,
-    Room,
-    grown,
+    capacity_for,
     memory_of,
-    room_for,
+    rounded_up,
     unsupported_reason,
 )
 from commpass.lowering.gpu.generate import KNOWN  # noqa: E402
@@ -65,7 +65,7 @@ def of(name: str, **changed: Any) -> Exchange:
 def compiled(arch: str, exchange: Exchange) -> Any:
     exchange = replace(exchange, lanes=TARGETS[arch].warp_size)
     made = kernel(exchange)
-    given = numbers(exchange, 2, room_for([exchange]))
+    given = numbers(exchange, 2, capacity_for([exchange]))
     constants = made.constants | casts(arch)
     whole = [
         place
@@ -275,8 +275,8 @@ def test_card_that_is_too_old_is_named():
     assert "sm_61: it does not release and acquire" in unsupported_reason(INT8, card=(6, 1))
 
 
-@pytest.mark.parametrize("lack", [Room(63, 1 << 30), Room(64, 1 << 10)])
-def test_exchange_needs_its_values_and_room(lack):
+@pytest.mark.parametrize("lack", [Capacity(63, 1 << 30), Capacity(64, 1 << 10)])
+def test_exchange_of_other_values_or_in_small_memory_is_refused(lack):
     exchange = replace(INT8, ranks=1)
     peers, memory = torch.zeros(1, dtype=torch.int64), torch.zeros(1)
     space = Workspace(lack, 1, 0, peers, memory)
@@ -284,7 +284,7 @@ def test_exchange_needs_its_values_and_room(lack):
         run(space, exchange, torch.zeros(131073, dtype=torch.bfloat16))
     with pytest.raises(CommpassError, match=r"was called with 131072 of torch\.float32"):
         run(space, exchange, torch.zeros(131072))
-    with pytest.raises(CommpassError, match=r"has no room for Room\(programs=64"):
+    with pytest.raises(CommpassError, match=r"is too small for Capacity\(programs=64"):
         run(space, exchange, torch.zeros(131072, dtype=torch.bfloat16))
 
 
@@ -295,14 +295,16 @@ def test_generated_text_may_not_hide_a_tile_function():
     assert "def flat(" in of_text("entry", text.replace(", flat", ""), KNOWN).text
 
 
-@pytest.mark.parametrize("room", [Room(1, 1152), Room(77, 77 * 128), Room(528, 1 << 20)])
-def test_nothing_in_memory_overlaps(room):
-    at = memory_of(room)
+@pytest.mark.parametrize(
+    "size", [Capacity(1, 1152), Capacity(77, 77 * 128), Capacity(528, 1 << 20)]
+)
+def test_nothing_in_memory_overlaps(size):
+    at = memory_of(size)
     begins = [at.signals, at.counters, at.late, at.wires, at.total]
-    sizes = [PHASES * room.programs * 32 * 4, room.programs * 4, 4, BUFFERS * room.buffer_bytes]
-    for place, size, following in zip(begins[:-1], sizes, begins[1:], strict=True):
+    sizes = [PHASES * size.programs * 32 * 4, size.programs * 4, 4, BUFFERS * size.buffer_bytes]
+    for place, length, following in zip(begins[:-1], sizes, begins[1:], strict=True):
         assert place % 128 == 0
-        assert place + size <= following
+        assert place + length <= following
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 32])
@@ -310,7 +312,7 @@ def test_nothing_in_memory_overlaps(room):
 def test_wires_of_a_call_fill_a_buffer(name, ranks):
     """Each is as long as its values need, and begins at a multiple of 128 bytes."""
     exchange = of(name, ranks=ranks, numel=100_003 * ranks, programs=77)
-    wire, room = exchange.wire_bytes, room_for([exchange])
+    wire, capacity = exchange.wire_bytes, capacity_for([exchange])
     assert wire % 128 == 0
     assert wire >= exchange.length * (1 + 4 / 256)
     rows, sums = {
@@ -319,9 +321,9 @@ def test_wires_of_a_call_fill_a_buffer(name, ranks):
         "two_shot": (ranks, 1),
         "reduce_scatter": (ranks, 0),
     }[name]
-    assert room == Room(77 * rows, (rows + sums) * wire)
-    given, at = numbers(exchange, 2, room), memory_of(room)
-    assert (given["wires_at"], given["buffer_bytes"]) == (at.wires, room.buffer_bytes)
+    assert capacity == Capacity(77 * rows, (rows + sums) * wire)
+    given, at = numbers(exchange, 2, capacity), memory_of(capacity)
+    assert (given["wires_at"], given["buffer_bytes"]) == (at.wires, capacity.buffer_bytes)
     assert given["sums_at"] == at.wires + rows * wire
 
 
@@ -329,27 +331,27 @@ def test_memory_is_that_of_the_largest_exchange():
     """Most bytes and most programs may be those of different exchanges."""
     small = of("reduce_scatter", numel=4096, programs=9)
     large = of("one_shot", codec=codec("fp8"), numel=1 << 20, programs=64)
-    room = room_for([small, large])
-    assert room == Room(72, large.buffer_bytes)
-    assert all(room.holds(room_for([each])) for each in (small, large))
-    assert not room_for([small]).holds(room_for([large]))
-    assert not room_for([large]).holds(room_for([small]))
-    assert room_for([small], programs=132).programs == 132
+    capacity = capacity_for([small, large])
+    assert capacity == Capacity(72, large.buffer_bytes)
+    assert all(capacity.holds(capacity_for([each])) for each in (small, large))
+    assert not capacity_for([small]).holds(capacity_for([large]))
+    assert not capacity_for([large]).holds(capacity_for([small]))
+    assert capacity_for([small], programs=132).programs == 132
     for each in (small, large):
-        given, at = numbers(each, 2, room), memory_of(room)
+        given, at = numbers(each, 2, capacity), memory_of(capacity)
         assert (given["counters_at"], given["late_at"]) == (at.counters, at.late)
         assert (given["slots"], given["buffer_bytes"]) == (72, large.buffer_bytes)
-        assert at.wires + 2 * room.buffer_bytes == at.total
+        assert at.wires + 2 * capacity.buffer_bytes == at.total
 
 
 def test_memory_grows_by_powers_of_two_up_to_the_largest():
-    assert grown(Room(5, 100_000)) == Room(5, 1 << 17)
-    assert grown(Room(5, 1 << 17)) == Room(5, 1 << 17)
-    assert grown(Room(5, 128)) == Room(5, 1 << 16)
+    assert rounded_up(Capacity(5, 100_000)) == Capacity(5, 1 << 17)
+    assert rounded_up(Capacity(5, 1 << 17)) == Capacity(5, 1 << 17)
+    assert rounded_up(Capacity(5, 128)) == Capacity(5, 1 << 16)
     large = replace(INT8, numel=2**30 - 2**28, programs=1)
     assert unsupported_reason(large) == ""
     assert "2^31" in unsupported_reason(replace(large, numel=2**30))
-    assert grown(room_for([large])) == room_for([large])
+    assert rounded_up(capacity_for([large])) == capacity_for([large])
 
 
 # --- why the number of buffers suffices -----------------------------------------------------------

@@ -143,7 +143,7 @@ def test_exchange_counts_in_enough_bits(spec, ranks, name):
         return not exchange_sizes.unsupported_reason(replace(smallest, numel=numel))
 
     largest = replace(smallest, numel=launches.largest(is_possible))
-    total = exchange_sizes.memory_of(exchange_sizes.room_for([largest])).total
+    total = exchange_sizes.memory_of(exchange_sizes.capacity_for([largest])).total
     assert max(total, largest.values) > 2**31 - 2**23
     check([launches.of_exchange(largest)])
 

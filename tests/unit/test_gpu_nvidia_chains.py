@@ -207,14 +207,14 @@ def exchanged(name: str, text: str, inputs: list[Tensor], programs: int) -> list
     that is read at last was written in a run before.
     """
     from commpass.lowering.exchange import result_shape
-    from commpass.lowering.gpu.exchange import memory_of, numbers, room_for
+    from commpass.lowering.gpu.exchange import capacity_for, memory_of, numbers
     from commpass.lowering.gpu.exchange_kernel import kernel
     from commpass.lowering.gpu.source import load
 
     ranks, dtype = len(inputs), inputs[0].dtype
     exchange = exchange_of(name, codec(text), dtype, inputs[0].numel(), ranks, programs=programs)
-    made, room = kernel(exchange), room_for([exchange])
-    memory = memory_of(room)
+    made, capacity = kernel(exchange), capacity_for([exchange])
+    memory = memory_of(capacity)
     waits = "missing = tl.sum(nothing, axis=0) + 1"
     assert waits in made.source.text
     function = load(
@@ -233,7 +233,7 @@ def exchanged(name: str, text: str, inputs: list[Tensor], programs: int) -> list
             for rank, x in enumerate(inputs):
                 own[rank][memory.signals : memory.wires] = 0
                 tensors = {"peers": peers, "input": x, "output": outputs[rank]}
-                known = tensors | numbers(exchange, rank, room)
+                known = tensors | numbers(exchange, rank, capacity)
                 arguments = [known[each] for each in made.signature]
                 grid = (exchange.programs, exchange.rows)
                 function[grid](*arguments, **constants, num_warps=made.num_warps)

@@ -11,10 +11,10 @@ import torch
 from commpass.codecs import codec
 from commpass.codecs.exponent.floats import CHUNK, FORMS
 from commpass.lowering.gpu.source import Source, without_rare
-from commpass.lowering.inspect.alone import clocks_alone, registers
 from commpass.lowering.inspect.architectures import ARCHITECTURES
 from commpass.lowering.inspect.kernels import kernels_named
 from commpass.lowering.inspect.lowerable import lower, together
+from commpass.lowering.inspect.one_warp import clocks_of_one_warp, registers
 from commpass.lowering.inspect.roofline import predict
 from commpass.lowering.inspect.sass import Instruction, count_instructions, parse_sass
 from commpass.lowering.inspect.typical import WORD, exponents, mean_maximum
@@ -83,23 +83,23 @@ def test_rare_suites_do_nothing():
 def test_each_instruction_waits_for_its_operands():
     chain = parse_sass(listing("LDG.E R2, desc[UR4][R4.64]", "IADD3 R3, R2, 0x1, RZ", "EXIT"))
     free = parse_sass(listing("LDG.E R2, desc[UR4][R4.64]", "IADD3 R3, R6, 0x1, RZ", "EXIT"))
-    assert clocks_alone(chain, (), SM_90) == 1 + SM_90.latency + 1
-    assert clocks_alone(free, (), SM_90) == 3
+    assert clocks_of_one_warp(chain, (), SM_90) == 1 + SM_90.latency + 1
+    assert clocks_of_one_warp(free, (), SM_90) == 3
 
 
 def test_a_pipe_takes_a_warp_in_several_clocks():
     """The ALU of a quarter has 16 lanes; instructions of other pipes issue in between."""
     ints = ["LOP3.LUT R2, R4, R5, R6, 0x96, !PT"] * 4
-    assert clocks_alone(parse_sass(listing(*ints)), (), SM_90) == 1 + 3 * 2
+    assert clocks_of_one_warp(parse_sass(listing(*ints)), (), SM_90) == 1 + 3 * 2
     mixed = [ints[0], "FADD R3, R4, R5"] * 4
-    assert clocks_alone(parse_sass(listing(*mixed)), (), SM_90) == 8
+    assert clocks_of_one_warp(parse_sass(listing(*mixed)), (), SM_90) == 8
 
 
 def test_a_loop_takes_as_many_times_as_long():
     code = parse_sass(
         listing(".L_0:", "IADD3 R2, R2, 0x1, RZ", "@P0 BRA `(.L_0)", "FADD R1, R2, R2", "EXIT")
     )
-    once, often = (clocks_alone(code, (trips,), SM_90) for trips in (1, 11))
+    once, often = (clocks_of_one_warp(code, (trips,), SM_90) for trips in (1, 11))
     assert often - once == 10 * 2
 
 
@@ -121,10 +121,10 @@ def test_registers_of_an_instruction(name, operands, predicate, written, read):
 
 def test_low_share_is_that_of_programs_that_wait_together():
     counts = count_instructions(parse_sass(listing(*["IADD3 R2, R3, R4, RZ"] * 100)))
-    many, few = (predict(counts, 1, n, 1e4, H100, alone=1e4) for n in (16, 2))
+    many, few = (predict(counts, 1, n, 1e4, H100, warp_clocks=1e4) for n in (16, 2))
     assert few.low < many.low < many.share == pytest.approx(few.share, rel=0.5)
     assert predict(counts, 1, 16, 1e4, H100).low is None
-    busy = predict(counts, 1, 16, 1.0, H100, alone=4 * 100 * 32 / 64)
+    busy = predict(counts, 1, 16, 1.0, H100, warp_clocks=4 * 100 * 32 / 64)
     assert busy.low == busy.share
 
 

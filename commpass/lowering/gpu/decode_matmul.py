@@ -28,7 +28,7 @@ from commpass.lowering.chain import Chain, Decode
 from commpass.lowering.gpu import generate, grid_parts, supported, wires
 from commpass.lowering.gpu.matmul_encode import Kernel
 from commpass.lowering.gpu.matmul_sizes import SHARED
-from commpass.lowering.gpu.matmul_supported import HELD, OPERANDS
+from commpass.lowering.gpu.matmul_supported import OPERANDS, TOO_MANY
 from commpass.lowering.gpu.source import constant, function_text, indent, of_text
 from commpass.lowering.gpu.supported import TYPES
 from commpass.lowering.gpu.tiles import decode_matmul as own_tiles
@@ -136,7 +136,7 @@ def unsupported_reason(codec: Codec, matmul: Matmul, problem: Problem, *, arch: 
     if why := supported.unsupported_reason(chain, problem.numel):
         return why
     largest = max(problem.m * problem.k, problem.k * problem.n, problem.m * problem.n)
-    return f"{largest:,} values in a tensor: kernels count to 2^31" if largest >= HELD else ""
+    return f"{largest:,} values in a tensor: kernels count to 2^31" if largest >= TOO_MANY else ""
 
 
 def _unsupported_codec(codec: Codec) -> str:

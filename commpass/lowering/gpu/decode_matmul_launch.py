@@ -25,7 +25,7 @@ from commpass.lowering.gpu.decode_matmul import (
 from commpass.lowering.gpu.launch import casts, interpreting, offsets
 from commpass.lowering.gpu.matmul_encode import Kernel
 from commpass.lowering.gpu.matmul_launch import arch_here, lies_by_rows, step_of
-from commpass.lowering.gpu.matmul_supported import HELD
+from commpass.lowering.gpu.matmul_supported import TOO_MANY
 from commpass.lowering.gpu.source import load
 
 
@@ -76,7 +76,7 @@ def unsupported_layout(wire: Tensor, b: Tensor, bias: Sequence[Tensor]) -> str:
         return "the bytes of a wire do not lie side by side"
     if lies_by_rows(b) is None:
         return "an operand is stored neither by rows nor by columns"
-    if step_of(b) * (b.shape[0] if lies_by_rows(b) else b.shape[1]) >= HELD:
+    if step_of(b) * (b.shape[0] if lies_by_rows(b) else b.shape[1]) >= TOO_MANY:
         return "the lines of an operand lie far apart: kernels count to 2^31"
     return "" if all(each.is_contiguous() for each in bias) else "the bias is not contiguous"
 

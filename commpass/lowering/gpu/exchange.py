@@ -42,12 +42,12 @@ from commpass.lowering.gpu.exchange_kernel import kernel
 from commpass.lowering.gpu.exchange_sizes import (
     ALGORITHMS,
     RESIDENT,
+    Capacity,
     Exchange,
     Memory,
-    Room,
-    grown,
+    capacity_for,
     memory_of,
-    room_for,
+    rounded_up,
     unsupported_reason,
 )
 from commpass.lowering.gpu.launch import casts, interpreting, key_argument, offsets
@@ -55,16 +55,16 @@ from commpass.lowering.gpu.source import load
 from commpass.utils.ambient import making_lasting_tensors
 
 __all__ = [
+    "Capacity",
     "Exchange",
     "Memory",
-    "Room",
     "Workspace",
     "all_gather",
     "all_reduce",
     "allocate",
+    "capacity_for",
     "memory_of",
     "reduce_scatter",
-    "room_for",
     "run",
     "run_in_group",
     "start_in_group",
@@ -86,14 +86,14 @@ class Launch:
 
 @dataclass(frozen=True)
 class Workspace:
-    """The memory of one rank of ``ranks`` for all exchanges for which it has ``room``.
+    """The memory of one rank of ``ranks`` for all exchanges that fit into its ``capacity``.
 
     ``peers`` are the addresses, int64 ``[ranks]``, at which this rank accesses every rank's memory.
     ``memory`` is its own, uint8 ``[total]``, initially zeros; ``peer_memory`` keeps the memory of
     the others accessible. ``spins``, if not None, replaces ``exchange_kernel.SPINS``.
     """
 
-    room: Room
+    capacity: Capacity
     ranks: int
     rank: int
     peers: Tensor
@@ -108,7 +108,7 @@ class Workspace:
 
         Waits for the GPU. After a timeout the workspace returns only NaN and cannot be repaired.
         """
-        late = memory_of(self.room).late
+        late = memory_of(self.capacity).late
         bits = int(self.memory[late : late + 4].view(torch.int32).item())
         return [rank for rank in range(self.ranks) if bits >> rank & 1]
 
@@ -218,8 +218,8 @@ def _prepare(
 
 
 def _launch_of(workspace: Workspace, exchange: Exchange) -> Launch:
-    if not workspace.room.holds(room := room_for([exchange])):
-        raise CommpassError(f"a workspace with {workspace.room} has no room for {room}")
+    if not workspace.capacity.holds(capacity := capacity_for([exchange])):
+        raise CommpassError(f"a workspace of {workspace.capacity} is too small for {capacity}")
     generated = kernel(exchange)
     compiled = {"enable_fp_fusion": generated.fuses, **exchange.options}
     options = {
@@ -232,27 +232,27 @@ def _launch_of(workspace: Workspace, exchange: Exchange) -> Launch:
         load(generated.source),
         tuple(generated.signature),
         (exchange.programs, exchange.rows),
-        numbers(exchange, workspace.rank, workspace.room),
+        numbers(exchange, workspace.rank, workspace.capacity),
         options,
     )
 
 
-def numbers(exchange: Exchange, rank: int, room: Room) -> dict[str, int]:
-    """Return the integer arguments of a kernel by name, in a memory with ``room``."""
-    codec, memory = exchange.block_codec, memory_of(room)
+def numbers(exchange: Exchange, rank: int, capacity: Capacity) -> dict[str, int]:
+    """Return the integer arguments of a kernel by name, in a memory of this ``capacity``."""
+    codec, memory = exchange.block_codec, memory_of(capacity)
     found = {
         "rank": rank,
         "count": exchange.count,
         "numel": exchange.length,
         "blocks": codec.layout.blocks(exchange.length),
         "tiles": exchange.tiles,
-        "slots": room.programs,
+        "slots": capacity.programs,
         "counters_at": memory.counters,
         "late_at": memory.late,
         "wires_at": memory.wires,
         "sums_at": memory.wires + exchange.rows * exchange.wire_bytes,
         "wire_bytes": exchange.wire_bytes,
-        "buffer_bytes": room.buffer_bytes,
+        "buffer_bytes": capacity.buffer_bytes,
     }
     found |= offsets("output", codec, exchange.length, torch.float32)
     if isinstance(codec.rounding, Stochastic):
@@ -286,17 +286,17 @@ def workspace(
     exchange, programs = _agreed(exchange, group, device, why)
     if why := allocate([exchange], programs, group, device):
         raise CommpassError(why)
-    found = _first_with_room(exchange, group, device)
+    found = _first_large_enough(exchange, group, device)
     assert found is not None
     return found, exchange
 
 
-def _first_with_room(
+def _first_large_enough(
     exchange: Exchange, group: dist.ProcessGroup, device: torch.device
 ) -> Workspace | None:
-    room = room_for([exchange])
+    capacity = capacity_for([exchange])
     known = _workspaces.get(group, {}).get(device, ())
-    return next((each for each in known if each.room.holds(room)), None)
+    return next((each for each in known if each.capacity.holds(capacity)), None)
 
 
 def _agreed(
@@ -319,10 +319,10 @@ def _agreed(
             raise CommpassError(f"this rank makes the {what}, but rank {rank} the {other}")
     cards = [card for *_, card in requests]
     shared = Counter(each.name for each in cards)
-    room = min(each.processors * RESIDENT // shared[each.name] for each in cards)
+    most = min(each.processors * RESIDENT // shared[each.name] for each in cards)
     exchange = replace(exchange, lanes=card.lanes)
-    programs = max(min(exchange.tiles, room // exchange.rows), 1)
-    return replace(exchange, programs=programs), room
+    programs = max(min(exchange.tiles, most // exchange.rows), 1)
+    return replace(exchange, programs=programs), most
 
 
 @dataclass(frozen=True)
@@ -364,7 +364,7 @@ def start_in_group(exchange: Exchange, group_name: str, x: Tensor, number: int) 
 
 def _workspace_of(exchange: Exchange, group_name: str, device: torch.device) -> Workspace:
     group = group_named(group_name)
-    if group is None or (found := _first_with_room(exchange, group, device)) is None:
+    if group is None or (found := _first_large_enough(exchange, group, device)) is None:
         raise CommpassError(
             f"no memory for the {exchange.name} of {exchange.numel} values over group"
             f" {group_name!r}: it was compiled for other process groups. Call"
@@ -382,9 +382,9 @@ def allocate(
 
     All ranks of the group must call it for the same exchanges.
     """
-    if all(_first_with_room(each, group, device) is not None for each in exchanges):
+    if all(_first_large_enough(each, group, device) is not None for each in exchanges):
         return ""
-    found, why = _symmetric(grown(room_for(exchanges, programs)), group, device)
+    found, why = _symmetric(rounded_up(capacity_for(exchanges, programs)), group, device)
     if found is not None:
         _workspaces.setdefault(group, {}).setdefault(device, []).append(found)
     return why
@@ -410,7 +410,7 @@ def trial(group: dist.ProcessGroup, device: torch.device, lanes: int) -> str:
         for kind, names in ALGORITHMS.items()
         for algorithm in names
     ]
-    found, why = _symmetric(room_for(every), group, device)
+    found, why = _symmetric(capacity_for(every), group, device)
     if found is None:
         return why
     space = replace(found, spins=TRIAL_SPINS)
@@ -443,20 +443,20 @@ def _check(workspace: Workspace, exchange: Exchange) -> None:
 
 
 def _symmetric(
-    room: Room, group: dist.ProcessGroup, device: torch.device
+    capacity: Capacity, group: dist.ProcessGroup, device: torch.device
 ) -> tuple[Workspace | None, str]:
     """Create a workspace on all ranks, also while a graph is traced. Return it, or None and the
     reason of the first rank that could not."""
     with making_lasting_tensors():
-        return _create(room, group, device)
+        return _create(capacity, group, device)
 
 
 def _create(
-    room: Room, group: dist.ProcessGroup, device: torch.device
+    capacity: Capacity, group: dist.ProcessGroup, device: torch.device
 ) -> tuple[Workspace | None, str]:
     import torch.distributed._symmetric_memory as symmetric
 
-    total, rank, ranks = memory_of(room).total, dist.get_rank(group), dist.get_world_size(group)
+    total, rank, ranks = memory_of(capacity).total, dist.get_rank(group), dist.get_world_size(group)
     made: list[Any] = []
 
     def empty() -> None:
@@ -480,7 +480,7 @@ def _create(
     memory, (handle, memories) = made
     addresses = [each.data_ptr() for each in memories]
     peers = torch.tensor(addresses, dtype=torch.int64, device=device)
-    return Workspace(room, ranks, rank, peers, memory, (handle, memories)), ""
+    return Workspace(capacity, ranks, rank, peers, memory, (handle, memories)), ""
 
 
 def _first_error(step: Callable[[], None], group: dist.ProcessGroup) -> str:

@@ -166,14 +166,14 @@ def values_in_a_byte(codec: BlockCodec) -> int:
 
 
 @dataclass(frozen=True)
-class Room:
+class Capacity:
     """What a memory has room for: calls of up to ``programs`` programs of a rank, which write up to
     ``buffer_bytes`` bytes."""
 
     programs: int
     buffer_bytes: int
 
-    def holds(self, other: Room) -> bool:
+    def holds(self, other: Capacity) -> bool:
         return self.programs >= other.programs and self.buffer_bytes >= other.buffer_bytes
 
 
@@ -195,26 +195,27 @@ class Memory:
     total: int
 
 
-def memory_of(room: Room) -> Memory:
-    counters = PHASES * room.programs * SLOTS * 4
-    late = counters + aligned(room.programs * 4)
+def memory_of(capacity: Capacity) -> Memory:
+    counters = PHASES * capacity.programs * SLOTS * 4
+    late = counters + aligned(capacity.programs * 4)
     wires = late + ALIGNMENT
-    return Memory(0, counters, late, wires, wires + BUFFERS * room.buffer_bytes)
+    return Memory(0, counters, late, wires, wires + BUFFERS * capacity.buffer_bytes)
 
 
-def room_for(exchanges: Sequence[Exchange], programs: int = 1) -> Room:
-    """Return room for each of some exchanges, with at least so many programs."""
-    return Room(
+def capacity_for(exchanges: Sequence[Exchange], programs: int = 1) -> Capacity:
+    """Return what a memory needs for each of some exchanges, with at least so many programs."""
+    return Capacity(
         max(programs, *(each.all_programs for each in exchanges)),
         max(each.buffer_bytes for each in exchanges),
     )
 
 
-def grown(room: Room) -> Room:
-    """Return the room that is allocated where ``room`` is needed: the next power of two of bytes,
-    or as much as kernels can address."""
-    larger = replace(room, buffer_bytes=max(SMALLEST, 1 << (room.buffer_bytes - 1).bit_length()))
-    return larger if memory_of(larger).total < MOST else room
+def rounded_up(capacity: Capacity) -> Capacity:
+    """Return the capacity that is allocated where ``capacity`` is needed: the next power of two of
+    bytes, or as much as kernels can address."""
+    power = 1 << (capacity.buffer_bytes - 1).bit_length()
+    larger = replace(capacity, buffer_bytes=max(SMALLEST, power))
+    return larger if memory_of(larger).total < MOST else capacity
 
 
 # --- supported exchanges --------------------------------------------------------------------------
@@ -249,7 +250,7 @@ def unsupported_reason(
             return why
     for what, many in (
         ("values", exchange.values),
-        ("bytes of memory", memory_of(room_for([exchange])).total),
+        ("bytes of memory", memory_of(capacity_for([exchange])).total),
     ):
         if many >= MOST:
             return f"{many:,} {what}: kernels count to 2^31"

@@ -58,7 +58,7 @@ def deferred_lines(
     finish = [
         "x = total",
         *result,
-        f"{store}({whole}, x, in_turn(turn, BLOCK_M, BLOCK_N), CASTS)",
+        f"{store}({whole}, x, mask_after(turn, BLOCK_M, BLOCK_N), CASTS)",
         *(f"old_{name} = new_{name}" for name in encoding),
         "total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)",
     ]

@@ -19,10 +19,10 @@ from commpass.codecs.block.packing import widths
 from commpass.errors import CommpassError
 from commpass.lowering.gpu.current import on_device
 from commpass.lowering.gpu.launch import casts, interpreting, key_argument, offsets
-from commpass.lowering.gpu.matmul_deferred import HELD as HELD_TILES
+from commpass.lowering.gpu.matmul_deferred import HELD
 from commpass.lowering.gpu.matmul_encode import Kernel, kernel
 from commpass.lowering.gpu.matmul_sizes import Configuration, Matmul, Problem, configuration
-from commpass.lowering.gpu.matmul_supported import HELD, unsupported_reason
+from commpass.lowering.gpu.matmul_supported import TOO_MANY, unsupported_reason
 from commpass.lowering.gpu.source import load
 from commpass.lowering.matmul import Operands, Product, operands_of
 
@@ -146,7 +146,7 @@ def unsupported_layout(operands: Operands) -> str:
         if lies_by_rows(each) is None:
             return "an operand is stored neither by rows nor by columns"
         lines = each.shape[-2] if lies_by_rows(each) else each.shape[-1]
-        if step_of(each) * lines >= HELD:
+        if step_of(each) * lines >= TOO_MANY:
             return "the lines of an operand lie far apart: kernels count to 2^31"
     if operands.offsets is not None and operands.offsets.dtype != torch.int32:
         return "offsets that are not int32"
@@ -226,7 +226,7 @@ def run(
     function, grid = load(prepared.kernel.source), prepared.grid(_processors(a.device))
     named |= {"output": wire} | prepared.numbers
     if by.deferred:
-        named[HELD_TILES] = a.new_empty(grid[0] * 2 * by.block_m * by.block_n)
+        named[HELD] = a.new_empty(grid[0] * 2 * by.block_m * by.block_n)
     arguments = [named[name] for name in prepared.kernel.signature]
     compiled = {"num_warps": by.num_warps, "num_stages": by.num_stages}
     if graph:

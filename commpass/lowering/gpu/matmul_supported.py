@@ -13,7 +13,7 @@ from commpass.lowering.gpu.matmul_sizes import SHARED, WIDEST, Matmul, Problem
 from commpass.lowering.matmul import BATCHED, GROUPED
 
 OPERANDS = (torch.bfloat16, torch.float16)
-HELD = 2**31
+TOO_MANY = 2**31
 """The number of values of one tensor must be below this."""
 SMALLEST_SEGMENT = 64
 """The fewest rows of a part of a batch that lies in one shard: tiles have no fewer."""
@@ -47,7 +47,7 @@ def unsupported_reason(
     if why := _unsupported_batches(matmul, problem):
         return why
     largest = max(problem.m * problem.k, problem.batches * problem.k * n, problem.m * n)
-    return f"{largest:,} values in a tensor: kernels count to 2^31" if largest >= HELD else ""
+    return f"{largest:,} values in a tensor: kernels count to 2^31" if largest >= TOO_MANY else ""
 
 
 def _unsupported_dtypes(matmul: Matmul, arch: str) -> str:

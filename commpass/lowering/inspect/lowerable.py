@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from commpass.lowering.gpu.source import Source, load, without_rare
-from commpass.lowering.inspect.alone import clocks_alone
 from commpass.lowering.inspect.architectures import ARCHITECTURES, CARDS, cards_of
 from commpass.lowering.inspect.compiled import Compiled, compile_kernel
+from commpass.lowering.inspect.one_warp import clocks_of_one_warp
 from commpass.lowering.inspect.roofline import MEMORY, Prediction, exposed, predict
 from commpass.lowering.inspect.sass import Counts, Sass, Trips, count_instructions
 
@@ -112,7 +112,7 @@ def lower(kernel: Lowerable, arch: str) -> Lowered:
     if kernel.moved is None:
         return Lowered(kernel, found, counts, ())
     of_memory = kernel.of == MEMORY
-    alone = clocks_alone(usual.code, trips, ARCHITECTURES[arch]) if of_memory else None
+    warp_clocks = clocks_of_one_warp(usual.code, trips, ARCHITECTURES[arch]) if of_memory else None
     predictions = [
         predict(
             counts,
@@ -123,7 +123,7 @@ def lower(kernel: Lowerable, arch: str) -> Lowered:
             kernel.flops,
             of=kernel.of,
             stays=kernel.stays,
-            alone=alone,
+            warp_clocks=warp_clocks,
         )
         for card in cards_of(arch)
     ]

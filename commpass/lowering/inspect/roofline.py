@@ -14,7 +14,7 @@ own instructions.
 The *low* share is a second limit, for the case that programs wait together. Queueing theory bounds
 the time of a program by its use of the limiting resource, plus the rest of its time alone, divided
 by the programs that run at a time. The time alone includes all waits of one warp for its own
-results (``alone.py``). Between both limits the order of the programs decides.
+results (``one_warp.py``). Between both limits the order of the programs decides.
 """
 
 from __future__ import annotations
@@ -92,15 +92,15 @@ def predict(
     *,
     of: str = MEMORY,
     stays: bool = False,
-    alone: float | None = None,
+    warp_clocks: float | None = None,
 ) -> Prediction:
     """Predict the time of programs of ``warps`` warps, ``programs`` of them at a time on a
     multiprocessor, each of which reads and writes ``moved`` bytes of memory.
 
     ``flops`` are the floating point operations of a program's matmuls, whose operands have 16 bits.
     ``of`` is the limit that the share refers to. With ``stays``, programs prefetch data and never
-    wait for loads; the arguments are then for one tile of a program that processes many. ``alone``
-    is the number of clocks of a warp that runs alone.
+    wait for loads; the arguments are then for one tile of a program that processes many.
+    ``warp_clocks`` is the number of clocks of a warp that runs alone.
     """
     arch = ARCHITECTURES[card.arch]
     clocks = needs(counts, warps, arch, flops)
@@ -112,9 +112,9 @@ def predict(
     limit = max(ns, key=lambda name: ns[name])
     share = ns.get(of, 0.0) / ns[limit] if ns[limit] else 1.0
     waits = None
-    if alone is not None and programs:
+    if warp_clocks is not None and programs:
         busy = clocks.get(limit, 0.0) * arch.quarters / min(warps, arch.quarters)
-        waits = max(0.0, alone - busy) / programs / card.ghz / card.units
+        waits = max(0.0, warp_clocks - busy) / programs / card.ghz / card.units
     return Prediction(card.name, ns, limit, share, waits)
 
 

@@ -153,12 +153,12 @@ def part_of_held(
 ):
     """The ``number``-th ROWS rows of a tile that lies in memory from ``stored_at`` on."""
     place = place_of_held(stored_at + number * (ROWS * COLUMNS), ROWS, COLUMNS)
-    return to_float32(tl.load(held + place, mask=in_turn(turn, ROWS, COLUMNS), other=0.0), FP8)
+    return to_float32(tl.load(held + place, mask=mask_after(turn, ROWS, COLUMNS), other=0.0), FP8)
 
 
 @tile
-def in_turn(turn, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """A mask of all values. Whoever needs it must wait for what made ``turn``."""
+def mask_after(turn, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """A mask of all values. What needs it must wait for the operation that returns ``turn``."""
     return tl.zeros((ROWS, COLUMNS), tl.int32) + (turn | 1) != 0
 
 

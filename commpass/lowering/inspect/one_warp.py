@@ -35,7 +35,7 @@ NO_RESULT = ("global store", "shared store", "local store", "barrier", "control"
 OPERAND = re.compile(r"(?<![\w.])(U?R\d+|U?P[0-6])(\.64)?(?![\w])")
 
 
-def clocks_alone(code: Sass, trips: Sequence[Trips], arch: Architecture) -> float:
+def clocks_of_one_warp(code: Sass, trips: Sequence[Trips], arch: Architecture) -> float:
     """Return the clocks from the start of a warp to its last issue. Subroutines are not entered."""
     times = executions(code, trips)
     ready: dict[str, float] = {}
