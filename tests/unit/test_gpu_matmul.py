@@ -43,6 +43,7 @@ class Case:
 
 RELU = Epilogue((), (Operation("relu", ("v0",), torch.bfloat16),))
 LATER = {"descriptors": True, "deferred": 8}
+"""Tiles are encoded during the next one, 8 rows in each step."""
 SMALL = {"block_m": 16, "block_n": 256, "block_k": 32, "num_warps": 4, "num_stages": 2}
 
 
@@ -104,7 +105,7 @@ EXACT = [
 ]
 
 LATER_EXACT = [
-    # Many tiles for each program, one, or none for the last.
+    # A program has many tiles or one, and the last program may have none.
     Case("int8", m=192, n=512, k=128, ranks=3, by=LATER),
     Case("int8", m=48, k=200, bias=True, epilogue=RELU, ranks=3, by=LATER),
     Case("int4", m=40, n=768, k=128, ranks=5, dtype=torch.float16, by=LATER),

@@ -83,7 +83,7 @@ def exact_batched(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
 
 DESCRIPTORS = {"descriptors": True}
 LATER = {"descriptors": True, "deferred": 8}
-"""Tiles are encoded during the next one."""
+"""Tiles are encoded during the next one, 8 rows in each step."""
 BATCHES = [
     Batched("int8", batches=3, height=128, by={"block_m": 64}),  # one in shards of two ranks
     Batched("int8"),

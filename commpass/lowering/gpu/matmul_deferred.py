@@ -73,14 +73,14 @@ def deferred_lines(
         *(f"new_{name} = {_zero(name)}" for name in kept),
         *(f"old_{name} = {_zero(name)}" for name in encoding),
         "total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)",
-        "for moment in range(0, steps * count):",
+        "for step_number in range(0, steps * count):",
         *indent(
             [
-                "tile = moment // steps",
-                "step = moment % steps",
+                "tile = step_number // steps",
+                "step = step_number % steps",
                 "if step == 0:",
                 "    number = tl.program_id(0) + tile * tl.num_programs(0)",
-                # It always is. So tests can prove that no address is too large.
+                # This changes nothing. It lets tests prove that no address is too large.
                 "    number = tl.minimum(number, tiles - 1)",
                 *indent([*place, *(f"new_{name} = {name}" for name in kept)]),
                 *(f"{name} = new_{name}" for name in kept if _uses([*parts, *result], name)),
