@@ -51,7 +51,7 @@ def by_decode_matmul(x: torch.Tensor) -> None:
 def by_exchange(x: torch.Tensor) -> None:
     what = exchange.Exchange("one_shot", codec("int8"), BFLOAT16, x.numel(), 2)
     peers = torch.empty(2, dtype=torch.int64, device=x.device)
-    exchange.run(exchange.Workspace(exchange.room_for([what]), 2, 0, peers, x), what, x)
+    exchange.run(exchange.Workspace(exchange.capacity_for([what]), 2, 0, peers, x), what, x)
 
 
 LAUNCHES = [by_chain, by_call, by_matmul, by_decode_matmul, by_exchange]
@@ -102,7 +102,7 @@ def test_second_call_of_an_exchange_hashes_no_codec_and_generates_nothing(algori
     def workspace(what: exchange.Exchange, *others: object):
         made.append("workspace")
         memory = torch.empty(2, dtype=torch.int64, device="cuda:0")
-        return exchange.Workspace(exchange.room_for([what]), 2, 0, memory, memory), what
+        return exchange.Workspace(exchange.capacity_for([what]), 2, 0, memory, memory), what
 
     def kernel(what: exchange.Exchange):
         made.append("kernel")
