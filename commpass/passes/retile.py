@@ -15,16 +15,20 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 
 from commpass.errors import VerifyError
+from commpass.passes.fx import create
+from commpass.passes.fx.erase import erase
 from commpass.passes.fx.fakes import mode_of
-from commpass.passes.fx.marks import MARK, TUNABLE, Mark
-from commpass.passes.fx.ops import triton_calls
+from commpass.passes.fx.marks import MARK, STRIDES, TUNABLE, Mark
+from commpass.passes.fx.ops import EMPTY, triton_calls
 from commpass.passes.fx.parse import graph_modules
 from commpass.passes.fx.tracing import Decompositions, inductor_decompositions, traced
 from commpass.plan import Plan
 from commpass.utils.ambient import rewriting
 
-ARGUMENTS, WRITTEN = "kwargs", "tensors_to_clone"
-"""torch's names in a kernel call: the kernel's own arguments, and the tensors that it writes."""
+ARGUMENTS = "kwargs"
+"""torch's name, in a kernel call, of the kernel's own arguments."""
+HELD = "held"
+"""The argument for memory of the kernel's own (``lowering.gpu.matmul_deferred``)."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ def retile(
     """Set the tile sizes of kernel calls, in place: ``choices`` are choices of their ``call``. If
     it raises an error, nothing is changed."""
     traces: dict[Any, fx.Node] = {}
-    changed: dict[fx.Node, dict[str, Any]] = {}
+    changed: dict[fx.Node, fx.Node] = {}
     for each in tunable_nodes(gm):
         if (choice := choices.get(each.node)) is None:
             continue
@@ -66,9 +70,10 @@ def retile(
         if key not in traces:
             with mode_of(each.node.graph):
                 traces[key] = _traced_call(each.call, choice, decompositions)
-        changed[each.node] = _with_numbers(each.node, traces[key])
-    for node, arguments in changed.items():
-        node.kwargs = arguments
+        changed[each.node] = traces[key]
+        _check_tensors(each.node, traces[key])
+    for node, like in changed.items():
+        _set(node, like)
     for _, module in graph_modules(gm):
         module.recompile()
 
@@ -84,15 +89,38 @@ def _traced_call(call: Any, choice: Any, decompositions: Decompositions | None) 
     return found
 
 
-def _with_numbers(node: fx.Node, like: fx.Node) -> dict[str, Any]:
-    """Return the arguments of a kernel call with the kernel, the grid and all numbers of another
-    call, and its own tensors."""
-    own, others = (_arguments(each) for each in (node, like))
-    tensors = {name: value for name, value in own.items() if isinstance(value, fx.Node)}
-    if tensors.keys() != {name for name, each in others.items() if isinstance(each, fx.Node)}:
+def _check_tensors(node: fx.Node, like: fx.Node) -> None:
+    """Raise VerifyError if two calls differ in the tensors that a kernel reads or returns."""
+    own, others = (
+        {name for name, value in _arguments(each).items() if isinstance(value, fx.Node)}
+        for each in (node, like)
+    )
+    if own - {HELD} != others - {HELD}:
         raise VerifyError(f"{node.name}: other tile sizes change the tensors of its kernel")
-    settings = {name: value for name, value in like.kwargs.items() if name != WRITTEN}
-    return {**node.kwargs, **settings, ARGUMENTS: {**others, **tensors}}
+
+
+def _set(node: fx.Node, like: fx.Node) -> None:
+    """Give a kernel call the kernel, the grid and all numbers of another call. It keeps its own
+    tensors, but memory for its tiles is created anew: its size depends on theirs."""
+    own, others = (_arguments(each) for each in (node, like))
+    tensors = {
+        name: value for name, value in own.items() if isinstance(value, fx.Node) and name != HELD
+    }
+    if HELD in others:
+        value = others[HELD].meta["val"]
+        with node.graph.inserting_before(node):
+            how = {"dtype": value.dtype, "device": value.device}
+            tensors[HELD] = create.call(node.graph, EMPTY, (list(value.shape),), how)
+        tensors[HELD].meta.update({"val": value, MARK: node.meta[MARK]})
+    node.kwargs = {**node.kwargs, **like.kwargs, ARGUMENTS: {**others, **tensors}}
+    if isinstance(results := node.meta.get("val"), dict):
+        node.meta["val"] = {**like.meta["val"], **{k: v for k, v in results.items() if k != HELD}}
+    if STRIDES in node.meta:
+        node.meta[STRIDES] = fx.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
+    for user in [user for user in node.users if user.args[1:] == (HELD,) and not user.users]:
+        erase(user)
+    if HELD in own and not own[HELD].users:
+        erase(own[HELD])
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
