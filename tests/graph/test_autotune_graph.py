@@ -3,8 +3,8 @@ plan."""
 
 from __future__ import annotations
 
-import logging
 import dataclasses
+import logging
 import re
 from types import SimpleNamespace
 
