@@ -32,6 +32,8 @@ class Setup:
 
     ``others`` are exchanges that follow in turn, in the same memory: their name, values and
     programs.
+
+    ``counted`` calls have been made before, all of which used other slots.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Setup:
     spins: int = LONG
     faults: tuple[tuple[str, str], ...] = ()
     others: tuple[tuple[str, int, int], ...] = ()
+    counted: int = 0
 
     @property
     def turns(self) -> list[tuple[str, int, int]]:
@@ -180,6 +183,10 @@ class Schedule:
         # No bytes are there: all accesses of these addresses go to the memory of this schedule.
         self.base, self.end = 1 << 40, (1 << 40) + setup.ranks * total
         self.memory = Memory(setup.ranks * total, self.random)
+        counters = memory_of(room).counters + total * np.arange(setup.ranks)
+        places = counters[:, None] + np.arange(4 * room.programs)
+        counted = np.full(room.programs, setup.counted, np.uint32)
+        self.memory.values[0, places] = counted.view(np.uint8)
         self.peers = self.base + total * torch.arange(setup.ranks, dtype=torch.int64)
         draw = torch.Generator().manual_seed(seed)
         self.inputs = [

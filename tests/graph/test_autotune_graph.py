@@ -3,6 +3,7 @@ plan."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import re
 from types import SimpleNamespace
@@ -109,6 +110,18 @@ def test_kernels_of_a_site_can_be_timed(fake_group):
     assert [each.shape for each in last.inputs] == [(4, 266240), (4, 262144)]
     assert all(call.choices[0] is not None and len(call.choices) > 1 for call in (middle, last))
     assert product.cost > last.cost > middle.cost
+
+
+def test_choices_for_operands_that_are_not_aligned_have_a_kernel(fake_group):
+    """Parts of a tile are encoded later only beside loads by descriptors."""
+    fake_group(4)
+    outcome, _ = outcome_of()
+    product = tunable_nodes(outcome.gm)[0].call
+    with fake_cuda.a_card():
+        assert product.choices[0].deferred
+        choices = dataclasses.replace(product, aligned=False).choices
+    assert len(choices) > 1
+    assert not any(each.descriptors or each.deferred for each in choices)
 
 
 def test_equal_kernels_are_one(fake_group):

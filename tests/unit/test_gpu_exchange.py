@@ -354,6 +354,16 @@ def test_memory_grows_by_powers_of_two_up_to_the_largest():
     assert rounded_up(capacity_for([large])) == capacity_for([large])
 
 
+def test_memory_that_exchanges_share_can_be_addressed():
+    """One of them may have the wires, and another the programs, of which each has signals."""
+    many = replace(INT8, numel=2**20, programs=304 * RESIDENT)
+    lengths = range(2**30 - 2**26, 2**30, 2**14)
+    allowed = [at for at in lengths if not unsupported_reason(replace(INT8, numel=at, programs=1))]
+    assert len(allowed) not in (0, len(lengths))
+    most = replace(INT8, numel=allowed[-1], programs=1)
+    assert memory_of(rounded_up(capacity_for([most, many]))).total < 2**31
+
+
 # --- why the number of buffers suffices -----------------------------------------------------------
 
 WRITE, SIGNAL, WAIT, READ = "write", "signal", "wait", "read"

@@ -86,6 +86,32 @@ def test_exchanges_of_several_kinds_share_memory_in_every_schedule(first, ranks,
     assert max(each.lead for each in found) == 1
 
 
+HALF = 1 << 31
+"""So many calls, after which the numbers of calls are negative."""
+
+
+@pytest.mark.parametrize(
+    ("name", "counted"),
+    [
+        ("one_shot", HALF + 5),
+        ("reduce_scatter", HALF - 2),
+        *(rarely(name, number) for name in ALL for number in (HALF - 2, HALF + 5, 2 * HALF - 2)),
+    ],
+)
+def test_numbers_wrap_around_and_slots_that_no_call_has_used_hold_old_ones(name, counted):
+    setup = Setup(name, 2, counted=counted)
+    found = run(setup, 3)
+    assert [each for each in found if each.is_bad] == []
+    assert {each.right for each in found} == {2 * setup.calls}
+    (alone,) = run(Setup(name, 2, gone=1, spins=3, counted=counted), 1)
+    assert (alone.right, alone.wrong) == (0, 0)
+
+
+def test_schedules_find_old_numbers_that_count_as_later_ones():
+    (found,) = run(Setup("one_shot", 2, gone=1, spins=3, counted=HALF + 5, faults=(OLD,)), 1)
+    assert found.wrong
+
+
 @pytest.mark.every
 @pytest.mark.parametrize("name", ALL)
 def test_programs_share_tiles_in_every_schedule(name):
@@ -153,8 +179,10 @@ FAULTS = {
     "release": ('sem="release"', 'sem="relaxed"'),
     "acquire": ('sem="acquire"', 'sem="relaxed"'),
     "the other buffer": ("(epoch & 1) * buffer_bytes", "0 * buffer_bytes"),
-    "this call's signal": ("seen - epoch < 0", "seen - epoch < -1"),
+    "this call's signal": ("ahead < 0", "ahead < -1"),
 }
+OLD = ("(ahead < 0) | (ahead > 1)", "ahead < 0")
+"""A fault: any number that is not below that of the call counts as a later one."""
 COUNT = ("mask=each < slots", "mask=each == own")
 """A fault: a call is counted for its own programs alone, and not for all that the next may have."""
 QUICK = {"barrier before the signal", "the other buffer"}

@@ -226,6 +226,25 @@ def test_fused_products_have_tiles_of_whole_blocks(spec: str, arch: str) -> None
             assert shared <= matmul_sizes.SHARED[arch]
 
 
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
+def test_tiles_to_be_measured_have_parts_or_as_few_rows_as_their_registers_hold(arch: str) -> None:
+    coder, problem = (
+        codec("int8(rounding=stochastic)"),
+        replace(PROBLEM, m=64, n=256, k=320, ranks=1),
+    )
+    found = matmul_sizes.configurations(coder, problem, arch)
+    assert found[0].deferred
+    assert all(by.block_m == 64 for by in found if not by.deferred)
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
+def test_tiles_of_operands_without_descriptors_are_encoded_at_their_end(arch: str) -> None:
+    coder = codec("int8")
+    found = matmul_sizes.configurations(coder, PROBLEM, arch, aligned=False)
+    assert len(found) > 1
+    assert not any(by.descriptors or by.deferred for by in found)
+
+
 def test_operands_that_lie_neither_by_rows_nor_by_columns_are_refused() -> None:
     matrix = torch.zeros(8, 6)
     assert matmul_launch.lies_by_rows(matrix) is True

@@ -50,6 +50,8 @@ SMALLEST = 1 << 16
 """Bytes of the smallest buffer that is allocated."""
 MOST = 2**31
 """Values, and bytes of memory, from which on kernels cannot count them."""
+MOST_PROGRAMS = 4096
+"""Programs of a rank that no GPU runs at once: memory that exchanges share has room for fewer."""
 OLDEST = (7, 0)
 """The first compute capability of NVIDIA with release and acquire."""
 
@@ -250,7 +252,7 @@ def unsupported_reason(
             return why
     for what, many in (
         ("values", exchange.values),
-        ("bytes of memory", memory_of(capacity_for([exchange])).total),
+        ("bytes of memory", memory_of(capacity_for([exchange], MOST_PROGRAMS)).total),
     ):
         if many >= MOST:
             return f"{many:,} {what}: kernels count to 2^31"

@@ -118,11 +118,17 @@ class Problem:
 
 
 def configurations(
-    codec: BlockCodec, problem: Problem, arch: str, matmul: Matmul | None = None
+    codec: BlockCodec,
+    problem: Problem,
+    arch: str,
+    matmul: Matmul | None = None,
+    *,
+    aligned: bool = True,
 ) -> list[Configuration]:
-    """Return the configurations worth measuring, the static choice first. ``matmul`` is as in
-    ``configuration``."""
-    chosen, load = configuration(codec, problem, arch, matmul), _load(codec, arch, matmul)
+    """Return the configurations worth measuring, the static choice first. ``matmul`` and
+    ``aligned`` are as in ``configuration``."""
+    chosen = configuration(codec, problem, arch, matmul, aligned=aligned)
+    load = _load(codec, arch, matmul)
     others = []
     for block_m, block_n in ((128, 256), (128, 128), (64, 256)):
         for stages in (2,) if arch == "gfx942" else (3, 4):
@@ -130,7 +136,8 @@ def configurations(
             if block_n % codec.block:
                 continue
             if chosen.deferred:
-                others.append(_deferred(by, problem, codec, arch, matmul))
+                deferred = _deferred(by, problem, codec, arch, matmul)
+                others += [deferred] if deferred.deferred else []
             if block_m <= _most_rows(codec, load, arch):
                 others.append(_complete(by, codec, arch, matmul))
     fits = (by for by in others if shared_bytes(by, codec, arch, matmul) <= SHARED[arch])

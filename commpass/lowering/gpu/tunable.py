@@ -118,10 +118,10 @@ class TunableProduct:
     def choices(self) -> tuple[Configuration, ...]:
         """As those of ``TunableChain``."""
         arch = matmul_launch.arch_here(self.device)
-        found = matmul_sizes.configurations(self.codec, self.problem, arch, self._matmul())
-        if not self.aligned:
-            found = [dataclasses.replace(each, descriptors=False) for each in found]
-        return tuple(dict.fromkeys(found))
+        codec, problem, matmul = self.codec, self.problem, self._matmul()
+        return tuple(
+            matmul_sizes.configurations(codec, problem, arch, matmul, aligned=self.aligned)
+        )
 
     @cached_property
     def identity(self) -> str:

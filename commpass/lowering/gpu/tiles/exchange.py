@@ -3,8 +3,9 @@ signals of others.
 
 ``peers`` are the addresses, int64 ``[ranks]``, at which this rank accesses every rank's memory,
 including its own. A signal is an int32 that only one program of one rank writes: the number of the
-call, which only grows. So signals are never reset, and a rank may be one call ahead. Numbers are
-compared by their difference, which is also correct when they wrap around.
+call, which only grows, and wraps around. So signals are never reset. A rank may be one call ahead:
+there are two numbers that a waiting program accepts. Any other is an older one, also of a slot that
+no call has used while numbers went round half way.
 """
 
 from __future__ import annotations
@@ -78,7 +79,9 @@ def wait(memory, at, epoch, RANKS: tl.constexpr, WIDTH: tl.constexpr, SPINS: tl.
     spins = 0
     while (missing != 0) & (spins < SPINS):
         seen = tl.atomic_add(slots, nothing, mask=there, sem="acquire", scope="sys")
-        missing = tl.sum(tl.where(there & (seen - epoch < 0), 1 << lane, 0), axis=0)
+        ahead = seen - epoch
+        absent = there & ((ahead < 0) | (ahead > 1))
+        missing = tl.sum(tl.where(absent, 1 << lane, 0), axis=0)
         spins += 1
     tl.debug_barrier()
     return missing
