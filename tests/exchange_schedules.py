@@ -183,9 +183,9 @@ class Schedule:
         # No bytes are there: all accesses of these addresses go to the memory of this schedule.
         self.base, self.end = 1 << 40, (1 << 40) + setup.ranks * total
         self.memory = Memory(setup.ranks * total, self.random)
-        counters = memory_of(room).counters + total * np.arange(setup.ranks)
-        places = counters[:, None] + np.arange(4 * room.programs)
-        counted = np.full(room.programs, setup.counted, np.uint32)
+        counters = memory_of(capacity).counters + total * np.arange(setup.ranks)
+        places = counters[:, None] + np.arange(4 * capacity.programs)
+        counted = np.full(capacity.programs, setup.counted, np.uint32)
         self.memory.values[0, places] = counted.view(np.uint8)
         self.peers = self.base + total * torch.arange(setup.ranks, dtype=torch.int64)
         draw = torch.Generator().manual_seed(seed)
