@@ -183,8 +183,10 @@ def _deferred(
     biased = matmul is not None and matmul.bias is not None
     few = by.block_m * by.block_n <= 128 * 128 and not (biased or _load(codec, arch, matmul))
     # With Triton 3.9 a search of 32 levels spills beside 128 results a thread.
-    many = _is_large(codec) or _has_large_bias(codec, arch, matmul)
-    rows = min(by.block_m, 64) if arch == "sm_90" and many else by.block_m
+    many = arch == "sm_90" and _is_large(codec)
+    if arch == "sm_90" or isinstance(codec.rounding, Stochastic):
+        many |= _has_large_bias(codec, arch, matmul)
+    rows = min(by.block_m, 64) if many else by.block_m
     made = replace(by, block_m=rows, num_warps=4 if few else 8, cuts=1)
     steps = problem.free_steps(by)
     most = _most_in_part(codec, arch, matmul)
