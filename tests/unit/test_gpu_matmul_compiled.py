@@ -67,10 +67,15 @@ class Compiled:
 
 
 def compiled(
-    arch: str, spec: str, matmul: Matmul = LINEAR, fused: bool | None = None, **others: Any
+    arch: str,
+    spec: str,
+    matmul: Matmul = LINEAR,
+    fused: bool | None = None,
+    problem: Problem = PROBLEM,
+    **others: Any,
 ) -> Compiled:
     coder = codec(spec)
-    problem = replace(PROBLEM, batches=8 if matmul.form else 1)
+    problem = replace(problem, batches=8 if matmul.form else 1)
     by = replace(configuration(coder, problem, arch, matmul), **others)
     b_step = problem.k if not matmul.b_by_rows else problem.n
     steps = Steps(problem.k, b_step, problem.height * problem.k, problem.k * problem.n)
@@ -202,6 +207,11 @@ OTHERS = {
     "gated": replace(LINEAR, epilogue=GATED),
     "gelu": replace(LINEAR, epilogue=GELU),
     "gated groups": replace(LINEAR, form=GROUPED, epilogue=GATED),
+    "columns": replace(LINEAR, a_by_rows=False, b_by_rows=True),
+    "biased": replace(LINEAR, bias=torch.bfloat16),
+    "biased columns": replace(
+        LINEAR, dtype=torch.float16, a_by_rows=False, bias=torch.float32, epilogue=RELU
+    ),
     "gelu of biased batches": replace(
         LINEAR, form=BATCHED, epilogue=GELU, bias=torch.bfloat16, b_by_rows=True
     ),
@@ -216,6 +226,46 @@ def test_no_form_spills(arch: str, spec: str, name: str) -> None:
     fits(made, arch)
     assert made.some(PRODUCT[arch])
     assert made.some(LOAD[arch])
+
+
+NOISY, SCALES = "int8(rounding=stochastic)", "fp8(block=32)"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arch", "spec", "name", "rows", "depth"),
+    sampled(
+        [
+            ("sm_100", "int8", "biased", 64, 4096),
+            ("sm_90", "int6", "gelu of biased batches", 512, 4096),
+            ("sm_90", SCALES, "biased", 512, 384),
+            ("sm_90", NOISY, "columns", 512, 384),
+            *(
+                (arch, spec, name, rows, depth)
+                for arch in ("sm_90", "sm_100")
+                for spec in (NOISY, SCALES, "int6", "tahquant")
+                for name in ("columns", "biased", "biased columns", "gelu of biased batches")
+                for rows, depth in ((64, 4096), (512, 640))
+            ),
+        ],
+        [("sm_100", "int8", "biased", 64, 4096), ("sm_90", NOISY, "columns", 512, 384)],
+    ),
+)
+def test_parts_of_any_size_do_not_spill_beside_a_bias_or_transposed_operands(
+    arch: str, spec: str, name: str, rows: int, depth: int
+) -> None:
+    """The fewer steps a tile has, the larger its parts are."""
+    problem = replace(PROBLEM, m=8 * rows, k=depth)
+    fits(compiled(arch, spec, OTHERS[name], problem=problem), arch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", ["mxfp8", rarely("int4(scale=rms)")])
+def test_narrow_tiles_need_no_more_shared_memory_than_is_counted(spec: str) -> None:
+    made = compiled("sm_90", spec, problem=replace(PROBLEM, n=384, k=640))
+    assert made.by.deferred
+    assert made.by.block_n == 128
+    fits(made, "sm_90")
 
 
 HEAVY = ("rotated", "rotated(bits=4)", "table(bits=4)", "taco", "sdp4bit", "tahquant")

@@ -180,9 +180,13 @@ def _deferred(
 ) -> Configuration:
     """Return the configuration with tiles that are encoded in parts, each in one step of the next
     tile. There are none if a tile has too few steps (``deferred`` is 0)."""
-    few = by.block_m * by.block_n <= 128 * 128 and not _load(codec, arch, matmul)
+    biased = matmul is not None and matmul.bias is not None
+    few = by.block_m * by.block_n <= 128 * 128 and not (biased or _load(codec, arch, matmul))
     # With Triton 3.9 a search of 32 levels spills beside 128 results a thread.
-    rows = min(by.block_m, 64) if arch == "sm_90" and _is_large(codec) else by.block_m
+    many = arch == "sm_90" and _is_large(codec)
+    if arch == "sm_90" or isinstance(codec.rounding, Stochastic):
+        many |= _has_large_bias(codec, arch, matmul)
+    rows = min(by.block_m, 64) if many else by.block_m
     made = replace(by, block_m=rows, num_warps=4 if few else 8, cuts=1)
     steps = problem.free_steps(by)
     most = _most_in_part(codec, arch, matmul)
@@ -197,7 +201,20 @@ def _most_in_part(codec: BlockCodec, arch: str, matmul: Matmul | None) -> int:
     many = isinstance(codec.grid, TableGrid) or codec.offset is not None
     if arch == "sm_90" and _load(codec, arch, matmul).operand_bytes:
         return 0 if many else 8
-    return 16 if many else 32
+    if arch == "sm_90" and matmul and not matmul.a_by_rows:
+        return 8
+    biased = arch == "sm_90" and matmul is not None and matmul.bias is not None
+    return 16 if many or biased else 32
+
+
+def _has_large_bias(codec: BlockCodec, arch: str, matmul: Matmul | None) -> bool:
+    """Whether the entries of a bias spill beside 128 results a thread, whose parts are encoded
+    later: if they have 32 bits or a place for each batch, or if the codec or the operands also need
+    many registers."""
+    if matmul is None or matmul.bias is None:
+        return False
+    light = matmul.form == SINGLE and matmul.bias.itemsize == 2 and matmul.a_by_rows
+    return _is_heavy(codec, arch) or not light
 
 
 @dataclass(frozen=True)
@@ -321,12 +338,13 @@ def shared_bytes(
     They hold the operands of all stages, and values that are converted between the tensor cores'
     layout and that of memory. The latter are codes, or integers if a block spans several warps and
     its values are rotated or packed there. They may also be what an epilogue reads, or its results.
-    If parts are encoded later, they are results of 16 bits, on sm_90 half of a tile at a time.
+    If parts are encoded later, they are results of 16 bits, of wide tiles on sm_90 half at a time.
     """
     load = _load(codec, arch, matmul)
     stage = (by.block_m + by.block_n) * by.block_k * 2  # operands have 16 bits
     if by.deferred:
-        return by.num_stages * stage + by.block_m * by.block_n * (1 + (arch == "sm_100")) + 1024
+        whole = arch == "sm_100" or (by.block_n < WIDEST and by.num_warps == 8)
+        return by.num_stages * stage + by.block_m * by.block_n * (1 + whole) + 1024
     spread = codec.transform.sums > 1 or (arch == "gfx942" and codec.grid.bits < 8)
     results = 2 if load.epilogue and codec.grid.bits < 8 else 1
     one_warp = arch == "sm_90" and by.block_m == 128  # whole rows, 16 for each
