@@ -188,10 +188,13 @@ def _deferred(
         many |= _has_large_bias(codec, arch, matmul)
     rows = min(by.block_m, 64) if many else by.block_m
     made = replace(by, block_m=rows, num_warps=4 if few else 8, cuts=1)
-    steps = problem.free_steps(by)
-    most = _most_in_part(codec, arch, matmul)
-    sizes = (made.num_warps * 32 * each // by.block_n for each in PART if each <= most)
-    made = replace(made, deferred=next((n for n in sizes if n * steps >= by.block_m), 0))
+    steps, most = problem.free_steps(by), _most_in_part(codec, arch, matmul)
+    sizes = [made.num_warps * 32 * each // by.block_n for each in PART if each <= most]
+    # With too few steps, a tile has as few rows as one that is encoded at its end.
+    fewer = min(rows, _most_rows(codec, _load(codec, arch, matmul), arch))
+    found = ((m, n) for m in (rows, fewer) for n in sizes if n * steps >= m)
+    block_m, deferred = next(found, (rows, 0))
+    made = replace(made, block_m=block_m, deferred=deferred)
     return replace(made, programs=_programs(made, codec, arch, matmul))
 
 
@@ -202,6 +205,8 @@ def _most_in_part(codec: BlockCodec, arch: str, matmul: Matmul | None) -> int:
     if arch == "sm_90" and _load(codec, arch, matmul).operand_bytes:
         return 0 if many else 8
     if arch == "sm_90" and matmul and not matmul.a_by_rows:
+        return 8
+    if arch == "sm_100" and codec.offset is not None:
         return 8
     biased = arch == "sm_90" and matmul is not None and matmul.bias is not None
     return 16 if many or biased else 32
