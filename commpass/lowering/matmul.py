@@ -20,6 +20,8 @@ SINGLE, BATCHED, GROUPED = "", "batched", "grouped"
   offset before up to that of a group are multiplied by its matrix. Those from the last offset on
   are 0 here; torch leaves them undefined.
 """
+HELD = "held"
+"""The argument of a kernel for memory of tiles that it encodes later (``gpu.matmul_deferred``)."""
 
 
 @dataclass(frozen=True)

@@ -398,7 +398,7 @@ def _coders(node: fx.Node) -> list[Any]:
     return [lookup(arg) for arg in node.args if isinstance(arg, str)]
 
 
-WRITTEN = ("output", "further_", "held")
+WRITTEN = ("output", "further_", matmul.HELD)
 """How the names of arguments begin that generated kernels write: results, and memory of their
 own."""
 

@@ -15,6 +15,7 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 
 from commpass.errors import VerifyError
+from commpass.lowering.matmul import HELD
 from commpass.passes.fx import create
 from commpass.passes.fx.erase import erase
 from commpass.passes.fx.fakes import mode_of
@@ -27,8 +28,6 @@ from commpass.utils.ambient import rewriting
 
 ARGUMENTS = "kwargs"
 """torch's name, in a kernel call, of the kernel's own arguments."""
-HELD = "held"
-"""The argument for memory of the kernel's own (``lowering.gpu.matmul_deferred``)."""
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,8 @@ import torch
 
 from commpass.lowering.gpu.source import indent
 from commpass.lowering.gpu.supported import TYPES
+from commpass.lowering.matmul import HELD
 
-HELD = "held"
-"""The argument for the memory of tiles: ``[programs, 2, BLOCK_M, BLOCK_N]``."""
 WAIT = 1
 """The step in which threads wait. The parts are encoded in the steps after it."""
 PLACE = ("row", "above", "batch", "inner", "first", "line", "column")
@@ -39,7 +38,7 @@ def deferred_lines(
     result: Sequence[str],
     stores: Sequence[str],
 ) -> list[str]:
-    """Return the loop of a kernel.
+    """Return the loop of a kernel. Its memory HELD is ``[programs, 2, BLOCK_M, BLOCK_N]``.
 
     ``place`` finds a tile, ``parts`` load the operands of a step at ``deep``. ``result`` computes
     the result ``x [BLOCK_M, BLOCK_N]`` of the matmul from its product, and ``stores`` encode part

@@ -26,7 +26,7 @@ from typing import Any
 from commpass.codecs.block.codec import BlockCodec
 from commpass.codecs.block.grids import CompandedGrid
 from commpass.lowering.gpu import generate, wires
-from commpass.lowering.gpu.matmul_deferred import HELD, deferred_lines
+from commpass.lowering.gpu.matmul_deferred import deferred_lines
 from commpass.lowering.gpu.matmul_epilogue import write_epilogue, write_result
 from commpass.lowering.gpu.matmul_sizes import Configuration, Matmul
 from commpass.lowering.gpu.source import Source, constant, function_text, indent, of_text
@@ -34,7 +34,7 @@ from commpass.lowering.gpu.supported import TYPES
 from commpass.lowering.gpu.tiles import groups as group_tiles
 from commpass.lowering.gpu.tiles import matmul as tiles
 from commpass.lowering.gpu.tiles import pointwise as pointwise_tiles
-from commpass.lowering.matmul import BATCHED, GROUPED, SINGLE
+from commpass.lowering.matmul import BATCHED, GROUPED, HELD, SINGLE
 
 
 @dataclass(frozen=True)

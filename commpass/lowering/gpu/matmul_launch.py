@@ -19,12 +19,11 @@ from commpass.codecs.block.packing import widths
 from commpass.errors import CommpassError
 from commpass.lowering.gpu.current import on_device
 from commpass.lowering.gpu.launch import casts, interpreting, key_argument, offsets
-from commpass.lowering.gpu.matmul_deferred import HELD
 from commpass.lowering.gpu.matmul_encode import Kernel, kernel
 from commpass.lowering.gpu.matmul_sizes import Configuration, Matmul, Problem, configuration
 from commpass.lowering.gpu.matmul_supported import TOO_MANY, unsupported_reason
 from commpass.lowering.gpu.source import load
-from commpass.lowering.matmul import Operands, Product, operands_of
+from commpass.lowering.matmul import HELD, Operands, Product, operands_of
 
 
 @dataclass(frozen=True)
